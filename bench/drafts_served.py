@@ -13,6 +13,7 @@ import json
 import re
 import statistics
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,6 @@ from deltic.bench.provenance import code, machine, now
 from deltic.commands.endpoint import Endpoint, LocalServer, model_name
 
 ANIMALS = ("fox", "hedgehog", "owl", "otter", "badger", "mouse")
-SUMS = ((19, 23), (47, 35), (81, 18), (62, 29), (12, 77), (55, 36))
 CITIES = ("Paris", "Oslo", "Rome", "Berlin", "Madrid", "Lisbon")
 WEATHER = {
     "type": "function",
@@ -30,11 +30,12 @@ WEATHER = {
         "parameters": {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]},
     },
 }
-WORK: dict[str, list[dict[str, Any]]] = {
-    "stories": [{"content": f"Write a 200-word story about a {animal}."} for animal in ANIMALS],
-    "sums": [{"content": f"What is {a} plus {b}?", "enable_thinking": True} for a, b in SUMS],
-    "tools": [{"content": f"What is the weather in {city}?", "tools": [WEATHER]} for city in CITIES],
+WORK: dict[str, Callable[[int], dict[str, Any]]] = {
+    "stories": lambda i: {"content": f"Write a {200 + i}-word story about a {ANIMALS[i % 6]}."},
+    "sums": lambda i: {"content": f"What is {11 + 7 * i % 43} plus {13 + 5 * i % 41}?", "enable_thinking": True},
+    "tools": lambda i: {"content": f"Tell me the weather in {CITIES[i % 6]}" + "!" * (i // 6), "tools": [WEATHER]},
 }
+"""What is asked, by its number: another prompt each time, so that no answer comes from the prefix cache."""
 TEMPERATURES = (0.0, 0.8)
 
 
@@ -66,22 +67,21 @@ async def run(given: argparse.Namespace) -> list[dict[str, Any]]:
     try:
         plain, drafting = [await server.wait_ready() for server in servers]
         name, rows = await model_name(plain), []
-        for kind, works in WORK.items():
+        for kind, make in WORK.items():
             for temperature in TEMPERATURES:
                 before, rates, n_tokens = await drafted(drafting), dict[Endpoint, list[float]](), 0
-                for round_ in range(given.rounds):
-                    for i, work in enumerate(works):
-                        said = []
-                        for endpoint in (plain, drafting):
-                            answer = await ask(endpoint, name, work, 100 * round_ + i, temperature)
-                            usage = answer["usage"]
-                            n = usage["completion_tokens"] - 1
-                            rates.setdefault(endpoint, []).append(n / max(1e-3, usage["timing"]["decode_ms"] / 1e3))
-                            message = answer["choices"][0]["message"]
-                            calls = [call["function"] for call in message.get("tool_calls") or ()]
-                            said.append((message["content"], message.get("reasoning_content"), calls))
-                        n_tokens += n
-                        assert said[0] == said[1], f"drafts changed an answer: {said}"
+                for i in range(given.requests):
+                    work, said, order = make(i), dict[Endpoint, Any](), [plain, drafting]
+                    for endpoint in order[:: 1 - 2 * (i % 2)]:
+                        answer = await ask(endpoint, name, work, i, temperature)
+                        usage = answer["usage"]
+                        n = usage["completion_tokens"] - 1
+                        rates.setdefault(endpoint, []).append(n / max(1e-4, usage["timing"]["decode_ms"] / 1e3))
+                        message = answer["choices"][0]["message"]
+                        calls = [call["function"] for call in message.get("tool_calls") or ()]
+                        said[endpoint] = message["content"], message.get("reasoning_content"), calls
+                    n_tokens += n
+                    assert said[plain] == said[drafting], f"drafts changed an answer: {said}"
                 after = await drafted(drafting) - before
                 places = sorted({int(key.rpartition("_")[2]) for key in after})
                 right = {
@@ -105,7 +105,7 @@ async def run(given: argparse.Namespace) -> list[dict[str, Any]]:
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("model", nargs="?", help="what to serve (default: the built-in model)")
-    flags.add_argument("--rounds", type=int, default=3)
+    flags.add_argument("--requests", type=int, default=24, help="of each kind and temperature")
     flags.add_argument("--serve-args", default="", help="more flags for deltic serve, in one string")
     flags.add_argument("--out", type=Path, metavar="DIR", help="keep the result in this directory, as JSON")
     given = flags.parse_args()

@@ -135,7 +135,7 @@ class EngineConfig:
     max_drafts: int | None = knob(
         None,
         "most tokens of an answer that are guessed ahead and checked in one step, as many as pay: by the draft head (MTP), a "
-        "grammar, or where text repeats itself; answers stay the same, to the bit; 0 guesses nothing (default: 8)",
+        "grammar, or where text repeats itself; answers stay the same, to the bit; 0 guesses nothing (default: 8, and 0 for a model of less than 64 MiB)",
         metavar="TOKENS",
         device={"text": "cpu"},
         kind="text",

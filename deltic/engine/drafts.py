@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from statistics import median
 
 from deltic.engine.guides import Guide, Guides
-from deltic.engine.step import Chunk, Sequence, Step
+from deltic.engine.step import Chunk, Draw, Sequence, Step
 from deltic.ops.geometry import PAGE_SIZE
 
 LEAST = 3
@@ -45,7 +45,7 @@ N_INDEXED = 8192
 N_AT_ONCE = 512
 """Tokens that are indexed in a step: a fraction of a millisecond."""
 
-MAX_PAUSE = 64
+MAX_PAUSE = 128
 """Steps for which a proposer pauses, at most."""
 
 KEPT = 0.8
@@ -56,6 +56,9 @@ N_TIMES = 8
 
 HOPE = 0.25
 """What a row of a draft costs beside a sequence's own, until that is known."""
+
+HEAD = 0.1
+"""What a guess of the head costs beside a step without drafts, until that is known."""
 
 
 @dataclass(slots=True, eq=False)
@@ -167,45 +170,47 @@ class Drafter:
                 found, best, self.used = draft, expected, record
         return found
 
-    def n_guesses(self, most: int, least: float) -> int:
-        """Tokens that the draft head should guess for the next step: those that are likely enough."""
-        if self.of_head.pause or (self.used is self.of_repeats and self.used.chance > self.of_head.chance):
-            return 0
-        chance, n = self.of_head.chance, 0
-        while n < most and chance ** (n + 1) >= least:
-            n += 1
-        return min(most, max(1, n))
+    @property
+    def is_idle(self) -> bool:
+        """Whether all pause that could know anything without a grammar."""
+        return self.of_head.pause > 1 and self.of_repeats.pause > 1
+
+    def wait(self) -> None:
+        """What `propose` does where it is idle."""
+        self.of_head.pause -= 1
+        self.of_repeats.pause -= 1
+        self.used = self.of_head
 
 
-class StepTimes:
-    """What steps of decodes took, by the number of sequences and of the rows of their drafts."""
+class Times:
+    """What something took, by the number of sequences and of the tokens that are guessed for them in all."""
 
     def __init__(self) -> None:
         self._latest: dict[tuple[int, int], deque[float]] = {}
         self._known: dict[int, list[tuple[int, float]]] = {}
-        """By the number of sequences: (rows of drafts, median of the latest), ascending."""
+        """By the number of sequences: (tokens, median of the latest), ascending."""
 
-    def observe(self, n: int, n_drafted: int, seconds: float) -> None:
-        """A step of n sequences took so long."""
-        latest = self._latest.setdefault((n, n_drafted), deque(maxlen=N_TIMES))
+    def observe(self, n: int, n_tokens: int, seconds: float) -> None:
+        """n sequences with so many tokens took so long."""
+        latest = self._latest.setdefault((n, n_tokens), deque(maxlen=N_TIMES))
         latest.append(seconds)
         known = self._known.setdefault(n, [])
-        i = bisect_left(known, (n_drafted, 0.0))
-        known[i : i + (len(latest) > 1)] = [(n_drafted, median(latest))]
+        i = bisect_left(known, (n_tokens, -1.0))
+        known[i : i + (len(latest) > 1)] = [(n_tokens, median(latest))]
 
-    def seconds(self, n: int, n_drafted: int) -> float:
-        """The estimate for a step: between two that are known on their line, beyond them on a hopeful one.
-        It will be tried then, and known.
+    def seconds(self, n: int, n_tokens: int) -> float | None:
+        """The estimate: between two that are known on their line, beyond them on a hopeful one. It will be
+        tried then, and known. None: nothing is known of so many sequences.
         """
         known = self._known.get(n)
         if not known:
-            return n + HOPE * n_drafted
-        i = bisect_left(known, (n_drafted, 0.0))
-        if i < len(known) and (known[i][0] == n_drafted or i > 0):
+            return None
+        i = bisect_left(known, (n_tokens, -1.0))
+        if i < len(known) and (known[i][0] == n_tokens or i > 0):
             (x1, y1), (x0, y0) = known[i], known[max(0, i - 1)]
-            return y1 if x1 == n_drafted else y0 + (y1 - y0) * (n_drafted - x0) / (x1 - x0)
+            return y1 if x1 == n_tokens else y0 + (y1 - y0) * (n_tokens - x0) / (x1 - x0)
         x, y = known[i - 1] if i else known[0]
-        return y * (n + HOPE * n_drafted) / (n + HOPE * x)
+        return y * (n + HOPE * n_tokens) / (n + HOPE * x)
 
 
 class Drafting:
@@ -214,11 +219,11 @@ class Drafting:
     def __init__(self, max_drafts: int, has_head: bool, guides: Guides | None) -> None:
         """max_drafts: tokens of a draft. has_head: whether the runner has a draft head."""
         self.max_drafts, self.has_head, self.guides = max_drafts, has_head, guides
-        self.times = StepTimes()
+        self.steps, self.guesses = Times(), Times()
+        """Of steps, by the rows of their drafts, without what the head takes; and of that."""
         self.drafted, self.accepted = Counter[str](), Counter[str]()
         """As of Stats."""
-        self.least = 0.5
-        """A token that is less likely to be right than this is not worth its row."""
+        self._n_plain = 0
 
     def plan(self, step: Step) -> None:
         """Gives a step of decodes drafts, and says what the draft head guesses for the next one.
@@ -226,28 +231,33 @@ class Drafting:
         A window never reaches the end of a page, so that the state is whole there, where it may become a
         checkpoint.
         """
-        drafts: list[list[int]] = []
+        drafts: list[tuple[Draw, list[int]]] = []
         chances: list[tuple[float, int]] = []
-        for i, draw in enumerate(step.draws):
+        asked: list[tuple[Draw, int]] = []
+        for draw in step.draws:
             chunk, sequence = step.chunks[draw.chunk], draw.sequence
-            if sequence.drafter is None:
-                sequence.drafter = Drafter()
+            drafter = sequence.drafter = sequence.drafter or Drafter()
+            if drafter.is_idle and sequence.guide is None:
+                drafter.wait()
+                continue
             n_left = sequence.request.params.max_tokens - sequence.n_generated - 1
             most = min(self.max_drafts, PAGE_SIZE - 2 - chunk.start % PAGE_SIZE, n_left)
-            drafts.append(self._propose(sequence, chunk, most) if most > 0 else [])
-            chance = sequence.drafter.used.chance
-            chances += ((chance ** (j + 1), i) for j in range(len(drafts[i])))
+            draft = self._propose(sequence, chunk, most) if most > 0 else []
+            chance = drafter.used.chance
+            chances += ((chance ** (j + 1), len(drafts)) for j in range(len(draft)))
+            drafts.append((draw, draft))
+            if self.has_head and n_left > 1 and drafter.used is drafter.of_head and not drafter.of_head.pause:
+                asked.append((draw, min(self.max_drafts, n_left - 1)))
         n_taken = self._n_worth(len(step.chunks), sorted(chances, reverse=True)) if chances else {}
-        for i, draw in enumerate(step.draws):
-            chunk, drafter, params = step.chunks[draw.chunk], draw.sequence.drafter, draw.sequence.request.params
-            chunk.drafts = drafts[i][: n_taken.get(i, 0)]
+        for i, (draw, draft) in enumerate(drafts):
+            chunk = step.chunks[draw.chunk]
+            chunk.drafts = draft[: n_taken.get(i, 0)]
             chunk.length += len(chunk.drafts)
             chunk.rules = chunk.rules[: 1 + len(chunk.drafts)]
-            if drafts[i] and not chunk.drafts:
-                drafter.used.miss()
-            n_left = params.max_tokens - draw.sequence.n_generated - 2
-            if self.has_head and n_left > 0:
-                draw.n_guesses = drafter.n_guesses(min(self.max_drafts, n_left), self.least)
+            if draft and not chunk.drafts:
+                draw.sequence.drafter.used.miss()
+        if asked:
+            self._ask(len(step.chunks), asked)
 
     def _propose(self, sequence: Sequence, chunk: Chunk, most: int) -> list[int]:
         """A draft, as far as the sequence's guide allows it."""
@@ -266,16 +276,36 @@ class Drafting:
     def _n_worth(self, n: int, chances: list[tuple[float, int]]) -> dict[int, int]:
         """The lengths of drafts: of the likeliest tokens as many as give the most tokens a second."""
         tokens, best, n_best = float(n), 0.0, 0
-        seconds = self.times.seconds(n, 0)
         for n_rows in range(min(len(chances), PAGE_SIZE) + 1):
-            if n_rows:
-                tokens += chances[n_rows - 1][0]
-                seconds = self.times.seconds(n, n_rows)
+            tokens += chances[n_rows - 1][0] if n_rows else 0.0
+            seconds = self._step_s(n, n_rows)
             if tokens / seconds > best:
                 best, n_best = tokens / seconds, n_rows
-        more = self.times.seconds(n, n_best + 1) - self.times.seconds(n, n_best)
-        self.least = min(0.9, max(0.05, more * best))
         return Counter(i for _, i in chances[:n_best])
+
+    def _ask(self, n: int, asked: list[tuple[Draw, int]]) -> None:
+        """Has the head guess for the next step: as many tokens for each as give the most tokens a second, of
+        the step and the head. Where that is none, they pause.
+        """
+        records = [draw.sequence.drafter.of_head for draw, _ in asked]
+        tokens, best, depth = float(n), n / self._step_s(n, 0), 0
+        for k in range(1, max(most for _, most in asked) + 1):
+            tokens += sum(record.chance**k for record in records)
+            seconds = self._step_s(n, min(PAGE_SIZE, k * len(asked))) + self._guess_s(n, k * len(asked))
+            if tokens / seconds > best:
+                best, depth = tokens / seconds, k
+        for (draw, most), record in zip(asked, records, strict=True):
+            draw.n_guesses = min(most, depth)
+            if not depth:
+                record.miss()
+
+    def _step_s(self, n: int, n_rows: int) -> float:
+        seconds = self.steps.seconds(n, n_rows)
+        return n + HOPE * n_rows if seconds is None else max(1e-9, seconds)
+
+    def _guess_s(self, n: int, n_tokens: int) -> float:
+        seconds = self.guesses.seconds(n, n_tokens)
+        return HEAD * self._step_s(n, 0) * n_tokens / n if seconds is None else seconds
 
     def count(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
         """Takes what became of a sequence's draft."""
@@ -283,8 +313,14 @@ class Drafting:
         self.accepted.update(str(1 + i) for i in range(n_accepted))
         sequence.drafter.used.observe(n_drafted, n_accepted)
 
-    def observe(self, step: Step, seconds: float) -> None:
-        """Learns what a step took, if it was one of decodes."""
-        if step.chunks[-1].is_decode:
-            n = len(step.chunks)
-            self.times.observe(n, step.n_tokens - n, seconds)
+    def observe(self, step: Step, seconds: float, guess_s: float) -> None:
+        """Learns what a step took, if it was one of decodes, and what of that the head did."""
+        if not step.chunks[-1].is_decode:
+            return
+        n, n_guesses = len(step.chunks), sum(draw.n_guesses for draw in step.draws)
+        n_rows = step.n_tokens - n
+        self._n_plain = 0 if n_rows or n_guesses else self._n_plain + 1
+        if self._n_plain % N_TIMES < 2:  # of plain ones in a row some are enough
+            self.steps.observe(n, n_rows, seconds - guess_s)
+        if n_guesses:
+            self.guesses.observe(n, n_guesses, guess_s)

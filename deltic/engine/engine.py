@@ -357,7 +357,7 @@ class Engine:
         self.n_steps += 1
         end = time.perf_counter()
         self.last_step_s = end - start
-        self.scheduler.observe(step, self.last_step_s)
+        self.scheduler.observe(step, self.last_step_s, result.guess_s)
         if self.trace is not None:
             waiting = [s for s in self.scheduler.sequences() if s.slot is None]
             self.trace.stepped(step, self.stats(), waiting, (start, planned, ran, end))

@@ -705,10 +705,10 @@ class Scheduler:
             counted(n_pages, "page"),
         )
 
-    def observe(self, step: Step, seconds: float) -> None:
-        """Tells the cost models what a step took."""
+    def observe(self, step: Step, seconds: float, guess_s: float = 0.0) -> None:
+        """Tells the cost models what a step took, guess_s of it the draft head."""
         if self.drafting is not None:
-            self.drafting.observe(step, seconds)
+            self.drafting.observe(step, seconds, guess_s)
         if self.cost and not step.chunks[-1].is_decode:
             self.cost.observe(Load.of(step.chunks, self.info.block_size), seconds)
 

@@ -281,5 +281,7 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprob]]
     guesses: list[list[int]] = field(default_factory=list)
     """Of the draft head, behind what each draw gave: up to n_guesses tokens. Empty: there is no head."""
+    guess_s: float = 0.0
+    """Seconds that the head took."""
     codes: NDArray[np.int32] | None = None
     """Of a speech model: [n_decodes, 16], the frame of chunk i, a decode, in row i (decodes come first)."""

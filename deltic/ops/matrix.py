@@ -193,14 +193,17 @@ class Matrix:
         )
         return self.pieces[0]
 
-    def first_rows(self, n: int) -> Matrix:
-        """The first n rows, in the same memory; of one matrix in strips, n a multiple of 16 or all."""
-        left, pieces = n, list[Piece]()
+    def rows(self, begin: int, end: int) -> Matrix:
+        """Rows [begin, end) of one matrix in strips, in the same memory. In its piece, begin is at a whole
+        strip, and so is end, or it is the piece's.
+        """
+        pieces, top = list[Piece](), 0
         for piece in self.pieces:
-            if left > 0:
-                pieces.append(piece.rows(0, min(left, piece.n)))
-                left -= piece.n
-        return Matrix(n, self.k, tuple(pieces))
+            first, last = max(begin - top, 0), min(end - top, piece.n)
+            if first < last:
+                pieces.append(piece.rows(first, last))
+            top += piece.n
+        return Matrix(end - begin, self.k, tuple(pieces))
 
     def pack(self, values: Array, n_threads: int = 1) -> Matrix:
         """Stores bfloat16 values [n_matrices * n, k], in strips, each piece as its format says.

@@ -80,7 +80,7 @@ def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tupl
         return config, directory, make_plan(config, speech, device.speech, speech.n_drawn, free_bytes)
     directory, shape = locate(config)
     if device.text.drafts is not None:
-        config = replace(config, max_drafts=device.text.max_drafts(config))
+        config = replace(config, max_drafts=device.text.max_drafts(config, shape))
     drafts = bool(config.max_drafts)
     shape = stored_shape(directory, shape, drafts) if config.dummy is None else replace(shape, has_draft_head=drafts)
     config = device.prepare(resolve_quantize(config, directory, shape.formats), directory)

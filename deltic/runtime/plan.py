@@ -164,6 +164,12 @@ def _no_vocoder(shape: Shape) -> int:
     return 0
 
 
+CACHED_BYTES = 64 << 20
+"""Weights of up to this many stay in a processor's caches. There a row costs nearly as much as a step, and
+drafts, which save reading weights, save nothing.
+"""
+
+
 @dataclass(frozen=True)
 class Kind(Generic[S]):
     """A kind of model on a kind of device, as the planner needs to know it."""
@@ -207,7 +213,7 @@ class Kind(Generic[S]):
     step_multiple: int = 1
     """What --max-step-tokens must be a multiple of."""
     drafts: int | None = None
-    """The default of --max-drafts; None: it runs no drafts."""
+    """The default of --max-drafts, but for models up to CACHED_BYTES; None: it runs no drafts."""
     free_share: float = 0.8
     """The part of the free memory that is used where --memory-gb does not say, less reserve_bytes."""
     reserve_bytes: int = 0
@@ -217,11 +223,11 @@ class Kind(Generic[S]):
     def on_gpu(self) -> bool:
         return self.device == "cuda"
 
-    def max_drafts(self, config: EngineConfig) -> int:
+    def max_drafts(self, config: EngineConfig, shape: S) -> int:
         """Most tokens of a draft; 0: none are made."""
-        if self.drafts is None:
-            return 0
-        return self.drafts if config.max_drafts is None else config.max_drafts
+        if self.drafts is None or config.max_drafts is not None:
+            return config.max_drafts or 0
+        return self.drafts if self.weight_bytes(shape, config.rounded) > CACHED_BYTES else 0
 
 
 def make_plan(
@@ -293,7 +299,7 @@ def _asked(config: EngineConfig, shape: S, kind: Kind[S], n_real: int, free_byte
         n_threads=n_threads,
         budget_bytes=_budget(config, kind, free_bytes),
         workspace={},
-        max_drafts=kind.max_drafts(config),
+        max_drafts=kind.max_drafts(config, shape),
         cpus=pinned_cpus(n_threads) if config.pin_threads else (),
     )
     if not kind.on_gpu:

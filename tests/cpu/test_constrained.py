@@ -11,7 +11,7 @@ import llguidance
 import pytest
 
 from deltic import LLM
-from deltic.engine.drafts import StepTimes
+from deltic.engine.drafts import Drafting
 from deltic.engine.guides import Guides
 from deltic.engine.messages import Constraint, Output, Request, SamplingParams
 
@@ -143,7 +143,7 @@ def test_a_slow_mask_delays_nobody_else(llm: LLM, monkeypatch: pytest.MonkeyPatc
 
 def test_drafts_follow_the_grammar_and_change_no_bit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a grammar leaves as the only text is a draft; thoughts, closings and bad words as without drafts."""
-    monkeypatch.setattr(StepTimes, "seconds", lambda self, n, n_drafted: 1.0)
+    monkeypatch.setattr(Drafting, "_step_s", lambda self, n, n_rows: 1.0)
     drafting = LLM(threads=2, max_num_seqs=16, max_drafts=8)
     bad = Constraint(bad_ids=(tuple(llm.tokenizer.encode("Once")), tuple(llm.tokenizer.encode(" upon a"))))
     given = [

@@ -94,9 +94,9 @@ def sequence(ids: list[int], place: int = 0, **params: Any) -> Sequence:
     return Sequence(request, 0, place, array("i", ids), len(ids), pages=pages, place=place, slot=place)
 
 
-def run(runner: Runner, of: Sequence, length: int, n_guesses: int = 0, draws: bool = True) -> list[int]:
+def run(runner: Runner, of: Sequence, length: int, n_guesses: int = 0, draws: bool = True, **more: Any) -> list[int]:
     """A chunk and, if it draws, a draw, whose token the sequence gets. Gives the guesses."""
-    step = Step([Chunk(of, of.n_computed, length)], [Draw(0, of, n_guesses)] if draws else [])
+    step = Step([Chunk(of, of.n_computed, length, **more)], [Draw(0, of, n_guesses)] if draws else [])
     result = runner.step(step)
     of.n_computed += length
     of.tokens.extend(result.tokens[0] if draws else [])
@@ -144,6 +144,12 @@ def test_its_keys_and_values_are_the_same_on_every_way() -> None:
     run(runner, other, n - 64)
     assert other.tokens[-1] == tokens[n]
     np.testing.assert_array_equal(kept(runner, other, 128), truth)
+
+    runner = build(path)
+    scored = sequence(tokens[:n], prompt_logprobs=0)
+    for length in (30, 64, 46):  # each row has logits, as those of decodes
+        run(runner, scored, length, prompt_logprobs=True, draws=length == 46)
+    np.testing.assert_array_equal(kept(runner, scored, 128), truth)
 
     runner = build(path)
     run(runner, first := sequence(ids), 64, draws=False)

@@ -16,7 +16,7 @@ import msgspec
 import pytest
 
 from deltic.config import ConfigError, EngineConfig, without_foreign
-from deltic.engine.drafts import Drafter, StepTimes
+from deltic.engine.drafts import Drafter, Drafting
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Constraint, Request, SamplingParams, TokenLogprob
 from deltic.engine.step import Sequence, Step, StepResult
@@ -76,7 +76,7 @@ class Schedule:
     def run(self, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> tuple[Answers, Engine]:
         self.draw = random.Random(self.seed)
         monkeypatch.setattr(Drafter, "propose", self.propose)
-        monkeypatch.setattr(StepTimes, "seconds", lambda self, n, n_drafted: 1.0)  # every row is worth it
+        monkeypatch.setattr(Drafting, "_step_s", lambda self, n, n_rows: 1.0)  # every row is worth it
         engine, waiting, answers = Engine(runner), requests(self.seed), dict[Any, Any]()
         n_steps = 0
         while waiting or engine.has_work():
@@ -216,7 +216,7 @@ class Drawn:
 
 def test_text_that_repeats_takes_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the proposer itself; a bias makes the tiny model repeat itself."""
-    monkeypatch.setattr(StepTimes, "seconds", lambda self, n, n_drafted: 1.0)
+    monkeypatch.setattr(Drafting, "_step_s", lambda self, n, n_rows: 1.0)
     params = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True, logprobs=2, logit_bias={5: 9.0})
     request = Request(id="a", prompt_ids=list(range(40)), params=params)
     plain, found = (Drawn(build(max_drafts=most, max_num_seqs=1), [request]) for most in (0, 8))
@@ -239,8 +239,8 @@ def test_a_draft_head_changes_no_bit(kind: str, monkeypatch: pytest.MonkeyPatch)
         for request in requests(5)
     ]
     plain = Drawn(build(path=path, max_drafts=0), given)
-    for seconds in (lambda self, n, n_drafted: 1.0, StepTimes.seconds):
-        monkeypatch.setattr(StepTimes, "seconds", seconds)
+    for seconds in (lambda self, n, n_rows: 1.0, Drafting._step_s):
+        monkeypatch.setattr(Drafting, "_step_s", seconds)
         found = Drawn(build(path=path), given)
         assert found.answers == plain.answers
     assert found.stats.n_drafted > 0

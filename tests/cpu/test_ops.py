@@ -285,16 +285,17 @@ def test_draft_rows(program: Program, format: str) -> None:
     assert out[4:].isnan().all()
 
 
-@pytest.mark.parametrize("n", [16, 35, 64])
-def test_the_first_rows_of_a_matrix(n: int) -> None:
+@pytest.mark.parametrize("n", [35, 48, 64, 70])
+def test_some_rows_of_a_matrix(n: int) -> None:
     """In the same memory, of one piece and of several."""
     values = torch.randn(70, 64).to(BF16)
     for runs in (70, [(32, WEIGHT_FORMATS["int8"]), (38, WEIGHT_FORMATS["bf16"])]):
         format = WEIGHT_FORMATS["int4"] if isinstance(runs, int) else runs
         matrix = Matrix.empty(70, 64, format).pack(array_of(values))
-        first = matrix.first_rows(n)
-        assert first.n == n and np.array_equal(first.unpack(), matrix.unpack()[:, :n])
-        assert all(np.shares_memory(a.data, b.data) for a, b in zip(first.pieces, matrix.pieces, strict=False))
+        for begin in (0, 32):
+            some = matrix.rows(begin, n)
+            assert some.n == n - begin and np.array_equal(some.unpack(), matrix.unpack()[:, begin:n])
+            assert all(any(np.shares_memory(a.data, b.data) for b in matrix.pieces) for a in some.pieces)
 
 
 def test_silu_mul(program: Program) -> None:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from deltic.engine.drafts import LEAST, MAX_PAUSE, N_AT_ONCE, N_INDEXED, Drafter, Drafting, Record, Repeats, StepTimes
+from deltic.engine.drafts import LEAST, MAX_PAUSE, N_AT_ONCE, N_INDEXED, Drafter, Drafting, Record, Repeats, Times
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
-from deltic.engine.step import mixed_seed
+from deltic.engine.step import Step, mixed_seed
 from tests.fakes import FakeRunner, expected_tokens
 
 
@@ -98,24 +98,9 @@ def test_the_better_proposer_is_taken() -> None:
         assert drafter.propose(tokens, 8)[:2] == [7, 8]
 
 
-def test_guesses_that_are_not_worth_their_row_are_not_made() -> None:
-    drafter = Drafter()
-    assert [drafter.n_guesses(8, least) for least in (0.9, 0.75, 0.5, 0.05)] == [1, 1, 2, 8]
-    for _ in range(3):
-        drafter.of_head.observe(2, 0)
-    assert drafter.n_guesses(8, 0.05) == 0
-    drafter.of_head.pause = 0  # in the next step one is tried
-    assert drafter.n_guesses(8, 0.5) == 1
-    drafter = Drafter(guesses=[1])
-    drafter.used = drafter.of_repeats
-    for _ in range(5):
-        drafter.of_repeats.observe(8, 8)
-    assert drafter.n_guesses(8, 0.05) == 0
-
-
 def test_times_are_known_hoped_for_or_in_between() -> None:
-    times = StepTimes()
-    assert times.seconds(1, 0) < times.seconds(1, 4) < 4 * times.seconds(1, 0)
+    times = Times()
+    assert times.seconds(1, 0) is None
     times.observe(1, 0, 2.0)
     assert times.seconds(1, 0) == 2.0 and times.seconds(1, 4) == 4.0 and times.seconds(1, 1) == 2.5
     times.observe(1, 4, 8.0)
@@ -127,30 +112,60 @@ def test_times_are_known_hoped_for_or_in_between() -> None:
     assert times.seconds(3, 0) < times.seconds(3, 2) == 6.0
 
 
-@pytest.mark.parametrize(("row_s", "n_taken"), [(0.0, [5, 4]), (0.1, [5, 1]), (0.3, [3, 0]), (0.7, [0, 0])])
-def test_the_rows_that_make_tokens_cheapest_run(row_s: float, n_taken: list[int]) -> None:
-    """Of a sequence whose drafts were right, more than of one whose were wrong."""
+def planned(good: Record, bad: Record, row_s: float, guess_s: float = 0.0, has_head: bool = True) -> Step:
+    """The step of two sequences, with guesses of the head and such records, if rows and guesses cost so much."""
     engine = Engine(FakeRunner(max_num_seqs=2, max_drafts=8))
-    scheduler = engine.scheduler
     for name in "ab":
         engine.add(Request(id=name, prompt_ids=[20, 21], params=SamplingParams(max_tokens=50, ignore_eos=True)))
     engine.step()
-    good, bad = scheduler.sequences()
-    good.drafter, bad.drafter = Drafter(guesses=[30, 31, 32, 33, 34]), Drafter(guesses=[40, 41, 42, 43])
-    good.drafter.of_head, bad.drafter.of_head = Record(9.0, 10.0), Record(5.0, 10.0)
-    drafting = Drafting(8, has_head=True, guides=None)
-    for n in range(10):
-        drafting.times.observe(2, n, 1.0 + row_s * n)
-    step = scheduler.plan()
-    assert step is not None
-    for chunk in step.chunks:
-        chunk.drafts, chunk.length = [], 1
-    good.drafter.of_repeats.pause = bad.drafter.of_repeats.pause = 9
+    step = engine.scheduler.plan()
+    assert step is not None and not any(chunk.drafts for chunk in step.chunks)
+    for chunk, record, guesses in zip(step.chunks, (good, bad), ([30, 31, 32, 33, 34], [40, 41, 42, 43]), strict=True):
+        chunk.sequence.drafter = Drafter(guesses=guesses, of_head=record)
+    drafting = Drafting(8, has_head=has_head, guides=None)
+    for n in range(17):
+        drafting.steps.observe(2, n, 1.0 + row_s * n)
+        drafting.guesses.observe(2, n, guess_s * n)
     drafting.plan(step)
+    assert [chunk.length for chunk in step.chunks] == [1 + len(chunk.drafts) for chunk in step.chunks]
+    return step
+
+
+@pytest.mark.parametrize(("row_s", "n_taken"), [(0.0, [5, 4]), (0.1, [5, 1]), (0.3, [3, 0]), (0.7, [0, 0])])
+def test_the_rows_that_make_tokens_cheapest_run(row_s: float, n_taken: list[int]) -> None:
+    """Of a sequence whose drafts were right, more than of one whose were wrong."""
+    good, bad = Record(9.0, 10.0), Record(5.0, 10.0)
+    step = planned(good, bad, row_s)
     assert [len(chunk.drafts) for chunk in step.chunks] == n_taken
-    assert [chunk.length for chunk in step.chunks] == [1 + n for n in n_taken]
-    assert step.draws[0].n_guesses >= step.draws[1].n_guesses >= 1
-    assert bad.drafter.of_head.n_misses == (n_taken[1] == 0)  # not worth a row: soon it pauses
+    assert bad.n_misses >= (n_taken[1] == 0)  # not worth a row: soon it pauses
+
+
+def test_guesses_that_are_not_worth_their_time_are_not_made() -> None:
+    def asked(chance: float, row_s: float, guess_s: float) -> list[int]:
+        records = [Record(10 * chance, 10.0) for _ in range(2)]
+        step = planned(*records, row_s, guess_s)
+        assert all(
+            (record.n_misses > 0) == (draw.n_guesses == 0) for record, draw in zip(records, step.draws, strict=True)
+        )
+        return [draw.n_guesses for draw in step.draws]
+
+    assert asked(0.9, 0.02, 0.02) == [8, 8]
+    assert asked(0.9, 0.1, 0.1) == [4, 4]
+    assert asked(0.5, 0.02, 0.02) == [3, 3]
+    assert asked(0.9, 0.02, 0.5) == asked(0.9, 0.5, 0.0) == asked(0.1, 0.05, 0.05) == [0, 0]
+    step = planned(Record(9.0, 10.0), Record(9.0, 10.0), 0.02, has_head=False)
+    assert [draw.n_guesses for draw in step.draws] == [0, 0]
+
+
+def test_all_that_pause_are_left_alone() -> None:
+    """But for the counting of their pauses."""
+    drafter = Drafter(guesses=[1, 2])
+    drafter.of_head.pause, drafter.of_repeats.pause = 3, 5
+    for left in (2, 1):
+        assert drafter.is_idle
+        drafter.wait()
+        assert drafter.of_head.pause == left
+    assert not drafter.is_idle and drafter.propose([1, 2, 3], 4) == [] and drafter.propose([1, 2, 3], 4) == [1, 2]
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -165,7 +180,7 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
         max_drafts=rng.choice((1, 5, 31)),
         head=random.Random(seed) if seed % 2 else None,
     )
-    monkeypatch.setattr(StepTimes, "seconds", lambda self, n, n_drafted: 1.0)
+    monkeypatch.setattr(Drafting, "_step_s", lambda self, n, n_rows: 1.0)
     engine, truth, params_of = Engine(runner), dict[tuple[str, int], list[int]](), dict[str, SamplingParams]()
     waiting = []
     for i in range(8):
@@ -215,7 +230,7 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_request_that_waits_stops_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the rows of a prefill do."""
-    monkeypatch.setattr(StepTimes, "seconds", lambda self, n, n_drafted: 1.0)
+    monkeypatch.setattr(Drafting, "_step_s", lambda self, n, n_rows: 1.0)
     engine = Engine(FakeRunner(max_num_seqs=1, max_drafts=8))
     for name in "ab":
         bias = {"max_tokens": 100, "seed": 1, "ignore_eos": True}

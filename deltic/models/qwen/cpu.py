@@ -37,14 +37,13 @@ a guess costs.
 
 @dataclass(frozen=True)
 class RowInputs:
-    """What every forward reads, in buffers that keep their addresses. int32; S sequences, T tokens, R rows.
+    """What every forward reads, in buffers that keep their addresses. int32; S sequences, T tokens.
 
     A place is a row of the page table, of which each running sequence has one.
     """
 
     n_tokens: Array
     n_seqs: Array
-    n_logit_rows: Array
     token_ids: Array  # [T]
     positions: Array  # [T]
     token_place: Array  # [T]
@@ -52,13 +51,15 @@ class RowInputs:
     seq_context: Array  # [S]
     place: Array  # [S]
     page_table: Array  # [places, max_pages]
-    logit_token: Array  # [R] the tokens whose logits are wanted
 
 
 @dataclass(frozen=True)
 class ForwardInputs(RowInputs):
     """A step's inputs of the model; a slot is a state slot."""
 
+    n_logit_rows: Array
+    logit_token: Array  # [R] the tokens whose logits are wanted
+    n_hidden: Array  # rows whose hidden states the draft head wants beside those of the logits: all or none
     start_slot: Array  # [S] where the chunk's state is read
     slot: Array  # [S] and where it is left
     snapshot_begin: Array  # [S + 1] into the next two
@@ -70,12 +71,12 @@ class ForwardInputs(RowInputs):
 
 @dataclass(frozen=True)
 class DraftBuffers:
-    """What the draft head reads and writes beside the activations, T rows long, of which R draw.
+    """What the draft head reads and writes beside the activations, T rows long, or R that draw.
 
     A row stands for a token: its hidden state, and the id of the token behind it.
     """
 
-    hidden: Array  # bfloat16 [T, H]: what comes in; then, of rows that draw, the head's own, in the first R
+    hidden: Array  # bfloat16 [T, H]: what comes in; then, where rows draw, the head's own
     pair: Array  # bfloat16 [T, 2H]
     logits: Array  # float32 [R, N_DRAFTED or V]
 
@@ -112,7 +113,7 @@ class Activations:
     shared: Array | None  # float32 [T, H]
     final: Array  # bfloat16 [R, H]
     logits: Array  # float32 [R, V]
-    hidden: Array | None  # bfloat16 [T, H]: behind the final norm, for the draft head
+    hidden: Array | None  # bfloat16 [T, H]: as final, of every row, for the draft head
 
 
 def check_kernels(shape: ModelShape) -> None:
@@ -231,12 +232,21 @@ class Linears:
         self.matrices = {name: part for name, part in parts if isinstance(part, Matrix)}
 
     def project(
-        self, program: Program, name: str, x: Array, out: Array, packed: Array, n_rows: Array, *, add: bool = False
+        self,
+        program: Program,
+        name: str,
+        x: Array,
+        out: Array,
+        packed: Array,
+        n_rows: Array,
+        *,
+        add: bool = False,
+        first: int = 0,
     ) -> None:
         """Appends out = x W^T, or out += x W^T: x bfloat16 [T, K], out float32 [T, M], n_rows int32 scalar,
-        rows in use. packed: the workspace of `linear`.
+        rows in use. packed, first: as of `linear`.
         """
-        linear(program, x, self.matrices[name], out, packed, n_rows, add=add)
+        linear(program, x, self.matrices[name], out, packed, n_rows, add=add, first=first)
 
 
 class Qwen:
@@ -245,8 +255,14 @@ class Qwen:
     def __init__(self, shape: ModelShape, weights: Weights, max_len: int) -> None:
         self.shape = shape
         self.weights = weights
-        drafted = weights.lm_head.first_rows(min(N_DRAFTED, shape.vocab_size))
-        self.linears = Linears([*weights.named_parts(), ("lm_head", weights.lm_head), ("drafted", drafted)])
+        parts = [*weights.named_parts(), ("lm_head", weights.lm_head)]
+        if (head := weights.draft_head) is not None:
+            n_query = 2 * shape.n_q_heads * shape.head_dim
+            parts += [
+                ("draft_head.lm_head", weights.lm_head.rows(0, min(N_DRAFTED, shape.vocab_size))),
+                ("draft_head.kv", head.layer.qkv.rows(n_query, head.layer.qkv.n)),
+            ]
+        self.linears = Linears(parts)
         self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
         self.gdn_weights = weights.gdn()
         # Text positions are equal on all three mrope axes, so the interleaved form is plain partial rotation.
@@ -268,15 +284,23 @@ class Qwen:
             rms_norm(program, act.residual, layer.post_norm, eps, act.normed, inputs.n_tokens)
             self._feed_forward(program, f"layers.{i}.mlp.", layer.mlp, inputs.n_tokens, act)
         if act.hidden is not None:
-            rms_norm(program, act.residual, w.norm, eps, act.hidden, inputs.n_tokens)
+            rms_norm(program, act.residual, w.norm, eps, act.hidden, inputs.n_hidden)
         rms_norm(program, act.residual, w.norm, eps, act.final, inputs.n_logit_rows, rows=inputs.logit_token)
         self.linears.project(program, "lm_head", act.final, act.logits, act.packed, inputs.n_logit_rows)
 
     def record_draft(
-        self, program: Program, inputs: RowInputs, memory: Memory, act: Activations, buffers: DraftBuffers
+        self,
+        program: Program,
+        inputs: RowInputs,
+        memory: Memory,
+        act: Activations,
+        buffers: DraftBuffers,
+        *,
+        keys_only: bool,
     ) -> None:
-        """Appends the draft head: buffers.hidden[:n_tokens], and the ids of the tokens behind them, to
-        buffers.logits[:n_logit_rows] of the token after that, and to the head's own hidden states.
+        """Appends the draft head: buffers.hidden[:n_tokens], and the ids of the tokens behind them, to the
+        keys and values of its layer; and, but for keys_only, to buffers.logits[:n_tokens] of the token after
+        that, and to the head's own hidden states.
 
         The keys and values of a row are those of its token's place in the pages. What has no token there yet,
         a guess behind guesses, is overwritten when it has.
@@ -297,12 +321,19 @@ class Qwen:
         )
         self.linears.project(program, "draft_head.fc", buffers.pair, act.residual, act.packed, inputs.n_tokens)
         rms_norm(program, act.residual, head.layer.input_norm, eps, act.normed, inputs.n_tokens)
-        self._attention(program, "draft_head.layer.", head.layer, inputs, memory.pages[:, -1], act)
+        pages = memory.pages[:, -1]
+        if keys_only:
+            proj = _rows(act.proj, act.residual, self.heads.row)
+            n_query = self.heads.row - self.linears.matrices["draft_head.kv"].n
+            self.linears.project(program, "draft_head.kv", act.normed, proj, act.packed, inputs.n_tokens, first=n_query)
+            self._attn_prepare(program, head.layer, proj, inputs, pages, act)
+            return
+        self._attention(program, "draft_head.layer.", head.layer, inputs, pages, act)
         rms_norm(program, act.residual, head.layer.post_norm, eps, act.normed, inputs.n_tokens)
         self._feed_forward(program, "draft_head.layer.mlp.", head.layer.mlp, inputs.n_tokens, act)
         own = buffers.hidden[: len(buffers.logits)]
-        rms_norm(program, act.residual, head.norm, eps, own, inputs.n_logit_rows, rows=inputs.logit_token)
-        self.linears.project(program, "drafted", own, buffers.logits, act.packed, inputs.n_logit_rows)
+        rms_norm(program, act.residual, head.norm, eps, own, inputs.n_tokens)
+        self.linears.project(program, "draft_head.lm_head", own, buffers.logits, act.packed, inputs.n_tokens)
 
     def _gdn(
         self, program: Program, i: int, i_gdn: int, inputs: ForwardInputs, memory: Memory, act: Activations
@@ -344,22 +375,7 @@ class Qwen:
         query = _rows(act.query, act.residual, self.heads.n_q * self.heads.dim)
         mixed = _rows(act.mixed, act.residual, self.heads.n_q * self.heads.dim)
         self.linears.project(program, f"{name}qkv", act.normed, proj, act.packed, inputs.n_tokens)
-        attn_prepare(
-            program,
-            proj,
-            self.heads,
-            layer.q_norm,
-            layer.k_norm,
-            self.shape.rms_norm_eps,
-            n_tokens=inputs.n_tokens,
-            positions=inputs.positions,
-            token_place=inputs.token_place,
-            page_table=inputs.page_table,
-            cos=self.cos,
-            sin=self.sin,
-            q_out=query,
-            pages=pages,
-        )
+        self._attn_prepare(program, layer, proj, inputs, pages, act)
         attention(
             program,
             query,
@@ -375,6 +391,26 @@ class Qwen:
             out=mixed,
         )
         self.linears.project(program, f"{name}o_proj", mixed, act.residual, act.packed, inputs.n_tokens, add=True)
+
+    def _attn_prepare(
+        self, program: Program, layer: AttnLayer, proj: Array, inputs: RowInputs, pages: Array, act: Activations
+    ) -> None:
+        attn_prepare(
+            program,
+            proj,
+            self.heads,
+            layer.q_norm,
+            layer.k_norm,
+            self.shape.rms_norm_eps,
+            n_tokens=inputs.n_tokens,
+            positions=inputs.positions,
+            token_place=inputs.token_place,
+            page_table=inputs.page_table,
+            cos=self.cos,
+            sin=self.sin,
+            q_out=_rows(act.query, act.residual, self.heads.n_q * self.heads.dim),
+            pages=pages,
+        )
 
     def _feed_forward(self, program: Program, name: str, mlp: Mlp | Moe, n_tokens: Array, act: Activations) -> None:
         if isinstance(mlp, Moe):

@@ -27,18 +27,31 @@ def embed(program: Program, table: Matrix, token_ids: Array, out: Array, n_token
 
 
 def linear(
-    program: Program, x: Array, w: Matrix, out: Array, workspace: Array, n_rows: Array, *, add: bool = False
+    program: Program,
+    x: Array,
+    w: Matrix,
+    out: Array,
+    workspace: Array,
+    n_rows: Array,
+    *,
+    add: bool = False,
+    first: int = 0,
 ) -> None:
     """out[m] = x[m] W^T, or out[m] += x[m] W^T when `add` (out is then the residual stream).
 
-    x: bfloat16 [T, K]; w: [N, K]; out: float32 [T, N]; workspace: uint8, at least T * row_bytes(K); n_rows:
-    int32 scalar, rows in use.
+    x: bfloat16 [T, K]; w: [N, K]; out: float32 [T, N], or wider: its columns [first, first + N); workspace:
+    uint8, at least T * row_bytes(K); n_rows: int32 scalar, rows in use.
     """
     check("linear", x.dtype == bfloat16 and out.dtype == np.float32, "bfloat16 x, float32 out")
-    check("linear", x.shape[1] == w.k and out.shape[1] == w.n, f"x [T, {w.k}] and out [T, {w.n}]")
+    is_whole = first == 0 and out.shape[1] == w.n
+    check(
+        "linear",
+        x.shape[1] == w.k and (is_whole or 0 < first <= out.shape[1] - w.n),
+        f"x [T, {w.k}] and out [T, {w.n}]",
+    )
     check("linear", x.flags.c_contiguous and out.flags.c_contiguous, "contiguous tensors")
     check("linear", workspace.nbytes >= x.shape[0] * row_bytes(w.k), f"a workspace for {x.shape[0]} rows")
-    begin, packed = 0, None
+    begin, packed = first, None
     for piece in w.pieces:
         # What the workspace holds of x: bfloat16, or int8 by groups and their sums as the codes need them.
         f = piece.format

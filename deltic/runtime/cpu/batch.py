@@ -26,11 +26,12 @@ class Batch:
         def buffer(name: str, *size: int) -> Array:
             return np.asarray(allocate(name, size, np.int32))
 
-        counts, n_snapshots = buffer("counts", 3), n_tokens // PAGE_SIZE
+        counts, n_snapshots = buffer("counts", 4), n_tokens // PAGE_SIZE
         self.inputs = ForwardInputs(
             n_tokens=counts[0, ...],
             n_seqs=counts[1, ...],
             n_logit_rows=counts[2, ...],
+            n_hidden=counts[3, ...],
             token_ids=buffer("token ids", n_tokens),
             positions=buffer("positions", n_tokens),
             token_place=buffer("token place", n_tokens),
@@ -56,7 +57,7 @@ class Batch:
         """Writes the step's inputs. Returns each chunk's first row of logits, -1 where it has none."""
         inputs, draws = self.inputs, {draw.chunk for draw in step.draws}
         starts, contexts, places, start_slots, slots = [0], [], [], [], []
-        has_snapshots = False
+        has_snapshots = has_prompt = False
         logit_tokens: list[int] = []
         first_row: list[int] = []
         at = 0
@@ -72,6 +73,7 @@ class Batch:
             else:
                 ids = sequence.tokens[chunk.start : chunk.start + chunk.length]
                 ids.extend(chunk.drafts)
+                has_prompt = has_prompt or not chunk.drafts
                 inputs.token_ids[at:end] = ids
                 inputs.positions[at:end] = np.arange(chunk.start, chunk.start + chunk.length)
                 inputs.token_place[at:end] = place
@@ -99,7 +101,7 @@ class Batch:
         if has_snapshots or self._has_snapshots:
             self._fill_snapshots(step.chunks, has_snapshots)
         inputs.logit_token[:n_rows] = logit_tokens
-        self._counts[:] = at, n_seqs, n_rows
+        self._counts[:] = at, n_seqs, n_rows, at if has_prompt else 0
         return first_row
 
     def _fill_snapshots(self, chunks: list[Chunk], has_snapshots: bool) -> None:

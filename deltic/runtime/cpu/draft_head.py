@@ -5,8 +5,8 @@ the pages beside those of the model's layers, at the token's place, so a prefix 
 last token of a page is a row with the token that came first behind it; another continuation reads that one's.
 A guess is only a guess: nothing else reads these keys and values.
 
-Rows wait, on the host, until guesses are wanted or their page ends: a sequence for which nothing is guessed
-costs next to nothing. Those of a sequence that loses its place meanwhile are lost.
+Hidden states wait, by place, until guesses are wanted or their page ends: a sequence for which nothing is
+guessed costs next to nothing. Those of a sequence that loses its place meanwhile are lost.
 
 Guesses come from the head's first ids (models/qwen/cpu.N_DRAFTED), by the draw that the model's own token
 will come by: the same parameters, seed and position. Each is the next row, with the head's own hidden state.
@@ -14,47 +14,50 @@ will come by: the same parameters, seed and position. Each is the next row, with
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from deltic.engine.step import Sequence, Step
-from deltic.models.qwen.cpu import Activations, DraftBuffers, Memory, Qwen, RowInputs, allocate_drafts
+from deltic.engine.step import Chunk, Sequence, Step
+from deltic.models.qwen.cpu import Activations, ForwardInputs, Memory, Qwen, RowInputs, allocate_drafts
 from deltic.models.qwen.shape import ModelShape
-from deltic.ops.arrays import Array
+from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.runtime.cpu.sampler import Draws, Sampler
 
 
 @dataclass(eq=False)
-class _Rows:
-    """Rows of a sequence that the head has not seen: of its tokens from `start` on."""
-
-    sequence: Sequence
-    start: int
-    hidden: list[Array] = field(default_factory=list)
-    """bfloat16 [n, H] each."""
-    ids: list[int] = field(default_factory=list)
-    """Of the tokens behind them."""
-
-    @property
-    def end(self) -> int:
-        return self.start + len(self.ids)
-
-
-@dataclass(eq=False)
 class _Guess:
     """Tokens that may follow a sequence's."""
 
-    draw: int
-    """Index into Step.draws."""
     sequence: Sequence
     drawn: list[int]
     """What the step drew: they are not among the sequence's tokens yet."""
     n_wanted: int
     tokens: list[int] = field(default_factory=list)
+
+    @property
+    def most(self) -> int:
+        """How many tokens it may have: the rows of all but the last need a place in the pages there are."""
+        last = len(self.sequence.tokens) + len(self.drawn) - 1
+        n_places = PAGE_SIZE - last % PAGE_SIZE if last < len(self.sequence.pages) * PAGE_SIZE else 0
+        return min(self.n_wanted, 1 + n_places)
+
+
+@dataclass(eq=False)
+class _Rows:
+    """Rows that the head is to run: of a sequence's tokens from `start` on."""
+
+    sequence: Sequence
+    start: int
+    hidden: Array
+    """The bits of bfloat16 [n, H]."""
+    ids: list[int]
+    """Of the tokens behind them."""
+    guess: _Guess | None = None
 
 
 class DraftHead:
@@ -63,139 +66,184 @@ class DraftHead:
     def __init__(self, shape: ModelShape, n_rows: int, n_places: int, n_real: int, allocate: Allocate) -> None:
         """n_real: ids that may be drawn."""
         self.n_rows = n_rows
-        self.buffers: DraftBuffers = allocate_drafts(shape, n_rows, n_places, allocate)
+        self.buffers = allocate_drafts(shape, n_rows, n_places, allocate)
 
         def buffer(name: str, *size: int) -> Array:
             return np.asarray(allocate(f"draft {name}", size, np.int32))
 
-        self._counts = buffer("counts", 3)
+        self._counts = buffer("counts", 2)
         self._rows = {name: buffer(name, n_rows) for name in ("token_ids", "positions", "token_place")}
         self._seqs = {name: buffer(name, n_places) for name in ("seq_context", "place")}
-        self._seq_start, self._logit_token = buffer("seq_start", n_places + 1), buffer("logit_token", n_places)
+        self._seq_start = buffer("seq_start", n_places + 1)
         n_ids = min(n_real, self.buffers.logits.shape[1])
         self._draws = Draws(n_places, n_ids, shape.eos_token_ids, allocate, "guess")
         self._guessed = buffer("guesses", n_places)
-        self._waiting: list[_Rows | None] = [None] * n_places
+        waiting = allocate("waiting hidden states", (n_places, PAGE_SIZE, shape.hidden_size), bfloat16)
+        self._waiting = waiting.view(np.uint16)  # as its bits, which numpy copies many times as fast
+        """By place, and by the token's place in its page."""
+        self._owner: list[Sequence | None] = [None] * n_places
+        self._start, self._end = [0] * n_places, [0] * n_places
+        """By place, which tokens' are waiting: within one page."""
 
     def record(
-        self, model: Qwen, page_table: Array, memory: Memory, act: Activations, sampler: Sampler, program: Program
+        self,
+        model: Qwen,
+        inputs: ForwardInputs,
+        memory: Memory,
+        act: Activations,
+        sampler: Sampler,
+        n_threads: int,
+        cpus: tuple[int, ...],
     ) -> None:
-        """Records the head over the model's memory and activations. The tables are the step's."""
+        """Records the head over the model's memory and activations. inputs: those of the model's steps."""
         assert act.hidden is not None
-        self._computed, self._sampler, self._program = act.hidden, sampler, program
-        inputs = RowInputs(
+        self._inputs, self._hidden, self._final = inputs, act.hidden.view(np.uint16), act.final.view(np.uint16)
+        self._sampler = sampler
+        own = RowInputs(
             n_tokens=self._counts[0, ...],
             n_seqs=self._counts[1, ...],
-            n_logit_rows=self._counts[2, ...],
             **self._rows,
             **self._seqs,
             seq_start=self._seq_start,
-            page_table=page_table,
-            logit_token=self._logit_token,
+            page_table=inputs.page_table,
         )
-        model.record_draft(program, inputs, memory, act, self.buffers)
-        sampler.record_guesses(program, self.buffers.logits, self._draws, self._guessed)
+        self._keys, self._program = (Program(n_threads, cpus=cpus) for _ in range(2))
+        model.record_draft(self._keys, own, memory, act, self.buffers, keys_only=True)
+        model.record_draft(self._program, own, memory, act, self.buffers, keys_only=False)
+        sampler.record_guesses(self._program, self.buffers.logits, self._draws, self._guessed)
 
-    def follow(self, step: Step, drawn: list[list[int]]) -> list[list[int]]:
-        """Takes the rows that a step has computed, and guesses behind its draws as many tokens as they want.
+    def follow(self, step: Step, drawn: list[list[int]]) -> tuple[list[list[int]], float]:
+        """Takes the hidden states that a step has computed, and guesses behind its draws as many tokens as
+        they want. Gives these, and the seconds that they took.
 
         drawn: of each draw. Before the step's sequences have them, and before its pages are copied.
         """
-        guesses = [_Guess(i, draw.sequence, drawn[i], draw.n_guesses) for i, draw in enumerate(step.draws)]
+        begin = time.perf_counter()
         own = {draw.chunk: i for i, draw in enumerate(step.draws) if draw.sequence is step.chunks[draw.chunk].sequence}
-        ready: list[tuple[_Rows, _Guess | None]] = []
-        at = 0
+        guesses: list[list[int]] = [[] for _ in step.draws]
+        ready: list[_Rows] = []
+        n, is_decode = int(self._inputs.n_tokens), not self._inputs.n_hidden
+        if is_decode:  # every row has logits; those that were not accepted are overwritten
+            at = self._inputs.token_place[:n], self._inputs.positions[:n] % PAGE_SIZE
+            self._waiting[at] = self._final[:n]
+        first = 0
         for c, chunk in enumerate(step.chunks):
-            guess = guesses[own[c]] if c in own else None
-            sequence, tokens = chunk.sequence, guess.drawn if guess is not None else []
-            place, first = sequence.place, at
-            at += chunk.length
-            assert place is not None
-            if tokens[:1] == [-1]:
-                self._waiting[place] = None
-                continue
-            ids = [*sequence.tokens[chunk.start + 1 : chunk.start + 1 + chunk.length], *tokens]
-            ids = ids[: len(tokens) if chunk.drafts else chunk.length]
-            rows = self._waiting[place]
-            if rows is None or rows.sequence is not sequence or rows.end != chunk.start:
-                rows = self._waiting[place] = _Rows(sequence, chunk.start)
-            rows.hidden.append(self._computed[first : first + len(ids)].copy())
-            rows.ids += ids
-            is_wanted = guess is not None and guess.n_wanted > 0
-            if is_wanted or rows.end // PAGE_SIZE > rows.start // PAGE_SIZE:
-                ready.append((rows, guess if is_wanted else None))
-                self._waiting[place] = None
+            i = own.get(c)
+            tokens = drawn[i] if i is not None else []
+            guess = None
+            if i is not None and step.draws[i].n_guesses:
+                guess = _Guess(chunk.sequence, tokens, step.draws[i].n_guesses, guesses[i])
+            ready += self._take(chunk, tokens, guess, None if is_decode else self._hidden[first : first + chunk.length])
+            first += chunk.length
+        if not ready:
+            return guesses, 0.0
         for group in _grouped(ready, self.n_rows):
             self._run(group)
-        return [guess.tokens for guess in guesses]
+        return guesses, time.perf_counter() - begin
 
-    def _run(self, group: list[tuple[_Rows, _Guess | None]]) -> None:
-        """Runs rows, then guesses behind guesses."""
-        group = sorted(group, key=lambda each: each[1] is None)  # the first rows are those that guess
-        guesses = [guess for _, guess in group if guess is not None]
-        hidden, at = self.buffers.hidden, 0
-        for rows, _ in group:
-            for part in rows.hidden:
-                hidden[at : at + len(part)] = part
-                at += len(part)
-        self._forward([(rows.sequence, rows.start, rows.ids) for rows, _ in group], guesses)
-        while left := [i for i, guess in enumerate(guesses) if len(guess.tokens) < _room(guess)]:
-            hidden[: len(left)] = hidden[left]
-            guesses = [guesses[i] for i in left]
-            behind = [
-                (g.sequence, len(g.sequence.tokens) + len(g.drawn) + len(g.tokens) - 2, g.tokens[-1:]) for g in guesses
-            ]
-            self._forward(behind, guesses)
+    def _take(self, chunk: Chunk, drawn: list[int], guess: _Guess | None, hidden: Array | None) -> Iterator[_Rows]:
+        """Takes a chunk's rows. Gives what is to be run now: all if there is a guess, else whole pages.
 
-    def _forward(self, chunks: list[tuple[Sequence, int, list[int]]], guesses: list[_Guess]) -> None:
-        """Runs the head over chunks, (sequence, first position, ids behind), whose hidden states are in the
-        buffer. From the last rows of the first chunks the guesses are drawn.
+        hidden: of the chunk, where it is not waiting yet.
+        """
+        sequence, place = chunk.sequence, chunk.sequence.place
+        assert place is not None
+        if drawn[:1] == [-1]:  # its hidden states are no numbers
+            self._owner[place] = None
+            return
+        if self._owner[place] is not sequence or self._end[place] != chunk.start:
+            self._owner[place], self._start[place] = sequence, chunk.start
+        start, end = self._start[place], chunk.start + (len(drawn) if chunk.drafts else chunk.length)
+        until = end if guess is not None else end // PAGE_SIZE * PAGE_SIZE
+        self._end[place] = end
+        waiting, page = self._waiting[place], start - start % PAGE_SIZE
+        if hidden is not None:
+            if start < chunk.start:
+                hidden = np.concatenate([waiting[start - page : chunk.start - page], hidden])
+            if until < end:
+                waiting[max(start, until) % PAGE_SIZE :][: end - max(start, until)] = hidden[max(0, until - start) :]
+        if until > start:
+            found = waiting[start - page :] if hidden is None else hidden
+            ids = [*sequence.tokens[start + 1 : until + 1], *drawn][: until - start]
+            self._start[place] = until
+            yield _Rows(sequence, start, found[: until - start], ids, guess)
+
+    def _run(self, group: list[_Rows]) -> None:
+        """Runs rows: of those that end in a guess the last one by itself, of the others only what attention
+        reads. Then guesses behind guesses.
+        """
+        hidden = self.buffers.hidden.view(np.uint16)
+        guesses = [(rows.guess, rows) for rows in group if rows.guess is not None]
+        before = [(rows, len(rows.ids) - (rows.guess is not None)) for rows in group]
+        if before := [(rows, n) for rows, n in before if n]:
+            hidden[: sum(n for _, n in before)] = np.concatenate([rows.hidden[:n] for rows, n in before])
+            self._fill([(rows.sequence, rows.start, rows.ids[:n]) for rows, n in before])
+            self._keys.run()
+        if not guesses:
+            return
+        hidden[: len(guesses)] = [rows.hidden[-1] for _, rows in guesses]
+        self._fill([(rows.sequence, rows.start + len(rows.ids) - 1, rows.ids[-1:]) for _, rows in guesses])
+        asked = [guess for guess, _ in guesses]
+        self._sampler.fill_guesses(self._draws, [(guess.sequence, guess.drawn) for guess in asked])
+        while True:
+            self._program.run()
+            for guess, token in zip(asked, self._guessed[: len(asked)].tolist(), strict=True):
+                if token < 0:  # nothing can be drawn of the head's ids
+                    guess.n_wanted = 0
+                else:
+                    guess.tokens.append(token)
+            left = [i for i, guess in enumerate(asked) if len(guess.tokens) < guess.most]
+            if not left:
+                return
+            self._go_on(left)
+            if len(left) < len(asked):
+                asked = [asked[i] for i in left]
+            self._sampler.go_on(self._draws, [(guess.sequence, [*guess.drawn, *guess.tokens]) for guess in asked])
+
+    def _go_on(self, left: list[int]) -> None:
+        """The next rows: behind the last ones that are left, with what was guessed and the head's own hidden
+        states.
+        """
+        n = len(left)
+        if n < self._counts[0]:
+            kept = *self._rows.values(), *self._seqs.values(), self._guessed, self.buffers.hidden.view(np.uint16)
+            for each in kept:
+                each[:n] = each[left]
+            self._counts[:] = n
+        self._rows["token_ids"][:n] = self._guessed[:n]
+        self._rows["positions"][:n] += 1
+        self._seqs["seq_context"][:n] += 1
+
+    def _fill(self, chunks: list[tuple[Sequence, int, list[int]]]) -> None:
+        """Writes what the head runs: of a sequence, from a position on, the ids behind; the hidden states are
+        in the buffer.
         """
         ends = np.cumsum([len(ids) for _, _, ids in chunks])
-        n, n_seqs, n_draws = int(ends[-1]), len(chunks), len(guesses)
+        n, n_seqs = int(ends[-1]), len(chunks)
         self._rows["token_ids"][:n] = [id for _, _, ids in chunks for id in ids]
         self._rows["positions"][:n] = [start + i for _, start, ids in chunks for i in range(len(ids))]
         self._rows["token_place"][:n] = [sequence.place for sequence, _, ids in chunks for _ in ids]
         self._seq_start[1 : n_seqs + 1] = ends
         self._seqs["seq_context"][:n_seqs] = [start for _, start, _ in chunks]
         self._seqs["place"][:n_seqs] = [sequence.place for sequence, _, _ in chunks]
-        self._logit_token[:n_draws] = ends[:n_draws] - 1
-        self._counts[:] = n, n_seqs, n_draws
-        self._sampler.fill_guesses(self._draws, [(guess.sequence, [*guess.drawn, *guess.tokens]) for guess in guesses])
-        self._program.run()
-        for guess, token in zip(guesses, self._guessed[:n_draws].tolist(), strict=True):
-            if token < 0:  # nothing can be drawn of the head's ids
-                guess.n_wanted = 0
-            else:
-                guess.tokens.append(token)
+        self._counts[:] = n, n_seqs
 
 
-def _room(guess: _Guess) -> int:
-    """How many tokens it may have: the rows of all but the last need a place in the pages that there are."""
-    last = len(guess.sequence.tokens) + len(guess.drawn) - 1
-    n_places = PAGE_SIZE - last % PAGE_SIZE if last < len(guess.sequence.pages) * PAGE_SIZE else 0
-    return min(guess.n_wanted, 1 + n_places)
-
-
-def _grouped(ready: list[tuple[_Rows, _Guess | None]], n_rows: int) -> Iterator[list[tuple[_Rows, _Guess | None]]]:
+def _grouped(ready: list[_Rows], n_rows: int) -> Iterator[list[_Rows]]:
     """As many as fit at once. One that does not fit alone comes in parts; the last one guesses."""
-    group: list[tuple[_Rows, _Guess | None]] = []
+    group: list[_Rows] = []
     n = 0
-    for rows, guess in ready:
-        for part in _parts(rows, n_rows):
-            if n + len(part.ids) > n_rows:
+    for rows in ready:
+        for i in range(0, len(rows.ids), n_rows):
+            ids = rows.ids[i : i + n_rows]
+            is_last = i + n_rows >= len(rows.ids)
+            part = _Rows(
+                rows.sequence, rows.start + i, rows.hidden[i : i + n_rows], ids, rows.guess if is_last else None
+            )
+            if n + len(ids) > n_rows:
                 yield group
                 group, n = [], 0
-            group.append((part, guess if part.end == rows.end else None))
-            n += len(part.ids)
+            group.append(part)
+            n += len(ids)
     if group:
         yield group
-
-
-def _parts(rows: _Rows, n_rows: int) -> Iterator[_Rows]:
-    if len(rows.ids) <= n_rows:
-        yield rows
-        return
-    hidden = np.concatenate(rows.hidden)
-    for i in range(0, len(rows.ids), n_rows):
-        yield _Rows(rows.sequence, rows.start + i, [hidden[i : i + n_rows]], rows.ids[i : i + n_rows])

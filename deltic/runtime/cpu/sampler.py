@@ -57,7 +57,7 @@ class Draws:
             banned=allocate(f"{name} banned", (n * MAX_BIASES,), i32),
             masks=allocate(f"{name} masks", (n, -(-n_real // 32)), i32),
         )
-        self._has_lists = self._has_masks = False
+        self.has_lists = self._has_masks = False
 
     def fill(self, draws: Rows[_Draw]) -> None:
         """Writes what is drawn."""
@@ -77,7 +77,7 @@ class Draws:
                 lists.append((i, params, bans_end))
             if draw.rule.mask is not None:
                 masks.append((i, draw.rule.mask))
-        if lists or self._has_lists:
+        if lists or self.has_lists:
             self._fill_lists(n, lists)
         if masks or self._has_masks:
             self._has_masks = True  # before anything can fail half-way
@@ -91,7 +91,7 @@ class Draws:
         lists over the n draws.
         """
         d = self.inputs
-        self._has_lists = True  # before anything can fail half-way
+        self.has_lists = True  # before anything can fail half-way
         bias_counts, banned_counts = np.zeros(n, np.int32), np.zeros(n, np.int32)
         bias_ids: list[int] = []
         biases: list[float] = []
@@ -111,7 +111,7 @@ class Draws:
         d.bias_ids[: len(bias_ids)] = bias_ids
         d.bias[: len(biases)] = biases
         d.banned[: len(banned)] = banned
-        self._has_lists = bool(lists)
+        self.has_lists = bool(lists)
         if not lists:  # leave neutral lists behind for every later number of draws
             d.bias_begin[:] = 0
             d.banned_begin[:] = 0
@@ -285,6 +285,14 @@ class Sampler:
             n_known = self._extend_history(place, sequence, more)
             rows.append(self._draw(i, sequence, len(sequence.tokens) + len(more), n_known + len(more), Rule()))
         draws.fill(rows)
+
+    def go_on(self, draws: Draws, guessed: Rows[tuple[Sequence, list[int]]]) -> None:
+        """As fill_guesses, one token further: mostly only the positions change."""
+        n = len(guessed)
+        if n == draws.inputs.n_draws and not draws.has_lists and not draws.inputs.n_history[:n].any():
+            draws.inputs.position[:n] += 1
+        else:
+            self.fill_guesses(draws, guessed)
 
 
 def _bans_end(draw: _Draw) -> bool:

@@ -58,8 +58,8 @@ class Runner:
         self.workspace.sampler.record(self.program, activations.logits)
         self.draft_head = self.workspace.draft_head
         if self.draft_head is not None:
-            program, table = Program(plan.n_threads, cpus=plan.cpus), self.workspace.batch.inputs.page_table
-            self.draft_head.record(self.model, table, self.memory, activations, self.workspace.sampler, program)
+            inputs, sampler = self.workspace.batch.inputs, self.workspace.sampler
+            self.draft_head.record(self.model, inputs, self.memory, activations, sampler, plan.n_threads, plan.cpus)
         self._warm_up()
         self.info = engine_info(plan, "cpu", kernels=self.program.instruction_set)
 
@@ -104,7 +104,7 @@ class Runner:
         self.program.run()
         result = sampler.read(step)
         if self.draft_head is not None:
-            result.guesses = self.draft_head.follow(step, result.tokens)
+            result.guesses, result.guess_s = self.draft_head.follow(step, result.tokens)
         memory = self.memory
         for source, target in step.slot_copies:
             memory.states[target] = memory.states[source]
