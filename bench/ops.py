@@ -374,7 +374,7 @@ class Workload:
             "sample",
             f"{v}, top-k 20, top-p 0.95",
             1,
-            lambda p: sample(p, logits, v, s.places, s.draws, s.scratch, target),
+            lambda p: sample(p, logits, v, s.places, s.draws.inputs, s.scratch, target),
             lambda m: 4.0 * m * v,
             decodes_only=True,
         )

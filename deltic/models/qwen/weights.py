@@ -13,7 +13,7 @@ import contextlib
 import dataclasses
 import math
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -43,7 +43,7 @@ from deltic.models.loading import (
 )
 from deltic.models.mapped import read_header
 from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
-from deltic.models.stored import one_name
+from deltic.models.stored import StoredTensor, one_name
 from deltic.ops.arrays import Array
 from deltic.ops.geometry import GdnWeights
 from deltic.ops.matrix import Matrix
@@ -150,13 +150,17 @@ def stored_shape(directory: Path, shape: ModelShape, drafts: bool = False) -> Mo
     drafting = dataclasses.replace(shape, has_draft_head=True)
     with contextlib.suppress(CheckpointError):  # a format that is not read
         drafting = dataclasses.replace(drafting, formats=stored_formats(directory, unused_parts(drafting)))
-        tensors = peek_tensors(directory, unused_parts(drafting))
-        declared = Declaration(None, COUNTED, drafting.formats)
-        _declare_draft_head(declared, drafting, tensors)
-        wanted = {one.name: one.shape for part in declared.plan for one in part.stored}
-        if wanted == {name: tensor.shape for name, tensor in tensors.items() if name.startswith(_HEAD)}:
+        if _holds_draft_head(drafting, peek_tensors(directory, unused_parts(drafting))):
             return drafting
     return plain
+
+
+def _holds_draft_head(shape: ModelShape, tensors: Mapping[str, StoredTensor]) -> bool:
+    """Whether all of a draft head is there, and nothing else of one."""
+    declared = Declaration(None, COUNTED, shape.formats)
+    _declare_draft_head(declared, shape, tensors)
+    wanted = {one.name: one.shape for part in declared.plan for one in part.stored}
+    return wanted == {name: tensor.shape for name, tensor in tensors.items() if name.startswith(_HEAD)}
 
 
 def unused_parts(shape: ModelShape) -> dict[str, tuple[str, ...]]:
@@ -192,6 +196,8 @@ def load_weights(
     checked = Declaration(quantize, COUNTED if store.layout == "strips" else COUNTED_ROWS, shape.formats)
     _declare(checked, shape, tied, prefix, tensors)
     notices = check_plan(checked.plan, tensors, path, unused)  # before memory is taken
+    if not shape.has_draft_head and _holds_draft_head(shape, tensors):
+        notices = [notice for notice in notices if " MTP " not in notice]  # drafts are off: it is not missed
     parts = Declaration(quantize, store, shape.formats)
     weights = _declare(parts, shape, tied, prefix, tensors)
     copy_parts(parts.plan, tensors, store, progress)

@@ -27,13 +27,17 @@ class _Draw(NamedTuple):
     """A draw: from which row of logits, and of which token of a sequence."""
 
     row: int
-    sequence: Sequence
+    place: int
     position: int
     n_history: int
     """Tokens that penalties see; 0: there are none."""
     n_prompt: int
     """Of those, tokens of the prompt."""
+    sequence: Sequence
     rule: Rule
+
+
+_ANY = Rule()
 
 
 class Draws:
@@ -62,21 +66,23 @@ class Draws:
     def fill(self, draws: Rows[_Draw]) -> None:
         """Writes what is drawn."""
         n, d = len(draws), self.inputs
-        d.row[:n] = [draw.row for draw in draws]
-        d.place[:n] = [draw.sequence.place for draw in draws]
-        d.position[:n] = [draw.position for draw in draws]
-        d.n_history[:n] = [draw.n_history for draw in draws]
-        d.n_prompt[:n] = [draw.n_prompt for draw in draws]
         d.n_draws.fill(n)
+        if not n:
+            return
+        d.row[:n], d.place[:n], d.position[:n], d.n_history[:n], d.n_prompt[:n], sequences, rules = zip(
+            *draws, strict=True
+        )
         lists: list[tuple[int, SamplingParams, bool]] = []
         masks: list[tuple[int, np.ndarray]] = []
-        for i, draw in enumerate(draws):
-            params = draw.sequence.request.params
-            bans_end = _bans_end(draw)
+        for i, (sequence, rule) in enumerate(zip(sequences, rules, strict=True)):
+            params = sequence.request.params
+            bans_end = rule.bans_end or (
+                params.min_tokens and draws[i].position - sequence.n_prompt < params.min_tokens
+            )
             if params.logit_bias or bans_end:
-                lists.append((i, params, bans_end))
-            if draw.rule.mask is not None:
-                masks.append((i, draw.rule.mask))
+                lists.append((i, params, bool(bans_end)))
+            if rule.mask is not None:
+                masks.append((i, rule.mask))
         if lists or self.has_lists:
             self._fill_lists(n, lists)
         if masks or self._has_masks:
@@ -182,24 +188,20 @@ class Sampler:
     def fill(self, step: Step, first_row: list[int]) -> None:
         """Writes the step's draws and the prompt positions whose log-probabilities are wanted."""
         draws: list[_Draw] = []
-        n_top = []
+        n_top: list[int] = []
         for draw in step.draws:
             chunk, sequence, params = step.chunks[draw.chunk], draw.sequence, draw.sequence.request.params
-            place = sequence.place
+            place, guide, row = sequence.place, sequence.guide, first_row[draw.chunk]
             assert place is not None
             if self._owner[place] is not sequence:
                 self._take_place(place, sequence)
-            n_known = self._extend_history(place, sequence, chunk.drafts)
-            guide = sequence.guide
-            rules = chunk.rules or [Rule() if guide is None else Rule(guide.mask, guide.bans_end)] * (
-                1 + len(chunk.drafts)
-            )
-            for j in range(1 + len(chunk.drafts)):
-                row = first_row[draw.chunk] + (chunk.length - 1 if chunk.prompt_logprobs else j)
-                draws.append(self._draw(row, sequence, len(sequence.tokens) + j, n_known + j, rules[j]))
-                n_top.append(-1 if params.logprobs is None else params.logprobs)
+            if chunk.prompt_logprobs:
+                row += chunk.length - 1
+            rule = _ANY if guide is None else Rule(guide.mask, guide.bans_end)
+            draws += self._draws_of(row, sequence, (), chunk.drafts, chunk.rules or [rule] * (1 + len(chunk.drafts)))
+            n_top += [-1 if params.logprobs is None else params.logprobs] * (1 + len(chunk.drafts))
         self.draws.fill(draws)
-        rows, n = [draw.row for draw in draws], len(draws)
+        rows, n = [draw[0] for draw in draws], len(draws)
         targets: list[int] = []
         for c, chunk in enumerate(step.chunks):
             if chunk.prompt_logprobs:
@@ -253,9 +255,7 @@ class Sampler:
         places.seed[place] = np.uint64(sequence.seed & (2**64 - 1)).astype(np.int64)
 
     def _extend_history(self, place: int, sequence: Sequence, drafts: Rows[int]) -> int:
-        """Gives the number of tokens that penalties know, 0 without any; the drafts stand behind them."""
-        if not _has_penalties(sequence.request.params):
-            return 0
+        """Gives the number of tokens that penalties know; the drafts stand behind them."""
         first = 0 if self.penalises_prompt else sequence.n_prompt
         known, n_tokens = self._n_history[place], len(sequence.tokens) - first
         self.places.history[place, known:n_tokens] = sequence.tokens[first + known :]
@@ -263,11 +263,21 @@ class Sampler:
         self._n_history[place] = n_tokens
         return n_tokens
 
-    def _draw(self, row: int, sequence: Sequence, position: int, n_history: int, rule: Rule) -> _Draw:
-        """n_history: tokens before it, where there are penalties."""
-        if not _has_penalties(sequence.request.params):
-            n_history = 0
-        return _Draw(row, sequence, position, n_history, sequence.n_prompt if self.penalises_prompt else 0, rule)
+    def _draws_of(
+        self, row: int, sequence: Sequence, more: Rows[int], drafts: Rows[int], rules: Rows[Rule]
+    ) -> list[_Draw]:
+        """Draws behind a sequence's tokens and `more`, and behind each of the drafts, from this row on."""
+        place, at = sequence.place, len(sequence.tokens) + len(more)
+        assert place is not None
+        known, n_prompt = 0, sequence.n_prompt if self.penalises_prompt else 0
+        if has_penalties := _has_penalties(sequence.request.params):
+            known = self._extend_history(place, sequence, [*more, *drafts]) + len(more)
+        if not drafts:
+            return [_Draw(row, place, at, known, n_prompt, sequence, rules[0])]
+        return [
+            _Draw(row + j, place, at + j, known + j if has_penalties else 0, n_prompt, sequence, rule)
+            for j, rule in enumerate(rules)
+        ]
 
     def record_guesses(self, program: Program, logits: Array, draws: Draws, out: Array) -> None:
         """Appends draws from a draft head's logits, which are as those of the model will be."""
@@ -278,13 +288,7 @@ class Sampler:
         step has drawn or the head has. Penalties, biases and noise are those of the place that it is for. A
         guide has no say yet: it has not seen what was drawn.
         """
-        rows = []
-        for i, (sequence, more) in enumerate(guessed):
-            place = sequence.place
-            assert place is not None
-            n_known = self._extend_history(place, sequence, more)
-            rows.append(self._draw(i, sequence, len(sequence.tokens) + len(more), n_known + len(more), Rule()))
-        draws.fill(rows)
+        draws.fill([self._draws_of(i, sequence, more, (), (_ANY,))[0] for i, (sequence, more) in enumerate(guessed)])
 
     def go_on(self, draws: Draws, guessed: Rows[tuple[Sequence, list[int]]]) -> None:
         """As fill_guesses, one token further: mostly only the positions change."""
@@ -293,12 +297,6 @@ class Sampler:
             draws.inputs.position[:n] += 1
         else:
             self.fill_guesses(draws, guessed)
-
-
-def _bans_end(draw: _Draw) -> bool:
-    """Whether it must not end the sequence."""
-    sequence = draw.sequence
-    return draw.rule.bans_end or draw.position - sequence.n_prompt < sequence.request.params.min_tokens
 
 
 def _has_penalties(params: SamplingParams) -> bool:
