@@ -55,7 +55,7 @@ log = logging.getLogger("deltic.host.client")
 State = Literal["starting", "ready", "restarting", "failed", "stopped"]
 
 COUNTERS = ("n_steps", "n_prompt_tokens", "n_generated_tokens", "n_preemptions", "n_recomputed", "drafted", "accepted")
-"""The fields of Stats that only grow, some counts by name: they go on where a process that died had left them."""
+"""The fields of Stats that only grow, some counts by name: they go on where a process that died left them."""
 
 CACHE_COUNTERS = (
     "n_lookups",
