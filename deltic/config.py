@@ -137,7 +137,6 @@ class EngineConfig:
         "tokens of an answer that are guessed ahead where its text repeats itself or the prompt, and checked in one step; "
         "answers stay the same, to the bit",
         metavar="TOKENS",
-        device={"text": "cpu"},
         kind="text",
     )
     n_pages: int | None = knob(None, "KV pages of 64 tokens (default: what fits, at most what can be used)")

@@ -79,7 +79,9 @@ def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tupl
         config = device.prepare(resolve_quantize(config, directory), directory)
         return config, directory, make_plan(config, speech, device.speech, speech.n_drawn, free_bytes)
     directory, shape = locate(config)
-    drafts = device.text.drafts and config.max_drafts > 0
+    if device.text.drafts is not None:
+        config = replace(config, max_drafts=device.text.max_drafts(config))
+    drafts = device.text.draft_head and bool(config.max_drafts)
     shape = stored_shape(directory, shape, drafts) if config.dummy is None else replace(shape, has_draft_head=drafts)
     config = device.prepare(resolve_quantize(config, directory, shape.formats), directory)
     n_real = n_real_ids(config, directory, shape)

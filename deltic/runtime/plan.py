@@ -89,6 +89,11 @@ class Plan(Generic[S]):
         return max(self.max_step_tokens, self.max_num_seqs + PAGE_SIZE)
 
     @property
+    def n_decode_rows(self) -> int:
+        """Most rows of a decode on a GPU: one of each sequence, and those of drafts."""
+        return self.max_num_seqs + min(PAGE_SIZE, self.max_num_seqs * self.max_drafts)
+
+    @property
     def n_rows(self) -> int:
         """Longest step of a speech model on a CPU: decodes, and beside them prefill."""
         return self.max_num_seqs + max(self.max_step_tokens, PAGE_SIZE)
@@ -206,8 +211,10 @@ class Kind(Generic[S]):
     max_num_seqs: float = math.inf
     step_multiple: int = 1
     """What --max-step-tokens must be a multiple of."""
-    drafts: bool = False
-    """Whether it runs drafts."""
+    drafts: int | None = None
+    """The default of --max-drafts; None: it runs no drafts."""
+    draft_head: bool = False
+    """Whether it runs a draft head (MTP)."""
     free_share: float = 0.8
     """The part of the free memory that is used where --memory-gb does not say, less reserve_bytes."""
     reserve_bytes: int = 0
@@ -216,6 +223,12 @@ class Kind(Generic[S]):
     @property
     def on_gpu(self) -> bool:
         return self.device == "cuda"
+
+    def max_drafts(self, config: EngineConfig) -> int:
+        """Most tokens of a draft; 0: none are made."""
+        if self.drafts is None:
+            return 0
+        return self.drafts if config.max_drafts is None else config.max_drafts
 
 
 def make_plan(
@@ -287,7 +300,7 @@ def _asked(config: EngineConfig, shape: S, kind: Kind[S], n_real: int, free_byte
         n_threads=n_threads,
         budget_bytes=_budget(config, kind, free_bytes),
         workspace={},
-        max_drafts=config.max_drafts if kind.drafts else 0,
+        max_drafts=kind.max_drafts(config),
         cpus=pinned_cpus(n_threads) if config.pin_threads else (),
     )
     if not kind.on_gpu:

@@ -10,7 +10,7 @@ import torch
 
 from deltic.engine.guides import Guide
 from deltic.engine.messages import Constraint, Request, SamplingParams
-from deltic.engine.step import Sequence
+from deltic.engine.step import Chunk, Rule, Sequence
 from deltic.runtime.gpu.places import Places
 
 WIDTHS = {
@@ -96,12 +96,12 @@ def test_guides_become_masks_and_bans() -> None:
     first, second = (sequence(place, [1], 1, constraint=grammar) for place in range(2))
     for one in (first, second):
         one.guide = Guide(one, grammar, 300)
-    table.places.put_guides([first, second])
+    table.places.put_guides([(one, [Rule(one.guide.mask, one.guide.bans_end)]) for one in (first, second)])
     assert table.row("stop_ids", 0)[:2] == [2, 40] and table.row("banned", 0)[0] == 2
     assert table.row("banned_until", 0) > 1 << 29 and [table.row("mask_row", i) for i in range(3)] == [-1] * 3
     second.guide.advance(40)
     second.guide.words = np.arange(10, dtype=np.int32)
-    table.places.put_guides([first, second])
+    table.places.put_guides([(one, [Rule(one.guide.mask, one.guide.bans_end)]) for one in (first, second)])
     assert [table.row("mask_row", i) for i in range(3)] == [-1, 0, -1] and table.row("banned_until", 1) == 1
     assert table.masks[0].tolist() == list(range(10))
     table.places.refresh(sequence(1, [5], 1))
@@ -119,5 +119,5 @@ def test_the_last_change_wins() -> None:
     table.places.move_in(one)  # its token and position are the sampler's to leave
     assert (table.row("last_token", 0), table.row("position", 0), table.row("done", 0)) == (8, 11, 0)
     assert table.row("slot", 0) == 5
-    table.places.rows([2, 0], 3)
+    table.places.rows([Chunk(sequence(place, [5], 1), 1, 1) for place in (2, 0)], 3)
     assert [table.row("rows_place", i) for i in range(3)] == [2, 0, -1]

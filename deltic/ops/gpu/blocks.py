@@ -9,7 +9,7 @@ partial; the rows that follow are padding.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, fields, replace
-from typing import Self
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -80,8 +80,10 @@ class Rows:
 
     def front(self, n: int) -> Self:
         """The first n."""
-        parts = {f.name: part for f in fields(self) if (part := getattr(self, f.name)) is not None}
-        return replace(self, **{k: part.front(n) if isinstance(part, Drafts) else part[:n] for k, part in parts.items()})
+        parts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        drafts = parts.pop("drafts")
+        parts = {name: part[:n] for name, part in parts.items()}
+        return replace(self, **parts, drafts=None if drafts is None else drafts.front(n))
 
 
 @dataclass(frozen=True)
@@ -93,6 +95,10 @@ class Windows:
 
     columns: Tensor  # bfloat16 [places, W, C]: raw inputs of the convolution
     gates: Tensor  # float32 [places, W, 2 Hv]: b | a
+
+    def of_layer(self, i: int) -> Windows:
+        """Of [places, layers, W, ...] those of one layer."""
+        return Windows(self.columns[:, i], self.gates[:, i])
 
 
 def window_rows(max_drafts: int) -> int:

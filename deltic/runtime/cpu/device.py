@@ -93,7 +93,8 @@ TEXT = Kind[ModelShape](
     shrink=(("max_model_len", SHORT_MODEL_LEN), ("max_num_seqs", 1), ("max_model_len", PAGE_SIZE)),
     settle=_modest,
     max_checkpoints=256,
-    drafts=True,
+    drafts=0,
+    draft_head=True,
 )
 
 
