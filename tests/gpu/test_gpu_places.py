@@ -11,7 +11,7 @@ import torch
 from deltic.engine.guides import Guide
 from deltic.engine.messages import Constraint, Request, SamplingParams
 from deltic.engine.step import Chunk, Rule, Sequence
-from deltic.runtime.gpu.places import Places
+from deltic.runtime.gpu.places import ROWS, Places, place_table
 
 WIDTHS = {
     "seed": 2, "last_token": 1, "position": 1, "slot": 1, "done": 1, "top_k": 1, "n_prompt": 1, "uses_history": 1,
@@ -106,6 +106,32 @@ def test_guides_become_masks_and_bans() -> None:
     assert table.masks[0].tolist() == list(range(10))
     table.places.refresh(sequence(1, [5], 1))
     assert table.row("mask_row", 1) == -1
+
+
+def test_rows_of_drafts() -> None:
+    """A row for each token, masks row by row, ends banned up to the end of a thought, and drafts where penalties look."""
+    words, offsets, views = place_table(2, 40, lambda _, size, dtype: torch.zeros(size, dtype=dtype), n_drafts=4)
+    masks = torch.zeros(6, 10, dtype=torch.int32)
+    places = Places(words, offsets, masks, (2,), 300, 4)
+    one, two = (sequence(place, list(range(9)), 5, frequency_penalty=0.5) for place in (1, 0))
+    chunks = [Chunk(one, 8, 3, n_redo=2, drafts=[70, 71]), Chunk(two, 8, 1)]
+    for chunk in chunks:
+        places.decode(chunk.sequence, 8, 8, drafts=chunk.drafts)
+    places.rows(chunks, 6)
+    mask = np.arange(10, dtype=np.int32)
+    places.put_guides([(one, [Rule(None, True), Rule(None, True), Rule(mask)]), (two, [Rule(mask)])])
+    places.flush()
+    found = {part: views[part].tolist() for part in ROWS}
+    assert found == {
+        "rows_place": [1, 1, 1, 0, -1, -1],
+        "rows_ahead": [0, 1, 2, 0, 0, 0],
+        "rows_token": [0, 70, 71, 0, 0, 0],
+        "rows_length": [3, 0, 0, 1, 0, 0],
+        "rows_redo": [2, 2, 2, 0, 0, 0],
+    }
+    assert views["history"][1, :12].tolist() == [*range(9), 70, 71, 0]
+    assert views["mask_row"].tolist() == [3, 0] and views["banned_until"].tolist() == [5, 11]
+    assert masks[:2].eq(-1).all() and masks[2].tolist() == masks[3].tolist() == list(range(10))
 
 
 def test_the_last_change_wins() -> None:

@@ -7,10 +7,10 @@ unscaled output, the maximum and the sum, float32. Records are merged in the ord
 time, then the merged ones; who arrives last at an integer counter does it. The split with the row's last key
 also norms, rotates and writes the new token's k and v; it is the only one that reads them.
 
-Of a draft, a row sees keys of rows that run beside it. They are in its own last page (blocks.py), so only its
-last split reads them: that one writes the k and v of all rows up to its own, itself, before it reads the page.
-Several programs write the same bits, and none waits for another. A row's splits are those of its own length,
-and so are its sums.
+Of a draft, a row sees keys of rows that run beside it. They are in its own last page (blocks.py), so only
+its last split reads them: that one writes the k and v of all rows up to its own, itself, before it reads the
+page. Several programs write the same bits, and none waits for another. A row's splits are those of its own
+length, and so are its sums.
 
 Both products put keys (or value columns) on the long side of the tensor core's tile and the query heads on
 the narrow one: S^T = K q^T, then o^T += V^T P^T. So 4 to 8 query heads waste little. The new token is the

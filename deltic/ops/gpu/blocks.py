@@ -61,8 +61,8 @@ class Drafts:
 
     ahead: Tensor  # rows of its sequence in front of this one
     token: Tensor  # what is drafted here, where rows are ahead
-    length: Tensor  # rows of its sequence, in the first; 0 in the others. More than 1: the state stays as it is
-    n_redo: Tensor  # in the first: tokens in front of it that are in the sequence's window, not yet in its state
+    length: Tensor  # rows of its sequence, in the first; 0 in the others. Of several the state sees none
+    n_redo: Tensor  # in the first: tokens before it that are in the sequence's window, not yet in its state
 
     def front(self, n: int) -> Self:
         """The first n."""

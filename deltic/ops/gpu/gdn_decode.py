@@ -14,19 +14,19 @@ programmatic dependent launch.
 
 **Drafts.** A sequence may have several rows: its last token, and tokens that may follow. Then a program owns
 one head of all of them, and steps through them one by one. It leaves the state as it was before them, and
-their raw inputs in the sequence's window, since they may be wrong. Those that were right are redone from there
-by the sequence's next step, in front of its own rows; then the state is stored. It is read and written at most
-once a step, whatever was right. One loop runs every token, redone or new: one piece of compiled code, so that
-a token's bits do not tell how it came.
+their raw inputs in the sequence's window, since they may be wrong. Those that were right are redone from
+there by the sequence's next step, in front of its own rows; then the state is stored. It is read and written
+at most once a step, whatever was right. One loop runs every token, redone or new: one piece of compiled code,
+so that a token's bits do not tell how it came.
 
 Two rearrangements shorten the way from the projections to the output; both are exact in real numbers:
 the norms of q and k are scalars applied after the products with the state, and
 o = S^T q = alpha S_old^T q + (k.q) e, so that both products read the old state and run side by side.
 
-Purity: a program sees one sequence. Tile, layout and number of warps, and with them the order of every sum, follow
-from the widths of a head only. Nor may the number of rows change what the compiler makes of the kernel, for
-the layout of a load is that of the sums behind it: the number is not specialised, and pointers must be
-aligned.
+Purity: a program sees one sequence. Tile, layout and number of warps, and with them the order of every sum,
+follow from the widths of a head only. Nor may the number of rows change what the compiler makes of the
+kernel, for the layout of a load is that of the sums behind it: the number is not specialised, and pointers
+must be aligned.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -360,8 +360,8 @@ def _gdn_drafts_kernel(
         if not EARLY:
             tl.extra.cuda.gdc_launch_dependents()
 
-    # the first value head of a key head keeps the inputs of q and k, in rows that nobody reads in this step: of
-    # the ring, where tokens are redone, none is read; of a window see `window_rows`
+    # the first value head of a key head keeps the inputs of q and k, in rows that nobody reads in this step:
+    # of the ring, where tokens are redone, none is read; of a window see `window_rows`
     m_own = m_key & (i_head < N_K if TILED else i_head % GROUP == 0)
     if is_lazy & (n_redo == 0):  # what the next step needs in front of the rows that it redoes
         for i in tl.static_range(3):
@@ -423,9 +423,9 @@ def gdn_decode(
 
     Nothing is read or written of a row with slot -1; at position 0 the state and the ring count as zeros,
     whatever the slot holds. columns: bfloat16 [slots, 4, C], the ring of raw inputs, position p in row p % 4;
-    states: float32 [slots, Hv, dv, dk]; both may be views of one layer, with any slot stride, and are advanced
-    in place. weights.conv: float32 [4, C], tap 3 for the current token; a_log, dt_bias float32 [Hv]; norm
-    float32 [dv].
+    states: float32 [slots, Hv, dv, dk]; both may be views of one layer, with any slot stride, and are
+    advanced in place. weights.conv: float32 [4, C], tap 3 for the current token; a_log, dt_bias float32 [Hv];
+    norm float32 [dv].
 
     No two rows in use share a slot, unless rows.drafts says that they are one sequence's. Then windows are
     needed, by place, with any stride of places. State and ring are advanced by the n_redo tokens in front of

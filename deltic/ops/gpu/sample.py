@@ -78,7 +78,7 @@ class PlaceParameters:
     banned: Tensor
     n_banned: Tensor
     banned_until: Tensor  # int32: they are banned from positions below it
-    mask_row: Tensor  # int32: the row of `masks` that says what may be drawn, of a draft the first; -1: anything
+    mask_row: Tensor  # int32: the row of `masks` (of a draft, the first) that says what may be drawn; -1: any
     stop_ids: Tensor
     n_stop: Tensor
     max_position: Tensor  # int32: the last position that may be fed
@@ -157,8 +157,9 @@ def sample(
     logits: float32 [R, V], of which ids from n_real on are never drawn. draws: of the rows of a decode, row r
     draws for its place the token behind its position, rows with slot -1 draw nothing. Of a draft each row
     draws as if those in front had given what is in history, and what is left for the next decode is that of
-    any of them. out.token is -1 where a logit is not finite or no id may be drawn. Where n_logprobs >= 0: out.logprob under the softmax of the raw
-    logits, and the n_logprobs likeliest. Oracle: reference/sample.py.
+    any of them. out.token is -1 where a logit is not finite or no id may be drawn. Where n_logprobs >= 0:
+    out.logprob under the softmax of the raw logits, and the n_logprobs likeliest. Oracle:
+    reference/sample.py.
     """
     p, s = places, scratch
     row, slot = (draws.place, draws.slot) if isinstance(draws, Rows) else (draws.row, draws.place)

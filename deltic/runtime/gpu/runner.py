@@ -4,9 +4,9 @@ Built once: weights, memory and every buffer are allocated, and the steps are re
 decode for each number of rows, a prefill for each number of blocks. A step then sends the changes, replays,
 copies the drawn tokens to pinned memory and waits for an event.
 
-**Drafts.** A decode may have several rows of a sequence, its last token and tokens that may follow; a row is a
-row, and a recording is by their number. What counts of their draws, the host knows once it has read them, and
-sends it with the next decode. So nothing runs ahead where there may be drafts.
+**Drafts.** A decode may have several rows of a sequence, its last token and tokens that may follow; a row is
+a row, and a recording is by their number. What counts of their draws, the host knows once it has read them,
+and sends it with the next decode. So nothing runs ahead where there may be drafts.
 
 **Running ahead.** A decode moves its own tokens and positions on, so the next one needs nothing of the host.
 It is started for all sequences that drew a token before that token was read; the host works on one step while
@@ -275,8 +275,8 @@ class GpuRunner(ABC):
         return self._send(rows, n, "decode")
 
     def _send(self, rows: dict[Sequence, int], n: int, kind: str) -> Pending:
-        """Starts the way of n draws to the host: those of each sequence begin in its row. The buffers are used
-        in turn.
+        """Starts the way of n draws to the host: those of each sequence begin in its row. The buffers are
+        used in turn.
         """
         turn = self._turn
         self._turn = (turn + 1) % N_PENDING
@@ -304,8 +304,8 @@ class GpuRunner(ABC):
     # Running ahead.
 
     def _following(self, step: Step) -> list[Chunk]:
-        """The next decodes of those that draw in this step, where they can be started: there is a page for one
-        token more and, for one that speaks, a text.
+        """The next decodes of those that draw in this step, where they can be started: there is a page for
+        one token more and, for one that speaks, a text.
         """
         following = []
         for draw in step.draws if self._runs_ahead else []:
