@@ -314,10 +314,10 @@ def _attention_decode_kernel(
             if DRAFTS:
                 b_new_k, b_new_v = tl.zeros((GROUP, D), tl.bfloat16), tl.zeros((D,), tl.bfloat16)
                 ahead = tl.load(p_ahead + i_row)
-                for i in range(ahead + 1):
+                for i_new in range(ahead + 1):
                     b_new_k, b_new_v = _new_key(
-                        p_proj + (i - ahead) * stride_row, p_k_norm, p_cos, p_sin, p_page, position + (i - ahead), i_kv, eps,
-                        stride_s, NQ, NK, D, HALF, S, GROUP, PAGE, GATED,
+                        p_proj + (i_new - ahead) * stride_row, p_k_norm, p_cos, p_sin, p_page, position + (i_new - ahead), i_kv,
+                        eps, stride_s, NQ, NK, D, HALF, S, GROUP, PAGE, GATED,
                     )
                 tl.debug_barrier()  # they are whole before the page is read
             else:
