@@ -312,16 +312,18 @@ class FakeRunner:
             if (self.pages[sequence.pages].ravel()[: chunk.start] == NAN).any():
                 state = NAN
         is_spoilt = state == NAN
-        content = [*self._content(sequence, chunk.start, end), *chunk.drafts]
+        step_on = fold_decoded if self.gpu and chunk.is_decode else fold
+        drafts = [token + DECODED * self.gpu for token in chunk.drafts]
+        content = [*self._content(sequence, chunk.start, end), *drafts]
         self._write(chunk, [NAN] * chunk.length if is_spoilt else content)
         snapshots = dict(chunk.snapshots)
         for token in sequence.tokens[chunk.start - chunk.n_redo : chunk.start]:
-            state = state if is_spoilt else fold(state, token)
+            state = state if is_spoilt else step_on(state, token)
         if chunk.drafts:
             end = chunk.start
         for n, token in enumerate(sequence.tokens[chunk.start : end], start=1):
             if not is_spoilt:
-                state = (fold_decoded if self.gpu and chunk.is_decode else fold)(state, token)
+                state = step_on(state, token)
             if n in snapshots:
                 self.states[snapshots[n]] = state
         assert sequence.slot is not None

@@ -219,6 +219,13 @@ class Chunk:
         """
         return self.length == 1 + len(self.drafts) and self.start >= self.sequence.n_prompt
 
+    def accepted(self, drawn: list[int]) -> list[int]:
+        """What counts of the draws from its rows: all up to the first that is not what was drafted."""
+        n = 1
+        while n < len(drawn) and drawn[n - 1] == self.drafts[n - 1] and drawn[n] >= 0:
+            n += 1
+        return drawn[:n]
+
 
 @dataclass(slots=True)
 class Draw:

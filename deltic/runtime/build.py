@@ -81,7 +81,7 @@ def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tupl
     directory, shape = locate(config)
     if device.text.drafts is not None:
         config = replace(config, max_drafts=device.text.max_drafts(config, shape))
-    drafts = bool(config.max_drafts)
+    drafts = device.text.draft_head and bool(config.max_drafts)
     shape = stored_shape(directory, shape, drafts) if config.dummy is None else replace(shape, has_draft_head=drafts)
     config = device.prepare(resolve_quantize(config, directory, shape.formats), directory)
     n_real = n_real_ids(config, directory, shape)

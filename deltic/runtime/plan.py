@@ -89,6 +89,11 @@ class Plan(Generic[S]):
         return max(self.max_step_tokens, self.max_num_seqs + PAGE_SIZE)
 
     @property
+    def n_decode_rows(self) -> int:
+        """Most rows of a decode on a GPU: one of each sequence, and those of drafts."""
+        return self.max_num_seqs + min(PAGE_SIZE, self.max_num_seqs * self.max_drafts)
+
+    @property
     def n_rows(self) -> int:
         """Longest step of a speech model on a CPU: decodes, and beside them prefill."""
         return self.max_num_seqs + max(self.max_step_tokens, PAGE_SIZE)
@@ -214,6 +219,8 @@ class Kind(Generic[S]):
     """What --max-step-tokens must be a multiple of."""
     drafts: int | None = None
     """The default of --max-drafts, but for models up to CACHED_BYTES; None: it runs no drafts."""
+    draft_head: bool = False
+    """Whether it runs a draft head (MTP)."""
     free_share: float = 0.8
     """The part of the free memory that is used where --memory-gb does not say, less reserve_bytes."""
     reserve_bytes: int = 0

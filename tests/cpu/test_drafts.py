@@ -7,8 +7,6 @@ place. Three planted faults show that the comparison would see a wrong state.
 
 from __future__ import annotations
 
-import random
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -16,18 +14,16 @@ import msgspec
 import pytest
 
 from deltic.config import ConfigError, EngineConfig, without_foreign
-from deltic.engine.drafts import Drafter, Drafting
+from deltic.engine.drafts import Drafting
 from deltic.engine.engine import Engine
-from deltic.engine.messages import Constraint, Request, SamplingParams, TokenLogprob
-from deltic.engine.step import Sequence, Step, StepResult
+from deltic.engine.messages import Request, SamplingParams, TokenLogprob
+from deltic.engine.step import Step, StepResult
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.sampler import Sampler
 from deltic.runtime.cpu.text import Runner
+from tests.drafted import Schedule, requests
 from tests.tiny import tiny_checkpoint
-
-N_REQUESTS, N_TOKENS = 10, 40
-Answers = dict[tuple[str, int], tuple[list[int], list[TokenLogprob], str | None]]
 
 
 def build(kind: str = "dense", quantize: str | None = None, path: Path | None = None, **settings: Any) -> Runner:
@@ -36,79 +32,6 @@ def build(kind: str = "dense", quantize: str | None = None, path: Path | None = 
         model=str(path or tiny_checkpoint(kind)), quantize=quantize, threads=2, **{**sizes, "max_drafts": 8, **settings}
     )
     return build_runner(config, lambda stage, done: None, Cpu())
-
-
-def requests(seed: int) -> list[Request]:
-    """With prompts that begin alike, and every setting that a draw can have."""
-    draw, found = random.Random(seed), []
-    shared = [draw.randrange(256) for _ in range(150)]
-    for i in range(N_REQUESTS):
-        prompt = shared[: draw.choice((0, 64, 130, 150))] + [draw.randrange(256) for _ in range(draw.randrange(1, 70))]
-        params = SamplingParams(
-            max_tokens=draw.randrange(1, N_TOKENS),
-            temperature=draw.choice((0.0, 0.7, 1.5)),
-            top_k=draw.choice((0, 5)),
-            seed=draw.randrange(1000),
-            n=draw.choice((1, 1, 1, 2)),
-            logprobs=draw.choice((None, 0, 3)),
-            min_tokens=draw.choice((0, 0, 6)),
-            stop_token_ids=tuple(draw.sample(range(256), 3)),
-            ignore_eos=draw.random() < 0.5,
-            frequency_penalty=draw.choice((0.0, 0.0, 0.8)),
-            repetition_penalty=draw.choice((1.0, 1.0, 1.3)),
-            logit_bias=draw.choice(({}, {}, {7: 4.0, 9: -50.0})),
-            constraint=Constraint(bad_ids=((11, 12),)) if draw.random() < 0.15 else None,
-        )
-        found.append(Request(id=str(i), prompt_ids=prompt, params=params))
-    return found
-
-
-@dataclass
-class Schedule:
-    """When requests come, and what happens to them meanwhile."""
-
-    seed: int
-    aborted: tuple[str, ...] = ("3",)
-    truth: Answers | None = None
-    """What a plain run gave: of it the drafts are made."""
-    draw: random.Random = field(init=False)
-
-    def run(self, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> tuple[Answers, Engine]:
-        self.draw = random.Random(self.seed)
-        monkeypatch.setattr(Drafter, "propose", self.propose)
-        monkeypatch.setattr(Drafting, "_step_s", lambda self, n, n_rows: 1.0)  # every row is worth it
-        engine, waiting, answers = Engine(runner), requests(self.seed), dict[Any, Any]()
-        n_steps = 0
-        while waiting or engine.has_work():
-            while waiting and self.draw.random() < 0.3:
-                engine.add(waiting.pop(0))
-            if self.draw.random() < 0.05 and (running := engine.scheduler._decodes):
-                engine.scheduler._preempt(self.draw.choice(running))
-            if n_steps == 25:
-                for name in self.aborted:
-                    engine.abort(name)
-            self.sequences = {id(s.tokens): s for s in engine.scheduler.sequences()}
-            for output in engine.step():
-                tokens, logprobs, _ = answers.setdefault((output.id, output.index), ([], [], None))
-                tokens += output.token_ids
-                logprobs += output.logprobs or []
-                answers[output.id, output.index] = tokens, logprobs, output.finish_reason
-                assert output.error is None, output.error
-            engine.check()
-            n_steps += 1
-        return {key: answer for key, answer in answers.items() if key[0] not in self.aborted}, engine
-
-    def propose(self, tokens: Any, most: int, forced: Any = ()) -> list[int]:
-        """What a plain run drew next, up to a random place, then something else."""
-        sequence: Sequence = self.sequences[id(tokens)]
-        if self.truth is None or sequence.request.id in self.aborted:
-            return [self.draw.randrange(256) for _ in range(min(most, self.draw.randrange(3)))]
-        known = self.truth[sequence.request.id, sequence.index][0]
-        draft = known[sequence.n_generated : sequence.n_generated + min(most, self.draw.randrange(9))]
-        wrong = self.draw.randrange(12)
-        if wrong < len(draft):
-            draft[wrong] = (draft[wrong] + 1) % 256
-        return draft
 
 
 KINDS = [("dense", None), ("moe", "int8"), ("next", None), ("dense", "int4")]
@@ -247,6 +170,6 @@ def test_a_draft_head_changes_no_bit(kind: str, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_what_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"--max-drafts 4 is for the CPU, and this model runs on a GPU"):
-        without_foreign(EngineConfig(max_drafts=4), "cuda", "text")
+    with pytest.raises(ConfigError, match=r"--max-drafts 4 is for a text model, and this is a speech model"):
+        without_foreign(EngineConfig(max_drafts=4), "cuda", "speech")
     assert build(max_drafts=0).info.max_drafts == 0 and build(max_drafts=3).info.max_drafts == 3

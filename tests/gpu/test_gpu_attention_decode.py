@@ -11,7 +11,7 @@ from torch import Tensor
 from deltic.ops.contract import KernelError
 from deltic.ops.geometry import PAGE_SIZE, AttentionHeads
 from deltic.ops.gpu.attention_decode import FAN, SPLITS, AttentionScratch, Splits, attention_decode, attention_scratch
-from deltic.ops.gpu.blocks import Rows
+from deltic.ops.gpu.blocks import Drafts, Rows
 from deltic.ops.gpu.launch import Levers
 from tests.reference import layers
 
@@ -200,6 +200,41 @@ def test_bits_of_a_row_do_not_depend_on_its_neighbours_the_bucket_or_the_capacit
     assert torch.equal(alone_pages[page, :, :, 3], pages[page, :, :, 3])
     short, _ = run(case, [2], max_len=131)
     assert torch.equal(short[0].view(torch.int16), among[1].view(torch.int16))
+
+
+def attend(case: Case, pages: Tensor, rows: list[tuple[int, int, int]], with_drafts: bool) -> Tensor:
+    """Rows that are (place, position, rows of its sequence in front); the token of a position has one projection. -> out"""
+    device, heads = case.proj.device, case.heads
+    g = torch.Generator().manual_seed(7)
+    tokens = torch.randn(case.proj.shape[0], len(case.lengths), PAGE_SIZE, heads.row, generator=g).to(device)
+    proj = torch.stack([tokens[:, place, position % PAGE_SIZE] for place, position, _ in rows], 1).contiguous()
+    place, position, ahead = (torch.tensor(x, dtype=torch.int32, device=device) for x in zip(*rows, strict=True))
+    out = torch.full((len(rows), heads.n_q * heads.dim), torch.nan, dtype=torch.bfloat16, device=device)
+    scratch = attention_scratch(
+        heads, len(rows), 1024, lambda _, size, dtype: torch.zeros(size, dtype=dtype, device=device)
+    )
+    attention_decode(
+        proj, heads, case.q_norm, case.k_norm, EPS,
+        rows=Rows(place, torch.zeros_like(place), position, drafts=Drafts(ahead, ahead, ahead, ahead) if with_drafts else None),
+        page_table=case.table, cos=case.cos, sin=case.sin, pages=pages, scratch=scratch, max_len=1024, out=out, levers=LEVERS,
+    )  # fmt: skip
+    return out
+
+
+@pytest.mark.parametrize(("n_q", "n_kv", "dim", "half"), [(4, 2, 32, 8), (3, 1, 64, 16)])
+def test_rows_of_a_draft_have_the_bits_of_single_rows(device: str, n_q: int, n_kv: int, dim: int, half: int) -> None:
+    """Of sequences of one split and of several, from a page's beginning to its end, beside rows that stand alone."""
+    n_rows = {0: 4, 1: 1, 2: 5, 3: 2, 4: 3}
+    lengths = [64 * 3, 70, 64 * 10 + 57, 3, 64 * 8 + 20]
+    case = make(device, AttentionHeads(n_q, n_kv, dim), half, [*lengths, 1000], n_partials=2)
+    rows = [(place, lengths[place] + j, j) for place, n in n_rows.items() for j in range(n)]
+    pages, expected_pages = case.pages.clone(), case.pages.clone()
+    found = attend(case, pages, rows, with_drafts=True)
+    for i, (place, position, _) in enumerate(rows):
+        expected = attend(case, expected_pages, [(place, position, 0)], with_drafts=False)
+        assert torch.equal(found[i].view(torch.int16), expected[0].view(torch.int16)), (place, position)
+    assert torch.equal(pages.view(torch.int16), expected_pages.view(torch.int16))
+    assert not found.isnan().any()
 
 
 def test_rows_not_in_use_touch_nothing(device: str) -> None:

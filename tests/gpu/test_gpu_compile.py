@@ -128,7 +128,8 @@ def _plan(kind: str) -> Any:
     if kind == "speech":
         config = EngineConfig(model=str(tiny_speech("custom_voice", wide=True)), **SIZES)
     else:
-        config = EngineConfig(model=str(tiny_checkpoint(kind)), n_checkpoints=2, **SIZES)
+        drafts = 4 if kind == "moe" else 0
+        config = EngineConfig(model=str(tiny_checkpoint(kind)), n_checkpoints=2, max_drafts=drafts, **SIZES)
     return plan_model(config, Gpu(), FREE_BYTES)[2]
 
 

@@ -24,7 +24,7 @@ from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.guides import Guide, Guides
 from deltic.engine.messages import Constraint, Output, Request, SamplingParams
-from deltic.engine.step import Sequence
+from deltic.engine.step import Chunk
 from tests.plain import plain
 from tests.reference.model import forward
 from tests.tiny import N_REAL_VOCAB, byte_tokenizer, tiny_checkpoint
@@ -299,9 +299,9 @@ def count_forwards(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     n_rows: list[int] = []
     forward = GpuTextRunner._forward
 
-    def counting(self: GpuTextRunner, sequences: list[Sequence], n_keys: int) -> None:
-        n_rows.append(len(sequences))
-        forward(self, sequences, n_keys)
+    def counting(self: GpuTextRunner, chunks: list[Chunk]) -> None:
+        n_rows.append(len(chunks))
+        forward(self, chunks)
 
     monkeypatch.setattr(GpuTextRunner, "_forward", counting)
     return n_rows

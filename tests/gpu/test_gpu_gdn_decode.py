@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import random
+from dataclasses import dataclass, field
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor
 
 from deltic.ops.contract import KernelError
 from deltic.ops.geometry import GdnHeads, GdnWeights
-from deltic.ops.gpu.blocks import Rows
+from deltic.ops.gpu.blocks import Drafts, Rows, Windows, window_rows
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.launch import Levers, launches
 from tests.reference import layers
@@ -266,8 +267,119 @@ def test_decay_from_never_to_at_once(a: float, device: str) -> None:
     torch.testing.assert_close(case.states[1, LAYER].cpu().double(), expected, rtol=3e-5, atol=1e-9)
 
 
+MAX_DRAFTS = 4
+
+
+@dataclass
+class Drafting:
+    """Sequences in slots and places of their own, whose steps may have drafts. `truth` is what their tokens bring."""
+
+    case: Case
+    truth: Tensor  # [S, sequences, T, columns]
+    windows: Windows
+    n_run: list[int] = field(default_factory=list)
+    """Tokens that were run and right."""
+    n_window: list[int] = field(default_factory=list)
+    """Of those, the last ones that the state has not seen."""
+
+    def step(self, which: list[int], n_drafts: list[int], n_right: list[int]) -> dict[int, Tensor]:
+        """Runs a step of these sequences; gives the outputs of rows whose tokens before were right."""
+        case, device, n_pad = self.case, self.case.proj.device, 2
+        rows: list[tuple[int, ...]] = []
+        proj: list[Tensor] = []
+        for s, n, right in zip(which, n_drafts, n_right, strict=True):
+            for j in range(1 + n):
+                length, redo = (1 + n, self.n_window[s]) if j == 0 else (0, 9999)
+                rows.append((case.slots[s], case.positions[s] + self.n_run[s] + j, s, j, length, redo))
+                row = self.truth[:, s, self.n_run[s] + j]
+                proj.append(row if j <= right else torch.randn_like(row))
+        n = len(rows)
+        rows += [(-1, 0, 0, 0, 0, 0)] * n_pad
+        proj += [torch.full_like(proj[0], torch.nan)] * n_pad
+        slot, position, place, ahead, length, redo = (
+            torch.tensor(column, dtype=torch.int32, device=device) for column in zip(*rows, strict=True)
+        )
+        out = torch.full((n + n_pad, case.heads.n_v * case.heads.v_dim), torch.nan, dtype=torch.bfloat16, device=device)
+        gdn_decode(
+            torch.stack(proj, 1).contiguous(), case.heads, case.weights, EPS,
+            rows=Rows(place, slot, position, drafts=Drafts(ahead, ahead, length, redo)),
+            columns=case.columns[:, LAYER], states=case.states[:, LAYER], windows=self.windows, out=out, levers=Levers(),
+        )  # fmt: skip
+        assert out[n:].isnan().all() and not out[:n].isnan().any()
+        found, at = {}, 0
+        for s, n, right in zip(which, n_drafts, n_right, strict=True):
+            found[s] = out[at : at + 1 + min(n, right)]
+            self.n_run[s] += 1 + min(n, right)
+            self.n_window[s] = 1 + min(n, right) if n else 0
+            at += 1 + n
+        return found
+
+
+def drafting(heads: GdnHeads, positions: list[int], n_tokens: int, splits: int, device: str) -> Drafting:
+    slots = [(3 * s + 2) % (len(positions) + 1) for s in range(len(positions))]
+    case = make(heads, slots, positions, splits=splits, device=device, n_slots=len(positions) + 1)
+    g, n, w = torch.Generator().manual_seed(4), len(positions), window_rows(MAX_DRAFTS)
+    truth = torch.randn(splits, n, n_tokens + MAX_DRAFTS, case.proj.shape[2], generator=g).to(device)
+    columns = torch.full((n, N_LAYERS, w, heads.channels), torch.nan, dtype=torch.bfloat16, device=device)
+    gates = torch.full((n, N_LAYERS, w, 2 * heads.n_v), torch.nan, device=device)
+    return Drafting(case, truth, Windows(columns[:, LAYER], gates[:, LAYER]), [0] * n, [0] * n)
+
+
+@pytest.mark.parametrize("heads", [*SMALL[:3], TiledOrder(GROUPED[0]).heads, *HEADS[len(SMALL) : -1]], ids=name)
+def test_drafts_have_the_bits_of_single_steps(heads: GdnHeads, device: str) -> None:
+    """Sequences of one row beside others of several, of which any number was right: outputs, and what states and rings have seen."""
+    n_tokens, positions, splits, draw = 12, [0, 1, 30], 1 + heads.tiled, random.Random(1)
+    plain = drafting(heads, positions, n_tokens, splits, device)
+    states, rings = [plain.case.states.clone()], [plain.case.columns.clone()]
+    single: list[Tensor] = []
+    for t in range(n_tokens + MAX_DRAFTS):
+        plain.case.proj = plain.truth[:, :, t].contiguous()
+        single.append(plain.case.step())
+        plain.case.positions = [p + 1 for p in plain.case.positions]
+        states.append(plain.case.states.clone())
+        rings.append(plain.case.columns.clone())
+    found = drafting(heads, positions, n_tokens, splits, device)
+    n_lazy = n_redone = 0
+    while least := [s for s in range(len(positions)) if found.n_run[s] < n_tokens]:
+        which = draw.sample(least, draw.randrange(1, len(least) + 1))
+        n_drafts = [min(draw.choice((0, 0, 1, 2, MAX_DRAFTS)), n_tokens - found.n_run[s]) for s in which]
+        before = dict(zip(which, [found.n_run[s] for s in which], strict=True))
+        n_redone += sum(found.n_window[s] > 0 for s in which)
+        outs = found.step(which, n_drafts, [draw.randrange(1 + MAX_DRAFTS) for _ in which])
+        n_lazy += sum(n > 0 for n in n_drafts)
+        for s, rows in outs.items():
+            for j, row in enumerate(rows):
+                assert torch.equal(row.view(torch.int16), single[before[s] + j][s].view(torch.int16))
+        for s, slot in enumerate(found.case.slots):
+            n_seen = found.n_run[s] - found.n_window[s]
+            assert torch.equal(
+                found.case.states[slot, LAYER].view(torch.int32), states[n_seen][slot, LAYER].view(torch.int32)
+            )
+            for p in range(max(0, positions[s] + n_seen - 3), positions[s] + n_seen):
+                ring, expected = found.case.columns[slot, LAYER, p % 4], rings[n_seen][slot, LAYER, p % 4]
+                assert torch.equal(ring.view(torch.int16), expected.view(torch.int16))
+    assert n_lazy > 5 and n_redone > 5
+    for pool in (found.case.states, found.case.columns):
+        assert pool[:, :LAYER].isnan().all() and pool[:, LAYER + 1 :].isnan().all()
+
+
+def test_one_row_a_sequence_is_a_plain_step(device: str) -> None:
+    """Whether a recording knows drafts or not: the same bits of output, state and ring."""
+    heads, positions = GROUPED[0], [0, 2, 9]
+    plain, found = (drafting(heads, positions, 1, 2, device) for _ in range(2))
+    plain.case.proj = plain.truth[:, :, 0].contiguous()
+    expected = plain.case.step()
+    outs = found.step([0, 1, 2], [0, 0, 0], [0, 0, 0])
+    assert torch.equal(torch.cat([outs[s] for s in range(3)]).view(torch.int16), expected.view(torch.int16))
+    assert torch.equal(found.case.states.view(torch.int32), plain.case.states.view(torch.int32))
+    assert torch.equal(found.case.columns.view(torch.int16), plain.case.columns.view(torch.int16))
+    assert found.windows.columns.isnan().all()
+
+
 def test_contract(device: str) -> None:
     case = make(SMALL[0], [1], [5], device=device)
     case.proj = case.proj[:, :, :-1].contiguous()
     with pytest.raises(KernelError, match="six projections"):
         case.step()
+    with pytest.raises(KernelError, match="at most 128 x 128 for drafts"):
+        drafting(SMALL[3], [1], 1, 1, device).step([0], [1], [1])

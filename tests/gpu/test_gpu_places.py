@@ -10,8 +10,8 @@ import torch
 
 from deltic.engine.guides import Guide
 from deltic.engine.messages import Constraint, Request, SamplingParams
-from deltic.engine.step import Sequence
-from deltic.runtime.gpu.places import Places
+from deltic.engine.step import Chunk, Rule, Sequence
+from deltic.runtime.gpu.places import ROWS, Places, place_table
 
 WIDTHS = {
     "seed": 2, "last_token": 1, "position": 1, "slot": 1, "done": 1, "top_k": 1, "n_prompt": 1, "uses_history": 1,
@@ -96,16 +96,42 @@ def test_guides_become_masks_and_bans() -> None:
     first, second = (sequence(place, [1], 1, constraint=grammar) for place in range(2))
     for one in (first, second):
         one.guide = Guide(one, grammar, 300)
-    table.places.put_guides([first, second])
+    table.places.put_guides([(one, [Rule(one.guide.mask, one.guide.bans_end)]) for one in (first, second)])
     assert table.row("stop_ids", 0)[:2] == [2, 40] and table.row("banned", 0)[0] == 2
     assert table.row("banned_until", 0) > 1 << 29 and [table.row("mask_row", i) for i in range(3)] == [-1] * 3
     second.guide.advance(40)
     second.guide.words = np.arange(10, dtype=np.int32)
-    table.places.put_guides([first, second])
+    table.places.put_guides([(one, [Rule(one.guide.mask, one.guide.bans_end)]) for one in (first, second)])
     assert [table.row("mask_row", i) for i in range(3)] == [-1, 0, -1] and table.row("banned_until", 1) == 1
     assert table.masks[0].tolist() == list(range(10))
     table.places.refresh(sequence(1, [5], 1))
     assert table.row("mask_row", 1) == -1
+
+
+def test_rows_of_drafts() -> None:
+    """A row for each token, masks row by row, ends banned up to the end of a thought, and drafts where penalties look."""
+    words, offsets, views = place_table(2, 40, lambda _, size, dtype: torch.zeros(size, dtype=dtype), n_drafts=4)
+    masks = torch.zeros(6, 10, dtype=torch.int32)
+    places = Places(words, offsets, masks, (2,), 300, 4)
+    one, two = (sequence(place, list(range(9)), 5, frequency_penalty=0.5) for place in (1, 0))
+    chunks = [Chunk(one, 8, 3, n_redo=2, drafts=[70, 71]), Chunk(two, 8, 1)]
+    for chunk in chunks:
+        places.decode(chunk.sequence, 8, 8, drafts=chunk.drafts)
+    places.rows(chunks, 6)
+    mask = np.arange(10, dtype=np.int32)
+    places.put_guides([(one, [Rule(None, True), Rule(None, True), Rule(mask)]), (two, [Rule(mask)])])
+    places.flush()
+    found = {part: views[part].tolist() for part in ROWS}
+    assert found == {
+        "rows_place": [1, 1, 1, 0, -1, -1],
+        "rows_ahead": [0, 1, 2, 0, 0, 0],
+        "rows_token": [0, 70, 71, 0, 0, 0],
+        "rows_length": [3, 0, 0, 1, 0, 0],
+        "rows_redo": [2, 2, 2, 0, 0, 0],
+    }
+    assert views["history"][1, :12].tolist() == [*range(9), 70, 71, 0]
+    assert views["mask_row"].tolist() == [3, 0] and views["banned_until"].tolist() == [5, 11]
+    assert masks[:2].eq(-1).all() and masks[2].tolist() == masks[3].tolist() == list(range(10))
 
 
 def test_the_last_change_wins() -> None:
@@ -119,5 +145,5 @@ def test_the_last_change_wins() -> None:
     table.places.move_in(one)  # its token and position are the sampler's to leave
     assert (table.row("last_token", 0), table.row("position", 0), table.row("done", 0)) == (8, 11, 0)
     assert table.row("slot", 0) == 5
-    table.places.rows([2, 0], 3)
+    table.places.rows([Chunk(sequence(place, [5], 1), 1, 1) for place in (2, 0)], 3)
     assert [table.row("rows_place", i) for i in range(3)] == [2, 0, -1]

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from deltic.engine.messages import SamplingParams
-from deltic.ops.gpu.blocks import Rows
+from deltic.ops.gpu.blocks import Drafts, Rows
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import Drawn, Draws, PlaceParameters, SampleScratch, prompt_logprobs, sample, sample_scratch
 from tests.reference.sample import candidates, processed_logits, token_logprobs
@@ -312,6 +312,30 @@ def test_rows_are_pure(device: str) -> None:
     sample(shuffled, n_real, lines, places, scratch, Drawn(out_token, *out[1:]), levers=LEVERS)
     assert out_token.tolist() == [tokens[2], -5, tokens[1], tokens[0]]
     assert places.position.tolist() == [3, 3, 3, -9]
+
+
+def test_rows_of_a_draft_draw_as_if_it_had_been_drawn(device: str) -> None:
+    """Of one place: each with its position's noise and mask, and penalties that see the tokens in front."""
+    g = torch.Generator().manual_seed(6)
+    n_vocab = n_real = 300
+    shared = params(temperature=1.0, frequency_penalty=2.0, repetition_penalty=1.5, logprobs=3, min_tokens=3)
+    allowed = [torch.rand(n_real, generator=g) < 0.3 for _ in range(3)]
+    sequences = [
+        Sequence(shared, 3, output=[5, 9, 7][: 1 + j], banned=[20, 21], banned_until=4, allowed=allowed[j])
+        for j in range(3)
+    ]
+    logits = torch.randn(3, n_vocab, generator=g).to(device)
+    logits[:, [5, 7, 9, 20]] += 6
+    expected, out, _ = draw(logits, sequences, n_real)
+    places = places_of(sequences, device)
+    places.mask_row[2] = 0  # the first of three
+    i32 = {"dtype": torch.int32, "device": device}
+    place, slot, position, ahead = (torch.tensor(x, **i32) for x in ([2, 2, 2], [1, 1, 1], [2, 3, 4], [0, 1, 2]))
+    rows = Rows(place, slot, position, drafts=Drafts(ahead, ahead, ahead, ahead))
+    found = Drawn(torch.full((3,), -5, **i32), *(torch.zeros_like(part) for part in out[1:]))
+    sample(logits, n_real, rows, places, poisoned(3, n_vocab, device, 64, 32), found, levers=LEVERS)
+    assert found.token.tolist() == expected and torch.equal(found.logprob, out[1])
+    assert torch.equal(found.top_ids[:, :3], out[2][:, :3])
 
 
 @pytest.mark.parametrize("n_top", [0, 1, 5])

@@ -46,6 +46,9 @@ FEW_FORMATS = ("int4", "fp8")
 IN_FORMATS = ("qwen3.5-0.8b", "qwen3.5-35b-a3b")
 """Models that are walked in every format of quantised weights, too."""
 MODELS = (*TINY, "next", "custom_voice", "qwen3.5-0.8b", "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3-tts-1.7b")
+TEXTS = ("dense", "moe", "next", "qwen3.5-0.8b", "qwen3.5-27b", "qwen3.5-35b-a3b")
+WITH_DRAFTS = {"_begin_decode_kernel", "_gdn_drafts_kernel", "_attention_decode_kernel", "scan"}
+"""Kernels that are others, or of another variant, where a decode may have drafts."""
 REGISTERS = {"cuda": 255, "hip": 512}
 SPILLED_BYTES = 64
 """Of a thread, on an NVIDIA GPU: what a compiler may leave over, and less than the operand of any product."""
@@ -142,7 +145,7 @@ def test_what_a_chip_has() -> None:
 
 
 @cache
-def _plan(model: str) -> Any:
+def _plan(model: str, max_drafts: int = 0) -> Any:
     """A tiny model, or a published shape with all the memory it may want."""
     from deltic.config import EngineConfig
     from deltic.runtime.build import plan_model
@@ -151,7 +154,7 @@ def _plan(model: str) -> Any:
     from tests.tiny_speech import tiny_speech
 
     if model.startswith("qwen"):
-        config, free_bytes = EngineConfig(model="", dummy=model), 190 << 30
+        config, free_bytes = EngineConfig(model="", dummy=model, max_drafts=max_drafts), 190 << 30
     else:
         path = tiny_speech(model, wide=True) if model == "custom_voice" else tiny_checkpoint(model)
         sizes: dict[str, Any] = dict(
@@ -159,16 +162,16 @@ def _plan(model: str) -> Any:
         )
         config, free_bytes = EngineConfig(model=str(path), **sizes), 2 << 30
         if model != "custom_voice":
-            config = replace(config, n_checkpoints=2)
+            config = replace(config, n_checkpoints=2, max_drafts=max_drafts)
     return plan_model(config, Gpu(), free_bytes)[2]
 
 
-def _jobs(model: str, format: str = "bf16") -> list[Any]:
+def _jobs(model: str, format: str = "bf16", max_drafts: int = 0) -> list[Any]:
     """What the steps of a model start. Nothing, for a format that is refused."""
     from deltic.ops.gpu.launch import Levers
     from deltic.runtime.gpu.collect import collect
 
-    plan = _plan(model)
+    plan = _plan(model, max_drafts)
     if format != "bf16":
         plan = replace(plan, shape=replace(plan.shape, formats=InFormat(WEIGHT_FORMATS[format])))
     try:
@@ -199,7 +202,11 @@ def _compile(name: str) -> list[Compiled]:
     fix_keys()
     walks = product(IN_FORMATS, WEIGHT_FORMATS) if IS_FULL else product(["moe"], FEW_FORMATS)
     jobs = [job for walk in [*product(MODELS if IS_FULL else TINY), *walks] for job in _jobs(*walk)]
+    of_drafts = [job for model in (TEXTS if IS_FULL else TINY[:1]) for job in _jobs(model, max_drafts=4)]
     jobs = list(dict.fromkeys(jobs) if IS_FULL else {job.name: job for job in jobs}.values())
+    of_drafts = [job for job in dict.fromkeys(of_drafts) if job.name in WITH_DRAFTS and job not in jobs]
+    jobs += of_drafts if IS_FULL else {job.name: job for job in of_drafts}.values()
+    assert {job.name for job in of_drafts} == WITH_DRAFTS
     scratch = Path(triton.knobs.cache.dir) / "kernel.cubin"
     scratch.parent.mkdir(parents=True, exist_ok=True)
     found = []

@@ -28,7 +28,7 @@ from deltic.models.rotary import rotary_tables
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch
 from deltic.ops.gpu.attention_prefill import attention_prefill
-from deltic.ops.gpu.blocks import BLOCK, Blocks, PlaceState, PrefillInputs, Rows
+from deltic.ops.gpu.blocks import BLOCK, Blocks, Drafts, PlaceState, PrefillInputs, Rows, Windows
 from deltic.ops.gpu.fp8 import Fp8Rows, block_scales, fp8_rows
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.gdn_prefill import GdnScratch, gdn_prefill, gdn_scratch
@@ -80,7 +80,8 @@ class DecodeBuffers:
     attention: AttentionScratch
     moe: MoeScratch | None
     fp8: Fp8Rows | None  # what is multiplied with e4m3
-    logits: Tensor  # float32, flat, of twice as many rows: those behind keep what a later draw needs
+    logits: Tensor  # float32, flat, of more rows: those behind keep what a later draw needs
+    windows: Windows | None  # of all layers, [places, n_gdn, W, ...]: for drafts
 
 
 @dataclass(frozen=True)
@@ -102,10 +103,19 @@ class PrefillBuffers:
 
 
 def decode_buffers(
-    shape: ModelShape, codes: Collection[str], levers: Levers, n_rows: int, max_len: int, allocate: Allocate
+    shape: ModelShape,
+    codes: Collection[str],
+    levers: Levers,
+    n_rows: int,
+    max_len: int,
+    allocate: Allocate,
+    *,
+    n_kept: int = 0,
+    drafts: Drafts | None = None,
+    windows: Windows | None = None,
 ) -> DecodeBuffers:
     """Every buffer of a decode of up to n_rows rows and contexts of up to max_len tokens, of weights in these
-    codes.
+    codes. n_kept: further rows of logits. drafts: of the rows, and windows, where there are any.
     """
     f32, bf16 = torch.float32, torch.bfloat16
     h, heads = shape.hidden_size, shape.heads
@@ -125,7 +135,9 @@ def decode_buffers(
         )
         n_partials.append(shape.n_experts_per_tok + 1)
     return DecodeBuffers(
-        rows=Rows(*(allocate(f"row {name}", (n_rows,), torch.int32) for name in ("place", "slot", "position"))),
+        rows=Rows(
+            *(allocate(f"row {name}", (n_rows,), torch.int32) for name in ("place", "slot", "position")), drafts=drafts
+        ),
         residual=allocate("residual", (n_rows * h,), f32),
         normed=allocate("normed", (n_rows * h,), bf16),
         proj=allocate("projections", (n_rows * max(2 * inner, *(r * k_splits(r, h, levers) for r in rows)),), f32),
@@ -135,7 +147,8 @@ def decode_buffers(
         attention=attention_scratch(heads, n_rows, max_len, allocate),
         moe=moe,
         fp8=fp8_rows("e4m3 rows", n_rows, max(h, value, q_size, inner), allocate) if "e4m3" in codes else None,
-        logits=allocate("logits", (2 * n_rows * shape.vocab_size,), f32),
+        logits=allocate("logits", ((n_rows + n_kept) * shape.vocab_size,), f32),
+        windows=windows,
     )
 
 
@@ -246,7 +259,7 @@ class QwenGpu:
     ) -> Tensor:
         """One token each of n rows, none with more than max_len keys; gives the logits, float32 [n, V].
 
-        rows_place: int32 [n], the place of each row, or -1.
+        rows_place: int32 [n], the place of each row, or -1. b.rows.drafts says which are drafted tokens.
         """
         n = len(rows_place)
         shape, w, levers, linears = self.shape, self.weights, self.levers, self.linears
@@ -269,6 +282,7 @@ class QwenGpu:
                     rows=rows,
                     columns=memory.columns[:, i_gdn],
                     states=memory.states[:, i_gdn],
+                    windows=None if b.windows is None else b.windows.of_layer(i_gdn),
                     out=mixed,
                     levers=levers,
                 )

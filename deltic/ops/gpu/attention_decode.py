@@ -7,6 +7,11 @@ unscaled output, the maximum and the sum, float32. Records are merged in the ord
 time, then the merged ones; who arrives last at an integer counter does it. The split with the row's last key
 also norms, rotates and writes the new token's k and v; it is the only one that reads them.
 
+Of a draft, a row sees keys of rows that run beside it. They are in its own last page (blocks.py), so only
+its last split reads them: that one writes the k and v of all rows up to its own, itself, before it reads the
+page. Several programs write the same bits, and none waits for another. A row's splits are those of its own
+length, and so are its sums.
+
 Both products put keys (or value columns) on the long side of the tensor core's tile and the query heads on
 the narrow one: S^T = K q^T, then o^T += V^T P^T. So 4 to 8 query heads waste little. The new token is the
 first key of the running sums and meets no tensor core: no tile has to be patched on its way to shared memory.
@@ -217,15 +222,37 @@ def _finish(b_o, b_sum, b_gate, p_out, G: tl.constexpr, R: tl.constexpr, D: tl.c
     tl.store(p_out + o_gd, (b_o / b_sum[:, None] * b_gate).to(tl.bfloat16), mask=(o_g < G)[:, None])
 
 
+@triton.jit
+def _new_key(
+    p_proj, p_norm, p_cos, p_sin, p_page, position, i_kv, eps, stride_s, NQ: tl.constexpr, NK: tl.constexpr,
+    D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, GATED: tl.constexpr,
+):
+    """A new token's k, [ROWS, D], and v, [D], of one key head, rounded as in its page: they are left there.
+
+    k is computed in every row of a tile like that of q, which it meets element by element.
+    """
+    o_g, o_d = tl.arange(0, ROWS), tl.arange(0, D)
+    o_k = ((2 if GATED else 1) * NQ + i_kv) * D
+    b_turn, b_turn_other = turn(p_norm, p_cos + position * HALF, p_sin + position * HALF, ROWS, D, HALF)
+    b_k = rotated(
+        p_proj, (o_g * 0 + o_k)[:, None], (o_g >= 0)[:, None], b_turn, b_turn_other, eps, stride_s, D, HALF, S
+    )
+    b_v = summed(p_proj + NK * D, o_k + o_d, o_d < D, stride_s, S).to(tl.bfloat16)
+    o_in_page = (position % PAGE) * D + o_d
+    tl.store(p_page + o_in_page[None, :] + (o_g * 0)[:, None], b_k, mask=(o_g == 0)[:, None])
+    tl.store(p_page + NK * PAGE * D + o_in_page, b_v)
+    return b_k, b_v
+
+
 # what follows the batch's size or its longest row is not specialised: the kernel is one and the same
 @triton.jit(do_not_specialize=["stride_table", "records", "n_counters"])
 def _attention_decode_kernel(
-    p_proj, p_q_norm, p_k_norm, p_cos, p_sin, p_slot, p_place, p_position, p_table, p_pages,
+    p_proj, p_q_norm, p_k_norm, p_cos, p_sin, p_slot, p_place, p_position, p_ahead, p_table, p_pages,
     p_output, p_weight, p_arrived, p_out, eps, scale,
     stride_s, stride_row, stride_table, stride_page, records, n_counters,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     GP: tl.constexpr, PAGE: tl.constexpr, FEW: tl.constexpr, FEW_TILES: tl.constexpr, MOST: tl.constexpr,
-    FAN: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    FAN: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
 ):
     G: tl.constexpr = NQ // NK
     i_row = tl.program_id(0) // NK
@@ -284,16 +311,20 @@ def _attention_decode_kernel(
         b_o = tl.zeros((D, GROUP), tl.float32)
         if i_split == n_splits - 1:
             # the new token: into its page, and as the first key of the running sums, rounded as in the page
-            # (k is computed in every row of a tile like that of q, which it meets element by element)
-            o_k = ((2 if GATED else 1) * NQ + i_kv) * D
-            b_turn, b_turn_other = turn(p_k_norm, p_cos + position * HALF, p_sin + position * HALF, GROUP, D, HALF)
-            b_new_k = rotated(
-                p_proj, (o_g * 0 + o_k)[:, None], (o_g >= 0)[:, None], b_turn, b_turn_other, eps, stride_s, D, HALF, S
-            )
-            b_new_v = summed(p_proj + NK * D, o_k + o_d, o_d < D, stride_s, S).to(tl.bfloat16)
-            o_in_page = (position % PAGE) * D + o_d
-            tl.store(p_page + o_in_page[None, :] + (o_g * 0)[:, None], b_new_k, mask=(o_g == 0)[:, None])
-            tl.store(p_page + NK * PAGE * D + o_in_page, b_new_v)
+            if DRAFTS:
+                b_new_k, b_new_v = tl.zeros((GROUP, D), tl.bfloat16), tl.zeros((D,), tl.bfloat16)
+                ahead = tl.load(p_ahead + i_row)
+                for i_new in range(ahead + 1):
+                    b_new_k, b_new_v = _new_key(
+                        p_proj + (i_new - ahead) * stride_row, p_k_norm, p_cos, p_sin, p_page, position + (i_new - ahead), i_kv,
+                        eps, stride_s, NQ, NK, D, HALF, S, GROUP, PAGE, GATED,
+                    )
+                tl.debug_barrier()  # they are whole before the page is read
+            else:
+                b_new_k, b_new_v = _new_key(
+                    p_proj, p_k_norm, p_cos, p_sin, p_page, position, i_kv, eps, stride_s, NQ, NK, D, HALF, S, GROUP, PAGE,
+                    GATED,
+                )
             b_max = tl.sum(b_q.to(tl.float32) * b_new_k.to(tl.float32), 1) * scale
             b_sum = tl.full((GROUP,), 1.0, tl.float32)
             b_o += b_new_v.to(tl.float32)[:, None]
@@ -361,8 +392,8 @@ def attention_decode(
     for measurements; the scratch must have been made with the same.
 
     Rounded to bfloat16: q, k, v, the softmax weights where they meet v (not in their sum), the output. No row
-    sees another, and neither N nor max_len touches the bits. Left out: windows, sinks, quantised pages,
-    several new tokens a row.
+    sees another, but for those of its sequence that rows.drafts puts in front of it, of the same page; and
+    neither N nor max_len touches the bits. Left out: windows, sinks, quantised pages.
     Raises KernelError where shapes, types or the scratch's size do not fit.
     """
     splits = splits or SPLITS
@@ -390,10 +421,11 @@ def attention_decode(
     registers = {"maxnreg": splits.maxnreg} if limited else {}
     launch(
         _attention_decode_kernel, (n_rows * heads.n_kv, capacity),
-        proj, q_norm, k_norm, cos, sin, rows.slot, rows.place, rows.position, page_table, pages,
+        proj, q_norm, k_norm, cos, sin, rows.slot, rows.place, rows.position,
+        None if rows.drafts is None else rows.drafts.ahead, page_table, pages,
         scratch.output, scratch.weight, scratch.arrived, out, eps, heads.dim**-0.5 * 1.4426950408889634,
         proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), records, counters,
         pdl=levers.pdl, NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16,
         GP=next_power_of_2(group), PAGE=PAGE_SIZE, FEW=splits.few, FEW_TILES=splits.few_tiles, MOST=splits.most, FAN=FAN,
-        AHEAD=splits.ahead, GATED=heads.is_gated, num_warps=splits.num_warps, num_stages=splits.num_stages, **registers,
+        AHEAD=splits.ahead, GATED=heads.is_gated, DRAFTS=rows.drafts is not None, num_warps=splits.num_warps, num_stages=splits.num_stages, **registers,
     )

@@ -8,8 +8,8 @@ partial; the rows that follow are padding.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, fields, replace
-from typing import Self
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -54,13 +54,55 @@ class PlaceState:
 
 
 @dataclass(frozen=True)
+class Drafts:
+    """Of the rows of a decode with drafts, int32 [N]. Rows of one sequence follow one another, its last token
+    first; their positions do, too, and are of one page.
+    """
+
+    ahead: Tensor  # rows of its sequence in front of this one
+    token: Tensor  # what is drafted here, where rows are ahead
+    length: Tensor  # rows of its sequence, in the first; 0 in the others. Of several the state sees none
+    n_redo: Tensor  # in the first: tokens before it that are in the sequence's window, not yet in its state
+
+    def front(self, n: int) -> Self:
+        """The first n."""
+        return replace(self, **{field.name: getattr(self, field.name)[:n] for field in fields(self)})
+
+
+@dataclass(frozen=True)
 class Rows:
     """The rows of a decode, int32 [N]: one token each."""
 
     place: Tensor  # row of the page table
     slot: Tensor  # the state slot; -1: the row is not in use
     position: Tensor  # tokens before this one
+    drafts: Drafts | None = field(default=None, kw_only=True)
 
     def front(self, n: int) -> Self:
         """The first n."""
-        return replace(self, **{field.name: getattr(self, field.name)[:n] for field in fields(self)})
+        parts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
+        drafts = parts.pop("drafts")
+        parts = {name: part[:n] for name, part in parts.items()}
+        return replace(self, **parts, drafts=None if drafts is None else drafts.front(n))
+
+
+@dataclass(frozen=True)
+class Windows:
+    """What drafted tokens bring to the states, until it is known that they were right; of sequences that
+    run, by place. The token of position p is in row p % W: a step reads rows in front of those that it
+    writes (`window_rows`).
+    """
+
+    columns: Tensor  # bfloat16 [places, W, C]: raw inputs of the convolution
+    gates: Tensor  # float32 [places, W, 2 Hv]: b | a
+
+    def of_layer(self, i: int) -> Windows:
+        """Of [places, layers, W, ...] those of one layer."""
+        return Windows(self.columns[:, i], self.gates[:, i])
+
+
+def window_rows(max_drafts: int) -> int:
+    """W of windows for drafts of so many tokens. While one program still reads what a step redoes, and the
+    three inputs in front of that, another may write what it runs.
+    """
+    return 2 * (1 + max_drafts) + 3

@@ -9,24 +9,31 @@ Source: Yang et al., "Gated Delta Networks" (arXiv:2412.06464), eq. 10, with the
 decayed state.
 
 A program owns one head of one row, with the state in registers: it is read and written once, in place. What
-the kernel in front does not write (state, window of the convolution, weights) is fetched before the wait of
+the kernel in front does not write (state, ring of the convolution, weights) is fetched before the wait of
 programmatic dependent launch.
+
+**Drafts.** A sequence may have several rows: its last token, and tokens that may follow. Then a program owns
+one head of all of them, and steps through them one by one. It leaves the state as it was before them, and
+their raw inputs in the sequence's window, since they may be wrong. Those that were right are redone from
+there by the sequence's next step, in front of its own rows; then the state is stored. It is read and written
+at most once a step, whatever was right. One loop runs every token, redone or new: one piece of compiled code,
+so that a token's bits do not tell how it came.
 
 Two rearrangements shorten the way from the projections to the output; both are exact in real numbers:
 the norms of q and k are scalars applied after the products with the state, and
 o = S^T q = alpha S_old^T q + (k.q) e, so that both products read the old state and run side by side.
 
-Purity: a program sees one row. Tile, layout and number of warps, and with them the order of every sum, follow
-from the widths of a head only. Nor may the number of rows change what the compiler makes of the kernel, for
-the layout of a load is that of the sums behind it: the number is not specialised, and pointers must be
-aligned.
+Purity: a program sees one sequence. Tile, layout and number of warps, and with them the order of every sum,
+follow from the widths of a head only. Nor may the number of rows change what the compiler makes of the
+kernel, for the layout of a load is that of the sums behind it: the number is not specialised, and pointers
+must be aligned.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -35,7 +42,7 @@ from torch import Tensor
 
 from deltic.ops.contract import check
 from deltic.ops.geometry import MAX_GDN_DIM, GdnHeads, GdnWeights
-from deltic.ops.gpu.blocks import Rows
+from deltic.ops.gpu.blocks import Drafts, Rows, Windows, window_rows
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 
 EARLY_ROWS = 16
@@ -117,6 +124,37 @@ def _projection(p_proj, o_column, mask, partial_stride, SPLITS: tl.constexpr):
     return total
 
 
+@triton.jit
+def _keys(b_q, b_k, b_state, SCALE: tl.constexpr):
+    """q and k of a token behind their convolution: as wide as the state, and the scalars of their norms.
+
+    As wide, so that these sums too are taken in the state's layout: within a warp, no exchange between warps.
+    """
+    b_q3 = tl.broadcast_to(b_q[None, :, :], b_state.shape)
+    b_k3 = tl.broadcast_to(b_k[None, :, :], b_state.shape)
+    q_norm = tl.rsqrt(tl.sum(tl.sum(b_q3 * b_q3, 1), 1) + 1e-6) * SCALE  # [ROWS], all the same
+    k_norm = tl.rsqrt(tl.sum(tl.sum(b_k3 * b_k3, 1), 1) + 1e-6)
+    kq = tl.sum(tl.sum(b_k3 * b_q3, 1), 1)
+    return b_q3, b_k3, q_norm, k_norm, kq
+
+
+@triton.jit
+def _advance(b_state, b_q3, b_k3, q_norm, k_norm, kq, b_v, alpha, beta):
+    """A token's update of a tile of value rows: the state behind it, and S^T q, [ROWS]."""
+    b_sk = tl.sum(tl.sum(b_state * b_k3, 1), 1)  # [ROWS]
+    b_sq = tl.sum(tl.sum(b_state * b_q3, 1), 1)
+    b_error = beta * k_norm * (b_v - alpha * k_norm * b_sk)
+    b_state = tl.fma(b_k3, b_error[:, None, None], alpha * b_state)
+    return b_state, q_norm * tl.fma(b_error, kq, alpha * b_sq)
+
+
+@triton.jit
+def _gated(b_out, b_z, b_norm, eps, DV: tl.constexpr):
+    """The norm and the gate; rows of padding are 0: their v is."""
+    b_out *= tl.rsqrt(tl.sum(b_out * b_out, 0) / DV + eps)
+    return (b_norm * b_out * _silu(b_z)).to(tl.bfloat16)
+
+
 @triton.jit(do_not_specialize=["n_rows"])
 def _gdn_decode_kernel(
     p_proj, n_rows, p_row_slot, p_row_position, p_columns, column_stride, p_states, state_stride,
@@ -195,13 +233,7 @@ def _gdn_decode_kernel(
     b_v = _once(_silu(tl.fma(b_xv.to(tl.float32), b_wv, b_v)))
     beta = tl.sigmoid(b)
     alpha = tl.exp(rate * _softplus(a + dt_bias))
-    # as wide as the state, so that these sums too are taken in its layout: within a warp, no exchange between
-    # warps
-    b_q3 = tl.broadcast_to(b_q[None, :, :], b_state.shape)
-    b_k3 = tl.broadcast_to(b_k[None, :, :], b_state.shape)
-    q_norm = tl.rsqrt(tl.sum(tl.sum(b_q3 * b_q3, 1), 1) + 1e-6) * SCALE  # [ROWS], all the same
-    k_norm = tl.rsqrt(tl.sum(tl.sum(b_k3 * b_k3, 1), 1) + 1e-6)
-    kq = tl.sum(tl.sum(b_k3 * b_q3, 1), 1)
+    b_q3, b_k3, q_norm, k_norm, kq = _keys(b_q, b_k, b_state, SCALE)
     b_outs = tl.zeros([TILES, ROWS], tl.float32)
     for i_tile in tl.static_range(TILES):
         if i_tile > 0:
@@ -215,54 +247,239 @@ def _gdn_decode_kernel(
             b_wv = tl.load(p_conv + 3 * N_CHANNELS + o_v, mask=m_value, other=0.0)
             tl.store(p_now + o_v, b_xv, mask=m_value)
             b_v = _once(_silu(tl.fma(b_xv.to(tl.float32), b_wv, b_v)))
-        b_sk = tl.sum(tl.sum(b_state * b_k3, 1), 1)  # [ROWS]
-        b_sq = tl.sum(tl.sum(b_state * b_q3, 1), 1)
-        b_error = beta * k_norm * (b_v - alpha * k_norm * b_sk)
-        b_state = tl.fma(b_k3, b_error[:, None, None], alpha * b_state)
+        b_state, b_out = _advance(b_state, b_q3, b_k3, q_norm, k_norm, kq, b_v, alpha, beta)
         tl.store(p_state + o_state, b_state, mask=m_state)
-        b_out = q_norm * tl.fma(b_error, kq, alpha * b_sq)
         if TILES == 1:
             b_outs = b_out
         else:
             b_outs = tl.where(tl.arange(0, TILES)[:, None] == i_tile, b_out[None, :], b_outs)
 
-    b_out = tl.reshape(b_outs, [TILES * ROWS])  # padding rows are 0: their v is
-    b_out *= tl.rsqrt(tl.sum(b_out * b_out, 0) / DV + eps)
-    p_to = p_out + i_row.to(tl.int64) * (N_V * DV) + i_head * DV
-    tl.store(p_to + o_out, (b_norm * b_out * _silu(b_z)).to(tl.bfloat16), mask=m_out)
+    b_out = _gated(tl.reshape(b_outs, [TILES * ROWS]), b_z, b_norm, eps, DV)
+    tl.store(p_out + i_row.to(tl.int64) * (N_V * DV) + i_head * DV + o_out, b_out, mask=m_out)
+
+
+@triton.jit
+def _before(p_ring, p_window, n_redo, first, o_channel, mask, N_CHANNELS: tl.constexpr, WINDOW: tl.constexpr):
+    """The inputs of positions first-3, first-2, first-1: from the ring, or from the window where that has
+    tokens to be redone; zeros before position 0.
+    """
+    inputs: tl.tuple = ()
+    for i in tl.static_range(3):
+        at = first - 3 + i
+        seen = mask & (at >= 0)
+        p_at = p_window + (at + WINDOW) % WINDOW * N_CHANNELS + o_channel
+        b_ring = tl.load(p_ring + (at + 4) % 4 * N_CHANNELS + o_channel, mask=seen & (n_redo == 0), other=0.0)
+        b_window = tl.load(p_at, mask=seen & (n_redo > 0), other=0.0)
+        inputs += (tl.where(n_redo > 0, b_window, b_ring),)
+    return inputs
+
+
+@triton.jit
+def _taps(p_conv, o_channel, mask, N_CHANNELS: tl.constexpr):
+    taps: tl.tuple = ()
+    for i_tap in tl.static_range(4):
+        taps += (tl.load(p_conv + i_tap * N_CHANNELS + o_channel, mask=mask, other=0.0),)
+    return taps
+
+
+@triton.jit
+def _convolved(b_x3, b_x2, b_x1, b_x, taps):
+    """SiLU of the convolution at a token, of the three inputs before it and its own; in the order of
+    `_window`.
+    """
+    total = tl.fma(b_x3.to(tl.float32), taps[0], tl.zeros(b_x3.shape, tl.float32))
+    total = tl.fma(b_x2.to(tl.float32), taps[1], total)
+    total = tl.fma(b_x1.to(tl.float32), taps[2], total)
+    return _once(_silu(tl.fma(b_x.to(tl.float32), taps[3], total)))
+
+
+@triton.jit
+def _keep(p_to, o_q, o_k, o_v, b_q, b_k, b_v, m_key, m_value):
+    """Stores a token's inputs in a row of the ring or the window."""
+    tl.store(p_to + o_q, b_q, mask=m_key)
+    tl.store(p_to + o_k, b_k, mask=m_key)
+    tl.store(p_to + o_v, b_v, mask=m_value)
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _gdn_drafts_kernel(
+    p_proj, n_rows, p_row_slot, p_row_position, p_row_place, p_length, p_n_redo, p_columns, column_stride, p_states,
+    state_stride, p_window_columns, window_column_stride, p_window_gates, window_gate_stride, p_conv, p_a_log,
+    p_dt_bias, p_norm, p_out, eps,
+    SPLITS: tl.constexpr, N_K: tl.constexpr, N_V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
+    TILED: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
+    WINDOW: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+):
+    """As `_gdn_decode_kernel`, for one head of all rows of a sequence, by the program of its first row."""
+    i_head = tl.program_id(0)
+    i_row = tl.program_id(1)
+    N_CHANNELS: tl.constexpr = 2 * N_K * DK + N_V * DV
+    N_COLUMNS: tl.constexpr = N_CHANNELS + N_V * DV + 2 * N_V
+    GROUP: tl.constexpr = N_V // N_K
+
+    if PDL and EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
+    slot = tl.load(p_row_slot + i_row)
+    n_new = tl.load(p_length + i_row)
+    if (slot < 0) | (n_new == 0):
+        if PDL:
+            tl.extra.cuda.gdc_wait()
+        return
+    n_redo = tl.load(p_n_redo + i_row)
+    place = tl.load(p_row_place + i_row).to(tl.int64)
+    first = tl.load(p_row_position + i_row) - n_redo  # the first token that the state has not seen
+    is_lazy = n_new > 1
+    n_stored = tl.where(is_lazy, n_redo, n_redo + 1)  # so many more has the state seen afterwards
+
+    o_key = tl.arange(0, PARTS)[:, None] * PART + tl.arange(0, PART)[None, :]  # [PARTS, PART]
+    m_key = o_key < DK
+    o_value = tl.arange(0, ROWS)  # [ROWS]
+    m_value = o_value < DV
+    p_state = p_states + slot.to(tl.int64) * state_stride + i_head * (DV * DK)
+    o_state = o_value[:, None, None] * DK + o_key[None, :, :]  # [ROWS, PARTS, PART]
+    m_state = m_value[:, None, None] & m_key[None, :, :]
+    b_state = tl.load(p_state + o_state, mask=m_state & (first > 0), other=0.0)
+
+    p_ring = p_columns + slot.to(tl.int64) * column_stride
+    p_window = p_window_columns + place * window_column_stride
+    o_q = (i_head % N_K if TILED else i_head // GROUP) * DK + o_key
+    o_k = N_K * DK + o_q
+    o_v = 2 * N_K * DK + i_head * DV + o_value
+    q_before = _before(p_ring, p_window, n_redo, first, o_q, m_key, N_CHANNELS, WINDOW)
+    k_before = _before(p_ring, p_window, n_redo, first, o_k, m_key, N_CHANNELS, WINDOW)
+    v_before = _before(p_ring, p_window, n_redo, first, o_v, m_value, N_CHANNELS, WINDOW)
+    q_taps = _taps(p_conv, o_q, m_key, N_CHANNELS)
+    k_taps = _taps(p_conv, o_k, m_key, N_CHANNELS)
+    v_taps = _taps(p_conv, o_v, m_value, N_CHANNELS)
+    rate = -tl.exp(tl.load(p_a_log + i_head))
+    dt_bias = tl.load(p_dt_bias + i_head)
+    b_norm = tl.load(p_norm + o_value, mask=m_value, other=0.0)
+
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
+
+    # the first value head of a key head keeps the inputs of q and k, in rows that nobody reads in this step:
+    # of the ring, where tokens are redone, none is read; of a window see `window_rows`
+    m_own = m_key & (i_head < N_K if TILED else i_head % GROUP == 0)
+    if is_lazy & (n_redo == 0):  # what the next step needs in front of the rows that it redoes
+        for i in tl.static_range(3):
+            at = first - 3 + i
+            p_kept = p_window + (at + WINDOW) % WINDOW * N_CHANNELS
+            _keep(p_kept, o_q, o_k, o_v, q_before[i], k_before[i], v_before[i], m_own & (at >= 0), m_value & (at >= 0))
+
+    b_q3, b_q2, b_q1 = q_before
+    b_k3, b_k2, b_k1 = k_before
+    b_v3, b_v2, b_v1 = v_before
+    partial_stride = n_rows.to(tl.int64) * N_COLUMNS
+    for i in range(n_redo + n_new):
+        at = first + i
+        is_new, is_old = i >= n_redo, i < n_redo
+        new_key, new_value, old_key, old_value = m_key & is_new, m_value & is_new, m_key & is_old, m_value & is_old
+        row = (i_row + i - n_redo).to(tl.int64)
+        p_row = p_proj + row * N_COLUMNS
+        p_kept = p_window + at % WINDOW * N_CHANNELS
+        p_gates = p_window_gates + place * window_gate_stride + at % WINDOW * (2 * N_V) + i_head
+        b = _projection(p_row, N_CHANNELS + N_V * DV + i_head, is_new, partial_stride, SPLITS)
+        a = _projection(p_row, N_CHANNELS + N_V * DV + N_V + i_head, is_new, partial_stride, SPLITS)
+        b_q = _projection(p_row, o_q, new_key, partial_stride, SPLITS).to(tl.bfloat16)
+        b_k = _projection(p_row, o_k, new_key, partial_stride, SPLITS).to(tl.bfloat16)
+        b_v = _projection(p_row, o_v, new_value, partial_stride, SPLITS).to(tl.bfloat16)
+        b_z = _projection(p_row, N_CHANNELS + i_head * DV + o_value, new_value, partial_stride, SPLITS)
+        b = tl.where(is_new, b, tl.load(p_gates, mask=is_old, other=0.0))
+        a = tl.where(is_new, a, tl.load(p_gates + N_V, mask=is_old, other=0.0))
+        b_q = tl.where(is_new, b_q, tl.load(p_kept + o_q, mask=old_key, other=0.0))
+        b_k = tl.where(is_new, b_k, tl.load(p_kept + o_k, mask=old_key, other=0.0))
+        b_v = tl.where(is_new, b_v, tl.load(p_kept + o_v, mask=old_value, other=0.0))
+        if is_new & is_lazy:
+            _keep(p_kept, o_q, o_k, o_v, b_q, b_k, b_v, m_own, m_value)
+            tl.store(p_gates, b)
+            tl.store(p_gates + N_V, a)
+        if (i < n_stored) & (i + 3 >= n_stored):
+            _keep(p_ring + at % 4 * N_CHANNELS, o_q, o_k, o_v, b_q, b_k, b_v, m_own, m_value)
+
+        alpha = tl.exp(rate * _softplus(a + dt_bias))
+        b_q3d, b_k3d, q_norm, k_norm, kq = _keys(
+            _convolved(b_q3, b_q2, b_q1, b_q, q_taps), _convolved(b_k3, b_k2, b_k1, b_k, k_taps), b_state, SCALE
+        )
+        b_u = _convolved(b_v3, b_v2, b_v1, b_v, v_taps)
+        b_state, b_out = _advance(b_state, b_q3d, b_k3d, q_norm, k_norm, kq, b_u, alpha, tl.sigmoid(b))
+        if i + 1 == n_stored:
+            tl.store(p_state + o_state, b_state, mask=m_state)
+        p_to = p_out + row * (N_V * DV) + i_head * DV + o_value
+        tl.store(p_to, _gated(b_out, b_z, b_norm, eps, DV), mask=new_value)
+        b_q3, b_q2, b_q1 = b_q2, b_q1, b_q
+        b_k3, b_k2, b_k1 = b_k2, b_k1, b_k
+        b_v3, b_v2, b_v1 = b_v2, b_v1, b_v
 
 
 def gdn_decode(
     proj: Tensor, heads: GdnHeads, weights: GdnWeights, eps: float, *, rows: Rows, columns: Tensor, states: Tensor,
-    out: Tensor, levers: Levers,
+    windows: Windows | None = None, out: Tensor, levers: Levers,
 ) -> None:
     """One token of every row: proj float32 [S, N, 2Kd+2Vd+2Hv] (q|k|v|z|b|a, partial sums) -> out bfloat16
     [N, Hv dv].
 
-    Nothing is read or written of a row with slot -1; at position 0 the state and the window count as zeros,
-    whatever the slot holds. No two rows in use share a slot. columns: bfloat16 [slots, 4, C], the ring of raw
-    inputs, position p in row p % 4; states: float32 [slots, Hv, dv, dk]; both may be views of one layer, with
-    any slot stride, and are advanced in place. weights.conv: float32 [4, C], tap 3 for the current token;
-    a_log, dt_bias float32 [Hv]; norm float32 [dv].
+    Nothing is read or written of a row with slot -1; at position 0 the state and the ring count as zeros,
+    whatever the slot holds. columns: bfloat16 [slots, 4, C], the ring of raw inputs, position p in row p % 4;
+    states: float32 [slots, Hv, dv, dk]; both may be views of one layer, with any slot stride, and are
+    advanced in place. weights.conv: float32 [4, C], tap 3 for the current token; a_log, dt_bias float32 [Hv];
+    norm float32 [dv].
+
+    No two rows in use share a slot, unless rows.drafts says that they are one sequence's. Then windows are
+    needed, by place, with any stride of places. State and ring are advanced by the n_redo tokens in front of
+    a sequence's first row, from its window; and by its one row, or, where there are several, by none of them:
+    they become its window. A row has the bits that it has alone, behind a state that has seen the tokens
+    before it.
 
     Everything but proj is read before the kernel in front has ended: it must have been written by kernels
     before that one.
     Raises KernelError if a shape, a dtype or an alignment does not fit.
-    Left out: rows of several tokens, and states that are read from one slot and written to another.
+    Left out: drafts of heads of more than 128 x 128, and states that are read from one slot and written to
+    another.
     """
     n_splits, n_rows, _ = proj.shape
     dk, dv = heads.k_dim, heads.v_dim
     _check(proj, heads, weights, rows, columns, states, out)
     layout = _layout(heads)
     parts, tiles = next_power_of_2(dk) // layout.part, next_power_of_2(dv) // layout.rows
-    launch(
-        _gdn_decode_kernel, (heads.n_v, n_rows),
-        proj, n_rows, rows.slot, rows.position, columns, columns.stride(0), states, states.stride(0),
-        weights.conv, weights.a_log, weights.dt_bias, weights.norm, out, eps,
-        SPLITS=n_splits, N_K=heads.n_k, N_V=heads.n_v, DK=dk, DV=dv, TILED=heads.tiled,
-        SCALE=dk**-0.5, PARTS=parts, PART=layout.part, TILES=tiles, ROWS=layout.rows, EARLY=n_rows <= EARLY_ROWS,
-        pdl=levers.pdl, num_warps=layout.num_warps,
+    of_weights = weights.conv, weights.a_log, weights.dt_bias, weights.norm
+    constants: dict[str, Any] = dict(
+        SPLITS=n_splits, N_K=heads.n_k, N_V=heads.n_v, DK=dk, DV=dv, TILED=heads.tiled, SCALE=dk**-0.5, PARTS=parts,
+        PART=layout.part, ROWS=layout.rows, EARLY=n_rows <= EARLY_ROWS, pdl=levers.pdl, num_warps=layout.num_warps,
     )
+    memory = columns, columns.stride(0), states, states.stride(0)
+    if rows.drafts is None:
+        launch(
+            _gdn_decode_kernel, (heads.n_v, n_rows), proj, n_rows, rows.slot, rows.position, *memory, *of_weights, out,
+            eps, TILES=tiles, **constants,
+        )
+        return
+    check("gdn_decode", windows is not None and tiles == 1, "windows and heads of at most 128 x 128 for drafts")
+    assert windows is not None
+    _check_windows(heads, rows.drafts, windows, n_rows)
+    launch(
+        _gdn_drafts_kernel, (heads.n_v, n_rows), proj, n_rows, rows.slot, rows.position, rows.place, rows.drafts.length,
+        rows.drafts.n_redo, *memory, windows.columns, windows.columns.stride(0), windows.gates, windows.gates.stride(0),
+        *of_weights, out, eps, WINDOW=windows.columns.shape[1], **constants,
+    )
+
+
+def _check_windows(heads: GdnHeads, drafts: Drafts, windows: Windows, n_rows: int) -> None:
+    columns, gates = windows.columns, windows.gates
+
+    def expect(condition: bool, expected: str) -> None:
+        check("gdn_decode", condition, expected)
+
+    expect(columns.dtype == torch.bfloat16 and gates.dtype == torch.float32, "bfloat16 columns, float32 gates")
+    n_places, n_window, n_channels = columns.shape
+    expect(n_channels == heads.channels and n_window >= window_rows(1), f"windows [places, W, {heads.channels}]")
+    expect(gates.shape == (n_places, n_window, 2 * heads.n_v), f"gates of windows [places, W, {2 * heads.n_v}]")
+    expect(columns[0].is_contiguous() and gates[0].is_contiguous(), "contiguous windows")
+    expect(drafts.length.shape == drafts.n_redo.shape == (n_rows,), f"lengths and n_redo [{n_rows}]")
+    expect(drafts.length.dtype == drafts.n_redo.dtype == torch.int32, "int32 lengths and n_redo")
+    expect(columns.data_ptr() % 16 == 0, "windows at multiples of 16 bytes")
 
 
 def _check(

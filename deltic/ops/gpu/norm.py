@@ -69,9 +69,9 @@ def _read_row(
 
 @triton.jit
 def _begin_decode_kernel(
-    p_rows_place, p_last_token, p_position, p_slot, p_done, p_table, p_row_place, p_row_slot, p_row_position,
-    p_residual, n, width, LANES: tl.constexpr, PIECES: tl.constexpr, BLOCK_K: tl.constexpr, CODES: tl.constexpr,
-    SCALES: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    p_rows_place, p_ahead, p_draft, p_last_token, p_position, p_slot, p_done, p_table, p_row_place, p_row_slot,
+    p_row_position, p_residual, n, width, DRAFTS: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
     i_row = tl.program_id(0)
     if PDL:  # and nobody is let start early: later kernels read the row arrays before they wait
@@ -83,6 +83,10 @@ def _begin_decode_kernel(
     slot = tl.load(p_slot + place)
     position = tl.load(p_position + place)
     token = tl.load(p_last_token + place)
+    if DRAFTS:
+        ahead = tl.load(p_ahead + i_row)
+        position += ahead
+        token = tl.where(ahead > 0, tl.load(p_draft + i_row), token)
     tl.store(p_row_place + i_row, place)
     tl.store(p_row_slot + i_row, tl.where(used & (done == 0), slot, -1))
     tl.store(p_row_position + i_row, tl.where(used, position, 0))
@@ -167,21 +171,24 @@ def begin_decode(
     """Starts a decode step: the rows from their places, and the embedding of each row's token.
 
     rows_place: int32 [N], the place of each row, -1 for a row not in use; table: [V, H] in rows. Writes rows
-    and residual: float32 [N, H].
+    and residual: float32 [N, H]. rows.drafts is read: a row behind others of its sequence has the token that
+    is drafted there, and is so many positions further.
     A row not in use gets place 0, slot -1, position 0 and token 0; a row whose place is done keeps place and
     position and gets slot -1. Leaves out: a check of token ids against the vocabulary. Raises KernelError for
     a table in strips, or in several formats.
     """
     n, width = residual.shape
     state = (places.last_token, places.position, places.slot, places.done)
+    drafts = (None, None) if rows.drafts is None else (rows.drafts.ahead, rows.drafts.token)
     ids = (rows_place, *state, rows.place, rows.slot, rows.position)
     check("embed", all(x.dtype == torch.int32 for x in ids), "int32 arrays")
     check("embed", rows_place.shape[0] == n and table.k == width, f"{n} rows, a table of width {width}")
     check("embed", residual.dtype == torch.float32, "float32 residual")
     blocks, piece, cut = _cut(table)
     launch(
-        _begin_decode_kernel, (n, blocks), rows_place, *state, address(piece), rows.place, rows.slot, rows.position,
-        residual, piece.n, width, LANES=LANES, PIECES=pieces(width), **cut, pdl=levers.pdl, num_warps=4,
+        _begin_decode_kernel, (n, blocks), rows_place, *drafts, *state, address(piece), rows.place, rows.slot,
+        rows.position, residual, piece.n, width, DRAFTS=rows.drafts is not None, LANES=LANES, PIECES=pieces(width),
+        **cut, pdl=levers.pdl, num_warps=4,
     )
 
 

@@ -78,7 +78,7 @@ class PlaceParameters:
     banned: Tensor
     n_banned: Tensor
     banned_until: Tensor  # int32: they are banned from positions below it
-    mask_row: Tensor  # int32: the row of `masks` that says what may be drawn; -1: anything
+    mask_row: Tensor  # int32: the row of `masks` (of a draft, the first) that says what may be drawn; -1: any
     stop_ids: Tensor
     n_stop: Tensor
     max_position: Tensor  # int32: the last position that may be fed
@@ -155,9 +155,11 @@ def sample(
     """Draws D tokens and moves their sequences on: last_token, position, done and history of their places.
 
     logits: float32 [R, V], of which ids from n_real on are never drawn. draws: of the rows of a decode, row r
-    draws for its place the token behind its position, rows with slot -1 draw nothing. out.token is -1 where a
-    logit is not finite or no id may be drawn. Where n_logprobs >= 0: out.logprob under the softmax of the raw
-    logits, and the n_logprobs likeliest. Oracle: reference/sample.py.
+    draws for its place the token behind its position, rows with slot -1 draw nothing. Of a draft each row
+    draws as if those in front had given what is in history, and what is left for the next decode is that of
+    any of them. out.token is -1 where a logit is not finite or no id may be drawn. Where n_logprobs >= 0:
+    out.logprob under the softmax of the raw logits, and the n_logprobs likeliest. Oracle:
+    reference/sample.py.
     """
     p, s = places, scratch
     row, slot = (draws.place, draws.slot) if isinstance(draws, Rows) else (draws.row, draws.place)
@@ -169,6 +171,7 @@ def sample(
     check("sample", all(x.shape[0] >= n_draws for x in outs), f"outputs of {n_draws} draws")
     check("sample", p.masks.shape[1] * 32 >= n_real, f"masks of {n_real} bits")
     n_tiles, n_ids, max_len = -(-n_vocab // s.tile), p.bias_ids.shape[1], p.history.shape[1]
+    drafts = draws.drafts if isinstance(draws, Rows) else None
     common = (logits, n_vocab, n_real, row, draws.place, slot, draws.position)
     ids = next_power_of_2(n_ids)
     meta: dict[str, Any] = {"DECODE": isinstance(draws, Rows), "TILE": s.tile, "pdl": levers.pdl}
@@ -176,8 +179,8 @@ def sample(
         scan, (n_tiles, n_draws), *common, p.temperature, p.repetition, p.frequency, p.presence, p.n_prompt, p.history, max_len,
         p.uses_history, p.bias_ids, p.bias, p.n_bias, p.banned, p.n_banned, p.banned_until, p.mask_row, n_ids,
         p.n_logprobs, p.masks, p.masks.shape[1], s.best, s.total, s.raw_best, s.raw_total, s.bad, s.values, s.listed, s.n_listed,
-        s.special,
-        IDS=min(ids, 128), PART=min(PART, s.tile), num_warps=SCAN_WARPS, **meta,
+        s.special, None if drafts is None else drafts.ahead,
+        DRAFTS=drafts is not None, IDS=min(ids, 128), PART=min(PART, s.tile), num_warps=SCAN_WARPS, **meta,
     )
     tiles = next_power_of_2(n_tiles)
     launch(

@@ -165,8 +165,8 @@ def scan(
     p_logits, n_vocab, n_real, p_row, p_place, p_slot, p_position,
     p_temperature, p_repetition, p_frequency, p_presence, p_n_prompt, p_history, max_len, p_uses_history,
     p_bias_ids, p_bias, p_n_bias, p_banned, p_n_banned, p_banned_until, p_mask_row, n_ids, p_n_logprobs, p_masks, n_words,
-    p_best, p_total, p_raw_best, p_raw_total, p_bad, p_values, p_counts, p_n_listed, p_special,
-    DECODE: tl.constexpr, TILE: tl.constexpr, IDS: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
+    p_best, p_total, p_raw_best, p_raw_total, p_bad, p_values, p_counts, p_n_listed, p_special, p_ahead,
+    DECODE: tl.constexpr, DRAFTS: tl.constexpr, TILE: tl.constexpr, IDS: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):
     """One tile of one row; of p_values and p_counts a program uses its own tile only."""
     if PDL:
@@ -178,6 +178,8 @@ def scan(
     uses_history = tl.load(p_uses_history + place_) != 0
     n_banned = tl.where(position < tl.load(p_banned_until + place_), tl.load(p_n_banned + place_), 0)
     mask_row = tl.load(p_mask_row + place_)
+    if DRAFTS:  # masks of a sequence's rows follow one another
+        mask_row = tl.where(mask_row < 0, mask_row, mask_row + tl.load(p_ahead + i))
     is_special = (tl.load(p_n_bias + place_) > 0) | uses_history | (n_banned > 0) | (mask_row >= 0)
     if PDL:
         tl.extra.cuda.gdc_wait()

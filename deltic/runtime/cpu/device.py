@@ -94,6 +94,7 @@ TEXT = Kind[ModelShape](
     settle=_modest,
     max_checkpoints=256,
     drafts=8,
+    draft_head=True,
 )
 
 

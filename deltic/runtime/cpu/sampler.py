@@ -221,14 +221,13 @@ class Sampler:
         result = StepResult([], [], {})
         at = 0
         for draw in step.draws:
-            drafts = step.chunks[draw.chunk].drafts
-            drawn, n = self._target[at : at + 1 + len(drafts)].tolist(), 1
-            while n < len(drawn) and drawn[n - 1] == drafts[n - 1] and drawn[n] >= 0:
-                n += 1
-            result.tokens.append(drawn[:n])
+            chunk = step.chunks[draw.chunk]
+            n_rows = 1 + len(chunk.drafts)
+            tokens = chunk.accepted(self._target[at : at + n_rows].tolist())
+            result.tokens.append(tokens)
             wanted = draw.sequence.request.params.logprobs is not None
-            result.logprobs.append([self._entry(at + j) for j in range(n)] if wanted else None)
-            at += len(drawn)
+            result.logprobs.append([self._entry(at + j) for j in range(len(tokens))] if wanted else None)
+            at += n_rows
         for c, chunk in enumerate(step.chunks):
             if chunk.prompt_logprobs:
                 n_entries = min(chunk.length, chunk.sequence.n_prompt - chunk.start - 1)

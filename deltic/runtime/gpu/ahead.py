@@ -17,9 +17,10 @@ from deltic.runtime.gpu.places import Ring
 
 @dataclass(eq=False)
 class Pending:
-    """Tokens on their way to the host: of the sequences in `rows`, in that order."""
+    """Tokens on their way to the host."""
 
     rows: dict[Sequence, int]
+    """Where those of each sequence begin: of a draft there are several."""
     tokens: Tensor  # int32, pinned
     event: torch.cuda.Event | None = None
     logprobs: tuple[Tensor, ...] | None = None

@@ -13,11 +13,11 @@ from deltic.models.qwen.gpu import DecodeBuffers, PrefillBuffers, decode_buffers
 from deltic.models.tts.gpu import FrameBuffers, PromptBuffers, frame_buffers, prompt_buffers
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.geometry import PAGE_SIZE, Allocate
-from deltic.ops.gpu.blocks import PlaceState
+from deltic.ops.gpu.blocks import Drafts, PlaceState, Windows, window_rows
 from deltic.ops.gpu.frames import FrameParameters
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import Drawn, PlaceParameters, SampleScratch, sample_scratch
-from deltic.runtime.gpu.places import place_table
+from deltic.runtime.gpu.places import ROWS, place_table
 from deltic.runtime.plan import Plan, SpeechPlan, TextPlan
 
 MAX_SEGMENTS = 32
@@ -35,7 +35,7 @@ class Workspace:
     offsets: dict[str, tuple[int, int]]
     """Where the rows of each part of the table begin, and the words of one row."""
     rows_place: Tensor
-    """int32 [P], of the table: the place of each row of the next decode, or -1."""
+    """int32 [N], of the table: the place of each row of the next decode, or -1."""
     places: PlaceState
     parameters: PlaceParameters
     sample: SampleScratch
@@ -71,8 +71,9 @@ def _shared(
     """The fields of a Workspace, and the parts of its table. n_vocab: width of the logits; n_top: the most
     alternatives of a token; more: as `place_table` takes it.
     """
-    n, i32, f32 = plan.max_num_seqs, torch.int32, torch.float32
-    table, offsets, views = place_table(n, plan.max_model_len, allocate, more)
+    n, i32, f32 = plan.n_decode_rows, torch.int32, torch.float32
+    n_drafts = n - plan.max_num_seqs
+    table, offsets, views = place_table(plan.max_num_seqs, plan.max_model_len, allocate, more, n_drafts)
     return {
         "table": table,
         "offsets": offsets,
@@ -98,10 +99,29 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
     codes = {format.codes for format in shape.formats.values()}
     if plan.quantize is not None:
         codes.add(WEIGHT_FORMATS[plan.quantize].codes)
-    shared, _ = _shared(plan, shape.vocab_size, MAX_LOGPROBS, allocate)
+    shared, views = _shared(plan, shape.vocab_size, MAX_LOGPROBS, allocate)
+    n_kept, drafts, windows = plan.max_num_seqs, None, None
+    if plan.max_drafts:
+        n_kept = 0  # nothing runs ahead, so no logits wait for their draws
+        drafts = Drafts(*(views[part] for part in ROWS[1:]))
+        size = plan.max_num_seqs, shape.n_gdn_layers, window_rows(plan.max_drafts)
+        windows = Windows(
+            allocate("window columns", (*size, shape.conv_channels), torch.bfloat16),
+            allocate("window gates", (*size, 2 * shape.gdn_n_v_heads), torch.float32),
+        )
     return GpuWorkspace(
         **shared,
-        decode=decode_buffers(shape, codes, levers, plan.max_num_seqs, plan.max_model_len, allocate),
+        decode=decode_buffers(
+            shape,
+            codes,
+            levers,
+            plan.n_decode_rows,
+            plan.max_model_len,
+            allocate,
+            n_kept=n_kept,
+            drafts=drafts,
+            windows=windows,
+        ),
         prefill=prefill_buffers(shape, codes, n_blocks, min(n_blocks, MAX_SEGMENTS), allocate),
     )
 

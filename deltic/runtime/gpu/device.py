@@ -107,6 +107,7 @@ def text(levers: Levers) -> Kind[ModelShape]:
         step_tokens=lambda length: 8192,
         shrink=(("max_num_seqs", 8), ("max_step_tokens", 1024), ("max_model_len", 4096)),
         max_checkpoints=1024,
+        drafts=0,
         max_num_seqs=MAX_SEQS,
         step_multiple=PAGE_SIZE,
         free_share=0.95,

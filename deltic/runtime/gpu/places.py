@@ -7,7 +7,9 @@ step without changes sends nothing: decodes move their own tokens and positions 
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Items
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import numpy as np
 import torch
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.messages import MAX_BIASES
-from deltic.engine.step import Sequence
+from deltic.engine.step import Chunk, Rule, Sequence
 from deltic.ops.geometry import Allocate
 
 Words = np.ndarray
@@ -27,11 +29,17 @@ MAX_CHANGES = 1 << 15
 """Words that one copy brings; more are several."""
 
 
+ROWS = ("rows_place", "rows_ahead", "rows_token", "rows_length", "rows_redo")
+"""Parts of the table that say what the rows of the next decode are; those behind the first are there where
+some may be drafts (ops/gpu/blocks.Drafts).
+"""
+
+
 def place_table(
-    n: int, max_model_len: int, allocate: Allocate, more: dict[str, int] | None = None
+    n: int, max_model_len: int, allocate: Allocate, more: dict[str, int] | None = None, n_drafts: int = 0
 ) -> tuple[Tensor, dict[str, tuple[int, int]], dict[str, Tensor]]:
     """The table of n places, where each part begins and the words of its rows, and the parts by name. more:
-    words of further parts, those aligned to 8 bytes first."""
+    words of further parts, those aligned to 8 bytes first. n_drafts: rows of a decode beyond one a place."""
     parts = {
         "seed": 2,
         **(more or {}),
@@ -41,16 +49,16 @@ def place_table(
         **dict.fromkeys(("bias_ids", "bias", "banned", "stop_ids"), MAX_BIASES),
         "page_table": pages_for(max_model_len) + 1,
         "history": max_model_len + 1,
-        "rows_place": 1,
+        **dict.fromkeys(ROWS if n_drafts else ROWS[:1], 1),
     }
-    n_words = sum(width * n for width in parts.values())
-    table = allocate("places", (n_words,), torch.int32)
+    sizes = {name: n + n_drafts if name in ROWS else width * n for name, width in parts.items()}
+    table = allocate("places", (sum(sizes.values()),), torch.int32)
     offsets, views, at = {}, {}, 0
     for name, width in parts.items():
         offsets[name] = (at, width)
-        view = table[at : at + width * n]
+        view = table[at : at + sizes[name]]
         views[name] = view.view(n, width) if width > 2 else view
-        at += width * n
+        at += sizes[name]
     views["seed"] = views["seed"].view(torch.int64)
     for name in ("temperature", "top_p", "min_p", "repetition", "frequency", "presence", "bias"):
         views[name] = views[name].view(torch.float32)
@@ -117,16 +125,18 @@ class Places:
         masks: Tensor,
         eos_token_ids: tuple[int, ...],
         n_real: int,
+        n_drafts: int = 0,
     ) -> None:
-        """table, offsets: of `place_table`. masks: int32 [places, words], of the draws. n_real: ids that can
-        be drawn.
+        """table, offsets, n_drafts: of `place_table`. masks: int32 [places + n_drafts, words], of the draws.
+        n_real: ids that can be drawn.
         """
         self._table, self._offsets, self._masks = table, offsets, masks
         self._eos, self.n_real = eos_token_ids, n_real
-        n_places = len(masks)
+        n_places = len(masks) - n_drafts
         self._owner: list[Sequence | None] = [None] * n_places
         self._pages: list[tuple[Sequence, int, int] | None] = [None] * n_places
-        self._rows: list[int] = []
+        self._rows: dict[str, list[int]] = {part: [] for part in ROWS if part in offsets}
+        self._any = np.full(masks.shape[1], -1, np.int32)
         self._keys: list[Words] = []
         self._values: list[Words] = []
         device = self._table.device
@@ -137,7 +147,7 @@ class Places:
         self._mask_rows, self._banned_until = [-1] * n_places, [0] * n_places
         self._table.zero_()
         self._write("mask_row", 0, self._mask_rows, contiguous=True)
-        self._write("rows_place", 0, [-1] * n_places, contiguous=True)
+        self._write("rows_place", 0, [-1] * len(masks), contiguous=True)
 
     def refresh(self, sequence: Sequence) -> int:
         """Makes its place the sequence's and updates its row of the page table. Returns the place."""
@@ -156,19 +166,22 @@ class Places:
         self._write("slot", place, slot)
         self._write("done", place, 0)
 
-    def decode(self, sequence: Sequence, token: int, position: int, done: bool = False) -> None:
-        """Has the sequence's next decode read this token, at this position.
+    def decode(
+        self, sequence: Sequence, token: int, position: int, done: bool = False, drafts: Items[int] = ()
+    ) -> None:
+        """Has the sequence's next decode read this token, at this position, and behind it these drafts.
 
-        It overwrites the values left by a decode that ran ahead. done: the next decode leaves the sequence
-        out.
+        It overwrites the values left by a decode that ran ahead, or by the draws of a draft. done: the next
+        decode leaves the sequence out.
         """
         place, slot = self.refresh(sequence), sequence.slot
         assert slot is not None and sequence.start_slot is None
         for part, word in (("last_token", token), ("position", position), ("slot", slot), ("done", int(done))):
             self._write(part, place, word)
         if _counts_history(sequence) and token >= 0:
-            # Where what was lost comes back, a decode without its mask has left another token there.
-            self._write("history", place, token, position)
+            # Where what was lost comes back, a decode without its mask has left another token there. And the
+            # draw from a row of a draft sees those in front of it.
+            self._write("history", place, [token, *drafts], position)
 
     def _write(self, part: str, place: int, values: object, first: int = 0, contiguous: bool = False) -> None:
         """Sets words of a place's row of a part from word `first` on; contiguous: of the rows that follow,
@@ -193,7 +206,8 @@ class Places:
         self._owner[place] = sequence
         self._put_mask_row(place, -1)
         p, n_prompt = sequence.request.params, sequence.n_prompt
-        self._banned_until[place] = banned_until = _bans_end_until(sequence)
+        banned_until = _bans_end_until(sequence, [Rule(None, sequence.guide.bans_end)] if sequence.guide else [])
+        self._banned_until[place] = banned_until
         ends = sorted({*p.stop_token_ids, *(() if p.ignore_eos else self._eos)})
         banned = [token for token in ends if token < self.n_real] if p.min_tokens or p.constraint is not None else []
         if p.constraint is not None and p.constraint.think_end_id is not None:
@@ -236,23 +250,23 @@ class Places:
             self._write("page_table", place, np.array(sequence.pages[known:], np.int32), known)
         self._pages[place] = (sequence, sequence.pages_version, n_pages)
 
-    def put_guides(self, sequences: list[Sequence]) -> None:
-        """Sends the masks of these sequences, which have guides.
+    def put_guides(self, guided: Items[tuple[Sequence, list[Rule]]]) -> None:
+        """Sends the masks of these sequences, which have guides: the rules of the draws from their rows.
 
         The draws that used the last masks must have been read.
         """
         masks: list[Words] = []
-        for sequence in sequences:
-            place, guide, row = sequence.place, sequence.guide, -1
-            assert place is not None and guide is not None
+        for sequence, rules in guided:
+            place, row = sequence.place, -1
+            assert place is not None
             self._take(place, sequence)
-            until = _bans_end_until(sequence)
+            until = _bans_end_until(sequence, rules)
             if self._banned_until[place] != until:
                 self._write("banned_until", place, until)
                 self._banned_until[place] = until
-            if (mask := guide.mask) is not None:
+            if any(rule.mask is not None for rule in rules):
                 row = len(masks)
-                masks.append(mask)
+                masks += [self._any if rule.mask is None else rule.mask for rule in rules]
             self._put_mask_row(place, row)
         if masks:
             buffer = self._mask_ring.take().view(self._masks.shape)[: len(masks)]
@@ -266,12 +280,18 @@ class Places:
             self._write("mask_row", place, row)
             self._mask_rows[place] = row
 
-    def rows(self, places: list[int], n: int) -> None:
-        """Says which places the n rows of the next decode are."""
-        rows = places + [-1] * (n - len(places))
-        if self._rows[:n] != rows:
-            self._write("rows_place", 0, rows, contiguous=True)
-            self._rows[:n] = rows
+    def rows(self, chunks: Items[Chunk], n: int) -> None:
+        """Says what the n rows of the next decode are: of each chunk its token, and behind it its drafts."""
+        places = [c.sequence.place for c in chunks for _ in range(c.length)]
+        parts: dict[str, list[Any]] = {"rows_place": places + [-1] * (n - len(places))}
+        if len(self._rows) > 1:
+            rows = [(j, t, 0 if j else c.length, c.n_redo) for c in chunks for j, t in enumerate((0, *c.drafts))]
+            rows += [(0, 0, 0, 0)] * (n - len(rows))
+            parts |= {part: list(words) for part, words in zip(ROWS[1:], zip(*rows, strict=True), strict=True)}
+        for part, words in parts.items():
+            if self._rows[part][:n] != words:
+                self._write(part, 0, words, contiguous=True)
+                self._rows[part][:n] = words
 
     def flush(self) -> None:
         """Puts the changes on the current stream, those written last winning."""
@@ -295,11 +315,14 @@ class Places:
             self._table.index_copy_(0, self._arrived[: 2 * n].view(torch.int64), self._arrived[2 * n : 3 * n])
 
 
-def _bans_end_until(sequence: Sequence) -> int:
-    """The position below which nothing may be drawn that would end the sequence."""
-    if sequence.guide is not None and sequence.guide.bans_end:
-        return _NEVER
-    return min(_NEVER, sequence.n_prompt + sequence.request.params.min_tokens)
+def _bans_end_until(sequence: Sequence, rules: Items[Rule]) -> int:
+    """The position below which nothing may be drawn that would end the sequence, by the rules of its next
+    draws: an end is banned in a thought, which is over when it was once.
+    """
+    n_banned, until = sum(rule.bans_end for rule in rules), sequence.n_prompt + sequence.request.params.min_tokens
+    if n_banned:
+        until = _NEVER if n_banned == len(rules) else max(until, len(sequence.tokens) + n_banned)
+    return min(_NEVER, until)
 
 
 def _counts_history(sequence: Sequence) -> bool:

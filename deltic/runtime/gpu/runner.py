@@ -4,6 +4,10 @@ Built once: weights, memory and every buffer are allocated, and the steps are re
 decode for each number of rows, a prefill for each number of blocks. A step then sends the changes, replays,
 copies the drawn tokens to pinned memory and waits for an event.
 
+**Drafts.** A decode may have several rows of a sequence, its last token and tokens that may follow; a row is
+a row, and a recording is by their number. What counts of their draws, the host knows once it has read them,
+and sends it with the next decode. So nothing runs ahead where there may be drafts.
+
 **Running ahead.** A decode moves its own tokens and positions on, so the next one needs nothing of the host.
 It is started for all sequences that drew a token before that token was read; the host works on one step while
 the device runs the next. Its tokens are kept by sequence until the scheduler asks for just that one
@@ -30,7 +34,7 @@ from torch import Tensor
 
 from deltic.engine.cache.tiers import Tiers
 from deltic.engine.messages import EngineInfo
-from deltic.engine.step import Progress, Sequence, Step, StepResult
+from deltic.engine.step import Chunk, Progress, Sequence, Step, StepResult
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.ops.gpu.blocks import PrefillInputs, Rows
 from deltic.ops.gpu.launch import Levers
@@ -86,13 +90,14 @@ class GpuRunner(ABC):
         self.tiers: Tiers | None = None  # until open_tiers
         self.stream = torch.cuda.Stream() if self.is_gpu else None
         self._pages, self._states = pages, states
-        self._row_sizes = _up_to(plan.max_num_seqs, ROWS)
+        self._row_sizes = _up_to(plan.n_decode_rows, ROWS)
+        self._runs_ahead = levers.run_ahead and not plan.max_drafts
         self._block_sizes = _up_to(plan.max_step_tokens // PAGE_SIZE, BLOCKS)
         self._lengths = _up_to(plan.max_model_len, LENGTHS)
         self._prefill_batch = PrefillBatch(places, self._block_sizes, plan.max_num_seqs, plan.n_pages, self.device)
         self._forwards: dict[tuple[int, int], Recording] = {}  # of decodes, by rows and length
         self._prefills: dict[int, Recording] = {}
-        self._tokens = [self._pinned(plan.max_num_seqs) for _ in range(N_PENDING)]
+        self._tokens = [self._pinned(plan.n_decode_rows) for _ in range(N_PENDING)]
         self._turn = 0
         self._ahead: dict[Sequence, Ahead] = {}
 
@@ -107,7 +112,7 @@ class GpuRunner(ABC):
             on_gpu=self.is_gpu,
             kernels=f"Triton {triton.__version__}",
             canonical_decode=False,
-            n_lookahead=1,
+            n_lookahead=0 if self.plan.max_drafts else 1,
             block_size=PAGE_SIZE,
             max_prefill_seqs=min(self._block_sizes[-1], MAX_SEGMENTS),
         )
@@ -185,9 +190,9 @@ class GpuRunner(ABC):
             return self._step(step)
 
     def _step(self, step: Step) -> StepResult:
-        following, n_keys = self._following(step)  # now: the device need not wait for it between two replays
+        following = self._following(step)  # now: the device need not wait for it between two replays
         ran: list[Sequence] = []
-        fresh: list[Sequence] = []
+        fresh: list[Chunk] = []
         prefills: list[int] = []
         for i, chunk in enumerate(step.chunks):
             sequence, ahead = chunk.sequence, self._ahead.get(chunk.sequence)
@@ -196,18 +201,18 @@ class GpuRunner(ABC):
                 continue
             self._drop(sequence)
             if chunk.is_decode:
-                self.places.decode(sequence, sequence.tokens[chunk.start], chunk.start)
-                fresh.append(sequence)
+                self.places.decode(sequence, sequence.tokens[chunk.start], chunk.start, drafts=chunk.drafts)
+                fresh.append(chunk)
             else:
                 prefills.append(i)
         results = self._take_over(ran)
         if fresh:
-            results |= dict.fromkeys(fresh, self._decode(fresh, max(s.n_computed for s in fresh) + 1))
+            results |= dict.fromkeys((chunk.sequence for chunk in fresh), self._decode(fresh))
         prefilled = self._prefill(step, prefills) if prefills else None
         if prefilled is not None:
             results |= dict.fromkeys(prefilled.rows, prefilled)
         self._copy(step)
-        self._run_ahead(following, n_keys)
+        self._run_ahead(following)
         if prefilled is not None:
             prefilled.wait()  # also where nothing was drawn: a step takes as long as what it runs
         result = self._read(step, results)
@@ -241,17 +246,17 @@ class GpuRunner(ABC):
         length = next(length for length in self._lengths if length >= n_keys)
         return self._forwards[self._size(n_rows), length]
 
-    def _forward(self, sequences: list[Sequence], n_keys: int) -> None:
-        """Starts the forward of these sequences, none of which has more than n_keys keys in it."""
-        places = [s.place for s in sequences if s.place is not None]
-        self.places.rows(places, self._size(len(sequences)))
+    def _forward(self, chunks: list[Chunk]) -> None:
+        """Starts the forward of these decodes."""
+        n_rows = sum(chunk.length for chunk in chunks)
+        self.places.rows(chunks, self._size(n_rows))
         self.places.flush()
-        self.decode_of(len(sequences), n_keys).run()
+        self.decode_of(n_rows, max(chunk.start + chunk.length for chunk in chunks)).run()
 
-    def _decode(self, sequences: list[Sequence], n_keys: int) -> Pending:
+    def _decode(self, chunks: list[Chunk]) -> Pending:
         """A forward, and the draws behind it."""
-        self._forward(sequences, n_keys)
-        return self._send(sequences, "decode")
+        self._forward(chunks)
+        return self._send_decoded(chunks)
 
     def _prefill(self, step: Step, prefills: list[int]) -> Pending:
         """Starts a prefill of these chunks and the draws behind them."""
@@ -259,14 +264,24 @@ class GpuRunner(ABC):
         self.places.flush()
         self._prefill_batch.send(n_blocks)
         self._prefills[n_blocks].run()
-        return self._send([draw.sequence for draw in draws], "prefill")
+        return self._send({draw.sequence: i for i, draw in enumerate(draws)}, len(draws), "prefill")
 
-    def _send(self, sequences: list[Sequence], kind: str) -> Pending:
-        """Starts the way of what these have drawn to the host. The buffers are used in turn."""
-        turn, n = self._turn, len(sequences)
+    def _send_decoded(self, chunks: list[Chunk]) -> Pending:
+        """As `_send`, behind a decode of these."""
+        rows, n = dict[Sequence, int](), 0
+        for chunk in chunks:
+            rows[chunk.sequence] = n
+            n += chunk.length
+        return self._send(rows, n, "decode")
+
+    def _send(self, rows: dict[Sequence, int], n: int, kind: str) -> Pending:
+        """Starts the way of n draws to the host: those of each sequence begin in its row. The buffers are
+        used in turn.
+        """
+        turn = self._turn
         self._turn = (turn + 1) % N_PENDING
-        pending = Pending({s: i for i, s in enumerate(sequences)}, self._tokens[turn])
-        pending.tokens[:n].copy_(self.workspace.out[kind].token[:n], non_blocking=True)
+        pending = Pending(rows, self._tokens[turn][:n])
+        pending.tokens.copy_(self.workspace.out[kind].token[:n], non_blocking=True)
         self._send_more(pending, kind, turn)
         if self.is_gpu:
             pending.event = torch.cuda.Event()
@@ -288,12 +303,12 @@ class GpuRunner(ABC):
 
     # Running ahead.
 
-    def _following(self, step: Step) -> tuple[list[Sequence], int]:
-        """Those that draw in this step and whose next decode can be started: they have a page for one token
-        more and, if they speak, a text for it. And the most keys of one of them.
+    def _following(self, step: Step) -> list[Chunk]:
+        """The next decodes of those that draw in this step, where they can be started: there is a page for
+        one token more and, for one that speaks, a text.
         """
-        sequences, n_keys = [], 0
-        for draw in step.draws if self.levers.run_ahead else []:
+        following = []
+        for draw in step.draws if self._runs_ahead else []:
             sequence, request = draw.sequence, draw.sequence.request
             position = len(sequence.tokens)
             is_last = sequence.n_generated + 1 >= request.params.max_tokens
@@ -301,26 +316,25 @@ class GpuRunner(ABC):
             if is_last or lacks_text or position >= len(sequence.pages) * PAGE_SIZE:
                 continue
             self.places.refresh(sequence)
-            sequences.append(sequence)
-            n_keys = max(n_keys, position + 1)
-        return sequences, n_keys
+            following.append(Chunk(sequence, position, 1))
+        return following
 
-    def _run_ahead(self, sequences: list[Sequence], n_keys: int) -> None:
-        """Starts their next decode."""
+    def _run_ahead(self, chunks: list[Chunk]) -> None:
+        """Starts these, the next decodes."""
         # What nobody asked for is of sequences that have ended, or that have no chunk in this step: preempted
         # ones, mostly.
         for sequence in [s for s in self._ahead if s.finish_reason is not None]:
             self._drop(sequence)
         self._ahead = {s: ahead.only(s) for s, ahead in self._ahead.items()}
-        if sequences:
-            self._start_ahead(sequences, n_keys)
+        if chunks:
+            self._start_ahead(chunks)
 
-    def _start_ahead(self, sequences: list[Sequence], n_keys: int) -> None:
-        self._put_ahead(sequences, self._decode(sequences, n_keys))
+    def _start_ahead(self, chunks: list[Chunk]) -> None:
+        self._put_ahead(chunks, self._decode(chunks))
 
-    def _put_ahead(self, sequences: list[Sequence], pending: Pending | None) -> None:
-        """Notes that a decode of these runs ahead; pending: None where nothing is drawn from it yet."""
-        self._ahead |= {s: Ahead(len(s.tokens), pending, s.n_preempted) for s in sequences}
+    def _put_ahead(self, chunks: list[Chunk], pending: Pending | None) -> None:
+        """Notes that these run ahead; pending: None where nothing is drawn from them yet."""
+        self._ahead |= {c.sequence: Ahead(c.start, pending, c.sequence.n_preempted) for c in chunks}
 
     def _drop(self, sequence: Sequence) -> None:
         """Forgets what ran ahead of it."""
@@ -336,9 +350,11 @@ class GpuRunner(ABC):
         """Waits for the tokens of this step; the decode that runs ahead goes on."""
         for pending in {id(p): p for p in results.values()}.values():
             pending.wait()
-        arrays = {id(p): p.tokens.numpy() for p in results.values()}
-        drawn = [(results[draw.sequence], draw.sequence) for draw in step.draws]
-        tokens = [[int(arrays[id(pending)][pending.rows[sequence]])] for pending, sequence in drawn]
+        tokens = []
+        for draw in step.draws:
+            pending, chunk = results[draw.sequence], step.chunks[draw.chunk]
+            first = pending.rows[draw.sequence]
+            tokens.append(chunk.accepted(pending.tokens[first : first + 1 + len(chunk.drafts)].tolist()))
         return StepResult(tokens, [None] * len(tokens), {})
 
 

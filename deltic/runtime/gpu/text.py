@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from deltic.engine.messages import MAX_LOGPROBS, Request, SamplingParams, TokenLogprob
-from deltic.engine.step import Progress, Sequence, Step, StepResult
+from deltic.engine.step import Chunk, Progress, Rule, Sequence, Step, StepResult
 from deltic.models.qwen.gpu import RING, GpuMemory, QwenGpu
 from deltic.models.qwen.weights import Weights
 from deltic.ops.geometry import PAGE_SIZE
@@ -38,7 +38,7 @@ class GpuTextRunner(GpuRunner):
     def __init__(
         self, plan: TextPlan, weights: Weights, levers: Levers, progress: Progress = lambda stage, done: None
     ) -> None:
-        shape, n = plan.shape, plan.max_num_seqs
+        shape, n = plan.shape, plan.n_decode_rows
         allocate = allocate_on(weights.norm.device)
         # No sequence owns the last page: rows of padding are written there.
         n_pages, heads = plan.n_pages + 1, (2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim)
@@ -51,7 +51,8 @@ class GpuTextRunner(GpuRunner):
         )
         w = gpu_workspace(plan, levers, allocate)
         self.model = QwenGpu(shape, weights, plan.max_model_len, levers)
-        places = Places(w.table, w.offsets, w.parameters.masks, shape.eos_token_ids, plan.n_real)
+        n_drafts = n - plan.max_num_seqs
+        places = Places(w.table, w.offsets, w.parameters.masks, shape.eos_token_ids, plan.n_real, n_drafts)
         super().__init__(plan, levers, w, places, [memory.pages], [memory.states, memory.columns])
         self._undrawn = Undrawn(w.decode.logits.view(-1, shape.vocab_size), n)
         self._draws: dict[int, Recording] = {}  # behind a forward
@@ -77,7 +78,9 @@ class GpuTextRunner(GpuRunner):
     def _draw_jobs(self) -> list[Job]:
         jobs: list[Job] = []
         for n in reversed(self._row_sizes):
-            jobs += [(self._draws, n, self._draw_body(n)), (self._late_draws, n, self._late_draw_body(n))]
+            jobs.append((self._draws, n, self._draw_body(n)))
+            if not self.plan.max_drafts:
+                jobs.append((self._late_draws, n, self._late_draw_body(n)))
         return jobs
 
     def _draw_body(self, n: int) -> Body:
@@ -97,7 +100,12 @@ class GpuTextRunner(GpuRunner):
     # A step.
 
     def _step(self, step: Step) -> StepResult:
-        self.places.put_guides([draw.sequence for draw in step.draws if draw.sequence.guide is not None])
+        guided = []
+        for draw in step.draws:
+            guide, rules = draw.sequence.guide, step.chunks[draw.chunk].rules
+            if guide is not None:
+                guided.append((draw.sequence, rules or [Rule(guide.mask, guide.bans_end)]))
+        self.places.put_guides(guided)
         return super()._step(step)
 
     def _take_over(self, sequences: list[Sequence]) -> dict[Sequence, Pending]:
@@ -121,29 +129,29 @@ class GpuTextRunner(GpuRunner):
         with self.places.beside:
             self._undrawn.send([*rows.values()], places, [len(s.tokens) for s in rows])
         self._late_draws[self._size(len(rows))].run()
-        return self._send([*rows], "decode")
+        return self._send({sequence: i for i, sequence in enumerate(rows)}, len(rows), "decode")
 
-    def _forward(self, sequences: list[Sequence], n_keys: int) -> None:
+    def _forward(self, chunks: list[Chunk]) -> None:
         self._undrawn.keep()
-        super()._forward(sequences, n_keys)
+        super()._forward(chunks)
 
-    def _decode(self, sequences: list[Sequence], n_keys: int) -> Pending:
-        self._forward(sequences, n_keys)
-        self._draws[self._size(len(sequences))].run()
-        return self._send(sequences, "decode")
+    def _decode(self, chunks: list[Chunk]) -> Pending:
+        self._forward(chunks)
+        self._draws[self._size(sum(chunk.length for chunk in chunks))].run()
+        return self._send_decoded(chunks)
 
-    def _start_ahead(self, sequences: list[Sequence], n_keys: int) -> None:
+    def _start_ahead(self, chunks: list[Chunk]) -> None:
         """Only the forward, where one of them draws with a mask that is not known yet."""
-        if all(s.guide is None or s.guide.next_is_free for s in sequences):
-            return super()._start_ahead(sequences, n_keys)
-        sequences = sequences[: self._undrawn.n_free]
-        if sequences:
-            self._forward(sequences, n_keys)
-            self._undrawn.put(sequences)
+        if all(c.sequence.guide is None or c.sequence.guide.next_is_free for c in chunks):
+            return super()._start_ahead(chunks)
+        chunks = chunks[: self._undrawn.n_free]
+        if chunks:
+            self._forward(chunks)
+            self._undrawn.put([chunk.sequence for chunk in chunks])
             if self.is_gpu:
                 self._ran_ahead = torch.cuda.Event()
                 self._ran_ahead.record()
-            self._put_ahead(sequences, None)
+            self._put_ahead(chunks, None)
 
     def _drop(self, sequence: Sequence) -> None:
         super()._drop(sequence)
@@ -157,20 +165,23 @@ class GpuTextRunner(GpuRunner):
 
     def _send_more(self, pending: Pending, kind: str, turn: int) -> None:
         if any(s.request.params.logprobs is not None for s in pending.rows):
-            n, out, pending.logprobs = len(pending.rows), self.workspace.out[kind], self._logprobs[turn]
+            n, out, pending.logprobs = len(pending.tokens), self.workspace.out[kind], self._logprobs[turn]
             for target, source in zip(pending.logprobs, (out.logprob, out.top_ids, out.top_logprobs), strict=True):
                 target[:n].copy_(source[:n], non_blocking=True)
 
     def _read(self, step: Step, results: dict[Sequence, Pending]) -> StepResult:
         result = super()._read(step, results)
-        for i, (draw, (token,)) in enumerate(zip(step.draws, result.tokens, strict=True)):
+        for i, (draw, tokens) in enumerate(zip(step.draws, result.tokens, strict=True)):
             pending, k = results[draw.sequence], draw.sequence.request.params.logprobs
-            if ends_thought(draw.sequence, token):
+            if ends_thought(draw.sequence, tokens[-1]):
                 self._drop(draw.sequence)  # the device left it out
             if k is not None and pending.logprobs is not None:
-                logprob, ids, values = (part[pending.rows[draw.sequence]] for part in pending.logprobs)
-                top = list(zip(ids[:k].tolist(), values[:k].tolist(), strict=True))
-                result.logprobs[i] = [TokenLogprob(token, float(logprob), top)]
+                first = pending.rows[draw.sequence]
+                parts = (part[first : first + len(tokens)].tolist() for part in pending.logprobs)
+                result.logprobs[i] = [
+                    TokenLogprob(token, logprob, list(zip(ids[:k], values[:k], strict=True)))
+                    for token, logprob, ids, values in zip(tokens, *parts, strict=True)
+                ]
         return result
 
     def _prefill(self, step: Step, prefills: list[int]) -> Pending:
@@ -234,13 +245,14 @@ class GpuTextRunner(GpuRunner):
     def _replay_ms(self, n_rows: int, n_keys: int, n_replays: int, n_rounds: int) -> float:
         n_pages = -(-(n_keys + n_replays * n_rounds + 10) // PAGE_SIZE)
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1 << 20)
-        request = Request(id="", prompt_ids=[], params=params)
+        request, chunks = Request(id="", prompt_ids=[], params=params), []
         for i in range(n_rows):
             pages = [(i * n_pages + j) % self.plan.n_pages for j in range(n_pages)]
             sequence = Sequence(request, 0, 0, array("i", [1]), n_keys, pages=pages, place=i, slot=i)
             self.places.decode(sequence, 1, n_keys - 1)
+            chunks.append(Chunk(sequence, n_keys - 1, 1))
         n = self._size(n_rows)
-        self.places.rows(list(range(n_rows)), n)
+        self.places.rows(chunks, n)
         self.places.flush()
         forward, draw = self.decode_of(n, n_keys + n_replays * n_rounds).run, self._draws[n].run
         times = []
