@@ -170,17 +170,6 @@ class Drafter:
                 found, best, self.used = draft, expected, record
         return found
 
-    @property
-    def is_idle(self) -> bool:
-        """Whether all pause that could know anything without a grammar."""
-        return self.of_head.pause > 1 and self.of_repeats.pause > 1
-
-    def wait(self) -> None:
-        """What `propose` does where it is idle."""
-        self.of_head.pause -= 1
-        self.of_repeats.pause -= 1
-        self.used = self.of_head
-
 
 class Times:
     """What something took, by the number of sequences and of the tokens that are guessed for them in all."""
@@ -196,7 +185,10 @@ class Times:
         latest.append(seconds)
         known = self._known.setdefault(n, [])
         i = bisect_left(known, (n_tokens, -1.0))
-        known[i : i + (len(latest) > 1)] = [(n_tokens, median(latest))]
+        if len(latest) == 1:
+            known.insert(i, (n_tokens, seconds))
+        else:
+            known[i] = n_tokens, median(latest)
 
     def seconds(self, n: int, n_tokens: int) -> float | None:
         """The estimate: between two that are known on their line, beyond them on a hopeful one. It will be
@@ -237,9 +229,6 @@ class Drafting:
         for draw in step.draws:
             chunk, sequence = step.chunks[draw.chunk], draw.sequence
             drafter = sequence.drafter = sequence.drafter or Drafter()
-            if drafter.is_idle and sequence.guide is None:
-                drafter.wait()
-                continue
             n_left = sequence.request.params.max_tokens - sequence.n_generated - 1
             most = min(self.max_drafts, PAGE_SIZE - 2 - chunk.start % PAGE_SIZE, n_left)
             draft = self._propose(sequence, chunk, most) if most > 0 else []

@@ -294,7 +294,7 @@ class Guides:
         first token, and so on. It ends in front of a token that is not allowed or that ends the answer, and
         where making masks takes too long. The guide must not be busy.
         """
-        kept, rules, fork = list[int](), [Rule(guide.mask, guide.bans_end)], guide.forked()
+        kept, rules, fork = list[int](), [Rule.of(guide)], guide.forked()
         deadline, n_taken = time.perf_counter() + AHEAD_S, 0
         matcher = guide.matcher
         for token in draft:
@@ -307,7 +307,7 @@ class Guides:
                     break
                 fork.words = words[0]
             kept.append(token)
-            rules.append(Rule(fork.mask, fork.bans_end))
+            rules.append(Rule.of(fork))
         if n_taken:
             matcher.rollback(n_taken)
         return kept, rules

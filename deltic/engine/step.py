@@ -49,6 +49,11 @@ class Rule(NamedTuple):
     """As of Guide."""
     bans_end: bool = False
 
+    @classmethod
+    def of(cls, guide: Guide | None) -> Rule:
+        """What it says of the next token."""
+        return cls() if guide is None else cls(guide.mask, guide.bans_end)
+
     def allows(self, token: int) -> bool:
         """By the mask."""
         return self.mask is None or bool(int(self.mask[token // 32]) >> token % 32 & 1)

@@ -162,10 +162,9 @@ def test_all_that_pause_are_left_alone() -> None:
     drafter = Drafter(guesses=[1, 2])
     drafter.of_head.pause, drafter.of_repeats.pause = 3, 5
     for left in (2, 1):
-        assert drafter.is_idle
-        drafter.wait()
-        assert drafter.of_head.pause == left
-    assert not drafter.is_idle and drafter.propose([1, 2, 3], 4) == [] and drafter.propose([1, 2, 3], 4) == [1, 2]
+        assert drafter.propose([1, 2, 3], 4) == [] and drafter.used is drafter.of_head
+        assert drafter.of_head.pause == left and drafter.of_repeats.pause == left + 2
+    assert drafter.propose([1, 2, 3], 4) == [] and drafter.propose([1, 2, 3], 4) == [1, 2]
 
 
 @pytest.mark.parametrize("seed", range(30))

@@ -141,18 +141,16 @@ def stored_shape(directory: Path, shape: ModelShape, drafts: bool = False) -> Mo
     """The shape with the formats of what the checkpoint holds quantised. drafts: with its draft head, if it
     has one that can be run. Raises CheckpointError.
     """
-    plain = dataclasses.replace(shape, formats=stored_formats(directory, UNUSED))
-    if (directory / PACKED).exists():
+    if drafts and (directory / PACKED).exists():
         names, _ = read_header(directory / PACKED)
-        return dataclasses.replace(plain, has_draft_head=drafts and any(name.startswith(DRAFT_HEAD) for name in names))
-    if not drafts or f"{_HEAD}fc.weight" not in peek_tensors(directory, UNUSED):
-        return plain
-    drafting = dataclasses.replace(shape, has_draft_head=True)
-    with contextlib.suppress(CheckpointError):  # a format that is not read
-        drafting = dataclasses.replace(drafting, formats=stored_formats(directory, unused_parts(drafting)))
-        if _holds_draft_head(drafting, peek_tensors(directory, unused_parts(drafting))):
-            return drafting
-    return plain
+        shape = dataclasses.replace(shape, has_draft_head=any(name.startswith(DRAFT_HEAD) for name in names))
+    elif drafts:
+        drafting = dataclasses.replace(shape, has_draft_head=True)
+        with contextlib.suppress(CheckpointError):  # of the head; any other comes again below
+            drafting = dataclasses.replace(drafting, formats=stored_formats(directory, unused_parts(drafting)))
+            if _holds_draft_head(drafting, peek_tensors(directory, unused_parts(drafting))):
+                return drafting
+    return dataclasses.replace(shape, formats=stored_formats(directory, UNUSED))
 
 
 def _holds_draft_head(shape: ModelShape, tensors: Mapping[str, StoredTensor]) -> bool:

@@ -427,5 +427,6 @@ def attention_decode(
         proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), records, counters,
         pdl=levers.pdl, NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16,
         GP=next_power_of_2(group), PAGE=PAGE_SIZE, FEW=splits.few, FEW_TILES=splits.few_tiles, MOST=splits.most, FAN=FAN,
-        AHEAD=splits.ahead, GATED=heads.is_gated, DRAFTS=rows.drafts is not None, num_warps=splits.num_warps, num_stages=splits.num_stages, **registers,
+        AHEAD=splits.ahead, GATED=heads.is_gated, DRAFTS=rows.drafts is not None, num_warps=splits.num_warps,
+        num_stages=splits.num_stages, **registers,
     )

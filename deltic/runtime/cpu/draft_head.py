@@ -133,7 +133,9 @@ class DraftHead:
             guess = None
             if i is not None and step.draws[i].n_guesses:
                 guess = _Guess(chunk.sequence, tokens, step.draws[i].n_guesses, guesses[i])
-            ready += self._take(chunk, tokens, guess, None if is_decode else self._hidden[first : first + chunk.length])
+            hidden = None if is_decode else self._hidden[first : first + chunk.length]
+            if (rows := self._take(chunk, tokens, guess, hidden)) is not None:
+                ready.append(rows)
             first += chunk.length
         if not ready:
             return guesses, 0.0
@@ -141,7 +143,7 @@ class DraftHead:
             self._run(group)
         return guesses, time.perf_counter() - begin
 
-    def _take(self, chunk: Chunk, drawn: list[int], guess: _Guess | None, hidden: Array | None) -> Iterator[_Rows]:
+    def _take(self, chunk: Chunk, drawn: list[int], guess: _Guess | None, hidden: Array | None) -> _Rows | None:
         """Takes a chunk's rows. Gives what is to be run now: all if there is a guess, else whole pages.
 
         hidden: of the chunk, where it is not waiting yet.
@@ -150,7 +152,7 @@ class DraftHead:
         assert place is not None
         if drawn[:1] == [-1]:  # its hidden states are no numbers
             self._owner[place] = None
-            return
+            return None
         if self._owner[place] is not sequence or self._end[place] != chunk.start:
             self._owner[place], self._start[place] = sequence, chunk.start
         start, end = self._start[place], chunk.start + (len(drawn) if chunk.drafts else chunk.length)
@@ -162,11 +164,12 @@ class DraftHead:
                 hidden = np.concatenate([waiting[start - page : chunk.start - page], hidden])
             if until < end:
                 waiting[max(start, until) % PAGE_SIZE :][: end - max(start, until)] = hidden[max(0, until - start) :]
-        if until > start:
-            found = waiting[start - page :] if hidden is None else hidden
-            ids = [*sequence.tokens[start + 1 : until + 1], *drawn][: until - start]
-            self._start[place] = until
-            yield _Rows(sequence, start, found[: until - start], ids, guess)
+        if until <= start:
+            return None
+        found = waiting[start - page :] if hidden is None else hidden
+        ids = [*sequence.tokens[start + 1 : until + 1], *drawn][: until - start]
+        self._start[place] = until
+        return _Rows(sequence, start, found[: until - start], ids, guess)
 
     def _run(self, group: list[_Rows]) -> None:
         """Runs rows: of those that end in a guess the last one by itself, of the others only what attention

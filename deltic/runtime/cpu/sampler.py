@@ -197,7 +197,7 @@ class Sampler:
                 self._take_place(place, sequence)
             if chunk.prompt_logprobs:
                 row += chunk.length - 1
-            rule = _ANY if guide is None else Rule(guide.mask, guide.bans_end)
+            rule = _ANY if guide is None else Rule.of(guide)
             draws += self._draws_of(row, sequence, (), chunk.drafts, chunk.rules or [rule] * (1 + len(chunk.drafts)))
             n_top += [-1 if params.logprobs is None else params.logprobs] * (1 + len(chunk.drafts))
         self.draws.fill(draws)

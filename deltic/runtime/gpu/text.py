@@ -104,7 +104,7 @@ class GpuTextRunner(GpuRunner):
         for draw in step.draws:
             guide, rules = draw.sequence.guide, step.chunks[draw.chunk].rules
             if guide is not None:
-                guided.append((draw.sequence, rules or [Rule(guide.mask, guide.bans_end)]))
+                guided.append((draw.sequence, rules or [Rule.of(guide)]))
         self.places.put_guides(guided)
         return super()._step(step)
 
