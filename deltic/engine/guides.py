@@ -194,11 +194,12 @@ class Guide:
 
     def forced(self, most: int) -> list[int]:
         """Up to `most` ids that must come next, or that its grammar leaves as the only text."""
-        if self._thinks or self.is_busy:
+        if self._thinks:
             return []
         if self._forced:
             return self._forced[: -most - 1 : -1]
-        return [] if self.matcher is None or self.n_alone else list(self.matcher.compute_ff_tokens()[:most])
+        has_matcher = not self.is_busy and self.matcher is not None and not self.n_alone
+        return list(self.matcher.compute_ff_tokens()[:most]) if has_matcher else []
 
     def advance(self, token: int) -> bool:
         """Takes a drawn token. Returns whether the grammar must take it, too."""
@@ -291,8 +292,9 @@ class Guides:
 
     def ahead(self, guide: Guide, draft: list[int]) -> tuple[list[int], list[Rule]]:
         """Of a draft what may be drawn, and the rules of the token behind each part of it: of none, of the
-        first token, and so on. It ends in front of a token that is not allowed or that ends the answer, and
-        where making masks takes too long. The guide must not be busy.
+        first token, and so on. It ends in front of a token that is not allowed or that ends the answer, where
+        a grammar that a worker has would follow, and where making masks takes too long. The guide must be
+        ready.
         """
         kept, rules, fork = list[int](), [Rule.of(guide)], guide.forked()
         deadline, n_taken = time.perf_counter() + AHEAD_S, 0
@@ -300,7 +302,10 @@ class Guides:
         for token in draft:
             if token in self._eos or not rules[-1].allows(token) or guide.n_alone or time.perf_counter() > deadline:
                 break
-            if fork.advance(token):
+            takes = fork.advance(token)
+            if not fork.is_ready:
+                break
+            if takes:
                 n_taken += 1
                 words = self._empty(1)
                 if not matcher.consume_token(token) or self._fill([matcher], words)[0]:

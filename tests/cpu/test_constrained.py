@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from array import array
 from typing import Any
 
 import jsonschema
@@ -12,8 +13,9 @@ import pytest
 
 from deltic import LLM
 from deltic.engine.drafts import Drafting
-from deltic.engine.guides import Guides
+from deltic.engine.guides import Guide, Guides
 from deltic.engine.messages import Constraint, Output, Request, SamplingParams
+from deltic.engine.step import Sequence
 
 SCHEMA = {
     "type": "object",
@@ -194,3 +196,15 @@ def test_a_guide_says_how_far_a_draft_may_go(llm: LLM) -> None:
     assert llm.tokenizer.decode(kept).startswith('{"name":"Mia",') and len(kept) < len(wrong)
     assert (guide.mask == before).all() and guide.forced(8) == forced
     engine.abort("a")
+
+
+def test_a_draft_ends_where_a_grammar_begins_that_a_worker_has(llm: LLM) -> None:
+    """While a grammar is compiled, the mask behind a thought is not known."""
+    guides, constraint = llm._engine.guides, thinking(llm, 0)
+    sequence = Sequence(request(llm, "a", constraint), 0, 0, array("i"), 0)
+    guide = Guide(sequence, constraint, guides.n_ids)
+    guide.is_busy = True
+    forced = [*constraint.close_ids, *constraint.begin_ids]
+    kept, rules = guides.ahead(guide, [*forced, *llm.tokenizer.encode('{"name')])
+    assert kept == forced[:-1] == guide.forced(len(forced) - 1)
+    assert [rule.allows(token) for rule in rules for token in forced] == [a == b for a in forced for b in forced]
