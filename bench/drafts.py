@@ -70,22 +70,25 @@ class Case:
     answers: dict[str, list[int]]
     accept: float
     name: str
+    has_head: bool
+    """Whether the engine with drafts has its draft head."""
 
 
-def cases(given: argparse.Namespace) -> list[tuple[int, Case]]:
-    """With the number of sequences of each."""
+def cases(given: argparse.Namespace) -> list[Case]:
+    """What is measured."""
     found, rng = [], random.Random(1)
-    for n in map(int, given.n.split(",")):
+    for n in given.n:
         for accept in map(float, given.accept.split(",") if given.accept else ()):
             prompts = {str(i): rng.choices(range(1000), k=N_PROMPT) for i in range(n)}
             answers = {str(i): rng.choices(range(1000), k=given.tokens) for i in range(n)}
-            found.append((n, Case(prompts, answers, accept, f"accept {accept:g}")))
+            found.append(Case(prompts, answers, accept, f"accept {accept:g}", has_head=True))
         for trace in given.trace.split(",") if given.trace else ():
             tokenizer = Tokenizer.load(DEMO)
             texts = ((TRACES / f"{trace}-{part}.txt").read_text() for part in ("prompt", "answer"))
             prompt, answer = (tokenizer.encode(text) for text in texts)
             names = [str(i) for i in range(n)]
-            found.append((n, Case(dict.fromkeys(names, prompt), dict.fromkeys(names, answer), 0.0, f"trace {trace}")))
+            prompts, answers = dict.fromkeys(names, prompt), dict.fromkeys(names, answer)
+            found.append(Case(prompts, answers, 0.0, f"trace {trace}", has_head=False))
     return found
 
 
@@ -127,7 +130,8 @@ def measure(runners: dict[str, Any], case: Case, rounds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def build(given: argparse.Namespace, quantize: str, n: int, max_drafts: int, has_head: bool = True) -> Any:
+def build(given: argparse.Namespace, quantize: str, max_drafts: int) -> Any:
+    n = max(given.n)
     config = EngineConfig(
         dummy=given.dummy,
         quantize=None if quantize == "bf16" else quantize,
@@ -137,10 +141,7 @@ def build(given: argparse.Namespace, quantize: str, n: int, max_drafts: int, has
         max_drafts=max_drafts,
         prefix_cache=False,
     )
-    runner: Any = build_runner(config, lambda stage, done: None, Cpu())
-    if not has_head:
-        runner.draft_head, runner.info.has_draft_head = None, False
-    return runner
+    return build_runner(config, lambda stage, done: None, Cpu())
 
 
 def main() -> None:
@@ -155,14 +156,14 @@ def main() -> None:
     flags.add_argument("--max-drafts", type=int, default=8)
     flags.add_argument("--out", type=Path, metavar="DIR", help="keep the result in this directory, as JSON")
     given = flags.parse_args()
+    given.n = [int(n) for n in given.n.split(",")]
     rows = []
     for quantize in given.quantize.split(","):
-        for n, case in cases(given):
-            has_head = not case.name.startswith("trace")
-            runners = {
-                "plain": build(given, quantize, n, 0),
-                "drafts": build(given, quantize, n, given.max_drafts, has_head),
-            }
+        runners = {"plain": build(given, quantize, 0), "drafts": build(given, quantize, given.max_drafts)}
+        drafting = runners["drafts"]
+        head = drafting.draft_head
+        for case in cases(given):
+            drafting.draft_head, drafting.info.has_draft_head = head if case.has_head else None, case.has_head
             rows.append({"quantize": quantize} | measure(runners, case, given.rounds))
             print(json.dumps(rows[-1]), flush=True)
     if given.out:

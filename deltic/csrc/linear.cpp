@@ -8,7 +8,7 @@
 KERNEL(deltic_linear, const bf16* x, Matrix w, float* out, int64_t stride, uint8_t* workspace, Counted n_rows, bool add, bool packed) {
     if (n_rows == 0) return;
     Rows rows = place_rows(workspace, n_rows, w);
-    if (is_float(w.codes()) && (n_rows == 1 || rows.stand)) {
+    if (is_float(w.codes()) && rows.stand) {
         rows.words = (const uint32_t*)x;
     } else if (!packed) {
         int64_t step = tile_rows(w, n_rows), n_tiles = (n_rows + step - 1) / step;

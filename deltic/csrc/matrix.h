@@ -107,12 +107,15 @@ struct Rows {
     const int32_t* start; // of a group: the sum of its signed bytes, times start_factor
 };
 
-// Whether a product of n_rows rows reads them one after another, as amx.h does.
+// Floats for so few rows are read where they stand: packing them takes longer than it saves.
+constexpr int64_t FEW_ROWS = LANES == 16 ? 6 : 1;
+
+// Whether a product of n_rows rows reads them one after another, as amx.h and multiply_few do.
 static inline bool rows_stand(const Matrix& matrix, int64_t n_rows) {
 #if defined(__AMX_BF16__)
     return is_float(matrix.codes()) || (n_rows >= 16 && matrix.group % UNIT == 0);
 #else
-    return false;
+    return is_float(matrix.codes()) && n_rows <= FEW_ROWS;
 #endif
 }
 
@@ -210,7 +213,8 @@ static inline int64_t tile_rows(const Matrix& matrix, int64_t n_rows) {
 }
 
 // One tile of MR rows and NS strips: out[m][s] = the 16 outputs of strip s. FETCH: of so many vectors one is fetched; 0: none.
-template <int MR, int NS, int FETCH>
+// STAND: rows_stand.
+template <int MR, int NS, int FETCH, bool STAND>
 static inline void tile_bf16(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][NS]) {
     const int64_t strip = matrix.strip_bytes(), n_words = matrix.k / 2;
     v16 acc[MR][NS] = {};
@@ -223,7 +227,7 @@ static inline void tile_bf16(const Rows& x, const uint8_t* w, const Matrix& matr
 #pragma GCC unroll 16
         for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4
-            for (int s = 0; s < NS; s++) acc[m][s] = dot2(acc[m][s], words[s], x.words[j * MR + m]);
+            for (int s = 0; s < NS; s++) acc[m][s] = dot2(acc[m][s], words[s], x.words[STAND ? m * n_words + j : j * MR + m]);
     }
     for (int m = 0; m < MR; m++)
         for (int s = 0; s < NS; s++) out[m][s] = acc[m][s];
@@ -278,7 +282,7 @@ static inline void load_e4m3_pairs(const uint8_t* p, w16& first, w16& second) {
     }
 }
 
-template <int MR, int NS, int FETCH>
+template <int MR, int NS, int FETCH, bool STAND>
 static inline void tile_e4m3(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][NS]) {
     const int64_t strip = matrix.strip_bytes();
     for (int m = 0; m < MR; m++)
@@ -287,7 +291,7 @@ static inline void tile_e4m3(const Rows& x, const uint8_t* w, const Matrix& matr
     for (int64_t k = 0; k < matrix.k; k += matrix.group, w += 64) {
         const int64_t n_vectors = (matrix.k - k < matrix.group ? matrix.k - k : matrix.group) / 4;
         v16 acc[MR][NS] = {};
-        for (int64_t j = 0; j < n_vectors; j++, w += 64, words += 2 * MR) {
+        for (int64_t j = 0; j < n_vectors; j++, w += 64, words += STAND ? 2 : 2 * MR) {
             w16 first[NS], second[NS];
             for (int s = 0; s < NS; s++) {
                 load_e4m3_pairs(w + s * strip, first[s], second[s]);
@@ -297,7 +301,10 @@ static inline void tile_e4m3(const Rows& x, const uint8_t* w, const Matrix& matr
 #pragma GCC unroll 16
             for (int m = 0; m < MR; m++)
 #pragma GCC unroll 4
-                for (int s = 0; s < NS; s++) acc[m][s] = dot2(dot2(acc[m][s], first[s], words[m]), second[s], words[MR + m]);
+                for (int s = 0; s < NS; s++) {
+                    const uint32_t *low = words + (STAND ? m * matrix.k / 2 : m), *high = low + (STAND ? 1 : MR);
+                    acc[m][s] = dot2(dot2(acc[m][s], first[s], *low), second[s], *high);
+                }
         }
         for (int s = 0; s < NS; s++) {
             const v16 scale = load((const float*)(w + s * strip));
@@ -480,10 +487,10 @@ template <Codes C, Scales KIND = Scales::NONE, bool LEAST = false, int GROUP = 0
 struct Tiles {
     static constexpr Codes CODES = C;
     static constexpr bool HAS_LEAST = LEAST, HALF_UNITS = GROUP == 16;
-    template <int MR, int NS, int FETCH>
+    template <int MR, int NS, int FETCH, bool STAND>
     static inline void run(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][NS]) {
-        if constexpr (C == Codes::BF16) tile_bf16<MR, NS, FETCH>(x, w, matrix, ahead, out);
-        else if constexpr (C == Codes::E4M3) tile_e4m3<MR, NS, FETCH>(x, w, matrix, ahead, out);
+        if constexpr (C == Codes::BF16) tile_bf16<MR, NS, FETCH, STAND>(x, w, matrix, ahead, out);
+        else if constexpr (C == Codes::E4M3) tile_e4m3<MR, NS, FETCH, STAND>(x, w, matrix, ahead, out);
         else tile_int<C, KIND, LEAST, GROUP, MR, FETCH>(x, w, matrix, ahead, out);
     }
 };
@@ -510,12 +517,23 @@ struct Out {
 };
 
 // Strips [s0, s0 + NS) for MR rows from m0 on.
-template <class T, int MR, int NS, int FETCH>
+template <class T, int MR, int NS, int FETCH, bool STAND = false>
 static inline void multiply_tile(const Rows& x, const Matrix& matrix, int64_t s0, int64_t m0, int64_t ahead, const Out& out) {
     v16 sums[MR][NS];
-    T::template run<MR, NS, FETCH>(x, matrix.data + s0 * matrix.strip_bytes(), matrix, ahead, sums);
+    T::template run<MR, NS, FETCH, STAND>(x, matrix.data + s0 * matrix.strip_bytes(), matrix, ahead, sums);
     for (int m = 0; m < MR; m++)
         for (int s = 0; s < NS; s++) write_sums(sums[m][s], matrix.n, (s0 + s) * STRIP, out.add, out.row(m0 + m));
+}
+
+// Strips [s0, s1) of floats for n_rows <= FEW_ROWS rows. They would wait for their own sums: several strips take turns.
+template <class T>
+static inline void multiply_few(const Rows& x, int64_t n_rows, const Matrix& matrix, int64_t s0, int64_t s1, const Out& out) {
+    with_rows<FEW_ROWS>(n_rows, [&](auto mr) {
+        constexpr int MR = mr(), TURNS = MR == 1 ? 4 : 2;
+        constexpr int FETCH = MR == 1 ? 0 : 1;  // what is fetched is the next strip
+        for (; s0 + TURNS <= s1; s0 += TURNS) multiply_tile<T, MR, TURNS, FETCH, true>(x, matrix, s0, 0, TURNS * matrix.strip_bytes(), out);
+        for (; s0 < s1; s0++) multiply_tile<T, MR, 1, EVERY<T::CODES, MR>, true>(x, matrix, s0, 0, AHEAD<T::CODES, MR>, out);
+    });
 }
 
 // Strips [s0, s1) for all n_rows rows of x.
@@ -524,16 +542,16 @@ static inline void multiply_strips(const Rows& x, int64_t n_rows, const Matrix& 
     constexpr bool FLOATS = is_float(T::CODES);
     constexpr int64_t FULL = FLOATS ? TILE_ROWS : MOST_ROWS;
     constexpr int STRIPS = FLOATS ? TILE_STRIPS : 1;
+    if constexpr (FLOATS)
+        if (x.stand) return multiply_few<T>(x, n_rows, matrix, s0, s1, out);
     const int64_t step = tile_rows(matrix, n_rows);
     const bool by_strips = LANES < 16 || n_rows > step;  // what is fetched is the next strip
     while (s0 < s1) {
-        // One row of floats would wait for its own sums: four strips take turns.
-        const int panel = FLOATS && n_rows == 1 && s1 - s0 >= 4 ? 4 : n_rows > step && s1 - s0 >= STRIPS ? STRIPS : 1;
+        const int panel = n_rows > step && s1 - s0 >= STRIPS ? STRIPS : 1;
         for (int64_t m0 = 0; m0 < n_rows; m0 += step) {
             const int64_t rows = n_rows - m0 < step ? n_rows - m0 : step;
             const Rows at = rows_from(x, m0, matrix);
-            if (FLOATS && panel == 4) multiply_tile<T, 1, FLOATS ? 4 : 1, 0>(at, matrix, s0, m0, 0, out);
-            else if (by_strips && panel == STRIPS && rows == FULL && m0 == 0) multiply_tile<T, FULL, STRIPS, 1>(at, matrix, s0, m0, panel * matrix.strip_bytes(), out);
+            if (by_strips && panel == STRIPS && rows == FULL && m0 == 0) multiply_tile<T, FULL, STRIPS, 1>(at, matrix, s0, m0, panel * matrix.strip_bytes(), out);
             else if (by_strips && panel == STRIPS && rows == FULL) multiply_tile<T, FULL, STRIPS, 0>(at, matrix, s0, m0, 0, out);
             else
                 for (int s = 0; s < panel; s++)
