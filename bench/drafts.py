@@ -4,7 +4,8 @@ One sequence, and several, of a random model at a published shape. Its steps are
 the depth that the engine chooses. But what is drawn is planted: with --accept, any tokens, and the head's
 guesses are right with this probability each; with --trace, the answer of bench/traces, without a draft head,
 so that drafts come of text that repeats. An engine without drafts and one with them take turns. The first
-steps of a run, in which prompts are prefilled, do not count.
+round, in which the engine learns what rows cost, does not count, nor do the steps of a round in which prompts
+are prefilled.
 """
 
 from __future__ import annotations
@@ -113,14 +114,15 @@ def decode(engine: Engine, case: Case) -> tuple[float, float]:
 def measure(runners: dict[str, Any], case: Case, rounds: int) -> dict[str, Any]:
     ms: dict[str, list[float]] = {name: [] for name in runners}
     tokens: list[float] = []
-    for _ in range(rounds):
-        for name, runner in runners.items():
-            engine = Engine(Planted(runner, case.answers, case.accept))
+    engines = {name: Engine(Planted(runner, case.answers, case.accept)) for name, runner in runners.items()}
+    for i in range(1 + rounds):
+        for name, engine in engines.items():
             one, a_step = decode(engine, case)
-            ms[name].append(one)
-            if name == "drafts":
+            if i:
+                ms[name].append(one)
+            if i and name == "drafts":
                 tokens.append(a_step)
-    stats = engine.stats()
+    stats = engines["drafts"].stats()
     ratios = [plain / drafted for plain, drafted in zip(ms["plain"], ms["drafts"], strict=True)]
     return {
         "n": len(case.prompts), "what": case.name, "tokens_a_step": round(statistics.median(tokens), 3),

@@ -13,21 +13,19 @@ A draft head (MTP), where the checkpoint has one, guesses from the model's own h
 it: behind each draw it gives as many tokens as the step before asked for.
 
 How long drafts are follows from what became of the last ones, and from what steps took: of all tokens that
-are proposed in a step, the likeliest ones run, as many as make a token cheapest. A proposer of which nothing
-was right pauses, longer each time.
+are proposed in a step, the likeliest ones run, as many as make a token cheapest. A proposer whose drafts are
+not worth their rows pauses, longer each time.
 """
 
 from __future__ import annotations
 
 from array import array
-from bisect import bisect_left
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Sequence as Ids
 from dataclasses import dataclass, field
-from statistics import median
 
 from deltic.engine.guides import Guide, Guides
-from deltic.engine.step import Chunk, Draw, Sequence, Step
+from deltic.engine.step import Chunk, Sequence, Step
 from deltic.ops.geometry import PAGE_SIZE
 
 LEAST = 3
@@ -48,14 +46,25 @@ N_AT_ONCE = 512
 MAX_PAUSE = 128
 """Steps for which a proposer pauses, at most."""
 
-KEPT = 0.8
+KEPT = 0.9
 """What a record keeps of what it knew, with each draft."""
 
-N_TIMES = 8
-"""Steps of a size that are remembered."""
+A_TRY = 0.5
+"""How likely the first token behind a pause is believed to be right."""
 
-HOPE = 0.25
-"""What a row of a draft costs beside a sequence's own, until that is known."""
+KEPT_TIMES = 0.95
+"""What is kept of what is known of times, with each one."""
+
+BELIEF = 0.1
+"""How much what is believed of times weighs beside what is known: one step that ran this many tokens more, or
+fewer, than others, squared.
+"""
+
+MOST_LATE = 2.0
+"""By how much a time may be longer than expected; what is above says nothing of the work."""
+
+OWN = 4.0
+"""What a sequence's own row costs beside a row of its draft, until that is known."""
 
 HEAD = 0.1
 """What a guess of the head costs beside a step without drafts, until that is known."""
@@ -114,28 +123,32 @@ class Record:
     n_seen: float = 2.0
     """Tokens that were right, and those and the first wrong ones. They begin as a guess."""
     n_misses: int = 0
-    """Drafts in a row of which nothing was right, or that were not worth their rows."""
+    """How often in a row drafts were not worth their rows, also when they were tried again."""
     pause: int = 0
     """Steps for which it proposes nothing."""
 
     @property
     def chance(self) -> float:
         """Of a token to be right, if those before are. The first one behind a pause is worth a try."""
-        return max(self.n_right / self.n_seen, 0.5 if self.n_misses > 1 else 0.0)
+        return max(self.n_right / self.n_seen, A_TRY if self.n_misses else 0.0)
+
+    def chances(self, whose: int, n: int) -> list[tuple[float, int]]:
+        """Of the tokens of a draft to be right, with whose draft it is."""
+        return [(self.chance ** (i + 1), whose) for i in range(n)]
 
     def observe(self, n_drafted: int, n_accepted: int) -> None:
         """What became of a draft."""
         self.n_right = KEPT * self.n_right + n_accepted
         self.n_seen = KEPT * self.n_seen + n_accepted + (n_accepted < n_drafted)
         if n_accepted:
-            self.n_misses = self.pause = 0
-        else:
+            self.n_misses = 0
+        elif self.n_misses:  # that was the try
             self.miss()
 
     def miss(self) -> None:
-        """A draft was in vain: from the second on they pause, longer each time."""
+        """A draft is not worth its rows: they pause, longer each time."""
         self.n_misses += 1
-        self.pause = min(MAX_PAUSE, 2**self.n_misses) if self.n_misses > 1 else 0
+        self.pause = min(MAX_PAUSE, 2**self.n_misses)
 
 
 @dataclass(slots=True, eq=False)
@@ -172,37 +185,34 @@ class Drafter:
 
 
 class Times:
-    """What something took, by the number of sequences and of the tokens that are guessed for them in all."""
+    """What something takes, by the number of sequences: a line over the number of tokens that are guessed for
+    them in all, through what it took, the latest most.
+    """
 
-    def __init__(self) -> None:
-        self._latest: dict[tuple[int, int], deque[float]] = {}
-        self._known: dict[int, list[tuple[int, float]]] = {}
-        """By the number of sequences: (tokens, median of the latest), ascending."""
+    def __init__(self, own: float) -> None:
+        """own: what a sequence is believed to cost beside a token, until that is known."""
+        self._own = own
+        self._sums: dict[int, tuple[float, ...]] = {}
+        """By the number of sequences n: of 1, x, y, x^2 and x y, where x is the number of tokens over n."""
 
     def observe(self, n: int, n_tokens: int, seconds: float) -> None:
         """n sequences with so many tokens took so long."""
-        latest = self._latest.setdefault((n, n_tokens), deque(maxlen=N_TIMES))
-        latest.append(seconds)
-        known = self._known.setdefault(n, [])
-        i = bisect_left(known, (n_tokens, -1.0))
-        if len(latest) == 1:
-            known.insert(i, (n_tokens, seconds))
-        else:
-            known[i] = n_tokens, median(latest)
+        x, y = n_tokens / n, seconds
+        if (line := self.line(n)) is not None:
+            y = min(y, MOST_LATE * (line[0] + line[1] * n_tokens))  # another program had the processor
+        sums = self._sums.get(n, (0.0,) * 5)
+        self._sums[n] = tuple(KEPT_TIMES * old + new for old, new in zip(sums, (1.0, x, y, x * x, x * y), strict=True))
 
-    def seconds(self, n: int, n_tokens: int) -> float | None:
-        """The estimate: between two that are known on their line, beyond them on a hopeful one. It will be
-        tried then, and known. None: nothing is known of so many sequences.
-        """
-        known = self._known.get(n)
-        if not known:
+    def line(self, n: int) -> tuple[float, float] | None:
+        """Of so many sequences, the seconds without a token, and those of each. None: nothing is known."""
+        if n not in self._sums:
             return None
-        i = bisect_left(known, (n_tokens, -1.0))
-        if i < len(known) and (known[i][0] == n_tokens or i > 0):
-            (x1, y1), (x0, y0) = known[i], known[max(0, i - 1)]
-            return y1 if x1 == n_tokens else y0 + (y1 - y0) * (n_tokens - x0) / (x1 - x0)
-        x, y = known[i - 1] if i else known[0]
-        return y * (n + HOPE * n_tokens) / (n + HOPE * x)
+        total, *sums = self._sums[n]
+        x, y, xx, xy = (each / total for each in sums)
+        believed = y / (self._own + x) if self._own + x else 0.0
+        weight = BELIEF / total
+        slope = max(0.0, (xy - x * y + weight * believed) / (xx - x * x + weight))
+        return max(0.0, y - slope * x), slope / n
 
 
 class Drafting:
@@ -211,7 +221,7 @@ class Drafting:
     def __init__(self, max_drafts: int, has_head: bool, guides: Guides | None) -> None:
         """max_drafts: tokens of a draft. has_head: whether the runner has a draft head."""
         self.max_drafts, self.has_head, self.guides = max_drafts, has_head, guides
-        self.steps, self.guesses = Times(), Times()
+        self.steps, self.guesses = Times(OWN), Times(0.0)
         """Of steps, by the rows of their drafts, without what the head takes; and of that."""
         self.drafted, self.accepted = Counter[str](), Counter[str]()
         """As of Stats."""
@@ -223,30 +233,32 @@ class Drafting:
         A window never reaches the end of a page, so that the state is whole there, where it may become a
         checkpoint.
         """
-        drafts: list[tuple[Draw, list[int]]] = []
+        drafts: list[list[int]] = []
         chances: list[tuple[float, int]] = []
-        asked: list[tuple[Draw, int]] = []
+        of_guesses: list[tuple[float, int]] = []
         for draw in step.draws:
             chunk, sequence = step.chunks[draw.chunk], draw.sequence
             drafter = sequence.drafter = sequence.drafter or Drafter()
             n_left = sequence.request.params.max_tokens - sequence.n_generated - 1
             most = min(self.max_drafts, PAGE_SIZE - 2 - chunk.start % PAGE_SIZE, n_left)
             draft = self._propose(sequence, chunk, most) if most > 0 else []
-            chance = drafter.used.chance
-            chances += ((chance ** (j + 1), len(drafts)) for j in range(len(draft)))
-            drafts.append((draw, draft))
-            if self.has_head and n_left > 1 and drafter.used is drafter.of_head and not drafter.of_head.pause:
-                asked.append((draw, min(self.max_drafts, n_left - 1)))
-        n_taken = self._n_worth(len(step.chunks), sorted(chances, reverse=True)) if chances else {}
-        for i, (draw, draft) in enumerate(drafts):
-            chunk = step.chunks[draw.chunk]
-            chunk.drafts = draft[: n_taken.get(i, 0)]
+            chances += drafter.used.chances(len(drafts), len(draft))
+            if self.has_head and drafter.used is drafter.of_head and not drafter.of_head.pause:
+                of_guesses += drafter.of_head.chances(len(drafts), min(self.max_drafts, n_left - 1))
+            drafts.append(draft)
+        n_taken = self._n_worth(len(step.chunks), chances, are_drafts=True)
+        n_asked = self._n_worth(len(step.chunks), of_guesses, are_drafts=False)
+        wanted = {i for _, i in of_guesses}
+        for i, (draw, draft) in enumerate(zip(step.draws, drafts, strict=True)):
+            chunk, drafter = step.chunks[draw.chunk], draw.sequence.drafter
+            chunk.drafts = draft[: n_taken[i]]
             chunk.length += len(chunk.drafts)
             chunk.rules = chunk.rules[: 1 + len(chunk.drafts)]
+            draw.n_guesses = n_asked[i]
             if draft and not chunk.drafts:
-                draw.sequence.drafter.used.miss()
-        if asked:
-            self._ask(len(step.chunks), asked)
+                drafter.used.miss()
+            elif i in wanted and not draw.n_guesses:
+                drafter.of_head.miss()
 
     def _propose(self, sequence: Sequence, chunk: Chunk, most: int) -> list[int]:
         """A draft, as far as the sequence's guide allows it."""
@@ -262,39 +274,29 @@ class Drafting:
             drafter.used.n_seen += 1
         return allowed
 
-    def _n_worth(self, n: int, chances: list[tuple[float, int]]) -> dict[int, int]:
-        """The lengths of drafts: of the likeliest tokens as many as give the most tokens a second."""
-        tokens, best, n_best = float(n), 0.0, 0
-        for n_rows in range(min(len(chances), PAGE_SIZE) + 1):
-            tokens += chances[n_rows - 1][0] if n_rows else 0.0
-            seconds = self._step_s(n, n_rows)
-            if tokens / seconds > best:
-                best, n_best = tokens / seconds, n_rows
+    def _n_worth(self, n: int, chances: list[tuple[float, int]], are_drafts: bool) -> Counter[int]:
+        """Of the likeliest tokens as many as give the most tokens a second, by the sequence that they are of.
+
+        chances: of each token, and whose it is. are_drafts: they are there; else the head has to guess them
+        first.
+        """
+        chances.sort(reverse=True)
+        begin, each = self._line(n)
+        if not are_drafts:
+            known = self.guesses.line(n)
+            more = (0.0, HEAD * begin / n) if known is None else known
+            begin, each = begin + more[0], each + more[1]
+        tokens, best, n_best = float(n), n / begin, 0
+        for n_rows, (chance, _) in enumerate(chances[:PAGE_SIZE], 1):
+            tokens += chance
+            if tokens / (begin + each * n_rows) > best:
+                best, n_best = tokens / (begin + each * n_rows), n_rows
         return Counter(i for _, i in chances[:n_best])
 
-    def _ask(self, n: int, asked: list[tuple[Draw, int]]) -> None:
-        """Has the head guess for the next step: as many tokens for each as give the most tokens a second, of
-        the step and the head. Where that is none, they pause.
-        """
-        records = [draw.sequence.drafter.of_head for draw, _ in asked]
-        tokens, best, depth = float(n), n / self._step_s(n, 0), 0
-        for k in range(1, max(most for _, most in asked) + 1):
-            tokens += sum(record.chance**k for record in records)
-            seconds = self._step_s(n, min(PAGE_SIZE, k * len(asked))) + self._guess_s(n, k * len(asked))
-            if tokens / seconds > best:
-                best, depth = tokens / seconds, k
-        for (draw, most), record in zip(asked, records, strict=True):
-            draw.n_guesses = min(most, depth)
-            if not depth:
-                record.miss()
-
-    def _step_s(self, n: int, n_rows: int) -> float:
-        seconds = self.steps.seconds(n, n_rows)
-        return n + HOPE * n_rows if seconds is None else max(1e-9, seconds)
-
-    def _guess_s(self, n: int, n_tokens: int) -> float:
-        seconds = self.guesses.seconds(n, n_tokens)
-        return HEAD * self._step_s(n, 0) * n_tokens / n if seconds is None else seconds
+    def _line(self, n: int) -> tuple[float, float]:
+        """As of Times, of steps; in any unit where nothing is known."""
+        begin, each = self.steps.line(n) or (OWN * n, 1.0)
+        return max(1e-9, begin), each
 
     def count(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
         """Takes what became of a sequence's draft."""
@@ -309,7 +311,7 @@ class Drafting:
         n, n_guesses = len(step.chunks), sum(draw.n_guesses for draw in step.draws)
         n_rows = step.n_tokens - n
         self._n_plain = 0 if n_rows or n_guesses else self._n_plain + 1
-        if self._n_plain % N_TIMES < 2:  # of plain ones in a row some are enough
+        if self._n_plain % 8 < 2:  # of plain ones in a row some are enough
             self.steps.observe(n, n_rows, seconds - guess_s)
         if n_guesses:
             self.guesses.observe(n, n_guesses, guess_s)

@@ -61,19 +61,30 @@ def test_long_prompts_are_indexed_some_tokens_a_step() -> None:
 def test_a_record_follows_what_became_of_drafts() -> None:
     record = Record()
     assert record.chance == 0.75
-    for _ in range(20):
+    for _ in range(40):
         record.observe(4, 4)
     assert record.chance > 0.99
-    record.observe(4, 0)
-    assert 0.9 < record.chance < 0.97 and (record.n_misses, record.pause) == (1, 0)
-    pauses = []
-    for _ in range(9):
+    for _ in range(4):
+        record.observe(4, 0)  # a line of bad luck is no reason to pause
+    assert 0.85 < record.chance < 0.95 and (record.n_misses, record.pause) == (0, 0)
+    for _ in range(60):
         record.observe(1, 0)
+    assert record.chance < 0.1
+
+
+def test_a_draft_that_is_not_worth_its_rows_is_tried_again_less_and_less_often() -> None:
+    record, pauses = Record(1.0, 10.0), []
+    for _ in range(9):
+        record.miss()
         pauses.append(record.pause)
-    assert pauses[:4] == [4, 8, 16, 32] and pauses[-1] == MAX_PAUSE
-    assert record.n_right / record.n_seen < 0.5 and record.chance == 0.5  # a try
+        assert record.chance == 0.5  # a try
+    assert pauses[:4] == [2, 4, 8, 16] and pauses[-1] == MAX_PAUSE
     record.observe(1, 1)
-    assert (record.n_misses, record.pause) == (0, 0)
+    assert record.n_misses == 0 and record.chance < 0.25
+    record.miss()
+    assert record.pause == 2
+    record.observe(1, 0)  # the try was in vain
+    assert record.pause == 4
 
 
 def test_the_better_proposer_is_taken() -> None:
@@ -88,28 +99,39 @@ def test_the_better_proposer_is_taken() -> None:
     assert drafter.propose(tokens, 8) == [7, 8]
     assert drafter.propose(tokens, 1) == [7]
     for _ in range(3):
-        drafter.of_head.observe(2, 0)
+        drafter.of_head.miss()
     assert drafter.of_head.pause == 8
     for _ in range(8):
         assert drafter.propose(tokens, 8) == [4, 5, 6]
     for _ in range(2):
-        drafter.of_repeats.observe(3, 0)
+        drafter.of_repeats.miss()
     for _ in range(4):
         assert drafter.propose(tokens, 8)[:2] == [7, 8]
 
 
-def test_times_are_known_hoped_for_or_in_between() -> None:
-    times = Times()
-    assert times.seconds(1, 0) is None
-    times.observe(1, 0, 2.0)
-    assert times.seconds(1, 0) == 2.0 and times.seconds(1, 4) == 4.0 and times.seconds(1, 1) == 2.5
-    times.observe(1, 4, 8.0)
-    assert [times.seconds(1, n) for n in (1, 2, 4)] == [3.5, 5.0, 8.0]
-    for _ in range(5):
-        times.observe(1, 4, 3.0)  # one that was slow is forgotten
-    assert times.seconds(1, 4) == 3.0 and times.seconds(1, 8) == 4.5
-    times.observe(3, 2, 6.0)
-    assert times.seconds(3, 0) < times.seconds(3, 2) == 6.0
+def test_times_are_a_line_through_what_steps_took() -> None:
+    times = Times(4.0)
+    assert times.line(2) is None
+    times.observe(2, 0, 8.0)
+    assert times.line(2) == pytest.approx((8.0, 1.0))  # as is believed: a quarter a row
+    for n_tokens in (0, 2, 4, 8) * 20:
+        times.observe(2, n_tokens, 8.0 + 0.1 * n_tokens)
+    assert times.line(2) == pytest.approx((8.0, 0.1), rel=0.1)
+    times.observe(2, 4, 100.0)  # another program had the processor
+    assert times.line(2)[0] < 8.5
+    for n_tokens in (0, 2, 4, 8) * 40:
+        times.observe(2, n_tokens, 4.0 + n_tokens)  # what was is forgotten
+    assert times.line(2) == pytest.approx((4.0, 1.0), rel=0.03)
+    for n_tokens in (0, 8) * 40:
+        times.observe(2, n_tokens, 4.0 - 0.1 * n_tokens)
+    assert times.line(2)[1] == 0.0  # no row makes a step shorter
+
+
+def test_times_of_guesses_are_nothing_without_any() -> None:
+    times = Times(0.0)
+    times.observe(3, 6, 2.0)
+    assert times.line(3) == pytest.approx((0.0, 1 / 3))
+    assert times.line(4) is None
 
 
 def planned(good: Record, bad: Record, row_s: float, guess_s: float = 0.0, has_head: bool = True) -> Step:
@@ -125,7 +147,7 @@ def planned(good: Record, bad: Record, row_s: float, guess_s: float = 0.0, has_h
     drafting = Drafting(8, has_head=has_head, guides=None)
     for n in range(17):
         drafting.steps.observe(2, n, 1.0 + row_s * n)
-        drafting.guesses.observe(2, n, guess_s * n)
+        drafting.guesses.observe(2, 1 + n, guess_s * (1 + n))
     drafting.plan(step)
     assert [chunk.length for chunk in step.chunks] == [1 + len(chunk.drafts) for chunk in step.chunks]
     return step
@@ -180,7 +202,7 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
         head=random.Random(seed) if seed % 2 else None,
         gpu=seed % 3 == 0,
     )
-    monkeypatch.setattr(Drafting, "_step_s", lambda self, n, n_rows: 1.0)
+    monkeypatch.setattr(Drafting, "_line", lambda self, n: (1.0, 0.0))
     engine, truth, params_of = Engine(runner), dict[tuple[str, int], list[int]](), dict[str, SamplingParams]()
     waiting = []
     for i in range(8):
@@ -231,7 +253,7 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_request_that_waits_stops_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the rows of a prefill do."""
-    monkeypatch.setattr(Drafting, "_step_s", lambda self, n, n_rows: 1.0)
+    monkeypatch.setattr(Drafting, "_line", lambda self, n: (1.0, 0.0))
     engine = Engine(FakeRunner(max_num_seqs=1, max_drafts=8))
     for name in "ab":
         bias = {"max_tokens": 100, "seed": 1, "ignore_eos": True}
