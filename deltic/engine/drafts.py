@@ -132,6 +132,10 @@ class Record:
         """Of a token to be right, if those before are. The first one behind a pause is worth a try."""
         return max(self.n_right / self.n_seen, A_TRY if self.n_misses else 0.0)
 
+    def begun(self) -> Record:
+        """One of another sequence, for which no more is known than this."""
+        return Record(2.0 * self.n_right / self.n_seen, 2.0)
+
     def chances(self, whose: int, n: int) -> list[tuple[float, int]]:
         """Of the tokens of a draft to be right, with whose draft it is."""
         return [(self.chance ** (i + 1), whose) for i in range(n)]
@@ -163,6 +167,18 @@ class Drafter:
     of_grammar: Record = field(default_factory=lambda: Record(19.0, 20.0))
     used: Record = field(default_factory=Record)
     """Of these, whose the next draft is; the head's where there is none."""
+
+    def begun(self) -> Drafter:
+        """One of another sequence."""
+        return Drafter(of_repeats=self.of_repeats.begun(), of_head=self.of_head.begun())
+
+    def observe(self, n_drafted: int, n_accepted: int, known: Drafter) -> None:
+        """What became of a draft. known: with the records of all sequences, which learn it, too."""
+        self.used.observe(n_drafted, n_accepted)
+        if self.used is self.of_repeats:
+            known.of_repeats.observe(n_drafted, n_accepted)
+        elif self.used is self.of_head:
+            known.of_head.observe(n_drafted, n_accepted)
 
     def propose(self, tokens: Ids[int], most: int, forced: Ids[int] = ()) -> list[int]:
         """A draft of up to `most` tokens: that of which more are expected to be right.
@@ -223,6 +239,8 @@ class Drafting:
         self.max_drafts, self.has_head, self.guides = max_drafts, has_head, guides
         self.steps, self.guesses = Times(OWN), Times(0.0)
         """Of steps, by the rows of their drafts, without what the head takes; and of that."""
+        self.known = Drafter()
+        """With the records of all sequences."""
         self.drafted, self.accepted = Counter[str](), Counter[str]()
         """As of Stats."""
         self._n_plain = 0
@@ -238,7 +256,7 @@ class Drafting:
         of_guesses: list[tuple[float, int]] = []
         for draw in step.draws:
             chunk, sequence = step.chunks[draw.chunk], draw.sequence
-            drafter = sequence.drafter = sequence.drafter or Drafter()
+            drafter = sequence.drafter = sequence.drafter or self.known.begun()
             n_left = sequence.request.params.max_tokens - sequence.n_generated - 1
             most = min(self.max_drafts, PAGE_SIZE - 2 - chunk.start % PAGE_SIZE, n_left)
             draft = self._propose(sequence, chunk, most) if most > 0 else []
@@ -302,7 +320,7 @@ class Drafting:
         """Takes what became of a sequence's draft."""
         self.drafted.update(str(1 + i) for i in range(n_drafted))
         self.accepted.update(str(1 + i) for i in range(n_accepted))
-        sequence.drafter.used.observe(n_drafted, n_accepted)
+        sequence.drafter.observe(n_drafted, n_accepted, self.known)
 
     def observe(self, step: Step, seconds: float, guess_s: float) -> None:
         """Learns what a step took, if it was one of decodes, and what of that the head did."""

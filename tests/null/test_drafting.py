@@ -109,6 +109,20 @@ def test_the_better_proposer_is_taken() -> None:
         assert drafter.propose(tokens, 8)[:2] == [7, 8]
 
 
+def test_a_sequence_begins_with_what_is_known_of_others() -> None:
+    known = Drafter()
+    one = known.begun()
+    for _ in range(30):
+        one.propose([1, 2], 4)  # nothing: the head's turn
+        one.observe(4, 0, known)
+    assert one.of_repeats.chance == known.of_repeats.chance == 0.75
+    one.of_head.miss()
+    another = known.begun()
+    assert another.of_head.chance == known.of_head.chance < 0.1 and not another.of_head.pause
+    another.observe(4, 4, known)
+    assert another.of_head.chance > 0.6, "what is its own counts more"
+
+
 def test_times_are_a_line_through_what_steps_took() -> None:
     times = Times(4.0)
     assert times.line(2) is None
