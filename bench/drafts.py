@@ -159,6 +159,7 @@ def main() -> None:
     flags.add_argument("--out", type=Path, metavar="DIR", help="keep the result in this directory, as JSON")
     given = flags.parse_args()
     given.n = [int(n) for n in given.n.split(",")]
+    made_by = {"date": now().isoformat(), "shape": given.dummy, "machine": machine(), "code": code()}
     rows = []
     for quantize in given.quantize.split(","):
         runners = {"plain": build(given, quantize, 0), "drafts": build(given, quantize, given.max_drafts)}
@@ -170,15 +171,8 @@ def main() -> None:
             print(json.dumps(rows[-1]), flush=True)
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
-        head = {
-            "bench": "drafts",
-            "date": now().isoformat(),
-            "shape": given.dummy,
-            "machine": machine(),
-            "code": code(),
-        }
-        rest = {"max_drafts": given.max_drafts, "rows": rows}
-        (given.out / f"drafts-{given.dummy}.json").write_text(json.dumps(head | rest, indent=1) + "\n")
+        found = {"bench": "drafts", **made_by, "max_drafts": given.max_drafts, "rows": rows}
+        (given.out / f"drafts-{given.dummy}.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -613,6 +613,31 @@ def stalls(runs: Runs) -> str:
     return "\n\n".join((grid(header, rows), source(found[-1:], again)))
 
 
+def drafts(runs: Runs) -> str:
+    """How many times as fast steps with drafts are, and the tokens that they give."""
+    again = "python -m bench.drafts --n 1,4,16 --accept 0,0.8,0.9 --tokens 120"
+    found = runs.newest("drafts-*.json", where=lambda data: "what" in data["rows"][0])
+    if not found:
+        return missing(again)
+    data = found[-1].data
+    cells: dict[tuple[str, str], dict[int, str]] = {}
+    for row in data["rows"]:
+        ratios = [plain / drafted for plain, drafted in zip(row["plain_ms"], row["drafts_ms"], strict=True)]
+        told = f"{ranged(ratios)}, {row['tokens_a_step']:.2f}"
+        cells.setdefault((row["what"], row["quantize"]), {})[row["n"]] = told
+    sizes = sorted({row["n"] for row in data["rows"]})
+    names = {what: what.replace("accept ", "guesses right: ") for what, _ in cells}
+    rows = [[names[what], quantize, *(by_n.get(n, "–") for n in sizes)] for (what, quantize), by_n in sorted(cells.items())]
+    text = (
+        f"{data['shape']}, random weights; times as fast as without drafts, medians of {len(data['rows'][0]['plain_ms'])} rounds in which "
+        "both took turns, and tokens a step. What is drawn is planted: each guess of the draft head is right with the probability given, if "
+        "those before are, or the answer edits a file that the prompt holds and no head guesses. Steps and guesses are real, and the engine "
+        "chooses how many tokens it guesses."
+    )
+    header = ["", "weights", *(f"N = {n}" for n in sizes)]
+    return "\n\n".join((grid(header, rows), text, source(found[-1:], again)))
+
+
 TABLES: dict[str, Callable[[Runs], str]] = {
     "headline": headline,
     "peers-claim": peers_claim,
@@ -632,6 +657,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "formats-again": quality_tables.formats_again,
     "serve": serve,
     "served": served,
+    "drafts": drafts,
     "host": host,
     "speech": speech,
     "start": start,

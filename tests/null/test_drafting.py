@@ -119,6 +119,7 @@ def test_a_sequence_begins_with_what_is_known_of_others() -> None:
     one.of_head.miss()
     another = known.begun()
     assert another.of_head.chance == known.of_head.chance < 0.1 and not another.of_head.pause
+    another.propose([1, 2], 4)
     another.observe(4, 4, known)
     assert another.of_head.chance > 0.6, "what is its own counts more"
 
