@@ -42,6 +42,8 @@ class Planted:
     """By the request's id."""
     accept: float
     """The probability of a guess to be right, if those before are."""
+    head: Any = None
+    """The draft head, if it guesses."""
 
     def __post_init__(self) -> None:
         self.rng = random.Random(0)
@@ -50,6 +52,7 @@ class Planted:
         return getattr(self.runner, name)
 
     def step(self, step: Step) -> StepResult:
+        self.runner.draft_head = self.head
         result: StepResult = self.runner.step(step)
         for i, draw in enumerate(step.draws):
             answer, drafts = self.answers[draw.sequence.request.id], step.chunks[draw.chunk].drafts
@@ -111,10 +114,14 @@ def decode(engine: Engine, case: Case) -> tuple[float, float]:
     return 1000 * (time.perf_counter() - begin) / n, n / n_steps
 
 
-def measure(runners: dict[str, Any], case: Case, rounds: int) -> dict[str, Any]:
-    ms: dict[str, list[float]] = {name: [] for name in runners}
+def measure(runner: Any, case: Case, max_drafts: int, rounds: int) -> dict[str, Any]:
+    ms: dict[str, list[float]] = {"plain": [], "drafts": []}
     tokens: list[float] = []
-    engines = {name: Engine(Planted(runner, case.answers, case.accept)) for name, runner in runners.items()}
+    engines = {}
+    for name in ms:  # the same memory, so that its place makes no difference
+        head = runner.own_head if name == "drafts" and case.has_head else None
+        runner.info.max_drafts, runner.info.has_draft_head = max_drafts * (name == "drafts"), head is not None
+        engines[name] = Engine(Planted(runner, case.answers, case.accept, head))
     for i in range(1 + rounds):
         for name, engine in engines.items():
             one, a_step = decode(engine, case)
@@ -132,7 +139,7 @@ def measure(runners: dict[str, Any], case: Case, rounds: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def build(given: argparse.Namespace, quantize: str, max_drafts: int) -> Any:
+def build(given: argparse.Namespace, quantize: str) -> Any:
     n = max(given.n)
     config = EngineConfig(
         dummy=given.dummy,
@@ -140,10 +147,12 @@ def build(given: argparse.Namespace, quantize: str, max_drafts: int) -> Any:
         max_num_seqs=n,
         max_model_len=8192,
         n_pages=128 * n,
-        max_drafts=max_drafts,
+        max_drafts=given.max_drafts,
         prefix_cache=False,
     )
-    return build_runner(config, lambda stage, done: None, Cpu())
+    runner: Any = build_runner(config, lambda stage, done: None, Cpu())
+    runner.own_head = runner.draft_head
+    return runner
 
 
 def main() -> None:
@@ -162,12 +171,9 @@ def main() -> None:
     made_by = {"date": now().isoformat(), "shape": given.dummy, "machine": machine(), "code": code()}
     rows = []
     for quantize in given.quantize.split(","):
-        runners = {"plain": build(given, quantize, 0), "drafts": build(given, quantize, given.max_drafts)}
-        drafting = runners["drafts"]
-        head = drafting.draft_head
+        runner = build(given, quantize)
         for case in cases(given):
-            drafting.draft_head, drafting.info.has_draft_head = head if case.has_head else None, case.has_head
-            rows.append({"quantize": quantize} | measure(runners, case, given.rounds))
+            rows.append({"quantize": quantize} | measure(runner, case, given.max_drafts, given.rounds))
             print(json.dumps(rows[-1]), flush=True)
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)

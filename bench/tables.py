@@ -627,7 +627,9 @@ def drafts(runs: Runs) -> str:
         cells.setdefault((row["what"], row["quantize"]), {})[row["n"]] = told
     sizes = sorted({row["n"] for row in data["rows"]})
     names = {what: what.replace("accept ", "guesses right: ") for what, _ in cells}
-    rows = [[names[what], quantize, *(by_n.get(n, "–") for n in sizes)] for (what, quantize), by_n in sorted(cells.items())]
+    rows = [
+        [names[what], quantize, *(by_n.get(n, "–") for n in sizes)] for (what, quantize), by_n in sorted(cells.items())
+    ]
     text = (
         f"{data['shape']}, random weights; times as fast as without drafts, medians of {len(data['rows'][0]['plain_ms'])} rounds in which "
         "both took turns, and tokens a step. What is drawn is planted: each guess of the draft head is right with the probability given, if "
