@@ -86,12 +86,12 @@ def cases(given: argparse.Namespace) -> list[Case]:
             prompts = {str(i): rng.choices(range(1000), k=N_PROMPT) for i in range(n)}
             answers = {str(i): rng.choices(range(1000), k=given.tokens) for i in range(n)}
             found.append(Case(prompts, answers, accept, f"accept {accept:g}", has_head=True))
-        for trace in given.trace.split(",") if given.trace else ():
+        for trace in given.trace.split(",") if given.trace and n == given.n[0] else ():  # prompts are long
             tokenizer = Tokenizer.load(DEMO)
             texts = ((TRACES / f"{trace}-{part}.txt").read_text() for part in ("prompt", "answer"))
             prompt, answer = (tokenizer.encode(text) for text in texts)
             names = [str(i) for i in range(n)]
-            prompts, answers = dict.fromkeys(names, prompt), dict.fromkeys(names, answer)
+            prompts, answers = dict.fromkeys(names, prompt), dict.fromkeys(names, answer[: given.trace_tokens])
             found.append(Case(prompts, answers, 0.0, f"trace {trace}", has_head=False))
     return found
 
@@ -161,8 +161,9 @@ def main() -> None:
     flags.add_argument("--quantize", default="bf16,int8,int4", metavar="Q,Q,...")
     flags.add_argument("--n", default="1,4", metavar="N,N,...")
     flags.add_argument("--accept", default="0,0.6,0.8,0.9", metavar="P,P,...", help="that a guess of the head is right")
-    flags.add_argument("--trace", default="edit", metavar="NAME,...", help="of bench/traces")
+    flags.add_argument("--trace", default="edit", metavar="NAME,...", help="of bench/traces, with the first N")
     flags.add_argument("--tokens", type=int, default=200)
+    flags.add_argument("--trace-tokens", type=int, default=600, help="of a trace's answer, from its beginning")
     flags.add_argument("--rounds", type=int, default=3)
     flags.add_argument("--max-drafts", type=int, default=8)
     flags.add_argument("--out", type=Path, metavar="DIR", help="keep the result in this directory, as JSON")
