@@ -63,7 +63,9 @@ async def drafted(endpoint: Endpoint) -> Counter[str]:
 
 async def run(given: argparse.Namespace) -> list[dict[str, Any]]:
     model = [given.model] if given.model else []
-    servers = [LocalServer([*model, *given.serve_args.split(), *more]) for more in (["--max-drafts", "0"], [])]
+    servers = [
+        LocalServer([*model, *given.serve_args.split(), "--max-drafts", str(most)]) for most in (0, given.max_drafts)
+    ]
     try:
         plain, drafting = [await server.wait_ready() for server in servers]
         name, rows = await model_name(plain), []
@@ -106,15 +108,16 @@ def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     flags.add_argument("model", nargs="?", help="what to serve (default: the built-in model)")
     flags.add_argument("--requests", type=int, default=24, help="of each kind and temperature")
+    flags.add_argument("--max-drafts", type=int, default=8, metavar="TOKENS", help="of the server with drafts")
     flags.add_argument("--serve-args", default="", help="more flags for deltic serve, in one string")
     flags.add_argument("--out", type=Path, metavar="DIR", help="keep the result in this directory, as JSON")
     given = flags.parse_args()
+    made_by = {"date": now().isoformat(), "model": given.model or "built-in", "machine": machine(), "code": code()}
     rows = asyncio.run(run(given))
     if given.out:
         given.out.mkdir(parents=True, exist_ok=True)
-        head = {"bench": "drafts served", "date": now().isoformat(), "model": given.model or "built-in"}
-        head |= {"machine": machine(), "code": code()}
-        (given.out / "drafts-served.json").write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
+        found = {"bench": "drafts served", **made_by, "max_drafts": given.max_drafts, "rows": rows}
+        (given.out / "drafts-served.json").write_text(json.dumps(found, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -616,7 +616,7 @@ def stalls(runs: Runs) -> str:
 def drafts(runs: Runs) -> str:
     """How many times as fast steps with drafts are, and the tokens that they give."""
     again = "python -m bench.drafts --n 1,4,16 --accept 0,0.8,0.9 --tokens 120 --trace-tokens 300"
-    found = runs.newest("drafts-*.json", where=lambda data: "what" in data["rows"][0])
+    found = runs.newest("drafts-qwen*.json", where=lambda data: "what" in data["rows"][0])
     if not found:
         return missing(again)
     data = found[-1].data
@@ -640,6 +640,28 @@ def drafts(runs: Runs) -> str:
     return "\n\n".join((grid(header, rows), text, source(found[-1:], again)))
 
 
+def drafts_served(runs: Runs) -> str:
+    """How often a model's own head is right, and what that brings over HTTP."""
+    again = "python -m bench.drafts_served"
+    found = runs.newest("drafts-served.json")
+    if not found:
+        return missing(again)
+    data = found[-1].data
+    places = [str(place) for place in range(1, 5)]
+    rows = []
+    for row in data["rows"]:
+        right = [percent(row["right"][place]) if place in row["right"] else "–" for place in places]
+        times = spread({"min": row["least"], "max": row["most"], "median": row["times"]})
+        rows.append([row["what"], f"{row['temperature']:g}", str(row["answers"]), *right, times])
+    text = (
+        f"{data['model']} model, drafts of up to {data['max_drafts']} tokens, the same answers from a server without: of guesses for the "
+        "first place of a draft, and the next ones, how many were right, if those before were run; and how many times as fast answers "
+        "were decoded, by answer."
+    )
+    header = ["", "temperature", "answers", *(f"place {place}" for place in places), "times as fast"]
+    return "\n\n".join((grid(header, rows), text, source(found[-1:], again)))
+
+
 TABLES: dict[str, Callable[[Runs], str]] = {
     "headline": headline,
     "peers-claim": peers_claim,
@@ -660,6 +682,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "serve": serve,
     "served": served,
     "drafts": drafts,
+    "drafts-served": drafts_served,
     "host": host,
     "speech": speech,
     "start": start,
