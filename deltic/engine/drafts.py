@@ -261,8 +261,10 @@ class Drafting:
             most = min(self.max_drafts, PAGE_SIZE - 2 - chunk.start % PAGE_SIZE, n_left)
             draft = self._propose(sequence, chunk, most) if most > 0 else []
             chances += drafter.used.chances(len(drafts), len(draft))
-            if self.has_head and drafter.used is drafter.of_head and not drafter.of_head.pause:
-                of_guesses += drafter.of_head.chances(len(drafts), min(self.max_drafts, n_left - 1))
+            head = drafter.of_head
+            is_tried = head.n_misses and draft  # what comes of it is to be seen first
+            if self.has_head and drafter.used is head and not head.pause and not is_tried:
+                of_guesses += head.chances(len(drafts), min(self.max_drafts, n_left - 1))
             drafts.append(draft)
         n_taken = self._n_worth(len(step.chunks), chances, are_drafts=True)
         n_asked = self._n_worth(len(step.chunks), of_guesses, are_drafts=False)

@@ -190,6 +190,11 @@ def test_guesses_that_are_not_worth_their_time_are_not_made() -> None:
     assert asked(0.9, 0.1, 0.1) == [4, 4]
     assert asked(0.5, 0.02, 0.02) == [3, 3]
     assert asked(0.9, 0.02, 0.5) == asked(0.9, 0.5, 0.0) == asked(0.1, 0.05, 0.05) == [0, 0]
+    tried = Record(1.0, 10.0, n_misses=2)
+    step = planned(Record(9.0, 10.0), tried, 0.02, 0.02)
+    assert [draw.n_guesses for draw in step.draws] == [8, 0] and step.chunks[1].drafts, (
+        "first it is seen what comes of it"
+    )
     step = planned(Record(9.0, 10.0), Record(9.0, 10.0), 0.02, has_head=False)
     assert [draw.n_guesses for draw in step.draws] == [0, 0]
 
