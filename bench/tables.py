@@ -615,7 +615,7 @@ def stalls(runs: Runs) -> str:
 
 def drafts(runs: Runs) -> str:
     """How many times as fast steps with drafts are, and the tokens that they give."""
-    again = "python -m bench.drafts --n 1,4,16 --accept 0,0.8,0.9 --tokens 120 --trace-tokens 300"
+    again = "python -m bench.drafts --n 1,4,16 --accept 0,0.8 --tokens 120 --trace-tokens 200 --rounds 4"
     found = runs.newest("drafts-qwen*.json", where=lambda data: "what" in data["rows"][0])
     if not found:
         return missing(again)
