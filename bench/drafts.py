@@ -97,21 +97,25 @@ def cases(given: argparse.Namespace) -> list[Case]:
 
 
 def decode(engine: Engine, case: Case) -> tuple[float, float]:
-    """Milliseconds a token of each sequence, once all of them decode; and tokens a step."""
+    """Milliseconds a token of each sequence, and tokens of each a step, while all of them decode."""
     for name, prompt in case.prompts.items():
         params = SamplingParams(max_tokens=len(case.answers[name]), temperature=1.0, seed=1, ignore_eos=True)
         engine.add(Request(id=name, prompt_ids=prompt, params=params))
-    n_drawn, begin, n_steps = dict.fromkeys(case.prompts, 0), 0.0, 0
-    first = 0
-    while engine.has_work():
+    n_drawn, n_first, n_steps, begin = dict.fromkeys(case.prompts, 0), 0, 0, 0.0
+    is_over = False
+    while not is_over:
         for output in engine.step():
             assert output.error is None, output.error
             n_drawn[output.id] += len(output.token_ids)
-        n_steps += begin > 0
-        if not begin and all(n_drawn.values()):
-            begin, first = time.perf_counter(), sum(n_drawn.values())
-    n = (sum(n_drawn.values()) - first) / len(n_drawn)
-    return 1000 * (time.perf_counter() - begin) / n, n / n_steps
+            is_over |= output.finish_reason is not None
+        if begin:
+            n_steps += 1
+        elif all(n_drawn.values()):
+            begin, n_first = time.perf_counter(), sum(n_drawn.values())
+    seconds, n = time.perf_counter() - begin, (sum(n_drawn.values()) - n_first) / len(n_drawn)
+    for name in n_drawn:
+        engine.abort(name)
+    return 1000 * seconds / n, n / n_steps
 
 
 def measure(runner: Any, case: Case, max_drafts: int, rounds: int) -> dict[str, Any]:

@@ -73,7 +73,7 @@ class Schedule:
     def run(self, runner: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Answers, Engine]:
         self.draw = random.Random(self.seed)
         monkeypatch.setattr(Drafter, "propose", self.propose)
-        monkeypatch.setattr(Drafting, "_line", lambda self, n: (1.0, 0.0))  # every row is worth it
+        monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)  # every row is worth it
         engine, waiting, answers = Engine(runner), requests(self.seed, self.sizes), dict[Any, Any]()
         n_steps = 0
         while waiting or engine.has_work():

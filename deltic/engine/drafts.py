@@ -46,7 +46,7 @@ N_AT_ONCE = 512
 MAX_PAUSE = 128
 """Steps for which a proposer pauses, at most."""
 
-KEPT = 0.9
+KEPT = 0.93
 """What a record keeps of what it knew, with each draft."""
 
 A_TRY = 0.5
@@ -59,6 +59,9 @@ BELIEF = 0.1
 """How much what is believed of times weighs beside what is known: one step that ran this many tokens more, or
 fewer, than others, squared.
 """
+
+SURE = 2.0
+"""How much one time counts beside the line, of what is expected of as many tokens."""
 
 MOST_LATE = 2.0
 """By how much a time may be longer than expected; what is above says nothing of the work."""
@@ -137,8 +140,8 @@ class Record:
         return Record(2.0 * self.n_right / self.n_seen, 2.0)
 
     def chances(self, whose: int, n: int) -> list[tuple[float, int]]:
-        """Of the tokens of a draft to be right, with whose draft it is."""
-        return [(self.chance ** (i + 1), whose) for i in range(n)]
+        """Of the tokens of a draft to be right, with whose draft it is. A try is one token."""
+        return [(self.chance ** (i + 1), whose) for i in range(min(n, 1) if self.n_misses else n)]
 
     def observe(self, n_drafted: int, n_accepted: int) -> None:
         """What became of a draft."""
@@ -200,34 +203,58 @@ class Drafter:
         return found
 
 
+@dataclass(slots=True, eq=False)
+class _Known:
+    """Of a number of sequences n."""
+
+    sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+    """Of 1, x, y, x^2 and x y, where x is the number of tokens over n, and y what that took."""
+    n_seen: int = 0
+    just: dict[int, tuple[float, float, int]] = field(default_factory=dict)
+    """By number of tokens: what is kept of as many ones, their mean, and n_seen with the last of them."""
+
+
 class Times:
-    """What something takes, by the number of sequences: a line over the number of tokens that are guessed for
-    them in all, through what it took, the latest most.
+    """What something takes, by the number of sequences and that of the tokens guessed for them: what it took
+    with just so many, the latest most, as far as that is known; else a line through all of it.
     """
 
     def __init__(self, own: float) -> None:
         """own: what a sequence is believed to cost beside a token, until that is known."""
         self._own = own
-        self._sums: dict[int, tuple[float, ...]] = {}
-        """By the number of sequences n: of 1, x, y, x^2 and x y, where x is the number of tokens over n."""
+        self._known: dict[int, _Known] = {}
 
     def observe(self, n: int, n_tokens: int, seconds: float) -> None:
         """n sequences with so many tokens took so long."""
+        known = self._known.setdefault(n, _Known())
+        if known.n_seen:
+            begin, each = self._line(known, n)  # beyond that another program had the processor
+            seconds = min(seconds, MOST_LATE * (begin + each * n_tokens))
         x, y = n_tokens / n, seconds
-        if (line := self.line(n)) is not None:
-            y = min(y, MOST_LATE * (line[0] + line[1] * n_tokens))  # another program had the processor
-        sums = self._sums.get(n, (0.0,) * 5)
-        self._sums[n] = tuple(KEPT_TIMES * old + new for old, new in zip(sums, (1.0, x, y, x * x, x * y), strict=True))
+        known.sums = [KEPT_TIMES * old + new for old, new in zip(known.sums, (1.0, x, y, x * x, x * y), strict=True)]
+        known.n_seen += 1
+        weight, mean, seen = known.just.get(n_tokens, (0.0, 0.0, 0))
+        weight = weight * KEPT_TIMES ** (known.n_seen - seen)
+        known.just[n_tokens] = weight + 1.0, (weight * mean + y) / (weight + 1.0), known.n_seen
 
-    def line(self, n: int) -> tuple[float, float] | None:
-        """Of so many sequences, the seconds without a token, and those of each. None: nothing is known."""
-        if n not in self._sums:
-            return None
-        total, *sums = self._sums[n]
+    def seconds(self, n: int, most: int) -> list[float]:
+        """With 0 to `most` tokens. Empty: nothing is known of so many sequences."""
+        if (known := self._known.get(n)) is None:
+            return []
+        begin, each = self._line(known, n)
+        found = [begin + each * i for i in range(most + 1)]
+        for n_tokens, (weight, mean, seen) in known.just.items():
+            if n_tokens <= most:
+                sure = SURE * weight * KEPT_TIMES ** (known.n_seen - seen)
+                found[n_tokens] = (found[n_tokens] + sure * mean) / (1.0 + sure)
+        return found
+
+    def _line(self, known: _Known, n: int) -> tuple[float, float]:
+        """Seconds without a token, and those of each."""
+        total, *sums = known.sums
         x, y, xx, xy = (each / total for each in sums)
         believed = y / (self._own + x) if self._own + x else 0.0
-        weight = BELIEF / total
-        slope = max(0.0, (xy - x * y + weight * believed) / (xx - x * x + weight))
+        slope = max(0.0, (xy - x * y + BELIEF / total * believed) / (xx - x * x + BELIEF / total))
         return max(0.0, y - slope * x), slope / n
 
 
@@ -238,7 +265,7 @@ class Drafting:
         """max_drafts: tokens of a draft. has_head: whether the runner has a draft head."""
         self.max_drafts, self.has_head, self.guides = max_drafts, has_head, guides
         self.steps, self.guesses = Times(OWN), Times(0.0)
-        """Of steps, by the rows of their drafts, without what the head takes; and of that."""
+        """Of steps, by the rows of their drafts; and of the head, whose time is not in them, by its depth."""
         self.known = Drafter()
         """With the records of all sequences."""
         self.drafted, self.accepted = Counter[str](), Counter[str]()
@@ -253,7 +280,7 @@ class Drafting:
         """
         drafts: list[list[int]] = []
         chances: list[tuple[float, int]] = []
-        of_guesses: list[tuple[float, int]] = []
+        asked: list[tuple[int, Record, int]] = []
         for draw in step.draws:
             chunk, sequence = step.chunks[draw.chunk], draw.sequence
             drafter = sequence.drafter = sequence.drafter or self.known.begun()
@@ -264,21 +291,25 @@ class Drafting:
             head = drafter.of_head
             is_tried = head.n_misses and draft  # what comes of it is to be seen first
             if self.has_head and drafter.used is head and not head.pause and not is_tried:
-                of_guesses += head.chances(len(drafts), min(self.max_drafts, n_left - 1))
+                asked.append((len(drafts), head, min(self.max_drafts, n_left - 1)))
             drafts.append(draft)
-        n_taken = self._n_worth(len(step.chunks), chances, are_drafts=True)
-        n_asked = self._n_worth(len(step.chunks), of_guesses, are_drafts=False)
-        wanted = {i for _, i in of_guesses}
+        if not chances and not asked:
+            return
+        n, seconds = len(step.chunks), self._step_s(len(step.chunks))
+        chances.sort(reverse=True)
+        n_taken = Counter(i for _, i in chances[: self._n_worth(chances, seconds, n)[1]])
+        n_guesses = self._n_asked(asked, seconds, n) if asked else Counter[int]()
         for i, (draw, draft) in enumerate(zip(step.draws, drafts, strict=True)):
-            chunk, drafter = step.chunks[draw.chunk], draw.sequence.drafter
+            chunk = step.chunks[draw.chunk]
             chunk.drafts = draft[: n_taken[i]]
             chunk.length += len(chunk.drafts)
             chunk.rules = chunk.rules[: 1 + len(chunk.drafts)]
-            draw.n_guesses = n_asked[i]
+            draw.n_guesses = n_guesses[i]
             if draft and not chunk.drafts:
-                drafter.used.miss()
-            elif i in wanted and not draw.n_guesses:
-                drafter.of_head.miss()
+                draw.sequence.drafter.used.miss()
+        for i, head, _ in asked:
+            if not n_guesses[i] and not head.pause:
+                head.miss()
 
     def _propose(self, sequence: Sequence, chunk: Chunk, most: int) -> list[int]:
         """A draft, as far as the sequence's guide allows it."""
@@ -294,29 +325,40 @@ class Drafting:
             drafter.used.n_seen += 1
         return allowed
 
-    def _n_worth(self, n: int, chances: list[tuple[float, int]], are_drafts: bool) -> Counter[int]:
-        """Of the likeliest tokens as many as give the most tokens a second, by the sequence that they are of.
+    def _n_worth(self, chances: list[tuple[float, int]], seconds: list[float], n: int) -> tuple[float, int]:
+        """How many tokens a second there are at most, and with how many of the likeliest.
 
-        chances: of each token, and whose it is. are_drafts: they are there; else the head has to guess them
-        first.
+        chances: of each token, and whose it is, the likeliest first. seconds: of a step with so many of them.
         """
-        chances.sort(reverse=True)
-        begin, each = self._line(n)
-        if not are_drafts:
-            known = self.guesses.line(n)
-            more = (0.0, HEAD * begin / n) if known is None else known
-            begin, each = begin + more[0], each + more[1]
-        tokens, best, n_best = float(n), n / begin, 0
-        for n_rows, (chance, _) in enumerate(chances[:PAGE_SIZE], 1):
+        tokens, best, n_best = float(n), n / seconds[0], 0
+        for n_rows, (chance, _) in enumerate(chances[: len(seconds) - 1], 1):
             tokens += chance
-            if tokens / (begin + each * n_rows) > best:
-                best, n_best = tokens / (begin + each * n_rows), n_rows
-        return Counter(i for _, i in chances[:n_best])
+            if tokens > best * seconds[n_rows]:
+                best, n_best = tokens / seconds[n_rows], n_rows
+        return best, n_best
 
-    def _line(self, n: int) -> tuple[float, float]:
-        """As of Times, of steps; in any unit where nothing is known."""
-        begin, each = self.steps.line(n) or (OWN * n, 1.0)
-        return max(1e-9, begin), each
+    def _n_asked(self, asked: list[tuple[int, Record, int]], seconds: list[float], n: int) -> Counter[int]:
+        """How many tokens the head guesses for the next step, by sequence: so deep that they give the most
+        tokens a second, of the step and the head, which takes as long for one sequence as for some.
+
+        asked: sequences, their records, and how many tokens they may have.
+        """
+        deepest = max(most for _, _, most in asked)
+        guess_s = self.guesses.seconds(n, deepest) or [HEAD * seconds[0] * k for k in range(deepest + 1)]
+        each = [record.chances(i, most) for i, record, most in asked]
+        best, likeliest = n / seconds[0], list[tuple[float, int]]()
+        for k in range(1, deepest + 1):
+            chances = sorted((one for of in each for one in of[:k]), reverse=True)
+            found, n_rows = self._n_worth(chances, [s + guess_s[k] for s in seconds], n)
+            if found <= best:
+                break  # deeper is not better, either
+            best, likeliest = found, chances[:n_rows]
+        return Counter(i for _, i in likeliest)
+
+    def _step_s(self, n: int) -> list[float]:
+        """What steps take, by the number of rows that are drafts; in any unit where nothing is known."""
+        most = min(self.max_drafts * n, PAGE_SIZE)
+        return self.steps.seconds(n, most) or [OWN * n + i for i in range(most + 1)]
 
     def count(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
         """Takes what became of a sequence's draft."""
@@ -328,10 +370,10 @@ class Drafting:
         """Learns what a step took, if it was one of decodes, and what of that the head did."""
         if not step.chunks[-1].is_decode:
             return
-        n, n_guesses = len(step.chunks), sum(draw.n_guesses for draw in step.draws)
+        n, deepest = len(step.chunks), max((draw.n_guesses for draw in step.draws), default=0)
         n_rows = step.n_tokens - n
-        self._n_plain = 0 if n_rows or n_guesses else self._n_plain + 1
+        self._n_plain = 0 if n_rows or deepest else self._n_plain + 1
         if self._n_plain % 8 < 2:  # of plain ones in a row some are enough
             self.steps.observe(n, n_rows, seconds - guess_s)
-        if n_guesses:
-            self.guesses.observe(n, n_guesses, guess_s)
+        if deepest:
+            self.guesses.observe(n, deepest, guess_s)

@@ -145,7 +145,7 @@ def test_a_slow_mask_delays_nobody_else(llm: LLM, monkeypatch: pytest.MonkeyPatc
 
 def test_drafts_follow_the_grammar_and_change_no_bit(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """What a grammar leaves as the only text is a draft; thoughts, closings and bad words as without drafts."""
-    monkeypatch.setattr(Drafting, "_line", lambda self, n: (1.0, 0.0))
+    monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)
     drafting = LLM(threads=2, max_num_seqs=16, max_drafts=8)
     bad = Constraint(bad_ids=(tuple(llm.tokenizer.encode("Once")), tuple(llm.tokenizer.encode(" upon a"))))
     given = [

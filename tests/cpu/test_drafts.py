@@ -139,7 +139,7 @@ class Drawn:
 
 def test_text_that_repeats_takes_fewer_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """By the proposer itself; a bias makes the tiny model repeat itself."""
-    monkeypatch.setattr(Drafting, "_line", lambda self, n: (1.0, 0.0))
+    monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)
     params = SamplingParams(max_tokens=120, temperature=0.0, ignore_eos=True, logprobs=2, logit_bias={5: 9.0})
     request = Request(id="a", prompt_ids=list(range(40)), params=params)
     plain, found = (Drawn(build(max_drafts=most, max_num_seqs=1), [request]) for most in (0, 8))
@@ -162,8 +162,8 @@ def test_a_draft_head_changes_no_bit(kind: str, monkeypatch: pytest.MonkeyPatch)
         for request in requests(5)
     ]
     plain = Drawn(build(path=path, max_drafts=0), given)
-    for line in (lambda self, n: (1.0, 0.0), Drafting._line):
-        monkeypatch.setattr(Drafting, "_line", line)
+    for seconds in (lambda self, n: [1.0] * 65, Drafting._step_s):
+        monkeypatch.setattr(Drafting, "_step_s", seconds)
         found = Drawn(build(path=path), given)
         assert found.answers == plain.answers
     assert found.stats.n_drafted > 0

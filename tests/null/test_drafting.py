@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from array import array
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from deltic.engine.drafts import LEAST, MAX_PAUSE, N_AT_ONCE, N_INDEXED, Drafter, Drafting, Record, Repeats, Times
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
-from deltic.engine.step import Step, mixed_seed
+from deltic.engine.step import Chunk, Draw, Sequence, Step, mixed_seed
 from tests.fakes import FakeRunner, expected_tokens
 
 
@@ -124,29 +125,36 @@ def test_a_sequence_begins_with_what_is_known_of_others() -> None:
     assert another.of_head.chance > 0.6, "what is its own counts more"
 
 
-def test_times_are_a_line_through_what_steps_took() -> None:
+def test_times_are_those_of_as_many_tokens_or_on_a_line_through_all() -> None:
     times = Times(4.0)
-    assert times.line(2) is None
+
+    def at(n: int, *counts: int) -> list[float]:
+        return [times.seconds(n, 20)[count] for count in counts]
+
+    assert times.seconds(2, 4) == []
     times.observe(2, 0, 8.0)
-    assert times.line(2) == pytest.approx((8.0, 1.0))  # as is believed: a quarter a row
+    assert at(2, 0, 4) == pytest.approx([8.0, 12.0])  # as is believed: a quarter a row
     for n_tokens in (0, 2, 4, 8) * 20:
         times.observe(2, n_tokens, 8.0 + 0.1 * n_tokens)
-    assert times.line(2) == pytest.approx((8.0, 0.1), rel=0.1)
-    times.observe(2, 4, 100.0)  # another program had the processor
-    assert times.line(2)[0] < 8.5
+    assert at(2, 0, 3, 16) == pytest.approx([8.0, 8.3, 9.6], rel=0.02)
+    for _ in range(10):
+        times.observe(2, 16, 30.0)  # a line does not know
+    assert at(2, 16)[0] > 20.0 and at(2, 0, 4) == pytest.approx([8.0, 8.4], rel=0.1)
     for n_tokens in (0, 2, 4, 8) * 40:
         times.observe(2, n_tokens, 4.0 + n_tokens)  # what was is forgotten
-    assert times.line(2) == pytest.approx((4.0, 1.0), rel=0.03)
+    assert at(2, 0, 3, 16) == pytest.approx([4.0, 7.0, 20.0], rel=0.05)
+    times.observe(2, 4, 100.0)  # another program had the processor
+    assert at(2, 4)[0] < 10.0
     for n_tokens in (0, 8) * 40:
         times.observe(2, n_tokens, 4.0 - 0.1 * n_tokens)
-    assert times.line(2)[1] == 0.0  # no row makes a step shorter
+    assert at(2, 20)[0] > 3.0  # no row makes a step shorter
 
 
 def test_times_of_guesses_are_nothing_without_any() -> None:
     times = Times(0.0)
-    times.observe(3, 6, 2.0)
-    assert times.line(3) == pytest.approx((0.0, 1 / 3))
-    assert times.line(4) is None
+    times.observe(3, 2, 2.0)
+    assert times.seconds(3, 4) == pytest.approx([0.0, 1.0, 2.0, 3.0, 4.0])
+    assert times.seconds(4, 4) == []
 
 
 def planned(good: Record, bad: Record, row_s: float, guess_s: float = 0.0, has_head: bool = True) -> Step:
@@ -187,9 +195,9 @@ def test_guesses_that_are_not_worth_their_time_are_not_made() -> None:
         return [draw.n_guesses for draw in step.draws]
 
     assert asked(0.9, 0.02, 0.02) == [8, 8]
-    assert asked(0.9, 0.1, 0.1) == [4, 4]
+    assert asked(0.9, 0.1, 0.1) == [5, 5]
     assert asked(0.5, 0.02, 0.02) == [3, 3]
-    assert asked(0.9, 0.02, 0.5) == asked(0.9, 0.5, 0.0) == asked(0.1, 0.05, 0.05) == [0, 0]
+    assert asked(0.9, 0.02, 1.0) == asked(0.9, 0.5, 0.0) == asked(0.1, 0.05, 0.05) == [0, 0]
     tried = Record(1.0, 10.0, n_misses=2)
     step = planned(Record(9.0, 10.0), tried, 0.02, 0.02)
     assert [draw.n_guesses for draw in step.draws] == [8, 0] and step.chunks[1].drafts, (
@@ -197,6 +205,60 @@ def test_guesses_that_are_not_worth_their_time_are_not_made() -> None:
     )
     step = planned(Record(9.0, 10.0), Record(9.0, 10.0), 0.02, has_head=False)
     assert [draw.n_guesses for draw in step.draws] == [0, 0]
+
+
+COSTS = {"bf16": (30.0, 1.2, 8, 4.2, 3.5), "int4": (13.0, 1.2, 5, 2.2, 1.2)}
+"""Milliseconds of a step of 0.8B on two cores, roughly: without rows, of each up to a number of them, of each row more; and of
+a guess."""
+
+
+def step_ms(cost: str, n_rows: int) -> float:
+    begin, each, knee, more, _ = COSTS[cost]
+    return begin + each * min(n_rows, knee) + more * max(0, n_rows - knee)
+
+
+def gained(cost: str, chance: float, n: int) -> float:
+    """How many times as fast n sequences are with drafts, of which each token is right with this chance."""
+    rng, drafting = random.Random(1), Drafting(8, has_head=True, guides=None)
+    spent, n_drawn = 0.0, 0
+    for answer in range(3):
+        request = Request(id=str(answer), prompt_ids=[1], params=SamplingParams(max_tokens=10_000))
+        sequences = [Sequence(request, i, 0, array("i", [5]), 1) for i in range(n)]
+        for _ in range(150):
+            step = Step(
+                [Chunk(one, len(one.tokens) - 1, 1) for one in sequences],
+                [Draw(i, one) for i, one in enumerate(sequences)],
+            )
+            drafting.plan(step)
+            for draw, chunk in zip(step.draws, step.chunks, strict=True):
+                n_right = 0
+                while n_right < len(chunk.drafts) and rng.random() < chance:
+                    n_right += 1
+                if chunk.drafts:
+                    drafting.count(draw.sequence, len(chunk.drafts), n_right)
+                draw.sequence.tokens.extend(rng.choices(range(9999), k=1 + n_right))
+                draw.sequence.drafter.guesses = [0] * draw.n_guesses
+                n_drawn += 1 + n_right
+            guess_ms = COSTS[cost][-1] * max(draw.n_guesses for draw in step.draws)
+            took = step_ms(cost, step.n_tokens) * rng.lognormvariate(0, 0.03) + guess_ms
+            drafting.observe(step, took / 1000, guess_ms / 1000)
+            spent += took
+    return n_drawn / n * step_ms(cost, n) / spent
+
+
+@pytest.mark.parametrize("n", [1, 4, 16])
+@pytest.mark.parametrize("chance", [0.0, 0.6, 0.9])
+@pytest.mark.parametrize("cost", COSTS)
+def test_the_depth_is_nearly_the_best(cost: str, chance: float, n: int) -> None:
+    """It learns what steps take and how often guesses are right; drafts of which nothing is right cost nearly nothing."""
+    depths = range(9)
+    best = max(
+        sum(chance**i for i in range(depth + 1))
+        * step_ms(cost, n)
+        / (step_ms(cost, n + depth * n) + depth * COSTS[cost][-1])
+        for depth in depths
+    )
+    assert best >= 1.0 and gained(cost, chance, n) > best * (0.85 if chance else 0.98)
 
 
 def test_all_that_pause_are_left_alone() -> None:
@@ -222,7 +284,7 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
         head=random.Random(seed) if seed % 2 else None,
         gpu=seed % 3 == 0,
     )
-    monkeypatch.setattr(Drafting, "_line", lambda self, n: (1.0, 0.0))
+    monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)
     engine, truth, params_of = Engine(runner), dict[tuple[str, int], list[int]](), dict[str, SamplingParams]()
     waiting = []
     for i in range(8):
@@ -273,7 +335,7 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_a_request_that_waits_stops_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the rows of a prefill do."""
-    monkeypatch.setattr(Drafting, "_line", lambda self, n: (1.0, 0.0))
+    monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)
     engine = Engine(FakeRunner(max_num_seqs=1, max_drafts=8))
     for name in "ab":
         bias = {"max_tokens": 100, "seed": 1, "ignore_eos": True}
