@@ -43,8 +43,8 @@ N_INDEXED = 8192
 N_AT_ONCE = 512
 """Tokens that are indexed in a step: a fraction of a millisecond."""
 
-MAX_PAUSE = 128
-"""Steps for which a proposer pauses, at most."""
+MAX_PAUSE, MAX_FIRST_PAUSE = 128, 32
+"""Steps for which a proposer pauses, at most; and of a new sequence."""
 
 KEPT = 0.93
 """What a record keeps of what it knew, with each draft."""
@@ -136,8 +136,11 @@ class Record:
         return max(self.n_right / self.n_seen, A_TRY if self.n_misses else 0.0)
 
     def begun(self) -> Record:
-        """One of another sequence, for which no more is known than this."""
-        return Record(2.0 * self.n_right / self.n_seen, 2.0)
+        """One of another sequence, for which no more is known than this. It waits for its first try like those
+        that were in vain last.
+        """
+        pause = min(MAX_FIRST_PAUSE, 2 ** min(self.n_misses, 10)) if self.n_misses else 0
+        return Record(2.0 * self.n_right / self.n_seen, 2.0, self.n_misses, pause)
 
     def chances(self, whose: int, n: int) -> list[tuple[float, int]]:
         """Of the tokens of a draft to be right, with whose draft it is. A try is one token."""
@@ -155,7 +158,7 @@ class Record:
     def miss(self) -> None:
         """A draft is not worth its rows: they pause, longer each time."""
         self.n_misses += 1
-        self.pause = min(MAX_PAUSE, 2**self.n_misses)
+        self.pause = min(MAX_PAUSE, 2 ** min(self.n_misses, 10))
 
 
 @dataclass(slots=True, eq=False)
@@ -177,11 +180,11 @@ class Drafter:
 
     def observe(self, n_drafted: int, n_accepted: int, known: Drafter) -> None:
         """What became of a draft. known: with the records of all sequences, which learn it, too."""
+        for record, of_all in ((self.of_repeats, known.of_repeats), (self.of_head, known.of_head)):
+            if record is self.used:
+                of_all.n_misses = max(of_all.n_misses, min(record.n_misses, 1))  # it was tried
+                of_all.observe(n_drafted, n_accepted)
         self.used.observe(n_drafted, n_accepted)
-        if self.used is self.of_repeats:
-            known.of_repeats.observe(n_drafted, n_accepted)
-        elif self.used is self.of_head:
-            known.of_head.observe(n_drafted, n_accepted)
 
     def propose(self, tokens: Ids[int], most: int, forced: Ids[int] = ()) -> list[int]:
         """A draft of up to `most` tokens: that of which more are expected to be right.

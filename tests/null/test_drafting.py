@@ -120,9 +120,15 @@ def test_a_sequence_begins_with_what_is_known_of_others() -> None:
     one.of_head.miss()
     another = known.begun()
     assert another.of_head.chance == known.of_head.chance < 0.1 and not another.of_head.pause
+    for n_misses in range(1, 9):  # tries in vain: those of other sequences begin later
+        one.of_head.pause = 0
+        one.propose([1, 2], 4)
+        one.observe(1, 0, known)
+        assert known.begun().of_head.pause == min(32, 2 ** (1 + n_misses)) and known.begun().of_head.chance == 0.5
     another.propose([1, 2], 4)
     another.observe(4, 4, known)
     assert another.of_head.chance > 0.6, "what is its own counts more"
+    assert not known.begun().of_head.pause
 
 
 def test_times_are_those_of_as_many_tokens_or_on_a_line_through_all() -> None:
