@@ -3,8 +3,8 @@
     x = patches W + b + positions;  x += proj(Attn(LN(x)));  x += fc2(gelu_tanh(fc1(LN(x))))
     tokens = fc2(gelu(fc1(four neighbours of LN(x))))
 
-Tensors are float32. `precision` as in layers.py: with "bfloat16" the inputs of every product are rounded: those
-of the linears, and q, k, v and the weights of attention. Products accumulate in float32.
+Tensors are float32. `precision` as in layers.py: with "bfloat16" the inputs of every product are rounded:
+those of the linears, and q, k, v and the weights of attention. Products accumulate in float32.
 
 A grid is (frames, rows, columns) of patches. Patches come block by block, as the merger takes them: for each
 2 x 2 block in raster order its patches in raster order. The weights are those of a checkpoint, without the
@@ -72,8 +72,8 @@ def position_embedding(table: Tensor, rows: int, columns: int, merge: int) -> Te
 
 
 def rotate(x: Tensor, place: Tensor) -> Tensor:
-    """Rotary embedding of heads x [T, heads, d] at place [T, 2]: pairs (i, i + d / 2), the first half of them by
-    the row, the other by the column.
+    """Rotary embedding of heads x [T, heads, d] at place [T, 2]: pairs (i, i + d / 2), the first half of them
+    by the row, the other by the column.
     """
     d = x.shape[-1]
     inv_freq = THETA ** (-torch.arange(0, d // 2, 2).float() / (d // 2))
