@@ -3,13 +3,14 @@
     x = patch(p) + positions;  x += proj(Attn(norm1(x)));  x += fc2(gelu_tanh(fc1(norm2(x))))
     tokens = merge2(gelu(merge1(the patches of a token, side by side, of norm(x))))
 
-The residual stream, norms, softmax and tokens are float32; the inputs of every product, q, k and v are bfloat16.
+The residual stream, norms, softmax and tokens are float32; the inputs of every product, q, k and v are
+bfloat16.
 
-A forward is a list of stages, each a program that is recorded once and run over a piece of at most so many rows,
-until all patches have passed: the embedding; for each block its keys and values, then all that follows them; the
-merger. So a large picture can be encoded between the steps of a language model. Scratch is as large as a piece; what
-stays between pieces (the residual stream, queries, keys and values of one block) as all patches. Neither pieces nor
-other pictures touch the bits of a picture.
+A forward is a list of stages, each a program that is recorded once and run over a piece of at most so many
+rows, until all patches have passed: the embedding; for each block its keys and values, then all that follows
+them; the merger. So a large picture can be encoded between the steps of a language model. Scratch is as large
+as a piece; what stays between pieces (the residual stream, queries, keys and values of one block) as all
+patches. Neither pieces nor other pictures touch the bits of a picture.
 
 Source: the published Qwen3.5 model code.
 """
@@ -216,7 +217,8 @@ class VisionForward:
         tower.record_merger(stage())
 
     def run(self, patches: Sequence[Array], grids: Sequence[Grid], n_rows: int | None = None) -> Iterator[None]:
-        """Encodes pictures, to buffers.tokens, one after another; yields after each piece of at most n_rows patches.
+        """Encodes pictures, to buffers.tokens, one after another; yields after each piece of at most n_rows
+        patches.
 
         patches: float32 or bfloat16 [frames * rows * columns, PATCH_WIDTH] of each grid, block by block (see
         `Frames`). Raises ValueError for what does not fit the buffers, at the first step.

@@ -1,5 +1,5 @@
-"""The vision tower's geometry: `vision_config` of config.json. A picture becomes patches of 16 x 16 pixels, and
-merge x merge of them a token of the language model.
+"""The vision tower's geometry: `vision_config` of config.json. A picture becomes patches of 16 x 16 pixels,
+and merge x merge of them a token of the language model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ LAYER_NORM_EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionShape:
-    """Sizes of a tower. formats: of its tensors that are stored quantised, by name (`weights.stored_tower`)."""
+    """Sizes of a tower. formats: of its tensors that are stored quantised, by name (`weights.stored_tower`).
+    """
 
     depth: int
     hidden_size: int

@@ -1,8 +1,8 @@
 """Weights of the vision tower: from the published names into the layout that `models/vision/cpu.py` reads.
 
-Matrices keep the checkpoint's format, whatever --quantize says: the tower is a small part of a model, and is run
-once a picture. Norms and biases become float32; the table of positions stays bfloat16 rows.
-Left out: the towers of GGUF models, which are files of their own.
+Matrices keep the checkpoint's format, whatever --quantize says: the tower is a small part of a model, and is
+run once a picture. Norms and biases become float32; the table of positions stays bfloat16 rows. Left out: the
+towers of GGUF models, which are files of their own.
 """
 
 from __future__ import annotations
@@ -82,7 +82,9 @@ class VisionWeights(Parts):
 
 @dataclass(frozen=True)
 class Widened:
-    """A StoredTensor of n times anything, read as rows of k: its values of a row one after another, then zeros."""
+    """A StoredTensor of n times anything, read as rows of k: its values of a row one after another, then
+    zeros.
+    """
 
     tensor: StoredTensor
     k: int
@@ -104,8 +106,8 @@ class Widened:
         return self.tensor.dtype
 
     def read(self, begin: int, end: int) -> Array | Quantised:
-        """As of every StoredTensor. Zeros of a quantised tensor are codes of 0, which need not stand for 0: what
-        they are multiplied with is 0.
+        """As of every StoredTensor. Zeros of a quantised tensor are codes of 0, which need not stand for 0:
+        what they are multiplied with is 0.
         """
         stored = math.prod(self.shape[1:-1])  # rows of the tensor in one of these
         found = self.tensor.read(begin * stored, end * stored)
@@ -153,8 +155,8 @@ def load_vision(
 ) -> tuple[VisionWeights, list[str]]:
     """Loads the tower of a checkpoint directory or safetensors file; shape: of `stored_vision_shape`.
 
-    The second result holds notices for the user: what was converted. Raises CheckpointError, naming the tensor, what
-    was expected, what was found and the file, for a missing, unexpected or misshapen tensor.
+    The second result holds notices for the user: what was converted. Raises CheckpointError, naming the
+    tensor, what was expected, what was found and the file, for a missing, unexpected or misshapen tensor.
     """
     tensors = stored_tower(path)
     if not tensors:
@@ -173,7 +175,8 @@ def load_vision(
 
 
 def empty_vision(shape: VisionShape, store: Store = COUNTED) -> VisionWeights:
-    """Uninitialised weights of the right sizes and formats; counted, they say how many bytes a tower takes."""
+    """Uninitialised weights of the right sizes and formats; counted, they say how many bytes a tower takes.
+    """
     return _declare(Declaration(None, store, shape.formats), shape)
 
 

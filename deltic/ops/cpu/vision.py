@@ -1,9 +1,10 @@
 """The vision tower's operators: norms and biases, positions of patches, attention within a frame
 (csrc/vision.cpp).
 
-A call is over rows [begin, begin + n_rows) of all T patches, R at most, so that a forward can be run in pieces.
-What one layer of a piece needs is counted from its own first row ([R, ...]), what all patches keep from the first
-patch ([T, ...]). begin, n_rows: int32 scalars. No row's bits depend on the piece, on other frames or on threads.
+A call is over rows [begin, begin + n_rows) of all T patches, R at most, so that a forward can be run in
+pieces. What one layer of a piece needs is counted from its own first row ([R, ...]), what all patches keep
+from the first patch ([T, ...]). begin, n_rows: int32 scalars. No row's bits depend on the piece, on other
+frames or on threads.
 """
 
 from __future__ import annotations
@@ -23,9 +24,10 @@ class Frames:
     """Pictures of a call, and the frames of videos: frame f is patches [start[f], start[f + 1]), as many as
     grid[f], its rows times its columns, has.
 
-    Patches stand block by block: of each merge x merge block of a frame, in raster order, its patches in raster
-    order. Its keys begin at key_start[f], each frame's at a multiple of 32 (`key_starts`). n: int32 scalar, frames
-    in use; start, key_start: int32 [F + 1]; grid: int32 [F, 2]. Rows and columns are multiples of merge.
+    Patches stand block by block: of each merge x merge block of a frame, in raster order, its patches in
+    raster order. Its keys begin at key_start[f], each frame's at a multiple of 32 (`key_starts`). n: int32
+    scalar, frames in use; start, key_start: int32 [F + 1]; grid: int32 [F, 2]. Rows and columns are multiples
+    of merge.
     """
 
     n: Array
@@ -43,8 +45,8 @@ class Frames:
 class PatchKeys:
     """Memory for the queries, keys and values of one block of the tower. Its inner order is the kernels'.
 
-    query: bfloat16 [T, heads, padded d]; keys: bfloat16 [heads, K, padded d]; values: bfloat16 [heads, K, d], K a
-    multiple of 32. d: a multiple of 8, at most MAX_VISION_DIM; padded: up to a multiple of 32.
+    query: bfloat16 [T, heads, padded d]; keys: bfloat16 [heads, K, padded d]; values: bfloat16 [heads, K, d],
+    K a multiple of 32. d: a multiple of 8, at most MAX_VISION_DIM; padded: up to a multiple of 32.
     """
 
     query: Array
@@ -108,8 +110,8 @@ def bias_gelu(program: Program, x: Array, bias: Array, out: Array, *, n_rows: Ar
 def bias_rows(
     program: Program, x: Array, bias: Array, out: Array, *, begin: Array, n_rows: Array, add: bool = False
 ) -> None:
-    """out[begin + m] = x[m] + bias, or += when `add`. x: float32 [R, W]; bias: float32 [W]; out: float32 [T, W];
-    W a multiple of 16.
+    """out[begin + m] = x[m] + bias, or += when `add`. x: float32 [R, W]; bias: float32 [W]; out: float32 [T,
+    W]; W a multiple of 16.
     """
     width = x.shape[1]
     check("bias_rows", x.dtype == bias.dtype == out.dtype == np.float32, "float32")
@@ -120,10 +122,12 @@ def bias_rows(
 def patch_rows(
     program: Program, x: Array, bias: Array, table: Array, frames: Frames, out: Array, *, begin: Array, n_rows: Array
 ) -> None:
-    """out[t] = x[m] + bias + the position of patch t = begin + m: the table's entries as a square [side, side],
-    stretched to the grid of the patch's frame with its corners on the grid's, linear in between (bilinear).
+    """out[t] = x[m] + bias + the position of patch t = begin + m: the table's entries as a square [side,
+    side], stretched to the grid of the patch's frame with its corners on the grid's, linear in between
+    (bilinear).
 
-    x: float32 [R, H]; bias: float32 [H]; table: bfloat16 [side * side, H]; out: float32 [T, H]; H a multiple of 16.
+    x: float32 [R, H]; bias: float32 [H]; table: bfloat16 [side * side, H]; out: float32 [T, H]; H a multiple
+    of 16.
     """
     width, side = x.shape[1], round(len(table) ** 0.5)
     check(
@@ -149,8 +153,8 @@ def patch_keys(
     """Queries, keys and values of a piece, rounded to bfloat16, into the memory.
 
     qkv: float32 [R, 3 heads d], q | k | v, to which bias [3 heads d] is added; q and k are rotated in pairs
-    (i, i + d / 2): pair i < d / 4 by the patch's row, pair d / 4 + i by its column, with the angle whose cos and sin
-    are float32 [places, d / 4].
+    (i, i + d / 2): pair i < d / 4 by the patch's row, pair d / 4 + i by its column, with the angle whose cos
+    and sin are float32 [places, d / 4].
     """
     width = 3 * memory.heads * memory.dim
     memory.check("patch_keys")
@@ -166,11 +170,11 @@ def patch_keys(
 def patch_attention(
     program: Program, memory: PatchKeys, frames: Frames, out: Array, *, begin: Array, n_rows: Array
 ) -> None:
-    """out[m] = bfloat16(softmax(q k^T / sqrt(d)) v) of patch begin + m, over all patches of its frame, whose keys
-    and values must all be there. out: bfloat16 [R, heads d].
+    """out[m] = bfloat16(softmax(q k^T / sqrt(d)) v) of patch begin + m, over all patches of its frame, whose
+    keys and values must all be there. out: bfloat16 [R, heads d].
 
-    Weights are rounded to bfloat16, relative to a running maximum over tiles of keys in order; their sum is that of
-    the rounded ones. Memory of the call does not grow with the frame.
+    Weights are rounded to bfloat16, relative to a running maximum over tiles of keys in order; their sum is
+    that of the rounded ones. Memory of the call does not grow with the frame.
     """
     memory.check("patch_attention")
     check(
