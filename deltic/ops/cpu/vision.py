@@ -55,11 +55,11 @@ class PatchKeys:
 
     @property
     def heads(self) -> int:
-        return self.values.shape[0]
+        return int(self.values.shape[0])
 
     @property
     def dim(self) -> int:
-        return self.values.shape[2]
+        return int(self.values.shape[2])
 
     def check(self, operator: str) -> None:
         padded, n = up_to(self.dim, 32), self.values.shape[1]
