@@ -116,14 +116,18 @@ def test_patch_rows(program: Program, side: int) -> None:
     assert out[n:].isnan().all()
 
 
+def tables(dim: int, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """cos and sin of n places."""
+    return rotary_tables([oracle.THETA ** (-2.0 * i / (dim // 2)) for i in range(dim // 4)], n)
+
+
 def attended(
     program: Program, qkv: Tensor, bias: Tensor, grids: list[tuple[int, int]], dim: int, cuts: list[int]
 ) -> Tensor:
     """Keys, then attention, each piece by piece; cuts: where pieces end."""
     frames, heads, n = frames_of(grids), qkv.shape[1] // (3 * dim), len(qkv)
     memory, out = memory_of(frames, heads, dim), poison(n, heads * dim, dtype=BF16)
-    inv_freq = [oracle.THETA ** (-2.0 * i / (dim // 2)) for i in range(dim // 4)]
-    cos, sin = rotary_tables(inv_freq, 64)
+    cos, sin = tables(dim, 64)
     pieces = list(zip([0, *cuts], [*cuts, n], strict=True))
     for begin, stop in pieces:
         where = {"begin": count(begin), "n_rows": count(stop - begin)}
@@ -178,6 +182,25 @@ def test_neither_pieces_nor_neighbours_nor_threads_touch_a_bit(program: Program,
         )
         assert torch.equal(alone.view(torch.int16), expected[part].view(torch.int16))
         at = part.stop
+
+
+def test_a_frame_of_the_largest_picture(program: Program) -> None:
+    """65,536 patches, of which some rows are attended: the first, the last, and some across two tasks and tiles."""
+    grids, dim, n = [(256, 256)], 16, 1 << 16
+    qkv, bias, frames = torch.randn(n, 3 * dim), torch.randn(3 * dim), frames_of([(256, 256)])
+    memory, (cos, sin) = memory_of(frames, 1, dim), tables(dim, 256)
+    patch_keys(program, qkv, bias, frames, cos, sin, memory, begin=count(0), n_rows=count(n))
+    places, outs = [(0, 3), (40_000, 130), (n - 5, 5)], []
+    for begin, rows in places:
+        outs.append(poison(rows, dim, dtype=BF16))
+        patch_attention(program, memory, frames, outs[-1], begin=count(begin), n_rows=count(rows))
+    program.run()
+    q, k, v = (x.squeeze(1) for x in (qkv + bias).view(n, 3, 1, dim).unbind(1))
+    place = oracle.coordinates(*grids[0], 2)
+    q, k = (oracle.rotate(x[:, None], place)[:, 0].bfloat16().float() for x in (q, k))
+    for (begin, rows), out in zip(places, outs, strict=True):
+        weights = (q[begin : begin + rows] @ k.T * dim**-0.5).softmax(-1)
+        torch.testing.assert_close(out.float(), weights @ v.bfloat16().float(), rtol=2**-7, atol=2e-3)
 
 
 def test_what_the_contracts_exclude() -> None:
