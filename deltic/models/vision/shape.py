@@ -24,7 +24,7 @@ LAYER_NORM_EPS = 1e-6
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class VisionShape:
-    """Sizes of a tower. formats: of its tensors that are stored quantised, by name (`weights.stored_tower`)."""
+    """Sizes of a tower. formats: of its tensors that are stored quantised (`weights.stored_vision_shape`)."""
 
     depth: int
     hidden_size: int

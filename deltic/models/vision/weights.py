@@ -175,7 +175,7 @@ def load_vision(
 
 
 def empty_vision(shape: VisionShape, store: Store = COUNTED) -> VisionWeights:
-    """Uninitialised weights of the right sizes and formats; counted, they say how many bytes a tower takes."""
+    """Uninitialised weights of the right sizes and formats; counted, they tell the bytes of a tower."""
     return _declare(Declaration(None, store, shape.formats), shape)
 
 
