@@ -1,8 +1,8 @@
 """Hashes of everything that must not change when code only moves: `python -m tests.bits --device cpu > before.json`.
 
-Tokens, log-probabilities, audio and loaded weights of tiny checkpoints and of the built-in model, in every format of the device:
-`cpu`, `cuda`, or `interpreter` (the GPU's kernels without one). Bits may differ between processors, so a run is compared with one of
-the same machine: `python -m tests.bits --device cpu --against before.json`, of another commit's worktree.
+Tokens, log-probabilities, audio, tokens of pictures and loaded weights of tiny checkpoints and of the built-in model, in every format
+of the device: `cpu`, `cuda`, or `interpreter` (the GPU's kernels without one). Bits may differ between processors, so a run is compared
+with one of the same machine: `python -m tests.bits --device cpu --against before.json`, of another commit's worktree.
 """
 
 from __future__ import annotations
@@ -73,6 +73,7 @@ def contents(device: str) -> Iterator[tuple[str, bytes]]:
                 yield f"{name}: {request}", told
     if device == "cpu":
         yield from speech()
+        yield from vision()
     if device == "cuda":
         yield from speech_on_gpu()
 
@@ -152,6 +153,26 @@ def speech() -> Iterator[tuple[str, bytes]]:
             yield f"{name}: weights", b"".join(sorted(digests(speaking.runner.model)))
             yield f"{name}: frames", repr(sorted(speaking.codes.items())).encode()
             yield f"{name}: audio", b"".join(audio for _, audio in sorted(speaking.audio.items()))
+
+
+def vision() -> Iterator[tuple[str, bytes]]:
+    """Tokens of a picture and a video, in pieces."""
+    import numpy as np
+
+    from deltic.models.vision.cpu import VisionForward, VisionTower, allocate_vision
+    from deltic.models.vision.shape import VisionShape
+    from deltic.models.vision.weights import dummy_vision
+    from deltic.ops.arrays import zeros
+    from tests.tiny_vision import TINY, vision_config
+
+    grids = [(1, 4, 6), (2, 6, 34)]
+    patches = [np.random.default_rng(0).uniform(-1, 1, (int(np.prod(grid)), 1536)) for grid in grids]
+    for name, sizes in TINY.items():
+        shape = VisionShape.from_config({"vision_config": vision_config(sizes)})
+        buffers = allocate_vision(shape, 512, 3, 64, lambda _, size, dtype: zeros(size, dtype))
+        for _ in VisionForward(VisionTower(shape, dummy_vision(shape), buffers), 2).run(patches, grids):
+            pass
+        yield f"vision, {name}", buffers.tokens.tobytes()
 
 
 def speech_on_gpu() -> Iterator[tuple[str, bytes]]:

@@ -90,19 +90,6 @@ inline v16 snake(v16 x, v16 alpha, v16 inverse_beta) {
     return fma(sine * sine, inverse_beta, x);
 }
 
-// x (1 + erf(x / sqrt 2)) / 2; erf to 1.5e-7 (Abramowitz and Stegun 7.1.26).
-inline v16 gelu(v16 x) {
-    v16 z = x * splat(0.70710678118654752f), size = vmax(z, -z), one = splat(1.0f);
-    v16 t = one / fma(size, splat(0.3275911f), one);
-    v16 p = fma(t, splat(1.061405429f), splat(-1.453152027f));
-    p = fma(t, p, splat(1.421413741f));
-    p = fma(t, p, splat(-0.284496736f));
-    p = fma(t, p, splat(0.254829592f));
-    v16 tail = p * t * vexp(-(size * size));  // 1 - erf(|z|)
-    v16 above = x - x * tail * splat(0.5f), below = x * tail * splat(0.5f);
-    return each_part([&](int i) { return select(z.part[i] > f32_part{}, above.part[i], below.part[i]); });
-}
-
 enum Activation : int64_t { NONE = 0, GELU = 1, SWIGLU = 2, CLAMP = 3 };
 
 struct Conv {

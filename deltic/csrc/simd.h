@@ -197,6 +197,24 @@ static inline v16 vexp(v16 x) {
 static inline v16 sigmoid(v16 x) { return splat(1.0f) / (splat(1.0f) + vexp(-x)); }
 static inline v16 silu(v16 x) { return x / (splat(1.0f) + vexp(-x)); }
 
+// x (1 + erf(x / sqrt 2)) / 2; erf to 1.5e-7 (Abramowitz and Stegun 7.1.26).
+static inline v16 gelu(v16 x) {
+    v16 z = x * splat(0.70710678118654752f), size = vmax(z, -z), one = splat(1.0f);
+    v16 t = one / fma(size, splat(0.3275911f), one);
+    v16 p = fma(t, splat(1.061405429f), splat(-1.453152027f));
+    p = fma(t, p, splat(1.421413741f));
+    p = fma(t, p, splat(-0.284496736f));
+    p = fma(t, p, splat(0.254829592f));
+    v16 tail = p * t * vexp(-(size * size));  // 1 - erf(|z|)
+    v16 above = x - x * tail * splat(0.5f), below = x * tail * splat(0.5f);
+    return each_part([&](int i) { return select(z.part[i] > f32_part{}, above.part[i], below.part[i]); });
+}
+// Its approximation by a hyperbolic tangent, x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3).
+static inline v16 gelu_tanh(v16 x) {
+    v16 u = x * fma(x * x, splat(0.7978845608028654f * 0.044715f), splat(0.7978845608028654f));
+    return x * sigmoid(u + u);
+}
+
 // What the norms divide by: x.x over n elements, n a multiple of 16.
 static inline float sum_of_squares(const float* x, int64_t n) {
     v16 squares = {};

@@ -24,6 +24,13 @@ SPLIT_KEYS = 512
 MAX_RECORDS = 16384
 MAX_GDN_DIM = 256
 MAX_WINDOW = 32  # tokens of a window of gdn: two of them are one of its blocks
+MAX_VISION_DIM = 128
+VISION_KEYS = 32  # of a frame of patches: what the product with values takes at a time
+
+
+def up_to(n: Any, multiple: int) -> Any:
+    """n, or each of an array, up to the next multiple."""
+    return -(-n // multiple) * multiple
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,8 @@
 
 The residual stream, norms, gates, states, router and logits are float32; pages and the inputs of every linear
 are bfloat16; matrices are bfloat16 or quantised. There is one layout of the weights (models/qwen/weights.py)
-and one path for decode and prefill. Left out: the vision tower.
+and one path for decode and prefill. Left out: the vision tower
+(models/vision).
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@ Stored checkpoints differ by family, by exporter and by age: wrapped or flat nam
 experts, interleaved (Next) or plain projections, one file or many. All of that ends here. Matrices are
 put together one at a time from the memory-mapped files and packed at once, quantised when asked, so the
 peak stays near the size of the packed weights. What was packed can be kept: models/packed.py.
-Left out: the vision tower.
+Left out: the vision tower (models/vision).
 """
 
 from __future__ import annotations

@@ -2,21 +2,20 @@
 
 Audio of the engine is 16-bit little-endian mono at 24 kHz. Files are libsndfile's (soundfile), rates are
 soxr's; both are imported where they are used, since a server of text needs neither. Reference audio is
-decoded by a process of its own, this file run as a program: it has little memory and time, and what a broken
-file makes of it is an exit status.
+decoded by a process of its own, this file run as a program (server/isolated.py).
 """
 
 from __future__ import annotations
 
-import asyncio
 import io
-import os
 import struct
 import sys
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from deltic.server.isolated import Refused, answer, ask
 
 if TYPE_CHECKING:
     import soundfile
@@ -54,7 +53,7 @@ DECODE_MEMORY = 2 << 30
 """Address space of the process that decodes; numpy maps most of it without using it."""
 
 
-class AudioError(ValueError):
+class AudioError(Refused):
     """Reference audio that cannot be used; the message says why, for whoever sent it."""
 
 
@@ -210,48 +209,18 @@ async def decode_reference(data: bytes) -> bytes:
 
     In a process of its own, which is ended after DECODE_S, or when nobody waits any more.
     """
-    process = await asyncio.create_subprocess_exec(
-        *PROGRAM,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={"PATH": os.environ.get("PATH", ""), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-    )
+    readable = ", ".join(form.lower() for form in READABLE if form != "WAVEX")
     try:
-        async with asyncio.timeout(DECODE_S):
-            samples, said = await process.communicate(data)
-    except TimeoutError:
-        raise AudioError(f"could not be decoded within {DECODE_S:g} s") from None
-    finally:
-        if process.returncode is None:
-            process.kill()
-            await process.wait()
-    if process.returncode == REFUSED:
-        raise AudioError(said.decode("utf-8", "replace").rpartition("\n")[2])  # decoders print there, too
-    if process.returncode:
-        raise AudioError(f"cannot be decoded; send {', '.join(form.lower() for form in READABLE if form != 'WAVEX')}")
-    return samples
-
-
-REFUSED = 3
-"""The program's exit status for AudioError, whose message is in stderr then."""
+        return await ask(PROGRAM, data, DECODE_S, f"cannot be decoded; send {readable}")
+    except Refused as refused:
+        raise AudioError(str(refused)) from None
 
 
 def main() -> int:
     """Reference audio in stdin, samples out of stdout."""
-    import resource
-
-    resource.setrlimit(resource.RLIMIT_CPU, (int(DECODE_S), int(DECODE_S)))
-    resource.setrlimit(resource.RLIMIT_AS, (DECODE_MEMORY, DECODE_MEMORY))
-    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    try:
-        samples = _decode(sys.stdin.buffer.read(MAX_REFERENCE_BYTES + 1))
-    except AudioError as error:
-        sys.stderr.write(str(error))
-        return REFUSED
-    sys.stdout.buffer.write(samples.tobytes())
-    return 0
+    return answer(
+        lambda data: _decode(data).tobytes(), limit_s=DECODE_S, memory=DECODE_MEMORY, most_bytes=MAX_REFERENCE_BYTES
+    )
 
 
 def _decode(data: bytes) -> NDArray[np.float32]:

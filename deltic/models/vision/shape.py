@@ -1,0 +1,93 @@
+"""The vision tower's geometry: `vision_config` of config.json. A picture becomes patches of 16 x 16 pixels,
+and merge x merge of them a token of the language model.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from deltic.models.fields import UnsupportedModelError, json_table, only, positive_float, positive_int
+
+if TYPE_CHECKING:
+    from deltic.ops.formats import WeightFormat
+
+CHANNELS, PATCH_SIZE, FRAMES_A_PATCH, MERGE = 3, 16, 2, 2
+PATCH_WIDTH = CHANNELS * FRAMES_A_PATCH * PATCH_SIZE**2
+"""Values of a patch: (channel, frame, y, x). A picture is both frames."""
+
+LAYER_NORM_EPS = 1e-6
+"""Of every norm; no config says it."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VisionShape:
+    """Sizes of a tower. formats: of its tensors that are stored quantised (`weights.stored_vision_shape`)."""
+
+    depth: int
+    hidden_size: int
+    n_heads: int
+    intermediate_size: int
+    out_hidden_size: int
+    """Width of the language model."""
+    table_side: int = 48
+    """The table of positions is a square of table_side x table_side entries."""
+    rope_theta: float = 1e4
+    formats: Mapping[str, WeightFormat] = dataclasses.field(default_factory=dict, compare=False, repr=False)
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any]) -> VisionShape:
+        """Of a config.json that has a vision_config.
+
+        Raises UnsupportedModelError, which names the field, for whatever the forward would not honour.
+        """
+        fields = json_table(config, "vision_config")
+        for name, default, supported in (
+            ("in_channels", CHANNELS, (CHANNELS,)),
+            ("patch_size", PATCH_SIZE, (PATCH_SIZE, [PATCH_SIZE] * 2)),
+            ("temporal_patch_size", FRAMES_A_PATCH, (FRAMES_A_PATCH,)),
+            ("spatial_merge_size", MERGE, (MERGE,)),
+            ("hidden_act", "gelu_pytorch_tanh", ("gelu_pytorch_tanh",)),
+            ("deepstack_visual_indexes", [], ([], ())),
+        ):
+            only({name: default, **fields}, name, (None, *supported))
+        rope = fields.get("rope_parameters") or {}
+        if not isinstance(rope, Mapping):
+            raise UnsupportedModelError("rope_parameters", rope, "an object")
+        only(rope, "rope_type", (None, "axial"))
+        hidden, n_heads = positive_int(fields, "hidden_size"), positive_int(fields, "num_heads")
+        if hidden % n_heads:
+            raise UnsupportedModelError("num_heads", n_heads, f"a divisor of hidden_size {hidden}")
+        n_places = positive_int(fields, "num_position_embeddings")
+        if math.isqrt(n_places) ** 2 != n_places:
+            raise UnsupportedModelError("num_position_embeddings", n_places, "a square")
+        return cls(
+            depth=positive_int(fields, "depth"),
+            hidden_size=hidden,
+            n_heads=n_heads,
+            intermediate_size=positive_int(fields, "intermediate_size"),
+            out_hidden_size=positive_int(fields, "out_hidden_size"),
+            table_side=math.isqrt(n_places),
+            rope_theta=positive_float(rope, "rope_theta", 10_000),
+        )
+
+    @property
+    def head_dim(self) -> int:
+        return self.hidden_size // self.n_heads
+
+    @property
+    def merged_size(self) -> int:
+        """Width of the patches of a token, side by side."""
+        return self.hidden_size * MERGE**2
+
+    @property
+    def inner_size(self) -> int:
+        """The intermediate size as products take it: behind its end are zeros up to a multiple of 32."""
+        return -(-self.intermediate_size // 32) * 32
+
+    def inv_freq(self) -> list[float]:
+        """Angles per row or column of patches, head_dim / 4 of them."""
+        half = self.head_dim // 2
+        return [self.rope_theta ** (-2.0 * i / half) for i in range(self.head_dim // 4)]

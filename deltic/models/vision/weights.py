@@ -1,0 +1,222 @@
+"""Weights of the vision tower: from the published names into the layout that `models/vision/cpu.py` reads.
+
+Matrices keep the checkpoint's format, whatever --quantize says: the tower is a small part of a model, and is
+run once a picture. Norms and biases become float32; the table of positions stays bfloat16 rows. Left out: the
+towers of GGUF models, which are files of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deltic.models.fields import CheckpointError
+from deltic.models.loading import (
+    COUNTED,
+    COUNTED_ROWS,
+    HOST,
+    Declaration,
+    Parts,
+    Progress,
+    Store,
+    Stored,
+    check_plan,
+    copy_parts,
+    fill_dummy,
+    open_part,
+)
+from deltic.models.stored import StoredTensor, formats_of
+from deltic.models.vision.shape import CHANNELS, FRAMES_A_PATCH, PATCH_SIZE, PATCH_WIDTH, VisionShape
+from deltic.ops.arrays import Array
+from deltic.ops.formats import Quantised, WeightFormat
+from deltic.ops.matrix import Matrix
+
+PREFIXES = ("model.visual.", "visual.")
+"""How the names of a tower's tensors begin."""
+
+
+@dataclass
+class Linear:
+    """y = x W^T + bias."""
+
+    weight: Matrix  # [N, K]
+    bias: Any  # [N] f32
+
+
+@dataclass
+class Norm:
+    """A LayerNorm."""
+
+    weight: Any  # [h] f32
+    bias: Any  # [h] f32
+
+
+@dataclass
+class VisionBlock:
+    """One block. `qkv` rows: q | k | v, each by heads."""
+
+    norm1: Norm
+    qkv: Linear  # [3h, h]
+    proj: Linear  # [h, h]
+    norm2: Norm
+    fc1: Linear  # [intermediate, h]
+    fc2: Linear  # [h, inner_size]; columns behind the intermediate size are zeros
+
+
+@dataclass
+class VisionWeights(Parts):
+    """A tower."""
+
+    patch: Linear  # [h, PATCH_WIDTH]
+    positions: Any  # [side * side, h] bf16
+    blocks: list[VisionBlock]
+    norm: Norm
+    merge1: Linear  # [4h, 4h]
+    merge2: Linear  # [out_hidden_size, 4h]
+
+
+@dataclass(frozen=True)
+class Widened:
+    """A StoredTensor of n times anything, read as rows of k: its values of a row one after another, then
+    zeros.
+    """
+
+    tensor: StoredTensor
+    k: int
+
+    @property
+    def where(self) -> str:
+        return self.tensor.where
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.tensor.shape
+
+    @property
+    def format(self) -> WeightFormat | None:
+        return self.tensor.format
+
+    @property
+    def dtype(self) -> str:
+        return self.tensor.dtype
+
+    def read(self, begin: int, end: int) -> Array | Quantised:
+        """As of every StoredTensor. Zeros of a quantised tensor are codes of 0, which need not stand for 0:
+        what they are multiplied with is 0.
+        """
+        stored = math.prod(self.shape[1:-1])  # rows of the tensor in one of these
+        found = self.tensor.read(begin * stored, end * stored)
+        if not isinstance(found, Quantised):
+            rows = found.reshape(end - begin, -1)
+            return _padded(rows, self.k - rows.shape[1])
+        if stored != 1:
+            raise CheckpointError(f"{self.where} is quantised as {self.dtype}, which is supported of matrices only")
+        codes = _padded(found.codes, self.k - found.codes.shape[1])
+        n_scales, n_least, n_outer = (size and size[0] for size in found.format.sizes(self.k))
+        if found.outer is not None and found.outer.shape[1] != n_outer:
+            raise CheckpointError(f"{self.where}: {self.dtype} of {self.shape[1]} columns is not supported")
+        scale = _padded(found.scale, n_scales - found.scale.shape[1])
+        least = None if found.least is None else _padded(found.least, (n_least or 0) - found.least.shape[1])
+        return dataclasses.replace(found, codes=codes, scale=scale, least=least)
+
+
+def _padded(rows: Array, n: int) -> Array:
+    """n zeros behind each row."""
+    return np.concatenate([rows, np.zeros((len(rows), n), rows.dtype)], axis=1) if n else rows
+
+
+def stored_tower(path: str | Path) -> dict[str, StoredTensor]:
+    """The tensors of a checkpoint's tower by their names behind `model.visual.`; {} where it has none.
+
+    Raises CheckpointError for files that cannot be read, and for formats that are not supported.
+    """
+    found = open_part(Path(path), PREFIXES)
+    tensors: dict[str, StoredTensor] = {}
+    for name, tensor in found.items():
+        short = next(name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix))
+        if short in tensors:
+            raise CheckpointError(f"{tensor.where} is stored twice: also as {tensors[short].where}")
+        tensors[short] = tensor
+    return tensors
+
+
+def stored_vision_shape(path: str | Path, shape: VisionShape) -> VisionShape:
+    """The shape with the formats of what the checkpoint holds quantised. Raises CheckpointError."""
+    return dataclasses.replace(shape, formats=formats_of(stored_tower(path)))
+
+
+def load_vision(
+    path: str | Path, shape: VisionShape, progress: Progress | None = None, *, store: Store = HOST
+) -> tuple[VisionWeights, list[str]]:
+    """Loads the tower of a checkpoint directory or safetensors file; shape: of `stored_vision_shape`.
+
+    The second result holds notices for the user: what was converted. Raises CheckpointError, naming the
+    tensor, what was expected, what was found and the file, for a missing, unexpected or misshapen tensor.
+    """
+    tensors = stored_tower(path)
+    if not tensors:
+        raise CheckpointError(f"{path}: no vision tower here (no tensor's name begins with {' or '.join(PREFIXES)})")
+    checked = Declaration(None, COUNTED if store.layout == "strips" else COUNTED_ROWS, shape.formats)
+    _declare(checked, shape)
+    notices = check_plan(checked.plan, tensors, Path(path))  # before memory is taken
+    parts = Declaration(None, store, shape.formats)
+    weights = _declare(parts, shape)
+    for part in parts.plan:
+        if isinstance(part.target, Matrix):
+            for one in part.stored:
+                tensors[one.name] = Widened(tensors[one.name], part.target.k)
+    copy_parts(parts.plan, tensors, store, progress)
+    return weights, notices
+
+
+def empty_vision(shape: VisionShape, store: Store = COUNTED) -> VisionWeights:
+    """Uninitialised weights of the right sizes and formats; counted, they tell the bytes of a tower."""
+    return _declare(Declaration(None, store, shape.formats), shape)
+
+
+def dummy_vision(shape: VisionShape, seed: int = 0, store: Store = HOST) -> VisionWeights:
+    """Random weights of a shape, the same for the same seed: for benches, where only sizes matter."""
+    weights = empty_vision(shape, store)
+    fill_dummy(weights, seed, _dummy_vector, store, None)
+    return weights
+
+
+def _dummy_vector(name: str, size: tuple[int, ...], generator: np.random.Generator) -> Array:
+    mean = 1.0 if "norm" in name and name.endswith("weight") else 0.0
+    return generator.normal(mean, 0.1, size).astype(np.float32)
+
+
+def _declare(d: Declaration, shape: VisionShape) -> VisionWeights:
+    h, merged = shape.hidden_size, shape.merged_size
+
+    def linear(name: str, n: int, k: int, padded: int = 0, size: tuple[int, ...] = ()) -> Linear:
+        stored = Stored(f"{name}.weight", (n,), shape=(n, *(size or (k,))))
+        return Linear(d.matrix(padded or k, stored, role="kept"), d.vector(f"{name}.bias", n))
+
+    def norm(name: str) -> Norm:
+        return Norm(d.vector(f"{name}.weight", h), d.vector(f"{name}.bias", h))
+
+    pixels = (CHANNELS, FRAMES_A_PATCH, PATCH_SIZE, PATCH_SIZE)
+    return VisionWeights(
+        patch=linear("patch_embed.proj", h, PATCH_WIDTH, size=pixels),
+        positions=d.table("pos_embed.weight", shape.table_side**2, h),
+        blocks=[
+            VisionBlock(
+                norm1=norm(f"{p}norm1"),
+                qkv=linear(f"{p}attn.qkv", 3 * h, h),
+                proj=linear(f"{p}attn.proj", h, h),
+                norm2=norm(f"{p}norm2"),
+                fc1=linear(f"{p}mlp.linear_fc1", shape.intermediate_size, h),
+                fc2=linear(f"{p}mlp.linear_fc2", h, shape.intermediate_size, shape.inner_size),
+            )
+            for p in (f"blocks.{i}." for i in range(shape.depth))
+        ],
+        norm=norm("merger.norm"),
+        merge1=linear("merger.linear_fc1", merged, merged),
+        merge2=linear("merger.linear_fc2", shape.out_hidden_size, merged),
+    )

@@ -1,0 +1,67 @@
+"""Files that nobody vouches for, decoded by a short process of their own: a module run as a program.
+
+It has little memory and time and may write no file; what a broken file makes of it is an exit status. A
+module that decodes has a `main` that calls `answer`, and asks for it by `ask`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import sys
+from collections.abc import Callable
+
+REFUSED = 3
+"""The program's exit status where it refuses a file, with the reason in stderr."""
+
+
+class Refused(ValueError):
+    """A file that cannot be used; the message says why, for whoever sent it."""
+
+
+async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: str) -> bytes:
+    """What the program makes of the file. Raises Refused: with its reason, or with `otherwise` where it died.
+
+    It is ended after limit_s, or when nobody waits any more.
+    """
+    process = await asyncio.create_subprocess_exec(
+        *program,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={"PATH": os.environ.get("PATH", ""), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        async with asyncio.timeout(limit_s):
+            made, said = await process.communicate(data)
+    except TimeoutError:
+        raise Refused(f"could not be decoded within {limit_s:g} s") from None
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()
+    if process.returncode == REFUSED:
+        raise Refused(said.decode("utf-8", "replace").rpartition("\n")[2])  # decoders print there, too
+    if process.returncode:
+        raise Refused(otherwise)
+    return made
+
+
+def answer(decode: Callable[[bytes], bytes], *, limit_s: float, memory: int, most_bytes: int) -> int:
+    """The program: a file in stdin, what `decode` makes of it out of stdout. Gives the exit status.
+
+    decode may raise Refused. memory: bytes of address space; of the file, at most most_bytes + 1 are read.
+    """
+    import resource
+
+    resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s), int(limit_s)))
+    resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    try:
+        made = decode(sys.stdin.buffer.read(most_bytes + 1))
+    except Refused as refused:
+        sys.stderr.write(str(refused))
+        return REFUSED
+    sys.stdout.buffer.write(made)
+    return 0

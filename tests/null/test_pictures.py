@@ -1,0 +1,289 @@
+"""Pictures of a prompt: their pixels are those of the published processor, bit for bit; hostile files harm nobody."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("PIL")
+
+from PIL import Image, ImageOps
+
+from deltic.models.fields import UnsupportedModelError
+from deltic.models.rotary import prompt_positions
+from deltic.server.chat import pictures
+from deltic.server.chat.pictures import Picture, PictureError, PictureRules, fitted, patches, read_picture
+from tests.pictures import FORMS, doubtful, file_of, refused, rgb, scene, whole
+
+SMALL = PictureRules(min_pixels=4096, max_pixels=20_000)
+
+
+def decoded(data: bytes, rules: PictureRules = SMALL) -> Picture:
+    """In this process."""
+    return Picture(pictures._decode(data, rules))
+
+
+def published(image: Image.Image, rules: PictureRules = SMALL) -> tuple[np.ndarray, list[int]]:
+    """Patches and grid of the published processor."""
+    transformers = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    processor = transformers.Qwen2VLImageProcessorPil(
+        size={"shortest_edge": rules.min_pixels, "longest_edge": rules.max_pixels},
+        patch_size=16,
+        temporal_patch_size=2,
+        merge_size=2,
+        image_mean=list(rules.mean),
+        image_std=list(rules.std),
+    )
+    made = processor(ImageOps.exif_transpose(image), return_tensors="np")
+    return made["pixel_values"], made["image_grid_thw"][0].tolist()
+
+
+def same(data: bytes, rules: PictureRules = SMALL) -> None:
+    """The bytes of a file, as the published processor has them."""
+    with Image.open(io.BytesIO(data)) as image:
+        values, grid = published(image, rules)
+    picture = decoded(data, rules)
+    found = patches(picture, rules)
+    assert list(picture.grid) == grid and picture.n_tokens == len(values) // 4
+    assert found.dtype == np.float32 and (found.view(np.int32) == values.astype(np.float32).view(np.int32)).all()
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_format(form: str) -> None:
+    same(whole()[form])
+
+
+@pytest.mark.parametrize(
+    ("width", "height"), [(1, 1), (3, 500), (500, 3), (64, 64), (63, 65), (300, 500), (47, 48), (48, 80), (1, 200)]
+)
+def test_sizes(width: int, height: int) -> None:
+    same(file_of(rgb(width, height), "PNG"))
+    if width * height > 9:
+        same(file_of(rgb(width, height), "PNG"), PictureRules())
+
+
+def test_other_numbers_of_a_model() -> None:
+    rules = PictureRules(mean=(0.48145466, 0.4578275, 0.40821073), std=(0.26862954, 0.26130258, 0.27577711))
+    same(file_of(rgb(), "PNG"), rules)
+
+
+def transparent(mode: str) -> bytes:
+    image = Image.fromarray(scene(61, 43, 4))
+    if mode == "P":
+        return file_of(rgb().quantize(16), "PNG", transparency=3)
+    if mode == "L":
+        return file_of(rgb().convert("L"), "PNG", transparency=70)
+    return file_of(image.convert(mode), "PNG")
+
+
+@pytest.mark.parametrize("mode", ["RGBA", "LA", "P", "L"])
+def test_what_is_transparent_is_white(mode: str) -> None:
+    same(transparent(mode))
+    clear = file_of(Image.new("RGBA", (64, 64), (9, 9, 9, 0)), "PNG")
+    assert (decoded(clear).pixels == 255).all()
+
+
+@pytest.mark.parametrize("form", ["WEBP", "GIF", "TIFF", "AVIF"])
+def test_transparent_files_of_other_formats(form: str) -> None:
+    image = Image.fromarray(scene(61, 43, 4))
+    image.putalpha(image.getchannel(0).point(lambda level: 255 * (level > 90)))
+    same(file_of(image, form))
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "P", "CMYK", "YCbCr"])
+def test_modes(mode: str) -> None:
+    form = "PNG" if mode in ("1", "L", "P") else "JPEG" if mode == "CMYK" else "TIFF"
+    same(file_of(rgb().convert(mode), form))
+
+
+@pytest.mark.parametrize("form", ["PNG", "TIFF"])
+def test_sixteen_bits_lose_their_lower_byte(form: str) -> None:
+    """Grey as colours do, which Pillow's own conversion clips."""
+    grey = scene(64, 64, 1)[:, :, 0]
+    wide = Image.fromarray(grey.astype(np.uint16) * 256 + 77)
+    assert (decoded(file_of(wide, form)).pixels == grey[:, :, None]).all()
+    if form == "PNG":
+        clear = decoded(file_of(wide, form, transparency=int(grey[5, 5]) * 256 + 77)).pixels
+        assert (clear[5, 5] == 255).all() and (clear == 255).mean() < 0.2
+
+
+@pytest.mark.parametrize("orientation", range(10))
+@pytest.mark.parametrize("form", ["JPEG", "PNG", "WEBP", "TIFF"])
+def test_orientation(form: str, orientation: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = orientation
+    same(file_of(rgb(90, 40), form, exif=exif))
+
+
+def test_a_palette_is_turned_with_its_transparency() -> None:
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    same(file_of(rgb(90, 40).quantize(16), "PNG", transparency=3, exif=exif))
+
+
+@pytest.mark.parametrize("form", ["GIF", "WEBP", "PNG", "TIFF", "AVIF"])
+def test_the_first_frame_is_taken(form: str) -> None:
+    frames = [rgb(seed=i) for i in range(3)]
+    same(file_of(frames[0], form, save_all=True, append_images=frames[1:]))
+
+
+def test_a_picture_is_read_by_a_process_of_its_own() -> None:
+    data = file_of(rgb(300, 500), "PNG")
+    picture = asyncio.run(read_picture(data, SMALL))
+    assert (picture.pixels == decoded(data).pixels).all()
+    assert picture.grid == (1, 10, 6) and picture.n_tokens == 15 and len(patches(picture, SMALL)) == 60
+
+
+def test_published_sizes() -> None:
+    """The example of the specification; and rounding, which is to even."""
+    assert fitted(300, 500, PictureRules()) == (288, 512)
+    assert fitted(16, 16, PictureRules()) == (256, 256)
+    assert fitted(5000, 5000, PictureRules()) == (4096, 4096)
+    assert fitted(336, 400, PictureRules()) == (320, 384)
+    transformers = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
+    generator = np.random.default_rng(0)
+    for _ in range(3000):
+        height, width = (int(10 ** generator.uniform(0, 4)) for _ in range(2))
+        rules = PictureRules(int(10 ** generator.uniform(2, 5)), int(10 ** generator.uniform(5, 7)))
+        limits = rules.min_pixels, rules.max_pixels
+        try:
+            expected = transformers.smart_resize(height, width, 32, *limits)
+        except ValueError:
+            with pytest.raises(PictureError, match="200 times"):
+                fitted(height, width, rules)
+        else:
+            assert fitted(height, width, rules) == expected
+
+
+def test_rules() -> None:
+    assert PictureRules.from_config({}) == PictureRules()
+    size = {"shortest_edge": 1024, "longest_edge": 4096}
+    config: dict[str, Any] = {"size": size, "patch_size": 16, "merge_size": 2, "image_mean": [0.1, 0.2, 0.3]}
+    assert PictureRules.from_config(config) == PictureRules(1024, 4096, mean=(0.1, 0.2, 0.3))
+    assert PictureRules.from_config({"min_pixels": 1024, "max_pixels": 4096}) == PictureRules(1024, 4096)
+    for field, value in (
+        ("patch_size", 14),
+        ("merge_size", 4),
+        ("resample", 2),
+        ("do_convert_rgb", False),
+        ("image_std", [0.5, 0.0, 0.5]),
+        ("image_mean", [0.5]),
+        ("rescale_factor", -1),
+        ("size", [3]),
+        ("size", {"shortest_edge": 9, "longest_edge": 5}),
+    ):
+        with pytest.raises(UnsupportedModelError, match=field if field != "image_std" else "image_std"):
+            PictureRules.from_config({field: value})
+
+
+HOSTILE = list(refused())
+DOUBTFUL = list(doubtful())
+
+
+def test_there_are_many_hostile_files() -> None:
+    assert len(HOSTILE) + len(DOUBTFUL) >= 60
+
+
+@pytest.mark.parametrize(("data", "said"), [each[1:] for each in HOSTILE], ids=[each[0] for each in HOSTILE])
+def test_hostile_files_are_refused(data: bytes, said: str) -> None:
+    before_s = time.monotonic()
+    with pytest.raises(PictureError, match=said) as refusal:
+        asyncio.run(read_picture(data, PictureRules()))
+    assert str(refusal.value).isprintable() and len(str(refusal.value)) < 300
+    assert time.monotonic() - before_s < 15
+
+
+@pytest.mark.parametrize("data", [each[1] for each in DOUBTFUL], ids=[each[0] for each in DOUBTFUL])
+def test_doubtful_files_are_refused_or_read(data: bytes) -> None:
+    try:
+        picture = asyncio.run(read_picture(data, SMALL))
+    except PictureError as error:
+        assert str(error)
+    else:
+        assert np.isfinite(patches(picture, SMALL)).all()
+
+
+def test_what_is_broken_beside_the_pixels_is_passed_over() -> None:
+    for name, data in DOUBTFUL:
+        if name.startswith("exif"):
+            assert decoded(data).pixels.shape[2] == 3
+
+
+@pytest.mark.parametrize(
+    ("program", "said"),
+    [
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "cannot be decoded; send PNG"),
+        ("x = bytearray(1 << 50)", "cannot be decoded; send PNG"),
+        ("import time; time.sleep(60)", "within 0.5 s"),
+    ],
+    ids=range(3),
+)
+def test_a_decoder_that_fails_takes_nobody_with_it(program: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pictures, "PROGRAM", (sys.executable, "-c", program))
+    monkeypatch.setattr(pictures, "DECODE_S", 0.5)
+    before_s = time.monotonic()
+    with pytest.raises(PictureError, match=said):
+        asyncio.run(read_picture(whole()["png"], SMALL))
+    assert time.monotonic() - before_s < 5
+
+
+def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert pictures.needs_pillow() is None
+    monkeypatch.setattr(pictures, "find_spec", lambda name: None)
+    assert "deltic[vision]" in (pictures.needs_pillow() or "")
+
+
+def test_the_server_does_not_load_pillow() -> None:
+    import subprocess
+
+    code = "import deltic.server.chat.pictures, sys; sys.exit('PIL' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_positions_of_a_prompt() -> None:
+    positions, delta = prompt_positions(10, [(2, 2, 3)])
+    assert positions.tolist() == [
+        [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
+        [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
+        [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
+    ]
+    assert delta == -3
+    assert prompt_positions(3, []) == (pytest.approx(np.tile(np.arange(3), (3, 1))), 0)
+    for wrong in ([(0, 2, 2), (3, 1, 1)], [(0, 0, 2)], [(8, 2, 2)], [(-1, 1, 1)]):
+        with pytest.raises(ValueError, match="a picture of"):
+            prompt_positions(10, wrong)
+
+
+def test_positions_are_the_published_ones() -> None:
+    torch = pytest.importorskip("torch")
+    modelling = pytest.importorskip("transformers.models.qwen3_5.modeling_qwen3_5")
+    from types import SimpleNamespace
+
+    model = SimpleNamespace(
+        config=SimpleNamespace(vision_config=SimpleNamespace(spatial_merge_size=2)), get_vision_position_ids=None
+    )
+    kind = modelling.Qwen3_5Model
+    model.get_vision_position_ids = lambda *args, **more: kind.get_vision_position_ids(model, *args, **more)
+    generator = np.random.default_rng(0)
+    for _ in range(50):
+        types: list[int] = []
+        placed, grids = [], {1: [], 2: []}
+        for _ in range(generator.integers(1, 6)):
+            types += [0] * int(generator.integers(1, 9))
+            kind_of = int(generator.integers(1, 3))
+            rows, columns = (int(n) for n in generator.integers(1, 7, 2))
+            placed.append((len(types), rows, columns))
+            grids[kind_of].append([1, 2 * rows, 2 * columns])
+            types += [kind_of] * (rows * columns)
+        types += [0] * int(generator.integers(0, 5))
+        ids = torch.zeros(1, len(types), dtype=torch.long)
+        images, videos = (torch.tensor(grids[i]) if grids[i] else None for i in (1, 2))
+        expected, delta = kind.get_rope_index(model, ids, torch.tensor([types]), images, videos)
+        found, found_delta = prompt_positions(len(types), placed)
+        assert (found == expected[:, 0].numpy()).all() and found_delta == int(delta)
