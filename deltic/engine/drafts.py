@@ -136,8 +136,8 @@ class Record:
         return max(self.n_right / self.n_seen, A_TRY if self.n_misses else 0.0)
 
     def begun(self) -> Record:
-        """One of another sequence, of which no more is known. It waits for its first try as those did that were
-        in vain last.
+        """One of another sequence, of which no more is known. It waits for its first try as those did that
+        were in vain last.
         """
         pause = min(MAX_FIRST_PAUSE, 2 ** min(self.n_misses, 10)) if self.n_misses else 0
         return Record(2.0 * self.n_right / self.n_seen, 2.0, self.n_misses, pause)
