@@ -285,14 +285,16 @@ class GpuTextRunner(GpuRunner):
         n = self._size(n_rows)
         self.places.rows(chunks, n)
         self.places.flush()
-        forward, draw = self.decode_of(n, n_keys + n_replays * n_rounds).run, self._draws[n].run
+        bodies = [self.decode_of(n, n_keys + n_replays * n_rounds).run, self._draws[n].run]
+        if self.draft_head is not None:
+            bodies.append(self.draft_head.keys[n].run)
         times = []
         for _ in range(n_rounds):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             for _ in range(n_replays):
-                forward()
-                draw()
+                for body in bodies:
+                    body()
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) / n_replays)
