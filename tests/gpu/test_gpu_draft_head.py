@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deltic.config import EngineConfig
 from deltic.engine.drafts import n_guessable
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
@@ -20,13 +21,16 @@ from tests.cpu.test_reference import prompt
 from tests.heads import KINDS, kept, loaded, run, sequence
 from tests.reference.layers import linear, rms_norm
 from tests.reference.model import draft_states, hidden_states
-from tests.tiny import N_REAL_VOCAB
+from tests.tiny import N_REAL_VOCAB, tiny_checkpoint
+from tests.tiny_gguf import tiny_gguf
 
 pytest.importorskip("triton")
 from deltic.ops.gpu.blocks import Drafts, Rows
 from deltic.ops.gpu.draft import GuessRows, begin_guess, draft_pair, follow, go_on, guess_rows
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.norm import add_norm
+from deltic.runtime.build import build_runner
+from deltic.runtime.gpu.device import Gpu
 from deltic.runtime.gpu.text import GpuTextRunner
 from tests.gpu.test_gpu_drafts import MAX_DRAFTS, build, small_checkpoint
 
@@ -143,6 +147,27 @@ def test_what_draws_a_token_draws_a_guess() -> None:
         run(runner, of := sequence(prompt(9), place=place, temperature=5.0), 9)
         seeds.add(tuple(run(runner, of, 1, 4)))
     assert len(seeds) == 3
+
+
+@pytest.mark.parametrize("stored", ["int4", "fp8", "Q8_0"])
+def test_quantised_heads(stored: str) -> None:
+    """Rounded at load, and as a file has them: every product finds its kernel."""
+    if stored == "Q8_0":
+        path, quantize = tiny_gguf("moe", stored, has_mtp=True), None
+    else:
+        path, quantize = tiny_checkpoint("moe", has_mtp=True, experts="split"), stored
+    config = EngineConfig(
+        model=str(path), max_drafts=2, max_num_seqs=2, max_model_len=128, max_step_tokens=64, n_pages=9,
+        n_checkpoints=0, quantize=quantize, device="cuda",
+    )  # fmt: skip
+    runner = build_runner(config, lambda stage, done: None, Gpu())
+    assert isinstance(runner, GpuTextRunner) and runner.info.has_draft_head
+    head = runner.model.weights.draft_head
+    assert head is not None and head.fc.whole.format.name == stored
+    run(runner, of := sequence(prompt(9)), 9)
+    assert len(run(runner, of, 1, 2)) == 2
+    logits = runner.workspace.decode.logits[:N_REAL_VOCAB]
+    assert logits.isfinite().all() and logits.std() > 0.1
 
 
 @pytest.mark.parametrize("kind", ["dense", "next"])

@@ -89,6 +89,8 @@ def drafted(kind: str, seed: int, sizes: Sizes, patch: pytest.MonkeyPatch) -> tu
 def test_drafts_change_no_bit(kind: str, seed: int, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
     found, engine = drafted(kind, seed, sizes, monkeypatch)
     stats = engine.stats()
+    drafting = engine.scheduler.drafting
+    assert drafting is not None and any(drafting.guesses.line(1 + n) for n in range(6)), "the head has guessed"
     assert stats.n_drafted > stats.n_accepted > 5 and (stats.n_preemptions > 0 or sizes is FEW)
     assert found == truth(kind, seed, sizes)
 
