@@ -157,7 +157,7 @@ def test_quantised_heads(stored: str) -> None:
     else:
         path, quantize = tiny_checkpoint("moe", has_mtp=True, experts="split"), stored
     config = EngineConfig(
-        model=str(path), max_drafts=2, max_num_seqs=2, max_model_len=128, max_step_tokens=64, n_pages=9,
+        model=str(path), max_drafts=2, max_num_seqs=2, max_model_len=256, max_step_tokens=64, n_pages=9,
         n_checkpoints=0, quantize=quantize, device="cuda",
     )  # fmt: skip
     runner = build_runner(config, lambda stage, done: None, Gpu())
