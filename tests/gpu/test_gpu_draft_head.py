@@ -149,6 +149,17 @@ def test_what_draws_a_token_draws_a_guess() -> None:
     assert len(seeds) == 3
 
 
+def test_a_prompts_log_probabilities_are_those_without_a_head() -> None:
+    """Which has used the buffers of the forward by then."""
+    found = []
+    for max_drafts in (0, MAX_DRAFTS):
+        of = sequence(prompt(20), prompt_logprobs=2)
+        chunk = Chunk(of, 0, 20, prompt_logprobs=True)
+        found.append(build("dense", max_drafts).step(Step([chunk], [Draw(0, of)])))
+    assert found[0].prompt_logprobs == found[1].prompt_logprobs and len(found[0].prompt_logprobs[0]) == 19
+    assert found[0].tokens == found[1].tokens
+
+
 @pytest.mark.parametrize("stored", ["int4", "fp8", "Q8_0"])
 def test_quantised_heads(stored: str) -> None:
     """Rounded at load, and as a file has them: every product finds its kernel."""
