@@ -14,16 +14,14 @@ import argparse
 import json
 import random
 import statistics
-import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from deltic.bench.planted import Planted, decode
 from deltic.bench.provenance import code, machine, now
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
-from deltic.engine.messages import Request, SamplingParams
-from deltic.engine.step import Step, StepResult
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu
 from deltic.text import Tokenizer
@@ -31,39 +29,6 @@ from deltic.text import Tokenizer
 TRACES = Path(__file__).parent / "traces"
 DEMO = Path(__file__).parents[1] / "deltic" / "demo"
 N_PROMPT = 32
-
-
-@dataclass
-class Planted:
-    """A runner that draws what it is told to."""
-
-    runner: Any
-    answers: dict[str, list[int]]
-    """By the request's id."""
-    accept: float
-    """The probability of a guess to be right, if those before are."""
-    head: Any = None
-    """The draft head, if it guesses."""
-
-    def __post_init__(self) -> None:
-        self.rng = random.Random(0)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self.runner, name)
-
-    def step(self, step: Step) -> StepResult:
-        self.runner.draft_head = self.head
-        result: StepResult = self.runner.step(step)
-        for i, draw in enumerate(step.draws):
-            answer, drafts = self.answers[draw.sequence.request.id], step.chunks[draw.chunk].drafts
-            at, n = draw.sequence.n_generated, 1
-            while n <= len(drafts) and drafts[n - 1] == answer[at + n - 1]:
-                n += 1
-            result.tokens[i] = answer[at : at + n]
-            if result.guesses:
-                truth = answer[at + n : at + n + len(result.guesses[i])]
-                result.guesses[i] = [id if self.rng.random() < self.accept else id + 1 for id in truth]
-        return result
 
 
 @dataclass
@@ -96,28 +61,6 @@ def cases(given: argparse.Namespace) -> list[Case]:
     return found
 
 
-def decode(engine: Engine, case: Case) -> tuple[float, float]:
-    """Milliseconds a token of each sequence, and tokens of each a step, while all of them decode."""
-    for name, prompt in case.prompts.items():
-        params = SamplingParams(max_tokens=len(case.answers[name]), temperature=1.0, seed=1, ignore_eos=True)
-        engine.add(Request(id=name, prompt_ids=prompt, params=params))
-    n_drawn, n_first, n_steps, begin = dict.fromkeys(case.prompts, 0), 0, 0, 0.0
-    is_over = False
-    while not is_over:
-        for output in engine.step():
-            assert output.error is None, output.error
-            n_drawn[output.id] += len(output.token_ids)
-            is_over |= output.finish_reason is not None
-        if begin:
-            n_steps += 1
-        elif all(n_drawn.values()):
-            begin, n_first = time.perf_counter(), sum(n_drawn.values())
-    seconds, n = time.perf_counter() - begin, (sum(n_drawn.values()) - n_first) / len(n_drawn)
-    for name in n_drawn:
-        engine.abort(name)
-    return 1000 * seconds / n, n / n_steps
-
-
 def measure(runner: Any, case: Case, max_drafts: int, rounds: int) -> dict[str, Any]:
     ms: dict[str, list[float]] = {"plain": [], "drafts": []}
     tokens: list[float] = []
@@ -128,7 +71,7 @@ def measure(runner: Any, case: Case, max_drafts: int, rounds: int) -> dict[str, 
         engines[name] = Engine(Planted(runner, case.answers, case.accept, head))
     for i in range(1 + rounds):
         for name, engine in engines.items():
-            one, a_step = decode(engine, case)
+            one, a_step = decode(engine, case.prompts, case.answers)
             if i:
                 ms[name].append(one)
             if i and name == "drafts":

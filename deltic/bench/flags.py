@@ -72,8 +72,11 @@ def gpu(sub: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="of --dummy: projections as a published checkpoint stores them, e.g. fp8, Q4_K, NVFP4",
     )
+    text = "decodes with drafts, whose tokens are right with these probabilities, beside plain ones; nothing else"
+    add("--accept", default=None, metavar="P,P,...", help=text)
     add("--out", metavar="DIR", help=OUT_HELP)
-    add_some(sub, "dummy", "quantize", "lever", "memory_gb", "max_model_len", "max_step_tokens", "seed")
+    names = ("dummy", "quantize", "lever", "memory_gb", "max_model_len", "max_step_tokens", "max_drafts", "seed")
+    add_some(sub, *names)
 
 
 def ablate(sub: argparse.ArgumentParser) -> None:

@@ -5,6 +5,10 @@ A decode is measured as it is served: N prompts are prefilled, then every sequen
 is what passes between two steps of the engine, scheduler and all. Beside it stands the same recorded step
 replayed alone. Roofs are measured in the same process: a read of memory that is larger than the cache, and a
 matrix product of 8192 x 8192 x 8192.
+
+With --accept a decode is measured with drafts whose tokens are right with this probability each, beside one
+of a server without drafts. The steps are real, and so is the depth that the engine chooses; what is drawn is
+planted (planted.py). Without the head's guesses they come from nowhere: what rows cost, and what the head.
 """
 
 from __future__ import annotations
@@ -24,6 +28,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
+from deltic.bench.planted import Planted
+from deltic.bench.planted import decode as decode_planted
 from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.commands.plan import decode_bytes
 from deltic.config import ConfigError, EngineConfig, without_foreign
@@ -55,10 +61,10 @@ class Model:
     weights: Weights
 
     @classmethod
-    def load(cls, config: EngineConfig, format: str | None = None) -> Model:
+    def load(cls, config: EngineConfig, format: str | None = None, *, drafts: bool = False) -> Model:
         """format: of a dummy's projections. Raises ConfigError for one that there is not.
 
-        And beside --quantize, which would round the rest.
+        And beside --quantize, which would round the rest. drafts: with the draft head, if there is one.
         """
         if format is not None and (not config.dummy or config.quantize or format not in WEIGHT_FORMATS):
             raise ConfigError(
@@ -70,19 +76,23 @@ class Model:
             shape = replace(shape, formats=InFormat(WEIGHT_FORMATS[format]))
         stored: dict[str, Any] = {"quantize": config.rounded, "store": DeviceStore("cuda")}
         if config.dummy:
+            shape = replace(shape, has_draft_head=drafts)
             weights = dummy_weights(shape, config.seed, **stored)
         else:
-            shape = stored_shape(directory, shape)
+            shape = stored_shape(directory, shape, drafts)
             weights, _ = load_weights(directory, shape, **stored)
         return cls(config, shape, n_real_ids(config, directory, shape), weights)
 
-    def engine(self, levers: Levers, n_rows: int) -> Engine:
-        """A fresh engine for up to n_rows sequences; the one before must be gone."""
+    def engine(self, levers: Levers, n_rows: int, max_drafts: int = 0) -> Engine:
+        """A fresh engine for up to n_rows sequences; the one before must be gone. max_drafts: most tokens of
+        a draft; with drafts the head is run, if it was loaded.
+        """
         gc.collect()
         torch.cuda.empty_cache()
-        config = replace(self.config, max_num_seqs=max(n_rows, 8), prefix_cache=False)
+        config = replace(self.config, max_num_seqs=max(n_rows, 8), prefix_cache=False, max_drafts=max_drafts)
+        shape = replace(self.shape, has_draft_head=self.shape.has_draft_head and max_drafts > 0)
         free = torch.cuda.mem_get_info()[0] + self.weights.n_bytes
-        plan = make_plan(config, self.shape, gpu.text(levers), self.n_real, free)
+        plan = make_plan(config, shape, gpu.text(levers), self.n_real, free)
         begin_compiling(plan, levers, collect).wait(lambda stage, done: None)
         return Engine(GpuTextRunner(plan, self.weights, levers))
 
@@ -172,6 +182,8 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     A round has every number of sequences and every prompt once.
     """
     _need_gpu()
+    if arguments.accept:
+        return _bench_accept(arguments, config)
     rows, prompts = ([int(n) for n in text.split(",")] for text in (arguments.n, arguments.prefill))
     roofs, shape_name = GpuRoofs.measured(), config.dummy or config.model
     begin = time.perf_counter()
@@ -224,6 +236,81 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
         prefill=prefill,
     )
     return 0
+
+
+MOST_DRAFTED = 8
+"""Tokens of a draft where --max-drafts does not say: as on a CPU."""
+
+
+def accept_rows(
+    runner: Any,
+    n: int,
+    accepts: Sequence[float],
+    prompts: dict[str, list[int]],
+    answers: dict[str, list[int]],
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """What drafts of n sequences come to, for each probability of a guess to be right: milliseconds a token
+    of each sequence and tokens a step, with the runner's draft head and with guesses that cost nothing.
+
+    The first round, in which the engine learns what rows cost, does not count.
+    """
+    head, found = runner.draft_head, []
+    for accept in accepts:
+        row: dict[str, Any] = {"n": n, "accept": accept}
+        for name, own in (("head", head), ("free", None)):
+            if name == "head" and head is None:
+                continue
+            runner.info.has_draft_head = True  # without one, too, guesses are asked for
+            engine = Engine(Planted(runner, answers, accept, own, is_free=own is None))
+            measured = [decode_planted(engine, prompts, answers) for _ in range(1 + rounds)][1:]
+            row[f"{name}_ms"] = [round(ms, 4) for ms, _ in measured]
+            row[f"{name}_tokens_a_step"] = round(statistics.median(tokens for _, tokens in measured), 3)
+        found.append(row)
+    runner.draft_head, runner.info.has_draft_head = head, head is not None
+    return found
+
+
+def _bench_accept(arguments: argparse.Namespace, config: EngineConfig) -> int:
+    """`deltic bench gpu --accept P,...`: a table and a JSON file."""
+    sizes, accepts = [int(n) for n in arguments.n.split(",")], [float(p) for p in arguments.accept.split(",")]
+    model, shape_name = Model.load(config, arguments.format, drafts=True), config.dummy or config.model
+    max_drafts, levers = config.max_drafts or MOST_DRAFTED, parse_levers(config.lever)
+    engine = model.engine(levers, max(sizes))
+    plain: dict[int, list[float]] = {}
+    for n in sizes:
+        decode(engine, n, arguments.prompt, 8, seed=1)
+        times = [decode(engine, n, arguments.prompt, arguments.output, seed=2 + i)[0] for i in range(arguments.rounds)]
+        plain[n] = [round(statistics.median(found) * 1000, 4) for found in times]
+    del engine
+    runner: Any = model.engine(levers, max(sizes), max_drafts).runner
+    rng, rows = random.Random(1), list[dict[str, Any]]()
+    for n in sizes:
+        prompts, answers = (
+            {str(i): rng.choices(range(1000), k=k) for i in range(n)} for k in (arguments.prompt, arguments.output)
+        )
+        for row in accept_rows(runner, n, accepts, prompts, answers, arguments.rounds):
+            rows.append(row | {"plain_ms": plain[n]})
+    title = f"{shape_name} on {runner.info.device}: drafts of up to {max_drafts} tokens, right as often as planted"
+    Console(width=120).print(_accept_table(title, rows))
+    _write("gpu-accept", shape_name, runner.info.device, arguments.out, max_drafts=max_drafts, rows=rows)
+    return 0
+
+
+def _accept_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """The drafts for people."""
+    heads = ("N", "right", "plain: ms a token", "head: tokens a step", "ms a token", "x", "free: tokens a step")
+    table = Table(*heads, "ms a token", "x", title=title, title_justify="left")
+    for row in rows:
+        ms, cells = statistics.median(row["plain_ms"]), list[str]()
+        for name in ("head", "free"):
+            if f"{name}_ms" not in row:
+                cells += ["no head", "", ""]
+                continue
+            own = statistics.median(row[f"{name}_ms"])
+            cells += [f"{row[f'{name}_tokens_a_step']:.2f}", f"{own:.3f}", f"{ms / own:.2f}"]
+        table.add_row(f"{row['n']}", f"{row['accept']:g}", f"{ms:.3f}", *cells)
+    return table
 
 
 def _write(bench: str, shape: str, device: str, out: str | None, **found: Any) -> None:

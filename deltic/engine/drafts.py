@@ -73,6 +73,14 @@ HEAD = 0.1
 """What a guess of the head costs beside a step without drafts, until that is known."""
 
 
+def n_guessable(sequence: Sequence, n_drawn: int) -> int:
+    """How many tokens a draft head may guess behind n_drawn ones that the sequence does not have yet: the
+    rows of all guesses but the last need a place in its pages.
+    """
+    last = len(sequence.tokens) + n_drawn - 1
+    return 1 + (PAGE_SIZE - last % PAGE_SIZE if last < len(sequence.pages) * PAGE_SIZE else 0)
+
+
 @dataclass(slots=True, eq=False)
 class Repeats:
     """Where the runs of a sequence's tokens were before: by three tokens the place behind them, and from each

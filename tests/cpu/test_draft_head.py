@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from array import array
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,7 @@ import pytest
 import torch
 
 from deltic.config import EngineConfig
-from deltic.engine.messages import Request, SamplingParams
-from deltic.engine.step import Chunk, Draw, Sequence, Step
+from deltic.engine.step import Chunk, Draw, Step
 from deltic.models.fields import CheckpointError
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import load_weights, stored_shape
@@ -21,14 +19,13 @@ from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
 from tests.cpu.test_reference import needs_transformers, prompt, published_model
-from tests.plain import plain
+from tests.heads import KINDS, kept, loaded, run, sequence
 from tests.reference.layers import linear
 from tests.reference.model import draft_states, hidden_states
 from tests.tensors import tensor_of
 from tests.tiny import N_REAL_VOCAB, tiny_checkpoint
 from tests.tiny_gguf import tiny_gguf
 
-KINDS = ("dense", "moe", "next")
 PUBLISHED = {"pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "fc": "eh_proj", "norm": "post_norm"}
 
 
@@ -36,12 +33,6 @@ def build(path: Path, **settings: Any) -> Runner:
     sizes = {"max_num_seqs": 4, "max_model_len": 512, "max_step_tokens": 128, "n_pages": 24, "n_checkpoints": 0}
     config = EngineConfig(model=str(path), threads=2, **{**sizes, "max_drafts": 8, **settings})
     return build_runner(config, lambda stage, done: None, Cpu())
-
-
-def loaded(path: Path) -> tuple[Any, ModelShape]:
-    shape = stored_shape(path, ModelShape.from_directory(path), drafts=True)
-    assert shape.has_draft_head
-    return plain(load_weights(path, shape)[0]), shape
 
 
 @needs_transformers
@@ -87,22 +78,6 @@ def torch_tensors(path: Path) -> dict[str, torch.Tensor]:
     return {name: value.float() for name, value in load_file(path / "model.safetensors").items()}
 
 
-def sequence(ids: list[int], place: int = 0, **params: Any) -> Sequence:
-    params = {"temperature": 0.0, "max_tokens": 99, **params}
-    request = Request(id=str(place), prompt_ids=[], params=SamplingParams(**params))
-    pages = [4 * place + i for i in range(4)]
-    return Sequence(request, 0, place, array("i", ids), len(ids), pages=pages, place=place, slot=place)
-
-
-def run(runner: Runner, of: Sequence, length: int, n_guesses: int = 0, draws: bool = True, **more: Any) -> list[int]:
-    """A chunk and, if it draws, a draw, whose token the sequence gets. Gives the guesses."""
-    step = Step([Chunk(of, of.n_computed, length, **more)], [Draw(0, of, n_guesses)] if draws else [])
-    result = runner.step(step)
-    of.n_computed += length
-    of.tokens.extend(result.tokens[0] if draws else [])
-    return result.guesses[0] if draws else []
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_guesses_are_those_of_the_reference(kind: str) -> None:
     """Each from the head's own state of the one before."""
@@ -120,12 +95,6 @@ def test_guesses_are_those_of_the_reference(kind: str) -> None:
         hidden = torch.cat([hidden, states[-1:]])
     found = tensor_of(runner.draft_head.buffers.logits[:1])[0, :N_REAL_VOCAB]
     assert (found - logits).abs().max() < 0.2 and (found - logits).abs().median() < 0.02
-
-
-def kept(runner: Runner, of: Sequence, n: int) -> np.ndarray:
-    """Keys and values of the head for the first n tokens, [2, heads, n, dim]."""
-    pages = runner.memory.pages[of.pages, -1].view(np.uint16)
-    return np.concatenate(list(pages), axis=2)[:, :, :n]
 
 
 def test_its_keys_and_values_are_the_same_on_every_way() -> None:

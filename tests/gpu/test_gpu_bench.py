@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections import Counter
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 
 import pytest
@@ -15,8 +17,10 @@ from bench import tables
 from bench.kept import Runs
 from deltic.bench import gpu
 from deltic.config import ConfigError, EngineConfig
+from deltic.engine.drafts import Drafting
 from deltic.models.qwen.shape import published_shape
 from deltic.runtime.gpu.text import GpuTextRunner
+from tests.gpu.test_gpu_drafts import build
 
 
 def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -44,7 +48,7 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(gpu, "prefill_ms", prefill)
     out = tmp_path / "2026-01-01-h200"
     arguments = argparse.Namespace(
-        n="1,128", prompt=128, output=256, prefill="8192", rounds=3, format=None, out=str(out)
+        n="1,128", prompt=128, output=256, prefill="8192", rounds=3, format=None, out=str(out), accept=None
     )
     assert gpu.bench_gpu(arguments, EngineConfig(dummy="qwen3.5-27b")) == 0
     one_round = [("decode", 1), ("decode", 128), ("prefill", 8192)]
@@ -67,3 +71,34 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
     made = tables.gpu(Runs(tmp_path))
     assert "| qwen3.5-27b | 16.0 (13.0 .. 19.0) |" in made and "608 (605 .. 611) |" in made
     assert "128 prompt and 256 generated tokens each" in made
+
+
+def test_drafts_that_are_right_as_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a head and without one, more tokens a step the likelier they are right; the runner is as it was then."""
+    runner = build("dense")
+    own = runner.draft_head
+    draw = Random(0)
+    prompts, answers = ({"0": draw.choices(range(200), k=k)} for k in (4, 6))  # nothing repeats itself
+    monkeypatch.setattr(Drafting, "_n_worth", lambda self, n, chances, are_drafts: Counter(i for _, i in chances))
+    sure, never = gpu.accept_rows(runner, 1, [1.0, 0.0], prompts, answers, 1)
+    for name in ("head", "free"):
+        assert 1.0 == never[f"{name}_tokens_a_step"] < sure[f"{name}_tokens_a_step"]
+        assert len(sure[f"{name}_ms"]) == 1
+    assert runner.draft_head is own is not None and runner.info.has_draft_head
+    asked: list[int] = []
+
+    def engine(levers: object, n: int, max_drafts: int = 0) -> SimpleNamespace:
+        asked.append(max_drafts)
+        return SimpleNamespace(runner=runner)
+
+    monkeypatch.setattr(gpu, "_need_gpu", lambda: None)
+    monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, *_, drafts: SimpleNamespace(engine=engine)))
+    monkeypatch.setattr(gpu, "decode", lambda *_, seed: ([0.01, 0.02, 0.03], []))
+    rows = [{"n": 1, "accept": 0.8, "free_ms": [10.0], "free_tokens_a_step": 2.0}]  # of a model without a head
+    monkeypatch.setattr(gpu, "accept_rows", lambda *_: rows)
+    out = tmp_path / "2026-01-01-h200"
+    arguments = argparse.Namespace(n="1", prompt=128, output=256, rounds=2, format=None, out=str(out), accept="0.8")
+    assert gpu.bench_gpu(arguments, EngineConfig(dummy="qwen3.5-27b", max_drafts=3)) == 0
+    (file,) = out.glob("gpu-accept-qwen3.5-27b-*.json")
+    found = json.loads(file.read_text())
+    assert asked == [0, 3] and found["rows"] == [rows[0] | {"plain_ms": [20.0, 20.0]}]

@@ -129,7 +129,8 @@ def _plan(kind: str) -> Any:
         config = EngineConfig(model=str(tiny_speech("custom_voice", wide=True)), **SIZES)
     else:
         drafts = 4 if kind == "moe" else 0
-        config = EngineConfig(model=str(tiny_checkpoint(kind)), n_checkpoints=2, max_drafts=drafts, **SIZES)
+        path = tiny_checkpoint(kind, has_mtp=drafts > 0)
+        config = EngineConfig(model=str(path), n_checkpoints=2, max_drafts=drafts, **SIZES)
     return plan_model(config, Gpu(), FREE_BYTES)[2]
 
 

@@ -1,4 +1,5 @@
-"""Drafts on a GPU change nothing but the time: tokens and log-probabilities with and without them, bit for bit.
+"""Drafts on a GPU change nothing but the time: tokens and log-probabilities with and without them, bit for bit; nor does a draft
+head, which guesses behind some of the steps.
 
 Random schedules (tests/drafted.py) on models smaller than those of other tests. Planted faults show that the comparison would see a
 token too many, a state that has seen what was not accepted, or not what was, and inputs of rejected rows in the ring.
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -17,8 +19,9 @@ import torch
 from torch import Tensor
 
 from deltic.config import ConfigError, EngineConfig, without_foreign
+from deltic.engine.drafts import Drafting
 from deltic.engine.engine import Engine
-from deltic.engine.step import Chunk
+from deltic.engine.step import Chunk, Step
 from tests import tiny
 from tests.drafted import Answers, Schedule, Sizes
 
@@ -69,6 +72,16 @@ def truth(kind: str, seed: int, sizes: Sizes) -> Answers:
 
 
 def drafted(kind: str, seed: int, sizes: Sizes, patch: pytest.MonkeyPatch) -> tuple[Answers, Engine]:
+    """With guesses of the head asked for at random."""
+    plan, rng = Drafting.plan, Random(seed)
+
+    def guessing(self: Drafting, step: Step) -> None:
+        plan(self, step)
+        most = rng.choice((0, 1, 3))
+        for draw in step.draws:
+            draw.n_guesses = rng.randrange(1 + most)
+
+    patch.setattr(Drafting, "plan", guessing)
     return Schedule(seed, ("1",), truth(kind, seed, sizes), sizes).run(build(kind), patch)
 
 
@@ -76,6 +89,8 @@ def drafted(kind: str, seed: int, sizes: Sizes, patch: pytest.MonkeyPatch) -> tu
 def test_drafts_change_no_bit(kind: str, seed: int, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
     found, engine = drafted(kind, seed, sizes, monkeypatch)
     stats = engine.stats()
+    drafting = engine.scheduler.drafting
+    assert drafting is not None and any(drafting.guesses.line(1 + n) for n in range(6)), "the head has guessed"
     assert stats.n_drafted > stats.n_accepted > 5 and (stats.n_preemptions > 0 or sizes is FEW)
     assert found == truth(kind, seed, sizes)
 
@@ -147,12 +162,21 @@ def test_faults_are_seen(fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_planned_and_refused() -> None:
-    """Rows and windows are counted; there is no draft head; by default there are no drafts; speech has none."""
+    """Rows, windows and the draft head are counted; by default there are no drafts; speech has none."""
     plain, found = build("dense", 0), build("dense")
     shape = found.plan.shape
     assert plain.info.max_drafts == 0 and plain.info.n_lookahead == 1 and plain.workspace.decode.windows is None
     assert found.info.max_drafts == MAX_DRAFTS and found.info.n_lookahead == 0
-    assert not shape.has_draft_head and found.model.weights.draft_head is None
+    assert found.info.has_draft_head and found.model.weights.draft_head is not None
+    assert not plain.info.has_draft_head and plain.model.weights.draft_head is None and plain.draft_head is None
+    assert (
+        found.plan.page_bytes == 2 * plain.plan.page_bytes == found.memory.pages[0].nbytes
+    )  # one layer, and the head's
+    assert found.plan.weight_bytes > plain.plan.weight_bytes
+    assert found.plan.workspace["guesses"] == (1 + MAX_DRAFTS) * found.plan.n_decode_rows * 4
+    assert found.info.notices == plain.info.notices == []
+    sizes = found._row_sizes
+    assert found.draft_head is not None and [sorted(kind) for kind in found.draft_head.kinds] == [sizes] * 3
     n = found.plan.max_num_seqs
     assert found.plan.n_decode_rows == n + min(64, n * MAX_DRAFTS) == found._row_sizes[-1]
     n_bytes = n * shape.n_gdn_layers * window_rows(MAX_DRAFTS) * shape.conv_channels * 2

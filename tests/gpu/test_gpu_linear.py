@@ -215,6 +215,18 @@ def test_swiglu_is_a_linear_and_silu_mul(device: str, n: int, m: int, k: int) ->
     rounded_close(out, torch.nn.functional.silu(gate) * up, atol=1e-3)  # where up is nearly 0 and gate is not
 
 
+@pytest.mark.parametrize(("n", "m"), [(1, 128), (5, 256), (40, 384)])
+def test_the_first_rows_of_a_weight(device: str, n: int, m: int) -> None:
+    """What a draft head takes of the model's: the bits of the whole product, and nothing beside them."""
+    x, w = values(n, 128, device=device), values(400, 128, device=device, seed=1)
+    whole, both = poisoned(1, n, 400, device=device), poisoned(1, n + 1, m, device=device)
+    narrow_linear(x, in_rows(w), whole, levers=LEVERS)
+    narrow_linear(x, in_rows(w), both[:, :n], levers=LEVERS)
+    assert torch.equal(both[:, :n], whole[..., :m]) and both[:, n].isnan().all()
+    with pytest.raises(KernelError, match="out"):
+        narrow_linear(x, in_rows(w), whole[..., : m - 28], levers=LEVERS)
+
+
 def test_what_is_refused(device: str) -> None:
     x, w = values(2, 128, device=device), values(64, 128, device=device)
     with pytest.raises(KernelError, match="slices"):

@@ -134,6 +134,20 @@ def test_rows_of_drafts() -> None:
     assert masks[:2].eq(-1).all() and masks[2].tolist() == masks[3].tolist() == list(range(10))
 
 
+def test_rows_of_a_draft_head() -> None:
+    """The token behind, where it was drawn before, and the room of each sequence's pages."""
+    words, offsets, views = place_table(
+        2, 40, lambda _, size, dtype: torch.zeros(size, dtype=dtype), n_drafts=4, has_head=True
+    )
+    places = Places(words, offsets, torch.zeros(6, 10, dtype=torch.int32), (2,), 300, 4)
+    one, two = (sequence(place, list(range(9)), 5) for place in (1, 0))
+    one.pages, two.pages = [3], [4, 5]
+    places.rows([Chunk(one, 8, 3, drafts=[70, 71]), Chunk(two, 6, 1)], 6)
+    places.flush()
+    assert views["rows_known"].tolist() == [-1, -1, -1, 7, -1, -1]
+    assert views["rows_room"].tolist() == [64, 64, 64, 128, 0, 0]
+
+
 def test_the_last_change_wins() -> None:
     table, one = Table(), sequence(0, [1], 1)
     for token in (5, 6, 7):

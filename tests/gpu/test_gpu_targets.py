@@ -48,7 +48,9 @@ IN_FORMATS = ("qwen3.5-0.8b", "qwen3.5-35b-a3b")
 MODELS = (*TINY, "next", "custom_voice", "qwen3.5-0.8b", "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3-tts-1.7b")
 TEXTS = ("dense", "moe", "next", "qwen3.5-0.8b", "qwen3.5-27b", "qwen3.5-35b-a3b")
 WITH_DRAFTS = {"_begin_decode_kernel", "_gdn_drafts_kernel", "_attention_decode_kernel", "scan"}
-"""Kernels that are others, or of another variant, where a decode may have drafts."""
+WITH_DRAFTS |= {"_begin_guess_kernel", "_go_on_kernel", "_follow_kernel", "_pair_kernel", "_keys_decode_kernel"}
+WITH_DRAFTS |= {"_prepare_kernel"}
+"""Kernels that are others, or of another variant, where a decode may have drafts, and behind it a draft head."""
 REGISTERS = {"cuda": 255, "hip": 512}
 SPILLED_BYTES = 64
 """Of a thread, on an NVIDIA GPU: what a compiler may leave over, and less than the operand of any product."""
@@ -156,7 +158,9 @@ def _plan(model: str, max_drafts: int = 0) -> Any:
     if model.startswith("qwen"):
         config, free_bytes = EngineConfig(model="", dummy=model, max_drafts=max_drafts), 190 << 30
     else:
-        path = tiny_speech(model, wide=True) if model == "custom_voice" else tiny_checkpoint(model)
+        path = (
+            tiny_speech(model, wide=True) if model == "custom_voice" else tiny_checkpoint(model, has_mtp=max_drafts > 0)
+        )
         sizes: dict[str, Any] = dict(
             max_num_seqs=9, max_model_len=1024, max_step_tokens=256, n_pages=20, cache_host_gb=0.0
         )

@@ -29,12 +29,6 @@ from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import MAX_GDN_DIM, MAX_GROUP, MAX_HEAD_DIM, Allocate
 from deltic.ops.matrix import Matrix, row_bytes
 
-N_DRAFTED = 32768
-"""Ids that the draft head may guess, the first ones. Ids of a byte-pair tokenizer are in the order in which
-pairs were merged, so these are the most frequent tokens; its product with all of them would be most of what
-a guess costs.
-"""
-
 
 @dataclass(frozen=True)
 class RowInputs:
@@ -79,7 +73,7 @@ class DraftBuffers:
 
     hidden: Array  # bfloat16 [T, H]: what comes in; then, where rows draw, the head's own
     pair: Array  # bfloat16 [T, 2H]
-    logits: Array  # float32 [R, N_DRAFTED or V]
+    logits: Array  # float32 [R, n_drafted]
 
 
 @dataclass(frozen=True)
@@ -217,7 +211,7 @@ def allocate_drafts(shape: ModelShape, n_tokens: int, n_draws: int, allocate: Al
     return DraftBuffers(
         hidden=allocate("draft hidden states", (n_tokens, h), bfloat16),
         pair=allocate("draft rows", (n_tokens, 2 * h), bfloat16),
-        logits=allocate("draft logits", (n_draws, min(N_DRAFTED, shape.vocab_size)), np.float32),
+        logits=allocate("draft logits", (n_draws, shape.n_drafted), np.float32),
     )
 
 
@@ -260,7 +254,7 @@ class Qwen:
         if (head := weights.draft_head) is not None:
             n_query = 2 * shape.n_q_heads * shape.head_dim
             parts += [
-                ("draft_head.lm_head", weights.lm_head.rows(0, min(N_DRAFTED, shape.vocab_size))),
+                ("draft_head.lm_head", weights.lm_head.rows(0, shape.n_drafted)),
                 ("draft_head.kv", head.layer.qkv.rows(n_query, head.layer.qkv.n)),
             ]
         self.linears = Linears(parts)

@@ -23,16 +23,17 @@ from torch import Tensor
 
 from deltic.models.loading import Mlp
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.weights import GdnLayer, Moe, Weights
+from deltic.models.qwen.weights import DraftHead, GdnLayer, Moe, Weights
 from deltic.models.rotary import rotary_tables
 from deltic.ops.geometry import Allocate
-from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch
-from deltic.ops.gpu.attention_prefill import attention_prefill
+from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch, keys_decode
+from deltic.ops.gpu.attention_prefill import attention_prefill, keys_prefill
 from deltic.ops.gpu.blocks import BLOCK, Blocks, Drafts, PlaceState, PrefillInputs, Rows, Windows
+from deltic.ops.gpu.draft import GuessRows, begin_guess, draft_pair, follow, go_on
 from deltic.ops.gpu.fp8 import Fp8Rows, block_scales, fp8_rows
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.gdn_prefill import GdnScratch, gdn_prefill, gdn_scratch
-from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.launch import Levers, take_rows
 from deltic.ops.gpu.linear import (
     WideScratch,
     k_splits,
@@ -56,7 +57,7 @@ window needs, so that no row is read while it is written.
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """The two memories. pages: bfloat16 [n_pages + 1, n_attn, 2, nk, 64, d], the last one for padding;
+    """The two memories. pages: bfloat16 [n_pages + 1, n_kv_layers, 2, nk, 64, d], the last one for padding;
     states: float32 [n_slots, n_gdn, Hv, dv, dk]; columns: bfloat16 [n_slots, n_gdn, RING, C], row p % RING
     for position p.
     """
@@ -100,6 +101,17 @@ class PrefillBuffers:
     wide: WideScratch
     final: Tensor  # bfloat16 [G, H]
     logits: Tensor  # float32 [G, V]
+    hidden: Tensor | None  # bfloat16: as final, of every row, for the draft head
+    follows: Tensor | None  # int32: the ids of the tokens behind the rows, for the draft head
+
+
+@dataclass(frozen=True)
+class HeadBuffers:
+    """What the draft head has in a decode of up to N rows, beside the activations."""
+
+    rows: GuessRows
+    pair: Tensor  # bfloat16, flat
+    hidden: Tensor  # bfloat16, flat: the head's own
 
 
 def decode_buffers(
@@ -122,7 +134,8 @@ def decode_buffers(
     rows = shape.gdn_in_proj_rows, heads.row
     value, q_size = shape.gdn_value_size, heads.n_q * heads.dim
     inner = max(shape.intermediate_size, shape.shared_intermediate_size)
-    n_partials = [k_splits(h, k, levers) for k in (value, q_size, inner) if k]
+    widths = (value, q_size, inner, *([2 * h] if shape.has_draft_head else []))
+    n_partials = [k_splits(h, k, levers) for k in widths if k]
     moe = None
     if shape.is_moe:
         moe = moe_scratch(
@@ -146,9 +159,19 @@ def decode_buffers(
         partial=allocate("partial sums", (max(n_partials) * n_rows * h,), f32),
         attention=attention_scratch(heads, n_rows, max_len, allocate),
         moe=moe,
-        fp8=fp8_rows("e4m3 rows", n_rows, max(h, value, q_size, inner), allocate) if "e4m3" in codes else None,
+        fp8=fp8_rows("e4m3 rows", n_rows, max(h, *widths), allocate) if "e4m3" in codes else None,
         logits=allocate("logits", ((n_rows + n_kept) * shape.vocab_size,), f32),
         windows=windows,
+    )
+
+
+def head_buffers(shape: ModelShape, rows: GuessRows, allocate: Allocate) -> HeadBuffers:
+    """Of the draft head, for as many rows as these."""
+    n, h = len(rows.known), shape.hidden_size
+    return HeadBuffers(
+        rows=rows,
+        pair=allocate("head rows", (n * 2 * h,), torch.bfloat16),
+        hidden=allocate("head hidden states", (n * h,), torch.bfloat16),
     )
 
 
@@ -177,12 +200,17 @@ def prefill_buffers(
         )
     many = [(shape.gdn_in_proj_rows, h), (heads.row, h), (h, value), (h, q_size)]
     many += [(2 * shape.intermediate_size, h), (h, shape.intermediate_size)]
+    widest = [shape.gdn_in_proj_rows, heads.row, 2 * shape.intermediate_size]
+    hidden = follows = None
+    if shape.has_draft_head:  # its rows, twice as wide, lie where a projection does
+        many.append((h, 2 * h))
+        widest.append(2 * h)
+        hidden = allocate("prefill hidden states", (t * h,), bf16)
+        follows = allocate("prefill ids behind", (t,), torch.int32)
     return PrefillBuffers(
         residual=allocate("prefill residual", (t * h,), f32),
         normed=allocate("prefill normed", (t * h,), bf16),
-        proj=allocate(
-            "prefill projections", (t * max(shape.gdn_in_proj_rows, heads.row, 2 * shape.intermediate_size),), bf16
-        ),
+        proj=allocate("prefill projections", (t * max(widest),), bf16),
         mixed=allocate("prefill mixed", (t * max(value, q_size),), bf16),
         inner=allocate("prefill inner", (t * max(1, inner),), bf16),
         y=allocate("prefill y", (t * h,), bf16),
@@ -192,6 +220,8 @@ def prefill_buffers(
         wide=wide_scratch(t, max(m * k for m, k in many), max(k for _, k in many), codes, allocate),
         final=allocate("final", (n_segments, h), bf16),
         logits=allocate("prefill logits", (n_segments, shape.vocab_size), f32),
+        hidden=hidden,
+        follows=follows,
     )
 
 
@@ -241,7 +271,7 @@ class Linears:
 
 
 class QwenGpu:
-    """The weights in rows, and the two forwards over given buffers."""
+    """The weights in rows, and the two forwards over given buffers; behind each, the draft head's."""
 
     def __init__(self, shape: ModelShape, weights: Weights, max_len: int, levers: Levers) -> None:
         self.shape, self.weights, self.levers = shape, weights, levers
@@ -310,21 +340,24 @@ class QwenGpu:
                 partial = linears.partial(f"layers.{i}.o_proj", mixed, b.partial, b.fp8)
                 i_attn += 1
             add_norm(residual, partial, layer.post_norm, eps, normed, levers=levers)
-            partial = self._decode_feed_forward(i, normed, b, rows)
+            partial = self._decode_feed_forward(f"layers.{i}.mlp.", layer.mlp, normed, b, rows.slot)
         add_norm(residual, partial, w.norm, eps, normed, levers=levers)
         logits = front(b.logits, 1, n, shape.vocab_size)
         linears.project("lm_head", normed, logits, b.fp8)
         return logits[0]
 
-    def _decode_feed_forward(self, i: int, normed: Tensor, b: DecodeBuffers, rows: Rows) -> Tensor:
-        """Partial sums of layer i's feed-forward of the normed rows, float32 [S, n, H], to be added up by the
-        next norm."""
-        shape, mlp, n = self.shape, self.weights.layers[i].mlp, len(normed)
+    def _decode_feed_forward(
+        self, name: str, mlp: Mlp | Moe, normed: Tensor, b: DecodeBuffers, row_slot: Tensor
+    ) -> Tensor:
+        """Partial sums of a feed-forward of the normed rows, float32 [S, n, H], to be added up by the next
+        norm. name: how the names of its matrices begin.
+        """
+        shape, n = self.shape, len(normed)
         if not isinstance(mlp, Moe):
             inner = front(b.inner, n, shape.intermediate_size)
             gate_up = front(b.proj, 1, n, 2 * shape.intermediate_size)
-            self.linears.swiglu(f"layers.{i}.mlp.gate_up", normed, inner, gate_up, b.fp8)
-            return self.linears.partial(f"layers.{i}.mlp.down", inner, b.partial, b.fp8)
+            self.linears.swiglu(f"{name}gate_up", normed, inner, gate_up, b.fp8)
+            return self.linears.partial(f"{name}down", inner, b.partial, b.fp8)
         assert b.moe is not None
         partial = front(b.partial, shape.n_experts_per_tok + 1, n, shape.hidden_size)
         moe_decode(
@@ -332,12 +365,110 @@ class QwenGpu:
             mlp,
             shape.n_experts_per_tok,
             shape.norm_topk_prob,
-            row_slot=rows.slot,
+            row_slot=row_slot,
             scratch=b.moe,
             out=partial,
             levers=self.levers,
         )
         return partial
+
+    # The draft head behind a decode.
+
+    @property
+    def _head(self) -> DraftHead:
+        assert self.weights.draft_head is not None
+        return self.weights.draft_head
+
+    def _draft_projection(self, n: int, drawn: Tensor | None, b: DecodeBuffers, g: HeadBuffers) -> Tensor:
+        """The head's rows up to q, gates, k and v, float32 [S, n, row]. drawn: of the step, int32 [N]; None:
+        the rows are those behind the latest guesses.
+        """
+        head, levers, h, eps = self._head, self.levers, self.shape.hidden_size, self.shape.rms_norm_eps
+        rows, guesses = b.rows.front(n), g.rows.front(n)
+        residual, normed, hidden = front(b.residual, n, h), front(b.normed, n, h), front(g.hidden, n, h)
+        if drawn is not None:
+            begin_guess(rows, drawn, guesses, levers=levers)
+            hidden = normed  # as the step's last norm has left it
+        else:
+            go_on(rows, guesses, levers=levers)
+        embed(guesses.token, self.weights.embed, residual)
+        pair = front(g.pair, n, 2 * h)
+        draft_pair(residual, hidden, head.embedding_norm, head.hidden_norm, eps, pair, levers=levers)
+        partial = self.linears.partial("draft_head.fc", pair, b.partial, b.fp8)
+        add_norm(residual, partial, head.layer.input_norm, eps, normed, levers=levers)
+        return self.linears.partial("draft_head.layer.qkv", normed, b.proj, b.fp8)
+
+    def _draft_keys(
+        self, proj: Tensor, places: PlaceState, b: DecodeBuffers, g: HeadBuffers, memory: GpuMemory
+    ) -> None:
+        n = proj.shape[1]
+        keys_decode(
+            proj,
+            self.heads,
+            self._head.layer.k_norm,
+            self.shape.rms_norm_eps,
+            rows=Rows(b.rows.place[:n], g.rows.kept[:n], b.rows.position[:n]),
+            page_table=places.page_table,
+            cos=self.cos,
+            sin=self.sin,
+            pages=memory.pages[:, -1],
+            levers=self.levers,
+        )
+
+    def draft_keys(
+        self, n: int, drawn: Tensor, places: PlaceState, b: DecodeBuffers, g: HeadBuffers, memory: GpuMemory
+    ) -> None:
+        """The head's keys and values of a step's n rows, as far as they count. drawn: int32 [N], by it."""
+        self._draft_keys(self._draft_projection(n, drawn, b, g), places, b, g, memory)
+
+    def draft_guess(
+        self,
+        n: int,
+        drawn: Tensor | None,
+        places: PlaceState,
+        b: DecodeBuffers,
+        g: HeadBuffers,
+        memory: GpuMemory,
+        max_len: int,
+    ) -> Tensor:
+        """Logits of one guess for each sequence of a step of n rows, float32 [n, n_drafted], in the row from
+        which its last token was drawn: behind that token, or, drawn=None, behind the guess before. Rows of
+        the step get their keys and values, as by `draft_keys`.
+
+        The logits stand where those of the step stood. A row behind guesses has its keys and values where the
+        next step writes those of the token that is right there, before anything reads them.
+        """
+        shape, head, levers, linears = self.shape, self._head, self.levers, self.linears
+        eps, h, is_first = shape.rms_norm_eps, shape.hidden_size, drawn is not None
+        step, guesses = b.rows.front(n), g.rows.front(n)
+        proj = self._draft_projection(n, drawn, b, g)
+        mixed = front(b.mixed, n, self.heads.n_q * self.heads.dim)
+        attention_decode(
+            proj,
+            self.heads,
+            head.layer.q_norm,
+            head.layer.k_norm,
+            eps,
+            rows=Rows(step.place, guesses.last, guesses.position, drafts=step.drafts if is_first else None),
+            page_table=places.page_table,
+            cos=self.cos,
+            sin=self.sin,
+            pages=memory.pages[:, -1],
+            scratch=b.attention,
+            max_len=max_len,
+            out=mixed,
+            levers=levers,
+        )
+        if is_first:  # once more, by what writes them where nothing is guessed: the bits are the same then
+            self._draft_keys(proj, places, b, g, memory)
+        residual, normed, own = front(b.residual, n, h), front(b.normed, n, h), front(g.hidden, n, h)
+        partial = linears.partial("draft_head.layer.o_proj", mixed, b.partial, b.fp8)
+        add_norm(residual, partial, head.layer.post_norm, eps, normed, levers=levers)
+        partial = self._decode_feed_forward("draft_head.layer.mlp.", head.layer.mlp, normed, b, guesses.last)
+        add_norm(residual, partial, head.norm, eps, own, levers=levers)
+        logits = front(b.logits, 1, n, shape.n_drafted)
+        linears.project("lm_head", own, logits, b.fp8)
+        return logits[0]
 
     # A prefill.
 
@@ -395,6 +526,8 @@ class QwenGpu:
                 i_attn += 1
             add_norm(residual, added, layer.post_norm, eps, normed, levers=levers)
             self._feed_forward(i, layer.mlp, normed, inputs.blocks, b, y)
+        if b.hidden is not None:
+            add_norm(residual, added, w.norm, eps, front(b.hidden, t, h), levers=levers)
         return self.logits_of(inputs.logit_row, n_blocks, b)
 
     def _feed_forward(
@@ -420,6 +553,34 @@ class QwenGpu:
                 levers=levers,
             )
 
+    def draft_keys_many(
+        self, n_blocks: int, inputs: PrefillInputs, drawn: Tensor, b: PrefillBuffers, memory: GpuMemory
+    ) -> None:
+        """The draft head's keys and values of the tokens of a prefill, behind its draws (int32 [D])."""
+        assert inputs.next_ids is not None and b.hidden is not None and b.follows is not None
+        head, levers, linears = self._head, self.levers, self.linears
+        t, h, eps = n_blocks * BLOCK, self.shape.hidden_size, self.shape.rms_norm_eps
+        residual, normed, y = front(b.residual, t, h), front(b.normed, t, h), front(b.y, t, h)
+        ids, pair, proj = b.follows[:t], front(b.proj, t, 2 * h), front(b.proj, t, self.heads.row)
+        follow(inputs.next_ids, drawn, ids, levers=levers)
+        embed(ids, self.weights.embed, residual)
+        hidden = front(b.hidden, t, h)
+        draft_pair(residual, hidden, head.embedding_norm, head.hidden_norm, eps, pair, levers=levers)
+        linears.project_many("draft_head.fc", pair, y, b.wide)
+        add_norm(residual, y[None], head.layer.input_norm, eps, normed, levers=levers)
+        linears.project_many("draft_head.layer.qkv", normed, proj, b.wide)
+        keys_prefill(
+            proj,
+            self.heads,
+            head.layer.k_norm,
+            eps,
+            blocks=inputs.blocks,
+            cos=self.cos,
+            sin=self.sin,
+            pages=memory.pages[:, -1],
+            levers=levers,
+        )
+
     def logits_of(self, rows: Tensor, n_blocks: int, b: PrefillBuffers) -> Tensor:
         """Logits of rows of the last prefill of n_blocks blocks, float32 [len(rows), V]; rows: int32, at most
         G.
@@ -427,6 +588,9 @@ class QwenGpu:
         t, h, n = n_blocks * BLOCK, self.shape.hidden_size, rows.shape[0]
         final, logits = b.final[:n], front(b.logits.view(-1), 1, n, self.shape.vocab_size)
         residual, y = front(b.residual, t, h), front(b.y, 1, t, h)
-        add_norm(residual, y, self.weights.norm, self.shape.rms_norm_eps, final, rows=rows, levers=self.levers)
+        if b.hidden is not None:  # the draft head has used the others since then
+            take_rows(front(b.hidden, t, h), rows, final)
+        else:
+            add_norm(residual, y, self.weights.norm, self.shape.rms_norm_eps, final, rows=rows, levers=self.levers)
         self.linears.project("lm_head", final, logits, b.wide.rows)
         return logits[0]

@@ -26,6 +26,12 @@ if TYPE_CHECKING:
 LINEAR_ATTENTION = "linear_attention"
 FULL_ATTENTION = "full_attention"
 
+N_DRAFTED = 32768
+"""Ids that a draft head may guess, the first ones. Ids of a byte-pair tokenizer are in the order in which
+pairs were merged, so these are the most frequent tokens; its product with all of them would be most of what
+a guess costs.
+"""
+
 BF16_BYTES = 2
 F32_BYTES = 4
 
@@ -169,6 +175,11 @@ class ModelShape:
     @property
     def n_attn_layers(self) -> int:
         return self.layer_types.count(FULL_ATTENTION)
+
+    @property
+    def n_drafted(self) -> int:
+        """Ids that the draft head may guess."""
+        return min(N_DRAFTED, self.vocab_size)
 
     @property
     def n_kv_layers(self) -> int:

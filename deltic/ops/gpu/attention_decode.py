@@ -244,6 +244,27 @@ def _new_key(
     return b_k, b_v
 
 
+@triton.jit(do_not_specialize=["stride_table"])
+def _keys_decode_kernel(
+    p_proj, p_k_norm, p_cos, p_sin, p_slot, p_place, p_position, p_table, p_pages, eps,
+    stride_s, stride_row, stride_table, stride_page,
+    NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
+    PAGE: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+):
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    i_row, i_kv = tl.program_id(0) // NK, tl.program_id(0) % NK
+    if tl.load(p_slot + i_row) >= 0:
+        position = tl.load(p_position + i_row)
+        p_row = p_table + tl.load(p_place + i_row).to(tl.int64) * stride_table
+        p_page = p_pages + i_kv * (PAGE * D) + tl.load(p_row + position // PAGE).to(tl.int64) * stride_page
+        _new_key(
+            p_proj + i_row.to(tl.int64) * stride_row, p_k_norm, p_cos, p_sin, p_page, position, i_kv, eps, stride_s,
+            NQ, NK, D, HALF, S, GROUP, PAGE, GATED,
+        )
+
+
 # what follows the batch's size or its longest row is not specialised: the kernel is one and the same
 @triton.jit(do_not_specialize=["stride_table", "records", "n_counters"])
 def _attention_decode_kernel(
@@ -429,4 +450,28 @@ def attention_decode(
         GP=next_power_of_2(group), PAGE=PAGE_SIZE, FEW=splits.few, FEW_TILES=splits.few_tiles, MOST=splits.most, FAN=FAN,
         AHEAD=splits.ahead, GATED=heads.is_gated, DRAFTS=rows.drafts is not None, num_warps=splits.num_warps,
         num_stages=splits.num_stages, **registers,
+    )
+
+
+def keys_decode(
+    proj: Tensor, heads: AttentionHeads, k_norm: Tensor, eps: float, *, rows: Rows, page_table: Tensor, cos: Tensor,
+    sin: Tensor, pages: Tensor, levers: Levers,
+) -> None:
+    """Writes the keys and values of the rows' tokens, and nothing else: each row its own, by one kernel, so
+    that they are the same whether it attends or not.
+
+    Arguments as of `attention_decode`; q and gates of proj are not read. A row with slot -1 is left alone.
+    Raises KernelError where shapes or types do not fit.
+    """
+    n_splits, n_rows, n_row = proj.shape
+    group, half = heads.n_q // heads.n_kv, cos.shape[1]
+    check("keys_decode", proj.dtype == torch.float32 and n_row == heads.row, f"float32 proj [S, N, {heads.row}]")
+    check("keys_decode", proj.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous(), "contiguous proj, cos, sin")
+    check("keys_decode", pages.shape[1:] == (2, heads.n_kv, PAGE_SIZE, heads.dim), "pages [n, 2, nk, 64, d]")
+    check("keys_decode", pages.dtype == torch.bfloat16 and pages[0].is_contiguous(), "bfloat16 pages")
+    launch(
+        _keys_decode_kernel, (n_rows * heads.n_kv,), proj, k_norm, cos, sin, rows.slot, rows.place, rows.position,
+        page_table, pages, eps, proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), NQ=heads.n_q,
+        NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16, PAGE=PAGE_SIZE,
+        GATED=heads.is_gated, pdl=levers.pdl, num_warps=SPLITS.num_warps,
     )

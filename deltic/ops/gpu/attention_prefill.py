@@ -52,14 +52,14 @@ class FlashTile:
 def _prepare_kernel(
     proj, q_norm, k_norm, eps, n_tokens, position, page, cos, sin, stride_cos, query, pages, stride_page,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr, GATED: tl.constexpr,
-    PDL: tl.constexpr,
+    FIRST: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One program: the tokens of a block times one head of q | k | v."""
+    """One program: the tokens of a block times one head of q | k | v, of those from FIRST on."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     i_b = tl.program_id(1)
-    i_h = tl.program_id(0)
+    i_h = tl.program_id(0) + FIRST
     n = tl.load(n_tokens + i_b)
     if n == 0:
         return
@@ -224,7 +224,7 @@ def attention_prefill(
     sizes: dict[str, Any] = {"NQ": heads.n_q, "NK": heads.n_kv, "D": d, "GATED": heads.is_gated}
     launch(
         _prepare_kernel, (heads.n_q + 2 * heads.n_kv, n_blocks), proj, q_norm, k_norm, eps, blocks.n, blocks.position, blocks.page,
-        cos, sin, cos.stride(0), query, pages, pages.stride(0), HALF=half, HALF_P2=next_power_of_2(half), **sizes,
+        cos, sin, cos.stride(0), query, pages, pages.stride(0), HALF=half, HALF_P2=next_power_of_2(half), FIRST=0, **sizes,
         num_warps=PREPARE_WARPS, pdl=levers.pdl,
     )
     tile, rows_page = tile or flash_tile(heads), pages.stride(0) // d
@@ -236,4 +236,25 @@ def attention_prefill(
         _flash_kernel, (heads.n_q // tile.heads // n_outer, n_blocks, n_outer), queries, tiles, proj, out, blocks.n,
         blocks.position, blocks.place, page_table, page_table.stride(0), rows_page, d**-0.5 * LOG2_E.value,
         HEADS=tile.heads, **sizes, num_warps=tile.num_warps, num_stages=tile.num_stages,
+    )
+
+
+def keys_prefill(
+    proj: Tensor, heads: AttentionHeads, k_norm: Tensor, eps: float, *, blocks: Blocks, cos: Tensor, sin: Tensor,
+    pages: Tensor, levers: Levers,
+) -> None:
+    """Writes the keys and values of the tokens of `blocks`, and nothing else: the bits of attention_prefill.
+
+    Arguments as there; q and gates of proj are not read. Raises ValueError for shapes and types it does not
+    serve.
+    """
+    d, n_tokens, half = heads.dim, BLOCK * blocks.n.shape[0], cos.shape[1]
+    if proj.shape != (n_tokens, heads.row) or not proj.is_contiguous():
+        raise ValueError(f"keys_prefill: contiguous proj [{n_tokens}, {heads.row}]")
+    if pages.shape[1:] != (2, heads.n_kv, BLOCK, d) or {proj.dtype, pages.dtype} != {torch.bfloat16}:
+        raise ValueError("keys_prefill: bfloat16 proj, and pages [n, 2, nk, 64, d]")
+    launch(
+        _prepare_kernel, (2 * heads.n_kv, blocks.n.shape[0]), proj, k_norm, k_norm, eps, blocks.n, blocks.position, blocks.page,
+        cos, sin, cos.stride(0), proj, pages, pages.stride(0), HALF=half, HALF_P2=next_power_of_2(half), FIRST=heads.n_q,
+        NQ=heads.n_q, NK=heads.n_kv, D=d, GATED=heads.is_gated, num_warps=PREPARE_WARPS, pdl=levers.pdl,
     )

@@ -40,6 +40,7 @@ class PrefillInputs:
     token_ids: Tensor  # [64 B]
     blocks: Blocks
     logit_row: Tensor  # [G] rows whose logits are wanted
+    next_ids: Tensor | None = None  # [64 B] for a draft head: the ids behind; -1 - d: what draw d gives
 
 
 @dataclass(frozen=True)

@@ -155,5 +155,12 @@ def spread_rows(row: Tensor, out: Tensor) -> Tensor:
     return out
 
 
+def take_rows(x: Tensor, rows: Tensor, out: Tensor) -> None:
+    """out[r] = x[rows[r]]; rows: int32."""
+    launches.n += 1
+    if not launches.compile_only:
+        torch.index_select(x, 0, rows, out=out)
+
+
 def next_power_of_2(n: int) -> int:
     return int(triton.next_power_of_2(n))

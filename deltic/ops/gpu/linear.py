@@ -224,6 +224,8 @@ def k_splits(m: int, k: int, levers: Levers) -> int:
     return splits
 
 
+WHOLE_TILES = 128
+"""What the rows of every tile of a weight divide."""
 VENDOR_ROWS = 32
 VENDOR_SLICES_ROWS = 64
 VENDOR_SLICES_SIZE = 8_000_000
@@ -328,9 +330,10 @@ def _multiply(
     """
     (piece, out), *others = sorted(parts, key=lambda part: part[0].n, reverse=True)
     (n, k), m, splits = x.shape, piece.n, out.shape[0] if out.ndim == 3 else 1
+    m_used = m if swiglu else out.shape[-1]
     check("linear", x.dtype == torch.bfloat16 and x.is_contiguous(), "contiguous bfloat16 x")
     check("linear", piece.k == k and k % (32 * splits) == 0, f"w [M, {k}], K in {splits} slices of 32 i")
-    sizes = n, m, k // splits, splits
+    sizes = n, m_used, k // splits, splits
     c = config or (narrow_config(*sizes) if piece.format.codes == "bf16" else decoded_config(*sizes, piece.format))
     _check_piece(piece, out, k // splits, c.block_k)
     second: tuple[Tensor | None, Tensor | None] = None, None
@@ -341,8 +344,8 @@ def _multiply(
         _check_piece(piece_2, out_2, k // splits, block_2)
     tokens, operand = _token_tile(n), (x, None, None) if rows is None else (x, rows.codes, rows.scale)
     launch(
-        _narrow_kernel, ((-(-m // c.block_m) + -(-m_2 // c.block_m)) * -(-n // tokens), splits), *operand, address(piece), out,
-        *second, n, m, m_2, k, k // splits, out.stride(0) if out.ndim == 3 else 0, out.stride(-2), BLOCK_M=c.block_m,
+        _narrow_kernel, ((-(-m_used // c.block_m) + -(-m_2 // c.block_m)) * -(-n // tokens), splits), *operand, address(piece),
+        out, *second, n, m, m_2, k, k // splits, out.stride(0) if out.ndim == 3 else 0, out.stride(-2), BLOCK_M=c.block_m,
         BLOCK_N=tokens, BLOCK_K=c.block_k, EVEN_M=m % c.block_m == 0, SWIGLU=swiglu, UNROLL=c.unroll,
         **constants(piece.format), BLOCK_K_2=block_2, EVEN_M_2=m_2 % c.block_m == 0,
         **{f"{name}_2": value for name, value in constants(format_2).items()}, pdl=levers.pdl, num_warps=c.num_warps,
@@ -397,20 +400,25 @@ def narrow_linear(
     (`k_splits`), or bfloat16 [N, M], unsplit and rounded once; its rows may lie apart. Rows are independent
     of each other, bit for bit. rows: a workspace, where w has e4m3 and N is over ROUNDED_ROWS. config: for
     measurements. Raises KernelError for weights in strips.
+
+    out may have fewer columns, a multiple of 128: only so many rows of w, from the first on, which are in one
+    format.
     """
-    n, whole = x.shape[0], out.dtype == torch.bfloat16
+    n, m, whole = x.shape[0], out.shape[-1], out.dtype == torch.bfloat16
     check("linear", whole or out.dtype == torch.float32, "float32 or bfloat16 out")
-    check("linear", out.shape[-2:] == (n, w.n), f"out [..., {n}, {w.n}]")
+    fits = m == w.n or (m < w.n and m % WHOLE_TILES == 0 and len(w.pieces) == 1)
+    check("linear", out.shape[-2] == n and fits, f"out [..., {n}, {w.n}]")
     check("linear", out.ndim == (2 if whole else 3), "out [S, N, M] float32 or [N, M] bfloat16")
-    vendor = not whole and config is None and is_bf16(w) and vendor_pays_narrow(n, w.n, w.k, out.shape[0])
+    vendor = not whole and config is None and is_bf16(w) and vendor_pays_narrow(n, m, w.k, out.shape[0])
     if vendor:
-        matmul_slices(x, rows_of("linear", w), out)
+        matmul_slices(x, rows_of("linear", w)[:m], out)
         return
     splits = 1 if whole else len(out)
     codes = _rounded(x, w, splits, rows, levers)
-    parts = list(_columns(w, out))
+    parts = list(_columns(w, out)) if m == w.n else [(w.whole, out)]
     unsplit = out if whole else out[0]
-    if codes is not None and config is None and splits == len(parts) == 1 and vendor_pays_e4m3(w.whole, unsplit):
+    is_whole = splits == len(parts) == 1 and m == w.n
+    if codes is not None and config is None and is_whole and vendor_pays_e4m3(w.whole, unsplit):
         fp8_linear(codes, w.whole, unsplit, levers=levers)
         return
     for i in range(0, len(parts), 2):

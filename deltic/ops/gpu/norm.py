@@ -31,7 +31,7 @@ LANES = 512
 
 
 @triton.jit
-def _tree_sum(b_x, LANES: tl.constexpr):
+def tree_sum(b_x, LANES: tl.constexpr):
     """[LANES] -> [1]: neighbours first, level by level. LANES at most 1024."""
     b = tl.reshape(b_x, (1, LANES))
     for level in tl.static_range(10):
@@ -142,7 +142,7 @@ def _add_norm_kernel(
         for j in tl.static_range(PIECES):
             o_col = j * LANES + o_lane
             tl.store(p_residual + o_row + o_col, pieces[j], mask=o_col < width)
-    b_total = _tree_sum(b_square, LANES)
+    b_total = tree_sum(b_square, LANES)
     # the multiply-add is written out: the compiler has no choice
     b_inverse = tl.rsqrt(tl.fma(b_total, tl.zeros_like(b_total) + inverse_width, tl.zeros_like(b_total) + eps))
     p_out += i_row.to(tl.int64) * width

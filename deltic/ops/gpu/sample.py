@@ -167,7 +167,7 @@ def sample(
     outs = (out.token, out.logprob, out.top_ids, out.top_logprobs)
     check("sample", 0 < n_real <= n_vocab, f"1 to {n_vocab} real ids, found {n_real}")
     check("sample", logits.stride(1) == 1 and logits.stride(0) == n_vocab, "contiguous logits")
-    check("sample", s.values.shape[0] >= n_draws and s.values.shape[1] == n_vocab, f"scratch for {n_draws} x {n_vocab}")
+    check("sample", s.values.shape[0] >= n_draws and s.values.shape[1] >= n_vocab, f"scratch for {n_draws} x {n_vocab}")
     check("sample", all(x.shape[0] >= n_draws for x in outs), f"outputs of {n_draws} draws")
     check("sample", p.masks.shape[1] * 32 >= n_real, f"masks of {n_real} bits")
     n_tiles, n_ids, max_len = -(-n_vocab // s.tile), p.bias_ids.shape[1], p.history.shape[1]

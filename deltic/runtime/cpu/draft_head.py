@@ -8,7 +8,7 @@ A guess is only a guess: nothing else reads these keys and values.
 Hidden states wait, by place, until guesses are wanted or their page ends: a sequence for which nothing is
 guessed costs next to nothing. Those of a sequence that loses its place meanwhile are lost.
 
-Guesses come from the head's first ids (models/qwen/cpu.N_DRAFTED), by the draw that the model's own token
+Guesses come from the head's first ids (models/qwen/shape.N_DRAFTED), by the draw that the model's own token
 will come by: the same parameters, seed and position. Each is the next row, with the head's own hidden state.
 """
 
@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from deltic.engine.drafts import n_guessable
 from deltic.engine.step import Chunk, Sequence, Step
 from deltic.models.qwen.cpu import Activations, ForwardInputs, Memory, Qwen, RowInputs, allocate_drafts
 from deltic.models.qwen.shape import ModelShape
@@ -41,10 +42,8 @@ class _Guess:
 
     @property
     def most(self) -> int:
-        """How many tokens it may have: the rows of all but the last need a place in the pages there are."""
-        last = len(self.sequence.tokens) + len(self.drawn) - 1
-        n_places = PAGE_SIZE - last % PAGE_SIZE if last < len(self.sequence.pages) * PAGE_SIZE else 0
-        return min(self.n_wanted, 1 + n_places)
+        """How many tokens it may have."""
+        return min(self.n_wanted, n_guessable(self.sequence, len(self.drawn)))
 
 
 @dataclass(eq=False)

@@ -27,6 +27,8 @@ class Pending:
     """Pinned, where somebody asked for them: of the tokens, and ids and values of the likeliest."""
     codes: Tensor | None = None
     """int32 [n, 16], pinned: of the frames that a speech model's tokens follow."""
+    guesses: Tensor | None = None
+    """int32 [guesses, n], pinned: of a draft head, one below the other."""
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     """Of a prefill, by chunk."""
     is_own: bool = False

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 from deltic.engine.messages import MAX_LOGPROBS
-from deltic.models.qwen.gpu import DecodeBuffers, PrefillBuffers, decode_buffers, prefill_buffers
+from deltic.models.qwen.gpu import (
+    DecodeBuffers,
+    HeadBuffers,
+    PrefillBuffers,
+    decode_buffers,
+    head_buffers,
+    prefill_buffers,
+)
 from deltic.models.tts.gpu import FrameBuffers, PromptBuffers, frame_buffers, prompt_buffers
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.ops.gpu.blocks import Drafts, PlaceState, Windows, window_rows
+from deltic.ops.gpu.draft import guess_rows
 from deltic.ops.gpu.frames import FrameParameters
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import Drawn, PlaceParameters, SampleScratch, sample_scratch
-from deltic.runtime.gpu.places import ROWS, place_table
+from deltic.runtime.gpu.places import HEAD_ROWS, ROWS, place_table
 from deltic.runtime.plan import Plan, SpeechPlan, TextPlan
 
 MAX_SEGMENTS = 32
@@ -49,6 +57,22 @@ class GpuWorkspace(Workspace):
 
     decode: DecodeBuffers
     prefill: PrefillBuffers
+    guesses: Guesses | None
+    """Where there is a draft head."""
+
+
+@dataclass(frozen=True)
+class Guesses:
+    """Buffers of a draft head, and how it draws: as the model does, but without masks, and leaving nothing to
+    the next decode but history.
+    """
+
+    head: HeadBuffers
+    parameters: PlaceParameters
+    none: Tensor
+    """int32 [places], to be filled with -1: no mask, and no log-probabilities are wanted."""
+    out: Drawn
+    """The token is the latest guess."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +97,8 @@ def _shared(
     """
     n, i32, f32 = plan.n_decode_rows, torch.int32, torch.float32
     n_drafts = n - plan.max_num_seqs
-    table, offsets, views = place_table(plan.max_num_seqs, plan.max_model_len, allocate, more, n_drafts)
+    has_head = not plan.speaks and plan.shape.has_draft_head
+    table, offsets, views = place_table(plan.max_num_seqs, plan.max_model_len, allocate, more, n_drafts, has_head)
     return {
         "table": table,
         "offsets": offsets,
@@ -109,8 +134,18 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
             allocate("window columns", (*size, shape.conv_channels), torch.bfloat16),
             allocate("window gates", (*size, 2 * shape.gdn_n_v_heads), torch.float32),
         )
+    guesses = None
+    if shape.has_draft_head:
+        known, room = (views[part] for part in HEAD_ROWS)
+        rows = guess_rows(known, room, plan.max_drafts, allocate)
+        head = head_buffers(shape, rows, allocate)
+        none, left = (allocate(name, (plan.max_num_seqs,), torch.int32) for name in ("no masks", "left of guesses"))
+        drawn = shared["parameters"]
+        parameters = replace(drawn, mask_row=none, n_logprobs=none, last_token=left, position=left, done=left)
+        guesses = Guesses(head, parameters, none, replace(shared["out"]["decode"], token=rows.tokens[0]))
     return GpuWorkspace(
         **shared,
+        guesses=guesses,
         decode=decode_buffers(
             shape,
             codes,

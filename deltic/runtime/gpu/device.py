@@ -108,6 +108,7 @@ def text(levers: Levers) -> Kind[ModelShape]:
         shrink=(("max_num_seqs", 8), ("max_step_tokens", 1024), ("max_model_len", 4096)),
         max_checkpoints=1024,
         drafts=0,
+        draft_head=True,
         max_num_seqs=MAX_SEQS,
         step_multiple=PAGE_SIZE,
         free_share=0.95,

@@ -18,7 +18,7 @@ from torch import Tensor
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.messages import MAX_BIASES
 from deltic.engine.step import Chunk, Rule, Sequence
-from deltic.ops.geometry import Allocate
+from deltic.ops.geometry import PAGE_SIZE, Allocate
 
 Words = np.ndarray
 
@@ -33,13 +33,22 @@ ROWS = ("rows_place", "rows_ahead", "rows_token", "rows_length", "rows_redo")
 """Parts of the table that say what the rows of the next decode are; those behind the first are there where
 some may be drafts (ops/gpu/blocks.Drafts).
 """
+HEAD_ROWS = ("rows_known", "rows_room")
+"""The same, where there is a draft head (ops/gpu/draft.GuessRows)."""
 
 
 def place_table(
-    n: int, max_model_len: int, allocate: Allocate, more: dict[str, int] | None = None, n_drafts: int = 0
+    n: int,
+    max_model_len: int,
+    allocate: Allocate,
+    more: dict[str, int] | None = None,
+    n_drafts: int = 0,
+    has_head: bool = False,
 ) -> tuple[Tensor, dict[str, tuple[int, int]], dict[str, Tensor]]:
     """The table of n places, where each part begins and the words of its rows, and the parts by name. more:
-    words of further parts, those aligned to 8 bytes first. n_drafts: rows of a decode beyond one a place."""
+    words of further parts, those aligned to 8 bytes first. n_drafts: rows of a decode beyond one a place.
+    has_head: whether a draft head reads the rows."""
+    of_rows = (*(ROWS if n_drafts else ROWS[:1]), *(HEAD_ROWS if has_head else ()))
     parts = {
         "seed": 2,
         **(more or {}),
@@ -49,9 +58,9 @@ def place_table(
         **dict.fromkeys(("bias_ids", "bias", "banned", "stop_ids"), MAX_BIASES),
         "page_table": pages_for(max_model_len) + 1,
         "history": max_model_len + 1,
-        **dict.fromkeys(ROWS if n_drafts else ROWS[:1], 1),
+        **dict.fromkeys(of_rows, 1),
     }
-    sizes = {name: n + n_drafts if name in ROWS else width * n for name, width in parts.items()}
+    sizes = {name: n + n_drafts if name in of_rows else width * n for name, width in parts.items()}
     table = allocate("places", (sum(sizes.values()),), torch.int32)
     offsets, views, at = {}, {}, 0
     for name, width in parts.items():
@@ -135,7 +144,7 @@ class Places:
         n_places = len(masks) - n_drafts
         self._owner: list[Sequence | None] = [None] * n_places
         self._pages: list[tuple[Sequence, int, int] | None] = [None] * n_places
-        self._rows: dict[str, list[int]] = {part: [] for part in ROWS if part in offsets}
+        self._rows: dict[str, list[int]] = {part: [] for part in (*ROWS, *HEAD_ROWS) if part in offsets}
         self._any = np.full(masks.shape[1], -1, np.int32)
         self._keys: list[Words] = []
         self._values: list[Words] = []
@@ -288,6 +297,8 @@ class Places:
             rows = [(j, t, 0 if j else c.length, c.n_redo) for c in chunks for j, t in enumerate((0, *c.drafts))]
             rows += [(0, 0, 0, 0)] * (n - len(rows))
             parts |= {part: list(words) for part, words in zip(ROWS[1:], zip(*rows, strict=True), strict=True)}
+        if HEAD_ROWS[0] in self._rows:
+            parts |= {part: list(words) for part, words in zip(HEAD_ROWS, _of_head(chunks, n), strict=True)}
         for part, words in parts.items():
             if self._rows[part][:n] != words:
                 self._write(part, 0, words, contiguous=True)
@@ -313,6 +324,19 @@ class Places:
             self._arrived[: 3 * n].copy_(buffer[: 3 * n], non_blocking=True)
             self._ring.used()
             self._table.index_copy_(0, self._arrived[: 2 * n].view(torch.int64), self._arrived[2 * n : 3 * n])
+
+
+def _of_head(chunks: Items[Chunk], n: int) -> Items[Items[int]]:
+    """HEAD_ROWS of n rows, those of the chunks first."""
+    known, room = [-1] * n, [0] * n
+    at = 0
+    for chunk in chunks:
+        tokens, rows = chunk.sequence.tokens, slice(at, at + chunk.length)
+        if chunk.start + 1 < len(tokens):  # it was drawn before, and its state lost
+            known[at] = tokens[chunk.start + 1]
+        room[rows] = [len(chunk.sequence.pages) * PAGE_SIZE] * chunk.length
+        at += chunk.length
+    return known, room
 
 
 def _bans_end_until(sequence: Sequence, rules: Items[Rule]) -> int:

@@ -37,8 +37,8 @@ class BlockBuffer:
     draws: Draws
 
     @classmethod
-    def empty(cls, n_blocks: int, n_draws: int, device: torch.device) -> BlockBuffer:
-        """One in which no block is in use and nothing is drawn."""
+    def empty(cls, n_blocks: int, n_draws: int, device: torch.device, has_head: bool) -> BlockBuffer:
+        """One in which no block is in use and nothing is drawn. has_head: with what a draft head reads."""
         n_segments = min(n_blocks, MAX_SEGMENTS)
         sizes = {
             "token_ids": n_blocks * PAGE_SIZE,
@@ -46,6 +46,7 @@ class BlockBuffer:
             "segment_begin": n_segments + 1,
             **dict.fromkeys(("start_slot", "slot", "logit_row"), n_segments),
             **dict.fromkeys(("draw_row", "draw_place", "draw_position"), n_draws),
+            **({"next_ids": n_blocks * PAGE_SIZE} if has_head else {}),
         }
         offsets, at = {}, 0
         for name, size in sizes.items():
@@ -55,19 +56,27 @@ class BlockBuffer:
         views = {name: words[offsets[name] : offsets[name] + size] for name, size in sizes.items()}
         draws = Draws(views["draw_row"], views["draw_place"].fill_(-1), views["draw_position"])
         blocks = Blocks(**{name: views[name] for name in Blocks.__dataclass_fields__})
-        inputs = PrefillInputs(views["token_ids"], blocks, views["logit_row"])
+        inputs = PrefillInputs(views["token_ids"], blocks, views["logit_row"], views.get("next_ids"))
         return cls(n_blocks, n_segments, words, offsets, inputs, draws)
 
 
 class PrefillBatch:
     """The buffers of every recorded size, from the host's side."""
 
-    def __init__(self, places: Places, sizes: Rows[int], n_draws: int, spare_page: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        places: Places,
+        sizes: Rows[int],
+        n_draws: int,
+        spare_page: int,
+        device: torch.device,
+        has_head: bool = False,
+    ) -> None:
         """sizes: numbers of blocks, ascending. n_draws: most draws of a step. spare_page: one that no
-        sequence owns.
+        sequence owns. has_head: whether a draft head runs behind the draws.
         """
         self._places, self._spare_page = places, spare_page
-        self._buffers = {n: BlockBuffer.empty(n, n_draws, device) for n in sizes}
+        self._buffers = {n: BlockBuffer.empty(n, n_draws, device, has_head) for n in sizes}
         self._ring = Ring(len(self._buffers[sizes[-1]].words), 3, device)
         self._host: Tensor | None = None
 
@@ -106,6 +115,8 @@ class PrefillBatch:
             self._places.move_in(sequence)
             at["draw_row"][d] = chunks.index(draw.chunk)
             at["draw_place"][d], at["draw_position"][d] = sequence.place, len(sequence.tokens)
+        if buffer.inputs.next_ids is not None:
+            self._fill_next(at["next_ids"][: buffer.n_blocks * PAGE_SIZE], ends, step, draws)
         return n_blocks, draws
 
     def send(self, n_blocks: int) -> None:
@@ -113,6 +124,18 @@ class PrefillBatch:
         assert self._host is not None
         self._buffers[n_blocks].words.copy_(self._host, non_blocking=True)
         self._ring.used()
+
+    def _fill_next(self, next_ids: np.ndarray, ends: dict[int, int], step: Step, draws: list[Draw]) -> None:
+        """Writes the ids behind the tokens; of one that is about to be drawn, the draw."""
+        own = {draw.chunk: d for d, draw in enumerate(draws) if draw.sequence is step.chunks[draw.chunk].sequence}
+        next_ids[:] = 0
+        for i, end in ends.items():
+            chunk = step.chunks[i]
+            first = end + 1 - chunk.length
+            known = chunk.sequence.tokens[chunk.start + 1 : chunk.start + chunk.length + 1]
+            next_ids[first : first + len(known)] = known
+            if len(known) < chunk.length and i in own:
+                next_ids[end] = -1 - own[i]
 
     def _fill_blocks(self, at: dict[str, np.ndarray], buffer: BlockBuffer, chunks: list[Chunk]) -> None:
         """Writes tokens, blocks and segments of the chunks."""

@@ -81,8 +81,11 @@ class GpuRunner(ABC):
         places: Places,
         pages: list[Tensor],
         states: list[Tensor],
+        has_head: bool = False,
     ) -> None:
-        """pages, states: what makes up a page and a state, with the page or the slot as first dimension."""
+        """pages, states: what makes up a page and a state, with the page or the slot as first dimension.
+        has_head: whether a draft head runs behind prefills.
+        """
         self.plan, self.levers, self.workspace, self.places = plan, levers, workspace, places
         self.device = pages[0].device
         self.is_gpu = self.device.type == "cuda"
@@ -94,7 +97,9 @@ class GpuRunner(ABC):
         self._runs_ahead = levers.run_ahead and not plan.max_drafts
         self._block_sizes = _up_to(plan.max_step_tokens // PAGE_SIZE, BLOCKS)
         self._lengths = _up_to(plan.max_model_len, LENGTHS)
-        self._prefill_batch = PrefillBatch(places, self._block_sizes, plan.max_num_seqs, plan.n_pages, self.device)
+        self._prefill_batch = PrefillBatch(
+            places, self._block_sizes, plan.max_num_seqs, plan.n_pages, self.device, has_head
+        )
         self._forwards: dict[tuple[int, int], Recording] = {}  # of decodes, by rows and length
         self._prefills: dict[int, Recording] = {}
         self._tokens = [self._pinned(plan.n_decode_rows) for _ in range(N_PENDING)]
@@ -280,12 +285,17 @@ class GpuRunner(ABC):
         """
         turn = self._turn
         self._turn = (turn + 1) % N_PENDING
-        pending = Pending(rows, self._tokens[turn][:n])
-        pending.tokens.copy_(self.workspace.out[kind].token[:n], non_blocking=True)
+        pending = self._send_tokens(rows, n, kind, turn)
         self._send_more(pending, kind, turn)
         if self.is_gpu:
             pending.event = torch.cuda.Event()
             pending.event.record()
+        return pending
+
+    def _send_tokens(self, rows: dict[Sequence, int], n: int, kind: str, turn: int) -> Pending:
+        """Starts the way of the tokens, in this turn's buffer."""
+        pending = Pending(rows, self._tokens[turn][:n])
+        pending.tokens.copy_(self.workspace.out[kind].token[:n], non_blocking=True)
         return pending
 
     @abstractmethod

@@ -23,6 +23,7 @@ from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import Draws, prompt_logprobs
 from deltic.runtime.gpu.ahead import Pending, Undrawn
 from deltic.runtime.gpu.buffers import GpuWorkspace, gpu_workspace
+from deltic.runtime.gpu.draft_head import DraftHead
 from deltic.runtime.gpu.places import Places
 from deltic.runtime.gpu.record import Body, Recording
 from deltic.runtime.gpu.runner import N_PENDING, GpuRunner, Job, allocate_on, ends_thought
@@ -41,11 +42,11 @@ class GpuTextRunner(GpuRunner):
         shape, n = plan.shape, plan.n_decode_rows
         allocate = allocate_on(weights.norm.device)
         # No sequence owns the last page: rows of padding are written there.
-        n_pages, heads = plan.n_pages + 1, (2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim)
+        n_pages, page = plan.n_pages + 1, (shape.n_kv_layers, 2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim)
         state = shape.n_gdn_layers, shape.gdn_n_v_heads, shape.gdn_v_dim, shape.gdn_k_dim
         columns = shape.n_gdn_layers, RING, shape.conv_channels
         self.memory = memory = GpuMemory(
-            pages=allocate("pages", (n_pages, shape.n_attn_layers, *heads), torch.bfloat16),
+            pages=allocate("pages", (n_pages, *page), torch.bfloat16),
             states=allocate("states", (plan.n_slots, *state), torch.float32),
             columns=allocate("columns", (plan.n_slots, *columns), torch.bfloat16),
         )
@@ -53,7 +54,9 @@ class GpuTextRunner(GpuRunner):
         self.model = QwenGpu(shape, weights, plan.max_model_len, levers)
         n_drafts = n - plan.max_num_seqs
         places = Places(w.table, w.offsets, w.parameters.masks, shape.eos_token_ids, plan.n_real, n_drafts)
-        super().__init__(plan, levers, w, places, [memory.pages], [memory.states, memory.columns])
+        states = [memory.states, memory.columns]
+        super().__init__(plan, levers, w, places, [memory.pages], states, has_head=w.guesses is not None)
+        self.draft_head = None if w.guesses is None else DraftHead(self.model, w, w.guesses, memory, plan, levers)
         self._undrawn = Undrawn(w.decode.logits.view(-1, shape.vocab_size), n)
         self._draws: dict[int, Recording] = {}  # behind a forward
         self._late_draws: dict[int, Recording] = {}  # of what is in `_undrawn`
@@ -66,6 +69,8 @@ class GpuTextRunner(GpuRunner):
             for _ in range(N_PENDING)
         ]
         self._ran_ahead: torch.cuda.Event | None = None
+        self._n_guesses = 0
+        """Of this step, the most for one sequence."""
         self._record_all(progress)
         self.info = self._make_info()
 
@@ -81,6 +86,8 @@ class GpuTextRunner(GpuRunner):
             jobs.append((self._draws, n, self._draw_body(n)))
             if not self.plan.max_drafts:
                 jobs.append((self._late_draws, n, self._late_draw_body(n)))
+        if self.draft_head is not None:
+            jobs += self.draft_head.jobs(self._row_sizes)
         return jobs
 
     def _draw_body(self, n: int) -> Body:
@@ -93,8 +100,21 @@ class GpuTextRunner(GpuRunner):
         w = self.workspace
         return self.model.prefill(n_blocks, inputs, w.places.page_table, w.prefill, self.memory)
 
+    def _prefill_body(self, n_blocks: int) -> Body:
+        body, head = super()._prefill_body(n_blocks), self.draft_head
+        if head is None:
+            return body
+        inputs = self._prefill_batch.of(n_blocks).inputs
+
+        def with_head() -> None:
+            body()
+            head.follow_prefill(n_blocks, inputs)
+
+        return with_head
+
     def recordings(self) -> list[Recording]:
-        kinds = self._forwards, self._draws, self._late_draws, self._prefills
+        of_head = () if self.draft_head is None else self.draft_head.kinds
+        kinds = self._forwards, self._draws, self._late_draws, self._prefills, *of_head
         return [recording for kind in kinds for recording in kind.values()]
 
     # A step.
@@ -106,6 +126,7 @@ class GpuTextRunner(GpuRunner):
             if guide is not None:
                 guided.append((draw.sequence, rules or [Rule.of(guide)]))
         self.places.put_guides(guided)
+        self._n_guesses = max((draw.n_guesses for draw in step.draws), default=0)
         return super()._step(step)
 
     def _take_over(self, sequences: list[Sequence]) -> dict[Sequence, Pending]:
@@ -137,8 +158,16 @@ class GpuTextRunner(GpuRunner):
 
     def _decode(self, chunks: list[Chunk]) -> Pending:
         self._forward(chunks)
-        self._draws[self._size(sum(chunk.length for chunk in chunks))].run()
+        n = self._size(sum(chunk.length for chunk in chunks))
+        self._draws[n].run()
+        if self.draft_head is not None:
+            self.draft_head.run(n, self._n_guesses)
         return self._send_decoded(chunks)
+
+    def _send_tokens(self, rows: dict[Sequence, int], n: int, kind: str, turn: int) -> Pending:
+        if self.draft_head is not None and kind == "decode" and self._n_guesses:
+            return self.draft_head.send(rows, n, self._n_guesses)
+        return super()._send_tokens(rows, n, kind, turn)
 
     def _start_ahead(self, chunks: list[Chunk]) -> None:
         """Only the forward, where one of them draws with a mask that is not known yet."""
@@ -171,6 +200,8 @@ class GpuTextRunner(GpuRunner):
 
     def _read(self, step: Step, results: dict[Sequence, Pending]) -> StepResult:
         result = super()._read(step, results)
+        if self.draft_head is not None:
+            result.guesses, result.guess_s = self.draft_head.read(step, results, result.tokens)
         for i, (draw, tokens) in enumerate(zip(step.draws, result.tokens, strict=True)):
             pending, k = results[draw.sequence], draw.sequence.request.params.logprobs
             if ends_thought(draw.sequence, tokens[-1]):
@@ -254,14 +285,16 @@ class GpuTextRunner(GpuRunner):
         n = self._size(n_rows)
         self.places.rows(chunks, n)
         self.places.flush()
-        forward, draw = self.decode_of(n, n_keys + n_replays * n_rounds).run, self._draws[n].run
+        bodies = [self.decode_of(n, n_keys + n_replays * n_rounds).run, self._draws[n].run]
+        if self.draft_head is not None:
+            bodies.append(self.draft_head.keys[n].run)
         times = []
         for _ in range(n_rounds):
             begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             begin.record()
             for _ in range(n_replays):
-                forward()
-                draw()
+                for body in bodies:
+                    body()
             end.record()
             end.synchronize()
             times.append(begin.elapsed_time(end) / n_replays)
@@ -270,4 +303,5 @@ class GpuTextRunner(GpuRunner):
     def n_launches(self, n_rows: int) -> int:
         """Kernels in the recorded decode of n_rows rows."""
         n = self._size(n_rows)
-        return self._forwards[n, self._lengths[0]].n_launches + self._draws[n].n_launches
+        of_head = 0 if self.draft_head is None else self.draft_head.keys[n].n_launches
+        return self._forwards[n, self._lengths[0]].n_launches + self._draws[n].n_launches + of_head

@@ -1,0 +1,230 @@
+"""The rows of a draft head (MTP) on a GPU: which run, with which ids, and what goes into its first product.
+
+A row of the head is a token's hidden state and the id of the token behind it. In a decode the rows are those
+of the step, at the same indices: what was accepted of a draft is found here, on the device, from what was
+drawn. So the head runs behind the draws without the host. The last row that counts of each sequence guesses;
+then, at the same index, the rows of its guesses, one after the other.
+
+Spec: the first lines of `draft_states` in tests/reference/model.py; what counts is `Chunk.accepted`.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltic.ops.contract import check
+from deltic.ops.geometry import Allocate
+from deltic.ops.gpu.blocks import Rows
+from deltic.ops.gpu.launch import Levers, launch
+from deltic.ops.gpu.norm import LANES, norm_warps, pieces, tree_sum
+from deltic.ops.gpu.sample import Draws
+
+MOST_DRAFTS = 32
+"""More than a sequence has in a step: as many lanes compare them."""
+
+
+@dataclass(frozen=True)
+class GuessRows:
+    """Of the rows of a decode, int32 [N], what the head knows of them; and what it has guessed."""
+
+    known: Tensor  # the token behind the row where the host knows it: nothing is drawn then; else -1
+    room: Tensor  # tokens that the pages of its sequence have room for
+    token: Tensor  # the id of the token behind the row
+    kept: Tensor  # the row's slot, if the row counts; else -1: its keys and values are kept
+    last: Tensor  # the row's slot, if it guesses; else -1
+    position: Tensor  # of the row that guesses: the step's, then one more with each guess
+    draws: Draws  # of the guesses
+    # [1 + most guesses, all rows]: the latest guesses, the step's draws, the first guesses, the second, ...
+    tokens: Tensor
+
+    def front(self, n: int) -> GuessRows:
+        """The first n rows, but all of `tokens`."""
+        draws = Draws(*(part[:n] for part in (self.draws.row, self.draws.place, self.draws.position)))
+        names = ("known", "room", "token", "kept", "last", "position")
+        return replace(self, **{name: getattr(self, name)[:n] for name in names}, draws=draws)
+
+
+def guess_rows(known: Tensor, room: Tensor, max_drafts: int, allocate: Allocate) -> GuessRows:
+    """For as many rows as `known` and `room` have, and up to max_drafts guesses. allocate(name, size, dtype)
+    gives zeroed tensors; 0, 1, ... is to be written to `draws.row`.
+    """
+    n, i32 = len(known), torch.int32
+    check("guess", max_drafts < MOST_DRAFTS, f"fewer than {MOST_DRAFTS} drafts, found {max_drafts}")
+    parts = {name: allocate(f"head {name}", (n,), i32) for name in ("token", "kept", "last", "position")}
+    draws = Draws(*(allocate(f"guess {name}", (n,), i32) for name in ("row", "place", "position")))
+    return GuessRows(known, room, **parts, draws=draws, tokens=allocate("guesses", (1 + max_drafts, n), i32))
+
+
+@triton.jit(do_not_specialize=["n_rows", "n_all"])
+def _begin_guess_kernel(
+    p_place, p_slot, p_position, p_ahead, p_draft, p_drawn, p_known, p_token, p_kept, p_last, p_at, p_draw_place,
+    p_draw_position, p_tokens, n_rows, n_all, MOST: tl.constexpr, PDL: tl.constexpr,
+):
+    """A row behind the step's draws: its token, whether it counts, whether it is the last."""
+    i = tl.program_id(0)
+    if PDL:  # and nobody is let start early: later kernels read the row arrays before they wait
+        tl.extra.cuda.gdc_wait()
+    place, slot, position = tl.load(p_place + i), tl.load(p_slot + i), tl.load(p_position + i)
+    ahead, drawn, known = tl.load(p_ahead + i), tl.load(p_drawn + i), tl.load(p_known + i)
+    o = tl.arange(0, MOST)
+    o_row = i - ahead + o
+    before = o < ahead
+    was_drawn = tl.load(p_drawn + o_row, mask=before, other=0)
+    was_drafted = tl.load(p_draft + o_row + 1, mask=before, other=0)
+    behind = tl.load(p_drawn + o_row + 1, mask=before, other=0)
+    n_wrong = tl.sum(tl.where(before & ((was_drawn != was_drafted) | (behind < 0)), 1, 0), 0)
+    has_next = i + 1 < n_rows
+    has_next = has_next & (tl.load(p_ahead + i + 1, mask=has_next, other=0) == ahead + 1)
+    next_drafted = tl.load(p_draft + i + 1, mask=has_next, other=0)
+    next_drawn = tl.load(p_drawn + i + 1, mask=has_next, other=-1)
+    next_counts = has_next & (drawn == next_drafted) & (next_drawn >= 0)
+    token = tl.where(known >= 0, known, drawn)
+    counts = (slot >= 0) & (n_wrong == 0) & (token >= 0)
+    is_last = counts & (next_counts == 0)
+    tl.store(p_token + i, token)
+    tl.store(p_kept + i, tl.where(counts, slot, -1))
+    tl.store(p_last + i, tl.where(is_last, slot, -1))
+    tl.store(p_at + i, position)
+    tl.store(p_draw_place + i, tl.where(is_last & (known < 0), place, -1))
+    tl.store(p_draw_position + i, position + 2)
+    tl.store(p_tokens + n_all + i, drawn)
+
+
+@triton.jit(do_not_specialize=["n_all"])
+def _go_on_kernel(
+    p_place, p_position, p_known, p_room, p_token, p_last, p_at, p_draw_place, p_draw_position, p_tokens, n_all,
+    PDL: tl.constexpr,
+):
+    """A row behind a guess: the guess is its token, where the sequence has a page for it."""
+    i = tl.program_id(0)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+    last, guess, at = tl.load(p_last + i), tl.load(p_tokens + i), tl.load(p_at + i) + 1
+    n_guessed = at - tl.load(p_position + i)
+    goes_on = (last >= 0) & (guess >= 0) & (tl.load(p_known + i) < 0) & (at < tl.load(p_room + i))
+    tl.store(p_tokens + (1 + n_guessed) * n_all + i, guess)
+    tl.store(p_token + i, guess)
+    tl.store(p_last + i, tl.where(goes_on, last, -1))
+    tl.store(p_at + i, at)
+    tl.store(p_draw_place + i, tl.where(goes_on, tl.load(p_place + i), -1))
+    tl.store(p_draw_position + i, at + 2)
+
+
+@triton.jit
+def _follow_kernel(p_next, p_drawn, p_token, BLOCK: tl.constexpr, PDL: tl.constexpr):
+    """Ids behind the tokens of prompts: those that are not known yet, -1 - d, are those of the draws d."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    o = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    b_next = tl.load(p_next + o)
+    b_drawn = tl.load(p_drawn - 1 - b_next, mask=b_next < 0, other=0)
+    tl.store(p_token + o, tl.where(b_next < 0, b_drawn, b_next))
+
+
+@triton.jit
+def _pair_kernel(
+    p_residual, p_hidden, p_embedding_norm, p_hidden_norm, p_out, width, inverse_width, eps,
+    LANES: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
+):
+    """A half of a row: the embedding, normed, and behind it the hidden state. The residual is 0 then."""
+    row, half = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    p_w = tl.where(half == 0, p_embedding_norm, p_hidden_norm)
+    o_lane = tl.arange(0, LANES)
+    weights: tl.tuple = ()
+    for j in tl.static_range(PIECES):
+        weights += (tl.load(p_w + j * LANES + o_lane, mask=j * LANES + o_lane < width, other=0.0),)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    pieces: tl.tuple = ()
+    b_square = tl.zeros((LANES,), tl.float32)
+    for j in tl.static_range(PIECES):
+        o_col = j * LANES + o_lane
+        b_mask = o_col < width
+        b_x = tl.load(p_residual + row * width + o_col, mask=b_mask & (half == 0), other=0.0)
+        b_x += tl.load(p_hidden + row * width + o_col, mask=b_mask & (half == 1), other=0.0).to(tl.float32)
+        b_square = tl.fma(b_x, b_x, b_square)
+        pieces += (b_x,)
+    for j in tl.static_range(PIECES):
+        o_col = j * LANES + o_lane
+        tl.store(p_residual + row * width + o_col, tl.zeros((LANES,), tl.float32), mask=(o_col < width) & (half == 0))
+    b_total = tree_sum(b_square, LANES)
+    b_inverse = tl.rsqrt(tl.fma(b_total, tl.zeros_like(b_total) + inverse_width, tl.zeros_like(b_total) + eps))
+    p_to = p_out + (2 * row + half) * width
+    for j in tl.static_range(PIECES):
+        o_col = j * LANES + o_lane
+        b_y = pieces[j] * b_inverse * (1.0 + weights[j])
+        tl.store(p_to + o_col, b_y.to(tl.bfloat16), mask=o_col < width)
+
+
+def begin_guess(rows: Rows, drawn: Tensor, g: GuessRows, *, levers: Levers) -> None:
+    """Writes all of g but `known` and `room`, which are read, for a head that runs behind a step's draws.
+
+    rows: of the step, int32 [N], with drafts; drawn: int32 [N], of each row, -1 where nothing could be drawn;
+    g: of as many rows. A row counts if each token before it was drawn as it was drafted; the last that does,
+    of each sequence, guesses. Raises KernelError where sizes or types do not fit.
+    """
+    n = len(g.known)
+    assert rows.drafts is not None
+    check("guess", len(rows.place) == len(rows.drafts.ahead) == n and len(drawn) >= n, f"{n} rows")
+    check("guess", drawn.dtype == g.known.dtype == torch.int32, "int32 tokens")
+    launch(
+        _begin_guess_kernel, (n,), rows.place, rows.slot, rows.position, rows.drafts.ahead, rows.drafts.token, drawn, g.known,
+        g.token, g.kept, g.last, g.position, g.draws.place, g.draws.position, g.tokens, n, g.tokens.shape[1],
+        MOST=MOST_DRAFTS, pdl=levers.pdl, num_warps=1,
+    )
+
+
+def go_on(rows: Rows, g: GuessRows, *, levers: Levers) -> None:
+    """Takes the latest guesses, which are the tokens of the next rows, one position further. A row whose
+    guess is -1 or has no room ends.
+
+    At most as often as there are guesses but one. Raises KernelError for another number of rows.
+    """
+    n = len(g.known)
+    check("guess", len(rows.place) == n, f"{n} rows")
+    launch(
+        _go_on_kernel, (n,), rows.place, rows.position, g.known, g.room, g.token, g.last, g.position, g.draws.place,
+        g.draws.position, g.tokens, g.tokens.shape[1], pdl=levers.pdl, num_warps=1,
+    )
+
+
+def follow(next_ids: Tensor, drawn: Tensor, token: Tensor, *, levers: Levers) -> None:
+    """token[t] = next_ids[t], or drawn[d] where that is -1 - d. All int32; next_ids, token: [T], T % 64 == 0.
+
+    Raises KernelError where sizes or types do not fit.
+    """
+    n = len(next_ids)
+    check("guess", n % 64 == 0 and token.shape == (n,), f"{n} ids, a multiple of 64")
+    check("guess", next_ids.dtype == drawn.dtype == token.dtype == torch.int32, "int32 ids")
+    launch(_follow_kernel, (n // 64,), next_ids, drawn, token, BLOCK=64, pdl=levers.pdl, num_warps=1)
+
+
+def draft_pair(
+    residual: Tensor, hidden: Tensor, embedding_norm: Tensor, hidden_norm: Tensor, eps: float, out: Tensor, *,
+    levers: Levers,
+) -> None:
+    """out[t] = bfloat16 of rms_norm(residual[t]), then of rms_norm(hidden[t]); residual = 0.
+
+    residual: float32 [T, H], embeddings; hidden: bfloat16 [T, H]; norms: float32 [H], zero-centred; out:
+    bfloat16 [T, 2H]. The bits of a row depend on this row only; they are those of `add_norm`. Raises
+    KernelError where sizes or types do not fit.
+    """
+    n, width = residual.shape
+    check("draft_pair", hidden.shape == (n, width) and out.shape == (n, 2 * width), f"{n} rows of {width}")
+    check("draft_pair", hidden.dtype == out.dtype == torch.bfloat16, "bfloat16 hidden, out")
+    check("draft_pair", residual.dtype == embedding_norm.dtype == torch.float32, "float32 residual, norms")
+    check("draft_pair", embedding_norm.shape == hidden_norm.shape == (width,), "one width")
+    check("draft_pair", all(x.is_contiguous() for x in (residual, hidden, out)), "contiguous tensors")
+    launch(
+        _pair_kernel, (n, 2), residual, hidden, embedding_norm, hidden_norm, out, width, 1.0 / width, eps,
+        LANES=LANES, PIECES=pieces(width), pdl=levers.pdl, num_warps=norm_warps(n, width),
+    )

@@ -1,0 +1,160 @@
+"""The draft head (MTP) on a GPU: recordings behind the draws of a step, and how its guesses come to the host.
+
+A row of the head is a token's hidden state and the id of the token behind it. Its keys and values stand in
+the pages beside those of the model's layers, at the token's place: behind each prefill and each decode they
+are written for what that has computed. The head's rows are those of the step, so a recording is by their
+number, as those of decodes are.
+
+Three kinds of recordings do: keys and values alone, where nothing is guessed; these and the first guess; and
+one guess more, which is replayed as often as guesses are wanted. So the depth of a draft costs no recording.
+What counts of a draft, the device finds itself (ops/gpu/draft.py): the host starts all guesses at once, and
+reads them with the draws, in one copy. Where one sequence wants several, all guess as many.
+
+A guess is drawn as the model's own token will be, with the same parameters, seed and position, but without a
+mask, from the first ids (models/qwen/shape.N_DRAFTED).
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor
+
+from deltic.engine.drafts import n_guessable
+from deltic.engine.step import Sequence, Step
+from deltic.models.qwen.gpu import GpuMemory, QwenGpu
+from deltic.ops.gpu.blocks import PrefillInputs
+from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.sample import sample
+from deltic.runtime.gpu.ahead import Pending
+from deltic.runtime.gpu.buffers import GpuWorkspace, Guesses
+from deltic.runtime.gpu.record import Body, Recording
+from deltic.runtime.gpu.runner import Job
+from deltic.runtime.plan import TextPlan
+
+
+class DraftHead:
+    """The head's recordings. Not thread-safe."""
+
+    def __init__(
+        self,
+        model: QwenGpu,
+        workspace: GpuWorkspace,
+        guesses: Guesses,
+        memory: GpuMemory,
+        plan: TextPlan,
+        levers: Levers,
+    ) -> None:
+        self._model, self._workspace, self._guesses, self._memory = model, workspace, guesses, memory
+        self._max_len, self._levers = plan.max_model_len, levers
+        self._n_ids = min(plan.n_real, plan.shape.n_drafted)
+        self._rows = rows = guesses.head.rows
+        guesses.none.fill_(-1)
+        rows.draws.row.copy_(torch.arange(len(rows.draws.row), dtype=torch.int32))
+        is_gpu = rows.tokens.device.type == "cuda"
+        # Nothing runs ahead: what was sent is read before more is.
+        self._host = torch.empty(rows.tokens.shape, dtype=torch.int32, pin_memory=is_gpu)
+        self._watch = Watch(is_gpu)
+        self.keys: dict[int, Recording] = {}
+        """By rows, keys and values alone."""
+        self._first: dict[int, Recording] = {}
+        self._more: dict[int, Recording] = {}
+        self.kinds = self.keys, self._first, self._more
+
+    # Recording.
+
+    def jobs(self, row_sizes: list[int]) -> list[Job]:
+        """What is to be recorded for these numbers of rows."""
+        jobs: list[Job] = []
+        for n in reversed(row_sizes):
+            jobs += [(self.keys, n, self._keys_body(n)), (self._first, n, self._guess_body(n, self._drawn(n)))]
+            jobs.append((self._more, n, self._guess_body(n, None)))
+        return jobs
+
+    def _drawn(self, n: int) -> Tensor:
+        return self._workspace.out["decode"].token[:n]
+
+    def _keys_body(self, n: int) -> Body:
+        w, g = self._workspace, self._guesses
+        return lambda: self._model.draft_keys(n, self._drawn(n), w.places, w.decode, g.head, self._memory)
+
+    def _guess_body(self, n: int, drawn: Tensor | None) -> Body:
+        """Of a guess behind the draws, or behind the guess before. Contexts have no recordings of their own:
+        it is one layer.
+        """
+        w, g, draws = self._workspace, self._guesses, self._rows.front(n).draws
+
+        def body() -> None:
+            logits = self._model.draft_guess(n, drawn, w.places, w.decode, g.head, self._memory, self._max_len)
+            sample(logits, self._n_ids, draws, g.parameters, w.sample, g.out, levers=self._levers)
+
+        return body
+
+    def follow_prefill(self, n_blocks: int, inputs: PrefillInputs) -> None:
+        """Starts the keys and values of a prefill, behind its draws."""
+        w = self._workspace
+        self._model.draft_keys_many(n_blocks, inputs, w.out["prefill"].token, w.prefill, self._memory)
+
+    # A step.
+
+    def run(self, n: int, n_guesses: int) -> None:
+        """Starts the head behind the draws of a decode recorded for n rows."""
+        if not n_guesses:
+            self.keys[n].run()
+            return
+        self._watch.begin()
+        self._first[n].run()
+        for _ in range(n_guesses - 1):
+            self._more[n].run()
+
+    def send(self, rows: dict[Sequence, int], n: int, n_guesses: int) -> Pending:
+        """Starts the way of the draws of n rows, and of the guesses behind them, to the host."""
+        tokens = self._host[: 1 + n_guesses]
+        tokens.copy_(self._rows.tokens[: 1 + n_guesses], non_blocking=True)
+        self._watch.end()
+        return Pending(rows, tokens[1, :n], guesses=tokens[:, :n])
+
+    def read(
+        self, step: Step, results: dict[Sequence, Pending], drawn: list[list[int]]
+    ) -> tuple[list[list[int]], float]:
+        """What was guessed behind each draw of a step whose tokens are there, and the seconds it took."""
+        guesses: list[list[int]] = []
+        seconds = 0.0
+        for draw, tokens in zip(step.draws, drawn, strict=True):
+            pending, guessed = results[draw.sequence], list[int]()
+            if pending.guesses is not None and draw.n_guesses and tokens[0] >= 0:
+                latest, _, *before = pending.guesses[:, pending.rows[draw.sequence] + len(tokens) - 1].tolist()
+                guessed = [*before, latest][: min(draw.n_guesses, n_guessable(draw.sequence, len(tokens)))]
+                if -1 in guessed:  # nothing can be drawn of the head's ids
+                    guessed = guessed[: guessed.index(-1)]
+                seconds = self._watch.seconds()
+            guesses.append(guessed)
+        return guesses, seconds
+
+
+class Watch:
+    """The time between two points of the current stream."""
+
+    def __init__(self, is_gpu: bool) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if is_gpu else []
+        self._times = [0.0, 0.0]
+
+    def begin(self) -> None:
+        """The first point is here."""
+        self._mark(0)
+
+    def end(self) -> None:
+        """The second point is here."""
+        self._mark(1)
+
+    def _mark(self, i: int) -> None:
+        self._times[i] = time.perf_counter()
+        if self._events:
+            self._events[i].record()
+
+    def seconds(self) -> float:
+        """Between the two, which have been passed."""
+        if self._events:
+            return float(self._events[0].elapsed_time(self._events[1])) / 1000
+        return self._times[1] - self._times[0]
