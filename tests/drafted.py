@@ -74,12 +74,14 @@ class Schedule:
         self.draw = random.Random(self.seed)
         monkeypatch.setattr(Drafter, "propose", self.propose)
         monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)  # every row is worth it
+        monkeypatch.setattr(Drafting, "_is_probe", lambda self, n: False)
         engine, waiting, answers = Engine(runner), requests(self.seed, self.sizes), dict[Any, Any]()
         n_steps = 0
         while waiting or engine.has_work():
             while waiting and self.draw.random() < 0.3:
                 engine.add(waiting.pop(0))
-            if self.draw.random() < self.sizes.preempts and (running := engine.scheduler._decodes):
+            is_due = self.draw.random() < self.sizes.preempts or (self.sizes.preempts > 0 and n_steps in (12, 24))
+            if is_due and (running := engine.scheduler._decodes):
                 engine.scheduler._preempt(self.draw.choice(running))
             if n_steps == self.sizes.abort_at:
                 for name in self.aborted:
@@ -95,9 +97,11 @@ class Schedule:
             n_steps += 1
         return {key: answer for key, answer in answers.items() if key[0] not in self.aborted}, engine
 
-    def propose(self, tokens: Any, most: int, forced: Any = ()) -> list[int]:
+    def propose(self, tokens: Any, most: int, step: int, forced: Any = ()) -> list[int]:
         """What a plain run drew next, up to a random place, then something else."""
-        sequence: Sequence = self.sequences[id(tokens)]
+        sequence: Sequence | None = self.sequences.get(id(tokens))
+        if sequence is None:  # just forked
+            return []
         if self.truth is None or sequence.request.id in self.aborted:
             return [self.draw.randrange(256) for _ in range(min(most, self.draw.randrange(3)))]
         known = self.truth[sequence.request.id, sequence.index][0]

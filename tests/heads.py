@@ -34,7 +34,8 @@ def sequence(ids: list[int], place: int = 0, n_prompt: int | None = None, **para
 
 def run(runner: Any, of: Sequence, length: int, n_guesses: int = 0, draws: bool = True, **more: Any) -> list[int]:
     """A chunk and, if it draws, a draw, whose token the sequence gets. Gives the guesses."""
-    step = Step([Chunk(of, of.n_computed, length, **more)], [Draw(0, of, n_guesses)] if draws else [])
+    chunk = Chunk(of, of.n_computed, length, **more)
+    step = Step([chunk], [Draw(0, of, n_guesses)] if draws else [], runs_ahead=False)
     result = runner.step(step)
     of.n_computed += length
     of.tokens.extend(result.tokens[0] if draws else [])

@@ -15,6 +15,9 @@ it: behind each draw it gives as many tokens as the step before asked for.
 How long drafts are follows from what became of the last ones, and from what steps took: of all tokens that
 are proposed in a step, the likeliest ones run, as many as make a token cheapest. A proposer whose drafts are
 not worth their rows pauses, longer each time.
+
+A GPU starts the next decode before the host has read this one (runtime/gpu/runner.py). It cannot where that
+decode has a draft. So it does as long as none is in sight, and a draft comes a step later than it could.
 """
 
 from __future__ import annotations
@@ -43,8 +46,8 @@ N_INDEXED = 8192
 N_AT_ONCE = 512
 """Tokens that are indexed in a step: a fraction of a millisecond."""
 
-MAX_PAUSE, MAX_FIRST_PAUSE = 128, 32
-"""Steps for which a proposer pauses, at most; and of a new sequence."""
+MAX_PAUSE, MAX_FIRST_PAUSE = 256, 32
+"""Steps for which a proposer pauses, at most; and of a new sequence. Powers of two."""
 
 KEPT = 0.93
 """What a record keeps of what it knew, with each draft."""
@@ -54,6 +57,9 @@ A_TRY = 0.5
 
 KEPT_TIMES = 0.95
 """What is kept of what is known of times, with each one."""
+
+KEPT_AHEAD, N_VALID = 0.8, 512
+"""Of steps that run ahead: what is kept of what is known of their time, and for how many steps it is valid."""
 
 BELIEF = 0.1
 """How much what is believed of times weighs beside what is known: one step that ran this many tokens more, or
@@ -135,20 +141,23 @@ class Record:
     """Tokens that were right, and those and the first wrong ones. They begin as a guess."""
     n_misses: int = 0
     """How often in a row drafts were not worth their rows, also when they were tried again."""
-    pause: int = 0
-    """Steps for which it proposes nothing."""
 
     @property
     def chance(self) -> float:
         """Of a token to be right, if those before are. The first one behind a pause is worth a try."""
         return max(self.n_right / self.n_seen, A_TRY if self.n_misses else 0.0)
 
+    def is_due(self, step: int) -> bool:
+        """Whether it proposes in the step of this number: after each miss half as often. All sequences try in
+        the same steps, so that others have none.
+        """
+        return step % min(2**self.n_misses, MAX_PAUSE) == 0
+
     def begun(self) -> Record:
         """One of another sequence, of which no more is known. It waits for its first try as those did that
         were in vain last.
         """
-        pause = min(MAX_FIRST_PAUSE, 2 ** min(self.n_misses, 10)) if self.n_misses else 0
-        return Record(2.0 * self.n_right / self.n_seen, 2.0, self.n_misses, pause)
+        return Record(2.0 * self.n_right / self.n_seen, 2.0, min(self.n_misses, MAX_FIRST_PAUSE.bit_length() - 1))
 
     def chances(self, whose: int, n: int) -> list[tuple[float, int]]:
         """Of the tokens of a draft to be right, with whose draft it is. A try is one token."""
@@ -165,8 +174,7 @@ class Record:
 
     def miss(self) -> None:
         """A draft is not worth its rows: they pause, longer each time."""
-        self.n_misses += 1
-        self.pause = min(MAX_PAUSE, 2 ** min(self.n_misses, 10))
+        self.n_misses = min(self.n_misses + 1, MAX_PAUSE.bit_length() - 1)
 
 
 @dataclass(slots=True, eq=False)
@@ -194,20 +202,22 @@ class Drafter:
                 of_all.observe(n_drafted, n_accepted)
         self.used.observe(n_drafted, n_accepted)
 
-    def propose(self, tokens: Ids[int], most: int, forced: Ids[int] = ()) -> list[int]:
-        """A draft of up to `most` tokens: that of which more are expected to be right.
+    def propose(self, tokens: Ids[int], most: int, step: int, forced: Ids[int] = ()) -> list[int]:
+        """A draft of up to `most` tokens for the step of this number: that of which more are expected to be
+        right. What the head has guessed, it guessed when it was due.
 
         forced: what a grammar leaves as the only text.
         """
         found, best, self.used = list[int](), 0.0, self.of_head
         for record in (self.of_grammar, self.of_head, self.of_repeats):
-            if record.pause:
-                record.pause -= 1
+            if record is self.of_head:
+                draft = self.guesses[:most]
+            elif not record.is_due(step):
                 continue
-            if record is self.of_repeats:
+            elif record is self.of_repeats:
                 draft = self.repeats.follow(tokens, most)
             else:
-                draft = list((forced if record is self.of_grammar else self.guesses)[:most])
+                draft = list(forced[:most])
             expected = sum(record.chance ** (i + 1) for i in range(len(draft)))
             if expected > best:
                 found, best, self.used = draft, expected, record
@@ -272,63 +282,104 @@ class Times:
 class Drafting:
     """How long the drafts of a step are: as many rows as make its tokens cheapest."""
 
-    def __init__(self, max_drafts: int, has_head: bool, guides: Guides | None) -> None:
-        """max_drafts: tokens of a draft. has_head: whether the runner has a draft head."""
-        self.max_drafts, self.has_head, self.guides = max_drafts, has_head, guides
+    def __init__(self, max_drafts: int, has_head: bool, guides: Guides | None, runs_ahead: bool = False) -> None:
+        """max_drafts: tokens of a draft. has_head: whether the runner has a draft head. runs_ahead: whether it
+        may run ahead.
+        """
+        self.max_drafts, self.has_head, self.guides, self.runs_ahead = max_drafts, has_head, guides, runs_ahead
         self.steps, self.guesses = Times(OWN), Times(0.0)
         """Of steps, by the rows of their drafts; and of the head, whose time is not in them, by its depth."""
         self.known = Drafter()
         """With the records of all sequences."""
         self.drafted, self.accepted = Counter[str](), Counter[str]()
         """As of Stats."""
-        self._n_plain = 0
+        self._n_steps = self._n_plain = 0
+        self._ahead_s: dict[int, tuple[float, int]] = {}
+        """What a step took that ran ahead, and the next one, too, by the number of its sequences; and the number
+        of the last such step.
+        """
+        self._is_ahead = False
+        """Whether this step is such a one."""
 
     def plan(self, step: Step) -> None:
-        """Gives a step of decodes drafts, and says what the draft head guesses for the next one.
+        """Gives a step of decodes drafts, says what the draft head guesses for the next one, and whether that
+        may run ahead. One that ran ahead, or has prefills, gets none: then it is asked for the next one.
 
         A window never reaches the end of a page, so that the state is whole there, where it may become a
         checkpoint.
         """
+        self._n_steps += 1
+        ran_ahead = any(draw.sequence.runs_ahead for draw in step.draws)
+        is_late = ran_ahead or not all(chunk.is_decode for chunk in step.chunks)
+        if is_late and not self.runs_ahead:
+            return
         drafts: list[list[int]] = []
         chances: list[tuple[float, int]] = []
         asked: list[tuple[int, Record, int]] = []
+        in_sight = False
         for draw in step.draws:
             chunk, sequence = step.chunks[draw.chunk], draw.sequence
             drafter = sequence.drafter = sequence.drafter or self.known.begun()
-            n_left = sequence.request.params.max_tokens - sequence.n_generated - 1
-            most = min(self.max_drafts, PAGE_SIZE - 2 - chunk.start % PAGE_SIZE, n_left)
-            draft = self._propose(sequence, chunk, most) if most > 0 else []
+            n_left = sequence.request.params.max_tokens - sequence.n_generated - 1 - is_late
+            most = min(self.max_drafts, n_left)
+            draft = self._propose(sequence, chunk, most, self._n_steps + is_late) if most > 0 else []
+            if draft and not is_late:
+                draft = draft[: max(0, PAGE_SIZE - 2 - chunk.start % PAGE_SIZE)]
+                in_sight |= not draft
             chances += drafter.used.chances(len(drafts), len(draft))
             head = drafter.of_head
             is_tried = head.n_misses and draft  # what comes of it is to be seen first
-            if self.has_head and drafter.used is head and not head.pause and not is_tried:
+            if self.has_head and drafter.used is head and head.is_due(self._n_steps + is_late) and not is_tried:
                 asked.append((len(drafts), head, min(self.max_drafts, n_left - 1)))
             drafts.append(draft)
-        if not chances and not asked:
-            return
-        n, seconds = len(step.chunks), self._step_s(len(step.chunks))
+        if (chances or asked) and not self._is_probe(len(step.draws)):
+            in_sight |= self._share(step, drafts, chances, asked, is_late)
+        for draw in step.draws:
+            chunk = step.chunks[draw.chunk]
+            chunk.rules = chunk.rules[: 1 + len(chunk.drafts)]
+            draw.sequence.runs_ahead = self.runs_ahead and not in_sight
+        step.runs_ahead, self._is_ahead = not in_sight, ran_ahead and not in_sight
+
+    def _is_probe(self, n: int) -> bool:
+        """Whether it is to be seen what a step of n sequences takes that runs ahead."""
+        return self.runs_ahead and self._n_steps - self._ahead_s.get(n, (0.0, -N_VALID))[1] >= N_VALID
+
+    def _share(
+        self,
+        step: Step,
+        drafts: list[list[int]],
+        chances: list[tuple[float, int]],
+        asked: list[tuple[int, Record, int]],
+        is_late: bool,
+    ) -> bool:
+        """Gives the rows that are worth it to the drafts, and asks for guesses; where it is late for both,
+        nothing. Returns whether there are any.
+        """
+        n = len(step.draws)
+        seconds = self._step_s(n)
         chances.sort(reverse=True)
         n_taken = Counter(i for _, i in chances[: self._n_worth(chances, seconds, n)[1]])
         n_guesses = self._n_asked(asked, seconds, n) if asked else Counter[int]()
         for i, (draw, draft) in enumerate(zip(step.draws, drafts, strict=True)):
-            chunk = step.chunks[draw.chunk]
-            chunk.drafts = draft[: n_taken[i]]
-            chunk.length += len(chunk.drafts)
-            chunk.rules = chunk.rules[: 1 + len(chunk.drafts)]
-            draw.n_guesses = n_guesses[i]
-            if draft and not chunk.drafts:
+            if not is_late:
+                chunk = step.chunks[draw.chunk]
+                chunk.drafts = draft[: n_taken[i]]
+                chunk.length += len(chunk.drafts)
+                draw.n_guesses = n_guesses[i]
+            if draft and not n_taken[i]:
                 draw.sequence.drafter.used.miss()
         for i, head, _ in asked:
-            if not n_guesses[i] and not head.pause:
+            if not n_guesses[i] and head.is_due(self._n_steps + is_late):
                 head.miss()
+        return bool(n_taken or n_guesses)
 
-    def _propose(self, sequence: Sequence, chunk: Chunk, most: int) -> list[int]:
-        """A draft, as far as the sequence's guide allows it."""
+    def _propose(self, sequence: Sequence, chunk: Chunk, most: int, step: int) -> list[int]:
+        """A draft for the step of this number, as far as the sequence's guide allows it."""
         drafter, guide = sequence.drafter, sequence.guide
         if not isinstance(guide, Guide) or self.guides is None:
-            found: list[int] = drafter.propose(sequence.tokens, most)
+            found: list[int] = drafter.propose(sequence.tokens, most, step)
             return found
-        draft = drafter.propose(sequence.tokens, most, guide.forced(most))
+        draft = drafter.propose(sequence.tokens, most, step, guide.forced(most))
         if not draft:
             return []
         allowed, chunk.rules = self.guides.ahead(guide, draft)
@@ -369,7 +420,11 @@ class Drafting:
     def _step_s(self, n: int) -> list[float]:
         """What steps take, by the number of rows that are drafts; in any unit where nothing is known."""
         most = min(self.max_drafts * n, PAGE_SIZE)
-        return self.steps.seconds(n, most) or [OWN * n + i for i in range(most + 1)]
+        plain_s = self._ahead_s.get(n, (1.0, 0))[0]
+        seconds = self.steps.seconds(n, most) or [plain_s * (1.0 + i / (OWN * n)) for i in range(most + 1)]
+        if n in self._ahead_s:
+            seconds[0] = plain_s
+        return seconds
 
     def count(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
         """Takes what became of a sequence's draft."""
@@ -384,7 +439,11 @@ class Drafting:
         n, deepest = len(step.chunks), max((draw.n_guesses for draw in step.draws), default=0)
         n_rows = step.n_tokens - n
         self._n_plain = 0 if n_rows or deepest else self._n_plain + 1
-        if self._n_plain % 8 < 2:  # of plain ones in a row some are enough
+        if self._is_ahead:
+            known_s, _ = self._ahead_s.get(n, (seconds, 0))
+            seconds = min(seconds, MOST_LATE * known_s)
+            self._ahead_s[n] = known_s + (1.0 - KEPT_AHEAD) * (seconds - known_s), self._n_steps
+        elif (n_rows or not self.runs_ahead) and self._n_plain % 8 < 2:  # of plain ones in a row some are enough
             self.steps.observe(n, n_rows, seconds - guess_s)
         if deepest:
             self.guesses.observe(n, deepest, guess_s)

@@ -121,7 +121,8 @@ class Scheduler:
         self.max_logit_rows = max_logit_rows
         self.eos_token_ids = frozenset(info.eos_token_ids)
         self.cost = StepCost(max_itl_ms / 1000) if max_itl_ms is not None else None
-        self.drafting = Drafting(info.max_drafts, info.has_draft_head, guides) if info.max_drafts else None
+        runs_ahead = info.n_lookahead > 0
+        self.drafting = Drafting(info.max_drafts, info.has_draft_head, guides, runs_ahead) if info.max_drafts else None
         self.is_blocked = False
         """No open sequence can run until a text or a request comes, or one ends.
 
@@ -370,7 +371,7 @@ class Scheduler:
             self._plan_prefills(step)
             if not self.info.canonical_decode:
                 step.put_decodes_first()
-        if self.drafting is not None and len(step.chunks) == n_decodes:  # prefills need the rows
+        if self.drafting is not None:
             self.drafting.plan(step)
         if not step.chunks:
             if self.cache.store.n_moving or (self.guides is not None and self.guides.n_busy):

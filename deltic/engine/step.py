@@ -156,6 +156,8 @@ class Sequence:
     """None: the next token may be any id."""
     drafter: Any = None
     """Who drafts for it (drafts.Drafter); None: nobody did yet."""
+    runs_ahead: bool = False
+    """Whether the runner may have started its next decode, which then has no draft (drafts.Drafting)."""
     finish_reason: FinishReason | None = None
 
     @property
@@ -261,6 +263,8 @@ class Step:
     draws: list[Draw] = field(default_factory=list)
     slot_copies: list[tuple[int, int]] = field(default_factory=list)
     page_copies: list[tuple[int, int]] = field(default_factory=list)
+    runs_ahead: bool = True
+    """Whether the runner may start the decodes behind it before its tokens are read: they have no drafts."""
 
     @property
     def n_tokens(self) -> int:

@@ -47,7 +47,7 @@ def fresh(kind: str = "dense") -> GpuTextRunner:
 def drafted(runner: GpuTextRunner, of: Sequence, drafts: list[int], n_guesses: int = 0) -> list[int]:
     """A decode with a draft; the sequence gets what counts, as the scheduler does it. Gives the guesses."""
     chunk = Chunk(of, of.n_computed + of.n_window, 1 + len(drafts), n_redo=of.n_window, drafts=drafts)
-    result = runner.step(Step([chunk], [Draw(0, of, n_guesses)]))
+    result = runner.step(Step([chunk], [Draw(0, of, n_guesses)], runs_ahead=False))
     of.n_computed, of.n_window = chunk.start + (not drafts), len(result.tokens[0]) if drafts else 0
     of.tokens.extend(result.tokens[0])
     return result.guesses[0]
@@ -110,7 +110,7 @@ def test_its_keys_and_values_are_the_same_on_every_way() -> None:
     beside = sequence(prompt(40, seed=2), place=2)
     run(runner, beside, 40)
     while again.n_computed < n - 1:
-        step = Step([Chunk(s, s.n_computed, 1) for s in (again, beside)], [Draw(1, beside, 2)])
+        step = Step([Chunk(s, s.n_computed, 1) for s in (again, beside)], [Draw(1, beside, 2)], runs_ahead=False)
         for s, drawn in zip((beside,), runner.step(step).tokens, strict=True):
             s.tokens.extend(drawn)
         again.n_computed += 1
@@ -155,7 +155,7 @@ def test_a_prompts_log_probabilities_are_those_without_a_head() -> None:
     for max_drafts in (0, MAX_DRAFTS):
         of = sequence(prompt(20), prompt_logprobs=2)
         chunk = Chunk(of, 0, 20, prompt_logprobs=True)
-        found.append(build("dense", max_drafts).step(Step([chunk], [Draw(0, of)])))
+        found.append(build("dense", max_drafts).step(Step([chunk], [Draw(0, of)], runs_ahead=False)))
     assert found[0].prompt_logprobs == found[1].prompt_logprobs and len(found[0].prompt_logprobs[0]) == 19
     assert found[0].tokens == found[1].tokens
 

@@ -8,7 +8,19 @@ from typing import Any
 
 import pytest
 
-from deltic.engine.drafts import LEAST, MAX_PAUSE, N_AT_ONCE, N_INDEXED, Drafter, Drafting, Record, Repeats, Times
+from deltic.engine.drafts import (
+    LEAST,
+    MAX_FIRST_PAUSE,
+    MAX_PAUSE,
+    N_AT_ONCE,
+    N_INDEXED,
+    N_VALID,
+    Drafter,
+    Drafting,
+    Record,
+    Repeats,
+    Times,
+)
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Sequence, Step, mixed_seed
@@ -67,68 +79,73 @@ def test_a_record_follows_what_became_of_drafts() -> None:
     assert record.chance > 0.99
     for _ in range(4):
         record.observe(4, 0)  # a line of bad luck is no reason to pause
-    assert 0.85 < record.chance < 0.95 and (record.n_misses, record.pause) == (0, 0)
+    assert 0.85 < record.chance < 0.95 and record.n_misses == 0
     for _ in range(60):
         record.observe(1, 0)
     assert record.chance < 0.1
 
 
+def due(record: Record, n: int = 2 * MAX_PAUSE) -> list[int]:
+    """The steps from 1 on in which it proposes."""
+    return [step for step in range(1, n + 1) if record.is_due(step)]
+
+
 def test_a_draft_that_is_not_worth_its_rows_is_tried_again_less_and_less_often() -> None:
-    record, pauses = Record(1.0, 10.0), []
-    for _ in range(9):
+    record = Record(1.0, 10.0)
+    assert due(record, 4) == [1, 2, 3, 4]
+    record.miss()
+    assert due(record, 8) == [2, 4, 6, 8] and record.chance == 0.5  # a try
+    record.miss()
+    assert due(record, 8) == [4, 8]
+    for _ in range(20):
         record.miss()
-        pauses.append(record.pause)
-        assert record.chance == 0.5  # a try
-    assert pauses[:4] == [2, 4, 8, 16] and pauses[-1] == MAX_PAUSE
+    assert due(record) == [MAX_PAUSE, 2 * MAX_PAUSE]
     record.observe(1, 1)
     assert record.n_misses == 0 and record.chance < 0.25
     record.miss()
-    assert record.pause == 2
     record.observe(1, 0)  # the try was in vain
-    assert record.pause == 4
+    assert due(record, 8) == [4, 8]
 
 
 def test_the_better_proposer_is_taken() -> None:
     tokens = [1, 2, 3, 4, 5, 6, 9, 1, 2, 3]
     drafter = Drafter(guesses=[7, 8, 9, 10])
-    assert drafter.propose(tokens, 8) == [7, 8, 9, 10] and drafter.used is drafter.of_head  # the longer one
-    assert drafter.propose([1, 2], 0) == [] and drafter.used is drafter.of_head
+    assert drafter.propose(tokens, 8, 1) == [7, 8, 9, 10] and drafter.used is drafter.of_head  # the longer one
+    assert drafter.propose([1, 2], 0, 1) == [] and drafter.used is drafter.of_head
     drafter.guesses = [7, 8]
-    assert drafter.propose(tokens, 8) == [4, 5, 6] and drafter.used is drafter.of_repeats
+    assert drafter.propose(tokens, 8, 1) == [4, 5, 6] and drafter.used is drafter.of_repeats
     for _ in range(3):
         drafter.of_repeats.observe(3, 1)
-    assert drafter.propose(tokens, 8) == [7, 8]
-    assert drafter.propose(tokens, 1) == [7]
-    for _ in range(3):
-        drafter.of_head.miss()
-    assert drafter.of_head.pause == 8
-    for _ in range(8):
-        assert drafter.propose(tokens, 8) == [4, 5, 6]
+    assert drafter.propose(tokens, 8, 1) == [7, 8]
+    assert drafter.propose(tokens, 1, 1) == [7]
+    drafter.guesses = []
     for _ in range(2):
         drafter.of_repeats.miss()
-    for _ in range(4):
-        assert drafter.propose(tokens, 8)[:2] == [7, 8]
+    for step in (1, 2, 3):
+        assert drafter.propose(tokens, 8, step) == [] and drafter.used is drafter.of_head
+    assert drafter.propose(tokens, 8, 4) == [4, 5, 6]
+    assert drafter.propose(tokens, 8, 3, forced=[1, 1]) == [1, 1] and drafter.used is drafter.of_grammar
 
 
 def test_a_sequence_begins_with_what_is_known_of_others() -> None:
     known = Drafter()
     one = known.begun()
     for _ in range(30):
-        one.propose([1, 2], 4)  # nothing: the head's turn
+        one.propose([1, 2], 4, 1)  # nothing: the head's turn
         one.observe(4, 0, known)
     assert one.of_repeats.chance == known.of_repeats.chance == 0.75
     one.of_head.miss()
     another = known.begun()
-    assert another.of_head.chance == known.of_head.chance < 0.1 and not another.of_head.pause
+    assert another.of_head.chance == known.of_head.chance < 0.1 and another.of_head.is_due(1)
     for n_misses in range(1, 9):  # tries in vain: those of other sequences begin later
-        one.of_head.pause = 0
-        one.propose([1, 2], 4)
+        one.propose([1, 2], 4, 1)
         one.observe(1, 0, known)
-        assert known.begun().of_head.pause == min(32, 2 ** (1 + n_misses)) and known.begun().of_head.chance == 0.5
-    another.propose([1, 2], 4)
+        first = min(MAX_FIRST_PAUSE, 2 ** (1 + n_misses))
+        assert due(known.begun().of_head, 64) == list(range(first, 65, first)) and known.begun().of_head.chance == 0.5
+    another.propose([1, 2], 4, 1)
     another.observe(4, 4, known)
     assert another.of_head.chance > 0.6, "what is its own counts more"
-    assert not known.begun().of_head.pause
+    assert known.begun().of_head.is_due(1)
 
 
 def test_times_are_those_of_as_many_tokens_or_on_a_line_through_all() -> None:
@@ -229,7 +246,7 @@ def gained(cost: str, chance: float, n: int) -> float:
     spent, n_drawn = 0.0, 0
     for answer in range(3):
         request = Request(id=str(answer), prompt_ids=[1], params=SamplingParams(max_tokens=10_000))
-        sequences = [Sequence(request, i, 0, array("i", [5]), 1) for i in range(n)]
+        sequences = [Sequence(request, i, 0, array("i", [5, 6]), 1, n_computed=1) for i in range(n)]
         for _ in range(150):
             step = Step(
                 [Chunk(one, len(one.tokens) - 1, 1) for one in sequences],
@@ -267,14 +284,41 @@ def test_the_depth_is_nearly_the_best(cost: str, chance: float, n: int) -> None:
     assert best >= 1.0 and gained(cost, chance, n) > best * (0.85 if chance else 0.98)
 
 
-def test_all_that_pause_are_left_alone() -> None:
-    """But for the counting of their pauses."""
-    drafter = Drafter(guesses=[1, 2])
-    drafter.of_head.pause, drafter.of_repeats.pause = 3, 5
-    for left in (2, 1):
-        assert drafter.propose([1, 2, 3], 4) == [] and drafter.used is drafter.of_head
-        assert drafter.of_head.pause == left and drafter.of_repeats.pause == left + 2
-    assert drafter.propose([1, 2, 3], 4) == [] and drafter.propose([1, 2, 3], 4) == [1, 2]
+def test_where_a_draft_may_come_nothing_runs_ahead() -> None:
+    """It comes a step later than where nothing runs ahead; where none is in sight, all steps do."""
+    drafting = Drafting(8, has_head=True, guides=None, runs_ahead=True)
+    request = Request(id="1", prompt_ids=[1], params=SamplingParams(max_tokens=10_000))
+    one = Sequence(request, 0, 0, array("i", [5, 6]), 1, n_computed=1)
+
+    def stepped(seconds: float = 1.0) -> Step:
+        step = Step([Chunk(one, len(one.tokens) - 1, 1)], [Draw(0, one)])
+        ran_ahead = one.runs_ahead
+        drafting.plan(step)
+        (chunk,), (draw,) = step.chunks, step.draws
+        assert not (ran_ahead and (chunk.drafts or draw.n_guesses)), "what ran ahead has no draft"
+        assert not (step.runs_ahead and (chunk.drafts or draw.n_guesses)), "and runs behind none"
+        if chunk.drafts:
+            drafting.count(one, len(chunk.drafts), n_right := min(len(chunk.drafts), right))
+            one.tokens.extend(range(n_right))
+        one.tokens.append(len(one.tokens) + 1000)
+        one.drafter.guesses = [7] * draw.n_guesses
+        drafting.observe(step, seconds + 0.01 * len(chunk.drafts) + 0.02 * draw.n_guesses, 0.02 * draw.n_guesses)
+        return step
+
+    right = 8
+    probes = [stepped() for _ in range(2)]  # what a step takes that runs ahead is seen first
+    assert all(step.runs_ahead for step in probes)
+    assert not stepped().runs_ahead and stepped().draws[0].n_guesses > 0
+    steps = [stepped(1.3) for _ in range(40)]
+    assert sum(len(step.chunks[0].drafts) > 2 for step in steps) > 32, "but for ends of pages"
+    right = 0
+    steps = [stepped(1.3 if not one.runs_ahead else 1.0) for _ in range(1200)]
+    assert sum(not step.runs_ahead for step in steps[600:]) <= 3 * 3, "a try takes three steps"
+    right = 8
+    steps = [stepped(1.3 if not one.runs_ahead else 1.0) for _ in range(600)]
+    assert sum(not step.runs_ahead for step in steps[100:]) == 498, "but for what a plain step takes now"
+    steps = [stepped(9.0 if not one.runs_ahead else 0.5) for _ in range(N_VALID + 100)]
+    assert sum(step.runs_ahead for step in steps[-100:]) > 80, "plain steps are cheaper now"
 
 
 @pytest.mark.parametrize("seed", range(30))
@@ -289,6 +333,7 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
         max_drafts=rng.choice((1, 5, 31)),
         head=random.Random(seed) if seed % 2 else None,
         gpu=seed % 3 == 0,
+        n_lookahead=int(seed % 3 == 0),
     )
     monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)
     engine, truth, params_of = Engine(runner), dict[tuple[str, int], list[int]](), dict[str, SamplingParams]()
@@ -307,7 +352,7 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
         for index in range(params.n):
             truth[str(i), index] = expected_tokens(prompt, params, mixed_seed(i, index))
 
-    def propose(_: Drafter, tokens: Any, most: int, forced: Any = ()) -> list[int]:
+    def propose(_: Drafter, tokens: Any, most: int, step: int, forced: Any = ()) -> list[int]:
         sequence = next(s for s in engine.scheduler.sequences() if s.tokens is tokens)
         known = truth.get((sequence.request.id, sequence.index), [])
         draft = known[sequence.n_generated :][: min(most, rng.randrange(40))]
@@ -351,7 +396,7 @@ def test_a_request_that_waits_stops_no_drafts(monkeypatch: pytest.MonkeyPatch) -
         truth = expected_tokens([20, 21], SamplingParams(max_tokens=100, seed=1, ignore_eos=True))
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(
-                Drafter, "propose", lambda _, tokens, most, truth=truth: truth[len(tokens) - 2 :][: min(most, 4)]
+                Drafter, "propose", lambda _, tokens, most, step, truth=truth: truth[len(tokens) - 2 :][: min(most, 4)]
             )
             for output in engine.step():
                 n_tokens[output.id] += len(output.token_ids)

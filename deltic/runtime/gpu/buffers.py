@@ -125,9 +125,8 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
     if plan.quantize is not None:
         codes.add(WEIGHT_FORMATS[plan.quantize].codes)
     shared, views = _shared(plan, shape.vocab_size, MAX_LOGPROBS, allocate)
-    n_kept, drafts, windows = plan.max_num_seqs, None, None
+    drafts, windows = None, None
     if plan.max_drafts:
-        n_kept = 0  # nothing runs ahead, so no logits wait for their draws
         drafts = Drafts(*(views[part] for part in ROWS[1:]))
         size = plan.max_num_seqs, shape.n_gdn_layers, window_rows(plan.max_drafts)
         windows = Windows(
@@ -153,7 +152,7 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
             plan.n_decode_rows,
             plan.max_model_len,
             allocate,
-            n_kept=n_kept,
+            n_kept=plan.max_num_seqs,
             drafts=drafts,
             windows=windows,
         ),

@@ -53,7 +53,7 @@ class DraftHead:
         guesses.none.fill_(-1)
         rows.draws.row.copy_(torch.arange(len(rows.draws.row), dtype=torch.int32))
         is_gpu = rows.tokens.device.type == "cuda"
-        # Nothing runs ahead: what was sent is read before more is.
+        # Nothing runs ahead behind guesses: what was sent is read before more is.
         self._host = torch.empty(rows.tokens.shape, dtype=torch.int32, pin_memory=is_gpu)
         self._watch = Watch(is_gpu)
         self.keys: dict[int, Recording] = {}

@@ -148,6 +148,8 @@ class Places:
         self._any = np.full(masks.shape[1], -1, np.int32)
         self._keys: list[Words] = []
         self._values: list[Words] = []
+        self._words: list[int] = []
+        """Of the changes behind these, single words: offset and value in turn."""
         device = self._table.device
         self._ring = Ring(3 * MAX_CHANGES, 4, device)  # an offset is 64 bits
         self._arrived = torch.empty(3 * MAX_CHANGES, dtype=torch.int32, device=device)
@@ -186,7 +188,8 @@ class Places:
         place, slot = self.refresh(sequence), sequence.slot
         assert slot is not None and sequence.start_slot is None
         for part, word in (("last_token", token), ("position", position), ("slot", slot), ("done", int(done))):
-            self._write(part, place, word)
+            begin, width = self._offsets[part]
+            self._words += begin + place * width, word
         if _counts_history(sequence) and token >= 0:
             # Where what was lost comes back, a decode without its mask has left another token there. And the
             # draw from a row of a draft sees those in front of it.
@@ -196,6 +199,7 @@ class Places:
         """Sets words of a place's row of a part from word `first` on; contiguous: of the rows that follow,
         too.
         """
+        self._gather()
         begin, width = self._offsets[part]
         words = np.asarray(values)
         if words.dtype in (np.float64, np.float32):
@@ -205,6 +209,14 @@ class Places:
         at = begin + place * width + first
         self._keys.append(np.arange(at, at + len(words), dtype=np.int64))
         self._values.append(words)
+
+    def _gather(self) -> None:
+        """Puts the single words behind the changes before them."""
+        if self._words:
+            words = np.array(self._words, np.int64)
+            self._keys.append(words[::2])
+            self._values.append(words[1::2].astype(np.int32))
+            self._words.clear()
 
     def _take(self, place: int, sequence: Sequence) -> None:
         """Makes a place the sequence's: writes its sampling parameters, and its tokens if penalties count
@@ -306,6 +318,7 @@ class Places:
 
     def flush(self) -> None:
         """Puts the changes on the current stream, those written last winning."""
+        self._gather()
         if not self._keys:
             return
         keys, values = np.concatenate(self._keys), np.concatenate(self._values)

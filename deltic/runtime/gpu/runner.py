@@ -6,7 +6,7 @@ copies the drawn tokens to pinned memory and waits for an event.
 
 **Drafts.** A decode may have several rows of a sequence, its last token and tokens that may follow; a row is
 a row, and a recording is by their number. What counts of their draws, the host knows once it has read them,
-and sends it with the next decode. So nothing runs ahead where there may be drafts.
+and sends it with the next decode. So nothing runs ahead behind a draft, nor before one (Step.runs_ahead).
 
 **Running ahead.** A decode moves its own tokens and positions on, so the next one needs nothing of the host.
 It is started for all sequences that drew a token before that token was read; the host works on one step while
@@ -94,7 +94,6 @@ class GpuRunner(ABC):
         self.stream = torch.cuda.Stream() if self.is_gpu else None
         self._pages, self._states = pages, states
         self._row_sizes = _up_to(plan.n_decode_rows, ROWS)
-        self._runs_ahead = levers.run_ahead and not plan.max_drafts
         self._block_sizes = _up_to(plan.max_step_tokens // PAGE_SIZE, BLOCKS)
         self._lengths = _up_to(plan.max_model_len, LENGTHS)
         self._prefill_batch = PrefillBatch(
@@ -117,7 +116,7 @@ class GpuRunner(ABC):
             on_gpu=self.is_gpu,
             kernels=f"Triton {triton.__version__}",
             canonical_decode=False,
-            n_lookahead=0 if self.plan.max_drafts else 1,
+            n_lookahead=1,
             block_size=PAGE_SIZE,
             max_prefill_seqs=min(self._block_sizes[-1], MAX_SEGMENTS),
         )
@@ -318,7 +317,7 @@ class GpuRunner(ABC):
         one token more and, for one that speaks, a text.
         """
         following = []
-        for draw in step.draws if self._runs_ahead else []:
+        for draw in step.draws if self.levers.run_ahead and step.runs_ahead else []:
             sequence, request = draw.sequence, draw.sequence.request
             position = len(sequence.tokens)
             is_last = sequence.n_generated + 1 >= request.params.max_tokens

@@ -84,8 +84,7 @@ class GpuTextRunner(GpuRunner):
         jobs: list[Job] = []
         for n in reversed(self._row_sizes):
             jobs.append((self._draws, n, self._draw_body(n)))
-            if not self.plan.max_drafts:
-                jobs.append((self._late_draws, n, self._late_draw_body(n)))
+            jobs.append((self._late_draws, n, self._late_draw_body(n)))
         if self.draft_head is not None:
             jobs += self.draft_head.jobs(self._row_sizes)
         return jobs
@@ -173,6 +172,8 @@ class GpuTextRunner(GpuRunner):
         """Only the forward, where one of them draws with a mask that is not known yet."""
         if all(c.sequence.guide is None or c.sequence.guide.next_is_free for c in chunks):
             return super()._start_ahead(chunks)
+        if self.draft_head is not None:
+            return None  # it needs the hidden states behind the draw, which the next forward overwrites
         chunks = chunks[: self._undrawn.n_free]
         if chunks:
             self._forward(chunks)
