@@ -46,14 +46,14 @@ N_INDEXED = 8192
 N_AT_ONCE = 512
 """Tokens that are indexed in a step: a fraction of a millisecond."""
 
-MAX_PAUSE, MAX_FIRST_PAUSE = 256, 32
+MAX_PAUSE, MAX_FIRST_PAUSE = 256, 64
 """Steps for which a proposer pauses, at most; and of a new sequence. Powers of two."""
 
 KEPT = 0.93
 """What a record keeps of what it knew, with each draft."""
 
-A_TRY = 0.5
-"""How likely the first token behind a pause is believed to be right."""
+A_TRY, TRIED = 0.8, 3
+"""How likely a token behind a pause is believed to be right, and how many are tried."""
 
 KEPT_TIMES = 0.95
 """What is kept of what is known of times, with each one."""
@@ -144,7 +144,7 @@ class Record:
 
     @property
     def chance(self) -> float:
-        """Of a token to be right, if those before are. The first one behind a pause is worth a try."""
+        """Of a token to be right, if those before are."""
         return max(self.n_right / self.n_seen, A_TRY if self.n_misses else 0.0)
 
     def is_due(self, step: int) -> bool:
@@ -160,8 +160,8 @@ class Record:
         return Record(2.0 * self.n_right / self.n_seen, 2.0, min(self.n_misses, MAX_FIRST_PAUSE.bit_length() - 1))
 
     def chances(self, whose: int, n: int) -> list[tuple[float, int]]:
-        """Of the tokens of a draft to be right, with whose draft it is. A try is one token."""
-        return [(self.chance ** (i + 1), whose) for i in range(min(n, 1) if self.n_misses else n)]
+        """Of the tokens of a draft to be right, with whose draft it is. A try is short."""
+        return [(self.chance ** (i + 1), whose) for i in range(min(n, TRIED) if self.n_misses else n)]
 
     def observe(self, n_drafted: int, n_accepted: int) -> None:
         """What became of a draft."""

@@ -94,7 +94,7 @@ def test_a_draft_that_is_not_worth_its_rows_is_tried_again_less_and_less_often()
     record = Record(1.0, 10.0)
     assert due(record, 4) == [1, 2, 3, 4]
     record.miss()
-    assert due(record, 8) == [2, 4, 6, 8] and record.chance == 0.5  # a try
+    assert due(record, 8) == [2, 4, 6, 8] and record.chance == 0.8  # a try
     record.miss()
     assert due(record, 8) == [4, 8]
     for _ in range(20):
@@ -141,7 +141,7 @@ def test_a_sequence_begins_with_what_is_known_of_others() -> None:
         one.propose([1, 2], 4, 1)
         one.observe(1, 0, known)
         first = min(MAX_FIRST_PAUSE, 2 ** (1 + n_misses))
-        assert due(known.begun().of_head, 64) == list(range(first, 65, first)) and known.begun().of_head.chance == 0.5
+        assert due(known.begun().of_head, 64) == list(range(first, 65, first)) and known.begun().of_head.chance == 0.8
     another.propose([1, 2], 4, 1)
     another.observe(4, 4, known)
     assert another.of_head.chance > 0.6, "what is its own counts more"
