@@ -216,7 +216,9 @@ class FakeRunner:
                 scored = sequence.tokens[chunk.start + 1 : min(chunk.start + chunk.length + 1, sequence.n_prompt)]
                 n_top = sequence.request.params.prompt_logprobs or 0
                 prompt_logprobs[i] = [self._logprob(token, n_top) for token in scored]
-        for drawn, (token,) in zip(step.draws, tokens, strict=True) if self.info.n_lookahead and step.runs_ahead else []:
+        for drawn, (token,) in (
+            zip(step.draws, tokens, strict=True) if self.info.n_lookahead and step.runs_ahead else []
+        ):
             guide = drawn.sequence.guide
             if guide is None or (guide.next_is_free and token != guide.constraint.think_end_id):
                 self._run_ahead(drawn.sequence, token)

@@ -49,6 +49,8 @@ N_AT_ONCE = 512
 MAX_PAUSE, MAX_FIRST_PAUSE = 256, 64
 """Steps for which a proposer pauses, at most; and of a new sequence. Powers of two."""
 
+MOST_MISSES = MAX_PAUSE.bit_length() - 1
+
 KEPT = 0.93
 """What a record keeps of what it knew, with each draft."""
 
@@ -151,7 +153,7 @@ class Record:
         """Whether it proposes in the step of this number: after each miss half as often. All sequences try in
         the same steps, so that others have none.
         """
-        return step % min(2**self.n_misses, MAX_PAUSE) == 0
+        return step % (1 << self.n_misses) == 0
 
     def begun(self) -> Record:
         """One of another sequence, of which no more is known. It waits for its first try as those did that
@@ -174,7 +176,7 @@ class Record:
 
     def miss(self) -> None:
         """A draft is not worth its rows: they pause, longer each time."""
-        self.n_misses = min(self.n_misses + 1, MAX_PAUSE.bit_length() - 1)
+        self.n_misses = min(self.n_misses + 1, MOST_MISSES)
 
 
 @dataclass(slots=True, eq=False)
@@ -300,6 +302,8 @@ class Drafting:
         """
         self._is_ahead = False
         """Whether this step is such a one."""
+        self._seen: set[tuple[int, bool]] = set()
+        """Steps with drafts that have run before, by their tokens, and by whether the head guessed."""
 
     def plan(self, step: Step) -> None:
         """Gives a step of decodes drafts, says what the draft head guesses for the next one, and whether that
@@ -353,24 +357,32 @@ class Drafting:
         is_late: bool,
     ) -> bool:
         """Gives the rows that are worth it to the drafts, and asks for guesses; where it is late for both,
-        nothing. Returns whether there are any.
+        nothing. What was not worth it for long is tried with one token: what steps take may have changed.
+        Returns whether there are any.
         """
         n = len(step.draws)
         seconds = self._step_s(n)
         chances.sort(reverse=True)
         n_taken = Counter(i for _, i in chances[: self._n_worth(chances, seconds, n)[1]])
         n_guesses = self._n_asked(asked, seconds, n) if asked else Counter[int]()
-        for i, (draw, draft) in enumerate(zip(step.draws, drafts, strict=True)):
-            if not is_late:
+        n_free = len(seconds) - 1 - n_taken.total()
+        for i, draft in enumerate(drafts):
+            record = step.draws[i].sequence.drafter.used
+            if draft and not n_taken[i] and record.n_misses == MOST_MISSES and n_free > 0:
+                n_taken[i], n_free = 1, n_free - 1
+            elif draft and not n_taken[i]:
+                record.miss()
+        for i, head, _ in asked:
+            if not n_guesses[i] and head.n_misses == MOST_MISSES:
+                n_guesses[i] = 1
+            elif not n_guesses[i] and head.is_due(self._n_steps + is_late):
+                head.miss()
+        if not is_late:
+            for i, (draw, draft) in enumerate(zip(step.draws, drafts, strict=True)):
                 chunk = step.chunks[draw.chunk]
                 chunk.drafts = draft[: n_taken[i]]
                 chunk.length += len(chunk.drafts)
                 draw.n_guesses = n_guesses[i]
-            if draft and not n_taken[i]:
-                draw.sequence.drafter.used.miss()
-        for i, head, _ in asked:
-            if not n_guesses[i] and head.is_due(self._n_steps + is_late):
-                head.miss()
         return bool(n_taken or n_guesses)
 
     def _propose(self, sequence: Sequence, chunk: Chunk, most: int, step: int) -> list[int]:
@@ -443,7 +455,12 @@ class Drafting:
             known_s, _ = self._ahead_s.get(n, (seconds, 0))
             seconds = min(seconds, MOST_LATE * known_s)
             self._ahead_s[n] = known_s + (1.0 - KEPT_AHEAD) * (seconds - known_s), self._n_steps
-        elif (n_rows or not self.runs_ahead) and self._n_plain % 8 < 2:  # of plain ones in a row some are enough
+            return
+        kind = step.n_tokens, deepest > 0
+        if self.runs_ahead and (n_rows or deepest) and kind not in self._seen:
+            self._seen.add(kind)  # it may have taken longer: what it runs was put in place first
+            return
+        if (n_rows or not self.runs_ahead) and self._n_plain % 8 < 2:  # of plain ones in a row some are enough
             self.steps.observe(n, n_rows, seconds - guess_s)
         if deepest:
             self.guesses.observe(n, deepest, guess_s)

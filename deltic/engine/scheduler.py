@@ -366,7 +366,6 @@ class Scheduler:
                 step.draws.append(Draw(len(step.chunks), sequence))
             start = sequence.n_computed + sequence.n_window
             step.chunks.append(Chunk(sequence, start, 1, n_redo=sequence.n_window))
-        n_decodes = len(step.chunks)
         if self._prefills or self._waiting:
             self._plan_prefills(step)
             if not self.info.canonical_decode:
