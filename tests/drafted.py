@@ -75,6 +75,7 @@ class Schedule:
         monkeypatch.setattr(Drafter, "propose", self.propose)
         monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)  # every row is worth it
         monkeypatch.setattr(Drafting, "_is_probe", lambda self, n: False)
+        monkeypatch.setattr(Drafting, "_weigh", lambda self, spent_s, plain_s: None)
         engine, waiting, answers = Engine(runner), requests(self.seed, self.sizes), dict[Any, Any]()
         n_steps = 0
         while waiting or engine.has_work():

@@ -46,22 +46,28 @@ N_INDEXED = 8192
 N_AT_ONCE = 512
 """Tokens that are indexed in a step: a fraction of a millisecond."""
 
-MAX_PAUSE, MAX_FIRST_PAUSE = 256, 64
+MAX_PAUSE, MAX_FIRST_PAUSE = 256, 32
 """Steps for which a proposer pauses, at most; and of a new sequence. Powers of two."""
 
 MOST_MISSES = MAX_PAUSE.bit_length() - 1
 
+N_PAUSES = 6
+"""Times that the pause of all drafts is doubled, up to MAX_PAUSE."""
+
 KEPT = 0.93
 """What a record keeps of what it knew, with each draft."""
 
-A_TRY, TRIED = 0.8, 3
-"""How likely a token behind a pause is believed to be right, and how many are tried."""
+A_TRY = 0.5
+"""How likely the first token behind a pause is believed to be right."""
 
 KEPT_TIMES = 0.95
 """What is kept of what is known of times, with each one."""
 
 KEPT_AHEAD, N_VALID = 0.8, 512
-"""Of steps that run ahead: what is kept of what is known of their time, and for how many steps it is valid."""
+"""Of steps that run ahead: what is kept of what is known of their time, and how many steps it is valid."""
+
+KEPT_WORTH, N_TRIED = 0.95, 6
+"""Of steps that do not: what is kept of what they were worth, and how many say whether they were."""
 
 BELIEF = 0.1
 """How much what is believed of times weighs beside what is known: one step that ran this many tokens more, or
@@ -162,8 +168,8 @@ class Record:
         return Record(2.0 * self.n_right / self.n_seen, 2.0, min(self.n_misses, MAX_FIRST_PAUSE.bit_length() - 1))
 
     def chances(self, whose: int, n: int) -> list[tuple[float, int]]:
-        """Of the tokens of a draft to be right, with whose draft it is. A try is short."""
-        return [(self.chance ** (i + 1), whose) for i in range(min(n, TRIED) if self.n_misses else n)]
+        """Of the tokens of a draft to be right, with whose draft it is. A try is one token."""
+        return [(self.chance ** (i + 1), whose) for i in range(min(n, 1) if self.n_misses else n)]
 
     def observe(self, n_drafted: int, n_accepted: int) -> None:
         """What became of a draft."""
@@ -285,8 +291,8 @@ class Drafting:
     """How long the drafts of a step are: as many rows as make its tokens cheapest."""
 
     def __init__(self, max_drafts: int, has_head: bool, guides: Guides | None, runs_ahead: bool = False) -> None:
-        """max_drafts: tokens of a draft. has_head: whether the runner has a draft head. runs_ahead: whether it
-        may run ahead.
+        """max_drafts: tokens of a draft. has_head, runs_ahead: whether the runner has a draft head, and
+        whether it may run ahead.
         """
         self.max_drafts, self.has_head, self.guides, self.runs_ahead = max_drafts, has_head, guides, runs_ahead
         self.steps, self.guesses = Times(OWN), Times(0.0)
@@ -297,11 +303,14 @@ class Drafting:
         """As of Stats."""
         self._n_steps = self._n_plain = 0
         self._ahead_s: dict[int, tuple[float, int]] = {}
-        """What a step took that ran ahead, and the next one, too, by the number of its sequences; and the number
-        of the last such step.
+        """What a step took that ran ahead, and the next one, too, by the number of its sequences; and when,
+        in steps.
         """
-        self._is_ahead = False
-        """Whether this step is such a one."""
+        self._is_ahead = self._is_late = False
+        """Whether this step is such a one; and whether it came too late for drafts."""
+        self._spent_s = self._plain_s = 0.0
+        """What the latest steps took that did not run ahead; and what their tokens would have if they had."""
+        self._n_tried, self._n_pauses, self._paused_until, self._n_right = 0, 0, 0, 0
         self._seen: set[tuple[int, bool]] = set()
         """Steps with drafts that have run before, by their tokens, and by whether the head guessed."""
 
@@ -320,8 +329,8 @@ class Drafting:
         drafts: list[list[int]] = []
         chances: list[tuple[float, int]] = []
         asked: list[tuple[int, Record, int]] = []
-        in_sight = False
-        for draw in step.draws:
+        in_sight, is_quiet = False, self._n_steps + is_late < self._paused_until or self._is_probe(len(step.draws))
+        for draw in step.draws if not is_quiet else []:
             chunk, sequence = step.chunks[draw.chunk], draw.sequence
             drafter = sequence.drafter = sequence.drafter or self.known.begun()
             n_left = sequence.request.params.max_tokens - sequence.n_generated - 1 - is_late
@@ -336,13 +345,13 @@ class Drafting:
             if self.has_head and drafter.used is head and head.is_due(self._n_steps + is_late) and not is_tried:
                 asked.append((len(drafts), head, min(self.max_drafts, n_left - 1)))
             drafts.append(draft)
-        if (chances or asked) and not self._is_probe(len(step.draws)):
+        if chances or asked:
             in_sight |= self._share(step, drafts, chances, asked, is_late)
         for draw in step.draws:
             chunk = step.chunks[draw.chunk]
             chunk.rules = chunk.rules[: 1 + len(chunk.drafts)]
             draw.sequence.runs_ahead = self.runs_ahead and not in_sight
-        step.runs_ahead, self._is_ahead = not in_sight, ran_ahead and not in_sight
+        step.runs_ahead, self._is_ahead, self._is_late = not in_sight, ran_ahead and not in_sight, is_late
 
     def _is_probe(self, n: int) -> bool:
         """Whether it is to be seen what a step of n sequences takes that runs ahead."""
@@ -357,25 +366,18 @@ class Drafting:
         is_late: bool,
     ) -> bool:
         """Gives the rows that are worth it to the drafts, and asks for guesses; where it is late for both,
-        nothing. What was not worth it for long is tried with one token: what steps take may have changed.
-        Returns whether there are any.
+        nothing. Returns whether there are any.
         """
         n = len(step.draws)
         seconds = self._step_s(n)
         chances.sort(reverse=True)
         n_taken = Counter(i for _, i in chances[: self._n_worth(chances, seconds, n)[1]])
         n_guesses = self._n_asked(asked, seconds, n) if asked else Counter[int]()
-        n_free = len(seconds) - 1 - n_taken.total()
         for i, draft in enumerate(drafts):
-            record = step.draws[i].sequence.drafter.used
-            if draft and not n_taken[i] and record.n_misses == MOST_MISSES and n_free > 0:
-                n_taken[i], n_free = 1, n_free - 1
-            elif draft and not n_taken[i]:
-                record.miss()
+            if draft and not n_taken[i]:
+                step.draws[i].sequence.drafter.used.miss()
         for i, head, _ in asked:
-            if not n_guesses[i] and head.n_misses == MOST_MISSES:
-                n_guesses[i] = 1
-            elif not n_guesses[i] and head.is_due(self._n_steps + is_late):
+            if not n_guesses[i] and head.is_due(self._n_steps + is_late):
                 head.miss()
         if not is_late:
             for i, (draw, draft) in enumerate(zip(step.draws, drafts, strict=True)):
@@ -433,19 +435,18 @@ class Drafting:
         """What steps take, by the number of rows that are drafts; in any unit where nothing is known."""
         most = min(self.max_drafts * n, PAGE_SIZE)
         plain_s = self._ahead_s.get(n, (1.0, 0))[0]
-        seconds = self.steps.seconds(n, most) or [plain_s * (1.0 + i / (OWN * n)) for i in range(most + 1)]
-        if n in self._ahead_s:
-            seconds[0] = plain_s
-        return seconds
+        return self.steps.seconds(n, most) or [plain_s * (1.0 + i / (OWN * n)) for i in range(most + 1)]
 
     def count(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
         """Takes what became of a sequence's draft."""
         self.drafted.update(str(1 + i) for i in range(n_drafted))
         self.accepted.update(str(1 + i) for i in range(n_accepted))
+        self._n_right += n_accepted
         sequence.drafter.observe(n_drafted, n_accepted, self.known)
 
     def observe(self, step: Step, seconds: float, guess_s: float) -> None:
         """Learns what a step took, if it was one of decodes, and what of that the head did."""
+        n_right, self._n_right = self._n_right, 0
         if not step.chunks[-1].is_decode:
             return
         n, deepest = len(step.chunks), max((draw.n_guesses for draw in step.draws), default=0)
@@ -460,7 +461,24 @@ class Drafting:
         if self.runs_ahead and (n_rows or deepest) and kind not in self._seen:
             self._seen.add(kind)  # it may have taken longer: what it runs was put in place first
             return
-        if (n_rows or not self.runs_ahead) and self._n_plain % 8 < 2:  # of plain ones in a row some are enough
+        if not self._is_late and self._n_plain % 8 < 2:  # of plain ones in a row some are enough
             self.steps.observe(n, n_rows, seconds - guess_s)
         if deepest:
             self.guesses.observe(n, deepest, guess_s)
+        if n in self._ahead_s:
+            self._weigh(seconds, self._ahead_s[n][0] * (n + n_right) / n)
+
+    def _weigh(self, spent_s: float, plain_s: float) -> None:
+        """A step did not run ahead, took so long, and would have taken so long for its tokens if it had. All
+        drafts pause where the latest steps were not worth it, each time twice as long.
+        """
+        self._spent_s, self._plain_s = KEPT_WORTH * self._spent_s + spent_s, KEPT_WORTH * self._plain_s + plain_s
+        self._n_tried += 1
+        if self._n_tried < N_TRIED:
+            return
+        if self._plain_s > self._spent_s:
+            self._n_pauses = 0
+            return
+        self._n_pauses = min(self._n_pauses + 1, N_PAUSES)
+        self._paused_until = self._n_steps + (MAX_PAUSE >> N_PAUSES - self._n_pauses)
+        self._spent_s, self._plain_s, self._n_tried = 0.0, 0.0, 0
