@@ -12,8 +12,9 @@ INSTALLED := $(VENV)/.installed-$(EXTRA)
 ARGS ?=
 
 KERNELS := $(wildcard deltic/csrc/*) CMakeLists.txt
+TARGETS := tests/gpu/test_gpu_targets.py
 
-.PHONY: always install serve test test-cpu test-others targets test-package bench soak soak-speech oracle lint wheel clean
+.PHONY: always install serve test test-cpu test-others test-targets targets test-package bench soak soak-speech oracle lint wheel clean
 
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Deltic needs Python 3.11 or newer")'
@@ -44,7 +45,7 @@ serve: $(INSTALLED)
 # those print comes when they are done. With ARGS, e.g. make test ARGS="tests/null -k name", what they say, in one run.
 test: $(VENV)/.test-installed
 ifeq ($(strip $(ARGS)),)
-	$(MAKE) --no-print-directory --keep-going --jobs=$$(getconf _NPROCESSORS_ONLN) test-cpu test-others
+	$(MAKE) --no-print-directory --keep-going --jobs=$$(getconf _NPROCESSORS_ONLN) test-cpu test-others test-targets
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
@@ -54,11 +55,15 @@ test-cpu:
 
 test-others:
 	@mkdir -p build
-	$(BIN)/python -m pytest --ignore=tests/cpu > build/test-others.log 2>&1; status=$$?; cat build/test-others.log; exit $$status
+	$(BIN)/python -m pytest --ignore=tests/cpu --ignore=$(TARGETS) > build/test-others.log 2>&1; status=$$?; cat build/test-others.log; exit $$status
+
+# Apart, since they begin when one of the two is done.
+test-targets:
+	$(BIN)/python -m pytest $(TARGETS)
 
 # Every kernel of tiny and published models, compiled for every chip of tests/gpu/chips.py: no GPU, half an hour of two CPUs.
 targets: $(VENV)/.test-installed
-	TEST_TARGETS=1 $(BIN)/python -m pytest -s tests/gpu/test_gpu_targets.py
+	TEST_TARGETS=1 $(BIN)/python -m pytest -s $(TARGETS)
 
 # ARGS are `deltic bench serve`'s, e.g. make bench ARGS="--dummy qwen3.5-0.8b --n 1,2,4"
 bench: $(VENV)/.test-installed
