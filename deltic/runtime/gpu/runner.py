@@ -5,7 +5,8 @@ decode for each number of rows, a prefill for each number of blocks. A step then
 copies the drawn tokens to pinned memory and waits for an event.
 
 **Drafts.** A decode may have several rows of a sequence, its last token and tokens that may follow; a row is
-a row, and a recording is by their number. What counts of their draws, the host knows once it has read them,
+a row, and a recording is by their number. Where no sequence has more than one row, nor a window to redo, the
+recordings are those of a server without drafts, which are faster with many rows. What counts of their draws, the host knows once it has read them,
 and sends it with the next decode. So nothing runs ahead behind a draft, nor before one (Step.runs_ahead).
 
 **Running ahead.** A decode moves its own tokens and positions on, so the next one needs nothing of the host.
@@ -100,6 +101,7 @@ class GpuRunner(ABC):
             places, self._block_sizes, plan.max_num_seqs, plan.n_pages, self.device, has_head
         )
         self._forwards: dict[tuple[int, int], Recording] = {}  # of decodes, by rows and length
+        self._drafted: dict[tuple[int, int], Recording] = {}  # the same, where some may be drafts
         self._prefills: dict[int, Recording] = {}
         self._tokens = [self._pinned(plan.n_decode_rows) for _ in range(N_PENDING)]
         self._turn = 0
@@ -136,12 +138,14 @@ class GpuRunner(ABC):
 
     def _record_all(self, progress: Progress) -> None:
         """Every decode and every prefill, the largest first."""
+        most = self._size(self.plan.max_num_seqs)
         jobs: list[Job] = [
             (self._forwards, (n, length), self._forward_body(n, length))
             for length in reversed(self._lengths)
             for n in reversed(self._row_sizes)
+            if n <= most
         ]
-        jobs += self._draw_jobs()
+        jobs = self._draft_jobs() + jobs + self._draw_jobs()
         jobs += [(self._prefills, n, self._prefill_body(n)) for n in reversed(self._block_sizes)]
         self.places.flush()  # no row is in use
         bodies = [body for _, _, body in jobs]
@@ -155,6 +159,10 @@ class GpuRunner(ABC):
 
         With its draws, unless `_draw_jobs` has them.
         """
+
+    def _draft_jobs(self) -> list[Job]:
+        """Forwards of decodes of which some rows may be drafts."""
+        return []
 
     def _draw_jobs(self) -> list[Job]:
         """Draws of decodes that are recorded apart from their forwards."""
@@ -245,17 +253,18 @@ class GpuRunner(ABC):
         """Rows of the smallest recordings for n of them."""
         return next(size for size in self._row_sizes if size >= n)
 
-    def decode_of(self, n_rows: int, n_keys: int) -> Recording:
+    def decode_of(self, n_rows: int, n_keys: int, has_drafts: bool = False) -> Recording:
         """The smallest recorded forward of so many rows, none with more than n_keys keys."""
         length = next(length for length in self._lengths if length >= n_keys)
-        return self._forwards[self._size(n_rows), length]
+        return (self._drafted if has_drafts else self._forwards)[self._size(n_rows), length]
 
     def _forward(self, chunks: list[Chunk]) -> None:
         """Starts the forward of these decodes."""
         n_rows = sum(chunk.length for chunk in chunks)
         self.places.rows(chunks, self._size(n_rows))
         self.places.flush()
-        self.decode_of(n_rows, max(chunk.start + chunk.length for chunk in chunks)).run()
+        has_drafts = any(chunk.length > 1 or chunk.n_redo for chunk in chunks)
+        self.decode_of(n_rows, max(chunk.start + chunk.length for chunk in chunks), has_drafts).run()
 
     def _decode(self, chunks: list[Chunk]) -> Pending:
         """A forward, and the draws behind it."""

@@ -9,13 +9,14 @@ but nothing runs ahead behind the token that ends it.
 from __future__ import annotations
 
 from array import array
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from deltic.engine.messages import MAX_LOGPROBS, Request, SamplingParams, TokenLogprob
 from deltic.engine.step import Chunk, Progress, Rule, Sequence, Step, StepResult
-from deltic.models.qwen.gpu import RING, GpuMemory, QwenGpu
+from deltic.models.qwen.gpu import RING, DecodeBuffers, GpuMemory, QwenGpu
 from deltic.models.qwen.weights import Weights
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.blocks import PrefillInputs
@@ -77,8 +78,21 @@ class GpuTextRunner(GpuRunner):
     # Recording.
 
     def _forward_body(self, n: int, max_len: int) -> Body:
+        plain = self.workspace.decode
+        return self._decode_body(n, max_len, replace(plain, rows=replace(plain.rows, drafts=None), windows=None))
+
+    def _decode_body(self, n: int, max_len: int, buffers: DecodeBuffers) -> Body:
         w = self.workspace
-        return lambda: self.model.decode(w.rows_place[:n], w.places, w.decode, self.memory, max_len)
+        return lambda: self.model.decode(w.rows_place[:n], w.places, buffers, self.memory, max_len)
+
+    def _draft_jobs(self) -> list[Job]:
+        if not self.plan.max_drafts:
+            return []
+        return [
+            (self._drafted, (n, length), self._decode_body(n, length, self.workspace.decode))
+            for length in reversed(self._lengths)
+            for n in reversed(self._row_sizes)
+        ]
 
     def _draw_jobs(self) -> list[Job]:
         jobs: list[Job] = []
@@ -113,7 +127,7 @@ class GpuTextRunner(GpuRunner):
 
     def recordings(self) -> list[Recording]:
         of_head = () if self.draft_head is None else self.draft_head.kinds
-        kinds = self._forwards, self._draws, self._late_draws, self._prefills, *of_head
+        kinds = self._forwards, self._drafted, self._draws, self._late_draws, self._prefills, *of_head
         return [recording for kind in kinds for recording in kind.values()]
 
     # A step.
