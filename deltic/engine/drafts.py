@@ -50,9 +50,10 @@ MAX_PAUSE, MAX_FIRST_PAUSE = 256, 32
 """Steps for which a proposer pauses, at most; and of a new sequence. Powers of two."""
 
 MOST_MISSES = MAX_PAUSE.bit_length() - 1
+"""With so many a proposer pauses longest."""
 
 N_PAUSES = 6
-"""Times that the pause of all drafts is doubled, up to MAX_PAUSE."""
+"""Lengths of the pause of all drafts, each twice the one before, up to MAX_PAUSE."""
 
 KEPT = 0.93
 """What a record keeps of what it knew, with each draft."""
@@ -67,7 +68,7 @@ KEPT_AHEAD, N_VALID = 0.8, 512
 """Of steps that run ahead: what is kept of what is known of their time, and how many steps it is valid."""
 
 KEPT_WORTH, N_TRIED = 0.95, 6
-"""Of steps that do not: what is kept of what they were worth, and how many say whether they were."""
+"""Of steps that do not run ahead: what is kept of their worth, and how many say whether it was enough."""
 
 BELIEF = 0.1
 """How much what is believed of times weighs beside what is known: one step that ran this many tokens more, or
@@ -315,8 +316,9 @@ class Drafting:
         """Steps with drafts that have run before, by their tokens, and by whether the head guessed."""
 
     def plan(self, step: Step) -> None:
-        """Gives a step of decodes drafts, says what the draft head guesses for the next one, and whether that
-        may run ahead. One that ran ahead, or has prefills, gets none: then it is asked for the next one.
+        """Gives a step of decodes drafts, says what the draft head guesses for the next one, and whether
+        that may run ahead. One that ran ahead or has prefills gets none: then what would be drafted in the
+        next one says whether that may run ahead.
 
         A window never reaches the end of a page, so that the state is whole there, where it may become a
         checkpoint.
@@ -326,10 +328,13 @@ class Drafting:
         is_late = ran_ahead or not all(chunk.is_decode for chunk in step.chunks)
         if is_late and not self.runs_ahead:
             return
+        # Sequences of the next decode: those that compute again what is lost do not draw.
+        n = len(step.draws) + sum(chunk.is_decode for chunk in step.chunks)
+        n -= sum(step.chunks[draw.chunk].is_decode for draw in step.draws)
         drafts: list[list[int]] = []
         chances: list[tuple[float, int]] = []
         asked: list[tuple[int, Record, int]] = []
-        in_sight, is_quiet = False, self._n_steps + is_late < self._paused_until or self._is_probe(len(step.draws))
+        in_sight, is_quiet = False, self._n_steps + is_late < self._paused_until or self._is_probe(n)
         for draw in step.draws if not is_quiet else []:
             chunk, sequence = step.chunks[draw.chunk], draw.sequence
             drafter = sequence.drafter = sequence.drafter or self.known.begun()
@@ -346,7 +351,7 @@ class Drafting:
                 asked.append((len(drafts), head, min(self.max_drafts, n_left - 1)))
             drafts.append(draft)
         if chances or asked:
-            in_sight |= self._share(step, drafts, chances, asked, is_late)
+            in_sight |= self._share(step, n, drafts, chances, asked, is_late)
         for draw in step.draws:
             chunk = step.chunks[draw.chunk]
             chunk.rules = chunk.rules[: 1 + len(chunk.drafts)]
@@ -360,15 +365,15 @@ class Drafting:
     def _share(
         self,
         step: Step,
+        n: int,
         drafts: list[list[int]],
         chances: list[tuple[float, int]],
         asked: list[tuple[int, Record, int]],
         is_late: bool,
     ) -> bool:
-        """Gives the rows that are worth it to the drafts, and asks for guesses; where it is late for both,
-        nothing. Returns whether there are any.
+        """Gives the rows that are worth it to the drafts of a decode of n sequences, and asks for guesses;
+        where it is late, nothing. Returns whether any rows or guesses are worth it.
         """
-        n = len(step.draws)
         seconds = self._step_s(n)
         chances.sort(reverse=True)
         n_taken = Counter(i for _, i in chances[: self._n_worth(chances, seconds, n)[1]])
@@ -453,7 +458,7 @@ class Drafting:
         n_rows = step.n_tokens - n
         self._n_plain = 0 if n_rows or deepest else self._n_plain + 1
         if self._is_ahead:
-            known_s, _ = self._ahead_s.get(n, (seconds, 0))
+            known_s = min(seconds, self._ahead_s.get(n, (seconds, 0))[0])  # one too low is soon put right
             seconds = min(seconds, MOST_LATE * known_s)
             self._ahead_s[n] = known_s + (1.0 - KEPT_AHEAD) * (seconds - known_s), self._n_steps
             return
@@ -466,7 +471,7 @@ class Drafting:
         if deepest:
             self.guesses.observe(n, deepest, guess_s)
         if n in self._ahead_s:
-            self._weigh(seconds, self._ahead_s[n][0] * (n + n_right) / n)
+            self._weigh(seconds, self._ahead_s[n][0] * (1.0 + n_right / max(1, len(step.draws))))
 
     def _weigh(self, spent_s: float, plain_s: float) -> None:
         """A step did not run ahead, took so long, and would have taken so long for its tokens if it had. All

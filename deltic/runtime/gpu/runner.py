@@ -6,8 +6,9 @@ copies the drawn tokens to pinned memory and waits for an event.
 
 **Drafts.** A decode may have several rows of a sequence, its last token and tokens that may follow; a row is
 a row, and a recording is by their number. Where no sequence has more than one row, nor a window to redo, the
-recordings are those of a server without drafts, which are faster with many rows. What counts of their draws, the host knows once it has read them,
-and sends it with the next decode. So nothing runs ahead behind a draft, nor before one (Step.runs_ahead).
+recordings are those of a server without drafts, which are faster with many rows. What counts of their draws,
+the host knows once it has read them, and sends it with the next decode. So nothing runs ahead behind a draft,
+nor before one (Step.runs_ahead).
 
 **Running ahead.** A decode moves its own tokens and positions on, so the next one needs nothing of the host.
 It is started for all sequences that drew a token before that token was read; the host works on one step while
