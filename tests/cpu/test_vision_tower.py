@@ -243,6 +243,7 @@ def test_what_is_missing_or_does_not_belong(tmp_path: Path) -> None:
     ("field", "value"),
     [
         ("depth", 0),
+        ("depth", 5000),
         ("patch_size", 14),
         ("temporal_patch_size", 1),
         ("spatial_merge_size", 4),
