@@ -1,5 +1,5 @@
-"""The vision tower's geometry: `vision_config` of config.json. A picture becomes patches of 16 x 16 pixels,
-and merge x merge of them a token of the language model.
+"""The vision tower's geometry: `vision_config` of config.json (GGUF: `gguf_config.vision_config`). A picture
+becomes patches of 16 x 16 pixels, and merge x merge of them a token of the language model.
 """
 
 from __future__ import annotations
