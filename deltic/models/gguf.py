@@ -58,6 +58,9 @@ _SHARD = re.compile(r"(?P<name>.+)-(?P<nth>\d{5})-of-(?P<n>\d{5})", re.IGNORECAS
 _NO_MODEL = re.compile(r"mmproj|imatrix|^mtp-", re.IGNORECASE)
 """Names of GGUF files that lie beside a model and are none: its vision tower, statistics, a draft head."""
 
+_TOWER_TYPES = ("bf16", "f16", "f32")
+"""Of a vision tower, as its file's name says it: the one that is taken first."""
+
 
 class Value(NamedTuple):
     """Where a value of the metadata is. kind: of a scalar, or of an array's elements; n: None is a scalar."""
@@ -358,6 +361,22 @@ def gguf_in(directory: Path) -> Path | None:
         names = ", ".join(files[0] for files in found.values())
         raise CheckpointError(f"{directory}: {len(found)} GGUF models: {names}; give the file of one of them")
     return next((directory / files[0] for files in found.values()), None)
+
+
+def tower_beside(path: Path) -> Path | None:
+    """The vision tower of a GGUF model: of the files in its folder with `mmproj` in their names the one in
+    BF16, else in F16, F32, or anything, by their names; of several such the first. A tower's own file is
+    itself. None: there is none.
+    """
+    if "mmproj" in path.name.lower():
+        return path
+    found = sorted(file for file in path.parent.iterdir() if "mmproj" in file.name.lower() and is_gguf(file))
+
+    def rank(file: Path) -> int:
+        words = re.split("[^a-z0-9]", file.stem.lower())
+        return next((i for i, type in enumerate(_TOWER_TYPES) if type in words), len(_TOWER_TYPES))
+
+    return min(found, key=rank, default=None)
 
 
 def chosen(name: str, files: Iterable[str], quant: str) -> list[str]:

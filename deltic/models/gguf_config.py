@@ -5,7 +5,7 @@ generation_config.json, tokenizer_config.json and tokenizer.json. The names are 
 is not supported is refused by the key that the metadata has.
 
 Source: llama.cpp's converter of the family and its readers (qwen35.cpp, qwen35moe.cpp, qwen3next.cpp,
-llama-vocab.cpp).
+llama-vocab.cpp); of towers its Qwen3VLVisionModel, and clip.cpp.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 
 from deltic.models.fields import MAX_LAYERS, CheckpointError, UnsupportedModelError
 from deltic.models.gguf import Gguf, open_gguf
+from deltic.models.vision.shape import LAYER_NORM_EPS, MERGE, PATCH_SIZE
 
 ARCHITECTURES = {
     "qwen35": "Qwen3_5ForCausalLM",
@@ -22,6 +23,16 @@ ARCHITECTURES = {
     "qwen3next": "Qwen3NextForCausalLM",
 }
 """Hugging Face's, by ggml's."""
+
+_TOWER = {
+    "general.architecture": "clip",
+    "clip.projector_type": "qwen3vl_merger",
+    "clip.use_gelu": True,
+    "clip.vision.attention.layer_norm_epsilon": LAYER_NORM_EPS,
+    "clip.vision.patch_size": PATCH_SIZE,
+    "clip.vision.spatial_merge_size": MERGE,
+}
+"""What the file of a vision tower says, if it is one that is run."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """Kinds of tokens."""
@@ -72,10 +83,10 @@ def tiled_value_heads(model: Gguf) -> bool:
 
 
 class _Fields:
-    """The keys of a model's architecture."""
+    """The keys of a model's architecture, or those that begin otherwise."""
 
-    def __init__(self, model: Gguf) -> None:
-        self.model, self.arch = model, architecture(model)
+    def __init__(self, model: Gguf, arch: str | None = None) -> None:
+        self.model, self.arch = model, arch or architecture(model)
 
     def get(self, key: str, default: Any = None) -> Any:
         return self.model.get(f"{self.arch}.{key}", default)
@@ -195,6 +206,37 @@ def _rope(fields: _Fields) -> dict[str, Any]:
             "beta_slow": fields.get("rope.scaling.yarn_beta_slow"),
         }
     return rope
+
+
+def vision_config(model: Gguf) -> dict[str, Any]:
+    """The vision_config of config.json, of a tower's file (`gguf.tower_beside`).
+
+    Raises CheckpointError for another model's tower, or one that is not whole.
+    """
+    for key, expected in _TOWER.items():
+        if (found := model.get(key)) != expected:
+            raise CheckpointError(
+                f"{model.file}: {key} is {found!r}, expected {expected!r}: not a vision tower of Qwen3.5 or later; get the "
+                "mmproj file that belongs to the model"
+            )
+    deepstack = model.get("clip.vision.is_deepstack_layers", False)
+    if any(deepstack) if isinstance(deepstack, list) else deepstack:
+        raise CheckpointError(
+            f"{model.file}: has deepstack layers (clip.vision.is_deepstack_layers), as Qwen3-VL, which is not supported; "
+            "use a model of Qwen3.5 or later, and its mmproj file"
+        )
+    positions = model.tensors.get("v.position_embd.weight")
+    if positions is None:
+        raise CheckpointError(f"{model.file}: has no tensor 'v.position_embd.weight'; is it a whole tower?")
+    fields = _Fields(model, "clip.vision")
+    return {
+        "depth": fields.number("block_count"),
+        "hidden_size": fields.number("embedding_length"),
+        "num_heads": fields.number("attention.head_count"),
+        "intermediate_size": fields.number("feed_forward_length"),
+        "out_hidden_size": fields.number("projection_dim"),
+        "num_position_embeddings": positions.shape[0],
+    }
 
 
 def _end_ids(model: Gguf) -> list[int]:

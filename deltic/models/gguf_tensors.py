@@ -3,9 +3,11 @@
 What llama.cpp's converter does to weights is undone where it is exact: norms are stored as 1 + w, A_log as
 -exp(A_log), experts as one tensor, the convolution without its middle dimension. Value heads stay in the
 order of the file (`gguf_config.tiled_value_heads`), and what Next interleaves by key head is as the file
-has it: in_proj_qkv and in_proj_z apart, in_proj_ba interleaved.
+has it: in_proj_qkv and in_proj_z apart, in_proj_ba interleaved. Of a vision tower only the patch embedding
+is changed: a tensor for each of a patch's two frames.
 
-Source: llama.cpp's converter of the family, and its quantised blocks (ggml-common.h, ggml-quants.c).
+Source: llama.cpp's converter of the family (of towers: its Qwen3VLVisionModel), and its quantised blocks
+(ggml-common.h, ggml-quants.c).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ import numpy as np
 
 from deltic.models.fields import CheckpointError
 from deltic.models.gguf import PLAIN, QUANTISED, Gguf, GgufTensor
-from deltic.models.gguf_config import n_trunk_layers
+from deltic.models.gguf_config import n_trunk_layers, vision_config
 from deltic.models.mapped import Header, MappedFiles
 from deltic.models.stored import StoredTensor
 from deltic.ops.arrays import Array
@@ -72,6 +74,30 @@ _NEXTN = {
 _EXPERTS = {"gate": ("gate",), "up": ("up",), "down": ("down",), "gate_up": ("gate", "up")}
 """What is in the rows of an expert, in equal parts, by the middle of `ffn_gate_exps`."""
 
+_TOWER = {
+    "v.patch_embd": "patch_embed.proj",
+    "v.position_embd": "pos_embed",
+    "v.post_ln": "merger.norm",
+    "mm.0": "merger.linear_fc1",
+    "mm.2": "merger.linear_fc2",
+}
+"""Of a vision tower, without `.weight` or `.bias`; behind `model.visual.`."""
+
+_TOWER_BLOCK = {
+    "ln1": "norm1",
+    "attn_qkv": "attn.qkv",
+    "attn_out": "attn.proj",
+    "ln2": "norm2",
+    "ffn_up": "mlp.linear_fc1",
+    "ffn_down": "mlp.linear_fc2",
+}
+"""Of its blocks, behind `v.blk.3.` and `blocks.3.`."""
+
+_TOWER_NAME = re.compile(r"(?:v\.blk\.(0|[1-9]\d{0,4})\.)?(.+)\.(weight|bias)")
+
+_PATCHES = ("v.patch_embd.weight", "v.patch_embd.weight.1")
+"""A tower's patch embedding of the first frame, and of the second."""
+
 _BLOCK = re.compile(r"blk\.(\d{1,5})\.(.+)")
 
 
@@ -85,17 +111,50 @@ def stored_tensors(model: Gguf, unused: tuple[str, ...] = ()) -> dict[str, Store
     files, n_layers = MappedFiles(), n_trunk_layers(model)
     found: dict[str, StoredTensor] = {}
     for tensor in model.tensors.values():
-        is_read = tensor.type in PLAIN + QUANTISED
         whole = Rows(tensor, files, tensor.shape)
         for name, stored in _renamed(whole, n_layers):
-            if not is_read and not name.startswith(unused):
-                supported = ", ".join(PLAIN + QUANTISED)
-                raise CheckpointError(
-                    f"{tensor.where} is quantised as {tensor.type}, which is not supported; supported: {supported}"
-                )
+            if not name.startswith(unused):
+                _check_type(tensor)
             if name in found:
                 raise CheckpointError(f"{tensor.where} is stored twice: also as {found[name].where}")
             found[name] = stored
+    return found
+
+
+def _check_type(tensor: GgufTensor) -> None:
+    if tensor.type not in PLAIN + QUANTISED:
+        raise CheckpointError(
+            f"{tensor.where} is quantised as {tensor.type}, which is not supported; supported: "
+            f"{', '.join(PLAIN + QUANTISED)}"
+        )
+
+
+def tower_tensors(model: Gguf) -> dict[str, StoredTensor]:
+    """The tensors of a vision tower's file by the names of the bfloat16 checkpoint, behind `model.visual.`.
+
+    Raises CheckpointError for another file, for tensors that no such tower has, and types that are not read.
+    """
+    vision_config(model)
+    files, (first, second) = MappedFiles(), (model.tensors.get(name) for name in _PATCHES)
+    kinds = {(one.type, one.shape) for one in (first, second) if one is not None}
+    if first is None or second is None or len(kinds) > 1 or first.type not in PLAIN or len(first.shape) != 4:
+        raise CheckpointError(
+            f"{model.file}: expected tensors {' and '.join(map(repr, _PATCHES))}, of one shape of four sizes, both in one of "
+            f"{', '.join(PLAIN)}; get the file anew, or convert it anew with a current llama.cpp"
+        )
+    patches = Frames(Rows(first, files, first.shape), Rows(second, files, second.shape))
+    found: dict[str, StoredTensor] = {}
+    for tensor in model.tensors.values():
+        _check_type(tensor)
+        match = _TOWER_NAME.fullmatch(tensor.name)
+        known = None if match is None else (_TOWER_BLOCK if match[1] else _TOWER).get(match[2])
+        if match is not None and known is not None:
+            name = f"blocks.{match[1]}.{known}.{match[3]}" if match[1] else f"{known}.{match[3]}"
+            found[name] = patches if tensor is first else Rows(tensor, files, tensor.shape)
+        elif tensor is not second:
+            raise CheckpointError(
+                f"{tensor.where} is not of a vision tower of Qwen3.5 or later; get the mmproj file that belongs to the model"
+            )
     return found
 
 
@@ -141,6 +200,40 @@ class Rows:
                 f"{tensor.where} has values that no checkpoint gives; the file is damaged, get it anew"
             )
         return changed
+
+
+@dataclass(frozen=True)
+class Frames:
+    """A StoredTensor [h, channels, 2, y, x], of tensors [h, channels, y, x] of each frame of a patch, plain
+    and of one type.
+    """
+
+    first: Rows
+    second: Rows
+
+    @property
+    def where(self) -> str:
+        return self.first.where
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return (*self.first.shape[:2], 2, *self.first.shape[2:])
+
+    @property
+    def format(self) -> WeightFormat | None:
+        return None
+
+    @property
+    def dtype(self) -> str:
+        return self.first.dtype
+
+    def read(self, begin: int, end: int) -> Array:
+        """As of every StoredTensor."""
+        *_, y, x = self.first.shape
+        low, high = begin // (2 * y), -(-end // (2 * y))  # channels
+        frames = [np.asarray(one.read(low * y, high * y)).reshape(-1, y, x) for one in (self.first, self.second)]
+        rows: Array = np.stack(frames, axis=1).reshape(-1, x)
+        return rows[begin - 2 * y * low : end - 2 * y * low]
 
 
 def _renamed(whole: Rows, n_layers: int) -> Iterator[tuple[str, Rows]]:

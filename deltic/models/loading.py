@@ -410,12 +410,10 @@ def open_tensors(path: Path, unused: Unused = _ALL_USED) -> dict[str, StoredTens
 
 
 def open_part(path: Path, prefixes: tuple[str, ...]) -> dict[str, StoredTensor]:
-    """The tensors of safetensors files whose names begin so, and nothing of the others; {} of a GGUF file.
+    """The tensors of safetensors files whose names begin so, and nothing of the others.
 
     Raises CheckpointError.
     """
-    if is_gguf(path):
-        return {}
     config = (path if path.is_dir() else path.parent) / "config.json"
     headers = {name: header for name, header in read_headers(path).items() if name.startswith(prefixes)}
     return tensors_of_files(headers, read_json(config) if headers and config.exists() else {})

@@ -153,7 +153,7 @@ def weights_of(tensors: dict[str, Tensor], sizes: dict[str, Any], **more: Any) -
 
     with tempfile.TemporaryDirectory() as folder:
         path = write(Path(folder), tensors, sizes, **more)
-        return load_vision(path, stored_vision_shape(path, shape_of(sizes)))[0]
+        return load_vision(path, shape_of(sizes))[0]
 
 
 @pytest.mark.parametrize("prefix", ["model.visual.", "visual."])
@@ -210,7 +210,9 @@ def test_a_quantised_tower_keeps_its_format(tmp_path: Path, layout: str) -> None
     method = {"gptq": "gptq", "fp8": "fp8"}.get(layout, "compressed-tensors")
     config = {"quant_method": method, "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
     path = write(tmp_path, tensors, sizes, quantization_config=config)
-    weights, _ = load_vision(path, shape := stored_vision_shape(path, shape_of(sizes)))
+    shape = stored_vision_shape(path)
+    assert shape == shape_of(sizes)
+    weights, _ = load_vision(path, shape)
     assert len(weights.formats()) == 2 and len(shape.formats) == 6
     for i, block in enumerate(weights.blocks):
         for name, part in (("attn.qkv", block.qkv), ("mlp.linear_fc1", block.fc1), ("mlp.linear_fc2", block.fc2)):
@@ -236,13 +238,14 @@ def test_what_is_missing_or_does_not_belong(tmp_path: Path) -> None:
     refused(tensors | {"deepstack_merger_list.0.norm.weight": torch.zeros(4)}, "unexpected")
     refused(tensors | {"blocks.0.mlp.linear_fc2.weight": torch.zeros(192, 352)}, r"expected \[192, 336\]")
     refused(tensors | {"patch_embed.proj.weight": torch.zeros(192, 1536)}, r"expected \[192, 3, 2, 16, 16\]")
-    assert stored_tower(write(tmp_path, {}, sizes)) == {}
+    assert stored_tower(write(tmp_path, {}, sizes)) == {} and stored_vision_shape(tmp_path) is None
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
         ("depth", 0),
+        ("depth", 5000),
         ("patch_size", 14),
         ("temporal_patch_size", 1),
         ("spatial_merge_size", 4),

@@ -38,7 +38,7 @@ from deltic.models.checkpoint import (
     tokenizer_json,
 )
 from deltic.models.fields import CheckpointError, UnsupportedModelError
-from deltic.models.gguf import QUANTISED, TYPES, chosen, gguf_in, open_gguf
+from deltic.models.gguf import QUANTISED, TYPES, chosen, gguf_in, open_gguf, tower_beside
 from deltic.models.gguf_config import document
 from deltic.models.gguf_tensors import stored_tensors
 from deltic.models.hub import DownloadFailed, is_hub_name
@@ -397,6 +397,28 @@ def test_a_model_is_found_by_any_of_its_files(tmp_path: Path) -> None:
         locate(config)
     (tmp_path / "model.safetensors").touch()
     assert resolve_model(tmp_path) == tmp_path, "safetensors win"
+
+
+def test_the_tower_beside_a_model(tmp_path: Path) -> None:
+    """BF16, else F16, else F32, else any; the first by name; in the model's folder alone."""
+    model = tmp_path / "model-BF16.gguf"
+    (tmp_path / "other").mkdir()
+    for file in (model, tmp_path / "other" / "mmproj-BF16.gguf", tmp_path / "mmproj-BF16.safetensors"):
+        file.touch()
+    (tmp_path / "mmproj-folder.gguf").mkdir()
+    assert tower_beside(model) is None
+    for name, expected in {
+        "mmproj-Q8_0.gguf": "mmproj-Q8_0.gguf",
+        "mmproj-xbf16x.GGUF": "mmproj-Q8_0.gguf",
+        "b-mmproj-f32.gguf": "b-mmproj-f32.gguf",
+        "MMPROJ-F16.gguf": "MMPROJ-F16.gguf",
+        "model.mmproj-bf16.gguf": "model.mmproj-bf16.gguf",
+        "mmproj-F32.gguf": "model.mmproj-bf16.gguf",
+        "a-mmproj-BF16.gguf": "a-mmproj-BF16.gguf",
+    }.items():
+        (tmp_path / name).touch()
+        assert tower_beside(model) == tmp_path / expected
+    assert tower_beside(tmp_path / "mmproj-Q8_0.gguf") == tmp_path / "mmproj-Q8_0.gguf", "it is one itself"
 
 
 def test_a_set_that_does_not_belong_together(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""The vision tower's geometry: `vision_config` of config.json. A picture becomes patches of 16 x 16 pixels,
-and merge x merge of them a token of the language model.
+"""The vision tower's geometry: `vision_config` of config.json (GGUF: `gguf_config.vision_config`). A picture
+becomes patches of 16 x 16 pixels, and merge x merge of them a token of the language model.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from deltic.models.fields import UnsupportedModelError, json_table, only, positive_float, positive_int
+from deltic.models.fields import MAX_LAYERS, UnsupportedModelError, json_table, only, positive_float, positive_int
 
 if TYPE_CHECKING:
     from deltic.ops.formats import WeightFormat
@@ -60,11 +60,14 @@ class VisionShape:
         hidden, n_heads = positive_int(fields, "hidden_size"), positive_int(fields, "num_heads")
         if hidden % n_heads:
             raise UnsupportedModelError("num_heads", n_heads, f"a divisor of hidden_size {hidden}")
+        depth = positive_int(fields, "depth")
+        if depth > MAX_LAYERS:
+            raise UnsupportedModelError("depth", depth, f"at most {MAX_LAYERS}")
         n_places = positive_int(fields, "num_position_embeddings")
         if math.isqrt(n_places) ** 2 != n_places:
             raise UnsupportedModelError("num_position_embeddings", n_places, "a square")
         return cls(
-            depth=positive_int(fields, "depth"),
+            depth=depth,
             hidden_size=hidden,
             n_heads=n_heads,
             intermediate_size=positive_int(fields, "intermediate_size"),

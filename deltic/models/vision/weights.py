@@ -1,8 +1,8 @@
 """Weights of the vision tower: from the published names into the layout that `models/vision/cpu.py` reads.
 
 Matrices keep the checkpoint's format, whatever --quantize says: the tower is a small part of a model, and is
-run once a picture. Norms and biases become float32; the table of positions stays bfloat16 rows. Left out: the
-towers of GGUF models, which are files of their own.
+run once a picture. Norms and biases become float32; the table of positions stays bfloat16 rows. The tower of
+a GGUF model is a file of its own, beside the model's (`gguf.tower_beside`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from typing import Any
 
 import numpy as np
 
-from deltic.models.fields import CheckpointError
+from deltic.models.fields import CheckpointError, read_json
+from deltic.models.gguf import is_gguf, open_gguf, tower_beside
+from deltic.models.gguf_config import vision_config
+from deltic.models.gguf_tensors import tower_tensors
 from deltic.models.loading import (
     COUNTED,
     COUNTED_ROWS,
@@ -130,12 +133,23 @@ def _padded(rows: Array, n: int) -> Array:
     return np.concatenate([rows, np.zeros((len(rows), n), rows.dtype)], axis=1) if n else rows
 
 
+def _place(path: str | Path) -> Path | None:
+    """The directory or file with the tower of a checkpoint; None: a GGUF model has none beside it."""
+    path = Path(path)
+    return tower_beside(path) if is_gguf(path) else path
+
+
 def stored_tower(path: str | Path) -> dict[str, StoredTensor]:
     """The tensors of a checkpoint's tower by their names behind `model.visual.`; {} where it has none.
 
     Raises CheckpointError for files that cannot be read, and for formats that are not supported.
     """
-    found = open_part(Path(path), PREFIXES)
+    place = _place(path)
+    if place is None:
+        return {}
+    if is_gguf(place):
+        return tower_tensors(open_gguf(place))
+    found = open_part(place, PREFIXES)
     tensors: dict[str, StoredTensor] = {}
     for name, tensor in found.items():
         short = next(name.removeprefix(prefix) for prefix in PREFIXES if name.startswith(prefix))
@@ -145,25 +159,38 @@ def stored_tower(path: str | Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def stored_vision_shape(path: str | Path, shape: VisionShape) -> VisionShape:
-    """The shape with the formats of what the checkpoint holds quantised. Raises CheckpointError."""
-    return dataclasses.replace(shape, formats=formats_of(stored_tower(path)))
+def stored_vision_shape(path: str | Path) -> VisionShape | None:
+    """The shape of a checkpoint's tower, with the formats of what it holds quantised; None where it has none.
+
+    Raises CheckpointError, and UnsupportedModelError for sizes that the forward would not honour.
+    """
+    place, tensors = _place(path), stored_tower(path)
+    if place is None or not tensors:
+        return None
+    if is_gguf(place):
+        config = {"vision_config": vision_config(open_gguf(place))}
+    else:
+        config = read_json((place if place.is_dir() else place.parent) / "config.json")
+    return dataclasses.replace(VisionShape.from_config(config), formats=formats_of(tensors))
 
 
 def load_vision(
     path: str | Path, shape: VisionShape, progress: Progress | None = None, *, store: Store = HOST
 ) -> tuple[VisionWeights, list[str]]:
-    """Loads the tower of a checkpoint directory or safetensors file; shape: of `stored_vision_shape`.
+    """Loads the tower of a checkpoint: a directory, a safetensors file, or the GGUF file of a model or tower;
+    shape: of `stored_vision_shape`.
 
     The second result holds notices for the user: what was converted. Raises CheckpointError, naming the
     tensor, what was expected, what was found and the file, for a missing, unexpected or misshapen tensor.
     """
-    tensors = stored_tower(path)
+    place, tensors = _place(path), stored_tower(path)
+    if place is None:
+        raise CheckpointError(f"{path}: no vision tower beside this file; put the mmproj-*.gguf of the model there")
     if not tensors:
         raise CheckpointError(f"{path}: no vision tower here (no tensor's name begins with {' or '.join(PREFIXES)})")
     checked = Declaration(None, COUNTED if store.layout == "strips" else COUNTED_ROWS, shape.formats)
     _declare(checked, shape)
-    notices = check_plan(checked.plan, tensors, Path(path))  # before memory is taken
+    notices = check_plan(checked.plan, tensors, place)  # before memory is taken
     parts = Declaration(None, store, shape.formats)
     weights = _declare(parts, shape)
     for part in parts.plan:
