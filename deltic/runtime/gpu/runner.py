@@ -25,6 +25,7 @@ decodes' bits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
@@ -139,14 +140,8 @@ class GpuRunner(ABC):
 
     def _record_all(self, progress: Progress) -> None:
         """Every decode and every prefill, the largest first."""
-        most = self._size(self.plan.max_num_seqs)
-        jobs: list[Job] = [
-            (self._forwards, (n, length), self._forward_body(n, length))
-            for length in reversed(self._lengths)
-            for n in reversed(self._row_sizes)
-            if n <= most
-        ]
-        jobs = self._draft_jobs() + jobs + self._draw_jobs()
+        forwards = self._decode_jobs(self._forwards, self._forward_body, self._size(self.plan.max_num_seqs))
+        jobs = self._draft_jobs() + forwards + self._draw_jobs()
         jobs += [(self._prefills, n, self._prefill_body(n)) for n in reversed(self._block_sizes)]
         self.places.flush()  # no row is in use
         bodies = [body for _, _, body in jobs]
@@ -160,6 +155,15 @@ class GpuRunner(ABC):
 
         With its draws, unless `_draw_jobs` has them.
         """
+
+    def _decode_jobs(self, where: dict[Any, Recording], body: Callable[[int, int], Body], most: int) -> list[Job]:
+        """Forwards of decodes of up to `most` rows, by rows and length."""
+        return [
+            (where, (n, length), body(n, length))
+            for length in reversed(self._lengths)
+            for n in reversed(self._row_sizes)
+            if n <= most
+        ]
 
     def _draft_jobs(self) -> list[Job]:
         """Forwards of decodes of which some rows may be drafts."""

@@ -78,21 +78,19 @@ class GpuTextRunner(GpuRunner):
     # Recording.
 
     def _forward_body(self, n: int, max_len: int) -> Body:
-        plain = self.workspace.decode
-        return self._decode_body(n, max_len, replace(plain, rows=replace(plain.rows, drafts=None), windows=None))
+        buffers = self.workspace.decode
+        return self._decode_body(n, max_len, replace(buffers, rows=replace(buffers.rows, drafts=None), windows=None))
+
+    def _draft_body(self, n: int, max_len: int) -> Body:
+        return self._decode_body(n, max_len, self.workspace.decode)
 
     def _decode_body(self, n: int, max_len: int, buffers: DecodeBuffers) -> Body:
         w = self.workspace
         return lambda: self.model.decode(w.rows_place[:n], w.places, buffers, self.memory, max_len)
 
     def _draft_jobs(self) -> list[Job]:
-        if not self.plan.max_drafts:
-            return []
-        return [
-            (self._drafted, (n, length), self._decode_body(n, length, self.workspace.decode))
-            for length in reversed(self._lengths)
-            for n in reversed(self._row_sizes)
-        ]
+        most = self.plan.n_decode_rows if self.plan.max_drafts else 0
+        return self._decode_jobs(self._drafted, self._draft_body, most)
 
     def _draw_jobs(self) -> list[Job]:
         jobs: list[Job] = []
