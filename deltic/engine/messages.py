@@ -116,6 +116,33 @@ class Speech(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return not self.is_open or frame < len(self.trailing_ids)
 
 
+class Picture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """A picture of a prompt, or two frames of a video, as the vision tower takes it.
+
+    It has rows * columns tokens, in raster order, each of a square of pixels (models/vision/shape.BLOCK).
+    """
+
+    key: bytes
+    """Names the content: the same pixels of the same sides have the same key."""
+    rows: int
+    columns: int
+    pixels: bytes
+    """uint8 [n_frames, rows * BLOCK, columns * BLOCK, 3]: red, green and blue, resized."""
+    n_frames: int = 1
+    """1: both frames are alike; 2."""
+    first: int = 0
+    """Its first token in the prompt."""
+
+    @property
+    def n_tokens(self) -> int:
+        return self.rows * self.columns
+
+    @property
+    def end(self) -> int:
+        """The token behind its last in the prompt."""
+        return self.first + self.n_tokens
+
+
 class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     """One prompt with its parameters, as the server sends it to the engine."""
 
@@ -139,6 +166,8 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     use_cache: bool = True
     """Whether the prefix cache is looked up for this request, and keeps what it computes."""
     speech: Speech | None = None
+    pictures: list[Picture] = []
+    """In the order of their tokens, which do not overlap. The ids there are placeholders."""
 
 
 class EncodeVoice(msgspec.Struct, tag="encode_voice", kw_only=True):
@@ -362,6 +391,16 @@ class Stats(msgspec.Struct, array_like=True):
         return sum(self.accepted.values())
 
 
+class PictureInfo(msgspec.Struct, array_like=True):
+    """How a model takes pictures."""
+
+    min_pixels: int
+    """A picture with fewer is enlarged, one with more than max_pixels is made smaller."""
+    max_pixels: int
+    max_tokens: int
+    """Of one picture."""
+
+
 class EngineInfo(msgspec.Struct, kw_only=True):
     """What the engine resolved at start; the server needs it to validate requests."""
 
@@ -412,6 +451,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     n_prompt_ids: int = 0
     """Number of ids that a prompt may have, if it differs from vocab_size (speech: rows); 0: vocab_size."""
     is_speech: bool = False
+    pictures: PictureInfo | None = None
+    """None: prompts have no pictures."""
     has_state: bool = True
     """Whether a sequence has a recurrent state.
 

@@ -15,10 +15,12 @@ pytest.importorskip("PIL")
 
 from PIL import Image, ImageOps
 
+from deltic.engine.messages import Picture
 from deltic.models.fields import UnsupportedModelError
 from deltic.models.rotary import prompt_positions
+from deltic.models.vision.pixels import PictureRules, patches
 from deltic.server.chat import pictures
-from deltic.server.chat.pictures import Picture, PictureError, PictureRules, fitted, patches, read_picture
+from deltic.server.chat.pictures import PictureError, fitted, of_pixels, read_picture
 from tests.pictures import FORMS, doubtful, file_of, refused, rgb, scene, whole
 
 SMALL = PictureRules(min_pixels=4096, max_pixels=20_000)
@@ -26,7 +28,13 @@ SMALL = PictureRules(min_pixels=4096, max_pixels=20_000)
 
 def decoded(data: bytes, rules: PictureRules = SMALL) -> Picture:
     """In this process."""
-    return Picture(pictures._decode(data, rules))
+    pixels = pictures._decode(data, rules.min_pixels, rules.max_pixels)
+    return of_pixels(pixels.tobytes(), *pixels.shape[:2])
+
+
+def pixels_of(picture: Picture) -> np.ndarray:
+    """uint8 [height, width, 3]."""
+    return np.frombuffer(picture.pixels, np.uint8).reshape(32 * picture.rows, 32 * picture.columns, 3)
 
 
 def published(image: Image.Image, rules: PictureRules = SMALL) -> tuple[np.ndarray, list[int]]:
@@ -49,8 +57,8 @@ def same(data: bytes, rules: PictureRules = SMALL) -> None:
     with Image.open(io.BytesIO(data)) as image:
         values, grid = published(image, rules)
     picture = decoded(data, rules)
-    found = patches(picture, rules)
-    assert list(picture.grid) == grid and picture.n_tokens == len(values) // 4
+    found = patches(pixels_of(picture)[None], rules)
+    assert [1, 2 * picture.rows, 2 * picture.columns] == grid and picture.n_tokens == len(values) // 4
     assert found.dtype == np.float32 and (found.view(np.int32) == values.astype(np.float32).view(np.int32)).all()
 
 
@@ -86,7 +94,7 @@ def transparent(mode: str) -> bytes:
 def test_what_is_transparent_is_white(mode: str) -> None:
     same(transparent(mode))
     clear = file_of(Image.new("RGBA", (64, 64), (9, 9, 9, 0)), "PNG")
-    assert (decoded(clear).pixels == 255).all()
+    assert (pixels_of(decoded(clear)) == 255).all()
 
 
 @pytest.mark.parametrize("form", ["WEBP", "GIF", "TIFF", "AVIF"])
@@ -107,9 +115,9 @@ def test_sixteen_bits_lose_their_lower_byte(form: str) -> None:
     """Grey as colours do, which Pillow's own conversion clips."""
     grey = scene(64, 64, 1)[:, :, 0]
     wide = Image.fromarray(grey.astype(np.uint16) * 256 + 77)
-    assert (decoded(file_of(wide, form)).pixels == grey[:, :, None]).all()
+    assert (pixels_of(decoded(file_of(wide, form))) == grey[:, :, None]).all()
     if form == "PNG":
-        clear = decoded(file_of(wide, form, transparency=int(grey[5, 5]) * 256 + 77)).pixels
+        clear = pixels_of(decoded(file_of(wide, form, transparency=int(grey[5, 5]) * 256 + 77)))
         assert (clear[5, 5] == 255).all() and (clear == 255).mean() < 0.2
 
 
@@ -135,17 +143,20 @@ def test_the_first_frame_is_taken(form: str) -> None:
 
 def test_a_picture_is_read_by_a_process_of_its_own() -> None:
     data = file_of(rgb(300, 500), "PNG")
-    picture = asyncio.run(read_picture(data, SMALL))
-    assert (picture.pixels == decoded(data).pixels).all()
-    assert picture.grid == (1, 10, 6) and picture.n_tokens == 15 and len(patches(picture, SMALL)) == 60
+    picture = asyncio.run(read_picture(data, SMALL.min_pixels, SMALL.max_pixels))
+    assert picture == decoded(data)
+    assert (picture.rows, picture.columns, picture.n_tokens) == (5, 3, 15)
+    assert len(patches(pixels_of(picture)[None], SMALL)) == 60
+    other = of_pixels(picture.pixels, 32 * 3, 32 * 5)
+    assert other.key != picture.key, "the same bytes as another picture"
 
 
 def test_published_sizes() -> None:
     """The example of the specification; and rounding, which is to even."""
-    assert fitted(300, 500, PictureRules()) == (288, 512)
-    assert fitted(16, 16, PictureRules()) == (256, 256)
-    assert fitted(5000, 5000, PictureRules()) == (4096, 4096)
-    assert fitted(336, 400, PictureRules()) == (320, 384)
+    assert fitted(300, 500, 65_536, 16_777_216) == (288, 512)
+    assert fitted(16, 16, 65_536, 16_777_216) == (256, 256)
+    assert fitted(5000, 5000, 65_536, 16_777_216) == (4096, 4096)
+    assert fitted(336, 400, 65_536, 16_777_216) == (320, 384)
     transformers = pytest.importorskip("transformers.models.qwen2_vl.image_processing_pil_qwen2_vl")
     generator = np.random.default_rng(0)
     for _ in range(3000):
@@ -156,9 +167,9 @@ def test_published_sizes() -> None:
             expected = transformers.smart_resize(height, width, 32, *limits)
         except ValueError:
             with pytest.raises(PictureError, match="200 times"):
-                fitted(height, width, rules)
+                fitted(height, width, rules.min_pixels, rules.max_pixels)
         else:
-            assert fitted(height, width, rules) == expected
+            assert fitted(height, width, rules.min_pixels, rules.max_pixels) == expected
 
 
 def test_rules() -> None:
@@ -194,7 +205,7 @@ def test_there_are_many_hostile_files() -> None:
 def test_hostile_files_are_refused(data: bytes, said: str) -> None:
     before_s = time.monotonic()
     with pytest.raises(PictureError, match=said) as refusal:
-        asyncio.run(read_picture(data, PictureRules()))
+        asyncio.run(read_picture(data, 65_536, 16_777_216))
     assert str(refusal.value).isprintable() and len(str(refusal.value)) < 300
     assert time.monotonic() - before_s < 15
 
@@ -202,17 +213,17 @@ def test_hostile_files_are_refused(data: bytes, said: str) -> None:
 @pytest.mark.parametrize("data", [each[1] for each in DOUBTFUL], ids=[each[0] for each in DOUBTFUL])
 def test_doubtful_files_are_refused_or_read(data: bytes) -> None:
     try:
-        picture = asyncio.run(read_picture(data, SMALL))
+        picture = asyncio.run(read_picture(data, SMALL.min_pixels, SMALL.max_pixels))
     except PictureError as error:
         assert str(error)
     else:
-        assert np.isfinite(patches(picture, SMALL)).all()
+        assert np.isfinite(patches(pixels_of(picture)[None], SMALL)).all()
 
 
 def test_what_is_broken_beside_the_pixels_is_passed_over() -> None:
     for name, data in DOUBTFUL:
         if name.startswith("exif"):
-            assert decoded(data).pixels.shape[2] == 3
+            assert pixels_of(decoded(data)).size
 
 
 @pytest.mark.parametrize(
@@ -229,7 +240,7 @@ def test_a_decoder_that_fails_takes_nobody_with_it(program: str, said: str, monk
     monkeypatch.setattr(pictures, "DECODE_S", 0.5)
     before_s = time.monotonic()
     with pytest.raises(PictureError, match=said):
-        asyncio.run(read_picture(whole()["png"], SMALL))
+        asyncio.run(read_picture(whole()["png"], SMALL.min_pixels, SMALL.max_pixels))
     assert time.monotonic() - before_s < 5
 
 

@@ -18,6 +18,9 @@ CHANNELS, PATCH_SIZE, FRAMES_A_PATCH, MERGE = 3, 16, 2, 2
 PATCH_WIDTH = CHANNELS * FRAMES_A_PATCH * PATCH_SIZE**2
 """Values of a patch: (channel, frame, y, x). A picture is both frames."""
 
+BLOCK = PATCH_SIZE * MERGE
+"""Pixels of a side of a token's square: the sides of a resized picture are multiples of it."""
+
 LAYER_NORM_EPS = 1e-6
 """Of every norm; no config says it."""
 

@@ -1,0 +1,94 @@
+"""Pixels of pictures to patches, exactly as the published slow image processor gives them.
+
+A picture is uint8 [frames, height, width, 3], resized: both sides are multiples of shape.BLOCK
+(server/chat/pictures.py). A frame alone stands twice.
+
+Source: Qwen2VLImageProcessor(Pil) of transformers, which the published configs name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from deltic.models.fields import UnsupportedModelError, json_table, only, positive_float, positive_int
+from deltic.models.vision.shape import FRAMES_A_PATCH, MERGE, PATCH_SIZE, PATCH_WIDTH
+
+BICUBIC = 3
+"""Pillow's number of it, in a preprocessor_config.json."""
+
+
+@dataclass(frozen=True)
+class PictureRules:
+    """How a model wants its pictures. min_pixels, max_pixels: of a resized one, which may miss them by the
+    rounding of its sides to whole blocks, and, long and narrow, by more.
+    """
+
+    min_pixels: int = 65_536
+    max_pixels: int = 16_777_216
+    mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    std: tuple[float, float, float] = (0.5, 0.5, 0.5)
+    scale: float = 1 / 255
+
+    @classmethod
+    def from_config(cls, fields: Mapping[str, Any]) -> PictureRules:
+        """Of a preprocessor_config.json. Raises UnsupportedModelError for what would not be honoured."""
+        for name, default, supported in (
+            ("patch_size", PATCH_SIZE, PATCH_SIZE),
+            ("temporal_patch_size", FRAMES_A_PATCH, FRAMES_A_PATCH),
+            ("merge_size", MERGE, MERGE),
+            ("resample", BICUBIC, BICUBIC),
+            ("do_resize", True, True),
+            ("do_rescale", True, True),
+            ("do_normalize", True, True),
+            ("do_convert_rgb", True, True),
+        ):
+            only({name: default, **fields}, name, (None, supported))
+        size = json_table(fields, "size") if fields.get("size") is not None else {}
+        given = {
+            "shortest_edge": fields.get("min_pixels") or size.get("shortest_edge") or size.get("min_pixels"),
+            "longest_edge": fields.get("max_pixels") or size.get("longest_edge") or size.get("max_pixels"),
+        }
+        least = positive_int(given, "shortest_edge", cls.min_pixels)
+        most = positive_int(given, "longest_edge", cls.max_pixels)
+        if least > most:
+            raise UnsupportedModelError("size", dict(size), "a shortest_edge below the longest_edge")
+        return cls(
+            min_pixels=least,
+            max_pixels=most,
+            mean=_three(fields, "image_mean", cls.mean),
+            std=_three(fields, "image_std", cls.std),
+            scale=positive_float(fields, "rescale_factor", cls.scale),
+        )
+
+
+def _three(fields: Mapping[str, Any], name: str, default: tuple[float, float, float]) -> tuple[float, float, float]:
+    values = fields.get(name)
+    if values is None:
+        return default
+    if isinstance(values, list) and len(values) == 3:
+        red, green, blue = (positive_float({name: value}, name) for value in values)
+        return red, green, blue
+    raise UnsupportedModelError(name, values, "three numbers")
+
+
+def patches(pixels: NDArray[np.uint8], rules: PictureRules) -> NDArray[np.float32]:
+    """What the vision tower reads, float32 [rows * columns, PATCH_WIDTH]: (channel, frame, y, x) of each
+    patch; patches block by block, of each 2 x 2 block, in raster order, its patches in raster order.
+
+    pixels: uint8 [1 or FRAMES_A_PATCH, height, width, 3].
+    """
+    levels = (np.arange(256).astype(np.float64) * rules.scale).astype(np.float32)[:, None]
+    table = (levels - np.array(rules.mean, np.float32)) / np.array(rules.std, np.float32)  # [256, 3]
+    n_frames, height, width, _ = pixels.shape
+    rows, columns = height // PATCH_SIZE, width // PATCH_SIZE
+    blocks = (n_frames, rows // MERGE, MERGE, PATCH_SIZE, columns // MERGE, MERGE, PATCH_SIZE)
+    channels = [table[:, i][pixels[..., i]].reshape(blocks) for i in range(3)]
+    whole = np.stack(channels).transpose(2, 5, 3, 6, 0, 1, 4, 7)
+    out = np.empty((*whole.shape[:5], FRAMES_A_PATCH, *whole.shape[6:]), np.float32)
+    out[...] = whole
+    return out.reshape(rows * columns, PATCH_WIDTH)
