@@ -140,6 +140,14 @@ class EngineConfig:
         metavar="TOKENS",
         kind="text",
     )
+    max_picture_tokens: int | None = knob(
+        None,
+        "tokens of the largest picture in a prompt, one for each 32 x 32 pixels; a larger picture is made smaller; 0 takes no "
+        "pictures and leaves the vision tower unread (default: 4096)",
+        metavar="TOKENS",
+        kind="text",
+        device="cpu",
+    )
     n_pages: int | None = knob(None, "KV pages of 64 tokens (default: what fits, at most what can be used)")
     prefix_cache: bool = knob(True, "keep what was computed, for requests that begin in the same way")
     n_checkpoints: int | None = knob(
@@ -518,6 +526,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_num_seqs": (1, math.inf),
     "max_step_tokens": (1, math.inf),
     "max_itl_ms": (0.0, math.inf),
+    "max_picture_tokens": (0, math.inf),
     "max_drafts": (0, 31),  # one less than ops/geometry.MAX_WINDOW
     "n_pages": (1, math.inf),
     "memory_gb": (0.01, math.inf),

@@ -95,6 +95,8 @@ def expected_tokens(prompt_ids: list[int], params: SamplingParams, seed: int | N
 class FakeRunner:
     """Draws tokens that depend on the sequence's tokens and its seed alone."""
 
+    pictures = None
+
     def __init__(
         self,
         *,

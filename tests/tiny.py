@@ -24,6 +24,8 @@ from safetensors.torch import save_file
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers
 from torch import Tensor
 
+from tests.tiny_vision import random_tower
+
 _ADDED = (
     "<|endoftext|> <|im_start|> <|im_end|> <|object_ref_start|> <|object_ref_end|> <|box_start|> <|box_end|> "
     "<|quad_start|> <|quad_end|> <|vision_start|> <|vision_end|> <|vision_pad|> <|image_pad|> <|video_pad|> "
@@ -54,6 +56,31 @@ CHAT_TEMPLATE = """\
 {%- endif -%}
 """
 
+PICTURE_TEMPLATE = CHAT_TEMPLATE.replace(
+    "{{ message.content }}",
+    """\
+{%- if message.content is string -%}
+{{ message.content }}
+{%- else -%}
+{%- for part in message.content -%}
+{%- if part.type == "image" -%}
+<|vision_start|><|image_pad|><|vision_end|>
+{%- else -%}
+{{ part.text }}
+{%- endif -%}
+{%- endfor -%}
+{%- endif -%}
+""",
+)
+TOWER: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 192,
+    "num_heads": 3,
+    "intermediate_size": 336,
+    "out_hidden_size": HIDDEN,
+    "num_position_embeddings": 2304,
+}
+
 _ARCHITECTURE = {
     ("dense", "wrapped"): "Qwen3_5ForConditionalGeneration",
     ("dense", "flat"): "Qwen3_5ForCausalLM",
@@ -73,6 +100,7 @@ def tiny_checkpoint(
     shards: int = 1,
     extras: bool = False,
     has_mtp: bool = False,
+    has_tower: bool = False,
     dtype: torch.dtype = torch.bfloat16,
     n_layers: int = 4,
     seed: int = 0,
@@ -81,7 +109,7 @@ def tiny_checkpoint(
 
     kind: "dense" | "moe" | "next". layout: "wrapped" (multimodal names; default) | "flat" (always for
     next). experts: "fused" | "split" (default for next). extras: a few `model.visual.*` and `mtp.*` tensors
-    as well. has_mtp: a draft head. Every fourth layer is attention.
+    as well. has_mtp: a draft head. has_tower: a vision tower, and a template that takes pictures. Every fourth layer is attention.
     """
     layout = "flat" if kind == "next" else layout or "wrapped"
     experts = experts or ("split" if kind == "next" else "fused")
@@ -96,14 +124,19 @@ def tiny_checkpoint(
     if has_mtp:
         head = _random_values(_draft_head_shapes(kind), seed + 2)
         tensors |= _split_experts(head) if experts == "split" else head
+    if has_tower:
+        tensors |= {f"model.visual.{name}": tensor for name, tensor in random_tower(TOWER, seed + 3).items()}
     if extras:
         tensors |= _random_values(_extra_shapes(), seed + 1)
     _write_tensors(path, {n: t.to(dtype) for n, t in tensors.items()}, shards)
 
-    _write_json(path / "config.json", tiny_config(kind, tied=tied, layout=layout, n_layers=n_layers))
+    config = tiny_config(kind, tied=tied, layout=layout, n_layers=n_layers)
+    if has_tower:
+        config["vision_config"] |= TOWER
+    _write_json(path / "config.json", config)
     _write_json(path / "generation_config.json", {"eos_token_id": list(EOS_TOKEN_IDS)})
     _write_json(path / "tokenizer_config.json", {"eos_token": "<|im_end|>", "pad_token": "<|endoftext|>"})
-    (path / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+    (path / "chat_template.jinja").write_text(PICTURE_TEMPLATE if has_tower else CHAT_TEMPLATE)
     byte_tokenizer().save(str(path / "tokenizer.json"))
     return path
 

@@ -337,15 +337,16 @@ struct Wave {
 
 }  // namespace
 
-// proj, n_q, n_k, d, gated, T (counted), positions i32 [T], token_place i32 [T], page_table i32 [places, stride], stride,
-// q_norm f32 [d], k_norm f32 [d], eps, cos f32 [max_len, rotary / 2], sin, rotary, q out bf16, pages bf16, page_stride
-KERNEL(deltic_attn_prepare, const float* proj, Heads heads, Counted n_tokens, const int32_t* positions, const int32_t* token_place,
-       const int32_t* page_table, int64_t table_stride, const float* q_norm, const float* k_norm, float eps, const float* cos,
+// proj, n_q, n_k, d, gated, T (counted), positions i32 [T], angles i32 [T] (rows of cos and sin), token_place i32 [T],
+// page_table i32 [places, stride], stride, q_norm f32 [d], k_norm f32 [d], eps, cos f32 [n_angles, rotary / 2], sin, rotary, q out bf16,
+// pages bf16, page_stride
+KERNEL(deltic_attn_prepare, const float* proj, Heads heads, Counted n_tokens, const int32_t* positions, const int32_t* angles,
+       const int32_t* token_place, const int32_t* page_table, int64_t table_stride, const float* q_norm, const float* k_norm, float eps, const float* cos,
        const float* sin, int64_t rotary, bf16* q_out, bf16* pages, int64_t page_stride) {
     const int64_t dim = heads.dim;
     parallel_for(n_tokens, [&](int64_t t, int) {
         int64_t position = positions[t];
-        const float *x = proj + t * heads.row(), *c = cos + position * rotary / 2, *s = sin + position * rotary / 2;
+        const float *x = proj + t * heads.row(), *c = cos + angles[t] * rotary / 2, *s = sin + angles[t] * rotary / 2;
         for (int64_t h = 0; h < heads.n_q; h++)
             norm_rope(x + h * dim, q_norm, eps, c, s, dim, rotary, q_out + (t * heads.n_q + h) * dim);
         bf16* page = pages + (int64_t)page_table[token_place[t] * table_stride + position / PAGE] * page_stride;

@@ -3,9 +3,15 @@
 #include "format.h"
 #include "pool.h"
 
-// table (packed [V, H]: data, format, V, H, group), token_ids i32 [T], out f32 [T, H], T (counted)
-KERNEL(deltic_embed, Matrix table, const int32_t* ids, float* out, Counted n_tokens) {
-    parallel_for(n_tokens, [&](int64_t t, int) { unpack_row(table, ids[t], out + t * table.k); });
+// table (packed [V, H]: data, format, V, H, group), token_ids i32 [T], out f32 [T, H], T (counted), rows bf16 [N, H] or null: an id
+// below 0 is row -1 - id of these
+KERNEL(deltic_embed, Matrix table, const int32_t* ids, float* out, Counted n_tokens, const bf16* rows) {
+    parallel_for(n_tokens, [&](int64_t t, int) {
+        float* to = out + t * table.k;
+        if (ids[t] >= 0) return unpack_row(table, ids[t], to);
+        const bf16* row = rows - (ids[t] + 1) * table.k;
+        for (int64_t i = 0; i < table.k; i += 16) store(to + i, load_bf16(row + i));
+    });
 }
 
 // Zero-centred RMSNorm: out = x * rsqrt(mean(x^2) + eps) * (1 + w), rounded once to bfloat16.

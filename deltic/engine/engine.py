@@ -30,10 +30,12 @@ from deltic.engine.messages import (
     Stats,
     VoiceEncoded,
 )
+from deltic.engine.pictures import PictureEncoder, Pictures
 from deltic.engine.scheduler import RequestError, Scheduler
 from deltic.engine.stage import FRAME_S, SpeechStage, StreamVocoder
 from deltic.engine.step import Progress, Step, StepResult, Voice
 from deltic.engine.trace import Trace
+from deltic.ops.geometry import TOKEN_FRAMES, TOKEN_PIXELS
 
 log = logging.getLogger("deltic.engine")
 
@@ -78,6 +80,10 @@ class StepRunner(Protocol):
     @property
     def tiers(self) -> Tiers | None:
         """Host memory and disk below the pools, if there are any."""
+
+    @property
+    def pictures(self) -> PictureEncoder | None:
+        """The vision tower; None: prompts have no pictures."""
 
     def step(self, step: Step) -> StepResult: ...
 
@@ -159,6 +165,7 @@ def check_request(request: Request, info: EngineInfo) -> None:
     for name, value, least, most in ranges:
         if not least <= value <= most:  # false for NaN too
             raise RequestError(f"{name} = {value}: must be from {least} to {most}")
+    check_pictures(request, info)
     c = p.constraint or Constraint()
     n_prompt_ids = info.n_prompt_ids or vocab_size
     if request.prompt_ids and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < n_prompt_ids:
@@ -179,6 +186,26 @@ def check_request(request: Request, info: EngineInfo) -> None:
         raise RequestError("think_budget must be 0 or more, and close_ids must have think_end_id")
 
 
+def check_pictures(request: Request, info: EngineInfo) -> None:
+    """Refuses pictures that the vision tower or the prompt has no room for. Raises RequestError."""
+    if request.pictures and info.pictures is None:
+        raise RequestError("this model reads text only: its prompts have no pictures")
+    end = 0
+    for i, picture in enumerate(request.pictures):
+        sides = min(picture.rows, picture.columns, picture.n_frames)
+        wanted = picture.n_frames * picture.n_tokens * TOKEN_PIXELS**2 * 3
+        if sides < 1 or picture.n_frames > TOKEN_FRAMES or len(picture.pixels) != wanted or len(picture.key) != 16:
+            raise RequestError(f"picture {i}: {len(picture.pixels)} bytes are not its {wanted} of pixels")
+        if picture.first < end or picture.end > len(request.prompt_ids):
+            raise RequestError(f"picture {i} is not where the prompt has room for it")
+        if info.pictures is not None and picture.n_tokens > info.pictures.max_tokens:
+            raise RequestError(
+                f"picture {i} has {picture.n_tokens} tokens, and this server takes {info.pictures.max_tokens} at most; make it"
+                " smaller, or start the server with more --max-picture-tokens"
+            )
+        end = picture.end
+
+
 class Engine:
     """Requests in, outputs out, one step at a time, in the caller's thread."""
 
@@ -192,7 +219,9 @@ class Engine:
         self.info = info = runner.info
         self.guides = Guides(info.vocab_size, info.eos_token_ids, tokenizer_json, runner.is_busy)
         self.cache = Cache(info, runner.tiers)
-        self.scheduler = Scheduler(self.cache, info, runner.max_logit_rows, max_itl_ms, self.guides)
+        encoder = runner.pictures
+        self.pictures = None if encoder is None else Pictures(encoder)
+        self.scheduler = Scheduler(self.cache, info, runner.max_logit_rows, max_itl_ms, self.guides, self.pictures)
         self._speaker = speaker = cast(SpeechStepRunner, runner) if info.is_speech else None
         self.voices = speaker.voices if speaker else None
         self.encoded: list[EncodedItems] = [] if self.voices is None else [self.voices]
@@ -308,8 +337,16 @@ class Engine:
         """
         begin = time.perf_counter()
         outputs = self._step() if self.stage is None else self._speak(self.stage)
+        if self.pictures is not None and self.pictures.has_work:
+            self._encode_pictures(self.pictures)
         self.turn_s = time.perf_counter() - begin
         return outputs
+
+    def _encode_pictures(self, pictures: Pictures) -> None:
+        """Runs the vision tower for as long as the scheduler lets it."""
+        seconds = self.scheduler.tower_s(self.last_step_s)
+        if seconds:
+            pictures.work(seconds)
 
     def _speak(self, stage: SpeechStage) -> list[Output]:
         if stage.comes_first() or not self._n_active:
@@ -333,6 +370,8 @@ class Engine:
         start = time.perf_counter()
         step = self.scheduler.plan()
         if step is None:
+            if self.pictures is not None and self.pictures.has_work:
+                return self._traced(ended)
             if self.scheduler.n_open and not ended:  # all that is open waits for a mask, the tiers, or a text
                 wait_s = MOVE_WAIT_S if self._is_alone else SHARED_WAIT_S
                 (self.guides if self.guides.n_busy else self.cache.store).wait(wait_s)
@@ -389,6 +428,7 @@ class Engine:
             last_step_ms=self.last_step_s * 1000,
             cache=cache.store.count(),
             speech=None if self.stage is None else self.stage.stats(),
+            pictures=None if self.pictures is None else self.pictures.stats(),
         )
 
     def cache_summary(self) -> dict[str, Any]:

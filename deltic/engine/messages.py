@@ -119,7 +119,7 @@ class Speech(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 class Picture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """A picture of a prompt, or two frames of a video, as the vision tower takes it.
 
-    It has rows * columns tokens, in raster order, each of a square of pixels (models/vision/shape.BLOCK).
+    It has rows * columns tokens, in raster order, each of a square of pixels (ops/geometry.TOKEN_PIXELS).
     """
 
     key: bytes
@@ -127,7 +127,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     rows: int
     columns: int
     pixels: bytes
-    """uint8 [n_frames, rows * BLOCK, columns * BLOCK, 3]: red, green and blue, resized."""
+    """uint8 [n_frames, rows * TOKEN_PIXELS, columns * TOKEN_PIXELS, 3]: red, green and blue, resized."""
     n_frames: int = 1
     """1: both frames are alike; 2."""
     first: int = 0
@@ -329,7 +329,7 @@ class CacheStats(msgspec.Struct, array_like=True):
     n_hit_tokens: int = 0
     """Of those, the ones that were not computed again."""
     checkpoints_taken: dict[str, int] = {}
-    """By kind: message, ladder, end, junction, tail."""
+    """By kind: message, ladder, end, junction, tail, picture."""
     n_pages_evicted: int = 0
     """Pages that left device memory, to a lower tier or to nowhere."""
     n_checkpoints_evicted: int = 0
@@ -359,6 +359,18 @@ class SpeechStats(msgspec.Struct, array_like=True):
     vocoder_s: float = 0.0
 
 
+class PictureStats(msgspec.Struct, array_like=True):
+    """The vision tower: gauges, then monotonic counters."""
+
+    n_blocks_used: int = 0
+    """Of the pool of encoded pictures, 64 tokens each."""
+    n_blocks: int = 0
+    n_encoded: int = 0
+    n_hits: int = 0
+    """Pictures of prompts that were encoded for an earlier one."""
+    tower_s: float = 0.0
+
+
 class Stats(msgspec.Struct, array_like=True):
     """The engine's gauges and monotonic counters, sent when it is ready and with every step's outputs."""
 
@@ -381,6 +393,7 @@ class Stats(msgspec.Struct, array_like=True):
     last_step_ms: float = 0.0
     cache: CacheStats = msgspec.field(default_factory=CacheStats)
     speech: SpeechStats | None = None
+    pictures: PictureStats | None = None
 
     @property
     def n_drafted(self) -> int:

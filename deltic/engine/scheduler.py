@@ -29,6 +29,9 @@ Logits that are not finite (a damaged file of the cache, a fault of the device) 
 The tree drops all that it has of such a sequence, and the sequence is computed once more from its tokens,
 without the tree. If that happens a second time, the request fails: then the fault is the model's.
 
+A chunk in a picture runs once the vision tower has encoded that (`pictures.py`); others may overtake it
+meanwhile.
+
 A step costs O(sequences that run), not O(tokens): only a fork copies its prompt's ids, once.
 """
 
@@ -50,6 +53,7 @@ from deltic.engine.cost import Load, StepCost
 from deltic.engine.drafts import Drafting
 from deltic.engine.guides import Guides
 from deltic.engine.messages import AddText, EngineInfo, FinishReason, Output, Request
+from deltic.engine.pictures import IDLE_S, Pictures
 from deltic.engine.step import Chunk, Draw, Sequence, Step, StepResult, Voice, mixed_seed
 from deltic.logs import counted
 from deltic.ops.geometry import PAGE_SIZE
@@ -107,6 +111,7 @@ class Scheduler:
         max_logit_rows: int,
         max_itl_ms: float | None = None,
         guides: Guides | None = None,
+        pictures: Pictures | None = None,
     ) -> None:
         """info: of the engine, and the same that the cache has."""
         max_num_seqs = info.max_num_seqs
@@ -116,7 +121,7 @@ class Scheduler:
             raise ValueError(f"max_logit_rows {max_logit_rows} must be max_num_seqs + {PAGE_SIZE} or more")
         if info.max_step_tokens % info.block_size or PAGE_SIZE % info.block_size:
             raise ValueError(f"max_step_tokens {info.max_step_tokens} must be whole blocks of {info.block_size} tokens")
-        self.cache, self.info, self.guides = cache, info, guides
+        self.cache, self.info, self.guides, self.pictures = cache, info, guides, pictures
         self.max_step_tokens = info.max_step_tokens
         self.max_logit_rows = max_logit_rows
         self.eos_token_ids = frozenset(info.eos_token_ids)
@@ -141,6 +146,7 @@ class Scheduler:
         self._waiting: list[Sequence] = []  # by rank
         self._prefills: list[Sequence] = []  # by rank
         self._decodes: list[Sequence] = []
+        self._had_prefill = False  # the last step
 
     @property
     def n_open(self) -> int:
@@ -366,20 +372,40 @@ class Scheduler:
                 step.draws.append(Draw(len(step.chunks), sequence))
             start = sequence.n_computed + sequence.n_window
             step.chunks.append(Chunk(sequence, start, 1, n_redo=sequence.n_window))
-        if self._prefills or self._waiting:
+        if (self._prefills or self._waiting) and not self._gives_way():
             self._plan_prefills(step)
             if not self.info.canonical_decode:
                 step.put_decodes_first()
         if self.drafting is not None:
             self.drafting.plan(step)
+        self._had_prefill = bool(step.chunks) and not step.chunks[-1].is_decode
         if not step.chunks:
             if self.cache.store.n_moving or (self.guides is not None and self.guides.n_busy):
+                return None
+            if self.pictures is not None and self.pictures.has_work:
                 return None
             self.is_blocked = self.n_stalled > 0
             if self.is_blocked:
                 return None
             raise RuntimeError(f"{self._n_open} sequences are open and none can run: the scheduler is stuck")
         return step
+
+    def _gives_way(self) -> bool:
+        """Whether prefills sit this step out: where there is a target for the time between two tokens, a chunk
+        uses it up, and the vision tower and prefills take turns.
+        """
+        has_pictures = self.pictures is not None and self.pictures.has_work
+        return has_pictures and self._had_prefill and bool(self._decodes) and self.cost is not None
+
+    def tower_s(self, step_s: float) -> float:
+        """Seconds that the vision tower may take behind a step that took so long; 0: not now.
+
+        Without a target for the time between two tokens it takes as long as the step.
+        """
+        cost = self.cost
+        if self._decodes:
+            return step_s if cost is None else 0.0 if self._had_prefill else max(cost.target_s - step_s, 1e-3)
+        return cost.target_s if cost is not None and cost.is_shared else IDLE_S
 
     def _grow_decodes(self) -> None:
         """Makes room for one more token in each decode.
@@ -416,6 +442,8 @@ class Scheduler:
         candidates = (s for s in self._waiting[:] if not self._is_held(s))
         candidate = next(candidates, None)
         i = n_prefills = 0  # i: into self._prefills
+        if self.pictures is not None:
+            self.pictures.begin_plan()
         while budget > 0 and (n_prefills < self.info.max_prefill_seqs or not self.info.max_prefill_seqs):
             sequence = self._prefills[i] if i < len(self._prefills) else None
             if candidate and (not sequence or _rank(candidate) < _rank(sequence)):
@@ -430,6 +458,11 @@ class Scheduler:
             length = self._chunk_length(sequence, most, n_rows)
             if not length:
                 break  # first come, first served: nobody overtakes a prefill that lacks budget or pages
+            if self.pictures is not None and sequence.request.pictures:
+                length = self.pictures.ready(sequence, length)
+                if not length:  # the tower is at work: others may pass
+                    i += 1
+                    continue
             if length == sequence.n_pending and not all(s.can_draw for s in [sequence, *sequence.siblings]):
                 length = (sequence.n_computed + length - 1) // PAGE_SIZE * PAGE_SIZE - sequence.n_computed
                 if length <= 0:  # all but its end is done: others may pass
@@ -438,6 +471,8 @@ class Scheduler:
             wants_logprobs = sequence.wants_prompt_logprobs
             chunk = Chunk(sequence, sequence.n_computed, length, wants_logprobs)
             self.cache.plan_checkpoints(chunk)
+            if self.pictures is not None and sequence.request.pictures:
+                self.pictures.place(chunk)
             step.chunks.append(chunk)
             budget -= self._n_rows(chunk)
             n_prefills += not chunk.is_decode
@@ -688,6 +723,8 @@ class Scheduler:
     def _start_over(self, spoilt: list[Sequence]) -> None:
         """Has sequences whose logits were not finite computed once more, from nothing; then they go on."""
         n_pages = self.cache.distrust(spoilt, self.sequences())
+        if self.pictures is not None:
+            self.pictures.distrust(spoilt)
         for sequence in spoilt:
             self._decodes.remove(sequence)
             self.cache.release(sequence, keep_state=False)
@@ -715,6 +752,8 @@ class Scheduler:
     def check(self) -> None:
         """Raises IntegrityError unless sequences, prefix tree and free lists make up all pages and slots."""
         self.cache.check(self.sequences())
+        if self.pictures is not None:
+            self.pictures.check()
 
     def reset_cache(self) -> None:
         """Forgets every prefix, in every tier; what runs goes on."""

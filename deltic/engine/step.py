@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from deltic.engine.messages import FinishReason, PromptLogprobs, Request, TokenLogprob
+from deltic.engine.messages import FinishReason, Picture, PromptLogprobs, Request, TokenLogprob
 
 if TYPE_CHECKING:
     import numpy as np
@@ -217,6 +217,10 @@ class Chunk:
     """Tokens that may follow tokens[start]; `length` is 1 + their number. The state is left at `start`."""
     rules: list[Rule] = field(default_factory=list)
     """Of the draw from each row, where there is a draft and a guide."""
+    pictures: list[tuple[Picture, list[int]]] = field(default_factory=list)
+    """Those that some of its tokens are of, and where the tower's rows of each are: in these blocks of the
+    pool (pictures.Pictures), PAGE_SIZE rows in each.
+    """
 
     @property
     def is_decode(self) -> bool:

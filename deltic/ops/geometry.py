@@ -12,6 +12,9 @@ PAGE_SIZE = 64
 N_CODES = 16
 """Codes of a frame of speech: one that the talker draws, and 15 of its predictor."""
 
+TOKEN_PIXELS, TOKEN_FRAMES = 32, 2
+"""A token of a picture is a square of so many pixels a side, of up to so many frames."""
+
 Allocate = Callable[[str, tuple[int, ...], Any], Any]
 """Gives memory for a purpose (its name), with a shape and a type: an array of numpy's on a CPU, a tensor of
 torch's on a GPU. It may exist or only be counted.

@@ -122,7 +122,7 @@ class Piece:
         rows, count = np.arange(self.n, dtype=np.int32), np.array(self.n, np.int32)
         program = Program(1)
         for i, part in enumerate(out):
-            program.call("deltic_embed", *self.one(i).arguments, rows, part, count)
+            program.call("deltic_embed", *self.one(i).arguments, rows, part, count, None)
         program.run()
         return out
 

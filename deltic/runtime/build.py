@@ -17,15 +17,29 @@ from deltic.engine.step import Progress
 from deltic.engine.stopwatch import stopwatch
 from deltic.machine import cuda_driver
 from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_ids, speaks
+from deltic.models.fields import CheckpointError, UnsupportedModelError, only
 from deltic.models.loading import PACKED, Store
 from deltic.models.packed import resolve_quantize
+from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import dummy_weights, load_weights, stored_shape
 from deltic.models.tts.weights import dummy_speech_weights, load_speech_weights
+from deltic.models.vision.cpu import check_vision_kernels
+from deltic.models.vision.pixels import PictureRules
+from deltic.models.vision.shape import VisionShape
+from deltic.models.vision.weights import (
+    VisionWeights,
+    check_tower,
+    dummy_vision,
+    load_vision,
+    picture_rules,
+    stored_tower,
+    stored_vision_shape,
+)
 from deltic.models.vocoder.weights import dummy_vocoder, load_vocoder
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.fingerprint import fingerprint
 from deltic.runtime.info import precision
-from deltic.runtime.plan import Plan, make_plan
+from deltic.runtime.plan import Plan, TextPlan, make_plan
 from deltic.runtime.voices import open_voices
 
 if TYPE_CHECKING:
@@ -85,7 +99,43 @@ def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tupl
     shape = stored_shape(directory, shape, drafts) if config.dummy is None else replace(shape, has_draft_head=drafts)
     config = device.prepare(resolve_quantize(config, directory, shape.formats), directory)
     n_real = n_real_ids(config, directory, shape)
-    return config, directory, make_plan(config, shape, device.text, n_real, free_bytes)
+    tower, _ = find_tower(config, directory, shape, device)
+    return config, directory, make_plan(config, shape, device.text, n_real, free_bytes, tower=tower)
+
+
+def find_tower(
+    config: EngineConfig, directory: Path, shape: ModelShape, device: Cpu | Gpu
+) -> tuple[VisionShape | None, list[str]]:
+    """The shape of the vision tower that is to be run, if any, and notices. Random weights have one where
+    --max-picture-tokens asks for it.
+
+    Raises UnsupportedModelError, CheckpointError for one that was asked for and cannot be run. One that was
+    not is left out, with a notice.
+    """
+    asked = bool(config.max_picture_tokens)
+    if not device.text.picture_tokens(config) or (config.dummy is not None and not asked):
+        return None, []
+    try:
+        if config.dummy is not None:
+            tower = VisionShape.published(config.dummy, shape.hidden_size)
+        else:
+            tower = stored_vision_shape(directory)
+            picture_rules(directory)
+        if tower is None:
+            if asked:
+                raise ConfigError(f"--max-picture-tokens {config.max_picture_tokens}: this model has no vision tower")
+            return None, []
+        check_vision_kernels(tower)
+        if config.dummy is None:
+            check_tower(directory, tower, stored_tower(directory))
+        only({"out_hidden_size": tower.out_hidden_size}, "out_hidden_size", (shape.hidden_size,))
+        if shape.mrope_section is None:
+            raise UnsupportedModelError("mrope_section", None, "three numbers, where there is a vision tower")
+    except (CheckpointError, UnsupportedModelError) as error:
+        if asked:
+            raise
+        return None, [f"pictures are refused: {error}"]
+    return tower, []
 
 
 def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | None = None) -> StepRunner:
@@ -108,18 +158,21 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
     load = partial(_load, config, directory, plan, device.store(plan), progress)
     weights, notices = device.weights(config, directory, plan, load, progress)
     notices = unused + notices
-    vocoder = None
+    beside: Any = None
     if plan.speaks:
         shape = plan.shape.vocoder
-        vocoder = dummy_vocoder(shape, config.seed) if config.dummy else load_vocoder(directory, shape)
+        beside = dummy_vocoder(shape, config.seed) if config.dummy else load_vocoder(directory, shape)
     elif weights.n_bytes > plan.weight_bytes:  # a head beside an embedding that the configuration ties to it
         untied = replace(plan.shape, tie_word_embeddings=False)
-        plan = make_plan(config, untied, device.text, plan.n_real, free)
+        plan = make_plan(config, untied, device.text, plan.n_real, free, tower=plan.tower)
+    if not plan.speaks:
+        beside, said = _load_tower(config, directory, plan, device)
+        notices = notices + said
     lap("weights")
     if compiling is not None:
         compiling.wait(progress)
         lap("compile")
-    runner: Any = device.runner(plan, weights, vocoder, progress)
+    runner: Any = device.runner(plan, weights, beside, progress)
     lap(device.made)
     if plan.speaks:
         notices = notices + _open_voices(runner, config, directory, device.kernels(runner))
@@ -153,6 +206,18 @@ def _load(
     load: Any = load_speech_weights if plan.speaks else load_weights
     weights, notices = load(directory, plan.shape, on_bytes, quantize=plan.quantize, store=store)
     return weights, notices
+
+
+def _load_tower(
+    config: EngineConfig, directory: Path, plan: TextPlan, device: Cpu | Gpu
+) -> tuple[tuple[VisionWeights, PictureRules] | None, list[str]]:
+    """The vision tower's weights, and how the model wants its pictures; and notices."""
+    if plan.tower is None:
+        return None, find_tower(config, directory, plan.shape, device)[1]
+    if config.dummy is not None:
+        return (dummy_vision(plan.tower, config.seed), PictureRules()), []
+    weights, notices = load_vision(directory, plan.tower, store=device.store(plan))
+    return (weights, picture_rules(directory)), notices
 
 
 def _open_tiers(

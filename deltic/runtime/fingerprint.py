@@ -26,7 +26,7 @@ from pathlib import Path
 
 from deltic.config import EngineConfig
 from deltic.models.fields import CheckpointError
-from deltic.models.gguf import is_gguf, open_gguf
+from deltic.models.gguf import is_gguf, open_gguf, tower_beside
 
 MEMORY = "hashes.json"
 """In the cache directory: resolved path -> [size, mtime_ns, hash]."""
@@ -80,10 +80,12 @@ def _weight_hashes(directory: Path, memory_file: Path | None, on_progress: Progr
     """Of the configuration and of every file of weights that the loader may read, by name."""
     small: list[Path] = []
     if is_gguf(directory):
-        files = list(open_gguf(directory).files)
+        tower = tower_beside(directory)
+        files = [*open_gguf(directory).files, *([] if tower is None else [tower])]
     elif directory.is_dir():
         files = sorted(directory.glob("*.safetensors"))
-        small = [directory / "config.json", *sorted(directory.glob("*.index.json"))]
+        names = ("*.index.json", "preprocessor_config.json")
+        small = [directory / "config.json", *sorted(file for name in names for file in directory.glob(name))]
     else:
         files, small = [directory], [directory.with_name("config.json")]
     return {file.name: _hash(file) for file in small} | _remembered(files, memory_file, on_progress)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-from deltic.engine.messages import EngineInfo
+from deltic.engine.messages import EngineInfo, PictureInfo
 from deltic.models.loading import shares_text
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Weights
+from deltic.models.vision.pixels import PictureRules
+from deltic.models.vision.shape import BLOCK
 from deltic.runtime.plan import Plan
 
 
-def engine_info(plan: Plan[Any], device: str, **of_device: Any) -> EngineInfo:
-    """What follows from a plan. of_device: fields that follow from the device.
+def engine_info(plan: Plan[Any], device: str, rules: PictureRules | None = None, **of_device: Any) -> EngineInfo:
+    """What follows from a plan. rules: of a model that takes pictures; of_device: fields that follow from the device.
 
     `build.build_runner` adds what only it knows: the model's name, notices, the precision, whether there is a
     prefix cache, and the times of the start.
@@ -31,6 +33,7 @@ def engine_info(plan: Plan[Any], device: str, **of_device: Any) -> EngineInfo:
             "eos_token_ids": list(shape.eos_token_ids),
             "even_context": even_context(shape),
             "has_draft_head": shape.has_draft_head,
+            "pictures": None if rules is None else _pictures(plan, rules),
         }
     )
     return EngineInfo(
@@ -47,6 +50,11 @@ def engine_info(plan: Plan[Any], device: str, **of_device: Any) -> EngineInfo:
         **of_kind,
         **of_device,
     )
+
+
+def _pictures(plan: Plan[Any], rules: PictureRules) -> PictureInfo:
+    most = min(rules.max_pixels, plan.max_picture_tokens * BLOCK**2)
+    return PictureInfo(min(rules.min_pixels, most), most, plan.max_picture_tokens)
 
 
 def precision(plan: Plan[Any], weights: Weights) -> tuple[str, list[str]]:

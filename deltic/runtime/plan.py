@@ -18,6 +18,8 @@ from deltic.engine.cache.cache import pages_for
 from deltic.machine import free_memory_bytes, memory_bound, n_usable_cpus
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.tts.shape import SpeechShape
+from deltic.models.vision.shape import VisionShape
+from deltic.models.vision.weights import empty_vision
 from deltic.ops.geometry import PAGE_SIZE
 
 CACHE_SHARE = 4
@@ -50,6 +52,12 @@ class Plan(Generic[S]):
     weight_bytes: int
     vocoder_bytes: int
     """Weights of a speech model's vocoder, on a GPU its activations, too; 0 for other models."""
+    tower: VisionShape | None
+    """Of a language model that takes pictures."""
+    tower_bytes: int
+    """Its weights."""
+    max_picture_tokens: int
+    """Of one picture; 0: prompts have no pictures."""
     n_real: int
     """Ids that can be drawn."""
     max_model_len: int
@@ -109,6 +117,20 @@ class Plan(Generic[S]):
         return self.n_streams + 1
 
     @property
+    def n_made_angles(self) -> int:
+        """Rows of angles that a step on a CPU makes for tokens of pictures: its own, and those of the draft
+        head's rows behind it.
+        """
+        return 2 * self.n_batch_tokens if self.max_picture_tokens else 0
+
+    @property
+    def n_picture_blocks(self) -> int:
+        """Blocks of PAGE_SIZE rows that hold what the tower made of pictures: of four of the largest, or of as
+        many small ones as begin in a page and two of the largest.
+        """
+        return 4 * pages_for(self.max_picture_tokens) + PAGE_SIZE if self.max_picture_tokens else 0
+
+    @property
     def max_logit_rows(self) -> int:
         return self.max_num_seqs + PAGE_SIZE
 
@@ -130,7 +152,7 @@ class Plan(Generic[S]):
 
     @property
     def total_bytes(self) -> int:
-        fixed = self.weight_bytes + self.vocoder_bytes + self.workspace_bytes + self.slots_bytes
+        fixed = self.weight_bytes + self.vocoder_bytes + self.tower_bytes + self.workspace_bytes + self.slots_bytes
         return fixed + self.pages_bytes + self.host_bytes
 
     @property
@@ -221,6 +243,8 @@ class Kind(Generic[S]):
     """The default of --max-drafts, but for models up to CACHED_BYTES; None: it runs no drafts."""
     draft_head: bool = False
     """Whether it runs a draft head (MTP)."""
+    largest_picture: int | None = None
+    """The default of --max-picture-tokens; None: it takes no pictures."""
     free_share: float = 0.8
     """The part of the free memory that is used where --memory-gb does not say, less reserve_bytes."""
     reserve_bytes: int = 0
@@ -230,6 +254,12 @@ class Kind(Generic[S]):
     def on_gpu(self) -> bool:
         return self.device == "cuda"
 
+    def picture_tokens(self, config: EngineConfig) -> int:
+        """Most tokens of a picture; 0: prompts have none."""
+        if self.largest_picture is None or config.max_picture_tokens is not None:
+            return config.max_picture_tokens or 0
+        return self.largest_picture
+
     def max_drafts(self, config: EngineConfig, shape: S) -> int:
         """Most tokens of a draft; 0: none are made."""
         if self.drafts is None or config.max_drafts is not None:
@@ -238,17 +268,23 @@ class Kind(Generic[S]):
 
 
 def make_plan(
-    config: EngineConfig, shape: S, kind: Kind[S], n_real: int, free_bytes: int, host_free_bytes: int | None = None
+    config: EngineConfig,
+    shape: S,
+    kind: Kind[S],
+    n_real: int,
+    free_bytes: int,
+    host_free_bytes: int | None = None,
+    tower: VisionShape | None = None,
 ) -> Plan[S]:
     """Sizes for this model in free_bytes of the device's memory.
 
-    host_free_bytes: of a GPU's host (default: what is free now). Raises ConfigError when the model or a
+    tower: of its pictures, if it takes any. host_free_bytes: of a GPU's host (default: what is free now). Raises ConfigError when the model or a
     setting does not fit, naming the largest value that would, or when a setting means nothing here;
     UnsupportedModelError for a geometry that the kernels cannot run.
     """
     kind.check(shape)
     config = without_foreign(config, kind.device, kind.name)
-    asked = _asked(config, shape, kind, n_real, free_bytes)
+    asked = _asked(config, shape, kind, n_real, free_bytes, tower)
     plan = _shrunk(asked, kind, config)
     if plan.spare_bytes < 0:
         raise _refusal(asked, plan, kind, config)
@@ -266,7 +302,9 @@ def make_plan(
     return plan
 
 
-def _asked(config: EngineConfig, shape: S, kind: Kind[S], n_real: int, free_bytes: int) -> Plan[S]:
+def _asked(
+    config: EngineConfig, shape: S, kind: Kind[S], n_real: int, free_bytes: int, tower: VisionShape | None
+) -> Plan[S]:
     """The plan of the settings and defaults, with its workspace.
 
     Raises ConfigError for a fault that no memory would mend.
@@ -294,6 +332,9 @@ def _asked(config: EngineConfig, shape: S, kind: Kind[S], n_real: int, free_byte
         quantize=config.rounded,
         weight_bytes=kind.weight_bytes(shape, config.rounded),
         vocoder_bytes=kind.vocoder_bytes(shape),
+        tower=tower,
+        tower_bytes=0 if tower is None else empty_vision(tower).n_bytes,
+        max_picture_tokens=0 if tower is None else kind.picture_tokens(config),
         n_real=n_real,
         max_model_len=length,
         max_num_seqs=config.max_num_seqs or kind.num_seqs,
@@ -395,6 +436,7 @@ def _refusal(asked: Plan[S], plan: Plan[S], kind: Kind[S], config: EngineConfig)
         ("max_num_seqs", 1, 1),
         ("max_model_len", PAGE_SIZE, PAGE_SIZE),
         ("max_step_tokens", PAGE_SIZE, PAGE_SIZE),
+        ("max_picture_tokens", PAGE_SIZE, PAGE_SIZE),
     ):
         value = getattr(plan, field)
         if value <= least:
@@ -442,6 +484,8 @@ def _largest(plan: Plan[S], kind: Kind[S], field: str, least: int, unit: int) ->
 def _does_not_fit(plan: Plan[S], kind: Kind[S], have: str) -> ConfigError:
     """For a model that no lower setting would make fit. plan: without what is kept for the prefix cache."""
     sizes = f"weights {plan.weight_bytes / 1e9:.1f} GB"
+    if plan.tower_bytes:
+        sizes += f", vision tower {plan.tower_bytes / 1e9:.1f} GB"
     if plan.vocoder_bytes:
         sizes += f", vocoder {plan.vocoder_bytes / 1e9:.1f} GB"
     sizes += f" and workspace {plan.workspace_bytes / 1e9:.2f} GB"

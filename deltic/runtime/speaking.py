@@ -11,6 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltic.engine.messages import MAX_FIRST_FRAMES, Request, Speech
+from deltic.engine.pictures import PictureEncoder
 from deltic.engine.scheduler import RequestError
 from deltic.engine.stage import StreamVocoder
 from deltic.models.tts.shape import FRAME, N_SIDE, SPEAKER, SpeechShape, codec_side
@@ -44,6 +45,7 @@ class Speaker:
     voices: Voices | None = None
     """Of a Base model, once they are opened."""
     gives_logprobs = True
+    pictures: PictureEncoder | None = None
 
     def check_speech(self, request: Request) -> Voice | None:
         """The encoded voice that the request names, None without one.

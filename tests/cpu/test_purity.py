@@ -63,6 +63,7 @@ class Recorder:
     def __init__(self, inner: Runner, watched: str) -> None:
         self.inner, self.watched = inner, watched
         self.info, self.max_logit_rows, self.tiers = inner.info, inner.max_logit_rows, inner.tiers
+        self.pictures = inner.pictures
         self.rows: list[Array] = []
 
     def is_busy(self) -> bool:

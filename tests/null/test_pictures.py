@@ -17,8 +17,8 @@ from PIL import Image, ImageOps
 
 from deltic.engine.messages import Picture
 from deltic.models.fields import UnsupportedModelError
-from deltic.models.rotary import prompt_positions
-from deltic.models.vision.pixels import PictureRules, patches
+from deltic.models.rotary import PromptPositions
+from deltic.models.vision.pixels import Patches, PictureRules
 from deltic.server.chat import pictures
 from deltic.server.chat.pictures import PictureError, fitted, of_pixels, read_picture
 from tests.pictures import FORMS, doubtful, file_of, refused, rgb, scene, whole
@@ -57,7 +57,7 @@ def same(data: bytes, rules: PictureRules = SMALL) -> None:
     with Image.open(io.BytesIO(data)) as image:
         values, grid = published(image, rules)
     picture = decoded(data, rules)
-    found = patches(pixels_of(picture)[None], rules)
+    found = Patches(pixels_of(picture)[None], rules)[:]
     assert [1, 2 * picture.rows, 2 * picture.columns] == grid and picture.n_tokens == len(values) // 4
     assert found.dtype == np.float32 and (found.view(np.int32) == values.astype(np.float32).view(np.int32)).all()
 
@@ -74,6 +74,19 @@ def test_sizes(width: int, height: int) -> None:
     same(file_of(rgb(width, height), "PNG"))
     if width * height > 9:
         same(file_of(rgb(width, height), "PNG"), PictureRules())
+
+
+def test_patches_are_made_as_they_are_read() -> None:
+    frames = np.stack([scene(96, 64, 3), scene(96, 64, 3)[::-1]])
+    rules = PictureRules()
+    both = Patches(frames, rules)
+    whole, first, second = both[:], *(Patches(frame[None], rules)[:] for frame in frames)
+    assert both.shape == whole.shape == (24, 1536)
+    split = [x.reshape(24, 3, 2, 256) for x in (whole, first, second)]
+    assert (split[0][:, :, 0] == split[1][:, :, 0]).all() and (split[0][:, :, 1] == split[2][:, :, 1]).all()
+    for begin in range(0, 24, 4):
+        for end in range(begin, 25, 4):
+            assert (both[begin:end] == whole[begin:end]).all() and len(both[begin:end]) == end - begin
 
 
 def test_other_numbers_of_a_model() -> None:
@@ -146,7 +159,7 @@ def test_a_picture_is_read_by_a_process_of_its_own() -> None:
     picture = asyncio.run(read_picture(data, SMALL.min_pixels, SMALL.max_pixels))
     assert picture == decoded(data)
     assert (picture.rows, picture.columns, picture.n_tokens) == (5, 3, 15)
-    assert len(patches(pixels_of(picture)[None], SMALL)) == 60
+    assert len(Patches(pixels_of(picture)[None], SMALL)) == 60
     other = of_pixels(picture.pixels, 32 * 3, 32 * 5)
     assert other.key != picture.key, "the same bytes as another picture"
 
@@ -217,7 +230,7 @@ def test_doubtful_files_are_refused_or_read(data: bytes) -> None:
     except PictureError as error:
         assert str(error)
     else:
-        assert np.isfinite(patches(pixels_of(picture)[None], SMALL)).all()
+        assert np.isfinite(Patches(pixels_of(picture)[None], SMALL)[:]).all()
 
 
 def test_what_is_broken_beside_the_pixels_is_passed_over() -> None:
@@ -258,17 +271,25 @@ def test_the_server_does_not_load_pillow() -> None:
 
 
 def test_positions_of_a_prompt() -> None:
-    positions, delta = prompt_positions(10, [(2, 2, 3)])
+    prompt = PromptPositions([(2, 2, 3)])
+    positions, inside = prompt.of(0, 10)
     assert positions.tolist() == [
         [0, 1, 2, 2, 2, 2, 2, 2, 5, 6],
         [0, 1, 2, 2, 2, 3, 3, 3, 5, 6],
         [0, 1, 2, 3, 4, 2, 3, 4, 5, 6],
     ]
-    assert delta == -3
-    assert prompt_positions(3, []) == (pytest.approx(np.tile(np.arange(3), (3, 1))), 0)
-    for wrong in ([(0, 2, 2), (3, 1, 1)], [(0, 0, 2)], [(8, 2, 2)], [(-1, 1, 1)]):
+    assert inside.tolist() == [False] * 2 + [True] * 6 + [False] * 2
+    for start in range(10):
+        part, is_picture = prompt.of(start, 12)
+        assert (part[:, : 10 - start] == positions[:, start:]).all() and (
+            is_picture[: 10 - start] == inside[start:]
+        ).all()
+    assert part[:, -1].tolist() == [8, 8, 8]
+    plain, inside = PromptPositions([]).of(4, 7)
+    assert plain.tolist() == [[4, 5, 6]] * 3 and not inside.any()
+    for wrong in ([(0, 2, 2), (3, 1, 1)], [(0, 0, 2)], [(-1, 1, 1)]):
         with pytest.raises(ValueError, match="a picture of"):
-            prompt_positions(10, wrong)
+            PromptPositions(wrong)
 
 
 def test_positions_are_the_published_ones() -> None:
@@ -296,5 +317,6 @@ def test_positions_are_the_published_ones() -> None:
         ids = torch.zeros(1, len(types), dtype=torch.long)
         images, videos = (torch.tensor(grids[i]) if grids[i] else None for i in (1, 2))
         expected, delta = kind.get_rope_index(model, ids, torch.tensor([types]), images, videos)
-        found, found_delta = prompt_positions(len(types), placed)
-        assert (found == expected[:, 0].numpy()).all() and found_delta == int(delta)
+        found, inside = PromptPositions(placed).of(0, len(types) + 1)
+        assert (found[:, :-1] == expected[:, 0].numpy()).all() and (found[:, -1] == len(types) + int(delta)).all()
+        assert (inside[:-1] == (np.array(types) > 0)).all()

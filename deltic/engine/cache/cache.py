@@ -33,8 +33,8 @@ from typing import Any
 from deltic.engine.cache.pool import IntegrityError, Pool
 from deltic.engine.cache.residency import Load, Residency
 from deltic.engine.cache.tiers import Tiers
-from deltic.engine.cache.tree import DEVICE, DISK, SUPERSEDED, Node, next_key, root_key, top
-from deltic.engine.messages import EngineInfo
+from deltic.engine.cache.tree import DEVICE, DISK, SUPERSEDED, Node, next_key, picture_keys, root_key, top
+from deltic.engine.messages import EngineInfo, Picture
 from deltic.engine.step import Chunk, Sequence
 from deltic.ops.geometry import PAGE_SIZE
 
@@ -125,7 +125,8 @@ class Cache:
         keys, tokens = sequence.prefix.keys, sequence.tokens
         key = keys[-1] if keys else root_key(sequence.request)
         for i in range(len(keys), self._n_canonical(sequence) // PAGE_SIZE):
-            key = next_key(key, tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE])
+            pictures = picture_keys(sequence.request, i * PAGE_SIZE) if sequence.request.pictures else b""
+            key = next_key(key, tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE], pictures)
             keys.append(key)
 
     def _n_canonical(self, sequence: Sequence) -> int:
@@ -265,6 +266,8 @@ class Cache:
         last = (n_tokens - 1) // PAGE_SIZE * PAGE_SIZE
         wanted[last] = "end"
         wanted.setdefault(n_known, "junction")
+        for depth in _picture_edges(sequence.request.pictures):
+            wanted.setdefault(depth, "picture")
         prefix.wanted = {d: wanted[d] for d in sorted(wanted) if sequence.n_computed < d <= last}
 
     # A sequence runs.
@@ -586,6 +589,18 @@ class Cache:
 def _within(where: list[Any], tier: int) -> bool:
     """Whether a page or state is in `tier` or one above."""
     return any(place is not None for place in where[: tier + 1])
+
+
+def _picture_edges(pictures: list[Picture]) -> Iterator[int]:
+    """Where runs of pictures begin and end: other prompts ask something else about them. Pictures less than a
+    page apart, as the frames of a video are, are one run.
+    """
+    for before, after in zip([None, *pictures], [*pictures, None], strict=True):
+        if before is None or after is None or after.first - before.end >= PAGE_SIZE:
+            if before is not None:
+                yield before.end // PAGE_SIZE * PAGE_SIZE
+            if after is not None:
+                yield after.first // PAGE_SIZE * PAGE_SIZE
 
 
 def _ladder(begin: int, end: int) -> Iterator[int]:

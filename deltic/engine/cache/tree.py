@@ -17,6 +17,7 @@ applies it when room is wanted, `tiers.py` moves the bytes.
 from __future__ import annotations
 
 from array import array
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -47,12 +48,23 @@ def root_key(request: Request) -> bytes:
     return blake2b(both, digest_size=16, person=b"deltic salt").digest()
 
 
-def next_key(key: bytes, tokens: array[int]) -> bytes:
-    """The key after one page more, of PAGE_SIZE tokens.
-
-    Content of another kind (an image) would join here.
+def next_key(key: bytes, tokens: array[int], pictures: bytes = b"") -> bytes:
+    """The key after one page more, of PAGE_SIZE tokens. pictures: of the pictures that begin in it
+    (`picture_keys`), whose tokens are placeholders.
     """
-    return blake2b(key + tokens.tobytes(), digest_size=16).digest()
+    return blake2b(key + tokens.tobytes() + pictures, digest_size=16).digest()
+
+
+def picture_keys(request: Request, begin: int) -> bytes:
+    """What names the pictures that begin in the page of tokens [begin, begin + PAGE_SIZE), and their
+    places.
+    """
+    pictures = request.pictures
+    i, keys = bisect_left(pictures, begin, key=lambda picture: picture.first), b""
+    while i < len(pictures) and pictures[i].first < begin + PAGE_SIZE:
+        keys += bytes([pictures[i].first - begin]) + pictures[i].key
+        i += 1
+    return keys
 
 
 @dataclass(slots=True, eq=False)

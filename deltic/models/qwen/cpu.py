@@ -4,8 +4,8 @@
 
 The residual stream, norms, gates, states, router and logits are float32; pages and the inputs of every linear
 are bfloat16; matrices are bfloat16 or quantised. There is one layout of the weights (models/qwen/weights.py)
-and one path for decode and prefill. Left out: the vision tower
-(models/vision).
+and one path for decode and prefill. What stands for a picture's tokens comes from the vision tower
+(models/vision), as rows that take the place of embeddings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deltic.models.fields import UnsupportedModelError
 from deltic.models.loading import Mlp
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import AttnLayer, GdnLayer, Moe, Weights
-from deltic.models.rotary import rotary_tables
+from deltic.models.rotary import PromptPositions, axis_of_angle, rotary_tables
 from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.cpu.attention import attention, attn_prepare
 from deltic.ops.cpu.dense import draft_rows, embed, linear, rms_norm, silu_mul
@@ -41,6 +41,7 @@ class RowInputs:
     n_seqs: Array
     token_ids: Array  # [T]
     positions: Array  # [T]
+    angles: Array  # [T] rows of the tables of cos and sin
     token_place: Array  # [T]
     seq_start: Array  # [S + 1]
     seq_context: Array  # [S]
@@ -244,10 +245,42 @@ class Linears:
         linear(program, x, self.matrices[name], out, packed, n_rows, add=add, first=first)
 
 
+class Angles:
+    """Rows of the tables of cos and sin that a step's tokens read. A text's token, whose three axes of M-RoPE
+    are alike, reads that of its position. Each of a picture's has a row that is made for the step, from the
+    rows of its axes' positions.
+    """
+
+    def __init__(self, cos: Array, sin: Array, axes: Array, begin: int) -> None:
+        """axes: of each angle (`axis_of_angle`); begin: the first row that may be made."""
+        self._cos, self._sin, self._axes, self._begin = cos, sin, axes, begin
+        self._next = begin
+
+    def begin(self) -> None:
+        """A step begins: rows that were made are free."""
+        self._next = self._begin
+
+    def fill(self, out: Array, prompt: PromptPositions, start: int, end: int) -> Array:
+        """Writes the rows of tokens [start, end) to out, int32 [end - start]; gives which of them are a
+        picture's, bool.
+        """
+        positions, in_picture = prompt.of(start, end)
+        out[:] = positions[0]
+        n = int(in_picture.sum())
+        if n:
+            made = slice(self._next, self._next + n)
+            at = positions[self._axes][:, in_picture].T, np.arange(len(self._axes))
+            self._cos[made], self._sin[made] = self._cos[at], self._sin[at]
+            out[in_picture] = np.arange(made.start, made.stop)
+            self._next = made.stop
+        return in_picture
+
+
 class Qwen:
     """The weights in the form the operators read, and the recording of a forward over given buffers."""
 
-    def __init__(self, shape: ModelShape, weights: Weights, max_len: int) -> None:
+    def __init__(self, shape: ModelShape, weights: Weights, max_len: int, n_made_angles: int = 0) -> None:
+        """n_made_angles: rows of cos and sin that `angles` may make, beside those of max_len positions."""
         self.shape = shape
         self.weights = weights
         parts = [*weights.named_parts(), ("lm_head", weights.lm_head)]
@@ -260,13 +293,31 @@ class Qwen:
         self.linears = Linears(parts)
         self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
         self.gdn_weights = weights.gdn()
-        # Text positions are equal on all three mrope axes, so the interleaved form is plain partial rotation.
-        self.cos, self.sin = rotary_tables(shape.inv_freq(), max_len, shape.rope_attention_factor)
+        self._max_len = max_len
+        self.cos, self.sin = rotary_tables(
+            shape.inv_freq(), max_len, shape.rope_attention_factor, n_beside=n_made_angles
+        )
 
-    def record(self, program: Program, inputs: ForwardInputs, memory: Memory, act: Activations) -> None:
-        """Appends the whole forward: token ids to act.logits[:n_logit_rows]."""
+    def angles(self, first: int) -> Angles:
+        """Of steps that make rows from the first one on, of those that may be made."""
+        n = self.shape.rotary_dim // 2
+        axes = axis_of_angle(n, self.shape.mrope_section or (n, 0, 0))
+        return Angles(self.cos, self.sin, axes, self._max_len + first)
+
+    def record(
+        self,
+        program: Program,
+        inputs: ForwardInputs,
+        memory: Memory,
+        act: Activations,
+        picture_rows: Array | None = None,
+    ) -> None:
+        """Appends the whole forward: token ids to act.logits[:n_logit_rows].
+
+        picture_rows: bfloat16 [N, H]: ids below 0 name them, from -1 on.
+        """
         w, eps = self.weights, self.shape.rms_norm_eps
-        embed(program, w.embed, inputs.token_ids, act.residual, inputs.n_tokens)
+        embed(program, w.embed, inputs.token_ids, act.residual, inputs.n_tokens, picture_rows)
         i_gdn = i_attn = 0
         for i, layer in enumerate(w.layers):
             rms_norm(program, act.residual, layer.input_norm, eps, act.normed, inputs.n_tokens)
@@ -399,6 +450,7 @@ class Qwen:
             self.shape.rms_norm_eps,
             n_tokens=inputs.n_tokens,
             positions=inputs.positions,
+            angles=inputs.angles,
             token_place=inputs.token_place,
             page_table=inputs.page_table,
             cos=self.cos,

@@ -17,13 +17,14 @@ Source: the published Qwen3.5 model code.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from deltic.models.fields import UnsupportedModelError
 from deltic.models.rotary import rotary_tables
+from deltic.models.vision.pixels import Patches
 from deltic.models.vision.shape import LAYER_NORM_EPS, MERGE, PATCH_WIDTH, VisionShape
 from deltic.models.vision.weights import Linear, Norm, VisionBlock, VisionWeights
 from deltic.ops.arrays import Array, bfloat16, copy
@@ -216,22 +217,26 @@ class VisionForward:
             tower.record_rest(stage(), block)
         tower.record_merger(stage())
 
-    def run(self, patches: Sequence[Array], grids: Sequence[Grid], n_rows: int | None = None) -> Iterator[None]:
-        """Encodes pictures, to buffers.tokens, one after another; yields after each piece of at most n_rows
-        patches.
+    def run(
+        self, patches: Sequence[Array | Patches], grids: Sequence[Grid], n_rows: Callable[[int], int] | None = None
+    ) -> Iterator[None]:
+        """Encodes pictures, to buffers.tokens, one after another; yields after each piece.
 
         patches: float32 or bfloat16 [frames * rows * columns, PATCH_WIDTH] of each grid, block by block (see
-        `Frames`). Raises ValueError for what does not fit the buffers, at the first step.
+        `Frames`). n_rows: says before each piece, by the number of its stage, how many patches it may have
+        (None: as many as there is room for). Raises ValueError for what does not fit the buffers, at the
+        first step.
         """
         b = self.buffers
         n = self._place(patches, grids)
-        step = min(n_rows or len(b.normed), len(b.normed)) // TOKEN * TOKEN
-        if step == 0:
-            raise ValueError(f"a piece of {n_rows} patches: a token has {TOKEN}")
         starts = np.cumsum([0, *map(len, patches)])
-        for stage in self.stages:
-            for begin in range(0, n, step):
-                count = min(step, n - begin)
+        for i, stage in enumerate(self.stages):
+            begin = 0
+            while begin < n:
+                most = len(b.normed) if n_rows is None else min(n_rows(i), len(b.normed))
+                if most < TOKEN:
+                    raise ValueError(f"a piece of {most} patches: a token has {TOKEN}")
+                count = min(most // TOKEN * TOKEN, n - begin)
                 b.begin[()], b.n_rows[()] = begin, count
                 b.first_token[()], b.n_tokens[()] = begin // TOKEN, count // TOKEN
                 if stage is self.stages[0]:
@@ -240,9 +245,10 @@ class VisionForward:
                         if low < high:
                             copy(b.pixels[low - begin : high - begin], some[low - first : high - first])
                 stage.run()
+                begin += count
                 yield
 
-    def _place(self, patches: Sequence[Array], grids: Sequence[Grid]) -> int:
+    def _place(self, patches: Sequence[Array | Patches], grids: Sequence[Grid]) -> int:
         """Writes where the frames are; gives the number of patches."""
         b, shapes = self.buffers, [(rows, columns) for frames, rows, columns in grids for _ in range(frames)]
         for some, (frames, rows, columns) in zip(patches, grids, strict=True):

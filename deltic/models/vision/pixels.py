@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltic.models.fields import UnsupportedModelError, json_table, only, positive_float, positive_int
-from deltic.models.vision.shape import FRAMES_A_PATCH, MERGE, PATCH_SIZE, PATCH_WIDTH
+from deltic.models.vision.shape import BLOCK, CHANNELS, FRAMES_A_PATCH, MERGE, PATCH_SIZE, PATCH_WIDTH
 
 BICUBIC = 3
 """Pillow's number of it, in a preprocessor_config.json."""
@@ -76,19 +76,34 @@ def _three(fields: Mapping[str, Any], name: str, default: tuple[float, float, fl
     raise UnsupportedModelError(name, values, "three numbers")
 
 
-def patches(pixels: NDArray[np.uint8], rules: PictureRules) -> NDArray[np.float32]:
-    """What the vision tower reads, float32 [rows * columns, PATCH_WIDTH]: (channel, frame, y, x) of each
-    patch; patches block by block, of each 2 x 2 block, in raster order, its patches in raster order.
-
-    pixels: uint8 [1 or FRAMES_A_PATCH, height, width, 3].
+class Patches:
+    """What the vision tower reads of a picture, float32 [rows * columns, PATCH_WIDTH], made as it is read:
+    (channel, frame, y, x) of each patch; patches block by block, of each 2 x 2 block, in raster order, its
+    patches in raster order.
     """
-    levels = (np.arange(256).astype(np.float64) * rules.scale).astype(np.float32)[:, None]
-    table = (levels - np.array(rules.mean, np.float32)) / np.array(rules.std, np.float32)  # [256, 3]
-    n_frames, height, width, _ = pixels.shape
-    rows, columns = height // PATCH_SIZE, width // PATCH_SIZE
-    blocks = (n_frames, rows // MERGE, MERGE, PATCH_SIZE, columns // MERGE, MERGE, PATCH_SIZE)
-    channels = [table[:, i][pixels[..., i]].reshape(blocks) for i in range(3)]
-    whole = np.stack(channels).transpose(2, 5, 3, 6, 0, 1, 4, 7)
-    out = np.empty((*whole.shape[:5], FRAMES_A_PATCH, *whole.shape[6:]), np.float32)
-    out[...] = whole
-    return out.reshape(rows * columns, PATCH_WIDTH)
+
+    def __init__(self, pixels: NDArray[np.uint8], rules: PictureRules) -> None:
+        """pixels: uint8 [1 or FRAMES_A_PATCH, height, width, 3]."""
+        levels = (np.arange(256).astype(np.float64) * rules.scale).astype(np.float32)[:, None]
+        self._table = (levels - np.array(rules.mean, np.float32)) / np.array(rules.std, np.float32)  # [256, 3]
+        n_frames, height, width, _ = pixels.shape
+        rows, columns = height // BLOCK, width // BLOCK
+        sides = (n_frames, rows, MERGE, PATCH_SIZE, columns, MERGE, PATCH_SIZE, CHANNELS)
+        # [rows, columns of blocks, rows, columns of patches, channel, frame, y, x]
+        self._pixels = pixels.reshape(sides).transpose(1, 4, 2, 5, 7, 0, 3, 6)
+        self.shape: tuple[int, int] = (rows * columns * MERGE**2, PATCH_WIDTH)
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, part: slice) -> NDArray[np.float32]:
+        """Some patches in a row: a slice without a step."""
+        begin, end, _ = part.indices(len(self))
+        a_row = self._pixels.shape[1] * MERGE**2
+        first = begin // a_row
+        some = self._pixels[first : -(-end // a_row)]
+        some = some.reshape(-1, CHANNELS, *some.shape[5:])[begin - first * a_row : end - first * a_row]
+        out = np.empty((len(some), CHANNELS, FRAMES_A_PATCH, PATCH_SIZE, PATCH_SIZE), np.float32)
+        for channel in range(CHANNELS):
+            out[:, channel] = self._table[:, channel][some[:, channel]]
+        return out.reshape(len(some), PATCH_WIDTH)

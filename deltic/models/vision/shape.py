@@ -10,16 +10,17 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from deltic.models.fields import MAX_LAYERS, UnsupportedModelError, json_table, only, positive_float, positive_int
+from deltic.ops.geometry import TOKEN_FRAMES, TOKEN_PIXELS
 
 if TYPE_CHECKING:
     from deltic.ops.formats import WeightFormat
 
-CHANNELS, PATCH_SIZE, FRAMES_A_PATCH, MERGE = 3, 16, 2, 2
+CHANNELS, PATCH_SIZE, FRAMES_A_PATCH = 3, 16, TOKEN_FRAMES
+BLOCK = TOKEN_PIXELS
+"""Pixels of a side of a token's square: the sides of a resized picture are multiples of it."""
+MERGE = BLOCK // PATCH_SIZE
 PATCH_WIDTH = CHANNELS * FRAMES_A_PATCH * PATCH_SIZE**2
 """Values of a patch: (channel, frame, y, x). A picture is both frames."""
-
-BLOCK = PATCH_SIZE * MERGE
-"""Pixels of a side of a token's square: the sides of a resized picture are multiples of it."""
 
 LAYER_NORM_EPS = 1e-6
 """Of every norm; no config says it."""
@@ -79,6 +80,21 @@ class VisionShape:
             rope_theta=positive_float(rope, "rope_theta", 10_000),
         )
 
+    @classmethod
+    def published(cls, name: str, out_hidden_size: int) -> VisionShape | None:
+        """The tower of a published model by its name, any case; None: it has none, or it is not known."""
+        sizes = PUBLISHED_SIZES.get(name.lower().removeprefix("qwen3.5-").removeprefix("qwen3.6-"))
+        if sizes is None:
+            return None
+        depth, hidden, n_heads, intermediate = sizes
+        return cls(
+            depth=depth,
+            hidden_size=hidden,
+            n_heads=n_heads,
+            intermediate_size=intermediate,
+            out_hidden_size=out_hidden_size,
+        )
+
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.n_heads
@@ -97,3 +113,12 @@ class VisionShape:
         """Angles per row or column of patches, head_dim / 4 of them."""
         half = self.head_dim // 2
         return [self.rope_theta ** (-2.0 * i / half) for i in range(self.head_dim // 4)]
+
+
+PUBLISHED_SIZES = {
+    "0.8b": (12, 768, 12, 3072),
+    "2b": (24, 1024, 16, 4096),
+    "4b": (24, 1024, 16, 4096),
+    **dict.fromkeys(("9b", "27b", "35b-a3b", "122b-a10b", "397b-a17b"), (27, 1152, 16, 4304)),
+}
+"""Depth, width, heads and inner width of the towers of Qwen3.5 and 3.6, by the size in a model's name."""

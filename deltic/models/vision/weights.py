@@ -34,6 +34,7 @@ from deltic.models.loading import (
     open_part,
 )
 from deltic.models.stored import StoredTensor, formats_of
+from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.shape import CHANNELS, FRAMES_A_PATCH, PATCH_SIZE, PATCH_WIDTH, VisionShape
 from deltic.ops.arrays import Array
 from deltic.ops.formats import Quantised, WeightFormat
@@ -174,6 +175,36 @@ def stored_vision_shape(path: str | Path) -> VisionShape | None:
     return dataclasses.replace(VisionShape.from_config(config), formats=formats_of(tensors))
 
 
+def picture_rules(path: str | Path) -> PictureRules:
+    """How the model of a checkpoint wants its pictures: by preprocessor_config.json, or the file of a GGUF
+    tower; the published numbers where these say nothing.
+
+    Raises CheckpointError, and UnsupportedModelError for what would not be honoured.
+    """
+    place = _place(path)
+    if place is not None and is_gguf(place):
+        tower = open_gguf(place)
+        names = ("image_mean", "image_std", "image_min_pixels", "image_max_pixels")
+        said = {name: tower.get(f"clip.vision.{name}", None) for name in names}
+        fields = {name.removeprefix("image_") if "pixels" in name else name: value for name, value in said.items()}
+        return PictureRules.from_config({name: value for name, value in fields.items() if value is not None})
+    file = Path(path) / "preprocessor_config.json"
+    return PictureRules.from_config(read_json(file) if file.exists() else {})
+
+
+def check_tower(
+    path: str | Path, shape: VisionShape, tensors: dict[str, StoredTensor], store: Store = HOST
+) -> list[str]:
+    """The notices of `load_vision`, and what it raises. tensors: of `stored_tower`."""
+    if (place := _place(path)) is None:
+        raise CheckpointError(f"{path}: no vision tower beside this file; put the mmproj-*.gguf of the model there")
+    if not tensors:
+        raise CheckpointError(f"{path}: no vision tower here (no tensor's name begins with {' or '.join(PREFIXES)})")
+    checked = Declaration(None, COUNTED if store.layout == "strips" else COUNTED_ROWS, shape.formats)
+    _declare(checked, shape)
+    return check_plan(checked.plan, tensors, place)
+
+
 def load_vision(
     path: str | Path, shape: VisionShape, progress: Progress | None = None, *, store: Store = HOST
 ) -> tuple[VisionWeights, list[str]]:
@@ -183,14 +214,8 @@ def load_vision(
     The second result holds notices for the user: what was converted. Raises CheckpointError, naming the
     tensor, what was expected, what was found and the file, for a missing, unexpected or misshapen tensor.
     """
-    place, tensors = _place(path), stored_tower(path)
-    if place is None:
-        raise CheckpointError(f"{path}: no vision tower beside this file; put the mmproj-*.gguf of the model there")
-    if not tensors:
-        raise CheckpointError(f"{path}: no vision tower here (no tensor's name begins with {' or '.join(PREFIXES)})")
-    checked = Declaration(None, COUNTED if store.layout == "strips" else COUNTED_ROWS, shape.formats)
-    _declare(checked, shape)
-    notices = check_plan(checked.plan, tensors, place)  # before memory is taken
+    tensors = stored_tower(path)
+    notices = check_tower(path, shape, tensors, store)  # before memory is taken
     parts = Declaration(None, store, shape.formats)
     weights = _declare(parts, shape)
     for part in parts.plan:

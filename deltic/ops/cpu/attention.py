@@ -33,13 +33,15 @@ def attn_prepare(
     sin: Array,
     q_out: Array,
     pages: Array,
+    angles: Array | None = None,
 ) -> None:
     """Norms and rotates q and k; writes bfloat16 q to q_out [T, nq, d], k and v to the token's place in its
     page.
 
-    proj: float32 [T, row]; q_norm, k_norm: float32 [d], zero-centred; positions, token_place: int32 [T];
-    page_table: int32 [places, max_pages]; cos, sin: float32 [max_len, rotary/2]; pages: bfloat16
-    [n_pages, 2, nk, 64, d] (this layer's part, any page stride). Rotated are the first `rotary` dims of a
+    proj: float32 [T, row]; q_norm, k_norm: float32 [d], zero-centred; positions,
+    token_place, angles: int32 [T], of each token its number in the sequence, its sequence's place, and its
+    row of cos and sin (None: that of its number); page_table: int32 [places, max_pages]; cos, sin: float32 [n_angles, rotary/2];
+    pages: bfloat16 [n_pages, 2, nk, 64, d] (this layer's part, any page stride). Rotated are the first `rotary` dims of a
     head, in pairs (i, i + rotary/2).
     """
     rotary = 2 * cos.shape[1]
@@ -57,6 +59,7 @@ def attn_prepare(
         heads.is_gated,
         n_tokens,
         positions,
+        positions if angles is None else angles,
         token_place,
         page_table,
         stride(page_table),

@@ -16,14 +16,23 @@ from deltic.ops.formats import FLOATS
 from deltic.ops.matrix import Matrix, row_bytes
 
 
-def embed(program: Program, table: Matrix, token_ids: Array, out: Array, n_tokens: Array) -> None:
-    """out[t] = float32(table[token_ids[t]]).
+def embed(
+    program: Program, table: Matrix, token_ids: Array, out: Array, n_tokens: Array, rows: Array | None = None
+) -> None:
+    """out[t] = float32(table[token_ids[t]]), or float32(rows[-1 - token_ids[t]]) for an id below 0.
 
-    table: [V, H]; token_ids: int32 [T]; out: float32 [T, H]; n_tokens: int32 scalar, rows in use.
-    Leaves out: a check of the ids; the scheduler only passes ids of the vocabulary.
+    table: [V, H]; token_ids: int32 [T]; out: float32 [T, H], H a multiple of 16; n_tokens: int32 scalar, rows
+    in use; rows: bfloat16 [N, H], None where no id is below 0. Leaves out: a check of the ids; the scheduler only passes ids of the vocabulary.
     """
     check("embed", out.dtype == np.float32 and table.k == out.shape[1], f"float32 out of width {table.k}")
-    program.call("deltic_embed", *table.whole.arguments, token_ids, out, n_tokens)
+    if rows is not None:
+        check(
+            "embed",
+            rows.dtype == bfloat16 and rows.shape[1:] == (table.k,) and rows.flags.c_contiguous,
+            "bfloat16 rows",
+        )
+        check("embed", table.k % 16 == 0, "width % 16 == 0")
+    program.call("deltic_embed", *table.whole.arguments, token_ids, out, n_tokens, rows)
 
 
 def linear(

@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 
 from deltic.engine.step import Chunk, Sequence, Step
-from deltic.models.qwen.cpu import ForwardInputs
+from deltic.models.qwen.cpu import Angles, ForwardInputs
+from deltic.models.rotary import PromptPositions
 from deltic.ops.arrays import Array
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 
@@ -34,6 +35,7 @@ class Batch:
             n_hidden=counts[3, ...],
             token_ids=buffer("token ids", n_tokens),
             positions=buffer("positions", n_tokens),
+            angles=buffer("angles", n_tokens),
             token_place=buffer("token place", n_tokens),
             seq_start=buffer("sequence start", n_places + 1),
             seq_context=buffer("sequence context", n_places),
@@ -52,6 +54,9 @@ class Batch:
         self._holder: list[tuple[Sequence, int] | None] = [None] * n_places
         self._n_pages_known = [0] * n_places
         self._has_snapshots = False
+        self.angles: Angles | None = None
+        """Set where prompts may have pictures."""
+        self._prompts: list[PromptPositions | None] = [None] * n_places
 
     def fill(self, step: Step) -> list[int]:
         """Writes the step's inputs. Returns each chunk's first row of logits, -1 where it has none."""
@@ -61,6 +66,8 @@ class Batch:
         logit_tokens: list[int] = []
         first_row: list[int] = []
         at = 0
+        if self.angles is not None:
+            self.angles.begin()
         for i, chunk in enumerate(step.chunks):
             sequence, end = chunk.sequence, at + chunk.length
             place, slot, start_slot = sequence.place, sequence.slot, sequence.start_slot
@@ -68,15 +75,17 @@ class Batch:
             self._extend_pages(sequence, place)
             if chunk.length == 1:
                 inputs.token_ids[at] = sequence.tokens[chunk.start]
-                inputs.positions[at] = chunk.start
+                inputs.positions[at] = inputs.angles[at] = chunk.start
                 inputs.token_place[at] = place
             else:
                 ids = sequence.tokens[chunk.start : chunk.start + chunk.length]
                 ids.extend(chunk.drafts)
                 has_prompt = has_prompt or not chunk.drafts
                 inputs.token_ids[at:end] = ids
-                inputs.positions[at:end] = np.arange(chunk.start, chunk.start + chunk.length)
+                inputs.positions[at:end] = inputs.angles[at:end] = np.arange(chunk.start, chunk.start + chunk.length)
                 inputs.token_place[at:end] = place
+            if (prompt := self._prompts[place]) is not None:
+                self._fill_pictures(chunk, prompt, at, end)
             first_row.append(len(logit_tokens) if chunk.prompt_logprobs or i in draws else -1)
             if chunk.prompt_logprobs or chunk.drafts:
                 logit_tokens.extend(range(at, end))
@@ -104,6 +113,20 @@ class Batch:
         self._counts[:] = at, n_seqs, n_rows, at if has_prompt else 0
         return first_row
 
+    def _fill_pictures(self, chunk: Chunk, prompt: PromptPositions, at: int, end: int) -> None:
+        """Angles of a chunk in or behind pictures, and for ids of their tokens the tower's rows."""
+        assert self.angles is not None
+        self.angles.fill(self.inputs.angles[at:end], prompt, chunk.start, chunk.start + chunk.length)
+        for picture, blocks in chunk.pictures:
+            begin, stop = max(picture.first, chunk.start), min(picture.end, chunk.start + chunk.length)
+            token = np.arange(begin - picture.first, stop - picture.first)
+            row = np.array(blocks)[token // PAGE_SIZE] * PAGE_SIZE + token % PAGE_SIZE
+            self.inputs.token_ids[at + begin - chunk.start : at + stop - chunk.start] = -1 - row
+
+    def positions_in(self, place: int) -> PromptPositions | None:
+        """Of the sequence in a place; None: its prompt has no pictures."""
+        return self._prompts[place]
+
     def _fill_snapshots(self, chunks: list[Chunk], has_snapshots: bool) -> None:
         """Without snapshots, leaves empty lists behind for every later number of sequences."""
         inputs, self._has_snapshots = self.inputs, has_snapshots
@@ -124,6 +147,8 @@ class Batch:
         if self._holder[place] != holder:
             self._holder[place] = holder
             self._n_pages_known[place] = 0
+            pictures = [(p.first, p.rows, p.columns) for p in sequence.request.pictures]
+            self._prompts[place] = PromptPositions(pictures) if pictures else None
         known, n_pages = self._n_pages_known[place], len(sequence.pages)
         if known < n_pages:
             self.inputs.page_table[place, known:n_pages] = sequence.pages[known:]

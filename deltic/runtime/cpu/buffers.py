@@ -11,6 +11,7 @@ from numpy.typing import DTypeLike
 from deltic.engine.cache.cache import pages_for
 from deltic.models.qwen.cpu import Activations, allocate_activations
 from deltic.models.tts.cpu import SpeechActivations, allocate_speech
+from deltic.models.vision.cpu import TOKEN, VisionBuffers, allocate_vision
 from deltic.ops.arrays import Array, bfloat16, zeros
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.cpu.batch import Batch
@@ -18,6 +19,9 @@ from deltic.runtime.cpu.draft_head import DraftHead
 from deltic.runtime.cpu.sampler import Sampler
 from deltic.runtime.cpu.speech_batch import SpeechBatch
 from deltic.runtime.plan import SpeechPlan, TextPlan
+
+PIECE_ROWS = 512
+"""Patches of the longest piece of a picture."""
 
 _PAGE = 4096
 """The smallest page of any system."""
@@ -64,6 +68,9 @@ class Workspace:
     sampler: Sampler
     activations: Activations
     draft_head: DraftHead | None
+    vision: VisionBuffers | None
+    picture_rows: Array | None
+    """bfloat16 [blocks * PAGE_SIZE, H]: what the vision tower made of pictures, in blocks."""
     window_columns: Array
     window_gates: Array
     """Of Memory: only drafts need them, and only of sequences that run, so they are counted here."""
@@ -73,6 +80,12 @@ def build_workspace(plan: TextPlan, arena: Arena) -> Workspace:
     """Allocates the step's buffers in `arena`; used to count them as well as to have them."""
     shape = plan.shape
     windows = plan.max_num_seqs if plan.max_drafts else 1, shape.n_gdn_layers, 1 + plan.max_drafts
+    vision = rows = None
+    if plan.tower is not None:
+        n_patches = plan.max_picture_tokens * TOKEN
+        vision = allocate_vision(plan.tower, n_patches, 1, min(n_patches, PIECE_ROWS), arena.allocate)
+        size = plan.n_picture_blocks * PAGE_SIZE, shape.hidden_size
+        rows = arena.allocate("pictures", size, bfloat16)
     return Workspace(
         Batch(
             plan.n_batch_tokens, plan.max_num_seqs, pages_for(plan.max_model_len), plan.max_logit_rows, arena.allocate
@@ -92,6 +105,8 @@ def build_workspace(plan: TextPlan, arena: Arena) -> Workspace:
         DraftHead(shape, plan.n_batch_tokens, plan.max_num_seqs, plan.n_real, arena.allocate)
         if shape.has_draft_head
         else None,
+        vision,
+        rows,
         arena.allocate("window columns", (*windows, shape.conv_channels), bfloat16),
         arena.allocate("window gates", (*windows, 2 * shape.gdn_n_v_heads), np.float32),
     )

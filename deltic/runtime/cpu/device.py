@@ -42,7 +42,8 @@ SHORT_MODEL_LEN = 4096
 def _text_bytes(plan: TextPlan) -> dict[str, int]:
     arena = Arena()
     build_workspace(plan, arena)
-    return {**arena.sizes, "rotary tables": 2 * plan.max_model_len * (plan.shape.rotary_dim // 2) * 4}
+    n_angles = plan.max_model_len + plan.n_made_angles
+    return {**arena.sizes, "rotary tables": 2 * n_angles * (plan.shape.rotary_dim // 2) * 4}
 
 
 def _useful_pages(plan: TextPlan, config: EngineConfig) -> int:
@@ -95,6 +96,7 @@ TEXT = Kind[ModelShape](
     max_checkpoints=256,
     drafts=8,
     draft_head=True,
+    largest_picture=4096,  # 2,048 x 2,048 pixels take a CPU a minute
 )
 
 
@@ -180,11 +182,13 @@ class Cpu:
             return map_file(directory / PACKED)
         return through_cache(config, directory, map_file, load, on_bytes("weights cache"))
 
-    def runner(self, plan: Plan[Any], weights: Any, vocoder: Any, progress: Progress) -> Runner | SpeechRunner:
-        """vocoder: of a speech model."""
+    def runner(self, plan: Plan[Any], weights: Any, beside: Any, progress: Progress) -> Runner | SpeechRunner:
+        """beside: the vocoder of a speech model; of a language model that takes pictures the tower's weights,
+        and its rules.
+        """
         if plan.speaks:
-            return SpeechRunner(plan, weights, vocoder, progress)
-        return Runner(plan, weights, progress)
+            return SpeechRunner(plan, weights, beside, progress)
+        return Runner(plan, weights, progress, beside)
 
     def kernels(self, runner: Any) -> Path:
         """What a fingerprint must know of the kernels: the library in use."""

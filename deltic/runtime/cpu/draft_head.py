@@ -22,11 +22,12 @@ import numpy as np
 
 from deltic.engine.drafts import n_guessable
 from deltic.engine.step import Chunk, Sequence, Step
-from deltic.models.qwen.cpu import Activations, ForwardInputs, Memory, Qwen, RowInputs, allocate_drafts
+from deltic.models.qwen.cpu import Activations, Angles, Memory, Qwen, RowInputs, allocate_drafts
 from deltic.models.qwen.shape import ModelShape
 from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import PAGE_SIZE, Allocate
+from deltic.runtime.cpu.batch import Batch
 from deltic.runtime.cpu.sampler import Draws, Sampler
 
 
@@ -71,7 +72,7 @@ class DraftHead:
             return np.asarray(allocate(f"draft {name}", size, np.int32))
 
         self._counts = buffer("counts", 2)
-        self._rows = {name: buffer(name, n_rows) for name in ("token_ids", "positions", "token_place")}
+        self._rows = {name: buffer(name, n_rows) for name in ("token_ids", "positions", "angles", "token_place")}
         self._seqs = {name: buffer(name, n_places) for name in ("seq_context", "place")}
         self._seq_start = buffer("seq_start", n_places + 1)
         n_ids = min(n_real, self.buffers.logits.shape[1])
@@ -80,6 +81,8 @@ class DraftHead:
         waiting = allocate("waiting hidden states", (n_places, PAGE_SIZE, shape.hidden_size), bfloat16)
         self._waiting = waiting.view(np.uint16)  # as its bits, which numpy copies many times as fast
         """By place, and by the token's place in its page."""
+        self.angles: Angles | None = None
+        """Set where prompts may have pictures. Guesses read for a picture's token the embedding of its id."""
         self._owner: list[Sequence | None] = [None] * n_places
         self._start, self._end = [0] * n_places, [0] * n_places
         """By place, which tokens' are waiting: within one page."""
@@ -87,14 +90,16 @@ class DraftHead:
     def record(
         self,
         model: Qwen,
-        inputs: ForwardInputs,
+        batch: Batch,
         memory: Memory,
         act: Activations,
         sampler: Sampler,
         n_threads: int,
         cpus: tuple[int, ...],
     ) -> None:
-        """Records the head over the model's memory and activations. inputs: those of the model's steps."""
+        """Records the head over the model's memory and activations. batch: of the model's steps."""
+        inputs = batch.inputs
+        self._batch, self._last_angle = batch, len(model.cos) - 1
         assert act.hidden is not None
         self._inputs, self._hidden, self._final = inputs, act.hidden.view(np.uint16), act.final.view(np.uint16)
         self._sampler = sampler
@@ -214,6 +219,8 @@ class DraftHead:
             self._counts[:] = n
         self._rows["token_ids"][:n] = self._guessed[:n]
         self._rows["positions"][:n] += 1
+        # Behind a text's token. A prompt that ends in a picture is guessed on from another row.
+        self._rows["angles"][:n] = np.minimum(self._rows["angles"][:n] + 1, self._last_angle)
         self._seqs["seq_context"][:n] += 1
 
     def _fill(self, chunks: list[tuple[Sequence, int, list[int]]]) -> None:
@@ -224,6 +231,13 @@ class DraftHead:
         n, n_seqs = int(ends[-1]), len(chunks)
         self._rows["token_ids"][:n] = [id for _, _, ids in chunks for id in ids]
         self._rows["positions"][:n] = [start + i for _, start, ids in chunks for i in range(len(ids))]
+        self._rows["angles"][:n] = self._rows["positions"][:n]
+        if self.angles is not None:
+            self.angles.begin()
+            for (sequence, start, ids), end in zip(chunks, ends, strict=True):
+                assert sequence.place is not None
+                if (prompt := self._batch.positions_in(sequence.place)) is not None:
+                    self.angles.fill(self._rows["angles"][end - len(ids) : end], prompt, start, start + len(ids))
         self._rows["token_place"][:n] = [sequence.place for sequence, _, ids in chunks for _ in ids]
         self._seq_start[1 : n_seqs + 1] = ends
         self._seqs["seq_context"][:n_seqs] = [start for _, start, _ in chunks]

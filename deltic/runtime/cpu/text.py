@@ -17,10 +17,13 @@ from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
 from deltic.models.qwen.cpu import Memory, Qwen
 from deltic.models.qwen.weights import Weights
+from deltic.models.vision.pixels import PictureRules
+from deltic.models.vision.weights import VisionWeights
 from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.cpu.buffers import Arena, build_workspace
+from deltic.runtime.cpu.pictures import PictureTower
 from deltic.runtime.info import engine_info
 from deltic.runtime.plan import TextPlan
 
@@ -28,7 +31,14 @@ from deltic.runtime.plan import TextPlan
 class Runner:
     """The model on the CPU, with its memory. Not thread-safe: one engine loop owns it."""
 
-    def __init__(self, plan: TextPlan, weights: Weights, progress: Progress = lambda stage, done: None) -> None:
+    def __init__(
+        self,
+        plan: TextPlan,
+        weights: Weights,
+        progress: Progress = lambda stage, done: None,
+        vision: tuple[VisionWeights, PictureRules] | None = None,
+    ) -> None:
+        """vision: where the plan has a tower."""
         shape = plan.shape
         self.plan = plan
         self.max_logit_rows = plan.max_logit_rows
@@ -51,17 +61,26 @@ class Runner:
         self.host: Bytes | None = host if plan.n_host_units else None
         self.tiers: Tiers | None = None  # until open_tiers
         arena.touch(lambda done: progress("memory", done))
-        self.model = Qwen(shape, weights, plan.max_model_len)
+        self.model = Qwen(shape, weights, plan.max_model_len, plan.n_made_angles)
         self.program = Program(plan.n_threads, cpus=plan.cpus)
         activations = self.workspace.activations
-        self.model.record(self.program, self.workspace.batch.inputs, self.memory, activations)
+        batch, rows = self.workspace.batch, self.workspace.picture_rows
+        self.model.record(self.program, batch.inputs, self.memory, activations, rows)
         self.workspace.sampler.record(self.program, activations.logits)
         self.draft_head = self.workspace.draft_head
         if self.draft_head is not None:
-            inputs, sampler = self.workspace.batch.inputs, self.workspace.sampler
-            self.draft_head.record(self.model, inputs, self.memory, activations, sampler, plan.n_threads, plan.cpus)
+            sampler = self.workspace.sampler
+            self.draft_head.record(self.model, batch, self.memory, activations, sampler, plan.n_threads, plan.cpus)
+        self.pictures: PictureTower | None = None
+        if vision is not None and rows is not None and self.workspace.vision is not None:
+            self.pictures = PictureTower(plan, *vision, self.workspace.vision, rows)
+            batch.angles = self.model.angles(0)
+            if self.draft_head is not None:
+                self.draft_head.angles = self.model.angles(plan.n_batch_tokens)
         self._warm_up()
-        self.info = engine_info(plan, "cpu", kernels=self.program.instruction_set)
+        self.info = engine_info(
+            plan, "cpu", vision[1] if vision is not None else None, kernels=self.program.instruction_set
+        )
 
     def _warm_up(self) -> None:
         """Runs one token through everything.

@@ -37,6 +37,7 @@ from torch import Tensor
 
 from deltic.engine.cache.tiers import Tiers
 from deltic.engine.messages import EngineInfo
+from deltic.engine.pictures import PictureEncoder
 from deltic.engine.step import Chunk, Progress, Sequence, Step, StepResult
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.ops.gpu.blocks import PrefillInputs, Rows
@@ -75,6 +76,8 @@ class GpuRunner(ABC):
     """
 
     info: EngineInfo
+    pictures: PictureEncoder | None = None
+    """None: the vision tower runs on a CPU only."""
 
     def __init__(
         self,

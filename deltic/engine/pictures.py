@@ -1,0 +1,211 @@
+"""Pictures of prompts: which are encoded, in which order, and who has a place in the pool of the tower's rows.
+
+The pool is planned memory, in blocks of PAGE_SIZE rows; a row stands for a token of a picture. A chunk of a
+prompt runs once the pictures that its tokens are of are there. So a prompt needs room for a few of its
+pictures at a time, and those that the prefix cache has are not encoded at all.
+
+In each plan the prefills, in the order of their rank, claim the pictures they need next. What nobody of a
+higher rank has claimed in this plan may be evicted, though somebody of a lower rank waits for it: the first
+always comes on, and nobody waits for ever. What is not claimed stays, for other requests, as long as nobody
+needs its room. What leaves first is worth the least, by GreedyDual-Size with frequency, as in the prefix tree
+(`cache/tree.py`): seconds of the tower a row, times its uses, on a clock that rises with what is evicted.
+
+The tower runs between steps, in pieces that fit the time they are given; integers only here, and pixels that
+are passed on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from deltic.engine.cache.pool import Pool
+from deltic.engine.messages import Picture, PictureStats
+from deltic.engine.step import Chunk, Sequence
+from deltic.ops.geometry import PAGE_SIZE
+
+IDLE_S = 0.02
+"""Seconds that the tower has between two looks at the commands, where nobody waits for a token."""
+
+
+class PictureEncoder(Protocol):
+    """The engine's interface to a vision tower and its pool (`runtime/cpu/pictures.py`)."""
+
+    @property
+    def n_blocks(self) -> int:
+        """Of the pool."""
+
+    def begin(self, picture: Picture, blocks: list[int]) -> None:
+        """Starts to encode a picture, to these blocks, and forgets the one before if that is not finished."""
+
+    def run(self, seconds: float) -> bool:
+        """Goes on for about so long, at least for one piece. Returns whether the picture is finished."""
+
+
+@dataclass(slots=True, eq=False)
+class _Entry:
+    """A picture with a place in the pool."""
+
+    key: bytes
+    picture: Picture | None
+    """None: it is encoded, and its pixels are forgotten."""
+    blocks: list[int]
+    n_uses: int = 0
+    seconds: float = 0.0
+    """That the tower took."""
+    priority: float = 0.0
+    wanted_by: list[Sequence] = field(default_factory=list)
+    """Until it is done."""
+
+    @property
+    def is_done(self) -> bool:
+        return self.picture is None
+
+    @property
+    def worth(self) -> float:
+        return (1 + self.n_uses) * self.seconds / (len(self.blocks) * PAGE_SIZE)
+
+
+class Pictures:
+    """The pictures in the pool, and those on their way into it."""
+
+    def __init__(self, encoder: PictureEncoder) -> None:
+        self.encoder = encoder
+        self.pool = Pool("block of pictures", encoder.n_blocks)
+        self.n_encoded = 0
+        self.n_hits = 0
+        """Pictures that a prompt needed and that were there."""
+        self.tower_s = 0.0
+        self._entries: dict[bytes, _Entry] = {}
+        self._claimed: dict[bytes, _Entry] = {}  # in this plan, in the order of rank
+        self._current: _Entry | None = None  # that the tower works on
+        self._is_short = False
+        self._clock = 0.0
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a picture is to be encoded."""
+        return self._next() is not None
+
+    def begin_plan(self) -> None:
+        self._claimed = {}
+        self._is_short = False
+
+    def ready(self, sequence: Sequence, length: int) -> int:
+        """How many of a sequence's next `length` tokens, on the grid of its chunks or all, can run now. Claims
+        what they need, and what the tokens behind them do, as far as there is room.
+        """
+        start = sequence.n_computed
+        for picture in sequence.request.pictures:
+            if picture.end <= start:
+                continue
+            is_next = picture.first < start + length
+            entry = self._claim(sequence, picture)
+            if is_next and (entry is None or not entry.is_done):
+                # The page of its first token is where the tokens before it end.
+                length = max(0, picture.first // PAGE_SIZE * PAGE_SIZE - start)
+                self._is_short |= entry is None
+            if entry is None:
+                break
+        return length
+
+    def place(self, chunk: Chunk) -> None:
+        """Gives a planned chunk the pictures that its tokens are of, all of which are ready."""
+        begin, end = chunk.start, chunk.start + chunk.length
+        for picture in chunk.sequence.request.pictures:
+            if picture.end > begin and picture.first < end:
+                entry = self._entries[picture.key]
+                chunk.pictures.append((picture, entry.blocks))
+                if picture.first >= begin:
+                    self._use(entry)
+
+    def distrust(self, sequences: list[Sequence]) -> None:
+        """Forgets what the tower made of the pictures of sequences whose logits were not finite."""
+        for sequence in sequences:
+            for picture in sequence.request.pictures:
+                if (entry := self._entries.get(picture.key)) is not None:
+                    self._evict(entry)
+
+    def work(self, seconds: float) -> None:
+        """Runs the tower for about so long, and at least for one piece."""
+        end = time.perf_counter() + seconds
+        while (entry := self._next()) is not None:
+            if entry is not self._current:
+                self._current = entry
+                assert entry.picture is not None
+                self.encoder.begin(entry.picture, entry.blocks)
+            begin = time.perf_counter()
+            is_done = self.encoder.run(end - begin)
+            entry.seconds += time.perf_counter() - begin
+            if is_done:
+                self._finish(entry)
+            if time.perf_counter() >= end:
+                return
+
+    def stats(self) -> PictureStats:
+        n_used = self.pool.n - self.pool.n_free
+        return PictureStats(n_used, self.pool.n, self.n_encoded, self.n_hits, self.tower_s)
+
+    def check(self) -> None:
+        """Raises IntegrityError unless entries and free list make up the pool."""
+        self.pool.check(Counter(block for entry in self._entries.values() for block in entry.blocks))
+
+    def _next(self) -> _Entry | None:
+        """What the tower works on: the picture that it has begun, while somebody wants it, else the first
+        that is claimed.
+        """
+        current = self._current
+        if current is not None and any(s.finish_reason is None for s in current.wanted_by):
+            return current
+        return next((e for e in self._claimed.values() if not e.is_done and _is_wanted(e)), None)
+
+    def _claim(self, sequence: Sequence, picture: Picture) -> _Entry | None:
+        """The picture's entry, made if there is room; None: there is none."""
+        entry = self._entries.get(picture.key)
+        if entry is None:
+            blocks = None if self._is_short else self._take(-(-picture.n_tokens // PAGE_SIZE))
+            if blocks is None:
+                return None
+            entry = self._entries[picture.key] = _Entry(picture.key, picture, blocks)
+        self._claimed.setdefault(picture.key, entry)
+        if not entry.is_done and sequence not in entry.wanted_by:
+            entry.wanted_by.append(sequence)
+        return entry
+
+    def _take(self, n: int) -> list[int] | None:
+        """n blocks, what is not claimed evicted for them; None: there are not so many."""
+        others = [e for key, e in self._entries.items() if key not in self._claimed]
+        if n > self.pool.n_free + sum(len(e.blocks) for e in others):
+            return None
+        for entry in sorted(others, key=lambda e: (_is_wanted(e), e.priority)):
+            if n <= self.pool.n_free:
+                break
+            self._evict(entry)
+        return self.pool.take(n)
+
+    def _evict(self, entry: _Entry) -> None:
+        self._clock = max(self._clock, entry.priority)
+        if entry is self._current:
+            self._current = None
+        self._claimed.pop(entry.key, None)
+        del self._entries[entry.key]
+        self.pool.give_back(entry.blocks)
+
+    def _finish(self, entry: _Entry) -> None:
+        self._current, entry.picture, entry.wanted_by = None, None, []
+        self.n_encoded += 1
+        self.tower_s += entry.seconds
+        entry.priority = self._clock + entry.worth
+
+    def _use(self, entry: _Entry) -> None:
+        """A prompt begins to read a picture."""
+        self.n_hits += entry.n_uses > 0
+        entry.n_uses += 1
+        entry.priority = self._clock + entry.worth
+
+
+def _is_wanted(entry: _Entry) -> bool:
+    """Whether it is being encoded for a request that is open."""
+    return any(sequence.finish_reason is None for sequence in entry.wanted_by)
