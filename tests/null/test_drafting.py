@@ -329,6 +329,61 @@ def test_where_a_draft_may_come_nothing_runs_ahead() -> None:
     assert sum(step.runs_ahead for step in steps[-100:]) > 80, "plain steps are cheaper now"
 
 
+def decode(sequence: Sequence, i: int) -> tuple[Chunk, Draw]:
+    """Its next decode, as chunk i."""
+    return Chunk(sequence, len(sequence.tokens) - 1, 1), Draw(i, sequence)
+
+
+def decoding(n: int = 1, **params: Any) -> list[Sequence]:
+    """Sequences with a prompt of one token, and one that was drawn."""
+    request = Request(id="1", prompt_ids=[1], params=SamplingParams(max_tokens=100_000, **params))
+    return [Sequence(request, i, 0, array("i", [5, 6]), 1, n_computed=1) for i in range(n)]
+
+
+def test_who_computes_again_what_was_lost_stops_no_drafts() -> None:
+    """Such a decode draws nothing, and is one of the step's sequences: what is known of times is of as many."""
+    drafting = Drafting(8, has_head=True, guides=None, runs_ahead=True)
+    one, lost = decoding(2)
+    lost.tokens.extend([7] * 100)
+    n_guessed, times = 0, {True: 1.0, False: 1.1}
+    for n_known in range(1, 40):
+        chunk, draw = decode(one, 0)
+        step = Step([chunk, Chunk(lost, n_known, 1)], [draw])
+        ran_ahead = one.runs_ahead
+        drafting.plan(step)
+        if chunk.drafts:
+            drafting.count(one, len(chunk.drafts), len(chunk.drafts))
+            one.tokens.extend(chunk.drafts)
+        one.tokens.append(len(one.tokens) + 1000)
+        one.drafter = one.drafter or Drafter()
+        one.drafter.guesses = [7] * draw.n_guesses
+        n_guessed += draw.n_guesses > 0
+        guess_s = 0.02 * draw.n_guesses
+        drafting.observe(step, times[ran_ahead] + 0.01 * len(chunk.drafts) + guess_s, guess_s)
+    assert n_guessed > 25 and drafting.accepted["2"] > 20
+
+
+def test_one_slow_step_does_not_make_drafts_look_good() -> None:
+    """The first of a kind may take long: what it runs is put in place. As soon as another takes less, that counts."""
+    drafting = Drafting(1, has_head=False, guides=None, runs_ahead=True)
+    (one,) = decoding()
+    one.tokens.extend([8] * 20)  # it repeats itself, and half of what is guessed is right
+    n_ahead, n_draws = 0, 0
+    for i in range(3 * N_VALID):
+        chunk, draw = decode(one, 0)
+        step = Step([chunk], [draw])
+        ran_ahead = one.runs_ahead
+        drafting.plan(step)
+        if chunk.drafts:
+            n_draws += 1
+            drafting.count(one, 1, n_draws % 2)
+            one.tokens.extend([8] * (n_draws % 2))
+        one.tokens.append(8)
+        drafting.observe(step, (1.0 if i > 2 else 50.0) if ran_ahead else 2.0, 0.0)
+        n_ahead += ran_ahead and i >= N_VALID + 100
+    assert n_ahead > 0.9 * (2 * N_VALID - 100), "drafts do not pay here"
+
+
 @pytest.mark.parametrize("seed", range(30))
 def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Right and wrong drafts of any length, with prefixes, forks, few pages, preemption, aborts: the fake runner compares
