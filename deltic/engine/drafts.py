@@ -378,19 +378,18 @@ class Drafting:
         chances.sort(reverse=True)
         n_taken = Counter(i for _, i in chances[: self._n_worth(chances, seconds, n)[1]])
         n_guesses = self._n_asked(asked, seconds, n) if asked else Counter[int]()
-        for i, draft in enumerate(drafts):
-            if draft and not n_taken[i]:
-                step.draws[i].sequence.drafter.used.miss()
-        for i, head, _ in asked:
-            if not n_guesses[i] and head.is_due(self._n_steps + is_late):
-                head.miss()
+        missed = {step.draws[i].sequence.drafter.used for i, draft in enumerate(drafts) if draft and not n_taken[i]}
+        missed |= {head for i, head, _ in asked if not n_guesses[i]}
+        in_sight = bool(n_taken or n_guesses)
+        for record in missed if not (is_late and in_sight) else ():  # else they are asked for this step again
+            record.miss()
         if not is_late:
             for i, (draw, draft) in enumerate(zip(step.draws, drafts, strict=True)):
                 chunk = step.chunks[draw.chunk]
                 chunk.drafts = draft[: n_taken[i]]
                 chunk.length += len(chunk.drafts)
                 draw.n_guesses = n_guesses[i]
-        return bool(n_taken or n_guesses)
+        return in_sight
 
     def _propose(self, sequence: Sequence, chunk: Chunk, most: int, step: int) -> list[int]:
         """A draft for the step of this number, as far as the sequence's guide allows it."""

@@ -180,6 +180,17 @@ def test_times_of_guesses_are_nothing_without_any() -> None:
     assert times.seconds(4, 4) == []
 
 
+def decode(sequence: Sequence, i: int) -> tuple[Chunk, Draw]:
+    """Its next decode, as chunk i."""
+    return Chunk(sequence, len(sequence.tokens) - 1, 1), Draw(i, sequence)
+
+
+def decoding(n: int = 1, **params: Any) -> list[Sequence]:
+    """Sequences with a prompt of one token, and one that was drawn."""
+    request = Request(id="1", prompt_ids=[1], params=SamplingParams(max_tokens=100_000, **params))
+    return [Sequence(request, i, 0, array("i", [5, 6]), 1, n_computed=1) for i in range(n)]
+
+
 def planned(good: Record, bad: Record, row_s: float, guess_s: float = 0.0, has_head: bool = True) -> Step:
     """The step of two sequences, with guesses of the head and such records, if rows and guesses cost so much."""
     engine = Engine(FakeRunner(max_num_seqs=2, max_drafts=8))
@@ -191,6 +202,7 @@ def planned(good: Record, bad: Record, row_s: float, guess_s: float = 0.0, has_h
     for chunk, record, guesses in zip(step.chunks, (good, bad), ([30, 31, 32, 33, 34], [40, 41, 42, 43]), strict=True):
         chunk.sequence.drafter = Drafter(guesses=guesses, of_head=record)
     drafting = Drafting(8, has_head=has_head, guides=None)
+    drafting._n_steps = 3  # those that were missed once or twice are tried in this step
     for n in range(17):
         drafting.steps.observe(2, n, 1.0 + row_s * n)
         drafting.guesses.observe(2, 1 + n, guess_s * (1 + n))
@@ -208,6 +220,24 @@ def test_the_rows_that_make_tokens_cheapest_run(row_s: float, n_taken: list[int]
     assert bad.n_misses >= (n_taken[1] == 0)  # not worth a row: soon it pauses
 
 
+def test_a_miss_counts_once() -> None:
+    """Where a step runs ahead, the next is drafted for before it, and, if a draft is in sight, when it is planned."""
+    drafting = Drafting(8, has_head=True, guides=None, runs_ahead=True)
+    good, bad = sequences = decoding(2)
+    good.drafter, bad.drafter = Drafter(of_head=Record(9.0, 10.0)), Drafter(of_head=Record(0.1, 10.0))
+    drafting._ahead_s[2] = 1.0, 0
+    for n in range(17):
+        drafting.steps.observe(2, n, 1.0 + 0.1 * n)
+        drafting.guesses.observe(2, 1 + n, 0.1 * (1 + n))
+    drafting._n_steps = 6
+    good.runs_ahead = bad.runs_ahead = True
+    for n_misses in (0, 1):
+        chunks, draws = zip(*(decode(one, i) for i, one in enumerate(sequences)), strict=True)
+        drafting.plan(step := Step([*chunks], [*draws]))
+        assert not step.runs_ahead and bad.drafter.of_head.n_misses == n_misses
+    assert draws[0].n_guesses > 0 == draws[1].n_guesses
+
+
 def test_guesses_that_are_not_worth_their_time_are_not_made() -> None:
     def asked(chance: float, row_s: float, guess_s: float) -> list[int]:
         records = [Record(10 * chance, 10.0) for _ in range(2)]
@@ -221,6 +251,9 @@ def test_guesses_that_are_not_worth_their_time_are_not_made() -> None:
     assert asked(0.9, 0.1, 0.1) == [5, 5]
     assert asked(0.5, 0.02, 0.02) == [3, 3]
     assert asked(0.9, 0.02, 1.0) == asked(0.9, 0.5, 0.0) == asked(0.1, 0.05, 0.05) == [0, 0]
+    wrong = Record(0.1, 10.0)
+    step = planned(Record(9.0, 10.0), wrong, 0.5, 0.5)  # neither its guesses in hand nor more of them
+    assert step.draws[1].n_guesses == len(step.chunks[1].drafts) == 0 and wrong.n_misses == 1, "missed once"
     tried = Record(1.0, 10.0, n_misses=2)
     step = planned(Record(9.0, 10.0), tried, 0.02, 0.02)
     assert [draw.n_guesses for draw in step.draws] == [8, 0] and step.chunks[1].drafts, (
@@ -327,17 +360,6 @@ def test_where_a_draft_may_come_nothing_runs_ahead() -> None:
     assert sum(not step.runs_ahead for step in steps[300:]) > 290, "but for what a plain step takes now"
     steps = [stepped(9.0 if not one.runs_ahead else 0.5) for _ in range(N_VALID + 100)]
     assert sum(step.runs_ahead for step in steps[-100:]) > 80, "plain steps are cheaper now"
-
-
-def decode(sequence: Sequence, i: int) -> tuple[Chunk, Draw]:
-    """Its next decode, as chunk i."""
-    return Chunk(sequence, len(sequence.tokens) - 1, 1), Draw(i, sequence)
-
-
-def decoding(n: int = 1, **params: Any) -> list[Sequence]:
-    """Sequences with a prompt of one token, and one that was drawn."""
-    request = Request(id="1", prompt_ids=[1], params=SamplingParams(max_tokens=100_000, **params))
-    return [Sequence(request, i, 0, array("i", [5, 6]), 1, n_computed=1) for i in range(n)]
 
 
 def test_who_computes_again_what_was_lost_stops_no_drafts() -> None:
