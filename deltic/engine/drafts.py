@@ -156,11 +156,14 @@ class Record:
         """Of a token to be right, if those before are."""
         return max(self.n_right / self.n_seen, A_TRY if self.n_misses else 0.0)
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step: int, last: int) -> bool:
         """Whether it proposes in the step of this number: after each miss half as often. All sequences try in
-        the same steps, so that others have none.
+        the same steps, so that others have none. One that had no part in such a step (its mask was late, or a
+        prefill ran) tries in its next one.
+
+        last: the step in which its sequence was asked before.
         """
-        return step % (1 << self.n_misses) == 0
+        return not self.n_misses or step >> self.n_misses > last >> self.n_misses
 
     def begun(self) -> Record:
         """One of another sequence, of which no more is known. It waits for its first try as those did that
@@ -198,10 +201,12 @@ class Drafter:
     of_grammar: Record = field(default_factory=lambda: Record(19.0, 20.0))
     used: Record = field(default_factory=Record)
     """Of these, whose the next draft is; the head's where there is none."""
+    asked: int = 0
+    """The latest step for which these were asked, and what was to be tried was."""
 
-    def begun(self) -> Drafter:
-        """One of another sequence."""
-        return Drafter(of_repeats=self.of_repeats.begun(), of_head=self.of_head.begun())
+    def begun(self, step: int) -> Drafter:
+        """One of another sequence, that comes behind the step of this number."""
+        return Drafter(of_repeats=self.of_repeats.begun(), of_head=self.of_head.begun(), asked=step)
 
     def observe(self, n_drafted: int, n_accepted: int, known: Drafter) -> None:
         """What became of a draft. known: with the records of all sequences, which learn it, too."""
@@ -221,7 +226,7 @@ class Drafter:
         for record in (self.of_grammar, self.of_head, self.of_repeats):
             if record is self.of_head:
                 draft = self.guesses[:most]
-            elif not record.is_due(step):
+            elif not record.is_due(step, self.asked):
                 continue
             elif record is self.of_repeats:
                 draft = self.repeats.follow(tokens, most)
@@ -334,28 +339,31 @@ class Drafting:
         drafts: list[list[int]] = []
         chances: list[tuple[float, int]] = []
         asked: list[tuple[int, Record, int]] = []
-        in_sight, is_quiet = False, self._n_steps + is_late < self._paused_until or self._is_probe(n)
+        at = self._n_steps + is_late
+        in_sight, is_quiet = False, at < self._paused_until or self._is_probe(n)
         for draw in step.draws if not is_quiet else []:
             chunk, sequence = step.chunks[draw.chunk], draw.sequence
-            drafter = sequence.drafter = sequence.drafter or self.known.begun()
+            drafter = sequence.drafter = sequence.drafter or self.known.begun(at - 1)
             n_left = sequence.request.params.max_tokens - sequence.n_generated - 1 - is_late
             most = min(self.max_drafts, n_left)
-            draft = self._propose(sequence, chunk, most, self._n_steps + is_late) if most > 0 else []
+            draft = self._propose(sequence, chunk, most, at) if most > 0 else []
             if draft and not is_late:
                 draft = draft[: max(0, PAGE_SIZE - 2 - chunk.start % PAGE_SIZE)]
                 in_sight |= not draft
             chances += drafter.used.chances(len(drafts), len(draft))
             head = drafter.of_head
             is_tried = head.n_misses and draft  # what comes of it is to be seen first
-            if self.has_head and drafter.used is head and head.is_due(self._n_steps + is_late) and not is_tried:
+            if self.has_head and drafter.used is head and head.is_due(at, drafter.asked) and not is_tried:
                 asked.append((len(drafts), head, min(self.max_drafts, n_left - 1)))
             drafts.append(draft)
         if chances or asked:
             in_sight |= self._share(step, n, drafts, chances, asked, is_late)
         for draw in step.draws:
-            chunk = step.chunks[draw.chunk]
+            chunk, drafter = step.chunks[draw.chunk], draw.sequence.drafter
             chunk.rules = chunk.rules[: 1 + len(chunk.drafts)]
             draw.sequence.runs_ahead = self.runs_ahead and not in_sight
+            if drafter is not None and not (is_late and in_sight):
+                drafter.asked = at
         step.runs_ahead, self._is_ahead, self._is_late = not in_sight, ran_ahead and not in_sight, is_late
 
     def _is_probe(self, n: int) -> bool:

@@ -87,7 +87,7 @@ def test_a_record_follows_what_became_of_drafts() -> None:
 
 def due(record: Record, n: int = 2 * MAX_PAUSE) -> list[int]:
     """The steps from 1 on in which it proposes."""
-    return [step for step in range(1, n + 1) if record.is_due(step)]
+    return [step for step in range(1, n + 1) if record.is_due(step, step - 1)]
 
 
 def test_a_draft_that_is_not_worth_its_rows_is_tried_again_less_and_less_often() -> None:
@@ -129,23 +129,23 @@ def test_the_better_proposer_is_taken() -> None:
 
 def test_a_sequence_begins_with_what_is_known_of_others() -> None:
     known = Drafter()
-    one = known.begun()
+    one = known.begun(0)
     for _ in range(30):
         one.propose([1, 2], 4, 1)  # nothing: the head's turn
         one.observe(4, 0, known)
     assert one.of_repeats.chance == known.of_repeats.chance == 0.75
     one.of_head.miss()
-    another = known.begun()
-    assert another.of_head.chance == known.of_head.chance < 0.1 and another.of_head.is_due(1)
+    another = known.begun(0)
+    assert another.of_head.chance == known.of_head.chance < 0.1 and another.of_head.is_due(1, 0)
     for n_misses in range(1, 9):  # tries in vain: those of other sequences begin later
         one.propose([1, 2], 4, 1)
         one.observe(1, 0, known)
         first = min(MAX_FIRST_PAUSE, 2 ** (1 + n_misses))
-        assert due(known.begun().of_head, 64) == list(range(first, 65, first)) and known.begun().of_head.chance == 0.5
+        assert due(known.begun(0).of_head, 64) == list(range(first, 65, first)) and known.begun(0).of_head.chance == 0.5
     another.propose([1, 2], 4, 1)
     another.observe(4, 4, known)
     assert another.of_head.chance > 0.6, "what is its own counts more"
-    assert known.begun().of_head.is_due(1)
+    assert known.begun(0).of_head.is_due(1, 0)
 
 
 def test_times_are_those_of_as_many_tokens_or_on_a_line_through_all() -> None:
@@ -236,6 +236,28 @@ def test_a_miss_counts_once() -> None:
         drafting.plan(step := Step([*chunks], [*draws]))
         assert not step.runs_ahead and bad.drafter.of_head.n_misses == n_misses
     assert draws[0].n_guesses > 0 == draws[1].n_guesses
+
+
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_who_sits_out_the_steps_of_tries_tries_later(runs_ahead: bool) -> None:
+    """A sequence may draw in every other step, as its masks are late; or each other step may have a prefill."""
+    for sits_out in (True, False):
+        drafting = Drafting(8, has_head=True, guides=None, runs_ahead=runs_ahead)
+        drafting._ahead_s = dict.fromkeys((1, 2), (1.0, 0))
+        one, other, new = decoding(3)
+        one.drafter = Drafter(of_head=Record(1.0, 10.0, n_misses=3))
+        n_tries = 0
+        for i in range(1, 200):
+            chunks, draws = map(list, zip(*(decode(s, i) for i, s in enumerate((one, other))), strict=True))
+            if i % 2 == 0 and sits_out:
+                chunks, draws = map(list, zip(decode(other, 0), strict=True))
+            elif i % 2 == 0:
+                chunks.append(Chunk(new, 0, 1))
+            drafting.plan(Step(chunks, draws))
+            n_tries += sum(draw.n_guesses for draw in draws if draw.sequence is one)
+            for s in {draw.sequence for draw in draws}:
+                s.tokens.append(1000 + len(s.tokens))
+        assert n_tries >= 15, f"{n_tries} tries in 200 steps"
 
 
 def test_guesses_that_are_not_worth_their_time_are_not_made() -> None:
