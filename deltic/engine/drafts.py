@@ -346,7 +346,7 @@ class Drafting:
             drafter = sequence.drafter = sequence.drafter or self.known.begun(at - 1)
             n_left = sequence.request.params.max_tokens - sequence.n_generated - 1 - is_late
             most = min(self.max_drafts, n_left)
-            draft = self._propose(sequence, chunk, most, at) if most > 0 else []
+            draft = self._propose(sequence, chunk, most, at, is_late) if most > 0 else []
             if draft and not is_late:
                 draft = draft[: max(0, PAGE_SIZE - 2 - chunk.start % PAGE_SIZE)]
                 in_sight |= not draft
@@ -399,19 +399,23 @@ class Drafting:
                 draw.n_guesses = n_guesses[i]
         return in_sight
 
-    def _propose(self, sequence: Sequence, chunk: Chunk, most: int, step: int) -> list[int]:
-        """A draft for the step of this number, as far as the sequence's guide allows it."""
+    def _propose(self, sequence: Sequence, chunk: Chunk, most: int, step: int, is_next: bool) -> list[int]:
+        """A draft for the step of this number, as far as the sequence's guide allows it. is_next: this step
+        draws a token before it: the first that the grammar leaves, if that drafts.
+        """
         drafter, guide = sequence.drafter, sequence.guide
         if not isinstance(guide, Guide) or self.guides is None:
             found: list[int] = drafter.propose(sequence.tokens, most, step)
             return found
-        draft = drafter.propose(sequence.tokens, most, step, guide.forced(most))
+        forced = guide.forced(most + is_next)
+        draft = drafter.propose(sequence.tokens, most, step, forced[is_next:])
         if not draft:
             return []
-        allowed, chunk.rules = self.guides.ahead(guide, draft)
-        if len(allowed) < len(draft):
+        drawn = forced[:is_next] if drafter.used is drafter.of_grammar else []
+        allowed, chunk.rules = self.guides.ahead(guide, drawn + draft)
+        if len(allowed) < len(drawn + draft):
             drafter.used.n_seen += 1
-        return allowed
+        return allowed[len(drawn) :]
 
     def _n_worth(self, chances: list[tuple[float, int]], seconds: list[float], n: int) -> tuple[float, int]:
         """How many tokens a second there are at most, and with how many of the likeliest.

@@ -22,9 +22,10 @@ from deltic.engine.drafts import (
     Times,
 )
 from deltic.engine.engine import Engine
-from deltic.engine.messages import Request, SamplingParams
+from deltic.engine.guides import Guides
+from deltic.engine.messages import Constraint, Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Sequence, Step, mixed_seed
-from tests.fakes import FakeRunner, expected_tokens
+from tests.fakes import EOS, VOCAB_SIZE, FakeRunner, expected_tokens
 
 
 def follow(tokens: list[int], most: int = 8) -> list[int]:
@@ -426,6 +427,26 @@ def test_one_slow_step_does_not_make_drafts_look_good() -> None:
         drafting.observe(step, (1.0 if i > 2 else 50.0) if ran_ahead else 2.0, 0.0)
         n_ahead += ran_ahead and i >= N_VALID + 100
     assert n_ahead > 0.9 * (2 * N_VALID - 100), "drafts do not pay here"
+
+
+@pytest.mark.parametrize("n_forced", [1, 2, 4])
+def test_one_forced_token_does_not_stop_running_ahead(n_forced: int) -> None:
+    """It is drawn before a draft could come: only the tokens behind it are in sight, and they are the next step's draft."""
+    guides = Guides(VOCAB_SIZE, [EOS], None)
+    drafting = Drafting(8, has_head=False, guides=guides, runs_ahead=True)
+    drafting._ahead_s[1] = 1.0, 0
+    closing = (30, 31, 32, 33)[:n_forced]
+    (one,) = decoding(constraint=Constraint(think_end_id=30, think_budget=0, close_ids=closing))
+    guides.open([one])
+    one.runs_ahead = True
+    chunk, draw = decode(one, 0)
+    drafting.plan(step := Step([chunk], [draw]))
+    assert step.runs_ahead == one.runs_ahead == (n_forced == 1) and not chunk.drafts
+    one.tokens.append(30)
+    guides.advance(one, 30)
+    chunk, draw = decode(one, 0)
+    drafting.plan(Step([chunk], [draw]))
+    assert chunk.drafts == list(closing[1:]) and len(chunk.rules) == (n_forced if n_forced > 1 else 0)
 
 
 @pytest.mark.parametrize("seed", range(30))
