@@ -96,6 +96,13 @@ def n_guessable(sequence: Sequence, n_drawn: int) -> int:
     return 1 + (PAGE_SIZE - last % PAGE_SIZE if last < len(sequence.pages) * PAGE_SIZE else 0)
 
 
+def n_drafted_at(start: int) -> int:
+    """The most tokens of a draft behind the token at `start`: a window never reaches the end of a page, so
+    that the state is whole there, where it may become a checkpoint. At its last token less than none.
+    """
+    return PAGE_SIZE - 2 - start % PAGE_SIZE
+
+
 @dataclass(slots=True, eq=False)
 class Repeats:
     """Where the runs of a sequence's tokens were before: by three tokens the place behind them, and from each
@@ -324,9 +331,6 @@ class Drafting:
         """Gives a step of decodes drafts, says what the draft head guesses for the next one, and whether
         that may run ahead. One that ran ahead or has prefills gets none: then what would be drafted in the
         next one says whether that may run ahead.
-
-        A window never reaches the end of a page, so that the state is whole there, where it may become a
-        checkpoint.
         """
         self._n_steps += 1
         ran_ahead = any(draw.sequence.runs_ahead for draw in step.draws)
@@ -344,17 +348,24 @@ class Drafting:
         for draw in step.draws if not is_quiet else []:
             chunk, sequence = step.chunks[draw.chunk], draw.sequence
             drafter = sequence.drafter = sequence.drafter or self.known.begun(at - 1)
-            n_left = sequence.request.params.max_tokens - sequence.n_generated - 1 - is_late
-            most = min(self.max_drafts, n_left)
-            draft = self._propose(sequence, chunk, most, at, is_late) if most > 0 else []
-            if draft and not is_late:
-                draft = draft[: max(0, PAGE_SIZE - 2 - chunk.start % PAGE_SIZE)]
-                in_sight |= not draft
+            # At the end of a page, too, what counts is the step behind this one, if it may run ahead.
+            is_next = is_late or (self.runs_ahead and n_drafted_at(len(sequence.tokens) - 1) <= 0)
+            start = len(sequence.tokens) - 1 + is_next
+            n_left = sequence.request.params.max_tokens - sequence.n_generated - 1 - is_next
+            most = min(self.max_drafts, n_left, n_drafted_at(start))
+            deepest = min(self.max_drafts, n_left - 1, n_drafted_at(start + 1))
+            head, draft = drafter.of_head, list[int]()
+            if most > 0:
+                draft = self._propose(sequence, chunk, most, at, is_next)
+            else:
+                drafter.used = head
+            if draft and is_next and not is_late:
+                draft, in_sight = [], True
             chances += drafter.used.chances(len(drafts), len(draft))
-            head = drafter.of_head
             is_tried = head.n_misses and draft  # what comes of it is to be seen first
-            if self.has_head and drafter.used is head and head.is_due(at, drafter.asked) and not is_tried:
-                asked.append((len(drafts), head, min(self.max_drafts, n_left - 1)))
+            is_due = self.has_head and drafter.used is head and head.is_due(at, drafter.asked)
+            if is_due and not is_tried and deepest > 0:
+                asked.append((len(drafts), head, deepest))
             drafts.append(draft)
         if chances or asked:
             in_sight |= self._share(step, n, drafts, chances, asked, is_late)
@@ -396,7 +407,7 @@ class Drafting:
                 chunk = step.chunks[draw.chunk]
                 chunk.drafts = draft[: n_taken[i]]
                 chunk.length += len(chunk.drafts)
-                draw.n_guesses = n_guesses[i]
+                draw.n_guesses = n_guesses[i] if n_drafted_at(chunk.start + 1) > 0 else 0
         return in_sight
 
     def _propose(self, sequence: Sequence, chunk: Chunk, most: int, step: int, is_next: bool) -> list[int]:

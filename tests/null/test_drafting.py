@@ -25,6 +25,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.guides import Guides
 from deltic.engine.messages import Constraint, Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Sequence, Step, mixed_seed
+from deltic.ops.geometry import PAGE_SIZE
 from tests.fakes import EOS, VOCAB_SIZE, FakeRunner, expected_tokens
 
 
@@ -427,6 +428,43 @@ def test_one_slow_step_does_not_make_drafts_look_good() -> None:
         drafting.observe(step, (1.0 if i > 2 else 50.0) if ran_ahead else 2.0, 0.0)
         n_ahead += ran_ahead and i >= N_VALID + 100
     assert n_ahead > 0.9 * (2 * N_VALID - 100), "drafts do not pay here"
+
+
+@pytest.mark.parametrize("max_drafts", [1, 3, 8])
+@pytest.mark.parametrize("runs_ahead", [False, True])
+def test_what_would_pass_the_end_of_a_page_is_not_proposed(
+    max_drafts: int, runs_ahead: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A window ends before its page does. Nor does the head guess what cannot be drafted; and behind the end it goes on."""
+    drafting = Drafting(max_drafts, has_head=True, guides=None, runs_ahead=runs_ahead)
+    drafting._ahead_s[1] = 1.0, 0
+    for n in range(9):
+        drafting.steps.observe(1, n, 1.1 + 0.01 * n)
+        drafting.guesses.observe(1, 1 + n, 0.01 * (1 + n))
+    (one,) = decoding()
+    proposed, plain = [], set()
+    propose = Drafter.propose
+
+    def proposing(self: Drafter, *given: Any) -> list[int]:
+        proposed.append(propose(self, *given))
+        return proposed[-1]
+
+    monkeypatch.setattr(Drafter, "propose", proposing)
+    for i in range(150):
+        proposed.clear()
+        chunk, draw = decode(one, 0)
+        drafting.plan(Step([chunk], [draw]))
+        at = chunk.start % PAGE_SIZE
+        assert at + chunk.length < PAGE_SIZE or not chunk.drafts
+        assert runs_ahead or proposed in ([], [chunk.drafts]), "a draft was proposed, and cut"
+        assert not draw.n_guesses or draw.n_guesses <= PAGE_SIZE - 2 - (at + 1) % PAGE_SIZE, "these have no room"
+        if i and not chunk.drafts:
+            plain.add(at)
+        if chunk.drafts:
+            drafting.count(one, len(chunk.drafts), len(chunk.drafts))
+        one.tokens.extend(range(len(one.tokens) + 1000, len(one.tokens) + 1001 + len(chunk.drafts)))
+        one.drafter.guesses = [7] * draw.n_guesses
+    assert plain <= {PAGE_SIZE - 2, PAGE_SIZE - 1}
 
 
 @pytest.mark.parametrize("n_forced", [1, 2, 4])
