@@ -550,6 +550,26 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
             assert n_entries[name, index] == (0 if params_of[name].logprobs is None else len(tokens))
 
 
+def test_behind_a_window_too_a_page_comes_one_token_early(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else nothing could run ahead of the step that fills the page."""
+    params = SamplingParams(max_tokens=100, seed=1, ignore_eos=True)
+    truth = expected_tokens([20, 21, 22], params)
+    monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)
+    monkeypatch.setattr(Drafting, "_is_probe", lambda self, n: False)
+    monkeypatch.setattr(
+        Drafter, "propose", lambda _, tokens, most, step, forced=(): truth[len(tokens) - 3 :][: min(most, 4)]
+    )
+    engine = Engine(FakeRunner(max_num_seqs=1, max_drafts=8, gpu=True, n_lookahead=1))
+    engine.add(Request(id="a", prompt_ids=[20, 21, 22], params=params))
+    engine.step()
+    (sequence,) = engine.scheduler.sequences()
+    while sequence.n_computed + sequence.n_window < PAGE_SIZE - 1:
+        engine.step()
+    assert sequence.n_window > 0 and len(sequence.tokens) == PAGE_SIZE
+    step = engine.scheduler.plan()
+    assert step is not None and not step.chunks[0].drafts and len(sequence.pages) == 2
+
+
 def test_a_request_that_waits_stops_no_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Only the rows of a prefill do."""
     monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)
