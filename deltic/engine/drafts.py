@@ -482,7 +482,8 @@ class Drafting:
         if self._is_ahead:
             known_s = min(seconds, self._ahead_s.get(n, (seconds, 0))[0])  # one too low is soon put right
             seconds = min(seconds, MOST_LATE * known_s)
-            self._ahead_s[n] = known_s + (1.0 - KEPT_AHEAD) * (seconds - known_s), self._n_steps
+            seen = self._n_steps - (0 if n in self._ahead_s else N_VALID)  # the first may have taken longer
+            self._ahead_s[n] = known_s + (1.0 - KEPT_AHEAD) * (seconds - known_s), seen
             return
         kind = step.n_tokens, deepest > 0
         if self.runs_ahead and (n_rows or deepest) and kind not in self._seen:
