@@ -510,6 +510,9 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
         n_lookahead=int(seed % 3 == 0),
     )
     monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)
+    # By no clock: now and then all run ahead.
+    monkeypatch.setattr(Drafting, "_is_probe", lambda self, n: self.runs_ahead and rng.random() < 0.3)
+    monkeypatch.setattr(Drafting, "_weigh", lambda self, spent_s, plain_s: None)
     engine, truth, params_of = Engine(runner), dict[tuple[str, int], list[int]](), dict[str, SamplingParams]()
     waiting = []
     for i in range(8):
@@ -551,7 +554,7 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
             assert output.error is None
         engine.check()
     stats = engine.stats()
-    assert 0 < stats.n_accepted < stats.n_drafted
+    assert 0 < stats.n_accepted < stats.n_drafted and (runner.n_ran_ahead > 20 or not runner.gpu)
     for (name, index), tokens in truth.items():
         if name != gone:
             assert found[name, index] == tokens
