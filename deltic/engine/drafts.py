@@ -500,8 +500,8 @@ class Drafting:
         """A step did not run ahead, took so long, and would have taken so long for its tokens if it had. All
         drafts pause where the latest steps were not worth it, each time twice as long.
 
-        What a step takes that runs ahead was seen in others, mostly long before: it follows what is shorter at
-        once, and what is longer, as contexts grow, slowly. So drafts that gain less than steps differ may
+        What a step takes that runs ahead was seen in others, mostly long before: it follows what is shorter
+        at once, and what is longer, as contexts grow, slowly. So drafts that gain less than steps differ may
         pause. Then steps run ahead, and what is known of them is put right.
         """
         spent_s = min(spent_s, MOST_LATE * plain_s)  # what held up those steps counts no more, either
