@@ -373,7 +373,8 @@ class Drafting:
             chunk, drafter = step.chunks[draw.chunk], draw.sequence.drafter
             chunk.rules = chunk.rules[: 1 + len(chunk.drafts)]
             draw.sequence.runs_ahead = self.runs_ahead and not in_sight
-            if drafter is not None and not (is_late and in_sight):
+            has_room = n_drafted_at(len(draw.sequence.tokens) - 1 + is_late) > 1  # for drafts and guesses
+            if drafter is not None and has_room and not (is_late and in_sight):
                 drafter.asked = at
         step.runs_ahead, self._is_ahead, self._is_late = not in_sight, ran_ahead and not in_sight, is_late
 

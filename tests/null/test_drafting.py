@@ -262,6 +262,25 @@ def test_who_sits_out_the_steps_of_tries_tries_later(runs_ahead: bool) -> None:
         assert n_tries >= 15, f"{n_tries} tries in 200 steps"
 
 
+@pytest.mark.parametrize("runs_ahead", [False, True])
+@pytest.mark.parametrize("has_head", [False, True])
+def test_no_try_is_lost_at_the_end_of_a_page(has_head: bool, runs_ahead: bool) -> None:
+    """Those of a long pause are so many steps apart as a page has tokens, or twice as many."""
+    for start in range(PAGE_SIZE):
+        drafting = Drafting(8, has_head, guides=None, runs_ahead=runs_ahead)
+        drafting._ahead_s[1] = 1.0, 0
+        (one,) = decoding()
+        one.tokens.extend([8] * (PAGE_SIZE + start - 1 - len(one.tokens)))
+        one.drafter = Drafter(of_repeats=Record(1.0, 10.0, n_misses=6), of_head=Record(1.0, 10.0, n_misses=6))
+        n_tries = 0
+        for _ in range(3 * PAGE_SIZE):
+            chunk, draw = decode(one, 0)
+            drafting.plan(Step([chunk], [draw]))
+            n_tries += draw.n_guesses > 0 if has_head else len(chunk.drafts) > 0
+            one.tokens.append(1000 + len(one.tokens) if has_head else 8)
+        assert 2 <= n_tries <= 6, f"{n_tries} tries from {start} on"
+
+
 def test_guesses_that_are_not_worth_their_time_are_not_made() -> None:
     def asked(chance: float, row_s: float, guess_s: float) -> list[int]:
         records = [Record(10 * chance, 10.0) for _ in range(2)]
