@@ -573,7 +573,7 @@ def test_schedules_with_drafts(seed: int, monkeypatch: pytest.MonkeyPatch) -> No
             assert output.error is None
         engine.check()
     stats = engine.stats()
-    assert 0 < stats.n_accepted < stats.n_drafted and (runner.n_ran_ahead > 20 or not runner.gpu)
+    assert 0 < stats.n_accepted < stats.n_drafted and (runner.n_ran_ahead > 0 or not runner.gpu)
     for (name, index), tokens in truth.items():
         if name != gone:
             assert found[name, index] == tokens
