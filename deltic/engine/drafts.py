@@ -96,6 +96,13 @@ def n_guessable(sequence: Sequence, n_drawn: int) -> int:
     return 1 + (PAGE_SIZE - last % PAGE_SIZE if last < len(sequence.pages) * PAGE_SIZE else 0)
 
 
+def n_drafted_at(start: int) -> int:
+    """The most tokens of a draft behind the token at `start`: a window never reaches the end of a page, so
+    that the state is whole there, where it may become a checkpoint. At its last token less than none.
+    """
+    return PAGE_SIZE - 2 - start % PAGE_SIZE
+
+
 @dataclass(slots=True, eq=False)
 class Repeats:
     """Where the runs of a sequence's tokens were before: by three tokens the place behind them, and from each
@@ -156,11 +163,14 @@ class Record:
         """Of a token to be right, if those before are."""
         return max(self.n_right / self.n_seen, A_TRY if self.n_misses else 0.0)
 
-    def is_due(self, step: int) -> bool:
+    def is_due(self, step: int, last: int) -> bool:
         """Whether it proposes in the step of this number: after each miss half as often. All sequences try in
-        the same steps, so that others have none.
+        the same steps, so that others have none. One that had no part in such a step (its mask was late, or a
+        prefill ran) tries in its next one.
+
+        last: the step in which its sequence was asked before.
         """
-        return step % (1 << self.n_misses) == 0
+        return not self.n_misses or step >> self.n_misses > last >> self.n_misses
 
     def begun(self) -> Record:
         """One of another sequence, of which no more is known. It waits for its first try as those did that
@@ -198,10 +208,12 @@ class Drafter:
     of_grammar: Record = field(default_factory=lambda: Record(19.0, 20.0))
     used: Record = field(default_factory=Record)
     """Of these, whose the next draft is; the head's where there is none."""
+    asked: int = 0
+    """The latest step for which these were asked, and what was to be tried was."""
 
-    def begun(self) -> Drafter:
-        """One of another sequence."""
-        return Drafter(of_repeats=self.of_repeats.begun(), of_head=self.of_head.begun())
+    def begun(self, step: int) -> Drafter:
+        """One of another sequence, that comes behind the step of this number."""
+        return Drafter(of_repeats=self.of_repeats.begun(), of_head=self.of_head.begun(), asked=step)
 
     def observe(self, n_drafted: int, n_accepted: int, known: Drafter) -> None:
         """What became of a draft. known: with the records of all sequences, which learn it, too."""
@@ -221,7 +233,7 @@ class Drafter:
         for record in (self.of_grammar, self.of_head, self.of_repeats):
             if record is self.of_head:
                 draft = self.guesses[:most]
-            elif not record.is_due(step):
+            elif not record.is_due(step, self.asked):
                 continue
             elif record is self.of_repeats:
                 draft = self.repeats.follow(tokens, most)
@@ -319,9 +331,6 @@ class Drafting:
         """Gives a step of decodes drafts, says what the draft head guesses for the next one, and whether
         that may run ahead. One that ran ahead or has prefills gets none: then what would be drafted in the
         next one says whether that may run ahead.
-
-        A window never reaches the end of a page, so that the state is whole there, where it may become a
-        checkpoint.
         """
         self._n_steps += 1
         ran_ahead = any(draw.sequence.runs_ahead for draw in step.draws)
@@ -334,28 +343,39 @@ class Drafting:
         drafts: list[list[int]] = []
         chances: list[tuple[float, int]] = []
         asked: list[tuple[int, Record, int]] = []
-        in_sight, is_quiet = False, self._n_steps + is_late < self._paused_until or self._is_probe(n)
+        at = self._n_steps + is_late
+        in_sight, is_quiet = False, at < self._paused_until or self._is_probe(n)
         for draw in step.draws if not is_quiet else []:
             chunk, sequence = step.chunks[draw.chunk], draw.sequence
-            drafter = sequence.drafter = sequence.drafter or self.known.begun()
-            n_left = sequence.request.params.max_tokens - sequence.n_generated - 1 - is_late
-            most = min(self.max_drafts, n_left)
-            draft = self._propose(sequence, chunk, most, self._n_steps + is_late) if most > 0 else []
-            if draft and not is_late:
-                draft = draft[: max(0, PAGE_SIZE - 2 - chunk.start % PAGE_SIZE)]
-                in_sight |= not draft
+            drafter = sequence.drafter = sequence.drafter or self.known.begun(at - 1)
+            # At the end of a page, too, what counts is the step behind this one, if it may run ahead.
+            is_next = is_late or (self.runs_ahead and n_drafted_at(len(sequence.tokens) - 1) <= 0)
+            start = len(sequence.tokens) - 1 + is_next
+            n_left = sequence.request.params.max_tokens - sequence.n_generated - 1 - is_next
+            most = min(self.max_drafts, n_left, n_drafted_at(start))
+            deepest = min(self.max_drafts, n_left - 1, n_drafted_at(start + 1))
+            head, draft = drafter.of_head, list[int]()
+            if most > 0:
+                draft = self._propose(sequence, chunk, most, at, is_next)
+            else:
+                drafter.used = head
+            if draft and is_next and not is_late:
+                draft, in_sight = [], True
             chances += drafter.used.chances(len(drafts), len(draft))
-            head = drafter.of_head
             is_tried = head.n_misses and draft  # what comes of it is to be seen first
-            if self.has_head and drafter.used is head and head.is_due(self._n_steps + is_late) and not is_tried:
-                asked.append((len(drafts), head, min(self.max_drafts, n_left - 1)))
+            is_due = self.has_head and drafter.used is head and head.is_due(at, drafter.asked)
+            if is_due and not is_tried and deepest > 0:
+                asked.append((len(drafts), head, deepest))
             drafts.append(draft)
         if chances or asked:
             in_sight |= self._share(step, n, drafts, chances, asked, is_late)
         for draw in step.draws:
-            chunk = step.chunks[draw.chunk]
+            chunk, drafter = step.chunks[draw.chunk], draw.sequence.drafter
             chunk.rules = chunk.rules[: 1 + len(chunk.drafts)]
             draw.sequence.runs_ahead = self.runs_ahead and not in_sight
+            has_room = n_drafted_at(len(draw.sequence.tokens) - 1 + is_late) > 1  # for drafts and guesses
+            if drafter is not None and has_room and not (is_late and in_sight):
+                drafter.asked = at
         step.runs_ahead, self._is_ahead, self._is_late = not in_sight, ran_ahead and not in_sight, is_late
 
     def _is_probe(self, n: int) -> bool:
@@ -378,33 +398,36 @@ class Drafting:
         chances.sort(reverse=True)
         n_taken = Counter(i for _, i in chances[: self._n_worth(chances, seconds, n)[1]])
         n_guesses = self._n_asked(asked, seconds, n) if asked else Counter[int]()
-        for i, draft in enumerate(drafts):
-            if draft and not n_taken[i]:
-                step.draws[i].sequence.drafter.used.miss()
-        for i, head, _ in asked:
-            if not n_guesses[i] and head.is_due(self._n_steps + is_late):
-                head.miss()
+        missed = {step.draws[i].sequence.drafter.used for i, draft in enumerate(drafts) if draft and not n_taken[i]}
+        missed |= {head for i, head, _ in asked if not n_guesses[i]}
+        in_sight = bool(n_taken or n_guesses)
+        for record in missed if not (is_late and in_sight) else ():  # else they are asked for this step again
+            record.miss()
         if not is_late:
             for i, (draw, draft) in enumerate(zip(step.draws, drafts, strict=True)):
                 chunk = step.chunks[draw.chunk]
                 chunk.drafts = draft[: n_taken[i]]
                 chunk.length += len(chunk.drafts)
-                draw.n_guesses = n_guesses[i]
-        return bool(n_taken or n_guesses)
+                draw.n_guesses = n_guesses[i] if n_drafted_at(chunk.start + 1) > 0 else 0
+        return in_sight
 
-    def _propose(self, sequence: Sequence, chunk: Chunk, most: int, step: int) -> list[int]:
-        """A draft for the step of this number, as far as the sequence's guide allows it."""
+    def _propose(self, sequence: Sequence, chunk: Chunk, most: int, step: int, is_next: bool) -> list[int]:
+        """A draft for the step of this number, as far as the sequence's guide allows it. is_next: this step
+        draws a token before it: the first that the grammar leaves, if that drafts.
+        """
         drafter, guide = sequence.drafter, sequence.guide
         if not isinstance(guide, Guide) or self.guides is None:
             found: list[int] = drafter.propose(sequence.tokens, most, step)
             return found
-        draft = drafter.propose(sequence.tokens, most, step, guide.forced(most))
+        forced = guide.forced(most + is_next)
+        draft = drafter.propose(sequence.tokens, most, step, forced[is_next:])
         if not draft:
             return []
-        allowed, chunk.rules = self.guides.ahead(guide, draft)
-        if len(allowed) < len(draft):
+        drawn = forced[:is_next] if drafter.used is drafter.of_grammar else []
+        allowed, chunk.rules = self.guides.ahead(guide, drawn + draft)
+        if len(allowed) < len(drawn + draft):
             drafter.used.n_seen += 1
-        return allowed
+        return allowed[len(drawn) :]
 
     def _n_worth(self, chances: list[tuple[float, int]], seconds: list[float], n: int) -> tuple[float, int]:
         """How many tokens a second there are at most, and with how many of the likeliest.
@@ -460,7 +483,8 @@ class Drafting:
         if self._is_ahead:
             known_s = min(seconds, self._ahead_s.get(n, (seconds, 0))[0])  # one too low is soon put right
             seconds = min(seconds, MOST_LATE * known_s)
-            self._ahead_s[n] = known_s + (1.0 - KEPT_AHEAD) * (seconds - known_s), self._n_steps
+            seen = self._n_steps - (0 if n in self._ahead_s else N_VALID)  # the first may have taken longer
+            self._ahead_s[n] = known_s + (1.0 - KEPT_AHEAD) * (seconds - known_s), seen
             return
         kind = step.n_tokens, deepest > 0
         if self.runs_ahead and (n_rows or deepest) and kind not in self._seen:
@@ -476,7 +500,12 @@ class Drafting:
     def _weigh(self, spent_s: float, plain_s: float) -> None:
         """A step did not run ahead, took so long, and would have taken so long for its tokens if it had. All
         drafts pause where the latest steps were not worth it, each time twice as long.
+
+        What a step takes that runs ahead was seen in others, mostly long before: it follows what is shorter
+        at once, and what is longer, as contexts grow, slowly. So drafts that gain less than steps differ may
+        pause. Then steps run ahead, and what is known of them is put right.
         """
+        spent_s = min(spent_s, MOST_LATE * plain_s)  # what held up those steps counts no more, either
         self._spent_s, self._plain_s = KEPT_WORTH * self._spent_s + spent_s, KEPT_WORTH * self._plain_s + plain_s
         self._n_tried += 1
         if self._n_tried < N_TRIED:

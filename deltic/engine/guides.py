@@ -192,6 +192,15 @@ class Guide:
         fork._forced = self._forced[:]
         return fork
 
+    def behind(self, tokens: Iterable[int]) -> Rule:
+        """What it says of the token behind these, which it has not taken. Where a grammar would have to take
+        them, the grammar has no say: its next mask is not made yet.
+        """
+        fork = self.forked()
+        if any([fork.advance(token) for token in tokens]) or self.is_busy:
+            fork.words = None
+        return Rule.of(fork)
+
     def forced(self, most: int) -> list[int]:
         """Up to `most` ids that must come next, or that its grammar leaves as the only text."""
         if self._thinks:

@@ -420,7 +420,7 @@ class Scheduler:
                 running = chain(self._decodes, self._prefills)
                 self._preempt(max(running, key=lambda s: (s.lacks_text, _rank(s))))
         for sequence in self._decodes if self.info.n_lookahead else []:
-            self._look_ahead(sequence, sequence.n_computed + 1)
+            self._look_ahead(sequence, sequence.n_computed + sequence.n_window + 1)
 
     def _look_ahead(self, sequence: Sequence, n_tokens: int) -> None:
         """Takes pages for tokens that the device may compute before the first n_tokens were read.

@@ -82,6 +82,9 @@ class Guide(Protocol):
     def next_is_free(self) -> bool:
         """Whether the token after the next has no mask."""
 
+    def behind(self, tokens: Iterable[int]) -> Rule:
+        """What it says of the token behind these, which it has not taken, as far as that is known."""
+
     def leaves_any(self, banned: Iterable[int]) -> bool:
         """Whether any id other than these may be drawn."""
 

@@ -10,6 +10,8 @@ import pytest
 import torch
 
 from deltic.config import EngineConfig
+from deltic.engine.guides import Guide, Lexicon
+from deltic.engine.messages import Constraint
 from deltic.engine.step import Chunk, Draw, Step
 from deltic.models.fields import CheckpointError
 from deltic.models.qwen.shape import ModelShape
@@ -172,6 +174,40 @@ def test_what_draws_a_token_draws_a_guess() -> None:
         of = sequence(prompt(9), place=place, temperature=5.0)
         seeds.add(tuple(run(runner, of, 9, 4)))
     assert len(seeds) == 4
+
+
+CONSTRAINTS = {
+    "allowed": (Constraint(allowed=bytes([0b01100000])), lambda drawn: {*drawn} <= {5, 6}),
+    "bad word": (Constraint(bad_ids=((7, 7),)), lambda drawn: drawn[::2] == [7, 7, 7] and 7 not in drawn[1::2]),
+    "closing": (
+        Constraint(think_end_id=32, think_budget=0, close_ids=(30, 31, 32)),
+        lambda drawn: drawn[:3] == [30, 31, 32] and drawn[3:] == [7, 7],
+    ),
+    "end of the budget": (
+        Constraint(think_end_id=9, think_budget=2, close_ids=(9,), begin_ids=(8, 8)),
+        lambda drawn: drawn == [7, 7, 9, 8, 8],
+    ),
+    "thought": (Constraint(grammar="anything", think_end_id=9), lambda drawn: 7 not in drawn),
+    "grammar": (Constraint(grammar="anything"), lambda drawn: drawn == [3, 7, 7, 7, 7]),
+}
+"""And what is drawn and then guessed under them, where 7 is the likeliest."""
+
+
+@pytest.mark.parametrize("name", CONSTRAINTS)
+def test_what_a_guide_says_is_said_of_guesses(name: str) -> None:
+    """All but what a grammar says, which has not seen what was drawn; such guesses are cut before they run (Guides.ahead)."""
+    constraint, is_right = CONSTRAINTS[name]
+    runner = build(tiny_checkpoint("dense", has_mtp=True))
+    ends = {"stop_token_ids": (7,)} if name == "thought" else {}
+    of = sequence(prompt(9), logit_bias={7: 50.0}, constraint=constraint, **ends)
+    n_ids, is_lexical = N_REAL_VOCAB, constraint.allowed or constraint.bad_ids
+    of.guide = guide = Guide(of, constraint, n_ids, Lexicon(constraint, n_ids) if is_lexical else None)
+    if constraint.grammar:
+        guide.words = np.zeros(-(-n_ids // 32), np.int32)
+        guide.words[0] = 1 << 3  # its grammar begins with id 3
+    guesses = run(runner, of, 9, 4)
+    assert is_right([of.tokens[-1], *guesses]) and len(guesses) == 4, (of.tokens[-1], guesses)
+    assert not ends or guide.bans_end
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])

@@ -89,7 +89,7 @@ class Draws:
             self._has_masks = True  # before anything can fail half-way
             d.masked[:] = 0
             for i, mask in masks:
-                d.masked[i], d.masks[i] = 1, mask
+                d.masked[i], d.masks[i] = 1, mask[: d.masks.shape[1]]  # a draft head has the first ids only
             self._has_masks = bool(masks)
 
     def _fill_lists(self, n: int, lists: Rows[tuple[int, SamplingParams, bool]]) -> None:
@@ -284,15 +284,17 @@ class Sampler:
 
     def fill_guesses(self, draws: Draws, guessed: Rows[tuple[Sequence, list[int]]]) -> None:
         """Writes the draws of a draft head: from row i what may follow a sequence's tokens and these, which a
-        step has drawn or the head has. Penalties, biases and noise are those of the place that it is for. A
-        guide has no say yet: it has not seen what was drawn.
+        step has drawn or the head has. Penalties, biases and noise are those of the place that it is for, and
+        so is what a guide says, but for a grammar (Guide.behind).
         """
-        draws.fill([self._draws_of(i, sequence, more, (), (_ANY,))[0] for i, (sequence, more) in enumerate(guessed)])
+        rules = [_ANY if sequence.guide is None else sequence.guide.behind(more) for sequence, more in guessed]
+        draws.fill([self._draws_of(i, *one, (), rules[i : i + 1])[0] for i, one in enumerate(guessed)])
 
     def go_on(self, draws: Draws, guessed: Rows[tuple[Sequence, list[int]]]) -> None:
         """As fill_guesses, one token further: mostly only the positions change."""
         n = len(guessed)
-        if n == draws.inputs.n_draws and not draws.has_lists and not draws.inputs.n_history[:n].any():
+        is_plain = not draws.has_lists and all(sequence.guide is None for sequence, _ in guessed)
+        if n == draws.inputs.n_draws and is_plain and not draws.inputs.n_history[:n].any():
             draws.inputs.position[:n] += 1
         else:
             self.fill_guesses(draws, guessed)

@@ -2,8 +2,9 @@
 
 **Masks.** A sequence that follows a grammar draws with a mask, which the host makes from the token before. So
 where one decodes, only the forward runs ahead, of all of them: masks are made meanwhile, and the next step
-begins by drawing. One whose mask is late keeps its logits for a later step. In a thought nothing is masked,
-but nothing runs ahead behind the token that ends it.
+begins by drawing. One whose mask is late keeps its logits for a later step. With a draft head nothing runs
+ahead there: it reads the hidden states behind the draw. In a thought nothing is masked, but nothing runs
+ahead behind the token that ends it.
 """
 
 from __future__ import annotations
