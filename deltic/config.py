@@ -303,6 +303,13 @@ class ServerConfig:
         metavar="SECONDS",
     )
     cors_origin: tuple[str, ...] = knob((), "allow this origin in browsers; may be given several times")
+    fetch_images_from: tuple[str, ...] = knob(
+        (),
+        "fetch a chat's pictures from this host if they have http(s) URLs: a name, *.example.com, * for any, an address or a "
+        "network; only an address that is named so may be one that is not public; may be given several times "
+        "(default: from nowhere)",
+        metavar="HOST",
+    )
     allow_audio_host: tuple[str, ...] = knob(
         (),
         "fetch a request's ref_audio from this host if it is an http(s) URL; may be given several times (default: from nowhere)",

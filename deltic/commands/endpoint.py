@@ -328,6 +328,7 @@ FOR_A_CHILD = frozenset(
         "default_max_tokens",
         "drain_s",
         "engine_timeout_s",
+        "fetch_images_from",
         "log_format",
         "log_level",
         "log_prompts",

@@ -81,7 +81,7 @@ def _prepare(service: Service, asked: MessagesRequest, info: EngineInfo) -> Prep
     """Raises ApiError."""
     chat = _chat(service, asked)
     try:
-        return prepare_chat(service, chat, info)
+        return prepare_chat(service, chat, info, {})
     except ApiError as error:
         raise _renamed(error) from None
 

@@ -95,7 +95,8 @@ def _generation(service: Service, asked: wire.Asked, info: EngineInfo, request_i
             check(service, completion)
             requests = requests_of(service, completion, [asked.prompt or ""], info)
             return completion_generation(service, completion, requests, None, ticket)
-        return chat_generation(service, prepare_chat(service, wire.chat_request(asked), info), request_id, ticket)
+        prepared = prepare_chat(service, wire.chat_request(asked), info, {})
+        return chat_generation(service, prepared, request_id, ticket)
     except ApiError as error:
         raise renamed(error, _NAMES) from None
 

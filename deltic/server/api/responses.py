@@ -62,7 +62,7 @@ class Asked(msgspec.Struct):
 async def create_response(service: Service, request: Request) -> ASGIApp:
     """OpenAI's Responses API."""
     info = service.admit()
-    asked, prepared = await _read(service, request, lambda chat: prepare_chat(service, chat, info))
+    asked, prepared = await _read(service, request, lambda chat: prepare_chat(service, chat, info, {}))
     if request.scope[TICKET].is_batch and asked.request.store is None:
         # A batch's answers are in its file; stored, they would drive out those that people continue.
         asked.request.store = False

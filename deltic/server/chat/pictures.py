@@ -2,9 +2,9 @@
 them.
 
 A file is decoded, turned as its EXIF says, put on white where it is transparent, and resized by a process of
-its own (server/isolated.py), this file run as a program: Pillow and numpy are imported there only. Out come 8-bit
-pixels; models/vision/pixels.py makes of them what the vision tower reads. Of animated files the first frame
-is taken.
+its own (server/isolated.py), this file run as a program: Pillow and numpy are imported there only. Out come
+8-bit pixels; models/vision/pixels.py makes of them what the vision tower reads. Of animated files the first
+frame is taken.
 16-bit samples lose their lower byte, grey ones too, which Pillow alone would clip to white.
 
 Source: Qwen2VLImageProcessor(Pil) of transformers, which the published configs name.
@@ -55,8 +55,8 @@ def needs_pillow() -> str | None:
 
 def fitted(height: int, width: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
     """Height and width of a picture once it is resized: whole blocks, about as long as wide as it was,
-    between the least and most pixels, which rounding may miss. One that is very long and narrow can have more, since no side is
-    shorter than a block.
+    between the least and most pixels, which rounding may miss. One that is very long and narrow can have
+    more, since no side is shorter than a block.
 
     Raises PictureError for one that is more than MAX_ASPECT times as long as wide.
     """

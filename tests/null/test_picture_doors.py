@@ -1,0 +1,340 @@
+"""Pictures in requests: from the parts of each API to the engine's request, over a fake engine."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import time
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+pytest.importorskip("PIL")
+
+from deltic.engine.messages import PictureInfo, Request
+from deltic.server.chat import picture_parts, pictures
+from tests.fake_engine import IMAGE_PAD, PICTURE_TEMPLATE, TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, served
+from tests.null.test_http import error_of
+from tests.pictures import file_of, refused, rgb
+
+INFO = PictureInfo(min_pixels=4096, max_pixels=409_600, max_tokens=400)
+SMALL, WIDE, LARGE = (file_of(rgb(*sides), "PNG") for sides in ((64, 64), (160, 64), (640, 640)))
+"""Of 4, 10 and 400 tokens."""
+HOLLOW = {4: (2, 2), 10: (2, 5), 400: (20, 20)}
+
+
+def seeing(**info: Any) -> FakeEngineClient:
+    return FakeEngineClient(**{"pictures": INFO} | info)
+
+
+def url_of(data: bytes, kind: str = "image/png") -> str:
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
+def part(data: bytes | str, **more: Any) -> dict[str, Any]:
+    url = data if isinstance(data, str) else url_of(data)
+    return {"type": "image_url", "image_url": {"url": url} | more}
+
+
+def text(said: str) -> dict[str, Any]:
+    return {"type": "text", "text": said}
+
+
+def user(*parts: dict[str, Any]) -> dict[str, Any]:
+    return {"role": "user", "content": list(parts)}
+
+
+def post(
+    engine: FakeEngineClient, path: str, body: Any, template: str = PICTURE_TEMPLATE, **config: Any
+) -> httpx.Response:
+    async def go() -> httpx.Response:
+        transport = httpx.ASGITransport(make_app(engine, template, **config))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+            return await client.post(path, json=body)
+
+    return asyncio.run(go())
+
+
+def chat(engine: FakeEngineClient, *messages: dict[str, Any], **fields: Any) -> httpx.Response:
+    return post(engine, "/v1/chat/completions", {"messages": list(messages)} | fields)
+
+
+def prompt_of(request: Request) -> str:
+    """The prompt as text, a run of marks as its length; the pictures must have their places, keys and pixels."""
+    shown = byte_tokenizer(sees=True)
+    ids, written, at = request.prompt_ids, "", 0
+    for picture in request.pictures:
+        assert ids[picture.first : picture.end] == [IMAGE_PAD] * picture.n_tokens
+        assert len(picture.pixels) == 3072 * picture.n_tokens and len(picture.key) == 16
+        written += shown.decode(ids[at : picture.first], False) + f"[{picture.rows}x{picture.columns}]"
+        at = picture.end
+    assert IMAGE_PAD not in ids[at:]
+    return written + shown.decode(ids[at:], False)
+
+
+SEEN = "<|vision_start|>[{}]<|vision_end|>"
+
+
+def test_a_picture_comes_into_its_place() -> None:
+    engine = seeing()
+    answer = chat(
+        engine, {"role": "system", "content": "Look."}, user(text("What is"), part(SMALL), text("this?"), part(WIDE))
+    )
+    assert answer.status_code == 200, answer.text
+    (sent,) = engine.requests
+    assert prompt_of(sent) == (
+        f"<|im_start|>system\nLook.<|im_end|>\n<|im_start|>user\nWhat is{SEEN.format('2x2')}this?{SEEN.format('2x5')}"
+        "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+    )
+    assert answer.json()["usage"]["prompt_tokens"] == len(sent.prompt_ids)
+    starts = [at for at, token in enumerate(sent.prompt_ids) if token == 257]
+    assert sent.boundaries == starts[1:], "counted with the pictures' tokens"
+    again = asyncio.run(pictures.read_picture(WIDE, INFO.min_pixels, INFO.max_pixels))
+    assert (sent.pictures[1].key, sent.pictures[1].pixels) == (again.key, again.pixels)
+
+
+def test_a_text_is_as_it_was() -> None:
+    """Also one in parts, and one in which the marks are written."""
+    seen, blind = seeing(), FakeEngineClient()
+    said = "<|image_pad|><|vision_start|> is a mark"
+    for engine in (seen, blind):
+        template = PICTURE_TEMPLATE if engine is seen else TEMPLATE
+        body = {"messages": [user(text(said), text("\n?")), {"role": "assistant", "content": "No."}, user(text("So"))]}
+        assert post(engine, "/v1/chat/completions", body, template).status_code == 200
+    assert seen.requests[0].prompt_ids == blind.requests[0].prompt_ids
+    assert IMAGE_PAD not in seen.requests[0].prompt_ids and not seen.requests[0].pictures
+
+
+def test_a_mark_in_a_text_beside_a_picture_is_text() -> None:
+    engine = seeing()
+    assert chat(engine, user(text("<|image_pad|>"), part(SMALL), text("<|image_pad|>"))).status_code == 200
+    (sent,) = engine.requests
+    assert sent.prompt_ids.count(IMAGE_PAD) == 4 and len(sent.pictures) == 1
+    assert prompt_of(sent).count("<|image_pad|>") == 2
+
+
+def test_where_parts_may_be_pictures() -> None:
+    engine = seeing()
+    call = {"id": "c1", "function": {"name": "shot", "arguments": "{}"}}
+    answer = chat(
+        engine,
+        {"role": "system", "content": [part(SMALL)]},
+        user({"type": "image_url", "image_url": url_of(SMALL)}),
+        {"role": "assistant", "tool_calls": [call], "content": [part(LARGE)]},
+        {"role": "tool", "tool_call_id": "c1", "content": [text("done"), part(WIDE) | {"note": "of a library"}]},
+    )
+    assert answer.status_code == 200, answer.text
+    assert [picture.n_tokens for picture in engine.requests[0].pictures] == [4, 4, 10], "what a model said has none"
+
+
+def test_streams_and_many_answers() -> None:
+    engine = seeing()
+    with served(make_app(engine, PICTURE_TEMPLATE)) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+        messages: Any = [user(part(SMALL), text("?"))]
+        stream = client.chat.completions.create(model="fake", messages=messages, stream=True, n=2)
+        assert {choice.index for chunk in stream for choice in chunk.choices} == {0, 1}
+        assert len(engine.requests[0].pictures) == 1
+        metrics = httpx.get(f"{url}/metrics").text
+    assert 'deltic_pictures_total{model="fake"} 1.0' in metrics
+    assert 'deltic_picture_tokens_total{model="fake"} 4.0' in metrics
+
+
+@pytest.mark.parametrize(
+    ("detail", "bounds", "n_tokens"),
+    [
+        ("low", {}, 256), ("high", {}, 400), ("auto", {}, 400), (None, {}, 400), ("high", {"max_pixels": 102_400}, 100),
+        ("low", {"max_pixels": 102_400}, 100), ("low", {"min_pixels": 350_000}, 324), ("auto", {"max_pixels": None}, 400),
+    ],
+)  # fmt: skip
+def test_sizes(detail: str | None, bounds: dict[str, int], n_tokens: int) -> None:
+    engine = seeing()
+    answer = chat(engine, user(part(LARGE, detail=detail)), mm_processor_kwargs=bounds)
+    assert answer.status_code == 200, answer.text
+    assert engine.requests[0].pictures[0].n_tokens == n_tokens
+
+
+@pytest.mark.parametrize(
+    ("bounds", "said"),
+    [
+        ({"max_pixels": 409_601}, "mm_processor_kwargs.max_pixels: must be from 4096 to 409600"),
+        ({"min_pixels": 4095}, "mm_processor_kwargs.min_pixels: must be from 4096 to 409600"),
+        ({"min_pixels": 9000, "max_pixels": 8000}, "mm_processor_kwargs.min_pixels: is more than max_pixels"),
+        ({"max_pixels": "big"}, "mm_processor_kwargs.max_pixels"),
+        ({"fps": 2}, "mm_processor_kwargs.fps: unknown field"),
+    ],
+)
+def test_bounds_that_are_refused(bounds: dict[str, Any], said: str) -> None:
+    answer = chat(seeing(), user(part(SMALL)), mm_processor_kwargs=bounds)
+    assert answer.status_code == 400 and error_of(answer)["message"].startswith(said)
+
+
+def bad(given: Any, said: str, where: str = ".image_url") -> Any:
+    return pytest.param(given, said, where, id=said[:30])
+
+
+@pytest.mark.parametrize(
+    ("given", "said", "where"),
+    [
+        bad(part("data:image/png;base64,QUJ"), "is not valid base64"),
+        bad(part("data:image/png;base64,QU JD"), "is not valid base64"),
+        bad(part("data:image/png;base64,QUJD\n"), "is not valid base64"),
+        bad(part("data:image/png;base64,QQ==QUJD"), "is not valid base64"),
+        bad(part("data:image/png;base64,Ωabc"), "is not valid base64"),
+        bad(part("data:image/png,abc"), "expected data:image/...;base64,..."),
+        bad(part("data:image/png;base64,QUJD"), "is no picture that can be read here"),
+        bad(part("data:image/png;base64," + "A" * 26_700_000), "is larger than 20 MB"),
+        bad(part(""), "is no picture"),
+        bad(part("file:///etc/passwd"), "expected a data: URL"),
+        bad(part("FILE:/etc/passwd"), "expected a data: URL"),
+        bad(part("/etc/passwd"), "expected a data: URL"),
+        bad(part("gopher://127.0.0.1/"), "expected a data: URL"),
+        bad(part("http://example.com/a.png"), "this server fetches no pictures (--fetch-images-from)"),
+        bad({"type": "image_url"}, "expected a URL, or an object with one"),
+        bad({"type": "image_url", "image_url": {"url": 5}}, "expected a URL, or an object with one"),
+        bad(part(SMALL, detail="huge"), "expected one of auto, low, high, original", ".image_url.detail"),
+        bad(part(SMALL, size=5), "unknown field", ".image_url.size"),
+        bad(part(SMALL) | {"min_pixels": 5}, "unknown field", ".min_pixels"),
+        bad({"type": "image", "image": url_of(SMALL)}, "'image' is not supported", ".type"),
+        bad({"type": "input_audio", "input_audio": {}}, "'input_audio' is not supported", ".type"),
+    ],
+)
+def test_parts_that_are_refused(given: dict[str, Any], said: str, where: str) -> None:
+    engine = seeing()
+    answer = post(engine, "/v1/chat/completions", {"messages": [user(part(SMALL), given)]}, max_body_mb=64.0)
+    error = error_of(answer)
+    path = f"messages[0].content[1]{where}"
+    assert answer.status_code == 400 and not engine.requests
+    assert error["param"] == path and error["message"].startswith(f"{path}: {said}"), error
+
+
+def test_a_model_that_reads_text_says_so() -> None:
+    answer = post(FakeEngineClient(), "/v1/chat/completions", {"messages": [user(text("a"), part(SMALL))]}, TEMPLATE)
+    error = error_of(answer)
+    assert answer.status_code == 400 and error["param"] == "messages[0].content[1].type"
+    assert error["message"].endswith("'image_url' is not supported; this server reads text only")
+    hello = {"role": "user", "content": "hello"}
+    bounds = {"max_pixels": 5000}
+    answer = chat(FakeEngineClient(), hello, mm_processor_kwargs=bounds)
+    assert answer.status_code == 400 and error_of(answer)["param"] == "mm_processor_kwargs"
+    assert chat(FakeEngineClient(), hello, mm_processor_kwargs={}).status_code == 200
+    assert chat(seeing(), hello, mm_processor_kwargs=bounds).status_code == 200
+
+
+def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(picture_parts, "needs_pillow", lambda: "pip install it")
+    answer = chat(seeing(), user(part(SMALL)))
+    assert answer.status_code == 400
+    assert error_of(answer)["message"] == "messages[0].content[0].image_url: pip install it"
+    assert chat(seeing(), user(text("hello"))).status_code == 200
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        TEMPLATE,
+        PICTURE_TEMPLATE.replace("<|image_pad|>", ""),
+        PICTURE_TEMPLATE.replace("'<|vis", "'<|image_pad|><|vis"),
+    ],
+)
+def test_a_template_that_does_not_show_it(template: str) -> None:
+    answer = post(seeing(), "/v1/chat/completions", {"messages": [user(part(SMALL))]}, template)
+    assert answer.status_code == 400 and "messages: the chat template" in error_of(answer)["message"]
+
+
+def test_what_the_context_holds() -> None:
+    engine = seeing(max_model_len=300)
+    error = error_of(chat(engine, user(text("?"), part(LARGE))))
+    n_text = len("<|s|user\n?<vision><|e|\n<|s|assistant\n<think>\n\n</think>\n\n") - 16
+    assert error["code"] == "context_length_exceeded" and error["param"] == "messages[0].content[1].image_url"
+    most = int(error["message"].rpartition(" ")[2])
+    assert "has 400 tokens" in error["message"] and most % 1024 == 0 and most < 300 * 1024 - n_text
+    answer = chat(engine, user(text("?"), part(LARGE)), mm_processor_kwargs={"max_pixels": most})
+    assert answer.status_code == 200, answer.text
+    error = error_of(chat(engine, *[user(part(LARGE, detail="low"))] * 2))
+    assert error["code"] == "context_length_exceeded" and error["param"] == "messages", "none is at fault alone"
+    error = error_of(chat(seeing(), user(part(SMALL)), truncate_prompt_tokens=5))
+    assert error["message"] == "truncate_prompt_tokens: is not available for a chat with pictures"
+
+
+def test_how_many_and_how_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    error = error_of(chat(seeing(), user(*[part(SMALL)] * 257)))
+    assert error["message"] == "messages[0].content[256].image_url: a request may have 256 pictures at most"
+    monkeypatch.setattr(picture_parts, "MAX_PIXEL_BYTES", 3072 * 900)
+    error = error_of(chat(seeing(max_model_len=4000), user(*[part(LARGE)] * 3)))
+    assert error["code"] == "too_many_pixels" and "more than 900 tokens" in error["message"]
+    assert chat(seeing(max_model_len=4000), user(*[part(LARGE)] * 2)).status_code == 200
+
+
+def test_tokenize_counts_them() -> None:
+    body: dict[str, Any] = {"messages": [user(part(WIDE), text("?"))], "mm_processor_kwargs": {"max_pixels": 8192}}
+    engine = seeing()
+    told = post(engine, "/tokenize", body).json()
+    assert chat(engine, *body["messages"], mm_processor_kwargs=body["mm_processor_kwargs"]).status_code == 200
+    assert told["tokens"] == engine.requests[0].prompt_ids and told["count"] == len(told["tokens"])
+    error = error_of(post(engine, "/tokenize", {"prompt": "x", "mm_processor_kwargs": {}}))
+    assert error["param"] == "mm_processor_kwargs"
+
+
+def test_a_client_that_leaves_ends_the_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[bool] = []
+
+    async def slow(*_: Any) -> Any:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append(True)
+
+    monkeypatch.setattr(picture_parts, "read_picture", slow)
+    with served(make_app(seeing(), PICTURE_TEMPLATE)) as url:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/chat/completions", json={"messages": [user(*[part(SMALL)] * 5)]}, timeout=0.5)
+        until_s = time.monotonic() + 10
+        while len(ended) < 2 and time.monotonic() < until_s:
+            time.sleep(0.02)
+        assert len(ended) == 2, "two are decoded at once"
+
+
+def test_no_more_than_two_are_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    running = most = 0
+    read = pictures.read_picture
+
+    async def noted(*given: Any) -> Any:
+        nonlocal running, most
+        running += 1
+        most = max(most, running)
+        try:
+            return await read(*given)
+        finally:
+            running -= 1
+
+    monkeypatch.setattr(picture_parts, "read_picture", noted)
+
+    async def go() -> None:
+        transport = httpx.ASGITransport(make_app(seeing(), PICTURE_TEMPLATE))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost", timeout=60) as client:
+            body = {"messages": [user(*[part(SMALL)] * 3)]}
+            answers = await asyncio.gather(*(client.post("/v1/chat/completions", json=body) for _ in range(4)))
+            assert [answer.status_code for answer in answers] == [200] * 4
+
+    asyncio.run(go())
+    assert most == 2
+
+
+def test_hostile_files_are_each_a_bad_request() -> None:
+    """tests/null/test_pictures.py has more of them; here it is that the server goes on."""
+    engine = seeing()
+    with served(make_app(engine, PICTURE_TEMPLATE, max_body_mb=64.0)) as url:
+        for name, data, said in [*refused()][::6]:
+            begun_s = time.monotonic()
+            answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": [user(part(data))]}, timeout=30)
+            error = error_of(answer)
+            assert answer.status_code == 400 and error["param"] == "messages[0].content[0].image_url", name
+            assert said in error["message"] and time.monotonic() - begun_s < 10, (name, error)
+        assert (
+            httpx.post(f"{url}/v1/chat/completions", json={"messages": [user(part(SMALL))]}, timeout=30).status_code
+            == 200
+        )
+    assert len(engine.requests) == 1
