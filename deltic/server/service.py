@@ -78,7 +78,7 @@ STATES = ("stopping", "stopped", "failed", "restarting", "starting", "ready")
 """Of a model, the worst first."""
 
 B = TypeVar("B")
-C = TypeVar("C", protocol.ChatRequest, protocol.TokenizeRequest)
+C = TypeVar("C", bound=protocol.ChatRequest | protocol.TokenizeRequest | None)
 T = TypeVar("T")
 
 
@@ -312,9 +312,11 @@ class Service:
 
         def begin() -> Begun[T]:
             asked = self.read(request, body, kind)
-            chat = chat_of(asked)
-            pictures = find_pictures(chat.messages or [])
-            return Begun(pictures, chat.mm_processor_kwargs, lambda found: work(asked, chat, found))
+            made = chat_of(asked)
+            chat: protocol.ChatRequest | protocol.TokenizeRequest | None = made
+            pictures = find_pictures(chat.messages or []) if chat else []
+            bounds = chat.mm_processor_kwargs if chat else None
+            return Begun(pictures, bounds, lambda found: work(asked, made, found))
 
         return await self.prepare_pictured(len(body), begin, request)
 
@@ -343,6 +345,11 @@ class Service:
     @property
     def kind(self) -> Kind:
         return "text" if self.speech is None else "speech"
+
+    @property
+    def sees(self) -> bool:
+        """Whether its chats may have pictures."""
+        return self.client.info is not None and self.client.info.pictures is not None
 
     def _about(self) -> dict[str, str]:
         info = self.client.info

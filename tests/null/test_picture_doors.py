@@ -7,6 +7,7 @@ import base64
 import time
 from typing import Any
 
+import anthropic
 import httpx
 import openai
 import pytest
@@ -276,6 +277,166 @@ def test_tokenize_counts_them() -> None:
     assert told["tokens"] == engine.requests[0].prompt_ids and told["count"] == len(told["tokens"])
     error = error_of(post(engine, "/tokenize", {"prompt": "x", "mm_processor_kwargs": {}}))
     assert error["param"] == "mm_processor_kwargs"
+
+
+def call_of(name: str, call_id: str) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": call_id, "name": name, "arguments": "{}"}
+
+
+def test_responses() -> None:
+    engine = seeing()
+    with served(make_app(engine, PICTURE_TEMPLATE)) as url:
+        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+        seen: Any = [
+            {"type": "input_image", "image_url": url_of(WIDE), "detail": "auto"},
+            {"type": "input_text", "text": "?"},
+        ]
+        shot: Any = {
+            "type": "function_call_output",
+            "call_id": "c",
+            "output": [{"type": "input_image", "image_url": url_of(SMALL)}],
+        }
+        first = client.responses.create(model="fake", input=[{"role": "user", "content": seen}])
+        assert prompt_of(engine.requests[0]).startswith(f"<|im_start|>user\n{SEEN.format('2x5')}?<|im_end|>")
+        again: Any = [call_of("shot", "c"), shot, {"role": "user", "content": [seen[0] | {"detail": "low"}]}]
+        answer = client.responses.create(model="fake", input=again, previous_response_id=first.id)
+        assert answer.usage and answer.usage.input_tokens == len(engine.requests[1].prompt_ids)
+        assert [picture.n_tokens for picture in engine.requests[1].pictures] == [10, 4, 10], "those of the history, too"
+        count = client.responses.input_tokens.count(model="fake", input=again, previous_response_id=first.id)
+        assert count.input_tokens == answer.usage.input_tokens
+        kept = client.responses.input_items.list(first.id).data[0]
+        assert kept.to_dict()["content"][0]["image_url"] == url_of(WIDE)
+
+
+def test_responses_leave_out_old_pictures_that_do_not_fit() -> None:
+    engine = seeing(max_model_len=500)
+    turn = {"role": "user", "content": [{"type": "input_image", "image_url": url_of(LARGE)}]}
+    last = {"role": "user", "content": [{"type": "input_image", "image_url": url_of(SMALL)}]}
+    body = {"input": [turn, turn, last], "truncation": "auto"}
+    assert post(engine, "/v1/responses", body).status_code == 200
+    assert [picture.n_tokens for picture in engine.requests[0].pictures] == [400, 4]
+    assert error_of(post(engine, "/v1/responses", body | {"truncation": "disabled"}))["param"] == "input"
+
+
+@pytest.mark.parametrize(
+    ("item", "said"),
+    [
+        ({"role": "user", "content": [{"type": "input_image", "file_id": "file-1"}]}, "input[0].content[0].file_id: files are not kept"),
+        ({"role": "user", "content": [{"type": "input_image"}]}, "input[0].content[0].image_url: expected a URL"),
+        ({"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}, "input[0].content[0].image_url: expected a data: URL"),
+        ({"role": "user", "content": [{"type": "input_image", "image_url": "", "odd": 1}]}, "input[0].content[0].odd: unknown"),
+        ({"role": "user", "content": [{"type": "input_image", "image_url": "", "detail": 1}]}, "input[0].content[0].detail: expected"),
+        ({"role": "user", "content": [{"type": "input_file", "file_id": "a"}]}, "input[0].content[0].type: 'input_file'"),
+        ({"role": "developer", "content": [{"type": "input_image", "image_url": url_of(SMALL)}]}, "input[0].content[0].type: a picture is for"),
+        ({"type": "function_call_output", "call_id": "a", "output": [{"type": "input_image", "image_url": "x"}]},
+         "input[0].output[0].image_url: expected a data: URL"),
+    ],
+)  # fmt: skip
+def test_responses_refuse(item: dict[str, Any], said: str) -> None:
+    answer = post(seeing(), "/v1/responses", {"input": [item]})
+    assert answer.status_code == 400 and error_of(answer)["message"].startswith(said), answer.text
+
+
+def shown(data: bytes) -> dict[str, Any]:
+    """A block of Anthropic's."""
+    encoded = base64.b64encode(data).decode()
+    return {"type": "image", "source": {"type": "base64", "media_type": "image/jpeg", "data": encoded}}
+
+
+def test_anthropic() -> None:
+    engine = seeing()
+    with served(make_app(engine, PICTURE_TEMPLATE)) as url:
+        client = anthropic.Anthropic(base_url=url, api_key="none")
+        use = {"type": "tool_use", "id": "t", "name": "shot", "input": {}}
+        result = {"type": "tool_result", "tool_use_id": "t", "content": [text("a"), text("b"), shown(SMALL), text("c")]}
+        messages: Any = [
+            {"role": "user", "content": [shown(WIDE), text("What"), text("is it?")]},
+            {"role": "assistant", "content": [use]},
+            {"role": "user", "content": [result, shown(SMALL), text("<system-reminder>x</system-reminder>")]},
+        ]
+        answer = client.messages.create(model="fake", max_tokens=20, messages=messages)
+        count = client.messages.count_tokens(model="fake", messages=messages)
+    assert answer.usage.input_tokens == count.input_tokens == len(engine.requests[0].prompt_ids)
+    told = prompt_of(engine.requests[0])
+    assert f"user\n{SEEN.format('2x5')}What\n\nis it?<|im_end|>" in told
+    assert f"tool\na\n\nb{SEEN.format('2x2')}c\n\n<system-reminder>x</system-reminder><|im_end|>" in told
+    assert f"<|im_start|>user\n{SEEN.format('2x2')}<|im_end|>" in told
+
+
+def test_anthropic_marks_an_error_of_a_tool() -> None:
+    engine = seeing()
+    use = {"type": "tool_use", "id": "t", "name": "shot", "input": {}}
+    result = {"type": "tool_result", "tool_use_id": "t", "is_error": True, "content": [shown(SMALL)]}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": [use]},
+        {"role": "user", "content": [result]},
+    ]
+    assert post(engine, "/v1/messages", {"model": "fake", "max_tokens": 5, "messages": messages}).status_code == 200
+    assert f"tool\nError: {SEEN.format('2x2')}<|im_end|>" in prompt_of(engine.requests[0])
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ({"type": "base64", "data": "QUJ"}, "source: is not valid base64"),
+        ({"type": "base64", "data": "QUJD"}, "source: is no picture"),
+        ({"type": "base64"}, "source.data: expected a string"),
+        ({"type": "url", "url": "http://example.com/"}, "source: this server fetches no pictures"),
+        ({"type": "url", "url": "data:image/png;base64,QUJ"}, "source: is not valid base64"),
+        ({"type": "file", "file_id": "a"}, "source.type: 'file' is not supported"),
+        ({"type": "base64", "data": "", "odd": 1}, "source.odd: unknown field"),
+        ("x", "source.type: expected base64 or url"),
+    ],
+)
+def test_anthropic_refuses(source: Any, said: str) -> None:
+    body = {
+        "model": "fake",
+        "max_tokens": 5,
+        "messages": [{"role": "user", "content": [{"type": "image", "source": source}]}],
+    }
+    for path in ("/v1/messages", "/v1/messages/count_tokens"):
+        if path.endswith("count_tokens"):
+            del body["max_tokens"]
+        answer = post(seeing(), path, body)
+        error = answer.json()["error"]
+        assert answer.status_code == 400 and error["type"] == "invalid_request_error"
+        assert error["message"].startswith(f"messages[0].content[0].{said}"), error
+
+
+def test_anthropic_says_which_picture_is_too_large() -> None:
+    messages = [{"role": "user", "content": [shown(LARGE)]}]
+    answer = post(seeing(max_model_len=300), "/v1/messages", {"model": "fake", "max_tokens": 5, "messages": messages})
+    assert answer.json()["error"]["message"].startswith("messages[0].content[0].source: has 400 tokens, and beside")
+
+
+def test_ollama() -> None:
+    engine = seeing()
+    images = [base64.b64encode(WIDE).decode(), base64.b64encode(SMALL).decode()]
+    told = [
+        {"role": "user", "content": "Hi", "images": images},
+        {"role": "assistant", "content": "?", "images": images},
+    ]
+    told.append({"role": "tool", "content": "shot", "images": images[:1]})
+    answer = post(engine, "/api/chat", {"model": "fake", "messages": told, "stream": False})
+    assert answer.status_code == 200 and answer.json()["prompt_eval_count"] == len(engine.requests[0].prompt_ids)
+    wide, small = SEEN.format("2x5"), SEEN.format("2x2")
+    assert f"user\n{wide}{small}Hi<|im_end|>" in prompt_of(engine.requests[0])
+    assert f"tool\n{wide}shot<|im_end|>" in prompt_of(engine.requests[0])
+    for prompt in ("What?", ""):
+        body = {"model": "fake", "prompt": prompt, "images": images[1:], "stream": False}
+        assert post(engine, "/api/generate", body).status_code == 200
+        assert f"user\n{small}{prompt}<|im_end|>" in prompt_of(engine.requests[-1])
+    answer = post(engine, "/api/generate", body | {"raw": True, "prompt": "x"})
+    assert answer.json() == {"error": "images: has no meaning with raw: true; leave it out"}
+    answer = post(engine, "/api/chat", {"model": "fake", "messages": [{"role": "user", "images": ["QUJD", "QUJ"]}]})
+    assert answer.status_code == 400 and answer.json()["error"].startswith("messages[0].images[")
+
+
+def test_what_a_model_that_sees_says_of_itself() -> None:
+    show = post(seeing(), "/api/show", {"model": "fake"}).json()
+    assert "vision" in show["capabilities"]
+    assert "vision" not in post(FakeEngineClient(), "/api/show", {"model": "fake"}).json()["capabilities"]
 
 
 def test_a_client_that_leaves_ends_the_decoding(monkeypatch: pytest.MonkeyPatch) -> None:

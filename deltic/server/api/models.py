@@ -47,6 +47,7 @@ def model_card(service: Service, name: str) -> dict[str, Any]:
         "max_model_len": info.max_model_len if info else None,
         # What other clients look for, under names of their own.
         **dict.fromkeys(("context_length", "context_window", "max_input_tokens", "max_tokens"), limit),
+        **({"input_modalities": ["text", "image"]} if service.sees else {}),
         **({"speech": speech_card(service.speech)} if service.speech else {}),
         "type": "model",
         "display_name": name,
