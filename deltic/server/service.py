@@ -115,8 +115,13 @@ class Server:
             files = FileStore(self.config.batch_dir, self.config.batch_disk_gb, n_owners)
             self.batches = BatchRunner(self.config, self.accounts, files, self.writer)
         self.pictures = PictureReader(Hosts(self.config.fetch_images_from, "--fetch-images-from"))
-        self.worker = FairThread("prepare", int(MAX_PREPARING * self.config.max_body_mb * 1_000_000))
+        self.worker = FairThread("prepare", lambda: int(MAX_PREPARING * self.max_body_mb * 1_000_000))
         self.metrics = Exposition(self.accounts.numbers(), self.config.metrics_names)
+
+    @property
+    def max_body_mb(self) -> float:
+        """The largest body of a request."""
+        return self.config.body_mb(pictures=any(service.sees for service in self.models.values()))
 
     def trim_soon(self) -> None:
         """Has the C library return free memory to the system once this request is forgotten. It would keep it
@@ -297,7 +302,7 @@ class Service:
 
         Raises ApiError, as `read` and `read_body` do.
         """
-        body = await read_body(request, self.config.max_body_mb)
+        body = await read_body(request, self.server.max_body_mb)
         return await self.prepare(len(body), lambda: work(self.read(request, body, kind)), request)
 
     async def take_chat(
@@ -308,7 +313,7 @@ class Service:
 
         Raises ApiError, as those do; ClientDisconnect as `prepare` does.
         """
-        body = await read_body(request, self.config.max_body_mb)
+        body = await read_body(request, self.server.max_body_mb)
 
         def begin() -> Begun[T]:
             asked = self.read(request, body, kind)

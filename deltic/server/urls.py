@@ -88,13 +88,10 @@ def _address(host: str) -> Address | None:
 def is_public(address: Address) -> bool:
     """Whether it is of the internet, also where it stands for one of IPv4."""
     if isinstance(address, ipaddress.IPv6Address):
-        inner = [address.ipv4_mapped, address.sixtofour, *(address.teredo or ())]
-        if address in _NAT64:
-            inner.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
-        if not all(is_public(one) for one in inner if one is not None):
+        if address.ipv4_mapped or address in _NAT64:
+            return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if not all(map(is_public, filter(None, (address.sixtofour, *(address.teredo or ()))))):
             return False
-        if address.ipv4_mapped is not None:
-            return True
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 
@@ -176,6 +173,8 @@ async def _get(url: str, hosts: Hosts, most_bytes: int) -> tuple[int, str | None
                 raise UrlError(f"is larger than {most_bytes // 1_000_000} MB")
         if not answer.has_head:
             raise UrlError("could not be fetched (its server closed the connection)")
+        if not answer.is_whole and {b"content-length", b"transfer-encoding"} & answer.headers.keys():
+            raise UrlError("could not be fetched (it ended before it was whole)")
     finally:
         writer.transport.abort()
     status, location = parser.get_status_code(), answer.headers.get(b"location")
@@ -218,7 +217,7 @@ def of_base64(encoded: str, most_bytes: int) -> bytes:
     """Slow for long ones. Raises UrlError for what is not base64 to the letter, or larger than most_bytes."""
     if len(encoded) > (most_bytes + 2) // 3 * 4:
         raise UrlError(f"is larger than {most_bytes // 1_000_000} MB")
-    if "=" in encoded[:-2]:
+    if len(encoded) % 4 or "=" in encoded[:-2]:
         raise UrlError("is not valid base64")
     try:
         return b"".join(

@@ -204,7 +204,7 @@ def bad(given: Any, said: str, where: str = ".image_url") -> Any:
 )
 def test_parts_that_are_refused(given: dict[str, Any], said: str, where: str) -> None:
     engine = seeing()
-    answer = post(engine, "/v1/chat/completions", {"messages": [user(part(SMALL), given)]}, max_body_mb=64.0)
+    answer = post(engine, "/v1/chat/completions", {"messages": [user(part(SMALL), given)]})
     error = error_of(answer)
     path = f"messages[0].content[1]{where}"
     assert answer.status_code == 400 and not engine.requests
@@ -439,6 +439,37 @@ def test_what_a_model_that_sees_says_of_itself() -> None:
     assert "vision" not in post(FakeEngineClient(), "/api/show", {"model": "fake"}).json()["capabilities"]
 
 
+def test_pictures_are_fetched_where_they_may_be() -> None:
+    async def files(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "http":
+            status = 200 if scope["path"] == "/a.png" else 404
+            await send({"type": "http.response.start", "status": status, "headers": []})
+            await send({"type": "http.response.body", "body": WIDE})
+
+    engine = seeing()
+    config = {"fetch_images_from": ("127.0.0.1", "a.example")}
+    with served(files) as url:
+        for there, said in (
+            (f"{url}/a.png", ""),
+            (f"{url}/b.png", "could not be fetched (its server answered with status 404)"),
+            (url.replace("127.0.0.1", "localhost"), "this server fetches from a.example, 127.0.0.1/32 only"),
+            ("file:///a.png", "expected a data: URL, or one of http or https"),
+        ):
+            body = {"messages": [user(part(there), part(SMALL))]}
+            answer = post(engine, "/v1/chat/completions", body, **config)
+            if said:
+                assert error_of(answer)["message"].startswith(f"messages[0].content[0].image_url: {said}")
+    (sent,) = engine.requests
+    assert [picture.n_tokens for picture in sent.pictures] == [10, 4]
+
+
+def test_bodies_may_be_larger_where_there_may_be_pictures() -> None:
+    body = {"messages": [user(text("x" * 17_000_000))]}
+    assert post(FakeEngineClient(), "/v1/chat/completions", body, TEMPLATE).status_code == 413
+    assert error_of(post(seeing(), "/v1/chat/completions", body))["code"] == "context_length_exceeded"
+    assert post(seeing(), "/v1/chat/completions", body, max_body_mb=16.0).status_code == 413
+
+
 def test_a_client_that_leaves_ends_the_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     ended: list[bool] = []
 
@@ -487,7 +518,7 @@ def test_no_more_than_two_are_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -
 def test_hostile_files_are_each_a_bad_request() -> None:
     """tests/null/test_pictures.py has more of them; here it is that the server goes on."""
     engine = seeing()
-    with served(make_app(engine, PICTURE_TEMPLATE, max_body_mb=64.0)) as url:
+    with served(make_app(engine, PICTURE_TEMPLATE)) as url:
         for name, data, said in [*refused()][::6]:
             begun_s = time.monotonic()
             answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": [user(part(data))]}, timeout=30)

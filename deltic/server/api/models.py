@@ -97,7 +97,7 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
 
 async def detokenize(service: Service, request: Request) -> ASGIApp:
     """POST /detokenize: the text of ids."""
-    body = await read_body(request, service.config.max_body_mb)
+    body = await read_body(request, service.server.max_body_mb)
 
     def work() -> dict[str, Any]:
         asked = service.read(request, body, protocol.DetokenizeRequest)

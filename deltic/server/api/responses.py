@@ -103,7 +103,7 @@ async def _read(
     service: Service, request: Request, work: Callable[[protocol.ChatRequest, Pictures], T]
 ) -> tuple[Asked, T]:
     """The request in a body, and `work` on the chat that it makes and its pictures. Raises ApiError."""
-    body = await read_body(request, service.config.max_body_mb)
+    body = await read_body(request, service.server.max_body_mb)
     ticket: Ticket = request.scope[TICKET]
     store, owner = service.server.responses, ticket.owner
 
@@ -148,10 +148,10 @@ async def _read(
 
     # A few bytes may refer to many, and to the same ones again and again.
     size = max(len(body), sum(len(item) for _, item in new)) + sum(turn.n_bytes() for turn in history)
-    if size > service.config.max_body_mb * 1_000_000:
+    if size > service.server.max_body_mb * 1_000_000:
         raise ApiError(
             413,
-            f"the input and what it continues are larger than {service.config.max_body_mb:g} MB",
+            f"the input and what it continues are larger than {service.server.max_body_mb:g} MB",
             code="body_too_large",
         )
     return await service.prepare_pictured(size, begin, request)
