@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import json
+import sys
 import time
+import types
+from pathlib import Path
 from typing import Any
 
 import anthropic
@@ -14,8 +18,16 @@ import pytest
 
 pytest.importorskip("PIL")
 
+from PIL import Image
+
+from deltic import LLM, SamplingParams
+from deltic.batch_lines import Job
+from deltic.commands.chat import Answer, Conversation, command
+from deltic.commands.endpoint import Endpoint, EndpointError, picture_url
+from deltic.commands.run import send
 from deltic.engine.messages import PictureInfo, Request
 from deltic.server.chat import picture_parts, pictures
+from tests import fakes
 from tests.fake_engine import IMAGE_PAD, PICTURE_TEMPLATE, TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, served
 from tests.null.test_http import error_of
 from tests.pictures import file_of, refused, rgb
@@ -468,6 +480,118 @@ def test_bodies_may_be_larger_where_there_may_be_pictures() -> None:
     assert post(FakeEngineClient(), "/v1/chat/completions", body, TEMPLATE).status_code == 413
     assert error_of(post(seeing(), "/v1/chat/completions", body))["code"] == "context_length_exceeded"
     assert post(seeing(), "/v1/chat/completions", body, max_body_mb=16.0).status_code == 413
+
+
+def test_deltic_chat(tmp_path: Path) -> None:
+    (tmp_path / "a.png").write_bytes(WIDE)
+    engine = seeing()
+    with served(make_app(engine, PICTURE_TEMPLATE)) as url:
+        conversation = Conversation(Endpoint(url), "fake")
+        assert command(conversation, "/image /none.png") == "cannot read /none.png: No such file or directory"
+        assert command(conversation, f"/image {tmp_path / 'a.png'}") == "the next message has 1 picture"
+        assert command(conversation, f"/image {url_of(SMALL)}") == "the next message has 2 pictures"
+        conversation.messages.append(conversation.message("What is it?"))
+
+        async def go() -> Answer:
+            answer = Answer()
+            async for _ in conversation.ask(answer):
+                pass
+            return answer
+
+        assert asyncio.run(go()).content == "Hello"
+    assert f"user\n{SEEN.format('2x5')}{SEEN.format('2x2')}What is it?" in prompt_of(engine.requests[0])
+    assert command(conversation, "/image") == "no pictures" and conversation.message("x")["content"] == "x"
+
+
+def test_deltic_run(tmp_path: Path) -> None:
+    (tmp_path / "a.jpg").write_bytes(WIDE)
+    added = [picture_url(str(tmp_path / "a.jpg"))]
+    assert added[0].startswith("data:image/jpeg;base64,")
+    with pytest.raises(EndpointError, match="cannot read"):
+        picture_url(str(tmp_path / "b.jpg"))
+    engine = seeing()
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}, user(text("c"), part(SMALL))]
+    bodies: list[tuple[str, dict[str, Any]]] = [
+        ("/v1/chat/completions", {"messages": turns}),
+        ("/v1/chat/completions", {"messages": turns[:2]}),
+        ("/v1/responses", {"input": "a"}),
+        ("/v1/responses", {"input": [{"role": "user", "content": [{"type": "input_text", "text": "a"}]}]}),
+        ("/v1/completions", {"prompt": "a"}),
+        ("/v1/chat/completions", {"messages": turns[1:2]}),
+    ]
+    with served(make_app(engine, PICTURE_TEMPLATE)) as url:
+
+        async def go() -> list[dict[str, Any]]:
+            endpoint = Endpoint(url)
+            jobs = [Job(i, None, path, json.dumps(body).encode()) for i, (path, body) in enumerate(bodies)]
+            return [await send(endpoint, "fake", job, pictures=added) for job in jobs]
+
+        results = asyncio.run(go())
+    assert [result["error"] is None for result in results] == [True] * 4 + [False] * 2
+    assert results[5]["error"]["message"] == "line 5: --image: there is no message of a user"
+    wide = SEEN.format("2x5")
+    told = [prompt_of(request) for request in engine.requests]
+    assert "user\na<|im_end|>" in told[0] and f"user\n{wide}c{SEEN.format('2x2')}<|im_end|>" in told[0]
+    assert all(f"user\n{wide}a<|im_end|>" in one for one in told[1:])
+
+
+@pytest.fixture
+def llm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
+    byte_tokenizer(sees=True)._backend.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "chat_template.jinja").write_text(PICTURE_TEMPLATE)
+    build = types.ModuleType("deltic.runtime.build")
+    build.build_runner = fakes.build_runner  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "deltic.runtime.build", build)
+    made = LLM(str(tmp_path), n_pages=24, max_num_seqs=4, max_model_len=1000)
+    made.info.pictures = INFO
+    return made
+
+
+def test_python(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    added: list[Request] = []
+    add = llm._engine.add
+
+    def noted(request: Request) -> None:
+        added.append(request)
+        add(request)
+
+    monkeypatch.setattr(llm._engine, "add", noted)
+    path = tmp_path / "a.png"
+    path.write_bytes(WIDE)
+    image = rgb(160, 64)
+    parts: list[Any] = [{"type": "image", "image": one} for one in (image, WIDE, path, str(path), url_of(WIDE))]
+    params = SamplingParams(max_tokens=2)
+    (answer,) = llm.chat([user(text("a"), *parts, part(SMALL))], params)
+    (sent,) = added
+    assert prompt_of(sent).count("[2x5]") == 5 and answer.prompt_ids == sent.prompt_ids
+    assert len({picture.key for picture in sent.pictures}) == 2, "the same pixels, whatever they came in"
+    llm.chat([[user(part(LARGE))], [user(text("b"))]], params, mm_processor_kwargs={"max_pixels": 10_240})
+    assert [[picture.n_tokens for picture in one.pictures] for one in added[1:]] == [[9], []]
+
+    async def inside() -> None:
+        llm.chat([user(part(SMALL))], params)
+
+    asyncio.run(inside())
+    for message, said in (
+        (user({"type": "image", "image": 5}), "expected a picture of Pillow, bytes or a path, not int"),
+        (user({"type": "image", "image": b"abc"}), "is no picture that can be read here"),
+        (user(part("http://a.example/")), "this server fetches no pictures"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            llm.chat([message], params)
+    with pytest.raises(FileNotFoundError):
+        llm.chat([user({"type": "image", "image": tmp_path / "none.png"})], params)
+    llm.info.pictures = None
+    with pytest.raises(ValueError, match="this server reads text only"):
+        llm.chat([user(part(SMALL))], params)
+
+
+@pytest.mark.parametrize("mode", ["1", "L", "LA", "P", "RGBA", "CMYK", "YCbCr", "I;16"])
+def test_pictures_of_pillow(mode: str) -> None:
+    image = Image.new("I;16", (64, 64), 300) if mode == "I;16" else rgb(64, 64).convert(mode)
+    image.getexif()[0x0112] = 6
+    data = picture_parts.file_of(image)
+    assert asyncio.run(pictures.read_picture(data, 4096, 4096)).n_tokens == 4
 
 
 def test_a_client_that_leaves_ends_the_decoding(monkeypatch: pytest.MonkeyPatch) -> None:

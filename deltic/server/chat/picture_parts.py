@@ -8,8 +8,10 @@ as it has tokens (template.py).
 from __future__ import annotations
 
 import asyncio
+import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from msgspec import Struct
@@ -72,6 +74,22 @@ class Sent:
         if not self.kind:
             return bad_request(self.part, "this server reads text only; leave it out", "unsupported_field")
         return bad_request(f"{self.part}.type", f"{self.kind!r} is not supported; this server reads text only")
+
+
+def file_of(image: Any) -> bytes:
+    """A picture of the Python API as a file: one of Pillow's, bytes of a file, or a path. Raises ValueError,
+    OSError.
+    """
+    if isinstance(image, bytes):
+        return image
+    if isinstance(image, str | Path):
+        return Path(image).read_bytes()
+    if not hasattr(image, "save") or not hasattr(image, "convert"):
+        raise ValueError(f"expected a picture of Pillow, bytes or a path, not {type(image).__name__}")
+    plain = image if image.mode in ("1", "L", "LA", "I;16", "P", "RGB", "RGBA") else image.convert("RGB")
+    file = io.BytesIO()
+    plain.save(file, "PNG", compress_level=1, exif=image.getexif())
+    return file.getvalue()
 
 
 def sent_in(content: object) -> Iterator[Sent]:
