@@ -146,7 +146,8 @@ class LLM:
         Messages and `tools` are what /v1/chat/completions takes, and mean the same; `cache_salt` and
         `use_cache` are generate's. `template_settings` are the template's, or the request's enable_thinking,
         reasoning_effort and mm_processor_kwargs. Beside parts of the type image_url, which take data: URLs,
-        there may be `{"type": "image", "image": ...}` with a picture of Pillow's, a file's bytes, or its path.
+        there may be `{"type": "image", "image": ...}` with a picture of Pillow's, a file's bytes, or its
+        path.
         Raises ValueError, and runs none, when one cannot run; TypeError for what JSON cannot say, OSError for
         a path that cannot be read.
         """
