@@ -190,7 +190,9 @@ class FakeEngineClient:
 
     def submit(self, request: Request, deliver: Deliver) -> None:
         self.check_room(request.params.n)
-        self.requests.append(msgspec.structs.replace(request, pictures=[*request.pictures]))
+        if request.pictures:  # they are let go when they were sent
+            request = msgspec.structs.replace(request, pictures=[*request.pictures])
+        self.requests.append(request)
         stream = self.streams[request.id] = Stream(request, deliver)
         for index in range(request.params.n):
             task = asyncio.get_running_loop().create_task(self._run(request, index, stream))
