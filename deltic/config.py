@@ -311,9 +311,17 @@ class ServerConfig:
         metavar="SECONDS",
     )
     cors_origin: tuple[str, ...] = knob((), "allow this origin in browsers; may be given several times")
+    fetch_images_from: tuple[str, ...] = knob(
+        (),
+        "fetch a chat's pictures from this host if they have http(s) URLs: a name, *.example.com, * for any, an address or a "
+        "network; only an address that is named so may be one that is not public; may be given several times "
+        "(default: from nowhere)",
+        metavar="HOST",
+    )
     allow_audio_host: tuple[str, ...] = knob(
         (),
-        "fetch a request's ref_audio from this host if it is an http(s) URL; may be given several times (default: from nowhere)",
+        "fetch a request's ref_audio from this host if it is an http(s) URL, as --fetch-images-from has it; may be given several "
+        "times (default: from nowhere)",
         metavar="HOST",
     )
     allow_audio_dir: Path | None = knob(
@@ -322,7 +330,9 @@ class ServerConfig:
         metavar="DIR",
     )
     max_queue: int = knob(256, "sequences that may wait (n of a request counts n); more are answered 429")
-    max_body_mb: float = knob(16.0, "largest request body", metavar="MB")
+    max_body_mb: float | None = knob(
+        None, "largest request body (default: 16, and 64 with a model that takes pictures)", metavar="MB"
+    )
     max_n: int = knob(16, "largest n of a request")
     max_logprobs: int = knob(20, "most alternatives per token a request may ask for")
     drain_s: float = knob(30.0, "after SIGTERM, seconds that running requests get to finish")
@@ -362,6 +372,10 @@ class ServerConfig:
     log_level: str = knob("info", "server log level", choices=("debug", "info", "warning", "error"))
     log_format: str = knob("text", "lines for people, or a JSON object each", choices=("text", "json"))
     log_prompts: bool = knob(False, "write the body of every request into its line of the log")
+
+    def body_mb(self, *, pictures: bool) -> float:
+        """The largest request body, where there may be pictures in it or not."""
+        return self.max_body_mb or (64.0 if pictures else 16.0)
 
 
 T = typing.TypeVar("T", EngineConfig, ModelConfig, ServerConfig)

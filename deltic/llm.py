@@ -11,9 +11,11 @@ An LLM is for one thread at a time.
 
 from __future__ import annotations
 
+import asyncio
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
@@ -27,11 +29,14 @@ from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob
 from deltic.engine.trace import Trace
 from deltic.models.checkpoint import text_directory, tokenizer_directory, tokenizer_json
 from deltic.server.api import protocol
+from deltic.server.api.messages import find_pictures
 from deltic.server.chat.answer import Choice
 from deltic.server.chat.answer import Message as AnswerMessage
 from deltic.server.chat.parser import OutputParser
+from deltic.server.chat.picture_parts import PictureReader, Pictures, file_of
 from deltic.server.chat.template import ChatTemplate, render
 from deltic.server.errors import ApiError
+from deltic.server.urls import Hosts
 from deltic.text import Tokenizer
 
 Message = dict[str, Any]
@@ -121,7 +126,7 @@ class LLM:
         given: Iterable[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
         ids = [self.tokenizer.encode(p, "parse") if isinstance(p, str) else list(p) for p in given]
         answers = self._answers(ids, params, stop, lambda at, own: None)
-        self._run(answers, [[] for _ in ids], priority=priority, cache_salt=cache_salt, use_cache=use_cache)
+        self._run(answers, [{} for _ in ids], priority=priority, cache_salt=cache_salt, use_cache=use_cache)
         return [answer.completion for answer in answers]
 
     def chat(
@@ -139,15 +144,18 @@ class LLM:
         """Answers one conversation, or several: OpenAI messages, rendered by the checkpoint's chat template.
 
         Messages and `tools` are what /v1/chat/completions takes, and mean the same; `cache_salt` and
-        `use_cache` are generate's. `template_settings` are the template's, or the request's enable_thinking
-        and reasoning_effort.
-        Raises ValueError, and runs none, when one cannot run; TypeError for what JSON cannot say.
+        `use_cache` are generate's. `template_settings` are the template's, or the request's enable_thinking,
+        reasoning_effort and mm_processor_kwargs. Beside parts of the type image_url, which take data: URLs,
+        there may be `{"type": "image", "image": ...}` with a picture of Pillow's, a file's bytes, or its
+        path.
+        Raises ValueError, and runs none, when one cannot run; TypeError for what JSON cannot say, OSError for
+        a path that cannot be read.
         """
         if self._template is None:
             raise ValueError("this model has no chat template; use generate(), or give LLM(chat_template=FILE)")
         switches = {
             name: template_settings.pop(name)
-            for name in ("enable_thinking", "reasoning_effort")
+            for name in ("enable_thinking", "reasoning_effort", "mm_processor_kwargs")
             if name in template_settings
         }
         asked = switches | {"tools": tools, "chat_template_kwargs": template_settings}
@@ -155,9 +163,12 @@ class LLM:
         many: Sequence[Any] = messages if first is None or not isinstance(first, dict) else [messages]
         try:
             # Through JSON, so that nothing gets to the template that the server would not let through.
-            bodies = [msgspec.json.encode(asked | {"messages": m}) for m in many]
+            files: list[bytes] = []
+            bodies = [msgspec.json.encode(asked | {"messages": _sendable(m, files)}) for m in many]
             requests = [protocol.parse(body, protocol.ChatRequest) for body in bodies]
-            rendered = [render(self._template, request) for request in requests]
+            rendered = [
+                render(self._template, request, pictures=self._pictures(request, files)) for request in requests
+            ]
         except ApiError as error:
             raise ValueError(error.message) from None
 
@@ -167,9 +178,21 @@ class LLM:
             return OutputParser(thinking=prompt.thinking, tools=schemas, fixed=fixed)
 
         answers = self._answers([prompt.ids for prompt, _ in rendered], params, stop, parser)
-        boundaries = [prompt.boundaries for prompt, _ in rendered]
-        self._run(answers, boundaries, priority=priority, cache_salt=cache_salt, use_cache=use_cache)
+        own_fields = [{"boundaries": prompt.boundaries, "pictures": prompt.pictures} for prompt, _ in rendered]
+        self._run(answers, own_fields, priority=priority, cache_salt=cache_salt, use_cache=use_cache)
         return [answer.completion for answer in answers]
+
+    def _pictures(self, request: protocol.ChatRequest, files: list[bytes]) -> Pictures:
+        """Those of a chat. files: what `_sendable` has put aside. Raises ApiError."""
+        sent = find_pictures(request.messages)
+        if not sent:
+            return {}
+        for one in sent:
+            if one.url.startswith(ASIDE):
+                one.data, one.url = files[int(one.url.removeprefix(ASIDE))], ""
+        reading = PictureReader(Hosts((), "")).read(sent, self.info.pictures, request.mm_processor_kwargs)
+        with ThreadPoolExecutor(1) as thread:  # the caller's may have an event loop already
+            return thread.submit(asyncio.run, reading).result()
 
     def cache_summary(self) -> dict[str, Any]:
         """The contents of the prefix cache, as `GET /cache` shows them."""
@@ -211,8 +234,10 @@ class LLM:
                 answers.append(_Answer(Completion(at, index, ids), own, choice))
         return answers
 
-    def _run(self, answers: list[_Answer], boundaries: list[list[int]], **fields: Any) -> None:
-        """Adds the requests and steps until all their answers are complete. fields: of every Request."""
+    def _run(self, answers: list[_Answer], own_fields: list[dict[str, Any]], **fields: Any) -> None:
+        """Adds the requests and steps until all their answers are complete. own_fields: of each prompt's
+        Request; fields: of every one.
+        """
         if not self._close.alive:
             raise EngineStopped("this LLM was closed; make a new one")
         ids: dict[int, str] = {}
@@ -228,7 +253,7 @@ class LLM:
                             id=ids[at],
                             prompt_ids=answer.completion.prompt_ids,
                             params=answer.params,
-                            boundaries=boundaries[at],
+                            **own_fields[at],
                             **fields,
                         )
                     )
@@ -251,6 +276,34 @@ class LLM:
                     yield output
             if self._engine.n_failures >= MAX_FAILURES:
                 raise EngineStopped(f"{MAX_FAILURES} steps failed in a row; the log says why; make a new LLM")
+
+
+ASIDE = "deltic-picture:"
+"""Begins the URL of a picture that JSON cannot say."""
+
+
+def _sendable(messages: Any, files: list[bytes]) -> Any:
+    """Messages with a URL for each picture that is none; the picture is added to `files`. Raises ValueError,
+    OSError.
+    """
+
+    def part_of(part: Any) -> Any:
+        if not isinstance(part, dict) or part.get("type") != "image" or "image" not in part:
+            return part
+        image = part["image"]
+        if isinstance(image, str) and image.startswith(("data:", "http:", "https:")):
+            url = image
+        else:
+            files.append(file_of(image))
+            url = f"{ASIDE}{len(files) - 1}"
+        return {"type": "image_url", "image_url": {"url": url}}
+
+    return [
+        message | {"content": [part_of(part) for part in message["content"]]}
+        if isinstance(message, dict) and isinstance(message.get("content"), list)
+        else message
+        for message in messages
+    ]
 
 
 @dataclass

@@ -215,6 +215,10 @@ class Tokenizer:
             ) from error
         return ids
 
+    def special_id(self, literal: str) -> int | None:
+        """The id of a special token; None: there is no such."""
+        return self._id_of_special.get(literal)
+
     def trust(self, text: str) -> str:
         """`text` (a template's source) with TRUSTED before each special literal."""
         return self._literal.sub(lambda match: TRUSTED + match.group(), text) if self._literal else text

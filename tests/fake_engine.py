@@ -15,6 +15,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import httpx
+import msgspec
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
@@ -60,8 +61,22 @@ TEMPLATE = """
 """The shape of the family's templates, small. Settings: enable_thinking, off unless true."""
 
 
-def byte_tokenizer() -> Tokenizer:
-    """Ids 0 to 255 are the bytes, 256 to 258 the special tokens, 259 to 264 the added ones. Text is cut as the family's is."""
+PICTURES = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
+IMAGE_PAD = 267
+PICTURE_TEMPLATE = """
+{%- macro shown(content) %}
+    {%- if content is string %}{{ content }}{% else %}
+        {%- for part in content %}
+            {%- if part.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part.text }}{% endif %}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro %}""" + TEMPLATE.replace("'\\n' + message.content", "'\\n' + shown(message.content)")
+"""As the family's models that see have it."""
+
+
+def byte_tokenizer(sees: bool = False) -> Tokenizer:
+    """Ids 0 to 255 are the bytes, 256 to 258 the special tokens, 259 to 264 the added ones, and with `sees` 265 to 267
+    those around pictures. Text is cut as the family's is."""
     alphabet = {byte: character for character, byte in byte_alphabet().items()}
     backend = tokenizers.Tokenizer(models.BPE({alphabet[byte]: byte for byte in range(256)}, []))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -73,6 +88,8 @@ def byte_tokenizer() -> Tokenizer:
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in SPECIAL])
     backend.add_tokens([tokenizers.AddedToken(token, special=False, normalized=False) for token in ADDED])
+    if sees:
+        backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in PICTURES])
     return Tokenizer(backend)
 
 
@@ -173,6 +190,8 @@ class FakeEngineClient:
 
     def submit(self, request: Request, deliver: Deliver) -> None:
         self.check_room(request.params.n)
+        if request.pictures:  # they are let go when they were sent
+            request = msgspec.structs.replace(request, pictures=[*request.pictures])
         self.requests.append(request)
         stream = self.streams[request.id] = Stream(request, deliver)
         for index in range(request.params.n):
@@ -249,7 +268,7 @@ def service_of(
     server: Server, client: FakeEngineClient, name: str, template: str | None = TEMPLATE, **more: Any
 ) -> Service:
     """A model that writes, over a fake engine. more: fields of its Service."""
-    tokenizer = byte_tokenizer()
+    tokenizer = byte_tokenizer(sees=client.info is not None and client.info.pictures is not None)
     chat = None if template is None else ChatTemplate({"default": template}, tokenizer)
     return Service(server, client, tokenizer, chat, name, **more)  # type: ignore[arg-type]
 

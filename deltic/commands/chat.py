@@ -27,6 +27,7 @@ from deltic.commands.endpoint import (
     asked_model,
     error_message,
     own_server,
+    picture_url,
     reached,
 )
 from deltic.logs import counted
@@ -35,6 +36,7 @@ HELP = """\
 /help               this list
 /clear              forget the conversation
 /system [TEXT]      set the system message, or remove it; forgets the conversation
+/image FILE         add a picture to the next message; without FILE, drop those that were added
 /think on|off|auto  thinking before the answer; auto leaves it to the model
 /save [FILE]        write the conversation as JSON
 /quit               leave (also Ctrl-D); Ctrl-C ends an answer early
@@ -77,7 +79,14 @@ class Conversation:
     system: str | None = None
     think: bool | None = None
     sampling: dict[str, Any] = field(default_factory=dict)
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    pictures: list[str] = field(default_factory=list)
+    """URLs of those that the next message will have."""
+
+    def message(self, text: str) -> dict[str, Any]:
+        """The user's next."""
+        parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in self.pictures]
+        return {"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}
 
     def body(self) -> dict[str, Any]:
         """The request for the next answer."""
@@ -175,7 +184,7 @@ class Screen:
 
 def answer(runner: asyncio.Runner, conversation: Conversation, screen: Screen, text: str) -> None:
     """One turn: asks, prints, and keeps what was said. What Ctrl-C cut short stays as far as it came."""
-    conversation.messages.append({"role": "user", "content": text})
+    conversation.messages.append(conversation.message(text))
     got = Answer()
 
     async def turn() -> None:
@@ -195,6 +204,7 @@ def answer(runner: asyncio.Runner, conversation: Conversation, screen: Screen, t
         screen.note(got.speed() + (" · stopped" if stopped else ""))
     if got.content:
         conversation.messages.append({"role": "assistant", "content": got.content})
+        conversation.pictures.clear()
     else:
         conversation.messages.pop()  # a question without an answer would confuse the next turn
 
@@ -212,6 +222,15 @@ def command(conversation: Conversation, line: str) -> str | None:
         conversation.system = rest or None
         conversation.messages.clear()
         return "system message set" if rest else "no system message"
+    if name == "/image":
+        if not rest:
+            conversation.pictures.clear()
+            return "no pictures"
+        try:
+            conversation.pictures.append(picture_url(rest))
+        except EndpointError as error:
+            return str(error)
+        return f"the next message has {counted(len(conversation.pictures), 'picture')}"
     if name == "/think" and rest in ("on", "off", "auto"):
         conversation.think = {"on": True, "off": False, "auto": None}[rest]
         return f"thinking: {rest}"
@@ -279,6 +298,7 @@ def chat(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
                 system=arguments.system,
                 think=arguments.think,
                 sampling={key: value for key, value in sampling.items() if value is not None},
+                pictures=[*map(picture_url, arguments.image)],
             )
             talk(conversation, runner)
     except (EndpointError, ServerFailed) as error:

@@ -12,11 +12,13 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import base64
 import collections
 import contextlib
 import dataclasses
 import functools
 import json
+import mimetypes
 import os
 import secrets
 import signal
@@ -303,6 +305,18 @@ async def model_name(endpoint: Endpoint, *, speaks: bool = False) -> str:
         raise EndpointError(f"{endpoint.url} lists no model: {message}; name one with --model") from None
 
 
+def picture_url(name: str) -> str:
+    """The data: URL of a file; what is a URL already stays. Raises EndpointError."""
+    if name.startswith(("http://", "https://", "data:")):
+        return name
+    try:
+        data = Path(name).expanduser().read_bytes()
+    except OSError as error:
+        raise EndpointError(f"cannot read {name}: {error.strerror}") from None
+    kind = mimetypes.guess_type(name)[0] or "image"
+    return f"data:{kind};base64,{base64.b64encode(data).decode()}"
+
+
 class ServerFailed(Exception):
     """The server child did not get ready; the message holds the end of its log."""
 
@@ -328,6 +342,7 @@ FOR_A_CHILD = frozenset(
         "default_max_tokens",
         "drain_s",
         "engine_timeout_s",
+        "fetch_images_from",
         "log_format",
         "log_level",
         "log_prompts",

@@ -94,6 +94,8 @@ def chat(sub: argparse.ArgumentParser) -> None:
     add("--think", action=argparse.BooleanOptionalAction, help=text)
     add("--temperature", type=float, metavar="T", help="sampling temperature (default: the model's)")
     add("--max-tokens", type=int, metavar="TOKENS", help="longest answer")
+    text = "a picture for the first message, a file or a URL; may be given several times"
+    add("--image", action="append", default=[], metavar="FILE", help=text)
     add_engine(sub)
 
 
@@ -108,6 +110,8 @@ def run(sub: argparse.ArgumentParser) -> None:
     add("--in-flight", type=int, default=64, metavar="N", help="requests sent at once (default: 64)")
     text = "drop the errors that the output holds, and try their lines again"
     add("--retry-errors", action="store_true", help=text)
+    text = "a picture for the last message of the user in each line; may be given several times"
+    add("--image", action="append", default=[], metavar="FILE", help=text)
     add_engine(sub)
 
 

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from deltic.batch_lines import N_TRIES, ForeignFile, Job, parse, read_results, wait_s
+from deltic.batch_lines import N_TRIES, PATHS, ForeignFile, Job, parse, read_results, wait_s
 from deltic.commands.endpoint import (
     Endpoint,
     EndpointError,
@@ -33,6 +33,7 @@ from deltic.commands.endpoint import (
     asked_model,
     error_message,
     own_server,
+    picture_url,
     reached,
 )
 from deltic.logs import counted
@@ -116,16 +117,42 @@ def jobs(source: BinaryIO, done: Collection[str | int]) -> Iterator[Job]:
             yield job
 
 
-async def send(endpoint: Endpoint, model: str, job: Job, *, renamed: bool = False) -> dict[str, Any]:
+def with_pictures(asked: dict[str, Any], path: str, urls: list[str]) -> dict[str, Any]:
+    """The body with pictures before the text of the user's last message. Raises ValueError."""
+    field = PATHS.get(path, "")
+    said = asked.get(field)
+    if field == "input" and isinstance(said, str):
+        said = [{"role": "user", "content": said}]
+    messages = list(said) if isinstance(said, list) and field != "prompt" else []
+    at = max((i for i, one in enumerate(messages) if isinstance(one, dict) and one.get("role") == "user"), default=-1)
+    if at < 0:
+        raise ValueError("--image: there is no message of a user")
+    is_chat = field == "messages"
+    content = messages[at].get("content")
+    if not isinstance(content, list):
+        content = [{"type": "text" if is_chat else "input_text", "text": content}]
+    parts = [
+        {"type": "image_url", "image_url": {"url": url}} if is_chat else {"type": "input_image", "image_url": url}
+        for url in urls
+    ]
+    messages[at] = messages[at] | {"content": [*parts, *content]}
+    return asked | {field: messages}
+
+
+async def send(
+    endpoint: Endpoint, model: str, job: Job, *, renamed: bool = False, pictures: list[str] | None = None
+) -> dict[str, Any]:
     """The job's result line. Waits as long as the server is full. Raises Stopped when it is gone.
 
-    model: of lines that name none; renamed: of all lines.
+    model: of lines that name none; renamed: of all lines. pictures: URLs of those that are added.
     """
     result: dict[str, Any] = {"custom_id": job.custom_id, "line": job.line, "response": None, "error": None}
     if job.body is None:
         return result | {"error": {"code": "bad_line", "message": job.error}}
     try:
         asked = json.loads(job.body)
+        if pictures:
+            asked = with_pictures(asked, job.path, pictures)
     except (ValueError, RecursionError) as error:  # a number or nesting beyond Python's own limits
         return result | {"error": {"code": "bad_line", "message": f"line {job.line}: {error}"}}
     asked = asked | {"model": model} if renamed else {"model": model} | asked
@@ -213,6 +240,7 @@ async def work(
 
 async def _run(arguments: argparse.Namespace, server_arguments: list[str], source: BinaryIO, out: BinaryIO) -> Tally:
     console = Console(stderr=True)
+    pictures = [*map(picture_url, arguments.image)]
     done = finished(out)
     n_lines = sum(1 for line in source if line.strip())
     source.seek(0)
@@ -225,7 +253,8 @@ async def _run(arguments: argparse.Namespace, server_arguments: list[str], sourc
     with own_server(arguments, server_arguments) as server:
         endpoint = await reached(arguments, server)
         model = await asked_model(arguments, endpoint)
-        ask = functools.partial(send, endpoint, model, renamed=getattr(arguments, "model", None) is not None)
+        is_renamed = getattr(arguments, "model", None) is not None
+        ask = functools.partial(send, endpoint, model, renamed=is_renamed, pictures=pictures)
         columns = (
             BarColumn(),
             MofNCompleteColumn(),

@@ -1,4 +1,4 @@
-"""Pictures of prompts: which are encoded, in which order, and who has a place in the pool of the tower's rows.
+"""Pictures of prompts: which are encoded, in which order, and who has a place in the pool of rows.
 
 The pool is planned memory, in blocks of PAGE_SIZE rows; a row stands for a token of a picture. A chunk of a
 prompt runs once the pictures that its tokens are of are there. So a prompt needs room for a few of its
@@ -94,8 +94,8 @@ class Pictures:
         self._is_short = False
 
     def ready(self, sequence: Sequence, length: int) -> int:
-        """How many of a sequence's next `length` tokens, on the grid of its chunks or all, can run now. Claims
-        what they need, and what the tokens behind them do, as far as there is room.
+        """How many of a sequence's next `length` tokens, on the grid of its chunks or all, can run now.
+        Claims what they need, and what the tokens behind them do, as far as there is room.
         """
         start = sequence.n_computed
         for picture in sequence.request.pictures:

@@ -391,8 +391,8 @@ class Scheduler:
         return step
 
     def _gives_way(self) -> bool:
-        """Whether prefills sit this step out: where there is a target for the time between two tokens, a chunk
-        uses it up, and the vision tower and prefills take turns.
+        """Whether prefills sit this step out: where there is a target for the time between two tokens, a
+        chunk uses it up, and the vision tower and prefills take turns.
         """
         has_pictures = self.pictures is not None and self.pictures.has_work
         return has_pictures and self._had_prefill and bool(self._decodes) and self.cost is not None

@@ -14,7 +14,8 @@ from deltic.runtime.plan import Plan
 
 
 def engine_info(plan: Plan[Any], device: str, rules: PictureRules | None = None, **of_device: Any) -> EngineInfo:
-    """What follows from a plan. rules: of a model that takes pictures; of_device: fields that follow from the device.
+    """What follows from a plan. rules: of a model that takes pictures; of_device: fields that follow from the
+    device.
 
     `build.build_runner` adds what only it knows: the model's name, notices, the precision, whether there is a
     prefix cache, and the times of the start.

@@ -125,8 +125,8 @@ class Plan(Generic[S]):
 
     @property
     def n_picture_blocks(self) -> int:
-        """Blocks of PAGE_SIZE rows that hold what the tower made of pictures: of four of the largest, or of as
-        many small ones as begin in a page and two of the largest.
+        """Blocks of PAGE_SIZE rows that hold what the tower made of pictures: of four of the largest, or of
+        as many small ones as begin in a page and two of the largest.
         """
         return 4 * pages_for(self.max_picture_tokens) + PAGE_SIZE if self.max_picture_tokens else 0
 
@@ -278,9 +278,9 @@ def make_plan(
 ) -> Plan[S]:
     """Sizes for this model in free_bytes of the device's memory.
 
-    tower: of its pictures, if it takes any. host_free_bytes: of a GPU's host (default: what is free now). Raises ConfigError when the model or a
-    setting does not fit, naming the largest value that would, or when a setting means nothing here;
-    UnsupportedModelError for a geometry that the kernels cannot run.
+    tower: of its pictures, if it takes any. host_free_bytes: of a GPU's host (default: what is free now).
+    Raises ConfigError when the model or a setting does not fit, naming the largest value that would, or when
+    a setting means nothing here; UnsupportedModelError for a geometry that the kernels cannot run.
     """
     kind.check(shape)
     config = without_foreign(config, kind.device, kind.name)

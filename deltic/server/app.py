@@ -173,7 +173,7 @@ async def asked_model(server: Server, route: Route, request: Request) -> Service
     if route.takes_model:
         name = request.query_params.get("model")
     elif route.body is not None and not route.form and len(server.models) > 1:
-        body = request.scope[BODY] = await read_body(request, server.config.max_body_mb)
+        body = request.scope[BODY] = await read_body(request, server.max_body_mb)
         name = await service.prepare(len(body), lambda: _model_in(body), request)
     return service if name is None else server.find(name)
 
@@ -386,7 +386,7 @@ async def inspect_cache(service: Service, request: Request) -> ASGIApp:
 
 async def reset_cache(service: Service, request: Request) -> ASGIApp:
     """POST /cache/reset: empties the prefix cache; what it holds then."""
-    if body := await read_body(request, service.config.max_body_mb):
+    if body := await read_body(request, service.server.max_body_mb):
         protocol.parse(body, protocol.EmptyRequest)
     return json_response(await service.inspect_cache(reset=True))
 

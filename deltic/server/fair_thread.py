@@ -21,8 +21,8 @@ T = TypeVar("T")
 class FairThread:
     """May be used from any thread."""
 
-    def __init__(self, name: str, most: int) -> None:
-        """most: the largest total size of a key's waiting jobs. A single job may be larger."""
+    def __init__(self, name: str, most: Callable[[], int]) -> None:
+        """most: the largest total size of a key's waiting jobs at the moment. A single job may be larger."""
         self._most = most
         self._thread = ThreadPoolExecutor(1, name)
         self._lock = threading.Lock()
@@ -38,7 +38,7 @@ class FairThread:
         """Queues `work`, which may be cancelled until it starts. None: the key's backlog is full."""
         done: Future[T] = Future()
         with self._lock:
-            if self._sizes[key] and self._sizes[key] + size > self._most:
+            if self._sizes[key] and self._sizes[key] + size > self._most():
                 return None
             self._sizes[key] += size
             turn = max(self._turn, self._next_turns.get(key, 0))

@@ -198,6 +198,8 @@ class Metrics:
         self.e2e_s = Histogram("deltic_request_duration_seconds", "From the request to its last token.")
         self.n_prompt = Histogram("deltic_prompt_length_tokens", "Tokens of a prompt.", TOKENS)
         self.n_generated = Histogram("deltic_generation_length_tokens", "Tokens of an answer.", TOKENS)
+        self.n_pictures = self.n_picture_tokens = 0
+        """Of requests that went to the engine."""
         self.speech = SpeechNumbers()
         self._has_speech = has_speech
         self.finished: Counter[str] = Counter()
@@ -219,6 +221,8 @@ class Metrics:
             (COUNTER, "steps", "Steps of the engine.", stats.n_steps),
             (COUNTER, "prompt_tokens", "Prompt tokens computed.", stats.n_prompt_tokens),
             (COUNTER, "generated_tokens", "Tokens drawn.", stats.n_generated_tokens),
+            (COUNTER, "pictures", "Pictures of prompts.", self.n_pictures),
+            (COUNTER, "picture_tokens", "Their tokens, cached ones too.", self.n_picture_tokens),
             (COUNTER, "preemptions", "Sequences that had to give back their memory.", stats.n_preemptions),
             (
                 COUNTER,

@@ -32,6 +32,7 @@ from deltic.host.supervisor import PROGRAM, EngineHost
 from deltic.models.checkpoint import locate, model_name, speaks, text_directory, tokenizer_directory
 from deltic.models.fields import CheckpointError
 from deltic.server.address import listening, tls, url_of
+from deltic.server.chat.pictures import needs_pillow
 from deltic.server.fetch import fetch_all
 
 if TYPE_CHECKING:
@@ -227,7 +228,7 @@ def _build(models: list[Served], config: ServerConfig) -> tuple[uvicorn.Server, 
         create_app(server),
         Connections(config.client_timeout_s, server.metrics.closed),
         ws="websockets-sansio" if server.of("speech") else "none",
-        ws_max_size=int(config.max_body_mb * 1_000_000),
+        ws_max_size=int(config.body_mb(pictures=False) * 1_000_000),
         ws_per_message_deflate=False,  # audio does not get smaller
         timeout_graceful_shutdown=int(LAST_WORDS_S),
     )
@@ -337,7 +338,8 @@ def _tell_ready(services: list[Service], ready: asyncio.Future[list[EngineInfo]]
         log.error("%s cannot be served: %s", "a model" if several else "the model", error)
         return False
     for service, info in zip(services, infos, strict=True):
-        for notice in info.notices:
+        missing = needs_pillow() if info.pictures else None
+        for notice in [*info.notices, *([missing] if missing else [])]:
             log.info("%s%s", f"{service.model_name}: " if several else "", notice)
     names, are = " and ".join(service.model_name for service in services), "are" if several else "is"
     log.info("%s %s ready on %s after %.2f s", names, are, url, time.monotonic() - started_s)

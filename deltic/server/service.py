@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import Any, Generic, Literal, TypeVar
 
 from starlette.requests import Request
 
@@ -24,12 +24,14 @@ from deltic.config import ServerConfig
 from deltic.engine.messages import EngineInfo
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.server.api import protocol
+from deltic.server.api.messages import find_pictures
 from deltic.server.api.protocol import SamplingDefaults
 from deltic.server.api.responses_store import ResponseStore
 from deltic.server.batch.file_store import FileStore
 from deltic.server.batch.runner import BatchRunner
 from deltic.server.chat.constraint import Constrainer, NotInline
 from deltic.server.chat.generation import RETRY_LATER, queue_full, unavailable
+from deltic.server.chat.picture_parts import PictureBounds, PictureReader, Pictures, Sent
 from deltic.server.chat.template import ChatTemplate
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.fair_thread import FairThread
@@ -38,6 +40,7 @@ from deltic.server.metrics import Exposition, Metrics
 from deltic.server.speech.prompt import Prompter
 from deltic.server.speech.voices import VoiceStore
 from deltic.server.transport import read_body, unless_disconnected
+from deltic.server.urls import Hosts
 from deltic.text import Tokenizer
 
 log = logging.getLogger("deltic.server")
@@ -75,6 +78,7 @@ STATES = ("stopping", "stopped", "failed", "restarting", "starting", "ready")
 """Of a model, the worst first."""
 
 B = TypeVar("B")
+C = TypeVar("C", bound=protocol.ChatRequest | protocol.TokenizeRequest | None)
 T = TypeVar("T")
 
 
@@ -90,6 +94,7 @@ class Server:
     responses: ResponseStore = field(init=False)
     batches: BatchRunner | None = field(init=False, default=None)
     """None without a directory for files."""
+    pictures: PictureReader = field(init=False)
     worker: FairThread = field(init=False)
     """One thread, so that large prompts cannot take the engine's cores."""
     started_s: int = field(default_factory=lambda: int(time.time()))
@@ -109,8 +114,14 @@ class Server:
             n_owners = max(1, len(self.accounts.numbers()))
             files = FileStore(self.config.batch_dir, self.config.batch_disk_gb, n_owners)
             self.batches = BatchRunner(self.config, self.accounts, files, self.writer)
-        self.worker = FairThread("prepare", int(MAX_PREPARING * self.config.max_body_mb * 1_000_000))
+        self.pictures = PictureReader(Hosts(self.config.fetch_images_from, "--fetch-images-from"))
+        self.worker = FairThread("prepare", lambda: int(MAX_PREPARING * self.max_body_mb * 1_000_000))
         self.metrics = Exposition(self.accounts.numbers(), self.config.metrics_names)
+
+    @property
+    def max_body_mb(self) -> float:
+        """The largest body of a request."""
+        return self.config.body_mb(pictures=any(service.sees for service in self.models.values()))
 
     def trim_soon(self) -> None:
         """Has the C library return free memory to the system once this request is forgotten. It would keep it
@@ -214,6 +225,15 @@ class Server:
         return status | {"models": {name: told | {"kind": self.models[name].kind} for name, told in each.items()}}
 
 
+@dataclass(frozen=True, slots=True)
+class Begun(Generic[T]):
+    """Work on a request that ends when its pictures are read."""
+
+    pictures: list[Sent]
+    bounds: PictureBounds | None
+    end: Callable[[Pictures], T]
+
+
 @dataclass
 class SpeechParts:
     """What only a speech model has."""
@@ -282,8 +302,45 @@ class Service:
 
         Raises ApiError, as `read` and `read_body` do.
         """
-        body = await read_body(request, self.config.max_body_mb)
+        body = await read_body(request, self.server.max_body_mb)
         return await self.prepare(len(body), lambda: work(self.read(request, body, kind)), request)
+
+    async def take_chat(
+        self, request: Request, kind: type[B], chat_of: Callable[[B], C], work: Callable[[B, C, Pictures], T]
+    ) -> T:
+        """As `take`, of a body that asks for a chat: chat_of makes it, its pictures are read, then comes
+        `work`.
+
+        Raises ApiError, as those do; ClientDisconnect as `prepare` does.
+        """
+        body = await read_body(request, self.server.max_body_mb)
+
+        def begin() -> Begun[T]:
+            asked = self.read(request, body, kind)
+            made = chat_of(asked)
+            chat: protocol.ChatRequest | protocol.TokenizeRequest | None = made
+            pictures = find_pictures(chat.messages or []) if chat else []
+            bounds = chat.mm_processor_kwargs if chat else None
+            return Begun(pictures, bounds, lambda found: work(asked, made, found))
+
+        return await self.prepare_pictured(len(body), begin, request)
+
+    async def prepare_pictured(self, size: int, begin: Callable[[], Begun[T]], request: Request) -> T:
+        """As `prepare`, of work whose pictures are read between its two parts; without any, it is done in one
+        go.
+        """
+
+        def begin_or_end() -> T | Begun[T]:
+            begun = begin()
+            return begun if begun.pictures else begun.end({})
+
+        done = await self.prepare(size, begin_or_end, request)
+        if not isinstance(done, Begun):
+            return done
+        info = self.client.info or self.admit()
+        reading = self.server.pictures.read(done.pictures, info.pictures, done.bounds)
+        found = await unless_disconnected(request.receive, reading)
+        return await self.prepare(INLINE_BYTES + 1, lambda: done.end(found), request)
 
     @property
     def default_length(self) -> int | None:
@@ -293,6 +350,11 @@ class Service:
     @property
     def kind(self) -> Kind:
         return "text" if self.speech is None else "speech"
+
+    @property
+    def sees(self) -> bool:
+        """Whether its chats may have pictures."""
+        return self.client.info is not None and self.client.info.pictures is not None
 
     def _about(self) -> dict[str, str]:
         info = self.client.info

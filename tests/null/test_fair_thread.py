@@ -22,7 +22,7 @@ class Busy(FairThread):
     """Stands still until `order` is asked for."""
 
     def __init__(self, most: int = 10**9) -> None:
-        super().__init__("test", most)
+        super().__init__("test", lambda: most)
         self.go, self.done, self.futures = threading.Event(), list[str](), list[Future[Any]]()
         begun = threading.Event()
         self.submit("first", 1, lambda: (begun.set(), self.go.wait(5)))

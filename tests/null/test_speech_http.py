@@ -746,8 +746,9 @@ def test_references_by_url_only_where_they_are_allowed(tmp_path: Path) -> None:
     async def files(scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
             return
-        moved = scope["path"] == "/moved"
-        headers = [(b"location", b"/a.wav")] if moved else []
+        moved = scope["path"].startswith("/moved")
+        there = b"http://localhost/a.wav" if scope["path"] == "/moved-away" else b"/a.wav"
+        headers = [(b"location", there)] if moved else []
         await send({"type": "http.response.start", "status": 302 if moved else 200, "headers": headers})
         await send({"type": "http.response.body", "body": TONE})
 
@@ -756,7 +757,7 @@ def test_references_by_url_only_where_they_are_allowed(tmp_path: Path) -> None:
         async with client_of(engine, **config) as client:
             for reference, status in (
                 (f"file://{inside}/a.wav", 200), (f"file://{inside}/../out.wav", 400), (f"file://{inside}/link.wav", 400),
-                (f"file://{inside}/none.wav", 400), (f"{url}/a.wav", 200), (f"{url}/moved", 400),
+                (f"file://{inside}/none.wav", 400), (f"{url}/a.wav", 200), (f"{url}/moved", 200), (f"{url}/moved-away", 400),
                 (url.replace("127.0.0.1", "localhost") + "/a.wav", 400), ("http://[", 400),
             ):  # fmt: skip
                 body = {"input": "Hello.", "ref_audio": reference, "x_vector_only_mode": True}

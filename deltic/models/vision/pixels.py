@@ -85,7 +85,8 @@ class Patches:
     def __init__(self, pixels: NDArray[np.uint8], rules: PictureRules) -> None:
         """pixels: uint8 [1 or FRAMES_A_PATCH, height, width, 3]."""
         levels = (np.arange(256).astype(np.float64) * rules.scale).astype(np.float32)[:, None]
-        self._table = (levels - np.array(rules.mean, np.float32)) / np.array(rules.std, np.float32)  # [256, 3]
+        mean, std = np.array(rules.mean, np.float32), np.array(rules.std, np.float32)
+        self._table = (levels - mean) / std  # [256, 3]
         n_frames, height, width, _ = pixels.shape
         rows, columns = height // BLOCK, width // BLOCK
         sides = (n_frames, rows, MERGE, PATCH_SIZE, columns, MERGE, PATCH_SIZE, CHANNELS)

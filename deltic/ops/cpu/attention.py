@@ -40,9 +40,9 @@ def attn_prepare(
 
     proj: float32 [T, row]; q_norm, k_norm: float32 [d], zero-centred; positions,
     token_place, angles: int32 [T], of each token its number in the sequence, its sequence's place, and its
-    row of cos and sin (None: that of its number); page_table: int32 [places, max_pages]; cos, sin: float32 [n_angles, rotary/2];
-    pages: bfloat16 [n_pages, 2, nk, 64, d] (this layer's part, any page stride). Rotated are the first `rotary` dims of a
-    head, in pairs (i, i + rotary/2).
+    row of cos and sin (None: that of its number); page_table: int32 [places, max_pages]; cos, sin: float32
+    [n_angles, rotary/2]; pages: bfloat16 [n_pages, 2, nk, 64, d] (this layer's part, any page stride).
+    Rotated are the first `rotary` dims of a head, in pairs (i, i + rotary/2).
     """
     rotary = 2 * cos.shape[1]
     check("attn_prepare", proj.shape[1] == heads.row, f"proj [T, {heads.row}]")

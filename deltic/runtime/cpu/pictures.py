@@ -1,5 +1,5 @@
-"""The vision tower at work on a CPU: one picture at a time, in pieces that fit the time they are given, to the
-rows that steps read.
+"""The vision tower at work on a CPU: one picture at a time, in pieces that fit the time they are given, to
+the rows that steps read.
 """
 
 from __future__ import annotations

@@ -23,6 +23,7 @@ from deltic.server.chat.answer import Piece, Usage
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.items import Item, Items
+from deltic.server.chat.picture_parts import Pictures
 from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, renamed
 from deltic.server.limits import TICKET
@@ -38,8 +39,11 @@ _encode = msgspec.json.Encoder().encode
 async def messages(service: Service, request: Request) -> ASGIApp:
     """POST /v1/messages: an answer to messages, in Anthropic's form."""
     info = service.admit()
-    asked, prepared = await service.take(
-        request, MessagesRequest, lambda asked: (asked, _prepare(service, asked, info))
+    asked, prepared = await service.take_chat(
+        request,
+        MessagesRequest,
+        lambda asked: _chat(service, asked),
+        lambda asked, chat, pictures: (asked, _prepare(service, chat, info, pictures)),
     )
     message_id = request.scope["deltic.answer_id"] = f"msg_{secrets.token_hex(16)}"
     generation = chat_generation(service, prepared, message_id, request.scope[TICKET])
@@ -59,15 +63,15 @@ async def messages(service: Service, request: Request) -> ASGIApp:
 async def count_tokens(service: Service, request: Request) -> ASGIApp:
     """POST /v1/messages/count_tokens: how many tokens a prompt has."""
 
-    def work(asked: CountTokensRequest) -> int:
-        chat = _chat(service, asked)
+    def work(_: Any, chat: protocol.ChatRequest, pictures: Pictures) -> int:
         service.check_model(chat.model)
         try:
-            return len(render(service.template, chat)[0].ids)
+            return len(render(service.template, chat, pictures=pictures)[0].ids)
         except ApiError as error:
             raise _renamed(error) from None
 
-    return json_response({"input_tokens": await service.take(request, CountTokensRequest, work)})
+    n_tokens = await service.take_chat(request, CountTokensRequest, lambda asked: _chat(service, asked), work)
+    return json_response({"input_tokens": n_tokens})
 
 
 def _chat(service: Service, asked: CountTokensRequest) -> protocol.ChatRequest:
@@ -77,11 +81,10 @@ def _chat(service: Service, asked: CountTokensRequest) -> protocol.ChatRequest:
     return chat_request(asked, template.variables if template else set(), thinks)
 
 
-def _prepare(service: Service, asked: MessagesRequest, info: EngineInfo) -> Prepared:
+def _prepare(service: Service, chat: protocol.ChatRequest, info: EngineInfo, pictures: Pictures) -> Prepared:
     """Raises ApiError."""
-    chat = _chat(service, asked)
     try:
-        return prepare_chat(service, chat, info)
+        return prepare_chat(service, chat, info, pictures)
     except ApiError as error:
         raise _renamed(error) from None
 
@@ -105,7 +108,7 @@ def _renamed(error: ApiError) -> ApiError:
 
     Agents shorten their history when they read `prompt is too long`.
     """
-    if error.code == "context_length_exceeded":
+    if error.code == "context_length_exceeded" and error.param == "messages":
         limit, n_prompt = re.findall(r"\d+", error.message)[:2]
         error.message = f"prompt is too long: {n_prompt} tokens > {int(limit) - 1} maximum"
         return error

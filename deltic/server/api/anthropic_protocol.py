@@ -39,6 +39,7 @@ from deltic.server.api.messages import (
     UserMessage,
 )
 from deltic.server.api.messages import Message as ChatMessage
+from deltic.server.chat.picture_parts import Sent
 from deltic.server.errors import THREAD_NOT_FOUND, ApiError, bad_request
 
 ATTRIBUTION = "x-anthropic-billing-header:"
@@ -64,6 +65,17 @@ class SaidText(Text, forbid_unknown_fields=False):
     """Of a model or a tool."""
 
 
+class Image(Struct, forbid_unknown_fields=True):
+    source: Any
+    """What it is; once that was read, a Sent."""
+    type: Any = None
+    cache_control: Any = None
+
+
+class GivenImage(Image, forbid_unknown_fields=False):
+    """Of a tool."""
+
+
 class ToolReference(Struct):
     tool_name: str
     type: Any = None
@@ -72,7 +84,8 @@ class ToolReference(Struct):
 
 class ToolResult(Struct):
     tool_use_id: str
-    content: str | list[dict[str, Any]] | None = None
+    content: str | list[Any] | None = None
+    """Blocks; once they were read, texts and pictures."""
     is_error: bool | None = None
     type: Any = None
     cache_control: Any = None
@@ -98,12 +111,12 @@ class RedactedThinking(Struct):
     type: Any = None
 
 
-Block = Text | ToolReference | ToolResult | ToolUse | Thinking | RedactedThinking
+Block = Text | Image | ToolReference | ToolResult | ToolUse | Thinking | RedactedThinking
 KINDS: dict[str, dict[str, type[Block]]] = {
-    "user": {"text": Text, "tool_result": ToolResult},
+    "user": {"text": Text, "image": Image, "tool_result": ToolResult},
     "assistant": {"text": SaidText, "tool_use": ToolUse, "thinking": Thinking, "redacted_thinking": RedactedThinking},
     "system": {"text": Text},
-    "tool_result": {"text": SaidText, "tool_reference": ToolReference},
+    "tool_result": {"text": SaidText, "image": GivenImage, "tool_reference": ToolReference},
 }
 """The content blocks that are understood, by where they stand.
 
@@ -345,7 +358,7 @@ def _messages(asked: CountTokensRequest) -> tuple[list[ChatMessage], bool]:
 
 
 def _blocks(content: str | Sequence[dict[str, Any]], path: str, place: str) -> list[Block]:
-    """Content blocks, checked; results of tools with their text as content. Raises ApiError (400)."""
+    """Content blocks, checked; those with content with what is in it. Raises ApiError (400)."""
     if isinstance(content, str):
         return [Text(content)]
     blocks: list[Block] = []
@@ -356,18 +369,62 @@ def _blocks(content: str | Sequence[dict[str, Any]], path: str, place: str) -> l
             continue
         if kind is None:
             expected = ", ".join(KINDS[place])
-            raise bad_request(
-                f"{path}[{i}].type",
-                f"{name!r} is not supported here; this server reads text only, and here: {expected}",
-            )
+            raise bad_request(f"{path}[{i}].type", f"{name!r} is not supported here; what is: {expected}")
         block: Block = protocol.convert(plain, kind, f"{path}[{i}]")
+        if isinstance(block, Image):
+            block.source = _picture(block, f"{path}[{i}]")
         if isinstance(block, ToolResult):
-            parts = _blocks(block.content or [], f"{path}[{i}].content", "tool_result")
-            block.content = "\n\n".join(_texts(parts))
-            if block.is_error and block.content[:5].lower() != "error":
-                block.content = f"Error: {block.content}"
+            pieces = _pieces(_blocks(block.content or [], f"{path}[{i}].content", "tool_result"))
+            said = next((piece for piece in pieces[:1] if isinstance(piece, str)), None)
+            if block.is_error and (said or "")[:5].lower() != "error":
+                pieces[: said is not None] = [f"Error: {said or ''}"]
+            block.content = pieces or [""]
         blocks.append(block)
     return blocks
+
+
+_SOURCES = {"base64": "data", "url": "url"}
+
+
+def _picture(block: Image, path: str) -> Sent:
+    """Raises ApiError (400)."""
+    source, path, part = block.source, f"{path}.source", path
+    kind = source.get("type") if isinstance(source, dict) else None
+    if kind == "file":
+        said = "'file' is not supported; files are not kept for this here, send base64"
+        raise bad_request(f"{path}.type", said, "unsupported_field")
+    field = _SOURCES.get(kind) if isinstance(kind, str) else None
+    if field is None:
+        raise bad_request(f"{path}.type", "expected base64 or url")
+    if not isinstance(given := source.get(field), str):
+        raise bad_request(f"{path}.{field}", "expected a string")
+    if unknown := source.keys() - {"type", "media_type", field}:
+        raise bad_request(f"{path}.{min(unknown)}", "unknown field; it is not supported, leave it out")
+    is_url = field == "url"
+    return Sent(path, part, "image", url=given if is_url else "", encoded="" if is_url else given)
+
+
+def _pieces(blocks: Sequence[Block]) -> list[str | Sent]:
+    """What is said and shown in blocks."""
+    pieces: list[str | Sent] = []
+    for block in blocks:
+        pieces += [block.source] if isinstance(block, Image) else _texts([block])
+    return pieces
+
+
+def _content(pieces: Sequence[str | Sent]) -> str | list[dict[str, Any]]:
+    """Of a message: a text, or parts where a picture is among them."""
+    parts: list[dict[str, Any]] = []
+    for piece in pieces:
+        if isinstance(piece, Sent):
+            parts.append(piece.part_of_message())
+        elif parts and "text" in parts[-1]:
+            parts[-1]["text"] += f"\n\n{piece}"
+        else:
+            parts.append({"type": "text", "text": piece})
+    if len(parts) == 1 and "text" in parts[0]:
+        return str(parts[0]["text"])
+    return parts or ""
 
 
 def _texts(blocks: Sequence[Block]) -> list[str]:
@@ -387,16 +444,16 @@ def _user_messages(blocks: list[Block], called: list[str]) -> list[ChatMessage]:
     results = [block for block in blocks if isinstance(block, ToolResult)]
     places = {call_id: place for place, call_id in enumerate(called)}
     results.sort(key=lambda result: places.get(result.tool_use_id, len(called)))
-    texts = _texts(blocks)
+    pieces = _pieces(blocks)
     if results:
-        last = [str(results[-1].content), *(text for text in texts if text.startswith(REMINDER))]
-        results[-1].content = "\n\n".join(last)
-        texts = [text for text in texts if not text.startswith(REMINDER)]
+        reminders = [piece for piece in pieces if isinstance(piece, str) and piece.startswith(REMINDER)]
+        results[-1].content = [*(results[-1].content or ()), *reminders]
+        pieces = [piece for piece in pieces if piece not in reminders]
     told: list[ChatMessage] = [
-        ToolMessage(content=result.content or "", tool_call_id=result.tool_use_id) for result in results
+        ToolMessage(content=_content(result.content or ()), tool_call_id=result.tool_use_id) for result in results
     ]
-    if texts or not told:
-        told.append(UserMessage(content="\n\n".join(texts)))
+    if pieces or not told:
+        told.append(UserMessage(content=_content(pieces)))
     return told
 
 

@@ -24,6 +24,7 @@ from deltic.server.chat import answer
 from deltic.server.chat.constraint import is_fixed
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.parser import OutputParser
+from deltic.server.chat.picture_parts import PictureBounds, Pictures
 from deltic.server.chat.template import Prompt, render
 from deltic.server.errors import ApiError, bad_request, renamed
 from deltic.server.limits import TICKET, Ticket
@@ -50,14 +51,16 @@ class Prepared:
     """Whether a grammar makes all that is behind the thought."""
 
 
-def prepare_chat(service: Service, chat: protocol.ChatRequest, info: engine.EngineInfo) -> Prepared:
-    """Any door's chat, as a ChatRequest, on its way to the engine.
+def prepare_chat(service: Service, chat: protocol.ChatRequest, info: engine.EngineInfo, pictures: Pictures) -> Prepared:
+    """Any door's chat, as a ChatRequest, on its way to the engine. pictures: those of its messages.
 
     Slow for long ones: see Service.prepare. Raises ApiError.
     """
     check(service, chat)
+    if info.pictures is None and chat.mm_processor_kwargs not in (None, PictureBounds()):
+        raise bad_request("mm_processor_kwargs", "this server reads text only; leave it out", "unsupported_field")
     kept = protocol.kept_tokens(chat, info, service.default_length)
-    prompt, tools = render(service.template, chat, protocol.context_limit(info), kept)
+    prompt, tools = render(service.template, chat, protocol.context_limit(info), kept, pictures)
     max_tokens = protocol.answer_length(chat, len(prompt.ids), info, service.default_length)
     params = protocol.sampling_params(chat, max_tokens, info, service.defaults, service.config)
     if constraint := service.constrainer.chat(chat, prompt.thinking):
@@ -65,10 +68,10 @@ def prepare_chat(service: Service, chat: protocol.ChatRequest, info: engine.Engi
     return Prepared(chat, prompt, params, tools, is_fixed(chat))
 
 
-def _prepare(service: Service, chat: protocol.ChatRequest, info: engine.EngineInfo) -> Prepared:
+def _prepare(service: Service, chat: protocol.ChatRequest, info: engine.EngineInfo, pictures: Pictures) -> Prepared:
     """`prepare_chat`, whose errors name `functions` and `function_call` where those were sent."""
     try:
-        return prepare_chat(service, chat, info)
+        return prepare_chat(service, chat, info, pictures)
     except ApiError as error:
         older = (*_FUNCTIONS[: bool(chat.functions)], *_FUNCTION_CALL[: bool(chat.function_call)])
         raise renamed(error, older) from None
@@ -95,6 +98,7 @@ def chat_generation(service: Service, prepared: Prepared, request_id: str, ticke
         for index in range(params.n)
     ]
     sent = engine_request(request_id, prompt.ids, params, chat, prompt.boundaries)
+    sent.pictures = prompt.pictures
     return Generation(service.client, service.metrics, [sent], choices, ticket)
 
 
@@ -116,7 +120,12 @@ def _choice(service: Service, asked: protocol.Sampling, index: int, **more: Any)
 async def chat_completions(service: Service, request: Request) -> ASGIApp:
     """POST /v1/chat/completions: an answer to a chat."""
     info = service.admit()
-    prepared = await service.take(request, protocol.ChatRequest, lambda chat: _prepare(service, chat, info))
+    prepared = await service.take_chat(
+        request,
+        protocol.ChatRequest,
+        lambda chat: chat,
+        lambda _, chat, pictures: _prepare(service, chat, info, pictures),
+    )
     chat = prepared.chat
     request_id = f"chatcmpl-{secrets.token_hex(16)}"
     answer_id = request.scope["deltic.answer_id"] = chat.rid or _named("chatcmpl-", chat) or request_id

@@ -5,6 +5,9 @@ that is not text, is a 400 that names it. What a model or a library wrote into t
 function, and their calls) may have any further field, as client libraries add their own
 (`provider_specific_fields`, `thinking_blocks`, ...): those say nothing to the model, and are ignored. So are
 an assistant's parts that are not text, but not a tool's, whose result would be missing.
+
+Parts of people and tools may be pictures: `find_pictures` puts a Sent into their place, and they are read
+before the messages go to the template.
 """
 
 from __future__ import annotations
@@ -14,6 +17,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from deltic.server.chat.arguments import given_arguments
+from deltic.server.chat.picture_parts import Sent, is_low, sent_in
 from deltic.server.errors import bad_request
 
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}(?!\n)$")]
@@ -85,8 +89,38 @@ class AssistantMessage(Struct, tag="assistant", tag_field="role", kw_only=True):
 Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | ToolMessage | FunctionMessage
 
 
+def find_pictures(messages: list[Message]) -> list[Sent]:
+    """The pictures in messages, each of which comes into the place of its part. Raises ApiError (400)."""
+    found: list[Sent] = []
+    for i, message in enumerate(messages):
+        content = message.content
+        if not isinstance(content, list) or isinstance(message, AssistantMessage):
+            continue
+        for j, part in enumerate(content):
+            if part.get("type") == "image_url":
+                path, strict = f"messages[{i}].content[{j}]", isinstance(message, SystemMessage)
+                content[j] = _picture(part, path, strict).part_of_message()
+        found += sent_in(content)
+    return found
+
+
+def _picture(part: dict[str, Any], path: str, strict: bool) -> Sent:
+    """strict: as of `_text`. Raises ApiError (400)."""
+    given = part.get("image_url")
+    named = {"url": given} if isinstance(given, str) else given
+    if not isinstance(named, dict) or not isinstance(url := named.get("url"), str):
+        raise bad_request(f"{path}.image_url", "expected a URL, or an object with one")
+    unknown = [f"{path}.{name}" for name in part.keys() - {"type", "image_url", "cache_control"}]
+    unknown += [f"{path}.image_url.{name}" for name in named.keys() - {"url", "detail"}]
+    if strict and unknown:
+        raise bad_request(min(unknown), "unknown field; it is not supported, leave it out", "unknown_field")
+    low = is_low(named.get("detail"), f"{path}.image_url.detail")
+    return Sent(f"{path}.image_url", path, "image_url", url=url, is_low=low)
+
+
 def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
-    """Messages as the template expects them: text parts joined, arguments as objects, absent fields left out.
+    """Messages as the template expects them: text parts joined, unless there is a picture among them,
+    arguments as objects, absent fields left out.
 
     Raises ApiError (400) for parts that are not text and for arguments that are not a JSON object.
     """
@@ -98,7 +132,7 @@ def _template_message(message: Message, path: str) -> dict[str, Any]:
         return _template_assistant(message, path)
     role = str(message.__struct_config__.tag)
     plain: dict[str, Any] = {"role": {"developer": "system", "function": "tool"}.get(role, role)}
-    plain["content"] = _text(message.content, f"{path}.content", strict=isinstance(message, SystemMessage))
+    plain["content"] = _content(message.content, f"{path}.content", strict=isinstance(message, SystemMessage))
     if isinstance(message, ToolMessage) and message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     return plain | ({"name": message.name} if message.name is not None else {})
@@ -146,12 +180,30 @@ _SAID = {"text": "text", "output_text": "text", "refusal": "refusal"}
 """Parts that are text, and the field that has it; only an assistant's are of another type than `text`."""
 
 
+def _content(content: Content | None, path: str, strict: bool) -> str | list[dict[str, str]]:
+    """A text, or parts that are texts and pictures. strict: as of `_text`. Raises ApiError (400)."""
+    if not isinstance(content, list) or not any(sent_in(content)):
+        return _text(content, path, strict)
+    return [
+        {"type": "image"} if any(sent_in([part])) else {"type": "text", "text": text}
+        for part, text in zip(content, _texts(content, path, strict), strict=True)
+    ]
+
+
 def _text(content: Content | None, path: str, strict: bool) -> str:
     """strict: a part has no unknown fields. Raises ApiError (400)."""
     if content is None or isinstance(content, str):
         return content or ""
+    return "".join(_texts(content, path, strict))
+
+
+def _texts(content: list[dict[str, Any]], path: str, strict: bool) -> list[str]:
+    """The text of each part, "" for a picture. Raises ApiError (400)."""
     texts = []
     for i, part in enumerate(content):
+        if any(sent_in([part])):
+            texts.append("")
+            continue
         kind = part.get("type")
         field = _SAID.get(kind) if isinstance(kind, str) else None
         if field is None or (strict and kind != "text"):
@@ -162,4 +214,4 @@ def _text(content: Content | None, path: str, strict: bool) -> str:
         if strict and (unknown := part.keys() - {"type", "text", "cache_control"}):
             raise bad_request(f"{path}[{i}].{min(unknown)}", "unknown field; it is not supported, leave it out")
         texts.append(text)
-    return "".join(texts)
+    return texts

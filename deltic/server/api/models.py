@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 
 from deltic.models.vocoder.shape import SAMPLE_RATE
 from deltic.server.api import protocol
+from deltic.server.chat.picture_parts import Pictures
 from deltic.server.chat.template import render
 from deltic.server.errors import bad_request
 from deltic.server.service import Service, SpeechParts
@@ -46,6 +47,7 @@ def model_card(service: Service, name: str) -> dict[str, Any]:
         "max_model_len": info.max_model_len if info else None,
         # What other clients look for, under names of their own.
         **dict.fromkeys(("context_length", "context_window", "max_input_tokens", "max_tokens"), limit),
+        **({"input_modalities": ["text", "image"]} if service.sees else {}),
         **({"speech": speech_card(service.speech)} if service.speech else {}),
         "type": "model",
         "display_name": name,
@@ -67,17 +69,18 @@ def speech_card(parts: SpeechParts) -> dict[str, Any]:
 
 async def tokenize(service: Service, request: Request) -> ASGIApp:
     """POST /tokenize: the ids of a text or a chat."""
-    body = await read_body(request, service.config.max_body_mb)
 
-    def work() -> dict[str, Any]:
-        asked = service.read(request, body, protocol.TokenizeRequest)
+    def check(asked: protocol.TokenizeRequest) -> protocol.TokenizeRequest:
         service.check_model(asked.model)
         protocol.check_tokenize(asked)
+        return asked
+
+    def work(_: Any, asked: protocol.TokenizeRequest, pictures: Pictures) -> dict[str, Any]:
         if asked.prompt is not None:
             parsed = asked.parse_special_tokens is not False
             pieces = service.tokenizer.encode_pieces(asked.prompt, "parse" if parsed else "text")
         else:
-            pieces = iter([render(service.template, asked)[0].ids])
+            pieces = iter([render(service.template, asked, pictures=pictures)[0].ids])
         count, tokens, strings = 0, Encoded(), Encoded()
         for ids in filter(None, pieces):  # of a long text each would take a hundred bytes
             count += len(ids)
@@ -89,12 +92,12 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
         told = {"count": count, "max_model_len": info.max_model_len if info else None, "tokens": tokens}
         return told | ({"token_strs": strings} if asked.return_token_strs else {})
 
-    return LargeResponse(await service.prepare(len(body), work, request))
+    return LargeResponse(await service.take_chat(request, protocol.TokenizeRequest, check, work))
 
 
 async def detokenize(service: Service, request: Request) -> ASGIApp:
     """POST /detokenize: the text of ids."""
-    body = await read_body(request, service.config.max_body_mb)
+    body = await read_body(request, service.server.max_body_mb)
 
     def work() -> dict[str, Any]:
         asked = service.read(request, body, protocol.DetokenizeRequest)

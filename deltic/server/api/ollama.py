@@ -36,6 +36,7 @@ from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.items import Item
 from deltic.server.chat.parser import CallDelta
+from deltic.server.chat.picture_parts import Pictures
 from deltic.server.errors import ApiError, renamed
 from deltic.server.limits import TICKET, Ticket
 from deltic.server.service import Service
@@ -67,12 +68,19 @@ async def _answer(service: Service, request: Request, kind: type[wire.Asked]) ->
     ticket: Ticket = request.scope[TICKET]
     request_id = request.scope["deltic.answer_id"] = f"ollama-{secrets.token_hex(16)}"
 
-    def prepare(asked: wire.Asked) -> tuple[wire.Asked, Generation | None]:
+    def chat_of(asked: wire.Asked) -> protocol.ChatRequest | None:
         wire.check(asked)
         service.check_model(asked.model)
-        return asked, None if wire.is_empty(asked) else _generation(service, asked, info, request_id, ticket)
+        return None if wire.is_empty(asked) or getattr(asked, "raw", None) else wire.chat_request(asked)
 
-    asked, generation = await service.take(request, kind, prepare)
+    def prepare(
+        asked: wire.Asked, chat: protocol.ChatRequest | None, pictures: Pictures
+    ) -> tuple[wire.Asked, Generation | None]:
+        if wire.is_empty(asked):
+            return asked, None
+        return asked, _generation(service, asked, chat, pictures, info, request_id, ticket)
+
+    asked, generation = await service.take_chat(request, kind, chat_of, prepare)
     scored = answer.ChatAnswer(request_id, service.model_name, service.tokenizer)
     said = LinesAnswer(asked.model, is_chat=kind is wire.ChatRequest, scored=scored)
     if generation is None:
@@ -83,19 +91,30 @@ async def _answer(service: Service, request: Request, kind: type[wire.Asked]) ->
     return LargeResponse(said.body(message, generation.usage()))
 
 
-def _generation(service: Service, asked: wire.Asked, info: EngineInfo, request_id: str, ticket: Ticket) -> Generation:
-    """Raises ApiError, whose fields have this API's names."""
+def _generation(
+    service: Service,
+    asked: wire.Asked,
+    chat: protocol.ChatRequest | None,
+    pictures: Pictures,
+    info: EngineInfo,
+    request_id: str,
+    ticket: Ticket,
+) -> Generation:
+    """chat: what is asked for, unless that is a completion. Raises ApiError, whose fields have this API's
+    names.
+    """
     options = asked.options or wire.Options()
     if options.num_ctx:
         info = msgspec.structs.replace(info, max_model_len=min(info.max_model_len, options.num_ctx))
     try:
-        if isinstance(asked, wire.GenerateRequest) and asked.raw:
+        if chat is None:
+            assert isinstance(asked, wire.GenerateRequest)
             longest = service.default_length or info.max_model_len
             completion = wire.completion_request(asked, longest)
             check(service, completion)
             requests = requests_of(service, completion, [asked.prompt or ""], info)
             return completion_generation(service, completion, requests, None, ticket)
-        return chat_generation(service, prepare_chat(service, wire.chat_request(asked), info), request_id, ticket)
+        return chat_generation(service, prepare_chat(service, chat, info, pictures), request_id, ticket)
     except ApiError as error:
         raise renamed(error, _NAMES) from None
 
@@ -242,6 +261,7 @@ async def show(service: Service, request: Request) -> ASGIApp:
         "completion": service.kind == "text",
         "tools": template is not None and template.call_form is not None,
         "thinking": template is not None and "enable_thinking" in template.variables,
+        "vision": service.sees,
     }
     card = _card(service, service.model_name)
     return json_response(

@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from deltic.server.api import messages, protocol
+from deltic.server.chat.picture_parts import Sent
 from deltic.server.errors import ApiError, bad_request
 
 API_VERSION = "0.13.0"
@@ -27,14 +28,12 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("",),
     "template": ("",),
     "context": ([],),
-    "images": ([],),
     "truncate": (False,),
     "shift": (False,),
 }
 """Values, besides null, with which a field that is not supported is accepted."""
 
 _WHY_NOT = {
-    "images": "this server reads text only",
     "context": "what an earlier answer gave back as ids; send the conversation to /api/chat",
     "template": "the model's own chat template is used; render the prompt yourself and send raw: true",
     "truncate": "a prompt that is too long is refused, not shortened",
@@ -108,7 +107,8 @@ class Message(Struct):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
-    images: Any = None
+    images: list[str] | None = None
+    """Of the assistant's, passed over."""
     tool_calls: list[ToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -133,7 +133,7 @@ class GenerateRequest(Asked):
     suffix: Any = None
     template: Any = None
     context: Any = None
-    images: Any = None
+    images: list[str] | None = None
 
 
 class ShowRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -153,9 +153,6 @@ def check(asked: Asked) -> None:
             given = getattr(value, field)
             if given is not None and field in NEUTRAL and given not in NEUTRAL[field]:
                 raise _unsupported(path + field)
-    for i, message in enumerate((isinstance(asked, ChatRequest) and asked.messages) or ()):
-        if message.images:
-            raise _unsupported(f"messages[{i}].images")
     if options.repeat_penalty not in (None, 1) and (options.repeat_last_n or -1) != -1:
         said = "the penalty counts all tokens of prompt and answer (-1); leave it out"
         raise bad_request("options.repeat_last_n", said, "unsupported_field")
@@ -176,7 +173,9 @@ def _unsupported(path: str) -> ApiError:
 
 def is_empty(asked: Asked) -> bool:
     """Whether nothing is to be said: the model is asked to be there."""
-    return not (asked.messages if isinstance(asked, ChatRequest) else getattr(asked, "prompt", None))
+    if isinstance(asked, ChatRequest):
+        return not asked.messages
+    return not (getattr(asked, "prompt", None) or getattr(asked, "images", None))
 
 
 def chat_request(asked: Asked) -> protocol.ChatRequest:
@@ -184,12 +183,12 @@ def chat_request(asked: Asked) -> protocol.ChatRequest:
     told: list[messages.Message] = []
     tools = None
     if isinstance(asked, ChatRequest):
-        told = [_message(message) for message in asked.messages or ()]
+        told = [_message(message, f"messages[{i}].images") for i, message in enumerate(asked.messages or ())]
         tools = asked.tools or None
     elif isinstance(asked, GenerateRequest):
         if asked.system:
             told.append(messages.SystemMessage(content=asked.system))
-        told.append(messages.UserMessage(content=asked.prompt or ""))
+        told.append(messages.UserMessage(content=_content(asked.prompt or "", asked.images, "images")))
     last = told[-1]
     chat = protocol.ChatRequest(messages=told, tools=tools, **_sampling(asked))
     if isinstance(last, messages.AssistantMessage) and not last.tool_calls:
@@ -209,7 +208,7 @@ def completion_request(asked: GenerateRequest, longest: int) -> protocol.Complet
 
     Raises ApiError (400).
     """
-    for field in ("system", "think"):
+    for field in ("system", "think", "images"):
         if getattr(asked, field):
             raise bad_request(field, "has no meaning with raw: true; leave it out")
     fields = _sampling(asked)
@@ -253,8 +252,17 @@ def _format(given: str | dict[str, Any] | None) -> dict[str, Any] | None:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given, "strict": True}}
 
 
-def _message(message: Message) -> messages.Message:
-    content = message.content or ""
+def _content(text: str, images: list[str] | None, path: str) -> messages.Content:
+    """path: of the images, which stand before the text, as in Ollama's own prompts."""
+    if not images:
+        return text
+    sent = [Sent(f"{path}[{i}]", path, encoded=image) for i, image in enumerate(images)]
+    return [*(one.part_of_message() for one in sent), {"type": "text", "text": text}]
+
+
+def _message(message: Message, path: str) -> messages.Message:
+    """path: of its images."""
+    content = _content(message.content or "", message.images, path)
     if message.role == "system":
         return messages.SystemMessage(content=content)
     if message.role == "user":
@@ -268,5 +276,5 @@ def _message(message: Message) -> messages.Message:
         for call in message.tool_calls or ()
     ]
     return messages.AssistantMessage(
-        content=content, reasoning_content=message.thinking or None, tool_calls=calls or None
+        content=message.content or "", reasoning_content=message.thinking or None, tool_calls=calls or None
     )

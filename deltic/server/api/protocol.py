@@ -28,6 +28,7 @@ from deltic.config import ConfigError, ModelConfig, ServerConfig
 from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS, EngineInfo, SamplingParams
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.server.api.messages import Message
+from deltic.server.chat.picture_parts import PictureBounds
 from deltic.server.errors import ApiError, bad_request
 from deltic.text import TokenizerError, read_json
 
@@ -214,6 +215,7 @@ class Conversing(Sampling, kw_only=True):
     thinking_budget: Count | None = None
     """Tokens of the thought, if the prompt opens one."""
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: PictureBounds | None = None
 
 
 class ChatRequest(Conversing):
@@ -267,6 +269,7 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    mm_processor_kwargs: PictureBounds | None = None
 
 
 class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -684,6 +687,7 @@ _CHAT_ONLY = (
     "add_generation_prompt",
     "continue_final_message",
     "chat_template_kwargs",
+    "mm_processor_kwargs",
 )
 
 

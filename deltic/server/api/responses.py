@@ -26,10 +26,11 @@ from deltic.server.chat import answer
 from deltic.server.chat.arguments import is_whole
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.items import Item, Items, Kind
+from deltic.server.chat.picture_parts import Pictures
 from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket
-from deltic.server.service import Service
+from deltic.server.service import Begun, Service
 from deltic.server.transport import (
     EVENT_HEADERS,
     PART_BYTES,
@@ -62,7 +63,7 @@ class Asked(msgspec.Struct):
 async def create_response(service: Service, request: Request) -> ASGIApp:
     """OpenAI's Responses API."""
     info = service.admit()
-    asked, prepared = await _read(service, request, lambda chat: prepare_chat(service, chat, info))
+    asked, prepared = await _read(service, request, lambda chat, pictures: prepare_chat(service, chat, info, pictures))
     if request.scope[TICKET].is_batch and asked.request.store is None:
         # A batch's answers are in its file; stored, they would drive out those that people continue.
         asked.request.store = False
@@ -90,17 +91,19 @@ async def count_input_tokens(service: Service, request: Request) -> ASGIApp:
     """The length of the prompt that /v1/responses would make."""
     service.admit()
 
-    def count(chat: protocol.ChatRequest) -> int:
+    def count(chat: protocol.ChatRequest, pictures: Pictures) -> int:
         check(service, chat)
-        return len(render(service.template, chat)[0].ids)
+        return len(render(service.template, chat, pictures=pictures)[0].ids)
 
     _, n_tokens = await _read(service, request, count)
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
-async def _read(service: Service, request: Request, work: Callable[[protocol.ChatRequest], T]) -> tuple[Asked, T]:
-    """The request in a body, and `work` on the chat that it makes. Raises ApiError."""
-    body = await read_body(request, service.config.max_body_mb)
+async def _read(
+    service: Service, request: Request, work: Callable[[protocol.ChatRequest, Pictures], T]
+) -> tuple[Asked, T]:
+    """The request in a body, and `work` on the chat that it makes and its pictures. Raises ApiError."""
+    body = await read_body(request, service.server.max_body_mb)
     ticket: Ticket = request.scope[TICKET]
     store, owner = service.server.responses, ticket.owner
 
@@ -126,10 +129,18 @@ async def _read(service: Service, request: Request, work: Callable[[protocol.Cha
             )
         history = found.history
 
-    def prepare() -> tuple[Asked, T]:
+    def begin() -> Begun[tuple[Asked, T]]:
         old = [(f"previous_response_id ({item_id})", item) for turn in history for item_id, item in turn.items]
         try:
-            done = _fitted(asked, [(place, _item(item, place)) for place, item in (*old, *new)], work)
+            items = [(place, _item(item, place)) for place, item in (*old, *new)]
+            pictures = wire.find_pictures(items)
+        except ApiError as error:
+            raise wire.in_own_words(error, asked) from None
+        return Begun(pictures, asked.mm_processor_kwargs, lambda found: end(items, found))
+
+    def end(items: list[tuple[str, wire.Item]], pictures: Pictures) -> tuple[Asked, T]:
+        try:
+            done = _fitted(asked, items, lambda chat: work(chat, pictures))
         except ApiError as error:
             raise wire.in_own_words(error, asked) from None
         kept = [] if asked.store is False else [item for _, item in new]
@@ -137,13 +148,13 @@ async def _read(service: Service, request: Request, work: Callable[[protocol.Cha
 
     # A few bytes may refer to many, and to the same ones again and again.
     size = max(len(body), sum(len(item) for _, item in new)) + sum(turn.n_bytes() for turn in history)
-    if size > service.config.max_body_mb * 1_000_000:
+    if size > service.server.max_body_mb * 1_000_000:
         raise ApiError(
             413,
-            f"the input and what it continues are larger than {service.config.max_body_mb:g} MB",
+            f"the input and what it continues are larger than {service.server.max_body_mb:g} MB",
             code="body_too_large",
         )
-    return await service.prepare(size, prepare, request)
+    return await service.prepare_pictured(size, begin, request)
 
 
 def _fitted(

@@ -33,6 +33,7 @@ from deltic.server.api.messages import (
     UserMessage,
 )
 from deltic.server.chat.arguments import given_arguments
+from deltic.server.chat.picture_parts import Sent, is_low, sent_in
 from deltic.server.errors import ApiError, bad_request
 
 log = logging.getLogger("deltic.server")
@@ -121,7 +122,7 @@ class ResponsesRequest(protocol.Conversing, kw_only=True):
     previous_response_id: str | None = None
     max_output_tokens: protocol.Positive | None = None
     include: list[Includable] | None = None
-    """What hosted tools and images would give is accepted: there is none of it here."""
+    """What hosted tools would give is accepted, and what was sent: there is none of it here."""
     reasoning: Reasoning | None = None
     text: Text | None = None
     truncation: Literal["disabled", "auto"] | None = None
@@ -512,15 +513,16 @@ class Messages:
         elif isinstance(item, CustomCallItem):
             self._call(ToolCall(custom=CalledCustom(item.name, item.input), id=item.call_id))
         elif isinstance(item, CallOutputItem):
-            self._other(ToolMessage(content=_text(item.output, f"{place}.output"), tool_call_id=item.call_id))
+            self._other(ToolMessage(content=_content(item.output, f"{place}.output"), tool_call_id=item.call_id))
         elif isinstance(item, MessageItem):
-            text = _text(item.content, f"{place}.content", by=item.role)
             if item.role == "assistant":
-                self._at(_CONTENT).content = text
+                self._at(_CONTENT).content = _text(item.content, f"{place}.content", by=item.role)
             elif item.role != "user" and not self._messages:
-                self._system.append(text)
+                for sent in sent_in(item.content):
+                    raise bad_request(f"{sent.part}.type", "a picture is for a message of the user, or a tool")
+                self._system.append(_text(item.content, f"{place}.content", by=item.role))
             else:
-                self._other(UserMessage(content=text))
+                self._other(UserMessage(content=_content(item.content, f"{place}.content", by=item.role)))
 
     def _call(self, call: ToolCall) -> None:
         message = self._at(_CALLS)
@@ -580,6 +582,51 @@ _TEXT_FIELDS = {
 _PART_FIELDS = frozenset({"type", "annotations", "logprobs", "cache_control"})
 
 
+def find_pictures(items: Iterable[tuple[str, Item]]) -> list[Sent]:
+    """The pictures in (place, item)s, each of which comes into the place of its part.
+
+    Raises ApiError (400).
+    """
+    found: list[Sent] = []
+    for place, item in items:
+        if isinstance(item, MessageItem) and item.role != "assistant":
+            parts, path, strict = item.content, f"{place}.content", True
+        elif isinstance(item, CallOutputItem):
+            parts, path, strict = item.output, f"{place}.output", False
+        else:
+            continue
+        for i, part in enumerate(parts if isinstance(parts, list) else ()):
+            if isinstance(parts, list) and part.get("type") == "input_image":
+                parts[i] = _picture(part, f"{path}[{i}]", strict).part_of_message()
+        found += sent_in(parts)
+    return found
+
+
+def _picture(part: dict[str, Any], path: str, strict: bool) -> Sent:
+    """strict: it has no unknown fields. Raises ApiError (400)."""
+    if part.get("file_id") is not None:
+        said = "files are not kept for this here; send the picture as image_url"
+        raise bad_request(f"{path}.file_id", said, "unsupported_field")
+    if not isinstance(url := part.get("image_url"), str):
+        raise bad_request(f"{path}.image_url", "expected a URL")
+    if strict and (unknown := part.keys() - {"type", "image_url", "file_id", "detail", "cache_control"}):
+        raise bad_request(f"{path}.{min(unknown)}", "unknown field; it is not supported, leave it out")
+    low = is_low(part.get("detail"), f"{path}.detail")
+    return Sent(f"{path}.image_url", path, "input_image", url=url, is_low=low)
+
+
+def _content(content: str | list[dict[str, Any]], place: str, by: str = "tool") -> str | list[dict[str, Any]]:
+    """A text, or the parts of a chat's message where a picture is among them. Otherwise as `_text`."""
+    if not any(sent_in(content)):
+        return _text(content, place, by)
+    texts = _texts(content, place, by) if isinstance(content, list) else iter(())
+    return [
+        part if any(sent_in([part])) else {"type": "text", "text": text}
+        for part, text in zip(content, texts, strict=True)
+        if isinstance(part, dict)
+    ]
+
+
 def _text(content: str | list[dict[str, Any]], place: str, by: str = "tool") -> str:
     """by: who wrote it. Raises ApiError (400) for a part that is not text, unless it is the assistant's."""
     return content if isinstance(content, str) else "".join(_texts(content, place, by))
@@ -587,6 +634,9 @@ def _text(content: str | list[dict[str, Any]], place: str, by: str = "tool") -> 
 
 def _texts(parts: list[dict[str, Any]], place: str, by: str) -> Iterator[str]:
     for i, part in enumerate(parts):
+        if any(sent_in([part])):
+            yield ""
+            continue
         kind = part.get("type")
         field = _TEXT_FIELDS.get(kind) if isinstance(kind, str) else None
         if field is None and by == "assistant":

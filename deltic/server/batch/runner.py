@@ -325,7 +325,7 @@ class BatchRunner:
 
         A line that is too long is cut off, and is no JSON then.
         """
-        most = int(self._config.max_body_mb * 1_000_000) + 4096
+        most = int(self._config.body_mb(pictures=True) * 1_000_000) + 4096
         with self.files.path(batch.input_file_id).open("rb") as file:
             line = 0
             while text := file.readline(most):
@@ -339,7 +339,7 @@ class BatchRunner:
     def _job(self, batch: Batch, line: int, text: bytes) -> Job:
         """Raises BadLine."""
         if not text:
-            most = self._config.max_body_mb
+            most = self._config.body_mb(pictures=True)
             raise BadLine(f"is longer than a request may be ({most:g} MB)", "line_too_long")
         job = read(text, line)
         if job.custom_id is None:

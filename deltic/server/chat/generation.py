@@ -75,6 +75,9 @@ class Generation:
                     request.priority = BATCH_PRIORITY
                 self._client.submit(request, partial(self._deliver, p))
                 self._submitted.append(request)
+                self._metrics.n_pictures += len(request.pictures)
+                self._metrics.n_picture_tokens += sum(picture.n_tokens for picture in request.pictures)
+                request.pictures.clear()  # they are the engine's now, and large
             self._ticket.take(sum(len(request.prompt_ids) for request in self._requests))
             async with asyncio.timeout(self._ticket.left_s()):
                 await ended

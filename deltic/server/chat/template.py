@@ -3,14 +3,15 @@
 The template is executed as shipped (Jinja in an immutable sandbox, with the few globals that templates of
 this family expect). Only special tokens written by the template itself become ids: their literals are marked
 in the template's source (see `text.TRUSTED`), so no content, tool name or argument can end a turn or start
-another, not even in pieces. The way out, reasoning and tool calls, is in `parser.py`.
+another, not even in pieces. A picture is such a token of the template's, too,
+which becomes as many as it takes. The way out, reasoning and tool calls, is in `parser.py`.
 """
 
 from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,13 @@ import jinja2.meta
 import msgspec
 
 from deltic.config import ConfigError
+from deltic.engine.messages import Picture
 from deltic.server.api import protocol
 from deltic.server.api.messages import AssistantMessage, template_messages
 from deltic.server.chat.constraint import NotInline, in_event_loop, tool_schemas
 from deltic.server.chat.grammar import CallForm
 from deltic.server.chat.metered import LARGEST_SOURCE, MeteredEnvironment, TooMuch
+from deltic.server.chat.picture_parts import Pictures, check_room, expanded, sent_in
 from deltic.server.errors import ApiError, bad_request
 from deltic.text import TRUSTED, Tokenizer, TokenizerError, read_json
 
@@ -32,6 +35,9 @@ CUT = "\udcfe"
 
 No user can write it.
 """
+
+PICTURE = "<|image_pad|>"
+"""What templates write for a picture."""
 
 _OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
 _GLOBALS = frozenset({"raise_exception", "strftime_now"})
@@ -47,6 +53,8 @@ class Prompt(msgspec.Struct, frozen=True):
     ids: list[int]
     boundaries: list[int]
     thinking: bool
+    pictures: list[Picture] = []
+    """In their places."""
 
 
 class _NamedTemplate(msgspec.Struct):
@@ -184,9 +192,11 @@ class ChatTemplate:
         limit: int | None = None,
         kept: int | None = None,
         shown: Mapping[str, Any] | None = None,
+        pictures: Sequence[Picture] = (),
     ) -> Prompt:
         """Messages to ids. settings: further variables, e.g. enable_thinking, over the defaults; shown: those
-        that every template may be given; kept: only so many ids, from the end, are wanted.
+        that every template may be given; kept: only so many ids, from the end, are wanted; pictures: of the
+        messages, in their order.
 
         Raises ApiError (400) when the template refuses the messages or does not know a setting, or (without
         `kept`) when the rendered text is certain to have `limit` tokens or more, which is found out without
@@ -214,7 +224,7 @@ class ChatTemplate:
                 raise bad_request("continue_final_message", "the chat template drops the end of the last message")
         if kept is None and limit is not None and (n := self._tokenizer.least_tokens(text, limit)) >= limit:
             raise protocol.prompt_too_long("messages", f"at least {n}", limit)
-        return self._prompt(text, kept)
+        return self._prompt(text, kept, pictures)
 
     def _text(self, compiled: jinja2.Template, variables: Mapping[str, Any], is_inline: bool) -> str:
         """Raises ApiError (400); NotInline for what takes longer than the event loop may be held up
@@ -234,9 +244,12 @@ class ChatTemplate:
         except (TypeError, ValueError, KeyError, IndexError, ArithmeticError, AttributeError) as error:
             raise bad_request("messages", f"the chat template cannot render them: {error}") from error
 
-    def _prompt(self, text: str, kept: int | None) -> Prompt:
+    def _prompt(self, text: str, kept: int | None, pictures: Sequence[Picture]) -> Prompt:
+        placed: list[Picture] = []
         if kept is None:
             ids = first = self._tokenizer.encode(text, "trusted")
+            if pictures:
+                ids, placed = expanded(ids, self._tokenizer.special_id(PICTURE), pictures)
         else:
             first = next(self._tokenizer.encode_pieces(text, "trusted"), [])
             ids = self._tokenizer.encode_end(text, kept, "trusted")
@@ -251,7 +264,7 @@ class ChatTemplate:
                 pass
         answer = text[text.rfind(TRUSTED) :] if TRUSTED in text else text
         thinking = "<think>" in answer.rpartition("</think>")[2]
-        return Prompt(ids, boundaries, thinking)
+        return Prompt(ids, boundaries, thinking, placed)
 
 
 def render(
@@ -259,10 +272,12 @@ def render(
     chat: protocol.ChatRequest | protocol.TokenizeRequest,
     limit: int | None = None,
     kept: int | None = None,
+    pictures: Pictures | None = None,
 ) -> tuple[Prompt, dict[str, dict[str, Any]] | None]:
     """The chat's prompt, and the schemas of the tools that the answer may call (None: it may call none).
 
-    limit, kept: as in ChatTemplate.render. Raises ApiError (400).
+    limit, kept: as in ChatTemplate.render. pictures: those that `find_pictures` has found in the messages.
+    Raises ApiError (400).
     """
     if template is None:
         raise no_template()
@@ -275,6 +290,9 @@ def render(
         raise bad_request("continue_final_message", "excludes add_generation_prompt: the last message goes on")
     if continued and not isinstance(messages[-1], AssistantMessage):
         raise bad_request("continue_final_message", "needs a last message of the assistant")
+    sent = [picture for message in messages for picture in sent_in(message.content)]
+    if sent and kept is not None:
+        raise bad_request("truncate_prompt_tokens", "is not available for a chat with pictures")
     prompt = template.render(
         template_messages(messages),
         [_without_marks(tool) for tool in chat.tools or ()] if tools is not None else None,
@@ -284,7 +302,10 @@ def render(
         shown=protocol.shown_by_template(chat, template.reads),
         limit=limit,
         kept=kept,
+        pictures=[(pictures or {})[one.path] for one in sent],
     )
+    if limit is not None and len(prompt.ids) >= limit:
+        check_room(prompt.pictures, sent, len(prompt.ids), limit)
     return prompt, tools
 
 

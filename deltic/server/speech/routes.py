@@ -528,7 +528,7 @@ async def list_voices(service: Service, request: Request) -> ASGIApp:
 async def add_voice(service: Service, request: Request) -> ASGIApp:
     """POST /v1/audio/voices: a voice to clone, from a form with audio_sample or speaker_embedding."""
     service.server.admit_speech()
-    asked = await _voice_form(request, service.config.max_body_mb)
+    asked = await _voice_form(request, service.server.max_body_mb)
     if asked.model is not None:
         service = service.server.find(asked.model)
     service.admit(speech=True)

@@ -9,15 +9,11 @@ has is a cache; where it lost a voice, or another model is served, the voice is 
 from __future__ import annotations
 
 import asyncio
-import base64
 import hashlib
-import http.client
 import logging
 import os
 import time
-import urllib.error
 import urllib.parse
-import urllib.request
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -33,6 +29,7 @@ from deltic.server.chat.generation import RETRY_LATER, unavailable
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import Account
 from deltic.server.speech.audio import MAX_REFERENCE_BYTES, AudioError, decode_reference
+from deltic.server.urls import Hosts, UrlError, fetch, of_base64, of_data_url
 
 log = logging.getLogger("deltic.server")
 
@@ -41,7 +38,6 @@ MAX_IN_MEMORY = 64
 """Voices, where there is no directory to keep them in: of the longest audio, 190 MB."""
 MAX_WAITING = 32
 """Requests that wait to have a voice made; each holds its audio."""
-FETCH_S = 15.0
 
 T = TypeVar("T")
 
@@ -104,10 +100,11 @@ class VoiceStore:
     def __init__(self, client: EngineClient, directory: Path | None, config: ServerConfig) -> None:
         """Reads what there is in `directory`; files that cannot be read are passed over, and said in the log.
 
-        Raises ConfigError where they may be anybody's.
+        Raises ConfigError where they may be anybody's, and for hosts that cannot be meant.
         """
         self._client = client
         self._config = config
+        self._hosts = Hosts(config.allow_audio_host, "--allow-audio-host")
         self.directory = directory
         self._files = directory / "names" if directory else None
         self._stored: dict[str, Stored] = {}
@@ -330,15 +327,20 @@ class VoiceStore:
         """
         scheme = reference[:8].partition(":")[0].lower()
         config = self._config
-        if scheme == "data":
-            data = await asyncio.to_thread(_data_url, reference)
-        elif scheme in ("http", "https") and config.allow_audio_host:
-            data = await asyncio.to_thread(_fetch, reference, config.allow_audio_host)
+        if scheme in ("data", "http", "https") and (scheme == "data" or self._hosts):
+            try:
+                if scheme == "data":
+                    encoded = of_data_url(reference, "audio")
+                    data = await asyncio.to_thread(of_base64, encoded, MAX_REFERENCE_BYTES)
+                else:
+                    data = await fetch(reference, self._hosts, MAX_REFERENCE_BYTES)
+            except UrlError as error:
+                raise bad_request("ref_audio", str(error)) from None
         elif scheme == "file" and config.allow_audio_dir is not None:
             data = await asyncio.to_thread(_local, reference, config.allow_audio_dir)
         else:
             allowed = ["data: URLs"]
-            allowed += ["URLs of " + ", ".join(config.allow_audio_host)] if config.allow_audio_host else []
+            allowed += [f"URLs of {self._hosts}"] if self._hosts else []
             allowed += ["file: URLs of one directory"] if config.allow_audio_dir else []
             raise bad_request("ref_audio", f"this server takes {' and '.join(allowed)} only")
         if len(data) > MAX_REFERENCE_BYTES:
@@ -348,42 +350,6 @@ class VoiceStore:
     def _path(self, voice: Stored) -> Path:
         assert self._files is not None
         return self._files / f"{voice.name.lower()}.voice"
-
-
-def _data_url(reference: str) -> bytes:
-    head, comma, body = reference.partition(",")
-    if not comma or not head.lower().endswith(";base64"):
-        raise bad_request("ref_audio", "expected data:audio/...;base64,...")
-    if len(body) > MAX_REFERENCE_BYTES * 4 // 3 + 4:
-        raise bad_request("ref_audio", f"is larger than {MAX_REFERENCE_BYTES // 1_000_000} MB")
-    try:
-        return base64.b64decode(body, validate=True)
-    except ValueError:  # binascii.Error, and another for what is not ASCII
-        raise bad_request("ref_audio", "is not valid base64") from None
-
-
-class _NoRedirects(urllib.request.HTTPRedirectHandler):
-    """A host that is allowed could lead to one that is not."""
-
-    def redirect_request(self, *_: Any) -> None:
-        return None
-
-
-def _fetch(url: str, hosts: tuple[str, ...]) -> bytes:
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}), _NoRedirects)
-    try:
-        if (urllib.parse.urlsplit(url).hostname or "") not in map(str.lower, hosts):
-            raise ValueError(f"this server takes URLs of {', '.join(hosts)} only")
-        deadline_s = time.monotonic() + FETCH_S
-        with opener.open(url, timeout=FETCH_S) as answer:
-            data = bytearray()
-            while len(data) <= MAX_REFERENCE_BYTES and (part := answer.read1(65_536)):
-                data += part
-                if time.monotonic() > deadline_s:  # the timeout above is each wait's
-                    raise TimeoutError(f"it takes more than {FETCH_S:g} s")
-            return bytes(data)
-    except (OSError, ValueError, http.client.HTTPException) as error:
-        raise bad_request("ref_audio", f"could not be fetched ({error})") from None
 
 
 def _local(url: str, directory: Path) -> bytes:

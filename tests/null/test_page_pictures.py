@@ -1,0 +1,98 @@
+"""Pictures in the page: picked, pasted, dropped, shown and sent, in Debian's Chromium over a fake engine."""
+
+from __future__ import annotations
+
+import base64
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("PIL")
+webdriver = pytest.importorskip("selenium.webdriver")
+
+from selenium.webdriver.common.by import By  # noqa: E402
+
+from tests.fake_engine import PICTURE_TEMPLATE, TEMPLATE, FakeEngineClient, make_app, served  # noqa: E402
+from tests.null.test_picture_doors import SEEN, SMALL, WIDE, prompt_of, seeing  # noqa: E402
+from tests.served import wait_for  # noqa: E402
+
+BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
+pytestmark = pytest.mark.skipif(
+    not (BROWSER and DRIVER), reason="no chromium and chromedriver; on Debian: apt install chromium-driver"
+)
+
+GIVE = """
+    const [kind, id, encoded] = arguments;
+    const data = new DataTransfer();
+    data.items.add(new File([Uint8Array.from(atob(encoded), c => c.charCodeAt(0))], "a.png", { type: "image/png" }));
+    const more = { bubbles: true, cancelable: true };
+    const event = kind === "paste" ? new ClipboardEvent(kind, { clipboardData: data, ...more }) : new DragEvent(kind, { dataTransfer: data, ...more });
+    document.getElementById(id).dispatchEvent(event);
+    return event.defaultPrevented;
+"""
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    options = webdriver.ChromeOptions()
+    options.binary_location = BROWSER
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
+        options.add_argument(argument)
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
+    yield started
+    started.quit()
+
+
+def test_pictures(driver: Any, tmp_path: Path) -> None:
+    file = tmp_path / "a.png"
+    file.write_bytes(WIDE)
+    engine = seeing()
+
+    def of(selector: str) -> list[Any]:
+        return list(driver.find_elements(By.CSS_SELECTOR, selector))
+
+    def give(kind: str, place: str) -> bool:
+        return bool(driver.execute_script(GIVE, kind, place, base64.b64encode(SMALL).decode()))
+
+    with served(make_app(engine, PICTURE_TEMPLATE)) as url:
+        driver.get(url)
+        wait_for(lambda: of("#pick")[0].is_displayed())
+        of("#files")[0].send_keys(str(file))
+        wait_for(lambda: len(of("#pictures img")) == 1)
+        assert give("paste", "prompt") and give("dragover", "log") and give("drop", "log")
+        wait_for(lambda: len(of("#pictures img")) == 3)
+        of("#pictures button")[1].click()
+        assert len(of("#pictures img")) == 2
+        of("#prompt")[0].send_keys("What is it?\n")
+        wait_for(lambda: "Hello" in of("#log")[0].text and of("#send")[0].is_displayed())
+        assert f"user\n{SEEN.format('2x5')}{SEEN.format('2x2')}What is it?<|im_end|>" in prompt_of(engine.requests[0])
+        widths = driver.execute_script(
+            "return [...document.querySelectorAll('.said img')].map(one => one.naturalWidth)"
+        )
+        assert widths == [160, 64] and not of("#pictures img"), "they are shown in the chat, and no more to be sent"
+        next(one for one in of(".turn.user button") if one.text == "Edit").click()
+        assert len(of("#pictures img")) == 2 and of("#prompt")[0].get_attribute("value") == "What is it?"
+        of("#cancel")[0].click()
+        assert not of("#pictures img")
+        kept = driver.execute_script("return localStorage['deltic.chats']")
+        assert "What is it?" in kept and "data:" not in kept
+        driver.refresh()
+        wait_for(lambda: "which was not kept" in of("#log")[0].text)
+        assert give("paste", "prompt")
+        wait_for(lambda: len(of("#pictures img")) == 1)
+        of("#send")[0].click()
+        wait_for(lambda: len(engine.requests) == 2)
+        assert len(engine.requests[1].pictures) == 1, "without a text, too"
+    assert not [entry for entry in driver.get_log("browser") if "favicon" not in entry["message"]]
+
+
+def test_a_model_that_reads_text_has_no_button(driver: Any) -> None:
+    with served(make_app(FakeEngineClient(), TEMPLATE)) as url:
+        driver.get(url)
+        wait_for(lambda: "ready" in driver.find_element(By.ID, "state").get_attribute("class"))
+        wait_for(lambda: driver.execute_script("return cards.length"))
+        assert not driver.find_element(By.ID, "pick").is_displayed()
