@@ -107,6 +107,8 @@ def _weights_text(plan: Plan[Any], weights: Weights | None) -> str:
 def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Table:
     buffers = dict(plan.workspace)
     streams = buffers.pop("vocoder states", 0)
+    pictures = sum(n_bytes for name, n_bytes in buffers.items() if name == "pictures" or name.startswith("vision "))
+    buffers = {name: n for name, n in buffers.items() if name != "pictures" and not name.startswith("vision ")}
     largest = sorted(buffers.items(), key=lambda item: -item[1])[:3]
     most = ", ".join(f"{name} {n_bytes / 1e6:.0f} MB" for name, n_bytes in largest)
     unit = "tokens"
@@ -122,6 +124,11 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
     rows = {
         "weights": (plan.weight_bytes, _weights_text(plan, weights)),
         "vocoder": (plan.vocoder_bytes, "float32"),
+        "vision tower": (plan.tower_bytes, "as stored; the buffers are in the next line"),
+        "pictures": (
+            pictures,
+            f"one of up to {plan.max_picture_tokens} tokens at work, {plan.n_picture_blocks} blocks of {PAGE_SIZE} ready",
+        ),
         "workspace": (sum(buffers.values()), f"{step}; largest: {most}"),
         "streams": (streams, f"states of {plan.n_streams} streams of audio"),
         "state slots": (
@@ -136,7 +143,9 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
         ),
     }
     for name, (n_bytes, what) in rows.items():
-        if name not in (("state slots",) if plan.speaks else ("vocoder", "streams")):
+        left_out = {"state slots"} if plan.speaks else {"vocoder", "streams"}
+        left_out |= set() if plan.max_picture_tokens else {"vision tower", "pictures"}
+        if name not in left_out:
             table.add_row(name, f"{n_bytes / 1e9:.3f}", what)
     return table
 

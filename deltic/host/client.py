@@ -36,6 +36,7 @@ from deltic.engine.messages import (
     InspectCache,
     Loading,
     Output,
+    PictureStats,
     Ping,
     Pong,
     Request,
@@ -74,6 +75,9 @@ CACHE_COUNTERS = (
 SPEECH_COUNTERS = ("n_frames", "n_underruns", "vocoder_s")
 """Those of SpeechStats."""
 
+PICTURE_COUNTERS = ("n_encoded", "n_hits", "tower_s")
+"""Those of PictureStats."""
+
 N_RECENT_STEPS = 240
 
 
@@ -94,7 +98,7 @@ class QueueFull(RuntimeError):
         self.retry_after_s = retry_after_s
 
 
-Counted = Stats | CacheStats | SpeechStats
+Counted = Stats | CacheStats | PictureStats | SpeechStats
 
 Deliver = Callable[[list[Output]], None]
 """Takes outputs of one request, in their order."""
@@ -467,6 +471,7 @@ class EngineClient:
         last, self._counted, self.stats = self.stats, Stats(), Stats()
         for kept in (self._counted, self.stats):
             kept.speech = SpeechStats() if last.speech is not None else None
+            kept.pictures = PictureStats() if last.pictures is not None else None
             _add_all(kept, last)
 
     def _retry_after_s(self, n_waiting: int) -> int:
@@ -483,6 +488,8 @@ def _add_all(stats: Stats, earlier: Stats) -> None:
     _add(stats.cache, earlier.cache, CACHE_COUNTERS)
     if stats.speech is not None and earlier.speech is not None:
         _add(stats.speech, earlier.speech, SPEECH_COUNTERS)
+    if stats.pictures is not None and earlier.pictures is not None:
+        _add(stats.pictures, earlier.pictures, PICTURE_COUNTERS)
 
 
 def _add(stats: Counted, earlier: Counted, counters: tuple[str, ...]) -> None:

@@ -167,6 +167,8 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
         plan = make_plan(config, untied, device.text, plan.n_real, free, tower=plan.tower)
     if not plan.speaks:
         beside, said = _load_tower(config, directory, plan, device)
+        if plan.tower is not None:  # the language model's loader has skipped it
+            notices = [notice for notice in notices if "vision tensors" not in notice]
         notices = notices + said
     lap("weights")
     if compiling is not None:

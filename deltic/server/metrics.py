@@ -242,6 +242,15 @@ class Metrics:
         yield from (value.family() for value in vars(self).values() if isinstance(value, Histogram))
         if self._has_speech:
             yield from self.speech.families(stats.speech or SpeechStats())
+        if (tower := stats.pictures) is not None:
+            yield from plain(
+                "deltic_tower_",
+                (GAUGE, "blocks_used", "Blocks of 64 tokens that encoded pictures fill.", tower.n_blocks_used),
+                (GAUGE, "blocks", "Blocks that there are for them.", tower.n_blocks),
+                (COUNTER, "pictures", "Pictures that the vision tower encoded.", tower.n_encoded),
+                (COUNTER, "hits", "Pictures of prompts that were encoded for an earlier one.", tower.n_hits),
+                (COUNTER, "seconds", "Time that the vision tower took.", tower.tower_s),
+            )
 
     def vllm_families(self) -> Iterable[Metric]:
         """The same numbers under vLLM's names, as far as it has such."""
