@@ -42,6 +42,10 @@ def serve(sub: argparse.ArgumentParser) -> None:
     add("--shared-prefix-tokens", type=int, default=0, metavar="T", help=text)
     add("--temperature", type=float, default=1.0, metavar="T", help="default: 1.0")
     add("--stream-endpoint", choices=("completions", "chat"), default="completions")
+    text = "pictures in each prompt of a chat, beside --prompt-tokens (default: 0)"
+    add("--images", type=int, default=0, metavar="N", help=text)
+    add("--image-size", default="1024x1024", metavar="WxH", help="of a picture, in pixels (default: 1024x1024)")
+    add("--same-images", action="store_true", help="all prompts show the same pictures")
     add_engine(sub, "seed")
 
 

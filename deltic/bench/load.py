@@ -6,6 +6,8 @@ Knows the OpenAI API and nothing of any engine. What a server does not accept (`
 
 from __future__ import annotations
 
+import base64
+import io
 import math
 import random
 import time
@@ -51,6 +53,12 @@ class Load:
     temperature: float = 1.0
     kind: Literal["completions", "chat"] = "completions"
     seed: int = 0
+    images: int = 0
+    """Pictures before the text of each prompt (chat); their tokens are not among prompt_tokens."""
+    image_size: str = "1024x1024"
+    """Width and height in pixels."""
+    same_images: bool = False
+    """All prompts show the same ones."""
 
     @property
     def path(self) -> str:
@@ -65,12 +73,14 @@ class Dialect:
     include_usage: bool = True
     limit: Limit = "max_tokens"
 
-    def body(self, load: Load, text: str, n_output: int) -> dict[str, Any]:
-        """A streamed request."""
+    def body(self, load: Load, text: str, n_output: int, images: Sequence[str] = ()) -> dict[str, Any]:
+        """A streamed request. images: URLs."""
         body: dict[str, Any] = {"model": load.model, "stream": True, "temperature": load.temperature}
         body[self.limit] = n_output
         if load.kind == "chat":
-            body["messages"] = [{"role": "user", "content": text}]
+            parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
+            content = [*parts, {"type": "text", "text": text}] if images else text
+            body["messages"] = [{"role": "user", "content": content}]
         else:
             body["prompt"] = text
         if self.ignore_eos:
@@ -183,6 +193,7 @@ class Prompts:
         self._tokens_per_word = 1.3
         self._overhead = 0.0
         self._prefix = ""
+        self._shown: list[str] = []
 
     async def calibrate(self, endpoint: Endpoint) -> None:
         """Learns tokens per word and the template's own tokens from the usage the server reports.
@@ -227,6 +238,31 @@ class Prompts:
         """The next prompt."""
         own = self._load.prompt_tokens - self._load.shared_prefix_tokens - self._overhead
         return self._prefix + self._words(self._n_words(own))
+
+    def images(self) -> list[str]:
+        """The pictures of the next prompt, as data URLs: random patches of colour, no two alike."""
+        if self._shown and self._load.same_images:
+            return self._shown
+        self._shown = [self._image() for _ in range(self._load.images)]
+        return self._shown
+
+    def _image(self) -> str:
+        from PIL import Image
+
+        width, height = sides_of(self._load.image_size)
+        small = -(-width // 16), -(-height // 16)
+        noise = Image.frombytes("RGB", small, self._random.randbytes(3 * small[0] * small[1]))
+        file = io.BytesIO()
+        noise.resize((width, height)).save(file, "JPEG", quality=90)
+        return f"data:image/jpeg;base64,{base64.b64encode(file.getvalue()).decode()}"
+
+
+def sides_of(size: str) -> tuple[int, int]:
+    """Width and height of WxH. Raises ValueError."""
+    width, x, height = size.partition("x")
+    if not x or not width.isdigit() or not height.isdigit() or not int(width) * int(height):
+        raise ValueError(f"--image-size {size}: expected WxH in pixels, as 1024x768")
+    return int(width), int(height)
 
 
 def percentile(values: Sequence[float], q: float) -> float | None:

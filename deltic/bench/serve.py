@@ -21,6 +21,7 @@ from deltic.bench.report import plot, report
 from deltic.bench.sweep import Work, measure_all, name_of, points, run
 from deltic.commands.endpoint import Endpoint, asked_model
 from deltic.config import ConfigError
+from deltic.server.chat.pictures import needs_pillow
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
@@ -60,6 +61,9 @@ async def sweep(endpoint: Endpoint, arguments: argparse.Namespace, console: Cons
         temperature=arguments.temperature,
         kind=arguments.stream_endpoint,
         seed=arguments.load_seed,
+        images=arguments.images,
+        image_size=arguments.image_size,
+        same_images=arguments.same_images,
     )
     dialect = await loads.find_dialect(endpoint, load)
     if not dialect.ignore_eos:
@@ -69,8 +73,8 @@ async def sweep(endpoint: Endpoint, arguments: argparse.Namespace, console: Cons
     status, version = await endpoint.json("GET", "/version")
     work = Work(
         send=lambda body, zero: loads.measure(endpoint, load, body, zero),
-        body=lambda: dialect.body(load, prompts.text(), load.output_tokens),
-        warm_body=lambda: dialect.body(load, prompts.text(), min(16, load.output_tokens)),
+        body=lambda: dialect.body(load, prompts.text(), load.output_tokens, prompts.images()),
+        warm_body=lambda: dialect.body(load, prompts.text(), min(16, load.output_tokens), prompts.images()),
         summary=loads.summary,
         raw=loads.raw,
         seed=load.seed,
@@ -92,6 +96,15 @@ def bench(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
         raise ConfigError("--prompt-tokens and --output-tokens must be at least 1")
     if not 0 <= arguments.shared_prefix_tokens < arguments.prompt_tokens:
         raise ConfigError("--shared-prefix-tokens must be less than --prompt-tokens")
+    if arguments.images:
+        if arguments.stream_endpoint != "chat":
+            raise ConfigError("--images needs --stream-endpoint chat: completions have no pictures")
+        if needs := needs_pillow():
+            raise ConfigError(needs)
+        try:
+            loads.sides_of(arguments.image_size)
+        except ValueError as error:
+            raise ConfigError(str(error)) from None
     result = run(arguments, server_arguments, sweep)
     if result is None:
         return 1
@@ -107,6 +120,9 @@ def bench(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
     result = head | result
     load = result["load"]
     title = f"{label}: {load['prompt_tokens']} prompt + {load['output_tokens']} output tokens, {load['kind']}"
+    if load["images"]:
+        same = ", the same ones in all" if load["same_images"] else ""
+        title += f", {load['images']} pictures of {load['image_size']}{same}"
     draw = plot if arguments.plot else None
     report(result, table(result["rows"], title), arguments.out, draw, note=loads.ITL)
     return 1 if any(row["errors"] for row in result["rows"]) else 0

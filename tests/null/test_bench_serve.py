@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import base64
+import dataclasses
+import io
 import json
 import random
 import time
@@ -32,6 +35,26 @@ def test_events_do_not_depend_on_where_the_bytes_are_cut(payloads, cuts, crlf):
         got += splitter.feed(body[at : at + cut])
         at += cut
     assert got == [p.encode() for p in payloads]
+
+
+def test_pictures_of_a_load() -> None:
+    pytest.importorskip("PIL")
+    from PIL import Image
+
+    load = Load("fake", kind="chat", images=2, image_size="70x50")
+    prompts = Prompts(load)
+    first, second = prompts.images(), prompts.images()
+    assert len({*first, *second}) == 4
+    with Image.open(io.BytesIO(base64.b64decode(first[0].partition(",")[2]))) as image:
+        assert image.size == (70, 50)
+    same = Prompts(dataclasses.replace(load, same_images=True))
+    assert same.images() == same.images()
+    (message,) = loads.Dialect().body(load, "what?", 4, first)["messages"]
+    assert [part["type"] for part in message["content"]] == ["image_url", "image_url", "text"]
+    assert loads.Dialect().body(load, "what?", 4)["messages"] == [{"role": "user", "content": "what?"}]
+    for wrong in ("70", "70x", "x50", "0x50", "7.0x5"):
+        with pytest.raises(ValueError, match="expected WxH"):
+            loads.sides_of(wrong)
 
 
 def test_percentiles_are_linear_between_ranks():
