@@ -261,6 +261,47 @@ def test_a_template_that_does_not_show_it(template: str) -> None:
     assert answer.status_code == 400 and "messages: the chat template" in error_of(answer)["message"]
 
 
+PUBLISHED = """
+{%- set image_count = namespace(value=0) %}
+{%- macro render_content(content, do_vision_count, is_system_content=false) %}
+    {%- if content is string %}
+        {{- content }}
+    {%- elif content is iterable and content is not mapping %}
+        {%- for item in content %}
+            {%- if 'image' in item or 'image_url' in item or item.type == 'image' %}
+                {%- if is_system_content %}{{- raise_exception('System message cannot contain images.') }}{%- endif %}
+                {%- if do_vision_count %}{%- set image_count.value = image_count.value + 1 %}{%- endif %}
+                {%- if add_vision_id %}{{- 'Picture ' ~ image_count.value ~ ': ' }}{%- endif %}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif 'text' in item %}
+                {{- item.text }}
+            {%- else %}{{- raise_exception('Unexpected item type in content.') }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+{%- for message in messages %}
+    {%- set content = render_content(message.content, true, message.role == 'system') | trim %}
+    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+"""What published templates do with parts."""
+
+
+def test_a_template_as_they_are_published() -> None:
+    engine = seeing()
+    turns = [{"role": "system", "content": "Look."}, user(part(SMALL), text("a ")), user(text("b"), part(WIDE))]
+    asked = {"messages": turns, "chat_template_kwargs": {"add_vision_id": True}}
+    assert post(engine, "/v1/chat/completions", asked, PUBLISHED).status_code == 200
+    assert prompt_of(engine.requests[0]) == (
+        f"<|im_start|>system\nLook.<|im_end|>\n<|im_start|>user\nPicture 1: {SEEN.format('2x2')}a<|im_end|>\n"
+        f"<|im_start|>user\nbPicture 2: {SEEN.format('2x5')}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    body = {"messages": [{"role": "system", "content": [part(SMALL)]}, user(text("a"))]}
+    said = error_of(post(engine, "/v1/chat/completions", body, PUBLISHED))["message"]
+    assert said == "messages: the chat template refuses them: System message cannot contain images."
+
+
 def test_what_the_context_holds() -> None:
     engine = seeing(max_model_len=300)
     error = error_of(chat(engine, user(text("?"), part(LARGE))))

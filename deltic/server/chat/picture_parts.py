@@ -38,6 +38,9 @@ N_FETCHING = 4
 READ_S = 120.0
 """For all pictures of a request, those before them included."""
 
+READS = "this server reads text and, where the model takes them, pictures"
+"""Of a part that is something else."""
+
 DETAILS = ("auto", "low", "high", "original")
 
 Pictures = dict[str, Picture]
