@@ -5,9 +5,12 @@ from __future__ import annotations
 import asyncio
 import base64
 import json
+import os
 import sys
+import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +30,7 @@ from deltic.commands.endpoint import Endpoint, EndpointError, picture_url
 from deltic.commands.run import send
 from deltic.engine.messages import PictureInfo, Request
 from deltic.server.chat import picture_parts, pictures
+from deltic.server.urls import Hosts
 from tests import fakes
 from tests.fake_engine import IMAGE_PAD, PICTURE_TEMPLATE, TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, served
 from tests.null.test_http import error_of
@@ -255,6 +259,47 @@ def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_template_that_does_not_show_it(template: str) -> None:
     answer = post(seeing(), "/v1/chat/completions", {"messages": [user(part(SMALL))]}, template)
     assert answer.status_code == 400 and "messages: the chat template" in error_of(answer)["message"]
+
+
+PUBLISHED = """
+{%- set image_count = namespace(value=0) %}
+{%- macro render_content(content, do_vision_count, is_system_content=false) %}
+    {%- if content is string %}
+        {{- content }}
+    {%- elif content is iterable and content is not mapping %}
+        {%- for item in content %}
+            {%- if 'image' in item or 'image_url' in item or item.type == 'image' %}
+                {%- if is_system_content %}{{- raise_exception('System message cannot contain images.') }}{%- endif %}
+                {%- if do_vision_count %}{%- set image_count.value = image_count.value + 1 %}{%- endif %}
+                {%- if add_vision_id %}{{- 'Picture ' ~ image_count.value ~ ': ' }}{%- endif %}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif 'text' in item %}
+                {{- item.text }}
+            {%- else %}{{- raise_exception('Unexpected item type in content.') }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+{%- for message in messages %}
+    {%- set content = render_content(message.content, true, message.role == 'system') | trim %}
+    {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+"""What published templates do with parts."""
+
+
+def test_a_template_as_they_are_published() -> None:
+    engine = seeing()
+    turns = [{"role": "system", "content": "Look."}, user(part(SMALL), text("a ")), user(text("b"), part(WIDE))]
+    asked = {"messages": turns, "chat_template_kwargs": {"add_vision_id": True}}
+    assert post(engine, "/v1/chat/completions", asked, PUBLISHED).status_code == 200
+    assert prompt_of(engine.requests[0]) == (
+        f"<|im_start|>system\nLook.<|im_end|>\n<|im_start|>user\nPicture 1: {SEEN.format('2x2')}a<|im_end|>\n"
+        f"<|im_start|>user\nbPicture 2: {SEEN.format('2x5')}<|im_end|>\n<|im_start|>assistant\n"
+    )
+    body = {"messages": [{"role": "system", "content": [part(SMALL)]}, user(text("a"))]}
+    said = error_of(post(engine, "/v1/chat/completions", body, PUBLISHED))["message"]
+    assert said == "messages: the chat template refuses them: System message cannot contain images."
 
 
 def test_what_the_context_holds() -> None:
@@ -639,18 +684,64 @@ def test_no_more_than_two_are_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -
     assert most == 2
 
 
+def test_only_the_oldest_goes_on_while_much_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(picture_parts, "MAX_HELD_BYTES", 3072 * 5)
+    running: list[str] = []
+
+    async def noted(data: bytes, *_: Any) -> Any:
+        running.append(data.decode())
+        await asyncio.sleep(0.01)
+        return pictures.of_pixels(bytes(3072 * 4), 64, 64)
+
+    monkeypatch.setattr(picture_parts, "read_picture", noted)
+
+    async def go() -> None:
+        reader = picture_parts.PictureReader(Hosts((), ""))
+        reads = [
+            reader.read([picture_parts.Sent(f"{name}{i}", "", data=name.encode()) for i in range(4)], INFO)
+            for name in "abc"
+        ]
+        found = await asyncio.gather(*reads)
+        assert [len(one) for one in found] == [4] * 3 and not reader._n_held and not reader._reads
+        assert "".join(running).strip("abc") == "" and sorted(running) == [*"aaaabbbbcccc"]
+        assert running.index("b") > 1 and "".join(running)[-1] == "c"
+
+    asyncio.run(go())
+
+
+HOSTILE = int(os.environ.get("HOSTILE_PICTURES", "12"))
+"""How many of the files are sent."""
+
+
 def test_hostile_files_are_each_a_bad_request() -> None:
-    """tests/null/test_pictures.py has more of them; here it is that the server goes on."""
+    """One after the other, beside a client that only talks. tests/null/test_pictures.py has all of them."""
     engine = seeing()
-    with served(make_app(engine, PICTURE_TEMPLATE)) as url:
-        for name, data, said in [*refused()][::6]:
-            begun_s = time.monotonic()
-            answer = httpx.post(f"{url}/v1/chat/completions", json={"messages": [user(part(data))]}, timeout=30)
-            error = error_of(answer)
-            assert answer.status_code == 400 and error["param"] == "messages[0].content[0].image_url", name
-            assert said in error["message"] and time.monotonic() - begun_s < 10, (name, error)
-        assert (
-            httpx.post(f"{url}/v1/chat/completions", json={"messages": [user(part(SMALL))]}, timeout=30).status_code
-            == 200
-        )
-    assert len(engine.requests) == 1
+    files = [*refused()]
+    chosen = [files[i * len(files) // HOSTILE % len(files)] for i in range(HOSTILE)]
+    waits: list[float] = []
+    is_over = threading.Event()
+
+    def talk() -> None:
+        with httpx.Client(timeout=30) as client:
+            while not is_over.wait(0.05):
+                begun_s = time.monotonic()
+                answer = client.post(f"{url}/v1/chat/completions", json={"messages": [user(text("hello"))]})
+                assert answer.status_code == 200
+                waits.append(time.monotonic() - begun_s)
+
+    def send(data: bytes) -> httpx.Response:
+        return httpx.post(f"{url}/v1/chat/completions", json={"messages": [user(part(data))]}, timeout=30)
+
+    with served(make_app(engine, PICTURE_TEMPLATE)) as url, ThreadPoolExecutor(1) as thread:
+        talking = thread.submit(talk)
+        try:
+            for name, data, said in chosen:
+                begun_s = time.monotonic()
+                error = error_of(answer := send(data))
+                assert answer.status_code == 400 and error["param"] == "messages[0].content[0].image_url", name
+                assert said in error["message"] and time.monotonic() - begun_s < 10, (name, error)
+            assert send(SMALL).status_code == 200
+        finally:
+            is_over.set()
+        talking.result()
+    assert len(engine.requests) == 1 + len(waits) and waits and sorted(waits)[len(waits) // 2] < 1

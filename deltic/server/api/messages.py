@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from deltic.server.chat.arguments import given_arguments
-from deltic.server.chat.picture_parts import Sent, is_low, sent_in
+from deltic.server.chat.picture_parts import READS, Sent, is_low, sent_in
 from deltic.server.errors import bad_request
 
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}(?!\n)$")]
@@ -207,7 +207,7 @@ def _texts(content: list[dict[str, Any]], path: str, strict: bool) -> list[str]:
         kind = part.get("type")
         field = _SAID.get(kind) if isinstance(kind, str) else None
         if field is None or (strict and kind != "text"):
-            raise bad_request(f"{path}[{i}].type", f"{kind!r} is not supported; this server reads text only")
+            raise bad_request(f"{path}[{i}].type", f"{kind!r} is not supported; {READS}")
         text = part.get(field)
         if not isinstance(text, str):
             raise bad_request(f"{path}[{i}].{field}", "expected a string")

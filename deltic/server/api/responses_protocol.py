@@ -33,7 +33,7 @@ from deltic.server.api.messages import (
     UserMessage,
 )
 from deltic.server.chat.arguments import given_arguments
-from deltic.server.chat.picture_parts import Sent, is_low, sent_in
+from deltic.server.chat.picture_parts import READS, Sent, is_low, sent_in
 from deltic.server.errors import ApiError, bad_request
 
 log = logging.getLogger("deltic.server")
@@ -642,7 +642,7 @@ def _texts(parts: list[dict[str, Any]], place: str, by: str) -> Iterator[str]:
         if field is None and by == "assistant":
             continue
         if field is None:
-            raise bad_request(f"{place}[{i}].type", f"{kind!r} is not supported; this server reads text only")
+            raise bad_request(f"{place}[{i}].type", f"{kind!r} is not supported; {READS}")
         text = part.get(field)
         if not isinstance(text, str):
             raise bad_request(f"{place}[{i}].{field}", "expected a string")

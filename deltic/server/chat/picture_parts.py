@@ -29,12 +29,17 @@ MAX_PIXEL_BYTES = 1 << 28
 """Of a request's pictures together, once they are resized: 87,381 tokens."""
 LOW_PIXELS = 512 * 512
 """The most of a picture with `detail: low`."""
+MAX_HELD_BYTES = 1 << 30
+"""Of pixels of all requests whose pictures are being read: with more, only the oldest of them goes on."""
 N_DECODING = 2
 """Pictures that the server decodes at once, each in a process of its own."""
 N_FETCHING = 4
 """Pictures that a request has fetched at once."""
 READ_S = 120.0
 """For all pictures of a request, those before them included."""
+
+READS = "this server reads text and, where the model takes them, pictures"
+"""Of a part that is something else."""
 
 DETAILS = ("auto", "low", "high", "original")
 
@@ -113,6 +118,11 @@ class PictureReader:
         """hosts: those that pictures may be fetched from."""
         self._hosts = hosts
         self._decoding = asyncio.Semaphore(N_DECODING)  # whoever waits first is first
+        self._reads: list[object] = []
+        """Those under way, the oldest first."""
+        self._n_held = 0
+        self._ended = asyncio.Event()
+        """One of them has ended, since somebody began to wait for that."""
 
     async def read(
         self, pictures: Sequence[Sent], info: PictureInfo | None, bounds: PictureBounds | None = None
@@ -127,21 +137,24 @@ class PictureReader:
         if len(pictures) > MAX_PICTURES:
             raise bad_request(pictures[MAX_PICTURES].path, f"a request may have {MAX_PICTURES} pictures at most")
         least, most = _checked(bounds or PictureBounds(), info)
-        unread, found, n_bytes = iter(pictures), Pictures(), 0
+        unread, found, n_bytes, mine = iter(pictures), Pictures(), 0, object()
 
         async def read_some() -> None:
             nonlocal n_bytes
             for sent in unread:
+                await self._room(mine)
                 top = max(least, min(most, LOW_PIXELS)) if sent.is_low else most
                 found[sent.path] = picture = await self._read(sent, least, top)
                 if picture.n_tokens > info.max_tokens:
                     said = f"has {picture.n_tokens} tokens; a picture may have {info.max_tokens} here"
                     raise bad_request(sent.path, said)
                 n_bytes += len(picture.pixels)
+                self._n_held += len(picture.pixels)
                 if n_bytes > MAX_PIXEL_BYTES:
                     said = f"with it the pictures have more than {MAX_PIXEL_BYTES // BLOCK**2 // 3} tokens; send fewer or smaller"
                     raise bad_request(sent.path, said, "too_many_pixels")
 
+        self._reads.append(mine)
         n_at_once = N_FETCHING if any(sent.url for sent in pictures) else N_DECODING
         tasks = [asyncio.create_task(read_some()) for _ in range(min(n_at_once, len(pictures)))]
         try:
@@ -154,7 +167,16 @@ class PictureReader:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
+            self._reads.remove(mine)
+            self._n_held -= n_bytes
+            self._ended.set()
         return found
+
+    async def _room(self, mine: object) -> None:
+        """Waits until one more picture may be held."""
+        while self._n_held >= MAX_HELD_BYTES and self._reads[0] is not mine:
+            self._ended.clear()
+            await self._ended.wait()
 
     async def _read(self, sent: Sent, least: int, most: int) -> Picture:
         try:
