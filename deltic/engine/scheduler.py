@@ -60,6 +60,9 @@ from deltic.ops.geometry import PAGE_SIZE
 
 log = logging.getLogger("deltic.engine")
 
+TOWER_SHARE = 0.85
+"""The part of a target that a step and the vision tower fill: steps, and pieces, take longer now and then."""
+
 NOT_FINITE = (
     "nothing can be drawn: the model gave logits that are not finite (is the checkpoint damaged?) or all ids are banned"
 )
@@ -404,7 +407,9 @@ class Scheduler:
         """
         cost = self.cost
         if self._decodes:
-            return step_s if cost is None else 0.0 if self._had_prefill else max(cost.target_s - step_s, 1e-3)
+            if cost is None:
+                return step_s
+            return 0.0 if self._had_prefill else max(TOWER_SHARE * cost.target_s - step_s, 1e-3)
         return cost.target_s if cost is not None and cost.is_shared else IDLE_S
 
     def _grow_decodes(self) -> None:

@@ -1,0 +1,246 @@
+"""Pictures on a CPU, with random weights: `python -m bench.pictures [--dummy SHAPE] [--out DIR]`.
+
+Three things, each in rounds in which what is compared takes turns:
+
+- the vision tower for square pictures of some sizes, beside the multiply peak of the same round and the tower
+  of transformers in bfloat16 and float32 (scaled-dot-product attention), with random weights of its own;
+- the time to the first token of a prompt with one picture that was never seen, of the same number of text
+  tokens, of the picture behind another text (its rows are ready), and of the same prompt again;
+- the time between the tokens of some sequences, alone and while large pictures arrive, with --max-itl-ms.
+
+Multiplications count as two operations, of linears and attention. "peak" is what the kernels' inner tile
+multiplies a second on operands in the first-level cache.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
+from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
+
+from deltic.bench.load import percentile
+from deltic.bench.provenance import code, machine, now
+from deltic.config import EngineConfig
+from deltic.engine.engine import Engine
+from deltic.engine.messages import Picture, Request, SamplingParams
+from deltic.machine import n_usable_cpus
+from deltic.models.qwen.shape import published_shape
+from deltic.models.vision.cpu import TOKEN, VisionForward, VisionTower, allocate_vision
+from deltic.models.vision.shape import BLOCK, PATCH_SIZE, PATCH_WIDTH, VisionShape
+from deltic.models.vision.weights import dummy_vision
+from deltic.ops.arrays import zeros
+from deltic.roofs import multiply_peak
+from deltic.runtime.build import build_runner
+from deltic.runtime.cpu.device import Cpu
+from deltic.server.chat.pictures import of_pixels
+
+
+def n_operations(shape: VisionShape, n: int) -> int:
+    """Of a picture of n patches."""
+    h, merged = shape.hidden_size, shape.merged_size
+    a_patch = PATCH_WIDTH * h + shape.depth * (4 * h * h + 2 * h * shape.intermediate_size)
+    a_token = merged * (merged + shape.out_hidden_size)
+    return 2 * (n * a_patch + n // TOKEN * a_token) + 4 * shape.depth * n * n * h
+
+
+def published_tower(shape: VisionShape, dtype: torch.dtype) -> Any:
+    """The tower of transformers, with random weights."""
+    config = Qwen3_5VisionConfig(
+        depth=shape.depth,
+        hidden_size=shape.hidden_size,
+        num_heads=shape.n_heads,
+        intermediate_size=shape.intermediate_size,
+        out_hidden_size=shape.out_hidden_size,
+        num_position_embeddings=shape.table_side**2,
+        attn_implementation="sdpa",
+    )
+    return Qwen3_5VisionModel(config).to(dtype).eval()
+
+
+def towers(shape: VisionShape, sides: list[int], rounds: int, n_threads: int) -> Iterator[dict[str, Any]]:
+    """The towers by the side of a picture, in pixels."""
+    torch.set_num_threads(n_threads)
+    peers = {"transformers bf16": torch.bfloat16, "transformers fp32": torch.float32}
+    published = {name: published_tower(shape, dtype) for name, dtype in peers.items()}
+    weights = dummy_vision(shape)
+    for side in sides:
+        n, rows = (side // PATCH_SIZE) ** 2, side // PATCH_SIZE
+        buffers = allocate_vision(shape, n, 1, min(n, 512), lambda name, size, dtype: zeros(size, dtype))
+        forward = VisionForward(VisionTower(shape, weights, buffers), n_threads)
+        patches = np.random.default_rng(0).uniform(-1, 1, (n, PATCH_WIDTH)).astype(np.float32)
+        seconds: dict[str, list[float]] = {"deltic": []} | {name: [] for name in peers}
+        peaks = []
+        for i in range(1 + rounds):
+            peak = multiply_peak(n_threads)
+            begin = time.perf_counter()
+            for _ in forward.run([patches], [(1, rows, rows)]):
+                pass
+            taken = {"deltic": time.perf_counter() - begin}
+            for name, dtype in peers.items():
+                given = torch.from_numpy(patches).to(dtype)
+                with torch.inference_mode():
+                    begin = time.perf_counter()
+                    published[name](given, grid_thw=torch.tensor([[1, rows, rows]]))
+                    taken[name] = time.perf_counter() - begin
+            if i:  # the first warms up
+                peaks.append(peak)
+                for name, one in taken.items():
+                    seconds[name].append(one)
+        yield {
+            "side": side,
+            "tokens": n // TOKEN,
+            "operations": n_operations(shape, n),
+            "peak": peaks,
+            "seconds": seconds,
+        }
+
+
+def noise(side: int, rng: np.random.Generator) -> Picture:
+    return of_pixels(rng.integers(0, 256, (side, side, 3)).astype(np.uint8).tobytes(), side, side)
+
+
+def prompt(name: str, text: list[int], shown: Picture | None, tail: list[int], n_output: int = 1) -> Request:
+    """A text, perhaps a picture behind it, and a few tokens more."""
+    ids, pictures = list(text), []
+    if shown is not None:
+        pictures.append(
+            Picture(key=shown.key, rows=shown.rows, columns=shown.columns, pixels=shown.pixels, first=len(ids))
+        )
+        ids += [0] * shown.n_tokens
+    params = SamplingParams(max_tokens=n_output, ignore_eos=True, temperature=0.0)
+    return Request(id=name, prompt_ids=ids + tail, pictures=pictures, params=params)
+
+
+def first_token_s(engine: Engine, request: Request) -> float:
+    begin = time.perf_counter()
+    engine.add(request)
+    while engine.has_work():
+        engine.step()
+    return time.perf_counter() - begin
+
+
+def first_tokens(engine: Engine, sides: list[int], rounds: int) -> Iterator[dict[str, Any]]:
+    """Seconds to the first token, by the side of a picture."""
+    rng = np.random.default_rng(1)
+
+    def words(n: int) -> list[int]:
+        found: list[int] = rng.integers(1, 1000, n).tolist()
+        return found
+
+    for side in sides:
+        n = (side // BLOCK) ** 2
+        seconds: dict[str, list[float]] = {what: [] for what in ("text", "new", "known", "again")}
+        tower = []
+        for i in range(1 + rounds):
+            shown, head, tail = noise(side, rng), words(20), words(12)
+            assert engine.pictures is not None
+            before = engine.pictures.tower_s
+            asked = {
+                "text": prompt("text", head + words(n), None, tail),
+                "new": prompt("new", head, shown, tail),
+                "known": prompt("known", words(20), shown, tail),
+                "again": prompt("again", head, shown, words(12)),
+            }
+            for what, request in asked.items():
+                taken = first_token_s(engine, request)
+                if i:
+                    seconds[what].append(taken)
+            if i:
+                tower.append(engine.pictures.tower_s - before)
+        yield {"side": side, "tokens": n, "seconds": seconds, "tower_s": tower}
+
+
+def gaps(engine: Engine, n: int, side: int, n_pictures: int) -> dict[str, Any]:
+    """Milliseconds between the tokens of n sequences, alone and while pictures are encoded."""
+    rng = np.random.default_rng(2)
+    for i in range(n):
+        engine.add(prompt(f"talk {i}", rng.integers(1, 1000, 32).tolist(), None, [], n_output=100_000))
+    found: dict[str, list[float]] = {"alone": [], "beside": []}
+    while engine.scheduler.n_running < n or engine.n_steps < n + 40:
+        engine.step()
+    assert engine.pictures is not None
+    for what in found:
+        if what == "beside":
+            for i in range(n_pictures):
+                engine.add(prompt(f"see {i}", [1], noise(side, rng), [2]))
+        last = time.perf_counter()
+        is_over = {f"see {i}" for i in range(n_pictures)} if what == "beside" else set()
+        begin = last
+        while is_over or (what == "alone" and last - begin < 20.0):
+            outputs = engine.step()
+            if any(output.id == "talk 0" for output in outputs):
+                time_now = time.perf_counter()
+                found[what].append((time_now - last) * 1e3)
+                last = time_now
+            is_over -= {output.id for output in outputs if output.finish_reason is not None}
+    for i in range(n):
+        engine.abort(f"talk {i}")
+    tower_s = engine.pictures.tower_s
+    return {"sequences": n, "side": side, "pictures": n_pictures, "gaps_ms": found, "tower_s": tower_s}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--dummy", default="qwen3.5-0.8b")
+    parser.add_argument("--sides", default="256,512,1024", help="of pictures for the towers, in pixels")
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--sequences", type=int, default=16)
+    parser.add_argument("--max-itl-ms", type=float, default=250.0)
+    parser.add_argument("--large", type=int, default=2048, help="side of the pictures that arrive beside answers")
+    parser.add_argument("--pictures", type=int, default=1, help="how many of them")
+    parser.add_argument("--out", type=Path)
+    given = parser.parse_args()
+    n_threads, sides = n_usable_cpus(), [int(side) for side in given.sides.split(",")]
+    shape = VisionShape.published(given.dummy, published_shape(given.dummy).hidden_size)
+    assert shape is not None
+    result: dict[str, Any] = {"bench": "pictures", "shape": given.dummy, "threads": n_threads, "towers": []}
+    for row in towers(shape, sides, given.rounds, n_threads):
+        result["towers"].append(row)
+        own = percentile(row["seconds"]["deltic"], 50) or 1.0
+        rate = row["operations"] / own
+        told = {name: round((percentile(all_s, 50) or 0) / own, 2) for name, all_s in row["seconds"].items()}
+        print(
+            f"tower, {row['side']} x {row['side']}: {own * 1e3:.0f} ms, {rate / max(row['peak']):.0%} of peak; times as long: {told}",
+            flush=True,
+        )
+    config = EngineConfig(
+        dummy=given.dummy,
+        max_model_len=8192,
+        max_num_seqs=given.sequences + given.pictures,
+        max_picture_tokens=(max(given.large, *sides) // BLOCK) ** 2,
+        threads=n_threads,
+        max_drafts=0,
+    )
+    runner = build_runner(config, lambda stage, done: None, Cpu())
+    result["first_tokens"] = []
+    for row in first_tokens(Engine(runner), sides, given.rounds):
+        result["first_tokens"].append(row)
+        told = {what: f"{1e3 * (percentile(all_s, 50) or 0):.0f}" for what, all_s in row["seconds"].items()}
+        print(f"first token, ms, {row['tokens']} tokens: {told}", flush=True)
+    engine = Engine(runner, given.max_itl_ms)
+    engine.fit_cost()
+    result["gaps"] = gaps(engine, given.sequences, given.large, given.pictures) | {"max_itl_ms": given.max_itl_ms}
+    for what, all_ms in result["gaps"]["gaps_ms"].items():
+        points = [f"{percentile(all_ms, q) or 0:.0f}" for q in (50, 95, 99, 100)]
+        print(
+            f"ms between tokens of {given.sequences}, {what}: {' / '.join(points)} (p50 / p95 / p99 / most)", flush=True
+        )
+    result |= {"instruction_set": runner.program.instruction_set, "torch": torch.__version__}
+    result |= {"machine": machine(), "code": code(), "date": now().isoformat(), "load": os.getloadavg()}
+    if given.out is not None:
+        given.out.mkdir(parents=True, exist_ok=True)
+        (given.out / f"pictures-{given.dummy}.json").write_text(json.dumps(result) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
