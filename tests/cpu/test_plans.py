@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
+import pytest
+
+from deltic.config import ConfigError, EngineConfig
+from deltic.models.qwen.shape import published_shape
+from deltic.models.vision.shape import VisionShape
+from deltic.runtime.cpu.device import TEXT
+from deltic.runtime.plan import TextPlan, make_plan
 from tests.plans import GOLDEN, all_plans
 
 
@@ -13,3 +21,17 @@ def test_plans_are_those_that_were_kept() -> None:
     assert found.keys() == kept.keys()
     changed = {case: (kept[case], line) for case, line in found.items() if line != kept[case]}
     assert not changed
+
+
+def test_the_largest_picture_is_halved_before_anything_else() -> None:
+    shape, tower = published_shape("qwen3.5-0.8b"), VisionShape.published("qwen3.5-0.8b", 1024)
+
+    def plan(gigabytes: float, **settings: Any) -> TextPlan:
+        config = EngineConfig(dummy="qwen3.5-0.8b", **settings)
+        return make_plan(config, shape, TEXT, shape.vocab_size, int(gigabytes * 1e9), tower=tower)
+
+    wide, tight = plan(20), plan(3.8)
+    assert wide.max_picture_tokens == 4096 and wide.tower_bytes > 2e8
+    assert tight.max_picture_tokens < 4096 and tight.max_model_len == wide.max_model_len
+    with pytest.raises(ConfigError, match="--max-picture-tokens 200000 does not fit .* give at most [0-9]+"):
+        plan(4.2, max_picture_tokens=200_000)

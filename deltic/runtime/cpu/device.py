@@ -91,7 +91,12 @@ TEXT = Kind[ModelShape](
     num_seqs=DEFAULT_SEQS,
     step_tokens=lambda length: 512,
     # A tight machine gets several sequences of a useful length rather than one long one.
-    shrink=(("max_model_len", SHORT_MODEL_LEN), ("max_num_seqs", 1), ("max_model_len", PAGE_SIZE)),
+    shrink=(
+        ("max_picture_tokens", 1024),
+        ("max_model_len", SHORT_MODEL_LEN),
+        ("max_num_seqs", 1),
+        ("max_model_len", PAGE_SIZE),
+    ),
     settle=_modest,
     max_checkpoints=256,
     drafts=8,
