@@ -665,7 +665,7 @@ def drafts_served(runs: Runs) -> str:
 
 
 def pictures(runs: Runs) -> str:
-    """The vision tower on a CPU, first tokens of prompts with pictures, and the time between tokens beside them."""
+    """The vision tower on a CPU, first tokens behind pictures, and the time between tokens beside them."""
     again = "python -m bench.pictures"
     found = runs.newest("pictures-qwen*.json")
     if not found:

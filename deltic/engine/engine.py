@@ -338,15 +338,17 @@ class Engine:
         begin = time.perf_counter()
         outputs = self._step() if self.stage is None else self._speak(self.stage)
         if self.pictures is not None and self.pictures.has_work:
-            self._encode_pictures(self.pictures)
+            outputs += self._encode_pictures(self.pictures)
         self.turn_s = time.perf_counter() - begin
         return outputs
 
-    def _encode_pictures(self, pictures: Pictures) -> None:
-        """Runs the vision tower for as long as the scheduler lets it."""
+    def _encode_pictures(self, pictures: Pictures) -> list[Output]:
+        """Runs the vision tower for as long as the scheduler lets it. A picture that fails ends its
+        requests.
+        """
         seconds = self.scheduler.tower_s(self.last_step_s)
-        if seconds:
-            pictures.work(seconds)
+        failed = pictures.work(seconds) if seconds else []
+        return self._traced([output for sequence, why in failed for output in self.scheduler.refuse(sequence, why)])
 
     def _speak(self, stage: SpeechStage) -> list[Output]:
         if stage.comes_first() or not self._n_active:

@@ -16,6 +16,7 @@ are passed on.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -25,6 +26,8 @@ from deltic.engine.cache.pool import Pool
 from deltic.engine.messages import Picture, PictureStats
 from deltic.engine.step import Chunk, Sequence
 from deltic.ops.geometry import PAGE_SIZE
+
+log = logging.getLogger("deltic.engine")
 
 IDLE_S = 0.02
 """Seconds that the tower has between two looks at the commands, where nobody waits for a token."""
@@ -128,21 +131,29 @@ class Pictures:
                 if (entry := self._entries.get(picture.key)) is not None:
                     self._evict(entry)
 
-    def work(self, seconds: float) -> None:
-        """Runs the tower for about so long, and at least for one piece."""
+    def work(self, seconds: float) -> list[tuple[Sequence, str]]:
+        """Runs the tower for about so long, and at least for one piece. Gives the sequences whose picture it
+        could not encode, and why.
+        """
         end = time.perf_counter() + seconds
         while (entry := self._next()) is not None:
-            if entry is not self._current:
-                self._current = entry
-                assert entry.picture is not None
-                self.encoder.begin(entry.picture, entry.blocks)
             begin = time.perf_counter()
-            is_done = self.encoder.run(end - begin)
+            try:
+                if entry is not self._current:
+                    self._current = entry
+                    assert entry.picture is not None
+                    self.encoder.begin(entry.picture, entry.blocks)
+                is_done = self.encoder.run(end - begin)
+            except Exception as error:
+                log.exception("a picture could not be encoded")
+                self._evict(entry)
+                return [(sequence, f"{type(error).__name__}: {error}") for sequence in entry.wanted_by]
             entry.seconds += time.perf_counter() - begin
             if is_done:
                 self._finish(entry)
             if time.perf_counter() >= end:
-                return
+                break
+        return []
 
     def stats(self) -> PictureStats:
         n_used = self.pool.n - self.pool.n_free

@@ -293,6 +293,13 @@ class Scheduler:
         failed = [s for sequence in sequences.values() for s in [*sequence.siblings, sequence]]
         return [self._end(sequence, "error", message) for sequence in failed]
 
+    def refuse(self, sequence: Sequence, why: str) -> list[Output]:
+        """Ends a sequence, and those that wait for its prompt, whose picture could not be encoded."""
+        if sequence.finish_reason is not None:
+            return []
+        message = f"the engine could not encode a picture ({why}); send the request again"
+        return [self._end(member, "error", message) for member in [*sequence.siblings, sequence]]
+
     def _end(self, sequence: Sequence, reason: FinishReason, message: str | None = None) -> Output:
         """Takes an open sequence out, wherever it is."""
         self._unlist(sequence)

@@ -33,5 +33,5 @@ def test_the_largest_picture_is_halved_before_anything_else() -> None:
     wide, tight = plan(20), plan(3.8)
     assert wide.max_picture_tokens == 4096 and wide.tower_bytes > 2e8
     assert tight.max_picture_tokens < 4096 and tight.max_model_len == wide.max_model_len
-    with pytest.raises(ConfigError, match="--max-picture-tokens 200000 does not fit .* give at most [0-9]+"):
+    with pytest.raises(ConfigError, match=r"--max-picture-tokens 200000 does not fit .* give at most [0-9]+"):
         plan(4.2, max_picture_tokens=200_000)

@@ -210,3 +210,21 @@ def test_what_is_used_more_stays_longer() -> None:
     assert [key[-1] for key in tower.order] == [1, 2, 3, 4, 5, 6]
     pictures = engine.pictures
     assert isinstance(pictures, Pictures) and pictures.n_hits == 4
+
+
+def test_a_picture_that_fails_ends_its_requests_alone() -> None:
+    class Failing(FakeTower):
+        def run(self, seconds: float) -> bool:
+            if self.picture.rows == 3:
+                raise RuntimeError("no")
+            return super().run(seconds)
+
+    engine = Engine(SeeingRunner(Failing(100)))
+    for name, rows in (("bad", 3), ("good", 2)):
+        engine.add(prompt(name, 10, picture(rows, 5, rows), n=2))
+    engine.add(prompt("text", 20))
+    ended = {
+        (o.id, o.finish_reason, o.error) for outputs in steps(engine) for o in outputs if o.finish_reason is not None
+    }
+    said = "the engine could not encode a picture (RuntimeError: no); send the request again"
+    assert ended == {("bad", "error", said), ("good", "length", None), ("text", "length", None)}
