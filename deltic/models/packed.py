@@ -33,10 +33,18 @@ from deltic.models.checkpoint import locate, model_name, speaks
 from deltic.models.fields import CheckpointError
 from deltic.models.gguf import is_gguf, open_gguf
 from deltic.models.gguf_config import document
-from deltic.models.loading import PACKED, Host, Parts, Progress, checkpoint_files, shares_text
+from deltic.models.loading import PACKED, Host, Parts, Progress, checkpoint_files, read_headers, shares_text
 from deltic.models.mapped import MappedFiles, read_header
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.weights import DRAFT_HEAD, Weights, empty_weights, load_weights, stored_shape, weight_bytes
+from deltic.models.qwen.weights import (
+    DRAFT_HEAD,
+    UNUSED,
+    Weights,
+    empty_weights,
+    load_weights,
+    stored_shape,
+    weight_bytes,
+)
 from deltic.ops.arrays import Array
 from deltic.ops.cpu.program import Program
 from deltic.ops.formats import WEIGHT_FORMATS, WeightFormat
@@ -48,6 +56,9 @@ VERSION = "2"
 
 _LINE = 64
 _PAGE = 4096
+TOWER = "vision.safetensors"
+"""Of a packed model, beside its weights."""
+
 _ADVICE = "it must be packed again"
 _ABANDONED_S = 3600.0
 """A part file that nobody has written to for this long was left by a writer that was killed."""
@@ -189,6 +200,8 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
     try:
         # The weights last: a directory without them is no model yet, and is not taken for one.
         _copy_model_files(source, target)
+        if not is_gguf(source):
+            _copy_tower(source, target / TOWER)
         file = target / PACKED
         save_packed(
             weights, file, config.rounded, notices, lambda done, total: progress("writing", done / total), shape.formats
@@ -326,6 +339,26 @@ def through_cache(
     except OSError as error:
         cache_notices.append(f"--weights-cache: {error}; the next start loads again")
     return weights, notices + cache_notices
+
+
+def _copy_tower(source: Path, file: Path) -> None:
+    """The vision tower of a checkpoint, if it has one, as it is stored there: it is packed as it is loaded."""
+    headers = {name: h for name, h in read_headers(source).items() if name.startswith(UNUSED["vision"])}
+    if not headers:
+        return
+    fields, n_bytes = {}, 0
+    for name, header in headers.items():
+        end = n_bytes + header.end - header.begin
+        fields[name] = {"dtype": header.dtype, "shape": header.shape, "data_offsets": [n_bytes, end]}
+        n_bytes = end
+    said = json.dumps(fields).encode()
+    said += b" " * (-len(said) % 8)
+    with file.open("wb") as out:
+        out.write(len(said).to_bytes(8, "little") + said)
+        for header in headers.values():
+            with header.file.open("rb") as stored:
+                stored.seek(header.begin)
+                out.write(stored.read(header.end - header.begin))
 
 
 def _copy_model_files(source: Path, target: Path) -> None:

@@ -15,6 +15,7 @@ from deltic.config import ConfigError, EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Picture, Request, SamplingParams
 from deltic.engine.scheduler import RequestError
+from deltic.models.packed import pack_model
 from deltic.models.vision.pixels import Patches, PictureRules
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu
@@ -327,3 +328,13 @@ def test_a_gguf_model_and_its_tower_beside_it(tmp_path: Path) -> None:
         expected = published_logits(published, *prompt_of(*PROMPTS[name]))
         gap = (torch.from_numpy(watched.answers[name, 0].rows[0]) - expected).abs().max()
         assert gap < 0.15 * expected.std()
+
+
+def test_a_packed_model_keeps_its_tower(tmp_path: Path) -> None:
+    source = tiny_checkpoint("dense", has_tower=True, has_mtp=True)
+    pack_model(EngineConfig(model=str(source)), tmp_path / "packed", lambda stage, done: None)
+    expected, found = cold(), cold(model=str(tmp_path / "packed"))
+    assert not [notice for notice in found.info.notices if "vision" in notice]
+    for watched in (expected, found):
+        run(watched, request("a", *PROMPTS["one"]))
+    same_answers(found, expected, "a")
