@@ -342,7 +342,7 @@ def through_cache(
 
 
 def _copy_tower(source: Path, file: Path) -> None:
-    """The vision tower of a checkpoint, if it has one, as it is stored there: it is packed as it is loaded."""
+    """The vision tower of a checkpoint, if it has one, as it is stored there: it is packed when loaded."""
     headers = {name: h for name, h in read_headers(source).items() if name.startswith(UNUSED["vision"])}
     if not headers:
         return
