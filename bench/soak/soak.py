@@ -345,7 +345,9 @@ async def _run(arguments: argparse.Namespace, console: Console) -> dict[str, Any
             endpoint = await server.wait_ready()
             against = await other.wait_ready() if other is not None else None
         name = await model_name(endpoint)
-        sent = Traffic(endpoint, name, MAX_MODEL_LEN, MAX_NUM_SEQS + MAX_QUEUE, against=against)
+        _, cards = await endpoint.json("GET", "/v1/models")
+        sees = any("image" in card.get("input_modalities", ()) for card in cards["data"] if card["id"] == name)
+        sent = Traffic(endpoint, name, MAX_MODEL_LEN, MAX_NUM_SEQS + MAX_QUEUE, against=against, sees=sees)
         deadline = time.monotonic() + arguments.minutes * 60
         soak = Soak(server, sent, kinds, arguments.seed, deadline, arguments.max_requests, arguments.timeout)
         soak.cache_dir = Path(cache.name) if cache is not None else None

@@ -8,8 +8,10 @@ a seed gives the same traffic again (its timing is the machine's).
 from __future__ import annotations
 
 import asyncio
+import base64
 import contextlib
 import dataclasses
+import io
 import json
 import random
 from collections.abc import Awaitable, Callable
@@ -59,6 +61,8 @@ class Traffic:
     """Answers of seeded requests, by request: the same must come again whatever else runs."""
     against: Endpoint | None = None
     """Another server of the model, which must give the same answers."""
+    sees: bool = False
+    """The model takes pictures."""
 
     def count(self, what: str) -> None:
         """Adds one to a line of the summary."""
@@ -68,6 +72,19 @@ class Traffic:
 def text(rng: random.Random, most: int) -> str:
     """One to `most` words: few, mostly."""
     return " ".join(rng.choices(WORDS, k=rng.randint(1, rng.choice([4, 20, most]))))
+
+
+def picture(rng: random.Random) -> dict[str, Any]:
+    """One of a few small pictures, so that they come again: a part of a message."""
+    from PIL import Image
+
+    own = random.Random(rng.randrange(24))
+    small = own.randint(1, 9), own.randint(1, 9)
+    image = Image.frombytes("RGB", small, own.randbytes(3 * small[0] * small[1]))
+    file = io.BytesIO()
+    image.resize((own.randint(20, 400), own.randint(20, 400))).save(file, own.choice(["PNG", "JPEG", "WEBP"]))
+    url = f"data:image/png;base64,{base64.b64encode(file.getvalue()).decode()}"
+    return {"type": "image_url", "image_url": {"url": url, "detail": own.choice(["auto", "low"])}}
 
 
 def options(rng: random.Random, chat: bool) -> dict[str, Any]:
@@ -106,7 +123,11 @@ def body(traffic: Traffic, rng: random.Random, stream: bool) -> tuple[str, dict[
         messages = [{"role": "system", "content": text(rng, 10)}] if rng.random() < 0.3 else []
         for _ in range(rng.choice([0, 0, 0, 1, 3])):
             messages += [{"role": "user", "content": text(rng, 10)}, {"role": "assistant", "content": text(rng, 10)}]
-        request["messages"] = [*messages, {"role": "user", "content": text(rng, n_words)}]
+        content: Any = text(rng, n_words)
+        if traffic.sees and rng.random() < 0.4:
+            content = [*(picture(rng) for _ in range(rng.randint(1, 2))), {"type": "text", "text": content}]
+            traffic.count("with pictures")
+        request["messages"] = [*messages, {"role": "user", "content": content}]
     else:
         request["prompt"] = text(rng, n_words)
     if stream and rng.random() < 0.7:
