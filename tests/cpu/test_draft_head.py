@@ -234,6 +234,7 @@ def test_a_head_that_is_not_there_or_not_whole() -> None:
     assert runner.info.notices == [
         "skipped 3 vision tensors: only the text stack is run",
         "skipped 2 MTP tensors: only the text stack is run",
+        "pictures are refused: config field 'vision_config.hidden_size': found 144; supported: a multiple of 32",
     ]
 
 

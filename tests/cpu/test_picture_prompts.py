@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import shutil
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Picture, Request, SamplingParams
 from deltic.engine.scheduler import RequestError
+from deltic.models.fields import CheckpointError
 from deltic.models.packed import pack_model
 from deltic.models.vision.pixels import Patches, PictureRules
 from deltic.runtime.build import build_runner
@@ -338,3 +341,17 @@ def test_a_packed_model_keeps_its_tower(tmp_path: Path) -> None:
     for watched in (expected, found):
         run(watched, request("a", *PROMPTS["one"]))
     same_answers(found, expected, "a")
+
+
+def test_a_tower_that_is_not_whole_costs_the_pictures_alone(tmp_path: Path) -> None:
+    """The model serves text, and says why it sees nothing; who asks for pictures is told before anything is loaded."""
+    path = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint("dense", has_tower=True, has_mtp=True), path)
+    tensors = load_file(path / "model.safetensors")
+    del tensors["model.visual.merger.norm.weight"]
+    save_file(tensors, path / "model.safetensors")
+    runner = build(model=str(path), max_picture_tokens=None)
+    assert runner.pictures is None
+    assert any("pictures are refused" in notice and "merger.norm.weight" in notice for notice in runner.info.notices)
+    with pytest.raises(CheckpointError, match="merger.norm.weight"):
+        build(model=str(path))
