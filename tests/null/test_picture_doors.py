@@ -180,7 +180,10 @@ def test_sizes(detail: str | None, bounds: dict[str, int], n_tokens: int) -> Non
         ({"min_pixels": 4095}, "mm_processor_kwargs.min_pixels: must be from 4096 to 409600"),
         ({"min_pixels": 9000, "max_pixels": 8000}, "mm_processor_kwargs.min_pixels: is more than max_pixels"),
         ({"max_pixels": "big"}, "mm_processor_kwargs.max_pixels"),
-        ({"fps": 2}, "mm_processor_kwargs.fps: unknown field"),
+        ({"fps": 0}, "mm_processor_kwargs.fps: must be above 0, and at most 240"),
+        ({"num_frames": 769}, "mm_processor_kwargs.num_frames: must be from 1 to 768"),
+        ({"num_frames": 8, "fps": 2}, "mm_processor_kwargs.num_frames: excludes fps"),
+        ({"size": 2}, "mm_processor_kwargs.size: unknown field"),
     ],
 )
 def test_bounds_that_are_refused(bounds: dict[str, Any], said: str) -> None:
