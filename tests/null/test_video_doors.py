@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,9 +15,11 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 from deltic import LLM, SamplingParams
+from deltic.commands.chat import Answer, Conversation, command
+from deltic.commands.endpoint import Endpoint
 from deltic.engine.messages import Request
 from deltic.server.chat import picture_parts, videos
-from tests.fake_engine import PICTURE_TEMPLATE, TEMPLATE, VIDEO_PAD, FakeEngineClient, byte_tokenizer, served
+from tests.fake_engine import PICTURE_TEMPLATE, TEMPLATE, VIDEO_PAD, FakeEngineClient, byte_tokenizer, make_app, served
 from tests.null.test_http import error_of
 from tests.null.test_picture_doors import PUBLISHED, SMALL, WIDE, chat, part, post, seeing, text, url_of, user
 from tests.null.test_picture_doors import llm as llm
@@ -208,7 +211,7 @@ def test_all_pixels_of_a_request_are_bounded(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(picture_parts, "MAX_PIXEL_BYTES", 3072 * 20)
     assert chat(seeing(), user(listed())).status_code == 200
     error = error_of(chat(seeing(), user(listed(), listed())))
-    assert error["code"] == "too_many_pixels" and error["param"] == "messages[0].content[1].video"
+    assert error["code"] == "too_many_pixels" and error["param"].endswith("].video")
 
 
 def test_files_are_fetched_where_they_may_be() -> None:
@@ -328,3 +331,23 @@ def test_the_oldest_goes_on_while_much_is_held(monkeypatch: pytest.MonkeyPatch) 
     engine = seeing()
     assert chat(engine, user(listed(), listed(), part(SMALL))).status_code == 200
     assert len(engine.requests[0].pictures) == 5
+
+
+def test_deltic_chat(av: Any, tmp_path: Path) -> None:
+    (tmp_path / "a.mp4").write_bytes(whole("mp4"))
+    engine = seeing()
+    with served(make_app(engine, PICTURE_TEMPLATE)) as url:
+        conversation = Conversation(Endpoint(url), "fake")
+        assert command(conversation, "/video /none.mp4") == "cannot read /none.mp4: No such file or directory"
+        assert command(conversation, f"/video {tmp_path / 'a.mp4'}") == "the next message has 1 video"
+        conversation.messages.append(conversation.message("What happens?"))
+
+        async def go() -> Answer:
+            answer = Answer()
+            async for _ in conversation.ask(answer):
+                pass
+            return answer
+
+        assert asyncio.run(go()).content == "Hello"
+    assert len(engine.requests[0].pictures) == 3 and "What happens?" in prompt_of(engine.requests[0])
+    assert command(conversation, "/video") == "no videos" and conversation.message("x")["content"] == "x"

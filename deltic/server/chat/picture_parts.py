@@ -39,7 +39,7 @@ MAX_HELD_BYTES = 1 << 30
 N_DECODING = 2
 """Pictures that the server decodes at once, each in a process of its own."""
 N_FETCHING = 4
-"""Pictures that a request has fetched at once."""
+"""Pictures that a request has fetched at once; with videos, which are larger, N_DECODING."""
 READ_S = 120.0
 """For all pictures of a request, those before them included."""
 
@@ -186,7 +186,7 @@ class PictureReader:
                     raise bad_request(sent.path, said, "too_many_pixels")
 
         self._reads.append(mine)
-        n_at_once = N_FETCHING if any(sent.url or sent.frames for sent in pictures) else N_DECODING
+        n_at_once = N_FETCHING if any(sent.url for sent in pictures) and not n_videos else N_DECODING
         tasks = [asyncio.create_task(read_some()) for _ in range(min(n_at_once, len(pictures)))]
         try:
             async with asyncio.timeout(READ_S):
