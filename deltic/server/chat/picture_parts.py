@@ -12,6 +12,7 @@ import asyncio
 import io
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,8 @@ LOW_PIXELS = 512 * 512
 """The most of a picture with `detail: low`."""
 MAX_HELD_BYTES = 1 << 30
 """Of pixels of all requests whose pictures are being read: with more, only the oldest of them goes on."""
+MAX_KEPT_BYTES = 1 << 28
+"""Of pixels of pictures that were read before, in case their files come again."""
 N_DECODING = 2
 """Pictures that the server decodes at once, each in a process of its own."""
 N_FETCHING = 4
@@ -133,6 +136,32 @@ def is_low(detail: object, path: str) -> bool:
     return detail == "low"
 
 
+class _Kept:
+    """Pictures by digest of their file and the bounds of their size: as many as MAX_KEPT_BYTES hold, those
+    that were wanted last.
+
+    Nothing of it shows in an answer, whoever sent the file first.
+    """
+
+    def __init__(self) -> None:
+        self._pictures: dict[tuple[bytes, int, int], Picture] = {}  # the one that was wanted last is last
+        self._n_bytes = 0
+
+    def get(self, key: tuple[bytes, int, int]) -> Picture | None:
+        picture = self._pictures.pop(key, None)
+        if picture is not None:
+            self._pictures[key] = picture
+        return picture
+
+    def put(self, key: tuple[bytes, int, int], picture: Picture) -> None:
+        if self.get(key) is not None:
+            return
+        self._pictures[key] = picture
+        self._n_bytes += len(picture.pixels)
+        while self._n_bytes > MAX_KEPT_BYTES:
+            self._n_bytes -= len(self._pictures.pop(next(iter(self._pictures))).pixels)
+
+
 class PictureReader:
     """Reads the pictures of all requests."""
 
@@ -140,6 +169,7 @@ class PictureReader:
         """hosts: those that pictures may be fetched from."""
         self._hosts = hosts
         self._decoding = asyncio.Semaphore(N_DECODING)  # whoever waits first is first
+        self._kept = _Kept()
         self._reads: list[object] = []
         """Those under way, the oldest first."""
         self._n_held = 0
@@ -214,8 +244,12 @@ class PictureReader:
             data = await self._file(sent)
             sent.url = sent.encoded = ""
             sent.data = b""
-            async with self._decoding:
-                return await read_picture(data, least, most)
+            key = await asyncio.to_thread(_digest, data), least, most
+            if (picture := self._kept.get(key)) is None:
+                async with self._decoding:
+                    picture = await read_picture(data, least, most)
+                self._kept.put(key, picture)
+            return picture
         except (PictureError, UrlError) as error:
             raise bad_request(sent.path, str(error), "invalid_image") from None
 
@@ -269,6 +303,10 @@ def _decoded(sent: Sent) -> bytes:
     """Raises UrlError."""
     kind = "video" if sent.is_video else "image"
     return of_base64(of_data_url(sent.url, kind) if sent.url else sent.encoded, _most_bytes(sent))
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=16).digest()
 
 
 def _most_bytes(sent: Sent) -> int:
