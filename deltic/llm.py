@@ -147,7 +147,8 @@ class LLM:
         `use_cache` are generate's. `template_settings` are the template's, or the request's enable_thinking,
         reasoning_effort and mm_processor_kwargs. Beside parts of the type image_url, which take data: URLs,
         there may be `{"type": "image", "image": ...}` with a picture of Pillow's, a file's bytes, or its
-        path.
+        path. `{"type": "video", "video": ...}` takes a file's bytes or its path, or a list of such pictures,
+        and with a list `fps`.
         Raises ValueError, and runs none, when one cannot run; TypeError for what JSON cannot say, OSError for
         a path that cannot be read.
         """
@@ -187,10 +188,11 @@ class LLM:
         sent = find_pictures(request.messages)
         if not sent:
             return {}
-        for one in sent:
+        for one in (each for whole in sent for each in (whole, *whole.frames)):
             if one.url.startswith(ASIDE):
                 one.data, one.url = files[int(one.url.removeprefix(ASIDE))], ""
-        reading = PictureReader(Hosts((), "")).read(sent, self.info.pictures, request.mm_processor_kwargs)
+        info, bounds = self.info, request.mm_processor_kwargs
+        reading = PictureReader(Hosts((), "")).read(sent, info.pictures, bounds, info.max_model_len)
         with ThreadPoolExecutor(1) as thread:  # the caller's may have an event loop already
             return thread.submit(asyncio.run, reading).result()
 
@@ -288,15 +290,18 @@ def _sendable(messages: Any, files: list[bytes]) -> Any:
     """
 
     def part_of(part: Any) -> Any:
-        if not isinstance(part, dict) or part.get("type") != "image" or "image" not in part:
-            return part
-        image = part["image"]
-        if isinstance(image, str) and image.startswith(("data:", "http:", "https:")):
-            url = image
-        else:
-            files.append(file_of(image))
-            url = f"{ASIDE}{len(files) - 1}"
-        return {"type": "image_url", "image_url": {"url": url}}
+        if isinstance(part, dict) and part.get("type") == "image" and "image" in part:
+            return {"type": "image_url", "image_url": {"url": url_of(part["image"])}}
+        if isinstance(part, dict) and part.get("type") == "video" and "video" in part:
+            video = part["video"]
+            return part | {"video": [*map(url_of, video)] if isinstance(video, list | tuple) else url_of(video)}
+        return part
+
+    def url_of(file: Any) -> str:
+        if isinstance(file, str) and file.startswith(("data:", "http:", "https:")):
+            return file
+        files.append(file_of(file))
+        return f"{ASIDE}{len(files) - 1}"
 
     return [
         message | {"content": [part_of(part) for part in message["content"]]}

@@ -61,13 +61,14 @@ TEMPLATE = """
 """The shape of the family's templates, small. Settings: enable_thinking, off unless true."""
 
 
-PICTURES = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>")
-IMAGE_PAD = 267
+PICTURES = ("<|vision_start|>", "<|vision_end|>", "<|image_pad|>", "<|video_pad|>")
+IMAGE_PAD, VIDEO_PAD = 267, 268
 PICTURE_TEMPLATE = """
 {%- macro shown(content) %}
     {%- if content is string %}{{ content }}{% else %}
         {%- for part in content %}
-            {%- if part.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}{% else %}{{ part.text }}{% endif %}
+            {%- if part.type == 'image' %}{{ '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif part.type == 'video' %}{{ '<|vision_start|><|video_pad|><|vision_end|>' }}{% else %}{{ part.text }}{% endif %}
         {%- endfor %}
     {%- endif %}
 {%- endmacro %}""" + TEMPLATE.replace("'\\n' + message.content", "'\\n' + shown(message.content)")
@@ -75,7 +76,7 @@ PICTURE_TEMPLATE = """
 
 
 def byte_tokenizer(sees: bool = False) -> Tokenizer:
-    """Ids 0 to 255 are the bytes, 256 to 258 the special tokens, 259 to 264 the added ones, and with `sees` 265 to 267
+    """Ids 0 to 255 are the bytes, 256 to 258 the special tokens, 259 to 264 the added ones, and with `sees` 265 to 268
     those around pictures. Text is cut as the family's is."""
     alphabet = {byte: character for character, byte in byte_alphabet().items()}
     backend = tokenizers.Tokenizer(models.BPE({alphabet[byte]: byte for byte in range(256)}, []))

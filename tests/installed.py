@@ -55,7 +55,7 @@ def main(wheel: Path) -> int:
         first_piece(port)
     print("the package serves: no torch, no compiler", flush=True)
 
-    extras = f"{wheel}[speech,vision,test-package]"
+    extras = f"{wheel}[speech,video,test-package]"
     subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-input", extras], check=True)
     for name in ("tests", "docs", "pyproject.toml"):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, PLACE / name)

@@ -65,6 +65,8 @@ PICTURE_TEMPLATE = CHAT_TEMPLATE.replace(
 {%- for part in message.content -%}
 {%- if part.type == "image" -%}
 <|vision_start|><|image_pad|><|vision_end|>
+{%- elif part.type == "video" -%}
+<|vision_start|><|video_pad|><|vision_end|>
 {%- else -%}
 {{ part.text }}
 {%- endif -%}

@@ -36,7 +36,8 @@ HELP = """\
 /help               this list
 /clear              forget the conversation
 /system [TEXT]      set the system message, or remove it; forgets the conversation
-/image FILE         add a picture to the next message; without FILE, drop those that were added
+/image FILE         add a picture to the next message; without FILE, drop what was added
+/video FILE         add a video to the next message; without FILE, drop what was added
 /think on|off|auto  thinking before the answer; auto leaves it to the model
 /save [FILE]        write the conversation as JSON
 /quit               leave (also Ctrl-D); Ctrl-C ends an answer early
@@ -82,10 +83,13 @@ class Conversation:
     messages: list[dict[str, Any]] = field(default_factory=list)
     pictures: list[str] = field(default_factory=list)
     """URLs of those that the next message will have."""
+    videos: list[str] = field(default_factory=list)
+    """As pictures."""
 
     def message(self, text: str) -> dict[str, Any]:
         """The user's next."""
         parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in self.pictures]
+        parts += [{"type": "video_url", "video_url": {"url": url}} for url in self.videos]
         return {"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}
 
     def body(self) -> dict[str, Any]:
@@ -205,6 +209,7 @@ def answer(runner: asyncio.Runner, conversation: Conversation, screen: Screen, t
     if got.content:
         conversation.messages.append({"role": "assistant", "content": got.content})
         conversation.pictures.clear()
+        conversation.videos.clear()
     else:
         conversation.messages.pop()  # a question without an answer would confuse the next turn
 
@@ -222,15 +227,17 @@ def command(conversation: Conversation, line: str) -> str | None:
         conversation.system = rest or None
         conversation.messages.clear()
         return "system message set" if rest else "no system message"
-    if name == "/image":
+    if name in ("/image", "/video"):
+        noun = {"/image": "picture", "/video": "video"}[name]
+        added = conversation.videos if noun == "video" else conversation.pictures
         if not rest:
-            conversation.pictures.clear()
-            return "no pictures"
+            added.clear()
+            return f"no {noun}s"
         try:
-            conversation.pictures.append(picture_url(rest))
+            added.append(picture_url(rest))
         except EndpointError as error:
             return str(error)
-        return f"the next message has {counted(len(conversation.pictures), 'picture')}"
+        return f"the next message has {counted(len(added), noun)}"
     if name == "/think" and rest in ("on", "off", "auto"):
         conversation.think = {"on": True, "off": False, "auto": None}[rest]
         return f"thinking: {rest}"

@@ -404,6 +404,20 @@ class Stats(msgspec.Struct, array_like=True):
         return sum(self.accepted.values())
 
 
+class VideoInfo(msgspec.Struct, array_like=True):
+    """How a model takes videos. The numbers are the published ones of models whose files say nothing."""
+
+    min_pixels: int = 4096
+    """Of all frames together, as the next."""
+    max_pixels: int = 25_165_824
+    fps: float = 2.0
+    """Frames that are taken of a second."""
+    min_frames: int = 4
+    max_frames: int = 768
+    is_capped: bool = False
+    """Whether a frame alone has a bound, too (server/chat/videos.fitted_frames)."""
+
+
 class PictureInfo(msgspec.Struct, array_like=True):
     """How a model takes pictures."""
 
@@ -412,6 +426,7 @@ class PictureInfo(msgspec.Struct, array_like=True):
     max_pixels: int
     max_tokens: int
     """Of one picture."""
+    video: VideoInfo = msgspec.field(default_factory=VideoInfo)
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):

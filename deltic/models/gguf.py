@@ -370,13 +370,19 @@ def tower_beside(path: Path) -> Path | None:
     """
     if "mmproj" in path.name.lower():
         return path
-    found = sorted(file for file in path.parent.iterdir() if "mmproj" in file.name.lower() and is_gguf(file))
+    name = tower_among(file.name for file in path.parent.iterdir() if is_gguf(file))
+    return path.with_name(name) if name else None
 
-    def rank(file: Path) -> int:
-        words = re.split("[^a-z0-9]", file.stem.lower())
+
+def tower_among(names: Iterable[str]) -> str | None:
+    """The one of these files of a folder that `tower_beside` gives."""
+
+    def rank(name: str) -> int:
+        words = re.split("[^a-z0-9]", name.lower())
         return next((i for i, type in enumerate(_TOWER_TYPES) if type in words), len(_TOWER_TYPES))
 
-    return min(found, key=rank, default=None)
+    found = (name for name in names if "mmproj" in name.lower() and name.lower().endswith(SUFFIX))
+    return min(sorted(found), key=rank, default=None)
 
 
 def chosen(name: str, files: Iterable[str], quant: str) -> list[str]:

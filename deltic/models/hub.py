@@ -29,7 +29,7 @@ import msgspec
 
 from deltic.config import MayPass
 from deltic.models.fields import CheckpointError
-from deltic.models.gguf import chosen, models_among
+from deltic.models.gguf import chosen, models_among, tower_among
 
 _HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
 
@@ -63,7 +63,9 @@ class Download(msgspec.Struct, frozen=True):
     name: str
     """owner/model; with `:Q4_K_M`: of its GGUF files those of these bits."""
     files: tuple[str, ...]
-    """Patterns of their names. Where there are GGUF files and no safetensors: those of one model instead."""
+    """Patterns of their names. Where there are GGUF files and no safetensors: those of one model instead, and
+    of its vision tower.
+    """
     revision: str | None = None
     """A branch, a tag or a commit; None: the hub's default."""
     directory: str | None = None
@@ -118,7 +120,7 @@ def download(wanted: Download, parts: list[Part] | None = None) -> Path:
         told, files, gguf = _told(name, given), [] if quant else list(wanted.files), list[str]()
         if told is not None:
             gguf = _gguf_files(name, quant, [file.rfilename for file in told.siblings or ()])
-            files = list(map(glob.escape, gguf)) or files
+            files = list(map(glob.escape, gguf + _tower_files(gguf, told))) or files
             _fill(name, told, files, wanted.directory, [] if parts is None else parts)
         folder = Path(
             huggingface_hub.snapshot_download(name, revision=given, cache_dir=wanted.directory, allow_patterns=files)
@@ -165,6 +167,14 @@ def _gguf_files(name: str, quant: str, files: Sequence[str]) -> list[str]:
     if not quant and (any(fnmatch(file, "*.safetensors") for file in files) or not models_among(files)):
         return []
     return chosen(name, files, quant)
+
+
+def _tower_files(gguf: Sequence[str], told: Any) -> list[str]:
+    """The file of the vision tower of a GGUF model, where its folder in the repository has one."""
+    folder = gguf[0].rpartition("/")[0] if gguf else ""
+    split = [file.rfilename.rpartition("/") for file in told.siblings or () if gguf]
+    tower = tower_among(name for where, _, name in split if where == folder)
+    return [f"{folder}/{tower}" if folder else tower] if tower else []
 
 
 def _fill(name: str, told: Any, files: Sequence[str], directory: str | None, parts: list[Part]) -> None:

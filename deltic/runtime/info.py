@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
-from deltic.engine.messages import EngineInfo, PictureInfo
+from deltic.engine.messages import EngineInfo, PictureInfo, VideoInfo
 from deltic.models.loading import shares_text
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Weights
@@ -55,7 +56,8 @@ def engine_info(plan: Plan[Any], device: str, rules: PictureRules | None = None,
 
 def _pictures(plan: Plan[Any], rules: PictureRules) -> PictureInfo:
     most = min(rules.max_pixels, plan.max_picture_tokens * BLOCK**2)
-    return PictureInfo(min(rules.min_pixels, most), most, plan.max_picture_tokens)
+    video = VideoInfo(*dataclasses.astuple(rules.video))
+    return PictureInfo(min(rules.min_pixels, most), most, plan.max_picture_tokens, video)
 
 
 def precision(plan: Plan[Any], weights: Weights) -> tuple[str, list[str]]:

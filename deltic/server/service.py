@@ -338,7 +338,7 @@ class Service:
         if not isinstance(done, Begun):
             return done
         info = self.client.info or self.admit()
-        reading = self.server.pictures.read(done.pictures, info.pictures, done.bounds)
+        reading = self.server.pictures.read(done.pictures, info.pictures, done.bounds, info.max_model_len)
         found = await unless_disconnected(request.receive, reading)
         return await self.prepare(INLINE_BYTES + 1, lambda: done.end(found), request)
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from deltic import LLM
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Picture, Request, SamplingParams
@@ -355,3 +356,33 @@ def test_a_tower_that_is_not_whole_costs_the_pictures_alone(tmp_path: Path) -> N
     assert any("pictures are refused" in notice and "merger.norm.weight" in notice for notice in runner.info.notices)
     with pytest.raises(CheckpointError, match=r"merger\.norm\.weight"):
         build(model=str(path))
+
+
+@needs_transformers
+def test_a_video_of_a_chat_is_answered_as_by_the_published_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """From frames to the first token, and its probability."""
+    image = pytest.importorskip("PIL.Image")
+    path = tiny_checkpoint("dense", has_tower=True, has_mtp=True)
+    llm = LLM(str(path), threads=1, max_num_seqs=2, max_model_len=1024, n_pages=60, n_checkpoints=8)
+    added: list[Request] = []
+    add = llm._engine.add
+
+    def noted(request: Request) -> None:
+        added.append(request)
+        add(request)
+
+    monkeypatch.setattr(llm._engine, "add", noted)
+    frames = [np.frombuffer(picture(4, 6, seed).pixels, np.uint8).reshape(128, 192, 3) for seed in range(5)]
+    video = {"type": "video", "video": [image.fromarray(frame) for frame in frames], "fps": 1}
+    content = [video, {"type": "text", "text": "What happens?"}]
+    params = SamplingParams(max_tokens=1, temperature=0.0, logprobs=1, ignore_eos=True)
+    (answer,) = llm.chat([{"role": "user", "content": content}], params)
+    (sent,) = added
+    assert [(one.n_frames, one.rows, one.columns) for one in sent.pictures] == [(2, 4, 6)] * 3
+    pixels = b"".join(one.pixels for one in sent.pictures)
+    assert pixels == b"".join(frames[i].tobytes() for i in (0, 1, 2, 3, 4, 4))
+    expected = published_logits(published_model(path), sent.prompt_ids, sent.pictures)
+    assert answer.logprobs is not None
+    token, logprob = answer.token_ids[0], answer.logprobs[0].logprob
+    theirs = torch.log_softmax(expected[:N_REAL_VOCAB], -1)
+    assert abs(theirs[token] - logprob) < 0.15 * expected.std() and theirs.max() - theirs[token] < 0.3 * expected.std()

@@ -510,7 +510,8 @@ def test_only_the_files_of_these_bits_are_downloaded(
         assert locate(EngineConfig(model="owner/model:Q4_K_M"))[0] == found, "without a server, too"
         assert go("owner/model") == str(found), "Q4_K_M, if nothing is said"
         hub.sent.clear()
-        assert Path(go("owner/model:Q8_0")).name == "tiny-Q8_0.gguf" and hub.sent == {"tiny-Q8_0.gguf": 400}
+        assert Path(go("owner/model:Q8_0")).name == "tiny-Q8_0.gguf"
+        assert hub.sent == {"tiny-Q8_0.gguf": 400, "mmproj-F16.gguf": 300}, "its tower stands beside it"
         with pytest.raises(
             CheckpointError, match=r"^owner/model: has no GGUF file of Q2_K; there are Q4_K_M/tiny, tiny-Q8_0"
         ):

@@ -30,6 +30,7 @@ from deltic.config import BUILT_IN, ConfigError, EngineConfig, ModelConfig, Serv
 from deltic.models import hub
 from deltic.models.checkpoint import DEMO, model_name, n_real_ids, resolve_model, text_directory, tokenizer_directory
 from deltic.models.fields import CheckpointError
+from deltic.models.gguf import tower_beside
 from deltic.models.hub import CHUNK_BYTES, DownloadFailed
 from deltic.models.mapped import read_header
 from deltic.models.qwen.shape import ModelShape
@@ -201,6 +202,33 @@ def test_a_download_goes_on_through_breaks(tmp_path: Path, monkeypatch: pytest.M
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
         assert big_of(go(EngineConfig(model="owner/model", download_dir=tmp_path))) == files[BIG]
         assert hub.n_breaks == 0 and hub.sent[BIG] <= len(files[BIG]) + 2 * CHUNK_BYTES
+
+
+@pytest.mark.parametrize(
+    ("beside", "expected"),
+    [
+        ({"mmproj-F32.gguf", "mmproj-F16.gguf", "mmproj-BF16.gguf"}, {"mmproj-BF16.gguf"}),
+        ({"mmproj-model-f16.gguf", "mmproj-Q8_0.gguf"}, {"mmproj-model-f16.gguf"}),
+        ({"mmproj.gguf", "other/mmproj-BF16.gguf"}, {"mmproj.gguf"}),
+        ({"other/mmproj-BF16.gguf", "mmproj.txt"}, set()),
+    ],
+)
+def test_a_gguf_model_comes_with_its_tower(
+    beside: set[str], expected: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = dict.fromkeys({"model-Q4_K_M.gguf", "model-Q8_0.gguf", "README.md", *beside}, b"GGUF" + bytes(1000))
+    config = EngineConfig(model="owner/model:Q4_K_M", download_dir=tmp_path)
+    with hub_with(files) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        found = go(config)
+        assert found is not None and Path(found.model).name == "model-Q4_K_M.gguf"
+        there = {
+            file.relative_to(Path(found.model).parent).as_posix() for file in Path(found.model).parent.rglob("*.*")
+        }
+        assert there == {"model-Q4_K_M.gguf", *expected}
+        tower = tower_beside(Path(found.model))
+        assert {tower.name if tower else None} == (expected or {None})
+    assert go(config) == found, "the hub has gone"
 
 
 @pytest.mark.parametrize("name", [BIG, "config.json"])

@@ -180,7 +180,10 @@ def test_sizes(detail: str | None, bounds: dict[str, int], n_tokens: int) -> Non
         ({"min_pixels": 4095}, "mm_processor_kwargs.min_pixels: must be from 4096 to 409600"),
         ({"min_pixels": 9000, "max_pixels": 8000}, "mm_processor_kwargs.min_pixels: is more than max_pixels"),
         ({"max_pixels": "big"}, "mm_processor_kwargs.max_pixels"),
-        ({"fps": 2}, "mm_processor_kwargs.fps: unknown field"),
+        ({"fps": 0}, "mm_processor_kwargs.fps: must be above 0, and at most 240"),
+        ({"num_frames": 769}, "mm_processor_kwargs.num_frames: must be from 1 to 768"),
+        ({"num_frames": 8, "fps": 2}, "mm_processor_kwargs.num_frames: excludes fps"),
+        ({"size": 2}, "mm_processor_kwargs.size: unknown field"),
     ],
 )
 def test_bounds_that_are_refused(bounds: dict[str, Any], said: str) -> None:
@@ -689,7 +692,7 @@ def test_only_the_oldest_goes_on_while_much_is_held(monkeypatch: pytest.MonkeyPa
     running: list[str] = []
 
     async def noted(data: bytes, *_: Any) -> Any:
-        running.append(data.decode())
+        running.append(data.decode()[0])
         await asyncio.sleep(0.01)
         return pictures.of_pixels(bytes(3072 * 4), 64, 64)
 
@@ -698,13 +701,49 @@ def test_only_the_oldest_goes_on_while_much_is_held(monkeypatch: pytest.MonkeyPa
     async def go() -> None:
         reader = picture_parts.PictureReader(Hosts((), ""))
         reads = [
-            reader.read([picture_parts.Sent(f"{name}{i}", "", data=name.encode()) for i in range(4)], INFO)
+            reader.read([picture_parts.Sent(f"{name}{i}", "", data=f"{name}{i}".encode()) for i in range(4)], INFO)
             for name in "abc"
         ]
         found = await asyncio.gather(*reads)
         assert [len(one) for one in found] == [4] * 3 and not reader._n_held and not reader._reads
         assert "".join(running).strip("abc") == "" and sorted(running) == [*"aaaabbbbcccc"]
         assert running.index("b") > 1 and "".join(running)[-1] == "c"
+
+    asyncio.run(go())
+
+
+def test_a_file_that_comes_again_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_read, read = 0, pictures.read_picture
+
+    async def noted(*given: Any) -> Any:
+        nonlocal n_read
+        n_read += 1
+        return await read(*given)
+
+    monkeypatch.setattr(picture_parts, "read_picture", noted)
+
+    async def go() -> None:
+        reader = picture_parts.PictureReader(Hosts((), ""))
+
+        async def asked(*files: bytes, **bounds: int) -> list[Any]:
+            """The pictures, one request for each, and how many were decoded for that."""
+            before, found = n_read, []
+            for data in files:
+                sent = picture_parts.Sent("a", "", data=data)
+                found += (await reader.read([sent], INFO, picture_parts.PictureBounds(**bounds))).values()
+            return [*found, n_read - before]
+
+        *first, n = await asked(SMALL, WIDE, SMALL)
+        assert n == 2 and first[0] is first[2]
+        assert (await asked(SMALL, WIDE))[2] == 0 and (await asked(LARGE, max_pixels=102_400))[1] == 1
+        one, other, n = await asked(LARGE, LARGE)
+        assert n == 1 and one is other and one.n_tokens == 400, "other bounds, another picture"
+        assert (await asked(SMALL + b" "))[1] == 1, "another file"
+        monkeypatch.setattr(picture_parts, "MAX_KEPT_BYTES", 3072 * 414)
+        assert (await asked(LARGE, SMALL, WIDE))[3] == 0
+        assert (await asked(file_of(rgb(64, 64, seed=1), "PNG")))[1] == 1, "100 tokens went, as did others"
+        assert (await asked(WIDE))[1] == 0 and (await asked(LARGE, max_pixels=102_400))[1] == 1
+        assert reader._kept._n_bytes == sum(len(one.pixels) for one in reader._kept._pictures.values()) <= 3072 * 414
 
     asyncio.run(go())
 

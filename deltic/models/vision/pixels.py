@@ -8,6 +8,7 @@ Source: Qwen2VLImageProcessor(Pil) of transformers, which the published configs 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -15,11 +16,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from deltic.models.fields import UnsupportedModelError, json_table, only, positive_float, positive_int
+from deltic.models.fields import UnsupportedModelError, json_table, only, positive_float, positive_int, read_flag
 from deltic.models.vision.shape import BLOCK, CHANNELS, FRAMES_A_PATCH, MERGE, PATCH_SIZE, PATCH_WIDTH
 
 BICUBIC = 3
 """Pillow's number of it, in a preprocessor_config.json."""
+
+
+@dataclass(frozen=True)
+class VideoRules:
+    """How a model wants its videos: the fields of engine/messages.VideoInfo, in their order."""
+
+    min_pixels: int = 4096
+    max_pixels: int = 25_165_824
+    fps: float = 2.0
+    min_frames: int = 4
+    max_frames: int = 768
+    is_capped: bool = False
 
 
 @dataclass(frozen=True)
@@ -33,6 +46,7 @@ class PictureRules:
     mean: tuple[float, float, float] = (0.5, 0.5, 0.5)
     std: tuple[float, float, float] = (0.5, 0.5, 0.5)
     scale: float = 1 / 255
+    video: VideoRules = VideoRules()
 
     @classmethod
     def from_config(cls, fields: Mapping[str, Any]) -> PictureRules:
@@ -64,6 +78,33 @@ class PictureRules:
             std=_three(fields, "image_std", cls.std),
             scale=positive_float(fields, "rescale_factor", cls.scale),
         )
+
+    def with_video(self, fields: Mapping[str, Any]) -> PictureRules:
+        """With what a video_preprocessor_config.json says. Raises UnsupportedModelError for what would not be
+        honoured: frames get the values of a picture's pixels.
+        """
+        none = VideoRules()
+        size = {"size": {"shortest_edge": none.min_pixels, "longest_edge": none.max_pixels}}
+        alike = {"image_mean": list(self.mean), "image_std": list(self.std), "rescale_factor": self.scale}
+        given = {name: value for name, value in fields.items() if value is not None}
+        said = PictureRules.from_config(size | alike | given)
+        for name, mine, other in (
+            ("image_mean", self.mean, said.mean),
+            ("image_std", self.std, said.std),
+            ("rescale_factor", self.scale, said.scale),
+        ):
+            if mine != other:
+                raise UnsupportedModelError(name, fields[name], "in a video_preprocessor_config.json that of pictures")
+        only({"num_frames": None, **fields}, "num_frames", (None,))
+        video = VideoRules(
+            min_pixels=said.min_pixels,
+            max_pixels=said.max_pixels,
+            fps=positive_float(fields, "fps", none.fps),
+            min_frames=positive_int(fields, "min_frames", none.min_frames),
+            max_frames=positive_int(fields, "max_frames", none.max_frames),
+            is_capped=read_flag(fields, "cap_pixels_per_frame"),
+        )
+        return dataclasses.replace(self, video=video)
 
 
 def _three(fields: Mapping[str, Any], name: str, default: tuple[float, float, float]) -> tuple[float, float, float]:

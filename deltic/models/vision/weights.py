@@ -176,8 +176,9 @@ def stored_vision_shape(path: str | Path) -> VisionShape | None:
 
 
 def picture_rules(path: str | Path) -> PictureRules:
-    """How the model of a checkpoint wants its pictures: by preprocessor_config.json, or the file of a GGUF
-    tower; the published numbers where these say nothing.
+    """How the model of a checkpoint wants its pictures and videos: by preprocessor_config.json and
+    video_preprocessor_config.json, or the file of a GGUF tower; the published numbers where these say
+    nothing.
 
     Raises CheckpointError, and UnsupportedModelError for what would not be honoured.
     """
@@ -188,8 +189,11 @@ def picture_rules(path: str | Path) -> PictureRules:
         said = {name: tower.get(f"clip.vision.{name}", None) for name in names}
         fields = {name.removeprefix("image_") if "pixels" in name else name: value for name, value in said.items()}
         return PictureRules.from_config({name: value for name, value in fields.items() if value is not None})
-    file = Path(path) / "preprocessor_config.json"
-    return PictureRules.from_config(read_json(file) if file.exists() else {})
+    said, video = (
+        read_json(file) if (file := Path(path) / name).exists() else {}
+        for name in ("preprocessor_config.json", "video_preprocessor_config.json")
+    )
+    return PictureRules.from_config(said).with_video(video)
 
 
 def check_tower(

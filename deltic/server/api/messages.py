@@ -6,8 +6,8 @@ function, and their calls) may have any further field, as client libraries add t
 (`provider_specific_fields`, `thinking_blocks`, ...): those say nothing to the model, and are ignored. So are
 an assistant's parts that are not text, but not a tool's, whose result would be missing.
 
-Parts of people and tools may be pictures: `find_pictures` puts a Sent into their place, and they are read
-before the messages go to the template.
+Parts of people and tools may be pictures and videos: `find_pictures` puts a Sent into their place, and they
+are read before the messages go to the template.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Annotated, Any
 from msgspec import Meta, Struct
 
 from deltic.server.chat.arguments import given_arguments
-from deltic.server.chat.picture_parts import READS, Sent, is_low, sent_in
+from deltic.server.chat.picture_parts import MAX_FPS, READS, Sent, is_low, sent_in
 from deltic.server.errors import bad_request
 
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}(?!\n)$")]
@@ -90,32 +90,72 @@ Message = SystemMessage | DeveloperMessage | UserMessage | AssistantMessage | To
 
 
 def find_pictures(messages: list[Message]) -> list[Sent]:
-    """The pictures in messages, each of which comes into the place of its part. Raises ApiError (400)."""
+    """The pictures and videos in messages, each of which comes into the place of its part. Raises ApiError
+    (400).
+    """
     found: list[Sent] = []
     for i, message in enumerate(messages):
         content = message.content
         if not isinstance(content, list) or isinstance(message, AssistantMessage):
             continue
         for j, part in enumerate(content):
-            if part.get("type") == "image_url":
+            if read := _READERS.get(str(part.get("type"))):
                 path, strict = f"messages[{i}].content[{j}]", isinstance(message, SystemMessage)
-                content[j] = _picture(part, path, strict).part_of_message()
+                content[j] = read(part, path, strict).part_of_message()
         found += sent_in(content)
     return found
 
 
 def _picture(part: dict[str, Any], path: str, strict: bool) -> Sent:
     """strict: as of `_text`. Raises ApiError (400)."""
-    given = part.get("image_url")
+    named = _named(part, "image_url", path, {"url", "detail"}, strict)
+    low = is_low(named.get("detail"), f"{path}.image_url.detail")
+    return Sent(f"{path}.image_url", path, "image_url", url=named["url"], is_low=low)
+
+
+def _file_of_video(part: dict[str, Any], path: str, strict: bool) -> Sent:
+    """strict: as of `_text`. Raises ApiError (400)."""
+    url = _named(part, "video_url", path, {"url"}, strict)["url"]
+    return Sent(f"{path}.video_url", path, "video_url", url=url, is_video=True)
+
+
+def _named(part: dict[str, Any], field: str, path: str, known: set[str], strict: bool) -> dict[str, Any]:
+    """The object in a part's field, which has a URL. Raises ApiError (400)."""
+    given = part.get(field)
     named = {"url": given} if isinstance(given, str) else given
-    if not isinstance(named, dict) or not isinstance(url := named.get("url"), str):
-        raise bad_request(f"{path}.image_url", "expected a URL, or an object with one")
-    unknown = [f"{path}.{name}" for name in part.keys() - {"type", "image_url", "cache_control"}]
-    unknown += [f"{path}.image_url.{name}" for name in named.keys() - {"url", "detail"}]
+    if not isinstance(named, dict) or not isinstance(named.get("url"), str):
+        raise bad_request(f"{path}.{field}", "expected a URL, or an object with one")
+    unknown = [f"{path}.{name}" for name in part.keys() - {"type", field, "cache_control"}]
+    unknown += [f"{path}.{field}.{name}" for name in named.keys() - known]
     if strict and unknown:
         raise bad_request(min(unknown), "unknown field; it is not supported, leave it out", "unknown_field")
-    low = is_low(named.get("detail"), f"{path}.image_url.detail")
-    return Sent(f"{path}.image_url", path, "image_url", url=url, is_low=low)
+    return named
+
+
+def _video(part: dict[str, Any], path: str, strict: bool) -> Sent:
+    """A file, or a list of pictures. strict: as of `_text`. Raises ApiError (400)."""
+    given, fps = part.get("video"), part.get("fps")
+    sent = Sent(f"{path}.video", path, "video", is_video=True)
+    if isinstance(given, str):
+        sent.url = given
+    elif isinstance(given, list) and given and all(isinstance(url, str) for url in given):
+        sent.frames = [Sent(f"{path}.video[{i}]", path, url=url) for i, url in enumerate(given)]
+    else:
+        raise bad_request(sent.path, "expected URLs of its frames, or the URL of a file")
+    if strict and (unknown := part.keys() - {"type", "video", "fps", "cache_control"}):
+        said = "unknown field; it is not supported, leave it out"
+        raise bad_request(f"{path}.{min(unknown)}", said, "unknown_field")
+    if fps is not None:
+        if not sent.frames:
+            raise bad_request(f"{path}.fps", "is of a list of frames; of a file, give mm_processor_kwargs.fps")
+        if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= MAX_FPS:
+            raise bad_request(f"{path}.fps", f"expected a number above 0, at most {MAX_FPS:g}")
+        sent.fps = float(fps)
+    return sent
+
+
+_READERS = {"image_url": _picture, "video_url": _file_of_video, "video": _video}
+"""Of parts, by their type."""
 
 
 def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
@@ -181,11 +221,11 @@ _SAID = {"text": "text", "output_text": "text", "refusal": "refusal"}
 
 
 def _content(content: Content | None, path: str, strict: bool) -> str | list[dict[str, str]]:
-    """A text, or parts that are texts and pictures. strict: as of `_text`. Raises ApiError (400)."""
+    """A text, or parts that are texts, pictures and videos. strict: as of `_text`. Raises ApiError (400)."""
     if not isinstance(content, list) or not any(sent_in(content)):
         return _text(content, path, strict)
     return [
-        {"type": "image"} if any(sent_in([part])) else {"type": "text", "text": text}
+        {"type": str(part["type"])} if any(sent_in([part])) else {"type": "text", "text": text}
         for part, text in zip(content, _texts(content, path, strict), strict=True)
     ]
 

@@ -1,8 +1,9 @@
-"""The pictures of a request, from what its parts name to what the engine takes.
+"""The pictures and videos of a request, from what its parts name to what the engine takes.
 
 A door puts a Sent in the place of each part that is a picture. Between the parsing of a body and its prompt
 all of them are read (`PictureReader.read`). The template then writes a mark for each, which becomes as many
-as it has tokens (template.py).
+as it has tokens (template.py). A video is pairs of frames, each a Picture of its own behind the text of its
+time.
 """
 
 from __future__ import annotations
@@ -10,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import io
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from hashlib import blake2b
 from pathlib import Path
 from typing import Any
 
@@ -20,43 +22,57 @@ from msgspec.structs import replace
 from deltic.engine.messages import Picture, PictureInfo
 from deltic.models.vision.shape import BLOCK
 from deltic.server.chat.pictures import MAX_PICTURE_BYTES, PictureError, needs_pillow, read_picture
+from deltic.server.chat.videos import MAX_VIDEO_BYTES, Clip, VideoWish, needs_av, read_video
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.urls import Hosts, UrlError, fetch, of_base64, of_data_url
 
 MAX_PICTURES = 256
-"""Of a request."""
+"""Of a request, videos among them."""
+VIDEO_SHARE = 0.75
+"""The most of a context that the frames of all videos are fitted into, by making them smaller."""
+MAX_FPS = 240.0
 MAX_PIXEL_BYTES = 1 << 28
 """Of a request's pictures together, once they are resized: 87,381 tokens."""
 LOW_PIXELS = 512 * 512
 """The most of a picture with `detail: low`."""
 MAX_HELD_BYTES = 1 << 30
 """Of pixels of all requests whose pictures are being read: with more, only the oldest of them goes on."""
+MAX_KEPT_BYTES = 1 << 28
+"""Of pixels of pictures that were read before, in case their files come again."""
 N_DECODING = 2
 """Pictures that the server decodes at once, each in a process of its own."""
 N_FETCHING = 4
-"""Pictures that a request has fetched at once."""
+"""Pictures that a request has fetched at once; with videos, which are larger, N_DECODING."""
 READ_S = 120.0
 """For all pictures of a request, those before them included."""
 
-READS = "this server reads text and, where the model takes them, pictures"
+READS = "this server reads text and, where the model takes them, pictures and videos"
 """Of a part that is something else."""
 
 DETAILS = ("auto", "low", "high", "original")
 
-Pictures = dict[str, Picture]
+Pictures = dict[str, Picture | Clip]
 """Of a request, by `Sent.path`."""
 
 
 class PictureBounds(Struct, forbid_unknown_fields=True):
-    """A request's `mm_processor_kwargs`: pixels of each of its pictures once it is resized."""
+    """A request's `mm_processor_kwargs`: pixels of each of its pictures and frames once they are resized, and
+    which frames are taken of its files of video.
+    """
 
     min_pixels: int | None = None
     max_pixels: int | None = None
+    fps: float | None = None
+    num_frames: int | None = None
+    do_sample_frames: bool | None = None
+    """False: all frames."""
 
 
 @dataclass(eq=False, slots=True)
 class Sent:
-    """A picture as a request has it: one of url, encoded and data is set, until it is read."""
+    """A picture or a video as a request has it: one of url, encoded, data and frames is set, until it is
+    read.
+    """
 
     path: str
     """The field that names it, for errors."""
@@ -69,10 +85,19 @@ class Sent:
     """Base64."""
     data: bytes = b""
     is_low: bool = False
+    is_video: bool = False
+    frames: list[Sent] = field(default_factory=list)
+    """Of a video that is a list of pictures."""
+    fps: float | None = None
+    """Frames a second of such a list."""
+
+    @property
+    def noun(self) -> str:
+        return "video" if self.is_video else "picture"
 
     def part_of_message(self) -> dict[str, Any]:
         """As a part of a message's content."""
-        return {"type": "image", "image": self}
+        return {"type": "video", "video": self} if self.is_video else {"type": "image", "image": self}
 
     def not_taken(self) -> ApiError:
         """The 400 of a model that takes no pictures."""
@@ -100,7 +125,7 @@ def file_of(image: Any) -> bytes:
 def sent_in(content: object) -> Iterator[Sent]:
     """The pictures of a message's content."""
     for part in content if isinstance(content, list) else ():
-        if isinstance(sent := part.get("image"), Sent):
+        if isinstance(sent := part.get("image", part.get("video")), Sent):
             yield sent
 
 
@@ -111,6 +136,32 @@ def is_low(detail: object, path: str) -> bool:
     return detail == "low"
 
 
+class _Kept:
+    """Pictures by digest of their file and the bounds of their size: as many as MAX_KEPT_BYTES hold, those
+    that were wanted last.
+
+    Nothing of it shows in an answer, whoever sent the file first.
+    """
+
+    def __init__(self) -> None:
+        self._pictures: dict[tuple[bytes, int, int], Picture] = {}  # the one that was wanted last is last
+        self._n_bytes = 0
+
+    def get(self, key: tuple[bytes, int, int]) -> Picture | None:
+        picture = self._pictures.pop(key, None)
+        if picture is not None:
+            self._pictures[key] = picture
+        return picture
+
+    def put(self, key: tuple[bytes, int, int], picture: Picture) -> None:
+        if self.get(key) is not None:
+            return
+        self._pictures[key] = picture
+        self._n_bytes += len(picture.pixels)
+        while self._n_bytes > MAX_KEPT_BYTES:
+            self._n_bytes -= len(self._pictures.pop(next(iter(self._pictures))).pixels)
+
+
 class PictureReader:
     """Reads the pictures of all requests."""
 
@@ -118,6 +169,7 @@ class PictureReader:
         """hosts: those that pictures may be fetched from."""
         self._hosts = hosts
         self._decoding = asyncio.Semaphore(N_DECODING)  # whoever waits first is first
+        self._kept = _Kept()
         self._reads: list[object] = []
         """Those under way, the oldest first."""
         self._n_held = 0
@@ -125,10 +177,14 @@ class PictureReader:
         """One of them has ended, since somebody began to wait for that."""
 
     async def read(
-        self, pictures: Sequence[Sent], info: PictureInfo | None, bounds: PictureBounds | None = None
+        self,
+        pictures: Sequence[Sent],
+        info: PictureInfo | None,
+        bounds: PictureBounds | None = None,
+        context: int = 1 << 20,
     ) -> Pictures:
-        """info: how the model takes them. Raises ApiError: 400 that names the picture at fault; 503 when too
-        many are read at once.
+        """info: how the model takes them; context: tokens of a prompt. Raises ApiError: 400 that names the
+        picture at fault; 503 when too many are read at once.
         """
         if info is None:
             raise pictures[0].not_taken()
@@ -136,7 +192,10 @@ class PictureReader:
             raise bad_request(pictures[0].path, said, "pictures_not_available")
         if len(pictures) > MAX_PICTURES:
             raise bad_request(pictures[MAX_PICTURES].path, f"a request may have {MAX_PICTURES} pictures at most")
-        least, most = _checked(bounds or PictureBounds(), info)
+        bounds = bounds or PictureBounds()
+        least, most = _checked(bounds, info)
+        n_videos = sum(sent.is_video for sent in pictures)
+        wish = _wish(bounds, info, most, int(VIDEO_SHARE * context) // max(1, n_videos))
         unread, found, n_bytes, mine = iter(pictures), Pictures(), 0, object()
 
         async def read_some() -> None:
@@ -144,18 +203,20 @@ class PictureReader:
             for sent in unread:
                 await self._room(mine)
                 top = max(least, min(most, LOW_PIXELS)) if sent.is_low else most
-                found[sent.path] = picture = await self._read(sent, least, top)
-                if picture.n_tokens > info.max_tokens:
-                    said = f"has {picture.n_tokens} tokens; a picture may have {info.max_tokens} here"
-                    raise bad_request(sent.path, said)
-                n_bytes += len(picture.pixels)
-                self._n_held += len(picture.pixels)
+                shown = await (self._read_video(sent, wish) if sent.is_video else self._read(sent, least, top))
+                found[sent.path] = shown
+                for picture in pictures_of(shown):
+                    if picture.n_tokens > info.max_tokens:
+                        said = f"has {picture.n_tokens} tokens; a picture may have {info.max_tokens} here"
+                        raise bad_request(sent.path, said)
+                    n_bytes += len(picture.pixels)
+                    self._n_held += len(picture.pixels)
                 if n_bytes > MAX_PIXEL_BYTES:
                     said = f"with it the pictures have more than {MAX_PIXEL_BYTES // BLOCK**2 // 3} tokens; send fewer or smaller"
                     raise bad_request(sent.path, said, "too_many_pixels")
 
         self._reads.append(mine)
-        n_at_once = N_FETCHING if any(sent.url for sent in pictures) else N_DECODING
+        n_at_once = N_FETCHING if any(sent.url for sent in pictures) and not n_videos else N_DECODING
         tasks = [asyncio.create_task(read_some()) for _ in range(min(n_at_once, len(pictures)))]
         try:
             async with asyncio.timeout(READ_S):
@@ -183,18 +244,54 @@ class PictureReader:
             data = await self._file(sent)
             sent.url = sent.encoded = ""
             sent.data = b""
-            async with self._decoding:
-                return await read_picture(data, least, most)
+            key = await asyncio.to_thread(_digest, data), least, most
+            if (picture := self._kept.get(key)) is None:
+                async with self._decoding:
+                    picture = await read_picture(data, least, most)
+                self._kept.put(key, picture)
+            return picture
         except (PictureError, UrlError) as error:
             raise bad_request(sent.path, str(error), "invalid_image") from None
+
+    async def _read_video(self, sent: Sent, wish: VideoWish) -> Clip:
+        if not sent.frames and (said := needs_av()):
+            raise bad_request(sent.path, said, "pictures_not_available")
+        try:
+            if sent.frames:
+                if len(sent.frames) > wish.info.max_frames:
+                    raise PictureError(f"has {len(sent.frames)} frames; a video may have {wish.info.max_frames}")
+                wish = replace(wish, listed_fps=sent.fps or wish.info.fps)
+                data: bytes | list[bytes] = await self._files(sent.frames)
+            else:
+                data = await self._file(sent)
+            sent.url, sent.data = "", b""
+            sent.frames.clear()
+            async with self._decoding:
+                return await read_video(data, wish)
+        except (PictureError, UrlError) as error:
+            raise bad_request(sent.path, str(error), "invalid_video") from None
+
+    async def _files(self, frames: list[Sent]) -> list[bytes]:
+        """Raises UrlError that names the frame."""
+        files: list[bytes] = []
+        room = MAX_VIDEO_BYTES
+        for i, frame in enumerate(frames):
+            try:
+                files.append(await self._file(frame))
+            except UrlError as error:
+                raise UrlError(f"frame {i}: {error}") from None
+            frame.url, frame.data = "", b""
+            if (room := room - len(files[-1])) < 0:
+                raise UrlError(f"has frames of more than {MAX_VIDEO_BYTES // 1_000_000} MB together")
+        return files
 
     async def _file(self, sent: Sent) -> bytes:
         """Raises UrlError."""
         scheme = sent.url[:6].partition(":")[0].lower()
         if scheme in ("http", "https"):
             if not self._hosts:
-                raise UrlError("this server fetches no pictures (--fetch-images-from); send a data: URL")
-            return await fetch(sent.url, self._hosts, MAX_PICTURE_BYTES)
+                raise UrlError(f"this server fetches no {sent.noun}s (--fetch-images-from); send a data: URL")
+            return await fetch(sent.url, self._hosts, _most_bytes(sent))
         if sent.url and scheme != "data":
             raise UrlError("expected a data: URL" + ", or one of http or https" * bool(self._hosts))
         if sent.data:
@@ -204,7 +301,21 @@ class PictureReader:
 
 def _decoded(sent: Sent) -> bytes:
     """Raises UrlError."""
-    return of_base64(of_data_url(sent.url, "image") if sent.url else sent.encoded, MAX_PICTURE_BYTES)
+    kind = "video" if sent.is_video else "image"
+    return of_base64(of_data_url(sent.url, kind) if sent.url else sent.encoded, _most_bytes(sent))
+
+
+def _digest(data: bytes) -> bytes:
+    return blake2b(data, digest_size=16).digest()
+
+
+def _most_bytes(sent: Sent) -> int:
+    return MAX_VIDEO_BYTES if sent.is_video else MAX_PICTURE_BYTES
+
+
+def pictures_of(shown: Picture | Clip) -> list[Picture]:
+    """What the engine takes of it."""
+    return [shown] if isinstance(shown, Picture) else shown.pairs
 
 
 def _checked(bounds: PictureBounds, info: PictureInfo) -> tuple[int, int]:
@@ -221,34 +332,66 @@ def _checked(bounds: PictureBounds, info: PictureInfo) -> tuple[int, int]:
     return least, most
 
 
-def expanded(ids: list[int], mark: int | None, pictures: Sequence[Picture]) -> tuple[list[int], list[Picture]]:
+def _wish(bounds: PictureBounds, info: PictureInfo, frame_pixels: int, most_tokens: int) -> VideoWish:
+    """Raises ApiError (400)."""
+    if bounds.fps is not None and not 0 < bounds.fps <= MAX_FPS:
+        raise bad_request("mm_processor_kwargs.fps", f"must be above 0, and at most {MAX_FPS:g}")
+    if bounds.num_frames is not None:
+        if not 1 <= bounds.num_frames <= info.video.max_frames:
+            raise bad_request("mm_processor_kwargs.num_frames", f"must be from 1 to {info.video.max_frames}")
+        if bounds.fps is not None:
+            raise bad_request("mm_processor_kwargs.num_frames", "excludes fps")
+    return VideoWish(
+        info=info.video,
+        frame_pixels=frame_pixels,
+        most_tokens=most_tokens,
+        least_pixels=bounds.min_pixels or 0,
+        fps=bounds.fps,
+        num_frames=bounds.num_frames,
+        takes_all=bounds.do_sample_frames is False,
+    )
+
+
+Marks = tuple[int | None, int | None]
+"""The ids that the template writes for a picture and for a pair of frames."""
+
+
+def expanded(ids: list[int], marks: Marks, pictures: Sequence[Picture]) -> tuple[list[int], list[Picture]]:
     """Ids of a prompt with as many marks for each picture as it has tokens, and the pictures in their places.
 
-    mark: the id that the template writes for a picture. Raises ApiError (400) where it does not do so.
+    Raises ApiError (400) where the template does not write them.
     """
-    places = [at for at, token_id in enumerate(ids) if token_id == mark]
-    if mark is None or len(places) != len(pictures):
-        said = f"the chat template shows {len(places)} of {len(pictures)} pictures; it is not made for them"
-        raise bad_request("messages", said, "pictures_not_shown")
+    known = {mark for mark in marks if mark is not None}
+    places = [at for at, token_id in enumerate(ids) if token_id in known]
+    if [ids[at] for at in places] != [marks[picture.n_frames - 1] for picture in pictures]:
+        raise not_shown(len(places), len(pictures))
     whole: list[int] = []
     placed, end = [], 0
     for place, picture in zip(places, pictures, strict=True):
         whole += ids[end:place]
         placed.append(replace(picture, first=len(whole)))
-        whole += [mark] * picture.n_tokens
+        whole += [ids[place]] * picture.n_tokens
         end = place + 1
     return whole + ids[end:], placed
 
 
-def check_room(pictures: Sequence[Picture], sent: Sequence[Sent], n_prompt: int, limit: int) -> None:
+def not_shown(n_shown: int, n: int) -> ApiError:
+    """The 400 for a template that shows other pictures than there are."""
+    said = f"the chat template shows {n_shown} of {n} pictures; it is not made for them"
+    return bad_request("messages", said, "pictures_not_shown")
+
+
+def check_room(shown: Sequence[Picture | Clip], sent: Sequence[Sent], n_prompt: int, limit: int) -> None:
     """Says which picture alone is too large, if one is, of a prompt of n_prompt tokens, too long for a
     context of `limit`. Raises ApiError (400).
     """
-    room = limit - 1 - n_prompt + sum(picture.n_tokens for picture in pictures)
-    for one, picture in zip(sent, pictures, strict=True):
+    room = limit - 1 - n_prompt + sum(one.n_tokens for one in shown)
+    for one, picture in zip(sent, shown, strict=True):
         if picture.n_tokens > room > 0:
-            said = (
-                f"has {picture.n_tokens} tokens, and beside the text this model's context of {limit} tokens has room for {room}; "
-                f"send a smaller one, or mm_processor_kwargs with max_pixels of at most {room * BLOCK**2}"
-            )
+            said = f"has {picture.n_tokens} tokens, and beside the text this model's context of {limit} tokens has room for {room}; "
+            if isinstance(picture, Clip):
+                each = max(1, room // len(picture.pairs))
+                said += f"it has {len(picture.pairs)} pairs of frames: send fewer, or mm_processor_kwargs with max_pixels of {each * BLOCK**2}"
+            else:
+                said += f"send a smaller one, or mm_processor_kwargs with max_pixels of at most {room * BLOCK**2}"
             raise bad_request(one.path, said, "context_length_exceeded")

@@ -121,8 +121,19 @@ def main() -> int:
 
 
 def _decode(data: bytes, min_pixels: int, max_pixels: int) -> NDArray[np.uint8]:
-    """As read_picture does. The size in the header is checked before a pixel is decoded."""
+    """As read_picture does."""
     import numpy as np
+    from PIL import Image
+
+    image = picture_in(data)
+    height, width = fitted(image.height, image.width, min_pixels, max_pixels)
+    return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+
+
+def picture_in(data: bytes) -> Image.Image:
+    """The picture in a file, of its own size, upright and in colours. Raises PictureError: the size in the
+    header is checked before a pixel is decoded.
+    """
     from PIL import Image, UnidentifiedImageError
 
     if len(data) > MAX_PICTURE_BYTES:
@@ -130,11 +141,9 @@ def _decode(data: bytes, min_pixels: int, max_pixels: int) -> NDArray[np.uint8]:
     Image.MAX_IMAGE_PIXELS = None  # _refuse_sizes says more
     try:
         with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            _refuse_sizes(image, min_pixels, max_pixels)
+            _refuse_sizes(image)
             image.load()
-            upright = _turned(image)
-            height, width = fitted(upright.height, upright.width, min_pixels, max_pixels)
-            return np.asarray(_in_colours(upright).resize((width, height), Image.Resampling.BICUBIC))
+            return _in_colours(_turned(image))
     except PictureError:
         raise
     except UnidentifiedImageError:
@@ -146,13 +155,13 @@ def _decode(data: bytes, min_pixels: int, max_pixels: int) -> NDArray[np.uint8]:
         raise PictureError(f"cannot be decoded ({said}); is it whole?") from None
 
 
-def _refuse_sizes(image: Image.Image, min_pixels: int, max_pixels: int) -> None:
+def _refuse_sizes(image: Image.Image) -> None:
     """Raises PictureError by the size that the header tells."""
     if image.width * image.height > MAX_SOURCE_PIXELS:
         raise PictureError(f"has {image.width} x {image.height} pixels; at most {MAX_SOURCE_PIXELS} can be used")
     if not image.width or not image.height:
         raise PictureError("has no pixels")
-    fitted(image.height, image.width, min_pixels, max_pixels)
+    fitted(image.height, image.width, 1, MAX_SOURCE_PIXELS)  # the ratio of its sides
 
 
 def _turned(image: Image.Image) -> Image.Image:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -26,7 +27,8 @@ from deltic.server.api.messages import AssistantMessage, template_messages
 from deltic.server.chat.constraint import NotInline, in_event_loop, tool_schemas
 from deltic.server.chat.grammar import CallForm
 from deltic.server.chat.metered import LARGEST_SOURCE, MeteredEnvironment, TooMuch
-from deltic.server.chat.picture_parts import Pictures, check_room, expanded, sent_in
+from deltic.server.chat.picture_parts import Pictures, check_room, expanded, not_shown, pictures_of, sent_in
+from deltic.server.chat.videos import Clip
 from deltic.server.errors import ApiError, bad_request
 from deltic.text import TRUSTED, Tokenizer, TokenizerError, read_json
 
@@ -38,6 +40,9 @@ No user can write it.
 
 PICTURE = "<|image_pad|>"
 """What templates write for a picture."""
+VIDEO = "<|video_pad|>"
+AROUND = "<|vision_start|>", "<|vision_end|>"
+"""What they write before and behind a mark."""
 
 _OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
 _GLOBALS = frozenset({"raise_exception", "strftime_now"})
@@ -192,11 +197,11 @@ class ChatTemplate:
         limit: int | None = None,
         kept: int | None = None,
         shown: Mapping[str, Any] | None = None,
-        pictures: Sequence[Picture] = (),
+        pictures: Sequence[Picture | Clip] = (),
     ) -> Prompt:
         """Messages to ids. settings: further variables, e.g. enable_thinking, over the defaults; shown: those
         that every template may be given; kept: only so many ids, from the end, are wanted; pictures: of the
-        messages, in their order.
+        messages, in their order, and videos.
 
         Raises ApiError (400) when the template refuses the messages or does not know a setting, or (without
         `kept`) when the rendered text is certain to have `limit` tokens or more, which is found out without
@@ -244,12 +249,14 @@ class ChatTemplate:
         except (TypeError, ValueError, KeyError, IndexError, ArithmeticError, AttributeError) as error:
             raise bad_request("messages", f"the chat template cannot render them: {error}") from error
 
-    def _prompt(self, text: str, kept: int | None, pictures: Sequence[Picture]) -> Prompt:
+    def _prompt(self, text: str, kept: int | None, pictures: Sequence[Picture | Clip]) -> Prompt:
         placed: list[Picture] = []
         if kept is None:
+            text = _with_times(text, [one for one in pictures if isinstance(one, Clip)])
             ids = first = self._tokenizer.encode(text, "trusted")
             if pictures:
-                ids, placed = expanded(ids, self._tokenizer.special_id(PICTURE), pictures)
+                marks = self._tokenizer.special_id(PICTURE), self._tokenizer.special_id(VIDEO)
+                ids, placed = expanded(ids, marks, [each for one in pictures for each in pictures_of(one)])
         else:
             first = next(self._tokenizer.encode_pieces(text, "trusted"), [])
             ids = self._tokenizer.encode_end(text, kept, "trusted")
@@ -265,6 +272,27 @@ class ChatTemplate:
         answer = text[text.rfind(TRUSTED) :] if TRUSTED in text else text
         thinking = "<think>" in answer.rpartition("</think>")[2]
         return Prompt(ids, boundaries, thinking, placed)
+
+
+def _with_times(text: str, clips: Sequence[Clip]) -> str:
+    """A rendered chat with a mark for each pair of frames where the template wrote one for a video, each
+    behind its time. Those around the template's mark go. Raises ApiError (400).
+
+    It is a matter of the text: a time may share a token with what stands before it.
+    """
+    if not clips:
+        return text
+    start, end = (TRUSTED + literal for literal in AROUND)
+    mark = TRUSTED + VIDEO
+    places = list(re.finditer(f"{re.escape(start + mark + end)}|{re.escape(mark)}", text))
+    if len(places) != len(clips):
+        raise not_shown(len(places), len(clips))
+    parts, done = [], 0
+    for place, clip in zip(places, clips, strict=True):
+        parts.append(text[done : place.start()])
+        parts += [f"<{time_s:.1f} seconds>{start}{mark}{end}" for time_s in clip.seconds]
+        done = place.end()
+    return "".join(parts) + text[done:]
 
 
 def render(
@@ -291,6 +319,7 @@ def render(
     if continued and not isinstance(messages[-1], AssistantMessage):
         raise bad_request("continue_final_message", "needs a last message of the assistant")
     sent = [picture for message in messages for picture in sent_in(message.content)]
+    shown = [(pictures or {})[one.path] for one in sent]
     if sent and kept is not None:
         raise bad_request("truncate_prompt_tokens", "is not available for a chat with pictures")
     prompt = template.render(
@@ -302,10 +331,10 @@ def render(
         shown=protocol.shown_by_template(chat, template.reads),
         limit=limit,
         kept=kept,
-        pictures=[(pictures or {})[one.path] for one in sent],
+        pictures=shown,
     )
     if limit is not None and len(prompt.ids) >= limit:
-        check_room(prompt.pictures, sent, len(prompt.ids), limit)
+        check_room(shown, sent, len(prompt.ids), limit)
     return prompt, tools
 
 
