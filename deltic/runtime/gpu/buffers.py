@@ -59,6 +59,8 @@ class GpuWorkspace(Workspace):
     prefill: PrefillBuffers
     guesses: Guesses | None
     """Where there is a draft head."""
+    picture_rows: Tensor | None
+    """bfloat16 [blocks * PAGE_SIZE, H]: what the vision tower made of pictures, in blocks."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +100,10 @@ def _shared(
     n, i32, f32 = plan.n_decode_rows, torch.int32, torch.float32
     n_drafts = n - plan.max_num_seqs
     has_head = not plan.speaks and plan.shape.has_draft_head
-    table, offsets, views = place_table(plan.max_num_seqs, plan.max_model_len, allocate, more, n_drafts, has_head)
+    has_pictures = plan.max_picture_tokens > 0
+    table, offsets, views = place_table(
+        plan.max_num_seqs, plan.max_model_len, allocate, more, n_drafts, has_head, has_pictures
+    )
     return {
         "table": table,
         "offsets": offsets,
@@ -142,9 +147,13 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
         drawn = shared["parameters"]
         parameters = replace(drawn, mask_row=none, n_logprobs=none, last_token=left, position=left, done=left)
         guesses = Guesses(head, parameters, none, replace(shared["out"]["decode"], token=rows.tokens[0]))
+    picture_rows = None
+    if plan.max_picture_tokens:
+        picture_rows = allocate("pictures", (plan.n_picture_blocks * PAGE_SIZE, shape.hidden_size), torch.bfloat16)
     return GpuWorkspace(
         **shared,
         guesses=guesses,
+        picture_rows=picture_rows,
         decode=decode_buffers(
             shape,
             codes,
@@ -155,6 +164,7 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
             n_kept=plan.max_num_seqs,
             drafts=drafts,
             windows=windows,
+            has_pictures=plan.max_picture_tokens > 0,
         ),
         prefill=prefill_buffers(shape, codes, n_blocks, min(n_blocks, MAX_SEGMENTS), allocate),
     )

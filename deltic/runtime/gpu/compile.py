@@ -53,7 +53,10 @@ LIMIT_S = 300.0
 """After so long the workers are ended, and the rest is compiled by whoever needs it."""
 SOURCES = ("ops/gpu", "ops/geometry.py", "ops/formats.py", "ops/matrix.py", "models", "runtime", "engine")
 """What decides, within the package, which kernels a step starts."""
-SIZES = ("shape", "quantize", "n_real", "max_model_len", "max_num_seqs", "max_step_tokens", "max_drafts")
+SIZES = (
+    *("shape", "quantize", "n_real", "max_model_len", "max_num_seqs", "max_step_tokens", "max_drafts"),
+    *("tower", "max_picture_tokens"),
+)
 """What decides it, of a plan."""
 
 

@@ -103,7 +103,13 @@ class GpuRunner(ABC):
         self._block_sizes = _up_to(plan.max_step_tokens // PAGE_SIZE, BLOCKS)
         self._lengths = _up_to(plan.max_model_len, LENGTHS)
         self._prefill_batch = PrefillBatch(
-            places, self._block_sizes, plan.max_num_seqs, plan.n_pages, self.device, has_head
+            places,
+            self._block_sizes,
+            plan.max_num_seqs,
+            plan.n_pages,
+            self.device,
+            has_head,
+            plan.max_picture_tokens > 0,
         )
         self._forwards: dict[tuple[int, int], Recording] = {}  # of decodes, by rows and length
         self._drafted: dict[tuple[int, int], Recording] = {}  # the same, where some may be drafts

@@ -110,7 +110,7 @@ class GpuTextRunner(GpuRunner):
 
     def _prefill_logits(self, n_blocks: int, inputs: PrefillInputs) -> Tensor:
         w = self.workspace
-        return self.model.prefill(n_blocks, inputs, w.places.page_table, w.prefill, self.memory)
+        return self.model.prefill(n_blocks, inputs, w.places.page_table, w.prefill, self.memory, w.picture_rows)
 
     def _prefill_body(self, n_blocks: int) -> Body:
         body, head = super()._prefill_body(n_blocks), self.draft_head
