@@ -120,8 +120,9 @@ class VisionGpu:
 
     def pieces(
         self, grid: PatchGrid, n_frames: int, n_rows: Callable[[int], int], put: Callable[[int, Tensor], None]
-    ) -> Iterator[None]:
-        """Encodes the picture in buffers.pixels; yields after each piece, whose kernels are started.
+    ) -> Iterator[bool]:
+        """Encodes the picture in buffers.pixels; yields after each piece, whose kernels are started, whether
+        it is the last.
 
         n_rows: says before each piece, by the number of its stage, how many patches it may have, PIECE at the
         least. put(first, tokens) is called with tokens of the picture, bfloat16 [n, out_hidden_size], from
@@ -144,7 +145,7 @@ class VisionGpu:
                     first = begin // TOKEN
                     put(first, b.tokens[: min(n // TOKEN, grid.n // TOKEN - first)])
                 begin += n
-                yield
+                yield i == self.n_stages - 1 and begin == end
 
     def run(self, stage: int, grid: PatchGrid, n_frames: int, begin: int, n: int) -> None:
         """Starts one stage of patches [begin, begin + n)."""

@@ -18,6 +18,7 @@ from deltic.models.qwen.gpu import (
     prefill_buffers,
 )
 from deltic.models.tts.gpu import FrameBuffers, PromptBuffers, frame_buffers, prompt_buffers
+from deltic.models.vision.gpu import PIECE, VisionBuffers, vision_buffers
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.ops.gpu.blocks import Drafts, PlaceState, Windows, window_rows
@@ -28,6 +29,8 @@ from deltic.ops.gpu.sample import Drawn, PlaceParameters, SampleScratch, sample_
 from deltic.runtime.gpu.places import HEAD_ROWS, ROWS, place_table
 from deltic.runtime.plan import Plan, SpeechPlan, TextPlan
 
+PIECE_ROWS = 4096
+"""Patches of the longest piece of a picture."""
 MAX_SEGMENTS = 32
 """Prompts of one prefill."""
 
@@ -59,6 +62,8 @@ class GpuWorkspace(Workspace):
     prefill: PrefillBuffers
     guesses: Guesses | None
     """Where there is a draft head."""
+    vision: VisionBuffers | None
+    """Where there is a vision tower."""
     picture_rows: Tensor | None
     """bfloat16 [blocks * PAGE_SIZE, H]: what the vision tower made of pictures, in blocks."""
 
@@ -123,6 +128,11 @@ def _shared(
     }, views
 
 
+def n_patches(plan: TextPlan) -> int:
+    """Of the largest picture, in whole pieces."""
+    return -(-plan.max_picture_tokens // PAGE_SIZE) * PIECE
+
+
 def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWorkspace:
     """Allocates the buffers of a step; used to count them as well as to have them."""
     shape, n_blocks = plan.shape, plan.max_step_tokens // PAGE_SIZE
@@ -147,12 +157,15 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
         drawn = shared["parameters"]
         parameters = replace(drawn, mask_row=none, n_logprobs=none, last_token=left, position=left, done=left)
         guesses = Guesses(head, parameters, none, replace(shared["out"]["decode"], token=rows.tokens[0]))
-    picture_rows = None
-    if plan.max_picture_tokens:
+    vision = picture_rows = None
+    if plan.tower is not None:
+        n = n_patches(plan)
+        vision = vision_buffers(plan.tower, n, min(n, PIECE_ROWS), allocate)
         picture_rows = allocate("pictures", (plan.n_picture_blocks * PAGE_SIZE, shape.hidden_size), torch.bfloat16)
     return GpuWorkspace(
         **shared,
         guesses=guesses,
+        vision=vision,
         picture_rows=picture_rows,
         decode=decode_buffers(
             shape,

@@ -39,6 +39,7 @@ from deltic.engine.cache.tiers import Tiers
 from deltic.engine.messages import EngineInfo
 from deltic.engine.pictures import PictureEncoder
 from deltic.engine.step import Chunk, Progress, Sequence, Step, StepResult
+from deltic.models.vision.pixels import PictureRules
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.ops.gpu.blocks import PrefillInputs, Rows
 from deltic.ops.gpu.launch import Levers
@@ -77,7 +78,7 @@ class GpuRunner(ABC):
 
     info: EngineInfo
     pictures: PictureEncoder | None = None
-    """None: the vision tower runs on a CPU only."""
+    """None: prompts have no pictures."""
 
     def __init__(
         self,
@@ -122,10 +123,11 @@ class GpuRunner(ABC):
         """Memory of the host for results."""
         return torch.empty(size, dtype=dtype, pin_memory=self.is_gpu)
 
-    def _make_info(self) -> EngineInfo:
+    def _make_info(self, rules: PictureRules | None = None) -> EngineInfo:
         return engine_info(
             self.plan,
             torch.cuda.get_device_name() if self.is_gpu else "interpreted",
+            rules,
             on_gpu=self.is_gpu,
             kernels=f"Triton {triton.__version__}",
             canonical_decode=False,
