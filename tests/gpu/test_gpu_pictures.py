@@ -11,7 +11,10 @@ import torch
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Picture, Request
+from deltic.models.qwen.shape import published_shape
 from deltic.models.rotary import PromptPositions
+from deltic.models.vision.shape import VisionShape
+from deltic.models.vision.weights import empty_vision
 from tests.cpu.test_picture_prompts import picture, request
 from tests.tiny import tiny_checkpoint
 
@@ -20,22 +23,24 @@ from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.gpu.device import Gpu
 from deltic.runtime.gpu.text import GpuTextRunner
+from deltic.runtime.plan import make_plan
 from tests.gpu.test_gpu_engine import HAS_GPU, LOGPROB_TOLERANCE, Entry, answers, needs_gpu
 from tests.gpu.test_gpu_engine import _note as note
 
 N_TOKENS = 24 if HAS_GPU else 3
 KINDS = ("dense", "moe") if HAS_GPU else ("dense",)
+DRAFTED = 60
 LONG = "A long text before the picture, so that it is on another page. " * 3
 
 Part = str | Picture
 
 
 @cache
-def runner(kind: str, device: str = "cuda") -> Any:
+def runner(kind: str, device: str = "cuda", max_drafts: int = 0) -> Any:
     config = EngineConfig(
         model=str(tiny_checkpoint(kind, has_tower=True, has_mtp=True)), max_num_seqs=4, max_model_len=512,
-        max_step_tokens=256, n_pages=40, n_checkpoints=12, cache_host_gb=0.1, max_picture_tokens=80, max_drafts=0,
-        **({"threads": 1} if device == "cpu" else {}),
+        max_step_tokens=256, n_pages=40, n_checkpoints=12, cache_host_gb=0.1, max_picture_tokens=80,
+        max_drafts=max_drafts, **({"threads": 1} if device == "cpu" else {}),
     )  # fmt: skip
     return build_runner(config, lambda stage, done: None, Gpu() if device == "cuda" else Cpu())
 
@@ -117,6 +122,26 @@ def test_angles_behind_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PromptPositions, "shift", 0)
     wrong = alone("dense", *PROMPTS["a"], n_tokens=2)
     assert wrong[0] == expected("dense", "a")[0] and wrong[1] != expected("dense", "a")[1]
+
+
+@needs_gpu
+def test_drafts_change_no_bit() -> None:
+    """P5: drafted rows, and those of the head, stand behind the pictures, too."""
+    parts: list[Part] = ["Say it again: again again again ", picture(3, 5), " again again again again again"]
+    meant = alone("dense", *parts, n_tokens=DRAFTED)
+    engine = Engine(runner("dense", max_drafts=4))
+    engine.add(asked("a", *parts, n_tokens=DRAFTED))
+    assert answers(engine)["a/0"] == meant
+    assert engine.scheduler.drafting.drafted
+
+
+def test_the_largest_picture_shrinks_first() -> None:
+    """Where memory is tight, before fewer sequences run."""
+    gpu = Gpu()
+    shape, tower = published_shape("qwen3.5-0.8b"), VisionShape.published("0.8b", 1024)
+    plans = [make_plan(EngineConfig(model=""), shape, gpu.text, 1000, gb << 30, 0, tower=tower) for gb in (24, 5)]
+    assert [(plan.max_picture_tokens, plan.max_step_tokens) for plan in plans] == [(16384, 8192), (4096, 8192)]
+    assert plans[0].max_num_seqs > plans[1].max_num_seqs > 8 and plans[0].tower_bytes == empty_vision(tower).n_bytes
 
 
 def test_what_is_planned_and_said() -> None:
