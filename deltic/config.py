@@ -143,10 +143,9 @@ class EngineConfig:
     max_picture_tokens: int | None = knob(
         None,
         "tokens of the largest picture in a prompt, one for each 32 x 32 pixels; a larger picture is made smaller; 0 takes no "
-        "pictures and leaves the vision tower unread (default: 4096)",
+        "pictures and leaves the vision tower unread (default: 4096; 0 on a GPU, where they were not tried yet)",
         metavar="TOKENS",
         kind="text",
-        device="cpu",
     )
     n_pages: int | None = knob(None, "KV pages of 64 tokens (default: what fits, at most what can be used)")
     prefix_cache: bool = knob(True, "keep what was computed, for requests that begin in the same way")

@@ -55,6 +55,11 @@ class PromptPositions:
             self._columns.append(columns)
             self._later.append(shift)
 
+    @property
+    def shift(self) -> int:
+        """From the number of a token behind all pictures to its position."""
+        return self._later[-1] if self._later else 0
+
     def of(self, start: int, end: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
         """Of tokens [start, end), prompt or answer: int32 [3, n], and whether each is a picture's."""
         numbers = np.arange(start, end, dtype=np.int32)

@@ -18,12 +18,11 @@ from deltic.engine.stopwatch import stopwatch
 from deltic.machine import cuda_driver
 from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_ids, speaks
 from deltic.models.fields import CheckpointError, UnsupportedModelError, only
-from deltic.models.loading import PACKED, Store
+from deltic.models.loading import COUNTED, COUNTED_ROWS, PACKED, Store
 from deltic.models.packed import resolve_quantize
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import dummy_weights, load_weights, stored_shape
 from deltic.models.tts.weights import dummy_speech_weights, load_speech_weights
-from deltic.models.vision.cpu import check_vision_kernels
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.shape import VisionShape
 from deltic.models.vision.weights import (
@@ -125,9 +124,11 @@ def find_tower(
             if asked:
                 raise ConfigError(f"--max-picture-tokens {config.max_picture_tokens}: this model has no vision tower")
             return None, []
-        check_vision_kernels(tower)
+        assert device.text.check_tower is not None
+        device.text.check_tower(tower)
         if config.dummy is None:
-            check_tower(directory, tower, stored_tower(directory))
+            store = COUNTED_ROWS if device.text.on_gpu else COUNTED
+            check_tower(directory, tower, stored_tower(directory), store)
         only({"out_hidden_size": tower.out_hidden_size}, "out_hidden_size", (shape.hidden_size,))
         if shape.mrope_section is None:
             raise UnsupportedModelError("mrope_section", None, "three numbers, where there is a vision tower")
@@ -217,7 +218,7 @@ def _load_tower(
     if plan.tower is None:
         return None, find_tower(config, directory, plan.shape, device)[1]
     if config.dummy is not None:
-        return (dummy_vision(plan.tower, config.seed), PictureRules()), []
+        return (dummy_vision(plan.tower, config.seed, device.store(plan)), PictureRules()), []
     weights, notices = load_vision(directory, plan.tower, store=device.store(plan))
     return (weights, picture_rules(directory)), notices
 

@@ -16,6 +16,7 @@ from typing import Generic, Protocol, TypeVar
 from deltic.config import ConfigError, EngineConfig, pinned_cpus, without_foreign
 from deltic.engine.cache.cache import pages_for
 from deltic.machine import free_memory_bytes, memory_bound, n_usable_cpus
+from deltic.models.loading import COUNTED, COUNTED_ROWS
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.tts.shape import SpeechShape
 from deltic.models.vision.shape import VisionShape
@@ -245,6 +246,8 @@ class Kind(Generic[S]):
     """Whether it runs a draft head (MTP)."""
     largest_picture: int | None = None
     """The default of --max-picture-tokens; None: it takes no pictures."""
+    check_tower: Callable[[VisionShape], None] | None = None
+    """As check, of a vision tower."""
     free_share: float = 0.8
     """The part of the free memory that is used where --memory-gb does not say, less reserve_bytes."""
     reserve_bytes: int = 0
@@ -333,7 +336,7 @@ def _asked(
         weight_bytes=kind.weight_bytes(shape, config.rounded),
         vocoder_bytes=kind.vocoder_bytes(shape),
         tower=tower,
-        tower_bytes=0 if tower is None else empty_vision(tower).n_bytes,
+        tower_bytes=0 if tower is None else empty_vision(tower, COUNTED_ROWS if kind.on_gpu else COUNTED).n_bytes,
         max_picture_tokens=0 if tower is None else kind.picture_tokens(config),
         n_real=n_real,
         max_model_len=length,

@@ -194,9 +194,8 @@ LAYOUTS = {
 }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_quantised_tower_keeps_its_format(tmp_path: Path, layout: str) -> None:
-    """Also fc2, whose columns are padded to a multiple of 32 where they are none."""
+def quantised_tower(path: Path, layout: str) -> tuple[dict[str, Any], VisionShape, dict[str, Tensor]]:
+    """Writes a tower whose largest products are quantised; its sizes, its shape, and the weights that are meant."""
     sizes = TINY["heads of 64"] | ({} if layout in ("fp8", "fp8-row", "int8") else {"intermediate_size": 352})
     tensors = random_tower(sizes)
     meant = dict(tensors)
@@ -209,10 +208,16 @@ def test_a_quantised_tower_keeps_its_format(tmp_path: Path, layout: str) -> None
         tensors |= {f"{name.removesuffix('weight')}{role}": value for role, value in parts.items()}
     method = {"gptq": "gptq", "fp8": "fp8"}.get(layout, "compressed-tensors")
     config = {"quant_method": method, "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
-    path = write(tmp_path, tensors, sizes, quantization_config=config)
-    shape = stored_vision_shape(path)
+    shape = stored_vision_shape(write(path, tensors, sizes, quantization_config=config))
     assert shape == shape_of(sizes)
-    weights, _ = load_vision(path, shape)
+    return sizes, shape, meant
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_quantised_tower_keeps_its_format(tmp_path: Path, layout: str) -> None:
+    """Also fc2, whose columns are padded to a multiple of 32 where they are none."""
+    sizes, shape, meant = quantised_tower(tmp_path, layout)
+    weights, _ = load_vision(tmp_path, shape)
     assert len(weights.formats()) == 2 and len(shape.formats) == 6
     for i, block in enumerate(weights.blocks):
         for name, part in (("attn.qkv", block.qkv), ("mlp.linear_fc1", block.fc1), ("mlp.linear_fc2", block.fc2)):

@@ -82,8 +82,9 @@ def run(
     scratch: AttentionScratch | None = None,
     splits: Splits | None = None,
     levers: Levers = LEVERS,
+    shift: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rows for the given places (-1: not in use) -> out, pages after it. The case is left as it was."""
+    """Rows for the given places (-1: not in use) -> out, pages after it. The case is left as it was. shift: of their angles."""
     device, heads, pages = case.proj.device, case.heads, case.pages.clone()
     n = len(places)
     max_len = max_len or max(case.lengths) + 1
@@ -108,6 +109,7 @@ def run(
         rows=Rows(
             place=i32([max(p, 0) for p in places]), slot=i32([3 if p >= 0 else -1 for p in places]),
             position=i32([case.lengths[p] if p >= 0 else 0 for p in places]),
+            angle_shift=None if shift is None else i32([shift if p >= 0 else 0 for p in places]),
         ), page_table=case.table, cos=case.cos, sin=case.sin, pages=pages, scratch=scratch, max_len=max_len, out=out, levers=levers, splits=splits,
     )  # fmt: skip
     assert not scratch.arrived.any(), "the counters are back at 0"
@@ -235,6 +237,21 @@ def test_rows_of_a_draft_have_the_bits_of_single_rows(device: str, n_q: int, n_k
         assert torch.equal(found[i].view(torch.int16), expected[0].view(torch.int16)), (place, position)
     assert torch.equal(pages.view(torch.int16), expected_pages.view(torch.int16))
     assert not found.isnan().any()
+
+
+def test_angles_behind_pictures(device: str) -> None:
+    """A shift of 0 changes no bit; another is that of the tables."""
+    case = make(device, AttentionHeads(4, 2, 32), 8, [64 * 9 + 3, 70], n_partials=2)
+    plain, pages = run(case, [1, 0])
+    zero, zero_pages = run(case, [1, -1, 0], shift=0)
+    assert torch.equal(plain.view(torch.int16), zero[[0, 2]].view(torch.int16))
+    assert torch.equal(pages.view(torch.int16), zero_pages.view(torch.int16))
+    shifted, shifted_pages = run(case, [1, -1, 0], shift=-17)
+    moved = replace(case, cos=case.cos.roll(17, 0), sin=case.sin.roll(17, 0))
+    expected, expected_pages = run(moved, [1, 0])
+    assert torch.equal(shifted[[0, 2]].view(torch.int16), expected.view(torch.int16))
+    assert torch.equal(shifted_pages.view(torch.int16), expected_pages.view(torch.int16))
+    assert not torch.equal(shifted[[0, 2]], plain)
 
 
 def test_rows_not_in_use_touch_nothing(device: str) -> None:

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deltic.models.rotary import axis_of_angle
 from deltic.ops.geometry import AttentionHeads
 from deltic.ops.gpu.attention_prefill import FlashTile, attention_prefill, flash_tile
 from deltic.ops.gpu.blocks import BLOCK, Blocks
@@ -60,10 +61,15 @@ class World:
         self.pages = self.all_pages[:, LAYER]
 
     def step(
-        self, parts: list[tuple[int, int, int]], spare: int = 0, tile: FlashTile | None = None, n_launches: int = 1
+        self,
+        parts: list[tuple[int, int, int]],
+        spare: int = 0,
+        tile: FlashTile | None = None,
+        n_launches: int = 1,
+        angles: list[Tensor] | None = None,
     ) -> list[Tensor]:
         """Prefills parts (sequence, start, stop) in one call with `spare` unused blocks; their rows of out, in order. n_launches: how
-        often, all of which must agree."""
+        often, all of which must agree. angles: [3, T] of each sequence, with SECTIONS."""
         rows = [(i, p, min(stop - p, BLOCK)) for i, start, stop in parts for p in range(start, stop, BLOCK)]
         capacity = len(rows) + spare
 
@@ -87,12 +93,18 @@ class World:
             for _ in range(2)
         )
         table = self.page_table.clamp(min=0).to(self.device)
+        words = None
+        if angles is not None:
+            words = torch.zeros((3, size), dtype=torch.int32)
+            for b, (i, p, n) in enumerate(rows):
+                words[:, b * BLOCK : b * BLOCK + n] = angles[i][:, p : p + n]
+            words = words.to(self.device)
         outs = []
         for _ in range(n_launches):
             attention_prefill(
                 proj, heads, self.q_norm, self.k_norm, EPS,
                 blocks=blocks, page_table=table, cos=self.cos, sin=self.sin, pages=self.pages, query=query, out=out,
-                levers=Levers(), tile=tile,
+                levers=Levers(), tile=tile, angles=words, sections=SECTIONS,
             )  # fmt: skip
             outs.append(out.clone())
         assert n_launches == 1 or all(torch.equal(one, out) for one in outs)
@@ -123,6 +135,8 @@ class World:
         return rounded[1], v, (layers.attention(*rounded) * torch.sigmoid(gate)).flatten(1)
 
 
+SECTIONS = 3, 3, 2
+"""Of 8 angles."""
 LAYOUTS = [(4, 2, 32, 8), (3, 1, 64, 6), (2, 2, 32, 16)]
 if torch.cuda.is_available():
     LAYOUTS += [(8, 2, 256, 32), (24, 4, 256, 32), (16, 2, 256, 32)]
@@ -181,6 +195,27 @@ def test_bits_do_not_depend_on_cuts_or_neighbours(layout: tuple[int, int, int, i
     for i, out in enumerate(together):
         assert torch.equal(out, torch.cat([first[i], rest[i]]))
     assert torch.equal(kept.view(torch.int16), world.all_pages.view(torch.int16))
+
+
+def test_angles_of_their_own(device: str) -> None:
+    """Of text they are those of positions. Each angle of a picture's token is that of the axis it belongs to."""
+    world = World(AttentionHeads(4, 2, 32), lengths(device), 8, device)
+    expected = world.step(whole(world))
+    text = [torch.arange(n, dtype=torch.int32).expand(3, n) for n in world.lengths]
+    world.clear()
+    assert all(torch.equal(a, b) for a, b in zip(world.step(whole(world), spare=1, angles=text), expected, strict=True))
+    generator = torch.Generator().manual_seed(3)
+    rows = torch.randint(0, world.lengths[0], (3, world.lengths[0]), generator=generator, dtype=torch.int32)
+    world.clear()
+    found = world.step([(0, 0, world.lengths[0])], angles=[rows])[0]
+    axes = torch.from_numpy(axis_of_angle(8, SECTIONS)).long()
+    assert axes.tolist() == [0, 1, 2, 0, 1, 2, 0, 1]
+    angle = torch.arange(8)
+    made = [table.cpu()[rows.long()[axes].T, angle].contiguous().to(device) for table in (world.cos, world.sin)]
+    world.clear()
+    world.cos, world.sin = made
+    assert torch.equal(found, world.step([(0, 0, world.lengths[0])])[0])
+    assert not torch.equal(found, expected[0])
 
 
 def test_writes_only_its_own_tokens(device: str) -> None:

@@ -251,6 +251,9 @@ def test_an_embedding_in_any_format(device: str, name: str) -> None:
     ids = torch.tensor([19, -1, 7], device=device, dtype=torch.int32)
     embed(ids, w, found)
     assert torch.equal(found, expected)
+    pictures = torch.arange(544, device=device).bfloat16()[None]
+    embed(ids, w, found, pictures)
+    assert torch.equal(found[[0, 2]], expected[[0, 2]]) and torch.equal(found[1], pictures[0].float())
     rows = Rows(*(torch.zeros_like(ids) for _ in range(3)))
     begun, places = torch.full_like(found, torch.nan), torch.tensor([0, 1, 2], device=device, dtype=torch.int32)
     begin_decode(places, PlaceState(ids, ids, ids, ids, ids), w, rows=rows, residual=begun, levers=LEVERS)

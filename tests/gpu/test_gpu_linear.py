@@ -94,6 +94,17 @@ def test_begin_decode(device: str) -> None:
     assert rows.slot.tolist() == [5, -1, 2, -1]
     assert rows.position.tolist() == [0, 0, 70, 12]
     assert torch.equal(residual, table.float()[[39, 0, 7, 0]])
+    shift = torch.tensor([-3, 9, 9, 0, -5], **integers)
+    behind = dataclasses.replace(rows, angle_shift=torch.full((4,), -77, **integers))
+    begin_decode(
+        rows_place,
+        dataclasses.replace(places, angle_shift=shift),
+        in_rows(table),
+        rows=behind,
+        residual=residual,
+        levers=LEVERS,
+    )
+    assert behind.angle_shift is not None and behind.angle_shift.tolist() == [0, 0, -3, -5]
 
 
 def test_embed(device: str) -> None:
@@ -101,6 +112,19 @@ def test_embed(device: str) -> None:
     residual = poisoned(3, 544, device=device)
     embed(torch.tensor([49, 0, 13], device=device, dtype=torch.int32), in_rows(table), residual)
     assert torch.equal(residual, table.float()[[49, 0, 13]])
+
+
+def test_rows_of_pictures(device: str) -> None:
+    """An id below 0 names one; without pictures it is padding."""
+    table, pictures = values(50, 544, device=device), values(7, 544, device=device, seed=5)
+    w = in_rows(table)
+    ids = torch.tensor([49, -1, 13, -7, 0], device=device, dtype=torch.int32)
+    residual, expected = poisoned(5, 544, device=device), poisoned(5, 544, device=device)
+    embed(ids, w, residual, pictures)
+    embed(ids, w, expected)
+    assert torch.equal(residual[[0, 2, 4]], expected[[0, 2, 4]])
+    assert torch.equal(residual[[1, 3]], pictures.float()[[0, 6]])
+    assert torch.equal(expected[[1, 3]], expected[[4, 4]])
 
 
 @pytest.mark.parametrize(

@@ -46,11 +46,16 @@ FEW_FORMATS = ("int4", "fp8")
 IN_FORMATS = ("qwen3.5-0.8b", "qwen3.5-35b-a3b")
 """Models that are walked in every format of quantised weights, too."""
 MODELS = (*TINY, "next", "custom_voice", "qwen3.5-0.8b", "qwen3.5-27b", "qwen3.5-35b-a3b", "qwen3-tts-1.7b")
+SEEING = ("dense", "qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-27b", "qwen3.5-35b-a3b")
 TEXTS = ("dense", "moe", "next", "qwen3.5-0.8b", "qwen3.5-27b", "qwen3.5-35b-a3b")
 WITH_DRAFTS = {"_begin_decode_kernel", "_gdn_drafts_kernel", "_attention_decode_kernel", "scan"}
 WITH_DRAFTS |= {"_begin_guess_kernel", "_go_on_kernel", "_follow_kernel", "_pair_kernel", "_keys_decode_kernel"}
 WITH_DRAFTS |= {"_prepare_kernel"}
 """Kernels that are others, or of another variant, where a decode may have drafts, and behind it a draft head."""
+OF_PICTURES = {"_patches_kernel", "_positions_kernel", "_layer_norm_kernel", "_keys_kernel", "_attention_kernel"}
+WITH_PICTURES = OF_PICTURES | {"_embed_kernel", "_prepare_kernel", "_begin_decode_kernel", "_attention_decode_kernel"}
+WITH_PICTURES |= {"_wide_kernel"}
+"""The same where prompts may have pictures."""
 REGISTERS = {"cuda": 255, "hip": 512}
 SPILLED_BYTES = 64
 """Of a thread, on an NVIDIA GPU: what a compiler may leave over, and less than the operand of any product."""
@@ -147,7 +152,7 @@ def test_what_a_chip_has() -> None:
 
 
 @cache
-def _plan(model: str, max_drafts: int = 0) -> Any:
+def _plan(model: str, max_drafts: int = 0, has_pictures: bool = False) -> Any:
     """A tiny model, or a published shape with all the memory it may want."""
     from deltic.config import EngineConfig
     from deltic.runtime.build import plan_model
@@ -157,9 +162,12 @@ def _plan(model: str, max_drafts: int = 0) -> Any:
 
     if model.startswith("qwen"):
         config, free_bytes = EngineConfig(model="", dummy=model, max_drafts=max_drafts), 190 << 30
+        config = replace(config, max_picture_tokens=16384 if has_pictures else None)
     else:
         path = (
-            tiny_speech(model, wide=True) if model == "custom_voice" else tiny_checkpoint(model, has_mtp=max_drafts > 0)
+            tiny_speech(model, wide=True)
+            if model == "custom_voice"
+            else tiny_checkpoint(model, has_mtp=max_drafts > 0, has_tower=has_pictures)
         )
         sizes: dict[str, Any] = dict(
             max_num_seqs=9, max_model_len=1024, max_step_tokens=256, n_pages=20, cache_host_gb=0.0
@@ -167,15 +175,16 @@ def _plan(model: str, max_drafts: int = 0) -> Any:
         config, free_bytes = EngineConfig(model=str(path), **sizes), 2 << 30
         if model != "custom_voice":
             config = replace(config, n_checkpoints=2, max_drafts=max_drafts)
+            config = replace(config, max_picture_tokens=128 if has_pictures else 0)
     return plan_model(config, Gpu(), free_bytes)[2]
 
 
-def _jobs(model: str, format: str = "bf16", max_drafts: int = 0) -> list[Any]:
+def _jobs(model: str, format: str = "bf16", max_drafts: int = 0, has_pictures: bool = False) -> list[Any]:
     """What the steps of a model start. Nothing, for a format that is refused."""
     from deltic.ops.gpu.launch import Levers
     from deltic.runtime.gpu.collect import collect
 
-    plan = _plan(model, max_drafts)
+    plan = _plan(model, max_drafts, has_pictures)
     if format != "bf16":
         plan = replace(plan, shape=replace(plan.shape, formats=InFormat(WEIGHT_FORMATS[format])))
     try:
@@ -183,6 +192,17 @@ def _jobs(model: str, format: str = "bf16", max_drafts: int = 0) -> list[Any]:
     except KernelError:
         assert format != "bf16"
         return []
+
+
+def _some(jobs: list[Any]) -> list[Any]:
+    """One variant of each kernel, and of each end of a product."""
+    found = {}
+    for job in jobs:
+        said = json.loads(job.specialisation)
+        constants = dict(zip((i for (i,) in said["constant_keys"]), said["constant_vals"], strict=True))
+        end = list(said["signature"]).index("EPILOGUE") if "EPILOGUE" in said["signature"] else -1
+        found[job.name, constants.get(end)] = job
+    return list(found.values())
 
 
 def _resources(kernel: Any, scratch: Path) -> dict[str, int]:
@@ -211,6 +231,12 @@ def _compile(name: str) -> list[Compiled]:
     of_drafts = [job for job in dict.fromkeys(of_drafts) if job.name in WITH_DRAFTS and job not in jobs]
     jobs += of_drafts if IS_FULL else {job.name: job for job in of_drafts}.values()
     assert {job.name for job in of_drafts} == WITH_DRAFTS
+    of_pictures = [
+        job for model in (SEEING if IS_FULL else ("qwen3.5-27b",)) for job in _jobs(model, has_pictures=True)
+    ]
+    of_pictures = [job for job in dict.fromkeys(of_pictures) if job.name in WITH_PICTURES and job not in jobs]
+    assert {job.name for job in of_pictures} == WITH_PICTURES
+    jobs += of_pictures if IS_FULL else _some(of_pictures)
     scratch = Path(triton.knobs.cache.dir) / "kernel.cubin"
     scratch.parent.mkdir(parents=True, exist_ok=True)
     found = []

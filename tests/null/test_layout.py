@@ -20,17 +20,17 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 REFERENCE = sorted((ROOT / "tests" / "reference").glob("*.py"))
 SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
 
-MAX_SOURCE_FILES = 206
+MAX_SOURCE_FILES = 209
 """191 for what there was; 11 for pictures: operators, a model of five, a reader, the process that it shares with audio, what a request
 has of them, what it names by a URL, and which are encoded, on which device; 3 for the draft head on a GPU: operators, recordings, and
-what benches plant; 1 for videos."""
+what benches plant; 1 for videos; 3 for pictures on a GPU: operators, the tower, and its pieces."""
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 42_990
+MAX_PACKAGE_LINES = 43_600
 """34,250 for what there was; 2,650 for quantised checkpoints: GGUF files, the layouts of safetensors, twenty formats on a CPU, and what
 they lose; 1,100 for them on a GPU, and for chips that are not here; 430 for drafts, and 700 for them on a GPU; 1,000 for pictures: a
 reader of them, and the vision tower on a CPU; 150 for the towers of GGUF models, which are files of their own; 1,000 for pictures in
-the APIs, and 420 in the engine; 450 for videos, and pictures that come again."""
+the APIs, 420 in the engine, and 550 on a GPU; 450 for videos, and pictures that come again."""
 MAX_PROSE_COLUMNS = 110
 """Lines of a file and of the package are lines of code: those with a token on them that is neither comment nor docstring."""
 
@@ -63,7 +63,15 @@ LEAVES = {
     "server.metrics": {"config", "engine.messages"},
 }
 """Modules that import nothing of ours but what is named here."""
-WITH_TORCH = ("ops.gpu.", "runtime.gpu.", "bench.gpu", "models.qwen.gpu", "models.tts.gpu", "models.vocoder.gpu")
+WITH_TORCH = (
+    "ops.gpu.",
+    "runtime.gpu.",
+    "bench.gpu",
+    "models.qwen.gpu",
+    "models.tts.gpu",
+    "models.vision.gpu",
+    "models.vocoder.gpu",
+)
 """How the names begin of modules that import torch. Others may do so inside a function, where a GPU is in use."""
 MAX_DEFERRED_IMPORTS = 30
 """Imports of ours inside functions: each keeps a start quick or a package optional, none hides a ring."""

@@ -125,9 +125,11 @@ def decode_buffers(
     n_kept: int = 0,
     drafts: Drafts | None = None,
     windows: Windows | None = None,
+    has_pictures: bool = False,
 ) -> DecodeBuffers:
     """Every buffer of a decode of up to n_rows rows and contexts of up to max_len tokens, of weights in these
     codes. n_kept: further rows of logits. drafts: of the rows, and windows, where there are any.
+    has_pictures: prompts may have some.
     """
     f32, bf16 = torch.float32, torch.bfloat16
     h, heads = shape.hidden_size, shape.heads
@@ -149,7 +151,9 @@ def decode_buffers(
         n_partials.append(shape.n_experts_per_tok + 1)
     return DecodeBuffers(
         rows=Rows(
-            *(allocate(f"row {name}", (n_rows,), torch.int32) for name in ("place", "slot", "position")), drafts=drafts
+            *(allocate(f"row {name}", (n_rows,), torch.int32) for name in ("place", "slot", "position")),
+            angle_shift=allocate("row angle shift", (n_rows,), torch.int32) if has_pictures else None,
+            drafts=drafts,
         ),
         residual=allocate("residual", (n_rows * h,), f32),
         normed=allocate("normed", (n_rows * h,), bf16),
@@ -402,12 +406,13 @@ class QwenGpu:
         self, proj: Tensor, places: PlaceState, b: DecodeBuffers, g: HeadBuffers, memory: GpuMemory
     ) -> None:
         n = proj.shape[1]
+        rows = b.rows.front(n)
         keys_decode(
             proj,
             self.heads,
             self._head.layer.k_norm,
             self.shape.rms_norm_eps,
-            rows=Rows(b.rows.place[:n], g.rows.kept[:n], b.rows.position[:n]),
+            rows=Rows(rows.place, g.rows.kept[:n], rows.position, angle_shift=rows.angle_shift),
             page_table=places.page_table,
             cos=self.cos,
             sin=self.sin,
@@ -449,7 +454,13 @@ class QwenGpu:
             head.layer.q_norm,
             head.layer.k_norm,
             eps,
-            rows=Rows(step.place, guesses.last, guesses.position, drafts=step.drafts if is_first else None),
+            rows=Rows(
+                step.place,
+                guesses.last,
+                guesses.position,
+                angle_shift=step.angle_shift,
+                drafts=step.drafts if is_first else None,
+            ),
             page_table=places.page_table,
             cos=self.cos,
             sin=self.sin,
@@ -473,14 +484,22 @@ class QwenGpu:
     # A prefill.
 
     def prefill(
-        self, n_blocks: int, inputs: PrefillInputs, page_table: Tensor, b: PrefillBuffers, memory: GpuMemory
+        self,
+        n_blocks: int,
+        inputs: PrefillInputs,
+        page_table: Tensor,
+        b: PrefillBuffers,
+        memory: GpuMemory,
+        pictures: Tensor | None = None,
     ) -> Tensor:
-        """The tokens of n_blocks blocks; gives the logits of the rows asked for, float32 [G, V]."""
+        """The tokens of n_blocks blocks; gives the logits of the rows asked for, float32 [G, V]. pictures:
+        bfloat16 [N, H], where ids may name its rows.
+        """
         shape, w, levers, linears = self.shape, self.weights, self.levers, self.linears
         t, h, eps = n_blocks * BLOCK, shape.hidden_size, shape.rms_norm_eps
         residual, normed = front(b.residual, t, h), front(b.normed, t, h)
         y, added = front(b.y, t, h), None
-        embed(inputs.token_ids, w.embed, residual)
+        embed(inputs.token_ids, w.embed, residual, pictures)
         i_gdn = i_attn = 0
         for i, layer in enumerate(w.layers):
             add_norm(residual, added, layer.input_norm, eps, normed, levers=levers)
@@ -521,6 +540,8 @@ class QwenGpu:
                     query=front(b.query, t, self.heads.n_q, self.heads.dim),
                     out=mixed,
                     levers=levers,
+                    angles=inputs.angles,
+                    sections=shape.mrope_section or (),
                 )
                 linears.project_many(f"layers.{i}.o_proj", mixed, y, b.wide)
                 i_attn += 1
@@ -579,6 +600,8 @@ class QwenGpu:
             sin=self.sin,
             pages=memory.pages[:, -1],
             levers=levers,
+            angles=inputs.angles,
+            sections=self.shape.mrope_section or (),
         )
 
     def logits_of(self, rows: Tensor, n_blocks: int, b: PrefillBuffers) -> Tensor:

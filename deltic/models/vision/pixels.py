@@ -117,6 +117,14 @@ def _three(fields: Mapping[str, Any], name: str, default: tuple[float, float, fl
     raise UnsupportedModelError(name, values, "three numbers")
 
 
+def level_table(rules: PictureRules) -> NDArray[np.float32]:
+    """What each level of each channel becomes, float32 [256, 3]."""
+    levels = (np.arange(256).astype(np.float64) * rules.scale).astype(np.float32)[:, None]
+    mean, std = np.array(rules.mean, np.float32), np.array(rules.std, np.float32)
+    table: NDArray[np.float32] = (levels - mean) / std
+    return table
+
+
 class Patches:
     """What the vision tower reads of a picture, float32 [rows * columns, PATCH_WIDTH], made as it is read:
     (channel, frame, y, x) of each patch; patches block by block, of each 2 x 2 block, in raster order, its
@@ -125,9 +133,7 @@ class Patches:
 
     def __init__(self, pixels: NDArray[np.uint8], rules: PictureRules) -> None:
         """pixels: uint8 [1 or FRAMES_A_PATCH, height, width, 3]."""
-        levels = (np.arange(256).astype(np.float64) * rules.scale).astype(np.float32)[:, None]
-        mean, std = np.array(rules.mean, np.float32), np.array(rules.std, np.float32)
-        self._table = (levels - mean) / std  # [256, 3]
+        self._table = level_table(rules)
         n_frames, height, width, _ = pixels.shape
         rows, columns = height // BLOCK, width // BLOCK
         sides = (n_frames, rows, MERGE, PATCH_SIZE, columns, MERGE, PATCH_SIZE, CHANNELS)

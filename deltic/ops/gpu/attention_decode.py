@@ -246,7 +246,7 @@ def _new_key(
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _keys_decode_kernel(
-    p_proj, p_k_norm, p_cos, p_sin, p_slot, p_place, p_position, p_table, p_pages, eps,
+    p_proj, p_k_norm, p_cos, p_sin, p_slot, p_place, p_position, p_shift, p_table, p_pages, eps,
     stride_s, stride_row, stride_table, stride_page,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     PAGE: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
@@ -257,6 +257,10 @@ def _keys_decode_kernel(
     i_row, i_kv = tl.program_id(0) // NK, tl.program_id(0) % NK
     if tl.load(p_slot + i_row) >= 0:
         position = tl.load(p_position + i_row)
+        if p_shift is not None:
+            shift = tl.load(p_shift + i_row) * HALF
+            p_cos += shift
+            p_sin += shift
         p_row = p_table + tl.load(p_place + i_row).to(tl.int64) * stride_table
         p_page = p_pages + i_kv * (PAGE * D) + tl.load(p_row + position // PAGE).to(tl.int64) * stride_page
         _new_key(
@@ -268,7 +272,7 @@ def _keys_decode_kernel(
 # what follows the batch's size or its longest row is not specialised: the kernel is one and the same
 @triton.jit(do_not_specialize=["stride_table", "records", "n_counters"])
 def _attention_decode_kernel(
-    p_proj, p_q_norm, p_k_norm, p_cos, p_sin, p_slot, p_place, p_position, p_ahead, p_table, p_pages,
+    p_proj, p_q_norm, p_k_norm, p_cos, p_sin, p_slot, p_place, p_position, p_shift, p_ahead, p_table, p_pages,
     p_output, p_weight, p_arrived, p_out, eps, scale,
     stride_s, stride_row, stride_table, stride_page, records, n_counters,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
@@ -294,6 +298,10 @@ def _attention_decode_kernel(
     pair = (i_row * NK + i_kv).to(tl.int64)
     row = i_row.to(tl.int64)
     p_table += tl.load(p_place + i_row).to(tl.int64) * stride_table
+    if p_shift is not None:  # behind pictures angles are not those of positions
+        shift = tl.load(p_shift + i_row) * HALF
+        p_cos += shift
+        p_sin += shift
     p_pages += i_kv * (PAGE * D)
     p_proj += row * stride_row
     p_gate = p_proj + (NQ + i_kv * G) * D
@@ -407,10 +415,11 @@ def attention_decode(
 
     proj: float32 [S, N, row], partial sums in order; a row is q heads | gates | k heads | v heads, or without
     gates (heads.is_gated). q_norm, k_norm: float32 [d], zero-centred. A row with slot -1 is left alone.
-    page_table: int32 [places, max_pages]; cos, sin: float32 [max_len, rotary/2]; pages: bfloat16
-    [n_pages, 2, nk, 64, d], this layer's part, any page stride; the token's own k and v are written there.
-    out: bfloat16 [N, nq d]. max_len: no row has more keys. Query head j reads key head j // (nq/nk). splits:
-    for measurements; the scratch must have been made with the same.
+    page_table: int32 [places, max_pages]; cos, sin: float32 [max_len, rotary/2], of which a row reads that of
+    its position, plus rows.angle_shift where there is one; pages: bfloat16 [n_pages, 2, nk, 64, d], this
+    layer's part, any page stride; the token's own k and v are written there. out: bfloat16 [N, nq d].
+    max_len: no row has more keys. Query head j reads key head j // (nq/nk). splits: for measurements; the
+    scratch must have been made with the same.
 
     Rounded to bfloat16: q, k, v, the softmax weights where they meet v (not in their sum), the output. No row
     sees another, but for those of its sequence that rows.drafts puts in front of it, of the same page; and
@@ -442,7 +451,7 @@ def attention_decode(
     registers = {"maxnreg": splits.maxnreg} if limited else {}
     launch(
         _attention_decode_kernel, (n_rows * heads.n_kv, capacity),
-        proj, q_norm, k_norm, cos, sin, rows.slot, rows.place, rows.position,
+        proj, q_norm, k_norm, cos, sin, rows.slot, rows.place, rows.position, rows.angle_shift,
         None if rows.drafts is None else rows.drafts.ahead, page_table, pages,
         scratch.output, scratch.weight, scratch.arrived, out, eps, heads.dim**-0.5 * 1.4426950408889634,
         proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), records, counters,
@@ -471,7 +480,7 @@ def keys_decode(
     check("keys_decode", pages.dtype == torch.bfloat16 and pages[0].is_contiguous(), "bfloat16 pages")
     launch(
         _keys_decode_kernel, (n_rows * heads.n_kv,), proj, k_norm, cos, sin, rows.slot, rows.place, rows.position,
-        page_table, pages, eps, proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), NQ=heads.n_q,
+        rows.angle_shift, page_table, pages, eps, proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), NQ=heads.n_q,
         NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16, PAGE=PAGE_SIZE,
         GATED=heads.is_gated, pdl=levers.pdl, num_warps=SPLITS.num_warps,
     )

@@ -12,6 +12,7 @@ not mix, so the bits of a token do not depend on where its prompt was cut nor on
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,9 +51,9 @@ class FlashTile:
 
 @triton.jit
 def _prepare_kernel(
-    proj, q_norm, k_norm, eps, n_tokens, position, page, cos, sin, stride_cos, query, pages, stride_page,
+    proj, q_norm, k_norm, eps, n_tokens, position, page, cos, sin, stride_cos, angles, query, pages, stride_page,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr, GATED: tl.constexpr,
-    FIRST: tl.constexpr, PDL: tl.constexpr,
+    FIRST: tl.constexpr, ROWS_END: tl.constexpr, COLUMNS_END: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program: the tokens of a block times one head of q | k | v, of those from FIRST on."""
     if PDL:
@@ -92,7 +93,15 @@ def _prepare_kernel(
         w_2 = 1.0 + tl.load(p_w + HALF + o_r, mask=o_r < HALF, other=0.0)[None, :]
         b_1 = b_1 * b_scale * w_1
         b_2 = b_2 * b_scale * w_2
-        o_cos = (tl.load(position + i_b) + o_t)[:, None] * stride_cos + o_r[None, :]
+        if angles is None:
+            b_angle = (tl.load(position + i_b) + o_t)[:, None]
+        else:
+            # axes take turns, and what rows and columns do not reach is time's (models/rotary.axis_of_angle)
+            o_axis = tl.where((o_r % 3 == 1) & (o_r < ROWS_END), 1, 0)
+            o_axis = tl.where((o_r % 3 == 2) & (o_r < COLUMNS_END), 2, o_axis)
+            p_angle = angles + (i_b * 64 + o_t)[:, None] + o_axis[None, :] * (tl.num_programs(1) * 64)
+            b_angle = tl.load(p_angle, mask=m_r, other=0)
+        o_cos = b_angle * stride_cos + o_r[None, :]
         b_cos = tl.load(cos + o_cos, mask=m_r, other=0.0)
         b_sin = tl.load(sin + o_cos, mask=m_r, other=0.0)
         r_1 = (b_1 * b_cos - b_2 * b_sin).to(tl.bfloat16)
@@ -185,16 +194,28 @@ def flash_tile(heads: AttentionHeads) -> FlashTile:
     return FlashTile(heads=1, num_warps=8 if heads.dim > 128 else 4, num_stages=stages)
 
 
+def _axes(angles: Tensor | None, sections: Sequence[int], n_tokens: int) -> dict[str, int]:
+    """Constants of the prepare kernel: where the angles of rows and columns end."""
+    if angles is None:
+        return {"ROWS_END": 0, "COLUMNS_END": 0}
+    if angles.shape != (3, n_tokens) or angles.dtype != torch.int32 or not angles.is_contiguous() or len(sections) != 3:
+        raise ValueError(f"attention_prefill: int32 angles [3, {n_tokens}], and three sections")
+    return {"ROWS_END": 3 * sections[1], "COLUMNS_END": 3 * sections[2]}
+
+
 def attention_prefill(
     proj: Tensor, heads: AttentionHeads, q_norm: Tensor, k_norm: Tensor, eps: float, *, blocks: Blocks, page_table: Tensor,
-    cos: Tensor, sin: Tensor, pages: Tensor, query: Tensor, out: Tensor, levers: Levers, tile: FlashTile | None = None,
+    cos: Tensor, sin: Tensor, pages: Tensor, query: Tensor, out: Tensor, levers: Levers, angles: Tensor | None = None,
+    sections: Sequence[int] = (), tile: FlashTile | None = None,
 ) -> None:
     """Full attention of the tokens of `blocks`, whose earlier keys and values are in the pages; writes
     theirs. Two launches.
 
     proj: bfloat16 [T, heads.row], T = 64 blocks, a row q heads | gates (if heads.is_gated) | k heads | v
     heads; q_norm, k_norm: float32 [d], zero-centred; page_table: int32 [places, max_pages]; cos, sin: float32
-    [max_len, rotary/2], the first `rotary` dims rotate in pairs (i, i + rotary/2); pages: bfloat16
+    [max_len, rotary/2], the first `rotary` dims rotate in pairs (i, i + rotary/2), by the row of the token's
+    position, or, with angles, int32 [3, T], of the axis of M-RoPE that the angle belongs to
+    (models/rotary.axis_of_angle; sections: how many angles each axis has); pages: bfloat16
     [n, 2, nk, 64, d], this layer's part with any page stride (keys, then values); query: bfloat16, T nq d
     elements of workspace; out: bfloat16 [T, nq d].
     out = softmax(q k^T d^-0.5) v * sigmoid(gate), query head j reads key head j // (nq/nk); scores, softmax
@@ -222,10 +243,11 @@ def attention_prefill(
     expect(pages.shape[1:] == (2, heads.n_kv, BLOCK, d) and pages[0].is_contiguous(), "pages [n, 2, nk, 64, d]")
     expect(pages.stride(0) % d == 0 and pages.shape[0] * pages.stride(0) // d < 2**31, "page stride in rows of int32")
     sizes: dict[str, Any] = {"NQ": heads.n_q, "NK": heads.n_kv, "D": d, "GATED": heads.is_gated}
+    axes = _axes(angles, sections, n_tokens)
     launch(
         _prepare_kernel, (heads.n_q + 2 * heads.n_kv, n_blocks), proj, q_norm, k_norm, eps, blocks.n, blocks.position, blocks.page,
-        cos, sin, cos.stride(0), query, pages, pages.stride(0), HALF=half, HALF_P2=next_power_of_2(half), FIRST=0, **sizes,
-        num_warps=PREPARE_WARPS, pdl=levers.pdl,
+        cos, sin, cos.stride(0), angles, query, pages, pages.stride(0), HALF=half, HALF_P2=next_power_of_2(half), FIRST=0,
+        **axes, **sizes, num_warps=PREPARE_WARPS, pdl=levers.pdl,
     )
     tile, rows_page = tile or flash_tile(heads), pages.stride(0) // d
     queries = tiles_of(query, query.numel() // d, d, d, (BLOCK * tile.heads, d))
@@ -241,7 +263,7 @@ def attention_prefill(
 
 def keys_prefill(
     proj: Tensor, heads: AttentionHeads, k_norm: Tensor, eps: float, *, blocks: Blocks, cos: Tensor, sin: Tensor,
-    pages: Tensor, levers: Levers,
+    pages: Tensor, levers: Levers, angles: Tensor | None = None, sections: Sequence[int] = (),
 ) -> None:
     """Writes the keys and values of the tokens of `blocks`, and nothing else: the bits of attention_prefill.
 
@@ -255,6 +277,7 @@ def keys_prefill(
         raise ValueError("keys_prefill: bfloat16 proj, and pages [n, 2, nk, 64, d]")
     launch(
         _prepare_kernel, (2 * heads.n_kv, blocks.n.shape[0]), proj, k_norm, k_norm, eps, blocks.n, blocks.position, blocks.page,
-        cos, sin, cos.stride(0), proj, pages, pages.stride(0), HALF=half, HALF_P2=next_power_of_2(half), FIRST=heads.n_q,
-        NQ=heads.n_q, NK=heads.n_kv, D=d, GATED=heads.is_gated, num_warps=PREPARE_WARPS, pdl=levers.pdl,
+        cos, sin, cos.stride(0), angles, proj, pages, pages.stride(0), HALF=half, HALF_P2=next_power_of_2(half),
+        FIRST=heads.n_q, **_axes(angles, sections, n_tokens), NQ=heads.n_q, NK=heads.n_kv, D=d, GATED=heads.is_gated,
+        num_warps=PREPARE_WARPS, pdl=levers.pdl,
     )

@@ -37,10 +37,11 @@ class Blocks:
 class PrefillInputs:
     """int32 views of the words that the host sends with a prefill of B blocks."""
 
-    token_ids: Tensor  # [64 B]
+    token_ids: Tensor  # [64 B]; below 0, where there are pictures: rows of the tower's, from -1 on
     blocks: Blocks
     logit_row: Tensor  # [G] rows whose logits are wanted
     next_ids: Tensor | None = None  # [64 B] for a draft head: the ids behind; -1 - d: what draw d gives
+    angles: Tensor | None = None  # [3, 64 B] rows of cos and sin, by axis of M-RoPE; None: those of positions
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ class PlaceState:
     slot: Tensor  # [P]
     done: Tensor  # [P] not 0: the sequence has ended on the device; the host will see it one step later
     page_table: Tensor  # [P, max_pages]
+    angle_shift: Tensor | None = None  # [P] from a position to the token's row of cos and sin; None: 0
 
 
 @dataclass(frozen=True)
@@ -77,13 +79,14 @@ class Rows:
     place: Tensor  # row of the page table
     slot: Tensor  # the state slot; -1: the row is not in use
     position: Tensor  # tokens before this one
+    angle_shift: Tensor | None = field(default=None, kw_only=True)  # of its place
     drafts: Drafts | None = field(default=None, kw_only=True)
 
     def front(self, n: int) -> Self:
         """The first n."""
         parts: dict[str, Any] = {field.name: getattr(self, field.name) for field in fields(self)}
         drafts = parts.pop("drafts")
-        parts = {name: part[:n] for name, part in parts.items()}
+        parts = {name: None if part is None else part[:n] for name, part in parts.items()}
         return replace(self, **parts, drafts=None if drafts is None else drafts.front(n))
 
 

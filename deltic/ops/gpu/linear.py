@@ -77,6 +77,27 @@ def silu_product(b_gate, b_up):
     return b_gate / (1.0 + tl.exp(-b_gate)) * b_up
 
 
+NONE, BIAS, GELU_TANH, GELU_ERF, ADD = (tl.constexpr(i) for i in range(5))
+"""What the wide kernel does with its sums. All but the first add a bias; then one of the two forms of GELU;
+or what is in `out` already is added, too.
+"""
+
+
+@triton.jit
+def _finished(b_acc, p_bias, p_y, b_mask, o_m, m, EPILOGUE: tl.constexpr):
+    """Sums as they are stored. The one multiply-add is written out: the compiler has no choice."""
+    if EPILOGUE != NONE:
+        b_acc += tl.load(p_bias + tl.minimum(o_m, m - 1))[None, :]
+    if EPILOGUE == GELU_TANH:  # x (1 + tanh u) / 2 = x / (1 + exp(-2 u))
+        b_inner = tl.fma(b_acc * b_acc, tl.full(b_acc.shape, 0.044715, tl.float32), tl.full(b_acc.shape, 1.0, tl.float32))
+        b_acc = b_acc / (1.0 + tl.exp(b_acc * b_inner * -1.5957691216057308))
+    if EPILOGUE == GELU_ERF:
+        b_acc = b_acc * 0.5 * (1.0 + tl.erf(b_acc * 0.7071067811865476))
+    if EPILOGUE == ADD:
+        b_acc += tl.load(p_y, mask=b_mask, other=0.0)
+    return b_acc
+
+
 @triton.jit
 def _tile_rows(i_m, m, BLOCK_M: tl.constexpr, SWIGLU: tl.constexpr, EVEN_M: tl.constexpr):
     """The weight rows of a tile.
@@ -177,8 +198,9 @@ def _narrow_kernel(
 
 @triton.jit
 def _wide_kernel(
-    p_x, p_w, p_out, t, m, k, out_row,
-    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
+    p_x, p_w, p_bias, p_out, t, m, k, out_row,
+    BLOCK_T: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, GROUP: tl.constexpr, EPILOGUE: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -195,7 +217,9 @@ def _wide_kernel(
     for i_k in range(0, k, BLOCK_K):
         b_acc = tl.dot(tl.load(p_x_row + i_k), tl.trans(tl.load(p_w_row + i_k)), b_acc)
     p_y = p_out + o_t.to(tl.int64)[:, None] * out_row + o_m[None, :]
-    tl.store(p_y, b_acc.to(p_out.dtype.element_ty), mask=(o_t < t)[:, None] & (o_m < m)[None, :])
+    b_mask = (o_t < t)[:, None] & (o_m < m)[None, :]
+    b_out = _finished(b_acc, p_bias, p_y, b_mask, o_m, m, EPILOGUE)
+    tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=b_mask)
 
 
 @triton.jit
@@ -548,14 +572,40 @@ def _bf16_rows(piece: Piece, scratch: WideScratch | None) -> Tensor:
     return rows[0]
 
 
-def _wide(x: Tensor, rows: Tensor, out: Tensor, levers: Levers, config: Wide | None) -> None:
+def biased_linear(
+    x: Tensor, w: Matrix, bias: Tensor, out: Tensor, *, levers: Levers, how: tl.constexpr = BIAS,
+    scratch: WideScratch | None = None, config: Wide | None = None,
+) -> None:
+    """out = x W^T + bias, GELU of that (GELU_TANH, GELU_ERF), or out += x W^T + bias (ADD, float32 out).
+
+    x: bfloat16 [T, K], T a multiple of 16, K of 32; w: [M, K] in rows, in any format: operands are bfloat16;
+    bias: float32 [M]; out: bfloat16 or float32 [T, M], whose rows may lie apart. Sums over k are in order,
+    and rounded where out is bfloat16, at the end. Rows are independent of each other, bit for bit. scratch:
+    where w is quantised. Raises KernelError for weights in strips.
+    """
+    (t, k), m = x.shape, w.n
+    check("linear", x.dtype == torch.bfloat16 and x.is_contiguous(), "contiguous bfloat16 x")
+    check("linear", t % 16 == 0 and k % 32 == 0 and w.k == k, f"T % 16 == 0, K % 32 == 0, w [M, {k}]")
+    check("linear", out.shape == (t, m) and out.stride(1) == 1, f"out [{t}, {m}]")
+    check("linear", out.dtype in ((torch.float32,) if how == ADD else (torch.bfloat16, torch.float32)), "a type of out")
+    check("linear", bias.dtype == torch.float32 and bias.shape == (m,), f"a float32 bias of {m}")
+    c = config or wide_config(t, m)
+    if c.block_m == 256:  # the registers of its sums are all there are: nothing could follow them
+        c = Wide(c.block_t, 128, c.num_warps, c.num_stages)
+    _wide(x, _bf16_rows(w.whole, scratch), out, levers, c, bias, how)
+
+
+def _wide(
+    x: Tensor, rows: Tensor, out: Tensor, levers: Levers, config: Wide | None, bias: Tensor | None = None,
+    how: tl.constexpr = NONE,
+) -> None:
     """The wide kernel; out's rows may lie apart."""
     (t, k), m = x.shape, len(rows)
     c = config or wide_config(t, m)
     launch(
-        _wide_kernel, (-(-t // c.block_t) * -(-m // c.block_m),), x, rows, out, t, m, k, out.stride(0),
-        BLOCK_T=c.block_t, BLOCK_M=c.block_m, BLOCK_K=64 if k % 64 == 0 else 32, GROUP=8, pdl=levers.pdl,
-        num_warps=c.num_warps, num_stages=c.num_stages,
+        _wide_kernel, (-(-t // c.block_t) * -(-m // c.block_m),), x, rows, bias, out, t, m, k, out.stride(0),
+        BLOCK_T=c.block_t, BLOCK_M=c.block_m, BLOCK_K=64 if k % 64 == 0 else 32, GROUP=8, EPILOGUE=how.value,
+        pdl=levers.pdl, num_warps=c.num_warps, num_stages=c.num_stages,
     )
 
 

@@ -69,8 +69,8 @@ def _read_row(
 
 @triton.jit
 def _begin_decode_kernel(
-    p_rows_place, p_ahead, p_draft, p_last_token, p_position, p_slot, p_done, p_table, p_row_place, p_row_slot,
-    p_row_position, p_residual, n, width, DRAFTS: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr,
+    p_rows_place, p_ahead, p_draft, p_last_token, p_position, p_slot, p_done, p_shift, p_table, p_row_place, p_row_slot,
+    p_row_position, p_row_shift, p_residual, n, width, DRAFTS: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
     i_row = tl.program_id(0)
@@ -90,6 +90,8 @@ def _begin_decode_kernel(
     tl.store(p_row_place + i_row, place)
     tl.store(p_row_slot + i_row, tl.where(used & (done == 0), slot, -1))
     tl.store(p_row_position + i_row, tl.where(used, position, 0))
+    if p_shift is not None:
+        tl.store(p_row_shift + i_row, tl.where(used, tl.load(p_shift + place), 0))
     # a row that ended keeps its last token, whatever it is; the clamp keeps the read inside the table
     token = tl.where(used, tl.maximum(token, 0), 0).to(tl.int64)
     p_to = p_residual + i_row.to(tl.int64) * width
@@ -98,13 +100,20 @@ def _begin_decode_kernel(
 
 @triton.jit
 def _embed_kernel(
-    p_token, p_table, p_residual, n, width, LANES: tl.constexpr, PIECES: tl.constexpr, BLOCK_K: tl.constexpr,
+    p_token, p_table, p_pictures, p_residual, n, width, LANES: tl.constexpr, PIECES: tl.constexpr, BLOCK_K: tl.constexpr,
     CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr,
 ):
     i_row = tl.program_id(0)
-    token = tl.maximum(tl.load(p_token + i_row), 0).to(tl.int64)
+    token = tl.load(p_token + i_row).to(tl.int64)
     p_to = p_residual + i_row.to(tl.int64) * width
-    _read_row(p_table, token, p_to, n, width, LANES, PIECES, BLOCK_K, CODES, SCALES, GROUP)
+    if p_pictures is not None:
+        if token >= 0:
+            _read_row(p_table, token, p_to, n, width, LANES, PIECES, BLOCK_K, CODES, SCALES, GROUP)
+        elif tl.program_id(1) == 0:
+            _widen_row(p_pictures + (-1 - token) * width, p_to, width, LANES, PIECES)
+    else:
+        token = tl.maximum(token, 0)
+        _read_row(p_table, token, p_to, n, width, LANES, PIECES, BLOCK_K, CODES, SCALES, GROUP)
 
 
 @triton.jit
@@ -172,7 +181,7 @@ def begin_decode(
 
     rows_place: int32 [N], the place of each row, -1 for a row not in use; table: [V, H] in rows. Writes rows
     and residual: float32 [N, H]. rows.drafts is read: a row behind others of its sequence has the token that
-    is drafted there, and is so many positions further.
+    is drafted there, and is so many positions further. rows.angle_shift: where the places have one.
     A row not in use gets place 0, slot -1, position 0 and token 0; a row whose place is done keeps place and
     position and gets slot -1. Leaves out: a check of token ids against the vocabulary. Raises KernelError for
     a table in strips, or in several formats.
@@ -181,13 +190,14 @@ def begin_decode(
     state = (places.last_token, places.position, places.slot, places.done)
     drafts = (None, None) if rows.drafts is None else (rows.drafts.ahead, rows.drafts.token)
     ids = (rows_place, *state, rows.place, rows.slot, rows.position)
+    check("embed", (places.angle_shift is None) == (rows.angle_shift is None), "angles of places and rows, or of none")
     check("embed", all(x.dtype == torch.int32 for x in ids), "int32 arrays")
     check("embed", rows_place.shape[0] == n and table.k == width, f"{n} rows, a table of width {width}")
     check("embed", residual.dtype == torch.float32, "float32 residual")
     blocks, piece, cut = _cut(table)
     launch(
-        _begin_decode_kernel, (n, blocks), rows_place, *drafts, *state, address(piece), rows.place, rows.slot,
-        rows.position, residual, piece.n, width, DRAFTS=rows.drafts is not None, LANES=LANES, PIECES=pieces(width),
+        _begin_decode_kernel, (n, blocks), rows_place, *drafts, *state, places.angle_shift, address(piece), rows.place,
+        rows.slot, rows.position, rows.angle_shift, residual, piece.n, width, DRAFTS=rows.drafts is not None, LANES=LANES, PIECES=pieces(width),
         **cut, pdl=levers.pdl, num_warps=4,
     )
 
@@ -201,19 +211,23 @@ def _cut(table: Matrix) -> tuple[int, Piece, dict[str, Any]]:
     return programs, piece, {"BLOCK_K": block_k, **constants(piece.format)}
 
 
-def embed(token_ids: Tensor, table: Matrix, residual: Tensor) -> None:
+def embed(token_ids: Tensor, table: Matrix, residual: Tensor, pictures: Tensor | None = None) -> None:
     """residual[t] = float32(table[token_ids[t]]), not rounded. token_ids: int32 [T]; table: [V, H] in rows;
     residual: float32 [T, H].
 
-    A negative id (padding) reads row 0. Leaves out: a check of ids against the vocabulary. Raises KernelError
-    for a table in strips, or in several formats.
+    A negative id reads row -1 - id of pictures, bfloat16 [N, H], and where there are none row 0 of the table
+    (padding). Leaves out: a check of ids against the vocabulary. Raises KernelError for a table in strips, or
+    in several formats.
     """
     n, width = residual.shape
     check("embed", token_ids.dtype == torch.int32 and token_ids.shape == (n,), f"{n} int32 ids")
     check("embed", residual.dtype == torch.float32 and table.k == width, f"table of width {width}, float32 residual")
+    if pictures is not None:
+        fits = pictures.dtype == torch.bfloat16 and pictures.shape[1] == width and pictures.is_contiguous()
+        check("embed", fits, f"bfloat16 pictures [N, {width}]")
     blocks, piece, cut = _cut(table)
     launch(
-        _embed_kernel, (n, blocks), token_ids, address(piece), residual, piece.n, width,
+        _embed_kernel, (n, blocks), token_ids, address(piece), pictures, residual, piece.n, width,
         LANES=LANES, PIECES=pieces(width), **cut, num_warps=4,
     )
 

@@ -19,6 +19,7 @@ from deltic.models.qwen.weights import weight_bytes
 from deltic.models.tts.cpu import check_speech_kernels
 from deltic.models.tts.shape import SpeechShape
 from deltic.models.tts.weights import empty_speech_weights, speech_weight_bytes
+from deltic.models.vision.cpu import check_vision_kernels
 from deltic.models.vocoder.cpu import allocate_vocoder, check_vocoder
 from deltic.models.vocoder.weights import vocoder_weight_bytes
 from deltic.ops.cpu.program import library_file
@@ -102,6 +103,7 @@ TEXT = Kind[ModelShape](
     drafts=8,
     draft_head=True,
     largest_picture=4096,  # 2,048 x 2,048 pixels take a CPU a minute
+    check_tower=check_vision_kernels,
 )
 
 

@@ -18,6 +18,7 @@ from deltic.models.qwen.gpu import (
     prefill_buffers,
 )
 from deltic.models.tts.gpu import FrameBuffers, PromptBuffers, frame_buffers, prompt_buffers
+from deltic.models.vision.gpu import PIECE, VisionBuffers, vision_buffers
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.ops.gpu.blocks import Drafts, PlaceState, Windows, window_rows
@@ -28,6 +29,8 @@ from deltic.ops.gpu.sample import Drawn, PlaceParameters, SampleScratch, sample_
 from deltic.runtime.gpu.places import HEAD_ROWS, ROWS, place_table
 from deltic.runtime.plan import Plan, SpeechPlan, TextPlan
 
+PIECE_ROWS = 4096
+"""Patches of the longest piece of a picture."""
 MAX_SEGMENTS = 32
 """Prompts of one prefill."""
 
@@ -59,6 +62,10 @@ class GpuWorkspace(Workspace):
     prefill: PrefillBuffers
     guesses: Guesses | None
     """Where there is a draft head."""
+    vision: VisionBuffers | None
+    """Where there is a vision tower."""
+    picture_rows: Tensor | None
+    """bfloat16 [blocks * PAGE_SIZE, H]: what the vision tower made of pictures, in blocks."""
 
 
 @dataclass(frozen=True)
@@ -98,7 +105,10 @@ def _shared(
     n, i32, f32 = plan.n_decode_rows, torch.int32, torch.float32
     n_drafts = n - plan.max_num_seqs
     has_head = not plan.speaks and plan.shape.has_draft_head
-    table, offsets, views = place_table(plan.max_num_seqs, plan.max_model_len, allocate, more, n_drafts, has_head)
+    has_pictures = plan.max_picture_tokens > 0
+    table, offsets, views = place_table(
+        plan.max_num_seqs, plan.max_model_len, allocate, more, n_drafts, has_head, has_pictures
+    )
     return {
         "table": table,
         "offsets": offsets,
@@ -116,6 +126,11 @@ def _shared(
             for kind in ("decode", "prefill")
         },
     }, views
+
+
+def n_patches(plan: TextPlan) -> int:
+    """Of the largest picture, in whole pieces."""
+    return -(-plan.max_picture_tokens // PAGE_SIZE) * PIECE
 
 
 def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWorkspace:
@@ -142,9 +157,16 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
         drawn = shared["parameters"]
         parameters = replace(drawn, mask_row=none, n_logprobs=none, last_token=left, position=left, done=left)
         guesses = Guesses(head, parameters, none, replace(shared["out"]["decode"], token=rows.tokens[0]))
+    vision = picture_rows = None
+    if plan.tower is not None:
+        n = n_patches(plan)
+        vision = vision_buffers(plan.tower, n, min(n, PIECE_ROWS), allocate)
+        picture_rows = allocate("pictures", (plan.n_picture_blocks * PAGE_SIZE, shape.hidden_size), torch.bfloat16)
     return GpuWorkspace(
         **shared,
         guesses=guesses,
+        vision=vision,
+        picture_rows=picture_rows,
         decode=decode_buffers(
             shape,
             codes,
@@ -155,6 +177,7 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
             n_kept=plan.max_num_seqs,
             drafts=drafts,
             windows=windows,
+            has_pictures=plan.max_picture_tokens > 0,
         ),
         prefill=prefill_buffers(shape, codes, n_blocks, min(n_blocks, MAX_SEGMENTS), allocate),
     )

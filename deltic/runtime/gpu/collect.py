@@ -12,6 +12,8 @@ import torch
 from deltic.engine.messages import MAX_LOGPROBS
 from deltic.models.qwen.weights import Weights, empty_weights
 from deltic.models.tts.weights import empty_speech_weights
+from deltic.models.vision.pixels import PictureRules
+from deltic.models.vision.weights import empty_vision
 from deltic.models.vocoder.weights import empty_vocoder
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.launch import Levers
@@ -32,12 +34,18 @@ def collect(plan: Plan[Any], levers: Levers) -> list[Job]:
             recording.run()
         if isinstance(runner, GpuTextRunner):
             _score_prompts(runner)
+            if runner.tower is not None:
+                runner.tower.walk()
     return list(jobs)
 
 
 def _text_runner(plan: TextPlan, levers: Levers) -> GpuTextRunner:
     weights = empty_weights(plan.shape, plan.quantize, plan.shape.tie_word_embeddings, DeviceStore("meta"))
-    return GpuTextRunner(plan, replace(weights, layers=_different_layers(weights)), levers)
+    vision = None
+    if plan.tower is not None:
+        tower = replace(plan.tower, depth=1)  # the other blocks start the same kernels
+        plan, vision = replace(plan, tower=tower), (empty_vision(tower, DeviceStore("meta")), PictureRules())
+    return GpuTextRunner(plan, replace(weights, layers=_different_layers(weights)), levers, vision=vision)
 
 
 def _speech_runner(plan: SpeechPlan, levers: Levers) -> GpuSpeechRunner:

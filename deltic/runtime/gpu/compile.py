@@ -53,7 +53,10 @@ LIMIT_S = 300.0
 """After so long the workers are ended, and the rest is compiled by whoever needs it."""
 SOURCES = ("ops/gpu", "ops/geometry.py", "ops/formats.py", "ops/matrix.py", "models", "runtime", "engine")
 """What decides, within the package, which kernels a step starts."""
-SIZES = ("shape", "quantize", "n_real", "max_model_len", "max_num_seqs", "max_step_tokens", "max_drafts")
+SIZES = (
+    *("shape", "quantize", "n_real", "max_model_len", "max_num_seqs", "max_step_tokens", "max_drafts"),
+    *("tower", "max_picture_tokens"),
+)
 """What decides it, of a plan."""
 
 
@@ -113,6 +116,8 @@ def _marker(plan: Plan[Any], levers: Levers) -> Path:
         for file in sorted((package / name).rglob("*.py")) if (package / name).is_dir() else [package / name]:
             digest.update(file.read_bytes())
     sizes = [getattr(plan, name) for name in SIZES]
+    if plan.tower is not None:  # what a shape does not say of itself
+        sizes.append(sorted(f"{name} {format.name}" for name, format in plan.tower.formats.items()))
     machine = (triton.runtime.driver.active.get_current_target(), torch.cuda.get_device_name())
     versions = (triton.__version__, torch.__version__, sys.version)
     digest.update(repr((sizes, levers, machine, versions)).encode())

@@ -22,12 +22,14 @@ from deltic.models.qwen.weights import weight_bytes
 from deltic.models.tts.gpu import check_speech_gpu
 from deltic.models.tts.shape import SpeechShape
 from deltic.models.tts.weights import speech_weight_bytes
+from deltic.models.vision.gpu import check_vision_gpu
+from deltic.models.vision.shape import MERGE
 from deltic.models.vocoder.gpu import check_vocoder_gpu, state_words
 from deltic.ops.contract import KernelError
 from deltic.ops.geometry import N_CODES, PAGE_SIZE, Allocate
 from deltic.ops.gpu.launch import INTERPRETED, Levers, parse_levers
 from deltic.ops.gpu.weight import DeviceStore
-from deltic.runtime.gpu.buffers import gpu_speech_workspace, gpu_workspace
+from deltic.runtime.gpu.buffers import gpu_speech_workspace, gpu_workspace, n_patches
 from deltic.runtime.gpu.collect import collect
 from deltic.runtime.gpu.compile import Kernels, begin_compiling
 from deltic.runtime.gpu.speech import GpuSpeechRunner
@@ -92,7 +94,10 @@ def text(levers: Levers) -> Kind[ModelShape]:
 
     def measure(plan: TextPlan) -> dict[str, int]:
         sizes = _counted(lambda allocate: gpu_workspace(plan, levers, allocate))
-        return sizes | {"rotary tables": 2 * plan.max_model_len * (plan.shape.rotary_dim // 2) * 4}
+        n_angles = plan.max_model_len * plan.shape.rotary_dim
+        if plan.tower is not None:
+            n_angles += n_patches(plan) // MERGE * (plan.tower.head_dim // 2)
+        return sizes | {"rotary tables": 4 * n_angles}
 
     return Kind(
         device="cuda",
@@ -105,10 +110,12 @@ def text(levers: Levers) -> Kind[ModelShape]:
         model_len=32768,
         num_seqs=128,
         step_tokens=lambda length: 8192,
-        shrink=(("max_num_seqs", 8), ("max_step_tokens", 1024), ("max_model_len", 4096)),
+        shrink=(("max_picture_tokens", 4096), ("max_num_seqs", 8), ("max_step_tokens", 1024), ("max_model_len", 4096)),
         max_checkpoints=1024,
         drafts=0,
         draft_head=True,
+        largest_picture=0,  # none by default: a card has not shown them yet
+        check_tower=check_vision_gpu,
         max_num_seqs=MAX_SEQS,
         step_multiple=PAGE_SIZE,
         free_share=0.95,
@@ -198,14 +205,14 @@ class Gpu:
         """Weights and notices, as `load` gives them."""
         return load()
 
-    def runner(
-        self, plan: Plan[Any], weights: Any, vocoder: Any, progress: Progress
-    ) -> GpuTextRunner | GpuSpeechRunner:
-        """vocoder: of a speech model. Raises KernelError."""
+    def runner(self, plan: Plan[Any], weights: Any, beside: Any, progress: Progress) -> GpuTextRunner | GpuSpeechRunner:
+        """beside: the vocoder of a speech model; of a language model that takes pictures the tower's weights,
+        and its rules. Raises KernelError.
+        """
         try:
             if plan.speaks:
-                return GpuSpeechRunner(plan, weights, vocoder, self.levers, progress)
-            return GpuTextRunner(plan, weights, self.levers, progress)
+                return GpuSpeechRunner(plan, weights, beside, self.levers, progress)
+            return GpuTextRunner(plan, weights, self.levers, progress, beside)
         except TritonError as error:
             raise KernelError(f"a kernel cannot run on this GPU ({error}); give --device cpu") from error
 

@@ -16,8 +16,6 @@ mask, from the first ids (models/qwen/shape.N_DRAFTED).
 
 from __future__ import annotations
 
-import time
-
 import torch
 from torch import Tensor
 
@@ -29,7 +27,7 @@ from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import sample
 from deltic.runtime.gpu.ahead import Pending
 from deltic.runtime.gpu.buffers import GpuWorkspace, Guesses
-from deltic.runtime.gpu.record import Body, Recording
+from deltic.runtime.gpu.record import Body, Recording, Watch
 from deltic.runtime.gpu.runner import Job
 from deltic.runtime.plan import TextPlan
 
@@ -131,30 +129,3 @@ class DraftHead:
                 seconds = self._watch.seconds()
             guesses.append(guessed)
         return guesses, seconds
-
-
-class Watch:
-    """The time between two points of the current stream."""
-
-    def __init__(self, is_gpu: bool) -> None:
-        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if is_gpu else []
-        self._times = [0.0, 0.0]
-
-    def begin(self) -> None:
-        """The first point is here."""
-        self._mark(0)
-
-    def end(self) -> None:
-        """The second point is here."""
-        self._mark(1)
-
-    def _mark(self, i: int) -> None:
-        self._times[i] = time.perf_counter()
-        if self._events:
-            self._events[i].record()
-
-    def seconds(self) -> float:
-        """Between the two, which have been passed."""
-        if self._events:
-            return float(self._events[0].elapsed_time(self._events[1])) / 1000
-        return self._times[1] - self._times[0]

@@ -18,6 +18,7 @@ from torch import Tensor
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.messages import MAX_BIASES
 from deltic.engine.step import Chunk, Rule, Sequence
+from deltic.models.rotary import PromptPositions
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 
 Words = np.ndarray
@@ -44,10 +45,11 @@ def place_table(
     more: dict[str, int] | None = None,
     n_drafts: int = 0,
     has_head: bool = False,
+    has_pictures: bool = False,
 ) -> tuple[Tensor, dict[str, tuple[int, int]], dict[str, Tensor]]:
     """The table of n places, where each part begins and the words of its rows, and the parts by name. more:
     words of further parts, those aligned to 8 bytes first. n_drafts: rows of a decode beyond one a place.
-    has_head: whether a draft head reads the rows."""
+    has_head: whether a draft head reads the rows. has_pictures: whether prompts may have some."""
     of_rows = (*(ROWS if n_drafts else ROWS[:1]), *(HEAD_ROWS if has_head else ()))
     parts = {
         "seed": 2,
@@ -58,6 +60,7 @@ def place_table(
         **dict.fromkeys(("bias_ids", "bias", "banned", "stop_ids"), MAX_BIASES),
         "page_table": pages_for(max_model_len) + 1,
         "history": max_model_len + 1,
+        **({"angle_shift": 1} if has_pictures else {}),
         **dict.fromkeys(of_rows, 1),
     }
     sizes = {name: n + n_drafts if name in of_rows else width * n for name, width in parts.items()}
@@ -144,6 +147,7 @@ class Places:
         n_places = len(masks) - n_drafts
         self._owner: list[Sequence | None] = [None] * n_places
         self._pages: list[tuple[Sequence, int, int] | None] = [None] * n_places
+        self._prompts: list[PromptPositions | None] = [None] * n_places
         self._rows: dict[str, list[int]] = {part: [] for part in (*ROWS, *HEAD_ROWS) if part in offsets}
         self._any = np.full(masks.shape[1], -1, np.int32)
         self._keys: list[Words] = []
@@ -257,10 +261,18 @@ class Places:
         ):
             if not isinstance(value, list) or value:
                 self._write(part, place, value)
+        pictures = [(picture.first, picture.rows, picture.columns) for picture in sequence.request.pictures]
+        self._prompts[place] = prompt = PromptPositions(pictures) if pictures else None
+        if "angle_shift" in self._offsets:
+            self._write("angle_shift", place, 0 if prompt is None else prompt.shift)
         seed = np.array([sequence.seed & (2**64 - 1)], np.uint64).view(np.int32)
         self._write("seed", place, seed)
         if uses_history:
             self._write("history", place, np.array(sequence.tokens, np.int32))
+
+    def positions_in(self, place: int) -> PromptPositions | None:
+        """Of the sequence in a place; None: its prompt has no pictures."""
+        return self._prompts[place]
 
     def _put_pages(self, place: int, sequence: Sequence) -> None:
         """Brings the place's row of the page table up to date."""

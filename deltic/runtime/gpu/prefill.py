@@ -37,8 +37,12 @@ class BlockBuffer:
     draws: Draws
 
     @classmethod
-    def empty(cls, n_blocks: int, n_draws: int, device: torch.device, has_head: bool) -> BlockBuffer:
-        """One in which no block is in use and nothing is drawn. has_head: with what a draft head reads."""
+    def empty(
+        cls, n_blocks: int, n_draws: int, device: torch.device, has_head: bool, has_pictures: bool
+    ) -> BlockBuffer:
+        """One in which no block is in use and nothing is drawn. has_head: with what a draft head reads;
+        has_pictures: with what prompts with pictures need.
+        """
         n_segments = min(n_blocks, MAX_SEGMENTS)
         sizes = {
             "token_ids": n_blocks * PAGE_SIZE,
@@ -47,6 +51,7 @@ class BlockBuffer:
             **dict.fromkeys(("start_slot", "slot", "logit_row"), n_segments),
             **dict.fromkeys(("draw_row", "draw_place", "draw_position"), n_draws),
             **({"next_ids": n_blocks * PAGE_SIZE} if has_head else {}),
+            **({"angles": 3 * n_blocks * PAGE_SIZE} if has_pictures else {}),
         }
         offsets, at = {}, 0
         for name, size in sizes.items():
@@ -56,7 +61,8 @@ class BlockBuffer:
         views = {name: words[offsets[name] : offsets[name] + size] for name, size in sizes.items()}
         draws = Draws(views["draw_row"], views["draw_place"].fill_(-1), views["draw_position"])
         blocks = Blocks(**{name: views[name] for name in Blocks.__dataclass_fields__})
-        inputs = PrefillInputs(views["token_ids"], blocks, views["logit_row"], views.get("next_ids"))
+        angles = views["angles"].view(3, -1) if has_pictures else None
+        inputs = PrefillInputs(views["token_ids"], blocks, views["logit_row"], views.get("next_ids"), angles)
         return cls(n_blocks, n_segments, words, offsets, inputs, draws)
 
 
@@ -71,12 +77,14 @@ class PrefillBatch:
         spare_page: int,
         device: torch.device,
         has_head: bool = False,
+        has_pictures: bool = False,
     ) -> None:
         """sizes: numbers of blocks, ascending. n_draws: most draws of a step. spare_page: one that no
-        sequence owns. has_head: whether a draft head runs behind the draws.
+        sequence owns. has_head: whether a draft head runs behind the draws. has_pictures: whether prompts may
+        have some.
         """
         self._places, self._spare_page = places, spare_page
-        self._buffers = {n: BlockBuffer.empty(n, n_draws, device, has_head) for n in sizes}
+        self._buffers = {n: BlockBuffer.empty(n, n_draws, device, has_head, has_pictures) for n in sizes}
         self._ring = Ring(len(self._buffers[sizes[-1]].words), 3, device)
         self._host: Tensor | None = None
 
@@ -148,14 +156,21 @@ class PrefillBatch:
             ("block_segment", 0),
         ):
             at[name][: buffer.n_blocks] = unused
-        at["token_ids"][: buffer.n_blocks * PAGE_SIZE] = 0
+        n_rows = buffer.n_blocks * PAGE_SIZE
+        at["token_ids"][:n_rows] = 0
+        angles = at["angles"][: 3 * n_rows].reshape(3, n_rows) if buffer.inputs.angles is not None else None
+        if angles is not None:
+            angles[:] = 0
         b = 0
         for g, chunk in enumerate(chunks):
             sequence, start, length = chunk.sequence, chunk.start, chunk.length
             place, slot = self._places.refresh(sequence), sequence.slot
             assert slot is not None and start % PAGE_SIZE == 0
             end = b - -length // PAGE_SIZE
-            at["token_ids"][b * PAGE_SIZE : b * PAGE_SIZE + length] = sequence.tokens[start : start + length]
+            rows = slice(b * PAGE_SIZE, b * PAGE_SIZE + length)
+            at["token_ids"][rows] = sequence.tokens[start : start + length]
+            if angles is not None:
+                self._fill_pictures(chunk, place, at["token_ids"][rows], angles[:, rows])
             at["n"][b:end] = PAGE_SIZE
             at["n"][end - 1] = length - (end - 1 - b) * PAGE_SIZE
             at["position"][b:end] = np.arange(start, start + (end - b) * PAGE_SIZE, PAGE_SIZE)
@@ -171,3 +186,15 @@ class PrefillBatch:
         at["segment_begin"][len(chunks) : buffer.n_segments + 1] = b
         at["start_slot"][len(chunks) : buffer.n_segments] = 0
         at["slot"][len(chunks) : buffer.n_segments] = 0
+
+    def _fill_pictures(self, chunk: Chunk, place: int, ids: np.ndarray, angles: np.ndarray) -> None:
+        """Writes the angles of a chunk's tokens, and for ids of pictures' tokens the tower's rows."""
+        start, end = chunk.start, chunk.start + chunk.length
+        prompt = self._places.positions_in(place)
+        angles[:] = np.arange(start, end) if prompt is None else prompt.of(start, end)[0]
+        for picture, blocks in chunk.pictures:
+            first, last = max(picture.first, start), min(picture.end, end)
+            token = np.arange(first - picture.first, last - picture.first)
+            ids[first - start : last - start] = -1 - (
+                np.array(blocks)[token // PAGE_SIZE] * PAGE_SIZE + token % PAGE_SIZE
+            )

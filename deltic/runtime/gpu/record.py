@@ -1,7 +1,8 @@
-"""Steps as CUDA graphs: recorded once, replayed from then on."""
+"""Steps as CUDA graphs: recorded once, replayed from then on. And the time that something takes."""
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -50,3 +51,35 @@ def record_all(
             progress((i + 1) / len(bodies))
     torch.cuda.synchronize()
     return recordings
+
+
+class Watch:
+    """The time between two points of the current stream."""
+
+    def __init__(self, is_gpu: bool) -> None:
+        self._events = [torch.cuda.Event(enable_timing=True) for _ in range(2)] if is_gpu else []
+        self._times = [0.0, 0.0]
+
+    def begin(self) -> None:
+        """The first point is here."""
+        self._mark(0)
+
+    def end(self) -> None:
+        """The second point is here."""
+        self._mark(1)
+
+    def _mark(self, i: int) -> None:
+        self._times[i] = time.perf_counter()
+        if self._events:
+            self._events[i].record()
+
+    def wait(self) -> None:
+        """Until the second point has been passed."""
+        if self._events:
+            self._events[1].synchronize()
+
+    def seconds(self) -> float:
+        """Between the two, which have been passed."""
+        if self._events:
+            return float(self._events[0].elapsed_time(self._events[1])) / 1000
+        return self._times[1] - self._times[0]

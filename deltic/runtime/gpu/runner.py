@@ -39,6 +39,7 @@ from deltic.engine.cache.tiers import Tiers
 from deltic.engine.messages import EngineInfo
 from deltic.engine.pictures import PictureEncoder
 from deltic.engine.step import Chunk, Progress, Sequence, Step, StepResult
+from deltic.models.vision.pixels import PictureRules
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.ops.gpu.blocks import PrefillInputs, Rows
 from deltic.ops.gpu.launch import Levers
@@ -77,7 +78,7 @@ class GpuRunner(ABC):
 
     info: EngineInfo
     pictures: PictureEncoder | None = None
-    """None: the vision tower runs on a CPU only."""
+    """None: prompts have no pictures."""
 
     def __init__(
         self,
@@ -103,7 +104,13 @@ class GpuRunner(ABC):
         self._block_sizes = _up_to(plan.max_step_tokens // PAGE_SIZE, BLOCKS)
         self._lengths = _up_to(plan.max_model_len, LENGTHS)
         self._prefill_batch = PrefillBatch(
-            places, self._block_sizes, plan.max_num_seqs, plan.n_pages, self.device, has_head
+            places,
+            self._block_sizes,
+            plan.max_num_seqs,
+            plan.n_pages,
+            self.device,
+            has_head,
+            plan.max_picture_tokens > 0,
         )
         self._forwards: dict[tuple[int, int], Recording] = {}  # of decodes, by rows and length
         self._drafted: dict[tuple[int, int], Recording] = {}  # the same, where some may be drafts
@@ -116,10 +123,11 @@ class GpuRunner(ABC):
         """Memory of the host for results."""
         return torch.empty(size, dtype=dtype, pin_memory=self.is_gpu)
 
-    def _make_info(self) -> EngineInfo:
+    def _make_info(self, rules: PictureRules | None = None) -> EngineInfo:
         return engine_info(
             self.plan,
             torch.cuda.get_device_name() if self.is_gpu else "interpreted",
+            rules,
             on_gpu=self.is_gpu,
             kernels=f"Triton {triton.__version__}",
             canonical_decode=False,

@@ -19,6 +19,8 @@ from deltic.engine.messages import MAX_LOGPROBS, Request, SamplingParams, TokenL
 from deltic.engine.step import Chunk, Progress, Rule, Sequence, Step, StepResult
 from deltic.models.qwen.gpu import RING, DecodeBuffers, GpuMemory, QwenGpu
 from deltic.models.qwen.weights import Weights
+from deltic.models.vision.pixels import PictureRules
+from deltic.models.vision.weights import VisionWeights
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.blocks import PrefillInputs
 from deltic.ops.gpu.launch import Levers
@@ -26,6 +28,7 @@ from deltic.ops.gpu.sample import Draws, prompt_logprobs
 from deltic.runtime.gpu.ahead import Pending, Undrawn
 from deltic.runtime.gpu.buffers import GpuWorkspace, gpu_workspace
 from deltic.runtime.gpu.draft_head import DraftHead
+from deltic.runtime.gpu.pictures import PictureTower
 from deltic.runtime.gpu.places import Places
 from deltic.runtime.gpu.record import Body, Recording
 from deltic.runtime.gpu.runner import N_PENDING, GpuRunner, Job, allocate_on, ends_thought
@@ -39,8 +42,14 @@ class GpuTextRunner(GpuRunner):
     workspace: GpuWorkspace
 
     def __init__(
-        self, plan: TextPlan, weights: Weights, levers: Levers, progress: Progress = lambda stage, done: None
+        self,
+        plan: TextPlan,
+        weights: Weights,
+        levers: Levers,
+        progress: Progress = lambda stage, done: None,
+        vision: tuple[VisionWeights, PictureRules] | None = None,
     ) -> None:
+        """vision: where the plan has a tower."""
         shape, n = plan.shape, plan.n_decode_rows
         allocate = allocate_on(weights.norm.device)
         # No sequence owns the last page: rows of padding are written there.
@@ -73,8 +82,16 @@ class GpuTextRunner(GpuRunner):
         self._ran_ahead: torch.cuda.Event | None = None
         self._n_guesses = 0
         """Of this step, the most for one sequence."""
+        self.tower: PictureTower | None = None
+        if vision is not None and w.vision is not None and w.picture_rows is not None:
+            self.tower = PictureTower(plan, *vision, w.vision, w.picture_rows, levers, self.stream)
+            self.pictures = self.tower
+            if self.is_gpu:  # a kernel that cannot run here fails now
+                with torch.cuda.stream(self.stream):
+                    torch.cuda.synchronize()  # what was allocated and copied so far was on another stream
+                    self.tower.walk()
         self._record_all(progress)
-        self.info = self._make_info()
+        self.info = self._make_info(None if vision is None else vision[1])
 
     # Recording.
 
@@ -110,7 +127,7 @@ class GpuTextRunner(GpuRunner):
 
     def _prefill_logits(self, n_blocks: int, inputs: PrefillInputs) -> Tensor:
         w = self.workspace
-        return self.model.prefill(n_blocks, inputs, w.places.page_table, w.prefill, self.memory)
+        return self.model.prefill(n_blocks, inputs, w.places.page_table, w.prefill, self.memory, w.picture_rows)
 
     def _prefill_body(self, n_blocks: int) -> Body:
         body, head = super()._prefill_body(n_blocks), self.draft_head
