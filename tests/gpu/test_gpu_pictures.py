@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -137,9 +138,9 @@ def test_drafts_change_no_bit() -> None:
 
 def test_the_largest_picture_shrinks_first() -> None:
     """Where memory is tight, before fewer sequences run."""
-    gpu = Gpu()
+    kind = replace(Gpu().text, largest_picture=16384)
     shape, tower = published_shape("qwen3.5-0.8b"), VisionShape.published("0.8b", 1024)
-    plans = [make_plan(EngineConfig(model=""), shape, gpu.text, 1000, gb << 30, 0, tower=tower) for gb in (24, 5)]
+    plans = [make_plan(EngineConfig(model=""), shape, kind, 1000, gb << 30, 0, tower=tower) for gb in (24, 5)]
     assert [(plan.max_picture_tokens, plan.max_step_tokens) for plan in plans] == [(16384, 8192), (4096, 8192)]
     assert plans[0].max_num_seqs > plans[1].max_num_seqs > 8 and plans[0].tower_bytes == empty_vision(tower).n_bytes
 
