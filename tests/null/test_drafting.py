@@ -15,6 +15,7 @@ from deltic.engine.drafts import (
     N_AT_ONCE,
     N_INDEXED,
     N_VALID,
+    OWN,
     Drafter,
     Drafting,
     Record,
@@ -618,3 +619,16 @@ def test_a_request_that_waits_stops_no_drafts(monkeypatch: pytest.MonkeyPatch) -
                 n_tokens[output.id] += len(output.token_ids)
                 assert len(output.token_ids) == 1, "an output of several tokens"
     assert n_tokens == {"a": 100, "b": 100} and engine.n_steps < 50
+
+
+def test_no_step_is_believed_to_take_no_time() -> None:
+    """A few samples, the longer ones held up by another program: the line through them went below nothing without a draft, and what
+    was seen of such steps then counted as nothing, too.
+    """
+    times = Times(OWN)
+    for n_tokens, seconds in ((2, 0.001), (3, 0.0010), (6, 0.1), (6, 0.1)):
+        times.observe(1, n_tokens, seconds)
+    first = times.seconds(1, 8)
+    times.observe(1, 0, 0.001)
+    for found in (first, times.seconds(1, 8)):
+        assert min(found) > 0
