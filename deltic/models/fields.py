@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,15 @@ def only(fields: Mapping[str, Any], name: str, allowed: tuple[Any, ...]) -> None
     value = fields.get(name)
     if value not in allowed:
         raise UnsupportedModelError(name, value, " or ".join(repr(a) for a in allowed if a is not None))
+
+
+def refuse_limits(limits: Iterable[tuple[str, Any, bool, str]], prefix: str = "") -> None:
+    """Raises UnsupportedModelError for the first limit that does not hold: of each its field, what was found,
+    whether it holds, and what is supported. prefix: of the fields.
+    """
+    for field, found, holds, supported in limits:
+        if not holds:
+            raise UnsupportedModelError(prefix + field, found, supported)
 
 
 def json_table(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:

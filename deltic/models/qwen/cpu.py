@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltic.models.fields import UnsupportedModelError
+from deltic.models.fields import refuse_limits
 from deltic.models.loading import Mlp
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import AttnLayer, GdnLayer, Moe, Weights
@@ -160,9 +160,7 @@ def check_kernels(shape: ModelShape) -> None:
             "a multiple of 32",
         ),
     )
-    for field, found, holds, supported in limits:
-        if not holds:
-            raise UnsupportedModelError(field, found, supported)
+    refuse_limits(limits)
 
 
 def allocate_activations(shape: ModelShape, n_tokens: int, n_logit_rows: int, allocate: Allocate) -> Activations:

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from deltic.models.fields import UnsupportedModelError
+from deltic.models.fields import UnsupportedModelError, refuse_limits
 from deltic.models.qwen.gpu import Linears, front
 from deltic.models.rotary import rotary_tables
 from deltic.models.tts.cpu import SpeechMemory
@@ -107,9 +107,7 @@ def check_speech_gpu(shape: SpeechShape) -> None:
             ("head_dim", d.head_dim, d.head_dim in (32, 64, 128, 256), "32, 64, 128 or 256"),
             ("num_attention_heads", d.n_q_heads // d.n_kv_heads, d.n_q_heads // d.n_kv_heads <= 16, "16 a key head"),
         )
-        for field, found, holds, supported in limits:
-            if not holds:
-                raise UnsupportedModelError(prefix + field, found, supported)
+        refuse_limits(limits, prefix)
     if shape.n_codebook > MAX_CODES:
         raise UnsupportedModelError("code_predictor_config.vocab_size", shape.n_codebook, f"at most {MAX_CODES}")
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from deltic.models.fields import UnsupportedModelError
+from deltic.models.fields import refuse_limits
 from deltic.models.rotary import rotary_tables
 from deltic.models.vision.pixels import Patches
 from deltic.models.vision.shape import LAYER_NORM_EPS, MERGE, PATCH_WIDTH, VisionShape
@@ -68,9 +68,7 @@ def check_vision_kernels(shape: VisionShape) -> None:
             f"a multiple of 8, at most {MAX_VISION_DIM}",
         ),
     )
-    for field, found, holds, supported in limits:
-        if not holds:
-            raise UnsupportedModelError(f"vision_config.{field}", found, supported)
+    refuse_limits(limits, "vision_config.")
 
 
 @dataclass(frozen=True)

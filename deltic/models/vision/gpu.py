@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from deltic.models.fields import UnsupportedModelError
+from deltic.models.fields import refuse_limits
 from deltic.models.rotary import rotary_tables
 from deltic.models.vision.pixels import PictureRules, level_table
 from deltic.models.vision.shape import BLOCK, CHANNELS, FRAMES_A_PATCH, LAYER_NORM_EPS, MERGE, PATCH_WIDTH, VisionShape
@@ -58,9 +58,7 @@ def check_vision_gpu(shape: VisionShape) -> None:
             f"a multiple of 8, 16 to {MAX_VISION_DIM}",
         ),
     )
-    for field, found, holds, supported in limits:
-        if not holds:
-            raise UnsupportedModelError(f"vision_config.{field}", found, supported)
+    refuse_limits(limits, "vision_config.")
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from triton.errors import TritonError
 from deltic.config import EngineConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.step import Progress
-from deltic.models.fields import CheckpointError, UnsupportedModelError
+from deltic.models.fields import CheckpointError, refuse_limits
 from deltic.models.loading import COUNTED_ROWS, PACKED, Store
 from deltic.models.qwen.gpu import RING
 from deltic.models.qwen.shape import ModelShape
@@ -84,9 +84,7 @@ def _check_text(shape: ModelShape) -> None:
         ),
         ("vocab_size", shape.vocab_size, shape.vocab_size < 1 << 20, "less than 1048576"),
     )
-    for field, found, holds, supported in limits:
-        if not holds:
-            raise UnsupportedModelError(field, found, supported)
+    refuse_limits(limits)
 
 
 def text(levers: Levers) -> Kind[ModelShape]:
