@@ -98,13 +98,14 @@ def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tupl
     shape = stored_shape(directory, shape, drafts) if config.dummy is None else replace(shape, has_draft_head=drafts)
     config = device.prepare(resolve_quantize(config, directory, shape.formats), directory)
     n_real = n_real_ids(config, directory, shape)
-    tower, _ = find_tower(config, directory, shape, device)
-    return config, directory, make_plan(config, shape, device.text, n_real, free_bytes, tower=tower)
+    tower, notices = find_tower(config, directory, shape, device)
+    plan = make_plan(config, shape, device.text, n_real, free_bytes, tower=tower)
+    return config, directory, replace(plan, notices=notices)
 
 
 def find_tower(
     config: EngineConfig, directory: Path, shape: ModelShape, device: Cpu | Gpu
-) -> tuple[VisionShape | None, list[str]]:
+) -> tuple[VisionShape | None, tuple[str, ...]]:
     """The shape of the vision tower that is to be run, if any, and notices. Random weights have one where
     --max-picture-tokens asks for it.
 
@@ -113,30 +114,31 @@ def find_tower(
     """
     asked = bool(config.max_picture_tokens)
     if not device.text.picture_tokens(config) or (config.dummy is not None and not asked):
-        return None, []
+        return None, ()
     try:
         if config.dummy is not None:
             tower = VisionShape.published(config.dummy, shape.hidden_size)
         else:
-            tower = stored_vision_shape(directory)
+            tensors = stored_tower(directory)
+            tower = stored_vision_shape(directory, tensors)
             picture_rules(directory)
         if tower is None:
             if asked:
                 raise ConfigError(f"--max-picture-tokens {config.max_picture_tokens}: this model has no vision tower")
-            return None, []
+            return None, ()
         assert device.text.check_tower is not None
         device.text.check_tower(tower)
         if config.dummy is None:
             store = COUNTED_ROWS if device.text.on_gpu else COUNTED
-            check_tower(directory, tower, stored_tower(directory), store)
+            check_tower(directory, tower, tensors, store)
         only({"out_hidden_size": tower.out_hidden_size}, "out_hidden_size", (shape.hidden_size,))
         if shape.mrope_section is None:
             raise UnsupportedModelError("mrope_section", None, "three numbers, where there is a vision tower")
     except (CheckpointError, UnsupportedModelError) as error:
         if asked:
             raise
-        return None, [f"pictures are refused: {error}"]
-    return tower, []
+        return None, (f"pictures are refused: {error}",)
+    return tower, ()
 
 
 def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | None = None) -> StepRunner:
@@ -165,7 +167,8 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
         beside = dummy_vocoder(shape, config.seed) if config.dummy else load_vocoder(directory, shape)
     elif weights.n_bytes > plan.weight_bytes:  # a head beside an embedding that the configuration ties to it
         untied = replace(plan.shape, tie_word_embeddings=False)
-        plan = make_plan(config, untied, device.text, plan.n_real, free, tower=plan.tower)
+        remade = make_plan(config, untied, device.text, plan.n_real, free, tower=plan.tower)
+        plan = replace(remade, notices=plan.notices)
     if not plan.speaks:
         beside, said = _load_tower(config, directory, plan, device)
         if plan.tower is not None:  # the language model's loader has skipped it
@@ -216,7 +219,7 @@ def _load_tower(
 ) -> tuple[tuple[VisionWeights, PictureRules] | None, list[str]]:
     """The vision tower's weights, and how the model wants its pictures; and notices."""
     if plan.tower is None:
-        return None, find_tower(config, directory, plan.shape, device)[1]
+        return None, list(plan.notices)
     if config.dummy is not None:
         return (dummy_vision(plan.tower, config.seed, device.store(plan)), PictureRules()), []
     weights, notices = load_vision(directory, plan.tower, store=device.store(plan))

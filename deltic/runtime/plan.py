@@ -81,6 +81,8 @@ class Plan(Generic[S]):
     """Most tokens of a draft."""
     cpus: tuple[int, ...] = ()
     """The CPU of each thread; none: wherever the system puts them."""
+    notices: tuple[str, ...] = ()
+    """Why a vision tower that is there is not run."""
 
     @property
     def speaks(self) -> bool:

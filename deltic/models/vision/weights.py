@@ -160,12 +160,13 @@ def stored_tower(path: str | Path) -> dict[str, StoredTensor]:
     return tensors
 
 
-def stored_vision_shape(path: str | Path) -> VisionShape | None:
+def stored_vision_shape(path: str | Path, tensors: dict[str, StoredTensor] | None = None) -> VisionShape | None:
     """The shape of a checkpoint's tower, with the formats of what it holds quantised; None where it has none.
+    tensors: of `stored_tower`, where they were read.
 
     Raises CheckpointError, and UnsupportedModelError for sizes that the forward would not honour.
     """
-    place, tensors = _place(path), stored_tower(path)
+    place, tensors = _place(path), stored_tower(path) if tensors is None else tensors
     if place is None or not tensors:
         return None
     if is_gguf(place):
