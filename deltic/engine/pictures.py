@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -45,6 +46,57 @@ class PictureEncoder(Protocol):
 
     def run(self, seconds: float) -> bool:
         """Goes on for about so long, at least for one piece. Returns whether the picture is finished."""
+
+
+class Pace:
+    """How many patches the pieces of a tower have: as many as should take the time that is left, by what
+    pieces of their kind took last.
+    """
+
+    def __init__(self, n_stages: int, unit: int, least: int, most: int) -> None:
+        """n_stages: the embedding, two of each block, the merger. Pieces have a multiple of `unit` patches,
+        `least` to `most` of them.
+        """
+        self._n_stages, self._unit, self._least, self._most = n_stages, unit, least, most
+        self._row_s: dict[str, float] = {}  # seconds a patch, by the kind of stage
+        self.left_s = 0.0
+        self.ran = ("", 0)
+        """Kind and patches of the piece that was asked for last."""
+
+    def begin(self) -> None:
+        """Another picture: what attention takes depends on it."""
+        self._row_s.pop("rest", None)
+
+    def n_rows(self, stage: int) -> int:
+        """Most patches of the next piece, which is of this stage."""
+        last = self._n_stages - 1
+        kind = "embedding" if stage == 0 else "merger" if stage == last else "keys" if stage % 2 else "rest"
+        most = int(self.left_s / self._row_s[kind]) if kind in self._row_s else self._least
+        n = min(self._most, max(self._least, most // self._unit * self._unit))
+        self.ran = kind, n
+        return n
+
+    def seconds(self, kind: str, n: int) -> float | None:
+        """Of n patches; None: no piece of the kind is known."""
+        return n * self._row_s[kind] if kind in self._row_s else None
+
+    def took(self, kind: str, n: int, seconds: float) -> None:
+        self._row_s[kind] = seconds / n
+
+    @property
+    def least_s(self) -> float:
+        """Of the least piece. It may be of any kind: all are taken to be as slow as the slowest."""
+        return self._least * max(self._row_s.values())
+
+
+def row_ids(chunk: Chunk) -> Iterator[tuple[int, list[int]]]:
+    """The ids by which a chunk's tokens of pictures name the tower's rows, below 0: for each picture from
+    which token of the chunk on, and the ids, -1 - row.
+    """
+    for picture, blocks in chunk.pictures:
+        begin, end = max(picture.first, chunk.start), min(picture.end, chunk.start + chunk.length)
+        tokens = range(begin - picture.first, end - picture.first)
+        yield begin - chunk.start, [-1 - blocks[i // PAGE_SIZE] * PAGE_SIZE - i % PAGE_SIZE for i in tokens]
 
 
 @dataclass(slots=True, eq=False)

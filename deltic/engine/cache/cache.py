@@ -125,7 +125,7 @@ class Cache:
         keys, tokens = sequence.prefix.keys, sequence.tokens
         key = keys[-1] if keys else root_key(sequence.request)
         for i in range(len(keys), self._n_canonical(sequence) // PAGE_SIZE):
-            pictures = picture_keys(sequence.request, i * PAGE_SIZE) if sequence.request.pictures else b""
+            pictures = picture_keys(sequence.request, i * PAGE_SIZE)
             key = next_key(key, tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE], pictures)
             keys.append(key)
 

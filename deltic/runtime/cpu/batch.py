@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import numpy as np
 
+from deltic.engine.pictures import row_ids
 from deltic.engine.step import Chunk, Sequence, Step
 from deltic.models.qwen.cpu import Angles, ForwardInputs
 from deltic.models.rotary import PromptPositions
@@ -117,11 +118,8 @@ class Batch:
         """Angles of a chunk in or behind pictures, and for ids of their tokens the tower's rows."""
         assert self.angles is not None
         self.angles.fill(self.inputs.angles[at:end], prompt, chunk.start, chunk.start + chunk.length)
-        for picture, blocks in chunk.pictures:
-            begin, stop = max(picture.first, chunk.start), min(picture.end, chunk.start + chunk.length)
-            token = np.arange(begin - picture.first, stop - picture.first)
-            row = np.array(blocks)[token // PAGE_SIZE] * PAGE_SIZE + token % PAGE_SIZE
-            self.inputs.token_ids[at + begin - chunk.start : at + stop - chunk.start] = -1 - row
+        for begin, ids in row_ids(chunk):
+            self.inputs.token_ids[at + begin : at + begin + len(ids)] = ids
 
     def positions_in(self, place: int) -> PromptPositions | None:
         """Of the sequence in a place; None: its prompt has no pictures."""

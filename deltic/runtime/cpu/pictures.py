@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from deltic.engine.messages import Picture
+from deltic.engine.pictures import Pace
 from deltic.models.vision.cpu import TOKEN, VisionBuffers, VisionForward, VisionTower
 from deltic.models.vision.pixels import Patches, PictureRules
 from deltic.models.vision.shape import BLOCK, MERGE
@@ -36,10 +37,7 @@ class PictureTower:
         self._picture: Picture | None = None
         self._blocks: list[int] = []
         self._pieces: Iterator[None] = iter(())
-        self._row_s: dict[str, float] = {}
-        """Seconds a patch, by the kind of stage, in the last piece."""
-        self._left_s = 0.0
-        self._ran = ("", 0)  # kind and patches of the piece that runs
+        self._pace = Pace(len(self._forward.stages), TOKEN, LEAST_ROWS, PIECE_ROWS)
 
     @property
     def n_blocks(self) -> int:
@@ -51,33 +49,24 @@ class PictureTower:
         patches = Patches(np.frombuffer(picture.pixels, np.uint8).reshape(size), self.rules)
         self._picture, self._blocks = picture, blocks
         grid = 1, picture.rows * MERGE, picture.columns * MERGE
-        self._pieces = self._forward.run([patches], [grid], self._n_rows)
-        self._row_s.pop("rest", None)  # attention's time depends on the picture
+        self._pieces = self._forward.run([patches], [grid], self._pace.n_rows)
+        self._pace.begin()
 
     def run(self, seconds: float) -> bool:
         """Goes on for about so long, at least for one piece. Returns whether the picture is finished."""
         begin = now = time.perf_counter()
         while True:
-            self._left_s = begin + seconds - now
+            self._pace.left_s = begin + seconds - now
             try:
                 next(self._pieces)
             except StopIteration:
                 self._finish()
                 return True
             after = time.perf_counter()
-            kind, n = self._ran
-            self._row_s[kind], now = (after - now) / n, after
-            # The next piece may be of another kind: all are taken to be as slow as the slowest.
-            if begin + seconds - now < LEAST_ROWS * max(self._row_s.values()):
+            self._pace.took(*self._pace.ran, after - now)
+            now = after
+            if begin + seconds - now < self._pace.least_s:
                 return False
-
-    def _n_rows(self, stage: int) -> int:
-        last = len(self._forward.stages) - 1
-        kind = "embedding" if stage == 0 else "merger" if stage == last else "keys" if stage % 2 else "rest"
-        most = int(self._left_s / self._row_s[kind]) if kind in self._row_s else LEAST_ROWS
-        n = min(PIECE_ROWS, max(LEAST_ROWS, most // TOKEN * TOKEN))
-        self._ran = kind, n
-        return n
 
     def _finish(self) -> None:
         """Hands the tokens to the pool. They are rounded once, as embeddings are."""

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from deltic.engine.messages import Picture
+from deltic.engine.pictures import Pace
 from deltic.models.vision.gpu import PIECE, VisionBuffers, VisionGpu
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.shape import MERGE
@@ -46,10 +47,7 @@ class PictureTower:
         self._pixels: Tensor | None = None  # as long as a copy of it may be on its way
         self._blocks: list[int] = []
         self._pieces: Iterator[bool] = iter(())
-        self._row_s: dict[str, float] = {}
-        """Seconds a patch, by the kind of stage, in the last pieces."""
-        self._left_s = 0.0
-        self._ran = ("", 0)  # kind and patches of the piece that was started
+        self._pace = Pace(self.forward.n_stages, PIECE, PIECE, len(buffers.patches))
 
     @property
     def n_blocks(self) -> int:
@@ -68,8 +66,8 @@ class PictureTower:
         with torch.cuda.stream(self._stream):
             self.forward.buffers.pixels[: len(self._pixels)].copy_(self._pixels, non_blocking=True)
         grid = PatchGrid(picture.rows * MERGE, picture.columns * MERGE)
-        self._pieces = self.forward.pieces(grid, picture.n_frames, self._n_rows, self._put)
-        self._row_s.pop("rest", None)  # attention's time depends on the picture
+        self._pieces = self.forward.pieces(grid, picture.n_frames, self._pace.n_rows, self._put)
+        self._pace.begin()
 
     def run(self, seconds: float) -> bool:
         """Goes on for about so long, at least for one piece. Returns whether the picture is finished."""
@@ -77,8 +75,7 @@ class PictureTower:
         with torch.cuda.stream(self._stream):
             while True:
                 is_done = self._start(end - time.perf_counter())
-                # The next piece may be of another kind: all are taken to be as slow as the slowest.
-                if is_done or end - time.perf_counter() < PIECE * max(self._row_s.values()):
+                if is_done or end - time.perf_counter() < self._pace.least_s:
                     break
         if is_done:
             self._pixels, self._pieces = None, iter(())
@@ -89,28 +86,21 @@ class PictureTower:
         waits for them.
         """
         started: list[tuple[str, int, Watch]] = []
-        self._left_s, is_known, is_done = seconds, True, False
-        while is_known and not is_done and (not started or self._left_s > PIECE * max(self._row_s.values())):
+        pace, is_known, is_done = self._pace, True, False
+        pace.left_s = seconds
+        while is_known and not is_done and (not started or pace.left_s > pace.least_s):
             watch = Watch(self._stream is not None)
             watch.begin()
             is_done = next(self._pieces)
             watch.end()
-            kind, n = self._ran
-            started.append((kind, n, watch))
-            is_known = kind in self._row_s
-            self._left_s -= n * self._row_s.get(kind, 0.0)
+            expected_s = pace.seconds(*pace.ran)
+            started.append((*pace.ran, watch))
+            is_known = expected_s is not None
+            pace.left_s -= expected_s or 0.0
         started[-1][2].wait()
         for kind, n, watch in started:
-            self._row_s[kind] = watch.seconds() / n
+            pace.took(kind, n, watch.seconds())
         return is_done
-
-    def _n_rows(self, stage: int) -> int:
-        last = self.forward.n_stages - 1
-        kind = "embedding" if stage == 0 else "merger" if stage == last else "keys" if stage % 2 else "rest"
-        most = int(self._left_s / self._row_s[kind]) if kind in self._row_s else PIECE
-        n = min(len(self.forward.buffers.patches), max(PIECE, most // PIECE * PIECE))
-        self._ran = kind, n
-        return n
 
     def _put(self, first: int, tokens: Tensor) -> None:
         """Copies tokens of the picture to its blocks. They are rounded once, as embeddings are."""

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from deltic.engine.pictures import row_ids
 from deltic.engine.step import Chunk, Draw, Step
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.blocks import Blocks, PrefillInputs
@@ -192,9 +193,5 @@ class PrefillBatch:
         start, end = chunk.start, chunk.start + chunk.length
         prompt = self._places.positions_in(place)
         angles[:] = np.arange(start, end) if prompt is None else prompt.of(start, end)[0]
-        for picture, blocks in chunk.pictures:
-            first, last = max(picture.first, start), min(picture.end, end)
-            token = np.arange(first - picture.first, last - picture.first)
-            ids[first - start : last - start] = -1 - (
-                np.array(blocks)[token // PAGE_SIZE] * PAGE_SIZE + token % PAGE_SIZE
-            )
+        for begin, rows in row_ids(chunk):
+            ids[begin : begin + len(rows)] = rows

@@ -64,14 +64,24 @@ def fitted(height: int, width: int, min_pixels: int, max_pixels: int) -> tuple[i
     """
     if max(height, width) > MAX_ASPECT * min(height, width):
         raise PictureError(f"has {width} x {height} pixels; a side may be {MAX_ASPECT} times the other at most")
-    # Half rounds to even, and the order of operations is the published one: others give other sizes.
+    return whole_blocks(height, width, min_pixels, max_pixels)
+
+
+def whole_blocks(
+    height: int, width: int, least: int, most: int, n_frames: int = 1, counted: int = 1
+) -> tuple[int, int]:
+    """Height and width of frames in whole blocks, between the least and most pixels of all of them. counted:
+    their number where the published rule of videos takes it for another.
+
+    Half rounds to even, and the order of operations is the published one: others give other sizes.
+    """
     new_height, new_width = round(height / BLOCK) * BLOCK, round(width / BLOCK) * BLOCK
-    if new_height * new_width > max_pixels:
-        shrink = math.sqrt(height * width / max_pixels)
+    if counted * new_height * new_width > most:
+        shrink = math.sqrt((n_frames * height * width) / most)
         new_height = max(BLOCK, math.floor(height / shrink / BLOCK) * BLOCK)
         new_width = max(BLOCK, math.floor(width / shrink / BLOCK) * BLOCK)
-    elif new_height * new_width < min_pixels:
-        grow = math.sqrt(min_pixels / (height * width))
+    elif counted * new_height * new_width < least:
+        grow = math.sqrt(least / (n_frames * height * width))
         new_height = math.ceil(height * grow / BLOCK) * BLOCK
         new_width = math.ceil(width * grow / BLOCK) * BLOCK
     return new_height, new_width

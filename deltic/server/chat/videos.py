@@ -15,7 +15,6 @@ Source: Qwen3VLVideoProcessor and Qwen3VLProcessor of transformers, which the pu
 from __future__ import annotations
 
 import io
-import math
 import struct
 import sys
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,7 @@ import msgspec
 
 from deltic.engine.messages import Picture, VideoInfo
 from deltic.models.vision.shape import BLOCK, FRAMES_A_PATCH
-from deltic.server.chat.pictures import MAX_ASPECT, PictureError, of_pixels, picture_in
+from deltic.server.chat.pictures import MAX_ASPECT, PictureError, of_pixels, picture_in, whole_blocks
 from deltic.server.isolated import Refused, answer, ask
 
 if TYPE_CHECKING:
@@ -174,7 +173,7 @@ def fitted_frames(n_frames: int, height: int, width: int, wish: VideoWish) -> tu
 
 
 def _resized(n_frames: int, counted: int, height: int, width: int, least: int, most: int) -> tuple[int, int]:
-    """The published rule, whose order of operations and roundings decide."""
+    """The published rule of videos. Raises PictureError."""
     if height < BLOCK or width < BLOCK:
         scale = max(BLOCK / height, BLOCK / width)
         height, width = int(height * scale), int(width * scale)
@@ -182,16 +181,7 @@ def _resized(n_frames: int, counted: int, height: int, width: int, least: int, m
         raise PictureError(
             f"has frames of {width} x {height} pixels; a side may be {MAX_ASPECT} times the other at most"
         )
-    new_height, new_width = round(height / BLOCK) * BLOCK, round(width / BLOCK) * BLOCK
-    if counted * new_height * new_width > most:
-        shrink = math.sqrt((n_frames * height * width) / most)
-        new_height = max(BLOCK, math.floor(height / shrink / BLOCK) * BLOCK)
-        new_width = max(BLOCK, math.floor(width / shrink / BLOCK) * BLOCK)
-    elif counted * new_height * new_width < least:
-        grow = math.sqrt(least / (n_frames * height * width))
-        new_height = math.ceil(height * grow / BLOCK) * BLOCK
-        new_width = math.ceil(width * grow / BLOCK) * BLOCK
-    return new_height, new_width
+    return whole_blocks(height, width, least, most, n_frames, counted)
 
 
 def main() -> int:
