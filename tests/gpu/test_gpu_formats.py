@@ -209,7 +209,7 @@ def test_slices_and_blocks_of_k(device: str, name: str) -> None:
     for splits, block_k in ((1, 0), (2, 0), (2, 32), (10, 0)):
         out = torch.full((splits, 3, 16), torch.nan, device=device)
         config = Narrow(64, block_k, 4, 2) if block_k and name != "fp8" else None
-        narrow_linear(x, w, out, levers=LEVERS, config=config)
+        narrow_linear(x, w, out, levers=LEVERS, rows=fp8_scratch(device, 3, 640), config=config)
         width = 640 // splits
         for s in range(splits):
             part = slice(s * width, (s + 1) * width)
@@ -234,7 +234,7 @@ def test_a_matrix_in_several_formats(device: str) -> None:
     close(wide[:, :80], exactly, values[:80])
     close(wide[:, 80:], e4m3_rows(x), values[80:])
     out, gate_up = torch.empty(5, 50, device=device, dtype=torch.bfloat16), torch.empty(1, 5, 100, device=device)
-    narrow_swiglu(few, w, out, levers=LEVERS, gate_up=gate_up)
+    narrow_swiglu(few, w, out, levers=LEVERS, gate_up=gate_up, rows=fp8_scratch(device, 5, 256))
     both = torch.cat([exact(few, values[:80]), exact(e4m3_rows(few), values[80:])], 1)
     gate, up = both.chunk(2, 1)
     torch.testing.assert_close(out.double(), torch.nn.functional.silu(gate) * up, rtol=2**-7, atol=1e-4)

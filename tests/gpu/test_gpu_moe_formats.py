@@ -16,6 +16,7 @@ from deltic.models.qwen.weights import Moe
 from deltic.ops.arrays import bfloat16
 from deltic.ops.contract import KernelError
 from deltic.ops.formats import WEIGHT_FORMATS
+from deltic.ops.gpu.fp8 import fp8_rows
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.moe import MoeTiles, moe_decode, moe_scratch
 from deltic.ops.gpu.moe_prefill import moe_prefill, moe_prefill_scratch
@@ -118,12 +119,15 @@ class Layer:
         parts[-1] = gate * _swiglu(x, shared_gate_up[0], shared_down[0], *shared)
         return parts
 
-    def decode(self, x: Tensor, tiles: MoeTiles | None = None) -> Tensor:
+    def decode(self, x: Tensor, tiles: MoeTiles | None = None, is_rounded: bool = False) -> Tensor:
         n = x.shape[0]
         out = torch.full((K + 1, n, HIDDEN), float("nan"), device=self.device)
         scratch = moe_scratch(n, N_EXPERTS, K, WIDTH, self.shared, self.allocate)
         slots = torch.arange(n, dtype=torch.int32, device=self.device)
-        moe_decode(x, self.weights, K, True, row_slot=slots, scratch=scratch, out=out, levers=LEVERS, tiles=tiles)
+        codes = fp8_rows("codes", n, HIDDEN, self.allocate) if is_rounded else None
+        moe_decode(
+            x, self.weights, K, True, row_slot=slots, scratch=scratch, out=out, levers=LEVERS, codes=codes, tiles=tiles
+        )
         return out
 
     def prefill(self, x: Tensor, n_tokens: list[int]) -> Tensor:
@@ -170,8 +174,9 @@ def test_experts_in_every_format(device: str, mix: Mix) -> None:
     # a Hopper adds 8-bit products with 13 bits below the largest, which of random codes is as large as all others
     coarse = device == "cuda" and any(any(_rounds(m)) for m in (layer.weights.gate_up, layer.weights.down))
     _close(found, expected, 0.03 if coarse else 0.01)
+    assert torch.equal(layer.decode(x, is_rounded=True), found), "rounded before"
     for n in counts[1:]:
-        assert torch.equal(layer.decode(x[-n:].contiguous()), found[:, -n:]), n
+        assert torch.equal(layer.decode(x[-n:].contiguous(), is_rounded=n < 4), found[:, -n:]), n
     blocks = [5] if device == "cpu" else [64, 64, 32]
     padded = torch.cat([x, layer.rows(64 * len(blocks) - len(x))])
     many = layer.prefill(padded, blocks)

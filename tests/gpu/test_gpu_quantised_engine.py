@@ -37,7 +37,7 @@ from tests.tiny_quantised import tiny_quantised
 pytest.importorskip("triton")
 from deltic.models.qwen.gpu import decode_buffers, prefill_buffers
 from deltic.ops.gpu.decode import k_block
-from deltic.ops.gpu.fp8 import ROUNDED_ROWS, Fp8Rows
+from deltic.ops.gpu.fp8 import Fp8Rows
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import DECODED_ROWS, k_splits
 from deltic.ops.gpu.weight import unpack
@@ -55,7 +55,7 @@ from tests.gpu.test_gpu_engine import (
     request,
 )
 
-N_SEQS = 24 if HAS_GPU else ROUNDED_ROWS + 1
+N_SEQS = 24 if HAS_GPU else 17
 STEP_TOKENS = 768 if HAS_GPU else DECODED_ROWS + 64
 
 TOLERANCE = 0.06
@@ -88,7 +88,7 @@ class Case:
 
 
 CASES = {
-    "fp8 dense": Case(lambda: tiny_quantised("dense", "qwen-fp8").path, None, (40, ROUNDED_ROWS + 1, 2)),
+    "fp8 dense": Case(lambda: tiny_quantised("dense", "qwen-fp8").path, None, (40, 17, 2)),
     "fp8 moe": Case(lambda: tiny_quantised("moe", "qwen-fp8").path, None, (3, 1, 1)),
     "fp8-dynamic next": Case(lambda: tiny_quantised("next", "fp8-dynamic").path),
     "w4a16 dense": Case(lambda: tiny_quantised("dense", "w4a16").path, None, (DECODED_ROWS + 4, 1, 1)),
@@ -211,7 +211,7 @@ def test_against_the_oracle(name: str) -> None:
 @needs_gpu
 @every_case
 def test_alone_and_among_others(name: str) -> None:
-    """P1: of 1 to 24 rows, so on both sides of ROUNDED_ROWS."""
+    """P1: of 1 to 24 rows, so in tiles of 16 and of 32."""
     ids = prompt(5, 70)
     expected = alone(name, ids)
     engine = Engine(runner(name))
@@ -317,7 +317,7 @@ def has_room(shape: ModelShape, quantize: str | None, n_rows: int, n_tokens: int
 @every_case
 def test_every_product_has_its_workspaces(name: str) -> None:
     """Those that the plan counts, of short steps and of long ones."""
-    for n_rows, n_tokens in ((1, 64), (ROUNDED_ROWS + 1, DECODED_ROWS), (48, 1024)):
+    for n_rows, n_tokens in ((1, 64), (17, DECODED_ROWS), (48, 1024)):
         has_room(shape_of(name), CASES[name].rounded, n_rows, n_tokens)
 
 

@@ -373,6 +373,7 @@ class QwenGpu:
             scratch=b.moe,
             out=partial,
             levers=self.levers,
+            codes=b.fp8,
         )
         return partial
 

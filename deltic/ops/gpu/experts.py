@@ -52,6 +52,11 @@ def piece_of(w: Matrix) -> tuple[Tensor, int]:
     return memory, format
 
 
+def is_e4m3(*matrices: Matrix) -> bool:
+    """Whether rows in codes are multiplied with each; with two pieces rows are rounded on their way."""
+    return all(len(w.pieces) == 1 and w.whole.format.codes == "e4m3" for w in matrices)
+
+
 @triton.constexpr_function
 def block_of(k: int, format: int, most: int) -> int:
     """Columns of a block of K. Only of e4m3 does it change bits, and follows k alone."""

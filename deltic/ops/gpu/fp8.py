@@ -7,8 +7,9 @@ e4m3 one of its 17 powers of two, below. A product's sums of BLOCK_K are added i
 both scales, in order of K: the tensor cores' own sums of 8-bit products keep 14 bits or so. So BLOCK_K is
 part of what defines the bits.
 
-A narrow product rounds rows on their way; of more than ROUNDED_ROWS they are rounded once, before it, to the
-same codes. A wide product runs in the vendor's library where it has one (Hopper), else here.
+Rows are rounded once, before a product; for the down projections of experts in a decode, and where gate and up
+are in two formats, on their way, to the same codes. A wide product runs in the vendor's library where it has
+one (Hopper), else here.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -31,8 +32,6 @@ from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, scaled_matmul, sp
 from deltic.ops.matrix import Piece, planes
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
-
-ROUNDED_ROWS = 16
 
 
 @dataclass(frozen=True)
@@ -93,11 +92,14 @@ def rounded(b_x):
 @triton.jit
 def _round_rows_kernel(
     p_x, p_codes, p_scale, p_used, t, k, stride, EACH: tl.constexpr, BLOCK_T: tl.constexpr, BLOCK_K: tl.constexpr,
-    PDL: tl.constexpr,
+    EARLY: tl.constexpr, PDL: tl.constexpr,
 ):
     if PDL:
+        if EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
-        tl.extra.cuda.gdc_launch_dependents()
+        if not EARLY:
+            tl.extra.cuda.gdc_launch_dependents()
     if p_used is not None:  # noqa: SIM102 (a constant, then a value)
         if tl.program_id(0) * BLOCK_T >= tl.load(p_used) * EACH:
             return
@@ -123,7 +125,7 @@ def round_rows(
     block_t = 32 if t >= 1024 else 4
     launch(
         _round_rows_kernel, (-(-t // block_t), k // block_k), x, rows.codes, rows.scale, used, t, k, x.stride(0),
-        EACH=each, BLOCK_T=block_t, BLOCK_K=block_k, pdl=levers.pdl, num_warps=4 if t >= 1024 else 1,
+        EACH=each, BLOCK_T=block_t, BLOCK_K=block_k, EARLY=t < 1024, pdl=levers.pdl, num_warps=4 if t >= 1024 else 1,
     )
 
 

@@ -34,7 +34,7 @@ from deltic.ops.formats import FLOATS, WeightFormat
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.chip import chip, group_of
 from deltic.ops.gpu.decode import E4M3, address, codes_at, constants, k_block, load_more_scales, rows_from
-from deltic.ops.gpu.fp8 import ROUNDED_ROWS, Fp8Rows, fp8_linear, fp8_rows, room, round_rows, vendor_multiplies
+from deltic.ops.gpu.fp8 import Fp8Rows, fp8_linear, fp8_rows, room, round_rows, vendor_multiplies
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, matmul, matmul_slices, next_power_of_2
 from deltic.ops.gpu.operands import add_blocks, decode
 from deltic.ops.gpu.weight import is_bf16, rows_of
@@ -135,7 +135,7 @@ def _narrow_tile(
     b_used = o_n < n
     b_acc = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     o_x = o_n[:, None] * k + (first_k + tl.arange(0, BLOCK_K))[None, :]
-    if CODES == E4M3 and p_codes is not None:
+    if CODES == E4M3:
         p_x_tile = codes_at(p_codes) + o_x
         p_scale = p_x_scale + first_k // BLOCK_K * n + tl.minimum(o_n, n - 1)
     else:
@@ -311,12 +311,18 @@ def _token_tile(n: int) -> int:
     return min(max(next_power_of_2(n), 16), 128)
 
 
+PROGRAMS_TOGETHER = 4
+"""Programs that decode weights for few rows that an SM's registers let run at once."""
+FEW_ROWS_STAGES = 6
+"""Of their pipelines: more bring nothing."""
+
+
 def decoded_config(n: int, m: int, k_slice: int, splits: int, format: WeightFormat) -> Narrow:
     """As `narrow_config`, for a weight in another format than bf16. Only an e4m3's block of K changes bits
     (fp8.py), and it follows the weight's shape.
 
     Low tiles, and as many programs as an SM takes: their waits for memory and for each other overlap. Few
-    rows want long blocks of K, of many the rows of x take the room.
+    rows want long blocks of K and long pipelines, of many the rows of x take the room.
     """
     sms, shared = _chip()
     block_m, tokens = 64, _token_tile(n)
@@ -328,21 +334,18 @@ def decoded_config(n: int, m: int, k_slice: int, splits: int, format: WeightForm
     block_k = k_block(k_slice, most)
     unroll = 2 if few and block_k == 128 and k_slice % 256 == 0 else 1
     block = unroll * decoded_block_bytes(block_m, block_k, n, format)
-    if few and block_k <= 128:
+    stages = 4 if block_k <= 64 else 3
+    if few:  # as many as there is room for beside the other programs of an SM
         programs = -(-m // block_m) * splits
-        shared //= max(1, min(5, programs // sms))
-    return Narrow(block_m, block_k, 4, max(2, min((shared - 4096) // block, 3 if block_k > 64 else 4)), unroll)
+        shared //= max(1, min(PROGRAMS_TOGETHER, -(-programs // sms)))
+        stages = FEW_ROWS_STAGES
+    return Narrow(block_m, block_k, 4, max(2, min((shared - 1024) // block, stages)), unroll)
 
 
 def decoded_block_bytes(block_m: int, block_k: int, n: int, format: WeightFormat) -> int:
     """Shared memory of a block of weight rows, with all that is stored of them, and of n rows of x."""
     a_row = Piece.n_bytes_of(256, block_k, format, "rows") // 256
-    return block_m * a_row + (1 if is_rounded(n, format) else 2) * block_k * _token_tile(n)
-
-
-def is_rounded(n: int, format: WeightFormat) -> bool:
-    """Whether n rows of x are rounded to e4m3 before they are multiplied with such weights."""
-    return format.codes == "e4m3" and n > ROUNDED_ROWS
+    return block_m * a_row + (1 if format.codes == "e4m3" else 2) * block_k * _token_tile(n)
 
 
 def _multiply(
@@ -401,10 +404,8 @@ def _block_beside(c: Narrow, first: WeightFormat, second: WeightFormat, n: int, 
 
 
 def _rounded(x: Tensor, w: Matrix, splits: int, rows: Fp8Rows | None, levers: Levers) -> Fp8Rows | None:
-    """x rounded into `rows`, once for all pieces, where w has e4m3, and more rows than a narrow product
-    rounds by itself.
-    """
-    if not any(is_rounded(len(x), piece.format) for piece in w.pieces):
+    """x rounded into `rows`, once for all pieces, where w has e4m3."""
+    if not any(piece.format.codes == "e4m3" for piece in w.pieces):
         return None
     round_rows(x, room(rows), k_block(w.k // splits), levers=levers)
     return rows
@@ -422,8 +423,8 @@ def narrow_linear(
 
     x: bfloat16 [N, K]; w: [M, K] in rows, K % (32 S) == 0; out: float32 [S, N, M], S as the caller chose
     (`k_splits`), or bfloat16 [N, M], unsplit and rounded once; its rows may lie apart. Rows are independent
-    of each other, bit for bit. rows: a workspace, where w has e4m3 and N is over ROUNDED_ROWS. config: for
-    measurements. Raises KernelError for weights in strips.
+    of each other, bit for bit. rows: a workspace, where w has e4m3. config: for measurements. Raises
+    KernelError for weights in strips.
 
     out may have fewer columns, a multiple of 128: only so many rows of w, from the first on, which are in one
     format.

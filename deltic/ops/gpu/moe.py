@@ -39,16 +39,19 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.chip import chip
+from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.experts import (
     NONE,
     PLAIN,
     gate_and_up,
+    is_e4m3,
     matrix_at,
     piece_of,
     pieces_of,
     product_of_rows,
     stage_bytes,
 )
+from deltic.ops.gpu.fp8 import Fp8Rows, round_rows
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2
 from deltic.ops.gpu.weight import is_bf16, rows_of
 from deltic.ops.matrix import Matrix, planes
@@ -403,8 +406,8 @@ def work_rows(p_counters, p_entries, p_lists, i_work, n_shared, n_rows,
 
 
 @triton.jit(do_not_specialize=["n_rows"])
-def gate_up_kernel(p_x, p_w, p_up, p_shared, p_shared_up, p_logits, p_counters, p_entries, p_lists, p_row_slot, p_act,
-                   n_rows, FORMAT: tl.constexpr, UP: tl.constexpr, SHARED: tl.constexpr, SHARED_UP: tl.constexpr,
+def gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_shared, p_shared_up, p_logits, p_counters, p_entries, p_lists,
+                   p_row_slot, p_act, n_rows, FORMAT: tl.constexpr, UP: tl.constexpr, SHARED: tl.constexpr, SHARED_UP: tl.constexpr,
                    H: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
                    E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr, SLOTS: tl.constexpr,
                    BLOCK_F: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -413,7 +416,7 @@ def gate_up_kernel(p_x, p_w, p_up, p_shared, p_shared_up, p_logits, p_counters, 
     """act = silu(gate) * up of one tile of features and one work item; the tile has 2 BLOCK_F weight rows.
 
     FORMAT, UP, SHARED, SHARED_UP: the formats of the pieces (experts.py). ROW, LINE: elements from one row of
-    the shared expert's codes to the next, and of a line of the cache.
+    the shared expert's codes to the next, and of a line of the cache. p_x_scale: of x in codes, else None.
 
     ALONE: one row. Eight gate rows and eight up rows take turns in the tile: that is how one thread gets both
     values of a feature.
@@ -448,6 +451,9 @@ def gate_up_kernel(p_x, p_w, p_up, p_shared, p_shared_up, p_logits, p_counters, 
         )
         if n <= 0:
             return
+    p_scale = p_x_scale
+    if p_x_scale is not None:
+        p_scale = p_x_scale + b_row
     if FORMAT == _PLAIN and UP == _NONE and SHARED == _PLAIN and SHARED_UP == _NONE:
         p_matrix = tl.where(is_shared, p_shared, p_w + expert.to(tl.int64) * (2 * M * H))
         p_w_tile = p_matrix + o_w[:, None] * H + o_k[None, :]
@@ -464,15 +470,16 @@ def gate_up_kernel(p_x, p_w, p_up, p_shared, p_shared_up, p_logits, p_counters, 
         if UP != _NONE:
             p_second = tl.where(is_shared, p_shared_up, p_up)
         b_gate, b_up = gate_and_up(
-            p_x + b_row * H, o_n < n, p_first, p_second, expert, i_tile, H, M, BLOCK_F, MOST_K, FORMAT, UP
+            p_x + b_row * H, o_n < n, p_first, p_second, expert, i_tile, H, M, BLOCK_F, MOST_K, FORMAT, UP, p_scale, n_rows
         )
     elif is_shared:
         b_gate, b_up = gate_and_up(
-            p_x + b_row * H, o_n < n, p_shared, p_shared_up, 0, i_tile, H, MS, BLOCK_F, MOST_K, SHARED, SHARED_UP
+            p_x + b_row * H, o_n < n, p_shared, p_shared_up, 0, i_tile, H, MS, BLOCK_F, MOST_K, SHARED, SHARED_UP, p_scale,
+            n_rows,
         )
     else:
         b_gate, b_up = gate_and_up(
-            p_x + b_row * H, o_n < n, p_w, p_up, expert, i_tile, H, M, BLOCK_F, MOST_K, FORMAT, UP
+            p_x + b_row * H, o_n < n, p_w, p_up, expert, i_tile, H, M, BLOCK_F, MOST_K, FORMAT, UP, p_scale, n_rows
         )
     b_act = tl.reshape(b_gate / (1.0 + tl.exp(-b_gate)) * b_up, [BLOCK_F, BLOCK_N])
     b_line = tl.where(is_shared, n_rows * SLOTS + b_row, b_row * SLOTS + b_slot)
@@ -624,7 +631,7 @@ def _lines(w: Matrix) -> dict[str, int]:
 
 def moe_decode(
     x: Tensor, w: MoeWeights, n_per_token: int, normalise: bool, *, row_slot: Tensor, scratch: MoeScratch, out: Tensor,
-    levers: Levers, tiles: MoeTiles | None = None,
+    levers: Levers, codes: Fp8Rows | None = None, tiles: MoeTiles | None = None,
 ) -> None:
     """out[s, r] = p_s Expert_s(x[r]) for the k experts of the largest p, in their order;
     out[k, r] = sigmoid(gate) Shared(x[r]).
@@ -632,6 +639,8 @@ def moe_decode(
     x: bfloat16 [N, H]; k = n_per_token; p: softmax of the first E logits in float32, ties to the lower
     expert, renormalised over the k when `normalise`; row_slot: int32 [N], below 0: the row routes nowhere and
     out[:k] of it is not written; out: float32 [k + 1, N, H]. H a multiple of 64, M and Ms of 32.
+    codes: a workspace for x in e4m3 (fp8.py), where all experts are; without it gate_up rounds on its way, to
+    the same bits.
     Left out: groups of experts, biases of the router. ValueError where shapes do not belong together,
     KernelError for a format without a kernel.
     """
@@ -647,6 +656,10 @@ def moe_decode(
     pdl, splits = levers.pdl, router_splits(hidden, levers)
     routing = dict(E=n_experts, E2=next_power_of_2(n_experts), STRIDE=logit_stride(n_experts), S=splits)
     block_n, block_k = min(128, max(16, next_power_of_2(n))), largest_block(t.router_k, hidden // splits)
+    rounded: tuple[Tensor, Tensor | None] = x, None
+    if codes is not None and is_e4m3(w.gate_up, w.shared_gate_up):
+        round_rows(x, codes, k_block(hidden), levers=levers)
+        rounded = codes.codes, codes.scale
     launch(
         router_kernel, (triton.cdiv(n_experts + 1, 64), splits, triton.cdiv(n, block_n)), x, rows_of("moe", w.router),
         s.logits, s.counters, n, H=hidden, BLOCK_M=64, BLOCK_N=block_n, BLOCK_K=block_k,
@@ -667,8 +680,8 @@ def moe_decode(
     block_f = largest_block(t.block_f, width, shared)
     (rows, up, FORMAT, UP), (shared_rows, shared_up, SHARED, SHARED_UP) = map(pieces_of, (w.gate_up, w.shared_gate_up))
     launch(
-        gate_up_kernel, (inner // block_f * n_work,), x, rows, up, shared_rows, shared_up, s.logits, s.counters, s.entries,
-        s.lists, row_slot, s.act, n, FORMAT=FORMAT, UP=UP, SHARED=SHARED, SHARED_UP=SHARED_UP, BLOCK_F=block_f,
+        gate_up_kernel, (inner // block_f * n_work,), *rounded, rows, up, shared_rows, shared_up, s.logits, s.counters,
+        s.entries, s.lists, row_slot, s.act, n, FORMAT=FORMAT, UP=UP, SHARED=SHARED, SHARED_UP=SHARED_UP, BLOCK_F=block_f,
         BLOCK_K=largest_block(t.up_k, hidden), MOST_K=t.up_k, **_lines(w.shared_gate_up), **experts, num_warps=4,
         num_stages=t.up_stages, pdl=pdl,
     )

@@ -41,6 +41,7 @@ from deltic.ops.gpu.experts import (
     NONE,
     PLAIN,
     gate_and_up,
+    is_e4m3,
     matrix_at,
     piece_of,
     pieces_of,
@@ -386,11 +387,6 @@ def moe_prefill_tiles() -> MoePrefillTiles:
     up = chip().stages(2 * c.up_k * (TILE + 2 * c.block_f), c.up_stages)
     down = chip().stages(2 * c.down_k * (TILE + c.block_n), c.down_stages)
     return replace(c, up_stages=up, down_stages=down)
-
-
-def is_e4m3(w: Matrix) -> bool:
-    """Whether rows are rounded for it: of two pieces, e4m3 is multiplied as the decode does."""
-    return len(w.pieces) == 1 and w.whole.format.codes == "e4m3"
 
 
 def _tiles(w: Matrix, tiles: MoePrefillTiles | None) -> MoePrefillTiles:
