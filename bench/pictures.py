@@ -1,15 +1,16 @@
-"""Pictures on a CPU, with random weights: `python -m bench.pictures [--dummy SHAPE] [--out DIR]`.
+"""Pictures, with random weights: `python -m bench.pictures [--device cuda] [--dummy SHAPE] [--out DIR]`.
 
 Three things, each in rounds in which what is compared takes turns:
 
 - the vision tower for square pictures of some sizes, beside the multiply peak of the same round and the tower
-  of transformers in bfloat16 and float32 (scaled-dot-product attention), with random weights of its own;
+  of transformers in bfloat16 and, on a CPU, float32 (scaled-dot-product attention), with random weights of its
+  own;
 - the time to the first token of a prompt with one picture that was never seen, of the same number of text
   tokens, of the picture behind another text (its rows are ready), and of the same prompt again;
 - the time between the tokens of some sequences, alone and while large pictures arrive, with --max-itl-ms.
 
-Multiplications count as two operations, of linears and attention. "peak" is what the kernels' inner tile
-multiplies a second on operands in the first-level cache.
+Multiplications count as two operations, of linears and attention. "peak" is what a CPU's inner tile multiplies a
+second on operands in the first-level cache, and what the vendor's library does with squares of 8,192 on a GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import argparse
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,8 @@ from deltic.engine.messages import Picture, Request, SamplingParams
 from deltic.machine import n_usable_cpus
 from deltic.models.qwen.shape import published_shape
 from deltic.models.vision.cpu import TOKEN, VisionForward, VisionTower, allocate_vision
-from deltic.models.vision.shape import BLOCK, PATCH_SIZE, PATCH_WIDTH, VisionShape
+from deltic.models.vision.pixels import PictureRules
+from deltic.models.vision.shape import BLOCK, CHANNELS, PATCH_SIZE, PATCH_WIDTH, VisionShape
 from deltic.models.vision.weights import dummy_vision
 from deltic.ops.arrays import zeros
 from deltic.roofs import multiply_peak
@@ -52,7 +54,7 @@ def n_operations(shape: VisionShape, n: int) -> int:
     return 2 * (n * a_patch + n // TOKEN * a_token) + 4 * shape.depth * n * n * h
 
 
-def published_tower(shape: VisionShape, dtype: torch.dtype) -> Any:
+def published_tower(shape: VisionShape, dtype: torch.dtype, device: str) -> Any:
     """The tower of transformers, with random weights."""
     config = Qwen3_5VisionConfig(
         depth=shape.depth,
@@ -63,33 +65,93 @@ def published_tower(shape: VisionShape, dtype: torch.dtype) -> Any:
         num_position_embeddings=shape.table_side**2,
         attn_implementation="sdpa",
     )
-    return Qwen3_5VisionModel(config).to(dtype).eval()
+    return Qwen3_5VisionModel(config).to(device, dtype).eval()
 
 
-def towers(shape: VisionShape, sides: list[int], rounds: int, n_threads: int) -> Iterator[dict[str, Any]]:
-    """The towers by the side of a picture, in pixels."""
-    torch.set_num_threads(n_threads)
-    peers = {"transformers bf16": torch.bfloat16, "transformers fp32": torch.float32}
-    published = {name: published_tower(shape, dtype) for name, dtype in peers.items()}
-    weights = dummy_vision(shape)
-    for side in sides:
-        n, rows = (side // PATCH_SIZE) ** 2, side // PATCH_SIZE
+class CpuTowers:
+    """Of this package, and those of transformers beside it."""
+
+    device = "cpu"
+    peers = {"transformers bf16": torch.bfloat16, "transformers fp32": torch.float32}  # noqa: RUF012
+
+    def __init__(self, shape: VisionShape) -> None:
+        self.shape, self.n_threads = shape, n_usable_cpus()
+        self.weights = dummy_vision(shape)
+        torch.set_num_threads(self.n_threads)
+
+    def peak(self) -> float:
+        return multiply_peak(self.n_threads)
+
+    def own(self, rows: int, patches: np.ndarray) -> Callable[[], None]:
+        """Encodes a picture of rows x rows patches."""
+        shape, n = self.shape, len(patches)
         buffers = allocate_vision(shape, n, 1, min(n, 512), lambda name, size, dtype: zeros(size, dtype))
-        forward = VisionForward(VisionTower(shape, weights, buffers), n_threads)
-        patches = np.random.default_rng(0).uniform(-1, 1, (n, PATCH_WIDTH)).astype(np.float32)
-        seconds: dict[str, list[float]] = {"deltic": []} | {name: [] for name in peers}
-        peaks = []
-        for i in range(1 + rounds):
-            peak = multiply_peak(n_threads)
-            begin = time.perf_counter()
+        forward = VisionForward(VisionTower(shape, self.weights, buffers), self.n_threads)
+
+        def run() -> None:
             for _ in forward.run([patches], [(1, rows, rows)]):
                 pass
+
+        return run
+
+
+class GpuTowers:
+    """The same on a GPU; from pixels that it has."""
+
+    device = "cuda"
+    peers = {"transformers bf16": torch.bfloat16}  # noqa: RUF012
+
+    def __init__(self, shape: VisionShape) -> None:
+        from deltic.ops.gpu.weight import DeviceStore
+
+        self.shape, self.weights = shape, dummy_vision(shape, store=DeviceStore("cuda"))
+
+    def peak(self) -> float:
+        from deltic.ops.gpu.roofs import GpuRoofs
+
+        return GpuRoofs.measured().multiply
+
+    def own(self, rows: int, patches: np.ndarray) -> Callable[[], None]:
+        from deltic.models.vision.gpu import PIECE, VisionGpu, vision_buffers
+        from deltic.ops.gpu.launch import Levers
+        from deltic.ops.gpu.vision import PatchGrid
+
+        n = -(-len(patches) // PIECE) * PIECE
+        n_rows = min(n, 4096)
+        buffers = vision_buffers(
+            self.shape, n, n_rows, lambda name, size, dtype: torch.zeros(size, dtype=dtype, device="cuda")
+        )
+        forward = VisionGpu(self.shape, self.weights, PictureRules(), buffers, Levers())
+        size = (rows * PATCH_SIZE) ** 2 * CHANNELS
+        buffers.pixels[:size].copy_(torch.randint(0, 256, (size,), dtype=torch.uint8))
+
+        def run() -> None:
+            for _ in forward.pieces(PatchGrid(rows, rows), 1, lambda stage: n_rows, lambda first, tokens: None):
+                pass
+            torch.cuda.synchronize()
+
+        return run
+
+
+def towers(of: CpuTowers | GpuTowers, sides: list[int], rounds: int) -> Iterator[dict[str, Any]]:
+    """The towers by the side of a picture, in pixels."""
+    published = {name: published_tower(of.shape, dtype, of.device) for name, dtype in of.peers.items()}
+    for side in sides:
+        n, rows = (side // PATCH_SIZE) ** 2, side // PATCH_SIZE
+        patches = np.random.default_rng(0).uniform(-1, 1, (n, PATCH_WIDTH)).astype(np.float32)
+        own, seconds = of.own(rows, patches), {name: list[float]() for name in ("deltic", *of.peers)}
+        peaks = []
+        for i in range(1 + rounds):
+            peak = of.peak()
+            begin = time.perf_counter()
+            own()
             taken = {"deltic": time.perf_counter() - begin}
-            for name, dtype in peers.items():
-                given = torch.from_numpy(patches).to(dtype)
+            for name, dtype in of.peers.items():
+                given = torch.from_numpy(patches).to(of.device, dtype)
+                grid = torch.tensor([[1, rows, rows]], device=of.device)
                 with torch.inference_mode():
                     begin = time.perf_counter()
-                    published[name](given, grid_thw=torch.tensor([[1, rows, rows]]))
+                    published[name](given, grid_thw=grid).pooler_output.cpu()
                     taken[name] = time.perf_counter() - begin
             if i:  # the first warms up
                 peaks.append(peak)
@@ -98,7 +160,7 @@ def towers(shape: VisionShape, sides: list[int], rounds: int, n_threads: int) ->
         yield {
             "side": side,
             "tokens": n // TOKEN,
-            "operations": n_operations(shape, n),
+            "operations": n_operations(of.shape, n),
             "peak": peaks,
             "seconds": seconds,
         }
@@ -188,8 +250,15 @@ def gaps(engine: Engine, n: int, side: int, n_pictures: int) -> dict[str, Any]:
     return {"sequences": n, "side": side, "pictures": n_pictures, "gaps_ms": found, "tower_s": tower_s}
 
 
+def _gpu() -> Any:
+    from deltic.runtime.gpu.device import Gpu
+
+    return Gpu()
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--dummy", default="qwen3.5-0.8b")
     parser.add_argument("--sides", default="256,512,1024", help="of pictures for the towers, in pixels")
     parser.add_argument("--rounds", type=int, default=5)
@@ -199,17 +268,17 @@ def main() -> int:
     parser.add_argument("--pictures", type=int, default=1, help="how many of them")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
-    n_threads, sides = n_usable_cpus(), [int(side) for side in given.sides.split(",")]
+    on_gpu, sides = given.device == "cuda", [int(side) for side in given.sides.split(",")]
     shape = VisionShape.published(given.dummy, published_shape(given.dummy).hidden_size)
     assert shape is not None
-    result: dict[str, Any] = {"bench": "pictures", "shape": given.dummy, "threads": n_threads, "towers": []}
-    for row in towers(shape, sides, given.rounds, n_threads):
+    result: dict[str, Any] = {"bench": "pictures", "device": given.device, "shape": given.dummy, "towers": []}
+    for row in towers(GpuTowers(shape) if on_gpu else CpuTowers(shape), sides, given.rounds):
         result["towers"].append(row)
         own = percentile(row["seconds"]["deltic"], 50) or 1.0
         rate = row["operations"] / own
         told = {name: round((percentile(all_s, 50) or 0) / own, 2) for name, all_s in row["seconds"].items()}
         print(
-            f"tower, {row['side']} x {row['side']}: {own * 1e3:.0f} ms, {rate / max(row['peak']):.0%} of peak; times as long: {told}",
+            f"tower, {row['side']} x {row['side']}: {own * 1e3:.1f} ms, {rate / max(row['peak']):.0%} of peak; times as long: {told}",
             flush=True,
         )
     config = EngineConfig(
@@ -217,15 +286,14 @@ def main() -> int:
         max_model_len=8192,
         max_num_seqs=given.sequences + given.pictures,
         max_picture_tokens=(max(given.large, *sides) // BLOCK) ** 2,
-        threads=n_threads,
         max_drafts=0,
     )
-    runner = build_runner(config, lambda stage, done: None, Cpu())
+    runner = build_runner(config, lambda stage, done: None, _gpu() if on_gpu else Cpu())
     result["first_tokens"] = []
     for row in first_tokens(Engine(runner), sides, given.rounds):
         result["first_tokens"].append(row)
-        told = {what: f"{1e3 * (percentile(all_s, 50) or 0):.0f}" for what, all_s in row["seconds"].items()}
-        print(f"first token, ms, {row['tokens']} tokens: {told}", flush=True)
+        shown_ms = {what: f"{1e3 * (percentile(all_s, 50) or 0):.1f}" for what, all_s in row["seconds"].items()}
+        print(f"first token, ms, {row['tokens']} tokens: {shown_ms}", flush=True)
     engine = Engine(runner, given.max_itl_ms)
     engine.fit_cost()
     result["gaps"] = gaps(engine, given.sequences, given.large, given.pictures) | {"max_itl_ms": given.max_itl_ms}
@@ -234,11 +302,15 @@ def main() -> int:
         print(
             f"ms between tokens of {given.sequences}, {what}: {' / '.join(points)} (p50 / p95 / p99 / most)", flush=True
         )
-    result |= {"instruction_set": runner.program.instruction_set, "torch": torch.__version__}
+    if on_gpu:
+        result["gpu"] = torch.cuda.get_device_name()
+    else:
+        result |= {"threads": n_usable_cpus(), "instruction_set": runner.program.instruction_set}
+    result["torch"] = torch.__version__
     result |= {"machine": machine(), "code": code(), "date": now().isoformat(), "load": os.getloadavg()}
     if given.out is not None:
         given.out.mkdir(parents=True, exist_ok=True)
-        (given.out / f"pictures-{given.dummy}.json").write_text(json.dumps(result) + "\n")
+        (given.out / f"pictures-{'gpu-' if on_gpu else ''}{given.dummy}.json").write_text(json.dumps(result) + "\n")
     return 0
 
 

@@ -120,9 +120,10 @@ def test_no_bit_depends_on_company_cuts_cache_or_preemption(kind: str) -> None:
 
 def test_angles_behind_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode stands where the prompt ends, which is not where its tokens end."""
+    meant = expected("dense", "a")
     monkeypatch.setattr(PromptPositions, "shift", 0)
     wrong = alone("dense", *PROMPTS["a"], n_tokens=2)
-    assert wrong[0] == expected("dense", "a")[0] and wrong[1] != expected("dense", "a")[1]
+    assert wrong[0] == meant[0] and wrong[1] != meant[1]
 
 
 @needs_gpu
