@@ -221,6 +221,10 @@ def first_tokens(engine: Engine, sides: list[int], rounds: int) -> Iterator[dict
         yield {"side": side, "tokens": n, "seconds": seconds, "tower_s": tower}
 
 
+ALONE = 200
+"""Tokens that the answers draw alone."""
+
+
 def gaps(engine: Engine, n: int, side: int, n_pictures: int) -> dict[str, Any]:
     """Milliseconds between the tokens of n sequences, alone and while pictures are encoded."""
     rng = np.random.default_rng(2)
@@ -236,8 +240,7 @@ def gaps(engine: Engine, n: int, side: int, n_pictures: int) -> dict[str, Any]:
                 engine.add(prompt(f"see {i}", [1], noise(side, rng), [2]))
         last = time.perf_counter()
         is_over = {f"see {i}" for i in range(n_pictures)} if what == "beside" else set()
-        begin = last
-        while is_over or (what == "alone" and last - begin < 20.0):
+        while is_over or (what == "alone" and len(found[what]) < ALONE):
             outputs = engine.step()
             if any(output.id == "talk 0" for output in outputs):
                 time_now = time.perf_counter()

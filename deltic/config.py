@@ -143,7 +143,7 @@ class EngineConfig:
     max_picture_tokens: int | None = knob(
         None,
         "tokens of the largest picture in a prompt, one for each 32 x 32 pixels; a larger picture is made smaller; 0 takes no "
-        "pictures and leaves the vision tower unread (default: 4096; 0 on a GPU, where they were not tried yet)",
+        "pictures and leaves the vision tower unread (default: 4096, on a GPU 16384, or what memory allows)",
         metavar="TOKENS",
         kind="text",
     )

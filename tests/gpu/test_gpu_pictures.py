@@ -84,10 +84,12 @@ def expected(kind: str, name: str) -> list[Entry]:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_those_of_a_cpu(kind: str) -> None:
-    """Within the tolerance of the oracle, which a CPU keeps, too (tests/cpu/test_picture_prompts.py compares it with it)."""
+    """Within the tolerance of the oracle, which a CPU keeps, too (tests/cpu/test_picture_prompts.py compares it with it); of a mixture
+    twice that, since either may send a token to another expert where two are nearly as likely.
+    """
     parts = PROMPTS["a"]
     found, meant = expected(kind, "a"), alone(kind, *parts, device="cpu")
-    assert farthest(found, meant) < LOGPROB_TOLERANCE
+    assert farthest(found, meant) < LOGPROB_TOLERANCE * (2 if kind == "moe" else 1)
     other = [part if isinstance(part, str) else picture(part.rows, part.columns, 40, part.n_frames) for part in parts]
     blind = alone(kind, *other, n_tokens=1, device="cpu")
     assert blind[0][0] != found[0][0] or farthest(blind, found[:1]) > 2 * LOGPROB_TOLERANCE, "the picture matters"
@@ -139,7 +141,7 @@ def test_drafts_change_no_bit() -> None:
 
 def test_the_largest_picture_shrinks_first() -> None:
     """Where memory is tight, before fewer sequences run."""
-    kind = replace(Gpu().text, largest_picture=16384)
+    kind = Gpu().text
     shape, tower = published_shape("qwen3.5-0.8b"), VisionShape.published("0.8b", 1024)
     plans = [make_plan(EngineConfig(model=""), shape, kind, 1000, gb << 30, 0, tower=tower) for gb in (24, 5)]
     assert [(plan.max_picture_tokens, plan.max_step_tokens) for plan in plans] == [(16384, 8192), (4096, 8192)]

@@ -115,7 +115,7 @@ def test_a_published_shape(device: str) -> None:
         for precision in ("float32", "bfloat16")
     )
     error, expected = (found - exact).norm() / exact.norm(), (rounded - exact).norm() / exact.norm()
-    assert error < 1.25 * expected < 0.03, (error, expected)
+    assert error < 1.25 * expected and expected < 0.03, (error, expected)
 
 
 @pytest.mark.parametrize("layout", ["fp8", "int8", "gptq"])
