@@ -274,7 +274,7 @@ def main() -> int:
     on_gpu, sides = given.device == "cuda", [int(side) for side in given.sides.split(",")]
     shape = VisionShape.published(given.dummy, published_shape(given.dummy).hidden_size)
     assert shape is not None
-    result: dict[str, Any] = {"bench": "pictures", "device": given.device, "shape": given.dummy, "towers": []}
+    result: dict[str, Any] = {"bench": "pictures", "shape": given.dummy, "towers": []}
     for row in towers(GpuTowers(shape) if on_gpu else CpuTowers(shape), sides, given.rounds):
         result["towers"].append(row)
         own = percentile(row["seconds"]["deltic"], 50) or 1.0
@@ -306,7 +306,7 @@ def main() -> int:
             f"ms between tokens of {given.sequences}, {what}: {' / '.join(points)} (p50 / p95 / p99 / most)", flush=True
         )
     if on_gpu:
-        result["gpu"] = torch.cuda.get_device_name()
+        result["device"] = torch.cuda.get_device_name()
     else:
         result |= {"threads": n_usable_cpus(), "instruction_set": runner.program.instruction_set}
     result["torch"] = torch.__version__

@@ -15,73 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from bench import quality_tables
+from bench import draft_tables, gpu_tables, picture_tables, quality_tables
 from bench.kept import Row, Run, Runs, grid, missing, percent, ranged, shown, source, spread
-from deltic.bench.load import percentile
-from deltic.logs import counted
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "docs/performance.md", "docs/serving.md", "docs/formats.md")
 MARKED = re.compile(r"(<!-- table (?P<name>[a-z-]+) -->)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
-
-
-GPU_SHAPES = ("qwen3.5-0.8b", "qwen3.5-27b", "qwen3.5-35b-a3b")
-
-
-def gpu_runs(runs: Runs) -> list[Run]:
-    """The newest of each shape."""
-    return [found[-1] for shape in GPU_SHAPES if (found := runs.newest(f"gpu-{shape}-[0-9]*.json", gpu=True))]
-
-
-def gpu_cell(row: Row) -> str:
-    """Milliseconds of a step; runs that kept no rounds have their ninth decile instead."""
-    if "round_ms" in row:
-        return ranged(row["round_ms"], row["step_ms"])
-    return f"{shown(row['step_ms'])} (p90 {shown(row['p90_ms'])})"
-
-
-def gpu(runs: Runs) -> str:
-    """Decodes and prefills on a GPU, beside the roofs."""
-    return decodes_and_prefills(gpu_runs(runs), "python -m bench.figures gpu-text")
-
-
-def gpu_format_runs(runs: Runs) -> list[Run]:
-    """The newest of each shape with quantised weights."""
-    return [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-{shape}-[!0-9]*.json", gpu=True)]
-
-
-def gpu_formats(runs: Runs) -> str:
-    """The same of quantised weights."""
-    return decodes_and_prefills(gpu_format_runs(runs), "deltic bench gpu --dummy qwen3.5-27b --format fp8")
-
-
-def decodes_and_prefills(found: list[Run], again: str) -> str:
-    """A table of runs of `deltic bench gpu`."""
-    if not found:
-        return missing(again)
-    sizes = [row["n"] for row in found[0].data["rows"]]
-    rows = []
-    for run in found:
-        by_n = {row["n"]: row for row in run.data["rows"]}
-        # a prefill without rounds has no range, and is left out
-        prefill = next((p for p in run.data["prefill"].values() if "round_ms" in p), None)
-        cells = [gpu_cell(by_n[n]) for n in sizes]
-        rows.append([run.data["shape"], *cells, ranged(prefill["round_ms"], prefill["ms"]) if prefill else "–"])
-        shares = [percent(by_n[n]["roof"]) for n in sizes]
-        rows.append(["of the roof", *shares, percent(prefill["roof"]) if prefill else "–"])
-    read = [run.data["roofs"]["read"] / 1e12 for run in found]
-    multiply = [run.data["roofs"]["multiply"] / 1e12 for run in found]
-    launches = ", ".join(f"{run.data['rows'][0]['launches']} ({run.data['shape']})" for run in found)
-    lengths = {(run.data.get("prompt"), run.data.get("output")) for run in found}
-    told = " or ".join(f"{a} prompt and {b} generated tokens each" for a, b in lengths if a)
-    text = (
-        f"{told or 'Prompt and generated tokens are not in these runs'}. The roof of a decode is the bytes it must move over the "
-        f"bandwidth of reading, {min(read):.2f} to {max(read):.2f} TB/s, that of a prefill its operations over the rate of a large "
-        f"bfloat16 product, {min(multiply):.0f} to {max(multiply):.0f} TFLOP/s, both measured in each run. Kernels in a decode of one "
-        f"sequence: {launches}."
-    )
-    header = ["ms", *(f"N = {n}" for n in sizes), "prefill of 8,192"]
-    return "\n\n".join((grid(header, rows), text, source(found, again)))
 
 
 def start(runs: Runs, on_gpu: bool = False) -> str:
@@ -317,12 +256,12 @@ def soak_claim(runs: Runs) -> str:
 def headline(runs: Runs) -> str:
     """The short table of the README."""
     rows = []
-    for run in [*gpu_runs(runs)[1:], *gpu_format_runs(runs)[:2]]:
+    for run in [*gpu_tables.plain_runs(runs)[1:], *gpu_tables.format_runs(runs)[:2]]:
         ends, device = (run.data["rows"][0], run.data["rows"][-1]), run.data["device"].removeprefix("NVIDIA ")
         sizes = " and of ".join(f"{row['n']}" for row in ends)
         roofs = " and ".join(percent(row["roof"]) for row in ends)
         one = f"{run.data['shape']}, {device}, a step of {sizes}"
-        rows.append([one, f"{' and '.join(map(gpu_cell, ends))} ms", f"{roofs} of the roof"])
+        rows.append([one, f"{' and '.join(map(gpu_tables.cell, ends))} ms", f"{roofs} of the roof"])
     wanted = {
         ("decode 1", "bf16"),
         ("decode 16", "int8"),
@@ -615,111 +554,14 @@ def stalls(runs: Runs) -> str:
     return "\n\n".join((grid(header, rows), source(found[-1:], again)))
 
 
-def drafts(runs: Runs) -> str:
-    """How many times as fast steps with drafts are, and the tokens that they give."""
-    again = "python -m bench.drafts --n 1,4,16 --accept 0,0.8 --tokens 120 --trace-tokens 200 --rounds 4"
-    found = runs.newest("drafts-qwen*.json", where=lambda data: "what" in data["rows"][0])
-    if not found:
-        return missing(again)
-    data = found[-1].data
-    cells: dict[tuple[str, str], dict[int, str]] = {}
-    for row in data["rows"]:
-        ratios = [plain / drafted for plain, drafted in zip(row["plain_ms"], row["drafts_ms"], strict=True)]
-        told = f"{ranged(ratios)}, {row['tokens_a_step']:.2f}"
-        cells.setdefault((row["what"], row["quantize"]), {})[row["n"]] = told
-    sizes = sorted({row["n"] for row in data["rows"]})
-    names = {what: what.replace("accept ", "guesses right: ") for what, _ in cells}
-    rows = [
-        [names[what], quantize, *(by_n.get(n, "–") for n in sizes)] for (what, quantize), by_n in sorted(cells.items())
-    ]
-    text = (
-        f"{data['shape']}, random weights; times as fast as without drafts, medians of {len(data['rows'][0]['plain_ms'])} rounds in which "
-        "both took turns, and tokens a step. What is drawn is planted: each guess of the draft head is right with the probability given, if "
-        "those before are, or the answer edits a file that the prompt holds and no head guesses. Steps and guesses are real, and the engine "
-        "chooses how many tokens it guesses."
-    )
-    header = ["", "weights", *(f"N = {n}" for n in sizes)]
-    return "\n\n".join((grid(header, rows), text, source(found[-1:], again)))
-
-
-def drafts_served(runs: Runs) -> str:
-    """How often a model's own head is right, and what that brings over HTTP."""
-    again = "python -m bench.drafts_served"
-    found = runs.newest("drafts-served.json")
-    if not found:
-        return missing(again)
-    data = found[-1].data
-    places = [str(place) for place in range(1, 5)]
-    rows = []
-    for row in data["rows"]:
-        right = [percent(row["right"][place]) if place in row["right"] else "–" for place in places]
-        times = spread({"min": row["least"], "max": row["most"], "median": row["times"]})
-        rows.append([row["what"], f"{row['temperature']:g}", str(row["answers"]), *right, times])
-    text = (
-        f"{data['model']} model, drafts of up to {data['max_drafts']} tokens, the same answers from a server without: of guesses for the "
-        "first place of a draft, and the next ones, how many were right, if those before were run; and how many times as fast answers "
-        "were decoded, by answer."
-    )
-    header = ["", "temperature", "answers", *(f"place {place}" for place in places), "times as fast"]
-    return "\n\n".join((grid(header, rows), text, source(found[-1:], again)))
-
-
-def pictures(runs: Runs) -> str:
-    """The vision tower on a CPU, first tokens behind pictures, and the time between tokens beside them."""
-    again = "python -m bench.pictures"
-    found = runs.newest("pictures-qwen*.json")
-    if not found:
-        return missing(again)
-    data = found[-1].data
-    rows = []
-    for row in data["towers"]:
-        own = row["seconds"]["deltic"]
-        shares = [row["operations"] / one / peak for one, peak in zip(own, row["peak"], strict=True)]
-        times = [
-            ranged(peer / one for peer, one in zip(all_s, own, strict=True))
-            for name, all_s in row["seconds"].items()
-            if name != "deltic"
-        ]
-        size = f"{row['side']} x {row['side']}"
-        rows.append([size, str(row["tokens"]), ranged(1e3 * one for one in own), percent(median(shares)), *times])
-    peers = [name for name in data["towers"][0]["seconds"] if name != "deltic"]
-    header = ["picture", "tokens", "tower, ms", "of the multiply peak", *(f"{name}, times as long" for name in peers)]
-    towers = grid(header, rows)
-    rows = []
-    for row in data["first_tokens"]:
-        seconds = row["seconds"]
-        beyond = [
-            (new - tower) / text
-            for new, tower, text in zip(seconds["new"], row["tower_s"], seconds["text"], strict=True)
-        ]
-        told = [ranged(1e3 * one for one in seconds[what]) for what in ("text", "new", "known", "again")]
-        rows.append([str(row["tokens"]), *told, ranged(beyond)])
-    header = ["tokens", "as text, ms", "new picture", "behind another text", "the same prompt, another end"]
-    first = grid([*header, "new without the tower, of text"], rows)
-    gaps = data["gaps"]
-    rows = [
-        [what, *(shown(percentile(all_ms, q) or 0.0) for q in (50, 95, 99, 100))]
-        for what, all_ms in gaps["gaps_ms"].items()
-    ]
-    between = grid([f"ms between tokens of {gaps['sequences']} answers", "p50", "p95", "p99", "most"], rows)
-    text = (
-        f"Random weights of {data['shape']}, medians of {len(data['towers'][0]['seconds']['deltic'])} rounds in which all take turns. The "
-        "towers of transformers have their own random weights."
-    )
-    last = (
-        f"Beside: while {counted(gaps['pictures'], 'picture')} of {gaps['side']} x {gaps['side']} pixels came, with `--max-itl-ms "
-        f"{gaps['max_itl_ms']:g}`."
-    )
-    return "\n\n".join((towers, first, between, f"{text} {last}", source(found[-1:], again)))
-
-
 TABLES: dict[str, Callable[[Runs], str]] = {
     "headline": headline,
     "peers-claim": peers_claim,
     "prefix-claim": prefix_claim,
     "soak-claim": soak_claim,
-    "gpu": gpu,
-    "gpu-formats": gpu_formats,
+    "gpu": gpu_tables.decodes,
+    "gpu-formats": gpu_tables.formats,
+    "gpu-drafts": gpu_tables.drafts,
     "gpu-start": lambda runs: start(runs, on_gpu=True),
     "constrained": constrained,
     "gpu-speech": gpu_speech,
@@ -732,9 +574,10 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "formats-again": quality_tables.formats_again,
     "serve": serve,
     "served": served,
-    "drafts": drafts,
-    "drafts-served": drafts_served,
-    "pictures": pictures,
+    "drafts": draft_tables.drafts,
+    "drafts-served": draft_tables.served,
+    "pictures": picture_tables.pictures,
+    "gpu-pictures": lambda runs: picture_tables.pictures(runs, on_gpu=True),
     "host": host,
     "speech": speech,
     "start": start,

@@ -185,7 +185,7 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     if arguments.accept:
         return _bench_accept(arguments, config)
     rows, prompts = ([int(n) for n in text.split(",")] for text in (arguments.n, arguments.prefill))
-    roofs, shape_name = GpuRoofs.measured(), config.dummy or config.model
+    roofs, shape_name = GpuRoofs.measured(), _shape_name(arguments, config)
     begin = time.perf_counter()
     model = Model.load(config, arguments.format)
     weights_s = time.perf_counter() - begin
@@ -207,8 +207,6 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     context = arguments.prompt + arguments.output // 2
     measured = [decode_row(engine, model.shape, roofs, n, found, context) for n, found in decodes.items()]
     prefill = {n: prefill_row(model.shape, roofs, n, found) for n, found in prefills.items()}
-    if arguments.format or config.quantize:
-        shape_name += f"-{arguments.format or config.quantize}"
     title = (
         f"{shape_name} on {engine.info.device}: {arguments.prompt} prompt + {arguments.output} generated tokens, greedy"
     )
@@ -236,6 +234,12 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
         prefill=prefill,
     )
     return 0
+
+
+def _shape_name(arguments: argparse.Namespace, config: EngineConfig) -> str:
+    """The shape and the format of its weights."""
+    format = arguments.format or config.quantize
+    return (config.dummy or config.model) + (f"-{format}" if format else "")
 
 
 MOST_DRAFTED = 8
@@ -274,7 +278,7 @@ def accept_rows(
 def _bench_accept(arguments: argparse.Namespace, config: EngineConfig) -> int:
     """`deltic bench gpu --accept P,...`: a table and a JSON file."""
     sizes, accepts = [int(n) for n in arguments.n.split(",")], [float(p) for p in arguments.accept.split(",")]
-    model, shape_name = Model.load(config, arguments.format, drafts=True), config.dummy or config.model
+    model, shape_name = Model.load(config, arguments.format, drafts=True), _shape_name(arguments, config)
     max_drafts, levers = config.max_drafts or MOST_DRAFTED, parse_levers(config.lever)
     engine = model.engine(levers, max(sizes))
     plain: dict[int, list[float]] = {}

@@ -1,0 +1,91 @@
+"""The tables of `deltic bench gpu`, for `bench/tables.py`."""
+
+from __future__ import annotations
+
+from statistics import median
+
+from bench.kept import Row, Run, Runs, grid, missing, percent, ranged, shown, source
+
+GPU_SHAPES = ("qwen3.5-0.8b", "qwen3.5-27b", "qwen3.5-35b-a3b")
+
+
+def plain_runs(runs: Runs) -> list[Run]:
+    """The newest of each shape."""
+    return [found[-1] for shape in GPU_SHAPES if (found := runs.newest(f"gpu-{shape}-[0-9]*.json", gpu=True))]
+
+
+def cell(row: Row) -> str:
+    """Milliseconds of a step; runs that kept no rounds have their ninth decile instead."""
+    if "round_ms" in row:
+        return ranged(row["round_ms"], row["step_ms"])
+    return f"{shown(row['step_ms'])} (p90 {shown(row['p90_ms'])})"
+
+
+def decodes(runs: Runs) -> str:
+    """Decodes and prefills on a GPU, beside the roofs."""
+    return decodes_and_prefills(plain_runs(runs), "python -m bench.figures gpu-text")
+
+
+def format_runs(runs: Runs) -> list[Run]:
+    """The newest of each shape with quantised weights."""
+    return [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-{shape}-[!0-9]*.json", gpu=True)]
+
+
+def formats(runs: Runs) -> str:
+    """The same of quantised weights."""
+    return decodes_and_prefills(format_runs(runs), "deltic bench gpu --dummy qwen3.5-27b --format fp8")
+
+
+def decodes_and_prefills(found: list[Run], again: str) -> str:
+    """A table of runs of `deltic bench gpu`."""
+    if not found:
+        return missing(again)
+    sizes = [row["n"] for row in found[0].data["rows"]]
+    rows = []
+    for run in found:
+        by_n = {row["n"]: row for row in run.data["rows"]}
+        # a prefill without rounds has no range, and is left out
+        prefill = next((p for p in run.data["prefill"].values() if "round_ms" in p), None)
+        cells = [cell(by_n[n]) for n in sizes]
+        rows.append([run.data["shape"], *cells, ranged(prefill["round_ms"], prefill["ms"]) if prefill else "–"])
+        shares = [percent(by_n[n]["roof"]) for n in sizes]
+        rows.append(["of the roof", *shares, percent(prefill["roof"]) if prefill else "–"])
+    read = [run.data["roofs"]["read"] / 1e12 for run in found]
+    multiply = [run.data["roofs"]["multiply"] / 1e12 for run in found]
+    launches = ", ".join(f"{run.data['rows'][0]['launches']} ({run.data['shape']})" for run in found)
+    lengths = {(run.data.get("prompt"), run.data.get("output")) for run in found}
+    told = " or ".join(f"{a} prompt and {b} generated tokens each" for a, b in lengths if a)
+    text = (
+        f"{told or 'Prompt and generated tokens are not in these runs'}. The roof of a decode is the bytes it must move over the "
+        f"bandwidth of reading, {min(read):.2f} to {max(read):.2f} TB/s, that of a prefill its operations over the rate of a large "
+        f"bfloat16 product, {min(multiply):.0f} to {max(multiply):.0f} TFLOP/s, both measured in each run. Kernels in a decode of one "
+        f"sequence: {launches}."
+    )
+    header = ["ms", *(f"N = {n}" for n in sizes), "prefill of 8,192"]
+    return "\n\n".join((grid(header, rows), text, source(found, again)))
+
+
+def drafts(runs: Runs) -> str:
+    """Milliseconds a token with drafts, beside those without."""
+    again = "deltic bench gpu --dummy qwen3.5-27b --accept 0,0.75 --output 256 --n 1,8,16,64"
+    names = [f"gpu-accept-{shape}-{quantised}*.json" for shape in GPU_SHAPES[1:] for quantised in ("[0-9]", "[!0-9]")]
+    found = [run for name in names for run in runs.newest(name, gpu=True)]
+    if not found:
+        return missing(again)
+    rows = []
+    for run in found:
+        for row in run.data["rows"]:
+            plain, cells = median(row["plain_ms"]), list[str]()
+            for name in ("head", "free"):
+                own = median(row[f"{name}_ms"])
+                cells += [f"{shown(own)}, {plain / own:.2f}", f"{row[f'{name}_tokens_a_step']:.2f}"]
+            rows.append([run.data["shape"], str(row["n"]), f"{row['accept']:g}", shown(plain), *cells])
+    text = (
+        "Of guesses as many are right as planted, if those before are; steps and guesses are real, and the engine chooses how many tokens "
+        "it guesses. Free: what a step comes to whose guesses take no time, as those of text that repeats."
+    )
+    header = [
+        *("model", "N", "right", "ms a token", "with the draft head, times as fast", "tokens a step"),
+        *("guesses free, times as fast", "tokens a step"),
+    ]
+    return "\n\n".join((grid(header, rows), text, source(found, again)))
