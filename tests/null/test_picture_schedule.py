@@ -11,6 +11,7 @@ import pytest
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Picture, PictureInfo, Request, SamplingParams
 from deltic.engine.pictures import Pictures
+from deltic.engine.scheduler import TOWER_SHARE
 from deltic.engine.step import Step, StepResult
 from deltic.ops.geometry import PAGE_SIZE
 from tests.fakes import FakeRunner
@@ -179,6 +180,20 @@ def test_the_tower_and_prefills_take_turns_where_there_is_a_target(monkeypatch: 
     assert not any(both), "a step with a prefill has used the time up"
     assert sum(map(bool, pieces)) >= 3 and sum(m > 0 for _, m in ran) >= 3
     assert all(n_decodes == 1 for n_decodes, _ in ran)
+
+
+def test_the_tower_leaves_time_for_a_step_that_ran_ahead() -> None:
+    """It is waited for with the pieces, however short it looked where its tokens were read."""
+    engine = Engine(SeeingRunner(FakeTower(1), n_pages=100), max_itl_ms=20.0)
+    engine.add(prompt("talk", 10, max_tokens=300))
+    engine.step()
+    engine.step()
+    scheduler = engine.scheduler
+    assert scheduler.cost is not None
+    scheduler.cost.curve, scheduler.cost.scale = [(0, 0.004), (64, 0.01)], 1.0
+    scheduler.cost.per_decode_s = scheduler.cost.per_key_s = 0.0
+    assert scheduler.tower_s(0.001) == pytest.approx(TOWER_SHARE * 0.02 - 0.004)
+    assert scheduler.tower_s(0.01) == pytest.approx(TOWER_SHARE * 0.02 - 0.01)
 
 
 def test_a_picture_of_a_request_that_ended_is_not_encoded_on() -> None:
