@@ -126,7 +126,7 @@ class GpuTowers:
         buffers.pixels[:size].copy_(torch.randint(0, 256, (size,), dtype=torch.uint8))
 
         def run() -> None:
-            for _ in forward.pieces(PatchGrid(rows, rows), 1, lambda stage: n_rows, lambda first, tokens: None):
+            for _ in forward.pieces(PatchGrid(rows, rows), 1, lambda stage, left: n_rows, lambda first, tokens: None):
                 pass
             torch.cuda.synchronize()
 
@@ -266,7 +266,7 @@ def main() -> int:
     parser.add_argument("--sides", default="256,512,1024", help="of pictures for the towers, in pixels")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--sequences", type=int, default=16)
-    parser.add_argument("--max-itl-ms", type=float, default=250.0)
+    parser.add_argument("--max-itl-ms", type=float, default=350.0)
     parser.add_argument("--large", type=int, default=2048, help="side of the pictures that arrive beside answers")
     parser.add_argument("--pictures", type=int, default=1, help="how many of them")
     parser.add_argument("--out", type=Path)

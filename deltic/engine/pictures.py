@@ -67,12 +67,12 @@ class Pace:
         """Another picture: what attention takes depends on it."""
         self._row_s.pop("rest", None)
 
-    def n_rows(self, stage: int) -> int:
-        """Most patches of the next piece, which is of this stage."""
+    def n_rows(self, stage: int, n_left: int) -> int:
+        """Patches of the next piece, which is of this stage, with so many to go."""
         last = self._n_stages - 1
         kind = "embedding" if stage == 0 else "merger" if stage == last else "keys" if stage % 2 else "rest"
         most = int(self.left_s / self._row_s[kind]) if kind in self._row_s else self._least
-        n = min(self._most, max(self._least, most // self._unit * self._unit))
+        n = min(self._most, max(self._least, most // self._unit * self._unit), n_left)
         self.ran = kind, n
         return n
 

@@ -85,7 +85,7 @@ def encoded(
     forward: VisionForward, patches: list[Array], grids: Sequence[Grid], n_rows: int | None = None
 ) -> list[Tensor]:
     """Tokens of each picture."""
-    for _ in forward.run(patches, grids, None if n_rows is None else lambda stage: n_rows):
+    for _ in forward.run(patches, grids, None if n_rows is None else lambda stage, left: n_rows):
         pass
     ends = np.cumsum([len(some) // 4 for some in patches])
     return [
@@ -309,4 +309,4 @@ def test_what_does_not_fit() -> None:
     with pytest.raises(ValueError, match="of a grid"):
         next(forward.run(pictures([(1, 2, 4)]), [(1, 2, 2)]))
     with pytest.raises(ValueError, match="a token has 4"):
-        next(forward.run(pictures([(1, 2, 2)]), [(1, 2, 2)], lambda stage: 3))
+        next(forward.run(pictures([(1, 2, 2)]), [(1, 2, 2)], lambda stage, left: 3))

@@ -75,7 +75,7 @@ def encoded(tower: VisionGpu, pixels: np.ndarray, n_rows: int = 2 * PIECE) -> Te
         assert first == sum(map(len, found))
         found.append(tokens.clone())
 
-    for _ in tower.pieces(grid, len(pixels), lambda stage: n_rows, put):
+    for _ in tower.pieces(grid, len(pixels), lambda stage, left: n_rows, put):
         pass
     return torch.cat(found)
 

@@ -10,7 +10,7 @@ import pytest
 
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Picture, PictureInfo, Request, SamplingParams
-from deltic.engine.pictures import Pictures
+from deltic.engine.pictures import Pace, Pictures
 from deltic.engine.scheduler import TOWER_SHARE
 from deltic.engine.step import Step, StepResult
 from deltic.ops.geometry import PAGE_SIZE
@@ -243,3 +243,14 @@ def test_a_picture_that_fails_ends_its_requests_alone() -> None:
     }
     said = "the engine could not encode a picture (RuntimeError: no); send the request again"
     assert ended == {("bad", "error", said), ("good", "length", None), ("text", "length", None)}
+
+
+def test_the_end_of_a_stage_is_taken_for_what_it_is() -> None:
+    """A short piece that was believed to be whole made the next one several times as long as it might be."""
+    pace = Pace(4, unit=4, least=8, most=512)
+    pace.left_s = 1.0
+    pace.took("rest", 100, 0.1)
+    assert pace.n_rows(2, 10_000) == 512 and pace.n_rows(2, 40) == 40
+    assert pace.ran == ("rest", 40)
+    pace.took(*pace.ran, 0.04)
+    assert pace.seconds("rest", 512) == pytest.approx(0.512)

@@ -216,13 +216,13 @@ class VisionForward:
         tower.record_merger(stage())
 
     def run(
-        self, patches: Sequence[Array | Patches], grids: Sequence[Grid], n_rows: Callable[[int], int] | None = None
+        self, patches: Sequence[Array | Patches], grids: Sequence[Grid], n_rows: Callable[[int, int], int] | None = None
     ) -> Iterator[None]:
         """Encodes pictures, to buffers.tokens, one after another; yields after each piece.
 
         patches: float32 or bfloat16 [frames * rows * columns, PATCH_WIDTH] of each grid, block by block (see
-        `Frames`). n_rows: says before each piece, by the number of its stage, how many patches it may have
-        (None: as many as there is room for). Raises ValueError for what does not fit the buffers, at the
+        `Frames`). n_rows: says before each piece, by the number of its stage and the patches that it has to
+        go, how many it may have (None: as many as there is room for). Raises ValueError for what does not fit the buffers, at the
         first step.
         """
         b = self.buffers
@@ -231,7 +231,7 @@ class VisionForward:
         for i, stage in enumerate(self.stages):
             begin = 0
             while begin < n:
-                most = len(b.normed) if n_rows is None else min(n_rows(i), len(b.normed))
+                most = len(b.normed) if n_rows is None else min(n_rows(i, n - begin), len(b.normed))
                 if most < TOKEN:
                     raise ValueError(f"a piece of {most} patches: a token has {TOKEN}")
                 count = min(most // TOKEN * TOKEN, n - begin)

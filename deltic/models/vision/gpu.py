@@ -117,13 +117,13 @@ class VisionGpu:
         return 2 + 2 * len(self.weights.blocks)
 
     def pieces(
-        self, grid: PatchGrid, n_frames: int, n_rows: Callable[[int], int], put: Callable[[int, Tensor], None]
+        self, grid: PatchGrid, n_frames: int, n_rows: Callable[[int, int], int], put: Callable[[int, Tensor], None]
     ) -> Iterator[bool]:
         """Encodes the picture in buffers.pixels; yields after each piece, whose kernels are started, whether
         it is the last.
 
-        n_rows: says before each piece, by the number of its stage, how many patches it may have, PIECE at the
-        least. put(first, tokens) is called with tokens of the picture, bfloat16 [n, out_hidden_size], from
+        n_rows: says before each piece, by the number of its stage and the patches that it has to go, how many it
+        may have, PIECE at the least. put(first, tokens) is called with tokens of the picture, bfloat16 [n, out_hidden_size], from
         token `first` on, in order; the buffer is used again by what is started next. Raises ValueError for a
         picture that does not fit, at the first step.
         """
@@ -134,7 +134,7 @@ class VisionGpu:
         for i in range(self.n_stages):
             begin = 0
             while begin < end:
-                most = min(n_rows(i), len(b.patches)) // PIECE * PIECE
+                most = min(n_rows(i, end - begin), len(b.patches)) // PIECE * PIECE
                 if not most:
                     raise ValueError(f"a piece has {PIECE} patches or more")
                 n = min(most, end - begin)
