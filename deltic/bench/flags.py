@@ -90,7 +90,7 @@ def ablate(sub: argparse.ArgumentParser) -> None:
     add("--n", default="1,8,64", metavar="N,N,...", help="sequences (default: 1,8,64)")
     add("--output", type=int, default=64, metavar="TOKENS", help="default: 64")
     add("--out", metavar="DIR", help=OUT_HELP)
-    add_some(sub, "dummy", "memory_gb", "max_model_len", "seed")
+    add_some(sub, "dummy", "memory_gb", "max_model_len", "max_drafts", "seed")
 
 
 def quality(sub: argparse.ArgumentParser) -> None:

@@ -359,20 +359,24 @@ def prefill_operations(shape: ModelShape, n_tokens: int) -> float:
     return n_tokens * (linear + gdn + attention) + 2.0 * shape.vocab_size * shape.hidden_size
 
 
-def variants() -> list[tuple[str, Levers]]:
-    """The base, and one lever switched off at a time."""
+def variants(max_drafts: int) -> list[tuple[str, Levers, int]]:
+    """The base, and one lever switched off at a time; and drafts, where there are any: their names, levers and
+    most tokens of a draft.
+    """
     base = Levers()
     names = [field.name for field in dataclasses.fields(Levers)]
-    return [("all on", base), *((f"{name}=off", replace(base, **{name: False})) for name in names)]
+    found = [("all on", base, 0), *((f"{name}=off", replace(base, **{name: False}), 0) for name in names)]
+    return found + ([(f"max_drafts={max_drafts}", base, max_drafts)] if max_drafts else [])
 
 
 def bench_ablate(arguments: argparse.Namespace, config: EngineConfig) -> int:
     """The command `deltic bench ablate`: for each lever the time of a step with and without, launches, and
-    whether bits change.
+    whether bits change; with --max-drafts for drafts, too, of which of random weights hardly any is right.
     """
     _need_gpu()
     rows = [int(n) for n in arguments.n.split(",")]
-    model, shape_name = Model.load(config), config.dummy or config.model
+    max_drafts, shape_name = config.max_drafts or 0, config.dummy or config.model
+    model = Model.load(config, drafts=max_drafts > 0)
     found: list[dict[str, Any]] = []
     base: dict[int, tuple[float, list[list[int]]]] = {}
     table = Table(
@@ -385,9 +389,9 @@ def bench_ablate(arguments: argparse.Namespace, config: EngineConfig) -> int:
         title=f"{shape_name}: one lever changed at a time",
     )
     console = Console(stderr=True)
-    for name, levers in variants():
+    for name, levers, n_drafts in variants(max_drafts):
         with console.status(name):
-            engine = model.engine(levers, max(rows))
+            engine = model.engine(levers, max(rows), n_drafts)
             row: dict[str, Any] = {"lever": name}
             cells, exact = [], True
             for n in rows:
@@ -401,8 +405,9 @@ def bench_ablate(arguments: argparse.Namespace, config: EngineConfig) -> int:
             runner = engine.runner
             assert isinstance(runner, GpuTextRunner)
             field = Levers.__dataclass_fields__.get(name.partition("=")[0])
-            says = "" if field is None else "exact" if field.metadata["exact"] else "other bits"
-            text = "" if field is None else field.metadata["text"]
+            says, text = ("exact", "tokens that are guessed ahead, by --max-drafts") if n_drafts else ("", "")
+            if field is not None:
+                says, text = "exact" if field.metadata["exact"] else "other bits", field.metadata["text"]
             table.add_row(name, *cells, f"{runner.n_launches(rows[0])}", "yes" if exact else "no", says, text)
             found.append(row | {"launches": runner.n_launches(rows[0]), "same_tokens": exact, "exact": says})
             del engine, runner

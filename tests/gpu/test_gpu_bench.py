@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from bench import tables
+from bench import gpu_tables
 from bench.kept import Runs
 from deltic.bench import gpu
 from deltic.config import ConfigError, EngineConfig
@@ -67,7 +67,7 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
             ConfigError, match=f"--format {name}: with --dummy, without --quantize, and one of bf16, int8"
         ):
             load(config, name)
-    made = tables.gpu(Runs(tmp_path))
+    made = gpu_tables.decodes(Runs(tmp_path))
     assert "| qwen3.5-27b | 16.0 (13.0 .. 19.0) |" in made and "608 (605 .. 611) |" in made
     assert "128 prompt and 256 generated tokens each" in made
 
@@ -103,3 +103,10 @@ def test_drafts_that_are_right_as_planted(tmp_path: Path, monkeypatch: pytest.Mo
     (file,) = out.glob("gpu-accept-qwen3.5-27b-*.json")
     found = json.loads(file.read_text())
     assert asked == [0, 3] and found["rows"] == [rows[0] | {"plain_ms": [20.0, 20.0]}]
+
+
+def test_drafts_are_ablated_where_there_are_any() -> None:
+    names = [name for name, _, _ in gpu.variants(0)]
+    assert names[0] == "all on" and "pdl=off" in names and len(set(names)) == len(names)
+    assert [(name, n) for name, _, n in gpu.variants(8)] == [*((name, 0) for name in names), ("max_drafts=8", 8)]
+    assert gpu.variants(8)[-1][1] == gpu.variants(8)[0][1]
