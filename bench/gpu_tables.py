@@ -67,7 +67,7 @@ def decodes_and_prefills(found: list[Run], again: str) -> str:
 
 def drafts(runs: Runs) -> str:
     """Milliseconds a token with drafts, beside those without."""
-    again = "deltic bench gpu --dummy qwen3.5-27b --accept 0,0.75 --output 256 --n 1,8,16,64"
+    again = "deltic bench gpu --dummy qwen3.5-27b [--format fp8] --accept 0,0.75 --output 256 --n 1,8,16,64"
     names = [f"gpu-accept-{shape}-{quantised}*.json" for shape in GPU_SHAPES[1:] for quantised in ("[0-9]", "[!0-9]")]
     found = [run for name in names for run in runs.newest(name, gpu=True)]
     if not found:
@@ -81,8 +81,8 @@ def drafts(runs: Runs) -> str:
                 cells += [f"{shown(own)}, {plain / own:.2f}", f"{row[f'{name}_tokens_a_step']:.2f}"]
             rows.append([run.data["shape"], str(row["n"]), f"{row['accept']:g}", shown(plain), *cells])
     text = (
-        "Of guesses as many are right as planted, if those before are; steps and guesses are real, and the engine chooses how many tokens "
-        "it guesses. Free: what a step comes to whose guesses take no time, as those of text that repeats."
+        "Right: how often a guess is, if those before it are; that is planted. Steps and guesses are real, and the engine chooses how many "
+        "tokens it guesses. Guesses that are free stand for those of text that repeats, which no model makes."
     )
     header = [
         *("model", "N", "right", "ms a token", "with the draft head, times as fast", "tokens a step"),

@@ -11,7 +11,8 @@ from deltic.logs import counted
 
 def pictures(runs: Runs, on_gpu: bool = False) -> str:
     """The vision tower, first tokens behind pictures, and the time between tokens beside them."""
-    again = "python -m bench.pictures" + on_gpu * " --device cuda --dummy qwen3.5-27b"
+    of_gpu = " --device cuda --dummy qwen3.5-27b --sides 1024,2048 --rounds 3 --pictures 2 --max-itl-ms 50"
+    again = "python -m bench.pictures" + (of_gpu if on_gpu else "")
     found = runs.newest("pictures-gpu-qwen*.json" if on_gpu else "pictures-qwen*.json", gpu=on_gpu)
     if not found:
         return missing(again)

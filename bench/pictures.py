@@ -3,14 +3,15 @@
 Three things, each in rounds in which what is compared takes turns:
 
 - the vision tower for square pictures of some sizes, beside the multiply peak of the same round and the tower
-  of transformers in bfloat16 and, on a CPU, float32 (scaled-dot-product attention), with random weights of its
-  own;
+  of transformers in bfloat16 and, on a CPU, float32 (scaled-dot-product attention), with random weights of
+  its own;
 - the time to the first token of a prompt with one picture that was never seen, of the same number of text
   tokens, of the picture behind another text (its rows are ready), and of the same prompt again;
 - the time between the tokens of some sequences, alone and while large pictures arrive, with --max-itl-ms.
 
-Multiplications count as two operations, of linears and attention. "peak" is what a CPU's inner tile multiplies a
-second on operands in the first-level cache, and what the vendor's library does with squares of 8,192 on a GPU.
+Multiplications count as two operations, of linears and attention. "peak" is what a CPU's inner tile
+multiplies a second on operands in the first-level cache, and what the vendor's library does with squares of
+8,192 on a GPU.
 """
 
 from __future__ import annotations
@@ -82,6 +83,9 @@ class CpuTowers:
     def peak(self) -> float:
         return multiply_peak(self.n_threads)
 
+    def wait(self) -> None:
+        """Until all that was started is done."""
+
     def own(self, rows: int, patches: np.ndarray) -> Callable[[], None]:
         """Encodes a picture of rows x rows patches."""
         shape, n = self.shape, len(patches)
@@ -111,6 +115,9 @@ class GpuTowers:
 
         return GpuRoofs.measured().multiply
 
+    def wait(self) -> None:
+        torch.cuda.synchronize()
+
     def own(self, rows: int, patches: np.ndarray) -> Callable[[], None]:
         from deltic.models.vision.gpu import PIECE, VisionGpu, vision_buffers
         from deltic.ops.gpu.launch import Levers
@@ -128,7 +135,7 @@ class GpuTowers:
         def run() -> None:
             for _ in forward.pieces(PatchGrid(rows, rows), 1, lambda stage, left: n_rows, lambda first, tokens: None):
                 pass
-            torch.cuda.synchronize()
+            self.wait()
 
         return run
 
@@ -151,7 +158,8 @@ def towers(of: CpuTowers | GpuTowers, sides: list[int], rounds: int) -> Iterator
                 grid = torch.tensor([[1, rows, rows]], device=of.device)
                 with torch.inference_mode():
                     begin = time.perf_counter()
-                    published[name](given, grid_thw=grid).pooler_output.cpu()
+                    published[name](given, grid_thw=grid)
+                    of.wait()
                     taken[name] = time.perf_counter() - begin
             if i:  # the first warms up
                 peaks.append(peak)
@@ -253,12 +261,6 @@ def gaps(engine: Engine, n: int, side: int, n_pictures: int) -> dict[str, Any]:
     return {"sequences": n, "side": side, "pictures": n_pictures, "gaps_ms": found, "tower_s": tower_s}
 
 
-def _gpu() -> Any:
-    from deltic.runtime.gpu.device import Gpu
-
-    return Gpu()
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
@@ -291,7 +293,12 @@ def main() -> int:
         max_picture_tokens=(max(given.large, *sides) // BLOCK) ** 2,
         max_drafts=0,
     )
-    runner = build_runner(config, lambda stage, done: None, _gpu() if on_gpu else Cpu())
+    device: Any = Cpu()
+    if on_gpu:
+        from deltic.runtime.gpu.device import Gpu
+
+        device = Gpu()
+    runner = build_runner(config, lambda stage, done: None, device)
     result["first_tokens"] = []
     for row in first_tokens(Engine(runner), sides, given.rounds):
         result["first_tokens"].append(row)

@@ -66,7 +66,7 @@ def calls(w: Matrix, n: int, device: str = DEVICE) -> Callable[[Matrix], torch.T
 
     def call(matrix: Matrix) -> torch.Tensor:
         if n in NARROW:
-            narrow_linear(x, matrix, out, levers=LEVERS)
+            narrow_linear(x, matrix, out, levers=LEVERS, rows=scratch.rows)
         else:
             wide_linear(x, matrix, out, levers=LEVERS, scratch=scratch)
         return out
@@ -113,10 +113,6 @@ def check(w: Matrix) -> dict[str, object]:
         values.copy_(operands)
     few, splits = x[:128], k_splits(w.n, w.k, LEVERS)
     sums, alone = (torch.empty(splits, n, w.n, device=DEVICE) for n in (128, 1))
-    narrow_linear(few, w, sums, levers=LEVERS)
-    narrow_linear(few[:1], w, alone, levers=LEVERS)
-    exact, size = few.float() @ values[0].t(), few.float().abs() @ values[0].abs().t()
-    many, some = (torch.empty(n, w.n, device=DEVICE, dtype=torch.bfloat16) for n in (1024, 64))
     scratch = wide_scratch(
         1024,
         w.n * w.k,
@@ -124,6 +120,10 @@ def check(w: Matrix) -> dict[str, object]:
         {w.whole.format.codes},
         lambda _, size, dtype: torch.empty(size, device=DEVICE, dtype=dtype),
     )
+    narrow_linear(few, w, sums, levers=LEVERS, rows=scratch.rows)
+    narrow_linear(few[:1], w, alone, levers=LEVERS, rows=scratch.rows)
+    exact, size = few.float() @ values[0].t(), few.float().abs() @ values[0].abs().t()
+    many, some = (torch.empty(n, w.n, device=DEVICE, dtype=torch.bfloat16) for n in (1024, 64))
     wide_linear(x, w, many, levers=LEVERS, scratch=scratch)
     wide_linear(x[64:128], w, some, levers=LEVERS, scratch=scratch)
     return {

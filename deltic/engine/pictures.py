@@ -55,7 +55,7 @@ class Pace:
 
     def __init__(self, n_stages: int, unit: int, least: int, most: int) -> None:
         """n_stages: the embedding, two of each block, the merger. Pieces have a multiple of `unit` patches,
-        `least` to `most` of them.
+        `least` to `most` of them, but for the last of a stage.
         """
         self._n_stages, self._unit, self._least, self._most = n_stages, unit, least, most
         self._row_s: dict[str, float] = {}  # seconds a patch, by the kind of stage
@@ -81,7 +81,7 @@ class Pace:
         return n * self._row_s[kind] if kind in self._row_s else None
 
     def took(self, kind: str, n: int, seconds: float) -> None:
-        self._row_s[kind] = seconds / n
+        self._row_s[kind] = seconds / max(n, self._least)  # fewer take no less: weights are read anyway
 
     @property
     def least_s(self) -> float:

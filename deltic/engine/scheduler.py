@@ -416,8 +416,9 @@ class Scheduler:
         if self._decodes:
             if cost is None:
                 return step_s
-            # a step that ran ahead looked shorter than it was: it ran before the pieces that are waited for
-            step_s = max(step_s, cost.seconds(Load(len(self._decodes), sum(s.n_computed for s in self._decodes))))
+            if self.info.n_lookahead:
+                # it was waited for briefly, having begun early; and the next runs before the tower does
+                step_s = max(step_s, cost.seconds(Load(len(self._decodes), sum(s.n_computed for s in self._decodes))))
             return 0.0 if self._had_prefill else max(TOWER_SHARE * cost.target_s - step_s, 1e-3)
         return cost.target_s if cost is not None and cost.is_shared else IDLE_S
 

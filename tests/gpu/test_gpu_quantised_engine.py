@@ -55,7 +55,9 @@ from tests.gpu.test_gpu_engine import (
     request,
 )
 
-N_SEQS = 24 if HAS_GPU else 17
+MORE_ROWS = 17
+"""One more than a tile of 16 has."""
+N_SEQS = 24 if HAS_GPU else MORE_ROWS
 STEP_TOKENS = 768 if HAS_GPU else DECODED_ROWS + 64
 
 TOLERANCE = 0.06
@@ -88,7 +90,7 @@ class Case:
 
 
 CASES = {
-    "fp8 dense": Case(lambda: tiny_quantised("dense", "qwen-fp8").path, None, (40, 17, 2)),
+    "fp8 dense": Case(lambda: tiny_quantised("dense", "qwen-fp8").path, None, (40, MORE_ROWS, 2)),
     "fp8 moe": Case(lambda: tiny_quantised("moe", "qwen-fp8").path, None, (3, 1, 1)),
     "fp8-dynamic next": Case(lambda: tiny_quantised("next", "fp8-dynamic").path),
     "w4a16 dense": Case(lambda: tiny_quantised("dense", "w4a16").path, None, (DECODED_ROWS + 4, 1, 1)),
@@ -317,7 +319,7 @@ def has_room(shape: ModelShape, quantize: str | None, n_rows: int, n_tokens: int
 @every_case
 def test_every_product_has_its_workspaces(name: str) -> None:
     """Those that the plan counts, of short steps and of long ones."""
-    for n_rows, n_tokens in ((1, 64), (17, DECODED_ROWS), (48, 1024)):
+    for n_rows, n_tokens in ((1, 64), (MORE_ROWS, DECODED_ROWS), (48, 1024)):
         has_room(shape_of(name), CASES[name].rounded, n_rows, n_tokens)
 
 

@@ -192,6 +192,8 @@ def test_the_tower_leaves_time_for_a_step_that_ran_ahead() -> None:
     assert scheduler.cost is not None
     scheduler.cost.curve, scheduler.cost.scale = [(0, 0.004), (64, 0.01)], 1.0
     scheduler.cost.per_decode_s = scheduler.cost.per_key_s = 0.0
+    assert scheduler.tower_s(0.001) == pytest.approx(TOWER_SHARE * 0.02 - 0.001), "nothing runs ahead here"
+    scheduler.info.n_lookahead = 1
     assert scheduler.tower_s(0.001) == pytest.approx(TOWER_SHARE * 0.02 - 0.004)
     assert scheduler.tower_s(0.01) == pytest.approx(TOWER_SHARE * 0.02 - 0.01)
 

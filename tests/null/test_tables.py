@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import figures, peers, tables
+from bench import figures, gpu_tables, peers, tables
 from bench.kept import Runs
 from bench.tables import DOCUMENTS, ROOT, filled
 from deltic.__main__ import parser
@@ -122,14 +122,14 @@ def test_a_gpus_prefill_without_rounds_is_left_out(tmp_path: Path) -> None:
     row = {"n": 1, "step_ms": 2.0, "p90_ms": 2.1, "roof": 0.5, "launches": 9}
     old = {"shape": "qwen3.5-27b", "device": "NVIDIA H200", "roofs": {"read": 4e12, "multiply": 8e14}}
     keep(tmp_path / "1-h200", "gpu-qwen3.5-27b-1.json", rows=[row], prefill={"8192": {"ms": 674.0, "roof": 0.7}}, **old)
-    made = tables.gpu(Runs(tmp_path))
+    made = gpu_tables.decodes(Runs(tmp_path))
     assert "| qwen3.5-27b | 2.00 (p90 2.10) | – |" in made
     new = {"date": "2026-02-01", "prompt": 128, "output": 256}
     rounds = {"8192": {"ms": 600.0, "round_ms": [590.0, 600.0, 610.0], "roof": 0.7}}
     keep(
         tmp_path / "2-h200", "gpu-qwen3.5-27b-1.json", rows=[row | {"round_ms": [1.9, 2.0, 2.2]}], prefill=rounds, **old | new
     )  # fmt: skip
-    made = tables.gpu(Runs(tmp_path))
+    made = gpu_tables.decodes(Runs(tmp_path))
     assert "| qwen3.5-27b | 2.00 (1.90 .. 2.20) | 600 (590 .. 610) |" in made
     assert made.split("\n\n")[1].startswith("128 prompt and 256 generated tokens each.")
 

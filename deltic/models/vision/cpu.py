@@ -222,8 +222,8 @@ class VisionForward:
 
         patches: float32 or bfloat16 [frames * rows * columns, PATCH_WIDTH] of each grid, block by block (see
         `Frames`). n_rows: says before each piece, by the number of its stage and the patches that it has to
-        go, how many it may have (None: as many as there is room for). Raises ValueError for what does not fit the buffers, at the
-        first step.
+        go, how many it may have (None: as many as there is room for). Raises ValueError for what does not fit
+        the buffers, at the first step.
         """
         b = self.buffers
         n = self._place(patches, grids)

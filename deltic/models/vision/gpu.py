@@ -122,10 +122,10 @@ class VisionGpu:
         """Encodes the picture in buffers.pixels; yields after each piece, whose kernels are started, whether
         it is the last.
 
-        n_rows: says before each piece, by the number of its stage and the patches that it has to go, how many it
-        may have, PIECE at the least. put(first, tokens) is called with tokens of the picture, bfloat16 [n, out_hidden_size], from
-        token `first` on, in order; the buffer is used again by what is started next. Raises ValueError for a
-        picture that does not fit, at the first step.
+        n_rows: says before each piece, by the number of its stage and the patches that it has to go, how many
+        it may have, PIECE at the least. put(first, tokens) is called with tokens of the picture, bfloat16 [n,
+        out_hidden_size], from token `first` on, in order; the buffer is used again by what is started next.
+        Raises ValueError for a picture that does not fit, at the first step.
         """
         b = self.buffers
         if grid.n > len(b.residual):

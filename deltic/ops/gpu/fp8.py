@@ -7,9 +7,9 @@ e4m3 one of its 17 powers of two, below. A product's sums of BLOCK_K are added i
 both scales, in order of K: the tensor cores' own sums of 8-bit products keep 14 bits or so. So BLOCK_K is
 part of what defines the bits.
 
-Rows are rounded once, before a product; for the down projections of experts in a decode, and where gate and up
-are in two formats, on their way, to the same codes. A wide product runs in the vendor's library where it has
-one (Hopper), else here.
+Rows are rounded once, before a product. On their way, to the same codes, they are rounded in a decode for the
+experts' down, and for a gate_up that is not e4m3 in one piece in all of them. A wide product runs in the
+vendor's library where it has one (Hopper), else here.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -122,10 +122,11 @@ def round_rows(
     check("round_rows", x.dtype == torch.bfloat16 and x.stride(1) == 1 and k % block_k == 0, f"bfloat16 x, blocks of {block_k}")
     fits = t * k <= rows.codes.numel() and t * (k // block_k) <= rows.scale.numel()
     check("round_rows", fits, f"room for {t} rows of {k}")
-    block_t = 32 if t >= 1024 else 4
+    is_small = t < 1024  # and waits for latency: the next kernel may start at once
     launch(
-        _round_rows_kernel, (-(-t // block_t), k // block_k), x, rows.codes, rows.scale, used, t, k, x.stride(0),
-        EACH=each, BLOCK_T=block_t, BLOCK_K=block_k, EARLY=t < 1024, pdl=levers.pdl, num_warps=4 if t >= 1024 else 1,
+        _round_rows_kernel, (-(-t // (4 if is_small else 32)), k // block_k), x, rows.codes, rows.scale, used, t, k, x.stride(0),
+        EACH=each, BLOCK_T=4 if is_small else 32, BLOCK_K=block_k, EARLY=is_small, pdl=levers.pdl,
+        num_warps=1 if is_small else 4,
     )
 
 

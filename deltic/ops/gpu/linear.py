@@ -311,10 +311,10 @@ def _token_tile(n: int) -> int:
     return min(max(next_power_of_2(n), 16), 128)
 
 
-PROGRAMS_TOGETHER = 4
-"""Programs that decode weights for few rows that an SM's registers let run at once."""
+PROGRAMS_TOGETHER = {16: 4, 32: 3}
+"""How many programs for so many rows share an SM: its registers hold no more."""
 FEW_ROWS_STAGES = 6
-"""Of their pipelines: more bring nothing."""
+"""Stages of their pipelines at the most: more bring nothing."""
 
 
 def decoded_config(n: int, m: int, k_slice: int, splits: int, format: WeightFormat) -> Narrow:
@@ -337,7 +337,7 @@ def decoded_config(n: int, m: int, k_slice: int, splits: int, format: WeightForm
     stages = 4 if block_k <= 64 else 3
     if few:  # as many as there is room for beside the other programs of an SM
         programs = -(-m // block_m) * splits
-        shared //= max(1, min(PROGRAMS_TOGETHER, -(-programs // sms)))
+        shared //= max(1, min(PROGRAMS_TOGETHER[tokens], -(-programs // sms)))
         stages = FEW_ROWS_STAGES
     return Narrow(block_m, block_k, 4, max(2, min((shared - 1024) // block, stages)), unroll)
 

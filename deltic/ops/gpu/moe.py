@@ -1,7 +1,7 @@
 """moe, decode: the router, the routed experts and the shared expert for a few rows, as streams of the
 experts' weights.
 
-Three launches for one row, four for more:
+Three launches for one row, four for more, and one that rounds rows beside e4m3:
 
     router    logits = x W^T in float32: weight rows are the tall side, rows of x the narrow one, K cut in a
               fixed number of parts
@@ -453,7 +453,7 @@ def gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_shared, p_shared_up, p_logits, p
             return
     p_scale = p_x_scale
     if p_x_scale is not None:
-        p_scale = p_x_scale + b_row
+        p_scale = p_x_scale + tl.minimum(b_row, n_rows - 1)  # rows behind the last are read, and not stored
     if FORMAT == _PLAIN and UP == _NONE and SHARED == _PLAIN and SHARED_UP == _NONE:
         p_matrix = tl.where(is_shared, p_shared, p_w + expert.to(tl.int64) * (2 * M * H))
         p_w_tile = p_matrix + o_w[:, None] * H + o_k[None, :]
@@ -639,8 +639,8 @@ def moe_decode(
     x: bfloat16 [N, H]; k = n_per_token; p: softmax of the first E logits in float32, ties to the lower
     expert, renormalised over the k when `normalise`; row_slot: int32 [N], below 0: the row routes nowhere and
     out[:k] of it is not written; out: float32 [k + 1, N, H]. H a multiple of 64, M and Ms of 32.
-    codes: a workspace for x in e4m3 (fp8.py), where all experts are; without it gate_up rounds on its way, to
-    the same bits.
+    codes: a workspace for x in e4m3 (fp8.py), used where gate_up of routed and shared experts are; without it
+    gate_up rounds on its way, to the same bits.
     Left out: groups of experts, biases of the router. ValueError where shapes do not belong together,
     KernelError for a format without a kernel.
     """

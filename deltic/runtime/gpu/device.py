@@ -112,7 +112,7 @@ def text(levers: Levers) -> Kind[ModelShape]:
         max_checkpoints=1024,
         drafts=0,
         draft_head=True,
-        largest_picture=16384,
+        largest_picture=16384,  # 4,096 x 4,096 pixels
         check_tower=check_vision_gpu,
         max_num_seqs=MAX_SEQS,
         step_multiple=PAGE_SIZE,
