@@ -306,6 +306,7 @@ def chat(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
                 think=arguments.think,
                 sampling={key: value for key, value in sampling.items() if value is not None},
                 pictures=[*map(picture_url, arguments.image)],
+                videos=[*map(picture_url, arguments.video)],
             )
             talk(conversation, runner)
     except (EndpointError, ServerFailed) as error:

@@ -96,6 +96,7 @@ def chat(sub: argparse.ArgumentParser) -> None:
     add("--max-tokens", type=int, metavar="TOKENS", help="longest answer")
     text = "a picture for the first message, a file or a URL; may be given several times"
     add("--image", action="append", default=[], metavar="FILE", help=text)
+    add("--video", action="append", default=[], metavar="FILE", help="the same of a video")
     add_engine(sub)
 
 
@@ -112,6 +113,7 @@ def run(sub: argparse.ArgumentParser) -> None:
     add("--retry-errors", action="store_true", help=text)
     text = "a picture for the last message of the user in each line; may be given several times"
     add("--image", action="append", default=[], metavar="FILE", help=text)
+    add("--video", action="append", default=[], metavar="FILE", help="the same of a video, in chats")
     add_engine(sub)
 
 

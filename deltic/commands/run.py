@@ -17,7 +17,7 @@ import json
 import os
 import stat
 import sys
-from collections.abc import Awaitable, Callable, Collection, Iterator
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -117,16 +117,18 @@ def jobs(source: BinaryIO, done: Collection[str | int]) -> Iterator[Job]:
             yield job
 
 
-def with_pictures(asked: dict[str, Any], path: str, urls: list[str]) -> dict[str, Any]:
-    """The body with pictures before the text of the user's last message. Raises ValueError."""
-    field = PATHS.get(path, "")
+def with_pictures(asked: dict[str, Any], path: str, urls: Sequence[str], videos: Sequence[str]) -> dict[str, Any]:
+    """The body with pictures and videos before the text of the user's last message. Raises ValueError."""
+    field, flag = PATHS.get(path, ""), "--image" if urls else "--video"
+    if videos and field != "messages":
+        raise ValueError("--video: videos are for lines of /v1/chat/completions")
     said = asked.get(field)
     if field == "input" and isinstance(said, str):
         said = [{"role": "user", "content": said}]
     messages = list(said) if isinstance(said, list) and field != "prompt" else []
     at = max((i for i, one in enumerate(messages) if isinstance(one, dict) and one.get("role") == "user"), default=-1)
     if at < 0:
-        raise ValueError("--image: there is no message of a user")
+        raise ValueError(f"{flag}: there is no message of a user")
     is_chat = field == "messages"
     content = messages[at].get("content")
     if not isinstance(content, list):
@@ -135,24 +137,31 @@ def with_pictures(asked: dict[str, Any], path: str, urls: list[str]) -> dict[str
         {"type": "image_url", "image_url": {"url": url}} if is_chat else {"type": "input_image", "image_url": url}
         for url in urls
     ]
+    parts += [{"type": "video_url", "video_url": {"url": url}} for url in videos]
     messages[at] = messages[at] | {"content": [*parts, *content]}
     return asked | {field: messages}
 
 
 async def send(
-    endpoint: Endpoint, model: str, job: Job, *, renamed: bool = False, pictures: list[str] | None = None
+    endpoint: Endpoint,
+    model: str,
+    job: Job,
+    *,
+    renamed: bool = False,
+    pictures: Sequence[str] = (),
+    videos: Sequence[str] = (),
 ) -> dict[str, Any]:
     """The job's result line. Waits as long as the server is full. Raises Stopped when it is gone.
 
-    model: of lines that name none; renamed: of all lines. pictures: URLs of those that are added.
+    model: of lines that name none; renamed: of all lines. pictures, videos: URLs of those that are added.
     """
     result: dict[str, Any] = {"custom_id": job.custom_id, "line": job.line, "response": None, "error": None}
     if job.body is None:
         return result | {"error": {"code": "bad_line", "message": job.error}}
     try:
         asked = json.loads(job.body)
-        if pictures:
-            asked = with_pictures(asked, job.path, pictures)
+        if pictures or videos:
+            asked = with_pictures(asked, job.path, pictures, videos)
     except (ValueError, RecursionError) as error:  # a number or nesting beyond Python's own limits
         return result | {"error": {"code": "bad_line", "message": f"line {job.line}: {error}"}}
     asked = asked | {"model": model} if renamed else {"model": model} | asked
@@ -240,7 +249,7 @@ async def work(
 
 async def _run(arguments: argparse.Namespace, server_arguments: list[str], source: BinaryIO, out: BinaryIO) -> Tally:
     console = Console(stderr=True)
-    pictures = [*map(picture_url, arguments.image)]
+    pictures, videos = ([*map(picture_url, names)] for names in (arguments.image, arguments.video))
     done = finished(out)
     n_lines = sum(1 for line in source if line.strip())
     source.seek(0)
@@ -254,7 +263,7 @@ async def _run(arguments: argparse.Namespace, server_arguments: list[str], sourc
         endpoint = await reached(arguments, server)
         model = await asked_model(arguments, endpoint)
         is_renamed = getattr(arguments, "model", None) is not None
-        ask = functools.partial(send, endpoint, model, renamed=is_renamed, pictures=pictures)
+        ask = functools.partial(send, endpoint, model, renamed=is_renamed, pictures=pictures, videos=videos)
         columns = (
             BarColumn(),
             MofNCompleteColumn(),

@@ -27,7 +27,7 @@ from deltic import LLM, SamplingParams
 from deltic.batch_lines import Job
 from deltic.commands.chat import Answer, Conversation, command
 from deltic.commands.endpoint import Endpoint, EndpointError, picture_url
-from deltic.commands.run import send
+from deltic.commands.run import send, with_pictures
 from deltic.engine.messages import PictureInfo, Request
 from deltic.server.chat import picture_parts, pictures
 from deltic.server.urls import Hosts
@@ -577,6 +577,14 @@ def test_deltic_run(tmp_path: Path) -> None:
         results = asyncio.run(go())
     assert [result["error"] is None for result in results] == [True] * 4 + [False] * 2
     assert results[5]["error"]["message"] == "line 5: --image: there is no message of a user"
+    shown = with_pictures({"messages": turns}, "/v1/chat/completions", [], ["data:video/mp4;base64,QUJD"])["messages"][
+        2
+    ]
+    assert [one["type"] for one in shown["content"]] == ["video_url", "text", "image_url"]
+    with pytest.raises(ValueError, match="--video: videos are for lines of /v1/chat/completions"):
+        with_pictures({"input": "a"}, "/v1/responses", [], ["data:video/mp4;base64,QUJD"])
+    with pytest.raises(ValueError, match="--video: there is no message of a user"):
+        with_pictures({"messages": turns[1:2]}, "/v1/chat/completions", [], ["data:video/mp4;base64,QUJD"])
     wide = SEEN.format("2x5")
     told = [prompt_of(request) for request in engine.requests]
     assert "user\na<|im_end|>" in told[0] and f"user\n{wide}c{SEEN.format('2x2')}<|im_end|>" in told[0]
