@@ -23,10 +23,11 @@ def drafts(runs: Runs) -> str:
         [names[what], quantize, *(by_n.get(n, "–") for n in sizes)] for (what, quantize), by_n in sorted(cells.items())
     ]
     text = (
-        f"{data['shape']}, random weights; times as fast as without drafts, medians of {len(data['rows'][0]['plain_ms'])} rounds in which "
-        "both took turns, and tokens a step. What is drawn is planted: each guess of the draft head is right with the probability given, if "
-        "those before are, or the answer edits a file that the prompt holds and no head guesses. Steps and guesses are real, and the engine "
-        "chooses how many tokens it guesses."
+        f"{data['shape']}, random weights; times as fast as without drafts, medians of "
+        f"{len(data['rows'][0]['plain_ms'])} rounds in which both took turns, and tokens a step. What is drawn is planted: "
+        "each guess of the draft head is right with the probability given, if those before are, or the answer edits a file "
+        "that the prompt holds and no head guesses. Steps and guesses are real, and the engine chooses how many tokens it "
+        "guesses."
     )
     header = ["", "weights", *(f"N = {n}" for n in sizes)]
     return "\n\n".join((grid(header, rows), text, source(found[-1:], again)))

@@ -67,11 +67,18 @@ def decodes_and_prefills(found: list[Run], again: str) -> str:
 
 def drafts(runs: Runs) -> str:
     """Milliseconds a token with drafts, beside those without."""
-    again = "deltic bench gpu --dummy qwen3.5-27b [--format fp8] --accept 0,0.75 --output 256 --n 1,8,16,64"
+    again = [
+        f"deltic bench gpu --dummy {model} --accept 0,0.75 --output 256 --n {sizes}"
+        for model, sizes in (
+            ("qwen3.5-27b", "1,8,16,64"),
+            ("qwen3.5-27b --format fp8", "1,16"),
+            ("qwen3.5-35b-a3b", "1,8,16,64"),
+        )
+    ]
     names = [f"gpu-accept-{shape}-{quantised}*.json" for shape in GPU_SHAPES[1:] for quantised in ("[0-9]", "[!0-9]")]
     found = [run for name in names for run in runs.newest(name, gpu=True)]
     if not found:
-        return missing(again)
+        return missing(*again)
     rows = []
     for run in found:
         for row in run.data["rows"]:
@@ -88,4 +95,4 @@ def drafts(runs: Runs) -> str:
         *("model", "N", "right", "ms a token", "with the draft head, times as fast", "tokens a step"),
         *("guesses free, times as fast", "tokens a step"),
     ]
-    return "\n\n".join((grid(header, rows), text, source(found, again)))
+    return "\n\n".join((grid(header, rows), text, source(found, *again)))

@@ -397,9 +397,8 @@ def bench_ablate(arguments: argparse.Namespace, config: EngineConfig) -> int:
             for n in rows:
                 decode(engine, n, 128, 8, seed=1)
                 times, tokens = decode(engine, n, 128, arguments.output, seed=2)
-                ms = statistics.median(times) * 1000
-                if n_drafts:  # a step gives several tokens: of all steps, the time of one token
-                    ms = sum(times) * 1000 / (arguments.output - 3)
+                # a step with drafts gives several tokens: of all those steps, the time of one token
+                ms = 1000 * (sum(times) / (arguments.output - 3) if n_drafts else statistics.median(times))
                 base.setdefault(n, (ms, tokens))
                 exact = exact and tokens == base[n][1]
                 cells.append(f"{ms:.3f}, {ms / base[n][0]:.3f}")

@@ -416,10 +416,12 @@ class Scheduler:
         if self._decodes:
             if cost is None:
                 return step_s
+            if self._had_prefill:
+                return 0.0
             if self.info.n_lookahead:
                 # it was waited for briefly, having begun early; and the next runs before the tower does
                 step_s = max(step_s, cost.seconds(Load(len(self._decodes), sum(s.n_computed for s in self._decodes))))
-            return 0.0 if self._had_prefill else max(TOWER_SHARE * cost.target_s - step_s, 1e-3)
+            return max(TOWER_SHARE * cost.target_s - step_s, 1e-3)
         return cost.target_s if cost is not None and cost.is_shared else IDLE_S
 
     def _grow_decodes(self) -> None:

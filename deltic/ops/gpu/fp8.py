@@ -123,10 +123,10 @@ def round_rows(
     fits = t * k <= rows.codes.numel() and t * (k // block_k) <= rows.scale.numel()
     check("round_rows", fits, f"room for {t} rows of {k}")
     is_small = t < 1024  # and waits for latency: the next kernel may start at once
+    block_t, warps = (4, 1) if is_small else (32, 4)
     launch(
-        _round_rows_kernel, (-(-t // (4 if is_small else 32)), k // block_k), x, rows.codes, rows.scale, used, t, k, x.stride(0),
-        EACH=each, BLOCK_T=4 if is_small else 32, BLOCK_K=block_k, EARLY=is_small, pdl=levers.pdl,
-        num_warps=1 if is_small else 4,
+        _round_rows_kernel, (-(-t // block_t), k // block_k), x, rows.codes, rows.scale, used, t, k, x.stride(0),
+        EACH=each, BLOCK_T=block_t, BLOCK_K=block_k, EARLY=is_small, pdl=levers.pdl, num_warps=warps,
     )
 
 

@@ -197,8 +197,8 @@ def begin_decode(
     blocks, piece, cut = _cut(table)
     launch(
         _begin_decode_kernel, (n, blocks), rows_place, *drafts, *state, places.angle_shift, address(piece), rows.place,
-        rows.slot, rows.position, rows.angle_shift, residual, piece.n, width, DRAFTS=rows.drafts is not None, LANES=LANES, PIECES=pieces(width),
-        **cut, pdl=levers.pdl, num_warps=4,
+        rows.slot, rows.position, rows.angle_shift, residual, piece.n, width, DRAFTS=rows.drafts is not None, LANES=LANES,
+        PIECES=pieces(width), **cut, pdl=levers.pdl, num_warps=4,
     )
 
 
