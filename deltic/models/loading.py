@@ -32,7 +32,7 @@ from deltic.models.mapped import Header, MappedFiles, read_header
 from deltic.models.stored import StoredTensor, formats_of, one_name
 from deltic.models.tensors import stored_tensors as tensors_of_files
 from deltic.ops.arrays import Array, bfloat16, copy, nothing, zeros
-from deltic.ops.formats import WEIGHT_FORMATS, Quantised, WeightFormat
+from deltic.ops.formats import BLOCK_ROWS, WEIGHT_FORMATS, Quantised, WeightFormat
 from deltic.ops.matrix import STRIP, Layout, Matrix, Piece
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
@@ -72,6 +72,9 @@ _BLOCK: dict[Layout, int] = {"strips": 1 << 20, "rows": 1 << 22}
 """Weights that a thread reads and packs at a time, larger in between: on a CPU they stay in its caches, for
 a GPU they are worth the calls.
 """
+
+_UNIT: dict[Layout, int] = {"strips": STRIP, "rows": BLOCK_ROWS}
+"""Rows that stay together."""
 
 _MOST_THREADS = 8
 """That read: Python's lock keeps more of them waiting."""
@@ -482,7 +485,8 @@ def _jobs(part: Planned, tensors: Mapping[str, StoredTensor], store: Store) -> I
     top = 0
     for piece in target.pieces:
         n_rows = _BLOCK[piece.layout] // piece.k
-        step, together = max(n_rows // STRIP, 1) * STRIP, max(n_rows // piece.n, 1)
+        unit = _UNIT[piece.layout]
+        step, together = max(n_rows // unit, 1) * unit, max(n_rows // piece.n, 1)
         for i in range(0, piece.n_matrices, together):
             some = dataclasses.replace(piece, data=piece.data[i : i + together])
             for begin in range(0, piece.n, step):

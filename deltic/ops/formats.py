@@ -61,6 +61,9 @@ FLOATS = ("bf16", "e4m3")
 OUTER = 256
 """Weights along K that share an outer scale of k."""
 
+BLOCK_ROWS = 128
+"""Rows that share their scales in e4m3, as published and as --quantize makes it."""
+
 _BITS = {"bf16": 16, "int8": 8, "e4m3": 8, "iq4": 4, "e2m1": 4} | {f"uint{n}": n for n in range(2, 7)}
 _E4M3 = np.dtype(ml_dtypes.float8_e4m3fn)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from deltic.models.qwen.gpu import Linears
 from deltic.ops.arrays import bfloat16
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu import linear
@@ -14,7 +15,18 @@ from deltic.ops.gpu.blocks import PlaceState, Rows
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.fp8 import Fp8Rows, block_scales, fp8_linear, fp8_rows, fp8_tile, round_rows, vendor_multiplies
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.gpu.linear import Narrow, WideScratch, narrow_linear, narrow_swiglu, product, wide_linear, wide_scratch
+from deltic.ops.gpu.linear import (
+    Narrow,
+    WideScratch,
+    k_splits,
+    narrow_linear,
+    narrow_swiglu,
+    product,
+    silu_mul,
+    silu_mul_rounded,
+    wide_linear,
+    wide_scratch,
+)
 from deltic.ops.gpu.norm import begin_decode, embed
 from deltic.ops.gpu.weight import DeviceStore, unpack
 from deltic.ops.matrix import Matrix, planes
@@ -201,6 +213,55 @@ def test_few_rows_by_the_vendors_e4m3(device: str, monkeypatch: pytest.MonkeyPat
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
 
 
+@pytest.mark.parametrize("blocks", [False, True])
+def test_few_rows_of_a_whole_e4m3(device: str, monkeypatch: pytest.MonkeyPatch, blocks: bool) -> None:
+    """What would be cut along K is not where the vendor multiplies it: one row has the bits that it has among
+    others, and buffers have no more rows than the plan gives them.
+    """
+    monkeypatch.setattr(linear, "WHOLE_E4M3_SIZE", 0)
+    w, values = put(device, 256, 1024, (256, "fp8"))
+    if blocks:
+        in_one_block(w)
+        values = unpack(w.whole)[0].double()
+    linears = Linears([("w", w)], LEVERS)
+    vendor = device != "cpu" and torch.cuda.get_device_capability() == (9, 0)
+    assert (len(linears.partial("w", *room_for(device, 1, w))) == 1) == vendor
+    wanted = torch.randn(80, 1024).bfloat16()
+    found = []
+    for n in (1, 5, 16, 40, 80):
+        x, flat, rows = room_for(device, n, w)
+        x.copy_(wanted[:n])
+        found.append(linears.partial("w", x, flat, rows))
+        assert found[-1].is_contiguous() and found[-1].shape[1:] == (n, 256)
+        if device != "cpu":  # the interpreter's sums have numpy's order, which follows the shape
+            assert torch.equal(found[-1], linears.partial("w", *room_for(device, 80, w, wanted))[:, :n])
+    sums = exact(e4m3_rows(wanted[:5].to(device), 128), values)
+    torch.testing.assert_close(found[1].sum(0).double(), sums, rtol=1e-4, atol=1e-4)
+
+
+def room_for(device: str, n: int, w: Matrix, values: Tensor | None = None) -> tuple[Tensor, Tensor, Fp8Rows]:
+    """x of n rows, in front of a buffer of the least size, and the rest of what `Linears.partial` wants."""
+    most = max(n, linear.WHOLE_E4M3_ROWS)
+    x = torch.full((most, w.k), torch.nan, dtype=torch.bfloat16, device=device)[:n]
+    if values is not None:
+        x.copy_(values)
+    flat = torch.full((k_splits(w.n, w.k, LEVERS) * most * w.n,), torch.nan, device=device)
+    return x, flat, fp8_scratch(device, most, w.k)
+
+
+def test_silu_mul_rounds_as_round_rows(device: str) -> None:
+    for t, width in ((3, 384), (64, 1152), (5, 96)):
+        gate_up = torch.randn(t, 2 * width).bfloat16().to(device)
+        inner = torch.empty(t, width, dtype=torch.bfloat16, device=device)
+        rows, wanted = fp8_scratch(device, t, width), fp8_scratch(device, t, width)
+        silu_mul(gate_up, inner, levers=LEVERS)
+        round_rows(inner, wanted, k_block(width), levers=LEVERS)
+        silu_mul_rounded(gate_up, rows, width, levers=LEVERS)
+        n_scales = t * (width // k_block(width))
+        assert torch.equal(rows.codes[: t * width], wanted.codes[: t * width])
+        assert torch.equal(rows.scale[:n_scales], wanted.scale[:n_scales])
+
+
 @pytest.mark.parametrize("name", ["fp8", "int4-g128-bfloat16", "Q4_K", "NVFP4"])
 def test_slices_and_blocks_of_k(device: str, name: str) -> None:
     """Slices that begin within a group, and blocks of any size."""
@@ -272,19 +333,24 @@ def test_what_is_rounded_at_load_is_what_a_cpu_makes(device: str, name: str, k: 
     )
 
 
-def test_e4m3_is_rounded_by_groups(device: str) -> None:
-    values = (np.random.default_rng(0).standard_normal((9, 160)) * 0.05).astype(bfloat16)
-    values[3] = 0.0
-    w = Matrix.empty(9, 160, WEIGHT_FORMATS["fp8"], "rows", 1, DeviceStore(device).empty)
-    DeviceStore(device).put(w.whole, values)
-    found, floats = unpack(w.whole)[0].cpu().numpy(), values.astype(np.float32)
-    for group in (slice(0, 128), slice(128, 160)):
-        largest = np.abs(floats[:, group]).max(1, keepdims=True)
-        assert (
-            np.abs(found[:, group] - floats[:, group])
-            <= np.maximum(np.abs(floats[:, group]) / 16, largest / 448 / 1024 * 1.01)
-        ).all()
-        assert np.allclose(np.abs(found[:, group]).max(1, keepdims=True), largest, rtol=1e-6)
+def test_e4m3_is_rounded_by_blocks(device: str) -> None:
+    """Of 128 x 128, within a matrix, and the same when rows come in two runs."""
+    values = (np.random.default_rng(0).standard_normal((2 * 136, 160)) * 0.05).astype(bfloat16)
+    values[130:136] = 0.0
+    store, found = DeviceStore(device), []
+    for runs in ((slice(0, 136),), (slice(0, 128), slice(128, 136))):
+        w = Matrix.empty(136, 160, WEIGHT_FORMATS["fp8"], "rows", 2, store.empty)
+        for run in runs:
+            store.put(w.whole, np.concatenate([values[:136][run], values[136:][run]]), run.start)
+        found.append(unpack(w.whole).cpu().numpy().reshape(-1, 160))
+    assert np.array_equal(*found)
+    floats = values.astype(np.float32)
+    for rows in (slice(0, 128), slice(128, 136), slice(136, 264), slice(264, 272)):
+        for group in (slice(0, 128), slice(128, 160)):
+            wanted, rounded = np.abs(floats[rows, group]), np.abs(found[0][rows, group])
+            errors = np.abs(found[0][rows, group] - floats[rows, group])
+            assert (errors <= np.maximum(wanted / 16, wanted.max() / 448 / 1024 * 1.01)).all()
+            assert np.allclose(rounded.max(), wanted.max(), rtol=1e-6)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -217,17 +217,21 @@ def fp8_tile(t: int, m: int, block_k: int) -> Fp8Tile:
     return Fp8Tile(64, block_m, warps, max(2, chip().stages(block_k * (64 + block_m), 3, beside=8192)))
 
 
-def vendor_multiplies(piece: Piece, out: Tensor) -> bool:
-    """Whether the vendor's library has this product: on Hopper and from CUDA 12.9 on, by blocks of 128, into
-    rows that begin at multiples of 16 bytes.
+def vendor_takes(piece: Piece) -> bool:
+    """Whether the vendor's library has products with this weight: on Hopper and from CUDA 12.9 on, by blocks
+    of 128.
     """
     # no version: kernels are only collected
     version = tuple(map(int, (torch.version.cuda or "13.0").split(".")[:2]))
     shaped = piece.k % 128 == 0 and piece.n % 16 == 0 and piece.format.group in (0, 128)
+    return shaped and chip().is_hopper and version >= (12, 9) and not INTERPRETED
+
+
+def vendor_multiplies(piece: Piece, out: Tensor) -> bool:
+    """Whether it has this product: into rows that begin at multiples of 16 bytes."""
     each = 16 // out.element_size()
     aligned = out.stride(1) == 1 and out.stride(0) % each == 0 and out.storage_offset() % each == 0
-    has_it = chip().is_hopper and version >= (12, 9) and not INTERPRETED
-    return has_it and shaped and aligned
+    return aligned and vendor_takes(piece)
 
 
 def _row_scales(piece: Piece) -> Tensor:
@@ -240,7 +244,8 @@ def _row_scales(piece: Piece) -> Tensor:
 def block_scales(piece: Piece) -> Tensor | None:
     """float32 [M / 128, K / 128 rounded up to a multiple of 4]: the scales of blocks of 128 x 128, if this is
     e4m3 in such blocks, as most published ones are. The vendor's library multiplies a fifth faster by those
-    than by a scale for each row, and to the same bits, since the scales of x are powers of two.
+    than by a scale for each row (of more than 64 rows), and to the same bits, since the scales of x are
+    powers of two.
     """
     memory = piece.data
     in_groups = piece.format.codes == "e4m3" and piece.format.group == 128 and piece.n_matrices == 1

@@ -34,7 +34,7 @@ from deltic.ops.formats import FLOATS, WeightFormat
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.chip import chip, group_of
 from deltic.ops.gpu.decode import E4M3, address, codes_at, constants, k_block, load_more_scales, rows_from
-from deltic.ops.gpu.fp8 import Fp8Rows, fp8_linear, fp8_rows, room, round_rows, vendor_multiplies
+from deltic.ops.gpu.fp8 import Fp8Rows, fp8_linear, fp8_rows, room, round_rows, rounded, vendor_multiplies, vendor_takes
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, matmul, matmul_slices, next_power_of_2
 from deltic.ops.gpu.operands import add_blocks, decode
 from deltic.ops.gpu.weight import is_bf16, rows_of
@@ -223,16 +223,23 @@ def _wide_kernel(
 
 
 @triton.jit
-def _silu_mul_kernel(p_gate_up, p_out, width, BLOCK: tl.constexpr, PDL: tl.constexpr):
+def _silu_mul_kernel(p_gate_up, p_out, p_scale, n, width, BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    o_col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    o_group = tl.program_id(1) * (BLOCK // GROUP) + tl.arange(0, BLOCK // GROUP)
+    o_col = o_group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     b_mask = o_col < width
     b_gate = tl.load(p_gate_up + row * 2 * width + o_col, mask=b_mask, other=0.0).to(tl.float32)
     b_up = tl.load(p_gate_up + row * 2 * width + width + o_col, mask=b_mask, other=0.0).to(tl.float32)
-    tl.store(p_out + row * width + o_col, silu_product(b_gate, b_up).to(tl.bfloat16), mask=b_mask)
+    b_out = silu_product(b_gate, b_up).to(tl.bfloat16)
+    if p_scale is None:
+        tl.store(p_out + row * width + o_col, b_out, mask=b_mask)
+    else:
+        b_codes, b_scale = rounded(b_out)
+        tl.store(codes_at(p_out) + row * width + o_col, b_codes, mask=b_mask)
+        tl.store(p_scale + o_group.to(tl.int64) * n + row, b_scale, mask=o_group < width // GROUP)
 
 
 def k_splits(m: int, k: int, levers: Levers) -> int:
@@ -270,8 +277,26 @@ def vendor_pays_narrow(n: int, m: int, k: int, splits: int) -> bool:
 
 
 VENDOR_E4M3_ROWS = 32
-VENDOR_E4M3_WORK = 1_500_000_000
+VENDOR_E4M3_WORK = 1_000_000_000
 """The same of e4m3 in groups that is not cut along K: rows, and rows times the weight's elements."""
+WHOLE_E4M3_SIZE = 16_000_000
+WHOLE_E4M3_ROWS = 16
+"""Elements from which the vendor's library multiplies any number of rows of e4m3, instead of cuts along K;
+so many rows it is given at least.
+"""
+BLOCKS_ROWS = 65
+"""Rows from which it is faster with scales of blocks than with one for each weight row."""
+
+
+def is_whole_e4m3(w: Matrix, levers: Levers) -> bool:
+    """Whether the vendor's library has all products with w, which would else be cut along K."""
+    large = w.n * w.k >= WHOLE_E4M3_SIZE and k_splits(w.n, w.k, levers) > 1
+    return large and len(w.pieces) == 1 and w.whole.format.name == "fp8" and vendor_takes(w.whole)
+
+
+def slices_of(w: Matrix, levers: Levers) -> int:
+    """In how many slices of K few rows are multiplied by w."""
+    return 1 if is_whole_e4m3(w, levers) else k_splits(w.n, w.k, levers)
 
 
 def vendor_pays_e4m3(piece: Piece, out: Tensor) -> bool:
@@ -280,6 +305,7 @@ def vendor_pays_e4m3(piece: Piece, out: Tensor) -> bool:
     """
     n, m = out.shape
     enough = n >= VENDOR_E4M3_ROWS and n * m * piece.k >= VENDOR_E4M3_WORK
+    enough |= n >= WHOLE_E4M3_ROWS and m * piece.k >= WHOLE_E4M3_SIZE and k_splits(m, piece.k, Levers()) > 1
     return enough and piece.format.name == "fp8" and vendor_multiplies(piece, out)
 
 
@@ -417,14 +443,15 @@ def _columns(w: Matrix, out: Tensor) -> Iterator[tuple[Piece, Tensor]]:
 
 
 def narrow_linear(
-    x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, rows: Fp8Rows | None = None, config: Narrow | None = None
+    x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, rows: Fp8Rows | None = None, blocks: Tensor | None = None,
+    config: Narrow | None = None,
 ) -> None:
     """out[s, n, m] = the sum of x[n, k] w[m, k] over slice s of K, in order of k: few rows, any M.
 
     x: bfloat16 [N, K]; w: [M, K] in rows, K % (32 S) == 0; out: float32 [S, N, M], S as the caller chose
     (`k_splits`), or bfloat16 [N, M], unsplit and rounded once; its rows may lie apart. Rows are independent
-    of each other, bit for bit. rows: a workspace, where w has e4m3. config: for measurements. Raises
-    KernelError for weights in strips.
+    of each other, bit for bit. rows: a workspace, where w has e4m3; blocks: `block_scales` of a w in one
+    piece. config: for measurements. Raises KernelError for weights in strips.
 
     out may have fewer columns, a multiple of 128: only so many rows of w, from the first on, which are in one
     format.
@@ -444,7 +471,7 @@ def narrow_linear(
     unsplit = out if whole else out[0]
     is_whole = splits == len(parts) == 1 and m == w.n
     if codes is not None and config is None and is_whole and vendor_pays_e4m3(w.whole, unsplit):
-        fp8_linear(codes, w.whole, unsplit, levers=levers)
+        fp8_linear(codes, w.whole, unsplit, blocks=blocks if n >= BLOCKS_ROWS else None, levers=levers)
         return
     for i in range(0, len(parts), 2):
         _multiply(x, parts[i : i + 2], False, levers, config, codes)
@@ -452,14 +479,14 @@ def narrow_linear(
 
 def narrow_swiglu(
     x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, gate_up: Tensor | None = None, rows: Fp8Rows | None = None,
-    config: Narrow | None = None,
+    blocks: Tensor | None = None, config: Narrow | None = None,
 ) -> None:
     """out = bfloat16(silu(gate) * up), gate and up the unsplit float32 sums of x W^T.
 
     x: bfloat16 [N, K]; w: [2F, K] in rows, gate rows first; out: bfloat16 [N, F]. With the lever
     silu_epilogue off: narrow_linear into gate_up (float32 [1, N, 2F]), then silu_mul, the same bits; so, too,
-    where the vendor's library multiplies, and where w has several pieces. rows: as in narrow_linear.
-    Raises KernelError for weights in strips.
+    where the vendor's library multiplies, and where w has several pieces. rows, blocks: as in
+    narrow_linear. Raises KernelError for weights in strips.
     """
     several = len(w.pieces) > 1
     shaped = out.dtype == torch.bfloat16 and 2 * out.shape[1] == w.n
@@ -470,7 +497,7 @@ def narrow_swiglu(
     if not levers.silu_epilogue or vendor or several:
         check("linear", gate_up is not None, "a gate_up buffer where SwiGLU is a kernel of its own")
         assert gate_up is not None
-        narrow_linear(x, w, gate_up, levers=levers, rows=rows, config=config)
+        narrow_linear(x, w, gate_up, levers=levers, rows=rows, blocks=blocks, config=config)
         silu_mul(gate_up[0], out, levers=levers)
         return
     _multiply(x, [(w.whole, out)], True, levers, config, _rounded(x, w, 1, rows, levers))
@@ -484,7 +511,21 @@ def silu_mul(gate_up: Tensor, out: Tensor, *, levers: Levers) -> None:
     check("silu_mul", out.dtype == torch.bfloat16 and out.is_contiguous(), "bfloat16 out")
     block = 1024
     launch(
-        _silu_mul_kernel, (n, -(-width // block)), gate_up, out, width, BLOCK=block, pdl=levers.pdl, num_warps=4,
+        _silu_mul_kernel, (n, -(-width // block)), gate_up, out, None, n, width, BLOCK=block, GROUP=block, pdl=levers.pdl,
+        num_warps=4,
+    )
+
+
+def silu_mul_rounded(gate_up: Tensor, rows: Fp8Rows, width: int, *, levers: Levers) -> None:
+    """rows = silu_mul of gate_up [T, 2F] by `round_rows`, F = width: the same bits, and bfloat16 rows are
+    never stored.
+    """
+    n, block_k = len(gate_up), k_block(width)
+    check("silu_mul", gate_up.shape == (n, 2 * width) and gate_up.is_contiguous(), f"gate_up [{n}, {2 * width}]")
+    block = 1024
+    launch(
+        _silu_mul_kernel, (n, -(-width // block)), gate_up, rows.codes, rows.scale, n, width, BLOCK=block, GROUP=block_k,
+        pdl=levers.pdl, num_warps=4,
     )
 
 
@@ -532,14 +573,14 @@ def wide_scratch(n_rows: int, largest: int, widest: int, codes: Collection[str],
 
 def wide_linear(
     x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, scratch: WideScratch | None = None,
-    blocks: Sequence[Tensor | None] = (), config: Wide | None = None,
+    blocks: Sequence[Tensor | None] = (), is_rounded: bool = False, config: Wide | None = None,
 ) -> None:
     """out[t, m] = sum over k of x[t, k] w[m, k], in order of k, rounded once: many rows.
 
     x: bfloat16 [T, K], T a multiple of 64, K of 32; w: [M, K] in rows; out: bfloat16 or float32 [T, M]. Rows
     are independent of each other, bit for bit. They have the bits of an unsplit narrow_linear, but for e4m3.
-    scratch: where w is quantised. blocks: `block_scales` of each piece, or none at all. config: for
-    measurements, of bf16.
+    scratch: where w is quantised. blocks: `block_scales` of each piece, or none at all. is_rounded: x is in
+    scratch.rows already, and not read. config: for measurements, of bf16.
     Raises KernelError for weights in strips.
     """
     (t, k), m = x.shape, w.n
@@ -547,7 +588,9 @@ def wide_linear(
     check("linear", t % 64 == 0 and k % 32 == 0 and w.k == k, f"whole blocks of 64 rows, K % 32 == 0, w [M, {k}]")
     check("linear", out.shape == (t, m) and out.dtype in (torch.bfloat16, torch.float32), f"out [{t}, {m}]")
     check("linear", x.is_contiguous() and out.is_contiguous(), "contiguous tensors")
-    codes = _rounded(x, w, 1, None if scratch is None else scratch.rows, levers)
+    codes = None if scratch is None else scratch.rows
+    if not is_rounded:
+        codes = _rounded(x, w, 1, codes, levers)
     for (piece, columns), scales in zip(_columns(w, out), blocks or [None] * len(w.pieces), strict=True):
         if piece.format.codes == "e4m3":
             assert codes is not None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.contract import check
-from deltic.ops.formats import WeightFormat
+from deltic.ops.formats import BLOCK_ROWS, WeightFormat
 
 MADE = ("int8", "int4", "int4-symmetric", "fp8")
 """The formats that are made of bfloat16."""
@@ -18,9 +18,9 @@ _MAGIC = 12582912.0
 """1.5 * 2^23: adding it rounds to an integer."""
 
 
-def quantise(format: WeightFormat, rows: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+def quantise(format: WeightFormat, rows: Tensor, n_matrices: int = 1) -> tuple[Tensor, Tensor, Tensor | None]:
     """Codes, scales and least values of bfloat16 rows [n, k]: uint8 [n, k], and [n, groups] of the format's
-    dtype.
+    dtype. The rows are as many of each matrix, from a multiple of BLOCK_ROWS on.
 
     Raises KernelError for a format that is not made of bfloat16.
     """
@@ -32,7 +32,7 @@ def quantise(format: WeightFormat, rows: Tensor) -> tuple[Tensor, Tensor, Tensor
         if part.shape[1]:
             # [weights, groups]: sums walk the weights
             w = part.float().reshape(-1, min(format.group, part.shape[1])).t().contiguous()
-            made = _int8(w) if name == "int8" else _e4m3(w) if name == "fp8" else _int4(w, name != "int4")
+            made = _int8(w) if name == "int8" else _e4m3(w, n_matrices, n // n_matrices) if name == "fp8" else _int4(w, name != "int4")
             found.append((made[0].t().reshape(n, -1), *(one.view(n, -1) for one in made[1:])))
     codes, scale, *least = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
     return codes, scale, least[0] if least else None
@@ -60,8 +60,10 @@ def _int8(w: Tensor) -> tuple[Tensor, Tensor]:
     return codes ^ 0x80, scale
 
 
-def _e4m3(w: Tensor) -> tuple[Tensor, Tensor]:
-    scale = w.abs().amax(0) / 448.0
+def _e4m3(w: Tensor, n_matrices: int, n: int) -> tuple[Tensor, Tensor]:
+    """One scale for BLOCK_ROWS of a matrix's n rows, as in the published checkpoints."""
+    blocks = torch.split(w.abs().amax(0).view(n_matrices, n, -1), BLOCK_ROWS, 1)
+    scale = torch.cat([block.amax(1, keepdim=True).expand_as(block) for block in blocks], 1).flatten() / 448.0
     codes = torch.where(scale == 0, 0.0, w / scale).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)
     return codes.view(torch.uint8), scale
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from deltic.machine import n_usable_cpus
 from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.contract import check
-from deltic.ops.formats import Quantised, WeightFormat
+from deltic.ops.formats import BLOCK_ROWS, Quantised, WeightFormat
 from deltic.ops.gpu.operands import decode
 from deltic.ops.gpu.quantise import MADE, quantise
 from deltic.ops.matrix import Layout, Matrix, Piece, planes
@@ -146,7 +146,7 @@ def _integers(array: Array, device: torch.device | str) -> Tensor:
 
 def _put_rows(piece: Piece, first: int, rows: Array | Quantised, device: torch.device | str) -> None:
     if not isinstance(rows, Quantised):
-        codes, *scales = quantise(piece.format, to_device(rows.reshape(-1, piece.k), device))
+        codes, *scales = quantise(piece.format, to_device(rows.reshape(-1, piece.k), device), piece.n_matrices)
         named = dict(zip(("scale", "least"), scales, strict=True))
         parts = {name: part.contiguous().view(_integer(part.itemsize)) for name, part in named.items() if part is not None}
     else:
@@ -198,6 +198,7 @@ def _random(format: WeightFormat, values: Array) -> Quantised:
 def _drawn(format: WeightFormat, k: int, block: Array, device: torch.device | str) -> Piece:
     """As many rows as a block of values has, in this format: made of it, or random as it is."""
     n = max(1, len(block) // k)
+    n -= n % BLOCK_ROWS if n > BLOCK_ROWS else 0
     values = np.resize(block, n * k).reshape(n, k)
     memory = torch.empty((1, Piece.n_bytes_of(n, k, format, "rows")), dtype=torch.uint8, device=device)
     piece = Piece(n, k, format, "rows", memory)
@@ -206,7 +207,10 @@ def _drawn(format: WeightFormat, k: int, block: Array, device: torch.device | st
 
 
 def _repeat(piece: Piece, drawn: Piece, at: int) -> None:
-    """Fills several matrices with the rows of another, again and again, at first from row `at` on."""
+    """Fills several matrices with the rows of another, again and again, at first from row `at` on, in whole
+    blocks: those that share a scale in one do so in the other.
+    """
+    at -= at % BLOCK_ROWS
     source = _of_rows(drawn)
     for i in range(piece.n_matrices):
         target, begin = _of_rows(piece.one(i)), 0
