@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltic.models.qwen.gpu import Linears
 from deltic.ops.arrays import bfloat16
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu import linear
@@ -18,7 +17,6 @@ from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import (
     Narrow,
     WideScratch,
-    k_splits,
     narrow_linear,
     narrow_swiglu,
     product,
@@ -196,57 +194,24 @@ def in_one_block(w: Matrix) -> None:
     scale.copy_(scale[:, torch.arange(n, device=scale.device) // 128 * 128])
 
 
-def test_few_rows_by_the_vendors_e4m3(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("n", [48, linear.BLOCKS_ROWS])
+def test_few_rows_by_the_vendors_e4m3(device: str, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     """A decode's products have the same bits with it and without, alone and with SwiGLU behind them."""
     vendors(device)
     w, _ = put(device, 512, 384, (512, "fp8"))
-    x, found = torch.randn(48, 384).bfloat16().to(device), []
+    in_one_block(w)
+    blocks, found = block_scales(w.whole), []
+    x = torch.randn(n, 384).bfloat16().to(device)
     for least in (1 << 62, 0):
         monkeypatch.setattr(linear, "VENDOR_E4M3_WORK", least)
-        rows = fp8_scratch(device, 48, 384)
-        out, gate_up = (torch.full((1, 48, 512), torch.nan, device=device) for _ in range(2))
-        inner = torch.full((48, 256), torch.nan, device=device, dtype=torch.bfloat16)
-        narrow_linear(x, w, out, levers=LEVERS, rows=rows)
-        narrow_swiglu(x, w, inner, levers=LEVERS, rows=rows, gate_up=gate_up)
+        rows = fp8_scratch(device, n, 384)
+        out, gate_up = (torch.full((1, n, 512), torch.nan, device=device) for _ in range(2))
+        inner = torch.full((n, 256), torch.nan, device=device, dtype=torch.bfloat16)
+        narrow_linear(x, w, out, levers=LEVERS, rows=rows, blocks=blocks)
+        narrow_swiglu(x, w, inner, levers=LEVERS, rows=rows, gate_up=gate_up, blocks=blocks)
         assert gate_up.isnan().all() == (least > 0)
         found.append((out, inner))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
-
-
-@pytest.mark.parametrize("blocks", [False, True])
-def test_few_rows_of_a_whole_e4m3(device: str, monkeypatch: pytest.MonkeyPatch, blocks: bool) -> None:
-    """What would be cut along K is not where the vendor multiplies it: one row has the bits that it has among
-    others, and buffers have no more rows than the plan gives them.
-    """
-    monkeypatch.setattr(linear, "WHOLE_E4M3_SIZE", 0)
-    w, values = put(device, 256, 1024, (256, "fp8"))
-    if blocks:
-        in_one_block(w)
-        values = unpack(w.whole)[0].double()
-    linears = Linears([("w", w)], LEVERS)
-    vendor = device != "cpu" and torch.cuda.get_device_capability() == (9, 0)
-    assert (len(linears.partial("w", *room_for(device, 1, w))) == 1) == vendor
-    wanted = torch.randn(80, 1024).bfloat16()
-    found = []
-    for n in (1, 5, 16, 40, 80):
-        x, flat, rows = room_for(device, n, w)
-        x.copy_(wanted[:n])
-        found.append(linears.partial("w", x, flat, rows))
-        assert found[-1].is_contiguous() and found[-1].shape[1:] == (n, 256)
-        if device != "cpu":  # the interpreter's sums have numpy's order, which follows the shape
-            assert torch.equal(found[-1], linears.partial("w", *room_for(device, 80, w, wanted))[:, :n])
-    sums = exact(e4m3_rows(wanted[:5].to(device), 128), values)
-    torch.testing.assert_close(found[1].sum(0).double(), sums, rtol=1e-4, atol=1e-4)
-
-
-def room_for(device: str, n: int, w: Matrix, values: Tensor | None = None) -> tuple[Tensor, Tensor, Fp8Rows]:
-    """x of n rows, in front of a buffer of the least size, and the rest of what `Linears.partial` wants."""
-    most = max(n, linear.WHOLE_E4M3_ROWS)
-    x = torch.full((most, w.k), torch.nan, dtype=torch.bfloat16, device=device)[:n]
-    if values is not None:
-        x.copy_(values)
-    flat = torch.full((k_splits(w.n, w.k, LEVERS) * most * w.n,), torch.nan, device=device)
-    return x, flat, fp8_scratch(device, most, w.k)
 
 
 def test_silu_mul_rounds_as_round_rows(device: str) -> None:

@@ -35,15 +35,12 @@ from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.gdn_prefill import GdnScratch, gdn_prefill, gdn_scratch
 from deltic.ops.gpu.launch import Levers, take_rows
 from deltic.ops.gpu.linear import (
-    WHOLE_E4M3_ROWS,
     WideScratch,
-    is_whole_e4m3,
     k_splits,
     narrow_linear,
     narrow_swiglu,
     silu_mul,
     silu_mul_rounded,
-    slices_of,
     wide_linear,
     wide_scratch,
 )
@@ -141,7 +138,6 @@ def decode_buffers(
     value, q_size = shape.gdn_value_size, heads.n_q * heads.dim
     inner = max(shape.intermediate_size, shape.shared_intermediate_size)
     widths = (value, q_size, inner, *([2 * h] if shape.has_draft_head else []))
-    n_most = max(n_rows, WHOLE_E4M3_ROWS)
     n_partials = [k_splits(h, k, levers) for k in widths if k]
     moe = None
     if shape.is_moe:
@@ -161,14 +157,14 @@ def decode_buffers(
             drafts=drafts,
         ),
         residual=allocate("residual", (n_rows * h,), f32),
-        normed=allocate("normed", (n_most * h,), bf16),
-        proj=allocate("projections", (n_most * max(2 * inner, *(r * k_splits(r, h, levers) for r in rows)),), f32),
-        mixed=allocate("mixed", (n_most * max(value, q_size),), bf16),
-        inner=allocate("inner", (n_most * max(1, inner),), bf16),
-        partial=allocate("partial sums", (max(n_partials) * n_most * h,), f32),
+        normed=allocate("normed", (n_rows * h,), bf16),
+        proj=allocate("projections", (n_rows * max(2 * inner, *(r * k_splits(r, h, levers) for r in rows)),), f32),
+        mixed=allocate("mixed", (n_rows * max(value, q_size),), bf16),
+        inner=allocate("inner", (n_rows * max(1, inner),), bf16),
+        partial=allocate("partial sums", (max(n_partials) * n_rows * h,), f32),
         attention=attention_scratch(heads, n_rows, max_len, allocate),
         moe=moe,
-        fp8=fp8_rows("e4m3 rows", n_most, max(h, *widths), allocate) if "e4m3" in codes else None,
+        fp8=fp8_rows("e4m3 rows", n_rows, max(h, *widths), allocate) if "e4m3" in codes else None,
         logits=allocate("logits", ((n_rows + n_kept) * shape.vocab_size,), f32),
         windows=windows,
     )
@@ -176,7 +172,7 @@ def decode_buffers(
 
 def head_buffers(shape: ModelShape, rows: GuessRows, allocate: Allocate) -> HeadBuffers:
     """Of the draft head, for as many rows as these."""
-    n, h = max(len(rows.known), WHOLE_E4M3_ROWS), shape.hidden_size
+    n, h = len(rows.known), shape.hidden_size
     return HeadBuffers(
         rows=rows,
         pair=allocate("head rows", (n * 2 * h,), torch.bfloat16),
@@ -263,13 +259,10 @@ class Linears:
 
     def partial(self, name: str, x: Tensor, flat: Tensor, rows: Fp8Rows | None = None) -> Tensor:
         """The partial sums of x W^T of few rows, float32 [S, N, M], in the front of `flat`."""
-        w, n = self.matrices[name], x.shape[0]
-        if n < WHOLE_E4M3_ROWS and is_whole_e4m3(w, self.levers):
-            # more rows of the buffer that x is the front of; what they come to is not used
-            x = x.as_strided((WHOLE_E4M3_ROWS, w.k), (w.k, 1))
-        out = front(flat, slices_of(w, self.levers), x.shape[0], w.n)
+        w = self.matrices[name]
+        out = front(flat, k_splits(w.n, w.k, self.levers), x.shape[0], w.n)
         self.project(name, x, out, rows)
-        return out[:, :n]
+        return out
 
     def swiglu(self, name: str, x: Tensor, out: Tensor, gate_up: Tensor, rows: Fp8Rows | None = None) -> None:
         """out = bfloat16(silu(gate) * up) of few rows: out bfloat16 [N, F], gate_up float32 [1, N, 2F] (see

@@ -217,21 +217,17 @@ def fp8_tile(t: int, m: int, block_k: int) -> Fp8Tile:
     return Fp8Tile(64, block_m, warps, max(2, chip().stages(block_k * (64 + block_m), 3, beside=8192)))
 
 
-def vendor_takes(piece: Piece) -> bool:
-    """Whether the vendor's library has products with this weight: on Hopper and from CUDA 12.9 on, by blocks
-    of 128.
+def vendor_multiplies(piece: Piece, out: Tensor) -> bool:
+    """Whether the vendor's library has this product: on Hopper and from CUDA 12.9 on, by blocks of 128, into
+    rows that begin at multiples of 16 bytes.
     """
     # no version: kernels are only collected
     version = tuple(map(int, (torch.version.cuda or "13.0").split(".")[:2]))
     shaped = piece.k % 128 == 0 and piece.n % 16 == 0 and piece.format.group in (0, 128)
-    return shaped and chip().is_hopper and version >= (12, 9) and not INTERPRETED
-
-
-def vendor_multiplies(piece: Piece, out: Tensor) -> bool:
-    """Whether it has this product: into rows that begin at multiples of 16 bytes."""
     each = 16 // out.element_size()
     aligned = out.stride(1) == 1 and out.stride(0) % each == 0 and out.storage_offset() % each == 0
-    return aligned and vendor_takes(piece)
+    has_it = chip().is_hopper and version >= (12, 9) and not INTERPRETED
+    return has_it and shaped and aligned
 
 
 def _row_scales(piece: Piece) -> Tensor:

@@ -34,7 +34,7 @@ from deltic.ops.formats import FLOATS, WeightFormat
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.chip import chip, group_of
 from deltic.ops.gpu.decode import E4M3, address, codes_at, constants, k_block, load_more_scales, rows_from
-from deltic.ops.gpu.fp8 import Fp8Rows, fp8_linear, fp8_rows, room, round_rows, rounded, vendor_multiplies, vendor_takes
+from deltic.ops.gpu.fp8 import Fp8Rows, fp8_linear, fp8_rows, room, round_rows, rounded, vendor_multiplies
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, matmul, matmul_slices, next_power_of_2
 from deltic.ops.gpu.operands import add_blocks, decode
 from deltic.ops.gpu.weight import is_bf16, rows_of
@@ -279,24 +279,8 @@ def vendor_pays_narrow(n: int, m: int, k: int, splits: int) -> bool:
 VENDOR_E4M3_ROWS = 32
 VENDOR_E4M3_WORK = 1_000_000_000
 """The same of e4m3 in groups that is not cut along K: rows, and rows times the weight's elements."""
-WHOLE_E4M3_SIZE = 16_000_000
-WHOLE_E4M3_ROWS = 16
-"""Elements from which the vendor's library multiplies any number of rows of e4m3, instead of cuts along K;
-so many rows it is given at least.
-"""
 BLOCKS_ROWS = 65
 """Rows from which it is faster with scales of blocks than with one for each weight row."""
-
-
-def is_whole_e4m3(w: Matrix, levers: Levers) -> bool:
-    """Whether the vendor's library has all products with w, which would else be cut along K."""
-    large = w.n * w.k >= WHOLE_E4M3_SIZE and k_splits(w.n, w.k, levers) > 1
-    return large and len(w.pieces) == 1 and w.whole.format.name == "fp8" and vendor_takes(w.whole)
-
-
-def slices_of(w: Matrix, levers: Levers) -> int:
-    """In how many slices of K few rows are multiplied by w."""
-    return 1 if is_whole_e4m3(w, levers) else k_splits(w.n, w.k, levers)
 
 
 def vendor_pays_e4m3(piece: Piece, out: Tensor) -> bool:
@@ -305,7 +289,6 @@ def vendor_pays_e4m3(piece: Piece, out: Tensor) -> bool:
     """
     n, m = out.shape
     enough = n >= VENDOR_E4M3_ROWS and n * m * piece.k >= VENDOR_E4M3_WORK
-    enough |= n >= WHOLE_E4M3_ROWS and m * piece.k >= WHOLE_E4M3_SIZE and k_splits(m, piece.k, Levers()) > 1
     return enough and piece.format.name == "fp8" and vendor_multiplies(piece, out)
 
 
@@ -348,13 +331,18 @@ def decoded_config(n: int, m: int, k_slice: int, splits: int, format: WeightForm
     (fp8.py), and it follows the weight's shape.
 
     Low tiles, and as many programs as an SM takes: their waits for memory and for each other overlap. Few
-    rows want long blocks of K and long pipelines, of many the rows of x take the room.
+    rows want long blocks of K and long pipelines, of many the rows of x take the room. Of e4m3 with 33 to 64
+    rows tall tiles are faster, where an SM has one at the most.
     """
     sms, shared = _chip()
     block_m, tokens = 64, _token_tile(n)
     few, most = tokens <= 32, 128
+    tall = -(-m // 128) * splits <= sms and k_slice % 256 == 0 and shared >= 200 * 1024
+    if format.codes == "e4m3" and tokens == 64 and tall:
+        return Narrow(128, 128, 8, 3, 2)
     if format.codes != "e4m3" and tokens > 64:
-        most = 64
+        two_an_sm = format.bits <= 5 and format.group >= 64 and -(-m // block_m) * splits <= 2 * sms
+        most = 128 if two_an_sm else 64
     elif format.bits <= 5 and (few or format.group >= 64):
         most = 256
     block_k = k_block(k_slice, most)
