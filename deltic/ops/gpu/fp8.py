@@ -219,13 +219,14 @@ def fp8_tile(t: int, m: int, block_k: int) -> Fp8Tile:
 
 def vendor_multiplies(piece: Piece, out: Tensor) -> bool:
     """Whether the vendor's library has this product: on Hopper and from CUDA 12.9 on, by blocks of 128, into
-    rows that begin at multiples of 16 bytes.
+    rows that begin at multiples of 16 bytes, as the scales of x do.
     """
     # no version: kernels are only collected
     version = tuple(map(int, (torch.version.cuda or "13.0").split(".")[:2]))
     shaped = piece.k % 128 == 0 and piece.n % 16 == 0 and piece.format.group in (0, 128)
     each = 16 // out.element_size()
-    aligned = out.stride(1) == 1 and out.stride(0) % each == 0 and out.storage_offset() % each == 0
+    aligned = out.stride(1) == 1 and all(v % each == 0 for v in (out.stride(0), out.storage_offset()))
+    aligned &= out.shape[0] % 4 == 0
     has_it = chip().is_hopper and version >= (12, 9) and not INTERPRETED
     return has_it and shaped and aligned
 

@@ -198,7 +198,8 @@ def _random(format: WeightFormat, values: Array) -> Quantised:
 def _drawn(format: WeightFormat, k: int, block: Array, device: torch.device | str) -> Piece:
     """As many rows as a block of values has, in this format: made of it, or random as it is."""
     n = max(1, len(block) // k)
-    n -= n % BLOCK_ROWS if n > BLOCK_ROWS else 0
+    if format.codes == "e4m3" and n > BLOCK_ROWS:  # an odd number of blocks, so that matrices begin at all of them
+        n = (n // BLOCK_ROWS - 1 | 1) * BLOCK_ROWS
     values = np.resize(block, n * k).reshape(n, k)
     memory = torch.empty((1, Piece.n_bytes_of(n, k, format, "rows")), dtype=torch.uint8, device=device)
     piece = Piece(n, k, format, "rows", memory)
@@ -207,10 +208,11 @@ def _drawn(format: WeightFormat, k: int, block: Array, device: torch.device | st
 
 
 def _repeat(piece: Piece, drawn: Piece, at: int) -> None:
-    """Fills several matrices with the rows of another, again and again, at first from row `at` on, in whole
-    blocks: those that share a scale in one do so in the other.
+    """Fills several matrices with the rows of another, again and again, at first from row `at` on; e4m3 from
+    the block that this row is in, so that rows of a block share their scales here, too.
     """
-    at -= at % BLOCK_ROWS
+    if piece.format.codes == "e4m3":
+        at -= at % BLOCK_ROWS
     source = _of_rows(drawn)
     for i in range(piece.n_matrices):
         target, begin = _of_rows(piece.one(i)), 0
