@@ -9,11 +9,25 @@ from deltic.bench.load import percentile
 from deltic.logs import counted
 
 
-def pictures(runs: Runs, on_gpu: bool = False) -> str:
-    """The vision tower, first tokens behind pictures, and the time between tokens beside them."""
-    of_gpu = " --device cuda --dummy qwen3.5-27b --sides 1024,2048 --rounds 3 --pictures 2 --max-itl-ms 50"
-    again = "python -m bench.pictures" + (of_gpu if on_gpu else "")
-    found = runs.newest("pictures-gpu-qwen*.json" if on_gpu else "pictures-qwen*.json", gpu=on_gpu)
+_ON_GPU = {
+    "qwen3.5-0.8b": "--sides 512,1024,2048 --pictures 2 --max-itl-ms 50",
+    "qwen3.5-27b": "--sides 1024,2048 --rounds 3 --pictures 2 --max-itl-ms 50",
+}
+
+
+def gpu_pictures(runs: Runs) -> str:
+    """The same of two shapes on a GPU."""
+    return "\n\n".join(pictures(runs, shape) for shape in _ON_GPU)
+
+
+def pictures(runs: Runs, on_gpu: str = "") -> str:
+    """The vision tower, first tokens behind pictures, and the time between tokens beside them. on_gpu: the
+    shape, which ran on one.
+    """
+    again = "python -m bench.pictures"
+    if on_gpu:
+        again += f" --device cuda --dummy {on_gpu} {_ON_GPU[on_gpu]}"
+    found = runs.newest(f"pictures-gpu-{on_gpu}.json" if on_gpu else "pictures-qwen*.json", gpu=bool(on_gpu))
     if not found:
         return missing(again)
     data = found[-1].data

@@ -577,7 +577,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "drafts": draft_tables.drafts,
     "drafts-served": draft_tables.served,
     "pictures": picture_tables.pictures,
-    "gpu-pictures": lambda runs: picture_tables.pictures(runs, on_gpu=True),
+    "gpu-pictures": picture_tables.gpu_pictures,
     "host": host,
     "speech": speech,
     "start": start,
