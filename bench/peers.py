@@ -62,8 +62,8 @@ PACKAGES = {
 BUILT_WITH = "llama-build"
 """The file in an environment, and in a folder of wheels, that says how llama.cpp was built."""
 
-BUILD_FLAGS = "-DGGML_NATIVE=ON -DLLAVA_BUILD=OFF"
-"""Of llama.cpp: all instructions of this machine, no vision tools."""
+BUILD_FLAGS = "-DGGML_NATIVE=ON"
+"""Of llama.cpp: all instructions of this machine; with its vision tools, for bench/pictures.py."""
 
 WITHOUT_AMX = "-DGGML_NATIVE=OFF " + " ".join(
     f"-DGGML_{name}=ON"
@@ -155,7 +155,7 @@ class Worker:
 
 def build_flags() -> str:
     """What llama.cpp is built with on this machine."""
-    return f"{WITHOUT_AMX} -DLLAVA_BUILD=OFF" if "amx_int8" in cpu_flags() else BUILD_FLAGS
+    return WITHOUT_AMX if "amx_int8" in cpu_flags() else BUILD_FLAGS
 
 
 def packages(lanes: Sequence[Lane]) -> dict[str, str]:

@@ -8,7 +8,6 @@ from bench.kept import Runs, grid, missing, percent, ranged, shown, source
 from deltic.bench.load import percentile
 from deltic.logs import counted
 
-
 _ON_GPU = {
     "qwen3.5-0.8b": "--sides 512,1024,2048 --pictures 2 --max-itl-ms 50",
     "qwen3.5-27b": "--sides 1024,2048 --rounds 3 --pictures 2 --max-itl-ms 50",
@@ -64,8 +63,13 @@ def pictures(runs: Runs, on_gpu: str = "") -> str:
     between = grid([f"ms between tokens of {gaps['sequences']} answers", "p50", "p95", "p99", "most"], rows)
     text = (
         f"Random weights of {data['shape']}, medians of {len(data['towers'][0]['seconds']['deltic'])} rounds in which all take turns. The "
-        "towers of transformers have their own random weights."
+        "towers of others have random weights of their own."
     )
+    if "llama.cpp" in data:
+        built = dict(data["llama.cpp"])
+        flags = built.pop("built_with")
+        named = ", ".join(f"{name} {version}" for name, version in built.items())
+        text += f" llama.cpp: its mtmd, {named}, built with `{flags}`."
     last = (
         f"Beside: while {counted(gaps['pictures'], 'picture')} of {gaps['side']} x {gaps['side']} pixels came, with `--max-itl-ms "
         f"{gaps['max_itl_ms']:g}`."

@@ -4,7 +4,7 @@ Three things, each in rounds in which what is compared takes turns:
 
 - the vision tower for square pictures of some sizes, beside the multiply peak of the same round and the tower
   of transformers in bfloat16 and, on a CPU, float32 (scaled-dot-product attention), with random weights of
-  its own;
+  its own; with --env, on a CPU, beside those of llama.cpp (mtmd), from files in bfloat16 and float16;
 - the time to the first token of a prompt with one picture that was never seen, of the same number of text
   tokens, of the picture behind another text (its rows are ready), and of the same prompt again;
 - the time between the tokens of some sequences, alone and while large pictures arrive, with --max-itl-ms.
@@ -17,10 +17,14 @@ multiplies a second on operands in the first-level cache, and what the vendor's 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +33,9 @@ import torch
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
+from bench import peers
+from bench.peers_gguf import write_bf16
+from bench.peers_model import write_checkpoint
 from deltic.bench.load import percentile
 from deltic.bench.provenance import code, machine, now
 from deltic.config import EngineConfig
@@ -45,6 +52,8 @@ from deltic.roofs import multiply_peak
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu
 from deltic.server.chat.pictures import of_pixels
+from tests.tiny_mmproj import write_mmproj
+from tests.tiny_vision import random_tower
 
 
 def n_operations(shape: VisionShape, n: int) -> int:
@@ -140,13 +149,53 @@ class GpuTowers:
         return run
 
 
-def towers(of: CpuTowers | GpuTowers, sides: list[int], rounds: int) -> Iterator[dict[str, Any]]:
-    """The towers by the side of a picture, in pixels."""
+@contextlib.contextmanager
+def llama_towers(dummy: str, environment: Path) -> Iterator[dict[str, Callable[[int], float]]]:
+    """Those of llama.cpp, behind the first layers of the text model: seconds of a picture by its side."""
+    model = published_shape(dummy)
+    shape = VisionShape.published(dummy, model.hidden_size)
+    assert shape is not None
+    sizes = {
+        **{name: getattr(shape, name) for name in ("depth", "hidden_size", "intermediate_size", "out_hidden_size")},
+        "num_heads": shape.n_heads,
+        "num_position_embeddings": shape.table_side**2,
+    }
+    python, _ = peers.make_environment(environment, peers.PACKAGES["llama.cpp"], None)
+    with tempfile.TemporaryDirectory() as folder:
+        files = Path(folder)
+        write_checkpoint(files / "text", replace(model, vocab_size=4096, layer_types=model.layer_types[:4]))
+        write_bf16(files / "text", files / "text.gguf")
+        values = random_tower(sizes)
+        given = {
+            "model": str(files / "text.gguf"),
+            "towers": {
+                f"llama.cpp {type.lower()}": str(write_mmproj(files / f"{type}.gguf", values, sizes, type))
+                for type in ("BF16", "F16")
+            },
+            "n_threads": n_usable_cpus(),
+        }
+        worker = peers.Worker("llama.cpp", python, "bench.pictures_llama", given, files / "llama.log")
+
+        def timed(name: str, side: int) -> float:
+            answer = worker.ask("encode", name=name, side=side)
+            assert answer["tokens"] == (side // BLOCK) ** 2  # the picture as it is
+            return float(answer["seconds"])
+
+        try:
+            yield {name: partial(timed, name) for name in given["towers"]}
+        finally:
+            worker.close()
+
+
+def towers(
+    of: CpuTowers | GpuTowers, sides: list[int], rounds: int, others: Mapping[str, Callable[[int], float]]
+) -> Iterator[dict[str, Any]]:
+    """The towers by the side of a picture, in pixels. others: seconds of a picture by its side, by name."""
     published = {name: published_tower(of.shape, dtype, of.device) for name, dtype in of.peers.items()}
     for side in sides:
         n, rows = (side // PATCH_SIZE) ** 2, side // PATCH_SIZE
         patches = np.random.default_rng(0).uniform(-1, 1, (n, PATCH_WIDTH)).astype(np.float32)
-        own, seconds = of.own(rows, patches), {name: list[float]() for name in ("deltic", *of.peers)}
+        own, seconds = of.own(rows, patches), {name: list[float]() for name in ("deltic", *of.peers, *others)}
         peaks = []
         for i in range(1 + rounds):
             peak = of.peak()
@@ -161,6 +210,7 @@ def towers(of: CpuTowers | GpuTowers, sides: list[int], rounds: int) -> Iterator
                     published[name](given, grid_thw=grid)
                     of.wait()
                     taken[name] = time.perf_counter() - begin
+            taken |= {name: encode(side) for name, encode in others.items()}
             if i:  # the first warms up
                 peaks.append(peak)
                 for name, one in taken.items():
@@ -271,21 +321,26 @@ def main() -> int:
     parser.add_argument("--max-itl-ms", type=float, default=350.0)
     parser.add_argument("--large", type=int, default=2048, help="side of the pictures that arrive beside answers")
     parser.add_argument("--pictures", type=int, default=1, help="how many of them")
+    parser.add_argument("--env", type=Path, help="environment of llama.cpp, as bench.peers makes one: beside it")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
     on_gpu, sides = given.device == "cuda", [int(side) for side in given.sides.split(",")]
     shape = VisionShape.published(given.dummy, published_shape(given.dummy).hidden_size)
     assert shape is not None
     result: dict[str, Any] = {"bench": "pictures", "shape": given.dummy, "towers": []}
-    for row in towers(GpuTowers(shape) if on_gpu else CpuTowers(shape), sides, given.rounds):
-        result["towers"].append(row)
-        own = percentile(row["seconds"]["deltic"], 50) or 1.0
-        rate = row["operations"] / own
-        told = {name: round((percentile(all_s, 50) or 0) / own, 2) for name, all_s in row["seconds"].items()}
-        print(
-            f"tower, {row['side']} x {row['side']}: {own * 1e3:.1f} ms, {rate / max(row['peak']):.0%} of peak; times as long: {told}",
-            flush=True,
-        )
+    beside = llama_towers(given.dummy, given.env) if given.env else contextlib.nullcontext({})
+    with beside as others:
+        for row in towers(GpuTowers(shape) if on_gpu else CpuTowers(shape), sides, given.rounds, others):
+            result["towers"].append(row)
+            own = percentile(row["seconds"]["deltic"], 50) or 1.0
+            rate = row["operations"] / own
+            told = {name: round((percentile(all_s, 50) or 0) / own, 2) for name, all_s in row["seconds"].items()}
+            print(
+                f"tower, {row['side']} x {row['side']}: {own * 1e3:.1f} ms, {rate / max(row['peak']):.0%} of peak; times as long: {told}",
+                flush=True,
+            )
+    if given.env:
+        result["llama.cpp"] = peers.PACKAGES["llama.cpp"] | {"built_with": peers.built_with(given.env)}
     config = EngineConfig(
         dummy=given.dummy,
         max_model_len=8192,
