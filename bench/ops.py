@@ -6,7 +6,7 @@ one sequence with as much behind it. Weights are copied until they fit into the 
 the whole model's; a time is the best of many. Bytes are those that must move at least once: the
 weights, the state or pages, and each activation in and out. The roof of a row is the larger of its bytes
 over the read bandwidth and its operations over the multiply peak of its weights' format. "x" is how often
-a step runs the operator.
+a step runs the operator. A model's vision tower, in bfloat16, encodes square pictures; its rows are patches.
 """
 
 from __future__ import annotations
@@ -41,6 +41,9 @@ from deltic.models.loading import Role, format_of
 from deltic.models.qwen.cpu import Activations, allocate_activations
 from deltic.models.qwen.shape import PUBLISHED, ModelShape
 from deltic.models.qwen.weights import weight_bytes
+from deltic.models.vision.cpu import VisionForward, VisionTower, allocate_vision
+from deltic.models.vision.shape import PATCH_SIZE, PATCH_WIDTH, VisionShape
+from deltic.models.vision.weights import VisionWeights, dummy_shape, dummy_vision
 from deltic.ops.arrays import Array, bfloat16, copy, zeros
 from deltic.ops.cpu.attention import attention, attn_prepare
 from deltic.ops.cpu.dense import embed, linear, rms_norm, silu_mul
@@ -422,16 +425,73 @@ def _copied(matrix: Matrix) -> Matrix:
     return replace(matrix, pieces=(replace(matrix.whole, data=data),))
 
 
-def best_s(program: Program, seconds: float) -> float:
+def best_s(run: Callable[[], object], seconds: float) -> float:
     """The shortest of as many runs as fit into `seconds`, at least three, after one that does not count."""
-    program.run()
+    run()
     times: list[float] = []
     end = time.perf_counter() + seconds
     while len(times) < 3 or time.perf_counter() < end:
         begin = time.perf_counter()
-        program.run()
+        run()
         times.append(time.perf_counter() - begin)
     return min(times)
+
+
+def cpu_tower(
+    shape: VisionShape, weights: VisionWeights, rows: int, patches: Array, n_threads: int
+) -> Callable[[], None]:
+    """What encodes a picture of rows x rows patches, float32 [rows * rows, PATCH_WIDTH]."""
+    n = len(patches)
+    buffers = allocate_vision(shape, n, 1, min(n, 512), _allocate)
+    forward = VisionForward(VisionTower(shape, weights, buffers), n_threads)
+
+    def run() -> None:
+        for _ in forward.run([patches], [(1, rows, rows)]):
+            pass
+
+    return run
+
+
+def towers(shape: VisionShape, sides: list[int], n_threads: int, seconds: float, roofs: Roofs) -> list[dict[str, Any]]:
+    """A row for each side of a square picture, in pixels: the vision tower with random weights. Bytes are
+    those of its weights.
+    """
+    weights, found, draw = dummy_vision(shape), [], np.random.default_rng(0)
+    for side in sides:
+        rows = side // PATCH_SIZE
+        patches = draw.uniform(-1, 1, (rows * rows, PATCH_WIDTH)).astype(np.float32)
+        took = best_s(cpu_tower(shape, weights, rows, patches, n_threads), seconds)
+        n_operations, n_bytes = shape.n_operations(rows * rows), weights.n_bytes
+        roof = max(n_bytes / roofs.read, n_operations / roofs.multiply["bf16"])
+        found.append(
+            _row("vision tower", f"{side} x {side}", "bf16", 0, rows * rows, took, n_bytes, n_operations, roof)
+        )
+    return found
+
+
+def _row(
+    name: str,
+    size: str,
+    format: str,
+    per_step: int,
+    rows: int,
+    took: float,
+    n_bytes: float,
+    n_operations: float,
+    roof: float,
+) -> dict[str, Any]:
+    return {
+        "operator": name,
+        "size": size,
+        "format": format,
+        "per_step": per_step,
+        "rows": rows,
+        "us": round(took * 1e6, 2),
+        "bytes": int(n_bytes),
+        "gb_s": round(n_bytes / took / 1e9, 2),
+        "gflop_s": round(n_operations / took / 1e9, 2),
+        "roof_share": round(roof / took, 3),
+    }
 
 
 def measure(workload: Workload, rows: list[int], seconds: float, roofs: Roofs) -> list[dict[str, Any]]:
@@ -442,23 +502,10 @@ def measure(workload: Workload, rows: list[int], seconds: float, roofs: Roofs) -
             if case.decodes_only and m > MAX_DECODES:
                 continue
             workload.fill(m)
-            took = best_s(case.program, seconds) / case.n_calls
+            took = best_s(case.program.run, seconds) / case.n_calls
             n_bytes, n_operations = case.n_bytes(m), case.n_operations(m)
             roof = max(n_bytes / roofs.read, n_operations / roofs.multiply[case.format])
-            found.append(
-                {
-                    "operator": case.name,
-                    "size": case.size,
-                    "format": case.format,
-                    "per_step": case.n_per_step,
-                    "rows": m,
-                    "us": round(took * 1e6, 2),
-                    "bytes": int(n_bytes),
-                    "gb_s": round(n_bytes / took / 1e9, 2),
-                    "gflop_s": round(n_operations / took / 1e9, 2),
-                    "roof_share": round(roof / took, 3),
-                }
-            )
+            found.append(_row(case.name, case.size, case.format, case.n_per_step, m, took, n_bytes, n_operations, roof))
     return found
 
 
@@ -482,11 +529,14 @@ def table(results: list[dict[str, Any]], title: str) -> Table:
     return out
 
 
-def find_shape(name: str | None) -> tuple[str, ModelShape]:
-    """A published shape, a checkpoint's, or the built-in model's. Raises the loader's ValueErrors."""
+def find_shape(name: str | None) -> tuple[str, ModelShape, VisionShape | None]:
+    """The name, shape and tower of a published model, a checkpoint, or the built-in model. Raises the
+    loader's ValueErrors.
+    """
     is_published = name is not None and name.lower() in PUBLISHED
     config = EngineConfig(dummy=name) if is_published else EngineConfig(model=name or BUILT_IN)
-    return model_name(config), locate(config)[1]
+    directory, shape = locate(config)
+    return model_name(config), shape, dummy_shape(config.dummy, directory, shape.hidden_size)
 
 
 def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
@@ -495,13 +545,16 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     """
     n_threads, quantize = config.threads or n_usable_cpus(), config.quantize
     rows = sorted(numbers(arguments.rows, "--rows", int))
-    name, shape = find_shape(arguments.shape)
+    name, shape, tower = find_shape(arguments.shape)
     console = Console(stderr=True)
     with console.status("measuring the machine"):
         roofs = Roofs.measured(n_threads, quantize)
     with console.status(f"measuring the operators of {name}"):
         workload = Workload(shape, max(rows), n_threads, quantize)
         results = measure(workload, rows, arguments.seconds, roofs)
+        if tower is not None:
+            sides = numbers(arguments.pictures, "--pictures", int)
+            results += towers(tower, sides, n_threads, arguments.seconds, roofs)
     step_ms = {
         m: round(sum(r["us"] * r["per_step"] for r in results if r["rows"] == m) / 1e3, 3)
         for m in rows
@@ -543,6 +596,7 @@ def main(given: list[str] | None = None) -> int:
     text = "published shape or checkpoint (default: the built-in model)"
     add("shape", nargs="?", metavar="SHAPE", help=text)
     add("--rows", default="1,4,16,64,512", help="row counts (default: 1,4,16,64,512)")
+    add("--pictures", default="256,512", help="sides of pictures, where there is a tower (default: 256,512)")
     add("--seconds", type=float, default=0.3, help="time spent on each measurement (default: 0.3)")
     add("--out", metavar="DIR", help="write the JSON result into this directory")
     add_some(parser, "quantize", "threads")

@@ -30,6 +30,7 @@ def pictures(runs: Runs, on_gpu: str = "") -> str:
     if not found:
         return missing(again)
     data = found[-1].data
+    again += " --env bench/.peers-venv" if "llama.cpp" in data else ""
     rows = []
     for row in data["towers"]:
         own = row["seconds"]["deltic"]

@@ -34,6 +34,7 @@ from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfi
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
 from bench import peers
+from bench.ops import cpu_tower
 from bench.peers_gguf import write_bf16
 from bench.peers_model import write_checkpoint
 from deltic.bench.load import percentile
@@ -43,25 +44,15 @@ from deltic.engine.engine import Engine
 from deltic.engine.messages import Picture, Request, SamplingParams
 from deltic.machine import n_usable_cpus
 from deltic.models.qwen.shape import published_shape
-from deltic.models.vision.cpu import TOKEN, VisionForward, VisionTower, allocate_vision
-from deltic.models.vision.pixels import PictureRules
-from deltic.models.vision.shape import BLOCK, CHANNELS, PATCH_SIZE, PATCH_WIDTH, VisionShape
+from deltic.models.vision.cpu import TOKEN
+from deltic.models.vision.shape import BLOCK, PATCH_SIZE, PATCH_WIDTH, VisionShape
 from deltic.models.vision.weights import dummy_vision
-from deltic.ops.arrays import zeros
 from deltic.roofs import multiply_peak
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu
 from deltic.server.chat.pictures import of_pixels
 from tests.tiny_mmproj import write_mmproj
 from tests.tiny_vision import random_tower
-
-
-def n_operations(shape: VisionShape, n: int) -> int:
-    """Of a picture of n patches."""
-    h, merged = shape.hidden_size, shape.merged_size
-    a_patch = PATCH_WIDTH * h + shape.depth * (4 * h * h + 2 * h * shape.intermediate_size)
-    a_token = merged * (merged + shape.out_hidden_size)
-    return 2 * (n * a_patch + n // TOKEN * a_token) + 4 * shape.depth * n * n * h
 
 
 def published_tower(shape: VisionShape, dtype: torch.dtype, device: str) -> Any:
@@ -96,16 +87,7 @@ class CpuTowers:
         """Until all that was started is done."""
 
     def own(self, rows: int, patches: np.ndarray) -> Callable[[], None]:
-        """Encodes a picture of rows x rows patches."""
-        shape, n = self.shape, len(patches)
-        buffers = allocate_vision(shape, n, 1, min(n, 512), lambda name, size, dtype: zeros(size, dtype))
-        forward = VisionForward(VisionTower(shape, self.weights, buffers), self.n_threads)
-
-        def run() -> None:
-            for _ in forward.run([patches], [(1, rows, rows)]):
-                pass
-
-        return run
+        return cpu_tower(self.shape, self.weights, rows, patches, self.n_threads)
 
 
 class GpuTowers:
@@ -128,22 +110,12 @@ class GpuTowers:
         torch.cuda.synchronize()
 
     def own(self, rows: int, patches: np.ndarray) -> Callable[[], None]:
-        from deltic.models.vision.gpu import PIECE, VisionGpu, vision_buffers
-        from deltic.ops.gpu.launch import Levers
-        from deltic.ops.gpu.vision import PatchGrid
+        from deltic.bench.gpu import tower
 
-        n = -(-len(patches) // PIECE) * PIECE
-        n_rows = min(n, 4096)
-        buffers = vision_buffers(
-            self.shape, n, n_rows, lambda name, size, dtype: torch.zeros(size, dtype=dtype, device="cuda")
-        )
-        forward = VisionGpu(self.shape, self.weights, PictureRules(), buffers, Levers())
-        size = (rows * PATCH_SIZE) ** 2 * CHANNELS
-        buffers.pixels[:size].copy_(torch.randint(0, 256, (size,), dtype=torch.uint8))
+        start = tower(self.shape, self.weights, rows * PATCH_SIZE)
 
         def run() -> None:
-            for _ in forward.pieces(PatchGrid(rows, rows), 1, lambda stage, left: n_rows, lambda first, tokens: None):
-                pass
+            start()
             self.wait()
 
         return run
@@ -218,7 +190,7 @@ def towers(
         yield {
             "side": side,
             "tokens": n // TOKEN,
-            "operations": n_operations(of.shape, n),
+            "operations": of.shape.n_operations(n),
             "peak": peaks,
             "seconds": seconds,
         }

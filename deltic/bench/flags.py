@@ -76,6 +76,8 @@ def gpu(sub: argparse.ArgumentParser) -> None:
         metavar="NAME",
         help="of --dummy: projections as a published checkpoint stores them, e.g. fp8, Q4_K, NVFP4",
     )
+    text = "encodes square pictures with these sides in pixels, too, in the tower with random weights"
+    add("--pictures", default="", metavar="SIDE,SIDE,...", help=text)
     text = "decodes with drafts, whose tokens are right with these probabilities, beside plain ones; nothing else"
     add("--accept", default=None, metavar="P,P,...", help=text)
     add("--out", metavar="DIR", help=OUT_HELP)

@@ -20,7 +20,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -40,11 +40,17 @@ from deltic.models.loading import COUNTED_ROWS
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Weights, dummy_weights, load_weights, stored_shape
 from deltic.models.stored import InFormat
+from deltic.models.vision.gpu import PIECE, VisionGpu, vision_buffers
+from deltic.models.vision.pixels import PictureRules
+from deltic.models.vision.shape import BLOCK, CHANNELS, PATCH_SIZE, VisionShape
+from deltic.models.vision.weights import VisionWeights, dummy_shape, dummy_vision
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu.launch import Levers, parse_levers
 from deltic.ops.gpu.roofs import GpuRoofs
+from deltic.ops.gpu.vision import PatchGrid
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.gpu import device as gpu
+from deltic.runtime.gpu.buffers import PIECE_ROWS
 from deltic.runtime.gpu.collect import collect
 from deltic.runtime.gpu.compile import begin_compiling
 from deltic.runtime.gpu.text import GpuTextRunner
@@ -176,6 +182,62 @@ def prefill_row(shape: ModelShape, roofs: GpuRoofs, n_tokens: int, rounds: Seque
     }
 
 
+def tower(shape: VisionShape, weights: VisionWeights, side: int) -> Callable[[], None]:
+    """What starts the kernels that encode a square picture of `side` pixels, in buffers of its own."""
+    rows, size = side // PATCH_SIZE, side**2 * CHANNELS
+    n = -(-(rows**2) // PIECE) * PIECE
+    n_rows = min(n, PIECE_ROWS)
+    buffers = vision_buffers(
+        shape, n, n_rows, lambda name, size, dtype: torch.zeros(size, dtype=dtype, device=weights.norm.weight.device)
+    )
+    buffers.pixels[:size].copy_(torch.randint(0, 256, (size,), dtype=torch.uint8))
+    forward = VisionGpu(shape, weights, PictureRules(), buffers, Levers())
+
+    def start() -> None:
+        for _ in forward.pieces(PatchGrid(rows, rows), 1, lambda stage, left: n_rows, lambda first, tokens: None):
+            pass
+
+    return start
+
+
+TOGETHER = 8
+"""Pictures that are started one behind another."""
+
+
+def tower_row(shape: VisionShape, weights: VisionWeights, roofs: GpuRoofs, side: int) -> dict[str, Any]:
+    """A picture alone, and one of TOGETHER: medians of 5 times, behind one that is not counted."""
+    start, found = tower(shape, weights, side), {1: list[float](), TOGETHER: list[float]()}
+    for i in range(6):
+        for n, times in found.items():
+            torch.cuda.synchronize()
+            begin = time.perf_counter()
+            for _ in range(n):
+                start()
+            torch.cuda.synchronize()
+            if i:
+                times.append((time.perf_counter() - begin) * 1000 / n)
+    alone, together = (statistics.median(times) for times in found.values())
+    ideal = shape.n_operations((side // PATCH_SIZE) ** 2) / roofs.multiply * 1000
+    return {"ms": round(alone, 3), "ms_of_8": round(together, 3), "roof": round(ideal / together, 4)}
+
+
+def tower_rows(arguments: argparse.Namespace, config: EngineConfig, roofs: GpuRoofs) -> dict[int, dict[str, Any]]:
+    """By the sides of --pictures, with random weights of the model's tower. Raises ConfigError for a model
+    without one, and for other sides.
+    """
+    sides = [int(side) for side in arguments.pictures.split(",") if side]
+    if not sides:
+        return {}
+    directory, text = locate(config)
+    shape = dummy_shape(config.dummy, directory, text.hidden_size)
+    if shape is None or any(side % BLOCK or side < BLOCK for side in sides):
+        raise ConfigError(
+            f"--pictures {arguments.pictures}: of a model that sees, with sides of {BLOCK} pixels or a multiple"
+        )
+    weights = dummy_vision(shape, store=DeviceStore("cuda"))
+    return {side: tower_row(shape, weights, roofs, side) for side in sides}
+
+
 def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     """The command `deltic bench gpu`: a table and a JSON file.
 
@@ -186,6 +248,7 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
         return _bench_accept(arguments, config)
     rows, prompts = ([int(n) for n in text.split(",")] for text in (arguments.n, arguments.prefill))
     roofs, shape_name = GpuRoofs.measured(), _shape_name(arguments, config)
+    pictures = tower_rows(arguments, config, roofs)
     begin = time.perf_counter()
     model = Model.load(config, arguments.format)
     weights_s = time.perf_counter() - begin
@@ -215,6 +278,10 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
         print(
             f"prefill of {n_tokens}: {row['ms']:.2f} ms, {row['tok_s']:,} tok/s, {row['roof']:.0%} of the matrix rate"
         )
+    for side, row in pictures.items():
+        print(
+            f"picture of {side} x {side}: {row['ms']:.2f} ms, {row['ms_of_8']:.2f} of {TOGETHER} in a row, {row['roof']:.0%} of the matrix rate"
+        )
     print(
         f"read {roofs.read / 1e12:.2f} TB/s, multiply {roofs.multiply / 1e12:.0f} TFLOP/s; weights {weights_s:.1f} s, recorded in {record_s:.1f} s"
     )
@@ -232,6 +299,7 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
         record_s=record_s,
         rows=measured,
         prefill=prefill,
+        pictures=pictures,
     )
     return 0
 

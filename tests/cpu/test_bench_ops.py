@@ -9,12 +9,14 @@ from pathlib import Path
 import pytest
 
 from bench import ops
-from bench.ops import Roofs, Workload, main, measure
+from bench.ops import Roofs, Workload, find_shape, main, measure, towers
 from deltic.models.qwen.shape import PUBLISHED
+from deltic.models.vision.shape import VisionShape
 from deltic.ops.contract import KernelError
 
 PEAKS = {"bf16": 1e11, "int8": 2e11, "int4": 3e11}
 SMALL = {"vocab_size": 512, "hidden_size": 64, "n_experts": 16, "moe_intermediate_size": 32, "n_experts_per_tok": 2}
+TOWER = {"depth": 1, "hidden_size": 128, "n_heads": 2, "intermediate_size": 96, "out_hidden_size": 64}
 MIXTURE = dataclasses.replace(PUBLISHED["qwen3.5-35b-a3b"], shared_intermediate_size=32, **SMALL)
 
 
@@ -39,6 +41,17 @@ def test_every_dense_operator_is_timed_and_written(tmp_path: Path, capsys, monke
     assert line["multiply_gflop_s"] == {name: peak / 1e9 for name, peak in PEAKS.items()}
     formats = {row["size"].split(" ")[0]: row["format"] for row in rows if row["operator"] == "linear"}
     assert formats.pop("head") == "int8" and set(formats.values()) == {"int4"}
+
+
+def test_a_tower_is_timed_beside_its_roof() -> None:
+    shape = VisionShape(**TOWER)
+    roofs = Roofs(1e10, PEAKS)
+    (row,) = towers(shape, [64], 1, 0.0, roofs)
+    assert (row["rows"], row["size"], row["per_step"]) == (16, "64 x 64", 0)
+    ideal = max(row["bytes"] / roofs.read, shape.n_operations(16) / PEAKS["bf16"])
+    assert row["roof_share"] == pytest.approx(ideal / (row["us"] * 1e-6), abs=2e-3)
+    assert find_shape("qwen3.5-0.8b")[2] == VisionShape.published("qwen3.5-0.8b", 1024)
+    assert find_shape(None)[2] is None
 
 
 def test_missing_kernels_are_one_line(capsys, monkeypatch):

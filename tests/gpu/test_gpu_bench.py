@@ -18,6 +18,10 @@ from deltic.bench import gpu
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.drafts import Drafting
 from deltic.models.qwen.shape import published_shape
+from deltic.models.vision.shape import VisionShape
+from deltic.models.vision.weights import dummy_vision
+from deltic.ops.gpu.roofs import GpuRoofs
+from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.gpu.text import GpuTextRunner
 from tests.gpu.test_gpu_drafts import build
 
@@ -47,7 +51,7 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(gpu, "prefill_ms", prefill)
     out = tmp_path / "2026-01-01-h200"
     arguments = argparse.Namespace(
-        n="1,128", prompt=128, output=256, prefill="8192", rounds=3, format=None, out=str(out), accept=None
+        n="1,128", prompt=128, output=256, prefill="8192", rounds=3, format=None, out=str(out), accept=None, pictures=""
     )
     assert gpu.bench_gpu(arguments, EngineConfig(dummy="qwen3.5-27b")) == 0
     one_round = [("decode", 1), ("decode", 128), ("prefill", 8192)]
@@ -110,3 +114,21 @@ def test_drafts_are_ablated_where_there_are_any() -> None:
     assert names[0] == "all on" and "pdl=off" in names and len(set(names)) == len(names)
     assert [(name, n) for name, _, n in gpu.variants(8)] == [*((name, 0) for name in names), ("max_drafts=8", 8)]
     assert gpu.variants(8)[-1][1] == gpu.variants(8)[0][1]
+
+
+def test_a_picture_is_encoded_and_beside_its_roof(monkeypatch: pytest.MonkeyPatch) -> None:
+    shape = VisionShape(depth=1, hidden_size=128, n_heads=2, intermediate_size=96, out_hidden_size=64)
+    weights = dummy_vision(shape, store=DeviceStore("cpu"))
+    monkeypatch.setattr(gpu.torch.cuda, "synchronize", lambda: None)
+    row = gpu.tower_row(shape, weights, GpuRoofs(1e10, 1e11), 64)
+    assert row["roof"] == pytest.approx(shape.n_operations(16) / 1e11 * 1000 / row["ms_of_8"], abs=1e-3)
+    assert row["ms"] > 0
+
+
+@pytest.mark.parametrize(
+    ("dummy", "sides"), [("qwen3.5-0.8b", "100"), ("qwen3.5-0.8b", "0"), ("qwen3-next-80b-a3b", "64")]
+)
+def test_other_pictures_are_an_error(dummy: str, sides: str) -> None:
+    with pytest.raises(ConfigError, match="--pictures"):
+        gpu.tower_rows(argparse.Namespace(pictures=sides), EngineConfig(dummy=dummy), GpuRoofs(1e10, 1e11))
+    assert gpu.tower_rows(argparse.Namespace(pictures=""), EngineConfig(dummy=dummy), GpuRoofs(1e10, 1e11)) == {}

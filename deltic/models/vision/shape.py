@@ -109,6 +109,13 @@ class VisionShape:
         """The intermediate size as products take it: behind its end are zeros up to a multiple of 32."""
         return -(-self.intermediate_size // 32) * 32
 
+    def n_operations(self, n_patches: int) -> int:
+        """Of a picture, a multiply-add as two: linears and attention."""
+        h, merged = self.hidden_size, self.merged_size
+        a_patch = PATCH_WIDTH * h + self.depth * (4 * h * h + 2 * h * self.intermediate_size)
+        a_token = merged * (merged + self.out_hidden_size)
+        return 2 * (n_patches * a_patch + n_patches // MERGE**2 * a_token) + 4 * self.depth * n_patches**2 * h
+
     def inv_freq(self) -> list[float]:
         """Angles per row or column of patches, head_dim / 4 of them."""
         half = self.head_dim // 2
