@@ -166,6 +166,12 @@ BENCHES = {
         "bench.gpu:bench_ablate",
         _engine,
     ),
+    "allreduce": Command(
+        "time what lies between two layers on several GPUs, by how it is done",
+        bench_flags.allreduce,
+        "bench.all_reduce:bench",
+        lambda arguments: (arguments,),
+    ),
     "quality": Command(
         "what quantised weights lose against bfloat16",
         bench_flags.quality,

@@ -95,6 +95,16 @@ def ablate(sub: argparse.ArgumentParser) -> None:
     add_some(sub, "dummy", "memory_gb", "max_model_len", "max_drafts", "seed")
 
 
+def allreduce(sub: argparse.ArgumentParser) -> None:
+    """Of `deltic bench allreduce`."""
+    add = sub.add_argument
+    add("--gpus", type=int, default=2, metavar="N", help="how many, a power of two (default: 2)")
+    add("--rows", default="1,4,16,64,128,512", metavar="N,N,...", help="default: 1,4,16,64,128,512")
+    add("--width", type=int, default=5120, metavar="H", help="of a row (default: 5120)")
+    add("--rounds", type=int, default=9, metavar="R", help="default: 9")
+    add("--out", metavar="DIR", help=OUT_HELP)
+
+
 def quality(sub: argparse.ArgumentParser) -> None:
     """Of `deltic bench quality`."""
     add_model(sub)

@@ -243,7 +243,7 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
 
     A round has every number of sequences and every prompt once.
     """
-    _need_gpu()
+    need_gpu()
     if arguments.accept:
         return _bench_accept(arguments, config)
     rows, prompts = ([int(n) for n in text.split(",")] for text in (arguments.n, arguments.prefill))
@@ -285,7 +285,7 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     print(
         f"read {roofs.read / 1e12:.2f} TB/s, multiply {roofs.multiply / 1e12:.0f} TFLOP/s; weights {weights_s:.1f} s, recorded in {record_s:.1f} s"
     )
-    _write(
+    write_result(
         "gpu",
         shape_name,
         engine.info.device,
@@ -365,7 +365,7 @@ def _bench_accept(arguments: argparse.Namespace, config: EngineConfig) -> int:
             rows.append(row | {"plain_ms": plain[n]})
     title = f"{shape_name} on {runner.info.device}: drafts of up to {max_drafts} tokens, right as often as planted"
     Console(width=120).print(_accept_table(title, rows))
-    _write("gpu-accept", shape_name, runner.info.device, arguments.out, max_drafts=max_drafts, rows=rows)
+    write_result("gpu-accept", shape_name, runner.info.device, arguments.out, max_drafts=max_drafts, rows=rows)
     return 0
 
 
@@ -385,7 +385,7 @@ def _accept_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
     return table
 
 
-def _write(bench: str, shape: str, device: str, out: str | None, **found: Any) -> None:
+def write_result(bench: str, shape: str, device: str, out: str | None, **found: Any) -> None:
     """Writes a result's file under runs_directory(out), and prints its name."""
     path = runs_directory(out) / f"{bench}-{shape.replace('/', '-')}-{now():%H%M%S}.json"
     made: dict[str, Any] = {
@@ -441,7 +441,7 @@ def bench_ablate(arguments: argparse.Namespace, config: EngineConfig) -> int:
     """The command `deltic bench ablate`: for each lever the time of a step with and without, launches, and
     whether bits change; with --max-drafts for drafts, too, of which of random weights hardly any is right.
     """
-    _need_gpu()
+    need_gpu()
     rows = [int(n) for n in arguments.n.split(",")]
     max_drafts, shape_name = config.max_drafts or 0, config.dummy or config.model
     model = Model.load(config, drafts=max_drafts > 0)
@@ -481,10 +481,11 @@ def bench_ablate(arguments: argparse.Namespace, config: EngineConfig) -> int:
             found.append(row | {"launches": runner.n_launches(rows[0]), "same_tokens": exact, "exact": says})
             del engine, runner
     Console(width=170).print(table)
-    _write("ablate", shape_name, torch.cuda.get_device_name(), arguments.out, rows=found)
+    write_result("ablate", shape_name, torch.cuda.get_device_name(), arguments.out, rows=found)
     return 0
 
 
-def _need_gpu() -> None:
+def need_gpu() -> None:
+    """Raises ConfigError where there is none."""
     if not torch.cuda.is_available():
         raise ConfigError("this bench needs a GPU, and torch sees none")

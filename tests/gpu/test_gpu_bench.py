@@ -43,7 +43,7 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
         order.append(("prefill", n_tokens))
         return [600.0 + len(order)] * 5
 
-    monkeypatch.setattr(gpu, "_need_gpu", lambda: None)
+    monkeypatch.setattr(gpu, "need_gpu", lambda: None)
     monkeypatch.setattr(gpu.GpuRoofs, "measured", classmethod(lambda cls: cls(4.4e12, 7.9e14)))
     load = gpu.Model.load
     monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, config, format: model))
@@ -96,7 +96,7 @@ def test_drafts_that_are_right_as_planted(tmp_path: Path, monkeypatch: pytest.Mo
         asked.append(max_drafts)
         return SimpleNamespace(runner=runner)
 
-    monkeypatch.setattr(gpu, "_need_gpu", lambda: None)
+    monkeypatch.setattr(gpu, "need_gpu", lambda: None)
     monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, *_, drafts: SimpleNamespace(engine=engine)))
     monkeypatch.setattr(gpu, "decode", lambda *_, seed: ([0.01, 0.02, 0.03], []))
     rows = [{"n": 1, "accept": 0.8, "free_ms": [10.0], "free_tokens_a_step": 2.0}]  # of a model without a head

@@ -194,6 +194,27 @@ def _jobs(model: str, format: str = "bf16", max_drafts: int = 0, has_pictures: b
         return []
 
 
+def _sums_of_ranks() -> list[Any]:
+    """What several GPUs start between two layers."""
+    import torch
+
+    from deltic.ops.gpu.all_reduce import all_reduce, all_reduce_norm, rank_of, shared_buffers
+    from deltic.ops.gpu.launch import Levers
+    from deltic.runtime.gpu.compile import collecting
+
+    def floats(*size: int) -> torch.Tensor:
+        return torch.empty(size, device="meta")
+
+    with collecting() as jobs:
+        for n in (2, 8):
+            ranks = rank_of(0, [shared_buffers(n, 128, 5120, "meta")] * n)
+            all_reduce(floats(4, 16, 5120), floats(16, 5120), ranks=ranks, levers=Levers())
+            for shots in (1, 2):
+                given = floats(16, 5120), floats(4, 16, 5120), floats(5120), 1e-6
+                all_reduce_norm(*given, ranks=ranks, levers=Levers(), shots=shots)
+    return list(jobs)
+
+
 def _some(jobs: list[Any]) -> list[Any]:
     """One variant of each kernel, and of each end of a product."""
     found = {}
@@ -237,6 +258,9 @@ def _compile(name: str) -> list[Compiled]:
     of_pictures = [job for job in dict.fromkeys(of_pictures) if job.name in WITH_PICTURES and job not in jobs]
     assert {job.name for job in of_pictures} == WITH_PICTURES
     jobs += of_pictures if IS_FULL else _some(of_pictures)
+    of_ranks = _sums_of_ranks()
+    assert {job.name for job in of_ranks} == {"_one_shot_kernel", "_two_shot_kernel"}
+    jobs += of_ranks
     scratch = Path(triton.knobs.cache.dir) / "kernel.cubin"
     scratch.parent.mkdir(parents=True, exist_ok=True)
     found = []

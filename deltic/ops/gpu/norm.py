@@ -117,6 +117,38 @@ def _embed_kernel(
 
 
 @triton.jit
+def load_pieces(p_row, width, LANES: tl.constexpr, PIECES: tl.constexpr):
+    """A row in runs of LANES columns, zeros behind its end."""
+    pieces: tl.tuple = ()
+    for j in tl.static_range(PIECES):
+        o_col = j * LANES + tl.arange(0, LANES)
+        pieces += (tl.load(p_row + o_col, mask=o_col < width, other=0.0),)
+    return pieces
+
+
+@triton.jit
+def store_pieces(p_row, pieces, width, LANES: tl.constexpr, PIECES: tl.constexpr):
+    for j in tl.static_range(PIECES):
+        o_col = j * LANES + tl.arange(0, LANES)
+        tl.store(p_row + o_col, pieces[j], mask=o_col < width)
+
+
+@triton.jit
+def store_norm(p_row, pieces, weights, width, inverse_width, eps, LANES: tl.constexpr, PIECES: tl.constexpr):
+    """p_row = bfloat16(pieces / rms * (1 + weights))."""
+    b_square = tl.zeros((LANES,), tl.float32)
+    for j in tl.static_range(PIECES):
+        b_square = tl.fma(pieces[j], pieces[j], b_square)
+    b_total = tree_sum(b_square, LANES)
+    # the multiply-add is written out: the compiler has no choice
+    b_inverse = tl.rsqrt(tl.fma(b_total, tl.zeros_like(b_total) + inverse_width, tl.zeros_like(b_total) + eps))
+    for j in tl.static_range(PIECES):
+        o_col = j * LANES + tl.arange(0, LANES)
+        b_y = pieces[j] * b_inverse * (1.0 + weights[j])
+        tl.store(p_row + o_col, b_y.to(tl.bfloat16), mask=o_col < width)
+
+
+@triton.jit
 def _add_norm_kernel(
     p_residual, p_partials, p_w, p_out, p_rows, width, partial_stride, inverse_width, eps,
     LANES: tl.constexpr, PIECES: tl.constexpr, PARTIALS: tl.constexpr, STORE: tl.constexpr, GATHER: tl.constexpr,
@@ -124,11 +156,7 @@ def _add_norm_kernel(
 ):
     i_row = tl.program_id(0)
     o_lane = tl.arange(0, LANES)
-    weights: tl.tuple = ()
-    for j in tl.static_range(PIECES):
-        # before the wait: nobody in the step writes weights
-        b_mask = j * LANES + o_lane < width
-        weights += (tl.load(p_w + j * LANES + o_lane, mask=b_mask, other=0.0),)
+    weights = load_pieces(p_w, width, LANES, PIECES)  # before the wait: nobody in the step writes weights
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -137,28 +165,17 @@ def _add_norm_kernel(
         row = tl.maximum(tl.load(p_rows + i_row), 0).to(tl.int64)
     o_row = row * width
     pieces: tl.tuple = ()
-    b_square = tl.zeros((LANES,), tl.float32)
     for j in tl.static_range(PIECES):
         o_col = j * LANES + o_lane
         b_x = tl.load(p_residual + o_row + o_col, mask=o_col < width, other=0.0)
         for s in tl.static_range(PARTIALS):
             p_part = p_partials + s * partial_stride + o_row + o_col
             b_x += tl.load(p_part, mask=o_col < width, other=0.0).to(tl.float32)
-        b_square = tl.fma(b_x, b_x, b_square)
         pieces += (b_x,)
     if STORE:
         # behind all loads: a store between them would make each piece wait for the one before
-        for j in tl.static_range(PIECES):
-            o_col = j * LANES + o_lane
-            tl.store(p_residual + o_row + o_col, pieces[j], mask=o_col < width)
-    b_total = tree_sum(b_square, LANES)
-    # the multiply-add is written out: the compiler has no choice
-    b_inverse = tl.rsqrt(tl.fma(b_total, tl.zeros_like(b_total) + inverse_width, tl.zeros_like(b_total) + eps))
-    p_out += i_row.to(tl.int64) * width
-    for j in tl.static_range(PIECES):
-        b_mask = j * LANES + o_lane < width
-        b_y = pieces[j] * b_inverse * (1.0 + weights[j])
-        tl.store(p_out + j * LANES + o_lane, b_y.to(tl.bfloat16), mask=b_mask)
+        store_pieces(p_residual + o_row, pieces, width, LANES, PIECES)
+    store_norm(p_out + i_row.to(tl.int64) * width, pieces, weights, width, inverse_width, eps, LANES, PIECES)
 
 
 def pieces(width: int) -> int:

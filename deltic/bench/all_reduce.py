@@ -1,0 +1,175 @@
+"""`deltic bench allreduce`: what lies between two layers of a model on several GPUs, by how it is done.
+
+The sum over ranks, the residual stream and the norm, of rows as wide as a model: in one kernel, in one or two
+shots (ops/gpu/all_reduce.py); as a kernel each; and with NCCL's all-reduce. Each alone and in a recording of
+CALLS, which is how a step runs it. Beside them the time that the bytes of one way take at the link's speed,
+which a large copy measures.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+from torch.cuda import nccl
+
+from deltic.bench.gpu import need_gpu, write_result
+from deltic.config import ConfigError
+from deltic.ops.contract import KernelError
+from deltic.ops.gpu.all_reduce import all_reduce, all_reduce_norm, make_ranks
+from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.norm import add_norm
+
+CALLS = 40
+EPS = 1e-6
+
+
+class Ranks:
+    """Buffers of all GPUs for up to n_rows rows, and the ways to add them up; each starts one call on all."""
+
+    def __init__(self, devices: Sequence[str], n_rows: int, width: int) -> None:
+        self.devices, self.levers = devices, Levers()
+        self.ranks = make_ranks(n_rows, width, devices)
+        self.partials = [torch.randn(1, n_rows, width, device=device) * 0.1 for device in devices]
+        self.sums = [torch.empty(n_rows, width, device=device) for device in devices]
+        self.residuals = [torch.zeros(n_rows, width, device=device) for device in devices]
+        self.weights = [torch.zeros(width, device=device) for device in devices]
+
+    def _each(self, n: int) -> Iterator[tuple[Any, Tensor, Tensor, Tensor, Tensor]]:
+        """What a call of n rows has, rank by rank, with its GPU the current one."""
+        parts = (self.ranks, self.partials, self.sums, self.residuals, self.weights)
+        for device, (ranks, partials, total, residual, w) in zip(self.devices, zip(*parts, strict=True), strict=True):
+            with torch.cuda.device(device):
+                yield ranks, partials.view(-1)[: n * ranks.width].view(1, n, -1), total[:n], residual[:n], w
+
+    def fused(self, n: int, shots: int) -> None:
+        for ranks, partials, _, residual, w in self._each(n):
+            all_reduce_norm(residual, partials, w, EPS, ranks=ranks, levers=self.levers, shots=shots)
+
+    def separate(self, n: int) -> None:
+        for ranks, partials, total, _, _ in self._each(n):
+            all_reduce(partials, total, ranks=ranks, levers=self.levers)
+        self._norm(n)
+
+    def by_nccl(self, n: int) -> None:
+        inputs = [partials[0] for _, partials, _, _, _ in self._each(n)]
+        nccl.all_reduce(inputs, outputs=[total[:n] for total in self.sums])
+        self._norm(n)
+
+    def _norm(self, n: int) -> None:
+        for ranks, _, total, residual, w in self._each(n):
+            add_norm(residual, total[None], w, EPS, ranks.out[:n], levers=self.levers)
+
+    def ways(self) -> dict[str, Callable[[int], None]]:
+        """By name, the fastest to be expected first."""
+        return {
+            "one kernel": lambda n: self.fused(n, 1),
+            "one kernel, two shots": lambda n: self.fused(n, 2),
+            "two kernels": self.separate,
+            "NCCL": self.by_nccl,
+        }
+
+
+def wait(devices: Sequence[str]) -> None:
+    for device in devices:
+        torch.cuda.synchronize(device)
+
+
+def recorded(devices: Sequence[str], start: Callable[[], None]) -> Callable[[], None]:
+    """What replays CALLS of them, a recording on each GPU."""
+    streams = [torch.cuda.Stream(device) for device in devices]
+    graphs = [torch.cuda.CUDAGraph() for _ in devices]
+    before = [torch.cuda.current_stream(device) for device in devices]
+    wait(devices)
+    for stream in streams:
+        torch.cuda.set_stream(stream)
+    try:
+        for device, graph in zip(devices, graphs, strict=True):
+            with torch.cuda.device(device):
+                graph.capture_begin(capture_error_mode="relaxed")
+        for _ in range(CALLS):
+            start()
+        for device, graph in zip(devices, graphs, strict=True):
+            with torch.cuda.device(device):
+                graph.capture_end()
+    finally:
+        for stream in before:
+            torch.cuda.set_stream(stream)
+
+    def replay() -> None:
+        for device, graph in zip(devices, graphs, strict=True):
+            with torch.cuda.device(device):
+                graph.replay()
+
+    return replay
+
+
+def us_of(devices: Sequence[str], run: Callable[[], None], rounds: int) -> list[float]:
+    """Microseconds of a call, `run` being CALLS of them, behind two rounds that are not counted."""
+    times = []
+    for i in range(2 + rounds):
+        wait(devices)
+        begin = time.perf_counter()
+        run()
+        wait(devices)
+        if i > 1:
+            times.append((time.perf_counter() - begin) * 1e6 / CALLS)
+    return times
+
+
+def link_speed(devices: Sequence[str]) -> float:
+    """Bytes a second from the first GPU to the second, of the best of some large copies."""
+    data = torch.empty(1 << 28, dtype=torch.uint8, device=devices[0])
+    there = torch.empty_like(data, device=devices[1])
+    best = min(us_of(devices, lambda: there.copy_(data), 5)) * CALLS / 1e6
+    return float(data.nbytes / best)
+
+
+def bench(arguments: argparse.Namespace) -> int:
+    """The command: a table and a JSON file; 0. Raises ConfigError where there are not as many GPUs, or none
+    that reach each other.
+    """
+    need_gpu()
+    rows, n_gpus = sorted(int(n) for n in arguments.rows.split(",")), arguments.gpus
+    if torch.cuda.device_count() < n_gpus:
+        raise ConfigError(f"--gpus {n_gpus}: torch sees {torch.cuda.device_count()}")
+    devices = [f"cuda:{i}" for i in range(n_gpus)]
+    try:
+        ranks = Ranks(devices, max(rows), arguments.width)
+    except KernelError as error:
+        raise ConfigError(f"--gpus {n_gpus}: {error}") from None
+    link, found = link_speed(devices), []
+    with Console(stderr=True).status("") as status:
+        for n in rows:
+            for name, start in ranks.ways().items():
+                status.update(f"{n} rows, {name}")
+
+                def once(start: Callable[[int], None] = start, n: int = n) -> None:
+                    start(n)
+
+                def each(once: Callable[[], None] = once) -> None:
+                    for _ in range(CALLS):
+                        once()
+
+                alone = us_of(devices, each, arguments.rounds)
+                replayed = us_of(devices, recorded(devices, once), arguments.rounds)
+                found.append({"rows": n, "way": name, "us": replayed, "alone_us": alone})
+    table = Table("rows", "way", "us in a recording", "of the rounds", "us alone", "us of one way at the link's speed")
+    for row in found:
+        one_way = row["rows"] * arguments.width * 4 / link * 1e6
+        times = row["us"]
+        shown = f"{min(times):.2f} .. {max(times):.2f}"
+        alone = f"{statistics.median(row['alone_us']):.1f}"
+        table.add_row(str(row["rows"]), row["way"], f"{statistics.median(times):.2f}", shown, alone, f"{one_way:.2f}")
+    Console().print(table)
+    print(f"{n_gpus} GPUs, rows of {arguments.width}; a link copies {link / 1e9:.0f} GB/s one way")
+    more = {"gpus": n_gpus, "width": arguments.width, "rounds": arguments.rounds, "link": link, "rows": found}
+    write_result("allreduce", f"{n_gpus}x{arguments.width}", torch.cuda.get_device_name(), arguments.out, **more)
+    return 0

@@ -1,0 +1,291 @@
+"""The sum of what several GPUs have each of, between two layers: one GPU is a rank, and has partial sums of
+every row.
+
+Ranks write to each other's memory. A rank has an inbox with a place for each other rank, twice, used in turns;
+a flag for each rank and row; and an epoch for each row, which counts the sums. A program has one row: it adds
+this rank's slices, writes them to the others' inboxes, sets its flags there to the epoch, waits until its own
+flags have it, and adds all ranks in a fixed tree over neighbours, in float32: ((0 + 1) + (2 + 3)) + ... So
+every rank has the same bits. What is still read from an inbox is never written: a rank sets the flags of an
+epoch when it has read all of the one before, and the place is used again in the one after.
+
+Every rank makes the same calls in the same order, with as many rows. Of `all_reduce_norm` the norm behind the
+sum is part of the kernel; `all_reduce` and `add_norm` (norm.py) have the same bits.
+
+That is one shot: each rank writes its rows to all others, which for few rows is one way over the link and no
+more. In two shots (reduce-scatter, norm, all-gather) row i belongs to rank i % ranks: it alone gets the others'
+sums, has the row's residual, and writes the normed row to all. Fewer bytes go over the link, twice one way.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from deltic.ops.contract import check
+from deltic.ops.gpu.launch import Levers, launch
+from deltic.ops.gpu.norm import LANES, load_pieces, norm_warps, pieces, store_norm, store_pieces
+
+
+@dataclass(frozen=True)
+class Rank:
+    """What one rank has for sums of up to `n_rows` rows of `width` columns."""
+
+    rank: int
+    n_ranks: int
+    n_rows: int
+    width: int
+    inbox: Tensor  # float32 [2, ranks, rows, width]
+    flags: Tensor  # int32 [ranks, rows]: the epoch that a rank has written
+    epochs: Tensor  # int32 [rows]
+    out: Tensor  # bfloat16 [rows, width]: normed rows in two shots
+    inboxes: Tensor  # int64 [ranks]: addresses of all inboxes
+    flag_lists: Tensor  # int64 [ranks]: of all flags
+    outs: Tensor  # int64 [ranks]: of all out
+
+
+def make_ranks(n_rows: int, width: int, devices: Sequence[torch.device | str]) -> list[Rank]:
+    """One on each device, in one process. On GPUs each may be read and written by the others from here on.
+
+    Raises KernelError for a number of ranks that is no power of two, and for GPUs without access to each
+    other.
+    """
+    n = len(devices)
+    check("all_reduce", n > 1 and n & (n - 1) == 0, "2, 4, 8 ... ranks")
+    for one in devices:
+        for other in devices:
+            if torch.device(one).type == "cuda" and one != other:
+                check("all_reduce", torch.cuda.can_device_access_peer(one, other), f"access from {one} to {other}")
+                torch.zeros(1, device=one).to(other)  # torch lets one access the other with the first copy
+    shared = [shared_buffers(n, n_rows, width, device) for device in devices]
+    return [rank_of(i, shared) for i in range(n)]
+
+
+Shared = tuple[Tensor, Tensor, Tensor]
+
+
+def shared_buffers(n_ranks: int, n_rows: int, width: int, device: torch.device | str) -> Shared:
+    """Inbox, flags and out of a rank."""
+    return (
+        torch.zeros(2, n_ranks, n_rows, width, device=device),
+        torch.zeros(n_ranks, n_rows, dtype=torch.int32, device=device),
+        torch.zeros(n_rows, width, dtype=torch.bfloat16, device=device),
+    )
+
+
+def rank_of(rank: int, shared: Sequence[Shared]) -> Rank:
+    """Of the buffers of all ranks, which this one can reach."""
+    inbox, flags, out = shared[rank]
+    _, n, n_rows, width = inbox.shape
+    addresses = (
+        torch.tensor([one.data_ptr() for one in each], dtype=torch.int64, device=inbox.device)
+        for each in zip(*shared, strict=True)
+    )
+    epochs = torch.zeros(n_rows, dtype=torch.int32, device=inbox.device)
+    return Rank(rank, n, n_rows, width, inbox, flags, epochs, out, *addresses)
+
+
+@triton.jit
+def _tree(parts, N: tl.constexpr):
+    """The sum of N parts, neighbours first. N: a power of two up to 16."""
+    for level in tl.static_range(4):
+        if N >> level > 1:
+            sums: tl.tuple = ()
+            for i in tl.static_range(N >> (level + 1)):
+                sums += (parts[2 * i] + parts[2 * i + 1],)
+            parts = sums
+    return parts[0]
+
+
+@triton.jit
+def _sum_of_slices(p_partials, row, width, stride, PARTIALS: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr):
+    """This rank's share of the row, in pieces."""
+    own: tl.tuple = ()
+    for j in tl.static_range(PIECES):
+        o_col = j * LANES + tl.arange(0, LANES)
+        p_part = p_partials + row.to(tl.int64) * width + o_col
+        b_sum = tl.load(p_part, mask=o_col < width, other=0.0).to(tl.float32)
+        for s in tl.static_range(1, PARTIALS):
+            b_sum += tl.load(p_part + s * stride, mask=o_col < width, other=0.0).to(tl.float32)
+        own += (b_sum,)
+    return own
+
+
+@triton.jit
+def _send(p_inboxes, to, own, turn, row, n_rows, width, RANK: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr):
+    """Writes this rank's share to the inbox of rank `to`."""
+    p_to = tl.load(p_inboxes + to).to(tl.pointer_type(tl.float32))
+    store_pieces(p_to + ((turn + RANK) * n_rows + row).to(tl.int64) * width, own, width, LANES, PIECES)
+
+
+@triton.jit
+def _raise_flag(p_flag_lists, to, row, n_rows, epoch, RANK: tl.constexpr):
+    """Tells rank `to` that what this one has written there is whole; all threads have written before."""
+    p_flag = tl.load(p_flag_lists + to).to(tl.pointer_type(tl.int32)) + RANK * n_rows + row
+    tl.atomic_xchg(p_flag, epoch, sem="release", scope="sys")
+
+
+@triton.jit
+def _wait_for(p_flags, of, row, n_rows, epoch):
+    p_flag = p_flags + of * n_rows + row
+    seen = tl.atomic_add(p_flag, 0, sem="acquire", scope="sys")
+    while seen < epoch:
+        seen = tl.atomic_add(p_flag, 0, sem="acquire", scope="sys")
+
+
+@triton.jit
+def _sum_of_ranks(
+    p_inbox, own, turn, row, n_rows, width, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
+    PIECES: tl.constexpr,
+):
+    """The row of all ranks, in pieces; the others' have come."""
+    found: tl.tuple = ()
+    for j in tl.static_range(PIECES):
+        o_col = j * LANES + tl.arange(0, LANES)
+        parts: tl.tuple = ()
+        for q in tl.static_range(RANKS):
+            if q == RANK:
+                parts += (own[j],)
+            else:
+                p_from = p_inbox + ((turn + q) * n_rows + row).to(tl.int64) * width
+                parts += (tl.load(p_from + o_col, mask=o_col < width, other=0.0, volatile=True),)
+        found += (_tree(parts, RANKS),)
+    return found
+
+
+@triton.jit
+def _add_to_row(p_row, total, width, LANES: tl.constexpr, PIECES: tl.constexpr):
+    """The row += total, in pieces."""
+    residual = load_pieces(p_row, width, LANES, PIECES)
+    added: tl.tuple = ()
+    for j in tl.static_range(PIECES):
+        added += (residual[j] + total[j],)
+    store_pieces(p_row, added, width, LANES, PIECES)
+    return added
+
+
+@triton.jit
+def _one_shot_kernel(
+    p_partials, p_inbox, p_flags, p_epochs, p_inboxes, p_flag_lists, p_residual, p_w, p_out, n_rows, width, stride,
+    inverse_width, eps, RANK: tl.constexpr, RANKS: tl.constexpr, PARTIALS: tl.constexpr, LANES: tl.constexpr,
+    PIECES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+):
+    row = tl.program_id(0)
+    if NORM:
+        weights = load_pieces(p_w, width, LANES, PIECES)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    epoch = tl.load(p_epochs + row) + 1
+    turn = (epoch & 1) * RANKS
+    own = _sum_of_slices(p_partials, row, width, stride, PARTIALS, LANES, PIECES)
+    for q in tl.static_range(RANKS):
+        if q != RANK:
+            _send(p_inboxes, q, own, turn, row, n_rows, width, RANK, LANES, PIECES)
+    tl.debug_barrier()
+    for q in tl.static_range(RANKS):
+        if q != RANK:
+            _raise_flag(p_flag_lists, q, row, n_rows, epoch, RANK)
+    tl.store(p_epochs + row, epoch)
+    for q in tl.static_range(RANKS):
+        if q != RANK:
+            _wait_for(p_flags, q, row, n_rows, epoch)
+    tl.debug_barrier()
+    total = _sum_of_ranks(p_inbox, own, turn, row, n_rows, width, RANK, RANKS, LANES, PIECES)
+    o_row = row.to(tl.int64) * width
+    if NORM:
+        added = _add_to_row(p_residual + o_row, total, width, LANES, PIECES)
+        store_norm(p_out + o_row, added, weights, width, inverse_width, eps, LANES, PIECES)
+    else:
+        store_pieces(p_out + o_row, total, width, LANES, PIECES)
+
+
+@triton.jit
+def _two_shot_kernel(
+    p_partials, p_inbox, p_flags, p_epochs, p_inboxes, p_flag_lists, p_residual, p_w, p_outs, n_rows, width, stride,
+    inverse_width, eps, RANK: tl.constexpr, RANKS: tl.constexpr, PARTIALS: tl.constexpr, LANES: tl.constexpr,
+    PIECES: tl.constexpr, PDL: tl.constexpr,
+):
+    """Each row has one owner, which waits for the others; they wait for what it makes of the row."""
+    row = tl.program_id(0)
+    weights = load_pieces(p_w, width, LANES, PIECES)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    epoch, owner = tl.load(p_epochs + row) + 1, row % RANKS
+    turn, o_row = (epoch & 1) * RANKS, row.to(tl.int64) * width
+    own = _sum_of_slices(p_partials, row, width, stride, PARTIALS, LANES, PIECES)
+    tl.store(p_epochs + row, epoch)
+    if owner == RANK:
+        for q in tl.static_range(RANKS):
+            if q != RANK:
+                _wait_for(p_flags, q, row, n_rows, epoch)
+        tl.debug_barrier()
+        total = _sum_of_ranks(p_inbox, own, turn, row, n_rows, width, RANK, RANKS, LANES, PIECES)
+        added = _add_to_row(p_residual + o_row, total, width, LANES, PIECES)
+        for q in tl.static_range(RANKS):
+            p_to = tl.load(p_outs + q).to(tl.pointer_type(tl.bfloat16))
+            store_norm(p_to + o_row, added, weights, width, inverse_width, eps, LANES, PIECES)
+        tl.debug_barrier()
+        for q in tl.static_range(RANKS):
+            if q != RANK:
+                _raise_flag(p_flag_lists, q, row, n_rows, epoch, RANK)
+    else:
+        _send(p_inboxes, owner, own, turn, row, n_rows, width, RANK, LANES, PIECES)
+        tl.debug_barrier()
+        _raise_flag(p_flag_lists, owner, row, n_rows, epoch, RANK)
+        _wait_for(p_flags, owner, row, n_rows, epoch)
+
+
+def _checked(partials: Tensor, ranks: Rank) -> int:
+    n = partials.shape[1]
+    fits = partials.is_contiguous() and n <= ranks.n_rows and partials.shape[2] == ranks.width
+    check("all_reduce", fits, f"contiguous partials [S, N, {ranks.width}], N up to {ranks.n_rows}")
+    return n
+
+
+def _launch(
+    kernel: Any, partials: Tensor, ranks: Rank, n: int, residual: Tensor | None, w: Tensor | None, eps: float, out: Tensor,
+    levers: Levers, **more: Any,
+) -> None:
+    width = ranks.width
+    launch(
+        kernel, (n,), partials, ranks.inbox, ranks.flags, ranks.epochs, ranks.inboxes, ranks.flag_lists, residual, w, out,
+        ranks.n_rows, width, n * width, 1.0 / width, eps, RANK=ranks.rank, RANKS=ranks.n_ranks, PARTIALS=len(partials),
+        LANES=LANES, PIECES=pieces(width), pdl=levers.pdl, num_warps=norm_warps(n, width), **more,
+    )
+
+
+def all_reduce(partials: Tensor, out: Tensor, *, ranks: Rank, levers: Levers) -> None:
+    """out = the sum over ranks, in their tree, of partials[0] + partials[1] + ... of each. partials: float32
+    or bfloat16 [S, N, H]; out: float32 [N, H].
+    """
+    n = _checked(partials, ranks)
+    check("all_reduce", out.dtype == torch.float32 and out.shape == partials.shape[1:], "float32 out [N, H]")
+    _launch(_one_shot_kernel, partials, ranks, n, None, None, 0.0, out, levers, NORM=False)
+
+
+def all_reduce_norm(
+    residual: Tensor, partials: Tensor, w: Tensor, eps: float, *, ranks: Rank, levers: Levers, shots: int = 1
+) -> Tensor:
+    """residual += the sum over ranks (`all_reduce`); gives bfloat16(residual / rms * (1 + w)), [N, H], in
+    ranks.out, all in one launch.
+
+    residual: float32 [N, H]; w: float32 [H], zero-centred. The bits of `all_reduce` with `add_norm` behind it.
+    shots: 2 if of residual only each rank's own rows, i % ranks, are to be right.
+    """
+    n = _checked(partials, ranks)
+    check("all_reduce", residual.dtype == w.dtype == torch.float32, "float32 residual and w")
+    check("all_reduce", residual.shape == partials.shape[1:] and residual.is_contiguous(), "contiguous residual [N, H]")
+    if shots == 1:
+        _launch(_one_shot_kernel, partials, ranks, n, residual, w, eps, ranks.out, levers, NORM=True)
+    else:
+        _launch(_two_shot_kernel, partials, ranks, n, residual, w, eps, ranks.outs, levers)
+    return ranks.out[:n]

@@ -1,0 +1,125 @@
+"""Sums over ranks. Off a GPU each rank is a process with an interpreter of its own, over shared memory; on one, or more, ranks are
+streams of this process."""
+
+from __future__ import annotations
+
+import multiprocessing
+
+import pytest
+import torch
+from torch import Tensor
+
+from deltic.ops.contract import KernelError
+from deltic.ops.gpu.all_reduce import Rank, all_reduce, all_reduce_norm, make_ranks, rank_of, shared_buffers
+from deltic.ops.gpu.launch import INTERPRETED, Levers
+from deltic.ops.gpu.norm import add_norm
+
+LEVERS = Levers()
+ROWS = (1, 5, 3, 5, 1, 2)
+"""Of calls one after another: places are used again by other numbers of rows."""
+EPS = 1e-6
+
+
+def given(n_ranks: int, width: int, n_slices: int) -> tuple[list[list[Tensor]], list[Tensor], Tensor]:
+    """Partial sums by call and rank, the residual of each call, and the norm's weights."""
+    torch.manual_seed(n_ranks * width)
+    partials = [[torch.randn(n_slices, n, width) for _ in range(n_ranks)] for n in ROWS]
+    return partials, [torch.randn(n, width) for n in ROWS], torch.randn(width) * 0.1
+
+
+def tree(parts: list[Tensor]) -> Tensor:
+    while len(parts) > 1:
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def sums(partials: list[Tensor]) -> Tensor:
+    """What every rank is to have: slices of each in order, ranks in their tree."""
+    own = []
+    for slices in partials:
+        total = slices[0].clone()
+        for one in slices[1:]:
+            total += one
+        own.append(total)
+    return tree(own)
+
+
+Found = list[tuple[Tensor, ...]]
+"""By call: the sum, and residual and normed rows in one shot, and in two."""
+
+
+def run(ranks: Rank, case: tuple[int, int, int], found: Found) -> None:
+    """All calls of one rank, one after another."""
+    partials, residuals, w = given(*case)
+    device = ranks.inbox.device
+    for call, (total, *normed) in enumerate(found):
+        own = partials[call][ranks.rank].to(device)
+        all_reduce(own, total, ranks=ranks, levers=LEVERS)
+        for shots in (1, 2):
+            residual, out = normed[2 * shots - 2 : 2 * shots]
+            residual.copy_(residuals[call])
+            out.copy_(all_reduce_norm(residual, own, w.to(device), EPS, ranks=ranks, levers=LEVERS, shots=shots))
+
+
+def room(width: int, device: str) -> Found:
+    types = (torch.float32, torch.float32, torch.bfloat16, torch.float32, torch.bfloat16)
+    return [tuple(torch.full((n, width), torch.nan, dtype=type, device=device) for type in types) for n in ROWS]
+
+
+def in_processes(case: tuple[int, int, int]) -> list[Found]:
+    n_ranks, width, _ = case
+    shared = [shared_buffers(n_ranks, max(ROWS), width, "cpu") for _ in range(n_ranks)]
+    found = [room(width, "cpu") for _ in range(n_ranks)]
+    for each in (*shared, *(call for of_rank in found for call in of_rank)):
+        for one in each:
+            one.share_memory_()
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=lambda i=i: run(rank_of(i, shared), case, found[i])) for i in range(n_ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+        assert process.exitcode == 0
+    return found
+
+
+def in_streams(case: tuple[int, int, int]) -> list[Found]:
+    n_ranks, width, _ = case
+    devices = [f"cuda:{i % torch.cuda.device_count()}" for i in range(n_ranks)]
+    ranks, found = make_ranks(max(ROWS), width, devices), [room(width, device) for device in devices]
+    torch.cuda.synchronize()
+    streams = [torch.cuda.Stream(device) for device in devices]
+    for stream, rank, out in zip(streams, ranks, found, strict=True):
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            run(rank, case, out)
+    for stream in streams:
+        stream.synchronize()
+    return found
+
+
+@pytest.mark.parametrize("case", [(2, 96, 1), (2, 1024, 4), (4, 520, 2), (8, 64, 1)], ids=str)
+def test_every_rank_has_the_same_sum(device: str, case: tuple[int, int, int]) -> None:
+    partials, residuals, w = given(*case)
+    found = in_processes(case) if INTERPRETED else in_streams(case)
+    for call in range(len(ROWS)):
+        total, residual = sums(partials[call]).to(device), residuals[call].to(device, copy=True)
+        normed = torch.empty_like(residual, dtype=torch.bfloat16)
+        add_norm(residual, total[None], w.to(device), EPS, normed, levers=LEVERS)
+        for rank, of_rank in enumerate(found):
+            of_call = [one.to(device) for one in of_rank[call]]
+            for wanted, one in zip((total, residual, normed), of_call, strict=False):
+                assert torch.equal(wanted, one)
+            mine = slice(rank, None, len(found))
+            assert torch.equal(residual[mine], of_call[3][mine]) and torch.equal(normed, of_call[4])
+
+
+def test_what_does_not_fit_is_an_error(device: str) -> None:
+    with pytest.raises(KernelError, match="2, 4, 8"):
+        make_ranks(4, 64, [device] * 3)
+    ranks = make_ranks(4, 64, [device] * 2)[0]
+    out = torch.empty(5, 64, device=device)
+    with pytest.raises(KernelError, match="N up to 4"):
+        all_reduce(torch.zeros(1, 5, 64, device=device), out, ranks=ranks, levers=LEVERS)
+    with pytest.raises(KernelError, match="float32 out"):
+        all_reduce(torch.zeros(1, 4, 64, device=device), out, ranks=ranks, levers=LEVERS)
