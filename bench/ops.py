@@ -462,30 +462,25 @@ def towers(shape: VisionShape, sides: list[int], n_threads: int, seconds: float,
         patches = draw.uniform(-1, 1, (rows * rows, PATCH_WIDTH)).astype(np.float32)
         took = best_s(cpu_tower(shape, weights, rows, patches, n_threads), seconds)
         n_operations, n_bytes = shape.n_operations(rows * rows), weights.n_bytes
-        roof = max(n_bytes / roofs.read, n_operations / roofs.multiply["bf16"])
         found.append(
-            _row("vision tower", f"{side} x {side}", "bf16", 0, rows * rows, took, n_bytes, n_operations, roof)
+            _row(
+                operator="vision tower",
+                size=f"{side} x {side}",
+                format="bf16",
+                per_step=0,
+                rows=rows * rows,
+                took=took,
+                n_bytes=n_bytes,
+                n_operations=n_operations,
+                roof=max(n_bytes / roofs.read, n_operations / roofs.multiply["bf16"]),
+            )
         )
     return found
 
 
-def _row(
-    name: str,
-    size: str,
-    format: str,
-    per_step: int,
-    rows: int,
-    took: float,
-    n_bytes: float,
-    n_operations: float,
-    roof: float,
-) -> dict[str, Any]:
-    return {
-        "operator": name,
-        "size": size,
-        "format": format,
-        "per_step": per_step,
-        "rows": rows,
+def _row(*, took: float, n_bytes: float, n_operations: float, roof: float, **what: Any) -> dict[str, Any]:
+    """took, roof: seconds."""
+    return what | {
         "us": round(took * 1e6, 2),
         "bytes": int(n_bytes),
         "gb_s": round(n_bytes / took / 1e9, 2),
@@ -505,7 +500,19 @@ def measure(workload: Workload, rows: list[int], seconds: float, roofs: Roofs) -
             took = best_s(case.program.run, seconds) / case.n_calls
             n_bytes, n_operations = case.n_bytes(m), case.n_operations(m)
             roof = max(n_bytes / roofs.read, n_operations / roofs.multiply[case.format])
-            found.append(_row(case.name, case.size, case.format, case.n_per_step, m, took, n_bytes, n_operations, roof))
+            found.append(
+                _row(
+                    operator=case.name,
+                    size=case.size,
+                    format=case.format,
+                    per_step=case.n_per_step,
+                    rows=m,
+                    took=took,
+                    n_bytes=n_bytes,
+                    n_operations=n_operations,
+                    roof=roof,
+                )
+            )
     return found
 
 

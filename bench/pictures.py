@@ -111,8 +111,9 @@ class GpuTowers:
 
     def own(self, rows: int, patches: np.ndarray) -> Callable[[], None]:
         from deltic.bench.gpu import tower
+        from deltic.ops.gpu.launch import Levers
 
-        start = tower(self.shape, self.weights, rows * PATCH_SIZE)
+        start = tower(self.shape, self.weights, rows * PATCH_SIZE, Levers())
 
         def run() -> None:
             start()
@@ -122,8 +123,10 @@ class GpuTowers:
 
 
 @contextlib.contextmanager
-def llama_towers(dummy: str, environment: Path) -> Iterator[dict[str, Callable[[int], float]]]:
-    """Those of llama.cpp, behind the first layers of the text model: seconds of a picture by its side."""
+def llama_towers(dummy: str, environment: Path, flash: dict[str, bool]) -> Iterator[dict[str, Callable[[int], float]]]:
+    """Those of llama.cpp, behind the first layers of the text model: seconds of a picture by its side. flash
+    gets, by tower and side, whether flash attention was on.
+    """
     model = published_shape(dummy)
     shape = VisionShape.published(dummy, model.hidden_size)
     assert shape is not None
@@ -133,6 +136,10 @@ def llama_towers(dummy: str, environment: Path) -> Iterator[dict[str, Callable[[
         "num_position_embeddings": shape.table_side**2,
     }
     python, _ = peers.make_environment(environment, peers.PACKAGES["llama.cpp"], None)
+    if "LLAVA_BUILD=OFF" in peers.built_with(environment):
+        raise SystemExit(
+            f"--env {environment}: its llama.cpp has no vision tools; remove the directory, and it is made anew"
+        )
     with tempfile.TemporaryDirectory() as folder:
         files = Path(folder)
         write_checkpoint(files / "text", replace(model, vocab_size=4096, layer_types=model.layer_types[:4]))
@@ -146,11 +153,12 @@ def llama_towers(dummy: str, environment: Path) -> Iterator[dict[str, Callable[[
             },
             "n_threads": n_usable_cpus(),
         }
-        worker = peers.Worker("llama.cpp", python, "bench.pictures_llama", given, files / "llama.log")
+        worker = peers.Worker("llama.cpp", python, "bench.pictures_llama", given, environment / "pictures.log")
 
         def timed(name: str, side: int) -> float:
             answer = worker.ask("encode", name=name, side=side)
             assert answer["tokens"] == (side // BLOCK) ** 2  # the picture as it is
+            flash[f"{name}, {side}"] = answer["flash"]
             return float(answer["seconds"])
 
         try:
@@ -296,11 +304,14 @@ def main() -> int:
     parser.add_argument("--env", type=Path, help="environment of llama.cpp, as bench.peers makes one: beside it")
     parser.add_argument("--out", type=Path)
     given = parser.parse_args()
+    if given.env and given.device != "cpu":
+        parser.error("--env: llama.cpp is measured beside --device cpu only")
     on_gpu, sides = given.device == "cuda", [int(side) for side in given.sides.split(",")]
     shape = VisionShape.published(given.dummy, published_shape(given.dummy).hidden_size)
     assert shape is not None
     result: dict[str, Any] = {"bench": "pictures", "shape": given.dummy, "towers": []}
-    beside = llama_towers(given.dummy, given.env) if given.env else contextlib.nullcontext({})
+    flash: dict[str, bool] = {}
+    beside = llama_towers(given.dummy, given.env, flash) if given.env else contextlib.nullcontext({})
     with beside as others:
         for row in towers(GpuTowers(shape) if on_gpu else CpuTowers(shape), sides, given.rounds, others):
             result["towers"].append(row)
@@ -313,6 +324,7 @@ def main() -> int:
             )
     if given.env:
         result["llama.cpp"] = peers.PACKAGES["llama.cpp"] | {"built_with": peers.built_with(given.env)}
+        result["flash"] = flash
     config = EngineConfig(
         dummy=given.dummy,
         max_model_len=8192,

@@ -3,7 +3,7 @@
     {"do": "encode", "name": NAME, "side": pixels}   ->  {"seconds": s, "tokens": n}
 
 A square picture of noise is cut into patches before; its encoding alone is timed. Flash attention is on or
-off, whichever is faster on the first picture.
+off, whichever is faster on a picture of that size.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Towers:
             raise RuntimeError("llama.cpp could not load the model")
         self.n_threads = config["n_threads"]
         self.files: dict[str, str] = config["towers"]
-        self.contexts: dict[str, tuple[Any, bool]] = {}
-        self.chunks: dict[tuple[str, int], Any] = {}
-        self.info = {"flash": None}
+        self.contexts: dict[tuple[str, bool], Any] = {}
+        self.chosen: dict[tuple[str, int], tuple[Any, Any, bool]] = {}  # context, picture, flash attention
+        self.info = {"llama.cpp": ll.__version__}
 
     def _made(self, name: str, flash: bool) -> Any:
         params = mtmd.mtmd_context_params_default()
@@ -64,20 +64,21 @@ class Towers:
             raise RuntimeError("llama.cpp could not encode the picture")
         return time.perf_counter() - begin
 
+    def _choose(self, name: str, side: int) -> tuple[Any, Any, bool]:
+        tried = []
+        for flash in (True, False):
+            if (name, flash) not in self.contexts:
+                self.contexts[name, flash] = self._made(name, flash)
+            context = self.contexts[name, flash]
+            chunk = self._chunk(context, side)
+            tried.append((min(self._timed(context, chunk) for _ in range(2)), (context, chunk, flash)))
+        return min(tried, key=lambda one: one[0])[1]
+
     def encode(self, name: str, side: int) -> dict[str, Any]:
-        """Seconds for a picture, behind one that is not counted where it is the first of its size."""
-        if name not in self.contexts:
-            tried = []
-            for flash in (True, False):
-                context = self._made(name, flash)
-                chunk = self._chunk(context, side)
-                tried.append((min(self._timed(context, chunk) for _ in range(2)), context, flash))
-            self.contexts[name] = min(tried)[1:]
-        context, flash = self.contexts[name]
-        if (name, side) not in self.chunks:
-            self.chunks[name, side] = self._chunk(context, side)
-            self._timed(context, self.chunks[name, side])
-        chunk = self.chunks[name, side]
+        """Seconds for a picture; with flash attention or without was tried before."""
+        if (name, side) not in self.chosen:
+            self.chosen[name, side] = self._choose(name, side)
+        context, chunk, flash = self.chosen[name, side]
         return {
             "seconds": self._timed(context, chunk),
             "tokens": mtmd.mtmd_input_chunk_get_n_tokens(chunk),

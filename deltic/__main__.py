@@ -169,7 +169,7 @@ BENCHES = {
     "allreduce": Command(
         "time what lies between two layers on several GPUs, by how it is done",
         bench_flags.allreduce,
-        "bench.all_reduce:bench",
+        "bench.gpu_all_reduce:bench",
         lambda arguments: (arguments,),
     ),
     "quality": Command(

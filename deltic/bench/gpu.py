@@ -31,6 +31,7 @@ from rich.table import Table
 from deltic.bench.planted import Planted
 from deltic.bench.planted import decode as decode_planted
 from deltic.bench.provenance import code, machine, now, runs_directory
+from deltic.bench.sweep import picture_sides
 from deltic.commands.plan import decode_bytes
 from deltic.config import ConfigError, EngineConfig, without_foreign
 from deltic.engine.engine import Engine
@@ -42,7 +43,7 @@ from deltic.models.qwen.weights import Weights, dummy_weights, load_weights, sto
 from deltic.models.stored import InFormat
 from deltic.models.vision.gpu import PIECE, VisionGpu, vision_buffers
 from deltic.models.vision.pixels import PictureRules
-from deltic.models.vision.shape import BLOCK, CHANNELS, PATCH_SIZE, VisionShape
+from deltic.models.vision.shape import CHANNELS, PATCH_SIZE, VisionShape
 from deltic.models.vision.weights import VisionWeights, dummy_shape, dummy_vision
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu.launch import Levers, parse_levers
@@ -182,7 +183,7 @@ def prefill_row(shape: ModelShape, roofs: GpuRoofs, n_tokens: int, rounds: Seque
     }
 
 
-def tower(shape: VisionShape, weights: VisionWeights, side: int) -> Callable[[], None]:
+def tower(shape: VisionShape, weights: VisionWeights, side: int, levers: Levers) -> Callable[[], None]:
     """What starts the kernels that encode a square picture of `side` pixels, in buffers of its own."""
     rows, size = side // PATCH_SIZE, side**2 * CHANNELS
     n = -(-(rows**2) // PIECE) * PIECE
@@ -191,7 +192,7 @@ def tower(shape: VisionShape, weights: VisionWeights, side: int) -> Callable[[],
         shape, n, n_rows, lambda name, size, dtype: torch.zeros(size, dtype=dtype, device=weights.norm.weight.device)
     )
     buffers.pixels[:size].copy_(torch.randint(0, 256, (size,), dtype=torch.uint8))
-    forward = VisionGpu(shape, weights, PictureRules(), buffers, Levers())
+    forward = VisionGpu(shape, weights, PictureRules(), buffers, levers)
 
     def start() -> None:
         for _ in forward.pieces(PatchGrid(rows, rows), 1, lambda stage, left: n_rows, lambda first, tokens: None):
@@ -204,9 +205,9 @@ TOGETHER = 8
 """Pictures that are started one behind another."""
 
 
-def tower_row(shape: VisionShape, weights: VisionWeights, roofs: GpuRoofs, side: int) -> dict[str, Any]:
+def tower_row(shape: VisionShape, weights: VisionWeights, roofs: GpuRoofs, side: int, levers: Levers) -> dict[str, Any]:
     """A picture alone, and one of TOGETHER: medians of 5 times, behind one that is not counted."""
-    start, found = tower(shape, weights, side), {1: list[float](), TOGETHER: list[float]()}
+    start, found = tower(shape, weights, side, levers), {1: list[float](), TOGETHER: list[float]()}
     for i in range(6):
         for n, times in found.items():
             torch.cuda.synchronize()
@@ -221,21 +222,19 @@ def tower_row(shape: VisionShape, weights: VisionWeights, roofs: GpuRoofs, side:
     return {"ms": round(alone, 3), "ms_of_8": round(together, 3), "roof": round(ideal / together, 4)}
 
 
-def tower_rows(arguments: argparse.Namespace, config: EngineConfig, roofs: GpuRoofs) -> dict[int, dict[str, Any]]:
+def tower_rows(pictures: str, config: EngineConfig, roofs: GpuRoofs, levers: Levers) -> dict[int, dict[str, Any]]:
     """By the sides of --pictures, with random weights of the model's tower. Raises ConfigError for a model
     without one, and for other sides.
     """
-    sides = [int(side) for side in arguments.pictures.split(",") if side]
-    if not sides:
+    if not pictures:
         return {}
+    sides = picture_sides(pictures)
     directory, text = locate(config)
     shape = dummy_shape(config.dummy, directory, text.hidden_size)
-    if shape is None or any(side % BLOCK or side < BLOCK for side in sides):
-        raise ConfigError(
-            f"--pictures {arguments.pictures}: of a model that sees, with sides of {BLOCK} pixels or a multiple"
-        )
+    if shape is None:
+        raise ConfigError(f"--pictures {pictures}: this model has no vision tower")
     weights = dummy_vision(shape, store=DeviceStore("cuda"))
-    return {side: tower_row(shape, weights, roofs, side) for side in sides}
+    return {side: tower_row(shape, weights, roofs, side, levers) for side in sides}
 
 
 def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
@@ -244,11 +243,13 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     A round has every number of sequences and every prompt once.
     """
     need_gpu()
+    if arguments.accept and arguments.pictures:
+        raise ConfigError("--accept measures nothing else; leave --pictures out")
     if arguments.accept:
         return _bench_accept(arguments, config)
     rows, prompts = ([int(n) for n in text.split(",")] for text in (arguments.n, arguments.prefill))
     roofs, shape_name = GpuRoofs.measured(), _shape_name(arguments, config)
-    pictures = tower_rows(arguments, config, roofs)
+    pictures = tower_rows(arguments.pictures, config, roofs, parse_levers(config.lever))
     begin = time.perf_counter()
     model = Model.load(config, arguments.format)
     weights_s = time.perf_counter() - begin

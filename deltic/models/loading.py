@@ -74,7 +74,7 @@ a GPU they are worth the calls.
 """
 
 _UNIT: dict[Layout, int] = {"strips": STRIP, "rows": BLOCK_ROWS}
-"""Rows that stay together."""
+"""Rows that stay together: of a strip, and of what --quantize fp8 rounds by blocks."""
 
 _MOST_THREADS = 8
 """That read: Python's lock keeps more of them waiting."""

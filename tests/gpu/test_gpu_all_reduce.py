@@ -3,12 +3,17 @@ streams of this process."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import multiprocessing
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor
 
+from deltic.bench.gpu_all_reduce import bench
+from deltic.config import ConfigError
 from deltic.ops.contract import KernelError
 from deltic.ops.gpu.all_reduce import Rank, all_reduce, all_reduce_norm, make_ranks, rank_of, shared_buffers
 from deltic.ops.gpu.launch import INTERPRETED, Levers
@@ -123,3 +128,18 @@ def test_what_does_not_fit_is_an_error(device: str) -> None:
         all_reduce(torch.zeros(1, 5, 64, device=device), out, ranks=ranks, levers=LEVERS)
     with pytest.raises(KernelError, match="float32 out"):
         all_reduce(torch.zeros(1, 4, 64, device=device), out, ranks=ranks, levers=LEVERS)
+
+
+def test_the_bench_times_every_way(tmp_path: Path) -> None:
+    given = argparse.Namespace(gpus=2, rows="4,1", width=256, rounds=2, out=str(tmp_path))
+    if torch.cuda.device_count() < 2:
+        with pytest.raises(ConfigError, match="GPU"):
+            bench(given)
+        return
+    assert bench(given) == 0
+    (file,) = tmp_path.glob("allreduce-2x256-*.json")
+    found = json.loads(file.read_text())
+    ways = ["one kernel", "one kernel, two shots", "two kernels", "NCCL"]
+    assert [(row["rows"], row["way"]) for row in found["rows"]] == [(n, way) for n in (1, 4) for way in ways]
+    assert all(len(row["us"]) == len(row["alone_us"]) == 2 and min(row["us"]) > 0 for row in found["rows"])
+    assert found["link"] > 1e9

@@ -1,4 +1,4 @@
-"""`deltic bench gpu`: rounds in turns, and a file that the documents' table is made of. Nothing runs on a device here."""
+"""`deltic bench gpu`: rounds in turns, and a file that the documents' table is made of. Only a tower runs."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from deltic.engine.drafts import Drafting
 from deltic.models.qwen.shape import published_shape
 from deltic.models.vision.shape import VisionShape
 from deltic.models.vision.weights import dummy_vision
+from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.roofs import GpuRoofs
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.gpu.text import GpuTextRunner
@@ -102,7 +103,9 @@ def test_drafts_that_are_right_as_planted(tmp_path: Path, monkeypatch: pytest.Mo
     rows = [{"n": 1, "accept": 0.8, "free_ms": [10.0], "free_tokens_a_step": 2.0}]  # of a model without a head
     monkeypatch.setattr(gpu, "accept_rows", lambda *_: rows)
     out = tmp_path / "2026-01-01-h200"
-    arguments = argparse.Namespace(n="1", prompt=128, output=256, rounds=2, format=None, out=str(out), accept="0.8")
+    arguments = argparse.Namespace(
+        n="1", prompt=128, output=256, rounds=2, format=None, out=str(out), accept="0.8", pictures=""
+    )
     assert gpu.bench_gpu(arguments, EngineConfig(dummy="qwen3.5-27b", max_drafts=3)) == 0
     (file,) = out.glob("gpu-accept-qwen3.5-27b-*.json")
     found = json.loads(file.read_text())
@@ -116,12 +119,13 @@ def test_drafts_are_ablated_where_there_are_any() -> None:
     assert gpu.variants(8)[-1][1] == gpu.variants(8)[0][1]
 
 
-def test_a_picture_is_encoded_and_beside_its_roof(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_is_encoded_and_beside_its_roof(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = VisionShape(depth=1, hidden_size=128, n_heads=2, intermediate_size=96, out_hidden_size=64)
-    weights = dummy_vision(shape, store=DeviceStore("cpu"))
-    monkeypatch.setattr(gpu.torch.cuda, "synchronize", lambda: None)
-    row = gpu.tower_row(shape, weights, GpuRoofs(1e10, 1e11), 64)
-    assert row["roof"] == pytest.approx(shape.n_operations(16) / 1e11 * 1000 / row["ms_of_8"], abs=1e-3)
+    weights = dummy_vision(shape, store=DeviceStore(device))
+    if device == "cpu":
+        monkeypatch.setattr(gpu.torch.cuda, "synchronize", lambda: None)
+    row = gpu.tower_row(shape, weights, GpuRoofs(1e10, 1e6), 64, Levers())
+    assert row["roof"] == pytest.approx(shape.n_operations(16) / 1e6 * 1000 / row["ms_of_8"], rel=1e-2)
     assert row["ms"] > 0
 
 
@@ -129,6 +133,13 @@ def test_a_picture_is_encoded_and_beside_its_roof(monkeypatch: pytest.MonkeyPatc
     ("dummy", "sides"), [("qwen3.5-0.8b", "100"), ("qwen3.5-0.8b", "0"), ("qwen3-next-80b-a3b", "64")]
 )
 def test_other_pictures_are_an_error(dummy: str, sides: str) -> None:
+    roofs, levers = GpuRoofs(1e10, 1e11), Levers()
     with pytest.raises(ConfigError, match="--pictures"):
-        gpu.tower_rows(argparse.Namespace(pictures=sides), EngineConfig(dummy=dummy), GpuRoofs(1e10, 1e11))
-    assert gpu.tower_rows(argparse.Namespace(pictures=""), EngineConfig(dummy=dummy), GpuRoofs(1e10, 1e11)) == {}
+        gpu.tower_rows(sides, EngineConfig(dummy=dummy), roofs, levers)
+    assert gpu.tower_rows("", EngineConfig(dummy=dummy), roofs, levers) == {}
+
+
+def test_pictures_are_not_dropped_beside_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "need_gpu", lambda: None)
+    with pytest.raises(ConfigError, match="--accept"):
+        gpu.bench_gpu(argparse.Namespace(accept="0.5", pictures="64"), EngineConfig(dummy="qwen3.5-0.8b"))

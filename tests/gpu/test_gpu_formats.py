@@ -203,19 +203,20 @@ def by_blocks(scale: Tensor) -> Tensor:
     return scale[:, torch.arange(scale.shape[1], device=scale.device) // 128 * 128]
 
 
-@pytest.mark.parametrize("n", [48, 50, 68])
+@pytest.mark.parametrize("n", [48, 50, 68, 100])
 def test_few_rows_by_the_vendors_e4m3(device: str, monkeypatch: pytest.MonkeyPatch, n: int) -> None:
     """A decode's products have the same bits with it and without, alone and with SwiGLU behind them. It has
     none of a number of rows that is no multiple of 4.
     """
     vendors(device)
-    w, _ = put(device, 512, 384, (512, "fp8"))
+    k = 512  # two blocks a turn: tall tiles of 33 to 64 rows
+    w, _ = put(device, 512, k, (512, "fp8"))
     in_one_block(w)
     blocks, found = block_scales(w.whole), []
-    x = torch.randn(n, 384).bfloat16().to(device)
+    x = torch.randn(n, k).bfloat16().to(device)
     for least in (1 << 62, 0):
         monkeypatch.setattr(linear, "VENDOR_E4M3_WORK", least)
-        rows = fp8_scratch(device, n, 384)
+        rows = fp8_scratch(device, n, k)
         out, gate_up = (torch.full((1, n, 512), torch.nan, device=device) for _ in range(2))
         inner = torch.full((n, 256), torch.nan, device=device, dtype=torch.bfloat16)
         narrow_linear(x, w, out, levers=LEVERS, rows=rows, blocks=blocks)
@@ -223,6 +224,33 @@ def test_few_rows_by_the_vendors_e4m3(device: str, monkeypatch: pytest.MonkeyPat
         assert gate_up.isnan().all() == (least > 0 or n % 4 > 0)
         found.append((out, inner))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
+
+
+@pytest.mark.parametrize(
+    ("format", "k", "rows"), [("fp8", 512, (3, 40, 64)), ("int4-g128-bfloat16", 256, (3, 70, 130))]
+)
+def test_other_tiles_of_more_rows(device: str, format: str, k: int, rows: tuple[int, ...]) -> None:
+    """Tall tiles of e4m3 with 33 to 64 rows, long blocks of int4 with more: alone, beside another piece, and with SwiGLU."""
+    w, values = put(device, 256, k, (192, format), (64, "bf16"))
+    whole, of_whole = put(device, 256, k, (256, format))
+    x = torch.randn(rows[-1], k).bfloat16().to(device)
+    used, found = multiplied(x, format), []
+    for n in rows:
+        scratch = fp8_scratch(device, n, k)
+        sums, both = (torch.full((1, n, 256), torch.nan, device=device) for _ in range(2))
+        out = torch.full((n, 128), torch.nan, device=device, dtype=torch.bfloat16)
+        narrow_linear(x[:n], whole, sums, levers=LEVERS, rows=scratch)
+        narrow_linear(x[:n], w, both, levers=LEVERS, rows=scratch)
+        narrow_swiglu(x[:n], whole, out, levers=LEVERS, rows=scratch)
+        close(sums[0], used[:n], of_whole)
+        close(both[0, :, :192], used[:n], values[:192])
+        close(both[0, :, 192:], x[:n].double(), values[192:])
+        gate, up = exact(used[:n], of_whole).chunk(2, 1)
+        torch.testing.assert_close(out.double(), torch.nn.functional.silu(gate) * up, rtol=2**-7, atol=1e-4)
+        found.append((sums[0], both[0], out))
+    if device != "cpu":  # the interpreter's sums have numpy's order, which follows the shape
+        for parts in found[1:]:
+            assert all(torch.equal(one[: rows[0]], first) for one, first in zip(parts, found[0], strict=True))
 
 
 def test_silu_mul_rounds_as_round_rows(device: str) -> None:
@@ -312,7 +340,7 @@ def test_what_is_rounded_at_load_is_what_a_cpu_makes(device: str, name: str, k: 
 def test_e4m3_is_rounded_by_blocks(device: str) -> None:
     """Of 128 x 128, within a matrix, and the same when rows come in two runs."""
     values = (np.random.default_rng(0).standard_normal((2 * 136, 160)) * 0.05).astype(bfloat16)
-    values[130:136] = 0.0
+    values[128:136] = 0.0
     store, found = DeviceStore(device), []
     for runs in ((slice(0, 136),), (slice(0, 128), slice(128, 136))):
         w = Matrix.empty(136, 160, WEIGHT_FORMATS["fp8"], "rows", 2, store.empty)
@@ -347,7 +375,10 @@ def test_dummies_in_e4m3_are_in_blocks(device: str) -> None:
     for i in range(3):
         scale = scales_of(w.whole.one(i))
         assert torch.equal(scale, by_blocks(scale)) and len(scale.unique()) == 6
-        assert not torch.equal(scale, scales_of(w.whole.one(i - 1)))
+    found = [Matrix.empty(256, 17_408, WEIGHT_FORMATS["fp8"], "rows", 1, store.empty) for _ in range(2)]
+    for i, each in enumerate(found):  # of long rows there is little more than one block
+        store.tile(each.whole, block, 17_408 * 130 * i)
+    assert not torch.equal(scales_of(found[0].whole), scales_of(found[1].whole))
 
 
 @pytest.mark.parametrize(("sms", "shared"), [(132, 227 * 1024), (108, 163 * 1024), (142, 99 * 1024)])

@@ -54,7 +54,9 @@ def test_document(path: Path) -> None:
     for target, anchor in re.findall(r"\]\(([^)#\s:]*)#([^)\s]+)\)", text):
         there = path.parent / target if target else path
         assert anchor in anchors(there.read_text()), f"{path.name}: no section {target}#{anchor}"
-    for command in re.findall(r"`deltic ([a-z]+(?: (?:serve|speech|stalls|ops|start|gpu|ablate|allreduce|quality))?)", text):
+    for command in re.findall(
+        r"`deltic ([a-z]+(?: (?:serve|speech|stalls|ops|start|gpu|ablate|allreduce|quality))?)", text
+    ):
         assert command in COMMANDS, f"{path.name}: no command deltic {command}"
     for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text):
         assert flag in FLAGS, f"{path.name}: no flag {flag}"

@@ -11,6 +11,7 @@ import pytest
 
 from deltic.models.fields import UnsupportedModelError
 from deltic.models.qwen.shape import PUBLISHED, ModelShape, published_shape
+from deltic.models.vision.shape import VisionShape
 
 # total parameters with MTP and vision, conv channels, recurrent MiB, conv MiB, KV bytes a token
 PUBLISHED_NUMBERS = {
@@ -294,3 +295,10 @@ def test_swish_gate_is_the_family_gate() -> None:
     config = wrapped_config()
     config["text_config"]["output_gate_type"] = "swish"
     assert ModelShape.from_config(config, GENERATION) == PUBLISHED["qwen3.5-0.8b"]
+
+
+def test_operations_of_a_picture() -> None:
+    """Of 16 patches, by hand: the embedding, a block's four products of 128 x 128 and two of 96 x 128, the merger, attention."""
+    shape = VisionShape(depth=1, hidden_size=128, n_heads=2, intermediate_size=96, out_hidden_size=64)
+    a_patch, a_token = 1536 * 128 + 4 * 128 * 128 + 2 * 96 * 128, 512 * 512 + 512 * 64
+    assert shape.n_operations(16) == 2 * (16 * a_patch + 4 * a_token) + 4 * 16 * 16 * 128 == 11_665_408

@@ -280,9 +280,8 @@ class Linears:
         workspace, bfloat16 [T, F].
         """
         w = self.matrices[name]
-        is_e4m3 = all(piece.format.codes == "e4m3" for piece in w.pieces)
-        if is_e4m3:
-            assert scratch is not None
+        is_e4m3 = scratch is not None and all(piece.format.codes == "e4m3" for piece in w.pieces)
+        if scratch is not None and is_e4m3:
             silu_mul_rounded(up, room(scratch.rows), w.k, levers=self.levers)
         else:
             silu_mul(up, inner, levers=self.levers)

@@ -1,19 +1,20 @@
 """The sum of what several GPUs have each of, between two layers: one GPU is a rank, and has partial sums of
 every row.
 
-Ranks write to each other's memory. A rank has an inbox with a place for each other rank, twice, used in turns;
-a flag for each rank and row; and an epoch for each row, which counts the sums. A program has one row: it adds
-this rank's slices, writes them to the others' inboxes, sets its flags there to the epoch, waits until its own
-flags have it, and adds all ranks in a fixed tree over neighbours, in float32: ((0 + 1) + (2 + 3)) + ... So
-every rank has the same bits. What is still read from an inbox is never written: a rank sets the flags of an
-epoch when it has read all of the one before, and the place is used again in the one after.
+Ranks write to each other's memory. A rank has an inbox with a place for each other rank, twice, used in
+turns; a flag for each rank and row; and an epoch for each row, which counts the sums. A program has one row:
+it adds this rank's slices, writes them to the others' inboxes, sets its flags there to the epoch, waits until
+its own flags have it, and adds all ranks in a fixed tree over neighbours, in float32: ((0 + 1) + (2 + 3)) ...
+So every rank has the same bits. What is still read from an inbox is never written: a rank sets the flags of
+an epoch when it has read all of the one before, and the place is used again in the one after.
 
 Every rank makes the same calls in the same order, with as many rows. Of `all_reduce_norm` the norm behind the
 sum is part of the kernel; `all_reduce` and `add_norm` (norm.py) have the same bits.
 
 That is one shot: each rank writes its rows to all others, which for few rows is one way over the link and no
-more. In two shots (reduce-scatter, norm, all-gather) row i belongs to rank i % ranks: it alone gets the others'
-sums, has the row's residual, and writes the normed row to all. Fewer bytes go over the link, twice one way.
+more. In two shots (reduce-scatter, norm, all-gather) row i belongs to rank i % ranks: it alone gets the
+others' sums, has the row's residual, and writes the normed row to all. Fewer bytes go over the link, twice
+one way.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -275,11 +276,11 @@ def all_reduce(partials: Tensor, out: Tensor, *, ranks: Rank, levers: Levers) ->
 def all_reduce_norm(
     residual: Tensor, partials: Tensor, w: Tensor, eps: float, *, ranks: Rank, levers: Levers, shots: int = 1
 ) -> Tensor:
-    """residual += the sum over ranks (`all_reduce`); gives bfloat16(residual / rms * (1 + w)), [N, H], in
-    ranks.out, all in one launch.
+    """residual += the sum over ranks (`all_reduce`); gives bfloat16(residual / rms * (1 + w)), [N, H], which
+    is in ranks.out. One launch.
 
-    residual: float32 [N, H]; w: float32 [H], zero-centred. The bits of `all_reduce` with `add_norm` behind it.
-    shots: 2 if of residual only each rank's own rows, i % ranks, are to be right.
+    residual: float32 [N, H]; w: float32 [H], zero-centred. The bits of `all_reduce` with `add_norm` behind
+    it. shots: 2 if of residual only each rank's own rows, i % ranks, are to be right.
     """
     n = _checked(partials, ranks)
     check("all_reduce", residual.dtype == w.dtype == torch.float32, "float32 residual and w")

@@ -7,9 +7,10 @@ e4m3 one of its 17 powers of two, below. A product's sums of BLOCK_K are added i
 both scales, in order of K: the tensor cores' own sums of 8-bit products keep 14 bits or so. So BLOCK_K is
 part of what defines the bits.
 
-Rows are rounded once, before a product. On their way, to the same codes, they are rounded in a decode for the
-experts' down, and for a gate_up that is not e4m3 in one piece in all of them. A wide product runs in the
-vendor's library where it has one (Hopper), else here.
+Rows are rounded once, before a product; those behind a prefill's SwiGLU by the kernel that makes them. On
+their way, to the same codes, they are rounded in a decode for the experts' down, and for a gate_up that is
+not e4m3 in one piece in all of them. A product of many rows runs in the vendor's library where it has one
+(Hopper), else here.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -112,6 +113,12 @@ def _round_rows_kernel(
     tl.store(p_scale + i_k * t + o_t, b_scale, mask=b_used)
 
 
+def check_room(name: str, rows: Fp8Rows, t: int, k: int, block_k: int) -> None:
+    """Raises KernelError where t rows of k columns do not fit."""
+    fits = t * k <= rows.codes.numel() and t * (k // block_k) <= rows.scale.numel()
+    check(name, fits, f"room for {t} rows of {k}")
+
+
 def round_rows(
     x: Tensor, rows: Fp8Rows, block_k: int, *, levers: Levers, used: Tensor | None = None, each: int = 1
 ) -> None:
@@ -120,8 +127,7 @@ def round_rows(
     """
     t, k = x.shape
     check("round_rows", x.dtype == torch.bfloat16 and x.stride(1) == 1 and k % block_k == 0, f"bfloat16 x, blocks of {block_k}")
-    fits = t * k <= rows.codes.numel() and t * (k // block_k) <= rows.scale.numel()
-    check("round_rows", fits, f"room for {t} rows of {k}")
+    check_room("round_rows", rows, t, k, block_k)
     is_small = t < 1024  # and waits for latency: the next kernel may start at once
     block_t, warps = (4, 1) if is_small else (32, 4)
     launch(
@@ -219,7 +225,8 @@ def fp8_tile(t: int, m: int, block_k: int) -> Fp8Tile:
 
 def vendor_multiplies(piece: Piece, out: Tensor) -> bool:
     """Whether the vendor's library has this product: on Hopper and from CUDA 12.9 on, by blocks of 128, into
-    rows that begin at multiples of 16 bytes, as the scales of x do.
+    rows that begin at multiples of 16 bytes, and of a multiple of 4 rows, since the scales of x must begin at
+    such, too.
     """
     # no version: kernels are only collected
     version = tuple(map(int, (torch.version.cuda or "13.0").split(".")[:2]))
@@ -241,8 +248,8 @@ def _row_scales(piece: Piece) -> Tensor:
 def block_scales(piece: Piece) -> Tensor | None:
     """float32 [M / 128, K / 128 rounded up to a multiple of 4]: the scales of blocks of 128 x 128, if this is
     e4m3 in such blocks, as most published ones are. The vendor's library multiplies a fifth faster by those
-    than by a scale for each row (of more than 64 rows), and to the same bits, since the scales of x are
-    powers of two.
+    than by a scale for each row (of some hundred rows or more), and to the same bits, since the scales of x
+    are powers of two.
     """
     memory = piece.data
     in_groups = piece.format.codes == "e4m3" and piece.format.group == 128 and piece.n_matrices == 1

@@ -34,7 +34,7 @@ from deltic.ops.formats import FLOATS, WeightFormat
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.chip import chip, group_of
 from deltic.ops.gpu.decode import E4M3, address, codes_at, constants, k_block, load_more_scales, rows_from
-from deltic.ops.gpu.fp8 import Fp8Rows, fp8_linear, fp8_rows, room, round_rows, rounded, vendor_multiplies
+from deltic.ops.gpu.fp8 import Fp8Rows, check_room, fp8_linear, fp8_rows, room, round_rows, rounded, vendor_multiplies
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, matmul, matmul_slices, next_power_of_2
 from deltic.ops.gpu.operands import add_blocks, decode
 from deltic.ops.gpu.weight import is_bf16, rows_of
@@ -222,7 +222,7 @@ def _wide_kernel(
     tl.store(p_y, b_out.to(p_out.dtype.element_ty), mask=b_mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["n"])
 def _silu_mul_kernel(p_gate_up, p_out, p_scale, n, width, BLOCK: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr):
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -279,7 +279,7 @@ def vendor_pays_narrow(n: int, m: int, k: int, splits: int) -> bool:
 VENDOR_E4M3_ROWS = 32
 VENDOR_E4M3_WORK = 1_000_000_000
 """The same of e4m3 in groups that is not cut along K: rows, and rows times the weight's elements."""
-BLOCKS_ROWS = 65
+BLOCKS_ROWS = 97
 """Rows from which it is faster with scales of blocks than with one for each weight row."""
 
 
@@ -341,8 +341,10 @@ def decoded_config(n: int, m: int, k_slice: int, splits: int, format: WeightForm
     if format.codes == "e4m3" and tokens == 64 and tall:
         return Narrow(128, 128, 8, 3, 2)
     if format.codes != "e4m3" and tokens > 64:
-        two_an_sm = format.bits <= 5 and format.group >= 64 and -(-m // block_m) * splits <= 2 * sms
-        most = 128 if two_an_sm else 64
+        programs, longer = -(-m // block_m) * splits * -(-n // tokens), k_block(k_slice)
+        fits = 2 * 3 * decoded_block_bytes(block_m, longer, n, format) <= shared
+        # where two programs an SM are all there are, and it has room for both, long blocks are faster
+        most = 128 if format.bits <= 5 and format.group >= 64 and programs <= 2 * sms and fits else 64
     elif format.bits <= 5 and (few or format.group >= 64):
         most = 256
     block_k = k_block(k_slice, most)
@@ -505,11 +507,14 @@ def silu_mul(gate_up: Tensor, out: Tensor, *, levers: Levers) -> None:
 
 
 def silu_mul_rounded(gate_up: Tensor, rows: Fp8Rows, width: int, *, levers: Levers) -> None:
-    """rows = silu_mul of gate_up [T, 2F] by `round_rows`, F = width: the same bits, and bfloat16 rows are
-    never stored.
+    """rows = silu_mul of gate_up [T, 2F] by `round_rows`, F = width, a multiple of 32: the same bits, and
+    bfloat16 rows are never stored.
     """
-    n, block_k = len(gate_up), k_block(width)
-    check("silu_mul", gate_up.shape == (n, 2 * width) and gate_up.is_contiguous(), f"gate_up [{n}, {2 * width}]")
+    n = len(gate_up)
+    check("silu_mul", width % 32 == 0 and gate_up.is_contiguous(), "contiguous gate_up, and a width of whole blocks")
+    check("silu_mul", gate_up.shape == (n, 2 * width), f"gate_up [{n}, {2 * width}]")
+    block_k = k_block(width)
+    check_room("silu_mul", rows, n, width, block_k)
     block = 1024
     launch(
         _silu_mul_kernel, (n, -(-width // block)), gate_up, rows.codes, rows.scale, n, width, BLOCK=block, GROUP=block_k,
@@ -577,7 +582,9 @@ def wide_linear(
     check("linear", out.shape == (t, m) and out.dtype in (torch.bfloat16, torch.float32), f"out [{t}, {m}]")
     check("linear", x.is_contiguous() and out.is_contiguous(), "contiguous tensors")
     codes = None if scratch is None else scratch.rows
-    if not is_rounded:
+    if is_rounded:
+        check("linear", all(piece.format.codes == "e4m3" for piece in w.pieces), "e4m3 behind rounded rows")
+    else:
         codes = _rounded(x, w, 1, codes, levers)
     for (piece, columns), scales in zip(_columns(w, out), blocks or [None] * len(w.pieces), strict=True):
         if piece.format.codes == "e4m3":

@@ -393,12 +393,13 @@ def _tiles(w: Matrix, tiles: MoePrefillTiles | None) -> MoePrefillTiles:
     """Those asked for, or the cut for a matrix of gate_up or down."""
     if tiles is not None or is_bf16(w):
         return tiles or moe_prefill_tiles()
-    # 128 weight rows a program, of two pieces of each; 256 of e4m3, if three stages fit
+    if is_e4m3(w):  # 128 weight rows a program; 256 of gate and up, if three stages of those fit
+        stages = chip().stages(128 * (128 + 64), 3, beside=8192)
+        if chip().stages(128 * (256 + 64), 3, beside=8192) == 3:
+            return MoePrefillTiles(block_f=128, up_warps=8, up_stages=3, down_warps=4, down_stages=stages)
+        return MoePrefillTiles(block_f=64, up_warps=4, up_stages=stages, down_warps=4, down_stages=stages)
+    # 128 weight rows a program, of two pieces of each
     k, room = 64, min(100 * 1024, chip().shared_bytes - 2048)
-    if is_e4m3(w):
-        stages, wide = (chip().stages(128 * (high + 64), 3, beside=8192) for high in (128, 256))
-        up = {"block_f": 128, "up_warps": 8} if wide == 3 else {"block_f": 64, "up_warps": 4}
-        return MoePrefillTiles(**up, up_stages=stages, down_warps=4, down_stages=stages)
     largest = max(stage_bytes(128, w.k, piece.format, k, TILE) for piece in w.pieces)
     stages = max(2, min(4, room // largest))
     return MoePrefillTiles(

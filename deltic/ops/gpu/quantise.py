@@ -32,7 +32,13 @@ def quantise(format: WeightFormat, rows: Tensor, n_matrices: int = 1) -> tuple[T
         if part.shape[1]:
             # [weights, groups]: sums walk the weights
             w = part.float().reshape(-1, min(format.group, part.shape[1])).t().contiguous()
-            made = _int8(w) if name == "int8" else _e4m3(w, n_matrices, n // n_matrices) if name == "fp8" else _int4(w, name != "int4")
+            made: tuple[Tensor, ...]
+            if name == "int8":
+                made = _int8(w)
+            elif name == "fp8":
+                made = _e4m3(w, n_matrices, n // n_matrices)
+            else:
+                made = _int4(w, name != "int4")
             found.append((made[0].t().reshape(n, -1), *(one.view(n, -1) for one in made[1:])))
     codes, scale, *least = (torch.cat(parts, 1) for parts in zip(*found, strict=True))
     return codes, scale, least[0] if least else None

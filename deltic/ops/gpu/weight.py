@@ -198,8 +198,8 @@ def _random(format: WeightFormat, values: Array) -> Quantised:
 def _drawn(format: WeightFormat, k: int, block: Array, device: torch.device | str) -> Piece:
     """As many rows as a block of values has, in this format: made of it, or random as it is."""
     n = max(1, len(block) // k)
-    if format.codes == "e4m3" and n > BLOCK_ROWS:  # an odd number of blocks: matrices begin at all of them
-        n = (n // BLOCK_ROWS - 1 | 1) * BLOCK_ROWS
+    if format.codes == "e4m3":  # an odd number of blocks: each of many matrices of 2^n begins elsewhere
+        n = max(3, n // BLOCK_ROWS - 1 | 1) * BLOCK_ROWS
     values = np.resize(block, n * k).reshape(n, k)
     memory = torch.empty((1, Piece.n_bytes_of(n, k, format, "rows")), dtype=torch.uint8, device=device)
     piece = Piece(n, k, format, "rows", memory)

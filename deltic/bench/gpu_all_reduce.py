@@ -128,7 +128,11 @@ def link_speed(devices: Sequence[str]) -> float:
     """Bytes a second from the first GPU to the second, of the best of some large copies."""
     data = torch.empty(1 << 28, dtype=torch.uint8, device=devices[0])
     there = torch.empty_like(data, device=devices[1])
-    best = min(us_of(devices, lambda: there.copy_(data), 5)) * CALLS / 1e6
+
+    def copy() -> None:
+        there.copy_(data)
+
+    best = min(us_of(devices, copy, 5)) * CALLS / 1e6
     return float(data.nbytes / best)
 
 
@@ -145,7 +149,7 @@ def bench(arguments: argparse.Namespace) -> int:
         ranks = Ranks(devices, max(rows), arguments.width)
     except KernelError as error:
         raise ConfigError(f"--gpus {n_gpus}: {error}") from None
-    link, found = link_speed(devices), []
+    link, found = link_speed(devices), list[dict[str, Any]]()
     with Console(stderr=True).status("") as status:
         for n in rows:
             for name, start in ranks.ways().items():
@@ -166,8 +170,10 @@ def bench(arguments: argparse.Namespace) -> int:
         one_way = row["rows"] * arguments.width * 4 / link * 1e6
         times = row["us"]
         shown = f"{min(times):.2f} .. {max(times):.2f}"
-        alone = f"{statistics.median(row['alone_us']):.1f}"
-        table.add_row(str(row["rows"]), row["way"], f"{statistics.median(times):.2f}", shown, alone, f"{one_way:.2f}")
+        of_alone = f"{statistics.median(row['alone_us']):.1f}"
+        table.add_row(
+            str(row["rows"]), row["way"], f"{statistics.median(times):.2f}", shown, of_alone, f"{one_way:.2f}"
+        )
     Console().print(table)
     print(f"{n_gpus} GPUs, rows of {arguments.width}; a link copies {link / 1e9:.0f} GB/s one way")
     more = {"gpus": n_gpus, "width": arguments.width, "rounds": arguments.rounds, "link": link, "rows": found}
