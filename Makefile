@@ -14,7 +14,7 @@ ARGS ?=
 KERNELS := $(wildcard deltic/csrc/*) CMakeLists.txt
 TARGETS := tests/gpu/test_gpu_targets.py
 
-.PHONY: always install serve test test-cpu test-others test-targets targets test-package bench soak soak-speech oracle lint wheel clean
+.PHONY: always install serve test test-cpu test-gpu test-others test-targets targets test-package bench soak soak-speech oracle lint wheel clean
 
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Deltic needs Python 3.11 or newer")'
@@ -41,11 +41,12 @@ install: $(INSTALLED)
 serve: $(INSTALLED)
 	$(BIN)/deltic serve $(ARGS)
 
-# Everything, on two CPUs at a time: the tests of the CPU's engine, which has two threads, beside the others, which have one. What
-# those print comes when they are done. With ARGS, e.g. make test ARGS="tests/null -k name", what they say, in one run.
+# Everything, on two CPUs at a time: the tests of the CPU's engine, which has two threads, beside the others, which have one: those of
+# the GPU's kernels first, which take longest. What these print comes when they are done. With ARGS, e.g.
+# make test ARGS="tests/null -k name", what they say, in one run.
 test: $(VENV)/.test-installed
 ifeq ($(strip $(ARGS)),)
-	$(MAKE) --no-print-directory --keep-going --jobs=$$(getconf _NPROCESSORS_ONLN) test-cpu test-others test-targets
+	$(MAKE) --no-print-directory --keep-going --jobs=$$(getconf _NPROCESSORS_ONLN) test-cpu test-gpu test-others test-targets
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
@@ -53,13 +54,12 @@ endif
 test-cpu:
 	$(BIN)/python -m pytest tests/cpu
 
-test-others:
+test-gpu: FILES := tests/gpu --ignore=$(TARGETS)
+test-others: FILES := --ignore=tests/cpu --ignore=tests/gpu
+test-targets: FILES := $(TARGETS)
+test-gpu test-others test-targets:
 	@mkdir -p build
-	$(BIN)/python -m pytest --ignore=tests/cpu --ignore=$(TARGETS) > build/test-others.log 2>&1; status=$$?; cat build/test-others.log; exit $$status
-
-# Apart, since they begin when one of the two is done.
-test-targets:
-	$(BIN)/python -m pytest $(TARGETS)
+	$(BIN)/python -m pytest $(FILES) > build/$@.log 2>&1; status=$$?; cat build/$@.log; exit $$status
 
 # Every kernel of tiny and published models, compiled for every chip of tests/gpu/chips.py: no GPU, half an hour of two CPUs.
 targets: $(VENV)/.test-installed

@@ -201,14 +201,14 @@ def tower(shape: VisionShape, weights: VisionWeights, side: int, levers: Levers)
     return start
 
 
-TOGETHER = 8
-"""Pictures that are started one behind another."""
+TOGETHER, PICTURE_ROUNDS = 8, 5
+"""Pictures that are started one behind another, and how often they and one alone are timed."""
 
 
 def tower_row(shape: VisionShape, weights: VisionWeights, roofs: GpuRoofs, side: int, levers: Levers) -> dict[str, Any]:
-    """A picture alone, and one of TOGETHER: medians of 5 times, behind one that is not counted."""
+    """A picture alone, and one of TOGETHER: medians, behind a time that is not counted."""
     start, found = tower(shape, weights, side, levers), {1: list[float](), TOGETHER: list[float]()}
-    for i in range(6):
+    for i in range(1 + PICTURE_ROUNDS):
         for n, times in found.items():
             torch.cuda.synchronize()
             begin = time.perf_counter()

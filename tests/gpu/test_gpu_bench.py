@@ -122,8 +122,10 @@ def test_drafts_are_ablated_where_there_are_any() -> None:
 def test_a_picture_is_encoded_and_beside_its_roof(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = VisionShape(depth=1, hidden_size=128, n_heads=2, intermediate_size=96, out_hidden_size=64)
     weights = dummy_vision(shape, store=DeviceStore(device))
-    if device == "cpu":
+    if device == "cpu":  # a second for each
         monkeypatch.setattr(gpu.torch.cuda, "synchronize", lambda: None)
+        monkeypatch.setattr(gpu, "TOGETHER", 2)
+        monkeypatch.setattr(gpu, "PICTURE_ROUNDS", 1)
     row = gpu.tower_row(shape, weights, GpuRoofs(1e10, 1e6), 64, Levers())
     assert row["roof"] == pytest.approx(shape.n_operations(16) / 1e6 * 1000 / row["ms_of_8"], rel=1e-2)
     assert row["ms"] > 0
