@@ -35,6 +35,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from deltic.ops.arrays import Array, bfloat16
+from deltic.ops.contract import check
 
 Codes = Literal["bf16", "int8", "uint4", "uint5", "uint6", "uint2", "uint3", "iq4", "e2m1", "e4m3"]
 Scales = Literal[
@@ -136,6 +137,25 @@ class Quantised:
         """These rows, in this order."""
         least, outer = (None if part is None else part[rows] for part in (self.least, self.outer))
         return replace(self, codes=self.codes[rows], scale=self.scale[rows], least=least, outer=outer)
+
+    def columns(self, runs: Sequence[tuple[int, int]]) -> Quantised:
+        """These ranges of columns, one behind another, which begin and end with groups. Raises KernelError."""
+        group, k = self.format.group, self.codes.shape[1]
+        outer = OUTER if self.format.scales.startswith("k") else 0
+        for at in {at for run in runs for at in run} - {k}:
+            check(
+                "weights", at % (outer or group or 1) == 0, f"columns cut at multiples of {outer or group}, not at {at}"
+            )
+
+        def cut(part: Array | None, width: int) -> Array | None:
+            if part is None or not width:
+                return part
+            return np.concatenate([part[:, first // width : -(-last // width)] for first, last in runs], axis=1)
+
+        scales = (cut(self.scale, group), cut(self.least, group), cut(self.outer, outer))
+        codes = cut(self.codes, 1)
+        assert codes is not None and scales[0] is not None
+        return replace(self, codes=codes, scale=scales[0], least=scales[1], outer=scales[2])
 
     @staticmethod
     def joined(runs: Sequence[Quantised]) -> Quantised:

@@ -93,6 +93,8 @@ class ModelShape:
     moe_intermediate_size: int = 0
     shared_intermediate_size: int = 0
     norm_topk_prob: bool = True
+    head_rows: int = 0
+    """Of the head, where it is a part of one (models/qwen/shard.py); 0: all of the vocabulary."""
     has_draft_head: bool = False
     """Whether the draft head (MTP) is run: an attention layer more, whose keys and values are in pages."""
     tie_word_embeddings: bool

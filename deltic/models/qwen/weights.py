@@ -43,6 +43,7 @@ from deltic.models.loading import (
 )
 from deltic.models.mapped import read_header
 from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
+from deltic.models.qwen.shard import Cuts
 from deltic.models.stored import StoredTensor, one_name
 from deltic.ops.arrays import Array
 from deltic.ops.geometry import GdnWeights
@@ -178,6 +179,7 @@ def load_weights(
     *,
     quantize: str | None = None,
     store: Store = HOST,
+    cuts: Cuts | None = None,
 ) -> tuple[Weights, list[str]]:
     """Load a checkpoint directory, or one safetensors or GGUF file, into the internal layout.
 
@@ -189,6 +191,8 @@ def load_weights(
     """
     path, unused = Path(path), unused_parts(shape)
     tensors = open_tensors(path, unused)
+    if cuts is not None:
+        tensors = cuts.views(tensors)
     prefix = _WRAPPED_PREFIX if any(n.startswith(_WRAPPED_PREFIX) for n in tensors) else _FLAT_PREFIX
     tied = shape.tie_word_embeddings and "lm_head.weight" not in tensors
     checked = Declaration(quantize, COUNTED if store.layout == "strips" else COUNTED_ROWS, shape.formats)
@@ -199,7 +203,7 @@ def load_weights(
     parts = Declaration(quantize, store, shape.formats)
     weights = _declare(parts, shape, tied, prefix, tensors)
     copy_parts(parts.plan, tensors, store, progress)
-    if shape.tie_word_embeddings and not tied:
+    if shape.tie_word_embeddings and not tied and cuts is None:
         embed, head = weights.embed.whole, weights.lm_head.whole
         if embed.format == head.format and (embed.data == head.data).all():
             weights.lm_head = weights.embed
@@ -263,7 +267,8 @@ def _declare(
     h, v, last = shape.hidden_size, shape.vocab_size, shape.n_layers - 1
     embed = d.matrix(h, Stored(f"{prefix}embed_tokens.weight", (v,)), role="sensitive")
     norm = d.vector(f"{prefix}norm.weight", h)
-    lm_head = embed if tied else d.matrix(h, Stored("lm_head.weight", (v,)), role="sensitive")
+    head = Stored("lm_head.weight", (shape.head_rows or v,))
+    lm_head = embed if tied else d.matrix(h, head, role="sensitive")
     layers: list[GdnLayer | AttnLayer] = []
     for i, kind in enumerate(shape.layer_types):
         p = f"{prefix}layers.{i}."

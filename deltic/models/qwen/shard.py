@@ -1,0 +1,226 @@
+"""A model cut for tensor parallel: the shape that one of several GPUs runs, and the part of a checkpoint that
+it loads, as views of the stored tensors, so that nothing else is read.
+
+A rank has a run of key heads of each DeltaNet layer, with their value heads, channels of the convolution,
+states, b and a; a run of query heads with their key and value heads, which are copied where there are fewer
+than ranks; a run of the inner columns of each MLP and expert; and a run of the head's rows. Embedding, norms,
+routers and the draft head's first matrix are whole on each. What comes out of out_proj, o_proj and down are
+partial sums: those of all ranks are added.
+
+Inner columns are cut where the groups of a scale end, so a rank may have more of them than another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from deltic.models.fields import UnsupportedModelError
+from deltic.models.qwen.shape import ModelShape
+from deltic.models.stored import StoredTensor
+from deltic.ops.arrays import Array
+from deltic.ops.formats import OUTER, Quantised, WeightFormat
+
+Runs = tuple[tuple[int, int], ...]
+"""Ranges of rows or columns, one behind another."""
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One of several GPUs."""
+
+    rank: int
+    n_ranks: int
+
+    def run(self, n: int, unit: int = 1) -> tuple[int, int]:
+        """Its range of n, in whole units but at the end, as even as they allow."""
+        units = -(-n // unit)
+        begin, end = (min(n, units * i // self.n_ranks * unit) for i in (self.rank, self.rank + 1))
+        return begin, end
+
+
+@dataclass(frozen=True)
+class View:
+    """Some rows and columns of a stored tensor, as a tensor of this shape. columns None: all of them."""
+
+    whole: StoredTensor
+    shape: tuple[int, ...]
+    rows: Runs
+    columns: Runs | None = None
+
+    @property
+    def where(self) -> str:
+        return self.whole.where
+
+    @property
+    def format(self) -> WeightFormat | None:
+        return self.whole.format
+
+    @property
+    def dtype(self) -> str:
+        return self.whole.dtype
+
+    def read(self, begin: int, end: int) -> Array | Quantised:
+        parts, at = [], 0
+        for first, last in self.rows:
+            n = last - first
+            if at < end and begin < at + n:
+                parts.append(self.whole.read(first + max(begin - at, 0), first + min(end - at, n)))
+            at += n
+        quantised = [part for part in parts if isinstance(part, Quantised)]
+        if quantised:
+            found = Quantised.joined(quantised)
+            return found if self.columns is None else found.columns(self.columns)
+        k = self.whole.shape[-1]
+        values = np.concatenate([np.asarray(part).reshape(-1, k) for part in parts])
+        if self.columns is not None:
+            values = np.concatenate([values[:, first:last] for first, last in self.columns], axis=1)
+        return values
+
+
+def _size(runs: Runs) -> int:
+    return sum(end - begin for begin, end in runs)
+
+
+def _scaled(runs: Runs, by: int, first: int = 0) -> Runs:
+    return tuple((first + begin * by, first + end * by) for begin, end in runs)
+
+
+def inner_unit(shape: ModelShape) -> int:
+    """Inner columns of an MLP that stay together: the groups of its down, as it is stored, and 32 at least,
+    which kernels take at a time.
+    """
+    groups = [32]
+    for name, format in shape.formats.items():
+        if "down_proj" in name or name.startswith("*"):
+            groups.append(OUTER if format.scales.startswith("k") else format.group or 32)
+    return math.lcm(*groups)
+
+
+class Cuts:
+    """What a rank has of a model of this shape."""
+
+    def __init__(self, shape: ModelShape, rank: Rank) -> None:
+        """Raises UnsupportedModelError where heads cannot be shared out evenly."""
+        self.whole, self.rank = shape, rank
+        n = rank.n_ranks
+        for name, heads in (
+            ("linear_num_key_heads", shape.gdn_n_k_heads),
+            ("num_attention_heads", shape.n_q_heads),
+            ("num_key_value_heads", max(shape.n_kv_heads, n)),
+        ):
+            if heads % n or (name == "num_key_value_heads" and heads % shape.n_kv_heads):
+                raise UnsupportedModelError(name, heads, f"a multiple of {n}, over so many GPUs")
+        self.keys = (rank.run(shape.gdn_n_k_heads),)
+        ratio = shape.gdn_n_v_heads // shape.gdn_n_k_heads
+        if shape.tiled_value_heads:
+            self.values: Runs = tuple(
+                (j * shape.gdn_n_k_heads + a, j * shape.gdn_n_k_heads + b) for j in range(ratio) for a, b in self.keys
+            )
+        else:
+            self.values = _scaled(self.keys, ratio)
+        self.queries = (rank.run(shape.n_q_heads),)
+        kv = shape.n_kv_heads
+        self.kv: Runs = (rank.run(kv) if kv >= n else (rank.rank * kv // n, rank.rank * kv // n + 1),)
+        unit = inner_unit(shape)
+        self.inner, self.expert, self.shared = (
+            (rank.run(width, unit),)
+            for width in (shape.intermediate_size, shape.moe_intermediate_size, shape.shared_intermediate_size)
+        )
+        self.head = (rank.run(shape.vocab_size, 16),)
+
+    @property
+    def shape(self) -> ModelShape:
+        """As this rank runs it."""
+        return dataclasses.replace(
+            self.whole,
+            n_q_heads=_size(self.queries),
+            n_kv_heads=_size(self.kv),
+            gdn_n_k_heads=_size(self.keys),
+            gdn_n_v_heads=_size(self.values),
+            intermediate_size=_size(self.inner),
+            moe_intermediate_size=_size(self.expert),
+            shared_intermediate_size=_size(self.shared),
+            head_rows=_size(self.head),
+        )
+
+    def _channels(self) -> Runs:
+        s = self.whole
+        of_values = _scaled(self.values, s.gdn_v_dim, 2 * s.gdn_key_size)
+        return (*_scaled(self.keys, s.gdn_k_dim), *_scaled(self.keys, s.gdn_k_dim, s.gdn_key_size), *of_values)
+
+    def _rows(self) -> dict[str, Runs]:
+        """By the end of a tensor's name."""
+        s = self.whole
+        a_group = 2 * s.gdn_k_dim + 2 * s.gdn_v_dim * (s.gdn_n_v_heads // s.gdn_n_k_heads)
+        return {
+            "linear_attn.in_proj_qkv.weight": self._channels(),
+            "linear_attn.conv1d.weight": self._channels(),
+            "linear_attn.in_proj_z.weight": _scaled(self.values, s.gdn_v_dim),
+            "linear_attn.in_proj_b.weight": self.values,
+            "linear_attn.in_proj_a.weight": self.values,
+            "linear_attn.in_proj_qkvz.weight": _scaled(self.keys, a_group),
+            "linear_attn.in_proj_ba.weight": _scaled(self.keys, 2 * (s.gdn_n_v_heads // s.gdn_n_k_heads)),
+            "self_attn.q_proj.weight": _scaled(self.queries, 2 * s.head_dim),
+            "self_attn.k_proj.weight": _scaled(self.kv, s.head_dim),
+            "self_attn.v_proj.weight": _scaled(self.kv, s.head_dim),
+            "lm_head.weight": self.head,
+        }
+
+    def _columns(self) -> dict[str, Runs]:
+        s = self.whole
+        return {
+            "linear_attn.A_log": self.values,
+            "linear_attn.dt_bias": self.values,
+            "linear_attn.out_proj.weight": _scaled(self.values, s.gdn_v_dim),
+            "self_attn.o_proj.weight": _scaled(self.queries, s.head_dim),
+        }
+
+    def views(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
+        """The tensors as this rank loads them. A tied head is a tensor of its own."""
+        found, rows, columns = dict[str, StoredTensor](), self._rows(), self._columns()
+        for name, tensor in tensors.items():
+            end = ".".join(name.split(".")[-3:])
+            if end in rows or name in rows:
+                found[name] = _of_rows(tensor, rows.get(end) or rows[name])
+            elif (end := ".".join(name.split(".")[-(2 if name.endswith(("A_log", "dt_bias")) else 3) :])) in columns:
+                found[name] = _of_columns(tensor, columns[end])
+            else:
+                found[name] = self._feed_forward(name, tensor)
+        if "lm_head.weight" not in tensors:
+            embedding = next(name for name in tensors if name.endswith("embed_tokens.weight"))
+            found["lm_head.weight"] = _of_rows(tensors[embedding], self.head)
+        return found
+
+    def _feed_forward(self, name: str, tensor: StoredTensor) -> StoredTensor:
+        matched = re.search(
+            r"\.mlp\.(shared_expert\.|experts\.(?:\d+\.)?)?(gate_up|gate|up|down)_proj(\.weight)?$", name
+        )
+        if not matched:
+            return tensor
+        where, part = matched[1] or "", matched[2]
+        run = self.shared if where == "shared_expert." else self.expert if where else self.inner
+        if part == "down":
+            return _of_columns(tensor, run)
+        if part != "gate_up":
+            return _of_rows(tensor, run)
+        n_experts, height, k = tensor.shape  # gate, then up, of each
+        ((begin, end),) = run
+        starts = [i * height + half for i in range(n_experts) for half in (0, height // 2)]
+        runs = tuple((first + begin, first + end) for first in starts)
+        return View(tensor, (n_experts, 2 * (end - begin), k), runs)
+
+
+def _of_rows(tensor: StoredTensor, rows: Runs) -> View:
+    """Of a tensor whose first dimension is its rows."""
+    return View(tensor, (_size(rows), *tensor.shape[1:]), rows)
+
+
+def _of_columns(tensor: StoredTensor, columns: Runs) -> View:
+    *rows, _ = tensor.shape
+    return View(tensor, (*rows, _size(columns)), ((0, math.prod(rows)),), columns)

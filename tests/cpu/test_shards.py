@@ -1,0 +1,156 @@
+"""What the ranks of a model load is, put together again, what one machine loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from deltic.models.fields import UnsupportedModelError
+from deltic.models.qwen.shape import ModelShape, published_shape
+from deltic.models.qwen.shard import Cuts, Rank
+from deltic.models.qwen.weights import AttnLayer, GdnLayer, Mlp, Weights, load_weights, stored_shape
+from deltic.ops.arrays import Array
+from deltic.ops.contract import KernelError
+from deltic.ops.formats import WEIGHT_FORMATS
+from deltic.ops.matrix import Matrix
+from tests.quantised_rows import random_rows
+from tests.tiny import tiny_checkpoint
+from tests.tiny_gguf import tiny_gguf
+from tests.tiny_quantised import tiny_quantised
+
+MODELS = {
+    "dense": lambda: tiny_checkpoint("dense"),
+    "tied": lambda: tiny_checkpoint("dense", tied=True),
+    "with a draft head": lambda: tiny_checkpoint("dense", has_mtp=True),
+    "moe": lambda: tiny_checkpoint("moe"),
+    "experts by name": lambda: tiny_checkpoint("moe", experts="split"),
+    "next": lambda: tiny_checkpoint("next"),
+    "fp8": lambda: tiny_quantised("dense", "qwen-fp8").path,
+    "fp8 by rows": lambda: tiny_quantised("moe", "fp8-dynamic").path,
+    "int4 with zeros": lambda: tiny_quantised("dense", "awq-compressed").path,
+    "gguf, tiled heads": lambda: tiny_gguf("dense", "Q8_0"),
+    "gguf moe": lambda: tiny_gguf("moe", "Q8_0"),
+}
+
+
+def values(w: Matrix) -> Array:
+    """float32 [n_matrices, n, k]."""
+    return np.concatenate([piece.unpack() for piece in w.pieces], axis=1)
+
+
+def by_head(rows: Array, shape: ModelShape) -> Array:
+    """Rows of value heads, [key heads, value heads of each, rest]."""
+    n_k, n_v = shape.gdn_n_k_heads, shape.gdn_n_v_heads
+    if shape.tiled_value_heads:
+        return rows.reshape(n_v // n_k, n_k, -1).swapaxes(0, 1)
+    return rows.reshape(n_k, n_v // n_k, -1)
+
+
+def gdn_parts(layer: GdnLayer, shape: ModelShape) -> dict[str, Array]:
+    """Everything that is shared out, heads first."""
+    kd, vd, hv, n_k = shape.gdn_key_size, shape.gdn_value_size, shape.gdn_n_v_heads, shape.gdn_n_k_heads
+    q, k, v, z, b, a = np.split(values(layer.in_proj)[0], np.cumsum([kd, kd, vd, vd, hv]))
+    conv_q, conv_k, conv_v = np.split(layer.conv, [kd, 2 * kd])
+    keys = {"q": q, "k": k, "conv q": conv_q, "conv k": conv_k}
+    of_values = {"v": v, "z": z, "b": b, "a": a, "conv v": conv_v, "a_log": layer.a_log, "dt_bias": layer.dt_bias}
+    of_values["out_proj"] = np.ascontiguousarray(values(layer.out_proj)[0].T)
+    found = {name: rows.reshape(n_k, -1) for name, rows in keys.items()}
+    return found | {name: by_head(rows, shape) for name, rows in of_values.items()}
+
+
+def attention_parts(layer: AttnLayer, shape: ModelShape) -> dict[str, Array]:
+    n_q, n_kv, d = shape.n_q_heads, shape.n_kv_heads, shape.head_dim
+    q, gate, k, v = np.split(values(layer.qkv)[0], np.cumsum([n_q * d, n_q * d, n_kv * d]))
+    o = np.ascontiguousarray(values(layer.o_proj)[0].T)
+    found = {name: rows.reshape(n_q, -1) for name, rows in (("q", q), ("gate", gate), ("o", o))}
+    return found | {"kv " + name: rows.reshape(n_kv, -1) for name, rows in (("k", k), ("v", v))}
+
+
+def inner_parts(gate_up: Matrix, down: Matrix) -> dict[str, Array]:
+    """Inner columns first, experts behind them."""
+    gate, up = np.split(values(gate_up), 2, axis=1)
+    return {"gate": gate.swapaxes(0, 1), "up": up.swapaxes(0, 1), "down": values(down).transpose(2, 0, 1)}
+
+
+def parts(weights: Weights, shape: ModelShape) -> dict[str, Array]:
+    found = {"head": values(weights.lm_head)[0]}
+    layers = [*weights.layers, *([weights.draft_head.layer] if weights.draft_head else [])]
+    for i, layer in enumerate(layers):
+        is_gdn = isinstance(layer, GdnLayer)
+        of_layer = gdn_parts(layer, shape) if is_gdn else attention_parts(layer, shape)
+        mlp = layer.mlp
+        if isinstance(mlp, Mlp):
+            of_layer |= inner_parts(mlp.gate_up, mlp.down)
+        else:
+            of_layer |= inner_parts(mlp.gate_up, mlp.down)
+            of_layer |= {f"shared {n}": p for n, p in inner_parts(mlp.shared_gate_up, mlp.shared_down).items()}
+        found |= {f"{i} {name}": part for name, part in of_layer.items()}
+    return found
+
+
+def wholes(weights: Weights) -> dict[str, Array]:
+    """What every rank has all of."""
+    found = {"embed": values(weights.embed), "norm": weights.norm}
+    for i, layer in enumerate(weights.layers):
+        found |= {f"{i} input norm": layer.input_norm, f"{i} post norm": layer.post_norm}
+        found |= {f"{i} norm": layer.norm} if isinstance(layer, GdnLayer) else {f"{i} q norm": layer.q_norm}
+        if not isinstance(layer.mlp, Mlp):
+            found[f"{i} router"] = values(layer.mlp.router)
+    return found
+
+
+def loaded(path: Path) -> tuple[ModelShape, Weights]:
+    shape = stored_shape(path, ModelShape.from_directory(path), drafts=True)
+    return shape, load_weights(path, shape)[0]
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+@pytest.mark.parametrize("name", MODELS)
+def test_ranks_have_the_model_between_them(name: str, n_ranks: int) -> None:
+    path = MODELS[name]()
+    shape, whole = loaded(path)
+    if shape.gdn_n_k_heads % n_ranks or shape.n_q_heads % n_ranks:
+        pytest.skip(f"{shape.gdn_n_k_heads} key heads, {shape.n_q_heads} query heads")
+    ranks = []
+    for i in range(n_ranks):
+        cuts = Cuts(shape, Rank(i, n_ranks))
+        weights = load_weights(path, cuts.shape, cuts=cuts)[0]
+        ranks.append(parts(weights, cuts.shape))
+        for part, expected in wholes(whole).items():
+            assert np.array_equal(wholes(weights)[part], expected), part
+    for part, expected in parts(whole, shape).items():
+        found = [rank[part] for rank in ranks]
+        if " kv " in part and shape.n_kv_heads < n_ranks:
+            assert all(len(one) == 1 for one in found)
+            found = found[:: n_ranks // shape.n_kv_heads]
+        assert np.array_equal(np.concatenate(found), expected), part
+
+
+def test_inner_columns_are_cut_where_groups_end() -> None:
+    assert [Rank(i, 4).run(512, 128) for i in range(4)] == [(0, 128), (128, 256), (256, 384), (384, 512)]
+    assert [Rank(i, 8).run(512, 128) for i in range(8)] == [
+        *((0, 0), (0, 128), (128, 128), (128, 256), (256, 256), (256, 384), (384, 384), (384, 512))
+    ]
+    assert [Rank(i, 2).run(17_408 // 2 + 64, 128) for i in range(2)] == [(0, 4352), (4352, 8768)]
+    rows = random_rows("int4-g32-bfloat16.zero", 3, 128, 0)
+    cut = rows.columns(((32, 64), (96, 128)))
+    assert np.array_equal(cut.values(), np.concatenate([rows.values()[:, 32:64], rows.values()[:, 96:]], axis=1))
+    with pytest.raises(KernelError, match="multiples of 32, not at 48"):
+        rows.columns(((0, 48),))
+
+
+@pytest.mark.parametrize("name", [name for name in WEIGHT_FORMATS if name != "bf16"])
+def test_columns_of_every_format(name: str) -> None:
+    rows = random_rows(name, 5, 768, 1)
+    cut = rows.columns(((256, 512), (512, 768)))
+    assert np.array_equal(cut.values(), rows.values()[:, 256:])
+
+
+def test_heads_that_cannot_be_shared_out_are_refused() -> None:
+    with pytest.raises(UnsupportedModelError, match=r"linear_num_key_heads.*a multiple of 3, over so many GPUs"):
+        Cuts(published_shape("qwen3.5-27b"), Rank(0, 3))
+    shape = Cuts(published_shape("qwen3.5-27b"), Rank(1, 8)).shape
+    assert (shape.gdn_n_k_heads, shape.gdn_n_v_heads, shape.n_q_heads, shape.n_kv_heads) == (2, 6, 3, 1)
+    assert shape.intermediate_size * 8 == 17_408 and shape.head_rows * 8 == shape.vocab_size
