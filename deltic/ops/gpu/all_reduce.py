@@ -135,7 +135,7 @@ def _raise_flag(p_flag_lists, to, row, n_rows, epoch, RANK: tl.constexpr):
 
 @triton.jit
 def _wait_for(p_flags, of, row, n_rows, epoch):
-    """Until rank `of` has set its flag of this epoch; epochs go on behind 2^31 - 1 (a day or two of decodes)."""
+    """Until rank `of` has set its flag of this epoch. Epochs wrap around, after a day or two of decodes."""
     p_flag = p_flags + of * n_rows + row
     seen = tl.atomic_add(p_flag, 0, sem="acquire", scope="sys")
     while seen - epoch < 0:
