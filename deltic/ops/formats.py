@@ -139,7 +139,7 @@ class Quantised:
         return replace(self, codes=self.codes[rows], scale=self.scale[rows], least=least, outer=outer)
 
     def columns(self, runs: Sequence[tuple[int, int]]) -> Quantised:
-        """These ranges of columns, one behind another, which begin and end with groups. Raises KernelError."""
+        """These ranges of columns, one behind another, of whole groups. Raises KernelError for others."""
         group, k = self.format.group, self.codes.shape[1]
         outer = OUTER if self.format.scales.startswith("k") else 0
         for at in {at for run in runs for at in run} - {k}:

@@ -9,7 +9,7 @@ import pytest
 
 from deltic.models.fields import UnsupportedModelError
 from deltic.models.qwen.shape import ModelShape, published_shape
-from deltic.models.qwen.shard import Cuts, Rank
+from deltic.models.qwen.shard import Cuts, share
 from deltic.models.qwen.weights import AttnLayer, GdnLayer, Mlp, Weights, load_weights, stored_shape
 from deltic.ops.arrays import Array
 from deltic.ops.contract import KernelError
@@ -115,7 +115,7 @@ def test_ranks_have_the_model_between_them(name: str, n_ranks: int) -> None:
         pytest.skip(f"{shape.gdn_n_k_heads} key heads, {shape.n_q_heads} query heads")
     ranks = []
     for i in range(n_ranks):
-        cuts = Cuts(shape, Rank(i, n_ranks))
+        cuts = Cuts(shape, i, n_ranks)
         weights = load_weights(path, cuts.shape, cuts=cuts)[0]
         ranks.append(parts(weights, cuts.shape))
         for part, expected in wholes(whole).items():
@@ -129,11 +129,11 @@ def test_ranks_have_the_model_between_them(name: str, n_ranks: int) -> None:
 
 
 def test_inner_columns_are_cut_where_groups_end() -> None:
-    assert [Rank(i, 4).run(512, 128) for i in range(4)] == [(0, 128), (128, 256), (256, 384), (384, 512)]
-    assert [Rank(i, 8).run(512, 128) for i in range(8)] == [
+    assert [share(512, i, 4, 128) for i in range(4)] == [(0, 128), (128, 256), (256, 384), (384, 512)]
+    assert [share(512, i, 8, 128) for i in range(8)] == [
         *((0, 0), (0, 128), (128, 128), (128, 256), (256, 256), (256, 384), (384, 384), (384, 512))
     ]
-    assert [Rank(i, 2).run(17_408 // 2 + 64, 128) for i in range(2)] == [(0, 4352), (4352, 8768)]
+    assert [share(17_408 // 2 + 64, i, 2, 128) for i in range(2)] == [(0, 4352), (4352, 8768)]
     rows = random_rows("int4-g32-bfloat16.zero", 3, 128, 0)
     cut = rows.columns(((32, 64), (96, 128)))
     assert np.array_equal(cut.values(), np.concatenate([rows.values()[:, 32:64], rows.values()[:, 96:]], axis=1))
@@ -150,7 +150,7 @@ def test_columns_of_every_format(name: str) -> None:
 
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:
     with pytest.raises(UnsupportedModelError, match=r"linear_num_key_heads.*a multiple of 3, over so many GPUs"):
-        Cuts(published_shape("qwen3.5-27b"), Rank(0, 3))
-    shape = Cuts(published_shape("qwen3.5-27b"), Rank(1, 8)).shape
+        Cuts(published_shape("qwen3.5-27b"), 0, 3)
+    shape = Cuts(published_shape("qwen3.5-27b"), 1, 8).shape
     assert (shape.gdn_n_k_heads, shape.gdn_n_v_heads, shape.n_q_heads, shape.n_kv_heads) == (2, 6, 3, 1)
     assert shape.intermediate_size * 8 == 17_408 and shape.head_rows * 8 == shape.vocab_size

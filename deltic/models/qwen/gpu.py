@@ -26,6 +26,7 @@ from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import DraftHead, GdnLayer, Moe, Weights
 from deltic.models.rotary import rotary_tables
 from deltic.ops.geometry import Allocate
+from deltic.ops.gpu.all_reduce import Columns, Rank, all_gather, all_reduce_norm
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch, keys_decode
 from deltic.ops.gpu.attention_prefill import attention_prefill, keys_prefill
 from deltic.ops.gpu.blocks import BLOCK, Blocks, Drafts, PlaceState, PrefillInputs, Rows, Windows
@@ -288,6 +289,29 @@ class Linears:
         wide_linear(inner, w, out, levers=self.levers, scratch=scratch, blocks=self.blocks[name], is_rounded=is_e4m3)
 
 
+@dataclass(frozen=True)
+class Exchange:
+    """What one of several GPUs has for what it shares with the others."""
+
+    sums: Rank
+    decode_logits: Columns
+    prefill_logits: Columns
+    part: Tensor  # float32, flat: this rank's columns of logits
+    first: int
+    """Of its columns."""
+    n_columns: int
+    """Of all ranks."""
+    levers: Levers
+
+    def add_norm(self, residual: Tensor, partials: Tensor, w: Tensor, eps: float, out: Tensor) -> None:
+        """`add_norm` of the sum over ranks; many rows a few at a time."""
+        n, most = len(residual), self.sums.n_rows
+        for i in range(0, n, most):
+            rows = slice(i, min(i + most, n))
+            some = partials if n <= most else partials[:, rows]
+            all_reduce_norm(residual[rows], some, w, eps, out=out[rows], ranks=self.sums, levers=self.levers)
+
+
 class QwenGpu:
     """The weights in rows, and the two forwards over given buffers; behind each, the draft head's."""
 
@@ -297,8 +321,27 @@ class QwenGpu:
         self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
         device = weights.norm.device
         self.gdn_weights = weights.gdn()
+        self.exchange: Exchange | None = None
+        """With other GPUs, of which each has a part of every layer."""
         angles = rotary_tables(shape.inv_freq(), max_len, shape.rope_attention_factor)
         self.cos, self.sin = (to_device(table, device) for table in angles)
+
+    def _add_norm(self, residual: Tensor, partials: Tensor | None, w: Tensor, normed: Tensor) -> None:
+        """residual += partials, of all GPUs; normed = its norm."""
+        eps = self.shape.rms_norm_eps
+        if self.exchange is None or partials is None:
+            add_norm(residual, partials, w, eps, normed, levers=self.levers)
+        else:
+            self.exchange.add_norm(residual, partials, w, eps, normed)
+
+    def _logits(self, normed: Tensor, logits: Tensor, rows: Fp8Rows | None, columns: Columns | None) -> None:
+        """float32 [1, N, V] of normed rows [N, H]. columns: of logits, where there are other GPUs."""
+        if self.exchange is None or columns is None:
+            self.linears.project("lm_head", normed, logits, rows)
+            return
+        part = front(self.exchange.part, 1, len(normed), self.linears.matrices["lm_head"].n)
+        self.linears.project("lm_head", normed, part, rows)
+        all_gather(part[0], self.exchange.first, columns, self.exchange.n_columns, levers=self.levers)
 
     # A decode.
 
@@ -318,7 +361,7 @@ class QwenGpu:
         i_gdn = i_attn = 0
         normed = front(b.normed, n, h)
         for i, layer in enumerate(w.layers):
-            add_norm(residual, partial, layer.input_norm, eps, normed, levers=levers)
+            self._add_norm(residual, partial, layer.input_norm, normed)
             if isinstance(layer, GdnLayer):
                 proj = linears.partial(f"layers.{i}.in_proj", normed, b.proj, b.fp8)
                 mixed = front(b.mixed, n, shape.gdn_value_size)
@@ -357,11 +400,11 @@ class QwenGpu:
                 )
                 partial = linears.partial(f"layers.{i}.o_proj", mixed, b.partial, b.fp8)
                 i_attn += 1
-            add_norm(residual, partial, layer.post_norm, eps, normed, levers=levers)
+            self._add_norm(residual, partial, layer.post_norm, normed)
             partial = self._decode_feed_forward(f"layers.{i}.mlp.", layer.mlp, normed, b, rows.slot)
-        add_norm(residual, partial, w.norm, eps, normed, levers=levers)
+        self._add_norm(residual, partial, w.norm, normed)
         logits = front(b.logits, 1, n, shape.vocab_size)
-        linears.project("lm_head", normed, logits, b.fp8)
+        self._logits(normed, logits, b.fp8, None if self.exchange is None else self.exchange.decode_logits)
         return logits[0]
 
     def _decode_feed_forward(
@@ -517,7 +560,7 @@ class QwenGpu:
         embed(inputs.token_ids, w.embed, residual, pictures)
         i_gdn = i_attn = 0
         for i, layer in enumerate(w.layers):
-            add_norm(residual, added, layer.input_norm, eps, normed, levers=levers)
+            self._add_norm(residual, added, layer.input_norm, normed)
             added = y[None]
             if isinstance(layer, GdnLayer):
                 proj = front(b.proj, t, shape.gdn_in_proj_rows)
@@ -560,10 +603,10 @@ class QwenGpu:
                 )
                 linears.project_many(f"layers.{i}.o_proj", mixed, y, b.wide)
                 i_attn += 1
-            add_norm(residual, added, layer.post_norm, eps, normed, levers=levers)
+            self._add_norm(residual, added, layer.post_norm, normed)
             self._feed_forward(i, layer.mlp, normed, inputs.blocks, b, y)
-        if b.hidden is not None:
-            add_norm(residual, added, w.norm, eps, front(b.hidden, t, h), levers=levers)
+        if b.hidden is not None or self.exchange is not None:
+            self._add_norm(residual, added, w.norm, normed if b.hidden is None else front(b.hidden, t, h))
         return self.logits_of(inputs.logit_row, n_blocks, b)
 
     def _feed_forward(
@@ -624,10 +667,10 @@ class QwenGpu:
         """
         t, h, n = n_blocks * BLOCK, self.shape.hidden_size, rows.shape[0]
         final, logits = b.final[:n], front(b.logits.view(-1), 1, n, self.shape.vocab_size)
-        residual, y = front(b.residual, t, h), front(b.y, 1, t, h)
+        residual, y = front(b.residual, t, h), None if self.exchange is not None else front(b.y, 1, t, h)
         if b.hidden is not None:  # the draft head has used the others since then
             take_rows(front(b.hidden, t, h), rows, final)
         else:
             add_norm(residual, y, self.weights.norm, self.shape.rms_norm_eps, final, rows=rows, levers=self.levers)
-        self.linears.project("lm_head", final, logits, b.wide.rows)
+        self._logits(final, logits, b.wide.rows, None if self.exchange is None else self.exchange.prefill_logits)
         return logits[0]

@@ -30,18 +30,11 @@ Runs = tuple[tuple[int, int], ...]
 """Ranges of rows or columns, one behind another."""
 
 
-@dataclass(frozen=True)
-class Rank:
-    """One of several GPUs."""
-
-    rank: int
-    n_ranks: int
-
-    def run(self, n: int, unit: int = 1) -> tuple[int, int]:
-        """Its range of n, in whole units but at the end, as even as they allow."""
-        units = -(-n // unit)
-        begin, end = (min(n, units * i // self.n_ranks * unit) for i in (self.rank, self.rank + 1))
-        return begin, end
+def share(n: int, rank: int, n_ranks: int, unit: int = 1) -> tuple[int, int]:
+    """A rank's range of n, in whole units but at the end, as even as they allow."""
+    units = -(-n // unit)
+    begin, end = (min(n, units * i // n_ranks * unit) for i in (rank, rank + 1))
+    return begin, end
 
 
 @dataclass(frozen=True)
@@ -105,10 +98,13 @@ def inner_unit(shape: ModelShape) -> int:
 class Cuts:
     """What a rank has of a model of this shape."""
 
-    def __init__(self, shape: ModelShape, rank: Rank) -> None:
+    def __init__(self, shape: ModelShape, rank: int, n_ranks: int) -> None:
         """Raises UnsupportedModelError where heads cannot be shared out evenly."""
-        self.whole, self.rank = shape, rank
-        n = rank.n_ranks
+        self.whole, n = shape, n_ranks
+
+        def run(size: int, unit: int = 1) -> tuple[int, int]:
+            return share(size, rank, n, unit)
+
         for name, heads in (
             ("linear_num_key_heads", shape.gdn_n_k_heads),
             ("num_attention_heads", shape.n_q_heads),
@@ -116,7 +112,7 @@ class Cuts:
         ):
             if heads % n or (name == "num_key_value_heads" and heads % shape.n_kv_heads):
                 raise UnsupportedModelError(name, heads, f"a multiple of {n}, over so many GPUs")
-        self.keys = (rank.run(shape.gdn_n_k_heads),)
+        self.keys: Runs = (run(shape.gdn_n_k_heads),)
         ratio = shape.gdn_n_v_heads // shape.gdn_n_k_heads
         if shape.tiled_value_heads:
             self.values: Runs = tuple(
@@ -124,15 +120,15 @@ class Cuts:
             )
         else:
             self.values = _scaled(self.keys, ratio)
-        self.queries = (rank.run(shape.n_q_heads),)
+        self.queries: Runs = (run(shape.n_q_heads),)
         kv = shape.n_kv_heads
-        self.kv: Runs = (rank.run(kv) if kv >= n else (rank.rank * kv // n, rank.rank * kv // n + 1),)
+        self.kv: Runs = (run(kv) if kv >= n else (rank * kv // n, rank * kv // n + 1),)
         unit = inner_unit(shape)
         self.inner, self.expert, self.shared = (
-            (rank.run(width, unit),)
+            (run(width, unit),)
             for width in (shape.intermediate_size, shape.moe_intermediate_size, shape.shared_intermediate_size)
         )
-        self.head = (rank.run(shape.vocab_size, 16),)
+        self.head: Runs = (run(shape.vocab_size, 16),)
 
     @property
     def shape(self) -> ModelShape:
@@ -185,11 +181,10 @@ class Cuts:
         """The tensors as this rank loads them. A tied head is a tensor of its own."""
         found, rows, columns = dict[str, StoredTensor](), self._rows(), self._columns()
         for name, tensor in tensors.items():
-            end = ".".join(name.split(".")[-3:])
-            if end in rows or name in rows:
-                found[name] = _of_rows(tensor, rows.get(end) or rows[name])
-            elif (end := ".".join(name.split(".")[-(2 if name.endswith(("A_log", "dt_bias")) else 3) :])) in columns:
-                found[name] = _of_columns(tensor, columns[end])
+            if (runs := _by_end(rows, name)) is not None:
+                found[name] = _of_rows(tensor, runs)
+            elif (runs := _by_end(columns, name)) is not None:
+                found[name] = _of_columns(tensor, runs)
             else:
                 found[name] = self._feed_forward(name, tensor)
         if "lm_head.weight" not in tensors:
@@ -214,6 +209,11 @@ class Cuts:
         starts = [i * height + half for i in range(n_experts) for half in (0, height // 2)]
         runs = tuple((first + begin, first + end) for first in starts)
         return View(tensor, (n_experts, 2 * (end - begin), k), runs)
+
+
+def _by_end(of: Mapping[str, Runs], name: str) -> Runs | None:
+    """The runs under the end of a tensor's name."""
+    return next((runs for end, runs in of.items() if f".{name}".endswith(f".{end}")), None)
 
 
 def _of_rows(tensor: StoredTensor, rows: Runs) -> View:

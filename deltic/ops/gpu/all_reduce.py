@@ -275,10 +275,11 @@ def all_reduce(partials: Tensor, out: Tensor, *, ranks: Rank, levers: Levers) ->
 
 
 def all_reduce_norm(
-    residual: Tensor, partials: Tensor, w: Tensor, eps: float, *, ranks: Rank, levers: Levers, shots: int = 1
+    residual: Tensor, partials: Tensor, w: Tensor, eps: float, *, ranks: Rank, levers: Levers, shots: int = 1,
+    out: Tensor | None = None,
 ) -> Tensor:
     """residual += the sum over ranks (`all_reduce`); gives bfloat16(residual / rms * (1 + w)), [N, H], which
-    is in ranks.out. One launch.
+    is in ranks.out, or of one shot in out. One launch.
 
     residual: float32 [N, H]; w: float32 [H], zero-centred. The bits of `all_reduce` with `add_norm` behind
     it. shots: 2 if of residual only each rank's own rows, i % ranks, are to be right.
@@ -286,8 +287,85 @@ def all_reduce_norm(
     n = _checked(partials, ranks)
     check("all_reduce", residual.dtype == w.dtype == torch.float32, "float32 residual and w")
     check("all_reduce", residual.shape == partials.shape[1:] and residual.is_contiguous(), "contiguous residual [N, H]")
+    own = ranks.out[:n]
+    check("all_reduce", out is None or (shots == 1 and out.shape == own.shape and out.is_contiguous()), "an out of one shot")
     if shots == 1:
-        _launch(_one_shot_kernel, partials, ranks, n, residual, w, eps, ranks.out, levers, NORM=True)
+        own = own if out is None else out
+        _launch(_one_shot_kernel, partials, ranks, n, residual, w, eps, own, levers, NORM=True)
     else:
         _launch(_two_shot_kernel, partials, ranks, n, residual, w, eps, ranks.outs, levers)
-    return ranks.out[:n]
+    return own
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Rows of which each rank has made some columns, those of rank i behind those of rank i - 1, and gets the
+    others'.
+    """
+
+    rank: int
+    n_ranks: int
+    whole: Tensor  # float32, flat: of all columns
+    flags: Tensor  # int32 [ranks, programs]
+    epochs: Tensor  # int32 [programs]
+    wholes: Tensor  # int64 [ranks]: addresses
+    flag_lists: Tensor  # int64 [ranks]
+
+
+_COLUMNS = 4096
+
+
+def columns_of(rank: int, wholes: Sequence[Tensor], flags: Sequence[Tensor]) -> Columns:
+    """Of buffers that all ranks can reach; flags zeros at first, as many as rows times blocks of columns."""
+    own = wholes[rank]
+    addresses = (
+        torch.tensor([one.data_ptr() for one in each], dtype=torch.int64, device=own.device) for each in (wholes, flags)
+    )
+    epochs = torch.zeros(flags[rank].shape[1], dtype=torch.int32, device=own.device)
+    return Columns(rank, len(wholes), own, flags[rank], epochs, *addresses)
+
+
+def column_blocks(n_columns: int, n_ranks: int) -> int:
+    """Programs of a row of so many columns in all."""
+    return -(-(-(-n_columns // n_ranks) + 16) // _COLUMNS)
+
+
+@triton.jit
+def _all_gather_kernel(
+    p_part, p_flags, p_epochs, p_wholes, p_flag_lists, n_part, n_whole, first, n_slots, RANK: tl.constexpr,
+    RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+):
+    row, slot = tl.program_id(0), tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    epoch = tl.load(p_epochs + slot) + 1
+    o_col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    b_part = tl.load(p_part + row.to(tl.int64) * n_part + o_col, mask=o_col < n_part, other=0.0)
+    for q in tl.static_range(RANKS):
+        p_to = tl.load(p_wholes + q).to(tl.pointer_type(tl.float32)) + row.to(tl.int64) * n_whole + first
+        tl.store(p_to + o_col, b_part, mask=o_col < n_part)
+    tl.debug_barrier()
+    for q in tl.static_range(RANKS):
+        if q != RANK:
+            _raise_flag(p_flag_lists, q, slot, n_slots, epoch, RANK)
+    tl.store(p_epochs + slot, epoch)
+    for q in tl.static_range(RANKS):
+        if q != RANK:
+            _wait_for(p_flags, q, slot, n_slots, epoch)
+
+
+def all_gather(part: Tensor, first: int, columns: Columns, n_columns: int, *, levers: Levers) -> Tensor:
+    """float32 [N, n_columns] of all ranks, in columns.whole. part: float32 [N, columns of this rank], which
+    begin at column `first`.
+    """
+    n, n_part = part.shape
+    blocks, n_slots = column_blocks(n_columns, columns.n_ranks), columns.flags.shape[1]
+    fits = n * blocks <= n_slots and n * n_columns <= columns.whole.numel() and n_part <= blocks * _COLUMNS
+    check("all_gather", part.dtype == torch.float32 and part.is_contiguous(), "contiguous float32 columns")
+    check("all_gather", fits, f"room for {n} rows of {n_columns}")
+    launch(
+        _all_gather_kernel, (n, blocks), part, columns.flags, columns.epochs, columns.wholes, columns.flag_lists, n_part,
+        n_columns, first, n_slots, RANK=columns.rank, RANKS=columns.n_ranks, BLOCK=_COLUMNS, pdl=levers.pdl, num_warps=8,
+    )
+    return columns.whole[: n * n_columns].view(n, n_columns)

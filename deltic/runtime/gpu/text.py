@@ -10,6 +10,7 @@ ahead behind the token that ends it.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from deltic.engine.messages import MAX_LOGPROBS, Request, SamplingParams, TokenLogprob
 from deltic.engine.step import Chunk, Progress, Rule, Sequence, Step, StepResult
-from deltic.models.qwen.gpu import RING, DecodeBuffers, GpuMemory, QwenGpu
+from deltic.models.qwen.gpu import RING, DecodeBuffers, Exchange, GpuMemory, QwenGpu
 from deltic.models.qwen.weights import Weights
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.weights import VisionWeights
@@ -48,8 +49,11 @@ class GpuTextRunner(GpuRunner):
         levers: Levers,
         progress: Progress = lambda stage, done: None,
         vision: tuple[VisionWeights, PictureRules] | None = None,
+        exchange: Callable[[GpuWorkspace], tuple[GpuWorkspace, Exchange]] | None = None,
     ) -> None:
-        """vision: where the plan has a tower."""
+        """vision: where the plan has a tower. exchange: of one of several GPUs; gives what it has for the
+        others, and the workspace with logits that they can reach. A draft head is not run there.
+        """
         shape, n = plan.shape, plan.n_decode_rows
         allocate = allocate_on(weights.norm.device)
         # No sequence owns the last page: rows of padding are written there.
@@ -63,6 +67,8 @@ class GpuTextRunner(GpuRunner):
         )
         w = gpu_workspace(plan, levers, allocate)
         self.model = QwenGpu(shape, weights, plan.max_model_len, levers)
+        if exchange is not None:
+            w, self.model.exchange = exchange(w)
         n_drafts = n - plan.max_num_seqs
         places = Places(w.table, w.offsets, w.parameters.masks, shape.eos_token_ids, plan.n_real, n_drafts)
         states = [memory.states, memory.columns]
