@@ -198,7 +198,7 @@ def _sums_of_ranks() -> list[Any]:
     """What several GPUs start between two layers."""
     import torch
 
-    from deltic.ops.gpu.all_reduce import all_reduce, all_reduce_norm, rank_of, shared_buffers
+    from deltic.ops.gpu.all_reduce import all_gather, all_reduce, all_reduce_norm, columns_of, rank_of, shared_buffers
     from deltic.ops.gpu.launch import Levers
     from deltic.runtime.gpu.compile import collecting
 
@@ -212,6 +212,9 @@ def _sums_of_ranks() -> list[Any]:
             for shots in (1, 2):
                 given = floats(16, 5120), floats(4, 16, 5120), floats(5120), 1e-6
                 all_reduce_norm(*given, ranks=ranks, levers=Levers(), shots=shots)
+            flags = [torch.empty((n, 128 * 32), dtype=torch.int32, device="meta")] * n
+            columns = columns_of(0, [floats(128 * 248_320)] * n, flags)
+            all_gather(floats(16, 248_320 // n), 0, columns, 248_320, levers=Levers())
     return list(jobs)
 
 
@@ -259,7 +262,7 @@ def _compile(name: str) -> list[Compiled]:
     assert {job.name for job in of_pictures} == WITH_PICTURES
     jobs += of_pictures if IS_FULL else _some(of_pictures)
     of_ranks = _sums_of_ranks()
-    assert {job.name for job in of_ranks} == {"_one_shot_kernel", "_two_shot_kernel"}
+    assert {job.name for job in of_ranks} == {"_one_shot_kernel", "_two_shot_kernel", "_all_gather_kernel"}
     jobs += of_ranks
     scratch = Path(triton.knobs.cache.dir) / "kernel.cubin"
     scratch.parent.mkdir(parents=True, exist_ok=True)
