@@ -280,9 +280,8 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
             f"prefill of {n_tokens}: {row['ms']:.2f} ms, {row['tok_s']:,} tok/s, {row['roof']:.0%} of the matrix rate"
         )
     for side, row in pictures.items():
-        print(
-            f"picture of {side} x {side}: {row['ms']:.2f} ms, {row['ms_of_8']:.2f} of {TOGETHER} in a row, {row['roof']:.0%} of the matrix rate"
-        )
+        of_many = f"{row['ms_of_8']:.2f} of {TOGETHER} in a row, {row['roof']:.0%} of the matrix rate"
+        print(f"picture of {side} x {side}: {row['ms']:.2f} ms, {of_many}")
     print(
         f"read {roofs.read / 1e12:.2f} TB/s, multiply {roofs.multiply / 1e12:.0f} TFLOP/s; weights {weights_s:.1f} s, recorded in {record_s:.1f} s"
     )

@@ -12,6 +12,7 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +22,7 @@ from torch import Tensor
 from torch.cuda import nccl
 
 from deltic.bench.gpu import need_gpu, write_result
+from deltic.bench.sweep import numbers
 from deltic.config import ConfigError
 from deltic.ops.contract import KernelError
 from deltic.ops.gpu.all_reduce import all_reduce, all_reduce_norm, make_ranks
@@ -82,8 +84,8 @@ def wait(devices: Sequence[str]) -> None:
         torch.cuda.synchronize(device)
 
 
-def recorded(devices: Sequence[str], start: Callable[[], None]) -> Callable[[], None]:
-    """What replays CALLS of them, a recording on each GPU."""
+def recorded(devices: Sequence[str], run: Callable[[], None]) -> Callable[[], None]:
+    """What replays a run, a recording on each GPU."""
     streams = [torch.cuda.Stream(device) for device in devices]
     graphs = [torch.cuda.CUDAGraph() for _ in devices]
     before = [torch.cuda.current_stream(device) for device in devices]
@@ -94,8 +96,7 @@ def recorded(devices: Sequence[str], start: Callable[[], None]) -> Callable[[], 
         for device, graph in zip(devices, graphs, strict=True):
             with torch.cuda.device(device):
                 graph.capture_begin(capture_error_mode="relaxed")
-        for _ in range(CALLS):
-            start()
+        run()
         for device, graph in zip(devices, graphs, strict=True):
             with torch.cuda.device(device):
                 graph.capture_end()
@@ -111,29 +112,29 @@ def recorded(devices: Sequence[str], start: Callable[[], None]) -> Callable[[], 
     return replay
 
 
-def us_of(devices: Sequence[str], run: Callable[[], None], rounds: int) -> list[float]:
-    """Microseconds of a call, `run` being CALLS of them, behind two rounds that are not counted."""
+def seconds_of(devices: Sequence[str], run: Callable[[], object], rounds: int) -> list[float]:
+    """Of a run on all GPUs, behind two that are not counted."""
     times = []
-    for i in range(2 + rounds):
+    for _ in range(2 + rounds):
         wait(devices)
         begin = time.perf_counter()
         run()
         wait(devices)
-        if i > 1:
-            times.append((time.perf_counter() - begin) * 1e6 / CALLS)
-    return times
+        times.append(time.perf_counter() - begin)
+    return times[2:]
 
 
 def link_speed(devices: Sequence[str]) -> float:
     """Bytes a second from the first GPU to the second, of the best of some large copies."""
     data = torch.empty(1 << 28, dtype=torch.uint8, device=devices[0])
     there = torch.empty_like(data, device=devices[1])
+    return float(data.nbytes / min(seconds_of(devices, lambda: there.copy_(data), 5)))
 
-    def copy() -> None:
-        there.copy_(data)
 
-    best = min(us_of(devices, copy, 5)) * CALLS / 1e6
-    return float(data.nbytes / best)
+def repeated(start: Callable[[int], None], n: int) -> None:
+    """CALLS calls of n rows."""
+    for _ in range(CALLS):
+        start(n)
 
 
 def bench(arguments: argparse.Namespace) -> int:
@@ -141,7 +142,7 @@ def bench(arguments: argparse.Namespace) -> int:
     that reach each other.
     """
     need_gpu()
-    rows, n_gpus = sorted(int(n) for n in arguments.rows.split(",")), arguments.gpus
+    rows, n_gpus = sorted(numbers(arguments.rows, "--rows", int)), arguments.gpus
     if torch.cuda.device_count() < n_gpus:
         raise ConfigError(f"--gpus {n_gpus}: torch sees {torch.cuda.device_count()}")
     devices = [f"cuda:{i}" for i in range(n_gpus)]
@@ -154,17 +155,11 @@ def bench(arguments: argparse.Namespace) -> int:
         for n in rows:
             for name, start in ranks.ways().items():
                 status.update(f"{n} rows, {name}")
-
-                def once(start: Callable[[int], None] = start, n: int = n) -> None:
-                    start(n)
-
-                def each(once: Callable[[], None] = once) -> None:
-                    for _ in range(CALLS):
-                        once()
-
-                alone = us_of(devices, each, arguments.rounds)
-                replayed = us_of(devices, recorded(devices, once), arguments.rounds)
-                found.append({"rows": n, "way": name, "us": replayed, "alone_us": alone})
+                run = partial(repeated, start, n)
+                alone = seconds_of(devices, run, arguments.rounds)  # first: it compiles what is recorded then
+                times = {"us": seconds_of(devices, recorded(devices, run), arguments.rounds), "alone_us": alone}
+                us = {what: [1e6 * one / CALLS for one in all_s] for what, all_s in times.items()}
+                found.append({"rows": n, "way": name, **us})
     table = Table("rows", "way", "us in a recording", "of the rounds", "us alone", "us of one way at the link's speed")
     for row in found:
         one_way = row["rows"] * arguments.width * 4 / link * 1e6

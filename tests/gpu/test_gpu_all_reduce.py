@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -74,6 +75,18 @@ def room(width: int, device: str) -> Found:
     return [tuple(torch.full((n, width), torch.nan, dtype=type, device=device) for type in types) for n in ROWS]
 
 
+def join(of_rank: Callable[[int], None], n_ranks: int) -> None:
+    """Runs each rank in a process."""
+    fork = multiprocessing.get_context("fork")
+    processes = [fork.Process(target=of_rank, args=(i,)) for i in range(n_ranks)]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(120)
+        process.kill()
+        assert process.exitcode == 0
+
+
 def in_processes(case: Case) -> list[Found]:
     n_ranks, width, _, epoch = case
     shared = [shared_buffers(n_ranks, max(ROWS), width, "cpu") for _ in range(n_ranks)]
@@ -83,14 +96,7 @@ def in_processes(case: Case) -> list[Found]:
             one.share_memory_()
     for _, flags, _ in shared:
         flags.fill_(epoch)
-    fork = multiprocessing.get_context("fork")
-    processes = [fork.Process(target=lambda i=i: run(rank_of(i, shared), case, found[i])) for i in range(n_ranks)]
-    for process in processes:
-        process.start()
-    for process in processes:
-        process.join(120)
-        process.kill()
-        assert process.exitcode == 0
+    join(lambda i: run(rank_of(i, shared), case, found[i]), n_ranks)
     return found
 
 

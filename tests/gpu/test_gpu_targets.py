@@ -213,8 +213,8 @@ def _sums_of_ranks() -> list[Any]:
                 given = floats(16, 5120), floats(4, 16, 5120), floats(5120), 1e-6
                 all_reduce_norm(*given, ranks=ranks, levers=Levers(), shots=shots)
             flags = [torch.empty((n, 128 * 32), dtype=torch.int32, device="meta")] * n
-            columns = columns_of(0, [floats(128 * 248_320)] * n, flags)
-            all_gather(floats(16, 248_320 // n), 0, columns, 248_320, levers=Levers())
+            columns = columns_of(0, 248_320, 0, [floats(128 * 248_320)] * n, flags)
+            all_gather(floats(16, 248_320 // n), columns, levers=Levers())
     return list(jobs)
 
 

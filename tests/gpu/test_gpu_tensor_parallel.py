@@ -89,18 +89,19 @@ def of_rank(kind: str, i: int, all_shared: Shared, queue: multiprocessing.Queue)
     weights, _ = load_weights(directory, cuts.shape, store=DeviceStore("cpu"), cuts=cuts)
 
     def exchange(w: GpuWorkspace) -> tuple[GpuWorkspace, Exchange]:
-        decode = columns_of(i, [each[3] for each in all_shared], [each[4] for each in all_shared])
-        prefill = columns_of(i, [each[5] for each in all_shared], [each[6] for each in all_shared])
-        sums = rank_of(i, [each[:3] for each in all_shared])
-        width = cuts.shape.head_rows
-        part = torch.zeros(32 * width)
+        n, first = plan.shape.vocab_size, cuts.head[0][0]
+        logits = {
+            kind: columns_of(i, n, first, [each[at] for each in all_shared], [each[at + 1] for each in all_shared])
+            for kind, at in (("decode", 3), ("prefill", 5))
+        }
+        decode, prefill = (columns.whole for columns in logits.values())
         w = replace(
             w,
-            decode=replace(w.decode, logits=decode.whole[: w.decode.logits.numel()]),
-            prefill=replace(w.prefill, logits=prefill.whole[: w.prefill.logits.numel()].view_as(w.prefill.logits)),
+            decode=replace(w.decode, logits=decode[: w.decode.logits.numel()]),
+            prefill=replace(w.prefill, logits=prefill[: w.prefill.logits.numel()].view_as(w.prefill.logits)),
         )
-        levers = Levers()
-        return w, Exchange(sums, decode, prefill, part, cuts.head[0][0], plan.shape.vocab_size, levers)
+        sums = rank_of(i, [each[:3] for each in all_shared])
+        return w, Exchange(sums, logits, torch.zeros(32 * cuts.shape.head_rows))
 
     queue.put((i, answers(Engine(GpuTextRunner(plan, weights, Levers(), exchange=exchange)))))
 

@@ -15,7 +15,7 @@ captured as a graph.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -294,22 +294,8 @@ class Exchange:
     """What one of several GPUs has for what it shares with the others."""
 
     sums: Rank
-    decode_logits: Columns
-    prefill_logits: Columns
+    logits: Mapping[str, Columns]  # of a decode and of a prefill
     part: Tensor  # float32, flat: this rank's columns of logits
-    first: int
-    """Of its columns."""
-    n_columns: int
-    """Of all ranks."""
-    levers: Levers
-
-    def add_norm(self, residual: Tensor, partials: Tensor, w: Tensor, eps: float, out: Tensor) -> None:
-        """`add_norm` of the sum over ranks; many rows a few at a time."""
-        n, most = len(residual), self.sums.n_rows
-        for i in range(0, n, most):
-            rows = slice(i, min(i + most, n))
-            some = partials if n <= most else partials[:, rows]
-            all_reduce_norm(residual[rows], some, w, eps, out=out[rows], ranks=self.sums, levers=self.levers)
 
 
 class QwenGpu:
@@ -328,20 +314,23 @@ class QwenGpu:
 
     def _add_norm(self, residual: Tensor, partials: Tensor | None, w: Tensor, normed: Tensor) -> None:
         """residual += partials, of all GPUs; normed = its norm."""
-        eps = self.shape.rms_norm_eps
+        eps, levers = self.shape.rms_norm_eps, self.levers
         if self.exchange is None or partials is None:
-            add_norm(residual, partials, w, eps, normed, levers=self.levers)
-        else:
-            self.exchange.add_norm(residual, partials, w, eps, normed)
+            add_norm(residual, partials, w, eps, normed, levers=levers)
+            return
+        sums = self.exchange.sums
+        for i in range(0, len(residual), sums.n_rows):
+            some = slice(i, i + sums.n_rows)
+            all_reduce_norm(residual[some], partials[:, some], w, eps, out=normed[some], ranks=sums, levers=levers)
 
-    def _logits(self, normed: Tensor, logits: Tensor, rows: Fp8Rows | None, columns: Columns | None) -> None:
-        """float32 [1, N, V] of normed rows [N, H]. columns: of logits, where there are other GPUs."""
-        if self.exchange is None or columns is None:
+    def _logits(self, normed: Tensor, logits: Tensor, rows: Fp8Rows | None, kind: str) -> None:
+        """float32 [1, N, V] of normed rows [N, H], of a decode or a prefill."""
+        if self.exchange is None:
             self.linears.project("lm_head", normed, logits, rows)
             return
         part = front(self.exchange.part, 1, len(normed), self.linears.matrices["lm_head"].n)
         self.linears.project("lm_head", normed, part, rows)
-        all_gather(part[0], self.exchange.first, columns, self.exchange.n_columns, levers=self.levers)
+        all_gather(part[0], self.exchange.logits[kind], levers=self.levers)
 
     # A decode.
 
@@ -404,7 +393,7 @@ class QwenGpu:
             partial = self._decode_feed_forward(f"layers.{i}.mlp.", layer.mlp, normed, b, rows.slot)
         self._add_norm(residual, partial, w.norm, normed)
         logits = front(b.logits, 1, n, shape.vocab_size)
-        self._logits(normed, logits, b.fp8, None if self.exchange is None else self.exchange.decode_logits)
+        self._logits(normed, logits, b.fp8, "decode")
         return logits[0]
 
     def _decode_feed_forward(
@@ -672,5 +661,5 @@ class QwenGpu:
             take_rows(front(b.hidden, t, h), rows, final)
         else:
             add_norm(residual, y, self.weights.norm, self.shape.rms_norm_eps, final, rows=rows, levers=self.levers)
-        self._logits(final, logits, b.wide.rows, None if self.exchange is None else self.exchange.prefill_logits)
+        self._logits(final, logits, b.wide.rows, "prefill")
         return logits[0]

@@ -105,12 +105,13 @@ class Cuts:
         def run(size: int, unit: int = 1) -> tuple[int, int]:
             return share(size, rank, n, unit)
 
-        for name, heads in (
-            ("linear_num_key_heads", shape.gdn_n_k_heads),
-            ("num_attention_heads", shape.n_q_heads),
-            ("num_key_value_heads", max(shape.n_kv_heads, n)),
+        kv = shape.n_kv_heads
+        for name, heads, fits in (
+            ("linear_num_key_heads", shape.gdn_n_k_heads, shape.gdn_n_k_heads % n == 0),
+            ("num_attention_heads", shape.n_q_heads, shape.n_q_heads % n == 0),
+            ("num_key_value_heads", kv, max(kv, n) % min(kv, n) == 0),
         ):
-            if heads % n or (name == "num_key_value_heads" and heads % shape.n_kv_heads):
+            if not fits:
                 raise UnsupportedModelError(name, heads, f"a multiple of {n}, over so many GPUs")
         self.keys: Runs = (run(shape.gdn_n_k_heads),)
         ratio = shape.gdn_n_v_heads // shape.gdn_n_k_heads
@@ -121,7 +122,6 @@ class Cuts:
         else:
             self.values = _scaled(self.keys, ratio)
         self.queries: Runs = (run(shape.n_q_heads),)
-        kv = shape.n_kv_heads
         self.kv: Runs = (run(kv) if kv >= n else (rank * kv // n, rank * kv // n + 1),)
         unit = inner_unit(shape)
         self.inner, self.expert, self.shared = (

@@ -21,7 +21,7 @@ one way.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -85,12 +85,14 @@ def rank_of(rank: int, shared: Sequence[Shared]) -> Rank:
     """Of the buffers of all ranks, which this one can reach."""
     inbox, flags, out = shared[rank]
     _, n, n_rows, width = inbox.shape
-    addresses = (
-        torch.tensor([one.data_ptr() for one in each], dtype=torch.int64, device=inbox.device)
-        for each in zip(*shared, strict=True)
-    )
     epochs = torch.zeros(n_rows, dtype=torch.int32, device=inbox.device)
-    return Rank(rank, n, n_rows, width, inbox, flags, epochs, out, *addresses)
+    return Rank(rank, n, n_rows, width, inbox, flags, epochs, out, *_addresses(zip(*shared, strict=True), inbox.device))
+
+
+def _addresses(shared: Iterable[Iterable[Tensor]], device: torch.device) -> Iterator[Tensor]:
+    """int64 [ranks], of each kind of buffer that all ranks have."""
+    for each in shared:
+        yield torch.tensor([one.data_ptr() for one in each], dtype=torch.int64, device=device)
 
 
 @triton.jit
@@ -143,6 +145,19 @@ def _wait_for(p_flags, of, row, n_rows, epoch):
 
 
 @triton.jit
+def _meet(p_flags, p_flag_lists, p_epochs, slot, n_slots, epoch, RANK: tl.constexpr, RANKS: tl.constexpr):
+    """Until all ranks are here, and what they have written to each other for this slot is whole."""
+    tl.debug_barrier()  # all threads have written
+    for q in tl.static_range(RANKS):
+        if q != RANK:
+            _raise_flag(p_flag_lists, q, slot, n_slots, epoch, RANK)
+    tl.store(p_epochs + slot, epoch)
+    for q in tl.static_range(RANKS):
+        if q != RANK:
+            _wait_for(p_flags, q, slot, n_slots, epoch)
+
+
+@triton.jit
 def _sum_of_ranks(
     p_inbox, own, turn, row, n_rows, width, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
     PIECES: tl.constexpr,
@@ -191,14 +206,7 @@ def _one_shot_kernel(
     for q in tl.static_range(RANKS):
         if q != RANK:
             _send(p_inboxes, q, own, turn, row, n_rows, width, RANK, LANES, PIECES)
-    tl.debug_barrier()
-    for q in tl.static_range(RANKS):
-        if q != RANK:
-            _raise_flag(p_flag_lists, q, row, n_rows, epoch, RANK)
-    tl.store(p_epochs + row, epoch)
-    for q in tl.static_range(RANKS):
-        if q != RANK:
-            _wait_for(p_flags, q, row, n_rows, epoch)
+    _meet(p_flags, p_flag_lists, p_epochs, row, n_rows, epoch, RANK, RANKS)
     tl.debug_barrier()
     total = _sum_of_ranks(p_inbox, own, turn, row, n_rows, width, RANK, RANKS, LANES, PIECES)
     o_row = row.to(tl.int64) * width
@@ -305,7 +313,9 @@ class Columns:
 
     rank: int
     n_ranks: int
-    whole: Tensor  # float32, flat: of all columns
+    n_columns: int  # of all ranks
+    first: int  # of this one
+    whole: Tensor  # float32, flat: all columns
     flags: Tensor  # int32 [ranks, programs]
     epochs: Tensor  # int32 [programs]
     wholes: Tensor  # int64 [ranks]: addresses
@@ -315,18 +325,17 @@ class Columns:
 _COLUMNS = 4096
 
 
-def columns_of(rank: int, wholes: Sequence[Tensor], flags: Sequence[Tensor]) -> Columns:
-    """Of buffers that all ranks can reach; flags zeros at first, as many as rows times blocks of columns."""
-    own = wholes[rank]
-    addresses = (
-        torch.tensor([one.data_ptr() for one in each], dtype=torch.int64, device=own.device) for each in (wholes, flags)
-    )
-    epochs = torch.zeros(flags[rank].shape[1], dtype=torch.int32, device=own.device)
-    return Columns(rank, len(wholes), own, flags[rank], epochs, *addresses)
+def columns_of(
+    rank: int, n_columns: int, first: int, wholes: Sequence[Tensor], flags: Sequence[Tensor]
+) -> Columns:
+    """Of buffers that all ranks can reach; flags zeros at first, as many as rows times `column_blocks`."""
+    own, mine = wholes[rank], flags[rank]
+    epochs = torch.zeros(mine.shape[1], dtype=torch.int32, device=own.device)
+    return Columns(rank, len(wholes), n_columns, first, own, mine, epochs, *_addresses((wholes, flags), own.device))
 
 
 def column_blocks(n_columns: int, n_ranks: int) -> int:
-    """Programs of a row of so many columns in all."""
+    """Programs of a row of so many columns in all, of which a rank has at most 16 more than an even share."""
     return -(-(-(-n_columns // n_ranks) + 16) // _COLUMNS)
 
 
@@ -345,27 +354,18 @@ def _all_gather_kernel(
     for q in tl.static_range(RANKS):
         p_to = tl.load(p_wholes + q).to(tl.pointer_type(tl.float32)) + row.to(tl.int64) * n_whole + first
         tl.store(p_to + o_col, b_part, mask=o_col < n_part)
-    tl.debug_barrier()
-    for q in tl.static_range(RANKS):
-        if q != RANK:
-            _raise_flag(p_flag_lists, q, slot, n_slots, epoch, RANK)
-    tl.store(p_epochs + slot, epoch)
-    for q in tl.static_range(RANKS):
-        if q != RANK:
-            _wait_for(p_flags, q, slot, n_slots, epoch)
+    _meet(p_flags, p_flag_lists, p_epochs, slot, n_slots, epoch, RANK, RANKS)
 
 
-def all_gather(part: Tensor, first: int, columns: Columns, n_columns: int, *, levers: Levers) -> Tensor:
-    """float32 [N, n_columns] of all ranks, in columns.whole. part: float32 [N, columns of this rank], which
-    begin at column `first`.
-    """
-    n, n_part = part.shape
+def all_gather(part: Tensor, columns: Columns, *, levers: Levers) -> Tensor:
+    """float32 [N, n_columns] of all ranks, in columns.whole. part: float32 [N, columns of this rank]."""
+    (n, n_part), n_columns = part.shape, columns.n_columns
     blocks, n_slots = column_blocks(n_columns, columns.n_ranks), columns.flags.shape[1]
     fits = n * blocks <= n_slots and n * n_columns <= columns.whole.numel() and n_part <= blocks * _COLUMNS
     check("all_gather", part.dtype == torch.float32 and part.is_contiguous(), "contiguous float32 columns")
     check("all_gather", fits, f"room for {n} rows of {n_columns}")
     launch(
         _all_gather_kernel, (n, blocks), part, columns.flags, columns.epochs, columns.wholes, columns.flag_lists, n_part,
-        n_columns, first, n_slots, RANK=columns.rank, RANKS=columns.n_ranks, BLOCK=_COLUMNS, pdl=levers.pdl, num_warps=8,
+        n_columns, columns.first, n_slots, RANK=columns.rank, RANKS=columns.n_ranks, BLOCK=_COLUMNS, pdl=levers.pdl, num_warps=8,
     )
     return columns.whole[: n * n_columns].view(n, n_columns)

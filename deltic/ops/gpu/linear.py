@@ -497,27 +497,30 @@ def silu_mul(gate_up: Tensor, out: Tensor, *, levers: Levers) -> None:
     """out = bfloat16(silu(gate) * up) in float32. gate_up: float32 or bfloat16 [T, 2F]; out: bfloat16 [T, F].
     """
     n, width = out.shape
-    check("silu_mul", gate_up.shape == (n, 2 * width) and gate_up.is_contiguous(), f"gate_up [{n}, {2 * width}]")
     check("silu_mul", out.dtype == torch.bfloat16 and out.is_contiguous(), "bfloat16 out")
-    block = 1024
-    launch(
-        _silu_mul_kernel, (n, -(-width // block)), gate_up, out, None, n, width, BLOCK=block, GROUP=block, pdl=levers.pdl,
-        num_warps=4,
-    )
+    _silu_mul(gate_up, out, None, n, width, _SILU_BLOCK, levers)
 
 
 def silu_mul_rounded(gate_up: Tensor, rows: Fp8Rows, width: int, *, levers: Levers) -> None:
     """rows = silu_mul of gate_up [T, 2F] by `round_rows`, F = width, a multiple of 32: the same bits, and
     bfloat16 rows are never stored.
     """
-    n = len(gate_up)
-    check("silu_mul", width % 32 == 0 and gate_up.is_contiguous(), "contiguous gate_up, and a width of whole blocks")
-    check("silu_mul", gate_up.shape == (n, 2 * width), f"gate_up [{n}, {2 * width}]")
-    block_k = k_block(width)
+    check("silu_mul", width % 32 == 0, "a width of whole blocks")
+    n, block_k = len(gate_up), k_block(width)
     check_room("silu_mul", rows, n, width, block_k)
-    block = 1024
+    _silu_mul(gate_up, rows.codes, rows.scale, n, width, block_k, levers)
+
+
+_SILU_BLOCK = 1024
+
+
+def _silu_mul(
+    gate_up: Tensor, out: Tensor, scale: Tensor | None, n: int, width: int, group: int, levers: Levers
+) -> None:
+    """scale: where out are codes, each `group` columns with one."""
+    check("silu_mul", gate_up.shape == (n, 2 * width) and gate_up.is_contiguous(), f"gate_up [{n}, {2 * width}]")
     launch(
-        _silu_mul_kernel, (n, -(-width // block)), gate_up, rows.codes, rows.scale, n, width, BLOCK=block, GROUP=block_k,
+        _silu_mul_kernel, (n, -(-width // _SILU_BLOCK)), gate_up, out, scale, n, width, BLOCK=_SILU_BLOCK, GROUP=group,
         pdl=levers.pdl, num_warps=4,
     )
 
