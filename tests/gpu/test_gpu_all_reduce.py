@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -16,7 +17,17 @@ from torch import Tensor
 from deltic.bench.gpu_all_reduce import bench
 from deltic.config import ConfigError
 from deltic.ops.contract import KernelError
-from deltic.ops.gpu.all_reduce import Rank, all_reduce, all_reduce_norm, make_ranks, rank_of, shared_buffers
+from deltic.ops.gpu.all_reduce import (
+    Rank,
+    all_gather,
+    all_reduce,
+    all_reduce_norm,
+    column_blocks,
+    columns_of,
+    make_ranks,
+    rank_of,
+    shared_buffers,
+)
 from deltic.ops.gpu.launch import INTERPRETED, Levers
 from deltic.ops.gpu.norm import add_norm
 
@@ -132,6 +143,25 @@ def test_every_rank_has_the_same_sum(device: str, case: Case) -> None:
                 assert torch.equal(wanted, one)
             mine = slice(rank, None, len(found))
             assert torch.equal(residual[mine], of_call[3][mine]) and torch.equal(normed, of_call[4])
+
+
+def gather(rank: int, wholes: list[Tensor], flags: list[Tensor], found: Tensor) -> None:
+    columns = columns_of(rank, 40, 20 * rank, wholes, flags)
+    for call in range(len(found)):
+        all_gather(torch.full((3, 20), 10.0 * call + rank), columns, levers=LEVERS)
+        time.sleep(0.2 * rank)  # the other is at the next call
+        found[call].copy_(columns.whole.view(3, 40))
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="ranks are processes of the interpreter here")
+def test_columns_are_not_overwritten_while_they_are_read() -> None:
+    wholes = [torch.zeros(3 * 40).share_memory_() for _ in range(2)]
+    flags = [torch.zeros(2, 3 * column_blocks(40, 2), dtype=torch.int32).share_memory_() for _ in range(2)]
+    found = [torch.zeros(3, 3, 40).share_memory_() for _ in range(2)]
+    join(lambda i: gather(i, wholes, flags, found[i]), 2)
+    for of_rank in found:
+        for call, whole in enumerate(of_rank):
+            assert (whole[:, :20] == 10 * call).all() and (whole[:, 20:] == 10 * call + 1).all()
 
 
 def test_what_does_not_fit_is_an_error(device: str) -> None:

@@ -349,12 +349,14 @@ def _all_gather_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     epoch = tl.load(p_epochs + slot) + 1
+    # what the others had before may still be read there, until they come here
+    _meet(p_flags, p_flag_lists, p_epochs, slot, n_slots, epoch, RANK, RANKS)
     o_col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b_part = tl.load(p_part + row.to(tl.int64) * n_part + o_col, mask=o_col < n_part, other=0.0)
     for q in tl.static_range(RANKS):
         p_to = tl.load(p_wholes + q).to(tl.pointer_type(tl.float32)) + row.to(tl.int64) * n_whole + first
         tl.store(p_to + o_col, b_part, mask=o_col < n_part)
-    _meet(p_flags, p_flag_lists, p_epochs, slot, n_slots, epoch, RANK, RANKS)
+    _meet(p_flags, p_flag_lists, p_epochs, slot, n_slots, epoch + 1, RANK, RANKS)
 
 
 def all_gather(part: Tensor, columns: Columns, *, levers: Levers) -> Tensor:
