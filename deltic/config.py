@@ -147,6 +147,13 @@ class EngineConfig:
         metavar="TOKENS",
         kind="text",
     )
+    tensor_parallel: int = knob(
+        1,
+        "GPUs that run the model together, each a part of every layer: 2, 4 or 8 of one machine that reach each other's memory",
+        metavar="N",
+        device="cuda",
+        kind="text",
+    )
     n_pages: int | None = knob(None, "KV pages of 64 tokens (default: what fits, at most what can be used)")
     prefix_cache: bool = knob(True, "keep what was computed, for requests that begin in the same way")
     n_checkpoints: int | None = knob(
@@ -541,6 +548,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_itl_ms": (0.0, math.inf),
     "max_picture_tokens": (0, math.inf),
     "max_drafts": (0, 31),  # one less than ops/geometry.MAX_WINDOW
+    "tensor_parallel": (1, 8),
     "n_pages": (1, math.inf),
     "memory_gb": (0.01, math.inf),
     "n_checkpoints": (0, math.inf),
@@ -595,6 +603,8 @@ def _check(config: EngineConfig | ModelConfig | ServerConfig, called: dict[str, 
         raise ConfigError("--dummy makes random weights: give a model or --dummy, not both")
     if isinstance(config, EngineConfig) and config.revision and (config.dummy or config.model == BUILT_IN):
         raise ConfigError("--revision is of a name on the hub: give a model")
+    if isinstance(config, EngineConfig) and config.tensor_parallel not in (1, 2, 4, 8):
+        raise ConfigError(f"--tensor-parallel {config.tensor_parallel}: give 1, 2, 4 or 8")
     if isinstance(config, EngineConfig) and config.pin_threads:
         pinned_cpus(config.threads or 1)
 

@@ -81,8 +81,8 @@ def gpu(sub: argparse.ArgumentParser) -> None:
     text = "decodes with drafts, whose tokens are right with these probabilities, beside plain ones; nothing else"
     add("--accept", default=None, metavar="P,P,...", help=text)
     add("--out", metavar="DIR", help=OUT_HELP)
-    names = ("dummy", "quantize", "lever", "memory_gb", "max_model_len", "max_step_tokens", "max_drafts", "seed")
-    add_some(sub, *names)
+    names = ("dummy", "quantize", "lever", "memory_gb", "max_model_len", "max_step_tokens", "max_drafts")
+    add_some(sub, *names, "tensor_parallel", "seed")
 
 
 def ablate(sub: argparse.ArgumentParser) -> None:

@@ -39,6 +39,7 @@ from deltic.engine.messages import Request, SamplingParams
 from deltic.models.checkpoint import locate, n_real_ids
 from deltic.models.loading import COUNTED_ROWS
 from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.shard import Cuts, cut
 from deltic.models.qwen.weights import Weights, dummy_weights, load_weights, stored_shape
 from deltic.models.stored import InFormat
 from deltic.models.vision.gpu import PIECE, VisionGpu, vision_buffers
@@ -54,18 +55,22 @@ from deltic.runtime.gpu import device as gpu
 from deltic.runtime.gpu.buffers import PIECE_ROWS
 from deltic.runtime.gpu.collect import collect
 from deltic.runtime.gpu.compile import begin_compiling
+from deltic.runtime.gpu.parallel import ParallelRunner
 from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.plan import make_plan
 
 
 @dataclass(frozen=True)
 class Model:
-    """A shape and its weights on the device, with which runners are made."""
+    """A shape and its weights on the device, with which runners are made. Of several GPUs, the shape of the
+    largest part, and the weights of each.
+    """
 
     config: EngineConfig
     shape: ModelShape
     n_real: int
-    weights: Weights
+    weights: list[Weights]
+    cuts: tuple[Cuts, ...] = ()
 
     @classmethod
     def load(cls, config: EngineConfig, format: str | None = None, *, drafts: bool = False) -> Model:
@@ -81,14 +86,21 @@ class Model:
         directory, shape = locate(config)
         if format is not None:
             shape = replace(shape, formats=InFormat(WEIGHT_FORMATS[format]))
-        stored: dict[str, Any] = {"quantize": config.rounded, "store": DeviceStore("cuda")}
-        if config.dummy:
-            shape = replace(shape, has_draft_head=drafts)
-            weights = dummy_weights(shape, config.seed, **stored)
-        else:
-            shape = stored_shape(directory, shape, drafts)
-            weights, _ = load_weights(directory, shape, **stored)
-        return cls(config, shape, n_real_ids(config, directory, shape), weights)
+        n_gpus = config.tensor_parallel
+        if drafts and n_gpus > 1:
+            raise ConfigError("a draft head runs on one GPU: leave --tensor-parallel out")
+        shape = replace(shape, has_draft_head=drafts) if config.dummy else stored_shape(directory, shape, drafts)
+        n_real = n_real_ids(config, directory, shape)
+        largest, cuts = cut(shape, n_gpus)
+        weights = []
+        for i, part in enumerate(cuts or (None,)):
+            stored: dict[str, Any] = {"quantize": config.rounded, "store": DeviceStore(f"cuda:{i}")}
+            own = largest if part is None else part.shape
+            if config.dummy:
+                weights.append(dummy_weights(own, config.seed, **stored))
+            else:
+                weights.append(load_weights(directory, own, cuts=part, **stored)[0])
+        return cls(config, largest, n_real, weights, cuts)
 
     def engine(self, levers: Levers, n_rows: int, max_drafts: int = 0) -> Engine:
         """A fresh engine for up to n_rows sequences; the one before must be gone. max_drafts: most tokens of
@@ -98,10 +110,14 @@ class Model:
         torch.cuda.empty_cache()
         config = replace(self.config, max_num_seqs=max(n_rows, 8), prefix_cache=False, max_drafts=max_drafts)
         shape = replace(self.shape, has_draft_head=self.shape.has_draft_head and max_drafts > 0)
-        free = torch.cuda.mem_get_info()[0] + self.weights.n_bytes
-        plan = make_plan(config, shape, gpu.text(levers), self.n_real, free)
+        devices = [torch.device("cuda", i) for i in range(len(self.weights))]
+        free = min(torch.cuda.mem_get_info(device)[0] for device in devices)
+        free += max(weights.n_bytes for weights in self.weights)
+        plan = make_plan(config, shape, gpu.text(levers), self.n_real, free, cuts=self.cuts)
         begin_compiling(plan, levers, collect).wait(lambda stage, done: None)
-        return Engine(GpuTextRunner(plan, self.weights, levers))
+        if self.cuts:
+            return Engine(ParallelRunner(plan, devices, self.weights, levers))
+        return Engine(GpuTextRunner(plan, self.weights[0], levers))
 
 
 def decode(engine: Engine, n: int, n_prompt: int, n_output: int, seed: int = 0) -> tuple[list[float], list[list[int]]]:
@@ -129,7 +145,7 @@ def decode(engine: Engine, n: int, n_prompt: int, n_output: int, seed: int = 0) 
 def replayed_ms(engine: Engine, n: int, n_keys: int) -> float:
     """Milliseconds of one recorded decode of n rows, replayed alone: median of 5 times 50."""
     runner = engine.runner
-    assert isinstance(runner, GpuTextRunner)
+    assert isinstance(runner, GpuTextRunner | ParallelRunner)
     return runner.replay_ms(n, n_keys)
 
 
@@ -156,7 +172,7 @@ def decode_row(
     """What the rounds (seconds of each step) of n sequences come to. context: the mean of their steps."""
     times = sorted(second for found in rounds for second in found)
     runner = engine.runner
-    assert isinstance(runner, GpuTextRunner)
+    assert isinstance(runner, GpuTextRunner | ParallelRunner)
     ms = statistics.median(times) * 1000
     n_bytes = decode_bytes(shape, runner.plan.quantize, n, context, COUNTED_ROWS)
     return {
@@ -472,7 +488,7 @@ def bench_ablate(arguments: argparse.Namespace, config: EngineConfig) -> int:
                 cells.append(f"{ms:.3f}, {ms / base[n][0]:.3f}")
                 row[f"ms_{n}"] = round(ms, 4)
             runner = engine.runner
-            assert isinstance(runner, GpuTextRunner)
+            assert isinstance(runner, GpuTextRunner | ParallelRunner)
             field = Levers.__dataclass_fields__.get(name.partition("=")[0])
             says, text = ("exact", "tokens that are guessed ahead, by --max-drafts") if n_drafts else ("", "")
             if field is not None:

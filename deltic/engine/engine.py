@@ -33,7 +33,7 @@ from deltic.engine.messages import (
 from deltic.engine.pictures import PictureEncoder, Pictures
 from deltic.engine.scheduler import RequestError, Scheduler
 from deltic.engine.stage import FRAME_S, SpeechStage, StreamVocoder
-from deltic.engine.step import Progress, Step, StepResult, Voice
+from deltic.engine.step import Progress, RunnerLostError, Step, StepResult, Voice
 from deltic.engine.trace import Trace
 from deltic.ops.geometry import TOKEN_FRAMES, TOKEN_PIXELS
 
@@ -69,6 +69,8 @@ class StepRunner(Protocol):
     The engine hands everything it takes from a sequence to later work of the same stream, or to copies
     through `tiers`, which wait for the stream. So a run ahead whose sequence has ended does no harm. While
     `is_busy()`, the run ahead is not finished, and a step that waits for masks costs nothing.
+
+    A step that fails leaves the runner as it was; where it cannot, `step` raises RunnerLostError.
     """
 
     @property
@@ -381,6 +383,8 @@ class Engine:
         planned = time.perf_counter()
         try:
             result = self.runner.step(step)
+        except RunnerLostError:
+            raise
         except Exception as error:
             log.exception("a step of %s failed", logs.counted(len(step.chunks), "sequence"))
             self.n_failures += 1

@@ -286,6 +286,10 @@ class Step:
             draw.chunk = place[draw.chunk]
 
 
+class RunnerLostError(RuntimeError):
+    """The runner can run no further step: the engine's process must end."""
+
+
 @dataclass(slots=True)
 class StepResult:
     """The results of a step: `tokens[i]` and `logprobs[i]` belong to `Step.draws[i]`.

@@ -21,6 +21,7 @@ from deltic.models.fields import CheckpointError, UnsupportedModelError, only
 from deltic.models.loading import COUNTED, COUNTED_ROWS, PACKED, Store
 from deltic.models.packed import resolve_quantize
 from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.shard import Cuts, cut
 from deltic.models.qwen.weights import dummy_weights, load_weights, stored_shape
 from deltic.models.tts.weights import dummy_speech_weights, load_speech_weights
 from deltic.models.vision.pixels import PictureRules
@@ -79,7 +80,14 @@ def gpu_device(config: EngineConfig, is_here: bool = True) -> Gpu:
         raise ConfigError("torch sees no GPU here; install a build of torch with CUDA, or leave --device out")
     from deltic.runtime.gpu.device import Gpu  # imports Triton
 
-    return Gpu(config.lever)
+    if is_here and config.tensor_parallel > 1:
+        import torch
+
+        if torch.cuda.device_count() < config.tensor_parallel:
+            raise ConfigError(
+                f"--tensor-parallel {config.tensor_parallel}: torch sees {torch.cuda.device_count()} GPU here"
+            )
+    return Gpu(config.lever, config.tensor_parallel)
 
 
 def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tuple[EngineConfig, Path, Plan[Any]]:
@@ -94,12 +102,14 @@ def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tupl
     directory, shape = locate(config)
     if device.text.drafts is not None:
         config = replace(config, max_drafts=device.text.max_drafts(config, shape))
-    drafts = device.text.draft_head and bool(config.max_drafts)
+    n_gpus = config.tensor_parallel
+    drafts = device.text.draft_head and bool(config.max_drafts) and n_gpus == 1
     shape = stored_shape(directory, shape, drafts) if config.dummy is None else replace(shape, has_draft_head=drafts)
     config = device.prepare(resolve_quantize(config, directory, shape.formats), directory)
     n_real = n_real_ids(config, directory, shape)
     tower, notices = find_tower(config, directory, shape, device)
-    plan = make_plan(config, shape, device.text, n_real, free_bytes, tower=tower)
+    shape, cuts = cut(shape, n_gpus)
+    plan = make_plan(config, shape, device.text, n_real, free_bytes, tower=tower, cuts=cuts)
     return config, directory, replace(plan, notices=notices)
 
 
@@ -158,14 +168,16 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
     config, directory, plan = plan_model(config, device, free)
     lap("plan")
     compiling = device.begin_compiling(plan)  # beside reading the weights
-    load = partial(_load, config, directory, plan, device.store(plan), progress)
+    load = partial(_load, config, directory, plan, store=device.store(plan), progress=progress)
     weights, notices = device.weights(config, directory, plan, load, progress)
     notices = unused + notices
     beside: Any = None
     if plan.speaks:
         shape = plan.shape.vocoder
         beside = dummy_vocoder(shape, config.seed) if config.dummy else load_vocoder(directory, shape)
-    elif weights.n_bytes > plan.weight_bytes:  # a head beside an embedding that the configuration ties to it
+    elif (
+        plan.n_gpus == 1 and weights.n_bytes > plan.weight_bytes
+    ):  # a head beside an embedding that the configuration ties to it
         untied = replace(plan.shape, tie_word_embeddings=False)
         remade = make_plan(config, untied, device.text, plan.n_real, free, tower=plan.tower)
         plan = replace(remade, notices=plan.notices)
@@ -185,7 +197,7 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
     else:
         notices = notices + _open_tiers(runner, config, directory, device.kernels(runner), progress)
     lap("cache")
-    kind, said = precision(plan, weights)
+    kind, said = precision(plan, weights[0] if plan.n_gpus > 1 else weights)
     runner.info = msgspec.structs.replace(
         runner.info,
         model_name=model_name(config),
@@ -199,19 +211,26 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
 
 
 def _load(
-    config: EngineConfig, directory: Path, plan: Plan[Any], store: Store, progress: Progress
+    config: EngineConfig,
+    directory: Path,
+    plan: Plan[Any],
+    *,
+    store: Store,
+    progress: Progress,
+    cuts: Cuts | None = None,
 ) -> tuple[Any, list[str]]:
-    """Weights from the checkpoint, or random ones, and notices."""
+    """Weights from the checkpoint, or random ones, and notices. cuts: of one of several GPUs."""
+    shape: Any = plan.shape if cuts is None else cuts.shape
 
     def on_bytes(done: int, total: int) -> None:
         progress("weights", done / max(1, total))
 
     if config.dummy is not None:
         dummy: Any = dummy_speech_weights if plan.speaks else dummy_weights
-        return dummy(plan.shape, config.seed, on_bytes, quantize=plan.quantize, store=store), []
-    load: Any = load_speech_weights if plan.speaks else load_weights
-    weights, notices = load(directory, plan.shape, on_bytes, quantize=plan.quantize, store=store)
-    return weights, notices
+        return dummy(shape, config.seed, on_bytes, quantize=plan.quantize, store=store), []
+    if plan.speaks:
+        return load_speech_weights(directory, shape, on_bytes, quantize=plan.quantize, store=store)
+    return load_weights(directory, shape, on_bytes, quantize=plan.quantize, store=store, cuts=cuts)
 
 
 def _load_tower(

@@ -11,13 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Generic, Protocol, TypeVar
 
 from deltic.config import ConfigError, EngineConfig, pinned_cpus, without_foreign
 from deltic.engine.cache.cache import pages_for
 from deltic.machine import free_memory_bytes, memory_bound, n_usable_cpus
 from deltic.models.loading import COUNTED, COUNTED_ROWS
 from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.shard import Cuts
 from deltic.models.tts.shape import SpeechShape
 from deltic.models.vision.shape import VisionShape
 from deltic.models.vision.weights import empty_vision
@@ -48,6 +49,7 @@ class Plan(Generic[S]):
     """Sizes of everything, in bytes and in counts."""
 
     shape: S
+    """Of several GPUs, what the one has that has most."""
     quantize: str | None
     """What matrices that are stored in 16 bits become."""
     weight_bytes: int
@@ -83,6 +85,18 @@ class Plan(Generic[S]):
     """The CPU of each thread; none: wherever the system puts them."""
     notices: tuple[str, ...] = ()
     """Why a vision tower that is there is not run."""
+    cuts: tuple[Cuts, ...] = ()
+    """What each of several GPUs has; sizes are those of one of them, but for the host's."""
+
+    @property
+    def n_gpus(self) -> int:
+        """1 on a CPU, too."""
+        return max(1, len(self.cuts))
+
+    def of_gpu(self, i: int) -> Plan[Any]:
+        """The same for one of several GPUs, with the shape that it runs."""
+        plan: Plan[Any] = self
+        return replace(plan, shape=self.cuts[i].shape)
 
     @property
     def speaks(self) -> bool:
@@ -150,8 +164,13 @@ class Plan(Generic[S]):
         return self.n_slots * self.state_bytes
 
     @property
+    def host_page_bytes(self) -> int:
+        """Bytes of a page on the host: of all GPUs together."""
+        return self.n_gpus * self.page_bytes
+
+    @property
     def n_host_units(self) -> int:
-        return self.host_bytes // self.page_bytes
+        return self.host_bytes // self.host_page_bytes
 
     @property
     def total_bytes(self) -> int:
@@ -179,11 +198,12 @@ class Plan(Generic[S]):
     @property
     def host_sequence_bytes(self) -> int:
         """Host memory that one sequence of full length and its state take: the tier's default."""
-        return self.sequence_bytes + self.whole_pages(self.state_bytes + self.page_bytes - 1)
+        state_bytes = self.n_gpus * self.state_bytes
+        return self.n_gpus * self.sequence_bytes + self.whole_pages(state_bytes + self.host_page_bytes - 1)
 
     def whole_pages(self, n_bytes: float) -> int:
-        """Bytes of as many pages as n_bytes hold."""
-        return int(n_bytes) // self.page_bytes * self.page_bytes
+        """Bytes of as many pages as n_bytes of the host hold."""
+        return int(n_bytes) // self.host_page_bytes * self.host_page_bytes
 
 
 TextPlan = Plan[ModelShape]
@@ -280,16 +300,17 @@ def make_plan(
     free_bytes: int,
     host_free_bytes: int | None = None,
     tower: VisionShape | None = None,
+    cuts: tuple[Cuts, ...] = (),
 ) -> Plan[S]:
     """Sizes for this model in free_bytes of the device's memory.
 
-    tower: of its pictures, if it takes any. host_free_bytes: of a GPU's host (default: what is free now).
+    tower: of its pictures, if it takes any. cuts: for several GPUs, of which shape is the largest part. host_free_bytes: of a GPU's host (default: what is free now).
     Raises ConfigError when the model or a setting does not fit, naming the largest value that would, or when
     a setting means nothing here; UnsupportedModelError for a geometry that the kernels cannot run.
     """
     kind.check(shape)
     config = without_foreign(config, kind.device, kind.name)
-    asked = _asked(config, shape, kind, n_real, free_bytes, tower)
+    asked = _asked(config, shape, kind, n_real, free_bytes, tower, cuts)
     plan = _shrunk(asked, kind, config)
     if plan.spare_bytes < 0:
         raise _refusal(asked, plan, kind, config)
@@ -308,7 +329,13 @@ def make_plan(
 
 
 def _asked(
-    config: EngineConfig, shape: S, kind: Kind[S], n_real: int, free_bytes: int, tower: VisionShape | None
+    config: EngineConfig,
+    shape: S,
+    kind: Kind[S],
+    n_real: int,
+    free_bytes: int,
+    tower: VisionShape | None,
+    cuts: tuple[Cuts, ...],
 ) -> Plan[S]:
     """The plan of the settings and defaults, with its workspace.
 
@@ -354,6 +381,7 @@ def _asked(
         workspace={},
         max_drafts=kind.max_drafts(config, shape),
         cpus=pinned_cpus(n_threads) if config.pin_threads else (),
+        cuts=cuts,
     )
     if not kind.on_gpu:
         plan = replace(plan, host_bytes=plan.whole_pages((config.cache_host_gb or 0.0) * 1e9))

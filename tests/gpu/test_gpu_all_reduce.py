@@ -1,5 +1,5 @@
 """Sums over ranks. Off a GPU each rank is a process with an interpreter of its own, over shared memory; on one, or more, ranks are
-streams of this process."""
+threads of this process."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,33 +18,45 @@ from torch import Tensor
 from deltic.bench.gpu_all_reduce import bench
 from deltic.config import ConfigError
 from deltic.ops.contract import KernelError
+from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.all_reduce import (
     Rank,
+    Shared,
     all_gather,
     all_reduce,
     all_reduce_norm,
+    apart,
     column_blocks,
     columns_of,
+    let_reach,
     make_ranks,
     rank_of,
     shared_buffers,
 )
-from deltic.ops.gpu.launch import INTERPRETED, Levers
+from deltic.ops.gpu.launch import INTERPRETED, Levers, allocate_on
 from deltic.ops.gpu.norm import add_norm
 
 LEVERS = Levers()
 ROWS = (1, 5, 3, 5, 1, 2)
 """Of calls one after another: places are used again by other numbers of rows."""
 EPS = 1e-6
-Case = tuple[int, int, int, int]
-"""Ranks, width, slices of each, and the epoch at which all begin."""
+AT_A_TIME = 3
+"""Rows of a launch."""
+Case = tuple[int, int, int, int, torch.dtype]
+"""Ranks, width, slices of each, the epoch at which all begin, and the type of what is sent."""
 
 
-def given(n_ranks: int, width: int, n_slices: int, _: int) -> tuple[list[list[Tensor]], list[Tensor], Tensor]:
+def given(
+    n_ranks: int, width: int, n_slices: int, _: int, dtype: torch.dtype
+) -> tuple[list[list[Tensor]], list[Tensor], Tensor]:
     """Partial sums by call and rank, the residual of each call, and the norm's weights."""
-    torch.manual_seed(n_ranks * width)
-    partials = [[torch.randn(n_slices, n, width) for _ in range(n_ranks)] for n in ROWS]
-    return partials, [torch.randn(n, width) for n in ROWS], torch.randn(width) * 0.1
+    generator = torch.Generator().manual_seed(n_ranks * width)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator)
+
+    partials = [[random(n_slices, n, width).to(dtype) for _ in range(n_ranks)] for n in ROWS]
+    return partials, [random(n, width) for n in ROWS], random(width) * 0.1
 
 
 def tree(parts: list[Tensor]) -> Tensor:
@@ -56,7 +69,7 @@ def sums(partials: list[Tensor]) -> Tensor:
     """What every rank is to have: slices of each in order, ranks in their tree."""
     own = []
     for slices in partials:
-        total = slices[0].clone()
+        total = slices[0].float()
         for one in slices[1:]:
             total += one
         own.append(total)
@@ -86,6 +99,18 @@ def room(width: int, device: str) -> Found:
     return [tuple(torch.full((n, width), torch.nan, dtype=type, device=device) for type in types) for n in ROWS]
 
 
+def all_shared(case: Case, allocate: Callable[[int], Allocate]) -> list[Shared]:
+    """By rank; allocate: for a rank."""
+    n_ranks, width, _, _, dtype = case
+    return [
+        (
+            *shared_buffers(n_ranks, AT_A_TIME, width, allocate(i), dtype=dtype),
+            allocate(i)("out", (max(ROWS), width), torch.bfloat16),
+        )
+        for i in range(n_ranks)
+    ]
+
+
 def join(of_rank: Callable[[int], None], n_ranks: int) -> None:
     """Runs each rank in a process."""
     fork = multiprocessing.get_context("fork")
@@ -99,10 +124,10 @@ def join(of_rank: Callable[[int], None], n_ranks: int) -> None:
 
 
 def in_processes(case: Case) -> list[Found]:
-    n_ranks, width, _, epoch = case
-    shared = [shared_buffers(n_ranks, max(ROWS), width, "cpu") for _ in range(n_ranks)]
+    n_ranks, width, _, epoch, _ = case
+    shared = all_shared(case, lambda i: lambda name, size, dtype: torch.zeros(size, dtype=dtype).share_memory_())
     found = [room(width, "cpu") for _ in range(n_ranks)]
-    for each in (*shared, *(call for of_rank in found for call in of_rank)):
+    for each in (call for of_rank in found for call in of_rank):
         for one in each:
             one.share_memory_()
     for _, flags, _ in shared:
@@ -111,28 +136,46 @@ def in_processes(case: Case) -> list[Found]:
     return found
 
 
-def in_streams(case: Case) -> list[Found]:
-    n_ranks, width, _, epoch = case
+def in_threads(case: Case) -> list[Found]:
+    """A thread each: what one copies to its GPU waits for what was started before."""
+    n_ranks, width, n_slices, epoch, dtype = case
     devices = [f"cuda:{i % torch.cuda.device_count()}" for i in range(n_ranks)]
-    ranks, found = make_ranks(max(ROWS), width, devices), [room(width, device) for device in devices]
+    let_reach(devices)
+    shared, found = all_shared(case, lambda i: allocate_on(devices[i])), [room(width, device) for device in devices]
+    ranks = [rank_of(i, shared) for i in range(n_ranks)]
+    streams = [torch.cuda.Stream(device) for device in devices]
+
+    def of_rank(i: int, epoch: int = epoch) -> None:
+        with torch.cuda.device(devices[i]), torch.cuda.stream(streams[i]):
+            run(ranks[i], (n_ranks, width, n_slices, epoch, dtype), found[i])
+            streams[i].synchronize()
+
+    with apart(ranks):
+        for i in range(n_ranks):
+            of_rank(i, 0)
     for rank in ranks:
         rank.flags.fill_(epoch)
-    torch.cuda.synchronize()
-    streams = [torch.cuda.Stream(device) for device in devices]
-    for stream, rank, out in zip(streams, ranks, found, strict=True):
-        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-            run(rank, case, out)
-    for stream in streams:
-        stream.synchronize()
+        torch.cuda.synchronize(rank.flags.device)
+    with ThreadPoolExecutor(n_ranks) as threads:
+        list(threads.map(of_rank, range(n_ranks)))
     return found
 
 
 @pytest.mark.parametrize(
-    "case", [(2, 96, 1, 0), (2, 1024, 4, 0), (4, 520, 2, 0), (8, 64, 1, 0), (2, 64, 1, 2**31 - 4)], ids=str
+    "case",
+    [
+        (2, 96, 1, 0, torch.float32),
+        (2, 1024, 4, 0, torch.float32),
+        (2, 1024, 1, 0, torch.bfloat16),
+        (4, 520, 2, 0, torch.float32),
+        (8, 64, 1, 0, torch.float32),
+        (2, 64, 1, 2**31 - 4, torch.float32),
+    ],
+    ids=str,
 )
 def test_every_rank_has_the_same_sum(device: str, case: Case) -> None:
     partials, residuals, w = given(*case)
-    found = in_processes(case) if INTERPRETED else in_streams(case)
+    found = in_processes(case) if INTERPRETED else in_threads(case)
     for call in range(len(ROWS)):
         total, residual = sums(partials[call]).to(device), residuals[call].to(device, copy=True)
         normed = torch.empty_like(residual, dtype=torch.bfloat16)
@@ -141,7 +184,7 @@ def test_every_rank_has_the_same_sum(device: str, case: Case) -> None:
             of_call = [one.to(device) for one in of_rank[call]]
             for wanted, one in zip((total, residual, normed), of_call, strict=False):
                 assert torch.equal(wanted, one)
-            mine = slice(rank, None, len(found))
+            mine = torch.arange(len(residual)) % AT_A_TIME % len(found) == rank
             assert torch.equal(residual[mine], of_call[3][mine]) and torch.equal(normed, of_call[4])
 
 
@@ -168,11 +211,14 @@ def test_what_does_not_fit_is_an_error(device: str) -> None:
     with pytest.raises(KernelError, match="2, 4, 8"):
         make_ranks(4, 64, [device] * 3)
     ranks = make_ranks(4, 64, [device] * 2)[0]
-    out = torch.empty(5, 64, device=device)
+    out, w = torch.empty(5, 64, device=device), torch.empty(64, device=device)
     with pytest.raises(KernelError, match="N up to 4"):
-        all_reduce(torch.zeros(1, 5, 64, device=device), out, ranks=ranks, levers=LEVERS)
+        all_reduce_norm(out, torch.zeros(1, 5, 64, device=device), w, EPS, ranks=ranks, levers=LEVERS)
     with pytest.raises(KernelError, match="float32 out"):
         all_reduce(torch.zeros(1, 4, 64, device=device), out, ranks=ranks, levers=LEVERS)
+    shared = all_shared((2, 64, 1, 0, torch.bfloat16), lambda i: allocate_on(device))
+    with pytest.raises(KernelError, match="bfloat16 holds"):
+        all_reduce(torch.zeros(1, 5, 64, device=device), out, ranks=rank_of(0, shared), levers=LEVERS)
 
 
 def test_the_bench_times_every_way(tmp_path: Path) -> None:

@@ -199,7 +199,7 @@ def _warmups() -> dict[str, tuple[int, str]]:
         patch.setattr(gpu_compile, "Compilation", Done)
         patch.setattr(gpu_compile, "n_usable_cpus", lambda: 2)
         patch.setattr(build, "sees_gpu", lambda: True)
-        patch.setattr(torch.cuda, "mem_get_info", lambda: (FREE_BYTES, FREE_BYTES))
+        patch.setattr(torch.cuda, "mem_get_info", lambda device: (FREE_BYTES, FREE_BYTES))
         for kind, (path, more) in models.items():
             for _ in range(2):  # the second time the cache is known to hold them
                 with contextlib.redirect_stdout(io.StringIO()) as said:

@@ -293,35 +293,40 @@ class Linears:
 class Exchange:
     """What one of several GPUs has for what it shares with the others."""
 
-    sums: Rank
-    logits: Mapping[str, Columns]  # of a decode and of a prefill
+    sums: Mapping[str, Rank]  # of a decode and of a prefill
+    logits: Mapping[str, Columns]  # the same
     part: Tensor  # float32, flat: this rank's columns of logits
+
+    @property
+    def parts(self) -> list[Rank | Columns]:
+        return [*self.sums.values(), *self.logits.values()]
 
 
 class QwenGpu:
     """The weights in rows, and the two forwards over given buffers; behind each, the draft head's."""
 
-    def __init__(self, shape: ModelShape, weights: Weights, max_len: int, levers: Levers) -> None:
+    def __init__(
+        self, shape: ModelShape, weights: Weights, max_len: int, levers: Levers, exchange: Exchange | None = None
+    ) -> None:
+        """exchange: with other GPUs, of which each has a part of every layer."""
         self.shape, self.weights, self.levers = shape, weights, levers
         self.linears = Linears([*weights.named_parts(), ("lm_head", weights.lm_head)], levers)
         self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
         device = weights.norm.device
         self.gdn_weights = weights.gdn()
-        self.exchange: Exchange | None = None
-        """With other GPUs, of which each has a part of every layer."""
+        self.exchange = exchange
         angles = rotary_tables(shape.inv_freq(), max_len, shape.rope_attention_factor)
         self.cos, self.sin = (to_device(table, device) for table in angles)
 
-    def _add_norm(self, residual: Tensor, partials: Tensor | None, w: Tensor, normed: Tensor) -> None:
-        """residual += partials, of all GPUs; normed = its norm."""
+    def _add_norm(self, residual: Tensor, partials: Tensor | None, w: Tensor, normed: Tensor, kind: str) -> None:
+        """residual += partials, of all GPUs; normed = its norm. kind: of a decode or a prefill, whose normed
+        rows these are.
+        """
         eps, levers = self.shape.rms_norm_eps, self.levers
         if self.exchange is None or partials is None:
             add_norm(residual, partials, w, eps, normed, levers=levers)
-            return
-        sums = self.exchange.sums
-        for i in range(0, len(residual), sums.n_rows):
-            some = slice(i, i + sums.n_rows)
-            all_reduce_norm(residual[some], partials[:, some], w, eps, out=normed[some], ranks=sums, levers=levers)
+        else:
+            all_reduce_norm(residual, partials, w, eps, ranks=self.exchange.sums[kind], levers=levers)
 
     def _logits(self, normed: Tensor, logits: Tensor, rows: Fp8Rows | None, kind: str) -> None:
         """float32 [1, N, V] of normed rows [N, H], of a decode or a prefill."""
@@ -350,7 +355,7 @@ class QwenGpu:
         i_gdn = i_attn = 0
         normed = front(b.normed, n, h)
         for i, layer in enumerate(w.layers):
-            self._add_norm(residual, partial, layer.input_norm, normed)
+            self._add_norm(residual, partial, layer.input_norm, normed, "decode")
             if isinstance(layer, GdnLayer):
                 proj = linears.partial(f"layers.{i}.in_proj", normed, b.proj, b.fp8)
                 mixed = front(b.mixed, n, shape.gdn_value_size)
@@ -389,9 +394,9 @@ class QwenGpu:
                 )
                 partial = linears.partial(f"layers.{i}.o_proj", mixed, b.partial, b.fp8)
                 i_attn += 1
-            self._add_norm(residual, partial, layer.post_norm, normed)
+            self._add_norm(residual, partial, layer.post_norm, normed, "decode")
             partial = self._decode_feed_forward(f"layers.{i}.mlp.", layer.mlp, normed, b, rows.slot)
-        self._add_norm(residual, partial, w.norm, normed)
+        self._add_norm(residual, partial, w.norm, normed, "decode")
         logits = front(b.logits, 1, n, shape.vocab_size)
         self._logits(normed, logits, b.fp8, "decode")
         return logits[0]
@@ -549,7 +554,7 @@ class QwenGpu:
         embed(inputs.token_ids, w.embed, residual, pictures)
         i_gdn = i_attn = 0
         for i, layer in enumerate(w.layers):
-            self._add_norm(residual, added, layer.input_norm, normed)
+            self._add_norm(residual, added, layer.input_norm, normed, "prefill")
             added = y[None]
             if isinstance(layer, GdnLayer):
                 proj = front(b.proj, t, shape.gdn_in_proj_rows)
@@ -592,10 +597,10 @@ class QwenGpu:
                 )
                 linears.project_many(f"layers.{i}.o_proj", mixed, y, b.wide)
                 i_attn += 1
-            self._add_norm(residual, added, layer.post_norm, normed)
+            self._add_norm(residual, added, layer.post_norm, normed, "prefill")
             self._feed_forward(i, layer.mlp, normed, inputs.blocks, b, y)
         if b.hidden is not None or self.exchange is not None:
-            self._add_norm(residual, added, w.norm, normed if b.hidden is None else front(b.hidden, t, h))
+            self._add_norm(residual, added, w.norm, normed if b.hidden is None else front(b.hidden, t, h), "prefill")
         return self.logits_of(inputs.logit_row, n_blocks, b)
 
     def _feed_forward(
@@ -656,10 +661,12 @@ class QwenGpu:
         """
         t, h, n = n_blocks * BLOCK, self.shape.hidden_size, rows.shape[0]
         final, logits = b.final[:n], front(b.logits.view(-1), 1, n, self.shape.vocab_size)
-        residual, y = front(b.residual, t, h), None if self.exchange is not None else front(b.y, 1, t, h)
         if b.hidden is not None:  # the draft head has used the others since then
             take_rows(front(b.hidden, t, h), rows, final)
+        elif self.exchange is not None:  # whose residual is not whole
+            take_rows(front(b.normed, t, h), rows, final)
         else:
+            residual, y = front(b.residual, t, h), front(b.y, 1, t, h)
             add_norm(residual, y, self.weights.norm, self.shape.rms_norm_eps, final, rows=rows, levers=self.levers)
         self._logits(final, logits, b.wide.rows, "prefill")
         return logits[0]

@@ -143,6 +143,7 @@ class Cuts:
             moe_intermediate_size=_size(self.expert),
             shared_intermediate_size=_size(self.shared),
             head_rows=_size(self.head),
+            tie_word_embeddings=False,
         )
 
     def _channels(self) -> Runs:
@@ -209,6 +210,17 @@ class Cuts:
         starts = [i * height + half for i in range(n_experts) for half in (0, height // 2)]
         runs = tuple((first + begin, first + end) for first in starts)
         return View(tensor, (n_experts, 2 * (end - begin), k), runs)
+
+
+def cut(shape: ModelShape, n_ranks: int) -> tuple[ModelShape, tuple[Cuts, ...]]:
+    """What each of several ranks has, and the shape of the largest part; of one rank the model, and nothing.
+
+    Raises UnsupportedModelError as `Cuts`.
+    """
+    if n_ranks == 1:
+        return shape, ()
+    cuts = tuple(Cuts(shape, rank, n_ranks) for rank in range(n_ranks))
+    return max((part.shape for part in cuts), key=lambda part: part.n_params), cuts
 
 
 def _by_end(of: Mapping[str, Runs], name: str) -> Runs | None:

@@ -22,6 +22,7 @@ one way.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,32 +32,79 @@ import triton.language as tl
 from torch import Tensor
 
 from deltic.ops.contract import check
-from deltic.ops.gpu.launch import Levers, launch
+from deltic.ops.geometry import Allocate
+from deltic.ops.gpu.launch import Levers, allocate_on, launch
 from deltic.ops.gpu.norm import LANES, load_pieces, norm_warps, pieces, store_norm, store_pieces
+
+ONE_SHOT_ROWS = 256
+"""Rows that a rank writes to all others together, up to which one shot is faster (`deltic bench allreduce`)."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank has for sums of up to `n_rows` rows of `width` columns."""
+    """What one rank has for sums of rows, n_rows of them in a launch."""
 
     rank: int
-    n_ranks: int
-    n_rows: int
-    width: int
-    inbox: Tensor  # float32 [2, ranks, rows, width]
-    flags: Tensor  # int32 [ranks, rows]: the epoch that a rank has written
-    epochs: Tensor  # int32 [rows]
-    out: Tensor  # bfloat16 [rows, width]: normed rows in two shots
+    inbox: Tensor  # float32 or bfloat16 [2, ranks, n_rows, width]
+    flags: Tensor  # int32 [ranks, n_rows]: the epoch that a rank has written
+    epochs: Tensor  # int32 [n_rows]
+    out: Tensor  # bfloat16 [rows, width]: normed rows, for the others to write to in two shots
     inboxes: Tensor  # int64 [ranks]: addresses of all inboxes
     flag_lists: Tensor  # int64 [ranks]: of all flags
     outs: Tensor  # int64 [ranks]: of all out
 
+    @property
+    def n_ranks(self) -> int:
+        return len(self.flags)
+
+    @property
+    def n_rows(self) -> int:
+        return self.flags.shape[1]
+
+    @property
+    def width(self) -> int:
+        return self.inbox.shape[3]
+
+    def shots(self, n: int) -> int:
+        """In how many shots sums of n rows are made."""
+        return 1 if n * (self.n_ranks - 1) <= ONE_SHOT_ROWS else 2
+
+
+Shared = tuple[Tensor, Tensor, Tensor]
+"""Inbox, flags and out of a rank, which the others write to."""
+
+
+def shared_buffers(
+    n_ranks: int, n_rows: int, width: int, allocate: Allocate, name: str = "sums", dtype: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
+    """Inbox and flags of a rank, for sums of n_rows rows in a launch. dtype: of what is sent."""
+    return (
+        allocate(f"{name} of others", (2, n_ranks, n_rows, width), dtype),
+        allocate(f"flags of {name}", (n_ranks, n_rows), torch.int32),
+    )
+
+
+def rank_of(rank: int, shared: Sequence[Shared]) -> Rank:
+    """Of the buffers of all ranks, which this one can reach."""
+    inbox, flags, out = shared[rank]
+    out = out.view(-1, inbox.shape[3])
+    epochs = torch.zeros(flags.shape[1], dtype=torch.int32, device=inbox.device)
+    return Rank(rank, inbox, flags, epochs, out, *_addresses(zip(*shared, strict=True), inbox.device))
+
 
 def make_ranks(n_rows: int, width: int, devices: Sequence[torch.device | str]) -> list[Rank]:
-    """One on each device, in one process. On GPUs each may be read and written by the others from here on.
+    """One on each device, in one process. Raises KernelError as `let_reach`."""
+    let_reach(devices)
+    shared = []
+    for device in devices:
+        out = torch.zeros(n_rows, width, dtype=torch.bfloat16, device=device)
+        shared.append((*shared_buffers(len(devices), n_rows, width, allocate_on(device)), out))
+    return [rank_of(i, shared) for i in range(len(devices))]
 
-    Raises KernelError for a number of ranks that is no power of two, and for GPUs without access to each
-    other.
+
+def let_reach(devices: Sequence[torch.device | str]) -> None:
+    """Lets these GPUs read and write each other's memory from here on. Raises KernelError for a number of
+    them that is no power of two, and for GPUs without access to each other.
     """
     n = len(devices)
     check("all_reduce", n > 1 and n & (n - 1) == 0, "2, 4, 8 ... ranks")
@@ -65,28 +113,6 @@ def make_ranks(n_rows: int, width: int, devices: Sequence[torch.device | str]) -
             if torch.device(one).type == "cuda" and one != other:
                 check("all_reduce", torch.cuda.can_device_access_peer(one, other), f"access from {one} to {other}")
                 torch.zeros(1, device=one).to(other)  # torch lets one access the other with the first copy
-    shared = [shared_buffers(n, n_rows, width, device) for device in devices]
-    return [rank_of(i, shared) for i in range(n)]
-
-
-Shared = tuple[Tensor, Tensor, Tensor]
-
-
-def shared_buffers(n_ranks: int, n_rows: int, width: int, device: torch.device | str) -> Shared:
-    """Inbox, flags and out of a rank."""
-    return (
-        torch.zeros(2, n_ranks, n_rows, width, device=device),
-        torch.zeros(n_ranks, n_rows, dtype=torch.int32, device=device),
-        torch.zeros(n_rows, width, dtype=torch.bfloat16, device=device),
-    )
-
-
-def rank_of(rank: int, shared: Sequence[Shared]) -> Rank:
-    """Of the buffers of all ranks, which this one can reach."""
-    inbox, flags, out = shared[rank]
-    _, n, n_rows, width = inbox.shape
-    epochs = torch.zeros(n_rows, dtype=torch.int32, device=inbox.device)
-    return Rank(rank, n, n_rows, width, inbox, flags, epochs, out, *_addresses(zip(*shared, strict=True), inbox.device))
 
 
 def _addresses(shared: Iterable[Iterable[Tensor]], device: torch.device) -> Iterator[Tensor]:
@@ -122,16 +148,18 @@ def _sum_of_slices(p_partials, row, width, stride, PARTIALS: tl.constexpr, LANES
 
 
 @triton.jit
-def _send(p_inboxes, to, own, turn, row, n_rows, width, RANK: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr):
+def _send(
+    p_inboxes, p_inbox, to, rank, own, turn, row, n_rows, width, LANES: tl.constexpr, PIECES: tl.constexpr
+):
     """Writes this rank's share to the inbox of rank `to`."""
-    p_to = tl.load(p_inboxes + to).to(tl.pointer_type(tl.float32))
-    store_pieces(p_to + ((turn + RANK) * n_rows + row).to(tl.int64) * width, own, width, LANES, PIECES)
+    p_to = tl.multiple_of(tl.load(p_inboxes + to).to(p_inbox.dtype), 16)
+    store_pieces(p_to + ((turn + rank) * n_rows + row).to(tl.int64) * width, own, width, LANES, PIECES)
 
 
 @triton.jit
-def _raise_flag(p_flag_lists, to, row, n_rows, epoch, RANK: tl.constexpr):
+def _raise_flag(p_flag_lists, to, rank, row, n_rows, epoch):
     """Tells rank `to` that what this one has written there is whole; all threads have written before."""
-    p_flag = tl.load(p_flag_lists + to).to(tl.pointer_type(tl.int32)) + RANK * n_rows + row
+    p_flag = tl.load(p_flag_lists + to).to(tl.pointer_type(tl.int32)) + rank * n_rows + row
     tl.atomic_xchg(p_flag, epoch, sem="release", scope="sys")
 
 
@@ -145,22 +173,21 @@ def _wait_for(p_flags, of, row, n_rows, epoch):
 
 
 @triton.jit
-def _meet(p_flags, p_flag_lists, p_epochs, slot, n_slots, epoch, RANK: tl.constexpr, RANKS: tl.constexpr):
+def _meet(p_flags, p_flag_lists, p_epochs, rank, slot, n_slots, epoch, RANKS: tl.constexpr):
     """Until all ranks are here, and what they have written to each other for this slot is whole."""
     tl.debug_barrier()  # all threads have written
     for q in tl.static_range(RANKS):
-        if q != RANK:
-            _raise_flag(p_flag_lists, q, slot, n_slots, epoch, RANK)
+        if q != rank:
+            _raise_flag(p_flag_lists, q, rank, slot, n_slots, epoch)
     tl.store(p_epochs + slot, epoch)
     for q in tl.static_range(RANKS):
-        if q != RANK:
+        if q != rank:
             _wait_for(p_flags, q, slot, n_slots, epoch)
 
 
 @triton.jit
 def _sum_of_ranks(
-    p_inbox, own, turn, row, n_rows, width, RANK: tl.constexpr, RANKS: tl.constexpr, LANES: tl.constexpr,
-    PIECES: tl.constexpr,
+    p_inbox, rank, own, turn, row, n_rows, width, RANKS: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr
 ):
     """The row of all ranks, in pieces; the others' have come."""
     found: tl.tuple = ()
@@ -168,11 +195,9 @@ def _sum_of_ranks(
         o_col = j * LANES + tl.arange(0, LANES)
         parts: tl.tuple = ()
         for q in tl.static_range(RANKS):
-            if q == RANK:
-                parts += (own[j],)
-            else:
-                p_from = p_inbox + ((turn + q) * n_rows + row).to(tl.int64) * width
-                parts += (tl.load(p_from + o_col, mask=o_col < width, other=0.0, volatile=True),)
+            p_from = p_inbox + ((turn + q) * n_rows + row).to(tl.int64) * width + o_col
+            b_part = tl.load(p_from, mask=(o_col < width) & (q != rank), other=0.0, volatile=True).to(tl.float32)
+            parts += (tl.where(q == rank, own[j], b_part),)
         found += (_tree(parts, RANKS),)
     return found
 
@@ -188,11 +213,11 @@ def _add_to_row(p_row, total, width, LANES: tl.constexpr, PIECES: tl.constexpr):
     return added
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank"])
 def _one_shot_kernel(
-    p_partials, p_inbox, p_flags, p_epochs, p_inboxes, p_flag_lists, p_residual, p_w, p_out, n_rows, width, stride,
-    inverse_width, eps, RANK: tl.constexpr, RANKS: tl.constexpr, PARTIALS: tl.constexpr, LANES: tl.constexpr,
-    PIECES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
+    p_partials, p_inbox, p_flags, p_epochs, p_inboxes, p_flag_lists, p_residual, p_w, p_out, rank, n_rows, width, stride,
+    inverse_width, eps, RANKS: tl.constexpr, PARTIALS: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr,
+    NORM: tl.constexpr, PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     if NORM:
@@ -204,11 +229,11 @@ def _one_shot_kernel(
     turn = (epoch & 1) * RANKS
     own = _sum_of_slices(p_partials, row, width, stride, PARTIALS, LANES, PIECES)
     for q in tl.static_range(RANKS):
-        if q != RANK:
-            _send(p_inboxes, q, own, turn, row, n_rows, width, RANK, LANES, PIECES)
-    _meet(p_flags, p_flag_lists, p_epochs, row, n_rows, epoch, RANK, RANKS)
+        if q != rank:
+            _send(p_inboxes, p_inbox, q, rank, own, turn, row, n_rows, width, LANES, PIECES)
+    _meet(p_flags, p_flag_lists, p_epochs, rank, row, n_rows, epoch, RANKS)
     tl.debug_barrier()
-    total = _sum_of_ranks(p_inbox, own, turn, row, n_rows, width, RANK, RANKS, LANES, PIECES)
+    total = _sum_of_ranks(p_inbox, rank, own, turn, row, n_rows, width, RANKS, LANES, PIECES)
     o_row = row.to(tl.int64) * width
     if NORM:
         added = _add_to_row(p_residual + o_row, total, width, LANES, PIECES)
@@ -217,11 +242,11 @@ def _one_shot_kernel(
         store_pieces(p_out + o_row, total, width, LANES, PIECES)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "first"])
 def _two_shot_kernel(
-    p_partials, p_inbox, p_flags, p_epochs, p_inboxes, p_flag_lists, p_residual, p_w, p_outs, n_rows, width, stride,
-    inverse_width, eps, RANK: tl.constexpr, RANKS: tl.constexpr, PARTIALS: tl.constexpr, LANES: tl.constexpr,
-    PIECES: tl.constexpr, PDL: tl.constexpr,
+    p_partials, p_inbox, p_flags, p_epochs, p_inboxes, p_flag_lists, p_residual, p_w, p_outs, rank, n_rows, width, stride,
+    inverse_width, eps, first, RANKS: tl.constexpr, PARTIALS: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr,
+    PDL: tl.constexpr,
 ):
     """Each row has one owner, which waits for the others; they wait for what it makes of the row."""
     row = tl.program_id(0)
@@ -232,77 +257,83 @@ def _two_shot_kernel(
     epoch, owner = tl.load(p_epochs + row) + 1, row % RANKS
     turn, o_row = (epoch & 1) * RANKS, row.to(tl.int64) * width
     own = _sum_of_slices(p_partials, row, width, stride, PARTIALS, LANES, PIECES)
-    tl.store(p_epochs + row, epoch)
-    if owner == RANK:
+    if owner == rank:
         for q in tl.static_range(RANKS):
-            if q != RANK:
+            if q != rank:
                 _wait_for(p_flags, q, row, n_rows, epoch)
         tl.debug_barrier()
-        total = _sum_of_ranks(p_inbox, own, turn, row, n_rows, width, RANK, RANKS, LANES, PIECES)
+        total = _sum_of_ranks(p_inbox, rank, own, turn, row, n_rows, width, RANKS, LANES, PIECES)
         added = _add_to_row(p_residual + o_row, total, width, LANES, PIECES)
         for q in tl.static_range(RANKS):
-            p_to = tl.load(p_outs + q).to(tl.pointer_type(tl.bfloat16))
-            store_norm(p_to + o_row, added, weights, width, inverse_width, eps, LANES, PIECES)
+            p_to = tl.multiple_of(tl.load(p_outs + q).to(tl.pointer_type(tl.bfloat16)), 16)
+            store_norm(p_to + first.to(tl.int64) * width + o_row, added, weights, width, inverse_width, eps, LANES, PIECES)
         tl.debug_barrier()
         for q in tl.static_range(RANKS):
-            if q != RANK:
-                _raise_flag(p_flag_lists, q, row, n_rows, epoch, RANK)
+            if q != rank:
+                _raise_flag(p_flag_lists, q, rank, row, n_rows, epoch)
     else:
-        _send(p_inboxes, owner, own, turn, row, n_rows, width, RANK, LANES, PIECES)
+        _send(p_inboxes, p_inbox, owner, rank, own, turn, row, n_rows, width, LANES, PIECES)
         tl.debug_barrier()
-        _raise_flag(p_flag_lists, owner, row, n_rows, epoch, RANK)
+        _raise_flag(p_flag_lists, owner, rank, row, n_rows, epoch)
         _wait_for(p_flags, owner, row, n_rows, epoch)
-
-
-def _checked(partials: Tensor, ranks: Rank) -> int:
-    n = partials.shape[1]
-    fits = partials.is_contiguous() and n <= ranks.n_rows and partials.shape[2] == ranks.width
-    check("all_reduce", fits, f"contiguous partials [S, N, {ranks.width}], N up to {ranks.n_rows}")
-    return n
+    tl.store(p_epochs + row, epoch)  # behind a barrier: until then threads may still read it
 
 
 def _launch(
-    kernel: Any, partials: Tensor, ranks: Rank, n: int, residual: Tensor | None, w: Tensor | None, eps: float, out: Tensor,
-    levers: Levers, **more: Any,
+    kernel: Any, partials: Tensor, ranks: Rank, first: int, residual: Tensor | None, w: Tensor | None, eps: float,
+    out: Tensor, levers: Levers, *more: int, **constants: bool,
 ) -> None:
-    width = ranks.width
+    """For the rows of one launch, from row `first` on."""
+    n_slices, n, width = partials.shape
+    last = min(n, first + ranks.n_rows)
     launch(
-        kernel, (n,), partials, ranks.inbox, ranks.flags, ranks.epochs, ranks.inboxes, ranks.flag_lists, residual, w, out,
-        ranks.n_rows, width, n * width, 1.0 / width, eps, RANK=ranks.rank, RANKS=ranks.n_ranks, PARTIALS=len(partials),
-        LANES=LANES, PIECES=pieces(width), pdl=levers.pdl, num_warps=norm_warps(n, width), **more,
+        kernel, (last - first,), partials[:, first:], ranks.inbox, ranks.flags, ranks.epochs, ranks.inboxes, ranks.flag_lists,
+        None if residual is None else residual[first:], w, out, ranks.rank, ranks.n_rows, width, n * width, 1.0 / width, eps,
+        *more, RANKS=ranks.n_ranks, PARTIALS=n_slices, LANES=LANES, PIECES=pieces(width), pdl=levers.pdl,
+        num_warps=norm_warps(last - first, width), **constants,
     )
+
+
+def _check(partials: Tensor, ranks: Rank) -> None:
+    fits = partials.is_contiguous() and partials.shape[2] == ranks.width
+    check("all_reduce", fits, f"contiguous partials [S, N, {ranks.width}]")
+    is_sent_whole = ranks.inbox.dtype == torch.float32 or (partials.dtype == ranks.inbox.dtype and len(partials) == 1)
+    check("all_reduce", is_sent_whole, f"partials that {ranks.inbox.dtype} holds")
 
 
 def all_reduce(partials: Tensor, out: Tensor, *, ranks: Rank, levers: Levers) -> None:
     """out = the sum over ranks, in their tree, of partials[0] + partials[1] + ... of each. partials: float32
     or bfloat16 [S, N, H]; out: float32 [N, H].
     """
-    n = _checked(partials, ranks)
-    check("all_reduce", out.dtype == torch.float32 and out.shape == partials.shape[1:], "float32 out [N, H]")
-    _launch(_one_shot_kernel, partials, ranks, n, None, None, 0.0, out, levers, NORM=False)
+    _check(partials, ranks)
+    fits = out.dtype == torch.float32 and out.shape == partials.shape[1:] and out.is_contiguous()
+    check("all_reduce", fits, "contiguous float32 out [N, H]")
+    for first in range(0, len(out), ranks.n_rows):
+        _launch(_one_shot_kernel, partials, ranks, first, None, None, 0.0, out[first:], levers, NORM=False)
 
 
 def all_reduce_norm(
-    residual: Tensor, partials: Tensor, w: Tensor, eps: float, *, ranks: Rank, levers: Levers, shots: int = 1,
-    out: Tensor | None = None,
+    residual: Tensor, partials: Tensor, w: Tensor, eps: float, *, ranks: Rank, levers: Levers, shots: int | None = None
 ) -> Tensor:
-    """residual += the sum over ranks (`all_reduce`); gives bfloat16(residual / rms * (1 + w)), [N, H], which
-    is in ranks.out, or of one shot in out. One launch.
+    """residual += the sum over ranks (`all_reduce`); gives bfloat16(residual / rms * (1 + w)), [N, H], in
+    ranks.out. One launch for each ranks.n_rows rows.
 
     residual: float32 [N, H]; w: float32 [H], zero-centred. The bits of `all_reduce` with `add_norm` behind
-    it. shots: 2 if of residual only each rank's own rows, i % ranks, are to be right.
+    it. shots: 1 or 2, None for `ranks.shots`. Behind two shots only each rank's own rows of residual, i %
+    ranks of each launch, are right; so of one residual all sums are made with as many shots.
     """
-    n = _checked(partials, ranks)
+    _check(partials, ranks)
+    n = len(residual)
     check("all_reduce", residual.dtype == w.dtype == torch.float32, "float32 residual and w")
     check("all_reduce", residual.shape == partials.shape[1:] and residual.is_contiguous(), "contiguous residual [N, H]")
-    own = ranks.out[:n]
-    check("all_reduce", out is None or (shots == 1 and out.shape == own.shape and out.is_contiguous()), "an out of one shot")
-    if shots == 1:
-        own = own if out is None else out
-        _launch(_one_shot_kernel, partials, ranks, n, residual, w, eps, own, levers, NORM=True)
-    else:
-        _launch(_two_shot_kernel, partials, ranks, n, residual, w, eps, ranks.outs, levers)
-    return own
+    check("all_reduce", n <= len(ranks.out), f"N up to {len(ranks.out)}")
+    out = ranks.out[:n]
+    for first in range(0, n, ranks.n_rows):
+        if (shots or ranks.shots(n)) == 1:
+            _launch(_one_shot_kernel, partials, ranks, first, residual, w, eps, out[first:], levers, NORM=True)
+        else:
+            _launch(_two_shot_kernel, partials, ranks, first, residual, w, eps, ranks.outs, levers, first)
+    return out
 
 
 @dataclass(frozen=True)
@@ -312,7 +343,6 @@ class Columns:
     """
 
     rank: int
-    n_ranks: int
     n_columns: int  # of all ranks
     first: int  # of this one
     whole: Tensor  # float32, flat: all columns
@@ -320,6 +350,10 @@ class Columns:
     epochs: Tensor  # int32 [programs]
     wholes: Tensor  # int64 [ranks]: addresses
     flag_lists: Tensor  # int64 [ranks]
+
+    @property
+    def n_ranks(self) -> int:
+        return len(self.flags)
 
 
 _COLUMNS = 4096
@@ -331,7 +365,7 @@ def columns_of(
     """Of buffers that all ranks can reach; flags zeros at first, as many as rows times `column_blocks`."""
     own, mine = wholes[rank], flags[rank]
     epochs = torch.zeros(mine.shape[1], dtype=torch.int32, device=own.device)
-    return Columns(rank, len(wholes), n_columns, first, own, mine, epochs, *_addresses((wholes, flags), own.device))
+    return Columns(rank, n_columns, first, own, mine, epochs, *_addresses((wholes, flags), own.device))
 
 
 def column_blocks(n_columns: int, n_ranks: int) -> int:
@@ -339,10 +373,10 @@ def column_blocks(n_columns: int, n_ranks: int) -> int:
     return -(-(-(-n_columns // n_ranks) + 16) // _COLUMNS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rank", "first"])
 def _all_gather_kernel(
-    p_part, p_flags, p_epochs, p_wholes, p_flag_lists, n_part, n_whole, first, n_slots, RANK: tl.constexpr,
-    RANKS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
+    p_part, p_flags, p_epochs, p_wholes, p_flag_lists, rank, n_part, n_whole, first, n_slots, RANKS: tl.constexpr,
+    BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     row, slot = tl.program_id(0), tl.program_id(0) * tl.num_programs(1) + tl.program_id(1)
     if PDL:
@@ -350,13 +384,13 @@ def _all_gather_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     epoch = tl.load(p_epochs + slot) + 1
     # what the others had before may still be read there, until they come here
-    _meet(p_flags, p_flag_lists, p_epochs, slot, n_slots, epoch, RANK, RANKS)
+    _meet(p_flags, p_flag_lists, p_epochs, rank, slot, n_slots, epoch, RANKS)
     o_col = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     b_part = tl.load(p_part + row.to(tl.int64) * n_part + o_col, mask=o_col < n_part, other=0.0)
     for q in tl.static_range(RANKS):
-        p_to = tl.load(p_wholes + q).to(tl.pointer_type(tl.float32)) + row.to(tl.int64) * n_whole + first
+        p_to = tl.multiple_of(tl.load(p_wholes + q).to(tl.pointer_type(tl.float32)), 16) + row.to(tl.int64) * n_whole + first
         tl.store(p_to + o_col, b_part, mask=o_col < n_part)
-    _meet(p_flags, p_flag_lists, p_epochs, slot, n_slots, epoch + 1, RANK, RANKS)
+    _meet(p_flags, p_flag_lists, p_epochs, rank, slot, n_slots, epoch + 1, RANKS)
 
 
 def all_gather(part: Tensor, columns: Columns, *, levers: Levers) -> Tensor:
@@ -367,7 +401,39 @@ def all_gather(part: Tensor, columns: Columns, *, levers: Levers) -> Tensor:
     check("all_gather", part.dtype == torch.float32 and part.is_contiguous(), "contiguous float32 columns")
     check("all_gather", fits, f"room for {n} rows of {n_columns}")
     launch(
-        _all_gather_kernel, (n, blocks), part, columns.flags, columns.epochs, columns.wholes, columns.flag_lists, n_part,
-        n_columns, columns.first, n_slots, RANK=columns.rank, RANKS=columns.n_ranks, BLOCK=_COLUMNS, pdl=levers.pdl, num_warps=8,
+        _all_gather_kernel, (n, blocks), part, columns.flags, columns.epochs, columns.wholes, columns.flag_lists, columns.rank,
+        n_part, n_columns, columns.first, n_slots, RANKS=columns.n_ranks, BLOCK=_COLUMNS, pdl=levers.pdl, num_warps=8,
     )
     return columns.whole[: n * n_columns].view(n, n_columns)
+
+
+@contextmanager
+def apart(all_ranks: Sequence[Rank | Columns]) -> Iterator[None]:
+    """Within it no rank waits for another, and sums are wrong: for first starts. A GPU loads a kernel, or a
+    recording, when that is first started, and the driver may then wait for all GPUs that reach each other's
+    memory, one that waits for this rank included.
+
+    all_ranks: of this process. Waits for their GPUs.
+    """
+    lists, nowhere = [ranks.flag_lists.clone() for ranks in all_ranks], list[Tensor]()
+    _wait(all_ranks)
+    for ranks in all_ranks:
+        nowhere.append(torch.empty_like(ranks.flags))
+        ranks.flag_lists.fill_(nowhere[-1].data_ptr())
+        ranks.flags.fill_(1 << 30)
+    _wait(all_ranks)
+    try:
+        yield
+    finally:
+        _wait(all_ranks)
+        for ranks, flag_list in zip(all_ranks, lists, strict=True):
+            ranks.flag_lists.copy_(flag_list)
+            ranks.flags.zero_()
+            ranks.epochs.zero_()
+        _wait(all_ranks)
+
+
+def _wait(all_ranks: Sequence[Rank | Columns]) -> None:
+    for ranks in all_ranks:
+        if ranks.flags.device.type == "cuda":
+            torch.cuda.synchronize(ranks.flags.device)

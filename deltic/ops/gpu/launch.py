@@ -24,6 +24,7 @@ import torch
 import triton
 from torch import Tensor
 
+from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.chip import chip
 
 # Sums of products stay float32 to the end, whatever the shape (bench/gpu/e7_cublas_rows.py).
@@ -160,6 +161,11 @@ def take_rows(x: Tensor, rows: Tensor, out: Tensor) -> None:
     launches.n += 1
     if not launches.compile_only:
         torch.index_select(x, 0, rows, out=out)
+
+
+def allocate_on(device: torch.device | str) -> Allocate:
+    """Allocates what a plan has counted, filled with zeros."""
+    return lambda name, size, dtype: torch.zeros(size, dtype=dtype, device=device)
 
 
 def next_power_of_2(n: int) -> int:

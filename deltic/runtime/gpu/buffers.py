@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -11,16 +12,19 @@ from torch import Tensor
 from deltic.engine.messages import MAX_LOGPROBS
 from deltic.models.qwen.gpu import (
     DecodeBuffers,
+    Exchange,
     HeadBuffers,
     PrefillBuffers,
     decode_buffers,
     head_buffers,
     prefill_buffers,
 )
+from deltic.models.qwen.shard import Cuts
 from deltic.models.tts.gpu import FrameBuffers, PromptBuffers, frame_buffers, prompt_buffers
 from deltic.models.vision.gpu import PIECE, VisionBuffers, vision_buffers
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.geometry import PAGE_SIZE, Allocate
+from deltic.ops.gpu.all_reduce import Columns, Rank, column_blocks, columns_of, rank_of, shared_buffers
 from deltic.ops.gpu.blocks import Drafts, PlaceState, Windows, window_rows
 from deltic.ops.gpu.draft import guess_rows
 from deltic.ops.gpu.frames import FrameParameters
@@ -33,6 +37,8 @@ PIECE_ROWS = 4096
 """Patches of the longest piece of a picture."""
 MAX_SEGMENTS = 32
 """Prompts of one prefill."""
+SUM_ROWS = 2048
+"""Rows of a prefill that GPUs add up at a time: what they send each other needs room."""
 
 ByPlace = TypeVar("ByPlace", PlaceState, PlaceParameters)
 
@@ -66,6 +72,21 @@ class GpuWorkspace(Workspace):
     """Where there is a vision tower."""
     picture_rows: Tensor | None
     """bfloat16 [blocks * PAGE_SIZE, H]: what the vision tower made of pictures, in blocks."""
+    shares: Shares | None
+    """Where the model runs on several GPUs."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Of one of several GPUs: what the others write to beside normed rows and logits, and its columns of
+    logits.
+    """
+
+    sums: dict[str, tuple[Tensor, Tensor]]
+    """Inbox and flags, of a decode and of a prefill."""
+    logit_flags: dict[str, Tensor]
+    part: Tensor
+    """float32, flat."""
 
 
 @dataclass(frozen=True)
@@ -164,6 +185,7 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
         picture_rows = allocate("pictures", (plan.n_picture_blocks * PAGE_SIZE, shape.hidden_size), torch.bfloat16)
     return GpuWorkspace(
         **shared,
+        shares=None if plan.n_gpus == 1 else _shares(plan, allocate),
         guesses=guesses,
         vision=vision,
         picture_rows=picture_rows,
@@ -181,6 +203,42 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
         ),
         prefill=prefill_buffers(shape, codes, n_blocks, min(n_blocks, MAX_SEGMENTS), allocate),
     )
+
+
+def _shares(plan: TextPlan, allocate: Allocate) -> Shares:
+    n, h, n_gpus = plan.n_decode_rows, plan.shape.hidden_size, plan.n_gpus
+    rows = {"decode": n, "prefill": min(plan.max_step_tokens // PAGE_SIZE, MAX_SEGMENTS)}
+    blocks = column_blocks(plan.shape.vocab_size, n_gpus)
+    many = min(plan.max_step_tokens, SUM_ROWS)
+    return Shares(
+        sums={
+            "decode": shared_buffers(n_gpus, n, h, allocate),
+            "prefill": shared_buffers(n_gpus, many, h, allocate, "prefill sums", torch.bfloat16),
+        },
+        logit_flags={
+            kind: allocate(f"flags of {kind} logits", (n_gpus, n_rows * blocks), torch.int32)
+            for kind, n_rows in rows.items()
+        },
+        part=allocate("columns of logits", (max(rows.values()) * plan.shape.head_rows,), torch.float32),
+    )
+
+
+def exchanges(workspaces: Sequence[GpuWorkspace], cuts: Sequence[Cuts]) -> list[Exchange]:
+    """What each of several GPUs has for the others, of the workspaces of all of them, which it can reach."""
+    shares = [w.shares for w in workspaces if w.shares is not None]
+    buffers: dict[str, list[DecodeBuffers | PrefillBuffers]] = {
+        "decode": [w.decode for w in workspaces],
+        "prefill": [w.prefill for w in workspaces],
+    }
+    found = []
+    for rank, (cut, own) in enumerate(zip(cuts, shares, strict=True)):
+        sums, logits = dict[str, Rank](), dict[str, Columns]()
+        for kind, of_kind in buffers.items():
+            sums[kind] = rank_of(rank, [(*s.sums[kind], b.normed) for s, b in zip(shares, of_kind, strict=True)])
+            wholes, flags = [b.logits.view(-1) for b in of_kind], [s.logit_flags[kind] for s in shares]
+            logits[kind] = columns_of(rank, cut.whole.vocab_size, cut.head[0][0], wholes, flags)
+        found.append(Exchange(sums, logits, own.part))
+    return found
 
 
 def gpu_speech_workspace(plan: SpeechPlan, levers: Levers, allocate: Allocate) -> GpuSpeechWorkspace:

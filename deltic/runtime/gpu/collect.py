@@ -7,18 +7,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-
-from deltic.engine.messages import MAX_LOGPROBS
 from deltic.models.qwen.weights import Weights, empty_weights
 from deltic.models.tts.weights import empty_speech_weights
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.weights import empty_vision
 from deltic.models.vocoder.weights import empty_vocoder
-from deltic.ops.geometry import PAGE_SIZE
-from deltic.ops.gpu.launch import Levers
-from deltic.ops.gpu.sample import prompt_logprobs
+from deltic.ops.gpu.launch import Levers, allocate_on
 from deltic.ops.gpu.weight import DeviceStore
+from deltic.runtime.gpu.buffers import exchanges, gpu_workspace
 from deltic.runtime.gpu.compile import Job, collecting
 from deltic.runtime.gpu.speech import GpuSpeechRunner
 from deltic.runtime.gpu.text import GpuTextRunner
@@ -33,9 +29,7 @@ def collect(plan: Plan[Any], levers: Levers) -> list[Job]:
         for recording in runner.recordings():
             recording.run()
         if isinstance(runner, GpuTextRunner):
-            _score_prompts(runner)
-            if runner.tower is not None:
-                runner.tower.walk()
+            runner.walk()
     return list(jobs)
 
 
@@ -45,7 +39,12 @@ def _text_runner(plan: TextPlan, levers: Levers) -> GpuTextRunner:
     if plan.tower is not None:
         tower = replace(plan.tower, depth=1)  # the other blocks start the same kernels
         plan, vision = replace(plan, tower=tower), (empty_vision(tower, DeviceStore("meta")), PictureRules())
-    return GpuTextRunner(plan, replace(weights, layers=_different_layers(weights)), levers, vision=vision)
+    joined = None
+    if plan.n_gpus > 1:  # the others start the same kernels, unless they have other sizes
+        workspace = gpu_workspace(plan, levers, allocate_on("meta"))
+        joined = workspace, exchanges([workspace] * plan.n_gpus, plan.cuts)[0]
+    weights = replace(weights, layers=_different_layers(weights))
+    return GpuTextRunner(plan, weights, levers, vision=vision, exchange=joined)
 
 
 def _speech_runner(plan: SpeechPlan, levers: Levers) -> GpuSpeechRunner:
@@ -54,18 +53,6 @@ def _speech_runner(plan: SpeechPlan, levers: Levers) -> GpuSpeechRunner:
     shape = replace(shape, talker=talker, predictor=predictor)
     weights, vocoder = empty_speech_weights(shape, plan.quantize, DeviceStore("meta")), empty_vocoder(shape.vocoder)
     return GpuSpeechRunner(replace(plan, shape=shape), weights, vocoder, levers)
-
-
-def _score_prompts(runner: GpuTextRunner) -> None:
-    """Log-probabilities of prompts, which are not recorded (GpuTextRunner._prompt_logprobs), for every number
-    of rows.
-    """
-    buffers, plan = runner.workspace.prefill, runner.plan
-    for n in range(1, len(buffers.final) + 1):
-        rows, one = (torch.zeros(size, dtype=torch.int32, device=runner.device) for size in (n, 1))
-        logits = runner.model.logits_of(rows, plan.max_step_tokens // PAGE_SIZE, buffers)
-        top = torch.zeros((n, MAX_LOGPROBS), device=runner.device)
-        prompt_logprobs(logits, plan.n_real, rows, rows, rows, one, top[:, 0].contiguous(), top.int(), top)
 
 
 def _different_layers(weights: Weights) -> list[Any]:

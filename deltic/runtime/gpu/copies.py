@@ -13,11 +13,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from deltic.engine.cache.tiers import MOVER, Bytes
+from deltic.engine.cache.tiers import MOVER, Bytes, Copies, Tiers
+from deltic.runtime.plan import Plan
 
 
 class Staging:
@@ -112,6 +116,26 @@ class DeviceCopies:
         if mark is not None:
             staging.stream.wait_event(mark)
         return torch.cuda.stream(staging.stream)
+
+
+class AllCopies(Copies, Protocol):
+    """Of whole devices."""
+
+    @property
+    def state_bytes(self) -> int: ...
+
+    def page(self, index: int) -> list[Bytes]: ...
+
+    def state(self, slot: int) -> list[Bytes]: ...
+
+
+def open_tiers(copies: AllCopies, plan: Plan[Any], directory: Path | None, disk_bytes: int, model: str) -> Tiers:
+    """Starts the tiers below the pools of a plan, on disk too where there is a directory.
+
+    Raises ConfigError if that cannot be used.
+    """
+    host = np.empty((plan.n_host_units, plan.host_page_bytes), np.uint8) if plan.n_host_units else None
+    return Tiers(copies.page, copies.state, host, copies.state_bytes, directory, disk_bytes, model, copies)
 
 
 def _bytes(tensor: Tensor) -> Tensor:

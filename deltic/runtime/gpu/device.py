@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,7 @@ from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.gpu.buffers import gpu_speech_workspace, gpu_workspace, n_patches
 from deltic.runtime.gpu.collect import collect
 from deltic.runtime.gpu.compile import Kernels, begin_compiling
+from deltic.runtime.gpu.parallel import ParallelRunner, part_of_progress
 from deltic.runtime.gpu.speech import GpuSpeechRunner
 from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.gpu.vocoder import vocoder_bytes
@@ -165,17 +167,18 @@ def speech(levers: Levers) -> Kind[SpeechShape]:
 
 
 class Gpu:
-    """The device of `build.build_runner` for models on the current GPU; in Triton's interpreter, for tests,
-    where that is set.
+    """The device of `build.build_runner` for models on the current GPU, or on the first n_gpus; in Triton's
+    interpreter, for tests, where that is set.
     """
 
     name = "cuda"
     made = "record"
     """What making a runner mostly is, among the stages of a start."""
 
-    def __init__(self, levers: tuple[str, ...] = ()) -> None:
+    def __init__(self, levers: tuple[str, ...] = (), n_gpus: int = 1) -> None:
         """levers: of the configuration. Raises ConfigError for one that there is not."""
         self.levers = parse_levers(levers)
+        self.devices = [torch.device("cuda", i) for i in range(n_gpus)]
         self.text, self.speech = text(self.levers), speech(self.levers)
 
     def prepare(self, config: EngineConfig, directory: Path) -> EngineConfig:
@@ -187,7 +190,8 @@ class Gpu:
         return config
 
     def free_bytes(self) -> int:
-        return INTERPRETED_BYTES if INTERPRETED else torch.cuda.mem_get_info()[0]
+        """Of the GPU that has least."""
+        return INTERPRETED_BYTES if INTERPRETED else min(torch.cuda.mem_get_info(d)[0] for d in self.devices)
 
     def begin_compiling(self, plan: Plan[Any], again: bool = False) -> Kernels:
         """See `compile.begin_compiling`."""
@@ -198,18 +202,28 @@ class Gpu:
         return DeviceStore("cpu" if INTERPRETED else "cuda")
 
     def weights(
-        self, config: EngineConfig, directory: Path, plan: Plan[Any], load: Callable[[], Any], progress: Progress
+        self, config: EngineConfig, directory: Path, plan: Plan[Any], load: Callable[..., Any], progress: Progress
     ) -> Any:
-        """Weights and notices, as `load` gives them."""
-        return load()
+        """Weights and notices, as `load` gives them; for several GPUs a list of weights."""
+        if plan.n_gpus == 1:
+            return load()
+        found = []
+        for i, (device, cuts) in enumerate(zip(self.devices, plan.cuts, strict=True)):
+            part = partial(part_of_progress, progress, i, plan.n_gpus)
+            found.append(load(store=DeviceStore(device), cuts=cuts, progress=part))
+        return [weights for weights, _ in found], found[0][1]
 
-    def runner(self, plan: Plan[Any], weights: Any, beside: Any, progress: Progress) -> GpuTextRunner | GpuSpeechRunner:
+    def runner(
+        self, plan: Plan[Any], weights: Any, beside: Any, progress: Progress
+    ) -> GpuTextRunner | ParallelRunner | GpuSpeechRunner:
         """beside: the vocoder of a speech model; of a language model that takes pictures the tower's weights,
         and its rules. Raises KernelError.
         """
         try:
             if plan.speaks:
                 return GpuSpeechRunner(plan, weights, beside, self.levers, progress)
+            if plan.n_gpus > 1:
+                return ParallelRunner(plan, self.devices, weights, self.levers, progress, beside)
             return GpuTextRunner(plan, weights, self.levers, progress, beside)
         except TritonError as error:
             raise KernelError(f"a kernel cannot run on this GPU ({error}); give --device cpu") from error

@@ -24,12 +24,17 @@ class Recording:
 
 
 def record_all(
-    bodies: list[Body], stream: torch.cuda.Stream | None, levers: Levers, progress: Callable[[float], None]
+    bodies: list[Body],
+    stream: torch.cuda.Stream | None,
+    levers: Levers,
+    progress: Callable[[float], None],
+    are_replayed: bool = False,
 ) -> list[Recording]:
     """Records each for replays on this stream; the largest come first, so that the smaller ones find their
     memory in the pool. stream: None without a GPU, where each stays as it is, and is interpreted.
 
-    Each is run once before, which compiles new kernels: no sequence may have rows in it.
+    Each is run once before, which compiles new kernels: no sequence may have rows in it. are_replayed: and once
+    as recorded, for which the device makes room the first time.
     """
     if stream is None:
         return [Recording(body, 0) for body in bodies]
@@ -43,10 +48,14 @@ def record_all(
             if levers.graphs:
                 torch.cuda.synchronize()
                 recording.graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be counted
-                with torch.cuda.graph(recording.graph, pool=pool, stream=stream):
+                with torch.cuda.graph(
+                    recording.graph, pool=pool, stream=stream, capture_error_mode="thread_local"
+                ):  # threads of other models may go on
                     body()
                 recording.graph.instantiate()
                 recording.run = recording.graph.replay
+                if are_replayed:
+                    recording.run()
             recordings.append(recording)
             progress((i + 1) / len(bodies))
     torch.cuda.synchronize()

@@ -30,7 +30,6 @@ from collections.abc import Sequence as Items
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 from torch import Tensor
@@ -40,13 +39,13 @@ from deltic.engine.messages import EngineInfo
 from deltic.engine.pictures import PictureEncoder
 from deltic.engine.step import Chunk, Progress, Sequence, Step, StepResult
 from deltic.models.vision.pixels import PictureRules
-from deltic.ops.geometry import PAGE_SIZE, Allocate
+from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.blocks import PrefillInputs, Rows
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import Draws, sample
 from deltic.runtime.gpu.ahead import Ahead, Pending
 from deltic.runtime.gpu.buffers import MAX_SEGMENTS, Workspace
-from deltic.runtime.gpu.copies import DeviceCopies
+from deltic.runtime.gpu.copies import DeviceCopies, open_tiers
 from deltic.runtime.gpu.places import Places
 from deltic.runtime.gpu.prefill import PrefillBatch
 from deltic.runtime.gpu.record import Body, Recording, record_all
@@ -141,22 +140,23 @@ class GpuRunner(ABC):
 
         Raises ConfigError if that cannot be used.
         """
-        copies = DeviceCopies(self._pages, self._states, self.stream)
-        n_units = self.plan.n_host_units
-        host = np.empty((n_units, self.info.page_bytes), np.uint8) if n_units else None
-        self.tiers = Tiers(copies.page, copies.state, host, copies.state_bytes, directory, disk_bytes, model, copies)
+        self.tiers = open_tiers(self.copies(), self.plan, directory, disk_bytes, model)
         return self.tiers
+
+    def copies(self) -> DeviceCopies:
+        """Of its pages and states."""
+        return DeviceCopies(self._pages, self._states, self.stream)
 
     # Recording.
 
-    def _record_all(self, progress: Progress) -> None:
-        """Every decode and every prefill, the largest first."""
+    def _record_all(self, progress: Progress, are_replayed: bool = False) -> None:
+        """Every decode and every prefill, the largest first. are_replayed: see `record_all`."""
         forwards = self._decode_jobs(self._forwards, self._forward_body, self._size(self.plan.max_num_seqs))
         jobs = self._draft_jobs() + forwards + self._draw_jobs()
         jobs += [(self._prefills, n, self._prefill_body(n)) for n in reversed(self._block_sizes)]
         self.places.flush()  # no row is in use
         bodies = [body for _, _, body in jobs]
-        recorded = record_all(bodies, self.stream, self.levers, lambda done: progress("record", done))
+        recorded = record_all(bodies, self.stream, self.levers, lambda done: progress("record", done), are_replayed)
         for (where, key, _), recording in zip(jobs, recorded, strict=True):
             where[key] = recording
 
@@ -396,11 +396,6 @@ def ends_thought(sequence: Sequence, token: int) -> bool:
     """Whether the token is one behind which nothing runs ahead, though the answer goes on."""
     constraint = sequence.request.params.constraint
     return constraint is not None and token == constraint.think_end_id
-
-
-def allocate_on(device: torch.device) -> Allocate:
-    """Allocates what a plan has counted, filled with zeros."""
-    return lambda name, size, dtype: torch.zeros(size, dtype=dtype, device=device)
 
 
 def _up_to(most: int, sizes: Items[int]) -> list[int]:

@@ -19,13 +19,13 @@ from deltic.models.tts.weights import SpeechWeights
 from deltic.ops.arrays import Array
 from deltic.ops.geometry import N_CODES, PAGE_SIZE
 from deltic.ops.gpu.blocks import PrefillInputs
-from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.launch import Levers, allocate_on
 from deltic.ops.gpu.weight import to_device
 from deltic.runtime.gpu.ahead import Pending
 from deltic.runtime.gpu.buffers import GpuSpeechWorkspace, gpu_speech_workspace
 from deltic.runtime.gpu.places import Places
 from deltic.runtime.gpu.record import Body, Recording
-from deltic.runtime.gpu.runner import N_PENDING, GpuRunner, allocate_on
+from deltic.runtime.gpu.runner import N_PENDING, GpuRunner
 from deltic.runtime.gpu.vocoder import GpuVocoderStreams
 from deltic.runtime.plan import SpeechPlan
 from deltic.runtime.speaking import DEFAULT_SPEECH, PREDICTOR_KEY, Speaker

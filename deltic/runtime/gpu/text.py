@@ -10,7 +10,6 @@ ahead behind the token that ends it.
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -24,7 +23,7 @@ from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.weights import VisionWeights
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.blocks import PrefillInputs
-from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.launch import Levers, allocate_on
 from deltic.ops.gpu.sample import Draws, prompt_logprobs
 from deltic.runtime.gpu.ahead import Pending, Undrawn
 from deltic.runtime.gpu.buffers import GpuWorkspace, gpu_workspace
@@ -32,7 +31,7 @@ from deltic.runtime.gpu.draft_head import DraftHead
 from deltic.runtime.gpu.pictures import PictureTower
 from deltic.runtime.gpu.places import Places
 from deltic.runtime.gpu.record import Body, Recording
-from deltic.runtime.gpu.runner import N_PENDING, GpuRunner, Job, allocate_on, ends_thought
+from deltic.runtime.gpu.runner import N_PENDING, GpuRunner, Job, ends_thought
 from deltic.runtime.plan import TextPlan
 
 
@@ -49,10 +48,10 @@ class GpuTextRunner(GpuRunner):
         levers: Levers,
         progress: Progress = lambda stage, done: None,
         vision: tuple[VisionWeights, PictureRules] | None = None,
-        exchange: Callable[[GpuWorkspace], tuple[GpuWorkspace, Exchange]] | None = None,
+        exchange: tuple[GpuWorkspace, Exchange] | None = None,
     ) -> None:
-        """vision: where the plan has a tower. exchange: of one of several GPUs; gives what it has for the
-        others, and the workspace with logits that they can reach. A draft head is not run there.
+        """vision: where the plan has a tower. exchange: of one of several GPUs, with the workspace that it is
+        of. A draft head is not run there.
         """
         shape, n = plan.shape, plan.n_decode_rows
         allocate = allocate_on(weights.norm.device)
@@ -65,10 +64,8 @@ class GpuTextRunner(GpuRunner):
             states=allocate("states", (plan.n_slots, *state), torch.float32),
             columns=allocate("columns", (plan.n_slots, *columns), torch.bfloat16),
         )
-        w = gpu_workspace(plan, levers, allocate)
-        self.model = QwenGpu(shape, weights, plan.max_model_len, levers)
-        if exchange is not None:
-            w, self.model.exchange = exchange(w)
+        w, joined = (gpu_workspace(plan, levers, allocate), None) if exchange is None else exchange
+        self.model = QwenGpu(shape, weights, plan.max_model_len, levers, joined)
         n_drafts = n - plan.max_num_seqs
         places = Places(w.table, w.offsets, w.parameters.masks, shape.eos_token_ids, plan.n_real, n_drafts)
         states = [memory.states, memory.columns]
@@ -96,7 +93,7 @@ class GpuTextRunner(GpuRunner):
                 with torch.cuda.stream(self.stream):
                     torch.cuda.synchronize()  # what was allocated and copied so far was on another stream
                     self.tower.walk()
-        self._record_all(progress)
+        self._record_all(progress, are_replayed=exchange is not None)
         self.info = self._make_info(None if vision is None else vision[1])
 
     # Recording.
@@ -151,6 +148,20 @@ class GpuTextRunner(GpuRunner):
         of_head = () if self.draft_head is None else self.draft_head.kinds
         kinds = self._forwards, self._drafted, self._draws, self._late_draws, self._prefills, *of_head
         return [recording for kind in kinds for recording in kind.values()]
+
+    def walk(self) -> None:
+        """Starts every kernel that is not recorded, on whatever is in the buffers: log-probabilities of
+        prompts, for every number of rows, and what the tower does.
+        """
+        with torch.cuda.stream(self.stream):
+            buffers, plan = self.workspace.prefill, self.plan
+            for n in range(1, len(buffers.final) + 1):
+                rows, one = (torch.zeros(size, dtype=torch.int32, device=self.device) for size in (n, 1))
+                logits = self.model.logits_of(rows, plan.max_step_tokens // PAGE_SIZE, buffers)
+                top = torch.zeros((n, MAX_LOGPROBS), device=self.device)
+                prompt_logprobs(logits, plan.n_real, rows, rows, rows, one, top[:, 0].contiguous(), top.int(), top)
+            if self.tower is not None:
+                self.tower.walk()
 
     # A step.
 

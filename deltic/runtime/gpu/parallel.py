@@ -1,0 +1,229 @@
+"""A text model on several GPUs: a runner on each, all of which run the same steps, and what makes them one for
+the engine.
+
+Each runner has a thread. It knows the whole step, has a table and recordings of its own, and draws every
+token itself; what GPUs have to tell each other, kernels do (ops/gpu/all_reduce.py). A thread each, and not
+one for all: what waits for its GPU, as a copy from memory that is not pinned, waits for the others' kernels,
+too, and these must be started meanwhile. The engine's thread hands a step out and waits for all of them.
+
+Where one runner fails and others do not, these wait on their GPUs for good. So the engine is told that it has
+lost its runner, and its process ends (RunnerLostError).
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import torch
+
+from deltic.engine.cache.tiers import Bytes, Tiers
+from deltic.engine.messages import Picture
+from deltic.engine.pictures import PictureEncoder
+from deltic.engine.step import Progress, RunnerLostError, Step, StepResult
+from deltic.models.qwen.weights import Weights
+from deltic.models.vision.pixels import PictureRules
+from deltic.models.vision.weights import VisionWeights
+from deltic.ops.geometry import PAGE_SIZE
+from deltic.ops.gpu.all_reduce import apart, let_reach
+from deltic.ops.gpu.launch import Levers, allocate_on
+from deltic.runtime.gpu.buffers import exchanges, gpu_workspace
+from deltic.runtime.gpu.copies import DeviceCopies, open_tiers
+from deltic.runtime.gpu.pictures import PictureTower
+from deltic.runtime.gpu.record import Recording
+from deltic.runtime.gpu.text import GpuTextRunner
+from deltic.runtime.plan import TextPlan
+
+GRACE_S = 5.0
+"""How long a runner that has not failed may take to end, or to fail as well, once another has failed."""
+
+T = TypeVar("T")
+
+
+class GpuThread:
+    """A thread whose current GPU is this one. It ends with the process."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._calls: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name=str(device), daemon=True).start()
+
+    def start(self, call: Callable[[], T]) -> Future[T]:
+        """Behind what was started before."""
+        future: Future[T] = Future()
+        self._calls.put((call, future))
+        return future
+
+    def _run(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        while True:
+            call, future = self._calls.get()
+            try:
+                future.set_result(call())
+            except BaseException as error:  # given to who waits for it
+                future.set_exception(error)
+
+
+def together(threads: Sequence[GpuThread], calls: Sequence[Callable[[], T]]) -> list[T]:
+    """What the calls give, one on each thread. Raises the error of all of them; RunnerLostError if only some
+    have failed.
+    """
+    futures = [thread.start(call) for thread, call in zip(threads, calls, strict=True)]
+    wait(futures, return_when=FIRST_EXCEPTION)
+    if any(future.done() and future.exception() for future in futures):
+        wait(futures, timeout=GRACE_S)
+        errors = [future.exception() if future.done() else None for future in futures]
+        failed = next(error for error in errors if error is not None)
+        if None in errors:
+            at = ", ".join(str(i) for i, error in enumerate(errors) if error is not None)
+            raise RunnerLostError(f"GPU {at} of {len(futures)} failed: {type(failed).__name__}: {failed}") from failed
+        raise failed
+    return [future.result() for future in futures]
+
+
+class ParallelRunner:
+    """The engine's runner of a model on several GPUs. Not thread-safe: one engine loop owns it."""
+
+    def __init__(
+        self,
+        plan: TextPlan,
+        devices: Sequence[torch.device],
+        weights: Sequence[Weights],
+        levers: Levers,
+        progress: Progress = lambda stage, done: None,
+        vision: tuple[VisionWeights, PictureRules] | None = None,
+    ) -> None:
+        """weights: of each GPU. vision: as for one GPU; the first has it.
+
+        Raises KernelError for GPUs that do not reach each other's memory.
+        """
+        let_reach(devices)
+        self.plan = plan
+        self._threads = [GpuThread(device) for device in devices]
+        plans = [plan.of_gpu(i) for i in range(len(devices))]
+        workspaces = [gpu_workspace(p, levers, allocate_on(d)) for p, d in zip(plans, devices, strict=True)]
+        found = exchanges(workspaces, plan.cuts)
+        self.runners: list[GpuTextRunner] = []
+        with apart([part for exchange in found for part in exchange.parts]):
+            for i, thread in enumerate(self._threads):  # one after another, which recording needs
+                make = partial(GpuTextRunner, plans[i], weights[i], levers, exchange=(workspaces[i], found[i]))
+                part = partial(part_of_progress, progress, i, len(devices))
+                runner = thread.start(partial(make, part, None if i else vision)).result()
+                thread.start(runner.walk).result()
+                self.runners.append(runner)
+        first = self.first = self.runners[0]
+        self.max_logit_rows = first.max_logit_rows
+        self.tiers: Tiers | None = None
+        self.pictures: PictureEncoder | None = None
+        if first.tower is not None:
+            self.pictures = SharedTower(first.tower, self.runners)
+        n = len(devices)
+        self.info = msgspec.structs.replace(
+            first.info,
+            device=f"{n} x {first.info.device}",
+            page_bytes=n * first.info.page_bytes,
+            state_bytes=n * first.info.state_bytes,
+        )
+
+    def _on_all(self, call: Callable[[GpuTextRunner], T]) -> list[T]:
+        return together(self._threads, [partial(call, runner) for runner in self.runners])
+
+    def step(self, step: Step) -> StepResult:
+        """As a GpuRunner. Raises RunnerLostError."""
+        return self._on_all(lambda runner: runner.step(step))[0]
+
+    def is_busy(self) -> bool:
+        """As a GpuRunner."""
+        return self.first.is_busy()
+
+    def open_tiers(self, directory: Path | None, disk_bytes: int, model: str) -> Tiers:
+        """As a GpuRunner; a page on the host is that of each GPU, one behind the other."""
+        copies = JointCopies([runner.copies() for runner in self.runners])
+        self.tiers = open_tiers(copies, self.plan, directory, disk_bytes, model)
+        return self.tiers
+
+    # For tests and benches.
+
+    def replay_ms(self, n_rows: int, n_keys: int, n_replays: int = 50, n_rounds: int = 5) -> float:
+        """As a GpuTextRunner, of the slowest."""
+        return max(self._on_all(lambda runner: runner.replay_ms(n_rows, n_keys, n_replays, n_rounds)))
+
+    def n_launches(self, n_rows: int) -> int:
+        """As a GpuTextRunner, on each GPU."""
+        return self.first.n_launches(n_rows)
+
+    def recordings(self) -> list[Recording]:
+        """Those of the first GPU."""
+        return self.first.recordings()
+
+
+def part_of_progress(progress: Progress, i: int, n: int, stage: str, done: float) -> None:
+    """Tells `progress` of the i-th of n parts of a stage."""
+    progress(stage, (i + done) / n)
+
+
+class JointCopies:
+    """Implements `tiers.Copies` for a page, or a state, of which each GPU has a part."""
+
+    def __init__(self, parts: Sequence[DeviceCopies]) -> None:
+        self._parts = parts
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(part.state_bytes for part in self._parts)
+
+    def page(self, index: int) -> list[Bytes]:
+        return [view for part in self._parts for view in part.page(index)]
+
+    def state(self, slot: int) -> list[Bytes]:
+        return [view for part in self._parts for view in part.state(slot)]
+
+    def mark(self) -> list[torch.cuda.Event | None]:
+        """All that was put on the streams of the steps up to now."""
+        return [part.mark() for part in self._parts]
+
+    def fetch(self, kind: str, index: int, mark: list[torch.cuda.Event | None]) -> None:
+        for part, own in zip(self._parts, mark, strict=True):
+            part.fetch(kind, index, own)
+
+    def store(self, kind: str, index: int, mark: list[torch.cuda.Event | None]) -> None:
+        for part, own in zip(self._parts, mark, strict=True):
+            part.store(kind, index, own)
+
+
+class SharedTower:
+    """The engine's PictureEncoder: the first GPU's tower, whose tokens all of them get."""
+
+    def __init__(self, tower: PictureTower, runners: Sequence[GpuTextRunner]) -> None:
+        self._tower, self._runners = tower, runners
+        self._blocks: list[int] = []
+
+    @property
+    def n_blocks(self) -> int:
+        return self._tower.n_blocks
+
+    def begin(self, picture: Picture, blocks: list[int]) -> None:
+        self._blocks = blocks
+        self._tower.begin(picture, blocks)
+
+    def run(self, seconds: float) -> bool:
+        is_done = self._tower.run(seconds)
+        if is_done:
+            for runner in self._runners[1:]:
+                self._copy_to(runner)
+        return is_done
+
+    def _copy_to(self, runner: GpuTextRunner) -> None:
+        first, rows, target = self._runners[0], self._runners[0].workspace.picture_rows, runner.workspace.picture_rows
+        assert rows is not None and target is not None
+        with torch.cuda.stream(first.stream), torch.cuda.stream(runner.stream):
+            for block in self._blocks:
+                some = slice(block * PAGE_SIZE, (block + 1) * PAGE_SIZE)
+                target[some].copy_(rows[some], non_blocking=True)
