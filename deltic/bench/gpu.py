@@ -88,7 +88,7 @@ class Model:
             shape = replace(shape, formats=InFormat(WEIGHT_FORMATS[format]))
         n_gpus = config.tensor_parallel
         if drafts and n_gpus > 1:
-            raise ConfigError("a draft head runs on one GPU: leave --tensor-parallel out")
+            raise ConfigError("drafts are measured on one GPU: leave --tensor-parallel out")
         shape = replace(shape, has_draft_head=drafts) if config.dummy else stored_shape(directory, shape, drafts)
         n_real = n_real_ids(config, directory, shape)
         largest, cuts = cut(shape, n_gpus)

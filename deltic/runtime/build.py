@@ -102,13 +102,12 @@ def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tupl
     directory, shape = locate(config)
     if device.text.drafts is not None:
         config = replace(config, max_drafts=device.text.max_drafts(config, shape))
-    n_gpus = config.tensor_parallel
-    drafts = device.text.draft_head and bool(config.max_drafts) and n_gpus == 1
+    drafts = device.text.draft_head and bool(config.max_drafts)
     shape = stored_shape(directory, shape, drafts) if config.dummy is None else replace(shape, has_draft_head=drafts)
     config = device.prepare(resolve_quantize(config, directory, shape.formats), directory)
     n_real = n_real_ids(config, directory, shape)
     tower, notices = find_tower(config, directory, shape, device)
-    shape, cuts = cut(shape, n_gpus)
+    shape, cuts = cut(shape, config.tensor_parallel)
     plan = make_plan(config, shape, device.text, n_real, free_bytes, tower=tower, cuts=cuts)
     return config, directory, replace(plan, notices=notices)
 

@@ -189,7 +189,7 @@ def test_every_rank_has_the_same_sum(device: str, case: Case) -> None:
 
 
 def gather(rank: int, wholes: list[Tensor], flags: list[Tensor], found: Tensor) -> None:
-    columns = columns_of(rank, 40, 20 * rank, wholes, flags)
+    columns = columns_of(rank, 40, 20 * rank, 1, wholes, flags)
     for call in range(len(found)):
         all_gather(torch.full((3, 20), 10.0 * call + rank), columns, levers=LEVERS)
         time.sleep(0.2 * rank)  # the other is at the next call
@@ -199,7 +199,7 @@ def gather(rank: int, wholes: list[Tensor], flags: list[Tensor], found: Tensor) 
 @pytest.mark.skipif(not INTERPRETED, reason="ranks are processes of the interpreter here")
 def test_columns_are_not_overwritten_while_they_are_read() -> None:
     wholes = [torch.zeros(3 * 40).share_memory_() for _ in range(2)]
-    flags = [torch.zeros(2, 3 * column_blocks(40, 2), dtype=torch.int32).share_memory_() for _ in range(2)]
+    flags = [torch.zeros(2, 3 * column_blocks(20), dtype=torch.int32).share_memory_() for _ in range(2)]
     found = [torch.zeros(3, 3, 40).share_memory_() for _ in range(2)]
     join(lambda i: gather(i, wholes, flags, found[i]), 2)
     for of_rank in found:

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import multiprocessing
 import statistics
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import pytest
 import torch
@@ -21,13 +23,18 @@ from deltic.models.qwen.weights import load_weights
 from deltic.ops.gpu.launch import INTERPRETED, Levers
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.build import build_runner, plan_model
-from deltic.runtime.gpu.buffers import GpuWorkspace, exchanges, gpu_workspace
+from deltic.runtime.gpu.buffers import exchanges, gpu_workspace
 from deltic.runtime.gpu.device import Gpu
 from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.plan import TextPlan
+from tests.cpu.test_reference import prompt
+from tests.gpu.test_gpu_draft_head import drafted
+from tests.heads import run, sequence
 from tests.tiny import tiny_checkpoint
 
-N_RANKS = 2
+N_RANKS, LEVERS = 2, Levers()
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="ranks are processes of the interpreter here")
+T = TypeVar("T")
 
 
 def config_of(kind: str, n_gpus: int, **more: Any) -> EngineConfig:
@@ -73,34 +80,78 @@ def answers(engine: Engine, prompts: dict[str, list[int]] = PROMPTS) -> Answers:
     return Answers(*([[*chain(*part)] for part in parts] for parts in zip(*found.values(), strict=True)))
 
 
-def of_rank(
-    directory: Path, plan: TextPlan, workspaces: list[GpuWorkspace], i: int, queue: multiprocessing.Queue
-) -> None:
-    cuts = plan.cuts[i]
-    weights, _ = load_weights(directory, cuts.shape, store=DeviceStore("cpu"), cuts=cuts)
-    exchange = workspaces[i], exchanges(workspaces, plan.cuts)[i]
-    queue.put((i, answers(Engine(GpuTextRunner(plan.of_gpu(i), weights, Levers(), exchange=exchange)))))
-
-
-@pytest.mark.skipif(not INTERPRETED, reason="ranks are processes of the interpreter here")
-@pytest.mark.parametrize("kind", ["dense", "moe", "next"])
-def test_ranks_answer_as_one(kind: str) -> None:
-    directory, plan = plan_of(kind, 1)
-    weights, _ = load_weights(directory, plan.shape, store=DeviceStore("cpu"))
-    expected = answers(Engine(GpuTextRunner(plan, weights, Levers())))
+def of_ranks(directory: Path, plan: TextPlan, use: Callable[[GpuTextRunner], T], levers: Levers = LEVERS) -> T:
+    """What each rank gives, in a process of its own, which is the same."""
+    workspaces = [gpu_workspace(plan.of_gpu(i), levers, shared) for i in range(plan.n_gpus)]
     fork = multiprocessing.get_context("fork")
-    queue, (_, plan) = fork.Queue(), plan_of(kind)
-    workspaces = [gpu_workspace(plan.of_gpu(i), Levers(), shared) for i in range(N_RANKS)]
-    given = directory, plan, workspaces
-    processes = [fork.Process(target=of_rank, args=(*given, i, queue)) for i in range(N_RANKS)]
+    queue = fork.Queue()
+
+    def of_rank(i: int) -> None:
+        cuts = plan.cuts[i]
+        weights, _ = load_weights(directory, cuts.shape, store=DeviceStore("cpu"), cuts=cuts)
+        exchange = workspaces[i], exchanges(workspaces, plan.cuts)[i]
+        queue.put((i, use(GpuTextRunner(plan.of_gpu(i), weights, levers, exchange=exchange))))
+
+    processes = [fork.Process(target=of_rank, args=(i,)) for i in range(plan.n_gpus)]
     for process in processes:
         process.start()
     found = dict(queue.get(timeout=240) for _ in processes)
     for process in processes:
         process.join(10)
         process.kill()
-    assert found[0] == found[1]
-    check_next_to(found[0], expected, kind)
+    assert all(one == found[0] for one in found.values())
+    return found[0]
+
+
+@interpreted
+@pytest.mark.parametrize("kind", ["dense", "moe", "next"])
+def test_ranks_answer_as_one(kind: str) -> None:
+    directory, plan = plan_of(kind, 1)
+    weights, _ = load_weights(directory, plan.shape, store=DeviceStore("cpu"))
+    expected = answers(Engine(GpuTextRunner(plan, weights, LEVERS)))
+    directory, plan = plan_of(kind)
+    check_next_to(of_ranks(directory, plan, lambda runner: answers(Engine(runner))), expected, kind)
+
+
+class Guessed(NamedTuple):
+    """Tokens of a sequence drawn one by one, of one whose drafts are guesses, the first two of these, and
+    logits of the second.
+    """
+
+    plain: list[int]
+    tokens: list[int]
+    first: list[int]
+    logits: list[float]
+
+
+def guessed(runner: GpuTextRunner) -> Guessed:
+    plain = sequence(prompt(40))
+    run(runner, plain, 40)
+    for _ in range(4):
+        run(runner, plain, 1)
+    of = sequence(prompt(40), place=1)
+    run(runner, of, 40)
+    first = guesses = run(runner, of, 1, 2)
+    logits = runner.workspace.decode.logits[: runner.plan.shape.n_drafted].tolist()
+    while len(of.tokens) < len(plain.tokens):
+        guesses = drafted(runner, of, guesses, 2)
+    return Guessed(plain.tokens.tolist(), of.tokens[: len(plain.tokens)].tolist(), first, logits)
+
+
+@interpreted
+def test_ranks_guess_as_one() -> None:
+    directory = tiny_checkpoint("dense", has_mtp=True)
+    config = replace(config_of("dense", 1), model=str(directory), max_drafts=2)
+    _, _, plan = plan_model(config, Gpu(), 2 << 30)
+    weights, _ = load_weights(directory, plan.shape, store=DeviceStore("cpu"))
+    _, _, joint = plan_model(replace(config, tensor_parallel=N_RANKS), Gpu(), 2 << 30)
+    whole = replace(plan, shape=replace(plan.shape, most_drafted=joint.shape.n_drafted))  # that the first rank has
+    expected = guessed(GpuTextRunner(whole, weights, LEVERS))
+    found = of_ranks(directory, joint, guessed)
+    assert found.tokens == found.plain == expected.plain and found.first[0] == expected.first[0]
+    errors = [abs(x - y) for x, y in zip(found.logits, expected.logits, strict=True)]
+    print(statistics.median(errors), max(errors), max(map(abs, found.logits)))
+    assert statistics.median(errors) < 0.02 and max(errors) < 0.1
 
 
 def check_next_to(found: Answers, expected: Answers, kind: str) -> None:

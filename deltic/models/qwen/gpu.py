@@ -34,7 +34,7 @@ from deltic.ops.gpu.draft import GuessRows, begin_guess, draft_pair, follow, go_
 from deltic.ops.gpu.fp8 import Fp8Rows, block_scales, fp8_rows, room
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.gdn_prefill import GdnScratch, gdn_prefill, gdn_scratch
-from deltic.ops.gpu.launch import Levers, take_rows
+from deltic.ops.gpu.launch import Levers, copy_rows, take_rows
 from deltic.ops.gpu.linear import (
     WideScratch,
     k_splits,
@@ -294,7 +294,7 @@ class Exchange:
     """What one of several GPUs has for what it shares with the others."""
 
     sums: Mapping[str, Rank]  # of a decode and of a prefill
-    logits: Mapping[str, Columns]  # the same
+    logits: Mapping[str, Columns]  # the same, and of a guess
     part: Tensor  # float32, flat: this rank's columns of logits
 
     @property
@@ -319,23 +319,28 @@ class QwenGpu:
         self.cos, self.sin = (to_device(table, device) for table in angles)
 
     def _add_norm(self, residual: Tensor, partials: Tensor | None, w: Tensor, normed: Tensor, kind: str) -> None:
-        """residual += partials, of all GPUs; normed = its norm. kind: of a decode or a prefill, whose normed
-        rows these are.
-        """
+        """residual += partials, of all GPUs; normed = its norm. kind: decode or prefill."""
         eps, levers = self.shape.rms_norm_eps, self.levers
         if self.exchange is None or partials is None:
             add_norm(residual, partials, w, eps, normed, levers=levers)
-        else:
-            all_reduce_norm(residual, partials, w, eps, ranks=self.exchange.sums[kind], levers=levers)
+            return
+        out = all_reduce_norm(residual, partials, w, eps, ranks=self.exchange.sums[kind], levers=levers)
+        if out.data_ptr() != normed.data_ptr():  # it is mostly the buffer that the others reach
+            copy_rows(out, normed)
 
     def _logits(self, normed: Tensor, logits: Tensor, rows: Fp8Rows | None, kind: str) -> None:
-        """float32 [1, N, V] of normed rows [N, H], of a decode or a prefill."""
+        """float32 [1, N, M] of normed rows [N, H], of a decode, a prefill or a guess: those of the first M
+        ids.
+        """
         if self.exchange is None:
             self.linears.project("lm_head", normed, logits, rows)
             return
-        part = front(self.exchange.part, 1, len(normed), self.linears.matrices["lm_head"].n)
-        self.linears.project("lm_head", normed, part, rows)
-        all_gather(part[0], self.exchange.logits[kind], levers=self.levers)
+        columns = self.exchange.logits[kind]
+        n_own = min(self.linears.matrices["lm_head"].n, columns.n_columns - columns.first)
+        part = front(self.exchange.part, 1, len(normed), n_own)
+        if n_own:
+            self.linears.project("lm_head", normed, part, rows)
+        all_gather(part[0], columns, levers=self.levers)
 
     # A decode.
 
@@ -526,11 +531,11 @@ class QwenGpu:
             self._draft_keys(proj, places, b, g, memory)
         residual, normed, own = front(b.residual, n, h), front(b.normed, n, h), front(g.hidden, n, h)
         partial = linears.partial("draft_head.layer.o_proj", mixed, b.partial, b.fp8)
-        add_norm(residual, partial, head.layer.post_norm, eps, normed, levers=levers)
+        self._add_norm(residual, partial, head.layer.post_norm, normed, "decode")
         partial = self._decode_feed_forward("draft_head.layer.mlp.", head.layer.mlp, normed, b, guesses.last)
-        add_norm(residual, partial, head.norm, eps, own, levers=levers)
+        self._add_norm(residual, partial, head.norm, own, "decode")
         logits = front(b.logits, 1, n, shape.n_drafted)
-        linears.project("lm_head", own, logits, b.fp8)
+        self._logits(own, logits, b.fp8, "guess")
         return logits[0]
 
     # A prefill.

@@ -95,6 +95,8 @@ class ModelShape:
     norm_topk_prob: bool = True
     head_rows: int = 0
     """Of the head, where it is a part of one (models/qwen/shard.py); 0: all of the vocabulary."""
+    most_drafted: int = N_DRAFTED
+    """Ids that a draft head may guess, at most."""
     has_draft_head: bool = False
     """Whether the draft head (MTP) is run: an attention layer more, whose keys and values are in pages."""
     tie_word_embeddings: bool
@@ -181,7 +183,7 @@ class ModelShape:
     @property
     def n_drafted(self) -> int:
         """Ids that the draft head may guess."""
-        return min(N_DRAFTED, self.vocab_size)
+        return min(self.most_drafted, self.vocab_size)
 
     @property
     def n_kv_layers(self) -> int:

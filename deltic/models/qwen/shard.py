@@ -3,8 +3,9 @@ it loads, as views of the stored tensors, so that nothing else is read.
 
 A rank has a run of key heads of each DeltaNet layer, with their value heads, channels of the convolution,
 states, b and a; a run of query heads with their key and value heads, which are copied where there are fewer
-than ranks; a run of the inner columns of each MLP and expert; and a run of the head's rows. Embedding, norms,
-routers and the draft head's first matrix are whole on each. What comes out of out_proj, o_proj and down are
+than ranks; a run of the inner columns of each MLP and expert; and a run of the head's rows, the first of which has
+all that are drawn from for a guess. Embedding, norms, routers and the draft head's first matrix are whole on
+each. What comes out of out_proj, o_proj and down are
 partial sums: those of all ranks are added.
 
 Inner columns are cut where the groups of a scale end, so a rank may have more of them than another.
@@ -128,7 +129,9 @@ class Cuts:
             (run(width, unit),)
             for width in (shape.intermediate_size, shape.moe_intermediate_size, shape.shared_intermediate_size)
         )
-        self.head: Runs = (run(shape.vocab_size, 16),)
+        self.heads: tuple[Runs, ...] = tuple((share(shape.vocab_size, i, n, 16),) for i in range(n))
+        """Of all ranks."""
+        self.head = self.heads[rank]
 
     @property
     def shape(self) -> ModelShape:
@@ -143,6 +146,7 @@ class Cuts:
             moe_intermediate_size=_size(self.expert),
             shared_intermediate_size=_size(self.shared),
             head_rows=_size(self.head),
+            most_drafted=min(self.whole.most_drafted, _size(self.heads[0])),
             tie_word_embeddings=False,
         )
 

@@ -345,6 +345,7 @@ class Columns:
     rank: int
     n_columns: int  # of all ranks
     first: int  # of this one
+    n_blocks: int  # programs of a row
     whole: Tensor  # float32, flat: all columns
     flags: Tensor  # int32 [ranks, programs]
     epochs: Tensor  # int32 [programs]
@@ -360,17 +361,19 @@ _COLUMNS = 4096
 
 
 def columns_of(
-    rank: int, n_columns: int, first: int, wholes: Sequence[Tensor], flags: Sequence[Tensor]
+    rank: int, n_columns: int, first: int, n_blocks: int, wholes: Sequence[Tensor], flags: Sequence[Tensor]
 ) -> Columns:
-    """Of buffers that all ranks can reach; flags zeros at first, as many as rows times `column_blocks`."""
+    """Of buffers that all ranks can reach; n_blocks: `column_blocks` of the rank that has most; flags: zeros
+    at first, n_blocks for each row.
+    """
     own, mine = wholes[rank], flags[rank]
     epochs = torch.zeros(mine.shape[1], dtype=torch.int32, device=own.device)
-    return Columns(rank, n_columns, first, own, mine, epochs, *_addresses((wholes, flags), own.device))
+    return Columns(rank, n_columns, first, n_blocks, own, mine, epochs, *_addresses((wholes, flags), own.device))
 
 
-def column_blocks(n_columns: int, n_ranks: int) -> int:
-    """Programs of a row of so many columns in all, of which a rank has at most 16 more than an even share."""
-    return -(-(-(-n_columns // n_ranks) + 16) // _COLUMNS)
+def column_blocks(n_columns: int) -> int:
+    """Programs of a row, of a rank that makes so many columns."""
+    return -(-n_columns // _COLUMNS)
 
 
 @triton.jit(do_not_specialize=["rank", "first"])
@@ -394,9 +397,11 @@ def _all_gather_kernel(
 
 
 def all_gather(part: Tensor, columns: Columns, *, levers: Levers) -> Tensor:
-    """float32 [N, n_columns] of all ranks, in columns.whole. part: float32 [N, columns of this rank]."""
+    """float32 [N, n_columns] of all ranks, in columns.whole. part: float32 [N, columns of this rank], which
+    may be none.
+    """
     (n, n_part), n_columns = part.shape, columns.n_columns
-    blocks, n_slots = column_blocks(n_columns, columns.n_ranks), columns.flags.shape[1]
+    blocks, n_slots = columns.n_blocks, columns.flags.shape[1]
     fits = n * blocks <= n_slots and n * n_columns <= columns.whole.numel() and n_part <= blocks * _COLUMNS
     check("all_gather", part.dtype == torch.float32 and part.is_contiguous(), "contiguous float32 columns")
     check("all_gather", fits, f"room for {n} rows of {n_columns}")

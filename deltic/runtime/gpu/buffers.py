@@ -85,6 +85,7 @@ class Shares:
     sums: dict[str, tuple[Tensor, Tensor]]
     """Inbox and flags, of a decode and of a prefill."""
     logit_flags: dict[str, Tensor]
+    """The same, and of guesses where there is a draft head."""
     part: Tensor
     """float32, flat."""
 
@@ -208,19 +209,36 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
 def _shares(plan: TextPlan, allocate: Allocate) -> Shares:
     n, h, n_gpus = plan.n_decode_rows, plan.shape.hidden_size, plan.n_gpus
     rows = {"decode": n, "prefill": min(plan.max_step_tokens // PAGE_SIZE, MAX_SEGMENTS)}
-    blocks = column_blocks(plan.shape.vocab_size, n_gpus)
-    many = min(plan.max_step_tokens, SUM_ROWS)
+    columns = _logit_columns(plan.cuts, plan.shape.has_draft_head)
     return Shares(
         sums={
             "decode": shared_buffers(n_gpus, n, h, allocate),
-            "prefill": shared_buffers(n_gpus, many, h, allocate, "prefill sums", torch.bfloat16),
+            "prefill": shared_buffers(
+                n_gpus, min(plan.max_step_tokens, SUM_ROWS), h, allocate, "prefill sums", torch.bfloat16
+            ),
         },
         logit_flags={
-            kind: allocate(f"flags of {kind} logits", (n_gpus, n_rows * blocks), torch.int32)
-            for kind, n_rows in rows.items()
+            kind: allocate(
+                f"flags of {kind} logits",
+                (n_gpus, rows.get(kind, n) * max(column_blocks(end - begin) for begin, end in ends)),
+                torch.int32,
+            )
+            for kind, ends in columns.items()
         },
         part=allocate("columns of logits", (max(rows.values()) * plan.shape.head_rows,), torch.float32),
     )
+
+
+def _logit_columns(cuts: Sequence[Cuts], has_head: bool) -> dict[str, list[tuple[int, int]]]:
+    """Of each GPU, where its columns of logits begin and end; those that a draft head guesses from are the
+    first GPU's.
+    """
+    own = [one for cut in cuts for one in cut.head]
+    found = {"decode": own, "prefill": own}
+    if has_head:
+        n = cuts[0].shape.n_drafted
+        found["guess"] = [(0, n)] + [(n, n)] * (len(cuts) - 1)
+    return found
 
 
 def exchanges(workspaces: Sequence[GpuWorkspace], cuts: Sequence[Cuts]) -> list[Exchange]:
@@ -230,13 +248,17 @@ def exchanges(workspaces: Sequence[GpuWorkspace], cuts: Sequence[Cuts]) -> list[
         "decode": [w.decode for w in workspaces],
         "prefill": [w.prefill for w in workspaces],
     }
+    columns = _logit_columns(cuts, workspaces[0].guesses is not None)
     found = []
-    for rank, (cut, own) in enumerate(zip(cuts, shares, strict=True)):
+    for rank, own in enumerate(shares):
         sums, logits = dict[str, Rank](), dict[str, Columns]()
         for kind, of_kind in buffers.items():
             sums[kind] = rank_of(rank, [(*s.sums[kind], b.normed) for s, b in zip(shares, of_kind, strict=True)])
-            wholes, flags = [b.logits.view(-1) for b in of_kind], [s.logit_flags[kind] for s in shares]
-            logits[kind] = columns_of(rank, cut.whole.vocab_size, cut.head[0][0], wholes, flags)
+        for kind, ends in columns.items():
+            wholes = [b.logits.view(-1) for b in buffers.get(kind, buffers["decode"])]
+            flags = [s.logit_flags[kind] for s in shares]
+            n_blocks = max(column_blocks(end - begin) for begin, end in ends)
+            logits[kind] = columns_of(rank, ends[-1][1], ends[rank][0], n_blocks, wholes, flags)
         found.append(Exchange(sums, logits, own.part))
     return found
 

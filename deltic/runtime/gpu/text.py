@@ -51,7 +51,7 @@ class GpuTextRunner(GpuRunner):
         exchange: tuple[GpuWorkspace, Exchange] | None = None,
     ) -> None:
         """vision: where the plan has a tower. exchange: of one of several GPUs, with the workspace that it is
-        of. A draft head is not run there.
+        of.
         """
         shape, n = plan.shape, plan.n_decode_rows
         allocate = allocate_on(weights.norm.device)
