@@ -157,6 +157,13 @@ class Quantised:
         assert codes is not None and scales[0] is not None
         return replace(self, codes=codes, scale=scales[0], least=scales[1], outer=scales[2])
 
+    def zeroed(self) -> Quantised:
+        """As many weights, all of them 0."""
+        codes, least = np.full_like(self.codes, self.format.zero), self.least
+        outer = np.zeros_like(self.outer) if self.format.scales.startswith("k") else self.outer
+        zeros = None if least is None else np.zeros_like(least)
+        return replace(self, codes=codes, scale=np.zeros_like(self.scale), least=zeros, outer=outer)
+
     @staticmethod
     def joined(runs: Sequence[Quantised]) -> Quantised:
         """Rows of one format, one run below the other."""

@@ -26,7 +26,7 @@ from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import DraftHead, GdnLayer, Moe, Weights
 from deltic.models.rotary import rotary_tables
 from deltic.ops.geometry import Allocate
-from deltic.ops.gpu.all_reduce import Columns, Rank, all_gather, all_reduce_norm
+from deltic.ops.gpu.all_reduce import Columns, Rank, all_gather, all_reduce, all_reduce_norm
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch, keys_decode
 from deltic.ops.gpu.attention_prefill import attention_prefill, keys_prefill
 from deltic.ops.gpu.blocks import BLOCK, Blocks, Drafts, PlaceState, PrefillInputs, Rows, Windows
@@ -296,6 +296,7 @@ class Exchange:
     sums: Mapping[str, Rank]  # of a decode and of a prefill
     logits: Mapping[str, Columns]  # the same, and of a guess
     part: Tensor  # float32, flat: this rank's columns of logits
+    total: Tensor | None  # float32, flat: sums, where a kernel of its own makes them
 
     @property
     def parts(self) -> list[Rank | Columns]:
@@ -324,7 +325,13 @@ class QwenGpu:
         if self.exchange is None or partials is None:
             add_norm(residual, partials, w, eps, normed, levers=levers)
             return
-        out = all_reduce_norm(residual, partials, w, eps, ranks=self.exchange.sums[kind], levers=levers)
+        ranks = self.exchange.sums[kind]
+        if self.exchange.total is not None:
+            total = front(self.exchange.total, 1, *residual.shape)
+            all_reduce(partials, total[0], ranks=ranks, levers=levers)
+            add_norm(residual, total, w, eps, normed, levers=levers)
+            return
+        out = all_reduce_norm(residual, partials, w, eps, ranks=ranks, levers=levers)
         if out.data_ptr() != normed.data_ptr():  # it is mostly the buffer that the others reach
             copy_rows(out, normed)
 

@@ -8,7 +8,8 @@ all that are drawn from for a guess. Embedding, norms, routers and the draft hea
 each. What comes out of out_proj, o_proj and down are
 partial sums: those of all ranks are added.
 
-Inner columns are cut where the groups of a scale end, so a rank may have more of them than another.
+Inner columns are cut where the groups of a scale end, so a rank may have more of them than another, or none
+that are its own.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -46,6 +48,8 @@ class View:
     shape: tuple[int, ...]
     rows: Runs
     columns: Runs | None = None
+    is_zero: bool = False
+    """Whether all values are 0 instead."""
 
     @property
     def where(self) -> str:
@@ -69,12 +73,13 @@ class View:
         quantised = [part for part in parts if isinstance(part, Quantised)]
         if quantised:
             found = Quantised.joined(quantised)
-            return found if self.columns is None else found.columns(self.columns)
+            found = found if self.columns is None else found.columns(self.columns)
+            return found.zeroed() if self.is_zero else found
         k = self.whole.shape[-1]
         values = np.concatenate([np.asarray(part).reshape(-1, k) for part in parts])
         if self.columns is not None:
             values = np.concatenate([values[:, first:last] for first, last in self.columns], axis=1)
-        return values
+        return np.zeros_like(values) if self.is_zero else values
 
 
 def _size(runs: Runs) -> int:
@@ -94,6 +99,15 @@ def inner_unit(shape: ModelShape) -> int:
         if "down_proj" in name or name.startswith("*"):
             groups.append(OUTER if format.scales.startswith("k") else format.group or 32)
     return math.lcm(*groups)
+
+
+class Inner(NamedTuple):
+    """Inner columns of a rank. is_idle: there are fewer groups of them than ranks, and these are another's,
+    too: down is 0 here.
+    """
+
+    columns: Runs
+    is_idle: bool
 
 
 class Cuts:
@@ -125,10 +139,13 @@ class Cuts:
         self.queries: Runs = (run(shape.n_q_heads),)
         self.kv: Runs = (run(kv) if kv >= n else (rank * kv // n, rank * kv // n + 1),)
         unit = inner_unit(shape)
-        self.inner, self.expert, self.shared = (
-            (run(width, unit),)
-            for width in (shape.intermediate_size, shape.moe_intermediate_size, shape.shared_intermediate_size)
-        )
+
+        def inner(width: int) -> Inner:
+            begin, end = run(width, unit)
+            return Inner(((begin, end),), False) if begin < end else Inner(((0, min(width, unit)),), True)
+
+        self.inner, self.expert = inner(shape.intermediate_size), inner(shape.moe_intermediate_size)
+        self.shared = inner(shape.shared_intermediate_size)
         self.heads: tuple[Runs, ...] = tuple((share(shape.vocab_size, i, n, 16),) for i in range(n))
         """Of all ranks."""
         self.head = self.heads[rank]
@@ -142,9 +159,9 @@ class Cuts:
             n_kv_heads=_size(self.kv),
             gdn_n_k_heads=_size(self.keys),
             gdn_n_v_heads=_size(self.values),
-            intermediate_size=_size(self.inner),
-            moe_intermediate_size=_size(self.expert),
-            shared_intermediate_size=_size(self.shared),
+            intermediate_size=_size(self.inner.columns),
+            moe_intermediate_size=_size(self.expert.columns),
+            shared_intermediate_size=_size(self.shared.columns),
             head_rows=_size(self.head),
             most_drafted=min(self.whole.most_drafted, _size(self.heads[0])),
             tie_word_embeddings=False,
@@ -204,13 +221,13 @@ class Cuts:
         if not matched:
             return tensor
         where, part = matched[1] or "", matched[2]
-        run = self.shared if where == "shared_expert." else self.expert if where else self.inner
+        inner = self.shared if where == "shared_expert." else self.expert if where else self.inner
         if part == "down":
-            return _of_columns(tensor, run)
+            return dataclasses.replace(_of_columns(tensor, inner.columns), is_zero=inner.is_idle)
         if part != "gate_up":
-            return _of_rows(tensor, run)
+            return _of_rows(tensor, inner.columns)
         n_experts, height, k = tensor.shape  # gate, then up, of each
-        ((begin, end),) = run
+        ((begin, end),) = inner.columns
         starts = [i * height + half for i in range(n_experts) for half in (0, height // 2)]
         runs = tuple((first + begin, first + end) for first in starts)
         return View(tensor, (n_experts, 2 * (end - begin), k), runs)

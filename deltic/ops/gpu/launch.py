@@ -55,6 +55,9 @@ class Levers:
     silu_epilogue: bool = dataclasses.field(
         default=True, metadata={"text": "SwiGLU gate inside gate_up", "exact": True}
     )
+    fused_sums: bool = dataclasses.field(
+        default=True, metadata={"text": "sums over GPUs inside the norm", "exact": True}
+    )
 
 
 def parse_levers(settings: tuple[str, ...]) -> Levers:

@@ -88,6 +88,8 @@ class Shares:
     """The same, and of guesses where there is a draft head."""
     part: Tensor
     """float32, flat."""
+    total: Tensor | None
+    """float32, flat: sums of all GPUs, where a kernel of its own makes them."""
 
 
 @dataclass(frozen=True)
@@ -186,7 +188,7 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
         picture_rows = allocate("pictures", (plan.n_picture_blocks * PAGE_SIZE, shape.hidden_size), torch.bfloat16)
     return GpuWorkspace(
         **shared,
-        shares=None if plan.n_gpus == 1 else _shares(plan, allocate),
+        shares=None if plan.n_gpus == 1 else _shares(plan, levers, allocate),
         guesses=guesses,
         vision=vision,
         picture_rows=picture_rows,
@@ -206,7 +208,7 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
     )
 
 
-def _shares(plan: TextPlan, allocate: Allocate) -> Shares:
+def _shares(plan: TextPlan, levers: Levers, allocate: Allocate) -> Shares:
     n, h, n_gpus = plan.n_decode_rows, plan.shape.hidden_size, plan.n_gpus
     rows = {"decode": n, "prefill": min(plan.max_step_tokens // PAGE_SIZE, MAX_SEGMENTS)}
     columns = _logit_columns(plan.cuts, plan.shape.has_draft_head)
@@ -226,6 +228,7 @@ def _shares(plan: TextPlan, allocate: Allocate) -> Shares:
             for kind, ends in columns.items()
         },
         part=allocate("columns of logits", (max(rows.values()) * plan.shape.head_rows,), torch.float32),
+        total=None if levers.fused_sums else allocate("sums", (max(n, plan.max_step_tokens) * h,), torch.float32),
     )
 
 
@@ -259,7 +262,7 @@ def exchanges(workspaces: Sequence[GpuWorkspace], cuts: Sequence[Cuts]) -> list[
             flags = [s.logit_flags[kind] for s in shares]
             n_blocks = max(column_blocks(end - begin) for begin, end in ends)
             logits[kind] = columns_of(rank, ends[-1][1], ends[rank][0], n_blocks, wholes, flags)
-        found.append(Exchange(sums, logits, own.part))
+        found.append(Exchange(sums, logits, own.part, own.total))
     return found
 
 
