@@ -36,6 +36,33 @@ def formats(runs: Runs) -> str:
     return decodes_and_prefills(format_runs(runs), "deltic bench gpu --dummy qwen3.5-27b --format fp8")
 
 
+def parallel(runs: Runs) -> str:
+    """The same on several GPUs together."""
+    found = [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-parallel-{shape}-*.json", gpu=True)]
+    return decodes_and_prefills(found, "deltic bench gpu --dummy qwen3.5-27b --tensor-parallel 2 --n 1,16,64,128")
+
+
+def sums(runs: Runs) -> str:
+    """Microseconds of what lies between two layers of a model on several GPUs."""
+    again = "deltic bench allreduce --gpus 2 --width 5120 --rows 1,4,16,64,128,512,2048"
+    found = runs.newest("allreduce-*.json", gpu=True)
+    if not found:
+        return missing(again)
+    rows: dict[int, dict[str, str]] = {}
+    for row in found[-1].data["rows"]:
+        rows.setdefault(row["rows"], {})[row["way"]] = ranged(row["us"])
+    data = found[-1].data
+    way_us = data["width"] * 4 / data["link"] * 1e6
+    names = list(rows[min(rows)])
+    cells = [[f"{n:,}", *(of[name] for name in names), shown(n * way_us)] for n, of in rows.items()]
+    text = (
+        f"{data['gpus']} GPUs, rows of {data['width']:,}, in a recording of 40 calls, which waits for neither. Every way gives normed "
+        f"rows. The roof is the time that float32 rows take over the link once, at the {data['link'] / 1e9:.0f} GB/s that a large copy "
+        "has in the same run; two shots send bfloat16 on the way back, and so may take less."
+    )
+    return "\n\n".join((grid(["rows", *names, "roof"], cells), text, source(found, again)))
+
+
 def decodes_and_prefills(found: list[Run], again: str) -> str:
     """A table of runs of `deltic bench gpu`."""
     if not found:

@@ -562,6 +562,8 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "gpu": gpu_tables.decodes,
     "gpu-formats": gpu_tables.formats,
     "gpu-drafts": gpu_tables.drafts,
+    "gpu-parallel": gpu_tables.parallel,
+    "gpu-sums": gpu_tables.sums,
     "gpu-start": lambda runs: start(runs, on_gpu=True),
     "constrained": constrained,
     "gpu-speech": gpu_speech,

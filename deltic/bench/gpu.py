@@ -301,11 +301,13 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     print(
         f"read {roofs.read / 1e12:.2f} TB/s, multiply {roofs.multiply / 1e12:.0f} TFLOP/s; weights {weights_s:.1f} s, recorded in {record_s:.1f} s"
     )
+    n_gpus = config.tensor_parallel
     write_result(
-        "gpu",
+        "gpu" if n_gpus == 1 else "gpu-parallel",
         shape_name,
         engine.info.device,
         arguments.out,
+        gpus=n_gpus,
         levers=dataclasses.asdict(parse_levers(config.lever)),
         prompt=arguments.prompt,
         output=arguments.output,

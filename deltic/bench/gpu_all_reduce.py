@@ -28,6 +28,7 @@ from deltic.ops.contract import KernelError
 from deltic.ops.gpu.all_reduce import all_reduce, all_reduce_norm, apart, make_ranks
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.norm import add_norm
+from deltic.ops.gpu.roofs import link_speed
 
 CALLS = 40
 EPS = 1e-6
@@ -124,13 +125,6 @@ def seconds_of(devices: Sequence[str], run: Callable[[], object], rounds: int) -
     return times[2:]
 
 
-def link_speed(devices: Sequence[str]) -> float:
-    """Bytes a second from the first GPU to the second, of the best of some large copies."""
-    data = torch.empty(1 << 28, dtype=torch.uint8, device=devices[0])
-    there = torch.empty_like(data, device=devices[1])
-    return float(data.nbytes / min(seconds_of(devices, lambda: there.copy_(data), 5)))
-
-
 def repeated(start: Callable[[int], None], n: int) -> None:
     """CALLS calls of n rows."""
     for _ in range(CALLS):
@@ -150,7 +144,7 @@ def bench(arguments: argparse.Namespace) -> int:
         ranks = Ranks(devices, max(rows), arguments.width)
     except KernelError as error:
         raise ConfigError(f"--gpus {n_gpus}: {error}") from None
-    link, found = link_speed(devices), list[dict[str, Any]]()
+    link, found = link_speed(0, 1), list[dict[str, Any]]()
     with Console(stderr=True).status("") as status:
         for n in rows:
             for name, start in ranks.ways().items():

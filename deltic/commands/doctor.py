@@ -174,7 +174,31 @@ def _gpu(console: Console) -> list[Column]:
         console.print(
             "        [bold]tested on compute capability 9.0 only: run tests/gpu before you rely on exact bits[/]"
         )
+    _links(console)
     return [Column("bfloat16", gpu_device(EngineConfig(device="cuda")), roofs.read)]
+
+
+def _links(console: Console) -> None:
+    """Prints whether several GPUs can run a model together, and how fast they copy to each other."""
+    import torch
+
+    from deltic.ops.gpu.all_reduce import ONE_SHOT_BYTES
+    from deltic.ops.gpu.roofs import link_speed
+
+    n = torch.cuda.device_count()
+    if n < 2:
+        return
+    pairs = [(a, b) for a in range(n) for b in range(n) if a != b]
+    apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
+    if apart:
+        text = f"GPU {apart[0][0]} does not reach the memory of GPU {apart[0][1]}: no --tensor-parallel over both"
+    else:
+        most = max(size for size in (2, 4, 8) if size <= n)
+        text = (
+            f"reach each other, GPU 0 copies {link_speed(0, 1) / 1e9:.0f} GB/s to GPU 1: --tensor-parallel up to {most}; "
+            f"sums of up to {ONE_SHOT_BYTES >> 20} MiB go in one shot, larger ones in two"
+        )
+    console.print(f"        {n} GPUs: {text}")
 
 
 def _driver() -> str:

@@ -83,7 +83,7 @@ def _weights(shape: ModelShape, quantize: str | None, store: Store) -> Weights:
 
 
 def _parts(plan: Plan[Any]) -> str:
-    shape = plan.shape
+    shape: Any = plan.cuts[0].whole if plan.cuts else plan.shape
     size = f"{shape.n_params / 1e9:.2f} B parameters"
     if plan.speaks:
         return (
@@ -120,7 +120,8 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
     if on_gpu:
         step = f"a decode of {plan.max_num_seqs} rows and a prefill of {plan.max_step_tokens} {unit.split()[0]}"
         host = f"not on the device: {host}"
-    table = Table("memory", "GB", "what", title="Allocated before ready", title_justify="left")
+    where = f" on each of {plan.n_gpus} GPUs" if plan.cuts else ""
+    table = Table("memory", "GB", "what", title=f"Allocated before ready{where}", title_justify="left")
     rows = {
         "weights": (plan.weight_bytes, _weights_text(plan, weights)),
         "vocoder": (plan.vocoder_bytes, "float32"),

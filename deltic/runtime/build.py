@@ -107,7 +107,7 @@ def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tupl
     config = device.prepare(resolve_quantize(config, directory, shape.formats), directory)
     n_real = n_real_ids(config, directory, shape)
     tower, notices = find_tower(config, directory, shape, device)
-    shape, cuts = cut(shape, config.tensor_parallel)
+    shape, cuts = cut(shape, config.tensor_parallel if device.text.on_gpu else 1)
     plan = make_plan(config, shape, device.text, n_real, free_bytes, tower=tower, cuts=cuts)
     return config, directory, replace(plan, notices=notices)
 

@@ -304,7 +304,8 @@ def make_plan(
 ) -> Plan[S]:
     """Sizes for this model in free_bytes of the device's memory.
 
-    tower: of its pictures, if it takes any. cuts: for several GPUs, of which shape is the largest part. host_free_bytes: of a GPU's host (default: what is free now).
+    tower: of its pictures, if it takes any. cuts: for several GPUs, of which shape is the largest part.
+    host_free_bytes: of a GPU's host (default: what is free now).
     Raises ConfigError when the model or a setting does not fit, naming the largest value that would, or when
     a setting means nothing here; UnsupportedModelError for a geometry that the kernels cannot run.
     """

@@ -58,6 +58,7 @@ def test_plan_of_a_speech_model(device: str, without_gpu: None) -> None:
         ({"memory_gb": 1.0}, "the model does not fit: weights 1.5 GB"),
         ({"memory_gb": 20.0, "threads": 3}, "--threads 3 is for the CPU"),
         ({"memory_gb": 20.0, "lever": ("pdl=maybe",)}, "must be one of pdl=on, pdl=off"),
+        ({"memory_gb": 20.0, "tensor_parallel": 16}, "a multiple of 16 for --tensor-parallel 16"),
     ],
 )
 def test_a_gpu_plan_is_refused_with_what_would_do(settings: dict[str, object], message: str, without_gpu: None) -> None:
@@ -78,6 +79,24 @@ def test_a_gpu_plan_needs_triton_and_rows(monkeypatch: pytest.MonkeyPatch, witho
         build.gpu_device(config, is_here=False).prepare(EngineConfig(model=str(tmp_path)), tmp_path)
 
 
+def test_a_plan_for_several_gpus(without_gpu: None) -> None:
+    """Of each: its part of the weights, and pages and states of its heads. The host has those of all."""
+    pytest.importorskip("triton")
+    plans = {}
+    for n in (1, 2, 8):
+        config = EngineConfig(dummy="qwen3.5-27b", device="cuda", tensor_parallel=n, cache_host_gb=1.0, n_pages=600)
+        device = build.gpu_device(config, is_here=False)
+        _, _, plans[n] = build.plan_model(config, device, 130 * 10**9)
+        assert plans[n].n_gpus == n and len(plans[n].cuts) == (n if n > 1 else 0)
+    one, two, eight = plans.values()
+    assert 0.5 < two.weight_bytes / one.weight_bytes < 0.53  # the embedding is whole on each
+    assert two.page_bytes * 2 == one.page_bytes == eight.page_bytes * 4  # of 4 heads of keys, two GPUs have one each
+    assert two.state_bytes * 2 == one.state_bytes == eight.state_bytes * 8
+    assert two.n_host_units == one.n_host_units == 2 * eight.n_host_units
+    report = words(fit.report(EngineConfig(dummy="qwen3.5-27b", device="cuda", memory_gb=130.0, tensor_parallel=2)))
+    assert "26.90 B parameters" in report and "on each of 2 GPUs" in report
+
+
 def test_without_a_gpu_it_is_the_cpu(without_gpu: None) -> None:
     assert not is_for_gpu(EngineConfig()) and not is_for_gpu(EngineConfig(device="cpu"))
     assert is_for_gpu(EngineConfig(device="cuda"))
@@ -85,6 +104,8 @@ def test_without_a_gpu_it_is_the_cpu(without_gpu: None) -> None:
         build_runner(EngineConfig(device="cuda"), lambda stage, done: None)
     with pytest.raises(ConfigError, match="--lever pdl=off is for a GPU"):
         build_runner(EngineConfig(lever=("pdl=off",)), lambda stage, done: None)
+    with pytest.raises(ConfigError, match="--tensor-parallel 2 is for a GPU"):
+        build_runner(EngineConfig(tensor_parallel=2), lambda stage, done: None)
 
 
 def test_with_a_gpu_it_is_the_gpu_but_for_what_only_a_cpu_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -166,7 +187,7 @@ def test_doctor_says_where_quantised_prompts_are_slower(
 @pytest.mark.parametrize("major", [9, 8])
 def test_doctor_with_a_gpu(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
-    from deltic.ops.gpu import launch
+    from deltic.ops.gpu import launch, roofs
     from deltic.ops.gpu.roofs import GpuRoofs
     from deltic.runtime.gpu.device import Gpu
 
@@ -185,6 +206,14 @@ def test_doctor_with_a_gpu(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "GPU, bfloat16" in report and "CPU, int4" in report
     assert "Next: deltic serve Qwen/Qwen3.6-35B-A3B (the largest that is fluent on the GPU)" in report
     assert ("tested on compute capability 9.0 only" in report) == (major != 9)
+
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: True)
+    monkeypatch.setattr(roofs, "link_speed", lambda source, target: 373e9)
+    report = words(doctor.report())
+    assert "3 GPUs: reach each other, GPU 0 copies 373 GB/s to GPU 1: --tensor-parallel up to 2" in report
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: other != 2)
+    assert "3 GPUs: GPU 0 does not reach the memory of GPU 2: no --tensor-parallel over both" in words(doctor.report())
 
     def too_little() -> GpuRoofs:
         raise torch.OutOfMemoryError

@@ -9,7 +9,7 @@ import pytest
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Request, SamplingParams
 from deltic.engine.scheduler import RequestError
-from deltic.engine.step import Step, StepResult
+from deltic.engine.step import RunnerLostError, Step, StepResult
 from tests import fakes
 from tests.fakes import POISON, FakeRunner, expected_tokens
 
@@ -93,6 +93,17 @@ def test_a_step_that_fails_ends_its_sequences_and_no_others() -> None:
     outputs = drain(engine)
     assert [o.finish_reason for o in outputs if o.id == "later"] == [None, None, "length"]
     assert engine.n_failures == 0
+
+
+def test_a_runner_that_is_lost_ends_the_engine() -> None:
+    class Lost(FakeRunner):
+        def step(self, step: Step) -> StepResult:
+            raise RunnerLostError("GPU 1 of 2 failed")
+
+    engine = Engine(Lost())
+    engine.add(request())
+    with pytest.raises(RunnerLostError, match="GPU 1"):
+        engine.step()
 
 
 def test_the_fake_finds_a_broken_promise() -> None:

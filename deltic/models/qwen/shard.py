@@ -3,10 +3,9 @@ it loads, as views of the stored tensors, so that nothing else is read.
 
 A rank has a run of key heads of each DeltaNet layer, with their value heads, channels of the convolution,
 states, b and a; a run of query heads with their key and value heads, which are copied where there are fewer
-than ranks; a run of the inner columns of each MLP and expert; and a run of the head's rows, the first of which has
-all that are drawn from for a guess. Embedding, norms, routers and the draft head's first matrix are whole on
-each. What comes out of out_proj, o_proj and down are
-partial sums: those of all ranks are added.
+than ranks; a run of the inner columns of each MLP and expert; and a run of the head's rows. The first rank
+has all of these from which a draft head guesses. Embedding, norms, routers and the draft head's first matrix
+are whole on each. What comes out of out_proj, o_proj and down are partial sums: those of all ranks are added.
 
 Inner columns are cut where the groups of a scale end, so a rank may have more of them than another, or none
 that are its own.
@@ -127,7 +126,7 @@ class Cuts:
             ("num_key_value_heads", kv, max(kv, n) % min(kv, n) == 0),
         ):
             if not fits:
-                raise UnsupportedModelError(name, heads, f"a multiple of {n}, over so many GPUs")
+                raise UnsupportedModelError(name, heads, f"a multiple of {n} for --tensor-parallel {n}")
         self.keys: Runs = (run(shape.gdn_n_k_heads),)
         ratio = shape.gdn_n_v_heads // shape.gdn_n_k_heads
         if shape.tiled_value_heads:

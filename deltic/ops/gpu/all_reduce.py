@@ -36,8 +36,8 @@ from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.launch import Levers, allocate_on, launch
 from deltic.ops.gpu.norm import LANES, load_pieces, norm_warps, pieces, store_norm, store_pieces
 
-ONE_SHOT_ROWS = 256
-"""Rows that a rank writes to all others together, up to which one shot is faster (`deltic bench allreduce`)."""
+ONE_SHOT_BYTES = 1 << 20
+"""What a rank writes to all others together, up to which one shot is faster (`deltic bench allreduce`)."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,8 @@ class Rank:
 
     def shots(self, n: int) -> int:
         """In how many shots sums of n rows are made."""
-        return 1 if n * (self.n_ranks - 1) <= ONE_SHOT_ROWS else 2
+        n_bytes = n * self.width * self.inbox.element_size() * (self.n_ranks - 1)
+        return 1 if n_bytes <= ONE_SHOT_BYTES else 2
 
 
 Shared = tuple[Tensor, Tensor, Tensor]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,6 +25,20 @@ class GpuRoofs:
         out = torch.empty_like(a)
         multiply_s = _best_s(lambda: torch.mm(a, b, out=out))
         return cls(data.nbytes / read_s, 2 * 8192**3 / multiply_s)
+
+
+def link_speed(source: int, target: int) -> float:
+    """Bytes a second that one GPU copies to another. Raises torch.OutOfMemoryError."""
+    data = torch.empty(1 << 28, dtype=torch.uint8, device=f"cuda:{source}")
+    there = torch.empty_like(data, device=f"cuda:{target}")
+    times = []
+    for _ in range(6):
+        begin = time.perf_counter()
+        there.copy_(data)
+        torch.cuda.synchronize(source)
+        torch.cuda.synchronize(target)
+        times.append(time.perf_counter() - begin)
+    return data.nbytes / min(times[1:])
 
 
 def _best_s(run: Callable[[], object], n: int = 10) -> float:

@@ -1,5 +1,5 @@
-"""A text model on several GPUs: a runner on each, all of which run the same steps, and what makes them one for
-the engine.
+"""A text model on several GPUs: a runner on each, all of which run the same steps, and what makes them one
+for the engine.
 
 Each runner has a thread. It knows the whole step, has a table and recordings of its own, and draws every
 token itself; what GPUs have to tell each other, kernels do (ops/gpu/all_reduce.py). A thread each, and not

@@ -33,8 +33,8 @@ def record_all(
     """Records each for replays on this stream; the largest come first, so that the smaller ones find their
     memory in the pool. stream: None without a GPU, where each stays as it is, and is interpreted.
 
-    Each is run once before, which compiles new kernels: no sequence may have rows in it. are_replayed: and once
-    as recorded, for which the device makes room the first time.
+    Each is run once before, which compiles new kernels: no sequence may have rows in it. are_replayed: and
+    once as recorded, for which the device makes room the first time.
     """
     if stream is None:
         return [Recording(body, 0) for body in bodies]
