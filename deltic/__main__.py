@@ -80,8 +80,6 @@ def _models(arguments: argparse.Namespace) -> tuple[Any, ...]:
     ]
     for engine, about in models:
         _check_names(engine, about)
-        if engine.tensor_parallel > 1 and len(models) > 1:  # its kernels could wait for room that others' have
-            raise ConfigError(f"--tensor-parallel {engine.tensor_parallel}: a model on several GPUs is served alone")
     return models, resolve(ServerConfig, settings.given(arguments, ServerConfig), table=tables[0])
 
 

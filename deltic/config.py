@@ -548,7 +548,6 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_itl_ms": (0.0, math.inf),
     "max_picture_tokens": (0, math.inf),
     "max_drafts": (0, 31),  # one less than ops/geometry.MAX_WINDOW
-    "tensor_parallel": (1, 8),
     "n_pages": (1, math.inf),
     "memory_gb": (0.01, math.inf),
     "n_checkpoints": (0, math.inf),

@@ -89,6 +89,7 @@ class Model:
         n_gpus = config.tensor_parallel
         if drafts and n_gpus > 1:
             raise ConfigError("drafts are measured on one GPU: leave --tensor-parallel out")
+        gpu.Gpu(n_gpus=n_gpus).check_reach()
         shape = replace(shape, has_draft_head=drafts) if config.dummy else stored_shape(directory, shape, drafts)
         n_real = n_real_ids(config, directory, shape)
         largest, cuts = cut(shape, n_gpus)

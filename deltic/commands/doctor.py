@@ -175,6 +175,7 @@ def _gpu(console: Console) -> list[Column]:
             "        [bold]tested on compute capability 9.0 only: run tests/gpu before you rely on exact bits[/]"
         )
     _links(console)
+    torch.cuda.empty_cache()
     return [Column("bfloat16", gpu_device(EngineConfig(device="cuda")), roofs.read)]
 
 
@@ -194,9 +195,13 @@ def _links(console: Console) -> None:
         text = f"GPU {apart[0][0]} does not reach the memory of GPU {apart[0][1]}: no --tensor-parallel over both"
     else:
         most = max(size for size in (2, 4, 8) if size <= n)
+        try:
+            speed = f"GPU 0 copies {link_speed(0, 1) / 1e9:.0f} GB/s to GPU 1"
+        except RuntimeError:  # torch's out of memory
+            speed = "too little of their memory is free to see how fast"
         text = (
-            f"reach each other, GPU 0 copies {link_speed(0, 1) / 1e9:.0f} GB/s to GPU 1: --tensor-parallel up to {most}; "
-            f"sums of up to {ONE_SHOT_BYTES >> 20} MiB go in one shot, larger ones in two"
+            f"reach each other, {speed}: --tensor-parallel up to {most}; sums of up to {ONE_SHOT_BYTES >> 20} MiB go in one "
+            "shot, larger ones in two"
         )
     console.print(f"        {n} GPUs: {text}")
 

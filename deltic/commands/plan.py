@@ -117,6 +117,8 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
     if plan.speaks:
         unit, step = "rows or frames", f"a step of up to {plan.n_rows} rows"
         host = "for preempted sequences"
+    if plan.cuts:
+        host = f"of all GPUs, {host}"
     if on_gpu:
         step = f"a decode of {plan.max_num_seqs} rows and a prefill of {plan.max_step_tokens} {unit.split()[0]}"
         host = f"not on the device: {host}"
@@ -180,10 +182,10 @@ def _cache_table(plan: TextPlan, on_host: bool, disk_bytes: int | None) -> Table
     takes. on_host: host memory was given for what is evicted. disk_bytes: size of the disk tier, None without
     one.
     """
-    page, state = plan.page_bytes, plan.state_bytes
+    page, state = plan.host_page_bytes, plan.n_gpus * plan.state_bytes
     title = (
         f"Conversations of a length that stay cached while nothing runs: {state / 1e6:.2f} MB a checkpoint, "
-        f"{1024 * plan.shape.kv_bytes_per_token / 1e6:.2f} MB for 1024 tokens"
+        f"{1024 / PAGE_SIZE * page / 1e6:.2f} MB for 1024 tokens"
     )
     table = Table("tokens", "in the pools", "limited by", title=title, title_justify="left")
     if on_host:

@@ -104,7 +104,7 @@ class Lexicon:
 class Guide:
     """The position of one sequence in its constraint.
 
-    Only the engine's thread reads it, but for what `is_busy` guards.
+    Only the engine's thread reads it, and within a step the runner's, but for what `is_busy` guards.
     """
 
     def __init__(self, sequence: Sequence, constraint: Constraint, n_ids: int, lexicon: Lexicon | None = None) -> None:
@@ -156,9 +156,9 @@ class Guide:
             words = None if self._thinks else self.words
             return words if self._lexicon is None else self._lexicon.narrow(words, self._drawn)
         if self._mask is None:
-            self._mask = np.zeros(-(-self._n_ids // 32), np.uint32)
-            self._mask[self._forced[-1] // 32] = 1 << self._forced[-1] % 32
-            self._mask = self._mask.view(np.int32)
+            words = np.zeros(-(-self._n_ids // 32), np.uint32)
+            words[self._forced[-1] // 32] = 1 << self._forced[-1] % 32
+            self._mask = words.view(np.int32)  # whole: several threads of a runner may read it
         return self._mask
 
     def leaves_any(self, banned: Iterable[int]) -> bool:

@@ -45,6 +45,7 @@ from deltic.engine.messages import (
     StepOutputs,
 )
 from deltic.engine.scheduler import RequestError
+from deltic.engine.step import RunnerLostError
 from deltic.engine.trace import Trace
 from deltic.host.launch import Launch, ModelLaunch
 from deltic.machine import cuda_driver, memory_bound
@@ -244,8 +245,9 @@ class EngineProcess:
         start = time.perf_counter()
         if any(model.config.may_use_gpu for model in self.models):
             threading.Thread(target=_wake_gpu, daemon=True).start()
-        from deltic.runtime.build import build_runner  # imports torch
+        from deltic.runtime.build import build_runner, check_alone  # imports torch
 
+        check_alone([model.config for model in self.models])
         start_s["import"] = time.perf_counter() - start
         return build_runner
 
@@ -334,6 +336,9 @@ def main(build: Build | None = None, argument: str | None = None) -> int:
     process = EngineProcess(launch)
     try:
         return process.serve() if process.load(build) else 1
+    except RunnerLostError as error:
+        log.critical("%s; the engine process ends", error)
+        os._exit(1)  # GPUs may be busy for good, and a clean end would wait for them
     finally:
         process.close()
 

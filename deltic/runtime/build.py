@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -80,14 +81,20 @@ def gpu_device(config: EngineConfig, is_here: bool = True) -> Gpu:
         raise ConfigError("torch sees no GPU here; install a build of torch with CUDA, or leave --device out")
     from deltic.runtime.gpu.device import Gpu  # imports Triton
 
-    if is_here and config.tensor_parallel > 1:
-        import torch
+    device = Gpu(config.lever, 1 if speaks(config) else config.tensor_parallel)
+    if is_here:
+        device.check_reach()
+    return device
 
-        if torch.cuda.device_count() < config.tensor_parallel:
-            raise ConfigError(
-                f"--tensor-parallel {config.tensor_parallel}: torch sees {torch.cuda.device_count()} GPU here"
-            )
-    return Gpu(config.lever, config.tensor_parallel)
+
+def check_alone(configs: Sequence[EngineConfig]) -> None:
+    """Raises ConfigError where one of several models of a server is to run on several GPUs: its kernels wait
+    for those of other GPUs, which could wait there for room that another model has.
+    """
+    on_gpu = [config for config in configs if is_for_gpu(config)] if len(configs) > 1 else []
+    most = max((config.tensor_parallel for config in on_gpu), default=1)
+    if len(on_gpu) > 1 and most > 1:
+        raise ConfigError(f"--tensor-parallel {most}: a model on several GPUs is served alone")
 
 
 def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tuple[EngineConfig, Path, Plan[Any]]:
@@ -107,7 +114,7 @@ def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tupl
     config = device.prepare(resolve_quantize(config, directory, shape.formats), directory)
     n_real = n_real_ids(config, directory, shape)
     tower, notices = find_tower(config, directory, shape, device)
-    shape, cuts = cut(shape, config.tensor_parallel if device.text.on_gpu else 1)
+    shape, cuts = cut(shape, device.n_gpus)
     plan = make_plan(config, shape, device.text, n_real, free_bytes, tower=tower, cuts=cuts)
     return config, directory, replace(plan, notices=notices)
 

@@ -62,7 +62,6 @@ def fingerprint(config: EngineConfig, directory: Path, kernels: Path | str, on_p
         "weights": weights or [config.dummy, config.seed],
         "quantize": config.rounded,
         "draft head": bool(config.max_drafts),  # pages hold its keys and values
-        "GPUs": config.tensor_parallel,
         "kernels": _hash(kernels) if isinstance(kernels, Path) else kernels,
         "code": {str(path.relative_to(package)): _hash(path) for path in sources},
         "libraries": {name: _version(name) for name in ("torch", "numpy")} | {"libc": platform.libc_ver()},

@@ -309,7 +309,9 @@ def make_plan(
     Raises ConfigError when the model or a setting does not fit, naming the largest value that would, or when
     a setting means nothing here; UnsupportedModelError for a geometry that the kernels cannot run.
     """
-    kind.check(shape)
+    parts: list[Any] = [shape, *(one.shape for one in cuts)]
+    for part in parts:
+        kind.check(part)
     config = without_foreign(config, kind.device, kind.name)
     asked = _asked(config, shape, kind, n_real, free_bytes, tower, cuts)
     plan = _shrunk(asked, kind, config)

@@ -97,6 +97,28 @@ def test_a_plan_for_several_gpus(without_gpu: None) -> None:
     assert "26.90 B parameters" in report and "on each of 2 GPUs" in report
 
 
+def test_a_model_on_several_gpus_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    several = [EngineConfig(tensor_parallel=2), EngineConfig()]
+    build.check_alone(several)  # there is no GPU: a variable of the environment means nothing
+    monkeypatch.setattr(build, "sees_gpu", lambda: True)
+    build.check_alone([several[0], EngineConfig(device="cpu")])
+    with pytest.raises(ConfigError, match="--tensor-parallel 2: a model on several GPUs is served alone"):
+        build.check_alone(several)
+
+
+@pytest.mark.parametrize(("n_here", "words"), [(1, "GPUs that torch sees here: 1"), (2, "GPU 0 does not reach")])
+def test_gpus_that_are_not_there_or_do_not_reach_each_other(
+    n_here: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.setattr(build, "sees_gpu", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_here)
+    monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
+    with pytest.raises(ConfigError, match=f"--tensor-parallel 2: {words}"):
+        build.gpu_device(EngineConfig(device="cuda", tensor_parallel=2))
+    build.gpu_device(EngineConfig(dummy="qwen3-tts-0.6b", device="cuda", tensor_parallel=2))  # which runs on one
+
+
 def test_without_a_gpu_it_is_the_cpu(without_gpu: None) -> None:
     assert not is_for_gpu(EngineConfig()) and not is_for_gpu(EngineConfig(device="cpu"))
     assert is_for_gpu(EngineConfig(device="cuda"))

@@ -188,6 +188,44 @@ def test_every_rank_has_the_same_sum(device: str, case: Case) -> None:
             assert torch.equal(residual[mine], of_call[3][mine]) and torch.equal(normed, of_call[4])
 
 
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
+@pytest.mark.parametrize("shots", [1, 2])
+def test_more_rows_than_run_at_once(shots: int) -> None:
+    """Again and again: a warp that is late, or a flag that comes before its row, would show."""
+    n, width, devices = 2048, 5120, ["cuda:0", "cuda:1"]
+    let_reach(devices)
+    shared = [
+        (*shared_buffers(2, n, width, allocate_on(d), dtype=torch.bfloat16), torch.zeros(n, width, dtype=torch.bfloat16, device=d))
+        for d in devices
+    ]  # fmt: skip
+    ranks = [rank_of(i, shared) for i in range(2)]
+    generator = torch.Generator().manual_seed(0)
+    parts = [torch.randn(1, n, width, generator=generator).bfloat16() for _ in devices]
+    w, total = torch.zeros(width), parts[0].float() + parts[1].float()
+    normed = torch.empty(n, width, dtype=torch.bfloat16, device="cuda:0")
+    add_norm(torch.zeros(n, width, device="cuda:0"), total.to("cuda:0"), w.to("cuda:0"), EPS, normed, levers=LEVERS)
+
+    def wrong_rows(i: int, n_calls: int) -> int:
+        with torch.cuda.device(devices[i]), torch.cuda.stream(torch.cuda.Stream()):
+            part, weights, expected = (one.to(devices[i]) for one in (parts[i], w, normed))
+            residual, wrong = (
+                torch.empty(n, width, device=devices[i]),
+                torch.zeros((), dtype=torch.int64, device=devices[i]),
+            )
+            torch.cuda.current_stream().synchronize()
+            for _ in range(n_calls):
+                residual.zero_()
+                out = all_reduce_norm(residual, part, weights, EPS, ranks=ranks[i], levers=LEVERS, shots=shots)
+                wrong += (out != expected).any(1).sum()
+            return int(wrong)
+
+    with apart(ranks):
+        for i in range(2):
+            wrong_rows(i, 1)
+    with ThreadPoolExecutor(2) as threads:
+        assert list(threads.map(lambda i: wrong_rows(i, 200), range(2))) == [0, 0]
+
+
 def gather(rank: int, wholes: list[Tensor], flags: list[Tensor], found: Tensor) -> None:
     columns = columns_of(rank, 40, 20 * rank, 1, wholes, flags)
     for call in range(len(found)):

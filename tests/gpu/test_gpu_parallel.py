@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -10,11 +13,16 @@ import torch
 
 pytest.importorskip("triton")
 from deltic.engine.step import RunnerLostError
+from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.gpu import parallel
 from deltic.runtime.gpu.copies import DeviceCopies
-from deltic.runtime.gpu.parallel import GpuThread, JointCopies, together
+from deltic.runtime.gpu.parallel import GpuThread, JointCopies, ParallelRunner, SharedTower, together
 
 THREADS = [GpuThread(torch.device("cpu")) for _ in range(2)]
+
+
+def fail() -> int:
+    raise MemoryError
 
 
 def refuse() -> int:
@@ -31,6 +39,62 @@ def test_what_all_refuse_loses_nothing() -> None:
     with pytest.raises(ValueError, match="no such place"):
         together(THREADS, [refuse, refuse])
     assert together(THREADS, [lambda: 1, lambda: 2]) == [1, 2]
+
+
+def test_what_fails_in_two_ways_is_lost() -> None:
+    with pytest.raises(RunnerLostError, match="GPU 0, 1 of 2 failed: MemoryError"):
+        together(THREADS, [fail, refuse])
+
+
+def test_a_runner_that_was_lost_stays_so() -> None:
+    runner = object.__new__(ParallelRunner)
+    runner._threads, runner.runners, runner._lost = THREADS, [1, 2], None
+    with pytest.raises(RunnerLostError, match="GPU 1 of 2"):
+        runner._on_all(lambda number: number if number == 1 else refuse())
+    with pytest.raises(RunnerLostError, match="GPU 1 of 2"):
+        runner._on_all(lambda number: number)
+
+
+def test_a_thread_holds_nothing_of_its_last_call() -> None:
+    class Held:
+        def use(self) -> int:
+            return 1
+
+    held = Held()
+    gone = weakref.ref(held)
+    assert together(THREADS, [held.use, held.use]) == [1, 1]
+    del held
+    together(THREADS, [lambda: 1, lambda: 2])  # the threads have come around
+    gc.collect()
+    assert gone() is None
+
+
+class Tower:
+    """Of two blocks, in two turns."""
+
+    n_blocks = 4
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows, self.turns = rows, 0
+
+    def begin(self, picture: object, blocks: list[int]) -> None:
+        self.blocks = blocks
+
+    def run(self, seconds: float) -> bool:
+        block = self.blocks[self.turns]
+        self.rows[block * PAGE_SIZE : (block + 1) * PAGE_SIZE] = 10 + block
+        self.turns += 1
+        return self.turns == len(self.blocks)
+
+
+def test_all_gpus_get_what_the_tower_of_the_first_made() -> None:
+    rows = [torch.zeros(4 * PAGE_SIZE, 8, dtype=torch.bfloat16) for _ in range(2)]
+    runners = [SimpleNamespace(stream=None, workspace=SimpleNamespace(picture_rows=r)) for r in rows]
+    tower = SharedTower(Tower(rows[0]), runners, THREADS[0])
+    tower.begin(None, [3, 1])
+    assert not tower.run(0.1) and not rows[1].any()
+    assert tower.run(0.1) and torch.equal(rows[0], rows[1])
+    assert rows[1][3 * PAGE_SIZE].tolist() == [13] * 8 and not rows[1][:PAGE_SIZE].any()
 
 
 @pytest.mark.parametrize("other", ["ends", "hangs"])

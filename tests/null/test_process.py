@@ -230,7 +230,8 @@ def test_models_take_turns_of_one_step(tmp_path: Path) -> None:
 def test_only_the_model_whose_turn_it_is_says_how_far_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
     monkeypatch.setattr(ServedModel, "progress", lambda model, stage, done: said.append(model.name))
-    monkeypatch.setitem(sys.modules, "deltic.runtime.build", SimpleNamespace(build_runner=None))  # no torch
+    without_torch = SimpleNamespace(build_runner=None, check_alone=lambda configs: None)
+    monkeypatch.setitem(sys.modules, "deltic.runtime.build", without_torch)
     launch = Launch(
         models=[
             ModelLaunch(name, EngineConfig(device="cpu"), f"ipc://{tmp_path}/{name}", f"ipc://{tmp_path}/{name}-events")

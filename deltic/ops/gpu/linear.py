@@ -531,7 +531,7 @@ def vendor_pays(t: int, m: int) -> bool:
 
     Below that it may split K, which changes bits, and is no faster.
     """
-    return t >= 1024 and t * m >= _chip()[0] * 128 * 256
+    return t >= 1024 and m % 8 == 0 and t * m >= _chip()[0] * 128 * 256
 
 
 def wide_config(t: int, m: int) -> Wide:

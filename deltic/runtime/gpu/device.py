@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -12,7 +13,7 @@ import triton
 from torch import Tensor
 from triton.errors import TritonError
 
-from deltic.config import EngineConfig
+from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.step import Progress
 from deltic.models.fields import CheckpointError, refuse_limits
@@ -179,7 +180,17 @@ class Gpu:
         """levers: of the configuration. Raises ConfigError for one that there is not."""
         self.levers = parse_levers(levers)
         self.devices = [torch.device("cuda", i) for i in range(n_gpus)]
+        self.n_gpus = n_gpus
         self.text, self.speech = text(self.levers), speech(self.levers)
+
+    def check_reach(self) -> None:
+        """Raises ConfigError where there are fewer GPUs, or some that do not reach each other's memory."""
+        n, found = self.n_gpus, torch.cuda.device_count()
+        if n > 1 and found < n:
+            raise ConfigError(f"--tensor-parallel {n}: GPUs that torch sees here: {found}")
+        for one, other in itertools.permutations(range(n), 2):
+            if not torch.cuda.can_device_access_peer(one, other):
+                raise ConfigError(f"--tensor-parallel {n}: GPU {one} does not reach the memory of GPU {other}")
 
     def prepare(self, config: EngineConfig, directory: Path) -> EngineConfig:
         """The configuration as it is. Raises CheckpointError for weights that only the CPU reads."""

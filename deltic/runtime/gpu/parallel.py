@@ -69,11 +69,12 @@ class GpuThread:
                 future.set_result(call())
             except BaseException as error:  # given to who waits for it
                 future.set_exception(error)
+            del call, future  # a runner that nobody has any more is not held until the next call
 
 
 def together(threads: Sequence[GpuThread], calls: Sequence[Callable[[], T]]) -> list[T]:
     """What the calls give, one on each thread. Raises the error of all of them; RunnerLostError if only some
-    have failed.
+    have failed, or each in its own way: they are not at the same place then.
     """
     futures = [thread.start(call) for thread, call in zip(threads, calls, strict=True)]
     wait(futures, return_when=FIRST_EXCEPTION)
@@ -81,7 +82,7 @@ def together(threads: Sequence[GpuThread], calls: Sequence[Callable[[], T]]) -> 
         wait(futures, timeout=GRACE_S)
         errors = [future.exception() if future.done() else None for future in futures]
         failed = next(error for error in errors if error is not None)
-        if None in errors:
+        if len({f"{type(error)} {error}" for error in errors}) > 1:
             at = ", ".join(str(i) for i, error in enumerate(errors) if error is not None)
             raise RunnerLostError(f"GPU {at} of {len(futures)} failed: {type(failed).__name__}: {failed}") from failed
         raise failed
@@ -115,15 +116,17 @@ class ParallelRunner:
             for i, thread in enumerate(self._threads):  # one after another, which recording needs
                 make = partial(GpuTextRunner, plans[i], weights[i], levers, exchange=(workspaces[i], found[i]))
                 part = partial(part_of_progress, progress, i, len(devices))
-                runner = thread.start(partial(make, part, None if i else vision)).result()
+                self.runners.append(thread.start(partial(make, part, None if i else vision)).result())
+            # Behind all recordings: before each of them torch gives back memory that it keeps, on every GPU.
+            for thread, runner in zip(self._threads, self.runners, strict=True):
                 thread.start(runner.walk).result()
-                self.runners.append(runner)
         first = self.first = self.runners[0]
         self.max_logit_rows = first.max_logit_rows
         self.tiers: Tiers | None = None
         self.pictures: PictureEncoder | None = None
         if first.tower is not None:
-            self.pictures = SharedTower(first.tower, self.runners)
+            self.pictures = SharedTower(first.tower, self.runners, self._threads[0])
+        self._lost: RunnerLostError | None = None
         n = len(devices)
         self.info = msgspec.structs.replace(
             first.info,
@@ -133,7 +136,13 @@ class ParallelRunner:
         )
 
     def _on_all(self, call: Callable[[GpuTextRunner], T]) -> list[T]:
-        return together(self._threads, [partial(call, runner) for runner in self.runners])
+        if self._lost is not None:  # a thread may never answer again
+            raise self._lost
+        try:
+            return together(self._threads, [partial(call, runner) for runner in self.runners])
+        except RunnerLostError as error:
+            self._lost = error
+            raise
 
     def step(self, step: Step) -> StepResult:
         """As a GpuRunner. Raises RunnerLostError."""
@@ -201,8 +210,8 @@ class JointCopies:
 class SharedTower:
     """The engine's PictureEncoder: the first GPU's tower, whose tokens all of them get."""
 
-    def __init__(self, tower: PictureTower, runners: Sequence[GpuTextRunner]) -> None:
-        self._tower, self._runners = tower, runners
+    def __init__(self, tower: PictureTower, runners: Sequence[GpuTextRunner], thread: GpuThread) -> None:
+        self._tower, self._runners, self._thread = tower, runners, thread
         self._blocks: list[int] = []
 
     @property
@@ -211,9 +220,12 @@ class SharedTower:
 
     def begin(self, picture: Picture, blocks: list[int]) -> None:
         self._blocks = blocks
-        self._tower.begin(picture, blocks)
+        self._thread.start(lambda: self._tower.begin(picture, blocks)).result()
 
     def run(self, seconds: float) -> bool:
+        return self._thread.start(lambda: self._run(seconds)).result()
+
+    def _run(self, seconds: float) -> bool:
         is_done = self._tower.run(seconds)
         if is_done:
             for runner in self._runners[1:]:

@@ -89,7 +89,7 @@ class GpuTextRunner(GpuRunner):
         if vision is not None and w.vision is not None and w.picture_rows is not None:
             self.tower = PictureTower(plan, *vision, w.vision, w.picture_rows, levers, self.stream)
             self.pictures = self.tower
-            if self.is_gpu:  # a kernel that cannot run here fails now
+            if self.is_gpu and exchange is None:  # a kernel that cannot run here fails now
                 with torch.cuda.stream(self.stream):
                     torch.cuda.synchronize()  # what was allocated and copied so far was on another stream
                     self.tower.walk()
@@ -150,8 +150,8 @@ class GpuTextRunner(GpuRunner):
         return [recording for kind in kinds for recording in kind.values()]
 
     def walk(self) -> None:
-        """Starts every kernel that is not recorded, on whatever is in the buffers: log-probabilities of
-        prompts, for every number of rows, and what the tower does.
+        """Starts what is not recorded, on whatever is in the buffers: log-probabilities of prompts, for every
+        number of rows, what the tower does, and copies beside the steps.
         """
         with torch.cuda.stream(self.stream):
             buffers, plan = self.workspace.prefill, self.plan
@@ -162,6 +162,12 @@ class GpuTextRunner(GpuRunner):
                 prompt_logprobs(logits, plan.n_real, rows, rows, rows, one, top[:, 0].contiguous(), top.int(), top)
             if self.tower is not None:
                 self.tower.walk()
+            if self.is_gpu:
+                for part in (*self._pages, *self._states, self._undrawn.logits):  # as forks and late draws do
+                    part[-1].copy_(part[0])
+                with self.places.beside:
+                    self._undrawn.send([], [], [])
+                torch.cuda.current_stream().synchronize()
 
     # A step.
 
