@@ -120,6 +120,13 @@ class EngineConfig:
     max_model_len: int | None = knob(
         None, "longest sequence, prompt and answer together (default: the model's, at most 32768)", metavar="TOKENS"
     )
+    rope_scaling: dict[str, Any] | None = knob(
+        None,
+        "positions beyond those that the model was made for, by YaRN, in place of what the checkpoint says, e.g. "
+        '\'{"rope_type": "yarn", "factor": 4}\'; answers to short prompts change, too',
+        metavar="JSON",
+        kind="text",
+    )
     max_num_seqs: int | None = knob(None, "sequences that run at once (default: 32, fewer if they do not fit)")
     max_step_tokens: int | None = knob(
         None,

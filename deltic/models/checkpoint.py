@@ -10,7 +10,7 @@ from pathlib import Path
 
 import msgspec
 
-from deltic.config import BUILT_IN, EngineConfig
+from deltic.config import BUILT_IN, ConfigError, EngineConfig
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.gguf import gguf_in, is_gguf, open_gguf, set_name
 from deltic.models.gguf_config import document, highest_id
@@ -166,12 +166,22 @@ def locate(config: EngineConfig) -> tuple[Path, ModelShape]:
     """
     if config.dummy is not None:
         try:
-            return DEMO, published_shape(config.dummy)
+            return DEMO, _scaled(published_shape(config.dummy), config)
         except UnsupportedModelError as error:
             known = f"{error.supported}, {', '.join(PUBLISHED_SPEECH)}"
             raise UnsupportedModelError(error.field, error.found, known) from None
     directory = DEMO if config.model == BUILT_IN else model_directory(config)
-    return directory, ModelShape.from_directory(directory)
+    return directory, _scaled(ModelShape.from_directory(directory), config)
+
+
+def _scaled(shape: ModelShape, config: EngineConfig) -> ModelShape:
+    """Raises ConfigError for a --rope-scaling that is none."""
+    if config.rope_scaling is None:
+        return shape
+    try:
+        return shape.scaled(config.rope_scaling)
+    except UnsupportedModelError as error:
+        raise ConfigError(f"--rope-scaling: {error}") from None
 
 
 def speaks(config: EngineConfig) -> bool:

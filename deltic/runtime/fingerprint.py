@@ -61,6 +61,7 @@ def fingerprint(config: EngineConfig, directory: Path, kernels: Path | str, on_p
     content = {
         "weights": weights or [config.dummy, config.seed],
         "quantize": config.rounded,
+        "rope scaling": config.rope_scaling,
         "draft head": bool(config.max_drafts),  # pages hold its keys and values
         "kernels": _hash(kernels) if isinstance(kernels, Path) else kernels,
         "code": {str(path.relative_to(package)): _hash(path) for path in sources},

@@ -112,6 +112,41 @@ def test_shares_and_cuts_keep_bits(library: str) -> None:
         assert all(torch.equal(o, w[-1:]) for o, w in zip(others, whole[1:], strict=True)), case
 
 
+def test_a_token_behind_a_million() -> None:
+    """The last of the positions that --rope-scaling may give. Keys are few numbers wide, and come 64 Ki at a time."""
+    n, heads, at_a_time = 1_010_000, AttentionHeads(n_q=2, n_kv=1, dim=32), 1 << 16
+    torch.manual_seed(0)
+    n_pages = -(-n // 64)
+    table = torch.randperm(n_pages).to(I32)[None]
+    pages = torch.zeros(n_pages, 2, 1, 64, 32, dtype=BF16)
+    frequencies = torch.tensor([1e7 ** (-i / 16) for i in range(16)], dtype=torch.float64)
+    angles = (torch.arange(n)[:, None] * frequencies).float()
+    cos, sin, norm = angles.cos(), angles.sin(), torch.zeros(32)
+    keys, values = [], []
+    for first in range(0, n, at_a_time):
+        rows = torch.randn(min(at_a_time, n - first), heads.row)
+        positions, q = torch.arange(first, first + len(rows)), torch.zeros(len(rows), 64, dtype=BF16)
+        program = Program(2, library=usable_instruction_sets()[0])
+        attn_prepare(
+            program, rows, heads, norm, norm, 1e-6, n_tokens=i32(len(rows)), positions=positions.to(I32),
+            token_place=torch.zeros(len(rows), dtype=I32), page_table=table, cos=cos, sin=sin, q_out=q, pages=pages,
+        )  # fmt: skip
+        program.run()
+        k, v = rows[:, 128:].split(32, -1)
+        keys.append(oracle.rope(oracle.rms_norm(k[:, None], norm, 1e-6), positions, frequencies)[:, 0].to(BF16))
+        values.append(v.to(BF16))
+    out = torch.zeros(1, 64, dtype=BF16)
+    program = Program(2, library=usable_instruction_sets()[0])
+    attention(
+        program, q[-1:], rows[-1:], heads, pages, n_seqs=i32(1), seq_start=i32(0, 1), seq_context=i32(n - 1), place=i32(0),
+        page_table=table, records=torch.zeros(EVERY_SPLIT_A_TASK, heads.dim + 16), out=out,
+    )  # fmt: skip
+    program.run()
+    weights = (q[-1].view(2, 32).double() @ torch.cat(keys).double().T / 32**0.5).softmax(-1)
+    expected = (weights @ torch.cat(values).double()).flatten() * rows[-1, 64:128].double().sigmoid()
+    torch.testing.assert_close(out[0].double(), expected, rtol=2**-6, atol=2e-5)
+
+
 def test_a_key_that_is_not_finite_is_not_lost_in_the_merge() -> None:
     sequences = Sequences(usable_instruction_sets()[0])
     sequences.run([(0, 0, LENGTHS[0])])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import re
 import shutil
@@ -102,6 +103,26 @@ def test_greedy_against_oracle(name: str) -> None:
     assert n_clear > 0.4 * 64 * 3
     assert torch.cat(errors).median() < LOGIT_TOLERANCE / 2
     assert (torch.cat(errors) > LOGIT_TOLERANCE).float().mean() <= EXCHANGED[options["kind"]]
+
+
+def test_scaling_by_a_flag_has_the_bits_of_a_checkpoint_that_says_so(tmp_path: Path) -> None:
+    """And the model takes sequences longer than it was made for."""
+    scaling = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+    plain_path, scaled = tiny_checkpoint("dense"), tmp_path / "scaled"
+    shutil.copytree(plain_path, scaled)
+    config = json.loads((scaled / "config.json").read_text())
+    config["text_config"]["rope_parameters"] |= scaling
+    config["text_config"]["max_position_embeddings"] = 64
+    (scaled / "config.json").write_text(json.dumps(config))
+    answers = []
+    for path, given in ((plain_path, scaling), (scaled, None), (plain_path, None)):
+        engine = Engine(build(model=str(path), rope_scaling=given, max_model_len=256))
+        params = SamplingParams(max_tokens=40, temperature=0.0, ignore_eos=True, logprobs=0)
+        engine.add(Request(id="a", prompt_ids=prompt(150), params=params))
+        answers.append([(o.token_ids, o.logprobs) for o in finish(engine)["a", 0]])
+    assert answers[0] == answers[1] != answers[2]
+    with pytest.raises(ConfigError, match="--rope-scaling: config field 'rope_type': found 'linear'"):
+        build(model=str(plain_path), rope_scaling={"rope_type": "linear", "factor": 2})
 
 
 def settled(path: Path) -> Path:

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import load_weights
+from deltic.models.rotary import rotary_tables
 from tests.plain import plain
 from tests.reference import layers, sample
 from tests.reference.model import forward, generate_greedy
@@ -90,6 +91,30 @@ def test_yarn_frequencies_equal_the_published_ones() -> None:
     shape = ModelShape.from_config(config)
     torch.testing.assert_close(torch.tensor(shape.inv_freq()), expected, rtol=1e-6, atol=0)
     assert shape.rope_attention_factor == pytest.approx(factor)
+
+
+@needs_transformers
+def test_angles_at_the_far_end_are_the_published_ones() -> None:
+    """Of the last positions that the model was made for, and of a million by --rope-scaling: by the published frequencies, which
+    differ from ours in the last bit of float32; that turns an angle by up to 0.016 there, one step of bfloat16.
+    """
+    from transformers import Qwen3NextConfig
+    from transformers.models.qwen3_next.modeling_qwen3_next import Qwen3NextRotaryEmbedding
+
+    given = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 262_144}
+    config = tiny_config("next", tied=False, layout="flat") | {"max_position_embeddings": 262_144}
+    shape = ModelShape.from_config(config)
+    for one, rope, end in ((shape, {}, 262_144), (shape.scaled(given), given, 1_048_576)):
+        assert one.max_position_embeddings == end
+        fields = config | {"rope_parameters": config["rope_parameters"] | rope, "max_position_embeddings": end}
+        published = Qwen3NextRotaryEmbedding(Qwen3NextConfig(**fields))
+        torch.testing.assert_close(torch.tensor(one.inv_freq()), published.inv_freq, rtol=2.0**-22, atol=0)
+        positions = torch.tensor([[0, 1, end // 4 - 1, end // 2, end - 1]])
+        expected = published(torch.zeros(1), positions)
+        tables = rotary_tables(published.inv_freq.tolist(), end, one.rope_attention_factor)
+        for table, both_halves in zip(tables, expected, strict=True):
+            found = torch.from_numpy(table[positions[0].numpy()])
+            torch.testing.assert_close(found, both_halves[0, :, : found.shape[1]], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "limit"), [("dense", 0.05), ("moe", 0.4), ("next", 0.4)])

@@ -198,8 +198,8 @@ def _sums_of_ranks() -> list[Any]:
     """What several GPUs start between two layers."""
     import torch
 
-    from deltic.ops.gpu.all_reduce import all_gather, all_reduce, all_reduce_norm, columns_of, rank_of, shared_buffers
-    from deltic.ops.gpu.launch import Levers
+    from deltic.ops.gpu import all_reduce as sums
+    from deltic.ops.gpu.launch import Levers, allocate_on
     from deltic.runtime.gpu.compile import collecting
 
     def floats(*size: int) -> torch.Tensor:
@@ -207,14 +207,19 @@ def _sums_of_ranks() -> list[Any]:
 
     with collecting() as jobs:
         for n in (2, 8):
-            ranks = rank_of(0, [shared_buffers(n, 128, 5120, "meta")] * n)
-            all_reduce(floats(4, 16, 5120), floats(16, 5120), ranks=ranks, levers=Levers())
-            for shots in (1, 2):
-                given = floats(16, 5120), floats(4, 16, 5120), floats(5120), 1e-6
-                all_reduce_norm(*given, ranks=ranks, levers=Levers(), shots=shots)
+            for dtype, slices in ((torch.float32, 4), (torch.bfloat16, 1)):
+                buffers = sums.shared_buffers(n, 128, 5120, allocate_on("meta"), dtype=dtype)
+                ranks = sums.rank_of(0, [(*buffers, floats(16, 5120).bfloat16())] * n)
+                partials = floats(slices, 16, 5120).to(dtype)
+                sums.all_reduce(partials, floats(16, 5120), ranks=ranks, levers=Levers())
+                for shots in (1, 2):
+                    given = floats(16, 5120), partials, floats(5120), 1e-6
+                    sums.all_reduce_norm(*given, ranks=ranks, levers=Levers(), shots=shots)
             flags = [torch.empty((n, 128 * 32), dtype=torch.int32, device="meta")] * n
-            columns = columns_of(0, 248_320, 0, [floats(128 * 248_320)] * n, flags)
-            all_gather(floats(16, 248_320 // n), columns, levers=Levers())
+            columns = sums.columns_of(
+                0, 248_320, 0, sums.column_blocks(248_320 // n), [floats(128 * 248_320)] * n, flags
+            )
+            sums.all_gather(floats(16, 248_320 // n), columns, levers=Levers())
     return list(jobs)
 
 

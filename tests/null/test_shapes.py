@@ -231,6 +231,31 @@ def test_inv_freq_yarn_keeps_fast_dims_and_divides_slow_ones() -> None:
     assert shape.max_position_embeddings == 4 * 262144
 
 
+def test_scaling_that_is_asked_for_takes_the_place_of_the_checkpoints() -> None:
+    plain = PUBLISHED["qwen3.5-0.8b"]
+    scaled = plain.scaled({"rope_type": "yarn", "factor": 4})
+    assert scaled.max_position_embeddings == 4 * 262144 and scaled.inv_freq() != plain.inv_freq()
+    half = scaled.scaled({"rope_type": "yarn", "factor": 2.0})
+    assert half.max_position_embeddings == 2 * 262144  # of what it was made for
+    assert scaled.scaled({"rope_type": "default"}) == plain
+    published = {
+        "mrope_interleaved": True,
+        "mrope_section": [11, 11, 10],
+        "rope_theta": 1e7,
+        "partial_rotary_factor": 0.25,
+    }
+    assert plain.scaled({**published, "type": "yarn", "factor": 4.0}) == scaled  # as the model's page has it
+    for given, words in (
+        ({"rope_type": "yarn"}, "'factor'"),
+        ({"rope_type": "linear", "factor": 4}, "default or yarn"),
+        ({"rope_type": "yarn", "fator": 4}, "fields of it are rope_type, type, factor"),
+        ({"rope_type": "yarn", "factor": 4, "rope_theta": 1e6}, "as the model has it"),
+        ({"rope_type": "yarn", "factor": -1}, "'factor'"),
+    ):
+        with pytest.raises(UnsupportedModelError, match=words):
+            plain.scaled(given)
+
+
 @pytest.mark.parametrize(
     ("field", "value"),
     [

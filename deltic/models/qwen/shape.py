@@ -124,7 +124,7 @@ class ModelShape:
         max_positions = positive_int(text, "max_position_embeddings")
         yarn = _yarn(rope, max_positions)
         if yarn is not None:
-            max_positions = max(max_positions, int(yarn.factor * yarn.original_max_position_embeddings))
+            max_positions = max(max_positions, _scaled_length(yarn))
         shape = cls(
             family=family,
             vocab_size=positive_int(text, "vocab_size"),
@@ -167,6 +167,26 @@ class ModelShape:
         generation = Path(directory) / "generation_config.json"
         config = read_json(Path(directory) / "config.json")
         return cls.from_config(config, read_json(generation) if generation.exists() else None)
+
+    def scaled(self, rope: Mapping[str, Any]) -> ModelShape:
+        """With these fields of rope_parameters in place of the checkpoint's scaling of positions: rope_type
+        (yarn, or default for none), factor, original_max_position_embeddings and the others of YaRN. Others
+        of rope_parameters may be there as the model has them.
+
+        Raises UnsupportedModelError for a field that is not one of them, or is out of its range.
+        """
+        section = None if self.mrope_section is None else list(self.mrope_section)
+        own = {"rope_theta": self.rope_theta, "partial_rotary_factor": self.rotary_dim / self.head_dim}
+        own |= {"mrope_section": section, "mrope_interleaved": True}
+        for name, value in rope.items():
+            if name in own and value != own[name]:
+                raise UnsupportedModelError(name, value, f"{own[name]}, as the model has it")
+            if name not in _SCALING_FIELDS and name not in own:
+                raise UnsupportedModelError(name, value, f"fields of it are {', '.join(_SCALING_FIELDS)}")
+        made_for = self.max_position_embeddings if self.yarn is None else self.yarn.original_max_position_embeddings
+        yarn = _yarn(rope, made_for)
+        length = made_for if yarn is None else max(made_for, _scaled_length(yarn))
+        return dataclasses.replace(self, yarn=yarn, max_position_embeddings=length)
 
     @property
     def n_layers(self) -> int:
@@ -379,6 +399,16 @@ def _rope_fields(text: Mapping[str, Any]) -> dict[str, Any]:
             raise UnsupportedModelError(group, value, "an object")
         fields.update({k: v for k, v in value.items() if v is not None})
     return fields
+
+
+_SCALING_FIELDS = (
+    *("rope_type", "type", "factor", "original_max_position_embeddings", "attention_factor"),
+    *("beta_fast", "beta_slow", "truncate", "mscale", "mscale_all_dim"),
+)
+
+
+def _scaled_length(yarn: YarnScaling) -> int:
+    return int(yarn.factor * yarn.original_max_position_embeddings)
 
 
 def _yarn(rope: Mapping[str, Any], max_positions: int) -> YarnScaling | None:
