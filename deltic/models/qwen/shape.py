@@ -176,7 +176,7 @@ class ModelShape:
         Raises UnsupportedModelError for a field that is not one of them, or is out of its range.
         """
         section = None if self.mrope_section is None else list(self.mrope_section)
-        own = {"rope_theta": self.rope_theta, "partial_rotary_factor": self.rotary_dim / self.head_dim}
+        own: dict[str, Any] = {"rope_theta": self.rope_theta, "partial_rotary_factor": self.rotary_dim / self.head_dim}
         own |= {"mrope_section": section, "mrope_interleaved": True}
         for name, value in rope.items():
             if name in own and value != own[name]:
