@@ -69,8 +69,9 @@ class Model:
     config: EngineConfig
     shape: ModelShape
     n_real: int
+    device: gpu.Gpu
     weights: list[Weights]
-    cuts: tuple[Cuts, ...] = ()
+    cuts: tuple[Cuts, ...]
 
     @classmethod
     def load(cls, config: EngineConfig, format: str | None = None, *, drafts: bool = False) -> Model:
@@ -89,19 +90,20 @@ class Model:
         n_gpus = config.tensor_parallel
         if drafts and n_gpus > 1:
             raise ConfigError("drafts are measured on one GPU: leave --tensor-parallel out")
-        gpu.Gpu(n_gpus=n_gpus).check_reach()
+        device = gpu.Gpu(n_gpus=n_gpus)
+        device.check_reach()
         shape = replace(shape, has_draft_head=drafts) if config.dummy else stored_shape(directory, shape, drafts)
         n_real = n_real_ids(config, directory, shape)
         largest, cuts = cut(shape, n_gpus)
         weights = []
-        for i, part in enumerate(cuts or (None,)):
-            stored: dict[str, Any] = {"quantize": config.rounded, "store": DeviceStore(f"cuda:{i}")}
+        for one, part in zip(device.devices, cuts or (None,), strict=True):
+            stored: dict[str, Any] = {"quantize": config.rounded, "store": DeviceStore(one)}
             own = largest if part is None else part.shape
             if config.dummy:
                 weights.append(dummy_weights(own, config.seed, **stored))
             else:
                 weights.append(load_weights(directory, own, cuts=part, **stored)[0])
-        return cls(config, largest, n_real, weights, cuts)
+        return cls(config, largest, n_real, device, weights, cuts)
 
     def engine(self, levers: Levers, n_rows: int, max_drafts: int = 0) -> Engine:
         """A fresh engine for up to n_rows sequences; the one before must be gone. max_drafts: most tokens of
@@ -111,13 +113,11 @@ class Model:
         torch.cuda.empty_cache()
         config = replace(self.config, max_num_seqs=max(n_rows, 8), prefix_cache=False, max_drafts=max_drafts)
         shape = replace(self.shape, has_draft_head=self.shape.has_draft_head and max_drafts > 0)
-        devices = [torch.device("cuda", i) for i in range(len(self.weights))]
-        free = min(torch.cuda.mem_get_info(device)[0] for device in devices)
-        free += max(weights.n_bytes for weights in self.weights)
+        free = self.device.free_bytes() + max(weights.n_bytes for weights in self.weights)
         plan = make_plan(config, shape, gpu.text(levers), self.n_real, free, cuts=self.cuts)
         begin_compiling(plan, levers, collect).wait(lambda stage, done: None)
         if self.cuts:
-            return Engine(ParallelRunner(plan, devices, self.weights, levers))
+            return Engine(ParallelRunner(plan, self.device.devices, self.weights, levers))
         return Engine(GpuTextRunner(plan, self.weights[0], levers))
 
 

@@ -183,16 +183,14 @@ def _links(console: Console) -> None:
     """Prints whether several GPUs can run a model together, and how fast they copy to each other."""
     import torch
 
-    from deltic.ops.gpu.all_reduce import ONE_SHOT_BYTES
+    from deltic.ops.gpu.all_reduce import ONE_SHOT_BYTES, out_of_reach
     from deltic.ops.gpu.roofs import link_speed
 
     n = torch.cuda.device_count()
     if n < 2:
         return
-    pairs = [(a, b) for a in range(n) for b in range(n) if a != b]
-    apart = [pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)]
-    if apart:
-        text = f"GPU {apart[0][0]} does not reach the memory of GPU {apart[0][1]}: no --tensor-parallel over both"
+    if (pair := out_of_reach(n)) is not None:
+        text = f"GPU {pair[0]} does not reach the memory of GPU {pair[1]}: no --tensor-parallel over both"
     else:
         most = max(size for size in (2, 4, 8) if size <= n)
         try:

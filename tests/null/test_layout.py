@@ -20,11 +20,12 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 REFERENCE = sorted((ROOT / "tests" / "reference").glob("*.py"))
 SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
 
-MAX_SOURCE_FILES = 213
+MAX_SOURCE_FILES = 214
 """191 for what there was; 11 for pictures: operators, a model of five, a reader, the process that it shares with audio, what a request
 has of them, what it names by a URL, and which are encoded, on which device; 3 for the draft head on a GPU: operators, recordings, and
 what benches plant; 1 for videos; 3 for pictures on a GPU: operators, the tower, and its pieces; 2 for sums over several
-GPUs, and their bench; 1 for what each of them loads, 1 for their runners."""
+GPUs, and their bench; 1 for what each of them loads, 1 for their runners; 1 for
+the products of models on a GPU, which were in the file of their forwards."""
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_PACKAGE_LINES = 44_950

@@ -15,13 +15,14 @@ captured as a graph.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from deltic.models.loading import Mlp
+from deltic.models.qwen.gpu_linears import Linears, front
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import DraftHead, GdnLayer, Moe, Weights
 from deltic.models.rotary import rotary_tables
@@ -31,25 +32,15 @@ from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, 
 from deltic.ops.gpu.attention_prefill import attention_prefill, keys_prefill
 from deltic.ops.gpu.blocks import BLOCK, Blocks, Drafts, PlaceState, PrefillInputs, Rows, Windows
 from deltic.ops.gpu.draft import GuessRows, begin_guess, draft_pair, follow, go_on
-from deltic.ops.gpu.fp8 import Fp8Rows, block_scales, fp8_rows, room
+from deltic.ops.gpu.fp8 import Fp8Rows, fp8_rows
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.gdn_prefill import GdnScratch, gdn_prefill, gdn_scratch
 from deltic.ops.gpu.launch import Levers, copy_rows, take_rows
-from deltic.ops.gpu.linear import (
-    WideScratch,
-    k_splits,
-    narrow_linear,
-    narrow_swiglu,
-    silu_mul,
-    silu_mul_rounded,
-    wide_linear,
-    wide_scratch,
-)
+from deltic.ops.gpu.linear import WideScratch, k_splits, wide_scratch
 from deltic.ops.gpu.moe import MoeScratch, moe_decode, moe_scratch
 from deltic.ops.gpu.moe_prefill import MoePrefillScratch, moe_prefill, moe_prefill_scratch
 from deltic.ops.gpu.norm import add_norm, begin_decode, embed
 from deltic.ops.gpu.weight import to_device
-from deltic.ops.matrix import Matrix
 
 RING = 4
 """Convolution inputs that a state slot holds on a GPU: a ring by position. It has one row more than the
@@ -229,64 +220,6 @@ def prefill_buffers(
         hidden=hidden,
         follows=follows,
     )
-
-
-def front(flat: Tensor, *size: int) -> Tensor:
-    """The front of a flat buffer as a tensor of this size."""
-    n = 1
-    for d in size:
-        n *= d
-    return flat[:n].view(*size)
-
-
-class Linears:
-    """The matrices of a model by their names, and every product of a forward with one of them (but for the
-    routed experts').
-
-    A name is that of `named_parts`, such as `layers.3.mlp.gate_up`. Terms added to the product of one matrix,
-    such as an adapter's share, belong here.
-    """
-
-    def __init__(self, parts: Iterable[tuple[str, Tensor | Matrix]], levers: Levers) -> None:
-        self.matrices = {name: part for name, part in parts if isinstance(part, Matrix)}
-        self.blocks = {name: [block_scales(piece) for piece in w.pieces] for name, w in self.matrices.items()}
-        self.levers = levers
-
-    def project(self, name: str, x: Tensor, out: Tensor, rows: Fp8Rows | None = None) -> None:
-        """out = x W^T of few rows: x bfloat16 [N, K], out float32 [S, N, M] or bfloat16 [N, M] (see
-        `narrow_linear`).
-        """
-        narrow_linear(x, self.matrices[name], out, rows=rows, blocks=self.blocks[name][0], levers=self.levers)
-
-    def partial(self, name: str, x: Tensor, flat: Tensor, rows: Fp8Rows | None = None) -> Tensor:
-        """The partial sums of x W^T of few rows, float32 [S, N, M], in the front of `flat`."""
-        w = self.matrices[name]
-        out = front(flat, k_splits(w.n, w.k, self.levers), x.shape[0], w.n)
-        self.project(name, x, out, rows)
-        return out
-
-    def swiglu(self, name: str, x: Tensor, out: Tensor, gate_up: Tensor, rows: Fp8Rows | None = None) -> None:
-        """out = bfloat16(silu(gate) * up) of few rows: out bfloat16 [N, F], gate_up float32 [1, N, 2F] (see
-        `narrow_swiglu`).
-        """
-        w, blocks = self.matrices[name], self.blocks[name][0]
-        narrow_swiglu(x, w, out, gate_up=gate_up, rows=rows, blocks=blocks, levers=self.levers)
-
-    def project_many(self, name: str, x: Tensor, out: Tensor, scratch: WideScratch | None = None) -> None:
-        """out = x W^T of whole blocks of rows: x bfloat16 [T, K], out bfloat16 [T, M] (see `wide_linear`)."""
-        wide_linear(x, self.matrices[name], out, levers=self.levers, scratch=scratch, blocks=self.blocks[name])
-
-    def down_many(self, name: str, up: Tensor, inner: Tensor, out: Tensor, scratch: WideScratch | None = None) -> None:
-        """out = (silu(gate) * up) W^T of whole blocks of rows: up bfloat16 [T, 2F], gate first; inner: a
-        workspace, bfloat16 [T, F].
-        """
-        w = self.matrices[name]
-        is_e4m3 = scratch is not None and all(piece.format.codes == "e4m3" for piece in w.pieces)
-        if scratch is not None and is_e4m3:
-            silu_mul_rounded(up, room(scratch.rows), w.k, levers=self.levers)
-        else:
-            silu_mul(up, inner, levers=self.levers)
-        wide_linear(inner, w, out, levers=self.levers, scratch=scratch, blocks=self.blocks[name], is_rounded=is_e4m3)
 
 
 @dataclass(frozen=True)

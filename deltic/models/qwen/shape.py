@@ -123,8 +123,6 @@ class ModelShape:
         rotary_dim = int(head_dim * positive_float(rope, "partial_rotary_factor", 0.25))
         max_positions = positive_int(text, "max_position_embeddings")
         yarn = _yarn(rope, max_positions)
-        if yarn is not None:
-            max_positions = max(max_positions, _scaled_length(yarn))
         shape = cls(
             family=family,
             vocab_size=positive_int(text, "vocab_size"),
@@ -145,7 +143,7 @@ class ModelShape:
             tiled_value_heads=read_flag(text, "tiled_value_heads"),
             conv_width=positive_int(text, "linear_conv_kernel_dim", 4),
             tie_word_embeddings=any([read_flag(fields, "tie_word_embeddings") for fields in (config, text)]),
-            max_position_embeddings=max_positions,
+            max_position_embeddings=_n_positions(max_positions, yarn),
             eos_token_ids=_eos_token_ids(generation_config, text, config),
             **_feed_forward(family, text),
         )
@@ -185,8 +183,7 @@ class ModelShape:
                 raise UnsupportedModelError(name, value, f"fields of it are {', '.join(_SCALING_FIELDS)}")
         made_for = self.max_position_embeddings if self.yarn is None else self.yarn.original_max_position_embeddings
         yarn = _yarn(rope, made_for)
-        length = made_for if yarn is None else max(made_for, _scaled_length(yarn))
-        return dataclasses.replace(self, yarn=yarn, max_position_embeddings=length)
+        return dataclasses.replace(self, yarn=yarn, max_position_embeddings=_n_positions(made_for, yarn))
 
     @property
     def n_layers(self) -> int:
@@ -407,8 +404,8 @@ _SCALING_FIELDS = (
 )
 
 
-def _scaled_length(yarn: YarnScaling) -> int:
-    return int(yarn.factor * yarn.original_max_position_embeddings)
+def _n_positions(made_for: int, yarn: YarnScaling | None) -> int:
+    return made_for if yarn is None else max(made_for, int(yarn.factor * yarn.original_max_position_embeddings))
 
 
 def _yarn(rope: Mapping[str, Any], max_positions: int) -> YarnScaling | None:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from deltic.models.fields import UnsupportedModelError, refuse_limits
-from deltic.models.qwen.gpu import Linears, front
+from deltic.models.qwen.gpu_linears import Linears, front
 from deltic.models.rotary import rotary_tables
 from deltic.models.tts.cpu import SpeechMemory
 from deltic.models.tts.shape import N_SIDE, SPEAKER, DecoderShape, SpeechShape

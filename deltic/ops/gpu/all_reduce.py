@@ -21,6 +21,7 @@ one way.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -114,6 +115,12 @@ def let_reach(devices: Sequence[torch.device | str]) -> None:
             if torch.device(one).type == "cuda" and one != other:
                 check("all_reduce", torch.cuda.can_device_access_peer(one, other), f"access from {one} to {other}")
                 torch.zeros(1, device=one).to(other)  # torch lets one access the other with the first copy
+
+
+def out_of_reach(n: int) -> tuple[int, int] | None:
+    """Of the first n GPUs, one and another whose memory it does not reach; None: all reach all."""
+    pairs = itertools.permutations(range(n), 2)
+    return next((pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)), None)
 
 
 def _addresses(shared: Iterable[Iterable[Tensor]], device: torch.device) -> Iterator[Tensor]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -29,6 +28,7 @@ from deltic.models.vision.shape import MERGE
 from deltic.models.vocoder.gpu import check_vocoder_gpu, state_words
 from deltic.ops.contract import KernelError
 from deltic.ops.geometry import N_CODES, PAGE_SIZE, Allocate
+from deltic.ops.gpu.all_reduce import out_of_reach
 from deltic.ops.gpu.launch import INTERPRETED, Levers, parse_levers
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.gpu.buffers import gpu_speech_workspace, gpu_workspace, n_patches
@@ -188,9 +188,8 @@ class Gpu:
         n, found = self.n_gpus, torch.cuda.device_count()
         if n > 1 and found < n:
             raise ConfigError(f"--tensor-parallel {n}: GPUs that torch sees here: {found}")
-        for one, other in itertools.permutations(range(n), 2):
-            if not torch.cuda.can_device_access_peer(one, other):
-                raise ConfigError(f"--tensor-parallel {n}: GPU {one} does not reach the memory of GPU {other}")
+        if (pair := out_of_reach(n)) is not None:
+            raise ConfigError(f"--tensor-parallel {n}: GPU {pair[0]} does not reach the memory of GPU {pair[1]}")
 
     def prepare(self, config: EngineConfig, directory: Path) -> EngineConfig:
         """The configuration as it is. Raises CheckpointError for weights that only the CPU reads."""

@@ -36,7 +36,6 @@ from deltic.ops.gpu.launch import Levers, allocate_on
 from deltic.runtime.gpu.buffers import exchanges, gpu_workspace
 from deltic.runtime.gpu.copies import DeviceCopies, open_tiers
 from deltic.runtime.gpu.pictures import PictureTower
-from deltic.runtime.gpu.record import Recording
 from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.plan import TextPlan
 
@@ -167,10 +166,6 @@ class ParallelRunner:
     def n_launches(self, n_rows: int) -> int:
         """As a GpuTextRunner, on each GPU."""
         return self.first.n_launches(n_rows)
-
-    def recordings(self) -> list[Recording]:
-        """Those of the first GPU."""
-        return self.first.recordings()
 
 
 def part_of_progress(progress: Progress, i: int, n: int, stage: str, done: float) -> None:

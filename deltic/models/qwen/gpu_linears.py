@@ -1,0 +1,78 @@
+"""The matrices of a model on a GPU, and the products of a forward with them: of few rows, and of many."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+from deltic.ops.gpu.fp8 import Fp8Rows, block_scales, room
+from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.linear import (
+    WideScratch,
+    k_splits,
+    narrow_linear,
+    narrow_swiglu,
+    silu_mul,
+    silu_mul_rounded,
+    wide_linear,
+)
+from deltic.ops.matrix import Matrix
+
+
+def front(flat: Tensor, *size: int) -> Tensor:
+    """The front of a flat buffer as a tensor of this size."""
+    n = 1
+    for d in size:
+        n *= d
+    return flat[:n].view(*size)
+
+
+class Linears:
+    """The matrices of a model by their names, and every product of a forward with one of them (but for the
+    routed experts').
+
+    A name is that of `named_parts`, such as `layers.3.mlp.gate_up`. Terms added to the product of one matrix,
+    such as an adapter's share, belong here.
+    """
+
+    def __init__(self, parts: Iterable[tuple[str, Tensor | Matrix]], levers: Levers) -> None:
+        self.matrices = {name: part for name, part in parts if isinstance(part, Matrix)}
+        self.blocks = {name: [block_scales(piece) for piece in w.pieces] for name, w in self.matrices.items()}
+        self.levers = levers
+
+    def project(self, name: str, x: Tensor, out: Tensor, rows: Fp8Rows | None = None) -> None:
+        """out = x W^T of few rows: x bfloat16 [N, K], out float32 [S, N, M] or bfloat16 [N, M] (see
+        `narrow_linear`).
+        """
+        narrow_linear(x, self.matrices[name], out, rows=rows, blocks=self.blocks[name][0], levers=self.levers)
+
+    def partial(self, name: str, x: Tensor, flat: Tensor, rows: Fp8Rows | None = None) -> Tensor:
+        """The partial sums of x W^T of few rows, float32 [S, N, M], in the front of `flat`."""
+        w = self.matrices[name]
+        out = front(flat, k_splits(w.n, w.k, self.levers), x.shape[0], w.n)
+        self.project(name, x, out, rows)
+        return out
+
+    def swiglu(self, name: str, x: Tensor, out: Tensor, gate_up: Tensor, rows: Fp8Rows | None = None) -> None:
+        """out = bfloat16(silu(gate) * up) of few rows: out bfloat16 [N, F], gate_up float32 [1, N, 2F] (see
+        `narrow_swiglu`).
+        """
+        w, blocks = self.matrices[name], self.blocks[name][0]
+        narrow_swiglu(x, w, out, gate_up=gate_up, rows=rows, blocks=blocks, levers=self.levers)
+
+    def project_many(self, name: str, x: Tensor, out: Tensor, scratch: WideScratch | None = None) -> None:
+        """out = x W^T of whole blocks of rows: x bfloat16 [T, K], out bfloat16 [T, M] (see `wide_linear`)."""
+        wide_linear(x, self.matrices[name], out, levers=self.levers, scratch=scratch, blocks=self.blocks[name])
+
+    def down_many(self, name: str, up: Tensor, inner: Tensor, out: Tensor, scratch: WideScratch | None = None) -> None:
+        """out = (silu(gate) * up) W^T of whole blocks of rows: up bfloat16 [T, 2F], gate first; inner: a
+        workspace, bfloat16 [T, F].
+        """
+        w = self.matrices[name]
+        is_e4m3 = scratch is not None and all(piece.format.codes == "e4m3" for piece in w.pieces)
+        if scratch is not None and is_e4m3:
+            silu_mul_rounded(up, room(scratch.rows), w.k, levers=self.levers)
+        else:
+            silu_mul(up, inner, levers=self.levers)
+        wide_linear(inner, w, out, levers=self.levers, scratch=scratch, blocks=self.blocks[name], is_rounded=is_e4m3)
