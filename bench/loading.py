@@ -6,6 +6,11 @@ of the system. For each format: the weights alone, in a process of its own, and 
 it is ready, in turns with the roof, which is to copy the file's bytes to new memory by as many threads. How
 far the process grew beyond the packed weights contains mapped pages of the file, 256 MB at most. Takes 8 GB
 of memory and of the temporary directory for the 0.8B shape.
+
+    python -m bench.loading --device cuda --shape qwen3.5-35b-a3b --formats fp8       (35 GB)
+
+`fp8` is Qwen's, of any shape, written at once and not from bfloat16. On a GPU the process's growth says
+nothing and is left out.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from bench.start import start_once
 from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.machine import n_usable_cpus
 from deltic.models.gguf import is_gguf
-from deltic.models.loading import Host, stored_formats
+from deltic.models.loading import Host, Store, stored_formats
 from deltic.models.qwen.shape import ModelShape, published_shape
 from deltic.models.qwen.weights import UNUSED, load_weights
 from tests.tiny import tiny_checkpoint
@@ -53,17 +58,27 @@ def files_of(path: Path) -> list[Path]:
     return [path] if is_gguf(path) else sorted(path.glob("*.safetensors"))
 
 
-def load(path: Path, n_threads: int) -> dict[str, float]:
+def load(path: Path, n_threads: int, device: str) -> dict[str, float | None]:
     """What one load takes."""
+    store: Store = Host(n_threads)
+    if device != "cpu":
+        import torch
+
+        from deltic.ops.gpu.weight import DeviceStore
+
+        torch.zeros(1, device=device)  # the driver's own start
+        store = DeviceStore(device)
     begin, before = time.perf_counter(), peak_bytes(again=True)
     shape = replace(ModelShape.from_directory(path), formats=stored_formats(path, UNUSED))
-    weights, _ = load_weights(path, shape, store=Host(n_threads))
+    weights, _ = load_weights(path, shape, store=store)
+    if device != "cpu":
+        torch.cuda.synchronize()
     seconds, peak = time.perf_counter() - begin, peak_bytes()
     return {
         "seconds": round(seconds, 3),
         "file_gb": round(sum(file.stat().st_size for file in files_of(path)) / 1e9, 3),
         "packed_gb": round(weights.n_bytes / 1e9, 3),
-        "beyond_gb": round((peak - before - weights.n_bytes) / 1e9, 3),
+        "beyond_gb": round((peak - before - weights.n_bytes) / 1e9, 3) if device == "cpu" else None,
     }
 
 
@@ -98,16 +113,18 @@ def written(source: Path, target: Path, format: str) -> Path:
     return target
 
 
-def measured(path: Path, format: str, n_threads: int, rounds: int) -> dict[str, object]:
+def measured(path: Path, format: str, arguments: argparse.Namespace) -> dict[str, object]:
     """Loads, starts and copies of a checkpoint, in turns, after one load that warms its files."""
-    command = [sys.executable, "-m", "bench.loading", "--threads", str(n_threads)]
+    threads, device = ["--threads", str(arguments.threads)], ["--device", arguments.device]
+    command = [sys.executable, "-m", "bench.loading", *threads, *device]
+    serve = [str(path), *device, *(threads if arguments.device == "cpu" else ())]
     row: dict[str, list[object]] = {"loads": [], "copies": [], "starts": [], "load_average": []}
-    for nth in range(rounds + 1):
+    for nth in range(arguments.rounds + 1):
         loaded = json.loads(subprocess.check_output([*command, "--load", str(path)]))
         if nth:
             row["loads"].append(loaded)
             row["copies"].append(json.loads(subprocess.check_output([*command, "--copy", str(path)])))
-            row["starts"].append(asyncio.run(start_once([str(path), "--threads", str(n_threads)])))
+            row["starts"].append(asyncio.run(start_once(serve)))
             row["load_average"].append(os.getloadavg()[0])
     return {"format": format, "file_gb": loaded["file_gb"], "packed_gb": loaded["packed_gb"], **row}
 
@@ -117,6 +134,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--shape", default="qwen3.5-0.8b")
     parser.add_argument("--formats", default="bf16,qwen-fp8,awq-compressed,gptq,nvfp4,Q8_0,Q4_K,Q6_K,IQ4_XS")
     parser.add_argument("--threads", type=int, default=n_usable_cpus())
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--keep", type=Path, metavar="DIR", help="write the checkpoints here, or find them here")
     parser.add_argument("--out", metavar="DIR", help="write the JSON result into this directory")
@@ -128,23 +146,28 @@ def parsed() -> argparse.Namespace:
 def main() -> None:
     arguments = parsed()
     if arguments.load or arguments.copy:
-        what = load if arguments.load else copy
-        print(json.dumps(what(arguments.load or arguments.copy, arguments.threads)))
+        found: object
+        if arguments.load:
+            found = load(arguments.load, arguments.threads, arguments.device)
+        else:
+            found = copy(arguments.copy, arguments.threads)
+        print(json.dumps(found))
         return
     made_by, rows = code(), []
     with tempfile.TemporaryDirectory(prefix="deltic-loading-") as temporary:
         folder = arguments.keep or Path(temporary)
-        source = folder / "bf16"
-        if not source.exists():
-            write_checkpoint(source, published_shape(arguments.shape))
-            for file in TEXT:
-                shutil.copy(tiny_checkpoint("dense") / file, source)
-        for format in arguments.formats.split(","):
+        source, formats = folder / "bf16", arguments.formats.split(",")
+        for name in {"fp8" if format == "fp8" else "bf16" for format in formats}:
+            if not (folder / name).exists():
+                write_checkpoint(folder / name, published_shape(arguments.shape), fp8=name == "fp8")
+                for file in TEXT:
+                    shutil.copy(tiny_checkpoint("dense") / file, folder / name)
+        for format in formats:
             path, name = Path(format), Path(format).stem
             if not path.is_absolute():
                 path = folder / format if (folder / format).exists() else written(source, folder / format, format)
                 path = path / "model.gguf" if (path / "model.gguf").exists() else path
-            rows.append(measured(path, name, arguments.threads, arguments.rounds))
+            rows.append(measured(path, name, arguments))
             print(json.dumps(rows[-1]), flush=True)
             if not arguments.keep and path != source:
                 shutil.rmtree(folder / format)
@@ -157,6 +180,10 @@ def main() -> None:
         "threads": arguments.threads,
         "rows": rows,
     }
+    if arguments.device != "cpu":
+        import torch
+
+        result["device"] = torch.cuda.get_device_name()
     file = runs_directory(arguments.out) / f"loading-{now():%H%M%S}.json"
     file.write_text(json.dumps(result, indent=1) + "\n")
     print(file)

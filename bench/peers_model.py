@@ -1,9 +1,10 @@
 """One random checkpoint at a published shape, in the Hugging Face layout: what every engine of the comparison
 loads.
 
-Dense text models only. The values are drawn as those of `deltic.models.qwen.weights.dummy_weights` are: unit
-fan-in matrices, norms near their rest, decays from a few tokens to thousands; so activations and states stay
-in the range of trained ones.
+Text models of the Qwen3.5 family only. The values are drawn as those of
+`deltic.models.qwen.weights.dummy_weights` are: unit fan-in matrices, norms near their rest, decays from a few
+tokens to thousands; so activations and states stay in the range of trained ones. In FP8, as Qwen publishes
+it, the codes of all matrices are parts of one random block, so that a file of 35 GB is written in a minute.
 
     python -m bench.peers_model SHAPE DIRECTORY
 """
@@ -12,10 +13,11 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from safetensors.torch import save_file
@@ -27,16 +29,23 @@ SHARD_BYTES = 2_000_000_000
 
 
 def config_json(shape: ModelShape) -> dict[str, Any]:
-    """The config.json of a dense text-only Qwen3.5 of this shape. Raises ValueError for another family."""
+    """The config.json of a text-only Qwen3.5 of this shape. Raises ValueError for another family."""
+    if shape.family == "qwen3_next":
+        raise ValueError("Qwen3-Next is not written; give a --shape of Qwen3.5, such as qwen3.5-0.8b")
+    feed_forward: dict[str, Any] = {"intermediate_size": shape.intermediate_size}
     if shape.is_moe:
-        raise ValueError("the comparison writes dense checkpoints only; give a dense --shape, such as qwen3.5-0.8b")
-    return {
-        "architectures": ["Qwen3_5ForCausalLM"],
-        "model_type": "qwen3_5_text",
+        feed_forward = {
+            "num_experts": shape.n_experts,
+            "num_experts_per_tok": shape.n_experts_per_tok,
+            "moe_intermediate_size": shape.moe_intermediate_size,
+            "shared_expert_intermediate_size": shape.shared_intermediate_size,
+        }
+    return feed_forward | {
+        "architectures": ["Qwen3_5MoeForCausalLM" if shape.is_moe else "Qwen3_5ForCausalLM"],
+        "model_type": f"{shape.family}_text",
         "dtype": "bfloat16",
         "vocab_size": shape.vocab_size,
         "hidden_size": shape.hidden_size,
-        "intermediate_size": shape.intermediate_size,
         "num_hidden_layers": shape.n_layers,
         "layer_types": list(shape.layer_types),
         "full_attention_interval": 4,
@@ -70,7 +79,7 @@ def config_json(shape: ModelShape) -> dict[str, Any]:
 
 def tensor_sizes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Every tensor's name and size."""
-    h, f, d = shape.hidden_size, shape.intermediate_size, shape.head_dim
+    h, d = shape.hidden_size, shape.head_dim
     c, vd, hv = shape.conv_channels, shape.gdn_value_size, shape.gdn_n_v_heads
     yield "model.embed_tokens.weight", (shape.vocab_size, h)
     for i, kind in enumerate(shape.layer_types):
@@ -97,12 +106,15 @@ def tensor_sizes(shape: ModelShape) -> Iterator[tuple[str, tuple[int, ...]]]:
                 "self_attn.k_norm.weight": (d,),
                 "self_attn.o_proj.weight": (h, q),
             }
-        layer |= {
-            "post_attention_layernorm.weight": (h,),
-            "mlp.gate_proj.weight": (f, h),
-            "mlp.up_proj.weight": (f, h),
-            "mlp.down_proj.weight": (h, f),
-        }
+        layer["post_attention_layernorm.weight"] = (h,)
+        mlps = {"mlp.": shape.intermediate_size}
+        if shape.is_moe:
+            layer |= {"mlp.gate.weight": (shape.n_experts, h), "mlp.shared_expert_gate.weight": (1, h)}
+            mlps = {f"mlp.experts.{e}.": shape.moe_intermediate_size for e in range(shape.n_experts)}
+            mlps["mlp.shared_expert."] = shape.shared_intermediate_size
+        for mlp, f in mlps.items():
+            layer |= {f"{mlp}{part}_proj.weight": (f, h) for part in ("gate", "up")}
+            layer[f"{mlp}down_proj.weight"] = (h, f)
         for name, size in layer.items():
             yield f"model.layers.{i}.{name}", size
     yield "model.norm.weight", (h,)
@@ -129,14 +141,44 @@ def draw(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor
     return values.to(torch.bfloat16)
 
 
-def write_checkpoint(directory: Path, shape: ModelShape, seed: int = 0) -> None:
-    """Writes config.json, the safetensors files and their index.
+class Fp8:
+    """Matrices in e4m3 with a scale for 128 x 128, parts of one random block of codes."""
+
+    CONFIG: ClassVar[dict[str, Any]] = {
+        "quant_method": "fp8",
+        "fmt": "e4m3",
+        "activation_scheme": "dynamic",
+        "weight_block_size": [128, 128],
+    }
+    _MATRIX = re.compile(r"(_proj|in_proj_qkv|in_proj_z)\.weight$")
+
+    def __init__(self, generator: torch.Generator) -> None:
+        values = torch.empty(1 << 26).normal_(0.0, 64.0, generator=generator)
+        self._codes = values.clamp(-448, 448).to(torch.float8_e4m3fn)
+        self._begin = 0
+
+    def tensors(self, name: str, size: tuple[int, ...]) -> dict[str, Tensor]:
+        """Codes and scales of a matrix; nothing for what stays in 16 bits."""
+        if not self._MATRIX.search(name):
+            return {}
+        n = math.prod(size)
+        self._begin = (self._begin + 4099) % (len(self._codes) - n)
+        scales = torch.full((-(-size[0] // 128), -(-size[1] // 128)), size[1] ** -0.5 / 64, dtype=torch.bfloat16)
+        codes = self._codes[self._begin : self._begin + n].view(size)
+        return {name: codes.clone(), f"{name}_scale_inv": scales}
+
+
+def write_checkpoint(directory: Path, shape: ModelShape, seed: int = 0, fp8: bool = False) -> None:
+    """Writes config.json, the safetensors files and their index, matrices in bfloat16 or as Qwen's FP8.
 
     The config comes last and so marks a complete one.
     """
     config = config_json(shape)
     directory.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)
+    made = Fp8(generator) if fp8 else None
+    if fp8:
+        config["quantization_config"] = Fp8.CONFIG
     weight_map: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
     n_files = n_bytes = total = 0
@@ -152,8 +194,10 @@ def write_checkpoint(directory: Path, shape: ModelShape, seed: int = 0) -> None:
         n_bytes = 0
 
     for name, size in tensor_sizes(shape):
-        shard[name] = draw(name, size, generator)
-        n_bytes += shard[name].nbytes
+        tensors = made.tensors(name, size) if made else {}
+        tensors = tensors or {name: draw(name, size, generator)}
+        shard |= tensors
+        n_bytes += sum(tensor.nbytes for tensor in tensors.values())
         if n_bytes >= SHARD_BYTES:
             save()
     if shard:

@@ -40,19 +40,20 @@ def start(runs: Runs, on_gpu: bool = False) -> str:
     return "\n\n".join((grid(header, rows), source(found, again)))
 
 
-def loading(runs: Runs) -> str:
+def loading(runs: Runs, on_gpu: bool = False) -> str:
     """Seconds to load and to be ready, by format."""
-    again = "python -m bench.loading"
-    found = runs.newest("loading-*.json")
+    again = "python -m bench.loading" + on_gpu * " --device cuda --shape qwen3.5-35b-a3b --formats fp8"
+    found = runs.newest("loading-*.json", gpu=on_gpu)
     if not found:
         return missing(again)
     rows = []
     for row in (row for run in found for row in run.data["rows"]):
         starts, loads = row["starts"], [one["seconds"] for one in row["loads"]]
         cells = [shown(row["file_gb"]), ranged(loads), ranged(row["copies"])]
-        cells += [ranged(one[stage] for one in starts) for stage in ("ready", "memory")]
-        beyond = max(one["beyond_gb"] for one in row["loads"])
-        rows.append([row["format"], *cells, f"{beyond:.2f}"])
+        cells += [ranged(one[stage] for one in starts) for stage in ("ready", "record" if on_gpu else "memory")]
+        if not on_gpu:
+            cells.append(f"{max(one['beyond_gb'] for one in row['loads']):.2f}")
+        rows.append([row["format"], *cells])
     busy = [load for run in found for row in run.data["rows"] for load in row["load_average"]]
     text = (
         f"{found[0].data['shape']}, {found[0].data['threads']} threads, files in the system's cache. The roof is to copy the "
@@ -64,8 +65,7 @@ def loading(runs: Runs) -> str:
         "weights alone, s",
         "roof, s",
         "command to ready, s",
-        "of it memory and warm-up",
-        "grew beyond the weights, GB",
+        *(["of it recording"] if on_gpu else ["of it memory and warm-up", "grew beyond the weights, GB"]),
     ]
     return "\n\n".join((grid(header, rows), text, source(found, again)))
 
@@ -584,6 +584,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "speech": speech,
     "start": start,
     "loading": loading,
+    "loading-gpu": lambda runs: loading(runs, on_gpu=True),
     "install": install,
     "soak": soak,
     "stalls": stalls,

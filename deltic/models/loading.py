@@ -16,7 +16,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
@@ -369,8 +369,22 @@ class Declaration:
         )
 
 
+def _identity(path: Path) -> tuple[object, ...]:
+    """Of the files, so that others are read anew."""
+    folder = path if path.is_dir() else path.parent
+    stats = [(file.name, file.lstat()) for file in sorted(folder.iterdir())]
+    return tuple((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats)
+
+
 def read_headers(path: Path) -> dict[str, Header]:
-    """Of all files of a checkpoint. Raises CheckpointError."""
+    """Of all files of a checkpoint; those read last are known until a file changes, since a start asks for
+    them several times. Raises CheckpointError.
+    """
+    return dict(_headers_of(path, _identity(path) if path.exists() else ()))
+
+
+@lru_cache(maxsize=1)
+def _headers_of(path: Path, identity: tuple[object, ...]) -> Mapping[str, Header]:
     headers: dict[str, Header] = {}
     for file, promised in checkpoint_files(path).items():
         found, _ = read_header(file)
@@ -380,18 +394,7 @@ def read_headers(path: Path) -> dict[str, Header]:
         for name in found.keys() & headers.keys():
             raise CheckpointError(f"tensor {name!r} is stored twice: in {headers[name].file} and in {file}")
         headers |= found
-    return headers
-
-
-_opened: dict[tuple[object, ...], dict[str, StoredTensor]] = {}
-"""What `peek_tensors` read the headers of, until it is loaded: a start reads them once."""
-
-
-def _identity(path: Path, unused: Unused) -> tuple[object, ...]:
-    """Of the files, so that others are read anew."""
-    folder = path if path.is_dir() else path.parent
-    stats = [(file.name, file.lstat()) for file in sorted(folder.iterdir())]
-    return (path, tuple(unused), *((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats))
+    return MappingProxyType(headers)
 
 
 def open_tensors(path: Path, unused: Unused = _ALL_USED) -> dict[str, StoredTensor]:
@@ -403,8 +406,6 @@ def open_tensors(path: Path, unused: Unused = _ALL_USED) -> dict[str, StoredTens
     prefixes = tuple(prefix for each in unused.values() for prefix in each)
     if is_gguf(path):
         return tensors_of_gguf(open_gguf(path), prefixes)
-    if path.exists() and (found := _opened.pop(_identity(path, unused), None)) is not None:
-        return found
     config = (path if path.is_dir() else path.parent) / "config.json"
     headers, files = read_headers(path), MappedFiles()
     skipped = {name: headers.pop(name) for name in list(headers) if name.startswith(prefixes)}
@@ -422,15 +423,6 @@ def open_part(path: Path, prefixes: tuple[str, ...]) -> dict[str, StoredTensor]:
     return tensors_of_files(headers, read_json(config) if headers and config.exists() else {})
 
 
-def peek_tensors(directory: Path, unused: Unused = _ALL_USED) -> dict[str, StoredTensor]:
-    """As `open_tensors`, which gives the same once more without reading it again."""
-    tensors = open_tensors(directory, unused)
-    _opened.clear()
-    if not is_gguf(directory):
-        _opened[_identity(directory, unused)] = tensors
-    return tensors
-
-
 def stored_formats(directory: Path, unused: Unused = _ALL_USED) -> dict[str, WeightFormat]:
     """The formats of a model's quantised tensors (`stored.formats_of`), in a packed model too.
 
@@ -438,7 +430,7 @@ def stored_formats(directory: Path, unused: Unused = _ALL_USED) -> dict[str, Wei
     """
     packed = directory / PACKED
     if not packed.exists():
-        return formats_of(peek_tensors(directory, unused))
+        return formats_of(open_tensors(directory, unused))
     _, metadata = read_header(packed)
     try:
         return {name: WEIGHT_FORMATS[format] for name, format in json.loads(metadata.get("formats", "{}")).items()}
@@ -650,12 +642,14 @@ def checkpoint_files(path: Path) -> dict[Path, list[str]]:
     weight_map = read_json(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise CheckpointError(f"{index}: 'weight_map' must map tensor names to files, found {weight_map!r}")
-    promised: dict[Path, list[str]] = {}
+    by_file: dict[str, list[str]] = {}
     for name, file in weight_map.items():
-        if not isinstance(file, str) or Path(file).name != file:
+        if not isinstance(file, str):
             raise CheckpointError(f"{index}: tensor {name!r} must map to a file name, found {file!r}")
-        promised.setdefault(path / file, []).append(name)
-    for file in promised:
-        if not file.exists():
-            raise CheckpointError(f"{file}: {_INDEX} lists this shard, but it is missing; download it again")
-    return promised
+        by_file.setdefault(file, []).append(name)
+    for file, names in by_file.items():
+        if Path(file).name != file:
+            raise CheckpointError(f"{index}: tensor {names[0]!r} must map to a file name, found {file!r}")
+        if not (path / file).exists():
+            raise CheckpointError(f"{path / file}: {_INDEX} lists this shard, but it is missing; download it again")
+    return {path / file: names for file, names in by_file.items()}

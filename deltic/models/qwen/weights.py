@@ -37,14 +37,13 @@ from deltic.models.loading import (
     copy_parts,
     fill_dummy,
     open_tensors,
-    peek_tensors,
     stored_formats,
     transposed,
 )
 from deltic.models.mapped import read_header
 from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
 from deltic.models.qwen.shard import Cuts
-from deltic.models.stored import StoredTensor, one_name
+from deltic.models.stored import StoredTensor, formats_of, one_name
 from deltic.ops.arrays import Array
 from deltic.ops.geometry import GdnWeights
 from deltic.ops.matrix import Matrix
@@ -148,8 +147,11 @@ def stored_shape(directory: Path, shape: ModelShape, drafts: bool = False) -> Mo
     elif drafts:
         drafting = dataclasses.replace(shape, has_draft_head=True)
         with contextlib.suppress(CheckpointError):  # of the head; any other comes again below
-            drafting = dataclasses.replace(drafting, formats=stored_formats(directory, unused_parts(drafting)))
-            if _holds_draft_head(drafting, peek_tensors(directory, unused_parts(drafting))):
+            tensors = open_tensors(directory, unused_parts(drafting))
+            drafting = dataclasses.replace(drafting, formats=formats_of(tensors))
+            if not any(name.startswith(_HEAD) for name in tensors):
+                return dataclasses.replace(drafting, has_draft_head=False)
+            if _holds_draft_head(drafting, tensors):
                 return drafting
     return dataclasses.replace(shape, formats=stored_formats(directory, UNUSED))
 
