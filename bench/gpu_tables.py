@@ -42,6 +42,19 @@ def parallel(runs: Runs) -> str:
     return decodes_and_prefills(found, "deltic bench gpu --dummy qwen3.5-27b --tensor-parallel 2 --n 1,16,64,128")
 
 
+def invariant(runs: Runs) -> str:
+    """The same of one GPU with the bits of two, between one as it is and the two."""
+    again = "deltic bench gpu --dummy qwen3.5-27b --format fp8 --n 1,16,64,128 --tp-invariant 2"
+    return decodes_and_prefills(runs.newest("invariant-*.json", gpu=True), again)
+
+
+def name(run: Run) -> str:
+    """The shape, and what it runs on if that is not one GPU with one part."""
+    n_gpus, n_cuts = (run.data.get(of, 1) for of in ("gpus", "cuts"))
+    where = f", {n_gpus} GPUs" if n_gpus > 1 else f", the bits of {n_cuts} GPUs" if n_cuts > 1 else ""
+    return f"{run.data['shape']}{where}"
+
+
 def sums(runs: Runs) -> str:
     """Microseconds of what lies between two layers of a model on several GPUs."""
     again = "deltic bench allreduce --gpus 2 --width 5120 --rows 1,4,16,64,128,512,2048"
@@ -74,12 +87,12 @@ def decodes_and_prefills(found: list[Run], again: str) -> str:
         # a prefill without rounds has no range, and is left out
         prefill = next((p for p in run.data["prefill"].values() if "round_ms" in p), None)
         cells = [cell(by_n[n]) for n in sizes]
-        rows.append([run.data["shape"], *cells, ranged(prefill["round_ms"], prefill["ms"]) if prefill else "–"])
+        rows.append([name(run), *cells, ranged(prefill["round_ms"], prefill["ms"]) if prefill else "–"])
         shares = [percent(by_n[n]["roof"]) for n in sizes]
         rows.append(["of the roof", *shares, percent(prefill["roof"]) if prefill else "–"])
     read = [run.data["roofs"]["read"] / 1e12 for run in found]
     multiply = [run.data["roofs"]["multiply"] / 1e12 for run in found]
-    launches = ", ".join(f"{run.data['rows'][0]['launches']} ({run.data['shape']})" for run in found)
+    launches = ", ".join(f"{run.data['rows'][0]['launches']} ({name(run)})" for run in found)
     lengths = {(run.data.get("prompt"), run.data.get("output")) for run in found}
     told = " or ".join(f"{a} prompt and {b} generated tokens each" for a, b in lengths if a)
     text = (

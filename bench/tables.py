@@ -563,6 +563,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "gpu-formats": gpu_tables.formats,
     "gpu-drafts": gpu_tables.drafts,
     "gpu-parallel": gpu_tables.parallel,
+    "gpu-invariant": gpu_tables.invariant,
     "gpu-sums": gpu_tables.sums,
     "gpu-start": lambda runs: start(runs, on_gpu=True),
     "constrained": constrained,

@@ -161,6 +161,14 @@ class EngineConfig:
         device="cuda",
         kind="text",
     )
+    tp_invariant: int | None = knob(
+        None,
+        "gives the bits of so many GPUs (2, 4 or 8), on as many or fewer: each runs several of the parts that the model is cut "
+        "into, one behind the other, which is slower than one larger part",
+        metavar="N",
+        device="cuda",
+        kind="text",
+    )
     n_pages: int | None = knob(None, "KV pages of 64 tokens (default: what fits, at most what can be used)")
     prefix_cache: bool = knob(True, "keep what was computed, for requests that begin in the same way")
     n_checkpoints: int | None = knob(
@@ -611,6 +619,13 @@ def _check(config: EngineConfig | ModelConfig | ServerConfig, called: dict[str, 
         raise ConfigError("--revision is of a name on the hub: give a model")
     if isinstance(config, EngineConfig) and config.tensor_parallel not in (1, 2, 4, 8):
         raise ConfigError(f"--tensor-parallel {config.tensor_parallel}: give 1, 2, 4 or 8")
+    if isinstance(config, EngineConfig) and config.tp_invariant is not None:
+        known = [n for n in (2, 4, 8) if n >= config.tensor_parallel]
+        if config.tp_invariant not in known:
+            said = ", ".join(map(str, known))
+            raise ConfigError(
+                f"--tp-invariant {config.tp_invariant}: with --tensor-parallel {config.tensor_parallel} give one of {said}"
+            )
     if isinstance(config, EngineConfig) and config.pin_threads:
         pinned_cpus(config.threads or 1)
 

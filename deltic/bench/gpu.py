@@ -62,15 +62,15 @@ from deltic.runtime.plan import make_plan
 
 @dataclass(frozen=True)
 class Model:
-    """A shape and its weights on the device, with which runners are made. Of several GPUs, the shape of the
-    largest part, and the weights of each.
+    """A shape and its weights on the device, with which runners are made. Of a model that is cut, the shape
+    of the largest part, and by GPU the weights of each of its parts.
     """
 
     config: EngineConfig
     shape: ModelShape
     n_real: int
     device: gpu.Gpu
-    weights: list[Weights]
+    weights: list[list[Weights]]
     cuts: tuple[Cuts, ...]
 
     @classmethod
@@ -87,22 +87,22 @@ class Model:
         directory, shape = locate(config)
         if format is not None:
             shape = replace(shape, formats=InFormat(WEIGHT_FORMATS[format]))
-        n_gpus = config.tensor_parallel
-        if drafts and n_gpus > 1:
-            raise ConfigError("drafts are measured on one GPU: leave --tensor-parallel out")
-        device = gpu.Gpu(n_gpus=n_gpus)
+        device = gpu.Gpu(n_gpus=config.tensor_parallel, n_cuts=config.tp_invariant)
+        if drafts and device.n_cuts > 1:
+            raise ConfigError("drafts are measured on one GPU: leave --tensor-parallel and --tp-invariant out")
         device.check_reach()
         shape = replace(shape, has_draft_head=drafts) if config.dummy else stored_shape(directory, shape, drafts)
         n_real = n_real_ids(config, directory, shape)
-        largest, cuts = cut(shape, n_gpus)
-        weights = []
-        for one, part in zip(device.devices, cuts or (None,), strict=True):
-            stored: dict[str, Any] = {"quantize": config.rounded, "store": DeviceStore(one)}
+        largest, cuts = cut(shape, device.n_cuts, are_even=device.n_cuts > device.n_gpus)
+        weights: list[list[Weights]] = [[] for _ in device.devices]
+        for i, part in enumerate(cuts or (None,)):
+            i_gpu = i * device.n_gpus // device.n_cuts
+            stored: dict[str, Any] = {"quantize": config.rounded, "store": DeviceStore(device.devices[i_gpu])}
             own = largest if part is None else part.shape
             if config.dummy:
-                weights.append(dummy_weights(own, config.seed, **stored))
+                weights[i_gpu].append(dummy_weights(own, config.seed, **stored))
             else:
-                weights.append(load_weights(directory, own, cuts=part, **stored)[0])
+                weights[i_gpu].append(load_weights(directory, own, cuts=part, **stored)[0])
         return cls(config, largest, n_real, device, weights, cuts)
 
     def engine(self, levers: Levers, n_rows: int, max_drafts: int = 0) -> Engine:
@@ -113,12 +113,11 @@ class Model:
         torch.cuda.empty_cache()
         config = replace(self.config, max_num_seqs=max(n_rows, 8), prefix_cache=False, max_drafts=max_drafts)
         shape = replace(self.shape, has_draft_head=self.shape.has_draft_head and max_drafts > 0)
-        free = self.device.free_bytes() + max(weights.n_bytes for weights in self.weights)
-        plan = make_plan(config, shape, gpu.text(levers), self.n_real, free, cuts=self.cuts)
+        free = self.device.free_bytes() + max(sum(part.n_bytes for part in of_gpu) for of_gpu in self.weights)
+        n_gpus = self.device.n_gpus
+        plan = make_plan(config, shape, gpu.text(levers), self.n_real, free, cuts=self.cuts, n_gpus=n_gpus)
         begin_compiling(plan, levers, collect).wait(lambda stage, done: None)
-        if self.cuts:
-            return Engine(ParallelRunner(plan, self.device.devices, self.weights, levers))
-        return Engine(GpuTextRunner(plan, self.weights[0], levers))
+        return Engine(gpu.text_runner(plan, self.device.devices, self.weights, levers))
 
 
 def decode(engine: Engine, n: int, n_prompt: int, n_output: int, seed: int = 0) -> tuple[list[float], list[list[int]]]:
@@ -175,7 +174,7 @@ def decode_row(
     runner = engine.runner
     assert isinstance(runner, GpuTextRunner | ParallelRunner)
     ms = statistics.median(times) * 1000
-    n_bytes = decode_bytes(shape, runner.plan.quantize, n, context, COUNTED_ROWS)
+    n_bytes = runner.plan.n_parts * decode_bytes(shape, runner.plan.quantize, n, context, COUNTED_ROWS)
     return {
         "n": n,
         "step_ms": round(ms, 4),
@@ -189,14 +188,16 @@ def decode_row(
     }
 
 
-def prefill_row(shape: ModelShape, roofs: GpuRoofs, n_tokens: int, rounds: Sequence[Sequence[float]]) -> dict[str, Any]:
-    """What the rounds (milliseconds of each prompt) come to."""
+def prefill_row(
+    shape: ModelShape, roofs: GpuRoofs, n_tokens: int, rounds: Sequence[Sequence[float]], n_parts: int
+) -> dict[str, Any]:
+    """What the rounds (milliseconds of each prompt) come to. n_parts: of this shape, that a GPU runs."""
     ms = statistics.median(ms for found in rounds for ms in found)
     return {
         "ms": round(ms, 3),
         "round_ms": [round(statistics.median(found), 3) for found in rounds],
         "tok_s": round(n_tokens / ms * 1000),
-        "roof": round(prefill_operations(shape, n_tokens) / roofs.multiply / ms * 1000, 4),
+        "roof": round(n_parts * prefill_operations(shape, n_tokens) / roofs.multiply / ms * 1000, 4),
     }
 
 
@@ -287,7 +288,8 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
                 found.append(prefill_ms(engine, n))
     context = arguments.prompt + arguments.output // 2
     measured = [decode_row(engine, model.shape, roofs, n, found, context) for n, found in decodes.items()]
-    prefill = {n: prefill_row(model.shape, roofs, n, found) for n, found in prefills.items()}
+    n_parts = model.device.n_cuts // model.device.n_gpus
+    prefill = {n: prefill_row(model.shape, roofs, n, found, n_parts) for n, found in prefills.items()}
     title = (
         f"{shape_name} on {engine.info.device}: {arguments.prompt} prompt + {arguments.output} generated tokens, greedy"
     )
@@ -302,13 +304,14 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     print(
         f"read {roofs.read / 1e12:.2f} TB/s, multiply {roofs.multiply / 1e12:.0f} TFLOP/s; weights {weights_s:.1f} s, recorded in {record_s:.1f} s"
     )
-    n_gpus = config.tensor_parallel
+    n_gpus, n_cuts = model.device.n_gpus, model.device.n_cuts
     write_result(
-        "gpu" if n_gpus == 1 else "gpu-parallel",
+        "gpu" if n_cuts == 1 else "gpu-parallel" if n_cuts == n_gpus else "gpu-invariant",
         shape_name,
         engine.info.device,
         arguments.out,
         gpus=n_gpus,
+        cuts=n_cuts,
         levers=dataclasses.asdict(parse_levers(config.lever)),
         prompt=arguments.prompt,
         output=arguments.output,

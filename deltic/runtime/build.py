@@ -81,7 +81,7 @@ def gpu_device(config: EngineConfig, is_here: bool = True) -> Gpu:
         raise ConfigError("torch sees no GPU here; install a build of torch with CUDA, or leave --device out")
     from deltic.runtime.gpu.device import Gpu  # imports Triton
 
-    device = Gpu(config.lever, 1 if speaks(config) else config.tensor_parallel)
+    device = Gpu(config.lever, 1) if speaks(config) else Gpu(config.lever, config.tensor_parallel, config.tp_invariant)
     if is_here:
         device.check_reach()
     return device
@@ -109,13 +109,17 @@ def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tupl
     directory, shape = locate(config)
     if device.text.drafts is not None:
         config = replace(config, max_drafts=device.text.max_drafts(config, shape))
+    if config.max_drafts and device.n_cuts > device.n_gpus:
+        raise ConfigError(
+            f"--max-drafts {config.max_drafts}: with --tp-invariant {device.n_cuts}, drafts need as many GPUs; leave one of the two out"
+        )
     drafts = device.text.draft_head and bool(config.max_drafts)
     shape = stored_shape(directory, shape, drafts) if config.dummy is None else replace(shape, has_draft_head=drafts)
     config = device.prepare(resolve_quantize(config, directory, shape.formats), directory)
     n_real = n_real_ids(config, directory, shape)
     tower, notices = find_tower(config, directory, shape, device)
-    shape, cuts = cut(shape, device.n_gpus)
-    plan = make_plan(config, shape, device.text, n_real, free_bytes, tower=tower, cuts=cuts)
+    shape, cuts = cut(shape, device.n_cuts, are_even=device.n_cuts > device.n_gpus)
+    plan = make_plan(config, shape, device.text, n_real, free_bytes, tower=tower, cuts=cuts, n_gpus=device.n_gpus)
     return config, directory, replace(plan, notices=notices)
 
 
@@ -182,7 +186,7 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
         shape = plan.shape.vocoder
         beside = dummy_vocoder(shape, config.seed) if config.dummy else load_vocoder(directory, shape)
     elif (
-        plan.n_gpus == 1 and weights.n_bytes > plan.weight_bytes
+        not plan.cuts and weights.n_bytes > plan.weight_bytes
     ):  # a head beside an embedding that the configuration ties to it
         untied = replace(plan.shape, tie_word_embeddings=False)
         remade = make_plan(config, untied, device.text, plan.n_real, free, tower=plan.tower)
@@ -203,7 +207,7 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
     else:
         notices = notices + _open_tiers(runner, config, directory, device.kernels(runner), progress)
     lap("cache")
-    kind, said = precision(plan, weights[0] if plan.n_gpus > 1 else weights)
+    kind, said = precision(plan, weights[0][0] if plan.cuts else weights)
     runner.info = msgspec.structs.replace(
         runner.info,
         model_name=model_name(config),

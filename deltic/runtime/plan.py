@@ -86,17 +86,23 @@ class Plan(Generic[S]):
     notices: tuple[str, ...] = ()
     """Why a vision tower that is there is not run."""
     cuts: tuple[Cuts, ...] = ()
-    """What each of several GPUs has; sizes are those of one of them, but for the host's."""
+    """The parts of a model that is cut: each of several GPUs has one, or a run of them."""
+    n_gpus: int = 1
+    """Sizes are those of one of them, but for the host's. 1 on a CPU, too."""
 
     @property
-    def n_gpus(self) -> int:
-        """1 on a CPU, too."""
-        return max(1, len(self.cuts))
+    def n_parts(self) -> int:
+        """That a GPU has."""
+        return max(1, len(self.cuts) // self.n_gpus)
+
+    def cuts_of(self, i: int) -> tuple[Cuts, ...]:
+        """The parts that a GPU has, of a model that is cut."""
+        return self.cuts[i * self.n_parts : (i + 1) * self.n_parts]
 
     def of_gpu(self, i: int) -> Plan[Any]:
-        """The same for one of several GPUs, with the shape that it runs."""
+        """The same for one of several GPUs, with the shape of what it runs: several parts have one."""
         plan: Plan[Any] = self
-        return replace(plan, shape=self.cuts[i].shape)
+        return replace(plan, shape=self.cuts_of(i)[0].shape)
 
     @property
     def speaks(self) -> bool:
@@ -301,10 +307,11 @@ def make_plan(
     host_free_bytes: int | None = None,
     tower: VisionShape | None = None,
     cuts: tuple[Cuts, ...] = (),
+    n_gpus: int = 1,
 ) -> Plan[S]:
     """Sizes for this model in free_bytes of the device's memory.
 
-    tower: of its pictures, if it takes any. cuts: for several GPUs, of which shape is the largest part.
+    tower: of its pictures, if it takes any. cuts: of a model that is cut, of which shape is the largest part.
     host_free_bytes: of a GPU's host (default: what is free now).
     Raises ConfigError when the model or a setting does not fit, naming the largest value that would, or when
     a setting means nothing here; UnsupportedModelError for a geometry that the kernels cannot run.
@@ -313,7 +320,7 @@ def make_plan(
     for part in parts:
         kind.check(part)
     config = without_foreign(config, kind.device, kind.name)
-    asked = _asked(config, shape, kind, n_real, free_bytes, tower, cuts)
+    asked = _asked(config, shape, kind, n_real, free_bytes, tower, cuts, n_gpus)
     plan = _shrunk(asked, kind, config)
     if plan.spare_bytes < 0:
         raise _refusal(asked, plan, kind, config)
@@ -339,6 +346,7 @@ def _asked(
     free_bytes: int,
     tower: VisionShape | None,
     cuts: tuple[Cuts, ...],
+    n_gpus: int,
 ) -> Plan[S]:
     """The plan of the settings and defaults, with its workspace.
 
@@ -362,10 +370,11 @@ def _asked(
     if (config.max_num_seqs or 1) > kind.max_num_seqs:
         raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: a GPU step has at most {kind.max_num_seqs} rows")
     n_threads = 1 if kind.on_gpu else config.threads or n_usable_cpus()
+    n_parts = max(1, len(cuts) // n_gpus)
     plan = Plan(
         shape=shape,
         quantize=config.rounded,
-        weight_bytes=kind.weight_bytes(shape, config.rounded),
+        weight_bytes=n_parts * kind.weight_bytes(shape, config.rounded),
         vocoder_bytes=kind.vocoder_bytes(shape),
         tower=tower,
         tower_bytes=0 if tower is None else empty_vision(tower, COUNTED_ROWS if kind.on_gpu else COUNTED).n_bytes,
@@ -377,14 +386,15 @@ def _asked(
         max_step_tokens=step_tokens,
         n_pages=config.n_pages or 0,
         host_bytes=0,
-        page_bytes=shape.page_bytes(PAGE_SIZE),
-        state_bytes=kind.state_bytes(shape),
+        page_bytes=n_parts * shape.page_bytes(PAGE_SIZE),
+        state_bytes=n_parts * kind.state_bytes(shape),
         n_threads=n_threads,
         budget_bytes=_budget(config, kind, free_bytes),
         workspace={},
         max_drafts=kind.max_drafts(config, shape),
         cpus=pinned_cpus(n_threads) if config.pin_threads else (),
         cuts=cuts,
+        n_gpus=n_gpus,
     )
     if not kind.on_gpu:
         plan = replace(plan, host_bytes=plan.whole_pages((config.cache_host_gb or 0.0) * 1e9))

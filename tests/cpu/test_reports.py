@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -58,7 +59,8 @@ def test_plan_of_a_speech_model(device: str, without_gpu: None) -> None:
         ({"memory_gb": 1.0}, "the model does not fit: weights 1.5 GB"),
         ({"memory_gb": 20.0, "threads": 3}, "--threads 3 is for the CPU"),
         ({"memory_gb": 20.0, "lever": ("pdl=maybe",)}, "must be one of pdl=on, pdl=off"),
-        ({"memory_gb": 20.0, "tensor_parallel": 16}, "a multiple of 16 for --tensor-parallel 16"),
+        ({"memory_gb": 20.0, "tensor_parallel": 16}, "a multiple of 16, to be cut for 16 GPUs"),
+        ({"memory_gb": 20.0, "tp_invariant": 2, "max_drafts": 4}, "drafts need as many GPUs"),
     ],
 )
 def test_a_gpu_plan_is_refused_with_what_would_do(settings: dict[str, object], message: str, without_gpu: None) -> None:
@@ -93,8 +95,19 @@ def test_a_plan_for_several_gpus(without_gpu: None) -> None:
     assert two.page_bytes * 2 == one.page_bytes == eight.page_bytes * 4  # of 4 heads of keys, two GPUs have one each
     assert two.state_bytes * 2 == one.state_bytes == eight.state_bytes * 8
     assert two.n_host_units == one.n_host_units == 2 * eight.n_host_units
+    device = build.gpu_device(replace(config, tensor_parallel=2, tp_invariant=4), is_here=False)
+    _, _, both = build.plan_model(replace(config, tensor_parallel=2, tp_invariant=4), device, 130 * 10**9)
+    assert (both.n_gpus, both.n_parts, len(both.cuts)) == (2, 2, 4) and both.cuts_of(1) == both.cuts[2:]
+    assert (
+        both.page_bytes == two.page_bytes
+        and both.state_bytes == two.state_bytes
+        and both.n_host_units == two.n_host_units
+    )
+    assert two.weight_bytes < both.weight_bytes < 1.1 * two.weight_bytes
     report = words(fit.report(EngineConfig(dummy="qwen3.5-27b", device="cuda", memory_gb=130.0, tensor_parallel=2)))
     assert "26.90 B parameters" in report and "on each of 2 GPUs" in report
+    report = words(fit.report(EngineConfig(dummy="qwen3.5-27b", device="cuda", memory_gb=130.0, tp_invariant=2)))
+    assert "Allocated before ready, 2 of 2 parts" in report
 
 
 def test_a_model_on_several_gpus_is_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,8 +10,9 @@ import pytest
 
 from deltic.models.fields import UnsupportedModelError
 from deltic.models.qwen.shape import ModelShape, published_shape
-from deltic.models.qwen.shard import Cuts, share
+from deltic.models.qwen.shard import Cuts, cut, share
 from deltic.models.qwen.weights import AttnLayer, GdnLayer, Mlp, Weights, load_weights, stored_shape
+from deltic.models.stored import InFormat
 from deltic.ops.arrays import Array
 from deltic.ops.contract import KernelError
 from deltic.ops.formats import WEIGHT_FORMATS
@@ -157,8 +159,12 @@ def test_columns_of_every_format(name: str) -> None:
 
 
 def test_heads_that_cannot_be_shared_out_are_refused() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"linear_num_key_heads.*a multiple of 3 for --tensor-parallel 3"):
+    with pytest.raises(UnsupportedModelError, match=r"linear_num_key_heads.*a multiple of 3, to be cut for 3 GPUs"):
         Cuts(published_shape("qwen3.5-27b"), 0, 3)
+    in_blocks = replace(published_shape("qwen3.5-35b-a3b"), formats=InFormat(WEIGHT_FORMATS["fp8"]))
+    assert len(cut(in_blocks, 4, are_even=True)[1]) == 4
+    with pytest.raises(UnsupportedModelError, match=r"--tp-invariant.*columns of an MLP stay together by 128"):
+        cut(in_blocks, 8, are_even=True)  # 512 columns of an expert
     shape = Cuts(published_shape("qwen3.5-27b"), 1, 8).shape
     assert (shape.gdn_n_k_heads, shape.gdn_n_v_heads, shape.n_q_heads, shape.n_kv_heads) == (2, 6, 3, 1)
     assert shape.intermediate_size * 8 == 17_408 and shape.head_rows * 8 == shape.vocab_size

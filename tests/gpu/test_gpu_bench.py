@@ -29,11 +29,12 @@ from tests.gpu.test_gpu_drafts import build
 
 def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = GpuTextRunner.__new__(GpuTextRunner)
-    monkeypatch.setattr(runner, "plan", SimpleNamespace(quantize=None), raising=False)
+    monkeypatch.setattr(runner, "plan", SimpleNamespace(quantize=None, n_parts=1), raising=False)
     monkeypatch.setattr(GpuTextRunner, "n_launches", lambda self, n: 454, raising=False)
     monkeypatch.setattr(GpuTextRunner, "replay_ms", lambda self, n, n_keys: 1.0, raising=False)
     engine = SimpleNamespace(runner=runner, info=SimpleNamespace(device="NVIDIA H200"))
-    model = SimpleNamespace(shape=published_shape("qwen3.5-27b"), engine=lambda levers, n: engine)
+    device = SimpleNamespace(n_gpus=1, n_cuts=1)
+    model = SimpleNamespace(shape=published_shape("qwen3.5-27b"), engine=lambda levers, n: engine, device=device)
     order: list[tuple[str, int]] = []
 
     def decode(engine: object, n: int, n_prompt: int, n_output: int, seed: int) -> tuple[list[float], list[list[int]]]:

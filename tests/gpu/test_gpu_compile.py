@@ -280,7 +280,7 @@ def _walk(plan: Any, levers: Any) -> Any:
     from deltic.runtime.gpu.text import GpuTextRunner
 
     weights = empty_weights(plan.shape, None, plan.shape.tie_word_embeddings, DeviceStore("meta"))
-    runner = GpuTextRunner(plan, weights, levers)
+    runner = GpuTextRunner(plan, [weights], levers)
     for recording in runner.recordings():
         recording.run()
     return runner
@@ -310,7 +310,7 @@ def _recorded() -> dict[str, Any]:
             weights = dummy_speech_weights(plan.shape, store=DeviceStore("cuda"))
             GpuSpeechRunner(plan, weights, dummy_vocoder(plan.shape.vocoder), Levers())
         else:
-            GpuTextRunner(plan, dummy_weights(plan.shape, store=DeviceStore("cuda")), Levers())
+            GpuTextRunner(plan, [dummy_weights(plan.shape, store=DeviceStore("cuda"))], Levers())
     return {"misses": misses}
 
 

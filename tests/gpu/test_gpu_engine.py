@@ -30,7 +30,7 @@ from tests.reference.model import forward
 from tests.tiny import N_REAL_VOCAB, byte_tokenizer, tiny_checkpoint
 
 pytest.importorskip("triton")
-from deltic.models.qwen.gpu import GpuMemory
+from deltic.models.qwen.gpu_buffers import GpuMemory
 from deltic.runtime.build import build_runner
 from deltic.runtime.gpu.device import Gpu
 from deltic.runtime.gpu.text import GpuTextRunner

@@ -35,7 +35,7 @@ from tests.tiny_gguf import tiny_gguf
 from tests.tiny_quantised import tiny_quantised
 
 pytest.importorskip("triton")
-from deltic.models.qwen.gpu import decode_buffers, prefill_buffers
+from deltic.models.qwen.gpu_buffers import decode_buffers, prefill_buffers
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.fp8 import Fp8Rows
 from deltic.ops.gpu.launch import Levers

@@ -19,14 +19,15 @@ pytest.importorskip("triton")
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
-from deltic.models.qwen.weights import load_weights
+from deltic.models.qwen.shard import cut
+from deltic.models.qwen.weights import Weights, dummy_weights, load_weights
 from deltic.ops.gpu.launch import INTERPRETED, Levers
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.build import build_runner, plan_model
 from deltic.runtime.gpu.buffers import exchanges, gpu_workspace
-from deltic.runtime.gpu.device import Gpu
+from deltic.runtime.gpu.device import Gpu, text
 from deltic.runtime.gpu.text import GpuTextRunner
-from deltic.runtime.plan import TextPlan
+from deltic.runtime.plan import TextPlan, make_plan
 from tests.cpu.test_reference import prompt
 from tests.gpu.test_gpu_draft_head import drafted
 from tests.heads import run, sequence
@@ -44,8 +45,8 @@ def config_of(kind: str, **more: Any) -> EngineConfig:
     )  # fmt: skip
 
 
-def plan_of(kind: str, n_gpus: int = N_RANKS) -> tuple[Path, TextPlan]:
-    _, directory, plan = plan_model(config_of(kind), Gpu(n_gpus=n_gpus), 2 << 30)
+def plan_of(kind: str, n_gpus: int = N_RANKS, n_cuts: int | None = None) -> tuple[Path, TextPlan]:
+    _, directory, plan = plan_model(config_of(kind), Gpu(n_gpus=n_gpus, n_cuts=n_cuts), 2 << 30)
     return directory, plan
 
 
@@ -83,15 +84,27 @@ def answers(engine: Engine, prompts: dict[str, list[int]] = PROMPTS, is_scored: 
     return Answers(*([[*chain(*part)] for part in parts] for parts in zip(*found.values(), strict=True)))
 
 
-def of_ranks(directory: Path, plan: TextPlan, use: Callable[[GpuTextRunner], T], levers: Levers = LEVERS) -> T:
-    """What each rank gives, in a process of its own, which is the same."""
+def share_whole_parts(weights: Weights, first: Weights) -> None:
+    """Gives random weights of a part those of the first that are no part: embedding and norms."""
+    weights.embed, weights.norm = first.embed, first.norm
+    for layer, of_first in zip(weights.layers, first.layers, strict=True):
+        layer.input_norm, layer.post_norm = of_first.input_norm, of_first.post_norm
+
+
+def of_ranks(directory: Path | None, plan: TextPlan, use: Callable[[GpuTextRunner], T], levers: Levers = LEVERS) -> T:
+    """What each rank gives, in a process of its own, which is the same. directory: None for random weights."""
     workspaces = [gpu_workspace(plan.of_gpu(i), levers, shared) for i in range(plan.n_gpus)]
     fork = multiprocessing.get_context("fork")
     queue = fork.Queue()
 
     def of_rank(i: int) -> None:
-        cuts = plan.cuts[i]
-        weights, _ = load_weights(directory, cuts.shape, store=DeviceStore("cpu"), cuts=cuts)
+        store, weights = DeviceStore("cpu"), []
+        for seed, cuts in enumerate(plan.cuts_of(i), i * plan.n_parts):
+            if directory is None:
+                weights.append(dummy_weights(cuts.shape, seed, store=store))
+                share_whole_parts(weights[-1], dummy_weights(cuts.shape, 0, store=store))
+            else:
+                weights.append(load_weights(directory, cuts.shape, store=store, cuts=cuts)[0])
         exchange = workspaces[i], exchanges(workspaces, plan.cuts)[i]
         queue.put((i, use(GpuTextRunner(plan.of_gpu(i), weights, levers, exchange=exchange))))
 
@@ -111,10 +124,35 @@ def of_ranks(directory: Path, plan: TextPlan, use: Callable[[GpuTextRunner], T],
 def test_ranks_answer_as_one(kind: str) -> None:
     directory, plan = plan_of(kind, 1)
     weights, _ = load_weights(directory, plan.shape, store=DeviceStore("cpu"))
-    expected = answers(Engine(GpuTextRunner(plan, weights, LEVERS)))
+    expected = answers(Engine(GpuTextRunner(plan, [weights], LEVERS)))
     directory, plan = plan_of(kind)
     levers = Levers(fused_sums=kind != "next")
-    check_next_to(of_ranks(directory, plan, lambda runner: answers(Engine(runner)), levers), expected, kind)
+    found = of_ranks(directory, plan, lambda runner: answers(Engine(runner)), levers)
+    check_next_to(found, expected, kind)
+    directory, plan = plan_of(kind, 1, N_RANKS)  # one rank that has both parts
+    assert of_ranks(directory, plan, lambda runner: answers(Engine(runner))) == found
+
+
+@interpreted
+def test_four_parts_on_one_two_and_four_ranks() -> None:
+    """With random weights of four key heads, and one key and value head, which all have."""
+    _, whole = plan_of("dense", 1)
+    shape = replace(
+        whole.shape,
+        layer_types=whole.shape.layer_types[2:4],
+        gdn_n_k_heads=4,
+        gdn_n_v_heads=8,
+        n_q_heads=4,
+        n_kv_heads=1,
+    )
+    largest, cuts = cut(shape, 4, are_even=True)
+    found = []
+    for n_gpus in (1, 2, 4):
+        plan = make_plan(
+            config_of("dense"), largest, text(LEVERS), shape.vocab_size, 2 << 30, 1 << 30, cuts=cuts, n_gpus=n_gpus
+        )
+        found.append(of_ranks(None, plan, lambda runner: answers(Engine(runner))))
+    assert found[0] == found[1] == found[2] and found[0].tokens[0]
 
 
 class Guessed(NamedTuple):
@@ -150,7 +188,7 @@ def test_ranks_guess_as_one() -> None:
     weights, _ = load_weights(directory, plan.shape, store=DeviceStore("cpu"))
     _, _, joint = plan_model(config, Gpu(n_gpus=N_RANKS), 2 << 30)
     whole = replace(plan, shape=replace(plan.shape, most_drafted=joint.shape.n_drafted))  # that the first rank has
-    expected = guessed(GpuTextRunner(whole, weights, LEVERS))
+    expected = guessed(GpuTextRunner(whole, [weights], LEVERS))
     found = of_ranks(directory, joint, guessed)
     assert found.tokens == found.plain == expected.plain and found.first[0] == expected.first[0]
     errors = [abs(x - y) for x, y in zip(found.logits, expected.logits, strict=True)]
@@ -171,12 +209,13 @@ def check_next_to(found: Answers, expected: Answers, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["dense", "moe", "next"])
 def test_two_gpus_serve_a_model(kind: str, tmp_path: Path) -> None:
     def engine(n_gpus: int, **more: Any) -> Engine:
-        device = Gpu(n_gpus=n_gpus)
+        device = Gpu(n_gpus=n_gpus, n_cuts=more.get("tp_invariant"))
         return Engine(build_runner(config_of(kind, **more), lambda stage, done: None, device))
 
     joint = engine(N_RANKS, cache_dir=tmp_path)
     found = answers(joint)
     check_next_to(found, answers(engine(1)), kind)
+    assert answers(engine(1, tp_invariant=N_RANKS)) == found
     for name, i in (("a", 0), ("b", 1)):  # alone, and what the cache has of it
         again = answers(joint, {name: PROMPTS[name]}, is_scored=False)
         assert again.tokens == found.tokens[i : i + 1] and again.logprobs == found.logprobs[i : i + 1]

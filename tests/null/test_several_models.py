@@ -381,6 +381,7 @@ def test_a_model_answers_to_all_its_names() -> None:
         ("serve a --and b --and c --api-key k", "--api-key is the whole server's"),
         ("serve a --and b --threads 0", "--threads 0: must be from 1"),
         ("serve a --and b --tensor-parallel 3", "--tensor-parallel 3: give 1, 2, 4 or 8"),
+        ("serve a --tensor-parallel 4 --tp-invariant 2", "with --tensor-parallel 4 give one of 4, 8"),
         ("serve --port 0 --and built-in", "two models are called 'built-in'; give --served-model-name"),
         ("serve a --port 0 --and b --served-model-name a", "two models are called 'a'"),
     ],

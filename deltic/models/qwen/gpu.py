@@ -15,220 +15,44 @@ captured as a graph.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial as partial_of
 
-import torch
 from torch import Tensor
 
 from deltic.models.loading import Mlp
+from deltic.models.qwen.gpu_buffers import DecodeBuffers, GpuMemory, HeadBuffers, PrefillBuffers
 from deltic.models.qwen.gpu_linears import Linears, front
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import DraftHead, GdnLayer, Moe, Weights
 from deltic.models.rotary import rotary_tables
-from deltic.ops.geometry import Allocate
+from deltic.ops.geometry import GdnWeights
 from deltic.ops.gpu.all_reduce import Columns, Rank, all_gather, all_reduce, all_reduce_norm
-from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch, keys_decode
+from deltic.ops.gpu.attention_decode import attention_decode, keys_decode
 from deltic.ops.gpu.attention_prefill import attention_prefill, keys_prefill
-from deltic.ops.gpu.blocks import BLOCK, Blocks, Drafts, PlaceState, PrefillInputs, Rows, Windows
-from deltic.ops.gpu.draft import GuessRows, begin_guess, draft_pair, follow, go_on
-from deltic.ops.gpu.fp8 import Fp8Rows, fp8_rows
+from deltic.ops.gpu.blocks import BLOCK, Blocks, PlaceState, PrefillInputs, Rows
+from deltic.ops.gpu.draft import begin_guess, draft_pair, follow, go_on
+from deltic.ops.gpu.fp8 import Fp8Rows
 from deltic.ops.gpu.gdn_decode import gdn_decode
-from deltic.ops.gpu.gdn_prefill import GdnScratch, gdn_prefill, gdn_scratch
+from deltic.ops.gpu.gdn_prefill import gdn_prefill
 from deltic.ops.gpu.launch import Levers, copy_rows, take_rows
-from deltic.ops.gpu.linear import WideScratch, k_splits, wide_scratch
-from deltic.ops.gpu.moe import MoeScratch, moe_decode, moe_scratch
-from deltic.ops.gpu.moe_prefill import MoePrefillScratch, moe_prefill, moe_prefill_scratch
+from deltic.ops.gpu.moe import moe_decode
+from deltic.ops.gpu.moe_prefill import moe_prefill
 from deltic.ops.gpu.norm import add_norm, begin_decode, embed
 from deltic.ops.gpu.weight import to_device
-
-RING = 4
-"""Convolution inputs that a state slot holds on a GPU: a ring by position. It has one row more than the
-window needs, so that no row is read while it is written.
-"""
-
-
-@dataclass(frozen=True)
-class GpuMemory:
-    """The two memories. pages: bfloat16 [n_pages + 1, n_kv_layers, 2, nk, 64, d], the last one for padding;
-    states: float32 [n_slots, n_gdn, Hv, dv, dk]; columns: bfloat16 [n_slots, n_gdn, RING, C], row p % RING
-    for position p.
-    """
-
-    pages: Tensor
-    states: Tensor
-    columns: Tensor
-
-
-@dataclass(frozen=True)
-class DecodeBuffers:
-    """Activations of a decode of up to N rows; a recording for fewer rows uses the front of each."""
-
-    rows: Rows
-    residual: Tensor  # float32, flat
-    normed: Tensor  # bfloat16, flat
-    proj: Tensor  # float32, flat: partial sums of a projection
-    mixed: Tensor  # bfloat16, flat
-    inner: Tensor  # bfloat16, flat
-    partial: Tensor  # float32, flat: what is to be added to the residual
-    attention: AttentionScratch
-    moe: MoeScratch | None
-    fp8: Fp8Rows | None  # what is multiplied with e4m3
-    logits: Tensor  # float32, flat, of more rows: those behind keep what a later draw needs
-    windows: Windows | None  # of all layers, [places, n_gdn, W, ...]: for drafts
-
-
-@dataclass(frozen=True)
-class PrefillBuffers:
-    """Activations of a prefill of up to B blocks, flat: a recording for fewer uses the front of each."""
-
-    residual: Tensor  # float32
-    normed: Tensor  # bfloat16
-    proj: Tensor  # bfloat16: the widest projection
-    mixed: Tensor  # bfloat16
-    inner: Tensor  # bfloat16
-    y: Tensor  # bfloat16: what is to be added to the residual
-    query: Tensor  # bfloat16
-    gdn: GdnScratch
-    moe: MoePrefillScratch | None
-    wide: WideScratch
-    final: Tensor  # bfloat16 [G, H]
-    logits: Tensor  # float32 [G, V]
-    hidden: Tensor | None  # bfloat16: as final, of every row, for the draft head
-    follows: Tensor | None  # int32: the ids of the tokens behind the rows, for the draft head
-
-
-@dataclass(frozen=True)
-class HeadBuffers:
-    """What the draft head has in a decode of up to N rows, beside the activations."""
-
-    rows: GuessRows
-    pair: Tensor  # bfloat16, flat
-    hidden: Tensor  # bfloat16, flat: the head's own
-
-
-def decode_buffers(
-    shape: ModelShape,
-    codes: Collection[str],
-    levers: Levers,
-    n_rows: int,
-    max_len: int,
-    allocate: Allocate,
-    *,
-    n_kept: int = 0,
-    drafts: Drafts | None = None,
-    windows: Windows | None = None,
-    has_pictures: bool = False,
-) -> DecodeBuffers:
-    """Every buffer of a decode of up to n_rows rows and contexts of up to max_len tokens, of weights in these
-    codes. n_kept: further rows of logits. drafts: of the rows, and windows, where there are any.
-    has_pictures: prompts may have some.
-    """
-    f32, bf16 = torch.float32, torch.bfloat16
-    h, heads = shape.hidden_size, shape.heads
-    rows = shape.gdn_in_proj_rows, heads.row
-    value, q_size = shape.gdn_value_size, heads.n_q * heads.dim
-    inner = max(shape.intermediate_size, shape.shared_intermediate_size)
-    widths = (value, q_size, inner, *([2 * h] if shape.has_draft_head else []))
-    n_partials = [k_splits(h, k, levers) for k in widths if k]
-    moe = None
-    if shape.is_moe:
-        moe = moe_scratch(
-            n_rows,
-            shape.n_experts,
-            shape.n_experts_per_tok,
-            shape.moe_intermediate_size,
-            shape.shared_intermediate_size,
-            allocate,
-        )
-        n_partials.append(shape.n_experts_per_tok + 1)
-    return DecodeBuffers(
-        rows=Rows(
-            *(allocate(f"row {name}", (n_rows,), torch.int32) for name in ("place", "slot", "position")),
-            angle_shift=allocate("row angle shift", (n_rows,), torch.int32) if has_pictures else None,
-            drafts=drafts,
-        ),
-        residual=allocate("residual", (n_rows * h,), f32),
-        normed=allocate("normed", (n_rows * h,), bf16),
-        proj=allocate("projections", (n_rows * max(2 * inner, *(r * k_splits(r, h, levers) for r in rows)),), f32),
-        mixed=allocate("mixed", (n_rows * max(value, q_size),), bf16),
-        inner=allocate("inner", (n_rows * max(1, inner),), bf16),
-        partial=allocate("partial sums", (max(n_partials) * n_rows * h,), f32),
-        attention=attention_scratch(heads, n_rows, max_len, allocate),
-        moe=moe,
-        fp8=fp8_rows("e4m3 rows", n_rows, max(h, *widths), allocate) if "e4m3" in codes else None,
-        logits=allocate("logits", ((n_rows + n_kept) * shape.vocab_size,), f32),
-        windows=windows,
-    )
-
-
-def head_buffers(shape: ModelShape, rows: GuessRows, allocate: Allocate) -> HeadBuffers:
-    """Of the draft head, for as many rows as these."""
-    n, h = len(rows.known), shape.hidden_size
-    return HeadBuffers(
-        rows=rows,
-        pair=allocate("head rows", (n * 2 * h,), torch.bfloat16),
-        hidden=allocate("head hidden states", (n * h,), torch.bfloat16),
-    )
-
-
-def prefill_buffers(
-    shape: ModelShape, codes: Collection[str], n_blocks: int, n_segments: int, allocate: Allocate
-) -> PrefillBuffers:
-    """Every buffer of a prefill of up to n_blocks blocks in n_segments segments.
-
-    codes: those of the weights.
-    """
-    f32, bf16 = torch.float32, torch.bfloat16
-    t, h, heads = n_blocks * BLOCK, shape.hidden_size, shape.heads
-    value, q_size = shape.gdn_value_size, heads.n_q * heads.dim
-    inner = max(shape.intermediate_size, shape.shared_intermediate_size)
-    moe = None
-    if shape.is_moe:
-        moe = moe_prefill_scratch(
-            t,
-            h,
-            shape.n_experts,
-            shape.n_experts_per_tok,
-            shape.moe_intermediate_size,
-            shape.shared_intermediate_size,
-            allocate,
-            has_e4m3="e4m3" in codes,
-        )
-    many = [(shape.gdn_in_proj_rows, h), (heads.row, h), (h, value), (h, q_size)]
-    many += [(2 * shape.intermediate_size, h), (h, shape.intermediate_size)]
-    widest = [shape.gdn_in_proj_rows, heads.row, 2 * shape.intermediate_size]
-    hidden = follows = None
-    if shape.has_draft_head:  # its rows, twice as wide, lie where a projection does
-        many.append((h, 2 * h))
-        widest.append(2 * h)
-        hidden = allocate("prefill hidden states", (t * h,), bf16)
-        follows = allocate("prefill ids behind", (t,), torch.int32)
-    return PrefillBuffers(
-        residual=allocate("prefill residual", (t * h,), f32),
-        normed=allocate("prefill normed", (t * h,), bf16),
-        proj=allocate("prefill projections", (t * max(widest),), bf16),
-        mixed=allocate("prefill mixed", (t * max(value, q_size),), bf16),
-        inner=allocate("prefill inner", (t * max(1, inner),), bf16),
-        y=allocate("prefill y", (t * h,), bf16),
-        query=allocate("prefill queries", (t * q_size,), bf16),
-        gdn=gdn_scratch(shape.gdn_heads, n_blocks, allocate),
-        moe=moe,
-        wide=wide_scratch(t, max(m * k for m, k in many), max(k for _, k in many), codes, allocate),
-        final=allocate("final", (n_segments, h), bf16),
-        logits=allocate("prefill logits", (n_segments, shape.vocab_size), f32),
-        hidden=hidden,
-        follows=follows,
-    )
 
 
 @dataclass(frozen=True)
 class Exchange:
-    """What one of several GPUs has for what it shares with the others."""
+    """What a GPU has for a model that is cut: for its own parts, and for what it shares with other GPUs,
+    where there are any.
+    """
 
     sums: Mapping[str, Rank]  # of a decode and of a prefill
     logits: Mapping[str, Columns]  # the same, and of a guess
-    part: Tensor  # float32, flat: this rank's columns of logits
+    part: Tensor  # float32, flat: columns of logits of one part
+    columns: Tensor | None  # float32, flat: of all parts that this GPU has, where these are several
     total: Tensor | None  # float32, flat: sums, where a kernel of its own makes them
 
     @property
@@ -236,35 +60,58 @@ class Exchange:
         return [*self.sums.values(), *self.logits.values()]
 
 
+class Part:
+    """One of the parts of a model that a GPU has, which is mostly the only one."""
+
+    def __init__(self, weights: Weights, levers: Levers) -> None:
+        self.layers = weights.layers
+        are_gdn = [isinstance(layer, GdnLayer) for layer in self.layers]
+        self.nth = [are_gdn[:i].count(is_gdn) for i, is_gdn in enumerate(are_gdn)]
+        """Of each layer, how many of its kind are before it: where its memory lies."""
+        self.gdn: dict[int, GdnWeights] = weights.gdn()
+        self.linears = Linears([*weights.named_parts(), ("lm_head", weights.lm_head)], levers)
+
+    @property
+    def n_head_rows(self) -> int:
+        return self.linears.matrices["lm_head"].n
+
+
 class QwenGpu:
     """The weights in rows, and the two forwards over given buffers; behind each, the draft head's."""
 
     def __init__(
-        self, shape: ModelShape, weights: Weights, max_len: int, levers: Levers, exchange: Exchange | None = None
+        self,
+        shape: ModelShape,
+        weights: Sequence[Weights],
+        max_len: int,
+        levers: Levers,
+        exchange: Exchange | None = None,
     ) -> None:
-        """exchange: with other GPUs, of which each has a part of every layer."""
-        self.shape, self.weights, self.levers = shape, weights, levers
-        self.linears = Linears([*weights.named_parts(), ("lm_head", weights.lm_head)], levers)
+        """weights: of each part that this GPU has, all of this shape; parts are run one behind the other.
+        exchange: where the model is cut.
+        """
+        self.shape, self.weights, self.levers = shape, weights[0], levers
+        self.parts = [Part(one, levers) for one in weights]
+        self.linears = self.parts[0].linears
         self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
-        device = weights.norm.device
-        self.gdn_weights = weights.gdn()
+        device = self.weights.norm.device
         self.exchange = exchange
         angles = rotary_tables(shape.inv_freq(), max_len, shape.rope_attention_factor)
         self.cos, self.sin = (to_device(table, device) for table in angles)
 
     def _add_norm(self, residual: Tensor, partials: Tensor | None, w: Tensor, normed: Tensor, kind: str) -> None:
         """residual += partials, of all GPUs; normed = its norm. kind: decode or prefill."""
-        eps, levers = self.shape.rms_norm_eps, self.levers
-        if self.exchange is None or partials is None:
-            add_norm(residual, partials, w, eps, normed, levers=levers)
+        eps, levers, parts = self.shape.rms_norm_eps, self.levers, len(self.parts)
+        if self.exchange is None or partials is None or not self.exchange.sums:
+            add_norm(residual, partials, w, eps, normed, parts=parts, levers=levers)
             return
         ranks = self.exchange.sums[kind]
         if self.exchange.total is not None:
             total = front(self.exchange.total, 1, *residual.shape)
-            all_reduce(partials, total[0], ranks=ranks, levers=levers)
+            all_reduce(partials, total[0], ranks=ranks, levers=levers, parts=parts)
             add_norm(residual, total, w, eps, normed, levers=levers)
             return
-        out = all_reduce_norm(residual, partials, w, eps, ranks=ranks, levers=levers)
+        out = all_reduce_norm(residual, partials, w, eps, ranks=ranks, levers=levers, parts=parts)
         if out.data_ptr() != normed.data_ptr():  # it is mostly the buffer that the others reach
             copy_rows(out, normed)
 
@@ -272,94 +119,133 @@ class QwenGpu:
         """float32 [1, N, M] of normed rows [N, H], of a decode, a prefill or a guess: those of the first M
         ids.
         """
-        if self.exchange is None:
+        exchange, n = self.exchange, len(normed)
+        if exchange is None:
             self.linears.project("lm_head", normed, logits, rows)
             return
-        columns = self.exchange.logits[kind]
-        n_own = min(self.linears.matrices["lm_head"].n, columns.n_columns - columns.first)
-        part = front(self.exchange.part, 1, len(normed), n_own)
-        if n_own:
-            self.linears.project("lm_head", normed, part, rows)
-        all_gather(part[0], columns, levers=self.levers)
+        columns = exchange.logits.get(kind)
+        left = logits.shape[2] if columns is None else columns.n_columns - columns.first
+        n_all = min(left, sum(part.n_head_rows for part in self.parts))
+        of_all, begin = logits[0] if columns is None else None, 0
+        if columns is not None and exchange.columns is not None:
+            of_all = front(exchange.columns, n, n_all)
+        for part in self.parts:
+            n_own = max(0, min(part.n_head_rows, left - begin))
+            own = front(exchange.part, 1, n, n_own)
+            if n_own:
+                part.linears.project("lm_head", normed, own, rows)
+                if of_all is not None:
+                    copy_rows(own[0], of_all[:, begin : begin + n_own])
+            begin += n_own
+        if columns is not None:
+            all_gather(own[0] if of_all is None else of_all, columns, levers=self.levers)
+
+    def _of_parts(self, flat: Tensor, of_part: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """Partial sums of all parts, [parts * S, n, H], in the front of `flat`. of_part(i, flat) gives those
+        of one, in the front of what is left of it.
+        """
+        at = 0
+        for i in range(len(self.parts)):
+            found = of_part(i, flat[at:])
+            at += found.numel()
+        return front(flat, len(self.parts) * len(found), *found.shape[1:])
 
     # A decode.
 
     def decode(
-        self, rows_place: Tensor, places: PlaceState, b: DecodeBuffers, memory: GpuMemory, max_len: int
+        self, rows_place: Tensor, places: PlaceState, b: DecodeBuffers, memory: Sequence[GpuMemory], max_len: int
     ) -> Tensor:
         """One token each of n rows, none with more than max_len keys; gives the logits, float32 [n, V].
 
         rows_place: int32 [n], the place of each row, or -1. b.rows.drafts says which are drafted tokens.
+        memory: of each part.
         """
         n = len(rows_place)
-        shape, w, levers, linears = self.shape, self.weights, self.levers, self.linears
-        eps, h = shape.rms_norm_eps, shape.hidden_size
+        shape, w, h = self.shape, self.weights, self.shape.hidden_size
         rows, residual = b.rows.front(n), front(b.residual, n, h)
-        begin_decode(rows_place, places, w.embed, rows=rows, residual=residual, levers=levers)
+        begin_decode(rows_place, places, w.embed, rows=rows, residual=residual, levers=self.levers)
         partial: Tensor | None = None
-        i_gdn = i_attn = 0
         normed = front(b.normed, n, h)
+
         for i, layer in enumerate(w.layers):
             self._add_norm(residual, partial, layer.input_norm, normed, "decode")
-            if isinstance(layer, GdnLayer):
-                proj = linears.partial(f"layers.{i}.in_proj", normed, b.proj, b.fp8)
-                mixed = front(b.mixed, n, shape.gdn_value_size)
-                gdn_decode(
-                    proj,
-                    self.gdn_heads,
-                    self.gdn_weights[i],
-                    eps,
-                    rows=rows,
-                    columns=memory.columns[:, i_gdn],
-                    states=memory.states[:, i_gdn],
-                    windows=None if b.windows is None else b.windows.of_layer(i_gdn),
-                    out=mixed,
-                    levers=levers,
-                )
-                partial = linears.partial(f"layers.{i}.out_proj", mixed, b.partial, b.fp8)
-                i_gdn += 1
-            else:
-                proj = linears.partial(f"layers.{i}.qkv", normed, b.proj, b.fp8)
-                mixed = front(b.mixed, n, self.heads.n_q * self.heads.dim)
-                attention_decode(
-                    proj,
-                    self.heads,
-                    layer.q_norm,
-                    layer.k_norm,
-                    eps,
-                    rows=rows,
-                    page_table=places.page_table,
-                    cos=self.cos,
-                    sin=self.sin,
-                    pages=memory.pages[:, i_attn],
-                    scratch=b.attention,
-                    max_len=max_len,
-                    out=mixed,
-                    levers=levers,
-                )
-                partial = linears.partial(f"layers.{i}.o_proj", mixed, b.partial, b.fp8)
-                i_attn += 1
+            partial = self._of_parts(b.partial, partial_of(self._decode_mixer, i, normed, places, b, memory, max_len))
             self._add_norm(residual, partial, layer.post_norm, normed, "decode")
-            partial = self._decode_feed_forward(f"layers.{i}.mlp.", layer.mlp, normed, b, rows.slot)
+            partial = self._of_parts(b.partial, partial_of(self._decode_mlp, i, normed, b))
         self._add_norm(residual, partial, w.norm, normed, "decode")
         logits = front(b.logits, 1, n, shape.vocab_size)
         self._logits(normed, logits, b.fp8, "decode")
         return logits[0]
 
-    def _decode_feed_forward(
-        self, name: str, mlp: Mlp | Moe, normed: Tensor, b: DecodeBuffers, row_slot: Tensor
+    def _decode_mixer(
+        self,
+        i: int,
+        normed: Tensor,
+        places: PlaceState,
+        b: DecodeBuffers,
+        memory: Sequence[GpuMemory],
+        max_len: int,
+        i_part: int,
+        flat: Tensor,
     ) -> Tensor:
-        """Partial sums of a feed-forward of the normed rows, float32 [S, n, H], to be added up by the next
-        norm. name: how the names of its matrices begin.
+        """A part's partial sums of layer i's mixer, float32 [S, n, H], in the front of `flat`."""
+        part, of, n, shape, levers = self.parts[i_part], memory[i_part], len(normed), self.shape, self.levers
+        layer, nth, rows, eps = part.layers[i], part.nth[i], b.rows.front(n), shape.rms_norm_eps
+        if isinstance(layer, GdnLayer):
+            proj = part.linears.partial(f"layers.{i}.in_proj", normed, b.proj, b.fp8)
+            mixed = front(b.mixed, n, shape.gdn_value_size)
+            gdn_decode(
+                proj,
+                self.gdn_heads,
+                part.gdn[i],
+                eps,
+                rows=rows,
+                columns=of.columns[:, nth],
+                states=of.states[:, nth],
+                windows=None if b.windows is None else b.windows.of_layer(nth),
+                out=mixed,
+                levers=levers,
+            )
+            return part.linears.partial(f"layers.{i}.out_proj", mixed, flat, b.fp8)
+        proj = part.linears.partial(f"layers.{i}.qkv", normed, b.proj, b.fp8)
+        mixed = front(b.mixed, n, self.heads.n_q * self.heads.dim)
+        attention_decode(
+            proj,
+            self.heads,
+            layer.q_norm,
+            layer.k_norm,
+            eps,
+            rows=rows,
+            page_table=places.page_table,
+            cos=self.cos,
+            sin=self.sin,
+            pages=of.pages[:, nth],
+            scratch=b.attention,
+            max_len=max_len,
+            out=mixed,
+            levers=levers,
+        )
+        return part.linears.partial(f"layers.{i}.o_proj", mixed, flat, b.fp8)
+
+    def _decode_mlp(self, i: int, normed: Tensor, b: DecodeBuffers, i_part: int, flat: Tensor) -> Tensor:
+        """The same of its feed-forward."""
+        part, row_slot = self.parts[i_part], b.rows.front(len(normed)).slot
+        return self._decode_feed_forward(part, f"layers.{i}.mlp.", part.layers[i].mlp, normed, b, row_slot, flat)
+
+    def _decode_feed_forward(
+        self, part: Part, name: str, mlp: Mlp | Moe, normed: Tensor, b: DecodeBuffers, row_slot: Tensor, flat: Tensor
+    ) -> Tensor:
+        """A part's partial sums of a feed-forward of the normed rows, float32 [S, n, H], in the front of
+        `flat`, to be added up by the next norm. name: how the names of its matrices begin.
         """
         shape, n = self.shape, len(normed)
         if not isinstance(mlp, Moe):
             inner = front(b.inner, n, shape.intermediate_size)
             gate_up = front(b.proj, 1, n, 2 * shape.intermediate_size)
-            self.linears.swiglu(f"{name}gate_up", normed, inner, gate_up, b.fp8)
-            return self.linears.partial(f"{name}down", inner, b.partial, b.fp8)
+            part.linears.swiglu(f"{name}gate_up", normed, inner, gate_up, b.fp8)
+            return part.linears.partial(f"{name}down", inner, flat, b.fp8)
         assert b.moe is not None
-        partial = front(b.partial, shape.n_experts_per_tok + 1, n, shape.hidden_size)
+        partial = front(flat, shape.n_experts_per_tok + 1, n, shape.hidden_size)
         moe_decode(
             normed,
             mlp,
@@ -472,7 +358,8 @@ class QwenGpu:
         residual, normed, own = front(b.residual, n, h), front(b.normed, n, h), front(g.hidden, n, h)
         partial = linears.partial("draft_head.layer.o_proj", mixed, b.partial, b.fp8)
         self._add_norm(residual, partial, head.layer.post_norm, normed, "decode")
-        partial = self._decode_feed_forward("draft_head.layer.mlp.", head.layer.mlp, normed, b, guesses.last)
+        name, mlp = "draft_head.layer.mlp.", head.layer.mlp
+        partial = self._decode_feed_forward(self.parts[0], name, mlp, normed, b, guesses.last, b.partial)
         self._add_norm(residual, partial, head.norm, own, "decode")
         logits = front(b.logits, 1, n, shape.n_drafted)
         self._logits(own, logits, b.fp8, "guess")
@@ -486,77 +373,92 @@ class QwenGpu:
         inputs: PrefillInputs,
         page_table: Tensor,
         b: PrefillBuffers,
-        memory: GpuMemory,
+        memory: Sequence[GpuMemory],
         pictures: Tensor | None = None,
     ) -> Tensor:
-        """The tokens of n_blocks blocks; gives the logits of the rows asked for, float32 [G, V]. pictures:
-        bfloat16 [N, H], where ids may name its rows.
+        """The tokens of n_blocks blocks; gives the logits of the rows asked for, float32 [G, V]. memory: of
+        each part. pictures: bfloat16 [N, H], where ids may name its rows.
         """
-        shape, w, levers, linears = self.shape, self.weights, self.levers, self.linears
-        t, h, eps = n_blocks * BLOCK, shape.hidden_size, shape.rms_norm_eps
+        w, t, h = self.weights, n_blocks * BLOCK, self.shape.hidden_size
         residual, normed = front(b.residual, t, h), front(b.normed, t, h)
-        y, added = front(b.y, t, h), None
+        added: Tensor | None = None
         embed(inputs.token_ids, w.embed, residual, pictures)
-        i_gdn = i_attn = 0
         for i, layer in enumerate(w.layers):
             self._add_norm(residual, added, layer.input_norm, normed, "prefill")
-            added = y[None]
-            if isinstance(layer, GdnLayer):
-                proj = front(b.proj, t, shape.gdn_in_proj_rows)
-                mixed = front(b.mixed, t, shape.gdn_value_size)
-                linears.project_many(f"layers.{i}.in_proj", normed, proj, b.wide)
-                gdn_prefill(
-                    proj,
-                    self.gdn_heads,
-                    self.gdn_weights[i],
-                    eps,
-                    blocks=inputs.blocks,
-                    columns=memory.columns[:, i_gdn],
-                    states=memory.states[:, i_gdn],
-                    scratch=b.gdn,
-                    out=mixed,
-                    levers=levers,
-                )
-                linears.project_many(f"layers.{i}.out_proj", mixed, y, b.wide)
-                i_gdn += 1
-            else:
-                proj = front(b.proj, t, self.heads.row)
-                mixed = front(b.mixed, t, self.heads.n_q * self.heads.dim)
-                linears.project_many(f"layers.{i}.qkv", normed, proj, b.wide)
-                attention_prefill(
-                    proj,
-                    self.heads,
-                    layer.q_norm,
-                    layer.k_norm,
-                    eps,
-                    blocks=inputs.blocks,
-                    page_table=page_table,
-                    cos=self.cos,
-                    sin=self.sin,
-                    pages=memory.pages[:, i_attn],
-                    query=front(b.query, t, self.heads.n_q, self.heads.dim),
-                    out=mixed,
-                    levers=levers,
-                    angles=inputs.angles,
-                    sections=shape.mrope_section or (),
-                )
-                linears.project_many(f"layers.{i}.o_proj", mixed, y, b.wide)
-                i_attn += 1
+            mixer = partial_of(self._prefill_mixer, i, normed, inputs, page_table, b, memory)
+            added = self._of_parts(b.y, mixer)
             self._add_norm(residual, added, layer.post_norm, normed, "prefill")
-            self._feed_forward(i, layer.mlp, normed, inputs.blocks, b, y)
+            added = self._of_parts(b.y, partial_of(self._feed_forward, i, normed, inputs.blocks, b))
         if b.hidden is not None or self.exchange is not None:
             self._add_norm(residual, added, w.norm, normed if b.hidden is None else front(b.hidden, t, h), "prefill")
         return self.logits_of(inputs.logit_row, n_blocks, b)
 
+    def _prefill_mixer(
+        self,
+        i: int,
+        normed: Tensor,
+        inputs: PrefillInputs,
+        page_table: Tensor,
+        b: PrefillBuffers,
+        memory: Sequence[GpuMemory],
+        i_part: int,
+        flat: Tensor,
+    ) -> Tensor:
+        """A part's share of layer i's mixer, bfloat16 [1, T, H], in the front of `flat`."""
+        part, of, shape, levers = self.parts[i_part], memory[i_part], self.shape, self.levers
+        layer, nth, eps, t = part.layers[i], part.nth[i], shape.rms_norm_eps, len(normed)
+        y = front(flat, t, shape.hidden_size)
+        if isinstance(layer, GdnLayer):
+            proj = front(b.proj, t, shape.gdn_in_proj_rows)
+            mixed = front(b.mixed, t, shape.gdn_value_size)
+            part.linears.project_many(f"layers.{i}.in_proj", normed, proj, b.wide)
+            gdn_prefill(
+                proj,
+                self.gdn_heads,
+                part.gdn[i],
+                eps,
+                blocks=inputs.blocks,
+                columns=of.columns[:, nth],
+                states=of.states[:, nth],
+                scratch=b.gdn,
+                out=mixed,
+                levers=levers,
+            )
+            part.linears.project_many(f"layers.{i}.out_proj", mixed, y, b.wide)
+            return y[None]
+        proj = front(b.proj, t, self.heads.row)
+        mixed = front(b.mixed, t, self.heads.n_q * self.heads.dim)
+        part.linears.project_many(f"layers.{i}.qkv", normed, proj, b.wide)
+        attention_prefill(
+            proj,
+            self.heads,
+            layer.q_norm,
+            layer.k_norm,
+            eps,
+            blocks=inputs.blocks,
+            page_table=page_table,
+            cos=self.cos,
+            sin=self.sin,
+            pages=of.pages[:, nth],
+            query=front(b.query, t, self.heads.n_q, self.heads.dim),
+            out=mixed,
+            levers=levers,
+            angles=inputs.angles,
+            sections=shape.mrope_section or (),
+        )
+        part.linears.project_many(f"layers.{i}.o_proj", mixed, y, b.wide)
+        return y[None]
+
     def _feed_forward(
-        self, i: int, mlp: Mlp | Moe, normed: Tensor, blocks: Blocks, b: PrefillBuffers, y: Tensor
-    ) -> None:
-        """y = FFN(x): layer i's experts, or its one MLP, on the normed rows."""
-        shape, levers, t = self.shape, self.levers, normed.shape[0]
+        self, i: int, normed: Tensor, blocks: Blocks, b: PrefillBuffers, i_part: int, flat: Tensor
+    ) -> Tensor:
+        """The same of its experts, or of its one MLP, on the normed rows."""
+        part, shape, levers, t = self.parts[i_part], self.shape, self.levers, len(normed)
+        mlp, y = part.layers[i].mlp, front(flat, t, shape.hidden_size)
         if isinstance(mlp, Mlp):
             up, inner = front(b.proj, t, 2 * mlp.down.k), front(b.inner, t, mlp.down.k)
-            self.linears.project_many(f"layers.{i}.mlp.gate_up", normed, up, b.wide)
-            self.linears.down_many(f"layers.{i}.mlp.down", up, inner, y, b.wide)
+            part.linears.project_many(f"layers.{i}.mlp.gate_up", normed, up, b.wide)
+            part.linears.down_many(f"layers.{i}.mlp.down", up, inner, y, b.wide)
         else:
             assert b.moe is not None
             moe_prefill(
@@ -569,6 +471,7 @@ class QwenGpu:
                 out=y,
                 levers=levers,
             )
+        return y[None]
 
     def draft_keys_many(
         self, n_blocks: int, inputs: PrefillInputs, drawn: Tensor, b: PrefillBuffers, memory: GpuMemory

@@ -13,11 +13,10 @@ that are its own.
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -126,7 +125,7 @@ class Cuts:
             ("num_key_value_heads", kv, max(kv, n) % min(kv, n) == 0),
         ):
             if not fits:
-                raise UnsupportedModelError(name, heads, f"a multiple of {n} for --tensor-parallel {n}")
+                raise UnsupportedModelError(name, heads, f"a multiple of {n}, to be cut for {n} GPUs")
         self.keys: Runs = (run(shape.gdn_n_k_heads),)
         ratio = shape.gdn_n_v_heads // shape.gdn_n_k_heads
         if shape.tiled_value_heads:
@@ -152,7 +151,7 @@ class Cuts:
     @property
     def shape(self) -> ModelShape:
         """As this rank runs it."""
-        return dataclasses.replace(
+        return replace(
             self.whole,
             n_q_heads=_size(self.queries),
             n_kv_heads=_size(self.kv),
@@ -222,7 +221,7 @@ class Cuts:
         where, part = matched[1] or "", matched[2]
         inner = self.shared if where == "shared_expert." else self.expert if where else self.inner
         if part == "down":
-            return dataclasses.replace(_of_columns(tensor, inner.columns), is_zero=inner.is_idle)
+            return replace(_of_columns(tensor, inner.columns), is_zero=inner.is_idle)
         if part != "gate_up":
             return _of_rows(tensor, inner.columns)
         n_experts, height, k = tensor.shape  # gate, then up, of each
@@ -232,14 +231,22 @@ class Cuts:
         return View(tensor, (n_experts, 2 * (end - begin), k), runs)
 
 
-def cut(shape: ModelShape, n_ranks: int) -> tuple[ModelShape, tuple[Cuts, ...]]:
+def cut(shape: ModelShape, n_ranks: int, are_even: bool = False) -> tuple[ModelShape, tuple[Cuts, ...]]:
     """What each of several ranks has, and the shape of the largest part; of one rank the model, and nothing.
 
-    Raises UnsupportedModelError as `Cuts`.
+    Raises UnsupportedModelError as `Cuts`, and where the parts differ but are to be even.
     """
     if n_ranks == 1:
         return shape, ()
     cuts = tuple(Cuts(shape, rank, n_ranks) for rank in range(n_ranks))
+    of_all = [
+        (replace(one.shape, head_rows=0), one.inner.is_idle, one.expert.is_idle, one.shared.is_idle) for one in cuts
+    ]
+    if are_even and any(of != of_all[0] for of in of_all):
+        unit = inner_unit(shape)
+        raise UnsupportedModelError(
+            "--tp-invariant", n_ranks, f"fewer parts: columns of an MLP stay together by {unit}"
+        )
     return max((part.shape for part in cuts), key=lambda part: part.n_params), cuts
 
 

@@ -35,7 +35,16 @@ from torch import Tensor
 from deltic.ops.contract import check
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.launch import Levers, allocate_on, launch
-from deltic.ops.gpu.norm import LANES, load_pieces, norm_warps, pieces, store_norm, store_pieces
+from deltic.ops.gpu.norm import (
+    LANES,
+    load_pieces,
+    norm_warps,
+    pieces,
+    store_norm,
+    store_pieces,
+    sum_of_neighbours,
+    sum_of_parts,
+)
 
 ONE_SHOT_BYTES = 1 << 20
 """What a rank writes to all others together, up to which one shot is faster (`deltic bench allreduce`)."""
@@ -130,28 +139,15 @@ def _addresses(shared: Iterable[Iterable[Tensor]], device: torch.device) -> Iter
 
 
 @triton.jit
-def _tree(parts, N: tl.constexpr):
-    """The sum of N parts, neighbours first. N: a power of two up to 16."""
-    for level in tl.static_range(4):
-        if N >> level > 1:
-            sums: tl.tuple = ()
-            for i in tl.static_range(N >> (level + 1)):
-                sums += (parts[2 * i] + parts[2 * i + 1],)
-            parts = sums
-    return parts[0]
-
-
-@triton.jit
-def _sum_of_slices(p_partials, row, width, stride, PARTIALS: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr):
+def _sum_of_slices(
+    p_partials, row, width, stride, PARTS: tl.constexpr, SLICES: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr
+):
     """This rank's share of the row, in pieces."""
     own: tl.tuple = ()
     for j in tl.static_range(PIECES):
         o_col = j * LANES + tl.arange(0, LANES)
         p_part = p_partials + row.to(tl.int64) * width + o_col
-        b_sum = tl.load(p_part, mask=o_col < width, other=0.0).to(tl.float32)
-        for s in tl.static_range(1, PARTIALS):
-            b_sum += tl.load(p_part + s * stride, mask=o_col < width, other=0.0).to(tl.float32)
-        own += (b_sum,)
+        own += (sum_of_parts(p_part, stride, o_col < width, PARTS, SLICES),)
     return own
 
 
@@ -206,7 +202,7 @@ def _sum_of_ranks(
             p_from = p_inbox + ((turn + q) * n_rows + row).to(tl.int64) * width + o_col
             b_part = tl.load(p_from, mask=(o_col < width) & (q != rank), other=0.0, volatile=True).to(tl.float32)
             parts += (tl.where(q == rank, own[j], b_part),)
-        found += (_tree(parts, RANKS),)
+        found += (sum_of_neighbours(parts, RANKS),)
     return found
 
 
@@ -224,8 +220,8 @@ def _add_to_row(p_row, total, width, LANES: tl.constexpr, PIECES: tl.constexpr):
 @triton.jit(do_not_specialize=["rank"])
 def _one_shot_kernel(
     p_partials, p_inbox, p_flags, p_epochs, p_inboxes, p_flag_lists, p_residual, p_w, p_out, rank, n_rows, width, stride,
-    inverse_width, eps, RANKS: tl.constexpr, PARTIALS: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr,
-    NORM: tl.constexpr, PDL: tl.constexpr,
+    inverse_width, eps, RANKS: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr, LANES: tl.constexpr,
+    PIECES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
     if NORM:
@@ -235,7 +231,7 @@ def _one_shot_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     epoch = tl.load(p_epochs + row) + 1
     turn = (epoch & 1) * RANKS
-    own = _sum_of_slices(p_partials, row, width, stride, PARTIALS, LANES, PIECES)
+    own = _sum_of_slices(p_partials, row, width, stride, PARTS, SLICES, LANES, PIECES)
     for q in tl.static_range(RANKS):
         if q != rank:
             _send(p_inboxes, p_inbox, q, rank, own, turn, row, n_rows, width, LANES, PIECES)
@@ -253,8 +249,8 @@ def _one_shot_kernel(
 @triton.jit(do_not_specialize=["rank", "first"])
 def _two_shot_kernel(
     p_partials, p_inbox, p_flags, p_epochs, p_inboxes, p_flag_lists, p_residual, p_w, p_outs, rank, n_rows, width, stride,
-    inverse_width, eps, first, RANKS: tl.constexpr, PARTIALS: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr,
-    PDL: tl.constexpr,
+    inverse_width, eps, first, RANKS: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr, LANES: tl.constexpr,
+    PIECES: tl.constexpr, PDL: tl.constexpr,
 ):
     """Each row has one owner, which waits for the others; they wait for what it makes of the row."""
     row = tl.program_id(0)
@@ -264,7 +260,7 @@ def _two_shot_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     epoch, owner = tl.load(p_epochs + row) + 1, row % RANKS
     turn, o_row = (epoch & 1) * RANKS, row.to(tl.int64) * width
-    own = _sum_of_slices(p_partials, row, width, stride, PARTIALS, LANES, PIECES)
+    own = _sum_of_slices(p_partials, row, width, stride, PARTS, SLICES, LANES, PIECES)
     if owner == rank:
         for q in tl.static_range(RANKS):
             if q != rank:
@@ -289,39 +285,41 @@ def _two_shot_kernel(
 
 def _launch(
     kernel: Any, partials: Tensor, ranks: Rank, first: int, residual: Tensor | None, w: Tensor | None, eps: float,
-    out: Tensor, levers: Levers, *more: int, **constants: bool,
+    out: Tensor, levers: Levers, parts: int, *more: int, **constants: bool,
 ) -> None:
     """For the rows of one launch, from row `first` on."""
-    n_slices, n, width = partials.shape
+    n_partials, n, width = partials.shape
     last = min(n, first + ranks.n_rows)
     launch(
         kernel, (last - first,), partials[:, first:], ranks.inbox, ranks.flags, ranks.epochs, ranks.inboxes, ranks.flag_lists,
         None if residual is None else residual[first:], w, out, ranks.rank, ranks.n_rows, width, n * width, 1.0 / width, eps,
-        *more, RANKS=ranks.n_ranks, PARTIALS=n_slices, LANES=LANES, PIECES=pieces(width), pdl=levers.pdl,
+        *more, RANKS=ranks.n_ranks, PARTS=parts, SLICES=n_partials // parts, LANES=LANES, PIECES=pieces(width), pdl=levers.pdl,
         num_warps=norm_warps(last - first, width), **constants,
     )
 
 
-def _check(partials: Tensor, ranks: Rank) -> None:
-    fits = partials.is_contiguous() and partials.shape[2] == ranks.width
-    check("all_reduce", fits, f"contiguous partials [S, N, {ranks.width}]")
+def _check(partials: Tensor, ranks: Rank, parts: int) -> None:
+    fits = partials.is_contiguous() and partials.shape[2] == ranks.width and len(partials) % parts == 0
+    check("all_reduce", fits, f"contiguous partials [{parts} * S, N, {ranks.width}]")
     is_sent_whole = ranks.inbox.dtype == torch.float32 or (partials.dtype == ranks.inbox.dtype and len(partials) == 1)
     check("all_reduce", is_sent_whole, f"partials that {ranks.inbox.dtype} holds")
 
 
-def all_reduce(partials: Tensor, out: Tensor, *, ranks: Rank, levers: Levers) -> None:
+def all_reduce(partials: Tensor, out: Tensor, *, ranks: Rank, levers: Levers, parts: int = 1) -> None:
     """out = the sum over ranks, in their tree, of partials[0] + partials[1] + ... of each. partials: float32
-    or bfloat16 [S, N, H]; out: float32 [N, H].
+    or bfloat16 [S, N, H]; out: float32 [N, H]. parts: of a model, that each rank has, S / parts each: the
+    sum of as many ranks, each with one of these.
     """
-    _check(partials, ranks)
+    _check(partials, ranks, parts)
     fits = out.dtype == torch.float32 and out.shape == partials.shape[1:] and out.is_contiguous()
     check("all_reduce", fits, "contiguous float32 out [N, H]")
     for first in range(0, len(out), ranks.n_rows):
-        _launch(_one_shot_kernel, partials, ranks, first, None, None, 0.0, out[first:], levers, NORM=False)
+        _launch(_one_shot_kernel, partials, ranks, first, None, None, 0.0, out[first:], levers, parts, NORM=False)
 
 
 def all_reduce_norm(
-    residual: Tensor, partials: Tensor, w: Tensor, eps: float, *, ranks: Rank, levers: Levers, shots: int | None = None
+    residual: Tensor, partials: Tensor, w: Tensor, eps: float, *, ranks: Rank, levers: Levers, shots: int | None = None,
+    parts: int = 1,
 ) -> Tensor:
     """residual += the sum over ranks (`all_reduce`); gives bfloat16(residual / rms * (1 + w)), [N, H], in
     ranks.out. One launch for each ranks.n_rows rows.
@@ -330,7 +328,7 @@ def all_reduce_norm(
     it. shots: 1 or 2, None for `ranks.shots`. Behind two shots only each rank's own rows of residual, i %
     ranks of each launch, are right; so of one residual all sums are made with as many shots.
     """
-    _check(partials, ranks)
+    _check(partials, ranks, parts)
     n = len(residual)
     check("all_reduce", residual.dtype == w.dtype == torch.float32, "float32 residual and w")
     check("all_reduce", residual.shape == partials.shape[1:] and residual.is_contiguous(), "contiguous residual [N, H]")
@@ -338,9 +336,9 @@ def all_reduce_norm(
     out = ranks.out[:n]
     for first in range(0, n, ranks.n_rows):
         if (shots or ranks.shots(n)) == 1:
-            _launch(_one_shot_kernel, partials, ranks, first, residual, w, eps, out[first:], levers, NORM=True)
+            _launch(_one_shot_kernel, partials, ranks, first, residual, w, eps, out[first:], levers, parts, NORM=True)
         else:
-            _launch(_two_shot_kernel, partials, ranks, first, residual, w, eps, ranks.outs, levers, first)
+            _launch(_two_shot_kernel, partials, ranks, first, residual, w, eps, ranks.outs, levers, parts, first)
     return out
 
 

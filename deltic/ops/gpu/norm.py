@@ -41,6 +41,30 @@ def tree_sum(b_x, LANES: tl.constexpr):
 
 
 @triton.jit
+def sum_of_neighbours(parts, N: tl.constexpr):
+    """The sum of N parts, neighbours first, level by level. N: a power of two up to 16."""
+    for level in tl.static_range(4):
+        if N >> level > 1:
+            sums: tl.tuple = ()
+            for i in tl.static_range(N >> (level + 1)):
+                sums += (parts[2 * i] + parts[2 * i + 1],)
+            parts = sums
+    return parts[0]
+
+
+@triton.jit
+def sum_of_parts(p_part, stride, b_mask, PARTS: tl.constexpr, SLICES: tl.constexpr):
+    """The sum of what each part of a model has, SLICES in order; of parts neighbours first."""
+    sums: tl.tuple = ()
+    for p in tl.static_range(PARTS):
+        b_sum = tl.load(p_part + p * SLICES * stride, mask=b_mask, other=0.0).to(tl.float32)
+        for s in tl.static_range(1, SLICES):
+            b_sum += tl.load(p_part + (p * SLICES + s) * stride, mask=b_mask, other=0.0).to(tl.float32)
+        sums += (b_sum,)
+    return sum_of_neighbours(sums, PARTS)
+
+
+@triton.jit
 def _widen_row(p_from, p_to, width, LANES: tl.constexpr, PIECES: tl.constexpr):
     for j in tl.static_range(PIECES):
         o_lane = j * LANES + tl.arange(0, LANES)
@@ -151,8 +175,8 @@ def store_norm(p_row, pieces, weights, width, inverse_width, eps, LANES: tl.cons
 @triton.jit
 def _add_norm_kernel(
     p_residual, p_partials, p_w, p_out, p_rows, width, partial_stride, inverse_width, eps,
-    LANES: tl.constexpr, PIECES: tl.constexpr, PARTIALS: tl.constexpr, STORE: tl.constexpr, GATHER: tl.constexpr,
-    PDL: tl.constexpr,
+    LANES: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr, STORE: tl.constexpr,
+    GATHER: tl.constexpr, PDL: tl.constexpr,
 ):
     i_row = tl.program_id(0)
     o_lane = tl.arange(0, LANES)
@@ -168,9 +192,12 @@ def _add_norm_kernel(
     for j in tl.static_range(PIECES):
         o_col = j * LANES + o_lane
         b_x = tl.load(p_residual + o_row + o_col, mask=o_col < width, other=0.0)
-        for s in tl.static_range(PARTIALS):
-            p_part = p_partials + s * partial_stride + o_row + o_col
-            b_x += tl.load(p_part, mask=o_col < width, other=0.0).to(tl.float32)
+        if PARTS > 1:
+            b_x += sum_of_parts(p_partials + o_row + o_col, partial_stride, o_col < width, PARTS, SLICES)
+        else:
+            for s in tl.static_range(SLICES):
+                p_part = p_partials + s * partial_stride + o_row + o_col
+                b_x += tl.load(p_part, mask=o_col < width, other=0.0).to(tl.float32)
         pieces += (b_x,)
     if STORE:
         # behind all loads: a store between them would make each piece wait for the one before
@@ -188,6 +215,8 @@ def norm_warps(n: int, width: int) -> int:
 
     The bits do not see it (above).
     """
+    if n <= 64:
+        return 8
     return 4 if n < 256 or width > 2048 else 2
 
 
@@ -251,14 +280,15 @@ def embed(token_ids: Tensor, table: Matrix, residual: Tensor, pictures: Tensor |
 
 def add_norm(
     residual: Tensor, partials: Tensor | None, w: Tensor, eps: float, out: Tensor, *, rows: Tensor | None = None,
-    levers: Levers,
+    parts: int = 1, levers: Levers,
 ) -> None:
     """residual += partials[0], then partials[1], ...; out = bfloat16(residual / rms * (1 + w)).
 
     residual: float32 [T, H]; partials: float32 or bfloat16 [S, T, H] or None; w: float32 [H], zero-centred;
     out: bfloat16 [T, H]. With rows, int32 [R], out is [R, H], out[r] belongs to row rows[r], and residual is
-    not written. The bits of a row depend on this row only. The mathematics is that of reference/layers.py,
-    rms_norm.
+    not written. parts: of a model in parts, whose partials, S / parts each, are added as `all_reduce` of
+    as many ranks adds them, and the sum to residual. The bits of a row depend on this row only. The
+    mathematics is that of reference/layers.py, rms_norm.
     """
     n, width = residual.shape
     n_out = n if rows is None else rows.shape[0]
@@ -266,13 +296,14 @@ def add_norm(
     check("rms_norm", out.dtype == torch.bfloat16 and out.shape == (n_out, width), f"bfloat16 out [{n_out}, {width}]")
     check("rms_norm", w.shape == (width,), "one width")
     check("rms_norm", residual.is_contiguous() and out.is_contiguous(), "contiguous tensors")
-    n_partials = 0
+    n_slices = 0
     if partials is not None:
-        n_partials = partials.shape[0]
-        check("rms_norm", partials.shape[1:] == residual.shape, f"partials [S, {n}, {width}]")
+        n_slices = partials.shape[0] // parts
+        fits = partials.shape[1:] == residual.shape and len(partials) == n_slices * parts
+        check("rms_norm", fits, f"partials [{parts} * S, {n}, {width}]")
         check("rms_norm", partials.is_contiguous(), "contiguous partials")
     launch(
         _add_norm_kernel, (n_out,), residual, partials, w, out, rows, width, n * width, 1.0 / width, eps,
-        LANES=LANES, PIECES=pieces(width), PARTIALS=n_partials, STORE=rows is None and n_partials > 0,
+        LANES=LANES, PIECES=pieces(width), PARTS=parts if n_slices else 1, SLICES=n_slices, STORE=rows is None and n_slices > 0,
         GATHER=rows is not None, pdl=levers.pdl, num_warps=norm_warps(n_out, width),
     )

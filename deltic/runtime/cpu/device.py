@@ -149,7 +149,7 @@ class Cpu:
 
     name = "cpu"
     text, speech = TEXT, SPEECH
-    n_gpus = 1
+    n_gpus = n_cuts = 1
     """On which a model is cut."""
     made = "memory"
     """The stage of a start under which making a runner is reported."""

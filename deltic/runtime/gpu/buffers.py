@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from deltic.engine.messages import MAX_LOGPROBS
-from deltic.models.qwen.gpu import (
+from deltic.models.qwen.gpu import Exchange
+from deltic.models.qwen.gpu_buffers import (
     DecodeBuffers,
-    Exchange,
     HeadBuffers,
     PrefillBuffers,
     decode_buffers,
@@ -73,13 +73,13 @@ class GpuWorkspace(Workspace):
     picture_rows: Tensor | None
     """bfloat16 [blocks * PAGE_SIZE, H]: what the vision tower made of pictures, in blocks."""
     shares: Shares | None
-    """Where the model runs on several GPUs."""
+    """Where the model is cut."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Of one of several GPUs: what the others write to beside normed rows and logits, and its columns of
-    logits.
+    """Of a model that is cut: what other GPUs write to beside normed rows and logits, and this one's columns
+    of logits.
     """
 
     sums: dict[str, tuple[Tensor, Tensor]]
@@ -87,7 +87,9 @@ class Shares:
     logit_flags: dict[str, Tensor]
     """The same, and of guesses where there is a draft head."""
     part: Tensor
-    """float32, flat."""
+    """float32, flat: columns of one part."""
+    columns: Tensor | None
+    """float32, flat: of all parts that the GPU has, where these are several."""
     total: Tensor | None
     """float32, flat: sums of all GPUs, where a kernel of its own makes them."""
 
@@ -188,7 +190,7 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
         picture_rows = allocate("pictures", (plan.n_picture_blocks * PAGE_SIZE, shape.hidden_size), torch.bfloat16)
     return GpuWorkspace(
         **shared,
-        shares=None if plan.n_gpus == 1 else _shares(plan, levers, allocate),
+        shares=_shares(plan, levers, allocate) if plan.cuts else None,
         guesses=guesses,
         vision=vision,
         picture_rows=picture_rows,
@@ -203,21 +205,26 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
             drafts=drafts,
             windows=windows,
             has_pictures=plan.max_picture_tokens > 0,
+            n_parts=plan.n_parts,
         ),
-        prefill=prefill_buffers(shape, codes, n_blocks, min(n_blocks, MAX_SEGMENTS), allocate),
+        prefill=prefill_buffers(shape, codes, n_blocks, min(n_blocks, MAX_SEGMENTS), allocate, plan.n_parts),
     )
 
 
 def _shares(plan: TextPlan, levers: Levers, allocate: Allocate) -> Shares:
-    n, h, n_gpus = plan.n_decode_rows, plan.shape.hidden_size, plan.n_gpus
+    n, h, n_gpus, n_parts = plan.n_decode_rows, plan.shape.hidden_size, plan.n_gpus, plan.n_parts
     rows = {"decode": n, "prefill": min(plan.max_step_tokens // PAGE_SIZE, MAX_SEGMENTS)}
-    columns = _logit_columns(plan.cuts, plan.shape.has_draft_head)
+    n_columns, f32 = max(rows.values()) * plan.shape.head_rows, torch.float32
+    part = allocate("columns of logits", (n_columns,), f32)
+    if n_gpus == 1:
+        return Shares({}, {}, part, columns=None, total=None)
+    # a sum of parts has more bits than one of them
+    sent = torch.bfloat16 if n_parts == 1 else f32
+    n_sums = min(plan.max_step_tokens, SUM_ROWS)
     return Shares(
         sums={
             "decode": shared_buffers(n_gpus, n, h, allocate),
-            "prefill": shared_buffers(
-                n_gpus, min(plan.max_step_tokens, SUM_ROWS), h, allocate, "prefill sums", torch.bfloat16
-            ),
+            "prefill": shared_buffers(n_gpus, n_sums, h, allocate, "prefill sums", sent),
         },
         logit_flags={
             kind: allocate(
@@ -225,33 +232,37 @@ def _shares(plan: TextPlan, levers: Levers, allocate: Allocate) -> Shares:
                 (n_gpus, rows.get(kind, n) * max(column_blocks(end - begin) for begin, end in ends)),
                 torch.int32,
             )
-            for kind, ends in columns.items()
+            for kind, ends in _logit_columns(plan.cuts, n_gpus, plan.shape.has_draft_head).items()
         },
-        part=allocate("columns of logits", (max(rows.values()) * plan.shape.head_rows,), torch.float32),
-        total=None if levers.fused_sums else allocate("sums", (max(n, plan.max_step_tokens) * h,), torch.float32),
+        part=part,
+        columns=None if n_parts == 1 else allocate("columns of all parts", (n_parts * n_columns,), f32),
+        total=None if levers.fused_sums else allocate("sums", (max(n, plan.max_step_tokens) * h,), f32),
     )
 
 
-def _logit_columns(cuts: Sequence[Cuts], has_head: bool) -> dict[str, list[tuple[int, int]]]:
+def _logit_columns(cuts: Sequence[Cuts], n_gpus: int, has_head: bool) -> dict[str, list[tuple[int, int]]]:
     """Of each GPU, where its columns of logits begin and end; those that a draft head guesses from are the
     first GPU's.
     """
-    own = [one for cut in cuts for one in cut.head]
+    ends, n_parts = [one for cut in cuts for one in cut.head], len(cuts) // n_gpus
+    own = [(ends[i][0], ends[i + n_parts - 1][1]) for i in range(0, len(ends), n_parts)]
     found = {"decode": own, "prefill": own}
     if has_head:
         n = cuts[0].shape.n_drafted
-        found["guess"] = [(0, n)] + [(n, n)] * (len(cuts) - 1)
+        found["guess"] = [(0, n)] + [(n, n)] * (n_gpus - 1)
     return found
 
 
 def exchanges(workspaces: Sequence[GpuWorkspace], cuts: Sequence[Cuts]) -> list[Exchange]:
-    """What each of several GPUs has for the others, of the workspaces of all of them, which it can reach."""
+    """What each GPU has for a model that is cut, of the workspaces of all of them, which it can reach."""
     shares = [w.shares for w in workspaces if w.shares is not None]
+    if len(shares) == 1:
+        return [Exchange({}, {}, shares[0].part, None, None)]
     buffers: dict[str, list[DecodeBuffers | PrefillBuffers]] = {
         "decode": [w.decode for w in workspaces],
         "prefill": [w.prefill for w in workspaces],
     }
-    columns = _logit_columns(cuts, workspaces[0].guesses is not None)
+    columns = _logit_columns(cuts, len(workspaces), workspaces[0].guesses is not None)
     found = []
     for rank, own in enumerate(shares):
         sums, logits = dict[str, Rank](), dict[str, Columns]()
@@ -262,7 +273,7 @@ def exchanges(workspaces: Sequence[GpuWorkspace], cuts: Sequence[Cuts]) -> list[
             flags = [s.logit_flags[kind] for s in shares]
             n_blocks = max(column_blocks(end - begin) for begin, end in ends)
             logits[kind] = columns_of(rank, ends[-1][1], ends[rank][0], n_blocks, wholes, flags)
-        found.append(Exchange(sums, logits, own.part, own.total))
+        found.append(Exchange(sums, logits, own.part, own.columns, own.total))
     return found
 
 

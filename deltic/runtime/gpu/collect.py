@@ -40,11 +40,11 @@ def _text_runner(plan: TextPlan, levers: Levers) -> GpuTextRunner:
         tower = replace(plan.tower, depth=1)  # the other blocks start the same kernels
         plan, vision = replace(plan, tower=tower), (empty_vision(tower, DeviceStore("meta")), PictureRules())
     joined = None
-    if plan.n_gpus > 1:  # the others start the same kernels, unless they have other sizes
+    if plan.cuts:  # other GPUs start the same kernels, unless they have other sizes
         workspace = gpu_workspace(plan, levers, allocate_on("meta"))
         joined = workspace, exchanges([workspace] * plan.n_gpus, plan.cuts)[0]
     weights = replace(weights, layers=_different_layers(weights))
-    return GpuTextRunner(plan, weights, levers, vision=vision, exchange=joined)
+    return GpuTextRunner(plan, [weights] * plan.n_parts, levers, vision=vision, exchange=joined)
 
 
 def _speech_runner(plan: SpeechPlan, levers: Levers) -> GpuSpeechRunner:

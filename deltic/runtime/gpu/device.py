@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,21 +17,23 @@ from deltic.engine.cache.cache import pages_for
 from deltic.engine.step import Progress
 from deltic.models.fields import CheckpointError, refuse_limits
 from deltic.models.loading import COUNTED_ROWS, PACKED, Store
-from deltic.models.qwen.gpu import RING
+from deltic.models.qwen.gpu_buffers import RING
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.weights import weight_bytes
+from deltic.models.qwen.weights import Weights, weight_bytes
 from deltic.models.tts.gpu import check_speech_gpu
 from deltic.models.tts.shape import SpeechShape
 from deltic.models.tts.weights import speech_weight_bytes
 from deltic.models.vision.gpu import check_vision_gpu
+from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.shape import MERGE
+from deltic.models.vision.weights import VisionWeights
 from deltic.models.vocoder.gpu import check_vocoder_gpu, state_words
 from deltic.ops.contract import KernelError
 from deltic.ops.geometry import N_CODES, PAGE_SIZE, Allocate
 from deltic.ops.gpu.all_reduce import out_of_reach
-from deltic.ops.gpu.launch import INTERPRETED, Levers, parse_levers
+from deltic.ops.gpu.launch import INTERPRETED, Levers, allocate_on, parse_levers
 from deltic.ops.gpu.weight import DeviceStore
-from deltic.runtime.gpu.buffers import gpu_speech_workspace, gpu_workspace, n_patches
+from deltic.runtime.gpu.buffers import exchanges, gpu_speech_workspace, gpu_workspace, n_patches
 from deltic.runtime.gpu.collect import collect
 from deltic.runtime.gpu.compile import Kernels, begin_compiling
 from deltic.runtime.gpu.parallel import ParallelRunner, part_of_progress
@@ -167,6 +169,26 @@ def speech(levers: Levers) -> Kind[SpeechShape]:
     )
 
 
+def text_runner(
+    plan: TextPlan,
+    devices: Sequence[torch.device],
+    weights: Sequence[list[Weights]],
+    levers: Levers,
+    progress: Progress = lambda stage, done: None,
+    vision: tuple[VisionWeights, PictureRules] | None = None,
+) -> GpuTextRunner | ParallelRunner:
+    """Of one GPU, or of several. weights: by GPU, of each of its parts; the rest as a GpuTextRunner takes
+    it.
+    """
+    if plan.n_gpus > 1:
+        return ParallelRunner(plan, devices, weights, levers, progress, vision)
+    joined = None
+    if plan.cuts:
+        workspace = gpu_workspace(plan, levers, allocate_on(weights[0][0].norm.device))
+        joined = workspace, exchanges([workspace], plan.cuts)[0]
+    return GpuTextRunner(plan, weights[0], levers, progress, vision, joined)
+
+
 class Gpu:
     """The device of `build.build_runner` for models on the current GPU, or on the first n_gpus; in Triton's
     interpreter, for tests, where that is set.
@@ -176,11 +198,13 @@ class Gpu:
     made = "record"
     """What making a runner mostly is, among the stages of a start."""
 
-    def __init__(self, levers: tuple[str, ...] = (), n_gpus: int = 1) -> None:
-        """levers: of the configuration. Raises ConfigError for one that there is not."""
+    def __init__(self, levers: tuple[str, ...] = (), n_gpus: int = 1, n_cuts: int | None = None) -> None:
+        """levers: of the configuration. n_cuts: parts that a language model is cut into, by default one for
+        each GPU. Raises ConfigError for a lever that there is not.
+        """
         self.levers = parse_levers(levers)
         self.devices = [torch.device("cuda", i) for i in range(n_gpus)]
-        self.n_gpus = n_gpus
+        self.n_gpus, self.n_cuts = n_gpus, n_cuts or n_gpus
         self.text, self.speech = text(self.levers), speech(self.levers)
 
     def check_reach(self) -> None:
@@ -214,14 +238,18 @@ class Gpu:
     def weights(
         self, config: EngineConfig, directory: Path, plan: Plan[Any], load: Callable[..., Any], progress: Progress
     ) -> Any:
-        """Weights and notices, as `load` gives them; for several GPUs a list of weights."""
-        if plan.n_gpus == 1:
+        """Weights and notices, as `load` gives them; of a model that is cut, lists of weights by GPU."""
+        if not plan.cuts:
             return load()
-        found = []
-        for i, (device, cuts) in enumerate(zip(self.devices, plan.cuts, strict=True)):
-            part = partial(part_of_progress, progress, i, plan.n_gpus)
-            found.append(load(store=DeviceStore(device), cuts=cuts, progress=part))
-        return [weights for weights, _ in found], found[0][1]
+        found: list[list[Any]] = []
+        for i, device in enumerate(self.devices):
+            found.append([])
+            for j, cuts in enumerate(plan.cuts_of(i)):
+                part = partial(part_of_progress, progress, i * plan.n_parts + j, len(plan.cuts))
+                store = self.store(plan) if plan.n_gpus == 1 else DeviceStore(device)
+                weights, notices = load(store=store, cuts=cuts, progress=part)
+                found[i].append(weights)
+        return found, notices
 
     def runner(
         self, plan: Plan[Any], weights: Any, beside: Any, progress: Progress
@@ -232,12 +260,12 @@ class Gpu:
         try:
             if plan.speaks:
                 return GpuSpeechRunner(plan, weights, beside, self.levers, progress)
-            if plan.n_gpus > 1:
-                return ParallelRunner(plan, self.devices, weights, self.levers, progress, beside)
-            return GpuTextRunner(plan, weights, self.levers, progress, beside)
+            of_gpus = weights if plan.cuts else [[weights]]
+            return text_runner(plan, self.devices, of_gpus, self.levers, progress, beside)
         except TritonError as error:
             raise KernelError(f"a kernel cannot run on this GPU ({error}); give --device cpu") from error
 
     def kernels(self, runner: Any) -> str:
         """What a fingerprint must know of the kernels, beside their sources."""
-        return f"{runner.info.device} torch {torch.__version__} triton {triton.__version__} {self.levers}"
+        cuts = f"in {self.n_cuts} parts " if self.n_cuts > self.n_gpus else ""
+        return f"{cuts}{runner.info.device} torch {torch.__version__} triton {triton.__version__} {self.levers}"

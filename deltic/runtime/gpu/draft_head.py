@@ -21,7 +21,8 @@ from torch import Tensor
 
 from deltic.engine.drafts import n_guessable
 from deltic.engine.step import Sequence, Step
-from deltic.models.qwen.gpu import GpuMemory, QwenGpu
+from deltic.models.qwen.gpu import QwenGpu
+from deltic.models.qwen.gpu_buffers import GpuMemory
 from deltic.ops.gpu.blocks import PrefillInputs
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import sample

@@ -95,12 +95,12 @@ class ParallelRunner:
         self,
         plan: TextPlan,
         devices: Sequence[torch.device],
-        weights: Sequence[Weights],
+        weights: Sequence[list[Weights]],
         levers: Levers,
         progress: Progress = lambda stage, done: None,
         vision: tuple[VisionWeights, PictureRules] | None = None,
     ) -> None:
-        """weights: of each GPU. vision: as for one GPU; the first has it.
+        """weights: of each GPU's parts. vision: as for one GPU; the first has it.
 
         Raises KernelError for GPUs that do not reach each other's memory.
         """

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from deltic.engine.messages import MAX_LOGPROBS, Request, SamplingParams, TokenLogprob
 from deltic.engine.step import Chunk, Progress, Rule, Sequence, Step, StepResult
-from deltic.models.qwen.gpu import RING, DecodeBuffers, Exchange, GpuMemory, QwenGpu
+from deltic.models.qwen.gpu import Exchange, QwenGpu
+from deltic.models.qwen.gpu_buffers import RING, DecodeBuffers, GpuMemory
 from deltic.models.qwen.weights import Weights
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.weights import VisionWeights
@@ -44,32 +45,34 @@ class GpuTextRunner(GpuRunner):
     def __init__(
         self,
         plan: TextPlan,
-        weights: Weights,
+        weights: list[Weights],
         levers: Levers,
         progress: Progress = lambda stage, done: None,
         vision: tuple[VisionWeights, PictureRules] | None = None,
         exchange: tuple[GpuWorkspace, Exchange] | None = None,
     ) -> None:
-        """vision: where the plan has a tower. exchange: of one of several GPUs, with the workspace that it is
-        of.
+        """weights: of each part that this GPU has. vision: where the plan has a tower. exchange: where the
+        model is cut, with the workspace that it is of.
         """
-        shape, n = plan.shape, plan.n_decode_rows
-        allocate = allocate_on(weights.norm.device)
+        shape, n, n_parts = plan.shape, plan.n_decode_rows, plan.n_parts
+        allocate = allocate_on(weights[0].norm.device)
         # No sequence owns the last page: rows of padding are written there.
         n_pages, page = plan.n_pages + 1, (shape.n_kv_layers, 2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim)
         state = shape.n_gdn_layers, shape.gdn_n_v_heads, shape.gdn_v_dim, shape.gdn_k_dim
         columns = shape.n_gdn_layers, RING, shape.conv_channels
-        self.memory = memory = GpuMemory(
-            pages=allocate("pages", (n_pages, *page), torch.bfloat16),
-            states=allocate("states", (plan.n_slots, *state), torch.float32),
-            columns=allocate("columns", (plan.n_slots, *columns), torch.bfloat16),
+        whole = GpuMemory(
+            pages=allocate("pages", (n_pages, n_parts, *page), torch.bfloat16),
+            states=allocate("states", (plan.n_slots, n_parts, *state), torch.float32),
+            columns=allocate("columns", (plan.n_slots, n_parts, *columns), torch.bfloat16),
         )
+        self._memory = [whole.of_part(i) for i in range(n_parts)]
+        self.memory = memory = self._memory[0]
         w, joined = (gpu_workspace(plan, levers, allocate), None) if exchange is None else exchange
         self.model = QwenGpu(shape, weights, plan.max_model_len, levers, joined)
         n_drafts = n - plan.max_num_seqs
         places = Places(w.table, w.offsets, w.parameters.masks, shape.eos_token_ids, plan.n_real, n_drafts)
-        states = [memory.states, memory.columns]
-        super().__init__(plan, levers, w, places, [memory.pages], states, has_head=w.guesses is not None)
+        states = [whole.states, whole.columns]
+        super().__init__(plan, levers, w, places, [whole.pages], states, has_head=w.guesses is not None)
         self.draft_head = None if w.guesses is None else DraftHead(self.model, w, w.guesses, memory, plan, levers)
         self._undrawn = Undrawn(w.decode.logits.view(-1, shape.vocab_size), n)
         self._draws: dict[int, Recording] = {}  # behind a forward
@@ -89,11 +92,11 @@ class GpuTextRunner(GpuRunner):
         if vision is not None and w.vision is not None and w.picture_rows is not None:
             self.tower = PictureTower(plan, *vision, w.vision, w.picture_rows, levers, self.stream)
             self.pictures = self.tower
-            if self.is_gpu and exchange is None:  # a kernel that cannot run here fails now
+            if self.is_gpu and plan.n_gpus == 1:  # a kernel that cannot run here fails now
                 with torch.cuda.stream(self.stream):
                     torch.cuda.synchronize()  # what was allocated and copied so far was on another stream
                     self.tower.walk()
-        self._record_all(progress, are_replayed=exchange is not None)
+        self._record_all(progress, are_replayed=plan.n_gpus > 1)
         self.info = self._make_info(None if vision is None else vision[1])
 
     # Recording.
@@ -107,7 +110,7 @@ class GpuTextRunner(GpuRunner):
 
     def _decode_body(self, n: int, max_len: int, buffers: DecodeBuffers) -> Body:
         w = self.workspace
-        return lambda: self.model.decode(w.rows_place[:n], w.places, buffers, self.memory, max_len)
+        return lambda: self.model.decode(w.rows_place[:n], w.places, buffers, self._memory, max_len)
 
     def _draft_jobs(self) -> list[Job]:
         most = self.plan.n_decode_rows if self.plan.max_drafts else 0
@@ -130,7 +133,7 @@ class GpuTextRunner(GpuRunner):
 
     def _prefill_logits(self, n_blocks: int, inputs: PrefillInputs) -> Tensor:
         w = self.workspace
-        return self.model.prefill(n_blocks, inputs, w.places.page_table, w.prefill, self.memory, w.picture_rows)
+        return self.model.prefill(n_blocks, inputs, w.places.page_table, w.prefill, self._memory, w.picture_rows)
 
     def _prefill_body(self, n_blocks: int) -> Body:
         body, head = super()._prefill_body(n_blocks), self.draft_head

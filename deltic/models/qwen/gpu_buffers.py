@@ -1,0 +1,205 @@
+"""What a hybrid model has on a GPU beside its weights: two memories, buffers of decodes and of prefills."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltic.models.qwen.shape import ModelShape
+from deltic.ops.geometry import Allocate
+from deltic.ops.gpu.attention_decode import AttentionScratch, attention_scratch
+from deltic.ops.gpu.blocks import BLOCK, Drafts, Rows, Windows
+from deltic.ops.gpu.draft import GuessRows
+from deltic.ops.gpu.fp8 import Fp8Rows, fp8_rows
+from deltic.ops.gpu.gdn_prefill import GdnScratch, gdn_scratch
+from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.linear import WideScratch, k_splits, wide_scratch
+from deltic.ops.gpu.moe import MoeScratch, moe_scratch
+from deltic.ops.gpu.moe_prefill import MoePrefillScratch, moe_prefill_scratch
+
+RING = 4
+"""Convolution inputs that a state slot holds on a GPU: a ring by position. It has one row more than the
+window needs, so that no row is read while it is written.
+"""
+
+
+@dataclass(frozen=True)
+class GpuMemory:
+    """The two memories. pages: bfloat16 [n_pages + 1, n_kv_layers, 2, nk, 64, d], the last one for padding;
+    states: float32 [n_slots, n_gdn, Hv, dv, dk]; columns: bfloat16 [n_slots, n_gdn, RING, C], row p % RING
+    for position p.
+    """
+
+    pages: Tensor
+    states: Tensor
+    columns: Tensor
+
+    def of_part(self, i: int) -> GpuMemory:
+        """Of one part, where the second dimension is parts."""
+        return GpuMemory(self.pages[:, i], self.states[:, i], self.columns[:, i])
+
+
+@dataclass(frozen=True)
+class DecodeBuffers:
+    """Activations of a decode of up to N rows; a recording for fewer rows uses the front of each."""
+
+    rows: Rows
+    residual: Tensor  # float32, flat
+    normed: Tensor  # bfloat16, flat
+    proj: Tensor  # float32, flat: partial sums of a projection
+    mixed: Tensor  # bfloat16, flat
+    inner: Tensor  # bfloat16, flat
+    partial: Tensor  # float32, flat: what is to be added to the residual
+    attention: AttentionScratch
+    moe: MoeScratch | None
+    fp8: Fp8Rows | None  # what is multiplied with e4m3
+    logits: Tensor  # float32, flat, of more rows: those behind keep what a later draw needs
+    windows: Windows | None  # of all layers, [places, n_gdn, W, ...]: for drafts
+
+
+@dataclass(frozen=True)
+class PrefillBuffers:
+    """Activations of a prefill of up to B blocks, flat: a recording for fewer uses the front of each."""
+
+    residual: Tensor  # float32
+    normed: Tensor  # bfloat16
+    proj: Tensor  # bfloat16: the widest projection
+    mixed: Tensor  # bfloat16
+    inner: Tensor  # bfloat16
+    y: Tensor  # bfloat16: what is to be added to the residual
+    query: Tensor  # bfloat16
+    gdn: GdnScratch
+    moe: MoePrefillScratch | None
+    wide: WideScratch
+    final: Tensor  # bfloat16 [G, H]
+    logits: Tensor  # float32 [G, V]
+    hidden: Tensor | None  # bfloat16: as final, of every row, for the draft head
+    follows: Tensor | None  # int32: the ids of the tokens behind the rows, for the draft head
+
+
+@dataclass(frozen=True)
+class HeadBuffers:
+    """What the draft head has in a decode of up to N rows, beside the activations."""
+
+    rows: GuessRows
+    pair: Tensor  # bfloat16, flat
+    hidden: Tensor  # bfloat16, flat: the head's own
+
+
+def decode_buffers(
+    shape: ModelShape,
+    codes: Collection[str],
+    levers: Levers,
+    n_rows: int,
+    max_len: int,
+    allocate: Allocate,
+    *,
+    n_kept: int = 0,
+    drafts: Drafts | None = None,
+    windows: Windows | None = None,
+    has_pictures: bool = False,
+    n_parts: int = 1,
+) -> DecodeBuffers:
+    """Every buffer of a decode of up to n_rows rows and contexts of up to max_len tokens, of weights in these
+    codes. n_kept: further rows of logits. drafts: of the rows, and windows, where there are any.
+    has_pictures: prompts may have some. n_parts: of the model, of which this is the shape of each.
+    """
+    f32, bf16 = torch.float32, torch.bfloat16
+    h, heads = shape.hidden_size, shape.heads
+    rows = shape.gdn_in_proj_rows, heads.row
+    value, q_size = shape.gdn_value_size, heads.n_q * heads.dim
+    inner = max(shape.intermediate_size, shape.shared_intermediate_size)
+    widths = (value, q_size, inner, *([2 * h] if shape.has_draft_head else []))
+    n_partials = [k_splits(h, k, levers) for k in widths if k]
+    moe = None
+    if shape.is_moe:
+        moe = moe_scratch(
+            n_rows,
+            shape.n_experts,
+            shape.n_experts_per_tok,
+            shape.moe_intermediate_size,
+            shape.shared_intermediate_size,
+            allocate,
+        )
+        n_partials.append(shape.n_experts_per_tok + 1)
+    return DecodeBuffers(
+        rows=Rows(
+            *(allocate(f"row {name}", (n_rows,), torch.int32) for name in ("place", "slot", "position")),
+            angle_shift=allocate("row angle shift", (n_rows,), torch.int32) if has_pictures else None,
+            drafts=drafts,
+        ),
+        residual=allocate("residual", (n_rows * h,), f32),
+        normed=allocate("normed", (n_rows * h,), bf16),
+        proj=allocate("projections", (n_rows * max(2 * inner, *(r * k_splits(r, h, levers) for r in rows)),), f32),
+        mixed=allocate("mixed", (n_rows * max(value, q_size),), bf16),
+        inner=allocate("inner", (n_rows * max(1, inner),), bf16),
+        partial=allocate("partial sums", (n_parts * max(n_partials) * n_rows * h,), f32),
+        attention=attention_scratch(heads, n_rows, max_len, allocate),
+        moe=moe,
+        fp8=fp8_rows("e4m3 rows", n_rows, max(h, *widths), allocate) if "e4m3" in codes else None,
+        logits=allocate("logits", ((n_rows + n_kept) * shape.vocab_size,), f32),
+        windows=windows,
+    )
+
+
+def head_buffers(shape: ModelShape, rows: GuessRows, allocate: Allocate) -> HeadBuffers:
+    """Of the draft head, for as many rows as these."""
+    n, h = len(rows.known), shape.hidden_size
+    return HeadBuffers(
+        rows=rows,
+        pair=allocate("head rows", (n * 2 * h,), torch.bfloat16),
+        hidden=allocate("head hidden states", (n * h,), torch.bfloat16),
+    )
+
+
+def prefill_buffers(
+    shape: ModelShape, codes: Collection[str], n_blocks: int, n_segments: int, allocate: Allocate, n_parts: int = 1
+) -> PrefillBuffers:
+    """Every buffer of a prefill of up to n_blocks blocks in n_segments segments.
+
+    codes: those of the weights. n_parts: as of `decode_buffers`.
+    """
+    f32, bf16 = torch.float32, torch.bfloat16
+    t, h, heads = n_blocks * BLOCK, shape.hidden_size, shape.heads
+    value, q_size = shape.gdn_value_size, heads.n_q * heads.dim
+    inner = max(shape.intermediate_size, shape.shared_intermediate_size)
+    moe = None
+    if shape.is_moe:
+        moe = moe_prefill_scratch(
+            t,
+            h,
+            shape.n_experts,
+            shape.n_experts_per_tok,
+            shape.moe_intermediate_size,
+            shape.shared_intermediate_size,
+            allocate,
+            has_e4m3="e4m3" in codes,
+        )
+    many = [(shape.gdn_in_proj_rows, h), (heads.row, h), (h, value), (h, q_size)]
+    many += [(2 * shape.intermediate_size, h), (h, shape.intermediate_size)]
+    widest = [shape.gdn_in_proj_rows, heads.row, 2 * shape.intermediate_size]
+    hidden = follows = None
+    if shape.has_draft_head:  # its rows, twice as wide, lie where a projection does
+        many.append((h, 2 * h))
+        widest.append(2 * h)
+        hidden = allocate("prefill hidden states", (t * h,), bf16)
+        follows = allocate("prefill ids behind", (t,), torch.int32)
+    return PrefillBuffers(
+        residual=allocate("prefill residual", (t * h,), f32),
+        normed=allocate("prefill normed", (t * h,), bf16),
+        proj=allocate("prefill projections", (t * max(widest),), bf16),
+        mixed=allocate("prefill mixed", (t * max(value, q_size),), bf16),
+        inner=allocate("prefill inner", (t * max(1, inner),), bf16),
+        y=allocate("prefill y", (n_parts * t * h,), bf16),
+        query=allocate("prefill queries", (t * q_size,), bf16),
+        gdn=gdn_scratch(shape.gdn_heads, n_blocks, allocate),
+        moe=moe,
+        wide=wide_scratch(t, max(m * k for m, k in many), max(k for _, k in many), codes, allocate),
+        final=allocate("final", (n_segments, h), bf16),
+        logits=allocate("prefill logits", (n_segments, shape.vocab_size), f32),
+        hidden=hidden,
+        follows=follows,
+    )
