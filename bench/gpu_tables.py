@@ -44,15 +44,17 @@ def parallel(runs: Runs) -> str:
 
 def invariant(runs: Runs) -> str:
     """The same of one GPU with the bits of two, between one as it is and the two."""
-    again = "deltic bench gpu --dummy qwen3.5-27b --format fp8 --n 1,16,64,128 --tp-invariant 2"
-    return decodes_and_prefills(runs.newest("invariant-*.json", gpu=True), again)
+    first = "deltic bench gpu --dummy qwen3.5-27b --format fp8 --n 1,16,64,128"
+    again = [f"{first}{more}" for more in ("", " --tp-invariant 2", " --tensor-parallel 2")]
+    return decodes_and_prefills(runs.newest("gpu-invariant-*.json", gpu=True), *again)
 
 
 def name(run: Run) -> str:
     """The shape, and what it runs on if that is not one GPU with one part."""
     n_gpus, n_cuts = (run.data.get(of, 1) for of in ("gpus", "cuts"))
-    where = f", {n_gpus} GPUs" if n_gpus > 1 else f", the bits of {n_cuts} GPUs" if n_cuts > 1 else ""
-    return f"{run.data['shape']}{where}"
+    where = f", {n_gpus} GPUs" if n_gpus > 1 else ""
+    bits = f", the bits of {n_cuts} GPUs" if n_cuts > n_gpus else ""
+    return f"{run.data['shape']}{where}{bits}"
 
 
 def sums(runs: Runs) -> str:
@@ -76,10 +78,10 @@ def sums(runs: Runs) -> str:
     return "\n\n".join((grid(["rows", *names, "roof"], cells), text, source(found, again)))
 
 
-def decodes_and_prefills(found: list[Run], again: str) -> str:
+def decodes_and_prefills(found: list[Run], *again: str) -> str:
     """A table of runs of `deltic bench gpu`."""
     if not found:
-        return missing(again)
+        return missing(*again)
     sizes = [row["n"] for row in found[0].data["rows"]]
     rows = []
     for run in found:
@@ -102,7 +104,7 @@ def decodes_and_prefills(found: list[Run], again: str) -> str:
         f"sequence: {launches}."
     )
     header = ["ms", *(f"N = {n}" for n in sizes), "prefill of 8,192"]
-    return "\n\n".join((grid(header, rows), text, source(found, again)))
+    return "\n\n".join((grid(header, rows), text, source(found, *again)))
 
 
 def drafts(runs: Runs) -> str:

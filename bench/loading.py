@@ -169,7 +169,7 @@ def main() -> None:
                 path = path / "model.gguf" if (path / "model.gguf").exists() else path
             rows.append(measured(path, name, arguments))
             print(json.dumps(rows[-1]), flush=True)
-            if not arguments.keep and path != source:
+            if path.is_relative_to(temporary) and path != source:
                 shutil.rmtree(folder / format)
     result = {
         "bench": "loading",

@@ -153,7 +153,7 @@ class Fp8:
     _MATRIX = re.compile(r"(_proj|in_proj_qkv|in_proj_z)\.weight$")
 
     def __init__(self, generator: torch.Generator) -> None:
-        values = torch.empty(1 << 26).normal_(0.0, 64.0, generator=generator)
+        values = torch.empty(1 << 22).normal_(0.0, 64.0, generator=generator)
         self._codes = values.clamp(-448, 448).to(torch.float8_e4m3fn)
         self._begin = 0
 
@@ -161,11 +161,11 @@ class Fp8:
         """Codes and scales of a matrix; nothing for what stays in 16 bits."""
         if not self._MATRIX.search(name):
             return {}
-        n = math.prod(size)
-        self._begin = (self._begin + 4099) % (len(self._codes) - n)
+        n, n_block = math.prod(size), len(self._codes)
+        self._begin = (self._begin + 4099) % n_block
+        codes = torch.cat([self._codes[self._begin :], *[self._codes] * (n // n_block + 1)])[:n].view(size)
         scales = torch.full((-(-size[0] // 128), -(-size[1] // 128)), size[1] ** -0.5 / 64, dtype=torch.bfloat16)
-        codes = self._codes[self._begin : self._begin + n].view(size)
-        return {name: codes.clone(), f"{name}_scale_inv": scales}
+        return {name: codes, f"{name}_scale_inv": scales}
 
 
 def write_checkpoint(directory: Path, shape: ModelShape, seed: int = 0, fp8: bool = False) -> None:

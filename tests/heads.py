@@ -44,7 +44,7 @@ def run(runner: Any, of: Sequence, length: int, n_guesses: int = 0, draws: bool 
 
 def kept(runner: Any, of: Sequence, n: int) -> np.ndarray:
     """Bits of the head's keys and values for the first n tokens, [2, heads, n, dim]."""
-    pages = runner.memory.pages
+    pages = (runner.memory[0] if isinstance(runner.memory, list) else runner.memory).pages
     if isinstance(pages, torch.Tensor):
         pages = pages.view(torch.int16).cpu().numpy()
     return np.concatenate(list(pages[of.pages, -1].view(np.uint16)), axis=2)[:, :, :n]

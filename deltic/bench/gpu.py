@@ -37,7 +37,7 @@ from deltic.config import ConfigError, EngineConfig, without_foreign
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
 from deltic.models.checkpoint import locate, n_real_ids
-from deltic.models.loading import COUNTED_ROWS
+from deltic.models.loading import COUNTED_ROWS, Store
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.shard import Cuts, cut
 from deltic.models.qwen.weights import Weights, dummy_weights, load_weights, stored_shape
@@ -94,15 +94,14 @@ class Model:
         shape = replace(shape, has_draft_head=drafts) if config.dummy else stored_shape(directory, shape, drafts)
         n_real = n_real_ids(config, directory, shape)
         largest, cuts = cut(shape, device.n_cuts, are_even=device.n_cuts > device.n_gpus)
-        weights: list[list[Weights]] = [[] for _ in device.devices]
-        for i, part in enumerate(cuts or (None,)):
-            i_gpu = i * device.n_gpus // device.n_cuts
-            stored: dict[str, Any] = {"quantize": config.rounded, "store": DeviceStore(device.devices[i_gpu])}
+
+        def load(store: Store, part: Cuts | None, i: int = 0) -> Weights:
             own = largest if part is None else part.shape
             if config.dummy:
-                weights[i_gpu].append(dummy_weights(own, config.seed, **stored))
-            else:
-                weights[i_gpu].append(load_weights(directory, own, cuts=part, **stored)[0])
+                return dummy_weights(own, config.seed, quantize=config.rounded, store=store)
+            return load_weights(directory, own, cuts=part, quantize=config.rounded, store=store)[0]
+
+        weights = device.parts(cuts, load) if cuts else [[load(DeviceStore("cuda"), None)]]
         return cls(config, largest, n_real, device, weights, cuts)
 
     def engine(self, levers: Levers, n_rows: int, max_drafts: int = 0) -> Engine:
@@ -113,7 +112,11 @@ class Model:
         torch.cuda.empty_cache()
         config = replace(self.config, max_num_seqs=max(n_rows, 8), prefix_cache=False, max_drafts=max_drafts)
         shape = replace(self.shape, has_draft_head=self.shape.has_draft_head and max_drafts > 0)
-        free = self.device.free_bytes() + max(sum(part.n_bytes for part in of_gpu) for of_gpu in self.weights)
+        held = (
+            sum(part.n_bytes for part in of_gpu) - (len(of_gpu) - 1) * of_gpu[0].embed.n_bytes
+            for of_gpu in self.weights
+        )
+        free = self.device.free_bytes() + max(held)
         n_gpus = self.device.n_gpus
         plan = make_plan(config, shape, gpu.text(levers), self.n_real, free, cuts=self.cuts, n_gpus=n_gpus)
         begin_compiling(plan, levers, collect).wait(lambda stage, done: None)

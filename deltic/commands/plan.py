@@ -255,8 +255,8 @@ def _speed_table(plan: Plan[Any], weights: Weights | None, store: Store, roofs: 
         )
     else:
         head = 2 * shape.vocab_size * shape.hidden_size
-        body = 2 * shape.n_active_params - head * (1 if shape.tie_word_embeddings else 2)
-        body, work = plan.n_parts * body, plan.n_parts * (body + head)
+        body = plan.n_parts * (2 * shape.n_active_params - head * (1 if shape.tie_word_embeddings else 2))
+        work = body + plan.n_parts * 2 * (shape.head_rows or shape.vocab_size) * shape.hidden_size
         what, speed, sizes = "step", "tokens/s at most", (1, 4, 16, 64, 128)
         title = "Roofline" if roofs else "What a step must move; a GPU's bandwidth bounds the speed"
     if roofs:

@@ -371,19 +371,24 @@ class Declaration:
 
 def _identity(path: Path) -> tuple[object, ...]:
     """Of the files, so that others are read anew."""
-    folder = path if path.is_dir() else path.parent
-    stats = [(file.name, file.lstat()) for file in sorted(folder.iterdir())]
-    return tuple((name, s.st_ino, s.st_size, s.st_mtime_ns) for name, s in stats)
+    files = sorted(path.glob("*.safetensors*")) if path.is_dir() else [path]
+    stats = [(file, file.stat()) for file in files if file.exists()]
+    return tuple((file, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in stats)
 
 
 def read_headers(path: Path) -> dict[str, Header]:
-    """Of all files of a checkpoint; those read last are known until a file changes, since a start asks for
-    them several times. Raises CheckpointError.
+    """Of all files of a checkpoint; they are known until a file changes, or `forget_headers`, since a start
+    asks for them several times. Raises CheckpointError.
     """
-    return dict(_headers_of(path, _identity(path) if path.exists() else ()))
+    return dict(_headers_of(path, _identity(path)))
 
 
-@lru_cache(maxsize=1)
+def forget_headers() -> None:
+    """Frees what `read_headers` keeps: a model that is loaded needs none."""
+    _headers_of.cache_clear()
+
+
+@lru_cache(maxsize=2)  # a speech model has two directories
 def _headers_of(path: Path, identity: tuple[object, ...]) -> Mapping[str, Header]:
     headers: dict[str, Header] = {}
     for file, promised in checkpoint_files(path).items():

@@ -19,7 +19,7 @@ from deltic.engine.stopwatch import stopwatch
 from deltic.machine import cuda_driver
 from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_ids, speaks
 from deltic.models.fields import CheckpointError, UnsupportedModelError, only
-from deltic.models.loading import COUNTED, COUNTED_ROWS, PACKED, Store
+from deltic.models.loading import COUNTED, COUNTED_ROWS, PACKED, Store, forget_headers
 from deltic.models.packed import resolve_quantize
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.shard import Cuts, cut
@@ -118,7 +118,7 @@ def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tupl
     config = device.prepare(resolve_quantize(config, directory, shape.formats), directory)
     n_real = n_real_ids(config, directory, shape)
     tower, notices = find_tower(config, directory, shape, device)
-    shape, cuts = cut(shape, device.n_cuts, are_even=device.n_cuts > device.n_gpus)
+    shape, cuts = cut(shape, device.n_cuts, are_even=config.tp_invariant is not None)
     plan = make_plan(config, shape, device.text, n_real, free_bytes, tower=tower, cuts=cuts, n_gpus=device.n_gpus)
     return config, directory, replace(plan, notices=notices)
 
@@ -207,6 +207,7 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
     else:
         notices = notices + _open_tiers(runner, config, directory, device.kernels(runner), progress)
     lap("cache")
+    forget_headers()
     kind, said = precision(plan, weights[0][0] if plan.cuts else weights)
     runner.info = msgspec.structs.replace(
         runner.info,
@@ -229,7 +230,7 @@ def _load(
     progress: Progress,
     cuts: Cuts | None = None,
 ) -> tuple[Any, list[str]]:
-    """Weights from the checkpoint, or random ones, and notices. cuts: of one of several GPUs."""
+    """Weights from the checkpoint, or random ones, and notices. cuts: of a part of a model that is cut."""
     shape: Any = plan.shape if cuts is None else cuts.shape
 
     def on_bytes(done: int, total: int) -> None:

@@ -49,7 +49,7 @@ class Plan(Generic[S]):
     """Sizes of everything, in bytes and in counts."""
 
     shape: S
-    """Of several GPUs, what the one has that has most."""
+    """Of a model that is cut, what the largest part has."""
     quantize: str | None
     """What matrices that are stored in 16 bits become."""
     weight_bytes: int
@@ -100,9 +100,12 @@ class Plan(Generic[S]):
         return self.cuts[i * self.n_parts : (i + 1) * self.n_parts]
 
     def of_gpu(self, i: int) -> Plan[Any]:
-        """The same for one of several GPUs, with the shape of what it runs: several parts have one."""
+        """The same for one of several GPUs, with the shape of what it runs: several parts differ in rows of
+        the head alone.
+        """
         plan: Plan[Any] = self
-        return replace(plan, shape=self.cuts_of(i)[0].shape)
+        shapes = [cuts.shape for cuts in self.cuts_of(i)]
+        return replace(plan, shape=replace(shapes[0], head_rows=max(shape.head_rows for shape in shapes)))
 
     @property
     def speaks(self) -> bool:
@@ -220,6 +223,10 @@ def _no_vocoder(shape: Shape) -> int:
     return 0
 
 
+def _no_embedding(shape: Shape, quantize: str | None) -> int:
+    return 0
+
+
 CACHED_BYTES = 64 << 20
 """Weights of up to this many stay in a processor's caches. There a row costs nearly as much as a step, and
 drafts, which save reading weights, save nothing.
@@ -258,6 +265,8 @@ class Kind(Generic[S]):
     The first that can be, first.
     """
     vocoder_bytes: Callable[[S], int] = _no_vocoder
+    embedding_bytes: Callable[[S, str | None], int] = _no_embedding
+    """What several parts of a model on one device have once."""
     settle: Callable[[Plan[S], EngineConfig], Plan[S]] | None = None
     """Decides budget and host tier before the pools are divided.
 
@@ -370,11 +379,13 @@ def _asked(
     if (config.max_num_seqs or 1) > kind.max_num_seqs:
         raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: a GPU step has at most {kind.max_num_seqs} rows")
     n_threads = 1 if kind.on_gpu else config.threads or n_usable_cpus()
-    n_parts = max(1, len(cuts) // n_gpus)
+    n_parts, weight_bytes = max(1, len(cuts) // n_gpus), kind.weight_bytes(shape, config.rounded)
+    if n_parts > 1:
+        weight_bytes += (n_parts - 1) * (weight_bytes - kind.embedding_bytes(shape, config.rounded))
     plan = Plan(
         shape=shape,
         quantize=config.rounded,
-        weight_bytes=n_parts * kind.weight_bytes(shape, config.rounded),
+        weight_bytes=weight_bytes,
         vocoder_bytes=kind.vocoder_bytes(shape),
         tower=tower,
         tower_bytes=0 if tower is None else empty_vision(tower, COUNTED_ROWS if kind.on_gpu else COUNTED).n_bytes,

@@ -168,6 +168,13 @@ def test_doctor_fits_a_screen(without_gpu: None) -> None:
     assert re.findall(r"CPU, \w+", header) == ["CPU, bfloat16", "CPU, int8", "CPU, int4"]
 
 
+@pytest.fixture
+def known_roofs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the CPU, which else are measured for seconds."""
+    monkeypatch.setattr(doctor, "read_bandwidth", lambda n_threads: 30e9)
+    monkeypatch.setattr(doctor, "multiply_peak", lambda n_threads, format="bf16": 500e9)
+
+
 @pytest.mark.parametrize(
     ("free_gb", "bandwidth", "command"),
     [
@@ -179,7 +186,12 @@ def test_doctor_fits_a_screen(without_gpu: None) -> None:
     ],
 )
 def test_doctor_proposes_what_fits_and_is_fluent(
-    free_gb: float, bandwidth: float, command: str, without_gpu: None, monkeypatch: pytest.MonkeyPatch
+    free_gb: float,
+    bandwidth: float,
+    command: str,
+    without_gpu: None,
+    known_roofs: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(doctor, "read_bandwidth", lambda n_threads: bandwidth)
     monkeypatch.setattr(doctor.Cpu, "free_bytes", lambda self: int(free_gb * 1e9))
@@ -210,7 +222,7 @@ def test_doctor_names_published_sizes() -> None:
     ],
 )
 def test_doctor_says_where_quantised_prompts_are_slower(
-    int8: float, int4: float, said: str | None, without_gpu: None, monkeypatch: pytest.MonkeyPatch
+    int8: float, int4: float, said: str | None, without_gpu: None, known_roofs: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A matrix unit may multiply bfloat16 faster than other instructions integers."""
     peaks = {"bf16": 1197e9, "int8": int8 * 1e9, "int4": int4 * 1e9}
@@ -220,7 +232,7 @@ def test_doctor_says_where_quantised_prompts_are_slower(
 
 
 @pytest.mark.parametrize("major", [9, 8])
-def test_doctor_with_a_gpu(major: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_with_a_gpu(major: int, known_roofs: None, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     from deltic.ops.gpu import launch, roofs
     from deltic.ops.gpu.roofs import GpuRoofs

@@ -40,7 +40,7 @@ LEVERS = Levers()
 def fresh(kind: str = "dense") -> GpuTextRunner:
     """The runner, with nothing in its pages that anything may be mistaken for."""
     runner = build(kind)
-    runner.memory.pages.fill_(float("nan"))
+    runner.memory[0].pages.fill_(float("nan"))
     return runner
 
 
@@ -108,7 +108,7 @@ def test_its_keys_and_values_are_the_same_on_every_way() -> None:
 
     again = sequence(tokens[:n], place=1, n_prompt=len(ids))  # its memory was lost: nothing is drawn
     again.pages[0] = chunks.pages[0]  # but for a page that the tree had
-    runner.memory.states[1], runner.memory.columns[1] = 0, 0
+    runner.memory[0].states[1], runner.memory[0].columns[1] = 0, 0
     run(runner, again, 64, draws=False)
     run(runner, again, len(ids) - 64, draws=False)
     beside = sequence(prompt(40, seed=2), place=2)
@@ -127,9 +127,9 @@ def test_guesses_end_where_pages_end() -> None:
     of.pages = of.pages[:1]
     runner = fresh()
     run(runner, of, PAGE_SIZE - 3)
-    before = runner.memory.pages[1:].clone()
+    before = runner.memory[0].pages[1:].clone()
     assert [len(run(runner, of, 1, 4)) for _ in range(3)] == [3, 2, 1]  # the next token has no page yet
-    torch.testing.assert_close(runner.memory.pages[1:-1], before[:-1], equal_nan=True, rtol=0, atol=0)
+    torch.testing.assert_close(runner.memory[0].pages[1:-1], before[:-1], equal_nan=True, rtol=0, atol=0)
     assert n_guessable(of, 1) == 1
 
 

@@ -183,7 +183,7 @@ def test_what_is_planned_and_refused() -> None:
     assert found.info.has_draft_head and found.model.weights.draft_head is not None
     assert not plain.info.has_draft_head and plain.model.weights.draft_head is None and plain.draft_head is None
     assert (
-        found.plan.page_bytes == 2 * plain.plan.page_bytes == found.memory.pages[0].nbytes
+        found.plan.page_bytes == 2 * plain.plan.page_bytes == found.memory[0].pages[0].nbytes
     )  # one layer, and the head's
     assert found.plan.weight_bytes > plain.plan.weight_bytes
     assert found.plan.workspace["guesses"] == (1 + MAX_DRAFTS) * found.plan.n_decode_rows * 4

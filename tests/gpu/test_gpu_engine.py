@@ -89,7 +89,8 @@ def answers(engine: Engine, preempt: dict[int, str] | None = None, spoil_at: int
             if (preempt or {}).get(n_steps) == sequence.request.id:
                 engine.scheduler._preempt(sequence)
         if n_steps == spoil_at:
-            _spoil(engine.runner.memory)  # type: ignore[attr-defined]
+            for memory in engine.runner.memory:  # type: ignore[attr-defined]
+                _spoil(memory)
         with without_syncs():
             outputs = engine.step()
         n_steps += 1

@@ -62,7 +62,7 @@ class Answers(NamedTuple):
     prompts: list[list[float]]
 
 
-PROMPTS = {"a": [i * 7 % 250 for i in range(100)], "b": [3, 1, 4, 1, 5]}
+PROMPTS = {"a": [i * 7 % 250 for i in range(70)], "b": [3, 1, 4, 1, 5]}
 """One is long; they decode beside each other."""
 
 
@@ -94,39 +94,49 @@ def share_whole_parts(weights: Weights, first: Weights) -> None:
 def of_ranks(directory: Path | None, plan: TextPlan, use: Callable[[GpuTextRunner], T], levers: Levers = LEVERS) -> T:
     """What each rank gives, in a process of its own, which is the same. directory: None for random weights."""
     workspaces = [gpu_workspace(plan.of_gpu(i), levers, shared) for i in range(plan.n_gpus)]
+    store, weights = DeviceStore("cpu"), []
+    for i, cuts in enumerate(plan.cuts):  # here: in a process that was forked, torch's own threads fail at times
+        if directory is None:
+            weights.append(dummy_weights(cuts.shape, i, store=store))
+            share_whole_parts(weights[-1], weights[0])
+        else:
+            weights.append(load_weights(directory, cuts.shape, store=store, cuts=cuts)[0])
     fork = multiprocessing.get_context("fork")
     queue = fork.Queue()
 
     def of_rank(i: int) -> None:
-        store, weights = DeviceStore("cpu"), []
-        for seed, cuts in enumerate(plan.cuts_of(i), i * plan.n_parts):
-            if directory is None:
-                weights.append(dummy_weights(cuts.shape, seed, store=store))
-                share_whole_parts(weights[-1], dummy_weights(cuts.shape, 0, store=store))
-            else:
-                weights.append(load_weights(directory, cuts.shape, store=store, cuts=cuts)[0])
+        own = weights[i * plan.n_parts : (i + 1) * plan.n_parts]
         exchange = workspaces[i], exchanges(workspaces, plan.cuts)[i]
-        queue.put((i, use(GpuTextRunner(plan.of_gpu(i), weights, levers, exchange=exchange))))
+        try:
+            queue.put((i, use(GpuTextRunner(plan.of_gpu(i), own, levers, exchange=exchange))))
+        except BaseException as error:
+            queue.put((i, error))
 
     processes = [fork.Process(target=of_rank, args=(i,)) for i in range(plan.n_gpus)]
     for process in processes:
         process.start()
-    found = dict(queue.get(timeout=240) for _ in processes)
-    for process in processes:
-        process.join(10)
-        process.kill()
+    found: dict[int, T] = {}
+    try:
+        for _ in processes:
+            i, of = queue.get(timeout=240)
+            assert not isinstance(of, BaseException), f"rank {i}: {of!r}"
+            found[i] = of
+    finally:
+        for process in processes:
+            process.join(10 if len(found) == len(processes) else 0)
+            process.kill()
     assert all(one == found[0] for one in found.values())
     return found[0]
 
 
 @interpreted
-@pytest.mark.parametrize("kind", ["dense", "moe", "next"])
+@pytest.mark.parametrize("kind", ["dense", "moe"])
 def test_ranks_answer_as_one(kind: str) -> None:
     directory, plan = plan_of(kind, 1)
     weights, _ = load_weights(directory, plan.shape, store=DeviceStore("cpu"))
     expected = answers(Engine(GpuTextRunner(plan, [weights], LEVERS)))
     directory, plan = plan_of(kind)
-    levers = Levers(fused_sums=kind != "next")
+    levers = Levers(fused_sums=kind != "moe")
     found = of_ranks(directory, plan, lambda runner: answers(Engine(runner)), levers)
     check_next_to(found, expected, kind)
     directory, plan = plan_of(kind, 1, N_RANKS)  # one rank that has both parts
@@ -151,7 +161,8 @@ def test_four_parts_on_one_two_and_four_ranks() -> None:
         plan = make_plan(
             config_of("dense"), largest, text(LEVERS), shape.vocab_size, 2 << 30, 1 << 30, cuts=cuts, n_gpus=n_gpus
         )
-        found.append(of_ranks(None, plan, lambda runner: answers(Engine(runner))))
+        levers = Levers(fused_sums=n_gpus != 2)
+        found.append(of_ranks(None, plan, lambda runner: answers(Engine(runner)), levers))
     assert found[0] == found[1] == found[2] and found[0].tokens[0]
 
 
@@ -200,7 +211,7 @@ def check_next_to(found: Answers, expected: Answers, kind: str) -> None:
     near-tie.
     """
     errors = [abs(x - y) for of in zip(found.prompts, expected.prompts, strict=True) for x, y in zip(*of, strict=True)]
-    assert len(errors) == 99 + 4 and statistics.median(errors) < 0.04
+    assert len(errors) == 69 + 4 and statistics.median(errors) < 0.04
     assert max(errors) < (0.12 if kind == "dense" else 0.6)
     assert kind != "dense" or found.tokens == expected.tokens
 

@@ -51,12 +51,12 @@ class Exchange:
 
     sums: Mapping[str, Rank]  # of a decode and of a prefill
     logits: Mapping[str, Columns]  # the same, and of a guess
-    part: Tensor  # float32, flat: columns of logits of one part
-    columns: Tensor | None  # float32, flat: of all parts that this GPU has, where these are several
+    part_logits: Tensor  # float32, flat: columns of logits of one part
+    gpu_logits: Tensor | None  # float32, flat: of all parts that this GPU has, where these are several
     total: Tensor | None  # float32, flat: sums, where a kernel of its own makes them
 
     @property
-    def parts(self) -> list[Rank | Columns]:
+    def meetings(self) -> list[Rank | Columns]:
         return [*self.sums.values(), *self.logits.values()]
 
 
@@ -124,21 +124,26 @@ class QwenGpu:
             self.linears.project("lm_head", normed, logits, rows)
             return
         columns = exchange.logits.get(kind)
-        left = logits.shape[2] if columns is None else columns.n_columns - columns.first
-        n_all = min(left, sum(part.n_head_rows for part in self.parts))
-        of_all, begin = logits[0] if columns is None else None, 0
-        if columns is not None and exchange.columns is not None:
-            of_all = front(exchange.columns, n, n_all)
+        if columns is None:
+            self._own_logits(normed, logits[0], rows)
+            return
+        n_own = min(columns.n_columns - columns.first, sum(part.n_head_rows for part in self.parts))
+        own = exchange.part_logits if exchange.gpu_logits is None else exchange.gpu_logits
+        self._own_logits(normed, front(own, n, n_own), rows)
+        all_gather(front(own, n, n_own), columns, levers=self.levers)
+
+    def _own_logits(self, normed: Tensor, out: Tensor, rows: Fp8Rows | None) -> None:
+        """The columns of all parts that this GPU has, as far as they are asked for. out: float32 [N, M]."""
+        assert self.exchange is not None
+        n, begin = len(normed), 0
         for part in self.parts:
-            n_own = max(0, min(part.n_head_rows, left - begin))
-            own = front(exchange.part, 1, n, n_own)
+            n_own = max(0, min(part.n_head_rows, out.shape[1] - begin))
+            own = front(self.exchange.part_logits, 1, n, n_own)
             if n_own:
                 part.linears.project("lm_head", normed, own, rows)
-                if of_all is not None:
-                    copy_rows(own[0], of_all[:, begin : begin + n_own])
+            if n_own and own.data_ptr() != out.data_ptr():  # several parts, or all columns are here
+                copy_rows(own[0], out[:, begin : begin + n_own])
             begin += n_own
-        if columns is not None:
-            all_gather(own[0] if of_all is None else of_all, columns, levers=self.levers)
 
     def _of_parts(self, flat: Tensor, of_part: Callable[[int, Tensor], Tensor]) -> Tensor:
         """Partial sums of all parts, [parts * S, n, H], in the front of `flat`. of_part(i, flat) gives those
@@ -148,6 +153,7 @@ class QwenGpu:
         for i in range(len(self.parts)):
             found = of_part(i, flat[at:])
             at += found.numel()
+        assert at == len(self.parts) * found.numel()
         return front(flat, len(self.parts) * len(found), *found.shape[1:])
 
     # A decode.

@@ -28,7 +28,9 @@ window needs, so that no row is read while it is written.
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """The two memories. pages: bfloat16 [n_pages + 1, n_kv_layers, 2, nk, 64, d], the last one for padding;
+    """The two memories, of one part of a model that is cut.
+
+    pages: bfloat16 [n_pages + 1, n_kv_layers, 2, nk, 64, d], the last one for padding;
     states: float32 [n_slots, n_gdn, Hv, dv, dk]; columns: bfloat16 [n_slots, n_gdn, RING, C], row p % RING
     for position p.
     """
@@ -36,10 +38,6 @@ class GpuMemory:
     pages: Tensor
     states: Tensor
     columns: Tensor
-
-    def of_part(self, i: int) -> GpuMemory:
-        """Of one part, where the second dimension is parts."""
-        return GpuMemory(self.pages[:, i], self.states[:, i], self.columns[:, i])
 
 
 @dataclass(frozen=True)

@@ -1,13 +1,13 @@
-"""A model cut for tensor parallel: the shape that one of several GPUs runs, and the part of a checkpoint that
-it loads, as views of the stored tensors, so that nothing else is read.
+"""A model cut for tensor parallel: the shape of one of its parts, and what of a checkpoint belongs to it, as
+views of the stored tensors, so that nothing else is read. Each of several GPUs runs one part, or more.
 
-A rank has a run of key heads of each DeltaNet layer, with their value heads, channels of the convolution,
+A part has a run of key heads of each DeltaNet layer, with their value heads, channels of the convolution,
 states, b and a; a run of query heads with their key and value heads, which are copied where there are fewer
-than ranks; a run of the inner columns of each MLP and expert; and a run of the head's rows. The first rank
+than parts; a run of the inner columns of each MLP and expert; and a run of the head's rows. The first part
 has all of these from which a draft head guesses. Embedding, norms, routers and the draft head's first matrix
-are whole on each. What comes out of out_proj, o_proj and down are partial sums: those of all ranks are added.
+are whole in each. What comes out of out_proj, o_proj and down are partial sums: those of all parts are added.
 
-Inner columns are cut where the groups of a scale end, so a rank may have more of them than another, or none
+Inner columns are cut where the groups of a scale end, so a part may have more of them than another, or none
 that are its own.
 """
 
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from deltic.models.fields import UnsupportedModelError
+from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.stored import StoredTensor
 from deltic.ops.arrays import Array
@@ -31,10 +31,10 @@ Runs = tuple[tuple[int, int], ...]
 """Ranges of rows or columns, one behind another."""
 
 
-def share(n: int, rank: int, n_ranks: int, unit: int = 1) -> tuple[int, int]:
-    """A rank's range of n, in whole units but at the end, as even as they allow."""
+def share(n: int, part: int, n_parts: int, unit: int = 1) -> tuple[int, int]:
+    """A part's range of n, in whole units but at the end, as even as they allow."""
     units = -(-n // unit)
-    begin, end = (min(n, units * i // n_ranks * unit) for i in (rank, rank + 1))
+    begin, end = (min(n, units * i // n_parts * unit) for i in (part, part + 1))
     return begin, end
 
 
@@ -100,7 +100,7 @@ def inner_unit(shape: ModelShape) -> int:
 
 
 class Inner(NamedTuple):
-    """Inner columns of a rank. is_idle: there are fewer groups of them than ranks, and these are another's,
+    """Inner columns of a part. is_idle: there are fewer groups of them than parts, and these are another's,
     too: down is 0 here.
     """
 
@@ -109,14 +109,14 @@ class Inner(NamedTuple):
 
 
 class Cuts:
-    """What a rank has of a model of this shape."""
+    """What a part has of a model of this shape."""
 
-    def __init__(self, shape: ModelShape, rank: int, n_ranks: int) -> None:
+    def __init__(self, shape: ModelShape, part: int, n_parts: int) -> None:
         """Raises UnsupportedModelError where heads cannot be shared out evenly."""
-        self.whole, n = shape, n_ranks
+        self.whole, n = shape, n_parts
 
         def run(size: int, unit: int = 1) -> tuple[int, int]:
-            return share(size, rank, n, unit)
+            return share(size, part, n, unit)
 
         kv = shape.n_kv_heads
         for name, heads, fits in (
@@ -135,7 +135,7 @@ class Cuts:
         else:
             self.values = _scaled(self.keys, ratio)
         self.queries: Runs = (run(shape.n_q_heads),)
-        self.kv: Runs = (run(kv) if kv >= n else (rank * kv // n, rank * kv // n + 1),)
+        self.kv: Runs = (run(kv) if kv >= n else (part * kv // n, part * kv // n + 1),)
         unit = inner_unit(shape)
 
         def inner(width: int) -> Inner:
@@ -145,12 +145,12 @@ class Cuts:
         self.inner, self.expert = inner(shape.intermediate_size), inner(shape.moe_intermediate_size)
         self.shared = inner(shape.shared_intermediate_size)
         self.heads: tuple[Runs, ...] = tuple((share(shape.vocab_size, i, n, 16),) for i in range(n))
-        """Of all ranks."""
-        self.head = self.heads[rank]
+        """Of all parts."""
+        self.head = self.heads[part]
 
     @property
     def shape(self) -> ModelShape:
-        """As this rank runs it."""
+        """As it is run."""
         return replace(
             self.whole,
             n_q_heads=_size(self.queries),
@@ -198,7 +198,7 @@ class Cuts:
         }
 
     def views(self, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
-        """The tensors as this rank loads them. A tied head is a tensor of its own."""
+        """The tensors as they are loaded. A tied head is a tensor of its own."""
         found, rows, columns = dict[str, StoredTensor](), self._rows(), self._columns()
         for name, tensor in tensors.items():
             if (runs := _by_end(rows, name)) is not None:
@@ -231,23 +231,24 @@ class Cuts:
         return View(tensor, (n_experts, 2 * (end - begin), k), runs)
 
 
-def cut(shape: ModelShape, n_ranks: int, are_even: bool = False) -> tuple[ModelShape, tuple[Cuts, ...]]:
-    """What each of several ranks has, and the shape of the largest part; of one rank the model, and nothing.
+def cut(shape: ModelShape, n_parts: int, are_even: bool = False) -> tuple[ModelShape, tuple[Cuts, ...]]:
+    """The parts of a model, and a shape that has the most of all; of one part the model, and nothing.
 
-    Raises UnsupportedModelError as `Cuts`, and where the parts differ but are to be even.
+    Raises UnsupportedModelError as `Cuts`, CheckpointError where the parts differ but are to be even.
     """
-    if n_ranks == 1:
+    if n_parts == 1:
         return shape, ()
-    cuts = tuple(Cuts(shape, rank, n_ranks) for rank in range(n_ranks))
+    cuts = tuple(Cuts(shape, part, n_parts) for part in range(n_parts))
     of_all = [
         (replace(one.shape, head_rows=0), one.inner.is_idle, one.expert.is_idle, one.shared.is_idle) for one in cuts
     ]
     if are_even and any(of != of_all[0] for of in of_all):
-        unit = inner_unit(shape)
-        raise UnsupportedModelError(
-            "--tp-invariant", n_ranks, f"fewer parts: columns of an MLP stay together by {unit}"
+        raise CheckpointError(
+            f"--tp-invariant {n_parts}: the parts of this model differ, since columns of an MLP stay together by "
+            f"{inner_unit(shape)}; give a smaller number"
         )
-    return max((part.shape for part in cuts), key=lambda part: part.n_params), cuts
+    largest = max((part.shape for part in cuts), key=lambda part: part.n_params)
+    return replace(largest, head_rows=max(part.shape.head_rows for part in cuts)), cuts
 
 
 def _by_end(of: Mapping[str, Runs], name: str) -> Runs | None:

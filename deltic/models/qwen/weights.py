@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import math
 from collections import Counter
 from collections.abc import Collection, Mapping
@@ -46,7 +47,7 @@ from deltic.models.qwen.shard import Cuts
 from deltic.models.stored import StoredTensor, formats_of, one_name
 from deltic.ops.arrays import Array
 from deltic.ops.geometry import GdnWeights
-from deltic.ops.matrix import Matrix
+from deltic.ops.matrix import Layout, Matrix
 
 _WRAPPED_PREFIX = "model.language_model."
 _FLAT_PREFIX = "model."
@@ -171,6 +172,13 @@ def unused_parts(shape: ModelShape) -> dict[str, tuple[str, ...]]:
 
 def weight_bytes(shape: ModelShape, quantize: str | None, store: Store = COUNTED) -> int:
     """Bytes of the loaded weights of a shape, known without loading anything."""
+    return _weight_bytes(shape, quantize, store.layout, type(shape.formats), tuple(shape.formats.items()))
+
+
+@functools.lru_cache(maxsize=64)
+def _weight_bytes(shape: ModelShape, quantize: str | None, layout: Layout, *formats: object) -> int:
+    """formats: those of the shape, which are no part of what makes two shapes equal."""
+    store = COUNTED if layout == "strips" else COUNTED_ROWS
     return empty_weights(shape, quantize, shape.tie_word_embeddings, store).n_bytes
 
 
@@ -187,7 +195,7 @@ def load_weights(
 
     Matrices that are stored quantised keep their format, by shape.formats; those in bf16, f16 and f32
     become bf16, then what `quantize` says ("int8", "int4"), in the layout that the device's kernels read;
-    norms and gates become float32. The store says where. cuts: of one of several GPUs, with its shape.
+    norms and gates become float32. The store says where. cuts: of a part of the model, with its shape.
     The second result holds notices for the user: what was skipped or converted. Raises CheckpointError,
     naming the tensor, what was expected, what was found and the file, for a missing, unexpected or
     misshapen tensor and for a damaged or missing file.

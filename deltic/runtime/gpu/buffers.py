@@ -86,9 +86,9 @@ class Shares:
     """Inbox and flags, of a decode and of a prefill."""
     logit_flags: dict[str, Tensor]
     """The same, and of guesses where there is a draft head."""
-    part: Tensor
+    part_logits: Tensor
     """float32, flat: columns of one part."""
-    columns: Tensor | None
+    gpu_logits: Tensor | None
     """float32, flat: of all parts that the GPU has, where these are several."""
     total: Tensor | None
     """float32, flat: sums of all GPUs, where a kernel of its own makes them."""
@@ -217,7 +217,7 @@ def _shares(plan: TextPlan, levers: Levers, allocate: Allocate) -> Shares:
     n_columns, f32 = max(rows.values()) * plan.shape.head_rows, torch.float32
     part = allocate("columns of logits", (n_columns,), f32)
     if n_gpus == 1:
-        return Shares({}, {}, part, columns=None, total=None)
+        return Shares({}, {}, part, gpu_logits=None, total=None)
     # a sum of parts has more bits than one of them
     sent = torch.bfloat16 if n_parts == 1 else f32
     n_sums = min(plan.max_step_tokens, SUM_ROWS)
@@ -234,8 +234,8 @@ def _shares(plan: TextPlan, levers: Levers, allocate: Allocate) -> Shares:
             )
             for kind, ends in _logit_columns(plan.cuts, n_gpus, plan.shape.has_draft_head).items()
         },
-        part=part,
-        columns=None if n_parts == 1 else allocate("columns of all parts", (n_parts * n_columns,), f32),
+        part_logits=part,
+        gpu_logits=None if n_parts == 1 else allocate("columns of all parts", (n_parts * n_columns,), f32),
         total=None if levers.fused_sums else allocate("sums", (max(n, plan.max_step_tokens) * h,), f32),
     )
 
@@ -257,7 +257,7 @@ def exchanges(workspaces: Sequence[GpuWorkspace], cuts: Sequence[Cuts]) -> list[
     """What each GPU has for a model that is cut, of the workspaces of all of them, which it can reach."""
     shares = [w.shares for w in workspaces if w.shares is not None]
     if len(shares) == 1:
-        return [Exchange({}, {}, shares[0].part, None, None)]
+        return [Exchange({}, {}, shares[0].part_logits, None, None)]
     buffers: dict[str, list[DecodeBuffers | PrefillBuffers]] = {
         "decode": [w.decode for w in workspaces],
         "prefill": [w.prefill for w in workspaces],
@@ -273,7 +273,7 @@ def exchanges(workspaces: Sequence[GpuWorkspace], cuts: Sequence[Cuts]) -> list[
             flags = [s.logit_flags[kind] for s in shares]
             n_blocks = max(column_blocks(end - begin) for begin, end in ends)
             logits[kind] = columns_of(rank, ends[-1][1], ends[rank][0], n_blocks, wholes, flags)
-        found.append(Exchange(sums, logits, own.part, own.columns, own.total))
+        found.append(Exchange(sums, logits, own.part_logits, own.gpu_logits, own.total))
     return found
 
 

@@ -19,7 +19,8 @@ from deltic.models.fields import CheckpointError, refuse_limits
 from deltic.models.loading import COUNTED_ROWS, PACKED, Store
 from deltic.models.qwen.gpu_buffers import RING
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.weights import Weights, weight_bytes
+from deltic.models.qwen.shard import Cuts
+from deltic.models.qwen.weights import Weights, empty_weights, weight_bytes
 from deltic.models.tts.gpu import check_speech_gpu
 from deltic.models.tts.shape import SpeechShape
 from deltic.models.tts.weights import speech_weight_bytes
@@ -92,6 +93,11 @@ def _check_text(shape: ModelShape) -> None:
     refuse_limits(limits)
 
 
+def _embedding_bytes(shape: ModelShape, quantize: str | None) -> int:
+    n_bytes: int = empty_weights(shape, quantize, shape.tie_word_embeddings, COUNTED_ROWS).embed.n_bytes
+    return n_bytes
+
+
 def text(levers: Levers) -> Kind[ModelShape]:
     """Language models on a GPU."""
 
@@ -107,6 +113,7 @@ def text(levers: Levers) -> Kind[ModelShape]:
         name="text",
         check=_check_text,
         weight_bytes=lambda shape, quantize: weight_bytes(shape, quantize, COUNTED_ROWS),
+        embedding_bytes=_embedding_bytes,
         state_bytes=lambda shape: shape.recurrent_state_bytes + shape.conv_state_bytes // 3 * RING,
         measure=measure,
         useful_pages=lambda plan, _: plan.left_bytes // plan.page_bytes,
@@ -241,15 +248,29 @@ class Gpu:
         """Weights and notices, as `load` gives them; of a model that is cut, lists of weights by GPU."""
         if not plan.cuts:
             return load()
-        found: list[list[Any]] = []
-        for i, device in enumerate(self.devices):
-            found.append([])
-            for j, cuts in enumerate(plan.cuts_of(i)):
-                part = partial(part_of_progress, progress, i * plan.n_parts + j, len(plan.cuts))
-                store = self.store(plan) if plan.n_gpus == 1 else DeviceStore(device)
-                weights, notices = load(store=store, cuts=cuts, progress=part)
-                found[i].append(weights)
-        return found, notices
+        told: list[str] = []
+
+        def of_part(store: Store, cuts: Cuts, i: int) -> Weights:
+            weights, notices = load(
+                store=store, cuts=cuts, progress=partial(part_of_progress, progress, i, self.n_cuts)
+            )
+            told[:] = told or notices
+            found: Weights = weights
+            return found
+
+        return self.parts(plan.cuts, of_part), told
+
+    def parts(self, cuts: Sequence[Cuts], load: Callable[[Store, Cuts, int], Weights]) -> list[list[Weights]]:
+        """By GPU, the weights of each of its parts, which have one embedding. load: of a part, which has
+        this number.
+        """
+        found: list[list[Weights]] = [[] for _ in self.devices]
+        for i, part in enumerate(cuts):
+            i_gpu = i * self.n_gpus // self.n_cuts
+            store = DeviceStore("cpu" if INTERPRETED else self.devices[i_gpu])
+            found[i_gpu].append(load(store, part, i))
+            found[i_gpu][-1].embed = found[i_gpu][0].embed
+        return found
 
     def runner(
         self, plan: Plan[Any], weights: Any, beside: Any, progress: Progress

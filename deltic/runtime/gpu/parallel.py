@@ -111,7 +111,7 @@ class ParallelRunner:
         workspaces = [gpu_workspace(p, levers, allocate_on(d)) for p, d in zip(plans, devices, strict=True)]
         found = exchanges(workspaces, plan.cuts)
         self.runners: list[GpuTextRunner] = []
-        with apart([part for exchange in found for part in exchange.parts]):
+        with apart([part for exchange in found for part in exchange.meetings]):
             for i, thread in enumerate(self._threads):  # one after another, which recording needs
                 make = partial(GpuTextRunner, plans[i], weights[i], levers, exchange=(workspaces[i], found[i]))
                 part = partial(part_of_progress, progress, i, len(devices))

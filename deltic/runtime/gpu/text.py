@@ -60,20 +60,18 @@ class GpuTextRunner(GpuRunner):
         n_pages, page = plan.n_pages + 1, (shape.n_kv_layers, 2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim)
         state = shape.n_gdn_layers, shape.gdn_n_v_heads, shape.gdn_v_dim, shape.gdn_k_dim
         columns = shape.n_gdn_layers, RING, shape.conv_channels
-        whole = GpuMemory(
-            pages=allocate("pages", (n_pages, n_parts, *page), torch.bfloat16),
-            states=allocate("states", (plan.n_slots, n_parts, *state), torch.float32),
-            columns=allocate("columns", (plan.n_slots, n_parts, *columns), torch.bfloat16),
-        )
-        self._memory = [whole.of_part(i) for i in range(n_parts)]
-        self.memory = memory = self._memory[0]
+        pages = allocate("pages", (n_pages, n_parts, *page), torch.bfloat16)
+        states = allocate("states", (plan.n_slots, n_parts, *state), torch.float32)
+        inputs = allocate("columns", (plan.n_slots, n_parts, *columns), torch.bfloat16)
+        self.memory = [GpuMemory(pages[:, i], states[:, i], inputs[:, i]) for i in range(n_parts)]
         w, joined = (gpu_workspace(plan, levers, allocate), None) if exchange is None else exchange
         self.model = QwenGpu(shape, weights, plan.max_model_len, levers, joined)
         n_drafts = n - plan.max_num_seqs
         places = Places(w.table, w.offsets, w.parameters.masks, shape.eos_token_ids, plan.n_real, n_drafts)
-        states = [whole.states, whole.columns]
-        super().__init__(plan, levers, w, places, [whole.pages], states, has_head=w.guesses is not None)
-        self.draft_head = None if w.guesses is None else DraftHead(self.model, w, w.guesses, memory, plan, levers)
+        super().__init__(plan, levers, w, places, [pages], [states, inputs], has_head=w.guesses is not None)
+        self.draft_head = (
+            None if w.guesses is None else DraftHead(self.model, w, w.guesses, self.memory[0], plan, levers)
+        )
         self._undrawn = Undrawn(w.decode.logits.view(-1, shape.vocab_size), n)
         self._draws: dict[int, Recording] = {}  # behind a forward
         self._late_draws: dict[int, Recording] = {}  # of what is in `_undrawn`
@@ -110,7 +108,7 @@ class GpuTextRunner(GpuRunner):
 
     def _decode_body(self, n: int, max_len: int, buffers: DecodeBuffers) -> Body:
         w = self.workspace
-        return lambda: self.model.decode(w.rows_place[:n], w.places, buffers, self._memory, max_len)
+        return lambda: self.model.decode(w.rows_place[:n], w.places, buffers, self.memory, max_len)
 
     def _draft_jobs(self) -> list[Job]:
         most = self.plan.n_decode_rows if self.plan.max_drafts else 0
@@ -133,7 +131,7 @@ class GpuTextRunner(GpuRunner):
 
     def _prefill_logits(self, n_blocks: int, inputs: PrefillInputs) -> Tensor:
         w = self.workspace
-        return self.model.prefill(n_blocks, inputs, w.places.page_table, w.prefill, self._memory, w.picture_rows)
+        return self.model.prefill(n_blocks, inputs, w.places.page_table, w.prefill, self.memory, w.picture_rows)
 
     def _prefill_body(self, n_blocks: int) -> Body:
         body, head = super()._prefill_body(n_blocks), self.draft_head
