@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from deltic.models.fields import UnsupportedModelError
+from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.qwen.shape import ModelShape, published_shape
 from deltic.models.qwen.shard import Cuts, cut, share
 from deltic.models.qwen.weights import AttnLayer, GdnLayer, Mlp, Weights, load_weights, stored_shape
@@ -163,7 +163,7 @@ def test_heads_that_cannot_be_shared_out_are_refused() -> None:
         Cuts(published_shape("qwen3.5-27b"), 0, 3)
     in_blocks = replace(published_shape("qwen3.5-35b-a3b"), formats=InFormat(WEIGHT_FORMATS["fp8"]))
     assert len(cut(in_blocks, 4, are_even=True)[1]) == 4
-    with pytest.raises(UnsupportedModelError, match=r"--tp-invariant.*columns of an MLP stay together by 128"):
+    with pytest.raises(CheckpointError, match=r"--tp-invariant 8: .* columns of an MLP stay together by 128"):
         cut(in_blocks, 8, are_even=True)  # 512 columns of an expert
     shape = Cuts(published_shape("qwen3.5-27b"), 1, 8).shape
     assert (shape.gdn_n_k_heads, shape.gdn_n_v_heads, shape.n_q_heads, shape.n_kv_heads) == (2, 6, 3, 1)
