@@ -14,7 +14,7 @@ ARGS ?=
 KERNELS := $(wildcard deltic/csrc/*) CMakeLists.txt
 TARGETS := tests/gpu/test_gpu_targets.py
 
-.PHONY: always install serve test test-cpu test-gpu test-others test-targets targets test-package bench soak soak-speech oracle lint wheel clean
+.PHONY: always install serve test test-cpu test-gpu test-others test-targets test-long targets test-package bench soak soak-speech oracle lint wheel clean
 
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Deltic needs Python 3.11 or newer")'
@@ -49,6 +49,10 @@ ifeq ($(strip $(ARGS)),)
 else
 	$(BIN)/python -m pytest $(ARGS)
 endif
+
+# What takes long beside a shorter test of the same, such as bits in company in the interpreter of GPU kernels.
+test-long: $(VENV)/.test-installed
+	$(BIN)/python -m pytest -m long $(ARGS)
 
 test-cpu:
 	$(BIN)/python -m pytest tests/cpu

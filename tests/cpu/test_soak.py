@@ -7,6 +7,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from tests.tiny_speech import tiny_speech
 
 
@@ -24,6 +26,7 @@ def test_seconds_of_random_traffic_break_no_promise(tmp_path: Path):
     assert line["kills"] >= 1
 
 
+@pytest.mark.long
 def test_seconds_of_random_speech_break_no_promise(tmp_path: Path):
     """`make soak-speech` runs the same for twenty minutes."""
     command = [sys.executable, "-m", "bench.soak", str(tiny_speech("custom_voice")), "--speech"]

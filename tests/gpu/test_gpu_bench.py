@@ -78,6 +78,7 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
     assert "128 prompt and 256 generated tokens each" in made
 
 
+@pytest.mark.long
 def test_drafts_that_are_right_as_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With a head and without one, more tokens a step the likelier they are right; the runner is as it was then."""
     runner = build("dense")

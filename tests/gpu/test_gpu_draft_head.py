@@ -164,7 +164,9 @@ def test_a_prompts_log_probabilities_are_those_without_a_head() -> None:
     assert found[0].tokens == found[1].tokens
 
 
-@pytest.mark.parametrize("stored", ["int4", "fp8", "Q8_0"])
+@pytest.mark.parametrize(
+    "stored", [pytest.param("int4", marks=pytest.mark.long), "fp8", pytest.param("Q8_0", marks=pytest.mark.long)]
+)
 def test_quantised_heads(stored: str) -> None:
     """Rounded at load, and as a file has them: every product finds its kernel."""
     if stored == "Q8_0":
@@ -185,7 +187,7 @@ def test_quantised_heads(stored: str) -> None:
     assert logits.isfinite().all() and logits.std() > 0.1
 
 
-@pytest.mark.parametrize("kind", ["dense", "next"])
+@pytest.mark.parametrize("kind", ["dense", pytest.param("next", marks=pytest.mark.long)])
 def test_its_own_guesses_change_no_answer(kind: str) -> None:
     """With the depth that the engine chooses."""
     answers = []

@@ -99,7 +99,10 @@ def drafted(kind: str, seed: int, sizes: Sizes, patch: pytest.MonkeyPatch) -> tu
     return answers, engine, n_guessed
 
 
-@pytest.mark.parametrize(("kind", "seed", "sizes"), [("dense", 132, SIZES), ("next", 7, SIZES if HAS_GPU else FEW)])
+@pytest.mark.parametrize(
+    ("kind", "seed", "sizes"),
+    [pytest.param("dense", 132, SIZES, marks=pytest.mark.long), ("next", 7, SIZES if HAS_GPU else FEW)],
+)
 def test_drafts_change_no_bit(kind: str, seed: int, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
     found, engine, n_guessed = drafted(kind, seed, sizes, monkeypatch)
     stats = engine.stats()
@@ -161,6 +164,7 @@ def columns_not_rolled_back(patch: Patch) -> None:
     _beside(patch, spoil)
 
 
+@pytest.mark.long
 @pytest.mark.skipif(HAS_GPU, reason="recorded steps cannot be changed")
 @pytest.mark.parametrize(
     "fault", [one_too_many, not_redone, committed_early, columns_not_rolled_back], ids=lambda f: f.__name__

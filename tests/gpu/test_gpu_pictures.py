@@ -94,6 +94,7 @@ def test_answers_are_those_of_a_cpu(kind: str) -> None:
     assert blind[0][0] != found[0][0] or farthest(blind, found[:1]) > 2 * LOGPROB_TOLERANCE, "the picture matters"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_bit_depends_on_company_cuts_cache_or_preemption(kind: str) -> None:
     engine = Engine(runner(kind))

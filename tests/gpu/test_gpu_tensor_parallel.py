@@ -130,7 +130,7 @@ def of_ranks(directory: Path | None, plan: TextPlan, use: Callable[[GpuTextRunne
 
 
 @interpreted
-@pytest.mark.parametrize("kind", ["dense", "moe"])
+@pytest.mark.parametrize("kind", ["dense", pytest.param("moe", marks=pytest.mark.long)])
 def test_ranks_answer_as_one(kind: str) -> None:
     directory, plan = plan_of(kind, 1)
     weights, _ = load_weights(directory, plan.shape, store=DeviceStore("cpu"))
@@ -192,6 +192,7 @@ def guessed(runner: GpuTextRunner) -> Guessed:
 
 
 @interpreted
+@pytest.mark.long
 def test_ranks_guess_as_one() -> None:
     directory = tiny_checkpoint("dense", has_mtp=True)
     config = replace(config_of("dense"), model=str(directory), max_drafts=2)

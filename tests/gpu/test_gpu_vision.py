@@ -94,6 +94,7 @@ def test_tokens_are_those_of_the_reference(name: str, device: str) -> None:
         assert (found - exact).abs().mean() < 0.01 * exact.abs().mean() + 0.005 + 2**-10
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", TINY if HAS_GPU else ["heads of 72"])
 def test_no_bit_depends_on_pieces_or_pictures_before(name: str, device: str) -> None:
     whole, small = tower_on(device, name), tower_on(device, name, PIECE)
