@@ -204,7 +204,7 @@ async def test_abort_of_what_waits_spares_what_has_begun() -> None:
 async def test_abort_storm() -> None:
     """Hundreds of requests, most of them aborted at any moment; each ends once, and nothing stays in use."""
     rng = random.Random(5)
-    async with engine(max_queue=500, max_num_seqs=8, n_pages=40, max_model_len=2048, max_step_tokens=128) as client:
+    async with engine(max_queue=1200, max_num_seqs=8, n_pages=40, max_model_len=2048, max_step_tokens=128) as client:
 
         async def one(i: int) -> None:
             await asyncio.sleep(rng.random() * 0.5)
