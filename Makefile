@@ -41,7 +41,7 @@ install: $(INSTALLED)
 serve: $(INSTALLED)
 	$(BIN)/deltic serve $(ARGS)
 
-# Everything, with one run more than CPUs, since some wait half of their time. What all but the first print comes when they are
+# Everything but the long tests, with one run more than CPUs, since some wait half of their time. What all but the first print comes when they are
 # done. With ARGS, e.g. make test ARGS="tests/null -k name", what they say, in one run.
 test: $(VENV)/.test-installed
 ifeq ($(strip $(ARGS)),)

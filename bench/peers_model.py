@@ -17,13 +17,14 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
 from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape, published_shape
+from tests.tiny_quantised import RECIPES
 
 SHARD_BYTES = 2_000_000_000
 
@@ -144,14 +145,6 @@ def draw(name: str, size: tuple[int, ...], generator: torch.Generator) -> Tensor
 class Fp8:
     """Matrices in e4m3 with a scale for 128 x 128, parts of one random block of codes."""
 
-    CONFIG: ClassVar[dict[str, Any]] = {
-        "quant_method": "fp8",
-        "fmt": "e4m3",
-        "activation_scheme": "dynamic",
-        "weight_block_size": [128, 128],
-    }
-    _MATRIX = re.compile(r"(_proj|in_proj_qkv|in_proj_z)\.weight$")
-
     def __init__(self, generator: torch.Generator) -> None:
         values = torch.empty(1 << 22).normal_(0.0, 64.0, generator=generator)
         self._codes = values.clamp(-448, 448).to(torch.float8_e4m3fn)
@@ -159,7 +152,8 @@ class Fp8:
 
     def tensors(self, name: str, size: tuple[int, ...]) -> dict[str, Tensor]:
         """Codes and scales of a matrix; nothing for what stays in 16 bits."""
-        if not self._MATRIX.search(name):
+        module = name.removesuffix(".weight")
+        if not any(re.search(pattern, module) for pattern, _ in RECIPES["qwen-fp8"].rules):
             return {}
         n, n_block = math.prod(size), len(self._codes)
         self._begin = (self._begin + 4099) % n_block
@@ -178,7 +172,7 @@ def write_checkpoint(directory: Path, shape: ModelShape, seed: int = 0, fp8: boo
     generator = torch.Generator().manual_seed(seed)
     made = Fp8(generator) if fp8 else None
     if fp8:
-        config["quantization_config"] = Fp8.CONFIG
+        config["quantization_config"] = RECIPES["qwen-fp8"].config
     weight_map: dict[str, str] = {}
     shard: dict[str, Tensor] = {}
     n_files = n_bytes = total = 0

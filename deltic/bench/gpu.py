@@ -93,7 +93,7 @@ class Model:
         device.check_reach()
         shape = replace(shape, has_draft_head=drafts) if config.dummy else stored_shape(directory, shape, drafts)
         n_real = n_real_ids(config, directory, shape)
-        largest, cuts = cut(shape, device.n_cuts, are_even=device.n_cuts > device.n_gpus)
+        largest, cuts = cut(shape, device.n_cuts, are_even=config.tp_invariant is not None)
 
         def load(store: Store, part: Cuts | None, i: int = 0) -> Weights:
             own = largest if part is None else part.shape

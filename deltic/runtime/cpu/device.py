@@ -150,7 +150,7 @@ class Cpu:
     name = "cpu"
     text, speech = TEXT, SPEECH
     n_gpus = n_cuts = 1
-    """On which a model is cut."""
+    """No model is cut on it."""
     made = "memory"
     """The stage of a start under which making a runner is reported."""
 

@@ -256,8 +256,6 @@ def _logit_columns(cuts: Sequence[Cuts], n_gpus: int, has_head: bool) -> dict[st
 def exchanges(workspaces: Sequence[GpuWorkspace], cuts: Sequence[Cuts]) -> list[Exchange]:
     """What each GPU has for a model that is cut, of the workspaces of all of them, which it can reach."""
     shares = [w.shares for w in workspaces if w.shares is not None]
-    if len(shares) == 1:
-        return [Exchange({}, {}, shares[0].part_logits, None, None)]
     buffers: dict[str, list[DecodeBuffers | PrefillBuffers]] = {
         "decode": [w.decode for w in workspaces],
         "prefill": [w.prefill for w in workspaces],
@@ -266,10 +264,10 @@ def exchanges(workspaces: Sequence[GpuWorkspace], cuts: Sequence[Cuts]) -> list[
     found = []
     for rank, own in enumerate(shares):
         sums, logits = dict[str, Rank](), dict[str, Columns]()
-        for kind, of_kind in buffers.items():
-            sums[kind] = rank_of(rank, [(*s.sums[kind], b.normed) for s, b in zip(shares, of_kind, strict=True)])
-        for kind, ends in columns.items():
-            wholes = [b.logits.view(-1) for b in buffers.get(kind, buffers["decode"])]
+        for kind in own.sums:
+            sums[kind] = rank_of(rank, [(*s.sums[kind], b.normed) for s, b in zip(shares, buffers[kind], strict=True)])
+        for kind in own.logit_flags:
+            ends, wholes = columns[kind], [b.logits.view(-1) for b in buffers.get(kind, buffers["decode"])]
             flags = [s.logit_flags[kind] for s in shares]
             n_blocks = max(column_blocks(end - begin) for begin, end in ends)
             logits[kind] = columns_of(rank, ends[-1][1], ends[rank][0], n_blocks, wholes, flags)

@@ -240,7 +240,10 @@ class Gpu:
 
     def store(self, plan: Plan[Any]) -> Store:
         """Where weights are loaded to."""
-        return DeviceStore("cpu" if INTERPRETED else "cuda")
+        return self._store_on(0)
+
+    def _store_on(self, i_gpu: int) -> Store:
+        return DeviceStore("cpu" if INTERPRETED else self.devices[i_gpu])
 
     def weights(
         self, config: EngineConfig, directory: Path, plan: Plan[Any], load: Callable[..., Any], progress: Progress
@@ -254,7 +257,8 @@ class Gpu:
             weights, notices = load(
                 store=store, cuts=cuts, progress=partial(part_of_progress, progress, i, self.n_cuts)
             )
-            told[:] = told or notices
+            if i == 0:
+                told.extend(notices)
             found: Weights = weights
             return found
 
@@ -267,8 +271,7 @@ class Gpu:
         found: list[list[Weights]] = [[] for _ in self.devices]
         for i, part in enumerate(cuts):
             i_gpu = i * self.n_gpus // self.n_cuts
-            store = DeviceStore("cpu" if INTERPRETED else self.devices[i_gpu])
-            found[i_gpu].append(load(store, part, i))
+            found[i_gpu].append(load(self._store_on(i_gpu), part, i))
             found[i_gpu][-1].embed = found[i_gpu][0].embed
         return found
 
