@@ -169,6 +169,32 @@ class EngineConfig:
         device="cuda",
         kind="text",
     )
+    lora: tuple[str, ...] = knob(
+        (),
+        "apply this LoRA adapter to requests whose model is NAME: a directory of PEFT's, or a safetensors file with its "
+        "adapter_config.json beside it; may be given several times",
+        metavar="NAME=PATH",
+        kind="text",
+    )
+    allow_lora_loading: bool = knob(
+        False,
+        "let clients load adapters from paths on this machine, and unload them: POST /v1/load_lora_adapter, /v1/unload_lora_adapter",
+        kind="text",
+    )
+    max_loras: int | None = knob(
+        None, "adapters that may be loaded at once (default: those of --lora, and 8 with --allow-lora-loading)", kind="text"
+    )
+    max_lora_rank: int | None = knob(
+        None,
+        "largest rank of an adapter, at most 256 (default: that of those of --lora, and 64 with --allow-lora-loading)",
+        kind="text",
+    )
+    lora_gb: float | None = knob(
+        None,
+        "memory for adapters (default: what those of --lora need, and 1 more with --allow-lora-loading)",
+        metavar="GB",
+        kind="text",
+    )
     n_pages: int | None = knob(None, "KV pages of 64 tokens (default: what fits, at most what can be used)")
     prefix_cache: bool = knob(True, "keep what was computed, for requests that begin in the same way")
     n_checkpoints: int | None = knob(
@@ -210,6 +236,11 @@ class EngineConfig:
         metavar="FILE",
     )
     seed: int = knob(0, "seed of dummy weights")
+
+    @property
+    def adapters(self) -> dict[str, Path]:
+        """The paths of --lora by their names."""
+        return {name: Path(path).expanduser() for name, _, path in (given.partition("=") for given in self.lora)}
 
     @property
     def rounded(self) -> str | None:
@@ -563,6 +594,9 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_itl_ms": (0.0, math.inf),
     "max_picture_tokens": (0, math.inf),
     "max_drafts": (0, 31),  # one less than ops/geometry.MAX_WINDOW
+    "max_loras": (0, 1024),
+    "max_lora_rank": (1, 256),  # models/qwen/adapters.MAX_RANK
+    "lora_gb": (0.0, math.inf),
     "n_pages": (1, math.inf),
     "memory_gb": (0.01, math.inf),
     "n_checkpoints": (0, math.inf),
@@ -626,6 +660,12 @@ def _check(config: EngineConfig | ModelConfig | ServerConfig, called: dict[str, 
             raise ConfigError(
                 f"--tp-invariant {config.tp_invariant}: with --tensor-parallel {config.tensor_parallel} give one of {said}"
             )
+    for i, given in enumerate(config.lora) if isinstance(config, EngineConfig) else ():
+        name, _, path = given.partition("=")
+        if not name.strip() or not path.strip():
+            raise ConfigError(f"--lora {given!r}: give NAME=PATH")
+        if any(name == other.partition("=")[0] for other in config.lora[:i]):
+            raise ConfigError(f"--lora {given!r}: an adapter of this name is given twice")
     if isinstance(config, EngineConfig) and config.pin_threads:
         pinned_cpus(config.threads or 1)
 

@@ -166,6 +166,8 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     use_cache: bool = True
     """Whether the prefix cache is looked up for this request, and keeps what it computes."""
     speech: Speech | None = None
+    adapter: bytes = b""
+    """The key of the LoRA adapter that is applied; b"": none."""
     pictures: list[Picture] = []
     """In the order of their tokens, which do not overlap. The ids there are placeholders."""
 
@@ -193,6 +195,20 @@ class DropVoice(msgspec.Struct, tag="drop_voice"):
     """Forgets an encoded voice, on disk as well; requests that run keep theirs."""
 
     key: str
+
+
+class LoadAdapter(msgspec.Struct, tag="load_adapter"):
+    """Asks for an AdapterLoaded: a LoRA adapter is read, beside the steps, and kept until as many DropAdapters
+    as there were LoadAdapters.
+    """
+
+    path: str
+
+
+class DropAdapter(msgspec.Struct, tag="drop_adapter"):
+    """Forgets an adapter; requests that have it run to their end."""
+
+    key: bytes
 
 
 class Abort(msgspec.Struct, tag="abort"):
@@ -238,7 +254,18 @@ class Ping(msgspec.Struct, tag="ping"):
     """Asks for a Pong."""
 
 
-Command = Request | AddText | Abort | InspectCache | EncodeVoice | DropVoice | Ping | Shutdown
+Command = (
+    Request
+    | AddText
+    | Abort
+    | InspectCache
+    | EncodeVoice
+    | DropVoice
+    | LoadAdapter
+    | DropAdapter
+    | Ping
+    | Shutdown
+)
 
 
 class TokenLogprob(msgspec.Struct, array_like=True):
@@ -481,6 +508,10 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     is_speech: bool = False
     pictures: PictureInfo | None = None
     """None: prompts have no pictures."""
+    max_loras: int = 0
+    """Adapters that may be loaded at once."""
+    adapters: dict[str, bytes] = {}
+    """Keys of those of --lora, by their names."""
     has_state: bool = True
     """Whether a sequence has a recurrent state.
 
@@ -524,6 +555,20 @@ class VoiceEncoded(msgspec.Struct, tag="voice_encoded"):
     """Why the voice could not be encoded; None if it was."""
 
 
+class AdapterLoaded(msgspec.Struct, tag="adapter_loaded"):
+    """The answer to LoadAdapter."""
+
+    path: str
+    key: bytes = b""
+    """Names its content, for `Request.adapter`."""
+    rank: int = 0
+    """The largest of its ranks."""
+    n_bytes: int = 0
+    """On the device."""
+    error: str | None = None
+    """Why it could not be loaded, in one line; None if it was."""
+
+
 class StartFailed(msgspec.Struct, tag="start_failed"):
     """The engine cannot serve (bad checkpoint, plan that does not fit); it exits.
 
@@ -540,4 +585,4 @@ class Pong(msgspec.Struct, tag="pong"):
     """Whether a load from the lower tiers has made no progress since the last Ping."""
 
 
-Event = Loading | Ready | StepOutputs | CacheReport | VoiceEncoded | Pong | StartFailed
+Event = Loading | Ready | StepOutputs | CacheReport | VoiceEncoded | AdapterLoaded | Pong | StartFailed

@@ -153,6 +153,8 @@ class Sequence:
     """A sequence with the same beginning, and how many tokens its prefill must reach before this one is
     admitted.
     """
+    adapter_slot: int = -1
+    """Where the runner has its adapter; -1: it has none."""
     voice: Voice | None = None
     """The voice of the prompt's rows, kept as long as the sequence; None: it has none."""
     guide: Guide | None = None

@@ -42,10 +42,10 @@ MAX_DESCRIBED = 1000
 
 def root_key(request: Request) -> bytes:
     """The key before the first page: who shares prefixes, and whatever decides KV and state beside the
-    tokens. An adapter would join here."""
+    tokens: pictures (`picture_keys`), and here the adapter."""
     # Another hash than that of next_key, lest a salt be made up of another salt's key and tokens.
     both = f"{request.party}\n{request.cache_salt}".encode("utf-8", "surrogatepass")
-    return blake2b(both, digest_size=16, person=b"deltic salt").digest()
+    return blake2b(both, digest_size=16, person=b"deltic salt", salt=request.adapter).digest()
 
 
 def next_key(key: bytes, tokens: array[int], pictures: bytes = b"") -> bytes:

@@ -207,12 +207,12 @@ def load_weights(
     prefix = _WRAPPED_PREFIX if any(n.startswith(_WRAPPED_PREFIX) for n in tensors) else _FLAT_PREFIX
     tied = shape.tie_word_embeddings and "lm_head.weight" not in tensors
     checked = Declaration(quantize, COUNTED if store.layout == "strips" else COUNTED_ROWS, shape.formats)
-    _declare(checked, shape, tied, prefix, tensors)
+    declare_weights(checked, shape, tied, prefix, tensors)
     notices = check_plan(checked.plan, tensors, path, unused)  # before memory is taken
     if not shape.has_draft_head and _holds_draft_head(shape, tensors):
         notices = [notice for notice in notices if " MTP " not in notice]  # drafts are off: it is not missed
     parts = Declaration(quantize, store, shape.formats)
-    weights = _declare(parts, shape, tied, prefix, tensors)
+    weights = declare_weights(parts, shape, tied, prefix, tensors)
     copy_parts(parts.plan, tensors, store, progress)
     if shape.tie_word_embeddings and not tied and cuts is None:
         embed, head = weights.embed.whole, weights.lm_head.whole
@@ -268,10 +268,10 @@ def _dummy_vector(name: str, size: tuple[int, ...], generator: np.random.Generat
 
 def empty_weights(shape: ModelShape, quantize: str | None, tied: bool, store: Store = COUNTED) -> Weights:
     """Uninitialised weights of the right sizes and formats."""
-    return _declare(Declaration(quantize, store, shape.formats), shape, tied)
+    return declare_weights(Declaration(quantize, store, shape.formats), shape, tied)
 
 
-def _declare(
+def declare_weights(
     d: Declaration, shape: ModelShape, tied: bool, prefix: str = _FLAT_PREFIX, names: Collection[str] = ()
 ) -> Weights:
     """The weights. names: of the stored tensors, which decide between the layouts that exporters use."""

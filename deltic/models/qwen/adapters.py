@@ -1,0 +1,400 @@
+"""LoRA adapters, read from PEFT's files and mapped to the rows of our matrices.
+
+    y = W x + scale * up (down x)        (Hu et al. 2021, arXiv 2106.09685, section 4.1)
+
+An adapter names the modules of the published code. Here several of them are one matrix, whose rows may lie in
+another order (models/qwen/weights.py). So each of its terms becomes a `Delta` of a range of rows. What does
+not map is an error that lists it: an adapter is applied whole or refused.
+
+Known are Linears, embeddings and stacked experts (`target_parameters`), with rank and alpha patterns and rsLoRA.
+Left out, and refused by name: DoRA, biases, whole weights (`modules_to_save`), and kinds that change the
+model beside it. Source of names and sizes: PEFT 0.21, `tuners/lora/layer.py` and `utils/save_and_load.py`.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from hashlib import blake2b
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from deltic.models.fields import CheckpointError, read_json
+from deltic.models.loading import COUNTED, Declaration, Planned
+from deltic.models.mapped import Header, MappedFiles, read_header
+from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.weights import declare_weights, empty_weights
+from deltic.ops.arrays import Array, bfloat16, raw
+from deltic.ops.matrix import Matrix
+
+MAX_RANK = 256
+
+_WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
+_ADVICE = "train or download the adapter again"
+_SHOWN = 5
+"""Names in an error."""
+
+
+@dataclass(frozen=True)
+class Delta:
+    """What an adapter adds to some rows of a matrix, out[:, first : first + n] += scale * up (down x)."""
+
+    first: int
+    down: Array  # bfloat16 [M, r, K], of each of M matrices: of experts, else 1
+    up: Array  # bfloat16 [M, n, r]
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return int(self.down.shape[1])
+
+    @property
+    def n_rows(self) -> int:
+        return int(self.up.shape[1])
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """An adapter in the terms of the forward."""
+
+    key: bytes
+    """Names its content: 16 bytes of hash."""
+    deltas: Mapping[str, tuple[Delta, ...]]
+    """By the matrix, as `Weights.named_parts` names it; `lm_head` and `embed`, whose x is the column of an id."""
+    covers: tuple[tuple[str, str, int, int], ...]
+    """For people: of each module its name in the file, the matrix, and the rows that it covers, [first, end)."""
+
+    @property
+    def rank(self) -> int:
+        """The largest."""
+        return max(delta.rank for deltas in self.deltas.values() for delta in deltas)
+
+
+@dataclass(frozen=True)
+class _Target:
+    """The rows of a matrix that a module's weights are."""
+
+    part: str
+    first: int
+    rows: Array  # int64 [n]: row first + i of the matrix is row rows[i] of the module's
+    k: int
+    n_matrices: int = 1
+    matrix: int = 0
+    """Of several matrices the one that this is, where it is not all of them."""
+    is_all: bool = False
+
+
+_MODULE = re.compile(r"^(?:base_model\.)?(?:model\.)*(?:language_model\.)?(?:model\.)?(.+)$")
+_TERM = re.compile(r"^(.+?)\.lora_(embedding_)?([AB])(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?$")
+_EXPERT = re.compile(r"\.experts\.\d+\.")
+_STACKED = re.compile(r"\.experts(?:\.base_layer)*$")
+
+
+def read_adapter(path: Path, shape: ModelShape) -> Adapter:
+    """The adapter in a directory of PEFT's, or in one safetensors file with its configuration beside it or in
+    its metadata. Raises CheckpointError, of one line, for one that is damaged, of another kind or of another model.
+    """
+    file = path / _WEIGHTS if path.is_dir() else path
+    if path.is_dir() and not file.exists():
+        pickled = (path / "adapter_model.bin").exists()
+        said = "weights are pickled: save them as safetensors" if pickled else f"no {_WEIGHTS} here"
+        raise CheckpointError(f"{path}: {said}")
+    if not file.exists():
+        raise CheckpointError(f"{path}: no such adapter")
+    headers, metadata = read_header(file, _ADVICE)
+    config = _config(file, metadata)
+    terms, alphas = _terms(file, headers)
+    targets = _targets(shape, any(_EXPERT.search(name) for name in terms))
+    unknown = [name for name in terms if name not in targets and not _STACKED.search(name)]
+    if unknown:
+        raise CheckpointError(f"{file}: {_listed(unknown)}: no such module in this model, or none that an adapter may change")
+    reader = _Reader(file, MappedFiles(), config, alphas)
+    deltas: dict[str, list[Delta]] = {}
+    covers = []
+    split: dict[tuple[str, int, int], dict[int, Delta]] = {}  # experts' that are stored one by one
+    for name, (down, up, is_embedding) in sorted(terms.items()):
+        target = _stacked(name, targets, down, up, file) if _STACKED.search(name) else targets[name]
+        if is_embedding != (target.part == "embed"):
+            raise CheckpointError(f"{file}: {name}: stored as {'an embedding' if is_embedding else 'a Linear'}, which it is not")
+        delta = reader.delta(name, target, down, up)
+        covers.append((name, target.part, target.first, target.first + delta.n_rows))
+        if target.n_matrices > 1 and not target.is_all:
+            split.setdefault((target.part, target.first, target.n_matrices), {})[target.matrix] = delta
+        else:
+            deltas.setdefault(target.part, []).append(delta)
+    for (part, first, n_matrices), experts in split.items():
+        deltas.setdefault(part, []).append(_joined(first, n_matrices, experts))
+    for part, found in deltas.items():
+        found.sort(key=lambda delta: delta.first)
+        for a, b in zip(found, found[1:], strict=False):
+            if a.first + a.n_rows > b.first:
+                raise CheckpointError(f"{file}: {part}: two modules change the same rows")
+    if not deltas:
+        raise CheckpointError(f"{file}: no lora_A and lora_B in it; is this an adapter?")
+    ordered = {part: tuple(found) for part, found in sorted(deltas.items())}
+    return Adapter(_key(ordered), ordered, tuple(covers))
+
+
+def random_adapter(shape: ModelShape, rank: int, seed: int) -> Adapter:
+    """An adapter of this rank on every matrix but the embedding and the head: for benches, where only sizes
+    matter.
+    """
+    rng, deltas = np.random.default_rng(seed), dict[str, tuple[Delta, ...]]()
+    for name, part in empty_weights(shape, None, True).named_parts():
+        if isinstance(part, Matrix) and name.startswith("layers.") and not name.endswith(".router"):
+            down, up = (
+                rng.normal(0, 0.02, (part.n_matrices, *size)).astype(np.float32).astype(bfloat16)
+                for size in ((rank, part.k), (part.n, rank))
+            )
+            deltas[name] = (Delta(0, down, up, 1.0),)
+    return Adapter(_key(deltas), deltas, ())
+
+
+def _listed(names: list[str]) -> str:
+    names = sorted(names)
+    more = f" and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
+    return ", ".join(names[:_SHOWN]) + more
+
+
+def _config(file: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+    """adapter_config.json, or what the file itself says. Raises CheckpointError for what is not plain LoRA."""
+    beside = file.parent / _CONFIG
+    if beside.exists():
+        config = read_json(beside)
+    else:
+        try:
+            config = json.loads(metadata.get("lora_adapter_metadata", "{}"))
+        except ValueError as error:
+            raise CheckpointError(f"{file}: its lora_adapter_metadata is no JSON ({error})") from error
+        if not isinstance(config, dict):
+            raise CheckpointError(f"{file}: its lora_adapter_metadata is no JSON object")
+    if (kind := str(config.get("peft_type", "LORA"))).upper() != "LORA":
+        raise CheckpointError(f"{file}: a {kind} adapter; only LoRA is applied")
+    init = config.get("init_lora_weights")
+    changes = isinstance(init, str) and re.match(r"(pissa|olora|corda|loftq|lora_ga)", init, re.IGNORECASE)
+    refused = {
+        "DoRA (use_dora)": config.get("use_dora"),
+        "bias": config.get("bias") not in (None, "none"),
+        "lora_bias": config.get("lora_bias"),
+        "fan_in_fan_out": config.get("fan_in_fan_out"),
+        "modules_to_save: merge them into the model": config.get("modules_to_save"),
+        "layer_replication": config.get("layer_replication"),
+        "trainable_token_indices": config.get("trainable_token_indices"),
+        "alora_invocation_tokens (activated LoRA)": config.get("alora_invocation_tokens"),
+        "use_qalora": config.get("use_qalora"),
+        "use_bdlora": config.get("use_bdlora"),
+        "monteclora_config": config.get("monteclora_config"),
+        "velora_config": config.get("velora_config"),
+        "kasa_config": config.get("kasa_config"),
+        "arrow_config": config.get("arrow_config"),
+        f"init_lora_weights={init}, which changes the model: save the adapter converted": changes,
+    }
+    for what, is_set in refused.items():
+        if is_set:
+            raise CheckpointError(f"{file}: {what} is not supported")
+    return config
+
+
+def _terms(file: Path, headers: Mapping[str, Header]) -> tuple[dict[str, tuple[Header, Header, bool]], dict[str, Header]]:
+    """Of each module its two matrices, and whether it is an embedding; and the alphas of those that store
+    one. Raises CheckpointError for any other tensor.
+    """
+    halves: dict[str, dict[str, Header]] = {}
+    embeddings: set[str] = set()
+    alphas: dict[str, Header] = {}
+    other = []
+    for stored, header in headers.items():
+        if "lora_magnitude_vector" in stored:
+            raise CheckpointError(f"{file}: {stored}: DoRA is not supported")
+        if match := _TERM.match(stored):
+            name = _module(match[1])
+            if halves.setdefault(name, {}).setdefault(match[3], header) is not header:
+                raise CheckpointError(f"{file}: {stored}: stored twice, under two names")
+            if match[2]:
+                embeddings.add(name)
+        elif stored.endswith(".alpha"):
+            alphas[_module(stored.removesuffix(".alpha"))] = header
+        else:
+            other.append(stored)
+    if other:
+        raise CheckpointError(
+            f"{file}: {_listed(other)}: neither lora_A nor lora_B; whole weights and biases of an adapter are not supported"
+        )
+    lone = [name for name, both in halves.items() if len(both) != 2]
+    if lone:
+        raise CheckpointError(f"{file}: {_listed(lone)}: lora_A or lora_B is missing; {_ADVICE}")
+    return {name: (both["A"], both["B"], name in embeddings) for name, both in halves.items()}, alphas
+
+
+def _module(name: str) -> str:
+    """A module's name without what wraps the text model."""
+    match = _MODULE.match(name)
+    return match[1] if match else name
+
+
+def _targets(shape: ModelShape, has_split_experts: bool) -> dict[str, _Target]:
+    """By the names of all modules that an adapter may change, in every way that checkpoints name them."""
+    found: dict[str, _Target] = {}
+    p = "model.layers.{}.mlp.experts.0.gate_proj.weight"
+    several = [p.format(i) for i in range(shape.n_layers)] if has_split_experts else []
+    plain = [f"model.layers.{i}.linear_attn.in_proj_{name}.weight" for i in range(shape.n_layers) for name in ("qkv", "z")]
+    for names in (several, plain):
+        declared = Declaration(None, COUNTED)
+        weights = declare_weights(declared, shape, shape.tie_word_embeddings, names=names)
+        names_of = {id(part): name for name, part in weights.named_parts()} | {id(weights.lm_head): "lm_head"}
+        names_of[id(weights.embed)] = "embed"
+        for planned in declared.plan:
+            part = names_of[id(planned.target)]
+            if isinstance(planned.target, Matrix) and not part.startswith("draft_head."):
+                for module, target in _of_part(part, planned):
+                    found.setdefault(module, target)
+        if shape.tie_word_embeddings:
+            found["lm_head"] = _Target("lm_head", 0, np.arange(shape.vocab_size), shape.hidden_size)
+    for i in range(shape.n_layers):
+        _join(found, f"layers.{i}.mlp.", "gate_up_proj", ("gate_proj", "up_proj"))
+        _join(found, f"layers.{i}.mlp.shared_expert.", "gate_up_proj", ("gate_proj", "up_proj"))
+        _join(found, f"layers.{i}.linear_attn.", "in_proj_qkvz", ("in_proj_qkv", "in_proj_z"))
+        _join(found, f"layers.{i}.linear_attn.", "in_proj_ba", ("in_proj_b", "in_proj_a"))
+        if (ba := found.get(f"layers.{i}.linear_attn.in_proj_ba")) is not None:
+            half = len(ba.rows) // 2
+            for name, first in (("b", ba.first), ("a", ba.first + half)):
+                found.setdefault(f"layers.{i}.linear_attn.in_proj_{name}", _Target(ba.part, first, np.arange(half), ba.k))
+    return found
+
+
+def _join(found: dict[str, _Target], prefix: str, fused: str, parts: tuple[str, str]) -> None:
+    """The name of two modules as one, whose rows lie in order."""
+    first, last = (found.get(prefix + name) for name in parts)
+    if first is not None and last is not None:
+        n = len(first.rows) + len(last.rows)
+        found.setdefault(prefix + fused, _Target(first.part, first.first, np.arange(n), first.k))
+
+
+def _of_part(part: str, planned: Planned) -> Iterator[tuple[str, _Target]]:
+    """The modules whose weights are put together in a part."""
+    matrix, stored = planned.target, planned.stored
+    n_matrices = matrix.n_matrices
+    all_in_one = n_matrices > 1 and len(stored) == 1
+    for i in range(1 if all_in_one else n_matrices):
+        at, rows = 0, dict[str, list[Array]]()
+        first: dict[str, int] = {}
+        for name, begin, end in planned.runs(n_matrices, i, 0, matrix.n):
+            first.setdefault(name, at)
+            rows.setdefault(name, []).append(np.arange(begin, end))
+            at += end - begin
+        for name, runs in rows.items():
+            target = _Target(part, first[name], np.concatenate(runs), matrix.k, n_matrices, i, all_in_one)
+            yield _module(name.removesuffix(".weight")), target
+
+
+def _stacked(name: str, targets: Mapping[str, _Target], down: Header, up: Header, file: Path) -> _Target:
+    """Of `target_parameters`: PEFT does not name which of a layer's two stacks of experts a term is of, so that its
+    sizes say it.
+    """
+    prefix = _STACKED.sub(".experts.", name)
+    sizes = down.shape[-1:] + up.shape[:1]
+    for parameter in ("gate_up_proj", "down_proj"):
+        target = targets.get(prefix + parameter)
+        if target is not None and sizes in ((target.k, len(target.rows)), (len(target.rows), target.k)):
+            return target
+    raise CheckpointError(f"{file}: {name}: no stack of experts in this model has terms of {list(down.shape)} and {list(up.shape)}")
+
+
+@dataclass(frozen=True)
+class _Reader:
+    """Reads the terms of one file."""
+
+    file: Path
+    files: MappedFiles
+    config: Mapping[str, Any]
+    alphas: Mapping[str, Header]
+
+    def delta(self, name: str, target: _Target, down: Header, up: Header) -> Delta:
+        """Raises CheckpointError for sizes that are not the model's, and for what is not finite."""
+        n, k, m = len(target.rows), target.k, target.n_matrices if target.is_all else 1
+        if target.part == "embed":  # a term of the one-hot row of an id, [r, V]
+            n, k = k, n
+        if len(down.shape) != 2 or len(up.shape) != 2 or down.shape[0] != up.shape[1] or down.shape[0] % m:
+            raise CheckpointError(f"{self.file}: {name}: lora_A {list(down.shape)} and lora_B {list(up.shape)} do not fit each other")
+        rank = down.shape[0] // m
+        if not 1 <= rank <= MAX_RANK:
+            raise CheckpointError(f"{self.file}: {name}: rank {rank}; from 1 to {MAX_RANK} can be applied")
+        is_turned = target.is_all and (down.shape[1], up.shape[0]) == (n, k) != (k, n)
+        if not is_turned and (down.shape[1], up.shape[0]) != (k, n):
+            raise CheckpointError(
+                f"{self.file}: {name}: changes a matrix of {[up.shape[0], down.shape[1]]}, where this model has {[n, k]}"
+            )
+        a, b = self._values(name, down), self._values(name, up)
+        if target.is_all:  # PEFT's order: A [experts x r, in], B [out, r x experts]
+            a, b = a.reshape(m, rank, -1), b.reshape(len(b), rank, m).transpose(2, 0, 1)
+            if is_turned:  # of PEFT before 0.18, which took [experts, out, in] for [experts, in, out]
+                a, b = b.transpose(0, 2, 1), a.transpose(0, 2, 1)
+        else:
+            a, b = a[None], b[None]
+        if target.part != "embed":
+            b = b[:, target.rows]
+        return Delta(target.first, np.ascontiguousarray(a), np.ascontiguousarray(b), self._scale(name, rank))
+
+    def _values(self, name: str, header: Header) -> Array:
+        """bfloat16."""
+        if header.dtype not in ("BF16", "F16", "F32"):
+            raise CheckpointError(f"{self.file}: {name}: stored as {header.dtype}; BF16, F16 or F32 can be read")
+        values = self.files.read(header)
+        with np.errstate(over="ignore"):
+            values = values.astype(bfloat16)
+        if not ((raw(values) & 0x7F80) != 0x7F80).all():
+            raise CheckpointError(f"{self.file}: {name}: holds values that are not finite in bfloat16")
+        return values
+
+    def _scale(self, name: str, rank: int) -> float:
+        """alpha / r, of rsLoRA alpha / sqrt(r) (Kalajdzievski 2023, arXiv 2312.03732)."""
+        alpha = self._of_pattern("alpha_pattern", name, self.config.get("lora_alpha"))
+        if name in self.alphas:
+            alpha = float(self._values(name, self.alphas[name]).reshape(-1)[0])
+        said = self._of_pattern("rank_pattern", name, self.config.get("r"))
+        if said is not None and said != rank:
+            raise CheckpointError(f"{self.file}: {name}: rank {rank} is stored, and {_CONFIG} says {said}")
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+            raise CheckpointError(f"{self.file}: {name}: lora_alpha is {alpha!r}; put its {_CONFIG} beside it")
+        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+
+    def _of_pattern(self, pattern: str, name: str, default: Any) -> Any:
+        """As PEFT: a key is the end of a module's name, or a regular expression of it."""
+        rules = self.config.get(pattern)
+        for key, value in rules.items() if isinstance(rules, dict) else ():
+            try:
+                if re.match(rf"(.*\.)?({key})$", name) or re.match(rf"(.*\.)?({key})$", f"model.{name}"):
+                    return value
+            except re.error:
+                continue
+        return default
+
+
+def _joined(first: int, n_matrices: int, experts: Mapping[int, Delta]) -> Delta:
+    """The terms of experts that were stored one by one, as one; zeros for those that have none."""
+    rank = max(delta.rank for delta in experts.values())
+    one = next(iter(experts.values()))
+    down = np.zeros((n_matrices, rank, one.down.shape[2]), bfloat16)
+    up = np.zeros((n_matrices, one.n_rows, rank), bfloat16)
+    scales = {delta.scale for delta in experts.values()}
+    scale = scales.pop() if len(scales) == 1 else 1.0
+    for i, delta in experts.items():
+        raw(down)[i, : delta.rank] = raw(delta.down)[0]
+        of_up = delta.up[0] if scale == delta.scale else (delta.up[0].astype(np.float32) * delta.scale).astype(bfloat16)
+        raw(up)[i, :, : delta.rank] = raw(of_up)
+    return Delta(first, down, up, scale)
+
+
+def _key(deltas: Mapping[str, tuple[Delta, ...]]) -> bytes:
+    digest = blake2b(digest_size=16, person=b"deltic adapter")
+    for part, found in sorted(deltas.items()):
+        for delta in found:
+            digest.update(f"{part} {delta.first} {delta.down.shape} {delta.up.shape} {delta.scale.hex()}\n".encode())
+            digest.update(raw(delta.down).data)
+            digest.update(raw(delta.up).data)
+    return digest.digest()
