@@ -51,7 +51,7 @@ def n_segments(name: str) -> int:
 
 
 @dataclass(frozen=True)
-class AdapterMemory:
+class AdapterBuffers:
     """Adapters that are loaded, and workspaces of their terms."""
 
     arena: Tensor  # bfloat16, flat
@@ -60,9 +60,9 @@ class AdapterMemory:
     gate_up: Tensor | None  # float32, flat: of all pairs of a mixture, before SwiGLU
 
 
-def adapter_memory(
+def adapter_buffers(
     shape: ModelShape, n_slots: int, max_rank: int, n_bytes: int, n_rows: int, n_prefill_rows: int, allocate: Allocate
-) -> AdapterMemory:
+) -> AdapterBuffers:
     """n_bytes: of the arena. n_rows, n_prefill_rows: the most of a decode and of a prefill."""
     widest, by_pair = max(shape.moe_intermediate_size, shape.shared_intermediate_size), shape.n_experts_per_tok + 1
     matrices = sizes(shape)
@@ -78,7 +78,7 @@ def adapter_memory(
         return max(found)
 
     pairs = max(n_rows, n_prefill_rows) * by_pair
-    return AdapterMemory(
+    return AdapterBuffers(
         arena=allocate("adapters", (n_bytes // 2,), torch.bfloat16),
         table=allocate("table of adapters", (n_slots, len(matrices), WORDS), torch.int64),
         sums=allocate("sums of adapters", (max(most(n_rows, False), most(n_prefill_rows, True)),), torch.float32),
@@ -89,10 +89,10 @@ def adapter_memory(
 class Targets:
     """The matrices of a model by their names, as operators know them."""
 
-    def __init__(self, shape: ModelShape, memory: AdapterMemory, max_rank: int) -> None:
-        self._gate_up = memory.gate_up
+    def __init__(self, shape: ModelShape, buffers: AdapterBuffers, max_rank: int) -> None:
+        self._gate_up = buffers.gate_up
         self._found = {
-            name: Target(memory.table[:, i], memory.arena, memory.sums, one.n, one.k, n_segments(name), max_rank)
+            name: Target(buffers.table[:, i], buffers.arena, buffers.sums, one.n, one.k, n_segments(name), max_rank)
             for i, (name, one) in enumerate(sizes(shape).items())
         }
 

@@ -439,27 +439,12 @@ def _tiles(w: Matrix, tiles: MoePrefillTiles | None) -> MoePrefillTiles:
     )
 
 
-def moe_prefill(
-    x: Tensor, w: MoeWeights, n_per_token: int, normalise: bool, *, blocks: Blocks, scratch: MoePrefillScratch, out: Tensor,
-    levers: Levers, tiles: MoePrefillTiles | None = None, adapters: tuple[ExpertTargets, AdapterRows] | None = None,
+def _route(
+    x: Tensor, w: MoeWeights, n_per_token: int, normalise: bool, blocks: Blocks, s: MoePrefillScratch, c: MoePrefillTiles,
+    levers: Levers, adapters: tuple[ExpertTargets, AdapterRows] | None,
 ) -> None:
-    """out[r] = sum_s p_s Expert_s(x[r]) + sigmoid(gate) Shared(x[r]), added in the order of decreasing p, the
-    shared one last.
-
-    x: bfloat16 [T, H], T = 64 B; weights, p, n_per_token and normalise as in `moe_decode`; blocks.n: int32
-    [B], tokens of each block, those in use in front; out: bfloat16 or float32, T * H elements, zeros in rows
-    of padding.
-    The experts' outputs are rounded to bfloat16 before they are weighted. adapters: as in `moe_decode`; what they
-    add to a rounded output is added in float32, and rounded. ValueError where shapes do not
-    belong together, KernelError for a format without a kernel.
-    """
-    hidden, n_experts, width, shared = check_moe(x, w, n_per_token)
-    t, c, s = x.shape[0], tiles or moe_prefill_tiles(), scratch
-    n_blocks, lines = t // BLOCK, t * (n_per_token + 1)
-    if t % BLOCK or blocks.n.shape[0] < n_blocks or out.numel() != t * hidden:
-        raise ValueError(f"moe: {t} rows in {blocks.n.shape[0]} blocks, out {list(out.shape)}")
-    if lines > s.weight.numel():
-        raise ValueError(f"moe: workspaces are for {s.weight.numel() // (n_per_token + 1)} rows, not {t}")
+    """Fills lists and entries of s, and its weights."""
+    (t, hidden), n_experts = x.shape, w.router.n - 1
     pdl, splits, e2 = levers.pdl, router_splits(hidden, levers), next_power_of_2(n_experts)
     experts = dict(E=n_experts, E2=e2, STRIDE=logit_stride(n_experts))
     router_n, part = largest_block(c.router_n, t), hidden // splits
@@ -484,6 +469,31 @@ def moe_prefill(
     launch(
         plan_kernel, (1,), s.counters, s.entries, E=n_experts, E2=e2, num_warps=4, num_stages=1, pdl=pdl,
     )
+
+
+def moe_prefill(
+    x: Tensor, w: MoeWeights, n_per_token: int, normalise: bool, *, blocks: Blocks, scratch: MoePrefillScratch, out: Tensor,
+    levers: Levers, tiles: MoePrefillTiles | None = None, adapters: tuple[ExpertTargets, AdapterRows] | None = None,
+) -> None:
+    """out[r] = sum_s p_s Expert_s(x[r]) + sigmoid(gate) Shared(x[r]), added in the order of decreasing p, the
+    shared one last.
+
+    x: bfloat16 [T, H], T = 64 B; weights, p, n_per_token and normalise as in `moe_decode`; blocks.n: int32
+    [B], tokens of each block, those in use in front; out: bfloat16 or float32, T * H elements, zeros in rows
+    of padding.
+    The experts' outputs are rounded to bfloat16 before they are weighted. adapters: as in `moe_decode`; what they
+    add to a rounded output is added in float32, and rounded. ValueError where shapes do not
+    belong together, KernelError for a format without a kernel.
+    """
+    hidden, n_experts, width, shared = check_moe(x, w, n_per_token)
+    t, c, s = x.shape[0], tiles or moe_prefill_tiles(), scratch
+    n_blocks, lines = t // BLOCK, t * (n_per_token + 1)
+    if t % BLOCK or blocks.n.shape[0] < n_blocks or out.numel() != t * hidden:
+        raise ValueError(f"moe: {t} rows in {blocks.n.shape[0]} blocks, out {list(out.shape)}")
+    if lines > s.weight.numel():
+        raise ValueError(f"moe: workspaces are for {s.weight.numel() // (n_per_token + 1)} rows, not {t}")
+    pdl = levers.pdl
+    _route(x, w, n_per_token, normalise, blocks, s, c, levers, adapters)
     n_entries, n_tiles, inner = _n_entries(t, n_experts, n_per_token), triton.cdiv(t, TILE), max(width, shared)
     act_base = n_entries * TILE  # first row of act of the shared expert
     products: dict[str, Any] = {"E": n_experts, "SLOTS": n_per_token, "pdl": pdl}

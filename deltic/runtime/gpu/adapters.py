@@ -1,17 +1,15 @@
-"""LoRA adapters in a GPU's memory: where each lies, and how it comes there beside the steps.
+"""LoRA adapters in a GPU's memory: how they lie there, and how they come there beside the steps.
 
-All adapters lie in one arena of planned size, each in one run of bytes, first fit. Its row of the table says
-where the terms of each matrix begin (ops/gpu/lora.py). A thread of its own copies an adapter, through pinned
-memory, in pieces and on a stream of its own, so that running sequences do not wait for it.
+All adapters lie in one arena of planned size; who gets which bytes of it is decided in runtime/adapters.py. A
+slot's row of a table says where the terms of each matrix begin (ops/gpu/lora.py). They are copied through
+pinned memory, in pieces and on a stream of their own, so that running sequences do not wait.
 
-No step reads a slot's row, or the bytes that it names, before its copy is done and after it was dropped. Steps
-that read what lay there before may still run when a copy is asked for: it waits for them.
+Steps that read what lay there before may still run when an adapter is written: the copies wait for them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from typing import NamedTuple
 
@@ -20,7 +18,7 @@ import torch
 from torch import Tensor
 
 from deltic.models.qwen.adapters import Adapter, Delta
-from deltic.models.qwen.gpu_adapters import AdapterMemory, n_segments, sizes
+from deltic.models.qwen.gpu_adapters import AdapterBuffers, n_segments, sizes
 from deltic.models.qwen.shape import ModelShape
 from deltic.ops.arrays import Array, raw
 from deltic.ops.gpu.lora import ALIGNED, SEGMENT_WORDS, WORDS, padded
@@ -43,7 +41,7 @@ def _aligned(n: int) -> int:
 
 
 def _layout(adapter: Adapter) -> tuple[list[_Packed], int]:
-    """Of each matrix, and elements in all. Down of all terms comes first, ranks padded; then up of each."""
+    """Of each matrix, and elements in all. Down of all terms comes first, with ranks padded; then up of each."""
     found, at = [], 0
     for name, deltas in adapter.deltas.items():
         words = np.zeros(WORDS, np.int64)
@@ -81,81 +79,63 @@ def _values(packed: _Packed) -> Iterator[tuple[int, Array]]:
         yield int(packed.words[2 + i * SEGMENT_WORDS]), up
 
 
-class AdapterStore:
-    """The adapters of a runner, by slot. Not thread-safe, but for its own thread."""
+class GpuAdapterMemory:
+    """Implements `adapters.AdapterMemory`: the adapters of a runner."""
 
-    def __init__(self, shape: ModelShape, memory: AdapterMemory, stream: torch.cuda.Stream | None) -> None:
+    def __init__(self, shape: ModelShape, buffers: AdapterBuffers, stream: torch.cuda.Stream | None) -> None:
         """stream: of the steps; None: not on a GPU."""
-        self._memory, self._stream = memory, stream
-        self._index = {name: i for i, name in enumerate(sizes(shape))}
+        self._buffers, self._stream = buffers, stream
         self._sizes = sizes(shape)
-        self._places: dict[int, tuple[int, int]] = {}
-        """Of the adapters that are there, first element and number of them, by slot."""
-        self._thread = ThreadPoolExecutor(1, "adapters")
+        self._index = {name: i for i, name in enumerate(self._sizes)}
+        self._cleared: torch.cuda.Event | None = None
+        """Behind all steps that may have read what is free by now."""
         is_gpu = stream is not None
-        self._own = torch.cuda.Stream(memory.arena.device) if is_gpu else None
+        self._own = torch.cuda.Stream(buffers.arena.device) if is_gpu else None
         self._staging = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=is_gpu) for _ in range(2)]
 
-    def put(self, slot: int, adapter: Adapter) -> Future[None]:
-        """Begins to bring an adapter into a slot that has none; done when steps may read it.
+    def bytes_of(self, adapter: Adapter) -> int:
+        """See `adapter_bytes`."""
+        return adapter_bytes(adapter)
 
-        Raises MemoryError where no run of free bytes is long enough: others must be dropped first.
+    def write(self, slot: int, begin: int, adapter: Adapter) -> None:
+        """Puts an adapter at a byte of the arena, and its row into the table; it is there on return. In any
+        thread, one at a time. Raises ValueError for terms that are not of this model's matrices.
         """
-        assert slot not in self._places
-        for name, deltas in adapter.deltas.items():
-            self._check(name, deltas)
-        packed, n = _layout(adapter)
-        first = self._free(n)
-        self._places[slot] = first, n
-        mark = None
-        if self._stream is not None:
-            mark = torch.cuda.Event()
-            mark.record(self._stream)
-        return self._thread.submit(self._bring, slot, first, packed, mark)
-
-    def drop(self, slot: int) -> None:
-        """Frees a slot; no step that is planned from here on reads it."""
-        del self._places[slot]
-
-    def close(self) -> None:
-        """Ends its thread, behind what it does."""
-        self._thread.shutdown()
-
-    def _check(self, name: str, deltas: Sequence[Delta]) -> None:
-        of = self._sizes[name]
-        down, up = ((of.n_matrices, None, of.k), (of.n_matrices, None, None))
-        for delta in deltas:
-            fits = all(want in (None, have) for want, have in zip(down, delta.down.shape, strict=True))
-            fits &= all(want in (None, have) for want, have in zip(up, delta.up.shape, strict=True))
-            if not fits or delta.first + delta.n_rows > of.n or len(deltas) > n_segments(name):
-                raise ValueError(f"adapter: {name}: terms of {delta.down.shape} and {delta.up.shape} at {delta.first}")
-
-    def _free(self, n: int) -> int:
-        """Where n elements are free."""
-        begin = 0
-        for first, size in sorted(self._places.values()):
-            if first - begin >= n:
-                return begin
-            begin = first + size
-        if len(self._memory.arena) - begin < n:
-            raise MemoryError(f"no room for an adapter of {2 * n} bytes")
-        return begin
-
-    def _bring(self, slot: int, first: int, packed: list[_Packed], mark: torch.cuda.Event | None) -> None:
-        table = np.zeros(self._memory.table.shape[1:], np.int64)
-        with self._on_own_stream(mark):
-            arena = self._memory.arena.view(torch.uint8)
+        first, (packed, _) = begin // 2, _layout(adapter)
+        assert begin % (2 * ALIGNED) == 0
+        for one in packed:
+            self._check(one)
+        table = np.zeros(self._buffers.table.shape[1:], np.int64)
+        with self._on_own_stream():
+            arena = self._buffers.arena.view(torch.uint8)
             for one in packed:
-                for begin, values in _values(one):
-                    self._copy(values.reshape(-1).view(np.uint8), arena[2 * (first + begin) :])
+                for at, values in _values(one):
+                    self._copy(values.reshape(-1).view(np.uint8), arena[2 * (first + at) :])
                 words = table[self._index[one.name]]
                 words[:] = one.words
                 words[[0, *(2 + i * SEGMENT_WORDS for i in range(len(one.deltas)))]] += first
-            self._copy(table.reshape(-1).view(np.uint8), self._memory.table[slot].view(-1).view(torch.uint8))
+            self._copy(table.reshape(-1).view(np.uint8), self._buffers.table[slot].view(-1).view(torch.uint8))
             self._wait()
 
+    def open(self, slot: int) -> None:
+        """Rows may have what was written from the next step on: no step has read the slot's row before."""
+
+    def clear(self, slot: int) -> None:
+        """Its bytes may be written; no step that is started from here on reads them."""
+        if self._stream is not None:
+            self._cleared = torch.cuda.Event()
+            self._cleared.record(self._stream)
+
+    def _check(self, packed: _Packed) -> None:
+        name, of = packed.name, self._sizes.get(packed.name)
+        for delta in packed.deltas:
+            sizes = (delta.down.shape[0], delta.down.shape[2], delta.up.shape[0])
+            fits = of is not None and sizes == (of.n_matrices, of.k, of.n_matrices) and len(packed.deltas) <= n_segments(name)
+            if not fits or of is None or delta.first + delta.n_rows > of.n:
+                raise ValueError(f"adapter: {name}: terms {delta.down.shape} and {delta.up.shape} at row {delta.first}")
+
     def _copy(self, values: Array, to: Tensor) -> None:
-        """Bytes, a piece after the other: one is staged while the other is on its way."""
+        """Bytes, a piece after the other: one is staged while another is on its way."""
         for i, begin in enumerate(range(0, len(values), PIECE_BYTES)):
             piece, staging = values[begin : begin + PIECE_BYTES], self._staging[i % 2]
             if i % 2 == 0:
@@ -169,9 +149,9 @@ class AdapterStore:
             event.record()
             event.synchronize()
 
-    def _on_own_stream(self, mark: torch.cuda.Event | None) -> AbstractContextManager[object]:
+    def _on_own_stream(self) -> AbstractContextManager[object]:
         if self._own is None:
             return nullcontext()
-        if mark is not None:
-            self._own.wait_event(mark)
+        if self._cleared is not None:
+            self._own.wait_event(self._cleared)
         return torch.cuda.stream(self._own)
