@@ -80,6 +80,9 @@ def gpu(sub: argparse.ArgumentParser) -> None:
     add("--pictures", default="", metavar="SIDE,SIDE,...", help=text)
     text = "decodes with drafts, whose tokens are right with these probabilities, beside plain ones; nothing else"
     add("--accept", default=None, metavar="P,P,...", help=text)
+    text = "decodes and prompts with so many adapters of all linear modules in turn, beside plain ones; nothing else"
+    add("--lora", type=int, default=0, metavar="N", help=text)
+    add("--lora-rank", type=int, default=16, metavar="R", help="of these (default: 16)")
     add("--out", metavar="DIR", help=OUT_HELP)
     names = ("dummy", "quantize", "lever", "memory_gb", "max_model_len", "max_step_tokens", "max_drafts")
     add_some(sub, *names, "tensor_parallel", "tp_invariant", "seed")

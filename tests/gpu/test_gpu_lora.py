@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -11,14 +12,28 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
+from deltic.config import EngineConfig
+from deltic.engine.drafts import Drafter, Drafting
+from deltic.engine.engine import Engine
+from deltic.engine.messages import LoadAdapter, Request
 from deltic.models.qwen.adapters import Adapter, Delta
-from deltic.models.qwen.gpu_adapters import AdapterMemory
+from deltic.models.qwen.gpu_adapters import AdapterBuffers, Sized, sizes
+from deltic.models.qwen.shape import ModelShape
 from deltic.ops.arrays import bfloat16
 from deltic.ops.gpu.blocks import BLOCK, GROUP_ROWS, AdapterRows
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.lora import WORDS, Target, expand, gather, n_sums, shrink
+from deltic.runtime.build import build_runner
 from deltic.runtime.gpu import adapters as store
-from deltic.runtime.gpu.adapters import AdapterStore, adapter_bytes
+from deltic.runtime.gpu.adapters import GpuAdapterMemory, adapter_bytes
+from deltic.runtime.gpu.device import Gpu
+from deltic.runtime.gpu.places import adapter_groups
+from deltic.runtime.gpu.text import GpuTextRunner
+from tests.adapters import adapted
+from tests.gpu.test_gpu_drafts import small_checkpoint
+from tests.gpu.test_gpu_engine import Entry, answers, prompt, request
+from tests.reference.model import forward
+from tests.tiny import N_REAL_VOCAB
 
 LEVERS = Levers()
 
@@ -52,40 +67,27 @@ def load(
     deltas: list[tuple[Delta, ...]], n: int, k: int, n_segments: int, rank: int, n_sums: int, device: str, monkeypatch: pytest.MonkeyPatch,
     name: str = "w",
 ) -> Loaded:  # fmt: skip
-    monkeypatch.setattr(store, "sizes", lambda shape: {name: store_size(n, k)})
+    monkeypatch.setattr(store, "sizes", lambda shape: {name: Sized(n, k)})
     monkeypatch.setattr(store, "n_segments", lambda name: n_segments)
     found = [Adapter(bytes(16), {name: of}, ()) for of in deltas]
     n_bytes = sum(adapter_bytes(one) for one in found)
-    memory = AdapterMemory(
+    buffers = AdapterBuffers(
         torch.full((n_bytes // 2,), torch.nan, dtype=torch.bfloat16, device=device),
         torch.zeros((len(found), 1, WORDS), dtype=torch.int64, device=device),
         torch.full((n_sums,), torch.nan, device=device),
         None,
     )
-    own = AdapterStore(None, memory, torch.cuda.Stream() if device == "cuda" else None)  # type: ignore[arg-type]
+    own = GpuAdapterMemory(None, buffers, torch.cuda.Stream() if device == "cuda" else None)  # type: ignore[arg-type]
     for i, one in enumerate(found):
-        own.put(i, one).result()
-    own.close()
-    return Loaded(Target(memory.table[:, 0], memory.arena, memory.sums, n, k, n_segments, rank), deltas)
-
-
-def store_size(n: int, k: int) -> Any:
-    from deltic.models.qwen.gpu_adapters import Sized
-
-    return Sized(n, k)
+        own.write(i, sum(map(adapter_bytes, found[:i])), one)
+    return Loaded(Target(buffers.table[:, 0], buffers.arena, buffers.sums, n, k, n_segments, rank), deltas)
 
 
 def groups(adapters: list[int], device: str) -> AdapterRows:
     """Of the rows of a decode, as the host puts them together."""
-    n, found = len(adapters), list[tuple[int, list[int]]]()
-    for adapter in dict.fromkeys(adapters):
-        rows = [i for i, one in enumerate(adapters) if one == adapter]
-        found += [(adapter, rows[i : i + GROUP_ROWS]) for i in range(0, len(rows), GROUP_ROWS) if adapter >= 0]
-    row = torch.full((n, GROUP_ROWS), -1, dtype=torch.int32)
-    who = torch.full((n,), -1, dtype=torch.int32)
-    for i, (adapter, rows) in enumerate(found):
-        who[i], row[i, : len(rows)] = adapter, torch.tensor(rows, dtype=torch.int32)
-    return AdapterRows(who.to(device), row.to(device), torch.tensor(adapters, dtype=torch.int32, device=device))
+    parts = (torch.tensor(words, dtype=torch.int32, device=device) for words in adapter_groups(adapters, len(adapters)))
+    who, row = parts
+    return AdapterRows(who, row.view(-1, GROUP_ROWS), torch.tensor(adapters, dtype=torch.int32, device=device))
 
 
 CASES = {
@@ -160,3 +162,147 @@ def test_of_tokens(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     gather(on(-3, *tokens[1:]), loaded.target, who, 64, levers=LEVERS)
     expand(out, loaded.target, who, parts=1, levers=LEVERS)
     assert not out[0].any() and far(out[1:], expected(tokens[1:])) < 1e-5
+
+
+# Whole requests.
+
+HAS_GPU = torch.cuda.is_available()
+KINDS = ("dense", "moe", pytest.param("next", marks=pytest.mark.long))
+N_TOKENS = 24 if HAS_GPU else 2
+TOLERANCE = 0.12
+"""As of tests/gpu/test_gpu_engine.py."""
+MODULES = {"in_proj": ("qkv", "z", "b", "a"), "qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "router": ("experts", "shared")}
+
+
+def parts_of(shape: ModelShape, name: str, n: int) -> list[int]:
+    """Rows of the modules that a matrix is made of."""
+    kind = name.rpartition(".")[2].removeprefix("shared_")
+    if kind == "in_proj":
+        return [shape.conv_channels, shape.gdn_value_size, shape.gdn_n_v_heads, shape.gdn_n_v_heads]
+    if kind == "qkv":
+        kv = shape.n_kv_heads * shape.head_dim
+        return [n - 2 * kv, kv, kv]
+    return {"gate_up": [n // 2, n // 2], "router": [n - 1, 1]}.get(kind, [n])
+
+
+@cache
+def every_module(kind: str, seed: int) -> Adapter:
+    """An adapter of every module, of other ranks in each."""
+    shape, rng, found = runner(kind).plan.shape, np.random.default_rng(seed), {}
+    for name, of in sizes(shape).items():
+        deltas, first = [], 0
+        for n in parts_of(shape, name, of.n):
+            rank, scale = int(rng.integers(1, 20)), 0.02 * of.n_matrices**0
+            delta = terms(rng, of.k, rank, first, n, scale, of.n_matrices)
+            deltas.append(delta)
+            first += n
+        found[name] = tuple(deltas)
+    return Adapter(bytes([seed] * 16), found, ())
+
+
+@cache
+def runner(kind: str, max_drafts: int = 0, max_loras: int = 3) -> GpuTextRunner:
+    """With adapters 1 and 2, if there is room for some."""
+    config = EngineConfig(
+        model=str(small_checkpoint(kind)), max_drafts=max_drafts, max_num_seqs=24 if HAS_GPU else 3, max_model_len=512 if HAS_GPU else 192,
+        max_step_tokens=256 if HAS_GPU else 128, n_pages=120 if HAS_GPU else 20, n_checkpoints=6, allow_lora_loading=max_loras > 0,
+        max_loras=max_loras if max_loras else None, max_lora_rank=20 if max_loras else None, lora_gb=0.05 if max_loras else None,
+    )  # fmt: skip
+    found: GpuTextRunner = build_runner(config, lambda stage, done: None, Gpu())
+    return found
+
+
+def loaded(kind: str, max_drafts: int = 0) -> GpuTextRunner:
+    """With the adapters of seeds 1 and 2."""
+    found = runner(kind, max_drafts)
+    assert found.adapters is not None
+    for seed in (1, 2):
+        adapter = every_module(kind, seed)
+        if found.adapters.find(adapter.key) is None:
+            found.adapters._place(LoadAdapter(""), adapter)
+            while found.adapters.is_waiting:
+                assert all(answer.error is None for answer in found.adapters.poll())
+    return found
+
+
+def adapted_request(name: str, ids: list[int], seed: int, n_tokens: int) -> Request:
+    """With the adapter of a seed; 0: without."""
+    one = request(name, ids, n_tokens)
+    one.adapter = bytes([seed] * 16) if seed else b""
+    return one
+
+
+def run(inner: GpuTextRunner, *asked: tuple[str, list[int], int], n_tokens: int = N_TOKENS) -> dict[str, list[Entry]]:
+    """Answers of all at once: names, prompts and seeds of adapters."""
+    engine = Engine(inner)
+    for name, ids, seed in asked:
+        engine.add(adapted_request(name, ids, seed, n_tokens))
+    return answers(engine)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_against_the_oracle(kind: str) -> None:
+    """Prefill and decode of a sequence with an adapter of every module; an oracle that lacks the terms of some is further away."""
+    inner, ids, adapter = loaded(kind), prompt(3, 62), every_module(kind, 1)
+    drawn = run(inner, ("a", ids, 1))["a/0"]
+
+    def error(deltas: dict[str, tuple[Delta, ...]]) -> float:
+        weights = adapted(inner.model.weights, replace(adapter, deltas=deltas), "bfloat16")
+        tokens = ids + [entry[0] for entry in drawn[:-1]]
+        expected = forward(weights, inner.plan.shape, tokens, precision="bfloat16")[len(ids) - 1 :, :N_REAL_VOCAB]
+        rows = zip(expected.log_softmax(-1), drawn, strict=True)
+        return float(np.median([max(abs(value - float(row[token])) for token, value in entry[2]) for row, entry in rows]))
+
+    whole = error(dict(adapter.deltas))
+    assert whole < TOLERANCE / 2
+    for matrix in {name.rpartition(".")[2] for name in adapter.deltas}:
+        some = {name: of for name, of in adapter.deltas.items() if name.rpartition(".")[2] != matrix}
+        assert error(some) > 1.4 * whole, matrix
+
+
+ASKED = [("a", prompt(4, 66 if HAS_GPU else 20), 1), ("b", prompt(5, 5), 0), ("c", prompt(6, 9), 2)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_among_others(kind: str) -> None:
+    """Rows with an adapter have the bits that they have alone, rows without one those of a server that has none."""
+    inner, asked = loaded(kind), ASKED
+    if HAS_GPU:
+        asked = [*asked, *((f"o{i}", prompt(100 + i, 1 + 29 * i % 140), i % 3) for i in range(21))]
+    found = run(inner, *asked)
+    for name, ids, seed in ASKED:
+        assert found[f"{name}/0"] == run(inner if seed else runner(kind, max_loras=0), (name, ids, seed))[f"{name}/0"]
+
+
+def test_any_cut_and_a_hit() -> None:
+    """P2 and P3, and an adapter's prefixes are its own."""
+    inner, ids = loaded("dense"), prompt(7, 300 if HAS_GPU else 66)
+    expected = run(inner, ("a", ids, 1), n_tokens=1)["a/0"]
+    engine = Engine(inner)
+    engine.scheduler.max_step_tokens = 64
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        engine.add(adapted_request(name, ids, seed, 1))
+        assert (answers(engine)[f"{name}/0"] == expected) == (seed == 1)
+    assert engine.cache.stats.n_hits == 1
+
+
+def test_drafts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """P5: of a token that is right and one that is not, beside a sequence without an adapter."""
+    asked = [("a", prompt(8, 60), 1), ("b", prompt(9, 9), 0)]
+    expected = run(loaded("dense"), *asked)
+    known = {len(ids): [entry[0] for entry in expected[f"{name}/0"]] for name, ids, _ in asked}
+    inner, n_drafted = loaded("dense", max_drafts=2), 0
+
+    def propose(self: Drafter, tokens: Any, most: int, step: int, forced: Any = ()) -> list[int]:
+        nonlocal n_drafted
+        n_prompt = max(n for n in known if n <= len(tokens))
+        draft = [*known[n_prompt][len(tokens) - n_prompt :][:1], 7][:most]
+        n_drafted += len(draft)
+        return draft
+
+    monkeypatch.setattr(Drafter, "propose", propose)
+    monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)  # every row is worth it
+    monkeypatch.setattr(Drafting, "_is_probe", lambda self, n: False)
+    monkeypatch.setattr(Drafting, "_weigh", lambda self, spent_s, plain_s: None)
+    assert run(inner, *asked) == expected
+    assert n_drafted > 1

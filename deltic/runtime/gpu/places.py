@@ -333,8 +333,8 @@ class Places:
             parts |= {part: list(words) for part, words in zip(HEAD_ROWS, _of_head(chunks, n), strict=True)}
         adapters = [c.sequence.adapter_slot for c in chunks for _ in range(c.length)]
         if max(adapters, default=-1) >= 0:  # else nothing reads them
-            groups, rows = adapter_groups(adapters, n)
-            parts |= dict(zip(ADAPTER_ROWS, (groups, rows, adapters + [-1] * (n - len(adapters))), strict=True))
+            by_row = adapters + [-1] * (n - len(adapters))
+            parts |= dict(zip(ADAPTER_ROWS, (*adapter_groups(adapters, n), by_row), strict=True))
         for part, words in parts.items():
             if self._rows[part][: len(words)] != words:
                 self._write(part, 0, words, contiguous=True)

@@ -10,13 +10,14 @@ ahead behind the token that ends it.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence as Items
 from dataclasses import replace
 
 import torch
 from torch import Tensor
 
 from deltic.engine.messages import MAX_LOGPROBS, Request, SamplingParams, TokenLogprob
-from deltic.engine.step import Chunk, Progress, Rule, Sequence, Step, StepResult
+from deltic.engine.step import Chunk, HeldAdapter, Progress, Rule, Sequence, Step, StepResult
 from deltic.models.qwen.gpu import Exchange, QwenGpu
 from deltic.models.qwen.gpu_adapters import Targets
 from deltic.models.qwen.gpu_buffers import RING, DecodeBuffers, GpuMemory
@@ -340,27 +341,32 @@ class GpuTextRunner(GpuRunner):
 
     # For tests and benches.
 
-    def replay_ms(self, n_rows: int, n_keys: int, n_replays: int = 50, n_rounds: int = 5) -> float:
+    def replay_ms(
+        self, n_rows: int, n_keys: int, n_replays: int = 50, n_rounds: int = 5, adapters: Items[int] = ()
+    ) -> float:
         """Median milliseconds of one decode of n_rows rows with n_keys keys each, replayed back to back.
+        adapters: slots of the rows' adapters, if they have any.
 
         No sequence may be open, nor anything cached: pages and slots are used as they come.
         """
         with torch.cuda.stream(self.stream):
-            return self._replay_ms(n_rows, n_keys, n_replays, n_rounds)
+            return self._replay_ms(n_rows, n_keys, n_replays, n_rounds, adapters)
 
-    def _replay_ms(self, n_rows: int, n_keys: int, n_replays: int, n_rounds: int) -> float:
+    def _replay_ms(self, n_rows: int, n_keys: int, n_replays: int, n_rounds: int, adapters: Items[int]) -> float:
         n_pages = -(-(n_keys + n_replays * n_rounds + 10) // PAGE_SIZE)
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1 << 20)
         request, chunks = Request(id="", prompt_ids=[], params=params), []
         for i in range(n_rows):
             pages = [(i * n_pages + j) % self.plan.n_pages for j in range(n_pages)]
             sequence = Sequence(request, 0, 0, array("i", [1]), n_keys, pages=pages, place=i, slot=i)
+            sequence.adapter = HeldAdapter(adapters[i]) if adapters else None
             self.places.decode(sequence, 1, n_keys - 1)
             chunks.append(Chunk(sequence, n_keys - 1, 1))
         n = self._size(n_rows)
         self.places.rows(chunks, n)
         self.places.flush()
-        bodies = [self.decode_of(n, n_keys + n_replays * n_rounds).run, self._draws[n].run]
+        forward = self.decode_of(n, n_keys + n_replays * n_rounds, has_adapters=bool(adapters))
+        bodies = [forward.run, self._draws[n].run]
         if self.draft_head is not None:
             bodies.append(self.draft_head.keys[n].run)
         times = []
