@@ -24,6 +24,7 @@ import zmq
 from deltic.config import EngineConfig
 from deltic.engine.messages import (
     Abort,
+    AdapterLoaded,
     AddText,
     CacheReport,
     CacheStats,
@@ -437,6 +438,8 @@ class EngineClient:
             self.loading = event
         elif isinstance(event, StartFailed):
             self.refusal = event.message
+        elif isinstance(event, AdapterLoaded):
+            pass
         elif self.state != "stopped" and self._commands is not None:
             # Only now: the process has bound its end, and a command sent before could not be answered.
             self._commands.connect(self._commands_endpoint)
