@@ -56,6 +56,7 @@ from deltic.ops.gpu.roofs import GpuRoofs
 from deltic.ops.gpu.vision import PatchGrid
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.gpu import device as gpu
+from deltic.runtime.gpu.adapters import adapter_bytes
 from deltic.runtime.gpu.buffers import PIECE_ROWS
 from deltic.runtime.gpu.collect import collect
 from deltic.runtime.gpu.compile import begin_compiling
@@ -108,9 +109,7 @@ class Model:
         weights = device.parts(cuts, load) if cuts else [[load(DeviceStore("cuda"), None)]]
         return cls(config, largest, n_real, device, weights, cuts)
 
-    def engine(
-        self, levers: Levers, n_rows: int, max_drafts: int = 0, adapters: AdapterRoom = AdapterRoom()
-    ) -> Engine:
+    def engine(self, levers: Levers, n_rows: int, max_drafts: int = 0, adapters: AdapterRoom | None = None) -> Engine:
         """A fresh engine for up to n_rows sequences; the one before must be gone. max_drafts: most tokens of
         a draft; with drafts the head is run, if it was loaded. adapters: room for some.
         """
@@ -435,7 +434,7 @@ def _bench_lora(arguments: argparse.Namespace, config: EngineConfig) -> int:
         raise ConfigError("--lora: adapters are measured on one GPU: leave --tensor-parallel and --tp-invariant out")
     levers, one = parse_levers(config.lever), random_adapter(model.shape, arguments.lora_rank, seed=1)
     linears = {name: deltas for name, deltas in one.deltas.items() if len(deltas[0].down) == 1}
-    n_bytes = gpu.adapter_bytes(replace(one, deltas=linears))
+    n_bytes = adapter_bytes(replace(one, deltas=linears))
     room = AdapterRoom(arguments.lora, arguments.lora_rank, arguments.lora * n_bytes)
     engine = model.engine(levers, max(sizes), adapters=room)
     runner: Any = engine.runner
@@ -455,7 +454,9 @@ def _bench_lora(arguments: argparse.Namespace, config: EngineConfig) -> int:
     context, rows = arguments.prompt + arguments.output // 2, list[dict[str, Any]]()
     for what, measured in (("decode", decodes), ("prefill", prefills)):
         for n, found in measured.items():
-            rows.append({"what": what, "n": n} | {f"{kind}_ms": [round(ms, 4) for ms in of] for kind, of in found.items()})
+            rows.append(
+                {"what": what, "n": n} | {f"{kind}_ms": [round(ms, 4) for ms in of] for kind, of in found.items()}
+            )
             if what == "decode":
                 slots = [i % len(keys) for i in range(n)]
                 rows[-1] |= {"alone_ms": round(replayed_ms(engine, n, context), 4)}

@@ -15,7 +15,7 @@ pytest.importorskip("triton")
 from deltic.config import EngineConfig
 from deltic.engine.drafts import Drafter, Drafting
 from deltic.engine.engine import Engine
-from deltic.engine.messages import LoadAdapter, Request
+from deltic.engine.messages import Request
 from deltic.models.qwen.adapters import Adapter, Delta
 from deltic.models.qwen.gpu_adapters import AdapterBuffers, Sized, sizes
 from deltic.models.qwen.shape import ModelShape
@@ -103,9 +103,7 @@ def test_against_the_sums(case: str, are_blocks: bool, device: str, monkeypatch:
     """Of two adapters of which one has fewer terms, and rows without any; and each row alone has the bits that it has among others."""
     n, k, parts = CASES[case]
     rng = np.random.default_rng(1)
-    deltas = [
-        tuple(terms(rng, k, rank, first, rows, 0.5) for first, rows, rank in of) for of in (parts, parts[:1])
-    ]
+    deltas = [tuple(terms(rng, k, rank, first, rows, 0.5) for first, rows, rank in of) for of in (parts, parts[:1])]
     rank, n_segments = max(rank for _, _, rank in parts), len(parts)
     adapters = [0, -1, 1] if are_blocks else [1, 0, -1, *[0] * 17, -1]
     n_rows = len(adapters) * (BLOCK if are_blocks else 1)
@@ -119,7 +117,11 @@ def test_against_the_sums(case: str, are_blocks: bool, device: str, monkeypatch:
         expand(out[:, :n], loaded.target, who, levers=LEVERS)
         return out
 
-    who = AdapterRows(torch.tensor(adapters, dtype=torch.int32, device=device)) if are_blocks else groups(adapters, device)
+    who = (
+        AdapterRows(torch.tensor(adapters, dtype=torch.int32, device=device))
+        if are_blocks
+        else groups(adapters, device)
+    )
     out = run(x, before.clone(), who)
     each = BLOCK if are_blocks else 1
     for i, adapter in enumerate(adapters):
@@ -154,7 +156,9 @@ def test_of_tokens(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     who, out = groups([0, -1, 0, 0], device), torch.zeros(4, h, device=device)
     by_place = on(9, 30, 17)
-    gather(by_place, loaded.target, who, 4, levers=LEVERS, places=on(2, 0, 1, 1), drafts=(on(0, 0, 0, 1), on(0, 0, 0, 44)))
+    gather(
+        by_place, loaded.target, who, 4, levers=LEVERS, places=on(2, 0, 1, 1), drafts=(on(0, 0, 0, 1), on(0, 0, 0, 44))
+    )
     expand(out, loaded.target, who, parts=1, levers=LEVERS)
     assert not out[1].any() and far(out[[0, 2, 3]], expected([17, 30, 44])) < 1e-5
     tokens, out = [*range(50), *[0] * 14], torch.zeros(64, h, device=device)
@@ -171,7 +175,12 @@ KINDS = ("dense", "moe", pytest.param("next", marks=pytest.mark.long))
 N_TOKENS = 24 if HAS_GPU else 2
 TOLERANCE = 0.12
 """As of tests/gpu/test_gpu_engine.py."""
-MODULES = {"in_proj": ("qkv", "z", "b", "a"), "qkv": ("q", "k", "v"), "gate_up": ("gate", "up"), "router": ("experts", "shared")}
+MODULES = {
+    "in_proj": ("qkv", "z", "b", "a"),
+    "qkv": ("q", "k", "v"),
+    "gate_up": ("gate", "up"),
+    "router": ("experts", "shared"),
+}
 
 
 def parts_of(shape: ModelShape, name: str, n: int) -> list[int]:
@@ -219,9 +228,7 @@ def loaded(kind: str, max_drafts: int = 0) -> GpuTextRunner:
     for seed in (1, 2):
         adapter = every_module(kind, seed)
         if found.adapters.find(adapter.key) is None:
-            found.adapters._place(LoadAdapter(""), adapter)
-            while found.adapters.is_waiting:
-                assert all(answer.error is None for answer in found.adapters.poll())
+            assert found.adapters.put_now(adapter).error is None
     return found
 
 
@@ -251,7 +258,9 @@ def test_against_the_oracle(kind: str) -> None:
         tokens = ids + [entry[0] for entry in drawn[:-1]]
         expected = forward(weights, inner.plan.shape, tokens, precision="bfloat16")[len(ids) - 1 :, :N_REAL_VOCAB]
         rows = zip(expected.log_softmax(-1), drawn, strict=True)
-        return float(np.median([max(abs(value - float(row[token])) for token, value in entry[2]) for row, entry in rows]))
+        return float(
+            np.median([max(abs(value - float(row[token])) for token, value in entry[2]) for row, entry in rows])
+        )
 
     whole = error(dict(adapter.deltas))
     assert whole < TOLERANCE / 2
@@ -288,8 +297,8 @@ def test_any_cut_and_a_hit() -> None:
 
 def test_drafts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: of a token that is right and one that is not, beside a sequence without an adapter."""
-    asked = [("a", prompt(8, 60), 1), ("b", prompt(9, 9), 0)]
-    expected = run(loaded("dense"), *asked)
+    asked, n = [("a", prompt(8, 60), 1), ("b", prompt(9, 9), 0)], max(N_TOKENS, 4)
+    expected = run(loaded("dense"), *asked, n_tokens=n)
     known = {len(ids): [entry[0] for entry in expected[f"{name}/0"]] for name, ids, _ in asked}
     inner, n_drafted = loaded("dense", max_drafts=2), 0
 
@@ -304,5 +313,5 @@ def test_drafts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)  # every row is worth it
     monkeypatch.setattr(Drafting, "_is_probe", lambda self, n: False)
     monkeypatch.setattr(Drafting, "_weigh", lambda self, spent_s, plain_s: None)
-    assert run(inner, *asked) == expected
+    assert run(inner, *asked, n_tokens=n) == expected
     assert n_drafted > 1

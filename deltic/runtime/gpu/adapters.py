@@ -130,7 +130,11 @@ class GpuAdapterMemory:
         name, of = packed.name, self._sizes.get(packed.name)
         for delta in packed.deltas:
             sizes = (delta.down.shape[0], delta.down.shape[2], delta.up.shape[0])
-            fits = of is not None and sizes == (of.n_matrices, of.k, of.n_matrices) and len(packed.deltas) <= n_segments(name)
+            fits = (
+                of is not None
+                and sizes == (of.n_matrices, of.k, of.n_matrices)
+                and len(packed.deltas) <= n_segments(name)
+            )
             if not fits or of is None or delta.first + delta.n_rows > of.n:
                 raise ValueError(f"adapter: {name}: terms {delta.down.shape} and {delta.up.shape} at row {delta.first}")
 

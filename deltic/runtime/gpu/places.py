@@ -56,7 +56,11 @@ def place_table(
     has_head: whether a draft head reads the rows. has_pictures: whether prompts may have some.
     has_adapters: whether rows may have adapters.
     """
-    of_rows = (*(ROWS if n_drafts else ROWS[:1]), *(HEAD_ROWS if has_head else ()), *(ADAPTER_ROWS if has_adapters else ()))
+    of_rows = (
+        *(ROWS if n_drafts else ROWS[:1]),
+        *(HEAD_ROWS if has_head else ()),
+        *(ADAPTER_ROWS if has_adapters else ()),
+    )
     parts = {
         "seed": 2,
         **(more or {}),

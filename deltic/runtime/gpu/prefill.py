@@ -39,13 +39,7 @@ class BlockBuffer:
 
     @classmethod
     def empty(
-        cls,
-        n_blocks: int,
-        n_draws: int,
-        device: torch.device,
-        has_head: bool,
-        has_pictures: bool,
-        has_adapters: bool,
+        cls, n_blocks: int, n_draws: int, device: torch.device, has_head: bool, has_pictures: bool, has_adapters: bool
     ) -> BlockBuffer:
         """One in which no block is in use and nothing is drawn. has_head: with what a draft head reads;
         has_pictures, has_adapters: with what prompts with pictures and with adapters need.
