@@ -210,10 +210,10 @@ def every_module(kind: str, seed: int) -> Adapter:
 
 
 @cache
-def runner(kind: str, max_drafts: int = 0, max_loras: int = 3) -> GpuTextRunner:
-    """With adapters 1 and 2, if there is room for some."""
+def runner(kind: str, max_drafts: int = 0, max_loras: int = 3, quantize: str | None = None) -> GpuTextRunner:
+    """With room for adapters, or without."""
     config = EngineConfig(
-        model=str(small_checkpoint(kind)), max_drafts=max_drafts, max_num_seqs=24 if HAS_GPU else 3, max_model_len=512 if HAS_GPU else 192,
+        model=str(small_checkpoint(kind)), quantize=quantize, max_drafts=max_drafts, max_num_seqs=24 if HAS_GPU else 3, max_model_len=512 if HAS_GPU else 192,
         max_step_tokens=256 if HAS_GPU else 128, n_pages=120 if HAS_GPU else 20, n_checkpoints=6, allow_lora_loading=max_loras > 0,
         max_loras=max_loras if max_loras else None, max_lora_rank=20 if max_loras else None, lora_gb=0.05 if max_loras else None,
     )  # fmt: skip
@@ -221,9 +221,9 @@ def runner(kind: str, max_drafts: int = 0, max_loras: int = 3) -> GpuTextRunner:
     return found
 
 
-def loaded(kind: str, max_drafts: int = 0) -> GpuTextRunner:
+def loaded(kind: str, max_drafts: int = 0, quantize: str | None = None) -> GpuTextRunner:
     """With the adapters of seeds 1 and 2."""
-    found = runner(kind, max_drafts)
+    found = runner(kind, max_drafts, quantize=quantize)
     assert found.adapters is not None
     for seed in (1, 2):
         adapter = every_module(kind, seed)
@@ -272,15 +272,19 @@ def test_against_the_oracle(kind: str) -> None:
 ASKED = [("a", prompt(4, 66 if HAS_GPU else 20), 1), ("b", prompt(5, 5), 0), ("c", prompt(6, 9), 2)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_among_others(kind: str) -> None:
+ALL = [("dense", None), ("moe", None), *(pytest.param(*one, marks=pytest.mark.long) for one in (("next", None), ("dense", "fp8"), ("moe", "fp8"), ("moe", "int4")))]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "quantize"), ALL)
+def test_among_others(kind: str, quantize: str | None) -> None:
     """Rows with an adapter have the bits that they have alone, rows without one those of a server that has none."""
-    inner, asked = loaded(kind), ASKED
+    inner, asked = loaded(kind, quantize=quantize), ASKED
     if HAS_GPU:
         asked = [*asked, *((f"o{i}", prompt(100 + i, 1 + 29 * i % 140), i % 3) for i in range(21))]
     found = run(inner, *asked)
     for name, ids, seed in ASKED:
-        assert found[f"{name}/0"] == run(inner if seed else runner(kind, max_loras=0), (name, ids, seed))[f"{name}/0"]
+        server = inner if seed else runner(kind, max_loras=0, quantize=quantize)
+        assert found[f"{name}/0"] == run(server, (name, ids, seed))[f"{name}/0"]
 
 
 def test_any_cut_and_a_hit() -> None:
