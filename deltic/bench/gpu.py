@@ -440,7 +440,7 @@ def _bench_lora(arguments: argparse.Namespace, config: EngineConfig) -> int:
     runner: Any = engine.runner
     keys = [i.to_bytes(16, "little") for i in range(1, 1 + arguments.lora)]
     for key in keys:
-        runner.adapters.put_now(replace(one, key=key, deltas=linears))
+        runner.adapters.load_now(replace(one, key=key, deltas=linears))
     kinds: dict[str, Sequence[bytes]] = {"plain": [b""], "lora": keys}
     decodes = {n: {kind: list[float]() for kind in kinds} for n in sizes}
     prefills = {n: {kind: list[float]() for kind in kinds} for n in prompts}

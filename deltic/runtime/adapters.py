@@ -89,20 +89,12 @@ class Adapters:
         reading = self._pool.submit(read_adapter, Path(command.path), self._shape)
         self._work.append((command, reading, None))
 
-    def load_now(self, path: Path) -> AdapterLoaded:
-        """Loads before there are steps. Raises CheckpointError, ConfigError."""
-        self.load(LoadAdapter(str(path)))
-        return self._answered()
-
-    def put_now(self, adapter: Adapter) -> AdapterLoaded:
-        """The same of one that was read: for benches and tests, of random values."""
-        read: Future[Adapter] = Future()
-        read.set_result(adapter)
-        self._work.append((LoadAdapter(""), read, None))
-        return self._answered()
-
-    def _answered(self) -> AdapterLoaded:
-        """The only answer that is due."""
+    def load_now(self, source: Path | Adapter) -> AdapterLoaded:
+        """Loads before there are steps. Raises CheckpointError."""
+        if isinstance(source, Adapter):
+            self._work.append((LoadAdapter(source.key.hex()), self._pool.submit(lambda: source), None))
+        else:
+            self.load(LoadAdapter(str(source)))
         while self.is_waiting:
             with contextlib.suppress(Exception):  # `poll` says it
                 self._work[0][1].result()

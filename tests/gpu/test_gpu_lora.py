@@ -228,7 +228,7 @@ def loaded(kind: str, max_drafts: int = 0, quantize: str | None = None) -> GpuTe
     for seed in (1, 2):
         adapter = every_module(kind, seed)
         if found.adapters.find(adapter.key) is None:
-            assert found.adapters.put_now(adapter).error is None
+            assert found.adapters.load_now(adapter).error is None
     return found
 
 
