@@ -81,7 +81,7 @@ def gpu(sub: argparse.ArgumentParser) -> None:
     text = "decodes with drafts, whose tokens are right with these probabilities, beside plain ones; nothing else"
     add("--accept", default=None, metavar="P,P,...", help=text)
     text = "decodes and prompts with so many adapters of all linear modules in turn, beside plain ones; nothing else"
-    add("--lora", type=int, default=0, metavar="N", help=text)
+    add("--lora", dest="n_loras", type=int, default=0, metavar="N", help=text)
     add("--lora-rank", type=int, default=16, metavar="R", help="of these (default: 16)")
     add("--out", metavar="DIR", help=OUT_HELP)
     names = ("dummy", "quantize", "lever", "memory_gb", "max_model_len", "max_step_tokens", "max_drafts")

@@ -132,8 +132,8 @@ class Model:
 def decode(
     engine: Engine, n: int, n_prompt: int, n_output: int, seed: int = 0, adapters: Sequence[bytes] = (b"",)
 ) -> tuple[list[float], list[list[int]]]:
-    """Seconds of each step in which all n sequences decode, and the tokens drawn. adapters: keys of those that
-    sequences have in turn.
+    """Seconds of each step in which all n sequences decode, and the tokens drawn. adapters: keys of those
+    that sequences have in turn.
     """
     draw = random.Random(seed)
     for i in range(n):
@@ -280,7 +280,7 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
         raise ConfigError("--accept measures nothing else; leave --pictures out")
     if arguments.accept:
         return _bench_accept(arguments, config)
-    if arguments.lora:
+    if arguments.n_loras:
         return _bench_lora(arguments, config)
     rows, prompts = ([int(n) for n in text.split(",")] for text in (arguments.n, arguments.prefill))
     roofs, shape_name = GpuRoofs.measured(), _shape_name(arguments, config)
@@ -425,8 +425,8 @@ def _accept_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 
 def _bench_lora(arguments: argparse.Namespace, config: EngineConfig) -> int:
-    """`deltic bench gpu --lora N`: decodes whose sequences have N adapters in turn, and prompts with one, beside
-    the same without, in turns on one server; a table and a JSON file.
+    """`deltic bench gpu --lora N`: decodes whose sequences have N adapters in turn, and prompts with one,
+    beside the same without, in turns on one server; a table and a JSON file.
     """
     sizes, prompts = ([int(n) for n in text.split(",")] for text in (arguments.n, arguments.prefill))
     model, shape_name = Model.load(config, arguments.format), _shape_name(arguments, config)
@@ -435,10 +435,10 @@ def _bench_lora(arguments: argparse.Namespace, config: EngineConfig) -> int:
     levers, one = parse_levers(config.lever), random_adapter(model.shape, arguments.lora_rank, seed=1)
     linears = {name: deltas for name, deltas in one.deltas.items() if len(deltas[0].down) == 1}
     n_bytes = adapter_bytes(replace(one, deltas=linears))
-    room = AdapterRoom(arguments.lora, arguments.lora_rank, arguments.lora * n_bytes)
+    room = AdapterRoom(arguments.n_loras, arguments.lora_rank, arguments.n_loras * n_bytes)
     engine = model.engine(levers, max(sizes), adapters=room)
     runner: Any = engine.runner
-    keys = [i.to_bytes(16, "little") for i in range(1, 1 + arguments.lora)]
+    keys = [i.to_bytes(16, "little") for i in range(1, 1 + arguments.n_loras)]
     for key in keys:
         runner.adapters.load_now(replace(one, key=key, deltas=linears))
     kinds: dict[str, Sequence[bytes]] = {"plain": [b""], "lora": keys}
@@ -461,9 +461,9 @@ def _bench_lora(arguments: argparse.Namespace, config: EngineConfig) -> int:
                 slots = [i % len(keys) for i in range(n)]
                 rows[-1] |= {"alone_ms": round(replayed_ms(engine, n, context), 4)}
                 rows[-1] |= {"lora_alone_ms": round(runner.replay_ms(n, context, adapters=slots), 4)}
-    title = f"{shape_name} on {engine.info.device}: {arguments.lora} adapters of rank {arguments.lora_rank}"
+    title = f"{shape_name} on {engine.info.device}: {arguments.n_loras} adapters of rank {arguments.lora_rank}"
     Console(width=120).print(_lora_table(title, rows))
-    given = {"adapters": arguments.lora, "rank": arguments.lora_rank, "adapter_bytes": n_bytes}
+    given = {"adapters": arguments.n_loras, "rank": arguments.lora_rank, "adapter_bytes": n_bytes}
     write_result("gpu-lora", shape_name, engine.info.device, arguments.out, **given, rows=rows)
     return 0
 

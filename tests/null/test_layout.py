@@ -20,7 +20,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 REFERENCE = sorted((ROOT / "tests" / "reference").glob("*.py"))
 SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
 
-MAX_SOURCE_FILES = 219
+MAX_SOURCE_FILES = 222
 """191 for what there was; 11 for pictures: operators, a model of five, a reader, the process that it shares with audio, what a request
 has of them, what it names by a URL, and which are encoded, on which device; 3 for the draft head on a GPU: operators, recordings, and
 what benches plant; 1 for videos; 3 for pictures on a GPU: operators, the tower, and its pieces; 2 for sums over several
@@ -29,7 +29,7 @@ the products of models on a GPU, and 1 for their buffers, which were in the file
 which, and on a CPU their memory and operators."""
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 46_300
+MAX_PACKAGE_LINES = 47_200
 """34,250 for what there was; 2,650 for quantised checkpoints: GGUF files, the layouts of safetensors, twenty formats on a CPU, and what
 they lose; 1,100 for them on a GPU, and for chips that are not here; 430 for drafts, and 700 for them on a GPU; 1,000 for pictures: a
 reader of them, and the vision tower on a CPU; 150 for the towers of GGUF models, which are files of their own; 1,000 for pictures in

@@ -1,4 +1,4 @@
-"""LoRA adapters: out += scale * up (down x), for rows of a step that each have an adapter of their own, or none.
+"""LoRA adapters: out += scale * up (down x), of rows that each have an adapter of their own, or none.
 
 Two kernels around the product of a matrix:
 
@@ -8,8 +8,8 @@ Two kernels around the product of a matrix:
 Source: Hu et al., "LoRA" (arXiv:2106.09685), section 4.1; many adapters in one batch: Chen et al., "Punica"
 (arXiv:2310.18547).
 
-Where an adapter's terms lie is in a table on the device. So a recorded step finds what was loaded after it was
-recorded. A fused matrix has up to SEGMENTS terms, each of a range of its rows; their downs lie one below the
+Where an adapter's terms lie is in a table on the device. So a recorded step finds what was loaded after it.
+A fused matrix has up to SEGMENTS terms, each of a range of its rows; their downs lie one below the
 other. Ranks are padded with zeros to blocks of RANKS.
 
 A program has rows of one adapter: a group of up to 16 rows of a decode, which the host has put together, or a
@@ -170,8 +170,8 @@ def _rows_of(p_row, i_item, BT: tl.constexpr):
 def _shrink_kernel(p_x, p_arena, p_table, p_adapter, p_row, p_u, n_items, k, slot_stride, u_part, u_row,
                    BT: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
                    LINES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):
-    """Grid (chunks, blocks of ranks, items). A program goes through every so-manieth block and item; groups that
-    are not in use stand behind all others, blocks do not.
+    """Grid (chunks, blocks of ranks, items). A program goes through every so-manieth block and item; groups
+    that are not in use stand behind all others, blocks do not.
     """
     i_s, i_item = tl.program_id(0), tl.program_id(2)
     first_k = i_s * CHUNK
@@ -245,7 +245,9 @@ def _expand_kernel(p_out, p_arena, p_table, p_adapter, p_row, p_u, n_items, m, o
 @triton.jit(do_not_specialize=["n_items"])
 def _gather_kernel(p_token, p_place, p_ahead, p_draft, p_arena, p_table, p_adapter, p_row, p_u, n_items, slot_stride,
                    u_row, BT: tl.constexpr, PDL: tl.constexpr):
-    """The columns of down of tokens: of rows; of places, p_place says that of a row, where drafts may be ahead."""
+    """The columns of down of tokens: of rows; or of places, where p_place says that of a row, and drafts may
+    be ahead.
+    """
     i_item = tl.program_id(0)
     adapter = tl.load(p_adapter + i_item)
     if PDL:
@@ -278,7 +280,8 @@ def _item_of(p_adapter, p_row, p_of_row, p_counters, p_entries, p_lists, i_item,
     """Item i_item of a mixture: the first n_items are those of the shared expert, then come parts of BT pairs
     of the entries, which have TILE.
 
-    Returns the expert (-1: the shared one), and of its rows adapter (-1: none), row, slot, line and row of act.
+    Returns the expert (-1: the shared one), and of its rows adapter (-1: none), row, slot, line and row of
+    act.
     """
     o_t = tl.arange(0, BT)
     if i_item < n_items:
@@ -393,7 +396,7 @@ def _expand_experts_kernel(p_out, p_arena, p_table, p_shared_table, p_adapter, p
 
 
 ITEMS = 16
-"""Programs beside each other for the groups of a decode, at most: what is more, they do one behind the other."""
+"""Programs beside each other for the groups of a decode, at most: each does further ones, too."""
 FEW_ROWS = 64
 """Rows of a decode up to which the next kernel may start at once."""
 RANK_PROGRAMS = 8
@@ -425,7 +428,8 @@ def _rank_programs(target: Target, cut: dict[str, Any]) -> int:
 def shrink(x: Tensor, target: Target, rows: AdapterRows, *, levers: Levers) -> None:
     """target.sums = down x, of the rows that have an adapter with a term for this matrix. x: bfloat16 [N, K].
 
-    Sums float32 [n_parts(K), N, width], ranks of the terms in order. Raises KernelError where they do not fit.
+    Sums: float32 [n_parts(K), N, width], ranks of the terms in order. Raises KernelError where they do not
+    fit.
     """
     n, k = x.shape
     n_items, programs, few = _who(rows, n)
@@ -463,7 +467,8 @@ def gather(
     tokens: Tensor, target: Target, rows: AdapterRows, n: int, *, levers: Levers, places: Tensor | None = None,
     drafts: tuple[Tensor, Tensor] | None = None,
 ) -> None:
-    """target.sums [1, n, width] = the columns of down of tokens: of an embedding, whose down lies turned, [V, r].
+    """target.sums [1, n, width] = the columns of down of tokens: of an embedding, whose down lies turned,
+    [V, r].
 
     tokens: int32 [n]; those below 0 get zeros. places: int32 [n]: tokens are by place, and these the rows'.
     drafts: how many rows are ahead of a row, and where some are, its token.
@@ -536,8 +541,8 @@ def expand_experts(
     out: Tensor, target: Target, shared: Target, routed: Routed, rows: AdapterRows, *, out_row: int, by_slot: bool = False,
     levers: Levers,
 ) -> None:
-    """out += up v of the same lines, behind `shrink_experts`. out: float32 or bfloat16, flat, a line a pair, and
-    then one a row of the shared expert, out_row apart; by_slot: float32 [slots + 1, N, M], weighted.
+    """out += up v of the same lines, behind `shrink_experts`. out: float32 or bfloat16, flat, a line a pair,
+    and then one a row of the shared expert, out_row apart; by_slot: float32 [slots + 1, N, M], weighted.
     """
     are_blocks, (n_items, n_all) = rows.row is None, _items(routed, rows)
     block_m = 128

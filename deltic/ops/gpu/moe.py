@@ -404,8 +404,8 @@ def gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_shared, p_shared_up, p_logits, p
                    BLOCK_F: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
                    MOST_K: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
                    ALONE: tl.constexpr, PDL: tl.constexpr):
-    """act = silu(gate) * up of one tile of features and one work item; the tile has 2 BLOCK_F weight rows. Into
-    float32 p_act go gate and up as they are.
+    """act = silu(gate) * up of one tile of features and one work item; the tile has 2 BLOCK_F weight rows.
+    Into float32 p_act go gate and up as they are.
 
     FORMAT, UP, SHARED, SHARED_UP: the formats of the pieces (experts.py). ROW, LINE: elements from one row of
     the shared expert's codes to the next, and of a line of the cache. p_x_scale: of x in codes, else None.
@@ -657,8 +657,8 @@ def moe_decode(
     expert, renormalised over the k when `normalise`; row_slot: int32 [N], below 0: the row routes nowhere and
     out[:k] of it is not written; out: float32 [k + 1, N, H]. H a multiple of 64, M and Ms of 32.
     codes: a workspace for x in e4m3 (fp8.py), used where gate_up of routed and shared experts are; without it
-    gate_up rounds on its way, to the same bits. adapters: of rows of which some have one. The others keep their
-    bits: one row is routed as several are, and SwiGLU is a kernel of its own, behind what adapters add.
+    gate_up rounds on its way, to the same bits. adapters: of rows of which some have one. The others keep
+    their bits: one row is routed as several are, and SwiGLU is a kernel of its own, behind what adapters add.
     Left out: groups of experts, biases of the router. ValueError where shapes do not belong together,
     KernelError for a format without a kernel.
     """

@@ -293,8 +293,8 @@ def prefill_gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_counters, p_entries, p_l
 def prefill_silu_kernel(p_sums, p_counters, p_entries, p_lists, p_n, p_act, n_rows, act_base,
                         M: tl.constexpr, INNER: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr,
                         SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, PDL: tl.constexpr):
-    """act = silu(gate) * up of the sums that `prefill_gate_up_kernel` left instead of it. Grid (entries by parts
-    of BLOCK_M rows, tiles of features).
+    """act = silu(gate) * up of the sums that `prefill_gate_up_kernel` left instead of it. Grid (entries by
+    parts of BLOCK_M rows, tiles of features).
     """
     PARTS: tl.constexpr = _TILE // BLOCK_M
     i_entry, i_part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
@@ -481,23 +481,20 @@ def moe_prefill(
     x: bfloat16 [T, H], T = 64 B; weights, p, n_per_token and normalise as in `moe_decode`; blocks.n: int32
     [B], tokens of each block, those in use in front; out: bfloat16 or float32, T * H elements, zeros in rows
     of padding.
-    The experts' outputs are rounded to bfloat16 before they are weighted. adapters: as in `moe_decode`; what they
-    add to a rounded output is added in float32, and rounded. ValueError where shapes do not
-    belong together, KernelError for a format without a kernel.
+    The experts' outputs are rounded to bfloat16 before they are weighted. adapters: as in `moe_decode`; what
+    they add to a rounded output is added in float32, and rounded. ValueError where shapes do not belong
+    together, KernelError for a format without a kernel.
     """
     hidden, n_experts, width, shared = check_moe(x, w, n_per_token)
     t, c, s = x.shape[0], tiles or moe_prefill_tiles(), scratch
-    n_blocks, lines = t // BLOCK, t * (n_per_token + 1)
-    if t % BLOCK or blocks.n.shape[0] < n_blocks or out.numel() != t * hidden:
+    if t % BLOCK or blocks.n.shape[0] < t // BLOCK or out.numel() != t * hidden:
         raise ValueError(f"moe: {t} rows in {blocks.n.shape[0]} blocks, out {list(out.shape)}")
-    if lines > s.weight.numel():
+    if t * (n_per_token + 1) > s.weight.numel():
         raise ValueError(f"moe: workspaces are for {s.weight.numel() // (n_per_token + 1)} rows, not {t}")
-    pdl = levers.pdl
     _route(x, w, n_per_token, normalise, blocks, s, c, levers, adapters)
     n_entries, n_tiles, inner = _n_entries(t, n_experts, n_per_token), triton.cdiv(t, TILE), max(width, shared)
     act_base = n_entries * TILE  # first row of act of the shared expert
-    products: dict[str, Any] = {"E": n_experts, "SLOTS": n_per_token, "pdl": pdl}
-
+    products: dict[str, Any] = {"E": n_experts, "SLOTS": n_per_token, "pdl": levers.pdl}
     act = s.act if adapters is None else adapters[0].sums
 
     def up(matrix: Matrix, m: int, n: int, is_shared: bool) -> None:
@@ -562,5 +559,5 @@ def moe_prefill(
     block_h = largest_block(c.combine_h, hidden)
     launch(
         combine_kernel, (t, hidden // block_h), s.y, s.weight, blocks.n, out, t, H=hidden, SLOTS=n_per_token, BLOCK_H=block_h,
-        num_warps=8 if block_h >= 2048 else 4, num_stages=1, pdl=pdl,
+        num_warps=8 if block_h >= 2048 else 4, num_stages=1, pdl=levers.pdl,
     )

@@ -28,7 +28,7 @@ PIECE_BYTES = 4 << 20
 
 
 class _Packed(NamedTuple):
-    """A matrix's terms: where they begin in the adapter, and its words, of which addresses count from there."""
+    """A matrix's terms: where they begin in the adapter, and words, whose addresses count from there."""
 
     name: str
     first: int
@@ -41,7 +41,7 @@ def _aligned(n: int) -> int:
 
 
 def _layout(adapter: Adapter) -> tuple[list[_Packed], int]:
-    """Of each matrix, and elements in all. Down of all terms comes first, with ranks padded; then up of each."""
+    """Of each matrix, and elements in all. Down of all terms comes first, ranks padded; then up of each."""
     found, at = [], 0
     for name, deltas in adapter.deltas.items():
         words = np.zeros(WORDS, np.int64)

@@ -120,7 +120,7 @@ class GpuRunner(ABC):
         )
         self._forwards: dict[tuple[int, int], Recording] = {}  # of decodes, by rows and length
         self._drafted: dict[tuple[int, int], Recording] = {}  # the same, where some may be drafts
-        self._adapted: dict[tuple[int, int], Recording] = {}  # where rows have adapters, and some may be drafts
+        self._adapted: dict[tuple[int, int], Recording] = {}  # where some have adapters, and may be drafts
         self._prefills: dict[int, Recording] = {}
         self._adapted_prefills: dict[int, Recording] = {}
         self._tokens = [self._pinned(plan.n_decode_rows) for _ in range(N_PENDING)]
