@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 pytest.importorskip("triton")
-from deltic.config import EngineConfig
+from deltic.config import ConfigError, EngineConfig
 from deltic.engine.drafts import Drafter, Drafting
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request
+from deltic.models.fields import CheckpointError
 from deltic.models.qwen.adapters import Adapter, Delta
 from deltic.models.qwen.gpu_adapters import AdapterBuffers, Sized, sizes
 from deltic.models.qwen.shape import ModelShape
@@ -23,11 +24,11 @@ from deltic.ops.arrays import bfloat16
 from deltic.ops.gpu.blocks import BLOCK, GROUP_ROWS, AdapterRows
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.lora import WORDS, Target, expand, gather, n_sums, shrink
-from deltic.runtime.build import build_runner
+from deltic.runtime.build import build_runner, plan_model
 from deltic.runtime.gpu import adapters as store
 from deltic.runtime.gpu.adapters import GpuAdapterMemory, adapter_bytes
 from deltic.runtime.gpu.device import Gpu
-from deltic.runtime.gpu.places import adapter_groups
+from deltic.runtime.gpu.places import ADAPTER_ROWS, adapter_groups
 from deltic.runtime.gpu.text import GpuTextRunner
 from tests.adapters import adapted
 from tests.gpu.test_gpu_drafts import small_checkpoint
@@ -272,7 +273,8 @@ def test_against_the_oracle(kind: str) -> None:
 ASKED = [("a", prompt(4, 66 if HAS_GPU else 20), 1), ("b", prompt(5, 5), 0), ("c", prompt(6, 9), 2)]
 
 
-ALL = [("dense", None), ("moe", None), *(pytest.param(*one, marks=pytest.mark.long) for one in (("next", None), ("dense", "fp8"), ("moe", "fp8"), ("moe", "int4")))]  # fmt: skip
+LONG = (("dense", None), ("next", None), ("dense", "fp8"), ("moe", "fp8"), ("moe", "int4"))
+ALL = [("moe", None), *(pytest.param(*one, marks=pytest.mark.long) for one in LONG)]
 
 
 @pytest.mark.parametrize(("kind", "quantize"), ALL)
@@ -282,26 +284,26 @@ def test_among_others(kind: str, quantize: str | None) -> None:
     if HAS_GPU:
         asked = [*asked, *((f"o{i}", prompt(100 + i, 1 + 29 * i % 140), i % 3) for i in range(21))]
     found = run(inner, *asked)
-    for name, ids, seed in ASKED:
+    for name, ids, seed in ASKED if HAS_GPU else ASKED[:2]:
         server = inner if seed else runner(kind, max_loras=0, quantize=quantize)
         assert found[f"{name}/0"] == run(server, (name, ids, seed))[f"{name}/0"]
 
 
 def test_any_cut_and_a_hit() -> None:
-    """P2 and P3, and an adapter's prefixes are its own."""
+    """P2 and P3."""
     inner, ids = loaded("dense"), prompt(7, 300 if HAS_GPU else 66)
     expected = run(inner, ("a", ids, 1), n_tokens=1)["a/0"]
     engine = Engine(inner)
     engine.scheduler.max_step_tokens = 64
-    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
-        engine.add(adapted_request(name, ids, seed, 1))
-        assert (answers(engine)[f"{name}/0"] == expected) == (seed == 1)
+    for name in ("a", "b"):
+        engine.add(adapted_request(name, ids, 1, 1))
+        assert answers(engine)[f"{name}/0"] == expected
     assert engine.cache.stats.n_hits == 1
 
 
 def test_drafts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: of a token that is right and one that is not, beside a sequence without an adapter."""
-    asked, n = [("a", prompt(8, 60), 1), ("b", prompt(9, 9), 0)], max(N_TOKENS, 4)
+    asked, n = [("a", prompt(8, 30), 1), ("b", prompt(9, 9), 0)], max(N_TOKENS, 3)
     expected = run(loaded("dense"), *asked, n_tokens=n)
     known = {len(ids): [entry[0] for entry in expected[f"{name}/0"]] for name, ids, _ in asked}
     inner, n_drafted = loaded("dense", max_drafts=2), 0
@@ -319,3 +321,31 @@ def test_drafts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Drafting, "_weigh", lambda self, spent_s, plain_s: None)
     assert run(inner, *asked, n_tokens=n) == expected
     assert n_drafted > 1
+
+
+# What surrounds it.
+
+
+def test_what_is_planned_and_refused() -> None:
+    """Room, and recordings, only where there are to be adapters; none on several GPUs."""
+    plain, found = runner("moe", max_loras=0), runner("moe")
+    assert plain.workspace.adapters is None and plain.adapters is None
+    assert not plain._adapted and not plain._adapted_prefills
+    assert {name for name in plain.workspace.offsets} == set(found.workspace.offsets) - set(ADAPTER_ROWS)
+    assert sorted(found._adapted_prefills) == sorted(found._prefills) and sorted(found._adapted) == sorted(
+        found._forwards
+    )
+    assert found.plan.workspace["adapters"] == found.plan.adapters.n_bytes == 50_000_000
+    config = EngineConfig(model=str(small_checkpoint("moe")), allow_lora_loading=True, tensor_parallel=2)
+    with pytest.raises(ConfigError, match="applied on one GPU; leave --tensor-parallel"):
+        plan_model(config, Gpu((), 2), 2 << 30)
+
+
+def test_terms_that_do_not_fit_are_refused() -> None:
+    inner, adapter = runner("moe"), every_module("moe", 3)
+    assert inner.adapters is not None
+    lone = adapter.deltas["embed"]
+    with pytest.raises(CheckpointError, match=r"layers\.0\.in_proj"):
+        inner.adapters.load_now(replace(adapter, deltas={"layers.0.in_proj": lone}))
+    with pytest.raises(CheckpointError, match=r"layers\.9\.qkv"):
+        inner.adapters.load_now(replace(adapter, deltas={"layers.9.qkv": lone}))
