@@ -89,8 +89,8 @@ class LLM:
         lora: Mapping[str, str | Path] | None = None,
         **settings: Any,
     ) -> None:
-        """`settings` are the fields of EngineConfig: dummy, threads, memory_gb, max_model_len, ... `lora`: paths
-        of adapters by the names that `generate` and `chat` take.
+        """`settings` are the fields of EngineConfig: dummy, threads, memory_gb, max_model_len, ...
+        `lora`: paths of adapters, by the names that `generate` and `chat` take.
 
         Raises ConfigError, TokenizerError, UnsupportedModelError or CheckpointError: all of them ValueErrors
         that say what to do.

@@ -297,7 +297,7 @@ class EngineClient:
             self._drops.add(key)
 
     async def load_adapter(self, path: str) -> AdapterLoaded:
-        """Has an adapter loaded; the answer's error says why there is none. Beside the steps it takes seconds.
+        """Has an adapter loaded; the answer's error says why there is none. It takes seconds, beside steps.
 
         Raises EngineUnavailable when there is no engine to ask, or when it ends before it answers.
         """

@@ -1,7 +1,7 @@
 """The LoRA adapters of one model: which names there are, and which key of the engine each means.
 
-Names are here; the engine knows contents, by key. Those of --lora it has when it is ready. Others come and go by
-requests (api/models.py), and are loaded again into an engine that was started again.
+Names are here; the engine knows contents, by key. Those of --lora it has when it is ready. Others come and go
+by requests (api/models.py), and are loaded again into an engine that was started again.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class Adapters:
     def __init__(
         self, client: EngineClient, parent: str, taken: Callable[[str], str | None], lock: asyncio.Lock
     ) -> None:
-        """parent: the model's name. taken: what else has a name, in words. lock: of all models that share names."""
+        """parent: the model's name. taken: what has a name already, in words. lock: of all models that share
+        names.
+        """
         self._client = client
         self._parent = parent
         self._taken = taken
@@ -98,6 +100,8 @@ class Adapters:
         Raises AdapterRefused, EngineUnavailable.
         """
         async with self._lock:
+            if self._client.state != "ready":
+                raise EngineUnavailable(self._client.why_unavailable())
             old = self._by_name.get(name)
             if old is not None and not replaces:
                 said = f"the adapter {name!r} has already been loaded; set load_inplace to true to replace it, or unload it first"

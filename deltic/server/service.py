@@ -491,8 +491,8 @@ class Service:
         return await unless_disconnected(request.receive, _result(asyncio.wrap_future(done)))
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError: 404 for a name that nothing has; 400 for that of another model or adapter, as it is
-        too late to choose.
+        """Raises ApiError: 404 for a name that nothing has; 400 for that of another model or adapter, as it
+        is too late to choose.
         """
         if name is not None and self.server.find(name).model_name != self.model_name:
             said = f"{name!r} cannot answer a part of what {self.model_name!r} was asked; send that by itself"

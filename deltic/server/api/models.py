@@ -1,5 +1,5 @@
-"""Which models there are, what a tokenizer makes of a text, and adapters that come and go: /v1/models, /tokenize,
-/detokenize, /v1/load_lora_adapter and /v1/unload_lora_adapter.
+"""Which models there are, what a tokenizer makes of a text, and adapters that come and go: /v1/models,
+/tokenize, /detokenize, /v1/load_lora_adapter and /v1/unload_lora_adapter.
 """
 
 from __future__ import annotations
@@ -122,17 +122,17 @@ async def detokenize(service: Service, request: Request) -> ASGIApp:
     return LargeResponse(await service.prepare(len(body), work, request))
 
 
-class LoadAdapterRequest(Struct):
+class LoadAdapterRequest(Struct, forbid_unknown_fields=True):
     """As vLLM has it."""
 
-    lora_name: Annotated[str, Meta(pattern=r"^[^\s\x00-\x1f\x7f]{1,256}$")]
-    """Without spaces."""
+    lora_name: Annotated[str, Meta(pattern=r"^[^\s\x00-\x1f\x7f]{1,256}(?![\s\S])")]
+    """Without spaces, or what a log cannot show; Python's `$` would let a newline end it."""
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
     load_inplace: bool | None = None
     """Whether it replaces the adapter of this name, if there is one."""
 
 
-class UnloadAdapterRequest(Struct):
+class UnloadAdapterRequest(Struct, forbid_unknown_fields=True):
     """As vLLM has it."""
 
     lora_name: Annotated[str, Meta(min_length=1)]

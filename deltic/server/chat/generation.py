@@ -37,7 +37,9 @@ class Generation:
         ticket: Ticket,
         adapter: Adapter | None = None,
     ) -> None:
-        """ticket: of the HTTP request that is answered; it learns what the answer took. adapter: is applied."""
+        """ticket: of the HTTP request that is answered; it learns what the answer took. adapter: the one that
+        is applied.
+        """
         self._client = client
         self._ticket = ticket
         self._adapter = adapter
