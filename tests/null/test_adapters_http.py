@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
 import logging
@@ -15,6 +16,7 @@ import openai
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from deltic.commands.endpoint import Endpoint, asked_model
 from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
 from deltic.server.app import create_app
 from deltic.server.serve import serve
@@ -445,6 +447,21 @@ def test_the_log_and_the_numbers_name_them(engine: Adapted, caplog: pytest.LogCa
         assert min(found["vllm:lora_requests_info"].values()) > 1e9
 
     over(make_app(engine, metrics_names="both"), test)
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ({"lora": ["sql=/sql"]}, "sql"),
+        ({"lora": ["sql=/sql", "poem=/poem"]}, "fake"),
+        ({}, "fake"),
+        ({"url": "http://localhost", "model": "poem"}, "poem"),
+    ],
+)
+def test_a_command_with_one_adapter_uses_it(engine: Adapted, given: dict[str, Any], name: str) -> None:
+    with served(make_app(engine)) as url:
+        arguments = argparse.Namespace(**{"url": None} | given)
+        assert asyncio.run(asked_model(arguments, Endpoint(url, None))) == name
 
 
 def numbers(text: str) -> dict[str, dict[tuple[str, ...], float]]:
