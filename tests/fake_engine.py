@@ -222,6 +222,9 @@ class FakeEngineClient:
             await asyncio.sleep(0.002)
         if path not in self.contents:
             return AdapterLoaded(path, error=f"{path}: no such adapter")
+        most = self.info.max_loras if self.info else 0
+        if self.contents[path] not in self.adapters and len(self.adapters) >= most:
+            return AdapterLoaded(path, error=f"{path}: {most} adapters are loaded; start with more --max-loras")
         self.adapters[self.contents[path]] += 1
         return AdapterLoaded(path, self.contents[path], rank=8, n_bytes=1000)
 

@@ -73,9 +73,6 @@ class Adapters:
         if client.info is not None:
             self._take_up(client.info)
 
-    def __len__(self) -> int:
-        return len(self._by_name)
-
     @property
     def may_come(self) -> bool:
         """Whether the model ever has any: else a request's name need not be looked at before its model is."""
@@ -83,8 +80,13 @@ class Adapters:
 
     @property
     def most(self) -> int:
-        """How many the engine holds at once."""
+        """How many the engine holds at once; names of one content share a place."""
         return self._client.info.max_loras if self._client.info else 0
+
+    @property
+    def n_held(self) -> int:
+        """Of these places, the ones that a name has."""
+        return len({adapter.key for adapter in self._by_name.values()} - {None})
 
     def all(self) -> list[Adapter]:
         """In the order in which their names came."""
@@ -108,8 +110,6 @@ class Adapters:
                 raise AdapterRefused(said)
             if old is None and (other := self._taken(name)) is not None:
                 raise AdapterRefused(f"{name!r} is {other}; give the adapter another name")
-            if old is None and len(self) >= self.most:
-                raise AdapterRefused(self._full())
             loaded = await self._client.load_adapter(path)
             if loaded.error is not None:
                 raise AdapterRefused(loaded.error)
@@ -121,11 +121,6 @@ class Adapters:
                     self._client.drop_adapter(before)
         size = f"rank {loaded.rank}, {loaded.n_bytes / 1e6:.1f} MB"
         log.info("adapter %s of %s %s: %s (%s)", name, self._parent, "replaced" if old else "loaded", path, size)
-
-    def _full(self) -> str:
-        if not self.most:
-            return "this server has no room for adapters; start it with --max-loras"
-        return f"{len(self)} adapters are loaded, as many as may be (--max-loras {self.most}); unload one first"
 
     async def unload(self, name: str) -> bool:
         """Forgets a name; whether there was one. Requests that have its adapter run to their end."""
@@ -179,5 +174,8 @@ class Adapters:
 
 
 def full_path(path: str) -> str:
-    """A path of a request, for a process that may run elsewhere."""
-    return str(Path(path).expanduser().absolute())
+    """A path of a request as the engine is told it. Raises AdapterRefused."""
+    try:
+        return str(Path(path).expanduser().absolute())
+    except RuntimeError as error:  # the home of nobody
+        raise AdapterRefused(f"{path}: {error}") from None

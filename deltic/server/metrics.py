@@ -212,10 +212,10 @@ class Metrics:
         *,
         about: Callable[[], dict[str, str]] = dict,
         has_speech: bool = False,
-        adapters: Callable[[], tuple[int, list[AdapterNumbers]]] = lambda: (0, []),
+        adapters: Callable[[], tuple[int, int, list[AdapterNumbers]]] = lambda: (0, 0, []),
     ) -> None:
-        """stats, n_restarts, is_ready, about (labels of deltic_build_info), adapters (how many there may be,
-        and those there are): read when the metrics are.
+        """stats, n_restarts, is_ready, about (labels of deltic_build_info), adapters (places, those in use,
+        and all by name): read when the metrics are.
         """
         self._about = about
         self._adapters = adapters
@@ -272,11 +272,11 @@ class Metrics:
         yield labelled(GAUGE, "deltic_build_info", "What runs here.", " ".join(about), {tuple(about.values()): 1})
         yield labelled(COUNTER, "deltic_sequences_finished", "Sequences that ended.", "finish_reason", self.finished)
         yield from (value.family() for value in vars(self).values() if isinstance(value, Histogram))
-        most, adapters = self._adapters()
+        most, n_held, adapters = self._adapters()
         if most:
             yield from plain(
                 "deltic_",
-                (GAUGE, "adapters_used", "LoRA adapters that are loaded.", len(adapters)),
+                (GAUGE, "adapters_used", "LoRA adapters that are loaded.", n_held),
                 (GAUGE, "adapters", "LoRA adapters that may be (--max-loras).", most),
             )
             requests = {adapter.name: adapter.n_requests for adapter in adapters}
@@ -318,7 +318,7 @@ class Metrics:
         for reason, count in self.finished.items():
             reasons[VLLM_REASONS.get(reason, "abort")] += count
         yield labelled(COUNTER, "vllm:request_success", "Sequences that ended.", "finished_reason", reasons)
-        most, adapters = self._adapters()
+        most, _, adapters = self._adapters()
         if most:  # the time, by which balancers know the newest
             running = ",".join(adapter.name for adapter in adapters if adapter.n_running)
             waiting = ",".join(adapter.name for adapter in adapters if adapter.n_waiting)

@@ -307,7 +307,7 @@ class Service:
             lambda: client.state == "ready",
             about=self._about,
             has_speech=self.speech is not None,
-            adapters=lambda: (adapters.most, [adapter.numbers for adapter in adapters.all()]),
+            adapters=lambda: (adapters.most, adapters.n_held, [adapter.numbers for adapter in adapters.all()]),
         )
 
     @property

@@ -143,9 +143,9 @@ async def load_adapter(service: Service, request: Request) -> ASGIApp:
     _check_loading(service)
     body = await read_body(request, service.server.max_body_mb)
     asked = service.read(request, body, LoadAdapterRequest)
-    name, path = asked.lora_name, full_path(asked.lora_path)
+    name = asked.lora_name
     try:
-        await service.adapters.load(name, path, replaces=bool(asked.load_inplace))
+        await service.adapters.load(name, full_path(asked.lora_path), replaces=bool(asked.load_inplace))
     except AdapterRefused as error:
         raise ApiError(400, str(error), code="adapter_refused") from None
     except EngineUnavailable as error:
