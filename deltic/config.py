@@ -182,7 +182,9 @@ class EngineConfig:
         kind="text",
     )
     max_loras: int | None = knob(
-        None, "adapters that may be loaded at once (default: those of --lora, and 8 with --allow-lora-loading)", kind="text"
+        None,
+        "adapters that may be loaded at once (default: those of --lora, and 8 with --allow-lora-loading)",
+        kind="text",
     )
     max_lora_rank: int | None = knob(
         None,
@@ -660,12 +662,13 @@ def _check(config: EngineConfig | ModelConfig | ServerConfig, called: dict[str, 
             raise ConfigError(
                 f"--tp-invariant {config.tp_invariant}: with --tensor-parallel {config.tensor_parallel} give one of {said}"
             )
-    for i, given in enumerate(config.lora) if isinstance(config, EngineConfig) else ():
-        name, _, path = given.partition("=")
-        if not name.strip() or not path.strip():
-            raise ConfigError(f"--lora {given!r}: give NAME=PATH")
-        if any(name == other.partition("=")[0] for other in config.lora[:i]):
-            raise ConfigError(f"--lora {given!r}: an adapter of this name is given twice")
+    if isinstance(config, EngineConfig) and config.lora:
+        names = [given.partition("=")[0] for given in config.lora]
+        for given, name in zip(config.lora, names, strict=True):
+            if not name.strip() or not given.partition("=")[2].strip():
+                raise ConfigError(f"--lora {given!r}: give NAME=PATH")
+            if names.count(name) > 1:
+                raise ConfigError(f"--lora {given!r}: an adapter of this name is given twice")
     if isinstance(config, EngineConfig) and config.pin_threads:
         pinned_cpus(config.threads or 1)
 

@@ -126,6 +126,7 @@ class FakeRunner:
         self.max_logit_rows = max_logit_rows or max_num_seqs + PAGE_SIZE
         self.step_s = step_s
         self.tiers: Any = None
+        self.adapters: Any = None
         self.n_steps = 0
         self.n_tokens_run = 0
         self.info = EngineInfo(

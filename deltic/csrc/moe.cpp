@@ -6,8 +6,7 @@
 // The last logit of a token is the gate of the shared expert.
 // A token's outputs are combined in the order of its slots, so neither the grouping nor the neighbours touch its bits.
 #include "kernel.h"
-#include "multiply.h"
-#include "pool.h"
+#include "lora.h"
 
 namespace {
 
@@ -56,15 +55,30 @@ void group(const Routing& r, int64_t n_slots, int64_t n_experts) {
     r.begin[0] = 0;
 }
 
+// Slots of one expert and one adapter that stand one behind the other in the order of the experts: `groups` gets their ends and places.
+int64_t group_by_adapter(const Routing& r, int64_t n_slots, int64_t n_experts, int64_t k, const int32_t* slot_of, int32_t* groups) {
+    int64_t n = 0;
+    for (int64_t e = 0; e < n_experts; e++)
+        for (int64_t i = r.begin[e], end; i < r.begin[e + 1]; i = end) {
+            const int32_t slot = slot_of[r.order[i] / k];
+            for (end = i + 1; end < r.begin[e + 1] && slot_of[r.order[end] / k] == slot;) end++;
+            if (slot < 0) continue;
+            int32_t* to = groups + 4 * n++;
+            to[0] = (int32_t)i, to[1] = (int32_t)end, to[2] = slot, to[3] = (int32_t)e;
+        }
+    return n;
+}
+
 }  // namespace
 
 // h bf16 [T, H] (normed input), logits f32 [T, E + 1], residual f32 [T, H], T (counted), E, k, norm,
 // gate_up (packed, E matrices [2M, H]), rest (its last rows, where they have a format of their own, else nothing), down (packed, E matrices [H, M]), shared f32 [T, H] (the shared expert's output),
 // scratch: expert i32 [T k], weight f32 [T k], order i32 [T k], begin i32 [E + 1], probabilities f32 [T, E + 16],
-// rows u8 [T k * most row_bytes], up f32 [T k, 2M], act bf16 [T k, M], y f32 [T k, H]
+// rows u8 [T k * most row_bytes], up f32 [T k, 2M], act bf16 [T k, M], y f32 [T k, H],
+// adapters as of gate_up (as in lora.cpp; no groups: none), the table of those of down, scratch of T k rows, groups i32 [4 T k]
 KERNEL(deltic_moe, const bf16* h, const float* logits, float* residual, Counted n_tokens, int64_t n_experts, int64_t k, bool norm,
        Matrix gate_up, Matrix rest, Matrix down, const float* shared, Routing r, float* probabilities, uint8_t* workspace, float* up, bf16* act,
-       float* y) {
+       float* y, Adapters adapters, const int64_t* down_table, LoraScratch s, int32_t* groups) {
     if (n_tokens == 0) return;
     const int64_t width = down.n, inner = down.k;
 
@@ -72,6 +86,15 @@ KERNEL(deltic_moe, const bf16* h, const float* logits, float* residual, Counted 
         route(logits + t * (n_experts + 1), n_experts, k, norm, r.expert + t * k, r.weight + t * k, probabilities + t * (n_experts + 16));
     });
     group(r, n_tokens * k, n_experts);
+    const int64_t n_groups = adapters.n_groups ? group_by_adapter(r, n_tokens * k, n_experts, k, adapters.slot_of, groups) : 0;
+    // out[slot] += the adapters' terms of it.
+    auto adapted = [&](const int64_t* table, int64_t width, auto input, float* out, int64_t stride) {
+        if (!n_groups) return;
+        adapters.table = table;
+        auto group_of = [&](int64_t i) { return Group{groups[4 * i], groups[4 * i + 1], &adapters.entry(groups[4 * i + 2]), groups[4 * i + 3]}; };
+        lora_down(n_groups, group_of, width, [&](int64_t m) { return input(r.order[m]); }, s);
+        lora_up(n_groups, group_of, r.order, out, stride, s);
+    };
 
     // out[slot] = w[expert] . input(slot), rows of `stride` floats: one task per expert and share of its strips.
     auto grouped = [&](const Matrix& w, auto input, float* out, int64_t stride) {
@@ -98,8 +121,11 @@ KERNEL(deltic_moe, const bf16* h, const float* logits, float* residual, Counted 
     auto token = [&](int64_t slot) { return h + slot / k * width; };
     grouped(gate_up, token, up, 2 * inner);
     if (rest.n) grouped(rest, token, up + gate_up.n, 2 * inner);
+    adapted(adapters.table, width, token, up, 2 * inner);
     parallel_for(n_tokens * k, [&](int64_t slot, int) { silu_mul_row(up + slot * 2 * inner, inner, act + slot * inner); });
-    grouped(down, [&](int64_t slot) { return act + slot * inner; }, y, width);
+    auto activation = [&](int64_t slot) { return act + slot * inner; };
+    grouped(down, activation, y, width);
+    adapted(down_table, inner, activation, y, width);
     parallel_for(n_tokens, [&](int64_t t, int) {
         v16 open = splat(sigmoid1(logits[t * (n_experts + 1) + n_experts]));
         for (int64_t i = 0; i < width; i += 16) {

@@ -20,11 +20,13 @@ from deltic.engine.guides import Guides
 from deltic.engine.messages import (
     MAX_BIASES,
     MAX_LOGPROBS,
+    AdapterLoaded,
     AddText,
     Constraint,
     EncodeVoice,
     EngineInfo,
     Event,
+    LoadAdapter,
     Output,
     Request,
     Stats,
@@ -33,7 +35,7 @@ from deltic.engine.messages import (
 from deltic.engine.pictures import PictureEncoder, Pictures
 from deltic.engine.scheduler import RequestError, Scheduler
 from deltic.engine.stage import FRAME_S, SpeechStage, StreamVocoder
-from deltic.engine.step import Progress, RunnerLostError, Step, StepResult, Voice
+from deltic.engine.step import HeldAdapter, Progress, RunnerLostError, Step, StepResult, Voice
 from deltic.engine.trace import Trace
 from deltic.ops.geometry import TOKEN_FRAMES, TOKEN_PIXELS
 
@@ -87,6 +89,10 @@ class StepRunner(Protocol):
     def pictures(self) -> PictureEncoder | None:
         """The vision tower; None: prompts have no pictures."""
 
+    @property
+    def adapters(self) -> LoadedAdapters | None:
+        """LoRA adapters; None: there is no room for any."""
+
     def step(self, step: Step) -> StepResult: ...
 
     def is_busy(self) -> bool: ...
@@ -101,7 +107,7 @@ class EncodedItems(Protocol):
     @property
     def has_work(self) -> bool: ...
 
-    def drop(self, key: str) -> None: ...
+    def drop(self, key: Any) -> None: ...
 
     def poll(self) -> Iterable[Event]: ...
 
@@ -112,6 +118,14 @@ class ClonedVoices(EncodedItems, Protocol):
     """Encoded voices; see `runtime.voices.Voices`."""
 
     def encode(self, command: EncodeVoice) -> None: ...
+
+
+class LoadedAdapters(EncodedItems, Protocol):
+    """Adapters in the runner's memory; see `runtime.adapters.Adapters`."""
+
+    def load(self, command: LoadAdapter) -> None: ...
+
+    def find(self, key: bytes) -> HeldAdapter | None: ...
 
 
 class SpeechStepRunner(StepRunner, Protocol):
@@ -226,7 +240,8 @@ class Engine:
         self.scheduler = Scheduler(self.cache, info, runner.max_logit_rows, max_itl_ms, self.guides, self.pictures)
         self._speaker = speaker = cast(SpeechStepRunner, runner) if info.is_speech else None
         self.voices = speaker.voices if speaker else None
-        self.encoded: list[EncodedItems] = [] if self.voices is None else [self.voices]
+        self.adapters = runner.adapters
+        self.encoded: list[EncodedItems] = [items for items in (self.voices, self.adapters) if items is not None]
         """Of every kind that there is."""
         self.stage = SpeechStage(speaker.vocoder, speaker.n_streams) if speaker else None
         self.n_steps = 0
@@ -261,7 +276,10 @@ class Engine:
         if self.stage is not None and self.stage.has_request(request.id):
             raise RequestError(f"request id {request.id!r} is in use; give each request its own")
         voice = self._speaker.check_speech(request) if self._speaker else None
-        self.scheduler.add(request, voice)
+        adapter = self.adapters.find(request.adapter) if self.adapters and request.adapter else None
+        if request.adapter and adapter is None:
+            raise RequestError("the request's adapter is not loaded any more; load it again")
+        self.scheduler.add(request, voice, adapter)
         if self.trace is not None:
             self.trace.arrived(request)
 
@@ -300,6 +318,16 @@ class Engine:
             return None
         why = "has voices of its own; a Base model clones others" if self.info.is_speech else "does not speak"
         return VoiceEncoded(command.key, error=f"this model {why}")
+
+    def load_adapter(self, command: LoadAdapter) -> AdapterLoaded | None:
+        """Starts to load an adapter. Returns None, and `adapters.poll` answers later; or a refusal at once.
+        """
+        if self.adapters is not None:
+            self.adapters.load(command)
+            return None
+        return AdapterLoaded(
+            command.path, error="this server has no room for adapters; start it with --allow-lora-loading or --lora"
+        )
 
     def has_work(self) -> bool:
         return self._n_active > 0 or (self.stage is not None and self.stage.has_work())

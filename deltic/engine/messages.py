@@ -198,8 +198,8 @@ class DropVoice(msgspec.Struct, tag="drop_voice"):
 
 
 class LoadAdapter(msgspec.Struct, tag="load_adapter"):
-    """Asks for an AdapterLoaded: a LoRA adapter is read, beside the steps, and kept until as many DropAdapters
-    as there were LoadAdapters.
+    """Asks for an AdapterLoaded: a LoRA adapter is read, beside the steps, and kept until as many
+    DropAdapters as there were LoadAdapters.
     """
 
     path: str
@@ -255,16 +255,7 @@ class Ping(msgspec.Struct, tag="ping"):
 
 
 Command = (
-    Request
-    | AddText
-    | Abort
-    | InspectCache
-    | EncodeVoice
-    | DropVoice
-    | LoadAdapter
-    | DropAdapter
-    | Ping
-    | Shutdown
+    Request | AddText | Abort | InspectCache | EncodeVoice | DropVoice | LoadAdapter | DropAdapter | Ping | Shutdown
 )
 
 

@@ -54,7 +54,7 @@ from deltic.engine.drafts import Drafting
 from deltic.engine.guides import Guides
 from deltic.engine.messages import AddText, EngineInfo, FinishReason, Output, Request
 from deltic.engine.pictures import IDLE_S, Pictures
-from deltic.engine.step import Chunk, Draw, Sequence, Step, StepResult, Voice, mixed_seed
+from deltic.engine.step import Chunk, Draw, HeldAdapter, Sequence, Step, StepResult, Voice, mixed_seed
 from deltic.logs import counted
 from deltic.ops.geometry import PAGE_SIZE
 
@@ -171,8 +171,8 @@ class Scheduler:
 
     # Requests come and go.
 
-    def add(self, request: Request, voice: Voice | None = None) -> None:
-        """Queues the request's n sequences, which keep `voice`.
+    def add(self, request: Request, voice: Voice | None = None, adapter: HeldAdapter | None = None) -> None:
+        """Queues the request's n sequences, which keep `voice` and `adapter`.
 
         `max_tokens` is clipped to what max_model_len leaves.
         Raises RequestError when it could not run even alone, or its id is in use.
@@ -213,9 +213,12 @@ class Scheduler:
                 turn=turn,
                 arrived_at=now,
                 voice=voice,
+                adapter=adapter,
             )
             for index in range(params.n)
         ]
+        if adapter is not None:
+            adapter.n_sequences += params.n
         group[0].begin_prompt_logprobs()
         group[0].siblings = group[1:]
         self.cache.open(group[0])
@@ -316,6 +319,8 @@ class Scheduler:
         self.cache.release(sequence, keep_state=keep_state and reason != "error")
         sequence.finish_reason = reason
         sequence.guide = None
+        if sequence.adapter is not None:
+            sequence.adapter.n_sequences -= 1
         self.is_blocked = False
         self._n_open -= 1
         group = self._open[sequence.request.id]

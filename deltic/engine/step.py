@@ -100,6 +100,16 @@ def mixed_seed(seed: int, index: int) -> int:
 
 
 @dataclass(slots=True, eq=False)
+class HeldAdapter:
+    """A LoRA adapter that the runner has."""
+
+    slot: int
+    """Where."""
+    n_sequences: int = 0
+    """Open sequences that have it."""
+
+
+@dataclass(slots=True, eq=False)
 class Sequence:
     """One sequence in the engine: its tokens and what it owns.
 
@@ -153,8 +163,8 @@ class Sequence:
     """A sequence with the same beginning, and how many tokens its prefill must reach before this one is
     admitted.
     """
-    adapter_slot: int = -1
-    """Where the runner has its adapter; -1: it has none."""
+    adapter: HeldAdapter | None = None
+    """What its rows are changed by; None: nothing."""
     voice: Voice | None = None
     """The voice of the prompt's rows, kept as long as the sequence; None: it has none."""
     guide: Guide | None = None
@@ -164,6 +174,11 @@ class Sequence:
     runs_ahead: bool = False
     """Whether the runner may have started its next decode, which then has no draft (drafts.Drafting)."""
     finish_reason: FinishReason | None = None
+
+    @property
+    def adapter_slot(self) -> int:
+        """Where the runner has its adapter; -1: it has none."""
+        return -1 if self.adapter is None else self.adapter.slot
 
     @property
     def n_generated(self) -> int:

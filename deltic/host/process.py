@@ -31,10 +31,12 @@ from deltic.engine.messages import (
     AddText,
     CacheReport,
     Command,
+    DropAdapter,
     DropVoice,
     EncodeVoice,
     Event,
     InspectCache,
+    LoadAdapter,
     Loading,
     Output,
     Ping,
@@ -135,6 +137,13 @@ class ServedModel:
                 refusal = engine.encode_voice(command)
                 if refusal is not None:
                     self.send(refusal)
+            elif isinstance(command, LoadAdapter):
+                failed = engine.load_adapter(command)
+                if failed is not None:
+                    self.send(failed)
+            elif isinstance(command, DropAdapter):
+                if engine.adapters is not None:
+                    engine.adapters.drop(command.key)
             elif isinstance(command, DropVoice):
                 if engine.voices is not None:
                     engine.voices.drop(command.key)

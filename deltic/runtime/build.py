@@ -37,10 +37,11 @@ from deltic.models.vision.weights import (
     stored_vision_shape,
 )
 from deltic.models.vocoder.weights import dummy_vocoder, load_vocoder
+from deltic.runtime.adapters import adapter_room, given_adapters
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.fingerprint import fingerprint
 from deltic.runtime.info import precision
-from deltic.runtime.plan import Plan, TextPlan, make_plan
+from deltic.runtime.plan import AdapterRoom, Plan, TextPlan, make_plan
 from deltic.runtime.voices import open_voices
 
 if TYPE_CHECKING:
@@ -118,9 +119,22 @@ def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tupl
     config = device.prepare(resolve_quantize(config, directory, shape.formats), directory)
     n_real = n_real_ids(config, directory, shape)
     tower, notices = find_tower(config, directory, shape, device)
+    adapters = _adapter_room(config, shape, device)
     shape, cuts = cut(shape, device.n_cuts, are_even=config.tp_invariant is not None)
-    plan = make_plan(config, shape, device.text, n_real, free_bytes, tower=tower, cuts=cuts, n_gpus=device.n_gpus)
+    plan = make_plan(
+        config, shape, device.text, n_real, free_bytes, tower=tower, cuts=cuts, n_gpus=device.n_gpus, adapters=adapters
+    )
     return config, directory, replace(plan, notices=notices)
+
+
+def _adapter_room(config: EngineConfig, shape: ModelShape, device: Cpu | Gpu) -> AdapterRoom:
+    """Raises ConfigError for adapters that this device or model does not apply."""
+    bytes_of = device.text.adapter_bytes
+    if bytes_of is None:
+        if config.lora or config.allow_lora_loading:
+            raise ConfigError("--lora and --allow-lora-loading: adapters are applied on a CPU only; give --device cpu")
+        return AdapterRoom()
+    return adapter_room(config, given_adapters(config, shape), bytes_of)
 
 
 def find_tower(
@@ -189,7 +203,7 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
         not plan.cuts and weights.n_bytes > plan.weight_bytes
     ):  # a head beside an embedding that the configuration ties to it
         untied = replace(plan.shape, tie_word_embeddings=False)
-        remade = make_plan(config, untied, device.text, plan.n_real, free, tower=plan.tower)
+        remade = make_plan(config, untied, device.text, plan.n_real, free, tower=plan.tower, adapters=plan.adapters)
         plan = replace(remade, notices=plan.notices)
     if not plan.speaks:
         beside, said = _load_tower(config, directory, plan, device)
@@ -207,6 +221,10 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
     else:
         notices = notices + _open_tiers(runner, config, directory, device.kernels(runner), progress)
     lap("cache")
+    if runner.adapters is not None:
+        keys = {name: runner.adapters.load_now(path).key for name, path in config.adapters.items()}
+        runner.info = msgspec.structs.replace(runner.info, adapters=keys)
+        lap("adapters")
     forget_headers()
     kind, said = precision(plan, weights[0][0] if plan.cuts else weights)
     runner.info = msgspec.structs.replace(

@@ -32,6 +32,18 @@ TOO_MUCH = 1 << 60
 """Size in bytes reported for a workspace that does not even fit the address space."""
 
 
+@dataclass(frozen=True)
+class AdapterRoom:
+    """Room for LoRA adapters; by default there is none."""
+
+    n: int = 0
+    """That may be loaded at once."""
+    rank: int = 0
+    """The largest."""
+    n_bytes: int = 0
+    """For all of them."""
+
+
 class Shape(Protocol):
     """The properties of a model's shape that planning needs."""
 
@@ -81,6 +93,7 @@ class Plan(Generic[S]):
     """Bytes of each buffer of a step, and of a vocoder's streams."""
     max_drafts: int = 0
     """Most tokens of a draft."""
+    adapters: AdapterRoom = AdapterRoom()
     cpus: tuple[int, ...] = ()
     """The CPU of each thread; none: wherever the system puts them."""
     notices: tuple[str, ...] = ()
@@ -281,6 +294,8 @@ class Kind(Generic[S]):
     """The default of --max-drafts, but for models up to CACHED_BYTES; None: it runs no drafts."""
     draft_head: bool = False
     """Whether it runs a draft head (MTP)."""
+    adapter_bytes: Callable[[Any], int] | None = None
+    """Of a LoRA adapter (models.qwen.adapters.Adapter); None: it applies none."""
     largest_picture: int | None = None
     """The default of --max-picture-tokens; None: it takes no pictures."""
     check_tower: Callable[[VisionShape], None] | None = None
@@ -317,6 +332,7 @@ def make_plan(
     tower: VisionShape | None = None,
     cuts: tuple[Cuts, ...] = (),
     n_gpus: int = 1,
+    adapters: AdapterRoom | None = None,
 ) -> Plan[S]:
     """Sizes for this model in free_bytes of the device's memory.
 
@@ -329,7 +345,7 @@ def make_plan(
     for part in parts:
         kind.check(part)
     config = without_foreign(config, kind.device, kind.name)
-    asked = _asked(config, shape, kind, n_real, free_bytes, tower, cuts, n_gpus)
+    asked = _asked(config, shape, kind, n_real, free_bytes, tower, cuts, n_gpus, adapters or AdapterRoom())
     plan = _shrunk(asked, kind, config)
     if plan.spare_bytes < 0:
         raise _refusal(asked, plan, kind, config)
@@ -356,6 +372,7 @@ def _asked(
     tower: VisionShape | None,
     cuts: tuple[Cuts, ...],
     n_gpus: int,
+    adapters: AdapterRoom,
 ) -> Plan[S]:
     """The plan of the settings and defaults, with its workspace.
 
@@ -406,6 +423,7 @@ def _asked(
         cpus=pinned_cpus(n_threads) if config.pin_threads else (),
         cuts=cuts,
         n_gpus=n_gpus,
+        adapters=adapters,
     )
     if not kind.on_gpu:
         plan = replace(plan, host_bytes=plan.whole_pages((config.cache_host_gb or 0.0) * 1e9))

@@ -10,6 +10,7 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from deltic.engine.engine import LoadedAdapters
 from deltic.engine.messages import MAX_FIRST_FRAMES, Request, Speech
 from deltic.engine.pictures import PictureEncoder
 from deltic.engine.scheduler import RequestError
@@ -46,6 +47,7 @@ class Speaker:
     """Of a Base model, once they are opened."""
     gives_logprobs = True
     pictures: PictureEncoder | None = None
+    adapters: LoadedAdapters | None = None
 
     def check_speech(self, request: Request) -> Voice | None:
         """The encoded voice that the request names, None without one.

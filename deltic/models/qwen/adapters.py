@@ -6,9 +6,9 @@ An adapter names the modules of the published code. Here several of them are one
 another order (models/qwen/weights.py). So each of its terms becomes a `Delta` of a range of rows. What does
 not map is an error that lists it: an adapter is applied whole or refused.
 
-Known are Linears, embeddings and stacked experts (`target_parameters`), with rank and alpha patterns and rsLoRA.
-Left out, and refused by name: DoRA, biases, whole weights (`modules_to_save`), and kinds that change the
-model beside it. Source of names and sizes: PEFT 0.21, `tuners/lora/layer.py` and `utils/save_and_load.py`.
+Known are Linears, embeddings and stacked experts (`target_parameters`), with rank and alpha patterns and
+rsLoRA. Left out, and refused by name: DoRA, biases, whole weights (`modules_to_save`), and kinds that change
+the model beside it. Source of names and sizes: PEFT 0.21, its LoRA layers and how it saves them.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from hashlib import blake2b
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -65,9 +66,11 @@ class Adapter:
     key: bytes
     """Names its content: 16 bytes of hash."""
     deltas: Mapping[str, tuple[Delta, ...]]
-    """By the matrix, as `Weights.named_parts` names it; `lm_head` and `embed`, whose x is the column of an id."""
+    """By the matrix, as `Weights.named_parts` names it; `lm_head` and `embed`, whose x is the column of an
+    id.
+    """
     covers: tuple[tuple[str, str, int, int], ...]
-    """For people: of each module its name in the file, the matrix, and the rows that it covers, [first, end)."""
+    """For people: of each module its name in the file, the matrix, and its rows there, [first, end)."""
 
     @property
     def rank(self) -> int:
@@ -92,12 +95,17 @@ class _Target:
 _MODULE = re.compile(r"^(?:base_model\.)?(?:model\.)*(?:language_model\.)?(?:model\.)?(.+)$")
 _TERM = re.compile(r"^(.+?)\.lora_(embedding_)?([AB])(?:\.(?!weight$|bias$)[^.]+)?(?:\.weight)?$")
 _EXPERT = re.compile(r"\.experts\.\d+\.")
+_FROZEN = re.compile(r"(^|\.)(embed_tokens|lm_head)\.base_layer\.weight$")
+"""The model's own weights, which PEFT saves beside the terms of an embedding or a head. They were not
+trained.
+"""
 _STACKED = re.compile(r"\.experts(?:\.base_layer)*$")
 
 
 def read_adapter(path: Path, shape: ModelShape) -> Adapter:
     """The adapter in a directory of PEFT's, or in one safetensors file with its configuration beside it or in
-    its metadata. Raises CheckpointError, of one line, for one that is damaged, of another kind or of another model.
+    its metadata. Raises CheckpointError, of one line, for one that is damaged, of another kind or of another
+    model.
     """
     file = path / _WEIGHTS if path.is_dir() else path
     if path.is_dir() and not file.exists():
@@ -108,19 +116,25 @@ def read_adapter(path: Path, shape: ModelShape) -> Adapter:
         raise CheckpointError(f"{path}: no such adapter")
     headers, metadata = read_header(file, _ADVICE)
     config = _config(file, metadata)
-    terms, alphas = _terms(file, headers)
+    terms, alphas = _terms(file, headers, shape)
     targets = _targets(shape, any(_EXPERT.search(name) for name in terms))
     unknown = [name for name in terms if name not in targets and not _STACKED.search(name)]
     if unknown:
-        raise CheckpointError(f"{file}: {_listed(unknown)}: no such module in this model, or none that an adapter may change")
+        raise CheckpointError(
+            f"{file}: {_listed(unknown)}: no such module in this model, or none that an adapter may change"
+        )
     reader = _Reader(file, MappedFiles(), config, alphas)
     deltas: dict[str, list[Delta]] = {}
     covers = []
     split: dict[tuple[str, int, int], dict[int, Delta]] = {}  # experts' that are stored one by one
     for name, (down, up, is_embedding) in sorted(terms.items()):
-        target = _stacked(name, targets, down, up, file) if _STACKED.search(name) else targets[name]
+        if _STACKED.search(name):
+            name = _stacked(name, targets, down, up, file)
+        target = targets[name]
         if is_embedding != (target.part == "embed"):
-            raise CheckpointError(f"{file}: {name}: stored as {'an embedding' if is_embedding else 'a Linear'}, which it is not")
+            raise CheckpointError(
+                f"{file}: {name}: stored as {'an embedding' if is_embedding else 'a Linear'}, which it is not"
+            )
         delta = reader.delta(name, target, down, up)
         covers.append((name, target.part, target.first, target.first + delta.n_rows))
         if target.n_matrices > 1 and not target.is_all:
@@ -131,7 +145,7 @@ def read_adapter(path: Path, shape: ModelShape) -> Adapter:
         deltas.setdefault(part, []).append(_joined(first, n_matrices, experts))
     for part, found in deltas.items():
         found.sort(key=lambda delta: delta.first)
-        for a, b in zip(found, found[1:], strict=False):
+        for a, b in pairwise(found):
             if a.first + a.n_rows > b.first:
                 raise CheckpointError(f"{file}: {part}: two modules change the same rows")
     if not deltas:
@@ -162,7 +176,8 @@ def _listed(names: list[str]) -> str:
 
 
 def _config(file: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """adapter_config.json, or what the file itself says. Raises CheckpointError for what is not plain LoRA."""
+    """adapter_config.json, or what the file itself says. Raises CheckpointError for what is not plain LoRA.
+    """
     beside = file.parent / _CONFIG
     if beside.exists():
         config = read_json(beside)
@@ -200,7 +215,9 @@ def _config(file: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     return config
 
 
-def _terms(file: Path, headers: Mapping[str, Header]) -> tuple[dict[str, tuple[Header, Header, bool]], dict[str, Header]]:
+def _terms(
+    file: Path, headers: Mapping[str, Header], shape: ModelShape
+) -> tuple[dict[str, tuple[Header, Header, bool]], dict[str, Header]]:
     """Of each module its two matrices, and whether it is an embedding; and the alphas of those that store
     one. Raises CheckpointError for any other tensor.
     """
@@ -217,6 +234,8 @@ def _terms(file: Path, headers: Mapping[str, Header]) -> tuple[dict[str, tuple[H
                 raise CheckpointError(f"{file}: {stored}: stored twice, under two names")
             if match[2]:
                 embeddings.add(name)
+        elif (match := _FROZEN.search(stored)) and header.shape == (shape.vocab_size, shape.hidden_size):
+            continue
         elif stored.endswith(".alpha"):
             alphas[_module(stored.removesuffix(".alpha"))] = header
         else:
@@ -242,7 +261,9 @@ def _targets(shape: ModelShape, has_split_experts: bool) -> dict[str, _Target]:
     found: dict[str, _Target] = {}
     p = "model.layers.{}.mlp.experts.0.gate_proj.weight"
     several = [p.format(i) for i in range(shape.n_layers)] if has_split_experts else []
-    plain = [f"model.layers.{i}.linear_attn.in_proj_{name}.weight" for i in range(shape.n_layers) for name in ("qkv", "z")]
+    plain = [
+        f"model.layers.{i}.linear_attn.in_proj_{name}.weight" for i in range(shape.n_layers) for name in ("qkv", "z")
+    ]
     for names in (several, plain):
         declared = Declaration(None, COUNTED)
         weights = declare_weights(declared, shape, shape.tie_word_embeddings, names=names)
@@ -263,7 +284,9 @@ def _targets(shape: ModelShape, has_split_experts: bool) -> dict[str, _Target]:
         if (ba := found.get(f"layers.{i}.linear_attn.in_proj_ba")) is not None:
             half = len(ba.rows) // 2
             for name, first in (("b", ba.first), ("a", ba.first + half)):
-                found.setdefault(f"layers.{i}.linear_attn.in_proj_{name}", _Target(ba.part, first, np.arange(half), ba.k))
+                found.setdefault(
+                    f"layers.{i}.linear_attn.in_proj_{name}", _Target(ba.part, first, np.arange(half), ba.k)
+                )
     return found
 
 
@@ -292,17 +315,19 @@ def _of_part(part: str, planned: Planned) -> Iterator[tuple[str, _Target]]:
             yield _module(name.removesuffix(".weight")), target
 
 
-def _stacked(name: str, targets: Mapping[str, _Target], down: Header, up: Header, file: Path) -> _Target:
-    """Of `target_parameters`: PEFT does not name which of a layer's two stacks of experts a term is of, so that its
-    sizes say it.
+def _stacked(name: str, targets: Mapping[str, _Target], down: Header, up: Header, file: Path) -> str:
+    """The name of `target_parameters`: PEFT does not store which of a layer's two stacks of experts a term is
+    of, so that its sizes say it.
     """
     prefix = _STACKED.sub(".experts.", name)
     sizes = down.shape[-1:] + up.shape[:1]
     for parameter in ("gate_up_proj", "down_proj"):
         target = targets.get(prefix + parameter)
         if target is not None and sizes in ((target.k, len(target.rows)), (len(target.rows), target.k)):
-            return target
-    raise CheckpointError(f"{file}: {name}: no stack of experts in this model has terms of {list(down.shape)} and {list(up.shape)}")
+            return prefix + parameter
+    raise CheckpointError(
+        f"{file}: {name}: no stack of experts in this model has terms of {list(down.shape)} and {list(up.shape)}"
+    )
 
 
 @dataclass(frozen=True)
@@ -320,7 +345,9 @@ class _Reader:
         if target.part == "embed":  # a term of the one-hot row of an id, [r, V]
             n, k = k, n
         if len(down.shape) != 2 or len(up.shape) != 2 or down.shape[0] != up.shape[1] or down.shape[0] % m:
-            raise CheckpointError(f"{self.file}: {name}: lora_A {list(down.shape)} and lora_B {list(up.shape)} do not fit each other")
+            raise CheckpointError(
+                f"{self.file}: {name}: lora_A {list(down.shape)} and lora_B {list(up.shape)} do not fit each other"
+            )
         rank = down.shape[0] // m
         if not 1 <= rank <= MAX_RANK:
             raise CheckpointError(f"{self.file}: {name}: rank {rank}; from 1 to {MAX_RANK} can be applied")

@@ -18,13 +18,23 @@ import numpy as np
 from deltic.models.fields import refuse_limits
 from deltic.models.loading import Mlp
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.weights import AttnLayer, GdnLayer, Moe, Weights
+from deltic.models.qwen.weights import AttnLayer, GdnLayer, Moe, Weights, empty_weights
 from deltic.models.rotary import PromptPositions, axis_of_angle, rotary_tables
 from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.cpu.attention import attention, attn_prepare
 from deltic.ops.cpu.dense import draft_rows, embed, linear, rms_norm, silu_mul
 from deltic.ops.cpu.gdn import gdn
-from deltic.ops.cpu.moe import MoeScratch, moe
+from deltic.ops.cpu.lora import (
+    AdapterRows,
+    Entries,
+    LoraScratch,
+    adapter_rows,
+    lora,
+    lora_embed,
+    lora_scratch,
+    make_table,
+)
+from deltic.ops.cpu.moe import ExpertAdapters, MoeScratch, moe
 from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import MAX_GDN_DIM, MAX_GROUP, MAX_HEAD_DIM, Allocate
 from deltic.ops.matrix import Matrix, row_bytes
@@ -63,6 +73,22 @@ class ForwardInputs(RowInputs):
     snapshot_slot: Array  # to this slot, too
     n_redo: Array  # [S] tokens of the place's window that come before the chunk's
     is_lazy: Array  # [S] 1: the chunk's tokens go to the window, not into the state
+
+
+@dataclass(frozen=True)
+class AdapterBuffers:
+    """What a step needs to apply adapters, and the table of what they add. A product is a matrix by its name
+    (`adapted_names`).
+    """
+
+    rows: AdapterRows  # of the step's tokens
+    logit_rows: AdapterRows  # of the rows of logits
+    scratch: LoraScratch
+    table: Array  # int64 [slots, products, words]
+    names: tuple[str, ...]  # of the products
+
+    def entries(self, name: str) -> Entries:
+        return Entries(self.table, self.names.index(name))
 
 
 @dataclass(frozen=True)
@@ -214,6 +240,29 @@ def allocate_drafts(shape: ModelShape, n_tokens: int, n_draws: int, allocate: Al
     )
 
 
+def adapted_names(shape: ModelShape) -> tuple[str, ...]:
+    """The matrices that an adapter may change, as `Weights.named_parts` names them; `embed` and `lm_head`."""
+    parts = empty_weights(shape, None, True).named_parts()
+    layers = (name for name, part in parts if isinstance(part, Matrix) and name.startswith("layers."))
+    return ("embed", "lm_head", *layers)
+
+
+def allocate_adapters(
+    shape: ModelShape, n_tokens: int, n_logit_rows: int, n_slots: int, rank: int, allocate: Allocate
+) -> AdapterBuffers:
+    """Of n_slots adapters of up to this rank."""
+    names, k = adapted_names(shape), max(1, shape.n_experts_per_tok if shape.is_moe else 1)
+    inner = max(shape.intermediate_size, shape.shared_intermediate_size, shape.moe_intermediate_size)
+    widest = max(shape.hidden_size, shape.gdn_value_size, shape.n_q_heads * shape.head_dim, inner)
+    return AdapterBuffers(
+        rows=adapter_rows("adapters'", n_tokens, allocate),
+        logit_rows=adapter_rows("adapters' logits", n_logit_rows, allocate),
+        scratch=lora_scratch(n_tokens * k, widest, rank, allocate),
+        table=make_table(n_slots, len(names), allocate),
+        names=names,
+    )
+
+
 class Linears:
     """The matrices of a model by their names, and every product of a forward with one of them (but for the
     routed experts').
@@ -224,6 +273,8 @@ class Linears:
 
     def __init__(self, parts: Iterable[tuple[str, Array | Matrix]]) -> None:
         self.matrices = {name: part for name, part in parts if isinstance(part, Matrix)}
+        self.adapters: AdapterBuffers | None = None
+        """Of the steps that are recorded; None: without adapters."""
 
     def project(
         self,
@@ -241,6 +292,15 @@ class Linears:
         rows in use. packed, first: as of `linear`.
         """
         linear(program, x, self.matrices[name], out, packed, n_rows, add=add, first=first)
+        if (a := self.adapters) is not None and name in a.names:
+            rows = a.logit_rows if name == "lm_head" else a.rows
+            lora(program, x, out, a.entries(name), rows, a.scratch)
+
+    def of_experts(self, name: str) -> ExpertAdapters | None:
+        """What adapters add to the experts whose matrices' names begin so."""
+        if (a := self.adapters) is None or f"{name}down" not in a.names:
+            return None
+        return ExpertAdapters(a.rows, a.entries(f"{name}gate_up"), a.entries(f"{name}down"), a.scratch)
 
 
 class Angles:
@@ -309,13 +369,17 @@ class Qwen:
         memory: Memory,
         act: Activations,
         picture_rows: Array | None = None,
+        adapters: AdapterBuffers | None = None,
     ) -> None:
         """Appends the whole forward: token ids to act.logits[:n_logit_rows].
 
-        picture_rows: bfloat16 [N, H]: ids below 0 name them, from -1 on.
+        picture_rows: bfloat16 [N, H]: ids below 0 name them, from -1 on. adapters: where rows may have some.
         """
         w, eps = self.weights, self.shape.rms_norm_eps
+        self.linears.adapters = a = adapters
         embed(program, w.embed, inputs.token_ids, act.residual, inputs.n_tokens, picture_rows)
+        if a is not None:
+            lora_embed(program, inputs.token_ids, act.residual, a.entries("embed"), a.rows, a.scratch)
         i_gdn = i_attn = 0
         for i, layer in enumerate(w.layers):
             rms_norm(program, act.residual, layer.input_norm, eps, act.normed, inputs.n_tokens)
@@ -474,6 +538,7 @@ class Qwen:
                 normalise=self.shape.norm_topk_prob,
                 n_tokens=n_tokens,
                 scratch=act.moe,
+                adapters=self.linears.of_experts(name),
             )
         else:
             self._swiglu(program, name, mlp.down.k, act.residual, n_tokens, act, add=True)

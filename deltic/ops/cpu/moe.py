@@ -9,13 +9,29 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
+
 from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.contract import check
+from deltic.ops.cpu.lora import AdapterRows, Entries, LoraScratch
 from deltic.ops.cpu.program import Program
 from deltic.ops.matrix import Matrix, row_bytes
 
 _NOTHING = (0, 0, 0, 0, 0)
 """The arguments of no matrix."""
+
+_NO_ADAPTERS: tuple[Array | int | None, ...] = (np.zeros((), np.int32), *(None,) * 5, 0, None, *(None,) * 3, 0, None)
+"""The arguments of no adapters."""
+
+
+@dataclass(frozen=True)
+class ExpertAdapters:
+    """What adapters add to the experts' two products. scratch: of T k rows."""
+
+    rows: AdapterRows
+    gate_up: Entries
+    down: Entries
+    scratch: LoraScratch
 
 
 @dataclass(frozen=True)
@@ -46,6 +62,7 @@ def moe(
     normalise: bool,
     n_tokens: Array,
     scratch: MoeScratch,
+    adapters: ExpertAdapters | None = None,
 ) -> None:
     """residual[t] += sum_slot p_slot Expert_slot(h[t]) + sigmoid(logits[t, E]) shared[t].
 
@@ -60,7 +77,10 @@ def moe(
     check("moe", len(gate_up.pieces) <= 2, "gate and up in one format each")
     check("moe", h.dtype == bfloat16 and h.shape[1] == width, f"bfloat16 h [T, {width}]")
     check("moe", logits.shape[1] == n_experts + 1 and n_per_token <= n_experts, "logits [T, E + 1], k <= E")
-    s = scratch
+    s, of_adapters = scratch, _NO_ADAPTERS
+    if (a := adapters) is not None:
+        check("moe", a.gate_up.step == a.down.step, "entries of one table")
+        of_adapters = (*a.rows.arguments, *a.gate_up.arguments, a.down.at, *a.scratch.arguments, a.scratch.groups)
     check("moe", s.rows.nbytes >= s.order.size * row_bytes(max(width, inner)), "rows for T k slots")
     program.call(
         "deltic_moe",
@@ -84,4 +104,5 @@ def moe(
         s.up,
         s.act,
         s.y,
+        *of_adapters,
     )

@@ -11,7 +11,7 @@ import numpy as np
 
 from deltic.engine.pictures import row_ids
 from deltic.engine.step import Chunk, Sequence, Step
-from deltic.models.qwen.cpu import Angles, ForwardInputs
+from deltic.models.qwen.cpu import AdapterBuffers, Angles, ForwardInputs
 from deltic.models.rotary import PromptPositions
 from deltic.ops.arrays import Array
 from deltic.ops.geometry import PAGE_SIZE, Allocate
@@ -23,8 +23,16 @@ class Batch:
     """
 
     def __init__(
-        self, n_tokens: int, n_places: int, n_pages_per_seq: int, n_logit_rows: int, allocate: Allocate
+        self,
+        n_tokens: int,
+        n_places: int,
+        n_pages_per_seq: int,
+        n_logit_rows: int,
+        allocate: Allocate,
+        adapters: AdapterBuffers | None = None,
     ) -> None:
+        """adapters: where rows may have some."""
+
         def buffer(name: str, *size: int) -> Array:
             return np.asarray(allocate(name, size, np.int32))
 
@@ -51,7 +59,7 @@ class Batch:
             page_table=buffer("page table", n_places, n_pages_per_seq),
             logit_token=buffer("logit token", n_logit_rows),
         )
-        self._counts = counts
+        self._counts, self._adapters = counts, adapters
         self._holder: list[tuple[Sequence, int] | None] = [None] * n_places
         self._n_pages_known = [0] * n_places
         self._has_snapshots = False
@@ -111,6 +119,11 @@ class Batch:
         if has_snapshots or self._has_snapshots:
             self._fill_snapshots(step.chunks, has_snapshots)
         inputs.logit_token[:n_rows] = logit_tokens
+        if self._adapters is not None:
+            of_chunk = np.array([chunk.sequence.adapter_slot for chunk in step.chunks], np.int32)
+            of_token = np.repeat(of_chunk, [chunk.length for chunk in step.chunks])
+            self._adapters.rows.fill(of_token)
+            self._adapters.logit_rows.fill(of_token[np.array(logit_tokens, np.int64)])
         self._counts[:] = at, n_seqs, n_rows, at if has_prompt else 0
         return first_row
 

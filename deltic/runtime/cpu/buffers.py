@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import DTypeLike
 
 from deltic.engine.cache.cache import pages_for
-from deltic.models.qwen.cpu import Activations, allocate_activations
+from deltic.models.qwen.cpu import Activations, AdapterBuffers, allocate_activations, allocate_adapters
 from deltic.models.tts.cpu import SpeechActivations, allocate_speech
 from deltic.models.vision.cpu import TOKEN, VisionBuffers, allocate_vision
 from deltic.ops.arrays import Array, bfloat16, zeros
@@ -74,6 +74,9 @@ class Workspace:
     window_columns: Array
     window_gates: Array
     """Of Memory: only drafts need them, and only of sequences that run, so they are counted here."""
+    adapters: AdapterBuffers | None
+    adapter_memory: Array | None
+    """uint8."""
 
 
 def build_workspace(plan: TextPlan, arena: Arena) -> Workspace:
@@ -86,9 +89,19 @@ def build_workspace(plan: TextPlan, arena: Arena) -> Workspace:
         vision = allocate_vision(plan.tower, n_patches, 1, min(n_patches, PIECE_ROWS), arena.allocate)
         size = plan.n_picture_blocks * PAGE_SIZE, shape.hidden_size
         rows = arena.allocate("pictures", size, bfloat16)
+    adapters = adapter_memory = None
+    if (room := plan.adapters).n:
+        n_tokens, n_rows = plan.n_batch_tokens, plan.max_logit_rows
+        adapters = allocate_adapters(shape, n_tokens, n_rows, room.n, room.rank, arena.allocate)
+        adapter_memory = arena.allocate("adapters", (room.n_bytes,), np.uint8)
     return Workspace(
         Batch(
-            plan.n_batch_tokens, plan.max_num_seqs, pages_for(plan.max_model_len), plan.max_logit_rows, arena.allocate
+            plan.n_batch_tokens,
+            plan.max_num_seqs,
+            pages_for(plan.max_model_len),
+            plan.max_logit_rows,
+            arena.allocate,
+            adapters,
         ),
         Sampler(
             plan.max_num_seqs,
@@ -109,6 +122,8 @@ def build_workspace(plan: TextPlan, arena: Arena) -> Workspace:
         rows,
         arena.allocate("window columns", (*windows, shape.conv_channels), bfloat16),
         arena.allocate("window gates", (*windows, 2 * shape.gdn_n_v_heads), np.float32),
+        adapters,
+        adapter_memory,
     )
 
 

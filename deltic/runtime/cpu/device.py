@@ -24,6 +24,7 @@ from deltic.models.vocoder.cpu import allocate_vocoder, check_vocoder
 from deltic.models.vocoder.weights import vocoder_weight_bytes
 from deltic.ops.cpu.program import library_file
 from deltic.ops.geometry import PAGE_SIZE
+from deltic.runtime.cpu.adapters import adapter_bytes
 from deltic.runtime.cpu.buffers import Arena, build_speech_workspace, build_workspace
 from deltic.runtime.cpu.speech import SpeechRunner
 from deltic.runtime.cpu.text import Runner
@@ -102,6 +103,7 @@ TEXT = Kind[ModelShape](
     max_checkpoints=256,
     drafts=8,
     draft_head=True,
+    adapter_bytes=adapter_bytes,
     largest_picture=4096,  # 2,048 x 2,048 pixels take a CPU a minute
     check_tower=check_vision_kernels,
 )

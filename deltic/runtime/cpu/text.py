@@ -22,6 +22,8 @@ from deltic.models.vision.weights import VisionWeights
 from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import PAGE_SIZE
+from deltic.runtime.adapters import Adapters
+from deltic.runtime.cpu.adapters import CpuAdapterMemory
 from deltic.runtime.cpu.buffers import Arena, build_workspace
 from deltic.runtime.cpu.pictures import PictureTower
 from deltic.runtime.info import engine_info
@@ -65,7 +67,12 @@ class Runner:
         self.program = Program(plan.n_threads, cpus=plan.cpus)
         activations = self.workspace.activations
         batch, rows = self.workspace.batch, self.workspace.picture_rows
-        self.model.record(self.program, batch.inputs, self.memory, activations, rows)
+        adapters = self.workspace.adapters
+        self.adapters: Adapters | None = None
+        if adapters is not None and self.workspace.adapter_memory is not None:
+            memory = CpuAdapterMemory(adapters, self.workspace.adapter_memory)
+            self.adapters = Adapters(shape, plan.adapters, memory)
+        self.model.record(self.program, batch.inputs, self.memory, activations, rows, adapters)
         self.workspace.sampler.record(self.program, activations.logits)
         self.draft_head = self.workspace.draft_head
         if self.draft_head is not None:

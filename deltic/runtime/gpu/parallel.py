@@ -24,6 +24,7 @@ import msgspec
 import torch
 
 from deltic.engine.cache.tiers import Bytes, Tiers
+from deltic.engine.engine import LoadedAdapters
 from deltic.engine.messages import Picture
 from deltic.engine.pictures import PictureEncoder
 from deltic.engine.step import Progress, RunnerLostError, Step, StepResult
@@ -123,6 +124,7 @@ class ParallelRunner:
         self.max_logit_rows = first.max_logit_rows
         self.tiers: Tiers | None = None
         self.pictures: PictureEncoder | None = None
+        self.adapters: LoadedAdapters | None = None
         if first.tower is not None:
             self.pictures = SharedTower(first.tower, self.runners, self._threads[0])
         self._lost: RunnerLostError | None = None

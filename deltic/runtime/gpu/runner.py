@@ -35,6 +35,7 @@ import triton
 from torch import Tensor
 
 from deltic.engine.cache.tiers import Tiers
+from deltic.engine.engine import LoadedAdapters
 from deltic.engine.messages import EngineInfo
 from deltic.engine.pictures import PictureEncoder
 from deltic.engine.step import Chunk, Progress, Sequence, Step, StepResult
@@ -77,6 +78,7 @@ class GpuRunner(ABC):
 
     info: EngineInfo
     pictures: PictureEncoder | None = None
+    adapters: LoadedAdapters | None = None
     """None: prompts have no pictures."""
 
     def __init__(

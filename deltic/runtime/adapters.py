@@ -1,0 +1,227 @@
+"""The LoRA adapters of a served model: read and put in place beside the steps, each in a slot.
+
+A thread of its own reads a file and writes the device's memory. The engine's thread decides, between two
+steps, which slot and bytes an adapter gets, and opens the slot when all of it is there. An adapter that is
+dropped stays until no sequence has it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from deltic.config import ConfigError, EngineConfig
+from deltic.engine.messages import AdapterLoaded, LoadAdapter
+from deltic.engine.step import HeldAdapter
+from deltic.models.fields import CheckpointError
+from deltic.models.qwen.adapters import Adapter, read_adapter
+from deltic.models.qwen.shape import ModelShape
+from deltic.runtime.encoded import NICENESS
+from deltic.runtime.plan import AdapterRoom
+
+DEFAULT_LORAS, DEFAULT_RANK, DEFAULT_GB = 8, 64, 1.0
+"""Room for adapters that clients load, where settings do not say."""
+
+
+class AdapterMemory(Protocol):
+    """A device's memory for adapters, `room.n_bytes` long, and its slots."""
+
+    def bytes_of(self, adapter: Adapter) -> int: ...
+
+    def write(self, slot: int, begin: int, adapter: Adapter) -> None:
+        """Puts an adapter at a byte of the memory. It runs in another thread than the steps, which read
+        other bytes meanwhile.
+        """
+
+    def open(self, slot: int) -> None:
+        """What was written is the slot's: rows may have it from the next step on."""
+
+    def clear(self, slot: int) -> None:
+        """The slot's adapter adds nothing any more, and its bytes may be written."""
+
+
+@dataclass(slots=True, eq=False)
+class _Loaded(HeldAdapter):
+    """An adapter in its slot."""
+
+    key: bytes = b""
+    begin: int = 0
+    n_bytes: int = 0
+    rank: int = 0
+    n_loads: int = 1
+    """Loads that were not dropped; at 0 it goes when no sequence has it."""
+    is_open: bool = False
+
+
+class Adapters:
+    """The adapters of one model. All methods are for the engine's thread."""
+
+    def __init__(self, shape: ModelShape, room: AdapterRoom, memory: AdapterMemory) -> None:
+        self._shape, self._room, self._memory = shape, room, memory
+        self._loaded: dict[int, _Loaded] = {}  # by slot
+        self._work: deque[tuple[LoadAdapter, Future[Adapter] | Future[None], _Loaded | None]] = deque()
+        self._pool = ThreadPoolExecutor(1, "adapters", initializer=_be_nice)
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether a load is under way."""
+        return bool(self._work)
+
+    @property
+    def has_work(self) -> bool:
+        """Whether `poll` would do something now."""
+        return bool(self._work) and self._work[0][1].done()
+
+    def find(self, key: bytes) -> _Loaded | None:
+        """The adapter of a key, if requests may have it."""
+        return next((one for one in self._loaded.values() if one.key == key and one.n_loads and one.is_open), None)
+
+    def load(self, command: LoadAdapter) -> None:
+        """Begins to load; `poll` answers, in the order of the commands."""
+        reading = self._pool.submit(read_adapter, Path(command.path), self._shape)
+        self._work.append((command, reading, None))
+
+    def load_now(self, path: Path) -> AdapterLoaded:
+        """Loads before there are steps. Raises CheckpointError, ConfigError."""
+        self.load(LoadAdapter(str(path)))
+        while self.is_waiting:
+            with contextlib.suppress(Exception):  # `poll` says it
+                self._work[0][1].result()
+            for answer in self.poll():
+                if answer.error is not None:
+                    raise CheckpointError(answer.error)
+                return answer
+        raise AssertionError("a load ends in an answer")
+
+    def drop(self, key: str | bytes) -> None:
+        """Takes back one load; what is not known is left alone."""
+        one = next((one for one in self._loaded.values() if one.key == key and one.n_loads), None)
+        if one is not None:
+            one.n_loads -= 1
+            self._free()
+
+    def poll(self) -> list[AdapterLoaded]:
+        """Goes on with what has been read or written. Gives answers."""
+        answers = []
+        while self.has_work:
+            command, done, one = self._work.popleft()
+            try:
+                result = done.result()
+                if one is None:
+                    assert result is not None
+                    answer = self._place(command, result)
+                else:
+                    self._memory.open(one.slot)
+                    one.is_open = True
+                    answer = _answer(command, one)
+            except (CheckpointError, ConfigError, OSError, MemoryError, ValueError) as error:
+                answer = AdapterLoaded(command.path, error=str(error) or type(error).__name__)
+                if one is not None:
+                    one.n_loads = 0
+            if answer is not None:
+                answers.append(answer)
+        self._free()
+        return answers
+
+    def close(self, timeout_s: float) -> None:
+        """Leaves what is under way."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+    def _place(self, command: LoadAdapter, adapter: Adapter) -> AdapterLoaded | None:
+        """Gives an adapter its place and begins to write it; an answer if that is all. Raises ConfigError
+        where there is no room.
+        """
+        known = next((one for one in self._loaded.values() if one.key == adapter.key and one.n_loads), None)
+        if known is not None:
+            known.n_loads += 1
+            return _answer(command, known)
+        self._free()
+        room, n_bytes = self._room, self._memory.bytes_of(adapter)
+        if adapter.rank > room.rank:
+            raise ConfigError(
+                f"{command.path}: rank {adapter.rank}; this server has room for {room.rank}: --max-lora-rank"
+            )
+        slot = next((i for i in range(room.n) if i not in self._loaded), None)
+        if slot is None:
+            raise ConfigError(
+                f"{command.path}: {room.n} adapters are loaded; unload one, or start with more --max-loras"
+            )
+        begin = self._gap(n_bytes)
+        if begin is None:
+            left = room.n_bytes - sum(one.n_bytes for one in self._loaded.values())
+            raise ConfigError(
+                f"{command.path}: takes {n_bytes / 1e9:.3f} GB, and {left / 1e9:.3f} GB are left for adapters; unload one, or start"
+                " with more --lora-gb"
+            )
+        one = _Loaded(slot, key=adapter.key, begin=begin, n_bytes=n_bytes, rank=adapter.rank)
+        self._loaded[slot] = one
+        self._work.appendleft((command, self._pool.submit(self._memory.write, slot, begin, adapter), one))
+        return None
+
+    def _gap(self, n_bytes: int) -> int | None:
+        """Where so many bytes are free."""
+        at = 0
+        for one in sorted(self._loaded.values(), key=lambda one: one.begin):
+            if one.begin - at >= n_bytes:
+                return at
+            at = one.begin + one.n_bytes
+        return at if self._room.n_bytes - at >= n_bytes else None
+
+    def _free(self) -> None:
+        """Clears the slots of what was dropped and has no sequence."""
+        writing = {one.slot for _, _, one in self._work if one is not None}
+        for slot, one in list(self._loaded.items()):
+            if not one.n_loads and not one.n_sequences and slot not in writing:
+                self._memory.clear(slot)
+                del self._loaded[slot]
+
+
+def _answer(command: LoadAdapter, one: _Loaded) -> AdapterLoaded:
+    return AdapterLoaded(command.path, one.key, one.rank, one.n_bytes)
+
+
+def _be_nice() -> None:
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+
+
+def given_adapters(config: EngineConfig, shape: ModelShape) -> dict[str, Adapter]:
+    """Those of --lora. Raises ConfigError, which names the flag, for one that cannot be applied."""
+    found = {}
+    for name, path in config.adapters.items():
+        try:
+            found[name] = read_adapter(path, shape)
+        except CheckpointError as error:
+            raise ConfigError(f"--lora {name}={path}: {error}") from error
+    return found
+
+
+def adapter_room(config: EngineConfig, given: Mapping[str, Adapter], bytes_of: Callable[[Adapter], int]) -> AdapterRoom:
+    """Room for adapters, by the settings and by those of --lora. Raises ConfigError where these do not fit in
+    it.
+    """
+    if not given and not config.allow_lora_loading:
+        return AdapterRoom()
+    distinct = {adapter.key: adapter for adapter in given.values()}
+    more = config.allow_lora_loading
+    n = len(distinct) + (DEFAULT_LORAS if more else 0) if config.max_loras is None else config.max_loras
+    most = max((adapter.rank for adapter in given.values()), default=1)
+    rank = max(most, DEFAULT_RANK if more else 1) if config.max_lora_rank is None else config.max_lora_rank
+    needed = sum(bytes_of(adapter) for adapter in distinct.values())
+    n_bytes = needed + int(DEFAULT_GB * 1e9) * more if config.lora_gb is None else int(config.lora_gb * 1e9)
+    if len(distinct) > n:
+        raise ConfigError(f"--max-loras {n}: --lora gives {len(distinct)}")
+    if most > rank:
+        raise ConfigError(f"--max-lora-rank {rank}: an adapter of --lora has rank {most}")
+    if needed > n_bytes:
+        raise ConfigError(f"--lora-gb {config.lora_gb}: those of --lora need {needed / 1e9:.3f}")
+    return AdapterRoom(n, rank, n_bytes)
