@@ -66,7 +66,7 @@ class Adapters:
         self._parent = parent
         self._taken = taken
         self._lock = lock
-        self._given = {name: str(path) for name, path in client.config.adapters.items()}
+        self._given = {name: full_path(str(path)) for name, path in client.config.adapters.items()}
         self._by_name = {name: Adapter(name, path, parent) for name, path in self._given.items()}
         self._reloading: asyncio.Task[None] | None = None
         client.on_ready = self._take_up

@@ -345,6 +345,8 @@ def _tell_ready(services: list[Service], ready: asyncio.Future[list[EngineInfo]]
         missing = needs_pillow() if info.pictures else None
         for notice in [*info.notices, *([missing] if missing else [])]:
             log.info("%s%s", f"{service.model_name}: " if several else "", notice)
+        for adapter in service.adapters.all():
+            log.info("adapter %s of %s: %s", adapter.name, adapter.parent, adapter.path)
     names, are = " and ".join(service.model_name for service in services), "are" if several else "is"
     log.info("%s %s ready on %s after %.2f s", names, are, url, time.monotonic() - started_s)
     return True
