@@ -4,6 +4,7 @@ allow.
 
 from __future__ import annotations
 
+import re
 from io import StringIO
 from typing import Any
 
@@ -14,12 +15,14 @@ from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.models.checkpoint import model_name
 from deltic.models.loading import COUNTED, COUNTED_ROWS, Store, shares_text
+from deltic.models.qwen.adapters import Adapter
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Moe, Weights, active_weights, empty_weights
 from deltic.models.tts.weights import frame_bytes
 from deltic.models.vocoder.shape import SAMPLE_RATE
 from deltic.ops.geometry import N_CODES, PAGE_SIZE
 from deltic.roofs import multiply_peak, read_bandwidth
+from deltic.runtime.adapters import given_adapters
 from deltic.runtime.build import gpu_device, is_for_gpu, plan_model, sees_gpu
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.plan import Plan, TextPlan
@@ -67,6 +70,9 @@ def report(config: EngineConfig) -> str:
     else:
         console.print("Python and the HTTP process take about 0.2 GB more.")
     console.print(_fit_table(plan))
+    if config.lora and not plan.speaks:
+        for name, adapter in given_adapters(config, plan.cuts[0].whole if plan.cuts else plan.shape).items():
+            console.print(_adapter_table(name, adapter))
     if config.prefix_cache and not plan.speaks:
         disk_bytes = int(config.cache_disk_gb * 1e9) if config.cache_dir is not None else None
         console.print(_cache_table(plan, config.cache_host_gb is not None, disk_bytes))
@@ -108,6 +114,7 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
     buffers = dict(plan.workspace)
     streams = buffers.pop("vocoder states", 0)
     pictures = sum(n_bytes for name, n_bytes in buffers.items() if name == "pictures" or name.startswith("vision "))
+    buffers.pop("adapters", 0)
     buffers = {name: n for name, n in buffers.items() if name != "pictures" and not name.startswith("vision ")}
     largest = sorted(buffers.items(), key=lambda item: -item[1])[:3]
     most = ", ".join(f"{name} {n_bytes / 1e6:.0f} MB" for name, n_bytes in largest)
@@ -142,6 +149,10 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
         ),
         "pages": (plan.pages_bytes, f"{plan.n_pages} of {PAGE_SIZE} {unit}, {plan.page_bytes / 1e3:.0f} kB each"),
         "host tier": (plan.host_bytes, host),
+        "adapters": (
+            plan.adapters.n_bytes,
+            f"room for {plan.adapters.n} of rank up to {plan.adapters.rank}; their buffers are in the workspace",
+        ),
         "total": (
             plan.total_bytes - (plan.host_bytes if on_gpu else 0),
             f"of {plan.budget_bytes / 1e9:.2f} GB; --memory-gb allows more or less",
@@ -149,10 +160,37 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
     }
     for name, (n_bytes, what) in rows.items():
         left_out = {"state slots"} if plan.speaks else {"vocoder", "streams"}
+        left_out |= set() if plan.adapters.n else {"adapters"}
         left_out |= set() if plan.max_picture_tokens else {"vision tower", "pictures"}
         if name not in left_out:
             table.add_row(name, f"{n_bytes / 1e9:.3f}", what)
     return table
+
+
+def _adapter_table(name: str, adapter: Adapter) -> Table:
+    """Which rows of which matrices an adapter changes; layers and experts that are alike are one line."""
+    title = f"Adapter {name}: rank {adapter.rank}, {len(adapter.covers)} modules"
+    table = Table("module", "matrix", "rows", "layers", title=title, title_justify="left")
+    layers: dict[tuple[str, str, str], set[int]] = {}
+    for module, matrix, first, end in adapter.covers:
+        layer = re.search(r"layers\.(\d+)\.", module)
+        alike = re.sub(r"layers\.\d+\.", "layers.*.", re.sub(r"experts\.\d+\.", "experts.*.", module))
+        key = alike, re.sub(r"layers\.\d+\.", "layers.*.", matrix), f"{first} to {end - 1}"
+        layers.setdefault(key, set()).update({int(layer[1])} if layer else ())
+    for (module, matrix, rows), found in layers.items():
+        table.add_row(module, matrix, rows, _ranges(sorted(found)))
+    return table
+
+
+def _ranges(numbers: list[int]) -> str:
+    """Numbers for people, such as "0-2, 4"."""
+    runs: list[list[int]] = []
+    for n in numbers:
+        if runs and n == runs[-1][1] + 1:
+            runs[-1][1] = n
+        else:
+            runs.append([n, n])
+    return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
 
 
 def _fit_table(plan: Plan[Any]) -> Table:

@@ -71,9 +71,10 @@ static inline void tile(int64_t n, bool two, const uint8_t* x, int64_t stride, i
     else tile<FLOATS, false, false, AHEAD>(x, stride, x_bytes, w, w1, n_steps, sums);
 }
 
-// Strips [s0, s1) of bfloat16 for all n_rows rows of x.
+// Strips [s0, s1) of bfloat16 for all n_rows rows of x. K is a multiple of 32, or of 16 where tiles are half as wide.
 static inline void multiply(const Rows& x, int64_t n_rows, const Matrix& matrix, int64_t s0, int64_t s1, const Out& out) {
     const int64_t stride = matrix.k * 2, strip = matrix.strip_bytes();
+    const int64_t x_bytes = matrix.k % 32 ? 32 : 64;
     alignas(64) float sums[2][2][256];
     int64_t configured = 0;
     for (int64_t s = s0; s < s1; s += 2)
@@ -81,9 +82,9 @@ static inline void multiply(const Rows& x, int64_t n_rows, const Matrix& matrix,
             const int64_t n = n_rows - m0 < 32 ? n_rows - m0 : 32, first = n < 16 ? n : 16;
             const uint8_t *rows = (const uint8_t*)x.words + m0 * stride, *w = matrix.data + s * strip;
             const bool two = s + 1 < s1;
-            if (n != configured) configure(first, n - first, 64);
+            if (n != configured) configure(first, n - first, x_bytes);
             configured = n;
-            tile<true, FAR>(n, two, rows, stride, 64, w, w + strip, matrix.k / 32, sums);
+            tile<true, FAR>(n, two, rows, stride, x_bytes, w, w + strip, stride / x_bytes, sums);
             for (int64_t m = 0; m < n; m++)
                 for (int64_t i = 0; i < (two ? 2 : 1); i++) write_sums(load(sums[m / 16][i] + m % 16 * 16), matrix.n, (s + i) * STRIP, out.add, out.row(m0 + m));
         }

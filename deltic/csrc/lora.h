@@ -18,7 +18,7 @@ struct Term {
 };
 
 // What an adapter adds to a product. down: the terms' [rank, K], one below the other, packed in bfloat16, of every expert, or of an
-// embedding the plain rows [V, rank]. Every rank is a multiple of 32, with zeros behind the adapter's own.
+// embedding the plain rows [V, rank]. Every rank is a multiple of 16, with zeros behind the adapter's own.
 struct Entry {
     const uint8_t* down;
     int64_t rank, n_terms;  // n_terms 0: nothing
@@ -81,12 +81,13 @@ static inline void lora_down(int64_t n_groups, const GroupOf& group_of, int64_t 
         const Matrix down = bfloat16_rows(g.entry->down, g.entry->rank, k, g.expert);
         pack_rows(rows_of(g, down), g.n_rows(), down, [&](int64_t m) { return input(g.begin + m); });
     });
-    const int64_t n_tasks = most / 32;  // two strips each
+    const int64_t n_tasks = (most / STRIP + 1) / 2;  // two strips each
     parallel_for(n_groups * n_tasks, [&](int64_t i, int) {
         const Group g = group_of(i / n_tasks);
         const int64_t s0 = i % n_tasks * 2;
         const Matrix down = bfloat16_rows(g.entry->down, g.entry->rank, k, g.expert);
-        if (s0 < down.n_strips()) multiply(rows_of(g, down), g.n_rows(), down, s0, s0 + 2, {s.u + g.begin * s.most, s.most, nullptr, false});
+        const int64_t s1 = std::min(s0 + 2, down.n_strips());
+        if (s0 < s1) multiply(rows_of(g, down), g.n_rows(), down, s0, s1, {s.u + g.begin * s.most, s.most, nullptr, false});
     });
 }
 

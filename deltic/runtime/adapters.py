@@ -89,9 +89,12 @@ class Adapters:
         reading = self._pool.submit(read_adapter, Path(command.path), self._shape)
         self._work.append((command, reading, None))
 
-    def load_now(self, path: Path) -> AdapterLoaded:
-        """Loads before there are steps. Raises CheckpointError, ConfigError."""
-        self.load(LoadAdapter(str(path)))
+    def load_now(self, source: Path | Adapter) -> AdapterLoaded:
+        """Loads before there are steps. Raises CheckpointError."""
+        if isinstance(source, Adapter):
+            self._work.append((LoadAdapter(source.key.hex()), self._pool.submit(lambda: source), None))
+        else:
+            self.load(LoadAdapter(str(source)))
         while self.is_waiting:
             with contextlib.suppress(Exception):  # `poll` says it
                 self._work[0][1].result()

@@ -94,6 +94,7 @@ class Plan(Generic[S]):
     max_drafts: int = 0
     """Most tokens of a draft."""
     adapters: AdapterRoom = AdapterRoom()
+    """Their memory is part of the workspace."""
     cpus: tuple[int, ...] = ()
     """The CPU of each thread; none: wherever the system puts them."""
     notices: tuple[str, ...] = ()

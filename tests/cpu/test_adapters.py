@@ -11,7 +11,8 @@ from typing import Any
 import pytest
 import torch
 
-from deltic.config import ConfigError
+from deltic.commands.plan import report
+from deltic.config import ConfigError, EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.scheduler import RequestError
@@ -145,6 +146,17 @@ def test_adapters_come_and_go() -> None:
     assert runner.adapters.load_now(paths[1]).key != one.key
     runner.adapters.drop(runner.adapters.load_now(paths[1]).key)  # twice loaded, once dropped
     assert runner.adapters.load_now(paths[1]).error is None
+
+
+def test_the_plan_says_which_rows_are_covered() -> None:
+    path = made("moe")[0]
+    said = report(EngineConfig(model=str(tiny_checkpoint("moe")), lora=(f"mine={path}",), device="cpu"))
+    assert "Adapter mine: rank 8" in said
+    found = {tuple(part.strip() for part in line.split("│")[1:-1]) for line in said.splitlines() if "│" in line}
+    assert ("layers.*.linear_attn.in_proj_z", "layers.*.in_proj", "1024 to 1535", "0-2") in found
+    assert ("layers.*.self_attn.k_proj", "layers.*.qkv", "2048 to 2559", "3") in found
+    assert ("layers.*.mlp.experts.down_proj", "layers.*.mlp.down", "0 to 255", "0-3") in found
+    assert any(line[:1] == ("adapters",) and "room for 1 of rank up to 8" in line[2] for line in found)
 
 
 def test_names_of_other_programs(tmp_path: Path) -> None:

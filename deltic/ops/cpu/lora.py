@@ -4,7 +4,7 @@
 
 Every row has an adapter of its own or none. Rows of one adapter are multiplied together, and a row's bits do
 not depend on them. What an adapter adds to a matrix is an entry in a table of addresses, so that a recorded
-program finds adapters that were loaded since. A rank is filled up to a multiple of 32 with zeros.
+program finds adapters that were loaded since. A rank is filled up to a multiple of 16 with zeros.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MAX_TERMS = 4
 MAX_GROUP_ROWS = 64
 """More rows of one adapter are several groups, so that threads share them."""
 
-_RANK, _LINE = 32, 64
+_RANK, _LINE = 16, 64
 _WORDS = 3 + 5 * MAX_TERMS
 """Of an entry (Entry in csrc/lora.h)."""
 
