@@ -140,7 +140,7 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
             plan.slots_bytes,
             f"{plan.max_num_seqs} live + {plan.n_checkpoints} checkpoints of {plan.state_bytes / 1e6:.2f} MB",
         ),
-        "pages": (plan.pages_bytes, f"{plan.n_pages} of {PAGE_SIZE} {unit}, {plan.page_bytes / 1e3:.0f} kB each"),
+        "pages": (plan.pages_bytes, _pages_text(plan, unit)),
         "host tier": (plan.host_bytes, host),
         "total": (
             plan.total_bytes - (plan.host_bytes if on_gpu else 0),
@@ -153,6 +153,13 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
         if name not in left_out:
             table.add_row(name, f"{n_bytes / 1e9:.3f}", what)
     return table
+
+
+def _pages_text(plan: Plan[Any], unit: str) -> str:
+    text = f"{plan.n_pages} of {PAGE_SIZE} {unit}, {plan.page_bytes / 1e3:.0f} kB each"
+    if plan.speaks:
+        return text
+    return f"{text}: {plan.n_pages * PAGE_SIZE} tokens, keys and values in {plan.shape.kv_cache_dtype}"
 
 
 def _fit_table(plan: Plan[Any]) -> Table:

@@ -35,6 +35,7 @@ def engine_info(plan: Plan[Any], device: str, rules: PictureRules | None = None,
             "eos_token_ids": list(shape.eos_token_ids),
             "even_context": even_context(shape),
             "has_draft_head": shape.has_draft_head,
+            "kv_cache_dtype": shape.kv_cache_dtype,
             "pictures": None if rules is None else _pictures(plan, rules),
         }
     )
