@@ -281,12 +281,7 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
         choice = (f"{row['same_argmax']:.2%}", f"{row['gap_max']:.3f}", f"{row['answers_same']:.0%}")
         loss = ("",) * 6 if row is rows[0] else (*kl, *choice)
         size = (f"{row['bytes'] / 1e6:.1f}", f"{row['bits_per_weight']:.2f}") if "bytes" in row else ("", "")
-        out.add_row(
-            row["format"],
-            *size,
-            f"{row['perplexity']:.5f}",
-            *loss,
-        )
+        out.add_row(row["format"], *size, f"{row['perplexity']:.5f}", *loss)
     return out
 
 
@@ -378,7 +373,9 @@ def bench(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
             summaries, answers = compare_in_turn(configs, device, documents, lambda n: progress.advance(bar, n))
             held: dict[str, dict[str, Any]] = {name: {} for name in summaries}
         else:
-            configs = chosen(config, formats, arguments.beside, file) if formats or arguments.beside else {DEFAULT: config}
+            configs = (
+                chosen(config, formats, arguments.beside, file) if formats or arguments.beside else {DEFAULT: config}
+            )
             runners = load(configs | others, progress)
             bar = progress.add_task("reading", total=n_read)
             summaries = compare(runners, documents, lambda n: progress.advance(bar, n))
@@ -410,7 +407,8 @@ def bench(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
         "prompts": [tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts],
         "answers": {name: [tokenizer.decode(ids) for ids in each] for name, each in answers.items()},
     }
-    path = runs_directory(arguments.out) / f"quality-{Path(model).name}-{now():%H%M%S}.json"
+    stem = "settings" if settings and not formats and not arguments.beside else "quality"
+    path = runs_directory(arguments.out) / f"{stem}-{Path(model).name}-{now():%H%M%S}.json"
     path.write_text(json.dumps(head | texts, indent=1, ensure_ascii=False) + "\n")
     title = f"{model} against {rows[0]['format']} on {n_tokens} tokens of {file.name}"
     if arguments.context is not None:

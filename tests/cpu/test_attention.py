@@ -46,7 +46,9 @@ class Sequences:
         for row, pages in zip(self.table, order.split(n_pages), strict=True):
             row[: len(pages)] = pages
         size, dtype = kv_pages(sum(n_pages), 1, heads, self.kv)
-        self.pages = torch.from_numpy(np.full(size, 255, np.uint8 if dtype == np.uint8 else np.uint16))[:, 0]  # no numbers
+        self.pages = torch.from_numpy(np.full(size, 255, np.uint8 if dtype == np.uint8 else np.uint16))[
+            :, 0
+        ]  # no numbers
         self.pages = self.pages if dtype == np.uint8 else self.pages.view(BF16)
         self.inv_freq = torch.tensor([1e4 ** (-2 * i / ROTARY) for i in range(ROTARY // 2)], dtype=torch.float64)
         angles = (torch.arange(max(lengths))[:, None] * self.inv_freq).float()
@@ -134,7 +136,11 @@ def unpacked(pages: Tensor, heads: AttentionHeads, kv: KvFormat) -> dict[str, np
     """Codes [n, nk, 64, d] and scales [n, nk, 64] of pages of csrc/kv.h."""
     n, nk, d = len(pages), heads.n_kv, heads.dim
     raw = {name: pages.numpy()[:, at : at + size] for name, (at, size) in kv.sections(nk, d).items()}
-    found = {name: np.ascontiguousarray(part).view(np.float32).reshape(n, nk, 64) for name, part in raw.items() if "_" in name}
+    found = {
+        name: np.ascontiguousarray(part).view(np.float32).reshape(n, nk, 64)
+        for name, part in raw.items()
+        if "_" in name
+    }
     keys = raw["keys"].reshape(n, nk, d // 4, 64, 4).transpose(0, 1, 3, 2, 4).reshape(n, nk, 64, d)
     values = raw["values"].reshape(n, nk, 16, -1, 4)
     if kv.value_bits == 4:

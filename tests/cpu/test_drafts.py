@@ -25,7 +25,6 @@ from deltic.runtime.cpu.text import Runner
 from tests.drafted import Schedule, requests
 from tests.tiny import tiny_checkpoint
 
-
 KV = {"next": "int8", "int4": "k8v4"}
 """Formats of keys and values, by what is built; of the others bf16."""
 

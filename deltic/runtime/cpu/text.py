@@ -45,9 +45,7 @@ class Runner:
         arena = Arena()
         self.workspace = build_workspace(plan, arena)
         self.memory = Memory(
-            pages=arena.allocate(
-                "pages", *kv_pages(plan.n_pages, shape.n_kv_layers, shape.heads, shape.kv_format)
-            ),
+            pages=arena.allocate("pages", *kv_pages(plan.n_pages, shape.n_kv_layers, shape.heads, shape.kv_format)),
             states=arena.allocate(
                 "states",
                 (plan.n_slots, shape.n_gdn_layers, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim),
