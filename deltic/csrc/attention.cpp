@@ -444,14 +444,13 @@ struct Wave {
     }
 };
 
-// Writes k and v, bfloat16 [d] each, of the token in place `at` of a page, for key head h.
+// Writes k and v, bfloat16 [d] each, of the token in place `at` of a page, for key head h. A plain value stands there already.
 template <Kv KIND>
 void write_token(std::conditional_t<KIND == Kv::BF16, bf16, uint8_t>* page, const Heads& heads, int64_t h, int64_t at, const bf16* k, const bf16* v) {
     const int64_t dim = heads.dim;
     if constexpr (KIND == Kv::BF16) {
         bf16* words = page + h * PAGE * dim;
         for (int64_t i = 0; i < dim; i += 2) memcpy(words + PAGE * i + 2 * at, k + i, 4);
-        memcpy(page + ((heads.n_k + h) * PAGE + at) * dim, v, 2 * dim);
     } else {
         RoundedPage<KIND>(page, heads.n_k, h, dim).write(at, k, v, dim);
     }
@@ -485,7 +484,8 @@ struct Prepare {
             auto page = (typename Attention<KIND>::Page*)pages + (int64_t)page_table[token_place[t] * table_stride + position / PAGE] * page_stride;
             x += heads.k_at();
             for (int64_t h = 0; h < heads.n_k; h++) {
-                bf16 k[MAX_DIM], v[MAX_DIM];
+                bf16 k[MAX_DIM], room[MAX_DIM], *v = room;
+                if constexpr (KIND == Kv::BF16) v = page + ((heads.n_k + h) * PAGE + position % PAGE) * dim;
                 norm_rope(x + h * dim, k_norm, eps, c, s, dim, rotary, k);
                 for (int64_t i = 0; i < dim; i += 16) store_bf16(v + i, load(x + (heads.n_k + h) * dim + i));
                 write_token<KIND>(page, heads, h, position % PAGE, k, v);
