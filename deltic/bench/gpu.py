@@ -57,6 +57,7 @@ from deltic.runtime.gpu.collect import collect
 from deltic.runtime.gpu.compile import begin_compiling
 from deltic.runtime.gpu.parallel import ParallelRunner
 from deltic.runtime.gpu.text import GpuTextRunner
+from deltic.runtime.kv_cache import resolve_kv_cache
 from deltic.runtime.plan import make_plan
 
 
@@ -92,6 +93,8 @@ class Model:
             raise ConfigError("drafts are measured on one GPU: leave --tensor-parallel and --tp-invariant out")
         device.check_reach()
         shape = replace(shape, has_draft_head=drafts) if config.dummy else stored_shape(directory, shape, drafts)
+        config, _ = resolve_kv_cache(config, directory, "cuda")
+        shape = replace(shape, kv_cache_dtype=config.kv_cache_dtype)
         n_real = n_real_ids(config, directory, shape)
         largest, cuts = cut(shape, device.n_cuts, are_even=config.tp_invariant is not None)
 
