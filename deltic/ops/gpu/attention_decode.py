@@ -207,9 +207,9 @@ def _attended(tile, b_qt, b_max, b_sum, b_o, b_least, b_old, scale, KV: tl.const
     if KV == PLAIN:
         b_s = tl.dot(tile[0], b_qt) * scale
     elif KV == FP8:
-        b_s = tl.dot(kv.key_operand(tile[0]), b_qt) * (tile[2] * scale)
+        b_s = tl.dot(kv.key_operand(tile[0], True), b_qt) * (tile[2] * scale)
     else:
-        b_s = tl.dot(kv.key_operand(tile[0]), b_qt) * scale
+        b_s = tl.dot(kv.key_operand(tile[0], True), b_qt) * scale
     b_s = tl.where(b_old, b_s, float("-inf"))
     b_new_max = tl.maximum(b_max, tl.max(b_s, 0))
     b_p = tl.exp2(b_s - b_new_max[None, :])
@@ -221,7 +221,7 @@ def _attended(tile, b_qt, b_max, b_sum, b_o, b_least, b_old, scale, KV: tl.const
         b_weight = (b_p * tile[3]).to(tl.bfloat16)
         if KV == K8V4:
             b_least = b_least * b_keep + tl.sum(b_p * tile[4], 0)
-        b_o = tl.dot(tl.trans(kv.value_operand(tile[1], KV)), b_weight, b_o * b_keep[None, :])
+        b_o = tl.dot(tl.trans(kv.value_operand(tile[1], True, KV)), b_weight, b_o * b_keep[None, :])
     return b_new_max, b_sum, b_o, b_least
 
 

@@ -130,14 +130,14 @@ def _prepare_kernel(
             tl.store(p_kv + HALF + o_rot, r_2, mask=m_r)
         else:
             b_key = tl.where(behind, b_y.to(tl.float32), 0.0)  # the others are 0 where they are not
-            b_1, b_2 = r_1.to(tl.float32), r_2.to(tl.float32)
-            b_size = tl.maximum(kv.largest(b_key), tl.maximum(kv.largest(b_1), kv.largest(b_2)))
-            b_scale = kv.key_scale(b_size, KV)
-            kv.store_key_scale(p_page, i_h - NQ, o_t, b_scale, o_t < n, KV, NK, D)
+            b_key_1, b_key_2 = r_1.to(tl.float32), r_2.to(tl.float32)
+            b_size = tl.maximum(kv.largest(b_key), tl.maximum(kv.largest(b_key_1), kv.largest(b_key_2)))
+            b_key_scale = kv.key_scale(b_size, KV)
+            kv.store_key_scale(p_page, i_h - NQ, o_t, b_key_scale, o_t < n, KV, NK, D)
             p_codes = kv.keys_at(p_page, i_h - NQ, KV, NK, D)
-            tl.store(p_codes + o_out, kv.key_codes(b_key, b_scale, KV), mask=behind & used)
-            tl.store(p_codes + o_rot, kv.key_codes(b_1, b_scale, KV), mask=m_r)
-            tl.store(p_codes + HALF + o_rot, kv.key_codes(b_2, b_scale, KV), mask=m_r)
+            tl.store(p_codes + o_out, kv.key_codes(b_key, b_key_scale, KV), mask=behind & used)
+            tl.store(p_codes + o_rot, kv.key_codes(b_key_1, b_key_scale, KV), mask=m_r)
+            tl.store(p_codes + HALF + o_rot, kv.key_codes(b_key_2, b_key_scale, KV), mask=m_r)
 
 
 @triton.jit(do_not_specialize=["stride_table"])
@@ -181,7 +181,7 @@ def _flash_kernel(
         else:
             p_page = pages + i_page.to(tl.int64) * (rows_page * D)
             b_key_scale, b_value_scale, b_value_least = kv.load_floats(p_page, i_kv, o_n, o_n >= 0, KV, NK, D)
-            b_s = tl.dot(b_q, kv.key_operand(b_k).T)
+            b_s = tl.dot(b_q, kv.key_operand(b_k, False).T)
             if KV == FP8:
                 b_s = b_s * b_key_scale[None, :]
         # only the last tile has keys behind the row. Key 0 is never masked, so b_max is finite after the
@@ -200,7 +200,7 @@ def _flash_kernel(
             b_acc = tl.dot(b_p.to(tl.bfloat16), b_v, b_acc)
         else:
             first = i_page * (rows_page * (D // WIDTH)) + (kv.section("values", KV, NK, D) // WIDTH + i_kv * 64)
-            b_v = kv.value_operand(load_tile(value_tiles, first, 0, 64, WIDTH), KV)
+            b_v = kv.value_operand(load_tile(value_tiles, first, 0, 64, WIDTH), False, KV)
             if KV == K8V4:
                 b_least = b_least * b_alpha + tl.sum(b_p * b_value_least[None, :], 1)
             b_acc = tl.dot((b_p * b_value_scale[None, :]).to(tl.bfloat16), b_v, b_acc)

@@ -243,32 +243,35 @@ def _fours_assembly():
 
 
 @triton.jit
-def key_operand(b_codes):
-    """float16: what e4m3 codes in bytes are."""
+def key_operand(b_codes, EARLY: tl.constexpr):
+    """float16: what e4m3 codes in bytes are. EARLY: made where they are loaded, before they pass through shared
+    memory to where they are multiplied; else wherever Triton likes.
+    """
     if _INTERPRETED or is_hip():
         b_keys = e4m3(b_codes).to(tl.float16)
     else:
         b_keys = tl.inline_asm_elementwise(
-            _e4m3_assembly("f16", cuda_capability_geq(8, 9)), "=r,=r,r", [b_codes], dtype=tl.float16, is_pure=False, pack=4
+            _e4m3_assembly("f16", cuda_capability_geq(8, 9)), "=r,=r,r", [b_codes], dtype=tl.float16,
+            is_pure=not EARLY, pack=4,
         )
     return b_keys
 
 
 @triton.jit
-def value_operand(b_codes, KV: tl.constexpr):
-    """bfloat16 [64, D]: what codes of values are, before their scale and least value."""
+def value_operand(b_codes, EARLY: tl.constexpr, KV: tl.constexpr):
+    """bfloat16 [64, D]: what codes of values are, before their scale and least value. EARLY: as of keys."""
     if KV == FP8:
         if _INTERPRETED or is_hip():
             b_values = e4m3(b_codes).to(tl.bfloat16)
         else:
             b_values = tl.inline_asm_elementwise(
-                _e4m3_assembly("bf16"), "=r,=r,r", [b_codes], dtype=tl.bfloat16, is_pure=False, pack=4
+                _e4m3_assembly("bf16"), "=r,=r,r", [b_codes], dtype=tl.bfloat16, is_pure=not EARLY, pack=4
             )
     elif _INTERPRETED or is_hip():
         b_values = behind((b_codes & 15).to(tl.float32).to(tl.bfloat16), (b_codes >> 4).to(tl.float32).to(tl.bfloat16))
     else:
         b_low, b_high = tl.inline_asm_elementwise(
-            _fours_assembly(), "=r,=r,=r,=r,r", [b_codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=False, pack=4
+            _fours_assembly(), "=r,=r,=r,=r,r", [b_codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=not EARLY, pack=4
         )
         b_values = behind(b_low, b_high)
     return b_values
