@@ -113,10 +113,14 @@ def quality(sub: argparse.ArgumentParser) -> None:
     add("--quantize", dest="formats", default=None, metavar="FORMAT,...", help=text)
     text = "quantised checkpoints of the same model to measure, too: directories, GGUF files or hub names"
     add("--beside", nargs="+", default=[], metavar="MODEL", help=text)
+    text = "a setting to compare with its default, e.g. kv-cache-dtype=int8; may be given several times"
+    add("--setting", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=text)
+    text = "count only the last tokens of texts of so many (default: all tokens of each document)"
+    add("--context", type=int, metavar="TOKENS", help=text)
     text = (
         "plain text, or .jsonl with a document in each line: [[text, does it count], ...] (default: "
         "conversations that the built-in model knows)"
     )
     add("--text", metavar="FILE", help=text)
     add("--out", metavar="DIR", help=OUT_HELP)
-    add_some(sub, "dummy", "weights_cache", "threads", "seed")
+    add_some(sub, "device", "dummy", "weights_cache", "threads", "seed")

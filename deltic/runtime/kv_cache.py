@@ -64,7 +64,9 @@ def check_keys(weights: Any, shape: ModelShape) -> None:
     of its parts, whose norms are whole.
     """
     most = shape.kv_format.largest_key
-    for name, bound in largest_keys(weights, shape).items() if most is not None else ():
+    if most is None:
+        return
+    for name, bound in largest_keys(weights, shape).items():
         if not bound <= most:
             raise ConfigError(
                 f"--kv-cache-dtype {shape.kv_cache_dtype}: keys of {name} may be as large as {bound:.0f}, and it holds {most:.0f} "

@@ -12,6 +12,7 @@ from __future__ import annotations
 from array import array
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -22,6 +23,7 @@ from deltic.models.qwen.gpu_buffers import RING, DecodeBuffers, GpuMemory, page_
 from deltic.models.qwen.weights import Weights
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.weights import VisionWeights
+from deltic.ops.arrays import Array
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.blocks import PrefillInputs
 from deltic.ops.gpu.launch import Levers, allocate_on
@@ -319,6 +321,15 @@ class GpuTextRunner(GpuRunner):
         return entries
 
     # For tests and benches.
+
+    def logits(self, n_rows: int) -> Array:
+        """float32 [n_rows, V]: of the first rows of the last prefill, which was of one chunk of one block."""
+        found, buffers = [], self.workspace.prefill
+        with torch.cuda.stream(self.stream):
+            for at in range(0, n_rows, len(buffers.final)):
+                rows = torch.arange(at, min(n_rows, at + len(buffers.final)), dtype=torch.int32).to(self.device)
+                found.append(self.model.logits_of(rows, 1, buffers).cpu())
+        return np.asarray(torch.cat(found).numpy())
 
     def replay_ms(self, n_rows: int, n_keys: int, n_replays: int = 50, n_rounds: int = 5) -> float:
         """Median milliseconds of one decode of n_rows rows with n_keys keys each, replayed back to back.
