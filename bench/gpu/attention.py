@@ -124,7 +124,9 @@ def numbers(text: str) -> list[int]:
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--heads", type=numbers, default=[24, 4, 256], metavar="Q,KV,DIM", help="default: 24,4,256, 27B's")
+    flags.add_argument(
+        "--heads", type=numbers, default=[24, 4, 256], metavar="Q,KV,DIM", help="default: 24,4,256, 27B's"
+    )
     flags.add_argument("--n", type=numbers, default=[1, 8, 32, 64, 128], metavar="N,...")
     flags.add_argument("--context", type=numbers, default=[152, 256, 1024, 4096, 32768, 131072], metavar="T,...")
     flags.add_argument("--variant", type=lambda text: text.split(";"), default=[*VARIANTS], metavar="NAME;...")
@@ -183,7 +185,13 @@ def main() -> None:
                 for n in arguments.n:
                     for format in formats:
                         if variant == "plain" or time.monotonic() - begin < arguments.seconds:
-                            row(variant=variant, n=n, context=context, format=format.name, **point(variant, format, n, context))
+                            row(
+                                variant=variant,
+                                n=n,
+                                context=context,
+                                format=format.name,
+                                **point(variant, format, n, context),
+                            )
 
     run("attention", {"bits": bits, "times": times}, arguments)
 

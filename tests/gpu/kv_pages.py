@@ -39,7 +39,9 @@ def values_of(pages: Tensor, format: KvFormat, n_heads: int, dim: int) -> Tensor
         name: pages[:, begin : begin + size].cpu().contiguous().numpy()
         for name, (begin, size) in format.sections(n_heads, dim).items()
     }
-    floats = {name: part.view(np.float16).reshape(shape) for name, part in parts.items() if name not in ("keys", "values")}
+    floats = {
+        name: part.view(np.float16).reshape(shape) for name, part in parts.items() if name not in ("keys", "values")
+    }
     keys = Rows(parts["keys"].view(ml_dtypes.float8_e4m3fn).reshape(*shape, dim), floats.get("key_scales"))
     codes = parts["values"].reshape(*shape, -1)
     if format.value_bits == 4:

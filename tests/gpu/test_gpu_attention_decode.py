@@ -179,7 +179,11 @@ def compare_quantised(case: Case, plain: Case, places: list[int], **kw: object) 
     """The same beside plain pages: what is written is the reference's, to the bit, of what is written there."""
     out, pages = run(case, places, **kw)  # type: ignore[arg-type]
     _, plain_pages = run(plain, places, **kw)  # type: ignore[arg-type]
-    heads, format, written = case.heads, case.format, values_of(case.pages, case.format, case.heads.n_kv, case.heads.dim)
+    heads, format, written = (
+        case.heads,
+        case.format,
+        values_of(case.pages, case.format, case.heads.n_kv, case.heads.dim),
+    )
     held = values_of(pages, format, heads.n_kv, heads.dim)
     right = values_of(quantised(plain_pages, format), format, heads.n_kv, heads.dim)
     for row, place in enumerate(places):

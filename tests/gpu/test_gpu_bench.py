@@ -55,7 +55,16 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(gpu, "prefill_ms", prefill)
     out = tmp_path / "2026-01-01-h200"
     arguments = argparse.Namespace(
-        n="1,128", prompt=128, output=256, prefill="8192", rounds=3, format=None, out=str(out), accept=None, context=None, pictures=""
+        n="1,128",
+        prompt=128,
+        output=256,
+        prefill="8192",
+        rounds=3,
+        format=None,
+        out=str(out),
+        accept=None,
+        context=None,
+        pictures="",
     )
     assert gpu.bench_gpu(arguments, EngineConfig(dummy="qwen3.5-27b")) == 0
     one_round = [("decode", 1), ("decode", 128), ("prefill", 8192)]
@@ -122,7 +131,9 @@ def test_steps_behind_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(runner, "plan", SimpleNamespace(quantize=None, n_parts=1, n_pages=9), raising=False)
     monkeypatch.setattr(
-        GpuTextRunner, "replay_ms", lambda self, n, n_keys, *n_more: asked.append((n, n_keys + prod(n_more) + 10)) or 20.0
+        GpuTextRunner,
+        "replay_ms",
+        lambda self, n, n_keys, *n_more: asked.append((n, n_keys + prod(n_more) + 10)) or 20.0,
     )
     shape = replace(published_shape("qwen3.5-27b"), kv_cache_dtype="fp8")
     engine = SimpleNamespace(runner=runner, info=SimpleNamespace(device="NVIDIA H200"))

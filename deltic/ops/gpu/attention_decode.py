@@ -195,7 +195,8 @@ def _load_tile(p_page, i_kv, o_t, o_d, b_old, KV: tl.constexpr, NK: tl.constexpr
         o_v = o_t[:, None] * kv.value_width(KV, D) + tl.arange(0, kv.value_width(KV, D))[None, :]
         b_k = tl.load(kv.keys_at(p_page, i_kv, KV, NK, D) + o_td, mask=b_old, other=0)
         b_v = tl.load(kv.values_at(p_page, i_kv, KV, NK, D) + o_v, mask=b_old, other=0)
-        tile = (b_k, b_v) + kv.load_floats(p_page, i_kv, o_t[:, None], b_old, KV, NK, D)  # type: ignore[assignment]
+        b_key_scale, b_value_scale, b_least = kv.load_floats(p_page, i_kv, o_t[:, None], b_old, KV, NK, D)
+        tile = (b_k, b_v, b_key_scale, b_value_scale, b_least)  # type: ignore[assignment]
     return tile
 
 
