@@ -1,5 +1,5 @@
-"""Tables of formats of keys and values: how many tokens of context fit, from plans and not from runs; how fast
-attention is; and what they lose.
+"""Tables of formats of keys and values: how many tokens of context fit, from plans and not from runs; how
+fast attention is; and what they lose.
 """
 
 from __future__ import annotations

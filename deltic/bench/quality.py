@@ -215,8 +215,8 @@ def readings(runner: Any, documents: list[Document]) -> Iterator[tuple[NDArray[n
 def compare_in_turn(
     configs: dict[str, EngineConfig], device: Cpu | Gpu, documents: list[Document], advance: Callable[[int], None]
 ) -> tuple[dict[str, dict[str, float]], dict[str, list[list[int]]]]:
-    """The summaries of `compare`, and greedy answers, of one runner after the other: memory for the weights of
-    one, and for the reference's probabilities.
+    """The summaries of `compare`, and greedy answers, of one runner after the other: memory for the weights
+    of one, and for the reference's probabilities.
     """
     known: list[NDArray[np.float32]] = []
     losses, answers = {}, {}

@@ -99,9 +99,9 @@ def check_alone(configs: Sequence[EngineConfig]) -> None:
 
 
 def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tuple[EngineConfig, Path, Plan[Any]]:
-    """The configuration with what the weights, keys and values will be rounded to, the checkpoint's directory,
-    and the plan in free_bytes of the device's memory. Raises ValueError subclasses: a bad checkpoint, a plan that does not
-    fit.
+    """The configuration with what the weights, keys and values will be rounded to, the checkpoint's
+    directory, and the plan in free_bytes of the device's memory. Raises ValueError subclasses: a bad
+    checkpoint, a plan that does not fit.
     """
     if speaks(config):
         directory, speech = locate_speech(config)

@@ -49,8 +49,8 @@ def _wants_fp8(directory: Path) -> bool:
 
 
 def largest_keys(weights: Weights, shape: ModelShape) -> dict[str, float]:
-    """By the name of an attention layer, what no element of its keys exceeds: a norm makes a head sqrt(d) long
-    and multiplies it with 1 + w, rotation leaves pairs their length, and YaRN multiplies those.
+    """By the name of an attention layer, what no element of its keys exceeds: a norm makes a head sqrt(d)
+    long and multiplies it with 1 + w, rotation leaves pairs their length, and YaRN multiplies those.
     """
     layers = {f"layers.{i}": layer for i, layer in enumerate(weights.layers) if isinstance(layer, AttnLayer)}
     if weights.draft_head is not None:

@@ -1,16 +1,18 @@
 """Keys and values in fewer bits: which codes, scales and least values they are, in NumPy, to the bit.
 
-A row is the d elements of one token and head, in bfloat16. All steps are float32, each rounded once, to nearest even. A row with an
-element that is not finite has a scale that is no number, so that nothing of it looks like one.
+A row is the d elements of one token and head, in bfloat16. All steps are float32, each rounded once, to
+nearest even. A row with an element that is not finite has a scale that is no number, so that nothing of it
+looks like one.
 
-    int8   keys, values     scale = amax / 127, code = round(x / scale) in [-127, 127]            value = code * scale
-    uint4  values of a CPU  least = min, scale = (max - least) / 15, code = round((x - least) / scale) in [0, 15]
-                                                                                                  value = least + code * scale
-    uint4  of a GPU         the same, least and scale rounded to float16
-    e4m3   keys, values     scale = float16(amax / 448), code = e4m3(x / scale), at most 448      value = code * scale
-    e4m3   without scale    code = e4m3(x), at most 448                                           value = code
+    int8            scale = amax / 127              code = round(x / scale) in [-127, 127]
+    uint4           least = min                     code = round((x - least) / scale) in [0, 15]
+                    scale = (max - least) / 15
+    uint4, float16  the same, least and scale rounded to float16
+    e4m3            scale = float16(amax / 448)     code = e4m3(x / scale), at most 448
+    e4m3, plain     no scale                        code = e4m3(x), at most 448
 
-A scale is at least 2^-100 in float32, 2^-14 in float16 (their normal numbers begin below, or there), so that a row of zeros has one.
+A code stands for code * scale, or least + code * scale, or itself. A scale is at least 2^-100 in float32,
+2^-14 in float16 (their normal numbers begin below, or there), so that a row of zeros has one.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ LEAST_SCALE = {F32: np.float32(2.0**-100), F16: np.float32(2.0**-14)}
 
 @dataclass
 class Rows:
-    """codes [..., d]: int8, uint8 (4 bits, one a byte), or float8_e4m3fn; scale, least: [...], None where the format has none."""
+    """codes [..., d]: int8, uint8 (4 bits, one a byte), or float8_e4m3fn; scale, least: [...], None where the
+    format has none.
+    """
 
     codes: Array
     scale: Array | None = None
@@ -44,7 +48,9 @@ class Rows:
 
 
 def _scale(size: Array, most: float, x: Array, dtype: Any) -> Array:
-    """size / most, of rows x. float16 is rounded to before the least scale is, and what it cannot hold is no number."""
+    """size / most, of rows x. It is rounded to float16 before the least scale counts, and what that cannot
+    hold is no number.
+    """
     scale = np.maximum((size / np.float32(most)).astype(dtype), LEAST_SCALE[np.dtype(dtype)].astype(dtype))
     return np.where(np.isfinite(x).all(-1) & np.isfinite(scale), scale, np.array(np.nan, dtype)).astype(dtype)
 

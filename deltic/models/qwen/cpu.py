@@ -3,9 +3,9 @@
     h  = x + Mixer(rms_norm(x));  x' = h + FFN(rms_norm(h))        (Qwen3-Next, 3.5, 3.6, 3.8)
 
 The residual stream, norms, gates, states, router and logits are float32; the inputs of every linear are
-bfloat16, and pages, too, or fewer bits (ops/kv_formats.py); matrices are bfloat16 or quantised. There is one layout of the weights (models/qwen/weights.py)
-and one path for decode and prefill. What stands for a picture's tokens comes from the vision tower
-(models/vision), as rows that take the place of embeddings.
+bfloat16, and pages, too, or fewer bits (ops/kv_formats.py); matrices are bfloat16 or quantised. There is one
+layout of the weights (models/qwen/weights.py) and one path for decode and prefill. What stands for a
+picture's tokens comes from the vision tower (models/vision), as rows that take the place of embeddings.
 """
 
 from __future__ import annotations

@@ -2,9 +2,9 @@
 
 A page holds, for each attention layer, k and v of 64 tokens in bfloat16: k as [nk, d/2, 64, 2], so that the
 scores of neighbouring keys are neighbouring lanes, and v as [nk, 64, d]; or both in fewer bits
-(ops/kv_formats.py, csrc/kv.h). The pages of the sequence in place i are page_table[i]. Softmax weights are float32 and relative to a running maximum over pages in order, and
-start anew every SPLIT_KEYS keys; the splits are merged in order. So a long context can be many tasks, and how
-many does not touch the bits.
+(ops/kv_formats.py, csrc/kv.h). The pages of the sequence in place i are page_table[i]. Softmax weights are
+float32 and relative to a running maximum over pages in order, and start anew every SPLIT_KEYS keys; the
+splits are merged in order. So a long context can be many tasks, and how many does not touch the bits.
 """
 
 from __future__ import annotations
