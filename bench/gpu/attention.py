@@ -1,14 +1,14 @@
 """How fast is attention of a decode, by the format of keys and values, next to what the memory gives?
 
 One launch is that of one layer: q and k normed and rotated, the new token written, all keys read. Its bytes
-are those of the pages, the roof is them over the read bandwidth of the same run. Pages are cold: a graph walks
-through layers and through pages as the table of a busy server has them, until the second-level cache does not
-hold them (`cached` says where it does, since the pool is bounded). Between two launches stands a small kernel,
-whose own time is taken off: attention neither runs beside itself nor starts behind a kernel that lets it
-start early.
+are those of the pages, the roof is them over the read bandwidth of the same run. Pages are cold: a graph
+walks through layers and through pages as the table of a busy server has them, until the second-level cache
+does not hold them (`cached` says where it does, since the pool is bounded). Between two launches stands a
+small kernel, whose own time is taken off: attention neither runs beside itself nor starts behind a kernel
+that lets it start early.
 
-Each variant is another way to run the same (`Splits`). `same` says whether it gives the bits of `plain`; those
-of `other bits` are not asked to. Kernels are compiled first, by all cores. `python -m bench.gpu.attention
+Each variant is another way to run the same (`Splits`). `same` says whether it gives the bits of `plain`;
+those of `other bits` are not asked to. Kernels are compiled first, by all cores. `python -m bench.gpu.attention
 [--heads 24,4,256] [--n N,...] [--context T,...] [--variant NAME,...] [--seconds S]`
 """
 
@@ -78,8 +78,8 @@ class World:
         return cls(heads, format, pages, angles.cos(), torch.zeros(heads.dim, device=device))
 
     def launches(self, n: int, context: int, max_len: int, splits: Splits) -> tuple[list[Callable[[], None]], Tensor]:
-        """What starts attention of n rows with so many keys, in pages of their own as far as there are; and its
-        output.
+        """What starts attention of n rows with so many keys, in pages of their own as far as there are; and
+        its output.
         """
         heads, device, n_pages = self.heads, self.pages.device, pages_for(context)
         n_bytes = n * context * heads.n_kv * self.format.head_bytes(heads.dim)
@@ -172,7 +172,7 @@ def main() -> None:
                     found = []
                     for name in ("plain", variant):
                         launches, out = worlds[format.name].launches(n, context, max_len, VARIANTS[name])
-                        for _ in range(2):  # the first writes what the second may read, where the pool is too small
+                        for _ in range(2):  # where pages are shared, the second reads what the first has written
                             launches[0]()
                         found.append(out)
                     same.append(same_bits(*found) and bool(found[0].isfinite().all()))

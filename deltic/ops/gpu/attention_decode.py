@@ -412,7 +412,7 @@ def _attention_decode_kernel(
             b_least = tl.zeros((GROUP,), tl.float32)
             b_o = tl.zeros((D, GROUP), tl.float32)
             if i_split == n_splits - 1:
-                # the new token: into its page, and as the first key of the running sums, rounded as in the page
+                # the new token: into its page, and as the first key of the running sums, as the page has it
                 if DRAFTS:
                     NEW: tl.constexpr = tl.bfloat16 if KV == PLAIN else tl.float32
                     b_new_k, b_new_v = tl.zeros((GROUP, D), NEW), tl.zeros((D,), NEW)

@@ -1,4 +1,4 @@
-"""Keys and values in pages, in the formats of ops/kv_formats.py: how kernels write and read the quantised ones.
+"""Keys and values in pages that are quantised (ops/kv_formats.py): how kernels write and read them.
 
 A page of a layer is bytes, in the sections of `KvFormat.sections`; codes lie by head and token. e4m3 is in
 the order of dims. Values of 4 bits share a byte with those d / 2 dims behind: dim j has the low bits of byte
@@ -12,8 +12,12 @@ place and multiplied by 2^120, 4 bits as a bfloat16 between 128 and 144, less 12
     score  = (sum of q code) * (key scale * d^-0.5)                      float32
     output = sum of bfloat16(p * value scale) * code + sum of p * least  float32, the last for each head
 
-q is rounded to bfloat16 as for plain pages, which float16 holds from 2^-17 up to 65,504. What is rounded more
-than there is nothing; p * scale is, in the place of p.
+q is rounded to bfloat16 as for plain pages; float16 holds that where it is from 2^-17 to 65,504, and steps of
+2^-24 below. In the place of p, p * scale is rounded; nothing else is that is not in plain pages.
+
+The new token of a decode meets no tensor core: it is the first of the running sums, with code * scale, or
+least + code * scale, in float32. As q is not e4m3, there is no product of 8 bits. How these agree with the
+reference: 1 % and 0.01 of outputs of order 1 (tests/gpu/test_gpu_attention_decode.py), as with plain pages.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -216,8 +220,8 @@ def store_values(p_page, i_kv, o_t, b_x, KV: tl.constexpr, NK: tl.constexpr, D: 
 
 @triton.constexpr_function
 def _e4m3_assembly(kind, has_conversion=False):
-    """Four codes, $2, as two pairs of float16 or bfloat16: moved to their places, and to their exponents; or as
-    the chip has it.
+    """Four codes, $2, as two pairs of float16 or bfloat16: moved to their places, and to their exponents; or
+    as the chip has it.
     """
     if has_conversion:
         return (
@@ -244,8 +248,8 @@ def _fours_assembly():
 
 @triton.jit
 def key_operand(b_codes, EARLY: tl.constexpr):
-    """float16: what e4m3 codes in bytes are. EARLY: made where they are loaded, before they pass through shared
-    memory to where they are multiplied; else wherever Triton likes.
+    """float16: what e4m3 codes in bytes are. EARLY: made where they are loaded, before they pass through
+    shared memory to where they are multiplied; else wherever Triton likes.
     """
     if _INTERPRETED or is_hip():
         b_keys = e4m3(b_codes).to(tl.float16)
@@ -279,8 +283,8 @@ def value_operand(b_codes, EARLY: tl.constexpr, KV: tl.constexpr):
 
 @triton.jit
 def load_floats(p_page, i_kv, o_t, b_mask, KV: tl.constexpr, NK: tl.constexpr, D: tl.constexpr):
-    """float32, of tokens o_t: scales of keys and of values, and least values; 0 where not b_mask, and for those
-    that the format has not.
+    """float32, of tokens o_t: scales of keys and of values, and least values; 0 where not b_mask, and for
+    those that the format has not.
     """
     b_key = tl.full(o_t.shape, 0.0, tl.float32)
     b_least = b_key
