@@ -8,8 +8,9 @@ small kernel, whose own time is taken off: attention neither runs beside itself 
 that lets it start early.
 
 Each variant is another way to run the same (`Splits`). `same` says whether it gives the bits of `plain`;
-those of `other bits` are not asked to. Kernels are compiled first, by all cores. `python -m bench.gpu.attention
-[--heads 24,4,256] [--n N,...] [--context T,...] [--variant NAME,...] [--seconds S]`
+those of `other bits` are not asked to. Kernels are compiled first, by all cores.
+`python -m bench.gpu.attention [--heads 24,4,256] [--n N,...] [--context T,...] [--variant "NAME;..."]
+[--seconds S] [--out DIR]`
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ def main() -> None:
                     found = []
                     for name in ("plain", variant):
                         launches, out = worlds[format.name].launches(n, context, max_len, VARIANTS[name])
-                        for _ in range(2):  # where pages are shared, the second reads what the first has written
+                        for _ in range(2):  # where pages are shared the second reads what the first wrote
                             launches[0]()
                         found.append(out)
                     same.append(same_bits(*found) and bool(found[0].isfinite().all()))

@@ -272,9 +272,11 @@ def _compile(name: str) -> list[Compiled]:
     of_pictures = [job for job in dict.fromkeys(of_pictures) if job.name in WITH_PICTURES and job not in jobs]
     assert {job.name for job in of_pictures} == WITH_PICTURES
     jobs += of_pictures if IS_FULL else _some(of_pictures)
-    for kv_dtype in KV_DTYPES:
-        models = TEXTS if IS_FULL else ("qwen3.5-27b",)
-        of_keys = [job for m in models for n in (0, 4) for job in _jobs(m, max_drafts=n, kv_dtype=kv_dtype)]
+    for kv_dtype in KV_DTYPES if IS_FULL else KV_DTYPES[:1]:
+        models = TEXTS if IS_FULL else TINY[:1]
+        of_keys = [
+            job for m in models for n in (0, 4)[not IS_FULL :] for job in _jobs(m, max_drafts=n, kv_dtype=kv_dtype)
+        ]
         of_keys = [job for job in dict.fromkeys(of_keys) if job.name in OF_KEYS and job not in jobs]
         assert {job.name for job in of_keys} == OF_KEYS
         jobs += of_keys if IS_FULL else {job.name: job for job in of_keys}.values()
