@@ -202,7 +202,8 @@ def readings(runner: Any, documents: list[Document]) -> Iterator[tuple[NDArray[n
         while start < len(ids):
             far = start < first
             n_tokens = min(longest, first - start) if far else min(PAGE_SIZE, len(ids) - start)
-            runner.step(Step(chunks=[Chunk(sequence, start, n_tokens, prompt_logprobs=not far)]))
+            asks = not far and isinstance(runner, Runner)  # on a GPU `logits` makes them
+            runner.step(Step(chunks=[Chunk(sequence, start, n_tokens, prompt_logprobs=asks)]))
             counts, following = (each[start + 1 : start + 1 + n_tokens] for each in (document.counts, ids))
             rows = [row for row, counted in enumerate(counts) if counted]
             start, n_read = start + n_tokens, n_read + n_tokens
@@ -335,7 +336,8 @@ def changed_by(text: str) -> dict[str, Any]:
     field = name.strip().removeprefix("--").replace("-", "_")
     known = {each.name for each in dataclasses.fields(EngineConfig)}
     if not equals or field not in known or field in ("model", "dummy", "device", "quantize"):
-        hint = nearest(field, known) or "give NAME=VALUE of a flag of deltic serve, e.g. kv-cache-dtype=int8"
+        hint = nearest(field, known) if field not in known else ""
+        hint = hint or "give NAME=VALUE of a flag of deltic serve, e.g. kv-cache-dtype=int8"
         raise ConfigError(f"--setting {text}: {hint}")
     found = resolve(EngineConfig, {}, {f"{ENV_PREFIX}{field.upper()}": value})
     return {field: getattr(found, field)}

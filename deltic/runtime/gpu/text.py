@@ -328,7 +328,7 @@ class GpuTextRunner(GpuRunner):
         with torch.cuda.stream(self.stream):
             for at in range(0, n_rows, len(buffers.final)):
                 rows = torch.arange(at, min(n_rows, at + len(buffers.final)), dtype=torch.int32).to(self.device)
-                found.append(self.model.logits_of(rows, 1, buffers).cpu())
+                found.append(self.model.logits_of(rows, 1, buffers).to("cpu", copy=True))
         return np.asarray(torch.cat(found).numpy())
 
     def replay_ms(self, n_rows: int, n_keys: int, n_replays: int = 50, n_rounds: int = 5) -> float:
