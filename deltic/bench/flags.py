@@ -80,9 +80,11 @@ def gpu(sub: argparse.ArgumentParser) -> None:
     add("--pictures", default="", metavar="SIDE,SIDE,...", help=text)
     text = "decodes with drafts, whose tokens are right with these probabilities, beside plain ones; nothing else"
     add("--accept", default=None, metavar="P,P,...", help=text)
+    text = "replays a step behind contexts of so many tokens, e.g. 1024,32768,262144; nothing else"
+    add("--context", default=None, metavar="T,T,...", help=text)
     add("--out", metavar="DIR", help=OUT_HELP)
     names = ("dummy", "quantize", "lever", "memory_gb", "max_model_len", "max_step_tokens", "max_drafts")
-    add_some(sub, *names, "tensor_parallel", "tp_invariant", "seed")
+    add_some(sub, *names, "kv_cache_dtype", "tensor_parallel", "tp_invariant", "seed")
 
 
 def ablate(sub: argparse.ArgumentParser) -> None:

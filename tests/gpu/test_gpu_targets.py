@@ -56,6 +56,9 @@ OF_PICTURES = {"_patches_kernel", "_positions_kernel", "_layer_norm_kernel", "_k
 WITH_PICTURES = OF_PICTURES | {"_embed_kernel", "_prepare_kernel", "_begin_decode_kernel", "_attention_decode_kernel"}
 WITH_PICTURES |= {"_wide_kernel"}
 """The same where prompts may have pictures."""
+OF_KEYS = {"_attention_decode_kernel", "_keys_decode_kernel", "_prepare_kernel", "_flash_kernel"}
+"""Those that write or read keys and values, of another variant for each format."""
+KV_DTYPES = ("fp8", "turboquant_k8v4")
 REGISTERS = {"cuda": 255, "hip": 512}
 SPILLED_BYTES = 64
 """Of a thread, on an NVIDIA GPU: what a compiler may leave over, and less than the operand of any product."""
@@ -179,7 +182,9 @@ def _plan(model: str, max_drafts: int = 0, has_pictures: bool = False) -> Any:
     return plan_model(config, Gpu(), free_bytes)[2]
 
 
-def _jobs(model: str, format: str = "bf16", max_drafts: int = 0, has_pictures: bool = False) -> list[Any]:
+def _jobs(
+    model: str, format: str = "bf16", max_drafts: int = 0, has_pictures: bool = False, kv_dtype: str = "bf16"
+) -> list[Any]:
     """What the steps of a model start. Nothing, for a format that is refused."""
     from deltic.ops.gpu.launch import Levers
     from deltic.runtime.gpu.collect import collect
@@ -187,6 +192,7 @@ def _jobs(model: str, format: str = "bf16", max_drafts: int = 0, has_pictures: b
     plan = _plan(model, max_drafts, has_pictures)
     if format != "bf16":
         plan = replace(plan, shape=replace(plan.shape, formats=InFormat(WEIGHT_FORMATS[format])))
+    plan = plan if kv_dtype == "bf16" else replace(plan, shape=replace(plan.shape, kv_cache_dtype=kv_dtype))
     try:
         return collect(plan, Levers())
     except KernelError:
@@ -266,6 +272,14 @@ def _compile(name: str) -> list[Compiled]:
     of_pictures = [job for job in dict.fromkeys(of_pictures) if job.name in WITH_PICTURES and job not in jobs]
     assert {job.name for job in of_pictures} == WITH_PICTURES
     jobs += of_pictures if IS_FULL else _some(of_pictures)
+    for kv_dtype in KV_DTYPES if IS_FULL else KV_DTYPES[:1]:
+        models = TEXTS if IS_FULL else TINY[:1]
+        of_keys = [
+            job for m in models for n in (0, 4)[not IS_FULL :] for job in _jobs(m, max_drafts=n, kv_dtype=kv_dtype)
+        ]
+        of_keys = [job for job in dict.fromkeys(of_keys) if job.name in OF_KEYS and job not in jobs]
+        assert {job.name for job in of_keys} == OF_KEYS
+        jobs += of_keys if IS_FULL else {job.name: job for job in of_keys}.values()
     of_ranks = _sums_of_ranks()
     assert {job.name for job in of_ranks} == {"_one_shot_kernel", "_two_shot_kernel", "_all_gather_kernel"}
     jobs += of_ranks

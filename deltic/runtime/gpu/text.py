@@ -19,7 +19,7 @@ from torch import Tensor
 from deltic.engine.messages import MAX_LOGPROBS, Request, SamplingParams, TokenLogprob
 from deltic.engine.step import Chunk, Progress, Rule, Sequence, Step, StepResult
 from deltic.models.qwen.gpu import Exchange, QwenGpu
-from deltic.models.qwen.gpu_buffers import RING, DecodeBuffers, GpuMemory
+from deltic.models.qwen.gpu_buffers import RING, DecodeBuffers, GpuMemory, page_layout
 from deltic.models.qwen.weights import Weights
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.weights import VisionWeights
@@ -59,10 +59,10 @@ class GpuTextRunner(GpuRunner):
         shape, n, n_parts = plan.shape, plan.n_decode_rows, plan.n_parts
         allocate = allocate_on(weights[0].norm.device)
         # No sequence owns the last page: rows of padding are written there.
-        n_pages, page = plan.n_pages + 1, (shape.n_kv_layers, 2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim)
+        page, page_type = page_layout(shape)
         state = shape.n_gdn_layers, shape.gdn_n_v_heads, shape.gdn_v_dim, shape.gdn_k_dim
         columns = shape.n_gdn_layers, RING, shape.conv_channels
-        pages = allocate("pages", (n_pages, n_parts, *page), torch.bfloat16)
+        pages = allocate("pages", (plan.n_pages + 1, n_parts, *page), page_type)
         states = allocate("states", (plan.n_slots, n_parts, *state), torch.float32)
         inputs = allocate("columns", (plan.n_slots, n_parts, *columns), torch.bfloat16)
         self.memory = [GpuMemory(pages[:, i], states[:, i], inputs[:, i]) for i in range(n_parts)]
