@@ -82,6 +82,9 @@ def gpu(sub: argparse.ArgumentParser) -> None:
     add("--accept", default=None, metavar="P,P,...", help=text)
     text = "replays a step behind contexts of so many tokens, e.g. 1024,32768,262144; nothing else"
     add("--context", default=None, metavar="T,T,...", help=text)
+    text = "decodes and prompts with so many adapters of all linear modules in turn, beside plain ones; nothing else"
+    add("--lora", dest="n_loras", type=int, default=0, metavar="N", help=text)
+    add("--lora-rank", type=int, default=16, metavar="R", help="of these (default: 16)")
     add("--out", metavar="DIR", help=OUT_HELP)
     names = ("dummy", "quantize", "lever", "memory_gb", "max_model_len", "max_step_tokens", "max_drafts")
     add_some(sub, *names, "kv_cache_dtype", "tensor_parallel", "tp_invariant", "seed")

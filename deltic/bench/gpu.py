@@ -12,6 +12,8 @@ planted (planted.py). Without the head's guesses they come from nowhere: what ro
 
 With --context a recorded step is replayed alone behind contexts of so many tokens, which are not computed:
 pages are used as they come, and again where there are too few. Its roof has the bytes of keys and values.
+With --lora steps are measured in which sequences have adapters with random values of all linear modules,
+beside steps in which none has.
 """
 
 from __future__ import annotations
@@ -41,6 +43,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
 from deltic.models.checkpoint import locate, n_real_ids
 from deltic.models.loading import COUNTED_ROWS, Store
+from deltic.models.qwen.adapters import random_adapter
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.shard import Cuts, cut
 from deltic.models.qwen.weights import Weights, dummy_weights, load_weights, stored_shape
@@ -55,13 +58,14 @@ from deltic.ops.gpu.roofs import GpuRoofs
 from deltic.ops.gpu.vision import PatchGrid
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.gpu import device as gpu
+from deltic.runtime.gpu.adapters import adapter_bytes
 from deltic.runtime.gpu.buffers import PIECE_ROWS
 from deltic.runtime.gpu.collect import collect
 from deltic.runtime.gpu.compile import begin_compiling
 from deltic.runtime.gpu.parallel import ParallelRunner
 from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.kv_cache import resolve_kv_cache
-from deltic.runtime.plan import make_plan
+from deltic.runtime.plan import AdapterRoom, make_plan
 
 
 @dataclass(frozen=True)
@@ -110,9 +114,9 @@ class Model:
         weights = device.parts(cuts, load) if cuts else [[load(DeviceStore("cuda"), None)]]
         return cls(config, largest, n_real, device, weights, cuts)
 
-    def engine(self, levers: Levers, n_rows: int, max_drafts: int = 0) -> Engine:
+    def engine(self, levers: Levers, n_rows: int, max_drafts: int = 0, adapters: AdapterRoom | None = None) -> Engine:
         """A fresh engine for up to n_rows sequences; the one before must be gone. max_drafts: most tokens of
-        a draft; with drafts the head is run, if it was loaded.
+        a draft; with drafts the head is run, if it was loaded. adapters: room for some.
         """
         gc.collect()
         torch.cuda.empty_cache()
@@ -124,18 +128,24 @@ class Model:
         )
         free = self.device.free_bytes() + max(held)
         n_gpus = self.device.n_gpus
-        plan = make_plan(config, shape, gpu.text(levers), self.n_real, free, cuts=self.cuts, n_gpus=n_gpus)
+        kind = gpu.text(levers)
+        plan = make_plan(config, shape, kind, self.n_real, free, cuts=self.cuts, n_gpus=n_gpus, adapters=adapters)
         begin_compiling(plan, levers, collect).wait(lambda stage, done: None)
         return Engine(gpu.text_runner(plan, self.device.devices, self.weights, levers))
 
 
-def decode(engine: Engine, n: int, n_prompt: int, n_output: int, seed: int = 0) -> tuple[list[float], list[list[int]]]:
-    """Seconds of each step in which all n sequences decode, and the tokens drawn."""
+def decode(
+    engine: Engine, n: int, n_prompt: int, n_output: int, seed: int = 0, adapters: Sequence[bytes] = (b"",)
+) -> tuple[list[float], list[list[int]]]:
+    """Seconds of each step in which all n sequences decode, and the tokens drawn. adapters: keys of those
+    that sequences have in turn.
+    """
     draw = random.Random(seed)
     for i in range(n):
         prompt = [draw.randrange(engine.info.vocab_size) for _ in range(n_prompt)]
         params = SamplingParams(max_tokens=n_output, temperature=0.0, ignore_eos=True)
-        engine.add(Request(id=f"{seed}-{i}", prompt_ids=prompt, params=params))
+        adapter = adapters[i % len(adapters)]
+        engine.add(Request(id=f"{seed}-{i}", prompt_ids=prompt, params=params, adapter=adapter))
     tokens: dict[str, list[int]] = {f"{seed}-{i}": [] for i in range(n)}
     times = []
     last = time.perf_counter()
@@ -158,15 +168,16 @@ def replayed_ms(engine: Engine, n: int, n_keys: int) -> float:
     return runner.replay_ms(n, n_keys)
 
 
-def prefill_ms(engine: Engine, n_tokens: int, n: int = 5) -> list[float]:
+def prefill_ms(engine: Engine, n_tokens: int, n: int = 5, adapter: bytes = b"") -> list[float]:
     """Milliseconds from a cold prompt of n_tokens to its first token, n times, behind one that is not
-    counted.
+    counted. adapter: its key.
     """
     times = []
     for i in range(n + 1):
         draw = random.Random(1000 + i)
         prompt = [draw.randrange(engine.info.vocab_size) for _ in range(n_tokens)]
-        engine.add(Request(id=f"prefill {i}", prompt_ids=prompt, params=SamplingParams(max_tokens=1, temperature=0.0)))
+        params = SamplingParams(max_tokens=1, temperature=0.0)
+        engine.add(Request(id=f"prefill {i}", prompt_ids=prompt, params=params, adapter=adapter))
         torch.cuda.synchronize()
         begin = time.perf_counter()
         while engine.has_work():
@@ -278,6 +289,8 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
         return _bench_accept(arguments, config)
     if arguments.context:
         return _bench_contexts(arguments, config)
+    if arguments.n_loras:
+        return _bench_lora(arguments, config)
     rows, prompts = ([int(n) for n in text.split(",")] for text in (arguments.n, arguments.prefill))
     roofs, shape_name = GpuRoofs.measured(), _shape_name(arguments, config)
     pictures = tower_rows(arguments.pictures, config, roofs, parse_levers(config.lever))
@@ -485,6 +498,60 @@ def _accept_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
             own = statistics.median(row[f"{name}_ms"])
             cells += [f"{row[f'{name}_tokens_a_step']:.2f}", f"{own:.3f}", f"{ms / own:.2f}"]
         table.add_row(f"{row['n']}", f"{row['accept']:g}", f"{ms:.3f}", *cells)
+    return table
+
+
+def _bench_lora(arguments: argparse.Namespace, config: EngineConfig) -> int:
+    """`deltic bench gpu --lora N`: decodes whose sequences have N adapters in turn, and prompts with one,
+    beside the same without, in turns on one server; a table and a JSON file.
+    """
+    sizes, prompts = ([int(n) for n in text.split(",")] for text in (arguments.n, arguments.prefill))
+    model, shape_name = Model.load(config, arguments.format), _shape_name(arguments, config)
+    if model.cuts:
+        raise ConfigError("--lora: adapters are measured on one GPU: leave --tensor-parallel and --tp-invariant out")
+    levers, one = parse_levers(config.lever), random_adapter(model.shape, arguments.lora_rank, seed=1)
+    linears = {name: deltas for name, deltas in one.deltas.items() if len(deltas[0].down) == 1}
+    n_bytes = adapter_bytes(replace(one, deltas=linears))
+    room = AdapterRoom(arguments.n_loras, arguments.lora_rank, arguments.n_loras * n_bytes)
+    engine = model.engine(levers, max(sizes), adapters=room)
+    runner: Any = engine.runner
+    keys = [i.to_bytes(16, "little") for i in range(1, 1 + arguments.n_loras)]
+    for key in keys:
+        runner.adapters.load_now(replace(one, key=key, deltas=linears))
+    kinds: dict[str, Sequence[bytes]] = {"plain": [b""], "lora": keys}
+    decodes = {n: {kind: list[float]() for kind in kinds} for n in sizes}
+    prefills = {n: {kind: list[float]() for kind in kinds} for n in prompts}
+    for i in range(1 + arguments.rounds):  # the first does not count
+        for kind, own in kinds.items():
+            for n, found in decodes.items():
+                times = decode(engine, n, arguments.prompt, arguments.output if i else 8, seed=1 + i, adapters=own)[0]
+                found[kind] += [statistics.median(times) * 1000] if i else []
+            for n, found in prefills.items():
+                found[kind] += [statistics.median(prefill_ms(engine, n, adapter=own[0]))] if i else []
+    context, rows = arguments.prompt + arguments.output // 2, list[dict[str, Any]]()
+    for what, measured in (("decode", decodes), ("prefill", prefills)):
+        for n, found in measured.items():
+            rows.append(
+                {"what": what, "n": n} | {f"{kind}_ms": [round(ms, 4) for ms in of] for kind, of in found.items()}
+            )
+            if what == "decode":
+                slots = [i % len(keys) for i in range(n)]
+                rows[-1] |= {"alone_ms": round(replayed_ms(engine, n, context), 4)}
+                rows[-1] |= {"lora_alone_ms": round(runner.replay_ms(n, context, adapters=slots), 4)}
+    title = f"{shape_name} on {engine.info.device}: {arguments.n_loras} adapters of rank {arguments.lora_rank}"
+    Console(width=120).print(_lora_table(title, rows))
+    given = {"adapters": arguments.n_loras, "rank": arguments.lora_rank, "adapter_bytes": n_bytes}
+    write_result("gpu-lora", shape_name, engine.info.device, arguments.out, **given, rows=rows)
+    return 0
+
+
+def _lora_table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """For people."""
+    table = Table("what", "N", "plain: ms", "adapters: ms", "x", "alone: x", title=title, title_justify="left")
+    for row in rows:
+        plain, own = (statistics.median(row[f"{kind}_ms"]) for kind in ("plain", "lora"))
+        alone = f"{row['lora_alone_ms'] / row['alone_ms']:.3f}" if "alone_ms" in row else ""
+        table.add_row(row["what"], f"{row['n']}", f"{plain:.3f}", f"{own:.3f}", f"{own / plain:.3f}", alone)
     return table
 
 

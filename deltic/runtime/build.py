@@ -132,11 +132,14 @@ def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tupl
 
 def _adapter_room(config: EngineConfig, shape: ModelShape, device: Cpu | Gpu) -> AdapterRoom:
     """Raises ConfigError for adapters that this device or model does not apply."""
-    bytes_of = device.text.adapter_bytes
-    if bytes_of is None:
+    if device.n_cuts > 1:
         if config.lora or config.allow_lora_loading:
-            raise ConfigError("--lora and --allow-lora-loading: adapters are applied on a CPU only; give --device cpu")
+            raise ConfigError(
+                "--lora and --allow-lora-loading: adapters are applied on one GPU; leave --tensor-parallel and --tp-invariant out"
+            )
         return AdapterRoom()
+    bytes_of = device.text.adapter_bytes
+    assert bytes_of is not None
     return adapter_room(config, given_adapters(config, shape), bytes_of)
 
 

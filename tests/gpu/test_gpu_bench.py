@@ -19,6 +19,7 @@ from bench.kept import Runs
 from deltic.bench import gpu
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.drafts import Drafting
+from deltic.engine.engine import Engine
 from deltic.models.qwen.shape import published_shape
 from deltic.models.vision.shape import VisionShape
 from deltic.models.vision.weights import dummy_vision
@@ -26,7 +27,9 @@ from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.roofs import GpuRoofs
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.gpu.text import GpuTextRunner
+from deltic.runtime.plan import AdapterRoom
 from tests.gpu.test_gpu_drafts import build
+from tests.gpu.test_gpu_lora import runner as adapted_runner
 
 
 def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -65,6 +68,7 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
         accept=None,
         context=None,
         pictures="",
+        n_loras=0,
     )
     assert gpu.bench_gpu(arguments, EngineConfig(dummy="qwen3.5-27b")) == 0
     one_round = [("decode", 1), ("decode", 128), ("prefill", 8192)]
@@ -117,7 +121,16 @@ def test_drafts_that_are_right_as_planted(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(gpu, "accept_rows", lambda *_: rows)
     out = tmp_path / "2026-01-01-h200"
     arguments = argparse.Namespace(
-        n="1", prompt=128, output=256, rounds=2, format=None, out=str(out), accept="0.8", context=None, pictures=""
+        n="1",
+        prompt=128,
+        output=256,
+        rounds=2,
+        format=None,
+        out=str(out),
+        accept="0.8",
+        context=None,
+        pictures="",
+        n_loras=0,
     )
     assert gpu.bench_gpu(arguments, EngineConfig(dummy="qwen3.5-27b", max_drafts=3)) == 0
     (file,) = out.glob("gpu-accept-qwen3.5-27b-*.json")
@@ -142,7 +155,7 @@ def test_steps_behind_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(gpu, "need_gpu", lambda: None)
     monkeypatch.setattr(gpu.GpuRoofs, "measured", classmethod(lambda cls: cls(4.4e12, 7.9e14)))
     monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, config, format: model))
-    given = dict(n="1,8", format=None, accept=None, pictures="", out=str(tmp_path / "2026-01-01-h200"))
+    given = dict(n="1,8", format=None, accept=None, pictures="", n_loras=0, out=str(tmp_path / "2026-01-01-h200"))
     assert gpu.bench_gpu(argparse.Namespace(context="1024,32768", **given), EngineConfig(dummy="qwen3.5-27b")) == 0
     assert asked == [(1, 1024), (8, 1024), (1, 32768), (8, 32768)]
     found = json.loads(next((tmp_path / "2026-01-01-h200").glob("gpu-context-*.json")).read_text())
@@ -153,6 +166,34 @@ def test_steps_behind_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         config = EngineConfig(dummy="qwen3.5-27b", max_model_len=1024)
         with pytest.raises(ConfigError, match=words):
             gpu.bench_gpu(argparse.Namespace(context=context, **given), config)
+
+
+@pytest.mark.long
+def test_adapters_beside_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes and prompts with random adapters and without, on one runner."""
+    runner = adapted_runner("dense")
+    plain = Engine(runner)
+
+    def engine(levers: object, n: int, adapters: AdapterRoom) -> Engine:
+        assert (adapters.n, adapters.rank) == (2, 4) and adapters.n_bytes > 0
+        return plain
+
+    model = SimpleNamespace(shape=runner.plan.shape, engine=engine, cuts=())
+    monkeypatch.setattr(gpu, "need_gpu", lambda: None)
+    monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, *_: model))
+    monkeypatch.setattr(gpu.torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(type(runner), "replay_ms", lambda self, n, n_keys, adapters=(): 1.0 + len(adapters))
+    monkeypatch.setattr(gpu, "prefill_ms", lambda engine, n, adapter: [2.0 if adapter else 1.0])
+    out = tmp_path / "2026-01-01-h200"
+    arguments = argparse.Namespace(
+        n="2", prompt=3, output=8, prefill="64", rounds=1, format=None, out=str(out), accept=None, context=None, pictures="", n_loras=2,
+        lora_rank=4,
+    )  # fmt: skip
+    assert gpu.bench_gpu(arguments, EngineConfig(dummy="qwen3.5-27b")) == 0
+    (file,) = out.glob("gpu-lora-qwen3.5-27b-*.json")
+    decode, prefill = json.loads(file.read_text())["rows"]
+    assert (decode["alone_ms"], decode["lora_alone_ms"]) == (1.0, 3.0) and len(decode["lora_ms"]) == 1
+    assert (prefill["plain_ms"], prefill["lora_ms"]) == ([1.0], [2.0])
 
 
 def test_drafts_are_ablated_where_there_are_any() -> None:
@@ -187,4 +228,4 @@ def test_other_pictures_are_an_error(dummy: str, sides: str) -> None:
 def test_pictures_are_not_dropped_beside_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "need_gpu", lambda: None)
     with pytest.raises(ConfigError, match="--accept"):
-        gpu.bench_gpu(argparse.Namespace(accept="0.5", pictures="64"), EngineConfig(dummy="qwen3.5-0.8b"))
+        gpu.bench_gpu(argparse.Namespace(accept="0.5", pictures="64", n_loras=0), EngineConfig(dummy="qwen3.5-0.8b"))

@@ -59,6 +59,15 @@ WITH_PICTURES |= {"_wide_kernel"}
 OF_KEYS = {"_attention_decode_kernel", "_keys_decode_kernel", "_prepare_kernel", "_flash_kernel"}
 """Those that write or read keys and values, of another variant for each format."""
 KV_DTYPES = ("fp8", "turboquant_k8v4")
+WITH_ADAPTERS = {
+    "_shrink_kernel",
+    "_expand_kernel",
+    "_gather_kernel",
+    "_shrink_experts_kernel",
+    "_expand_experts_kernel",
+}
+WITH_ADAPTERS |= {"silu_lines_kernel", "prefill_silu_kernel", "gate_up_kernel", "prefill_gate_up_kernel"}
+"""The same where rows may have adapters, of a mixture."""
 REGISTERS = {"cuda": 255, "hip": 512}
 SPILLED_BYTES = 64
 """Of a thread, on an NVIDIA GPU: what a compiler may leave over, and less than the operand of any product."""
@@ -155,7 +164,7 @@ def test_what_a_chip_has() -> None:
 
 
 @cache
-def _plan(model: str, max_drafts: int = 0, has_pictures: bool = False) -> Any:
+def _plan(model: str, max_drafts: int = 0, has_pictures: bool = False, has_adapters: bool = False) -> Any:
     """A tiny model, or a published shape with all the memory it may want."""
     from deltic.config import EngineConfig
     from deltic.runtime.build import plan_model
@@ -179,17 +188,24 @@ def _plan(model: str, max_drafts: int = 0, has_pictures: bool = False) -> Any:
         if model != "custom_voice":
             config = replace(config, n_checkpoints=2, max_drafts=max_drafts)
             config = replace(config, max_picture_tokens=128 if has_pictures else 0)
+    if has_adapters:
+        config = replace(config, allow_lora_loading=True, max_loras=4, lora_gb=0.01)
     return plan_model(config, Gpu(), free_bytes)[2]
 
 
 def _jobs(
-    model: str, format: str = "bf16", max_drafts: int = 0, has_pictures: bool = False, kv_dtype: str = "bf16"
+    model: str,
+    format: str = "bf16",
+    max_drafts: int = 0,
+    has_pictures: bool = False,
+    kv_dtype: str = "bf16",
+    has_adapters: bool = False,
 ) -> list[Any]:
     """What the steps of a model start. Nothing, for a format that is refused."""
     from deltic.ops.gpu.launch import Levers
     from deltic.runtime.gpu.collect import collect
 
-    plan = _plan(model, max_drafts, has_pictures)
+    plan = _plan(model, max_drafts, has_pictures, has_adapters)
     if format != "bf16":
         plan = replace(plan, shape=replace(plan.shape, formats=InFormat(WEIGHT_FORMATS[format])))
     plan = plan if kv_dtype == "bf16" else replace(plan, shape=replace(plan.shape, kv_cache_dtype=kv_dtype))
@@ -280,6 +296,10 @@ def _compile(name: str) -> list[Compiled]:
         of_keys = [job for job in dict.fromkeys(of_keys) if job.name in OF_KEYS and job not in jobs]
         assert {job.name for job in of_keys} == OF_KEYS
         jobs += of_keys if IS_FULL else {job.name: job for job in of_keys}.values()
+    of_adapters = [job for model in (TEXTS if IS_FULL else TINY[1:]) for job in _jobs(model, has_adapters=True)]
+    of_adapters = [job for job in dict.fromkeys(of_adapters) if job.name in WITH_ADAPTERS and job not in jobs]
+    assert {job.name for job in of_adapters} == WITH_ADAPTERS
+    jobs += of_adapters if IS_FULL else {job.name: job for job in of_adapters}.values()
     of_ranks = _sums_of_ranks()
     assert {job.name for job in of_ranks} == {"_one_shot_kernel", "_two_shot_kernel", "_all_gather_kernel"}
     jobs += of_ranks

@@ -22,6 +22,7 @@ from functools import partial as partial_of
 from torch import Tensor
 
 from deltic.models.loading import Mlp
+from deltic.models.qwen.gpu_adapters import Targets
 from deltic.models.qwen.gpu_buffers import DecodeBuffers, GpuMemory, HeadBuffers, PrefillBuffers
 from deltic.models.qwen.gpu_linears import Linears, front
 from deltic.models.qwen.shape import ModelShape
@@ -31,7 +32,7 @@ from deltic.ops.geometry import GdnWeights
 from deltic.ops.gpu.all_reduce import Columns, Rank, all_gather, all_reduce, all_reduce_norm
 from deltic.ops.gpu.attention_decode import attention_decode, keys_decode
 from deltic.ops.gpu.attention_prefill import attention_prefill, keys_prefill
-from deltic.ops.gpu.blocks import BLOCK, Blocks, PlaceState, PrefillInputs, Rows
+from deltic.ops.gpu.blocks import BLOCK, AdapterRows, PlaceState, PrefillInputs, Rows
 from deltic.ops.gpu.draft import begin_guess, draft_pair, follow, go_on
 from deltic.ops.gpu.fp8 import Fp8Rows
 from deltic.ops.gpu.gdn_decode import gdn_decode
@@ -63,13 +64,13 @@ class Exchange:
 class Part:
     """One of the parts of a model that a GPU has, which is mostly the only one."""
 
-    def __init__(self, weights: Weights, levers: Levers) -> None:
+    def __init__(self, weights: Weights, levers: Levers, targets: Targets | None = None) -> None:
         self.layers = weights.layers
         are_gdn = [isinstance(layer, GdnLayer) for layer in self.layers]
         self.nth = [are_gdn[:i].count(is_gdn) for i, is_gdn in enumerate(are_gdn)]
         """Of each layer, how many of its kind are before it: where its memory lies."""
         self.gdn: dict[int, GdnWeights] = weights.gdn()
-        self.linears = Linears([*weights.named_parts(), ("lm_head", weights.lm_head)], levers)
+        self.linears = Linears([*weights.named_parts(), ("lm_head", weights.lm_head)], levers, targets)
 
     @property
     def n_head_rows(self) -> int:
@@ -86,12 +87,13 @@ class QwenGpu:
         max_len: int,
         levers: Levers,
         exchange: Exchange | None = None,
+        targets: Targets | None = None,
     ) -> None:
         """weights: of each part that this GPU has, all of this shape; parts are run one behind the other.
-        exchange: where the model is cut.
+        exchange: where the model is cut. targets: what adapters may add to, of a model that is not.
         """
         self.shape, self.weights, self.levers = shape, weights[0], levers
-        self.parts = [Part(one, levers) for one in weights]
+        self.parts = [Part(one, levers, targets) for one in weights]
         self.linears = self.parts[0].linears
         self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
         device = self.weights.norm.device
@@ -115,13 +117,15 @@ class QwenGpu:
         if out.data_ptr() != normed.data_ptr():  # it is mostly the buffer that the others reach
             copy_rows(out, normed)
 
-    def _logits(self, normed: Tensor, logits: Tensor, rows: Fp8Rows | None, kind: str) -> None:
+    def _logits(
+        self, normed: Tensor, logits: Tensor, rows: Fp8Rows | None, kind: str, who: AdapterRows | None = None
+    ) -> None:
         """float32 [1, N, M] of normed rows [N, H], of a decode, a prefill or a guess: those of the first M
-        ids.
+        ids. who: which rows have adapters.
         """
         exchange, n = self.exchange, len(normed)
         if exchange is None:
-            self.linears.project("lm_head", normed, logits, rows)
+            self.linears.project("lm_head", normed, logits, rows, who)
             return
         columns = exchange.logits.get(kind)
         if columns is None:
@@ -163,13 +167,15 @@ class QwenGpu:
     ) -> Tensor:
         """One token each of n rows, none with more than max_len keys; gives the logits, float32 [n, V].
 
-        rows_place: int32 [n], the place of each row, or -1. b.rows.drafts says which are drafted tokens.
-        memory: of each part.
+        rows_place: int32 [n], the place of each row, or -1. b.rows.drafts says which are drafted tokens, and
+        b.adapters which rows have adapters. memory: of each part.
         """
         n = len(rows_place)
         shape, w, h = self.shape, self.weights, self.shape.hidden_size
         rows, residual = b.rows.front(n), front(b.residual, n, h)
         begin_decode(rows_place, places, w.embed, rows=rows, residual=residual, levers=self.levers)
+        who = None if b.adapters is None else b.adapters.front(n)
+        self.linears.embedding(places.last_token, residual, who, rows_place, rows.drafts)
         partial: Tensor | None = None
         normed = front(b.normed, n, h)
 
@@ -180,7 +186,7 @@ class QwenGpu:
             partial = self._of_parts(b.partial, partial_of(self._decode_mlp, i, normed, b))
         self._add_norm(residual, partial, w.norm, normed, "decode")
         logits = front(b.logits, 1, n, shape.vocab_size)
-        self._logits(normed, logits, b.fp8, "decode")
+        self._logits(normed, logits, b.fp8, "decode", who)
         return logits[0]
 
     def _decode_mixer(
@@ -197,8 +203,9 @@ class QwenGpu:
         """A part's partial sums of layer i's mixer, float32 [S, n, H], in the front of `flat`."""
         part, of, n, shape, levers = self.parts[i_part], memory[i_part], len(normed), self.shape, self.levers
         layer, nth, rows, eps = part.layers[i], part.nth[i], b.rows.front(n), shape.rms_norm_eps
+        who = None if b.adapters is None else b.adapters.front(n)
         if isinstance(layer, GdnLayer):
-            proj = part.linears.partial(f"layers.{i}.in_proj", normed, b.proj, b.fp8)
+            proj = part.linears.partial(f"layers.{i}.in_proj", normed, b.proj, b.fp8, who)
             mixed = front(b.mixed, n, shape.gdn_value_size)
             gdn_decode(
                 proj,
@@ -212,8 +219,8 @@ class QwenGpu:
                 out=mixed,
                 levers=levers,
             )
-            return part.linears.partial(f"layers.{i}.out_proj", mixed, flat, b.fp8)
-        proj = part.linears.partial(f"layers.{i}.qkv", normed, b.proj, b.fp8)
+            return part.linears.partial(f"layers.{i}.out_proj", mixed, flat, b.fp8, who)
+        proj = part.linears.partial(f"layers.{i}.qkv", normed, b.proj, b.fp8, who)
         mixed = front(b.mixed, n, self.heads.n_q * self.heads.dim)
         attention_decode(
             proj,
@@ -232,15 +239,24 @@ class QwenGpu:
             out=mixed,
             levers=levers,
         )
-        return part.linears.partial(f"layers.{i}.o_proj", mixed, flat, b.fp8)
+        return part.linears.partial(f"layers.{i}.o_proj", mixed, flat, b.fp8, who)
 
     def _decode_mlp(self, i: int, normed: Tensor, b: DecodeBuffers, i_part: int, flat: Tensor) -> Tensor:
         """The same of its feed-forward."""
-        part, row_slot = self.parts[i_part], b.rows.front(len(normed)).slot
-        return self._decode_feed_forward(part, f"layers.{i}.mlp.", part.layers[i].mlp, normed, b, row_slot, flat)
+        part, n = self.parts[i_part], len(normed)
+        row_slot, who = b.rows.front(n).slot, None if b.adapters is None else b.adapters.front(n)
+        return self._decode_feed_forward(part, f"layers.{i}.mlp.", part.layers[i].mlp, normed, b, row_slot, flat, who)
 
     def _decode_feed_forward(
-        self, part: Part, name: str, mlp: Mlp | Moe, normed: Tensor, b: DecodeBuffers, row_slot: Tensor, flat: Tensor
+        self,
+        part: Part,
+        name: str,
+        mlp: Mlp | Moe,
+        normed: Tensor,
+        b: DecodeBuffers,
+        row_slot: Tensor,
+        flat: Tensor,
+        who: AdapterRows | None = None,
     ) -> Tensor:
         """A part's partial sums of a feed-forward of the normed rows, float32 [S, n, H], in the front of
         `flat`, to be added up by the next norm. name: how the names of its matrices begin.
@@ -249,8 +265,8 @@ class QwenGpu:
         if not isinstance(mlp, Moe):
             inner = front(b.inner, n, shape.intermediate_size)
             gate_up = front(b.proj, 1, n, 2 * shape.intermediate_size)
-            part.linears.swiglu(f"{name}gate_up", normed, inner, gate_up, b.fp8)
-            return part.linears.partial(f"{name}down", inner, flat, b.fp8)
+            part.linears.swiglu(f"{name}gate_up", normed, inner, gate_up, b.fp8, who)
+            return part.linears.partial(f"{name}down", inner, flat, b.fp8, who)
         assert b.moe is not None
         partial = front(flat, shape.n_experts_per_tok + 1, n, shape.hidden_size)
         moe_decode(
@@ -263,6 +279,7 @@ class QwenGpu:
             out=partial,
             levers=self.levers,
             codes=b.fp8,
+            adapters=part.linears.experts(name, who),
         )
         return partial
 
@@ -392,15 +409,16 @@ class QwenGpu:
         residual, normed = front(b.residual, t, h), front(b.normed, t, h)
         added: Tensor | None = None
         embed(inputs.token_ids, w.embed, residual, pictures)
+        self.linears.embedding(inputs.token_ids, residual, inputs.adapters)
         for i, layer in enumerate(w.layers):
             self._add_norm(residual, added, layer.input_norm, normed, "prefill")
             mixer = partial_of(self._prefill_mixer, i, normed, inputs, page_table, b, memory)
             added = self._of_parts(b.y, mixer)
             self._add_norm(residual, added, layer.post_norm, normed, "prefill")
-            added = self._of_parts(b.y, partial_of(self._feed_forward, i, normed, inputs.blocks, b))
+            added = self._of_parts(b.y, partial_of(self._feed_forward, i, normed, inputs, b))
         if b.hidden is not None or self.exchange is not None:
             self._add_norm(residual, added, w.norm, normed if b.hidden is None else front(b.hidden, t, h), "prefill")
-        return self.logits_of(inputs.logit_row, n_blocks, b)
+        return self.logits_of(inputs.logit_row, n_blocks, b, inputs.logit_adapters)
 
     def _prefill_mixer(
         self,
@@ -416,11 +434,11 @@ class QwenGpu:
         """A part's share of layer i's mixer, bfloat16 [1, T, H], in the front of `flat`."""
         part, of, shape, levers = self.parts[i_part], memory[i_part], self.shape, self.levers
         layer, nth, eps, t = part.layers[i], part.nth[i], shape.rms_norm_eps, len(normed)
-        y = front(flat, t, shape.hidden_size)
+        y, who = front(flat, t, shape.hidden_size), inputs.adapters
         if isinstance(layer, GdnLayer):
             proj = front(b.proj, t, shape.gdn_in_proj_rows)
             mixed = front(b.mixed, t, shape.gdn_value_size)
-            part.linears.project_many(f"layers.{i}.in_proj", normed, proj, b.wide)
+            part.linears.project_many(f"layers.{i}.in_proj", normed, proj, b.wide, who)
             gdn_prefill(
                 proj,
                 self.gdn_heads,
@@ -433,11 +451,11 @@ class QwenGpu:
                 out=mixed,
                 levers=levers,
             )
-            part.linears.project_many(f"layers.{i}.out_proj", mixed, y, b.wide)
+            part.linears.project_many(f"layers.{i}.out_proj", mixed, y, b.wide, who)
             return y[None]
         proj = front(b.proj, t, self.heads.row)
         mixed = front(b.mixed, t, self.heads.n_q * self.heads.dim)
-        part.linears.project_many(f"layers.{i}.qkv", normed, proj, b.wide)
+        part.linears.project_many(f"layers.{i}.qkv", normed, proj, b.wide, who)
         attention_prefill(
             proj,
             self.heads,
@@ -456,19 +474,19 @@ class QwenGpu:
             angles=inputs.angles,
             sections=shape.mrope_section or (),
         )
-        part.linears.project_many(f"layers.{i}.o_proj", mixed, y, b.wide)
+        part.linears.project_many(f"layers.{i}.o_proj", mixed, y, b.wide, who)
         return y[None]
 
     def _feed_forward(
-        self, i: int, normed: Tensor, blocks: Blocks, b: PrefillBuffers, i_part: int, flat: Tensor
+        self, i: int, normed: Tensor, inputs: PrefillInputs, b: PrefillBuffers, i_part: int, flat: Tensor
     ) -> Tensor:
         """The same of its experts, or of its one MLP, on the normed rows."""
         part, shape, levers, t = self.parts[i_part], self.shape, self.levers, len(normed)
-        mlp, y = part.layers[i].mlp, front(flat, t, shape.hidden_size)
+        mlp, y, who = part.layers[i].mlp, front(flat, t, shape.hidden_size), inputs.adapters
         if isinstance(mlp, Mlp):
             up, inner = front(b.proj, t, 2 * mlp.down.k), front(b.inner, t, mlp.down.k)
-            part.linears.project_many(f"layers.{i}.mlp.gate_up", normed, up, b.wide)
-            part.linears.down_many(f"layers.{i}.mlp.down", up, inner, y, b.wide)
+            part.linears.project_many(f"layers.{i}.mlp.gate_up", normed, up, b.wide, who)
+            part.linears.down_many(f"layers.{i}.mlp.down", up, inner, y, b.wide, who)
         else:
             assert b.moe is not None
             moe_prefill(
@@ -476,10 +494,11 @@ class QwenGpu:
                 mlp,
                 shape.n_experts_per_tok,
                 shape.norm_topk_prob,
-                blocks=blocks,
+                blocks=inputs.blocks,
                 scratch=b.moe,
                 out=y,
                 levers=levers,
+                adapters=part.linears.experts(f"layers.{i}.mlp.", who),
             )
         return y[None]
 
@@ -514,9 +533,9 @@ class QwenGpu:
             sections=self.shape.mrope_section or (),
         )
 
-    def logits_of(self, rows: Tensor, n_blocks: int, b: PrefillBuffers) -> Tensor:
+    def logits_of(self, rows: Tensor, n_blocks: int, b: PrefillBuffers, who: AdapterRows | None = None) -> Tensor:
         """Logits of rows of the last prefill of n_blocks blocks, float32 [len(rows), V]; rows: int32, at most
-        G.
+        G. who: which of these rows have adapters.
         """
         t, h, n = n_blocks * BLOCK, self.shape.hidden_size, rows.shape[0]
         final, logits = b.final[:n], front(b.logits.view(-1), 1, n, self.shape.vocab_size)
@@ -527,5 +546,5 @@ class QwenGpu:
         else:
             residual, y = front(b.residual, t, h), front(b.y, 1, t, h)
             add_norm(residual, y, self.weights.norm, self.shape.rms_norm_eps, final, rows=rows, levers=self.levers)
-        self._logits(final, logits, b.wide.rows, "prefill")
+        self._logits(final, logits, b.wide.rows, "prefill", who)
         return logits[0]

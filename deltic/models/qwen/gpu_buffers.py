@@ -11,7 +11,7 @@ from torch import Tensor
 from deltic.models.qwen.shape import ModelShape
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_scratch
-from deltic.ops.gpu.blocks import BLOCK, Drafts, Rows, Windows
+from deltic.ops.gpu.blocks import BLOCK, AdapterRows, Drafts, Rows, Windows
 from deltic.ops.gpu.draft import GuessRows
 from deltic.ops.gpu.fp8 import Fp8Rows, fp8_rows
 from deltic.ops.gpu.gdn_prefill import GdnScratch, gdn_scratch
@@ -64,6 +64,7 @@ class DecodeBuffers:
     fp8: Fp8Rows | None  # what is multiplied with e4m3
     logits: Tensor  # float32, flat, of more rows: those behind keep what a later draw needs
     windows: Windows | None  # of all layers, [places, n_gdn, W, ...]: for drafts
+    adapters: AdapterRows | None  # which rows have adapters; None: no row has any
 
 
 @dataclass(frozen=True)
@@ -108,10 +109,12 @@ def decode_buffers(
     windows: Windows | None = None,
     has_pictures: bool = False,
     n_parts: int = 1,
+    adapters: AdapterRows | None = None,
 ) -> DecodeBuffers:
     """Every buffer of a decode of up to n_rows rows and contexts of up to max_len tokens, of weights in these
     codes. n_kept: further rows of logits. drafts: of the rows, and windows, where there are any.
-    has_pictures: prompts may have some. n_parts: of the model, of which this is the shape of each.
+    has_pictures: prompts may have some. n_parts: of the model, of which this is the shape of each. adapters:
+    of the rows, where there are any.
     """
     f32, bf16 = torch.float32, torch.bfloat16
     h, heads = shape.hidden_size, shape.heads
@@ -148,6 +151,7 @@ def decode_buffers(
         fp8=fp8_rows("e4m3 rows", n_rows, max(h, *widths), allocate) if "e4m3" in codes else None,
         logits=allocate("logits", ((n_rows + n_kept) * shape.vocab_size,), f32),
         windows=windows,
+        adapters=adapters,
     )
 
 

@@ -33,6 +33,29 @@ class Blocks:
     block_segment: Tensor  # [B] the segment of each block
 
 
+GROUP_ROWS = 16
+"""Rows of a group of those with one adapter."""
+
+
+@dataclass(frozen=True)
+class AdapterRows:
+    """Which rows of a step have which adapter: the slots of adapters, or -1. int32, written between steps."""
+
+    adapter: Tensor  # [G] of each group, those in use in front; or of each block
+    row: Tensor | None = None  # [G, GROUP_ROWS] rows of a group, or -1; None: they are those of the block
+    of_row: Tensor | None = None  # [N] of each row, where `row` is there
+
+    @property
+    def n_rows(self) -> int:
+        """Of a group, or a block."""
+        return BLOCK if self.row is None else GROUP_ROWS
+
+    def front(self, n: int) -> Self:
+        """Of the first n rows, or blocks."""
+        row, of_row = (None if part is None else part[:n] for part in (self.row, self.of_row))
+        return replace(self, adapter=self.adapter[:n], row=row, of_row=of_row)
+
+
 @dataclass(frozen=True)
 class PrefillInputs:
     """int32 views of the words that the host sends with a prefill of B blocks."""
@@ -42,6 +65,8 @@ class PrefillInputs:
     logit_row: Tensor  # [G] rows whose logits are wanted
     next_ids: Tensor | None = None  # [64 B] for a draft head: the ids behind; -1 - d: what draw d gives
     angles: Tensor | None = None  # [3, 64 B] rows of cos and sin, by axis of M-RoPE; None: those of positions
+    adapters: AdapterRows | None = None  # of the blocks; None: no row has any
+    logit_adapters: AdapterRows | None = None  # of the rows whose logits are wanted
 
 
 @dataclass(frozen=True)

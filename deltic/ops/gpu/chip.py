@@ -116,6 +116,17 @@ def group_of(i_program, n_t, n_m, GROUP: tl.constexpr):
 
 
 @triton.jit
+def prefetch_l2(p_line):
+    """Asks for the lines of these addresses to be brought into L2.
+
+    Hopper's assembly: only where PDL is on.
+    """
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_line.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
 def either(b_first, p_first, p_second):
     """p_first where b_first, else p_second.
 

@@ -38,7 +38,8 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltic.ops.geometry import Allocate
-from deltic.ops.gpu.chip import chip
+from deltic.ops.gpu.blocks import AdapterRows
+from deltic.ops.gpu.chip import chip, prefetch_l2
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.experts import (
     NONE,
@@ -53,6 +54,7 @@ from deltic.ops.gpu.experts import (
 )
 from deltic.ops.gpu.fp8 import Fp8Rows, round_rows
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2
+from deltic.ops.gpu.lora import ExpertTargets, Routed, expand, expand_experts, shrink, shrink_experts
 from deltic.ops.gpu.weight import is_bf16, rows_of
 from deltic.ops.matrix import Matrix, planes
 
@@ -144,17 +146,6 @@ def check_moe(x: Tensor, w: MoeWeights, k: int) -> tuple[int, int, int, int]:
     if x.dtype != torch.bfloat16 or not x.is_contiguous():
         raise ValueError("moe: x must be contiguous bfloat16")
     return hidden, n_experts, width, shared
-
-
-@triton.jit
-def prefetch_l2(p_line):
-    """Asks for the lines of these addresses to be brought into L2.
-
-    Hopper's assembly: only where PDL is on.
-    """
-    tl.inline_asm_elementwise(
-        "prefetch.global.L2 [$1]; mov.u32 $0, 0;", "=r,l", [p_line.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
-    )
 
 
 @triton.jit
@@ -414,6 +405,7 @@ def gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_shared, p_shared_up, p_logits, p
                    MOST_K: tl.constexpr, ROW: tl.constexpr, LINE: tl.constexpr, LINES: tl.constexpr,
                    ALONE: tl.constexpr, PDL: tl.constexpr):
     """act = silu(gate) * up of one tile of features and one work item; the tile has 2 BLOCK_F weight rows.
+    Into float32 p_act go gate and up as they are.
 
     FORMAT, UP, SHARED, SHARED_UP: the formats of the pieces (experts.py). ROW, LINE: elements from one row of
     the shared expert's codes to the next, and of a line of the cache. p_x_scale: of x in codes, else None.
@@ -481,10 +473,34 @@ def gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_shared, p_shared_up, p_logits, p
         b_gate, b_up = gate_and_up(
             p_x + b_row * H, o_n < n, p_w, p_up, expert, i_tile, H, M, BLOCK_F, MOST_K, FORMAT, UP, p_scale, n_rows
         )
-    b_act = tl.reshape(b_gate / (1.0 + tl.exp(-b_gate)) * b_up, [BLOCK_F, BLOCK_N])
     b_line = tl.where(is_shared, n_rows * SLOTS + b_row, b_row * SLOTS + b_slot)
     o_f = i_tile * BLOCK_F + tl.arange(0, BLOCK_F)
-    tl.store(p_act + b_line[None, :] * INNER + o_f[:, None], b_act.to(tl.bfloat16), mask=(o_n < n)[None, :])
+    if p_act.dtype.element_ty == tl.float32:  # sums: adapters add to them before SwiGLU
+        p_line = p_act + b_line.to(tl.int64)[None, :] * (2 * INNER) + o_f[:, None]
+        tl.store(p_line, tl.reshape(b_gate, [BLOCK_F, BLOCK_N]), mask=(o_n < n)[None, :])
+        tl.store(p_line + width, tl.reshape(b_up, [BLOCK_F, BLOCK_N]), mask=(o_n < n)[None, :])
+    else:
+        b_act = tl.reshape(b_gate / (1.0 + tl.exp(-b_gate)) * b_up, [BLOCK_F, BLOCK_N])
+        tl.store(p_act + b_line[None, :] * INNER + o_f[:, None], b_act.to(tl.bfloat16), mask=(o_n < n)[None, :])
+
+
+@triton.jit(do_not_specialize=["n_pairs"])
+def silu_lines_kernel(p_sums, p_act, n_pairs, M: tl.constexpr, MS: tl.constexpr, BLOCK_F: tl.constexpr,
+                      PDL: tl.constexpr):
+    """act = silu(gate) * up of the sums that `gate_up_kernel` left instead of it. Grid (lines, tiles of
+    features); lines that nobody routed to are garbage, and stay so.
+    """
+    INNER: tl.constexpr = M if M > MS else MS
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    line = tl.program_id(0).to(tl.int64)
+    width = tl.where(line < n_pairs, M, MS)
+    o_f = tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    b_gate = tl.load(p_sums + line * (2 * INNER) + o_f, mask=o_f < width, other=0.0)
+    b_up = tl.load(p_sums + line * (2 * INNER) + width + o_f, mask=o_f < width, other=0.0)
+    b_act = b_gate / (1.0 + tl.exp(-b_gate)) * b_up
+    tl.store(p_act + line * INNER + o_f, b_act.to(tl.bfloat16), mask=o_f < width)
 
 
 @triton.jit(do_not_specialize=["n_rows"])
@@ -632,6 +648,7 @@ def _lines(w: Matrix) -> dict[str, int]:
 def moe_decode(
     x: Tensor, w: MoeWeights, n_per_token: int, normalise: bool, *, row_slot: Tensor, scratch: MoeScratch, out: Tensor,
     levers: Levers, codes: Fp8Rows | None = None, tiles: MoeTiles | None = None,
+    adapters: tuple[ExpertTargets, AdapterRows] | None = None,
 ) -> None:
     """out[s, r] = p_s Expert_s(x[r]) for the k experts of the largest p, in their order;
     out[k, r] = sigmoid(gate) Shared(x[r]).
@@ -640,7 +657,8 @@ def moe_decode(
     expert, renormalised over the k when `normalise`; row_slot: int32 [N], below 0: the row routes nowhere and
     out[:k] of it is not written; out: float32 [k + 1, N, H]. H a multiple of 64, M and Ms of 32.
     codes: a workspace for x in e4m3 (fp8.py), used where gate_up of routed and shared experts are; without it
-    gate_up rounds on its way, to the same bits.
+    gate_up rounds on its way, to the same bits. adapters: of rows of which some have one. The others keep
+    their bits: one row is routed as several are, and SwiGLU is a kernel of its own, behind what adapters add.
     Left out: groups of experts, biases of the router. ValueError where shapes do not belong together,
     KernelError for a format without a kernel.
     """
@@ -651,6 +669,8 @@ def moe_decode(
     if n * n_per_token > scratch.entries.numel():
         raise ValueError(f"moe: workspaces are for {scratch.entries.numel() // n_per_token} rows, not {n}")
     t, s = tiles or moe_tiles(n, w), scratch
+    if adapters is not None:
+        t = dataclasses.replace(t, alone=False)
     if t.alone and n != 1:
         raise ValueError(f"moe: {n} rows cannot be routed without lists")
     pdl, splits = levers.pdl, router_splits(hidden, levers)
@@ -660,12 +680,17 @@ def moe_decode(
     if codes is not None and is_e4m3(w.gate_up, w.shared_gate_up):
         round_rows(x, codes, k_block(hidden), levers=levers)
         rounded = codes.codes, codes.scale
+    if adapters is not None:
+        shrink(x, adapters[0].router, adapters[1], levers=levers)
     launch(
         router_kernel, (triton.cdiv(n_experts + 1, 64), splits, triton.cdiv(n, block_n)), x, rows_of("moe", w.router),
         s.logits, s.counters, n, H=hidden, BLOCK_M=64, BLOCK_N=block_n, BLOCK_K=block_k,
         AHEAD=t.router_ahead, LINES=largest_block(32, hidden // splits // 64),
         EARLY=t.early, **routing, num_warps=4, num_stages=chip().stages(2 * block_k * (64 + block_n), 3), pdl=pdl,
     )
+    if adapters is not None:
+        logits = s.logits[: n * logit_stride(n_experts)].view(n, -1)[:, : n_experts + 1]  # the first part
+        expand(logits, adapters[0].router, adapters[1], levers=levers)
     if not t.alone:
         launch(
             route_kernel, (n,), s.logits, s.counters, s.weight, s.entries, s.lists, row_slot, n, SLOTS=n_per_token,
@@ -679,12 +704,26 @@ def moe_decode(
     experts = dict(H=hidden, M=width, MS=shared, SLOTS=n_per_token, BLOCK_N=t.block_n, ALONE=t.alone, **routing)
     block_f = largest_block(t.block_f, width, shared)
     (rows, up, FORMAT, UP), (shared_rows, shared_up, SHARED, SHARED_UP) = map(pieces_of, (w.gate_up, w.shared_gate_up))
+    act = s.act
+    if adapters is not None:
+        of, who = adapters
+        act = of.sums
+        routed = Routed(s.counters, s.entries, s.lists, s.weight, n, n_entries, t.block_n, n_experts, n_per_token)
+        shrink_experts(x, of.gate_up, of.shared_gate_up, routed, who, x_row=hidden, is_act=False, levers=levers)
     launch(
         gate_up_kernel, (inner // block_f * n_work,), *rounded, rows, up, shared_rows, shared_up, s.logits, s.counters,
-        s.entries, s.lists, row_slot, s.act, n, FORMAT=FORMAT, UP=UP, SHARED=SHARED, SHARED_UP=SHARED_UP, BLOCK_F=block_f,
+        s.entries, s.lists, row_slot, act, n, FORMAT=FORMAT, UP=UP, SHARED=SHARED, SHARED_UP=SHARED_UP, BLOCK_F=block_f,
         BLOCK_K=largest_block(t.up_k, hidden), MOST_K=t.up_k, **_lines(w.shared_gate_up), **experts, num_warps=4,
         num_stages=t.up_stages, pdl=pdl,
     )
+    if adapters is not None:
+        expand_experts(of.sums, of.gate_up, of.shared_gate_up, routed, who, out_row=2 * inner, levers=levers)
+        lines, tile = n * (n_per_token + 1), min(512, next_power_of_2(inner))
+        launch(
+            silu_lines_kernel, (lines, -(-inner // tile)), of.sums, s.act, n * n_per_token, M=width, MS=shared, BLOCK_F=tile,
+            num_warps=4, pdl=pdl,
+        )
+        shrink_experts(s.act, of.down, of.shared_down, routed, who, x_row=inner, is_act=True, levers=levers)
     block_m, block_k = largest_block(t.block_m, hidden), largest_block(t.down_k, width, shared)
     if block_k > 128 and block_k < inner:  # only worth its room where it is all of K
         block_k = 128
@@ -694,3 +733,5 @@ def moe_decode(
         row_slot, out, n, FORMAT=FORMAT, SHARED=SHARED, NORMALISE=normalise, BLOCK_M=block_m, BLOCK_K=block_k,
         MOST_K=t.down_k, AHEAD=t.down_ahead, EARLY=t.early, **experts, num_warps=4, num_stages=t.down_stages, pdl=pdl,
     )
+    if adapters is not None:
+        expand_experts(out, of.down, of.shared_down, routed, who, out_row=hidden, by_slot=True, levers=levers)

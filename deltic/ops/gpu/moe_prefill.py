@@ -34,7 +34,7 @@ from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from deltic.ops.geometry import Allocate
-from deltic.ops.gpu.blocks import BLOCK, Blocks
+from deltic.ops.gpu.blocks import BLOCK, AdapterRows, Blocks
 from deltic.ops.gpu.chip import chip, load_tile, tiles_of
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.experts import (
@@ -50,6 +50,7 @@ from deltic.ops.gpu.experts import (
 )
 from deltic.ops.gpu.fp8 import Fp8Rows, fp8_rows, room, round_rows
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
+from deltic.ops.gpu.lora import ExpertTargets, Routed, expand, expand_experts, shrink, shrink_experts
 from deltic.ops.gpu.moe import MoeWeights, check_moe, dot, largest_block, logit_stride, route_rows, router_splits
 from deltic.ops.gpu.weight import is_bf16, rows_of
 from deltic.ops.matrix import Matrix
@@ -232,7 +233,7 @@ def gate_up_tile(p_x, p_x_scale, p_w, p_up, p_lists, p_act, expert, first, n, ac
     Gate and up rows take turns, so that a thread gets both of a feature.
     """
     o_m, o_k, o_w = tl.arange(0, BLOCK_M), tl.arange(0, BLOCK_K), tl.arange(0, 2 * BLOCK_F)
-    _, b_row = tile_pairs(p_lists, expert, first, n, n_rows, SLOTS, SHARED, BLOCK_M)
+    b_line, b_row = tile_pairs(p_lists, expert, first, n, n_rows, SLOTS, SHARED, BLOCK_M)
     if FORMAT == _PLAIN and UP == _NONE:
         o_w = i_tile * BLOCK_F + o_w // 2 + o_w % 2 * M
         p_x_tile = p_x + b_row[:, None] * H + o_k[None, :]
@@ -249,10 +250,15 @@ def gate_up_tile(p_x, p_x_scale, p_w, p_up, p_lists, p_act, expert, first, n, ac
             p_x + b_row * H, o_m < n, p_w, p_up, expert, i_tile, H, M, BLOCK_F, BLOCK_K, FORMAT, UP, p_scale, n_rows
         )
         b_gate, b_up = tl.trans(b_gate), tl.trans(b_up)
-    b_act = (b_gate / (1.0 + tl.exp(-b_gate)) * b_up).to(tl.bfloat16)
     o_f = i_tile * BLOCK_F + tl.arange(0, BLOCK_F)
-    p_line = p_act + (act_row + o_m).to(tl.int64)[:, None] * INNER
-    tl.store(p_line + o_f[None, :], b_act, mask=(o_m < n)[:, None])
+    if p_act.dtype.element_ty == tl.float32:  # sums, a line a pair: adapters add to them before SwiGLU
+        p_line = p_act + b_line[:, None] * (2 * INNER) + o_f[None, :]
+        tl.store(p_line, b_gate, mask=(o_m < n)[:, None])
+        tl.store(p_line + M, b_up, mask=(o_m < n)[:, None])
+    else:
+        b_act = (b_gate / (1.0 + tl.exp(-b_gate)) * b_up).to(tl.bfloat16)
+        p_line = p_act + (act_row + o_m).to(tl.int64)[:, None] * INNER
+        tl.store(p_line + o_f[None, :], b_act, mask=(o_m < n)[:, None])
 
 
 @triton.jit(do_not_specialize=["n_rows", "act_base"])
@@ -281,6 +287,32 @@ def prefill_gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_counters, p_entries, p_l
     else:
         gate_up_tile(p_x, p_x_scale, p_w, p_up, p_lists, p_act, expert, first, n, act_row, n_rows, i_tile,
                      H, M, INNER, SLOTS, SHARED, _TILE, BLOCK_F, BLOCK_K, FORMAT, UP)
+
+
+@triton.jit(do_not_specialize=["n_rows", "act_base"])
+def prefill_silu_kernel(p_sums, p_counters, p_entries, p_lists, p_n, p_act, n_rows, act_base,
+                        M: tl.constexpr, INNER: tl.constexpr, E: tl.constexpr, SLOTS: tl.constexpr,
+                        SHARED: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_F: tl.constexpr, PDL: tl.constexpr):
+    """act = silu(gate) * up of the sums that `prefill_gate_up_kernel` left instead of it. Grid (entries by
+    parts of BLOCK_M rows, tiles of features).
+    """
+    PARTS: tl.constexpr = _TILE // BLOCK_M
+    i_entry, i_part = tl.program_id(0) // PARTS, tl.program_id(0) % PARTS
+    if PDL:
+        gdc_wait()
+        gdc_launch_dependents()
+    expert, first, n, act_row = tile_of(p_counters, p_entries, p_n, i_entry, n_rows, act_base, E, SHARED)
+    n -= i_part * BLOCK_M
+    if n <= 0:
+        return
+    b_line, _ = tile_pairs(p_lists, expert, first + i_part * BLOCK_M, n, n_rows, SLOTS, SHARED, BLOCK_M)
+    o_m, o_f = tl.arange(0, BLOCK_M), tl.program_id(1) * BLOCK_F + tl.arange(0, BLOCK_F)
+    b_mask = (o_m < n)[:, None] & (o_f < M)[None, :]
+    p_line = p_sums + b_line[:, None] * (2 * INNER) + o_f[None, :]
+    b_gate, b_up = tl.load(p_line, mask=b_mask, other=0.0), tl.load(p_line + M, mask=b_mask, other=0.0)
+    b_act = (b_gate / (1.0 + tl.exp(-b_gate)) * b_up).to(tl.bfloat16)
+    p_to = p_act + (act_row + i_part * BLOCK_M + o_m).to(tl.int64)[:, None] * INNER + o_f[None, :]
+    tl.store(p_to, b_act, mask=b_mask)
 
 
 @triton.jit
@@ -407,30 +439,18 @@ def _tiles(w: Matrix, tiles: MoePrefillTiles | None) -> MoePrefillTiles:
     )
 
 
-def moe_prefill(
-    x: Tensor, w: MoeWeights, n_per_token: int, normalise: bool, *, blocks: Blocks, scratch: MoePrefillScratch, out: Tensor,
-    levers: Levers, tiles: MoePrefillTiles | None = None,
+def _route(
+    x: Tensor, w: MoeWeights, n_per_token: int, normalise: bool, blocks: Blocks, s: MoePrefillScratch, c: MoePrefillTiles,
+    levers: Levers, adapters: tuple[ExpertTargets, AdapterRows] | None,
 ) -> None:
-    """out[r] = sum_s p_s Expert_s(x[r]) + sigmoid(gate) Shared(x[r]), added in the order of decreasing p, the
-    shared one last.
-
-    x: bfloat16 [T, H], T = 64 B; weights, p, n_per_token and normalise as in `moe_decode`; blocks.n: int32
-    [B], tokens of each block, those in use in front; out: bfloat16 or float32, T * H elements, zeros in rows
-    of padding.
-    The experts' outputs are rounded to bfloat16 before they are weighted. ValueError where shapes do not
-    belong together, KernelError for a format without a kernel.
-    """
-    hidden, n_experts, width, shared = check_moe(x, w, n_per_token)
-    t, c, s = x.shape[0], tiles or moe_prefill_tiles(), scratch
-    n_blocks, lines = t // BLOCK, t * (n_per_token + 1)
-    if t % BLOCK or blocks.n.shape[0] < n_blocks or out.numel() != t * hidden:
-        raise ValueError(f"moe: {t} rows in {blocks.n.shape[0]} blocks, out {list(out.shape)}")
-    if lines > s.weight.numel():
-        raise ValueError(f"moe: workspaces are for {s.weight.numel() // (n_per_token + 1)} rows, not {t}")
+    """Fills lists and entries of s, and its weights."""
+    (t, hidden), n_experts = x.shape, w.router.n - 1
     pdl, splits, e2 = levers.pdl, router_splits(hidden, levers), next_power_of_2(n_experts)
     experts = dict(E=n_experts, E2=e2, STRIDE=logit_stride(n_experts))
     router_n, part = largest_block(c.router_n, t), hidden // splits
     router_k = largest_block(c.router_k, part)
+    if adapters is not None:
+        shrink(x, adapters[0].router, adapters[1], levers=levers)
     a_stage = 2 * (c.router_m + router_n) * (part if part <= _UNROLLED.value else router_k)
     launch(
         prefill_router_kernel, (triton.cdiv(n_experts + 1, c.router_m), t // router_n), x, rows_of("moe", w.router), s.logits,
@@ -438,6 +458,9 @@ def moe_prefill(
         BLOCK_K=router_k, **experts, num_warps=c.router_warps,
         num_stages=chip().stages(a_stage, c.router_stages if part <= _UNROLLED.value else 4), pdl=pdl,
     )
+    if adapters is not None:
+        logits = s.logits[: t * logit_stride(n_experts)].view(t, -1)[:, : n_experts + 1]
+        expand(logits, adapters[0].router, adapters[1], levers=levers)
     launch(
         prefill_route_kernel, (t // c.route_rows,), s.logits, s.counters, s.weight, s.lists, blocks.n, t,
         SLOTS=n_per_token, SLOTS2=next_power_of_2(n_per_token), NORMALISE=normalise, ROWS=c.route_rows, **experts,
@@ -446,9 +469,33 @@ def moe_prefill(
     launch(
         plan_kernel, (1,), s.counters, s.entries, E=n_experts, E2=e2, num_warps=4, num_stages=1, pdl=pdl,
     )
+
+
+def moe_prefill(
+    x: Tensor, w: MoeWeights, n_per_token: int, normalise: bool, *, blocks: Blocks, scratch: MoePrefillScratch, out: Tensor,
+    levers: Levers, tiles: MoePrefillTiles | None = None, adapters: tuple[ExpertTargets, AdapterRows] | None = None,
+) -> None:
+    """out[r] = sum_s p_s Expert_s(x[r]) + sigmoid(gate) Shared(x[r]), added in the order of decreasing p, the
+    shared one last.
+
+    x: bfloat16 [T, H], T = 64 B; weights, p, n_per_token and normalise as in `moe_decode`; blocks.n: int32
+    [B], tokens of each block, those in use in front; out: bfloat16 or float32, T * H elements, zeros in rows
+    of padding.
+    The experts' outputs are rounded to bfloat16 before they are weighted. adapters: as in `moe_decode`; what
+    they add to a rounded output is added in float32, and rounded. ValueError where shapes do not belong
+    together, KernelError for a format without a kernel.
+    """
+    hidden, n_experts, width, shared = check_moe(x, w, n_per_token)
+    t, c, s = x.shape[0], tiles or moe_prefill_tiles(), scratch
+    if t % BLOCK or blocks.n.shape[0] < t // BLOCK or out.numel() != t * hidden:
+        raise ValueError(f"moe: {t} rows in {blocks.n.shape[0]} blocks, out {list(out.shape)}")
+    if t * (n_per_token + 1) > s.weight.numel():
+        raise ValueError(f"moe: workspaces are for {s.weight.numel() // (n_per_token + 1)} rows, not {t}")
+    _route(x, w, n_per_token, normalise, blocks, s, c, levers, adapters)
     n_entries, n_tiles, inner = _n_entries(t, n_experts, n_per_token), triton.cdiv(t, TILE), max(width, shared)
     act_base = n_entries * TILE  # first row of act of the shared expert
-    products: dict[str, Any] = {"E": n_experts, "SLOTS": n_per_token, "pdl": pdl}
+    products: dict[str, Any] = {"E": n_experts, "SLOTS": n_per_token, "pdl": levers.pdl}
+    act = s.act if adapters is None else adapters[0].sums
 
     def up(matrix: Matrix, m: int, n: int, is_shared: bool) -> None:
         rows, ups, FORMAT, UP = pieces_of(matrix)
@@ -459,9 +506,16 @@ def moe_prefill(
         block_f = largest_block(d.block_f, m)
         launch(
             prefill_gate_up_kernel, (n * (m // block_f),), codes, scale, rows, ups, s.counters, s.entries, s.lists, blocks.n,
-            s.act, t, act_base, H=hidden, M=m, INNER=inner, SHARED=is_shared, BLOCK_F=block_f,
+            act, t, act_base, H=hidden, M=m, INNER=inner, SHARED=is_shared, BLOCK_F=block_f,
             BLOCK_K=largest_block(d.up_k, hidden), FORMAT=FORMAT, UP=UP, num_warps=d.up_warps, num_stages=d.up_stages,
             **products,
+        )
+
+    def silu(m: int, n: int, is_shared: bool) -> None:
+        block_f = min(512, next_power_of_2(m))
+        launch(
+            prefill_silu_kernel, (n * (TILE // 16), -(-m // block_f)), act, s.counters, s.entries, s.lists, blocks.n, s.act, t,
+            act_base, M=m, INNER=inner, SHARED=is_shared, BLOCK_M=16, BLOCK_F=block_f, num_warps=4, **products,
         )
 
     def down(matrix: Matrix, m: int, n: int, is_shared: bool) -> None:
@@ -487,12 +541,23 @@ def moe_prefill(
 
     if is_e4m3(w.gate_up) or is_e4m3(w.shared_gate_up):
         round_rows(x, room(s.x8), k_block(hidden), levers=levers)
+    if adapters is not None:
+        of, who = adapters
+        routed = Routed(s.counters, s.entries, s.lists, s.weight, t, n_entries, TILE, n_experts, n_per_token, act_base)
+        shrink_experts(x, of.gate_up, of.shared_gate_up, routed, who, x_row=hidden, is_act=False, levers=levers)
     up(w.gate_up, width, n_entries, False)
     up(w.shared_gate_up, shared, n_tiles, True)
+    if adapters is not None:
+        expand_experts(of.sums, of.gate_up, of.shared_gate_up, routed, who, out_row=2 * inner, levers=levers)
+        silu(width, n_entries, False)
+        silu(shared, n_tiles, True)
+        shrink_experts(s.act, of.down, of.shared_down, routed, who, x_row=inner, is_act=True, levers=levers)
     down(w.down, width, n_entries, False)
     down(w.shared_down, shared, n_tiles, True)
+    if adapters is not None:
+        expand_experts(s.y, of.down, of.shared_down, routed, who, out_row=hidden, levers=levers)
     block_h = largest_block(c.combine_h, hidden)
     launch(
         combine_kernel, (t, hidden // block_h), s.y, s.weight, blocks.n, out, t, H=hidden, SLOTS=n_per_token, BLOCK_H=block_h,
-        num_warps=8 if block_h >= 2048 else 4, num_stages=1, pdl=pdl,
+        num_warps=8 if block_h >= 2048 else 4, num_stages=1, pdl=levers.pdl,
     )

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from deltic.engine.messages import MAX_LOGPROBS
 from deltic.models.qwen.gpu import Exchange
+from deltic.models.qwen.gpu_adapters import AdapterBuffers, adapter_buffers
 from deltic.models.qwen.gpu_buffers import (
     DecodeBuffers,
     HeadBuffers,
@@ -25,12 +26,12 @@ from deltic.models.vision.gpu import PIECE, VisionBuffers, vision_buffers
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.ops.gpu.all_reduce import Columns, Rank, column_blocks, columns_of, rank_of, shared_buffers
-from deltic.ops.gpu.blocks import Drafts, PlaceState, Windows, window_rows
+from deltic.ops.gpu.blocks import AdapterRows, Drafts, PlaceState, Windows, window_rows
 from deltic.ops.gpu.draft import guess_rows
 from deltic.ops.gpu.frames import FrameParameters
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import Drawn, PlaceParameters, SampleScratch, sample_scratch
-from deltic.runtime.gpu.places import HEAD_ROWS, ROWS, place_table
+from deltic.runtime.gpu.places import ADAPTER_ROWS, HEAD_ROWS, ROWS, place_table
 from deltic.runtime.plan import Plan, SpeechPlan, TextPlan
 
 PIECE_ROWS = 4096
@@ -74,6 +75,8 @@ class GpuWorkspace(Workspace):
     """bfloat16 [blocks * PAGE_SIZE, H]: what the vision tower made of pictures, in blocks."""
     shares: Shares | None
     """Where the model is cut."""
+    adapters: AdapterBuffers | None
+    """Where there is room for adapters."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +136,7 @@ def _shared(
     has_head = not plan.speaks and plan.shape.has_draft_head
     has_pictures = plan.max_picture_tokens > 0
     table, offsets, views = place_table(
-        plan.max_num_seqs, plan.max_model_len, allocate, more, n_drafts, has_head, has_pictures
+        plan.max_num_seqs, plan.max_model_len, allocate, more, n_drafts, has_head, has_pictures, plan.adapters.n > 0
     )
     return {
         "table": table,
@@ -177,19 +180,26 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
     guesses = None
     if shape.has_draft_head:
         known, room = (views[part] for part in HEAD_ROWS)
-        rows = guess_rows(known, room, plan.max_drafts, allocate)
-        head = head_buffers(shape, rows, allocate)
+        guessed = guess_rows(known, room, plan.max_drafts, allocate)
+        head = head_buffers(shape, guessed, allocate)
         none, left = (allocate(name, (plan.max_num_seqs,), torch.int32) for name in ("no masks", "left of guesses"))
         drawn = shared["parameters"]
         parameters = replace(drawn, mask_row=none, n_logprobs=none, last_token=left, position=left, done=left)
-        guesses = Guesses(head, parameters, none, replace(shared["out"]["decode"], token=rows.tokens[0]))
+        guesses = Guesses(head, parameters, none, replace(shared["out"]["decode"], token=guessed.tokens[0]))
     vision = picture_rows = None
     if plan.tower is not None:
         n = n_patches(plan)
         vision = vision_buffers(plan.tower, n, min(n, PIECE_ROWS), allocate)
         picture_rows = allocate("pictures", (plan.n_picture_blocks * PAGE_SIZE, shape.hidden_size), torch.bfloat16)
+    rows = adapters = None
+    n_segments = min(n_blocks, MAX_SEGMENTS)
+    if (adapted := plan.adapters).n:
+        rows = AdapterRows(*(views[part] for part in ADAPTER_ROWS))
+        sizes = max(plan.n_decode_rows, n_segments), plan.max_step_tokens
+        adapters = adapter_buffers(shape, adapted.n, adapted.rank, adapted.n_bytes, *sizes, allocate)
     return GpuWorkspace(
         **shared,
+        adapters=adapters,
         shares=_shares(plan, levers, allocate) if plan.cuts else None,
         guesses=guesses,
         vision=vision,
@@ -206,8 +216,9 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
             windows=windows,
             has_pictures=plan.max_picture_tokens > 0,
             n_parts=plan.n_parts,
+            adapters=rows,
         ),
-        prefill=prefill_buffers(shape, codes, n_blocks, min(n_blocks, MAX_SEGMENTS), allocate, plan.n_parts),
+        prefill=prefill_buffers(shape, codes, n_blocks, n_segments, allocate, plan.n_parts),
     )
 
 

@@ -55,7 +55,7 @@ SOURCES = ("ops/gpu", "ops/geometry.py", "ops/formats.py", "ops/matrix.py", "mod
 """What decides, within the package, which kernels a step starts."""
 SIZES = (
     *("shape", "quantize", "n_real", "max_model_len", "max_num_seqs", "max_step_tokens", "max_drafts"),
-    *("tower", "max_picture_tokens", "n_gpus", "n_parts"),
+    *("tower", "max_picture_tokens", "n_gpus", "n_parts", "adapters"),
 )
 """What decides it, of a plan."""
 

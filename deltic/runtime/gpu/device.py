@@ -34,6 +34,7 @@ from deltic.ops.geometry import N_CODES, PAGE_SIZE, Allocate
 from deltic.ops.gpu.all_reduce import out_of_reach
 from deltic.ops.gpu.launch import INTERPRETED, Levers, allocate_on, parse_levers
 from deltic.ops.gpu.weight import DeviceStore
+from deltic.runtime.gpu.adapters import adapter_bytes
 from deltic.runtime.gpu.buffers import exchanges, gpu_speech_workspace, gpu_workspace, n_patches
 from deltic.runtime.gpu.collect import collect
 from deltic.runtime.gpu.compile import Kernels, begin_compiling
@@ -124,6 +125,7 @@ def text(levers: Levers) -> Kind[ModelShape]:
         max_checkpoints=1024,
         drafts=0,
         draft_head=True,
+        adapter_bytes=adapter_bytes,
         largest_picture=16384,  # 4,096 x 4,096 pixels
         check_tower=check_vision_gpu,
         max_num_seqs=MAX_SEQS,

@@ -20,6 +20,7 @@ from deltic.engine.messages import MAX_BIASES
 from deltic.engine.step import Chunk, Rule, Sequence
 from deltic.models.rotary import PromptPositions
 from deltic.ops.geometry import PAGE_SIZE, Allocate
+from deltic.ops.gpu.blocks import GROUP_ROWS
 
 Words = np.ndarray
 
@@ -36,6 +37,8 @@ some may be drafts (ops/gpu/blocks.Drafts).
 """
 HEAD_ROWS = ("rows_known", "rows_room")
 """The same, where there is a draft head (ops/gpu/draft.GuessRows)."""
+ADAPTER_ROWS = ("group_adapter", "group_rows", "row_adapter")
+"""The same, where rows may have adapters (ops/gpu/blocks.AdapterRows)."""
 
 
 def place_table(
@@ -46,11 +49,18 @@ def place_table(
     n_drafts: int = 0,
     has_head: bool = False,
     has_pictures: bool = False,
+    has_adapters: bool = False,
 ) -> tuple[Tensor, dict[str, tuple[int, int]], dict[str, Tensor]]:
     """The table of n places, where each part begins and the words of its rows, and the parts by name. more:
     words of further parts, those aligned to 8 bytes first. n_drafts: rows of a decode beyond one a place.
-    has_head: whether a draft head reads the rows. has_pictures: whether prompts may have some."""
-    of_rows = (*(ROWS if n_drafts else ROWS[:1]), *(HEAD_ROWS if has_head else ()))
+    has_head: whether a draft head reads the rows. has_pictures: whether prompts may have some.
+    has_adapters: whether rows may have adapters.
+    """
+    of_rows = (
+        *(ROWS if n_drafts else ROWS[:1]),
+        *(HEAD_ROWS if has_head else ()),
+        *(ADAPTER_ROWS if has_adapters else ()),
+    )
     parts = {
         "seed": 2,
         **(more or {}),
@@ -61,15 +71,15 @@ def place_table(
         "page_table": pages_for(max_model_len) + 1,
         "history": max_model_len + 1,
         **({"angle_shift": 1} if has_pictures else {}),
-        **dict.fromkeys(of_rows, 1),
+        **{name: GROUP_ROWS if name == "group_rows" else 1 for name in of_rows},
     }
-    sizes = {name: n + n_drafts if name in of_rows else width * n for name, width in parts.items()}
+    sizes = {name: width * (n + n_drafts if name in of_rows else n) for name, width in parts.items()}
     table = allocate("places", (sum(sizes.values()),), torch.int32)
     offsets, views, at = {}, {}, 0
     for name, width in parts.items():
         offsets[name] = (at, width)
         view = table[at : at + sizes[name]]
-        views[name] = view.view(n, width) if width > 2 else view
+        views[name] = view.view(-1, width) if width > 2 else view
         at += sizes[name]
     views["seed"] = views["seed"].view(torch.int64)
     for name in ("temperature", "top_p", "min_p", "repetition", "frequency", "presence", "bias"):
@@ -148,7 +158,7 @@ class Places:
         self._owner: list[Sequence | None] = [None] * n_places
         self._pages: list[tuple[Sequence, int, int] | None] = [None] * n_places
         self._prompts: list[PromptPositions | None] = [None] * n_places
-        self._rows: dict[str, list[int]] = {part: [] for part in (*ROWS, *HEAD_ROWS) if part in offsets}
+        self._rows: dict[str, list[int]] = {part: [] for part in (*ROWS, *HEAD_ROWS, *ADAPTER_ROWS) if part in offsets}
         self._any = np.full(masks.shape[1], -1, np.int32)
         self._keys: list[Words] = []
         self._values: list[Words] = []
@@ -162,7 +172,9 @@ class Places:
         self._mask_rows, self._banned_until = [-1] * n_places, [0] * n_places
         self._table.zero_()
         self._write("mask_row", 0, self._mask_rows, contiguous=True)
-        self._write("rows_place", 0, [-1] * len(masks), contiguous=True)
+        for part in ("rows_place", *ADAPTER_ROWS):
+            if part in offsets:
+                self._write(part, 0, [-1] * (len(masks) * offsets[part][1]), contiguous=True)
 
     def refresh(self, sequence: Sequence) -> int:
         """Makes its place the sequence's and updates its row of the page table. Returns the place."""
@@ -317,16 +329,20 @@ class Places:
         """Says what the n rows of the next decode are: of each chunk its token, and behind it its drafts."""
         places = [c.sequence.place for c in chunks for _ in range(c.length)]
         parts: dict[str, list[Any]] = {"rows_place": places + [-1] * (n - len(places))}
-        if len(self._rows) > 1:
+        if ROWS[1] in self._rows:
             rows = [(j, t, 0 if j else c.length, c.n_redo) for c in chunks for j, t in enumerate((0, *c.drafts))]
             rows += [(0, 0, 0, 0)] * (n - len(rows))
             parts |= {part: list(words) for part, words in zip(ROWS[1:], zip(*rows, strict=True), strict=True)}
         if HEAD_ROWS[0] in self._rows:
             parts |= {part: list(words) for part, words in zip(HEAD_ROWS, _of_head(chunks, n), strict=True)}
+        adapters = [c.sequence.adapter_slot for c in chunks for _ in range(c.length)]
+        if max(adapters, default=-1) >= 0:  # else nothing reads them
+            by_row = adapters + [-1] * (n - len(adapters))
+            parts |= dict(zip(ADAPTER_ROWS, (*adapter_groups(adapters, n), by_row), strict=True))
         for part, words in parts.items():
-            if self._rows[part][:n] != words:
+            if self._rows[part][: len(words)] != words:
                 self._write(part, 0, words, contiguous=True)
-                self._rows[part][:n] = words
+                self._rows[part][: len(words)] = words
 
     def flush(self) -> None:
         """Puts the changes on the current stream, those written last winning."""
@@ -349,6 +365,18 @@ class Places:
             self._arrived[: 3 * n].copy_(buffer[: 3 * n], non_blocking=True)
             self._ring.used()
             self._table.index_copy_(0, self._arrived[: 2 * n].view(torch.int64), self._arrived[2 * n : 3 * n])
+
+
+def adapter_groups(adapters: Items[int], n: int) -> tuple[list[int], list[int]]:
+    """Of n groups adapter and rows (AdapterRows), where rows 0, 1, ... have these adapters, or -1."""
+    rows: dict[int, list[int]] = {}
+    for i, adapter in enumerate(adapters):
+        rows.setdefault(adapter, []).append(i)
+    rows.pop(-1, None)
+    found = [(adapter, of[i : i + GROUP_ROWS]) for adapter, of in rows.items() for i in range(0, len(of), GROUP_ROWS)]
+    groups = [adapter for adapter, _ in found] + [-1] * (n - len(found))
+    words = [row for _, of in found for row in (*of, *[-1] * (GROUP_ROWS - len(of)))]
+    return groups, words + [-1] * (n * GROUP_ROWS - len(words))
 
 
 def _of_head(chunks: Items[Chunk], n: int) -> Items[Items[int]]:

@@ -8,7 +8,7 @@ a pinned copy of it and sends that.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -17,10 +17,10 @@ from torch import Tensor
 from deltic.engine.pictures import row_ids
 from deltic.engine.step import Chunk, Draw, Step
 from deltic.ops.geometry import PAGE_SIZE
-from deltic.ops.gpu.blocks import Blocks, PrefillInputs
+from deltic.ops.gpu.blocks import GROUP_ROWS, AdapterRows, Blocks, PrefillInputs
 from deltic.ops.gpu.sample import Draws
 from deltic.runtime.gpu.buffers import MAX_SEGMENTS
-from deltic.runtime.gpu.places import Places, Ring
+from deltic.runtime.gpu.places import Places, Ring, adapter_groups
 
 _ALIGNED = 4
 """Words to which each part of the buffer is aligned: 16 bytes."""
@@ -39,10 +39,10 @@ class BlockBuffer:
 
     @classmethod
     def empty(
-        cls, n_blocks: int, n_draws: int, device: torch.device, has_head: bool, has_pictures: bool
+        cls, n_blocks: int, n_draws: int, device: torch.device, has_head: bool, has_pictures: bool, has_adapters: bool
     ) -> BlockBuffer:
         """One in which no block is in use and nothing is drawn. has_head: with what a draft head reads;
-        has_pictures: with what prompts with pictures need.
+        has_pictures, has_adapters: with what prompts with pictures and with adapters need.
         """
         n_segments = min(n_blocks, MAX_SEGMENTS)
         sizes = {
@@ -54,6 +54,8 @@ class BlockBuffer:
             **({"next_ids": n_blocks * PAGE_SIZE} if has_head else {}),
             **({"angles": 3 * n_blocks * PAGE_SIZE} if has_pictures else {}),
         }
+        if has_adapters:
+            sizes |= {"adapter": n_blocks, "logit_adapter": n_segments, "logit_rows": n_segments * GROUP_ROWS}
         offsets, at = {}, 0
         for name, size in sizes.items():
             offsets[name] = at
@@ -64,6 +66,10 @@ class BlockBuffer:
         blocks = Blocks(**{name: views[name] for name in Blocks.__dataclass_fields__})
         angles = views["angles"].view(3, -1) if has_pictures else None
         inputs = PrefillInputs(views["token_ids"], blocks, views["logit_row"], views.get("next_ids"), angles)
+        if has_adapters:
+            of_logits = views["logit_adapter"].fill_(-1), views["logit_rows"].view(-1, GROUP_ROWS)
+            own = AdapterRows(views["adapter"].fill_(-1))
+            inputs = replace(inputs, adapters=own, logit_adapters=AdapterRows(*of_logits))
         return cls(n_blocks, n_segments, words, offsets, inputs, draws)
 
 
@@ -79,13 +85,15 @@ class PrefillBatch:
         device: torch.device,
         has_head: bool = False,
         has_pictures: bool = False,
+        has_adapters: bool = False,
     ) -> None:
         """sizes: numbers of blocks, ascending. n_draws: most draws of a step. spare_page: one that no
-        sequence owns. has_head: whether a draft head runs behind the draws. has_pictures: whether prompts may
-        have some.
+        sequence owns. has_head: whether a draft head runs behind the draws. has_pictures, has_adapters:
+        whether prompts may have some.
         """
         self._places, self._spare_page = places, spare_page
-        self._buffers = {n: BlockBuffer.empty(n, n_draws, device, has_head, has_pictures) for n in sizes}
+        given = n_draws, device, has_head, has_pictures, has_adapters
+        self._buffers = {n: BlockBuffer.empty(n, *given) for n in sizes}
         self._ring = Ring(len(self._buffers[sizes[-1]].words), 3, device)
         self._host: Tensor | None = None
 
@@ -118,6 +126,10 @@ class PrefillBatch:
         chunks = sorted({draw.chunk for draw in draws})
         at["logit_row"][: buffer.n_segments] = 0
         at["logit_row"][: len(chunks)] = [ends[i] for i in chunks]
+        if buffer.inputs.adapters is not None:
+            adapters = [step.chunks[i].sequence.adapter_slot for i in chunks]
+            groups, rows = adapter_groups(adapters, buffer.n_segments)
+            at["logit_adapter"][: len(groups)], at["logit_rows"][: len(rows)] = groups, rows
         at["draw_place"][: len(buffer.draws.place)] = -1
         for d, draw in enumerate(draws):
             sequence = draw.sequence
@@ -157,6 +169,9 @@ class PrefillBatch:
             ("block_segment", 0),
         ):
             at[name][: buffer.n_blocks] = unused
+        has_adapters = buffer.inputs.adapters is not None
+        if has_adapters:
+            at["adapter"][: buffer.n_blocks] = -1
         n_rows = buffer.n_blocks * PAGE_SIZE
         at["token_ids"][:n_rows] = 0
         angles = at["angles"][: 3 * n_rows].reshape(3, n_rows) if buffer.inputs.angles is not None else None
@@ -176,6 +191,8 @@ class PrefillBatch:
             at["n"][end - 1] = length - (end - 1 - b) * PAGE_SIZE
             at["position"][b:end] = np.arange(start, start + (end - b) * PAGE_SIZE, PAGE_SIZE)
             at["place"][b:end] = place
+            if has_adapters:
+                at["adapter"][b:end] = sequence.adapter_slot
             at["page"][b:end] = sequence.pages[start // PAGE_SIZE : start // PAGE_SIZE + end - b]
             at["block_segment"][b:end] = g
             for n_tokens, snapshot in chunk.snapshots:

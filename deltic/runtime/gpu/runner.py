@@ -10,6 +10,9 @@ recordings are those of a server without drafts, which are faster with many rows
 the host knows once it has read them, and sends it with the next decode. So nothing runs ahead behind a draft,
 nor before one (Step.runs_ahead).
 
+**Adapters.** Where a server has room for some, there are recordings in which rows may have adapters. They are
+replayed where one does, so that other steps are those of a server without adapters.
+
 **Running ahead.** A decode moves its own tokens and positions on, so the next one needs nothing of the host.
 It is started for all sequences that drew a token before that token was read; the host works on one step while
 the device runs the next. Its tokens are kept by sequence until the scheduler asks for just that one
@@ -27,6 +30,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from collections.abc import Sequence as Items
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +116,13 @@ class GpuRunner(ABC):
             self.device,
             has_head,
             plan.max_picture_tokens > 0,
+            plan.adapters.n > 0,
         )
         self._forwards: dict[tuple[int, int], Recording] = {}  # of decodes, by rows and length
         self._drafted: dict[tuple[int, int], Recording] = {}  # the same, where some may be drafts
+        self._adapted: dict[tuple[int, int], Recording] = {}  # where some have adapters, and may be drafts
         self._prefills: dict[int, Recording] = {}
+        self._adapted_prefills: dict[int, Recording] = {}
         self._tokens = [self._pinned(plan.n_decode_rows) for _ in range(N_PENDING)]
         self._turn = 0
         self._ahead: dict[Sequence, Ahead] = {}
@@ -155,7 +162,11 @@ class GpuRunner(ABC):
         """Every decode and every prefill, the largest first. are_replayed: see `record_all`."""
         forwards = self._decode_jobs(self._forwards, self._forward_body, self._size(self.plan.max_num_seqs))
         jobs = self._draft_jobs() + forwards + self._draw_jobs()
-        jobs += [(self._prefills, n, self._prefill_body(n)) for n in reversed(self._block_sizes)]
+        for n in reversed(self._block_sizes):
+            inputs = self._prefill_batch.of(n).inputs
+            if inputs.adapters is not None:
+                jobs.append((self._adapted_prefills, n, self._prefill_body(n, inputs)))
+            jobs.append((self._prefills, n, self._prefill_body(n, replace(inputs, adapters=None, logit_adapters=None))))
         self.places.flush()  # no row is in use
         bodies = [body for _, _, body in jobs]
         recorded = record_all(bodies, self.stream, self.levers, lambda done: progress("record", done), are_replayed)
@@ -186,12 +197,12 @@ class GpuRunner(ABC):
         """Draws of decodes that are recorded apart from their forwards."""
         return []
 
-    def _prefill_body(self, n_blocks: int) -> Body:
+    def _prefill_body(self, n_blocks: int, inputs: PrefillInputs) -> Body:
         """Of a prefill of n_blocks blocks and the draws behind it."""
-        batch = self._prefill_batch.of(n_blocks)
+        draws = self._prefill_batch.of(n_blocks).draws
 
         def body() -> None:
-            self._draw("prefill", self._prefill_logits(n_blocks, batch.inputs), batch.draws)
+            self._draw("prefill", self._prefill_logits(n_blocks, inputs), draws)
 
         return body
 
@@ -271,10 +282,11 @@ class GpuRunner(ABC):
         """Rows of the smallest recordings for n of them."""
         return next(size for size in self._row_sizes if size >= n)
 
-    def decode_of(self, n_rows: int, n_keys: int, has_drafts: bool = False) -> Recording:
+    def decode_of(self, n_rows: int, n_keys: int, has_drafts: bool = False, has_adapters: bool = False) -> Recording:
         """The smallest recorded forward of so many rows, none with more than n_keys keys."""
         length = next(length for length in self._lengths if length >= n_keys)
-        return (self._drafted if has_drafts else self._forwards)[self._size(n_rows), length]
+        recorded = self._adapted if has_adapters else self._drafted if has_drafts else self._forwards
+        return recorded[self._size(n_rows), length]
 
     def _forward(self, chunks: list[Chunk]) -> None:
         """Starts the forward of these decodes."""
@@ -282,7 +294,9 @@ class GpuRunner(ABC):
         self.places.rows(chunks, self._size(n_rows))
         self.places.flush()
         has_drafts = any(chunk.length > 1 or chunk.n_redo for chunk in chunks)
-        self.decode_of(n_rows, max(chunk.start + chunk.length for chunk in chunks), has_drafts).run()
+        has_adapters = any(chunk.sequence.adapter_slot >= 0 for chunk in chunks)
+        n_keys = max(chunk.start + chunk.length for chunk in chunks)
+        self.decode_of(n_rows, n_keys, has_drafts, has_adapters).run()
 
     def _decode(self, chunks: list[Chunk]) -> Pending:
         """A forward, and the draws behind it."""
@@ -294,7 +308,8 @@ class GpuRunner(ABC):
         n_blocks, draws = self._prefill_batch.fill(step, prefills)
         self.places.flush()
         self._prefill_batch.send(n_blocks)
-        self._prefills[n_blocks].run()
+        has_adapters = any(step.chunks[i].sequence.adapter_slot >= 0 for i in prefills)
+        (self._adapted_prefills if has_adapters else self._prefills)[n_blocks].run()
         return self._send({draw.sequence: i for i, draw in enumerate(draws)}, len(draws), "prefill")
 
     def _send_decoded(self, chunks: list[Chunk]) -> Pending:

@@ -10,6 +10,7 @@ ahead behind the token that ends it.
 from __future__ import annotations
 
 from array import array
+from collections.abc import Sequence as Items
 from dataclasses import replace
 
 import numpy as np
@@ -17,22 +18,25 @@ import torch
 from torch import Tensor
 
 from deltic.engine.messages import MAX_LOGPROBS, Request, SamplingParams, TokenLogprob
-from deltic.engine.step import Chunk, Progress, Rule, Sequence, Step, StepResult
+from deltic.engine.step import Chunk, HeldAdapter, Progress, Rule, Sequence, Step, StepResult
 from deltic.models.qwen.gpu import Exchange, QwenGpu
+from deltic.models.qwen.gpu_adapters import Targets
 from deltic.models.qwen.gpu_buffers import RING, DecodeBuffers, GpuMemory, page_layout
 from deltic.models.qwen.weights import Weights
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.weights import VisionWeights
 from deltic.ops.arrays import Array
 from deltic.ops.geometry import PAGE_SIZE
-from deltic.ops.gpu.blocks import PrefillInputs
+from deltic.ops.gpu.blocks import AdapterRows, PrefillInputs
 from deltic.ops.gpu.launch import Levers, allocate_on
 from deltic.ops.gpu.sample import Draws, prompt_logprobs
+from deltic.runtime.adapters import Adapters
+from deltic.runtime.gpu.adapters import GpuAdapterMemory
 from deltic.runtime.gpu.ahead import Pending, Undrawn
 from deltic.runtime.gpu.buffers import GpuWorkspace, gpu_workspace
 from deltic.runtime.gpu.draft_head import DraftHead
 from deltic.runtime.gpu.pictures import PictureTower
-from deltic.runtime.gpu.places import Places
+from deltic.runtime.gpu.places import Places, adapter_groups
 from deltic.runtime.gpu.record import Body, Recording
 from deltic.runtime.gpu.runner import N_PENDING, GpuRunner, Job, ends_thought
 from deltic.runtime.plan import TextPlan
@@ -67,13 +71,16 @@ class GpuTextRunner(GpuRunner):
         inputs = allocate("columns", (plan.n_slots, n_parts, *columns), torch.bfloat16)
         self.memory = [GpuMemory(pages[:, i], states[:, i], inputs[:, i]) for i in range(n_parts)]
         w, joined = (gpu_workspace(plan, levers, allocate), None) if exchange is None else exchange
-        self.model = QwenGpu(shape, weights, plan.max_model_len, levers, joined)
+        targets = None if w.adapters is None else Targets(shape, w.adapters, plan.adapters.rank)
+        self.model = QwenGpu(shape, weights, plan.max_model_len, levers, joined, targets)
         n_drafts = n - plan.max_num_seqs
         places = Places(w.table, w.offsets, w.parameters.masks, shape.eos_token_ids, plan.n_real, n_drafts)
         super().__init__(plan, levers, w, places, [pages], [states, inputs], has_head=w.guesses is not None)
         self.draft_head = (
             None if w.guesses is None else DraftHead(self.model, w, w.guesses, self.memory[0], plan, levers)
         )
+        if w.adapters is not None:
+            self.adapters = Adapters(shape, plan.adapters, GpuAdapterMemory(shape, w.adapters, self.stream))
         self._undrawn = Undrawn(w.decode.logits.view(-1, shape.vocab_size), n)
         self._draws: dict[int, Recording] = {}  # behind a forward
         self._late_draws: dict[int, Recording] = {}  # of what is in `_undrawn`
@@ -103,9 +110,13 @@ class GpuTextRunner(GpuRunner):
 
     def _forward_body(self, n: int, max_len: int) -> Body:
         buffers = self.workspace.decode
-        return self._decode_body(n, max_len, replace(buffers, rows=replace(buffers.rows, drafts=None), windows=None))
+        plain = replace(buffers, rows=replace(buffers.rows, drafts=None), windows=None, adapters=None)
+        return self._decode_body(n, max_len, plain)
 
     def _draft_body(self, n: int, max_len: int) -> Body:
+        return self._decode_body(n, max_len, replace(self.workspace.decode, adapters=None))
+
+    def _adapted_body(self, n: int, max_len: int) -> Body:
         return self._decode_body(n, max_len, self.workspace.decode)
 
     def _decode_body(self, n: int, max_len: int, buffers: DecodeBuffers) -> Body:
@@ -113,8 +124,9 @@ class GpuTextRunner(GpuRunner):
         return lambda: self.model.decode(w.rows_place[:n], w.places, buffers, self.memory, max_len)
 
     def _draft_jobs(self) -> list[Job]:
-        most = self.plan.n_decode_rows if self.plan.max_drafts else 0
-        return self._decode_jobs(self._drafted, self._draft_body, most)
+        n_rows = self.plan.n_decode_rows
+        adapted = self._decode_jobs(self._adapted, self._adapted_body, n_rows if self.plan.adapters.n else 0)
+        return adapted + self._decode_jobs(self._drafted, self._draft_body, n_rows if self.plan.max_drafts else 0)
 
     def _draw_jobs(self) -> list[Job]:
         jobs: list[Job] = []
@@ -135,11 +147,10 @@ class GpuTextRunner(GpuRunner):
         w = self.workspace
         return self.model.prefill(n_blocks, inputs, w.places.page_table, w.prefill, self.memory, w.picture_rows)
 
-    def _prefill_body(self, n_blocks: int) -> Body:
-        body, head = super()._prefill_body(n_blocks), self.draft_head
+    def _prefill_body(self, n_blocks: int, inputs: PrefillInputs) -> Body:
+        body, head = super()._prefill_body(n_blocks, inputs), self.draft_head
         if head is None:
             return body
-        inputs = self._prefill_batch.of(n_blocks).inputs
 
         def with_head() -> None:
             body()
@@ -149,7 +160,8 @@ class GpuTextRunner(GpuRunner):
 
     def recordings(self) -> list[Recording]:
         of_head = () if self.draft_head is None else self.draft_head.kinds
-        kinds = self._forwards, self._drafted, self._draws, self._late_draws, self._prefills, *of_head
+        kinds = self._forwards, self._drafted, self._adapted, self._draws, self._late_draws
+        kinds += self._prefills, self._adapted_prefills, *of_head
         return [recording for kind in kinds for recording in kind.values()]
 
     def walk(self) -> None:
@@ -161,6 +173,9 @@ class GpuTextRunner(GpuRunner):
             for n in range(1, len(buffers.final) + 1):
                 rows, one = (torch.zeros(size, dtype=torch.int32, device=self.device) for size in (n, 1))
                 logits = self.model.logits_of(rows, plan.max_step_tokens // PAGE_SIZE, buffers)
+                if plan.adapters.n:
+                    who = self._adapter_rows(0, n)
+                    logits = self.model.logits_of(rows, plan.max_step_tokens // PAGE_SIZE, buffers, who)
                 top = torch.zeros((n, MAX_LOGPROBS), device=self.device)
                 prompt_logprobs(logits, plan.n_real, rows, rows, rows, one, top[:, 0].contiguous(), top.int(), top)
             if self.tower is not None:
@@ -301,7 +316,8 @@ class GpuTextRunner(GpuRunner):
                 return torch.tensor(values, dtype=torch.int32).to(self.device)
 
             rows = device(list(range(first + at, first + at + n)))
-            logits = self.model.logits_of(rows, n_blocks, self.workspace.prefill)
+            who = self._adapter_rows(sequence.adapter_slot, n) if sequence.adapter_slot >= 0 else None
+            logits = self.model.logits_of(rows, n_blocks, self.workspace.prefill, who)
             logprob = torch.zeros(n, device=self.device)
             top_ids = torch.zeros((n, MAX_LOGPROBS), dtype=torch.int32, device=self.device)
             top = torch.zeros((n, MAX_LOGPROBS), device=self.device)
@@ -320,6 +336,11 @@ class GpuTextRunner(GpuRunner):
                 entries.append(TokenLogprob(token, value, list(zip(ids[:k], values[:k], strict=True))))
         return entries
 
+    def _adapter_rows(self, slot: int, n: int) -> AdapterRows:
+        """Of n rows that all have this adapter."""
+        groups, rows = (torch.tensor(words, dtype=torch.int32) for words in adapter_groups([slot] * n, n))
+        return AdapterRows(groups.to(self.device), rows.view(n, -1).to(self.device))
+
     # For tests and benches.
 
     def logits(self, n_rows: int) -> Array:
@@ -331,27 +352,32 @@ class GpuTextRunner(GpuRunner):
                 found.append(self.model.logits_of(rows, 1, buffers).to("cpu", copy=True))
         return np.asarray(torch.cat(found).numpy())
 
-    def replay_ms(self, n_rows: int, n_keys: int, n_replays: int = 50, n_rounds: int = 5) -> float:
+    def replay_ms(
+        self, n_rows: int, n_keys: int, n_replays: int = 50, n_rounds: int = 5, adapters: Items[int] = ()
+    ) -> float:
         """Median milliseconds of one decode of n_rows rows with n_keys keys each, replayed back to back.
+        adapters: slots of the rows' adapters, if they have any.
 
         No sequence may be open, nor anything cached: pages and slots are used as they come.
         """
         with torch.cuda.stream(self.stream):
-            return self._replay_ms(n_rows, n_keys, n_replays, n_rounds)
+            return self._replay_ms(n_rows, n_keys, n_replays, n_rounds, adapters)
 
-    def _replay_ms(self, n_rows: int, n_keys: int, n_replays: int, n_rounds: int) -> float:
+    def _replay_ms(self, n_rows: int, n_keys: int, n_replays: int, n_rounds: int, adapters: Items[int]) -> float:
         n_pages = -(-(n_keys + n_replays * n_rounds + 10) // PAGE_SIZE)
         params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1 << 20)
         request, chunks = Request(id="", prompt_ids=[], params=params), []
         for i in range(n_rows):
             pages = [(i * n_pages + j) % self.plan.n_pages for j in range(n_pages)]
             sequence = Sequence(request, 0, 0, array("i", [1]), n_keys, pages=pages, place=i, slot=i)
+            sequence.adapter = HeldAdapter(adapters[i]) if adapters else None
             self.places.decode(sequence, 1, n_keys - 1)
             chunks.append(Chunk(sequence, n_keys - 1, 1))
         n = self._size(n_rows)
         self.places.rows(chunks, n)
         self.places.flush()
-        bodies = [self.decode_of(n, n_keys + n_replays * n_rounds).run, self._draws[n].run]
+        forward = self.decode_of(n, n_keys + n_replays * n_rounds, has_adapters=bool(adapters))
+        bodies = [forward.run, self._draws[n].run]
         if self.draft_head is not None:
             bodies.append(self.draft_head.keys[n].run)
         times = []

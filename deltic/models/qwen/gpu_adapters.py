@@ -1,0 +1,106 @@
+"""What adapters have on a GPU: their memory, and the matrices that they add to."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
+from deltic.ops.geometry import Allocate
+from deltic.ops.gpu.lora import WORDS, ExpertTargets, Target, n_sums
+
+_SEGMENTS = {"in_proj": 4, "qkv": 3, "gate_up": 2, "shared_gate_up": 2, "router": 2}
+"""Terms that a fused matrix may have; others have one. Of in_proj: q | k | v, z, b, a."""
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A matrix [n, k] to which adapters may add, or a stack of them; of the embedding k is the vocabulary."""
+
+    n: int
+    k: int
+    n_matrices: int = 1
+
+
+def sizes(shape: ModelShape) -> dict[str, Sized]:
+    """Of every matrix to which adapters may add, by its name."""
+    h, found = shape.hidden_size, dict[str, Sized]()
+    for i, kind in enumerate(shape.layer_types):
+        p = f"layers.{i}."
+        if kind == LINEAR_ATTENTION:
+            found |= {f"{p}in_proj": Sized(shape.gdn_in_proj_rows, h), f"{p}out_proj": Sized(h, shape.gdn_value_size)}
+        else:
+            q_size = shape.n_q_heads * shape.head_dim
+            found |= {f"{p}qkv": Sized(shape.attn_qkv_rows, h), f"{p}o_proj": Sized(h, q_size)}
+        p += "mlp."
+        if shape.is_moe:
+            e, m, shared = shape.n_experts, shape.moe_intermediate_size, shape.shared_intermediate_size
+            found |= {f"{p}router": Sized(e + 1, h), f"{p}gate_up": Sized(2 * m, h, e), f"{p}down": Sized(h, m, e)}
+            found |= {f"{p}shared_gate_up": Sized(2 * shared, h), f"{p}shared_down": Sized(h, shared)}
+        else:
+            inner = shape.intermediate_size
+            found |= {f"{p}gate_up": Sized(2 * inner, h), f"{p}down": Sized(h, inner)}
+    return found | {"embed": Sized(h, shape.vocab_size), "lm_head": Sized(shape.vocab_size, h)}
+
+
+def n_segments(name: str) -> int:
+    """Terms that an adapter may have for a matrix of this name."""
+    return _SEGMENTS.get(name.rpartition(".")[2], 1)
+
+
+@dataclass(frozen=True)
+class AdapterBuffers:
+    """Adapters that are loaded, and workspaces of their terms."""
+
+    arena: Tensor  # bfloat16, flat
+    table: Tensor  # int64 [slots, matrices, WORDS] (ops/gpu/lora.py)
+    sums: Tensor  # float32, flat: of one matrix, in a decode or a prefill
+    gate_up: Tensor | None  # float32, flat: of all pairs of a mixture, before SwiGLU
+
+
+def adapter_buffers(
+    shape: ModelShape, n_slots: int, max_rank: int, n_bytes: int, n_rows: int, n_prefill_rows: int, allocate: Allocate
+) -> AdapterBuffers:
+    """n_bytes: of the arena. n_rows, n_prefill_rows: the most of a decode and of a prefill."""
+    widest, by_pair = max(shape.moe_intermediate_size, shape.shared_intermediate_size), shape.n_experts_per_tok + 1
+    matrices = sizes(shape)
+
+    def most(n: int, are_blocks: bool) -> int:
+        """Floats of the sums of n rows."""
+        found = []
+        for name, one in matrices.items():
+            k, lines = one.k, n
+            if one.n_matrices > 1:  # a line a pair, and those of the shared expert are cut in the same way
+                k, lines = max(k, widest) if name.endswith("down") else k, n * by_pair
+            found.append(n_sums(lines, 1 if name == "embed" else k, n_segments(name), max_rank, are_blocks))
+        return max(found)
+
+    pairs = max(n_rows, n_prefill_rows) * by_pair
+    return AdapterBuffers(
+        arena=allocate("adapters", (n_bytes // 2,), torch.bfloat16),
+        table=allocate("table of adapters", (n_slots, len(matrices), WORDS), torch.int64),
+        sums=allocate("sums of adapters", (max(most(n_rows, False), most(n_prefill_rows, True)),), torch.float32),
+        gate_up=allocate("gate and up of pairs", (pairs * 2 * widest,), torch.float32) if shape.is_moe else None,
+    )
+
+
+class Targets:
+    """The matrices of a model by their names, as operators know them."""
+
+    def __init__(self, shape: ModelShape, buffers: AdapterBuffers, max_rank: int) -> None:
+        self._gate_up = buffers.gate_up
+        self._found = {
+            name: Target(buffers.table[:, i], buffers.arena, buffers.sums, one.n, one.k, n_segments(name), max_rank)
+            for i, (name, one) in enumerate(sizes(shape).items())
+        }
+
+    def __getitem__(self, name: str) -> Target:
+        return self._found[name]
+
+    def experts(self, name: str) -> ExpertTargets:
+        """Of a mixture. name: how the names of its matrices begin."""
+        assert self._gate_up is not None
+        parts = "router", "gate_up", "down", "shared_gate_up", "shared_down"
+        return ExpertTargets(**{part: self._found[name + part] for part in parts}, sums=self._gate_up)
