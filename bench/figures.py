@@ -76,6 +76,15 @@ PLANS = {
         Step("loading", 6, ("python -m bench.loading --out {out}",)),
         Step("install", 4, ("python -m bench.install --out {out}",)),
         Step("quality", 1, ("python -m deltic bench quality --out {out}",)),
+        Step("kv", 2, ("python -m bench.kv qwen3.5-0.8b --rows 1,4,16 --out {out}",) * 3),
+        Step(
+            "kv-quality",
+            1,
+            (
+                "python -m deltic bench quality --setting kv-cache-dtype=int8 kv-cache-dtype=k8v4 --out {out}",
+                "python -m deltic bench quality --setting kv-cache-dtype=int8 kv-cache-dtype=k8v4 --context 2048 --out {out}",
+            ),
+        ),
         Step("speech", 5, SPEECH_ROUND * 2),
         Step("host", 2, ("python -m bench.host --out {out}",) * 3),
         Step(

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from bench import draft_tables, gpu_tables, picture_tables, quality_tables
+from bench import draft_tables, gpu_tables, kv_tables, picture_tables, quality_tables
 from bench.kept import Row, Run, Runs, grid, missing, percent, ranged, shown, source, spread
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -575,6 +575,9 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "quality": quality,
     "formats": quality_tables.formats,
     "formats-again": quality_tables.formats_again,
+    "kv-capacity": kv_tables.capacity,
+    "kv": kv_tables.speed,
+    "kv-quality": kv_tables.lost,
     "serve": serve,
     "served": served,
     "drafts": draft_tables.drafts,

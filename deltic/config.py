@@ -197,6 +197,13 @@ class EngineConfig:
         metavar="GB",
         kind="text",
     )
+    kv_cache_dtype: str = knob(
+        "auto",
+        "format of keys and values in pages: bf16; on a GPU fp8 (half the memory), or turboquant_k8v4 (keys in 8 bits, values "
+        "in 4); on a CPU int8, or k8v4; answers change with it. auto: on a GPU what the checkpoint was made for, else bf16",
+        choices=("auto", "bf16", "fp8", "turboquant_k8v4", "int8", "k8v4", "bfloat16", "fp8_e4m3"),
+        kind="text",
+    )
     n_pages: int | None = knob(None, "KV pages of 64 tokens (default: what fits, at most what can be used)")
     prefix_cache: bool = knob(True, "keep what was computed, for requests that begin in the same way")
     n_checkpoints: int | None = knob(

@@ -81,13 +81,22 @@ class Completion:
 class LLM:
     """A loaded model. Making one reads the weights and allocates all memory it will ever use."""
 
-    def __init__(self, model: str = BUILT_IN, *, chat_template: Path | None = None, **settings: Any) -> None:
+    def __init__(
+        self,
+        model: str = BUILT_IN,
+        *,
+        chat_template: Path | None = None,
+        lora: Mapping[str, str | Path] | None = None,
+        **settings: Any,
+    ) -> None:
         """`settings` are the fields of EngineConfig: dummy, threads, memory_gb, max_model_len, ...
+        `lora`: paths of adapters, by the names that `generate` and `chat` take.
 
         Raises ConfigError, TokenizerError, UnsupportedModelError or CheckpointError: all of them ValueErrors
         that say what to do.
         """
-        self.config = resolve(EngineConfig, {"model": model, **settings})
+        adapters = {"lora": [f"{name}={path}" for name, path in lora.items()]} if lora else {}
+        self.config = resolve(EngineConfig, {"model": model, **adapters, **settings})
         directory = tokenizer_directory(self.config)
         self.tokenizer = Tokenizer.load(directory)
         self._template = ChatTemplate.load(directory, self.tokenizer, chat_template)
@@ -116,17 +125,19 @@ class LLM:
         priority: int = 0,
         cache_salt: str = "",
         use_cache: bool = True,
+        lora: str | None = None,
     ) -> list[Completion]:
         """Continues each prompt (text, or token ids); completions in the prompts' order.
 
         `params`: for all prompts, or one for each. `cache_salt`: prefixes are shared only with requests of
-        the same salt. `use_cache`: False neither reads nor feeds the prefix cache. Raises ValueError, and
-        runs none, when one cannot run.
+        the same salt. `use_cache`: False neither reads nor feeds the prefix cache. `lora`: the name of the
+        adapter that is applied. Raises ValueError, and runs none, when one cannot run.
         """
+        fields = self._fields(priority, cache_salt, use_cache, lora)
         given: Iterable[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
         ids = [self.tokenizer.encode(p, "parse") if isinstance(p, str) else list(p) for p in given]
         answers = self._answers(ids, params, stop, lambda at, own: None)
-        self._run(answers, [{} for _ in ids], priority=priority, cache_salt=cache_salt, use_cache=use_cache)
+        self._run(answers, [{} for _ in ids], fields)
         return [answer.completion for answer in answers]
 
     def chat(
@@ -139,12 +150,13 @@ class LLM:
         priority: int = 0,
         cache_salt: str = "",
         use_cache: bool = True,
+        lora: str | None = None,
         **template_settings: Any,
     ) -> list[Completion]:
         """Answers one conversation, or several: OpenAI messages, rendered by the checkpoint's chat template.
 
-        Messages and `tools` are what /v1/chat/completions takes, and mean the same; `cache_salt` and
-        `use_cache` are generate's. `template_settings` are the template's, or the request's enable_thinking,
+        Messages and `tools` are what /v1/chat/completions takes, and mean the same; `cache_salt`, `use_cache`
+        and `lora` are generate's. `template_settings` are the template's, or the request's enable_thinking,
         reasoning_effort and mm_processor_kwargs. Beside parts of the type image_url, which take data: URLs,
         there may be `{"type": "image", "image": ...}` with a picture of Pillow's, a file's bytes, or its
         path. `{"type": "video", "video": ...}` takes a file's bytes or its path, or a list of such pictures,
@@ -154,6 +166,7 @@ class LLM:
         """
         if self._template is None:
             raise ValueError("this model has no chat template; use generate(), or give LLM(chat_template=FILE)")
+        fields = self._fields(priority, cache_salt, use_cache, lora)
         switches = {
             name: template_settings.pop(name)
             for name in ("enable_thinking", "reasoning_effort", "mm_processor_kwargs")
@@ -180,7 +193,7 @@ class LLM:
 
         answers = self._answers([prompt.ids for prompt, _ in rendered], params, stop, parser)
         own_fields = [{"boundaries": prompt.boundaries, "pictures": prompt.pictures} for prompt, _ in rendered]
-        self._run(answers, own_fields, priority=priority, cache_salt=cache_salt, use_cache=use_cache)
+        self._run(answers, own_fields, fields)
         return [answer.completion for answer in answers]
 
     def _pictures(self, request: protocol.ChatRequest, files: list[bytes]) -> Pictures:
@@ -236,7 +249,16 @@ class LLM:
                 answers.append(_Answer(Completion(at, index, ids), own, choice))
         return answers
 
-    def _run(self, answers: list[_Answer], own_fields: list[dict[str, Any]], **fields: Any) -> None:
+    def _fields(self, priority: int, cache_salt: str, use_cache: bool, lora: str | None) -> dict[str, Any]:
+        """What all Requests of a call have. Raises ValueError."""
+        adapters = self.info.adapters
+        if lora is not None and lora not in adapters:
+            known = ", ".join(map(repr, adapters)) or "none; give LLM(lora={name: path})"
+            raise ValueError(f"no adapter {lora!r}; this LLM has {known}")
+        adapter = b"" if lora is None else adapters[lora]
+        return {"priority": priority, "cache_salt": cache_salt, "use_cache": use_cache, "adapter": adapter}
+
+    def _run(self, answers: list[_Answer], own_fields: list[dict[str, Any]], fields: dict[str, Any]) -> None:
         """Adds the requests and steps until all their answers are complete. own_fields: of each prompt's
         Request; fields: of every one.
         """

@@ -21,6 +21,7 @@ from tokenizers import decoders, models, pre_tokenizers
 
 from deltic.config import EngineConfig, ServerConfig
 from deltic.engine.messages import (
+    AdapterLoaded,
     CacheReport,
     EngineInfo,
     Loading,
@@ -162,6 +163,11 @@ class FakeEngineClient:
         """How long it takes to tell."""
         self.die_after: int | None = None
         """Tokens of a sequence after which the engine dies."""
+        self.on_ready: Callable[[EngineInfo], None] | None = None
+        self.contents: dict[str, bytes] = {}
+        """Keys of the adapters there are on its disk, by path."""
+        self.adapters: Counter[bytes] = Counter(self.info.adapters.values())  # type: ignore[union-attr]
+        """How often each key was loaded, and not dropped."""
         self.streams: dict[str, Stream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -191,6 +197,7 @@ class FakeEngineClient:
 
     def submit(self, request: Request, deliver: Deliver) -> None:
         self.check_room(request.params.n)
+        assert not request.adapter or self.adapters[request.adapter], "it has no such adapter"
         if request.pictures:  # they are let go when they were sent
             request = msgspec.structs.replace(request, pictures=[*request.pictures])
         self.requests.append(request)
@@ -207,6 +214,31 @@ class FakeEngineClient:
         if reset:
             self.cache = self.cache | {"checkpoints": []}
         return CacheReport(self.cache)
+
+    async def load_adapter(self, path: str) -> AdapterLoaded:
+        if self.state != "ready":
+            raise EngineUnavailable(self.why_unavailable())
+        while self.hold:
+            await asyncio.sleep(0.002)
+        if path not in self.contents:
+            return AdapterLoaded(path, error=f"{path}: no such adapter")
+        most = self.info.max_loras if self.info else 0
+        if self.contents[path] not in self.adapters and len(self.adapters) >= most:
+            return AdapterLoaded(path, error=f"{path}: {most} adapters are loaded; start with more --max-loras")
+        self.adapters[self.contents[path]] += 1
+        return AdapterLoaded(path, self.contents[path], rank=8, n_bytes=1000)
+
+    def drop_adapter(self, key: bytes) -> None:
+        assert self.adapters[key], "dropped more often than it was loaded"
+        self.adapters -= Counter([key])
+
+    def restart(self) -> None:
+        """Another process is ready, which has the adapters of its info."""
+        assert self.info and self.on_ready
+        self.adapters = Counter(self.info.adapters.values())
+        self.state = "ready"
+        self.n_restarts += 1
+        self.on_ready(self.info)
 
     def why_unavailable(self) -> str:
         return "the server is shutting down" if self.state == "stopped" else f"the engine is {self.state}"

@@ -80,12 +80,14 @@ def gpu(sub: argparse.ArgumentParser) -> None:
     add("--pictures", default="", metavar="SIDE,SIDE,...", help=text)
     text = "decodes with drafts, whose tokens are right with these probabilities, beside plain ones; nothing else"
     add("--accept", default=None, metavar="P,P,...", help=text)
+    text = "replays a step behind contexts of so many tokens, e.g. 1024,32768,262144; nothing else"
+    add("--context", default=None, metavar="T,T,...", help=text)
     text = "decodes and prompts with so many adapters of all linear modules in turn, beside plain ones; nothing else"
     add("--lora", dest="n_loras", type=int, default=0, metavar="N", help=text)
     add("--lora-rank", type=int, default=16, metavar="R", help="of these (default: 16)")
     add("--out", metavar="DIR", help=OUT_HELP)
     names = ("dummy", "quantize", "lever", "memory_gb", "max_model_len", "max_step_tokens", "max_drafts")
-    add_some(sub, *names, "tensor_parallel", "tp_invariant", "seed")
+    add_some(sub, *names, "kv_cache_dtype", "tensor_parallel", "tp_invariant", "seed")
 
 
 def ablate(sub: argparse.ArgumentParser) -> None:
@@ -116,10 +118,14 @@ def quality(sub: argparse.ArgumentParser) -> None:
     add("--quantize", dest="formats", default=None, metavar="FORMAT,...", help=text)
     text = "quantised checkpoints of the same model to measure, too: directories, GGUF files or hub names"
     add("--beside", nargs="+", default=[], metavar="MODEL", help=text)
+    text = "a setting to compare with its default, e.g. kv-cache-dtype=int8; may be given several times"
+    add("--setting", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=text)
+    text = "count only the last tokens of texts of so many (default: all tokens of each document)"
+    add("--context", type=int, metavar="TOKENS", help=text)
     text = (
         "plain text, or .jsonl with a document in each line: [[text, does it count], ...] (default: "
         "conversations that the built-in model knows)"
     )
     add("--text", metavar="FILE", help=text)
     add("--out", metavar="DIR", help=OUT_HELP)
-    add_some(sub, "dummy", "weights_cache", "threads", "seed")
+    add_some(sub, "device", "dummy", "weights_cache", "threads", "seed")

@@ -10,6 +10,8 @@ With --accept a decode is measured with drafts whose tokens are right with this 
 of a server without drafts. The steps are real, and so is the depth that the engine chooses; what is drawn is
 planted (planted.py). Without the head's guesses they come from nowhere: what rows cost, and what the head.
 
+With --context a recorded step is replayed alone behind contexts of so many tokens, which are not computed:
+pages are used as they come, and again where there are too few. Its roof has the bytes of keys and values.
 With --lora steps are measured in which sequences have adapters with random values of all linear modules,
 beside steps in which none has.
 """
@@ -62,6 +64,7 @@ from deltic.runtime.gpu.collect import collect
 from deltic.runtime.gpu.compile import begin_compiling
 from deltic.runtime.gpu.parallel import ParallelRunner
 from deltic.runtime.gpu.text import GpuTextRunner
+from deltic.runtime.kv_cache import resolve_kv_cache
 from deltic.runtime.plan import AdapterRoom, make_plan
 
 
@@ -97,6 +100,8 @@ class Model:
             raise ConfigError("drafts are measured on one GPU: leave --tensor-parallel and --tp-invariant out")
         device.check_reach()
         shape = replace(shape, has_draft_head=drafts) if config.dummy else stored_shape(directory, shape, drafts)
+        config, _ = resolve_kv_cache(config, directory, "cuda")
+        shape = replace(shape, kv_cache_dtype=config.kv_cache_dtype)
         n_real = n_real_ids(config, directory, shape)
         largest, cuts = cut(shape, device.n_cuts, are_even=config.tp_invariant is not None)
 
@@ -278,8 +283,12 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     need_gpu()
     if arguments.accept and arguments.pictures:
         raise ConfigError("--accept measures nothing else; leave --pictures out")
+    if arguments.context and (arguments.accept or arguments.pictures):
+        raise ConfigError("--context measures nothing else; leave --accept and --pictures out")
     if arguments.accept:
         return _bench_accept(arguments, config)
+    if arguments.context:
+        return _bench_contexts(arguments, config)
     if arguments.n_loras:
         return _bench_lora(arguments, config)
     rows, prompts = ([int(n) for n in text.split(",")] for text in (arguments.n, arguments.prefill))
@@ -380,6 +389,74 @@ def accept_rows(
         found.append(row)
     runner.draft_head, runner.info.has_draft_head = head, head is not None
     return found
+
+
+CONTEXT_REPLAYS, CONTEXT_ROUNDS = 10, 5
+"""Of a step behind a context, one token further each time."""
+LEAST_CONTEXT = CONTEXT_REPLAYS * CONTEXT_ROUNDS + 11
+"""`replay_ms` leaves 10 tokens free behind the last."""
+
+
+def context_row(
+    runner: GpuTextRunner | ParallelRunner, shape: ModelShape, roofs: GpuRoofs, n: int, context: int
+) -> dict[str, Any]:
+    """What a step of n sequences takes, the last of which have `context` keys, but for a few."""
+    n_keys, n_parts = context - LEAST_CONTEXT + 1, runner.plan.n_parts
+    ms = runner.replay_ms(n, n_keys, CONTEXT_REPLAYS, CONTEXT_ROUNDS)
+    mean = n_keys + CONTEXT_REPLAYS * CONTEXT_ROUNDS // 2
+    n_bytes = n_parts * decode_bytes(shape, runner.plan.quantize, n, mean, COUNTED_ROWS)
+    n_kv_bytes = n_parts * n * mean * shape.kv_bytes_per_token
+    return {
+        "n": n,
+        "context": context,
+        "ms": round(ms, 4),
+        "gb": round(n_bytes / 1e9, 3),
+        "kv_gb": round(n_kv_bytes / 1e9, 3),
+        "roof": round(n_bytes / roofs.read / ms * 1000, 4),
+    }
+
+
+def _bench_contexts(arguments: argparse.Namespace, config: EngineConfig) -> int:
+    """`deltic bench gpu --context T,...`: a table and a JSON file."""
+    sizes, contexts = ([int(n) for n in text.split(",")] for text in (arguments.n, arguments.context))
+    if min(contexts) < LEAST_CONTEXT:
+        raise ConfigError(f"--context {arguments.context}: at least {LEAST_CONTEXT} tokens each")
+    config = replace(config, max_model_len=config.max_model_len or max(contexts))
+    assert config.max_model_len is not None
+    if max(contexts) > config.max_model_len:
+        raise ConfigError(f"--context {arguments.context}: more than --max-model-len {config.max_model_len}")
+    roofs, shape_name = GpuRoofs.measured(), _shape_name(arguments, config)
+    model = Model.load(config, arguments.format)
+    engine = model.engine(parse_levers(config.lever), max(sizes))
+    runner, shape = engine.runner, model.shape
+    assert isinstance(runner, GpuTextRunner | ParallelRunner)
+    rows = [context_row(runner, shape, roofs, n, context) for context in contexts for n in sizes]
+    title = f"{shape_name} on {engine.info.device}: a step behind a context, keys and values in {shape.kv_cache_dtype}"
+    heads = ("context", "N", "ms a step", "GB a step", "of keys and values", "% of read roof")
+    table = Table(*heads, title=title, title_justify="left")
+    for row in rows:
+        table.add_row(
+            f"{row['context']}",
+            f"{row['n']}",
+            f"{row['ms']:.3f}",
+            f"{row['gb']:.2f}",
+            f"{row['kv_gb']:.2f}",
+            f"{row['roof']:.0%}",
+        )
+    Console(width=120).print(table)
+    write_result(
+        "gpu-context",
+        shape_name,
+        engine.info.device,
+        arguments.out,
+        kv_cache_dtype=shape.kv_cache_dtype,
+        gpus=model.device.n_gpus,
+        cuts=model.device.n_cuts,
+        n_pages=runner.plan.n_pages,
+        roofs=dataclasses.asdict(roofs),
+        rows=rows,
+    )
+    return 0
 
 
 def _bench_accept(arguments: argparse.Namespace, config: EngineConfig) -> int:

@@ -1,13 +1,18 @@
-"""`deltic bench quality`: what quantising loses, against the same model in bfloat16 on the same text.
+"""`deltic bench quality`: what quantising loses, against the same model in bfloat16 on the same text; or what
+another setting does, such as --setting kv-cache-dtype=int8, against the default.
 
 Formats are those of --quantize, and checkpoints of the same model that others quantised (--beside). Each
 reads the text through the kernels that serve, teacher-forced, 64 tokens a step, beside the bfloat16 model.
-For each token that counts, with p the bfloat16 distribution over the vocabulary and q the quantised one:
+For each token that counts, with p the reference's distribution over the vocabulary and q the other one:
 
     perplexity  exp(mean(-log q[token]))
     KL          sum p (log p - log q), in nats: mean with its standard error, 99th percentile, greatest
     same        share of tokens for which p and q have the same most likely one
     gap         p of its most likely token less p of q's, at worst: how near a tie q decided otherwise
+    answers     share of the tokens of greedy answers up to where they part from the reference's
+
+With --context N, what counts are the last tokens of texts of N tokens, made of all lines in a row; --setting
+on a GPU reads them by one runner after the other, so that the weights fit.
 
 The default text is from the built-in model's held-out corpus (training/held_out.py). A text that the model
 does not know says little: there bfloat16 and its rounded copy are wrong together.
@@ -17,6 +22,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import gc
 import json
 import math
 import sys
@@ -24,7 +30,7 @@ from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -34,9 +40,9 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from deltic.bench.provenance import code, machine, now, runs_directory
-from deltic.config import ConfigError, EngineConfig, resolve
+from deltic.config import ENV_PREFIX, ConfigError, EngineConfig, nearest, resolve
 from deltic.engine.cache.cache import pages_for
-from deltic.engine.engine import Engine
+from deltic.engine.engine import Engine, StepRunner
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, Sequence, Step
 from deltic.models.checkpoint import model_name, text_directory
@@ -46,19 +52,26 @@ from deltic.ops.arrays import Array
 from deltic.ops.cpu.program import instruction_set
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.matrix import Matrix
-from deltic.runtime.build import build_runner
+from deltic.runtime.build import build_runner, gpu_device
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
 from deltic.text import Tokenizer
+
+if TYPE_CHECKING:
+    from deltic.runtime.gpu.device import Gpu
 
 Floats = NDArray[np.float64]
 
 TEXT = Path(__file__).with_name("quality.jsonl")
 REFERENCE = "bf16"
+"""What formats of weights are held to; settings alone are held to the DEFAULT."""
+DEFAULT = "default"
 FORMATS = "int8,int4,int4-symmetric"
 WINDOW = 2048
 """Tokens of the longest document; a longer text is cut into several."""
 N_ANSWERS, ANSWER_TOKENS, LEAST_PROMPT = 3, 96, 8
+FAR_TOKENS, FAR_STEP = 512, 512
+"""Of a long text, what counts at most, and what is read in a step before it."""
 _LINES = msgspec.json.Decoder(list[tuple[str, bool]])
 
 
@@ -73,6 +86,22 @@ class Document:
     def prompt(self) -> list[int]:
         """What comes before the first token that counts; of a plain text, its beginning."""
         return self.ids[: max(LEAST_PROMPT, self.counts.index(True))]
+
+
+def far_documents(documents: list[Document], n: int) -> list[Document]:
+    """Texts of n tokens, of all documents in a row, in which only tokens of the last FAR_TOKENS count. Raises
+    ConfigError where there are too few.
+    """
+    ids = [token for document in documents for token in document.ids]
+    counts = [each for document in documents for each in document.counts]
+    far = max(n - FAR_TOKENS, n // 2)
+    found = [
+        Document(ids[at : at + n], [False] * far + counts[at + far : at + n]) for at in range(0, len(ids) - n + 1, n)
+    ]
+    found = [document for document in found if any(document.counts)]
+    if not found:
+        raise ConfigError(f"--context {n}: the text has {len(ids)} tokens; give a longer --text, or a shorter context")
+    return found
 
 
 def read_documents(file: Path, tokenizer: Tokenizer) -> list[Document]:
@@ -154,21 +183,69 @@ def distributions(
     """Of each step: the tokens that count [n], each runner's log-probabilities of them [n, V], and how many
     tokens it read.
     """
-    n_real = next(iter(runners.values())).plan.n_real
+    for steps in zip(*(readings(runner, documents) for runner in runners.values()), strict=True):
+        targets, _, n_tokens = steps[0]
+        yield targets, {name: log_q for name, (_, log_q, _) in zip(runners, steps, strict=True)}, n_tokens
+
+
+def readings(runner: Any, documents: list[Document]) -> Iterator[tuple[NDArray[np.int64], Floats, int]]:
+    """Of each step that has tokens that count, these [n], the log-probabilities of all tokens there [n, V],
+    and how many tokens were read since the last one. runner: of a language model.
+    """
+    n_real, n_read = runner.plan.n_real, 0
+    longest = runner.plan.max_step_tokens
     for document in documents:
         ids, pages = document.ids, list(range(pages_for(len(document.ids))))
         request = Request(id="quality", prompt_ids=ids, params=SamplingParams(prompt_logprobs=0))
         sequence = Sequence(request, 0, 0, array("i", ids), n_prompt=len(ids), pages=pages, slot=0, place=0)
-        for start in range(0, len(ids), PAGE_SIZE):
-            n_tokens = min(PAGE_SIZE, len(ids) - start)
-            step = Step(chunks=[Chunk(sequence, start, n_tokens, prompt_logprobs=True)])
+        start, first = 0, max(0, document.counts.index(True) - 1) // PAGE_SIZE * PAGE_SIZE
+        while start < len(ids):
+            far = start < first
+            n_tokens = min(longest, first - start) if far else min(PAGE_SIZE, len(ids) - start)
+            asks = not far and isinstance(runner, Runner)  # on a GPU `logits` makes them
+            runner.step(Step(chunks=[Chunk(sequence, start, n_tokens, prompt_logprobs=asks)]))
             counts, following = (each[start + 1 : start + 1 + n_tokens] for each in (document.counts, ids))
             rows = [row for row, counted in enumerate(counts) if counted]
-            found = {}
-            for name, runner in runners.items():
-                runner.step(step)
-                found[name] = _log_softmax(runner.logits(n_tokens)[rows, :n_real])
-            yield np.array([following[row] for row in rows], np.int64), found, n_tokens
+            start, n_read = start + n_tokens, n_read + n_tokens
+            if rows:
+                log_q = _log_softmax(np.asarray(runner.logits(n_tokens))[rows, :n_real])
+                yield np.array([following[row] for row in rows], np.int64), log_q, n_read
+                n_read = 0
+
+
+def compare_in_turn(
+    configs: dict[str, EngineConfig], device: Cpu | Gpu, documents: list[Document], advance: Callable[[int], None]
+) -> tuple[dict[str, dict[str, float]], dict[str, list[list[int]]]]:
+    """The summaries of `compare`, and greedy answers, of one runner after the other: memory for the weights
+    of one, and for the reference's probabilities.
+    """
+    known: list[NDArray[np.float32]] = []
+    losses, answers = {}, {}
+    for name, config in configs.items():
+        runner, loss = build_runner(config, lambda stage, done: None, device), Losses()
+        for i, (targets, log_q, n_tokens) in enumerate(readings(runner, documents)):
+            if i == len(known):  # the reference
+                known.append(log_q.astype(np.float32))
+            loss.add(log_q, known[i].astype(np.float64), targets)
+            advance(n_tokens)
+        losses[name] = loss.summary()
+        answers[name] = [answer(runner, document.prompt) for document in documents[:N_ANSWERS]]
+        del runner
+        gc.collect()
+        if device.text.on_gpu:  # the next plan counts what is free
+            import torch
+
+            torch.cuda.empty_cache()
+    return losses, answers
+
+
+def same_answers(answers: list[list[int]], known: list[list[int]]) -> float:
+    """The share of the reference's tokens before the answers part."""
+    n_same = 0
+    for found, expected in zip(answers, known, strict=True):
+        parts = (i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b)
+        n_same += next(parts, min(len(found), len(expected)))
+    return n_same / max(1, sum(map(len, known)))
 
 
 def _log_softmax(logits: Array) -> Floats:
@@ -177,7 +254,7 @@ def _log_softmax(logits: Array) -> Floats:
     return np.asarray(shifted - np.log(np.exp(shifted).sum(1, keepdims=True)))
 
 
-def answer(runner: Runner, prompt: list[int]) -> list[int]:
+def answer(runner: StepRunner, prompt: list[int]) -> list[int]:
     """The greedy continuation, up to ANSWER_TOKENS."""
     engine = Engine(runner)
     params = SamplingParams(temperature=0.0, max_tokens=ANSWER_TOKENS)
@@ -198,19 +275,14 @@ def sizes(weights: Weights) -> dict[str, float]:
 def table(rows: list[dict[str, Any]], title: str) -> Table:
     """The rows for people."""
     out = Table("format", title=title, title_justify="left")
-    for name in ("MB", "bits/weight", "perplexity", "KL mean ± error", "p99", "max", "same argmax", "gap"):
+    for name in ("MB", "bits/weight", "perplexity", "KL mean ± error", "p99", "max", "same argmax", "gap", "answers"):
         out.add_column(name, justify="right")
     for row in rows:
         kl = (f"{row['kl_mean']:.1e} ± {row['kl_error']:.0e}", f"{row['kl_p99']:.4f}", f"{row['kl_max']:.3f}")
-        choice = (f"{row['same_argmax']:.2%}", f"{row['gap_max']:.3f}")
-        loss = ("",) * 5 if row["format"] == REFERENCE else (*kl, *choice)
-        out.add_row(
-            row["format"],
-            f"{row['bytes'] / 1e6:.1f}",
-            f"{row['bits_per_weight']:.2f}",
-            f"{row['perplexity']:.5f}",
-            *loss,
-        )
+        choice = (f"{row['same_argmax']:.2%}", f"{row['gap_max']:.3f}", f"{row['answers_same']:.0%}")
+        loss = ("",) * 6 if row is rows[0] else (*kl, *choice)
+        size = (f"{row['bytes'] / 1e6:.1f}", f"{row['bits_per_weight']:.2f}") if "bytes" in row else ("", "")
+        out.add_row(row["format"], *size, f"{row['perplexity']:.5f}", *loss)
     return out
 
 
@@ -226,12 +298,12 @@ def load(configs: dict[str, EngineConfig], progress: Progress) -> dict[str, Runn
         assert isinstance(runner, Runner)
         progress.update(bar, completed=1.0)
         held = runner.plan.quantize or ", ".join(runner.model.weights.formats())
-        if not runners and (runner.plan.quantize or runner.plan.shape.formats):
+        if not runners and name == REFERENCE and (runner.plan.quantize or runner.plan.shape.formats):
             raise ConfigError(
                 f"{config.model} holds {held} weights only, so nothing says what they lost; give the original checkpoint"
             )
         runners[name] = runner
-        n, expected = runner.plan.n_real, runners[REFERENCE].plan.n_real
+        n, expected = runner.plan.n_real, next(iter(runners.values())).plan.n_real
         if n != expected:
             raise ConfigError(
                 f"--beside {config.model}: has {n} tokens, and the reference {expected}; it is another model"
@@ -258,29 +330,66 @@ def chosen(config: EngineConfig, formats: list[str], beside: list[str], file: Pa
     return found
 
 
+def changed_by(text: str) -> dict[str, Any]:
+    """The field that a --setting changes, as NAME=VALUE. Raises ConfigError."""
+    name, equals, value = text.partition("=")
+    field = name.strip().removeprefix("--").replace("-", "_")
+    known = {each.name for each in dataclasses.fields(EngineConfig)}
+    if not equals or field not in known or field in ("model", "dummy", "device", "quantize"):
+        hint = nearest(field, known) if field not in known else ""
+        hint = hint or "give NAME=VALUE of a flag of deltic serve, e.g. kv-cache-dtype=int8"
+        raise ConfigError(f"--setting {text}: {hint}")
+    found = resolve(EngineConfig, {}, {f"{ENV_PREFIX}{field.upper()}": value})
+    return {field: getattr(found, field)}
+
+
 def bench(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     """The command: a table, a JSON file with greedy answers of each format, and a last line of JSON."""
-    wanted = FORMATS if arguments.formats is None and not arguments.beside else arguments.formats or ""
-    formats = [name.strip() for name in wanted.split(",") if name]
+    settings = arguments.setting
+    is_default = arguments.formats is None and not arguments.beside and not settings
+    formats = [name.strip() for name in (FORMATS if is_default else arguments.formats or "").split(",") if name]
     config = resolve(EngineConfig, given | {"quantize": None})
     for name in formats:
         config = resolve(EngineConfig, given | {"quantize": name})
+    changed = {text: changed_by(text) for text in settings}
     tokenizer = Tokenizer.load(text_directory(config))
     file = Path(arguments.text) if arguments.text else TEXT
     documents = read_documents(file, tokenizer)
+    if arguments.context is not None:
+        documents = far_documents(documents, arguments.context)
     longest = max(len(document.ids) for document in documents) + ANSWER_TOKENS
-    config = dataclasses.replace(config, max_num_seqs=1, max_step_tokens=PAGE_SIZE, max_model_len=longest, n_pages=None)
+    step = PAGE_SIZE if arguments.context is None else FAR_STEP
+    config = dataclasses.replace(config, max_num_seqs=1, max_step_tokens=step, max_model_len=longest, n_pages=None)
+    others = {text: resolve(EngineConfig, dataclasses.asdict(config) | of, {}) for text, of in changed.items()}
+    on_gpu = settings and config.device == "cuda"
+    if on_gpu and (formats or arguments.beside):
+        raise ConfigError("formats of weights are compared on a CPU: leave --device out, or --quantize and --beside")
     columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
+    prompts = [document.prompt for document in documents[:N_ANSWERS]]
     with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        runners = load(chosen(config, formats, arguments.beside, file), progress)
-        bar = progress.add_task("reading", total=sum(len(document.ids) for document in documents))
-        summaries = compare(runners, documents, lambda n: progress.advance(bar, n))
-        prompts = [document.prompt for document in documents[:N_ANSWERS]]
-        answers = {name: [answer(runner, prompt) for prompt in prompts] for name, runner in runners.items()}
+        n_read = sum(len(document.ids) for document in documents)
+        if on_gpu:
+            configs = {DEFAULT: config} | others
+            bar = progress.add_task("reading", total=n_read * len(configs))
+            device = gpu_device(config)
+            summaries, answers = compare_in_turn(configs, device, documents, lambda n: progress.advance(bar, n))
+            held: dict[str, dict[str, Any]] = {name: {} for name in summaries}
+        else:
+            configs = (
+                chosen(config, formats, arguments.beside, file) if formats or arguments.beside else {DEFAULT: config}
+            )
+            runners = load(configs | others, progress)
+            bar = progress.add_task("reading", total=n_read)
+            summaries = compare(runners, documents, lambda n: progress.advance(bar, n))
+            answers = {name: [answer(runner, prompt) for prompt in prompts] for name, runner in runners.items()}
+            held = {
+                name: sizes(runner.model.weights) | {"holds": shares_text(runner.model.weights.formats())}
+                for name, runner in runners.items()
+            }
+    known = next(iter(answers.values()))
     rows = [
-        {"format": name, **sizes(runner.model.weights), **summaries[name]}
-        | {"holds": shares_text(runner.model.weights.formats())}
-        for name, runner in runners.items()
+        {"format": name, **held[name], **summaries[name], "answers_same": same_answers(answers[name], known)}
+        for name in summaries
     ]
     n_tokens = sum(sum(document.counts) for document in documents)
     model = model_name(config)
@@ -292,6 +401,7 @@ def bench(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
         "code": code(),
         "instructions": instruction_set(),
         "text": file.name,
+        "context": arguments.context,
         "tokens": n_tokens,
         "rows": rows,
     }
@@ -299,9 +409,12 @@ def bench(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
         "prompts": [tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts],
         "answers": {name: [tokenizer.decode(ids) for ids in each] for name, each in answers.items()},
     }
-    path = runs_directory(arguments.out) / f"quality-{Path(model).name}-{now():%H%M%S}.json"
+    stem = "settings" if settings and not formats and not arguments.beside else "quality"
+    path = runs_directory(arguments.out) / f"{stem}-{Path(model).name}-{now():%H%M%S}.json"
     path.write_text(json.dumps(head | texts, indent=1, ensure_ascii=False) + "\n")
-    title = f"{model} against {REFERENCE} on {n_tokens} tokens of {file.name}"
+    title = f"{model} against {rows[0]['format']} on {n_tokens} tokens of {file.name}"
+    if arguments.context is not None:
+        title += f", at the end of texts of {arguments.context}"
     Console(width=None if sys.stdout.isatty() else 120).print(table(rows, title))
     print(json.dumps(head | {"file": str(path)}))
     return 0

@@ -460,8 +460,12 @@ async def reached(arguments: argparse.Namespace, server: LocalServer | None) -> 
 
 
 async def asked_model(arguments: argparse.Namespace, endpoint: Endpoint, *, speaks: bool = False) -> str:
-    """The model that was named for the server at --url, else that of `model_name`. Raises EndpointError."""
-    given = getattr(arguments, "model", None) if arguments.url else None
+    """The model that was named for the server at --url, or the adapter that was given to one of ours if it is
+    the only one, else that of `model_name`. Raises EndpointError.
+    """
+    lora = getattr(arguments, "lora", None) or []
+    only = lora[0].partition("=")[0] if len(lora) == 1 else None
+    given = getattr(arguments, "model", None) if arguments.url else only
     return given or await model_name(endpoint, speaks=speaks)
 
 

@@ -147,7 +147,7 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
             plan.slots_bytes,
             f"{plan.max_num_seqs} live + {plan.n_checkpoints} checkpoints of {plan.state_bytes / 1e6:.2f} MB",
         ),
-        "pages": (plan.pages_bytes, f"{plan.n_pages} of {PAGE_SIZE} {unit}, {plan.page_bytes / 1e3:.0f} kB each"),
+        "pages": (plan.pages_bytes, _pages_text(plan, unit)),
         "host tier": (plan.host_bytes, host),
         "adapters": (
             plan.adapters.n_bytes,
@@ -191,6 +191,13 @@ def _ranges(numbers: list[int]) -> str:
         else:
             runs.append([n, n])
     return ", ".join(f"{a}" if a == b else f"{a}-{b}" for a, b in runs)
+
+
+def _pages_text(plan: Plan[Any], unit: str) -> str:
+    text = f"{plan.n_pages} of {PAGE_SIZE} {unit}, {plan.page_bytes / 1e3:.0f} kB each"
+    if plan.speaks:
+        return text
+    return f"{text}: {plan.n_pages * PAGE_SIZE} tokens, keys and values in {plan.shape.kv_cache_dtype}"
 
 
 def _fit_table(plan: Plan[Any]) -> Table:

@@ -8,10 +8,9 @@
 // on the batch, or on the number of threads. (For finite values: a masked key weighs 0, and 0 times infinity does not.)
 //
 // A page holds k as words of two neighbouring elements, [nk, d / 2, 64 keys]: a score is a lane of its own and needs no sum
-// across lanes; then v as rows, [nk, 64 keys, d].
-#include "kernel.h"
+// across lanes; then v as rows, [nk, 64 keys, d]. In fewer bits it is as in kv.h.
+#include "kv.h"
 #include "pool.h"
-#include "simd.h"
 
 #include <type_traits>
 
@@ -32,6 +31,9 @@ constexpr int SCORE_VECTORS = 4;
 constexpr int SCORE_VECTORS = LANES == 16 ? 2 : 1;
 #endif
 constexpr int VALUE_VECTORS = LANES == 16 ? 4 : 1;
+// The same where they are codes, whose sums take two registers each; but for bytes' less of both.
+constexpr int ROUNDED_TILE = LANES == 16 ? 6 : 2;
+constexpr int ROUNDED_VECTORS = LANES == 16 ? 2 : 1;
 
 // proj f32 [T, row]: q [nq, d] | gate [nq, d], if gated | k [nk, d] | v [nk, d]
 struct Heads {
@@ -118,11 +120,13 @@ struct Block {
     int64_t first_task, first_record, first_row;  // among those of the wave
 };
 
+template <Kv KIND>
 struct Attention {
+    using Page = std::conditional_t<KIND == Kv::BF16, bf16, uint8_t>;
     const bf16* q;  // [T, nq, d]
     const float* proj;
     Heads heads;
-    const bf16* pages;  // this layer's part of page 0
+    Page* pages;  // this layer's part of page 0
     int64_t page_stride;
     Counted n_seqs;
     const int32_t *seq_start, *seq_context, *place, *page_table;
@@ -139,9 +143,14 @@ struct Attention {
     int64_t limit(const Block& b, int64_t r) const {
         return seq_context[b.s] + b.t0 + r / heads.group() - seq_start[b.s] + 1;
     }
-    const bf16* keys(const Block& b, int64_t position) const {
-        return pages + page_table[place[b.s] * table_stride + position / PAGE] * page_stride + b.h * PAGE * heads.dim;
+    const bf16* query(const Block& b, int64_t r) const {
+        const int64_t head = b.h * heads.group() + r % heads.group();
+        return q + ((b.t0 + r / heads.group()) * heads.n_q + head) * heads.dim;
     }
+    Page* page(const Block& b, int64_t position) const {
+        return pages + page_table[place[b.s] * table_stride + position / PAGE] * page_stride;
+    }
+    const bf16* keys(const Block& b, int64_t position) const { return page(b, position) + b.h * PAGE * heads.dim; }
     Record record(const Block& b, int64_t split, int64_t r) const {
         return {records + (b.first_record + split * n_rows(b) + r) * Record::size(heads.dim), heads.dim};
     }
@@ -197,12 +206,16 @@ struct Attention {
 
     // One split of a block: what its keys give for each row.
     void attend(const Block& b, int64_t split, float* sums) const {
+        if constexpr (KIND == Kv::BF16) attend_plain(b, split, sums);
+        else attend_rounded(b, split, sums);
+    }
+
+    void attend_plain(const Block& b, int64_t split, float* sums) const {
         int64_t dim = heads.dim, rows_here = n_rows(b), stride = Record::size(dim);
         float scores[ROWS * PAGE];
         Pair rows[ROWS * MAX_DIM / 2];
         for (int64_t r = 0; r < rows_here; r++) {
-            int64_t head = b.h * heads.group() + r % heads.group();
-            const bf16* x = q + ((b.t0 + r / heads.group()) * heads.n_q + head) * dim;
+            const bf16* x = query(b, r);
             for (int64_t i = 0; i < dim / 2; i++) rows[r * dim / 2 + i] = pair_of(x + 2 * i);
             Record{sums + r * stride, dim}.clear();
         }
@@ -222,6 +235,101 @@ struct Attention {
                 if (r == 0) add_values<MR, true>(scores, v, next, n_keys, dim, sums);
                 else add_values<MR, false>(scores + r * PAGE, v, next, n_keys, dim, sums + r * stride);
             });
+        }
+    }
+
+    // The same over codes.
+    void attend_rounded(const Block& b, int64_t split, float* sums) const {
+        const int64_t dim = heads.dim, rows_here = n_rows(b), stride = Record::size(dim);
+        float scores[ROWS * PAGE], scales[ROWS];
+        Quad rows[ROWS * MAX_DIM / 4], weights[ROWS * PAGE / 4];
+        int32_t starts[ROWS];
+        const float scale = 1.0f / sqrtf((float)dim);
+        for (int64_t r = 0; r < rows_here; r++) {
+            float x[MAX_DIM];
+            for (int64_t i = 0; i < dim; i += 16) store(x + i, load_bf16(query(b, r) + i));
+            scales[r] = fix_row(x, dim, rows + r * dim / 4, starts[r]) * scale;
+            Record{sums + r * stride, dim}.clear();
+        }
+        const int64_t last = limit(b, rows_here - 1), end = last < (split + 1) * SPLIT ? last : (split + 1) * SPLIT;
+        for (int64_t base = split * SPLIT; base < end; base += PAGE) {
+            const int64_t n_keys = end - base < PAGE ? end - base : PAGE;
+            const RoundedPage<KIND> here(page(b, base), heads.n_k, b.h, dim), next(page(b, base + PAGE < end ? base + PAGE : base), heads.n_k, b.h, dim);
+            each_tile<ROUNDED_TILE>(rows_here, [&](auto n, int64_t r) {
+                constexpr int MR = decltype(n)::value;
+                const Quad* x = rows + r * dim / 4;
+                if (r == 0) score_codes<MR, true>(x, here, n_keys, dim, scales, starts, scores);
+                else score_codes<MR, false>(x, here, n_keys, dim, scales + r, starts + r, scores + r * PAGE);
+            });
+            Weighed known[ROWS];
+            for (int64_t r = 0; r < rows_here; r++) {
+                softmax_tile(scores + r * PAGE, limit(b, r) - base, Record{sums + r * stride, dim});
+                known[r] = weigh(scores + r * PAGE, here, limit(b, r) - base, weights + r * PAGE / 4);
+            }
+            each_tile<ROUNDED_TILE>(rows_here, [&](auto n, int64_t r) {
+                constexpr int MR = decltype(n)::value;
+                if (r == 0) add_codes<MR, true>(weights, here, next, n_keys, dim, known, sums);
+                else add_codes<MR, false>(weights + r * PAGE / 4, here, next, n_keys, dim, known + r, sums + r * stride);
+            });
+        }
+    }
+
+    // Fetches values of the page, which are wanted next.
+    template <int MR, bool FETCH>
+    static void score_codes(const Quad* rows, const RoundedPage<KIND>& page, int64_t n_keys, int64_t dim, const float* scales, const int32_t* starts, float* scores) {
+        constexpr int NR = ROUNDED_VECTORS, LINES = RoundedPage<KIND>::VALUE_BITS / 2;
+        for (int64_t at = 0; at < n_keys; at += 16 * NR) {
+            Tile<MR, NR> tile;
+            auto fetch = [&](int64_t i) {
+                if constexpr (FETCH)
+                    if (at == 0)
+                        for (int j = 0; j < LINES; j++) __builtin_prefetch(page.values + 64 * (LINES * i + j));
+            };
+            multiply_tile<MR, NR, 8>(rows, dim / 4, page.keys + at * 4, PAGE * 4, dim / 4, fetch, tile);
+            for (int r = 0; r < MR; r++)
+                for (int j = 0; j < NR; j++)
+                    store(scores + r * PAGE + at + 16 * j, tile[r][j].total(starts[r], CODE_BIAS) * splat(scales[r]) * load(page.key_scales + at + 16 * j));
+        }
+    }
+
+    // A page's weights of a row, as rounded: their multiplier and sum; and what least values add to each column.
+    struct Weighed {
+        float step, least;
+        int32_t start;
+    };
+    static Weighed weigh(const float* p, const RoundedPage<KIND>& page, int64_t n_seen, Quad* out) {
+        float x[PAGE], least[PAGE] = {};
+        for (int64_t i = 0; i < PAGE; i += 16) {
+            store(x + i, load(p + i) * load(page.value_scales + i));
+            if constexpr (RoundedPage<KIND>::HAS_LEAST) store(least + i, load(p + i) * load(page.least_values + i));
+        }
+        for (int64_t i = n_seen < 0 ? 0 : n_seen; i < PAGE; i++) x[i] = least[i] = 0.0f;  // those scales may be anything
+        Weighed found;
+        found.step = fix_row(x, PAGE, out, found.start);
+        found.least = sum((load(least) + load(least + 16)) + (load(least + 32) + load(least + 48)));
+        return found;
+    }
+
+    // record[r] += weights[r] . values of a page; fetches the keys of the next one.
+    template <int MR, bool FETCH>
+    static void add_codes(const Quad* weights, const RoundedPage<KIND>& page, const RoundedPage<KIND>& next, int64_t n_keys, int64_t dim, const Weighed* known, float* sums) {
+        constexpr int BITS = RoundedPage<KIND>::VALUE_BITS, NV = ROUNDED_VECTORS < 2 && BITS == 4 ? 2 : ROUNDED_VECTORS;
+        constexpr int BIAS = BITS == 8 ? CODE_BIAS : 0, WIDTH = BITS == 8 ? 16 * NV : 8 * NV;  // columns, but for those of high halves
+        const int64_t n_words = dim * BITS / 8;
+        for (int64_t c = 0; c < n_words; c += WIDTH) {
+            Tile<MR, NV> tile;
+            auto fetch = [&](int64_t i) {
+                if constexpr (FETCH)
+                    for (int j = 0; j < WIDTH / 16 * (BITS == 4 ? 2 : 1); j++)
+                        __builtin_prefetch(next.keys + 64 * (dim / 16 * i + c / 16 * (BITS == 4 ? 2 : 1) + j));
+            };
+            multiply_tile<MR, NV, BITS>(weights, PAGE / 4, page.values + c * 4, n_words * 4, (n_keys + 3) / 4, fetch, tile);
+            for (int r = 0; r < MR; r++)
+                for (int j = 0; j < NV; j++) {
+                    float* at = sums + r * Record::size(dim) + c + (BITS == 8 ? 16 * j : 16 * (j % (NV / 2)) + j / (NV / 2) * dim / 2);
+                    v16 y = fma(tile[r][j].total(known[r].start, BIAS), splat(known[r].step), load(at));
+                    store(at, RoundedPage<KIND>::HAS_LEAST ? y + splat(known[r].least) : y);
+                }
         }
     }
 
@@ -290,8 +398,9 @@ struct Attention {
 };
 
 // Blocks that run together: as many as have room for their records.
+template <Kv KIND>
 struct Wave {
-    const Attention& attention;
+    const Attention<KIND>& attention;
     int64_t n_blocks = 0, n_tasks = 0, n_records = 0, n_rows = 0;
     Block blocks[N_BLOCKS];
 
@@ -335,34 +444,58 @@ struct Wave {
     }
 };
 
-}  // namespace
-
-// proj, n_q, n_k, d, gated, T (counted), positions i32 [T], angles i32 [T] (rows of cos and sin), token_place i32 [T],
-// page_table i32 [places, stride], stride, q_norm f32 [d], k_norm f32 [d], eps, cos f32 [n_angles, rotary / 2], sin, rotary, q out bf16,
-// pages bf16, page_stride
-KERNEL(deltic_attn_prepare, const float* proj, Heads heads, Counted n_tokens, const int32_t* positions, const int32_t* angles,
-       const int32_t* token_place, const int32_t* page_table, int64_t table_stride, const float* q_norm, const float* k_norm, float eps, const float* cos,
-       const float* sin, int64_t rotary, bf16* q_out, bf16* pages, int64_t page_stride) {
+// Writes k and v, bfloat16 [d] each, of the token in place `at` of a page, for key head h. A plain value stands there already.
+template <Kv KIND>
+void write_token(std::conditional_t<KIND == Kv::BF16, bf16, uint8_t>* page, const Heads& heads, int64_t h, int64_t at, const bf16* k, const bf16* v) {
     const int64_t dim = heads.dim;
-    parallel_for(n_tokens, [&](int64_t t, int) {
-        int64_t position = positions[t];
-        const float *x = proj + t * heads.row(), *c = cos + angles[t] * rotary / 2, *s = sin + angles[t] * rotary / 2;
-        for (int64_t h = 0; h < heads.n_q; h++)
-            norm_rope(x + h * dim, q_norm, eps, c, s, dim, rotary, q_out + (t * heads.n_q + h) * dim);
-        bf16* page = pages + (int64_t)page_table[token_place[t] * table_stride + position / PAGE] * page_stride;
-        x += heads.k_at();
-        for (int64_t h = 0; h < heads.n_k; h++) {
-            bf16 k[MAX_DIM], *words = page + h * PAGE * dim, *v = page + ((heads.n_k + h) * PAGE + position % PAGE) * dim;
-            norm_rope(x + h * dim, k_norm, eps, c, s, dim, rotary, k);
-            for (int64_t i = 0; i < dim; i += 2) memcpy(words + PAGE * i + 2 * (position % PAGE), k + i, 4);
-            for (int64_t i = 0; i < dim; i += 16) store_bf16(v + i, load(x + (heads.n_k + h) * dim + i));
-        }
-    });
+    if constexpr (KIND == Kv::BF16) {
+        bf16* words = page + h * PAGE * dim;
+        for (int64_t i = 0; i < dim; i += 2) memcpy(words + PAGE * i + 2 * at, k + i, 4);
+    } else {
+        RoundedPage<KIND>(page, heads.n_k, h, dim).write(at, k, v, dim);
+    }
 }
 
-// q bf16 [T, nq, d], proj, n_q, n_k, d, gated, pages, page_stride, S (counted), seq_start i32 [S + 1], seq_context i32 [S], place i32 [S],
-// page_table, stride, out, records f32 [n_records, d + 16] (scratch), n_records
-KERNEL(deltic_attention, Attention x) {
+// What attn_prepare is given but for the format.
+struct Prepare {
+    const float* proj;
+    Heads heads;
+    Counted n_tokens;
+    const int32_t *positions, *angles, *token_place, *page_table;
+    int64_t table_stride;
+    const float *q_norm, *k_norm;
+    float eps;
+    const float *cos, *sin;
+    int64_t rotary;
+    bf16* q_out;
+
+    void read(Arguments& a) {
+        a.read(proj, heads, n_tokens, positions, angles, token_place, page_table, table_stride, q_norm, k_norm, eps, cos, sin, rotary, q_out);
+    }
+
+    template <Kv KIND>
+    void run(void* pages, int64_t page_stride) const {
+        const int64_t dim = heads.dim;
+        parallel_for(n_tokens, [&](int64_t t, int) {
+            int64_t position = positions[t];
+            const float *x = proj + t * heads.row(), *c = cos + angles[t] * rotary / 2, *s = sin + angles[t] * rotary / 2;
+            for (int64_t h = 0; h < heads.n_q; h++)
+                norm_rope(x + h * dim, q_norm, eps, c, s, dim, rotary, q_out + (t * heads.n_q + h) * dim);
+            auto page = (typename Attention<KIND>::Page*)pages + (int64_t)page_table[token_place[t] * table_stride + position / PAGE] * page_stride;
+            x += heads.k_at();
+            for (int64_t h = 0; h < heads.n_k; h++) {
+                bf16 k[MAX_DIM], room[MAX_DIM], *v = room;
+                if constexpr (KIND == Kv::BF16) v = page + ((heads.n_k + h) * PAGE + position % PAGE) * dim;
+                norm_rope(x + h * dim, k_norm, eps, c, s, dim, rotary, k);
+                for (int64_t i = 0; i < dim; i += 16) store_bf16(v + i, load(x + (heads.n_k + h) * dim + i));
+                write_token<KIND>(page, heads, h, position % PAGE, k, v);
+            }
+        });
+    }
+};
+
+template <Kv KIND>
+void attend_all(Attention<KIND> x) {
     int64_t n_tokens_block = ROWS / x.heads.group();
     auto each_block = [&](auto use) {
         for (int64_t s = 0; s < x.n_seqs; s++)
@@ -376,9 +509,34 @@ KERNEL(deltic_attention, Attention x) {
     int64_t n_splits = 0;
     each_block([&](const Block& b) { n_splits += b.n_splits * x.heads.n_k; });
     int64_t most_splits = pool_size() == 1 ? n_splits : n_splits / (4 * pool_size());
-    Wave wave{x};
+    Wave<KIND> wave{x};
     each_block([&](Block b) {
         for (b.h = 0; b.h < x.heads.n_k; b.h++) wave.add(b, most_splits > 1 ? most_splits : 1);
     });
     wave.run();
+}
+
+// use(integral_constant) of a format.
+template <class Use>
+void with_format(int64_t kv, const Use& use) {
+    switch ((Kv)kv) {
+        case Kv::INT8: return use(std::integral_constant<Kv, Kv::INT8>{});
+        case Kv::K8V4: return use(std::integral_constant<Kv, Kv::K8V4>{});
+        default: use(std::integral_constant<Kv, Kv::BF16>{});
+    }
+}
+
+}  // namespace
+
+// proj, n_q, n_k, d, gated, T (counted), positions i32 [T], angles i32 [T] (rows of cos and sin), token_place i32 [T],
+// page_table i32 [places, stride], stride, q_norm f32 [d], k_norm f32 [d], eps, cos f32 [n_angles, rotary / 2], sin, rotary, q out bf16,
+// pages, page_stride, kv; of bf16 pages and their stride count bfloat16, else bytes
+KERNEL(deltic_attn_prepare, Prepare x, void* pages, int64_t page_stride, int64_t kv) {
+    with_format(kv, [&](auto kind) { x.template run<decltype(kind)::value>(pages, page_stride); });
+}
+
+// kv, q bf16 [T, nq, d], proj, n_q, n_k, d, gated, pages, page_stride, S (counted), seq_start i32 [S + 1], seq_context i32 [S], place i32 [S],
+// page_table, stride, out, records f32 [n_records, d + 16] (scratch), n_records
+extern "C" __attribute__((visibility("default"))) void deltic_attention(const int64_t* arguments) {
+    with_format(arguments[0], [&](auto kind) { call(attend_all<decltype(kind)::value>, arguments + 1); });
 }

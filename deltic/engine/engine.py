@@ -320,7 +320,7 @@ class Engine:
         return VoiceEncoded(command.key, error=f"this model {why}")
 
     def load_adapter(self, command: LoadAdapter) -> AdapterLoaded | None:
-        """Starts to load an adapter. Returns None, and `adapters.poll` answers later; or a refusal at once."""
+        """Starts to load an adapter. None: `adapters.poll` answers later; else a refusal, at once."""
         if self.adapters is not None:
             self.adapters.load(command)
             return None

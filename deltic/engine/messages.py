@@ -493,6 +493,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """The format of the weights as they run, a packed model's too: "bf16", one of --quantize, or that of most
     weights of a quantised checkpoint.
     """
+    kv_cache_dtype: str = "bf16"
+    """The format of keys and values in pages, as --kv-cache-dtype says it."""
     notices: list[str] = []
     n_prompt_ids: int = 0
     """Number of ids that a prompt may have, if it differs from vocab_size (speech: rows); 0: vocab_size."""

@@ -16,7 +16,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal, TypeVar
 
 import msgspec
 import zmq
@@ -29,12 +29,14 @@ from deltic.engine.messages import (
     CacheReport,
     CacheStats,
     Command,
+    DropAdapter,
     DropVoice,
     EncodeVoice,
     EngineInfo,
     Event,
     FinishReason,
     InspectCache,
+    LoadAdapter,
     Loading,
     Output,
     PictureStats,
@@ -98,6 +100,8 @@ class QueueFull(RuntimeError):
         super().__init__(f"the queue is full ({waiting} waiting); try again in {retry_after_s} s")
         self.retry_after_s = retry_after_s
 
+
+T = TypeVar("T")
 
 Counted = Stats | CacheStats | PictureStats | SpeechStats
 
@@ -187,10 +191,13 @@ class EngineClient:
         """Whether it does not, as it answered to the last Ping."""
         self.n_open = 0
         """Sequences whose last output has not come."""
+        self.on_ready: Callable[[EngineInfo], None] | None = None
+        """Called each time that an engine takes requests, before it can be sent any."""
         self._on_event = on_event
         self._streams: dict[str, Stream] = {}
         self._inspections: deque[asyncio.Future[CacheReport]] = deque()  # in the order of their questions
         self._encodings: dict[str, deque[asyncio.Future[VoiceEncoded]]] = {}  # by key, in that order, too
+        self._adapters: dict[str, deque[asyncio.Future[AdapterLoaded]]] = {}  # by path, in that order, too
         self._drops: set[str] = set()  # voices to be forgotten when there is an engine again
         self._mean_request_s = 1.0
         self._last_n_steps = 0  # as the process says
@@ -289,6 +296,23 @@ class EngineClient:
         else:
             self._drops.add(key)
 
+    async def load_adapter(self, path: str) -> AdapterLoaded:
+        """Has an adapter loaded; the answer's error says why there is none. It takes seconds, beside steps.
+
+        Raises EngineUnavailable when there is no engine to ask, or when it ends before it answers.
+        """
+        if self.state != "ready":
+            raise EngineUnavailable(self.why_unavailable())
+        answer: asyncio.Future[AdapterLoaded] = asyncio.get_running_loop().create_future()
+        self._send(LoadAdapter(path))
+        self._adapters.setdefault(path, deque()).append(answer)
+        return await answer
+
+    def drop_adapter(self, key: bytes) -> None:
+        """Has the engine forget an adapter, once. One that is gone has forgotten all."""
+        if self.state == "ready":
+            self._send(DropAdapter(key))
+
     def why_unavailable(self) -> str:
         """Why `submit` refuses requests at the moment, for whoever sent one."""
         if self.state == "stopped":
@@ -346,10 +370,12 @@ class EngineClient:
             answer = self._inspections.popleft()
             if not answer.done():
                 answer.set_exception(EngineUnavailable(message))
-        for encoding in [answer for answers in self._encodings.values() for answer in answers]:
-            if not encoding.done():
-                encoding.set_exception(EngineUnavailable(message))
-        self._encodings.clear()
+        beside: tuple[dict[str, deque[asyncio.Future[Any]]], ...] = (self._encodings, self._adapters)
+        for asked in beside:
+            for waiting in [answer for answers in asked.values() for answer in answers]:
+                if not waiting.done():
+                    waiting.set_exception(EngineUnavailable(message))
+            asked.clear()
 
     async def drained(self) -> None:
         """Waits until no request is open."""
@@ -358,7 +384,8 @@ class EngineClient:
     @property
     def is_asked(self) -> bool:
         """Whether the engine takes requests, and somebody waits for something that it should say."""
-        return self.state == "ready" and bool(self._streams or self._inspections or self._encodings)
+        asked = self._streams or self._inspections or self._encodings or self._adapters
+        return self.state == "ready" and bool(asked)
 
     def ping(self) -> None:
         """Asks for a sign, unless the last time was not answered yet: that is done between two steps."""
@@ -429,22 +456,20 @@ class EngineClient:
             if answer is not None and not answer.done():
                 answer.set_result(event)
         elif isinstance(event, VoiceEncoded):
-            encodings = self._encodings.get(event.key)
-            if encodings and not (encoding := encodings.popleft()).done():
-                encoding.set_result(event)
-            if not encodings:
-                self._encodings.pop(event.key, None)
+            _answer(self._encodings, event.key, event)
+        elif isinstance(event, AdapterLoaded):
+            _answer(self._adapters, event.path, event)
         elif isinstance(event, Loading):
             self.loading = event
         elif isinstance(event, StartFailed):
             self.refusal = event.message
-        elif isinstance(event, AdapterLoaded):
-            pass
         elif self.state != "stopped" and self._commands is not None:
             # Only now: the process has bound its end, and a command sent before could not be answered.
             self._commands.connect(self._commands_endpoint)
             self.info, self.loading = event.info, None
             self.set_state("ready")
+            if self.on_ready is not None:
+                self.on_ready(event.info)
             while self._drops:
                 self._send(DropVoice(self._drops.pop()))
             if self.n_restarts:
@@ -483,6 +508,15 @@ class EngineClient:
         """
         assert self.info
         return min(60, max(1, math.ceil(self._mean_request_s * n_waiting / self.info.max_num_seqs)))
+
+
+def _answer(asked: dict[str, deque[asyncio.Future[T]]], key: str, answer: T) -> None:
+    """Hands an answer to the first that asked for it, unless that has left."""
+    waiting = asked.get(key)
+    if waiting and not (first := waiting.popleft()).done():
+        first.set_result(answer)
+    if not waiting:
+        asked.pop(key, None)
 
 
 def _add_all(stats: Stats, earlier: Stats) -> None:

@@ -41,6 +41,7 @@ from deltic.runtime.adapters import adapter_room, given_adapters
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.fingerprint import fingerprint
 from deltic.runtime.info import precision
+from deltic.runtime.kv_cache import check_keys, resolve_kv_cache
 from deltic.runtime.plan import AdapterRoom, Plan, TextPlan, make_plan
 from deltic.runtime.voices import open_voices
 
@@ -99,9 +100,9 @@ def check_alone(configs: Sequence[EngineConfig]) -> None:
 
 
 def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tuple[EngineConfig, Path, Plan[Any]]:
-    """The configuration with what the weights will be rounded to, the checkpoint's directory, and the plan in
-    free_bytes of the device's memory. Raises ValueError subclasses: a bad checkpoint, a plan that does not
-    fit.
+    """The configuration with what the weights, keys and values will be rounded to, the checkpoint's
+    directory, and the plan in free_bytes of the device's memory. Raises ValueError subclasses: a bad
+    checkpoint, a plan that does not fit.
     """
     if speaks(config):
         directory, speech = locate_speech(config)
@@ -117,6 +118,8 @@ def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tupl
     drafts = device.text.draft_head and bool(config.max_drafts)
     shape = stored_shape(directory, shape, drafts) if config.dummy is None else replace(shape, has_draft_head=drafts)
     config = device.prepare(resolve_quantize(config, directory, shape.formats), directory)
+    config, said = resolve_kv_cache(config, directory, device.text.device)
+    shape = replace(shape, kv_cache_dtype=config.kv_cache_dtype)
     n_real = n_real_ids(config, directory, shape)
     tower, notices = find_tower(config, directory, shape, device)
     adapters = _adapter_room(config, shape, device)
@@ -124,7 +127,7 @@ def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tupl
     plan = make_plan(
         config, shape, device.text, n_real, free_bytes, tower=tower, cuts=cuts, n_gpus=device.n_gpus, adapters=adapters
     )
-    return config, directory, replace(plan, notices=notices)
+    return config, directory, replace(plan, notices=notices, kv_notices=tuple(said))
 
 
 def _adapter_room(config: EngineConfig, shape: ModelShape, device: Cpu | Gpu) -> AdapterRoom:
@@ -207,8 +210,10 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
     ):  # a head beside an embedding that the configuration ties to it
         untied = replace(plan.shape, tie_word_embeddings=False)
         remade = make_plan(config, untied, device.text, plan.n_real, free, tower=plan.tower, adapters=plan.adapters)
-        plan = replace(remade, notices=plan.notices)
+        plan = replace(remade, notices=plan.notices, kv_notices=plan.kv_notices)
     if not plan.speaks:
+        check_keys(weights[0][0] if plan.cuts else weights, plan.shape)
+        notices = notices + list(plan.kv_notices)
         beside, said = _load_tower(config, directory, plan, device)
         if plan.tower is not None:  # the language model's loader has skipped it
             notices = [notice for notice in notices if "vision tensors" not in notice]

@@ -48,7 +48,7 @@ Progress = Callable[[int, int], None]  # bytes hashed, bytes to hash
 
 
 def fingerprint(config: EngineConfig, directory: Path, kernels: Path | str, on_progress: Progress | None = None) -> str:
-    """32 hex digits. config.rounded: resolved, as a packed model has it. directory: the checkpoint's, or one
+    """32 hex digits. config.rounded and kv_cache_dtype: resolved. directory: the checkpoint's, or one
     safetensors or GGUF file. kernels: the library in use; or, of kernels that are sources here, a text with
     everything else that they depend on.
 
@@ -67,6 +67,8 @@ def fingerprint(config: EngineConfig, directory: Path, kernels: Path | str, on_p
         "code": {str(path.relative_to(package)): _hash(path) for path in sources},
         "libraries": {name: _version(name) for name in ("torch", "numpy")} | {"libc": platform.libc_ver()},
     }
+    if config.kv_cache_dtype not in ("auto", "bf16"):
+        content["kv cache"] = config.kv_cache_dtype
     return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

@@ -36,6 +36,7 @@ def engine_info(plan: Plan[Any], device: str, rules: PictureRules | None = None,
             "even_context": even_context(shape),
             "has_draft_head": shape.has_draft_head,
             "max_loras": plan.adapters.n,
+            "kv_cache_dtype": shape.kv_cache_dtype,
             "pictures": None if rules is None else _pictures(plan, rules),
         }
     )

@@ -99,6 +99,8 @@ class Plan(Generic[S]):
     """The CPU of each thread; none: wherever the system puts them."""
     notices: tuple[str, ...] = ()
     """Why a vision tower that is there is not run."""
+    kv_notices: tuple[str, ...] = ()
+    """Of the format of keys and values, where no setting names it."""
     cuts: tuple[Cuts, ...] = ()
     """The parts of a model that is cut: each of several GPUs has one, or a run of them."""
     n_gpus: int = 1

@@ -49,7 +49,7 @@ class Access:
             if is_shared and not account.is_admin:
                 raise ApiError(
                     403,
-                    f"key {account.name!r} may not see or reset what all keys share; use a key without a name, or one whose "
+                    f"key {account.name!r} may not see or change what all keys share; use a key without a name, or one whose "
                     "table in --api-key-file has 'admin = true'",
                     code="not_an_admin",
                 )

@@ -33,7 +33,16 @@ from deltic import __version__
 from deltic.server.access import Access
 from deltic.server.api import anthropic, anthropic_protocol, ollama, ollama_protocol, protocol
 from deltic.server.api.completions import chat_completions, completions
-from deltic.server.api.models import detokenize, get_model, list_models, tokenize
+from deltic.server.api.models import (
+    LoadAdapterRequest,
+    UnloadAdapterRequest,
+    detokenize,
+    get_model,
+    list_models,
+    load_adapter,
+    tokenize,
+    unload_adapter,
+)
 from deltic.server.api.responses import (
     cancel_response,
     count_input_tokens,
@@ -92,7 +101,7 @@ class Route:
     generates: bool = False
     """It generates, so the limits of a key hold."""
     is_shared: bool = False
-    """It reads or resets data that all keys share: for administrators."""
+    """It reads or changes what all keys share: for administrators."""
     form: bool = False
     """Its body is not JSON but a form."""
     any_type: bool = False
@@ -121,7 +130,7 @@ def create_app(server: Server) -> Starlette:
             if route.generates:
                 ticket.enter()
             service = await asked_model(server, route, request)
-            ticket.model = service.model_name if len(server.models) > 1 else ""
+            ticket.model = service.model_name if server.has_choice else ""
             return await route.endpoint(service, request)
 
         app.add_route(route.path, _answering(bound), methods=[route.method])
@@ -166,13 +175,13 @@ def _model_in(body: bytes) -> str | None:
 async def asked_model(server: Server, route: Route, request: Request) -> Service:
     """The model that a request names, or the first of the route's kind.
 
-    Raises ApiError (404; what reading a body does). Where there is but one, its endpoint looks at the name in
-    the body.
+    Raises ApiError (404; what reading a body does). Where there is but one, without adapters, its endpoint
+    looks at the name in the body.
     """
     service, name = server.first(route.kind), None
     if route.takes_model:
         name = request.query_params.get("model")
-    elif route.body is not None and not route.form and len(server.models) > 1:
+    elif route.body is not None and not route.form and server.has_choice:
         body = request.scope[BODY] = await read_body(request, server.max_body_mb)
         name = await service.prepare(len(body), lambda: _model_in(body), request)
     return service if name is None else server.find(name)
@@ -435,6 +444,7 @@ FILES = "/v1/files"
 
 SPEECH = functools.partial(Route, kind="speech")
 OLLAMA = functools.partial(Route, "POST", generates=True, any_type=True, gives=("application/json", ollama.LINES))
+ADAPTERS = functools.partial(Route, "POST", is_shared=True, gives=("text/plain",))
 AUDIO = tuple(MEDIA_TYPES.values())
 
 ROUTES = (
@@ -470,6 +480,8 @@ ROUTES = (
     Route("GET", "/api/version", ollama.version, open_=True),
     Route("GET", "/v1/models", list_models),
     Route("GET", "/v1/models/{model:path}", get_model),
+    ADAPTERS("/v1/load_lora_adapter", load_adapter, LoadAdapterRequest, takes_model=True),
+    ADAPTERS("/v1/unload_lora_adapter", unload_adapter, UnloadAdapterRequest),
     Route("POST", "/tokenize", tokenize, protocol.TokenizeRequest),
     Route("POST", "/detokenize", detokenize, protocol.DetokenizeRequest),
     Route("GET", "/metrics", metrics, is_shared=True, gives=("text/plain",)),

@@ -41,7 +41,7 @@ class KeyEntry(Struct, forbid_unknown_fields=True):
     max_concurrent: Limit | None = None
     tokens_per_minute: Limit | None = None
     admin: bool | None = None
-    """Whether it may see and reset what all keys share; None: where it is the only name."""
+    """Whether it may see and change what all keys share; None: where it is the only name."""
 
 
 class Account:
@@ -50,7 +50,7 @@ class Account:
     def __init__(
         self, name: str, max_concurrent: int, tokens_per_minute: int, *, is_admin: bool = True, party: str = ""
     ) -> None:
-        """Limits of 0 are none. is_admin: whether it may see and reset what all keys share. party: accounts
+        """Limits of 0 are none. is_admin: whether it may see and change what all keys share. party: accounts
         of one party find each other's prefixes in the cache.
         """
         self.name = name

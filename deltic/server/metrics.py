@@ -6,6 +6,7 @@ engine's gauges and counters are read from its last Stats at that moment.
 
 from __future__ import annotations
 
+import time
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -112,6 +113,33 @@ class KeyNumbers:
     n_generated_tokens: int = 0
 
 
+@dataclass(slots=True)
+class AdapterNumbers:
+    """Requests that have one adapter applied."""
+
+    name: str
+    n_requests: int = 0
+    n_waiting: int = 0
+    """Of those that have not ended, the ones without a token yet."""
+    n_running: int = 0
+    """The others."""
+
+    def enter(self) -> None:
+        """One more went to the engine."""
+        self.n_requests += 1
+        self.n_waiting += 1
+
+    def begin(self) -> None:
+        """One has its first token."""
+        self.n_waiting -= 1
+        self.n_running += 1
+
+    def leave(self, has_begun: bool) -> None:
+        """One has ended."""
+        self.n_waiting -= not has_begun
+        self.n_running -= has_begun
+
+
 class SpeechNumbers:
     """Totals of speech. Seconds of audio are those at the model's rate, before any change of tempo."""
 
@@ -184,9 +212,13 @@ class Metrics:
         *,
         about: Callable[[], dict[str, str]] = dict,
         has_speech: bool = False,
+        adapters: Callable[[], tuple[int, int, list[AdapterNumbers]]] = lambda: (0, 0, []),
     ) -> None:
-        """stats, n_restarts, is_ready, about (labels of deltic_build_info): read when the metrics are."""
+        """stats, n_restarts, is_ready, about (labels of deltic_build_info), adapters (places, those in use,
+        and all by name): read when the metrics are.
+        """
         self._about = about
+        self._adapters = adapters
         self._stats = stats
         self._n_restarts = n_restarts
         self._is_ready = is_ready
@@ -240,6 +272,16 @@ class Metrics:
         yield labelled(GAUGE, "deltic_build_info", "What runs here.", " ".join(about), {tuple(about.values()): 1})
         yield labelled(COUNTER, "deltic_sequences_finished", "Sequences that ended.", "finish_reason", self.finished)
         yield from (value.family() for value in vars(self).values() if isinstance(value, Histogram))
+        most, n_held, adapters = self._adapters()
+        if most:
+            yield from plain(
+                "deltic_",
+                (GAUGE, "adapters_used", "LoRA adapters that are loaded.", n_held),
+                (GAUGE, "adapters", "LoRA adapters that may be (--max-loras).", most),
+            )
+            requests = {adapter.name: adapter.n_requests for adapter in adapters}
+            text = "Requests with an adapter, since that was loaded."
+            yield labelled(COUNTER, "deltic_adapter_requests", text, "adapter", requests)
         if self._has_speech:
             yield from self.speech.families(stats.speech or SpeechStats())
         if (tower := stats.pictures) is not None:
@@ -276,6 +318,13 @@ class Metrics:
         for reason, count in self.finished.items():
             reasons[VLLM_REASONS.get(reason, "abort")] += count
         yield labelled(COUNTER, "vllm:request_success", "Sequences that ended.", "finished_reason", reasons)
+        most, _, adapters = self._adapters()
+        if most:  # the time, by which balancers know the newest
+            running = ",".join(adapter.name for adapter in adapters if adapter.n_running)
+            waiting = ",".join(adapter.name for adapter in adapters if adapter.n_waiting)
+            labels = "max_lora running_lora_adapters waiting_lora_adapters"
+            text, now_s = "Which LoRA adapters requests have.", time.time()
+            yield labelled(GAUGE, "vllm:lora_requests_info", text, labels, {(most, running, waiting): now_s})
         for name, histogram in (
             ("request_queue_time_seconds", self.queued_s),
             ("request_prefill_time_seconds", self.prefill_s),

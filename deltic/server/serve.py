@@ -86,6 +86,10 @@ def serve(
     for name in all_names:
         if all_names.count(name) > 1:
             raise ConfigError(f"two models are called {name!r}; give --served-model-name to one of them")
+    for name in (adapters := [name for engine, _ in models for name in engine.adapters]):
+        if name in all_names or adapters.count(name) > 1:
+            other = "a model" if name in all_names else "another adapter"
+            raise ConfigError(f"--lora {name}=...: {other} is called {name!r}, too; give the adapter another name")
     logs.set_up(config.log_level, config.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     if any(engine.model == BUILT_IN and engine.dummy is None for engine, _ in models):
@@ -341,6 +345,8 @@ def _tell_ready(services: list[Service], ready: asyncio.Future[list[EngineInfo]]
         missing = needs_pillow() if info.pictures else None
         for notice in [*info.notices, *([missing] if missing else [])]:
             log.info("%s%s", f"{service.model_name}: " if several else "", notice)
+        for adapter in service.adapters.all():
+            log.info("adapter %s of %s: %s", adapter.name, adapter.parent, adapter.path)
     names, are = " and ".join(service.model_name for service in services), "are" if several else "is"
     log.info("%s %s ready on %s after %.2f s", names, are, url, time.monotonic() - started_s)
     return True

@@ -5,6 +5,7 @@ and keys.
 from __future__ import annotations
 
 import asyncio
+import copy
 import ctypes
 import logging
 import math
@@ -23,6 +24,7 @@ from deltic import __version__
 from deltic.config import ServerConfig
 from deltic.engine.messages import EngineInfo
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
+from deltic.server.adapters import Adapter, Adapters
 from deltic.server.api import protocol
 from deltic.server.api.messages import find_pictures
 from deltic.server.api.protocol import SamplingDefaults
@@ -103,6 +105,8 @@ class Server:
     n_open: int = 0
     """HTTP requests that have not been answered whole."""
     n_sockets: int = 0
+    adapting: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    """Held while an adapter gets its name, or loses it."""
     _is_trimming: bool = False
     _unknown_s: dict[tuple[str, str], float] = field(default_factory=dict, init=False)
     """When the log told of a field, by route and name."""
@@ -193,12 +197,33 @@ class Server:
             for service in services:
                 if called in service.names:
                     return service
+                if (adapter := service.adapters.find(called)) is not None:
+                    return service.under(adapter)
         for service in services:
             if any(fnmatchcase(name, pattern) for pattern in service.patterns):
                 return service
-        known = ", ".join(repr(known) for service in services for known in service.names + service.patterns)
+        known = ", ".join(repr(known) for service in services for known in [*service.all_names(), *service.patterns])
         said = f"no model {name!r}; this server has {known}"
         raise ApiError(404, said, param="model", code="model_not_found")
+
+    @property
+    def has_choice(self) -> bool:
+        """Whether a request's name decides who answers."""
+        return len(self.models) > 1 or any(service.adapters.may_come for service in self.models.values())
+
+    def adapted(self) -> list[Service]:
+        """The models with each of their adapters."""
+        services = self.models.values()
+        return [service.under(adapter) for service in services for adapter in service.adapters.all()]
+
+    def holder(self, name: str) -> str | None:
+        """What has exactly this name, in words."""
+        for service in self.models.values():
+            if name in service.names:
+                return "a model's name"
+            if service.adapters.find(name) is not None:
+                return f"the name of an adapter of {service.model_name!r}"
+        return None
 
     def writer(self, name: str | None) -> tuple[str, EngineClient]:
         """Name and engine of the model that a batch's line means; without a name the first.
@@ -262,15 +287,19 @@ class Service:
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     speech: SpeechParts | None = None
     """None: the model writes text."""
+    adapter: Adapter | None = None
+    """What is applied, of `adapters`; see `under`."""
     aliases: tuple[str, ...] = ()
     """More names for it in /v1/models."""
     patterns: tuple[str, ...] = ()
     """Names that it answers to and that are not listed, as fnmatch patterns."""
     metrics: Metrics = field(init=False)
     constrainer: Constrainer = field(init=False)
+    adapters: Adapters = field(init=False)
 
     def __post_init__(self) -> None:
         client = self.client
+        adapters = self.adapters = Adapters(client, self.model_name, self.server.holder, self.server.adapting)
         self.constrainer = Constrainer(self.tokenizer, self.template.call_form if self.template else None)
         self.metrics = Metrics(
             lambda: client.stats,
@@ -278,6 +307,7 @@ class Service:
             lambda: client.state == "ready",
             about=self._about,
             has_speech=self.speech is not None,
+            adapters=lambda: (adapters.most, adapters.n_held, [adapter.numbers for adapter in adapters.all()]),
         )
 
     @property
@@ -287,6 +317,17 @@ class Service:
     @property
     def names(self) -> tuple[str, ...]:
         return (self.model_name, *self.aliases)
+
+    def all_names(self) -> list[str]:
+        """Those of its adapters, too."""
+        return [*self.names, *(adapter.name for adapter in self.adapters.all())]
+
+    def under(self, adapter: Adapter) -> Service:
+        """The model with one of its adapters, which answers under that one's name. All else is shared."""
+        service = copy.copy(self)
+        service.model_name, service.adapter = adapter.name, adapter
+        service.aliases = service.patterns = ()
+        return service
 
     def read(self, request: Request, body: bytes, kind: type[T]) -> T:
         """A body as `kind`.
@@ -374,7 +415,10 @@ class Service:
         if self.server.draining:
             raise unavailable(SHUTTING_DOWN)
         try:
-            return self.client.check_room(1)
+            info = self.client.check_room(1)
+            if self.adapter is not None:
+                self.adapter.current_key()
+            return info
         except EngineUnavailable as error:
             raise unavailable(str(error)) from None
         except QueueFull as error:
@@ -447,10 +491,10 @@ class Service:
         return await unless_disconnected(request.receive, _result(asyncio.wrap_future(done)))
 
     def check_model(self, name: str | None) -> None:
-        """Raises ApiError: 404 for a name that no model has; 400 for that of another model, as it is too late
-        to choose.
+        """Raises ApiError: 404 for a name that nothing has; 400 for that of another model or adapter, as it
+        is too late to choose.
         """
-        if name is not None and self.server.find(name) is not self:
+        if name is not None and self.server.find(name).model_name != self.model_name:
             said = f"{name!r} cannot answer a part of what {self.model_name!r} was asked; send that by itself"
             raise bad_request("model", said)
 

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from deltic.ops.contract import KernelError
-from deltic.ops.cpu.attention import attention, attn_prepare
+from deltic.ops.cpu.attention import attention, attn_prepare, kv_pages
 from deltic.ops.cpu.program import Program, usable_instruction_sets
 from deltic.ops.geometry import SPLIT_KEYS, AttentionHeads
+from deltic.ops.kv_formats import KV_FORMATS, KvFormat, on_device
+from tests.reference import kv as kv_oracle
 from tests.reference import layers as oracle
-from tests.tensors import on_tensors
+from tests.tensors import array_of, on_tensors
 
 attention, attn_prepare = map(on_tensors, (attention, attn_prepare))
 
@@ -29,9 +32,11 @@ def i32(*values: int) -> Tensor:
 class Sequences:
     """Sequences over shuffled pages, their projections, and a way to run chunks of them."""
 
-    def __init__(self, library: str, heads: AttentionHeads = HEADS, lengths: tuple[int, ...] = LENGTHS) -> None:
+    def __init__(
+        self, library: str, heads: AttentionHeads = HEADS, lengths: tuple[int, ...] = LENGTHS, kv: str = "bf16"
+    ) -> None:
         torch.manual_seed(0)
-        self.kernels, self.heads, self.lengths = library, heads, lengths
+        self.kernels, self.heads, self.lengths, self.kv = library, heads, lengths, KV_FORMATS[kv]
         self.proj = [torch.randn(n, heads.row) for n in lengths]
         for proj in self.proj:  # a softmax that is not flat
             proj[:, : heads.n_q * heads.dim] *= 3
@@ -40,7 +45,11 @@ class Sequences:
         self.table = torch.full((len(lengths), max(n_pages)), -1, dtype=I32)
         for row, pages in zip(self.table, order.split(n_pages), strict=True):
             row[: len(pages)] = pages
-        self.pages = torch.full((sum(n_pages), 2, heads.n_kv, 64, heads.dim), float("nan"), dtype=BF16)
+        size, dtype = kv_pages(sum(n_pages), 1, heads, self.kv)
+        self.pages = torch.from_numpy(np.full(size, 255, np.uint8 if dtype == np.uint8 else np.uint16))[
+            :, 0
+        ]  # no numbers
+        self.pages = self.pages if dtype == np.uint8 else self.pages.view(BF16)
         self.inv_freq = torch.tensor([1e4 ** (-2 * i / ROTARY) for i in range(ROTARY // 2)], dtype=torch.float64)
         angles = (torch.arange(max(lengths))[:, None] * self.inv_freq).float()
         self.cos, self.sin = angles.cos(), angles.sin()
@@ -57,13 +66,13 @@ class Sequences:
             program, rows, h, self.q_norm, self.k_norm, 1e-6, n_tokens=i32(len(rows)),
             positions=torch.cat([torch.arange(a, b) for _, a, b in chunks]).to(I32),
             token_place=torch.repeat_interleave(slots, counts).to(I32), page_table=self.table,
-            cos=self.cos, sin=self.sin, q_out=q, pages=self.pages,
+            cos=self.cos, sin=self.sin, q_out=q, pages=self.pages, kv=self.kv,
         )  # fmt: skip
         attention(
             program, q, rows, h, self.pages, n_seqs=i32(len(chunks)),
             seq_start=torch.cat([torch.zeros(1), counts.cumsum(0)]).to(I32), seq_context=i32(*(a for _, a, _ in chunks)),
             place=slots, page_table=self.table,
-            records=torch.full((n_records, h.dim + 16), float("nan"), dtype=F32), out=out,
+            records=torch.full((n_records, h.dim + 16), float("nan"), dtype=F32), out=out, kv=self.kv,
         )  # fmt: skip
         program.run()
         return [part.view(torch.int16) for part in out.split(counts.tolist())]
@@ -78,8 +87,13 @@ class Sequences:
             )
             for x, w in ((q, self.q_norm), (k, self.k_norm))
         )  # fmt: skip
-        o = oracle.attention(q, k, oracle.rounded(v, "bfloat16").unflatten(-1, (-1, h.dim))).flatten(1)
-        return o * gate.sigmoid()
+        v = oracle.rounded(v, "bfloat16").unflatten(-1, (-1, h.dim))
+        if not self.kv.is_plain:
+            k, v = (
+                torch.from_numpy(of(array_of(x.to(BF16))).values())
+                for x, of in zip((k, v), kv_oracle.FORMATS[self.kv.name], strict=True)
+            )
+        return oracle.attention(q, k, v).flatten(1) * gate.sigmoid()
 
 
 @pytest.mark.parametrize("library", usable_instruction_sets())
@@ -92,10 +106,16 @@ def test_long_contexts_against_the_oracle(library: str, heads: AttentionHeads) -
         torch.testing.assert_close(out.view(BF16).float(), sequences.expected(s), rtol=2**-7, atol=2e-3)
 
 
-@pytest.mark.parametrize("library", usable_instruction_sets())
-def test_shares_and_cuts_keep_bits(library: str) -> None:
+ROUNDED = [name for name in on_device("cpu") if name != "bf16"]
+SHARES = [(library, "bf16") for library in usable_instruction_sets()] + [
+    (usable_instruction_sets()[0], kv) for kv in ROUNDED
+]
+
+
+@pytest.mark.parametrize(("library", "kv"), SHARES)
+def test_shares_and_cuts_keep_bits(library: str, kv: str) -> None:
     """One task a block or one a split, in one wave or many; any number of threads; any cut; alone or among others."""
-    sequences = Sequences(library)
+    sequences = Sequences(library, kv=kv)
     whole = sequences.run([(s, 0, n) for s, n in enumerate(LENGTHS)], n_threads=1)
     last = [(s, n - 1, n) for s, n in enumerate(LENGTHS)]
     tail = LENGTHS[0] - 60  # four blocks; rows of the first three do not see the last split
@@ -110,6 +130,73 @@ def test_shares_and_cuts_keep_bits(library: str) -> None:
         cut, *others = sequences.run([(0, tail, LENGTHS[0]), *last[1:]], n_threads, n_records)
         assert torch.equal(cut, whole[0][tail:]), f"chunk, {case}"
         assert all(torch.equal(o, w[-1:]) for o, w in zip(others, whole[1:], strict=True)), case
+
+
+def unpacked(pages: Tensor, heads: AttentionHeads, kv: KvFormat) -> dict[str, np.ndarray]:
+    """Codes [n, nk, 64, d] and scales [n, nk, 64] of pages of csrc/kv.h."""
+    n, nk, d = len(pages), heads.n_kv, heads.dim
+    raw = {name: pages.numpy()[:, at : at + size] for name, (at, size) in kv.sections(nk, d).items()}
+    found = {
+        name: np.ascontiguousarray(part).view(np.float32).reshape(n, nk, 64)
+        for name, part in raw.items()
+        if "_" in name
+    }
+    keys = raw["keys"].reshape(n, nk, d // 4, 64, 4).transpose(0, 1, 3, 2, 4).reshape(n, nk, 64, d)
+    values = raw["values"].reshape(n, nk, 16, -1, 4)
+    if kv.value_bits == 4:
+        values = np.concatenate([values & 15, values >> 4], 3)
+    values = values.transpose(0, 1, 2, 4, 3).reshape(n, nk, 64, d)
+    found["keys"] = (keys ^ 128).view(np.int8)
+    found["values"] = values if kv.value_bits == 4 else (values ^ 128).view(np.int8)
+    return found
+
+
+@pytest.mark.parametrize("library", usable_instruction_sets())
+@pytest.mark.parametrize("kv", ROUNDED)
+def test_what_is_written_is_the_oracles(library: str, kv: str) -> None:
+    """Codes and scales of what pages of bfloat16 hold, to the bit: rows of zeros, of one value, and those with infinities, too."""
+    plain, rounded = (Sequences(library, HEADS, (128,), name) for name in ("bf16", kv))
+    v_at = HEADS.row - HEADS.n_kv * HEADS.dim
+    for sequences in (plain, rounded):
+        sequences.proj[0][3, v_at:] = 0.0
+        sequences.proj[0][4, v_at:] = -2.5
+        sequences.proj[0][5, v_at:] *= 1e-35
+        sequences.proj[0][6, v_at + 7] = float("inf")
+        sequences.proj[0][7, HEADS.row - 2 * HEADS.n_kv * HEADS.dim] = float("nan")
+        sequences.run([(0, 0, 128)])
+    pages = plain.pages.view(2, 2, HEADS.n_kv, 64 * HEADS.dim)
+    k = pages[:, 0].unflatten(-1, (HEADS.dim // 2, 64, 2)).transpose(2, 3).flatten(3)
+    v = pages[:, 1].unflatten(-1, (64, HEADS.dim))
+    found = unpacked(rounded.pages, HEADS, rounded.kv)
+    for name, of, x in zip(("key", "value"), kv_oracle.FORMATS[kv], (k, v), strict=True):
+        rows = of(array_of(x.contiguous()))
+        np.testing.assert_array_equal(found[f"{name}_scales"], rows.scale)
+        finite = np.isfinite(rows.scale)
+        assert finite.sum() == finite.size - 1
+        np.testing.assert_array_equal(found[f"{name}s"][finite], rows.codes[finite])
+        if rows.least is not None:
+            np.testing.assert_array_equal(found["least_values"][finite], rows.least[finite])
+
+
+@pytest.mark.parametrize("library", usable_instruction_sets())
+@pytest.mark.parametrize("kv", ROUNDED)
+@pytest.mark.parametrize("heads", [HEADS, AttentionHeads(7, 1, 96), AttentionHeads(2, 1, 32)])
+def test_fewer_bits_against_the_oracle(library: str, kv: str, heads: AttentionHeads) -> None:
+    """Products are with what the codes stand for: as close to the oracle as those of bfloat16."""
+    lengths = (SPLIT_KEYS + 9, 70)
+    sequences = Sequences(library, heads, lengths, kv)
+    for s, out in enumerate(sequences.run([(s, 0, n) for s, n in enumerate(lengths)])):
+        torch.testing.assert_close(out.view(BF16).float(), sequences.expected(s), rtol=2**-7, atol=2e-3)
+
+
+def test_what_is_no_number_is_none_in_fewer_bits() -> None:
+    for kv in ROUNDED:
+        sequences = Sequences(usable_instruction_sets()[0], HEADS, (70,), kv)
+        sequences.proj[0][6, -1] = float("inf")  # a value of the last head
+        (out,) = sequences.run([(0, 0, 70)])
+        rows = out.view(BF16).view(70, HEADS.n_q, HEADS.dim)
+        assert rows[6:, HEADS.n_q // HEADS.n_kv :].isnan().all()
+        assert rows[:, : HEADS.n_q // HEADS.n_kv].isfinite().all() and rows[:6].isfinite().all()
 
 
 def test_a_token_behind_a_million() -> None:

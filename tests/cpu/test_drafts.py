@@ -25,11 +25,15 @@ from deltic.runtime.cpu.text import Runner
 from tests.drafted import Schedule, requests
 from tests.tiny import tiny_checkpoint
 
+KV = {"next": "int8", "int4": "k8v4"}
+"""Formats of keys and values, by what is built; of the others bf16."""
+
 
 def build(kind: str = "dense", quantize: str | None = None, path: Path | None = None, **settings: Any) -> Runner:
     sizes = {"max_num_seqs": 6, "max_model_len": 512, "max_step_tokens": 128, "n_pages": 24, "n_checkpoints": 6}
+    settings = {"kv_cache_dtype": KV.get(kind if quantize is None else quantize, "auto"), "max_drafts": 8, **settings}
     config = EngineConfig(
-        model=str(path or tiny_checkpoint(kind)), quantize=quantize, threads=2, **{**sizes, "max_drafts": 8, **settings}
+        model=str(path or tiny_checkpoint(kind)), quantize=quantize, threads=2, **{**sizes, **settings}
     )
     return build_runner(config, lambda stage, done: None, Cpu())
 

@@ -10,6 +10,7 @@ from array import array
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
@@ -24,6 +25,7 @@ from deltic.engine.step import Chunk, Draw, Sequence, Step
 from deltic.models.checkpoint import n_real_ids
 from deltic.models.fields import UnsupportedModelError
 from deltic.models.qwen.shape import ModelShape, published_shape
+from deltic.ops.kv_formats import KV_FORMATS
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import TEXT, Cpu
 from deltic.runtime.cpu.text import Runner
@@ -40,7 +42,10 @@ CHECKPOINTS = {
     "moe": {},
     "moe split": {"kind": "moe", "experts": "split"},
     "next": {},
+    "dense int8": {"kind": "dense"},
+    "next k8v4": {"kind": "next"},
 }
+"""By kind, and the format of keys and values."""
 
 LOGIT_TOLERANCE = 0.06
 """The oracle adds in another order, so a value now and then rounds to the neighbouring bfloat16 on its way: measured up to
@@ -76,7 +81,8 @@ def prompt(length: int) -> list[int]:
 def test_greedy_against_oracle(name: str) -> None:
     """64 greedy tokens of three prompts: logits within the tolerance, tokens equal."""
     options = {"kind": name, **CHECKPOINTS[name]}
-    runner = build(model=str(tiny_checkpoint(**options)))
+    kv = name.split()[-1] if name.split()[-1] in KV_FORMATS else "auto"
+    runner = build(model=str(tiny_checkpoint(**options)), kv_cache_dtype=kv)
     engine, weights = Engine(runner), plain(runner.model.weights)
     errors, n_clear = [], 0
     for length in (1, 97, 150):
@@ -261,8 +267,11 @@ def test_pages_that_change_are_seen(runner: Runner) -> None:
     assert torch.equal(run_chunks(runner, [driven.chunk(150)]), expected)
 
 
-def test_tiers_hold_all_of_a_page_and_a_slot(runner: Runner) -> None:
+@pytest.mark.parametrize("kv", ["bf16", "k8v4"])
+def test_tiers_hold_all_of_a_page_and_a_slot(kv: str, runner: Runner) -> None:
     """Out to host memory and back into others: both halves of a slot, and the next chunk goes on from there."""
+    if kv != "bf16":
+        runner = build(model=str(tiny_checkpoint("dense")), kv_cache_dtype=kv)
     ids, tiers = prompt(150), runner.tiers
     assert tiers is not None and tiers.units_per_state < tiers.n_units - 2
     expected = run_chunks(runner, [Driven(runner, ids, 0, 0, 0).chunk(150)])
@@ -272,7 +281,7 @@ def test_tiers_hold_all_of_a_page_and_a_slot(runner: Runner) -> None:
     for move in moves:
         tiers.copy_out(move)
     for memory in (runner.memory.pages, runner.memory.states, runner.memory.columns):
-        memory.fill(float("nan"))
+        memory.view(np.uint8).fill(255)
     for move, device in zip(moves, (9, 8, 2), strict=True):
         tiers.copy_in(replace(move, device=device))
     driven.sequence.pages, driven.sequence.slot = [9, 8, 10], 2

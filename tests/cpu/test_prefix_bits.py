@@ -41,6 +41,8 @@ from tests.tiny import tiny_checkpoint
 
 MAX_PROMPT, MAX_TOKENS = 600, 100
 EVERY_MODEL = (("dense", None), ("moe", None), ("next", None), ("dense", "int8"))
+KV = {("next", None): "int8", ("dense", "int8"): "k8v4"}
+"""Formats of keys and values, by model; of the others bf16."""
 every_model = pytest.mark.parametrize(("kind", "quantize"), EVERY_MODEL)
 
 
@@ -65,6 +67,7 @@ class Setup:
         config = EngineConfig(
             model=model,
             quantize=self.quantize,
+            kv_cache_dtype=KV.get((self.kind, self.quantize), "auto"),
             weights_cache=Path(model).with_name("packed"),
             threads=1,
             max_num_seqs=self.max_num_seqs,
@@ -132,7 +135,7 @@ class Watched:
             if not new:
                 continue
             if pool is store.pages:
-                memory.pages[new] = np.nan
+                memory.pages.view(np.uint8)[new] = 0xFF
             elif pool is store.slots:
                 self._spoil_slots(new)
             else:
@@ -486,7 +489,7 @@ def outputs_of(engine: Engine, requests: list[Request], spoil_at: int = -1) -> d
         if n_steps == spoil_at:
             memory = engine.runner.memory  # type: ignore[attr-defined]
             for part in (memory.pages, memory.states, memory.columns):
-                part.fill(np.nan)
+                part.view(np.uint8).fill(0xFF)
         for output in engine.step():
             assert output.error is None, output.error
             told = output.token_ids, output.logprobs, list(output.prompt_logprobs or ())

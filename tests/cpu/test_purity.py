@@ -29,6 +29,8 @@ from tests.tiny import tiny_checkpoint
 
 KINDS = ("dense", "moe", "next")
 FORMATS = (None, "int8", "int4")
+KV = {("next", None): "int8", ("dense", "int8"): "k8v4", ("moe", "int4"): "int8"}
+"""Formats of keys and values, by model; of the others bf16."""
 every_model = pytest.mark.parametrize(("kind", "quantize"), list(product(KINDS, FORMATS)))
 every_format = pytest.mark.parametrize("quantize", FORMATS)
 relaxed = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
@@ -38,6 +40,7 @@ def build(kind: str, quantize: str | None, threads: int = 2, weights_cache: Path
     config = EngineConfig(
         model=str(tiny_checkpoint(kind)),
         quantize=quantize,
+        kv_cache_dtype=KV.get((kind, quantize), "auto"),
         weights_cache=weights_cache,
         max_num_seqs=8,
         max_model_len=512,

@@ -123,6 +123,37 @@ def test_command_orders_the_formats(tmp_path: Path, capsys: pytest.CaptureFixtur
     assert "<function=getWeather>" in result["answers"]["int4"][1]
 
 
+def test_settings_are_held_to_the_default_at_the_end_of_long_texts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["--threads", "1", "--context", "1024", "--out", str(tmp_path)]
+    assert main(["bench", "quality", *flags, "--setting", "kv-cache-dtype=int8", "kv-cache-dtype=k8v4"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert Path(result["file"]).name.startswith("settings-") and result["context"] == 1024
+    default, int8, k8v4 = result["rows"]
+    assert [row["format"] for row in result["rows"]] == ["default", "kv-cache-dtype=int8", "kv-cache-dtype=k8v4"]
+    assert default["kl_max"] == 0 and default["answers_same"] == 1
+    assert 0 < int8["kl_mean"] < k8v4["kl_mean"] < 1e-2 and 0 < k8v4["answers_same"] <= int8["answers_same"]
+    for given, said in (
+        (["--setting", "kv-cache=int8"], "--setting kv-cache=int8: "),
+        (["--setting", "kv-cache-dtype=int3"], "must be one of auto"),
+        (["--setting", "model=other"], "give NAME=VALUE"),
+        (["--context", "100000"], "the text has"),
+    ):
+        assert main(["bench", "quality", *given]) == 2
+        assert said in " ".join(capsys.readouterr().err.split())
+
+
+def test_far_texts_count_their_end() -> None:
+    documents = [Document(list(range(900)), [False, *[True] * 899]) for _ in range(3)]
+    found = quality.far_documents(documents, 1200)
+    assert [len(document.ids) for document in found] == [1200, 1200]
+    assert found[0].counts == [False] * 688 + [True] * 212 + [False] + [True] * 299
+    assert found[0].ids[899:902] == [899, 0, 1]
+    alike = quality.same_answers([[1, 2, 3], [4, 5]], [[1, 2, 9, 9], [4, 5]])
+    assert alike == pytest.approx(4 / 6)
+
+
 def test_packed_weights_are_no_reference(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     assert main(["pack", "--quantize", "int8", "--out", str(tmp_path / "packed")]) == 0
     assert main(["bench", "quality", str(tmp_path / "packed"), "--quantize", "int8"]) == 2

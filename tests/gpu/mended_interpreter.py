@@ -22,6 +22,8 @@ def _patched(tensor: Any, scope: Any) -> None:
 def _widened(handle: Any) -> Any:
     if handle.dtype.scalar == tl.bfloat16:
         return (handle.data.astype(np.uint32) << 16).view(np.float32)
+    if handle.dtype.scalar == tl.float16:
+        return handle.data.astype(np.float32)
     return handle.data
 
 

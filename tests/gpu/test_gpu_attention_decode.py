@@ -13,13 +13,16 @@ from deltic.ops.geometry import PAGE_SIZE, AttentionHeads
 from deltic.ops.gpu.attention_decode import FAN, SPLITS, AttentionScratch, Splits, attention_decode, attention_scratch
 from deltic.ops.gpu.blocks import Drafts, Rows
 from deltic.ops.gpu.launch import Levers
+from deltic.ops.kv_formats import BF16, KvFormat
+from tests.gpu.kv_pages import QUANTISED, quantised, values_of
 from tests.reference import layers
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 EPS = 1e-6
 LEVERS = Levers()
 # Against float32 from the same bfloat16 q, k, v: the softmax weights are rounded where they meet v (2^-9 each, of values of order
-# 1, and they average), and so is the output. q or k may also fall to the other side of a rounding.
+# 1, and they average), and so is the output. q or k may also fall to the other side of a rounding. Of quantised pages, from the values
+# that they hold, weights are rounded once they are multiplied with a scale, which is as much.
 TOLERANCE = dict(atol=0.01, rtol=0.01)
 
 
@@ -31,16 +34,25 @@ class Case:
     half: int
     lengths: list[int]
     proj: Tensor  # [S, places, row]: row r of the case is the token of place r
-    history: list[Tensor]  # [2, n, nk, d] bfloat16 a place
-    pages: Tensor  # [n, 2, nk, 64, d], a view of two layers
+    history: list[Tensor]  # [2, n, nk, d] a place, as pages hold it
+    pages: Tensor  # [n, 2, nk, 64, d] or bytes, a view of two layers
     table: Tensor
     q_norm: Tensor
     k_norm: Tensor
     cos: Tensor
     sin: Tensor
+    format: KvFormat = BF16
 
 
-def make(device: str, heads: AttentionHeads, half: int, lengths: list[int], n_partials: int = 1, seed: int = 0) -> Case:
+def make(
+    device: str,
+    heads: AttentionHeads,
+    half: int,
+    lengths: list[int],
+    n_partials: int = 1,
+    seed: int = 0,
+    format: KvFormat = BF16,
+) -> Case:
     """Everything no row may read is NaN."""
     g = torch.Generator().manual_seed(seed)
 
@@ -62,11 +74,17 @@ def make(device: str, heads: AttentionHeads, half: int, lengths: list[int], n_pa
         history.append(old)
     angle = (torch.arange(max(lengths) + 1)[:, None].double() * _inv_freq(half)).float()
     proj = randn(n_partials, len(lengths), heads.row)
+    if not format.is_plain:
+        both = torch.stack([quantised(layer, format) for layer in both.unbind(1)], 1)
+        held = values_of(both[:, 1], format, heads.n_kv, heads.dim)
+        for place, n in enumerate(lengths):
+            ids = table[place, : n // PAGE_SIZE + 1].long()
+            history[place] = held[ids].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :n]
     moved = both.to(device)
     return Case(
         heads, half, lengths, proj.to(device), history, moved[:, 1], table.to(device),
         0.3 * randn(heads.dim).to(device), 0.3 * randn(heads.dim).to(device),
-        angle.cos().to(device), angle.sin().to(device),
+        angle.cos().to(device), angle.sin().to(device), format,
     )  # fmt: skip
 
 
@@ -111,13 +129,14 @@ def run(
             position=i32([case.lengths[p] if p >= 0 else 0 for p in places]),
             angle_shift=None if shift is None else i32([shift if p >= 0 else 0 for p in places]),
         ), page_table=case.table, cos=case.cos, sin=case.sin, pages=pages, scratch=scratch, max_len=max_len, out=out, levers=levers, splits=splits,
+        format=case.format,
     )  # fmt: skip
     assert not scratch.arrived.any(), "the counters are back at 0"
     return out, pages
 
 
-def expected(case: Case, place: int) -> tuple[Tensor, Tensor, Tensor]:
-    """-> out [nq d], k and v of the new token [nk, d]; float32 on the CPU."""
+def expected(case: Case, place: int, new: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+    """-> out [nq d], k and v of the new token [nk, d]; float32 on the CPU. new: what its page holds of those, [2, nk, d]."""
     heads, d = case.heads, case.heads.dim
     nq, nk = heads.n_q, heads.n_kv
     row = case.proj[:, place].cpu().sum(0)
@@ -130,6 +149,8 @@ def expected(case: Case, place: int) -> tuple[Tensor, Tensor, Tensor]:
 
     q, k = head(q, nq, case.q_norm), head(k, nk, case.k_norm)
     v = layers.rounded(v.view(1, nk, d), "bfloat16")
+    if new is not None:
+        k, v = new[:, None]
     old_k, old_v = case.history[place].float()
     n = old_k.shape[0] + 1
     o = layers.attention(q.expand(n, -1, -1), torch.cat([old_k, k]), torch.cat([old_v, v]))[-1]
@@ -154,6 +175,28 @@ def compare(case: Case, places: list[int], **kw: object) -> None:
     assert same, "nothing else in the pages is touched"
 
 
+def compare_quantised(case: Case, plain: Case, places: list[int], **kw: object) -> None:
+    """The same beside plain pages: what is written is the reference's, to the bit, of what is written there."""
+    out, pages = run(case, places, **kw)  # type: ignore[arg-type]
+    _, plain_pages = run(plain, places, **kw)  # type: ignore[arg-type]
+    heads, format, written = (
+        case.heads,
+        case.format,
+        values_of(case.pages, case.format, case.heads.n_kv, case.heads.dim),
+    )
+    held = values_of(pages, format, heads.n_kv, heads.dim)
+    right = values_of(quantised(plain_pages, format), format, heads.n_kv, heads.dim)
+    for row, place in enumerate(places):
+        if place < 0:
+            continue
+        at = case.lengths[place]
+        page, at = int(case.table[place, at // PAGE_SIZE]), at % PAGE_SIZE
+        assert torch.equal(held[page, :, :, at], right[page, :, :, at])
+        torch.testing.assert_close(out[row].float().cpu(), expected(case, place, held[page, :, :, at])[0], **TOLERANCE)
+        written[page, :, :, at] = held[page, :, :, at]
+    assert torch.equal(written.nan_to_num(7e4), held.nan_to_num(7e4)), "nothing else in the pages is touched"
+
+
 TINY = AttentionHeads(n_q=2, n_kv=1, dim=32)
 
 
@@ -174,6 +217,26 @@ def test_splits_of_one_and_of_several_tiles_and_two_rounds_of_merging(device: st
         Splits(few=2, few_tiles=1, most=3),
     ):
         compare(case, [1, 2, 0], splits=splits)
+
+
+@pytest.mark.parametrize("format", QUANTISED, ids=lambda format: format.name)
+def test_quantised_pages_agree_with_the_reference(device: str, format: KvFormat) -> None:
+    heads, lengths = AttentionHeads(4, 2, 32), [64 * 10 + 5, 63, 0, 200]
+    case, plain = (make(device, heads, 8, lengths, n_partials=2, format=f) for f in (format, BF16))
+    compare_quantised(case, plain, [3, -1, 1, 0, 2])
+    compare_quantised(case, plain, [1, 0], splits=Splits(few=0, few_tiles=1))
+
+
+@pytest.mark.parametrize("format", [BF16, *QUANTISED], ids=lambda format: format.name)
+def test_bits_do_not_depend_on_who_runs_the_splits(device: str, format: KvFormat) -> None:
+    case = make(device, TINY, 8, [64 * 10 + 5, 64 * 3 + 1, 7], format=format)
+    for few in (8, 0):  # 6, 4 and 1 splits; 11 in two rounds
+        splits = Splits(few=few, few_tiles=2 if few else 1)
+        out, pages = run(case, [1, 0, -1, 2], splits=splits)
+        for n in (2, FAN):
+            found, found_pages = run(case, [0, 2, 1], splits=replace(splits, run=n, roll=n == 2), max_len=2000)
+            assert torch.equal(found[[2, 0, 1]].view(torch.int16), out[[0, 1, 3]].view(torch.int16)), n
+            assert torch.equal(found_pages.view(torch.uint8), pages.view(torch.uint8))
 
 
 @pytest.mark.parametrize("n", [1, 8, 9, 17, 64, 65, 128, 129, 1000])
@@ -219,23 +282,29 @@ def attend(case: Case, pages: Tensor, rows: list[tuple[int, int, int]], with_dra
         proj, heads, case.q_norm, case.k_norm, EPS,
         rows=Rows(place, torch.zeros_like(place), position, drafts=Drafts(ahead, ahead, ahead, ahead) if with_drafts else None),
         page_table=case.table, cos=case.cos, sin=case.sin, pages=pages, scratch=scratch, max_len=1024, out=out, levers=LEVERS,
+        format=case.format,
     )  # fmt: skip
     return out
 
 
-@pytest.mark.parametrize(("n_q", "n_kv", "dim", "half"), [(4, 2, 32, 8), (3, 1, 64, 16)])
-def test_rows_of_a_draft_have_the_bits_of_single_rows(device: str, n_q: int, n_kv: int, dim: int, half: int) -> None:
+@pytest.mark.parametrize(
+    ("n_q", "n_kv", "dim", "half", "format"),
+    [(4, 2, 32, 8, BF16), (3, 1, 64, 16, BF16), *((2, 1, 32, 8, format) for format in QUANTISED)],
+)
+def test_rows_of_a_draft_have_the_bits_of_single_rows(
+    device: str, n_q: int, n_kv: int, dim: int, half: int, format: KvFormat
+) -> None:
     """Of sequences of one split and of several, from a page's beginning to its end, beside rows that stand alone."""
     n_rows = {0: 4, 1: 1, 2: 5, 3: 2, 4: 3}
     lengths = [64 * 3, 70, 64 * 10 + 57, 3, 64 * 8 + 20]
-    case = make(device, AttentionHeads(n_q, n_kv, dim), half, [*lengths, 1000], n_partials=2)
+    case = make(device, AttentionHeads(n_q, n_kv, dim), half, [*lengths, 1000], n_partials=2, format=format)
     rows = [(place, lengths[place] + j, j) for place, n in n_rows.items() for j in range(n)]
     pages, expected_pages = case.pages.clone(), case.pages.clone()
     found = attend(case, pages, rows, with_drafts=True)
     for i, (place, position, _) in enumerate(rows):
         expected = attend(case, expected_pages, [(place, position, 0)], with_drafts=False)
         assert torch.equal(found[i].view(torch.int16), expected[0].view(torch.int16)), (place, position)
-    assert torch.equal(pages.view(torch.int16), expected_pages.view(torch.int16))
+    assert torch.equal(pages.view(torch.uint8), expected_pages.view(torch.uint8))
     assert not found.isnan().any()
 
 

@@ -17,7 +17,9 @@ from deltic.ops.gpu.attention_prefill import FlashTile, attention_prefill, flash
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.chip import described, tiles_of
 from deltic.ops.gpu.launch import Levers
+from deltic.ops.kv_formats import BF16, KvFormat
 from tests.gpu.chips import CHIPS
+from tests.gpu.kv_pages import QUANTISED, quantised, values_of
 from tests.reference import layers
 
 pytestmark = pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy, of poison that a mask takes away
@@ -36,6 +38,7 @@ class World:
     lengths: list[int]
     half: int
     device: str
+    format: KvFormat = BF16
     projections: list[Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -56,8 +59,13 @@ class World:
         self.clear()
 
     def clear(self) -> None:
-        shape = (int(self.page_table.max()) + 2, N_LAYERS, 2, self.heads.n_kv, BLOCK, self.heads.dim)
-        self.all_pages = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=self.device)
+        n, heads = int(self.page_table.max()) + 2, self.heads
+        if self.format.is_plain:
+            shape = (n, N_LAYERS, 2, heads.n_kv, BLOCK, heads.dim)
+            self.all_pages = torch.full(shape, torch.nan, dtype=torch.bfloat16, device=self.device)
+        else:  # bytes of 255 are NaN in e4m3 and in float16
+            n_bytes = self.format.layer_bytes(heads.n_kv, heads.dim)
+            self.all_pages = torch.full((n, N_LAYERS, n_bytes), 255, dtype=torch.uint8, device=self.device)
         self.pages = self.all_pages[:, LAYER]
 
     def step(
@@ -104,7 +112,7 @@ class World:
             attention_prefill(
                 proj, heads, self.q_norm, self.k_norm, EPS,
                 blocks=blocks, page_table=table, cos=self.cos, sin=self.sin, pages=self.pages, query=query, out=out,
-                levers=Levers(), tile=tile, angles=words, sections=SECTIONS,
+                levers=Levers(), tile=tile, angles=words, sections=SECTIONS, format=self.format,
             )  # fmt: skip
             outs.append(out.clone())
         assert n_launches == 1 or all(torch.equal(one, out) for one in outs)
@@ -118,7 +126,10 @@ class World:
     def kv(self, i: int) -> tuple[Tensor, Tensor]:
         """k and v [T, nk, d] of a sequence, from its pages."""
         ids = self.page_table[i, : -(-self.lengths[i] // BLOCK)].long().to(self.device)
-        both = self.pages[ids].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : self.lengths[i]]
+        pages = self.pages[ids]
+        if not self.format.is_plain:
+            pages = values_of(pages, self.format, self.heads.n_kv, self.heads.dim)
+        both = pages.permute(1, 0, 3, 2, 4).flatten(1, 2)[:, : self.lengths[i]]
         return both[0], both[1]
 
     def expected(self, i: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -132,6 +143,8 @@ class World:
             for y, w in ((q, self.q_norm), (k, self.k_norm))
         )
         rounded = [layers.rounded(y, "bfloat16") for y in (q, k, v)]
+        if not self.format.is_plain:
+            rounded[1:] = self.kv(i)
         return rounded[1], v, (layers.attention(*rounded) * torch.sigmoid(gate)).flatten(1)
 
 
@@ -175,6 +188,30 @@ def test_matches_the_reference(layout: tuple[int, int, int, int], device: str) -
         # q and k may round to the other neighbour, the weights are rounded (2^-9 each), the result too (2^-9): all relative to
         # values of about 1 that a mean may cancel
         torch.testing.assert_close(out.float().cpu(), expected, rtol=2**-6, atol=2**-6)
+
+
+@pytest.mark.parametrize("format", QUANTISED, ids=lambda format: format.name)
+@pytest.mark.parametrize("layout", [LAYOUTS[0], *LAYOUTS[3:]])
+def test_quantised_pages(layout: tuple[int, int, int, int], format: KvFormat, device: str) -> None:
+    """What is written is the reference's, to the bit, of what plain pages hold, and what is read is that. No bit follows from a cut."""
+    nq, nk, d, half = layout
+    heads, n = AttentionHeads(nq, nk, d), lengths(device)[:4]
+    plain, world = (World(heads, n, half, device, f) for f in (BF16, format))
+    plain.step(whole(plain))
+    together = world.step(whole(world), spare=1)
+    kept = world.all_pages.clone()
+    plain.pages = quantised(plain.pages, format)
+    plain.format = format
+    for i, out in enumerate(together):
+        for found, right in zip(world.kv(i), plain.kv(i), strict=True):
+            assert torch.equal(found, right)
+        torch.testing.assert_close(out.float().cpu(), world.expected(i)[2], rtol=2**-6, atol=2**-6)
+    world.clear()
+    cuts = [n // 2 // BLOCK * BLOCK for n in world.lengths]
+    first = [world.step([(i, 0, cut)])[0] if cut else together[i][:0] for i, cut in enumerate(cuts)]
+    rest = world.step([(i, cut, n) for i, (cut, n) in enumerate(zip(cuts, world.lengths, strict=True))], spare=1)
+    assert all(torch.equal(out, torch.cat([a, b])) for out, a, b in zip(together, first, rest, strict=True))
+    assert torch.equal(kept, world.all_pages)
 
 
 @pytest.mark.parametrize("layout", [LAYOUTS[0], LAYOUTS[1], *LAYOUTS[3:]])

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
+from math import prod
 from pathlib import Path
 from random import Random
 from types import SimpleNamespace
@@ -64,6 +66,7 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
         format=None,
         out=str(out),
         accept=None,
+        context=None,
         pictures="",
         n_loras=0,
     )
@@ -118,12 +121,51 @@ def test_drafts_that_are_right_as_planted(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(gpu, "accept_rows", lambda *_: rows)
     out = tmp_path / "2026-01-01-h200"
     arguments = argparse.Namespace(
-        n="1", prompt=128, output=256, rounds=2, format=None, out=str(out), accept="0.8", pictures="", n_loras=0
+        n="1",
+        prompt=128,
+        output=256,
+        rounds=2,
+        format=None,
+        out=str(out),
+        accept="0.8",
+        context=None,
+        pictures="",
+        n_loras=0,
     )
     assert gpu.bench_gpu(arguments, EngineConfig(dummy="qwen3.5-27b", max_drafts=3)) == 0
     (file,) = out.glob("gpu-accept-qwen3.5-27b-*.json")
     found = json.loads(file.read_text())
     assert asked == [0, 3] and found["rows"] == [rows[0] | {"plain_ms": [20.0, 20.0]}]
+
+
+def test_steps_behind_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The roof has the bytes of keys and values in their format; no step is behind more tokens than a sequence may have."""
+    runner = GpuTextRunner.__new__(GpuTextRunner)
+    asked: list[tuple[int, int]] = []
+    monkeypatch.setattr(runner, "plan", SimpleNamespace(quantize=None, n_parts=1, n_pages=9), raising=False)
+    monkeypatch.setattr(
+        GpuTextRunner,
+        "replay_ms",
+        lambda self, n, n_keys, *n_more: asked.append((n, n_keys + prod(n_more) + 10)) or 20.0,
+    )
+    shape = replace(published_shape("qwen3.5-27b"), kv_cache_dtype="fp8")
+    engine = SimpleNamespace(runner=runner, info=SimpleNamespace(device="NVIDIA H200"))
+    device = SimpleNamespace(n_gpus=1, n_cuts=1)
+    model = SimpleNamespace(shape=shape, engine=lambda levers, n: engine, device=device)
+    monkeypatch.setattr(gpu, "need_gpu", lambda: None)
+    monkeypatch.setattr(gpu.GpuRoofs, "measured", classmethod(lambda cls: cls(4.4e12, 7.9e14)))
+    monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, config, format: model))
+    given = dict(n="1,8", format=None, accept=None, pictures="", n_loras=0, out=str(tmp_path / "2026-01-01-h200"))
+    assert gpu.bench_gpu(argparse.Namespace(context="1024,32768", **given), EngineConfig(dummy="qwen3.5-27b")) == 0
+    assert asked == [(1, 1024), (8, 1024), (1, 32768), (8, 32768)]
+    found = json.loads(next((tmp_path / "2026-01-01-h200").glob("gpu-context-*.json")).read_text())
+    one, *_, most = found["rows"]
+    assert found["kv_cache_dtype"] == "fp8" and most["kv_gb"] == pytest.approx(8 * 32768 * 16 * 4 * 516 / 1e9, rel=2e-3)
+    assert most["roof"] - one["roof"] == pytest.approx((most["gb"] - one["gb"]) / 4.4e3 / 0.02, abs=1e-3)
+    for context, words in (("60", "at least 61"), ("2048", "more than --max-model-len 1024")):
+        config = EngineConfig(dummy="qwen3.5-27b", max_model_len=1024)
+        with pytest.raises(ConfigError, match=words):
+            gpu.bench_gpu(argparse.Namespace(context=context, **given), config)
 
 
 @pytest.mark.long
@@ -144,7 +186,7 @@ def test_adapters_beside_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(gpu, "prefill_ms", lambda engine, n, adapter: [2.0 if adapter else 1.0])
     out = tmp_path / "2026-01-01-h200"
     arguments = argparse.Namespace(
-        n="2", prompt=3, output=8, prefill="64", rounds=1, format=None, out=str(out), accept=None, pictures="", n_loras=2,
+        n="2", prompt=3, output=8, prefill="64", rounds=1, format=None, out=str(out), accept=None, context=None, pictures="", n_loras=2,
         lora_rank=4,
     )  # fmt: skip
     assert gpu.bench_gpu(arguments, EngineConfig(dummy="qwen3.5-27b")) == 0

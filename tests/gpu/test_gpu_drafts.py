@@ -55,25 +55,27 @@ def small_checkpoint(kind: str) -> Path:
 
 
 @cache
-def build(kind: str, max_drafts: int = MAX_DRAFTS) -> GpuTextRunner:
+def build(kind: str, max_drafts: int = MAX_DRAFTS, format: str = "bf16") -> GpuTextRunner:
     config = EngineConfig(
         model=str(small_checkpoint(kind)), max_drafts=max_drafts, max_num_seqs=6 if HAS_GPU else 3,
-        max_model_len=512 if HAS_GPU else 192, max_step_tokens=128, n_pages=30, n_checkpoints=6,
+        max_model_len=512 if HAS_GPU else 192, max_step_tokens=128, n_pages=30, n_checkpoints=6, kv_cache_dtype=format,
     )  # fmt: skip
     return build_runner(config, lambda stage, done: None, Gpu())
 
 
 @cache
-def truth(kind: str, seed: int, sizes: Sizes) -> Answers:
+def truth(kind: str, seed: int, sizes: Sizes, format: str = "bf16") -> Answers:
     with pytest.MonkeyPatch.context() as patch:
-        answers, engine = Schedule(seed, ("1",), sizes=sizes).run(build(kind, 0), patch)
+        answers, engine = Schedule(seed, ("1",), sizes=sizes).run(build(kind, 0, format), patch)
     assert engine.stats().n_drafted == 0
     return answers
 
 
-def drafted(kind: str, seed: int, sizes: Sizes, patch: pytest.MonkeyPatch) -> tuple[Answers, Engine, int]:
+def drafted(
+    kind: str, seed: int, sizes: Sizes, patch: pytest.MonkeyPatch, format: str = "bf16"
+) -> tuple[Answers, Engine, int]:
     """With guesses of the head asked for at random. Gives how many it made, too."""
-    plan, rng, runner, n_guessed = Drafting.plan, Random(seed), build(kind), 0
+    plan, rng, runner, n_guessed = Drafting.plan, Random(seed), build(kind, format=format), 0
     step_of = runner.step
 
     def counted(step: Step) -> StepResult:
@@ -95,7 +97,7 @@ def drafted(kind: str, seed: int, sizes: Sizes, patch: pytest.MonkeyPatch) -> tu
             draw.n_guesses, draw.sequence.runs_ahead = rng.randrange(1 + most), False
 
     patch.setattr(Drafting, "plan", guessing)
-    answers, engine = Schedule(seed, ("1",), truth(kind, seed, sizes), sizes).run(runner, patch)
+    answers, engine = Schedule(seed, ("1",), truth(kind, seed, sizes, format), sizes).run(runner, patch)
     return answers, engine, n_guessed
 
 
@@ -109,6 +111,15 @@ def test_drafts_change_no_bit(kind: str, seed: int, sizes: Sizes, monkeypatch: p
     assert n_guessed > 5, "the head has guessed"
     assert stats.n_drafted > stats.n_accepted > 5 and (stats.n_preemptions > 0 or sizes is FEW)
     assert found == truth(kind, seed, sizes)
+
+
+@pytest.mark.parametrize("format", [pytest.param("fp8", marks=pytest.mark.long), "turboquant_k8v4"])
+def test_drafts_change_no_bit_of_quantised_keys_and_values(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = SIZES if HAS_GPU else FEW
+    found, engine, n_guessed = drafted("dense", 7, sizes, monkeypatch, format)
+    stats = engine.stats()
+    assert n_guessed > 3 and stats.n_drafted > stats.n_accepted > 5
+    assert found == truth("dense", 7, sizes, format)
 
 
 # Faults.

@@ -20,6 +20,7 @@ import llguidance
 import pytest
 import torch
 
+from deltic.bench.quality import Document, readings
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.guides import Guide, Guides
@@ -431,6 +432,10 @@ def test_prompt_logprobs() -> None:
     for i, entry in enumerate(entries[1:]):
         assert entry is not None and entry.token_id == ids[i + 1]
         assert abs(entry.logprob - float(expected[i, ids[i + 1]])) < LOGPROB_TOLERANCE
+    read = list(readings(inner, [Document(ids, [False] * 60 + [True] * 10)]))  # as `deltic bench quality` does
+    assert sum(n for *_, n in read) == len(ids)
+    found = [float(row[target]) for targets, log_q, _ in read for row, target in zip(log_q, targets, strict=True)]
+    assert found == pytest.approx([entry.logprob for entry in entries[60:] if entry is not None], abs=1e-4)
 
 
 @needs_gpu

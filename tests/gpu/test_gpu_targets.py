@@ -56,6 +56,9 @@ OF_PICTURES = {"_patches_kernel", "_positions_kernel", "_layer_norm_kernel", "_k
 WITH_PICTURES = OF_PICTURES | {"_embed_kernel", "_prepare_kernel", "_begin_decode_kernel", "_attention_decode_kernel"}
 WITH_PICTURES |= {"_wide_kernel"}
 """The same where prompts may have pictures."""
+OF_KEYS = {"_attention_decode_kernel", "_keys_decode_kernel", "_prepare_kernel", "_flash_kernel"}
+"""Those that write or read keys and values, of another variant for each format."""
+KV_DTYPES = ("fp8", "turboquant_k8v4")
 WITH_ADAPTERS = {
     "_shrink_kernel",
     "_expand_kernel",
@@ -191,7 +194,12 @@ def _plan(model: str, max_drafts: int = 0, has_pictures: bool = False, has_adapt
 
 
 def _jobs(
-    model: str, format: str = "bf16", max_drafts: int = 0, has_pictures: bool = False, has_adapters: bool = False
+    model: str,
+    format: str = "bf16",
+    max_drafts: int = 0,
+    has_pictures: bool = False,
+    kv_dtype: str = "bf16",
+    has_adapters: bool = False,
 ) -> list[Any]:
     """What the steps of a model start. Nothing, for a format that is refused."""
     from deltic.ops.gpu.launch import Levers
@@ -200,6 +208,7 @@ def _jobs(
     plan = _plan(model, max_drafts, has_pictures, has_adapters)
     if format != "bf16":
         plan = replace(plan, shape=replace(plan.shape, formats=InFormat(WEIGHT_FORMATS[format])))
+    plan = plan if kv_dtype == "bf16" else replace(plan, shape=replace(plan.shape, kv_cache_dtype=kv_dtype))
     try:
         return collect(plan, Levers())
     except KernelError:
@@ -279,6 +288,14 @@ def _compile(name: str) -> list[Compiled]:
     of_pictures = [job for job in dict.fromkeys(of_pictures) if job.name in WITH_PICTURES and job not in jobs]
     assert {job.name for job in of_pictures} == WITH_PICTURES
     jobs += of_pictures if IS_FULL else _some(of_pictures)
+    for kv_dtype in KV_DTYPES if IS_FULL else KV_DTYPES[:1]:
+        models = TEXTS if IS_FULL else TINY[:1]
+        of_keys = [
+            job for m in models for n in (0, 4)[not IS_FULL :] for job in _jobs(m, max_drafts=n, kv_dtype=kv_dtype)
+        ]
+        of_keys = [job for job in dict.fromkeys(of_keys) if job.name in OF_KEYS and job not in jobs]
+        assert {job.name for job in of_keys} == OF_KEYS
+        jobs += of_keys if IS_FULL else {job.name: job for job in of_keys}.values()
     of_adapters = [job for model in (TEXTS if IS_FULL else TINY[1:]) for job in _jobs(model, has_adapters=True)]
     of_adapters = [job for job in dict.fromkeys(of_adapters) if job.name in WITH_ADAPTERS and job not in jobs]
     assert {job.name for job in of_adapters} == WITH_ADAPTERS

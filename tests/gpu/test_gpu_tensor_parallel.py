@@ -45,8 +45,8 @@ def config_of(kind: str, **more: Any) -> EngineConfig:
     )  # fmt: skip
 
 
-def plan_of(kind: str, n_gpus: int = N_RANKS, n_cuts: int | None = None) -> tuple[Path, TextPlan]:
-    _, directory, plan = plan_model(config_of(kind), Gpu(n_gpus=n_gpus, n_cuts=n_cuts), 2 << 30)
+def plan_of(kind: str, n_gpus: int = N_RANKS, n_cuts: int | None = None, **more: Any) -> tuple[Path, TextPlan]:
+    _, directory, plan = plan_model(config_of(kind, **more), Gpu(n_gpus=n_gpus, n_cuts=n_cuts), 2 << 30)
     return directory, plan
 
 
@@ -130,16 +130,24 @@ def of_ranks(directory: Path | None, plan: TextPlan, use: Callable[[GpuTextRunne
 
 
 @interpreted
-@pytest.mark.parametrize("kind", ["dense", pytest.param("moe", marks=pytest.mark.long)])
-def test_ranks_answer_as_one(kind: str) -> None:
-    directory, plan = plan_of(kind, 1)
+@pytest.mark.parametrize(
+    ("kind", "format"),
+    [
+        ("dense", "bf16"),
+        pytest.param("moe", "bf16", marks=pytest.mark.long),
+        pytest.param("dense", "fp8", marks=pytest.mark.long),
+    ],
+)
+def test_ranks_answer_as_one(kind: str, format: str) -> None:
+    """With pages of bfloat16, or quantised ones, of each part."""
+    directory, plan = plan_of(kind, 1, kv_cache_dtype=format)
     weights, _ = load_weights(directory, plan.shape, store=DeviceStore("cpu"))
     expected = answers(Engine(GpuTextRunner(plan, [weights], LEVERS)))
-    directory, plan = plan_of(kind)
+    directory, plan = plan_of(kind, kv_cache_dtype=format)
     levers = Levers(fused_sums=kind != "moe")
     found = of_ranks(directory, plan, lambda runner: answers(Engine(runner)), levers)
     check_next_to(found, expected, kind)
-    directory, plan = plan_of(kind, 1, N_RANKS)  # one rank that has both parts
+    directory, plan = plan_of(kind, 1, N_RANKS, kv_cache_dtype=format)  # one rank that has both parts
     assert of_ranks(directory, plan, lambda runner: answers(Engine(runner))) == found
 
 

@@ -340,6 +340,32 @@ def test_counters_are_sums_over_the_processes_and_gauges_are_the_last_one_s() ->
 
 
 @in_loop
+async def test_answers_about_adapters_find_who_asked() -> None:
+    client = EngineClient(EngineConfig(), 100)
+    told: list[str] = []
+    client.on_ready = lambda info: told.append(info.model_name)
+    async with hosted(client) as host:
+        assert host.pid is not None and told == ["fake"]
+        answers = await asyncio.gather(*(client.load_adapter(path) for path in ("/a", "/b", "/a")))
+        assert [answer.path for answer in answers] == ["/a", "/b", "/a"]
+        assert all("no room for adapters" in str(answer.error) for answer in answers)
+        client.drop_adapter(b"unknown")
+        request_of_one = msgspec.structs.replace(request("one"), adapter=b"unknown")
+        assert reasons(await collect(submit(client, request_of_one))) == ["error"]
+        os.kill(host.pid, signal.SIGSTOP)
+        asked = [asyncio.create_task(client.load_adapter("/a")) for _ in range(2)]
+        await until(lambda: client.is_asked)
+        os.kill(host.pid, signal.SIGKILL)
+        for error in await asyncio.gather(*asked, return_exceptions=True):
+            assert isinstance(error, EngineUnavailable) and "SIGKILL" in str(error)
+        with pytest.raises(EngineUnavailable, match="restarted"):
+            await client.load_adapter("/a")
+        client.drop_adapter(b"unknown")
+        await client.ready()
+        assert told == ["fake", "fake"] and not client.is_asked
+
+
+@in_loop
 async def test_a_message_that_is_no_event_does_not_hold_up_the_next() -> None:
     client = EngineClient(EngineConfig(), 100)
     async with hosted(client) as host:

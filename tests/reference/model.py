@@ -11,9 +11,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import ml_dtypes
 import torch
 from torch import Tensor
 
+from tests.reference import kv
 from tests.reference.layers import (
     Precision,
     attention,
@@ -59,11 +61,13 @@ def attention_mixer(x: Tensor, layer: Any, shape: Any, precision: Precision) -> 
         y = rms_norm(heads.unflatten(-1, (n, d)), weight, shape.rms_norm_eps)
         return rounded(rope(y, positions, inv_freq, shape.rope_attention_factor), precision)
 
-    o = attention(
-        normed_and_rotated(q, nq, layer.q_norm),
-        normed_and_rotated(k, nk, layer.k_norm),
-        rounded(v, precision).unflatten(-1, (nk, d)),
-    )
+    keys, values = normed_and_rotated(k, nk, layer.k_norm), rounded(v, precision).unflatten(-1, (nk, d))
+    if shape.kv_cache_dtype in kv.FORMATS:
+        keys, values = (
+            torch.from_numpy(of(x.to(torch.bfloat16).view(torch.int16).numpy().view(ml_dtypes.bfloat16)).values())
+            for x, of in zip((keys, values), kv.FORMATS[shape.kv_cache_dtype], strict=True)
+        )
+    o = attention(normed_and_rotated(q, nq, layer.q_norm), keys, values)
     return linear(o.flatten(1) * torch.sigmoid(gate), layer.o_proj, precision)
 
 

@@ -176,7 +176,7 @@ def _listed(names: list[str]) -> str:
 
 
 def _config(file: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
-    """adapter_config.json, or what the file itself says. Raises CheckpointError for what is not plain LoRA."""
+    """adapter_config.json, or what the file itself says. Raises CheckpointError unless it is plain LoRA."""
     beside = file.parent / _CONFIG
     if beside.exists():
         config = read_json(beside)

@@ -2,10 +2,10 @@
 
     h  = x + Mixer(rms_norm(x));  x' = h + FFN(rms_norm(h))        (Qwen3-Next, 3.5, 3.6, 3.8)
 
-The residual stream, norms, gates, states, router and logits are float32; pages and the inputs of every linear
-are bfloat16; matrices are bfloat16 or quantised. There is one layout of the weights (models/qwen/weights.py)
-and one path for decode and prefill. What stands for a picture's tokens comes from the vision tower
-(models/vision), as rows that take the place of embeddings.
+The residual stream, norms, gates, states, router and logits are float32; the inputs of every linear are
+bfloat16, and pages, too, or fewer bits (ops/kv_formats.py); matrices are bfloat16 or quantised. There is one
+layout of the weights (models/qwen/weights.py) and one path for decode and prefill. What stands for a
+picture's tokens comes from the vision tower (models/vision), as rows that take the place of embeddings.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ class DraftBuffers:
 
 @dataclass(frozen=True)
 class Memory:
-    """The two memories. pages: bfloat16 [n_pages, n_kv_layers, 2, nk, 64, d]; states: float32
+    """The two memories. pages: of `ops.cpu.attention.kv_pages`, [n_pages, n_kv_layers, ...]; states: float32
     [n_slots, n_gdn, Hv, dk, dv]; columns: bfloat16 [n_slots, n_gdn, 3, C], the other half of a state slot.
 
     And the windows of drafted tokens, by place: window_columns bfloat16 [n_places, n_gdn, W, C], window_gates
@@ -497,6 +497,7 @@ class Qwen:
             page_table=inputs.page_table,
             records=act.attn_records,
             out=mixed,
+            kv=self.shape.kv_format,
         )
         self.linears.project(program, f"{name}o_proj", mixed, act.residual, act.packed, inputs.n_tokens, add=True)
 
@@ -519,6 +520,7 @@ class Qwen:
             sin=self.sin,
             q_out=_rows(act.query, act.residual, self.heads.n_q * self.heads.dim),
             pages=pages,
+            kv=self.shape.kv_format,
         )
 
     def _feed_forward(self, program: Program, name: str, mlp: Mlp | Moe, n_tokens: Array, act: Activations) -> None:

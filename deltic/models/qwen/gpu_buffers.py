@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from deltic.models.qwen.shape import ModelShape
-from deltic.ops.geometry import Allocate
+from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_scratch
 from deltic.ops.gpu.blocks import BLOCK, AdapterRows, Drafts, Rows, Windows
 from deltic.ops.gpu.draft import GuessRows
@@ -30,7 +30,7 @@ window needs, so that no row is read while it is written.
 class GpuMemory:
     """The two memories, of one part of a model that is cut.
 
-    pages: bfloat16 [n_pages + 1, n_kv_layers, 2, nk, 64, d], the last one for padding;
+    pages: [n_pages + 1, *page_layout], the last one for padding;
     states: float32 [n_slots, n_gdn, Hv, dv, dk]; columns: bfloat16 [n_slots, n_gdn, RING, C], row p % RING
     for position p.
     """
@@ -38,6 +38,14 @@ class GpuMemory:
     pages: Tensor
     states: Tensor
     columns: Tensor
+
+
+def page_layout(shape: ModelShape) -> tuple[tuple[int, ...], torch.dtype]:
+    """A page of all layers: bfloat16 [n_kv_layers, 2, nk, 64, d], or uint8 [n_kv_layers, bytes]."""
+    n, format = shape.n_kv_layers, shape.kv_format
+    if format.is_plain:
+        return (n, 2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim), torch.bfloat16
+    return (n, format.layer_bytes(shape.n_kv_heads, shape.head_dim)), torch.uint8
 
 
 @dataclass(frozen=True)

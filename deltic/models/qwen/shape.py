@@ -19,6 +19,7 @@ from deltic.models.fields import MAX_LAYERS, UnsupportedModelError, positive_flo
 from deltic.models.gguf import is_gguf
 from deltic.models.gguf_config import document
 from deltic.ops.geometry import PAGE_SIZE, AttentionHeads, GdnHeads
+from deltic.ops.kv_formats import KV_FORMATS, KvFormat
 
 if TYPE_CHECKING:
     from deltic.ops.formats import WeightFormat  # brings numpy, which the HTTP process has no use for
@@ -99,6 +100,8 @@ class ModelShape:
     """Ids that a draft head may guess, at most."""
     has_draft_head: bool = False
     """Whether the draft head (MTP) is run: an attention layer more, whose keys and values are in pages."""
+    kv_cache_dtype: str = "bf16"
+    """Of the keys and values in pages: a name of KV_FORMATS."""
     tie_word_embeddings: bool
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
@@ -263,9 +266,13 @@ class ModelShape:
         return self.recurrent_state_bytes + self.conv_state_bytes
 
     @property
+    def kv_format(self) -> KvFormat:
+        return KV_FORMATS[self.kv_cache_dtype]
+
+    @property
     def kv_bytes_per_token(self) -> int:
-        """Bytes of one token's bfloat16 keys and values over all attention layers, the draft head's too."""
-        return self.n_kv_layers * 2 * self.n_kv_heads * self.head_dim * BF16_BYTES
+        """Bytes of one token's keys and values over all attention layers, the draft head's too."""
+        return self.n_kv_layers * self.n_kv_heads * self.kv_format.head_bytes(self.head_dim)
 
     def page_bytes(self, page_size: int = PAGE_SIZE) -> int:
         """Bytes of one page of `page_size` tokens over all attention layers."""

@@ -1,20 +1,38 @@
 """attn_prepare and attention: full attention, gated or not, over 64-token pages (csrc/attention.cpp).
 
 A page holds, for each attention layer, k and v of 64 tokens in bfloat16: k as [nk, d/2, 64, 2], so that the
-scores of neighbouring keys are neighbouring lanes, and v as [nk, 64, d]. The pages of the sequence in place i
-are page_table[i]. Softmax weights are float32 and relative to a running maximum over pages in order, and
-start anew every SPLIT_KEYS keys; the splits are merged in order. So a long context can be many tasks, and how
-many does not touch the bits.
+scores of neighbouring keys are neighbouring lanes, and v as [nk, 64, d]; or both in fewer bits
+(ops/kv_formats.py, csrc/kv.h). The pages of the sequence in place i are page_table[i]. Softmax weights are
+float32 and relative to a running maximum over pages in order, and start anew every SPLIT_KEYS keys; the
+splits are merged in order. So a long context can be many tasks, and how many does not touch the bits.
 """
 
 from __future__ import annotations
 
 import numpy as np
+from numpy.typing import DTypeLike
 
 from deltic.ops.arrays import Array, bfloat16, stride
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
-from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, AttentionHeads
+from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, PAGE_SIZE, AttentionHeads
+from deltic.ops.kv_formats import BF16, KvFormat
+
+_FORMATS = ("bf16", "int8", "k8v4")
+"""In the order of csrc/kv.h."""
+
+
+def kv_pages(n_pages: int, n_layers: int, heads: AttentionHeads, kv: KvFormat) -> tuple[tuple[int, ...], DTypeLike]:
+    """Shape and type of the pages of so many layers."""
+    if kv.is_plain:
+        return (n_pages, n_layers, 2, heads.n_kv, PAGE_SIZE, heads.dim), bfloat16
+    return (n_pages, n_layers, kv.layer_bytes(heads.n_kv, heads.dim)), np.uint8
+
+
+def _check_pages(operator: str, pages: Array, heads: AttentionHeads, kv: KvFormat) -> None:
+    check(operator, kv.name in _FORMATS, f"keys and values in one of {', '.join(_FORMATS)}")
+    (_, _, *size), dtype = kv_pages(0, 0, heads, kv)
+    check(operator, pages.shape[1:] == tuple(size) and pages.dtype == dtype, f"{dtype} pages [n, *{size}]")
 
 
 def attn_prepare(
@@ -34,20 +52,21 @@ def attn_prepare(
     q_out: Array,
     pages: Array,
     angles: Array | None = None,
+    kv: KvFormat = BF16,
 ) -> None:
-    """Norms and rotates q and k; writes bfloat16 q to q_out [T, nq, d], k and v to the token's place in its
-    page.
+    """Norms and rotates q and k; writes bfloat16 q to q_out [T, nq, d], k and v, rounded to bfloat16 and then
+    as kv says, to the token's place in its page.
 
     proj: float32 [T, row]; q_norm, k_norm: float32 [d], zero-centred; positions,
     token_place, angles: int32 [T], of each token its number in the sequence, its sequence's place, and its
     row of cos and sin (None: that of its number); page_table: int32 [places, max_pages]; cos, sin: float32
-    [n_angles, rotary/2]; pages: bfloat16 [n_pages, 2, nk, 64, d] (this layer's part, any page stride).
+    [n_angles, rotary/2]; pages: of `kv_pages`, this layer's part, with any page stride.
     Rotated are the first `rotary` dims of a head, in pairs (i, i + rotary/2).
     """
     rotary = 2 * cos.shape[1]
     check("attn_prepare", proj.shape[1] == heads.row, f"proj [T, {heads.row}]")
-    check("attn_prepare", pages.shape[1:] == (2, heads.n_kv, 64, heads.dim), "pages [n, 2, nk, 64, d]")
-    check("attn_prepare", pages.dtype == q_out.dtype == bfloat16, "bfloat16 pages and q")
+    _check_pages("attn_prepare", pages, heads, kv)
+    check("attn_prepare", q_out.dtype == bfloat16, "bfloat16 q")
     check("attn_prepare", heads.dim % 32 == 0 and heads.dim <= MAX_HEAD_DIM, f"head_dim % 32 == 0, <= {MAX_HEAD_DIM}")
     check("attn_prepare", rotary % 32 == 0 and rotary <= heads.dim, f"rotary dims a multiple of 32, found {rotary}")
     program.call(
@@ -72,6 +91,7 @@ def attn_prepare(
         q_out,
         pages,
         stride(pages),
+        _FORMATS.index(kv.name),
     )
 
 
@@ -89,6 +109,7 @@ def attention(
     page_table: Array,
     records: Array,
     out: Array,
+    kv: KvFormat = BF16,
 ) -> None:
     """out[t, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)), or without a gate, causal; query head
     j reads key head j // (nq/nk).
@@ -96,8 +117,10 @@ def attention(
     q: bfloat16 [T, nq, d]; proj: float32 [T, row], read for the gates only; out: bfloat16 [T, nq d]; the rest
     as in attn_prepare and gdn. The keys of the tokens themselves must be in the pages already. records:
     float32 scratch of heads.records_size(), for the splits of blocks of rows that are given to several
-    threads; any number of them will do.
+    threads; any number of them will do. kv: of the pages; where it is not bfloat16, each query, and softmax's
+    weights of a page times its scales, are rounded to multiples of 1/32512 of their largest (csrc/kv.h).
     """
+    _check_pages("attention", pages, heads, kv)
     check("attention", heads.n_q % heads.n_kv == 0, "query heads a multiple of key heads")
     check("attention", heads.n_q // heads.n_kv <= MAX_GROUP, f"at most {MAX_GROUP} query heads a key head")
     check("attention", out.shape[1] == heads.n_q * heads.dim and out.dtype == bfloat16, "bfloat16 out [T, nq d]")
@@ -106,6 +129,7 @@ def attention(
     )
     program.call(
         "deltic_attention",
+        _FORMATS.index(kv.name),
         q,
         proj,
         heads.n_q,

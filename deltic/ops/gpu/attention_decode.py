@@ -38,9 +38,12 @@ from torch import Tensor
 
 from deltic.ops.contract import check
 from deltic.ops.geometry import PAGE_SIZE, Allocate, AttentionHeads
+from deltic.ops.gpu import kv
 from deltic.ops.gpu.blocks import Rows
 from deltic.ops.gpu.chip import chip
+from deltic.ops.gpu.kv import FP8, K8V4, PLAIN
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
+from deltic.ops.kv_formats import BF16, KvFormat
 
 FAN = 8
 """Records merged at once: with 64 splits, two rounds of 8."""
@@ -62,7 +65,9 @@ class Splits:
     num_warps: int = 8
     num_stages: int = 1
     maxnreg: int | None = 128  # two programs on a multiprocessor
-    ahead: int = 4  # tiles of a split that are asked for at its start
+    ahead: int = 4  # tiles of a program that are asked for at its start
+    run: int = 1  # splits of a program: 1, 2, 4 or FAN. No bit follows
+    roll: bool = False  # whether each tile asks for the one `ahead` of it. No bit follows
 
     def tiles(self, n_tiles: int) -> int:
         """Tiles of a split of a row with n_tiles, as the kernel computes it."""
@@ -117,6 +122,19 @@ def _prefetch(p_tile, BYTES: tl.constexpr):
 
 
 @triton.jit
+def _ask_for(p_page, i_kv, KV: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
+    """Asks for what `_load_tile` will read."""
+    if KV == PLAIN:
+        _prefetch(p_page, PAGE * D * 2)
+        _prefetch(p_page + NK * PAGE * D, PAGE * D * 2)
+    else:
+        _prefetch(kv.keys_at(p_page, i_kv, KV, NK, D), PAGE * D)
+        _prefetch(kv.values_at(p_page, i_kv, KV, NK, D), PAGE * kv.value_width(KV, D))
+        _prefetch(kv.floats_at(p_page, "value_scales", i_kv, KV, NK, D), PAGE * 2)
+        _prefetch(kv.floats_at(p_page, "key_scales" if KV == FP8 else "least_values", i_kv, KV, NK, D), PAGE * 2)
+
+
+@triton.jit
 def summed(p_proj, b_offset, b_mask, stride_s, S: tl.constexpr):
     b_x = tl.load(p_proj + b_offset, mask=b_mask, other=0.0)
     for s in tl.static_range(1, S):
@@ -164,15 +182,48 @@ def rotated(p_proj, b_head, b_mask, b_turn, b_turn_other, eps, stride_s, D: tl.c
 
 
 @triton.jit
-def _attended(b_k, b_v, b_qt, b_max, b_sum, b_o, b_old, scale):
-    """One tile of keys into the running maximum, sum and output. b_old [PAGE, 1]: which keys are there."""
-    b_s = tl.dot(b_k, b_qt) * scale
+def _load_tile(p_page, i_kv, o_t, o_d, b_old, KV: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
+    """A head's keys and values of a page; of quantised ones their codes, and scales and least values [PAGE].
+    p_page: of plain pages the head's.
+    """
+    o_td = o_t[:, None] * D + o_d[None, :]
+    if KV == PLAIN:
+        b_k = tl.load(p_page + o_td, mask=b_old, other=0.0)
+        b_v = tl.load(p_page + NK * PAGE * D + o_td, mask=b_old, other=0.0)
+        tile = (b_k, b_v)
+    else:
+        o_v = o_t[:, None] * kv.value_width(KV, D) + tl.arange(0, kv.value_width(KV, D))[None, :]
+        b_k = tl.load(kv.keys_at(p_page, i_kv, KV, NK, D) + o_td, mask=b_old, other=0)
+        b_v = tl.load(kv.values_at(p_page, i_kv, KV, NK, D) + o_v, mask=b_old, other=0)
+        b_key_scale, b_value_scale, b_least = kv.load_floats(p_page, i_kv, o_t[:, None], b_old, KV, NK, D)
+        tile = (b_k, b_v, b_key_scale, b_value_scale, b_least)  # type: ignore[assignment]
+    return tile
+
+
+@triton.jit
+def _attended(tile, b_qt, b_max, b_sum, b_o, b_least, b_old, scale, KV: tl.constexpr):
+    """One tile of keys into the running maximum, sum and output. b_old [PAGE, 1]: which keys are there.
+    b_least [GROUP]: what least values come to, the same for all of a head.
+    """
+    if KV == PLAIN:
+        b_s = tl.dot(tile[0], b_qt) * scale
+    elif KV == FP8:
+        b_s = tl.dot(kv.key_operand(tile[0], True), b_qt) * (tile[2] * scale)
+    else:
+        b_s = tl.dot(kv.key_operand(tile[0], True), b_qt) * scale
     b_s = tl.where(b_old, b_s, float("-inf"))
     b_new_max = tl.maximum(b_max, tl.max(b_s, 0))
     b_p = tl.exp2(b_s - b_new_max[None, :])
     b_keep = tl.exp2(b_max - b_new_max)
     b_sum = b_sum * b_keep + tl.sum(b_p, 0)
-    return b_new_max, b_sum, tl.dot(tl.trans(b_v), b_p.to(tl.bfloat16), b_o * b_keep[None, :])
+    if KV == PLAIN:
+        b_o = tl.dot(tl.trans(tile[1]), b_p.to(tl.bfloat16), b_o * b_keep[None, :])
+    else:
+        b_weight = (b_p * tile[3]).to(tl.bfloat16)
+        if KV == K8V4:
+            b_least = b_least * b_keep + tl.sum(b_p * tile[4], 0)
+        b_o = tl.dot(tl.trans(kv.value_operand(tile[1], True, KV)), b_weight, b_o * b_keep[None, :])
+    return b_new_max, b_sum, b_o, b_least
 
 
 @triton.jit
@@ -226,10 +277,12 @@ def _finish(b_o, b_sum, b_gate, p_out, G: tl.constexpr, R: tl.constexpr, D: tl.c
 def _new_key(
     p_proj, p_norm, p_cos, p_sin, p_page, position, i_kv, eps, stride_s, NQ: tl.constexpr, NK: tl.constexpr,
     D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, ROWS: tl.constexpr, PAGE: tl.constexpr, GATED: tl.constexpr,
+    KV: tl.constexpr,
 ):
     """A new token's k, [ROWS, D], and v, [D], of one key head, rounded as in its page: they are left there.
 
-    k is computed in every row of a tile like that of q, which it meets element by element.
+    k is computed in every row of a tile like that of q, which it meets element by element. p_page: of plain
+    pages the head's. bfloat16, or what quantised pages hold, float32.
     """
     o_g, o_d = tl.arange(0, ROWS), tl.arange(0, D)
     o_k = ((2 if GATED else 1) * NQ + i_kv) * D
@@ -239,8 +292,19 @@ def _new_key(
     )
     b_v = summed(p_proj + NK * D, o_k + o_d, o_d < D, stride_s, S).to(tl.bfloat16)
     o_in_page = (position % PAGE) * D + o_d
-    tl.store(p_page + o_in_page[None, :] + (o_g * 0)[:, None], b_k, mask=(o_g == 0)[:, None])
-    tl.store(p_page + NK * PAGE * D + o_in_page, b_v)
+    if KV == PLAIN:
+        tl.store(p_page + o_in_page[None, :] + (o_g * 0)[:, None], b_k, mask=(o_g == 0)[:, None])
+        tl.store(p_page + NK * PAGE * D + o_in_page, b_v)
+    else:
+        b_x = b_k.to(tl.float32)
+        b_scale = kv.key_scale(kv.largest(b_x), KV)
+        b_codes, p_codes = kv.key_codes(b_x, b_scale, KV), kv.keys_at(p_page, i_kv, KV, NK, D)
+        p_codes += o_in_page[None, :] + (o_g * 0)[:, None]
+        tl.store(p_codes, b_codes, mask=(o_g == 0)[:, None])
+        kv.store_key_scale(p_page, i_kv, position % PAGE + o_g * 0, b_scale, o_g == 0, KV, NK, D)
+        b_k = kv.e4m3_values(b_codes) * b_scale[:, None]
+        o_v = position % PAGE + tl.arange(0, 1)
+        b_v = tl.reshape(kv.store_values(p_page, i_kv, o_v, b_v.to(tl.float32)[None, :], KV, NK, D), (D,))
     return b_k, b_v
 
 
@@ -249,7 +313,7 @@ def _keys_decode_kernel(
     p_proj, p_k_norm, p_cos, p_sin, p_slot, p_place, p_position, p_shift, p_table, p_pages, eps,
     stride_s, stride_row, stride_table, stride_page,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
-    PAGE: tl.constexpr, GATED: tl.constexpr, PDL: tl.constexpr,
+    PAGE: tl.constexpr, GATED: tl.constexpr, KV: tl.constexpr, PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
@@ -262,10 +326,12 @@ def _keys_decode_kernel(
             p_cos += shift
             p_sin += shift
         p_row = p_table + tl.load(p_place + i_row).to(tl.int64) * stride_table
-        p_page = p_pages + i_kv * (PAGE * D) + tl.load(p_row + position // PAGE).to(tl.int64) * stride_page
+        if KV == PLAIN:
+            p_pages += i_kv * (PAGE * D)
+        p_page = p_pages + tl.load(p_row + position // PAGE).to(tl.int64) * stride_page
         _new_key(
             p_proj + i_row.to(tl.int64) * stride_row, p_k_norm, p_cos, p_sin, p_page, position, i_kv, eps, stride_s,
-            NQ, NK, D, HALF, S, GROUP, PAGE, GATED,
+            NQ, NK, D, HALF, S, GROUP, PAGE, GATED, KV,
         )
 
 
@@ -277,12 +343,14 @@ def _attention_decode_kernel(
     stride_s, stride_row, stride_table, stride_page, records, n_counters,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     GP: tl.constexpr, PAGE: tl.constexpr, FEW: tl.constexpr, FEW_TILES: tl.constexpr, MOST: tl.constexpr,
-    FAN: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr, DRAFTS: tl.constexpr, PDL: tl.constexpr,
+    FAN: tl.constexpr, AHEAD: tl.constexpr, RUN: tl.constexpr, ROLL: tl.constexpr, GATED: tl.constexpr,
+    DRAFTS: tl.constexpr, KV: tl.constexpr, PDL: tl.constexpr,
 ):
+    """One program: RUN splits of a row, of one key head, the last of them first."""
     G: tl.constexpr = NQ // NK
     i_row = tl.program_id(0) // NK
     i_kv = tl.program_id(0) % NK
-    i_split = tl.program_id(1)
+    first_split = tl.program_id(1) * RUN
 
     # how the row is cut: of its length alone
     position = tl.load(p_position + i_row)
@@ -292,7 +360,7 @@ def _attention_decode_kernel(
     n_splits = (n_tiles + split_tiles - 1) // split_tiles
     # without work: still one that waits, so that the end of this kernel implies the end of the one in front
     if PDL:  # noqa: SIM102
-        if (i_split == 0) & (n_splits == 0):
+        if (first_split == 0) & (n_splits == 0):
             tl.extra.cuda.gdc_wait()
 
     pair = (i_row * NK + i_kv).to(tl.int64)
@@ -302,7 +370,8 @@ def _attention_decode_kernel(
         shift = tl.load(p_shift + i_row) * HALF
         p_cos += shift
         p_sin += shift
-    p_pages += i_kv * (PAGE * D)
+    if KV == PLAIN:
+        p_pages += i_kv * (PAGE * D)
     p_proj += row * stride_row
     p_gate = p_proj + (NQ + i_kv * G) * D
     p_out += row * (NQ * D) + i_kv * (G * D)
@@ -313,20 +382,19 @@ def _attention_decode_kernel(
     o_d = tl.arange(0, D)
     o_t = tl.arange(0, PAGE)
     o_g = tl.arange(0, GROUP)
-    o_td = o_t[:, None] * D + o_d[None, :]
 
-    if i_split < n_splits:
+    if first_split < n_splits:
         # pages were written in earlier steps, but for the new token: they may be asked for before the wait
-        first = i_split * split_tiles
-        last = tl.minimum(first + split_tiles, n_tiles) - 1
+        n_own = tl.minimum(n_splits - first_split, RUN)
+        lowest = first_split * split_tiles
+        last = tl.minimum(lowest + n_own * split_tiles, n_tiles) - 1
         page = tl.load(p_table + last)
         p_page = p_pages + page.to(tl.int64) * stride_page
         if PDL:
-            for i in tl.static_range(AHEAD):
-                if last - i >= first:
-                    p_tile = p_pages + tl.load(p_table + last - i).to(tl.int64) * stride_page
-                    _prefetch(p_tile, PAGE * D * 2)
-                    _prefetch(p_tile + NK * PAGE * D, PAGE * D * 2)
+            for i_ahead in tl.static_range(AHEAD):
+                if last - i_ahead >= lowest:
+                    p_ahead_page = p_pages + tl.load(p_table + last - i_ahead).to(tl.int64) * stride_page
+                    _ask_for(p_ahead_page, i_kv, KV, NK, D, PAGE)
         b_turn, b_turn_other = turn(p_q_norm, p_cos + position * HALF, p_sin + position * HALF, GROUP, D, HALF)
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -334,58 +402,76 @@ def _attention_decode_kernel(
         b_q = rotated(
             p_proj, ((i_kv * G + o_g) * D)[:, None], (o_g < G)[:, None], b_turn, b_turn_other, eps, stride_s, D, HALF, S
         )
-        b_qt = tl.trans(b_q)
-        b_max = tl.full((GROUP,), float("-inf"), tl.float32)
-        b_sum = tl.zeros((GROUP,), tl.float32)
-        b_o = tl.zeros((D, GROUP), tl.float32)
-        if i_split == n_splits - 1:
-            # the new token: into its page, and as the first key of the running sums, rounded as in the page
-            if DRAFTS:
-                b_new_k, b_new_v = tl.zeros((GROUP, D), tl.bfloat16), tl.zeros((D,), tl.bfloat16)
-                ahead = tl.load(p_ahead + i_row)
-                for i_new in range(ahead + 1):
+        b_qt = tl.trans(b_q if KV == PLAIN else b_q.to(tl.float16))
+        for i_own in range(0, 1 if RUN == 1 else n_own):
+            i_split = first_split + n_own - 1 - i_own
+            first = i_split * split_tiles
+            last = tl.minimum(first + split_tiles, n_tiles) - 1
+            b_max = tl.full((GROUP,), float("-inf"), tl.float32)
+            b_sum = tl.zeros((GROUP,), tl.float32)
+            b_least = tl.zeros((GROUP,), tl.float32)
+            b_o = tl.zeros((D, GROUP), tl.float32)
+            if i_split == n_splits - 1:
+                # the new token: into its page, and as the first key of the running sums, as the page has it
+                if DRAFTS:
+                    NEW: tl.constexpr = tl.bfloat16 if KV == PLAIN else tl.float32
+                    b_new_k, b_new_v = tl.zeros((GROUP, D), NEW), tl.zeros((D,), NEW)
+                    ahead = tl.load(p_ahead + i_row)
+                    for i_new in range(ahead + 1):
+                        b_new_k, b_new_v = _new_key(
+                            p_proj + (i_new - ahead) * stride_row, p_k_norm, p_cos, p_sin, p_page,
+                            position + (i_new - ahead), i_kv, eps, stride_s, NQ, NK, D, HALF, S, GROUP, PAGE, GATED, KV,
+                        )
+                    tl.debug_barrier()  # they are whole before the page is read
+                else:
                     b_new_k, b_new_v = _new_key(
-                        p_proj + (i_new - ahead) * stride_row, p_k_norm, p_cos, p_sin, p_page, position + (i_new - ahead), i_kv,
-                        eps, stride_s, NQ, NK, D, HALF, S, GROUP, PAGE, GATED,
+                        p_proj, p_k_norm, p_cos, p_sin, p_page, position, i_kv, eps, stride_s, NQ, NK, D, HALF, S, GROUP,
+                        PAGE, GATED, KV,
                     )
-                tl.debug_barrier()  # they are whole before the page is read
-            else:
-                b_new_k, b_new_v = _new_key(
-                    p_proj, p_k_norm, p_cos, p_sin, p_page, position, i_kv, eps, stride_s, NQ, NK, D, HALF, S, GROUP, PAGE,
-                    GATED,
+                b_max = tl.sum(b_q.to(tl.float32) * b_new_k.to(tl.float32), 1) * scale
+                b_sum = tl.full((GROUP,), 1.0, tl.float32)
+                b_o += b_new_v.to(tl.float32)[:, None]
+
+            for i in range(0, last - first + 1):
+                i_tile = last - i  # from the last on: it is the one asked for before the wait
+                b_old = (i_tile * PAGE + o_t < position)[:, None]
+                p_page = p_pages + page.to(tl.int64) * stride_page
+                page = tl.load(p_table + tl.maximum(i_tile - 1, lowest))
+                if PDL and ROLL:  # noqa: SIM102
+                    if i_tile - AHEAD >= lowest:
+                        p_ahead_page = p_pages + tl.load(p_table + i_tile - AHEAD).to(tl.int64) * stride_page
+                        _ask_for(p_ahead_page, i_kv, KV, NK, D, PAGE)
+                tile = _load_tile(p_page, i_kv, o_t, o_d, b_old, KV, NK, D, PAGE)
+                b_max, b_sum, b_o, b_least = _attended(
+                    tile, b_qt, b_max, b_sum, b_o, b_least, b_old, scale, KV
                 )
-            b_max = tl.sum(b_q.to(tl.float32) * b_new_k.to(tl.float32), 1) * scale
-            b_sum = tl.full((GROUP,), 1.0, tl.float32)
-            b_o += b_new_v.to(tl.float32)[:, None]
+            if KV == K8V4:
+                b_o += b_least[None, :]
 
-        for i in range(0, last - first + 1):
-            i_tile = last - i  # from the last on: it is the one asked for before the wait
-            b_old = (i_tile * PAGE + o_t < position)[:, None]
-            p_page = p_pages + page.to(tl.int64) * stride_page
-            page = tl.load(p_table + tl.maximum(i_tile - 1, first))
-            b_k = tl.load(p_page + o_td, mask=b_old, other=0.0)
-            b_v = tl.load(p_page + NK * PAGE * D + o_td, mask=b_old, other=0.0)
-            b_max, b_sum, b_o = _attended(b_k, b_v, b_qt, b_max, b_sum, b_o, b_old, scale)
-
-        if n_splits == 1:
-            b_gate = _gate(p_gate, stride_s, GATED, G, GROUP, D, S)
-            _finish(tl.trans(b_o), b_sum, b_gate, p_out, G, GROUP, D)
-        else:
-            tl.store(p_output + i_split * (G * D) + o_g[None, :] * D + o_d[:, None], b_o, mask=(o_g < G)[None, :])
-            p_record = p_weight + i_split * (2 * G) + o_g
-            tl.store(p_record, b_max, mask=o_g < G)
-            tl.store(p_record + G, b_sum, mask=o_g < G)
-            i_merge = i_split // FAN
+            if n_splits == 1:
+                b_gate = _gate(p_gate, stride_s, GATED, G, GROUP, D, S)
+                _finish(tl.trans(b_o), b_sum, b_gate, p_out, G, GROUP, D)
+            else:
+                tl.store(p_output + i_split * (G * D) + o_g[None, :] * D + o_d[:, None], b_o, mask=(o_g < G)[None, :])
+                p_record = p_weight + i_split * (2 * G) + o_g
+                tl.store(p_record, b_max, mask=o_g < G)
+                tl.store(p_record + G, b_sum, mask=o_g < G)
+        if n_splits > 1:
+            i_merge = first_split // FAN
             n_merges = (n_splits + FAN - 1) // FAN
-            n_mine = tl.minimum(n_splits - i_merge * FAN, FAN)
-            tl.debug_barrier()  # the record is whole before the counter says so
-            if tl.atomic_add(p_arrived + 1 + i_merge, 1, sem="acq_rel") == n_mine - 1:
-                tl.store(p_arrived + 1 + i_merge, 0)
+            n_records = tl.minimum(n_splits - i_merge * FAN, FAN)
+            tl.debug_barrier()  # the records are whole before the counter says so
+            are_all = n_own == n_records
+            if RUN < FAN:
+                are_all = tl.atomic_add(p_arrived + 1 + i_merge, n_own, sem="acq_rel") == n_records - n_own
+                if are_all:
+                    tl.store(p_arrived + 1 + i_merge, 0)
+            if are_all:
                 o_m = tl.arange(0, GP)
                 o_md = o_m[:, None] * D + o_d[None, :]
                 b_merged_gate = _gate(p_gate, stride_s, GATED, G, GP, D, S)
                 b_part, b_part_max, b_part_sum = _merged(
-                    p_output, p_weight, i_merge * FAN, n_mine, 1, i_merge * FAN, G, GP, D, FAN
+                    p_output, p_weight, i_merge * FAN, n_records, 1, i_merge * FAN, G, GP, D, FAN
                 )
                 if n_merges == 1:
                     _finish(b_part, b_part_sum, b_merged_gate, p_out, G, GP, D)
@@ -408,7 +494,7 @@ def _attention_decode_kernel(
 def attention_decode(
     proj: Tensor, heads: AttentionHeads, q_norm: Tensor, k_norm: Tensor, eps: float, *, rows: Rows, page_table: Tensor,
     cos: Tensor, sin: Tensor, pages: Tensor, scratch: AttentionScratch, max_len: int, out: Tensor, levers: Levers,
-    splits: Splits | None = None,
+    splits: Splits | None = None, format: KvFormat = BF16,
 ) -> None:
     """out[r, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)) over the keys 0 .. position of the
     row's place.
@@ -416,14 +502,16 @@ def attention_decode(
     proj: float32 [S, N, row], partial sums in order; a row is q heads | gates | k heads | v heads, or without
     gates (heads.is_gated). q_norm, k_norm: float32 [d], zero-centred. A row with slot -1 is left alone.
     page_table: int32 [places, max_pages]; cos, sin: float32 [max_len, rotary/2], of which a row reads that of
-    its position, plus rows.angle_shift where there is one; pages: bfloat16 [n_pages, 2, nk, 64, d], this
-    layer's part, any page stride; the token's own k and v are written there. out: bfloat16 [N, nq d].
+    its position, plus rows.angle_shift where there is one; pages: this layer's part, any page stride, in
+    `format`: bfloat16 [n_pages, 2, nk, 64, d], or uint8 [n_pages, bytes]; the token's own k and v are written
+    there. out: bfloat16 [N, nq d].
     max_len: no row has more keys. Query head j reads key head j // (nq/nk). splits: for measurements; the
     scratch must have been made with the same.
 
     Rounded to bfloat16: q, k, v, the softmax weights where they meet v (not in their sum), the output. No row
     sees another, but for those of its sequence that rows.drafts puts in front of it, of the same page; and
-    neither N nor max_len touches the bits. Left out: windows, sinks, quantised pages.
+    neither N nor max_len touches the bits. How quantised pages are written and read: kv.py. Left out:
+    windows, sinks.
     Raises KernelError where shapes, types or the scratch's size do not fit.
     """
     splits = splits or SPLITS
@@ -440,31 +528,31 @@ def attention_decode(
     expect(heads.n_q % heads.n_kv == 0 and group <= _MAX_GROUP, f"at most {_MAX_GROUP} query heads a key head")
     expect(heads.dim == next_power_of_2(heads.dim) and 32 <= heads.dim <= 256, "head_dim 32, 64, 128 or 256")
     expect(half % 4 == 0 and 2 * half <= heads.dim, "rotary dims inside a head, a multiple of 8")
-    expect(pages.shape[1:] == (2, heads.n_kv, PAGE_SIZE, heads.dim), f"pages [n, 2, {heads.n_kv}, 64, {heads.dim}]")
-    expect(pages.dtype == torch.bfloat16 and pages[0].is_contiguous(), "bfloat16 pages, a page's part contiguous")
+    expect(kv.fits(pages, heads.n_kv, heads.dim, format), kv.expected(heads.n_kv, heads.dim, format))
     expect(out.dtype == torch.bfloat16 and out.shape == (n_rows, heads.n_q * heads.dim), "bfloat16 out [N, nq d]")
     expect(out.is_contiguous(), "contiguous out")
     expect(splits.most <= FAN * FAN and splits.few <= splits.most, f"at most {FAN * FAN} splits")
+    expect(FAN % splits.run == 0, f"runs that divide {FAN}")
     expect(scratch.output.shape[0] >= n_rows and records >= capacity, "a scratch for this many rows and keys")
     expect(scratch.output.shape[1] == heads.n_kv and scratch.output.shape[3:] == (group, heads.dim), "its scratch")
     limited = splits.maxnreg and group <= 8 and chip().is_nvidia
     registers = {"maxnreg": splits.maxnreg} if limited else {}
     launch(
-        _attention_decode_kernel, (n_rows * heads.n_kv, capacity),
+        _attention_decode_kernel, (n_rows * heads.n_kv, -(-capacity // splits.run)),
         proj, q_norm, k_norm, cos, sin, rows.slot, rows.place, rows.position, rows.angle_shift,
         None if rows.drafts is None else rows.drafts.ahead, page_table, pages,
         scratch.output, scratch.weight, scratch.arrived, out, eps, heads.dim**-0.5 * 1.4426950408889634,
         proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), records, counters,
         pdl=levers.pdl, NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16,
         GP=next_power_of_2(group), PAGE=PAGE_SIZE, FEW=splits.few, FEW_TILES=splits.few_tiles, MOST=splits.most, FAN=FAN,
-        AHEAD=splits.ahead, GATED=heads.is_gated, DRAFTS=rows.drafts is not None, num_warps=splits.num_warps,
-        num_stages=splits.num_stages, **registers,
+        AHEAD=splits.ahead, RUN=splits.run, ROLL=splits.roll, GATED=heads.is_gated, DRAFTS=rows.drafts is not None,
+        KV=kv.constant(format), num_warps=splits.num_warps, num_stages=splits.num_stages, **registers,
     )
 
 
 def keys_decode(
     proj: Tensor, heads: AttentionHeads, k_norm: Tensor, eps: float, *, rows: Rows, page_table: Tensor, cos: Tensor,
-    sin: Tensor, pages: Tensor, levers: Levers,
+    sin: Tensor, pages: Tensor, levers: Levers, format: KvFormat = BF16,
 ) -> None:
     """Writes the keys and values of the rows' tokens, and nothing else: each row its own, by one kernel, so
     that they are the same whether it attends or not.
@@ -476,11 +564,10 @@ def keys_decode(
     group, half = heads.n_q // heads.n_kv, cos.shape[1]
     check("keys_decode", proj.dtype == torch.float32 and n_row == heads.row, f"float32 proj [S, N, {heads.row}]")
     check("keys_decode", proj.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous(), "contiguous proj, cos, sin")
-    check("keys_decode", pages.shape[1:] == (2, heads.n_kv, PAGE_SIZE, heads.dim), "pages [n, 2, nk, 64, d]")
-    check("keys_decode", pages.dtype == torch.bfloat16 and pages[0].is_contiguous(), "bfloat16 pages")
+    check("keys_decode", kv.fits(pages, heads.n_kv, heads.dim, format), kv.expected(heads.n_kv, heads.dim, format))
     launch(
         _keys_decode_kernel, (n_rows * heads.n_kv,), proj, k_norm, cos, sin, rows.slot, rows.place, rows.position,
         rows.angle_shift, page_table, pages, eps, proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), NQ=heads.n_q,
         NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16, PAGE=PAGE_SIZE,
-        GATED=heads.is_gated, pdl=levers.pdl, num_warps=SPLITS.num_warps,
+        GATED=heads.is_gated, KV=kv.constant(format), pdl=levers.pdl, num_warps=SPLITS.num_warps,
     )

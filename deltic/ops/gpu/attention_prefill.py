@@ -6,6 +6,9 @@ walks the pages of its sequence from the first to its own with a running maximum
 "FlashAttention-2", arXiv:2307.08691, algorithm 1) and ends with the output gate. Which keys meet in one
 product, and in what order, follows from the absolute position of the tokens alone, and the rows of a tile do
 not mix, so the bits of a token do not depend on where its prompt was cut nor on what else is in the step.
+
+Of quantised pages (kv.py) the flash kernel reads what prepare has just rounded, as it will be read later; the
+queries are float16 then.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -22,9 +25,12 @@ import triton.language as tl
 from torch import Tensor
 
 from deltic.ops.geometry import AttentionHeads
+from deltic.ops.gpu import kv
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.chip import chip, load_tile, tiles_of
+from deltic.ops.gpu.kv import FP8, K8V4, PLAIN
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
+from deltic.ops.kv_formats import BF16, KvFormat
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 PREPARE_WARPS = 8
@@ -53,7 +59,7 @@ class FlashTile:
 def _prepare_kernel(
     proj, q_norm, k_norm, eps, n_tokens, position, page, cos, sin, stride_cos, angles, query, pages, stride_page,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr, GATED: tl.constexpr,
-    FIRST: tl.constexpr, ROWS_END: tl.constexpr, COLUMNS_END: tl.constexpr, PDL: tl.constexpr,
+    FIRST: tl.constexpr, ROWS_END: tl.constexpr, COLUMNS_END: tl.constexpr, KV: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program: the tokens of a block times one head of q | k | v, of those from FIRST on."""
     if PDL:
@@ -75,10 +81,14 @@ def _prepare_kernel(
     p_in = proj + i_b.to(tl.int64) * (64 * ROW) + tl.where(is_q, i_h, i_h + GATES) * D + o_t[:, None] * ROW
     # padding is read as zero, so that whatever it holds stays finite below
     b_in = tl.load(p_in + o_d[None, :], mask=used, other=0.0)
-    p_kv = pages + tl.load(page + i_b).to(tl.int64) * stride_page + (i_h - NQ) * (64 * D)
+    p_page = pages + tl.load(page + i_b).to(tl.int64) * stride_page
+    p_kv = p_page + (i_h - NQ) * (64 * D)
     if i_h >= NQ + NK:
         # all 64 rows: a masked key has weight 0, and 0 * (what was left in the page) must be 0
-        tl.store(p_kv + o_out, b_in)
+        if KV == PLAIN:
+            tl.store(p_kv + o_out, b_in)
+        else:
+            kv.store_values(p_page, i_h - (NQ + NK), o_t, b_in.to(tl.float32), KV, NK, D)
     else:
         b_x = b_in.to(tl.float32)
         p_w = tl.where(is_q, q_norm, k_norm)
@@ -111,25 +121,36 @@ def _prepare_kernel(
         if is_q:
             # padding too: zeros
             p_q = query + (i_b.to(tl.int64) * NQ + i_h) * (64 * D)
-            tl.store(p_q + o_out, b_y, mask=behind)
-            tl.store(p_q + o_rot, r_1, mask=(o_r < HALF)[None, :])
-            tl.store(p_q + HALF + o_rot, r_2, mask=(o_r < HALF)[None, :])
-        else:
+            tl.store(p_q + o_out, b_y.to(query.dtype.element_ty), mask=behind)
+            tl.store(p_q + o_rot, r_1.to(query.dtype.element_ty), mask=(o_r < HALF)[None, :])
+            tl.store(p_q + HALF + o_rot, r_2.to(query.dtype.element_ty), mask=(o_r < HALF)[None, :])
+        elif KV == PLAIN:
             tl.store(p_kv + o_out, b_y, mask=behind & used)
             tl.store(p_kv + o_rot, r_1, mask=m_r)
             tl.store(p_kv + HALF + o_rot, r_2, mask=m_r)
+        else:
+            b_key = tl.where(behind, b_y.to(tl.float32), 0.0)  # the others are 0 where they are not
+            b_key_1, b_key_2 = r_1.to(tl.float32), r_2.to(tl.float32)
+            b_size = tl.maximum(kv.largest(b_key), tl.maximum(kv.largest(b_key_1), kv.largest(b_key_2)))
+            b_key_scale = kv.key_scale(b_size, KV)
+            kv.store_key_scale(p_page, i_h - NQ, o_t, b_key_scale, o_t < n, KV, NK, D)
+            p_codes = kv.keys_at(p_page, i_h - NQ, KV, NK, D)
+            tl.store(p_codes + o_out, kv.key_codes(b_key, b_key_scale, KV), mask=behind & used)
+            tl.store(p_codes + o_rot, kv.key_codes(b_key_1, b_key_scale, KV), mask=m_r)
+            tl.store(p_codes + HALF + o_rot, kv.key_codes(b_key_2, b_key_scale, KV), mask=m_r)
 
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _flash_kernel(
-    queries, tiles, proj, out, n_tokens, position, place, page_table, stride_table, rows_page, scale,
-    NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, GATED: tl.constexpr,
+    queries, tiles, value_tiles, pages, proj, out, n_tokens, position, place, page_table, stride_table, rows_page, scale,
+    NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, GATED: tl.constexpr, KV: tl.constexpr,
 ):
     """One program: the tokens of a block (grid axis 1) times HEADS query heads (axis 2, then axis 0).
 
     queries: q as [blocks * NQ * 64, D] (`tiles_of`), tile [HEADS * 64, D]; tiles: the pages as rows of D,
     tile [64, D]; rows_page: rows from a page to the next; scale: d^-0.5 log2 e. Row r of the tile
-    is head r // 64, token r % 64.
+    is head r // 64, token r % 64. Of quantised pages both are rows of bytes, and there are value_tiles, whose
+    rows are as wide as the codes of a value, and pages, by address.
     """
     # the last blocks have the most keys: they start first
     i_b = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -149,10 +170,20 @@ def _flash_kernel(
     b_max = tl.full([ROWS], -float("inf"), tl.float32)
     b_sum = tl.zeros([ROWS], tl.float32)
     b_acc = tl.zeros([ROWS, D], tl.float32)
+    b_least = tl.zeros([ROWS], tl.float32)
+    WIDTH: tl.constexpr = kv.value_width(KV, D)
     for j in range(n_tiles):
-        row = tl.load(p_table + j) * rows_page + i_kv * 64
+        i_page = tl.load(p_table + j)
+        row = i_page * rows_page + i_kv * 64
         b_k = load_tile(tiles, row, 0, 64, D)
-        b_s = tl.dot(b_q, b_k.T)
+        if KV == PLAIN:
+            b_s = tl.dot(b_q, b_k.T)
+        else:
+            p_page = pages + i_page.to(tl.int64) * (rows_page * D)
+            b_key_scale, b_value_scale, b_value_least = kv.load_floats(p_page, i_kv, o_n, o_n >= 0, KV, NK, D)
+            b_s = tl.dot(b_q, kv.key_operand(b_k, False).T)
+            if KV == FP8:
+                b_s = b_s * b_key_scale[None, :]
         # only the last tile has keys behind the row. Key 0 is never masked, so b_max is finite after the
         # first tile
         if j == n_tiles - 1:
@@ -163,9 +194,19 @@ def _flash_kernel(
         b_alpha = tl.exp2(b_max * scale - b_shift)
         b_sum = b_sum * b_alpha + tl.sum(b_p, 1)
         b_acc = b_acc * b_alpha[:, None]
-        b_v = load_tile(tiles, row + NK * 64, 0, 64, D)  # here, so that the scores do not wait for it
-        b_acc = tl.dot(b_p.to(tl.bfloat16), b_v, b_acc)
+        # here, so that the scores do not wait for it
+        if KV == PLAIN:
+            b_v = load_tile(tiles, row + NK * 64, 0, 64, D)
+            b_acc = tl.dot(b_p.to(tl.bfloat16), b_v, b_acc)
+        else:
+            first = i_page * (rows_page * (D // WIDTH)) + (kv.section("values", KV, NK, D) // WIDTH + i_kv * 64)
+            b_v = kv.value_operand(load_tile(value_tiles, first, 0, 64, WIDTH), False, KV)
+            if KV == K8V4:
+                b_least = b_least * b_alpha + tl.sum(b_p * b_value_least[None, :], 1)
+            b_acc = tl.dot((b_p * b_value_scale[None, :]).to(tl.bfloat16), b_v, b_acc)
         b_max = b_new
+    if KV == K8V4:
+        b_acc += b_least[:, None]
     ROW: tl.constexpr = ((2 if GATED else 1) * NQ + 2 * NK) * D
     p_gate = proj + i_b.to(tl.int64) * (64 * ROW) + (NQ + i_h) * D
     p_out = out + i_b.to(tl.int64) * (64 * NQ * D) + i_h * D
@@ -206,7 +247,7 @@ def _axes(angles: Tensor | None, sections: Sequence[int], n_tokens: int) -> dict
 def attention_prefill(
     proj: Tensor, heads: AttentionHeads, q_norm: Tensor, k_norm: Tensor, eps: float, *, blocks: Blocks, page_table: Tensor,
     cos: Tensor, sin: Tensor, pages: Tensor, query: Tensor, out: Tensor, levers: Levers, angles: Tensor | None = None,
-    sections: Sequence[int] = (), tile: FlashTile | None = None,
+    sections: Sequence[int] = (), tile: FlashTile | None = None, format: KvFormat = BF16,
 ) -> None:
     """Full attention of the tokens of `blocks`, whose earlier keys and values are in the pages; writes
     theirs. Two launches.
@@ -215,9 +256,9 @@ def attention_prefill(
     heads; q_norm, k_norm: float32 [d], zero-centred; page_table: int32 [places, max_pages]; cos, sin: float32
     [max_len, rotary/2], the first `rotary` dims rotate in pairs (i, i + rotary/2), by the row of the token's
     position, or, with angles, int32 [3, T], of the axis of M-RoPE that the angle belongs to
-    (models/rotary.axis_of_angle; sections: how many angles each axis has); pages: bfloat16
-    [n, 2, nk, 64, d], this layer's part with any page stride (keys, then values); query: bfloat16, T nq d
-    elements of workspace; out: bfloat16 [T, nq d].
+    (models/rotary.axis_of_angle; sections: how many angles each axis has); pages: this layer's part with any
+    page stride, in `format`: bfloat16 [n, 2, nk, 64, d] (keys, then values), or uint8 [n, bytes]; query:
+    bfloat16, T nq d elements of workspace; out: bfloat16 [T, nq d].
     out = softmax(q k^T d^-0.5) v * sigmoid(gate), query head j reads key head j // (nq/nk); scores, softmax
     and sums are float32, q, k, v and the softmax weights that meet v are rounded to bfloat16. In a block's
     unused rows out is finite and means nothing; blocks not in use are left as they are. v's rows of padding
@@ -239,10 +280,14 @@ def attention_prefill(
     expect(proj.shape == (n_tokens, heads.row) and proj.is_contiguous(), f"contiguous proj [{n_tokens}, {heads.row}]")
     expect(out.shape == (n_tokens, heads.n_q * d) and out.is_contiguous(), f"contiguous out [{n_tokens}, nq d]")
     expect(query.numel() == n_tokens * heads.n_q * d and query.is_contiguous(), "query of T nq d elements")
-    expect({proj.dtype, out.dtype, query.dtype, pages.dtype} == {torch.bfloat16}, "bfloat16 proj, query, pages and out")
-    expect(pages.shape[1:] == (2, heads.n_kv, BLOCK, d) and pages[0].is_contiguous(), "pages [n, 2, nk, 64, d]")
-    expect(pages.stride(0) % d == 0 and pages.shape[0] * pages.stride(0) // d < 2**31, "page stride in rows of int32")
+    expect({proj.dtype, out.dtype, query.dtype} == {torch.bfloat16}, "bfloat16 proj, query and out")
+    expect(kv.fits(pages, heads.n_kv, d, format), kv.expected(heads.n_kv, d, format))
+    width = d * format.value_bits // format.key_bits
+    expect(pages.stride(0) % d == 0 and pages.shape[0] * pages.stride(0) // width < 2**31, "page stride in rows of int32")
     sizes: dict[str, Any] = {"NQ": heads.n_q, "NK": heads.n_kv, "D": d, "GATED": heads.is_gated}
+    sizes["KV"] = kv.constant(format)
+    if not format.is_plain:
+        query = query.view(torch.float16)
     axes = _axes(angles, sections, n_tokens)
     launch(
         _prepare_kernel, (heads.n_q + 2 * heads.n_kv, n_blocks), proj, q_norm, k_norm, eps, blocks.n, blocks.position, blocks.page,
@@ -251,11 +296,13 @@ def attention_prefill(
     )
     tile, rows_page = tile or flash_tile(heads), pages.stride(0) // d
     queries = tiles_of(query, query.numel() // d, d, d, (BLOCK * tile.heads, d))
-    n_rows = (pages.shape[0] - 1) * rows_page + 2 * heads.n_kv * BLOCK
-    tiles = tiles_of(pages, n_rows, d, d, (BLOCK, d))
+    n_rows = (pages.shape[0] - 1) * rows_page + pages[0].numel() // d
+    tiles, value_tiles = tiles_of(pages, n_rows, d, d, (BLOCK, d)), None
+    if not format.is_plain:
+        value_tiles = tiles_of(pages, n_rows * (d // width), width, width, (BLOCK, width))
     n_outer = heads.n_kv if tile.kv_outer else 1
     launch(
-        _flash_kernel, (heads.n_q // tile.heads // n_outer, n_blocks, n_outer), queries, tiles, proj, out, blocks.n,
+        _flash_kernel, (heads.n_q // tile.heads // n_outer, n_blocks, n_outer), queries, tiles, value_tiles, None if format.is_plain else pages, proj, out, blocks.n,
         blocks.position, blocks.place, page_table, page_table.stride(0), rows_page, d**-0.5 * LOG2_E.value,
         HEADS=tile.heads, **sizes, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )
@@ -263,7 +310,7 @@ def attention_prefill(
 
 def keys_prefill(
     proj: Tensor, heads: AttentionHeads, k_norm: Tensor, eps: float, *, blocks: Blocks, cos: Tensor, sin: Tensor,
-    pages: Tensor, levers: Levers, angles: Tensor | None = None, sections: Sequence[int] = (),
+    pages: Tensor, levers: Levers, angles: Tensor | None = None, sections: Sequence[int] = (), format: KvFormat = BF16,
 ) -> None:
     """Writes the keys and values of the tokens of `blocks`, and nothing else: the bits of attention_prefill.
 
@@ -273,11 +320,11 @@ def keys_prefill(
     d, n_tokens, half = heads.dim, BLOCK * blocks.n.shape[0], cos.shape[1]
     if proj.shape != (n_tokens, heads.row) or not proj.is_contiguous():
         raise ValueError(f"keys_prefill: contiguous proj [{n_tokens}, {heads.row}]")
-    if pages.shape[1:] != (2, heads.n_kv, BLOCK, d) or {proj.dtype, pages.dtype} != {torch.bfloat16}:
-        raise ValueError("keys_prefill: bfloat16 proj, and pages [n, 2, nk, 64, d]")
+    if proj.dtype != torch.bfloat16 or not kv.fits(pages, heads.n_kv, d, format):
+        raise ValueError(f"keys_prefill: bfloat16 proj, and {kv.expected(heads.n_kv, d, format)}")
     launch(
         _prepare_kernel, (2 * heads.n_kv, blocks.n.shape[0]), proj, k_norm, k_norm, eps, blocks.n, blocks.position, blocks.page,
         cos, sin, cos.stride(0), angles, proj, pages, pages.stride(0), HALF=half, HALF_P2=next_power_of_2(half),
-        FIRST=heads.n_q, **_axes(angles, sections, n_tokens), NQ=heads.n_q, NK=heads.n_kv, D=d, GATED=heads.is_gated,
+        FIRST=heads.n_q, **_axes(angles, sections, n_tokens), NQ=heads.n_q, NK=heads.n_kv, D=d, GATED=heads.is_gated, KV=kv.constant(format),
         num_warps=PREPARE_WARPS, pdl=levers.pdl,
     )

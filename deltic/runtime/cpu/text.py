@@ -20,8 +20,8 @@ from deltic.models.qwen.weights import Weights
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.weights import VisionWeights
 from deltic.ops.arrays import Array, bfloat16
+from deltic.ops.cpu.attention import kv_pages
 from deltic.ops.cpu.program import Program
-from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.adapters import Adapters
 from deltic.runtime.cpu.adapters import CpuAdapterMemory
 from deltic.runtime.cpu.buffers import Arena, build_workspace
@@ -47,9 +47,7 @@ class Runner:
         arena = Arena()
         self.workspace = build_workspace(plan, arena)
         self.memory = Memory(
-            pages=arena.allocate(
-                "pages", (plan.n_pages, shape.n_kv_layers, 2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim), bfloat16
-            ),
+            pages=arena.allocate("pages", *kv_pages(plan.n_pages, shape.n_kv_layers, shape.heads, shape.kv_format)),
             states=arena.allocate(
                 "states",
                 (plan.n_slots, shape.n_gdn_layers, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim),

@@ -13,6 +13,7 @@ from array import array
 from collections.abc import Sequence as Items
 from dataclasses import replace
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -20,10 +21,11 @@ from deltic.engine.messages import MAX_LOGPROBS, Request, SamplingParams, TokenL
 from deltic.engine.step import Chunk, HeldAdapter, Progress, Rule, Sequence, Step, StepResult
 from deltic.models.qwen.gpu import Exchange, QwenGpu
 from deltic.models.qwen.gpu_adapters import Targets
-from deltic.models.qwen.gpu_buffers import RING, DecodeBuffers, GpuMemory
+from deltic.models.qwen.gpu_buffers import RING, DecodeBuffers, GpuMemory, page_layout
 from deltic.models.qwen.weights import Weights
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.weights import VisionWeights
+from deltic.ops.arrays import Array
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.blocks import AdapterRows, PrefillInputs
 from deltic.ops.gpu.launch import Levers, allocate_on
@@ -61,10 +63,10 @@ class GpuTextRunner(GpuRunner):
         shape, n, n_parts = plan.shape, plan.n_decode_rows, plan.n_parts
         allocate = allocate_on(weights[0].norm.device)
         # No sequence owns the last page: rows of padding are written there.
-        n_pages, page = plan.n_pages + 1, (shape.n_kv_layers, 2, shape.n_kv_heads, PAGE_SIZE, shape.head_dim)
+        page, page_type = page_layout(shape)
         state = shape.n_gdn_layers, shape.gdn_n_v_heads, shape.gdn_v_dim, shape.gdn_k_dim
         columns = shape.n_gdn_layers, RING, shape.conv_channels
-        pages = allocate("pages", (n_pages, n_parts, *page), torch.bfloat16)
+        pages = allocate("pages", (plan.n_pages + 1, n_parts, *page), page_type)
         states = allocate("states", (plan.n_slots, n_parts, *state), torch.float32)
         inputs = allocate("columns", (plan.n_slots, n_parts, *columns), torch.bfloat16)
         self.memory = [GpuMemory(pages[:, i], states[:, i], inputs[:, i]) for i in range(n_parts)]
@@ -340,6 +342,15 @@ class GpuTextRunner(GpuRunner):
         return AdapterRows(groups.to(self.device), rows.view(n, -1).to(self.device))
 
     # For tests and benches.
+
+    def logits(self, n_rows: int) -> Array:
+        """float32 [n_rows, V]: of the first rows of the last prefill, which was of one chunk of one block."""
+        found, buffers = [], self.workspace.prefill
+        with torch.cuda.stream(self.stream):
+            for at in range(0, n_rows, len(buffers.final)):
+                rows = torch.arange(at, min(n_rows, at + len(buffers.final)), dtype=torch.int32).to(self.device)
+                found.append(self.model.logits_of(rows, 1, buffers).to("cpu", copy=True))
+        return np.asarray(torch.cat(found).numpy())
 
     def replay_ms(
         self, n_rows: int, n_keys: int, n_replays: int = 50, n_rounds: int = 5, adapters: Items[int] = ()

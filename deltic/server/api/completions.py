@@ -99,7 +99,7 @@ def chat_generation(service: Service, prepared: Prepared, request_id: str, ticke
     ]
     sent = engine_request(request_id, prompt.ids, params, chat, prompt.boundaries)
     sent.pictures = prompt.pictures
-    return Generation(service.client, service.metrics, [sent], choices, ticket)
+    return Generation(service.client, service.metrics, [sent], choices, ticket, service.adapter)
 
 
 def _choice(service: Service, asked: protocol.Sampling, index: int, **more: Any) -> answer.Choice:
@@ -277,7 +277,7 @@ def completion_generation(
         )
         for index in range(len(requests) * n)
     ]
-    return Generation(service.client, service.metrics, requests, choices, ticket)
+    return Generation(service.client, service.metrics, requests, choices, ticket, service.adapter)
 
 
 def requests_of(

@@ -1,20 +1,27 @@
-"""Which models there are, and what a tokenizer makes of a text: /v1/models, /tokenize and /detokenize."""
+"""Which models there are, what a tokenizer makes of a text, and adapters that come and go: /v1/models,
+/tokenize, /detokenize, /v1/load_lora_adapter and /v1/unload_lora_adapter.
+"""
 
 from __future__ import annotations
 
 import datetime
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
+from msgspec import Meta, Struct
 from starlette.requests import Request
+from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 
+from deltic.host.client import EngineUnavailable
 from deltic.models.vocoder.shape import SAMPLE_RATE
+from deltic.server.adapters import AdapterRefused, full_path
 from deltic.server.api import protocol
+from deltic.server.chat.generation import unavailable
 from deltic.server.chat.picture_parts import Pictures
 from deltic.server.chat.template import render
-from deltic.server.errors import bad_request
-from deltic.server.service import Service, SpeechParts
+from deltic.server.errors import ApiError, bad_request
+from deltic.server.service import SHUTTING_DOWN, Service, SpeechParts
 from deltic.server.speech import protocol as speech_protocol
 from deltic.server.transport import Encoded, LargeResponse, json_response, read_body
 
@@ -22,6 +29,7 @@ from deltic.server.transport import Encoded, LargeResponse, json_response, read_
 async def list_models(service: Service, request: Request) -> ASGIApp:
     """GET /v1/models: those there are."""
     cards = [model_card(one, name) for one in service.server.models.values() for name in one.names]
+    cards += [model_card(one, one.model_name) for one in service.server.adapted()]
     ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}  # Anthropic's form of a list
     return json_response({"object": "list", "data": cards, "has_more": False} | ends)
 
@@ -33,14 +41,17 @@ async def get_model(service: Service, request: Request) -> ASGIApp:
 
 
 def model_card(service: Service, name: str) -> dict[str, Any]:
-    """The entry of /v1/models for a model under one of its names; `root` is the first of them."""
+    """The entry of /v1/models for a model under one of its names; `root` is the first of them. That of an
+    adapter has its path as `root`, and its model as `parent`.
+    """
     info = service.client.info
     limit = protocol.context_limit(info) if info else None
     started_s = service.server.started_s
     at = datetime.datetime.fromtimestamp(started_s, datetime.UTC)
     return {
         "id": name,
-        "root": service.model_name,
+        "root": service.adapter.path if service.adapter else service.model_name,
+        **({"parent": service.adapter.parent} if service.adapter else {}),
         "object": "model",
         "created": started_s,
         "owned_by": "deltic",
@@ -109,3 +120,56 @@ async def detokenize(service: Service, request: Request) -> ASGIApp:
         return {"prompt": service.tokenizer.decode(asked.tokens, asked.skip_special_tokens)}
 
     return LargeResponse(await service.prepare(len(body), work, request))
+
+
+class LoadAdapterRequest(Struct, forbid_unknown_fields=True):
+    """As vLLM has it."""
+
+    lora_name: Annotated[str, Meta(pattern=r"^[^\s\x00-\x1f\x7f]{1,256}(?![\s\S])")]
+    """Without spaces, or what a log cannot show; Python's `$` would let a newline end it."""
+    lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
+    load_inplace: bool | None = None
+    """Whether it replaces the adapter of this name, if there is one."""
+
+
+class UnloadAdapterRequest(Struct, forbid_unknown_fields=True):
+    """As vLLM has it."""
+
+    lora_name: Annotated[str, Meta(min_length=1)]
+
+
+async def load_adapter(service: Service, request: Request) -> ASGIApp:
+    """POST /v1/load_lora_adapter: gives a name to a LoRA adapter on the server's disk."""
+    _check_loading(service)
+    body = await read_body(request, service.server.max_body_mb)
+    asked = service.read(request, body, LoadAdapterRequest)
+    name = asked.lora_name
+    try:
+        await service.adapters.load(name, full_path(asked.lora_path), replaces=bool(asked.load_inplace))
+    except AdapterRefused as error:
+        raise ApiError(400, str(error), code="adapter_refused") from None
+    except EngineUnavailable as error:
+        raise unavailable(str(error)) from None
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' added successfully.")
+
+
+async def unload_adapter(service: Service, request: Request) -> ASGIApp:
+    """POST /v1/unload_lora_adapter: forgets a name; requests that have its adapter run to their end."""
+    body = await read_body(request, service.server.max_body_mb)
+    name = service.read(request, body, UnloadAdapterRequest).lora_name
+    service = next((one for one in service.server.models.values() if one.adapters.find(name)), service)
+    _check_loading(service)
+    if not await service.adapters.unload(name):
+        known = ", ".join(repr(adapter.name) for adapter in service.adapters.all()) or "none"
+        said = f"no adapter {name!r}; {service.model_name!r} has {known}"
+        raise ApiError(404, said, param="lora_name", code="adapter_not_found")
+    return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
+
+
+def _check_loading(service: Service) -> None:
+    """Raises ApiError: 403 without --allow-lora-loading, 503 while the server stops."""
+    if not service.client.config.allow_lora_loading:
+        said = f"clients may not load adapters of {service.model_name!r}; start the server with --allow-lora-loading"
+        raise ApiError(403, said, code="lora_loading_off")
+    if service.server.draining:
+        raise unavailable(SHUTTING_DOWN)

@@ -230,7 +230,8 @@ class LinesStream(PieceStream):
 
 async def tags(service: Service, request: Request) -> ASGIApp:
     """GET /api/tags: the models that write, in Ollama's form."""
-    return json_response({"models": [_card(one, name) for one in service.server.of("text") for name in one.names]})
+    cards = [_card(one, name) for one in service.server.of("text") for name in one.names]
+    return json_response({"models": cards + [_card(one, one.model_name) for one in service.server.adapted()]})
 
 
 async def running(service: Service, request: Request) -> ASGIApp:
@@ -240,7 +241,7 @@ async def running(service: Service, request: Request) -> ASGIApp:
             "models": [
                 _card(one, one.model_name)
                 | {"expires_at": _time(_NEVER_S), "size_vram": 0, "context_length": _context(one)}
-                for one in service.server.of("text")
+                for one in (*service.server.of("text"), *service.server.adapted())
                 if one.client.info is not None
             ]
         }
@@ -264,9 +265,10 @@ async def show(service: Service, request: Request) -> ASGIApp:
         "vision": service.sees,
     }
     card = _card(service, service.model_name)
+    applied = f"ADAPTER {service.adapter.path}\n" if service.adapter else ""
     return json_response(
         {
-            "modelfile": f"# served by Deltic\nFROM {card['name']}\n",
+            "modelfile": f"# served by Deltic\nFROM {card['details']['parent_model'] or card['name']}\n{applied}",
             "parameters": "",
             "template": "",
             "details": card["details"],
@@ -291,9 +293,14 @@ def _context(service: Service) -> int:
     return protocol.context_limit(info) if info else 0
 
 
+def _usual(name: str) -> str:
+    """A name as Ollama's programs have it."""
+    return name if ":" in name else f"{name}:latest"
+
+
 def _card(service: Service, name: str) -> dict[str, Any]:
     """name: one of the model's."""
-    name, info = name if ":" in name else f"{name}:latest", service.client.info
+    name, info = _usual(name), service.client.info
     return {
         "name": name,
         "model": name,
@@ -301,7 +308,7 @@ def _card(service: Service, name: str) -> dict[str, Any]:
         "size": 0,  # the server process does not know the weights
         "digest": hashlib.sha256(name.encode()).hexdigest(),
         "details": {
-            "parent_model": "",
+            "parent_model": _usual(service.adapter.parent) if service.adapter else "",
             "format": "safetensors",
             "family": FAMILY,
             "families": [FAMILY],

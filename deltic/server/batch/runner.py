@@ -175,7 +175,7 @@ class BatchRunner:
         """Of each key: one of its batches runs."""
         self._stops: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
         """Of those that have not ended: whether they are to be cancelled."""
-        self._places: dict[str, asyncio.Semaphore] = {}
+        self._places: dict[EngineClient, asyncio.Semaphore] = {}
         self._n_written: Counter[str] = Counter()
         """Bytes in the results of those that are not finished."""
         self._load()
@@ -423,11 +423,11 @@ class BatchRunner:
 
     async def _feed(self, batch: Batch, results: _Results) -> None:
         """Has every line answered that is not; raises what a line's task does."""
-        name, client = self._find(batch.model)
+        _, client = self._find(batch.model)
         account = self._accounts.named(batch.owner)
         info = await client.ready()
         n = self._config.batch_in_flight or max(1, info.max_num_seqs // 2)
-        places = self._places.setdefault(name, asyncio.Semaphore(n))
+        places = self._places.setdefault(client, asyncio.Semaphore(n))
         own = asyncio.Semaphore(n)
         todo = self._todo(batch, results)
 

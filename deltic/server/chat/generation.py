@@ -16,6 +16,7 @@ from functools import partial
 
 from deltic.engine.messages import Output, PromptLogprobs, Request
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
+from deltic.server.adapters import Adapter
 from deltic.server.chat.answer import Choice, Piece, Usage
 from deltic.server.errors import ApiError
 from deltic.server.limits import BATCH_PRIORITY, Ticket
@@ -28,11 +29,20 @@ class Generation:
     """Requests of the engine that make one answer. `choices[p * n + i]` is sequence i of prompt p."""
 
     def __init__(
-        self, client: EngineClient, metrics: Metrics, requests: list[Request], choices: list[Choice], ticket: Ticket
+        self,
+        client: EngineClient,
+        metrics: Metrics,
+        requests: list[Request],
+        choices: list[Choice],
+        ticket: Ticket,
+        adapter: Adapter | None = None,
     ) -> None:
-        """ticket: of the HTTP request that is answered; it learns what the answer took."""
+        """ticket: of the HTTP request that is answered; it learns what the answer took. adapter: the one that
+        is applied.
+        """
         self._client = client
         self._ticket = ticket
+        self._adapter = adapter
         self._metrics = metrics
         self._requests = requests
         self._choices = choices
@@ -58,7 +68,8 @@ class Generation:
 
         Raises what `take` does, and ApiError: 429 when the queue is full (all prompts are submitted, or
         none), 503 while the engine is down, or when a sequence ends for another reason than its tokens: the
-        engine died, the server stops, it waited too long for a place; 504 when the ticket's time is over.
+        engine died, the server stops, it waited too long for a place; 504 when the ticket's time is over; 404
+        when its adapter was unloaded meanwhile.
         """
         self._consume = take
         loop = asyncio.get_running_loop()
@@ -71,6 +82,7 @@ class Generation:
             for p, request in enumerate(self._requests):
                 request.owner = self._ticket.turns
                 request.party = self._ticket.party
+                request.adapter = self._adapter.current_key() if self._adapter else b""
                 if self._ticket.is_batch:
                     request.priority = BATCH_PRIORITY
                 self._client.submit(request, partial(self._deliver, p))
@@ -79,6 +91,8 @@ class Generation:
                 self._metrics.n_picture_tokens += sum(picture.n_tokens for picture in request.pictures)
                 request.pictures.clear()  # they are the engine's now, and large
             self._ticket.take(sum(len(request.prompt_ids) for request in self._requests))
+            if self._adapter is not None:
+                self._adapter.numbers.enter()
             async with asyncio.timeout(self._ticket.left_s()):
                 await ended
         except TimeoutError:
@@ -102,6 +116,8 @@ class Generation:
     def _end(self) -> None:
         if len(self._submitted) == len(self._requests):
             self._ticket.usage = self.usage()
+            if self._adapter is not None:
+                self._adapter.numbers.leave(self._first_s is not None)
         if not self._n_open:
             return
         if len(self._submitted) == len(self._requests):
@@ -142,6 +158,8 @@ class Generation:
         self._last_s = now_s
         if self._first_s is None:
             self._first_s, self._queued_s = now_s, output.queued_s
+            if self._adapter is not None:
+                self._adapter.numbers.begin()
         n_tokens = len(output.token_ids)
         if n_tokens:
             last_s = choice.last_s

@@ -1,0 +1,297 @@
+"""Keys and values in pages that are quantised (ops/kv_formats.py): how kernels write and read them.
+
+A page of a layer is bytes, in the sections of `KvFormat.sections`; codes lie by head and token. e4m3 is in
+the order of dims. Values of 4 bits share a byte with those d / 2 dims behind: dim j has the low bits of byte
+j, dim j + d / 2 the high ones.
+
+Written is what tests/reference/kv.py says, to the bit: every division is rounded once. Read are operands of
+a product, both exact: e4m3 keys as float16, which Hopper converts by one instruction for two, beside queries
+of float16; values as bfloat16, whose exponents hold any weight of softmax times a scale: e4m3 moved to its
+place and multiplied by 2^120, 4 bits as a bfloat16 between 128 and 144, less 128. Scales stay outside:
+
+    score  = (sum of q code) * (key scale * d^-0.5)                      float32
+    output = sum of bfloat16(p * value scale) * code + sum of p * least  float32, the last for each head
+
+q is rounded to bfloat16 as for plain pages; float16 holds that where it is from 2^-17 to 65,504, and steps of
+2^-24 below. In the place of p, p * scale is rounded; nothing else is that is not in plain pages.
+
+The new token of a decode meets no tensor core: it is the first of the running sums, with code * scale, or
+least + code * scale, in float32. As q is not e4m3, there is no product of 8 bits. How these agree with the
+reference: 1 % and 0.01 of outputs of order 1 (tests/gpu/test_gpu_attention_decode.py), as with plain pages.
+"""
+
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+from triton.language.target_info import cuda_capability_geq, is_hip
+
+from deltic.ops.geometry import PAGE_SIZE
+from deltic.ops.gpu.decode import e4m3
+from deltic.ops.gpu.launch import INTERPRETED
+from deltic.ops.kv_formats import KV_FORMATS, KvFormat
+
+_INTERPRETED = tl.constexpr(INTERPRETED)
+
+_FORMATS = tuple(KV_FORMATS.values())
+# Numbers, as of the formats of weights (decode.py).
+PLAIN, FP8, K8V4 = (tl.constexpr(list(KV_FORMATS).index(name)) for name in ("bf16", "fp8", "turboquant_k8v4"))
+
+
+def constant(format: KvFormat) -> int:
+    """KV of a kernel whose pages have this format."""
+    return _FORMATS.index(format)
+
+
+def fits(pages: Tensor, n_heads: int, dim: int, format: KvFormat) -> bool:
+    """Whether these are pages of a layer: bfloat16 [n, 2, nk, 64, d], or uint8 [n, bytes]; a page contiguous,
+    quantised ones at multiples of 64 bytes.
+    """
+    if format.is_plain:
+        is_right = pages.dtype == torch.bfloat16 and pages.shape[1:] == (2, n_heads, PAGE_SIZE, dim)
+        return is_right and pages[0].is_contiguous()
+    is_right = pages.dtype == torch.uint8 and pages.shape[1:] == (format.layer_bytes(n_heads, dim),)
+    return is_right and pages.stride(1) == 1 and pages.stride(0) % PAGE_SIZE == 0
+
+
+def expected(n_heads: int, dim: int, format: KvFormat) -> str:
+    """The same in words."""
+    if format.is_plain:
+        return f"bfloat16 pages [n, 2, {n_heads}, 64, {dim}], a page's part contiguous"
+    return f"uint8 pages [n, {format.layer_bytes(n_heads, dim)}] in {format.name}, a page's part contiguous"
+
+
+@triton.constexpr_function
+def section(name, KV, NK, D):
+    """Where a section of a page begins, in bytes."""
+    return _FORMATS[KV].sections(NK, D)[name][0]
+
+
+@triton.constexpr_function
+def value_width(KV, D):
+    """Bytes of the codes of a value."""
+    return D * _FORMATS[KV].value_bits // 8
+
+
+@triton.jit
+def floats_at(p_page, name: tl.constexpr, i_kv, KV: tl.constexpr, NK: tl.constexpr, D: tl.constexpr):
+    """The address of a head's scales or least values in a page."""
+    return (p_page + section(name, KV, NK, D) + i_kv * 128).to(tl.pointer_type(tl.float16), bitcast=True)
+
+
+@triton.jit
+def keys_at(p_page, i_kv, KV: tl.constexpr, NK: tl.constexpr, D: tl.constexpr):
+    """The address of a head's codes of keys in a page, bytes."""
+    return p_page + section("keys", KV, NK, D) + i_kv * (64 * D)
+
+
+@triton.jit
+def values_at(p_page, i_kv, KV: tl.constexpr, NK: tl.constexpr, D: tl.constexpr):
+    """The same of values."""
+    return p_page + section("values", KV, NK, D) + i_kv * (64 * value_width(KV, D))
+
+
+# Writing.
+
+
+@triton.jit
+def _bits(b_x):
+    """int32: of magnitudes, which they order; those of what is not finite are the largest."""
+    return b_x.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
+def _scale(b_size, MOST: tl.constexpr, b_bits):
+    """float32 that float16 holds: size / MOST, at least 2^-14; NaN where one of b_bits is not finite."""
+    b_scale = tl.div_rn(b_size, tl.full(b_size.shape, MOST, tl.float32)).to(tl.float16).to(tl.float32)
+    b_scale = tl.maximum(b_scale, 0.00006103515625)
+    return tl.where((b_bits < 0x7F800000) & (_bits(b_scale) < 0x7F800000), b_scale, float("nan"))
+
+
+@triton.jit
+def e4m3_codes(b_x):
+    """uint8: codes nearest to float32, ties to even, of at most 448; of what is not finite NaN."""
+    b_most = tl.where(_bits(b_x) < 0x7F800000, tl.minimum(tl.maximum(b_x, -448.0), 448.0), float("nan"))
+    if not _INTERPRETED and cuda_capability_geq(8, 9):
+        b_codes = b_most.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        b_bits = b_most.to(tl.int32, bitcast=True)
+        b_size = b_bits & 0x7FFFFFFF
+        b_normal = ((b_size + 0x7FFFF + ((b_size >> 20) & 1)) >> 20) - 960
+        # below 2^-6 in steps of 2^-9: what is added rounds to those
+        b_small = (b_size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True) & 15
+        b_code = tl.where(b_size < 0x3C800000, b_small, tl.minimum(b_normal, 0x7F))
+        b_codes = (b_code | ((b_bits >> 24) & 0x80)).to(tl.uint8)
+    return b_codes
+
+
+@triton.jit
+def e4m3_values(b_codes):
+    """float32: what they are."""
+    if not _INTERPRETED and cuda_capability_geq(8, 9):
+        b_values = b_codes.to(tl.float8e4nv, bitcast=True).to(tl.float32)
+    else:
+        b_values = e4m3(b_codes)
+    return b_values
+
+
+@triton.jit
+def key_scale(b_size, KV: tl.constexpr):
+    """float32 [R]: of rows whose largest magnitude has the bits b_size; 1 where keys have none."""
+    b_scale = tl.full(b_size.shape, 1.0, tl.float32)
+    if KV == FP8:
+        b_scale = _scale(b_size.to(tl.float32, bitcast=True), 448.0, b_size)
+    return b_scale
+
+
+@triton.jit
+def key_codes(b_x, b_scale, KV: tl.constexpr):
+    """Codes of keys, float32 [R, N], of scales [R]."""
+    if KV == FP8:
+        b_x = tl.div_rn(b_x, b_scale[:, None] + tl.zeros_like(b_x))
+    return e4m3_codes(b_x)
+
+
+@triton.jit
+def largest(b_x):
+    """int32 [R]: the bits of a row's largest magnitude, of float32 [R, N]."""
+    return tl.max(_bits(b_x), 1)
+
+
+@triton.jit
+def store_key_scale(p_page, i_kv, o_t, b_scale, b_mask, KV: tl.constexpr, NK: tl.constexpr, D: tl.constexpr):
+    if KV == FP8:
+        tl.store(floats_at(p_page, "key_scales", i_kv, KV, NK, D) + o_t, b_scale.to(tl.float16), mask=b_mask)
+
+
+@triton.jit
+def _fours(b_x, b_least, b_scale):
+    """uint8: codes of 4 bits."""
+    b_y = tl.div_rn(b_x - b_least[:, None], b_scale[:, None] + tl.zeros_like(b_x))
+    # what is added rounds to integers
+    b_y = tl.minimum(tl.maximum(b_y, 0.0), 15.0) + 8388608.0
+    return (b_y.to(tl.int32, bitcast=True) & 15).to(tl.uint8)
+
+
+@triton.jit
+def behind(b_low, b_high):
+    """[R, 2 N]: the columns of the first, then those of the second."""
+    R: tl.constexpr = b_low.shape[0]
+    N: tl.constexpr = b_low.shape[1]
+    return tl.reshape(tl.permute(tl.join(b_low, b_high), (0, 2, 1)), (R, 2 * N))
+
+
+@triton.jit
+def _halves(b_x):
+    R: tl.constexpr = b_x.shape[0]
+    N: tl.constexpr = b_x.shape[1] // 2
+    return tl.split(tl.permute(tl.reshape(b_x, (R, 2, N)), (0, 2, 1)))
+
+
+@triton.jit
+def store_values(p_page, i_kv, o_t, b_x, KV: tl.constexpr, NK: tl.constexpr, D: tl.constexpr):
+    """Values, float32 [R, D], into the places o_t [R] of a page -> what is stored, float32 [R, D]."""
+    p_codes = values_at(p_page, i_kv, KV, NK, D)
+    b_bits = largest(b_x)
+    if KV == FP8:
+        b_scale = _scale(b_bits.to(tl.float32, bitcast=True), 448.0, b_bits)
+        b_codes = key_codes(b_x, b_scale, KV)
+        tl.store(p_codes + o_t[:, None] * D + tl.arange(0, D)[None, :], b_codes)
+        b_value = e4m3_values(b_codes) * b_scale[:, None]
+    else:
+        b_least = tl.min(b_x, 1).to(tl.float16).to(tl.float32)
+        b_scale = _scale(tl.max(b_x, 1) - b_least, 15.0, b_bits)
+        b_codes = _fours(b_x, b_least, b_scale)
+        b_low, b_high = _halves(b_codes)
+        o_byte = tl.arange(0, D // 2)
+        tl.store(p_codes + o_t[:, None] * (D // 2) + o_byte[None, :], b_low | (b_high << 4))
+        tl.store(floats_at(p_page, "least_values", i_kv, KV, NK, D) + o_t, b_least.to(tl.float16))
+        b_value = b_codes.to(tl.float32) * b_scale[:, None] + b_least[:, None]
+    tl.store(floats_at(p_page, "value_scales", i_kv, KV, NK, D) + o_t, b_scale.to(tl.float16))
+    return b_value
+
+
+# Reading.
+
+
+@triton.constexpr_function
+def _e4m3_assembly(kind, has_conversion=False):
+    """Four codes, $2, as two pairs of float16 or bfloat16: moved to their places, and to their exponents; or
+    as the chip has it.
+    """
+    if has_conversion:
+        return (
+            "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }"
+        )
+    shift, mask, factor = {"f16": (1, 0x3F803F80, 0x5C005C00), "bf16": (4, 0x07F007F0, 0x7B807B80)}[kind]
+    lines = [f"mov.b32 f, {factor}; mov.b32 n, 0x80008000;"]
+    for i, bytes in enumerate(("0x1404", "0x3424")):
+        lines.append(f"prmt.b32 t, $2, 0, {bytes}; shr.u32 u, t, {shift}; and.b32 u, u, {mask};")
+        lines.append(f"lop3.b32 t, t, 0x80008000, u, 0xEA; fma.rn.{kind}x2 ${i}, t, f, n;")
+    return f"{{ .reg .b32 t, u, f, n; {' '.join(lines)} }}"
+
+
+@triton.constexpr_function
+def _fours_assembly():
+    """Eight codes of four bytes, $4, as pairs of bfloat16: low bits in $0, $1, high bits in $2, $3."""
+    lines = ["mov.b32 f, 0x3F803F80; mov.b32 n, 0xC300C300;"]
+    for i, bytes in enumerate(("0x4140", "0x4342")):
+        lines.append(f"prmt.b32 t, $4, 0, {bytes}; lop3.b32 u, t, 0x000F000F, 0x43004300, 0xEA;")
+        lines.append(f"fma.rn.bf16x2 ${i}, u, f, n;")
+        lines.append(f"shr.u32 t, t, 4; lop3.b32 u, t, 0x000F000F, 0x43004300, 0xEA; fma.rn.bf16x2 ${i + 2}, u, f, n;")
+    return f"{{ .reg .b32 t, u, f, n; {' '.join(lines)} }}"
+
+
+@triton.jit
+def key_operand(b_codes, EARLY: tl.constexpr):
+    """float16: what e4m3 codes in bytes are. EARLY: made where they are loaded, before they pass through
+    shared memory to where they are multiplied; else wherever Triton likes.
+    """
+    if _INTERPRETED or is_hip():
+        b_keys = e4m3(b_codes).to(tl.float16)
+    else:
+        b_keys = tl.inline_asm_elementwise(
+            _e4m3_assembly("f16", cuda_capability_geq(8, 9)), "=r,=r,r", [b_codes], dtype=tl.float16,
+            is_pure=not EARLY, pack=4,
+        )
+    return b_keys
+
+
+@triton.jit
+def value_operand(b_codes, EARLY: tl.constexpr, KV: tl.constexpr):
+    """bfloat16 [64, D]: what codes of values are, before their scale and least value. EARLY: as of keys."""
+    if KV == FP8:
+        if _INTERPRETED or is_hip():
+            b_values = e4m3(b_codes).to(tl.bfloat16)
+        else:
+            b_values = tl.inline_asm_elementwise(
+                _e4m3_assembly("bf16"), "=r,=r,r", [b_codes], dtype=tl.bfloat16, is_pure=not EARLY, pack=4
+            )
+    elif _INTERPRETED or is_hip():
+        b_values = behind((b_codes & 15).to(tl.float32).to(tl.bfloat16), (b_codes >> 4).to(tl.float32).to(tl.bfloat16))
+    else:
+        b_low, b_high = tl.inline_asm_elementwise(
+            _fours_assembly(), "=r,=r,=r,=r,r", [b_codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=not EARLY, pack=4
+        )
+        b_values = behind(b_low, b_high)
+    return b_values
+
+
+@triton.jit
+def load_floats(p_page, i_kv, o_t, b_mask, KV: tl.constexpr, NK: tl.constexpr, D: tl.constexpr):
+    """float32, of tokens o_t: scales of keys and of values, and least values; 0 where not b_mask, and for
+    those that the format has not.
+    """
+    b_key = tl.full(o_t.shape, 0.0, tl.float32)
+    b_least = b_key
+    b_value = tl.load(floats_at(p_page, "value_scales", i_kv, KV, NK, D) + o_t, mask=b_mask, other=0.0).to(tl.float32)
+    if KV == FP8:
+        b_key = tl.load(floats_at(p_page, "key_scales", i_kv, KV, NK, D) + o_t, mask=b_mask, other=0.0).to(tl.float32)
+    else:
+        p_least = floats_at(p_page, "least_values", i_kv, KV, NK, D) + o_t
+        b_least = tl.load(p_least, mask=b_mask, other=0.0).to(tl.float32)
+    return b_key, b_value, b_least
