@@ -174,8 +174,10 @@ def test_of_tokens(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 HAS_GPU = torch.cuda.is_available()
 KINDS = ("dense", "moe", pytest.param("next", marks=pytest.mark.long))
 N_TOKENS = 24 if HAS_GPU else 2
-TOLERANCE = 0.12
-"""As of tests/gpu/test_gpu_engine.py."""
+TOLERANCE = 0.06
+"""Root of the mean square, where the largest error of tests/gpu/test_gpu_engine.py is 0.12."""
+SCALES = {"qkv": 0.1, "o_proj": 0.05, "down": 0.05, "shared_down": 0.05, "lm_head": 0.04}
+"""Of those whose terms would change little."""
 MODULES = {
     "in_proj": ("qkv", "z", "b", "a"),
     "qkv": ("q", "k", "v"),
@@ -202,9 +204,8 @@ def every_module(kind: str, seed: int) -> Adapter:
     for name, of in sizes(shape).items():
         deltas, first = [], 0
         for n in parts_of(shape, name, of.n):
-            rank, scale = int(rng.integers(1, 20)), 0.02 * of.n_matrices**0
-            delta = terms(rng, of.k, rank, first, n, scale, of.n_matrices)
-            deltas.append(delta)
+            scale = SCALES.get(name.rpartition(".")[2], 0.02)
+            deltas.append(terms(rng, of.k, int(rng.integers(1, 20)), first, n, scale, of.n_matrices))
             first += n
         found[name] = tuple(deltas)
     return Adapter(bytes([seed] * 16), found, ())
@@ -259,15 +260,14 @@ def test_against_the_oracle(kind: str) -> None:
         tokens = ids + [entry[0] for entry in drawn[:-1]]
         expected = forward(weights, inner.plan.shape, tokens, precision="bfloat16")[len(ids) - 1 :, :N_REAL_VOCAB]
         rows = zip(expected.log_softmax(-1), drawn, strict=True)
-        return float(
-            np.median([max(abs(value - float(row[token])) for token, value in entry[2]) for row, entry in rows])
-        )
+        errors = [value - float(row[token]) for row, entry in rows for token, value in entry[2]]
+        return float(np.sqrt(np.mean(np.square(errors))))
 
     whole = error(dict(adapter.deltas))
-    assert whole < TOLERANCE / 2
+    assert whole < TOLERANCE
     for matrix in {name.rpartition(".")[2] for name in adapter.deltas}:
         some = {name: of for name, of in adapter.deltas.items() if name.rpartition(".")[2] != matrix}
-        assert error(some) > 1.4 * whole, matrix
+        assert error(some) > 2 * whole, matrix
 
 
 ASKED = [("a", prompt(4, 66 if HAS_GPU else 20), 1), ("b", prompt(5, 5), 0), ("c", prompt(6, 9), 2)]
