@@ -82,7 +82,7 @@ def gpu(sub: argparse.ArgumentParser) -> None:
     add("--accept", default=None, metavar="P,P,...", help=text)
     add("--out", metavar="DIR", help=OUT_HELP)
     names = ("dummy", "quantize", "lever", "memory_gb", "max_model_len", "max_step_tokens", "max_drafts")
-    add_some(sub, *names, "tensor_parallel", "tp_invariant", "seed")
+    add_some(sub, *names, "state_dtype", "tensor_parallel", "tp_invariant", "seed")
 
 
 def ablate(sub: argparse.ArgumentParser) -> None:

@@ -67,6 +67,8 @@ def fingerprint(config: EngineConfig, directory: Path, kernels: Path | str, on_p
         "code": {str(path.relative_to(package)): _hash(path) for path in sources},
         "libraries": {name: _version(name) for name in ("torch", "numpy")} | {"libc": platform.libc_ver()},
     }
+    if config.state_dtype != "float32":
+        content["state dtype"] = config.state_dtype
     return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

@@ -27,6 +27,8 @@ from tests.tiny import tiny_checkpoint
 
 
 def build(kind: str = "dense", quantize: str | None = None, path: Path | None = None, **settings: Any) -> Runner:
+    kind, _, states = kind.partition(", ")
+    settings |= {"state_dtype": "bfloat16"} if states else {}
     sizes = {"max_num_seqs": 6, "max_model_len": 512, "max_step_tokens": 128, "n_pages": 24, "n_checkpoints": 6}
     config = EngineConfig(
         model=str(path or tiny_checkpoint(kind)), quantize=quantize, threads=2, **{**sizes, "max_drafts": 8, **settings}
@@ -34,7 +36,7 @@ def build(kind: str = "dense", quantize: str | None = None, path: Path | None = 
     return build_runner(config, lambda stage, done: None, Cpu())
 
 
-KINDS = [("dense", None), ("moe", "int8"), ("next", None), ("dense", "int4")]
+KINDS = [("dense", None), ("moe", "int8"), ("next", None), ("dense", "int4"), ("dense, bfloat16 states", None)]
 
 
 @pytest.mark.parametrize(("kind", "quantize"), KINDS)

@@ -29,14 +29,18 @@ from tests.tiny import tiny_checkpoint
 
 KINDS = ("dense", "moe", "next")
 FORMATS = (None, "int8", "int4")
-every_model = pytest.mark.parametrize(("kind", "quantize"), list(product(KINDS, FORMATS)))
+every_model = pytest.mark.parametrize(
+    ("kind", "quantize"), [*product(KINDS, FORMATS), ("next, bfloat16 states", "int8")]
+)
 every_format = pytest.mark.parametrize("quantize", FORMATS)
 relaxed = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def build(kind: str, quantize: str | None, threads: int = 2, weights_cache: Path | None = None) -> Runner:
+    kind, _, states = kind.partition(", ")
     config = EngineConfig(
         model=str(tiny_checkpoint(kind)),
+        state_dtype="bfloat16" if states else "float32",
         quantize=quantize,
         weights_cache=weights_cache,
         max_num_seqs=8,

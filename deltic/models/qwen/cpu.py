@@ -79,7 +79,7 @@ class DraftBuffers:
 
 @dataclass(frozen=True)
 class Memory:
-    """The two memories. pages: bfloat16 [n_pages, n_kv_layers, 2, nk, 64, d]; states: float32
+    """The two memories. pages: bfloat16 [n_pages, n_kv_layers, 2, nk, 64, d]; states: float32 or bfloat16
     [n_slots, n_gdn, Hv, dk, dv]; columns: bfloat16 [n_slots, n_gdn, 3, C], the other half of a state slot.
 
     And the windows of drafted tokens, by place: window_columns bfloat16 [n_places, n_gdn, W, C], window_gates
@@ -406,6 +406,7 @@ class Qwen:
             place=inputs.place,
             window_columns=memory.window_columns[:, i_gdn],
             window_gates=memory.window_gates[:, i_gdn],
+            layer=i_gdn,
             out=mixed,
         )
         self.linears.project(

@@ -31,8 +31,8 @@ class GpuMemory:
     """The two memories, of one part of a model that is cut.
 
     pages: bfloat16 [n_pages + 1, n_kv_layers, 2, nk, 64, d], the last one for padding;
-    states: float32 [n_slots, n_gdn, Hv, dv, dk]; columns: bfloat16 [n_slots, n_gdn, RING, C], row p % RING
-    for position p.
+    states: float32 or bfloat16 [n_slots, n_gdn, Hv, dv, dk]; columns: bfloat16 [n_slots, n_gdn, RING, C], row
+    p % RING for position p.
     """
 
     pages: Tensor
