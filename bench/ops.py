@@ -261,6 +261,7 @@ class Workload:
                 place=inputs.place,
                 window_columns=self.window_columns,
                 window_gates=self.window_gates,
+                layer=0,
                 out=out,
             )
 

@@ -205,6 +205,12 @@ class EngineConfig:
         kind="text",
     )
     n_pages: int | None = knob(None, "KV pages of 64 tokens (default: what fits, at most what can be used)")
+    state_dtype: str = knob(
+        "float32",
+        "what recurrent states are kept in; bfloat16 takes half of the memory and traffic, and rounds a state whenever it is stored",
+        choices=("float32", "bfloat16"),
+        kind="text",
+    )
     prefix_cache: bool = knob(True, "keep what was computed, for requests that begin in the same way")
     n_checkpoints: int | None = knob(
         None,

@@ -87,7 +87,7 @@ def gpu(sub: argparse.ArgumentParser) -> None:
     add("--lora-rank", type=int, default=16, metavar="R", help="of these (default: 16)")
     add("--out", metavar="DIR", help=OUT_HELP)
     names = ("dummy", "quantize", "lever", "memory_gb", "max_model_len", "max_step_tokens", "max_drafts")
-    add_some(sub, *names, "kv_cache_dtype", "tensor_parallel", "tp_invariant", "seed")
+    add_some(sub, *names, "kv_cache_dtype", "state_dtype", "tensor_parallel", "tp_invariant", "seed")
 
 
 def ablate(sub: argparse.ArgumentParser) -> None:

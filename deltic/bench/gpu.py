@@ -339,6 +339,7 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
         gpus=n_gpus,
         cuts=n_cuts,
         levers=dataclasses.asdict(parse_levers(config.lever)),
+        state_dtype=config.state_dtype,
         prompt=arguments.prompt,
         output=arguments.output,
         rounds=arguments.rounds,
@@ -353,9 +354,10 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
 
 
 def _shape_name(arguments: argparse.Namespace, config: EngineConfig) -> str:
-    """The shape and the format of its weights."""
+    """The shape, the format of its weights, and that of its states where it is not the default."""
     format = arguments.format or config.quantize
-    return (config.dummy or config.model) + (f"-{format}" if format else "")
+    states = "" if config.state_dtype == "float32" else f"-{config.state_dtype}-states"
+    return (config.dummy or config.model) + (f"-{format}" if format else "") + states
 
 
 MOST_DRAFTED = 8

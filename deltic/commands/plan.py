@@ -145,7 +145,8 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
         "streams": (streams, f"states of {plan.n_streams} streams of audio"),
         "state slots": (
             plan.slots_bytes,
-            f"{plan.max_num_seqs} live + {plan.n_checkpoints} checkpoints of {plan.state_bytes / 1e6:.2f} MB",
+            f"{plan.max_num_seqs} live + {plan.n_checkpoints} checkpoints of {plan.state_bytes / 1e6:.2f} MB"
+            + ("" if plan.speaks else f", {plan.shape.state_dtype}"),
         ),
         "pages": (plan.pages_bytes, _pages_text(plan, unit)),
         "host tier": (plan.host_bytes, host),

@@ -12,6 +12,10 @@
 // A chunk with drafts is lazy: its rows may not be kept, so the state stays as it was before them, and their raw inputs are
 // left in a window. Those that were accepted are redone from there by the sequence's next chunk, while its state is in the
 // cache: a chunk reads and writes the state once, whatever was accepted.
+//
+// A state in bfloat16 is rounded behind every token, of a chunk as of a decode, so that both still have the same bits. It is
+// rounded up or down at random: the nearer value would swallow every change below half of its last bit, and a slow decay with it.
+// The random bits are a hash of the token's position, layer, head and element (tests/reference/layers.py), so of the tokens alone.
 #include "kernel.h"
 #include "pool.h"
 #include "simd.h"
@@ -23,6 +27,48 @@ constexpr int64_t MAX_DIM = 256;  // dk and dv; checked where the operator is re
 constexpr int64_t COLUMNS = 64;   // of a state that prefill keeps in the first-level cache
 constexpr int64_t AHEAD = 8;      // rows of a state that are fetched in advance: to a decode it comes from memory
 
+// 32 bits of which each depends on all of x.
+uint32_t mixed(uint32_t x) {
+    x = (x ^ x >> 16) * 0x7feb352du;
+    x = (x ^ x >> 15) * 0x846ca68bu;
+    return x ^ x >> 16;
+}
+
+constexpr uint32_t KEY = 0x9e3779b9u;  // from one key to the next
+
+// 16 columns of a state in memory, to and from float32.
+v16 load_state(const float* p) { return load(p); }
+v16 load_state(const bf16* p) { return load_bf16(p); }
+void store_state(float* p, v16 v) { store(p, v); }
+void store_state(bf16* p, v16 v) {
+#pragma GCC unroll 4
+    for (int i = 0; i < PARTS; i++) {
+        u16_part h = __builtin_convertvector((u32_part)v.part[i] >> 16, u16_part);
+        memcpy(p + i * LANES, &h, sizeof h);
+    }
+}
+
+template <class To, class From>
+void copy_row(To* to, const From* from, int64_t n) {
+    for (int64_t i = 0; i < n; i += 16) store_state(to + i, load_state(from + i));
+}
+
+// Rounds two rows of 16 columns to bfloat16: each gets 16 random bits and is cut off. first: what the first column's hash is made
+// of; by_column: what is added to that for each. No bits are added where `error`, which the rows' change is a multiple of, is not
+// finite: they could make a number of what is none.
+inline void round_rows(v16& even, v16& odd, uint32_t first, v16 by_column, v16 error) {
+#pragma GCC unroll 4
+    for (int i = 0; i < PARTS; i++) {
+        u32_part x = (u32_part)by_column.part[i] + first;
+        x = (x ^ x >> 16) * 0x7feb352du;
+        x = (x ^ x >> 15) & (u32_part)(error.part[i] - error.part[i] == f32_part{});
+        even.part[i] = (f32_part)(((u32_part)even.part[i] + (x & 0xffffu)) & 0xffff0000u);
+        odd.part[i] = (f32_part)(((u32_part)odd.part[i] + (x >> 16)) & 0xffff0000u);
+    }
+}
+
+// State: float or bf16.
+template <class State>
 struct Gdn {
     const float* proj;  // [T, row]: q | k | v | z | b | a
     int64_t row;
@@ -32,7 +78,7 @@ struct Gdn {
     const float* conv_w;  // [4, C]
     bf16* conv_state;     // [slots, 3, C]: the last three columns, oldest first
     int64_t conv_stride;
-    float* state;  // [slots, Hv, dk, dv]
+    State* state;  // [slots, Hv, dk, dv]
     int64_t state_stride;
     const float *a_log, *dt_bias, *norm_w;
     float eps;
@@ -43,12 +89,13 @@ struct Gdn {
     int64_t window_columns_stride;
     float* window_gates;  // [places, W, 2 Hv]: b | a
     int64_t window_gates_stride;
+    int64_t layer;  // its number among those with a state
     bf16* out;  // [T, Hv dv]
 
     void read(Arguments& a) {
         a.read(proj, row, n_seqs, seq_start, seq_context, start_slot, slot, snapshot_begin, snapshot_n, snapshot_slot, conv_w, conv_state,
                conv_stride, state, state_stride, a_log, dt_bias, norm_w, eps, n_k, n_v, dk, dv, tiled, n_redo, is_lazy, place,
-               window_columns, window_columns_stride, window_gates, window_gates_stride, out);
+               window_columns, window_columns_stride, window_gates, window_gates_stride, layer, out);
     }
     int64_t channels() const { return 2 * n_k * dk + n_v * dv; }
 
@@ -121,50 +168,59 @@ struct Gdn {
         for (int64_t t = begin; t < end; t++) memcpy(window + (t - begin) * 2 * n_v, gates(s, t), 2 * n_v * 4);
     }
 
-    // What the tokens of a chunk bring to one head: q, k [n, dk], v, o [n, dv], and its two gates.
+    // What the tokens of a chunk bring to one head: q, k [n, dk], v, o [n, dv], its two gates, and what their rounding begins with.
     struct Head {
         float q[CHUNK * MAX_DIM], k[CHUNK * MAX_DIM], v[CHUNK * MAX_DIM], o[CHUNK * MAX_DIM], alpha[CHUNK], beta[CHUNK];
+        uint32_t seed[CHUNK];
     };
 
     // Steps the tokens begin .. n - 1 through NV * 16 columns of one head's state S, rows `stride` apart. Every token reads
     // S^T k before it changes S; for all but the first that sum is taken while the token before writes S. Even and odd rows
-    // have their own sums, to hide latency.
-    template <int NV>
-    void recur(int64_t begin, int64_t n, float* S, int64_t stride, int64_t column, Head& head) const {
+    // have their own sums, to hide latency. T: State, or float with the same values.
+    template <int NV, class T>
+    void recur(int64_t begin, int64_t n, T* S, int64_t stride, int64_t column, Head& head) const {
         const float* k = head.k + begin * dk;
         v16 even[NV] = {}, odd[NV] = {};
         for (int64_t i = 0; i < dk; i += 2)
             for (int j = 0; j < NV; j++) {
                 __builtin_prefetch(S + (i + AHEAD) * stride + 16 * j);
                 __builtin_prefetch(S + (i + AHEAD + 1) * stride + 16 * j);
-                even[j] = fma(splat(k[i]), load(S + i * stride + 16 * j), even[j]);
-                odd[j] = fma(splat(k[i + 1]), load(S + (i + 1) * stride + 16 * j), odd[j]);
+                even[j] = fma(splat(k[i]), load_state(S + i * stride + 16 * j), even[j]);
+                odd[j] = fma(splat(k[i + 1]), load_state(S + (i + 1) * stride + 16 * j), odd[j]);
             }
         for (int64_t t = begin; t < n; t++) {
             v16 e[NV];
             for (int j = 0; j < NV; j++)
                 e[j] = splat(head.beta[t]) * (load(head.v + t * dv + column + 16 * j) - splat(head.alpha[t]) * (even[j] + odd[j]));
-            if (t + 1 < n) update<NV, true>(S, stride, head.k + t * dk, head.q + t * dk, head.alpha[t], e, even, odd, head.o + t * dv + column);
-            else update<NV, false>(S, stride, head.k + t * dk, head.q + t * dk, head.alpha[t], e, even, odd, head.o + t * dv + column);
+            if (t + 1 < n) update<NV, true, T>(S, stride, t, column, head, e, even, odd);
+            else update<NV, false, T>(S, stride, t, column, head, e, even, odd);
         }
     }
 
-    // S = alpha S + k e^T; o = S^T q; with NEXT, even + odd = S^T of the next token's k.
-    template <int NV, bool NEXT>
-    void update(float* S, int64_t stride, const float* k, const float* q, float alpha, const v16* e, v16* even, v16* odd, float* o) const {
+    // S = alpha S + k e^T; o = S^T q, before S is rounded; with NEXT, even + odd = S^T of the next token's k.
+    template <int NV, bool NEXT, class T>
+    void update(T* S, int64_t stride, int64_t t, int64_t column, Head& head, const v16* e, v16* even, v16* odd) const {
+        const float *k = head.k + t * dk, *q = head.q + t * dk;
         v16 o_even[NV] = {}, o_odd[NV] = {}, next_even[NV] = {}, next_odd[NV] = {};
-        const v16 decay = splat(alpha);
+        const v16 decay = splat(head.alpha[t]);
+        const uint32_t by_column = (uint32_t)dk * KEY, seed = head.seed[t] + (uint32_t)column * by_column;
+        const v16 by_lane = each_part([&](int i) {
+            u32_part lanes;
+            for (int j = 0; j < LANES; j++) lanes[j] = (i * LANES + j) * by_column;
+            return (f32_part)lanes;
+        });
         for (int64_t i = 0; i < dk; i += 2) {
             const v16 k0 = splat(k[i]), k1 = splat(k[i + 1]), q0 = splat(q[i]), q1 = splat(q[i + 1]);
             v16 n0, n1;
             if constexpr (NEXT) n0 = splat(k[dk + i]), n1 = splat(k[dk + i + 1]);
             for (int j = 0; j < NV; j++) {
-                v16 s0 = fma(k0, e[j], decay * load(S + i * stride + 16 * j));
-                v16 s1 = fma(k1, e[j], decay * load(S + (i + 1) * stride + 16 * j));
-                store(S + i * stride + 16 * j, s0);
-                store(S + (i + 1) * stride + 16 * j, s1);
+                v16 s0 = fma(k0, e[j], decay * load_state(S + i * stride + 16 * j));
+                v16 s1 = fma(k1, e[j], decay * load_state(S + (i + 1) * stride + 16 * j));
                 o_even[j] = fma(q0, s0, o_even[j]);
                 o_odd[j] = fma(q1, s1, o_odd[j]);
+                if constexpr (!std::is_same_v<State, float>) round_rows(s0, s1, seed + (uint32_t)i * KEY + 16 * j * by_column, by_lane, e[j]);
+                store_state(S + i * stride + 16 * j, s0);
+                store_state(S + (i + 1) * stride + 16 * j, s1);
                 if constexpr (NEXT) {
                     next_even[j] = fma(n0, s0, next_even[j]);
                     next_odd[j] = fma(n1, s1, next_odd[j]);
@@ -172,7 +228,7 @@ struct Gdn {
             }
         }
         for (int j = 0; j < NV; j++) {
-            store(o + 16 * j, o_even[j] + o_odd[j]);
+            store(head.o + t * dv + column + 16 * j, o_even[j] + o_odd[j]);
             even[j] = next_even[j];
             odd[j] = next_odd[j];
         }
@@ -180,31 +236,31 @@ struct Gdn {
 
     // The tokens begin .. n - 1 through the first `width` columns of S, from column c0 of the head on, NV * 16 at a time.
     // Inlined, so that a decode has its one token's own code where NV is that of a prefill (AVX2).
-    template <int NV>
-    __attribute__((always_inline)) void recur_columns(int64_t begin, int64_t n, float* S, int64_t stride, int64_t c0, int64_t width, Head& head) const {
+    template <int NV, class T>
+    __attribute__((always_inline)) void recur_columns(int64_t begin, int64_t n, T* S, int64_t stride, int64_t c0, int64_t width, Head& head) const {
         int64_t c = 0;
-        for (; c + 16 * NV <= width; c += 16 * NV) recur<NV>(begin, n, S + c, stride, c0 + c, head);
-        for (; c < width; c += 16) recur<1>(begin, n, S + c, stride, c0 + c, head);
+        for (; c + 16 * NV <= width; c += 16 * NV) recur<NV, T>(begin, n, S + c, stride, c0 + c, head);
+        for (; c < width; c += 16) recur<1, T>(begin, n, S + c, stride, c0 + c, head);
     }
 
     // All columns of a head's state for n tokens, as many registers at a time as there are: from `start` to S, which may be
     // the same, and to `kept`, if any. S gets what the first n_stored tokens leave, `kept` what all do. Not cloned for its one
     // caller: knowing that `head` is thread-local, the compiler would look up its address in the innermost loops.
-    __attribute__((noinline, noclone)) void recur_all(int64_t n, int64_t n_stored, const float* start, float* S, float* kept, Head& head) const {
+    __attribute__((noinline, noclone)) void recur_all(int64_t n, int64_t n_stored, const State* start, State* S, State* kept, Head& head) const {
         constexpr int DECODE = LANES == 16 ? 8 : 2, PREFILL = LANES == 16 ? 4 : SSE ? 1 : 2;
         if (n == 1 && n_stored == 1) {  // the state is read once from memory: whole rows, one after another
-            if (start != S) memcpy(S, start, dk * dv * 4);
+            if (start != S) memcpy(S, start, dk * dv * sizeof(State));
             recur_columns<DECODE>(0, 1, S, dv, 0, dv, head);
-            if (kept) memcpy(kept, S, dk * dv * 4);
+            if (kept) memcpy(kept, S, dk * dv * sizeof(State));
             return;
         }
         alignas(64) float local[MAX_DIM * COLUMNS];  // else vectors lie in two cache lines
         for (int64_t c0 = 0; c0 < dv; c0 += COLUMNS) {
             const int64_t width = dv - c0 < COLUMNS ? dv - c0 : COLUMNS;
-            const auto store_to = [&](float* to) {
-                for (int64_t i = 0; i < dk; i++) memcpy(to + i * dv + c0, local + i * width, width * 4);
+            const auto store_to = [&](State* to) {
+                for (int64_t i = 0; i < dk; i++) copy_row(to + i * dv + c0, local + i * width, width);
             };
-            for (int64_t i = 0; i < dk; i++) memcpy(local + i * width, start + i * dv + c0, width * 4);
+            for (int64_t i = 0; i < dk; i++) copy_row(local + i * width, start + i * dv + c0, width);
             if (n_stored > 0) recur_columns<PREFILL>(0, n_stored, local, width, c0, width, head);
             if (n_stored > 0 || start != S) store_to(S);
             if (n_stored < n) recur_columns<PREFILL>(n_stored, n, local, width, c0, width, head);
@@ -212,22 +268,22 @@ struct Gdn {
         }
     }
 
-    float* state_of(int64_t slot, int64_t h) const { return state + slot * state_stride + h * dk * dv; }
+    State* state_of(int64_t slot, int64_t h) const { return state + slot * state_stride + h * dk * dv; }
 
     // All tokens of sequence s in value head h. Those of a lazy chunk and of its window are one block: CHUNK holds two windows.
     void run(int64_t s, int64_t h) const {
         static thread_local Head head;
         const int64_t head_k = tiled ? h % n_k : h / (n_v / n_k);
-        float* S = state_of(slot[s], h);
-        const float* start = seq_context[s] == 0 ? S : state_of(start_slot[s], h);
-        if (seq_context[s] == 0) memset(S, 0, dk * dv * 4);
+        State* S = state_of(slot[s], h);
+        const State* start = seq_context[s] == 0 ? S : state_of(start_slot[s], h);
+        if (seq_context[s] == 0) memset(S, 0, dk * dv * sizeof(State));
         int64_t snapshot = snapshot_begin[s], n;
         for (int64_t t0 = first(s); t0 < seq_start[s + 1]; t0 += n) {
             // A snapshot is the end of a block.
             const bool comes = snapshot < snapshot_begin[s + 1];
             const int64_t end = comes ? seq_start[s] + snapshot_n[snapshot] : seq_start[s + 1];
             n = end - t0 < CHUNK ? end - t0 : CHUNK;
-            float* kept = comes && t0 + n == end ? state_of(snapshot_slot[snapshot++], h) : nullptr;
+            State* kept = comes && t0 + n == end ? state_of(snapshot_slot[snapshot++], h) : nullptr;
             convolve(s, t0, n, head_k * dk, dk, head.q);
             convolve(s, t0, n, (n_k + head_k) * dk, dk, head.k);
             convolve(s, t0, n, 2 * n_k * dk + h * dv, dv, head.v);
@@ -238,6 +294,7 @@ struct Gdn {
                 float x = token[n_v + h] + dt_bias[h], softplus = x > 20.0f ? x : log1pf(expf(x));
                 head.alpha[t] = expf(-expf(a_log[h]) * softplus);
                 head.beta[t] = sigmoid1(token[h]);
+                head.seed[t] = mixed((uint32_t)(seq_context[s] + t0 + t - seq_start[s]) ^ mixed((uint32_t)(layer << 16 | h)));
             }
             recur_all(n, is_lazy[s] ? n_redo[s] : n, start, S, kept, head);
             start = S;
@@ -256,7 +313,10 @@ struct Gdn {
 
 // Arguments in the order of the fields of Gdn; n_seqs is counted. One task is one head of one sequence, from the projection
 // to the output.
-KERNEL(deltic_gdn, Gdn g) {
+template <class State>
+static void run_all(const Gdn<State>& g) {
     parallel_for(g.n_seqs * g.n_v, [&](int64_t i, int) { g.run(i / g.n_v, i % g.n_v); });
     parallel_for(g.n_seqs, [&](int64_t s, int) { g.keep_all_columns(s); });
 }
+KERNEL(deltic_gdn, Gdn<float> g) { run_all(g); }
+KERNEL(deltic_gdn_bf16, Gdn<bf16> g) { run_all(g); }

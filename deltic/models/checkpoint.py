@@ -6,6 +6,7 @@ Imports no torch: the HTTP process finds the tokenizer and the template here, th
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
@@ -166,16 +167,17 @@ def locate(config: EngineConfig) -> tuple[Path, ModelShape]:
     """
     if config.dummy is not None:
         try:
-            return DEMO, _scaled(published_shape(config.dummy), config)
+            return DEMO, _as_asked(published_shape(config.dummy), config)
         except UnsupportedModelError as error:
             known = f"{error.supported}, {', '.join(PUBLISHED_SPEECH)}"
             raise UnsupportedModelError(error.field, error.found, known) from None
     directory = DEMO if config.model == BUILT_IN else model_directory(config)
-    return directory, _scaled(ModelShape.from_directory(directory), config)
+    return directory, _as_asked(ModelShape.from_directory(directory), config)
 
 
-def _scaled(shape: ModelShape, config: EngineConfig) -> ModelShape:
-    """Raises ConfigError for a --rope-scaling that is none."""
+def _as_asked(shape: ModelShape, config: EngineConfig) -> ModelShape:
+    """With what the configuration changes. Raises ConfigError for a --rope-scaling that is none."""
+    shape = replace(shape, state_dtype=config.state_dtype)
     if config.rope_scaling is None:
         return shape
     try:

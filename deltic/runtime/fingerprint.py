@@ -69,6 +69,8 @@ def fingerprint(config: EngineConfig, directory: Path, kernels: Path | str, on_p
     }
     if config.kv_cache_dtype not in ("auto", "bf16"):
         content["kv cache"] = config.kv_cache_dtype
+    if config.state_dtype != "float32":
+        content["state dtype"] = config.state_dtype
     return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

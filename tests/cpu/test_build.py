@@ -39,7 +39,7 @@ def device_of(name: str) -> Any:
 
     def runner(plan: Plan[Any], weights: Any, vocoder: Any, progress: Any) -> Any:
         program = SimpleNamespace(instruction_set=instruction_set())
-        return Made(plan=plan, info=engine_info(plan, "here"), tiers=None, program=program)
+        return Made(plan=plan, info=engine_info(plan, "here"), tiers=None, adapters=None, program=program)
 
     if name == "cpu":
         device: Any = cpu.Cpu()

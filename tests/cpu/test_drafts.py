@@ -30,6 +30,8 @@ KV = {"next": "int8", "int4": "k8v4"}
 
 
 def build(kind: str = "dense", quantize: str | None = None, path: Path | None = None, **settings: Any) -> Runner:
+    kind, _, states = kind.partition(", ")
+    settings |= {"state_dtype": "bfloat16"} if states else {}
     sizes = {"max_num_seqs": 6, "max_model_len": 512, "max_step_tokens": 128, "n_pages": 24, "n_checkpoints": 6}
     settings = {"kv_cache_dtype": KV.get(kind if quantize is None else quantize, "auto"), "max_drafts": 8, **settings}
     config = EngineConfig(
@@ -38,7 +40,7 @@ def build(kind: str = "dense", quantize: str | None = None, path: Path | None = 
     return build_runner(config, lambda stage, done: None, Cpu())
 
 
-KINDS = [("dense", None), ("moe", "int8"), ("next", None), ("dense", "int4")]
+KINDS = [("dense", None), ("moe", "int8"), ("next", None), ("dense", "int4"), ("dense, bfloat16 states", None)]
 
 
 @pytest.mark.parametrize(("kind", "quantize"), KINDS)

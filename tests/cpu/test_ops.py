@@ -315,7 +315,7 @@ WINDOW = 5
 class GdnCase:
     """Weights, slots and a way to run the operator on chunks of sequences and the oracle on whole ones."""
 
-    def __init__(self, program: Program, heads: GdnHeads, n_slots: int) -> None:
+    def __init__(self, program: Program, heads: GdnHeads, n_slots: int, dtype: torch.dtype = torch.float32) -> None:
         self.program, self.heads = program, heads
         self.weights = GdnWeights(
             conv=torch.randn(4, heads.channels) * 0.5,
@@ -323,7 +323,7 @@ class GdnCase:
             dt_bias=torch.randn(heads.n_v) - 4,
             norm=1 + 0.1 * torch.randn(heads.v_dim),
         )
-        self.state = poison(n_slots, heads.n_v, heads.k_dim, heads.v_dim)
+        self.state = poison(n_slots, heads.n_v, heads.k_dim, heads.v_dim, dtype=dtype)
         self.columns = poison(n_slots, 3, heads.channels, dtype=BF16)
         # Of two layers, of which this is the second. A sequence's place is its slot.
         self.window_columns = poison(n_slots, 2, WINDOW, heads.channels, dtype=BF16)
@@ -361,7 +361,7 @@ class GdnCase:
             snapshot_slot=i32(*(slot for kept in snapshots for _, slot in kept)),
             conv_state=self.columns, state=self.state, n_redo=i32(*(redo or [0] * s)), is_lazy=i32(*(lazy or [0] * s)),
             place=i32(*(slot for slot, _, _ in chunks)), window_columns=self.window_columns[:, 1],
-            window_gates=self.window_gates[:, 1], out=out,
+            window_gates=self.window_gates[:, 1], layer=1, out=out,
         )  # fmt: skip
         program.run()
         return list(out.split(lengths.tolist()))
@@ -374,14 +374,29 @@ class GdnCase:
         q, k = (oracle.l2_norm(x.unflatten(-1, (h.n_k, h.k_dim))) for x in (q, k))
         beta, g = oracle.gdn_gates(b, a, w.a_log, w.dt_bias)
         v = v.unflatten(-1, (h.n_v, h.v_dim))
-        o, state = oracle.naive_gdn(q * h.k_dim**-0.5, k, v, g, beta, tiled=h.tiled)
+        store = None if self.state.dtype == torch.float32 else partial(oracle.stochastic_bfloat16, layer=1)
+        o, state = oracle.naive_gdn(q * h.k_dim**-0.5, k, v, g, beta, tiled=h.tiled, store=store)
         return oracle.gated_rms_norm(o, z.view_as(o), w.norm, 1e-6).flatten(1), state
 
 
-@pytest.mark.parametrize("heads", [HEADS, GdnHeads(1, 2, 64, 48), GdnHeads(2, 6, 64, 48, tiled=True)])
-def test_gdn(program: Program, heads: GdnHeads) -> None:
-    """Ragged chunks, decodes and continued sequences in one batch, against whole sequences by the oracle."""
-    case = GdnCase(program, heads, n_slots=5)
+def bits(x: Tensor) -> Tensor:
+    return x.view(I32 if x.dtype == torch.float32 else torch.int16)
+
+
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [
+        (HEADS, torch.float32),
+        (GdnHeads(1, 2, 64, 48), torch.float32),
+        (GdnHeads(2, 6, 64, 48, tiled=True), torch.float32),
+        (HEADS, BF16),
+        (GdnHeads(2, 6, 64, 48, tiled=True), BF16),
+    ],
+)
+def test_gdn(program: Program, heads: GdnHeads, dtype: torch.dtype) -> None:
+    """Ragged chunks, decodes and continued sequences in one batch, against whole sequences by the oracle. In bfloat16 a sum in
+    another order now and then rounds a value to its neighbour."""
+    case = GdnCase(program, heads, n_slots=5, dtype=dtype)
     proj = {slot: case.projection(n) for slot, n in ((4, 70), (0, 1), (2, 9), (1, 131))}
     parts: dict[int, list[Tensor]] = {slot: [] for slot in proj}
     for cuts in (
@@ -394,17 +409,23 @@ def test_gdn(program: Program, heads: GdnHeads) -> None:
             parts[slot].append(out)
     for slot, rows in proj.items():
         expected, state = case.expected(rows)
-        close(torch.cat(parts[slot]), expected, ONE_BF16_ULP, 1e-4)
-        close(case.state[slot], state, 1e-4, 1e-5)
+        if dtype == BF16:
+            close(torch.cat(parts[slot]), expected, ONE_BF16_ULP, 2e-2)
+            close(case.state[slot], state, ONE_BF16_ULP, 2e-2)
+            assert (case.state[slot].float() == state).float().mean() > 0.98
+        else:
+            close(torch.cat(parts[slot]), expected, ONE_BF16_ULP, 1e-4)
+            close(case.state[slot], state, 1e-4, 1e-5)
         n_kept = min(3, len(rows))
         assert torch.equal(case.columns[slot, 3 - n_kept :], rows[-n_kept:, : heads.channels].to(BF16))
     assert case.state[3].isnan().all() and case.columns[3].isnan().all()
     assert case.window_columns.isnan().all() and case.window_gates.isnan().all()
 
 
-def test_gdn_chunks_keep_bits(program: Program) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, BF16])
+def test_gdn_chunks_keep_bits(program: Program, dtype: torch.dtype) -> None:
     """Any cut of a sequence, down to single tokens, gives the same bits."""
-    case = GdnCase(program, HEADS, n_slots=3)
+    case = GdnCase(program, HEADS, n_slots=3, dtype=dtype)
     rows = case.projection(67)
     (whole,) = case.run([(0, 0, rows)])
     stepped = torch.cat([case.run([(1, t, rows[t : t + 1])])[0] for t in range(67)])
@@ -412,22 +433,34 @@ def test_gdn_chunks_keep_bits(program: Program) -> None:
     for other in (stepped, cut):
         assert torch.equal(whole.view(torch.int16), other.view(torch.int16))
     for slot in (1, 2):
-        assert torch.equal(case.state[0].view(I32), case.state[slot].view(I32))
+        assert torch.equal(bits(case.state[0]), bits(case.state[slot]))
+
+
+def test_gdn_keeps_what_is_not_finite(program: Program) -> None:
+    """Random bits make no number of a NaN, whichever it is."""
+    case = GdnCase(program, HEADS, n_slots=1, dtype=BF16)
+    case.run([(0, 0, case.projection(5))])
+    case.state.view(torch.int16)[0, 0, 3, 7], case.state.view(torch.int16)[0, 1, 4, 9] = 0x7FFF, -1
+    case.run([(0, 5, case.projection(3))])
+    assert case.state[0, 0, :, 7].isnan().all() and case.state[0, 1, :, 9].isnan().all()
+    assert case.state[0].isnan().sum() == 2 * HEADS.k_dim
 
 
 def same_slots(case: GdnCase, pairs: list[tuple[int, int]]) -> bool:
     """Whether the slots of each pair hold the same bits, both halves."""
     return all(
-        torch.equal(case.state[a].view(I32), case.state[b].view(I32))
+        torch.equal(bits(case.state[a]), bits(case.state[b]))
         and torch.equal(case.columns[a].view(torch.int16), case.columns[b].view(torch.int16))
         for a, b in pairs
     )
 
 
-@pytest.mark.parametrize("heads", [HEADS, GdnHeads(1, 2, 64, 48)])
-def test_gdn_snapshots(program: Program, heads: GdnHeads) -> None:
+@pytest.mark.parametrize(
+    ("heads", "dtype"), [(HEADS, torch.float32), (GdnHeads(1, 2, 64, 48), torch.float32), (HEADS, BF16)]
+)
+def test_gdn_snapshots(program: Program, heads: GdnHeads, dtype: torch.dtype) -> None:
     """A snapshot is what a cut there would leave, wherever it is, and the chunk that takes it computes what it always does."""
-    case = GdnCase(program, heads, n_slots=14)
+    case = GdnCase(program, heads, n_slots=14, dtype=dtype)
     long, short = case.projection(200), case.projection(70)
     chunks = [(0, 0, long), (1, 0, short)]
     whole = case.run(chunks)
@@ -472,15 +505,23 @@ def test_gdn_starts_from_other_slots(program: Program, length: int) -> None:
     assert same_slots(case, [(0, 4)])
 
 
-@pytest.mark.parametrize("heads", [HEADS, GdnHeads(2, 6, 64, 48, tiled=True), GdnHeads(1, 3, 32, 144)])
-def test_gdn_drafts_keep_bits(program: Program, heads: GdnHeads) -> None:
+@pytest.mark.parametrize(
+    ("heads", "dtype"),
+    [
+        (HEADS, torch.float32),
+        (GdnHeads(2, 6, 64, 48, tiled=True), torch.float32),
+        (GdnHeads(1, 3, 32, 144), torch.float32),
+        (GdnHeads(1, 3, 32, 144), BF16),
+    ],
+)
+def test_gdn_drafts_keep_bits(program: Program, heads: GdnHeads, dtype: torch.dtype) -> None:
     """Steps with drafts, whatever is accepted, give the outputs and leave the states of decodes of one token at a time.
 
     Slots 0 .. 5 are the sequences', 6 a start that two of them share, 7 and on those of the decodes: what is left after each token.
     """
     pick = np.random.default_rng(7)
     n_seqs, n_tokens, shared, decoded = 6, 100, 6, 7
-    case = GdnCase(program, heads, n_slots=8)
+    case = GdnCase(program, heads, n_slots=8, dtype=dtype)
     common = case.projection(10)
     rows = [case.projection(n_tokens) for _ in range(n_seqs)]
     rows[0][:10] = rows[1][:10] = common
@@ -529,12 +570,12 @@ def test_gdn_drafts_keep_bits(program: Program, heads: GdnHeads) -> None:
                 gates[s, 1, : n_rows[s]] = tried[s][:, -2 * heads.n_v :]
             else:
                 n_kept = n_done[s]
-            assert torch.equal(case.state[s].view(I32), states[s][n_kept].view(I32))
+            assert torch.equal(bits(case.state[s]), bits(states[s][n_kept]))
             assert torch.equal(case.columns[s].view(torch.int16), columns[s][n_kept].view(torch.int16))
         assert torch.equal(case.window_columns.view(torch.int16), windows.view(torch.int16))
         assert torch.equal(case.window_gates.view(I32), gates.view(I32))
     assert seen == set(pairs(("lazy", "decode", "prefill"), range(3)))
-    assert torch.equal(case.state[shared].view(I32), states[0][10].view(I32))
+    assert torch.equal(bits(case.state[shared]), bits(states[0][10]))
 
 
 def test_gdn_refuses_a_window_that_does_not_fit() -> None:

@@ -99,7 +99,7 @@ class Watched:
     def __init__(self, inner: Runner) -> None:
         self.inner = inner
         self.info, self.max_logit_rows, self.tiers = inner.info, inner.max_logit_rows, inner.tiers
-        self.pictures = inner.pictures
+        self.pictures, self.adapters = inner.pictures, inner.adapters
         self.answers: defaultdict[tuple[str, int], Answer] = defaultdict(Answer)
         self.engine = Engine(self)
         self.fails_next = False

@@ -31,14 +31,18 @@ KINDS = ("dense", "moe", "next")
 FORMATS = (None, "int8", "int4")
 KV = {("next", None): "int8", ("dense", "int8"): "k8v4", ("moe", "int4"): "int8"}
 """Formats of keys and values, by model; of the others bf16."""
-every_model = pytest.mark.parametrize(("kind", "quantize"), list(product(KINDS, FORMATS)))
+every_model = pytest.mark.parametrize(
+    ("kind", "quantize"), [*product(KINDS, FORMATS), ("next, bfloat16 states", "int8")]
+)
 every_format = pytest.mark.parametrize("quantize", FORMATS)
 relaxed = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 
 
 def build(kind: str, quantize: str | None, threads: int = 2, weights_cache: Path | None = None) -> Runner:
+    kind, _, states = kind.partition(", ")
     config = EngineConfig(
         model=str(tiny_checkpoint(kind)),
+        state_dtype="bfloat16" if states else "float32",
         quantize=quantize,
         kv_cache_dtype=KV.get((kind, quantize), "auto"),
         weights_cache=weights_cache,
@@ -66,7 +70,7 @@ class Recorder:
     def __init__(self, inner: Runner, watched: str) -> None:
         self.inner, self.watched = inner, watched
         self.info, self.max_logit_rows, self.tiers = inner.info, inner.max_logit_rows, inner.tiers
-        self.pictures = inner.pictures
+        self.pictures, self.adapters = inner.pictures, inner.adapters
         self.rows: list[Array] = []
 
     def is_busy(self) -> bool:

@@ -56,9 +56,11 @@ def small_checkpoint(kind: str) -> Path:
 
 @cache
 def build(kind: str, max_drafts: int = MAX_DRAFTS, format: str = "bf16") -> GpuTextRunner:
+    kind, _, states = kind.partition(", ")
     config = EngineConfig(
-        model=str(small_checkpoint(kind)), max_drafts=max_drafts, max_num_seqs=6 if HAS_GPU else 3,
-        max_model_len=512 if HAS_GPU else 192, max_step_tokens=128, n_pages=30, n_checkpoints=6, kv_cache_dtype=format,
+        model=str(small_checkpoint(kind)), state_dtype="bfloat16" if states else "float32", max_drafts=max_drafts,
+        max_num_seqs=6 if HAS_GPU else 3, max_model_len=512 if HAS_GPU else 192, max_step_tokens=128, n_pages=30,
+        n_checkpoints=6, kv_cache_dtype=format,
     )  # fmt: skip
     return build_runner(config, lambda stage, done: None, Gpu())
 
@@ -103,7 +105,11 @@ def drafted(
 
 @pytest.mark.parametrize(
     ("kind", "seed", "sizes"),
-    [pytest.param("dense", 132, SIZES, marks=pytest.mark.long), ("next", 7, SIZES if HAS_GPU else FEW)],
+    [
+        pytest.param("dense", 132, SIZES, marks=pytest.mark.long),
+        ("next", 7, SIZES if HAS_GPU else FEW),
+        pytest.param("dense, bfloat16 states", 7, SIZES if HAS_GPU else FEW, marks=pytest.mark.long),
+    ],
 )
 def test_drafts_change_no_bit(kind: str, seed: int, sizes: Sizes, monkeypatch: pytest.MonkeyPatch) -> None:
     found, engine, n_guessed = drafted(kind, seed, sizes, monkeypatch)

@@ -27,6 +27,7 @@ from deltic.engine.guides import Guide, Guides
 from deltic.engine.messages import Constraint, Output, Request, SamplingParams
 from deltic.engine.step import Chunk
 from tests.plain import plain
+from tests.reference.layers import stochastic_bfloat16
 from tests.reference.model import forward
 from tests.tiny import N_REAL_VOCAB, byte_tokenizer, tiny_checkpoint
 
@@ -38,6 +39,7 @@ from deltic.runtime.gpu.text import GpuTextRunner
 
 HAS_GPU = torch.cuda.is_available()
 KINDS = ("dense", "moe", "next")
+IN_BFLOAT16 = "dense, bfloat16 states"
 N_TOKENS = 48 if HAS_GPU else 4
 needs_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a GPU: minutes in the interpreter, or nothing to see there")
 
@@ -50,8 +52,9 @@ Entry = tuple[int, float, tuple[tuple[int, float], ...]]
 
 @cache
 def runner(kind: str, levers: tuple[str, ...] = ()) -> GpuTextRunner:
+    kind, _, states = kind.partition(", ")
     config = EngineConfig(
-        model=str(tiny_checkpoint(kind)), max_num_seqs=128 if HAS_GPU else 4, max_model_len=1024 if HAS_GPU else 256,
+        model=str(tiny_checkpoint(kind)), state_dtype="bfloat16" if states else "float32", max_num_seqs=128 if HAS_GPU else 4, max_model_len=1024 if HAS_GPU else 256,
         max_step_tokens=1024 if HAS_GPU else 128, n_pages=2048 if HAS_GPU else 24, n_checkpoints=8, lever=levers,
         cache_host_gb=0.2,
     )  # fmt: skip
@@ -122,7 +125,9 @@ def alone(kind: str, ids: list[int], levers: tuple[str, ...] = (), **params: Any
     return answers(engine)["a/0"]
 
 
-@pytest.mark.parametrize("kind", KINDS if HAS_GPU else ("dense", "moe"))
+@pytest.mark.parametrize(
+    "kind", [*(KINDS if HAS_GPU else ("dense", "moe")), pytest.param(IN_BFLOAT16, marks=pytest.mark.long)]
+)
 def test_against_the_oracle(kind: str) -> None:
     """Prefill and decode, across a page's end: log-probabilities within the tolerance, tokens equal where it is clear."""
     inner = runner(kind)
@@ -131,7 +136,9 @@ def test_against_the_oracle(kind: str) -> None:
         ids = prompt(length, length)
         drawn = alone(kind, ids)
         tokens = [entry[0] for entry in drawn]
-        expected = forward(plain(inner.model.weights), inner.plan.shape, ids + tokens[:-1], precision="bfloat16")
+        store = stochastic_bfloat16 if kind == IN_BFLOAT16 else None
+        weights, shape = plain(inner.model.weights), inner.plan.shape
+        expected = forward(weights, shape, ids + tokens[:-1], precision="bfloat16", store=store)
         expected = expected[length - 1 :, :N_REAL_VOCAB].log_softmax(-1)
         for row, (token, logprob, top) in zip(expected, drawn, strict=True):
             best = row.topk(2).values
@@ -140,7 +147,7 @@ def test_against_the_oracle(kind: str) -> None:
             n_far += far
             if not far and best[0] - best[1] > 2 * LOGPROB_TOLERANCE:
                 assert token == int(row.argmax())
-    assert n_far <= (0 if kind == "dense" else 0.25 * 3 * N_TOKENS)
+    assert n_far <= (0 if "dense" in kind else 0.25 * 3 * N_TOKENS)
 
 
 @needs_gpu
@@ -155,7 +162,7 @@ def test_fitting_the_cost_of_a_step_leaves_nothing_behind() -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, pytest.param(IN_BFLOAT16, marks=needs_gpu)])
 def test_alone_and_among_others(kind: str) -> None:
     """P1: other sequences, of other lengths, come, prefill beside its decodes, and go."""
     ids = prompt(5, 70)
@@ -168,7 +175,7 @@ def test_alone_and_among_others(kind: str) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, IN_BFLOAT16])
 def test_any_cut_of_the_prompt(kind: str) -> None:
     """P2: chunks of 64 tokens and of all of them."""
     ids = prompt(6, 700)
@@ -195,7 +202,7 @@ def hit_and_cold(inner: GpuTextRunner, alone: Callable[..., list[Entry]]) -> Non
 
 
 @needs_gpu
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, pytest.param(IN_BFLOAT16, marks=needs_gpu)])
 def test_hit_and_cold(kind: str) -> None:
     hit_and_cold(runner(kind), partial(alone, kind))
 
@@ -213,7 +220,7 @@ def preempted(inner: GpuTextRunner, alone: Callable[..., list[Entry]]) -> None:
 
 
 @needs_gpu
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", [*KINDS, IN_BFLOAT16])
 def test_preempted(kind: str) -> None:
     preempted(runner(kind), partial(alone, kind))
 

@@ -22,7 +22,7 @@ REAL = [GdnHeads(16, 16, 128, 128), GdnHeads(16, 32, 128, 128), GdnHeads(16, 48,
 HEADS = TINY + (REAL if torch.cuda.is_available() else [])
 GROUPED = [GdnHeads(2, 8, 16, 32), *HEADS[len(TINY) + 1 :]]
 """Several value heads for each of several key heads: what has a tiled order."""
-EPS = 1e-6
+EPS, LAYER = 1e-6, 1
 # Products take operands rounded to bfloat16 (8 bits: 2^-9 each), and an output is a sum of a few of them; the gated norm then scales
 # with the size of a head's output, so errors are told relative to the largest value near them.
 TOLERANCE = 1.5e-2
@@ -48,10 +48,10 @@ class Memory:
         return Memory(self.columns.clone(), self.states.clone())
 
 
-def memory(heads: GdnHeads, n_slots: int, device: str) -> Memory:
+def memory(heads: GdnHeads, n_slots: int, device: str, dtype: torch.dtype = torch.float32) -> Memory:
     """As two layers' slots, of which the second one is ours: slots are apart by more than their size. Poisoned."""
     columns = torch.full((n_slots, 2, 4, heads.channels), torch.nan, dtype=torch.bfloat16, device=device)
-    states = torch.full((n_slots, 2, heads.n_v, heads.v_dim, heads.k_dim), torch.nan, device=device)
+    states = torch.full((n_slots, 2, heads.n_v, heads.v_dim, heads.k_dim), torch.nan, dtype=dtype, device=device)
     return Memory(columns[:, 1], states[:, 1])
 
 
@@ -127,8 +127,8 @@ def run(
 
     def step() -> None:
         gdn_prefill(
-            proj, heads, weights, EPS, blocks=blocks, columns=memory.columns, states=memory.states, scratch=scratch, out=out,
-            levers=Levers(), chunk=chunk,
+            proj, heads, weights, EPS, blocks=blocks, columns=memory.columns, states=memory.states, layer=LAYER,
+            scratch=scratch, out=out, levers=Levers(), chunk=chunk,
         )  # fmt: skip
 
     step()
@@ -208,6 +208,24 @@ def test_cuts_keep_bits(heads: GdnHeads, cut: int, tail: int, in_place: bool, de
     for p in range(cut + tail - 3, cut + tail):
         assert torch.equal(whole.columns[1, p % 4], parts.columns[final, p % 4])
     check_ring(parts.columns[final], proj, heads)
+
+
+@pytest.mark.parametrize("heads", HEADS[1:2] + HEADS[4:], ids=str)
+def test_states_in_bfloat16(heads: GdnHeads, device: str) -> None:
+    """Each block's state is that of float32, rounded as the reference does, and the next block begins with that: in one chunk, in
+    several, and in snapshots."""
+    proj = proj_of(heads, 160, device)
+    rounded, single = memory(heads, 5, device, torch.bfloat16), memory(heads, 2, device)
+    (out,) = run([Part(proj, 0, 0, 1, {0: 2, 1: 3})], heads, rounded, device)
+    for begin, end, slot in ((0, 64, 2), (64, 128, 3), (128, 160, 1)):
+        (rows,) = run([Part(proj[begin:end], begin, 0, 1)], heads, single, device)
+        assert torch.equal(rows, out[begin:end])
+        kept = oracle.stochastic_bfloat16(single.states[1].mT.cpu(), end - 1, LAYER).mT.to(device)
+        assert torch.equal(kept, rounded.states[slot].float()) and not torch.equal(kept, single.states[1])
+        single.states[0], single.columns[0] = kept, single.columns[1]
+    for begin, end in ((0, 64), (64, 160)):
+        run([Part(proj[begin:end], begin, 4, 4)], heads, rounded, device, chunk=1)
+    assert torch.equal(rounded.states[4], rounded.states[1])
 
 
 @pytest.mark.parametrize("heads", HEADS[1:2] + HEADS[4:], ids=str)

@@ -286,6 +286,7 @@ def test_a_variable_is_left_out_where_it_means_nothing(device: str, kind: str, m
         ({"quantize": "int8"}, device == "cpu" or kind == "text"),
         ({"lever": ("pdl=off",)}, device == "cuda"),
         ({"n_checkpoints": 3}, kind == "text"),
+        ({"state_dtype": "bfloat16"}, kind == "text"),
         ({"voices_dir": Path("/here")}, kind == "speech"),
     ):
         for name in setting:

@@ -72,8 +72,8 @@ def test_everything_that_decides_the_bits_is_in_it(model: Model) -> None:
         model.write(file, b"changed")
         names.add(model.name())
         file.unlink() if before is None else model.write(file, before)
-    names |= {model.name(quantize="int8"), model.name(quantize="int4")}
-    assert len(names) == 1 + 8 + 1 + 3 + 2 and model.name() == first
+    names |= {model.name(quantize="int8"), model.name(quantize="int4"), model.name(state_dtype="bfloat16")}
+    assert len(names) == 1 + 8 + 1 + 3 + 3 and model.name() == first
 
 
 def test_contents_that_are_exchanged_or_shifted_are_others(model: Model) -> None:

@@ -70,6 +70,7 @@ def test_published_shapes_have_the_published_sizes(name: str) -> None:
     assert shape.recurrent_state_bytes == recurrent_mib * 2**20
     assert shape.conv_state_bytes / 2**20 == pytest.approx(conv_mib, abs=0.006)
     assert shape.state_bytes == shape.recurrent_state_bytes + shape.conv_state_bytes
+    assert dataclasses.replace(shape, state_dtype="bfloat16").recurrent_state_bytes * 2 == shape.recurrent_state_bytes
     assert shape.page_bytes() == 64 * kv_bytes
     assert shape.n_active_params / 1e9 == pytest.approx(ACTIVE_BILLIONS[name], rel=0.007)
 

@@ -14,6 +14,7 @@ its chunked form; the published Qwen3-Next and Qwen3.5 model code for the rest.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Literal
 
 import torch
@@ -75,15 +76,54 @@ def for_value_heads(x: Tensor, n_v: int, tiled: bool) -> Tensor:
     return x.repeat(1, repeat, 1) if tiled else x.repeat_interleave(repeat, 1)
 
 
+def mixed(x: int) -> int:
+    """32 bits of which each depends on all of x, 32 bits, too (C. Wellons, "lowbias32")."""
+    x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    x = (x ^ x >> 15) * 0x846CA68B & 0xFFFFFFFF
+    return x ^ x >> 16
+
+
+def stochastic_bfloat16(state: Tensor, position: int, layer: int) -> Tensor:
+    """A state, float32 [Hv, dk, dv], rounded to one of the two nearest bfloat16 values, the nearer one more
+    often: its bits, plus 16 random ones, cut off. The random ones are a hash of the position of the token
+    behind which the state is stored, of the layer (among those with a state), the head and the element. Two
+    rows of keys share a hash: the even one has its low half.
+    """
+    n_heads, dk, dv = state.shape
+    seeds = torch.tensor([mixed(position ^ mixed(layer << 16 | head)) for head in range(n_heads)])  # int64
+    even = torch.arange(dv)[None, :] * dk + torch.arange(0, dk, 2)[:, None]  # as elements lie in [dv, dk]
+    x = (seeds[:, None, None] + even * 0x9E3779B9) & 0xFFFFFFFF  # [Hv, dk / 2, dv]
+    x = (x ^ x >> 16) * 0x7FEB352D & 0xFFFFFFFF
+    x ^= x >> 15
+    noise = torch.stack([x & 0xFFFF, x >> 16], 2).view(state.shape)
+    bits = state.contiguous().view(torch.int32).long() & 0xFFFFFFFF
+    cut = ((bits + noise) & 0xFFFF0000).to(torch.uint32).view(torch.float32)
+    return torch.where(state.isfinite(), cut, state)
+
+
+Store = Callable[[Tensor, int], Tensor]
+"""What is kept of a state, float32 [Hv, dk, dv], behind the token at a position."""
+
+
 def naive_gdn(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, state: Tensor | None = None, *, tiled: bool = False
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    state: Tensor | None = None,
+    *,
+    tiled: bool = False,
+    store: Store | None = None,
+    position: int = 0,
 ) -> tuple[Tensor, Tensor]:
     """The gated delta rule, one token at a time.
 
     q, k [T, Hk, dk], normalised, q also scaled; v [T, Hv, dv]; g, beta [T, Hv]; state [Hv, dk, dv], zeros
     if None. Value head h reads key head h // (Hv/Hk), tiled (Qwen3.5 in GGUF) h % Hk. Returns o [T, Hv, dv]
     and the new state.
-    For each token: decay, predict from the decayed state, write the error, read after the write.
+    For each token: decay, predict from the decayed state, write the error, read after the write, and
+    store, if that changes the state. position: of the first token.
     """
     q, k = (for_value_heads(x, v.shape[1], tiled) for x in (q, k))
     s = v.new_zeros(v.shape[1], q.shape[2], v.shape[2]) if state is None else state.clone()
@@ -93,6 +133,7 @@ def naive_gdn(
         error = beta[t][:, None] * (v[t] - torch.einsum("hkv,hk->hv", s, k[t]))
         s = s + k[t][:, :, None] * error[:, None, :]
         o[t] = torch.einsum("hkv,hk->hv", s, q[t])
+        s = s if store is None else store(s, position + t)
     return o, s
 
 
@@ -106,8 +147,11 @@ def chunk_gdn(
     chunk: int = 64,
     *,
     tiled: bool = False,
+    store: Store | None = None,
+    position: int = 0,
 ) -> tuple[Tensor, Tensor]:
-    """The same as `naive_gdn`, a chunk at a time: what a chunk adds is solved for at once.
+    """The same as `naive_gdn`, a chunk at a time: what a chunk adds is solved for at once. The state is
+    stored behind the last token of a chunk only. position: of the first token.
 
     With G the running sum of g in the chunk, D_ij = exp(G_i - G_j) for i >= j, else 0:
     A = strict_lower(beta K K^T D); U, W = (I + A)^-1 beta (V, e^G K); V' = U - W S;
@@ -134,6 +178,7 @@ def chunk_gdn(
         outputs.append((grown * (qc @ s) + (qc @ kc.transpose(1, 2) * d) @ fresh).transpose(0, 1))
         last = decay[:, -1:, None]
         s = last.exp() * s + ((last - decay[:, :, None]).exp() * kc).transpose(1, 2) @ fresh
+        s = s if store is None else store(s, position + part.stop - 1)
     return torch.cat(outputs), s
 
 

@@ -8,7 +8,8 @@ Left out: vision, and everything that makes it fast.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import ml_dtypes
@@ -18,6 +19,7 @@ from torch import Tensor
 from tests.reference import kv
 from tests.reference.layers import (
     Precision,
+    Store,
     attention,
     causal_conv,
     chunk_gdn,
@@ -33,9 +35,14 @@ from tests.reference.layers import (
     swiglu,
 )
 
+StoreOfLayer = Callable[..., Tensor]
+"""As a Store, with `layer`: `stochastic_bfloat16`."""
 
-def gdn_mixer(x: Tensor, layer: Any, shape: Any, precision: Precision, chunked: bool = False) -> Tensor:
-    """Gated DeltaNet over a whole sequence. x [T, H] normed -> [T, H]."""
+
+def gdn_mixer(
+    x: Tensor, layer: Any, shape: Any, precision: Precision, chunked: bool = False, store: Store | None = None
+) -> Tensor:
+    """Gated DeltaNet over a whole sequence. x [T, H] normed -> [T, H]. store: see `hidden_states`."""
     hk, hv, dk, dv = shape.gdn_n_k_heads, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim
     channels = 2 * hk * dk + hv * dv
     qkv, z, b, a = linear(x, layer.in_proj, precision).split([channels, hv * dv, hv, hv], -1)
@@ -45,7 +52,7 @@ def gdn_mixer(x: Tensor, layer: Any, shape: Any, precision: Precision, chunked: 
     k = l2_norm(k.unflatten(-1, (hk, dk)))
     beta, g = gdn_gates(b, a, layer.a_log, layer.dt_bias)
     rule = chunk_gdn if chunked else naive_gdn
-    o, _ = rule(q, k, v.unflatten(-1, (hv, dv)), g, beta, tiled=shape.tiled_value_heads)
+    o, _ = rule(q, k, v.unflatten(-1, (hv, dv)), g, beta, tiled=shape.tiled_value_heads, store=store)
     y = gated_rms_norm(o, z.unflatten(-1, (hv, dv)), layer.norm, shape.rms_norm_eps)
     return linear(y.flatten(1), layer.out_proj, precision)
 
@@ -94,19 +101,24 @@ def hidden_states(
     precision: Precision = "float32",
     chunked: bool = False,
     trace: list[Tensor] | None = None,
+    store: StoreOfLayer | None = None,
 ) -> Tensor:
     """The states that the head reads, after the final norm: [T, H] float32.
 
     `chunked` takes the chunked form of DeltaNet. `trace` collects the residual stream [T, H] after the
-    embedding and after every layer, to find the first layer where two implementations part.
+    embedding and after every layer, to find the first layer where two implementations part. `store`: what is
+    kept of a layer's recurrent state behind a token, or behind a chunk, by the layer's number among its kind.
     """
     x = weights.embed[torch.tensor(token_ids, dtype=torch.long)].float()
     if trace is not None:
         trace.append(x)
+    n_gdn = 0
     for layer in weights.layers:
         normed = rms_norm(x, layer.input_norm, shape.rms_norm_eps)
         if hasattr(layer, "in_proj"):
-            x = x + gdn_mixer(normed, layer, shape, precision, chunked)
+            own = None if store is None else partial(store, layer=n_gdn)
+            x = x + gdn_mixer(normed, layer, shape, precision, chunked, own)
+            n_gdn += 1
         else:
             x = x + attention_mixer(normed, layer, shape, precision)
         x = x + feed_forward(rms_norm(x, layer.post_norm, shape.rms_norm_eps), layer.mlp, shape, precision)
@@ -122,9 +134,11 @@ def forward(
     precision: Precision = "float32",
     chunked: bool = False,
     trace: list[Tensor] | None = None,
+    store: StoreOfLayer | None = None,
 ) -> Tensor:
     """Logits [T, V] float32; row t is what follows token_ids[: t + 1]. See `hidden_states`."""
-    return linear(hidden_states(weights, shape, token_ids, precision, chunked, trace), weights.lm_head, precision)
+    hidden = hidden_states(weights, shape, token_ids, precision, chunked, trace, store)
+    return linear(hidden, weights.lm_head, precision)
 
 
 @torch.no_grad()
@@ -152,6 +166,7 @@ def generate_greedy(
     precision: Precision = "float32",
     n_real_vocab: int | None = None,
     chunked: bool = False,
+    store: StoreOfLayer | None = None,
 ) -> list[int]:
     """The n_tokens ids that greedy decoding appends; lowest id on ties, no stop ids.
 
@@ -159,7 +174,7 @@ def generate_greedy(
     """
     ids = list(prompt_ids)
     for _ in range(n_tokens):
-        last = hidden_states(weights, shape, ids, precision, chunked)[-1:]
+        last = hidden_states(weights, shape, ids, precision, chunked, store=store)[-1:]
         logits = linear(last, weights.lm_head, precision)[0, :n_real_vocab]
         ids.append(int(logits.argmax()))
     return ids[len(prompt_ids) :]

@@ -31,8 +31,8 @@ class GpuMemory:
     """The two memories, of one part of a model that is cut.
 
     pages: [n_pages + 1, *page_layout], the last one for padding;
-    states: float32 [n_slots, n_gdn, Hv, dv, dk]; columns: bfloat16 [n_slots, n_gdn, RING, C], row p % RING
-    for position p.
+    states: float32 or bfloat16 [n_slots, n_gdn, Hv, dv, dk]; columns: bfloat16 [n_slots, n_gdn, RING, C], row
+    p % RING for position p.
     """
 
     pages: Tensor

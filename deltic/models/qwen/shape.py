@@ -102,6 +102,8 @@ class ModelShape:
     """Whether the draft head (MTP) is run: an attention layer more, whose keys and values are in pages."""
     kv_cache_dtype: str = "bf16"
     """Of the keys and values in pages: a name of KV_FORMATS."""
+    state_dtype: str = "float32"
+    """What recurrent states are kept in: float32 or bfloat16."""
     tie_word_embeddings: bool
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
@@ -252,8 +254,9 @@ class ModelShape:
 
     @property
     def recurrent_state_bytes(self) -> int:
-        """Bytes of one sequence's recurrent states: float32 [Hv, dk, dv] a DeltaNet layer."""
-        return self.n_gdn_layers * self.gdn_n_v_heads * self.gdn_k_dim * self.gdn_v_dim * F32_BYTES
+        """Bytes of one sequence's recurrent states: [Hv, dk, dv] a DeltaNet layer."""
+        size = BF16_BYTES if self.state_dtype == "bfloat16" else F32_BYTES
+        return self.n_gdn_layers * self.gdn_n_v_heads * self.gdn_k_dim * self.gdn_v_dim * size
 
     @property
     def conv_state_bytes(self) -> int:

@@ -37,6 +37,7 @@ def gdn(
     place: Array,
     window_columns: Array,
     window_gates: Array,
+    layer: int,
     out: Array,
 ) -> None:
     """proj float32 [T, 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [T, Hv dv]; states advance from slot to
@@ -44,7 +45,7 @@ def gdn(
 
     Sequence s owns tokens seq_start[s] .. seq_start[s+1]-1 (int32 [S+1]); seq_context[s] tokens came before
     them. A slot is a row of conv_state (bfloat16 [slots, 3, C], any slot stride) and of state (float32
-    [slots, Hv, dk, dv], any slot stride). The tokens start from the slot start_slot[s] (from the zero state
+    or bfloat16 [slots, Hv, dk, dv], any slot stride). The tokens start from the slot start_slot[s] (from zero
     where seq_context[s] is 0, whatever it says) and leave what follows them in slot[s], which may be the
     same: then the state advances in place.
 
@@ -52,6 +53,9 @@ def gdn(
     gets what the first snapshot_n[i] tokens of s leave, as if its chunk had been cut there (both int32 [n];
     of one sequence ascending, 1 .. the number of its tokens). One that is asked for costs a write of the
     state, and where it is not a multiple of 64 from the chunk's start, a shorter block.
+
+    A state in bfloat16 is rounded behind every token, at random by a hash of the token's position, the layer
+    (its number among those with a state), the head and the element.
 
     Drafts: the window place[s] keeps the raw inputs of up to W tokens: a row of window_columns (bfloat16
     [places, W, C], q|k|v rounded) and of window_gates (float32 [places, W, 2 Hv], b|a), both with any place
@@ -74,7 +78,6 @@ def gdn(
         len(snapshot_begin) == len(seq_start) == len(slot) + 1 == len(start_slot) + 1,
         "one start and one final slot for each sequence, and the beginning of its snapshots",
     )
-    check("gdn", len(snapshot_n) == len(snapshot_slot), "one slot for each snapshot")
     check("gdn", weights.conv.shape == (4, n_channels), f"conv [4, {n_channels}]")
     check(
         "gdn",
@@ -82,12 +85,11 @@ def gdn(
         f"dk, dv % 16 == 0 and at most {MAX_GDN_DIM}",
     )
     check("gdn", proj.shape[1] == n_channels + heads.n_v * heads.v_dim + 2 * heads.n_v, "six projections in a row")
-    check("gdn", len(n_redo) == len(is_lazy) == len(place) == len(slot), "a window for each sequence")
-    check("gdn", all(index.dtype == np.int32 for index in (n_redo, is_lazy, place)), "int32 indices of windows")
+    _check_lists(slot, snapshot_n, snapshot_slot, (n_redo, is_lazy, place))
     _check_slots(heads, state, conv_state)
     _check_windows(heads, window_columns, window_gates)
     program.call(
-        "deltic_gdn",
+        "deltic_gdn" if state.dtype == np.float32 else "deltic_gdn_bf16",
         proj,
         proj.shape[1],
         n_seqs,
@@ -119,12 +121,23 @@ def gdn(
         stride(window_columns),
         window_gates,
         stride(window_gates),
+        layer,
         out,
     )
 
 
+def _check_lists(slot: Array, snapshot_n: Array, snapshot_slot: Array, windows: tuple[Array, ...]) -> None:
+    check("gdn", len(snapshot_n) == len(snapshot_slot), "one slot for each snapshot")
+    check("gdn", all(len(index) == len(slot) for index in windows), "a window for each sequence")
+    check("gdn", all(index.dtype == np.int32 for index in windows), "int32 indices of windows")
+
+
 def _check_slots(heads: GdnHeads, state: Array, columns: Array) -> None:
-    check("gdn", state.dtype == np.float32 and columns.dtype == bfloat16, "float32 state, bfloat16 columns")
+    check(
+        "gdn",
+        state.dtype in (np.float32, bfloat16) and columns.dtype == bfloat16,
+        "float32 or bfloat16 state, bfloat16 columns",
+    )
     check("gdn", state.shape[1:] == (heads.n_v, heads.k_dim, heads.v_dim), "state [slots, Hv, dk, dv]")
     check("gdn", columns.shape[1:] == (3, heads.channels), f"conv_state [slots, 3, {heads.channels}]")
     check("gdn", state[0].flags.c_contiguous and columns[0].flags.c_contiguous, "contiguous slots")

@@ -182,11 +182,10 @@ def rotated(p_proj, b_head, b_mask, b_turn, b_turn_other, eps, stride_s, D: tl.c
 
 
 @triton.jit
-def _load_tile(p_page, i_kv, o_t, o_d, b_old, KV: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
+def _load_tile(p_page, i_kv, o_t, o_td, b_old, KV: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
     """A head's keys and values of a page; of quantised ones their codes, and scales and least values [PAGE].
     p_page: of plain pages the head's.
     """
-    o_td = o_t[:, None] * D + o_d[None, :]
     if KV == PLAIN:
         b_k = tl.load(p_page + o_td, mask=b_old, other=0.0)
         b_v = tl.load(p_page + NK * PAGE * D + o_td, mask=b_old, other=0.0)
@@ -382,6 +381,7 @@ def _attention_decode_kernel(
     o_d = tl.arange(0, D)
     o_t = tl.arange(0, PAGE)
     o_g = tl.arange(0, GROUP)
+    o_td = o_t[:, None] * D + o_d[None, :]
 
     if first_split < n_splits:
         # pages were written in earlier steps, but for the new token: they may be asked for before the wait
@@ -441,7 +441,7 @@ def _attention_decode_kernel(
                     if i_tile - AHEAD >= lowest:
                         p_ahead_page = p_pages + tl.load(p_table + i_tile - AHEAD).to(tl.int64) * stride_page
                         _ask_for(p_ahead_page, i_kv, KV, NK, D, PAGE)
-                tile = _load_tile(p_page, i_kv, o_t, o_d, b_old, KV, NK, D, PAGE)
+                tile = _load_tile(p_page, i_kv, o_t, o_td, b_old, KV, NK, D, PAGE)
                 b_max, b_sum, b_o, b_least = _attended(
                     tile, b_qt, b_max, b_sum, b_o, b_least, b_old, scale, KV
                 )

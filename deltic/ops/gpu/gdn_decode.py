@@ -19,6 +19,9 @@ there by the sequence's next step, in front of its own rows; then the state is s
 at most once a step, whatever was right. One loop runs every token, redone or new: one piece of compiled code,
 so that a token's bits do not tell how it came.
 
+**A state in bfloat16** is rounded behind every token (ops/gpu/rounding.py), redone, drafted or stored: what
+a token reads does not tell how many were before it in the same program.
+
 Two rearrangements shorten the way from the projections to the output; both are exact in real numbers:
 the norms of q and k are scalars applied after the products with the state, and
 o = S^T q = alpha S_old^T q + (k.q) e, so that both products read the old state and run side by side.
@@ -44,6 +47,7 @@ from deltic.ops.contract import check
 from deltic.ops.geometry import MAX_GDN_DIM, GdnHeads, GdnWeights
 from deltic.ops.gpu.blocks import Drafts, Rows, Windows, window_rows
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
+from deltic.ops.gpu.rounding import cut, noisy, rounding_seed
 
 EARLY_ROWS = 16
 """Up to so many rows the next kernel may start as soon as all our programs have.
@@ -125,27 +129,50 @@ def _projection(p_proj, o_column, mask, partial_stride, SPLITS: tl.constexpr):
 
 
 @triton.jit
-def _keys(b_q, b_k, b_state, SCALE: tl.constexpr):
+def _row_sums(b_x, DTYPE: tl.constexpr):
+    """Of [ROWS, PARTS, PART] in the layout of a state of this type. In bfloat16 what lies in a thread is
+    added first, which takes fewer shuffles; the order of float32 is frozen.
+    """
+    if tl.bfloat16 == DTYPE:
+        return tl.sum(tl.sum(b_x, 2), 1)
+    else:
+        return tl.sum(tl.sum(b_x, 1), 1)
+
+
+@triton.jit
+def _keys(b_q, b_k, b_state, SCALE: tl.constexpr, DTYPE: tl.constexpr):
     """q and k of a token behind their convolution: as wide as the state, and the scalars of their norms.
 
     As wide, so that these sums too are taken in the state's layout: within a warp, no exchange between warps.
     """
     b_q3 = tl.broadcast_to(b_q[None, :, :], b_state.shape)
     b_k3 = tl.broadcast_to(b_k[None, :, :], b_state.shape)
-    q_norm = tl.rsqrt(tl.sum(tl.sum(b_q3 * b_q3, 1), 1) + 1e-6) * SCALE  # [ROWS], all the same
-    k_norm = tl.rsqrt(tl.sum(tl.sum(b_k3 * b_k3, 1), 1) + 1e-6)
-    kq = tl.sum(tl.sum(b_k3 * b_q3, 1), 1)
+    q_norm = tl.rsqrt(_row_sums(b_q3 * b_q3, DTYPE) + 1e-6) * SCALE  # [ROWS], all the same
+    k_norm = tl.rsqrt(_row_sums(b_k3 * b_k3, DTYPE) + 1e-6)
+    kq = _row_sums(b_k3 * b_q3, DTYPE)
     return b_q3, b_k3, q_norm, k_norm, kq
 
 
 @triton.jit
-def _advance(b_state, b_q3, b_k3, q_norm, k_norm, kq, b_v, alpha, beta):
+def _advance(b_state, b_q3, b_k3, q_norm, k_norm, kq, b_v, alpha, beta, DTYPE: tl.constexpr):
     """A token's update of a tile of value rows: the state behind it, and S^T q, [ROWS]."""
-    b_sk = tl.sum(tl.sum(b_state * b_k3, 1), 1)  # [ROWS]
-    b_sq = tl.sum(tl.sum(b_state * b_q3, 1), 1)
+    b_sk = _row_sums(b_state * b_k3, DTYPE)  # [ROWS]
+    b_sq = _row_sums(b_state * b_q3, DTYPE)
     b_error = beta * k_norm * (b_v - alpha * k_norm * b_sk)
     b_state = tl.fma(b_k3, b_error[:, None, None], alpha * b_state)
     return b_state, q_norm * tl.fma(b_error, kq, alpha * b_sq)
+
+
+@triton.jit
+def _noisy(b_state, b_out, o_key, o_value, position, layer, i_head, DK: tl.constexpr):
+    """As `noisy`, of a tile of value rows behind the token of this position. b_out: S^T q of that, finite
+    only where a row is.
+    """
+    b_exponent = b_out.to(tl.int32, bitcast=True) & 0x7F800000
+    # a select would be one for each element
+    b_mask = ((b_exponent - 0x7F800000) >> 31).to(tl.uint32)[:, None, None]
+    seed = rounding_seed(position, layer, i_head)
+    return noisy(b_state, b_mask, o_key[None, :, :], (o_value * DK)[:, None, None], seed)
 
 
 @triton.jit
@@ -155,9 +182,9 @@ def _gated(b_out, b_z, b_norm, eps, DV: tl.constexpr):
     return (b_norm * b_out * _silu(b_z)).to(tl.bfloat16)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "layer"])
 def _gdn_decode_kernel(
-    p_proj, n_rows, p_row_slot, p_row_position, p_columns, column_stride, p_states, state_stride,
+    p_proj, n_rows, layer, p_row_slot, p_row_position, p_columns, column_stride, p_states, state_stride,
     p_conv, p_a_log, p_dt_bias, p_norm, p_out, eps,
     SPLITS: tl.constexpr, N_K: tl.constexpr, N_V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     TILED: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, TILES: tl.constexpr,
@@ -168,6 +195,7 @@ def _gdn_decode_kernel(
     N_CHANNELS: tl.constexpr = 2 * N_K * DK + N_V * DV
     N_COLUMNS: tl.constexpr = N_CHANNELS + N_V * DV + 2 * N_V
     GROUP: tl.constexpr = N_V // N_K
+    DTYPE: tl.constexpr = p_states.dtype.element_ty
 
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -188,7 +216,7 @@ def _gdn_decode_kernel(
     p_state = p_states + slot.to(tl.int64) * state_stride + i_head * (DV * DK)
     o_state = o_value[:, None, None] * DK + o_key[None, :, :]  # [ROWS, PARTS, PART]
     m_state = m_value[:, None, None] & m_key[None, :, :]
-    b_state = tl.load(p_state + o_state, mask=m_state & old, other=0.0)
+    b_state = tl.load(p_state + o_state, mask=m_state & old, other=0.0).to(tl.float32)
 
     p_ring = p_columns + slot.to(tl.int64) * column_stride
     o_q = (i_head % N_K if TILED else i_head // GROUP) * DK + o_key
@@ -233,7 +261,7 @@ def _gdn_decode_kernel(
     b_v = _once(_silu(tl.fma(b_xv.to(tl.float32), b_wv, b_v)))
     beta = tl.sigmoid(b)
     alpha = tl.exp(rate * _softplus(a + dt_bias))
-    b_q3, b_k3, q_norm, k_norm, kq = _keys(b_q, b_k, b_state, SCALE)
+    b_q3, b_k3, q_norm, k_norm, kq = _keys(b_q, b_k, b_state, SCALE, DTYPE)
     b_outs = tl.zeros([TILES, ROWS], tl.float32)
     for i_tile in tl.static_range(TILES):
         if i_tile > 0:
@@ -241,13 +269,16 @@ def _gdn_decode_kernel(
             m_state = m_value[:, None, None] & m_key[None, :, :]
             p_state += ROWS * DK
             o_v += ROWS
-            b_state = tl.load(p_state + o_state, mask=m_state & old, other=0.0)
+            b_state = tl.load(p_state + o_state, mask=m_state & old, other=0.0).to(tl.float32)
             b_v = _window(p_ring, p_conv, o_v, m_value, position, N_CHANNELS)
             b_xv = _projection(p_row, o_v, m_value, partial_stride, SPLITS).to(tl.bfloat16)
             b_wv = tl.load(p_conv + 3 * N_CHANNELS + o_v, mask=m_value, other=0.0)
             tl.store(p_now + o_v, b_xv, mask=m_value)
             b_v = _once(_silu(tl.fma(b_xv.to(tl.float32), b_wv, b_v)))
-        b_state, b_out = _advance(b_state, b_q3, b_k3, q_norm, k_norm, kq, b_v, alpha, beta)
+        b_state, b_out = _advance(b_state, b_q3, b_k3, q_norm, k_norm, kq, b_v, alpha, beta, DTYPE)
+        if tl.bfloat16 == DTYPE:
+            b_bits = _noisy(b_state, b_out, o_key, i_tile * ROWS + o_value, position, layer, i_head, DK)
+            b_state = (b_bits >> 16).to(tl.uint16).to(tl.bfloat16, bitcast=True)
         tl.store(p_state + o_state, b_state, mask=m_state)
         if TILES == 1:
             b_outs = b_out
@@ -301,9 +332,9 @@ def _keep(p_to, o_q, o_k, o_v, b_q, b_k, b_v, m_key, m_value):
     tl.store(p_to + o_v, b_v, mask=m_value)
 
 
-@triton.jit(do_not_specialize=["n_rows"])
+@triton.jit(do_not_specialize=["n_rows", "layer"])
 def _gdn_drafts_kernel(
-    p_proj, n_rows, p_row_slot, p_row_position, p_row_place, p_length, p_n_redo, p_columns, column_stride, p_states,
+    p_proj, n_rows, layer, p_row_slot, p_row_position, p_row_place, p_length, p_n_redo, p_columns, column_stride, p_states,
     state_stride, p_window_columns, window_column_stride, p_window_gates, window_gate_stride, p_conv, p_a_log,
     p_dt_bias, p_norm, p_out, eps,
     SPLITS: tl.constexpr, N_K: tl.constexpr, N_V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
@@ -316,6 +347,7 @@ def _gdn_drafts_kernel(
     N_CHANNELS: tl.constexpr = 2 * N_K * DK + N_V * DV
     N_COLUMNS: tl.constexpr = N_CHANNELS + N_V * DV + 2 * N_V
     GROUP: tl.constexpr = N_V // N_K
+    DTYPE: tl.constexpr = p_states.dtype.element_ty
 
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
@@ -338,7 +370,7 @@ def _gdn_drafts_kernel(
     p_state = p_states + slot.to(tl.int64) * state_stride + i_head * (DV * DK)
     o_state = o_value[:, None, None] * DK + o_key[None, :, :]  # [ROWS, PARTS, PART]
     m_state = m_value[:, None, None] & m_key[None, :, :]
-    b_state = tl.load(p_state + o_state, mask=m_state & (first > 0), other=0.0)
+    b_state = tl.load(p_state + o_state, mask=m_state & (first > 0), other=0.0).to(tl.float32)
 
     p_ring = p_columns + slot.to(tl.int64) * column_stride
     p_window = p_window_columns + place * window_column_stride
@@ -401,12 +433,14 @@ def _gdn_drafts_kernel(
 
         alpha = tl.exp(rate * _softplus(a + dt_bias))
         b_q3d, b_k3d, q_norm, k_norm, kq = _keys(
-            _convolved(b_q3, b_q2, b_q1, b_q, q_taps), _convolved(b_k3, b_k2, b_k1, b_k, k_taps), b_state, SCALE
+            _convolved(b_q3, b_q2, b_q1, b_q, q_taps), _convolved(b_k3, b_k2, b_k1, b_k, k_taps), b_state, SCALE, DTYPE
         )
         b_u = _convolved(b_v3, b_v2, b_v1, b_v, v_taps)
-        b_state, b_out = _advance(b_state, b_q3d, b_k3d, q_norm, k_norm, kq, b_u, alpha, tl.sigmoid(b))
+        b_state, b_out = _advance(b_state, b_q3d, b_k3d, q_norm, k_norm, kq, b_u, alpha, tl.sigmoid(b), DTYPE)
+        if tl.bfloat16 == DTYPE:
+            b_state = cut(_noisy(b_state, b_out, o_key, o_value, at, layer, i_head, DK))
         if i + 1 == n_stored:
-            tl.store(p_state + o_state, b_state, mask=m_state)
+            tl.store(p_state + o_state, b_state.to(DTYPE), mask=m_state)
         p_to = p_out + row * (N_V * DV) + i_head * DV + o_value
         tl.store(p_to, _gated(b_out, b_z, b_norm, eps, DV), mask=new_value)
         b_q3, b_q2, b_q1 = b_q2, b_q1, b_q
@@ -416,14 +450,15 @@ def _gdn_drafts_kernel(
 
 def gdn_decode(
     proj: Tensor, heads: GdnHeads, weights: GdnWeights, eps: float, *, rows: Rows, columns: Tensor, states: Tensor,
-    windows: Windows | None = None, out: Tensor, levers: Levers,
+    layer: int, windows: Windows | None = None, out: Tensor, levers: Levers,
 ) -> None:
     """One token of every row: proj float32 [S, N, 2Kd+2Vd+2Hv] (q|k|v|z|b|a, partial sums) -> out bfloat16
     [N, Hv dv].
 
     Nothing is read or written of a row with slot -1; at position 0 the state and the ring count as zeros,
     whatever the slot holds. columns: bfloat16 [slots, 4, C], the ring of raw inputs, position p in row p % 4;
-    states: float32 [slots, Hv, dv, dk]; both may be views of one layer, with any slot stride, and are
+    states: float32 or bfloat16 [slots, Hv, dv, dk], of the layer of this number among those that have one;
+    both may be views of one layer, with any slot stride, and are
     advanced in place. weights.conv: float32 [4, C], tap 3 for the current token; a_log, dt_bias float32 [Hv];
     norm float32 [dv].
 
@@ -452,7 +487,7 @@ def gdn_decode(
     memory = columns, columns.stride(0), states, states.stride(0)
     if rows.drafts is None:
         launch(
-            _gdn_decode_kernel, (heads.n_v, n_rows), proj, n_rows, rows.slot, rows.position, *memory, *of_weights, out,
+            _gdn_decode_kernel, (heads.n_v, n_rows), proj, n_rows, layer, rows.slot, rows.position, *memory, *of_weights, out,
             eps, TILES=tiles, **constants,
         )
         return
@@ -460,7 +495,7 @@ def gdn_decode(
     assert windows is not None
     _check_windows(heads, rows.drafts, windows, n_rows)
     launch(
-        _gdn_drafts_kernel, (heads.n_v, n_rows), proj, n_rows, rows.slot, rows.position, rows.place, rows.drafts.length,
+        _gdn_drafts_kernel, (heads.n_v, n_rows), proj, n_rows, layer, rows.slot, rows.position, rows.place, rows.drafts.length,
         rows.drafts.n_redo, *memory, windows.columns, windows.columns.stride(0), windows.gates, windows.gates.stride(0),
         *of_weights, out, eps, WINDOW=windows.columns.shape[1], **constants,
     )
@@ -490,8 +525,9 @@ def _check(
     def expect(condition: bool, expected: str) -> None:
         check("gdn_decode", condition, expected)
 
-    floats = (proj, states, weights.conv, weights.a_log, weights.dt_bias, weights.norm)
-    expect(all(x.dtype == torch.float32 for x in floats), "float32 proj, states and weights")
+    floats = (proj, weights.conv, weights.a_log, weights.dt_bias, weights.norm)
+    expect(all(x.dtype == torch.float32 for x in floats), "float32 proj and weights")
+    expect(states.dtype in (torch.float32, torch.bfloat16), "float32 or bfloat16 states")
     expect(columns.dtype == out.dtype == torch.bfloat16, "bfloat16 columns, out")
     expect(rows.slot.dtype == rows.position.dtype == torch.int32, "int32 slots and positions")
     expect(rows.slot.shape == rows.position.shape == (n_rows,), f"slots and positions [{n_rows}]")

@@ -17,11 +17,11 @@ chunk being a block, in four kernels:
 Operands of matrix products are bfloat16 (K, V, U, W, V', T, S are rounded once each), sums float32. A itself
 and what inverts it are float32 and multiplied as float16: against exact products that changes U and W by less
 than the rounding of T does, where bfloat16 at this place is several times worse with keys that are alike. S
-is never rounded on its own way.
+is never rounded on its own way; where states are kept in bfloat16, behind every block (ops/gpu/rounding.py).
 
 Purity: a value depends on its block's tokens, the three before them and S before the block. Shapes of tiles,
 warps and the order of every sum are constants of the model, so neither the number of blocks nor where a
-segment starts can change a bit; S in registers is what a store and a load in float32 would give. Tokens
+segment starts can change a bit; S in registers is what a store and a load would give. Tokens
 behind the end of a block are finite, with beta = 0 and no decay: their rows of U, W and V' are exact zeros.
 """
 
@@ -86,15 +86,15 @@ def gdn_scratch(heads: GdnHeads, n_blocks: int, allocate: Allocate) -> GdnScratc
 
 def gdn_prefill(
     proj: Tensor, heads: GdnHeads, weights: GdnWeights, eps: float, *, blocks: Blocks, columns: Tensor, states: Tensor,
-    scratch: GdnScratch, out: Tensor, levers: Levers, chunk: int | None = None,
+    layer: int, scratch: GdnScratch, out: Tensor, levers: Levers, chunk: int | None = None,
 ) -> None:
     """proj bfloat16 [64 B, >= 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [64 B, Hv dv]; states go from slot
     to slot.
 
     columns: bfloat16 [slots, 4, C], the raw q|k|v of position p in row p % 4; states: float32
-    [slots, Hv, dv, dk]; both with any slot stride. scratch is for at least B blocks. Rows of out behind the
-    end of a block, and of blocks not in use, become 0. A snapshot is taken at the end of its block, in full
-    float32.
+    or bfloat16 [slots, Hv, dv, dk], of the layer of this number among those that have one; both with any slot
+    stride. scratch is for at least B blocks. Rows of out behind the
+    end of a block, and of blocks not in use, become 0. A snapshot is taken at the end of its block, in full.
 
     chunk: after how many blocks the next kernels start on what the scan has left, beside its going on
     (on a second stream); 0: one after another; None: default_chunk(B). Bits are the same.
@@ -132,7 +132,7 @@ def gdn_prefill(
     def scan(begin: int, end: int) -> None:
         launch(
             gdn_scan, (n_v * (v_pad // rows), n_segments),
-            blocks.position, blocks.snapshot, blocks.segment_begin, blocks.start_slot, blocks.slot, begin, end,
+            layer, blocks.n, blocks.position, blocks.snapshot, blocks.segment_begin, blocks.start_slot, blocks.slot, begin, end,
             scratch.qk, scratch.w, scratch.u, scratch.u, scratch.decay, scratch.fade, scratch.state,
             states, states.stride(0),
             **sizes, ROWS=rows, pdl=pdl, num_warps=4, num_stages=_scan_stages(rows, k_pad),
@@ -250,5 +250,5 @@ def _check(
     is_ring = columns.shape[1:] == (4, channels) and columns[0].is_contiguous()
     expect(columns.dtype == bf16 and is_ring, "columns bfloat16 [slots, 4, C]")
     is_state = states.shape[1:] == (n_v, v_dim, k_dim) and states[0].is_contiguous()
-    expect(states.dtype == torch.float32 and is_state, "states float32 [slots, Hv, dv, dk]")
+    expect(states.dtype in (torch.float32, bf16) and is_state, "states float32 or bfloat16 [slots, Hv, dv, dk]")
     expect(len(scratch.qk) >= len(blocks.n), "scratch for as many blocks")

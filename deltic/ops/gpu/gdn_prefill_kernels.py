@@ -7,6 +7,7 @@ import triton
 import triton.language as tl
 
 from deltic.ops.gpu.chip import either
+from deltic.ops.gpu.rounding import cut, noisy, rounding_seed
 
 # Of these only scalars are loaded: one compiled kernel will do, wherever they lie in a step's inputs.
 _INDICES = ["p_n", "p_position", "p_segment", "p_begin", "p_start_slot", "p_slot", "p_snapshot"]
@@ -266,9 +267,9 @@ def gdn_solve(
         tl.store(p_u + o_tile * (64 * BV) + o_v[:, None] * 64 + o_token[None, :], b_u.to(tl.bfloat16))
 
 
-@triton.jit(do_not_specialize=_BOUNDS, do_not_specialize_on_alignment=_INDICES)
+@triton.jit(do_not_specialize=[*_BOUNDS, "layer"], do_not_specialize_on_alignment=_INDICES)
 def gdn_scan(
-    p_position, p_snapshot, p_begin, p_start_slot, p_slot, chunk_begin, chunk_end,
+    layer, p_n, p_position, p_snapshot, p_begin, p_start_slot, p_slot, chunk_begin, chunk_end,
     p_qk, p_w, p_u, p_new, p_decay, p_fade, p_state, p_states, slot_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, TILED: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
@@ -294,7 +295,12 @@ def gdn_scan(
     # a chunk before this one has left the state where the last one will
     p_from = tl.where(segment_begin == begin, p_start_slot, p_slot)
     p_start = p_states + tl.load(p_from + i_segment).to(tl.int64) * slot_stride
-    b_s = tl.load(p_start + o_state, mask=in_state & (tl.load(p_position + begin) > 0), other=0.0)
+    position = tl.load(p_position + begin)
+    b_s = tl.load(p_start + o_state, mask=in_state & (position > 0), other=0.0).to(tl.float32)
+    DTYPE: tl.constexpr = p_states.dtype.element_ty
+    if tl.bfloat16 == DTYPE:
+        final = tl.load(p_begin + i_segment + 1) - 1
+        last_position = tl.load(p_position + final) + tl.load(p_n + final) - 1
     # Runs of blocks end at snapshots: no test for one inside, whose value the loads in flight would have to
     # wait for.
     o_run = tl.arange(0, 256)
@@ -318,12 +324,17 @@ def gdn_scan(
             b_new = b_u.to(tl.float32) - tl.dot(b_16, tl.trans(b_w))
             b_s = tl.dot((b_new * b_fade[None, :]).to(tl.bfloat16), b_k, acc=b_s)
             tl.store(p_new + i_tile * (64 * BV) + o_u, b_new.to(tl.bfloat16))
+            if tl.bfloat16 == DTYPE:
+                seed = rounding_seed(tl.minimum(position + 63, last_position), layer, i_head)
+                b_rounded = cut(noisy(b_s, 0xFFFFFFFF, o_k[None, :], o_v[:, None] * DK, seed))
+                b_s = tl.where(b_s - b_s == 0.0, b_rounded, b_s)
+                position += 64
         begin = stop
         snapshot = tl.load(p_snapshot + stop - 1)
         if snapshot >= 0:
-            tl.store(p_states + snapshot.to(tl.int64) * slot_stride + o_state, b_s, mask=in_state)
+            tl.store(p_states + snapshot.to(tl.int64) * slot_stride + o_state, b_s.to(DTYPE), mask=in_state)
     p_final = p_states + tl.load(p_slot + i_segment).to(tl.int64) * slot_stride
-    tl.store(p_final + o_state, b_s, mask=in_state)
+    tl.store(p_final + o_state, b_s.to(DTYPE), mask=in_state)
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from deltic.models.qwen.cpu import Memory, Qwen
 from deltic.models.qwen.weights import Weights
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.weights import VisionWeights
-from deltic.ops.arrays import Array, bfloat16
+from deltic.ops.arrays import Array, bfloat16, copy
 from deltic.ops.cpu.attention import kv_pages
 from deltic.ops.cpu.program import Program
 from deltic.runtime.adapters import Adapters
@@ -51,7 +51,7 @@ class Runner:
             states=arena.allocate(
                 "states",
                 (plan.n_slots, shape.n_gdn_layers, shape.gdn_n_v_heads, shape.gdn_k_dim, shape.gdn_v_dim),
-                np.float32,
+                np.float32 if shape.state_dtype == "float32" else bfloat16,
             ),
             columns=arena.allocate("columns", (plan.n_slots, shape.n_gdn_layers, 3, shape.conv_channels), bfloat16),
             window_columns=self.workspace.window_columns,
@@ -131,7 +131,7 @@ class Runner:
             result.guesses, result.guess_s = self.draft_head.follow(step, result.tokens)
         memory = self.memory
         for source, target in step.slot_copies:
-            memory.states[target] = memory.states[source]
+            copy(memory.states[target], memory.states[source])
             memory.columns[target] = memory.columns[source]
         for source, target in step.page_copies:
             memory.pages[target] = memory.pages[source]

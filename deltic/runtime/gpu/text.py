@@ -67,7 +67,7 @@ class GpuTextRunner(GpuRunner):
         state = shape.n_gdn_layers, shape.gdn_n_v_heads, shape.gdn_v_dim, shape.gdn_k_dim
         columns = shape.n_gdn_layers, RING, shape.conv_channels
         pages = allocate("pages", (plan.n_pages + 1, n_parts, *page), page_type)
-        states = allocate("states", (plan.n_slots, n_parts, *state), torch.float32)
+        states = allocate("states", (plan.n_slots, n_parts, *state), getattr(torch, shape.state_dtype))
         inputs = allocate("columns", (plan.n_slots, n_parts, *columns), torch.bfloat16)
         self.memory = [GpuMemory(pages[:, i], states[:, i], inputs[:, i]) for i in range(n_parts)]
         w, joined = (gpu_workspace(plan, levers, allocate), None) if exchange is None else exchange
