@@ -40,17 +40,6 @@ LENGTHS = 512, 4096
 """As the recordings of an engine have them, and its longest."""
 VARIANTS = {
     "plain": SPLITS,
-    "run 2": replace(SPLITS, run=2),
-    "run 4": replace(SPLITS, run=4),
-    "run 8": replace(SPLITS, run=8, ahead=8),
-    "roll": replace(SPLITS, roll=True),
-    "run 8, roll": replace(SPLITS, run=8, roll=True),
-    "4 warps": replace(SPLITS, num_warps=4),
-    "4 warps, run 8": replace(SPLITS, num_warps=4, run=8, ahead=8),
-    "4 warps, roll": replace(SPLITS, num_warps=4, roll=True),
-    "4 warps, any registers": replace(SPLITS, num_warps=4, maxnreg=None),
-    "2 stages": replace(SPLITS, num_stages=2, maxnreg=None),
-    "80 registers": replace(SPLITS, maxnreg=80),
     "other bits: 4 tiles": replace(SPLITS, few_tiles=4),
     "other bits: 2 tiles from the first": replace(SPLITS, few=1, few_tiles=2),
 }

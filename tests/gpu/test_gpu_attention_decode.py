@@ -227,18 +227,6 @@ def test_quantised_pages_agree_with_the_reference(device: str, format: KvFormat)
     compare_quantised(case, plain, [1, 0], splits=Splits(few=0, few_tiles=1))
 
 
-@pytest.mark.parametrize("format", [BF16, *QUANTISED], ids=lambda format: format.name)
-def test_bits_do_not_depend_on_who_runs_the_splits(device: str, format: KvFormat) -> None:
-    case = make(device, TINY, 8, [64 * 10 + 5, 64 * 3 + 1, 7], format=format)
-    for few in (8, 0):  # 6, 4 and 1 splits; 11 in two rounds
-        splits = Splits(few=few, few_tiles=2 if few else 1)
-        out, pages = run(case, [1, 0, -1, 2], splits=splits)
-        for n in (2, FAN):
-            found, found_pages = run(case, [0, 2, 1], splits=replace(splits, run=n, roll=n == 2), max_len=2000)
-            assert torch.equal(found[[2, 0, 1]].view(torch.int16), out[[0, 1, 3]].view(torch.int16)), n
-            assert torch.equal(found_pages.view(torch.uint8), pages.view(torch.uint8))
-
-
 @pytest.mark.parametrize("n", [1, 8, 9, 17, 64, 65, 128, 129, 1000])
 def test_split_sizes_fit_their_bounds(n: int) -> None:
     for splits in (

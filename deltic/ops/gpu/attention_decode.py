@@ -1,11 +1,11 @@
 """attention_decode: full attention, gated or not, of one new token a row over 64-key pages, in one launch.
 
-The keys of a row are cut into splits, by the row's own length alone: a split is one piece of work, and how
-many programs share them does not touch the bits. It norms and rotates the query heads of one key head, goes
-through its tiles of 64 keys from the last to the first with a running maximum, and leaves a record: the
-unscaled output, the maximum and the sum, float32. Records are merged in the order of the splits, `FAN` at a
-time, then the merged ones; who arrives last at an integer counter does it. The split with the row's last key
-also norms, rotates and writes the new token's k and v; it is the only one that reads them.
+The keys of a row are cut into splits, by the row's own length alone: one program each. It norms and rotates
+the query heads of one key head, goes through its tiles of 64 keys from the last to the first with a running
+maximum, and leaves a record: the unscaled output, the maximum and the sum, float32. Records are merged in the
+order of the splits, `FAN` at a time, then the merged ones; who arrives last at an integer counter does it.
+The split with the row's last key also norms, rotates and writes the new token's k and v; it is the only one
+that reads them.
 
 Of a draft, a row sees keys of rows that run beside it. They are in its own last page (blocks.py), so only
 its last split reads them: that one writes the k and v of all rows up to its own, itself, before it reads the
@@ -40,7 +40,6 @@ from deltic.ops.contract import check
 from deltic.ops.geometry import PAGE_SIZE, Allocate, AttentionHeads
 from deltic.ops.gpu import kv
 from deltic.ops.gpu.blocks import Rows
-from deltic.ops.gpu.chip import chip
 from deltic.ops.gpu.kv import FP8, K8V4, PLAIN
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.kv_formats import BF16, KvFormat
@@ -62,12 +61,9 @@ class Splits:
     few: int = 8
     few_tiles: int = 2
     most: int = 64
-    num_warps: int = 8
+    num_warps: int = 4
     num_stages: int = 1
-    maxnreg: int | None = 128  # two programs on a multiprocessor
     ahead: int = 4  # tiles of a program that are asked for at its start
-    run: int = 1  # splits of a program: 1, 2, 4 or FAN. No bit follows
-    roll: bool = False  # whether each tile asks for the one `ahead` of it. No bit follows
 
     def tiles(self, n_tiles: int) -> int:
         """Tiles of a split of a row with n_tiles, as the kernel computes it."""
@@ -342,14 +338,14 @@ def _attention_decode_kernel(
     stride_s, stride_row, stride_table, stride_page, records, n_counters,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     GP: tl.constexpr, PAGE: tl.constexpr, FEW: tl.constexpr, FEW_TILES: tl.constexpr, MOST: tl.constexpr,
-    FAN: tl.constexpr, AHEAD: tl.constexpr, RUN: tl.constexpr, ROLL: tl.constexpr, GATED: tl.constexpr,
-    DRAFTS: tl.constexpr, KV: tl.constexpr, PDL: tl.constexpr,
+    FAN: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr, DRAFTS: tl.constexpr,
+    KV: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One program: RUN splits of a row, of one key head, the last of them first."""
+    """One program: a split of a row, of one key head."""
     G: tl.constexpr = NQ // NK
     i_row = tl.program_id(0) // NK
     i_kv = tl.program_id(0) % NK
-    first_split = tl.program_id(1) * RUN
+    i_split = tl.program_id(1)
 
     # how the row is cut: of its length alone
     position = tl.load(p_position + i_row)
@@ -359,7 +355,7 @@ def _attention_decode_kernel(
     n_splits = (n_tiles + split_tiles - 1) // split_tiles
     # without work: still one that waits, so that the end of this kernel implies the end of the one in front
     if PDL:  # noqa: SIM102
-        if (first_split == 0) & (n_splits == 0):
+        if (i_split == 0) & (n_splits == 0):
             tl.extra.cuda.gdc_wait()
 
     pair = (i_row * NK + i_kv).to(tl.int64)
@@ -383,16 +379,15 @@ def _attention_decode_kernel(
     o_g = tl.arange(0, GROUP)
     o_td = o_t[:, None] * D + o_d[None, :]
 
-    if first_split < n_splits:
+    if i_split < n_splits:
         # pages were written in earlier steps, but for the new token: they may be asked for before the wait
-        n_own = tl.minimum(n_splits - first_split, RUN)
-        lowest = first_split * split_tiles
-        last = tl.minimum(lowest + n_own * split_tiles, n_tiles) - 1
+        first = i_split * split_tiles
+        last = tl.minimum(first + split_tiles, n_tiles) - 1
         page = tl.load(p_table + last)
         p_page = p_pages + page.to(tl.int64) * stride_page
         if PDL:
             for i_ahead in tl.static_range(AHEAD):
-                if last - i_ahead >= lowest:
+                if last - i_ahead >= first:
                     p_ahead_page = p_pages + tl.load(p_table + last - i_ahead).to(tl.int64) * stride_page
                     _ask_for(p_ahead_page, i_kv, KV, NK, D, PAGE)
         b_turn, b_turn_other = turn(p_q_norm, p_cos + position * HALF, p_sin + position * HALF, GROUP, D, HALF)
@@ -403,70 +398,57 @@ def _attention_decode_kernel(
             p_proj, ((i_kv * G + o_g) * D)[:, None], (o_g < G)[:, None], b_turn, b_turn_other, eps, stride_s, D, HALF, S
         )
         b_qt = tl.trans(b_q if KV == PLAIN else b_q.to(tl.float16))
-        for i_own in range(0, 1 if RUN == 1 else n_own):
-            i_split = first_split + n_own - 1 - i_own
-            first = i_split * split_tiles
-            last = tl.minimum(first + split_tiles, n_tiles) - 1
-            b_max = tl.full((GROUP,), float("-inf"), tl.float32)
-            b_sum = tl.zeros((GROUP,), tl.float32)
-            b_least = tl.zeros((GROUP,), tl.float32)
-            b_o = tl.zeros((D, GROUP), tl.float32)
-            if i_split == n_splits - 1:
-                # the new token: into its page, and as the first key of the running sums, as the page has it
-                if DRAFTS:
-                    NEW: tl.constexpr = tl.bfloat16 if KV == PLAIN else tl.float32
-                    b_new_k, b_new_v = tl.zeros((GROUP, D), NEW), tl.zeros((D,), NEW)
-                    ahead = tl.load(p_ahead + i_row)
-                    for i_new in range(ahead + 1):
-                        b_new_k, b_new_v = _new_key(
-                            p_proj + (i_new - ahead) * stride_row, p_k_norm, p_cos, p_sin, p_page,
-                            position + (i_new - ahead), i_kv, eps, stride_s, NQ, NK, D, HALF, S, GROUP, PAGE, GATED, KV,
-                        )
-                    tl.debug_barrier()  # they are whole before the page is read
-                else:
+        b_max = tl.full((GROUP,), float("-inf"), tl.float32)
+        b_sum = tl.zeros((GROUP,), tl.float32)
+        b_least = tl.zeros((GROUP,), tl.float32)
+        b_o = tl.zeros((D, GROUP), tl.float32)
+        if i_split == n_splits - 1:
+            # the new token: into its page, and as the first key of the running sums, as the page has it
+            if DRAFTS:
+                NEW: tl.constexpr = tl.bfloat16 if KV == PLAIN else tl.float32
+                b_new_k, b_new_v = tl.zeros((GROUP, D), NEW), tl.zeros((D,), NEW)
+                ahead = tl.load(p_ahead + i_row)
+                for i_new in range(ahead + 1):
                     b_new_k, b_new_v = _new_key(
-                        p_proj, p_k_norm, p_cos, p_sin, p_page, position, i_kv, eps, stride_s, NQ, NK, D, HALF, S, GROUP,
-                        PAGE, GATED, KV,
+                        p_proj + (i_new - ahead) * stride_row, p_k_norm, p_cos, p_sin, p_page,
+                        position + (i_new - ahead), i_kv, eps, stride_s, NQ, NK, D, HALF, S, GROUP, PAGE, GATED, KV,
                     )
-                b_max = tl.sum(b_q.to(tl.float32) * b_new_k.to(tl.float32), 1) * scale
-                b_sum = tl.full((GROUP,), 1.0, tl.float32)
-                b_o += b_new_v.to(tl.float32)[:, None]
-
-            for i in range(0, last - first + 1):
-                i_tile = last - i  # from the last on: it is the one asked for before the wait
-                b_old = (i_tile * PAGE + o_t < position)[:, None]
-                p_page = p_pages + page.to(tl.int64) * stride_page
-                page = tl.load(p_table + tl.maximum(i_tile - 1, lowest))
-                if PDL and ROLL:  # noqa: SIM102
-                    if i_tile - AHEAD >= lowest:
-                        p_ahead_page = p_pages + tl.load(p_table + i_tile - AHEAD).to(tl.int64) * stride_page
-                        _ask_for(p_ahead_page, i_kv, KV, NK, D, PAGE)
-                tile = _load_tile(p_page, i_kv, o_t, o_td, b_old, KV, NK, D, PAGE)
-                b_max, b_sum, b_o, b_least = _attended(
-                    tile, b_qt, b_max, b_sum, b_o, b_least, b_old, scale, KV
-                )
-            if KV == K8V4:
-                b_o += b_least[None, :]
-
-            if n_splits == 1:
-                b_gate = _gate(p_gate, stride_s, GATED, G, GROUP, D, S)
-                _finish(tl.trans(b_o), b_sum, b_gate, p_out, G, GROUP, D)
+                tl.debug_barrier()  # they are whole before the page is read
             else:
-                tl.store(p_output + i_split * (G * D) + o_g[None, :] * D + o_d[:, None], b_o, mask=(o_g < G)[None, :])
-                p_record = p_weight + i_split * (2 * G) + o_g
-                tl.store(p_record, b_max, mask=o_g < G)
-                tl.store(p_record + G, b_sum, mask=o_g < G)
-        if n_splits > 1:
-            i_merge = first_split // FAN
+                b_new_k, b_new_v = _new_key(
+                    p_proj, p_k_norm, p_cos, p_sin, p_page, position, i_kv, eps, stride_s, NQ, NK, D, HALF, S, GROUP,
+                    PAGE, GATED, KV,
+                )
+            b_max = tl.sum(b_q.to(tl.float32) * b_new_k.to(tl.float32), 1) * scale
+            b_sum = tl.full((GROUP,), 1.0, tl.float32)
+            b_o += b_new_v.to(tl.float32)[:, None]
+
+        for i in range(0, last - first + 1):
+            i_tile = last - i  # from the last on: it is the one asked for before the wait
+            b_old = (i_tile * PAGE + o_t < position)[:, None]
+            p_page = p_pages + page.to(tl.int64) * stride_page
+            page = tl.load(p_table + tl.maximum(i_tile - 1, first))
+            tile = _load_tile(p_page, i_kv, o_t, o_td, b_old, KV, NK, D, PAGE)
+            b_max, b_sum, b_o, b_least = _attended(
+                tile, b_qt, b_max, b_sum, b_o, b_least, b_old, scale, KV
+            )
+        if KV == K8V4:
+            b_o += b_least[None, :]
+
+        if n_splits == 1:
+            b_gate = _gate(p_gate, stride_s, GATED, G, GROUP, D, S)
+            _finish(tl.trans(b_o), b_sum, b_gate, p_out, G, GROUP, D)
+        else:
+            tl.store(p_output + i_split * (G * D) + o_g[None, :] * D + o_d[:, None], b_o, mask=(o_g < G)[None, :])
+            p_record = p_weight + i_split * (2 * G) + o_g
+            tl.store(p_record, b_max, mask=o_g < G)
+            tl.store(p_record + G, b_sum, mask=o_g < G)
+            i_merge = i_split // FAN
             n_merges = (n_splits + FAN - 1) // FAN
             n_records = tl.minimum(n_splits - i_merge * FAN, FAN)
-            tl.debug_barrier()  # the records are whole before the counter says so
-            are_all = n_own == n_records
-            if RUN < FAN:
-                are_all = tl.atomic_add(p_arrived + 1 + i_merge, n_own, sem="acq_rel") == n_records - n_own
-                if are_all:
-                    tl.store(p_arrived + 1 + i_merge, 0)
-            if are_all:
+            tl.debug_barrier()  # the record is whole before the counter says so
+            if tl.atomic_add(p_arrived + 1 + i_merge, 1, sem="acq_rel") == n_records - 1:
+                tl.store(p_arrived + 1 + i_merge, 0)
                 o_m = tl.arange(0, GP)
                 o_md = o_m[:, None] * D + o_d[None, :]
                 b_merged_gate = _gate(p_gate, stride_s, GATED, G, GP, D, S)
@@ -532,21 +514,18 @@ def attention_decode(
     expect(out.dtype == torch.bfloat16 and out.shape == (n_rows, heads.n_q * heads.dim), "bfloat16 out [N, nq d]")
     expect(out.is_contiguous(), "contiguous out")
     expect(splits.most <= FAN * FAN and splits.few <= splits.most, f"at most {FAN * FAN} splits")
-    expect(FAN % splits.run == 0, f"runs that divide {FAN}")
     expect(scratch.output.shape[0] >= n_rows and records >= capacity, "a scratch for this many rows and keys")
     expect(scratch.output.shape[1] == heads.n_kv and scratch.output.shape[3:] == (group, heads.dim), "its scratch")
-    limited = splits.maxnreg and group <= 8 and chip().is_nvidia
-    registers = {"maxnreg": splits.maxnreg} if limited else {}
     launch(
-        _attention_decode_kernel, (n_rows * heads.n_kv, -(-capacity // splits.run)),
+        _attention_decode_kernel, (n_rows * heads.n_kv, capacity),
         proj, q_norm, k_norm, cos, sin, rows.slot, rows.place, rows.position, rows.angle_shift,
         None if rows.drafts is None else rows.drafts.ahead, page_table, pages,
         scratch.output, scratch.weight, scratch.arrived, out, eps, heads.dim**-0.5 * 1.4426950408889634,
         proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), records, counters,
         pdl=levers.pdl, NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16,
         GP=next_power_of_2(group), PAGE=PAGE_SIZE, FEW=splits.few, FEW_TILES=splits.few_tiles, MOST=splits.most, FAN=FAN,
-        AHEAD=splits.ahead, RUN=splits.run, ROLL=splits.roll, GATED=heads.is_gated, DRAFTS=rows.drafts is not None,
-        KV=kv.constant(format), num_warps=splits.num_warps, num_stages=splits.num_stages, **registers,
+        AHEAD=splits.ahead, GATED=heads.is_gated, DRAFTS=rows.drafts is not None, KV=kv.constant(format),
+        num_warps=splits.num_warps, num_stages=splits.num_stages,
     )
 
 
