@@ -16,8 +16,10 @@ Both products put keys (or value columns) on the long side of the tensor core's 
 the narrow one: S^T = K q^T, then o^T += V^T P^T. So 4 to 8 query heads waste little. The new token is the
 first key of the running sums and meets no tensor core: no tile has to be patched on its way to shared memory.
 
-Shared memory holds one tile, so that three programs fit on a multiprocessor and one's loads hide behind
-another's arithmetic: short rows want exactly that. The first tiles are asked for in the second-level cache
+Shared memory holds one tile of plain pages, so that three programs fit on a multiprocessor and one's loads hide behind
+another's arithmetic: short rows want exactly that. Of quantised pages it holds the codes of two tiles, one of them on its way, and a
+warp makes operands of the codes that it multiplies (kv.py). Their sums are kept for each key of a tile and
+are added when the split is through; the new token is put in there. The first tiles are asked for in the second-level cache
 before the kernel in front has ended (devices with PDL). Programs without work end at once, but cost what a
 start costs: max_len, which bounds their number, should not be far beyond the longest row.
 
@@ -40,7 +42,7 @@ from deltic.ops.contract import check
 from deltic.ops.geometry import PAGE_SIZE, Allocate, AttentionHeads
 from deltic.ops.gpu import kv
 from deltic.ops.gpu.blocks import Rows
-from deltic.ops.gpu.kv import FP8, K8V4, PLAIN
+from deltic.ops.gpu.kv import FP8, PLAIN
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.kv_formats import BF16, KvFormat
 
@@ -196,9 +198,12 @@ def _attended_codes(b_k, b_v, floats, b_q, b_q_2, b_max, b_sum, b_least, outputs
     floats: scales of keys and of values, and least values, [PAGE, 1]. Weights are float16, of at most 2^15:
     what is called the maximum is that of score + log2(value scale), less 15.
     """
-    b_first, b_second = kv.e4m3_pairs(b_k)
-    b_s = tl.dot(b_second, b_q_2, tl.dot(b_first, b_q))
-    b_s = tl.where(b_old, b_s * (floats[0] * scale if KV == FP8 else scale), float("-inf"))
+    b_first, b_second = kv.key_halves(b_k)
+    if KV == FP8:
+        scale = floats[0] * scale
+    # each times the scale: two chains of products, not one that is twice as long
+    b_s = tl.dot(b_first, b_q) * scale + tl.dot(b_second, b_q_2) * scale
+    b_s = tl.where(b_old, b_s, float("-inf"))
     b_new_max = tl.maximum(b_max, tl.max(b_s + tl.log2(tl.maximum(floats[1], 2**-24)), 0) - 15.0)
     b_p = tl.exp2(b_s - b_new_max[None, :])
     b_keep = tl.exp2(b_max - b_new_max)[None, :]
@@ -231,9 +236,11 @@ def _all_attended(
     WIDTH: tl.constexpr = kv.value_width(KV, D)
     o_t, o_k = tl.arange(0, PAGE)[:, None], tl.arange(0, D // 2)[None, :]
     o_vt, o_v = tl.arange(0, PAGE)[None, :], tl.arange(0, WIDTH // 2)[:, None]
-    b_q, b_q_2 = tl.split(tl.reshape(b_q.to(tl.float16), (GROUP, D // 2, 2)))
+    b_q, b_q_2 = kv.halves_of_fours(b_q.to(tl.float16))
     b_q, b_q_2 = tl.trans(b_q), tl.trans(b_q_2)
-    b_max = b_new_max
+    # a bound from below alone: were it the score, weights of values with small scales would be too small for
+    # float16. Where the new token's weight is 2^64, nothing else matters
+    b_max = b_new_max - 64.0
     b_sum = tl.zeros((PAGE, GROUP), tl.float32)
     b_least = tl.zeros((PAGE, GROUP), tl.float32)
     b_none = tl.zeros((WIDTH // 2, GROUP), tl.float32)
@@ -543,7 +550,8 @@ def attention_decode(
     max_len: no row has more keys. Query head j reads key head j // (nq/nk). splits: for measurements; the
     scratch must have been made with the same.
 
-    Rounded to bfloat16: q, k, v, the softmax weights where they meet v (not in their sum), the output. No row
+    Rounded to bfloat16: q, k, v, the softmax weights where they meet v (not in their sum), the output; of
+    quantised pages weights are rounded to float16. No row
     sees another, but for those of its sequence that rows.drafts puts in front of it, of the same page; and
     neither N nor max_len touches the bits. How quantised pages are written and read: kv.py. Left out:
     windows, sinks.

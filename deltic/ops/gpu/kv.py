@@ -5,18 +5,22 @@ the order of dims. Values of 4 bits share a byte with those d / 2 dims behind: d
 j, dim j + d / 2 the high ones.
 
 Written is what tests/reference/kv.py says, to the bit: every division is rounded once. Read are operands of
-a product, both exact: e4m3 keys as float16, which Hopper converts by one instruction for two, beside queries
-of float16; values as bfloat16, whose exponents hold any weight of softmax times a scale: e4m3 moved to its
-place and multiplied by 2^120, 4 bits as a bfloat16 between 128 and 144, less 128. Scales stay outside:
+a product, all exact: e4m3 keys as float16, which Hopper converts by one instruction for two, beside queries
+of float16. Scales stay outside:
 
     score  = (sum of q code) * (key scale * d^-0.5)                      float32
-    output = sum of bfloat16(p * value scale) * code + sum of p * least  float32, the last for each head
+    output = sum of rounded(p * value scale) * code + sum of p * least   float32, the last for each head
+
+Values of a prefill are bfloat16, and so are their weights: exponents hold any weight of softmax times a
+scale. e4m3 is moved to its place and multiplied by 2^120, 4 bits are a bfloat16 between 128 and 144, less 128.
+Values and weights of a decode are float16: p is then relative to the largest score + log2(value scale), times
+2^15, and weights are rounded to 11 bits from 2^15 down to 2^-14, to steps of 2^-24 below.
 
 q is rounded to bfloat16 as for plain pages; float16 holds that where it is from 2^-17 to 65,504, and steps of
 2^-24 below. In the place of p, p * scale is rounded; nothing else is that is not in plain pages.
 
-The new token of a decode meets no tensor core: it is the first of the running sums, with code * scale, or
-least + code * scale, in float32. As q is not e4m3, there is no product of 8 bits. How these agree with the
+The new token of a decode meets no tensor core: it is in the sums with code * scale, or least + code * scale,
+in float32. As q is not e4m3, there is no product of 8 bits. How these agree with the
 reference: 1 % and 0.01 of outputs of order 1 (tests/gpu/test_gpu_attention_decode.py), as with plain pages.
 """
 
@@ -291,6 +295,31 @@ def e4m3_pairs(b_pairs):
         b_first, b_second = tl.inline_asm_elementwise(
             _e4m3_assembly("f16", cuda_capability_geq(8, 9), True), "=r,=r,r", [b_pairs],
             dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )
+    return b_first, b_second
+
+
+@triton.jit
+def halves_of_fours(b_x):
+    """[R, N] -> [R, N / 2] twice: of each four columns the first two, and the others."""
+    R: tl.constexpr = b_x.shape[0]
+    N: tl.constexpr = b_x.shape[1]
+    b_first, b_second = tl.split(tl.permute(tl.reshape(b_x, (R, N // 4, 2, 2)), (0, 1, 3, 2)))
+    return tl.reshape(b_first, (R, N // 2)), tl.reshape(b_second, (R, N // 2))
+
+
+@triton.jit
+def key_halves(b_pairs):
+    """Two codes in 16 bits, [R, D / 2] -> `halves_of_fours` of the keys, float16: what a register of four
+    codes gives in its order.
+    """
+    if _INTERPRETED or is_hip():
+        b_first, b_second = e4m3_pairs(b_pairs)
+        b_first, b_second = halves_of_fours(tl.reshape(tl.join(b_first, b_second), (b_pairs.shape[0], 2 * b_pairs.shape[1])))
+    else:
+        b_first, b_second = tl.inline_asm_elementwise(
+            _e4m3_assembly("f16", cuda_capability_geq(8, 9)), "=r,=r,r", [b_pairs], dtype=(tl.float16, tl.float16),
+            is_pure=True, pack=2,
         )
     return b_first, b_second
 
