@@ -16,12 +16,13 @@ Both products put keys (or value columns) on the long side of the tensor core's 
 the narrow one: S^T = K q^T, then o^T += V^T P^T. So 4 to 8 query heads waste little. The new token is the
 first key of the running sums and meets no tensor core: no tile has to be patched on its way to shared memory.
 
-Shared memory holds one tile of plain pages, so that three programs fit on a multiprocessor and one's loads hide behind
-another's arithmetic: short rows want exactly that. Of quantised pages it holds the codes of two tiles, one of them on its way, and a
-warp makes operands of the codes that it multiplies (kv.py). Their sums are kept for each key of a tile and
-are added when the split is through; the new token is put in there. The first tiles are asked for in the second-level cache
-before the kernel in front has ended (devices with PDL). Programs without work end at once, but cost what a
-start costs: max_len, which bounds their number, should not be far beyond the longest row.
+Shared memory holds one tile of plain pages, so that three programs fit on a multiprocessor and one's loads
+hide behind another's arithmetic: short rows want exactly that. Of quantised pages it holds the codes of two
+tiles, one of them on its way, and a warp makes operands of the codes that it multiplies (kv.py). Their sums
+are kept for each key of a tile and are added when the split is through; the new token is put in there. The
+first tiles are asked for in the second-level cache before the kernel in front has ended (devices with PDL).
+Programs without work end at once, but cost what a start costs: max_len, which bounds their number, should not
+be far beyond the longest row.
 
 Spec: `rms_norm`, `rope` and `attention` of tests/reference/layers.py. The split form is that of Dao, Haziza,
 Massa, Sizov 2023, "Flash-Decoding for long-context inference"; the running maximum is of Milakov, Gimelshein
@@ -271,7 +272,7 @@ def _all_attended(
     if KV == FP8:
         b_o = kv.in_turn(outputs[0], outputs[1])
     else:
-        b_low, b_high = kv.in_turn(outputs[0], outputs[1]), kv.in_turn(outputs[2], outputs[3])
+        b_low, b_high = kv.in_turn(outputs[0], outputs[1]), kv.in_turn(outputs[2], outputs[3])  # type: ignore[misc]
         unit = kv.four_unit()
         b_o = kv.below(b_low * (1.0 / unit), b_high * (0.0625 / unit)) + tl.sum(b_least, 0)[None, :]
     return b_max, tl.sum(b_sum, 0) + b_weight, b_o + b_new_v[:, None] * b_weight[None, :]

@@ -12,7 +12,8 @@ of float16. Scales stay outside:
     output = sum of rounded(p * value scale) * code + sum of p * least   float32, the last for each head
 
 Values of a prefill are bfloat16, and so are their weights: exponents hold any weight of softmax times a
-scale. e4m3 is moved to its place and multiplied by 2^120, 4 bits are a bfloat16 between 128 and 144, less 128.
+scale. e4m3 is moved to its place and multiplied by 2^120, 4 bits are a bfloat16 between 128 and 144, less
+128.
 Values and weights of a decode are float16: p is then relative to the largest score + log2(value scale), times
 2^15, and weights are rounded to 11 bits from 2^15 down to 2^-14, to steps of 2^-24 below.
 
@@ -326,9 +327,9 @@ def key_halves(b_pairs):
 
 @triton.jit
 def four_pairs(b_pairs):
-    """Four codes of 4 bits in 16 -> float16: the first byte's low bits, the second's, and the high bits of both.
+    """Four codes of 4 bits in 16 -> float16: the first byte's low bits, the second's, the high bits of both.
 
-    Times `four_unit`, and the high ones times 16 `four_unit`: where bits need only be cut out they are float16s
+    Times `four_unit`, and the high ones times 16 of it: where bits need only be cut out they are float16s
     below 2^-14, which tensor cores multiply like any other.
     """
     if _INTERPRETED or is_hip():
