@@ -40,6 +40,10 @@ LENGTHS = 512, 4096
 """As the recordings of an engine have them, and its longest."""
 VARIANTS = {
     "plain": SPLITS,
+    "2 stages": replace(SPLITS, num_stages=2),
+    "4 stages": replace(SPLITS, num_stages=4),
+    "8 ahead": replace(SPLITS, ahead=8),
+    "8 warps": replace(SPLITS, num_warps=8),
     "other bits: 4 tiles": replace(SPLITS, few_tiles=4),
     "other bits: 2 tiles from the first": replace(SPLITS, few=1, few_tiles=2),
 }

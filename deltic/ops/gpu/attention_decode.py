@@ -16,10 +16,13 @@ Both products put keys (or value columns) on the long side of the tensor core's 
 the narrow one: S^T = K q^T, then o^T += V^T P^T. So 4 to 8 query heads waste little. The new token is the
 first key of the running sums and meets no tensor core: no tile has to be patched on its way to shared memory.
 
-Shared memory holds one tile, so that three programs fit on a multiprocessor and one's loads hide behind
-another's arithmetic: short rows want exactly that. The first tiles are asked for in the second-level cache
-before the kernel in front has ended (devices with PDL). Programs without work end at once, but cost what a
-start costs: max_len, which bounds their number, should not be far beyond the longest row.
+Shared memory holds one tile of plain pages, so that three programs fit on a multiprocessor and one's loads
+hide behind another's arithmetic: short rows want exactly that. Of quantised pages it holds the codes of two
+tiles, one of them on its way, and a warp makes operands of the codes that it multiplies (kv.py). Their sums
+are kept for each key of a tile and are added when the split is through; the new token is put in there. The
+first tiles are asked for in the second-level cache before the kernel in front has ended (devices with PDL).
+Programs without work end at once, but cost what a start costs: max_len, which bounds their number, should not
+be far beyond the longest row.
 
 Spec: `rms_norm`, `rope` and `attention` of tests/reference/layers.py. The split form is that of Dao, Haziza,
 Massa, Sizov 2023, "Flash-Decoding for long-context inference"; the running maximum is of Milakov, Gimelshein
@@ -40,7 +43,7 @@ from deltic.ops.contract import check
 from deltic.ops.geometry import PAGE_SIZE, Allocate, AttentionHeads
 from deltic.ops.gpu import kv
 from deltic.ops.gpu.blocks import Rows
-from deltic.ops.gpu.kv import FP8, K8V4, PLAIN
+from deltic.ops.gpu.kv import FP8, PLAIN
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.kv_formats import BF16, KvFormat
 
@@ -62,7 +65,7 @@ class Splits:
     few_tiles: int = 2
     most: int = 64
     num_warps: int = 4
-    num_stages: int = 1
+    num_stages: int = 3  # of tiles of quantised pages
     ahead: int = 4  # tiles of a program that are asked for at its start
 
     def tiles(self, n_tiles: int) -> int:
@@ -119,7 +122,7 @@ def _prefetch(p_tile, BYTES: tl.constexpr):
 
 @triton.jit
 def _ask_for(p_page, i_kv, KV: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
-    """Asks for what `_load_tile` will read."""
+    """Asks for what a tile will read."""
     if KV == PLAIN:
         _prefetch(p_page, PAGE * D * 2)
         _prefetch(p_page + NK * PAGE * D, PAGE * D * 2)
@@ -178,47 +181,101 @@ def rotated(p_proj, b_head, b_mask, b_turn, b_turn_other, eps, stride_s, D: tl.c
 
 
 @triton.jit
-def _load_tile(p_page, i_kv, o_t, o_td, b_old, KV: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, PAGE: tl.constexpr):
-    """A head's keys and values of a page; of quantised ones their codes, and scales and least values [PAGE].
-    p_page: of plain pages the head's.
-    """
-    if KV == PLAIN:
-        b_k = tl.load(p_page + o_td, mask=b_old, other=0.0)
-        b_v = tl.load(p_page + NK * PAGE * D + o_td, mask=b_old, other=0.0)
-        tile = (b_k, b_v)
-    else:
-        o_v = o_t[:, None] * kv.value_width(KV, D) + tl.arange(0, kv.value_width(KV, D))[None, :]
-        b_k = tl.load(kv.keys_at(p_page, i_kv, KV, NK, D) + o_td, mask=b_old, other=0)
-        b_v = tl.load(kv.values_at(p_page, i_kv, KV, NK, D) + o_v, mask=b_old, other=0)
-        b_key_scale, b_value_scale, b_least = kv.load_floats(p_page, i_kv, o_t[:, None], b_old, KV, NK, D)
-        tile = (b_k, b_v, b_key_scale, b_value_scale, b_least)  # type: ignore[assignment]
-    return tile
-
-
-@triton.jit
-def _attended(tile, b_qt, b_max, b_sum, b_o, b_least, b_old, scale, KV: tl.constexpr):
-    """One tile of keys into the running maximum, sum and output. b_old [PAGE, 1]: which keys are there.
-    b_least [GROUP]: what least values come to, the same for all of a head.
-    """
-    if KV == PLAIN:
-        b_s = tl.dot(tile[0], b_qt) * scale
-    elif KV == FP8:
-        b_s = tl.dot(kv.key_operand(tile[0], True), b_qt) * (tile[2] * scale)
-    else:
-        b_s = tl.dot(kv.key_operand(tile[0], True), b_qt) * scale
-    b_s = tl.where(b_old, b_s, float("-inf"))
+def _attended(b_k, b_v, b_qt, b_max, b_sum, b_o, b_old, scale):
+    """One tile of keys into the running maximum, sum and output. b_old [PAGE, 1]: which keys are there."""
+    b_s = tl.where(b_old, tl.dot(b_k, b_qt) * scale, float("-inf"))
     b_new_max = tl.maximum(b_max, tl.max(b_s, 0))
     b_p = tl.exp2(b_s - b_new_max[None, :])
     b_keep = tl.exp2(b_max - b_new_max)
     b_sum = b_sum * b_keep + tl.sum(b_p, 0)
-    if KV == PLAIN:
-        b_o = tl.dot(tl.trans(tile[1]), b_p.to(tl.bfloat16), b_o * b_keep[None, :])
+    b_o = tl.dot(tl.trans(b_v), b_p.to(tl.bfloat16), b_o * b_keep[None, :])
+    return b_new_max, b_sum, b_o
+
+
+@triton.jit
+def _attended_codes(b_k, b_v, floats, b_q, b_q_2, b_max, b_sum, b_least, outputs, b_old, scale, KV: tl.constexpr):
+    """The same of quantised ones, two dims a place. b_sum, b_least [PAGE, GROUP]: of each key of all tiles.
+
+    floats: scales of keys and of values, and least values, [PAGE, 1]. Weights are float16, of at most 2^15:
+    what is called the maximum is that of score + log2(value scale), less 15.
+    """
+    b_first, b_second = kv.key_halves(b_k)
+    if KV == FP8:
+        scale = floats[0] * scale
+    # each times the scale: two chains of products, not one that is twice as long
+    b_s = tl.dot(b_first, b_q) * scale + tl.dot(b_second, b_q_2) * scale
+    b_s = tl.where(b_old, b_s, float("-inf"))
+    b_new_max = tl.maximum(b_max, tl.max(b_s + tl.log2(tl.maximum(floats[1], 2**-24)), 0) - 15.0)
+    b_p = tl.exp2(b_s - b_new_max[None, :])
+    b_keep = tl.exp2(b_max - b_new_max)[None, :]
+    b_sum = b_sum * b_keep + b_p
+    b_weight = (b_p * floats[1]).to(tl.float16)
+    if KV == FP8:
+        b_first, b_second = kv.e4m3_pairs(b_v)
+        b_o = tl.dot(b_first, b_weight, outputs[0] * b_keep)
+        b_o_2 = tl.dot(b_second, b_weight, outputs[1] * b_keep)
+        new = (b_o, b_o_2)
     else:
-        b_weight = (b_p * tile[3]).to(tl.bfloat16)
-        if KV == K8V4:
-            b_least = b_least * b_keep + tl.sum(b_p * tile[4], 0)
-        b_o = tl.dot(tl.trans(kv.value_operand(tile[1], True, KV)), b_weight, b_o * b_keep[None, :])
-    return b_new_max, b_sum, b_o, b_least
+        b_least = b_least * b_keep + b_p * floats[2]
+        b_low, b_low_2, b_high, b_high_2 = kv.four_pairs(b_v)
+        b_o = tl.dot(b_low, b_weight, outputs[0] * b_keep)
+        b_o_2 = tl.dot(b_low_2, b_weight, outputs[1] * b_keep)
+        b_o_3 = tl.dot(b_high, b_weight, outputs[2] * b_keep)
+        b_o_4 = tl.dot(b_high_2, b_weight, outputs[3] * b_keep)
+        new = (b_o, b_o_2, b_o_3, b_o_4)  # type: ignore[assignment]
+    return b_new_max, b_sum, b_least, new
+
+
+@triton.jit
+def _all_attended(
+    p_table, p_pages, stride_page, page, first, last, position, i_kv, b_q, b_new_max, b_new_v, scale,
+    NK: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, KV: tl.constexpr, STAGES: tl.constexpr,
+):
+    """A split of quantised pages -> maximum, sum and output. b_new_max [GROUP], b_new_v [D]: the new token's
+    score and value; in splits without it -inf and 0.
+    """
+    WIDTH: tl.constexpr = kv.value_width(KV, D)
+    o_t, o_k = tl.arange(0, PAGE)[:, None], tl.arange(0, D // 2)[None, :]
+    o_vt, o_v = tl.arange(0, PAGE)[None, :], tl.arange(0, WIDTH // 2)[:, None]
+    b_q, b_q_2 = kv.halves_of_fours(b_q.to(tl.float16))
+    b_q, b_q_2 = tl.trans(b_q), tl.trans(b_q_2)
+    # a bound from below alone: were it the score, weights of values with small scales would be too small for
+    # float16. Where the new token's weight is 2^64, nothing else matters
+    b_max = b_new_max - 64.0
+    b_sum = tl.zeros((PAGE, GROUP), tl.float32)
+    b_least = tl.zeros((PAGE, GROUP), tl.float32)
+    b_none = tl.zeros((WIDTH // 2, GROUP), tl.float32)
+    if KV == FP8:
+        outputs = (b_none, b_none)
+    else:
+        outputs = (b_none, b_none, b_none, b_none)  # type: ignore[assignment]
+    # scales are asked for a tile ahead. Of the first tile alone keys may not be there
+    p_page = p_pages + page.to(tl.int64) * stride_page
+    floats = kv.load_floats(p_page, i_kv, o_t, last * PAGE + o_t < position, KV, NK, D)
+    for i in tl.range(0, last - first + 1, num_stages=STAGES):
+        b_old = (last - i) * PAGE + o_t < position
+        p_page = p_pages + page.to(tl.int64) * stride_page
+        # what is no key's may be anything: its score is not looked at, and its value times 0 is 0 but for NaN
+        b_k = tl.load(kv.pairs_at(kv.keys_at(p_page, i_kv, KV, NK, D), o_t, o_k, D))
+        p_values = kv.pairs_at(kv.values_at(p_page, i_kv, KV, NK, D), o_vt, o_v, WIDTH)
+        if KV == FP8:
+            b_v = tl.load(p_values, mask=(last - i) * PAGE + o_vt < position, other=0)
+        else:
+            b_v = tl.load(p_values)
+        page = tl.load(p_table + tl.maximum(last - i - 1, first))
+        next_floats = kv.load_floats(p_pages + page.to(tl.int64) * stride_page, i_kv, o_t, o_t >= 0, KV, NK, D)
+        b_max, b_sum, b_least, outputs = _attended_codes(
+            b_k, b_v, floats, b_q, b_q_2, b_max, b_sum, b_least, outputs, b_old, scale, KV
+        )
+        floats = next_floats
+    b_weight = tl.exp2(b_new_max - b_max)
+    if KV == FP8:
+        b_o = kv.in_turn(outputs[0], outputs[1])
+    else:
+        b_low, b_high = kv.in_turn(outputs[0], outputs[1]), kv.in_turn(outputs[2], outputs[3])  # type: ignore[misc]
+        unit = kv.four_unit()
+        b_o = kv.below(b_low * (1.0 / unit), b_high * (0.0625 / unit)) + tl.sum(b_least, 0)[None, :]
+    return b_max, tl.sum(b_sum, 0) + b_weight, b_o + b_new_v[:, None] * b_weight[None, :]
 
 
 @triton.jit
@@ -339,7 +396,7 @@ def _attention_decode_kernel(
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     GP: tl.constexpr, PAGE: tl.constexpr, FEW: tl.constexpr, FEW_TILES: tl.constexpr, MOST: tl.constexpr,
     FAN: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr, DRAFTS: tl.constexpr,
-    KV: tl.constexpr, PDL: tl.constexpr,
+    KV: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     """One program: a split of a row, of one key head."""
     G: tl.constexpr = NQ // NK
@@ -397,10 +454,10 @@ def _attention_decode_kernel(
         b_q = rotated(
             p_proj, ((i_kv * G + o_g) * D)[:, None], (o_g < G)[:, None], b_turn, b_turn_other, eps, stride_s, D, HALF, S
         )
-        b_qt = tl.trans(b_q if KV == PLAIN else b_q.to(tl.float16))
+        b_qt = tl.trans(b_q)
         b_max = tl.full((GROUP,), float("-inf"), tl.float32)
         b_sum = tl.zeros((GROUP,), tl.float32)
-        b_least = tl.zeros((GROUP,), tl.float32)
+        b_new_v = tl.zeros((D,), tl.bfloat16 if KV == PLAIN else tl.float32)
         b_o = tl.zeros((D, GROUP), tl.float32)
         if i_split == n_splits - 1:
             # the new token: into its page, and as the first key of the running sums, as the page has it
@@ -421,19 +478,23 @@ def _attention_decode_kernel(
                 )
             b_max = tl.sum(b_q.to(tl.float32) * b_new_k.to(tl.float32), 1) * scale
             b_sum = tl.full((GROUP,), 1.0, tl.float32)
-            b_o += b_new_v.to(tl.float32)[:, None]
+            if KV == PLAIN:
+                b_o += b_new_v.to(tl.float32)[:, None]
 
-        for i in range(0, last - first + 1):
-            i_tile = last - i  # from the last on: it is the one asked for before the wait
-            b_old = (i_tile * PAGE + o_t < position)[:, None]
-            p_page = p_pages + page.to(tl.int64) * stride_page
-            page = tl.load(p_table + tl.maximum(i_tile - 1, first))
-            tile = _load_tile(p_page, i_kv, o_t, o_td, b_old, KV, NK, D, PAGE)
-            b_max, b_sum, b_o, b_least = _attended(
-                tile, b_qt, b_max, b_sum, b_o, b_least, b_old, scale, KV
+        if KV == PLAIN:
+            for i in range(0, last - first + 1):
+                i_tile = last - i  # from the last on: it is the one asked for before the wait
+                b_old = (i_tile * PAGE + o_t < position)[:, None]
+                p_page = p_pages + page.to(tl.int64) * stride_page
+                page = tl.load(p_table + tl.maximum(i_tile - 1, first))
+                b_k = tl.load(p_page + o_td, mask=b_old, other=0.0)
+                b_v = tl.load(p_page + NK * PAGE * D + o_td, mask=b_old, other=0.0)
+                b_max, b_sum, b_o = _attended(b_k, b_v, b_qt, b_max, b_sum, b_o, b_old, scale)
+        else:
+            b_max, b_sum, b_o = _all_attended(
+                p_table, p_pages, stride_page, page, first, last, position, i_kv, b_q, b_max, b_new_v, scale, NK, D, GROUP,
+                PAGE, KV, STAGES,
             )
-        if KV == K8V4:
-            b_o += b_least[None, :]
 
         if n_splits == 1:
             b_gate = _gate(p_gate, stride_s, GATED, G, GROUP, D, S)
@@ -490,7 +551,8 @@ def attention_decode(
     max_len: no row has more keys. Query head j reads key head j // (nq/nk). splits: for measurements; the
     scratch must have been made with the same.
 
-    Rounded to bfloat16: q, k, v, the softmax weights where they meet v (not in their sum), the output. No row
+    Rounded to bfloat16: q, k, v, the softmax weights where they meet v (not in their sum), the output; of
+    quantised pages weights are rounded to float16. No row
     sees another, but for those of its sequence that rows.drafts puts in front of it, of the same page; and
     neither N nor max_len touches the bits. How quantised pages are written and read: kv.py. Left out:
     windows, sinks.
@@ -525,7 +587,7 @@ def attention_decode(
         pdl=levers.pdl, NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16,
         GP=next_power_of_2(group), PAGE=PAGE_SIZE, FEW=splits.few, FEW_TILES=splits.few_tiles, MOST=splits.most, FAN=FAN,
         AHEAD=splits.ahead, GATED=heads.is_gated, DRAFTS=rows.drafts is not None, KV=kv.constant(format),
-        num_warps=splits.num_warps, num_stages=splits.num_stages,
+        STAGES=splits.num_stages, num_warps=splits.num_warps, num_stages=1,
     )
 
 

@@ -181,7 +181,7 @@ def _flash_kernel(
         else:
             p_page = pages + i_page.to(tl.int64) * (rows_page * D)
             b_key_scale, b_value_scale, b_value_least = kv.load_floats(p_page, i_kv, o_n, o_n >= 0, KV, NK, D)
-            b_s = tl.dot(b_q, kv.key_operand(b_k, False).T)
+            b_s = tl.dot(b_q, kv.key_operand(b_k).T)
             if KV == FP8:
                 b_s = b_s * b_key_scale[None, :]
         # only the last tile has keys behind the row. Key 0 is never masked, so b_max is finite after the
@@ -200,7 +200,7 @@ def _flash_kernel(
             b_acc = tl.dot(b_p.to(tl.bfloat16), b_v, b_acc)
         else:
             first = i_page * (rows_page * (D // WIDTH)) + (kv.section("values", KV, NK, D) // WIDTH + i_kv * 64)
-            b_v = kv.value_operand(load_tile(value_tiles, first, 0, 64, WIDTH), False, KV)
+            b_v = kv.value_operand(load_tile(value_tiles, first, 0, 64, WIDTH), KV)
             if KV == K8V4:
                 b_least = b_least * b_alpha + tl.sum(b_p * b_value_least[None, :], 1)
             b_acc = tl.dot((b_p * b_value_scale[None, :]).to(tl.bfloat16), b_v, b_acc)

@@ -5,18 +5,23 @@ the order of dims. Values of 4 bits share a byte with those d / 2 dims behind: d
 j, dim j + d / 2 the high ones.
 
 Written is what tests/reference/kv.py says, to the bit: every division is rounded once. Read are operands of
-a product, both exact: e4m3 keys as float16, which Hopper converts by one instruction for two, beside queries
-of float16; values as bfloat16, whose exponents hold any weight of softmax times a scale: e4m3 moved to its
-place and multiplied by 2^120, 4 bits as a bfloat16 between 128 and 144, less 128. Scales stay outside:
+a product, all exact: e4m3 keys as float16, which Hopper converts by one instruction for two, beside queries
+of float16. Scales stay outside:
 
     score  = (sum of q code) * (key scale * d^-0.5)                      float32
-    output = sum of bfloat16(p * value scale) * code + sum of p * least  float32, the last for each head
+    output = sum of rounded(p * value scale) * code + sum of p * least   float32, the last for each head
+
+Values of a prefill are bfloat16, and so are their weights: exponents hold any weight of softmax times a
+scale. e4m3 is moved to its place and multiplied by 2^120, 4 bits are a bfloat16 between 128 and 144, less
+128.
+Values and weights of a decode are float16: p is then relative to the largest score + log2(value scale), times
+2^15, and weights are rounded to 11 bits from 2^15 down to 2^-14, to steps of 2^-24 below.
 
 q is rounded to bfloat16 as for plain pages; float16 holds that where it is from 2^-17 to 65,504, and steps of
 2^-24 below. In the place of p, p * scale is rounded; nothing else is that is not in plain pages.
 
-The new token of a decode meets no tensor core: it is the first of the running sums, with code * scale, or
-least + code * scale, in float32. As q is not e4m3, there is no product of 8 bits. How these agree with the
+The new token of a decode meets no tensor core: it is in the sums with code * scale, or least + code * scale,
+in float32. As q is not e4m3, there is no product of 8 bits. How these agree with the
 reference: 1 % and 0.01 of outputs of order 1 (tests/gpu/test_gpu_attention_decode.py), as with plain pages.
 """
 
@@ -219,17 +224,19 @@ def store_values(p_page, i_kv, o_t, b_x, KV: tl.constexpr, NK: tl.constexpr, D: 
 
 
 @triton.constexpr_function
-def _e4m3_assembly(kind, has_conversion=False):
+def _e4m3_assembly(kind, has_conversion=False, of_pairs=False):
     """Four codes, $2, as two pairs of float16 or bfloat16: moved to their places, and to their exponents; or
-    as the chip has it.
+    as the chip has it. of_pairs: the first and third are one pair, the second and fourth the other.
     """
     if has_conversion:
+        order = "prmt.b32 t, $2, 0, 0x3120;" if of_pairs else "mov.b32 t, $2;"
         return (
-            "{ .reg .b16 l, h; mov.b32 {l, h}, $2; cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }"
+            f"{{ .reg .b32 t; .reg .b16 l, h; {order} mov.b32 {{l, h}}, t; "
+            "cvt.rn.f16x2.e4m3x2 $0, l; cvt.rn.f16x2.e4m3x2 $1, h; }"
         )
     shift, mask, factor = {"f16": (1, 0x3F803F80, 0x5C005C00), "bf16": (4, 0x07F007F0, 0x7B807B80)}[kind]
     lines = [f"mov.b32 f, {factor}; mov.b32 n, 0x80008000;"]
-    for i, bytes in enumerate(("0x1404", "0x3424")):
+    for i, bytes in enumerate(("0x2404", "0x3414") if of_pairs else ("0x1404", "0x3424")):
         lines.append(f"prmt.b32 t, $2, 0, {bytes}; shr.u32 u, t, {shift}; and.b32 u, u, {mask};")
         lines.append(f"lop3.b32 t, t, 0x80008000, u, 0xEA; fma.rn.{kind}x2 ${i}, t, f, n;")
     return f"{{ .reg .b32 t, u, f, n; {' '.join(lines)} }}"
@@ -247,38 +254,128 @@ def _fours_assembly():
 
 
 @triton.jit
-def key_operand(b_codes, EARLY: tl.constexpr):
-    """float16: what e4m3 codes in bytes are. EARLY: made where they are loaded, before they pass through
-    shared memory to where they are multiplied; else wherever Triton likes.
-    """
+def key_operand(b_codes):
+    """float16: what e4m3 codes in bytes are."""
     if _INTERPRETED or is_hip():
         b_keys = e4m3(b_codes).to(tl.float16)
     else:
         b_keys = tl.inline_asm_elementwise(
-            _e4m3_assembly("f16", cuda_capability_geq(8, 9)), "=r,=r,r", [b_codes], dtype=tl.float16,
-            is_pure=not EARLY, pack=4,
+            _e4m3_assembly("f16", cuda_capability_geq(8, 9)), "=r,=r,r", [b_codes], dtype=tl.float16, is_pure=True,
+            pack=4,
         )
     return b_keys
 
 
 @triton.jit
-def value_operand(b_codes, EARLY: tl.constexpr, KV: tl.constexpr):
-    """bfloat16 [64, D]: what codes of values are, before their scale and least value. EARLY: as of keys."""
+def value_operand(b_codes, KV: tl.constexpr):
+    """bfloat16 [64, D]: what codes of values are, before their scale and least value."""
     if KV == FP8:
         if _INTERPRETED or is_hip():
             b_values = e4m3(b_codes).to(tl.bfloat16)
         else:
             b_values = tl.inline_asm_elementwise(
-                _e4m3_assembly("bf16"), "=r,=r,r", [b_codes], dtype=tl.bfloat16, is_pure=not EARLY, pack=4
+                _e4m3_assembly("bf16"), "=r,=r,r", [b_codes], dtype=tl.bfloat16, is_pure=True, pack=4
             )
     elif _INTERPRETED or is_hip():
         b_values = behind((b_codes & 15).to(tl.float32).to(tl.bfloat16), (b_codes >> 4).to(tl.float32).to(tl.bfloat16))
     else:
         b_low, b_high = tl.inline_asm_elementwise(
-            _fours_assembly(), "=r,=r,=r,=r,r", [b_codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=not EARLY, pack=4
+            _fours_assembly(), "=r,=r,=r,=r,r", [b_codes], dtype=(tl.bfloat16, tl.bfloat16), is_pure=True, pack=4
         )
         b_values = behind(b_low, b_high)
     return b_values
+
+
+@triton.jit
+def e4m3_pairs(b_pairs):
+    """Two codes in 16 bits -> float16 of the first ones, and of the second ones."""
+    if _INTERPRETED or is_hip():
+        b_first = e4m3((b_pairs & 255).to(tl.uint8)).to(tl.float16)
+        b_second = e4m3((b_pairs >> 8).to(tl.uint8)).to(tl.float16)
+    else:
+        b_first, b_second = tl.inline_asm_elementwise(
+            _e4m3_assembly("f16", cuda_capability_geq(8, 9), True), "=r,=r,r", [b_pairs],
+            dtype=(tl.float16, tl.float16), is_pure=True, pack=2,
+        )
+    return b_first, b_second
+
+
+@triton.jit
+def halves_of_fours(b_x):
+    """[R, N] -> [R, N / 2] twice: of each four columns the first two, and the others."""
+    R: tl.constexpr = b_x.shape[0]
+    N: tl.constexpr = b_x.shape[1]
+    b_first, b_second = tl.split(tl.permute(tl.reshape(b_x, (R, N // 4, 2, 2)), (0, 1, 3, 2)))
+    return tl.reshape(b_first, (R, N // 2)), tl.reshape(b_second, (R, N // 2))
+
+
+@triton.jit
+def key_halves(b_pairs):
+    """Two codes in 16 bits, [R, D / 2] -> `halves_of_fours` of the keys, float16: what a register of four
+    codes gives in its order.
+    """
+    if _INTERPRETED or is_hip():
+        b_first, b_second = e4m3_pairs(b_pairs)
+        b_first, b_second = halves_of_fours(tl.reshape(tl.join(b_first, b_second), (b_pairs.shape[0], 2 * b_pairs.shape[1])))
+    else:
+        b_first, b_second = tl.inline_asm_elementwise(
+            _e4m3_assembly("f16", cuda_capability_geq(8, 9)), "=r,=r,r", [b_pairs], dtype=(tl.float16, tl.float16),
+            is_pure=True, pack=2,
+        )
+    return b_first, b_second
+
+
+@triton.jit
+def four_pairs(b_pairs):
+    """Four codes of 4 bits in 16 -> float16: the first byte's low bits, the second's, the high bits of both.
+
+    Times `four_unit`, and the high ones times 16 of it: where bits need only be cut out they are float16s
+    below 2^-14, which tensor cores multiply like any other.
+    """
+    if _INTERPRETED or is_hip():
+        b_low = (b_pairs & 15).to(tl.float32).to(tl.float16)
+        b_low_2 = ((b_pairs >> 8) & 15).to(tl.float32).to(tl.float16)
+        b_high = (b_pairs & 240).to(tl.float32).to(tl.float16)
+        b_high_2 = ((b_pairs >> 8) & 240).to(tl.float32).to(tl.float16)
+    else:
+        b_low, b_low_2, b_high, b_high_2 = tl.inline_asm_elementwise(
+            "{ .reg .b32 t; shr.u32 t, $4, 8; and.b32 $0, $4, 0x000F000F; and.b32 $1, t, 0x000F000F;"
+            "and.b32 $2, $4, 0x00F000F0; and.b32 $3, t, 0x00F000F0; }",
+            "=r,=r,=r,=r,r", [b_pairs], dtype=(tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+        )
+    return b_low, b_low_2, b_high, b_high_2
+
+
+@triton.jit
+def four_unit():
+    """What `four_pairs` multiplies with."""
+    if _INTERPRETED or is_hip():
+        unit = 1.0
+    else:
+        unit = 5.9604644775390625e-08
+    return unit
+
+
+@triton.jit
+def in_turn(b_first, b_second):
+    """[2 N, R]: rows of the two in turn."""
+    N: tl.constexpr = b_first.shape[0]
+    R: tl.constexpr = b_first.shape[1]
+    return tl.reshape(tl.permute(tl.join(b_first, b_second), (0, 2, 1)), (2 * N, R))
+
+
+@triton.jit
+def below(b_first, b_second):
+    """[2 N, R]: the rows of the first, then those of the second."""
+    N: tl.constexpr = b_first.shape[0]
+    R: tl.constexpr = b_first.shape[1]
+    return tl.reshape(tl.permute(tl.join(b_first, b_second), (2, 0, 1)), (2 * N, R))
+
+
+@triton.jit
+def pairs_at(p_codes, o_t, o_pair, WIDTH: tl.constexpr):
+    """Addresses of the bytes [tokens, WIDTH] from p_codes on, two and two."""
+    return p_codes.to(tl.pointer_type(tl.uint16), bitcast=True) + o_t * (WIDTH // 2) + o_pair
 
 
 @triton.jit
