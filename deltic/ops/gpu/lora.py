@@ -206,66 +206,38 @@ def _shrink_kernel(p_x, p_arena, p_table, p_adapter, p_row, p_u, n_items, k, slo
         adapter = tl.load(p_adapter + i_item, mask=i_item < n_items, other=-1)
 
 
-@triton.jit
-def _v_of(p_line, b_used, o_r, scale, u_part, S: tl.constexpr):
-    """bfloat16 [BT, RANKS]: v of some ranks."""
-    b_u = tl.zeros((p_line.shape[0], _RANKS), tl.float32)
-    for s in tl.static_range(S):
-        b_u += tl.load(p_line[:, None] + o_r[None, :] + s * u_part, mask=b_used[:, None], other=0.0)
-    return (b_u * scale).to(tl.bfloat16)
-
-
 @triton.jit(do_not_specialize=["n_items"])
 def _expand_kernel(p_out, p_arena, p_table, p_adapter, p_row, p_u, n_items, m, out_row, slot_stride, u_part, u_row,
                    S: tl.constexpr, SEGMENTS: tl.constexpr, BT: tl.constexpr, BLOCK_M: tl.constexpr,
-                   TILES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):
-    """Grid (runs of TILES tiles of columns, items). The v of a term's first ranks serve all tiles of a run."""
-    i_run, i_item = tl.program_id(0), tl.program_id(1)
+                   EARLY: tl.constexpr, PDL: tl.constexpr):
+    """Grid (tiles of columns, items)."""
+    i_m, i_item = tl.program_id(0), tl.program_id(1)
+    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
     if PDL and EARLY:
         gdc_launch_dependents()
     adapter = tl.load(p_adapter + i_item)
     if PDL:
         if p_row is not None:  # noqa: SIM102 (a constant, then a value)
             if adapter >= 0:
-                o_all = i_run * (TILES * BLOCK_M) + tl.arange(0, TILES * BLOCK_M)
                 p_entry = p_table + adapter.to(tl.int64) * slot_stride + 2
                 for i in tl.static_range(SEGMENTS):
                     p_segment = p_entry + i * _SEGMENT_WORDS
                     first, n, rank = tl.load(p_segment + 1), tl.load(p_segment + 2), tl.load(p_segment + 3)
-                    if (rank > 0) & (first < (i_run + 1) * TILES * BLOCK_M) & (first + n > i_run * TILES * BLOCK_M):
-                        b_at = tl.minimum(tl.maximum(o_all - first, 0), n - 1)
+                    if (rank > 0) & (first < (i_m + 1) * BLOCK_M) & (first + n > i_m * BLOCK_M):
+                        b_at = tl.minimum(tl.maximum(o_m - first, 0), n - 1)
                         prefetch_l2(p_arena + tl.load(p_segment) + b_at * rank)
         gdc_wait()
         if not EARLY:
             gdc_launch_dependents()
-    o_r = tl.arange(0, _RANKS)
     while adapter >= 0:
         p_entry = p_table + adapter.to(tl.int64) * slot_stride
         b_row, b_used = _rows_of(p_row, i_item, BT)
-        p_line = p_u + b_row.to(tl.int64) * u_row
-        p_out_row = p_out + b_row.to(tl.int64) * out_row
-        for i in tl.static_range(SEGMENTS):
-            p_segment = p_entry + 2 + i * _SEGMENT_WORDS
-            first, n = tl.load(p_segment + 1).to(tl.int32), tl.load(p_segment + 2).to(tl.int32)
-            rank = tl.multiple_of(tl.load(p_segment + 3).to(tl.int32), 16)
-            begin = tl.maximum(first // BLOCK_M, i_run * TILES)
-            end = tl.minimum(tl.cdiv(first + n, BLOCK_M), (i_run + 1) * TILES)
-            if (rank > 0) & (begin < end):
-                at = tl.multiple_of(tl.load(p_segment + 4).to(tl.int32), 16)
-                scale = tl.load(p_segment + 5).to(tl.int32).to(tl.float32, bitcast=True)
-                p_up = p_arena + tl.multiple_of(tl.load(p_segment), 16)
-                b_v = _v_of(p_line, b_used, at + o_r, scale, u_part, S)
-                for i_m in range(begin, end):
-                    o_m = i_m * BLOCK_M + tl.arange(0, BLOCK_M)
-                    b_in = (o_m >= first) & (o_m < first + n)
-                    p_row_up = p_up + (o_m - first).to(tl.int64) * rank
-                    b_w = tl.load(p_row_up[:, None] + o_r[None, :], mask=b_in[:, None], other=0.0)
-                    b_delta = tl.dot(b_v, tl.trans(b_w))
-                    for i_r in range(_RANKS, rank, _RANKS):
-                        b_more = _v_of(p_line, b_used, at + i_r + o_r, scale, u_part, S)
-                        b_w = tl.load(p_row_up[:, None] + (i_r + o_r)[None, :], mask=b_in[:, None], other=0.0)
-                        b_delta = tl.dot(b_more, tl.trans(b_w), b_delta)
-                    _add_to(p_out_row[:, None] + o_m[None, :], b_used[:, None] & b_in[None, :], b_delta)
+        b_delta, found = _delta(
+            p_entry, p_arena, p_u, b_row, b_used, 0, i_m, u_part, u_row, S, SEGMENTS, BLOCK_M
+        )
+        if found > 0:
+            p_to = p_out + b_row.to(tl.int64)[:, None] * out_row + o_m[None, :]
+            _add_to(p_to, b_used[:, None] & (o_m < m)[None, :], b_delta)
         i_item += tl.num_programs(1)
         adapter = tl.load(p_adapter + i_item, mask=i_item < n_items, other=-1)
 
@@ -428,8 +400,6 @@ ITEMS = 16
 FEW_ROWS = 64
 """Rows of a decode up to which the next kernel may start at once."""
 RANK_PROGRAMS = 8
-MANY_TILES = 1024
-"""Programs beyond what runs at once: from so many tiles on a program takes several, and makes v once for them."""
 
 
 def _who(rows: AdapterRows, n: int) -> tuple[int, int, bool]:
@@ -485,12 +455,11 @@ def expand(out: Tensor, target: Target, rows: AdapterRows, *, levers: Levers, pa
     fits = m == target.n and out.stride(1) == 1 and out.dtype in (torch.float32, torch.bfloat16)
     check("lora", fits, f"float32 or bfloat16 out [N, {target.n}]")
     block_m = 256 if m >= 8192 and not are_blocks else 128
-    tiles = 4 if m * programs >= MANY_TILES * block_m else 1  # no bit follows
     launch(
-        _expand_kernel, (-(-m // (tiles * block_m)), programs), out, target.arena, target.table, rows.adapter, rows.row, target.sums,
+        _expand_kernel, (-(-m // block_m), programs), out, target.arena, target.table, rows.adapter, rows.row, target.sums,
         n_items, m, out.stride(0), target.table.stride(0), n * target.width, target.width,
         S=n_parts(target.k, are_blocks) if parts is None else parts, SEGMENTS=target.n_segments, BT=rows.n_rows,
-        BLOCK_M=block_m, TILES=tiles, EARLY=few, pdl=levers.pdl, num_warps=4, num_stages=2,
+        BLOCK_M=block_m, EARLY=few, pdl=levers.pdl, num_warps=4, num_stages=2,
     )
 
 
