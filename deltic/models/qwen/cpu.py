@@ -105,9 +105,9 @@ class DraftBuffers:
 
 @dataclass(frozen=True)
 class Memory:
-    """The two memories. pages: of `ops.cpu.attention.kv_pages`, [n_pages, n_kv_layers, ...]; states: float32 or
-    bfloat16 [n_slots, n_gdn, Hv, dk, dv]; columns: bfloat16 [n_slots, n_gdn, 3, C], the other half of a state
-    slot.
+    """The two memories. pages: of `ops.cpu.attention.kv_pages`, [n_pages, n_kv_layers, ...]; states: float32
+    or bfloat16 [n_slots, n_gdn, Hv, dk, dv]; columns: bfloat16 [n_slots, n_gdn, 3, C], the other half of a
+    state slot.
 
     And the windows of drafted tokens, by place: window_columns bfloat16 [n_places, n_gdn, W, C], window_gates
     float32 [n_places, n_gdn, W, 2 Hv].

@@ -69,8 +69,8 @@ class _Layout(NamedTuple):
 
 
 def _layout(heads: GdnHeads, dtype: torch.dtype) -> _Layout:
-    """Frozen. 64 floats of the state a thread for 128 x 128. In bfloat16, whose loads are half as wide, twice as
-    many: two programs fit a multiprocessor of Hopper.
+    """Frozen. 64 floats of the state a thread for 128 x 128; in bfloat16, whose loads are half as wide, twice
+    as many: two programs fit a multiprocessor of Hopper.
     """
     dk, dv = next_power_of_2(heads.k_dim), next_power_of_2(heads.v_dim)
     rows, of_warp = min(dv, 128 * 128 // dk), 4096 if dtype == torch.bfloat16 else 2048

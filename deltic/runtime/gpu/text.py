@@ -371,7 +371,7 @@ class GpuTextRunner(GpuRunner):
             pages = [(i * n_pages + j) % self.plan.n_pages for j in range(n_pages)]
             sequence = Sequence(request, 0, 0, array("i", [1]), n_keys, pages=pages, place=i, slot=i)
             sequence.adapter = HeldAdapter(adapters[i]) if adapters else None
-            self.places.decode(sequence, 1, n_keys - 1)
+            self.places.decode(sequence, 1 + i, n_keys - 1)  # of a mixture, equal tokens would share experts
             chunks.append(Chunk(sequence, n_keys - 1, 1))
         n = self._size(n_rows)
         self.places.rows(chunks, n)
