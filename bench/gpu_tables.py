@@ -50,11 +50,65 @@ def invariant(runs: Runs) -> str:
 
 
 def name(run: Run) -> str:
-    """The shape, and what it runs on if that is not one GPU with one part."""
+    """The shape, what it runs on if that is not one GPU with one part, and the format of states."""
     n_gpus, n_cuts = (run.data.get(of, 1) for of in ("gpus", "cuts"))
     where = f", {n_gpus} GPUs" if n_gpus > 1 else ""
     bits = f", the bits of {n_cuts} GPUs" if n_cuts > n_gpus else ""
-    return f"{run.data['shape']}{where}{bits}"
+    states = f", {run.data['state_dtype']} states" if "state_dtype" in run.data else ""
+    return f"{run.data['shape']}{where}{bits}{states}"
+
+
+def states(runs: Runs) -> str:
+    """The same with states of 32 and of 16 bits."""
+    first = "deltic bench gpu --dummy qwen3.5-27b --n 1,64,128 --prompt 128 --output 256"
+    again = [f"{first}{more}" for more in ("", " --state-dtype bfloat16")]
+    found = [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-states-{shape}-*.json", gpu=True)]
+    return decodes_and_prefills(found, *again)
+
+
+def contexts(runs: Runs) -> str:
+    """Steps behind long contexts, by the format of keys and values."""
+    again = "deltic bench gpu --dummy qwen3.5-27b --n 1,8,32 --context 1024,32768,262144 --kv-cache-dtype fp8"
+    found = [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-context-{shape}-*.json", gpu=True)]
+    if not found:
+        return missing(again)
+    rows, read = [], [run.data["roofs"]["read"] / 1e12 for run in found]
+    for run in found:
+        data = run.data
+        by_place = {(row["context"], row["n"]): row for row in data["rows"]}
+        sizes = sorted({row["n"] for row in data["rows"]})
+        for n in sizes:
+            of_n = [row for (_, size), row in by_place.items() if size == n]
+            cells = [f"{shown(row['ms'])}, {percent(row['roof'])}" for row in of_n]
+            rows.append([data["shape"] if n == sizes[0] else "", data["kv_cache_dtype"], str(n), *cells])
+    header = ["model", "keys and values", "N", *(f"{row['context']:,}" for row in of_n)]
+    text = (
+        "Milliseconds of a recorded step, replayed back to back behind so many tokens each, and the part of its roof: the bytes of weights, "
+        f"states, keys and values over the bandwidth of reading in the same run, {min(read):.2f} to {max(read):.2f} TB/s. Contexts are not "
+        "computed. Where they need more pages than there are, pages are read again, some from the second-level cache."
+    )
+    return "\n\n".join((grid(header, rows), text, source(found, again)))
+
+
+def lora(runs: Runs) -> str:
+    """Steps in which every sequence has an adapter, beside steps in which none has."""
+    again = "deltic bench gpu --dummy qwen3.5-27b --n 1,16 --lora 16 --prompt 128 --output 64 --prefill 2048"
+    found = [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-lora-{shape}-*.json", gpu=True)]
+    if not found:
+        return missing(again)
+    rows = []
+    for run in found:
+        for row in run.data["rows"]:
+            what = f"{row['what']} of {row['n']:,}{' tokens' if row['what'] == 'prefill' else ''}"
+            plain, own = (median(row[f"{kind}_ms"]) for kind in ("plain", "lora"))
+            cells = [ranged(row[f"{kind}_ms"]) for kind in ("plain", "lora")]
+            rows.append([run.data["shape"], what, *cells, f"{own / plain:.2f}"])
+    data = found[-1].data
+    text = (
+        f"{data['adapters']} adapters of rank {data['rank']}, with terms for all linear modules but routed experts; in a decode each "
+        "sequence has another one. Rounds with and without take turns on one server."
+    )
+    return "\n\n".join((grid(["model", "ms", "without", "with adapters", "times"], rows), text, source(found, again)))
 
 
 def sums(runs: Runs) -> str:

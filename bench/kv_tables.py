@@ -77,6 +77,27 @@ def speed(runs: Runs) -> str:
     return "\n\n".join((grid(header, rows), text, source(found, again)))
 
 
+def lora(runs: Runs) -> str:
+    """What adapters cost a decode step on a CPU, from `python -m bench.lora`."""
+    again = "python -m bench.lora qwen3.5-0.8b --n 1,16"
+    found = runs.newest("lora-*.json")
+    if not found:
+        return missing(again)
+    rows = []
+    for run in found:
+        for row in run.data["rows"]:
+            times = [ranged((row[k]["least_ms"], row[k]["most_ms"]), row[k]["ms"]) for k in ("without", "with")]
+            ratio = row["with"]["ms"] / row["without"]["ms"]
+            rows.append([run.data["quantize"] or "bf16", str(row["n"]), *times, f"{ratio:.2f}", f"{row['least']:.2f}"])
+    data = found[-1].data
+    text = (
+        f"{data['shape']}, {data['threads']} threads, {data['instructions']}. Each sequence has an adapter of rank {data['rank']} of its own, "
+        "on every projection. Steps with and without take turns. The last column is what their bytes alone would cost."
+    )
+    header = ["weights", "sequences", "ms a step", "with adapters", "times", "by bytes"]
+    return "\n\n".join((grid(header, rows), text, source(found, again)))
+
+
 def lost(runs: Runs) -> str:
     """What formats of keys and values lose, near and far, from `deltic bench quality --setting`."""
     again = "deltic bench quality --setting kv-cache-dtype=int8 kv-cache-dtype=k8v4 --context 2048"
