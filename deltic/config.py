@@ -609,7 +609,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_itl_ms": (0.0, math.inf),
     "max_picture_tokens": (0, math.inf),
     "max_drafts": (0, 31),  # one less than ops/geometry.MAX_WINDOW
-    "max_loras": (0, 1024),
+    "max_loras": (1, 1024),
     "max_lora_rank": (1, 256),  # models/qwen/adapters.MAX_RANK
     "lora_gb": (0.0, math.inf),
     "n_pages": (1, math.inf),
@@ -635,6 +635,10 @@ RANGES: dict[str, tuple[float, float]] = {
     "engine_timeout_s": (0.0, math.inf),
 }
 """Least and greatest value of a setting, whatever the model is; an infinite one is never meant."""
+
+
+ADAPTER_NAME = r"[^\s\x00-\x1f\x7f]{1,256}"
+"""Without what a log cannot show."""
 
 
 def _check(config: EngineConfig | ModelConfig | ServerConfig, called: dict[str, str]) -> None:
@@ -678,8 +682,8 @@ def _check(config: EngineConfig | ModelConfig | ServerConfig, called: dict[str, 
     if isinstance(config, EngineConfig) and config.lora:
         names = [given.partition("=")[0] for given in config.lora]
         for given, name in zip(config.lora, names, strict=True):
-            if not name.strip() or not given.partition("=")[2].strip():
-                raise ConfigError(f"--lora {given!r}: give NAME=PATH")
+            if not re.fullmatch(ADAPTER_NAME, name) or not given.partition("=")[2].strip():
+                raise ConfigError(f"--lora {given!r}: give NAME=PATH, the name without spaces")
             if names.count(name) > 1:
                 raise ConfigError(f"--lora {given!r}: an adapter of this name is given twice")
     if isinstance(config, EngineConfig) and config.pin_threads:

@@ -23,7 +23,7 @@ from typing import Any
 
 import msgspec
 
-from deltic.config import BUILT_IN, EngineConfig, resolve
+from deltic.config import BUILT_IN, ConfigError, EngineConfig, resolve
 from deltic.engine.engine import MAX_FAILURES, Engine
 from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob
 from deltic.engine.trace import Trace
@@ -95,6 +95,8 @@ class LLM:
         Raises ConfigError, TokenizerError, UnsupportedModelError or CheckpointError: all of them ValueErrors
         that say what to do.
         """
+        if any("=" in name for name in lora or ()):
+            raise ConfigError(f"lora {list(lora or ())}: a name may have no '='")
         adapters = {"lora": [f"{name}={path}" for name, path in lora.items()]} if lora else {}
         self.config = resolve(EngineConfig, {"model": model, **adapters, **settings})
         directory = tokenizer_directory(self.config)

@@ -71,7 +71,7 @@ def report(config: EngineConfig) -> str:
         console.print("Python and the HTTP process take about 0.2 GB more.")
     console.print(_fit_table(plan))
     if config.lora and not plan.speaks:
-        for name, adapter in given_adapters(config, plan.cuts[0].whole if plan.cuts else plan.shape).items():
+        for name, adapter in given_adapters(config, plan.shape).items():
             console.print(_adapter_table(name, adapter))
     if config.prefix_cache and not plan.speaks:
         disk_bytes = int(config.cache_disk_gb * 1e9) if config.cache_dir is not None else None

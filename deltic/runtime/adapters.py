@@ -8,6 +8,7 @@ dropped stays until no sequence has it.
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import sys
 import threading
@@ -26,6 +27,8 @@ from deltic.models.qwen.adapters import Adapter, read_adapter
 from deltic.models.qwen.shape import ModelShape
 from deltic.runtime.encoded import NICENESS
 from deltic.runtime.plan import AdapterRoom
+
+log = logging.getLogger("deltic.engine")
 
 DEFAULT_LORAS, DEFAULT_RANK, DEFAULT_GB = 8, 64, 1.0
 """Room for adapters that clients load, where settings do not say."""
@@ -125,7 +128,9 @@ class Adapters:
                     self._memory.open(one.slot)
                     one.is_open = True
                     answer = _answer(command, one)
-            except (CheckpointError, ConfigError, OSError, MemoryError, ValueError) as error:
+            except Exception as error:  # whatever a file does, requests go on
+                if not isinstance(error, CheckpointError | ConfigError):
+                    log.exception("the adapter %s could not be loaded", command.path)
                 answer = AdapterLoaded(command.path, error=str(error) or type(error).__name__)
                 if one is not None:
                     one.n_loads = 0
@@ -208,11 +213,21 @@ def given_adapters(config: EngineConfig, shape: ModelShape) -> dict[str, Adapter
     return found
 
 
+def refuse_sizes(config: EngineConfig) -> None:
+    """Raises ConfigError for the size of a room that nothing would use."""
+    for name in ("max_loras", "max_lora_rank", "lora_gb"):
+        if getattr(config, name) is not None:
+            raise ConfigError(
+                f"--{name.replace('_', '-')}: there are no adapters; give --lora or --allow-lora-loading, too"
+            )
+
+
 def adapter_room(config: EngineConfig, given: Mapping[str, Adapter], bytes_of: Callable[[Adapter], int]) -> AdapterRoom:
     """Room for adapters, by the settings and by those of --lora. Raises ConfigError where these do not fit in
     it.
     """
     if not given and not config.allow_lora_loading:
+        refuse_sizes(config)
         return AdapterRoom()
     distinct = {adapter.key: adapter for adapter in given.values()}
     more = config.allow_lora_loading

@@ -37,7 +37,7 @@ from deltic.models.vision.weights import (
     stored_vision_shape,
 )
 from deltic.models.vocoder.weights import dummy_vocoder, load_vocoder
-from deltic.runtime.adapters import adapter_room, given_adapters
+from deltic.runtime.adapters import adapter_room, given_adapters, refuse_sizes
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.fingerprint import fingerprint
 from deltic.runtime.info import precision
@@ -137,6 +137,7 @@ def _adapter_room(config: EngineConfig, shape: ModelShape, device: Cpu | Gpu) ->
             raise ConfigError(
                 "--lora and --allow-lora-loading: adapters are applied on one GPU; leave --tensor-parallel and --tp-invariant out"
             )
+        refuse_sizes(config)
         return AdapterRoom()
     bytes_of = device.text.adapter_bytes
     assert bytes_of is not None

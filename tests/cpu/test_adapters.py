@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -249,6 +250,11 @@ HOSTILE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "changes the base": ({}, {"init_lora_weights": "pissa"}, "changes the model"),
     "no alpha": ({}, {"lora_alpha": None}, "lora_alpha is None"),
     "infinite alpha": ({}, {"lora_alpha": float("inf")}, "lora_alpha is inf"),
+    "an alpha beyond floats": ({}, {"lora_alpha": 10**400}, "put its adapter_config.json beside it"),
+    "a huge alpha": ({}, {"lora_alpha": 1e8}, "too large"),
+    "a pattern without end": ({}, {"alpha_pattern": {"(.*)*x": 1}}, "an expression that is not supported"),
+    "a pattern too large": ({}, {"rank_pattern": {"a{99999999999}": 1}}, "an expression that is not supported"),
+    "an empty alpha": ({A.replace("lora_A.weight", "alpha"): torch.zeros(0)}, {}, "lora_alpha is None"),
     "another rank said": ({}, {"r": 4}, "rank 8 is stored, and adapter_config.json says 4"),
 }
 
@@ -264,6 +270,11 @@ def test_what_cannot_be_applied_is_refused_in_one_line(name: str, tmp_path: Path
         build(model=str(tiny_checkpoint("dense")), lora=(f"bad={path}",))
 
 
+def test_sizes_without_adapters_are_refused() -> None:
+    with pytest.raises(ConfigError, match="--max-loras: there are no adapters"):
+        build(model=str(tiny_checkpoint("dense")), max_loras=2)
+
+
 def test_paths_that_are_no_adapter(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match="no such adapter"):
         read("dense", tmp_path / "gone")
@@ -272,6 +283,10 @@ def test_paths_that_are_no_adapter(tmp_path: Path) -> None:
     (tmp_path / "adapter_model.bin").write_bytes(b"pickle")
     with pytest.raises(CheckpointError, match="save them as safetensors"):
         read("dense", tmp_path)
+    os.mkfifo(tmp_path / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="save them as safetensors"):
+        read("dense", tmp_path)
+    (tmp_path / "adapter_model.safetensors").unlink()
     (tmp_path / "adapter_model.safetensors").write_bytes(b"not one")
     with pytest.raises(CheckpointError, match="damaged"):
         read("dense", tmp_path)

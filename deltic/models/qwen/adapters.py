@@ -39,6 +39,11 @@ _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _ADVICE = "train or download the adapter again"
 _SHOWN = 5
 """Names in an error."""
+_MOST_SCALE, _MOST_ALPHA = 1e6, 1e9
+_REPEATED = re.compile(r"\.\*|\\d\+|\[[\w-]+\]\+")
+_PLAIN = re.compile(r"(\\[.d]|\[[\w-]+\]|[\w.|()^$-])*")
+_MOST_REPEATED, _MOST_KEY = 4, 4096
+"""What an expression of a pattern may have, so that it ends soon."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +112,19 @@ def read_adapter(path: Path, shape: ModelShape) -> Adapter:
     its metadata. Raises CheckpointError, of one line, for one that is damaged, of another kind or of another
     model.
     """
+    try:
+        return _read(path, shape)
+    except (ArithmeticError, LookupError, TypeError, RecursionError, OSError) as error:
+        raise CheckpointError(f"{path}: damaged ({type(error).__name__}: {error}); {_ADVICE}") from error
+
+
+def _read(path: Path, shape: ModelShape) -> Adapter:
     file = path / _WEIGHTS if path.is_dir() else path
-    if path.is_dir() and not file.exists():
+    if path.is_dir() and not file.is_file():
         pickled = (path / "adapter_model.bin").exists()
         said = "weights are pickled: save them as safetensors" if pickled else f"no {_WEIGHTS} here"
         raise CheckpointError(f"{path}: {said}")
-    if not file.exists():
+    if not file.is_file():
         raise CheckpointError(f"{path}: no such adapter")
     headers, metadata = read_header(file, _ADVICE)
     config = _config(file, metadata)
@@ -178,12 +190,12 @@ def _listed(names: list[str]) -> str:
 def _config(file: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     """adapter_config.json, or what the file itself says. Raises CheckpointError unless it is plain LoRA."""
     beside = file.parent / _CONFIG
-    if beside.exists():
+    if beside.is_file():
         config = read_json(beside)
     else:
         try:
             config = json.loads(metadata.get("lora_adapter_metadata", "{}"))
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise CheckpointError(f"{file}: its lora_adapter_metadata is no JSON ({error})") from error
         if not isinstance(config, dict):
             raise CheckpointError(f"{file}: its lora_adapter_metadata is no JSON object")
@@ -381,23 +393,33 @@ class _Reader:
         """alpha / r, of rsLoRA alpha / sqrt(r) (Kalajdzievski 2023, arXiv 2312.03732)."""
         alpha = self._of_pattern("alpha_pattern", name, self.config.get("lora_alpha"))
         if name in self.alphas:
-            alpha = float(self._values(name, self.alphas[name]).reshape(-1)[0])
+            (alpha,) = self._values(name, self.alphas[name]).reshape(-1)[:1].astype(float).tolist() or [None]
         said = self._of_pattern("rank_pattern", name, self.config.get("r"))
         if said is not None and said != rank:
             raise CheckpointError(f"{self.file}: {name}: rank {rank} is stored, and {_CONFIG} says {said}")
-        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not math.isfinite(alpha):
+        if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not -_MOST_ALPHA < alpha < _MOST_ALPHA:
             raise CheckpointError(f"{self.file}: {name}: lora_alpha is {alpha!r}; put its {_CONFIG} beside it")
-        return alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        scale = alpha / (math.sqrt(rank) if self.config.get("use_rslora") else rank)
+        if abs(scale) > _MOST_SCALE:
+            raise CheckpointError(f"{self.file}: {name}: lora_alpha is {alpha!r}, which is too large")
+        return scale
 
     def _of_pattern(self, pattern: str, name: str, default: Any) -> Any:
-        """As PEFT: a key is the end of a module's name, or a regular expression of it."""
+        """As PEFT: a key is the end of a module's name, or a regular expression of it. Raises CheckpointError
+        for expressions that could take long.
+        """
         rules = self.config.get(pattern)
         for key, value in rules.items() if isinstance(rules, dict) else ():
+            rest, n_repeated = _REPEATED.subn("", key)
+            if n_repeated > _MOST_REPEATED or len(key) > _MOST_KEY or not _PLAIN.fullmatch(rest):
+                raise CheckpointError(
+                    f"{self.file}: {_CONFIG}: {pattern} has {key[:80]!r}, an expression that is not supported"
+                )
             try:
                 if re.match(rf"(.*\.)?({key})$", name) or re.match(rf"(.*\.)?({key})$", f"model.{name}"):
                     return value
-            except re.error:
-                continue
+            except re.error as error:
+                raise CheckpointError(f"{self.file}: {_CONFIG}: {pattern} has {key!r}: {error}") from error
         return default
 
 
@@ -413,6 +435,8 @@ def _joined(first: int, n_matrices: int, experts: Mapping[int, Delta]) -> Delta:
         raw(down)[i, : delta.rank] = raw(delta.down)[0]
         of_up = delta.up[0] if scale == delta.scale else (delta.up[0].astype(np.float32) * delta.scale).astype(bfloat16)
         raw(up)[i, :, : delta.rank] = raw(of_up)
+    if not np.isfinite(up.astype(np.float32)).all():
+        raise CheckpointError("terms of experts are too large for their scales")
     return Delta(first, down, up, scale)
 
 

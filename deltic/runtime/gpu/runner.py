@@ -82,8 +82,9 @@ class GpuRunner(ABC):
 
     info: EngineInfo
     pictures: PictureEncoder | None = None
-    adapters: LoadedAdapters | None = None
     """None: prompts have no pictures."""
+    adapters: LoadedAdapters | None = None
+    """None: there is no room for any."""
 
     def __init__(
         self,

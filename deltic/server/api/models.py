@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 
+from deltic.config import ADAPTER_NAME
 from deltic.host.client import EngineUnavailable
 from deltic.models.vocoder.shape import SAMPLE_RATE
 from deltic.server.adapters import AdapterRefused, full_path
@@ -125,8 +126,8 @@ async def detokenize(service: Service, request: Request) -> ASGIApp:
 class LoadAdapterRequest(Struct, forbid_unknown_fields=True):
     """As vLLM has it."""
 
-    lora_name: Annotated[str, Meta(pattern=r"^[^\s\x00-\x1f\x7f]{1,256}(?![\s\S])")]
-    """Without spaces, or what a log cannot show; Python's `$` would let a newline end it."""
+    lora_name: Annotated[str, Meta(pattern=rf"^{ADAPTER_NAME}(?![\s\S])")]
+    """Python's `$` would let a newline end it."""
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
     load_inplace: bool | None = None
     """Whether it replaces the adapter of this name, if there is one."""
