@@ -106,7 +106,7 @@ def drafted(
 @pytest.mark.parametrize(
     ("kind", "seed", "sizes"),
     [
-        pytest.param("dense", 132, SIZES, marks=pytest.mark.long),
+        pytest.param("dense", 131, SIZES, marks=pytest.mark.long),
         ("next", 7, SIZES if HAS_GPU else FEW),
         pytest.param("dense, bfloat16 states", 7, SIZES if HAS_GPU else FEW, marks=pytest.mark.long),
     ],
