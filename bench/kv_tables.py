@@ -91,8 +91,8 @@ def lora(runs: Runs) -> str:
             rows.append([run.data["quantize"] or "bf16", str(row["n"]), *times, f"{ratio:.2f}", f"{row['least']:.2f}"])
     data = found[-1].data
     text = (
-        f"{data['shape']}, {data['threads']} threads, {data['instructions']}. Each sequence has an adapter of rank {data['rank']} of its own, "
-        "on every projection. Steps with and without take turns. The last column is what their bytes alone would cost."
+        f"{data['shape']}, {data['threads']} threads, {data['instructions']}. "
+        f"Each sequence has an adapter of rank {data['rank']} of its own, on every projection. Steps with and without take turns. The last column is what their bytes alone would cost."
     )
     header = ["weights", "sequences", "ms a step", "with adapters", "times", "by bytes"]
     return "\n\n".join((grid(header, rows), text, source(found, again)))
@@ -128,7 +128,10 @@ def lost(runs: Runs) -> str:
         "same most likely token",
         "same answer",
     ]
-    text = "KL in 1e-5 nats a token, p99 in nats. Of long texts what counts are the last tokens. Of greedy answers the share before they part."
+    text = (
+        "KL in 1e-5 nats a token, p99 in nats. Of long texts what counts are the last tokens. Of greedy answers the share "
+        "before they part."
+    )
     return "\n\n".join((grid(header, rows), text, source(kept, again)))
 
 

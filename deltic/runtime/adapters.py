@@ -107,7 +107,7 @@ class Adapters:
                 return answer
         raise AssertionError("a load ends in an answer")
 
-    def drop(self, key: str | bytes) -> None:
+    def drop(self, key: bytes) -> None:
         """Takes back one load; what is not known is left alone."""
         one = next((one for one in self._loaded.values() if one.key == key and one.n_loads), None)
         if one is not None:

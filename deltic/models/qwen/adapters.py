@@ -34,6 +34,8 @@ from deltic.ops.arrays import Array, bfloat16, raw
 from deltic.ops.matrix import Matrix
 
 MAX_RANK = 256
+EMBEDDING = "embed"
+"""The matrix whose x is the one-hot row of an id, so that `down x` is a column."""
 
 _WEIGHTS, _CONFIG = "adapter_model.safetensors", "adapter_config.json"
 _ADVICE = "train or download the adapter again"
@@ -143,7 +145,7 @@ def _read(path: Path, shape: ModelShape) -> Adapter:
         if _STACKED.search(name):
             name = _stacked(name, targets, down, up, file)
         target = targets[name]
-        if is_embedding != (target.part == "embed"):
+        if is_embedding != (target.part == EMBEDDING):
             raise CheckpointError(
                 f"{file}: {name}: stored as {'an embedding' if is_embedding else 'a Linear'}, which it is not"
             )
@@ -167,9 +169,7 @@ def _read(path: Path, shape: ModelShape) -> Adapter:
 
 
 def random_adapter(shape: ModelShape, rank: int, seed: int) -> Adapter:
-    """An adapter of this rank on every matrix but the embedding and the head: for benches, where only sizes
-    matter.
-    """
+    """An adapter of this rank on every matrix of the layers but routers: for benches, where sizes matter."""
     rng, deltas = np.random.default_rng(seed), dict[str, tuple[Delta, ...]]()
     for name, part in empty_weights(shape, None, True).named_parts():
         if isinstance(part, Matrix) and name.startswith("layers.") and not name.endswith(".router"):
@@ -245,7 +245,7 @@ def _terms(
                 raise CheckpointError(f"{file}: {stored}: stored twice, under two names")
             if match[2]:
                 embeddings.add(name)
-        elif (match := _FROZEN.search(stored)) and header.shape == (shape.vocab_size, shape.hidden_size):
+        elif _FROZEN.search(stored) and header.shape == (shape.vocab_size, shape.hidden_size):
             continue
         elif stored.endswith(".alpha"):
             alphas[_module(stored.removesuffix(".alpha"))] = header
@@ -279,7 +279,7 @@ def _targets(shape: ModelShape, has_split_experts: bool) -> dict[str, _Target]:
         declared = Declaration(None, COUNTED)
         weights = declare_weights(declared, shape, shape.tie_word_embeddings, names=names)
         names_of = {id(part): name for name, part in weights.named_parts()} | {id(weights.lm_head): "lm_head"}
-        names_of[id(weights.embed)] = "embed"
+        names_of[id(weights.embed)] = EMBEDDING
         for planned in declared.plan:
             part = names_of[id(planned.target)]
             if isinstance(planned.target, Matrix) and not part.startswith("draft_head."):
@@ -353,7 +353,7 @@ class _Reader:
     def delta(self, name: str, target: _Target, down: Header, up: Header) -> Delta:
         """Raises CheckpointError for sizes that are not the model's, and for what is not finite."""
         n, k, m = len(target.rows), target.k, target.n_matrices if target.is_all else 1
-        if target.part == "embed":  # a term of the one-hot row of an id, [r, V]
+        if target.part == EMBEDDING:  # a term of the one-hot row of an id, [r, V]
             n, k = k, n
         if len(down.shape) != 2 or len(up.shape) != 2 or down.shape[0] != up.shape[1] or down.shape[0] % m:
             raise CheckpointError(
@@ -374,7 +374,7 @@ class _Reader:
                 a, b = b.transpose(0, 2, 1), a.transpose(0, 2, 1)
         else:
             a, b = a[None], b[None]
-        if target.part != "embed":
+        if target.part != EMBEDDING:
             b = b[:, target.rows]
         return Delta(target.first, np.ascontiguousarray(a), np.ascontiguousarray(b), self._scale(name, rank))
 

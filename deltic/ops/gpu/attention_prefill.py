@@ -302,7 +302,8 @@ def attention_prefill(
         value_tiles = tiles_of(pages, n_rows * (d // width), width, width, (BLOCK, width))
     n_outer = heads.n_kv if tile.kv_outer else 1
     launch(
-        _flash_kernel, (heads.n_q // tile.heads // n_outer, n_blocks, n_outer), queries, tiles, value_tiles, None if format.is_plain else pages, proj, out, blocks.n,
+        _flash_kernel, (heads.n_q // tile.heads // n_outer, n_blocks, n_outer), queries, tiles, value_tiles,
+        None if format.is_plain else pages, proj, out, blocks.n,
         blocks.position, blocks.place, page_table, page_table.stride(0), rows_page, d**-0.5 * LOG2_E.value,
         HEADS=tile.heads, **sizes, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )
@@ -325,6 +326,7 @@ def keys_prefill(
     launch(
         _prepare_kernel, (2 * heads.n_kv, blocks.n.shape[0]), proj, k_norm, k_norm, eps, blocks.n, blocks.position, blocks.page,
         cos, sin, cos.stride(0), angles, proj, pages, pages.stride(0), HALF=half, HALF_P2=next_power_of_2(half),
-        FIRST=heads.n_q, **_axes(angles, sections, n_tokens), NQ=heads.n_q, NK=heads.n_kv, D=d, GATED=heads.is_gated, KV=kv.constant(format),
+        FIRST=heads.n_q, **_axes(angles, sections, n_tokens), NQ=heads.n_q, NK=heads.n_kv, D=d,
+        GATED=heads.is_gated, KV=kv.constant(format),
         num_warps=PREPARE_WARPS, pdl=levers.pdl,
     )

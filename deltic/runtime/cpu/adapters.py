@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from deltic.models.qwen.adapters import Adapter
+from deltic.models.qwen.adapters import EMBEDDING, Adapter
 from deltic.models.qwen.cpu import AdapterBuffers
 from deltic.ops.arrays import Array
 from deltic.ops.cpu.lora import put_terms, terms_bytes
-
-EMBEDDING = "embed"
-"""The product whose input is an id."""
 
 
 def adapter_bytes(adapter: Adapter) -> int:

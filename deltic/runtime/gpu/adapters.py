@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from deltic.models.qwen.adapters import Adapter, Delta
+from deltic.models.qwen.adapters import EMBEDDING, Adapter, Delta
 from deltic.models.qwen.gpu_adapters import AdapterBuffers, n_segments, sizes
 from deltic.models.qwen.shape import ModelShape
 from deltic.ops.arrays import Array, raw
@@ -71,7 +71,7 @@ def _values(packed: _Packed) -> Iterator[tuple[int, Array]]:
     for delta, rank in zip(packed.deltas, ranks, strict=True):
         down[:, at : at + delta.rank] = raw(delta.down)
         at += rank
-    is_turned = packed.name == "embed"  # a token's column is read as a row
+    is_turned = packed.name == EMBEDDING  # a token's column is read as a row
     yield int(packed.words[0]), np.ascontiguousarray(down.transpose(0, 2, 1)) if is_turned else down
     for i, (delta, rank) in enumerate(zip(packed.deltas, ranks, strict=True)):
         up = np.zeros((n_matrices, delta.n_rows, rank), np.uint16)
