@@ -50,11 +50,13 @@ def invariant(runs: Runs) -> str:
 
 
 def name(run: Run) -> str:
-    """The shape, what it runs on if that is not one GPU with one part, and the format of states."""
+    """The shape, what it runs on if that is not one GPU with one part, and the format of states if that is not
+    the usual one."""
     n_gpus, n_cuts = (run.data.get(of, 1) for of in ("gpus", "cuts"))
     where = f", {n_gpus} GPUs" if n_gpus > 1 else ""
     bits = f", the bits of {n_cuts} GPUs" if n_cuts > n_gpus else ""
-    states = f", {run.data['state_dtype']} states" if "state_dtype" in run.data else ""
+    state_dtype = run.data.get("state_dtype", "float32")
+    states = f", {state_dtype} states" if state_dtype != "float32" else ""
     return f"{run.data['shape']}{where}{bits}{states}"
 
 
