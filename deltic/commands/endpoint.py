@@ -372,18 +372,25 @@ def own_environment() -> dict[str, str]:
     return {name: text for name, text in os.environ.items() if name not in left_out}
 
 
-class LocalServer:
-    """`deltic serve` as a child process on a free loopback port, behind a key of its own."""
+def free_port() -> int:
+    """A port of the loopback that nobody listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
-    def __init__(self, arguments: list[str]) -> None:
-        """`arguments` are those of `deltic serve`, without address and key."""
+
+class LocalServer:
+    """`deltic serve` as a child process on the loopback, behind a key of its own."""
+
+    def __init__(self, arguments: list[str], port: int | None = None, api_key: str | None = None) -> None:
+        """`arguments` are those of `deltic serve`, without address and key; port, api_key: a free one and a
+        new one by default.
+        """
         from deltic.host.process import die_with_parent  # here: others' servers need no engine
 
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = port or free_port()
         self.url = f"http://127.0.0.1:{port}"
-        self.api_key = secrets.token_urlsafe(16)
+        self.api_key = api_key or secrets.token_urlsafe(16)
         self.log = tempfile.NamedTemporaryFile(prefix="deltic-serve-", suffix=".log")  # noqa: SIM115
         own = ["--host", "127.0.0.1", "--port", str(port)]
         self.process = subprocess.Popen(
