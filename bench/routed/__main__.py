@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import itertools
 import json
 import shlex
@@ -30,8 +31,7 @@ from bench.routed import trace as agent
 from bench.routed.fleet import ROUTERS, Fleet, Visitors, running
 from bench.routed.soak import RoutedSoak
 from bench.soak.traffic import Traffic
-from deltic.bench.load import Load, Prompts, Sample, measure, summary
-from deltic.bench.load import find_dialect
+from deltic.bench.load import Load, Prompts, Sample, find_dialect, measure, summary
 from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.bench.sweep import closed_loop
 from deltic.commands.endpoint import Endpoint
@@ -80,10 +80,9 @@ async def trace(arguments: argparse.Namespace, console: Console) -> Row:
                 name = await fleet.model()
                 with Progress(console=console) as progress:
                     bar = progress.add_task(router or "one server", total=arguments.sessions * arguments.turns)
+                    done = functools.partial(progress.advance, bar)
                     begin = time.perf_counter()
-                    rows = await agent.replay(
-                        endpoint, name, session, arguments.sessions, arguments.parallel, lambda _: progress.advance(bar)
-                    )
+                    rows = await agent.replay(endpoint, name, session, arguments.sessions, arguments.parallel, done)
                 seconds = time.perf_counter() - begin
                 endpoint.close()
             runs.append(

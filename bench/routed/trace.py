@@ -29,7 +29,7 @@ async def replay(
     trace: Trace,
     n_sessions: int,
     n_parallel: int,
-    on_turn: Callable[[Row], None] = lambda row: None,
+    on_turn: Callable[[], object] = lambda: None,
 ) -> list[Row]:
     """A row for each request. Raises RuntimeError for one that fails."""
     system, tools, rows = trace.system(), trace.tools(), []
@@ -46,7 +46,7 @@ async def replay(
                 if row is None:
                     break
                 rows.append(row | {"session": number, "turn": turn.number, "kind": turn.kind})
-                on_turn(rows[-1])
+                on_turn()
                 conversation.answered()
 
     async with asyncio.TaskGroup() as group:
