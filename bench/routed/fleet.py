@@ -149,7 +149,7 @@ class Fleet:
     @classmethod
     def of(cls, router: str | None, n_replicas: int, arguments: list[str]) -> Fleet:
         """Replicas that are alike. arguments: of `deltic serve`, without address and key."""
-        key = secrets.token_urlsafe(16)
+        key = secrets.token_hex(16)  # no "-" at its begin, which a command line would take for a flag
         return cls(router, [Replica(arguments, key) for _ in range(n_replicas)])
 
     async def start(self) -> None:
