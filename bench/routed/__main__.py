@@ -85,23 +85,21 @@ async def trace(arguments: argparse.Namespace, console: Console) -> Row:
                     rows = await agent.replay(endpoint, name, session, arguments.sessions, arguments.parallel, done)
                 seconds = time.perf_counter() - begin
                 endpoint.close()
-            runs.append(
-                {"router": router, "replicas": n, "round": round_, "rows": rows} | agent.summarise(rows, seconds)
-            )
+                shares = [(await replica.gauges())["prefix_cache_lookups_total"] for replica in fleet.replicas]
+            run = {"router": router, "replicas": n, "round": round_, "requests_of_each": shares, "rows": rows}
+            runs.append(run | agent.summarise(rows, seconds))
     table = Table(
         title=f"agent trace, {arguments.replicas} replicas behind {arguments.router}, and one server",
         title_justify="left",
     )
     for head in ("", "requests", "prompt tokens", "reused", "of one server's", "TTFT p50, p95 (ms)", "s"):
         table.add_column(head, justify="right")
-    for one, routed in (
-        itertools.batched(runs, 2) if sys.version_info >= (3, 12) else zip(runs[::2], runs[1::2], strict=True)
-    ):
+    for one, routed in zip(runs[::2], runs[1::2], strict=True):
         routed["of_one"] = routed["reuse"] / one["reuse"]
         for run in (one, routed):
             table.add_row(
                 run["router"] or "one server",
-                str(run["n_requests"]),
+                " + ".join(f"{n:.0f}" for n in run["requests_of_each"]),
                 f"{run['prompt_tokens']:,}",
                 f"{run['reuse']:.2%}",
                 f"{run['of_one']:.2%}" if "of_one" in run else "",

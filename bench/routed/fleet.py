@@ -178,7 +178,9 @@ class Fleet:
             health = ["--health-check-endpoint", "/ready", "--health-check-interval-secs", "1"]
             health += ["--health-failure-threshold", "1", "--health-success-threshold", "1"]
             health += ["--cb-timeout-duration-secs", "2", "--cb-success-threshold", "1"]
-            policy = ["--policy", "cache_aware", "--api-key", self.api_key, "--log-level", "warn"]
+            # By default it does not look at the load before one has 64 requests more than another.
+            balance = ["--balance-abs-threshold", "2", "--balance-rel-threshold", "1.2"]
+            policy = [*balance, "--policy", "cache_aware", "--api-key", self.api_key, "--log-level", "warn"]
             return [python, "-m", "sglang_router.launch_router", "--worker-urls", *urls, *own, *health, *policy]
         file = directory / "router.conf"
         if self.router == "nginx":
