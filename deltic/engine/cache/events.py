@@ -20,7 +20,6 @@ from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
-from typing import Any
 
 from deltic.engine.cache.pool import IntegrityError
 from deltic.engine.cache.tree import Node, PrefixTree
