@@ -546,7 +546,11 @@ def show(result: Row, console: Console) -> None:
 def said_of_predictions(run: Row) -> str:
     """In requests, and in tokens where they were wrong."""
     of = run.get("predictions")
-    return "" if of is None else f"{of['n_exact']}, {of['n_over']} ({of['over_tokens']:,}), {of['n_under']} ({of['under_tokens']:,})"
+    return (
+        ""
+        if of is None
+        else f"{of['n_exact']}, {of['n_over']} ({of['over_tokens']:,}), {of['n_under']} ({of['under_tokens']:,})"
+    )
 
 
 def draw(result: Row, path: Path) -> None:

@@ -90,7 +90,7 @@ def _on_the_wire(event: CacheEvent) -> BlockStored | BlockRemoved | AllBlocksCle
         return BlockStored(
             [block.hash for block in blocks],
             blocks[0].parent,
-            list(chain.from_iterable(block.tokens or () for block in blocks)),
+            list(chain.from_iterable(block.tokens for block in blocks)),
             PAGE_SIZE,
             None,
             event.medium,

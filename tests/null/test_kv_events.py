@@ -1,24 +1,30 @@
 """Cache events: what routers are told of the prefix cache is what it holds, and what a request can start behind.
 
-The reader is `bench.cache_reader`, which decodes with vLLM's published classes and believes as llm-d does.
+The reader is `bench.cache_reader`, which decodes with vLLM's published classes and believes as llm-d does. More random traces:
+`python tests/null/test_kv_events.py FIRST LAST`.
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+from array import array
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from random import Random
 from typing import Any
 
+if __name__ == "__main__":
+    sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
 import msgspec
 import pytest
 import zmq
 
 from bench.cache_reader import Index, Score, first_key, next_key
-from deltic.config import ConfigError, EngineConfig, ServerConfig, resolve
+from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig, resolve
 from deltic.engine.cache.events import HASH_MASK, CacheEvent, CacheEvents, Cleared, Removed, Stored
 from deltic.engine.cache.tree import Node, root_key
 from deltic.engine.cache.tree import next_key as tree_key
@@ -68,14 +74,15 @@ class Told:
         """The reader holds exactly what follows from the tree."""
         resumable: set[Node] = set()
         for node in self.store.tree.nodes.values():
-            at: Node | None = node if node.has_state or not self.session.engine.info.has_state else None
+            is_end = node.has_state or not self.session.engine.info.has_state
+            at: Node | None = node if is_end and node.block is not None else None
             while at is not None and at.parent is not None:
                 resumable.add(at)
                 at = at.parent
         tiers = ("gpu" if self.session.engine.info.on_gpu else "cpu", "cpu", "disk")
         expected = Counter()
         for node in resumable:
-            if node.block is not None and node.block.hash and not is_hidden(node):
+            if node.block is not None and not is_hidden(node):
                 expected.update({tier for tier, where in zip(tiers, node.page, strict=True) if where is not None})
         assert Counter(tier for places in self.index.places.values() for _, tier in places) == expected
 
@@ -110,11 +117,8 @@ class Told:
         """What the engine could start behind at this moment, from any tier."""
         request = Request(id="", prompt_ids=ids, params=SamplingParams(), **fields)
         key, found = root_key(request), 0
-        tokens = msgspec.convert(ids, list[int])
-        from array import array
-
-        for i in range((len(tokens) - 1) // PAGE_SIZE):
-            key = tree_key(key, array("i", tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]))
+        for i in range((len(ids) - 1) // PAGE_SIZE):
+            key = tree_key(key, array("i", ids[i * PAGE_SIZE : (i + 1) * PAGE_SIZE]))
             node = self.store.tree.nodes.get(key)
             if node is None or not node.has_page:
                 break
@@ -209,12 +213,11 @@ def predict(told: Told, turn: Turn, fields: dict[str, Any], score: Score, is_fir
     score.add(predicted, could)
 
 
-@pytest.mark.parametrize("first", range(0, 28, 7))
-def test_a_reader_knows_what_is_there(first: int) -> None:
+def test_a_reader_knows_what_is_there() -> None:
     score = Score()
-    for seed in range(first, first + 7):
+    for seed in range(10):
         run_trace(seed, score)
-    assert score.n_exact > score.n / 2 and score.n_hits
+    assert score.n_exact > score.n / 2 and score.n_hits and score.n_over
 
 
 def test_the_reader_finds_what_the_next_turn_starts_behind() -> None:
@@ -319,7 +322,7 @@ def test_tiers_are_media(gpu: bool) -> None:
     restarted = Told(again)
     assert restarted.heard == [Cleared()] and restarted.resumable(prompt) == 448
     restarted.complete([*prompt[:200], 3])
-    assert restarted.predicted(prompt) == 192 or not restarted.predicted(prompt)
+    assert restarted.predicted(prompt) == 192 and restarted.resumable(prompt) == 448  # of the rest it knows no tokens
     restarted.complete(prompt)
     assert restarted.predicted(prompt) == 448
 
@@ -355,7 +358,9 @@ def test_an_adapter_is_a_model_of_its_own() -> None:
 
 def test_pictures_are_in_every_block_that_they_touch() -> None:
     told, prompt = told_with(), some_ids(Random(9), 300)
-    pictures = [Picture(key=bytes([i]) * 16, rows=6, columns=10, pixels=b"", first=first) for i, first in [(1, 100), (2, 200)]]
+    pictures = [
+        Picture(key=bytes([i]) * 16, rows=6, columns=10, pixels=b"", first=first) for i, first in [(1, 100), (2, 200)]
+    ]
     request = Request(id="x", prompt_ids=prompt, params=SamplingParams(max_tokens=1), pictures=pictures)
     told.session.engine.scheduler.add(request, None, None)
     told.session.requests["x"] = request
@@ -618,7 +623,12 @@ def test_settings_that_cannot_work(given: Mapping[str, Any], said: str) -> None:
 
 
 def test_a_cache_that_is_off_has_nothing_to_tell() -> None:
-    from deltic.config import ModelConfig
-
     with pytest.raises(ConfigError, match="--no-prefix-cache"):
         serve([(EngineConfig(prefix_cache=False), ModelConfig())], ServerConfig(kv_events="tcp://*:5557"))
+
+
+if __name__ == "__main__":
+    total = Score()
+    for number in range(int(sys.argv[1]), int(sys.argv[2])):
+        run_trace(number, total)
+    print(total)

@@ -7,7 +7,8 @@ each medium that it is in, its parent before it, and withdrawn once.
 
 The tree says what moves (`tree.Listener`), the cache which tokens a page has (`learn`). Both only take notes;
 `collect` compares what was told with what is, once a step, so what comes and goes within one is not told.
-A page whose tokens are unknown, as those that a restart found on disk, is announced once a request has passed.
+Pages and checkpoints whose tokens are unknown, as those that a restart found on disk, count once a request
+has passed them.
 
 Hashes have 63 bits, so readers with signed and with unsigned integers agree. They differ between models and
 names of adapters, since readers keep those of all servers in one table.
@@ -37,18 +38,19 @@ ExtraKey = str | tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """What events know of a node. Another thread reads `hash` to `extra`, which do not change once known."""
+    """What events know of a node whose tokens are known. Another thread reads `hash` to `extra`, which do not
+    change.
+    """
 
-    hash: int = 0
-    """0: its tokens are unknown."""
-    parent: int | None = None
+    hash: int
+    parent: int | None
     """The hash of the block before it."""
-    tokens: array[int] | None = None
-    lora: str | None = None
+    tokens: array[int]
+    lora: str | None
     """The name of the adapter."""
-    extra: tuple[ExtraKey, ...] | None = None
+    extra: tuple[ExtraKey, ...] | None
     """What decides, beside the tokens and those before them, who shares it."""
-    salt: int = 0
+    salt: int
     """What its hash differs in from those of other models and adapters."""
     told: int = 0
     """The media in which it is announced."""
@@ -108,16 +110,13 @@ class CacheEvents:
         self._dirty[node] = None
 
     def linked(self, node: Node) -> None:
-        """A node has become a checkpoint."""
-        while node.parent is not None:
-            block = _block(node)
-            if block.leads:
-                return
-            block.leads = True
+        """A node has become a checkpoint. One whose tokens are unknown leads nobody to it before they are."""
+        while node.parent is not None and node.block is not None and not node.block.leads:
+            node.block.leads = True
             self._dirty[node] = None
             node = node.parent
             if node.parent is not None:
-                _block(node).n_leading += 1
+                node.block.n_leading += 1
 
     def unlinked(self, node: Node) -> None:
         """A node is no checkpoint any more."""
@@ -125,33 +124,36 @@ class CacheEvents:
 
     def learn(self, node: Node, sequence: Sequence) -> None:
         """`node` is on the way of a sequence, and every node before it was learnt."""
-        if node.block is None or not node.block.hash:
-            begin, parent, request = node.depth - PAGE_SIZE, node.parent, sequence.request
-            block = _block(node)
-            assert parent is not None
-            if parent.parent is None:
-                block.lora = request.adapter_name or request.adapter.hex() or None
-                said = f"{self._model}\n{block.lora or ''}".encode("utf-8", "surrogatepass")
-                block.salt = int.from_bytes(blake2b(said, digest_size=8).digest())
-            else:
-                before: Block = parent.block
-                block.parent, block.lora, block.salt = before.hash, before.lora, before.salt
-            block.tokens = sequence.tokens[begin : node.depth]
-            block.extra = tuple(_extra_keys(request, block.lora, begin)) or None
-            block.hash = (int.from_bytes(node.key[:8]) ^ block.salt) & HASH_MASK or 1
-            self._dirty[node] = None
+        if node.block is not None:
+            return
+        begin, parent, request = node.depth - PAGE_SIZE, node.parent, sequence.request
+        assert parent is not None
+        before: Block | None = parent.block
+        if before is None:  # the root
+            lora = request.adapter_name or request.adapter.hex() or None
+            said = f"{self._model}\n{lora or ''}".encode("utf-8", "surrogatepass")
+            above, salt = None, int.from_bytes(blake2b(said, digest_size=8).digest())
+        else:
+            above, lora, salt = before.hash, before.lora, before.salt
+        hash_ = (int.from_bytes(node.key[:8]) ^ salt) & HASH_MASK or 1
+        extra = tuple(_extra_keys(request, lora, begin)) or None
+        node.block = Block(hash_, above, sequence.tokens[begin : node.depth], lora, extra, salt)
+        self._dirty[node] = None
+        if node.has_state:
+            self.linked(node)
 
     def learn_path(self, path: list[Node], sequence: Sequence) -> None:
         """A sequence starts behind `path`."""
         n = len(path)
-        while n and (path[n - 1].block is None or not path[n - 1].block.hash):
+        while n and path[n - 1].block is None:
             n -= 1
         for node in path[n:]:
             self.learn(node, sequence)
 
     def hide(self, branch: list[Node]) -> None:
         """A node and all beyond it will be dropped as soon as they can be: withdrawn at once."""
-        _block(branch[0]).is_hidden = True
+        if branch[0].block is not None:
+            branch[0].block.is_hidden = True
         self._dirty |= dict.fromkeys(branch)
 
     def reset(self) -> None:
@@ -207,7 +209,7 @@ class CacheEvents:
         """The media in which a node is to be announced, where its parent's are up to date."""
         block, parent = node.block, node.parent
         assert parent is not None
-        if not block.hash or block.is_hidden or (self._needs_state and not block.leads):
+        if block.is_hidden or (self._needs_state and not block.leads):
             return 0
         if parent.parent is not None and not parent.block.told:
             return 0
@@ -222,8 +224,10 @@ class CacheEvents:
         left, self._left = self._left, []
         for start in left:
             node = start
-            while node.parent is not None and node.block.leads and not node.has_state and not node.block.n_leading:
-                node.block.leads = False
+            while node.parent is not None and (block := node.block) is not None and block.leads:
+                if node.has_state or block.n_leading:
+                    break
+                block.leads = False
                 self._dirty[node] = None
                 node = node.parent
                 if node.parent is not None:
@@ -234,26 +238,22 @@ class CacheEvents:
         self._settle()
         leading: set[Node] = set()
         for node in tree.nodes.values():
-            at: Node | None = node if node.has_state else None
+            at: Node | None = node if node.has_state and node.block is not None else None
             while at is not None and at.parent is not None and at not in leading:
                 leading.add(at)
                 at = at.parent
         told: dict[Node, int] = {}
         for node in sorted(tree.nodes.values(), key=_depth):
-            block, parent = node.block or Block(), node.parent
+            block, parent = node.block, node.parent
             assert parent is not None
-            is_announced = block.hash and not block.is_hidden and (node in leading or not self._needs_state)
+            if block is None:
+                told[node] = 0
+                continue
+            is_announced = not block.is_hidden and (node in leading or not self._needs_state)
             media = {m for m, where in zip(self._media, node.page, strict=True) if where is not None}
             told[node] = sum(media) if is_announced and (parent.parent is None or told[parent]) else 0
             if block.told != told[node]:
                 raise IntegrityError(f"a block at {node.depth} is announced in {block.told}, and is in {told[node]}")
-
-
-def _block(node: Node) -> Block:
-    if node.block is None:
-        node.block = Block()
-    block: Block = node.block
-    return block
 
 
 def _depth(node: Node) -> int:

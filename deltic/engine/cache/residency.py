@@ -95,9 +95,6 @@ class Residency:
         self.events = self.tree.listener = events
         for tier in self._tiers:
             tier.listener = events
-        for node in self.tree.nodes.values():
-            if node.has_state:
-                events.linked(node)
 
     # Room on the device.
 

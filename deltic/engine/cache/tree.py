@@ -96,7 +96,7 @@ class Node:
     busy: int = 0
     """Moves under way that read or write its bytes: it stays where it is meanwhile."""
     block: Any = None
-    """What cache events know of it (`events.Block`)."""
+    """What cache events know of it (`events.Block`); None: not even its tokens."""
 
     @property
     def has_page(self) -> bool:
