@@ -1,7 +1,7 @@
 """What cache events cost: `python -m bench.kv_events --dummy qwen3.5-0.8b --quantize int8`.
 
-Two engines in this process, one of which tells a reader of its cache, run the same prompts in turns:
-the CPU time of a request's steps with events over that without. And what the engine's thread spends on a block:
+Two engines in this process, one of which tells a reader of its cache, run the same prompts in turns: the CPU
+time of a request's steps with events over that without. And what the engine's thread spends on a block:
 prompts that enter and leave a cache without an engine, with events less without.
 """
 
@@ -37,8 +37,8 @@ TOPIC = b"kv@here@m"
 def request_s(
     engine: Engine, publisher: EventPublisher, ids: list[int], n_answer: int
 ) -> tuple[float, int, int, float]:
-    """CPU seconds of a request's steps, the publisher's included, their number, blocks announced meanwhile, and
-    CPU seconds of the engine's thread for collecting and handing over.
+    """CPU seconds of a request's steps, the publisher's included, their number, blocks announced meanwhile,
+    and CPU seconds of the engine's thread for collecting and handing over.
     """
     params = SamplingParams(max_tokens=n_answer, temperature=0.0, ignore_eos=True, seed=0)
     engine.add(Request(id="r", prompt_ids=ids, params=params))
@@ -57,7 +57,7 @@ def request_s(
 
 
 def block_us(n_rounds: int) -> dict[str, float]:
-    """Microseconds of the engine's thread for a block that is announced and withdrawn, and of the publisher's."""
+    """Microseconds of the engine's thread for a block that comes and goes, and of the publisher's."""
     info = EngineInfo(
         vocab_size=1000, eos_token_ids=[], max_model_len=1 << 20, max_num_seqs=1, max_step_tokens=512,
         n_pages=N_BLOCKS + 1, n_slots=4, device="cpu",

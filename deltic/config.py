@@ -681,8 +681,6 @@ def _check(config: EngineConfig | ModelConfig | ServerConfig, called: dict[str, 
             )
     if isinstance(config, ServerConfig) and not re.fullmatch(r"(/[\w.~-]+)*", config.root_path):
         raise ConfigError(f"--root-path {config.root_path!r}: must begin with a '/', and end without one")
-    if isinstance(config, ServerConfig):
-        _check_events(config)
     if isinstance(config, EngineConfig) and config.dummy and config.model != BUILT_IN:
         raise ConfigError("--dummy makes random weights: give a model or --dummy, not both")
     if isinstance(config, EngineConfig) and config.revision and (config.dummy or config.model == BUILT_IN):
@@ -705,26 +703,6 @@ def _check(config: EngineConfig | ModelConfig | ServerConfig, called: dict[str, 
                 raise ConfigError(f"--lora {given!r}: an adapter of this name is given twice")
     if isinstance(config, EngineConfig) and config.pin_threads:
         pinned_cpus(config.threads or 1)
-
-
-EVENT_ADDRESS = r"tcp://(\*|[^\s:/@\[\]]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}|ipc://\S+"
-"""What ZeroMQ binds, and other machines or processes reach."""
-
-
-def _check_events(config: ServerConfig) -> None:
-    """Raises ConfigError for what no cache could tell."""
-    given = {"--kv-events": config.kv_events, "--kv-events-replay": config.kv_events_replay}
-    for flag, address in given.items():
-        if address is not None and not re.fullmatch(EVENT_ADDRESS, address):
-            raise ConfigError(f"{flag} {address!r}: give tcp://HOST:PORT, or tcp://*:PORT for every interface")
-    if config.kv_events_replay is not None and config.kv_events in (None, config.kv_events_replay):
-        raise ConfigError("--kv-events-replay tells again what --kv-events told: give that, too, and another address")
-    topic = config.kv_events_topic
-    if topic != ServerConfig.kv_events_topic and config.kv_events is None:
-        raise ConfigError("--kv-events-topic is of --kv-events: give that, too")
-    for name in re.findall(r"{([^}]*)", topic):
-        if name not in ("host", "port", "model"):
-            raise ConfigError(f"--kv-events-topic {topic!r}: {{{name}}} is none of {{host}}, {{port}} and {{model}}")
 
 
 def without_foreign(config: EngineConfig, device: str, kind: str) -> EngineConfig:

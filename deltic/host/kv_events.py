@@ -1,6 +1,6 @@
 """Cache events on the wire: a socket that publishes them, and one that tells again what a reader missed.
 
-The form is vLLM's (vllm/distributed/kv_events.py since its #42892 and #45177), which llm-d, NVIDIA Dynamo
+The form is vLLM's (module vllm.distributed.kv_events since its #42892 and #45177), which llm-d, NVIDIA Dynamo
 and others read. A message is [topic, sequence number in 8 bytes, msgpack], its payload
 [time, [event, ...], 0]; an event is a map with its name under "type". Numbers count the messages of all
 topics of a process, from 0. Who asks the second socket with a number gets [topic, number, payload] of each

@@ -28,19 +28,20 @@ from deltic import logs
 from deltic.config import BUILT_IN, ConfigError, EngineConfig, ModelConfig, ServerConfig, exit_status
 from deltic.engine.messages import EngineInfo
 from deltic.host.client import EngineClient, EngineFailed
-from deltic.host.launch import EventSockets
 from deltic.host.supervisor import PROGRAM, EngineHost
 from deltic.models.checkpoint import locate, model_name, speaks, text_directory, tokenizer_directory
 from deltic.models.fields import CheckpointError
 from deltic.server.address import listening, tls, url_of
 from deltic.server.chat.pictures import needs_pillow
 from deltic.server.fetch import fetch_all
+from deltic.server.kv_events import event_sockets, topics
 
 if TYPE_CHECKING:
     import ssl
 
     import uvicorn
 
+    from deltic.host.launch import EventSockets
     from deltic.server.service import Server, Service
 
 log = logging.getLogger("deltic.server")
@@ -95,8 +96,7 @@ def serve(
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     if any(engine.model == BUILT_IN and engine.dummy is None for engine, _ in models):
         log.info("no MODEL was given: serving the small one that comes with Deltic; deltic doctor proposes others")
-    if config.kv_events is not None and not all(engine.prefix_cache for engine, _ in models):
-        raise ConfigError("--kv-events tells what the prefix cache holds: leave it out, or --no-prefix-cache")
+    told_at = event_sockets(config, [engine for engine, _ in models])
     secured = tls(config)
     raise_descriptors()
     use_one_heap()
@@ -105,7 +105,7 @@ def serve(
         for own, (engine, about) in zip(names, models, strict=True)
     ]
     with listening(config) as listener:
-        return uvloop.run(_serve(served, config, listener, secured, program))
+        return uvloop.run(_serve(served, config, listener, secured, program, told_at))
 
 
 def use_one_heap() -> None:
@@ -176,6 +176,7 @@ async def _serve(
     listener: socket.socket,
     secured: ssl.SSLContext | None,
     program: tuple[str, ...],
+    told_at: EventSockets | None,
 ) -> int:
     started_s = time.monotonic()
     host = EngineHost(
@@ -183,7 +184,7 @@ async def _serve(
         program=program,
         log_format=config.log_format,
         timeout_s=config.engine_timeout_s,
-        kv_events=None if config.kv_events is None else EventSockets(config.kv_events, config.kv_events_replay),
+        kv_events=told_at,
     )
     signals = StopSignals()
     try:
@@ -193,8 +194,10 @@ async def _serve(
             return 0
         for model, with_directories in zip(models, found, strict=True):
             model.client.config = with_directories
-        if config.kv_events is not None:
-            give_topics(models, config, listener)
+        if told_at is not None:
+            names = [None if speaks(model.client.config) else model.names[0] for model in models]
+            for model, topic in zip(models, topics(names, config, listener), strict=True):
+                model.client.topic = topic
         await host.start()  # before anything slow: it loads while the rest is imported
         http, server = _build(models, config)
         http.config.load()
@@ -219,31 +222,6 @@ async def _serve(
         await host.stop()
         if signals.first.is_set():
             log.info("stopped")
-
-
-def give_topics(models: list[Served], config: ServerConfig, listener: socket.socket) -> None:
-    """Says with what the messages of each model's cache events begin. A speech model has none: no router makes
-    the rows of its prompts.
-
-    Raises ConfigError where readers could not tell whose they are.
-    """
-    text, flag = config.kv_events_topic, "--kv-events-topic"
-    telling = [model for model in models if not speaks(model.client.config)]
-    if not telling:
-        raise ConfigError("--kv-events is for models that write, and this one speaks; leave it out")
-    if len(telling) > 1 and "{model}" not in text:
-        raise ConfigError(f"{flag} {text!r}: put {{model}} into it, since this server has {len(telling)} models")
-    if config.uds is not None and ("{host}" in text or "{port}" in text):
-        raise ConfigError(f"a server on --uds has no host and port; give {flag} what readers know it by")
-    for model in telling:
-        if "@" in model.names[0] and text.startswith("kv@"):
-            raise ConfigError(f"readers divide {flag} at '@'; give {model.names[0]!r} another --served-model-name")
-        filled = text.replace("{model}", model.names[0])
-        if config.uds is None:
-            host, port = listener.getsockname()[:2]
-            host = socket.gethostname() if host in ("0.0.0.0", "::") else config.host
-            filled = filled.replace("{host}", host).replace("{port}", str(port))
-        model.client.topic = filled
 
 
 def _build(models: list[Served], config: ServerConfig) -> tuple[uvicorn.Server, Server]:

@@ -24,7 +24,7 @@ import pytest
 import zmq
 
 from bench.cache_reader import Index, Score, first_key, next_key
-from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig, resolve
+from deltic.config import ConfigError, EngineConfig, ServerConfig
 from deltic.engine.cache.events import HASH_MASK, CacheEvent, CacheEvents, Cleared, Removed, Stored
 from deltic.engine.cache.tree import Node, root_key
 from deltic.engine.cache.tree import next_key as tree_key
@@ -33,9 +33,8 @@ from deltic.host import kv_events
 from deltic.host.kv_events import END, EventPublisher, payload
 from deltic.host.launch import EventSockets
 from deltic.ops.geometry import PAGE_SIZE
-from deltic.server.serve import Served, give_topics, serve
+from deltic.server.kv_events import event_sockets, topics
 from tests.conversations import Conversations, Turn, chat, follow_up, some_ids
-from tests.fake_engine import FakeEngineClient
 from tests.fakes import FakeRunner, FakeTiers
 from tests.null.test_prefix import random_runner
 from tests.null.test_process import Process
@@ -580,29 +579,27 @@ class Listener:
         return self.address
 
 
-def topics(names: list[str], listener: Any = None, **config: Any) -> list[str | None]:
-    clients = [FakeEngineClient() for _ in names]
-    for client in clients:
-        client.config = EngineConfig()
-    models: list[Any] = [Served((name,), None, client) for name, client in zip(names, clients, strict=True)]  # type: ignore[arg-type]
-    give_topics(models, ServerConfig(kv_events="tcp://*:5557", **config), listener or Listener())
-    return [model.client.topic for model in models]
+def topics_of(names: list[str | None], listener: Any = None, **config: Any) -> list[str | None]:
+    return topics(names, ServerConfig(kv_events="tcp://*:5557", **config), listener or Listener())
 
 
 def test_topics() -> None:
-    assert topics(["org/m"]) == ["kv@127.0.0.1:8123@org/m"]
-    assert topics(["a", "b"]) == ["kv@127.0.0.1:8123@a", "kv@127.0.0.1:8123@b"]
-    assert topics(["m"], kv_events_topic="") == [""]
-    assert topics(["m"], kv_events_topic="kv@10.1.2.3:80@{model}") == ["kv@10.1.2.3:80@m"]
-    (name,) = topics(["m"], Listener("0.0.0.0"), host="0.0.0.0")
+    assert topics_of(["org/m"]) == ["kv@127.0.0.1:8123@org/m"]
+    assert topics_of(["a", None, "b"]) == ["kv@127.0.0.1:8123@a", None, "kv@127.0.0.1:8123@b"]
+    assert topics_of(["m"], kv_events_topic="") == [""]
+    assert topics_of(["m"], kv_events_topic="kv@10.1.2.3:80@{model}") == ["kv@10.1.2.3:80@m"]
+    assert topics_of(["m"], kv_events_topic="pod-1", uds=Path("/tmp/nowhere")) == ["pod-1"]
+    (name,) = topics_of(["m"], Listener("0.0.0.0"), host="0.0.0.0")
     assert name is not None and name.startswith("kv@") and "0.0.0.0" not in name
-    for names, said, config in (
+    refused: list[tuple[list[str | None], str, dict[str, Any]]] = [
         (["a", "b"], "put {model} into it", {"kv_events_topic": "kv@x:1@y"}),
         (["a@b"], "--served-model-name", {}),
         (["m"], "--uds", {"uds": Path("/tmp/nowhere")}),
-    ):
+        ([None], "speaks", {}),
+    ]
+    for names, said, config in refused:
         with pytest.raises(ConfigError, match=said):
-            topics(names, **config)
+            topics_of(names, **config)
 
 
 @pytest.mark.parametrize(
@@ -619,12 +616,15 @@ def test_topics() -> None:
 )
 def test_settings_that_cannot_work(given: Mapping[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
-        resolve(ServerConfig, dict(given), {})
+        event_sockets(ServerConfig(**given), [EngineConfig()])
 
 
 def test_a_cache_that_is_off_has_nothing_to_tell() -> None:
+    config = ServerConfig(kv_events="tcp://*:5557")
+    assert event_sockets(config, [EngineConfig()]) == EventSockets("tcp://*:5557")
+    assert event_sockets(ServerConfig(), [EngineConfig(prefix_cache=False)]) is None
     with pytest.raises(ConfigError, match="--no-prefix-cache"):
-        serve([(EngineConfig(prefix_cache=False), ModelConfig())], ServerConfig(kv_events="tcp://*:5557"))
+        event_sockets(config, [EngineConfig(), EngineConfig(prefix_cache=False)])
 
 
 if __name__ == "__main__":
