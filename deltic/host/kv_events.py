@@ -132,7 +132,9 @@ class EventPublisher:
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
-            raise ConfigError(f"{flag} {address}: {error}; give an address of this machine that is free") from None
+            raise ConfigError(
+                f"{flag} {address}: {zmq.strerror(error.errno or 0)}; give a free address of this machine"
+            ) from None
         return socket
 
     def publish(self, topic: bytes, events: list[CacheEvent]) -> None:
