@@ -41,13 +41,16 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from bench.agent_trace import Conversation, Message, Oracle, Trace, Turn, Writer
+from bench.cache_reader import Index, Score
 from bench.prefix import fit_ttft
 from deltic.bench.load import percentile
 from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.cache import pages_for
+from deltic.engine.cache.events import CacheEvents
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Request, SamplingParams
+from deltic.host.kv_events import payload
 from deltic.llm import LLM
 from deltic.machine import free_memory_bytes
 from deltic.models.checkpoint import locate, model_name, text_directory
@@ -60,6 +63,8 @@ from deltic.server.chat.answer import Message as AnswerMessage
 from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.template import ChatTemplate, Prompt, render
 from deltic.text import Tokenizer
+
+TOPIC = "kv@here@agent"
 
 Row = dict[str, Any]
 Event = tuple[str, Row, list[int]]
@@ -146,9 +151,11 @@ class Replay:
         own: bool = False,
         ignore_eos: bool = True,
         on_turn: Callable[[Row], None] = lambda row: None,
+        events: CacheEvents | None = None,
     ) -> None:
         """gap_s: mean time between two sessions' arrivals. own: the model's answers become the history, as
         the parser reads them; else the recorded ones. ignore_eos: answers are as long as the trace says.
+        events: a router reads these, and predicts what each request will find.
         """
         self._engine = engine
         self._tokenizer = tokenizer
@@ -159,6 +166,8 @@ class Replay:
         self._own = own
         self._ignore_eos = ignore_eos
         self._on_turn = on_turn
+        self._cache_events = events
+        self._index = Index()
         self._events: list[Event] = []
         self._live: dict[str, Session] = {}
         self._begin = 0.0
@@ -186,6 +195,8 @@ class Replay:
                 if self._engine.has_work():
                     for output in self._engine.step():
                         self._take(output, clerk)
+                    if self._cache_events is not None and (told := self._cache_events.collect()):
+                        self._index.take(TOPIC, payload(time.time(), told))
                 else:
                     time.sleep(0.001)
         finally:
@@ -218,6 +229,8 @@ class Replay:
             "cached_tokens": 0,
             "n_others": sum(other.request is not None for other in self._live.values()) - 1,
         }
+        if self._cache_events is not None:
+            session.row["predicted_tokens"] = len(self._index.path(*TOPIC.split("@")[1:], ids)) * PAGE_SIZE
         self._events.append(("asked", session.row, ids))
         params = SamplingParams(max_tokens=turn.n_answer, temperature=1.0, seed=turn.seed, ignore_eos=self._ignore_eos)
         self._engine.add(Request(id=name, prompt_ids=ids, params=params, boundaries=prepared.prompt.boundaries))
@@ -288,6 +301,10 @@ def summarise(rows: Sequence[Row]) -> Row:
     for row in rows:
         lost[row["kind"]] += row["best_tokens"] - row["cached_tokens"]
     times = [row["ttft_s"] for row in rows]
+    score = Score()
+    for row in rows:
+        if "predicted_tokens" in row:
+            score.add(row["predicted_tokens"], row["cached_tokens"])
     return total | {
         "n_requests": len(rows),
         "answer_tokens": sum(row["answer_tokens"] for row in rows),
@@ -297,6 +314,7 @@ def summarise(rows: Sequence[Row]) -> Row:
         "reuse_of_best": total["cached_tokens"] / max(1, total["best_tokens"]),
         "reuse_of_best_waiting": total["cached_tokens"] / max(1, total["best_waiting_tokens"]),
         "lost_tokens": dict(lost),
+        **({"predictions": score.row()} if score.n else {}),
         "ttft_p50_s": statistics.median(times),
         "ttft_p95_s": percentile(times, 95),
         "ttft_fit": fit_ttft(
@@ -357,6 +375,10 @@ class Bench:
                 n_cached += row["cached_tokens"]
                 progress.update(task, advance=1, reuse=f"{n_cached / n_prompt:.1%} reused")
 
+            is_told = arguments.kv_events and llm._engine.info.prefix_cache
+            events = CacheEvents(llm._engine.info, "agent") if is_told else None
+            if events is not None:
+                llm._engine.cache.store.listen(events)
             replay = Replay(
                 llm._engine,
                 llm.tokenizer,
@@ -367,6 +389,7 @@ class Bench:
                 own=self.own,
                 ignore_eos=self.ignore_eos,
                 on_turn=on_turn,
+                events=events,
             )
             begin = time.perf_counter()
             rows = replay.run(n_sessions)
@@ -490,6 +513,8 @@ def show(result: Row, console: Console) -> None:
         "checkpoints evicted": lambda run: f"{run['cache']['n_checkpoints_evicted']:,}",
         "preemptions": lambda run: f"{run['n_preemptions']}",
     }
+    if any("predictions" in run for run in result["runs"]):
+        figures["a router's predictions: exact, over, under"] = said_of_predictions
     for run in result["runs"]:
         table.add_column(run["label"], justify="right")
     for name, figure in figures.items():
@@ -516,6 +541,16 @@ def show(result: Row, console: Console) -> None:
         )
     if result["cold"]:
         console.print(cold)
+
+
+def said_of_predictions(run: Row) -> str:
+    """In requests, and in tokens where they were wrong."""
+    of = run.get("predictions")
+    return (
+        ""
+        if of is None
+        else f"{of['n_exact']}, {of['n_over']} ({of['over_tokens']:,}), {of['n_under']} ({of['under_tokens']:,})"
+    )
 
 
 def draw(result: Row, path: Path) -> None:
@@ -597,6 +632,7 @@ def parsed(given: Sequence[str] | None) -> argparse.Namespace:
     add("--memory-share", type=numbers(float), default=[1.0, 0.25], help="runs with so much of what that held")
     add("--host-gb", type=float, default=0.0, help="host memory below the pools, in every run")
     add("--off", action="store_true", default=False, help="replay without a prefix cache, too")
+    add("--kv-events", action="store_true", help="have a router read the cache events, and predict each request")
     add("--cold-rounds", type=int, default=8, help="cold prompts of each length, best an even number; 0: none")
     add("--cold-lengths", type=numbers(int), default=[512, 2048])
     add("--quick", action="store_true", help="a small size: seconds on the built-in model")

@@ -428,6 +428,21 @@ class ServerConfig:
         "names of a model's numbers in /metrics: deltic_*, vllm:* for dashboards made for that, or both",
         choices=("deltic", "vllm", "both"),
     )
+    kv_events: str | None = knob(
+        None,
+        "tell routers at this address what the prefix cache holds, as vLLM does, e.g. tcp://*:5557, which is every interface; "
+        "whoever connects reads the tokens of prompts",
+        metavar="ADDRESS",
+    )
+    kv_events_replay: str | None = knob(
+        None, "tell readers of --kv-events at this address what they missed, e.g. tcp://*:5558", metavar="ADDRESS"
+    )
+    kv_events_topic: str = knob(
+        "kv@{host}:{port}@{model}",
+        "what the messages of --kv-events begin with; {host} and {port} are the server's, a host that is every address this "
+        "machine's name",
+        metavar="TEXT",
+    )
     strict_fields: str = knob(
         "on",
         "off: fields of a request that are not known are left out, with a warning in the log, instead of refused",

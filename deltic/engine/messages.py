@@ -134,6 +134,11 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Its first token in the prompt."""
 
     @property
+    def identifier(self) -> str:
+        """Its key as routers know it: 64 hexadecimal digits, as of a SHA-256; they take no others."""
+        return 2 * self.key.hex()
+
+    @property
     def n_tokens(self) -> int:
         return self.rows * self.columns
 
@@ -168,6 +173,8 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     speech: Speech | None = None
     adapter: bytes = b""
     """The key of the LoRA adapter that is applied; b"": none."""
+    adapter_name: str = ""
+    """What the client calls it, for cache events; several names may have one key."""
     pictures: list[Picture] = []
     """In the order of their tokens, which do not overlap. The ids there are placeholders."""
 

@@ -171,6 +171,8 @@ class EngineClient:
         self.config = config
         self.name = name or model_name(config)
         self.max_queue = max_queue
+        self.topic: str | None = None
+        """Of its cache events; None: nobody is told."""
         self.state: State = "starting"
         self.info: EngineInfo | None = None
         self.stats = Stats()
@@ -342,7 +344,7 @@ class EngineClient:
         self._events_fd = self._events.fileno()
         asyncio.get_running_loop().add_reader(self._events_fd, self.receive)
         self._commands_endpoint = f"{endpoint}-commands"
-        return ModelLaunch(self.name, self.config, self._commands_endpoint, f"{endpoint}-events")
+        return ModelLaunch(self.name, self.config, self._commands_endpoint, f"{endpoint}-events", self.topic)
 
     def hang_up(self) -> None:
         """Closes the sockets of a process that is gone."""

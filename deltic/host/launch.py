@@ -17,6 +17,17 @@ class ModelLaunch(msgspec.Struct, frozen=True):
     """Endpoint that the process binds; the client connects to it once the process is ready."""
     events: str
     """Endpoint that the client has bound."""
+    topic: str | None = None
+    """Of its cache events; None: nobody is told."""
+
+
+class EventSockets(msgspec.Struct, frozen=True):
+    """Where cache events of all models are told (`kv_events.py`)."""
+
+    publish: str
+    """Endpoint to bind."""
+    replay: str | None = None
+    """Another, for those who missed some."""
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
@@ -28,3 +39,5 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     started_at: float
     """Wall clock at the start of the process, in seconds: how long Python took to get to work."""
     log_format: str = "text"
+    kv_events: EventSockets | None = None
+    """None: no model has a topic."""

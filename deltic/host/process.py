@@ -25,6 +25,7 @@ import zmq
 
 from deltic import logs
 from deltic.config import ConfigError
+from deltic.engine.cache.events import CacheEvents
 from deltic.engine.engine import MAX_FAILURES, MOVE_WAIT_S, Build, Engine
 from deltic.engine.messages import (
     Abort,
@@ -49,6 +50,7 @@ from deltic.engine.messages import (
 from deltic.engine.scheduler import RequestError
 from deltic.engine.step import RunnerLostError
 from deltic.engine.trace import Trace
+from deltic.host.kv_events import EventPublisher
 from deltic.host.launch import Launch, ModelLaunch
 from deltic.machine import cuda_driver, memory_bound
 from deltic.models.checkpoint import tokenizer_json
@@ -79,6 +81,8 @@ class ServedModel:
 
     def __init__(self, launch: ModelLaunch, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.name, self.config = launch.name, launch.config
+        self._topic = None if launch.topic is None else launch.topic.encode()
+        self._publisher: EventPublisher | None = None
         self.commands = context.socket(zmq.PULL)
         self._events = context.socket(zmq.PUSH)
         for socket in (self.commands, self._events):
@@ -111,6 +115,19 @@ class ServedModel:
         trace = Trace(config.trace) if config.trace is not None else None
         self.engine = Engine(build(config, self.progress), config.max_itl_ms or None, lambda: tokenizer_json(config))
         self.engine.trace = trace
+
+    def publish(self, publisher: EventPublisher, is_alone: bool) -> None:
+        """Tells of the cache from now on, if there is a topic. is_alone: the process has no other model."""
+        if self._topic is not None:
+            self._publisher = publisher
+            self.engine.cache.store.listen(CacheEvents(self.engine.info, self.name, is_alone))
+            self._tell()
+
+    def _tell(self) -> None:
+        """Tells what has changed in the cache."""
+        events, publisher, topic = self.engine.cache.store.events, self._publisher, self._topic
+        if events is not None and publisher is not None and topic is not None and (told := events.collect()):
+            publisher.publish(topic, told)
 
     def obey(self) -> bool:
         """Takes every command that waits; False when told to stop."""
@@ -179,6 +196,8 @@ class ServedModel:
         if is_busy or outputs:
             self.send(StepOutputs(outputs, engine.stats()))
             self._is_checked = False
+        if self._publisher is not None:
+            self._tell()
         return is_busy
 
     def rest(self) -> float:
@@ -200,8 +219,11 @@ class EngineProcess:
         self.launch = launch
         self._context = zmq.Context()
         self.models = [ServedModel(model, self._context) for model in launch.models]
+        self._publisher: EventPublisher | None = None
 
     def close(self) -> None:
+        if self._publisher is not None:
+            self._publisher.close()
         for model in self.models:
             model.close()
         self._context.term()
@@ -215,6 +237,8 @@ class EngineProcess:
         model = self.models[0]
         try:
             self._check_traces()
+            if self.launch.kv_events is not None:
+                self._publisher = EventPublisher(self.launch.kv_events)
             build = build or self._import_build(start_s)
             for model in self.models:
                 model.build(build)
@@ -238,6 +262,8 @@ class EngineProcess:
         gc.collect()
         gc.freeze()
         for model in self.models:
+            if self._publisher is not None:
+                model.publish(self._publisher, is_alone=len(self.models) == 1)
             model.send(Ready(model.engine.info))
             model.send(StepOutputs([], model.engine.stats()))
         return True

@@ -20,7 +20,7 @@ import msgspec
 import zmq
 
 from deltic.host.client import EngineClient
-from deltic.host.launch import Launch
+from deltic.host.launch import EventSockets, Launch
 from deltic.host.socket_directory import SocketDirectory
 from deltic.machine import n_oom_kills
 
@@ -56,16 +56,18 @@ class EngineHost:
         program: tuple[str, ...] = PROGRAM,
         log_format: str = "text",
         timeout_s: float = 0.0,
+        kv_events: EventSockets | None = None,
     ) -> None:
         """program: the command that runs `deltic.host.process.main`; a Launch is added to it as its last
         argument. timeout_s: a process that shows no sign of life for so long, though it has work, is ended;
-        0: never.
+        0: never. kv_events: where models that have a topic tell of their caches.
         """
         self.clients = tuple(clients)
         self._program = program
         self._log_format = log_format
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._timeout_s = timeout_s
+        self._kv_events = kv_events
         self._directory: SocketDirectory | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._supervisor: asyncio.Task[None] | None = None
@@ -128,6 +130,7 @@ class EngineHost:
                 parent_pid=os.getpid(),
                 started_at=time.time(),
                 log_format=self._log_format,
+                kv_events=self._kv_events,
             )
             self._process = await asyncio.create_subprocess_exec(
                 *self._program,

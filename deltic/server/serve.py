@@ -34,12 +34,14 @@ from deltic.models.fields import CheckpointError
 from deltic.server.address import listening, tls, url_of
 from deltic.server.chat.pictures import needs_pillow
 from deltic.server.fetch import fetch_all
+from deltic.server.kv_events import event_sockets, topics
 
 if TYPE_CHECKING:
     import ssl
 
     import uvicorn
 
+    from deltic.host.launch import EventSockets
     from deltic.server.service import Server, Service
 
 log = logging.getLogger("deltic.server")
@@ -94,6 +96,7 @@ def serve(
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     if any(engine.model == BUILT_IN and engine.dummy is None for engine, _ in models):
         log.info("no MODEL was given: serving the small one that comes with Deltic; deltic doctor proposes others")
+    told_at = event_sockets(config, [engine for engine, _ in models])
     secured = tls(config)
     raise_descriptors()
     use_one_heap()
@@ -102,7 +105,7 @@ def serve(
         for own, (engine, about) in zip(names, models, strict=True)
     ]
     with listening(config) as listener:
-        return uvloop.run(_serve(served, config, listener, secured, program))
+        return uvloop.run(_serve(served, config, listener, secured, program, told_at))
 
 
 def use_one_heap() -> None:
@@ -173,6 +176,7 @@ async def _serve(
     listener: socket.socket,
     secured: ssl.SSLContext | None,
     program: tuple[str, ...],
+    told_at: EventSockets | None,
 ) -> int:
     started_s = time.monotonic()
     host = EngineHost(
@@ -180,6 +184,7 @@ async def _serve(
         program=program,
         log_format=config.log_format,
         timeout_s=config.engine_timeout_s,
+        kv_events=told_at,
     )
     signals = StopSignals()
     try:
@@ -189,6 +194,10 @@ async def _serve(
             return 0
         for model, with_directories in zip(models, found, strict=True):
             model.client.config = with_directories
+        if told_at is not None:
+            names = [None if speaks(model.client.config) else model.names[0] for model in models]
+            for model, topic in zip(models, topics(names, config, listener), strict=True):
+                model.client.topic = topic
         await host.start()  # before anything slow: it loads while the rest is imported
         http, server = _build(models, config)
         http.config.load()

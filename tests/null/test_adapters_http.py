@@ -408,7 +408,7 @@ def test_a_batch_is_for_an_adapter(tmp_path: Path) -> None:
         assert (batch.status, batch.model) == ("completed", "sql")
         answers = site.content(batch.output_file_id)
         assert {row["response"]["body"]["model"] for row in answers.values()} == {"sql"}
-        assert site.engine.requests and {request.adapter for request in site.engine.requests} == {SQL}
+        assert site.engine.requests and {(r.adapter, r.adapter_name) for r in site.engine.requests} == {(SQL, "sql")}
         mixed = site.ended(site.run([line("a", model="sql"), line("b", model="fake")]))
         assert mixed.status == "failed" and "its lines name 'sql' and 'fake'" in mixed.errors.data[0].message
 

@@ -34,6 +34,7 @@ from deltic.engine.messages import (
     StepOutputs,
 )
 from deltic.engine.step import Step, StepResult
+from deltic.host.launch import EventSockets
 from deltic.host.process import EngineProcess, Launch, ModelLaunch, ServedModel
 from tests.fakes import POISON, FakeRunner, expected_tokens
 from tests.null.test_loop import request
@@ -47,16 +48,24 @@ DEADLINE_S = 60
 class Process:
     """An engine process at the end of two sockets."""
 
-    def __init__(self, directory: Path, config: EngineConfig, parent_pid: int | None = None) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        config: EngineConfig,
+        parent_pid: int | None = None,
+        topic: str | None = None,
+        kv_events: EventSockets | None = None,
+    ) -> None:
         self.context = zmq.Context()
         self.events = self.context.socket(zmq.PULL)
         self.commands = self.context.socket(zmq.PUSH)
         self.events.bind(f"ipc://{directory}/events")
         self.commands.connect(f"ipc://{directory}/commands")
         launch = Launch(
-            models=[ModelLaunch("m", config, f"ipc://{directory}/commands", f"ipc://{directory}/events")],
+            models=[ModelLaunch("m", config, f"ipc://{directory}/commands", f"ipc://{directory}/events", topic)],
             parent_pid=parent_pid or os.getpid(),
             started_at=time.time(),
+            kv_events=kv_events,
         )
         argument = msgspec.json.encode(launch).decode()
         self.child = subprocess.Popen([sys.executable, str(ROOT / "tests" / "fakes.py"), argument])

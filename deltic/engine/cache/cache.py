@@ -231,6 +231,8 @@ class Cache:
         if sequence.prefix is not None:
             sequence.prefix.node = path[-1] if path else self._root(sequence)
             sequence.prefix.tail, sequence.prefix.load, sequence.prefix.n_loads = None, None, 0
+            if self.store.events is not None:
+                self.store.events.learn_path(path, sequence)
         if parked is not None:
             self._unpark(sequence, parked)
         elif start:
@@ -406,9 +408,12 @@ class Cache:
         if self._is_doomed(prefix):
             sequence.prefix = None
             return
+        events = self.store.events
         node = prefix.node if prefix.node.depth else self._root(sequence)
         for i in range(node.depth // PAGE_SIZE, n_tokens // PAGE_SIZE):
             node = self._tree.child(node, prefix.keys[i])
+            if events is not None:
+                events.learn(node, sequence)
             if node.page[DEVICE] is None:
                 self.store.put_page(node, pages[i])
             elif node.page[DEVICE] != pages[i]:

@@ -20,6 +20,7 @@ from typing import Any
 
 import msgspec
 
+from deltic.engine.cache.events import CacheEvents
 from deltic.engine.cache.pool import IntegrityError, Pool
 from deltic.engine.cache.tiers import Move, Tiers
 from deltic.engine.cache.tree import DEVICE, DISK, HOST, TIER_NAMES, Node, PrefixTree, Tier
@@ -62,6 +63,8 @@ class Residency:
         self.slots = Pool("slot", info.n_slots)
         self.units = Pool("unit", tiers.n_units if tiers else 0)
         self.tree = PrefixTree(info)
+        self.events: CacheEvents | None = None
+        """What is told of the tree, if anybody listens."""
         self.stats = CacheStats()
         self.tiers = tiers
         self.disk_bytes = tiers.disk_bytes if tiers and tiers.has_disk and info.prefix_cache else 0
@@ -86,6 +89,12 @@ class Residency:
         self._regrow_at = self._survey_at = time.monotonic() + SURVEY_S
         if self.disk_bytes:
             self._restore()
+
+    def listen(self, events: CacheEvents) -> None:
+        """Has `events` told of every change from now on. Once, before the first request."""
+        self.events = self.tree.listener = events
+        for tier in self._tiers:
+            tier.listener = events
 
     # Room on the device.
 
@@ -516,6 +525,8 @@ class Residency:
             self._doomed.add(node)
             for n in branch:
                 self._to_save.pop(n, None)
+            if self.events is not None:
+                self.events.hide(branch)
         elif self.tree.nodes.get(node.key) is node:
             self._drop_branch(node)
         return len(branch)
@@ -536,6 +547,8 @@ class Residency:
         for root in list(self.tree.roots.values()):
             for node in list(root.children):
                 self._drop_branch(node)
+        if self.events is not None:
+            self.events.reset()
 
     def wait(self, timeout_s: float) -> None:
         """Until something was moved, or so long."""
@@ -613,6 +626,8 @@ class Residency:
         self.pages.check(pages)
         self.slots.check(slots)
         self.units.check(units)
+        if self.events is not None:
+            self.events.check(self.tree)
 
 
 def _is_left_behind(node: Node) -> bool:

@@ -22,7 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from typing import Any
+from typing import Any, Protocol
 
 from deltic.engine.messages import EngineInfo, Request
 from deltic.ops.geometry import PAGE_SIZE
@@ -95,6 +95,8 @@ class Node:
     """Preempted sequences that come back to this page: it does not leave host memory before."""
     busy: int = 0
     """Moves under way that read or write its bytes: it stays where it is meanwhile."""
+    block: Any = None
+    """What cache events know of it (`events.Block`); None: not even its tokens."""
 
     @property
     def has_page(self) -> bool:
@@ -116,6 +118,19 @@ def top(node: Node) -> Node | None:
     return below
 
 
+class Listener(Protocol):
+    """Who is told of changes: cache events, if there are any."""
+
+    def moved(self, node: Node) -> None:
+        """A page has come into a tier, or left it."""
+
+    def linked(self, node: Node) -> None:
+        """A node has become a checkpoint."""
+
+    def unlinked(self, node: Node) -> None:
+        """A node is no checkpoint any more."""
+
+
 class Tier:
     """Which nodes have a page or a state in one tier, and who leaves first."""
 
@@ -124,6 +139,7 @@ class Tier:
         self.index = index
         self.n_pages = 0
         self.states: dict[Node, None] = {}
+        self.listener: Listener | None = None
         self._page_is_idle = page_is_idle
         self._state_is_idle = state_is_idle
         self._loose: dict[Node, None] = {}  # leaves without a state, in the order in which they became that
@@ -144,6 +160,8 @@ class Tier:
         self.n_pages += 1
         self._settle(node)
         self._settle(node.parent)
+        if self.listener is not None:
+            self.listener.moved(node)
 
     def drop_page(self, node: Node) -> Any:
         """Where it was."""
@@ -154,6 +172,8 @@ class Tier:
         self.n_pages -= 1
         self._settle(node)
         self._settle(node.parent)
+        if self.listener is not None:
+            self.listener.moved(node)
         return where
 
     def renew(self, node: Node) -> None:
@@ -199,6 +219,7 @@ class PrefixTree:
         self.roots: dict[bytes, Node] = {}
         self.clock = 0.0
         """The priority of what was evicted last."""
+        self.listener: Listener | None = None
 
     def root(self, key: bytes) -> Node:
         return self.roots.get(key) or Node(key, None, 0)
@@ -315,6 +336,8 @@ class PrefixTree:
         self._rate(node)
         if above.above is not None:
             self._rate(above)
+        if self.listener is not None:
+            self.listener.linked(node)
 
     def _unlink(self, node: Node) -> None:
         above = node.above
@@ -327,6 +350,8 @@ class PrefixTree:
         node.above, node.below = None, set()
         if above.above is not None:
             self._rate(above)
+        if self.listener is not None:
+            self.listener.unlinked(node)
 
 
 def _priority(node: Node) -> float:

@@ -82,7 +82,8 @@ class Generation:
             for p, request in enumerate(self._requests):
                 request.owner = self._ticket.turns
                 request.party = self._ticket.party
-                request.adapter = self._adapter.current_key() if self._adapter else b""
+                if self._adapter is not None:
+                    request.adapter, request.adapter_name = self._adapter.current_key(), self._adapter.name
                 if self._ticket.is_batch:
                     request.priority = BATCH_PRIORITY
                 self._client.submit(request, partial(self._deliver, p))
