@@ -50,8 +50,9 @@ def invariant(runs: Runs) -> str:
 
 
 def name(run: Run) -> str:
-    """The shape, what it runs on if that is not one GPU with one part, and the format of states if that is not
-    the usual one."""
+    """The shape, and what is not usual of what it runs on: several GPUs, the bits of others, the format of
+    states.
+    """
     n_gpus, n_cuts = (run.data.get(of, 1) for of in ("gpus", "cuts"))
     where = f", {n_gpus} GPUs" if n_gpus > 1 else ""
     bits = f", the bits of {n_cuts} GPUs" if n_cuts > n_gpus else ""

@@ -78,7 +78,7 @@ class Told:
             while at is not None and at.parent is not None:
                 resumable.add(at)
                 at = at.parent
-        tiers = ("gpu" if self.session.engine.info.on_gpu else "cpu", "cpu", "disk")
+        tiers = ("gpu", "cpu", "disk")
         expected = Counter()
         for node in resumable:
             if node.block is not None and not is_hidden(node):
@@ -253,7 +253,7 @@ def test_a_prompt_is_one_event_up_to_its_last_checkpoint() -> None:
     told.complete(prompt)
     assert told.heard[0] == Cleared()
     (stored,) = of_kind(told.heard, Stored)
-    assert [len(block.tokens) for block in stored.blocks] == [PAGE_SIZE] * 15 and stored.medium == "CPU"
+    assert [len(block.tokens) for block in stored.blocks] == [PAGE_SIZE] * 15 and stored.medium == "GPU"
     assert [t for block in stored.blocks for t in block.tokens] == prompt[:960]
     assert [block.parent for block in stored.blocks] == [None, *(block.hash for block in stored.blocks[:-1])]
     wire = msgspec.msgpack.decode(payload(1.5, [stored]))
@@ -301,19 +301,16 @@ def test_what_lies_behind_the_last_checkpoint_goes_with_the_next() -> None:
 def test_tiers_are_media(gpu: bool) -> None:
     disk: Disk = {}
     runner = FakeRunner(n_slots=12, n_pages=16, max_model_len=640, gpu=gpu)
-    runner.info.on_gpu = gpu
     runner.tiers = FakeTiers(runner, 60, disk)
     told, prompt = Told(runner), some_ids(Random(6), 500)
     told.complete(prompt)
     told.session.settle()
     told.listen()
-    first = "GPU" if gpu else "CPU"
-    assert [event.medium for event in of_kind(told.heard, Stored)] == [first, "DISK"]
+    assert [event.medium for event in of_kind(told.heard, Stored)] == ["GPU", "DISK"]
     for seed in range(3):
         told.complete(some_ids(Random(seed), 500))
     kinds = [(type(event), event.medium) for event in of_kind(told.heard, Stored) + of_kind(told.heard, Removed)]
-    assert ((Stored, "CPU") in kinds) and ((Removed, "GPU") in kinds) == gpu
-    assert not gpu or (Removed, "CPU") not in kinds
+    assert (Stored, "CPU") in kinds and (Removed, "GPU") in kinds and (Removed, "CPU") not in kinds
     assert told.predicted(prompt) == 448
     # A new process finds the disk's, and tells of it once a request has passed.
     again = FakeRunner(n_slots=12, n_pages=16, max_model_len=640, gpu=gpu)
@@ -402,7 +399,7 @@ def test_no_event_hides_another_server() -> None:
     index.take("kv@s0@m", payload(0.0, told[0].events.collect()))
     assert [len(index.path(f"s{i}", "m", prompt)) for i in range(2)] == [0, 4]
     key = next_key(first_key("m"), prompt[:64])
-    assert index.places[key] == {("s1", "cpu")}
+    assert index.places[key] == {("s1", "gpu")}
 
 
 # Sockets.

@@ -30,6 +30,9 @@ from deltic.ops.geometry import PAGE_SIZE
 
 GPU, CPU, DISK = 1, 2, 4
 MEDIA = {GPU: "GPU", CPU: "CPU", DISK: "DISK"}
+"""Readers' words for the three tiers, in the order of the tree's. The pools that steps use are "GPU" on a CPU,
+too, as vLLM has it there: routers count most of that one.
+"""
 
 HASH_MASK = 2**63 - 1
 
@@ -96,7 +99,6 @@ class CacheEvents:
         names its blocks, since readers take a Cleared for the address.
         """
         self._needs_state = info.has_state
-        self._media = (GPU if info.on_gpu else CPU, CPU, DISK)
         self._model = model
         self._is_alone = is_alone
         self._dirty: dict[Node, None] = {}
@@ -214,7 +216,7 @@ class CacheEvents:
         if parent.parent is not None and not parent.block.told:
             return 0
         media = 0
-        for medium, where in zip(self._media, node.page, strict=True):
+        for medium, where in zip(MEDIA, node.page, strict=True):
             if where is not None:
                 media |= medium
         return media
@@ -250,7 +252,7 @@ class CacheEvents:
                 told[node] = 0
                 continue
             is_announced = not block.is_hidden and (node in leading or not self._needs_state)
-            media = {m for m, where in zip(self._media, node.page, strict=True) if where is not None}
+            media = {m for m, where in zip(MEDIA, node.page, strict=True) if where is not None}
             told[node] = sum(media) if is_announced and (parent.parent is None or told[parent]) else 0
             if block.told != told[node]:
                 raise IntegrityError(f"a block at {node.depth} is announced in {block.told}, and is in {told[node]}")
