@@ -170,6 +170,8 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     """The key of the LoRA adapter that is applied; b"": none."""
     pictures: list[Picture] = []
     """In the order of their tokens, which do not overlap. The ids there are placeholders."""
+    labels: dict[str, str] = {}
+    """What its client calls it, for `--trace`; empty without."""
 
 
 class EncodeVoice(msgspec.Struct, tag="encode_voice", kw_only=True):

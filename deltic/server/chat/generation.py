@@ -82,6 +82,8 @@ class Generation:
             for p, request in enumerate(self._requests):
                 request.owner = self._ticket.turns
                 request.party = self._ticket.party
+                if self._client.config.trace is not None:
+                    request.labels = self._ticket.labels
                 request.adapter = self._adapter.current_key() if self._adapter else b""
                 if self._ticket.is_batch:
                     request.priority = BATCH_PRIORITY
