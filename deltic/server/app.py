@@ -82,7 +82,7 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 """W3C Trace Context. In it is the id of the trace."""
 
-SESSIONS = (b"x-session-id", b"x-session-affinity", b"x-claude-code-session-id")
+SESSIONS = (b"x-session-id", b"x-session-affinity", b"x-claude-code-session-id", b"x-smg-routing-key")
 """Headers by which routers and agents name a session, the first of them first. Not among them is
 x-session-token, which may be a secret.
 """

@@ -53,8 +53,8 @@ MAX_PIPELINED = 8
 """
 
 UNREAD_S = 0.01
-"""Between the last connection that is taken and the end of those that are idle: what a client has sent is read
-by then, and answered.
+"""Between the last connection that is taken and the end of those that are idle: what a client has sent is
+read by then, and answered.
 """
 
 RESERVED = 16

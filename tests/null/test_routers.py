@@ -224,7 +224,9 @@ def lines(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:
     log.setLevel(level)
 
 
-@pytest.mark.parametrize("header", ["x-session-id", "x-session-affinity", "X-Claude-Code-Session-Id"])
+@pytest.mark.parametrize(
+    "header", ["x-session-id", "x-session-affinity", "X-Claude-Code-Session-Id", "x-smg-routing-key"]
+)
 def test_the_log_names_session_and_trace(engine: FakeEngineClient, lines: io.StringIO, header: str) -> None:
     given = {header: "s-1", "traceparent": PARENT, "x-request-id": "r-1", "x-session-token": "secret"}
     assert ask(make_app(engine), "POST", "/v1/completions", given, json={"prompt": "x"}).status_code == 200
