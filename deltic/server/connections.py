@@ -352,6 +352,11 @@ class HttpServer(uvicorn.Server):
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
+        for listener in sockets or []:
+            with contextlib.suppress(OSError):  # none waits any more
+                while True:  # one that waited would be reset
+                    self._begin(listener.accept()[0])
+            listener.close()
         await asyncio.sleep(UNREAD_S)
         await super().shutdown(sockets)
 
@@ -365,11 +370,15 @@ class HttpServer(uvicorn.Server):
                     self._connections.make_room()
                 await asyncio.sleep(0.01)
                 continue
-            task = asyncio.create_task(self._open(accepted))
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            self._begin(accepted)
             self._connections.make_room(accepted.fileno())
             await asyncio.sleep(0)  # what has to make room does so before the next is taken
+
+    def _begin(self, accepted: socket.socket) -> None:
+        accepted.setblocking(False)
+        task = asyncio.create_task(self._open(accepted))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
 
     async def _open(self, accepted: socket.socket) -> None:
         config, loop, silent = self.config, asyncio.get_running_loop(), self._connections.silent

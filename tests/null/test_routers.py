@@ -22,6 +22,7 @@ from deltic import __version__, logs
 from deltic.config import BUILT_IN, EngineConfig, ServerConfig
 from deltic.engine.messages import PictureInfo
 from deltic.server.app import create_app
+from deltic.server.connections import Connections, HttpServer
 from deltic.server.serve import _origin
 from deltic.server.service import Server
 from tests.fake_engine import PICTURE_TEMPLATE, FakeEngineClient, make_app, served, service_of
@@ -333,3 +334,25 @@ def test_a_request_that_was_just_sent_is_answered(engine: FakeEngineClient) -> N
     assert idle.is_at_end()
     status, headers, _ = late.read()
     assert (status, headers["connection"]) == (503, "close") and late.is_at_end()
+
+
+def test_who_waits_to_be_taken_is_answered_too(engine: FakeEngineClient) -> None:
+    app = make_app(engine)
+    app.state.server.is_leaving = app.state.server.draining = True
+
+    async def end() -> Raw:
+        listener = socket.create_server(("127.0.0.1", 0))
+        server = HttpServer(app, Connections(20.0))
+        server.config.load()
+        server.lifespan = server.config.lifespan_class(server.config)
+        await server.startup([listener])
+        for task in server._accepting:  # so that it waits
+            task.cancel()
+        client = Raw(f"http://127.0.0.1:{listener.getsockname()[1]}")
+        client.ask()
+        await server.shutdown([listener])
+        return client
+
+    client = asyncio.run(end())
+    status, headers, _ = client.read()
+    assert (status, headers["connection"]) == (503, "close") and client.is_at_end()
