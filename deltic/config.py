@@ -403,6 +403,11 @@ class ServerConfig:
     max_n: int = knob(16, "largest n of a request")
     max_logprobs: int = knob(20, "most alternatives per token a request may ask for")
     drain_s: float = knob(30.0, "after SIGTERM, seconds that running requests get to finish")
+    drain_notice_s: float = knob(
+        0.0,
+        "after SIGTERM and before that, seconds in which requests are still taken, while /health, /ready and /ping say 503 and "
+        "connections are closed behind their answers, so that routers go elsewhere",
+    )
     max_stored_responses: int = knob(
         1000, "answers of /v1/responses that are held in memory to be continued, in at most 256 MB; 0: none"
     )
@@ -425,8 +430,9 @@ class ServerConfig:
     )
     metrics_names: str = knob(
         "deltic",
-        "names of a model's numbers in /metrics: deltic_*, vllm:* for dashboards made for that, or both",
-        choices=("deltic", "vllm", "both"),
+        "names of a model's numbers in /metrics: deltic_*, vllm:* for routers and dashboards made for that, both of these, or the "
+        "few of sglang:* that routers read",
+        choices=("deltic", "vllm", "both", "sglang"),
     )
     kv_events: str | None = knob(
         None,
@@ -638,6 +644,7 @@ RANGES: dict[str, tuple[float, float]] = {
     "max_n": (1, math.inf),
     "max_logprobs": (0, math.inf),
     "drain_s": (0.0, math.inf),
+    "drain_notice_s": (0.0, math.inf),
     "default_max_tokens": (1, math.inf),
     "max_concurrent_per_key": (0, math.inf),
     "tokens_per_minute_per_key": (0, math.inf),

@@ -1,11 +1,11 @@
 """Replicas of one model behind a router.
 
-    python -m bench.routed trace --router sglang --replicas 2       reuse of an agent trace, beside one big server's
-    python -m bench.routed overhead --router nginx                  tokens/s and TTFT, beside the replicas asked directly
-    python -m bench.routed soak --router haproxy --minutes 30       traffic while replicas are killed and restarted
+    python -m bench.routed trace --router sglang       reuse of an agent trace, beside that of one big server
+    python -m bench.routed overhead --router nginx     tokens/s and TTFT, beside the replicas asked directly
+    python -m bench.routed soak --router haproxy       traffic while replicas are killed and restarted
 
-The replicas share this machine's cores: one thread each of `--threads`, where the big server has all. Each prints a
-table and writes a JSON file.
+The replicas share this machine's cores, pages and checkpoints; the one server has all of them. Each command
+prints a table and writes a JSON file.
 """
 
 from __future__ import annotations

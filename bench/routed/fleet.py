@@ -175,7 +175,8 @@ class Fleet:
         if self.router == "sglang":
             python = os.environ.get("SGLANG_ROUTER_PYTHON", sys.executable)
             own = ["--host", "127.0.0.1", "--port", str(self.port), "--prometheus-port", str(free_port())]
-            health = ["--health-check-endpoint", "/ready", "--health-check-interval-secs", "1"]
+            own += ["--prometheus-host", "127.0.0.1"]
+            health = ["--health-check-interval-secs", "1", "--health-check-timeout-secs", "2"]
             health += ["--health-failure-threshold", "1", "--health-success-threshold", "1"]
             health += ["--cb-timeout-duration-secs", "2", "--cb-success-threshold", "1"]
             # By default it does not look at the load before one has 64 requests more than another.

@@ -74,7 +74,7 @@ class RoutedSoak:
             try:
                 await traffic.one(self.traffic, KINDS, rng, self.timeout_s)
             except Violation as violation:
-                broke_off = "without [DONE]" in str(violation)  # a router may end what it cannot finish like this
+                broke_off = "without [DONE]" in str(violation)  # so may a router end what it cannot finish
                 if broke_off and begin < self._forgiven_until:
                     self._lose(str(violation))
                 else:

@@ -340,6 +340,7 @@ FOR_A_CHILD = frozenset(
         "allow_audio_host",
         "client_timeout_s",
         "default_max_tokens",
+        "drain_notice_s",
         "drain_s",
         "engine_timeout_s",
         "fetch_images_from",

@@ -177,6 +177,8 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     """What the client calls it, for cache events; several names may have one key."""
     pictures: list[Picture] = []
     """In the order of their tokens, which do not overlap. The ids there are placeholders."""
+    labels: dict[str, str] = {}
+    """What its client calls it, for `--trace`; empty without."""
 
 
 class EncodeVoice(msgspec.Struct, tag="encode_voice", kw_only=True):

@@ -62,7 +62,7 @@ class Trace:
         """A request was queued."""
         now_s = time.perf_counter()
         for index in range(request.params.n):
-            self._enter((request.id, index), "queue", now_s)
+            self._enter((request.id, index), "queue", now_s, request.labels or None)
 
     def stepped(self, step: Step, stats: Stats, waiting: list[Sequence], times: tuple[float, ...]) -> None:
         """Notes a step.
@@ -110,8 +110,8 @@ class Trace:
             self.is_open = False
             os.close(self._file)
 
-    def _enter(self, key: tuple[str, int], phase: str | None, now_s: float) -> None:
-        """Ends the phase of a sequence and begins another, if it is another."""
+    def _enter(self, key: tuple[str, int], phase: str | None, now_s: float, args: dict[str, Any] | None = None) -> None:
+        """Ends the phase of a sequence and begins another, if it is another. args: what is said of that."""
         old = self._phase.get(key)
         if old == phase:
             return
@@ -122,7 +122,7 @@ class Trace:
             del self._phase[key]
         else:
             self._phase[key] = phase
-            self._event("b", phase, now_s, span=name)
+            self._event("b", phase, now_s, args=args, span=name)
 
     def _event(
         self, kind: str, name: str, begin: float, end: float = 0.0, args: dict[str, Any] | None = None, span: str = ""

@@ -52,6 +52,7 @@ from deltic.server.api.responses import (
     list_input_items,
 )
 from deltic.server.api.responses_protocol import ResponsesRequest
+from deltic.server.api.routers import is_sleeping, model_info, render_chat, render_completion, server_info
 from deltic.server.batch import batches
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import BATCH, RATE_HEADERS, TICKET, Ticket
@@ -76,8 +77,17 @@ LARGE_BYTES = 1_000_000
 """Bytes of a body and its answer from which on memory is given back after the request."""
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+"""A client's id that a log can show: one word, of bounded length."""
 
-QUIET = ("/health", "/ping", "/ready", "/metrics", "/load", "/live", "/cache")
+TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
+"""W3C Trace Context. In it is the id of the trace."""
+
+SESSIONS = (b"x-session-id", b"x-session-affinity", b"x-claude-code-session-id", b"x-smg-routing-key")
+"""Headers by which routers and agents name a session, the first of them first. Not among them is
+x-session-token, which may be a secret.
+"""
+
+QUIET = ("/health", "/ping", "/ready", "/metrics", "/load", "/live", "/cache", "/is_sleeping", "/version")
 """Routes that are polled and get no line in the log."""
 
 Endpoint = Callable[[Service, Request], Awaitable[ASGIApp]]
@@ -281,11 +291,10 @@ class Envelope:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = next((value.decode("latin-1") for name, value in scope["headers"] if name == b"x-request-id"), "")
-        request_id = given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)
-        scope["deltic.request_id"] = request_id
+        labels = _labels(scope)
+        request_id = scope["deltic.request_id"] = labels["request_id"]
         status = n_bytes = 0
-        ticket = scope[TICKET] = Ticket(self._server.config, is_batch=BATCH in scope)
+        ticket = scope[TICKET] = Ticket(self._server.config, is_batch=BATCH in scope, labels=labels)
 
         async def send_marked(message: Message) -> None:
             nonlocal status, n_bytes
@@ -294,7 +303,9 @@ class Envelope:
                 status = message["status"]
                 limits = ticket.account.headers() if ticket.account else []
                 ids = [(b"x-request-id", request_id.encode()), (b"request-id", request_id.encode())]
-                message["headers"] = [*message["headers"], *ids, *limits]
+                given = message["headers"]
+                is_told = not self._server.is_leaving or any(name == b"connection" for name, _ in given)
+                message["headers"] = [*given, *ids, *limits, *([] if is_told else [(b"connection", b"close")])]
             await send(message)
 
         is_whole = False
@@ -332,15 +343,16 @@ class Envelope:
             if n_bytes > LARGE_BYTES:
                 self._server.trim_soon()
             if route not in QUIET:
-                log_request(scope["method"], route, status, ticket, request_id, scope.get("deltic.answer_id", "-"))
+                log_request(scope["method"], route, status, ticket, scope.get("deltic.answer_id", "-"))
 
     async def _converse(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Logs and counts a WebSocket when it has ended.
 
         Limits apply to the requests made through it.
         """
-        request_id = scope["deltic.request_id"] = secrets.token_hex(16)
-        ticket = scope[TICKET] = Ticket()
+        labels = _labels(scope)
+        request_id = scope["deltic.request_id"] = labels["request_id"]
+        ticket = scope[TICKET] = Ticket(labels=labels)
         status = 101
 
         async def send_noted(message: Message) -> None:
@@ -359,10 +371,25 @@ class Envelope:
         finally:
             route = PATH if own_path(scope) == PATH else "other"
             self._server.metrics.responses[route, status] += 1
-            log_request("WEBSOCKET", route, status, ticket, request_id, "-")
+            log_request("WEBSOCKET", route, status, ticket, "-")
 
 
-def log_request(method: str, route: str, status: int, ticket: Ticket, request_id: str, answer_id: str) -> None:
+def _labels(scope: Scope) -> dict[str, str]:
+    """What a request is called: `request_id`, by its client or made here; `session` and `trace_id` of those
+    that have one.
+    """
+    headers = dict(reversed(scope["headers"]))  # the first of a name
+    given = headers.get(b"x-request-id", b"").decode("latin-1")
+    labels = {"request_id": given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)}
+    session = next((headers[name] for name in SESSIONS if name in headers), b"").decode("latin-1")
+    if REQUEST_ID.fullmatch(session):
+        labels["session"] = session
+    if trace := TRACE_PARENT.fullmatch(headers.get(b"traceparent", b"").decode("latin-1")):
+        labels["trace_id"] = trace[1]
+    return labels
+
+
+def log_request(method: str, route: str, status: int, ticket: Ticket, answer_id: str) -> None:
     """The line of a request that has ended."""
     fields: dict[str, Any] = {"method": method, "route": route, "status": status}
     fields["seconds"] = round(time.monotonic() - ticket.started_s, 3)
@@ -375,9 +402,11 @@ def log_request(method: str, route: str, status: int, ticket: Ticket, request_id
     if usage := ticket.usage:
         more |= {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
         more["generated_tokens"] = usage.completion_tokens
+    more |= {name: label for name, label in ticket.labels.items() if name != "request_id"}
     if ticket.body:
         more["body"] = ticket.body.decode("utf-8", "replace")
     text += "".join(f" {name}={json.dumps(value) if name == 'body' else value}" for name, value in more.items())
+    request_id = ticket.labels["request_id"]
     ids = {"request_id": request_id, "answer_id": answer_id}
     level = logging.DEBUG if ticket.is_batch else logging.INFO  # of a batch its end is told
     log.log(level, "%s %s %s", text, request_id, answer_id, extra={"fields": fields | more | ids})
@@ -450,6 +479,8 @@ AUDIO = tuple(MEDIA_TYPES.values())
 ROUTES = (
     Route("POST", "/v1/chat/completions", chat_completions, protocol.ChatRequest, generates=True),
     Route("POST", "/v1/completions", completions, protocol.CompletionRequest, generates=True),
+    Route("POST", "/v1/chat/completions/render", render_chat, protocol.ChatRequest),
+    Route("POST", "/v1/completions/render", render_completion, protocol.CompletionRequest),
     Route("POST", "/v1/messages", anthropic.messages, anthropic_protocol.MessagesRequest, generates=True),
     Route("POST", "/v1/messages/count_tokens", anthropic.count_tokens, anthropic_protocol.CountTokensRequest),
     Route("POST", "/v1/responses", create_response, ResponsesRequest, generates=True),
@@ -484,6 +515,9 @@ ROUTES = (
     ADAPTERS("/v1/unload_lora_adapter", unload_adapter, UnloadAdapterRequest),
     Route("POST", "/tokenize", tokenize, protocol.TokenizeRequest),
     Route("POST", "/detokenize", detokenize, protocol.DetokenizeRequest),
+    Route("GET", "/server_info", server_info, takes_model=True),
+    Route("GET", "/model_info", model_info, takes_model=True),
+    Route("GET", "/is_sleeping", is_sleeping, open_=True),
     Route("GET", "/metrics", metrics, is_shared=True, gives=("text/plain",)),
     Route("GET", "/load", load, is_shared=True),
     Route("GET", "/cache", inspect_cache, is_shared=True, takes_model=True),

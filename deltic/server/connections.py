@@ -52,6 +52,11 @@ MAX_PIPELINED = 8
 """Requests that may wait behind the one that is answered while it is still watched whether the client leaves.
 """
 
+UNREAD_S = 0.01
+"""Between the last connection that is taken and the end of those that are idle: what a client has sent is
+read by then, and answered.
+"""
+
 RESERVED = 16
 """Descriptors that connections leave to everything else, and to those that come next."""
 
@@ -231,6 +236,13 @@ class HttpConnection(HttpToolsProtocol):
         else:
             self._refuse("head", refusal)
 
+    def shutdown(self) -> None:
+        """Ends it, once what is open is answered; so is a request that has begun to come, to whose client the
+        end of the connection looks like a failure.
+        """
+        if not self._is_head_open:
+            super().shutdown()
+
     # Bounds of time.
 
     def _look_later(self) -> None:
@@ -340,6 +352,12 @@ class HttpServer(uvicorn.Server):
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)
+        for listener in sockets or []:
+            with contextlib.suppress(OSError):  # none waits any more
+                while True:  # one that waited would be reset
+                    self._begin(listener.accept()[0])
+            listener.close()
+        await asyncio.sleep(UNREAD_S)
         await super().shutdown(sockets)
 
     async def _accept(self, listener: socket.socket) -> None:
@@ -352,11 +370,15 @@ class HttpServer(uvicorn.Server):
                     self._connections.make_room()
                 await asyncio.sleep(0.01)
                 continue
-            task = asyncio.create_task(self._open(accepted))
-            self._opening.add(task)
-            task.add_done_callback(self._opening.discard)
+            self._begin(accepted)
             self._connections.make_room(accepted.fileno())
             await asyncio.sleep(0)  # what has to make room does so before the next is taken
+
+    def _begin(self, accepted: socket.socket) -> None:
+        accepted.setblocking(False)
+        task = asyncio.create_task(self._open(accepted))
+        self._opening.add(task)
+        task.add_done_callback(self._opening.discard)
 
     async def _open(self, accepted: socket.socket) -> None:
         config, loop, silent = self.config, asyncio.get_running_loop(), self._connections.silent

@@ -117,10 +117,14 @@ class Ticket:
     Made by the Envelope, under TICKET in the request's scope.
     """
 
-    def __init__(self, config: ServerConfig | None = None, *, is_batch: bool = False) -> None:
+    def __init__(
+        self, config: ServerConfig | None = None, *, is_batch: bool = False, labels: dict[str, str] | None = None
+    ) -> None:
         """config: says how long it may take, and wait. is_batch: a line of a batch, which waits behind all
         others, and is ended with its batch's window only: others may take its place from it again and again.
+        labels: what its client, or a router, calls it, for logs and traces.
         """
+        self.labels = labels or {}
         config = config or ServerConfig()
         timeout_s = 0.0 if is_batch else config.request_timeout_s
         self.queue_timeout_s = 0.0 if is_batch else config.queue_timeout_s

@@ -17,7 +17,9 @@ from prometheus_client import CollectorRegistry, ProcessCollector, generate_late
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from deltic.engine.messages import CacheStats, SpeechStats, Stats
+from deltic import __version__
+from deltic.engine.messages import CacheStats, EngineInfo, SpeechStats, Stats
+from deltic.ops.geometry import PAGE_SIZE
 
 SECONDS = (
     0.001,
@@ -210,14 +212,14 @@ class Metrics:
         n_restarts: Callable[[], int],
         is_ready: Callable[[], bool],
         *,
-        about: Callable[[], dict[str, str]] = dict,
+        info: Callable[[], EngineInfo | None] = lambda: None,
         has_speech: bool = False,
         adapters: Callable[[], tuple[int, int, list[AdapterNumbers]]] = lambda: (0, 0, []),
     ) -> None:
-        """stats, n_restarts, is_ready, about (labels of deltic_build_info), adapters (places, those in use,
-        and all by name): read when the metrics are.
+        """stats, n_restarts, is_ready, info, adapters (places, those in use, and all by name): read when the
+        metrics are.
         """
-        self._about = about
+        self._info = info
         self._adapters = adapters
         self._stats = stats
         self._n_restarts = n_restarts
@@ -239,14 +241,16 @@ class Metrics:
 
     def families(self) -> Iterable[Metric]:
         stats = self._stats()
+        n_used = stats.n_pages_used
         yield from plain(
             "deltic_",
             (GAUGE, "engine_ready", "1 while the engine takes requests.", int(self._is_ready())),
             (GAUGE, "sequences_running", "Sequences that own a state slot.", stats.n_running),
             (GAUGE, "sequences_waiting", "Sequences that wait for a place.", stats.n_waiting),
-            (GAUGE, "pages_used", "KV pages in use.", stats.n_pages_used),
+            (GAUGE, "pages_used", "KV pages of sequences; what only the cache holds is as good as free.", n_used),
             (GAUGE, "pages", "KV pages there are.", stats.n_pages),
-            (GAUGE, "pages_used_ratio", "Part of them in use.", stats.n_pages_used / max(1, stats.n_pages)),
+            (GAUGE, "pages_used_ratio", "Part of them that sequences have.", n_used / max(1, stats.n_pages)),
+            (GAUGE, "page_tokens", "Tokens of a KV page.", PAGE_SIZE),
             (GAUGE, "state_slots_used", "State slots in use.", stats.n_slots_used),
             (GAUGE, "state_slots", "State slots there are.", stats.n_slots),
             (GAUGE, "last_step_seconds", "Duration of the last step.", stats.last_step_ms / 1000),
@@ -268,7 +272,9 @@ class Metrics:
         text = "Of those, the ones that were drawn, too."
         yield labelled(COUNTER, "deltic_accepted_draft_tokens", text, "position", stats.accepted)
         yield from _prefix_cache(stats.cache)
-        about = self._about()
+        about, info = {"version": __version__}, self._info()
+        if info is not None:
+            about |= {"device": info.device, "kernels": info.kernels}
         yield labelled(GAUGE, "deltic_build_info", "What runs here.", " ".join(about), {tuple(about.values()): 1})
         yield labelled(COUNTER, "deltic_sequences_finished", "Sequences that ended.", "finish_reason", self.finished)
         yield from (value.family() for value in vars(self).values() if isinstance(value, Histogram))
@@ -297,12 +303,13 @@ class Metrics:
     def vllm_families(self) -> Iterable[Metric]:
         """The same numbers under vLLM's names, as far as it has such."""
         stats = self._stats()
-        cache = stats.cache
+        cache, used = stats.cache, stats.n_pages_used / max(1, stats.n_pages)
+        hit_rate = cache.n_hit_tokens / max(1, cache.n_lookup_tokens)
         yield from plain(
             "vllm:",
             (GAUGE, "num_requests_running", "Sequences that own a state slot.", stats.n_running),
             (GAUGE, "num_requests_waiting", "Sequences that wait for a place.", stats.n_waiting),
-            (GAUGE, "kv_cache_usage_perc", "Part of the KV pages in use.", stats.n_pages_used / max(1, stats.n_pages)),
+            (GAUGE, "kv_cache_usage_perc", "Part of the KV pages that sequences have.", used),
             (COUNTER, "prompt_tokens", "Prompt tokens, cached ones too.", stats.n_prompt_tokens + cache.n_hit_tokens),
             (COUNTER, "generation_tokens", "Tokens drawn.", stats.n_generated_tokens),
             (COUNTER, "num_preemptions", "Sequences that had to give back their memory.", stats.n_preemptions),
@@ -312,6 +319,22 @@ class Metrics:
             (COUNTER, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", cache.n_lookup_tokens),
             (COUNTER, "prefix_cache_hits", "Of those, the ones that were not computed again.", cache.n_hit_tokens),
         )
+        yield from plain(  # the names of older versions, which production-stack's router reads
+            "vllm:gpu_",
+            (GAUGE, "cache_usage_perc", "As vllm:kv_cache_usage_perc.", used),
+            (GAUGE, "prefix_cache_hit_rate", "Part of the tokens looked up that were found.", hit_rate),
+            (COUNTER, "prefix_cache_queries", "As vllm:prefix_cache_queries.", cache.n_lookup_tokens),
+            (COUNTER, "prefix_cache_hits", "As vllm:prefix_cache_hits.", cache.n_hit_tokens),
+        )
+        if (info := self._info()) is not None:
+            layout = {
+                "block_size": PAGE_SIZE,
+                "cache_dtype": info.kv_cache_dtype,
+                "enable_prefix_caching": info.prefix_cache,
+                "num_gpu_blocks": info.n_pages,
+            }
+            name, text = "vllm:cache_config_info", "How the KV cache is laid out."
+            yield labelled(GAUGE, name, text, " ".join(layout), {tuple(layout.values()): 1})
         name, text = "vllm:spec_decode_num_accepted_tokens_per_pos", "The same by their place, from 0 on."
         yield labelled(COUNTER, name, text, "position", {int(at) - 1: n for at, n in stats.accepted.items()})
         reasons: Counter[str] = Counter()
@@ -338,13 +361,31 @@ class Metrics:
         ):
             yield histogram.family(f"vllm:{name}")
 
+    def sglang_families(self) -> Iterable[Metric]:
+        """What routers read, under SGLang's names."""
+        stats = self._stats()
+        used = stats.n_pages_used / max(1, stats.n_pages)
+        yield from plain(
+            "sglang:",
+            (GAUGE, "num_running_reqs", "Sequences that own a state slot.", stats.n_running),
+            (GAUGE, "num_queue_reqs", "Sequences that wait for a place.", stats.n_waiting),
+            (GAUGE, "token_usage", "Part of the KV pages that sequences have.", used),
+            (GAUGE, "max_total_num_tokens", "Tokens that the KV pages hold.", stats.n_pages * PAGE_SIZE),
+            (GAUGE, "page_size", "Tokens of a KV page.", PAGE_SIZE),
+            (GAUGE, "num_pages", "KV pages there are.", stats.n_pages),
+        )
+        pages = {(PAGE_SIZE, stats.n_pages): 1}  # before SGLang had the two gauges
+        yield labelled(GAUGE, "sglang:cache_config_info", "How the KV cache is laid out.", "page_size num_pages", pages)
+
 
 class Exposition(Collector):
     """All numbers of the process, as Prometheus reads them. One instance an app; no global state."""
 
     def __init__(self, keys: Sequence[KeyNumbers] = (), names: str = "deltic") -> None:
-        """keys: read when the metrics are. names: whose the models' numbers have: deltic, vllm, both."""
-        self._has_own, self._has_vllm = names != "vllm", names != "deltic"
+        """keys: read when the metrics are. names: whose the models' numbers have: deltic, vllm, sglang, or
+        both of the first two.
+        """
+        self._names = ("deltic", "vllm") if names == "both" else (names,)
         self.models: dict[str, Metrics] = {}
         """By name."""
         self.responses: Counter[tuple[str, int]] = Counter()
@@ -369,9 +410,11 @@ class Exposition(Collector):
         """A family comes once: its samples say which model they are of, however many there are."""
         families: dict[str, Metric] = {}
         for name, metrics in self.models.items():
-            own = [(family, {"model": name}) for family in metrics.families() if self._has_own]
-            theirs = metrics.vllm_families() if self._has_vllm else ()
-            for family, label in [*own, *((family, {"model_name": name}) for family in theirs)]:
+            own = metrics.families() if "deltic" in self._names else ()
+            vllm = metrics.vllm_families() if "vllm" in self._names else ()
+            sglang = metrics.sglang_families() if "sglang" in self._names else ()
+            theirs = [(family, {"model_name": name}) for family in [*vllm, *sglang]]
+            for family, label in [*((family, {"model": name}) for family in own), *theirs]:
                 samples = [sample._replace(labels=sample.labels | label) for sample in family.samples]
                 family.samples = []
                 families.setdefault(family.name, family).samples += samples

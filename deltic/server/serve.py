@@ -1,12 +1,14 @@
 """The server process: the engines are started first, everything else is imported and built while they load.
 
-SIGTERM or Ctrl-C: new requests get 503, those that run may finish within `drain_s`, then the rest is ended. A
-second signal ends at once. So does a first one that the event loop does not take.
+SIGTERM or Ctrl-C: for `drain_notice_s` /health says so, and requests are still taken. Then new requests get
+503, those that run may finish within `drain_s`, then the rest is ended. A second signal ends at once. So does
+a first one that the event loop does not take.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import ctypes
 import gc
 import logging
@@ -19,8 +21,10 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
-from typing import TYPE_CHECKING, NamedTuple
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import uvloop
 
@@ -31,6 +35,7 @@ from deltic.host.client import EngineClient, EngineFailed
 from deltic.host.supervisor import PROGRAM, EngineHost
 from deltic.models.checkpoint import locate, model_name, speaks, text_directory, tokenizer_directory
 from deltic.models.fields import CheckpointError
+from deltic.models.hub import is_hub_name
 from deltic.server.address import listening, tls, url_of
 from deltic.server.chat.pictures import needs_pillow
 from deltic.server.fetch import fetch_all
@@ -300,7 +305,27 @@ def _service(server: Server, model: Served) -> Service:
         speech,
         aliases=model.names[1:],
         patterns=model.about.patterns,
+        origin=_origin(engine, directory),
     )
+
+
+def _origin(engine: EngineConfig, directory: Path) -> dict[str, Any]:
+    """Names on the hub of a model and its tokenizer, None where they have none: places on this machine are
+    nobody's business, and a router looks on the hub. The architecture as config.json says it, of a model that
+    has one.
+    """
+    from deltic.text import read_json
+
+    config = {} if engine.dummy is not None else read_json(directory / "config.json")
+    tokenizer = engine if engine.tokenizer is None else replace(engine, model=engine.tokenizer, dummy=None)
+    names = [model_name(one) for one in (engine, tokenizer)]
+    model, spoken = (name if engine.dummy is None and is_hub_name(name) else None for name in names)
+    return {
+        "model_path": model,
+        "tokenizer_path": spoken,
+        "model_type": config.get("model_type"),
+        "architectures": config.get("architectures"),
+    }
 
 
 async def _until_stopped(
@@ -334,6 +359,8 @@ async def _until_stopped(
         if running.done():
             log.error("the HTTP server ended: %r", running.exception())
             return 1
+        if ready.done():
+            await _give_notice(server, signals)
         await _drain(host, server, signals)
         return 0
     finally:
@@ -394,9 +421,18 @@ async def _show_loading(services: list[Service]) -> None:
                 last_s, last = time.monotonic(), now
 
 
+async def _give_notice(server: Server, signals: StopSignals) -> None:
+    """Has routers go elsewhere for `drain_notice_s`; a second signal cuts this short."""
+    server.is_leaving = True
+    if notice_s := server.config.drain_notice_s:
+        log.info("told to stop; /health says so, and requests are taken for %g s more", notice_s)
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(signals.second.wait(), notice_s)
+
+
 async def _drain(host: EngineHost, server: Server, signals: StopSignals) -> None:
     """Lets open requests finish for `drain_s`, then ends them; a second signal cuts this short."""
-    server.draining = True
+    server.is_leaving = server.draining = True
     if server.batches is not None:
         await server.batches.stop()  # they go on with the next start
     drain_s = server.config.drain_s

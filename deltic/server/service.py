@@ -20,7 +20,6 @@ from typing import Any, Generic, Literal, TypeVar
 
 from starlette.requests import Request
 
-from deltic import __version__
 from deltic.config import ServerConfig
 from deltic.engine.messages import EngineInfo
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
@@ -48,6 +47,7 @@ from deltic.text import Tokenizer
 log = logging.getLogger("deltic.server")
 
 SHUTTING_DOWN = "the server is shutting down"
+LEAVING = "the server is about to shut down; it still answers, but send new requests elsewhere"
 
 INLINE_BYTES = 8192
 """A body up to this size is parsed and tokenised in the event loop; a larger one in a thread beside it."""
@@ -76,7 +76,7 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 Kind = Literal["text", "speech"]
 """What a model makes."""
 
-STATES = ("stopping", "stopped", "failed", "restarting", "starting", "ready")
+STATES = ("stopping", "draining", "stopped", "failed", "restarting", "starting", "ready")
 """Of a model, the worst first."""
 
 B = TypeVar("B")
@@ -100,8 +100,10 @@ class Server:
     worker: FairThread = field(init=False)
     """One thread, so that large prompts cannot take the engine's cores."""
     started_s: int = field(default_factory=lambda: int(time.time()))
+    is_leaving: bool = False
+    """Set when the process is told to stop: routers are to go elsewhere, and no connection is kept."""
     draining: bool = False
-    """Set when the process is told to stop: no new requests."""
+    """Set when `drain_notice_s` are over: no new requests."""
     n_open: int = 0
     """HTTP requests that have not been answered whole."""
     n_sockets: int = 0
@@ -245,7 +247,7 @@ class Server:
         if len(each) == 1:
             return each[worst]
         status = dict(each[worst])
-        if "message" in status and not self.draining:
+        if "message" in status and not (self.draining or self.is_leaving):
             status["message"] = f"{worst}: {status['message']}"
         return status | {"models": {name: told | {"kind": self.models[name].kind} for name, told in each.items()}}
 
@@ -293,6 +295,8 @@ class Service:
     """More names for it in /v1/models."""
     patterns: tuple[str, ...] = ()
     """Names that it answers to and that are not listed, as fnmatch patterns."""
+    origin: Mapping[str, Any] = field(default_factory=dict)
+    """Of its checkpoint, what /model_info tells."""
     metrics: Metrics = field(init=False)
     constrainer: Constrainer = field(init=False)
     adapters: Adapters = field(init=False)
@@ -305,7 +309,7 @@ class Service:
             lambda: client.stats,
             lambda: client.n_restarts,
             lambda: client.state == "ready",
-            about=self._about,
+            info=lambda: client.info,
             has_speech=self.speech is not None,
             adapters=lambda: (adapters.most, adapters.n_held, [adapter.numbers for adapter in adapters.all()]),
         )
@@ -397,10 +401,6 @@ class Service:
         """Whether its chats may have pictures."""
         return self.client.info is not None and self.client.info.pictures is not None
 
-    def _about(self) -> dict[str, str]:
-        info = self.client.info
-        return {"version": __version__} | ({"device": info.device, "kernels": info.kernels} if info else {})
-
     def admit(self, *, speech: bool = False) -> EngineInfo:
         """The engine's info, for a request that is about to be read.
 
@@ -410,8 +410,8 @@ class Service:
         """
         if speech:
             self.speaking()
-        elif self.speech is not None:
-            raise self._other_kind("speaks and does not write; use /v1/audio/speech")
+        else:
+            self.check_writes()
         if self.server.draining:
             raise unavailable(SHUTTING_DOWN)
         try:
@@ -423,6 +423,20 @@ class Service:
             raise unavailable(str(error)) from None
         except QueueFull as error:
             raise queue_full(error) from None
+
+    def rendering(self) -> EngineInfo:
+        """The engine's info, for a prompt that is made and goes nowhere: no engine has to run. Raises
+        ApiError: 404 for a model that speaks, 503 until it was ready once.
+        """
+        self.check_writes()
+        if self.client.info is None:
+            raise unavailable(self.client.why_unavailable())
+        return self.client.info
+
+    def check_writes(self) -> None:
+        """Raises ApiError (404) for a model that speaks."""
+        if self.speech is not None:
+            raise self._other_kind("speaks and does not write; use /v1/audio/speech")
 
     def speaking(self) -> SpeechParts:
         """Raises ApiError (404) for a model that writes text."""
@@ -463,6 +477,8 @@ class Service:
         client = self.client
         if self.server.draining:
             return {"status": "stopping", "message": SHUTTING_DOWN}
+        if self.server.is_leaving:
+            return {"status": "draining", "message": LEAVING}
         status: dict[str, Any] = {"status": client.state}
         if client.state != "ready":
             status["message"] = client.why_unavailable()

@@ -320,9 +320,11 @@ class LargeResponse:
     answer.
     """
 
-    def __init__(self, value: bytes | dict[str, Any], headers: list[tuple[bytes, bytes]] | None = None) -> None:
+    def __init__(
+        self, value: bytes | dict[str, Any] | list[Any], headers: list[tuple[bytes, bytes]] | None = None
+    ) -> None:
         """value: as of `json_pieces`, or what is made already. headers: where it is no JSON."""
-        self._pieces = json_pieces(value) if isinstance(value, dict) else _parts(value)
+        self._pieces = _parts(value) if isinstance(value, bytes) else json_pieces(value)
         self._headers = headers or [(b"content-type", b"application/json")]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -14,6 +15,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 
@@ -28,6 +30,7 @@ UNIT = (DEPLOY / "deltic.service").read_text()
 IMAGE = (DEPLOY / "Containerfile").read_text()
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["deltic"]
 COMPOSE_GPU: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]["deltic"]
+KUBERNETES: list[dict[str, Any]] = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
 
 
 def seconds(text: str) -> float:
@@ -49,6 +52,45 @@ def test_the_commands_are_ours() -> None:
     assert json.loads(re.findall(r"^CMD (.*)$", IMAGE, re.MULTILINE)[0]) == ["serve"]
 
 
+def settings_of(container: dict[str, Any]) -> ServerConfig:
+    given = vars(parser().parse_args(container["args"]))
+    names = {field.name for field in dataclasses.fields(ServerConfig)}
+    return resolve(ServerConfig, {name: value for name, value in given.items() if name in names}, {})
+
+
+def test_two_pods_of_kubernetes_stop_one_by_one() -> None:
+    deployment, service = KUBERNETES
+    assert (deployment["kind"], service["kind"], deployment["spec"]["replicas"]) == ("Deployment", "Service", 2)
+    pod = deployment["spec"]["template"]
+    labels = pod["metadata"]["labels"]
+    for selector in (deployment["spec"]["selector"]["matchLabels"], service["spec"]["selector"]):
+        assert selector.items() <= labels.items()
+    (container,) = pod["spec"]["containers"]
+    config = settings_of(container)
+    assert labels["llm-d.ai/engine-type"] == "vllm" and config.metrics_names == "both"
+    ready, start, live = (container[f"{name}Probe"] for name in ("readiness", "startup", "liveness"))
+    notices_s = ready["periodSeconds"] * ready["failureThreshold"] + ready["timeoutSeconds"]
+    assert notices_s < config.drain_notice_s, "nobody sends anything more when it refuses"
+    assert pod["spec"]["terminationGracePeriodSeconds"] > config.drain_notice_s + config.drain_s + 10
+    assert (
+        pod["spec"]["securityContext"]["runAsNonRoot"]
+        and f"USER {pod['spec']['securityContext']['runAsUser']}:" in IMAGE
+    )
+    (port,) = container["ports"]
+    assert port["containerPort"] == 8000 and service["spec"]["ports"][0]["targetPort"] == port["name"]
+    mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
+    assert mounts == {"cache": "/cache", "tmp": "/tmp"} and {one["name"] for one in pod["spec"]["volumes"]} == set(
+        mounts
+    )
+    engine = FakeEngineClient()
+    app = make_app(engine)
+    with served(app) as url:
+        for state, leaving, is_ready in (("ready", False, True), ("restarting", False, False), ("ready", True, False)):
+            engine.state, app.state.server.is_leaving = state, leaving  # type: ignore[assignment]
+            assert (httpx.get(url + ready["httpGet"]["path"]).status_code == 200) is is_ready
+            assert all(httpx.get(url + probe["httpGet"]["path"]).status_code == 200 for probe in (start, live))
+
+
 def test_the_settings_are_ours() -> None:
     (table,) = read_config(DEPLOY / "deltic.toml")
     assert resolve(ServerConfig, {}, {}, table).log_format == "json"
@@ -60,8 +102,10 @@ def test_the_settings_are_ours() -> None:
 
 
 def test_what_is_stopped_may_finish() -> None:
-    assert seconds(of_unit("TimeoutStopSec")) > ServerConfig.drain_s + 10
-    assert seconds(COMPOSE["stop_grace_period"]) > ServerConfig.drain_s + 10
+    (table,) = read_config(DEPLOY / "deltic.toml")
+    config = resolve(ServerConfig, {}, {}, table)
+    assert seconds(of_unit("TimeoutStopSec")) > config.drain_notice_s + config.drain_s + 10
+    assert seconds(COMPOSE["stop_grace_period"]) > ServerConfig.drain_notice_s + ServerConfig.drain_s + 10
     assert of_unit("KillMode") == "mixed", "the engine is the server's to stop"
 
 

@@ -7,7 +7,7 @@ import re
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deltic.engine.messages import CacheStats, SpeechStats, Stats
+from deltic.engine.messages import CacheStats, EngineInfo, SpeechStats, Stats
 from deltic.host.client import CACHE_COUNTERS, COUNTERS, SPEECH_COUNTERS
 from deltic.server.metrics import Exposition, Histogram, Metrics
 
@@ -105,12 +105,18 @@ def test_of_several_models_a_family_comes_once() -> None:
     )
 
 
+INFO = EngineInfo(
+    vocab_size=9, eos_token_ids=[], max_model_len=640, max_num_seqs=2, max_step_tokens=64, n_pages=10, n_slots=2, device="cpu",
+    kernels="avx2",
+)  # fmt: skip
+
+
 def test_the_same_numbers_under_the_names_of_vllm() -> None:
     cache = CacheStats(n_lookup_tokens=900, n_hit_tokens=640)
     stats = Stats(
         n_running=3, n_waiting=2, n_pages_used=5, n_pages=10, n_prompt_tokens=260, n_generated_tokens=9, cache=cache
     )  # fmt: skip
-    metrics = Metrics(lambda: stats, lambda: 0, lambda: True)
+    metrics = Metrics(lambda: stats, lambda: 0, lambda: True, info=lambda: INFO)
     metrics.finished.update(stop=4, tool_calls=2, queue_timeout=1)
     metrics.ttft_s.observe(0.02)
     metrics.itl_s.observe(0.01, 8)
@@ -118,6 +124,11 @@ def test_the_same_numbers_under_the_names_of_vllm() -> None:
         'vllm:num_requests_running{model_name="m"} 3.0',
         'vllm:num_requests_waiting{model_name="m"} 2.0',
         'vllm:kv_cache_usage_perc{model_name="m"} 0.5',
+        'vllm:cache_config_info{block_size="64",cache_dtype="bf16",enable_prefix_caching="True",model_name="m",num_gpu_blocks="10"} 1.0',
+        'vllm:gpu_cache_usage_perc{model_name="m"} 0.5',
+        f'vllm:gpu_prefix_cache_hit_rate{{model_name="m"}} {640 / 900}',
+        'vllm:gpu_prefix_cache_queries_total{model_name="m"} 900.0',
+        'vllm:gpu_prefix_cache_hits_total{model_name="m"} 640.0',
         'vllm:prompt_tokens_total{model_name="m"} 900.0',
         'vllm:generation_tokens_total{model_name="m"} 9.0',
         'vllm:prefix_cache_queries_total{model_name="m"} 900.0',
@@ -137,6 +148,33 @@ def test_the_same_numbers_under_the_names_of_vllm() -> None:
         assert (own in lines) == has_own
         assert expected <= lines if has_theirs else not any(line.startswith("vllm") for line in lines)
         list(text_string_to_metric_families(every.text().decode()))
+
+
+def test_what_routers_read_under_the_names_of_sglang() -> None:
+    stats = Stats(n_running=3, n_waiting=2, n_pages_used=5, n_pages=10)
+    every = Exposition(names="sglang")
+    every.models["m"] = Metrics(lambda: stats, lambda: 0, lambda: True)
+    lines = [line for line in every.text().decode().splitlines() if line.startswith(("sglang", "vllm", "deltic_seq"))]
+    assert sorted(lines) == [
+        'sglang:cache_config_info{model_name="m",num_pages="10",page_size="64"} 1.0',
+        'sglang:max_total_num_tokens{model_name="m"} 640.0',
+        'sglang:num_pages{model_name="m"} 10.0',
+        'sglang:num_queue_reqs{model_name="m"} 2.0',
+        'sglang:num_running_reqs{model_name="m"} 3.0',
+        'sglang:page_size{model_name="m"} 64.0',
+        'sglang:token_usage{model_name="m"} 0.5',
+    ]
+
+
+def test_the_layout_of_the_cache_is_told_once_it_is_known() -> None:
+    info: EngineInfo | None = None
+    every = Exposition(names="both")
+    every.models["m"] = Metrics(lambda: Stats(), lambda: 0, lambda: False, info=lambda: info)
+    assert "cache_config_info" not in every.text().decode()
+    info = INFO
+    text = every.text().decode()
+    assert "vllm:cache_config_info{" in text and 'deltic_page_tokens{model="m"} 64.0' in text
+    assert 'device="cpu",kernels="avx2",model="m"' in text
 
 
 def test_the_prefix_cache_s_numbers():

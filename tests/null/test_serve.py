@@ -154,6 +154,36 @@ def test_drain_lets_requests_finish() -> None:
     assert not any("Traceback" in line for line in server.log), server.log
 
 
+def test_notice_is_given_before_the_drain() -> None:
+    with server_of(step_ms=2, drain_s=20, drain_notice_s=1.0) as server:
+        url = server.url()
+        server.process.send_signal(signal.SIGTERM)
+        sent_s = time.monotonic()
+        wait_for(lambda: httpx.get(f"{url}/ready").status_code == 503)
+        assert httpx.get(f"{url}/health").json()["status"] == "draining"
+        taken = httpx.post(f"{url}/v1/completions", json=LONG | {"max_tokens": 5})
+        assert (taken.status_code, taken.headers["connection"]) == (200, "close")
+        late = Ask(url, max_tokens=600, stream=True)
+        wait_for(lambda: late.text)
+        wait_for(lambda: httpx.get(f"{url}/health").json()["status"] == "stopping")
+        assert time.monotonic() - sent_s > 0.9
+        refused = httpx.post(f"{url}/v1/completions", json=LONG)
+        assert refused.status_code == 503 and "retry-after" in refused.headers
+        assert server.end(10) == 0
+        late.join()
+    assert late.text.endswith("data: [DONE]\n\n")
+
+
+def test_a_second_signal_ends_the_notice_too() -> None:
+    with server_of(drain_notice_s=600) as server:
+        url = server.url()
+        server.process.send_signal(signal.SIGTERM)
+        wait_for(lambda: httpx.get(f"{url}/health").status_code == 503)
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGTERM)
+        assert server.end() == 0
+
+
 def test_several_models_start_answer_and_drain_together() -> None:
     with server_of(step_ms=2, drain_s=20, names=("a", "b")) as server:
         url = server.url()

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from deltic.config import ConfigError
@@ -71,6 +72,18 @@ def test_steps_and_requests_are_in_the_file(tmp_path: Path) -> None:
     assert spans(events, "dddd:0") == ["queue"]
     assert {e["args"]["running"] for e in events if e["name"] == "sequences"} >= {0, 3}
     assert all(0 <= steps[0]["ts"] - e["ts"] < 60e6 for e in events if e["ph"] == "M"), "they began just before"
+
+
+def test_what_the_client_calls_a_request_is_told_once(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    engine = traced(path, max_step_tokens=128, max_num_seqs=3)
+    engine.add(msgspec.structs.replace(request("a", 30, max_tokens=3), labels={"request_id": "mine", "session": "s"}))
+    engine.add(request("bb", 30, max_tokens=3))
+    while engine.has_work():
+        engine.step()
+    engine.close(0.0)
+    told = {(e["id"], e["name"]): e["args"] for e in load(path) if e["ph"] == "b" and "args" in e}
+    assert told == {("a:0", "queue"): {"request_id": "mine", "session": "s"}}
 
 
 def test_preemptions_and_failures_are_shown(tmp_path: Path) -> None:

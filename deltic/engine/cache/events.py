@@ -30,8 +30,9 @@ from deltic.ops.geometry import PAGE_SIZE
 
 GPU, CPU, DISK = 1, 2, 4
 MEDIA = {GPU: "GPU", CPU: "CPU", DISK: "DISK"}
-"""Readers' words for the three tiers, in the order of the tree's. The pools that steps use are "GPU" on a CPU,
-too, as vLLM has it there: routers count most of that one.
+"""Readers' words for the three tiers, in the order of the tree's.
+
+The pools that steps use are "GPU" on a CPU, too, as vLLM has it there: routers count most of that one.
 """
 
 HASH_MASK = 2**63 - 1

@@ -10,9 +10,9 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -37,6 +37,8 @@ MAX_HELD = 1000
 treated as any stream's.
 """
 
+T = TypeVar("T")
+
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
@@ -56,22 +58,47 @@ def prepare_chat(service: Service, chat: protocol.ChatRequest, info: engine.Engi
 
     Slow for long ones: see Service.prepare. Raises ApiError.
     """
-    check(service, chat)
-    if info.pictures is None and chat.mm_processor_kwargs not in (None, PictureBounds()):
-        raise bad_request("mm_processor_kwargs", "this server reads text only; leave it out", "unsupported_field")
-    kept = protocol.kept_tokens(chat, info, service.default_length)
-    prompt, tools = render(service.template, chat, protocol.context_limit(info), kept, pictures)
-    max_tokens = protocol.answer_length(chat, len(prompt.ids), info, service.default_length)
+    prompt, tools, max_tokens = rendered(service, chat, info, pictures)
     params = protocol.sampling_params(chat, max_tokens, info, service.defaults, service.config)
     if constraint := service.constrainer.chat(chat, prompt.thinking):
         params = msgspec.structs.replace(params, constraint=constraint)
     return Prepared(chat, prompt, params, tools, is_fixed(chat))
 
 
-def _prepare(service: Service, chat: protocol.ChatRequest, info: engine.EngineInfo, pictures: Pictures) -> Prepared:
-    """`prepare_chat`, whose errors name `functions` and `function_call` where those were sent."""
+def rendered(
+    service: Service, chat: protocol.ChatRequest, info: engine.EngineInfo, pictures: Pictures
+) -> tuple[Prompt, dict[str, dict[str, Any]] | None, int]:
+    """A chat's prompt, the schemas of the tools that the answer may call, and the answer's longest length.
+
+    Raises ApiError.
+    """
+    check(service, chat)
+    if info.pictures is None and chat.mm_processor_kwargs not in (None, PictureBounds()):
+        raise bad_request("mm_processor_kwargs", "this server reads text only; leave it out", "unsupported_field")
+    kept = protocol.kept_tokens(chat, info, service.default_length)
+    prompt, tools = render(service.template, chat, protocol.context_limit(info), kept, pictures)
+    return prompt, tools, protocol.answer_length(chat, len(prompt.ids), info, service.default_length)
+
+
+def take_chat(
+    service: Service,
+    request: Request,
+    info: engine.EngineInfo,
+    work: Callable[[Service, protocol.ChatRequest, engine.EngineInfo, Pictures], T],
+) -> Awaitable[T]:
+    """`work` on the chat that a body is: `prepare_chat`, or a part of it. Raises ApiError."""
+    return service.take_chat(
+        request,
+        protocol.ChatRequest,
+        lambda chat: chat,
+        lambda _, chat, pictures: _naming_older(chat, lambda: work(service, chat, info, pictures)),
+    )
+
+
+def _naming_older(chat: protocol.ChatRequest, work: Callable[[], T]) -> T:
+    """`work`, whose errors name `functions` and `function_call` where those were sent."""
     try:
-        return prepare_chat(service, chat, info, pictures)
+        return work()
     except ApiError as error:
         older = (*_FUNCTIONS[: bool(chat.functions)], *_FUNCTION_CALL[: bool(chat.function_call)])
         raise renamed(error, older) from None
@@ -120,12 +147,7 @@ def _choice(service: Service, asked: protocol.Sampling, index: int, **more: Any)
 async def chat_completions(service: Service, request: Request) -> ASGIApp:
     """POST /v1/chat/completions: an answer to a chat."""
     info = service.admit()
-    prepared = await service.take_chat(
-        request,
-        protocol.ChatRequest,
-        lambda chat: chat,
-        lambda _, chat, pictures: _prepare(service, chat, info, pictures),
-    )
+    prepared = await take_chat(service, request, info, prepare_chat)
     chat = prepared.chat
     request_id = f"chatcmpl-{secrets.token_hex(16)}"
     answer_id = request.scope["deltic.answer_id"] = chat.rid or _named("chatcmpl-", chat) or request_id
@@ -230,8 +252,7 @@ async def completions(service: Service, request: Request) -> ASGIApp:
     def prepare(
         asked: protocol.CompletionRequest,
     ) -> tuple[protocol.CompletionRequest, list[engine.Request], Echo | None]:
-        check(service, asked)
-        prompts = protocol.prompts(asked, info)
+        prompts = prompts_of(service, asked, info)
         requests = requests_of(service, asked, prompts, info)
         return asked, requests, Echo(asked, prompts, requests, service.tokenizer) if asked.echo else None
 
@@ -280,21 +301,25 @@ def completion_generation(
     return Generation(service.client, service.metrics, requests, choices, ticket, service.adapter)
 
 
-def requests_of(
-    service: Service, asked: protocol.CompletionRequest, prompts: list[str | list[int]], info: engine.EngineInfo
-) -> list[engine.Request]:
-    """One request of the engine for each prompt. Raises ApiError (400)."""
+def prompts_of(service: Service, asked: protocol.CompletionRequest, info: engine.EngineInfo) -> list[str | list[int]]:
+    """The prompts of a completion that may be asked. Raises ApiError."""
+    check(service, asked)
+    prompts = protocol.prompts(asked, info)
     most = info.max_num_seqs + service.config.max_queue
     if len(prompts) * (asked.n or 1) > most:
         raise bad_request(
             "prompt", f"{len(prompts)} prompts are more than can wait here; send at most {most} sequences"
         )
-    request_id = f"cmpl-{secrets.token_hex(16)}"
-    requests = []
-    constraint = None
+    return prompts
+
+
+def encoded(
+    service: Service, asked: protocol.CompletionRequest, prompts: list[str | list[int]], info: engine.EngineInfo
+) -> Iterator[tuple[list[int], int]]:
+    """Of each prompt its ids, and its answer's longest length. Raises ApiError (400)."""
     limit = protocol.context_limit(info)
     kept = protocol.kept_tokens(asked, info, service.default_length)
-    for i, prompt in enumerate(prompts):
+    for prompt in prompts:
         if not isinstance(prompt, str):
             ids = prompt[-(kept or 0) :]
         elif kept is not None:
@@ -303,7 +328,17 @@ def requests_of(
             raise protocol.prompt_too_long("prompt", f"at least {n}", limit)
         else:
             ids = service.tokenizer.encode(prompt, "parse")
-        max_tokens = protocol.answer_length(asked, len(ids), info, service.default_length)
+        yield ids, protocol.answer_length(asked, len(ids), info, service.default_length)
+
+
+def requests_of(
+    service: Service, asked: protocol.CompletionRequest, prompts: list[str | list[int]], info: engine.EngineInfo
+) -> list[engine.Request]:
+    """One request of the engine for each prompt. Raises ApiError (400)."""
+    request_id = f"cmpl-{secrets.token_hex(16)}"
+    requests = []
+    constraint = None
+    for i, (ids, max_tokens) in enumerate(encoded(service, asked, prompts, info)):
         params = protocol.sampling_params(asked, max_tokens, info, service.defaults, service.config)
         if i == 0:  # it is the same for all prompts
             constraint = service.constrainer.completion(asked)

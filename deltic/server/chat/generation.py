@@ -82,6 +82,8 @@ class Generation:
             for p, request in enumerate(self._requests):
                 request.owner = self._ticket.turns
                 request.party = self._ticket.party
+                if self._client.config.trace is not None:
+                    request.labels = self._ticket.labels
                 if self._adapter is not None:
                     request.adapter, request.adapter_name = self._adapter.current_key(), self._adapter.name
                 if self._ticket.is_batch:

@@ -53,7 +53,7 @@ MAX_WAITING = 100_000
 LEFT = 499
 """The status of a part whose client went while it was spoken."""
 
-Note = Callable[[str, str, int, Ticket, str, str], None]
+Note = Callable[[str, str, int, Ticket, str], None]
 """http.log_request."""
 
 
@@ -296,7 +296,7 @@ class _Conversation:
         form = config.response_format or "wav"
         rate = config.sample_rate or 24000
         await self._send("audio.start", **place, sentence_text=text, format=form, sample_rate=rate)
-        ticket = Ticket(service.config)
+        ticket = Ticket(service.config, labels=self._socket.scope[TICKET].labels)
         ticket.account = self._account
         ticket.model = service.model_name if len(self._server.models) > 1 else ""
         limits = (service.config.request_timeout_s, service.config.queue_timeout_s)
@@ -322,7 +322,7 @@ class _Conversation:
         finally:
             self._server.n_open -= 1
             ticket.end(status)
-            self._note("PART", PATH, status, ticket, scope["deltic.request_id"], scope["deltic.answer_id"])
+            self._note("PART", PATH, status, ticket, scope["deltic.answer_id"])
         await self._send("audio.done", **place, total_bytes=self._n_bytes, error=status != 200)
 
     async def _answer(self, part: _Part, ticket: Ticket) -> None:
