@@ -7,21 +7,26 @@ what is worth it is written behind, so it survives a restart.
 
 Pages leave a tier leaf first, so the pages of a tier are closed: on the device and on disk with a page are
 all those before it; on the host they continue a path that the device begins.
+
+Other servers may use the directory. What they wrote is looked for when a request wants it (`search`). One of
+the servers evicts for all: it takes what the others have written into its tree, every SURVEY_S. The others
+save as long as the directory has room.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter
+from collections import Counter, deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
+from deltic.engine.cache.directory import Entry
 from deltic.engine.cache.pool import IntegrityError, Pool
-from deltic.engine.cache.tiers import Move, Tiers
+from deltic.engine.cache.tiers import Move, Search, Survey, Tiers
 from deltic.engine.cache.tree import DEVICE, DISK, HOST, TIER_NAMES, Node, PrefixTree, Tier
 from deltic.engine.messages import CacheStats, EngineInfo
 from deltic.ops.geometry import PAGE_SIZE
@@ -29,8 +34,22 @@ from deltic.ops.geometry import PAGE_SIZE
 SAVE_BYTES = 32 << 20
 """About as much goes to disk in one go: for so long its pages and slots are kept from others."""
 
-SURVEY_S = 60.0
-"""How often it is looked what other servers have in the directory, while something is saved."""
+SURVEY_S = 10.0
+"""How often it is looked what other servers have in the directory, by the one that evicts."""
+
+IDLE_SURVEY_S = 60.0
+"""The same by the others, which look when they have written a share of the budget, too."""
+
+SHARE = 16
+"""What a server may write between two looks, and what is kept free for others: one part in so many of the
+budget.
+"""
+
+MAX_NEWS = 200
+"""Files of others that are taken note of before one step: that takes a millisecond."""
+
+MAX_SEARCH_S = 1.0
+"""How long a request waits for what others may have: one that a hanging disk does not answer is the last."""
 
 REGROW_S = 3600.0
 """How long less is kept on a disk that was full."""
@@ -83,6 +102,17 @@ class Residency:
         self._disk_used = 0
         self._disk_most = math.inf
         """Less than the budget for a while after the disk was full."""
+        self._directory_bytes = self._written_since = 0
+        """By the last survey, and written since then by this server."""
+        self._news: deque[Entry | tuple[str, bytes]] = deque()
+        """Of the last survey: objects that appeared, and the kinds and keys of those that are gone."""
+        self._strays: set[tuple[str, bytes]] = set()
+        """Objects of which nobody has the page before: it may have come after the look at its directory."""
+        self._searches: dict[int, Search] = {}
+        self._demanded: set[Node] = set()
+        """To be saved whatever they are worth."""
+        self.n_found = 0
+        """Pages that a request found, and another server had written."""
         self._regrow_at = self._survey_at = time.monotonic() + SURVEY_S
         if self.disk_bytes:
             self._restore()
@@ -272,12 +302,16 @@ class Residency:
         tiers = self.tiers
         if tiers is None:
             return
+        if self.disk_bytes:
+            self._look_around(tiers)
         if tiers.n_pending:
             for ticket, moves in tiers.finished():
                 if ticket in self._loads:
                     self._loaded(self._loads.pop(ticket), moves)
-                else:
+                elif ticket in self._saves:
                     self._saved(*self._saves.pop(ticket), moves)
+                elif ticket in self._searches:
+                    self._found(self._searches.pop(ticket))
                 for node in list(self._doomed):
                     self.drop(node)
         if self._to_save and not self._saves:
@@ -285,8 +319,8 @@ class Residency:
 
     @property
     def n_moving(self) -> int:
-        """Loads and saves under way."""
-        return len(self._loads) + len(self._saves)
+        """Loads, saves and searches under way."""
+        return len(self._loads) + len(self._saves) + len(self._searches)
 
     @property
     def is_loading(self) -> bool:
@@ -331,6 +365,114 @@ class Residency:
         assert before is not None
         return before.parent is None or before.page[tier] is not None
 
+    # What other servers have.
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others may have written what this server does not know."""
+        return self.disk_bytes > 0 and self.tiers is not None and self.tiers.is_shared
+
+    def search(self, root: bytes, keys: list[bytes], n_known: int, n_usable: int) -> Search | None:
+        """Starts to look for more of a prompt than the tree has; None where that is of no use.
+
+        n_known: pages that need not be looked for; n_usable: those that a request could start behind.
+        """
+        now_s = time.monotonic()
+        if not self.is_shared or any(now_s - s.began_s > MAX_SEARCH_S for s in self._searches.values()):
+            return None
+        assert self.tiers is not None
+        search = Search(root, keys, n_known, n_usable, now_s)
+        self._searches[self.tiers.search(search)] = search
+        return search
+
+    def _found(self, search: Search) -> None:
+        """What a search has found is in the tree as if this server had saved it."""
+        search.is_done = True
+        if not search.n_pages or self.is_doomed(search.keys[0]):
+            return
+        node = self.tree.root(search.root)
+        for n, key in enumerate(search.keys[: search.n_pages], 1):
+            node = self.tree.child(node, key)
+            if node.page[DISK] is None:
+                self._put_saved_page(node)
+                self.n_found += 1
+            if n == search.state_at and node.state[DISK] is None:
+                self._put_saved_state(node)
+        if self.disk.n_pages > MAX_SAVED_PAGES:
+            self._make_room(0)
+
+    def _put_saved_page(self, node: Node) -> None:
+        self.disk.put_page(node, True)
+        self._disk_used += self._info.page_bytes
+
+    def _put_saved_state(self, node: Node, kind: str = "restored") -> None:
+        self.tree.put_state(self.disk, node, True, kind)
+        self._disk_used += self._info.state_bytes
+
+    def _look_around(self, tiers: Tiers) -> None:
+        """Follows what others do in the directory."""
+        tiers.follow()
+        if (survey := tiers.surveyed) is not None:
+            tiers.surveyed = None
+            self._take(survey, tiers.may_delete)
+        if self._news:
+            self._take_news(tiers)
+        if tiers.is_shared and (now_s := time.monotonic()) >= self._survey_at:
+            self._survey_at = now_s + (SURVEY_S if tiers.may_delete else IDLE_SURVEY_S)
+            tiers.survey()
+
+    def _take(self, survey: Survey, may_delete: bool) -> None:
+        self._directory_bytes, self._written_since = survey.n_bytes, 0
+        self._news.clear()
+        self._news += survey.gone
+        if may_delete and self.tiers is not None and self.tiers.has_locks:
+            self._news += survey.appeared
+            for node in filter(None, map(self.tree.nodes.get, survey.used)):
+                if node.state[DISK] is not None:
+                    self.tree.touch(node)
+        if not self._news and may_delete:
+            self._make_room(0)
+
+    def _take_news(self, tiers: Tiers) -> None:
+        for _ in range(min(MAX_NEWS, len(self._news))):
+            news = self._news.popleft()
+            if isinstance(news, Entry):
+                tiers.know(news)
+                self._adopt(news, tiers)
+                continue
+            kind, node = news[0], self.tree.nodes.get(news[1])
+            if node is not None and not node.busy and (node.page if kind == "page" else node.state)[DISK] is not None:
+                self._lose(kind, node)
+        if not self._news and tiers.may_delete:
+            self._make_room(0)
+
+    def _adopt(self, entry: Entry, tiers: Tiers, kind: str = "restored") -> Node | None:
+        """Puts an object of the directory into the tree; the node.
+
+        What cannot be reached from a root is deleted; where others write, only if that is so twice.
+        """
+        tree, what = self.tree, (entry.kind, entry.key)
+        parent = tree.root(entry.parent) if entry.depth == PAGE_SIZE else tree.nodes.get(entry.parent)
+        known = tree.nodes.get(entry.key)
+        is_reached = parent is not None and parent.depth + PAGE_SIZE == entry.depth
+        is_reached &= known is None or known.parent is parent
+        if entry.kind == "page" and is_reached and parent and (not parent.parent or parent.page[DISK] is not None):
+            node = tree.child(parent, entry.key)
+            if node.page[DISK] is None:
+                self._put_saved_page(node)
+            return node
+        if entry.kind == "state" and is_reached and known and known.page[DISK] is not None:
+            if known.state[DISK] is None:
+                self._put_saved_state(known, kind)
+            return known
+        if tiers.may_delete and (not tiers.is_shared or what in self._strays):
+            self._strays.discard(what)
+            tiers.delete(*what)
+        else:
+            self._strays.add(what)
+            tiers.forget(*what)
+        return None
+
     def _lose(self, kind: str, node: Node) -> None:
         """A page or state on disk is damaged or gone; what lies on disk beyond a page is lost with it."""
         for n in reversed(_branch(node)) if kind == "page" else [node]:
@@ -347,19 +489,29 @@ class Residency:
         if self.disk_bytes:
             self._to_save |= {n: None for n in _path(node) if n.has_state and n.state[DISK] is None}
 
+    def demand(self, node: Node) -> None:
+        """Has a checkpoint written to disk whatever it is worth."""
+        self._demanded.add(node)
+        self._to_save[node] = None
+
+    def is_saving(self, node: Node) -> bool:
+        """Whether a checkpoint is still to be written."""
+        return node in self._to_save or any(path[-1] is node for path, _ in self._saves.values())
+
     def _save_next(self) -> None:
         """Starts to save the checkpoint that waits longest: pages from the first on, then the state."""
         assert self.tiers is not None
-        info, now_s = self._info, time.monotonic()
-        if now_s >= self._survey_at:
-            self._survey_at = now_s + SURVEY_S
-            self.tiers.survey()
-        if now_s >= self._regrow_at:
+        info = self._info
+        if time.monotonic() >= self._regrow_at:
             self._disk_most = math.inf
+        if not self.tiers.may_delete and self._written_since > self.disk_bytes // SHARE:
+            self.tiers.survey()
+            return
         while self._to_save and self.tiers.can_save:
             node = next(iter(self._to_save))
             too_long = node.depth // PAGE_SIZE * info.page_bytes + info.state_bytes > self._disk_room
-            if not node.has_state or node.state[DISK] is not None or too_long or _is_left_behind(node):
+            is_unwanted = _is_left_behind(node) and node not in self._demanded
+            if not node.has_state or node.state[DISK] is not None or too_long or is_unwanted:
                 del self._to_save[node]
                 continue
             path = _path(node)
@@ -382,13 +534,15 @@ class Residency:
 
     @property
     def _disk_room(self) -> int:
-        """Bytes that this server may have on disk: the budget, less what others have put into the directory.
+        """Bytes to which this server evicts: the budget, but for a little that others may write meanwhile.
 
-        An eighth in any case, lest whoever was first has all; the others give way for it when they save the
-        next time.
+        Where each evicts its own, less what others have put into the directory. An eighth in any case, lest
+        whoever was first has all; the others give way for it when they save the next time.
         """
         assert self.tiers is not None
         most = int(min(self.disk_bytes, self._disk_most))
+        if self.tiers.has_locks:
+            return most - (most // SHARE if self.tiers.n_others else 0)
         return max(most - self.tiers.foreign_bytes, most // 8)
 
     def _give_way(self) -> None:
@@ -396,7 +550,7 @@ class Residency:
         for what is new. After a while the whole budget is tried again.
         """
         assert self.tiers is not None
-        if not self._disk_used:
+        if not self._disk_used or not self.tiers.may_delete:
             return  # nothing to delete: it is tried again later
         self._disk_most = min(self._disk_most, self._disk_used * 9 // 10)
         self._regrow_at = time.monotonic() + REGROW_S
@@ -409,10 +563,16 @@ class Residency:
     def _make_room(self, n_bytes: int) -> bool:
         """Deletes the idle objects worth least on disk until n_bytes more fit. Returns False when they
         cannot.
+
+        Where another server evicts, what is too much for this tree is forgotten.
         """
+        assert self.tiers is not None
+        may_delete = self.tiers.may_delete
 
         def is_full() -> bool:
-            return self._disk_used + n_bytes > self._disk_room or self.disk.n_pages > MAX_SAVED_PAGES
+            if self.disk.n_pages > MAX_SAVED_PAGES:
+                return True
+            return may_delete and self._disk_used + n_bytes > self._disk_room
 
         while is_full() and (victim := self.disk.victim()) is not None:
             kind, node = victim
@@ -421,62 +581,63 @@ class Residency:
             else:
                 self._drop_saved_page(node)
                 self._forget_if_gone(node)
-        return not is_full()
+        if may_delete:
+            return not is_full()
+        return self._directory_bytes + self._written_since + n_bytes <= min(self.disk_bytes, self._disk_most)
 
     def _saved(self, path: list[Node], nodes: list[Node], moves: list[Move]) -> None:
         assert self.tiers is not None
         self._rest(path)
+        if path[-1] not in self._to_save:
+            self._demanded.discard(path[-1])
         if not all(move.ok for move in moves):
             self._to_save.pop(path[-1], None)
         for node, move in zip(nodes, moves, strict=True):
             is_page = move.kind == "page"
             if not move.ok:
                 continue
+            self._written_since += 0 if move.was_there else self._saved_bytes(move)
             if not self._has_path(node, DISK, is_page):
-                self.tiers.delete(move.kind, node.key)
+                self._discard(move.kind, node)
             elif (node.page if is_page else node.state)[DISK] is None:
                 if is_page:
-                    self.disk.put_page(node, True)
+                    self._put_saved_page(node)
                 else:
-                    self.tree.put_state(self.disk, node, True, node.kind)
-                self._disk_used += self._saved_bytes(move)
+                    self._put_saved_state(node, node.kind)
         for node in reversed(path):
             self._forget_if_gone(node)
         if self.tiers.is_full:
             self._give_way()
 
-    def _drop_saved_page(self, node: Node) -> None:
+    def _discard(self, kind: str, node: Node, is_bad: bool = False) -> None:
+        """A file is of no use to this server. is_bad: nor to any."""
         assert self.tiers is not None
+        (self.tiers.delete if is_bad or self.tiers.may_delete else self.tiers.forget)(kind, node.key)
+
+    def _drop_saved_page(self, node: Node, is_bad: bool = False) -> None:
         self.disk.drop_page(node)
-        self.tiers.delete("page", node.key)
+        self._discard("page", node, is_bad)
         self._disk_used -= self._info.page_bytes
 
-    def _drop_saved_state(self, node: Node) -> None:
-        assert self.tiers is not None
+    def _drop_saved_state(self, node: Node, is_bad: bool = False) -> None:
         self.tree.drop_state(self.disk, node)
-        self.tiers.delete("state", node.key)
+        self._discard("state", node, is_bad)
         self._disk_used -= self._info.state_bytes
 
     def _restore(self) -> None:
-        """The tree of what a directory holds. What cannot be reached from a root is deleted."""
+        """The tree of what a directory holds."""
         assert self.tiers is not None
-        tree, entries = self.tree, sorted(self.tiers.entries, key=lambda entry: (entry.depth, entry.kind))
-        oldest_first: list[tuple[float, Node]] = []
-        for entry in entries:
-            parent = tree.root(entry.parent) if entry.depth == PAGE_SIZE else tree.nodes.get(entry.parent)
-            known = tree.nodes.get(entry.key)
-            if entry.kind == "page" and parent is not None and parent.depth + PAGE_SIZE == entry.depth and not known:
-                self.disk.put_page(tree.child(parent, entry.key), True)
-                self._disk_used += self._info.page_bytes
-            elif entry.kind == "state" and known and known.state[DISK] is None:
-                oldest_first.append((entry.used_at, known))
-                self._disk_used += self._info.state_bytes
+        oldest_first: list[tuple[float, Entry]] = []
+        for entry in sorted(self.tiers.entries, key=lambda entry: (entry.depth, entry.kind)):
+            self._directory_bytes += self._info.page_bytes if entry.kind == "page" else self._info.state_bytes
+            if entry.kind == "page":
+                self._adopt(entry, self.tiers)
             else:
-                self.tiers.delete(entry.kind, entry.key)
+                oldest_first.append((entry.used_at, entry))
         # Whose clock rises from one to the next, so that what was used last is the last to go.
-        for _, node in sorted(oldest_first, key=lambda pair: pair[0]):
-            tree.put_state(self.disk, node, True, "restored")
-            tree.clock += 1e-3
+        for _, entry in sorted(oldest_first, key=lambda pair: pair[0]):
+            if self._adopt(entry, self.tiers) is not None:
+                self.tree.clock += 1e-3
         self._make_room(0)
 
     # The end of nodes.
@@ -491,19 +652,20 @@ class Residency:
         for n in reversed(_branch(node)):
             assert not n.busy
             self._to_save.pop(n, None)
+            self._demanded.discard(n)
             self._doomed.discard(n)
             if n.state[DEVICE] is not None:
                 self._free(self.slots, self.tree.drop_state(self.device, n))
             if n.state[HOST] is not None:
                 self.units.give_back(self.tree.drop_state(self.host, n))
             if n.state[DISK] is not None:
-                self._drop_saved_state(n)
+                self._drop_saved_state(n, is_bad=True)
             if n.page[DEVICE] is not None:
                 self._free(self.pages, self.device.drop_page(n))
             if n.page[HOST] is not None:
                 self.units.give_back(self.host.drop_page(n))
             if n.page[DISK] is not None:
-                self._drop_saved_page(n)
+                self._drop_saved_page(n, is_bad=True)
             self.tree.forget(n)
 
     def drop(self, node: Node) -> int:
@@ -528,11 +690,15 @@ class Residency:
         """Drops everything, in every tier. Bytes that sequences use stay theirs alone."""
         if self.tiers is not None:
             self._to_save.clear()
+            self._news.clear()
+            self._searches.clear()
             while self.n_moving:  # a page that is read may not become another's
                 self.tiers.wait(1.0)
                 self.poll()
             if self.disk_bytes:
                 self.tiers.clear()
+                self._directory_bytes = self._written_since = 0
+                self._strays.clear()
         for root in list(self.tree.roots.values()):
             for node in list(root.children):
                 self._drop_branch(node)
@@ -554,7 +720,7 @@ class Residency:
     def summary(self) -> dict[str, Any]:
         """The contents of each tier, and the tree of checkpoints, as plain data."""
         page_bytes = self._info.page_bytes
-        tiers = {
+        tiers: dict[str, dict[str, Any]] = {
             name: {"pages": tier.n_pages, "checkpoints": len(tier.states)}
             for name, tier in zip(TIER_NAMES, self._tiers, strict=True)
         }
@@ -567,6 +733,9 @@ class Residency:
         tiers["host"] |= {"bytes_total": self.units.n * page_bytes}
         tiers["host"] |= {"bytes_used": (self.units.n - self.units.n_free) * page_bytes}
         tiers["disk"] |= {"bytes_total": self._disk_room if self.disk_bytes else 0, "bytes_used": self._disk_used}
+        if self.disk_bytes and self.tiers is not None:
+            shared = {"servers": 1 + self.tiers.n_others, "evicts": self.tiers.may_delete}
+            tiers["disk"] |= shared | {"found_pages": self.n_found}
         return {
             "page_tokens": PAGE_SIZE,
             "page_bytes": page_bytes,
