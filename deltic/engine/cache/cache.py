@@ -289,7 +289,8 @@ class Cache:
             begin = end // PAGE_SIZE * PAGE_SIZE
             wanted[begin] = "message"
         last = (n_tokens - 1) // PAGE_SIZE * PAGE_SIZE
-        wanted[last] = "end"
+        # Where another prompt has gone on, more will: such a checkpoint is worth a place on disk.
+        wanted[last] = "junction" if n_known == last and self.store.is_shared else "end"
         wanted.setdefault(n_known, "junction")
         for depth in _picture_edges(sequence.request.pictures):
             wanted.setdefault(depth, "picture")

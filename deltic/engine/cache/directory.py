@@ -1,4 +1,4 @@
-"""A model's directory on disk: how its files are called and begin, who else uses it, and who may delete there.
+"""A model's directory on disk: how its files are called and begin, who else uses it, and who may delete.
 
 Several servers may use one directory, of a network file system as well. A name says which tokens a file
 belongs to, so it never changes, and any server can compute it. Three things tell servers of each other, each
@@ -87,7 +87,8 @@ def unpack_header(header: bytes) -> tuple[bytes, Entry, int, int]:
     Raises ValueError for one that is damaged, or of another version.
     """
     magic, version, kind, model, key, parent, depth, size, crc = HEADER.unpack_from(header)
-    if magic != _MAGIC or HEADER_CRC.unpack_from(header, HEADER.size)[0] != zlib.crc32(header[: HEADER.size]):
+    end = HEADER_CRC.pack(zlib.crc32(header[: HEADER.size])).ljust(HEADER_BYTES - HEADER.size, b"\0")
+    if magic != _MAGIC or header[HEADER.size :] != end:
         raise ValueError("damaged")
     if version != VERSION or kind not in KINDS.values():
         raise ValueError(f"of version {version}, and this server reads version {VERSION}")

@@ -27,7 +27,18 @@ import msgspec
 from deltic.engine.cache.directory import Entry
 from deltic.engine.cache.pool import IntegrityError, Pool
 from deltic.engine.cache.tiers import Move, Search, Survey, Tiers
-from deltic.engine.cache.tree import DEVICE, DISK, HOST, TIER_NAMES, Node, PrefixTree, Tier
+from deltic.engine.cache.tree import (
+    DEVICE,
+    DISK,
+    HOST,
+    TIER_NAMES,
+    Node,
+    PrefixTree,
+    Tier,
+    branch_of,
+    is_left_behind,
+    path_to,
+)
 from deltic.engine.messages import CacheStats, EngineInfo
 from deltic.ops.geometry import PAGE_SIZE
 
@@ -107,7 +118,11 @@ class Residency:
         self._news: deque[Entry | tuple[str, bytes]] = deque()
         """Of the last survey: objects that appeared, and the kinds and keys of those that are gone."""
         self._strays: set[tuple[str, bytes]] = set()
-        """Objects of which nobody has the page before: it may have come after the look at its directory."""
+        """Objects without the page before them: that may have come after the look at its part of the
+        directory.
+        """
+        self._old_strays: set[tuple[str, bytes]] = set()
+        """Those of the survey before."""
         self._searches: dict[int, Search] = {}
         self._demanded: set[Node] = set()
         """To be saved whatever they are worth."""
@@ -423,6 +438,7 @@ class Residency:
 
     def _take(self, survey: Survey, may_delete: bool) -> None:
         self._directory_bytes, self._written_since = survey.n_bytes, 0
+        self._old_strays, self._strays = self._strays, set()
         self._news.clear()
         self._news += survey.gone
         if may_delete and self.tiers is not None and self.tiers.has_locks:
@@ -465,8 +481,7 @@ class Residency:
             if known.state[DISK] is None:
                 self._put_saved_state(known, kind)
             return known
-        if tiers.may_delete and (not tiers.is_shared or what in self._strays):
-            self._strays.discard(what)
+        if tiers.may_delete and (not tiers.is_shared or what in self._old_strays):
             tiers.delete(*what)
         else:
             self._strays.add(what)
@@ -475,7 +490,7 @@ class Residency:
 
     def _lose(self, kind: str, node: Node) -> None:
         """A page or state on disk is damaged or gone; what lies on disk beyond a page is lost with it."""
-        for n in reversed(_branch(node)) if kind == "page" else [node]:
+        for n in reversed(branch_of(node)) if kind == "page" else [node]:
             if n.state[DISK] is not None:
                 self._drop_saved_state(n)
             if n.page[DISK] is not None and kind == "page":
@@ -487,7 +502,7 @@ class Residency:
     def save(self, node: Node) -> None:
         """Has the checkpoints up to here written to disk, with their pages, when their turn comes."""
         if self.disk_bytes:
-            self._to_save |= {n: None for n in _path(node) if n.has_state and n.state[DISK] is None}
+            self._to_save |= {n: None for n in path_to(node) if n.has_state and n.state[DISK] is None}
 
     def demand(self, node: Node) -> None:
         """Has a checkpoint written to disk whatever it is worth."""
@@ -497,6 +512,12 @@ class Residency:
     def is_saving(self, node: Node) -> bool:
         """Whether a checkpoint is still to be written."""
         return node in self._to_save or any(path[-1] is node for path, _ in self._saves.values())
+
+    def files(self, node: Node) -> list[str]:
+        """Of a checkpoint that is on disk: its pages, from the first on, and its state."""
+        assert self.tiers is not None
+        moves = [_move("page", n, -1) for n in path_to(node)] + [_move("state", node, -1)]
+        return [self.tiers.file(move) for move in moves]
 
     def _save_next(self) -> None:
         """Starts to save the checkpoint that waits longest: pages from the first on, then the state."""
@@ -510,11 +531,11 @@ class Residency:
         while self._to_save and self.tiers.can_save:
             node = next(iter(self._to_save))
             too_long = node.depth // PAGE_SIZE * info.page_bytes + info.state_bytes > self._disk_room
-            is_unwanted = _is_left_behind(node) and node not in self._demanded
+            is_unwanted = is_left_behind(node) and node not in self._demanded
             if not node.has_state or node.state[DISK] is not None or too_long or is_unwanted:
                 del self._to_save[node]
                 continue
-            path = _path(node)
+            path = path_to(node)
             source = [n for n in path if n.page[DISK] is None]
             n_most = max(1, SAVE_BYTES // info.page_bytes)
             moves = [_move("page", n, -1 if n.page[DEVICE] is None else n.page[DEVICE]) for n in source[:n_most]]
@@ -649,7 +670,7 @@ class Residency:
 
     def _drop_branch(self, node: Node) -> None:
         """Drops a node and all beyond it from every tier. Nothing of them may be moved now."""
-        for n in reversed(_branch(node)):
+        for n in reversed(branch_of(node)):
             assert not n.busy
             self._to_save.pop(n, None)
             self._demanded.discard(n)
@@ -673,7 +694,7 @@ class Residency:
 
         While something of them is moved they are doomed, and go once they rest: a disk may take long.
         """
-        branch = _branch(node)
+        branch = branch_of(node)
         if any(n.busy for n in branch):
             self._doomed.add(node)
             for n in branch:
@@ -782,40 +803,6 @@ class Residency:
         self.pages.check(pages)
         self.slots.check(slots)
         self.units.check(units)
-
-
-def _is_left_behind(node: Node) -> bool:
-    """Whether a checkpoint is not worth a place on disk: its one conversation went on from a deeper one.
-
-    Where prompts branch, and behind the first message, which is most often shared, it is.
-    """
-    if len(node.below) != 1 or node.kind == "junction":
-        return False
-    # The tail is the answer: the next turn may render it otherwise, or ask for another.
-    if next(iter(node.below)).kind == "tail":
-        return False
-    above = node.above
-    while above is not None and above.parent is not None and above.kind == "ladder":
-        above = above.above
-    return not (node.kind == "message" and above is not None and above.parent is None)
-
-
-def _path(node: Node) -> list[Node]:
-    """The nodes from the first page to this one."""
-    path = []
-    at: Node | None = node
-    while at is not None and at.parent is not None:
-        path.append(at)
-        at = at.parent
-    return path[::-1]
-
-
-def _branch(node: Node) -> list[Node]:
-    """A node and all that lie beyond it, parents before children."""
-    branch = [node]
-    for n in branch:  # grows as it is walked
-        branch += n.children
-    return branch
 
 
 def _move(kind: str, node: Node, device: int) -> Move:

@@ -407,7 +407,8 @@ class Tiers:
         if survey is not self._survey:
             return  # the directory was cleared meanwhile
         missing = [(what, path) for what, path in list(self._files.items()) if what not in survey.seen]
-        survey.gone = [what for what, path in missing if not os.path.exists(path)]  # a listing may be an old one
+        # A listing of a network file system may be an old one.
+        survey.gone = [what for what, path in missing if not os.path.exists(path)]
         for kind, key in survey.gone:
             self.forget(kind, key)
             self._used_at.pop(key, None)
@@ -532,7 +533,8 @@ class Tiers:
 
     # Files.
 
-    def _path(self, move: Move) -> str:
+    def file(self, move: Move) -> str:
+        """Where an object is on disk, if it is there."""
         assert self.directory is not None
         return self.directory.file(move.kind, move.key, move.parent, move.depth)
 
@@ -543,7 +545,7 @@ class Tiers:
 
     def _read(self, move: Move, target: list[Bytes]) -> bool:
         """Reads an object's file; whether all of it is there."""
-        path = self._path(move)
+        path = self.file(move)
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -587,7 +589,7 @@ class Tiers:
     def _save(self, move: Move, mark: Any) -> None:
         if not self.has_disk or time.monotonic() < self._paused_until:
             return
-        path = self._path(move)
+        path = self.file(move)
         if self.is_shared and self._is_there(move, path):
             self._files[move.kind, move.key] = path
             move.ok = move.was_there = True
