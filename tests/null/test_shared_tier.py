@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-from deltic.engine.cache import cache, residency, tiers
+from deltic.engine.cache import cache, shared, tiers
 from deltic.engine.cache.directory import ABANDONED_S, ALIVE_S, HEADER_BYTES, Directory
 from deltic.engine.cache.tree import DISK
 from deltic.engine.engine import Engine
@@ -36,8 +36,8 @@ PAYLOAD = {".page": PAGE_BYTES, ".state": STATE_BYTES}
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers know of each other within moments."""
     monkeypatch.setattr(tiers, "BEAT_S", 0.02)
-    monkeypatch.setattr(residency, "SURVEY_S", 0.05)
-    monkeypatch.setattr(residency, "IDLE_SURVEY_S", 0.05)
+    monkeypatch.setattr(shared, "SURVEY_S", 0.05)
+    monkeypatch.setattr(shared, "IDLE_SURVEY_S", 0.05)
 
 
 Start = Callable[..., Engine]
@@ -118,7 +118,7 @@ def test_what_one_computed_is_a_hit_on_another(start: Start, n: int) -> None:
     assert time.monotonic() - began < 1.0
     n_known = (n - 1) // PAGE_SIZE * PAGE_SIZE
     assert ask(second, prompt) == n_known, "at most 64 tokens are computed again"
-    assert second.cache.store.n_found == n_known // PAGE_SIZE
+    assert second.cache.store.shared.n_found == n_known // PAGE_SIZE
     longer = [*prompt, *some_ids(rng, 100)]
     assert ask(second, longer) >= n_known
     settle(second)
@@ -190,7 +190,7 @@ def test_the_last_one_knows_what_the_others_left(start: Start) -> None:
     ask(second, prompt)
     second.close(5.0)
     until(lambda: not first.cache.store.is_shared, first)
-    until(lambda: not first.cache.store._news, first)
+    until(lambda: not first.cache.store.shared._news, first)
     assert ask(first, prompt) == 256
 
 
@@ -214,7 +214,7 @@ def test_a_miss_costs_one_look(start: Start, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_disk_that_hangs_holds_up_nobody_for_long(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(residency, "MAX_SEARCH_S", 0.2)
+    monkeypatch.setattr(shared, "MAX_SEARCH_S", 0.2)
     monkeypatch.setattr(cache, "MAX_SEARCH_S", 0.2)
     first, second = start(), start()
     meet(first, second)
@@ -372,7 +372,7 @@ def test_files_that_others_write_are_not_written_again(start: Start, tmp_path: P
     ask(first, prompt)
     settle(first)
     began = {path: path.stat().st_ino for path in tmp_path.rglob("*.page")}
-    second.cache.store.search = lambda *_: None  # type: ignore[method-assign]  # both computed it at once
+    second.cache.store.shared.search = lambda *_: None  # type: ignore[method-assign]  # both computed it at once
     assert ask(second, prompt) == 0
     settle(second)
     assert {path: path.stat().st_ino for path in tmp_path.rglob("*.page")} == began
@@ -385,11 +385,11 @@ def test_what_nobody_can_reach_goes_after_two_looks(start: Start, tmp_path: Path
     prompt = some_ids(Random(12), 400)
     ask(second, prompt)
     settle(second)
-    first.cache.store._survey_at = float("inf")
+    first.cache.store.shared._survey_at = float("inf")
     (page,) = tmp_path.rglob("*.64.page")
     page.unlink()
     until(lambda: first.runner.tiers._survey is None, first)  # type: ignore[union-attr]
-    first.cache.store._survey_at = 0.0
+    first.cache.store.shared._survey_at = 0.0
     until(lambda: not list(tmp_path.rglob("*.page")) and not list(tmp_path.rglob("*.state")), first)
 
 

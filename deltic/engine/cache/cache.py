@@ -31,7 +31,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from deltic.engine.cache.pool import IntegrityError, Pool
-from deltic.engine.cache.residency import MAX_SEARCH_S, Load, Residency
+from deltic.engine.cache.residency import Load, Residency
+from deltic.engine.cache.shared import MAX_SEARCH_S
 from deltic.engine.cache.tiers import Search, Tiers
 from deltic.engine.cache.tree import DEVICE, DISK, SUPERSEDED, Node, next_key, picture_keys, root_key, top
 from deltic.engine.messages import EngineInfo, Picture

@@ -7,7 +7,7 @@ from array import array
 from dataclasses import dataclass
 
 from deltic.engine.cache.cache import Cache
-from deltic.engine.cache.residency import MAX_SEARCH_S
+from deltic.engine.cache.shared import MAX_SEARCH_S
 from deltic.engine.cache.tiers import Search
 from deltic.engine.cache.tree import DISK, Node, next_key, picture_keys, root_key
 from deltic.engine.messages import CacheLocated, LocateCache, Request

@@ -8,25 +8,24 @@ what is worth it is written behind, so it survives a restart.
 Pages leave a tier leaf first, so the pages of a tier are closed: on the device and on disk with a page are
 all those before it; on the host they continue a path that the device begins.
 
-Other servers may use the directory. What they wrote is looked for when a request wants it (`search`). One of
-the servers evicts for all: it takes what the others have written into its tree, every SURVEY_S. The others
-save as long as the directory has room.
+Other servers may use the directory: `shared.py` follows what they do. One of the servers evicts for all. The
+others save as long as the directory has room.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
-from deltic.engine.cache.directory import Entry
 from deltic.engine.cache.pool import IntegrityError, Pool
-from deltic.engine.cache.tiers import Move, Search, Survey, Tiers
+from deltic.engine.cache.shared import SHARE, Shared
+from deltic.engine.cache.tiers import Move, Search, Tiers
 from deltic.engine.cache.tree import (
     DEVICE,
     DISK,
@@ -44,23 +43,6 @@ from deltic.ops.geometry import PAGE_SIZE
 
 SAVE_BYTES = 32 << 20
 """About as much goes to disk in one go: for so long its pages and slots are kept from others."""
-
-SURVEY_S = 10.0
-"""How often it is looked what other servers have in the directory, by the one that evicts."""
-
-IDLE_SURVEY_S = 60.0
-"""The same by the others, which look when they have written a share of the budget, too."""
-
-SHARE = 16
-"""What a server may write between two looks, and what is kept free for others: one part in so many of the
-budget.
-"""
-
-MAX_NEWS = 200
-"""Files of others that are taken note of before one step: that takes a millisecond."""
-
-MAX_SEARCH_S = 1.0
-"""How long a request waits for what others may have: one that a hanging disk does not answer is the last."""
 
 REGROW_S = 3600.0
 """How long less is kept on a disk that was full."""
@@ -113,24 +95,14 @@ class Residency:
         self._disk_used = 0
         self._disk_most = math.inf
         """Less than the budget for a while after the disk was full."""
-        self._directory_bytes = self._written_since = 0
-        """By the last survey, and written since then by this server."""
-        self._news: deque[Entry | tuple[str, bytes]] = deque()
-        """Of the last survey: objects that appeared, and the kinds and keys of those that are gone."""
-        self._strays: set[tuple[str, bytes]] = set()
-        """Objects without the page before them: that may have come after the look at its part of the
-        directory.
-        """
-        self._old_strays: set[tuple[str, bytes]] = set()
-        """Those of the survey before."""
-        self._searches: dict[int, Search] = {}
         self._demanded: set[Node] = set()
         """To be saved whatever they are worth."""
-        self.n_found = 0
-        """Pages that a request found, and another server had written."""
-        self._regrow_at = self._survey_at = time.monotonic() + SURVEY_S
-        if self.disk_bytes:
-            self._restore()
+        self._regrow_at = 0.0
+        self.shared: Shared | None = None
+        """What others do on the disk; None without one."""
+        if self.disk_bytes and tiers is not None:
+            self.shared = Shared(tiers, self.tree, self._put_saved, self._lose, self._make_room)
+            self._restore(tiers, self.shared)
 
     # Room on the device.
 
@@ -317,16 +289,16 @@ class Residency:
         tiers = self.tiers
         if tiers is None:
             return
-        if self.disk_bytes:
-            self._look_around(tiers)
+        if self.shared is not None:
+            self.shared.poll()
         if tiers.n_pending:
             for ticket, moves in tiers.finished():
                 if ticket in self._loads:
                     self._loaded(self._loads.pop(ticket), moves)
                 elif ticket in self._saves:
                     self._saved(*self._saves.pop(ticket), moves)
-                elif ticket in self._searches:
-                    self._found(self._searches.pop(ticket))
+                elif self.shared is not None:
+                    self.shared.found(ticket)
                 for node in list(self._doomed):
                     self.drop(node)
         if self._to_save and not self._saves:
@@ -335,7 +307,7 @@ class Residency:
     @property
     def n_moving(self) -> int:
         """Loads, saves and searches under way."""
-        return len(self._loads) + len(self._saves) + len(self._searches)
+        return len(self._loads) + len(self._saves) + (len(self.shared.searches) if self.shared is not None else 0)
 
     @property
     def is_loading(self) -> bool:
@@ -385,108 +357,19 @@ class Residency:
     @property
     def is_shared(self) -> bool:
         """Whether others may have written what this server does not know."""
-        return self.disk_bytes > 0 and self.tiers is not None and self.tiers.is_shared
+        return self.shared is not None and self.tiers is not None and self.tiers.is_shared
 
     def search(self, root: bytes, keys: list[bytes], n_known: int, n_usable: int) -> Search | None:
-        """Starts to look for more of a prompt than the tree has; None where that is of no use.
+        """As `Shared.search`; None where nobody else can have written."""
+        return self.shared.search(root, keys, n_known, n_usable) if self.shared is not None else None
 
-        n_known: pages that need not be looked for; n_usable: those that a request could start behind.
-        """
-        now_s = time.monotonic()
-        if not self.is_shared or any(now_s - s.began_s > MAX_SEARCH_S for s in self._searches.values()):
-            return None
-        assert self.tiers is not None
-        search = Search(root, keys, n_known, n_usable, now_s)
-        self._searches[self.tiers.search(search)] = search
-        return search
-
-    def _found(self, search: Search) -> None:
-        """What a search has found is in the tree as if this server had saved it."""
-        search.is_done = True
-        if not search.n_pages or self.is_doomed(search.keys[0]):
-            return
-        node = self.tree.root(search.root)
-        for n, key in enumerate(search.keys[: search.n_pages], 1):
-            node = self.tree.child(node, key)
-            if node.page[DISK] is None:
-                self._put_saved_page(node)
-                self.n_found += 1
-            if n == search.state_at and node.state[DISK] is None:
-                self._put_saved_state(node)
-        if self.disk.n_pages > MAX_SAVED_PAGES:
-            self._make_room(0)
-
-    def _put_saved_page(self, node: Node) -> None:
-        self.disk.put_page(node, True)
-        self._disk_used += self._info.page_bytes
-
-    def _put_saved_state(self, node: Node, kind: str = "restored") -> None:
-        self.tree.put_state(self.disk, node, True, kind)
-        self._disk_used += self._info.state_bytes
-
-    def _look_around(self, tiers: Tiers) -> None:
-        """Follows what others do in the directory."""
-        tiers.follow()
-        if (survey := tiers.surveyed) is not None:
-            tiers.surveyed = None
-            self._take(survey, tiers.may_delete)
-        if self._news:
-            self._take_news(tiers)
-        if tiers.is_shared and (now_s := time.monotonic()) >= self._survey_at:
-            self._survey_at = now_s + (SURVEY_S if tiers.may_delete else IDLE_SURVEY_S)
-            tiers.survey()
-
-    def _take(self, survey: Survey, may_delete: bool) -> None:
-        self._directory_bytes, self._written_since = survey.n_bytes, 0
-        self._old_strays, self._strays = self._strays, set()
-        self._news.clear()
-        self._news += survey.gone
-        if may_delete and self.tiers is not None and self.tiers.has_locks:
-            self._news += survey.appeared
-            for node in filter(None, map(self.tree.nodes.get, survey.used)):
-                if node.state[DISK] is not None:
-                    self.tree.touch(node)
-        if not self._news and may_delete:
-            self._make_room(0)
-
-    def _take_news(self, tiers: Tiers) -> None:
-        for _ in range(min(MAX_NEWS, len(self._news))):
-            news = self._news.popleft()
-            if isinstance(news, Entry):
-                tiers.know(news)
-                self._adopt(news, tiers)
-                continue
-            kind, node = news[0], self.tree.nodes.get(news[1])
-            if node is not None and not node.busy and (node.page if kind == "page" else node.state)[DISK] is not None:
-                self._lose(kind, node)
-        if not self._news and tiers.may_delete:
-            self._make_room(0)
-
-    def _adopt(self, entry: Entry, tiers: Tiers, kind: str = "restored") -> Node | None:
-        """Puts an object of the directory into the tree; the node.
-
-        What cannot be reached from a root is deleted; where others write, only if that is so twice.
-        """
-        tree, what = self.tree, (entry.kind, entry.key)
-        parent = tree.root(entry.parent) if entry.depth == PAGE_SIZE else tree.nodes.get(entry.parent)
-        known = tree.nodes.get(entry.key)
-        is_reached = parent is not None and parent.depth + PAGE_SIZE == entry.depth
-        is_reached &= known is None or known.parent is parent
-        if entry.kind == "page" and is_reached and parent and (not parent.parent or parent.page[DISK] is not None):
-            node = tree.child(parent, entry.key)
-            if node.page[DISK] is None:
-                self._put_saved_page(node)
-            return node
-        if entry.kind == "state" and is_reached and known and known.page[DISK] is not None:
-            if known.state[DISK] is None:
-                self._put_saved_state(known, kind)
-            return known
-        if tiers.may_delete and (not tiers.is_shared or what in self._old_strays):
-            tiers.delete(*what)
+    def _put_saved(self, kind: str, node: Node, why: str = "restored") -> None:
+        if kind == "page":
+            self.disk.put_page(node, True)
+            self._disk_used += self._info.page_bytes
         else:
-            self._strays.add(what)
-            tiers.forget(*what)
-        return None
+            self.tree.put_state(self.disk, node, True, why)
+            self._disk_used += self._info.state_bytes
 
     def _lose(self, kind: str, node: Node) -> None:
         """A page or state on disk is damaged or gone; what lies on disk beyond a page is lost with it."""
@@ -521,12 +404,11 @@ class Residency:
 
     def _save_next(self) -> None:
         """Starts to save the checkpoint that waits longest: pages from the first on, then the state."""
-        assert self.tiers is not None
+        assert self.tiers is not None and self.shared is not None
         info = self._info
         if time.monotonic() >= self._regrow_at:
             self._disk_most = math.inf
-        if not self.tiers.may_delete and self._written_since > self.disk_bytes // SHARE:
-            self.tiers.survey()
+        if self.shared.must_look(self.disk_bytes):
             return
         while self._to_save and self.tiers.can_save:
             node = next(iter(self._to_save))
@@ -604,7 +486,7 @@ class Residency:
                 self._forget_if_gone(node)
         if may_delete:
             return not is_full()
-        return self._directory_bytes + self._written_since + n_bytes <= min(self.disk_bytes, self._disk_most)
+        return self.shared is not None and self.shared.n_bytes + n_bytes <= min(self.disk_bytes, self._disk_most)
 
     def _saved(self, path: list[Node], nodes: list[Node], moves: list[Move]) -> None:
         assert self.tiers is not None
@@ -617,14 +499,12 @@ class Residency:
             is_page = move.kind == "page"
             if not move.ok:
                 continue
-            self._written_since += 0 if move.was_there else self._saved_bytes(move)
+            if self.shared is not None and not move.was_there:
+                self.shared.n_written += self._saved_bytes(move)
             if not self._has_path(node, DISK, is_page):
                 self._discard(move.kind, node)
             elif (node.page if is_page else node.state)[DISK] is None:
-                if is_page:
-                    self._put_saved_page(node)
-                else:
-                    self._put_saved_state(node, node.kind)
+                self._put_saved(move.kind, node, node.kind)
         for node in reversed(path):
             self._forget_if_gone(node)
         if self.tiers.is_full:
@@ -645,20 +525,14 @@ class Residency:
         self._discard("state", node, is_bad)
         self._disk_used -= self._info.state_bytes
 
-    def _restore(self) -> None:
+    def _restore(self, tiers: Tiers, shared: Shared) -> None:
         """The tree of what a directory holds."""
-        assert self.tiers is not None
-        oldest_first: list[tuple[float, Entry]] = []
-        for entry in sorted(self.tiers.entries, key=lambda entry: (entry.depth, entry.kind)):
-            self._directory_bytes += self._info.page_bytes if entry.kind == "page" else self._info.state_bytes
-            if entry.kind == "page":
-                self._adopt(entry, self.tiers)
-            else:
-                oldest_first.append((entry.used_at, entry))
+        for entry in sorted((e for e in tiers.entries if e.kind == "page"), key=lambda entry: entry.depth):
+            shared.adopt(entry)
         # Whose clock rises from one to the next, so that what was used last is the last to go.
-        for _, entry in sorted(oldest_first, key=lambda pair: pair[0]):
-            if self._adopt(entry, self.tiers) is not None:
-                self.tree.clock += 1e-3
+        for entry in sorted((e for e in tiers.entries if e.kind == "state"), key=lambda entry: entry.used_at):
+            self.tree.clock += 1e-3 * shared.adopt(entry)
+        shared.n_listed = self.disk.n_pages * self._info.page_bytes + len(self.disk.states) * self._info.state_bytes
         self._make_room(0)
 
     # The end of nodes.
@@ -711,15 +585,13 @@ class Residency:
         """Drops everything, in every tier. Bytes that sequences use stay theirs alone."""
         if self.tiers is not None:
             self._to_save.clear()
-            self._news.clear()
-            self._searches.clear()
+            if self.shared is not None:
+                self.shared.clear()
             while self.n_moving:  # a page that is read may not become another's
                 self.tiers.wait(1.0)
                 self.poll()
             if self.disk_bytes:
                 self.tiers.clear()
-                self._directory_bytes = self._written_since = 0
-                self._strays.clear()
         for root in list(self.tree.roots.values()):
             for node in list(root.children):
                 self._drop_branch(node)
@@ -754,9 +626,8 @@ class Residency:
         tiers["host"] |= {"bytes_total": self.units.n * page_bytes}
         tiers["host"] |= {"bytes_used": (self.units.n - self.units.n_free) * page_bytes}
         tiers["disk"] |= {"bytes_total": self._disk_room if self.disk_bytes else 0, "bytes_used": self._disk_used}
-        if self.disk_bytes and self.tiers is not None:
-            shared = {"servers": 1 + self.tiers.n_others, "evicts": self.tiers.may_delete}
-            tiers["disk"] |= shared | {"found_pages": self.n_found}
+        if self.shared is not None:
+            tiers["disk"] |= self.shared.summary()
         return {
             "page_tokens": PAGE_SIZE,
             "page_bytes": page_bytes,

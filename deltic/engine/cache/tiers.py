@@ -1,17 +1,17 @@
 """The bytes of the prefix cache below device memory: units of host memory, and one file an object on disk.
 
-This file moves. `tree.py` says what is worth keeping, `residency.py` when it moves, `directory.py` how files
-are called and who else has some there. Host copies for eviction and preemption happen at once, in the
+This file moves. `tree.py` says what is worth keeping, `residency.py` when it moves, `directory.py` how
+files are called and who else has some there. Host copies for eviction and preemption happen at once, in the
 engine's thread. Everything that may wait for a disk is done by one thread behind the steps: what is looked
 for and loaded first, then, one object at a time, what is to be saved or deleted, in the order in which it was
 asked for.
 
 A file is named after the tokens of its object, so it never changes, and several servers may share a
 directory. Its name tells all that the tree needs to know: opening a directory lists it and reads no file. It
-is written under another name and moved when complete. It is not forced to the disk: what a crash of the machine leaves
-half there has the wrong size or checksum, and every load compares the checksum of the bytes where they have
-landed. They are read into device memory directly: as fast as through a mapping, without its copy, and a bad
-sector is an error to catch instead of a signal that ends the process.
+is written under another name and moved when complete. It is not forced to the disk: what a crash of the
+machine leaves half there has the wrong size or checksum, and every load compares the checksum of the bytes
+where they have landed. They are read into device memory directly: as fast as through a mapping, without its
+copy, and a bad sector is an error to catch instead of a signal that ends the process.
 """
 
 from __future__ import annotations
