@@ -19,11 +19,11 @@ from typing import Any
 
 import pytest
 
-from deltic.engine.cache import cache, shared, tiers
+from deltic.engine.cache import cache, exports, shared, tiers
 from deltic.engine.cache.directory import ABANDONED_S, ALIVE_S, HEADER_BYTES, Directory
 from deltic.engine.cache.tree import DISK
 from deltic.engine.engine import Engine
-from deltic.engine.messages import Request, SamplingParams
+from deltic.engine.messages import CacheLocated, LocateCache, Request, SamplingParams
 from deltic.ops.geometry import PAGE_SIZE
 from tests.conversations import some_ids
 from tests.fakes import expected_tokens
@@ -234,6 +234,67 @@ def test_a_disk_that_hangs_holds_up_nobody_for_long(start: Start, monkeypatch: p
         assert ask(second, some_ids(Random(6 + i), 300)) == 0
     assert time.monotonic() - began < 1.0
     gate[0] = False
+
+
+# What may be sent.
+
+
+def located(engine: Engine, prompt: list[int], *others: Engine, **options: Any) -> CacheLocated:
+    command = LocateCache(Request(id="export", prompt_ids=prompt, params=SamplingParams(), **options))
+    if (answer := engine.locate_cache(command)) is not None:
+        return answer
+    assert engine.exports is not None
+    answers: list[CacheLocated] = []
+    until(lambda: answers.extend(engine.exports.poll()) or answers, engine, *others)  # type: ignore[union-attr]
+    assert len(answers) == 1 and not engine.exports.is_waiting
+    engine.check()
+    return answers[0]
+
+
+def test_the_files_of_a_prompt(start: Start) -> None:
+    rng = Random(20)
+    engine, other = start(), start()
+    meet(engine, other)
+    prompt = some_ids(rng, 400)
+    assert located(engine, prompt) == CacheLocated("export")
+    ask(engine, prompt)
+    found = located(engine, [*prompt, *some_ids(rng, 50)])
+    assert found.n_tokens == 384 and len(found.files) == 7
+    assert [path.rsplit(".", 2)[1:] for path in found.files] == [[str(64 * i), "page"] for i in range(1, 7)] + [
+        ["384", "state"]
+    ]
+    assert all(map(os.path.exists, found.files))
+    assert located(engine, prompt, cache_salt="another").n_tokens == 0
+    assert located(other, prompt).files == found.files, "a server that shares the disk has them, too"
+    assert located(engine, prompt[:64]).n_tokens == 0 and located(engine, []).n_tokens == 0
+    refused = located(engine, [2**40])
+    assert refused.is_refused and "vocabulary" in str(refused.error)
+
+
+def test_a_checkpoint_that_is_not_worth_a_place_is_written_when_it_is_asked_for(start: Start) -> None:
+    engine, rng = start(), Random(21)
+    prompt = some_ids(rng, 200)
+    ask(engine, prompt)
+    engine.cache.store._to_save.clear()
+    ask(engine, [*prompt, *some_ids(rng, 300)])
+    settle(engine)
+    assert located(engine, prompt).n_tokens == 192
+
+
+def test_a_disk_that_takes_nothing_is_an_error(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = start(disk_bytes=500)
+    prompt = some_ids(Random(22), 300)
+    ask(engine, prompt)
+    assert "no room" in str(located(engine, prompt).error)
+    monkeypatch.setattr(exports, "MAX_EXPORT_S", 0.1)
+    hanging = start()
+    monkeypatch.setattr(tiers.Tiers, "can_save", False)
+    ask(hanging, prompt)
+    assert "within 0.1 s" in str(located(hanging, prompt).error)
+    monkeypatch.undo()
+    hanging.cache.store._to_save.clear()
+    without = Engine(SolidRunner(None))
+    assert "--cache-dir" in str(located(without, prompt).error)
 
 
 # Who deletes.
