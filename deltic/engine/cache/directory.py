@@ -23,7 +23,6 @@ import io
 import os
 import re
 import secrets
-import socket
 import struct
 import zlib
 from collections.abc import Iterator
@@ -106,7 +105,7 @@ class Directory:
         self.has_locks = True
         self.now_s = 0.0
         """The file system's time at the last `beat`."""
-        self._name = f"{socket.gethostname()[:64]}.{os.getpid()}.{secrets.token_hex(4)}"
+        self._name = f"{os.uname().nodename[:64]}.{os.getpid()}.{secrets.token_hex(4)}"
         self._lease: io.FileIO | None = None
 
     @property
