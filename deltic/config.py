@@ -232,6 +232,11 @@ class EngineConfig:
         "most that is kept of a model in --cache-dir, by all servers that use it; less where the disk is full",
         metavar="GB",
     )
+    allow_cache_transfer: bool = knob(
+        False,
+        "let administrators move prefixes between servers: POST /cache/export, /cache/import; needs --cache-dir",
+        kind="text",
+    )
     voices_dir: Path | None = knob(
         None,
         "keep uploaded voices of a speech model in this directory (default: voices in --cache-dir, else in memory)",
@@ -708,6 +713,12 @@ def _check(config: EngineConfig | ModelConfig | ServerConfig, called: dict[str, 
                 raise ConfigError(f"--lora {given!r}: give NAME=PATH, the name without spaces")
             if names.count(name) > 1:
                 raise ConfigError(f"--lora {given!r}: an adapter of this name is given twice")
+    has_disk = isinstance(config, EngineConfig) and config.cache_dir and config.prefix_cache and config.cache_disk_gb
+    if isinstance(config, EngineConfig) and config.allow_cache_transfer and not has_disk:
+        raise ConfigError(
+            "--allow-cache-transfer: prefixes move as files of the cache on disk; give --cache-dir, too, and leave "
+            "--no-prefix-cache and --cache-disk-gb 0 out"
+        )
     if isinstance(config, EngineConfig) and config.pin_threads:
         pinned_cpus(config.threads or 1)
 

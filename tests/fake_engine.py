@@ -22,6 +22,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from deltic.config import EngineConfig, ServerConfig
 from deltic.engine.messages import (
     AdapterLoaded,
+    CacheLocated,
     CacheReport,
     EngineInfo,
     Loading,
@@ -159,6 +160,8 @@ class FakeEngineClient:
         """Of each prompt."""
         self.cache: dict[str, Any] = {"enabled": True, "checkpoints": [{"tokens": 64, "kind": "end"}]}
         """What it tells of its prefix cache until that is reset."""
+        self.located = CacheLocated("")
+        """What it has of any prompt, in files."""
         self.cache_s = 0.0
         """How long it takes to tell."""
         self.die_after: int | None = None
@@ -214,6 +217,12 @@ class FakeEngineClient:
         if reset:
             self.cache = self.cache | {"checkpoints": []}
         return CacheReport(self.cache)
+
+    async def locate_cache(self, request: Request) -> CacheLocated:
+        if self.state != "ready":
+            raise EngineUnavailable(self.why_unavailable())
+        self.requests.append(request)
+        return msgspec.structs.replace(self.located, id=request.id)
 
     async def load_adapter(self, path: str) -> AdapterLoaded:
         if self.state != "ready":

@@ -25,7 +25,8 @@ if __name__ == "__main__":
 import numpy as np
 
 from deltic.config import ConfigError, EngineConfig
-from deltic.engine.cache.tiers import Entry, Move
+from deltic.engine.cache.directory import Entry
+from deltic.engine.cache.tiers import Move, Search
 from deltic.engine.messages import EngineInfo, SamplingParams, TokenLogprob
 from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
 from deltic.host import process
@@ -451,8 +452,10 @@ class FakeTiers:
             Entry(kind, key, saved.parent, saved.depth, 1 if kind == "page" else UNITS_PER_STATE, 0.0)
             for (kind, key), saved in self.disk.items()
         ]
-        self.is_full = False
-        self.foreign_bytes = 0
+        self.is_full = self.is_shared = False
+        self.may_delete = self.has_locks = True
+        self.foreign_bytes = self.n_others = 0
+        self.surveyed = None
         self.notices: list[str] = []
         self.read_bytes = {"host": 0, "disk": 0}
         self.written_bytes = {"host": 0, "disk": 0}
@@ -470,6 +473,20 @@ class FakeTiers:
         return len(self._pending)
 
     def survey(self) -> None: ...
+
+    def follow(self) -> None: ...
+
+    def search(self, search: Search) -> int:
+        return self._ask(Ticket(True, [], [search], self._delay()))
+
+    def _look(self, search: Search) -> None:
+        keys = search.keys
+        while search.n_pages < len(keys) and ("page", keys[search.n_pages]) in self.disk:
+            search.n_pages += 1
+        states = [n for n in range(search.n_usable + 1, search.n_pages + 1) if ("state", keys[n - 1]) in self.disk]
+        search.state_at = max(states, default=0)
+
+    def forget(self, kind: str, key: bytes) -> None: ...
 
     def copy_out(self, move: Move) -> None:
         assert len(move.units) == self._size(move)
@@ -495,7 +512,9 @@ class FakeTiers:
             if ticket.n_polls:
                 ticket.n_polls -= 1
                 continue
-            for move, content in zip(ticket.moves, ticket.contents, strict=True):
+            if not ticket.moves:
+                self._look(ticket.contents[0])
+            for move, content in zip(ticket.moves, ticket.contents if ticket.moves else [], strict=True):
                 (self._finish_load if ticket.is_load else self._finish_save)(move, content)
             del self._pending[number]
             self.n_moved += len(ticket.moves)

@@ -15,6 +15,7 @@ from typing import Any, Protocol, cast
 from deltic import logs
 from deltic.config import EngineConfig
 from deltic.engine.cache.cache import Cache
+from deltic.engine.cache.exports import Exports
 from deltic.engine.cache.tiers import Tiers
 from deltic.engine.guides import Guides
 from deltic.engine.messages import (
@@ -22,11 +23,13 @@ from deltic.engine.messages import (
     MAX_LOGPROBS,
     AdapterLoaded,
     AddText,
+    CacheLocated,
     Constraint,
     EncodeVoice,
     EngineInfo,
     Event,
     LoadAdapter,
+    LocateCache,
     Output,
     Request,
     Stats,
@@ -243,7 +246,9 @@ class Engine:
         self._speaker = speaker = cast(SpeechStepRunner, runner) if info.is_speech else None
         self.voices = speaker.voices if speaker else None
         self.adapters = runner.adapters
-        self.encoded: list[EncodedItems] = [items for items in (self.voices, self.adapters) if items is not None]
+        self.exports = Exports(self.cache) if self.cache.store.disk_bytes else None
+        beside = self.voices, self.adapters, self.exports
+        self.encoded: list[EncodedItems] = [items for items in beside if items is not None]
         """Of every kind that there is."""
         self.stage = SpeechStage(speaker.vocoder, speaker.n_streams) if speaker else None
         self.n_steps = 0
@@ -469,6 +474,19 @@ class Engine:
     def cache_summary(self) -> dict[str, Any]:
         """What the prefix cache holds, as plain data."""
         return {"enabled": self.info.prefix_cache, **self.cache.store.summary()}
+
+    def locate_cache(self, command: LocateCache) -> CacheLocated | None:
+        """Starts to write what the cache has of a prompt. None: `exports.poll` answers later."""
+        try:
+            check_request(command.request, self.info)
+        except RequestError as error:
+            return CacheLocated(command.request.id, error=str(error), is_refused=True)
+        if self.exports is not None:
+            self.exports.ask(command)
+            return None
+        return CacheLocated(
+            command.request.id, error="this server keeps no files of its cache; start it with --cache-dir"
+        )
 
     def reset_cache(self) -> None:
         """Forgets every prefix, in every tier."""

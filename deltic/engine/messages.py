@@ -259,12 +259,31 @@ class InspectCache(msgspec.Struct, tag="inspect_cache"):
     reset: bool = False
 
 
+class LocateCache(msgspec.Struct, tag="locate_cache"):
+    """Asks for a CacheLocated: what the prefix cache has of a prompt, in files.
+
+    request: as it would be sent to be answered; its pictures' pixels are not looked at.
+    """
+
+    request: Request
+
+
 class Ping(msgspec.Struct, tag="ping"):
     """Asks for a Pong."""
 
 
 Command = (
-    Request | AddText | Abort | InspectCache | EncodeVoice | DropVoice | LoadAdapter | DropAdapter | Ping | Shutdown
+    Request
+    | AddText
+    | Abort
+    | InspectCache
+    | LocateCache
+    | EncodeVoice
+    | DropVoice
+    | LoadAdapter
+    | DropAdapter
+    | Ping
+    | Shutdown
 )
 
 
@@ -514,6 +533,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """Adapters that may be loaded at once."""
     adapters: dict[str, bytes] = {}
     """Keys of those of --lora, by their names."""
+    cache_files: str = ""
+    """The directory of the prefix cache's files on disk, which only this model uses; "": there is none."""
     has_state: bool = True
     """Whether a sequence has a recurrent state.
 
@@ -545,6 +566,21 @@ class CacheReport(msgspec.Struct, tag="cache_report"):
     """The answer to InspectCache: plain data, as `GET /cache` shows it."""
 
     summary: dict[str, Any]
+
+
+class CacheLocated(msgspec.Struct, tag="cache_located"):
+    """The answer to LocateCache."""
+
+    id: str
+    """Of its request."""
+    n_tokens: int = 0
+    """Tokens of the prompt up to its deepest checkpoint; 0: there is none."""
+    files: list[str] = []
+    """Pages from the first on, then the state; another server may delete them at any time."""
+    error: str | None = None
+    """Why they could not be written, in one line; None if they were."""
+    is_refused: bool = False
+    """The error is the request's."""
 
 
 class VoiceEncoded(msgspec.Struct, tag="voice_encoded"):
@@ -587,4 +623,4 @@ class Pong(msgspec.Struct, tag="pong"):
     """Whether a load from the lower tiers has made no progress since the last Ping."""
 
 
-Event = Loading | Ready | StepOutputs | CacheReport | VoiceEncoded | AdapterLoaded | Pong | StartFailed
+Event = Loading | Ready | StepOutputs | CacheReport | CacheLocated | VoiceEncoded | AdapterLoaded | Pong | StartFailed

@@ -541,6 +541,8 @@ class Scheduler:
         path = cache.usable(sequence, known)
         if self._waits_for_prefix(sequence, len(path) * PAGE_SIZE, step):
             return None
+        if not sequence.wants_prompt_logprobs and cache.search(sequence, known, path):
+            return None
         if not cache.fits(sequence, path, n_promised):
             return False
         if cache.fetch(sequence, path):

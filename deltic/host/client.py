@@ -26,6 +26,7 @@ from deltic.engine.messages import (
     Abort,
     AdapterLoaded,
     AddText,
+    CacheLocated,
     CacheReport,
     CacheStats,
     Command,
@@ -38,6 +39,7 @@ from deltic.engine.messages import (
     InspectCache,
     LoadAdapter,
     Loading,
+    LocateCache,
     Output,
     PictureStats,
     Ping,
@@ -200,6 +202,7 @@ class EngineClient:
         self._inspections: deque[asyncio.Future[CacheReport]] = deque()  # in the order of their questions
         self._encodings: dict[str, deque[asyncio.Future[VoiceEncoded]]] = {}  # by key, in that order, too
         self._adapters: dict[str, deque[asyncio.Future[AdapterLoaded]]] = {}  # by path, in that order, too
+        self._located: dict[str, deque[asyncio.Future[CacheLocated]]] = {}  # by id of the request
         self._drops: set[str] = set()  # voices to be forgotten when there is an engine again
         self._mean_request_s = 1.0
         self._last_n_steps = 0  # as the process says
@@ -277,6 +280,18 @@ class EngineClient:
         answer: asyncio.Future[CacheReport] = asyncio.get_running_loop().create_future()
         self._send(InspectCache(reset))
         self._inspections.append(answer)
+        return await answer
+
+    async def locate_cache(self, request: Request) -> CacheLocated:
+        """Has what the prefix cache holds of a prompt written to disk, and says in which files it is.
+
+        Raises EngineUnavailable when there is no engine to ask, or when it ends before it answers.
+        """
+        if self.state != "ready":
+            raise EngineUnavailable(self.why_unavailable())
+        answer: asyncio.Future[CacheLocated] = asyncio.get_running_loop().create_future()
+        self._send(LocateCache(request))
+        self._located.setdefault(request.id, deque()).append(answer)
         return await answer
 
     async def encode_voice(self, command: EncodeVoice) -> VoiceEncoded:
@@ -372,7 +387,7 @@ class EngineClient:
             answer = self._inspections.popleft()
             if not answer.done():
                 answer.set_exception(EngineUnavailable(message))
-        beside: tuple[dict[str, deque[asyncio.Future[Any]]], ...] = (self._encodings, self._adapters)
+        beside: tuple[dict[str, deque[asyncio.Future[Any]]], ...] = (self._encodings, self._adapters, self._located)
         for asked in beside:
             for waiting in [answer for answers in asked.values() for answer in answers]:
                 if not waiting.done():
@@ -386,7 +401,7 @@ class EngineClient:
     @property
     def is_asked(self) -> bool:
         """Whether the engine takes requests, and somebody waits for something that it should say."""
-        asked = self._streams or self._inspections or self._encodings or self._adapters
+        asked = self._streams or self._inspections or self._encodings or self._adapters or self._located
         return self.state == "ready" and bool(asked)
 
     def ping(self) -> None:
@@ -461,6 +476,8 @@ class EngineClient:
             _answer(self._encodings, event.key, event)
         elif isinstance(event, AdapterLoaded):
             _answer(self._adapters, event.path, event)
+        elif isinstance(event, CacheLocated):
+            _answer(self._located, event.id, event)
         elif isinstance(event, Loading):
             self.loading = event
         elif isinstance(event, StartFailed):

@@ -39,6 +39,7 @@ from deltic.engine.messages import (
     InspectCache,
     LoadAdapter,
     Loading,
+    LocateCache,
     Output,
     Ping,
     Pong,
@@ -150,6 +151,10 @@ class ServedModel:
                     engine.reset_cache()
                 self.send(StepOutputs([], engine.stats()))
                 self.send(CacheReport(engine.cache_summary()))
+            elif isinstance(command, LocateCache):
+                located = engine.locate_cache(command)
+                if located is not None:
+                    self.send(located)
             elif isinstance(command, EncodeVoice):
                 refusal = engine.encode_voice(command)
                 if refusal is not None:

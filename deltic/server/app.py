@@ -53,6 +53,7 @@ from deltic.server.api.responses import (
 )
 from deltic.server.api.responses_protocol import ResponsesRequest
 from deltic.server.api.routers import is_sleeping, model_info, render_chat, render_completion, server_info
+from deltic.server.api.transfer import STREAM, ExportRequest, export_cache, import_cache
 from deltic.server.batch import batches
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import BATCH, RATE_HEADERS, TICKET, Ticket
@@ -320,7 +321,7 @@ class Envelope:
                 raise ApiError(408, "the body did not come in time", code="request_timeout", headers=CLOSE) from None
             is_whole = not message.get("more_body", False)
             n_bytes += len(message.get("body", b""))
-            if self._server.config.log_prompts and scope.get("deltic.route") != FILES:
+            if self._server.config.log_prompts and scope.get("deltic.route") not in (FILES, IMPORT):
                 ticket.body += message.get("body", b"")
             return message
 
@@ -470,6 +471,7 @@ def _document(root_path: str) -> bytes:
 
 
 FILES = "/v1/files"
+IMPORT = "/cache/import"
 
 SPEECH = functools.partial(Route, kind="speech")
 OLLAMA = functools.partial(Route, "POST", generates=True, any_type=True, gives=("application/json", ollama.LINES))
@@ -522,6 +524,8 @@ ROUTES = (
     Route("GET", "/load", load, is_shared=True),
     Route("GET", "/cache", inspect_cache, is_shared=True, takes_model=True),
     Route("POST", "/cache/reset", reset_cache, protocol.EmptyRequest, is_shared=True, takes_model=True),
+    Route("POST", "/cache/export", export_cache, ExportRequest, is_shared=True, gives=(STREAM,)),
+    Route("POST", IMPORT, import_cache, any_type=True, is_shared=True, takes_model=True),
     Route("GET", "/live", live, is_shared=True, takes_model=True),
     Route("GET", "/", page, open_=True, gives=("text/html",)),
     Route("GET", "/health", health, open_=True),

@@ -109,6 +109,8 @@ class Server:
     n_sockets: int = 0
     adapting: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """Held while an adapter gets its name, or loses it."""
+    importing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
+    """Held while a prefix comes from another server."""
     _is_trimming: bool = False
     _unknown_s: dict[tuple[str, str], float] = field(default_factory=dict, init=False)
     """When the log told of a field, by route and name."""

@@ -24,6 +24,7 @@ DEVICES = ("cpu", "cuda")
 
 
 class Tiers:
+    directory = None
     takes_evicted: bool | None = None
 
     def __init__(self) -> None:

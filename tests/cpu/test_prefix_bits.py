@@ -479,6 +479,24 @@ def test_damaged_files(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert_as_cold(setup, [*users.asked, *again])
 
 
+@every_model
+def test_two_servers_on_one_directory(kind: str, quantize: str | None, tmp_path: Path) -> None:
+    """What one has computed the other finds, with the same bits."""
+    setup, users = Setup(kind, quantize, directory=tmp_path), Users(3, plain=True)
+    with serving(setup) as one, serving(setup) as other:
+        stores = [watched.engine.cache.store for watched in (one, other)]
+        one.engine.runner.tiers.takes_imports = True  # type: ignore[union-attr] # as if it had noticed the other already
+        for watched in (one, other, one):
+            converse(watched, users, 4)
+            store = watched.engine.cache.store
+            while store._to_save or store.n_moving:
+                store.wait(0.1)
+                store.poll()
+        assert all(store.shared is not None and store.shared.n_found for store in stores)
+        assert not sum(watched.engine.stats().cache.n_damaged for watched in (one, other))
+    assert_as_cold(setup, users.asked)
+
+
 def outputs_of(engine: Engine, requests: list[Request], spoil_at: int = -1) -> dict[tuple[str, int], list[Any]]:
     """What came of each sequence: tokens, log-probabilities, cached tokens. Before step spoil_at all memory is spoilt."""
     for request in requests:

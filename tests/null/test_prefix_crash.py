@@ -233,21 +233,6 @@ def test_a_disk_that_is_full_before_the_budget_keeps_what_is_new(
     engine.close(5.0)
 
 
-def test_two_engines_keep_one_budget(tmp_path: Path) -> None:
-    disk_bytes, rng = 40_000, Random(2)
-    engines = [Engine(SolidRunner(tmp_path, n_pages=20, disk_bytes=disk_bytes)) for _ in range(2)]
-    for i in range(30):
-        for engine in engines:
-            engine.cache.store._survey_at = 0.0  # a minute later
-            ask_alone(engine, str(i), [rng.randrange(20, 900) for _ in range(300)])
-    one_prompt = 4 * PAGE_BYTES + STATE_BYTES
-    assert n_bytes_on_disk(tmp_path) <= 1.2 * disk_bytes + 2 * one_prompt
-    shares = [engine.cache_summary()["tiers"]["disk"]["bytes_used"] for engine in engines]
-    assert min(shares) >= disk_bytes // 10, "each has some"
-    for engine in engines:
-        engine.close(5.0)
-
-
 def serve_until_killed(directory: str, seed: int) -> None:
     """The life of a child process: the same conversations whoever runs them, as far as it gets."""
     traffic = Traffic(Engine(SolidRunner(Path(directory), n_units=20, disk_bytes=200_000)), seed)

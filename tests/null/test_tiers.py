@@ -21,7 +21,8 @@ import numpy as np
 import pytest
 
 from deltic.config import ConfigError
-from deltic.engine.cache.tiers import ABANDONED_S, Bytes, Move, Tiers
+from deltic.engine.cache.directory import ABANDONED_S
+from deltic.engine.cache.tiers import Bytes, Move, Tiers
 from deltic.private import make_private
 
 PAGE_BYTES, STATE_BYTES = 1500, 5003
@@ -123,7 +124,9 @@ def load(tiers: Tiers, device: Device, kind: str, i: int) -> bool:
 
 
 def files(directory: Path) -> list[Path]:
-    return sorted(path for path in directory.rglob("*") if path.is_file())
+    """But for those by which servers know of each other."""
+    found = (path for path in directory.rglob("*") if path.is_file())
+    return sorted(path for path in found if path.name != "lease" and path.parent.name != "servers")
 
 
 @pytest.mark.parametrize("kind", ["page", "state"])
@@ -226,6 +229,7 @@ def test_files_of_other_objects_and_models_are_refused(opened: Open, tmp_path: P
 def test_what_is_in_the_directory_at_start(opened: Open, tmp_path: Path) -> None:
     tiers, device = opened(tmp_path)
     assert all(save(tiers, device, [("page", 0), ("page", 1), ("page", 2)]))
+    tiers.close(5.0)
     short, whole, _ = files(tmp_path)
     os.truncate(short, 0)  # as a crash of the machine leaves it
     old, new = (whole.with_name(f"{whole.name}.0000000{i}.part") for i in range(2))

@@ -32,7 +32,8 @@ from typing import Any
 
 from deltic.engine.cache.pool import IntegrityError, Pool
 from deltic.engine.cache.residency import Load, Residency
-from deltic.engine.cache.tiers import Tiers
+from deltic.engine.cache.shared import MAX_SEARCH_S
+from deltic.engine.cache.tiers import Search, Tiers
 from deltic.engine.cache.tree import DEVICE, DISK, SUPERSEDED, Node, next_key, picture_keys, root_key, top
 from deltic.engine.messages import EngineInfo, Picture
 from deltic.engine.step import Chunk, Sequence
@@ -49,6 +50,9 @@ MAX_LOADS = 3
 
 MAX_LOAD_S = 30.0
 """How long it waits at most: a disk may hang."""
+
+SEARCH_AGAIN_S = 5.0
+"""A request that waits so long for its place looks once more whether other servers have its prefix."""
 
 
 def pages_for(n_tokens: int) -> int:
@@ -71,6 +75,8 @@ class Prefix:
     load: Load | None = None
     """The load that it waits for, or waited for."""
     n_loads: int = 0
+    search: Search | None = None
+    """For what other servers have of it: the last one, for which it waits, or has waited."""
 
 
 @dataclass(slots=True, eq=False)
@@ -165,6 +171,22 @@ class Cache:
         """Whether host memory has its last pages and its state."""
         return sequence in self._parked
 
+    def search(self, sequence: Sequence, known: list[Node], path: list[Node]) -> bool:
+        """Starts to look whether other servers that share the disk have more of a waiting sequence than
+        `path`, behind which it could start. known: its nodes in the tree. Returns whether it did.
+        """
+        prefix = sequence.prefix
+        if prefix is None or not self.store.is_shared or sequence in self._parked:
+            return False
+        n_most = min(len(prefix.keys), (self._n_canonical(sequence) - 1) // PAGE_SIZE)
+        last = prefix.search
+        if len(path) >= n_most or (last is not None and time.monotonic() - last.began_s < SEARCH_AGAIN_S):
+            return False
+        root = root_key(sequence.request)
+        search = self.store.search(root, prefix.keys[:n_most], min(len(known), n_most), len(path))
+        prefix.search = search or last
+        return search is not None
+
     def fetch(self, sequence: Sequence, path: list[Node]) -> bool:
         """Starts to load the parts of `path` that the device lacks, if there is room. Returns whether it
         did.
@@ -183,8 +205,12 @@ class Cache:
         return pages_for(len(sequence.tokens)) - n_shared <= self.pages.n_available - n_promised
 
     def is_loading(self, sequence: Sequence) -> bool:
-        load: Load | None = sequence.prefix.load if sequence.prefix is not None else None
-        return load is not None and not load.is_done and time.monotonic() - load.began_s < MAX_LOAD_S
+        prefix, now_s = sequence.prefix, time.monotonic()
+        load: Load | None = prefix.load if prefix is not None else None
+        search: Search | None = prefix.search if prefix is not None else None
+        if search is not None and not search.is_done and now_s - search.began_s < MAX_SEARCH_S:
+            return True
+        return load is not None and not load.is_done and now_s - load.began_s < MAX_LOAD_S
 
     def n_common(self, sequence: Sequence, other: Sequence) -> int:
         """Tokens, in full pages, with which both begin, and which `sequence` could start behind."""
@@ -266,7 +292,8 @@ class Cache:
             begin = end // PAGE_SIZE * PAGE_SIZE
             wanted[begin] = "message"
         last = (n_tokens - 1) // PAGE_SIZE * PAGE_SIZE
-        wanted[last] = "end"
+        # Where another prompt has gone on, more will: such a checkpoint is worth a place on disk.
+        wanted[last] = "junction" if n_known == last and self.store.is_shared else "end"
         wanted.setdefault(n_known, "junction")
         for depth in _picture_edges(sequence.request.pictures):
             wanted.setdefault(depth, "picture")
@@ -388,6 +415,8 @@ class Cache:
                 self.slots.give_back([slot])
         if prefix.wanted:
             prefix.wanted = {d: kind for d, kind in prefix.wanted.items() if d >= sequence.n_computed}
+        if chunk.start < sequence.n_prompt <= sequence.n_computed and self.store.is_shared:
+            self.store.save(prefix.node)  # another server may want it while the answer is still written
 
     def _let_go_of_start(self, sequence: Sequence) -> None:
         if sequence.start_slot is not None:
@@ -564,7 +593,7 @@ class Cache:
             if sequence.slot is not None:
                 sequence.prefix = None
             elif sequence.prefix is not None:
-                sequence.prefix.load = None
+                sequence.prefix.load = sequence.prefix.search = None
 
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raises IntegrityError unless the sequences and the tree hold exactly what is not free.

@@ -7,6 +7,9 @@ what is worth it is written behind, so it survives a restart.
 
 Pages leave a tier leaf first, so the pages of a tier are closed: on the device and on disk with a page are
 all those before it; on the host they continue a path that the device begins.
+
+Other servers may use the directory: `shared.py` follows what they do. One of the servers evicts for all. The
+others save as long as the directory has room.
 """
 
 from __future__ import annotations
@@ -22,16 +25,25 @@ import msgspec
 
 from deltic.engine.cache.events import CacheEvents
 from deltic.engine.cache.pool import IntegrityError, Pool
-from deltic.engine.cache.tiers import Move, Tiers
-from deltic.engine.cache.tree import DEVICE, DISK, HOST, TIER_NAMES, Node, PrefixTree, Tier
+from deltic.engine.cache.shared import SHARE, Shared
+from deltic.engine.cache.tiers import Move, Search, Tiers
+from deltic.engine.cache.tree import (
+    DEVICE,
+    DISK,
+    HOST,
+    TIER_NAMES,
+    Node,
+    PrefixTree,
+    Tier,
+    branch_of,
+    is_left_behind,
+    path_to,
+)
 from deltic.engine.messages import CacheStats, EngineInfo
 from deltic.ops.geometry import PAGE_SIZE
 
 SAVE_BYTES = 32 << 20
 """About as much goes to disk in one go: for so long its pages and slots are kept from others."""
-
-SURVEY_S = 60.0
-"""How often it is looked what other servers have in the directory, while something is saved."""
 
 REGROW_S = 3600.0
 """How long less is kept on a disk that was full."""
@@ -86,9 +98,14 @@ class Residency:
         self._disk_used = 0
         self._disk_most = math.inf
         """Less than the budget for a while after the disk was full."""
-        self._regrow_at = self._survey_at = time.monotonic() + SURVEY_S
-        if self.disk_bytes:
-            self._restore()
+        self._demanded: set[Node] = set()
+        """To be saved whatever they are worth."""
+        self._regrow_at = 0.0
+        self.shared: Shared | None = None
+        """What others do on the disk; None without one."""
+        if self.disk_bytes and tiers is not None:
+            self.shared = Shared(tiers, self.tree, self._put_saved, self._lose, self._make_room)
+            self._restore(tiers, self.shared)
 
     def listen(self, events: CacheEvents) -> None:
         """Has `events` told of every change from now on. Once, before the first request."""
@@ -281,12 +298,16 @@ class Residency:
         tiers = self.tiers
         if tiers is None:
             return
+        if self.shared is not None:
+            self.shared.poll()
         if tiers.n_pending:
             for ticket, moves in tiers.finished():
                 if ticket in self._loads:
                     self._loaded(self._loads.pop(ticket), moves)
-                else:
+                elif ticket in self._saves:
                     self._saved(*self._saves.pop(ticket), moves)
+                elif self.shared is not None:
+                    self.shared.found(ticket)
                 for node in list(self._doomed):
                     self.drop(node)
         if self._to_save and not self._saves:
@@ -294,8 +315,8 @@ class Residency:
 
     @property
     def n_moving(self) -> int:
-        """Loads and saves under way."""
-        return len(self._loads) + len(self._saves)
+        """Loads, saves and searches under way."""
+        return len(self._loads) + len(self._saves) + (len(self.shared.searches) if self.shared is not None else 0)
 
     @property
     def is_loading(self) -> bool:
@@ -340,9 +361,28 @@ class Residency:
         assert before is not None
         return before.parent is None or before.page[tier] is not None
 
+    # What other servers have.
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether others may have written what this server does not know."""
+        return self.shared is not None and self.tiers is not None and self.tiers.is_shared
+
+    def search(self, root: bytes, keys: list[bytes], n_known: int, n_usable: int) -> Search | None:
+        """As `Shared.search`; None where nobody else can have written."""
+        return self.shared.search(root, keys, n_known, n_usable) if self.shared is not None else None
+
+    def _put_saved(self, kind: str, node: Node, why: str = "restored") -> None:
+        if kind == "page":
+            self.disk.put_page(node, True)
+            self._disk_used += self._info.page_bytes
+        else:
+            self.tree.put_state(self.disk, node, True, why)
+            self._disk_used += self._info.state_bytes
+
     def _lose(self, kind: str, node: Node) -> None:
         """A page or state on disk is damaged or gone; what lies on disk beyond a page is lost with it."""
-        for n in reversed(_branch(node)) if kind == "page" else [node]:
+        for n in reversed(branch_of(node)) if kind == "page" else [node]:
             if n.state[DISK] is not None:
                 self._drop_saved_state(n)
             if n.page[DISK] is not None and kind == "page":
@@ -354,24 +394,39 @@ class Residency:
     def save(self, node: Node) -> None:
         """Has the checkpoints up to here written to disk, with their pages, when their turn comes."""
         if self.disk_bytes:
-            self._to_save |= {n: None for n in _path(node) if n.has_state and n.state[DISK] is None}
+            self._to_save |= {n: None for n in path_to(node) if n.has_state and n.state[DISK] is None}
+
+    def demand(self, node: Node) -> None:
+        """Has a checkpoint written to disk whatever it is worth."""
+        self._demanded.add(node)
+        self._to_save[node] = None
+
+    def is_saving(self, node: Node) -> bool:
+        """Whether a checkpoint is still to be written."""
+        return node in self._to_save or any(path[-1] is node for path, _ in self._saves.values())
+
+    def files(self, node: Node) -> list[str]:
+        """Of a checkpoint that is on disk: its pages, from the first on, and its state."""
+        assert self.tiers is not None
+        moves = [_move("page", n, -1) for n in path_to(node)] + [_move("state", node, -1)]
+        return [self.tiers.file(move) for move in moves]
 
     def _save_next(self) -> None:
         """Starts to save the checkpoint that waits longest: pages from the first on, then the state."""
-        assert self.tiers is not None
-        info, now_s = self._info, time.monotonic()
-        if now_s >= self._survey_at:
-            self._survey_at = now_s + SURVEY_S
-            self.tiers.survey()
-        if now_s >= self._regrow_at:
+        assert self.tiers is not None and self.shared is not None
+        info = self._info
+        if time.monotonic() >= self._regrow_at:
             self._disk_most = math.inf
+        if self.shared.must_look(self.disk_bytes):
+            return
         while self._to_save and self.tiers.can_save:
             node = next(iter(self._to_save))
             too_long = node.depth // PAGE_SIZE * info.page_bytes + info.state_bytes > self._disk_room
-            if not node.has_state or node.state[DISK] is not None or too_long or _is_left_behind(node):
+            is_unwanted = is_left_behind(node) and node not in self._demanded
+            if not node.has_state or node.state[DISK] is not None or too_long or is_unwanted:
                 del self._to_save[node]
                 continue
-            path = _path(node)
+            path = path_to(node)
             source = [n for n in path if n.page[DISK] is None]
             n_most = max(1, SAVE_BYTES // info.page_bytes)
             moves = [_move("page", n, -1 if n.page[DEVICE] is None else n.page[DEVICE]) for n in source[:n_most]]
@@ -391,13 +446,15 @@ class Residency:
 
     @property
     def _disk_room(self) -> int:
-        """Bytes that this server may have on disk: the budget, less what others have put into the directory.
+        """Bytes to which this server evicts: the budget, but for a little that others may write meanwhile.
 
-        An eighth in any case, lest whoever was first has all; the others give way for it when they save the
-        next time.
+        Where each evicts its own, less what others have put into the directory. An eighth in any case, lest
+        whoever was first has all; the others give way for it when they save the next time.
         """
         assert self.tiers is not None
         most = int(min(self.disk_bytes, self._disk_most))
+        if self.tiers.has_locks:
+            return most - (most // SHARE if self.tiers.n_others else 0)
         return max(most - self.tiers.foreign_bytes, most // 8)
 
     def _give_way(self) -> None:
@@ -405,7 +462,7 @@ class Residency:
         for what is new. After a while the whole budget is tried again.
         """
         assert self.tiers is not None
-        if not self._disk_used:
+        if not self._disk_used or not self.tiers.may_delete:
             return  # nothing to delete: it is tried again later
         self._disk_most = min(self._disk_most, self._disk_used * 9 // 10)
         self._regrow_at = time.monotonic() + REGROW_S
@@ -418,10 +475,16 @@ class Residency:
     def _make_room(self, n_bytes: int) -> bool:
         """Deletes the idle objects worth least on disk until n_bytes more fit. Returns False when they
         cannot.
+
+        Where another server evicts, what is too much for this tree is forgotten.
         """
+        assert self.tiers is not None
+        may_delete = self.tiers.may_delete
 
         def is_full() -> bool:
-            return self._disk_used + n_bytes > self._disk_room or self.disk.n_pages > MAX_SAVED_PAGES
+            if self.disk.n_pages > MAX_SAVED_PAGES:
+                return True
+            return may_delete and self._disk_used + n_bytes > self._disk_room
 
         while is_full() and (victim := self.disk.victim()) is not None:
             kind, node = victim
@@ -430,62 +493,55 @@ class Residency:
             else:
                 self._drop_saved_page(node)
                 self._forget_if_gone(node)
-        return not is_full()
+        if may_delete:
+            return not is_full()
+        return self.shared is not None and self.shared.n_bytes + n_bytes <= min(self.disk_bytes, self._disk_most)
 
     def _saved(self, path: list[Node], nodes: list[Node], moves: list[Move]) -> None:
         assert self.tiers is not None
         self._rest(path)
+        if path[-1] not in self._to_save:
+            self._demanded.discard(path[-1])
         if not all(move.ok for move in moves):
             self._to_save.pop(path[-1], None)
         for node, move in zip(nodes, moves, strict=True):
             is_page = move.kind == "page"
             if not move.ok:
                 continue
+            if self.shared is not None and not move.was_there:
+                self.shared.n_written += self._saved_bytes(move)
             if not self._has_path(node, DISK, is_page):
-                self.tiers.delete(move.kind, node.key)
+                self._discard(move.kind, node)
             elif (node.page if is_page else node.state)[DISK] is None:
-                if is_page:
-                    self.disk.put_page(node, True)
-                else:
-                    self.tree.put_state(self.disk, node, True, node.kind)
-                self._disk_used += self._saved_bytes(move)
+                self._put_saved(move.kind, node, node.kind)
         for node in reversed(path):
             self._forget_if_gone(node)
         if self.tiers.is_full:
             self._give_way()
 
-    def _drop_saved_page(self, node: Node) -> None:
+    def _discard(self, kind: str, node: Node, is_bad: bool = False) -> None:
+        """A file is of no use to this server. is_bad: nor to any."""
         assert self.tiers is not None
+        (self.tiers.delete if is_bad or self.tiers.may_delete else self.tiers.forget)(kind, node.key)
+
+    def _drop_saved_page(self, node: Node, is_bad: bool = False) -> None:
         self.disk.drop_page(node)
-        self.tiers.delete("page", node.key)
+        self._discard("page", node, is_bad)
         self._disk_used -= self._info.page_bytes
 
-    def _drop_saved_state(self, node: Node) -> None:
-        assert self.tiers is not None
+    def _drop_saved_state(self, node: Node, is_bad: bool = False) -> None:
         self.tree.drop_state(self.disk, node)
-        self.tiers.delete("state", node.key)
+        self._discard("state", node, is_bad)
         self._disk_used -= self._info.state_bytes
 
-    def _restore(self) -> None:
-        """The tree of what a directory holds. What cannot be reached from a root is deleted."""
-        assert self.tiers is not None
-        tree, entries = self.tree, sorted(self.tiers.entries, key=lambda entry: (entry.depth, entry.kind))
-        oldest_first: list[tuple[float, Node]] = []
-        for entry in entries:
-            parent = tree.root(entry.parent) if entry.depth == PAGE_SIZE else tree.nodes.get(entry.parent)
-            known = tree.nodes.get(entry.key)
-            if entry.kind == "page" and parent is not None and parent.depth + PAGE_SIZE == entry.depth and not known:
-                self.disk.put_page(tree.child(parent, entry.key), True)
-                self._disk_used += self._info.page_bytes
-            elif entry.kind == "state" and known and known.state[DISK] is None:
-                oldest_first.append((entry.used_at, known))
-                self._disk_used += self._info.state_bytes
-            else:
-                self.tiers.delete(entry.kind, entry.key)
+    def _restore(self, tiers: Tiers, shared: Shared) -> None:
+        """The tree of what a directory holds."""
+        for entry in sorted((e for e in tiers.entries if e.kind == "page"), key=lambda entry: entry.depth):
+            shared.adopt(entry)
         # Whose clock rises from one to the next, so that what was used last is the last to go.
-        for _, node in sorted(oldest_first, key=lambda pair: pair[0]):
-            tree.put_state(self.disk, node, True, "restored")
-            tree.clock += 1e-3
+        for entry in sorted((e for e in tiers.entries if e.kind == "state"), key=lambda entry: entry.used_at):
+            self.tree.clock += 1e-3 * shared.adopt(entry)
+        shared.n_listed = self.disk.n_pages * self._info.page_bytes + len(self.disk.states) * self._info.state_bytes
         self._make_room(0)
 
     # The end of nodes.
@@ -497,22 +553,23 @@ class Residency:
 
     def _drop_branch(self, node: Node) -> None:
         """Drops a node and all beyond it from every tier. Nothing of them may be moved now."""
-        for n in reversed(_branch(node)):
+        for n in reversed(branch_of(node)):
             assert not n.busy
             self._to_save.pop(n, None)
+            self._demanded.discard(n)
             self._doomed.discard(n)
             if n.state[DEVICE] is not None:
                 self._free(self.slots, self.tree.drop_state(self.device, n))
             if n.state[HOST] is not None:
                 self.units.give_back(self.tree.drop_state(self.host, n))
             if n.state[DISK] is not None:
-                self._drop_saved_state(n)
+                self._drop_saved_state(n, is_bad=True)
             if n.page[DEVICE] is not None:
                 self._free(self.pages, self.device.drop_page(n))
             if n.page[HOST] is not None:
                 self.units.give_back(self.host.drop_page(n))
             if n.page[DISK] is not None:
-                self._drop_saved_page(n)
+                self._drop_saved_page(n, is_bad=True)
             self.tree.forget(n)
 
     def drop(self, node: Node) -> int:
@@ -520,7 +577,7 @@ class Residency:
 
         While something of them is moved they are doomed, and go once they rest: a disk may take long.
         """
-        branch = _branch(node)
+        branch = branch_of(node)
         if any(n.busy for n in branch):
             self._doomed.add(node)
             for n in branch:
@@ -539,6 +596,8 @@ class Residency:
         """Drops everything, in every tier. Bytes that sequences use stay theirs alone."""
         if self.tiers is not None:
             self._to_save.clear()
+            if self.shared is not None:
+                self.shared.clear()
             while self.n_moving:  # a page that is read may not become another's
                 self.tiers.wait(1.0)
                 self.poll()
@@ -567,7 +626,7 @@ class Residency:
     def summary(self) -> dict[str, Any]:
         """The contents of each tier, and the tree of checkpoints, as plain data."""
         page_bytes = self._info.page_bytes
-        tiers = {
+        tiers: dict[str, dict[str, Any]] = {
             name: {"pages": tier.n_pages, "checkpoints": len(tier.states)}
             for name, tier in zip(TIER_NAMES, self._tiers, strict=True)
         }
@@ -580,6 +639,8 @@ class Residency:
         tiers["host"] |= {"bytes_total": self.units.n * page_bytes}
         tiers["host"] |= {"bytes_used": (self.units.n - self.units.n_free) * page_bytes}
         tiers["disk"] |= {"bytes_total": self._disk_room if self.disk_bytes else 0, "bytes_used": self._disk_used}
+        if self.shared is not None:
+            tiers["disk"] |= self.shared.summary()
         return {
             "page_tokens": PAGE_SIZE,
             "page_bytes": page_bytes,
@@ -628,40 +689,6 @@ class Residency:
         self.units.check(units)
         if self.events is not None:
             self.events.check(self.tree)
-
-
-def _is_left_behind(node: Node) -> bool:
-    """Whether a checkpoint is not worth a place on disk: its one conversation went on from a deeper one.
-
-    Where prompts branch, and behind the first message, which is most often shared, it is.
-    """
-    if len(node.below) != 1 or node.kind == "junction":
-        return False
-    # The tail is the answer: the next turn may render it otherwise, or ask for another.
-    if next(iter(node.below)).kind == "tail":
-        return False
-    above = node.above
-    while above is not None and above.parent is not None and above.kind == "ladder":
-        above = above.above
-    return not (node.kind == "message" and above is not None and above.parent is None)
-
-
-def _path(node: Node) -> list[Node]:
-    """The nodes from the first page to this one."""
-    path = []
-    at: Node | None = node
-    while at is not None and at.parent is not None:
-        path.append(at)
-        at = at.parent
-    return path[::-1]
-
-
-def _branch(node: Node) -> list[Node]:
-    """A node and all that lie beyond it, parents before children."""
-    branch = [node]
-    for n in branch:  # grows as it is walked
-        branch += n.children
-    return branch
 
 
 def _move(kind: str, node: Node, device: int) -> Move:

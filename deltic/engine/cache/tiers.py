@@ -1,16 +1,17 @@
 """The bytes of the prefix cache below device memory: units of host memory, and one file an object on disk.
 
-This file moves. `tree.py` says what is worth keeping, `residency.py` when it moves. Host copies for eviction
-and preemption happen at once, in the engine's thread. Everything that may wait for a disk is done by one
-thread behind the steps: loads first, then, one object at a time, what is to be saved or deleted, in the order
-in which it was asked for.
+This file moves. `tree.py` says what is worth keeping, `residency.py` when it moves, `directory.py` how
+files are called and who else has some there. Host copies for eviction and preemption happen at once, in the
+engine's thread. Everything that may wait for a disk is done by one thread behind the steps: what is looked
+for and loaded first, then, one object at a time, what is to be saved or deleted, in the order in which it was
+asked for.
 
-A file is named after the tokens of its object, so it never changes, and two servers may share a directory.
-Its name tells all that the tree needs to know: opening a directory lists it and reads no file. It is written
-under another name and moved when complete. It is not forced to the disk: what a crash of the machine leaves
-half there has the wrong size or checksum, and every load compares the checksum of the bytes where they have
-landed. They are read into device memory directly: as fast as through a mapping, without its copy, and a bad
-sector is an error to catch instead of a signal that ends the process.
+A file is named after the tokens of its object, so it never changes, and several servers may share a
+directory. Its name tells all that the tree needs to know: opening a directory lists it and reads no file. It
+is written under another name and moved when complete. It is not forced to the disk: what a crash of the
+machine leaves half there has the wrong size or checksum, and every load compares the checksum of the bytes
+where they have landed. They are read into device memory directly: as fast as through a mapping, without its
+copy, and a bad sector is an error to catch instead of a signal that ends the process.
 """
 
 from __future__ import annotations
@@ -21,16 +22,13 @@ import functools
 import logging
 import os
 import re
-import secrets
-import struct
 import sys
 import threading
 import time
 import zlib
 from collections import deque
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from hashlib import blake2b
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -38,19 +36,14 @@ import numpy as np
 import numpy.typing as npt
 
 from deltic.config import ConfigError
+from deltic.engine.cache.directory import BEAT_S, HEADER_BYTES, Directory, Entry, pack_header
 from deltic.logs import counted
 from deltic.ops.geometry import PAGE_SIZE
-from deltic.private import is_ours, make_private
+from deltic.private import is_ours
 
 log = logging.getLogger("deltic.engine")
 
 Bytes = npt.NDArray[np.uint8]
-
-VERSION = 1
-"""Version of the file format, and of the order of the views that make up a page or a state."""
-
-ABANDONED_S = 3600.0
-"""A part file that nobody has written to for this long was left by a writer that was killed."""
 
 PAUSE_S = 60.0
 """How long nothing is saved after the disk refused: it is full, more often than not."""
@@ -58,33 +51,14 @@ PAUSE_S = 60.0
 MOVER = "cache-mover"
 """Name of the thread that does what may wait."""
 
-_MAGIC = b"DELTIC\r\n"  # with the line end that text transfers damage
-HEADER = struct.Struct("<8sII16s16s16sQQI")
-"""Magic, version, kind, model, key, parent, depth, bytes of the payload and their crc32."""
-HEADER_CRC = struct.Struct("<I")
-HEADER_BYTES = 128
-_KINDS = {"page": 0, "state": 1}
+SEARCH_S = 0.5
+"""How long one search may take: on a network file system a look at a file takes a millisecond or less."""
+
+UNFOLLOWED_S = 60.0
+"""Another server gets the lease where the engine's thread has not come by for so long."""
+
 _BLOCK_BYTES = 1 << 20  # small enough that the checksum finds in the cache what was just read
-_NAME = re.compile(r"([0-9a-f]{32})\.([0-9a-f]{32})\.([0-9]{1,12})\.(page|state)")
 _MODEL = re.compile(r"[0-9a-f]{32}")
-
-
-@dataclass(frozen=True, slots=True)
-class Entry:
-    """One object on disk, as found at start."""
-
-    kind: str
-    """page or state."""
-    key: bytes
-    """Hash of the tokens up to and including this page: 16 bytes."""
-    parent: bytes
-    """The key of the page before; of the first: the root's."""
-    depth: int
-    """Tokens up to and including this page."""
-    n_bytes: int
-    """Of the file."""
-    used_at: float
-    """When it was written or last read, in seconds since 1970."""
 
 
 @dataclass(slots=True)
@@ -102,6 +76,42 @@ class Move:
     depth: int = 0
     ok: bool = False
     """Set when it succeeded. A target whose move failed may hold a part of it."""
+    was_there: bool = False
+    """Set when nothing was written: another server had done so."""
+
+
+@dataclass(slots=True, eq=False)
+class Search:
+    """A look for what other servers have written of a prompt."""
+
+    root: bytes
+    keys: list[bytes]
+    """Of its pages, from the first on, as far as a request could start behind them."""
+    n_known: int
+    """Of these pages, those that need not be looked for."""
+    n_usable: int
+    """A state at so many pages or fewer is of no use."""
+    began_s: float
+    is_done: bool = False
+    n_pages: int = 0
+    """Found: the first so many pages are on disk."""
+    state_at: int = 0
+    """Found: a state behind so many pages; 0: none."""
+
+
+@dataclass(slots=True)
+class Survey:
+    """What there is in the directory."""
+
+    n_bytes: int = 0
+    """Of all objects, without their headers."""
+    appeared: list[Entry] = field(default_factory=list)
+    """Those that this server did not know, pages before what lies beyond them."""
+    gone: list[tuple[str, bytes]] = field(default_factory=list)
+    """Kinds and keys of those that others have deleted."""
+    used: list[bytes] = field(default_factory=list)
+    """Keys of states that were read since the last time, perhaps by others."""
+    seen: set[tuple[str, bytes]] = field(default_factory=set)
 
 
 class Copies(Protocol):
@@ -154,7 +164,6 @@ class Tiers:
         self._host = host
         page_bytes = sum(view.nbytes for view in page(0))
         self._n_bytes = {"page": page_bytes, "state": state_bytes}
-        self._model = blake2b(fingerprint.encode(), digest_size=16).digest()
         self.n_units = 0 if host is None else host.shape[0]
         self.units_per_state = -(-state_bytes // page_bytes)
         self.has_disk = directory is not None and disk_bytes > 0
@@ -178,12 +187,22 @@ class Tiers:
         has made some.
         """
         self.foreign_bytes = 0
-        """Bytes of other servers' files in the directory, when it was last looked at."""
+        """Bytes of files in the directory that this server does not know, when it was last looked at."""
+        self.takes_imports = False
+        """Whether files may come from elsewhere though no other server uses the directory."""
+        self.surveyed: Survey | None = None
+        """For the engine's thread to take."""
+        self._survey: Survey | None = None
+        self._used_at: dict[bytes, float] = {}  # of states, by the last survey
+        self._followed_s = time.monotonic()
+        self._beat_at = self._followed_s + BEAT_S
+        self.directory: Directory | None = None
         if directory is not None and self.has_disk:
-            self._directory = directory / fingerprint
+            self.directory = Directory(directory, fingerprint)
             try:
-                self._open_directory(directory)
+                self._open_directory(self.directory)
             except OSError as error:
+                self.directory.leave()
                 raise ConfigError(
                     f"--cache-dir {directory}: cannot be used ({error.strerror}: {error.filename}); give a directory that "
                     "this user may write, or leave it out"
@@ -203,6 +222,32 @@ class Tiers:
     def can_save(self) -> bool:
         """Not for a while after a write has failed."""
         return time.monotonic() >= self._paused_until
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether there may be files in the directory that this server does not know."""
+        return self.takes_imports or self.n_others > 0 or self.foreign_bytes > 0
+
+    @property
+    def n_others(self) -> int:
+        """Other servers that use the directory."""
+        return self.directory.n_others if self.directory else 0
+
+    @property
+    def has_locks(self) -> bool:
+        """Whether one server evicts for all."""
+        return self.directory is None or self.directory.has_locks
+
+    @property
+    def may_delete(self) -> bool:
+        """Whether it is this one, or there are no locks."""
+        return self.directory is None or self.directory.may_delete
+
+    def follow(self) -> None:
+        """The engine's thread is there and evicts; called before every step."""
+        self._followed_s = time.monotonic()
+        if self._mover is None and self.directory is not None:
+            self._start()
 
     def resume(self) -> None:
         """Room was made: saving goes on."""
@@ -274,13 +319,29 @@ class Tiers:
         self._put(queue, [*jobs, end])
         return ticket
 
-    def _put(self, queue: deque[Callable[[], None]], jobs: list[Callable[[], None]]) -> None:
+    def search(self, search: Search) -> int:
+        """Has files of other servers looked for, before all else. Returns the ticket, as `load`."""
+        ticket = self._n_tickets = self._n_tickets + 1
+        self.n_pending += 1
+        jobs = [functools.partial(self._search, search), functools.partial(self._done.append, (ticket, [], True))]
+        self._put(self._loads, jobs, first=True)
+        return ticket
+
+    def _put(
+        self, queue: deque[Callable[[], None]], jobs: Sequence[Callable[[], None]], *, first: bool = False
+    ) -> None:
         with self._changed:
-            queue.extend(jobs)
+            if first:
+                queue.extendleft(reversed(jobs))
+            else:
+                queue.extend(jobs)
             self._changed.notify_all()
         if self._mover is None:
-            self._mover = threading.Thread(target=self._run, name=MOVER, daemon=True)
-            self._mover.start()
+            self._start()
+
+    def _start(self) -> None:
+        self._mover = threading.Thread(target=self._run, name=MOVER, daemon=True)
+        self._mover.start()
 
     def finished(self) -> list[tuple[int, list[Move]]]:
         """Tickets that were completed, each once."""
@@ -294,7 +355,7 @@ class Tiers:
             for move in moves:  # counted here, where no other thread counts
                 if move.ok and is_load:
                     self.read_bytes["host" if move.units else "disk"] += self._n_bytes[move.kind]
-                elif move.ok:
+                elif move.ok and not move.was_there:
                     self.written_bytes["disk"] += self._n_bytes[move.kind]
         return tickets
 
@@ -308,31 +369,72 @@ class Tiers:
         if self.has_disk:
             self._put(self._behind, [functools.partial(self._delete, kind, key)])
 
-    def survey(self) -> None:
-        """Has foreign_bytes counted anew, behind what was asked for before."""
-        self._put(self._behind, [self._survey])
+    def forget(self, kind: str, key: bytes) -> None:
+        """Knows a file no more, and leaves it to others."""
+        self._files.pop((kind, key), None)
 
-    def _survey(self) -> None:
-        n_bytes = 0
-        for i, entry in enumerate(self._list([])):
-            if self._loads:
-                return  # somebody waits; the next time will do
-            if i % 100 == 99:
-                time.sleep(0.001)  # the engine's thread is not to wait for many entries at once
-            n_bytes += entry.n_bytes * ((entry.kind, entry.key) not in self._files)
-        self.foreign_bytes = n_bytes
+    def survey(self) -> None:
+        """Has the directory looked through, behind what was asked for before: `surveyed` then says what came
+        of it. One that is under way does.
+        """
+        if self._survey is None and self.directory is not None:
+            self._survey = Survey()
+            self._put(self._behind, [functools.partial(self._survey_all, self._survey, self.directory)])
+
+    def _survey_all(self, survey: Survey, directory: Directory) -> None:
+        jobs: list[Callable[[], None]] = []
+        with contextlib.suppress(OSError):  # somebody removed it
+            jobs = [functools.partial(self._survey_some, survey, directory, d) for d in directory.directories([])]
+        # One at a time, since a load may come between them.
+        self._put(self._behind, [*jobs, functools.partial(self._survey_end, survey)], first=True)
+
+    def _survey_some(self, survey: Survey, directory: Directory, part: str) -> None:
+        with contextlib.suppress(OSError):
+            for entry, item in directory.names(part, []):
+                what = entry.kind, entry.key
+                survey.seen.add(what)
+                survey.n_bytes += self._n_bytes[entry.kind]
+                if what not in self._files:
+                    survey.appeared.append(entry)
+                elif entry.kind == "state" and directory.may_delete:
+                    with contextlib.suppress(FileNotFoundError):
+                        now = item.stat(follow_symlinks=False).st_mtime
+                        if now > self._used_at.get(entry.key, now):
+                            survey.used.append(entry.key)
+                        self._used_at[entry.key] = now
+
+    def _survey_end(self, survey: Survey) -> None:
+        if survey is not self._survey:
+            return  # the directory was cleared meanwhile
+        missing = [(what, path) for what, path in list(self._files.items()) if what not in survey.seen]
+        # A listing of a network file system may be an old one.
+        survey.gone = [what for what, path in missing if not os.path.exists(path)]
+        for kind, key in survey.gone:
+            self.forget(kind, key)
+            self._used_at.pop(key, None)
+        survey.appeared.sort(key=lambda entry: (entry.depth, entry.kind))
+        self.foreign_bytes = sum(self._n_bytes[entry.kind] for entry in survey.appeared)
+        survey.seen.clear()
+        self.surveyed, self._survey = survey, None
+
+    def know(self, entry: Entry) -> None:
+        """A file of another server is this one's to delete."""
+        assert self.directory is not None
+        path = self.directory.file(entry.kind, entry.key, entry.parent, entry.depth)
+        self._files[entry.kind, entry.key] = path
 
     def clear(self) -> None:
         """Removes every object of this model from disk, before it returns.
 
         Saves under way may still add theirs.
         """
-        if self.has_disk:
+        if self.directory is not None:
             with contextlib.suppress(OSError):  # somebody removed the directory itself
-                for entry in self._list([]):
-                    self._unlink(self._path(entry.kind, entry.key, entry.parent, entry.depth))
+                for entry in self.directory.entries([]):
+                    self._unlink(self.directory.file(entry.kind, entry.key, entry.parent, entry.depth))
             self._files.clear()
             self.entries.clear()
+            self._survey = self.surveyed = None
 
     def close(self, timeout_s: float) -> None:
         """Lets what was asked for be done for so long, then stops the thread.
@@ -343,6 +445,8 @@ class Tiers:
             self._is_closing = True
             self._changed.notify_all()
         if self._mover is None:
+            if self.directory is not None:
+                self.directory.leave()
             return
         self._mover.join(timeout_s)
         with self._changed:
@@ -356,11 +460,16 @@ class Tiers:
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._loads or self._behind or self._is_closing)
+                until_s = None if self.directory is None else max(0.0, self._beat_at - time.monotonic())
+                self._changed.wait_for(lambda: self._loads or self._behind or self._is_closing, until_s)
                 queue = self._loads or self._behind
-                if not queue:
-                    return
-                job = queue.popleft()
+                job = queue.popleft() if queue else None
+                if job is None and self._is_closing:
+                    break
+            if self.directory is not None and time.monotonic() >= self._beat_at:
+                self._beat(self.directory)
+            if job is None:
+                continue
             try:
                 job()
             except Exception:  # its moves stay not ok, and the next may be better
@@ -369,6 +478,49 @@ class Tiers:
             if self._done:
                 with self._changed:
                     self._changed.notify_all()
+        if self.directory is not None:
+            self.directory.leave()
+
+    def _beat(self, directory: Directory) -> None:
+        n_others = directory.n_others
+        with contextlib.suppress(OSError):  # the next may be better
+            directory.beat(time.monotonic() - self._followed_s < UNFOLLOWED_S)
+        if n_others and not directory.n_others:  # what it has left is not known before the next survey
+            self.foreign_bytes = max(1, self.foreign_bytes)
+        self._beat_at = time.monotonic() + BEAT_S
+
+    def _search(self, search: Search) -> None:
+        """Pages are there with all those before them, so the last is found by halving what is left to ask."""
+        assert self.directory is not None
+        keys, paths = [search.root, *search.keys], self.directory
+        until_s = time.monotonic() + SEARCH_S
+
+        def path(kind: str, n: int) -> str:
+            return paths.file(kind, keys[n], keys[n - 1], n * PAGE_SIZE)
+
+        def has(kind: str, n: int) -> bool:
+            """Whether the n-th page, or the state behind it, is there."""
+            with contextlib.suppress(OSError):
+                is_there = os.stat(path(kind, n)).st_size == HEADER_BYTES + self._n_bytes[kind]
+                return is_there and time.monotonic() < until_s
+            return False
+
+        low, high = search.n_known, len(search.keys)  # no more than high
+        if low < high and has("page", low + 1):
+            low += 1
+            while low < high:
+                middle = (low + high + 1) // 2
+                low, high = (middle, high) if has("page", middle) else (low, middle - 1)
+            search.n_pages = low
+        for n in range(low, search.n_usable, -1):
+            if time.monotonic() > until_s:
+                break
+            if has("state", n):
+                search.state_at, search.n_pages = n, max(n, search.n_pages)
+                self._files["state", keys[n]] = path("state", n)
+                break
+        for n in range(1, search.n_pages + 1):
+            self._files["page", keys[n]] = path("page", n)
 
     def _load(self, move: Move, mark: Any) -> None:
         target = self._device[move.kind](move.device)
@@ -381,18 +533,19 @@ class Tiers:
 
     # Files.
 
-    def _path(self, kind: str, key: bytes, parent: bytes, depth: int) -> str:
-        name = key.hex()
-        return f"{self._directory}/{name[:2]}/{name}.{parent.hex()}.{depth}.{kind}"
+    def file(self, move: Move) -> str:
+        """Where an object is on disk, if it is there."""
+        assert self.directory is not None
+        return self.directory.file(move.kind, move.key, move.parent, move.depth)
 
     def _header(self, move: Move, crc: int) -> bytes:
-        what, size = (self._model, move.key, move.parent, move.depth), self._n_bytes[move.kind]
-        header = HEADER.pack(_MAGIC, VERSION, _KINDS[move.kind], *what, size, crc)
-        return (header + HEADER_CRC.pack(zlib.crc32(header))).ljust(HEADER_BYTES, b"\0")
+        assert self.directory is not None
+        what = move.kind, move.key, move.parent, move.depth
+        return pack_header(self.directory.model, *what, self._n_bytes[move.kind], crc)
 
     def _read(self, move: Move, target: list[Bytes]) -> bool:
         """Reads an object's file; whether all of it is there."""
-        path = self._path(move.kind, move.key, move.parent, move.depth)
+        path = self.file(move)
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
@@ -405,6 +558,8 @@ class Tiers:
             if damage is None:
                 with contextlib.suppress(OSError):  # of root, perhaps: then it looks older than it is
                     os.utime(file)
+                    if move.kind == "state":
+                        self._used_at[move.key] = os.fstat(file).st_mtime
         except OSError as error:
             damage = f"cannot be read: {error.strerror}"
         finally:
@@ -434,9 +589,14 @@ class Tiers:
     def _save(self, move: Move, mark: Any) -> None:
         if not self.has_disk or time.monotonic() < self._paused_until:
             return
+        path = self.file(move)
+        if self.is_shared and self._is_there(move, path):
+            self._files[move.kind, move.key] = path
+            move.ok = move.was_there = True
+            return
         source = self._fetched(move, mark) if move.device >= 0 else self._units(move)
-        path = self._path(move.kind, move.key, move.parent, move.depth)
-        part = f"{path}.{secrets.token_hex(4)}.part"  # not the process id: two containers may have the same
+        assert self.directory is not None
+        part = self.directory.part(path)
         try:
             try:
                 self._write(part, move, source)
@@ -459,6 +619,11 @@ class Tiers:
         self._files[move.kind, move.key] = path
         self._is_refused = False
         move.ok = True
+
+    def _is_there(self, move: Move, path: str) -> bool:
+        with contextlib.suppress(OSError):
+            return os.stat(path).st_size == HEADER_BYTES + self._n_bytes[move.kind]
+        return False
 
     def _write(self, part: str, move: Move, source: list[Bytes]) -> None:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -490,67 +655,37 @@ class Tiers:
 
     # The directory.
 
-    def _open_directory(self, directory: Path) -> None:
+    def _open_directory(self, directory: Directory) -> None:
         """Lists what is there, and makes sure that more can be written. Raises OSError and ConfigError."""
-        make_private("--cache-dir", directory)
-        make_private("--cache-dir", self._directory)
-        probe = self._directory / f"{secrets.token_hex(4)}.part"
-        probe.touch(0o600)
-        probe.unlink()
+        directory.enter()
+        root = directory.path.parent
         odd: list[str] = []
-        sizes = {kind: HEADER_BYTES + n_bytes for kind, n_bytes in self._n_bytes.items()}
-        for entry in self._list(odd):
-            path = self._path(entry.kind, entry.key, entry.parent, entry.depth)
-            if entry.n_bytes != sizes[entry.kind]:
-                self.n_damaged += 1
-                self._unlink(path)
+        for entry in directory.entries(odd):
+            path = directory.file(entry.kind, entry.key, entry.parent, entry.depth)
+            if entry.n_bytes != HEADER_BYTES + self._n_bytes[entry.kind]:
+                if directory.may_delete:
+                    self.n_damaged += 1
+                    self._unlink(path)
                 continue
             self.entries.append(entry)
             self._files[entry.kind, entry.key] = path
         if self.n_damaged:
-            self.notices.append(f"--cache-dir {directory}: {counted(self.n_damaged, 'damaged file')} deleted")
+            self.notices.append(f"--cache-dir {root}: {counted(self.n_damaged, 'damaged file')} deleted")
         if odd:
             self.notices.append(
-                f"--cache-dir {directory}: {counted(len(odd), 'file')} there left alone, not being Deltic's: {odd[0]}"
+                f"--cache-dir {root}: {counted(len(odd), 'file')} there left alone, not being Deltic's: {odd[0]}"
             )
-        others = [d for d in os.listdir(directory) if _MODEL.fullmatch(d) and d != self._directory.name]
+        others = [d for d in os.listdir(root) if _MODEL.fullmatch(d) and d != directory.path.name]
         if others:
             self.notices.append(
-                f"--cache-dir {directory}: holds the caches of {len(others)} other models, versions or kinds of processor as "
+                f"--cache-dir {root}: holds the caches of {len(others)} other models, versions or kinds of processor as "
                 "well; what is not needed any more can be deleted, by directory"
             )
-
-    def _list(self, odd: list[str]) -> Iterator[Entry]:
-        """The objects of this model, as their names say, and into `odd` what is not one; old part files are
-        removed.
-        """
-        for directory in os.scandir(self._directory):
-            if not (len(directory.name) == 2 and directory.is_dir(follow_symlinks=False)):
-                if not self._is_part(directory):
-                    odd.append(directory.path)
-                continue
-            for item in list(os.scandir(directory)):
-                found = _NAME.fullmatch(item.name)
-                if found is None or found[1][:2] != directory.name or int(found[3]) % PAGE_SIZE:
-                    if not self._is_part(item):
-                        odd.append(item.path)
-                    continue
-                with contextlib.suppress(FileNotFoundError):  # deleted by another server
-                    stat = item.stat(follow_symlinks=False)
-                    if not is_ours(stat.st_uid):
-                        odd.append(item.path)
-                        continue
-                    key, parent = bytes.fromhex(found[1]), bytes.fromhex(found[2])
-                    yield Entry(found[4], key, parent, int(found[3]), stat.st_size, stat.st_mtime)
-
-    def _is_part(self, item: os.DirEntry[str]) -> bool:
-        """Whether it is a file that is being written; one that nobody writes any more is removed."""
-        if not item.name.endswith(".part"):
-            return False
-        with contextlib.suppress(FileNotFoundError):
-            if time.time() - item.stat(follow_symlinks=False).st_mtime > ABANDONED_S:
-                self._unlink(item.path)
-        return True
+        if not directory.has_locks:
+            self.notices.append(
+                f"--cache-dir {root}: this file system has no locks (flock), so each server evicts what it has written itself, and "
+                "has an eighth of --cache-disk-gb in any case; mount it with locks to have one evict for all"
+            )
 
 
 def _blocks(views: list[Bytes]) -> Iterator[memoryview]:

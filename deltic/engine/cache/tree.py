@@ -367,3 +367,37 @@ def _nearest_below(node: Node) -> Iterator[Node]:
             yield child
         else:
             todo += child.children
+
+
+def is_left_behind(node: Node) -> bool:
+    """Whether a checkpoint is not worth a place on disk: its one conversation went on from a deeper one.
+
+    Where prompts branch, and behind the first message, which is most often shared, it is.
+    """
+    if len(node.below) != 1 or node.kind == "junction":
+        return False
+    # The tail is the answer: the next turn may render it otherwise, or ask for another.
+    if next(iter(node.below)).kind == "tail":
+        return False
+    above = node.above
+    while above is not None and above.parent is not None and above.kind == "ladder":
+        above = above.above
+    return not (node.kind == "message" and above is not None and above.parent is None)
+
+
+def path_to(node: Node) -> list[Node]:
+    """The nodes from the first page to this one."""
+    path = []
+    at: Node | None = node
+    while at is not None and at.parent is not None:
+        path.append(at)
+        at = at.parent
+    return path[::-1]
+
+
+def branch_of(node: Node) -> list[Node]:
+    """A node and all that lie beyond it, parents before children."""
+    branch = [node]
+    for n in branch:  # grows as it is walked
+        branch += n.children
+    return branch
