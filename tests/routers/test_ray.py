@@ -25,15 +25,17 @@ import httpx
 import pytest
 
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+os.environ["RAY_SERVE_REPLICA_AUTOSCALING_METRIC_PUSH_INTERVAL_S"] = "0.5"
 ray = pytest.importorskip("ray")
 serve = pytest.importorskip("ray.serve")
 
 from deltic.config import ConfigError  # noqa: E402
 from deltic.ray import actors, app, llm  # noqa: E402
+from deltic.ray.replica import Ask  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("default")  # Ray's own
 
-SETTINGS: dict[str, Any] = {"replicas": "2", "num_cpus": 1, "max-num-seqs": 4, "drain-s": 10}
+SETTINGS: dict[str, Any] = {"replicas": "2", "num_cpus": 1, "max-num-seqs": 16, "drain-s": 20}
 STORY = [{"role": "user", "content": "Tell me a long story about a fox."}]
 
 
@@ -94,9 +96,10 @@ def engines() -> dict[int, int]:
 
 
 def n_sequences() -> int:
-    """Of all replicas: what they report to the autoscaler."""
-    handle = serve.get_deployment_handle("Replica", "deltic")
-    return int(sum(handle.record_autoscaling_stats.remote().result()["sequences"] for _ in range(12)))
+    """Of both replicas, each asked a few times by requests that have nothing in common."""
+    handle = serve.get_deployment_handle("Replica", "deltic").options(stream=True, method_name="ask")
+    answers = [list(handle.remote(Ask("GET", "/load", key=b"%d" % i))) for i in range(8)]
+    return sum(int(json.loads(body)["server_load"]) for _, body in answers)
 
 
 def test_a_chat_and_other_apis(client: httpx.Client) -> None:
@@ -135,8 +138,8 @@ def test_a_stream_comes_in_pieces(client: httpx.Client) -> None:
 def test_who_leaves_frees_the_sequence(client: httpx.Client) -> None:
     asked = {"messages": STORY, "max_tokens": 3000, "stream": True, "ignore_eos": True}
     with client.stream("POST", "/v1/chat/completions", json=asked) as answer:
-        next(answer.iter_raw())
-        assert wait_for(n_sequences)
+        pieces = answer.iter_raw()  # held: when it is forgotten the connection closes
+        assert next(pieces) and wait_for(n_sequences)
     wait_for(lambda: not n_sequences(), 10)
     with ThreadPoolExecutor(1) as pool:  # one that waits for its whole answer
         waiting = pool.submit(
@@ -148,13 +151,11 @@ def test_who_leaves_frees_the_sequence(client: httpx.Client) -> None:
 
 def test_a_conversation_stays_with_its_replica(client: httpx.Client) -> None:
     for topic in ("a fox", "a hen", "a cow", "a cat"):
-        n_prompt = 0
         messages: list[dict[str, Any]] = [{"role": "user", "content": f"I want to hear of {topic}. " * 20}]
         for turn in range(3):
             answer = ask(client, messages=messages).json()
             if turn:
-                assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= n_prompt // 64 * 64 > 0
-            n_prompt = answer["usage"]["prompt_tokens"]
+                assert answer["usage"]["prompt_tokens_details"]["cached_tokens"] >= 128
             messages += [answer["choices"][0]["message"], {"role": "user", "content": "Go on."}]
 
 
@@ -167,14 +168,14 @@ def test_both_replicas_work_when_there_is_much_to_do(client: httpx.Client) -> No
 
 
 def test_a_killed_replica_ends_its_streams_only(client: httpx.Client) -> None:
-    asked = {"max_tokens": 1500, "stream": True, "ignore_eos": True}
+    asked = {"max_tokens": 800, "stream": True, "ignore_eos": True}
     before = engines()
     assert len(before) == 2
     ends: list[tuple[str, bytes]] = []
     n_begun = threading.Semaphore(0)
 
     def stream(i: int) -> None:
-        """Half of them of conversations of their own: some on either replica."""
+        """Of a conversation of its own: one more than a replica may have beyond the other, and so some on either."""
         messages = [{"role": "user", "content": f"Tell me about number {i}."}]
         with httpx.stream(
             "POST", f"{client.base_url}v1/chat/completions", json=asked | {"messages": messages}, timeout=90
@@ -186,7 +187,7 @@ def test_a_killed_replica_ends_its_streams_only(client: httpx.Client) -> None:
                 last = piece
         ends.append((answer.headers["x-request-id"], last))
 
-    threads = [threading.Thread(target=stream, args=(i,)) for i in range(8)]
+    threads = [threading.Thread(target=stream, args=(i,)) for i in range(12)]
     for thread in threads:
         thread.start()
     for _ in threads:
@@ -199,8 +200,8 @@ def test_a_killed_replica_ends_its_streams_only(client: httpx.Client) -> None:
     for thread in threads:
         thread.join()
     died = [end for _, end in ends if b'"code":"replica_died"' in end]
-    assert died and len(died) < 8 and all(end.startswith(b'data: {"error"') for end in died)
-    assert sum(end.endswith(b"data: [DONE]\n\n") for _, end in ends) == 8 - len(died)
+    assert died and len(died) < 12 and all(end.startswith(b'data: {"error"') for end in died)
+    assert sum(end.endswith(b"data: [DONE]\n\n") for _, end in ends) == 12 - len(died)
     wait_for(lambda: len(engines()) == 2 and engine not in engines())
     wait_for(lambda: serve.status().applications["deltic"].status == "RUNNING")
 
@@ -238,7 +239,7 @@ def test_a_new_version_is_rolled_out_without_a_failed_request(client: httpx.Clie
     for thread in threads:
         thread.start()
     try:
-        deploy(**{"max-num-seqs": 5})
+        deploy(**{"max-num-seqs": 15})
         wait_for(lambda: len(engines()) == 2 and not before & set(engines()))
     finally:
         is_over.set()
@@ -259,12 +260,12 @@ def test_replicas_follow_the_sequences() -> None:
 
 def test_an_application_scales_by_its_queue(client: httpx.Client) -> None:
     bounds = {"min_replicas": 1, "max_replicas": 2, "target_ongoing_requests": 2}
-    delays = {"upscale_delay_s": 0.5, "downscale_delay_s": 1, "look_back_period_s": 2, "metrics_interval_s": 0.5}
+    delays = {"upscale_delay_s": 0.5, "downscale_delay_s": 1, "look_back_period_s": 2}
     serve.delete("deltic")
     deploy(replicas=1, autoscaling=bounds | delays)
     assert len(engines()) == 1
     with ThreadPoolExecutor(8) as pool:
-        waiting = [pool.submit(ask, client, max_tokens=3500, ignore_eos=True) for _ in range(8)]
+        waiting = [pool.submit(ask, client, max_tokens=2500, ignore_eos=True) for _ in range(8)]
         wait_for(lambda: len(engines()) == 2, 90)
         assert all(one.result().status_code == 200 for one in waiting)
     serve.delete("deltic")
@@ -466,7 +467,7 @@ def test_how_large_actors_are() -> None:
     [
         (["--ray", "--url", "http://127.0.0.1:1"], "give one of both"),
         (["--replicas", "2"], "--replicas: how many servers --ray starts"),
-        (["--ray", "127.0.0.1:1"], "--ray 127.0.0.1:1: "),
+        (["--ray", "--replicas", "0"], "at least 1"),
     ],
 )
 def test_bad_flags_of_a_run(words: list[str], said: str, tmp_path: Path) -> None:
