@@ -36,6 +36,7 @@ SCRIPTS = [*ROOT.glob("bench/**/*.py"), *ROOT.glob("training/*.py")]
 FLAGS = set().union(*COMMANDS.values(), *(re.findall(r'"(--[a-z][a-z-]+)"', script.read_text()) for script in SCRIPTS))
 FLAGS |= {"--extra-index-url", "--dest", "--no-index", "--find-links"}  # pip's
 FLAGS |= {"--now", "--from", "--format", "--target", "--build-arg"}  # systemctl's, uvx's, podman's
+FLAGS |= {"--head", "--address", "--http-host", "--http-port", "--non-blocking"}  # ray's and serve's
 
 
 def anchors(text: str) -> set[str]:
