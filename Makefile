@@ -14,7 +14,7 @@ ARGS ?=
 KERNELS := $(wildcard deltic/csrc/*) CMakeLists.txt
 TARGETS := tests/gpu/test_gpu_targets.py
 
-.PHONY: always install serve test test-cpu test-gpu test-others test-targets test-long targets test-package bench soak soak-speech oracle lint wheel clean
+.PHONY: always install serve test test-routers test-cpu test-gpu test-others test-targets test-long targets test-package bench soak soak-speech oracle lint wheel clean
 
 $(VENV)/.python:
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Deltic needs Python 3.11 or newer")'
@@ -54,11 +54,19 @@ endif
 test-long: $(VENV)/.test-installed
 	$(BIN)/python -m pytest -m long $(ARGS)
 
+# What drives Deltic from outside, as Ray does: large packages, in the same environment.
+test-routers: $(VENV)/.routers-installed
+	$(BIN)/python -m pytest tests/routers $(ARGS)
+
+$(VENV)/.routers-installed: $(VENV)/.test-installed
+	$(BIN)/python -m pip install --quiet --editable '.[routers]'
+	touch $@
+
 test-cpu:
 	$(BIN)/python -m pytest tests/cpu
 
 test-gpu: FILES := tests/gpu --ignore=$(TARGETS)
-test-others: FILES := --ignore=tests/cpu --ignore=tests/gpu
+test-others: FILES := --ignore=tests/cpu --ignore=tests/gpu --ignore=tests/routers
 test-targets: FILES := $(TARGETS)
 test-gpu test-others test-targets:
 	@mkdir -p build

@@ -441,8 +441,7 @@ class ServerConfig:
     )
     kv_events: str | None = knob(
         None,
-        "tell routers at this address what the prefix cache holds, as vLLM does, e.g. tcp://*:5557, which is every interface; "
-        "whoever connects reads the tokens of prompts",
+        "tell routers here what the prefix cache holds, as vLLM does, e.g. tcp://*:5557; who connects reads prompts",
         metavar="ADDRESS",
     )
     kv_events_replay: str | None = knob(
@@ -450,8 +449,7 @@ class ServerConfig:
     )
     kv_events_topic: str = knob(
         "kv@{host}:{port}@{model}",
-        "what the messages of --kv-events begin with; {host} and {port} are the server's, a host that is every address this "
-        "machine's name",
+        "what messages of --kv-events begin with; {host}, {port}: the server's (for every address the machine's name)",
         metavar="TEXT",
     )
     strict_fields: str = knob(
@@ -716,8 +714,7 @@ def _check(config: EngineConfig | ModelConfig | ServerConfig, called: dict[str, 
     has_disk = isinstance(config, EngineConfig) and config.cache_dir and config.prefix_cache and config.cache_disk_gb
     if isinstance(config, EngineConfig) and config.allow_cache_transfer and not has_disk:
         raise ConfigError(
-            "--allow-cache-transfer: prefixes move as files of the cache on disk; give --cache-dir, too, and leave "
-            "--no-prefix-cache and --cache-disk-gb 0 out"
+            "--allow-cache-transfer: prefixes move as files on disk; give --cache-dir, without --no-prefix-cache or --cache-disk-gb 0"
         )
     if isinstance(config, EngineConfig) and config.pin_threads:
         pinned_cpus(config.threads or 1)

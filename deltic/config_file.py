@@ -27,16 +27,21 @@ def read_config(path: Path) -> list[dict[str, Any]]:
     Values are as the file has them. `config` is the file, for complaints.
     Raises ConfigError for a file that cannot be read, and for a key that is no setting.
     """
-    top = _load(path)
+    return [table | {"config": path} for table in tables(f"--config {path}", _load(path))]
+
+
+def tables(whence: str, top: dict[Any, Any]) -> list[dict[str, Any]]:
+    """As `read_config`, of what the file holds. whence: for complaints. Raises ConfigError."""
+    top = dict(top)
     further = top.pop(AND, [])
     if not isinstance(further, list) or not all(isinstance(table, dict) for table in further):
-        raise ConfigError(f"--config {path}: {AND!r} must be a list of tables, one for each further model")
-    tables = [_fields(path, top, (EngineConfig, ModelConfig, ServerConfig))]
+        raise ConfigError(f"{whence}: {AND!r} must be a list of tables, one for each further model")
+    found = [_fields(whence, top, (EngineConfig, ModelConfig, ServerConfig))]
     for table in further:
-        tables.append(_fields(path, table, (EngineConfig, ModelConfig)))
-        if not {"model", "dummy"} & tables[-1].keys():
-            raise ConfigError(f"--config {path}: each table of {AND!r} needs a model (or dummy)")
-    return [table | {"config": path} for table in tables]
+        found.append(_fields(whence, table, (EngineConfig, ModelConfig)))
+        if not {"model", "dummy"} & found[-1].keys():
+            raise ConfigError(f"{whence}: each table of {AND!r} needs a model (or dummy)")
+    return found
 
 
 def _load(path: Path) -> dict[str, Any]:
@@ -82,7 +87,7 @@ def _yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def _fields(path: Path, table: dict[Any, Any], classes: tuple[Any, ...]) -> dict[str, Any]:
+def _fields(whence: str, table: dict[Any, Any], classes: tuple[Any, ...]) -> dict[str, Any]:
     """A table under the names of fields. Raises ConfigError for what is none of `classes`'."""
     known = {field.name for cls in classes for field in dataclasses.fields(cls)}
     fields: dict[str, Any] = {}
@@ -90,10 +95,10 @@ def _fields(path: Path, table: dict[Any, Any], classes: tuple[Any, ...]) -> dict
         name = str(key).replace("-", "_")
         if name not in known:
             if name in ServerConfig.__dataclass_fields__:
-                raise ConfigError(f"--config {path}: {key} is the whole server's; put it at the top of the file")
+                raise ConfigError(f"{whence}: {key} is the whole server's; put it at the top of the file")
             hint = nearest(name, known).replace("_", "-") or "deltic serve --help lists them"
-            raise ConfigError(f"--config {path}: {key} is not a setting of Deltic; {hint}")
+            raise ConfigError(f"{whence}: {key} is not a setting of Deltic; {hint}")
         if name in fields:
-            raise ConfigError(f"--config {path}: {key} is there twice")
+            raise ConfigError(f"{whence}: {key} is there twice")
         fields[name] = value
     return fields

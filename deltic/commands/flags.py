@@ -109,6 +109,13 @@ def run(sub: argparse.ArgumentParser) -> None:
     text = REMOTE_HELP + "; given, it is that of every line, whatever the line says"
     add_remote(sub, positional=False, text=text)
     add("--in-flight", type=int, default=64, metavar="N", help="requests sent at once (default: 64)")
+    text = (
+        "spread the lines over servers on a Ray cluster: the one that this machine is in, or that at ADDRESS; local: "
+        "one that is started here"
+    )
+    add("--ray", nargs="?", const="auto", metavar="ADDRESS", help=text)
+    text = "servers that --ray starts, each with --threads CPUs or --tensor-parallel GPUs (default: what there is room for)"
+    add("--replicas", type=int, metavar="N", help=text)
     text = "drop the errors that the output holds, and try their lines again"
     add("--retry-errors", action="store_true", help=text)
     text = "a picture for the last message of the user in each line; may be given several times"

@@ -2,8 +2,8 @@
 
 A line is what OpenAI's batch API takes, `{"custom_id": ..., "url": "/v1/chat/completions", "body": {...}}`,
 or a bare body with `messages`, `prompt` or `input`. The requests go over HTTP to a server (a child of ours
-without --url), so they mean exactly what they mean online. A result line is
-`{"custom_id", "line", "response": {"status_code", "body"}, "error"}`; results come in the order of
+without --url), or with --ray to servers on a cluster, so they mean exactly what they mean online. A result
+line is `{"custom_id", "line", "response": {"status_code", "body"}, "error"}`; results come in the order of
 completion.
 """
 
@@ -11,21 +11,24 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import fcntl
 import functools
 import json
 import os
 import stat
 import sys
-from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from deltic.batch_lines import N_TRIES, PATHS, ForeignFile, Job, parse, read_results, wait_s
+from deltic.commands import settings
 from deltic.commands.endpoint import (
     Endpoint,
     EndpointError,
@@ -37,6 +40,9 @@ from deltic.commands.endpoint import (
     reached,
 )
 from deltic.logs import counted
+
+if TYPE_CHECKING:
+    from deltic.ray.actors import Actors
 
 MAX_UNAVAILABLE = 60
 """Times that a request may find no engine; the server waits between them as it was told to."""
@@ -143,7 +149,7 @@ def with_pictures(asked: dict[str, Any], path: str, urls: Sequence[str], videos:
 
 
 async def send(
-    endpoint: Endpoint,
+    endpoint: Endpoint | Actors,
     model: str,
     job: Job,
     *,
@@ -247,6 +253,24 @@ async def work(
         raise failures.exceptions[0] from None
 
 
+@contextlib.asynccontextmanager
+async def asked_server(
+    arguments: argparse.Namespace, server_arguments: list[str]
+) -> AsyncIterator[tuple[Endpoint | Actors, str]]:
+    """Who answers, and the model of lines that name none. Raises ServerFailed, EndpointError, ConfigError."""
+    if arguments.ray is None:
+        with own_server(arguments, server_arguments) as server:
+            endpoint = await reached(arguments, server)
+            yield endpoint, await asked_model(arguments, endpoint)
+        return
+    from deltic.ray.actors import cluster
+
+    with Console(stderr=True).status("starting servers on the cluster") as status:
+        async with cluster(arguments.ray, settings.engine(arguments), arguments.replicas) as asked:
+            status.stop()
+            yield asked
+
+
 async def _run(arguments: argparse.Namespace, server_arguments: list[str], source: BinaryIO, out: BinaryIO) -> Tally:
     console = Console(stderr=True)
     pictures, videos = ([*map(picture_url, names)] for names in (arguments.image, arguments.video))
@@ -259,9 +283,7 @@ async def _run(arguments: argparse.Namespace, server_arguments: list[str], sourc
     if all(False for _ in jobs(source, done)):
         return tally
     source.seek(0)
-    with own_server(arguments, server_arguments) as server:
-        endpoint = await reached(arguments, server)
-        model = await asked_model(arguments, endpoint)
+    async with asked_server(arguments, server_arguments) as (endpoint, model):
         is_renamed = getattr(arguments, "model", None) is not None
         ask = functools.partial(send, endpoint, model, renamed=is_renamed, pictures=pictures, videos=videos)
         columns = (
@@ -285,6 +307,12 @@ def run(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
     try:
         if arguments.in_flight < 1:
             raise Stopped("--in-flight must be at least 1")
+        if arguments.ray is not None and arguments.url:
+            raise Stopped("--ray starts servers on a cluster, and --url names one that runs; give one of both")
+        if arguments.replicas is not None and (arguments.ray is None or arguments.replicas < 1):
+            raise Stopped("--replicas: how many servers --ray starts, at least 1")
+        if arguments.ray is not None and find_spec("ray") is None:
+            raise Stopped("--ray needs Ray: pip install 'deltic[ray]'")
         if not source.is_file():
             raise Stopped(f"{source} is not a file")
         if target.exists() and os.path.samefile(source, target):

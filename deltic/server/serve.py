@@ -85,6 +85,24 @@ def serve(
     program: the command of the engine process. Raises ConfigError when the address cannot be listened on, or
     two models have one name; UnsupportedModelError for a dummy of no known shape.
     """
+    served = prepared(models, config.max_queue)
+    logs.set_up(config.log_level, config.log_format)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    if any(engine.model == BUILT_IN and engine.dummy is None for engine, _ in models):
+        log.info("no MODEL was given: serving the small one that comes with Deltic; deltic doctor proposes others")
+    told_at = event_sockets(config, [engine for engine, _ in models])
+    secured = tls(config)
+    raise_descriptors()
+    use_one_heap()
+    with listening(config) as listener:
+        return uvloop.run(_serve(served, config, listener, secured, program, told_at))
+
+
+def prepared(models: Sequence[tuple[EngineConfig, ModelConfig]], max_queue: int) -> list[Served]:
+    """The models under their names, their engines not yet started.
+
+    Raises ConfigError where two have one name; UnsupportedModelError for a dummy of no known shape.
+    """
     for engine, _ in models:
         if engine.dummy is not None and not speaks(engine):
             locate(engine)
@@ -97,20 +115,10 @@ def serve(
         if name in all_names or adapters.count(name) > 1:
             other = "a model" if name in all_names else "another adapter"
             raise ConfigError(f"--lora {name}=...: {other} is called {name!r}, too; give the adapter another name")
-    logs.set_up(config.log_level, config.log_format)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    if any(engine.model == BUILT_IN and engine.dummy is None for engine, _ in models):
-        log.info("no MODEL was given: serving the small one that comes with Deltic; deltic doctor proposes others")
-    told_at = event_sockets(config, [engine for engine, _ in models])
-    secured = tls(config)
-    raise_descriptors()
-    use_one_heap()
-    served = [
-        Served(own, about, EngineClient(engine, config.max_queue, name=own[0]))
+    return [
+        Served(own, about, EngineClient(engine, max_queue, name=own[0]))
         for own, (engine, about) in zip(names, models, strict=True)
     ]
-    with listening(config) as listener:
-        return uvloop.run(_serve(served, config, listener, secured, program, told_at))
 
 
 def use_one_heap() -> None:
@@ -234,14 +242,8 @@ def _build(models: list[Served], config: ServerConfig) -> tuple[uvicorn.Server, 
     # Not at the top of the file: the engine process is to be started before these are imported.
     from deltic.server.app import create_app
     from deltic.server.connections import Connections, HttpServer
-    from deltic.server.service import Server
 
-    server = Server(config)
-    for model in models:
-        try:
-            server.add(_service(server, model))
-        except (ValueError, OSError) as error:  # the tokenizer, the template
-            raise ConfigError(f"{model.names[0]} cannot be served: {error}") from error
+    server = build(models, config)
     http = HttpServer(
         create_app(server),
         Connections(config.client_timeout_s, server.metrics.closed),
@@ -251,6 +253,19 @@ def _build(models: list[Served], config: ServerConfig) -> tuple[uvicorn.Server, 
         timeout_graceful_shutdown=int(LAST_WORDS_S),
     )
     return http, server
+
+
+def build(models: Sequence[Served], config: ServerConfig) -> Server:
+    """What is served. Raises ConfigError, which names the model."""
+    from deltic.server.service import Server
+
+    server = Server(config)
+    for model in models:
+        try:
+            server.add(_service(server, model))
+        except (ValueError, OSError) as error:  # the tokenizer, the template
+            raise ConfigError(f"{model.names[0]} cannot be served: {error}") from error
+    return server
 
 
 def _service(server: Server, model: Served) -> Service:

@@ -38,6 +38,7 @@ FLAGS |= {"--extra-index-url", "--dest", "--no-index", "--find-links"}  # pip's
 FLAGS |= {"--now", "--from", "--format", "--target", "--build-arg"}  # systemctl's, uvx's, podman's
 FLAGS |= {"--from-literal", "--policy", "--worker-urls", "--disable-retries"}  # kubectl's, routers'
 FLAGS |= {f"--health-{name}" for name in ("check-interval-secs", "failure-threshold", "check-timeout-secs")}
+FLAGS |= {"--head", "--address", "--http-host", "--http-port", "--non-blocking"}  # ray's and serve's
 
 
 def anchors(text: str) -> set[str]:

@@ -1,0 +1,1 @@
+"""Deltic on a Ray cluster, which needs deltic[ray]: applications of Ray Serve, and files of `deltic run`."""

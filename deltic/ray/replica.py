@@ -1,0 +1,171 @@
+"""A Deltic server without a socket: what a replica of Ray Serve holds, and an actor of `deltic run --ray`.
+
+The application of `deltic serve` runs in the replica's own event loop, and its engine process is a child as
+ever, which dies with it. Requests come as an `Ask` and leave in pieces. This file knows nothing of Ray.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+from collections.abc import AsyncGenerator
+from dataclasses import dataclass, field
+from typing import Any
+
+from starlette.types import ASGIApp, Message, Scope
+
+from deltic import logs
+from deltic.engine.messages import EngineInfo
+from deltic.host.supervisor import EngineHost
+from deltic.ray.settings import Settings
+from deltic.server.app import create_app
+from deltic.server.fetch import fetched
+from deltic.server.serve import build, prepared
+from deltic.server.service import Server
+
+log = logging.getLogger("deltic.ray")
+
+Head = tuple[int, list[tuple[bytes, bytes]]]
+"""An answer's status and headers."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """An HTTP request, whole."""
+
+    method: str
+    path: str
+    body: bytes = b""
+    headers: list[tuple[bytes, bytes]] = field(default_factory=list)
+    query: bytes = b""
+    key: bytes = b""
+    """As `affinity.key_of` has it, for the router."""
+
+
+class Hosted:
+    """A server and its engines, in one process each."""
+
+    def __init__(self, settings: Settings) -> None:
+        self._settings = settings
+        self._running: set[asyncio.Task[None]] = set()
+        self._host: EngineHost | None = None
+
+    async def start(self) -> None:
+        """Returns when requests are taken.
+
+        Raises ConfigError, CheckpointError, OSError, EngineFailed: why the model cannot be served.
+        """
+        config = self._settings.server
+        logs.set_up(config.log_level, config.log_format)
+        served = prepared(self._settings.models, config.max_queue)
+        for model in served:
+            found = await fetched(model.client.config, asyncio.Event())
+            assert found is not None
+            model.client.config = found
+        self._clients = [model.client for model in served]
+        self._host = EngineHost(self._clients, log_format=config.log_format, timeout_s=config.engine_timeout_s)
+        await self._host.start()
+        try:
+            self._server: Server = build(served, config)
+            self._app: ASGIApp = create_app(self._server)
+            infos: list[EngineInfo] = await asyncio.gather(*(client.ready() for client in self._clients))
+        except BaseException:
+            await self._host.stop()
+            raise
+        for model, info in zip(served, infos, strict=True):
+            for notice in info.notices:
+                log.info("%s: %s", model.names[0], notice)
+        # What there is now stays: the collector need not walk it again, which holds up everybody's tokens.
+        gc.collect()
+        gc.freeze()
+
+    async def stop(self) -> None:
+        """Ends what is open, and the engine process."""
+        if self._host is not None:
+            await self._host.stop()
+
+    @property
+    def failure(self) -> str | None:
+        """Why an engine is down for good; None while it runs, loads or is started again."""
+        failed = (client for client in self._clients if client.state == "failed")
+        return next((client.failure or "the engine has failed" for client in failed), None)
+
+    @property
+    def n_sequences(self) -> int:
+        """Sequences that run or wait."""
+        return sum(client.n_open for client in self._clients)
+
+    async def reset_cache(self) -> None:
+        """Empties the prefix caches."""
+        for client in self._clients:
+            await client.inspect_cache(reset=True)
+
+    async def stream(self, ask: Ask) -> AsyncGenerator[Head | bytes, None]:
+        """The answer: its head, then its body as it is made. Ended early, it is as if the client had left."""
+        messages: asyncio.Queue[Message | None] = asyncio.Queue()
+        further: Message | None
+        has_left = asyncio.Event()
+        body: list[bytes] = [ask.body]
+
+        async def receive() -> Message:
+            if body:
+                return {"type": "http.request", "body": body.pop(), "more_body": False}
+            await has_left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message: Message) -> None:
+            messages.put_nowait(message)
+
+        running = asyncio.create_task(_answer(self._app, scope_of(ask), receive, send))
+        self._running.add(running)  # it may go on for a moment when this has ended
+        running.add_done_callback(self._running.discard)
+        running.add_done_callback(lambda _: messages.put_nowait(None))
+        try:
+            while (message := await messages.get()) is not None:
+                if message["type"] == "http.response.start":
+                    yield message["status"], list(message.get("headers", ()))
+                    continue
+                parts, further = [message.get("body", b"")], message
+                while not messages.empty() and (further := messages.get_nowait()) is not None:
+                    parts.append(further.get("body", b""))
+                if part := b"".join(parts):
+                    yield part
+                if further is None:
+                    break
+        finally:
+            has_left.set()
+
+    async def answer(self, ask: Ask) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
+        """As `stream`, at once."""
+        head: Any = None
+        parts: list[bytes] = []
+        async for piece in self.stream(ask):
+            if isinstance(piece, bytes):
+                parts.append(piece)
+            else:
+                head = piece
+        return (*head, b"".join(parts))
+
+
+async def _answer(app: ASGIApp, scope: Scope, receive: Any, send: Any) -> None:
+    await app(scope, receive, send)
+
+
+def scope_of(ask: Ask) -> Scope:
+    """As an HTTP server would make it."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": ask.method,
+        "scheme": "http",
+        "path": ask.path,
+        "raw_path": ask.path.encode(),
+        "root_path": "",
+        "query_string": ask.query,
+        "headers": ask.headers,
+        "client": None,
+        "server": None,
+        "state": {},
+    }

@@ -1,0 +1,92 @@
+"""What a replica serves: settings under the names of `--config`, checked before a replica is started."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig, check_environment, resolve
+from deltic.config_file import tables
+
+LISTENING = (
+    "host",
+    "port",
+    "uds",
+    "ssl_certfile",
+    "ssl_keyfile",
+    "ssl_keyfile_password",
+    "ssl_ca_certs",
+    "root_path",
+    "client_timeout_s",
+)
+KEEPING = ("batch_dir", "batch_disk_gb", "batch_in_flight")
+ROUTED = ("kv_events", "kv_events_replay", "kv_events_topic", "drain_notice_s")
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """A server's, and those of each of its models."""
+
+    models: tuple[tuple[EngineConfig, ModelConfig], ...]
+    server: ServerConfig
+
+    def placed(self, n_cpus: float, n_gpus: float) -> Settings:
+        """As `placed` has it, for each model. Raises ConfigError."""
+        models = tuple((placed(engine, n_cpus, n_gpus), about) for engine, about in self.models)
+        return dataclasses.replace(self, models=models)
+
+
+def settings(whence: str, given: Mapping[str, Any]) -> Settings:
+    """The settings of a table as `--config` has it, and of this process's DELTIC_ variables.
+
+    whence: for complaints. Raises ConfigError, also for what a replica cannot have.
+    """
+    check_environment()
+    found = tables(whence, dict(given))
+    for name in found[0]:
+        if name in LISTENING:
+            flag = name.replace("_", "-")
+            raise ConfigError(
+                f"{whence}: {flag}: Ray Serve listens, and not the replica; it is one of http_options there"
+            )
+        if name in KEEPING:
+            raise ConfigError(
+                f"{whence}: {name.replace('_', '-')}: a replica would keep files that the others do not know; "
+                "deltic run --ray answers a file on a cluster"
+            )
+        if name in ROUTED:
+            raise ConfigError(f"{whence}: {name.replace('_', '-')} is for routers in front of servers; here Ray routes")
+    server = resolve(ServerConfig, {}, table=found[0])
+    models = tuple((resolve(EngineConfig, {}, table=table), resolve(ModelConfig, {}, table=table)) for table in found)
+    return Settings(models, dataclasses.replace(server, **dict(_defaults((*LISTENING, *KEEPING, *ROUTED)))))
+
+
+def _defaults(names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Of settings that a DELTIC_ variable may say for servers beside Ray."""
+    for name in names:
+        yield name, ServerConfig.__dataclass_fields__[name].default
+
+
+def placed(engine: EngineConfig, n_cpus: float, n_gpus: float) -> EngineConfig:
+    """The engine on what its replica may use: all of its GPUs, or as many threads as it has CPUs, so that
+    replicas of one machine leave each other's alone. Raises ConfigError where the settings want more.
+    """
+    if n_gpus:
+        n = max(1, int(n_gpus))
+        if engine.device == "cpu":
+            raise ConfigError(f"device = 'cpu' with num_gpus={n_gpus:g}: leave one of them out")
+        if n not in (1, 2, 4, 8) or (engine.tensor_parallel not in (1, n)):
+            raise ConfigError(
+                f"num_gpus={n_gpus:g} with tensor-parallel = {engine.tensor_parallel}: a replica runs its model on all of "
+                "its GPUs, 1, 2, 4 or 8; give num_gpus alone"
+            )
+        return dataclasses.replace(engine, device="cuda", tensor_parallel=n)
+    if engine.device == "cuda" or engine.tensor_parallel > 1:
+        raise ConfigError(f"a replica without a GPU: give num_gpus={engine.tensor_parallel}")
+    if n_cpus < 1 or (engine.threads is not None and engine.threads > n_cpus):
+        raise ConfigError(
+            f"num_cpus={n_cpus:g}{'' if engine.threads is None else f' with threads = {engine.threads}'}: a replica "
+            "computes on the CPUs that Ray gives it; give num_cpus=1 or more"
+        )
+    return dataclasses.replace(engine, device="cpu", threads=engine.threads or int(n_cpus))
