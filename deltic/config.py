@@ -410,8 +410,7 @@ class ServerConfig:
     drain_s: float = knob(30.0, "after SIGTERM, seconds that running requests get to finish")
     drain_notice_s: float = knob(
         0.0,
-        "after SIGTERM and before that, seconds in which requests are still taken, while /health, /ready and /ping say 503 and "
-        "connections are closed behind their answers, so that routers go elsewhere",
+        "after SIGTERM and before that, seconds to take requests still, while /health and /ready send routers elsewhere (503)",
     )
     max_stored_responses: int = knob(
         1000, "answers of /v1/responses that are held in memory to be continued, in at most 256 MB; 0: none"
