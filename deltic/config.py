@@ -443,9 +443,7 @@ class ServerConfig:
         "tell routers here what the prefix cache holds, as vLLM does, e.g. tcp://*:5557; who connects reads prompts",
         metavar="ADDRESS",
     )
-    kv_events_replay: str | None = knob(
-        None, "tell readers of --kv-events at this address what they missed, e.g. tcp://*:5558", metavar="ADDRESS"
-    )
+    kv_events_replay: str | None = knob(None, "tell readers of --kv-events here what they missed", metavar="ADDRESS")
     kv_events_topic: str = knob(
         "kv@{host}:{port}@{model}",
         "what messages of --kv-events begin with; {host}, {port}: the server's (for every address the machine's name)",
