@@ -173,7 +173,6 @@ class Fleet:
         directory, urls = Path(self.directory.name), [replica.url for replica in self.replicas]
         ports = [replica.port for replica in self.replicas]
         if self.router == "sglang":
-            python = os.environ.get("SGLANG_ROUTER_PYTHON", sys.executable)
             own = ["--host", "127.0.0.1", "--port", str(self.port), "--prometheus-port", str(free_port())]
             own += ["--prometheus-host", "127.0.0.1"]
             health = ["--health-check-interval-secs", "1", "--health-check-timeout-secs", "2"]
@@ -182,7 +181,7 @@ class Fleet:
             # By default it does not look at the load before one has 64 requests more than another.
             balance = ["--balance-abs-threshold", "2", "--balance-rel-threshold", "1.2"]
             policy = [*balance, "--policy", "cache_aware", "--api-key", self.api_key, "--log-level", "warn"]
-            return [python, "-m", "sglang_router.launch_router", "--worker-urls", *urls, *own, *health, *policy]
+            return [sys.executable, "-m", "sglang_router.launch_router", "--worker-urls", *urls, *own, *health, *policy]
         file = directory / "router.conf"
         if self.router == "nginx":
             servers = "\n    ".join(f"server 127.0.0.1:{port} max_fails=1 fail_timeout=1s;" for port in ports)
@@ -238,9 +237,13 @@ async def running(fleet: Fleet) -> AsyncIterator[Fleet]:
         await fleet.close()
 
 
+def found_program(name: str) -> str | None:
+    """The path of nginx or HAProxy; Debian has them where users do not look."""
+    return shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
+
+
 def _program(name: str) -> str:
-    """Debian has them where users do not look. Raises RuntimeError."""
-    found = shutil.which(name, path=os.environ.get("PATH", "") + ":/usr/sbin:/sbin")
+    found = found_program(name)
     if found is None:
         raise RuntimeError(f"{name} is not installed: apt-get install {name}")
     return found

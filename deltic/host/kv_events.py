@@ -3,7 +3,8 @@
 The form is vLLM's (module vllm.distributed.kv_events since its #42892 and #45177), which llm-d, NVIDIA Dynamo
 and others read. A message is [topic, sequence number in 8 bytes, msgpack], its payload
 [time, [event, ...], 0]; an event is a map with its name under "type". Numbers count the messages of all
-topics of a process, from 0. Who asks the second socket with a number gets [topic, number, payload] of each
+topics of a process, from the microseconds since 1970 at its start on: readers drop what has a lower number
+than they know, and a process that comes back has more. Who asks the second socket with a number gets [topic, number, payload] of each
 that is kept from there on, then [b"", -1, b""].
 
 A thread encodes and sends. Who publishes leaves a batch and goes on; a slow reader loses messages, and
@@ -108,7 +109,7 @@ class EventPublisher:
         self._context = zmq.Context()
         self._batches: deque[tuple[bytes, float, list[CacheEvent]]] = deque()
         self._kept: deque[tuple[bytes, bytes, bytes]] = deque(maxlen=KEPT_BATCHES)
-        self._n_sent = 0
+        self._next = time.time_ns() // 1000
         try:
             self._publishing = self._bound(zmq.PUB, HIGH_WATER, "--kv-events", sockets.publish)
             # All that is kept finds room on its way to one reader, who may ask again once it has it.
@@ -174,8 +175,8 @@ class EventPublisher:
     def _send(self) -> None:
         while self._batches:
             topic, ts, events = self._batches.popleft()
-            number = self._n_sent.to_bytes(8)
-            self._n_sent += 1
+            number = self._next.to_bytes(8)
+            self._next += 1
             message = topic, number, payload(ts, events)
             self._kept.append(message)
             self._publishing.send_multipart(message)

@@ -265,9 +265,20 @@ def test_an_application_scales_by_its_queue(client: httpx.Client) -> None:
     deploy(replicas=1, autoscaling=bounds | delays)
     assert len(engines()) == 1
     with ThreadPoolExecutor(8) as pool:
-        waiting = [pool.submit(ask, client, max_tokens=2500, ignore_eos=True) for _ in range(8)]
-        wait_for(lambda: len(engines()) == 2, 90)
-        assert all(one.result().status_code == 200 for one in waiting)
+        is_enough = threading.Event()
+
+        def ask_on() -> bool:
+            statuses = {ask(client, max_tokens=1000, ignore_eos=True).status_code}
+            while not is_enough.is_set():
+                statuses.add(ask(client, max_tokens=1000, ignore_eos=True).status_code)
+            return statuses == {200}
+
+        waiting = [pool.submit(ask_on) for _ in range(8)]
+        try:
+            wait_for(lambda: len(engines()) == 2, 90)
+        finally:
+            is_enough.set()
+        assert all(one.result() for one in waiting)
     serve.delete("deltic")
     wait_for(lambda: not engines())
 
@@ -399,7 +410,7 @@ def write_lines(path: Path, n: int) -> None:
     with path.open("w") as lines:
         for i in range(n):
             messages = [{"role": "user", "content": f"Tell me of {i}."}]
-            body = {"messages": messages, "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+            body = {"messages": messages, "max_tokens": 600, "temperature": 0, "ignore_eos": True}
             lines.write(json.dumps({"custom_id": f"line {i}", "body": body}) + "\n")
 
 
@@ -431,22 +442,22 @@ def n_lines(path: Path) -> int:
 def test_a_file_is_spread_and_resumed(cluster: str, tmp_path: Path) -> None:
     """Interrupted once; then an actor is killed: its lines are answered by the other, and all come to the same."""
     source, target = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
-    write_lines(source, 60)
+    write_lines(source, 120)
     first = start_run(cluster, source, target)
     wait_for(lambda: n_lines(target) >= 5)
     first.send_signal(signal.SIGINT)
     assert first.wait(30) == 130
     wait_for(lambda: not run_engines(), 20)
-    assert n_lines(target) < 60
+    assert n_lines(target) < 120
     second = start_run(cluster, source, target)
     n_before = n_lines(target)
     wait_for(lambda: n_lines(target) > n_before + 2)
-    wait_for(lambda: len(run_engines()) == 2 or n_lines(target) == 60)
+    wait_for(lambda: len(run_engines()) == 2 or n_lines(target) == 120)
     os.kill(next(iter(run_engines().values())), signal.SIGKILL)
     _, said = second.communicate(timeout=120)
     assert second.returncode == 0 and "resuming: " in said, said
     results = [json.loads(line) for line in target.read_text().splitlines()]
-    assert sorted(result["line"] for result in results) == [*range(1, 61)]
+    assert sorted(result["line"] for result in results) == [*range(1, 121)]
     assert all(result["error"] is None for result in results)
     wait_for(lambda: not run_engines(), 20)
 
