@@ -99,7 +99,7 @@ async def trace(arguments: argparse.Namespace, console: Console) -> Row:
         for run in (one, routed):
             table.add_row(
                 run["router"] or "one server",
-                " + ".join(f"{n:.0f}" for n in run["requests_of_each"]),
+                " + ".join(f"{n:.0f}" for n in run["requests_of_each"] if n) or str(run["n_requests"]),
                 f"{run['prompt_tokens']:,}",
                 f"{run['reuse']:.2%}",
                 f"{run['of_one']:.2%}" if "of_one" in run else "",

@@ -182,6 +182,9 @@ class Fleet:
             balance = ["--balance-abs-threshold", "2", "--balance-rel-threshold", "1.2"]
             policy = [*balance, "--policy", "cache_aware", "--api-key", self.api_key, "--log-level", "warn"]
             return [sys.executable, "-m", "sglang_router.launch_router", "--worker-urls", *urls, *own, *health, *policy]
+        if self.router == "ray":  # it has replicas of its own, beside those here, which wait
+            flags = ["--api-key", self.api_key, *self.replicas[0].arguments]
+            return [sys.executable, "-m", "bench.routed.ray_app", str(self.port), str(len(self.replicas)), *flags]
         file = directory / "router.conf"
         if self.router == "nginx":
             servers = "\n    ".join(f"server 127.0.0.1:{port} max_fails=1 fail_timeout=1s;" for port in ports)
@@ -219,7 +222,7 @@ class Fleet:
         if self.process is not None:
             self.process.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                await asyncio.to_thread(self.process.wait, 10)
+                await asyncio.to_thread(self.process.wait, 30)
             self.process.kill()
         for replica in self.replicas:
             if replica.server is not None:

@@ -75,7 +75,7 @@ def test_an_update_loses_no_request_and_a_kill_only_what_ran_there(router: str) 
             endpoint = Visitors(fleet.url, fleet.api_key)
             sent = Traffic(endpoint, await fleet.model(), 1024, 144)
             soak = RoutedSoak(fleet, sent, seed=0, timeout_s=60, log=print)
-            work = asyncio.create_task(soak.run(minutes=0.6, n_clients=6, kill_every_s=4, roll_every_s=12))
+            work = asyncio.create_task(soak.run(minutes=0.4, n_clients=6, kill_every_s=4, roll_every_s=8))
             await work
             endpoint.close()
             return soak.report()
