@@ -28,7 +28,7 @@ from deltic.commands.endpoint import Endpoint, EndpointError, LocalServer, Reply
 
 ROUTERS = ("sglang", "nginx", "haproxy", "ray")
 
-NGINX = """daemon off; pid {dir}/nginx.pid; error_log stderr warn; worker_processes 1;
+NGINX = """user root; daemon off; pid {dir}/nginx.pid; error_log stderr warn; worker_processes 1;
 events {{ worker_connections 1024; }}
 http {{
   access_log off; client_body_temp_path {dir}/body; proxy_temp_path {dir}/proxy; fastcgi_temp_path {dir}/fastcgi;

@@ -1,4 +1,6 @@
-"""Ray Serve with replicas of Deltic, until it is told to stop: `python -m bench.routed.ray_app PORT N --flag value ...`
+"""Ray Serve with replicas of Deltic, until it is told to stop.
+
+    python -m bench.routed.ray_app PORT N --flag value ...
 
 The flags are those of `deltic serve`. A cluster of this machine alone, which ends with this process.
 """

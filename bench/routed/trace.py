@@ -63,10 +63,10 @@ async def _ask(endpoint: Endpoint, body: Row, session: str) -> Row | None:
     begin = time.perf_counter()
     reply = await endpoint.open("POST", "/v1/chat/completions", body, f"x-session-id: {session}\r\n")
     if reply.status != 200:
-        answer = msgspec.json.decode(await reply.read())
-        if reply.status == 400 and answer["error"].get("code") == "context_length_exceeded":
+        answer = await reply.read()
+        if reply.status == 400 and b"context_length_exceeded" in answer:
             return None
-        raise RuntimeError(f"{session}: {error_message(answer, reply.status)}")
+        raise RuntimeError(f"{session}: HTTP {reply.status}: {answer[:300]!r}")
     row: Row = {}
     async for arrival, payload in reply.events():
         if payload == DONE:

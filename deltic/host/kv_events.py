@@ -3,9 +3,9 @@
 The form is vLLM's (module vllm.distributed.kv_events since its #42892 and #45177), which llm-d, NVIDIA Dynamo
 and others read. A message is [topic, sequence number in 8 bytes, msgpack], its payload
 [time, [event, ...], 0]; an event is a map with its name under "type". Numbers count the messages of all
-topics of a process, from the microseconds since 1970 at its start on: readers drop what has a lower number
-than they know, and a process that comes back has more. Who asks the second socket with a number gets [topic, number, payload] of each
-that is kept from there on, then [b"", -1, b""].
+topics of a process. They begin with the microseconds since 1970: readers drop a message with a lower number
+than they know, and a process that comes back must have higher ones. Who asks the second socket with a number
+gets [topic, number, payload] of each that is kept from there on, then [b"", -1, b""].
 
 A thread encodes and sends. Who publishes leaves a batch and goes on; a slow reader loses messages, and
 sees it by their numbers.
@@ -30,11 +30,11 @@ from deltic.ops.geometry import PAGE_SIZE
 
 log = logging.getLogger("deltic.host.kv_events")
 
-KEPT_BATCHES = 10_000
-"""Messages that can be told again."""
+KEPT_BATCHES, KEPT_BYTES = 10_000, 64 << 20
+"""Messages that can be told again, and bytes of theirs."""
 
-HIGH_WATER = 100_000
-"""Messages that wait for a slow reader; then it loses them."""
+HIGH_WATER = 10_000
+"""Messages that wait for a slow reader; then it loses them. vLLM's 100,000 may be a gigabyte for each."""
 
 END = (-1).to_bytes(8, signed=True)
 """The number behind the last message that is told again."""
@@ -108,7 +108,8 @@ class EventPublisher:
         """Raises ConfigError when an address cannot be bound."""
         self._context = zmq.Context()
         self._batches: deque[tuple[bytes, float, list[CacheEvent]]] = deque()
-        self._kept: deque[tuple[bytes, bytes, bytes]] = deque(maxlen=KEPT_BATCHES)
+        self._kept: deque[tuple[bytes, bytes, bytes]] = deque()
+        self._kept_bytes = 0
         self._next = time.time_ns() // 1000
         try:
             self._publishing = self._bound(zmq.PUB, HIGH_WATER, "--kv-events", sockets.publish)
@@ -178,8 +179,15 @@ class EventPublisher:
             number = self._next.to_bytes(8)
             self._next += 1
             message = topic, number, payload(ts, events)
-            self._kept.append(message)
             self._publishing.send_multipart(message)
+            if self._replaying:
+                self._keep(message)
+
+    def _keep(self, message: tuple[bytes, bytes, bytes]) -> None:
+        self._kept.append(message)
+        self._kept_bytes += len(message[2])
+        while len(self._kept) > KEPT_BATCHES or self._kept_bytes > KEPT_BYTES:
+            self._kept_bytes -= len(self._kept.popleft()[2])
 
     def _replay(self, socket: zmq.Socket[bytes]) -> None:
         """Answers one question."""

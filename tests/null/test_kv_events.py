@@ -489,6 +489,19 @@ def test_what_was_missed_is_told_again(wired: tuple[EventPublisher, Reader], mon
     assert len(reader.ask(first + 4)) == 1  # and nobody died of it
 
 
+def test_what_is_kept_is_bounded_in_bytes_and_only_where_it_is_asked_for(
+    addresses: EventSockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_events, "KEPT_BYTES", 2000)
+    for replay, most in ((addresses.replay, 2000), (None, 0)):
+        publisher = EventPublisher(EventSockets(f"ipc://{tmp_path}/bounded", replay))
+        for i in range(300):
+            publisher.publish(b"t", [Removed([i], "CPU")])
+        publisher.close()
+        sizes = [len(message[2]) for message in publisher._kept]
+        assert sum(sizes) <= most and bool(sizes) == bool(most)
+
+
 def test_the_ring_forgets_the_oldest(wired: tuple[EventPublisher, Reader]) -> None:
     publisher, reader = wired
     n = kv_events.KEPT_BATCHES + 100

@@ -1,0 +1,100 @@
+"""The tables of docs/many-machines.md, from the runs that are kept."""
+
+from __future__ import annotations
+
+from itertools import groupby
+from statistics import median
+
+from bench.kept import Row, Run, Runs, grid, missing, ranged, source
+
+NAMES = {"sglang": "SGLang's gateway", "ray": "Ray Serve", "nginx": "nginx", "haproxy": "HAProxy"}
+
+
+def _of_each(runs: Runs, what: str, model: str = "*") -> list[Run]:
+    """The newest of each router, with the others of its directory and commit."""
+    return [run for router in NAMES for run in runs.newest(f"routed-{what}-{router}-{model}-*.json")]
+
+
+def trace(runs: Runs) -> str:
+    """How much of an agent trace is reused behind a router."""
+    again = "python -m bench.routed trace --router sglang --sessions 8 --turns 20 --rounds 3"
+    found, rows = _of_each(runs, "trace"), []
+    if not found:
+        return missing(again)
+    for run in sorted(found, key=lambda run: str(run.data["dummy"] or "")):
+        data = run.data
+        one, routed = ([r for r in data["runs"] if bool(r["router"]) == is_routed] for is_routed in (False, True))
+        model = data["dummy"] + (f", {data['quantize']}" if data["quantize"] else "") if data["dummy"] else "built-in"
+        cells = [f"{100 * median(r['reuse'] for r in of):.1f} %" for of in (one, routed)]
+        cells += [f"{100 * median(r['of_one'] for r in routed):.1f} %"]
+        cells += [ranged([1e3 * r["ttft_p50_s"] for r in of]) for of in (one, routed)]
+        rows.append([NAMES[data["router"]], str(data["replicas"]), model, *cells])
+    header = ["router", "servers", "model", "one server reuses", "the servers reuse", "of that"]
+    header += ["time to first token, p50, ms, one server", "behind the router"]
+    return "\n\n".join((grid(header, rows), source(found, again)))
+
+
+def overhead(runs: Runs) -> str:
+    """What a router costs."""
+    again = "python -m bench.routed overhead --router sglang --rounds 5"
+    found, rows = _of_each(runs, "overhead"), []
+    if not found:
+        return missing(again)
+    for run in found:
+        by_n = groupby(sorted(run.data["rows"], key=lambda row: row["n"]), key=lambda row: row["n"])
+        for n, of in ((n, list(of)) for n, of in by_n):
+            ways = {way: [row for row in of if row["way"] == way] for way in ("direct", "routed")}
+            rates = {way: [row["output_tok_s"] for row in rows] for way, rows in ways.items()}
+            first = {way: [row["ttft_ms"]["p50"] for row in rows] for way, rows in ways.items()}
+            ratio = [routed / direct for direct, routed in zip(rates["direct"], rates["routed"], strict=True)]
+            cells = [ranged(rates["direct"]), ranged(rates["routed"]), ranged(ratio)]
+            rows.append([NAMES[run.data["router"]], str(n), *cells, ranged(first["direct"]), ranged(first["routed"])])
+    header = ["router", "requests at once", "tokens/s directly", "through it", "ratio of a round"]
+    header += ["time to first token, p50, ms, directly", "through it"]
+    data = found[-1].data
+    text = (
+        f"The built-in model, {data['replicas']} servers with a thread each; prompts of {data['prompt']} tokens, answers of "
+        f"{data['output']}. Router, servers and clients share the same cores, so what a router computes is taken from the servers."
+    )
+    return "\n\n".join((grid(header, rows), text, source(found, again)))
+
+
+def soak(runs: Runs) -> str:
+    """What a soak through a router saw."""
+    again = "python -m bench.routed soak --router sglang --minutes 30"
+    found = _of_each(runs, "soak")
+    if not found:
+        return missing(again)
+    rows = []
+    for run in found:
+        data = run.data
+        lost = ", ".join(f"{n} {how}" for how, n in data["lost"].items()) or "none"
+        kills = [sum(kill["what"] == what for kill in data["kills"]) for what in ("replica", "engine")]
+        used = ranged([kill["used_s"] for kill in data["kills"] if kill["used_s"] is not None])
+        cells = [f"{data['minutes']:.0f}", f"{data['requests']:,}", f"{kills[0]}, {kills[1]}", lost]
+        rows.append(
+            [NAMES[data["router"]], *cells, str(len(data["rolling_restarts"])), str(len(data["violations"])), used]
+        )
+    header = ["router", "minutes", "requests", "servers killed, engines killed", "requests lost to kills"]
+    header += [
+        "rolling restarts",
+        "requests lost to them, and other broken promises",
+        "s until a server was used again",
+    ]
+    return "\n\n".join((grid(header, rows), source(found, again)))
+
+
+def shared(runs: Runs) -> str:
+    """What a shared disk saw."""
+    again = "python -m bench.shared_tier"
+    found = runs.newest("shared-tier-*.json")
+    if not found:
+        return missing(again)
+    rows: list[list[str]] = []
+    for run in found:
+        rows += _shared_rows(run.data)
+    return "\n\n".join((grid(["", ""], rows), source(found, again)))
+
+
+def _shared_rows(data: Row) -> list[list[str]]:
+    return []
