@@ -5,7 +5,7 @@ from __future__ import annotations
 from itertools import groupby
 from statistics import median
 
-from bench.kept import Row, Run, Runs, grid, missing, ranged, source
+from bench.kept import Run, Runs, grid, missing, ranged, source
 
 NAMES = {"sglang": "SGLang's gateway", "ray": "Ray Serve", "nginx": "nginx", "haproxy": "HAProxy"}
 
@@ -85,16 +85,32 @@ def soak(runs: Runs) -> str:
 
 
 def shared(runs: Runs) -> str:
-    """What a shared disk saw."""
+    """What servers that share a disk saw."""
     again = "python -m bench.shared_tier"
     found = runs.newest("shared-tier-*.json")
     if not found:
         return missing(again)
     rows: list[list[str]] = []
     for run in found:
-        rows += _shared_rows(run.data)
+        model = run.data["arguments"]["dummy"] or "built-in"
+        if (same := run.data.get("same")) is not None:
+            tokens = f"{same['cached_tokens']:,} of {same['prompt_tokens']:,}; one server alone {same['cached_tokens_alone']:,}"
+            rows.append(
+                [f"{model}: tokens cached, {same['requests']} requests to {same['servers']} servers in turn", tokens]
+            )
+            fewer = f"{same['requests_with_fewer']} with fewer than one server alone, {same['requests_with_more']} with more"
+            rows.append([f"{model}: of these requests", f"{fewer}, {same['other_answers']} with another answer"])
+        if (killed := run.data.get("killed")) is not None:
+            what = f"{model}: {killed['requests']:,} requests, {killed['kills']} servers killed while they wrote"
+            seen = f"{killed['damaged_files']} damaged files, {killed['other_answers']} other answers"
+            rows.append([what, f"{seen}, {killed['found_pages']:,} pages of other servers used"])
+            most = f"at most {killed['most_bytes'] / 1e6:.0f} MB, {killed['bytes_at_the_end'] / 1e6:.0f} MB at the end"
+            rows.append([f"{model}: on disk, with a budget of {killed['disk_bytes'] / 1e6:.0f} MB", most])
+        if (first := run.data.get("first")) is not None:
+            times = first["seconds"]
+            told = ", ".join(f"{name} {ranged(times[key])} s" for key, name in FIRST.items())
+            rows.append([f"{model}: first token of a prompt of {first['tokens']:,} tokens", told])
     return "\n\n".join((grid(["", ""], rows), source(found, again)))
 
 
-def _shared_rows(data: Row) -> list[list[str]]:
-    return []
+FIRST = {"computed": "computed", "found": "found by another server", "own disk": "from the server's own disk"}

@@ -355,7 +355,7 @@ def main() -> int:
         "arguments": given,
         "failed": failed,
     } | found
-    path = runs_directory(args.out) / "shared-tier.json"
+    path = runs_directory(args.out) / f"shared-tier-{args.dummy or 'built-in'}.json"
     path.write_text(json.dumps(told, indent=1) + "\n")
     print(f"written: {path}" + (f"; FAILED: {', '.join(failed)}" if failed else ""))
     return 1 if failed else 0

@@ -15,11 +15,11 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from statistics import median
 
-from bench import draft_tables, gpu_tables, kv_tables, picture_tables, quality_tables
+from bench import draft_tables, gpu_tables, kv_tables, picture_tables, quality_tables, routed_tables
 from bench.kept import Row, Run, Runs, grid, missing, percent, ranged, shown, source, spread
 
 ROOT = Path(__file__).resolve().parent.parent
-DOCUMENTS = ("README.md", "docs/performance.md", "docs/serving.md", "docs/formats.md")
+DOCUMENTS = ("README.md", "docs/performance.md", "docs/serving.md", "docs/formats.md", "docs/many-machines.md")
 MARKED = re.compile(r"(<!-- table (?P<name>[a-z-]+) -->)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -596,6 +596,10 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "install": install,
     "soak": soak,
     "stalls": stalls,
+    "routed-trace": routed_tables.trace,
+    "routed-overhead": routed_tables.overhead,
+    "routed-soak": routed_tables.soak,
+    "shared-tier": routed_tables.shared,
 }
 
 

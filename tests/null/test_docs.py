@@ -36,7 +36,14 @@ SCRIPTS = [*ROOT.glob("bench/**/*.py"), *ROOT.glob("training/*.py")]
 FLAGS = set().union(*COMMANDS.values(), *(re.findall(r'"(--[a-z][a-z-]+)"', script.read_text()) for script in SCRIPTS))
 FLAGS |= {"--extra-index-url", "--dest", "--no-index", "--find-links"}  # pip's
 FLAGS |= {"--now", "--from", "--format", "--target", "--build-arg"}  # systemctl's, uvx's, podman's
-FLAGS |= {"--from-literal", "--policy", "--worker-urls", "--disable-retries"}  # kubectl's, routers'
+FLAGS |= {
+    "--from-literal",
+    "--policy",
+    "--worker-urls",
+    "--disable-retries",
+    "--block-size",
+    "--workers",
+}  # kubectl's, routers'
 FLAGS |= {f"--health-{name}" for name in ("check-interval-secs", "failure-threshold", "check-timeout-secs")}
 FLAGS |= {"--head", "--address", "--http-host", "--http-port", "--non-blocking"}  # ray's and serve's
 
