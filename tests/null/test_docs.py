@@ -43,6 +43,7 @@ FLAGS |= {
     "--disable-retries",
     "--block-size",
     "--workers",
+    "--model-name",
 }  # kubectl's, routers'
 FLAGS |= {f"--health-{name}" for name in ("check-interval-secs", "failure-threshold", "check-timeout-secs")}
 FLAGS |= {"--head", "--address", "--http-host", "--http-port", "--non-blocking"}  # ray's and serve's
