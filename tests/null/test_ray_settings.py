@@ -96,10 +96,17 @@ def test_a_hot_key_does_not_starve() -> None:
 
 
 def test_settings_are_those_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DELTIC_PORT", "1234")  # for servers beside Ray
+    for name, value in {
+        "PORT": "1234",
+        "METRICS_NAMES": "both",
+        "ALLOW_CACHE_TRANSFER": "1",
+        "CACHE_DIR": "/tmp",
+    }.items():
+        monkeypatch.setenv(f"DELTIC_{name}", value)  # for servers beside Ray
     given = settings("here", {"dummy": "qwen3.5-0.8b", "max-num-seqs": "4", "api-key": ["k"]})
     assert given.models[0][0].max_num_seqs == 4 and given.server.api_key == ("k",)
-    assert given.server.port != 1234
+    assert given.server.port != 1234 and given.server.metrics_names == "deltic"
+    assert not given.models[0][0].allow_cache_transfer
 
 
 @pytest.mark.parametrize(
@@ -110,6 +117,9 @@ def test_settings_are_those_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"port": 80}, "here: port: Ray Serve listens"),
         ({"batch_dir": "/tmp"}, "here: batch-dir: a replica would keep files that the others do not know"),
         ({"kv-events": "tcp://*:5557"}, "here: kv-events is for routers in front of servers; here Ray routes"),
+        ({"metrics_names": "both"}, "here: metrics-names is for routers in front of servers; here Ray routes"),
+        ({"allow-cache-transfer": True, "cache-dir": "/tmp"}, "here: allow-cache-transfer: a replica has no address"),
+        ({"and": [{"model": "m", "allow_cache_transfer": False}]}, "here: allow-cache-transfer: a replica has no"),
     ],
 )
 def test_bad_settings_are_refused(given: dict[str, Any], said: str) -> None:
