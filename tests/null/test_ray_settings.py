@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from deltic.config import ConfigError, EngineConfig
+from deltic import logs
+from deltic.config import ConfigError, EngineConfig, ModelConfig
+from deltic.ray import replica
 from deltic.ray.affinity import key_of, ranked
 from deltic.ray.replica import Ask, Hosted
 from deltic.ray.settings import placed, settings
+from deltic.server.serve import Served
 from tests.fake_engine import FakeEngineClient, make_app, saying
 
 
@@ -159,6 +162,33 @@ def hosted(client: FakeEngineClient) -> Hosted:
     server = Hosted(settings("here", {}))
     server._app, server._clients = make_app(client), [client]  # type: ignore[list-item]
     return server
+
+
+def test_a_server_that_is_told_twice_to_start_has_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray says that an actor is unavailable when the network fails, and the actor goes on."""
+    hosts = []
+
+    class Host:
+        def __init__(self, clients: Any, **_: Any) -> None:
+            hosts.append(self)
+
+        async def start(self) -> None:
+            await asyncio.sleep(0.01)
+
+    client = FakeEngineClient(saying(""))
+    served = [Served(("fake",), ModelConfig(), client)]  # type: ignore[arg-type]
+    monkeypatch.setattr(replica, "EngineHost", Host)
+    monkeypatch.setattr(replica, "prepared", lambda *_: served)
+    monkeypatch.setattr(logs, "set_up", lambda *_: None)
+
+    async def started() -> None:
+        server = Hosted(settings("here", {}))
+        await asyncio.gather(server.start(), server.start())
+        await server.start()
+        assert server.failure is None
+
+    asyncio.run(started())
+    assert len(hosts) == 1
 
 
 def chat(**fields: Any) -> Ask:
