@@ -45,9 +45,12 @@ def test_marks_of_a_cache_move_without_moving_the_key() -> None:
     assert key_of([], body(system=[part], messages=[{"role": "user", "content": [other, part]}])) not in keys
 
 
-def test_a_session_counts_more_than_the_body() -> None:
-    headers = [(b"x-session-id", b"7")]
-    assert key_of(headers, body(prompt="a")) == key_of(headers, b"no JSON") != key_of([(b"x-session-id", b"8")], b"")
+@pytest.mark.parametrize(
+    "name", [b"x-session-id", b"x-session-affinity", b"x-claude-code-session-id", b"x-smg-routing-key"]
+)
+def test_a_session_counts_more_than_the_body(name: bytes) -> None:
+    headers = [(name, b"7")]
+    assert key_of(headers, body(prompt="a")) == key_of(headers, b"no JSON") != key_of([(name, b"8")], b"")
 
 
 @pytest.mark.parametrize(
