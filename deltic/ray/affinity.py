@@ -14,8 +14,7 @@ from typing import Any
 import msgspec
 from msgspec import Raw, Struct
 
-SESSION_HEADERS = (b"x-session-id", b"x-session-affinity", b"x-claude-code-session-id")
-"""Headers by which clients name their conversation; the first that is there counts more than the body."""
+from deltic.server.transport import SESSION_HEADERS
 
 PROMPT_CHARACTERS = 1024
 """Of a prompt without messages, how much is taken for its beginning."""

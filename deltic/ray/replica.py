@@ -50,12 +50,20 @@ class Hosted:
         self._settings = settings
         self._running: set[asyncio.Task[None]] = set()
         self._host: EngineHost | None = None
+        self._starting = asyncio.Lock()
+        self._is_started = False
 
     async def start(self) -> None:
-        """Returns when requests are taken.
+        """Returns when requests are taken. It may be called again, by who has not heard that it had returned.
 
         Raises ConfigError, CheckpointError, OSError, EngineFailed: why the model cannot be served.
         """
+        async with self._starting:
+            if not self._is_started:
+                await self._start()
+                self._is_started = True
+
+    async def _start(self) -> None:
         config = self._settings.server
         logs.set_up(config.log_level, config.log_format)
         served = prepared(self._settings.models, config.max_queue)

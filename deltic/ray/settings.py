@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig, check_environment, resolve
 from deltic.config_file import tables
@@ -21,7 +21,10 @@ LISTENING = (
     "client_timeout_s",
 )
 KEEPING = ("batch_dir", "batch_disk_gb", "batch_in_flight")
-ROUTED = ("kv_events", "kv_events_replay", "kv_events_topic", "drain_notice_s")
+ROUTED = ("kv_events", "kv_events_replay", "kv_events_topic", "drain_notice_s", "metrics_names")
+MOVING = ("allow_cache_transfer",)
+
+Config = TypeVar("Config", EngineConfig, ServerConfig)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,15 +60,23 @@ def settings(whence: str, given: Mapping[str, Any]) -> Settings:
             )
         if name in ROUTED:
             raise ConfigError(f"{whence}: {name.replace('_', '-')} is for routers in front of servers; here Ray routes")
+    for name in (name for table in found for name in table if name in MOVING):
+        raise ConfigError(
+            f"{whence}: {name.replace('_', '-')}: a replica has no address of its own to move a prefix to; replicas may share a cache-dir"
+        )
     server = resolve(ServerConfig, {}, table=found[0])
-    models = tuple((resolve(EngineConfig, {}, table=table), resolve(ModelConfig, {}, table=table)) for table in found)
-    return Settings(models, dataclasses.replace(server, **dict(_defaults((*LISTENING, *KEEPING, *ROUTED)))))
+    models = tuple(
+        (_own(resolve(EngineConfig, {}, table=table)), resolve(ModelConfig, {}, table=table)) for table in found
+    )
+    return Settings(models, _own(server))
 
 
-def _defaults(names: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
-    """Of settings that a DELTIC_ variable may say for servers beside Ray."""
-    for name in names:
-        yield name, ServerConfig.__dataclass_fields__[name].default
+def _own(config: Config) -> Config:
+    """Without what a DELTIC_ variable may say for servers beside Ray."""
+    fields = config.__dataclass_fields__
+    names = (*LISTENING, *KEEPING, *ROUTED, *MOVING)
+    defaults: dict[str, Any] = {name: fields[name].default for name in names if name in fields}
+    return dataclasses.replace(config, **defaults)
 
 
 def placed(engine: EngineConfig, n_cpus: float, n_gpus: float) -> EngineConfig:

@@ -64,7 +64,16 @@ from deltic.server.speech import protocol as speech_protocol
 from deltic.server.speech import routes as speech
 from deltic.server.speech.audio import MEDIA_TYPES
 from deltic.server.speech.socket import PATH, converse
-from deltic.server.transport import BODY, SERVER_SEND, error_response, forget_frames, json_response, own_path, read_body
+from deltic.server.transport import (
+    BODY,
+    SERVER_SEND,
+    SESSION_HEADERS,
+    error_response,
+    forget_frames,
+    json_response,
+    own_path,
+    read_body,
+)
 from deltic.text import UnreadableText
 
 log = logging.getLogger("deltic.server")
@@ -82,11 +91,6 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 """W3C Trace Context. In it is the id of the trace."""
-
-SESSIONS = (b"x-session-id", b"x-session-affinity", b"x-claude-code-session-id", b"x-smg-routing-key")
-"""Headers by which routers and agents name a session, the first of them first. Not among them is
-x-session-token, which may be a secret.
-"""
 
 QUIET = ("/health", "/ping", "/ready", "/metrics", "/load", "/live", "/cache", "/is_sleeping", "/version")
 """Routes that are polled and get no line in the log."""
@@ -382,7 +386,7 @@ def _labels(scope: Scope) -> dict[str, str]:
     headers = dict(reversed(scope["headers"]))  # the first of a name
     given = headers.get(b"x-request-id", b"").decode("latin-1")
     labels = {"request_id": given if REQUEST_ID.fullmatch(given) else secrets.token_hex(16)}
-    session = next((headers[name] for name in SESSIONS if name in headers), b"").decode("latin-1")
+    session = next((headers[name] for name in SESSION_HEADERS if name in headers), b"").decode("latin-1")
     if REQUEST_ID.fullmatch(session):
         labels["session"] = session
     if trace := TRACE_PARENT.fullmatch(headers.get(b"traceparent", b"").decode("latin-1")):

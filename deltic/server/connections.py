@@ -60,6 +60,9 @@ read by then, and answered.
 RESERVED = 16
 """Descriptors that connections leave to everything else, and to those that come next."""
 
+ENDING_S = 1.0
+"""After the drain, how long a head or a body that has begun may take to come, and an answer to be taken."""
+
 WARN_EVERY_S = 60.0
 
 
@@ -238,10 +241,20 @@ class HttpConnection(HttpToolsProtocol):
 
     def shutdown(self) -> None:
         """Ends it, once what is open is answered; so is a request that has begun to come, to whose client the
-        end of the connection looks like a failure.
+        end of the connection looks like a failure. What is not done in `ENDING_S` is ended as it is.
         """
         if not self._is_head_open:
             super().shutdown()
+        self.loop.call_later(ENDING_S, self._end)
+
+    def _end(self) -> None:
+        if self.transport.is_closing():
+            return
+        cycle = self._answered
+        if cycle is not None and cycle.response_started and not cycle.response_complete:
+            self.cut("stopping")
+        else:
+            self._refuse("stopping", ApiError(503, "the server is shutting down", code="engine_unavailable"))
 
     # Bounds of time.
 

@@ -222,9 +222,9 @@ async def _serve(
         try:
             return await _until_stopped(host, server, running, signals, listener, started_s)
         finally:
-            if signals.second.is_set():
-                http.force_exit = True
             http.should_exit = True
+            if await _is_hurried(running, signals):
+                http.force_exit = True
             await asyncio.gather(running, return_exceptions=True)
     except (ConfigError, CheckpointError, OSError) as error:  # files, port, no process
         log.error("%s", error)
@@ -458,8 +458,19 @@ async def _drain(host: EngineHost, server: Server, signals: StopSignals) -> None
         return
     if server.n_open:
         log.warning("%s ended unfinished", logs.counted(server.n_open, "request"))
-    await host.stop()
+    stopping = asyncio.create_task(host.stop())
+    if await _is_hurried(stopping, signals) and host.pid is not None:
+        os.kill(host.pid, signal.SIGKILL)  # its step may be long
+    await stopping
     await _while_open(server, LAST_WORDS_S, signals)
+
+
+async def _is_hurried(ending: asyncio.Task[None], signals: StopSignals) -> bool:
+    """Waits until it has ended, or for the second signal, which the result tells."""
+    second = asyncio.create_task(signals.second.wait())
+    await asyncio.wait((ending, second), return_when=asyncio.FIRST_COMPLETED)
+    second.cancel()
+    return signals.second.is_set()
 
 
 async def _while_open(server: Server, seconds: float, signals: StopSignals) -> None:

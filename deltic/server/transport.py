@@ -30,6 +30,11 @@ ANTHROPIC = "/v1/messages"
 ANTHROPIC_HEADER = b"anthropic-version"
 """A header that Anthropic's clients send on all paths."""
 
+SESSION_HEADERS = (b"x-session-id", b"x-session-affinity", b"x-claude-code-session-id", b"x-smg-routing-key")
+"""Headers by which routers and agents name a session, the first of them first. Not among them is
+x-session-token, which may be a secret.
+"""
+
 OLLAMA = "/api/"
 """Path prefix of Ollama's API."""
 

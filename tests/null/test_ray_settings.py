@@ -9,10 +9,13 @@ from typing import Any
 
 import pytest
 
-from deltic.config import ConfigError, EngineConfig
+from deltic import logs
+from deltic.config import ConfigError, EngineConfig, ModelConfig
+from deltic.ray import replica
 from deltic.ray.affinity import key_of, ranked
 from deltic.ray.replica import Ask, Hosted
 from deltic.ray.settings import placed, settings
+from deltic.server.serve import Served
 from tests.fake_engine import FakeEngineClient, make_app, saying
 
 
@@ -42,9 +45,12 @@ def test_marks_of_a_cache_move_without_moving_the_key() -> None:
     assert key_of([], body(system=[part], messages=[{"role": "user", "content": [other, part]}])) not in keys
 
 
-def test_a_session_counts_more_than_the_body() -> None:
-    headers = [(b"x-session-id", b"7")]
-    assert key_of(headers, body(prompt="a")) == key_of(headers, b"no JSON") != key_of([(b"x-session-id", b"8")], b"")
+@pytest.mark.parametrize(
+    "name", [b"x-session-id", b"x-session-affinity", b"x-claude-code-session-id", b"x-smg-routing-key"]
+)
+def test_a_session_counts_more_than_the_body(name: bytes) -> None:
+    headers = [(name, b"7")]
+    assert key_of(headers, body(prompt="a")) == key_of(headers, b"no JSON") != key_of([(name, b"8")], b"")
 
 
 @pytest.mark.parametrize(
@@ -96,10 +102,17 @@ def test_a_hot_key_does_not_starve() -> None:
 
 
 def test_settings_are_those_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DELTIC_PORT", "1234")  # for servers beside Ray
+    for name, value in {
+        "PORT": "1234",
+        "METRICS_NAMES": "both",
+        "ALLOW_CACHE_TRANSFER": "1",
+        "CACHE_DIR": "/tmp",
+    }.items():
+        monkeypatch.setenv(f"DELTIC_{name}", value)  # for servers beside Ray
     given = settings("here", {"dummy": "qwen3.5-0.8b", "max-num-seqs": "4", "api-key": ["k"]})
     assert given.models[0][0].max_num_seqs == 4 and given.server.api_key == ("k",)
-    assert given.server.port != 1234
+    assert given.server.port != 1234 and given.server.metrics_names == "deltic"
+    assert not given.models[0][0].allow_cache_transfer
 
 
 @pytest.mark.parametrize(
@@ -110,6 +123,9 @@ def test_settings_are_those_of_a_file(monkeypatch: pytest.MonkeyPatch) -> None:
         ({"port": 80}, "here: port: Ray Serve listens"),
         ({"batch_dir": "/tmp"}, "here: batch-dir: a replica would keep files that the others do not know"),
         ({"kv-events": "tcp://*:5557"}, "here: kv-events is for routers in front of servers; here Ray routes"),
+        ({"metrics_names": "both"}, "here: metrics-names is for routers in front of servers; here Ray routes"),
+        ({"allow-cache-transfer": True, "cache-dir": "/tmp"}, "here: allow-cache-transfer: a replica has no address"),
+        ({"and": [{"model": "m", "allow_cache_transfer": False}]}, "here: allow-cache-transfer: a replica has no"),
     ],
 )
 def test_bad_settings_are_refused(given: dict[str, Any], said: str) -> None:
@@ -149,6 +165,33 @@ def hosted(client: FakeEngineClient) -> Hosted:
     server = Hosted(settings("here", {}))
     server._app, server._clients = make_app(client), [client]  # type: ignore[list-item]
     return server
+
+
+def test_a_server_that_is_told_twice_to_start_has_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray says that an actor is unavailable when the network fails, and the actor goes on."""
+    hosts = []
+
+    class Host:
+        def __init__(self, clients: Any, **_: Any) -> None:
+            hosts.append(self)
+
+        async def start(self) -> None:
+            await asyncio.sleep(0.01)
+
+    client = FakeEngineClient(saying(""))
+    served = [Served(("fake",), ModelConfig(), client)]  # type: ignore[arg-type]
+    monkeypatch.setattr(replica, "EngineHost", Host)
+    monkeypatch.setattr(replica, "prepared", lambda *_: served)
+    monkeypatch.setattr(logs, "set_up", lambda *_: None)
+
+    async def started() -> None:
+        server = Hosted(settings("here", {}))
+        await asyncio.gather(server.start(), server.start())
+        await server.start()
+        assert server.failure is None
+
+    asyncio.run(started())
+    assert len(hosts) == 1
 
 
 def chat(**fields: Any) -> Ask:

@@ -259,6 +259,63 @@ def test_a_second_signal_ends_at_once() -> None:
     assert not any("Traceback" in line for line in server.log), server.log
 
 
+HALF_HEAD = b"GET /health HTTP/1.1\r\nhost: localhost\r\n"
+HALF_BODY = b"POST /cache/import HTTP/1.1\r\nhost: localhost\r\ncontent-length: 900000\r\n\r\n"
+
+
+@contextmanager
+def asking(server: Server, half: bytes) -> Iterator[socket.socket]:
+    """A client that has sent half a request and sends no more, on a server that does not mind."""
+    url = httpx.URL(server.url())
+    with socket.create_connection((url.host, url.port or 0), timeout=10) as client:
+        client.sendall(half)
+        time.sleep(0.1)
+        yield client
+
+
+@pytest.mark.parametrize("half", [HALF_HEAD, HALF_BODY], ids=["head", "body"])
+def test_half_a_request_holds_up_no_stop(half: bytes, tmp_path: Path) -> None:
+    engine = {"allow_cache_transfer": True, "cache_dir": str(tmp_path), "cache_disk_gb": 1.0}
+    with server_of(engine=engine, drain_s=0.1, client_timeout_s=0) as server, asking(server, half) as client:
+        server.process.send_signal(signal.SIGTERM)
+        sent_s = time.monotonic()
+        assert client.recv(65_536).startswith(b"HTTP/1.1 503 Service Unavailable\r\n")
+        assert server.end() == 0
+        assert time.monotonic() - sent_s < 4.5
+    assert not any("Traceback" in line or "ERROR" in line for line in server.log), server.log
+
+
+def test_a_second_signal_ends_the_wait_for_connections_too() -> None:
+    with server_of(client_timeout_s=0) as server, asking(server, HALF_HEAD):
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.4)
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGTERM)
+        sent_s = time.monotonic()
+        assert server.end() == 0
+        assert time.monotonic() - sent_s < 0.5
+
+
+SLOW_END = """
+from deltic.host.client import EngineClient
+EngineClient.send_shutdown = lambda self: None
+"""
+
+
+def test_a_second_signal_does_not_wait_for_a_long_step() -> None:
+    """The engine does not take the word to stop."""
+    with server_of(before=SLOW_END) as server:
+        server.url()
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.4)
+        assert server.process.poll() is None
+        server.process.send_signal(signal.SIGTERM)
+        sent_s = time.monotonic()
+        assert server.end() == 0
+        assert time.monotonic() - sent_s < 1.5
+    assert not any("Traceback" in line for line in server.log), server.log
+
+
 def test_the_engine_dies_under_load_and_comes_back() -> None:
     with server_of(step_ms=5) as server:
         url, pid = server.url(), server.engine_pid()

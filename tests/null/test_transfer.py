@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import hashlib
 import random
@@ -198,6 +199,37 @@ def test_who_leaves_leaves_nothing(stream: bytes, receiver: str, tmp_path: Path)
     time.sleep(0.2)
     assert not contents(tmp_path / "to")
     assert send(receiver, stream).status_code == 200, "the next one is not kept waiting"
+
+
+def test_who_waits_for_another_import_is_sent_away_in_a_drain(stream: bytes, tmp_path: Path) -> None:
+    app = make_app(client_of(tmp_path / "to"))
+    with served(app) as url, concurrent.futures.ThreadPoolExecutor() as pool:
+        parts = urlsplit(url)
+        with socket.create_connection((parts.hostname, parts.port)) as raw:
+            raw.sendall(b"POST /cache/import HTTP/1.1\r\nhost: localhost\r\ncontent-length: 3000000\r\n\r\n")
+            time.sleep(0.1)
+            waiting = pool.submit(send, url, stream)
+            time.sleep(0.1)
+            app.state.server.draining = True
+        assert code(waiting.result(10)) == (503, "engine_unavailable")
+    assert not contents(tmp_path / "to")
+
+
+def test_an_export_that_is_not_taken_ends_with_its_server(sender: FakeEngineClient) -> None:
+    assert sender.located is not None
+    with open(sender.located.files[0], "ab") as file:
+        file.truncate(64_000_000)  # more than sockets hold
+    body = msgspec.json.encode(CHAT)
+    with socket.socket() as raw:
+        with served(make_app(sender), client_timeout_s=0) as url:
+            raw.connect((urlsplit(url).hostname, urlsplit(url).port))
+            raw.sendall(
+                b"POST /cache/export HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+                b"content-length: %d\r\n\r\n" % len(body) + body
+            )
+            assert raw.recv(100).startswith(b"HTTP/1.1 200 OK")
+            left_s = time.monotonic()
+        assert time.monotonic() - left_s < 3
 
 
 @pytest.mark.parametrize(

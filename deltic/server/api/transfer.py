@@ -209,6 +209,8 @@ async def import_cache(service: Service, request: Request) -> ASGIApp:
     began_s = time.monotonic()
     budget = int(service.client.config.cache_disk_gb * 1e9)
     async with service.server.importing:  # one at a time: each may need the whole budget while it comes
+        if service.server.draining:
+            raise unavailable(SHUTTING_DOWN)
         coming = Import(info, budget)
         try:
             waiting = bytearray()
