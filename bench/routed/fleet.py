@@ -1,7 +1,7 @@
 """Servers of one model on this machine, and the router in front of them: what `bench.routed` starts, kills
 and restarts.
 
-Each router is set up as docs/many-machines.md says. All listen on the loopback. Replicas share one API key,
+Each router is set up as docs/many-machines.md says: its configuration is read there. All listen on the loopback. Replicas share one API key,
 which clients send and routers pass on.
 """
 
@@ -10,14 +10,16 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import re
 import secrets
+import shlex
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -28,53 +30,41 @@ from deltic.commands.endpoint import Endpoint, EndpointError, LocalServer, Reply
 
 ROUTERS = ("sglang", "nginx", "haproxy", "ray")
 
+PAGE = Path(__file__).parents[2] / "docs" / "many-machines.md"
+
 NGINX = """user root; daemon off; pid {dir}/nginx.pid; error_log stderr warn; worker_processes 1;
 events {{ worker_connections 1024; }}
 http {{
   access_log off; client_body_temp_path {dir}/body; proxy_temp_path {dir}/proxy; fastcgi_temp_path {dir}/fastcgi;
   uwsgi_temp_path {dir}/uwsgi; scgi_temp_path {dir}/scgi;
-  upstream deltic {{
-    hash $http_x_session_id consistent;
-    {servers}
-    keepalive 64;
-  }}
-  server {{
-    listen 127.0.0.1:{port};
-    client_max_body_size 64m;
-    location / {{
-      proxy_pass http://deltic;
-      proxy_http_version 1.1;
-      proxy_set_header Connection "";
-      proxy_buffering off;
-      proxy_read_timeout 1h;
-      proxy_next_upstream error timeout http_503 non_idempotent;
-    }}
-  }}
+{recipe}
 }}
 """
+"""What Debian's nginx has around a file of conf.d."""
 
-HAPROXY = """global
-  maxconn 4096
-defaults
-  mode http
-  timeout connect 2s
-  timeout client 1h
-  timeout server 1h
-  retries 3
-  retry-on conn-failure empty-response 503
-  option redispatch
-  option http-no-delay
-frontend router
-  bind 127.0.0.1:{port}
-  default_backend deltic
-backend deltic
-  balance hdr(x-session-id)
-  hash-type consistent
-  option httpchk GET /ready
-  http-check expect status 200
-  default-server inter 500ms fall 1 rise 1
-  {servers}
-"""
+
+def recipe(language: str, router: int, ports: Sequence[int]) -> str:
+    """A configuration of PAGE, with these ports in place of 8000 (the router's), 8001 and 8002."""
+    found = re.search(rf"```{language}\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    one, two = re.findall(r"^ *server .*:800[12]\b.*\n", found[1], re.MULTILINE)
+    lines = [one.replace("8001", str(port)).replace("deltic1", f"deltic{i}") for i, port in enumerate(ports, 1)]
+    return found[1].replace(one, "".join(lines)).replace(two, "").replace("127.0.0.1:8000", f"127.0.0.1:{router}")
+
+
+def gateway_flags() -> list[str]:
+    """Those of SGLang's gateway in PAGE, without addresses."""
+    found = re.search(r"sglang_router.launch_router (.*?)```", PAGE.read_text(), re.DOTALL)
+    assert found is not None
+    words = shlex.split(found[1].replace("\\\n", " "))
+    ours = ("--host", "--port", "--worker-urls")
+    return [word for name, values in _by_flag(words) if name not in ours for word in (name, *values)]
+
+
+def _by_flag(words: list[str]) -> Iterator[tuple[str, list[str]]]:
+    at = [i for i, word in enumerate(words) if word.startswith("--")]
+    for i, end in zip(at, [*at[1:], len(words)], strict=True):
+        yield words[i], words[i + 1 : end]
 
 
 class Visitors(Endpoint):
@@ -174,24 +164,16 @@ class Fleet:
         ports = [replica.port for replica in self.replicas]
         if self.router == "sglang":
             own = ["--host", "127.0.0.1", "--port", str(self.port), "--prometheus-port", str(free_port())]
-            own += ["--prometheus-host", "127.0.0.1"]
-            health = ["--health-check-interval-secs", "1", "--health-check-timeout-secs", "2"]
-            health += ["--health-failure-threshold", "1", "--health-success-threshold", "1"]
-            health += ["--cb-timeout-duration-secs", "2", "--cb-success-threshold", "1"]
-            # By default it does not look at the load before one has 64 requests more than another.
-            balance = ["--balance-abs-threshold", "2", "--balance-rel-threshold", "1.2"]
-            policy = [*balance, "--policy", "cache_aware", "--api-key", self.api_key, "--log-level", "warn"]
-            return [sys.executable, "-m", "sglang_router.launch_router", "--worker-urls", *urls, *own, *health, *policy]
+            own += ["--prometheus-host", "127.0.0.1", "--api-key", self.api_key, "--log-level", "warn"]
+            return [sys.executable, "-m", "sglang_router.launch_router", "--worker-urls", *urls, *own, *gateway_flags()]
         if self.router == "ray":  # it has replicas of its own, beside those here, which wait
             flags = ["--api-key", self.api_key, *self.replicas[0].arguments]
             return [sys.executable, "-m", "bench.routed.ray_app", str(self.port), str(len(self.replicas)), *flags]
         file = directory / "router.conf"
         if self.router == "nginx":
-            servers = "\n    ".join(f"server 127.0.0.1:{port} max_fails=1 fail_timeout=1s;" for port in ports)
-            file.write_text(NGINX.format(dir=directory, port=self.port, servers=servers))
+            file.write_text(NGINX.format(dir=directory, recipe=recipe("nginx", self.port, ports)))
             return [_program("nginx"), "-p", str(directory), "-c", str(file)]
-        servers = "\n  ".join(f"server deltic{i} 127.0.0.1:{port} check" for i, port in enumerate(ports))
-        file.write_text(HAPROXY.format(port=self.port, servers=servers))
+        file.write_text(recipe("haproxy", self.port, ports))
         return [_program("haproxy"), "-db", "-f", str(file)]
 
     async def model(self) -> str:
