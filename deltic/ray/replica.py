@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import logging
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from typing import Any
@@ -25,6 +26,11 @@ from deltic.server.serve import build, prepared
 from deltic.server.service import Server
 
 log = logging.getLogger("deltic.ray")
+
+PIECE_S = 0.02
+"""Pieces of an answer that come sooner than this after the last one are put together: each costs Ray a
+millisecond or two of three processes.
+"""
 
 Head = tuple[int, list[tuple[bytes, bytes]]]
 """An answer's status and headers."""
@@ -129,15 +135,19 @@ class Hosted:
         self._running.add(running)  # it may go on for a moment when this has ended
         running.add_done_callback(self._running.discard)
         running.add_done_callback(lambda _: messages.put_nowait(None))
+        sent_s = -PIECE_S
         try:
             while (message := await messages.get()) is not None:
                 if message["type"] == "http.response.start":
                     yield message["status"], list(message.get("headers", ()))
                     continue
+                if (left_s := sent_s + PIECE_S - time.monotonic()) > 0:
+                    await asyncio.wait((running,), timeout=left_s)
                 parts, further = [message.get("body", b"")], message
                 while not messages.empty() and (further := messages.get_nowait()) is not None:
                     parts.append(further.get("body", b""))
                 if part := b"".join(parts):
+                    sent_s = time.monotonic()
                     yield part
                 if further is None:
                     break
