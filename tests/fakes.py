@@ -547,6 +547,7 @@ class FakeTiers:
         saved = self.disk.get((move.kind, move.key))
         if not move.units and (saved is None or self._rng.random() < self.p_failure):
             self.n_damaged += 1
+            move.is_bad = True
             return
         self._put(move, self._host(move) if move.units else saved.content)
         self.read_bytes["host" if move.units else "disk"] += self._size(move)

@@ -359,6 +359,35 @@ def test_a_reset_empties_the_directory_for_all(start: Start, tmp_path: Path) -> 
     assert ask(first, prompts[1]) == 256, "its own memory is its own"
 
 
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.ENOENT, errno.EMFILE])
+def test_a_file_that_cannot_be_opened_once_costs_nobody_anything(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    writer, rng = start(), Random(30)
+    base = some_ids(rng, 320)
+    prompts = [[*base, *some_ids(rng, 200)] for _ in range(3)]
+    for prompt in prompts:
+        ask(writer, prompt)
+    settle(writer)
+    writer.close(5.0)
+    engine, n_bytes = start(), payload(tmp_path)
+    open_file, failed = os.open, []
+
+    def fail_once(path: Any, *rest: Any, **more: Any) -> int:
+        if str(path).endswith(".page") and not failed:
+            failed.append(path)
+            raise OSError(code, os.strerror(code), path)
+        return open_file(path, *rest, **more)
+
+    monkeypatch.setattr(os, "open", fail_once)
+    ask(engine, prompts[0])
+    settle(engine)
+    time.sleep(0.2)
+    until(lambda: not engine.cache.store.shared._news, engine)
+    assert failed and payload(tmp_path) == n_bytes
+    assert [ask(engine, prompt) for prompt in prompts[1:]] == [512, 512]
+
+
 HOLDER = """
 import sys, time
 from tests.null.test_shared_tier import *
@@ -388,6 +417,74 @@ def test_the_lease_moves_when_its_holder_is_killed(start: Start, tmp_path: Path)
     assert ask(engine, some_ids(Random(9), 300)) == 256
     assert child.stdout is not None
     child.stdout.close()
+
+
+def test_who_takes_over_looks_at_once_and_writes_nothing_before(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "IDLE_SURVEY_S", 1e9)
+    first, second = start(), start()
+    meet(first, second)
+    until(lambda: second.cache.store.shared._survey_at > 1e8, first, second)
+    for i in range(4):
+        ask(first, some_ids(Random(40 + i), 300))
+    settle(first)
+    until(lambda: second.runner.tiers._survey is None, first, second)  # type: ignore[union-attr]
+    survey = tiers.Tiers._survey_all
+    gate: list[Any] = []
+    monkeypatch.setattr(tiers.Tiers, "_survey_all", lambda *given: gate.append(given))
+    first.close(5.0)
+    until(lambda: second.cache.store.shared._tiers.may_delete, second)
+    n_bytes = payload(tmp_path)
+    ask(second, some_ids(Random(50), 300))
+    time.sleep(0.1)
+    second.cache.store.poll()
+    assert len(gate) == 1 and payload(tmp_path) == n_bytes
+    survey(*gate.pop())
+    settle(second)
+    until(lambda: second.cache_summary()["tiers"]["disk"]["bytes_used"] == payload(tmp_path) > n_bytes, second)
+
+
+def test_news_that_wait_outlast_the_next_survey(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = start(), start()
+    meet(first, second)
+    for i in range(4):
+        ask(second, some_ids(Random(60 + i), 300))
+        settle(second)
+    until(lambda: first.cache_summary()["tiers"]["disk"]["bytes_used"] == payload(tmp_path), first, second)
+    monkeypatch.setattr(shared, "MAX_NEWS", 1)
+    first.cache.store.shared._survey_at = float("inf")
+    second.reset_cache()
+    first_tiers = first.runner.tiers
+    assert first_tiers is not None
+    for _ in range(2):
+        first_tiers.survey()
+        until(lambda: first_tiers.surveyed)
+        first.cache.store.poll()
+    until(lambda: not first.cache.store.shared._news, first)
+    assert not any(node.page[DISK] for node in first.cache.store.tree.nodes.values())
+    assert first.cache_summary()["tiers"]["disk"]["bytes_used"] == 0
+
+
+def test_a_reset_takes_nothing_that_a_survey_has_found_meanwhile(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = start(), start()
+    meet(first, second)
+    store, first_tiers = first.cache.store, first.runner.tiers
+    assert first_tiers is not None
+    store.shared._survey_at = float("inf")
+    for i in range(4):
+        ask(second, some_ids(Random(70 + i), 300))
+    settle(second)
+    until(lambda: first_tiers._survey is None, first)
+    first_tiers.survey()
+    until(lambda: first_tiers.surveyed)
+    monkeypatch.setattr(shared, "MAX_NEWS", 1)
+    monkeypatch.setattr(type(store), "n_moving", property(lambda _, n=iter([1, 0]): next(n)))
+    store.reset()
+    monkeypatch.undo()
+    assert not store.shared._news and payload(tmp_path) == 0
 
 
 def test_who_does_not_look_around_gives_the_lease_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

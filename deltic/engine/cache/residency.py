@@ -332,7 +332,7 @@ class Residency:
         load.is_done = True
         for node in load.path:
             node.busy -= 1
-        lost = []
+        lost: list[tuple[str, Node, bool]] = []
         for node, move in zip(load.targets, moves, strict=True):
             is_page = move.kind == "page"
             here = node.page[DEVICE] if is_page else node.state[DEVICE]
@@ -345,11 +345,11 @@ class Residency:
                 continue
             (self.pages if is_page else self.slots).give_back([move.device])
             if not move.ok:
-                lost.append((move.kind, node))
+                lost.append((move.kind, node, move.is_bad))
         for node in load.path:
             self._drop_copy(node)
-        for kind, node in lost:
-            self._lose(kind, node)
+        for kind, node, is_bad in lost:
+            self._lose(kind, node, is_bad)
         for node in reversed(load.path):  # another load may have found its page damaged
             self._forget_if_gone(node)
 
@@ -380,13 +380,16 @@ class Residency:
             self.tree.put_state(self.disk, node, True, why)
             self._disk_used += self._info.state_bytes
 
-    def _lose(self, kind: str, node: Node) -> None:
-        """A page or state on disk is damaged or gone; what lies on disk beyond a page is lost with it."""
+    def _lose(self, kind: str, node: Node, is_bad: bool = False) -> None:
+        """A page or state on disk cannot be used, nor what lies there beyond a page. That is deleted only
+        where the file is_bad: else nothing is proven, and the next survey says what there is.
+        """
+        deletes = is_bad and self.tiers is not None and self.tiers.may_delete
         for n in reversed(branch_of(node)) if kind == "page" else [node]:
             if n.state[DISK] is not None:
-                self._drop_saved_state(n)
+                self._drop_saved_state(n, deletes)
             if n.page[DISK] is not None and kind == "page":
-                self._drop_saved_page(n)
+                self._drop_saved_page(n, deletes)
             self._forget_if_gone(n)
 
     # To disk, behind the steps.
@@ -489,9 +492,9 @@ class Residency:
         while is_full() and (victim := self.disk.victim()) is not None:
             kind, node = victim
             if kind == "state":
-                self._drop_saved_state(node)
+                self._drop_saved_state(node, may_delete)
             else:
-                self._drop_saved_page(node)
+                self._drop_saved_page(node, may_delete)
                 self._forget_if_gone(node)
         if may_delete:
             return not is_full()
@@ -511,7 +514,7 @@ class Residency:
             if self.shared is not None and not move.was_there:
                 self.shared.n_written += self._saved_bytes(move)
             if not self._has_path(node, DISK, is_page):
-                self._discard(move.kind, node)
+                self._discard(move.kind, node, self.tiers.may_delete)
             elif (node.page if is_page else node.state)[DISK] is None:
                 self._put_saved(move.kind, node, node.kind)
         for node in reversed(path):
@@ -519,19 +522,19 @@ class Residency:
         if self.tiers.is_full:
             self._give_way()
 
-    def _discard(self, kind: str, node: Node, is_bad: bool = False) -> None:
-        """A file is of no use to this server. is_bad: nor to any."""
+    def _discard(self, kind: str, node: Node, deletes: bool) -> None:
+        """A file is of no use to this server. deletes: nor to any; else it is forgotten."""
         assert self.tiers is not None
-        (self.tiers.delete if is_bad or self.tiers.may_delete else self.tiers.forget)(kind, node.key)
+        (self.tiers.delete if deletes else self.tiers.forget)(kind, node.key)
 
-    def _drop_saved_page(self, node: Node, is_bad: bool = False) -> None:
+    def _drop_saved_page(self, node: Node, deletes: bool) -> None:
         self.disk.drop_page(node)
-        self._discard("page", node, is_bad)
+        self._discard("page", node, deletes)
         self._disk_used -= self._info.page_bytes
 
-    def _drop_saved_state(self, node: Node, is_bad: bool = False) -> None:
+    def _drop_saved_state(self, node: Node, deletes: bool) -> None:
         self.tree.drop_state(self.disk, node)
-        self._discard("state", node, is_bad)
+        self._discard("state", node, deletes)
         self._disk_used -= self._info.state_bytes
 
     def _restore(self, tiers: Tiers, shared: Shared) -> None:
@@ -563,13 +566,13 @@ class Residency:
             if n.state[HOST] is not None:
                 self.units.give_back(self.tree.drop_state(self.host, n))
             if n.state[DISK] is not None:
-                self._drop_saved_state(n, is_bad=True)
+                self._drop_saved_state(n, deletes=True)
             if n.page[DEVICE] is not None:
                 self._free(self.pages, self.device.drop_page(n))
             if n.page[HOST] is not None:
                 self.units.give_back(self.host.drop_page(n))
             if n.page[DISK] is not None:
-                self._drop_saved_page(n, is_bad=True)
+                self._drop_saved_page(n, deletes=True)
             self.tree.forget(n)
 
     def drop(self, node: Node) -> int:
@@ -603,6 +606,8 @@ class Residency:
                 self.poll()
             if self.disk_bytes:
                 self.tiers.clear()
+            if self.shared is not None:
+                self.shared.clear()  # what was found while it waited
         for root in list(self.tree.roots.values()):
             for node in list(root.children):
                 self._drop_branch(node)

@@ -76,6 +76,8 @@ class Move:
     depth: int = 0
     ok: bool = False
     """Set when it succeeded. A target whose move failed may hold a part of it."""
+    is_bad: bool = False
+    """Set when its file was not what it should be."""
     was_there: bool = False
     """Set when nothing was written: another server had done so."""
 
@@ -370,8 +372,9 @@ class Tiers:
             self._put(self._behind, [functools.partial(self._delete, kind, key)])
 
     def forget(self, kind: str, key: bytes) -> None:
-        """Knows a file no more, and leaves it to others."""
-        self._files.pop((kind, key), None)
+        """Knows a file no more: the next survey says whether it is there."""
+        if self._files.pop((kind, key), None) is not None:
+            self.foreign_bytes = max(1, self.foreign_bytes)
 
     def survey(self) -> None:
         """Has the directory looked through, behind what was asked for before: `surveyed` then says what came
@@ -410,7 +413,7 @@ class Tiers:
         # A listing of a network file system may be an old one.
         survey.gone = [what for what, path in missing if not os.path.exists(path)]
         for kind, key in survey.gone:
-            self.forget(kind, key)
+            self._files.pop((kind, key), None)
             self._used_at.pop(key, None)
         survey.appeared.sort(key=lambda entry: (entry.depth, entry.kind))
         self.foreign_bytes = sum(self._n_bytes[entry.kind] for entry in survey.appeared)
@@ -555,13 +558,17 @@ class Tiers:
             return False
         try:
             damage = self._fill(file, move, target)
+            move.is_bad = damage is not None
             if damage is None:
                 with contextlib.suppress(OSError):  # of root, perhaps: then it looks older than it is
                     os.utime(file)
                     if move.kind == "state":
                         self._used_at[move.key] = os.fstat(file).st_mtime
         except OSError as error:
-            damage = f"cannot be read: {error.strerror}"
+            if error.errno != errno.EIO:
+                log.warning("prefix cache: %s cannot be read (%s)", path, error.strerror)
+                return False
+            damage = f"cannot be read: {error.strerror}"  # a bad sector; it says nothing of what lies beyond
         finally:
             os.close(file)
         if damage is not None:
