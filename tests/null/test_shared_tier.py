@@ -481,7 +481,8 @@ def test_a_reset_takes_nothing_that_a_survey_has_found_meanwhile(
     first_tiers.survey()
     until(lambda: first_tiers.surveyed)
     monkeypatch.setattr(shared, "MAX_NEWS", 1)
-    monkeypatch.setattr(type(store), "n_moving", property(lambda _, n=iter([1, 0]): next(n)))
+    counts = iter([1, 0])
+    monkeypatch.setattr(type(store), "n_moving", property(lambda _: next(counts)))
     store.reset()
     monkeypatch.undo()
     assert not store.shared._news and payload(tmp_path) == 0

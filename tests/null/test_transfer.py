@@ -17,9 +17,11 @@ import httpx
 import msgspec
 import pytest
 
-from deltic.config import ConfigError, EngineConfig, resolve
+from deltic.__main__ import main
+from deltic.config import ConfigError, EngineConfig, ServerConfig, resolve
 from deltic.engine.cache.directory import HEADER_BYTES, Directory, pack_header
 from deltic.engine.messages import CacheLocated
+from deltic.server.address import check_transfer
 from tests.fake_engine import FakeEngineClient, make_app, served
 
 PAGE_BYTES, STATE_BYTES, N_PAGES = 3000, 5000, 4
@@ -146,6 +148,24 @@ def test_it_is_off_unless_asked_for(tmp_path: Path) -> None:
     for given in ({}, {"cache_dir": tmp_path, "prefix_cache": False}, {"cache_dir": tmp_path, "cache_disk_gb": 0.0}):
         with pytest.raises(ConfigError, match=r"--allow-cache-transfer: .* give --cache-dir"):
             resolve(EngineConfig, {"allow_cache_transfer": True} | given, {})
+
+
+def test_a_server_that_others_reach_needs_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models = [EngineConfig(), EngineConfig(allow_cache_transfer=True, cache_dir=tmp_path)]
+    for given in (
+        {"host": "127.0.0.2"},
+        {"host": "::1"},
+        {"host": "localhost"},
+        {"uds": tmp_path / "s", "host": "0.0.0.0"},
+    ):
+        check_transfer(ServerConfig(**given), models)
+    for given in ({"api_key": ("k",)}, {"api_key_file": tmp_path}):
+        check_transfer(ServerConfig(host="0.0.0.0", **given), models)
+    check_transfer(ServerConfig(host="0.0.0.0"), models[:1])
+    asked = ["serve", "--host", "0.0.0.0", "--port", "0", "--cache-dir", str(tmp_path), "--allow-cache-transfer"]
+    assert main(asked) == 2
+    said = capsys.readouterr().err
+    assert "give --api-key" in said and said.count("\n") == 1
 
 
 def test_it_is_for_administrators(sender: FakeEngineClient, tmp_path: Path) -> None:

@@ -67,7 +67,7 @@ class Shared:
         self._old_strays: set[tuple[str, bytes]] = set()
         """Those of the survey before."""
         self._knows_all = tiers.may_delete
-        """This server evicts, and its tree has what others wrote before it did: `tiers.entries`, or a survey."""
+        """This server evicts, and its tree has what others wrote before: of `tiers.entries`, or a survey."""
         self._takes_all = False
         """Whether the last survey will have been one like that."""
 
@@ -150,7 +150,7 @@ class Shared:
         tiers = self._tiers
         self.n_listed, self.n_written = survey.n_bytes, 0
         self._old_strays, self._strays = self._strays, set()
-        # What was not taken of the last one: the objects have appeared again, but nobody else tells who has gone.
+        # Of the last one's what was not taken: what appeared does so again, what has gone is told only once.
         self._news = deque([*(news for news in self._news if not isinstance(news, Entry)), *survey.gone])
         self._takes_all = tiers.may_delete
         if tiers.may_delete and tiers.has_locks:
