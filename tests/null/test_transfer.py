@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import os
 import random
 import socket
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -19,9 +21,11 @@ import pytest
 
 from deltic.__main__ import main
 from deltic.config import ConfigError, EngineConfig, ServerConfig, resolve
-from deltic.engine.cache.directory import HEADER_BYTES, Directory, pack_header
+from deltic.engine.cache.directory import ABANDONED_S, HEADER_BYTES, Directory, pack_header
 from deltic.engine.messages import CacheLocated
+from deltic.host.client import QueueFull
 from deltic.server.address import check_transfer
+from deltic.server.api import transfer
 from tests.fake_engine import FakeEngineClient, make_app, served
 
 PAGE_BYTES, STATE_BYTES, N_PAGES = 3000, 5000, 4
@@ -113,6 +117,10 @@ def test_the_body_is_that_of_a_completion_too(sender: FakeEngineClient) -> None:
             (PROMPT | {"cache_prompt": False}, 400),
             (PROMPT | {"temperatur": 1}, 400),
             (PROMPT | {"model": "another"}, 404),
+            (PROMPT | {"stream_options": {}}, 400),
+            (PROMPT | {"stop": [""]}, 400),
+            ({"prompt": ["a"] * 10_000}, 400),
+            (CHAT | {"chat_template": "{{ 1 }}"}, 400),
         ]:
             assert httpx.post(f"{url}/cache/export", json=body).status_code == status, body
 
@@ -133,8 +141,6 @@ def test_nothing_is_cached_or_cannot_be_written(sender: FakeEngineClient, tmp_pa
 def test_a_file_that_goes_meanwhile_cuts_the_stream_off(
     sender: FakeEngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deltic.server.api import transfer
-
     monkeypatch.setattr(transfer.FileStream, "measure", lambda self: setattr(self, "_n_bytes", 10**6))
     Path(sender.located.files[2]).unlink()
     with served(make_app(sender)) as url, pytest.raises(httpx.RemoteProtocolError):
@@ -218,6 +224,44 @@ def test_who_leaves_leaves_nothing(stream: bytes, receiver: str, tmp_path: Path)
     time.sleep(0.2)
     assert not contents(tmp_path / "to")
     assert send(receiver, stream).status_code == 200, "the next one is not kept waiting"
+
+
+def test_what_is_dropped_while_it_is_written_leaves_nothing(
+    stream: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = transfer._write
+    monkeypatch.setattr(transfer, "_write", lambda *given: (time.sleep(0.02), write(*given)))
+    info = client_of(tmp_path / "to").info
+    coming = transfer.Import(info, 10**9)
+    feeding = threading.Thread(target=coming.feed, args=(stream,))
+    feeding.start()
+    time.sleep(0.05)
+    coming.drop()
+    feeding.join()
+    coming.feed(stream)
+    assert not contents(tmp_path / "to")
+
+
+def test_a_stream_of_an_hour_is_not_abandoned(stream: bytes, tmp_path: Path) -> None:
+    coming = transfer.Import(client_of(tmp_path / "to").info, 10**9)
+    coming.feed(stream[:9000])
+    parts = list(tmp_path.glob("to/**/*.part"))
+    for part in parts:
+        os.utime(part, (0, 0))
+    coming._renew_at -= ABANDONED_S / 10
+    coming.feed(stream[9000:])
+    assert len(parts) > 1 and all(time.time() - part.stat().st_mtime < 60 for part in parts)
+    coming.end()
+
+
+def test_a_full_queue_refuses_no_transfer(sender: FakeEngineClient, stream: bytes) -> None:
+    def full(n: int) -> Any:
+        raise QueueFull(1, 1)
+
+    sender.check_room = full  # type: ignore[method-assign]
+    with served(make_app(sender)) as url:
+        assert httpx.post(f"{url}/cache/export", json=CHAT).status_code == 200
+        assert send(url, stream).status_code == 200
 
 
 @pytest.mark.parametrize(
