@@ -452,7 +452,7 @@ class FakeTiers:
             Entry(kind, key, saved.parent, saved.depth, 1 if kind == "page" else UNITS_PER_STATE, 0.0)
             for (kind, key), saved in self.disk.items()
         ]
-        self.is_full = self.is_shared = False
+        self.is_full = self.may_have_foreign = False
         self.may_delete = self.has_locks = True
         self.foreign_bytes = self.n_others = 0
         self.surveyed = None

@@ -77,7 +77,7 @@ def settle(*engines: Engine) -> None:
 
 def meet(*engines: Engine) -> None:
     """Until all know that they are not alone."""
-    until(lambda: all(engine.cache.store.is_shared for engine in engines), *engines)
+    until(lambda: all(engine.cache.store.may_have_foreign for engine in engines), *engines)
 
 
 def ask(engine: Engine, prompt: list[int], max_tokens: int = 1, **options: Any) -> int:
@@ -189,7 +189,7 @@ def test_the_last_one_knows_what_the_others_left(start: Start) -> None:
     prompt = some_ids(Random(3), 300)
     ask(second, prompt)
     second.close(5.0)
-    until(lambda: not first.cache.store.is_shared, first)
+    until(lambda: not first.cache.store.may_have_foreign, first)
     until(lambda: not first.cache.store.shared._news, first)
     assert ask(first, prompt) == 256
 
@@ -297,6 +297,18 @@ def test_a_disk_that_takes_nothing_is_an_error(start: Start, monkeypatch: pytest
     assert "--cache-dir" in str(located(without, prompt).error)
 
 
+def test_an_end_that_waits_for_a_look_does_not_spin(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, n_polls = start(), [0]
+    store = engine.cache.store
+    monkeypatch.setattr(shared.Shared, "must_look", lambda *_: True)
+    poll = store.poll
+    store.poll = lambda: (poll(), n_polls.__setitem__(0, n_polls[0] + 1))[0]  # type: ignore[method-assign]
+    ask(engine, some_ids(Random(23), 300))
+    n_polls[0] = 0
+    engine.close(0.3)
+    assert store._to_save and 0 < n_polls[0] < 50
+
+
 # Who deletes.
 
 
@@ -321,6 +333,12 @@ def test_one_evicts_for_all_and_the_budget_is_kept(
     assert most <= disk_bytes * 1.25
     assert {id(one) for one in deleted} == {id(engines[0].runner.tiers)}, "the others never delete for room"
     until(lambda: engines[0].cache_summary()["tiers"]["disk"]["bytes_used"] == payload(tmp_path), *engines)
+    for engine in engines:
+        settle(engine)
+        of = engine.runner.tiers
+        assert of is not None
+        until(lambda of=of: not of._behind and of._survey is None)
+        assert {("state", key) for key in of._used_at} <= set(of._files)
 
 
 def test_what_was_found_and_then_evicted_is_computed(start: Start) -> None:

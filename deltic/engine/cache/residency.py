@@ -92,14 +92,13 @@ class Residency:
         self._tiers = (self.device, self.host, self.disk)
         self._loads: dict[int, Load] = {}
         self._saves: dict[int, tuple[list[Node], list[Node]]] = {}  # the path, and the node of each move
-        self._to_save: dict[Node, None] = {}
+        self._to_save: dict[Node, bool] = {}
+        """Checkpoints; whether that is so whatever they are worth."""
         self._doomed: set[Node] = set()
         """Dropped with all beyond them, as soon as nothing of that is moved."""
         self._disk_used = 0
         self._disk_most = math.inf
         """Less than the budget for a while after the disk was full."""
-        self._demanded: set[Node] = set()
-        """To be saved whatever they are worth."""
         self._regrow_at = 0.0
         self.shared: Shared | None = None
         """What others do on the disk; None without one."""
@@ -364,9 +363,9 @@ class Residency:
     # What other servers have.
 
     @property
-    def is_shared(self) -> bool:
+    def may_have_foreign(self) -> bool:
         """Whether others may have written what this server does not know."""
-        return self.shared is not None and self.tiers is not None and self.tiers.is_shared
+        return self.shared is not None and self.tiers is not None and self.tiers.may_have_foreign
 
     def search(self, root: bytes, keys: list[bytes], n_known: int, n_usable: int) -> Search | None:
         """As `Shared.search`; None where nobody else can have written."""
@@ -397,12 +396,13 @@ class Residency:
     def save(self, node: Node) -> None:
         """Has the checkpoints up to here written to disk, with their pages, when their turn comes."""
         if self.disk_bytes:
-            self._to_save |= {n: None for n in path_to(node) if n.has_state and n.state[DISK] is None}
+            for n in path_to(node):
+                if n.has_state and n.state[DISK] is None:
+                    self._to_save.setdefault(n, False)
 
     def demand(self, node: Node) -> None:
         """Has a checkpoint written to disk whatever it is worth."""
-        self._demanded.add(node)
-        self._to_save[node] = None
+        self._to_save[node] = True
 
     def is_saving(self, node: Node) -> bool:
         """Whether a checkpoint is still to be written."""
@@ -425,7 +425,7 @@ class Residency:
         while self._to_save and self.tiers.can_save:
             node = next(iter(self._to_save))
             too_long = node.depth // PAGE_SIZE * info.page_bytes + info.state_bytes > self._disk_room
-            is_unwanted = is_left_behind(node) and node not in self._demanded
+            is_unwanted = is_left_behind(node) and not self._to_save[node]
             if not node.has_state or node.state[DISK] is not None or too_long or is_unwanted:
                 del self._to_save[node]
                 continue
@@ -503,8 +503,6 @@ class Residency:
     def _saved(self, path: list[Node], nodes: list[Node], moves: list[Move]) -> None:
         assert self.tiers is not None
         self._rest(path)
-        if path[-1] not in self._to_save:
-            self._demanded.discard(path[-1])
         if not all(move.ok for move in moves):
             self._to_save.pop(path[-1], None)
         for node, move in zip(nodes, moves, strict=True):
@@ -559,7 +557,6 @@ class Residency:
         for n in reversed(branch_of(node)):
             assert not n.busy
             self._to_save.pop(n, None)
-            self._demanded.discard(n)
             self._doomed.discard(n)
             if n.state[DEVICE] is not None:
                 self._free(self.slots, self.tree.drop_state(self.device, n))
@@ -664,6 +661,8 @@ class Residency:
             self.poll()
             if self.n_moving:
                 self.tiers.wait(left_s)
+            else:  # for a survey, or for a disk that refused
+                time.sleep(min(left_s, 0.01))
         self.tiers.close(max(0.1, until_s - time.monotonic()))
 
     def check(self, pages: Counter[int], slots: Counter[int], units: Counter[int]) -> None:

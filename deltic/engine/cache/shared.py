@@ -96,7 +96,7 @@ class Shared:
         n_known: pages that need not be looked for; n_usable: those that a request could start behind.
         """
         now_s = time.monotonic()
-        if not self._tiers.is_shared or any(now_s - s.began_s > MAX_SEARCH_S for s in self.searches.values()):
+        if not self._tiers.may_have_foreign or any(now_s - s.began_s > MAX_SEARCH_S for s in self.searches.values()):
             return None
         search = Search(root, keys, n_known, n_usable, now_s)
         self.searches[self._tiers.search(search)] = search
@@ -133,7 +133,7 @@ class Shared:
         self._knows_all &= tiers.may_delete
         has_just_got_the_lease = tiers.may_delete and not self._knows_all and not self._news
         now_s = time.monotonic()
-        if has_just_got_the_lease or (tiers.is_shared and now_s >= self._survey_at):
+        if has_just_got_the_lease or (tiers.may_have_foreign and now_s >= self._survey_at):
             self._survey_at = now_s + (SURVEY_S if tiers.may_delete else IDLE_SURVEY_S)
             tiers.survey()
 
@@ -200,7 +200,7 @@ class Shared:
                 if node.state[DISK] is None:
                     self._put("state", node)
                 return True
-        if tiers.may_delete and (not tiers.is_shared or what in self._old_strays):
+        if tiers.may_delete and (not tiers.may_have_foreign or what in self._old_strays):
             tiers.delete(*what)
         else:
             self._strays.add(what)

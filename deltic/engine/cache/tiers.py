@@ -172,6 +172,9 @@ class Tiers:
         self.disk_bytes = disk_bytes
         self.takes_evicted = True
         """Whether host memory is for what is evicted, too, and not for preempted sequences alone."""
+        # Who writes what: the mover's thread n_moved, n_damaged, _is_refused and _beat_at; it and the engine's
+        # is_full, _paused_until, foreign_bytes, surveyed, _survey, _files and _used_at, each in one go, without
+        # the lock, which is for the queues; the engine's thread all else.
         self.entries: list[Entry] = []
         self.n_pending = 0
         """Tickets that `finished` has not given yet."""
@@ -226,7 +229,7 @@ class Tiers:
         return time.monotonic() >= self._paused_until
 
     @property
-    def is_shared(self) -> bool:
+    def may_have_foreign(self) -> bool:
         """Whether there may be files in the directory that this server does not know."""
         return self.takes_imports or self.n_others > 0 or self.foreign_bytes > 0
 
@@ -373,6 +376,7 @@ class Tiers:
 
     def forget(self, kind: str, key: bytes) -> None:
         """Knows a file no more: the next survey says whether it is there."""
+        self._used_at.pop(key, None)
         if self._files.pop((kind, key), None) is not None:
             self.foreign_bytes = max(1, self.foreign_bytes)
 
@@ -436,6 +440,7 @@ class Tiers:
                 for entry in self.directory.entries([]):
                     self._unlink(self.directory.file(entry.kind, entry.key, entry.parent, entry.depth))
             self._files.clear()
+            self._used_at.clear()
             self.entries.clear()
             self._survey = self.surveyed = None
 
@@ -597,7 +602,7 @@ class Tiers:
         if not self.has_disk or time.monotonic() < self._paused_until:
             return
         path = self.file(move)
-        if self.is_shared and self._is_there(move, path):
+        if self.may_have_foreign and self._is_there(move, path):
             self._files[move.kind, move.key] = path
             move.ok = move.was_there = True
             return
@@ -652,6 +657,7 @@ class Tiers:
             os.close(file)
 
     def _delete(self, kind: str, key: bytes) -> None:
+        self._used_at.pop(key, None)
         path = self._files.pop((kind, key), None)
         if path is not None:
             self._unlink(path)
