@@ -74,8 +74,8 @@ class ExportRequest(Struct):
 
 
 def _check(service: Service) -> EngineInfo:
-    """Raises ApiError: 403 without --allow-cache-transfer, 404 for a model that speaks, 503 before the engine was
-    ready, and in the drain.
+    """Raises ApiError: 403 without --allow-cache-transfer, 404 for a model that speaks, 503 before the engine
+    was ready, and in the drain.
     """
     info = service.rendering()
     if not service.client.config.allow_cache_transfer:
