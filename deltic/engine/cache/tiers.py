@@ -172,8 +172,8 @@ class Tiers:
         self.disk_bytes = disk_bytes
         self.takes_evicted = True
         """Whether host memory is for what is evicted, too, and not for preempted sequences alone."""
-        # Who writes what: the mover's thread n_moved, n_damaged, _is_refused and _beat_at; both threads is_full,
-        # _paused_until, foreign_bytes, surveyed, _survey, _files and _used_at, each in one go, without the
+        # Who writes what: the mover's thread n_moved, n_damaged, _is_refused and _beat_at; both threads
+        # is_full, _paused_until, foreign_bytes, surveyed, _survey, _files and _used_at, each in one go, without the
         # lock, which is for the queues; the engine's thread all else.
         self.entries: list[Entry] = []
         self.n_pending = 0
