@@ -452,7 +452,7 @@ class FakeTiers:
             Entry(kind, key, saved.parent, saved.depth, 1 if kind == "page" else UNITS_PER_STATE, 0.0)
             for (kind, key), saved in self.disk.items()
         ]
-        self.is_full = self.is_shared = False
+        self.is_full = self.may_have_foreign = False
         self.may_delete = self.has_locks = True
         self.foreign_bytes = self.n_others = 0
         self.surveyed = None
@@ -547,6 +547,7 @@ class FakeTiers:
         saved = self.disk.get((move.kind, move.key))
         if not move.units and (saved is None or self._rng.random() < self.p_failure):
             self.n_damaged += 1
+            move.is_bad = True
             return
         self._put(move, self._host(move) if move.units else saved.content)
         self.read_bytes["host" if move.units else "disk"] += self._size(move)

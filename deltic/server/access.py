@@ -18,11 +18,11 @@ addresses is meant for others and answers to any name: give it a key.
 from __future__ import annotations
 
 import ipaddress
-import socket
 
 from starlette.requests import HTTPConnection, Request
 
 from deltic.config import ServerConfig
+from deltic.server.address import listens_on_loopback
 from deltic.server.errors import ApiError
 from deltic.server.limits import Account, Accounts
 
@@ -32,7 +32,7 @@ class Access:
 
     def __init__(self, config: ServerConfig, accounts: Accounts) -> None:
         self._accounts = accounts
-        self._is_local = config.uds is None and _listens_on_loopback(config.host)
+        self._is_local = config.uds is None and listens_on_loopback(config.host)
         self._origins = config.cors_origin
 
     def check(
@@ -125,12 +125,3 @@ def _is_harmless(host: str) -> bool:
     except ValueError:
         return False
     return True
-
-
-def _listens_on_loopback(host: str) -> bool:
-    """Whether every address that `host` names is a loopback address."""
-    try:
-        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
-    except OSError:
-        return False
-    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)

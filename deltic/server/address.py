@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import ipaddress
 import os
 import socket
 import stat
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deltic.config import ConfigError, MayPass, ServerConfig
+from deltic.config import ConfigError, EngineConfig, MayPass, ServerConfig
 
 if TYPE_CHECKING:
     import ssl
@@ -96,6 +97,25 @@ def _is_answered(path: Path) -> bool:
         except OSError:  # one that is not ours, or that does not accept at the moment
             return True
     return True
+
+
+def listens_on_loopback(host: str) -> bool:
+    """Whether every address that `host` names is a loopback address."""
+    try:
+        addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
+    except OSError:
+        return False
+    return all(ipaddress.ip_address(address.partition("%")[0]).is_loopback for address in addresses)
+
+
+def check_transfer(config: ServerConfig, models: Sequence[EngineConfig]) -> None:
+    """Raises ConfigError where anybody who reaches the server could put what they like into its cache."""
+    is_guarded = config.api_key or config.api_key_file or config.uds or listens_on_loopback(config.host)
+    if any(model.allow_cache_transfer for model in models) and not is_guarded:
+        raise ConfigError(
+            f"--allow-cache-transfer with --host {config.host}: an import decides what is answered to everybody; give --api-key or "
+            "--api-key-file, or listen on 127.0.0.1 or --uds"
+        )
 
 
 def url_of(listener: socket.socket, config: ServerConfig) -> str:

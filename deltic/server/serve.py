@@ -36,7 +36,7 @@ from deltic.host.supervisor import PROGRAM, EngineHost
 from deltic.models.checkpoint import locate, model_name, speaks, text_directory, tokenizer_directory
 from deltic.models.fields import CheckpointError
 from deltic.models.hub import is_hub_name
-from deltic.server.address import listening, tls, url_of
+from deltic.server.address import check_transfer, listening, tls, url_of
 from deltic.server.chat.pictures import needs_pillow
 from deltic.server.fetch import fetch_all
 from deltic.server.kv_events import event_sockets, topics
@@ -90,6 +90,7 @@ def serve(
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     if any(engine.model == BUILT_IN and engine.dummy is None for engine, _ in models):
         log.info("no MODEL was given: serving the small one that comes with Deltic; deltic doctor proposes others")
+    check_transfer(config, [engine for engine, _ in models])
     told_at = event_sockets(config, [engine for engine, _ in models])
     secured = tls(config)
     raise_descriptors()

@@ -77,7 +77,7 @@ def settle(*engines: Engine) -> None:
 
 def meet(*engines: Engine) -> None:
     """Until all know that they are not alone."""
-    until(lambda: all(engine.cache.store.is_shared for engine in engines), *engines)
+    until(lambda: all(engine.cache.store.may_have_foreign for engine in engines), *engines)
 
 
 def ask(engine: Engine, prompt: list[int], max_tokens: int = 1, **options: Any) -> int:
@@ -189,7 +189,7 @@ def test_the_last_one_knows_what_the_others_left(start: Start) -> None:
     prompt = some_ids(Random(3), 300)
     ask(second, prompt)
     second.close(5.0)
-    until(lambda: not first.cache.store.is_shared, first)
+    until(lambda: not first.cache.store.may_have_foreign, first)
     until(lambda: not first.cache.store.shared._news, first)
     assert ask(first, prompt) == 256
 
@@ -297,6 +297,18 @@ def test_a_disk_that_takes_nothing_is_an_error(start: Start, monkeypatch: pytest
     assert "--cache-dir" in str(located(without, prompt).error)
 
 
+def test_an_end_that_waits_for_a_look_does_not_spin(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, n_polls = start(), [0]
+    store = engine.cache.store
+    monkeypatch.setattr(shared.Shared, "must_look", lambda *_: True)
+    poll = store.poll
+    store.poll = lambda: (poll(), n_polls.__setitem__(0, n_polls[0] + 1))[0]  # type: ignore[method-assign]
+    ask(engine, some_ids(Random(23), 300))
+    n_polls[0] = 0
+    engine.close(0.3)
+    assert store._to_save and 0 < n_polls[0] < 50
+
+
 # Who deletes.
 
 
@@ -321,6 +333,12 @@ def test_one_evicts_for_all_and_the_budget_is_kept(
     assert most <= disk_bytes * 1.25
     assert {id(one) for one in deleted} == {id(engines[0].runner.tiers)}, "the others never delete for room"
     until(lambda: engines[0].cache_summary()["tiers"]["disk"]["bytes_used"] == payload(tmp_path), *engines)
+    for engine in engines:
+        settle(engine)
+        of = engine.runner.tiers
+        assert of is not None
+        until(lambda of=of: not of._behind and of._survey is None)
+        assert {("state", key) for key in of._used_at} <= set(of._files)
 
 
 def test_what_was_found_and_then_evicted_is_computed(start: Start) -> None:
@@ -359,6 +377,35 @@ def test_a_reset_empties_the_directory_for_all(start: Start, tmp_path: Path) -> 
     assert ask(first, prompts[1]) == 256, "its own memory is its own"
 
 
+@pytest.mark.parametrize("code", [errno.ESTALE, errno.ENOENT, errno.EMFILE])
+def test_a_file_that_cannot_be_opened_once_costs_nobody_anything(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    writer, rng = start(), Random(30)
+    base = some_ids(rng, 320)
+    prompts = [[*base, *some_ids(rng, 200)] for _ in range(3)]
+    for prompt in prompts:
+        ask(writer, prompt)
+    settle(writer)
+    writer.close(5.0)
+    engine, n_bytes = start(), payload(tmp_path)
+    open_file, failed = os.open, []
+
+    def fail_once(path: Any, *rest: Any, **more: Any) -> int:
+        if str(path).endswith(".page") and not failed:
+            failed.append(path)
+            raise OSError(code, os.strerror(code), path)
+        return open_file(path, *rest, **more)
+
+    monkeypatch.setattr(os, "open", fail_once)
+    ask(engine, prompts[0])
+    settle(engine)
+    time.sleep(0.2)
+    until(lambda: not engine.cache.store.shared._news, engine)
+    assert failed and payload(tmp_path) == n_bytes
+    assert [ask(engine, prompt) for prompt in prompts[1:]] == [512, 512]
+
+
 HOLDER = """
 import sys, time
 from tests.null.test_shared_tier import *
@@ -388,6 +435,75 @@ def test_the_lease_moves_when_its_holder_is_killed(start: Start, tmp_path: Path)
     assert ask(engine, some_ids(Random(9), 300)) == 256
     assert child.stdout is not None
     child.stdout.close()
+
+
+def test_who_takes_over_looks_at_once_and_writes_nothing_before(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shared, "IDLE_SURVEY_S", 1e9)
+    first, second = start(), start()
+    meet(first, second)
+    until(lambda: second.cache.store.shared._survey_at > 1e8, first, second)
+    for i in range(4):
+        ask(first, some_ids(Random(40 + i), 300))
+    settle(first)
+    until(lambda: second.runner.tiers._survey is None, first, second)  # type: ignore[union-attr]
+    survey = tiers.Tiers._survey_all
+    gate: list[Any] = []
+    monkeypatch.setattr(tiers.Tiers, "_survey_all", lambda *given: gate.append(given))
+    first.close(5.0)
+    until(lambda: second.cache.store.shared._tiers.may_delete, second)
+    n_bytes = payload(tmp_path)
+    ask(second, some_ids(Random(50), 300))
+    time.sleep(0.1)
+    second.cache.store.poll()
+    assert len(gate) == 1 and payload(tmp_path) == n_bytes
+    survey(*gate.pop())
+    settle(second)
+    until(lambda: second.cache_summary()["tiers"]["disk"]["bytes_used"] == payload(tmp_path) > n_bytes, second)
+
+
+def test_news_that_wait_outlast_the_next_survey(start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = start(), start()
+    meet(first, second)
+    for i in range(4):
+        ask(second, some_ids(Random(60 + i), 300))
+        settle(second)
+    until(lambda: first.cache_summary()["tiers"]["disk"]["bytes_used"] == payload(tmp_path), first, second)
+    monkeypatch.setattr(shared, "MAX_NEWS", 1)
+    first.cache.store.shared._survey_at = float("inf")
+    second.reset_cache()
+    first_tiers = first.runner.tiers
+    assert first_tiers is not None
+    for _ in range(2):
+        first_tiers.survey()
+        until(lambda: first_tiers.surveyed)
+        first.cache.store.poll()
+    until(lambda: not first.cache.store.shared._news, first)
+    assert not any(node.page[DISK] for node in first.cache.store.tree.nodes.values())
+    assert first.cache_summary()["tiers"]["disk"]["bytes_used"] == 0
+
+
+def test_a_reset_takes_nothing_that_a_survey_has_found_meanwhile(
+    start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first, second = start(), start()
+    meet(first, second)
+    store, first_tiers = first.cache.store, first.runner.tiers
+    assert first_tiers is not None
+    store.shared._survey_at = float("inf")
+    for i in range(4):
+        ask(second, some_ids(Random(70 + i), 300))
+    settle(second)
+    until(lambda: first_tiers._survey is None, first)
+    first_tiers.survey()
+    until(lambda: first_tiers.surveyed)
+    monkeypatch.setattr(shared, "MAX_NEWS", 1)
+    counts = iter([1, 0])
+    monkeypatch.setattr(type(store), "n_moving", property(lambda _: next(counts)))
+    store.reset()
+    monkeypatch.undo()
+    assert not store.shared._news and payload(tmp_path) == 0
 
 
 def test_who_does_not_look_around_gives_the_lease_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import hashlib
+import os
 import random
 import socket
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -18,9 +20,13 @@ import httpx
 import msgspec
 import pytest
 
-from deltic.config import ConfigError, EngineConfig, resolve
-from deltic.engine.cache.directory import HEADER_BYTES, Directory, pack_header
+from deltic.__main__ import main
+from deltic.config import ConfigError, EngineConfig, ServerConfig, resolve
+from deltic.engine.cache.directory import ABANDONED_S, HEADER_BYTES, Directory, pack_header
 from deltic.engine.messages import CacheLocated
+from deltic.host.client import QueueFull
+from deltic.server.address import check_transfer
+from deltic.server.api import transfer
 from tests.fake_engine import FakeEngineClient, make_app, served
 
 PAGE_BYTES, STATE_BYTES, N_PAGES = 3000, 5000, 4
@@ -112,6 +118,10 @@ def test_the_body_is_that_of_a_completion_too(sender: FakeEngineClient) -> None:
             (PROMPT | {"cache_prompt": False}, 400),
             (PROMPT | {"temperatur": 1}, 400),
             (PROMPT | {"model": "another"}, 404),
+            (PROMPT | {"stream_options": {}}, 400),
+            (PROMPT | {"stop": [""]}, 400),
+            ({"prompt": ["a"] * 10_000}, 400),
+            (CHAT | {"chat_template": "{{ 1 }}"}, 400),
         ]:
             assert httpx.post(f"{url}/cache/export", json=body).status_code == status, body
 
@@ -132,8 +142,6 @@ def test_nothing_is_cached_or_cannot_be_written(sender: FakeEngineClient, tmp_pa
 def test_a_file_that_goes_meanwhile_cuts_the_stream_off(
     sender: FakeEngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from deltic.server.api import transfer
-
     monkeypatch.setattr(transfer.FileStream, "measure", lambda self: setattr(self, "_n_bytes", 10**6))
     Path(sender.located.files[2]).unlink()
     with served(make_app(sender)) as url, pytest.raises(httpx.RemoteProtocolError):
@@ -147,6 +155,24 @@ def test_it_is_off_unless_asked_for(tmp_path: Path) -> None:
     for given in ({}, {"cache_dir": tmp_path, "prefix_cache": False}, {"cache_dir": tmp_path, "cache_disk_gb": 0.0}):
         with pytest.raises(ConfigError, match=r"--allow-cache-transfer: .* give --cache-dir"):
             resolve(EngineConfig, {"allow_cache_transfer": True} | given, {})
+
+
+def test_a_server_that_others_reach_needs_keys(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    models = [EngineConfig(), EngineConfig(allow_cache_transfer=True, cache_dir=tmp_path)]
+    for given in (
+        {"host": "127.0.0.2"},
+        {"host": "::1"},
+        {"host": "localhost"},
+        {"uds": tmp_path / "s", "host": "0.0.0.0"},
+    ):
+        check_transfer(ServerConfig(**given), models)
+    for given in ({"api_key": ("k",)}, {"api_key_file": tmp_path}):
+        check_transfer(ServerConfig(host="0.0.0.0", **given), models)
+    check_transfer(ServerConfig(host="0.0.0.0"), models[:1])
+    asked = ["serve", "--host", "0.0.0.0", "--port", "0", "--cache-dir", str(tmp_path), "--allow-cache-transfer"]
+    assert main(asked) == 2
+    said = capsys.readouterr().err
+    assert "give --api-key" in said and said.count("\n") == 1
 
 
 def test_it_is_for_administrators(sender: FakeEngineClient, tmp_path: Path) -> None:
@@ -230,6 +256,44 @@ def test_an_export_that_is_not_taken_ends_with_its_server(sender: FakeEngineClie
             assert raw.recv(100).startswith(b"HTTP/1.1 200 OK")
             left_s = time.monotonic()
         assert time.monotonic() - left_s < 3
+
+
+def test_what_is_dropped_while_it_is_written_leaves_nothing(
+    stream: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write = transfer._write
+    monkeypatch.setattr(transfer, "_write", lambda *given: (time.sleep(0.02), write(*given)))
+    info = client_of(tmp_path / "to").info
+    coming = transfer.Import(info, 10**9)
+    feeding = threading.Thread(target=coming.feed, args=(stream,))
+    feeding.start()
+    time.sleep(0.05)
+    coming.drop()
+    feeding.join()
+    coming.feed(stream)
+    assert not contents(tmp_path / "to")
+
+
+def test_a_stream_of_an_hour_is_not_abandoned(stream: bytes, tmp_path: Path) -> None:
+    coming = transfer.Import(client_of(tmp_path / "to").info, 10**9)
+    coming.feed(stream[:9000])
+    parts = list(tmp_path.glob("to/**/*.part"))
+    for part in parts:
+        os.utime(part, (0, 0))
+    coming._renew_at -= ABANDONED_S / 10
+    coming.feed(stream[9000:])
+    assert len(parts) > 1 and all(time.time() - part.stat().st_mtime < 60 for part in parts)
+    coming.end()
+
+
+def test_a_full_queue_refuses_no_transfer(sender: FakeEngineClient, stream: bytes) -> None:
+    def full(n: int) -> Any:
+        raise QueueFull(1, 1)
+
+    sender.check_room = full  # type: ignore[method-assign]
+    with served(make_app(sender)) as url:
+        assert httpx.post(f"{url}/cache/export", json=CHAT).status_code == 200
+        assert send(url, stream).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -176,7 +176,7 @@ class Cache:
         `path`, behind which it could start. known: its nodes in the tree. Returns whether it did.
         """
         prefix = sequence.prefix
-        if prefix is None or not self.store.is_shared or sequence in self._parked:
+        if prefix is None or not self.store.may_have_foreign or sequence in self._parked:
             return False
         n_most = min(len(prefix.keys), (self._n_canonical(sequence) - 1) // PAGE_SIZE)
         last = prefix.search
@@ -293,7 +293,7 @@ class Cache:
             wanted[begin] = "message"
         last = (n_tokens - 1) // PAGE_SIZE * PAGE_SIZE
         # Where another prompt has gone on, more will: such a checkpoint is worth a place on disk.
-        wanted[last] = "junction" if n_known == last and self.store.is_shared else "end"
+        wanted[last] = "junction" if n_known == last and self.store.may_have_foreign else "end"
         wanted.setdefault(n_known, "junction")
         for depth in _picture_edges(sequence.request.pictures):
             wanted.setdefault(depth, "picture")
@@ -415,7 +415,7 @@ class Cache:
                 self.slots.give_back([slot])
         if prefix.wanted:
             prefix.wanted = {d: kind for d, kind in prefix.wanted.items() if d >= sequence.n_computed}
-        if chunk.start < sequence.n_prompt <= sequence.n_computed and self.store.is_shared:
+        if chunk.start < sequence.n_prompt <= sequence.n_computed and self.store.may_have_foreign:
             self.store.save(prefix.node)  # another server may want it while the answer is still written
 
     def _let_go_of_start(self, sequence: Sequence) -> None:

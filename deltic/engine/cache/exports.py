@@ -37,7 +37,6 @@ class Exports:
 
     def __init__(self, cache: Cache) -> None:
         self._store = cache.store
-        self._has_state = cache.info.has_state
         self._asked: list[Export] = []
 
     @property
@@ -70,7 +69,7 @@ class Exports:
         if search is not None and not search.is_done and waited_s < MAX_SEARCH_S:
             return None
         known = store.tree.match(export.keys, len(export.keys))
-        while known and not (known[-1].has_state or not self._has_state):
+        while known and not known[-1].has_state:
             known.pop()
         if not known:
             return CacheLocated(export.id)

@@ -92,14 +92,13 @@ class Residency:
         self._tiers = (self.device, self.host, self.disk)
         self._loads: dict[int, Load] = {}
         self._saves: dict[int, tuple[list[Node], list[Node]]] = {}  # the path, and the node of each move
-        self._to_save: dict[Node, None] = {}
+        self._to_save: dict[Node, bool] = {}
+        """Checkpoints; whether that is so whatever they are worth."""
         self._doomed: set[Node] = set()
         """Dropped with all beyond them, as soon as nothing of that is moved."""
         self._disk_used = 0
         self._disk_most = math.inf
         """Less than the budget for a while after the disk was full."""
-        self._demanded: set[Node] = set()
-        """To be saved whatever they are worth."""
         self._regrow_at = 0.0
         self.shared: Shared | None = None
         """What others do on the disk; None without one."""
@@ -332,7 +331,7 @@ class Residency:
         load.is_done = True
         for node in load.path:
             node.busy -= 1
-        lost = []
+        lost: list[tuple[str, Node, bool]] = []
         for node, move in zip(load.targets, moves, strict=True):
             is_page = move.kind == "page"
             here = node.page[DEVICE] if is_page else node.state[DEVICE]
@@ -345,11 +344,11 @@ class Residency:
                 continue
             (self.pages if is_page else self.slots).give_back([move.device])
             if not move.ok:
-                lost.append((move.kind, node))
+                lost.append((move.kind, node, move.is_bad))
         for node in load.path:
             self._drop_copy(node)
-        for kind, node in lost:
-            self._lose(kind, node)
+        for kind, node, is_bad in lost:
+            self._lose(kind, node, is_bad)
         for node in reversed(load.path):  # another load may have found its page damaged
             self._forget_if_gone(node)
 
@@ -364,9 +363,9 @@ class Residency:
     # What other servers have.
 
     @property
-    def is_shared(self) -> bool:
+    def may_have_foreign(self) -> bool:
         """Whether others may have written what this server does not know."""
-        return self.shared is not None and self.tiers is not None and self.tiers.is_shared
+        return self.shared is not None and self.tiers is not None and self.tiers.may_have_foreign
 
     def search(self, root: bytes, keys: list[bytes], n_known: int, n_usable: int) -> Search | None:
         """As `Shared.search`; None where nobody else can have written."""
@@ -380,13 +379,16 @@ class Residency:
             self.tree.put_state(self.disk, node, True, why)
             self._disk_used += self._info.state_bytes
 
-    def _lose(self, kind: str, node: Node) -> None:
-        """A page or state on disk is damaged or gone; what lies on disk beyond a page is lost with it."""
+    def _lose(self, kind: str, node: Node, is_bad: bool = False) -> None:
+        """A page or state on disk cannot be used, nor what lies there beyond a page. That is deleted only
+        where the file is_bad: else nothing is proven, and the next survey says what there is.
+        """
+        deletes = is_bad and self.tiers is not None and self.tiers.may_delete
         for n in reversed(branch_of(node)) if kind == "page" else [node]:
             if n.state[DISK] is not None:
-                self._drop_saved_state(n)
+                self._drop_saved_state(n, deletes)
             if n.page[DISK] is not None and kind == "page":
-                self._drop_saved_page(n)
+                self._drop_saved_page(n, deletes)
             self._forget_if_gone(n)
 
     # To disk, behind the steps.
@@ -394,12 +396,13 @@ class Residency:
     def save(self, node: Node) -> None:
         """Has the checkpoints up to here written to disk, with their pages, when their turn comes."""
         if self.disk_bytes:
-            self._to_save |= {n: None for n in path_to(node) if n.has_state and n.state[DISK] is None}
+            for n in path_to(node):
+                if n.has_state and n.state[DISK] is None:
+                    self._to_save.setdefault(n, False)
 
     def demand(self, node: Node) -> None:
         """Has a checkpoint written to disk whatever it is worth."""
-        self._demanded.add(node)
-        self._to_save[node] = None
+        self._to_save[node] = True
 
     def is_saving(self, node: Node) -> bool:
         """Whether a checkpoint is still to be written."""
@@ -422,7 +425,7 @@ class Residency:
         while self._to_save and self.tiers.can_save:
             node = next(iter(self._to_save))
             too_long = node.depth // PAGE_SIZE * info.page_bytes + info.state_bytes > self._disk_room
-            is_unwanted = is_left_behind(node) and node not in self._demanded
+            is_unwanted = is_left_behind(node) and not self._to_save[node]
             if not node.has_state or node.state[DISK] is not None or too_long or is_unwanted:
                 del self._to_save[node]
                 continue
@@ -489,9 +492,9 @@ class Residency:
         while is_full() and (victim := self.disk.victim()) is not None:
             kind, node = victim
             if kind == "state":
-                self._drop_saved_state(node)
+                self._drop_saved_state(node, may_delete)
             else:
-                self._drop_saved_page(node)
+                self._drop_saved_page(node, may_delete)
                 self._forget_if_gone(node)
         if may_delete:
             return not is_full()
@@ -500,8 +503,6 @@ class Residency:
     def _saved(self, path: list[Node], nodes: list[Node], moves: list[Move]) -> None:
         assert self.tiers is not None
         self._rest(path)
-        if path[-1] not in self._to_save:
-            self._demanded.discard(path[-1])
         if not all(move.ok for move in moves):
             self._to_save.pop(path[-1], None)
         for node, move in zip(nodes, moves, strict=True):
@@ -511,7 +512,7 @@ class Residency:
             if self.shared is not None and not move.was_there:
                 self.shared.n_written += self._saved_bytes(move)
             if not self._has_path(node, DISK, is_page):
-                self._discard(move.kind, node)
+                self._discard(move.kind, node, self.tiers.may_delete)
             elif (node.page if is_page else node.state)[DISK] is None:
                 self._put_saved(move.kind, node, node.kind)
         for node in reversed(path):
@@ -519,19 +520,19 @@ class Residency:
         if self.tiers.is_full:
             self._give_way()
 
-    def _discard(self, kind: str, node: Node, is_bad: bool = False) -> None:
-        """A file is of no use to this server. is_bad: nor to any."""
+    def _discard(self, kind: str, node: Node, deletes: bool) -> None:
+        """A file is of no use to this server. deletes: nor to any; else it is forgotten."""
         assert self.tiers is not None
-        (self.tiers.delete if is_bad or self.tiers.may_delete else self.tiers.forget)(kind, node.key)
+        (self.tiers.delete if deletes else self.tiers.forget)(kind, node.key)
 
-    def _drop_saved_page(self, node: Node, is_bad: bool = False) -> None:
+    def _drop_saved_page(self, node: Node, deletes: bool) -> None:
         self.disk.drop_page(node)
-        self._discard("page", node, is_bad)
+        self._discard("page", node, deletes)
         self._disk_used -= self._info.page_bytes
 
-    def _drop_saved_state(self, node: Node, is_bad: bool = False) -> None:
+    def _drop_saved_state(self, node: Node, deletes: bool) -> None:
         self.tree.drop_state(self.disk, node)
-        self._discard("state", node, is_bad)
+        self._discard("state", node, deletes)
         self._disk_used -= self._info.state_bytes
 
     def _restore(self, tiers: Tiers, shared: Shared) -> None:
@@ -556,20 +557,19 @@ class Residency:
         for n in reversed(branch_of(node)):
             assert not n.busy
             self._to_save.pop(n, None)
-            self._demanded.discard(n)
             self._doomed.discard(n)
             if n.state[DEVICE] is not None:
                 self._free(self.slots, self.tree.drop_state(self.device, n))
             if n.state[HOST] is not None:
                 self.units.give_back(self.tree.drop_state(self.host, n))
             if n.state[DISK] is not None:
-                self._drop_saved_state(n, is_bad=True)
+                self._drop_saved_state(n, deletes=True)
             if n.page[DEVICE] is not None:
                 self._free(self.pages, self.device.drop_page(n))
             if n.page[HOST] is not None:
                 self.units.give_back(self.host.drop_page(n))
             if n.page[DISK] is not None:
-                self._drop_saved_page(n, is_bad=True)
+                self._drop_saved_page(n, deletes=True)
             self.tree.forget(n)
 
     def drop(self, node: Node) -> int:
@@ -603,6 +603,8 @@ class Residency:
                 self.poll()
             if self.disk_bytes:
                 self.tiers.clear()
+            if self.shared is not None:
+                self.shared.clear()  # what was found while it waited
         for root in list(self.tree.roots.values()):
             for node in list(root.children):
                 self._drop_branch(node)
@@ -659,6 +661,8 @@ class Residency:
             self.poll()
             if self.n_moving:
                 self.tiers.wait(left_s)
+            else:  # for a survey, or for a disk that refused
+                time.sleep(min(left_s, 0.01))
         self.tiers.close(max(0.1, until_s - time.monotonic()))
 
     def check(self, pages: Counter[int], slots: Counter[int], units: Counter[int]) -> None:

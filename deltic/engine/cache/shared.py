@@ -66,6 +66,10 @@ class Shared:
         """
         self._old_strays: set[tuple[str, bytes]] = set()
         """Those of the survey before."""
+        self._knows_all = tiers.may_delete
+        """This server evicts, and its tree has what others wrote before: of `tiers.entries`, or a survey."""
+        self._takes_all = False
+        """Whether the last survey will have been one like that."""
 
     @property
     def n_bytes(self) -> int:
@@ -92,7 +96,7 @@ class Shared:
         n_known: pages that need not be looked for; n_usable: those that a request could start behind.
         """
         now_s = time.monotonic()
-        if not self._tiers.is_shared or any(now_s - s.began_s > MAX_SEARCH_S for s in self.searches.values()):
+        if not self._tiers.may_have_foreign or any(now_s - s.began_s > MAX_SEARCH_S for s in self.searches.values()):
             return None
         search = Search(root, keys, n_known, n_usable, now_s)
         self.searches[self._tiers.search(search)] = search
@@ -126,13 +130,18 @@ class Shared:
             self._take(survey)
         if self._news:
             self._take_news()
-        if tiers.is_shared and (now_s := time.monotonic()) >= self._survey_at:
+        self._knows_all &= tiers.may_delete
+        has_just_got_the_lease = tiers.may_delete and not self._knows_all and not self._news
+        now_s = time.monotonic()
+        if has_just_got_the_lease or (tiers.may_have_foreign and now_s >= self._survey_at):
             self._survey_at = now_s + (SURVEY_S if tiers.may_delete else IDLE_SURVEY_S)
             tiers.survey()
 
     def must_look(self, budget: int) -> bool:
         """Whether nothing is to be written before the next survey, which has begun then."""
-        if self._tiers.may_delete or self.n_written <= budget // SHARE:
+        if self._tiers.may_delete:
+            return not self._knows_all  # `poll` has it begun
+        if self.n_written <= budget // SHARE:
             return False
         self._tiers.survey()
         return True
@@ -141,14 +150,16 @@ class Shared:
         tiers = self._tiers
         self.n_listed, self.n_written = survey.n_bytes, 0
         self._old_strays, self._strays = self._strays, set()
-        self._news = deque(survey.gone)
+        # Of the last one's what was not taken: what appeared does so again, what has gone is told only once.
+        self._news = deque([*(news for news in self._news if not isinstance(news, Entry)), *survey.gone])
+        self._takes_all = tiers.may_delete
         if tiers.may_delete and tiers.has_locks:
             self._news += survey.appeared
             for node in filter(None, map(self._tree.nodes.get, survey.used)):
                 if node.state[DISK] is not None:
                     self._tree.touch(node)
         if not self._news:
-            self._make_room(0)
+            self._has_taken()
 
     def _take_news(self) -> None:
         for _ in range(min(MAX_NEWS, len(self._news))):
@@ -158,10 +169,18 @@ class Shared:
                 self.adopt(news)
                 continue
             kind, node = news[0], self._tree.nodes.get(news[1])
-            if node is not None and not node.busy and (node.page if kind == "page" else node.state)[DISK] is not None:
+            if node is None or (node.page if kind == "page" else node.state)[DISK] is None:
+                continue
+            if node.busy:
+                self._news.append(news)
+            else:
                 self._lose(kind, node)
         if not self._news:
-            self._make_room(0)
+            self._has_taken()
+
+    def _has_taken(self) -> None:
+        self._knows_all = self._takes_all
+        self._make_room(0)
 
     def adopt(self, entry: Entry) -> bool:
         """Puts an object of the directory into the tree; whether it has a place there.
@@ -181,7 +200,7 @@ class Shared:
                 if node.state[DISK] is None:
                     self._put("state", node)
                 return True
-        if tiers.may_delete and (not tiers.is_shared or what in self._old_strays):
+        if tiers.may_delete and (not tiers.may_have_foreign or what in self._old_strays):
             tiers.delete(*what)
         else:
             self._strays.add(what)

@@ -76,6 +76,8 @@ class Move:
     depth: int = 0
     ok: bool = False
     """Set when it succeeded. A target whose move failed may hold a part of it."""
+    is_bad: bool = False
+    """Set when its file was not what it should be."""
     was_there: bool = False
     """Set when nothing was written: another server had done so."""
 
@@ -170,6 +172,9 @@ class Tiers:
         self.disk_bytes = disk_bytes
         self.takes_evicted = True
         """Whether host memory is for what is evicted, too, and not for preempted sequences alone."""
+        # Who writes what: the mover's thread n_moved, n_damaged, _is_refused and _beat_at; both threads
+        # is_full, _paused_until, foreign_bytes, surveyed, _survey, _files and _used_at, each in one go, without the
+        # lock, which is for the queues; the engine's thread all else.
         self.entries: list[Entry] = []
         self.n_pending = 0
         """Tickets that `finished` has not given yet."""
@@ -224,7 +229,7 @@ class Tiers:
         return time.monotonic() >= self._paused_until
 
     @property
-    def is_shared(self) -> bool:
+    def may_have_foreign(self) -> bool:
         """Whether there may be files in the directory that this server does not know."""
         return self.takes_imports or self.n_others > 0 or self.foreign_bytes > 0
 
@@ -370,8 +375,10 @@ class Tiers:
             self._put(self._behind, [functools.partial(self._delete, kind, key)])
 
     def forget(self, kind: str, key: bytes) -> None:
-        """Knows a file no more, and leaves it to others."""
-        self._files.pop((kind, key), None)
+        """Knows a file no more: the next survey says whether it is there."""
+        self._used_at.pop(key, None)
+        if self._files.pop((kind, key), None) is not None:
+            self.foreign_bytes = max(1, self.foreign_bytes)
 
     def survey(self) -> None:
         """Has the directory looked through, behind what was asked for before: `surveyed` then says what came
@@ -410,7 +417,7 @@ class Tiers:
         # A listing of a network file system may be an old one.
         survey.gone = [what for what, path in missing if not os.path.exists(path)]
         for kind, key in survey.gone:
-            self.forget(kind, key)
+            self._files.pop((kind, key), None)
             self._used_at.pop(key, None)
         survey.appeared.sort(key=lambda entry: (entry.depth, entry.kind))
         self.foreign_bytes = sum(self._n_bytes[entry.kind] for entry in survey.appeared)
@@ -433,6 +440,7 @@ class Tiers:
                 for entry in self.directory.entries([]):
                     self._unlink(self.directory.file(entry.kind, entry.key, entry.parent, entry.depth))
             self._files.clear()
+            self._used_at.clear()
             self.entries.clear()
             self._survey = self.surveyed = None
 
@@ -555,13 +563,17 @@ class Tiers:
             return False
         try:
             damage = self._fill(file, move, target)
+            move.is_bad = damage is not None
             if damage is None:
                 with contextlib.suppress(OSError):  # of root, perhaps: then it looks older than it is
                     os.utime(file)
                     if move.kind == "state":
                         self._used_at[move.key] = os.fstat(file).st_mtime
         except OSError as error:
-            damage = f"cannot be read: {error.strerror}"
+            if error.errno != errno.EIO:
+                log.warning("prefix cache: %s cannot be read (%s)", path, error.strerror)
+                return False
+            damage = f"cannot be read: {error.strerror}"  # a bad sector; it says nothing of what lies beyond
         finally:
             os.close(file)
         if damage is not None:
@@ -590,7 +602,7 @@ class Tiers:
         if not self.has_disk or time.monotonic() < self._paused_until:
             return
         path = self.file(move)
-        if self.is_shared and self._is_there(move, path):
+        if self.may_have_foreign and self._is_there(move, path):
             self._files[move.kind, move.key] = path
             move.ok = move.was_there = True
             return
@@ -645,6 +657,7 @@ class Tiers:
             os.close(file)
 
     def _delete(self, kind: str, key: bytes) -> None:
+        self._used_at.pop(key, None)
         path = self._files.pop((kind, key), None)
         if path is not None:
             self._unlink(path)

@@ -14,6 +14,7 @@ import contextlib
 import logging
 import os
 import secrets
+import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -25,13 +26,13 @@ from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deltic.engine.cache.directory import HEADER_BYTES, Directory, Entry, unpack_header
+from deltic.engine.cache.directory import ABANDONED_S, HEADER_BYTES, Directory, Entry, unpack_header
 from deltic.engine.messages import CacheLocated, EngineInfo
 from deltic.engine.messages import Request as EngineRequest
 from deltic.host.client import EngineUnavailable
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.server.api import protocol
-from deltic.server.api.completions import engine_request, prepare_chat, requests_of
+from deltic.server.api.completions import engine_request, prepare_chat, prompts_of, requests_of, take_chat
 from deltic.server.batch.file_store import private, unwritable
 from deltic.server.chat.generation import unavailable
 from deltic.server.errors import ApiError, bad_request
@@ -62,7 +63,6 @@ class Head(Struct, forbid_unknown_fields=True, kw_only=True):
     tokens: int
     page_bytes: int
     state_bytes: int
-    """0: the model has no state."""
 
 
 class ExportRequest(Struct):
@@ -74,13 +74,15 @@ class ExportRequest(Struct):
 
 
 def _check(service: Service) -> EngineInfo:
-    """Raises ApiError: 403 without --allow-cache-transfer, 404 for a model that speaks, 503 while there is no
-    engine.
+    """Raises ApiError: 403 without --allow-cache-transfer, 404 for a model that speaks, 503 before the engine
+    was ready, and in the drain.
     """
-    info = service.admit()
+    info = service.rendering()
     if not service.client.config.allow_cache_transfer:
         said = f"prefixes of {service.model_name!r} may not be moved; start the server with --allow-cache-transfer"
         raise ApiError(403, said, code="cache_transfer_off")
+    if service.server.draining:
+        raise unavailable(SHUTTING_DOWN)
     return info
 
 
@@ -106,7 +108,7 @@ async def export_cache(service: Service, request: Request) -> ASGIApp:
         model=service.model_name,
         tokens=located.n_tokens,
         page_bytes=info.page_bytes,
-        state_bytes=info.state_bytes if info.has_state else 0,
+        state_bytes=info.state_bytes,
     )
     stream = FileStream(msgspec.json.encode(head) + b"\n", located.files)
     try:
@@ -137,25 +139,19 @@ async def _asked(service: Service, request: Request, info: EngineInfo) -> Engine
         )
     request_id = f"export-{secrets.token_hex(16)}"
     if told.messages is not None:
-        prepared = await service.take_chat(
-            request,
-            protocol.ChatRequest,
-            lambda chat: chat,
-            lambda _, chat, found: prepare_chat(service, chat, info, found),
-        )
+        prepared = await take_chat(service, request, info, prepare_chat)
         prompt = prepared.prompt
         made = engine_request(request_id, prompt.ids, prepared.params, prepared.chat, prompt.boundaries)
         made.pictures = prompt.pictures
     else:
 
-        def prepare(asked: protocol.CompletionRequest) -> list[EngineRequest]:
-            service.check_model(asked.model)
-            protocol.settle(asked)
-            return requests_of(service, asked, protocol.prompts(asked, info), info)
+        def prepare(asked: protocol.CompletionRequest) -> EngineRequest:
+            prompts = prompts_of(service, asked, info)
+            if len(prompts) > 1:
+                raise bad_request("prompt", "send one prompt: a prefix is of one")
+            return requests_of(service, asked, prompts, info)[0]
 
-        made, *others = await service.take(request, protocol.CompletionRequest, prepare)
-        if others:
-            raise bad_request("prompt", "send one prompt: a prefix is of one")
+        made = await service.take(request, protocol.CompletionRequest, prepare)
         made.id = request_id
     if not made.use_cache:
         raise bad_request("cache_prompt", "is false: this prompt is not to be in the cache; leave it out")
@@ -204,8 +200,6 @@ class FileStream:
 async def import_cache(service: Service, request: Request) -> ASGIApp:
     """POST /cache/import: takes what another server's /cache/export gave into the prefix cache."""
     info = _check(service)
-    if service.server.draining:
-        raise unavailable(SHUTTING_DOWN)
     began_s = time.monotonic()
     budget = int(service.client.config.cache_disk_gb * 1e9)
     async with service.server.importing:  # one at a time: each may need the whole budget while it comes
@@ -238,6 +232,8 @@ class Import:
         path = Path(info.cache_files)
         self._directory = Directory(path.parent, path.name)
         self._budget = budget
+        self._lock = threading.Lock()
+        """Held by each method: a request that is cancelled leaves the thread of its last `feed` behind."""
         self._unread = bytearray()
         self._head: Head | None = None
         self._entry: Entry | None = None
@@ -250,11 +246,26 @@ class Import:
         self._out: BinaryIO | None = None
         self._parts: list[tuple[str, str]] = []
         """Of each file its name for now, and the one that it gets."""
+        self._is_dropped = False
+        self._renew_at = 0.0
         self.n_tokens = 0
         self.n_bytes = 0
 
     def feed(self, data: bytes) -> None:
         """More of the stream."""
+        with self._lock:
+            if not self._is_dropped:
+                self._renew()
+                self._feed(data)
+
+    def _renew(self) -> None:
+        """Nobody takes the files of a long stream for abandoned."""
+        if time.monotonic() >= self._renew_at:
+            self._renew_at = time.monotonic() + ABANDONED_S / 10
+            for part, _ in self._parts:
+                os.utime(part)
+
+    def _feed(self, data: bytes) -> None:
         self.n_bytes += len(data)
         self._unread += data
         while self._unread:
@@ -274,18 +285,21 @@ class Import:
         """The stream is over: the files get their names."""
         if self._head is None or self._n_objects or self._n_left:
             raise damaged("it ends before its end")
-        for part, path in self._parts:
-            os.rename(part, path)
-        self._parts.clear()
+        with self._lock:
+            for part, path in self._parts:
+                os.rename(part, path)
+            self._parts.clear()
         self.n_tokens = self._head.tokens
 
     def drop(self) -> None:
         """Nothing half is left."""
-        if self._out is not None:
-            self._out.close()
-        for part, _ in self._parts:
-            with contextlib.suppress(OSError):
-                os.unlink(part)
+        with self._lock:
+            self._is_dropped = True
+            if self._out is not None:
+                self._out.close()
+            for part, _ in self._parts:
+                with contextlib.suppress(OSError):
+                    os.unlink(part)
 
     def _take_head(self) -> bool:
         line, end, rest = bytes(self._unread).partition(b"\n")
@@ -296,7 +310,7 @@ class Import:
         except (msgspec.DecodeError, UnicodeDecodeError):
             raise damaged("it does not begin as an export of this version does") from None
         info, n_pages = self._info, head.tokens // PAGE_SIZE
-        own = (1, self._directory.path.name, info.page_bytes, info.state_bytes if info.has_state else 0)
+        own = (1, self._directory.path.name, info.page_bytes, info.state_bytes)
         theirs = (head.deltic_cache, head.fingerprint, head.page_bytes, head.state_bytes)
         names = "version of the stream", "fingerprint", "bytes of a page", "bytes of a state"
         for name, here, there in zip(names, own, theirs, strict=True):
@@ -310,42 +324,38 @@ class Import:
             raise damaged(f"{head.tokens} tokens are not a multiple of {PAGE_SIZE}")
         if n_pages * head.page_bytes + head.state_bytes > self._budget:
             raise ApiError(413, "the prefix is larger than --cache-disk-gb", code="body_too_large", headers=CLOSE)
-        self._head, self._n_objects, self._unread = head, n_pages + bool(head.state_bytes), bytearray(rest)
+        self._head, self._n_objects, self._unread = head, n_pages + 1, bytearray(rest)
         return True
 
     def _take_header(self) -> None:
         assert self._head is not None
+        header = bytes(self._unread[:HEADER_BYTES])
         try:
-            model, entry, size, self._given_crc = unpack_header(bytes(self._unread[:HEADER_BYTES]))
+            model, entry, size, self._given_crc = unpack_header(header)
         except ValueError as error:
             raise damaged(f"a file in it is {error}") from None
-        self._header = bytes(self._unread[:HEADER_BYTES])
         del self._unread[:HEADER_BYTES]
-        above, is_page = self._above, self._n_objects > bool(self._head.state_bytes)
+        above = self._above
         if model != self._directory.model:
             raise damaged("a file in it is of another model")
-        if is_page:
-            expected = "page", above.key if above else entry.parent, above.depth + PAGE_SIZE if above else PAGE_SIZE
-            is_next = (entry.kind, entry.parent, entry.depth) == expected and size == self._head.page_bytes
+        if above is None:
+            expected: tuple[Any, ...] = "page", entry.key, entry.parent, PAGE_SIZE, self._head.page_bytes
+        elif self._n_objects > 1:
+            expected = "page", entry.key, above.key, above.depth + PAGE_SIZE, self._head.page_bytes
         else:
-            is_next = above is not None and entry.kind == "state" and size == self._head.state_bytes
-            is_next = (
-                is_next
-                and above is not None
-                and (entry.key, entry.parent, entry.depth) == (above.key, above.parent, above.depth)
-            )
-        if not is_next:
+            expected = "state", above.key, above.parent, above.depth, self._head.state_bytes
+        if (entry.kind, entry.key, entry.parent, entry.depth, size) != expected:
             raise damaged("a file in it is not the one that comes next")
         self._entry, self._n_left, self._crc = entry, size, 0
-        self._open(entry)
+        self._open(entry, header)
 
-    def _open(self, entry: Entry) -> None:
+    def _open(self, entry: Entry, header: bytes) -> None:
         path = self._directory.file(entry.kind, entry.key, entry.parent, entry.depth)
         part = self._directory.part(path)
         os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
         self._out = open(part, "xb", buffering=0, opener=private)  # noqa: SIM115
         self._parts.append((part, path))
-        _write(self._out, self._header)
+        _write(self._out, header)
 
     def _take_payload(self) -> None:
         data = bytes(self._unread[: self._n_left])
