@@ -1,8 +1,8 @@
 """Servers of one model on this machine, and the router in front of them: what `bench.routed` starts, kills
 and restarts.
 
-Each router is set up as docs/many-machines.md says: its configuration is read there. All listen on the loopback. Replicas share one API key,
-which clients send and routers pass on.
+Each router is set up as docs/many-machines.md says: its configuration is read there. All listen on the
+loopback. Replicas share one API key, which clients send and routers pass on.
 """
 
 from __future__ import annotations

@@ -44,6 +44,9 @@ FLAGS |= {
     "--block-size",
     "--workers",
     "--model-name",
+    "--balance-abs-threshold",
+    "--balance-rel-threshold",
+    "--cb-timeout-duration-secs",
 }  # kubectl's, routers'
 FLAGS |= {f"--health-{name}" for name in ("check-interval-secs", "failure-threshold", "check-timeout-secs")}
 FLAGS |= {"--head", "--address", "--http-host", "--http-port", "--non-blocking"}  # ray's and serve's

@@ -173,8 +173,8 @@ class Tiers:
         self.takes_evicted = True
         """Whether host memory is for what is evicted, too, and not for preempted sequences alone."""
         # Who writes what: the mover's thread n_moved, n_damaged, _is_refused and _beat_at; both threads
-        # is_full, _paused_until, foreign_bytes, surveyed, _survey, _files and _used_at, each in one go, without the
-        # lock, which is for the queues; the engine's thread all else.
+        # is_full, _paused_until, foreign_bytes, surveyed, _survey, _files and _used_at, each in one go; the
+        # engine's thread all else. The lock is for the queues.
         self.entries: list[Entry] = []
         self.n_pending = 0
         """Tickets that `finished` has not given yet."""
