@@ -19,7 +19,7 @@ from typing import Any
 
 import zmq
 
-from deltic.bench.provenance import code, machine, now
+from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.engine.cache.cache import Cache
 from deltic.engine.cache.events import CacheEvents, Stored
 from deltic.engine.engine import Engine
@@ -104,6 +104,7 @@ def main(given: list[str] | None = None) -> int:
     add("--requests", type=int, default=20)
     add("--prompt", type=int, default=1000, help="tokens of a prompt")
     add("--answer", type=int, default=128, help="tokens of an answer")
+    add("--out", metavar="DIR", help="for the JSON (default: bench/runs/<date>-<machine>)")
     arguments = parser.parse_args(given)
     settings: dict[str, Any] = {
         name: value
@@ -144,7 +145,9 @@ def main(given: list[str] | None = None) -> int:
         "tell_us_a_step": sum(row["tell_s"] for row in rows) / sum(row["steps"] for row in rows) * 1e6,
         "block": block_us(20),
     }  # fmt: skip
-    print(json.dumps(result, indent=1))
+    path = runs_directory(arguments.out) / f"kv-events-{arguments.dummy or 'built-in'}-{now():%H%M%S}.json"
+    path.write_text(json.dumps(result, indent=1))
+    print(f"{json.dumps(result, indent=1)}\n{path}")
     return 0
 
 

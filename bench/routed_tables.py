@@ -114,3 +114,26 @@ def shared(runs: Runs) -> str:
 
 
 FIRST = {"computed": "computed", "found": "found by another server", "own disk": "from the server's own disk"}
+
+
+def events(runs: Runs) -> str:
+    """What a router predicts by cache events, and what they cost."""
+    predict = "python -m bench.agent --kv-events --memory-share 1,0.25,0.1 --cold-rounds 0"
+    cost = "python -m bench.kv_events"
+    told = runs.newest("agent-built-in-*.json", where=lambda data: bool(data.get("kv_events")))
+    spent = runs.newest("kv-events-*.json")
+    if not told or not spent:
+        return missing(predict, cost)
+    rows = []
+    for run in told[-1].data["runs"]:
+        of = run["predictions"]
+        over = f"{of['n_over']} ({of['over_tokens']:,} tokens)"
+        rows.append([run["label"], str(run["n_requests"]), str(of["n_exact"]), over, str(of["n_under"])])
+    header = ["memory", "requests", "predicted exactly", "too much", "too little"]
+    data = spent[-1].data
+    text = (
+        f"A replica of llm-d's index that reads the events of the agent trace. The engine's thread spends "
+        f"{data['tell_us_a_step']:.1f} us on events in a step of {data['step_ms']:.2f} ms ({data.get('dummy') or 'the built-in model'}): "
+        f"{data['tell_us_a_step'] / data['step_ms'] / 10:.2f} %. A block that comes and goes takes it {data['block']['events_us']:.1f} us, and the publisher's thread {data['block']['encode_us']:.1f}."
+    )
+    return "\n\n".join((grid(header, rows), text, source([told[-1], spent[-1]], predict, cost)))

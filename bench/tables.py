@@ -600,6 +600,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "routed-overhead": routed_tables.overhead,
     "routed-soak": routed_tables.soak,
     "shared-tier": routed_tables.shared,
+    "kv-events": routed_tables.events,
 }
 
 
