@@ -10,9 +10,13 @@ from bench.kept import Run, Runs, grid, missing, ranged, source
 NAMES = {"sglang": "SGLang's gateway", "ray": "Ray Serve", "nginx": "nginx", "haproxy": "HAProxy"}
 
 
-def _of_each(runs: Runs, what: str, model: str = "*") -> list[Run]:
-    """The newest of each router, with the others of its directory and commit."""
-    return [run for router in NAMES for run in runs.newest(f"routed-{what}-{router}-{model}-*.json")]
+MODELS = ("built-in", "qwen3.5-0.8b")
+
+
+def _of_each(runs: Runs, what: str) -> list[Run]:
+    """The newest of each router and model, with the others of its directory and commit."""
+    of = [(router, model) for model in MODELS for router in NAMES]
+    return [run for router, model in of for run in runs.newest(f"routed-{what}-{router}-{model}-*.json")]
 
 
 def trace(runs: Runs) -> str:
@@ -21,7 +25,7 @@ def trace(runs: Runs) -> str:
     found, rows = _of_each(runs, "trace"), []
     if not found:
         return missing(again)
-    for run in sorted(found, key=lambda run: str(run.data["dummy"] or "")):
+    for run in found:
         data = run.data
         one, routed = ([r for r in data["runs"] if bool(r["router"]) == is_routed] for is_routed in (False, True))
         model = data["dummy"] + (f", {data['quantize']}" if data["quantize"] else "") if data["dummy"] else "built-in"
@@ -87,7 +91,7 @@ def soak(runs: Runs) -> str:
 def shared(runs: Runs) -> str:
     """What servers that share a disk saw."""
     again = "python -m bench.shared_tier"
-    found = runs.newest("shared-tier-*.json")
+    found = [run for model in MODELS for run in runs.newest(f"shared-tier-{model}.json")]
     if not found:
         return missing(again)
     rows: list[list[str]] = []

@@ -162,7 +162,7 @@ def test_an_answer_streams_with_its_thoughts_folded(page: Page) -> None:
     assert "19" in thinking.find_element(By.TAG_NAME, "div").text
     page.set(thinking="off")
     page.ask(STORY)
-    assert len(page.run("return lengths")) > 3, "it came in one piece"
+    assert len(page.run("return lengths")) > 1, "it came in one piece"
     assert "finish: stop" in page.figures() and "tokens/s" in page.figures() and "first after" in page.figures()
     page.ask(STORY)
     page.ask(SUM)
