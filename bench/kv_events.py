@@ -145,7 +145,7 @@ def main(given: list[str] | None = None) -> int:
         "tell_us_a_step": sum(row["tell_s"] for row in rows) / sum(row["steps"] for row in rows) * 1e6,
         "block": block_us(20),
     }  # fmt: skip
-    path = runs_directory(arguments.out) / f"kv-events-{arguments.dummy or 'built-in'}-{now():%H%M%S}.json"
+    path = runs_directory(arguments.out) / f"cache-events-{arguments.dummy or 'built-in'}-{now():%H%M%S}.json"
     path.write_text(json.dumps(result, indent=1))
     print(f"{json.dumps(result, indent=1)}\n{path}")
     return 0

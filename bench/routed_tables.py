@@ -125,7 +125,7 @@ def events(runs: Runs) -> str:
     predict = "python -m bench.agent --kv-events --memory-share 1,0.25,0.1 --cold-rounds 0"
     cost = "python -m bench.kv_events"
     told = runs.newest("agent-built-in-*.json", where=lambda data: bool(data.get("kv_events")))
-    spent = runs.newest("kv-events-*.json")
+    spent = [found[-1] for model in MODELS if (found := runs.newest(f"cache-events-{model}-*.json"))]
     if not told or not spent:
         return missing(predict, cost)
     rows = []
@@ -134,10 +134,19 @@ def events(runs: Runs) -> str:
         over = f"{of['n_over']} ({of['over_tokens']:,} tokens)"
         rows.append([run["label"], str(run["n_requests"]), str(of["n_exact"]), over, str(of["n_under"])])
     header = ["memory", "requests", "predicted exactly", "too much", "too little"]
-    data = spent[-1].data
+    costs = []
+    for data in (run.data for run in spent):
+        share = data["tell_us_a_step"] / data["step_ms"] / 10
+        low, _, high = data["ratio_quartiles"]
+        costs.append(
+            f"{data.get('dummy') or 'the built-in model'}: {data['tell_us_a_step']:.1f} us of the engine's thread in a step of "
+            f"{data['step_ms']:.2f} ms ({share:.2f} %); CPU time of all steps with events over without {data['ratio']:.3f}, "
+            f"quartiles {low:.3f} and {high:.3f}"
+        )
+    block = spent[-1].data["block"]
     text = (
-        f"A replica of llm-d's index that reads the events of the agent trace. The engine's thread spends "
-        f"{data['tell_us_a_step']:.1f} us on events in a step of {data['step_ms']:.2f} ms ({data.get('dummy') or 'the built-in model'}): "
-        f"{data['tell_us_a_step'] / data['step_ms'] / 10:.2f} %. A block that comes and goes takes it {data['block']['events_us']:.1f} us, and the publisher's thread {data['block']['encode_us']:.1f}."
+        "A replica of llm-d's index reads the events of the agent trace and predicts what each request will find. "
+        f"The cost: {'; '.join(costs)}. A block that comes and goes takes the engine's thread {block['events_us']:.1f} us and the "
+        f"publisher's {block['encode_us']:.1f}."
     )
-    return "\n\n".join((grid(header, rows), text, source([told[-1], spent[-1]], predict, cost)))
+    return "\n\n".join((grid(header, rows), text, source([told[-1], *spent], predict, cost)))
