@@ -25,7 +25,7 @@ SERVED = ("served", "openai_client", "anthropic_client", "constrained", "schemas
 """Of tests/cpu: those that need no torch."""
 TREE = ("architecture", "cli_docs", "deploy", "docs", "fingerprint", "layout", "package")
 """Of tests/null: those that read the sources."""
-BENCHES = ("agent_trace", "bench_serve", "bench_speech", "peers", "tables")
+BENCHES = ("agent_trace", "bench_serve", "bench_speech", "kv_events", "peers", "tables")
 TORCH = ("device_copy", "gguf", "quantised_files")
 
 
