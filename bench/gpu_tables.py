@@ -87,7 +87,8 @@ def contexts(runs: Runs) -> str:
     header = ["model", "keys and values", "N", *(f"{row['context']:,}" for row in of_n)]
     text = (
         "Milliseconds of a recorded step, replayed back to back behind so many tokens each, and the part of its roof: "
-        f"the bytes of weights, states, keys and values over the bandwidth of reading in the same run, {min(read):.2f} to {max(read):.2f} TB/s. Contexts are not "
+        f"the bytes of weights, states, keys and values over the bandwidth of reading in the same "
+        f"run, {min(read):.2f} to {max(read):.2f} TB/s. Contexts are not "
         "computed. Where they need more pages than there are, pages are read again, some from the second-level cache."
     )
     return "\n\n".join((grid(header, rows), text, source(found, again)))

@@ -92,7 +92,8 @@ def lora(runs: Runs) -> str:
     data = found[-1].data
     text = (
         f"{data['shape']}, {data['threads']} threads, {data['instructions']}. "
-        f"Each sequence has an adapter of rank {data['rank']} of its own, on every projection. Steps with and without take turns. The last column is what their bytes alone would cost."
+        f"Each sequence has an adapter of rank {data['rank']} of its own, on every projection. "
+        "Steps with and without take turns. The last column is what their bytes alone would cost."
     )
     header = ["weights", "sequences", "ms a step", "with adapters", "times", "by bytes"]
     return "\n\n".join((grid(header, rows), text, source(found, again)))

@@ -6,7 +6,9 @@ The fake answers with token ids that the test chose, a token a tick, so that wha
 from __future__ import annotations
 
 import asyncio
+import io
 import json
+import logging
 import socket
 import threading
 from collections import Counter
@@ -297,6 +299,21 @@ class FakeEngineClient:
     @staticmethod
     def _logprob(token_id: int, k: int) -> TokenLogprob:
         return TokenLogprob(token_id, -0.5, [(token_id, -0.5), (65, -2.0), (66, float("-inf"))][:k])
+
+
+@contextmanager
+def server_log(formatter: logging.Formatter | None) -> Iterator[io.StringIO]:
+    """What the server's log says meanwhile."""
+    written = io.StringIO()
+    destination = logging.StreamHandler(written)
+    destination.setFormatter(formatter)
+    log = logging.getLogger("deltic.server")
+    log.addHandler(destination)
+    level = log.level
+    log.setLevel("INFO")
+    yield written
+    log.removeHandler(destination)
+    log.setLevel(level)
 
 
 def make_app(client: FakeEngineClient, template: str | None = TEMPLATE, **config: Any) -> Any:

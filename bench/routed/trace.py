@@ -40,9 +40,8 @@ async def replay(
             conversation = Conversation(trace, number, system)
             while (turn := conversation.next_turn()) is not None:
                 body = {"model": model, "messages": conversation.messages, "tools": tools, "stream": True}
-                body |= {
-                    "chat_template_kwargs": {"enable_thinking": conversation.thinking}
-                }  # a field of this name alone gets lost in SGLang's gateway
+                # SGLang's gateway loses a field that is called enable_thinking itself.
+                body |= {"chat_template_kwargs": {"enable_thinking": conversation.thinking}}
                 body |= {"max_tokens": turn.n_answer, "seed": turn.seed}
                 body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
                 row = await _ask(endpoint, body, f"session-{trace.seed}-{number}")

@@ -442,6 +442,11 @@ class Stats(msgspec.Struct, array_like=True):
     pictures: PictureStats | None = None
 
     @property
+    def pages_used_ratio(self) -> float:
+        """Part of the KV pages that sequences have."""
+        return self.n_pages_used / max(1, self.n_pages)
+
+    @property
     def n_drafted(self) -> int:
         return sum(self.drafted.values())
 

@@ -270,15 +270,23 @@ class EngineClient:
         if request_id in self._streams:
             self._send(Abort(request_id, index, if_waiting))
 
+    def _ask(self, command: Command) -> asyncio.Future[Any]:
+        """Sends a question; the caller keeps the answer where `receive` will look.
+
+        Raises EngineUnavailable when there is no engine to ask.
+        """
+        if self.state != "ready":
+            raise EngineUnavailable(self.why_unavailable())
+        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        self._send(command)
+        return answer
+
     async def inspect_cache(self, reset: bool = False) -> CacheReport:
         """The contents of the engine's prefix cache. reset: empty it first. It answers between two steps.
 
         Raises EngineUnavailable when there is no engine to ask, or when it ends before it answers.
         """
-        if self.state != "ready":
-            raise EngineUnavailable(self.why_unavailable())
-        answer: asyncio.Future[CacheReport] = asyncio.get_running_loop().create_future()
-        self._send(InspectCache(reset))
+        answer: asyncio.Future[CacheReport] = self._ask(InspectCache(reset))
         self._inspections.append(answer)
         return await answer
 
@@ -287,10 +295,7 @@ class EngineClient:
 
         Raises EngineUnavailable when there is no engine to ask, or when it ends before it answers.
         """
-        if self.state != "ready":
-            raise EngineUnavailable(self.why_unavailable())
-        answer: asyncio.Future[CacheLocated] = asyncio.get_running_loop().create_future()
-        self._send(LocateCache(request))
+        answer: asyncio.Future[CacheLocated] = self._ask(LocateCache(request))
         self._located.setdefault(request.id, deque()).append(answer)
         return await answer
 
@@ -299,10 +304,7 @@ class EngineClient:
 
         Raises EngineUnavailable when there is no engine to ask, or when it ends before it answers.
         """
-        if self.state != "ready":
-            raise EngineUnavailable(self.why_unavailable())
-        answer: asyncio.Future[VoiceEncoded] = asyncio.get_running_loop().create_future()
-        self._send(command)
+        answer: asyncio.Future[VoiceEncoded] = self._ask(command)
         self._encodings.setdefault(command.key, deque()).append(answer)
         return await answer
 
@@ -318,10 +320,7 @@ class EngineClient:
 
         Raises EngineUnavailable when there is no engine to ask, or when it ends before it answers.
         """
-        if self.state != "ready":
-            raise EngineUnavailable(self.why_unavailable())
-        answer: asyncio.Future[AdapterLoaded] = asyncio.get_running_loop().create_future()
-        self._send(LoadAdapter(path))
+        answer: asyncio.Future[AdapterLoaded] = self._ask(LoadAdapter(path))
         self._adapters.setdefault(path, deque()).append(answer)
         return await answer
 

@@ -241,15 +241,19 @@ class Metrics:
 
     def families(self) -> Iterable[Metric]:
         stats = self._stats()
-        n_used = stats.n_pages_used
         yield from plain(
             "deltic_",
             (GAUGE, "engine_ready", "1 while the engine takes requests.", int(self._is_ready())),
             (GAUGE, "sequences_running", "Sequences that own a state slot.", stats.n_running),
             (GAUGE, "sequences_waiting", "Sequences that wait for a place.", stats.n_waiting),
-            (GAUGE, "pages_used", "KV pages of sequences; what only the cache holds is as good as free.", n_used),
+            (
+                GAUGE,
+                "pages_used",
+                "KV pages of sequences; what only the cache holds is as good as free.",
+                stats.n_pages_used,
+            ),
             (GAUGE, "pages", "KV pages there are.", stats.n_pages),
-            (GAUGE, "pages_used_ratio", "Part of them that sequences have.", n_used / max(1, stats.n_pages)),
+            (GAUGE, "pages_used_ratio", "Part of them that sequences have.", stats.pages_used_ratio),
             (GAUGE, "page_tokens", "Tokens of a KV page.", PAGE_SIZE),
             (GAUGE, "state_slots_used", "State slots in use.", stats.n_slots_used),
             (GAUGE, "state_slots", "State slots there are.", stats.n_slots),
@@ -303,13 +307,13 @@ class Metrics:
     def vllm_families(self) -> Iterable[Metric]:
         """The same numbers under vLLM's names, as far as it has such."""
         stats = self._stats()
-        cache, used = stats.cache, stats.n_pages_used / max(1, stats.n_pages)
+        cache = stats.cache
         hit_rate = cache.n_hit_tokens / max(1, cache.n_lookup_tokens)
         yield from plain(
             "vllm:",
             (GAUGE, "num_requests_running", "Sequences that own a state slot.", stats.n_running),
             (GAUGE, "num_requests_waiting", "Sequences that wait for a place.", stats.n_waiting),
-            (GAUGE, "kv_cache_usage_perc", "Part of the KV pages that sequences have.", used),
+            (GAUGE, "kv_cache_usage_perc", "Part of the KV pages that sequences have.", stats.pages_used_ratio),
             (COUNTER, "prompt_tokens", "Prompt tokens, cached ones too.", stats.n_prompt_tokens + cache.n_hit_tokens),
             (COUNTER, "generation_tokens", "Tokens drawn.", stats.n_generated_tokens),
             (COUNTER, "num_preemptions", "Sequences that had to give back their memory.", stats.n_preemptions),
@@ -321,7 +325,7 @@ class Metrics:
         )
         yield from plain(  # the names of older versions, which production-stack's router reads
             "vllm:gpu_",
-            (GAUGE, "cache_usage_perc", "As vllm:kv_cache_usage_perc.", used),
+            (GAUGE, "cache_usage_perc", "As vllm:kv_cache_usage_perc.", stats.pages_used_ratio),
             (GAUGE, "prefix_cache_hit_rate", "Part of the tokens looked up that were found.", hit_rate),
             (COUNTER, "prefix_cache_queries", "As vllm:prefix_cache_queries.", cache.n_lookup_tokens),
             (COUNTER, "prefix_cache_hits", "As vllm:prefix_cache_hits.", cache.n_hit_tokens),
@@ -364,12 +368,11 @@ class Metrics:
     def sglang_families(self) -> Iterable[Metric]:
         """What routers read, under SGLang's names."""
         stats = self._stats()
-        used = stats.n_pages_used / max(1, stats.n_pages)
         yield from plain(
             "sglang:",
             (GAUGE, "num_running_reqs", "Sequences that own a state slot.", stats.n_running),
             (GAUGE, "num_queue_reqs", "Sequences that wait for a place.", stats.n_waiting),
-            (GAUGE, "token_usage", "Part of the KV pages that sequences have.", used),
+            (GAUGE, "token_usage", "Part of the KV pages that sequences have.", stats.pages_used_ratio),
             (GAUGE, "max_total_num_tokens", "Tokens that the KV pages hold.", stats.n_pages * PAGE_SIZE),
             (GAUGE, "page_size", "Tokens of a KV page.", PAGE_SIZE),
             (GAUGE, "num_pages", "KV pages there are.", stats.n_pages),

@@ -24,7 +24,7 @@ from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.scheduler import Scheduler
 from deltic.server.limits import Account, Accounts
 from deltic.server.metrics import MAX_KEYS, REST, Exposition, KeyNumbers
-from tests.fake_engine import FakeEngineClient, make_app, served
+from tests.fake_engine import FakeEngineClient, make_app, served, server_log
 from tests.fakes import FakeRunner, expected_tokens
 from tests.null.test_scheduler import Bench
 
@@ -430,16 +430,8 @@ def test_everybody_is_served_with_the_same_tokens_when_memory_is_short(asked: li
 
 @pytest.fixture
 def lines() -> Iterator[io.StringIO]:
-    written = io.StringIO()
-    destination = logging.StreamHandler(written)
-    destination.setFormatter(logs.JsonFormatter())
-    log = logging.getLogger("deltic.server")
-    log.addHandler(destination)
-    level = log.level
-    log.setLevel("INFO")
-    yield written
-    log.removeHandler(destination)
-    log.setLevel(level)
+    with server_log(logs.JsonFormatter()) as written:
+        yield written
 
 
 @pytest.mark.parametrize(("path", "body"), DOORS)

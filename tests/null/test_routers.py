@@ -6,7 +6,6 @@ import asyncio
 import base64
 import io
 import json
-import logging
 import socket
 import threading
 import time
@@ -25,7 +24,7 @@ from deltic.server.app import create_app
 from deltic.server.connections import Connections, HttpServer
 from deltic.server.serve import _origin
 from deltic.server.service import Server
-from tests.fake_engine import PICTURE_TEMPLATE, FakeEngineClient, make_app, served, service_of
+from tests.fake_engine import PICTURE_TEMPLATE, FakeEngineClient, make_app, served, server_log, service_of
 from tests.fake_speech import FakeSpeechClient, speech_service_of
 
 HELLO: Any = [{"role": "user", "content": "hello"}]
@@ -212,17 +211,8 @@ PARENT = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01"
 
 @pytest.fixture(params=["text", "json"])
 def lines(request: pytest.FixtureRequest) -> Iterator[io.StringIO]:
-    written = io.StringIO()
-    destination = logging.StreamHandler(written)
-    if request.param == "json":
-        destination.setFormatter(logs.JsonFormatter())
-    log = logging.getLogger("deltic.server")
-    log.addHandler(destination)
-    level = log.level
-    log.setLevel("INFO")
-    yield written
-    log.removeHandler(destination)
-    log.setLevel(level)
+    with server_log(logs.JsonFormatter() if request.param == "json" else None) as written:
+        yield written
 
 
 @pytest.mark.parametrize(

@@ -243,17 +243,22 @@ def test_drain_ends_what_takes_too_long_and_cleans_up() -> None:
     assert not any("Traceback" in line for line in server.log), server.log
 
 
+def told_twice(server: Server, after_s: float) -> float:
+    """Two signals, the second where the first has not ended it. Seconds from that to the end."""
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(after_s)
+    assert server.process.poll() is None
+    server.process.send_signal(signal.SIGTERM)
+    sent_s = time.monotonic()
+    assert server.end() == 0
+    return time.monotonic() - sent_s
+
+
 def test_a_second_signal_ends_at_once() -> None:
     with server_of(step_ms=5, drain_s=600) as server:
         stream = Ask(server.url(), stream=True)
         wait_for(lambda: stream.text)
-        server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.2)
-        assert server.process.poll() is None
-        server.process.send_signal(signal.SIGTERM)
-        sent_s = time.monotonic()
-        assert server.end() == 0
-        assert time.monotonic() - sent_s < 1.5
+        assert told_twice(server, 0.2) < 1.5
         stream.join()
     assert '"error"' in stream.text
     assert not any("Traceback" in line for line in server.log), server.log
@@ -287,13 +292,7 @@ def test_half_a_request_holds_up_no_stop(half: bytes, tmp_path: Path) -> None:
 
 def test_a_second_signal_ends_the_wait_for_connections_too() -> None:
     with server_of(client_timeout_s=0) as server, asking(server, HALF_HEAD):
-        server.process.send_signal(signal.SIGTERM)
-        time.sleep(0.4)
-        assert server.process.poll() is None
-        server.process.send_signal(signal.SIGTERM)
-        sent_s = time.monotonic()
-        assert server.end() == 0
-        assert time.monotonic() - sent_s < 0.5
+        assert told_twice(server, 0.4) < 0.5
 
 
 SLOW_END = """

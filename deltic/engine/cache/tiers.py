@@ -508,10 +508,7 @@ class Tiers:
 
         def has(kind: str, n: int) -> bool:
             """Whether the n-th page, or the state behind it, is there."""
-            with contextlib.suppress(OSError):
-                is_there = os.stat(path(kind, n)).st_size == HEADER_BYTES + self._n_bytes[kind]
-                return is_there and time.monotonic() < until_s
-            return False
+            return self._is_there(kind, path(kind, n)) and time.monotonic() < until_s
 
         low, high = search.n_known, len(search.keys)  # no more than high
         if low < high and has("page", low + 1):
@@ -602,7 +599,7 @@ class Tiers:
         if not self.has_disk or time.monotonic() < self._paused_until:
             return
         path = self.file(move)
-        if self.may_have_foreign and self._is_there(move, path):
+        if self.may_have_foreign and self._is_there(move.kind, path):
             self._files[move.kind, move.key] = path
             move.ok = move.was_there = True
             return
@@ -632,9 +629,9 @@ class Tiers:
         self._is_refused = False
         move.ok = True
 
-    def _is_there(self, move: Move, path: str) -> bool:
+    def _is_there(self, kind: str, path: str) -> bool:
         with contextlib.suppress(OSError):
-            return os.stat(path).st_size == HEADER_BYTES + self._n_bytes[move.kind]
+            return os.stat(path).st_size == HEADER_BYTES + self._n_bytes[kind]
         return False
 
     def _write(self, part: str, move: Move, source: list[Bytes]) -> None:
