@@ -1,7 +1,8 @@
 """The package as its users have it: `python -m tests.installed dist/deltic-*.whl`, which `make test-package` runs.
 
 An empty environment, no compiler on the PATH, no torch. The package serves from there; then the tests that need neither torch nor
-this tree run there. They lie beside a copy of the documents, and not beside `deltic`, so that the installed one is tested.
+this tree run there (tests/conftest.py). They lie beside a copy of the documents, and not beside `deltic`, so that the installed one
+is tested.
 """
 
 from __future__ import annotations
@@ -20,14 +21,6 @@ PLACE = ROOT / "build" / "installed"
 COMPILER = re.compile(
     r"(.*-)?(c\d\d|cc|c\+\+|cpp|gcc|g\+\+|clang(\+\+)?|tcc|zig|nvcc|rustc|ld(\.\w+)?|as|make|cmake|ninja)(-[\d.]+)?"
 )
-
-SERVED = ("served", "openai_client", "anthropic_client", "constrained", "schemas", "hangs", "served_purity", "pool")
-"""Of tests/cpu: those that need no torch."""
-TREE = ("architecture", "cli_docs", "deploy", "docs", "fingerprint", "layout", "package")
-"""Of tests/null: those that read the sources."""
-BENCHES = ("agent_trace", "bench_serve", "bench_speech", "kv_events", "peers", "tables")
-TORCH = ("device_copy", "gguf", "quantised_files")
-
 
 def path_without_compilers() -> str:
     """A directory of links to every program on the PATH that makes none."""
@@ -55,14 +48,13 @@ def main(wheel: Path) -> int:
         first_piece(port)
     print("the package serves: no torch, no compiler", flush=True)
 
-    extras = f"{wheel}[speech,video,test-package]"
-    subprocess.run([python, "-m", "pip", "install", "--quiet", "--no-input", extras], check=True)
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-input"]
+    subprocess.run([*pip, f"{wheel}[speech,video]", "--group", "test-package"], check=True, cwd=ROOT)
     for name in ("tests", "docs", "pyproject.toml"):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, PLACE / name)
-    chosen = ["tests/null", *(f"tests/cpu/test_{name}.py" for name in SERVED)]
-    left_out = [f"--ignore=tests/null/test_{name}.py" for name in (*TREE, *BENCHES, *TORCH)]
     environment = user_environment() | {"PATH": f"{env / 'bin'}{os.pathsep}{path}"}
-    return subprocess.run([python, "-m", "pytest", *chosen, *left_out], cwd=PLACE, env=environment).returncode
+    tests = [python, "-m", "pytest", "--in-package", "tests/null", "tests/cpu"]
+    return subprocess.run(tests, cwd=PLACE, env=environment).returncode
 
 
 if __name__ == "__main__":

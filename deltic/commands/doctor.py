@@ -27,7 +27,8 @@ from deltic.models.loading import COUNTED, COUNTED_ROWS
 from deltic.models.qwen.shape import PUBLISHED
 from deltic.models.tts.shape import PUBLISHED_SPEECH
 from deltic.ops.contract import KernelError
-from deltic.ops.cpu.program import INSTRUCTION_SETS, cpu_flags, instruction_set
+from deltic.ops.cpu.instruction_sets import runnable
+from deltic.ops.cpu.program import instruction_set
 from deltic.roofs import multiply_peak, read_bandwidth
 from deltic.runtime.build import gpu_device, plan_model, sees_gpu
 from deltic.runtime.cpu.device import Cpu
@@ -125,7 +126,7 @@ def _cpu(console: Console) -> list[Column]:
     except KernelError as error:
         console.print(f"        [bold red]{error}[/]")
         return []
-    best = next(set_name for set_name, needed in INSTRUCTION_SETS if needed <= cpu_flags())
+    best = runnable()[0]
     bandwidth = read_bandwidth(n_cpus)
     peaks = {name: multiply_peak(n_cpus, name) / 1e9 for name in ("bf16", "int8", "int4")}
     console.print(

@@ -119,13 +119,24 @@ static inline bool rows_stand(const Matrix& matrix, int64_t n_rows) {
 #endif
 }
 
-// Where the rows of a product with `matrix` go in a workspace of n_rows * row_bytes(matrix) bytes.
-static inline int64_t row_bytes(const Matrix& matrix) {
-    return is_float(matrix.codes()) ? matrix.k * 2 : matrix.k + matrix.n_groups() * 8;
+// Most rows that are done in one pass over a strip.
+constexpr int64_t MOST_ROWS = LANES == 16 ? 16 : 4;
+
+// Rows that a tile of integers is compiled for, when it has `rows`: any number up to six, then even numbers. Half of the time of a
+// compile is these tiles. A row too many is computed with a scale of zero and not written. Floats have every number.
+static inline constexpr int64_t compiled_rows(Codes codes, int64_t rows) {
+    return is_float(codes) || MOST_ROWS <= 6 || rows <= 6 ? rows : rows + rows % 2;
 }
+
+// Bytes of a workspace for each row of x. Floats take them all. Integers take k, and 8 for each group of at least 16: for 7 rows or
+// more that leaves room for one more, which compiled_rows may ask for.
+static inline constexpr int64_t row_bytes(int64_t k) { return 2 * k; }
+
+// Where the rows of a product with `matrix` go in a workspace of n_rows * row_bytes(k) bytes.
 static inline Rows place_rows(uint8_t* workspace, int64_t n_rows, const Matrix& matrix) {
-    float* scale = (float*)(workspace + n_rows * matrix.k);
-    return {rows_stand(matrix, n_rows), (const uint32_t*)workspace, scale, (const int32_t*)(scale + n_rows * matrix.n_groups())};
+    const int64_t placed = compiled_rows(matrix.codes(), n_rows);
+    float* scale = (float*)(workspace + placed * matrix.k);
+    return {rows_stand(matrix, n_rows), (const uint32_t*)workspace, scale, (const int32_t*)(scale + placed * matrix.n_groups())};
 }
 
 // Row m of a tile of `rows` rows, as words.
@@ -183,16 +194,20 @@ static inline void pack_tile(const Rows& x, int64_t m0, int64_t rows, const Matr
     }
     const Rows at = rows_from(x, m0, matrix);
     auto words = (uint32_t*)at.words;
+    auto scale = (float*)at.scale;
+    auto start = (int32_t*)at.start;
+    const int64_t width = compiled_rows(matrix.codes(), rows);
     const int factor = start_factor(matrix.codes(), has_least(matrix.scales()));
     for (int64_t m = 0; m < rows; m++) {
-        if (is_float(matrix.codes())) pack_row_bf16(row(m0 + m), matrix.k, m, rows, words);
-        else pack_row_int8(row(m0 + m), matrix.k, matrix.group, m, rows, words, (float*)at.scale, factor, (int32_t*)at.start);
+        if (is_float(matrix.codes())) pack_row_bf16(row(m0 + m), matrix.k, m, width, words);
+        else pack_row_int8(row(m0 + m), matrix.k, matrix.group, m, width, words, scale, factor, start);
     }
+    for (int64_t m = rows; m < width; m++)
+        for (int64_t g = 0; g < matrix.n_groups(); g++) scale[g * width + m] = 0.0f, start[g * width + m] = 0;
 }
 
-// Rows of a tile of floats when there are many, and most rows that are done in one pass over a strip.
+// Rows of a tile of floats when there are many.
 constexpr int64_t TILE_ROWS = LANES == 16 ? 12 : 4;
-constexpr int64_t MOST_ROWS = LANES == 16 ? 16 : 4;
 constexpr int TILE_STRIPS = LANES == 16 ? 2 : 1;
 // Integers for more than a few rows wait for the second-level cache, not for memory, so all of a strip is fetched to the first: 8 rows
 // are 1.5 to 2 times as fast, 16 of eight bits 1.5 times (Zen 4).
@@ -516,13 +531,14 @@ struct Out {
     float* row(int64_t m) const { return rows + (order ? order[m] : m) * stride; }
 };
 
-// Strips [s0, s0 + NS) for MR rows from m0 on.
+// Strips [s0, s0 + NS) for `rows` rows from m0 on, in a tile of MR.
 template <class T, int MR, int NS, int FETCH, bool STAND = false>
-static inline void multiply_tile(const Rows& x, const Matrix& matrix, int64_t s0, int64_t m0, int64_t ahead, const Out& out) {
+static inline void multiply_tile(const Rows& x, const Matrix& matrix, int64_t s0, int64_t m0, int64_t ahead, const Out& out, int64_t rows = MR) {
     v16 sums[MR][NS];
     T::template run<MR, NS, FETCH, STAND>(x, matrix.data + s0 * matrix.strip_bytes(), matrix, ahead, sums);
+    constexpr bool MAY_PAD = compiled_rows(T::CODES, MR - 1) == MR;
     for (int m = 0; m < MR; m++)
-        for (int s = 0; s < NS; s++) write_sums(sums[m][s], matrix.n, (s0 + s) * STRIP, out.add, out.row(m0 + m));
+        for (int s = 0; s < NS && !(MAY_PAD && m >= rows); s++) write_sums(sums[m][s], matrix.n, (s0 + s) * STRIP, out.add, out.row(m0 + m));
 }
 
 // Strips [s0, s1) of floats for n_rows <= FEW_ROWS rows. They would wait for their own sums: several strips take turns.
@@ -555,7 +571,11 @@ static inline void multiply_strips(const Rows& x, int64_t n_rows, const Matrix& 
             else if (by_strips && panel == STRIPS && rows == FULL) multiply_tile<T, FULL, STRIPS, 0>(at, matrix, s0, m0, 0, out);
             else
                 for (int s = 0; s < panel; s++)
-                    with_rows<MOST_ROWS>(rows, [&](auto mr) { multiply_tile<T, mr(), 1, EVERY<T::CODES, mr()>>(at, matrix, s0 + s, m0, AHEAD<T::CODES, mr()>, out); });
+                    with_rows<MOST_ROWS>(compiled_rows(T::CODES, rows), [&, rows](auto mr) {
+                        constexpr int MR = mr();
+                        if constexpr (compiled_rows(T::CODES, MR) == MR)
+                            multiply_tile<T, MR, 1, EVERY<T::CODES, MR>>(at, matrix, s0 + s, m0, AHEAD<T::CODES, MR>, out, rows);
+                    });
         }
         s0 += panel;
     }

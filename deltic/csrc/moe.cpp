@@ -74,7 +74,7 @@ int64_t group_by_adapter(const Routing& r, int64_t n_slots, int64_t n_experts, i
 // h bf16 [T, H] (normed input), logits f32 [T, E + 1], residual f32 [T, H], T (counted), E, k, norm,
 // gate_up (packed, E matrices [2M, H]), rest (its last rows, where they have a format of their own, else nothing), down (packed, E matrices [H, M]), shared f32 [T, H] (the shared expert's output),
 // scratch: expert i32 [T k], weight f32 [T k], order i32 [T k], begin i32 [E + 1], probabilities f32 [T, E + 16],
-// rows u8 [T k * most row_bytes], up f32 [T k, 2M], act bf16 [T k, M], y f32 [T k, H],
+// rows u8 [T k, row_bytes of the wider], up f32 [T k, 2M], act bf16 [T k, M], y f32 [T k, H],
 // adapters as of gate_up (as in lora.cpp; no groups: none), the table of those of down, scratch of T k rows, groups i32 [4 T k]
 KERNEL(deltic_moe, const bf16* h, const float* logits, float* residual, Counted n_tokens, int64_t n_experts, int64_t k, bool norm,
        Matrix gate_up, Matrix rest, Matrix down, const float* shared, Routing r, float* probabilities, uint8_t* workspace, float* up, bf16* act,
@@ -98,12 +98,7 @@ KERNEL(deltic_moe, const bf16* h, const float* logits, float* residual, Counted 
 
     // out[slot] = w[expert] . input(slot), rows of `stride` floats: one task per expert and share of its strips.
     auto grouped = [&](const Matrix& w, auto input, float* out, int64_t stride) {
-        const Rows all = place_rows(workspace, n_tokens * k, w);
-        auto rows_of = [&](int64_t first, int64_t n_rows) {
-            Rows rows = rows_from(all, first, w);
-            rows.stand = rows_stand(w, n_rows);
-            return rows;
-        };
+        auto rows_of = [&](int64_t first, int64_t n_rows) { return place_rows(workspace + first * row_bytes(w.k), n_rows, w); };
         parallel_for(n_experts, [&](int64_t e, int) {
             const int64_t first = r.begin[e], n_rows = r.begin[e + 1] - first, step = tile_rows(w, n_rows);
             const Rows rows = rows_of(first, n_rows);

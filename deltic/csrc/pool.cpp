@@ -1,12 +1,16 @@
+// POSIX threads and Linux's futex, and nothing that the C++ library has in its own object code: the pinned compiler would
+// compile that library first, which takes as long as all kernels.
 #include "pool.h"
 
+#include <linux/futex.h>
+#include <pthread.h>
 #include <sched.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 
-#include <algorithm>
 #include <atomic>
-#include <system_error>
-#include <thread>
-#include <vector>
+#include <climits>
+#include <cstring>
 #if defined(__x86_64__)
 #include <immintrin.h>
 #endif
@@ -40,8 +44,14 @@ Ticket tickets[MAX_THREADS];
 std::atomic<uint32_t> n_posted{0};  // changes with every job: what sleeping workers wait on
 std::atomic<int> n_sleeping{0};
 std::atomic<bool> stopping{false};
-std::vector<std::thread> workers;
-std::vector<int32_t> bound;  // the CPU of each thread; empty where the system may choose
+pthread_t workers[MAX_THREADS];
+int n_workers = 0;
+bool is_bound = false;
+int32_t bound[MAX_THREADS];  // the CPU of each thread, where is_bound
+
+// Sleeps while n_posted is `last`; may return early.
+void sleep_while(uint32_t last) { syscall(SYS_futex, &n_posted, FUTEX_WAIT_PRIVATE, last, nullptr); }
+void wake_all() { syscall(SYS_futex, &n_posted, FUTEX_WAKE_PRIVATE, INT_MAX); }
 
 inline void pause() {
 #if defined(__x86_64__)
@@ -54,13 +64,12 @@ inline void pause() {
 // One turn of a spin. Where threads are more than CPUs, or others want them too, the thread that is waited for may itself wait
 // for this CPU; without it the system would let the spin run until its time is over.
 inline void relax(int spin) {
-    if (spin % YIELD == YIELD - 1) std::this_thread::yield();
+    if (spin % YIELD == YIELD - 1) sched_yield();
     else pause();
 }
 
 // Binding a caller is undone when the pool is no longer bound: threads that it starts would inherit it.
 thread_local int32_t caller_cpu = -1;
-#if defined(__linux__)
 thread_local cpu_set_t caller_was;
 
 bool bind(int32_t cpu) {
@@ -78,10 +87,6 @@ bool bind_caller(int32_t cpu) {
     caller_cpu = cpu;
     return true;
 }
-#else
-bool bind(int32_t) { return false; }
-bool bind_caller(int32_t cpu) { return cpu < 0; }
-#endif
 
 // Runs tasks of job `number` until none is left to claim: the thread's own share first.
 void work(uint32_t number, int i_thread) {
@@ -114,7 +119,7 @@ void worker_loop(int i_thread, uint32_t last) {
         }
         if (posted == last) {
             n_sleeping.fetch_add(1);
-            n_posted.wait(last);
+            sleep_while(last);
             n_sleeping.fetch_sub(1);
             continue;
         }
@@ -123,13 +128,30 @@ void worker_loop(int i_thread, uint32_t last) {
     }
 }
 
+// What a pool that starts tells its workers, and they tell it. The starter waits for them, so it lives in the starter's frame.
+struct Start {
+    const int32_t* cpus;
+    uint32_t last;
+    std::atomic<int> n_taken{1}, n_bound{0}, n_failed{0};
+};
+
+void* worker(void* context) {
+    auto& start = *(Start*)context;
+    const uint32_t last = start.last;
+    const int i_thread = start.n_taken++;
+    if (start.cpus && !bind(start.cpus[i_thread])) start.n_failed++;
+    start.n_bound++;
+    worker_loop(i_thread, last);
+    return nullptr;
+}
+
 void stop() {
     stopping = true;
     n_posted.fetch_add(1);
-    n_posted.notify_all();
-    for (auto& worker : workers) worker.join();
-    workers.clear();
-    bound.clear();
+    wake_all();
+    for (int i = 0; i < n_workers; i++) pthread_join(workers[i], nullptr);
+    n_workers = 0;
+    is_bound = false;
     stopping = false;
 }
 
@@ -139,42 +161,30 @@ struct StopAtExit {
 
 }  // namespace
 
-int pool_size() { return (int)workers.size() + 1; }
+int pool_size() { return n_workers + 1; }
 
 PoolState pool_start(int n_threads, const int32_t* cpus) {
-    const int32_t* cpus_end = cpus ? cpus + n_threads : cpus;
-    bool is_so = n_threads == pool_size() && std::equal(bound.begin(), bound.end(), cpus, cpus_end);
+    if (n_threads > MAX_THREADS) return PoolState::NO_THREAD;
+    const bool is_so = n_threads == pool_size() && is_bound == (cpus != nullptr) && (!cpus || !memcmp(bound, cpus, n_threads * sizeof *cpus));
     if (!is_so) stop();
     if (!bind_caller(cpus ? cpus[0] : -1)) return PoolState::NOT_BOUND;
     if (is_so) return PoolState::READY;
-    if (n_threads > MAX_THREADS) return PoolState::NO_THREAD;
-    uint32_t last = n_posted.load();
-    std::atomic<int> n_bound{0}, n_failed{0};
-    try {
-        for (int i = 1; i < n_threads; i++)
-            workers.emplace_back([=, &n_bound, &n_failed] {
-                // The starter waits for these, which live in its frame.
-                if (cpus && !bind(cpus[i])) n_failed++;
-                n_bound++;
-                worker_loop(i, last);
-            });
-    } catch (const std::system_error&) {
+    Start start{cpus, n_posted.load()};
+    for (; n_workers < n_threads - 1; n_workers++)
+        if (pthread_create(&workers[n_workers], nullptr, worker, &start) != 0) break;
+    const bool all = n_workers == n_threads - 1;
+    for (int spin = 0; start.n_bound < n_workers; spin++) relax(spin);
+    if (!all || start.n_failed) {
         stop();
         bind_caller(-1);
-        return PoolState::NO_THREAD;
+        return all ? PoolState::NOT_BOUND : PoolState::NO_THREAD;
     }
-    for (int spin = 0; n_bound < n_threads - 1; spin++) relax(spin);
-    if (n_failed) {
-        stop();
-        bind_caller(-1);
-        return PoolState::NOT_BOUND;
-    }
-    bound.assign(cpus, cpus_end);
+    if ((is_bound = cpus != nullptr)) memcpy(bound, cpus, n_threads * sizeof *cpus);
     return PoolState::READY;
 }
 
 void pool_run(int64_t n_tasks, Task task, void* context) {
-    if (workers.empty() || n_tasks <= 1) {
+    if (!n_workers || n_tasks <= 1) {
         for (int64_t i = 0; i < n_tasks; i++) task(context, i, 0);
         return;
     }
@@ -189,7 +199,7 @@ void pool_run(int64_t n_tasks, Task task, void* context) {
     for (int share = 0; share < n_shares; share++)
         tickets[share].next.store((uint64_t)number << 32 | (uint64_t)(n_tasks * share / n_shares), std::memory_order_release);
     n_posted.store(number);
-    if (n_sleeping.load() > 0) n_posted.notify_all();
+    if (n_sleeping.load() > 0) wake_all();
     work(number, 0);
     for (int spin = 0; job.n_done.load(std::memory_order_acquire) < n_tasks; spin++) relax(spin);
 }

@@ -60,7 +60,7 @@ def missing() -> str | None:
     if not SYSTEM.exists():
         return f"no {SYSTEM} (apt install libc6-arm64-cross)"
     missing = [name for name in ("ziglang", "cmake", "ninja") if find_spec(name) is None]
-    return f"no {', '.join(missing)} (pip install '.[test]')" if missing else None
+    return f"no {', '.join(missing)} (make test installs it)" if missing else None
 
 
 needs_emulator = pytest.mark.skipif(missing() is not None, reason=missing() or "")
@@ -76,17 +76,8 @@ def command(*words: str | Path) -> None:
 @cache
 def build() -> None:
     """The three libraries for ARM64, and replay.cpp for it and for this machine, in build/arm64."""
-    import cmake
-    import ninja
-
     BUILD.mkdir(parents=True, exist_ok=True)
-    cmake_program = Path(cmake.CMAKE_BIN_DIR) / "cmake"
-    command(
-        cmake_program, "-G", "Ninja", "-S", ROOT, "-B", BUILD, "-DSKBUILD_STATE=standard",
-        f"-DPython_EXECUTABLE={sys.executable}", f"-DCMAKE_MAKE_PROGRAM={Path(ninja.BIN_DIR) / 'ninja'}",
-        "-DCMAKE_SYSTEM_NAME=Linux", "-DCMAKE_SYSTEM_PROCESSOR=aarch64",
-    )  # fmt: skip
-    command(cmake_program, "--build", BUILD)
+    command("make", "-C", ROOT, "ARCH=aarch64", f"VENV={sys.prefix}", "build/kernels/aarch64/.all")
     source = ROOT / "tests/arm/replay.cpp"
     for processor, program in (("aarch64", "replay"), ("x86_64", "replay_native")):
         target = f"{processor}-linux-gnu.2.28"
@@ -163,7 +154,7 @@ def replay(directory: Path, kind: str, quantize: str | None, library: str, n_thr
     else:
         cpu = "cortex-a53" if name == "baseline" else "max"  # plain ARMv8.0: the baseline needs no more
         emulated = [EMULATOR, "-cpu", cpu, "-L", SYSTEM, BUILD / "replay"]
-        program = [*emulated, recording, BUILD / f"cpu_{name}.so"]
+        program = [*emulated, recording, ROOT / f"build/kernels/aarch64/lib/cpu_{name}.so"]
     command(*program, str(n_threads), out)
     words = np.fromfile(out, np.int32).reshape(-1, sum(sizes))[1:]  # the first step is the engine's warm-up
     logits, tokens, logprobs = np.split(words, np.cumsum(sizes)[:-1], axis=1)

@@ -11,7 +11,6 @@ lengths) is read by the kernels from the batch buffers.
 from __future__ import annotations
 
 import ctypes
-import platform
 import struct
 import threading
 from functools import cache
@@ -21,23 +20,7 @@ import numpy as np
 
 from deltic.ops.arrays import Array
 from deltic.ops.contract import KernelError, check
-
-_AVX512 = frozenset({"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512cd", "avx512_vnni"})
-_AVX2 = frozenset({"avx2", "fma", "f16c", "bmi2", "movbe"})
-_ARMV8_2 = frozenset({"asimd", "atomics", "asimdrdm", "crc32"})
-
-# Best first: library name and the /proc/cpuinfo flags it needs. AVX-512 without its int8 dot product runs as
-# AVX2.
-INSTRUCTION_SETS: tuple[tuple[str, frozenset[str]], ...] = (
-    ("amx", _AVX512 | {"avx512_bf16", "avx512vbmi", "amx_tile", "amx_bf16", "amx_int8"}),
-    ("avx512_bf16", _AVX512 | {"avx512_bf16", "avx512vbmi"}),
-    ("avx512", _AVX512),
-    ("avx2_vnni", _AVX2 | {"avx_vnni"}),
-    ("avx2", _AVX2),
-    ("neon_i8mm", _ARMV8_2 | {"asimddp", "i8mm"}),
-    ("neon_dotprod", _ARMV8_2 | {"asimddp"}),
-    ("baseline", frozenset()),
-)
+from deltic.ops.cpu.instruction_sets import runnable
 
 _pool = threading.Lock()
 """The thread pool of a library runs one program at a time."""
@@ -53,20 +36,6 @@ _REFUSALS = (
 _LIBRARIES = Path(__file__).parents[1] / "lib"
 
 
-@cache
-def cpu_flags() -> frozenset[str]:
-    """Instruction-set flags of this CPU as Linux names them (flags on x86, Features on ARM); empty where it
-    names none.
-    """
-    try:
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith(("flags", "Features")):
-                return frozenset(line.partition(":")[2].split())
-    except OSError:
-        pass
-    return frozenset()
-
-
 def library_file(name: str) -> Path:
     """The compiled kernels of an instruction set."""
     return _LIBRARIES / f"cpu_{name}.so"
@@ -75,12 +44,7 @@ def library_file(name: str) -> Path:
 @cache
 def usable_instruction_sets() -> tuple[str, ...]:
     """Names of the compiled instruction sets that this machine can run, best first."""
-    flags = cpu_flags()
-    return tuple(
-        name
-        for name, needed in INSTRUCTION_SETS
-        if needed <= flags and library_file(name).exists() and load_library(name).deltic_prepare()
-    )
+    return tuple(name for name in runnable() if library_file(name).exists())
 
 
 def instruction_set() -> str:
@@ -91,8 +55,8 @@ def instruction_set() -> str:
     for name in usable_instruction_sets():
         return name
     raise KernelError(
-        f"no compiled kernels for {platform.machine()} in {_LIBRARIES}; install again (pip install --force-reinstall "
-        "--no-deps .)"
+        f"no compiled kernels for this machine ({', '.join(runnable())}) in {_LIBRARIES}; compile them (make kernels, in a "
+        "copy of the repository) or install the package again"
     )
 
 
@@ -100,7 +64,7 @@ def instruction_set() -> str:
 def load_library(name: str) -> ctypes.CDLL:
     try:
         library = ctypes.CDLL(str(library_file(name)))
-        library.deltic_prepare  # noqa: B018  of an older build it has none
+        library.deltic_start_threads  # noqa: B018  of an older build it has none
     except (OSError, AttributeError) as error:
         raise KernelError(
             f"the compiled kernels do not fit this version ({error}); install again (pip install --force-reinstall "
@@ -109,7 +73,7 @@ def load_library(name: str) -> ctypes.CDLL:
     library.deltic_run.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     library.deltic_run.restype = None
     library.deltic_start_threads.argtypes = [ctypes.c_int64, ctypes.c_void_p]
-    library.deltic_start_threads.restype = library.deltic_prepare.restype = ctypes.c_int64
+    library.deltic_start_threads.restype = ctypes.c_int64
     return library
 
 
