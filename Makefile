@@ -2,7 +2,7 @@
 PYTHON ?= python3
 # What an install brings beside text on a CPU: make serve EXTRA=gpu, or EXTRA=gpu,speech
 EXTRA ?=
-# Of EXTRA=gpu and of the tests. Any from 2.11 to 2.13 works: make serve EXTRA=gpu TORCH="torch==2.11.0"
+# Of EXTRA=gpu and of the tests. Any from 2.11 to 2.15 works: make serve EXTRA=gpu TORCH="torch==2.11.0"
 TORCH ?= torch==2.13.0
 VENV ?= .venv
 # What `make wheel` builds for, on any machine: x86_64 or aarch64.
@@ -40,7 +40,7 @@ $(VENV)/.build: $(VENV)/.python pyproject.toml
 # the other, in one folder.
 $(KERNELS)/build.ninja: CMakeLists.txt pyproject.toml $(VENV)/.build
 	@mkdir -p $(KERNELS)
-	$(BIN)/cmake -S . -B $(KERNELS) -G Ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python $(CROSS) > $(KERNELS)/cmake.log || (cat $(KERNELS)/cmake.log; false)
+	$(BIN)/cmake -S . -B $(KERNELS) -G Ninja -DCMAKE_MAKE_PROGRAM=$(abspath $(BIN))/ninja -DPython_EXECUTABLE=$(abspath $(BIN))/python $(CROSS) > $(KERNELS)/cmake.log || (cat $(KERNELS)/cmake.log; false)
 	touch $@
 
 CROSS := $(if $(filter-out $(shell uname -m),$(ARCH)),-DCMAKE_SYSTEM_NAME=Linux -DCMAKE_SYSTEM_PROCESSOR=$(ARCH) -DCMAKE_LIBRARY_OUTPUT_DIRECTORY=$(abspath $(KERNELS))/lib)

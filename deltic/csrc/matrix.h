@@ -122,14 +122,17 @@ static inline bool rows_stand(const Matrix& matrix, int64_t n_rows) {
 // Most rows that are done in one pass over a strip.
 constexpr int64_t MOST_ROWS = LANES == 16 ? 16 : 4;
 
-// Rows that a tile of integers is compiled for, when it has `rows`: any number up to six, then even numbers. Half of the time of a
-// compile is these tiles. A row too many is computed with a scale of zero and not written. Floats have every number.
+// Rows that a tile of integers is compiled for, when it has `rows`: any number up to six, then even numbers; of plain x86-64,
+// which few machines run, one, two or four. Half of the time of a compile is these tiles. A row too many is computed with a scale of zero
+// and not written. Floats have every number.
 static inline constexpr int64_t compiled_rows(Codes codes, int64_t rows) {
-    return is_float(codes) || MOST_ROWS <= 6 || rows <= 6 ? rows : rows + rows % 2;
+    if (is_float(codes) || (LANES < 16 && !SSE)) return rows;
+    if (SSE) return rows + (rows % 4 == 3);
+    return rows <= 6 ? rows : rows + rows % 2;
 }
 
-// Bytes of a workspace for each row of x. Floats take them all. Integers take k, and 8 for each group of at least 16: for 7 rows or
-// more that leaves room for one more, which compiled_rows may ask for.
+// Bytes of a workspace for each row of x. Floats take them all. Integers take k, and 8 for each group of at least 16: three rows or more
+// leave room for one more, which compiled_rows may ask for.
 static inline constexpr int64_t row_bytes(int64_t k) { return 2 * k; }
 
 // Where the rows of a product with `matrix` go in a workspace of n_rows * row_bytes(k) bytes.
@@ -567,8 +570,8 @@ static inline void multiply_strips(const Rows& x, int64_t n_rows, const Matrix& 
         for (int64_t m0 = 0; m0 < n_rows; m0 += step) {
             const int64_t rows = n_rows - m0 < step ? n_rows - m0 : step;
             const Rows at = rows_from(x, m0, matrix);
-            if (by_strips && panel == STRIPS && rows == FULL && m0 == 0) multiply_tile<T, FULL, STRIPS, 1>(at, matrix, s0, m0, panel * matrix.strip_bytes(), out);
-            else if (by_strips && panel == STRIPS && rows == FULL) multiply_tile<T, FULL, STRIPS, 0>(at, matrix, s0, m0, 0, out);
+            if (by_strips && panel == STRIPS && rows == FULL && (m0 == 0 || SSE)) multiply_tile<T, FULL, STRIPS, 1>(at, matrix, s0, m0, panel * matrix.strip_bytes(), out);
+            else if (!SSE && by_strips && panel == STRIPS && rows == FULL) multiply_tile<T, FULL, STRIPS, 0>(at, matrix, s0, m0, 0, out);
             else
                 for (int s = 0; s < panel; s++)
                     with_rows<MOST_ROWS>(compiled_rows(T::CODES, rows), [&, rows](auto mr) {
