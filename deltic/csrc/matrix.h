@@ -220,7 +220,7 @@ constexpr bool TO_FIRST = LANES == 16 && !is_float(C) && MR > (bits_of(C) == 8 ?
 // would only take the few places that a core has for what is under way: one row is up to twice as fast for it (Zen 4). With AVX2 it is
 // the other way round: one row of int8 or int4 is 1.6 times as fast with all of them (Zen 3).
 template <Codes C, int MR>
-constexpr int EVERY = C == Codes::BF16 || TO_FIRST<C, MR> || MR > 8 || LANES == 8 ? 1 : 4;
+constexpr int EVERY = C == Codes::BF16 || TO_FIRST<C, MR> || MR > 8 || LANES == 8 || SSE ? 1 : 4;
 constexpr int64_t FAR = 32768, NEAR = 4096;  // bytes between what is multiplied and what is fetched: of bfloat16, of less
 template <Codes C, int MR>
 constexpr int64_t AHEAD = C == Codes::BF16 ? FAR : TO_FIRST<C, MR> ? 2 * NEAR : NEAR;

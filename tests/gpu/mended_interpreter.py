@@ -1,5 +1,6 @@
 """Triton's interpreter, mended where it is not what a GPU does: version 3.6 multiplies bfloat16 as integers and rounds to it
-towards 0, rounds twice in a fused multiply-add, and with NumPy 2.4 no loop ends at a bound that was loaded."""
+towards 0, rounds twice in a fused multiply-add, and with NumPy 2.4 no loop ends at a bound that was loaded; 3.9 makes integers of
+truth values that are given to a function, and then takes no such mask."""
 
 from __future__ import annotations
 
@@ -46,6 +47,18 @@ def _fma(self: Any, a: Any, b: Any, c: Any) -> Any:
     return interpreter.TensorHandle(sum_.astype(np.float32), tl.float32)
 
 
+def _masked(access: Any, at: int) -> Any:
+    """An access to memory whose mask, operand `at`, may be of integers."""
+
+    def of_truth(self: Any, *operands: Any, **others: Any) -> Any:
+        mask = operands[at]
+        if mask.data.dtype != bool:
+            mask = interpreter.TensorHandle(mask.data.astype(bool), tl.int1)
+        return access(self, *operands[:at], mask, *operands[at + 1 :], **others)
+
+    return of_truth
+
+
 def mend() -> None:
     """For the whole process; to be called before a kernel runs."""
     interpreter._patch_lang_tensor = _patched
@@ -53,3 +66,5 @@ def mend() -> None:
     interpreter.InterpreterBuilder.cast_impl = _rounding
     interpreter.InterpreterBuilder.create_fp_trunc = _rounding
     interpreter.InterpreterBuilder.create_fma = _fma
+    for name, at in (("create_masked_load", 1), ("create_masked_store", 2), ("create_atomic_rmw", 3)):
+        setattr(interpreter.InterpreterBuilder, name, _masked(getattr(interpreter.InterpreterBuilder, name), at))
