@@ -69,6 +69,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return run("compiled", tmp_path_factory.mktemp("triton"))
 
 
+@pytest.mark.long
 def test_launches_find_what_workers_compiled(compiled: dict[str, Any]) -> None:
     n = compiled["n_kernels"]
     assert n >= 2 and compiled["report"][:3] == [n, n, 0]

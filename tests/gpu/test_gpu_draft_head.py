@@ -83,6 +83,7 @@ def decode_all(runner: GpuTextRunner, of: Sequence, n: int) -> None:
         run(runner, of, 1, len(of.tokens) % 3)
 
 
+@pytest.mark.long
 def test_its_keys_and_values_are_the_same_on_every_way() -> None:
     """In one chunk and in several, with guesses, without, behind drafts, beside others, from a prefix and computed again: bit for bit.
 
@@ -164,6 +165,7 @@ def test_a_prompts_log_probabilities_are_those_without_a_head() -> None:
     assert found[0].tokens == found[1].tokens
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "stored", [pytest.param("int4", marks=pytest.mark.long), "fp8", pytest.param("Q8_0", marks=pytest.mark.long)]
 )

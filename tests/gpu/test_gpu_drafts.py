@@ -119,6 +119,7 @@ def test_drafts_change_no_bit(kind: str, seed: int, sizes: Sizes, monkeypatch: p
     assert found == truth(kind, seed, sizes)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", [pytest.param("fp8", marks=pytest.mark.long), "turboquant_k8v4"])
 def test_drafts_change_no_bit_of_quantised_keys_and_values(format: str, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = SIZES if HAS_GPU else FEW

@@ -379,6 +379,7 @@ def test_preempted_in_its_grammar(keeps: bool) -> None:
     assert run(guided, other, late, preempt=preempt, keeps=keeps) == expected
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("at", [2, pytest.param(1, marks=needs_gpu), pytest.param(6, marks=needs_gpu)])
 def test_memory_that_is_not_finite(at: int) -> None:
     """Whoever runs when all of it is spoilt is computed once more, what ran ahead is dropped, and no bit is another."""

@@ -129,6 +129,7 @@ def scratch(device: str, n_rows: int, w: Matrix) -> WideScratch:
     )
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_wide_linears_of_every_format(device: str, name: str) -> None:
     """Of few rows, which are decoded on their way, and of many: the same bits. Of e4m3 rows are rounded, too."""
@@ -357,6 +358,7 @@ def test_e4m3_is_rounded_by_blocks(device: str) -> None:
             assert np.allclose(rounded.max(), wanted.max(), rtol=1e-6)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_dummy_weights_are_as_large_as_they_would_be(device: str, name: str) -> None:
     store, block = DeviceStore(device), (np.random.default_rng(0).standard_normal(40_009) * 0.02).astype(bfloat16)

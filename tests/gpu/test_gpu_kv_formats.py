@@ -53,6 +53,7 @@ def apart(found: list[Entry], plain: list[Entry]) -> float:
     return float(torch.tensor(off).square().mean().sqrt())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("format", [FORMATS[0], pytest.param(FORMATS[1], marks=pytest.mark.long)])
 def test_one_answer_on_every_way(format: str) -> None:
     """Across a page's end: alone and in company, whole and cut, behind a prefix that was found and cold, and with its pages on the host

@@ -302,6 +302,7 @@ def test_any_cut_and_a_hit() -> None:
     assert engine.cache.stats.n_hits == 1
 
 
+@pytest.mark.long
 def test_drafts_change_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
     """P5: of a token that is right and one that is not, beside a sequence without an adapter."""
     asked, n = [("a", prompt(8, 30), 1), ("b", prompt(9, 9), 0)], max(N_TOKENS, 3)

@@ -186,7 +186,14 @@ def errors(name: str, ids: list[int], drawn: list[Entry]) -> Tensor:
     return found - expected.gather(1, torch.tensor([[token for token, _ in row] for row in rows]))
 
 
-@pytest.mark.parametrize("name", [name for name, case in CASES.items() if HAS_GPU or case.interpreted])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=() if name in ("fp8 dense", "gguf moe") else pytest.mark.long)
+        for name, case in CASES.items()
+        if HAS_GPU or case.interpreted
+    ],
+)
 def test_against_the_oracle(name: str) -> None:
     """Prefill and decode, of few rows and of many, of one sequence and of siblings, who all say the same."""
     case, shape = CASES[name], shape_of(name)

@@ -35,6 +35,7 @@ from deltic.ops.gpu.linear import Narrow, Wide, narrow_config, wide_config
 from deltic.ops.gpu.moe_prefill import MoePrefillTiles, moe_prefill_tiles
 from tests.gpu.chips import CHIPS, KIB
 
+pytestmark = pytest.mark.long
 HAS_AMD = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
 """Triton 3.6 fails on five kernels in a pass of its own for AMD."""
 IS_FULL = "TEST_TARGETS" in os.environ

@@ -151,6 +151,7 @@ def test_ranks_answer_as_one(kind: str, format: str) -> None:
     assert of_ranks(directory, plan, lambda runner: answers(Engine(runner))) == found
 
 
+@pytest.mark.long
 @interpreted
 def test_four_parts_on_one_two_and_four_ranks() -> None:
     """With random weights of four key heads, and one key and value head, which all have."""
