@@ -33,10 +33,14 @@ def _dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
     return interpreter.TensorHandle(product.astype(d.data.dtype, copy=False), d.dtype.scalar)
 
 
+def rounded(x: Any) -> Any:
+    """float32 as the bits of bfloat16, uint16."""
+    return torch.from_numpy(np.ascontiguousarray(x)).bfloat16().view(torch.int16).numpy().view(np.uint16)
+
+
 def _rounding(self: Any, source: Any, to: Any) -> Any:
     if source.dtype.scalar == tl.float32 and to.scalar == tl.bfloat16:
-        bits = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.int16).numpy()
-        return interpreter.TensorHandle(bits.view(np.uint16), tl.bfloat16)
+        return interpreter.TensorHandle(rounded(source.data), tl.bfloat16)
     return _cast(self, source, to)
 
 
