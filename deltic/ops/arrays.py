@@ -18,6 +18,8 @@ Array = NDArray[Any]
 bfloat16 = np.dtype(ml_dtypes.bfloat16)
 
 _LINE = 64
+_VALUE = bytes(16)
+"""The memory of all arrays that have none."""
 
 
 def zeros(size: tuple[int, ...], dtype: DTypeLike) -> Array:
@@ -41,7 +43,7 @@ def copy(target: Array, source: Array) -> None:
 
 def nothing(size: tuple[int, ...], dtype: DTypeLike) -> Array:
     """An array of this size without memory, of which only the size is asked."""
-    return np.broadcast_to(np.zeros((), dtype), size)
+    return np.ndarray(size, dtype, _VALUE, strides=(0,) * len(size))
 
 
 def stride(array: Array) -> int:

@@ -76,15 +76,16 @@ class Pool:
     def check(self, held: Counter[int]) -> None:
         """Raises IntegrityError unless exactly those of `held` (index -> owners) are in use."""
         for index, n_owners in enumerate(self.n_owners):
-            if held[index] != n_owners:
+            if held.get(index, 0) != n_owners:
                 raise IntegrityError(f"{self.name} {index} counts {n_owners} owners, {held[index]} sequences hold it")
         free = set(self._free)
         if len(free) != len(self._free):
             raise IntegrityError(f"{len(self._free) - len(free)} {self.name}s are twice in the free list")
-        in_use = set(+held)
+        in_use = {index for index, n_owners in held.items() if n_owners > 0}
         if both := free & in_use:
             raise IntegrityError(f"{self.name} {min(both)} is free and held")
         if len(free) + len(in_use) != self.n:
             raise IntegrityError(f"{len(in_use)} {self.name}s held + {len(free)} free is not {self.n}")
-        if self.n_idle != (n := sum(map(self.is_idle, range(self.n)))):
+        n = sum(in_tree and n_owners == 1 for in_tree, n_owners in zip(self._in_tree, self.n_owners, strict=True))
+        if self.n_idle != n:
             raise IntegrityError(f"{self.n_idle} {self.name}s count as idle, and {n} are")

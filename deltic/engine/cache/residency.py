@@ -672,8 +672,9 @@ class Residency:
         moving = [node for load in self._loads.values() for node in load.path]
         moving += [node for path, _ in self._saves.values() for node in path]
         busy = Counter(moving)
+        held_pages, held_slots, held_units = list[int](), list[int](), list[int]()
         for node in self.tree.nodes.values():
-            if node.busy != busy[node]:
+            if node.busy != busy.get(node, 0):
                 raise IntegrityError(f"a node at {node.depth} counts {node.busy} moves, and {busy[node]} are under way")
             if not node.has_page and not node.busy:
                 raise IntegrityError(f"a node at {node.depth} has no page anywhere")
@@ -682,12 +683,17 @@ class Residency:
                     raise IntegrityError(f"a checkpoint at {node.depth} is in a tier where its page is not")
                 if node.page[tier] is not None and not self._has_path(node, tier, True):
                     raise IntegrityError(f"a page at {node.depth} is in a tier where the one before it is not")
-            pages.update([] if node.page[DEVICE] is None else [node.page[DEVICE]])
-            slots.update([] if node.state[DEVICE] is None else [node.state[DEVICE]])
-            units.update([*(node.page[HOST] or ()), *(node.state[HOST] or ())])
+            if node.page[DEVICE] is not None:
+                held_pages.append(node.page[DEVICE])
+            if node.state[DEVICE] is not None:
+                held_slots.append(node.state[DEVICE])
+            held_units += *(node.page[HOST] or ()), *(node.state[HOST] or ())
         for load in self._loads.values():
-            pages.update(load.pages)
-            slots.update(load.slots)
+            held_pages += load.pages
+            held_slots += load.slots
+        pages.update(held_pages)
+        slots.update(held_slots)
+        units.update(held_units)
         self.pages.check(pages)
         self.slots.check(slots)
         self.units.check(units)

@@ -12,8 +12,8 @@ from deltic.engine.cache.cache import pages_for
 from deltic.models.qwen.cpu import Activations, AdapterBuffers, allocate_activations, allocate_adapters
 from deltic.models.tts.cpu import SpeechActivations, allocate_speech
 from deltic.models.vision.cpu import TOKEN, VisionBuffers, allocate_vision
-from deltic.ops.arrays import Array, bfloat16, zeros
-from deltic.ops.geometry import PAGE_SIZE
+from deltic.ops.arrays import Array, bfloat16, nothing, zeros
+from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.runtime.cpu.batch import Batch
 from deltic.runtime.cpu.draft_head import DraftHead
 from deltic.runtime.cpu.sampler import Sampler
@@ -23,8 +23,26 @@ from deltic.runtime.plan import SpeechPlan, TextPlan
 PIECE_ROWS = 512
 """Patches of the longest piece of a picture."""
 
+LARGEST_BUFFER = 1 << 36
+"""Bytes. Only a setting that is out of all proportion asks for more, and lists as long as its buffers would be real."""
+
 _PAGE = 4096
 """The smallest page of any system."""
+
+
+def counted(build: Callable[[Allocate], object]) -> dict[str, int]:
+    """Bytes by name of what `build` allocates; nothing is. Raises MemoryError beyond LARGEST_BUFFER."""
+    sizes: dict[str, int] = {}
+
+    def allocate(name: str, size: tuple[int, ...], dtype: DTypeLike) -> Array:
+        array = nothing(size, dtype)
+        if array.nbytes > LARGEST_BUFFER:
+            raise MemoryError(name)
+        sizes[name] = array.nbytes
+        return array
+
+    build(allocate)
+    return sizes
 
 
 class Arena:
@@ -79,28 +97,28 @@ class Workspace:
     """uint8."""
 
 
-def build_workspace(plan: TextPlan, arena: Arena) -> Workspace:
-    """Allocates the step's buffers in `arena`; used to count them as well as to have them."""
+def build_workspace(plan: TextPlan, allocate: Allocate) -> Workspace:
+    """The step's buffers; used to count them as well as to have them."""
     shape = plan.shape
     windows = plan.max_num_seqs if plan.max_drafts else 1, shape.n_gdn_layers, 1 + plan.max_drafts
     vision = rows = None
     if plan.tower is not None:
         n_patches = plan.max_picture_tokens * TOKEN
-        vision = allocate_vision(plan.tower, n_patches, 1, min(n_patches, PIECE_ROWS), arena.allocate)
+        vision = allocate_vision(plan.tower, n_patches, 1, min(n_patches, PIECE_ROWS), allocate)
         size = plan.n_picture_blocks * PAGE_SIZE, shape.hidden_size
-        rows = arena.allocate("pictures", size, bfloat16)
+        rows = allocate("pictures", size, bfloat16)
     adapters = adapter_memory = None
     if (room := plan.adapters).n:
         n_tokens, n_rows = plan.n_batch_tokens, plan.max_logit_rows
-        adapters = allocate_adapters(shape, n_tokens, n_rows, room.n, room.rank, arena.allocate)
-        adapter_memory = arena.allocate("adapters", (room.n_bytes,), np.uint8)
+        adapters = allocate_adapters(shape, n_tokens, n_rows, room.n, room.rank, allocate)
+        adapter_memory = allocate("adapters", (room.n_bytes,), np.uint8)
     return Workspace(
         Batch(
             plan.n_batch_tokens,
             plan.max_num_seqs,
             pages_for(plan.max_model_len),
             plan.max_logit_rows,
-            arena.allocate,
+            allocate,
             adapters,
         ),
         Sampler(
@@ -111,17 +129,17 @@ def build_workspace(plan: TextPlan, arena: Arena) -> Workspace:
             plan.n_real,
             plan.shape.eos_token_ids,
             plan.n_threads,
-            arena.allocate,
+            allocate,
             n_drafts=PAGE_SIZE if plan.max_drafts else 0,
         ),
-        allocate_activations(plan.shape, plan.n_batch_tokens, plan.max_logit_rows, arena.allocate),
-        DraftHead(shape, plan.n_batch_tokens, plan.max_num_seqs, plan.n_real, arena.allocate)
+        allocate_activations(plan.shape, plan.n_batch_tokens, plan.max_logit_rows, allocate),
+        DraftHead(shape, plan.n_batch_tokens, plan.max_num_seqs, plan.n_real, allocate)
         if shape.has_draft_head
         else None,
         vision,
         rows,
-        arena.allocate("window columns", (*windows, shape.conv_channels), bfloat16),
-        arena.allocate("window gates", (*windows, 2 * shape.gdn_n_v_heads), np.float32),
+        allocate("window columns", (*windows, shape.conv_channels), bfloat16),
+        allocate("window gates", (*windows, 2 * shape.gdn_n_v_heads), np.float32),
         adapters,
         adapter_memory,
     )
@@ -136,11 +154,11 @@ class SpeechWorkspace:
     activations: SpeechActivations
 
 
-def build_speech_workspace(plan: SpeechPlan, arena: Arena) -> SpeechWorkspace:
-    """Allocates the step's buffers in `arena`; used to count them as well as to have them."""
+def build_speech_workspace(plan: SpeechPlan, allocate: Allocate) -> SpeechWorkspace:
+    """The step's buffers; used to count them as well as to have them."""
     shape, n = plan.shape, plan.max_num_seqs
     return SpeechWorkspace(
-        SpeechBatch(shape, plan.n_rows, n, pages_for(plan.max_model_len), plan.n_threads, arena.allocate),
+        SpeechBatch(shape, plan.n_rows, n, pages_for(plan.max_model_len), plan.n_threads, allocate),
         Sampler(
             n,
             plan.max_model_len,
@@ -149,8 +167,8 @@ def build_speech_workspace(plan: SpeechPlan, arena: Arena) -> SpeechWorkspace:
             shape.n_drawn,
             (shape.end_id,),
             plan.n_threads,
-            arena.allocate,
+            allocate,
             penalises_prompt=False,
         ),
-        allocate_speech(shape, plan.n_rows, n, plan.max_model_len, arena.allocate),
+        allocate_speech(shape, plan.n_rows, n, plan.max_model_len, allocate),
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from deltic.models.vocoder.weights import vocoder_weight_bytes
 from deltic.ops.cpu.program import library_file
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.cpu.adapters import adapter_bytes
-from deltic.runtime.cpu.buffers import Arena, build_speech_workspace, build_workspace
+from deltic.runtime.cpu.buffers import build_speech_workspace, build_workspace, counted
 from deltic.runtime.cpu.speech import SpeechRunner
 from deltic.runtime.cpu.text import Runner
 from deltic.runtime.plan import CACHE_SHARE, Kind, Plan, SpeechPlan, TextPlan
@@ -42,10 +43,9 @@ SHORT_MODEL_LEN = 4096
 
 
 def _text_bytes(plan: TextPlan) -> dict[str, int]:
-    arena = Arena()
-    build_workspace(plan, arena)
+    sizes = counted(partial(build_workspace, plan))
     n_angles = plan.max_model_len + plan.n_made_angles
-    return {**arena.sizes, "rotary tables": 2 * n_angles * (plan.shape.rotary_dim // 2) * 4}
+    return {**sizes, "rotary tables": 2 * n_angles * (plan.shape.rotary_dim // 2) * 4}
 
 
 def _useful_pages(plan: TextPlan, config: EngineConfig) -> int:
@@ -110,11 +110,10 @@ TEXT = Kind[ModelShape](
 
 
 def _speech_bytes(plan: SpeechPlan) -> dict[str, int]:
-    arena = Arena()
-    build_speech_workspace(plan, arena)
-    allocate_vocoder(plan.shape.vocoder, plan.n_vocoder_slots, arena.allocate)
+    sizes = counted(partial(build_speech_workspace, plan))
+    sizes |= counted(partial(allocate_vocoder, plan.shape.vocoder, plan.n_vocoder_slots))
     voices = {"voices": MEMORY_BYTES + ENCODING_BYTES} if plan.shape.variant == "base" else {}
-    return {**arena.sizes, **voices, "rotary tables": plan.max_model_len * plan.shape.talker.head_dim * 4}
+    return {**sizes, **voices, "rotary tables": plan.max_model_len * plan.shape.talker.head_dim * 4}
 
 
 def _useful_speech_pages(plan: SpeechPlan, config: EngineConfig) -> int:

@@ -51,7 +51,7 @@ class SpeechRunner(Speaker):
             past=arena.allocate("past", (plan.max_num_seqs, d.hidden_size), bfloat16),
         )
         host = arena.allocate("host tier", (plan.n_host_units, plan.page_bytes), np.uint8)
-        self.workspace = build_speech_workspace(plan, arena)
+        self.workspace = build_speech_workspace(plan, arena.allocate)
         self.vocoder: VocoderStreams = VocoderStreams(
             shape.vocoder,
             vocoder,

@@ -45,7 +45,7 @@ class Runner:
         self.plan = plan
         self.max_logit_rows = plan.max_logit_rows
         arena = Arena()
-        self.workspace = build_workspace(plan, arena)
+        self.workspace = build_workspace(plan, arena.allocate)
         self.memory = Memory(
             pages=arena.allocate("pages", *kv_pages(plan.n_pages, shape.n_kv_layers, shape.heads, shape.kv_format)),
             states=arena.allocate(
