@@ -56,7 +56,7 @@ def _masked(access: Any, at: int) -> Any:
 
     def of_truth(self: Any, *operands: Any, **others: Any) -> Any:
         mask = operands[at]
-        if mask.data.dtype != bool:
+        if isinstance(mask, interpreter.TensorHandle) and mask.data.dtype != bool:
             mask = interpreter.TensorHandle(mask.data.astype(bool), tl.int1)
         return access(self, *operands[:at], mask, *operands[at + 1 :], **others)
 
