@@ -151,7 +151,7 @@ def _e2m1(w: Tensor, scale: Tensor, group: int) -> tuple[Tensor, Tensor]:
     """Packed codes of rows of groups, and what they mean. scale: float32."""
     grouped = w.float().reshape(*w.shape[:-1], -1, group)
     wanted = grouped / scale.clamp(min=1e-30)[..., None]
-    codes = (wanted.abs()[..., None] - E2M1[:8]).abs().argmin(-1) + 8 * wanted.signbit().long()
+    codes = torch.bucketize(wanted.abs(), (E2M1[:7] + E2M1[1:8]) / 2) + 8 * wanted.signbit().long()
     values = (E2M1[codes] * scale[..., None]).reshape(w.shape)
     codes = codes.reshape(w.shape)
     return (codes[..., ::2] | codes[..., 1::2] << 4).to(torch.uint8), values
@@ -352,7 +352,7 @@ def tiny_quantised(
     """A tiny checkpoint (tests/tiny.py: kind) as a recipe's publisher has it: experts each by its own name, not tied."""
     source = tiny_checkpoint(kind, experts="split", n_layers=n_layers, seed=seed, extras=extras)
     path = source.with_name(f"{source.name}-{recipe}-{shards}")
-    stored, values = quantise(load_file(source / "model.safetensors"), RECIPES[recipe])
+    _, stored, values = _quantised(source, recipe)
     _copy(source, path)
     write_shards(path, stored, shards)
     set_config(path, RECIPES[recipe].config)
@@ -365,9 +365,16 @@ def meaning_of(kind: str, recipe: str, *, n_layers: int = 4, seed: int = 0) -> P
     source = tiny_checkpoint(kind, experts="split", n_layers=n_layers, seed=seed, extras=False)
     path = source.with_name(f"{source.name}-{recipe}-meaning")
     _copy(source, path)
-    tensors = load_file(source / "model.safetensors")
-    save_file(tensors | quantise(tensors, RECIPES[recipe])[1], path / "model.safetensors")
+    tensors, _, values = _quantised(source, recipe)
+    save_file(tensors | values, path / "model.safetensors")
     return path
+
+
+@functools.lru_cache(maxsize=2)
+def _quantised(source: Path, recipe: str) -> tuple[Tensors, Tensors, Tensors]:
+    """Tensors of a checkpoint, and what `quantise` makes of them: asked for by both of the above."""
+    tensors = load_file(source / "model.safetensors")
+    return tensors, *quantise(tensors, RECIPES[recipe])
 
 
 def _copy(source: Path, path: Path) -> None:

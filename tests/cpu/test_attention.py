@@ -12,6 +12,7 @@ from deltic.ops.cpu.attention import attention, attn_prepare, kv_pages
 from deltic.ops.cpu.program import Program, usable_instruction_sets
 from deltic.ops.geometry import SPLIT_KEYS, AttentionHeads
 from deltic.ops.kv_formats import KV_FORMATS, KvFormat, on_device
+from tests.cpu.grid import grid
 from tests.reference import kv as kv_oracle
 from tests.reference import layers as oracle
 from tests.tensors import array_of, on_tensors
@@ -23,6 +24,9 @@ HEADS = AttentionHeads(n_q=4, n_kv=2, dim=128)
 ROTARY = 32
 LENGTHS = (5 * SPLIT_KEYS + 9, SPLIT_KEYS, 70, SPLIT_KEYS + 1)
 EVERY_SPLIT_A_TASK = 4096  # records
+
+SETS = usable_instruction_sets()
+every_set = pytest.mark.parametrize("library", grid(SETS, SETS[:1], pytest.mark.long))
 
 
 def i32(*values: int) -> Tensor:
@@ -96,7 +100,7 @@ class Sequences:
         return oracle.attention(q, k, v).flatten(1) * gate.sigmoid()
 
 
-@pytest.mark.parametrize("library", usable_instruction_sets())
+@every_set
 @pytest.mark.parametrize("heads", [HEADS, AttentionHeads(6, 1, 96)])
 def test_long_contexts_against_the_oracle(library: str, heads: AttentionHeads) -> None:
     lengths = (2 * SPLIT_KEYS + 9, SPLIT_KEYS, 70)
@@ -107,12 +111,10 @@ def test_long_contexts_against_the_oracle(library: str, heads: AttentionHeads) -
 
 
 ROUNDED = [name for name in on_device("cpu") if name != "bf16"]
-SHARES = [(library, "bf16") for library in usable_instruction_sets()] + [
-    (usable_instruction_sets()[0], kv) for kv in ROUNDED
-]
+SHARES = [(library, "bf16") for library in SETS] + [(SETS[0], kv) for kv in ROUNDED]
 
 
-@pytest.mark.parametrize(("library", "kv"), SHARES)
+@pytest.mark.parametrize(("library", "kv"), grid(SHARES, [(SETS[0], "bf16"), (SETS[0], "k8v4")], pytest.mark.long))
 def test_shares_and_cuts_keep_bits(library: str, kv: str) -> None:
     """One task a block or one a split, in one wave or many; any number of threads; any cut; alone or among others."""
     sequences = Sequences(library, kv=kv)
@@ -151,7 +153,7 @@ def unpacked(pages: Tensor, heads: AttentionHeads, kv: KvFormat) -> dict[str, np
     return found
 
 
-@pytest.mark.parametrize("library", usable_instruction_sets())
+@every_set
 @pytest.mark.parametrize("kv", ROUNDED)
 def test_what_is_written_is_the_oracles(library: str, kv: str) -> None:
     """Codes and scales of what pages of bfloat16 hold, to the bit: rows of zeros, of one value, and those with infinities, too."""
@@ -178,7 +180,7 @@ def test_what_is_written_is_the_oracles(library: str, kv: str) -> None:
             np.testing.assert_array_equal(found["least_values"][finite], rows.least[finite])
 
 
-@pytest.mark.parametrize("library", usable_instruction_sets())
+@every_set
 @pytest.mark.parametrize("kv", ROUNDED)
 @pytest.mark.parametrize("heads", [HEADS, AttentionHeads(7, 1, 96), AttentionHeads(2, 1, 32)])
 def test_fewer_bits_against_the_oracle(library: str, kv: str, heads: AttentionHeads) -> None:
@@ -191,7 +193,7 @@ def test_fewer_bits_against_the_oracle(library: str, kv: str, heads: AttentionHe
 
 def test_what_is_no_number_is_none_in_fewer_bits() -> None:
     for kv in ROUNDED:
-        sequences = Sequences(usable_instruction_sets()[0], HEADS, (70,), kv)
+        sequences = Sequences(SETS[0], HEADS, (70,), kv)
         sequences.proj[0][6, -1] = float("inf")  # a value of the last head
         (out,) = sequences.run([(0, 0, 70)])
         rows = out.view(BF16).view(70, HEADS.n_q, HEADS.dim)
@@ -199,6 +201,7 @@ def test_what_is_no_number_is_none_in_fewer_bits() -> None:
         assert rows[:, : HEADS.n_q // HEADS.n_kv].isfinite().all() and rows[:6].isfinite().all()
 
 
+@pytest.mark.long
 def test_a_token_behind_a_million() -> None:
     """The last of the positions that --rope-scaling may give. Keys are few numbers wide, and come 64 Ki at a time."""
     n, heads, at_a_time = 1_010_000, AttentionHeads(n_q=2, n_kv=1, dim=32), 1 << 16
@@ -213,7 +216,7 @@ def test_a_token_behind_a_million() -> None:
     for first in range(0, n, at_a_time):
         rows = torch.randn(min(at_a_time, n - first), heads.row)
         positions, q = torch.arange(first, first + len(rows)), torch.zeros(len(rows), 64, dtype=BF16)
-        program = Program(2, library=usable_instruction_sets()[0])
+        program = Program(2, library=SETS[0])
         attn_prepare(
             program, rows, heads, norm, norm, 1e-6, n_tokens=i32(len(rows)), positions=positions.to(I32),
             token_place=torch.zeros(len(rows), dtype=I32), page_table=table, cos=cos, sin=sin, q_out=q, pages=pages,
@@ -223,7 +226,7 @@ def test_a_token_behind_a_million() -> None:
         keys.append(oracle.rope(oracle.rms_norm(k[:, None], norm, 1e-6), positions, frequencies)[:, 0].to(BF16))
         values.append(v.to(BF16))
     out = torch.zeros(1, 64, dtype=BF16)
-    program = Program(2, library=usable_instruction_sets()[0])
+    program = Program(2, library=SETS[0])
     attention(
         program, q[-1:], rows[-1:], heads, pages, n_seqs=i32(1), seq_start=i32(0, 1), seq_context=i32(n - 1), place=i32(0),
         page_table=table, records=torch.zeros(EVERY_SPLIT_A_TASK, heads.dim + 16), out=out,
@@ -235,7 +238,7 @@ def test_a_token_behind_a_million() -> None:
 
 
 def test_a_key_that_is_not_finite_is_not_lost_in_the_merge() -> None:
-    sequences = Sequences(usable_instruction_sets()[0])
+    sequences = Sequences(SETS[0])
     sequences.run([(0, 0, LENGTHS[0])])
     values = sequences.pages[sequences.table[0, 9], 1]  # of the second split
     values[:, 3] = float("nan")
@@ -245,14 +248,14 @@ def test_a_key_that_is_not_finite_is_not_lost_in_the_merge() -> None:
 
 
 def test_more_blocks_than_a_wave_holds() -> None:
-    sequences = Sequences(usable_instruction_sets()[0], AttentionHeads(32, 1, 32), (700,))
+    sequences = Sequences(SETS[0], AttentionHeads(32, 1, 32), (700,))
     (whole,) = sequences.run([(0, 0, 700)])  # one token a block
     (last,) = sequences.run([(0, 699, 700)], n_records=10_000)
     assert torch.equal(whole[-1:], last)
 
 
 def test_records_are_checked() -> None:
-    sequences = Sequences(usable_instruction_sets()[0], lengths=(1,))
+    sequences = Sequences(SETS[0], lengths=(1,))
     with pytest.raises(KernelError, match=r"attention: expected float32 records \[n, d \+ 16\]"):
         attention(
             Program(1), torch.zeros(1, 512, dtype=BF16), sequences.proj[0], HEADS, sequences.pages, n_seqs=i32(1),

@@ -23,6 +23,7 @@ from deltic.ops.matrix import Matrix
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
+from tests.cpu.grid import by_turns, grid
 from tests.cpu.test_purity import prompt, run
 from tests.plain import plain
 from tests.reference.model import forward
@@ -30,6 +31,7 @@ from tests.tiny import tiny_checkpoint
 from tests.tiny_gguf import tiny_gguf
 from tests.tiny_quantised import RECIPES, meaning_of, tiny_quantised
 
+KINDS = ("dense", "moe", "next")
 TYPES = (
     "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K", "IQ4_NL", "IQ4_XS", "MXFP4", "BF16",
     "F16",
@@ -56,8 +58,7 @@ def matrices(weights: Weights) -> dict[str, np.ndarray]:
     return {name: part.unpack() for name, part in weights.named_parts() if isinstance(part, Matrix)}
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "next"])
-@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("kind", "recipe"), by_turns(KINDS, RECIPES, pytest.mark.long))
 def test_what_is_loaded_is_what_the_files_mean(kind: str, recipe: str) -> None:
     """Against the same values in a float32 checkpoint, which loads to bfloat16."""
     found, expected = (
@@ -69,8 +70,11 @@ def test_what_is_loaded_is_what_the_files_mean(kind: str, recipe: str) -> None:
         assert torch.equal(torch.from_numpy(found[name]).to(torch.bfloat16).float(), torch.from_numpy(values)), name
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "next"])
-@pytest.mark.parametrize("type", [*TYPES, mixed], ids=lambda type: type if isinstance(type, str) else "mixed")
+@pytest.mark.parametrize(
+    ("kind", "type"),
+    by_turns(KINDS, [*TYPES, mixed], pytest.mark.long, whole=[mixed]),
+    ids=lambda value: value if isinstance(value, str) else "mixed",
+)
 def test_rows_of_gguf_files_are_where_they_belong(kind: str, type: str) -> None:
     """Each stored row, dequantised by the reader alone, is in the part of the same name; in_proj is q k v | z | b | a."""
     path = tiny_gguf(kind, type)
@@ -115,7 +119,9 @@ CHECKPOINTS = {
     "gguf Q8_0": lambda: tiny_gguf("dense", "Q8_0"),
     "gguf Q6_K": lambda: tiny_gguf("next", "Q6_K"),
 }
-every_checkpoint = pytest.mark.parametrize("name", CHECKPOINTS)
+every_checkpoint = pytest.mark.parametrize(
+    "name", grid(CHECKPOINTS, ("qwen-fp8", "gptq", "gguf mixed"), pytest.mark.long)
+)
 
 
 @every_checkpoint
@@ -143,7 +149,7 @@ def test_logits_are_those_of_the_oracle(name: str) -> None:
     assert _error(found, expected) < (0.25 if shape.is_moe else 0.06)
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "next"])
+@pytest.mark.parametrize("kind", KINDS)
 def test_a_gguf_file_is_the_checkpoint_it_was_made_of(kind: str) -> None:
     """Value heads in tiled order among the rest: the same model, up to the order of sums."""
     ids = prompt(1, 97)

@@ -24,6 +24,7 @@ from deltic.models.loading import Host
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
+from tests.cpu.grid import grid
 from tests.cpu.test_purity import prompt, run
 from tests.tiny import tiny_checkpoint
 from tests.tiny_gguf import tiny_gguf, write_gguf
@@ -220,7 +221,10 @@ def served(path: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, capture_output=True, text=True, timeout=60)
 
 
-@pytest.mark.parametrize("fault", ["missing scale", "NaN scales", "GGUF cut", "GGUF count", "GGUF type", "--quantize"])
+LATE_FAULTS = ("missing scale", "NaN scales", "GGUF cut", "GGUF count", "GGUF type", "--quantize")
+
+
+@pytest.mark.parametrize("fault", grid(LATE_FAULTS, LATE_FAULTS[1::2], pytest.mark.long))
 def test_a_server_says_why_and_ends(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path, message = tmp_path / "model.gguf", ""
     if fault in ("missing scale", "NaN scales"):

@@ -21,9 +21,13 @@ from deltic.ops.cpu.lora import (
     terms_bytes,
 )
 from deltic.ops.cpu.program import Program, usable_instruction_sets
+from tests.cpu.grid import grid
 from tests.tensors import tensor_of
 
 WIDTH, HEIGHT, N_ROWS = 96, 150, 9
+
+SETS = usable_instruction_sets()
+every_set = pytest.mark.parametrize("library", grid(SETS, SETS[:1], pytest.mark.long))
 
 
 def allocate(name: str, size: tuple[int, ...], dtype: object) -> Array:
@@ -59,7 +63,7 @@ def expected(x: torch.Tensor, terms: list[SimpleNamespace]) -> torch.Tensor:
     return out
 
 
-@pytest.mark.parametrize("library", usable_instruction_sets())
+@every_set
 def test_rows_get_their_adapters_terms(library: str) -> None:
     """Ranks and rows that fill no strip, terms that leave columns out, an adapter without any, rows without one."""
     rng = np.random.default_rng(0)
@@ -87,7 +91,7 @@ def test_rows_get_their_adapters_terms(library: str) -> None:
     assert memory
 
 
-@pytest.mark.parametrize("library", usable_instruction_sets())
+@every_set
 def test_an_embedding_gets_the_column_of_its_id(library: str) -> None:
     rng = np.random.default_rng(1)
     one = term(rng, 0, HEIGHT, 7, k=50)

@@ -24,6 +24,7 @@ from deltic.ops.cpu.sample import DrawInputs, DrawScratch, PlaceParameters, logp
 from deltic.ops.formats import FLOATS, WEIGHT_FORMATS
 from deltic.ops.geometry import AttentionHeads, GdnHeads, GdnWeights
 from deltic.ops.matrix import Matrix, row_bytes
+from tests.cpu.grid import grid
 from tests.quantised_rows import random_rows
 from tests.reference import layers as oracle
 from tests.reference import sample as sample_oracle
@@ -40,7 +41,7 @@ FORMATS = ("bf16", "int8", "int4", "int4-symmetric")
 ONE_BF16_ULP = 2**-7  # relative
 
 
-@pytest.fixture(params=SETS)
+@pytest.fixture(params=grid(SETS, SETS[:1], pytest.mark.long))
 def program(request: pytest.FixtureRequest) -> Program:
     torch.manual_seed(0)
     return Program(2, library=request.param)
@@ -130,7 +131,7 @@ def product(x: Tensor, w: Matrix) -> Tensor:
 
 
 @pytest.mark.parametrize("format", FORMATS)
-@pytest.mark.parametrize("rows", [1, 2, 5, 6, 7, 17, 33, 130])
+@pytest.mark.parametrize("rows", grid([1, 2, 5, 6, 7, 17, 33, 130], (1, 7, 33), pytest.mark.long))
 @pytest.mark.parametrize(("n", "k"), [(1, 32), (35, 96), (70, 2048), (33, 4128)])
 def test_linear(program: Program, rows: int, n: int, k: int, format: str) -> None:
     x, w = torch.randn(rows + 2, k).to(BF16), packed((torch.randn(n, k) / k**0.5).to(BF16), format)

@@ -25,6 +25,7 @@ from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
 from deltic.server.chat.pictures import of_pixels
+from tests.cpu.grid import grid
 from tests.cpu.test_prefix_bits import Watched
 from tests.cpu.test_reference import needs_transformers, published_model
 from tests.tiny import N_REAL_VOCAB, TOKEN_ID, TOWER, tiny_checkpoint
@@ -198,7 +199,9 @@ def conversation(generator: random.Random) -> list[str | Picture]:
     return parts
 
 
-@pytest.mark.parametrize(("kind", "quantize"), [("dense", None), ("moe", None), ("dense", "int8")])
+@pytest.mark.parametrize(
+    ("kind", "quantize"), grid([("dense", None), ("moe", None), ("dense", "int8")], [("dense", None)], pytest.mark.long)
+)
 def test_no_bit_depends_on_company_or_cache(kind: str, quantize: str | None, tmp_path: Path) -> None:
     """Prefix hits before, in and behind pictures, chunks, preemption, aborts, host memory, a restart from disk; a pool of the
     tower's rows that holds few of the pictures.

@@ -37,13 +37,19 @@ from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
+from tests.cpu.grid import grid
 from tests.tiny import tiny_checkpoint
 
 MAX_PROMPT, MAX_TOKENS = 600, 100
 EVERY_MODEL = (("dense", None), ("moe", None), ("next", None), ("dense", "int8"))
 KV = {("next", None): "int8", ("dense", "int8"): "k8v4"}
 """Formats of keys and values, by model; of the others bf16."""
-every_model = pytest.mark.parametrize(("kind", "quantize"), EVERY_MODEL)
+every_model = pytest.mark.parametrize(
+    ("kind", "quantize"), grid(EVERY_MODEL, [("next", None), ("dense", "int8")], pytest.mark.long)
+)
+other_models = pytest.mark.parametrize(
+    ("kind", "quantize"), grid(EVERY_MODEL, [("dense", None), ("moe", None)], pytest.mark.long)
+)
 
 
 @dataclass(frozen=True)
@@ -316,15 +322,20 @@ def trouble(
             send(watched, new)
         engine.scheduler.max_step_tokens = r.choice([64, 100, 128, 200, 320])
         running = [*engine.scheduler._decodes, *engine.scheduler._prefills]
+        something = False
         if running and r.random() < preempts:
+            something = True
             engine.scheduler._preempt(r.choice(running))
         if r.random() < mishaps:
+            something = True
             victim = r.choice(list(asked))
             note(engine.abort(victim, r.choice([None, 0])), asked)
         if r.random() < mishaps / 2:
+            something = True
             engine.reset_cache()
         watched.fails_next = r.random() < mishaps / 2
-        engine.check()
+        if something:
+            engine.check()
         note(engine.step(), asked)
         engine.check()
 
@@ -388,7 +399,7 @@ def test_pressure(seed: int) -> None:
     assert_as_cold(setup, users.asked)
 
 
-@every_model
+@other_models
 def test_preemption(kind: str, quantize: str | None) -> None:
     """Whoever is preempted comes back from host memory, again and again."""
     setup, users = Setup(kind, quantize, n_pages=40, n_checkpoints=4, host_mb=30), Users(2)
@@ -479,7 +490,7 @@ def test_damaged_files(seed: int, tmp_path: Path, caplog: pytest.LogCaptureFixtu
     assert_as_cold(setup, [*users.asked, *again])
 
 
-@every_model
+@other_models
 def test_two_servers_on_one_directory(kind: str, quantize: str | None, tmp_path: Path) -> None:
     """What one has computed the other finds, with the same bits."""
     setup, users = Setup(kind, quantize, directory=tmp_path), Users(3, plain=True)

@@ -25,16 +25,19 @@ from deltic.runtime.build import build_runner
 from deltic.runtime.cpu import text as runner_module
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
+from tests.cpu.grid import grid
 from tests.tiny import tiny_checkpoint
 
 KINDS = ("dense", "moe", "next")
 FORMATS = (None, "int8", "int4")
 KV = {("next", None): "int8", ("dense", "int8"): "k8v4", ("moe", "int4"): "int8"}
 """Formats of keys and values, by model; of the others bf16."""
-every_model = pytest.mark.parametrize(
-    ("kind", "quantize"), [*product(KINDS, FORMATS), ("next, bfloat16 states", "int8")]
-)
-every_format = pytest.mark.parametrize("quantize", FORMATS)
+EVERY_MODEL = (*product(KINDS, FORMATS), ("next, bfloat16 states", "int8"))
+FEW = (("dense", None), ("dense", "int8"), ("moe", "int4"), ("next, bfloat16 states", "int8"))
+"""Every kind, every format and every format of keys and values."""
+every_model = pytest.mark.parametrize(("kind", "quantize"), grid(EVERY_MODEL, FEW, pytest.mark.long))
+SETS = usable_instruction_sets()
+EVERY_KERNEL = [*product(SETS, FORMATS)]
 relaxed = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck))
 
 
@@ -253,8 +256,9 @@ def test_mapped_weights_are_the_loaded_ones(
     assert_same_bits(run(runner(kind, quantize), ids), run(mapped, ids))
 
 
-@every_format
-@pytest.mark.parametrize("library", usable_instruction_sets())
+@pytest.mark.parametrize(
+    ("library", "quantize"), grid(EVERY_KERNEL, [(SETS[-1], None), (SETS[-1], "int8")], pytest.mark.long)
+)
 def test_every_instruction_set(library: str, quantize: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """What holds for the library chosen here holds for the others: batch, cut, and prefill as decode."""
     monkeypatch.setattr(runner_module, "Program", partial(Program, library=library))

@@ -42,7 +42,8 @@ from deltic.runtime.build import build_runner, plan_model
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
 from deltic.runtime.fingerprint import fingerprint
-from tests.cpu.test_formats import mixed
+from tests.cpu.grid import by_turns, grid
+from tests.cpu.test_formats import KINDS, mixed
 from tests.cpu.test_packed import assert_same, rewrite_header
 from tests.cpu.test_purity import prompt, run
 from tests.cpu.test_reports import words
@@ -59,6 +60,7 @@ FILES: dict[str, Callable[[], Path]] = {
     "gguf next": lambda: tiny_gguf("next", "Q6_K"),
 }
 every_file = pytest.mark.parametrize("name", FILES)
+some_files = pytest.mark.parametrize("name", grid(FILES, ("gptq", "gguf"), pytest.mark.long))
 
 
 def shape_of(path: Path) -> ModelShape:
@@ -80,8 +82,9 @@ def answer(runner: Runner) -> tuple[list[int], Array]:
 # Planned.
 
 
-@pytest.mark.parametrize("kind", ["dense", "moe", "next"])
-@pytest.mark.parametrize("name", [*RECIPES, "Q4_K", "Q8_0", "BF16", "mixed"])
+@pytest.mark.parametrize(
+    ("kind", "name"), by_turns(KINDS, [*RECIPES, "Q4_K", "Q8_0", "BF16", "mixed"], pytest.mark.long, whole=["mixed"])
+)
 def test_planned_bytes_are_those_that_are_loaded(kind: str, name: str) -> None:
     pick = mixed if name == "mixed" else name
     path = tiny_quantised(kind, name).path if name in RECIPES else tiny_gguf(kind, pick)
@@ -283,7 +286,7 @@ def test_a_large_matrix_is_never_there_twice() -> None:
     assert np.array_equal(last, tensor.some.values())
 
 
-@every_file
+@some_files
 def test_blocks_of_any_size_load_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = FILES[name]()
     expected = [load_weights(path, shape_of(path), quantize=quantize)[0] for quantize in (None, "int4")]
@@ -387,7 +390,7 @@ def test_a_packed_gguf_file_has_the_files_of_a_directory(tmp_path: Path) -> None
         plan_model(config_of(target), Cpu(), 10**9)
 
 
-@every_file
+@some_files
 def test_the_weights_cache_maps_what_was_loaded(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source, cache = FILES[name](), tmp_path / "cache"
     path = tmp_path / "model" / source.name

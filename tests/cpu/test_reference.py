@@ -16,6 +16,7 @@ from torch import Tensor
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import load_weights
 from deltic.models.rotary import rotary_tables
+from tests.cpu.grid import grid
 from tests.plain import plain
 from tests.reference import layers, sample
 from tests.reference.model import forward, generate_greedy
@@ -66,7 +67,7 @@ def published_greedy(model: Any, ids: list[int], n_tokens: int) -> list[int]:
 
 
 @needs_transformers
-@pytest.mark.parametrize(("kind", "options"), CHECKPOINTS, ids=str)
+@pytest.mark.parametrize(("kind", "options"), grid(CHECKPOINTS, CHECKPOINTS[1:6:2], pytest.mark.long), ids=str)
 def test_logits_and_greedy_tokens_equal_the_published_model(kind: str, options: dict[str, Any]) -> None:
     path = tiny_checkpoint(kind, **options)
     shape = ModelShape.from_directory(path)

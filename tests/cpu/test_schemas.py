@@ -1,6 +1,6 @@
 """Constrained answers of the built-in model, over HTTP: whatever it would have said, what it says is valid.
 
-TEST_SCHEMAS=1000 is the soak: that many random schemas instead of 100.
+TEST_SCHEMAS=1000 is the soak: that many random schemas instead of 24.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from tests.null.test_forced_text import object_of
 from tests.null.test_grammar import json_format, random_object, tool, writable
 from tests.served import MAX_NUM_SEQS, Served
 
-N_SCHEMAS = int(os.environ.get("TEST_SCHEMAS", "100"))
+N_SCHEMAS = int(os.environ.get("TEST_SCHEMAS", "24"))
 ASK: Any = [{"role": "user", "content": "Tell me about a cat. Answer as JSON."}]
 CITY: Any = {
     "type": "function",

@@ -26,6 +26,7 @@ import pytest
 
 from deltic import LLM, SamplingParams
 from deltic.ops.cpu import program as table
+from deltic.ops.cpu.instruction_sets import INSTRUCTION_SETS, runnable
 from tests.golden import make
 from tests.served import ENGINE, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_QUEUE, N_PAGES, STORY, Served, wait_for
 

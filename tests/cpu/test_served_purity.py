@@ -27,7 +27,9 @@ WATCHED: dict[str, dict[str, Any]] = {
 TEXT = "once upon a time the red fox saw 17 snowy owls and said hello to all of them in Oslo"
 
 
-@pytest.fixture(scope="module", params=[None, "int8", "int4"], ids=["bf16", "int8", "int4"])
+@pytest.fixture(
+    scope="module", params=[None, pytest.param("int8", marks=pytest.mark.long), "int4"], ids=["bf16", "int8", "int4"]
+)
 def served(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
     """The built-in model, with room for all to run at once."""
     cache = tmp_path_factory.mktemp("cache")

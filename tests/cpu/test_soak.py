@@ -13,7 +13,7 @@ from tests.tiny_speech import tiny_speech
 
 
 def test_seconds_of_random_traffic_break_no_promise(tmp_path: Path):
-    command = [sys.executable, "-m", "bench.soak", "--minutes", "0.25", "--kill-engine", "0.12"]
+    command = [sys.executable, "-m", "bench.soak", "--minutes", "0.1", "--kill-engine", "0.05"]
     command += ["--serve-args", "--max-drafts 8", "--against", "--max-drafts 0"]
     done = subprocess.run([*command, "--out", str(tmp_path)], capture_output=True, text=True, timeout=400)
     assert done.stdout, done.stderr

@@ -12,6 +12,7 @@ from deltic.ops.cpu.attention import attention, attn_prepare
 from deltic.ops.cpu.program import Program, usable_instruction_sets
 from deltic.ops.cpu.speech import SIDE_KEPT, SIDE_NONE, SIDE_VOICE, add_bias, code_rows, gather, keep_rows, talker_rows
 from deltic.ops.geometry import AttentionHeads
+from tests.cpu.grid import grid
 from tests.tensors import on_tensors
 
 attention, attn_prepare, add_bias, code_rows, gather, keep_rows, talker_rows = map(
@@ -19,9 +20,10 @@ attention, attn_prepare, add_bias, code_rows, gather, keep_rows, talker_rows = m
 )
 
 WIDTHS = (16, 96, 1024)
+SETS = usable_instruction_sets()
 
 
-@pytest.fixture(params=usable_instruction_sets())
+@pytest.fixture(params=grid(SETS, SETS[:1], pytest.mark.long))
 def library(request: pytest.FixtureRequest) -> str:
     return str(request.param)
 

@@ -16,6 +16,7 @@ from deltic.ops.cpu import vision
 from deltic.ops.cpu.program import Program, usable_instruction_sets
 from deltic.ops.cpu.vision import Frames, PatchKeys, key_starts
 from deltic.ops.geometry import up_to
+from tests.cpu.grid import grid
 from tests.reference import vision as oracle
 from tests.tensors import array_of, on_tensors
 
@@ -37,7 +38,7 @@ GRIDS = [(2, 2), (6, 34), (2, 2), (26, 8), (2, 14)]
 """Frames of 4 patches, and of more than a tile of keys, more than a task of queries."""
 
 
-@pytest.fixture(params=SETS)
+@pytest.fixture(params=grid(SETS, SETS[:1], pytest.mark.long))
 def program(request: pytest.FixtureRequest) -> Program:
     torch.manual_seed(0)
     return Program(2, library=request.param)

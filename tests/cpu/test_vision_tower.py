@@ -27,12 +27,16 @@ from deltic.models.vision.weights import (
 )
 from deltic.ops.arrays import Array, zeros
 from deltic.ops.cpu.program import usable_instruction_sets
+from tests.cpu.grid import grid
 from tests.reference import vision as oracle
 from tests.tensors import tensor_of
 from tests.tiny_quantised import fp8_block, fp8_row, gptq, int_quantised, pack_quantised
 from tests.tiny_vision import PUBLISHED, TINY, random_tower, tower_of, vision_config
 
 GRIDS: list[Grid] = [(1, 4, 6), (2, 6, 34), (1, 2, 2)]
+
+SETS = usable_instruction_sets()
+every_set = pytest.mark.parametrize("library", grid(SETS, SETS[:1], pytest.mark.long))
 
 
 def shape_of(sizes: dict[str, Any]) -> VisionShape:
@@ -94,22 +98,22 @@ def encoded(
     ]
 
 
-@pytest.mark.parametrize("library", usable_instruction_sets())
+@every_set
 @pytest.mark.parametrize("name", TINY)
 def test_tokens_are_those_of_the_reference(name: str, library: str) -> None:
     shape, weights, tensors = loaded(name)
     patches = pictures(GRIDS)
-    for some, grid, found in zip(
+    for some, frame, found in zip(
         patches, GRIDS, encoded(forward_of(shape, weights, library=library), patches, GRIDS), strict=True
     ):
-        rounded = oracle.tower(torch.from_numpy(some), grid, tensors, tower_of(TINY[name]), "bfloat16")
-        exact = oracle.tower(torch.from_numpy(some), grid, tensors, tower_of(TINY[name]))
+        rounded = oracle.tower(torch.from_numpy(some), frame, tensors, tower_of(TINY[name]), "bfloat16")
+        exact = oracle.tower(torch.from_numpy(some), frame, tensors, tower_of(TINY[name]))
         # What another order of sums moves is rounded on, so that the bound is that of a few roundings, not of sums.
         assert (found - rounded).abs().max() < 0.03 and (found - rounded).abs().mean() < 0.003
         assert (found - exact).abs().mean() < 0.01 * exact.abs().mean() + 0.005
 
 
-@pytest.mark.parametrize("library", usable_instruction_sets())
+@every_set
 @pytest.mark.parametrize("name", TINY)
 def test_no_bit_depends_on_pieces_pictures_or_threads(name: str, library: str) -> None:
     shape, weights, _ = loaded(name)
@@ -117,8 +121,8 @@ def test_no_bit_depends_on_pieces_pictures_or_threads(name: str, library: str) -
     expected = encoded(forward_of(shape, weights, 512, library=library), patches, GRIDS)
     for n_rows, piece, n_threads in ((512, 36, 1), (64, 64, 3), (12, 7, 2)):
         forward = forward_of(shape, weights, n_rows, n_threads, library)
-        for grid, some, whole in zip(GRIDS, patches, expected, strict=True):
-            assert torch.equal(encoded(forward, [some], [grid], piece)[0], whole), "alone"
+        for frame, some, whole in zip(GRIDS, patches, expected, strict=True):
+            assert torch.equal(encoded(forward, [some], [frame], piece)[0], whole), "alone"
         for order in ([2, 0, 1], [1, 2], [0, 2, 2, 0]):  # each forward has pictures in front of it
             some = encoded(forward, [patches[i] for i in order], [GRIDS[i] for i in order], piece)
             for i, found in zip(order, some, strict=True):
@@ -134,6 +138,7 @@ def test_a_video_is_its_frames() -> None:
     assert torch.equal(torch.cat(frames), whole)
 
 
+@pytest.mark.long
 def test_a_published_shape() -> None:
     sizes, grid = PUBLISHED, (1, 8, 6)
     tensors = random_tower(sizes)

@@ -34,6 +34,7 @@ from deltic.ops.cpu.vocoder import Batch, ConvWeights, Rows, conv
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.buffers import Arena
 from deltic.runtime.cpu.vocoder import VocoderStreams
+from tests.cpu.grid import grid
 from tests.golden.make_speech import DIRECTORY, VOCODER_STRIDE
 from tests.reference import vocoder as oracle
 from tests.reference.speech import Checkpoint
@@ -42,6 +43,9 @@ from tests.tiny_speech import FRAME_SAMPLES, N_CODES, tiny_speech
 
 Codes = NDArray[np.int32]
 N_FRAMES = 20  # more than the window of 12, and than two passes
+
+SETS = usable_instruction_sets()
+every_set = pytest.mark.parametrize("library", grid(SETS, SETS[:1], pytest.mark.long))
 
 
 @functools.cache
@@ -79,7 +83,7 @@ def whole(made: VocoderStreams, codes: Codes, slot: int = 0) -> NDArray[np.float
     return made.vocode([(slot, codes)])[0]
 
 
-@pytest.mark.parametrize("library", usable_instruction_sets())
+@every_set
 def test_waveform_is_the_oracles(library: str) -> None:
     found = whole(vocoder(library), random_codes(N_FRAMES))
     assert found.shape == (N_FRAMES * FRAME_SAMPLES,)
@@ -92,7 +96,7 @@ def test_waveform_is_the_published_packages() -> None:
     assert np.abs(found - golden["vocoder.wave"].numpy() / 32767).max() < 1e-4
 
 
-@pytest.mark.parametrize("library", usable_instruction_sets())
+@every_set
 def test_half_is_near(library: str) -> None:
     found, wanted = whole(vocoder(library, half=True), random_codes(N_FRAMES)), expected().numpy()
     error = np.sqrt(np.square(found - wanted).mean() / np.square(wanted).mean())
@@ -100,9 +104,9 @@ def test_half_is_near(library: str) -> None:
 
 
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("library", usable_instruction_sets())
+@every_set
 def test_any_chunks_beside_any_others_give_the_same_bits(library: str, half: bool) -> None:
-    if half and library not in (usable_instruction_sets()[0], "baseline"):
+    if half and library not in (SETS[0], "baseline"):
         pytest.skip("the tiles are those of float32")
     made, random = vocoder(library, half=half), np.random.default_rng(1)
     streams = {slot: random_codes(N_FRAMES, seed=slot) for slot in range(3)}
@@ -214,7 +218,7 @@ def test_a_stream_is_as_long_as_a_sequence_can_be() -> None:
     assert longest + MAX_REF_FRAMES <= MAX_POSITIONS < 2**24, "a position is a float32"
 
 
-@pytest.mark.parametrize("library", usable_instruction_sets())
+@every_set
 def test_snake_and_activations(library: str) -> None:
     """Through a convolution that does nothing, against float64."""
     n, width = 4000, 32
