@@ -1,6 +1,7 @@
 """Triton's interpreter, quicker: what it makes again for every launch, call or tensor, though it is the same each time, is kept.
 
-No value changes. With the tiny shapes of tests, three quarters of its time went there (3.6; 3.7 is the same in this).
+No value changes (test_gpu_interpreter.py). With the tiny shapes of tests, nine tenths of its time went there (3.6; 3.7 is the same
+in this). Operators are in quick_operators.py.
 """
 
 from __future__ import annotations

@@ -39,6 +39,10 @@ COMPARISONS |= {"ne": np.not_equal}
 REFLECTED = ("add", "sub", "mul", "truediv", "lshift", "rshift", "and", "or", "xor")
 
 
+SLOW: dict[str, Callable[..., Any]] = {}
+"""Triton's own, by name."""
+
+
 class Plan(NamedTuple):
     """What is made of the data of x and y before compute, unless it is a constant; and the types of the result."""
 
@@ -70,10 +74,10 @@ def _tensor(data: Any, handle_type: Any, element_type: Any, is_block: bool) -> A
     return found
 
 
-def _is_same(found: Any, wanted: Any) -> bool:
+def is_same(found: Any, wanted: Any) -> bool:
     """In types, shape and bits; a splat of a comparison has its operands' type in NumPy, with Triton."""
     x, y = found.handle.data, wanted.handle.data
-    y = y.astype(bool) if wanted.dtype.name == "int1" else y
+    x, y = (part.astype(bool) if wanted.dtype.name == "int1" else part for part in (x, y))
     types = found.type == wanted.type and found.handle.dtype == wanted.handle.dtype
     return bool(types) and (x.dtype, x.shape) == (y.dtype, y.shape) and x.tobytes() == y.tobytes()
 
@@ -83,8 +87,11 @@ def _common_type(name: str, types: list[Any], are_numbers: list[bool]) -> Any:
     if not all(type.name in NUMPY for type in types):
         return None
     semantic, divides = interpreter.interpreter_semantic, name in ("truediv", "floordiv", "mod")
-    type = semantic.computation_type_impl(types[0], are_numbers[0], types[1], are_numbers[1], divides)
+    weigh_less = are_numbers if name not in COMPARISONS else [False, False]
+    type = semantic.computation_type_impl(types[0], weigh_less[0], types[1], weigh_less[1], divides)
     is_integer, is_bool = type.name in INTEGERS, type.name == "int1"
+    if name.endswith("shift") and {type.name} != {types[0].name, *({} if are_numbers[1] else {types[1].name})}:
+        return None  # whether it shifts signs in, follows the left type alone
     fits = (
         (name in ARITHMETIC and not is_bool)
         or (name in OF_FLOATS and not is_integer and not is_bool)
@@ -118,7 +125,10 @@ def _plan(name: str, compute: Callable[..., Any], x: Any, y: Any, result: Any) -
         for of, is_number in zip(types, are_numbers, strict=True)
     ]
     number = x if are_numbers[0] else y
-    constant = semantic.scalar_constant(number, type).handle.data if any(are_numbers) else None
+    constant = None
+    if any(are_numbers):  # comparisons make tensors of numbers first
+        of_number = semantic.to_tensor if name in COMPARISONS else lambda number: semantic.scalar_constant(number, type)
+        constant = of_number(number).handle.data.astype(NUMPY[type.name])
     return Plan(compute, *become, constant, *of_result)
 
 
@@ -126,6 +136,7 @@ def _operator(name: str, compute: Callable[..., Any], is_reflected: bool) -> Non
     """Of x and y: x is a tensor, y one or a number; reflected, the number is in front."""
     method = f"__{'r' * is_reflected}{name}__"
     slow, plans = getattr(tl.tensor, method), {}
+    SLOW[method] = slow
 
     def quick(x: Any, y: Any) -> Any:
         if type(y) is tl.constexpr:
@@ -159,7 +170,7 @@ def _operator(name: str, compute: Callable[..., Any], is_reflected: bool) -> Non
         if plan is not None and is_reflected:
             plan = plan._replace(x=plan.y, y=plan.x)
         plans[key] = plan
-        if plan is not None and not _is_same(quick(x, y), wanted):
+        if plan is not None and not is_same(quick(x, y), wanted):
             plans[key] = None
         return wanted
 
@@ -169,6 +180,7 @@ def _operator(name: str, compute: Callable[..., Any], is_reflected: bool) -> Non
 def _quick_to() -> None:
     """Of a tensor's values another type."""
     slow, plans = tl.tensor.to, {}
+    SLOW["to"] = slow
 
     def quick(x: Any, dtype: Any, *more: Any, **others: Any) -> Any:
         if type(dtype) is tl.constexpr:
@@ -196,7 +208,7 @@ def _quick_to() -> None:
             plans[key] = lambda data: table[data]
         elif key == ("fp32", "bf16"):
             plans[key] = rounded
-        if plans[key] is not None and not _is_same(quick(x, dtype), wanted):
+        if plans[key] is not None and not is_same(quick(x, dtype), wanted):
             plans[key] = None
         return wanted
 
@@ -255,6 +267,7 @@ def _quick_load() -> None:
 def _quick_index() -> None:
     """Another axis."""
     slow, whole = tl.tensor.__getitem__, slice(None)
+    SLOW["__getitem__"] = slow
 
     def quick(x: Any, slices: Any) -> Any:
         if type(slices) is not tuple or not x.type.is_block():
@@ -275,6 +288,7 @@ def _quick_index() -> None:
 
 def _quick_where() -> None:
     slow, plans = tl.where, {}
+    SLOW["where"] = slow
 
     def kind(x: Any) -> Any:
         return x.dtype.name if type(x) is tl.tensor else (type(x), x)
@@ -302,7 +316,7 @@ def _quick_where() -> None:
         if not all(type(side) in (int, float) for side in numbers):
             return wanted
         plans[key] = _plan("where", np.where, x, y, wanted) if len(numbers) < 2 else None
-        if plans[key] is not None and not _is_same(quick(condition, x, y), wanted):
+        if plans[key] is not None and not is_same(quick(condition, x, y), wanted):
             plans[key] = None
         return wanted
 

@@ -247,7 +247,12 @@ def _compiled() -> dict[str, Any]:
 
     other = replace(plan, max_num_seqs=7)
     bad = [few[0], replace(few[0], specialisation="{}")]
-    failed = gpu_compile.begin_compiling(other, levers, lambda *_: bad).wait(lambda stage, done: None)
+    with pytest.MonkeyPatch.context() as patch:
+        whole = gpu_compile.Compilation
+        patch.setattr(
+            gpu_compile, "Compilation", lambda n_workers: whole(1)
+        )  # each takes seconds to import what compiles
+        failed = gpu_compile.begin_compiling(other, levers, lambda *_: bad).wait(lambda stage, done: None)
     assert failed is not None
     found["failed"] = [failed.n_kernels, failed.n_failed]
     found["failed_marked"] = gpu_compile._marker(other, levers).exists()

@@ -384,7 +384,7 @@ def test_preempted_in_its_grammar(keeps: bool) -> None:
 def test_memory_that_is_not_finite(at: int) -> None:
     """Whoever runs when all of it is spoilt is computed once more, what ran ahead is dropped, and no bit is another."""
     n = 2 if HAS_GPU else 1
-    asked = [request("a", prompt(56, 70), frequency_penalty=0.5, n=n, seed=5, temperature=1.0)]
+    asked = [request("a", prompt(56, 70 if HAS_GPU else 20), frequency_penalty=0.5, n=n, seed=5, temperature=1.0)]
     if HAS_GPU:
         asked += [guided_request("b", prompt(57, 30), seed=4), request("c", prompt(58, 500))]
     expected: dict[str, list[Entry]] = {}

@@ -119,6 +119,7 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Compile
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_every_kernel_compiles_and_fits(compiled: dict[str, list[Compiled]], name: str) -> None:
     kernels, chip = compiled[name], CHIPS[name]

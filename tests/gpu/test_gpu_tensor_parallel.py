@@ -7,6 +7,7 @@ import multiprocessing
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -28,19 +29,32 @@ from deltic.runtime.gpu.buffers import exchanges, gpu_workspace
 from deltic.runtime.gpu.device import Gpu, text
 from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.plan import TextPlan, make_plan
+from tests import tiny
 from tests.cpu.test_reference import prompt
 from tests.gpu.test_gpu_draft_head import drafted
+from tests.gpu.test_gpu_drafts import SMALL
 from tests.heads import run, sequence
-from tests.tiny import tiny_checkpoint
 
 N_RANKS, LEVERS = 2, Levers()
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="ranks are processes of the interpreter here")
 T = TypeVar("T")
+SIZES = SMALL | {"HIDDEN": 128, "FFN": 128, "N_Q_HEADS": 4, "N_KV_HEADS": 2, "N_K_HEADS": 2, "K_DIM": 32, "V_DIM": 32}
+"""Interpreted: what is cut in two has two heads of each kind, and little beside."""
+
+
+@cache
+def checkpoint(kind: str, **more: Any) -> Path:
+    if not INTERPRETED:
+        return tiny.tiny_checkpoint(kind, **more)
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in SIZES.items():
+            patch.setattr(tiny, name, value)
+        return tiny.tiny_checkpoint(kind, seed=3, **more)
 
 
 def config_of(kind: str, **more: Any) -> EngineConfig:
     return EngineConfig(
-        model=str(tiny_checkpoint(kind)), max_num_seqs=3, max_model_len=192, max_step_tokens=128, n_pages=12, n_checkpoints=2,
+        model=str(checkpoint(kind)), max_num_seqs=3, max_model_len=192, max_step_tokens=128, n_pages=12, n_checkpoints=2,
         max_drafts=0, **more,
     )  # fmt: skip
 
@@ -165,13 +179,13 @@ def test_four_parts_on_one_two_and_four_ranks() -> None:
         n_kv_heads=1,
     )
     largest, cuts = cut(shape, 4, are_even=True)
-    found = []
+    found, short = [], {name: ids[:20] for name, ids in PROMPTS.items()}
     for n_gpus in (1, 2, 4):
         plan = make_plan(
             config_of("dense"), largest, text(LEVERS), shape.vocab_size, 2 << 30, 1 << 30, cuts=cuts, n_gpus=n_gpus
         )
         levers = Levers(fused_sums=n_gpus != 2)
-        found.append(of_ranks(None, plan, lambda runner: answers(Engine(runner)), levers))
+        found.append(of_ranks(None, plan, lambda runner: answers(Engine(runner), short), levers))
     assert found[0] == found[1] == found[2] and found[0].tokens[0]
 
 
@@ -203,7 +217,7 @@ def guessed(runner: GpuTextRunner) -> Guessed:
 @interpreted
 @pytest.mark.long
 def test_ranks_guess_as_one() -> None:
-    directory = tiny_checkpoint("dense", has_mtp=True)
+    directory = checkpoint("dense", has_mtp=True)
     config = replace(config_of("dense"), model=str(directory), max_drafts=2)
     _, _, plan = plan_model(config, Gpu(), 2 << 30)
     weights, _ = load_weights(directory, plan.shape, store=DeviceStore("cpu"))

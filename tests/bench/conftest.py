@@ -1,0 +1,5 @@
+"""`deltic bench gpu` starts kernels: its tests have the device of tests/gpu, and the interpreter as it is mended there."""
+
+from __future__ import annotations
+
+from tests.gpu.conftest import device  # noqa: F401
