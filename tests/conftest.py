@@ -21,7 +21,16 @@ NEEDS_TREE = ("architecture", "cli_docs", "deploy", "docs", "fingerprint", "layo
 """Of tests/null: those that read the sources."""
 NEEDS_TORCH = ("device_copy", "gguf", "quantised_files")
 NEEDS_BENCH = ("kv_events",)
-WITHOUT_TORCH = ("served", "openai_client", "anthropic_client", "constrained", "schemas", "hangs", "served_purity", "pool")
+WITHOUT_TORCH = (
+    "served",
+    "openai_client",
+    "anthropic_client",
+    "constrained",
+    "schemas",
+    "hangs",
+    "served_purity",
+    "pool",
+)
 """Of tests/cpu: those that need no torch."""
 
 

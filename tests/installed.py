@@ -22,6 +22,7 @@ COMPILER = re.compile(
     r"(.*-)?(c\d\d|cc|c\+\+|cpp|gcc|g\+\+|clang(\+\+)?|tcc|zig|nvcc|rustc|ld(\.\w+)?|as|make|cmake|ninja)(-[\d.]+)?"
 )
 
+
 def path_without_compilers() -> str:
     """A directory of links to every program on the PATH that makes none."""
     links = PLACE / "bin"

@@ -35,7 +35,9 @@ def test_the_compiler_is_pinned() -> None:
 
 def test_every_instruction_set_is_compiled_and_carried() -> None:
     compiled = set(re.findall(r"^ *kernels\((\w+)", CMAKE, re.MULTILINE))
-    chosen = set(re.findall(r'^    \("(\w+)", ', (ROOT / "deltic/ops/cpu/instruction_sets.py").read_text(), re.MULTILINE))
+    chosen = set(
+        re.findall(r'^    \("(\w+)", ', (ROOT / "deltic/ops/cpu/instruction_sets.py").read_text(), re.MULTILINE)
+    )
     assert compiled == chosen == wheel.X86 | wheel.ARM
 
 
