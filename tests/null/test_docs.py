@@ -34,7 +34,7 @@ def commands() -> dict[str, set[str]]:
 COMMANDS = commands()
 SCRIPTS = [*ROOT.glob("bench/**/*.py"), *ROOT.glob("training/*.py")]
 FLAGS = set().union(*COMMANDS.values(), *(re.findall(r'"(--[a-z][a-z-]+)"', script.read_text()) for script in SCRIPTS))
-FLAGS |= {"--extra-index-url", "--dest", "--no-index", "--find-links"}  # pip's
+FLAGS |= {"--extra-index-url", "--dest", "--no-index", "--find-links", "--group"}  # pip's
 FLAGS |= {"--now", "--from", "--format", "--target", "--build-arg"}  # systemctl's, uvx's, podman's
 FLAGS |= {
     "--from-literal",

@@ -27,10 +27,10 @@ def test_the_version_is_said_once() -> None:
 
 
 def test_the_compiler_is_pinned() -> None:
-    """In the tests, too: what runs in the emulator is what is shipped."""
+    """For developers, too: what runs in the emulator is what is shipped."""
     (compiler,) = (each for each in PROJECT["build-system"]["requires"] if each.startswith("ziglang"))
     assert re.fullmatch(r"ziglang==[\d.]+", compiler)
-    assert compiler in PROJECT["project"]["optional-dependencies"]["test"]
+    assert compiler in PROJECT["dependency-groups"]["build"]
 
 
 def test_every_instruction_set_is_compiled_and_carried() -> None:

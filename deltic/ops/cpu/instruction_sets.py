@@ -1,7 +1,7 @@
 """Instruction sets that the CPU kernels are compiled for, and which of them this machine runs.
 
-`python deltic/ops/cpu/instruction_sets.py` prints those that it runs, best first, for the Makefile: so this file
-imports the standard library only.
+`python deltic/ops/cpu/instruction_sets.py` prints those that it runs, best first, for the Makefile: so this
+file imports the standard library only.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ def cpu_flags() -> frozenset[str]:
 def runnable() -> tuple[str, ...]:
     """Names of the instruction sets that this machine runs, best first.
 
-    Linux gives the matrix unit's registers to a process that asks for them. This asks, for all threads of the process; some sandboxes
-    refuse.
+    Linux gives the matrix unit's registers to a process that asks for them. This asks, for all threads of the
+    process; some sandboxes refuse.
     """
     flags = cpu_flags()
     if flags >= _AMX and ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_FEATURE, _TILE_DATA) != 0:

@@ -1,0 +1,89 @@
+"""Which tests a run leaves out: the long ones of an area that is as it was when they passed."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests import areas
+
+ROOT = Path(__file__).parents[2]
+LONG = "import pytest\n\n\n@pytest.mark.long\ndef test_long():\n    pass\n\n\ndef test_short():\n    pass\n"
+
+
+@pytest.fixture
+def tree(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A small tree, with all tests of its areas passed."""
+    for name, text in {
+        "CMakeLists.txt": "",
+        "deltic/csrc/moe.cpp": "// experts\n",
+        "deltic/server/app.py": "",
+        "tests/cpu/test_moe.py": LONG,
+        "tests/cpu/test_engine.py": "def test_engine(): pass\n",
+    }.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(areas, "ROOT", tmp_path)
+    monkeypatch.setattr(areas, "PASSED", tmp_path / "tests/passed.json")
+    for area in areas.AREAS:
+        areas.note(area)
+    return tmp_path
+
+
+def test_nothing_has_changed_where_all_passed(tree: Path) -> None:
+    assert not any(map(areas.has_changed, areas.AREAS))
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("deltic/csrc/moe.cpp", {"cpu"}),
+        ("deltic/csrc/new.cpp", {"cpu"}),
+        ("deltic/ops/formats.py", {"cpu", "gpu"}),
+        ("deltic/models/qwen/gpu.py", {"gpu"}),
+        ("tests/cpu/test_moe.py", {"cpu"}),
+        ("tests/reference/layers.py", {"cpu", "gpu"}),
+        ("bench/ops.py", {"bench"}),
+        ("deltic/server/app.py", set()),
+        ("tests/cpu/test_engine.py", set()),
+    ],
+)
+def test_a_change_is_of_its_areas(tree: Path, name: str, changes: set[str]) -> None:
+    path = tree / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text((path.read_text() if path.exists() else "") + "\n# more\n")
+    assert {area for area in areas.AREAS if areas.has_changed(area)} == changes
+
+
+def test_a_name_counts_too(tree: Path) -> None:
+    (tree / "deltic/csrc/moe.cpp").rename(tree / "deltic/csrc/experts.cpp")
+    assert areas.has_changed("cpu")
+
+
+def test_nothing_passed_where_nothing_is_noted(tree: Path) -> None:
+    areas.PASSED.unlink()
+    assert areas.has_changed("cpu")
+
+
+def test_long_tests_run_when_their_area_changed_and_then_no_more(tmp_path: Path) -> None:
+    """With the real conftest, in a tree of its own."""
+    for name in ("tests/conftest.py", "tests/areas.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text((ROOT / name).read_text())
+    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath = ["."]\nmarkers = ["long: long"]\n')
+    (tmp_path / "tests/cpu").mkdir()
+    (tmp_path / "tests/cpu/test_moe.py").write_text(LONG)
+
+    def run(*flags: str) -> str:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *flags, "tests/cpu"]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        return done.stdout.splitlines()[-1]
+
+    assert run("--area", "cpu").startswith("2 passed")
+    assert run("--area", "cpu").startswith("1 passed, 1 deselected")
+    assert run("--area", "cpu", "--everything").startswith("2 passed")
+    assert run().startswith("2 passed")
