@@ -33,6 +33,8 @@ from deltic.runtime.cpu.device import Cpu
 from tests.arm.recording import Recording
 from tests.tiny import VOCAB_SIZE, tiny_checkpoint
 
+pytestmark = pytest.mark.long
+
 ROOT = Path(__file__).parents[2]
 BUILD = ROOT / "build" / "arm64"
 EMULATOR = "qemu-aarch64-static"

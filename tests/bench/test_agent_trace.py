@@ -22,6 +22,8 @@ from deltic.server.chat.template import ChatTemplate
 from tests.fake_engine import TEMPLATE, byte_tokenizer
 from tests.fakes import FakeRunner
 
+pytestmark = pytest.mark.long
+
 MAX_TOKENS = 1500
 TRACE = Trace(len, seed=1, n_turns=12, max_tokens=MAX_TOKENS)
 

@@ -14,6 +14,8 @@ from deltic.models.qwen.shape import PUBLISHED
 from deltic.models.vision.shape import VisionShape
 from deltic.ops.contract import KernelError
 
+pytestmark = pytest.mark.long
+
 PEAKS = {"bf16": 1e11, "int8": 2e11, "int4": 3e11}
 SMALL = {"vocab_size": 512, "hidden_size": 64, "n_experts": 16, "moe_intermediate_size": 32, "n_experts_per_tok": 2}
 TOWER = {"depth": 1, "hidden_size": 128, "n_heads": 2, "intermediate_size": 96, "out_hidden_size": 64}

@@ -31,6 +31,8 @@ from deltic.runtime.plan import AdapterRoom
 from tests.gpu.test_gpu_drafts import build
 from tests.gpu.test_gpu_lora import runner as adapted_runner
 
+pytestmark = pytest.mark.long
+
 
 def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = GpuTextRunner.__new__(GpuTextRunner)

@@ -26,6 +26,8 @@ from tests.tiny import tiny_checkpoint
 from tests.tiny_gguf import write_gguf
 from training import held_out
 
+pytestmark = pytest.mark.long
+
 TOKENIZER = Tokenizer.load(DEMO)
 
 

@@ -9,6 +9,8 @@ import pytest
 
 from bench import stalls
 
+pytestmark = pytest.mark.long
+
 
 def test_gaps_beside_prompts_are_measured(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

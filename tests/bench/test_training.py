@@ -28,6 +28,8 @@ from training.tools import Weather
 from training.train import parse as parse_arguments
 from training.train import resume, save, to_device
 
+pytestmark = pytest.mark.long
+
 WEATHER = Weather(Random(2)).schema
 
 

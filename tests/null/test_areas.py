@@ -73,7 +73,9 @@ def test_long_tests_run_when_their_area_changed_and_then_no_more(tmp_path: Path)
     for name in ("tests/conftest.py", "tests/areas.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text((ROOT / name).read_text())
-    (tmp_path / "pyproject.toml").write_text('[tool.pytest.ini_options]\npythonpath = ["."]\nmarkers = ["long: long"]\n')
+    (tmp_path / "pyproject.toml").write_text(
+        '[tool.pytest.ini_options]\npythonpath = ["."]\nmarkers = ["long: long"]\n'
+    )
     (tmp_path / "tests/cpu").mkdir()
     (tmp_path / "tests/cpu/test_moe.py").write_text(LONG)
 
