@@ -55,6 +55,8 @@ class Plan(NamedTuple):
     numpy_type: Any
 
 
+_OF_SCALARS = tl.tuple([]), tl.constexpr(1)
+"""Shape and number of elements."""
 _types: dict[tuple[str, tuple[int, ...]], Any] = {}
 
 
@@ -63,7 +65,8 @@ def _tensor(data: Any, handle_type: Any, element_type: Any, is_block: bool) -> A
     found, handle = object.__new__(tl.tensor), object.__new__(interpreter.TensorHandle)
     handle.data, handle.dtype, handle.attr = data, handle_type, {}
     if not is_block:
-        found.__init__(handle, element_type)
+        found.handle, found.type, found.dtype = handle, element_type, element_type
+        found.shape, found.numel = _OF_SCALARS
         return found
     key = element_type.name, data.shape
     type = _types.get(key)
@@ -75,10 +78,10 @@ def _tensor(data: Any, handle_type: Any, element_type: Any, is_block: bool) -> A
 
 
 def is_same(found: Any, wanted: Any) -> bool:
-    """In types, shape and bits; a splat of a comparison has its operands' type in NumPy, with Triton."""
+    """In types, shape and bits. What is compared has, with Triton, a handle of its operands' type, and so has a splat of it."""
     x, y = found.handle.data, wanted.handle.data
     x, y = (part.astype(bool) if wanted.dtype.name == "int1" else part for part in (x, y))
-    types = found.type == wanted.type and found.handle.dtype == wanted.handle.dtype
+    types = found.type == wanted.type and (wanted.dtype.name == "int1" or found.handle.dtype == wanted.handle.dtype)
     return bool(types) and (x.dtype, x.shape) == (y.dtype, y.shape) and x.tobytes() == y.tobytes()
 
 
@@ -111,7 +114,8 @@ def _plan(name: str, compute: Callable[..., Any], x: Any, y: Any, result: Any) -
         semantic.to_tensor_type(side) if is_number else side.dtype
         for side, is_number in zip((x, y), are_numbers, strict=True)
     ]
-    of_result = result.handle.dtype, result.dtype, NUMPY.get(result.dtype.name, data.dtype)
+    handle_type = tl.int1 if result.dtype.name == "int1" else result.handle.dtype
+    of_result = handle_type, result.dtype, NUMPY.get(result.dtype.name, data.dtype)
     if name == "add" and types[0].is_ptr() and types[1].name in OFFSETS:
         size = np.uint64(max(1, types[0].element_ty.primitive_bitwidth // 8))
         if are_numbers[1]:
