@@ -6,6 +6,8 @@ The fake answers with token ids that the test chose, a token a tick, so that wha
 from __future__ import annotations
 
 import asyncio
+import copy
+import functools
 import io
 import json
 import logging
@@ -327,9 +329,15 @@ def service_of(
     server: Server, client: FakeEngineClient, name: str, template: str | None = TEMPLATE, **more: Any
 ) -> Service:
     """A model that writes, over a fake engine. more: fields of its Service."""
-    tokenizer = byte_tokenizer(sees=client.info is not None and client.info.pictures is not None)
-    chat = None if template is None else ChatTemplate({"default": template}, tokenizer)
-    return Service(server, client, tokenizer, chat, name, **more)  # type: ignore[arg-type]
+    sees = client.info is not None and client.info.pictures is not None
+    chat = None if template is None else copy.copy(_template(template, sees))  # each has its own defaults
+    return Service(server, client, byte_tokenizer(sees), chat, name, **more)  # type: ignore[arg-type]
+
+
+@functools.cache
+def _template(source: str, sees: bool) -> ChatTemplate:
+    """Compiled once: that takes as long as a test."""
+    return ChatTemplate({"default": source}, byte_tokenizer(sees))
 
 
 @contextmanager

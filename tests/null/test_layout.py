@@ -10,6 +10,8 @@ import io
 import re
 import sys
 import tokenize
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "deltic"
 FILES = sorted(PACKAGE.rglob("*.py"))
 REFERENCE = sorted((ROOT / "tests" / "reference").glob("*.py"))
+TESTS = {file.name for file in (ROOT / "tests").rglob("test_*.py")}
 SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
 
 MAX_SOURCE_FILES = 242
@@ -96,18 +99,84 @@ def module_name(path: Path) -> str:
     return ".".join(path.relative_to(PACKAGE).with_suffix("").parts)
 
 
-def imports(path: Path, everywhere: bool = True) -> set[str]:
-    """Names of the modules a file imports; with everywhere=False, not those inside functions or for type checkers."""
-    tree = ast.parse(path.read_text())
-    nodes = ast.walk(tree) if everywhere else iter(tree.body)
-    found = set()
+@dataclass(frozen=True)
+class Read:
+    """What a file of Python says, read once."""
+
+    imports: frozenset[str]
+    """Names of modules, and of what is taken from them."""
+    imports_at_top: frozenset[str]
+    """Not those inside functions or for type checkers."""
+    deferred: frozenset[str]
+    """Imports of ours inside functions."""
+    functions: tuple[tuple[str, int], ...]
+    """Names and lines without the docstring; a kernel is none."""
+    classes: tuple[str, ...]
+    prose: frozenset[int]
+    """Numbers of the lines that hold docstrings or comments, but for those with an instruction to a checker."""
+    n_code: int
+    """Lines that hold code."""
+
+
+def names_of(node: ast.AST) -> set[str]:
+    if isinstance(node, ast.Import):
+        return {alias.name for alias in node.names}
+    if isinstance(node, ast.ImportFrom) and node.module:
+        assert node.level == 0, f"relative import of {node.module}"
+        return {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
+    return set()
+
+
+def n_lines_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    docstring = ast.get_docstring(function, clean=False) or ""
+    return (function.end_lineno or 0) - function.lineno + 1 - len(docstring.splitlines())
+
+
+def is_kernel(function: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
+    return any(ast.unparse(decorator).startswith("triton.jit") for decorator in function.decorator_list)
+
+
+@cache
+def read(path: Path) -> Read:
+    return read_text(path.read_text())
+
+
+def read_text(text: str) -> Read:
+    tree = ast.parse(text)
+    nodes = list(ast.walk(tree))
+    functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    inside = {node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom)}
+    n_code, prose = lines_of(text)
     for node in nodes:
-        if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            assert node.level == 0, f"{path}: relative import"
-            found |= {f"{node.module}.{alias.name}" for alias in node.names} | {node.module}
-    return found
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            prose.update(range(node.lineno, (node.end_lineno or 0) + 1))
+    return Read(
+        imports=frozenset().union(*map(names_of, nodes)),
+        imports_at_top=frozenset().union(*map(names_of, tree.body)),
+        deferred=frozenset(ast.unparse(node) for node in inside if (node.module or "").startswith("deltic")),
+        functions=tuple((each.name, n_lines_of(each)) for each in functions if not is_kernel(each)),
+        classes=tuple(node.name for node in nodes if isinstance(node, ast.ClassDef)),
+        prose=frozenset(prose),
+        n_code=n_code,
+    )
+
+
+NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
+
+
+def lines_of(text: str) -> tuple[int, set[int]]:
+    """How many lines hold code, and numbers of those with comments."""
+    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
+    code, comments = set[int](), set[int]()
+    for before, token, after in zip([None, *tokens], tokens, [*tokens[1:], None], strict=False):
+        if token.type == tokenize.COMMENT and not token.string.startswith(("# type:", "# noqa", "# fmt:")):
+            comments.add(token.start[0])
+        starts = before is None or before.type in NO_CODE
+        ends = after is not None and after.type in (tokenize.NEWLINE, tokenize.NL)
+        is_docstring = token.type == tokenize.STRING and starts and ends
+        if token.type not in NO_CODE and not is_docstring:
+            code.update(range(token.start[0], token.end[0] + 1))
+    return len(code), comments
 
 
 def ours(names: set[str]) -> set[str]:
@@ -116,13 +185,13 @@ def ours(names: set[str]) -> set[str]:
 
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_imports_run_one_way(path: Path) -> None:
-    name, used = module_name(path), ours(imports(path))
+    name, used = module_name(path), ours(read(path).imports)
     part = name.split(".")[0]
     if name in LEAVES:
         assert not used - LEAVES[name] - {f"{u}" for u in used if u.rpartition(".")[0] in LEAVES[name]}, (
             f"{name} is a leaf"
         )
-    assert not any(u.split(".")[0] == "tests" for u in imports(path)), "only tests import the reference"
+    assert not any(u.split(".")[0] == "tests" for u in read(path).imports), "only tests import the reference"
     rank = next((i for i, layer in enumerate(LAYERS) if part in layer), None)
     if rank is None:
         assert part in SHARED, f"{name} belongs to no layer"
@@ -131,12 +200,12 @@ def test_imports_run_one_way(path: Path) -> None:
         above = set().union(*LAYERS[:rank]) | beside
         assert not {u for u in used if u.split(".")[0] in above}, f"{part} imports from above or beside"
     if not name.startswith(WITH_TORCH) and part != "reference":
-        assert not {i for i in imports(path, everywhere=False) if i.split(".")[0] == "torch"}, f"{name} imports torch"
+        assert not {i for i in read(path).imports_at_top if i.split(".")[0] == "torch"}, f"{name} imports torch"
 
 
 @pytest.mark.parametrize("path", REFERENCE, ids=lambda path: path.stem)
 def test_the_reference_imports_nothing_of_ours(path: Path) -> None:
-    parts = {name.split(".")[0] for name in imports(path) if not name.startswith("tests.reference")}
+    parts = {name.split(".")[0] for name in read(path).imports if not name.startswith("tests.reference")}
     assert not parts & {"deltic", "tests", "bench", "training"}
 
 
@@ -150,7 +219,7 @@ def import_graph() -> dict[str, set[str]]:
 
     def imported(path: Path) -> set[str]:
         found = set()
-        for name in ours(imports(path)):
+        for name in ours(read(path).imports):
             while name not in modules and "." in name:
                 name = name.rpartition(".")[0]
             found |= {name} & modules.keys()
@@ -177,16 +246,8 @@ def test_modules_do_not_import_each_other() -> None:
 
 
 def test_imports_inside_functions_are_counted() -> None:
-    found = []
-    for path in FILES:
-        for function in ast.walk(ast.parse(path.read_text())):
-            if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
-                found += [
-                    f"{module_name(path)}: {ast.unparse(node)}"
-                    for node in ast.walk(function)
-                    if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("deltic")
-                ]
-    assert len(set(found)) <= MAX_DEFERRED_IMPORTS, "\n".join(sorted(set(found)))
+    found = sorted(f"{module_name(path)}: {name}" for path in FILES for name in read(path).deferred)
+    assert len(found) <= MAX_DEFERRED_IMPORTS, "\n".join(found)
 
 
 def test_a_cpu_loads_no_torch() -> None:
@@ -206,57 +267,29 @@ def named_files(path: Path) -> set[str]:
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_files_that_are_named_exist(path: Path) -> None:
     """Beside the file that names them, or by their way from the package, the tests or the repository; a test by its name alone."""
-    tests = {file.name for file in (ROOT / "tests").rglob("test_*.py")}
-    for name in named_files(path) - tests:
+    for name in named_files(path) - TESTS:
         assert any((folder / name).exists() for folder in (path.parent, PACKAGE, ROOT / "tests", ROOT)), (
             f"there is no {name}"
         )
 
 
-NO_CODE = {tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT, tokenize.ENDMARKER}
-
-
 def n_code_lines(path: Path) -> int:
     """Lines of a file that hold code. C++ is read line by line: a line is code unless it is empty or begins with //."""
-    text = path.read_text()
-    if path.suffix != ".py":
-        return sum(bool(line.strip()) and not line.strip().startswith("//") for line in text.splitlines())
-    tokens = list(tokenize.generate_tokens(io.StringIO(text).readline))
-    lines: set[int] = set()
-    for before, token, after in zip([None, *tokens], tokens, [*tokens[1:], None], strict=False):
-        starts = before is None or before.type in NO_CODE
-        ends = after is not None and after.type in (tokenize.NEWLINE, tokenize.NL)
-        is_docstring = token.type == tokenize.STRING and starts and ends
-        if token.type not in NO_CODE and not is_docstring:
-            lines.update(range(token.start[0], token.end[0] + 1))
-    return len(lines)
+    if path.suffix == ".py":
+        return read(path).n_code
+    return sum(bool(line.strip()) and not line.strip().startswith("//") for line in path.read_text().splitlines())
 
 
-def test_only_lines_of_code_are_counted(tmp_path: Path) -> None:
-    file = tmp_path / "file.py"
-    file.write_text(
-        '"""Doc.\n\nMore."""\n\n# a comment\nx = (  # one\n    1\n)\n\n\ndef f():\n    """Doc."""\n    return """two\nlines"""\n'
-    )
-    assert n_code_lines(file) == 6
-
-
-def prose_lines(text: str) -> set[int]:
-    """Numbers of the lines that hold docstrings or comments, but for those with an instruction to a checker."""
-    lines: set[int] = set()
-    for node in ast.walk(ast.parse(text)):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
-            lines.update(range(node.lineno, (node.end_lineno or 0) + 1))
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
-        if token.type == tokenize.COMMENT and not token.string.startswith(("# type:", "# noqa", "# fmt:")):
-            lines.add(token.start[0])
-    return lines
+def test_only_lines_of_code_are_counted() -> None:
+    text = '"""Doc.\n\nMore."""\n\n# a comment\nx = (  # one\n    1\n)\n\n\ndef f():\n    """Doc."""\n    return """two\nlines"""\n'
+    assert read_text(text).n_code == 6
 
 
 def test_only_lines_of_prose_are_measured() -> None:
     text = (
         '"""Doc.\n\nMore."""\n\n# a comment\nx = 1  # one\ny = "text"  # type: ignore\n\n\nclass C:\n    """Doc."""\n'
     )
-    assert prose_lines(text) == {1, 2, 3, 5, 6, 11}
+    assert read_text(text).prose == {1, 2, 3, 5, 6, 11}
 
 
 PROSE = [*FILES, *REFERENCE, *sorted((ROOT / "bench").rglob("*.py"))]
@@ -264,8 +297,8 @@ PROSE = [*FILES, *REFERENCE, *sorted((ROOT / "bench").rglob("*.py"))]
 
 @pytest.mark.parametrize("path", PROSE, ids=lambda path: str(path.relative_to(ROOT)))
 def test_docstrings_and_comments_are_narrow(path: Path) -> None:
-    text = path.read_text()
-    wide = [n for n in prose_lines(text) if len(text.splitlines()[n - 1]) > MAX_PROSE_COLUMNS]
+    lines = path.read_text().splitlines()
+    wide = [n for n in read(path).prose if len(lines[n - 1]) > MAX_PROSE_COLUMNS]
     assert not wide, f"{path.name}: lines {sorted(wide)} are over {MAX_PROSE_COLUMNS} columns"
 
 
@@ -280,12 +313,7 @@ def test_size_ceilings() -> None:
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_functions_are_short_and_names_say_something(path: Path) -> None:
     assert path.stem not in ("utils", "helpers", "common", "base")
-    for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            if any(ast.unparse(decorator).startswith("triton.jit") for decorator in node.decorator_list):
-                continue  # a kernel
-            docstring = ast.get_docstring(node, clean=False) or ""
-            length = (node.end_lineno or 0) - node.lineno + 1 - len(docstring.splitlines())
-            assert length <= MAX_FUNCTION_LINES, f"{path.name}: {node.name} has {length} lines"
-        if isinstance(node, ast.ClassDef):
-            assert not node.name.endswith(("Manager", "Handler", "Helper", "Wrapper")), node.name
+    for name, length in read(path).functions:
+        assert length <= MAX_FUNCTION_LINES, f"{path.name}: {name} has {length} lines"
+    for name in read(path).classes:
+        assert not name.endswith(("Manager", "Handler", "Helper", "Wrapper")), name

@@ -27,15 +27,17 @@ def test_the_version_is_said_once() -> None:
 
 
 def test_the_compiler_is_pinned() -> None:
-    """In the tests, too: what runs in the emulator is what is shipped."""
+    """For developers, too: what runs in the emulator is what is shipped."""
     (compiler,) = (each for each in PROJECT["build-system"]["requires"] if each.startswith("ziglang"))
     assert re.fullmatch(r"ziglang==[\d.]+", compiler)
-    assert compiler in PROJECT["project"]["optional-dependencies"]["test"]
+    assert compiler in PROJECT["dependency-groups"]["build"]
 
 
 def test_every_instruction_set_is_compiled_and_carried() -> None:
     compiled = set(re.findall(r"^ *kernels\((\w+)", CMAKE, re.MULTILINE))
-    chosen = set(re.findall(r'^    \("(\w+)", ', (ROOT / "deltic/ops/cpu/instruction_sets.py").read_text(), re.MULTILINE))
+    chosen = set(
+        re.findall(r'^    \("(\w+)", ', (ROOT / "deltic/ops/cpu/instruction_sets.py").read_text(), re.MULTILINE)
+    )
     assert compiled == chosen == wheel.X86 | wheel.ARM
 
 

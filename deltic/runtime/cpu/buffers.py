@@ -24,7 +24,9 @@ PIECE_ROWS = 512
 """Patches of the longest piece of a picture."""
 
 LARGEST_BUFFER = 1 << 36
-"""Bytes. Only a setting that is out of all proportion asks for more, and lists as long as its buffers would be real."""
+"""Bytes. Only a setting that is out of all proportion asks for more, and lists as long as its buffers take
+memory.
+"""
 
 _PAGE = 4096
 """The smallest page of any system."""
