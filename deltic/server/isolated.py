@@ -6,7 +6,6 @@ module that decodes has a `main` that calls `answer`, and asks for it by `ask`.
 
 from __future__ import annotations
 
-import asyncio
 import os
 import sys
 from collections.abc import Callable
@@ -24,6 +23,8 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
 
     It is ended after limit_s, or when nobody waits any more.
     """
+    import asyncio  # which the program itself does without
+
     process = await asyncio.create_subprocess_exec(
         *program,
         stdin=asyncio.subprocess.PIPE,

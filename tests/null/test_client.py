@@ -129,13 +129,26 @@ async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
         await asyncio.sleep(0.005)
 
 
-def in_loop(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[Any], None]:
-    """Runs a test in event loops of its own, asyncio's and the one the server has, for at most half a minute."""
+def in_loop(
+    test: Callable[[], Coroutine[Any, Any, None]],
+    new_loop: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop,
+) -> Callable[[], None]:
+    """Runs a test in an event loop of its own, as the server has one, for at most half a minute."""
+
+    def run() -> None:
+        with asyncio.Runner(loop_factory=new_loop) as runner:
+            runner.run(asyncio.wait_for(test(), 30))
+
+    run.__name__ = test.__name__
+    return run
+
+
+def in_both_loops(test: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[Any], None]:
+    """In asyncio's, too."""
 
     @pytest.mark.parametrize("new_loop", [asyncio.new_event_loop, uvloop.new_event_loop], ids=["asyncio", "uvloop"])
     def run(new_loop: Callable[[], asyncio.AbstractEventLoop]) -> None:
-        with asyncio.Runner(loop_factory=new_loop) as runner:
-            runner.run(asyncio.wait_for(test(), 30))
+        in_loop(test, new_loop)()
 
     run.__name__ = test.__name__
     return run
@@ -200,7 +213,7 @@ async def test_abort_of_what_waits_spares_what_has_begun() -> None:
         assert client.n_open == 0
 
 
-@in_loop
+@in_both_loops
 async def test_abort_storm() -> None:
     """Hundreds of requests, most of them aborted at any moment; each ends once, and nothing stays in use."""
     rng = random.Random(5)

@@ -351,7 +351,7 @@ def test_refused_at_once(engine: Engine) -> None:
 def test_an_abort_frees_everything(engine: Engine) -> None:
     def n_guides() -> int:
         gc.collect()
-        return sum(isinstance(thing, Guide) for thing in gc.get_objects())
+        return sum(type(thing) is Guide for thing in gc.get_objects())
 
     before = n_guides()
     for n_steps in (0, 1, 2, 9):

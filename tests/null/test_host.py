@@ -21,10 +21,21 @@ from deltic.host.client import EngineClient, EngineFailed, EngineUnavailable
 from deltic.host.socket_directory import SocketDirectory
 from deltic.host.supervisor import EngineHost
 from tests.fakes import POISON, expected_tokens
-from tests.null.test_client import FAKES, collect, hosted, in_loop, reasons, request, submit, tokens, until
+from tests.null.test_client import (
+    FAKES,
+    collect,
+    hosted,
+    in_both_loops,
+    in_loop,
+    reasons,
+    request,
+    submit,
+    tokens,
+    until,
+)
 
 
-@in_loop
+@in_both_loops
 async def test_from_start_to_stop() -> None:
     events: list[Event] = []
     client = EngineClient(EngineConfig(n_pages=64), 20, events.append)
@@ -59,7 +70,7 @@ async def test_from_start_to_stop() -> None:
     await host.stop()
 
 
-@in_loop
+@in_both_loops
 async def test_killed_under_load_and_back() -> None:
     client = EngineClient(EngineConfig(max_num_seqs=4), 100)
     async with hosted(client, step_ms=2.0) as host:
@@ -374,7 +385,7 @@ def test_a_directory_too_long_for_sockets(short: Path, monkeypatch: pytest.Monke
         SocketDirectory()
 
 
-@in_loop
+@in_both_loops
 async def test_stop_while_it_loads_or_restarts() -> None:
     client = EngineClient(EngineConfig(), 1)
     host = EngineHost([client], program=(sys.executable, "-c", "import time; time.sleep(60)"))

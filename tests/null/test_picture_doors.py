@@ -756,7 +756,7 @@ def test_a_file_that_comes_again_is_not_decoded_again(monkeypatch: pytest.Monkey
     asyncio.run(go())
 
 
-HOSTILE = int(os.environ.get("HOSTILE_PICTURES", "12"))
+HOSTILE = int(os.environ.get("HOSTILE_PICTURES", "8"))
 """How many of the files are sent."""
 
 

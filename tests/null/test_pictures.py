@@ -28,8 +28,8 @@ SMALL = PictureRules(min_pixels=4096, max_pixels=20_000)
 
 def decoded(data: bytes, rules: PictureRules = SMALL) -> Picture:
     """In this process."""
-    pixels = pictures._decode(data, rules.min_pixels, rules.max_pixels)
-    return of_pixels(pixels.tobytes(), *pixels.shape[:2])
+    image = pictures._decode(data, rules.min_pixels, rules.max_pixels)
+    return of_pixels(image.tobytes(), image.height, image.width)
 
 
 def pixels_of(picture: Picture) -> np.ndarray:

@@ -156,7 +156,7 @@ def n_bytes_on_disk(directory: Path) -> int:
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(5))
 def test_pressure_on_real_tiers(seed: int, gpu: bool, tmp_path: Path) -> None:
     """The mover works beside the steps, with little room in every tier, over three lives on one directory."""
     if gpu:
@@ -245,7 +245,7 @@ def serve_until_killed(directory: str, seed: int) -> None:
 def test_killed_at_any_moment(tmp_path: Path) -> None:
     """What a killed process left is whole: it is found at once, and nothing of it is damaged."""
     rng, n_cached = Random(0), 0
-    for life in range(8):
+    for life in range(4):
         code = f"from tests.null.test_prefix_crash import serve_until_killed as s; s({str(tmp_path)!r}, {life // 2})"
         child = subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE)
         assert child.stdout is not None and child.stdout.readline() == b"ready\n"

@@ -398,7 +398,7 @@ ABORTS = st.dictionaries(
 
 
 @pytest.mark.parametrize("gpu", [False, True])
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(
     requests=REQUESTS,
     aborts=ABORTS,

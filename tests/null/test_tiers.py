@@ -475,10 +475,10 @@ def test_killed_at_any_moment(opened: Open, tmp_path: Path) -> None:
     """What a killed writer leaves is whole objects, and parts that nobody takes for one."""
     rng, n_found = random.Random(4), 0
     writers = [start_writer(tmp_path, 0, 1 << 30, 700, 0.0003)]
-    for i in range(20):
+    for i in range(10):
         writer = writers.pop()
         assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
-        if i < 19:
+        if i < 9:
             writers.append(start_writer(tmp_path, i + 1, 1 << 30, 700, 0.0003))  # it imports while the last one writes
         time.sleep(rng.random() * 0.05)
         writer.send_signal(signal.SIGKILL)

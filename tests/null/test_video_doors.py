@@ -182,14 +182,14 @@ def test_other_doors_have_none() -> None:
 
 def test_frames_become_smaller_where_they_do_not_fit() -> None:
     """A pair is a picture, and three quarters of the context are for all of a request."""
-    large = [file_of(Image.fromarray(frame), "PNG") for frame in frames_of(8, 640, 640)]
-    for context, n_videos, tokens in ((4000, 1, 400), (1000, 1, 169), (1000, 2, 81)):
+    large = [file_of(Image.fromarray(frame), "PNG") for frame in frames_of(4, 640, 640)]
+    for context, n_videos, tokens in ((2000, 1, 400), (500, 1, 169), (500, 2, 81)):
         engine = seeing(max_model_len=context)
         answer = chat(engine, user(*[listed(large)] * n_videos))
         assert answer.status_code == 200, answer.text
         assert {picture.n_tokens for picture in engine.requests[0].pictures} == {tokens}
-        assert len(engine.requests[0].pictures) == 4 * n_videos
-    engine = seeing(max_model_len=4000)
+        assert len(engine.requests[0].pictures) == 2 * n_videos
+    engine = seeing(max_model_len=2000)
     assert chat(engine, user(listed(large)), mm_processor_kwargs={"max_pixels": 16_384}).status_code == 200
     assert {picture.n_tokens for picture in engine.requests[0].pictures} == {16}
 

@@ -280,13 +280,13 @@ def test_one_frame(av: Any) -> None:
     assert len(frames) == 1 and seconds == [0.0]
 
 
-def test_ten_thousand_frames(av: Any) -> None:
+def test_thousands_of_frames(av: Any) -> None:
     begun_s = time.monotonic()
-    data = video([frames_of(2, 64, 64)[i % 2] for i in range(10_000)], 30, preset="ultrafast", g="250")
+    data = video([frames_of(2, 64, 64)[i % 2] for i in range(3000)], 30, preset="ultrafast", g="250")
     made_s, begun_s = time.monotonic() - begun_s, time.monotonic()
     clip = asyncio.run(read_video(data, wish()))
-    assert len(clip.pairs) == 333 and time.monotonic() - begun_s < 30 + made_s
-    with pytest.raises(PictureError, match="has 10000 frames; at most 768 can be taken"):
+    assert len(clip.pairs) == 100 and time.monotonic() - begun_s < 30 + made_s
+    with pytest.raises(PictureError, match="has 3000 frames; at most 768 can be taken"):
         asyncio.run(read_video(data, wish(takes_all=True)))
 
 

@@ -25,8 +25,6 @@ from deltic.models.vision.shape import BLOCK
 from deltic.server.isolated import Refused, answer, ask
 
 if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
     from PIL import Image
 
 MAX_ASPECT = 200
@@ -122,22 +120,20 @@ def main() -> int:
     min_pixels, max_pixels = int(sys.argv[1]), int(sys.argv[2])
 
     def decode(data: bytes) -> bytes:
-        pixels = _decode(data, min_pixels, max_pixels)
-        height, width = pixels.shape[:2]
-        picture = of_pixels(pixels.tobytes(), height, width)
-        return HEAD.pack(height, width, picture.key) + picture.pixels
+        image = _decode(data, min_pixels, max_pixels)
+        picture = of_pixels(image.tobytes(), image.height, image.width)
+        return HEAD.pack(image.height, image.width, picture.key) + picture.pixels
 
     return answer(decode, limit_s=DECODE_S, memory=DECODE_MEMORY, most_bytes=MAX_PICTURE_BYTES)
 
 
-def _decode(data: bytes, min_pixels: int, max_pixels: int) -> NDArray[np.uint8]:
+def _decode(data: bytes, min_pixels: int, max_pixels: int) -> Image.Image:
     """As read_picture does."""
-    import numpy as np
     from PIL import Image
 
     image = picture_in(data)
     height, width = fitted(image.height, image.width, min_pixels, max_pixels)
-    return np.asarray(image.resize((width, height), Image.Resampling.BICUBIC))
+    return image.resize((width, height), Image.Resampling.BICUBIC)
 
 
 def picture_in(data: bytes) -> Image.Image:
@@ -198,10 +194,11 @@ def _turned(image: Image.Image) -> Image.Image:
 
 def _in_colours(image: Image.Image) -> Image.Image:
     """Red, green and blue of 8 bits, on white where the picture is transparent."""
-    import numpy as np
     from PIL import Image
 
     if image.mode.startswith("I;16"):
+        import numpy as np  # which takes as long as to decode a picture
+
         samples = np.asarray(image)
         grey = (samples >> 8).astype(np.uint8)
         clear = image.info.get("transparency")
