@@ -49,7 +49,7 @@ from deltic.config import ConfigError
 from deltic.machine import free_memory_bytes, n_usable_cpus
 from deltic.models.gguf import open_gguf
 from deltic.models.qwen.shape import ModelShape, published_shape
-from deltic.ops.cpu.program import cpu_flags
+from deltic.ops.cpu.instruction_sets import cpu_flags
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -20,7 +20,8 @@ AREAS = {
         "deltic/csrc/*",
         "deltic/ops/*.py",
         "deltic/ops/cpu/*.py",
-        "deltic/models/*/cpu*.py",
+        "deltic/models/**/*.py",
+        "deltic/runtime/cpu/*.py",
         "tests/arm/*",
         "tests/cpu/*.py",
         "tests/reference/*.py",
@@ -28,14 +29,14 @@ AREAS = {
     "gpu": (
         "deltic/ops/*.py",
         "deltic/ops/gpu/*.py",
-        "deltic/models/*/gpu*.py",
+        "deltic/models/**/*.py",
         "deltic/runtime/gpu/*.py",
         "tests/gpu/*.py",
         "tests/reference/*.py",
     ),
     "bench": ("bench/**/*.py", "deltic/bench/**/*.py", "training/*.py", "tests/bench/*.py"),
 }
-"""Globs of the files whose change brings back the long tests of an area: kernels with what calls them, and the tests."""
+"""Globs of the files whose change brings back the long tests of an area: kernels with what calls and loads them, and the tests."""
 
 
 def counts(path: Path) -> bool:

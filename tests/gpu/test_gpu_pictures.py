@@ -120,7 +120,6 @@ def test_no_bit_depends_on_company_cuts_cache_or_preemption(kind: str) -> None:
     engine.close(0)
 
 
-@pytest.mark.long
 def test_angles_behind_a_picture(monkeypatch: pytest.MonkeyPatch) -> None:
     """A decode stands where the prompt ends, which is not where its tokens end."""
     meant = expected("dense", "a")
