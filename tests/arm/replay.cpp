@@ -82,7 +82,6 @@ int main(int n_arguments, char** arguments) {
     FILE* out = fopen(arguments[4], "wb");
     if (!in.file || !out) fail("cannot open the recording or the output");
     Library library(arguments[2]);
-    if (!library.function<int64_t()>("deltic_prepare")()) fail("this machine cannot run the library");
     if (library.function<int64_t(int64_t, const int32_t*)>("deltic_start_threads")(atoi(arguments[3]), nullptr)) fail("no threads");
 
     std::vector<Buffer> buffers(in.number());

@@ -27,7 +27,7 @@ from deltic.config import EngineConfig
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Sequence, Step
 from deltic.ops.cpu import program as table
-from deltic.ops.cpu.instruction_sets import cpu_flags
+from deltic.ops.cpu.instruction_sets import INSTRUCTION_SETS, cpu_flags
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu import text as runner_module
 from deltic.runtime.cpu.device import Cpu
@@ -180,7 +180,7 @@ def test_flags_of_an_arm_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     text = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd aes crc32 atomics asimdrdm asimddp\nCPU part\t: 0xd0c\n"
     monkeypatch.setattr(Path, "read_text", lambda path: text)
     flags = cpu_flags.__wrapped__()
-    assert next(name for name, needed in table.INSTRUCTION_SETS if needed <= flags) == "neon_dotprod"
+    assert next(name for name, needed in INSTRUCTION_SETS if needed <= flags) == "neon_dotprod"
 
 
 @needs_emulator
