@@ -698,6 +698,24 @@ def test_moe(program: Program, n_tokens: int, n_experts: int, k: int, format: st
     assert torch.equal(out[n_tokens:], residual[n_tokens:])
 
 
+def test_of_equal_experts_the_first_are_chosen(program: Program) -> None:
+    width, inner, t, n_experts, k = 32, 32, 3, 20, 4
+    h, logits = torch.randn(t, width).to(BF16), torch.zeros(t, n_experts + 1)
+    logits[1, 17] = logits[2, 5] = 1.0
+    gate_up, down = (packed(torch.randn(n_experts, *size).to(BF16)) for size in ((2 * inner, width), (width, inner)))
+    scratch = MoeScratch(
+        expert=torch.full((t, k), -1, dtype=I32), weight=poison(t, k), order=torch.full((t * k,), -1, dtype=I32),
+        begin=torch.full((n_experts + 1,), -1, dtype=I32), probabilities=poison(t, n_experts + 16),
+        rows=workspace(t * k, width), up=poison(t * k, 2 * inner), act=poison(t * k, inner, dtype=BF16), y=poison(t * k, width),
+    )  # fmt: skip
+    moe(
+        program, h, logits, gate_up, down, torch.zeros(t, width), torch.zeros(t, width),
+        n_per_token=k, normalise=True, n_tokens=count(t), scratch=scratch,
+    )  # fmt: skip
+    program.run()
+    assert scratch.expert.tolist() == [[0, 1, 2, 3], [17, 0, 1, 2], [5, 0, 1, 2]]
+
+
 def words(allowed: Tensor) -> Tensor:
     """A mask as the sampler reads it: int32 [n // 32 + 1]."""
     n_bytes = 4 * (len(allowed) // 32 + 1)

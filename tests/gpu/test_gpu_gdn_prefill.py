@@ -8,11 +8,14 @@ from dataclasses import dataclass, field
 
 import pytest
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from deltic.ops.geometry import GdnHeads, GdnWeights
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.gdn_prefill import default_chunk, gdn_prefill, gdn_scratch
+from deltic.ops.gpu.gdn_prefill_kernels import _log1p_exp
 from deltic.ops.gpu.launch import Levers
 from tests.reference import layers as oracle
 from tests.tensors import TiledOrder
@@ -26,6 +29,20 @@ EPS, LAYER = 1e-6, 1
 # Products take operands rounded to bfloat16 (8 bits: 2^-9 each), and an output is a sum of a few of them; the gated norm then scales
 # with the size of a head's output, so errors are told relative to the largest value near them.
 TOLERANCE = 1.5e-2
+
+
+@triton.jit
+def _softplus_kernel(p_x, p_out, N: tl.constexpr):
+    o = tl.arange(0, N)
+    tl.store(p_out + o, _log1p_exp(tl.load(p_x + o)))
+
+
+def test_the_gates_softplus_is_exact_to_a_float(device: str) -> None:
+    x = torch.linspace(-30, 30, 512, device=device)
+    found = torch.empty_like(x)
+    _softplus_kernel[(1,)](x, found, N=512)
+    expected = torch.log1p(x.double().exp())
+    assert ((found.double() - expected) / expected).abs().max() < 2e-6
 
 
 @dataclass

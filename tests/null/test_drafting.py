@@ -34,6 +34,15 @@ def follow(tokens: list[int], most: int = 8) -> list[int]:
     return Repeats().follow(tokens, most)
 
 
+@pytest.mark.parametrize(
+    ("drawn", "counts"),
+    [([7, 8, 9], [7, 8, 9]), ([7, 6, 9], [7, 6]), ([6, 8, 9], [6]), ([7, -1, -1], [7]), ([7, 8, -1], [7, 8])],
+)
+def test_what_counts_ends_where_a_draw_differs_or_there_is_none(drawn: list[int], counts: list[int]) -> None:
+    sequence = Sequence(Request(id="a", prompt_ids=[], params=SamplingParams()), 0, 1, array("i", [1] * 6), 5)
+    assert Chunk(sequence, 5, 3, drafts=[7, 8]).accepted(drawn) == counts
+
+
 def test_what_followed_the_same_run_is_guessed() -> None:
     assert follow([1, 2, 3, 4, 5, 6, 9, 1, 2, 3]) == [4, 5, 6]  # as many as the run has
     assert follow([1, 2, 3, 4, 5, 6, 9, 2, 3]) == []  # too short a run
