@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import contextlib
 import threading
 import time
 from collections.abc import Iterator
@@ -127,9 +128,13 @@ def test_who_leaves_while_a_picture_is_encoded(served: Served) -> None:
 
     async def leave() -> None:
         async with httpx.AsyncClient(base_url=served.process.url, headers=served.http.headers) as client:
-            body = {"model": served.model, "messages": shown(png(1000, 1000, seed=9))}
-            with pytest.raises(httpx.TimeoutException):
-                await client.post("/v1/chat/completions", json=body, timeout=0.35)
+            for seed, timeout in ((9, 0.35), (10, 0.2), (11, 0.1)):  # some machines are done before the first
+                body = {"model": served.model, "messages": shown(png(1000, 1000, seed=seed))}
+                with contextlib.suppress(httpx.TimeoutException):
+                    await client.post("/v1/chat/completions", json=body, timeout=timeout)
+                    continue
+                return
+            pytest.fail("every picture was encoded before its client left")
 
     asyncio.run(leave())
     assert served.chat(shown(png(64, 64)), max_tokens=2).usage.prompt_tokens
