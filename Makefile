@@ -74,6 +74,7 @@ $(INSTALLED): $(VENV)/.build
 $(VENV)/.tests: $(VENV)/.build
 	$(PIP) '$(TORCH)'
 	$(PIP) $(EDITABLE) '.[gpu,speech,video,bench]' --group test --group lint
+	$(PIP) --no-deps --group published
 	touch $@
 
 install: $(INSTALLED) $(KERNELS)/.native

@@ -536,7 +536,8 @@ def resolve(
     known = {field.name for field in dataclasses.fields(cls)}
     unknown = set(given) - known
     if unknown:
-        raise ConfigError(f"unknown setting {sorted(unknown)[0]!r}; known: {', '.join(sorted(known))}")
+        name = min(unknown)
+        raise ConfigError(f"unknown setting {name!r}; {nearest(name, known) or 'known: ' + ', '.join(sorted(known))}")
     values: dict[str, Any] = {}
     called: dict[str, str] = {}
     for name in known:

@@ -19,11 +19,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
 
-from deltic.config import BUILT_IN, ConfigError, EngineConfig, resolve
+from deltic.config import BUILT_IN, ConfigError, EngineConfig, nearest, resolve
 from deltic.engine.engine import MAX_FAILURES, Engine
 from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob
 from deltic.engine.trace import Trace
@@ -128,17 +129,21 @@ class LLM:
         cache_salt: str = "",
         use_cache: bool = True,
         lora: str | None = None,
+        **sampling: Any,
     ) -> list[Completion]:
         """Continues each prompt (text, or token ids); completions in the prompts' order.
 
         `params`: for all prompts, or one for each. `cache_salt`: prefixes are shared only with requests of
         the same salt. `use_cache`: False neither reads nor feeds the prefix cache. `lora`: the name of the
-        adapter that is applied. Raises ValueError, and runs none, when one cannot run.
+        adapter that is applied. `sampling`: fields of SamplingParams, over those of `params`. Raises
+        ValueError, and runs none, when one cannot run.
         """
         fields = self._fields(priority, cache_salt, use_cache, lora)
         given: Iterable[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
         ids = [self.tokenizer.encode(p, "parse") if isinstance(p, str) else list(p) for p in given]
-        answers = self._answers(ids, params, stop, lambda at, own: None)
+        for name in sampling.keys() - {*_SAMPLING}:
+            raise ValueError(f"{name}: {nearest(name, _SAMPLING) or 'is no field of SamplingParams'}")
+        answers = self._answers(ids, params, stop, lambda at, own: None, sampling)
         self._run(answers, [{} for _ in ids], fields)
         return [answer.completion for answer in answers]
 
@@ -153,28 +158,31 @@ class LLM:
         cache_salt: str = "",
         use_cache: bool = True,
         lora: str | None = None,
-        **template_settings: Any,
+        **settings: Any,
     ) -> list[Completion]:
         """Answers one conversation, or several: OpenAI messages, rendered by the checkpoint's chat template.
 
         Messages and `tools` are what /v1/chat/completions takes, and mean the same; `cache_salt`, `use_cache`
-        and `lora` are generate's. `template_settings` are the template's, or the request's enable_thinking,
-        reasoning_effort and mm_processor_kwargs. Beside parts of the type image_url, which take data: URLs,
-        there may be `{"type": "image", "image": ...}` with a picture of Pillow's, a file's bytes, or its
-        path. `{"type": "video", "video": ...}` takes a file's bytes or its path, or a list of such pictures,
-        and with a list `fps`.
+        and `lora` are generate's. `settings` are fields of SamplingParams, over those of `params`, the
+        template's, or the request's enable_thinking, reasoning_effort and mm_processor_kwargs. Beside parts
+        of the type image_url, which take data: URLs, there may be `{"type": "image", "image": ...}` with a
+        picture of Pillow's, a file's bytes, or its path. `{"type": "video", "video": ...}` takes a file's
+        bytes or its path, or a list of such pictures, and with a list `fps`.
         Raises ValueError, and runs none, when one cannot run; TypeError for what JSON cannot say, OSError for
         a path that cannot be read.
         """
         if self._template is None:
             raise ValueError("this model has no chat template; use generate(), or give LLM(chat_template=FILE)")
         fields = self._fields(priority, cache_salt, use_cache, lora)
-        switches = {
-            name: template_settings.pop(name)
-            for name in ("enable_thinking", "reasoning_effort", "mm_processor_kwargs")
-            if name in template_settings
-        }
-        asked = switches | {"tools": tools, "chat_template_kwargs": template_settings}
+        switches, sampling = (
+            {name: settings.pop(name) for name in names if name in settings}
+            for names in (("enable_thinking", "reasoning_effort", "mm_processor_kwargs"), _SAMPLING)
+        )
+        for name in settings:
+            if error := self._template.unknown(name):
+                known = {*switches, *_SAMPLING, *self._template.variables}
+                raise ValueError(f"{name}: {nearest(name, known) or 'is no field of SamplingParams, and ' + error}")
+        asked = switches | {"tools": tools, "chat_template_kwargs": settings}
         first: Any = messages[0] if messages else None
         many: Sequence[Any] = messages if first is None or not isinstance(first, dict) else [messages]
         try:
@@ -193,7 +201,7 @@ class LLM:
             fixed = schemas is None and own.constraint is not None and bool(own.constraint.grammar)
             return OutputParser(thinking=prompt.thinking, tools=schemas, fixed=fixed)
 
-        answers = self._answers([prompt.ids for prompt, _ in rendered], params, stop, parser)
+        answers = self._answers([prompt.ids for prompt, _ in rendered], params, stop, parser, sampling)
         own_fields = [{"boundaries": prompt.boundaries, "pictures": prompt.pictures} for prompt, _ in rendered]
         self._run(answers, own_fields, fields)
         return [answer.completion for answer in answers]
@@ -233,17 +241,20 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         stop: str | Sequence[str],
         parser: Callable[[int, SamplingParams], OutputParser | None],
+        over: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[_Answer]:
         """One for each sequence to come. A request without a seed gets one, as the server would give it.
 
-        parser: makes one for an answer to the prompt of this index, with these parameters.
+        parser: makes one for an answer to the prompt of this index, with these parameters; over: fields of
+        these that count more.
         """
         each = [params or self.default_params] * len(prompts) if not isinstance(params, Sequence) else params
         if len(each) != len(prompts):
             raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams; give one, or one for each")
         stops = [stop] if isinstance(stop, str) else list(stop)
         answers = []
-        for at, (ids, p) in enumerate(zip(prompts, each, strict=True)):
+        for at, (ids, given) in enumerate(zip(prompts, each, strict=True)):
+            p = msgspec.structs.replace(given, **over)
             own = p if p.seed is not None else msgspec.structs.replace(p, seed=secrets.randbits(63))
             for index in range(p.n):
                 reader, ids_that_stop = parser(at, p), p.stop_token_ids
@@ -303,6 +314,8 @@ class LLM:
             if self._engine.n_failures >= MAX_FAILURES:
                 raise EngineStopped(f"{MAX_FAILURES} steps failed in a row; the log says why; make a new LLM")
 
+
+_SAMPLING = SamplingParams.__struct_fields__
 
 ASIDE = "deltic-picture:"
 """Begins the URL of a picture that JSON cannot say."""

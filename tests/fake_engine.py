@@ -270,7 +270,8 @@ class FakeEngineClient:
     async def _run(self, request: Request, index: int, stream: Stream) -> None:
         params = request.params
         ids = list(self.answer(request, index))
-        ended_by_token = len(ids) <= params.max_tokens and ids[-1] in (END, *params.stop_token_ids)
+        ends = self.info.eos_token_ids if self.info else [END]
+        ended_by_token = len(ids) <= params.max_tokens and ids[-1] in (*ends, *params.stop_token_ids)
         ids = ids[: params.max_tokens]
         await asyncio.sleep(self.token_s)
         for start in range(0, len(ids), self.batch):
@@ -329,6 +330,9 @@ def service_of(
     server: Server, client: FakeEngineClient, name: str, template: str | None = TEMPLATE, **more: Any
 ) -> Service:
     """A model that writes, over a fake engine. more: fields of its Service."""
+    if (tokenizer := more.pop("tokenizer", None)) is not None:
+        assert template is not None
+        return Service(server, client, tokenizer, ChatTemplate({"default": template}, tokenizer), name, **more)  # type: ignore[arg-type]
     sees = client.info is not None and client.info.pictures is not None
     chat = None if template is None else copy.copy(_template(template, sees))  # each has its own defaults
     return Service(server, client, byte_tokenizer(sees), chat, name, **more)  # type: ignore[arg-type]
@@ -336,8 +340,10 @@ def service_of(
 
 @functools.cache
 def _template(source: str, sees: bool) -> ChatTemplate:
-    """Compiled once: that takes as long as a test."""
-    return ChatTemplate({"default": source}, byte_tokenizer(sees))
+    """Compiled and tried once, as at a start: that takes as long as a test."""
+    template = ChatTemplate({"default": source}, byte_tokenizer(sees))
+    template.taken  # noqa: B018
+    return template
 
 
 @contextmanager

@@ -51,6 +51,7 @@ def main(wheel: Path) -> int:
 
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-input"]
     subprocess.run([*pip, f"{wheel}[speech,video]", "--group", "test-package"], check=True, cwd=ROOT)
+    subprocess.run([*pip, "--no-deps", "--group", "published"], check=True, cwd=ROOT)
     for name in ("tests", "docs", "pyproject.toml"):
         (shutil.copytree if (ROOT / name).is_dir() else shutil.copy)(ROOT / name, PLACE / name)
     environment = user_environment() | {"PATH": f"{env / 'bin'}{os.pathsep}{path}"}

@@ -186,8 +186,10 @@ class Screen:
         sys.stdout.write("\n")
 
 
-def answer(runner: asyncio.Runner, conversation: Conversation, screen: Screen, text: str) -> None:
-    """One turn: asks, prints, and keeps what was said. What Ctrl-C cut short stays as far as it came."""
+def answer(runner: asyncio.Runner, conversation: Conversation, screen: Screen, text: str) -> bool:
+    """One turn: asks, prints, and keeps what was said. What Ctrl-C cut short stays as far as it came. Whether
+    there was no error.
+    """
     conversation.messages.append(conversation.message(text))
     got = Answer()
 
@@ -212,6 +214,7 @@ def answer(runner: asyncio.Runner, conversation: Conversation, screen: Screen, t
         conversation.videos.clear()
     else:
         conversation.messages.pop()  # a question without an answer would confuse the next turn
+    return not got.error
 
 
 def command(conversation: Conversation, line: str) -> str | None:
@@ -265,9 +268,9 @@ def read_message(prompt: str) -> str:
     return text.strip()
 
 
-def talk(conversation: Conversation, runner: asyncio.Runner) -> None:
-    """Reads and answers until the user leaves."""
-    screen = Screen()
+def talk(conversation: Conversation, runner: asyncio.Runner) -> bool:
+    """Reads and answers until the user leaves. Whether all went well, or somebody saw that it did not."""
+    screen, went_well = Screen(), True
     prompt = ""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):
@@ -288,13 +291,19 @@ def talk(conversation: Conversation, runner: asyncio.Runner) -> None:
                 break
             screen.note(said)
         elif text:
-            answer(runner, conversation, screen, text)
+            went_well &= answer(runner, conversation, screen, text)
+    return went_well or sys.stdin.isatty()
 
 
 def chat(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
     """The command: talks to the server at --url, or to one it starts."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what the terminal cannot show becomes a question mark
+    model = str(getattr(arguments, "model", ""))
+    if " " in model and not (arguments.url or Path(model).exists()):
+        said = "a question is typed once it runs, or piped: echo 'Hello' | deltic chat"
+        print(f"deltic: {model!r} is taken for a model, and no model has a space in its name; {said}", file=sys.stderr)
+        return 2
     sampling = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
     try:
         with asyncio.Runner() as runner, own_server(arguments, server_arguments) as server:
@@ -308,8 +317,7 @@ def chat(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
                 pictures=[*map(picture_url, arguments.image)],
                 videos=[*map(picture_url, arguments.video)],
             )
-            talk(conversation, runner)
+            return 0 if talk(conversation, runner) else 1
     except (EndpointError, ServerFailed) as error:
         print(f"deltic: {error}", file=sys.stderr)
         return 1
-    return 0

@@ -407,10 +407,13 @@ def log_request(method: str, route: str, status: int, ticket: Ticket, answer_id:
     if usage := ticket.usage:
         more |= {"prompt_tokens": usage.prompt_tokens, "cached_tokens": usage.cached_tokens}
         more["generated_tokens"] = usage.completion_tokens
-    more |= {name: label for name, label in ticket.labels.items() if name != "request_id"}
+    more |= {name: label for name, label in ticket.labels.items() if name != "request_id"} | ticket.notes
     if ticket.body:
         more["body"] = ticket.body.decode("utf-8", "replace")
-    text += "".join(f" {name}={json.dumps(value) if name == 'body' else value}" for name, value in more.items())
+    text += "".join(
+        f" {name}={json.dumps(value) if name == 'body' or name in ticket.notes else value}"
+        for name, value in more.items()
+    )
     request_id = ticket.labels["request_id"]
     ids = {"request_id": request_id, "answer_id": answer_id}
     level = logging.DEBUG if ticket.is_batch else logging.INFO  # of a batch its end is told

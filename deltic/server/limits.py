@@ -140,6 +140,8 @@ class Ticket:
         """time.monotonic() of its first token."""
         self.body = bytearray()
         """The request's body, if the log is to contain it."""
+        self.notes: dict[str, str] = {}
+        """What else the log says of it: what was made of a wish that could not be met to the letter."""
         self._deadline_s = self.started_s + timeout_s if timeout_s else None
         self._is_open = False
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import ctypes
+import hashlib
 import logging
 import math
 import time
@@ -16,10 +17,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import partial
+from pathlib import Path
 from typing import Any, Generic, Literal, TypeVar
 
 from starlette.requests import Request
 
+from deltic import __version__
 from deltic.config import ServerConfig
 from deltic.engine.messages import EngineInfo
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
@@ -393,6 +396,15 @@ class Service:
     def default_length(self) -> int | None:
         """Tokens of an answer where the request names no number."""
         return self.defaults.max_new_tokens or self.config.default_max_tokens
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the program, the model and how it is run: where it differs, so may the bits of an answer."""
+        info = self.client.info
+        run = info and (info.device, info.kernels, info.precision, info.kv_cache_dtype, Path(info.cache_files).name)
+        adapter = self.adapter.path if self.adapter else ""
+        said = repr((__version__, self.model_name, adapter, self.origin, run)).encode()
+        return f"fp_{hashlib.blake2b(said, digest_size=6).hexdigest()}"
 
     @property
     def kind(self) -> Kind:

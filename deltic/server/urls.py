@@ -214,7 +214,11 @@ def of_data_url(url: str, kind: str) -> str:
 
 
 def of_base64(encoded: str, most_bytes: int) -> bytes:
-    """Slow for long ones. Raises UrlError for what is not base64 to the letter, or larger than most_bytes."""
+    """Line ends are no part of it, as programs write one every 76 characters. Slow for long ones. Raises
+    UrlError for what is not base64 to the letter, or larger than most_bytes.
+    """
+    if "\n" in encoded or "\r" in encoded:
+        encoded = encoded.replace("\r", "").replace("\n", "")
     if len(encoded) > (most_bytes + 2) // 3 * 4:
         raise UrlError(f"is larger than {most_bytes // 1_000_000} MB")
     if len(encoded) % 4 or "=" in encoded[:-2]:

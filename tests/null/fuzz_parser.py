@@ -32,11 +32,30 @@ TOOLS: dict[str, dict[str, Any]] = {
 }
 
 TAGS = [
-    "<think>", "</think>", "</think", "<tool_call>", "</tool_call>", "<function=weather>", "<function=other>",
+    "<think>", "</think>", "</think", "<tool_call>", "</function_invocation>", "</tool_call>", "<function=weather>", "<function=other>",
     '<function name="now">', "<function=now\n", "<function=", "<function==weather>", "</function>", "<parameter=city>", "<parameter=days>",
     '<parameter name="at">', "<parameter=new>", "<parameter=", "</parameter>",
 ]  # fmt: skip
-TEXTS = ["\n", "\n", "\n\n", " ", ">", "<", "{", "}", '"', "\\", "42", "True", "null", "é😀", "```json\n", "["]
+TEXTS = [
+    "\n",
+    "\n",
+    "\n\n",
+    " ",
+    ">",
+    "<",
+    "{",
+    "}",
+    '"',
+    "\\",
+    "42",
+    "True",
+    "null",
+    "é😀",
+    "```json\n",
+    "```\n",
+    "\r\n",
+    "[",
+]
 SPACES = ["\n" * 64, " " * 65, " \n" * 130, "\n" * 300, " " * 300]
 WHOLE = [
     "<tool_call>\n<function=weather>\n<parameter=city>\n{}\n</parameter>\n</function>\n</tool_call>",
@@ -45,6 +64,7 @@ WHOLE = [
     '<tool_call>\n[{{"name": "now", "arguments": {{"a": ["{}"]}}}}, {{"name": "now"}}]\n</tool_call>',
     '{{"name": "now", "arguments": {{"a": "{}',
     "\n</parameter>\n</function>\n</tool_call>",
+    "<tool_call>\n<function=now>\n<parameter=a>\n{}\n</parameter>\n</function>\n</tool_call>",
     "thought {}\n</think>\n\n",
     '{{"x": "{}"}}',
     '{{"name": "now", "arguments": {{"a": "{}"}}}}',

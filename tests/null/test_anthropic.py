@@ -19,7 +19,7 @@ from deltic.server.api import anthropic as door
 from deltic.server.api import protocol
 from deltic.server.api.anthropic import MessageAnswer
 from deltic.server.api.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_request, signature
-from deltic.server.api.messages import template_messages
+from deltic.server.api.messages import settled, template_messages
 from deltic.server.chat.answer import Piece, Usage
 from deltic.server.chat.parser import CallDelta, Delta, OutputParser
 from deltic.server.errors import ApiError
@@ -128,7 +128,7 @@ def test_system_blocks_and_the_line_that_is_not_for_us() -> None:
 def test_system_messages_in_the_middle_are_reminders() -> None:
     first = {"role": "system", "content": "be brief"}
     late = {"role": "system", "content": [{"type": "text", "text": "plan mode"}]}
-    assert told(system="A", messages=[first, *HELLO, late]) == [
+    assert settled(told(system="A", messages=[first, *HELLO, late]), False, False) == [
         {"role": "system", "content": "A\n\nbe brief"},
         {"role": "user", "content": "hello\n\n<system-reminder>\nplan mode\n</system-reminder>"},
     ]

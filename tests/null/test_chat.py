@@ -80,8 +80,8 @@ def test_continue_final_message() -> None:
 
 
 def test_template_errors_are_400s() -> None:
-    with pytest.raises(ApiError, match="System message must be first") as caught:
-        CHAT.render([user("a"), {"role": "system", "content": "b"}])
+    with pytest.raises(ApiError, match="can only concatenate") as caught:
+        CHAT.render([{"role": "user", "content": [{"type": "image"}]}])
     assert caught.value.status == 400 and caught.value.param == "messages"
     with pytest.raises(ApiError, match="no such setting; it has: enable_thinking"):
         CHAT.render([user("a")], settings={"thinking_budget": 5})

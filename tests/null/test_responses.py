@@ -16,7 +16,7 @@ import pytest
 
 from deltic.server.api import responses
 from deltic.server.api import responses_protocol as wire
-from deltic.server.api.messages import AssistantMessage, template_messages
+from deltic.server.api.messages import AssistantMessage, settled, template_messages
 from deltic.server.api.responses_store import ResponseStore, Stored, Turn, turn_of
 from deltic.server.errors import ApiError
 from tests.fake_engine import FakeEngineClient, byte_tokenizer, make_app, named_events, saying, served
@@ -241,7 +241,7 @@ def test_items_become_messages(door: Door) -> None:
     )
     parsed = [(f"input[{i}]", wire.parse_item(item, "")) for i, item in enumerate(wire.given_items(asked))]
     chat = wire.chat_request(asked, parsed)  # type: ignore[arg-type]
-    assert template_messages(chat.messages) == [
+    assert settled(template_messages(chat.messages), False, False) == [
         {"role": "system", "content": "Be kind.\n\nBe short."},
         {"role": "user", "content": "Weather?"},
         {
@@ -252,8 +252,10 @@ def test_items_become_messages(door: Door) -> None:
             ],
         },
         {"role": "tool", "content": "sunny", "tool_call_id": "call_1"},
-        {"role": "tool", "content": "rain", "tool_call_id": "call_2"},
-        {"role": "user", "content": "Now shout."},
+        {
+            "role": "tool", "tool_call_id": "call_2",
+            "content": "rain\n\n<system-reminder>\nNow shout.\n</system-reminder>",
+        },
         {"role": "user", "content": "And?"},
     ]  # fmt: skip
 
@@ -353,11 +355,16 @@ def test_forms_of_chats() -> None:
         ({"input": [{"type": "item_reference", "id": "msg_0"}]}, "input[0].id"),
         ({"input": [{"id": "msg_0"}]}, "input[0].id"),
         ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
-        ({"tools": [WEATHER, {"type": "custom", "name": "x"}]}, "tools[1].type"),
+        ({"tools": [WEATHER, {"type": "custom", "name": "x y"}]}, "tools[1].name"),
+        ({"tools": [WEATHER, {"type": "custom", "name": "x", "format": {"type": "grammar"}}]}, "tools[1].format.syntax"),
+        ({"tools": [{"type": "Not a kind"}]}, "tools[0].type"),
+        ({"tools": [{"name": "x"}]}, "tools[0].type"),
+        ({"tools": [WEATHER, {"type": "custom", "name": "weather"}]}, "tools[1].name"),
+        ({"input": [{"type": "additional_tools", "tools": [{"type": "function"}]}, {"role": "user", "content": "x"}]}, "tools[0].name"),
         ({"tools": [{"type": "function"}]}, "tools[0].name"),
         ({"tools": [WEATHER | {"strict": True, "parameters": {"type": "x"}}]}, "tools[0].parameters.type"),
         ({"tools": [{"type": "function", "name": "x y"}]}, "tools[0].name"),
-        ({"tools": [WEATHER | {"defer_loading": True}]}, "tools[0].defer_loading"),
+        ({"tools": [WEATHER | {"defer_loading": 1}]}, "tools[0].defer_loading"),
         ({"tools": [WEATHER, WEATHER]}, "tools[1].name"),
         ({"tools": [WEATHER], "tool_choice": {"type": "web_search"}}, "tool_choice.type"),
         ({"text": {"format": {"type": "yaml"}}}, "text.format.type"),
@@ -394,7 +401,6 @@ def test_what_is_refused_is_named(door: Door, body: dict[str, Any], param: str) 
 def test_hosted_tools_are_left_out_where_the_server_is_told_so(caplog: pytest.LogCaptureFixture) -> None:
     engine = FakeEngineClient()
     hosted = [{"type": "web_search", "external_web_access": True}, {"type": "image_generation", "output_format": "png"}]
-    wire._note_skipped.cache_clear()
     with served(make_app(engine, skip_hosted_tools=True)) as url, caplog.at_level("INFO", "deltic.server"):
         door = Door(url, engine)
         plain = door.post(tools=[WEATHER])
@@ -406,12 +412,79 @@ def test_hosted_tools_are_left_out_where_the_server_is_told_so(caplog: pytest.Lo
         assert door.post(tools=hosted)["tools"] == []
         for choice in ("required", {"type": "web_search"}):
             assert door.post(400, tools=hosted, tool_choice=choice)["param"].startswith("tool_choice")
-        for kind in ("custom", "tool_search", "web_search_x"):
-            refused = door.post(400, tools=[hosted[0], {"type": kind, "name": "x"}])
-            assert refused["param"] == "tools[1].type", "its client runs it"
         wrong = door.post(400, tools=[hosted[0], WEATHER | {"strict": True, "parameters": {"type": "x"}}])
         assert wrong["param"] == "tools[1].parameters.type"
-    assert sum("web_search, which is left out" in line for line in caplog.messages) == 1
+    assert 'tools_left_out="web_search,image_generation"' in caplog.text
+
+
+PATCH = {
+    "type": "custom", "name": "apply_patch", "description": "Edits files.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin" LF "+" /[a-z]+/ LF\n%import common.LF'},
+}  # fmt: skip
+PATCHED = (
+    "<tool_call>\n<function=apply_patch>\n<parameter=input>\n*** Begin\n+a\n\n</parameter>\n</function>\n</tool_call>"
+)
+
+
+def test_custom_tools(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+    """To the model a function of one text, to the client a custom tool."""
+    door.engine.answer = saying(PATCHED)
+    said = door.post(tools=[PATCH, WEATHER])
+    (item,) = said["output"]
+    assert (item["type"], item["name"], item["input"], item["status"]) == (
+        "custom_tool_call",
+        "apply_patch",
+        "*** Begin\n+a\n",
+        "completed",
+    )
+    assert item["id"].startswith("ctc_") and "arguments" not in item and said["tools"] == [PATCH, WEATHER]
+    assert '"name": "apply_patch"' in door.prompt() and "*** Begin" in door.prompt()
+    grammar = door.engine.requests[-1].params.constraint
+    assert grammar and "%lark" in grammar.grammar, "its grammar is enforced"
+    events = door.stream(tools=[PATCH])
+    name = "response.custom_tool_call_input"
+    assert [e["delta"] for e in events if e["type"] == f"{name}.delta"] == [item["input"]]
+    assert [e["input"] for e in events if e["type"] == f"{name}.done"] == [item["input"]]
+    stored = events[-1]["response"]["id"]
+    again = named_events(door.http.get(f"/v1/responses/{stored}?stream=true"))
+    assert [e["type"] for e in again] == [e["type"] for e in events] and again[-1] == events[-1]
+    result = {"type": "custom_tool_call_output", "call_id": item["call_id"], "output": "done"}
+    door.post(tools=[PATCH], previous_response_id=stored, input=[result])
+    assert "<parameter=input>\n*** Begin\n+a\n\n</parameter>" in door.prompt() and "done" in door.prompt()
+    door.post(tools=[PATCH, WEATHER], tool_choice={"type": "custom", "name": "apply_patch"})
+    inside = {"type": "namespace", "name": "mcp__a", "tools": [PATCH]}
+    door.engine.answer = saying(PATCHED.replace("=apply", "=mcp__a__apply"))
+    (item,) = door.post(tools=[inside])["output"]
+    assert (item["type"], item["namespace"], item["name"]) == ("custom_tool_call", "mcp__a", "apply_patch")
+
+
+@pytest.mark.parametrize("definition", ["start: /(?s:.+)/", "start: /[^x]+/", "no grammar", "start: missing"])
+def test_a_grammar_that_cannot_be_enforced_is_shown(door: Door, definition: str) -> None:
+    tool = PATCH | {"format": {"type": "grammar", "syntax": "lark", "definition": definition}}
+    door.engine.answer = saying(PATCHED)
+    assert door.post(tools=[tool])["output"][0]["type"] == "custom_tool_call"
+    assert definition in door.prompt()
+    constraint = door.engine.requests[-1].params.constraint
+    assert constraint is None or "%lark" not in constraint.grammar
+
+
+def test_tools_of_an_item(door: Door) -> None:
+    item = {"type": "additional_tools", "role": "developer", "tools": [PATCH, WEATHER, {"type": "tool_search"}]}
+    door.engine.answer = saying(CALL)
+    said = door.post(input=[item, {"role": "user", "content": "x"}], tools=[WEATHER])
+    assert said["tools"] == [WEATHER, PATCH] and said["output"][0]["name"] == "weather"
+    assert door.prompt().count('"name": "weather"') == 1 and "apply_patch" in door.prompt()
+    door.post(input="and?", previous_response_id=said["id"])
+    assert "apply_patch" in door.prompt(), "as the items before it"
+
+
+def test_kinds_of_tools_that_no_model_here_knows(door: Door, caplog: pytest.LogCaptureFixture) -> None:
+    old = [{"type": f"local_shell_call{end}", "call_id": "c", "action": {"command": ["ls"]}} for end in ("", "_output")]
+    odd = [{"type": "local_shell"}, {"type": "tool_search", "execution": "client"}]
+    with caplog.at_level("INFO", "deltic.server"):
+        said = door.post(input=[*old, {"role": "user", "content": "x"}], tools=[*odd, WEATHER])
+    assert said["tools"] == [WEATHER] and "local_shell" not in door.prompt()
+    assert 'tools_left_out="local_shell,tool_search"' in caplog.text
 
 
 def test_refusals_are_in_this_doors_words(door: Door) -> None:

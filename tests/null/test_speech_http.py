@@ -240,7 +240,7 @@ def test_defaults_are_the_checkpoints(engine: FakeSpeechClient) -> None:
         1.05,
     )
     assert (speech.temperature, speech.top_k, speech.top_p, params.min_tokens) == (0.9, 50, 1.0, 2)
-    assert params.max_tokens == 4096 - len(sent.prompt_ids) and sent.cache_salt == "" and params.seed is None
+    assert params.max_tokens == 192 and sent.cache_salt == "" and params.seed is None
     given = {
         "temperature": 0.5, "top_k": 7, "top_p": 0.0, "repetition_penalty": 1.2, "subtalker_temperature": 0.0,
         "subtalker_top_k": 3, "subtalker_top_p": 0.5, "seed": 5, "max_new_tokens": 9, "initial_codec_chunk_frames": 3,
@@ -415,10 +415,18 @@ def test_limits_keys_and_the_queue(engine: FakeSpeechClient) -> None:
     assert second.status_code == 429 and error_of(second)["code"] == "rate_limit_exceeded"
 
 
-def test_a_clone_that_does_not_end_is_an_error() -> None:
-    engine = FakeSpeechClient("base")
+WHOSE = {
+    "base": {"ref_audio": INLINE, "x_vector_only_mode": True},
+    "custom_voice": {"voice": "vivian"},
+    "voice_design": {"instructions": "Calm."},
+}
+
+
+@pytest.mark.parametrize("variant", WHOSE)
+def test_speech_that_does_not_end_is_an_error(variant: str) -> None:
+    engine = FakeSpeechClient(variant)
     engine.n_frames = 5000
-    body = {"input": "Hello.", "ref_audio": INLINE, "x_vector_only_mode": True}
+    body = {"input": "Hello."} | WHOSE[variant]
     response = say(engine, body)
     assert response.status_code == 500 and error_of(response)["code"] == "speech_did_not_end"
     assert engine.requests[0].params.max_tokens == 192

@@ -6,9 +6,6 @@ Anthropic's API differs from a ChatRequest in these points:
   the template.
 - Messages of one role in a row are one turn. Tool results come first in theirs and in the order of the calls,
   since a template that shows no ids tells them apart by their places; then the user's text.
-- A `system` message in the middle becomes a `<system-reminder>` in the user's turn: the family's templates
-  take a system message at the start only, and one that moved there would change the prompt's beginning, which
-  the prefix cache needs.
 - A last message of the assistant is continued.
 
 Accepted and ignored, since they ask for nothing that could show in an answer: `metadata`, `service_tier`,
@@ -30,6 +27,7 @@ from msgspec import Meta, Struct
 from deltic.server.api import protocol
 from deltic.server.api.anthropic_tools import described
 from deltic.server.api.messages import (
+    REMINDER,
     AssistantMessage,
     CalledFunction,
     SystemMessage,
@@ -47,8 +45,6 @@ ATTRIBUTION = "x-anthropic-billing-header:"
 
 It is for Anthropic's servers and other in every request, so with it no prompt would begin as the one before.
 """
-
-REMINDER = "<system-reminder>"
 
 MARK = b"deltic:"
 """The beginning of our signatures, before base64."""
@@ -174,7 +170,7 @@ class OutputFormat(Struct, forbid_unknown_fields=True):
 
 
 class OutputConfig(Struct, forbid_unknown_fields=True):
-    effort: Literal["low", "medium", "high", "xhigh", "max"] | None = None
+    effort: protocol.Effort | None = None
     format: OutputFormat | None = None
 
 
@@ -329,12 +325,6 @@ def _messages(asked: CountTokensRequest) -> tuple[list[ChatMessage], bool]:
     for i, message in enumerate(asked.messages):
         role = str(message.__struct_config__.tag)
         blocks = _blocks(message.content, f"messages[{i}].content", role)
-        if role == "system":
-            text = "\n\n".join(_texts(blocks))
-            if not turns:
-                system.append(text)
-                continue
-            role, blocks = "user", [Text(f"{REMINDER}\n{text}\n</system-reminder>")]
         if turns and turns[-1][0] == role:
             turns[-1][1].extend(blocks)
         else:
@@ -344,7 +334,9 @@ def _messages(asked: CountTokensRequest) -> tuple[list[ChatMessage], bool]:
         told.append(SystemMessage(content=text))
     called: list[str] = []
     for role, blocks in turns:
-        if role == "user":
+        if role == "system":
+            told.append(SystemMessage(content="\n\n".join(_texts(blocks))))
+        elif role == "user":
             told += _user_messages(blocks, called)
         else:
             told.append(_assistant_message(blocks))

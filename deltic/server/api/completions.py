@@ -113,6 +113,8 @@ def chat_generation(service: Service, prepared: Prepared, request_id: str, ticke
 
     ticket: the HTTP request's, `request.scope[TICKET]`."""
     chat, prompt, params = prepared.chat, prepared.prompt, prepared.params
+    if prompt.effort:
+        ticket.notes["reasoning_effort"] = prompt.effort
     choices = [
         _choice(
             service,
@@ -152,7 +154,7 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
     request_id = f"chatcmpl-{secrets.token_hex(16)}"
     answer_id = request.scope["deltic.answer_id"] = chat.rid or _named("chatcmpl-", chat) or request_id
     generation = chat_generation(service, prepared, request_id, request.scope[TICKET])
-    extras = extras_of(chat, [prepared.prompt.ids])
+    extras = extras_of(service, chat, [prepared.prompt.ids])
     said = answer.ChatAnswer(answer_id, service.model_name, service.tokenizer, extras)
     if chat.stream:
         said.note(generation.usage())
@@ -201,7 +203,7 @@ def _named(prefix: str, request: protocol.Sampling) -> str | None:
     return f"{prefix}{request.request_id}" if request.request_id else None
 
 
-def extras_of(request: protocol.Sampling, prompts: list[list[int]]) -> answer.Extras:
+def extras_of(service: Service, request: protocol.Sampling, prompts: list[list[int]]) -> answer.Extras:
     """prompts: their ids."""
     options = request.stream_options or protocol.StreamOptions()
     usage = bool(options.include_usage or (request.usage and request.usage.include))
@@ -214,6 +216,7 @@ def extras_of(request: protocol.Sampling, prompts: list[list[int]]) -> answer.Ex
         names_ids=bool(request.return_tokens_as_token_ids),
         tier=request.service_tier is not None,
         older_calls=bool(getattr(request, "functions", None)),
+        fingerprint=service.fingerprint,
     )
 
 
@@ -262,7 +265,7 @@ async def completions(service: Service, request: Request) -> ASGIApp:
     generation = completion_generation(service, asked, requests, echo, request.scope[TICKET])
     answer_id = asked.rid or _named("cmpl-", asked) or requests[0].id.rpartition("-")[0]
     request.scope["deltic.answer_id"] = answer_id
-    extras = extras_of(asked, [sent.prompt_ids for sent in requests])
+    extras = extras_of(service, asked, [sent.prompt_ids for sent in requests])
     said = answer.CompletionAnswer(answer_id, service.model_name, tokenizer, extras, asked.logprobs or 0, n)
     if asked.stream:
         return EchoStream(generation, said, echo, n) if echo else AnswerStream(generation, said)

@@ -7,7 +7,8 @@ function, and their calls) may have any further field, as client libraries add t
 an assistant's parts that are not text, but not a tool's, whose result would be missing.
 
 Parts of people and tools may be pictures and videos: `find_pictures` puts a Sent into their place, and they
-are read before the messages go to the template.
+are read before the messages go to the template. What a template refuses of the order of messages, `settled`
+puts so that it takes it, for every door.
 """
 
 from __future__ import annotations
@@ -165,6 +166,72 @@ def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
     Raises ApiError (400) for parts that are not text and for arguments that are not a JSON object.
     """
     return [_template_message(message, f"messages[{i}]") for i, message in enumerate(messages)]
+
+
+REMINDER = "<system-reminder>"
+"""How agents begin what they tell a model in the middle of a conversation."""
+
+
+def settled(messages: list[dict[str, Any]], takes_systems: bool, takes_no_user: bool) -> list[dict[str, Any]]:
+    """A template's messages, as one takes them that wants a single system message, the first, unless
+    takes_systems, and a question of the user's, unless takes_no_user.
+
+    The system messages before all others become one. A later one is a reminder in the user's turn: moved to
+    the front it would change the prompt's beginning, which the prefix cache needs. It goes with what the user
+    or a tool said before it, else with what the user says next, since as a question of its own it would have
+    the template drop the thoughts before it. Without a question there is an empty one before all turns.
+    """
+    n = next((i for i, message in enumerate(messages) if message["role"] != "system"), len(messages))
+    first, rest = messages[:n], messages[n:]
+    if not takes_systems:
+        first = [_joined(first)] if first else []
+        rest = _with_reminders(rest)
+    if not takes_no_user and not any(map(_is_question, rest)):
+        rest = [{"role": "user", "content": ""}, *rest]
+    return first + rest
+
+
+def _with_reminders(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    turns: list[list[dict[str, Any]]] = []
+    is_open = False  # the last turn ends with a reminder, and what the user says next belongs to it
+    for message in messages:
+        takers: tuple[str, ...] = ("user",) if is_open and message["role"] == "user" else ()
+        if is_late := message["role"] == "system":
+            if not message["content"]:
+                continue
+            begin, end = ({"type": "text", "text": tag} for tag in (f"{REMINDER}\n", "\n</system-reminder>"))
+            parts = [begin, *_parts(message["content"]), end]
+            is_text = isinstance(message["content"], str)
+            content = "".join(part["text"] for part in parts) if is_text else parts
+            message, takers = {"role": "user", "content": content}, ("user", "tool")
+        if turns and turns[-1][0]["role"] in takers:
+            turns[-1].append(message)
+        else:
+            turns.append([message])
+        is_open = is_late and turns[-1][0]["role"] == "user"
+    return list(map(_joined, turns))
+
+
+def _joined(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Messages as one, paragraphs of the first's."""
+    said = [message["content"] for message in messages if message["content"]]
+    if len(messages) == 1 or not said:
+        return messages[0]
+    if all(isinstance(content, str) for content in said):
+        return messages[0] | {"content": "\n\n".join(said)}
+    apart = {"type": "text", "text": "\n\n"}
+    return messages[0] | {"content": [part for content in said for part in (apart, *_parts(content))][1:]}
+
+
+def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [{"type": "text", "text": content}] if isinstance(content, str) else content
+
+
+def _is_question(message: dict[str, Any]) -> bool:
+    """Whether templates of the family take it for one: a result of a tool in the user's words is none."""
+    content = message["content"]
+    is_result = isinstance(content, str) and content.strip().startswith("<tool_response>")
+    return message["role"] == "user" and not (is_result and content.strip().endswith("</tool_response>"))
 
 
 def _template_message(message: Message, path: str) -> dict[str, Any]:

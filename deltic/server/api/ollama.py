@@ -123,6 +123,7 @@ _NAMES = (
     (r"^response_format(\.json_schema)?(\.schema)?", "format"),
     (r"^max_tokens$", "options.num_predict"),
     (r"^repetition_penalty$", "options.repeat_penalty"),
+    (r"^repeat_last_n$", "options.repeat_last_n"),
     (r"^(chat_template_kwargs\.)?(enable_thinking|reasoning_effort)$", "think"),
     (r"^(temperature|top_p|top_k|min_p|presence_penalty|frequency_penalty|seed|stop\b)", r"options.\1"),
     (r"^continue_final_message$", "messages"),

@@ -85,7 +85,7 @@ class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
     """Unless false."""
     format: str | dict[str, Any] | None = None
     options: Options | None = None
-    think: bool | Literal["", "low", "medium", "high", "max"] | None = None
+    think: bool | Literal["", protocol.Effort] | None = None
     logprobs: bool | None = None
     top_logprobs: protocol.Count | None = None
     keep_alive: str | float | None = None
@@ -153,9 +153,6 @@ def check(asked: Asked) -> None:
             given = getattr(value, field)
             if given is not None and field in NEUTRAL and given not in NEUTRAL[field]:
                 raise _unsupported(path + field)
-    if options.repeat_penalty not in (None, 1) and (options.repeat_last_n or -1) != -1:
-        said = "the penalty counts all tokens of prompt and answer (-1); leave it out"
-        raise bad_request("options.repeat_last_n", said, "unsupported_field")
     if (options.num_predict or 0) < -2:
         raise bad_request("options.num_predict", "expected a number of tokens, or -1 for any number")
     if is_empty(asked) and asked.keep_alive in _NO_TIME:
@@ -196,8 +193,7 @@ def chat_request(asked: Asked) -> protocol.ChatRequest:
     if isinstance(asked.think, bool):
         chat.enable_thinking = asked.think
     elif asked.think:
-        chat.enable_thinking = True
-        chat.chat_template_kwargs = {"reasoning_effort": asked.think}
+        chat.reasoning_effort = asked.think
     if asked.logprobs or asked.top_logprobs:
         chat.logprobs, chat.top_logprobs = asked.logprobs, asked.top_logprobs
     return chat
@@ -235,7 +231,8 @@ def _sampling(asked: Asked) -> dict[str, Any]:
         "min_p": options.min_p,
         "seed": None if options.seed == -1 else options.seed,
         "stop": options.stop,
-        "repetition_penalty": 1.0 if options.repeat_last_n == 0 else options.repeat_penalty,
+        "repetition_penalty": options.repeat_penalty,
+        "repeat_last_n": options.repeat_last_n,
         "presence_penalty": options.presence_penalty,
         "frequency_penalty": options.frequency_penalty,
         "response_format": _format(asked.format),

@@ -6,7 +6,7 @@ see NEUTRAL). Extra fields are named as in vLLM, SGLang, llama.cpp and OpenRoute
 say the same as others. The history of a chat is in messages.py.
 
 Accepted and ignored, since they ask for nothing that could show in an answer: `user`, `metadata`, `store`
-(of a chat), `prediction`, `prompt_cache_*`, `safety_identifier`, `keep_alive`, `num_ctx`;
+(of a chat), `prediction`, `prompt_cache_*`, `safety_identifier`, `keep_alive`, `ttl`, `num_ctx`;
 `add_special_tokens` and `spaces_between_special_tokens`, as the family's tokenizers have neither.
 Wishes that an answer declines: `service_tier` (the answer says "default"), `verbosity` unless the template
 reads it.
@@ -106,6 +106,8 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     rid: AnswerId | None = None
     n_predict: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     repeat_penalty: Annotated[float, Meta(ge=1e-6, le=100.0)] | None = None
+    repeat_last_n: int | None = None
+    """Tokens that its penalty counts: -1, all; or 0, which is none."""
     timings_per_token: bool | None = None
     usage: UsageOptions | None = None
     response_format: Any = None
@@ -131,6 +133,7 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     prompt_cache_retention: str | None = None
     prompt_cache_options: dict[str, Any] | None = None
     keep_alive: Any = None
+    ttl: Any = None
     num_ctx: Positive | None = None
     """Programs send a large one by habit; they get what there is."""
     add_special_tokens: bool | None = None
@@ -164,9 +167,11 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "dry_multiplier": (0,),
     "dynatemp_range": (0,),
     "id_slot": (-1,),
+    "min_keep": (0, 1),
     "mirostat": (0,),
     "n_keep": (0,),
     "n_probs": (0,),
+    "reasoning_format": ("auto", "deepseek", "parsed"),
     "return_progress": (False,),
     "samplers": ([],),
     "tfs_z": (1,),
@@ -182,7 +187,8 @@ they are accepted.
 """
 
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
+"""The least first; a template that does not know one is given another (server/chat/template.py)."""
 
 
 class ThinkingSwitch(Struct, forbid_unknown_fields=True):
@@ -258,6 +264,8 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     model: str | None = None
     return_token_strs: bool = False
     prompt: str | None = None
+    add_special_tokens: bool | None = None
+    """Changes nothing: the family's tokenizers add none."""
     parse_special_tokens: bool | None = None
     """Whether `<|im_end|>` written in the prompt is the token (unless false) or its letters."""
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
@@ -417,6 +425,11 @@ def settle(request: Sampling) -> None:
 
     put("n_predict", "max_tokens", 2**31 - 1 if request.n_predict == -1 else request.n_predict)
     put("repeat_penalty", "repetition_penalty", request.repeat_penalty)
+    if request.repeat_last_n == 0:
+        request.repetition_penalty = 1.0
+    elif request.repetition_penalty not in (None, 1) and request.repeat_last_n not in (None, -1):
+        said = "the penalty counts all tokens of prompt and answer (-1); leave it out"
+        raise bad_request("repeat_last_n", said, "unsupported_field")
     if request.best_of not in (None, 1, request.n):
         raise bad_request("best_of", "not supported unless it equals n", "unsupported_field")
     if request.detokenize is False and not (request.return_token_ids and not request.stop):
@@ -525,7 +538,7 @@ def answer_length(
             raise bad_request("max_tokens", "differs from max_completion_tokens; give one of the two")
         asked = newer if newer is not None else asked
         if asked == 0:
-            raise bad_request("max_tokens", "must be at least 1")
+            raise bad_request("max_tokens" if newer is None else "max_completion_tokens", "must be at least 1")
     if asked is None:
         asked = default or (limit if isinstance(request, ChatRequest) else SHORT_ANSWER)
     return min(asked, limit - n_prompt)

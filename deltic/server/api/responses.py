@@ -23,7 +23,7 @@ from deltic.server.api import responses_protocol as wire
 from deltic.server.api.completions import PieceStream, chat_generation, check, prepare_chat
 from deltic.server.api.responses_store import ResponseStore, Stored, Turn, turn_of
 from deltic.server.chat import answer
-from deltic.server.chat.arguments import is_whole
+from deltic.server.chat.arguments import given_arguments, is_whole
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.items import Item, Items, Kind
 from deltic.server.chat.picture_parts import Pictures
@@ -133,6 +133,9 @@ async def _read(
         old = [(f"previous_response_id ({item_id})", item) for turn in history for item_id, item in turn.items]
         try:
             items = [(place, _item(item, place)) for place, item in (*old, *new)]
+            wire.add_tools(asked, items)
+            if kinds := wire.left_out(asked):
+                ticket.notes["tools_left_out"] = ",".join(kinds)
             pictures = wire.find_pictures(items)
         except ApiError as error:
             raise wire.in_own_words(error, asked) from None
@@ -284,11 +287,15 @@ _PARTS: dict[str, dict[str, Any]] = {
 }
 """The one part that an item of this type has, empty."""
 
+_TEXT_OF = {"function_call": "arguments", "custom_tool_call": "input"}
+"""The field with what an item of this type says, which has no parts."""
+
 
 def _said(item: dict[str, Any]) -> str:
     """How the events are called that tell what an item says."""
-    part = _PARTS.get(item["type"])
-    return "response.function_call_arguments" if part is None else f"response.{part['type']}"
+    if (field := _TEXT_OF.get(item["type"])) is not None:
+        return f"response.{item['type']}_{field}"
+    return f"response.{_PARTS[item['type']]['type']}"
 
 
 class End(NamedTuple):
@@ -327,8 +334,8 @@ class Events:
     def ended(self, index: int, item: dict[str, Any]) -> bytes:
         """item: as it is in the response."""
         place, name = _place(index, item), f"{_said(item)}.done"
-        if item["type"] == "function_call":
-            written = self.event(name, **place, arguments=item["arguments"])
+        if (field := _TEXT_OF.get(item["type"])) is not None:
+            written = self.event(name, **place, **{field: item[field]})
         else:
             (part,) = item["content"]
             said = {field: part[field] for field in ("text", "logprobs") if field in part}
@@ -358,12 +365,11 @@ class ResponseAnswer(Items):
         """Of log-probabilities and text, more or less."""
         self.is_stored = asked.store is not False and bool(service.server.responses.most)
         self._plain = _echo(asked, service) | {"id": response_id, "model": service.model_name, "store": self.is_stored}
-        spaces = [tool for tool in asked.tools or () if tool.get("type") == "namespace"]
-        self._namespaces = {
-            wire.flat_name(tool.name, space.name): (space.name, tool.name)
-            for _, space, tool in wire.flat_tools(spaces)
-            if space
+        self._called = {
+            wire.flat_name(tool.name, space.name if space else None): (space.name if space else None, tool)
+            for _, space, tool in wire.flat_tools(asked.tools)
         }
+        """By the names that the model has for them."""
         self._events = Events(-1 if asked.stream else math.inf)
         self._id, self._delta_start = "", b""
         """Of the last item."""
@@ -422,7 +428,7 @@ class ResponseAnswer(Items):
         return written + self._whole("response.failed")
 
     def begun(self, item: Item) -> bytes:
-        self._id = f"{wire.ID_PREFIXES[_KINDS[item.kind]]}_{secrets.token_hex(24)}"
+        self._id = f"{wire.ID_PREFIXES[self._type(item)]}_{secrets.token_hex(24)}"
         self._n_said, self._logprobs = 0, []
         self.ends.append(array("I"))
         index, plain = len(self.output), self._plain_item(item, "in_progress")
@@ -431,7 +437,16 @@ class ResponseAnswer(Items):
         self._delta_start = b'event: %s\ndata: %s,"delta":' % (name.encode(), start)
         return self._events.begun(index, plain)
 
+    def _type(self, item: Item) -> str:
+        tool = self._called.get(item.call.name or "", (None, None))[1] if item.call else None
+        return "custom_tool_call" if isinstance(tool, wire.CustomTool) else _KINDS[item.kind]
+
     def grown(self, item: Item, text: str) -> bytes:
+        if self._type(item) == "custom_tool_call":
+            return b""  # a part of JSON; its text is told at the end
+        return self._told(item, text)
+
+    def _told(self, item: Item, text: str) -> bytes:
         scores = b',"logprobs":' + _encode(self._take_scores()) if item.kind == "text" else b""
         self._n_said += len(text)
         self.n_bytes += len(text)
@@ -445,16 +460,22 @@ class ResponseAnswer(Items):
     def ended(self, item: Item, is_cut: bool) -> bytes:
         is_cut = is_cut or (item.kind == "call" and not is_whole(item.text))
         plain = self._plain_item(item, "incomplete" if is_cut else "completed")
+        written = self._told(item, plain["input"]) if plain.get("input") else b""
         self.output.append(plain)
-        return self._events.ended(len(self.output) - 1, plain)
+        return written + self._events.ended(len(self.output) - 1, plain)
 
     def _plain_item(self, item: Item, status: wire.Status) -> dict[str, Any]:
         """The last item; one in progress as it is when it begins."""
-        kind, text = _KINDS[item.kind], item.text
+        kind, text = self._type(item), item.text
         plain: dict[str, Any] = {"id": self._id, "type": kind, "status": status}
         if item.call is not None:
-            namespace, name = self._namespaces.get(item.call.name or "", (None, item.call.name))
-            plain |= {"call_id": item.call.id, "name": name, "arguments": text}
+            namespace, tool = self._called.get(item.call.name or "", (None, None))
+            plain |= {"call_id": item.call.id, "name": tool.name if tool else item.call.name}
+            if kind == "custom_tool_call":
+                given = (given_arguments(text) or {}).get("input", text)
+                plain["input"] = given if isinstance(given, str) else text
+            else:
+                plain["arguments"] = text
             return plain | {"namespace": namespace} if namespace else plain
         part, begins = _PARTS[kind] | {"text": text}, status == "in_progress"
         content = [] if begins else [part]
@@ -510,10 +531,11 @@ def _events_of(response: dict[str, Any], ends: list[array[int]], after: int) -> 
     }
     written = [events.event(f"response.{name}", response=response | begun) for name in ("created", "in_progress")]
     for i, item in enumerate(response["output"]):
-        empty: dict[str, Any] = {"content": []} if "content" in item else {"arguments": ""}
+        field = _TEXT_OF.get(item["type"])
+        empty: dict[str, Any] = {"content": []} if field is None else {field: ""}
         written.append(events.begun(i, item | empty | {"status": "in_progress"}))
         if n := len(ends[i]) // 2:
-            part = item["content"][0] if "content" in item else {"text": item["arguments"]}
+            part = item["content"][0] if field is None else {"text": item[field]}
             n_seen = min(n, max(0, after + 1 - events.n))
             n_chars, n_scores = ends[i][2 * n_seen - 2 : 2 * n_seen] if n_seen else (0, 0)
             said = {"delta": part["text"][n_chars:]}
@@ -553,7 +575,7 @@ def _echo(asked: wire.ResponsesRequest, service: Service) -> dict[str, Any]:
         "temperature": defaults.temperature if asked.temperature is None else asked.temperature,
         "text": {"format": text_format or {"type": "text"}, "verbosity": "medium"},
         "tool_choice": "auto" if asked.tool_choice is None else asked.tool_choice,
-        "tools": [tool for tool in asked.tools or () if not wire.is_hosted(tool)],
+        "tools": [tool for tool in asked.tools or () if not wire.is_left_out(tool)],
         "top_logprobs": asked.top_logprobs or 0,
         "top_p": defaults.top_p if asked.top_p is None else asked.top_p,
         "truncation": asked.truncation or "disabled",

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import base64
 import binascii
-import functools
-import logging
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any, Literal
@@ -35,8 +33,6 @@ from deltic.server.api.messages import (
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.picture_parts import READS, Sent, is_low, sent_in
 from deltic.server.errors import ApiError, bad_request
-
-log = logging.getLogger("deltic.server")
 
 THOUGHT = "deltic-thought-"
 """Begins the `encrypted_content` that we give.
@@ -88,12 +84,33 @@ class FunctionTool(Struct, kw_only=True, forbid_unknown_fields=True):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
-    defer_loading: Literal[False] | None = None
+    defer_loading: bool | None = None
+    """Every tool is loaded from the start."""
+    allowed_callers: Annotated[list[Literal["direct"]], Meta(min_length=1)] | None = None
+
+
+class AnyText(Struct, tag="text", forbid_unknown_fields=True):
+    """No constraint."""
+
+
+class GrammarText(Struct, tag="grammar", forbid_unknown_fields=True):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
+class CustomTool(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A tool that takes a text. The model has it as a function with one parameter, `input`."""
+
+    type: Literal["custom"]
+    name: ToolName
+    description: str | None = None
+    format: AnyText | GrammarText | None = None
+    defer_loading: bool | None = None
     allowed_callers: Annotated[list[Literal["direct"]], Meta(min_length=1)] | None = None
 
 
 class NamespaceTool(Struct, kw_only=True, forbid_unknown_fields=True):
-    """Functions under a name of their own, as agents send those of a tool server."""
+    """Tools under a name of their own, as agents send those of a tool server."""
 
     type: Literal["namespace"]
     name: ToolName
@@ -192,6 +209,7 @@ class CustomCallItem(Struct, kw_only=True):
     call_id: str
     name: ToolName
     input: str
+    namespace: str | None = None
 
 
 class CallOutputItem(Struct, kw_only=True):
@@ -206,10 +224,16 @@ class ReasoningItem(Struct, kw_only=True):
 
 
 class HostedItem(Struct):
-    """A call of a tool on OpenAI's servers, made by another model.
+    """A call of a tool that no model here can call, made by another one.
 
     It is ignored: the model's own message tells of it.
     """
+
+
+class ToolsItem(Struct, kw_only=True):
+    """More tools for the answer, which agents send where they learn of them."""
+
+    tools: list[dict[str, Any]]
 
 
 class Reference(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -222,7 +246,7 @@ class _Kind(Struct):
     role: str | None = None
 
 
-Item = MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem | HostedItem
+Item = MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem | HostedItem | ToolsItem
 ITEMS: dict[str, type[Item | Reference]] = {
     "message": MessageItem,
     "function_call": CallItem,
@@ -230,6 +254,7 @@ ITEMS: dict[str, type[Item | Reference]] = {
     "custom_tool_call": CustomCallItem,
     "custom_tool_call_output": CallOutputItem,
     "reasoning": ReasoningItem,
+    "additional_tools": ToolsItem,
     "item_reference": Reference,
 }
 _HOSTED_ITEMS = (
@@ -243,29 +268,48 @@ _HOSTED_ITEMS = (
     "mcp_approval_response",
     "tool_search_call",
     "tool_search_output",
+    "local_shell_call",
+    "local_shell_call_output",
+    "shell_call",
+    "shell_call_output",
+    "apply_patch_call",
+    "apply_patch_call_output",
 )
 ITEMS |= dict.fromkeys(_HOSTED_ITEMS, HostedItem)
-ID_PREFIXES = {"message": "msg", "function_call": "fc", "function_call_output": "fco", "reasoning": "rs"}
+ID_PREFIXES = {
+    "message": "msg",
+    "function_call": "fc",
+    "function_call_output": "fco",
+    "custom_tool_call": "ctc",
+    "custom_tool_call_output": "ctco",
+    "reasoning": "rs",
+}
 
 
 _HOSTED = re.compile(
     r"(web_search|web_search_preview|image_generation|file_search|code_interpreter|mcp)(_\d{4}_\d{2}_\d{2})?"
 )
-"""Tools that OpenAI's servers run.
+"""Tools that OpenAI's servers run."""
+_GIVEN = ("function", "custom", "namespace")
+_KIND = re.compile(r"[a-z0-9_]{1,64}")
+"""What a kind of tools may be called that we do not know."""
 
-Others that we do not know are for the client to run, so a model without them fails.
-"""
 
-
-def is_hosted(tool: dict[str, Any]) -> bool:
+def is_left_out(tool: dict[str, Any]) -> bool:
+    """Whether the model goes without: it is of a kind that only the models know which were trained for it."""
     kind = tool.get("type")
-    return isinstance(kind, str) and _HOSTED.fullmatch(kind) is not None
+    return kind not in _GIVEN and isinstance(kind, str) and _KIND.fullmatch(kind) is not None
 
 
-@functools.cache
-def _note_skipped(kind: str) -> None:
-    """Once is enough: an agent sends its tools with every request."""
-    log.info("requests to /v1/responses have the tool %s, which is left out (--skip-hosted-tools)", kind)
+def left_out(asked: ResponsesRequest) -> list[str]:
+    """The kinds of tools that the model goes without, each once, for the log."""
+    tools = [inner for tool in asked.tools or () for inner in (tool, *_inner(tool))]
+    return list(dict.fromkeys(tool["type"] for tool in tools if is_left_out(tool)))
+
+
+def _inner(tool: dict[str, Any]) -> list[dict[str, Any]]:
+    tools = tool.get("tools")
+    return [inner for inner in tools if isinstance(inner, dict)] if isinstance(tools, list) else []
 
 
 def check(asked: ResponsesRequest, skips_hosted: bool = False) -> None:
@@ -273,10 +317,8 @@ def check(asked: ResponsesRequest, skips_hosted: bool = False) -> None:
     hosted tools.
     """
     for i, tool in enumerate(asked.tools or ()):
-        if is_hosted(tool):
-            if not skips_hosted:
-                raise _unknown_tool(tool, f"tools[{i}]")
-            _note_skipped(tool["type"])
+        if not skips_hosted and _HOSTED.fullmatch(str(tool.get("type"))):
+            raise _unknown_tool(tool, f"tools[{i}]")
     for field, why in _REFUSED.items():
         if getattr(asked, field) not in (None, False):
             raise bad_request(field, why, "unsupported_field")
@@ -284,6 +326,17 @@ def check(asked: ResponsesRequest, skips_hosted: bool = False) -> None:
         raise bad_request("n", "a response has one answer", "unsupported_field")
     if asked.stream_options is not None and not asked.stream:
         raise bad_request("stream_options", "only for a stream; set stream to true")
+
+
+def add_tools(asked: ResponsesRequest, items: Iterable[tuple[str, Item]]) -> None:
+    """The tools of items become tools of the request, but for those that it has."""
+    found = {f"{tool.get('type')} {tool.get('name')}": tool for tool in asked.tools or ()}
+    n = len(found)
+    for _, item in items:
+        for tool in item.tools if isinstance(item, ToolsItem) else ():
+            found.setdefault(f"{tool.get('type')} {tool.get('name')}", tool)
+    if len(found) > n:
+        asked.tools = [*(asked.tools or ()), *list(found.values())[n:]]
 
 
 def turn_starts(items: list[tuple[str, Item]]) -> tuple[int, list[int]]:
@@ -402,25 +455,22 @@ def chat_request(asked: ResponsesRequest, items: Iterable[tuple[str, Item]]) -> 
     )
 
 
-def flat_tools(tools: list[dict[str, Any]] | None) -> Iterator[tuple[str, NamespaceTool | None, FunctionTool]]:
-    """(place, namespace, function) of all functions, hosted tools left out. Raises ApiError (400)."""
+def flat_tools(
+    tools: list[dict[str, Any]] | None,
+) -> Iterator[tuple[str, NamespaceTool | None, FunctionTool | CustomTool]]:
+    """(place, namespace, tool) of all that the model may call. Raises ApiError (400)."""
     for i, tool in enumerate(tools or ()):
-        place = f"tools[{i}]"
-        if is_hosted(tool):
-            continue
-        if tool.get("type") != "namespace":
-            yield place, None, _function(tool, place)
-            continue
-        space: NamespaceTool = protocol.convert(tool, NamespaceTool, place)
-        for j, inner in enumerate(space.tools):
-            yield f"{place}.tools[{j}]", space, _function(inner, f"{place}.tools[{j}]")
-
-
-def _function(tool: dict[str, Any], place: str) -> FunctionTool:
-    if tool.get("type") != "function":
-        raise _unknown_tool(tool, place)
-    checked: FunctionTool = protocol.convert(tool, FunctionTool, place)
-    return checked
+        space: NamespaceTool | None = None
+        inner = {f"tools[{i}]": tool}
+        if tool.get("type") == "namespace":
+            space = protocol.convert(tool, NamespaceTool, f"tools[{i}]")
+            inner = {f"tools[{i}].tools[{j}]": one for j, one in enumerate(space.tools)}
+        for place, one in inner.items():
+            if not is_left_out(one):
+                kind = {"function": FunctionTool, "custom": CustomTool}.get(str(one.get("type")))
+                if kind is None:
+                    raise _unknown_tool(one, place)
+                yield place, space, protocol.convert(one, kind, place)
 
 
 def _unknown_tool(tool: dict[str, Any], place: str) -> ApiError:
@@ -435,6 +485,14 @@ def flat_name(name: str, namespace: str | None) -> str:
     return namespace + name if namespace.endswith("_") else f"{namespace}__{name}"
 
 
+_TEXT_ONLY = {
+    "type": "object",
+    "properties": {"input": {"type": "string", "description": "All that the tool is given, as it is."}},
+    "required": ["input"],
+}
+"""The parameters of a custom tool."""
+
+
 def _chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """Tools in the form of chats. Raises ApiError (400)."""
     plain, told = [], None
@@ -447,9 +505,14 @@ def _chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
             told = space
         if description := "\n\n".join(filter(None, descriptions)):
             function["description"] = description
-        function["parameters"] = tool.parameters or {}
-        if tool.strict:
-            function["strict"] = True
+        if isinstance(tool, CustomTool):
+            function["parameters"] = _TEXT_ONLY
+            if isinstance(tool.format, GrammarText):
+                function["grammar"] = {"syntax": tool.format.syntax, "definition": tool.format.definition}
+        else:
+            function["parameters"] = tool.parameters or {}
+            if tool.strict:
+                function["strict"] = True
         plain.append({"type": "function", "function": function})
     return plain
 
@@ -458,7 +521,7 @@ def chat_tool_choice(choice: Any) -> Any:
     """`tool_choice` in the form of chats, where functions are named one level deeper."""
     if not isinstance(choice, dict):
         return choice
-    if choice.get("type") == "function":
+    if choice.get("type") in ("function", "custom"):
         rest = {key: value for key, value in choice.items() if key != "type"}
         return {"type": "function", "function": rest}
     if choice.get("type") == "allowed_tools" and isinstance(tools := choice.get("tools"), list):
@@ -481,25 +544,18 @@ _REASONING, _CONTENT, _CALLS = range(3)
 
 
 class Messages:
-    """Items put together to messages: what the assistant thought, said and called without a break is one.
-
-    Instructions and system messages before all others are one, since templates want it first and once; a
-    later one (agents tell of changed settings so) comes as a message of the user, in its place.
-    """
+    """Items put together to messages: what the assistant thought, said and called without a break is one."""
 
     def __init__(self, instructions: str | None) -> None:
-        self._system = [] if instructions is None else [instructions]
-        self._messages: list[Message] = []
+        self._messages: list[Message] = [] if instructions is None else [SystemMessage(content=instructions)]
         self._assistant: AssistantMessage | None = None
         self._stage = _REASONING
 
     def whole(self) -> list[Message]:
         """Raises ApiError (400) if there is none."""
-        if not self._messages and not self._system:
+        if not self._messages:
             raise bad_request("input", "is missing or empty")
-        if not self._system:
-            return self._messages
-        return [SystemMessage(content="\n\n".join(self._system)), *self._messages]
+        return self._messages
 
     def add(self, item: Item, place: str) -> None:
         """Raises ApiError (400) for what is not text, and for arguments that are not a JSON object."""
@@ -511,18 +567,18 @@ class Messages:
             function = CalledFunction(flat_name(item.name, item.namespace), _arguments(item, place))
             self._call(ToolCall(function=function, id=item.call_id))
         elif isinstance(item, CustomCallItem):
-            self._call(ToolCall(custom=CalledCustom(item.name, item.input), id=item.call_id))
+            called = CalledCustom(flat_name(item.name, item.namespace), item.input)
+            self._call(ToolCall(custom=called, id=item.call_id))
         elif isinstance(item, CallOutputItem):
             self._other(ToolMessage(content=_content(item.output, f"{place}.output"), tool_call_id=item.call_id))
         elif isinstance(item, MessageItem):
             if item.role == "assistant":
                 self._at(_CONTENT).content = _text(item.content, f"{place}.content", by=item.role)
-            elif item.role != "user" and not self._messages:
-                for sent in sent_in(item.content):
-                    raise bad_request(f"{sent.part}.type", "a picture is for a message of the user, or a tool")
-                self._system.append(_text(item.content, f"{place}.content", by=item.role))
             else:
-                self._other(UserMessage(content=_content(item.content, f"{place}.content", by=item.role)))
+                for sent in sent_in(item.content if item.role != "user" else ""):
+                    raise bad_request(f"{sent.part}.type", "a picture is for a message of the user, or a tool")
+                kind = UserMessage if item.role == "user" else SystemMessage
+                self._other(kind(content=_content(item.content, f"{place}.content", by=item.role)))
 
     def _call(self, call: ToolCall) -> None:
         message = self._at(_CALLS)

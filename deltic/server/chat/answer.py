@@ -298,6 +298,8 @@ class Extras(msgspec.Struct, frozen=True):
     """A `service_tier`, the only one."""
     older_calls: bool = False
     """The call is a `function_call`."""
+    fingerprint: str = ""
+    """Of what decides an answer's bits, beside the request."""
 
 
 NO_EXTRAS = Extras()
@@ -319,6 +321,8 @@ class Answer:
         self._tokenizer = tokenizer
         self.extras = extras
         self._head = {"id": request_id, "object": self.object, "created": int(time.time()), "model": model}
+        if extras.fingerprint:
+            self._head["system_fingerprint"] = extras.fingerprint
         if extras.tier:
             self._head["service_tier"] = "default"
         chunk = self._head | {"object": self.chunk_object}

@@ -100,7 +100,8 @@ _BETWEEN_OBJECTS = re.compile(r"[\s,\[\]}]*")
 def _read_objects(body: str, complete: bool) -> list[dict[str, Any]] | None:
     """One JSON object, a list, or several objects; None for what is neither.
 
-    Strings may have newlines in them, brackets may be too many or, in a text that is complete, too few.
+    Strings may have newlines in them, brackets may be too many or, in a text that is complete, too few; and
+    there may be what Python writes for JSON.
     """
     try:
         value = msgspec.json.decode(body)
@@ -108,8 +109,9 @@ def _read_objects(body: str, complete: bool) -> list[dict[str, Any]] | None:
         return values if all(isinstance(value, dict) for value in values) else None
     except (msgspec.DecodeError, RecursionError, ValueError):
         pass
+    plain = _PYTHON.sub(_as_json, body)
     for missing in ("", "}", "}}") if complete else ("",):
-        text, at, values = body + missing, 0, []
+        text, at, values = plain + missing, 0, []
         try:
             while (at := _skip(text, at)) < len(text):
                 value, at = _LENIENT.raw_decode(text, at)
@@ -119,6 +121,20 @@ def _read_objects(body: str, complete: bool) -> list[dict[str, Any]] | None:
             continue
         return values if all(isinstance(value, dict) for value in values) else None
     return None
+
+
+_PYTHON = re.compile(
+    r""""[^"\\]*(?:\\.[^"\\]*)*"|'[^'\\]*(?:\\.[^'\\]*)*'|\\.|\b(?:True|False|None)\b|,(?=\s*[}\]])""", re.DOTALL
+)
+_JSON_OF = {"True": "true", "False": "false", "None": "null", ",": ""}
+
+
+def _as_json(found: re.Match[str]) -> str:
+    """A string, a word of Python's, or a comma before a bracket, as JSON has it."""
+    text = found[0]
+    if not text.startswith("'"):
+        return _JSON_OF.get(text, text)
+    return '"' + re.sub(r"(?s)\\.|\"", lambda quote: {"\\'": "'", '"': '\\"'}.get(quote[0], quote[0]), text[1:-1]) + '"'
 
 
 def _skip(text: str, at: int) -> int:

@@ -103,12 +103,19 @@ class Format(Struct):
     value: Any
 
 
+class ToolGrammar(Struct, forbid_unknown_fields=True):
+    syntax: Literal["lark", "regex"]
+    definition: str
+
+
 class ToolFunction(Struct, forbid_unknown_fields=True):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
     cache_control: Any = None
+    grammar: ToolGrammar | None = None
+    """Of its one parameter `input`, of a tool that takes a text; enforced where it can be, and shown."""
 
 
 class Tool(Struct, forbid_unknown_fields=True):
@@ -216,12 +223,17 @@ class Constrainer:
         """thinking: the prompt opened a thought. Raises ApiError (400), NotInline."""
         asked = asked_format(chat)
         calls = calls_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-        if calls and not (asked or calls.must or calls.most or any(tool.strict for _, tool in calls.tools)):
+        is_free = not (asked or (calls and (calls.must or calls.most)))
+        if calls and is_free and not any(tool.strict or self._takes(tool.grammar) for _, tool in calls.tools):
             calls = None
         if chat.continue_final_message and (asked or (calls and calls.must)):
             raise bad_request("continue_final_message", "an answer whose form is fixed cannot begin in the request")
         constraint = self._formed(chat, asked, self._grammar(asked, calls), thinking)
         return self._with_words(constraint, chat)
+
+    def _takes(self, text: ToolGrammar | None) -> bool:
+        """Whether a text in a call can be held to its grammar."""
+        return text is not None and self._form == "xml" and bool(self._token("<tool_call>"))
 
     def _formed(self, chat: protocol.ChatRequest, asked: Format | None, text: str, thinking: bool) -> Constraint | None:
         """text: the grammar. Raises ApiError (400)."""
@@ -371,7 +383,13 @@ class Constrainer:
         if self._form is None or not self._token("<tool_call>") or not self._token("</tool_call>"):
             raise GrammarError("tool_choice", "this model has no form of a tool call that can be constrained")
         tools = [
-            grammar.Tool(tool.name, tool.parameters, bool(tool.strict), f"{path}.parameters")
+            grammar.Tool(
+                tool.name,
+                tool.parameters,
+                bool(tool.strict),
+                f"{path}.parameters",
+                _text_grammar(tool.grammar) if tool.grammar else "",
+            )
             for path, tool in calls.tools
         ]
         return grammar.Calls(self._form, tools, self._token, checked)
@@ -491,6 +509,25 @@ def _own_grammar(asked: Format) -> str:
     if message := grammar.error_of(text, own=False):
         raise GrammarError(asked.path, message if is_lark else f"written as Lark: {message}")
     return str(text)
+
+
+_ACROSS_LINES = re.compile(r"\(\?[a-z]*s|\[\^(?![^\]]*\\n)|\\[sWD]")
+"""In a terminal, what takes any line break, and so the end of the parameter, too."""
+
+
+def _text_grammar(given: ToolGrammar) -> str:
+    """A tool's grammar as Lark, "" for one that cannot be enforced within a call."""
+    text = given.definition
+    try:
+        if given.syntax == "regex":
+            if len(text) > MAX_PATTERN:
+                return ""
+            text = f"start: /{llguidance.regex_to_lark(text, 'd')}/"
+        if _ACROSS_LINES.search(text):
+            return ""
+        return _own_grammar(Format("", "grammar", text))
+    except Exception:  # the library's own kinds for what is no regular expression, too
+        return ""
 
 
 def _check_size(path: str, text: str) -> None:

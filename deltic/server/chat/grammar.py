@@ -163,11 +163,13 @@ def error_of(grammar: str, own: bool = True) -> str:
 
 class Tool:
     """A function that the answer may call. strict: its arguments follow the schema, or the request is
-    refused.
+    refused. grammar: in Lark, of the text that is its one parameter `input`.
     """
 
-    def __init__(self, name: str, parameters: dict[str, Any] | None, strict: bool, path: str) -> None:
-        self.name, self.parameters, self.strict, self.path = name, parameters, strict, path
+    def __init__(
+        self, name: str, parameters: dict[str, Any] | None, strict: bool, path: str, grammar: str = ""
+    ) -> None:
+        self.name, self.parameters, self.strict, self.path, self.grammar = name, parameters, strict, path, grammar
 
 
 class Calls:
@@ -220,6 +222,11 @@ class Calls:
             check_schema(schema, COMPACT)
 
     def _tool(self, form: CallForm, tool: Tool) -> str:
+        if form == "xml" and tool.grammar:
+            value = f"%lark {{\n{tool.grammar}\n}}"
+            if not error_of(f"start: text {quoted(_END)}\ntext: {value}"):
+                head = quoted(f"<function={tool.name}>\n<parameter=input>\n")
+                return self._rule(f'{head} {self._rule(value)} {quoted(_END)} "</function>\\n"')
         build = self._xml if form == "xml" else self._json
         try:
             return build(tool.name, clean(tool.parameters or {"type": "object", "properties": {}}))

@@ -23,22 +23,37 @@ OUTSIDE_STRING = re.compile(r'[^"<\\]*')
 JSON_VALUE = re.compile(r"\s*[\[{]")
 QUOTE = re.compile(r'\\.|"', re.DOTALL)
 IN_STRING = re.compile(r'[^"\\]*(?:\\.[^"\\]*)*', re.DOTALL)
-VALUE_EVENT = re.compile(r"\n?</parameter>|\n</(?:function|tool_call)>|\n?<parameter(?:=| name=)")
-CLOSER = re.compile(r"\s{0,64}</(parameter|function|tool_call)>")
+VALUE_EVENT = re.compile(
+    r"\n?</parameter>|\n</(?:function|tool_call)>|\n?<parameter(?:=| name=)|<tool_call>|<function(?:=| name=)"
+)
+INNER_EVENT = re.compile(r"\n?</(?:parameter|function|tool_call)>|<tool_call>|<function(?:=| name=)")
+"""In a value, behind the beginning of an example of a call."""
+FENCE = re.compile(r"[ \t]{0,16}(?:```[^`]{0,80}|~~~.{0,80})")
+"""A line that begins or ends a block of code."""
 
 TOOL_CALL = "<tool_call>"
 FUNCTIONS = ("<function=", "<function name=")
 PARAMETERS = ("<parameter=", "<parameter name=")
-CLOSERS = {"parameter": 1, "function": 2, "tool_call": 3}
+STRAY = {"function_invocation": 2, "function_call": 2, "invoke": 2, "function_calls": 3, "tool_calls": 3}
+"""Closing tags of other formats, which models add, and in the place of which they stand."""
+CLOSERS = {"parameter": 1, "function": 2, "tool_call": 3} | STRAY
+CLOSER = re.compile(rf"\s{{0,64}}</({'|'.join(CLOSERS)})>")
 CALL_END = "</tool_call>"
 CLOSING = ("</function>", CALL_END)
+STRAY_TAGS = tuple(f"</{name}>" for name in STRAY)
 CALL_OPENERS = (TOOL_CALL, *FUNCTIONS)
 CALL_OPENER = re.compile("|".join(CALL_OPENERS))
 THOUGHT_TAGS = ("</think>", *CALL_OPENERS)
 AFTER_NAME = (*PARAMETERS, *CLOSING)
-IN_FUNCTION = (*PARAMETERS, "</parameter>", *CLOSING, *CALL_OPENERS)
-AFTER_JSON = (*CLOSING, TOOL_CALL)
-VALUE_TAGS = ("</parameter>", *PARAMETERS)
+IN_FUNCTION = (*PARAMETERS, "</parameter>", *CLOSING, *CALL_OPENERS, *STRAY_TAGS)
+AFTER_JSON = (*CLOSING, TOOL_CALL, *STRAY_TAGS)
+INNER_CALL = re.compile(
+    rf"<tool_call>\s{{0,64}}\[?{{|(?:<tool_call>\s{{0,64}})?{FUNCTION.pattern}\s{{0,64}}(?=<parameter|</function)"
+)
+"""An example of a call, as it begins in a value."""
+MAX_INNER = 320
+"""Characters of that."""
+VALUE_TAGS = ("</parameter>", *PARAMETERS, *CALL_OPENERS)
 LINE_TAGS = (*VALUE_TAGS, *CLOSING)
 AFTER_VALUE = (*PARAMETERS, *CALL_OPENERS)
 MAX_TAG = 300

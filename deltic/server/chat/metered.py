@@ -35,7 +35,7 @@ LARGEST = 32_000_000
 """Characters of one text."""
 
 MOST_ITEMS = 1_000_000
-"""The most items of one list, and the greatest number that a call takes."""
+"""The most items of one list, and the greatest size that a call takes."""
 
 MOST_BITS = 4096
 """Of a number."""
@@ -106,7 +106,7 @@ class Meter(threading.local):
 
     def made(self, value: Any) -> Any:
         """A result, counted."""
-        if isinstance(value, str):
+        if isinstance(value, str | bytes):
             self.characters(len(value))
         elif isinstance(value, list | tuple | dict):
             self.items(len(value))
@@ -157,6 +157,16 @@ class _Generator(CodeGenerator):
         self.write(")" * is_slice)
 
 
+class _Generation(jinja2.ext.Extension):
+    """`{% generation %}`, which marks what a model is trained to say, and changes nothing of the text."""
+
+    tags = {"generation"}  # noqa: RUF012
+
+    def parse(self, parser: Any) -> nodes.Node:
+        lineno = next(parser.stream).lineno
+        return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=lineno)
+
+
 class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     """The environment of chat templates. A rendering begins with `meter.start`."""
 
@@ -164,7 +174,7 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
     code_generator_class = _Generator
 
     def __init__(self) -> None:
-        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols])
+        super().__init__(trim_blocks=True, lstrip_blocks=True, extensions=[jinja2.ext.loopcontrols, _Generation])
         self.meter = Meter()
         self.finalize = self._shown
         self.optimized = False  # or constants would be computed as it compiles
@@ -219,7 +229,7 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             _check_format(meter, PERCENT, left, [right])
         elif operator in ("*", "**"):
             for whole, times in ((left, right), (right, left)):
-                if isinstance(whole, str) and isinstance(times, int):
+                if isinstance(whole, str | bytes) and isinstance(times, int):
                     meter.characters(len(whole) * max(0, times))
                 elif isinstance(whole, list | tuple) and isinstance(times, int):
                     meter.items(len(whole) * max(0, times))
@@ -248,7 +258,9 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
                     meter.read(value)
             if text is not None and name in ("format", "format_map"):
                 _check_format(meter, BRACES, text, [*args, *named.values()])
-            _check_call(meter, name, text, args, named)
+            # Numbers of a macro, a list, a mapping, and of what is formatted, are values and no sizes.
+            sized = isinstance(owner, str | bytes | int | float) and name not in ("format", "format_map")
+            _check_call(meter, name, text, args, named, is_sized=sized)
         return meter.made(super().call(__context, __obj, *args, **kwargs))
 
 
@@ -266,6 +278,13 @@ WHOLE = COMPARING | {"join", "list", "batch", "slice", "reverse"}
 
 ITEMS = frozenset(("list", "batch", "slice", "sort", "reverse", "unique", "groupby"))
 """Filters that make a list of a text's characters."""
+
+
+SIZED = frozenset(("batch", "center", "indent", "round", "slice", "tojson", "truncate", "wordwrap"))
+"""Filters that are given a size."""
+
+_MOST = {"tojson": 16, "round": 400}
+"""The greatest sizes, but for MOST_ITEMS."""
 
 
 def _metered(meter: Meter, name: str, made: Callable[..., Any]) -> Callable[..., Any]:
@@ -293,7 +312,7 @@ def _metered(meter: Meter, name: str, made: Callable[..., Any]) -> Callable[...,
             raise TooMuch("it sums what is no number")
         if name == "format":
             _check_format(meter, PERCENT, str(value), [*rest, *kwargs.values()])
-        _check_call(meter, name, value if isinstance(value, str) else None, rest, kwargs, value)
+        _check_call(meter, name, value if isinstance(value, str) else None, rest, kwargs, value, name in SIZED)
         return meter.made(made(*args, **kwargs))
 
     filtered.__name__ = name
@@ -303,19 +322,23 @@ def _metered(meter: Meter, name: str, made: Callable[..., Any]) -> Callable[...,
 
 
 def _check_call(
-    meter: Meter, name: str, text: str | None, args: Sequence[Any], kwargs: Mapping[str, Any], value: Any = None
+    meter: Meter,
+    name: str,
+    text: str | None,
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+    value: Any = None,
+    is_sized: bool = False,
 ) -> None:
     """Of a method or filter, how large what it makes may become. text: what it is of, if that is text; value:
-    whatever it is.
+    whatever it is; is_sized: a number that it is given may say how large.
 
     Raises TooMuch.
     """
     given = [*args, *kwargs.values()]
     most = max((abs(n) for n in given if isinstance(n, int)), default=0)
-    if most > MOST_ITEMS:
-        raise TooMuch(f"it calls {name!r} with a number beyond {MOST_ITEMS}")
-    if name == "tojson" and most > 16:
-        raise TooMuch("it indents JSON by more than 16")
+    if is_sized and most > (limit := _MOST.get(name, MOST_ITEMS)):
+        raise TooMuch(f"it calls {name!r} with a number beyond {limit}")
     if name == "join":
         parts = value if value is not None and text is None else next(iter(given), ())
         separator = text if value is None else next(iter(given), "")

@@ -14,7 +14,9 @@ tool's JSON schema. What models get wrong is tolerated, as far as it is clear wh
 has the cases. Where it is not clear:
 
 - A value ends at a closing tag that the format goes on behind: `</parameter>` before other text is a part of
-  the value.
+  the value. So is a whole example of a call, whatever follows it.
+- A function without `<tool_call>` in a fence is an example, and content.
+- A parameter that is written a second time is content.
 - In a thought that `</think>` ends, a call is a draft and stays reasoning, unless it is the thought's last
   word and the answer's, too. In a thought that nothing ends, a call of a known tool ends it. Which it is
   shows at the end only.
@@ -124,13 +126,18 @@ class OutputParser:
         self._scanned = 0  # part of a JSON candidate, or of a value, known not to end it
         self._in_string = False  # what `_scanned` ends in
         self._schema: Mapping[str, Any] = {}
-        self._n_arguments = 0
+        self._keys: set[str] = set()
+        self._is_repeated = False  # the parameter was there before
         self._value_schema: Any = None
         self._streams_value = False
         # Whether it may be an object or array, and how many characters were searched for quotes.
         self._is_json, self._n_quoted = (False, 0)
         self._value_begun = False
+        self._newline = "\n"  # around the value
         self._n_nested = 0  # `<parameter` tags in a value that nothing closed yet
+        self._inner: list[str] = []  # what ends the examples of calls in it that have begun
+        self._line = ""  # the beginning of the last line of what was said
+        self._is_in_code = False  # whether a fence is open before that
 
     def push(self, text: str) -> Delta:
         self._read_on(text)
@@ -166,6 +173,7 @@ class OutputParser:
     def _opening(self) -> bool:
         """Before any content: `<think>` opens a thought, or another one; a `</think>` more is dropped."""
         self.in_reasoning = False
+        self._line, self._is_in_code = "", False
         if self._is_fixed:
             return self._to(self._gap_of_fixed, 0)
         if self._has_reasoned:
@@ -214,6 +222,22 @@ class OutputParser:
     def _think(self, text: str) -> None:
         self._delta.reasoning += text
         self._has_thought = self._has_thought or bool(text)
+        self._note_fences(text)
+
+    def _say(self, text: str) -> None:
+        self._delta.content += text
+        self._note_fences(text)
+
+    def _note_fences(self, text: str) -> None:
+        *lines, last = text.split("\n")
+        for line in lines:
+            self._is_in_code ^= bool(markup.FENCE.fullmatch(self._line + line))
+            self._line = ""
+        self._line += last[: markup.MAX_TAG - len(self._line)]
+
+    def _is_example(self, gap: str) -> bool:
+        """Whether what follows what was said, and this white space, stands in a fence."""
+        return self._is_in_code ^ ("\n" in gap and bool(markup.FENCE.fullmatch(self._line)))
 
     def _reasoning(self) -> bool:
         text = self._text
@@ -229,6 +253,9 @@ class OutputParser:
             n = markup.n_before_space(text, opener.start(), "\n")
             self._think(text[:n])
             self._gap = text[n : opener.start()]
+            if opener[0] != markup.TOOL_CALL and self._is_example(self._gap):
+                self._think(self._gap + opener[0])
+                return self._to(self._reasoning, opener.end())
             self._trial = OutputParser(thinking=False, tools=self._tools, call_id=str, trial=True)
             self._draft_text, self._draft_deltas, self._n_after_draft = [], [], 0
             return self._to(self._draft, opener.start())
@@ -348,9 +375,12 @@ class OutputParser:
         opener = markup.CALL_OPENER.search(text) if "<" in text else None
         if opener:
             n = markup.n_before_space(text, opener.start())
-            self._delta.content += text[:n]
+            self._say(text[:n])
             self._gap = text[n : opener.start()]
             self._is_tagged = False
+            if opener[0] != markup.TOOL_CALL and self._is_example(self._gap):
+                self._say(self._gap + opener[0])
+                return self._to(self._content, opener.end())
             return self._to(self._call, opener.start())
         if self._final:
             if text.strip() or not self.n_calls:
@@ -358,7 +388,7 @@ class OutputParser:
             self._text = ""
             return False
         n = markup.n_before_space(text, len(text) - markup.n_held(text, markup.CALL_OPENERS))
-        self._delta.content += text[:n]
+        self._say(text[:n])
         self._text = text[n:]
         return False
 
@@ -407,13 +437,13 @@ class OutputParser:
             self._advance = lambda: False
             return False
         n = 0 if self._is_tagged else 1
-        self._delta.content += self._gap + self._text[:n]
+        self._say(self._gap + self._text[:n])
         return self._to(self._content, n)
 
     def _open_call(self, name: str, arguments: str = "") -> None:
         assert self._tools is not None
         self._schema = self._tools.get(name, {})
-        self._n_arguments = 0
+        self._keys = set()
         self._delta.calls.append(CallDelta(self.n_calls, self._call_id(), name, arguments))
         self.n_calls += 1
 
@@ -451,7 +481,7 @@ class OutputParser:
                 break
             self._in_string = not self._in_string
             self._scanned += 1
-        rest = "" if self._in_string else text[at : at + len(markup.CALL_END)]
+        rest = "" if self._in_string else text[at : at + max(map(len, markup.AFTER_JSON))]
         tag = next((tag for tag in markup.AFTER_JSON if rest.startswith(tag)), "")
         is_cut = not tag and markup.starts_any(rest, markup.AFTER_JSON)  # it may still come
         if is_cut and not self._final:
@@ -481,7 +511,7 @@ class OutputParser:
             if not head and not markup.is_over(text) and not self._final:
                 return False
             tag = None
-        if tag == "</parameter>":
+        if tag == "</parameter>" or tag in markup.STRAY_TAGS:
             return self._to(self._function, len(tag))
         if tag is not None:
             self._close_call()
@@ -507,39 +537,85 @@ class OutputParser:
     def _open_value(self, key: str, consumed: int) -> bool:
         self._value_schema = schema_of(key, self._schema)
         types = value_types(self._value_schema, self._schema)
-        self._streams_value, self._is_json = types == {"string"}, bool(types & {"object", "array"})
+        self._is_repeated = key in self._keys
+        self._streams_value = types == {"string"} or self._is_repeated
+        self._is_json = bool(types & {"object", "array"})
         self._value_begun = False
         self._scanned = self._n_nested = self._n_quoted = 0
         self._in_string = False
-        prefix = ", " if self._n_arguments else "{"
-        self._argue(f"{prefix}{to_json(key)}: " + ('"' if self._streams_value else ""))
-        self._n_arguments += 1
+        self._inner = []
+        if not self._is_repeated:
+            prefix = ", " if self._keys else "{"
+            self._argue(f"{prefix}{to_json(key)}: " + ('"' if self._streams_value else ""))
+            self._keys.add(key)
         return self._to(self._value, consumed)
 
     def _value(self) -> bool:
         text, at = self._text, self._scanned
-        while event := markup.VALUE_EVENT.search(text, at):
-            ends = not self._is_quoted(event) and self._ends_value(text, event)
+        if not self._value_begun:
+            if text == "\r" and not self._final:
+                return False
+            self._newline = "\r\n" if text.startswith("\r\n") else "\n"
+        while event := (markup.INNER_EVENT if self._inner else markup.VALUE_EVENT).search(text, at):
+            ends: bool | None = False
+            at = event.end()
+            if not self._is_quoted(event):
+                if event[0] in markup.CALL_OPENERS:
+                    ends, at = self._enter_example(text, event)
+                elif self._inner:
+                    ends, at = self._leave_example(text, event)
+                else:
+                    ends = self._ends_value(text, event)
+                    if ends is False and "parameter" in event[0]:
+                        self._n_nested = max(0, self._n_nested + (-1 if "/" in event[0] else 1))
             if ends or (ends is None and self._final):
                 self._end_value(text[: event.start()], closed=True)
                 return self._to(self._function, event.start())
             if ends is None:
                 break
-            at = event.end()
-            if "parameter" in event[0] and not self._in_string:
-                self._n_nested = max(0, self._n_nested + (-1 if "/" in event[0] else 1))
-        n_held = markup.n_held(text, markup.VALUE_TAGS, markup.LINE_TAGS)
+        n_held = markup.n_held(text, markup.LINE_TAGS if self._inner else markup.VALUE_TAGS, markup.LINE_TAGS)
         n_sure = event.start() if event else max(at, len(text) - n_held)
+        if self._newline == "\r\n" and text[:n_sure].endswith("\r") and not self._final:
+            n_sure -= 1
         if self._final:
             self._end_value(text[:n_sure], closed=not self._truncated)
             self._end_call()
             self._advance, self._text = self._content, ""
         elif self._streams_value:
-            self._argue(to_json(self._begin_value(text[:n_sure]))[1:-1])
+            self._add_value(text[:n_sure])
             self._text, self._scanned = text[n_sure:], 0
         else:
             self._scanned = n_sure
         return False
+
+    def _enter_example(self, text: str, event: re.Match[str]) -> tuple[bool | None, int]:
+        """Where to go on in a value behind what may begin an example of a call. None: it has to show yet."""
+        if opener := markup.INNER_CALL.match(text, event.start()):
+            self._inner.append("tool_call" if event[0] == markup.TOOL_CALL else "function")
+            return False, opener.end()
+        rest = text[event.end() :].lstrip()
+        possible = event[0] != markup.TOOL_CALL or rest[:1] in ("", "<", "[", "{")
+        is_open = possible and len(text) - event.start() < markup.MAX_INNER and not self._final
+        return (None if is_open else False), event.end()
+
+    def _leave_example(self, text: str, event: re.Match[str]) -> tuple[bool | None, int]:
+        """The same behind a closing tag in an example; None, if nothing comes: the example has no end, and it
+        is the value's.
+        """
+        at, behind, level, inner = event.start(), event.end(), 0, [*self._inner]
+        while closer := markup.CLOSER.match(text, at):
+            if not inner or (this := markup.CLOSERS[closer[1]]) <= level:
+                break
+            level, at = this, closer.end()
+            if closer[1] == inner[-1]:
+                inner.pop()
+                behind = at
+        rest = text[at : at + markup.MAX_SPACE + 30]
+        tag = rest.lstrip()
+        if not closer and len(rest) - len(tag) <= markup.MAX_SPACE and markup.starts_any(tag, markup.IN_FUNCTION):
+            return None, behind
+        self._inner = inner
+        return False, behind
 
     def _is_quoted(self, event: re.Match[str]) -> bool:
         """Whether the tag is in a string of an object or an array, which has no newline in it."""
@@ -568,6 +644,9 @@ class OutputParser:
             if closer is None:
                 break
             this = markup.CLOSERS[closer[1]]
+            if closer[1] in markup.STRAY and this <= level:
+                at = closer.end()
+                continue
             if this < level or (this == level == 1 and (self._n_nested or markup.is_better(event[0], closer[0]))):
                 return False  # the later one ends the value, this one something in it
             n_levels += this > level
@@ -581,9 +660,21 @@ class OutputParser:
                 return None
         return n_levels >= 2
 
+    def _add_value(self, text: str) -> None:
+        """More of a value that is streamed."""
+        raw = self._begin_value(text)
+        if self._is_repeated:
+            self._say(raw)
+        else:
+            self._argue(to_json(raw)[1:-1])
+
     def _end_value(self, text: str, closed: bool) -> None:
         raw = self._begin_value(text)
-        if self._streams_value:
+        if closed and self._newline == "\r\n":
+            raw = raw.removesuffix("\r")
+        if self._is_repeated:
+            self._say(raw)
+        elif self._streams_value:
             self._argue(to_json(raw)[1:-1] + ('"' if closed else ""))
         else:
             self._argue(to_json(convert(raw, self._value_schema, self._schema)) if closed else raw)
@@ -592,11 +683,11 @@ class OutputParser:
         """Drops the one newline that the format has before a value."""
         if text and not self._value_begun:
             self._value_begun = True
-            return text.removeprefix("\n")
+            return text.removeprefix(self._newline)
         return text
 
     def _close_call(self) -> None:
-        self._argue("}" if self._n_arguments else "{}")
+        self._argue("}" if self._keys else "{}")
 
     def _end_call(self) -> None:
         """The answer ends inside a call: by the model, who may leave out the end, or by something else."""
@@ -608,9 +699,10 @@ class OutputParser:
         """Behind a call: closing tags, however many, are the format's."""
         text = self._text.lstrip()
         n_space = len(self._text) - len(text)
-        tag = next((tag for tag in markup.CLOSING if text.startswith(tag)), "") if n_space <= markup.MAX_SPACE else ""
+        tags = (*markup.CLOSING, *markup.STRAY_TAGS)
+        tag = next((tag for tag in tags if text.startswith(tag)), "") if n_space <= markup.MAX_SPACE else ""
         if tag:
             return self._to(self._closing, n_space + len(tag))
-        if markup.starts_any(text, markup.CLOSING) and not self._final and n_space <= markup.MAX_SPACE:
+        if markup.starts_any(text, tags) and not self._final and n_space <= markup.MAX_SPACE:
             return False
         return self._to(self._content, 0)

@@ -13,17 +13,18 @@ import datetime
 import json
 import re
 from collections.abc import Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import jinja2
 import jinja2.meta
 import msgspec
 
-from deltic.config import ConfigError
+from deltic.config import ConfigError, nearest
 from deltic.engine.messages import Picture
 from deltic.server.api import protocol
-from deltic.server.api.messages import AssistantMessage, template_messages
+from deltic.server.api.messages import AssistantMessage, settled, template_messages
 from deltic.server.chat.constraint import NotInline, in_event_loop, tool_schemas
 from deltic.server.chat.grammar import CallForm
 from deltic.server.chat.metered import LARGEST_SOURCE, MeteredEnvironment, TooMuch
@@ -48,6 +49,21 @@ _OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "docum
 _GLOBALS = frozenset({"raise_exception", "strftime_now"})
 _THINKING = frozenset({"enable_thinking", "preserve_thinking", "reasoning_effort"})
 """Accepted for every template: one without the switch has one behaviour only."""
+_EFFORTS: tuple[str, ...] = get_args(protocol.Effort)
+"""The least first."""
+
+
+_REFUSALS = (
+    jinja2.TemplateError,
+    RecursionError,
+    TypeError,
+    ValueError,
+    KeyError,
+    IndexError,
+    ArithmeticError,
+    AttributeError,
+)
+"""What a template that cannot render its messages raises."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -60,6 +76,18 @@ class Prompt(msgspec.Struct, frozen=True):
     thinking: bool
     pictures: list[Picture] = []
     """In their places."""
+    effort: str = ""
+    """What was made of an effort that the template does not know."""
+
+
+class Taken(msgspec.Struct, frozen=True):
+    """What a template takes, as trying it shows."""
+
+    systems: bool = True
+    """System messages behind the first, wherever they stand."""
+    no_user: bool = True
+    """A chat without a question of the user's."""
+    efforts: tuple[str, ...] = _EFFORTS
 
 
 class _NamedTemplate(msgspec.Struct):
@@ -112,18 +140,18 @@ class ChatTemplate:
         Raises ConfigError for what the template does not have.
         """
         for name, value in settings.items():
-            if error := self._unknown(name):
+            if error := self.unknown(name):
                 raise ConfigError(f"--default-chat-template-kwargs: {name}: {error}")
             if name in protocol.SWITCHES and not isinstance(value, bool):
                 raise ConfigError(f"--default-chat-template-kwargs: {name}: expected true or false")
         self.defaults = dict(settings)
 
-    def _unknown(self, name: str) -> str | None:
+    def unknown(self, name: str) -> str | None:
         """The message for a setting's name that is not known."""
         if name in self.variables or name in _THINKING:
             return None
         known = ", ".join(sorted(self.variables)) or "none"
-        return f"this model's chat template has no such setting; it has: {known}"
+        return f"this model's chat template has no such setting; {nearest(name, self.variables) or 'it has: ' + known}"
 
     def replaced(self, source: str) -> ChatTemplate:
         """A template that a request brings.
@@ -156,7 +184,57 @@ class ChatTemplate:
                     if isinstance(error.__cause__, TooMuch):
                         said = f"the chat template takes too much even for a chat of one word: {error.__cause__}"
                         raise TokenizerError(said) from error
+            template.taken  # noqa: B018  # so that no request has to find out
         return template
+
+    @cached_property
+    def taken(self) -> Taken:
+        """What the template takes of what it might refuse. Raises NotInline where the event loop would find
+        out.
+        """
+        compiled = self._compiled.get("default") or next(iter(self._compiled.values()))
+        self._meter.start(in_event_loop())  # for all tries together
+
+        def shows(*roles: str, **settings: Any) -> bool:
+            messages = [{"role": role, "content": f"message {i}."} for i, role in enumerate(roles)]
+            try:
+                text = compiled.render(
+                    self._constants | {"messages": messages, "add_generation_prompt": True} | settings
+                )
+            except TooMuch:
+                raise
+            except _REFUSALS:
+                return False
+            return all(message["content"] in text for message in messages)
+
+        try:
+            if not shows("user"):  # it wants something else
+                return Taken()
+            reads = "reasoning_effort" in self.reads
+            return Taken(
+                shows("system", "system", "user", "assistant", "system", "user"),
+                shows("system", "assistant"),
+                tuple(
+                    one for one in _EFFORTS if not reads or shows("user", enable_thinking=True, reasoning_effort=one)
+                ),
+            )
+        except TooMuch:
+            if in_event_loop():
+                raise NotInline from None
+            return Taken()
+
+    def _known_effort(self, effort: Any) -> Any:
+        """The effort that the template has for one that it may not have: the next higher, else its highest.
+
+        None: thinking is off, and it has no word for that.
+        """
+        known = self.taken.efforts
+        if effort not in _EFFORTS or effort in known or not known:
+            return effort
+        if effort == "none":
+            return None
+        higher = [one for one in known if _EFFORTS.index(one) >= _EFFORTS.index(effort)]
+        return (higher or known[-1:])[0]
 
     @classmethod
     def _read(cls, directory: Path, tokenizer: Tokenizer, override: Path | None) -> ChatTemplate | None:
@@ -209,13 +287,17 @@ class ChatTemplate:
         """
         settings = settings or {}
         for name in settings:
-            if error := self._unknown(name):
+            if error := self.unknown(name):
                 raise bad_request(f"chat_template_kwargs.{name}", error)
+        messages = settled(messages, self.taken.systems, self.taken.no_user)
         if continue_final_message:
             messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + CUT}]
         compiled = self._compiled.get("tool_use") if tools else None
         compiled = compiled or self._compiled.get("default") or next(iter(self._compiled.values()))
         variables = self._constants | self.defaults | dict(settings) | dict(shown or {})
+        effort = variables.pop("reasoning_effort", None)
+        if (known := self._known_effort(effort)) is not None:
+            variables["reasoning_effort"] = known
         own = list(messages)
         variables |= {"messages": own, "tools": tools, "add_generation_prompt": add_generation_prompt}
         try:
@@ -229,7 +311,8 @@ class ChatTemplate:
                 raise bad_request("continue_final_message", "the chat template drops the end of the last message")
         if kept is None and limit is not None and (n := self._tokenizer.least_tokens(text, limit)) >= limit:
             raise protocol.prompt_too_long("messages", f"at least {n}", limit)
-        return self._prompt(text, kept, pictures)
+        prompt = self._prompt(text, kept, pictures)
+        return msgspec.structs.replace(prompt, effort=f"{effort}, as {known}") if known != effort and known else prompt
 
     def _text(self, compiled: jinja2.Template, variables: Mapping[str, Any], is_inline: bool) -> str:
         """Raises ApiError (400); NotInline for what takes longer than the event loop may be held up
@@ -246,7 +329,7 @@ class ChatTemplate:
             raise bad_request("messages", f"the chat template refuses them: {error}") from error
         except RecursionError as error:
             raise bad_request("messages", "nested too deeply") from error
-        except (TypeError, ValueError, KeyError, IndexError, ArithmeticError, AttributeError) as error:
+        except _REFUSALS as error:
             raise bad_request("messages", f"the chat template cannot render them: {error}") from error
 
     def _prompt(self, text: str, kept: int | None, pictures: Sequence[Picture | Clip]) -> Prompt:

@@ -32,7 +32,7 @@ MAX_ITEMS = 32
 """Of a batch."""
 MIN_TOKENS = 2
 """Codes that come before an utterance may end; without them it could be empty."""
-BASE_FRAMES, BASE_FRAMES_PER_TOKEN = 192, 12
+LEAST_FRAMES, FRAMES_PER_TOKEN = 192, 12
 """A clone may take so many frames, or so many for each token of its text.
 
 One that takes more has lost its end.
@@ -319,14 +319,14 @@ def frames_limit(fields: SpeechFields, shape: SpeechShape, n_text: int | None, n
     given = fields.max_new_tokens
     if given is None:
         given = min(MOST_NEW_TOKENS, shape.sampling.max_new_tokens)
-        if shape.variant == "base" and n_text is not None:
-            given = min(given, clone_limit(n_text))
+        if n_text is not None:
+            given = min(given, text_limit(n_text))
     return min(given, room)
 
 
-def clone_limit(n_text: int) -> int:
-    """Codes that a clone may take for so many tokens of text."""
-    return max(BASE_FRAMES, BASE_FRAMES_PER_TOKEN * n_text)
+def text_limit(n_text: int) -> int:
+    """Codes that speech may take for so many tokens of text."""
+    return max(LEAST_FRAMES, FRAMES_PER_TOKEN * n_text)
 
 
 def sampling_params(fields: SpeechFields, shape: SpeechShape, max_tokens: int) -> SamplingParams:
@@ -385,7 +385,7 @@ def with_defaults(item: BatchItem, batch: BatchRequest) -> BatchItem:
 
 
 def lost_its_end(n_frames: int) -> ApiError:
-    """The 500 of a clone that did not end within its bound."""
+    """The 500 of speech that did not end within its bound."""
     return ApiError(
         500,
         f"the speech did not end within {n_frames} frames, far more than its text takes; send it again with another seed, or "

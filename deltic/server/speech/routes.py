@@ -152,10 +152,10 @@ class Utterance:
     async def run(self, take: Callable[[bytes], None]) -> None:
         """Hands samples to `take` as they come, 16 bits at the engine's rate, until the last.
 
-        Raises ApiError, as Generation.run does, and when a clone did not end.
+        Raises ApiError, as Generation.run does, and when the speech did not end.
         """
         numbers = self._service.metrics.speech
-        spoken, shape = self._spoken, parts(self._service).prompts.shape
+        spoken = self._spoken
 
         def take_pieces(pieces: list[Piece]) -> None:
             for piece in pieces:
@@ -168,9 +168,8 @@ class Utterance:
             await self._generate(take_pieces)
             end = str(spoken.finish_reason)
             n_codes = self.sent.params.max_tokens
-            is_bound = n_codes == speech_protocol.clone_limit(len(self.plan.words.body))
-            is_clone = shape.variant == "base" and self.plan.fields.max_new_tokens is None
-            if end == "length" and is_clone and is_bound:
+            is_bound = n_codes == speech_protocol.text_limit(len(self.plan.words.body))
+            if end == "length" and is_bound and self.plan.fields.max_new_tokens is None:
                 raise speech_protocol.lost_its_end(n_codes)
         except ApiError as error:
             end = error.code or "error"
