@@ -17,7 +17,8 @@ SOURCES := $(wildcard deltic/csrc/*) CMakeLists.txt deltic/ops/cpu/instruction_s
 # Of this machine, the fastest first.
 RUNNABLE = $(shell $(PYTHON) deltic/ops/cpu/instruction_sets.py)
 
-# What can be done side by side is, with one job more than CPUs, since some wait half of their time. A test that fails stops no other.
+# What can be done side by side is, with one job more than CPUs, since some wait half of their time: those have the CPUs first, and the
+# others are nice. A test that fails stops no other.
 MAKEFLAGS += --jobs=$(shell echo $$(( $$(getconf _NPROCESSORS_ONLN) + 1 ))) --keep-going --no-print-directory
 SHELL := bash
 .SHELLFLAGS := -o pipefail -c
@@ -97,10 +98,10 @@ test-null: $(VENV)/.tests
 	$(BIN)/python -m pytest tests/null $(HERE) $(NAMED)
 
 test-cpu: $(VENV)/.tests $(KERNELS)/.runnable
-	$(BIN)/python -m pytest --area cpu $(ALL) tests/cpu tests/arm $(HERE) $(NAMED)
+	nice $(BIN)/python -m pytest --area cpu $(ALL) tests/cpu tests/arm $(HERE) $(NAMED)
 
 test-gpu: $(VENV)/.tests $(KERNELS)/.runnable
-	$(BIN)/python -m pytest --area gpu $(ALL) tests/gpu $(NAMED)
+	nice $(BIN)/python -m pytest --area gpu $(ALL) tests/gpu $(NAMED)
 
 test-bench: $(VENV)/.tests $(KERNELS)/.runnable
 	$(BIN)/python -m pytest --area bench $(ALL) tests/bench $(NAMED)

@@ -29,7 +29,8 @@ def _widened(handle: Any) -> Any:
 
 
 def _dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-    product = np.matmul(_widened(a), _widened(b)) + d.data
+    # a BLAS may give a row other bits at another place or in another number of rows; in float64 the sums of bfloat16 are mostly exact
+    product = np.matmul(_widened(a), _widened(b), dtype=np.float64) + d.data
     return interpreter.TensorHandle(product.astype(d.data.dtype, copy=False), d.dtype.scalar)
 
 

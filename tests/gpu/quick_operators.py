@@ -254,7 +254,7 @@ def _quick_load() -> None:
         else:
             if type(mask) is not tl.tensor or mask.dtype.name != "int1":
                 return None
-            mask = mask.handle.data
+            mask = mask.handle.data.astype(bool, copy=False)  # as in mended_interpreter.py
             if mask.shape != addresses.shape:
                 mask = np.broadcast_to(mask, addresses.shape)
         if other is None or (type(other) in (int, float) and other == 0):

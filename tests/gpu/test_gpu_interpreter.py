@@ -13,7 +13,8 @@ import triton.language as tl
 from triton.runtime import interpreter
 
 from deltic.ops.gpu.launch import INTERPRETED
-from tests.gpu import quick_interpreter
+from tests.gpu import mended_interpreter, quick_interpreter
+from tests.gpu.mended_interpreter import rounded
 from tests.gpu.quick_operators import NUMPY, SLOW, is_same
 
 pytestmark = pytest.mark.skipif(not INTERPRETED, reason="kernels run natively")
@@ -102,3 +103,29 @@ def test_types_change_as_tritons_own() -> None:
         (slice(None), None, slice(None)),
     ):
         agree("__getitem__", tl.tensor.__getitem__, x, slices)
+
+
+def test_a_mask_of_integers_is_one_of_truth_values() -> None:
+    """Triton 3.9 makes such ones of truth values that are computed from arguments of a program."""
+    values = np.arange(1, 5, dtype=np.int32)
+    addresses = interpreter.TensorHandle(
+        values.ctypes.data + 4 * np.arange(4, dtype=np.uint64), tl.pointer_type(tl.int32)
+    )
+    pointer = tl.tensor(addresses, tl.block_type(tl.pointer_type(tl.int32), [4]))
+    handle = interpreter.TensorHandle(np.zeros(4, bool), tl.int1)
+    handle.data = np.array([1, 0, 1, 0], np.int32)
+    mask = tl.tensor(handle, tl.block_type(tl.int1, [4]))
+    assert tl.load(pointer, mask=mask, other=0).handle.data.tolist() == [1, 0, 3, 0]
+
+
+def test_a_row_of_a_product_has_the_same_bits_anywhere() -> None:
+    rng = np.random.default_rng(0)
+    rows, columns = (rng.standard_normal(shape).astype(np.float32) for shape in ((128, 64), (64, 32)))
+
+    def product_of(part: Any) -> Any:
+        handles = [interpreter.TensorHandle(rounded(x), tl.bfloat16) for x in (part, columns)]
+        zeros = interpreter.TensorHandle(np.zeros((len(part), 32), np.float32), tl.float32)
+        return mended_interpreter._dot(None, *handles, zeros).data
+
+    whole = product_of(rows)
+    assert all((product_of(rows[i : i + n]) == whole[i : i + n]).all() for n in (16, 32, 64) for i in range(0, 128, n))
