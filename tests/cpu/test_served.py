@@ -399,7 +399,7 @@ def test_the_engine_is_killed_under_load_and_comes_back(served: Served) -> None:
 def test_sigterm_lets_streams_finish() -> None:
     leaving = Served()
     try:
-        streams = Streams(leaving, 2, max_tokens=2000)
+        streams = Streams(leaving, 2, max_tokens=500)
         process, pid = leaving.process.process, leaving.engine_pid()
         process.send_signal(signal.SIGTERM)
         wait_for(lambda: leaving.http.get("/health").status_code == 503)
