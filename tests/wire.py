@@ -150,6 +150,7 @@ _VARIES = (
     (re.compile(r'"(created|created_at|completed_at)":(\d+|"[^"]*Z")'), r'"\1":0'),
     (re.compile(r'"(\w+_ms|\w+_per_second|\w+_duration)":[\d.e+-]+'), r'"\1":0'),
     (re.compile(r'"obfuscation":"([0-9a-f]*)"'), lambda found: f'"obfuscation":{len(found[1])}'),
+    (re.compile(r',"system_fingerprint":"fp_[0-9a-f]{12}"'), ""),
 )
 _ID = re.compile(r"[0-9a-f]{24,}")
 _TOKEN = r'{"token":("(?:[^"\\]|\\.)*"),"logprob":[-\d.]+,"bytes":\[[\d,]*\]'

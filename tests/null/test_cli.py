@@ -229,7 +229,9 @@ def test_chat_streams_keeps_the_conversation_and_obeys_commands(monkeypatch, cap
     assert len(json.loads(saved.read_text())) == 5
 
 
-def test_a_failed_turn_is_taken_back(monkeypatch, capsys):
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_a_failed_turn_is_taken_back(monkeypatch, capsys, is_terminal: bool):
+    """Where nobody saw the error, the exit status tells of it."""
     typed = iter(["one", "two"])
 
     def read(prompt: str = "") -> str:
@@ -239,10 +241,16 @@ def test_a_failed_turn_is_taken_back(monkeypatch, capsys):
             raise EOFError from None
 
     monkeypatch.setattr("builtins.input", read)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: is_terminal, raising=False)
     with FakeOpenAI(statuses=[500]) as server:
-        assert main(["chat", "--url", server.url]) == 0
+        assert main(["chat", "--url", server.url]) == (0 if is_terminal else 1)
     assert "error: asked to fail (HTTP 500)" in capsys.readouterr().out
     assert [len(body["messages"]) for body in server.bodies] == [1, 1]
+
+
+def test_a_question_is_no_model(capsys):
+    assert main(["chat", "What is 3+4?"]) == 2
+    assert "'What is 3+4?' is taken for a model" in capsys.readouterr().err
 
 
 @pytest.fixture

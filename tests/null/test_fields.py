@@ -56,6 +56,32 @@ def post(url: str, status: int, body: dict[str, Any]) -> Any:
     return response.json() if status == 200 else response.json()["error"]
 
 
+def test_fields_of_local_servers(engine: FakeEngineClient, url: str) -> None:
+    """What LM Studio, llama.cpp and their clients send by habit."""
+    for ask in (chat, completion):
+        ask(url, ttl=300, min_keep=0, reasoning_format="auto", repeat_last_n=64)
+        for fields, penalty in (({"repeat_last_n": -1}, 1.2), ({"repeat_last_n": 0}, 1.0), ({}, 1.2)):
+            ask(url, repeat_penalty=1.2, **fields)
+            assert engine.requests[-1].params.repetition_penalty == penalty
+        assert ask(url, 400, repeat_penalty=1.2, repeat_last_n=64)["param"] == "repeat_last_n"
+        assert ask(url, 400, min_keep=5)["param"] == "min_keep"
+        assert ask(url, 400, reasoning_format="none")["param"] == "reasoning_format"
+    assert chat(url, 400, max_completion_tokens=0)["param"] == "max_completion_tokens"
+    assert chat(url, 400, max_tokens=0)["param"] == "max_tokens"
+    for body in ({"prompt": "a"}, {"messages": HELLO}):
+        for adds in (True, False):
+            plain = post(f"{url}/tokenize", 200, body)["tokens"]
+            assert post(f"{url}/tokenize", 200, body | {"add_special_tokens": adds})["tokens"] == plain
+
+
+def test_a_fingerprint_in_answers(url: str) -> None:
+    for ask in (chat, completion):
+        prints = {ask(url)["system_fingerprint"], *(chunk["system_fingerprint"] for chunk in ask(url, stream=True))}
+        assert len(prints) == 1
+    with served(make_app(FakeEngineClient(precision="int4"))) as other:
+        assert chat(other)["system_fingerprint"] not in prints
+
+
 def test_usage_in_every_chunk(url: str) -> None:
     options = {"include_usage": True, "continuous_usage_stats": True}
     for ask in (chat, completion):

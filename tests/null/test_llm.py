@@ -103,6 +103,21 @@ def test_chat_renders_the_template_and_splits_reasoning(llm: LLM):
     assert many[0].reasoning == ""
 
 
+def test_settings_by_name(llm: LLM):
+    """Fields of SamplingParams, beside the template's; what is none has the nearest name."""
+    messages = [{"role": "user", "content": "hi"}]
+    one, two = (llm.chat(messages, temperature=0, seed=7, max_tokens=4)[0].token_ids for _ in range(2))
+    assert one == two and len(one) <= 4
+    assert len(llm.generate("x", SamplingParams(max_tokens=9, ignore_eos=True), max_tokens=3)[0].token_ids) == 3
+    for call in (lambda **given: llm.chat(messages, **given), lambda **given: llm.generate("x", **given)):
+        with pytest.raises(ValueError, match="temprature: did you mean temperature"):
+            call(temprature=0)
+    with pytest.raises(ValueError, match="colour: is no field of SamplingParams, and this model's chat template"):
+        llm.chat(messages, colour=1)
+    with pytest.raises(ValueError, match="did you mean threads"):
+        LLM(thread=4)
+
+
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}}}
 ]

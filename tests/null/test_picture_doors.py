@@ -200,7 +200,7 @@ def bad(given: Any, said: str, where: str = ".image_url") -> Any:
     [
         bad(part("data:image/png;base64,QUJ"), "is not valid base64"),
         bad(part("data:image/png;base64,QU JD"), "is not valid base64"),
-        bad(part("data:image/png;base64,QUJD\n"), "is not valid base64"),
+        bad(part("data:image/png;base64,QU\r\nJD\n"), "is no picture that can be read here"),
         bad(part("data:image/png;base64,QQ==QUJD"), "is not valid base64"),
         bad(part("data:image/png;base64,Ωabc"), "is not valid base64"),
         bad(part("data:image/png,abc"), "expected data:image/...;base64,..."),

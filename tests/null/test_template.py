@@ -76,6 +76,9 @@ HOSTILE = {
     "sorted nested lists": "{% set s = namespace(v=[1], w=[1]) %}{% for i in range(60) %}{% set s.v = [s.v, s.v] %}{% set s.w = [s.w, s.w] %}{% endfor %}{{ [s.v, s.w] | sort | length }}",
     "slices of a text": READS.replace("@", "s[1:]"),
     "slices of a list": READS.replace("@", "l[1:]"),
+    "bytes times a number": "{{ ('a'.encode() * 3000000000) | length }}",
+    "bytes of a number": "{{ (1).to_bytes(3000000000) | length }}",
+    "rounding": "{{ 1 | round(-1000000000) }}",
     "translation": "{{ ('a' * 1000000).translate({97: 'a' * 1000000}) }}",
 }  # fmt: skip
 USER: list[dict[str, Any]] = [{"role": "user", "content": "Hello"}]
@@ -120,6 +123,19 @@ def test_a_checkpoint_whose_template_takes_too_much_is_refused(tmp_path: Path) -
         ChatTemplate.load(tmp_path, byte_tokenizer())
     with pytest.raises(TokenizerError, match="more than 1000000 characters"):
         ChatTemplate({"default": "a" * 2_000_000}, byte_tokenizer())
+
+
+def test_numbers_that_are_values_are_of_any_size() -> None:
+    """Of macros, lists, mappings, tests and formats, as a time in milliseconds in a call of the history."""
+    source = (
+        "{% macro show(v) %}{{ v }}{% endmacro %}{% set t = messages[0].time %}"
+        "{{ show(t) }} {{ show(v=t) }} {{ {t: 1}.get(t, t) }} {{ [t].index(t) }} {{ x | default(t) }} {{ '%d' % t }} "
+        "{{ '{}'.format(t) }} {{ '%d' | format(t) }} {{ [t] | select('eq', t) | list }} {{ namespace(v=t).v }} {{ dict(v=t).v }} "
+        "{{ t | string }} {{ t | tojson }} {{ [1] | join(t) }}{% generation %}{% set t = 1 %}{{ t }}{% endgeneration %} {{ t }}"
+    )
+    t = 1735689600000
+    ids = ChatTemplate({"default": source}, byte_tokenizer()).render([USER[0] | {"time": t}]).ids
+    assert byte_tokenizer().decode(ids) == f"{t} {t} 1 0 {t} {t} {t} {t} [{t}] {t} {t} {t} {t} 11 {t}"
 
 
 def test_what_templates_do_stays() -> None:
