@@ -193,7 +193,7 @@ class FakeEngineClient:
         for stream in list(self.streams.values()):
             stream.end("abort", "the server is shutting down")
 
-    def check_room(self, n: int, spare: int = 0) -> EngineInfo:
+    def check_room(self, n: int, owner: str = "", spare: int = 0) -> EngineInfo:
         if self.state != "ready" or self.info is None:
             raise EngineUnavailable(self.why_unavailable())
         if self.n_open + n > self.info.max_num_seqs + self.max_queue - spare:

@@ -369,8 +369,8 @@ FAULTS = [
         "response-of-another",
         "missing authorisation",
         "deltic/server/api/responses_store.py",
-        "if found is None or found.owner != owner:",
-        "if found is None:",
+        "responses = self._own[owner].responses",
+        "responses = next(own.responses for own in self._own.values() if response_id in own.responses)",
         "tests/null/test_responses.py tests/null/test_access.py",
     ),
     Fault(

@@ -240,7 +240,6 @@ async def bad(traffic: Traffic, rng: random.Random) -> None:
         {"speed": 9},
         {"speed": 2, "initial_codec_chunk_frames": 1},
         {"stream_format": "video"},
-        {"response_format": "aac", "stream": True},
         {"max_new_tokens": 0},
         {"max_new_tokens": 10**6},
         {"max_new_tokens": "x"},

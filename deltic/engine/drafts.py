@@ -316,7 +316,7 @@ class Drafting:
         """Of steps, by the rows of their drafts; and of the head, whose time is not in them, by its depth."""
         self.known = Drafter()
         """With the records of all sequences."""
-        self.drafted, self.accepted = Counter[str](), Counter[str]()
+        self.drafted, self.accepted = (Counter({str(1 + i): 0 for i in range(max_drafts)}) for _ in range(2))
         """As of Stats."""
         self._n_steps = self._n_plain = 0
         self._ahead_s: dict[int, tuple[float, int]] = {}

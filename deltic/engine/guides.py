@@ -20,10 +20,10 @@ import secrets
 import sys
 import threading
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
-from queue import Empty, SimpleQueue
+from queue import Empty, PriorityQueue, SimpleQueue
 from typing import Any
 
 import msgspec
@@ -33,7 +33,11 @@ from deltic.engine.messages import Constraint
 from deltic.engine.step import Rule, Sequence
 
 N_WORKERS = 4
-"""Number of jobs done side by side. Slow jobs hold up the others only when there are this many of them."""
+"""Number of masks' jobs done side by side. Slow jobs hold up the others only when there are this many of
+them.
+"""
+N_COMPILERS = 2
+"""Grammars compiled side by side, beside those jobs."""
 N_MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 """The library's threads that make the masks of a job."""
 SLOW_S, SLOW_EACH_S = 0.005, 0.0005
@@ -65,7 +69,9 @@ AHEAD_S = 0.002
 STACK_BYTES = 16_000_000
 """Stack of a worker: that of the server's thread which compiled the grammar before."""
 N_KEPT = 32
-"""Compiled grammars that are kept: an agent sends the same schema with every request."""
+"""Compiled grammars that are kept: an agent sends the same schema with every request. Each party has its own,
+since that one is there already tells that somebody sent it; the one with the most loses its oldest.
+"""
 
 Words = np.ndarray
 """int32 [ceil(n_ids / 32)]: bit id % 32 of word id // 32 says whether the id may be drawn."""
@@ -253,6 +259,11 @@ class Guides:
         for id in self._eos:
             self._only_eos[id // 32] |= np.uint32(1 << id % 32)
         self._todo: SimpleQueue[tuple[list[Guide], list[list[int]]] | None] = SimpleQueue()
+        self._starts: PriorityQueue[tuple[int, int, list[Guide] | None]] = PriorityQueue()
+        """Guides whose grammar is to be compiled, by turn and arrival: owners take turns, by size."""
+        self._turn = 0  # of those that were begun last
+        self._next_turns: dict[str, int] = {}
+        self._n_starts = 0
         self._done: SimpleQueue[list[Guide]] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._drew: list[tuple[Guide, list[int]]] = []
@@ -263,7 +274,7 @@ class Guides:
         self._executor: Any = None
         self._foreign_end: int | None = None
         """The end id of the tokenizer that random weights borrow: not their own."""
-        self._kept: OrderedDict[str, tuple[Any, Words, bool]] = OrderedDict()
+        self._kept: OrderedDict[tuple[str, str], tuple[Any, Words, bool]] = OrderedDict()  # by party and text
 
     # The engine's thread.
 
@@ -356,13 +367,20 @@ class Guides:
         if not self._threads:  # the compiler recurses along chains of rules
             threading.stack_size(max(threading.stack_size(), STACK_BYTES))
             sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
-        while len(self._threads) < N_WORKERS:
-            self._threads.append(threading.Thread(target=self._work, name="grammar", daemon=True))
+        for work in () if self._threads else (*[self._work] * N_WORKERS, *[self._compile_all] * N_COMPILERS):
+            self._threads.append(threading.Thread(target=work, name="grammar", daemon=True))
             self._threads[-1].start()
         for guide in guides:
             guide.is_busy, guide.is_late = True, False
         self.n_busy += len(guides)
-        self._todo.put((guides, tokens))
+        if tokens:
+            self._todo.put((guides, tokens))
+            return
+        owner = guides[0].sequence.request.owner
+        turn = max(self._turn, self._next_turns.get(owner, 0))
+        self._next_turns[owner] = turn + len(guides[0].constraint.grammar)
+        self._n_starts += 1
+        self._starts.put((turn, self._n_starts, guides))
 
     def collect(self, decodes: list[Sequence], step_s: float) -> list[Guide]:
         """Takes back finished guides. Returns those that failed, or whose answer is over.
@@ -410,8 +428,9 @@ class Guides:
         with suppress(Empty):
             while True:
                 self._todo.get_nowait()
-        for _ in self._threads:
+        for i in range(len(self._threads)):
             self._todo.put(None)
+            self._starts.put((-1, -i, None))
         deadline = time.monotonic() + LONGEST_CLOSE_S
         for thread in self._threads:
             if thread is not threading.current_thread():  # where the collector closes an LLM, it may be
@@ -424,6 +443,15 @@ class Guides:
         while (job := self._todo.get()) is not None:
             self._do_timed(*job)
             del job  # it may be long until the next
+
+    def _compile_all(self) -> None:
+        while True:
+            turn, _, guides = self._starts.get()
+            if guides is None:
+                return
+            self._turn = turn
+            self._do_timed(guides, [])
+            del guides
 
     def _do_timed(self, guides: list[Guide], tokens: list[list[int]], words: Words | None = None) -> None:
         """Does a job, and notes slow guides.
@@ -464,15 +492,16 @@ class Guides:
                 guide.error = f"the grammar could not take {drawn}; {guide.error}"
 
     def _begin(self, guides: list[Guide]) -> None:
-        grammar = guides[0].constraint.grammar
+        key = guides[0].sequence.request.party, guides[0].constraint.grammar
         with self._lock:
-            kept = self._kept.pop(grammar, None)
+            kept = self._kept.pop(key, None)
         if kept is None:
-            kept = self._compile(grammar)
+            kept = self._compile(key[1])
         with self._lock:
-            self._kept[grammar] = kept
+            self._kept[key] = kept
             while len(self._kept) > N_KEPT:
-                self._kept.popitem(last=False)
+                most = Counter(party for party, _ in self._kept).most_common(1)[0][0]
+                del self._kept[next(other for other in self._kept if other[0] == most)]
         matcher, words, is_satisfied = kept
         for guide in guides:
             guide.error = _error_of(matcher)

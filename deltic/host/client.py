@@ -14,7 +14,7 @@ import asyncio
 import logging
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
@@ -118,7 +118,7 @@ class Stream:
     """
 
     def __init__(self, request: Request, deliver: Deliver) -> None:
-        self.request_id = request.id
+        self.request_id, self.owner = request.id, request.owner
         self.n_open = request.params.n
         self.submitted_s = time.monotonic()
         self.outputs: list[Output] = []
@@ -157,8 +157,9 @@ class Stream:
 class EngineClient:
     """One model's engine, in whatever processes its EngineHost starts.
 
-    `max_queue` sequences may be open beyond the engine's `max_num_seqs`. `on_event` is called, in the event
-    loop, with everything the engine says, after the client has taken note.
+    `max_queue` sequences may be open beyond the engine's `max_num_seqs`; with more, an owner may still have
+    its share of `max_queue`, whatever the others have. `on_event` is called, in the event loop, with
+    everything the engine says, after the client has taken note.
     """
 
     def __init__(
@@ -173,6 +174,8 @@ class EngineClient:
         self.config = config
         self.name = name or model_name(config)
         self.max_queue = max_queue
+        self.n_owners = 1
+        """Those among whom the queue is shared out."""
         self.topic: str | None = None
         """Of its cache events; None: nobody is told."""
         self.state: State = "starting"
@@ -195,6 +198,7 @@ class EngineClient:
         """Whether it does not, as it answered to the last Ping."""
         self.n_open = 0
         """Sequences whose last output has not come."""
+        self._n_open_of: Counter[str] = Counter()  # the same, by owner
         self.on_ready: Callable[[EngineInfo], None] | None = None
         """Called each time that an engine takes requests, before it can be sent any."""
         self._on_event = on_event
@@ -236,23 +240,25 @@ class EngineClient:
         n = request.params.n
         if n < 1 or request.id in self._streams:
             raise ValueError(f"request {request.id!r}: n = {n} must be 1 or more, and the id not in use")
-        self.check_room(n)
+        self.check_room(n, request.owner)
         self._send(request)
         self._streams[request.id] = Stream(request, deliver)
         self.n_open += n
+        self._n_open_of[request.owner] += n
         self._all_ended.clear()
 
-    def check_room(self, n: int, spare: int = 0) -> EngineInfo:
-        """The engine's info, if it takes requests and has room for n more sequences. spare: places of the
-        queue to leave to others.
+    def check_room(self, n: int, owner: str = "", spare: int = 0) -> EngineInfo:
+        """The engine's info, if it takes requests and has room for n more sequences of an owner. spare:
+        places of the queue to leave to others, where no share counts.
 
         Raises EngineUnavailable or QueueFull.
         """
         if self.state != "ready" or self.info is None:
             raise EngineUnavailable(self.why_unavailable())
         n_waiting = max(0, self.n_open - self.info.max_num_seqs)
-        # More than max_num_seqs are not waited for: the engine refuses them.
-        if self.n_open + min(n, self.info.max_num_seqs) > self.info.max_num_seqs + self.max_queue - spare:
+        n = min(n, self.info.max_num_seqs)  # more are not waited for: the engine refuses them
+        has_share = not spare and self._n_open_of[owner] + n <= -(-self.max_queue // self.n_owners)
+        if self.n_open + n > self.info.max_num_seqs + self.max_queue - spare and not has_share:
             raise QueueFull(n_waiting, self._retry_after_s(n_waiting))
         return self.info
 
@@ -496,6 +502,7 @@ class EngineClient:
     def _note_ended(self, stream: Stream, n: int) -> None:
         """`n` sequences of `stream` had their last output."""
         self.n_open -= n
+        self._n_open_of[stream.owner] -= n
         if stream.n_open == 0:
             del self._streams[stream.request_id]
             self._mean_request_s += 0.1 * (time.monotonic() - stream.submitted_s - self._mean_request_s)

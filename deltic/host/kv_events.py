@@ -13,6 +13,7 @@ sees it by their numbers.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -36,10 +37,19 @@ KEPT_BATCHES, KEPT_BYTES = 10_000, 64 << 20
 HIGH_WATER = 10_000
 """Messages that wait for a slow reader; then it loses them. vLLM's 100,000 may be a gigabyte for each."""
 
+MAX_ASKED_BYTES = 1024
+"""Of a frame that a reader sends, a topic or a number: who sends a larger one is disconnected, before it is
+held.
+"""
+
+MAX_TOPICS = 10_000
+"""That readers subscribe to, together. With more, all of them are disconnected, and may come again."""
+
 END = (-1).to_bytes(8, signed=True)
 """The number behind the last message that is told again."""
 
 CLOSE_S = 1.0
+REOPEN_S = 10.0
 
 _STOP = b"stop"
 
@@ -110,9 +120,11 @@ class EventPublisher:
         self._batches: deque[tuple[bytes, float, list[CacheEvent]]] = deque()
         self._kept: deque[tuple[bytes, bytes, bytes]] = deque()
         self._kept_bytes = 0
+        self._n_topics = 0
         self._next = time.time_ns() // 1000
         try:
-            self._publishing = self._bound(zmq.PUB, HIGH_WATER, "--kv-events", sockets.publish)
+            self._address = sockets.publish
+            self._publishing = self._bound(zmq.XPUB, HIGH_WATER, "--kv-events", self._address)
             # All that is kept finds room on its way to one reader, who may ask again once it has it.
             replay = sockets.replay
             self._replaying = replay and self._bound(zmq.ROUTER, KEPT_BATCHES + 1, "--kv-events-replay", replay)
@@ -130,10 +142,12 @@ class EventPublisher:
     def _bound(self, kind: int, high_water: int, flag: str, address: str) -> zmq.Socket[bytes]:
         socket = self._context.socket(kind)
         socket.set_hwm(high_water)
+        socket.setsockopt(zmq.MAXMSGSIZE, MAX_ASKED_BYTES)
         socket.setsockopt(zmq.IPV6, int("[" in address))
         try:
             socket.bind(address)
         except zmq.ZMQError as error:
+            socket.close(linger=0)
             raise ConfigError(
                 f"{flag} {address}: {zmq.strerror(error.errno or 0)}; give a free address of this machine"
             ) from None
@@ -155,6 +169,7 @@ class EventPublisher:
     def _run(self) -> None:
         poller = zmq.Poller()
         poller.register(self._woken, zmq.POLLIN)
+        poller.register(self._publishing, zmq.POLLIN)
         if self._replaying:
             poller.register(self._replaying, zmq.POLLIN)
         is_open = True
@@ -166,12 +181,37 @@ class EventPublisher:
                     self._send()
                 if self._replaying and self._replaying in came:
                     self._replay(self._replaying)
+                if self._publishing in came and self._count_topics() > MAX_TOPICS:
+                    poller.unregister(self._publishing)
+                    self._forget_topics()
+                    poller.register(self._publishing, zmq.POLLIN)
             except Exception:  # readers see by the numbers that they missed something
                 log.exception("cache events were lost")
         self._woken.close(linger=0)
         self._publishing.close(linger=int(CLOSE_S * 1000))
         if self._replaying:
             self._replaying.close(linger=0)
+
+    def _count_topics(self) -> int:
+        with contextlib.suppress(zmq.Again):
+            while self._n_topics <= MAX_TOPICS:
+                said = self._publishing.recv(zmq.NOBLOCK)
+                self._n_topics += {1: 1, 0: -1}.get(said[0], 0) if said else 0
+        return self._n_topics
+
+    def _forget_topics(self) -> None:
+        """Another socket at the same address: the library keeps topics for as long as it has their socket."""
+        log.warning("readers of --kv-events have more than %d topics: all were disconnected", MAX_TOPICS)
+        self._publishing.close(linger=0)
+        self._n_topics, until_s = 0, time.monotonic() + REOPEN_S
+        while True:
+            try:
+                self._publishing = self._bound(zmq.XPUB, HIGH_WATER, "--kv-events", self._address)
+                return
+            except ConfigError:  # it is closed by another thread, a little later
+                if time.monotonic() > until_s:
+                    raise
+                time.sleep(0.01)
 
     def _send(self) -> None:
         while self._batches:

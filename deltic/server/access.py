@@ -18,6 +18,7 @@ addresses is meant for others and answers to any name: give it a key.
 from __future__ import annotations
 
 import ipaddress
+import re
 
 from starlette.requests import HTTPConnection, Request
 
@@ -25,6 +26,13 @@ from deltic.config import ServerConfig
 from deltic.server.address import listens_on_loopback
 from deltic.server.errors import ApiError
 from deltic.server.limits import Account, Accounts
+
+KEY_PROTOCOL = "openai-insecure-api-key."
+"""What a browser, which can give a WebSocket no header, puts in front of the key as one of its
+subprotocols.
+"""
+
+_HOST = re.compile(r"(\[[0-9a-f:.]*\]|[^:\[\]]*)(?::\d*)?")
 
 
 class Access:
@@ -96,7 +104,7 @@ class Access:
             )
 
     def _check_key(self, request: HTTPConnection) -> Account:
-        own = request.headers.get("x-api-key", "")  # Anthropic's header
+        own = request.headers.get("x-api-key", "") or key_offered(request)  # Anthropic's header
         scheme, _, given = request.headers.get("authorization", f"Bearer {own}").partition(" ")
         account = self._accounts.find(given.strip().encode("latin-1"))  # the bytes as they were sent
         if account is None or scheme.lower() != "bearer":
@@ -109,10 +117,19 @@ class Access:
         return account
 
 
+def key_offered(connection: HTTPConnection) -> str:
+    """The key among a WebSocket's subprotocols; "" for none."""
+    offered = connection.scope.get("subprotocols", ())
+    return next((name.removeprefix(KEY_PROTOCOL) for name in offered if name.startswith(KEY_PROTOCOL)), "")
+
+
 def _without_port(host: str) -> str:
-    """The name or address in a Host header: `localhost:8000`, `[::1]:8000`."""
+    """The name or address in a Host header: `localhost:8000`, `[::1]:8000`. All of one that has another
+    form.
+    """
     host = host.strip().lower()
-    return host[1:].partition("]")[0] if host.startswith("[") else host.partition(":")[0]
+    found = _HOST.fullmatch(host)
+    return found[1].strip("[]") if found else host
 
 
 def _is_harmless(host: str) -> bool:

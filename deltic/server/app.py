@@ -56,7 +56,7 @@ from deltic.server.api.routers import is_sleeping, model_info, render_chat, rend
 from deltic.server.api.transfer import STREAM, ExportRequest, export_cache, import_cache
 from deltic.server.batch import batches
 from deltic.server.errors import ApiError, bad_request
-from deltic.server.limits import BATCH, RATE_HEADERS, TICKET, Ticket
+from deltic.server.limits import ASKING, BATCH, RATE_HEADERS, TICKET, Ticket
 from deltic.server.openapi import document
 from deltic.server.page import live, page
 from deltic.server.service import Kind, Server, Service
@@ -300,6 +300,7 @@ class Envelope:
         request_id = scope["deltic.request_id"] = labels["request_id"]
         status = n_bytes = 0
         ticket = scope[TICKET] = Ticket(self._server.config, is_batch=BATCH in scope, labels=labels)
+        ASKING.set(ticket)
 
         async def send_marked(message: Message) -> None:
             nonlocal status, n_bytes

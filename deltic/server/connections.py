@@ -159,7 +159,7 @@ class HttpConnection(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._answered = cycle
-        super()._start_asgi_task(cycle, app)
+        super()._start_asgi_task(cycle, app if cycle.scope["http_version"] != "1.0" else _unframed(app, cycle))
 
     def _disconnect(self) -> None:
         """Tells all requests that are not answered that their client has gone."""
@@ -320,8 +320,40 @@ class HttpConnection(HttpToolsProtocol):
             self._timer = None
 
 
+def _unframed(app: Any, cycle: RequestResponseCycle) -> Any:
+    """The application for a request of HTTP/1.0, whose client knows no chunks: an answer without its length
+    ends where the connection does.
+    """
+
+    is_open = False
+
+    async def send(message: Any) -> None:
+        nonlocal is_open
+        if message["type"] == "http.response.start":
+            headers = message.get("headers", [])
+            is_open = all(name.lower() != b"content-length" for name, _ in headers)
+            if is_open:
+                message = {**message, "headers": [*headers, (b"connection", b"close")]}
+                cycle.chunked_encoding = False
+        elif is_open:  # so much is "expected" that there is room for it, and more to come
+            cycle.expected_content_length = len(message.get("body", b"")) + message.get("more_body", False)
+        await cycle.send(message)
+
+    async def run(scope: Any, receive: Any, _: Any) -> None:
+        await app(scope, receive, send)
+
+    return run
+
+
 def too_large_head() -> ApiError:
     return ApiError(431, f"the head of a request may have {MAX_HEAD_BYTES} bytes", code="head_too_large")
+
+
+def _is_true(record: logging.LogRecord) -> bool:
+    """Whether a line of uvicorn's is worth its place: it says of each handshake that is refused that it
+    failed.
+    """
+    return record.getMessage() != "ASGI callable returned without completing handshake."
 
 
 class HttpServer(uvicorn.Server):
@@ -340,6 +372,7 @@ class HttpServer(uvicorn.Server):
         }
         protocol: Any = functools.partial(HttpConnection, connections)
         super().__init__(uvicorn.Config(app, http=protocol, **given | settings))
+        logging.getLogger("uvicorn.error").addFilter(_is_true)
         self._connections = connections
         self._accepting: list[asyncio.Task[None]] = []
         self._opening: set[asyncio.Task[None]] = set()

@@ -12,6 +12,8 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextvars import copy_context
+from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar
 
@@ -35,8 +37,11 @@ class FairThread:
         self._sizes: dict[str, int] = defaultdict(int)
 
     def submit(self, key: str, size: int, work: Callable[[], T]) -> Future[T] | None:
-        """Queues `work`, which may be cancelled until it starts. None: the key's backlog is full."""
+        """Queues `work`, which may be cancelled until it starts, and runs in the context of who asks. None:
+        the key's backlog is full.
+        """
         done: Future[T] = Future()
+        run = partial(copy_context().run, work)
         with self._lock:
             if self._sizes[key] and self._sizes[key] + size > self._most():
                 return None
@@ -44,7 +49,7 @@ class FairThread:
             turn = max(self._turn, self._next_turns.get(key, 0))
             self._next_turns[key] = turn + size
             self._n_submitted += 1
-            heappush(self._waiting, (turn, self._n_submitted, done, work))
+            heappush(self._waiting, (turn, self._n_submitted, done, run))
         done.add_done_callback(lambda done: self._leave(key, size, done))
         self._thread.submit(self._do_next)
         return done

@@ -16,6 +16,7 @@ import math
 import re
 import time
 from collections.abc import Iterable
+from contextvars import ContextVar
 from typing import Annotated
 
 import msgspec
@@ -194,6 +195,16 @@ class Ticket:
 
 
 TICKET = "deltic.ticket"
+ASKING: ContextVar[Ticket] = ContextVar("ticket")
+"""Whose work this is, for what lies too deep to be told: see `asking`."""
+
+
+def asking() -> Ticket:
+    """The ticket of the request that is worked on, in the event loop or a thread of ours; else that of
+    nobody.
+    """
+    return ASKING.get(None) or Ticket()
+
 
 BATCH = "deltic.batch"
 """In the scope of a line of a batch: the Account of its key, None without keys.
@@ -241,6 +252,15 @@ class Accounts:
 
     def __bool__(self) -> bool:
         return bool(self._accounts)
+
+    @property
+    def n_owners(self) -> int:
+        """Those among whom what is shared out is divided; without keys everybody is one."""
+        return max(1, len(self._accounts))
+
+    def share(self, most: int) -> int:
+        """What each owner may have of `most`, and nobody can take from it."""
+        return -(-most // self.n_owners)
 
     def find(self, key: bytes) -> Account | None:
         return self._of_digest.get(_digest(key))

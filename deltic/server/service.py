@@ -10,9 +10,10 @@ import ctypes
 import hashlib
 import logging
 import math
+import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
@@ -39,7 +40,7 @@ from deltic.server.chat.picture_parts import PictureBounds, PictureReader, Pictu
 from deltic.server.chat.template import ChatTemplate
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.fair_thread import FairThread
-from deltic.server.limits import TICKET, Accounts
+from deltic.server.limits import TICKET, Accounts, asking
 from deltic.server.metrics import Exposition, Metrics
 from deltic.server.speech.prompt import Prompter
 from deltic.server.speech.voices import VoiceStore
@@ -109,7 +110,8 @@ class Server:
     """Set when `drain_notice_s` are over: no new requests."""
     n_open: int = 0
     """HTTP requests that have not been answered whole."""
-    n_sockets: int = 0
+    sockets: Counter[str] = field(default_factory=Counter)
+    """WebSockets that are open, by owner."""
     adapting: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """Held while an adapter gets its name, or loses it."""
     importing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
@@ -122,8 +124,7 @@ class Server:
         self.accounts = Accounts(self.config)
         self.responses = ResponseStore(self.config.max_stored_responses)
         if self.config.batch_dir is not None:
-            n_owners = max(1, len(self.accounts.numbers()))
-            files = FileStore(self.config.batch_dir, self.config.batch_disk_gb, n_owners)
+            files = FileStore(self.config.batch_dir, self.config.batch_disk_gb, self.accounts.n_owners)
             self.batches = BatchRunner(self.config, self.accounts, files, self.writer)
         self.pictures = PictureReader(Hosts(self.config.fetch_images_from, "--fetch-images-from"))
         self.worker = FairThread("prepare", lambda: int(MAX_PREPARING * self.max_body_mb * 1_000_000))
@@ -151,6 +152,9 @@ class Server:
 
     def add(self, service: Service) -> None:
         self.models[service.model_name] = service
+        service.client.n_owners = self.accounts.n_owners
+        if service.speech is not None:
+            service.speech.voices.n_owners = self.accounts.n_owners
         self.metrics.models[service.model_name] = service.metrics
 
     def of(self, kind: Kind) -> list[Service]:
@@ -274,8 +278,8 @@ class SpeechParts:
     voices: VoiceStore
     aliases: Mapping[str, str] = field(default_factory=dict)
     """Other names of voices, in lower case, and the voice each means."""
-    worker: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(1, "audio"))
-    """One thread for files of audio."""
+    worker: FairThread = field(default_factory=lambda: FairThread("audio", lambda: sys.maxsize))
+    """One thread for files of audio: what is there to encode, the engine has made in turns."""
 
     def voice_names(self) -> list[str]:
         """Speakers of the checkpoint, aliases, and voices that were uploaded."""
@@ -429,7 +433,7 @@ class Service:
         if self.server.draining:
             raise unavailable(SHUTTING_DOWN)
         try:
-            info = self.client.check_room(1)
+            info = self.client.check_room(1, asking().turns)
             if self.adapter is not None:
                 self.adapter.current_key()
             return info

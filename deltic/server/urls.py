@@ -14,17 +14,26 @@ import ipaddress
 import re
 import socket
 import ssl
+import threading
 import urllib.parse
+from collections import defaultdict
 from collections.abc import Sequence
+from contextlib import suppress
 
 from httptools import HttpParserError, HttpResponseParser
 
 from deltic.config import ConfigError
+from deltic.server.limits import asking
 
 FETCH_S = 15.0
 """Of a fetch, redirects included."""
 MAX_REDIRECTS = 3
+LOOKUP_S = 10.0
+"""Of these, for a host's addresses."""
+N_LOOKUPS = 8
+"""Names that are looked up at once for one key: those that no server answers for hold up only its own."""
 MAX_HEAD_BYTES = 65_536
+"""Of what is no body, in a row: headers, and trailers."""
 PIECE_CHARACTERS = 1 << 20
 """Of base64, decoded at once: the interpreter stands still meanwhile. A multiple of 4."""
 
@@ -33,6 +42,8 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 _NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?|\*")
 _PLAIN = re.compile(r"[\x21-\x7e]+")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
+_UNICAST, _DOCUMENTATION = ipaddress.ip_network("2000::/3"), ipaddress.ip_network("3fff::/20")
+"""What the internet has of IPv6, and what lies in it that Python does not know as private."""
 
 
 class UrlError(ValueError):
@@ -47,6 +58,7 @@ class Hosts:
 
     def __init__(self, entries: Sequence[str], flag: str) -> None:
         """flag: the setting they come from. Raises ConfigError."""
+        self._lookups: defaultdict[str, asyncio.Semaphore] = defaultdict(lambda: asyncio.Semaphore(N_LOOKUPS))
         self._names: list[str] = []
         self._networks: list[ipaddress.IPv4Network | ipaddress.IPv6Network] = []
         for entry in (part.strip().lower() for text in entries for part in text.split(",")):
@@ -77,6 +89,19 @@ class Hosts:
     def reach(self, address: Address) -> bool:
         return self.is_named(address) or is_public(address)
 
+    async def find(self, host: str, port: int) -> list[Address]:
+        """The addresses of a name, in the turns of the key that asks. Raises UrlError, OSError."""
+        turn = self._lookups[asking().owner]
+        try:
+            async with asyncio.timeout(LOOKUP_S):
+                await turn.acquire()
+                looking = asyncio.create_task(resolve(host, port))
+                looking.add_done_callback(lambda _: turn.release())  # nothing ends it sooner
+                return await asyncio.shield(looking)
+        except TimeoutError:
+            said = f"could not be fetched (no address of {host!r} was found within {LOOKUP_S:g} s)"
+            raise UrlError(said) from None
+
 
 def _address(host: str) -> Address | None:
     try:
@@ -90,16 +115,40 @@ def is_public(address: Address) -> bool:
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped or address in _NAT64:
             return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+        if address not in _UNICAST or address in _DOCUMENTATION:
+            return False
         if not all(map(is_public, filter(None, (address.sixtofour, *(address.teredo or ()))))):
             return False
     return address.is_global and not address.is_multicast and not address.is_reserved
 
 
 async def resolve(host: str, port: int) -> list[Address]:
-    """Raises OSError."""
+    """In a thread of its own: what the event loop has for this are four, for all. Raises OSError."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
-    return [ipaddress.ip_address(str(place[0]).partition("%")[0]) for *_, place in found]
+    found: asyncio.Future[list[Address]] = loop.create_future()
+
+    def look() -> None:
+        addresses, failed = list[Address](), None
+        try:
+            places = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, proto=socket.IPPROTO_TCP)
+            addresses = [ipaddress.ip_address(str(place[0]).partition("%")[0]) for *_, place in places]
+        except OSError as error:
+            failed = OSError(*error.args)
+        except UnicodeError:  # a part of the name is empty, or too long
+            failed = OSError("no such name")
+        with suppress(RuntimeError):  # the loop has ended
+            loop.call_soon_threadsafe(done, addresses, failed)
+
+    def done(addresses: list[Address], failed: OSError | None) -> None:
+        if found.cancelled():
+            return
+        if failed is not None:
+            found.set_exception(failed)
+        else:
+            found.set_result(addresses)
+
+    threading.Thread(target=look, name="lookup", daemon=True).start()
+    return await found
 
 
 async def fetch(url: str, hosts: Hosts, most_bytes: int) -> bytes:
@@ -131,7 +180,8 @@ class _Answer:
         self.has_head = self.is_whole = False
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        self.headers[name.lower()] = value
+        if not self.has_head:  # what comes later is a trailer
+            self.headers[name.lower()] = value
 
     def on_headers_complete(self) -> None:
         self.has_head = True
@@ -150,7 +200,7 @@ async def _get(url: str, hosts: Hosts, most_bytes: int) -> tuple[int, str | None
     if not hosts.allow(host):
         raise UrlError(f"this server fetches from {hosts} only, and not from {host!r}")
     literal = _address(host)
-    addresses = [literal] if literal else await resolve(host, port)
+    addresses = [literal] if literal else await hosts.find(host, port)
     if not addresses or not all(map(hosts.reach, addresses)):
         raise UrlError(f"could not be fetched ({host!r} has an address that is not public)")
     is_secure = parts.scheme == "https"
@@ -162,13 +212,14 @@ async def _get(url: str, hosts: Hosts, most_bytes: int) -> tuple[int, str | None
         named = parts.netloc.rpartition("@")[2]
         head = f"GET {target} HTTP/1.1\r\nhost: {named}\r\naccept: */*\r\naccept-encoding: identity\r\n"
         writer.write(f"{head}user-agent: deltic\r\nconnection: close\r\n\r\n".encode("ascii"))
-        answer, n_head = _Answer(), 0
+        answer, n_other = _Answer(), 0
         parser = HttpResponseParser(answer)
         while not answer.is_whole and (part := await reader.read(65_536)):
+            n_body = len(answer.body)
             parser.feed_data(part)
-            n_head += len(part) * (not answer.has_head)
-            if n_head > MAX_HEAD_BYTES:
-                raise UrlError(f"could not be fetched (more than {MAX_HEAD_BYTES} bytes of headers)")
+            n_other = n_other + len(part) if len(answer.body) == n_body else 0
+            if n_other > MAX_HEAD_BYTES:
+                raise UrlError(f"could not be fetched (more than {MAX_HEAD_BYTES} bytes of headers or trailers)")
             if len(answer.body) > most_bytes:
                 raise UrlError(f"is larger than {most_bytes // 1_000_000} MB")
         if not answer.has_head:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import socket
 from typing import Any
 
 import httpx
 import pytest
 
+from deltic.server.app import ROUTES
 from tests.fake_engine import FakeEngineClient, make_app, served
 
 
@@ -85,6 +87,41 @@ def test_no_url_is_fetched(elsewhere: socket.socket) -> None:
             assert "tools" in body or named in response.json()["error"]["message"]
     with pytest.raises(TimeoutError):
         elsewhere.accept()
+
+
+FOREIGN = ["evil.example", "evil.example:8000", "[::1].evil.example", "[::1].evil.example:8000", "localhost.evil.example",
+    "127.0.0.1.evil.example", "localhost:80@evil.example", "[evil.example]", "[::1", "0x7f.1", "localhost:x"]  # fmt: skip
+OWN = [
+    "localhost",
+    "localhost:8000",
+    "LOCALHOST.",
+    "a.localhost:1",
+    "127.0.0.1:8000",
+    "[::1]:8000",
+    "[::1]",
+    "[::ffff:127.0.0.1]:8",
+]
+
+
+def test_no_name_of_a_page_s_own_reaches_a_server_of_this_machine() -> None:
+    """DNS rebinding: every route, Ollama's and those that are open, too; and no foreign page posts anything."""
+
+    async def go() -> None:
+        transport = httpx.ASGITransport(make_app(FakeEngineClient()))
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            for route in ROUTES:
+                path = re.sub(r"\{[^}]*\}", "x", route.path)
+                for host in FOREIGN if path in ("/api/tags", "/api/chat", "/v1/models", "/") else FOREIGN[:1]:
+                    refused = await client.request(route.method, path, headers={"host": host})
+                    assert refused.status_code == 403 and "the Host header names" in refused.text, (path, host)
+                if route.method == "POST":
+                    foreign = {"origin": "http://evil.example", "content-type": "text/plain"}
+                    refused = await client.post(path, content=b"{}", headers=foreign)
+                    assert refused.status_code == (403 if route.any_type or route.form else 415), path
+            for host in OWN:
+                assert (await client.get("/api/tags", headers={"host": host})).status_code == 200, host
+
+    asyncio.run(go())
 
 
 def test_a_body_that_does_not_come_holds_nothing_for_ever() -> None:

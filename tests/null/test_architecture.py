@@ -118,3 +118,152 @@ def test_named_classes_and_methods_exist(path: Path) -> None:
 def test_a_page_of_the_design_names_its_files_and_tests(path: Path) -> None:
     text = path.read_text()
     assert re.search(r"^\*\*Files[:.]\*\*", text, re.M) and re.search(r"^\*\*Tests[:.]\*\*", text, re.M)
+
+
+# What keys share.
+
+KEEPERS = ("server", "host", "engine", "runtime", "text.py")
+"""What runs while requests come. Of a GPU's runtime all is planned before the server is ready."""
+KEPT = {"Semaphore", "BoundedSemaphore", "Queue", "SimpleQueue", "PriorityQueue", "ThreadPoolExecutor", "FairThread", "Counter",
+    "OrderedDict", "deque", "defaultdict", "dict", "list", "set"}  # fmt: skip
+"""What a pool, a queue or a store is made of; of asyncio a Lock, too, and each literal, and what fills one."""
+OF_ONE = {
+    # Of a request, its answer, a batch or a socket.
+    "AnswerStream", "Answer", "Batch", "CompletionAnswer", "ContextManagement", "Delta", "EchoStream", "EventStream", "Generation",
+    "Import", "IncrementalEncoder", "Item", "Items", "LinesAnswer", "Message", "MessageAnswer", "Messages", "OpenText", "OutputParser",
+    "Piece", "Prompt", "ResponseAnswer", "Scores", "Sent", "Splitter", "Stored", "Stream", "Usage", "_Answer", "_Appended", "_Bytes",
+    "_Conversation", "_Form", "_Results", "_Told", "Calls", "Output", "PromptLogprobs", "Request", "SamplingParams", "TokenLogprob",
+    "CacheLocated", "Ticket",
+    # Of a sequence, or a step.
+    "Chunk", "Drafter", "Guide", "Lexicon", "Prefix", "Repeats", "Sequence", "Step", "StepResult", "_Entry", "_Guess", "DraftHead",
+    "Drafting", "ServedModel", "Trace",
+    # Numbers of a fixed kind: what is measured, and how long things take.
+    "CacheStats", "EngineInfo", "Pace", "Stats", "StepCost", "Times", "_Known",
+    # Made at the start.
+    "_Generation",
+    "Accounts", "Arena", "ChatTemplate", "MeteredEnvironment", "Service", "StopSignals", "Tokenizer",
+}  # fmt: skip
+"""Classes whose objects share nothing between keys."""
+FOR_ALL = {
+    "Server.models",
+    "SpeechParts.aliases",
+    "Hosts._names",
+    "Hosts._networks",
+    "_document",
+    "_trust",
+    "_bytes_only",
+}
+"""Made at the start, or once for whoever comes first, and the same for everybody."""
+
+
+def is_kept(value: ast.expr | None) -> bool:
+    """Whether a value is something that things are kept in, or wait in."""
+    if isinstance(value, ast.Lambda):
+        value = value.body
+    if isinstance(value, ast.Dict | ast.List | ast.Set | ast.DictComp):
+        return True
+    if not isinstance(value, ast.Call):
+        return False
+    made = value.func.value if isinstance(value.func, ast.Subscript) else value.func
+    name = ast.unparse(made).rpartition(".")[2]
+    if name == "field":
+        factory = next((k.value for k in value.keywords if k.arg == "default_factory"), None)
+        is_plain = isinstance(factory, ast.Name | ast.Attribute | ast.Subscript)
+        return is_kept(ast.Call(factory, [], []) if is_plain else factory)  # type: ignore[arg-type]
+    return name in KEPT or ast.unparse(made) == "asyncio.Lock"
+
+
+def stores_in(tree: ast.Module) -> Iterator[tuple[str, str]]:
+    """Class and name of each store; of a function that keeps its results only the name."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef) and any(
+            re.search(r"(?<!cached_property)\bcache\b|lru_cache", ast.unparse(decorator))
+            for decorator in node.decorator_list
+        ):
+            yield "", node.name
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for part in ast.walk(node):
+            if not isinstance(part, ast.Assign | ast.AnnAssign):
+                continue
+            for target in part.targets if isinstance(part, ast.Assign) else [part.target]:
+                several = isinstance(target, ast.Tuple) and isinstance(part.value, ast.Tuple)
+                pairs = zip(target.elts, part.value.elts, strict=False) if several else [(target, part.value)]  # type: ignore[union-attr]
+                for one, value in pairs:
+                    if not is_kept(value):
+                        continue
+                    if isinstance(one, ast.Attribute) and ast.unparse(one.value) == "self":
+                        yield node.name, one.attr
+                    elif isinstance(one, ast.Name) and part in node.body:
+                        yield node.name, one.id
+
+
+def stores() -> set[tuple[str, str]]:
+    files = [
+        path
+        for top in KEEPERS
+        for path in [ROOT / "deltic" / top, *(ROOT / "deltic" / top).rglob("*.py")]
+        if path.is_file()
+    ]
+    return {store for path in files if "gpu" not in path.parts for store in stores_in(ast.parse(path.read_text()))}
+
+
+def shared_rows() -> list[tuple[str, str]]:
+    """Of each row of the table of what keys share its name and all that it says."""
+    section = (ROOT / "docs/design/limits.md").read_text().partition("## Who may use how much")[2].partition("\n## ")[0]
+    rows: list[tuple[str, str]] = []
+    for name, said in re.findall(r"^\| ?(.*?) ?\| (.*) \|$", section, re.M)[2:]:
+        if not name:
+            name, before = rows.pop()
+            said = f"{before} {said}"
+        rows.append((name, said))
+    return rows
+
+
+def test_what_keys_share_is_in_the_table() -> None:
+    named = set(re.findall(r"`([A-Za-z_.]+)`", " ".join(said for _, said in shared_rows()))) | FOR_ALL
+    missing = sorted(
+        f"{owner}.{name}" if owner else name
+        for owner, name in stores()
+        if owner not in OF_ONE and not {owner, f"{owner}.{name}" if owner else name} & named
+    )
+    assert not missing, f"neither in docs/design/limits.md, 'Who may use how much', nor of one request: {missing}"
+
+
+def test_rows_of_what_keys_share_name_tests_and_stores_that_there_are() -> None:
+    tests = {
+        name
+        for path in (ROOT / "tests").rglob("test_*.py")
+        for name in re.findall(r"^(?:async )?def (test_\w+)", path.read_text(), re.M)
+    }
+    known = (
+        {name for owner, name in stores() if not owner}
+        | {f"{o}.{n}" for o, n in stores()}
+        | {owner for owner, _ in stores()}
+    )
+    rows = shared_rows()
+    assert len(rows) > 20
+    for name, said in rows:
+        shown = re.findall(r"`(test_\w+)`", said)
+        assert shown and set(shown) <= tests, f"{name}: no such tests: {sorted(set(shown) - tests)}"
+        kept = set(re.findall(r"`(_?[A-Z][a-z]\w+(?:\.\w+)?)`", said))
+        assert kept <= known, f"{name}: nothing is kept in {sorted(kept - known)}"
+
+
+def test_a_store_that_nobody_named_is_found() -> None:
+    text = """
+class New:
+    names: dict[str, int] = field(default_factory=dict)
+    most = 3
+
+    def __init__(self):
+        self._waiting: deque[int] = deque(maxlen=self.most)
+        self._places, self.n = asyncio.Semaphore(2), 0
+        self._turns = defaultdict[str, asyncio.Lock](asyncio.Lock)
+        here = {}
+
+@functools.cache
+def known(name): ...
+"""
+    found = set(stores_in(ast.parse(text)))
+    assert found == {("New", "names"), ("New", "_waiting"), ("New", "_places"), ("New", "_turns"), ("", "known")}

@@ -15,8 +15,9 @@ from typing import Any
 import llguidance
 import pytest
 
+from deltic.engine import guides
 from deltic.engine.engine import Engine
-from deltic.engine.guides import N_WORKERS, Guide, Guides
+from deltic.engine.guides import N_COMPILERS, Guide, Guides
 from deltic.engine.messages import Constraint, Output, Request, SamplingParams
 from deltic.engine.scheduler import RequestError
 from deltic.engine.step import Step, StepResult
@@ -368,13 +369,7 @@ def test_an_abort_frees_everything(engine: Engine) -> None:
 
 
 def test_nothing_is_done_for_who_is_gone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled, original = [], Guides._compile
-
-    def compile(guides: Guides, grammar: str) -> Any:
-        compiled.append(grammar)
-        return original(guides, grammar)
-
-    monkeypatch.setattr(Guides, "_compile", compile)
+    compiled = compiling(monkeypatch)
     with engine.guides._lock:  # the workers stand still
         for i in range(12):
             engine.add(request(f"{i}", constraint=Constraint(grammar=GRAMMAR + " " * i)))
@@ -382,7 +377,50 @@ def test_nothing_is_done_for_who_is_gone(engine: Engine, monkeypatch: pytest.Mon
     deadline = time.monotonic() + 5
     while engine.guides.n_busy and time.monotonic() < deadline:
         engine.scheduler.take_masks(0.001)
-    assert engine.guides.n_busy == 0 and len(compiled) <= N_WORKERS
+    assert engine.guides.n_busy == 0 and len(compiled) <= N_COMPILERS
+
+
+def compiling(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The grammars that are compiled from now on, in their order."""
+    compiled, original = list[str](), Guides._compile
+
+    def compile(guides: Guides, grammar: str) -> Any:
+        compiled.append(grammar)
+        return original(guides, grammar)
+
+    monkeypatch.setattr(Guides, "_compile", compile)
+    return compiled
+
+
+def of_key(name: str, id: str, grammar: str) -> Request:
+    asked = request(id, constraint=Constraint(grammar=grammar), max_tokens=2)
+    asked.owner = asked.party = name
+    return asked
+
+
+def test_grammars_are_compiled_in_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compiling(monkeypatch)
+    with engine.guides._lock:  # those who compile stand still
+        for i in range(20):
+            engine.add(of_key("a", f"a{i}", GRAMMAR + " " * i))
+        while engine.guides._starts.qsize() > 20 - N_COMPILERS:
+            time.sleep(0.001)
+        engine.add(of_key("b", "b", GRAMMAR + " " * 50))
+    run(engine)
+    assert compiled.index(GRAMMAR + " " * 50) == N_COMPILERS and len(compiled) == 21
+
+
+def test_no_party_learns_or_loses_grammars(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is compiled already takes less time, and so tells who asked for it."""
+    monkeypatch.setattr(guides, "N_KEPT", 4)
+    compiled = compiling(monkeypatch)
+    for name in "abab":
+        run(engine, of_key(name, name, GRAMMAR))
+    assert len(compiled) == 2
+    for i in range(1, 9):
+        run(engine, of_key("a", "a", GRAMMAR + " " * i))
+    run(engine, of_key("b", "b", GRAMMAR))
+    assert len(compiled) == 10 and len(engine.guides._kept) == 4
 
 
 def test_the_end_waits_for_the_threads(tokenizer_file: Path) -> None:

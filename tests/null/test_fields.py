@@ -179,6 +179,18 @@ def test_a_stop_string_is_shown_where_it_is_asked_for(engine: FakeEngineClient, 
         assert "Hello" in (choice.get("text"), choice.get("message", {}).get("content"))
 
 
+@pytest.mark.parametrize("given", [{"stop": "ll"}, {"stop_token_ids": [111]}, {}])
+def test_what_stopped_an_answer_is_told(engine: FakeEngineClient, url: str, given: dict[str, Any]) -> None:
+    """As vLLM has it: the string, or the id of the request's own; nothing where the model ended it."""
+    engine.answer = lambda request, index: [*b"Hello"]
+    for ask in (chat, completion):
+        whole = ask(url, **given)["choices"][0]
+        assert whole.get("stop_reason") == (given.get("stop") or given.get("stop_token_ids", [None])[0])
+        chunks: Any = ask(url, stream=True, **given)
+        last = [chunk["choices"][0] for chunk in chunks if chunk["choices"]][-1]
+        assert last["finish_reason"] and last.get("stop_reason") == whole.get("stop_reason")
+
+
 def test_prompts_are_cut_at_their_beginning(engine: FakeEngineClient, url: str) -> None:
     completion(url, prompt="hello", truncate_prompt_tokens=3)
     assert engine.requests[-1].prompt_ids == [*b"llo"]

@@ -253,6 +253,29 @@ def test_a_malformed_request_writes_nothing_into_the_answer_before_it() -> None:
         wait_for(lambda: engine.aborts)
 
 
+@pytest.mark.parametrize("kept", [b"", b"connection: keep-alive\r\n"])
+def test_a_client_of_http_1_0_gets_no_chunks(live: str, kept: bytes) -> None:
+    ids = json.dumps({"tokens": [97] * 200_000}).encode()
+    asked = {
+        b"/v1/completions": b'{"prompt": "hello", "max_tokens": 5, "stream": true}',
+        b"/detokenize": ids,  # an answer that is made while it is sent
+        b"/tokenize": b'{"prompt": "hello"}',
+    }
+    for path, body in asked.items():
+        raw = Raw(live)
+        head = b"POST %b HTTP/1.0\r\ncontent-type: application/json\r\n%bcontent-length: %d\r\n\r\n"
+        raw.send(head % (path, kept, len(body)) + body)
+        if path == b"/tokenize" and kept:
+            raw.socket.shutdown(socket.SHUT_WR)
+        head, _, said = raw.answer().partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 200") and b"transfer-encoding" not in head, head
+        if path == b"/v1/completions":
+            assert said.startswith(b"data: {") and said.endswith(b"data: [DONE]\n\n")
+        else:
+            assert json.loads(said)
+            assert (b"content-length" in head) == (path == b"/tokenize")
+
+
 def test_a_body_that_comes_slowly_is_read(engine: FakeEngineClient) -> None:
     body = b'{"prompt": "a"}' + b" " * 100_000
 

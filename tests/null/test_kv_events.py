@@ -549,6 +549,28 @@ def test_an_address_that_is_taken_is_refused(addresses: EventSockets) -> None:
     context.destroy(linger=0)
 
 
+def test_what_readers_send_is_bounded(
+    wired: tuple[EventPublisher, Reader], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    publisher, reader = wired
+    hostile = Reader(publisher._address, reader.asking.last_endpoint.decode())
+    hostile.asking.send_multipart([b"", bytes(50_000)])  # it never arrives
+    hostile.sub.setsockopt(zmq.SUBSCRIBE, bytes(50_000))  # nor does this, however often it connects
+    assert len(reader.ask(publisher._next - 1)) == 1 and "a question to" not in caplog.text
+    monkeypatch.setattr(kv_events, "MAX_TOPICS", 100)
+    many = Reader(publisher._address)
+    for i in range(300):
+        many.sub.setsockopt(zmq.SUBSCRIBE, b"%d" % i)
+    until = time.monotonic() + 20
+    while "more than 100 topics" not in caplog.text and time.monotonic() < until:
+        time.sleep(0.01)
+    many.close()
+    hostile.close()
+    while (told := reader.message(0.05)) is None and time.monotonic() < until:  # it connects again by itself
+        publisher.publish(b"t", [Cleared()])
+    assert told is not None and "more than 100 topics" in caplog.text and publisher._n_topics <= 100
+
+
 def test_a_process_tells_and_its_successor_begins_anew(tmp_path: Path, addresses: EventSockets) -> None:
     prompt = some_ids(Random(13), 300)
     last = 0

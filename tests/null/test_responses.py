@@ -648,7 +648,7 @@ def test_the_store_is_bounded_and_counts_right() -> None:
     store.add("f", stored("f"))  # "d" has not been used for longest
     assert store.get("d", "") is None and store.get("c", "") is not None
     for name in ("c", "e", "f"):
-        store.remove(name)
+        store.remove(name, "")
     assert (len(store), store.n_bytes, store.item("in_a", "")) == (0, 0, None)
     small = ResponseStore(10, max_bytes=2500)
     for name in "abcd":
@@ -656,6 +656,23 @@ def test_the_store_is_bounded_and_counts_right() -> None:
     assert small.n_bytes <= 2500 and small.get("a", "") is None and small.get("d", "") is not None
     small.add("huge", stored("huge", size=5000))
     assert len(small) == 0 == small.n_bytes
+
+
+def test_another_key_s_many_responses_throw_none_away() -> None:
+    def of(owner: str, name: str, size: int = 100) -> Stored:
+        return Stored(owner, b"x" * size, (), Turn([(f"out_{name}", b"y")]))
+
+    store = ResponseStore(20, max_bytes=100_000)
+    for i in range(10):
+        store.add(f"b{i}", of("b", f"b{i}"))
+    for i in range(1010):
+        store.add(f"a{i}", of("a", f"a{i}", size=100 if i < 500 else 20_000))
+    assert all(store.get(f"b{i}", "b") and store.item(f"out_b{i}", "b") for i in range(10))
+    assert len(store) <= 20 and store.n_bytes <= 100_000 and store.get("a1009", "a") and store.get("a0", "a") is None
+    assert store.get("a1009", "b") is None and store.item("out_a1009", "b") is None
+    for i in range(10, 30):  # and b does not push a out for more than its half
+        store.add(f"b{i}", of("b", f"b{i}"))
+    assert store.get("a1009", "a") and store.get("b29", "b")
 
 
 def test_many_items_take_no_time() -> None:

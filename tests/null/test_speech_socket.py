@@ -7,6 +7,7 @@ import json
 import logging
 import time
 from collections.abc import Iterator
+from contextlib import AsyncExitStack
 from typing import Any
 
 import httpx
@@ -15,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from websockets.asyncio.client import ClientConnection, connect
 from websockets.exceptions import ConnectionClosed, InvalidStatus
+from websockets.typing import Subprotocol
 
 from deltic.engine.messages import EngineInfo
 from deltic.host.client import QueueFull
@@ -222,11 +224,11 @@ def test_a_part_that_finds_no_place_waits_for_it(
     full.retry_after_s = 0.05  # type: ignore[assignment]
     refusals: list[QueueFull] = []
 
-    def check_room(n: int) -> EngineInfo:
+    def check_room(n: int, owner: str = "") -> EngineInfo:
         if len(refusals) < 3 and engine.hold:
             refusals.append(full)
             raise full
-        return FakeSpeechClient.check_room(engine, n)
+        return FakeSpeechClient.check_room(engine, n, owner)
 
     monkeypatch.setattr(engine, "check_room", check_room)
 
@@ -262,7 +264,27 @@ def test_a_part_that_finds_no_place_waits_for_it(
         asyncio.run(limited())
 
 
-def test_who_may_connect(engine: FakeSpeechClient, live: str) -> None:
+BROWSER_KEY = Subprotocol("openai-insecure-api-key.k")
+
+
+def test_a_key_s_sockets_leave_room_for_another_s(engine: FakeSpeechClient, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(speech_socket, "MAX_SOCKETS", 4)
+
+    async def go(place: str) -> None:
+        async with AsyncExitStack() as opened:
+            for key in "aabb":
+                await opened.enter_async_context(connect(place, additional_headers={"x-api-key": key}))
+            with pytest.raises(InvalidStatus) as caught:
+                await opened.enter_async_context(connect(place, additional_headers={"x-api-key": "a"}))
+            assert caught.value.response.status_code == 429
+        async with connect(place, additional_headers={"x-api-key": "a"}):
+            pass
+
+    with served(make_speech_app(engine, api_key=("alice=a", "bob=b")), ws="websockets-sansio") as url:
+        asyncio.run(go(url.replace("http", "ws") + PATH))
+
+
+def test_who_may_connect(engine: FakeSpeechClient, live: str, caplog: pytest.LogCaptureFixture) -> None:
     async def refused(url: str, **given: Any) -> int:
         with pytest.raises(InvalidStatus) as caught:
             async with connect(url, **given):
@@ -279,6 +301,10 @@ def test_who_may_connect(engine: FakeSpeechClient, live: str) -> None:
         with served(app, ws="websockets-sansio") as url:
             place = url.replace("http", "ws") + PATH
             assert await refused(place) == 401
+            assert await refused(place, subprotocols=["openai-insecure-api-key.wrong"]) == 401
+            for offered, taken in ((["realtime", BROWSER_KEY], "realtime"), ([BROWSER_KEY], BROWSER_KEY)):
+                async with connect(place, subprotocols=offered) as socket:
+                    assert socket.subprotocol == taken
             async with connect(place, additional_headers={"authorization": "Bearer k"}) as socket:
                 await send(socket, CONFIG, text("Hello."), DONE)
                 assert kinds(await received(socket, "session.done"))[1] == "audio"
@@ -287,6 +313,7 @@ def test_who_may_connect(engine: FakeSpeechClient, live: str) -> None:
         assert engine.requests[-1].owner == "alice"
 
     asyncio.run(go())
+    assert not [record for record in caplog.records if record.levelno >= logging.ERROR and "uvicorn" in record.name]
 
 
 def test_an_idle_socket_is_closed(live: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -287,7 +287,7 @@ def test_a_stream_of_an_hour_is_not_abandoned(stream: bytes, tmp_path: Path) -> 
 
 
 def test_a_full_queue_refuses_no_transfer(sender: FakeEngineClient, stream: bytes) -> None:
-    def full(n: int) -> Any:
+    def full(n: int, owner: str = "") -> Any:
         raise QueueFull(1, 1)
 
     sender.check_room = full  # type: ignore[method-assign]

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import ipaddress
 import socket
+import threading
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
@@ -15,6 +16,7 @@ import pytest
 
 from deltic.config import ConfigError
 from deltic.server import urls
+from deltic.server.limits import ASKING, Account, Ticket
 from deltic.server.urls import Hosts, UrlError, fetch, is_public, of_base64, of_data_url
 
 FLAG = "--fetch-images-from"
@@ -61,7 +63,8 @@ PRIVATE = (
     "127.0.0.1", "127.9.9.9", "10.0.0.1", "172.16.0.1", "192.168.1.1", "169.254.169.254", "100.64.0.1", "0.0.0.0", "224.0.0.1",
     "240.0.0.1", "255.255.255.255", "192.0.2.1", "198.18.0.1", "::", "::1", "fe80::1", "fc00::1", "fd00:ec2::254", "ff02::1",
     "::ffff:127.0.0.1", "::ffff:10.0.0.1", "64:ff9b::7f00:1", "64:ff9b::a9fe:a9fe", "2002:7f00:1::", "2002:a00:1::",
-    "2001:0:4136:e378:8000:63bf:80ff:fffe", "2001:db8::1",
+    "2001:0:4136:e378:8000:63bf:80ff:fffe", "2001:db8::1", "fec0::1", "feff::1", "3fff::1", "3fff:fff:ffff::1", "5f00::1", "100::1",
+    "64:ff9b:1::a00:1", "::127.0.0.1", "::ffff:0:127.0.0.1", "::ffff:169.254.169.254", "4000::1",
 )  # fmt: skip
 
 
@@ -111,6 +114,10 @@ def server_of(answer: Answer, seen: list[str]) -> Iterator[Callable[[Awaitable[A
 with socket.socket() as probe:
     probe.bind(("127.0.0.1", 0))
     PORT = probe.getsockname()[1]
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n4\r\nfile\r\n0\r\n"
+"""Up to its trailers."""
 
 
 def plain(body: bytes = FILE, status: str = "200 OK", *headers: str) -> bytes:
@@ -219,6 +226,10 @@ def test_redirects(resolver: dict[str, list[str]]) -> None:
         ("http://metadata.example/", "'metadata.example' has an address that is not public"),
         ("http://169.254.169.254/", "'169.254.169.254' has an address that is not public"),
         ("http://[::1]/", "'::1' has an address that is not public"),
+        ("http://[::ffff:127.0.0.1]/", "'::ffff:127.0.0.1' has an address that is not public"),
+        ("http://[64:ff9b::a9fe:a9fe]/", "'64:ff9b::a9fe:a9fe' has an address that is not public"),
+        ("http://127.1/", "'127.1' has an address that is not public"),
+        ("http://0x7f000001/", "'0x7f000001' has an address that is not public"),
         ("http://2130706433/", "'2130706433' has an address that is not public"),
         ("file:///etc/passwd", "expected an http or https URL"),
         ("gopher://a.example/", "expected an http or https URL"),
@@ -227,7 +238,8 @@ def test_redirects(resolver: dict[str, list[str]]) -> None:
     ],
 )
 def test_redirects_are_looked_at_again(resolver: dict[str, list[str]], where: str, said: str) -> None:
-    resolver |= {"a.example": ["127.0.0.1"], "metadata.example": ["169.254.169.254"], "2130706433": ["127.0.0.2"]}
+    resolver |= {"a.example": ["127.0.0.1"], "metadata.example": ["169.254.169.254"]}
+    resolver |= {name: ["127.0.0.2"] for name in ("2130706433", "127.1", "0x7f000001")}  # as inet_aton reads them
     told = got(lambda path: moved(where), f"http://a.example:{PORT}/", "*", "127.0.0.1")
     assert isinstance(told, str) and said in told
 
@@ -243,6 +255,8 @@ def test_redirects_are_looked_at_again(resolver: dict[str, list[str]], where: st
         (b"HTTP/1.1 200", "its server closed the connection"),
         (b"SSH-2.0-OpenSSH\r\n", "could not be fetched"),
         (b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 12_000, "could not be fetched"),
+        (CHUNKED + b"a: b\r\n" * 35_000 + b"\r\n", "bytes of headers or trailers"),
+        (CHUNKED + b"a: " + b"b" * 300_000, "bytes of headers or trailers"),
         (b"HTTP/1.1 200 OK\r\ncontent-length: 5000\r\n\r\nshort", "ended before it was whole"),
     ],
 )
@@ -288,6 +302,48 @@ def test_all_of_it_within_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
         server.close()
 
     asyncio.run(go())
+
+
+def of_key(name: str) -> Ticket:
+    ticket = Ticket()
+    ticket.account = Account(name, 0, 0)
+    return ticket
+
+
+def test_names_that_nobody_answers_for_hold_up_their_own_key_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    waiting, asked = threading.Event(), []
+
+    def getaddrinfo(host: str, port: int, **_: Any) -> list[Any]:
+        asked.append(host)
+        if host.startswith("slow"):
+            waiting.wait(20)
+        return [(2, 1, 6, "", ("127.0.0.1", port))]
+
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    monkeypatch.setattr(urls, "LOOKUP_S", 0.5)
+    allowed = hosts("*", "127.0.0.1")
+
+    async def go() -> tuple[bytes, list[Any]]:
+        ASKING.set(of_key("a"))
+        slow = [fetch(f"http://slow{i}.example:{PORT}/", allowed, 10_000) for i in range(24)]
+        tasks = [asyncio.create_task(one) for one in slow]
+        await asyncio.sleep(0.05)
+        ASKING.set(of_key("b"))
+        found = await asyncio.wait_for(fetch(f"http://quick.example:{PORT}/", allowed, 10_000), 10)
+        assert len(asked) == 1 + urls.N_LOOKUPS
+        refused = await asyncio.gather(*tasks, return_exceptions=True)
+        waiting.set()
+        return found, refused
+
+    with server_of(lambda path: plain(), []) as run:
+        found, refused = run(go())
+    assert found == FILE
+    assert all(isinstance(error, UrlError) and "no address of 'slow" in str(error) for error in refused)
+
+
+def test_a_name_that_is_none() -> None:
+    for host in ("a..example", f"{'x' * 70}.example"):
+        assert "could not be fetched (no such name)" in str(got(lambda path: plain(), f"http://{host}/", "*"))
 
 
 def test_base64_to_the_letter(monkeypatch: pytest.MonkeyPatch) -> None:

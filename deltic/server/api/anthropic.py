@@ -157,7 +157,7 @@ class MessageAnswer(Items):
         if piece.finish_reason is not None:
             written += self.close()
             reason = _STOP_REASONS[piece.finish_reason]
-            if reason == "end_turn" and piece.stop is not None:
+            if reason == "end_turn" and isinstance(piece.stop, str):
                 reason = "stop_sequence"
                 self._stopped["stop_sequence"] = piece.stop
             if reason == "max_tokens" and self._clipped:

@@ -226,9 +226,8 @@ async def get_response(service: Service, request: Request) -> ASGIApp:
 
 async def delete_response(service: Service, request: Request) -> ASGIApp:
     """Lets go of a response; those that continue it stay."""
-    _stored(service, request)
-    response_id = request.path_params["response_id"]
-    service.server.responses.remove(response_id)
+    stored, response_id = _stored(service, request), request.path_params["response_id"]
+    service.server.responses.remove(response_id, stored.owner)
     return json_response({"id": response_id, "object": "response", "deleted": True})
 
 

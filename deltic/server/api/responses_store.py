@@ -1,4 +1,4 @@
-"""Responses that can be continued: held in memory, the least recently used go first.
+"""Responses that can be continued: held in memory, of whoever has the most the least recently used go first.
 
 A response's history is a tuple of turns, which it shares with the responses that it continues; a turn goes
 when no response needs it any more. All is kept as JSON, so what it takes is known to the byte, near enough.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import secrets
 from array import array
-from collections import OrderedDict
+from collections import OrderedDict, defaultdict
 from typing import Any
 
 import msgspec
@@ -53,57 +53,74 @@ class Stored(msgspec.Struct, eq=False):
         return len(self.body) + _OVERHEAD_BYTES + 8 * len(self.input) + n_bytes
 
 
+class _Own:
+    """What one owner has in the store, and the bytes of it."""
+
+    def __init__(self) -> None:
+        self.responses: OrderedDict[str, Stored] = OrderedDict()
+        self.items: dict[str, bytes] = {}
+        self.n_bytes = 0
+
+
 class ResponseStore:
-    """The responses of one server, at most `most` of them."""
+    """The responses of one server, at most `most` of them.
+
+    Where there is no room for one more, the owner who has the most loses those that it used least recently:
+    many of one key throw away none of another's who has fewer.
+    """
 
     def __init__(self, most: int, max_bytes: int = MAX_BYTES) -> None:
         self.most = most
-        self.n_bytes = 0
         self._max_bytes = max_bytes
-        self._responses: OrderedDict[str, Stored] = OrderedDict()
-        self._items: dict[str, bytes] = {}
+        self._own: defaultdict[str, _Own] = defaultdict(_Own)
 
     def __len__(self) -> int:
-        return len(self._responses)
+        return sum(len(own.responses) for own in self._own.values())
+
+    @property
+    def n_bytes(self) -> int:
+        return sum(own.n_bytes for own in self._own.values())
 
     def get(self, response_id: str, owner: str) -> Stored | None:
-        found = self._responses.get(response_id)
-        if found is None or found.owner != owner:
-            return None
-        self._responses.move_to_end(response_id)
+        responses = self._own[owner].responses
+        found = responses.get(response_id)
+        if found is not None:
+            responses.move_to_end(response_id)
         return found
 
     def add(self, response_id: str, stored: Stored) -> None:
         """Keeps it, unless it alone is more than may be held."""
-        self._responses[response_id] = stored
-        self.n_bytes += stored.n_bytes()
+        own = self._own[stored.owner]
+        own.responses[response_id] = stored
+        own.n_bytes += stored.n_bytes()
         for turn in stored.history:
             if not turn.n_uses:
-                self.n_bytes += turn.n_bytes()
-                self._items.update((self._key(stored.owner, item_id), item) for item_id, item in turn.items)
+                own.n_bytes += turn.n_bytes()
+                own.items.update(turn.items)
             turn.n_uses += 1
-        while self._responses and (len(self._responses) > self.most or self.n_bytes > self._max_bytes):
-            self.remove(next(iter(self._responses)))
+        while len(self) > self.most:
+            self._drop_oldest(max(self._own, key=lambda owner: len(self._own[owner].responses)))
+        while self.n_bytes > self._max_bytes:
+            self._drop_oldest(max(self._own, key=lambda owner: self._own[owner].n_bytes))
 
-    def remove(self, response_id: str) -> None:
-        stored = self._responses.pop(response_id)
-        self.n_bytes -= stored.n_bytes()
+    def _drop_oldest(self, owner: str) -> None:
+        self.remove(next(iter(self._own[owner].responses)), owner)
+
+    def remove(self, response_id: str, owner: str) -> None:
+        own = self._own[owner]
+        stored = own.responses.pop(response_id)
+        own.n_bytes -= stored.n_bytes()
         for turn in stored.history:
             turn.n_uses -= 1
             if not turn.n_uses:
-                self.n_bytes -= turn.n_bytes()
+                own.n_bytes -= turn.n_bytes()
                 for item_id, item in turn.items:
-                    key = self._key(stored.owner, item_id)
-                    if self._items.get(key) is item:  # another's of this id may have come since
-                        del self._items[key]
+                    if own.items.get(item_id) is item:  # another's of this id may have come since
+                        del own.items[item_id]
 
     def item(self, item_id: str, owner: str) -> bytes | None:
         """The JSON of an item of any response that is held."""
-        return self._items.get(self._key(owner, item_id))
-
-    @staticmethod
-    def _key(owner: str, item_id: str) -> str:
-        return f"{owner}\n{item_id}"
+        return self._own[owner].items.get(item_id)
 
 
 def turn_of(items: list[bytes]) -> Turn:

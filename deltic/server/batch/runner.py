@@ -233,7 +233,8 @@ class BatchRunner:
     def cancel(self, batch: Batch) -> None:
         """Ends it, with what it has.
 
-        Raises ApiError (409) for one that has ended, or when that cannot be written yet.
+        Raises ApiError (409) for one that has ended. Where that cannot be written it ends all the same,
+        unless the process does first: the next one goes on with it.
         """
         if batch.status not in UNFINISHED:
             said = f"Cannot cancel a batch with status '{batch.status}'."
@@ -244,7 +245,10 @@ class BatchRunner:
             try:
                 self._enter(batch, "cancelling")
             except OSError as error:
-                raise unwritable("that the batch is to end, as it will,", error) from None
+                log.warning(
+                    "batch %s is to end, which cannot be written (%s): it ends in this process only", batch.id, error
+                )
+                batch.status, batch.times = "cancelling", batch.times | {"cancelling_at": int(time.time())}
 
     def _take_up(self, batch: Batch) -> None:
         if batch.status in UNFINISHED and batch.id not in self._tasks:

@@ -71,8 +71,8 @@ class Piece(msgspec.Struct):
     delta: Delta
     scores: Scores | None = None
     finish_reason: str | None = None
-    stop: str | None = None
-    """The stop string that ended it."""
+    stop: str | int | None = None
+    """The stop string, or the id of the request's own, that ended it."""
     token_ids: list[int] = []
     """The tokens that the model drew, the end token included, if they were asked for."""
     n_tokens: int = 0
@@ -169,7 +169,10 @@ class Choice:
         if matched or reason is not None:
             cut = matched or reason != "stop" or output.stop_token_id in self._stop_token_ids
             self._finish(piece, "stop" if matched else reason, cut)
-            piece.stop = stops.matched if stops else None
+            if matched and stops is not None:
+                piece.stop = stops.matched
+            elif reason == "stop" and stop_id in self._stop_token_ids:
+                piece.stop = stop_id
         return piece
 
     def _parse(self, parser: OutputParser, text: str, n_tokens: int) -> Delta:
@@ -261,6 +264,7 @@ class Message:
         self.logprobs: dict[str, Encoded] = {}
         """In the answer's form: encoded as they come, as objects would take ten times the memory."""
         self.finish_reason: str | None = None
+        self.stop: str | int | None = None
         self.token_ids: list[int] = []
         self.prompt_logprobs: Iterator[dict[str, Any] | None] | None = None
 
@@ -277,6 +281,11 @@ class Message:
             self.scores.extend(piece.scores)
         self.token_ids += piece.token_ids
         self.finish_reason = piece.finish_reason or self.finish_reason
+        self.stop = piece.stop if self.stop is None else self.stop
+
+    def stopped(self) -> dict[str, Any]:
+        """vLLM's field, where there is something to say."""
+        return {} if self.stop is None else {"stop_reason": self.stop}
 
 
 class Extras(msgspec.Struct, frozen=True):
@@ -412,7 +421,8 @@ class ChatAnswer(Answer):
             ids = b',"token_ids":' + _encode(piece.token_ids) if piece.token_ids else b""
             written = self._delta(piece.index, _encode(self._older(_plain_delta(delta))), logprobs, ids=ids)
         if piece.finish_reason is not None:
-            written += self._delta(piece.index, b"{}", reason=_encode(self._reason(piece.finish_reason)))
+            stop = b"" if piece.stop is None else b',"stop_reason":' + _encode(piece.stop)
+            written += self._delta(piece.index, b"{}", reason=_encode(self._reason(piece.finish_reason)), ids=stop)
         return written
 
     def _older(self, plain: dict[str, Any]) -> dict[str, Any]:
@@ -454,7 +464,7 @@ class ChatAnswer(Answer):
             "message": self._older(plain),
             "logprobs": message.logprobs or None,
             "finish_reason": self._reason(message.finish_reason),
-        }
+        } | message.stopped()
         return choice if self.extras.prompts is None else choice | {"token_ids": message.token_ids}
 
     def _lists(self, scores: Scores | PromptScores) -> dict[str, Iterable[Any]]:
@@ -503,7 +513,7 @@ class CompletionAnswer(Answer):
             and not piece.token_ids
         ):
             return b""
-        ids: dict[str, Any] = {}
+        ids: dict[str, Any] = {} if piece.stop is None else {"stop_reason": piece.stop}
         if self.extras.prompts is not None:
             ids["token_ids"] = piece.token_ids
             if piece.index not in self._begun:
@@ -541,7 +551,7 @@ class CompletionAnswer(Answer):
             "text": text,
             "logprobs": message.logprobs or None,
             "finish_reason": message.finish_reason,
-        }
+        } | message.stopped()
         if message.prompt_logprobs is not None:
             plain["prompt_logprobs"] = message.prompt_logprobs
         if (prompts := self.extras.prompts) is not None:

@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import re
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
@@ -29,6 +29,7 @@ from deltic.server.chat import grammar
 from deltic.server.chat.grammar import CallForm
 from deltic.server.chat.schema import MAX_PATTERN, GrammarError, clean
 from deltic.server.errors import bad_request
+from deltic.server.limits import asking
 from deltic.text import Tokenizer
 
 ANY = {"type": "object"}
@@ -216,7 +217,7 @@ class Constrainer:
         """form: of tool calls, in the model's chat template; None: it shows none that is known."""
         self._tokenizer = tokenizer
         self._form = form
-        self._kept: OrderedDict[bytes, str] = OrderedDict()  # by the hash of what was asked
+        self._kept: OrderedDict[tuple[str, bytes], str] = OrderedDict()  # by party and hash of what was asked
         threading.stack_size(max(threading.stack_size(), grammar.STACK_BYTES))  # of threads begun from now on
 
     def chat(self, chat: protocol.ChatRequest, thinking: bool) -> Constraint | None:
@@ -297,7 +298,7 @@ class Constrainer:
         path = asked.path if asked else "tools"
         if len(written) > MAX_ASKED:
             raise bad_request(path, f"too large: has {len(written)} bytes, and may have {MAX_ASKED}")
-        key = hashlib.sha256(written).digest()
+        key = asking().party, hashlib.sha256(written).digest()
         text = self._kept.get(key)
         if text is None:
             if in_event_loop():
@@ -310,7 +311,8 @@ class Constrainer:
                 raise bad_request(path, "nested too deeply") from None
             self._kept[key] = text
             if len(self._kept) > N_KEPT:
-                self._kept.popitem(last=False)
+                most = Counter(party for party, _ in self._kept).most_common(1)[0][0]
+                del self._kept[next(kept for kept in self._kept if kept[0] == most)]
         return text
 
     def _build(self, asked: Format | None, calls: Calls | None) -> str:

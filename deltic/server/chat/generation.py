@@ -78,7 +78,7 @@ class Generation:
         timer = loop.call_later(wait_s, self._end_if_waiting) if wait_s else None
         try:
             if self._ticket.is_batch and self._client.n_open:  # half of the queue is for others
-                self._client.check_room(len(self._choices), self._client.max_queue // 2)
+                self._client.check_room(len(self._choices), spare=self._client.max_queue // 2)
             for p, request in enumerate(self._requests):
                 request.owner = self._ticket.turns
                 request.party = self._ticket.party

@@ -21,12 +21,20 @@ if TYPE_CHECKING:
     import soundfile
 
 RATE = 24_000
-MEDIA_TYPES = {"wav": "audio/wav", "pcm": "audio/pcm", "flac": "audio/flac", "mp3": "audio/mpeg", "opus": "audio/ogg"}
+MEDIA_TYPES = {
+    "wav": "audio/wav",
+    "pcm": "audio/pcm",
+    "flac": "audio/flac",
+    "mp3": "audio/mpeg",
+    "opus": "audio/ogg",
+    "aac": "audio/aac",
+}
 _FILES = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", "MPEG_LAYER_III"), "opus": ("OGG", "OPUS")}
 STREAMED_FILES = ("mp3", "opus")
-"""Those that are whole files at any length.
-
-FLAC tells its length at its beginning, and libsndfile cannot read one without.
+"""Those that are whole files at any length."""
+WHOLE_FILES = ("flac", "aac")
+"""Those that come at the end: FLAC tells its length at its beginning, and libsndfile cannot read one
+without.
 """
 OPUS_RATES = (8_000, 16_000, 24_000, 48_000)
 MP3_COMPRESSION = 0.5
@@ -79,11 +87,27 @@ def encode(pcm: bytes, form: str, rate: int, speed: float = 1.0) -> bytes:
         return pcm
     if form == "wav":
         return wav_header(rate, len(pcm)) + pcm
+    if form == "aac":
+        return _aac(pcm, rate)
     import soundfile
 
     container, subtype = _FILES[form]
     file = io.BytesIO()
     soundfile.write(file, np.frombuffer(pcm, "<i2"), rate, format=container, subtype=subtype)
+    return file.getvalue()
+
+
+def _aac(pcm: bytes, rate: int) -> bytes:
+    """A file of ADTS. libsndfile writes none, so it is FFmpeg's, of PyAV."""
+    import av
+
+    file = io.BytesIO()
+    with av.open(file, "w", format="adts") as out:
+        stream = out.add_stream("aac", rate=rate, layout="mono")
+        frame = av.AudioFrame.from_ndarray(np.frombuffer(pcm, "<i2")[None], format="s16", layout="mono")
+        frame.sample_rate = rate
+        out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
     return file.getvalue()
 
 

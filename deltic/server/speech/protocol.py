@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from importlib.util import find_spec
+from typing import Annotated, Any, ClassVar, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
@@ -49,12 +50,14 @@ class VoiceId(Struct, forbid_unknown_fields=True):
 class SpeechFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """How something is said: what one request, the items of a batch and a WebSocket have in common."""
 
+    default_format: ClassVar[str] = "mp3"
+    """As OpenAI has it."""
     model: str | None = None
     voice: str | VoiceId | None = None
     speaker: str | VoiceId | None = None
     """Another name of `voice`."""
     instructions: Annotated[str, Meta(max_length=MAX_INSTRUCTIONS)] | None = None
-    response_format: Literal["wav", "pcm", "flac", "mp3", "opus"] | None = None
+    response_format: Literal["wav", "pcm", "flac", "mp3", "opus", "aac"] | None = None
     sample_rate: Literal[8000, 16000, 22050, 24000, 44100, 48000] | None = None
     speed: Annotated[float, Meta(ge=0.25, le=4.0)] | None = None
     task_type: Literal["CustomVoice", "VoiceDesign", "Base"] | None = None
@@ -122,6 +125,7 @@ class SessionConfig(SpeechFields, tag="session.config"):
     that is not split is spoken while it is written.
     """
 
+    default_format: ClassVar[str] = "wav"
     stream_audio: bool = False
     """Audio comes as it is made, in `pcm`; otherwise one message a part, in `response_format`."""
     split_granularity: Literal["none", "sentence", "clause"] = "none"
@@ -185,7 +189,10 @@ def manner(fields: SpeechFields, shape: SpeechShape, stored: str | None, *, stre
             raise bad_request("voice", f"{task} has no voices; describe one in instructions")
         raise bad_request("voice", f"no stored voice {voice!r}", "voice_not_found")
     instructions = _instructions(fields, shape, task, model)
-    form = fields.response_format or "wav"
+    form = fields.response_format or fields.default_format
+    if form == "aac" and not find_spec("av"):
+        said = "aac needs a library: pip install 'deltic[video]'; the other formats do not"
+        raise bad_request("response_format", said, "format_not_available")
     speed = 1.0 if fields.speed is None else fields.speed
     if form == "opus" and fields.sample_rate not in (None, *OPUS_RATES):
         raise bad_request("sample_rate", f"opus has {', '.join(map(str, OPUS_RATES))}")

@@ -12,6 +12,7 @@ import secrets
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeVar
 
 import msgspec
@@ -37,6 +38,7 @@ from deltic.server.speech.audio import (
     MEDIA_TYPES,
     RATE,
     STREAMED_FILES,
+    WHOLE_FILES,
     Resampler,
     StreamedFile,
     encode,
@@ -225,10 +227,10 @@ class Utterance:
     async def stream(self, take: Callable[[bytes], None]) -> None:
         """As run, in the form and at the rate that were asked for: a file whose size nobody knows yet.
 
-        Another tempo is one of the whole, and a FLAC begins with its length, so these come in one piece.
+        Another tempo is one of the whole, and so are WHOLE_FILES: these come in one piece.
         """
         manner = self.plan.manner
-        if manner.speed != 1.0 or manner.form == "flac":
+        if manner.speed != 1.0 or manner.form in WHOLE_FILES:
             take(await self.file())
             return
         if manner.form in STREAMED_FILES:
@@ -254,7 +256,6 @@ class Utterance:
         """
         file = StreamedFile(self.plan.manner.form, self.plan.manner.rate)
         pieces: asyncio.Queue[bytes | None] = asyncio.Queue()
-        worker, loop = parts(self._service).worker, asyncio.get_running_loop()
 
         async def encode_all() -> None:
             last = False
@@ -264,7 +265,7 @@ class Utterance:
                     waiting.append(pieces.get_nowait())
                 last = waiting[-1] is None
                 pcm = b"".join(piece for piece in waiting if piece is not None)
-                if data := await loop.run_in_executor(worker, file.push, pcm, last):
+                if data := await self._encoded(len(pcm), partial(file.push, pcm, last)):
                     take(data)
 
         try:
@@ -280,9 +281,13 @@ class Utterance:
         pcm = bytearray()
         await self.run(pcm.extend)
         manner = self.plan.manner
-        return await asyncio.get_running_loop().run_in_executor(
-            parts(self._service).worker, encode, bytes(pcm), manner.form, manner.rate, manner.speed
-        )
+        return await self._encoded(len(pcm), partial(encode, bytes(pcm), manner.form, manner.rate, manner.speed))
+
+    async def _encoded(self, size: int, work: Callable[[], bytes]) -> bytes:
+        """What `work` makes, in the thread of files, in the turns of the key that asks."""
+        done = parts(self._service).worker.submit(self.sent.owner, size, work)
+        assert done is not None  # nothing bounds what waits there
+        return await asyncio.wrap_future(done)
 
     def usage(self) -> dict[str, Any]:
         """Rows of the prompt and codes drawn; then tokens of the texts, and frames of the voice."""
@@ -368,7 +373,7 @@ async def speak(service: Service, request: Request) -> ASGIApp:
 
     def work(asked: SpeechRequest) -> tuple[str | None, Plan]:
         form = _stream_form(asked)
-        streamed = form is not None and asked.speed in (None, 1.0) and asked.response_format != "flac"
+        streamed = form is not None and asked.speed in (None, 1.0) and asked.response_format not in WHOLE_FILES
         return form, plan(service, asked, asked.input, info, streamed=streamed)
 
     form, planned = await service.take(request, SpeechRequest, work)

@@ -27,11 +27,11 @@ from starlette.requests import Request
 from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
-from deltic.server.access import Access
+from deltic.server.access import KEY_PROTOCOL, Access
 from deltic.server.api import protocol
 from deltic.server.chat.generation import unavailable
 from deltic.server.errors import ApiError, bad_request
-from deltic.server.limits import TICKET, Account, Ticket
+from deltic.server.limits import ASKING, TICKET, Account, Ticket
 from deltic.server.service import Server, Service
 from deltic.server.speech.prompt import OpenText
 from deltic.server.speech.protocol import ClientMessage, InputDone, InputText, SessionClose, SessionConfig
@@ -46,6 +46,7 @@ CONFIG_S = 10.0
 IDLE_S = 300.0
 """How long a socket may be open with nothing to say."""
 MAX_SOCKETS = 1000
+"""Of all keys, who share them out."""
 MAX_WAITING = 100_000
 """Characters that may wait to be said."""
 
@@ -66,19 +67,27 @@ async def converse(server: Server, access: Access, socket: WebSocket, note: Note
     try:
         ticket.account = access.check_socket(socket)
         server.admit_speech()
-        if server.n_sockets >= MAX_SOCKETS:
-            raise ApiError(429, f"{MAX_SOCKETS} WebSockets are open, as many as may be", code="too_many_sockets")
+        owner, most = ticket.owner, server.accounts.share(MAX_SOCKETS)
+        if server.sockets[owner] >= most:
+            raise ApiError(429, f"{most} WebSockets are open, as many as may be", code="too_many_sockets")
     except ApiError as error:
         await socket.send_denial_response(error_response(error, socket.scope))
         return
-    server.n_sockets += 1
+    server.sockets[owner] += 1
     try:
-        await socket.accept()
+        await socket.accept(_taken(socket.scope["subprotocols"]))
         await _Conversation(server, socket, ticket.account, note).run()
     except WebSocketDisconnect:
         log.debug("a client left its WebSocket")
     finally:
-        server.n_sockets -= 1
+        server.sockets[owner] -= 1
+
+
+def _taken(offered: list[str]) -> str | None:
+    """The subprotocol of the answer: a browser that offers some wants one of them, and none needs its key
+    told.
+    """
+    return min(offered, key=lambda name: name.startswith(KEY_PROTOCOL), default=None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -293,11 +302,12 @@ class _Conversation:
             await text.wait(1)
             text = "".join(text.written).rstrip()
         place = {"utterance_index": part.utterance, "sentence_index": part.index}
-        form = config.response_format or "wav"
+        form = config.response_format or config.default_format
         rate = config.sample_rate or 24000
         await self._send("audio.start", **place, sentence_text=text, format=form, sample_rate=rate)
         ticket = Ticket(service.config, labels=self._socket.scope[TICKET].labels)
         ticket.account = self._account
+        ASKING.set(ticket)
         ticket.model = service.model_name if len(self._server.models) > 1 else ""
         limits = (service.config.request_timeout_s, service.config.queue_timeout_s)
         until_s = ticket.started_s + min(filter(None, limits), default=math.inf)

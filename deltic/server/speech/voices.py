@@ -14,6 +14,7 @@ import logging
 import os
 import time
 import urllib.parse
+from collections import Counter, defaultdict
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any, Literal, TypeVar
@@ -27,7 +28,7 @@ from deltic.host.client import EngineClient, EngineUnavailable
 from deltic.private import make_private
 from deltic.server.chat.generation import RETRY_LATER, unavailable
 from deltic.server.errors import ApiError, bad_request
-from deltic.server.limits import Account
+from deltic.server.limits import Account, asking
 from deltic.server.speech.audio import MAX_REFERENCE_BYTES, AudioError, decode_reference
 from deltic.server.urls import Hosts, UrlError, fetch, of_base64, of_data_url
 
@@ -110,7 +111,11 @@ class VoiceStore:
         self._stored: dict[str, Stored] = {}
         self._encoding = asyncio.Semaphore(2)
         """The engine makes one at a time; one more may be decoded meanwhile."""
-        self._n_waiting = 0
+        self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+        """Of each key: only the first of its requests waits beside those of others."""
+        self._n_waiting: Counter[str] = Counter()
+        self.n_owners = 1
+        """Those among whom what may wait, and be stored, is shared out."""
         self._known: dict[str, tuple[int, VoiceEncoded]] = {}
         if self._files is not None:
             make_private("--voices-dir", self._files.parent)
@@ -191,14 +196,16 @@ class VoiceStore:
         Once begun it is finished, even if who asked has left: the engine goes on with what it has, too, and
         would be given ever more otherwise. Raises ApiError: what `make` does, and 429 when too many wait.
         """
-        if self._n_waiting >= MAX_WAITING:
-            said = f"{MAX_WAITING} requests wait for a voice to be encoded; try again in a few seconds"
+        owner, most = asking().owner, -(-MAX_WAITING // self.n_owners)
+        if self._n_waiting[owner] >= most:
+            said = f"{most} requests wait for a voice to be encoded; try again in a few seconds"
             raise ApiError(429, said, code="too_many_encodings", headers=RETRY_LATER)
-        self._n_waiting += 1
+        self._n_waiting[owner] += 1
         try:
-            await self._encoding.acquire()
+            async with self._turns[owner]:
+                await self._encoding.acquire()
         finally:
-            self._n_waiting -= 1
+            self._n_waiting[owner] -= 1
         making = asyncio.create_task(make())
         making.add_done_callback(lambda _: self._encoding.release())
         return await asyncio.shield(making)
@@ -206,8 +213,8 @@ class VoiceStore:
     def _check_name(self, name: str) -> None:
         if self.find(name):
             raise ApiError(409, f"name: there is a voice {name!r}; delete it first", param="name", code="voice_exists")
-        most = MAX_STORED if self._files else MAX_IN_MEMORY
-        if len(self._stored) >= most:
+        most = -(-(MAX_STORED if self._files else MAX_IN_MEMORY) // self.n_owners)
+        if sum(voice.owner == asking().owner for voice in self._stored.values()) >= most:
             said = f"{most} voices are stored, as many as may be" + (
                 "" if self._files else " in memory; start the server with --voices-dir"
             )
@@ -280,7 +287,8 @@ class VoiceStore:
     async def ready_inline(self, ref_audio: str, needs_codes: bool) -> VoiceEncoded:
         """Has the engine know the voice of a request's `ref_audio`. Raises ApiError."""
         data = await self._reference_bytes(ref_audio)
-        key = await asyncio.to_thread(key_of, data, "file", needs_codes)
+        # Of each party its own: that a voice is known already tells that somebody has sent it.
+        key = await asyncio.to_thread(key_of, data, f"file {asking().party}", needs_codes)
         if (known := await self._ask_if_known(key)) is not None:
             return known
 
