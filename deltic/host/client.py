@@ -16,7 +16,7 @@ import math
 import time
 from collections import Counter, deque
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar, assert_never
 
 import msgspec
 import zmq
@@ -44,6 +44,7 @@ from deltic.engine.messages import (
     PictureStats,
     Ping,
     Pong,
+    Ready,
     Request,
     Shutdown,
     SpeechStats,
@@ -454,50 +455,59 @@ class EngineClient:
 
     def _take(self, event: Event, fed: list[Stream]) -> None:
         """fed: gets the streams that have something to deliver now."""
-        if isinstance(event, Pong):
-            self._is_pinged, self.is_stuck = False, event.is_stuck
-            self.n_signs += not event.is_stuck
-            return
-        if not isinstance(event, StepOutputs) or event.outputs or event.stats.n_steps != self._last_n_steps:
+        if not isinstance(event, StepOutputs | Pong):
             self.n_signs += 1
-        if isinstance(event, StepOutputs):
-            self._last_n_steps = event.stats.n_steps
-            self._count(event.stats)
-            streams = self._streams
-            for output in event.outputs:
-                stream = streams.get(output.id)
-                if stream is None:
-                    continue
-                if not stream.outputs:
-                    fed.append(stream)
-                if stream.push(output):
-                    self._note_ended(stream, 1)
-        elif isinstance(event, CacheReport):
-            # There is none when `stop` has answered for the engine; it is done when who asked has left.
-            answer = self._inspections.popleft() if self._inspections else None
-            if answer is not None and not answer.done():
-                answer.set_result(event)
-        elif isinstance(event, VoiceEncoded):
-            _answer(self._encodings, event.key, event)
-        elif isinstance(event, AdapterLoaded):
-            _answer(self._adapters, event.path, event)
-        elif isinstance(event, CacheLocated):
-            _answer(self._located, event.id, event)
-        elif isinstance(event, Loading):
-            self.loading = event
-        elif isinstance(event, StartFailed):
-            self.refusal = event.message
-        elif self.state != "stopped" and self._commands is not None:
-            # Only now: the process has bound its end, and a command sent before could not be answered.
-            self._commands.connect(self._commands_endpoint)
-            self.info, self.loading = event.info, None
-            self.set_state("ready")
-            if self.on_ready is not None:
-                self.on_ready(event.info)
-            while self._drops:
-                self._send(DropVoice(self._drops.pop()))
-            if self.n_restarts:
-                log.info("%s is ready again", self.name)
+        match event:
+            case StepOutputs():
+                self.n_signs += bool(event.outputs) or event.stats.n_steps != self._last_n_steps
+                self._last_n_steps = event.stats.n_steps
+                self._count(event.stats)
+                streams = self._streams
+                for output in event.outputs:
+                    stream = streams.get(output.id)
+                    if stream is None:
+                        continue
+                    if not stream.outputs:
+                        fed.append(stream)
+                    if stream.push(output):
+                        self._note_ended(stream, 1)
+            case Pong():
+                self._is_pinged, self.is_stuck = False, event.is_stuck
+                self.n_signs += not event.is_stuck
+            case CacheReport():
+                # There is none when `stop` has answered for the engine; it is done when who asked has left.
+                answer = self._inspections.popleft() if self._inspections else None
+                if answer is not None and not answer.done():
+                    answer.set_result(event)
+            case VoiceEncoded():
+                _answer(self._encodings, event.key, event)
+            case AdapterLoaded():
+                _answer(self._adapters, event.path, event)
+            case CacheLocated():
+                _answer(self._located, event.id, event)
+            case Loading():
+                self.loading = event
+            case StartFailed():
+                self.refusal = event.message
+            case Ready():
+                self._begin(event.info)
+            case _:
+                assert_never(event)
+
+    def _begin(self, info: EngineInfo) -> None:
+        """The process is ready."""
+        if self.state == "stopped" or self._commands is None:
+            return
+        # Only now: the process has bound its end, and a command sent before could not be answered.
+        self._commands.connect(self._commands_endpoint)
+        self.info, self.loading = info, None
+        self.set_state("ready")
+        if self.on_ready is not None:
+            self.on_ready(info)
+        while self._drops:
+            self._send(DropVoice(self._drops.pop()))
+        if self.n_restarts:
+            log.info("%s is ready again", self.name)
 
     def _note_ended(self, stream: Stream, n: int) -> None:
         """`n` sequences of `stream` had their last output."""

@@ -38,6 +38,8 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     parent_pid: int
     started_at: float
     """Wall clock at the start of the process, in seconds: how long Python took to get to work."""
+    beat_s: float = 0.0
+    """How often the process shows that a kernel runs; 0: nobody looks."""
     log_format: str = "text"
     kv_events: EventSockets | None = None
     """None: no model has a topic."""

@@ -67,6 +67,8 @@ class EngineHost:
         self._log_format = log_format
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._timeout_s = timeout_s
+        self._tick_s = min(TICK_S, timeout_s / 10)
+        self._beat = Path()
         self._kv_events = kv_events
         self._directory: SocketDirectory | None = None
         self._process: asyncio.subprocess.Process | None = None
@@ -125,10 +127,13 @@ class EngineHost:
         directory = self._directory.path
         self._n_oom_kills = n_oom_kills()
         try:
+            models = [client.open(self._context, f"ipc://{directory}/{i}") for i, client in enumerate(self.clients)]
+            self._beat = Path(models[0].commands.removeprefix("ipc://"))
             launch = Launch(
-                models=[client.open(self._context, f"ipc://{directory}/{i}") for i, client in enumerate(self.clients)],
+                models=models,
                 parent_pid=os.getpid(),
                 started_at=time.time(),
+                beat_s=self._tick_s / 2,
                 log_format=self._log_format,
                 kv_events=self._kv_events,
             )
@@ -197,27 +202,23 @@ class EngineHost:
         """Waits until the process has ended: None; or until it shows no sign of life any more: says so.
 
         A sign is what it says: of a step, a start, an answer to a Ping, which it takes between two steps. A
-        step on a CPU may honestly take minutes: while the engine's thread computes, it lives. One that waits
-        for a GPU may compute, too (it looks again and again), so that is no sign there, where a step takes
-        seconds at most.
+        step on a CPU may honestly take minutes: that a kernel runs is a sign, too, which a thread of its own
+        sees (`process._beat`). What else the engine's thread computes is none, nor how it waits for a GPU.
         """
         assert self._process
         ending = asyncio.create_task(self._process.wait())
-        tick_s = min(TICK_S, self._timeout_s / 10)
-        silent_s, n_signs, ticks = 0.0, 0, 0
+        silent_s, n_signs, beat = 0.0, 0, 0
         try:
-            while not (await asyncio.wait((ending,), timeout=tick_s or None))[0]:
+            while not (await asyncio.wait((ending,), timeout=self._tick_s or None))[0]:
                 asked = [client for client in self.clients if client.is_asked]
                 last_n_signs, n_signs = n_signs, sum(client.n_signs for client in self.clients)
                 if not asked or n_signs != last_n_signs:
                     silent_s = 0.0
                     continue
                 is_stuck = any(client.is_stuck for client in asked)
-                last_ticks, ticks = ticks, _cpu_ticks(self._process.pid)
-                on_gpu = any(client.info.on_gpu for client in asked if client.info)
-                computes = ticks != last_ticks and not (is_stuck or on_gpu)
+                last_beat, beat = beat, _touched(self._beat)
                 # Not by the clock: while this process itself stood still, it took no note of signs.
-                silent_s = 0.0 if computes else silent_s + tick_s
+                silent_s = 0.0 if beat != last_beat and not is_stuck else silent_s + self._tick_s
                 if silent_s >= self._timeout_s:
                     what = "has got nothing from --cache-dir" if is_stuck else "has not answered"
                     return f"the engine process {what} for {self._timeout_s:g} s (--engine-timeout-s) and was ended"
@@ -279,14 +280,11 @@ class EngineHost:
             client.hang_up()
 
 
-def _cpu_ticks(pid: int) -> int:
-    """Time on a CPU that the first thread of a process has had, the engine's, in the kernel's ticks; 0 where
-    it is not told.
-    """
+def _touched(file: Path) -> int:
+    """When it was touched last, in nanoseconds; 0: it is not there."""
     try:
-        fields = Path(f"/proc/{pid}/task/{pid}/stat").read_text().rpartition(")")[2].split()
-        return int(fields[11]) + int(fields[12])  # utime, stime: proc(5)
-    except (OSError, IndexError):
+        return file.stat().st_mtime_ns
+    except OSError:
         return 0
 
 

@@ -6,6 +6,7 @@ Cost of the queue, for one token: `python tests/null/test_client.py`.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import random
 import signal
@@ -14,7 +15,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import msgspec
 import pytest
@@ -28,6 +29,7 @@ from deltic.config import EngineConfig
 from deltic.engine.messages import (
     CacheReport,
     CacheStats,
+    Command,
     EncodeVoice,
     Event,
     Loading,
@@ -38,6 +40,7 @@ from deltic.engine.messages import (
     Stats,
 )
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
+from deltic.host.process import ServedModel
 from deltic.host.supervisor import EngineHost
 from tests.fakes import expected_tokens
 
@@ -451,6 +454,21 @@ async def time_queue(n: int, n_tokens: int) -> None:
         await asyncio.gather(*(collect(submit(client, r)) for r in requests))
         wall, cpu = time.perf_counter() - start, time.process_time() - cpu
         print(f"N = {n:3}: {cpu / n / n_tokens * 1e6:5.1f} us of the client, {wall / n_tokens * 1e6:6.0f} us a step")
+
+
+@pytest.mark.parametrize("kind", get_args(Event))
+def test_every_event_has_a_branch_of_its_own(kind: type[Event]) -> None:
+    """One that has none would be taken for Ready: mypy says so, and so does this."""
+    cases = {case.split("(")[0] for case in inspect.getsource(EngineClient._take).split("case ")[1:]}
+    assert kind.__name__ in cases
+    with pytest.raises(AssertionError):
+        EngineClient(EngineConfig(), 100)._take(object(), [])  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("kind", get_args(Command))
+def test_every_command_has_a_branch_of_its_own(kind: type[Command]) -> None:
+    cases = {case.split("(")[0] for case in inspect.getsource(ServedModel.obey).split("case ")[1:]}
+    assert kind.__name__ in cases
 
 
 if __name__ == "__main__":

@@ -301,26 +301,30 @@ def slow(self, given):
     return step(self, given)
 fakes.FakeRunner.step = slow
 """
-COMPUTE = "end = time.process_time() + 1.0\n    while time.process_time() < end: pass"
-ON_GPU = """
-init = fakes.FakeRunner.__init__
-def changed(self, **options):
-    init(self, **options)
-    self.info.on_gpu = True
-fakes.FakeRunner.__init__ = changed
-"""
+COMPUTE = "end = time.process_time() + 1.0\n    while time.process_time() < end: time.sleep(0)"
+KERNEL = (
+    "from deltic.ops.cpu.program import Program\n"
+    + """
+def run(self):
+    COMPUTE
+Program.run = run
+""".replace("COMPUTE", COMPUTE)
+)
+HELD = "import re, threading; threading.Thread(target=re.match, args=('(a|aa)+$', 'a' * 99 + 'b')).start()"
 
 
 @pytest.mark.parametrize(
     ("change", "lives"),
     [
-        (SLOW.format(wait=COMPUTE), True),
+        (KERNEL + SLOW.format(wait="Program.run(None)"), True),
+        (SLOW.format(wait="while True: pass"), False),
         (SLOW.format(wait="time.sleep(60)"), False),
-        (ON_GPU + SLOW.format(wait="while True: pass"), False),
+        (SLOW.format(wait="re.match('(a|aa)+$', 'a' * 99 + 'b')").replace("step =", "import re\nstep =", 1), False),
+        (SLOW.format(wait=HELD), False),
     ],
-    ids=["computes", "waits", "looks whether the GPU is done"],
+    ids=["a kernel", "computes beside kernels", "waits", "an expression without end", "another thread has the lock"],
 )
-def test_a_step_may_take_long_where_it_computes(change: str, lives: bool) -> None:
+def test_a_step_may_take_long_where_kernels_run(change: str, lives: bool) -> None:
     async def ask() -> str:
         client = EngineClient(EngineConfig(), 100)
         async with hosted(client, timeout_s=0.4, program=program(change)):
