@@ -335,7 +335,7 @@ def service_of(
         return Service(server, client, tokenizer, ChatTemplate({"default": template}, tokenizer), name, **more)  # type: ignore[arg-type]
     sees = client.info is not None and client.info.pictures is not None
     chat = None if template is None else copy.copy(_template(template, sees))  # each has its own defaults
-    return Service(server, client, byte_tokenizer(sees), chat, name, **more)  # type: ignore[arg-type]
+    return Service.of(server, client, byte_tokenizer(sees), chat, name, **more)  # type: ignore[arg-type]
 
 
 @functools.cache

@@ -138,4 +138,4 @@ def speech_service_of(
     store = VoiceStore(client, voices, server.config)  # type: ignore[arg-type]
     aliases = voice_aliases(voice_alias, client.shape)
     parts = SpeechParts(Prompter(client.shape, tokenizer, is_dummy=True), store, aliases)
-    return Service(server, client, tokenizer, None, name, speech=parts)  # type: ignore[arg-type]
+    return Service.of(server, client, tokenizer, None, name, speech=parts)  # type: ignore[arg-type]

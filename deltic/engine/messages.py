@@ -534,6 +534,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     is_speech: bool = False
     pictures: PictureInfo | None = None
     """None: prompts have no pictures."""
+    no_pictures: str = ""
+    """Why a tower that is there is not run; "" where there is none."""
     max_loras: int = 0
     """Adapters that may be loaded at once."""
     adapters: dict[str, bytes] = {}

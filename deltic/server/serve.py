@@ -311,14 +311,14 @@ def _service(server: Server, model: Served) -> Service:
     if speech and model.about.shapes_text:
         raise ConfigError(f"{model.about.shapes_text} is for models that write; {model.names[0]!r} speaks")
     defaults = SamplingDefaults.load(directory, model.about)
-    return Service(
+    return Service.of(
         server,
         client,
         tokenizer,
         template,
         model.names[0],
-        defaults,
-        speech,
+        defaults=defaults,
+        speech=speech,
         aliases=model.names[1:],
         patterns=model.about.patterns,
         origin=_origin(engine, directory),

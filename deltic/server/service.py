@@ -5,7 +5,6 @@ and keys.
 from __future__ import annotations
 
 import asyncio
-import copy
 import ctypes
 import hashlib
 import logging
@@ -15,7 +14,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
@@ -286,15 +285,18 @@ class SpeechParts:
         return [*sorted(self.prompts.shape.speakers), *self.aliases, *(voice.name for voice in self.voices.all())]
 
 
-@dataclass
+@dataclass(frozen=True, eq=False)
 class Service:
-    """One model, as the routes see it."""
+    """One model, as the routes see it. Nothing of it changes, so that `under` may share all of it."""
 
     server: Server
     client: EngineClient
     tokenizer: Tokenizer
     template: ChatTemplate | None
     model_name: str
+    metrics: Metrics
+    constrainer: Constrainer
+    adapters: Adapters
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     speech: SpeechParts | None = None
     """None: the model writes text."""
@@ -306,22 +308,29 @@ class Service:
     """Names that it answers to and that are not listed, as fnmatch patterns."""
     origin: Mapping[str, Any] = field(default_factory=dict)
     """Of its checkpoint, what /model_info tells."""
-    metrics: Metrics = field(init=False)
-    constrainer: Constrainer = field(init=False)
-    adapters: Adapters = field(init=False)
 
-    def __post_init__(self) -> None:
-        client = self.client
-        adapters = self.adapters = Adapters(client, self.model_name, self.server.holder, self.server.adapting)
-        self.constrainer = Constrainer(self.tokenizer, self.template.call_form if self.template else None)
-        self.metrics = Metrics(
+    @classmethod
+    def of(
+        cls,
+        server: Server,
+        client: EngineClient,
+        tokenizer: Tokenizer,
+        template: ChatTemplate | None,
+        model_name: str,
+        **more: Any,
+    ) -> Service:
+        """A model with counters, grammars and adapters of its own. more: the fields that have a default."""
+        adapters = Adapters(client, model_name, server.holder, server.adapting)
+        metrics = Metrics(
             lambda: client.stats,
             lambda: client.n_restarts,
             lambda: client.state == "ready",
             info=lambda: client.info,
-            has_speech=self.speech is not None,
+            has_speech=more.get("speech") is not None,
             adapters=lambda: (adapters.most, adapters.n_held, [adapter.numbers for adapter in adapters.all()]),
         )
+        constrainer = Constrainer(tokenizer, template.call_form if template else None)
+        return cls(server, client, tokenizer, template, model_name, metrics, constrainer, adapters, **more)
 
     @property
     def config(self) -> ServerConfig:
@@ -337,10 +346,7 @@ class Service:
 
     def under(self, adapter: Adapter) -> Service:
         """The model with one of its adapters, which answers under that one's name. All else is shared."""
-        service = copy.copy(self)
-        service.model_name, service.adapter = adapter.name, adapter
-        service.aliases = service.patterns = ()
-        return service
+        return replace(self, model_name=adapter.name, adapter=adapter, aliases=(), patterns=())
 
     def read(self, request: Request, body: bytes, kind: type[T]) -> T:
         """A body as `kind`.
@@ -392,6 +398,8 @@ class Service:
         if not isinstance(done, Begun):
             return done
         info = self.client.info or self.admit()
+        if info.pictures is None:
+            raise done.pictures[0].not_taken(info.no_pictures)
         reading = self.server.pictures.read(done.pictures, info.pictures, done.bounds, info.max_model_len)
         found = await unless_disconnected(request.receive, reading)
         return await self.prepare(INLINE_BYTES + 1, lambda: done.end(found), request)

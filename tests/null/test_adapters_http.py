@@ -7,6 +7,7 @@ import asyncio
 import json
 import logging
 from collections.abc import Callable, Coroutine
+from dataclasses import FrozenInstanceError, fields
 from pathlib import Path
 from typing import Any
 
@@ -249,6 +250,20 @@ def test_a_path_is_the_servers(engine: Adapted, monkeypatch: pytest.MonkeyPatch,
     over(make_app(engine), test)
 
 
+def test_the_name_of_an_adapter_is_no_path(engine: Adapted, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    async def load(post: Post, client: httpx.AsyncClient) -> None:
+        for name in ("../up", "/etc/hostname", "a/../../b", "..", "c\\..\\d"):
+            await post(LOAD, lora_name=name, lora_path="/poem")
+            reply = await post(CHAT, model=name, messages=HELLO)
+            assert reply.json()["model"] == name and engine.asked() == [POEM]
+            await post(UNLOAD, lora_name=name)
+
+    over(make_app(engine), load)
+    assert not list(tmp_path.iterdir()) and not list(tmp_path.parent.glob("up*"))
+
+
 def test_loading_is_for_who_allowed_it() -> None:
     async def test(post: Post, client: httpx.AsyncClient) -> None:
         for path in (LOAD, UNLOAD):
@@ -355,6 +370,16 @@ def several() -> tuple[Server, Adapted, Adapted]:
     server.add(service_of(server, first, "first"))
     server.add(service_of(server, second, "second", patterns=("s*",)))
     return server, first, second
+
+
+def test_under_an_adapter_a_model_is_the_same_but_for_its_names(engine: Adapted) -> None:
+    service = service_of(Server(ServerConfig()), engine, "fake", aliases=("other",), patterns=("f*",))
+    (adapter,) = service.adapters.all()
+    under = service.under(adapter)
+    apart = {field.name for field in fields(service) if getattr(under, field.name) is not getattr(service, field.name)}
+    assert apart == {"model_name", "adapter", "aliases", "patterns"} and under.names == ("sql",)
+    with pytest.raises(FrozenInstanceError):  # what one of them kept, the other would not have
+        under.metrics = None  # type: ignore[assignment, misc]
 
 
 def test_of_several_models_each_has_its_own() -> None:

@@ -82,6 +82,36 @@ def until(look: Callable[[], Any], is_there: Callable[[Any], bool], seconds: flo
     return found
 
 
+OUTSIDE = [
+    "../secret",
+    "..%2fsecret",
+    "%2e%2e/secret",
+    "files/../../secret",
+    "/etc/hostname",
+    "file-x/../../../secret",
+    "lock",
+    ".",
+]
+"""Names of files beside those of clients."""
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+def test_ids_are_no_paths(tmp_path: Path, name: str) -> None:
+    """Of files and batches, in addresses and in bodies."""
+    (tmp_path / "secret").write_text("what is hidden")
+    with Site(tmp_path / "d") as site, httpx.Client(base_url=site.url) as client:
+        tries = [client.request(method, f"/v1/files/{name}") for method in ("GET", "DELETE")]
+        tries += [client.get(f"/v1/files/{name}/content"), client.get(f"/v1/batches/{name}")]
+        tries += [client.post(f"/v1/batches/{name}/cancel")]
+        tries.append(
+            client.post("/v1/batches", json={"input_file_id": name, "endpoint": CHAT, "completion_window": "24h"})
+        )
+        for reply in tries:
+            assert reply.status_code in (400, 404, 405, 415) or reply.json().get("object") == "list", reply.text
+            assert "hidden" not in reply.text
+    assert (tmp_path / "secret").read_text() == "what is hidden" and (tmp_path / "d" / "lock").exists()
+
+
 def test_the_flow_of_the_library(tmp_path: Path) -> None:
     rows = [line(f"r{i}") for i in range(20)]
     rows[7] = line("r7", temperature=-1)

@@ -23,8 +23,10 @@ from deltic.config import ConfigError
 from deltic.engine.messages import EncodeVoice, VoiceEncoded
 from deltic.models.tts.shape import FRAME, SPEAKER, split_row
 from deltic.models.vocoder.shape import FRAME_SAMPLES
+from deltic.server.chat.answer import WayOut
 from deltic.server.service import SpeechParts
 from deltic.server.speech import protocol as speech_protocol
+from deltic.server.speech import routes
 from deltic.server.speech import voices as voices_module
 from deltic.server.speech.audio import MEDIA_TYPES, STREAMED_FILES, StreamedFile, encode, wav_header
 from tests.fake_engine import FakeEngineClient, make_app, served
@@ -860,3 +862,8 @@ def test_references_by_url_only_where_they_are_allowed(tmp_path: Path) -> None:
 
     with served(files) as url:
         asyncio.run(go(url))
+
+
+def test_an_utterance_has_all_that_is_counted_of_a_sequence() -> None:
+    """What a sequence's way out gets one day, its audio has, too."""
+    assert vars(WayOut(0)).items() <= vars(routes._Spoken()).items()

@@ -79,7 +79,24 @@ class Piece(msgspec.Struct):
     """Of its choice so far."""
 
 
-class Choice:
+class WayOut:
+    """Of one sequence: what Generation counts, and what each output becomes."""
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.n_tokens = 0
+        """Generated tokens, the one that ended it included."""
+        self.n_reasoning_tokens = 0
+        self.finish_reason: str | None = None
+        self.last_s: float | None = None
+        """time.monotonic() of its last tokens, for who takes them."""
+
+    def push(self, output: Output) -> Piece:
+        """Takes the next output of this sequence."""
+        raise NotImplementedError
+
+
+class Choice(WayOut):
     """One sequence's way out: ids to text, stop strings, then reasoning, content and tool calls (if
     `parser`).
     """
@@ -110,13 +127,7 @@ class Choice:
         includes_stop: the stop string, or the stop token of the request's own, is shown. gives_text: false
         where ids are all that is wanted. hides_thought: reasoning is left out.
         """
-        self.index = index
-        self.n_tokens = 0
-        """Generated tokens, the one that ended it included."""
-        self.n_reasoning_tokens = 0
-        self.finish_reason: str | None = None
-        self.last_s: float | None = None
-        """time.monotonic() of its last tokens, for who takes them."""
+        super().__init__(index)
         self._detokenizer = Detokenizer(tokenizer, skip_special_tokens) if gives_text else None
         self._stops = StopMatcher(stops, includes_stop) if stops else None
         self._includes_stop = includes_stop

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 from deltic.engine.messages import Output, PromptLogprobs, Request
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.server.adapters import Adapter
-from deltic.server.chat.answer import Choice, Piece, Usage
+from deltic.server.chat.answer import Piece, Usage, WayOut
 from deltic.server.errors import ApiError
 from deltic.server.limits import BATCH_PRIORITY, Ticket
 from deltic.server.metrics import Metrics
@@ -33,7 +33,7 @@ class Generation:
         client: EngineClient,
         metrics: Metrics,
         requests: list[Request],
-        choices: list[Choice],
+        choices: Sequence[WayOut],
         ticket: Ticket,
         adapter: Adapter | None = None,
     ) -> None:
@@ -186,7 +186,7 @@ class Generation:
             self._note_finished(choice, output, now_s)
         return piece
 
-    def _note_finished(self, choice: Choice, output: Output, now_s: float) -> None:
+    def _note_finished(self, choice: WayOut, output: Output, now_s: float) -> None:
         """output: the one that `choice` finished with."""
         assert choice.finish_reason
         self._n_open -= 1

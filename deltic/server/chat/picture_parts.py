@@ -99,11 +99,12 @@ class Sent:
         """As a part of a message's content."""
         return {"type": "video", "video": self} if self.is_video else {"type": "image", "image": self}
 
-    def not_taken(self) -> ApiError:
-        """The 400 of a model that takes no pictures."""
+    def not_taken(self, why: str = "") -> ApiError:
+        """The 400 of a model that takes no pictures. why: although it has a tower."""
+        said = f"this server reads text only{f' ({why})' if why else ''}"
         if not self.kind:
-            return bad_request(self.part, "this server reads text only; leave it out", "unsupported_field")
-        return bad_request(f"{self.part}.type", f"{self.kind!r} is not supported; this server reads text only")
+            return bad_request(self.part, f"{said}; leave it out", "unsupported_field")
+        return bad_request(f"{self.part}.type", f"{self.kind!r} is not supported; {said}")
 
 
 def file_of(image: Any) -> bytes:

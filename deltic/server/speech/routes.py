@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deltic.engine import messages as engine
 from deltic.host.client import EngineUnavailable
 from deltic.server.api import protocol
-from deltic.server.chat.answer import Choice, Piece, Usage
+from deltic.server.chat.answer import Piece, Usage, WayOut
 from deltic.server.chat.generation import Generation, timed_out, unavailable
 from deltic.server.chat.parser import Delta
 from deltic.server.errors import ApiError, bad_request
@@ -100,12 +100,11 @@ class _AudioPiece(Piece):
     audio: bytes = b""
 
 
-class _Spoken(Choice):
+class _Spoken(WayOut):
     """One utterance's way out: its audio, how late it came, and how long it is."""
 
     def __init__(self) -> None:
-        self.index = self.n_tokens = self.n_reasoning_tokens = 0
-        self.finish_reason = self.last_s = None
+        super().__init__(0)
         self.n_bytes = 0
         self.first_s: float | None = None
         """time.monotonic() of the first audio."""
