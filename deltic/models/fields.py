@@ -16,10 +16,14 @@ class CheckpointError(ValueError):
 
 
 class UnsupportedModelError(ValueError):
-    """A config that this engine cannot run; names the field, what it says, and what would do."""
+    """A config that this engine cannot run; names the field, what it says, and what would do. file: where it
+    stands, where that is known (gguf_config.naming).
+    """
 
-    def __init__(self, field: str, found: object, supported: str) -> None:
-        super().__init__(f"config field {field!r}: found {found!r}; supported: {supported}")
+    def __init__(self, field: str, found: object, supported: str, file: str = "") -> None:
+        place = f"{file}: " if file else ""
+        super().__init__(f"{place}config field {field!r}: found {found!r}; supported: {supported}")
+        self.file = file
         self.field = field
         self.found = found
         self.supported = supported

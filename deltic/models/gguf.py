@@ -304,18 +304,18 @@ def _open(files: tuple[Path, ...], identity: tuple[int, ...]) -> Gguf:
     n_files = model.get("split.count", 0) or 1
     if n_files != len(files):
         raise CheckpointError(
-            f"{model.file}: the first of {n_files!r} files by its header, but {len(files)} are named like it; give all of them "
+            f"{model.file}: the first of {n_files!r} files by its header (split.count), but {len(files)} are named like it; give all of them "
             "the names that they had, NAME-00001-of-0000N.gguf and so on"
         )
     for nth, header in enumerate(model.headers):
         if nth and header.get("split.no") != nth:
             raise CheckpointError(
-                f"{header.file}: number {header.get('split.no')} of its set, not {nth}; it was renamed"
+                f"{header.file}: number {header.get('split.no')} of its set (split.no), not {nth}; it was renamed"
             )
     n_tensors = model.get("split.tensors.count", len(model.tensors))
     if n_tensors != len(model.tensors):
         raise CheckpointError(
-            f"{model.file}: {n_tensors} tensors in its set by its header, but the files have {len(model.tensors)}"
+            f"{model.file}: {n_tensors} tensors in its set by its header (split.tensors.count), but the files have {len(model.tensors)}"
         )
     return model
 

@@ -10,11 +10,14 @@ llama-vocab.cpp); of towers its Qwen3VLVisionModel, and clip.cpp.
 
 from __future__ import annotations
 
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from deltic.models.fields import MAX_LAYERS, CheckpointError, UnsupportedModelError
-from deltic.models.gguf import Gguf, open_gguf
+from deltic.models.gguf import Gguf, is_gguf, open_gguf
 from deltic.models.vision.shape import LAYER_NORM_EPS, MERGE, PATCH_SIZE
 
 ARCHITECTURES = {
@@ -23,6 +26,51 @@ ARCHITECTURES = {
     "qwen3next": "Qwen3NextForCausalLM",
 }
 """Hugging Face's, by ggml's."""
+
+_SIZES = {
+    "hidden_size": "embedding_length",
+    "num_attention_heads": "attention.head_count",
+    "num_key_value_heads": "attention.head_count_kv",
+    "head_dim": "attention.key_length",
+    "max_position_embeddings": "context_length",
+    "linear_conv_kernel_dim": "ssm.conv_kernel",
+    "linear_key_head_dim": "ssm.state_size",
+    "linear_num_key_heads": "ssm.group_count",
+    "linear_num_value_heads": "ssm.time_step_rank",
+}
+_DENSE_SIZES = {"intermediate_size": "feed_forward_length"}
+_EXPERT_SIZES = {
+    "num_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+_TOWER_SIZES = {
+    "depth": "block_count",
+    "hidden_size": "embedding_length",
+    "num_heads": "attention.head_count",
+    "intermediate_size": "feed_forward_length",
+    "out_hidden_size": "projection_dim",
+}
+"""Integers: the names of config.json, and what follows the architecture in the metadata."""
+
+_KEYS = _SIZES | _DENSE_SIZES | _EXPERT_SIZES | {
+    "eos_token_id": "tokenizer.ggml.eos_token_id",
+    "num_hidden_layers": "block_count",
+    "full_attention_interval": "full_attention_interval",
+    "layer_types": "attention.recurrent_layers",
+    "linear_value_head_dim": "ssm.inner_size",
+    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
+    "rope_theta": "rope.freq_base",
+    "partial_rotary_factor": "rope.dimension_count",
+    "mrope_section": "rope.dimension_sections",
+    "factor": "rope.scaling.factor",
+    "original_max_position_embeddings": "rope.scaling.original_context_length",
+    "attention_factor": "rope.scaling.yarn_attn_factor",
+    "beta_fast": "rope.scaling.yarn_beta_fast",
+    "beta_slow": "rope.scaling.yarn_beta_slow",
+}  # fmt: skip
+"""All fields that a refusal may name."""
 
 _TOWER = {
     "general.architecture": "clip",
@@ -33,6 +81,17 @@ _TOWER = {
     "clip.vision.spatial_merge_size": MERGE,
 }
 """What the file of a vision tower says, if it is one that is run."""
+
+_CHANGES = (
+    "attention.sliding_window",
+    "attention.scale",
+    "attention.clamp_kqv",
+    "attention.max_alibi_bias",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "use_parallel_residual",
+)
+"""Keys that other architectures have, and that would change the mathematics."""
 
 _NORMAL, _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED, _BYTE = range(1, 7)
 """Kinds of tokens."""
@@ -59,7 +118,37 @@ def document(file: Path, name: str) -> dict[str, Any]:
         "tokenizer_config.json": tokenizer_config,
         "tokenizer.json": tokenizer,
     }.get(name)
-    return {} if made is None else made(open_gguf(file))
+    with naming(file):
+        return {} if made is None else made(open_gguf(file))
+
+
+@contextmanager
+def naming(path: Path | None, part: str = "") -> Iterator[None]:
+    """Has a refused field named with the file that says it, a directory's config.json or a GGUF file; in that
+    by the key that its metadata has. part: how the field's name begins, of a part of config.json.
+    """
+    try:
+        yield
+    except UnsupportedModelError as error:
+        if path is None or error.file or type(error) is not UnsupportedModelError:
+            raise
+        field, supported, file = part + error.field.removeprefix(part), error.supported, path
+        if is_gguf(path):
+            field, supported = (in_metadata(text, path, part) for text in (field.removeprefix(part), supported))
+        else:
+            file = (path if path.is_dir() else path.parent) / "config.json"
+        raise UnsupportedModelError(field, error.found, supported, str(file)) from None
+
+
+def in_metadata(text: str, path: Path, part: str = "") -> str:
+    """A text with fields of config.json by the keys that the metadata of a GGUF file has for them."""
+    start, known = ("clip.vision", _TOWER_SIZES) if part else (open_gguf(path).get("general.architecture"), _KEYS)
+
+    def key(word: re.Match[str]) -> str:
+        found = known.get(word[0])
+        return word[0] if found is None else found if found.startswith("tokenizer.") else f"{start}.{found}"
+
+    return re.sub(r"[a-z_]+", key, text)
 
 
 def architecture(model: Gguf) -> str:
@@ -117,46 +206,44 @@ def config(model: Gguf) -> dict[str, Any]:
         "expert_weights_norm": (True,),
         "expert_weights_scale": (0.0, 1.0),
         "expert_group_count": (0, 1),
+        "expert_shared_count": (0, 1),
+        "leading_dense_block_count": (0,),
+        "interleave_moe_layer_step": (0, 1),
         "attention.causal": (True,),
-        "attention.value_length": (fields.number("attention.key_length"),),
         "rope.scale_linear": (1.0,),
+        **{key: (0, 0.0) for key in _CHANGES},
+        **{key: (1, 1.0) for key in ("logit_scale", "residual_scale", "embedding_scale")},
     }.items():
         fields.only(key, *allowed)
     embedding = model.tensors.get("token_embd.weight")
     if embedding is None:
         raise CheckpointError(f"{model.file}: has no tensor 'token_embd.weight'; is it a whole model?")
+    fields.only("vocab_size", embedding.shape[0])
+    key, value = (fields.get(f"attention.{name}_length") for name in ("key", "value"))
+    if value not in (None, key):
+        said = f"{key}, as {fields.arch}.attention.key_length"
+        raise UnsupportedModelError(f"{fields.arch}.attention.value_length", value, said)
+    if (kind := model.get("general.type")) not in (None, "model"):
+        raise UnsupportedModelError("general.type", kind, "model")
+    if (version := model.get("general.quantization_version")) not in (None, 2):
+        raise UnsupportedModelError("general.quantization_version", version, "2")
     n_value_heads, inner = fields.number("ssm.time_step_rank"), fields.number("ssm.inner_size")
     if n_value_heads < 1 or inner % n_value_heads:
         raise CheckpointError(
             f"{model.file}: {fields.arch}.ssm.inner_size is {inner}, no multiple of ssm.time_step_rank, {n_value_heads}"
         )
-    found = {
+    sizes = _SIZES | (_DENSE_SIZES if fields.arch == "qwen35" else _EXPERT_SIZES)
+    return {
         "architectures": [ARCHITECTURES[fields.arch]],
         "vocab_size": embedding.shape[0],
-        "hidden_size": fields.number("embedding_length"),
-        "num_attention_heads": fields.number("attention.head_count"),
-        "num_key_value_heads": fields.number("attention.head_count_kv"),
-        "head_dim": fields.number("attention.key_length"),
-        "max_position_embeddings": fields.number("context_length"),
+        **{name: fields.number(key) for name, key in sizes.items()},
         "rms_norm_eps": fields.get("attention.layer_norm_rms_epsilon"),
-        "linear_conv_kernel_dim": fields.number("ssm.conv_kernel"),
-        "linear_key_head_dim": fields.number("ssm.state_size"),
         "linear_value_head_dim": inner // n_value_heads,
-        "linear_num_key_heads": fields.number("ssm.group_count"),
-        "linear_num_value_heads": n_value_heads,
         "tiled_value_heads": tiled_value_heads(model),
         "tie_word_embeddings": "output.weight" not in model.tensors,
         "eos_token_id": _end_ids(model),
         "rope_parameters": _rope(fields),
         **_layers(fields),
-    }
-    if fields.arch == "qwen35":
-        return found | {"intermediate_size": fields.number("feed_forward_length")}
-    return found | {
-        "num_experts": fields.number("expert_count"),
-        "num_experts_per_tok": fields.number("expert_used_count"),
-        "moe_intermediate_size": fields.number("expert_feed_forward_length"),
-        "shared_expert_intermediate_size": fields.number("expert_shared_feed_forward_length"),
     }
 
 
@@ -229,14 +316,8 @@ def vision_config(model: Gguf) -> dict[str, Any]:
     if positions is None:
         raise CheckpointError(f"{model.file}: has no tensor 'v.position_embd.weight'; is it a whole tower?")
     fields = _Fields(model, "clip.vision")
-    return {
-        "depth": fields.number("block_count"),
-        "hidden_size": fields.number("embedding_length"),
-        "num_heads": fields.number("attention.head_count"),
-        "intermediate_size": fields.number("feed_forward_length"),
-        "out_hidden_size": fields.number("projection_dim"),
-        "num_position_embeddings": positions.shape[0],
-    }
+    sizes = {name: fields.number(key) for name, key in _TOWER_SIZES.items()}
+    return sizes | {"num_position_embeddings": positions.shape[0]}
 
 
 def _end_ids(model: Gguf) -> list[int]:
@@ -285,8 +366,8 @@ def _kinds(model: Gguf) -> list[int]:
     kinds, texts = model.get("tokenizer.ggml.token_type"), model.headers[0].values.get("tokenizer.ggml.tokens")
     if not kinds or not isinstance(kinds, list) or texts is None or texts.n != len(kinds):
         raise CheckpointError(
-            f"{model.file}: the metadata has no vocabulary (tokenizer.ggml.tokens, and as many token_type); give another "
-            "file"
+            f"{model.file}: the metadata has no vocabulary (tokenizer.ggml.tokens, and as many tokenizer.ggml.token_type); "
+            "give another file"
         )
     return kinds
 

@@ -261,6 +261,27 @@ def _renamed(whole: Rows, n_layers: int) -> Iterator[tuple[str, Rows]]:
         yield name, whole
 
 
+def name_in_file(name: str, n_layers: int) -> str:
+    """What a GGUF file of so many layers calls a tensor of the bfloat16 checkpoint; a name that no such file
+    has, as it is.
+    """
+    match = re.fullmatch(r"(model|mtp)\.layers\.(\d+)\.(.+)", name)
+    if match is not None:
+        block = f"blk.{int(match[2]) + n_layers * (match[1] == 'mtp')}."
+        rest = re.sub(r"^mlp\.experts\.\d+\.(gate|up|down)_proj\.", r"ffn_\1_exps.", match[3])
+        known = next((key for key, value in _LAYER.items() if value == rest), None)
+        return block + (known or rest) if known or rest != match[3] else name
+    base, _, last = name.rpartition(".")
+    for names, block in (
+        (_TOP, ""),
+        ({key: f"mtp.{value}" for key, value in _NEXTN.items()}, f"blk.{n_layers}.nextn."),
+    ):
+        for key, value in names.items():
+            if value == base:
+                return f"{block}{key}.{last}"
+    return name
+
+
 def _experts(prefix: str, parts: tuple[str, ...], whole: Rows) -> Iterator[tuple[str, Rows]]:
     """The matrices of each expert, of one tensor [E, rows of all parts, K]."""
     shape = whole.shape

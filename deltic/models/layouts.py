@@ -62,7 +62,7 @@ class Said:
     """GPTQ's checkpoint_format, AutoRound's packing_format."""
     bits: int | None
     orders: bool
-    """desc_act."""
+    """desc_act; compressed-tensors' actorder by groups, of every group."""
     kind: str
     """AutoRound's data_type."""
     divides: bool
@@ -88,7 +88,10 @@ class Said:
             has_zeros=bool(integers) and all(each.get("symmetric") is False for each in integers),
             packing=str(packing),
             bits=bits if isinstance(bits, int) else None,
-            orders=bool(config.get("desc_act")),
+            orders=bool(config.get("desc_act"))
+            or (
+                bool(weights) and all(isinstance(each, Mapping) and each.get("actorder") == "group" for each in weights)
+            ),
             kind=str(config.get("data_type")),
             divides=config.get("weight_scale_semantics") == "inverse",
         )
@@ -163,8 +166,14 @@ class Plain:
         return self.files.read(self.header.rows(begin, end))
 
 
-class _Stored:
+class Stored:
     """A quantised matrix, or a stack of them; `rows` of a subclass reads."""
+
+    kind: str
+    """As the names of published formats tell them apart: fp8, nvfp4, mxfp4, packed, int8, awq, gptq."""
+    zero: Header | None = None
+    spread: tuple[int, int]
+    """Rows and columns that share a scale of the file; 0: all of them."""
 
     def __init__(self, module: Module, role: str, shape: tuple[int, ...], format: WeightFormat) -> None:
         self.files, self.where, self.shape, self.format = module.files, module.where(role), shape, format
@@ -173,12 +182,18 @@ class _Stored:
     def dtype(self) -> str:
         return self.format.name
 
+    @property
+    def is_integer(self) -> bool:
+        return self.format.codes not in ("e4m3", "e2m1")
+
     def rows(self, begin: int, end: int) -> Rows:
         raise NotImplementedError
 
     def read(self, begin: int, end: int) -> Quantised:
         codes, scale, least, outer = self.rows(begin, end)
         kind = self.format.scales
+        if self.format.codes == "e4m3" and ((codes & np.uint8(127)).max(initial=0) == 127):
+            raise CheckpointError(f"{self.where} has weights that are not numbers (NaN); get the checkpoint anew")
         if kind == "e8m0":
             finite = (scale != 255).all()
         elif kind == "e4m3":
@@ -191,8 +206,10 @@ class _Stored:
         return Quantised(self.format, codes, scale, least, outer)
 
 
-class Fp8(_Stored):
+class Fp8(Stored):
     """e4m3. Scales of each matrix: [1], [N], [N, 1], [ceil(N / 128), ceil(K / 128)] or [N, ceil(K / 128)]."""
+
+    kind = "fp8"
 
     def __init__(self, module: Module) -> None:
         header = module.matrix("weight", "F8_E4M3")
@@ -224,6 +241,9 @@ class Fp8(_Stored):
                     f"one scale a tensor, a row, or a block of 128 x 128 ({[n_blocks, groups]} a matrix)",
                 )
             self.size = (n_experts, *inner)
+        _, n_scales, n_columns = self.size
+        rows = 1 if n_scales == self.n else 0 if n_scales == 1 else _BLOCK
+        self.spread = rows, 0 if n_columns == 1 else _BLOCK
         in_blocks = self.size[2] == groups and (
             groups > 1 or 1 < self.size[1] < self.n or roles[0] == "weight_scale_inv"
         )
@@ -231,14 +251,14 @@ class Fp8(_Stored):
 
     def rows(self, begin: int, end: int) -> Rows:
         n_sets, n_scales, n_columns = self.size
-        height = 1 if n_scales == self.n else self.n if n_scales == 1 else _BLOCK
+        height = self.spread[0] or self.n
         expert, row = np.divmod(np.arange(begin, end), self.n)
         scale = self.files.read(self.scale).reshape(n_sets * n_scales, n_columns)
         scale = scale[(expert if n_sets > 1 else 0) * n_scales + row // height].astype(np.float32)
         return self.files.read(self.codes.rows(begin, end)).view(np.uint8), scale, None, None
 
 
-class Fp4(_Stored):
+class Fp4(Stored):
     """e2m1: NVFP4 (weight_global_scale divides, weight_scale_2 multiplies) and MXFP4."""
 
     def __init__(self, module: Module, role: str) -> None:
@@ -250,6 +270,7 @@ class Fp4(_Stored):
         if kind.startswith("mx_int"):
             raise module.error(role, f"holds {kind}, which is not supported; supported of U8: NVFP4, MXFP4")
         format = WEIGHT_FORMATS["NVFP4" if is_nv else "MXFP4"]
+        self.kind, self.spread = format.name.lower(), (1, format.group)
         if k % format.group:
             raise module.error(role, f"has {k} columns, which are not whole groups of {format.group} ({format.name})")
         module.shaped("weight_scale", self.scale, (*lead, k // format.group))
@@ -278,11 +299,10 @@ class Fp4(_Stored):
         return codes, scale, None, outer
 
 
-class _Integers(_Stored):
+class _Integers(Stored):
     """Integers of 4 or 8 bits with scales (and codes of 0) of groups along K."""
 
     scale: Header
-    zero: Header | None = None
     repeat: int
     """How many groups of the format share a scale of the file."""
     bits: int
@@ -295,14 +315,14 @@ class _Integers(_Stored):
             found = f"{n_groups} groups of its {k} columns" if k % n_groups else f"groups of {group}"
             raise module.error(role, f"has {found}; supported are groups of 32, 64, multiples of 128, and one a row")
         size = group if group in (32, 64) else _BLOCK
-        self.repeat = -(-group // size)
+        self.repeat, self.spread = -(-group // size), (1, group if n_groups > 1 else 0)
         kind = {"BF16": "bfloat16", "F16": "float16"}.get(dtype)
         name = f"int{self.bits}-g{size}-{kind}{'' if self.zero is None else '.zero'}"
         if kind is None:
             if self.bits != 8 or size != _BLOCK or self.zero is not None:
                 raise module.error(scale, f"is F32 beside int{self.bits} in groups of {group}; supported: BF16, F16")
             name = "int8"
-        _Stored.__init__(self, module, role, shape, WEIGHT_FORMATS[name])
+        Stored.__init__(self, module, role, shape, WEIGHT_FORMATS[name])
 
     def scales_of(self, module: Module, role: str, lead: tuple[int, ...]) -> int:
         """Takes weight_scale, [*lead, groups], [*lead] or [1]; how many groups. Raises CheckpointError."""
@@ -334,6 +354,8 @@ class _Integers(_Stored):
 class Packed(_Integers):
     """compressed-tensors' pack-quantized: words of 4 or 8 bits along K, zeros packed along N."""
 
+    kind = "packed"
+
     def __init__(self, module: Module) -> None:
         role = "weight_packed"
         self.codes = header = module.matrix(role, "I32")
@@ -358,11 +380,13 @@ class Packed(_Integers):
             if lead[:-1] and lead[-1] * bits % 32:
                 raise module.error("weight_zero_point", f"is stacked of {lead[-1]} rows, which fill no whole words")
         elif module.config.has_zeros:
-            module.take("weight_zero_point", of=role)
+            raise module.error(role, "has no weight_zero_point beside it, though config.json says symmetric: false")
         self.choose(module, role, shape, n_groups, "weight_scale")
         if "weight_g_idx" in module.parts:
             order = module.shaped("weight_g_idx", module.take("weight_g_idx", "I32"), (k,))
             check_order(module.files, order, k // n_groups, module.where("weight_g_idx"))
+        elif module.config.orders:
+            raise module.error(role, "has no weight_g_idx beside it, though config.json says actorder: group")
 
     def rows(self, begin: int, end: int) -> Rows:
         packed = self.files.read(self.codes.rows(begin, end)).view(np.uint8)
@@ -380,6 +404,7 @@ class Packed(_Integers):
 class Int8(_Integers):
     """weight I8, with zeros of I8 or without."""
 
+    kind = "int8"
     bits = 8
 
     def __init__(self, module: Module) -> None:
@@ -411,6 +436,7 @@ class Columns(_Integers):
             )
         n_groups, n = self.scale.shape
         self.is_awq = header.shape[1] * 8 == n
+        self.kind = "awq" if self.is_awq else "gptq"
         if not self.is_awq and header.shape[1] != n:
             raise module.error(
                 "qweight",
@@ -421,7 +447,10 @@ class Columns(_Integers):
         k = header.shape[0] * (1 if self.is_awq else 32 // self.bits)
         if not self.is_awq and module.config.packing not in _LESS_ONE:
             known = ", ".join(_LESS_ONE)
-            raise module.error("qweight", f"has format {module.config.packing!r} in config.json; supported are {known}")
+            raise module.error(
+                "qweight",
+                f"has format {module.config.packing!r} in config.json (checkpoint_format, packing_format); supported are {known}",
+            )
         self.adds_one = not self.is_awq and _LESS_ONE[module.config.packing]
         self.choose(module, "qweight", (n, k), n_groups, "scales")
         self.order = None
@@ -431,7 +460,7 @@ class Columns(_Integers):
             if module.config.orders:
                 check_order(module.files, self.order, self.group, self.order_where)
         elif module.config.orders and not self.is_awq:
-            module.take("g_idx", of="qweight")
+            raise module.error("qweight", "has no g_idx beside it, though config.json says desc_act")
 
     def bits_of(self, module: Module, n_groups: int, n: int) -> int:
         """Takes qzeros; the bits of a weight. Raises CheckpointError."""
@@ -446,7 +475,7 @@ class Columns(_Integers):
         else:
             bits = 4 if self.is_awq else module.config.bits
             if not symmetric:
-                module.take("qzeros", of="qweight")
+                raise module.error("qweight", "has no qzeros beside it, and config.json does not say sym: true")
         if bits is None or bits not in ((4,) if self.is_awq else (4, 8)):
             raise module.error("qweight", f"holds {bits} bits a weight; supported are 4, and of GPTQ 4 and 8")
         return bits
@@ -474,7 +503,7 @@ class Columns(_Integers):
             if self.zero is None:
                 if (zero != 1 << (self.bits - 1)).any():
                     raise CheckpointError(
-                        f"{self.where} has zeros other than {1 << (self.bits - 1)}, but its config says that it is symmetric"
+                        f"{self.where} has zeros other than {1 << (self.bits - 1)}, but config.json says that it is symmetric (sym, zero_point)"
                     )
                 zero = None
             else:

@@ -26,12 +26,15 @@ from numpy.typing import DTypeLike
 
 from deltic.models.fields import CheckpointError, read_json
 from deltic.models.gguf import is_gguf, open_gguf
+from deltic.models.gguf_config import in_metadata, n_trunk_layers
+from deltic.models.gguf_tensors import name_in_file
 from deltic.models.gguf_tensors import stored_tensors as tensors_of_gguf
 from deltic.models.layouts import Plain
 from deltic.models.mapped import Header, MappedFiles, read_header
 from deltic.models.stored import StoredTensor, formats_of, one_name
+from deltic.models.tensors import quantization_config
 from deltic.models.tensors import stored_tensors as tensors_of_files
-from deltic.ops.arrays import Array, bfloat16, copy, nothing, zeros
+from deltic.ops.arrays import Array, bfloat16, copy, nothing, raw, zeros
 from deltic.ops.formats import BLOCK_ROWS, WEIGHT_FORMATS, Quantised, WeightFormat
 from deltic.ops.matrix import STRIP, Layout, Matrix, Piece
 
@@ -52,6 +55,19 @@ _INDEX = "model.safetensors.index.json"
 
 PACKED = "packed.safetensors"
 """The weights of a packed model (packed.py)."""
+
+
+_SIZED_BY = (
+    (r"linear_attn\.", "linear_num_key_heads, linear_num_value_heads, linear_key_head_dim, linear_value_head_dim"),
+    (r"self_attn\.(q|o)_", "num_attention_heads, head_dim"),
+    (r"self_attn\.", "num_key_value_heads, head_dim"),
+    (r"shared_expert\.", "shared_expert_intermediate_size"),
+    (r"experts\.", "num_experts, moe_intermediate_size"),
+    (r"mlp\.gate\.", "num_experts"),
+    (r"(gate|up|down)_proj\.", "intermediate_size"),
+    (r"^(lm_head|model\.(language_model\.)?embed_tokens)\.", "vocab_size"),
+)
+"""The fields of config.json that size tensors of a language model, beside hidden_size, by their names."""
 
 
 _IGNORED = re.compile(r"(rotary_emb\.inv_freq|\.k_scale|\.v_scale)$")
@@ -392,7 +408,12 @@ def forget_headers() -> None:
 def _headers_of(path: Path, identity: tuple[object, ...]) -> Mapping[str, Header]:
     headers: dict[str, Header] = {}
     for file, promised in checkpoint_files(path).items():
-        found, _ = read_header(file)
+        found, metadata = read_header(file)
+        if metadata.get("format") == "mlx":
+            raise CheckpointError(
+                f"{file}: an MLX checkpoint (mlx-community, LM Studio), whose tensors are stored in another way; give the model that "
+                "it was made of, or a GGUF file of it"
+            )
         for name in promised:
             if name not in found:
                 raise CheckpointError(f"{file}: {_INDEX} lists tensor {name!r} here, but it is missing")
@@ -414,7 +435,11 @@ def open_tensors(path: Path, unused: Unused = _ALL_USED) -> dict[str, StoredTens
     config = (path if path.is_dir() else path.parent) / "config.json"
     headers, files = read_headers(path), MappedFiles()
     skipped = {name: headers.pop(name) for name in list(headers) if name.startswith(prefixes)}
-    found = tensors_of_files(headers, read_json(config) if config.exists() else {})
+    said = read_json(config) if config.exists() else {}
+    found = tensors_of_files(headers, said)
+    method = quantization_config(said).get("quant_method")
+    if method in ("fp8", "awq", "gptq") and all(tensor.format is None for tensor in found.values()):
+        raise CheckpointError(f"{config}: quantization_config.quant_method is {method!r}, and no tensor is quantised")
     return found | {name: Plain(files, name, header) for name, header in skipped.items()}
 
 
@@ -517,6 +542,11 @@ def _copy_rows(
             values = _rows(values, piece.k)
             copy(rows[at : at + len(values)], values)
             at += len(values)
+        if piece.format.scales != "none" and (raw(rows) & 0x7FFF).max(initial=0) >= 0x7F80:
+            raise CheckpointError(
+                f"{tensors[runs[0][0]].where} has values that are not finite in bfloat16, and {piece.format.name} has none such; get "
+                "the checkpoint anew"
+            )
         store.put(piece, rows, begin)
     n_bytes: int = piece.data.nbytes
     return n_bytes * end // piece.n - n_bytes * begin // piece.n
@@ -587,22 +617,43 @@ def format_of(role: Role, quantize: str | None) -> WeightFormat:
     return WEIGHT_FORMATS[quantize]
 
 
+def _names_of(path: Path) -> tuple[Callable[[str], str], str, Callable[..., str]]:
+    """For messages: how a file names a tensor of the bfloat16 checkpoint, what says its size, and in which
+    fields; of one that is missing also where its layer comes from.
+    """
+
+    def said_by(name: str, is_missing: bool = False) -> str:
+        if not name.startswith(("model.", "lm_head.", "mtp.")):
+            return ""
+        fields = next((f"{fields}, " for pattern, fields in _SIZED_BY if re.search(pattern, name)), "") + "hidden_size"
+        fields = f"num_hidden_layers, layer_types, full_attention_interval, {fields}" if is_missing else fields
+        return f" ({in_metadata(fields, path) if is_gguf(path) else fields})"
+
+    if not is_gguf(path):
+        return str, "config.json", said_by
+    model = open_gguf(path)
+    is_tower = model.get("general.architecture") == "clip"
+    called = str if is_tower else partial(name_in_file, n_layers=n_trunk_layers(model))
+    return called, "metadata", said_by
+
+
 def check_plan(
     plan: list[Planned], tensors: Mapping[str, StoredTensor], path: Path, unused: Unused = _ALL_USED
 ) -> list[str]:
     """Compares what is stored with what is needed, before anything is read; returns notices for the user."""
     converted: Counter[str] = Counter()
+    called, config, said_by = _names_of(path)
     needed = [(stored, part.target) for part in plan for stored in part.stored]
     for stored, target in needed:
         tensor = tensors.get(stored.name)
         if tensor is None:
             raise CheckpointError(
-                f"{path}: tensor {stored.name!r} is missing; expected shape {list(stored.shape)}. "
-                "Is the download complete, and is the config that of this checkpoint?"
+                f"{path}: tensor {called(stored.name)!r} is missing; expected shape {list(stored.shape)}. "
+                f"Is the download complete, and is the {config} that of this checkpoint{said_by(stored.name, True)}?"
             )
         if tensor.shape != stored.shape:
             raise CheckpointError(
-                f"{tensor.where} has the wrong shape: expected {list(stored.shape)} by config.json, found {list(tensor.shape)}; "
+                f"{tensor.where} has the wrong shape: expected {list(stored.shape)} by {config}{said_by(stored.name)}, found {list(tensor.shape)}; "
                 "configuration and weights do not belong together, get both anew"
             )
         taken = [piece.format for piece in target.pieces] if isinstance(target, Matrix) else []
@@ -622,10 +673,10 @@ def check_plan(
         elif not _IGNORED.search(name):
             unexpected.append(name)
     if unexpected:
-        first = ", ".join(repr(n) for n in unexpected[:5]) + (", ..." if len(unexpected) > 5 else "")
+        first = ", ".join(repr(called(n)) for n in unexpected[:5]) + (", ..." if len(unexpected) > 5 else "")
         raise CheckpointError(
             f"{tensors[unexpected[0]].where}: {len(unexpected)} unexpected tensors: {first}. "
-            "The config does not describe this checkpoint, or it holds an adapter."
+            f"The {config} does not describe this checkpoint{said_by(unexpected[0], True)}, or it holds an adapter."
         )
     notices = [f"skipped {n} {part} tensors: only the text stack is run" for part, n in skipped.items()]
     return notices + [f"converted {n} matrices from {dtype} to BF16" for dtype, n in converted.items()]

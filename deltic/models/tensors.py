@@ -1,17 +1,19 @@
 """The tensors of safetensors files by the names of the bfloat16 checkpoint, whatever is quantised and how.
 
 What a matrix is follows from the tensors that it consists of, never from the format's name: published files
-mix. The config says only what tensors cannot: whether integers are symmetric, and which GPTQ it is.
+mix. The config says only what tensors cannot: whether integers are symmetric, and which GPTQ it is. What else
+it says is compared with them: weights beside the config of others are refused. Which modules it names
+(`ignore`, `targets`, ...) has no meaning here: a matrix is quantised where its tensors are.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from deltic.models.fields import CheckpointError
-from deltic.models.layouts import PLAIN, Columns, Fp4, Fp8, Int8, Module, Packed, Plain, Said
+from deltic.models.layouts import PLAIN, Columns, Fp4, Fp8, Int8, Module, Packed, Plain, Said, Stored
 from deltic.models.mapped import Header, MappedFiles
 from deltic.models.stored import StoredTensor
 
@@ -59,7 +61,34 @@ _SUPPORTED = (
     "BF16, F16, F32; FP8 (e4m3); int8; int4 and int8 of compressed-tensors, AWQ and GPTQ (AutoRound); NVFP4; MXFP4"
 )
 
-_METHODS = ("fp8", "compressed-tensors", "awq", "gptq", "auto-round", "modelopt")
+_COMPRESSED = {"packed", "int8", "fp8", "nvfp4", "mxfp4"}
+_AUTO_ROUND = {"awq", "gptq", *_COMPRESSED}
+_METHODS = {
+    "fp8": {"fp8"},
+    "fbgemm_fp8": {"fp8"},
+    "compressed-tensors": _COMPRESSED,
+    "awq": {"awq"},
+    "gptq": {"gptq"},
+    "auto-round": _AUTO_ROUND,
+    "auto_round": _AUTO_ROUND,
+    "intel/auto-round": _AUTO_ROUND,
+    "modelopt": _COMPRESSED,
+    "modelopt_fp4": _COMPRESSED,
+}
+"""By quant_method what its checkpoints hold (layouts.Stored.kind)."""
+
+_FORMATS = {
+    "pack-quantized": {"packed"},
+    "int-quantized": {"int8"},
+    "float-quantized": {"fp8"},
+    "naive-quantized": {"fp8", "int8"},
+    "nvfp4-pack-quantized": {"nvfp4"},
+    "mxfp4-pack-quantized": {"mxfp4"},
+}
+"""The same by compressed-tensors' format; others are of several."""
+
+_ALGORITHMS = {"NVFP4": "nvfp4", "MXFP4": "mxfp4", "FP8": "fp8", "INT8": "int8", "W8A8": "int8"}
+"""The same by parts of ModelOpt's quant_algo."""
 
 
 def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -86,6 +115,7 @@ def stored_tensors(headers: Mapping[str, Header], config: Mapping[str, Any]) -> 
     said = Said.by(quantisation)
     tensors: dict[str, StoredTensor] = {}
     modules: dict[str, dict[str, str]] = {}
+    fitting = set[tuple[object, ...]]()
     for name, header in headers.items():
         target, role = _place(name)
         if not role:
@@ -97,15 +127,123 @@ def stored_tensors(headers: Mapping[str, Header], config: Mapping[str, Any]) -> 
         parts[role] = name
     for target, parts in modules.items():
         tensor = _tensor(Module(files, headers, said, parts))
+        if quantisation and isinstance(tensor, Stored):
+            alike = tensor.kind, tensor.format, tensor.spread, tensor.zero is None, tensor.shape[-2:]
+            field = None if alike in fitting else _contradicted(quantisation, tensor)
+            fitting.add(alike)
+            if field is not None:
+                raise CheckpointError(
+                    f"{_config_file(headers)}: quantization_config.{field} does not describe {tensor.where}, which holds "
+                    f"{tensor.format.bits} bits a weight ({tensor.kind}, {_spread_text(tensor)}); get configuration and weights anew"
+                )
         if tensor is not None:
             tensors[target] = tensor
-    method = quantisation.get("quant_method")
-    if method is not None and method not in _METHODS and all(each.format is None for each in tensors.values()):
-        raise CheckpointError(
-            f"{_config_file(headers)}: quant_method {method!r} is not supported, and no tensor is quantised otherwise; "
-            f"supported: {_SUPPORTED}"
-        )
     return tensors
+
+
+def _contradicted(config: Mapping[str, Any], tensor: Stored) -> str | None:
+    """A field of the quantization_config that says something else of a matrix than its tensors, and what it
+    says; None: there is none. Of several rules one that fits is enough: whose it is, only names say.
+    """
+    kind, is_packed = tensor.kind, tensor.kind in ("awq", "gptq")
+    fits: dict[str, Callable[[Any], bool]] = {
+        "quant_method": lambda said: kind in _METHODS[said],
+        "quant_algo": lambda said: _is_algorithm(str(said).upper(), kind),
+        "fmt": lambda said: kind != "fp8" or "e4m3" in str(said),
+        "weight_block_size": lambda said: kind != "fp8" or _is_block(said, tensor),
+        "pack_dtype": lambda said: not is_packed or str(said).endswith("int32"),
+        "packing_format": lambda said: kind != ("gptq" if "awq" in str(said) else "awq"),
+        "version": lambda said: kind != "awq" or str(said).lower() == "gemm",
+        "data_type": lambda said: ("int" in str(said)) == tensor.is_integer,
+    }
+    for name, fit in fits.items():
+        if config.get(name) is not None and not fit(config[name]):
+            return f"{name} {config[name]!r}"
+    found = min((_misfits(rule, tensor) for rule in _rules(config)), key=len, default=[])
+    return found[0] if found else None
+
+
+def _rules(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+    """What is said of matrices, by the path of each field: of the groups of compressed-tensors, or of GPTQ,
+    AWQ and AutoRound, and their exceptions.
+    """
+    groups = config.get("config_groups")
+    if isinstance(groups, Mapping) and groups:
+        for name, group in groups.items():
+            weights = group.get("weights") if isinstance(group, Mapping) else None
+            if isinstance(weights, Mapping):
+                path = f"config_groups.{name}."
+                yield {f"{path}weights.{key}": said for key, said in weights.items()} | (
+                    {f"{path}format": group["format"]} if group.get("format") else {"format": config.get("format")}
+                )
+        return
+    base = {key: config.get(key) for key in ("bits", "w_bit", "group_size", "q_group_size")}
+    yield base
+    for name in ("dynamic", "extra_config"):
+        exceptions = config.get(name)
+        for module, fields in exceptions.items() if isinstance(exceptions, Mapping) else ():
+            if isinstance(fields, Mapping):
+                own = {f"{name}.{module}.{key}": said for key, said in fields.items()}
+                yield {key: said for key, said in base.items() if key not in fields} | own
+
+
+def _misfits(rule: Mapping[str, Any], tensor: Stored) -> list[str]:
+    """The fields of a rule that do not fit a matrix, and what they say."""
+    rows, columns = tensor.spread
+    k = tensor.shape[-1]
+    strategy, group = (
+        next((said for path, said in rule.items() if path.endswith(end)), None) for end in (".strategy", ".group_size")
+    )
+    in_one = columns == 0 and isinstance(group, int) and group >= k
+
+    def fits(key: str, said: Any) -> bool:
+        if key in ("bits", "w_bit", "num_bits"):
+            return bool(said == tensor.format.bits)
+        if key in ("group_size", "q_group_size"):
+            if strategy in ("tensor", "channel", "block") or tensor.kind == "fp8":
+                return True
+            return said == columns or (columns == 0 and (said in (-1, 0) or (isinstance(said, int) and said >= k)))
+        if key == "type":
+            return bool((said == "int") == tensor.is_integer)
+        if key == "symmetric" and tensor.kind in _COMPRESSED:
+            return said is (tensor.zero is None)
+        if key == "strategy" and tensor.kind == "fp8":
+            is_row = tensor.shape[-2] == 1
+            fitting = {"tensor": rows == 0 or is_row, "channel": rows == 1 or is_row}
+            return said not in fitting or (columns == 0 and fitting[said])
+        if key == "strategy":
+            by_group = {"group": columns > 0 or in_one, "tensor_group": tensor.kind == "nvfp4", "block": False}
+            return by_group.get(said, columns == 0)
+        if key == "block_structure":
+            return strategy != "block" or _is_block(said, tensor)
+        return key != "format" or said not in _FORMATS or tensor.kind in _FORMATS[said]
+
+    return [
+        f"{path} {said!r}"
+        for path, said in rule.items()
+        if said is not None and not fits(path.rpartition(".")[2], said)
+    ]
+
+
+def _is_algorithm(said: str, kind: str) -> bool:
+    """Whether ModelOpt's algorithm may leave this kind of matrix; one that is not known may."""
+    known = {held for part, held in _ALGORITHMS.items() if part in said}
+    return not known or kind in known or "MIXED" in said
+
+
+def _is_block(said: Any, tensor: Stored) -> bool:
+    """Whether the scales of an e4m3 matrix are those of blocks of this size; a small one has one."""
+    if not isinstance(said, list | tuple) or len(said) != 2 or not all(isinstance(size, int) for size in said):
+        return False
+    sizes = zip(said, tensor.spread, tensor.shape[-2:], strict=True)
+    return all(size == shared or (shared == 0 and size >= whole) or whole == 1 for size, shared, whole in sizes)
+
+
+def _spread_text(tensor: Stored) -> str:
+    rows, columns = tensor.spread
+    if rows > 1 or (columns and tensor.kind == "fp8"):
+        return f"a scale for {rows} x {columns}"
+    return f"groups of {columns}" if columns else "a scale a row" if rows else "a scale a matrix"
 
 
 def _place(name: str) -> tuple[str, str]:
@@ -163,12 +301,22 @@ def _tensor(module: Module) -> StoredTensor | None:
 
 
 def _check_config(headers: Mapping[str, Header], quantisation: Mapping[str, Any]) -> None:
-    """Raises CheckpointError for what changes the meaning of tensors that look like others."""
-    transform = quantisation.get("transform_config")
+    """Raises CheckpointError for what is not known, and for what changes the meaning of tensors that look as
+    others.
+    """
+    file, method = _config_file(headers), quantisation.get("quant_method")
+    if method is not None and (not isinstance(method, str) or method not in _METHODS):
+        raise CheckpointError(f"{file}: quant_method {method!r} is not supported; supported: {_SUPPORTED}")
+    transform, sparsity = quantisation.get("transform_config"), quantisation.get("sparsity_config")
     if isinstance(transform, Mapping) and transform.get("config_groups"):
         raise CheckpointError(
-            f"{_config_file(headers)}: quantization_config has a transform_config (rotated activations), which is not "
-            "supported; use a checkpoint without"
+            f"{file}: quantization_config has a transform_config (rotated activations), which is not supported; use a "
+            "checkpoint without"
+        )
+    if isinstance(sparsity, Mapping) and sparsity.get("format") not in (None, "dense"):
+        raise CheckpointError(
+            f"{file}: quantization_config has a sparsity_config of format {sparsity['format']!r}, which is not supported; use a "
+            "checkpoint without"
         )
 
 

@@ -19,6 +19,7 @@ from deltic.engine.stopwatch import stopwatch
 from deltic.machine import cuda_driver
 from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_ids, speaks
 from deltic.models.fields import CheckpointError, UnsupportedModelError, only
+from deltic.models.gguf_config import naming
 from deltic.models.loading import COUNTED, COUNTED_ROWS, PACKED, Store, forget_headers
 from deltic.models.packed import resolve_quantize
 from deltic.models.qwen.shape import ModelShape
@@ -35,6 +36,7 @@ from deltic.models.vision.weights import (
     picture_rules,
     stored_tower,
     stored_vision_shape,
+    tower_place,
 )
 from deltic.models.vocoder.weights import dummy_vocoder, load_vocoder
 from deltic.runtime.adapters import adapter_room, given_adapters, refuse_sizes
@@ -124,9 +126,18 @@ def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tupl
     tower, notices = find_tower(config, directory, shape, device)
     adapters = _adapter_room(config, shape, device)
     shape, cuts = cut(shape, device.n_cuts, are_even=config.tp_invariant is not None)
-    plan = make_plan(
-        config, shape, device.text, n_real, free_bytes, tower=tower, cuts=cuts, n_gpus=device.n_gpus, adapters=adapters
-    )
+    with naming(None if config.dummy else directory):
+        plan = make_plan(
+            config,
+            shape,
+            device.text,
+            n_real,
+            free_bytes,
+            tower=tower,
+            cuts=cuts,
+            n_gpus=device.n_gpus,
+            adapters=adapters,
+        )
     return config, directory, replace(plan, notices=notices, kv_notices=tuple(said))
 
 
@@ -168,11 +179,12 @@ def find_tower(
                 raise ConfigError(f"--max-picture-tokens {config.max_picture_tokens}: this model has no vision tower")
             return None, ()
         assert device.text.check_tower is not None
-        device.text.check_tower(tower)
+        with naming(None if config.dummy else tower_place(directory), "vision_config."):
+            device.text.check_tower(tower)
+            only({"out_hidden_size": tower.out_hidden_size}, "out_hidden_size", (shape.hidden_size,))
         if config.dummy is None:
             store = COUNTED_ROWS if device.text.on_gpu else COUNTED
             check_tower(directory, tower, tensors, store)
-        only({"out_hidden_size": tower.out_hidden_size}, "out_hidden_size", (shape.hidden_size,))
         if shape.mrope_section is None:
             raise UnsupportedModelError("mrope_section", None, "three numbers, where there is a vision tower")
     except (CheckpointError, UnsupportedModelError) as error:
@@ -241,6 +253,7 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
         model_name=model_name(config),
         precision=kind,
         notices=said + notices,
+        no_pictures="" if plan.speaks else "; ".join(plan.notices),
         prefix_cache=config.prefix_cache,
         start_s=spent,
     )

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import os
+import re
 import tempfile
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +20,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.scheduler import RequestError
 from deltic.models.fields import CheckpointError
-from deltic.models.qwen.adapters import Adapter, read_adapter
+from deltic.models.qwen.adapters import Adapter, _Names, read_adapter
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import load_weights
 from tests.adapters import ATTENTION, DELTANET, EVERY, EXPERTS, adapted, make_adapter
@@ -231,11 +233,11 @@ HOSTILE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "tower": (
         {
-            "base_model.model.model.visual.blocks.0.mlp.linear_fc1.lora_A.weight": torch.zeros(8, 4),
-            "base_model.model.model.visual.blocks.0.mlp.linear_fc1.lora_B.weight": torch.zeros(4, 8),
+            "base_model.model.model.visual.blocks.0.mlp.linear_fc1.lora_A.weight": torch.ones(8, 4),
+            "base_model.model.model.visual.blocks.0.mlp.linear_fc1.lora_B.weight": torch.ones(4, 8),
         },
         {},
-        "visual.blocks.0.mlp.linear_fc1: no such module",
+        "visual.blocks.0.mlp.linear_fc1: changes the vision tower or the draft head",
     ),
     "whole weights": (
         {"base_model.model.lm_head.weight": torch.zeros(4, 4)},
@@ -254,6 +256,11 @@ HOSTILE: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "a huge alpha": ({}, {"lora_alpha": 1e8}, "too large"),
     "a pattern without end": ({}, {"alpha_pattern": {"(.*)*x": 1}}, "an expression that is not supported"),
     "a pattern too large": ({}, {"rank_pattern": {"a{99999999999}": 1}}, "an expression that is not supported"),
+    "a pattern for too many": ({}, {"rank_pattern": {"[a-z]*" * 10**6: 1}}, "too much for so many modules"),
+    "a bracket that is open": ({}, {"rank_pattern": {"(q_proj": 1}}, "a bracket that nothing closes"),
+    "a bracket too many": ({}, {"rank_pattern": {"q_proj)|(k": 1}}, "a bracket that nothing opens"),
+    "brackets without end": ({}, {"rank_pattern": {"(" * 10**6: 1}}, "RecursionError"),
+    "a range that is none": ({}, {"rank_pattern": {"[z-a]": 1}}, "bad character range"),
     "an empty alpha": ({A.replace("lora_A.weight", "alpha"): torch.zeros(0)}, {}, "lora_alpha is None"),
     "another rank said": ({}, {"r": 4}, "rank 8 is stored, and adapter_config.json says 4"),
 }
@@ -268,6 +275,61 @@ def test_what_cannot_be_applied_is_refused_in_one_line(name: str, tmp_path: Path
     assert "\n" not in str(found.value)
     with pytest.raises(ConfigError, match=message):
         build(model=str(tiny_checkpoint("dense")), lora=(f"bad={path}",))
+
+
+def test_terms_of_a_tower_that_add_nothing_are_left_out(tmp_path: Path) -> None:
+    """As `all-linear` has them where no picture was trained on."""
+    zero = {
+        f"base_model.model.model.{module}.lora_{half}.weight": value
+        for module in ("visual.blocks.0.attn.qkv", "visual.merger.linear_fc1", "mtp.fc")
+        for half, value in (("A", torch.randn(8, 4)), ("B", torch.full((4, 8), -0.0)))
+    }
+    assert read("dense", spoil(tmp_path, zero)).key == read("dense", made("dense", "deltanet")[0]).key
+
+
+EXPRESSIONS = (
+    "q_proj",
+    "layers.0.self_attn.q_proj",
+    r"layers\.[01]\..*",
+    ".*",
+    "",
+    "x?.*_proj",
+    "(q|k|v)_proj",
+    "(?:gate|up)_proj",
+)
+EXPRESSIONS += (
+    "^layers",
+    r"^model\.layers\.\d+\.mlp\.(up|down)_proj$",
+    r"[^.]+\.[a-z_]+",
+    "(self_attn|mlp).*",
+    "a|",
+    "proj",
+)
+EXPRESSIONS += (
+    r"layers\.(1|10|11)\.self_attn\.(q|qk|k)_?proj",
+    r"\w+_\w+",
+    "(mlp|mlp.up|m)(.up_proj|_proj)",
+    "[a-z_]*.up_proj",
+)
+
+
+@pytest.mark.parametrize("expression", EXPRESSIONS)
+def test_patterns_find_the_modules_that_peft_finds(expression: str) -> None:
+    names = [f"layers.{i}.{m}" for i in (0, 1, 10, 11) for m in ("self_attn.q_proj", "self_attn.k_proj", "mlp.up_proj")]
+    names += ["lm_head", "layers.3.mlp.down_proj"]
+    expected = [
+        any(re.match(rf"(.*\.)?({expression})$", start + name) for start in ("", "model.", "model.language_model."))
+        for name in names
+    ]
+    assert _Names(names).find(expression).tolist() == expected
+
+
+def test_alternatives_without_end_are_soon_tried(tmp_path: Path) -> None:
+    """Each is taken in every way by what goes back to try the next: 4 ** 31 of them."""
+    hostile = "([a-z_]|.|[a-z]|[_a-z])" * 31 + "Z"
+    start = time.perf_counter()
+    read("dense", spoil(tmp_path, rank_pattern={hostile: 1}, alpha_pattern={".*" * 200 + "Z": 1}))
+    assert time.perf_counter() - start < 5
 
 
 def test_sizes_without_adapters_are_refused() -> None:

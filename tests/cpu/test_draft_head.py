@@ -231,10 +231,11 @@ def test_a_head_that_is_not_there_or_not_whole() -> None:
         runner = build(tiny_checkpoint("dense", **options))
         assert not runner.info.has_draft_head and runner.info.max_drafts == 8
         assert run(runner, sequence(prompt()), 97, 3, draws=False) == []
+    config = tiny_checkpoint("dense", extras=True) / "config.json"
     assert runner.info.notices == [
         "skipped 3 vision tensors: only the text stack is run",
         "skipped 2 MTP tensors: only the text stack is run",
-        "pictures are refused: config field 'vision_config.hidden_size': found 144; supported: a multiple of 32",
+        f"pictures are refused: {config}: config field 'vision_config.hidden_size': found 144; supported: a multiple of 32",
     ]
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import itertools
 import json
 import shutil
 import struct
@@ -42,7 +43,10 @@ from deltic.models.gguf import QUANTISED, TYPES, chosen, gguf_in, open_gguf, tow
 from deltic.models.gguf_config import document
 from deltic.models.gguf_tensors import stored_tensors
 from deltic.models.hub import DownloadFailed, is_hub_name
+from deltic.models.loading import COUNTED, Declaration, check_plan, open_tensors
 from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.weights import declare_weights
+from deltic.models.stored import formats_of
 from deltic.ops.arrays import Array
 from deltic.ops.formats import Quantised
 from deltic.server.api.protocol import SamplingDefaults
@@ -254,7 +258,17 @@ def test_further_metadata(tmp_path: Path) -> None:
         ("qwen35.rope.dimension_count", 512, "'qwen35.rope.dimension_count': found 512; supported: 1 to 256"),
         ("qwen35.rope.dimension_sections", [11, 11, 9, 1], "'qwen35.rope.dimension_sections': found"),
         ("tokenizer.ggml.token_type", [1], r"no vocabulary \(tokenizer\.ggml\.tokens"),
-        ("tokenizer.ggml.eos_token_id", 7.5, "'eos_token_id': found"),
+        ("tokenizer.ggml.eos_token_id", 7.5, r"changed\.gguf: config field 'tokenizer\.ggml\.eos_token_id': found"),
+        (
+            "qwen35.embedding_length",
+            2**31 - 1,
+            r"changed\.gguf: config field 'qwen35\.embedding_length': found 2147483647",
+        ),
+        (
+            "qwen35.attention.head_count",
+            7,
+            r"'qwen35\.attention\.head_count': .* a multiple of qwen35\.attention\.head_count_kv = 2",
+        ),
     ],
 )
 def test_what_is_not_supported_is_named(tmp_path: Path, key: str, value: Any, complaint: str) -> None:
@@ -428,11 +442,11 @@ def test_a_set_that_does_not_belong_together(tmp_path: Path) -> None:
         shutil.copy(first.parent / file.name, file)
     shutil.copy(first, tmp_path / "alone.gguf")
     with pytest.raises(
-        CheckpointError, match=r"alone\.gguf: the first of 3 files by its header, but 1 are named like it"
+        CheckpointError, match=r"alone\.gguf: the first of 3 files by its header .split.count., but 1 are named like it"
     ):
         open_gguf(tmp_path / "alone.gguf")
     shutil.copy(first.parent / files[2].name, files[1])
-    with pytest.raises(CheckpointError, match=r"00002-of-00003\.gguf: number 2 of its set, not 1"):
+    with pytest.raises(CheckpointError, match=r"00002-of-00003\.gguf: number 2 of its set .split.no., not 1"):
         open_gguf(files[0])
 
 
@@ -623,6 +637,67 @@ def test_a_hostile_header(tmp_path: Path, name: str) -> None:
     assert time.process_time() - began_s < 0.5
     path.write_bytes(file_of(tensors=tensor_of("a", (8, 4))))
     assert open_gguf(path).tensors["a"].shape == (4, 8)
+
+
+SIZES = (1, 31, 32, 33, 256, 2**31, 2**32 + 1, 2**61, 2**63, 2**64 - 1)
+
+
+@pytest.mark.parametrize("type", TYPES)
+def test_sizes_of_any_type_are_inside_the_file_or_refused(tmp_path: Path, type: int) -> None:
+    """Products of sizes that are small again in 64 bits, and places behind the end."""
+    path = tmp_path / "sized.gguf"
+    for i, shape in enumerate([*itertools.product(SIZES, SIZES), (2**21,) * 3, (2**16,) * 4, (256, 2**56, 2**8)]):
+        path.write_bytes(file_of(tensors=tensor_of("a", shape, type=type, offset=32 * SIZES[i % len(SIZES)] % 2**64)))
+        open_gguf.__globals__["_open"].cache_clear()
+        try:
+            tensor = open_gguf(path).tensors["a"]
+        except CheckpointError:
+            continue
+        assert 0 < tensor.begin < tensor.end <= path.stat().st_size
+
+
+OTHER: dict[str, Any] = {
+    "general.quantization_version": 1, "general.file_type": 3, "qwen35.vocab_size": 999, "qwen35.block_count": 5,
+    "qwen35.embedding_length": 512, "qwen35.feed_forward_length": 1024, "qwen35.attention.head_count": 2,
+    "qwen35.attention.head_count_kv": 1, "qwen35.attention.key_length": 128, "qwen35.attention.value_length": 128,
+    "qwen35.ssm.conv_kernel": 3, "qwen35.ssm.state_size": 64, "qwen35.ssm.group_count": 1, "qwen35.ssm.inner_size": 1536,
+    "qwen35.ssm.time_step_rank": 3, "qwen35.full_attention_interval": 2, "qwen35.nextn_predict_layers": 1,
+    "qwen35.rope.dimension_sections": [8, 8, 8, 0], "qwen35.attention.causal": False, "qwen35.expert_gating_func": 2,
+    "qwen35.expert_shared_count": 2, "qwen35.leading_dense_block_count": 1, "qwen35.attention.sliding_window": 512,
+    "qwen35.final_logit_softcapping": 30.0, "qwen35.logit_scale": 2.0, "qwen35.rope.scale_linear": 2.0,
+    "qwen35.rope.scaling.type": "linear", "qwen35.attention.recurrent_layers": [False, True, True, True],
+    "split.count": 2, "split.tensors.count": 3, "general.name": "other", "tokenizer.ggml.pre": "llama-bpe",
+    "tokenizer.ggml.model": "llama", "tokenizer.ggml.add_bos_token": True, "tokenizer.ggml.eos_token_id": 99999,
+    "general.type": "adapter", "general.alignment": 4096, "tokenizer.ggml.token_type": [1, 1],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("key", OTHER)
+def test_metadata_that_contradicts_the_file_is_refused_by_its_key(tmp_path: Path, key: str) -> None:
+    """One key at a time has another value that it may have: the same model comes out, or a line with the key."""
+
+    def change(writer: Any) -> None:
+        writer.kv_data[0].pop(key, None)
+        value = OTHER[key]
+        writer.add_array(key, value) if isinstance(value, list) else writer.add_key_value(
+            key, value, gguf.GGUFValueType.get_type(value)
+        )
+
+    expected = ModelShape.from_directory(tiny_gguf("dense"))
+    try:
+        path = changed(tmp_path, change)
+        shape = ModelShape.from_directory(path)
+        declared, tensors = Declaration(None, COUNTED), open_tensors(path)
+        declared.formats = formats_of(tensors)
+        declare_weights(declared, shape, shape.tie_word_embeddings, names=tensors)
+        check_plan(declared.plan, tensors, path)
+        Tokenizer.load(path)
+    except (CheckpointError, UnsupportedModelError, TokenizerError) as error:
+        assert "changed" in str(error) and "linear_k" not in str(error) and "_proj" not in str(error)
+        alike = {"general.alignment": ["is at"], "qwen35.nextn_predict_layers": ["qwen35.attention.recurrent_layers"]}
+        assert any(said in str(error) for said in [key, *alike.get(key, [])]), error
+    else:
+        assert shape == expected
 
 
 def test_types_that_are_not_read_are_named(tmp_path: Path) -> None:

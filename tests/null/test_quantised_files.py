@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from deltic.models.fields import CheckpointError
-from deltic.models.loading import read_headers
+from deltic.models.loading import open_tensors, read_headers
 from deltic.models.mapped import Header
 from deltic.models.stored import InFormat, StoredTensor
 from deltic.models.tensors import stored_tensors
@@ -54,18 +54,30 @@ LAYOUTS: dict[str, tuple[Layout, dict[str, Any], str]] = {
     "int8-zero": (partial(tiny.int_quantised, symmetric=False), {}, "int8-g128-bfloat16.zero"),
     "int8-float32": (partial(tiny.int_quantised, dtype=torch.float32), {}, "int8"),
     "awq": (tiny.awq, AWQ, "int4-g128-float16.zero"),
-    "awq-g32-symmetric": (partial(tiny.awq, group=32, symmetric=True), AWQ | {"zero_point": False}, "int4-g32-float16"),
+    "awq-g32-symmetric": (
+        partial(tiny.awq, group=32, symmetric=True),
+        AWQ | {"zero_point": False, "group_size": 32},
+        "int4-g32-float16",
+    ),
     "gptq": (tiny.gptq, GPTQ, "int4-g128-float16"),
-    "gptq-channel": (partial(tiny.gptq, group=0), GPTQ, "int4-g128-float16"),
-    "gptq-zero": (partial(tiny.gptq, symmetric=False, group=32), GPTQ | {"sym": False}, "int4-g32-float16.zero"),
+    "gptq-channel": (partial(tiny.gptq, group=0), GPTQ | {"group_size": -1}, "int4-g128-float16"),
+    "gptq-zero": (
+        partial(tiny.gptq, symmetric=False, group=32),
+        GPTQ | {"sym": False, "group_size": 32},
+        "int4-g32-float16.zero",
+    ),
     "gptq-rules": (tiny.gptq, GPTQ | {"dynamic": {"+:.*down.*": {"sym": False}}}, "int4-g128-float16.zero"),
     "gptq-v2": (
         partial(tiny.gptq, symmetric=False, version=2, dtype=torch.bfloat16),
         GPTQ | {"sym": False, "checkpoint_format": "gptq_v2"},
         "int4-g128-bfloat16.zero",
     ),
-    "gptq-int8": (partial(tiny.gptq, bits=8), GPTQ, "int8-g128-float16"),
-    "gptq-int8-zero": (partial(tiny.gptq, bits=8, symmetric=False), GPTQ | {"sym": False}, "int8-g128-float16.zero"),
+    "gptq-int8": (partial(tiny.gptq, bits=8), GPTQ | {"bits": 8}, "int8-g128-float16"),
+    "gptq-int8-zero": (
+        partial(tiny.gptq, bits=8, symmetric=False),
+        GPTQ | {"sym": False, "bits": 8},
+        "int8-g128-float16.zero",
+    ),
     "auto-round": (tiny.auto_round, RECIPES["auto-round"].config, "int4-g128-float16"),
     "auto-round-zero": (
         partial(tiny.gptq, symmetric=False, version=2),
@@ -467,6 +479,12 @@ DAMAGED: dict[str, tuple[str, Callable[[Tensors], None], str]] = {
     "swizzled scales": ("nvfp4", to("weight_scale", lambda s: s.reshape(-1)), "wrong shape"),
     "global scale of MXFP4": ("mxfp4", more(weight_global_scale=ONE), "does not belong beside"),
     "scaled inputs": ("nvfp4-modelopt", more(pre_quant_scale=ONE), "AWQ of ModelOpt"),
+    "NaN of a weight": ("fp8", to("weight", put(float("nan"))), "weights that are not numbers"),
+    "NaN of a weight of a row": (
+        "fp8-row",
+        to("weight", lambda w: (w.view(torch.uint8) | 255).view(w.dtype)),
+        "not numbers",
+    ),
     "NaN of a block": ("fp8", to("weight_scale_inv", put(float("nan"))), "not finite"),
     "inf of a group": ("w4-g32", to("weight_scale", put(float("inf"))), "not finite"),
     "NaN of a column": ("awq", to("scales", put(float("nan"))), "not finite"),
@@ -526,8 +544,88 @@ def test_gptq_without_qzeros_is_what_its_config_says(tmp_path: Path) -> None:
         assert np.array_equal(read(matrix(tmp_path, parts, GPTQ | {"bits": bits})).values(), values.numpy())
 
 
+FIELDS: list[tuple[str, str, str, Any]] = [
+    *(("fp8", "qwen-fp8", *change) for change in (
+        ("weight_block_size", [64, 64]), ("weight_block_size", [128, 64]), ("weight_block_size", None), ("fmt", "e5m2"),
+        ("quant_method", "gptq"), ("quant_method", "hqq"), ("quant_method", "bitsandbytes"), ("activation_scheme", "static"),
+        ("modules_to_not_convert", ["re:(a|aa)+$"]),
+    )),
+    *(("fp8-row", "fp8-dynamic", *change) for change in (
+        ("weights.num_bits", 4), ("weights.type", "int"), ("weights.symmetric", False), ("weights.strategy", "tensor"),
+        ("format", "pack-quantized"), ("quant_method", "awq"), ("sparsity_config", {"format": "sparse-24-bitmask"}),
+        ("weights.dynamic", True), ("kv_cache_scheme", {"num_bits": 8, "type": "float"}), ("quantization_status", "frozen"),
+    )),
+    *(("fp8-compressed", "fp8-block", *change) for change in (
+        ("weights.block_structure", [64, 64]), ("weights.strategy", "channel"), ("weights.strategy", "tensor"),
+    )),
+    ("fp8-tensor", "fp8-modelopt", "quant_algo", "NVFP4"), ("fp8-tensor", "fp8-modelopt", "quant_algo", "W8A8_SQ"),
+    *(("w4-g128", "w4a16", *change) for change in (
+        ("weights.group_size", 64), ("weights.num_bits", 8), ("weights.num_bits", 3), ("weights.type", "float"),
+        ("weights.symmetric", False), ("weights.strategy", "channel"), ("weights.actorder", "group"),
+        ("weights.actorder", "static"), ("format", "int-quantized"), ("format", "float-quantized"), ("ignore", []),
+        ("targets", ["re:(a|aa)+$"]), ("weights.observer", "mse"), ("version", "0.1"),
+    )),
+    *(("awq", "awq", *change) for change in (
+        ("bits", 3), ("bits", 8), ("group_size", 64), ("group_size", -1), ("zero_point", False), ("version", "gemv"),
+        ("quant_method", "hqq"), ("quant_method", "gptq"), ("modules_to_not_convert", ["x"]),
+    )),
+    *(("gptq", "gptq", *change) for change in (
+        ("bits", 8), ("bits", 3), ("group_size", 32), ("sym", False), ("desc_act", True), ("checkpoint_format", "gptq_v2"),
+        ("pack_dtype", "int64"), ("lm_head", True), ("true_sequential", False), ("dynamic", {"+:x": {"bits": 8}}),
+        ("quant_method", "awq"),
+    )),
+    *(("auto-round", "auto-round", *change) for change in (
+        ("bits", 2), ("group_size", 32), ("data_type", "nv_fp"), ("packing_format", "auto_round:auto_awq"),
+        ("extra_config", {"lm_head": {"bits": 8}}), ("sym", False),
+    )),
+    *(("nvfp4", "nvfp4", *change) for change in (
+        ("weights.num_bits", 8), ("weights.type", "int"), ("weights.group_size", 32), ("weights.strategy", "channel"),
+        ("format", "mxfp4-pack-quantized"),
+    )),
+    ("mxfp4", "mxfp4", "weights.group_size", 16), ("mxfp4", "mxfp4", "format", "nvfp4-pack-quantized"),
+    ("nvfp4-modelopt", "nvfp4-modelopt", "quant_algo", "FP8"),
+]  # fmt: skip
+"""A layout, the recipe whose config describes it, and a field with another value that it may have."""
+
+
+@pytest.mark.parametrize(("layout", "recipe", "field", "value"), FIELDS, ids=str)
+def test_a_field_that_contradicts_the_tensors_is_named(
+    tmp_path: Path, layout: str, recipe: str, field: str, value: Any
+) -> None:
+    """The same weights come out, or a line with the field: half of one download is not read as the other."""
+    config = json.loads(json.dumps(RECIPES[recipe].config))
+    parts, _ = LAYOUTS["w4-channel" if layout == "w4-g128" else layout][0](weights(264, 512))
+    if layout == "w4-g128":
+        parts, _ = tiny.pack_quantised(weights(264, 512))
+    expected = read(matrix(tmp_path, parts, config)).values()
+    place = config["config_groups"]["group_0"] if field == "targets" or field.startswith("weights.") else config
+    place = place["weights"] if field.startswith("weights.") else place
+    place[field.rpartition(".")[2]] = value
+    try:
+        found = read(matrix(tmp_path, parts, config)).values()
+    except CheckpointError as error:
+        said = {"checkpoint_format": "sym", "zero_point": "sym"}.get(field, field.rpartition(".")[2])
+        assert said in str(error) and str(tmp_path) in str(error) and "\n" not in str(error)
+    else:
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_a_config_of_quantised_weights_beside_others(tmp_path: Path) -> None:
+    save_file({"model.norm.weight": ONE.bfloat16()}, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"quantization_config": {"quant_method": "fp8"}}))
+    with pytest.raises(CheckpointError, match=r"quant_method is 'fp8', and no tensor is quantised"):
+        open_tensors(tmp_path)
+
+
+def test_an_mlx_checkpoint_is_named(tmp_path: Path) -> None:
+    for tensors in ({"x.weight": ONE.bfloat16()}, {"x.weight": ONE.to(torch.uint32), "x.scales": ONE}):
+        save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "mlx"})
+        with pytest.raises(CheckpointError, match=r"model\.safetensors: an MLX checkpoint .* or a GGUF file of it"):
+            open_tensors(tmp_path)
+
+
 def test_a_method_that_is_not_known(tmp_path: Path) -> None:
-    """Is refused by name where nothing is quantised in a layout that is known."""
+    """Is refused by name, whatever the tensors look like."""
     with pytest.raises(CheckpointError, match=r"config\.json: quant_method 'vptq' is not supported"):
         stored(tmp_path, {"x.indices": ONE}, {"quant_method": "vptq"})
     stored(tmp_path, {"x.weight": ONE}, {"quant_method": "fp8"})
@@ -535,6 +633,8 @@ def test_a_method_that_is_not_known(tmp_path: Path) -> None:
     assert matrix(tmp_path, parts, {"quant_method": "fbgemm_fp8"}).dtype == "fp8-row"
     packed = {"weight": torch.ones(64, 1, dtype=torch.uint8), "weight.absmax": ONE}
     with pytest.raises(CheckpointError, match=r"'m.x.weight.absmax' belongs to bitsandbytes, which is not supported"):
+        matrix(tmp_path, packed)
+    with pytest.raises(CheckpointError, match=r"quant_method 'bitsandbytes' is not supported"):
         matrix(tmp_path, packed, {"quant_method": "bitsandbytes"})
 
 

@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -363,7 +364,7 @@ def test_a_model_answers_to_all_its_names() -> None:
         two.state = "restarting"
         assert httpx.get(f"{url}/ping").status_code == 503
     server.models.pop("one")
-    server.models["two"].patterns = ("claude-*",)
+    server.add(replace(server.models["two"], patterns=("claude-*",)))
     with pytest.raises(ApiError, match=re.escape("no model 'x'; this server has 'two', 'claude-2', 'claude-*'")):
         server.find("x")
 

@@ -16,8 +16,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import pairwise
 from pathlib import Path
@@ -42,10 +42,9 @@ _ADVICE = "train or download the adapter again"
 _SHOWN = 5
 """Names in an error."""
 _MOST_SCALE, _MOST_ALPHA = 1e6, 1e9
-_REPEATED = re.compile(r"\.\*|\\d\+|\[[\w-]+\]\+")
-_PLAIN = re.compile(r"(\\[.d]|\[[\w-]+\]|[\w.|()^$-])*")
-_MOST_REPEATED, _MOST_KEY = 4, 4096
-"""What an expression of a pattern may have, so that it ends soon."""
+_ATOM = re.compile(r"(\\[.dw]|\[\^?[\w.-]+\]|[\w.-])([*+?]?)")
+_MOST_WORK, _STEP = 300_000_000, 3000
+"""Places in names that patterns may be tried at, a few seconds; and what a step costs besides."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +106,8 @@ _FROZEN = re.compile(r"(^|\.)(embed_tokens|lm_head)\.base_layer\.weight$")
 trained.
 """
 _STACKED = re.compile(r"\.experts(?:\.base_layer)*$")
+_BESIDE = ("visual.", "mtp.")
+"""How the names begin of modules that are not the text model's: what PEFT's "all-linear" takes along."""
 
 
 def read_adapter(path: Path, shape: ModelShape) -> Adapter:
@@ -132,18 +133,29 @@ def _read(path: Path, shape: ModelShape) -> Adapter:
     config = _config(file, metadata)
     terms, alphas = _terms(file, headers, shape)
     targets = _targets(shape, any(_EXPERT.search(name) for name in terms))
+    reader = _Reader(file, MappedFiles(), config, alphas)
+    beside = {name: terms.pop(name) for name in list(terms) if name.startswith(_BESIDE)}
+    if changing := [name for name, (down, up, _) in beside.items() if reader.adds(name, down, up)]:
+        raise CheckpointError(
+            f"{file}: {_listed(changing)}: changes the vision tower or the draft head, which adapters do not reach here; "
+            "train it again with exclude_modules, or merge it into the model"
+        )
     unknown = [name for name in terms if name not in targets and not _STACKED.search(name)]
     if unknown:
         raise CheckpointError(
             f"{file}: {_listed(unknown)}: no such module in this model, or none that an adapter may change"
         )
-    reader = _Reader(file, MappedFiles(), config, alphas)
+    if not terms:
+        raise CheckpointError(f"{file}: no lora_A and lora_B of the text model in it; is this an adapter?")
+    named = [
+        (_stacked(name, targets, down, up, file) if _STACKED.search(name) else name, down, up, is_embedding)
+        for name, (down, up, is_embedding) in sorted(terms.items())
+    ]
+    reader.match([name for name, *_ in named])
     deltas: dict[str, list[Delta]] = {}
     covers = []
     split: dict[tuple[str, int, int], dict[int, Delta]] = {}  # experts' that are stored one by one
-    for name, (down, up, is_embedding) in sorted(terms.items()):
-        if _STACKED.search(name):
-            name = _stacked(name, targets, down, up, file)
+    for name, down, up, is_embedding in named:
         target = targets[name]
         if is_embedding != (target.part == EMBEDDING):
             raise CheckpointError(
@@ -162,8 +174,6 @@ def _read(path: Path, shape: ModelShape) -> Adapter:
         for a, b in pairwise(found):
             if a.first + a.n_rows > b.first:
                 raise CheckpointError(f"{file}: {part}: two modules change the same rows")
-    if not deltas:
-        raise CheckpointError(f"{file}: no lora_A and lora_B in it; is this an adapter?")
     ordered = {part: tuple(found) for part, found in sorted(deltas.items())}
     return Adapter(_key(ordered), ordered, tuple(covers))
 
@@ -341,6 +351,90 @@ def _stacked(name: str, targets: Mapping[str, _Target], down: Header, up: Header
     )
 
 
+class _Names:
+    """Names of modules, in which expressions are looked for without going back: what one costs grows with its
+    length and theirs, whatever it says.
+
+    All names are one text of lines. A step of an expression takes places in the text to those behind it.
+    """
+
+    def __init__(self, names: Sequence[str]) -> None:
+        lines = [start + name for name in names for start in ("", "model.", "model.language_model.")]
+        text = np.frombuffer("\n".join([*lines, ""]).encode(), np.uint8)
+        self._letters, self._text = np.unique(text, return_inverse=True)
+        self._ends = np.flatnonzero(text == ord("\n"))
+        self._begins = np.concatenate([[0], self._ends[:-1] + 1])
+        self._starts = np.union1d(self._begins, np.flatnonzero(text == ord(".")) + 1)
+        self._left = _MOST_WORK
+        self._fitting: dict[str, Array] = {}
+        self._expression, self._at = "", 0
+
+    def find(self, expression: str) -> Array:
+        """For each name whether it ends in the expression, behind a dot or whole, as PEFT looks for it.
+
+        Raises ValueError, which says what is not supported.
+        """
+        self._expression, self._at = expression, 0
+        found = np.isin(self._ends, self._either(self._starts))
+        if self._next:
+            raise ValueError("a bracket that nothing opens")
+        return np.asarray(found.reshape(-1, 3).any(axis=1))
+
+    @property
+    def _next(self) -> str:
+        return self._expression[self._at : self._at + 1]
+
+    def _pay(self, n: int) -> None:
+        self._left -= n
+        if self._left < 0:
+            raise ValueError("too much for so many modules")
+
+    def _either(self, starts: Array) -> Array:
+        """Up to the end of the alternatives that begin here."""
+        found = []
+        while True:
+            self._pay(len(starts))
+            ends = starts
+            while self._next not in ("", "|", ")"):
+                ends = self._step(ends)
+            found.append(ends)
+            if self._next != "|":
+                return np.unique(np.concatenate(found))
+            self._at += 1
+
+    def _step(self, starts: Array) -> Array:
+        self._pay(_STEP + len(starts))
+        first = self._next
+        if first in "^$":
+            self._at += 1
+            return np.intersect1d(starts, self._begins if first == "^" else self._ends)
+        if first == "(":
+            self._at += 3 if self._expression.startswith("(?:", self._at) else 1
+            ends = self._either(starts)
+            if not self._next:
+                raise ValueError("a bracket that nothing closes")
+            self._at += 1
+            return ends
+        atom = _ATOM.match(self._expression, self._at)
+        if atom is None:
+            raise ValueError(f"{self._expression[self._at :][:20]!r}")
+        self._at = atom.end()
+        repeats = atom[2] in ("*", "+")
+        self._pay(len(self._text) if repeats else 0)
+        fits = self._fitting.get(atom[1])
+        if fits is None:
+            letters = self._letters.tolist()
+            fits = np.array([c != ord("\n") and re.fullmatch(atom[1], chr(c)) is not None for c in letters])
+            self._fitting[atom[1]] = fits
+        behind = starts[fits[self._text[starts]]] + 1
+        if not repeats:
+            return np.union1d(starts, behind) if atom[2] else behind
+        starts, stops = (starts if atom[2] == "*" else behind), np.flatnonzero(~fits[self._text])
+        n, last = len(self._text) + 1, stops[np.searchsorted(stops, starts)]
+        inside = np.bincount(starts, minlength=n + 1) - np.bincount(last + 1, minlength=n + 1)
+        return np.flatnonzero(np.cumsum(inside) > 0)
+
+
 @dataclass(frozen=True)
 class _Reader:
     """Reads the terms of one file."""
@@ -349,6 +443,29 @@ class _Reader:
     files: MappedFiles
     config: Mapping[str, Any]
     alphas: Mapping[str, Header]
+    matched: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """What rank_pattern and alpha_pattern say of modules, by their names."""
+
+    def match(self, modules: Sequence[str]) -> None:
+        """Finds the modules of each pattern; of several the first counts, as in PEFT. Raises
+        CheckpointError.
+        """
+        names = _Names(modules)
+        for pattern in ("rank_pattern", "alpha_pattern"):
+            rules, said = self.config.get(pattern), self.matched.setdefault(pattern, {})
+            for key, value in rules.items() if isinstance(rules, dict) else ():
+                try:
+                    found = names.find(key)
+                except (ValueError, re.error) as error:
+                    raise CheckpointError(
+                        f"{self.file}: {_CONFIG}: {pattern} has {key[:80]!r}, an expression that is not supported: {error}"
+                    ) from error
+                for i in np.flatnonzero(found).tolist():
+                    said.setdefault(modules[i], value)
+
+    def adds(self, name: str, down: Header, up: Header) -> bool:
+        """Whether a module's terms are not zero. Raises CheckpointError."""
+        return all((raw(self._values(name, one)) & 0x7FFF).any() for one in (down, up))
 
     def delta(self, name: str, target: _Target, down: Header, up: Header) -> Delta:
         """Raises CheckpointError for sizes that are not the model's, and for what is not finite."""
@@ -391,10 +508,10 @@ class _Reader:
 
     def _scale(self, name: str, rank: int) -> float:
         """alpha / r, of rsLoRA alpha / sqrt(r) (Kalajdzievski 2023, arXiv 2312.03732)."""
-        alpha = self._of_pattern("alpha_pattern", name, self.config.get("lora_alpha"))
+        alpha = self.matched["alpha_pattern"].get(name, self.config.get("lora_alpha"))
         if name in self.alphas:
             (alpha,) = self._values(name, self.alphas[name]).reshape(-1)[:1].astype(float).tolist() or [None]
-        said = self._of_pattern("rank_pattern", name, self.config.get("r"))
+        said = self.matched["rank_pattern"].get(name, self.config.get("r"))
         if said is not None and said != rank:
             raise CheckpointError(f"{self.file}: {name}: rank {rank} is stored, and {_CONFIG} says {said}")
         if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not -_MOST_ALPHA < alpha < _MOST_ALPHA:
@@ -403,24 +520,6 @@ class _Reader:
         if abs(scale) > _MOST_SCALE:
             raise CheckpointError(f"{self.file}: {name}: lora_alpha is {alpha!r}, which is too large")
         return scale
-
-    def _of_pattern(self, pattern: str, name: str, default: Any) -> Any:
-        """As PEFT: a key is the end of a module's name, or a regular expression of it. Raises CheckpointError
-        for expressions that could take long.
-        """
-        rules = self.config.get(pattern)
-        for key, value in rules.items() if isinstance(rules, dict) else ():
-            rest, n_repeated = _REPEATED.subn("", key)
-            if n_repeated > _MOST_REPEATED or len(key) > _MOST_KEY or not _PLAIN.fullmatch(rest):
-                raise CheckpointError(
-                    f"{self.file}: {_CONFIG}: {pattern} has {key[:80]!r}, an expression that is not supported"
-                )
-            try:
-                if re.match(rf"(.*\.)?({key})$", name) or re.match(rf"(.*\.)?({key})$", f"model.{name}"):
-                    return value
-            except re.error as error:
-                raise CheckpointError(f"{self.file}: {_CONFIG}: {pattern} has {key!r}: {error}") from error
-        return default
 
 
 def _joined(first: int, n_matrices: int, experts: Mapping[int, Delta]) -> Delta:

@@ -146,20 +146,6 @@ def check_kernels(shape: ModelShape) -> None:
     """
     group = shape.n_q_heads // max(1, shape.n_kv_heads)
     limits = (
-        ("hidden_size", shape.hidden_size, shape.hidden_size % 32 == 0, "a multiple of 32"),
-        ("intermediate_size", shape.intermediate_size, shape.intermediate_size % 32 == 0, "a multiple of 32"),
-        (
-            "moe_intermediate_size",
-            shape.moe_intermediate_size,
-            shape.moe_intermediate_size % 32 == 0,
-            "a multiple of 32",
-        ),
-        (
-            "shared_expert_intermediate_size",
-            shape.shared_intermediate_size,
-            shape.shared_intermediate_size % 32 == 0,
-            "a multiple of 32",
-        ),
         (
             "head_dim",
             shape.head_dim,
@@ -179,12 +165,6 @@ def check_kernels(shape: ModelShape) -> None:
             shape.gdn_v_dim,
             shape.gdn_v_dim % 16 == 0 and shape.gdn_v_dim <= MAX_GDN_DIM,
             f"a multiple of 16, at most {MAX_GDN_DIM}",
-        ),
-        (
-            "linear_num_value_heads * linear_value_head_dim",
-            shape.gdn_value_size,
-            shape.gdn_value_size % 32 == 0,
-            "a multiple of 32",
         ),
     )
     refuse_limits(limits)

@@ -15,9 +15,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deltic.models.fields import MAX_LAYERS, UnsupportedModelError, positive_float, positive_int, read_flag, read_json
+from deltic.models.fields import (
+    MAX_LAYERS,
+    UnsupportedModelError,
+    positive_float,
+    positive_int,
+    read_flag,
+    read_json,
+    refuse_limits,
+)
 from deltic.models.gguf import is_gguf
-from deltic.models.gguf_config import document
+from deltic.models.gguf_config import document, naming
 from deltic.ops.geometry import PAGE_SIZE, AttentionHeads, GdnHeads
 from deltic.ops.kv_formats import KV_FORMATS, KvFormat
 
@@ -163,13 +171,12 @@ class ModelShape:
         Raises CheckpointError if config.json is absent or either is broken, UnsupportedModelError for a
         field that is missing, malformed or not supported.
         """
-        if is_gguf(Path(directory)):
-            return cls.from_config(
-                *(document(Path(directory), f"{name}.json") for name in ("config", "generation_config"))
-            )
-        generation = Path(directory) / "generation_config.json"
-        config = read_json(Path(directory) / "config.json")
-        return cls.from_config(config, read_json(generation) if generation.exists() else None)
+        path = Path(directory)
+        with naming(path):
+            if is_gguf(path):
+                return cls.from_config(*(document(path, f"{name}.json") for name in ("config", "generation_config")))
+            generation, config = path / "generation_config.json", read_json(path / "config.json")
+            return cls.from_config(config, read_json(generation) if generation.exists() else None)
 
     def scaled(self, rope: Mapping[str, Any]) -> ModelShape:
         """With these fields of rope_parameters in place of the checkpoint's scaling of positions: rope_type
@@ -497,6 +504,15 @@ def _eos_token_ids(*sources: Mapping[str, Any] | None) -> tuple[int, ...]:
 
 
 def _check_geometry(shape: ModelShape) -> None:
+    widths = (
+        ("hidden_size", shape.hidden_size),
+        ("intermediate_size", shape.intermediate_size),
+        ("moe_intermediate_size", shape.moe_intermediate_size),
+        ("shared_expert_intermediate_size", shape.shared_intermediate_size),
+        ("num_attention_heads * head_dim", shape.n_q_heads * shape.head_dim),
+        ("linear_num_value_heads * linear_value_head_dim", shape.gdn_value_size),
+    )
+    refuse_limits((name, width, width % 32 == 0, "a multiple of 32") for name, width in widths)
     if shape.n_q_heads % shape.n_kv_heads:
         supported = f"a multiple of num_key_value_heads = {shape.n_kv_heads}"
         raise UnsupportedModelError("num_attention_heads", shape.n_q_heads, supported)

@@ -25,6 +25,7 @@ from deltic.models.fields import (
     read_flag,
     read_json,
 )
+from deltic.models.gguf_config import naming
 from deltic.models.qwen.shape import BF16_BYTES
 from deltic.models.vocoder.shape import MAX_REF_FRAMES, VocoderShape, vocoder_shape
 from deltic.ops.geometry import N_CODES, PAGE_SIZE, AttentionHeads
@@ -192,11 +193,12 @@ class SpeechShape:
         """
         directory = Path(directory)
         generation = directory / "generation_config.json"
-        return cls.from_config(
-            read_json(directory / "config.json"),
-            read_json(directory / "speech_tokenizer" / "config.json"),
-            read_json(generation) if generation.exists() else {},
-        )
+        with naming(directory / "speech_tokenizer"):
+            vocoder = read_json(directory / "speech_tokenizer" / "config.json")
+            vocoder_shape(vocoder)
+        with naming(directory):
+            config, said = read_json(directory / "config.json"), read_json(generation) if generation.exists() else {}
+            return cls.from_config(config, vocoder, said)
 
     @classmethod
     def from_config(

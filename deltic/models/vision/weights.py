@@ -17,7 +17,7 @@ import numpy as np
 
 from deltic.models.fields import CheckpointError, read_json
 from deltic.models.gguf import is_gguf, open_gguf, tower_beside
-from deltic.models.gguf_config import vision_config
+from deltic.models.gguf_config import naming, vision_config
 from deltic.models.gguf_tensors import tower_tensors
 from deltic.models.loading import (
     COUNTED,
@@ -134,7 +134,7 @@ def _padded(rows: Array, n: int) -> Array:
     return np.concatenate([rows, np.zeros((len(rows), n), rows.dtype)], axis=1) if n else rows
 
 
-def _place(path: str | Path) -> Path | None:
+def tower_place(path: str | Path) -> Path | None:
     """The directory or file with the tower of a checkpoint; None: a GGUF model has none beside it."""
     path = Path(path)
     return tower_beside(path) if is_gguf(path) else path
@@ -145,7 +145,7 @@ def stored_tower(path: str | Path) -> dict[str, StoredTensor]:
 
     Raises CheckpointError for files that cannot be read, and for formats that are not supported.
     """
-    place = _place(path)
+    place = tower_place(path)
     if place is None:
         return {}
     if is_gguf(place):
@@ -166,14 +166,15 @@ def stored_vision_shape(path: str | Path, tensors: dict[str, StoredTensor] | Non
 
     Raises CheckpointError, and UnsupportedModelError for sizes that the forward would not honour.
     """
-    place, tensors = _place(path), stored_tower(path) if tensors is None else tensors
+    place, tensors = tower_place(path), stored_tower(path) if tensors is None else tensors
     if place is None or not tensors:
         return None
     if is_gguf(place):
         config = {"vision_config": vision_config(open_gguf(place))}
     else:
         config = read_json((place if place.is_dir() else place.parent) / "config.json")
-    return dataclasses.replace(VisionShape.from_config(config), formats=formats_of(tensors))
+    with naming(place, "vision_config."):
+        return dataclasses.replace(VisionShape.from_config(config), formats=formats_of(tensors))
 
 
 def picture_rules(path: str | Path) -> PictureRules:
@@ -183,7 +184,7 @@ def picture_rules(path: str | Path) -> PictureRules:
 
     Raises CheckpointError, and UnsupportedModelError for what would not be honoured.
     """
-    place = _place(path)
+    place = tower_place(path)
     if place is not None and is_gguf(place):
         tower = open_gguf(place)
         names = ("image_mean", "image_std", "image_min_pixels", "image_max_pixels")
@@ -201,7 +202,7 @@ def check_tower(
     path: str | Path, shape: VisionShape, tensors: dict[str, StoredTensor], store: Store = HOST
 ) -> list[str]:
     """The notices of `load_vision`, and what it raises. tensors: of `stored_tower`."""
-    if (place := _place(path)) is None:
+    if (place := tower_place(path)) is None:
         raise CheckpointError(f"{path}: no vision tower beside this file; put the mmproj-*.gguf of the model there")
     if not tensors:
         raise CheckpointError(f"{path}: no vision tower here (no tensor's name begins with {' or '.join(PREFIXES)})")

@@ -364,9 +364,10 @@ def _check_call(
         raise TooMuch("it translates texts")
 
 
-PERCENT = re.compile(r"%(?:\([^)]*\))?[^a-zA-Z%(]*(?:[0-9]{5}|\*)"), "%"
-BRACES = re.compile(r":[^{}]*(?:[0-9]{5}|\{)"), "{"
-"""Widths of five digits, and those that are values, in either kind of format; and how a place in it begins.
+PERCENT = re.compile(r"%(?:\([^()]{0,200}\))?[^a-zA-Z%(]*(?:[0-9]{5}|\*)|%\([^()]{0,200}+(?!\)|\Z)"), "%"
+BRACES = re.compile(r":[^{}:]*(?:[0-9]{5}|\{)"), "{"
+"""Widths of five digits, and those that are values, in either kind of format, and names that could hide them;
+and how a place in it begins. A search takes time by the length of the text, whatever is in it.
 """
 
 
