@@ -282,6 +282,15 @@ def name_in_file(name: str, n_layers: int) -> str:
     return name
 
 
+def tower_name_in_file(name: str) -> str:
+    """As `name_in_file`, of a tensor of a vision tower."""
+    match = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(?:weight|bias)", name)
+    base, _, last = name.rpartition(".")
+    names, start = (_TOWER_BLOCK, f"v.blk.{match[1]}.") if match else (_TOWER, "")
+    known = next((key for key, value in names.items() if value == (match[2] if match else base)), None)
+    return name if known is None else f"{start}{known}.{last}"
+
+
 def _experts(prefix: str, parts: tuple[str, ...], whole: Rows) -> Iterator[tuple[str, Rows]]:
     """The matrices of each expert, of one tensor [E, rows of all parts, K]."""
     shape = whole.shape

@@ -27,7 +27,7 @@ from numpy.typing import DTypeLike
 from deltic.models.fields import CheckpointError, read_json
 from deltic.models.gguf import is_gguf, open_gguf
 from deltic.models.gguf_config import in_metadata, n_trunk_layers
-from deltic.models.gguf_tensors import name_in_file
+from deltic.models.gguf_tensors import name_in_file, tower_name_in_file
 from deltic.models.gguf_tensors import stored_tensors as tensors_of_gguf
 from deltic.models.layouts import Plain
 from deltic.models.mapped import Header, MappedFiles, read_header
@@ -633,7 +633,7 @@ def _names_of(path: Path) -> tuple[Callable[[str], str], str, Callable[..., str]
         return str, "config.json", said_by
     model = open_gguf(path)
     is_tower = model.get("general.architecture") == "clip"
-    called = str if is_tower else partial(name_in_file, n_layers=n_trunk_layers(model))
+    called = tower_name_in_file if is_tower else partial(name_in_file, n_layers=n_trunk_layers(model))
     return called, "metadata", said_by
 
 

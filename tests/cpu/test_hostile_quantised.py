@@ -93,7 +93,7 @@ FAULTS: dict[str, tuple[str, Callable[[Tensors], Any], str]] = {
     "weights of another size": (
         "dense",
         lambda t: t.update({f"{DOWN}.weight": t[f"{DOWN}.weight"][:, :256], f"{DOWN}.weight_scale_inv": torch.ones(2, 2)}),
-        r"has the wrong shape: expected \[256, 512\] by config\.json, found \[256, 256\]",
+        r"has the wrong shape: expected \[256, 512\] by config\.json \(intermediate_size, hidden_size\), found \[256, 256\]",
     ),
     "a quantised convolution": (
         "dense",

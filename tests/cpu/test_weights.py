@@ -187,7 +187,9 @@ def test_different_stored_head_of_a_tied_model(edited: Callable[..., Path]) -> N
 
 
 def test_wrong_shape(edited: Callable[..., Path]) -> None:
-    fault = r"model\.safetensors: tensor '.*up_proj.*' has the wrong shape: expected \[512, 256\] by config.json, found"
+    fault = (
+        r"model\.safetensors: tensor '.*up_proj.*' has the wrong shape: expected \[512, 256\] by config.json .*, found"
+    )
     with pytest.raises(CheckpointError, match=fault):
         load(edited(**{UP: torch.zeros(3, 4, dtype=torch.bfloat16)}))
 
@@ -217,7 +219,7 @@ def test_unexpected_tensors_are_listed_and_buffers_ignored(edited: Callable[...,
 
 @pytest.mark.parametrize("nested", [False, True])
 def test_a_method_that_is_not_known_is_refused(tmp_path: Path, nested: bool) -> None:
-    """Of one that is known the tensors decide: here all of them are plain."""
+    """So is one that is known and always leaves tensors of its own, where all are plain; of others these decide."""
     path = tmp_path / "dense"
     shutil.copytree(tiny_checkpoint("dense"), path)
     config = json.loads((path / "config.json").read_text())
@@ -227,6 +229,12 @@ def test_a_method_that_is_not_known_is_refused(tmp_path: Path, nested: bool) -> 
     with pytest.raises(CheckpointError, match=r"quant_method 'bitsandbytes' is not supported"):
         load(path)
     said["quant_method"] = "fp8"
+    (path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(
+        CheckpointError, match=r"config\.json: quantization_config\.quant_method is 'fp8', and no tensor"
+    ):
+        load(path)
+    said["quant_method"] = "modelopt"
     (path / "config.json").write_text(json.dumps(config))
     assert set(load(path)[0].formats()) == {"bf16"}
 
