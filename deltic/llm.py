@@ -198,8 +198,8 @@ class LLM:
 
         def parser(at: int, own: SamplingParams) -> OutputParser:
             prompt, schemas = rendered[at]
-            fixed = schemas is None and own.constraint is not None and bool(own.constraint.grammar)
-            return OutputParser(thinking=prompt.thinking, tools=schemas, fixed=fixed)
+            exact = own.constraint is not None and bool(own.constraint.grammar)
+            return OutputParser(thinking=prompt.thinking, tools=schemas, fixed=schemas is None and exact, exact=exact)
 
         answers = self._answers([prompt.ids for prompt, _ in rendered], params, stop, parser, sampling)
         own_fields = [{"boundaries": prompt.boundaries, "pictures": prompt.pictures} for prompt, _ in rendered]

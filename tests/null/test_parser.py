@@ -118,6 +118,16 @@ def test_the_result_does_not_depend_on_the_cuts(
         assert whole[0].content == text
 
 
+def test_a_value_that_a_grammar_made_has_no_example() -> None:
+    """It has no closing tags, so those behind what begins like an example are the call's."""
+    for begins in ('<tool_call>{"', "<tool_call>\n<function=now></function", "<function=weather><parameter=city>"):
+        call = XML.format(f"<parameter=city>\n{begins}\n</parameter>\n")
+        parser = OutputParser(thinking=False, tools=TOOLS, exact=True)
+        said = parser.push(f"{call}\n{call}")
+        said.add(parser.finish())
+        assert [json.loads(one.arguments) for one in said.calls] == [{"city": begins}] * 2 and not said.content
+
+
 def test_string_arguments_are_streamed() -> None:
     parser = OutputParser(thinking=False, tools=TOOLS)
     parser.push("<tool_call>\n<function=weather>\n")

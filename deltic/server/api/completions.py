@@ -120,7 +120,12 @@ def chat_generation(service: Service, prepared: Prepared, request_id: str, ticke
             service,
             chat,
             index,
-            parser=OutputParser(thinking=prompt.thinking, tools=prepared.tools, fixed=prepared.is_fixed),
+            parser=OutputParser(
+                thinking=prompt.thinking,
+                tools=prepared.tools,
+                fixed=prepared.is_fixed,
+                exact=bool(params.constraint and params.constraint.grammar),
+            ),
             logprobs=params.logprobs is not None,
             hides_thought=chat.include_reasoning is False,
         )

@@ -48,7 +48,7 @@ AFTER_NAME = (*PARAMETERS, *CLOSING)
 IN_FUNCTION = (*PARAMETERS, "</parameter>", *CLOSING, *CALL_OPENERS, *STRAY_TAGS)
 AFTER_JSON = (*CLOSING, TOOL_CALL, *STRAY_TAGS)
 INNER_CALL = re.compile(
-    rf"<tool_call>\s{{0,64}}\[?{{|(?:<tool_call>\s{{0,64}})?{FUNCTION.pattern}\s{{0,64}}(?=<parameter|</function)"
+    rf"<tool_call>\s{{0,64}}\[?{{\s{{0,8}}\"|(?:<tool_call>\s{{0,64}})?{FUNCTION.pattern}\s{{0,64}}(?=<parameter|</function)"
 )
 """An example of a call, as it begins in a value."""
 MAX_INNER = 320

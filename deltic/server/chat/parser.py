@@ -91,16 +91,19 @@ class OutputParser:
         call_id: Callable[[], str] = new_call_id,
         trial: bool = False,
         fixed: bool = False,
+        exact: bool = False,
     ) -> None:
         """thinking: the prompt opened `<think>`. tools: name to JSON schema of the arguments; None: no calls.
 
         trial: the text is a call, or `rejected` says that it is none. fixed: a grammar made what is behind
-        the thought, calls or content; of the latter no character is a tag's.
+        the thought, calls or content; of the latter no character is a tag's. exact: a grammar makes the
+        calls, so no value has closing tags in it.
         """
         self._tools = tools
         self._call_id = call_id
         self._is_trial = trial
         self._is_fixed = fixed
+        self._is_exact = exact
         self._text = ""
         self._is_ended = self._final = False  # final: and there is no more text behind `_text`
         self._truncated = False
@@ -560,6 +563,8 @@ class OutputParser:
             ends: bool | None = False
             at = event.end()
             if not self._is_quoted(event):
+                if event[0] in markup.CALL_OPENERS and self._is_exact:
+                    continue
                 if event[0] in markup.CALL_OPENERS:
                     ends, at = self._enter_example(text, event)
                 elif self._inner:
