@@ -44,7 +44,7 @@ from bench.agent_trace import Conversation, Message, Oracle, Trace, Turn, Writer
 from bench.cache_reader import Index, Score
 from bench.prefix import fit_ttft
 from deltic.bench.load import percentile
-from deltic.bench.provenance import code, machine, now, runs_directory
+from deltic.bench.provenance import checked, code, fault_of, machine, now, runs_directory
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.cache.events import CacheEvents
@@ -250,6 +250,9 @@ class Replay:
         session.message.add(session.choice.push(output))
         if output.finish_reason is None:
             return
+        n, asked = len(session.answer_ids), prepared.turn.n_answer
+        if self._ignore_eos and (fault := fault_of(output.finish_reason, n, asked)):
+            raise RuntimeError(f"{output.id}, turn {prepared.turn.number}: {fault}")
         # The last token drawn has not been through the model.
         self._events.append(("answered", row, prepared.prompt.ids + session.answer_ids[:-1]))
         row |= {"answer_tokens": len(session.answer_ids), "total_s": here - prepared.at}
@@ -464,7 +467,7 @@ def prefill_s(engine: Engine, prompt: Prompt) -> float:
     begin = time.perf_counter()
     engine.add(Request(id="cold", prompt_ids=prompt.ids, params=params, boundaries=prompt.boundaries))
     while engine.has_work():
-        engine.step()
+        checked(engine.step())
     return time.perf_counter() - begin
 
 

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from bench.served import MODEL, stream
-from deltic.bench.provenance import code, machine, now, runs_directory
+from deltic.bench.provenance import checked, code, machine, now, runs_directory
 from deltic.commands.endpoint import LocalServer
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
@@ -84,13 +84,14 @@ def steps_us(runner: Runner, n: int, program: Any) -> tuple[float, float]:
         engine.add(Request(id=str(i), prompt_ids=prompt, params=params))
     waiting = {str(i) for i in range(n)}
     while waiting:
-        waiting -= {output.id for output in engine.step() if output.token_ids}
+        waiting -= {output.id for output in checked(engine.step()) if output.token_ids}
     spent.clear()
     times = []
     for _ in range(N_STEPS):
         begin = time.perf_counter()
-        engine.step()
+        outputs = engine.step()
         times.append(time.perf_counter() - begin)
+        checked(outputs, n)
     for i in range(n):
         engine.abort(str(i))
     runner.program = kept

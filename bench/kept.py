@@ -2,8 +2,8 @@
 
 A run counts when its tree is not known to have had uncommitted changes; where it was a copy without history,
 the table says that no commit was recorded. Of each kind the newest counts, with those that were taken at the
-same commit in the same directory as further rounds of it. A cell is a median with the least and the most of
-its rounds.
+same commit in the same directory as further rounds of it; where a part of one of them failed, none of them
+counts, and the newest before them does. A cell is a median with the least and the most of its rounds.
 """
 
 from __future__ import annotations
@@ -40,6 +40,14 @@ class Run:
         return any(name in self.path.parent.name for name in GPUS)
 
     @property
+    def has_failed(self) -> bool:
+        """Whether a part of it, or a request, came to no good end."""
+        rows = self.data.get("rows")
+        return bool(self.data.get("failed")) or any(
+            row.get("errors") for row in (rows if isinstance(rows, list) else ()) if isinstance(row, dict)
+        )
+
+    @property
     def key(self) -> tuple[str, str | None]:
         return str(self.path.parent), self.made_by.get("commit")
 
@@ -51,18 +59,25 @@ class Runs:
         self.directory = directory
 
     @cached_property
-    def clean(self) -> list[Run]:
-        """Those of trees without changes that say when they were made, oldest first."""
+    def _of_clean_trees(self) -> list[Run]:
+        """Those that say when they were made, oldest first."""
         files = sorted(self.directory.glob("*/*.json"))
         found = [Run(path, json.loads(path.read_text())) for path in files]
-        kept = [r for r in found if r.data.get("date") and not r.made_by.get("modified") and not r.data.get("failed")]
+        kept = [run for run in found if run.data.get("date") and not run.made_by.get("modified")]
         return sorted(kept, key=lambda run: str(run.data["date"]))
+
+    @property
+    def clean(self) -> list[Run]:
+        """Those of trees without changes in which nothing failed, oldest first."""
+        return [run for run in self._of_clean_trees if not run.has_failed]
 
     def newest(self, name: str, gpu: bool = False, where: Callable[[Row], bool] = bool) -> list[Run]:
         """The newest whose file is called so (a pattern), and the others of its directory and commit; oldest
         first. where: of those whose data is so.
         """
-        found = [run for run in self.clean if run.path.match(name) and run.is_gpu == gpu and where(run.data)]
+        of_kind = [run for run in self._of_clean_trees if run.path.match(name) and run.is_gpu == gpu]
+        failed = {run.key for run in of_kind if run.has_failed}
+        found = [run for run in of_kind if run.key not in failed and where(run.data)]
         return [run for run in found if run.key == found[-1].key]
 
 

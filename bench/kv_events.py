@@ -19,7 +19,7 @@ from typing import Any
 
 import zmq
 
-from deltic.bench.provenance import code, machine, now, runs_directory
+from deltic.bench.provenance import checked, code, machine, now, runs_directory
 from deltic.engine.cache.cache import Cache
 from deltic.engine.cache.events import CacheEvents, Stored
 from deltic.engine.engine import Engine
@@ -45,7 +45,7 @@ def request_s(
     events, n_blocks, n_steps, tell_s = engine.cache.store.events, 0, 0, 0.0
     begin = time.process_time()
     while engine.has_work():
-        engine.step()
+        checked(engine.step())
         n_steps += 1
         if events is not None:
             before = time.thread_time()

@@ -16,6 +16,7 @@ import numpy as np
 
 from bench.peers_worker import serve
 from deltic import roofs
+from deltic.bench.provenance import checked
 from deltic.config import EngineConfig
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.engine import Engine
@@ -82,13 +83,13 @@ class Deltic:
         waiting = {self._add(prompt, n_steps + SPARE_TOKENS) for prompt in prompts}
         ids = set(waiting)
         while waiting:
-            waiting -= {output.id for output in self.engine.step() if output.token_ids}
+            waiting -= {output.id for output in checked(self.engine.step()) if output.token_ids}
         times = []
         for _ in range(n_steps):
             start = time.perf_counter()
             outputs = self.engine.step()
             times.append(time.perf_counter() - start)
-            assert len(outputs) == len(prompts), "a step that did not bring every sequence a token"
+            checked(outputs, len(prompts))
         for request_id in ids:
             self.engine.abort(request_id)
         return {"step_s": times}
@@ -96,7 +97,7 @@ class Deltic:
     def prefill(self, prompt: list[int]) -> dict[str, Any]:
         start = time.perf_counter()
         request_id = self._add(prompt, 2)
-        while not any(output.token_ids for output in self.engine.step()):
+        while not any(output.token_ids for output in checked(self.engine.step())):
             pass
         took = time.perf_counter() - start
         self.engine.abort(request_id)
@@ -111,8 +112,7 @@ class Deltic:
         found = []
         for n in range(len(follow) + 1):
             request_id = self._add(prompt + follow[:n], 2)
-            outputs = self.engine.step()
-            assert len(outputs) == 1, "the prompt took more than one step"
+            checked(self.engine.step(), 1)  # the prompt takes one step
             found.append(self.runner.logits(1)[0].copy())
             self.engine.abort(request_id)
         np.stack(found).tofile(file)

@@ -151,7 +151,7 @@ def summarise(figures: Sequence[Row], roofs: Sequence[Row], lanes: Sequence[Lane
                 least = costs[lane.name].least_s(workload, roof["read"], multiply)
                 shares.append(least * tok_s / workload.size)
             row = {"workload": name, "lane": lane.name, "tok_s": spread(each.values()), "disturbed": disturbed}
-            speeds.append(row | {"roof_share": round(median(shares), 4)})
+            speeds.append(row | {"roof_share": round(median(shares), 4), "roof_most": round(max(shares), 4)})
         for ours, theirs in pairs(lanes):
             taken, disturbed = usable(name, ours.name, theirs.name)
             ratio = [by_key[name, ours.name, r]["tok_s"] / by_key[name, theirs.name, r]["tok_s"] for r in taken]

@@ -38,7 +38,7 @@ from bench.ops import cpu_tower
 from bench.peers_gguf import write_bf16
 from bench.peers_model import write_checkpoint
 from deltic.bench.load import percentile
-from deltic.bench.provenance import code, machine, now
+from deltic.bench.provenance import checked, code, machine, now
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Picture, Request, SamplingParams
@@ -224,7 +224,7 @@ def first_token_s(engine: Engine, request: Request) -> float:
     begin = time.perf_counter()
     engine.add(request)
     while engine.has_work():
-        engine.step()
+        checked(engine.step())
     return time.perf_counter() - begin
 
 
@@ -270,7 +270,7 @@ def gaps(engine: Engine, n: int, side: int, n_pictures: int) -> dict[str, Any]:
         engine.add(prompt(f"talk {i}", rng.integers(1, 1000, 32).tolist(), None, [], n_output=100_000))
     found: dict[str, list[float]] = {"alone": [], "beside": []}
     while engine.scheduler.n_running < n or engine.n_steps < n + 40:
-        engine.step()
+        checked(engine.step())
     assert engine.pictures is not None
     for what in found:
         if what == "beside":
@@ -279,12 +279,15 @@ def gaps(engine: Engine, n: int, side: int, n_pictures: int) -> dict[str, Any]:
         last = time.perf_counter()
         is_over = {f"see {i}" for i in range(n_pictures)} if what == "beside" else set()
         while is_over or (what == "alone" and len(found[what]) < ALONE):
-            outputs = engine.step()
+            outputs = checked(engine.step())
             if any(output.id == "talk 0" for output in outputs):
                 time_now = time.perf_counter()
                 found[what].append((time_now - last) * 1e3)
                 last = time_now
-            is_over -= {output.id for output in outputs if output.finish_reason is not None}
+            ended = {output.id for output in outputs if output.finish_reason is not None}
+            if any(id.startswith("talk") for id in ended):
+                raise RuntimeError("an answer ended while the others were measured")
+            is_over -= ended
     for i in range(n):
         engine.abort(f"talk {i}")
     tower_s = engine.pictures.tower_s

@@ -41,7 +41,7 @@ from rich.progress import Progress
 from rich.table import Table
 
 from bench.agent_trace import Message, Writer
-from deltic.bench.provenance import code, machine, now, runs_directory
+from deltic.bench.provenance import code, fault_of, machine, now, runs_directory
 from deltic.commands.endpoint import DONE, Endpoint, LocalServer, ServerFailed
 from deltic.config import BUILT_IN, EngineConfig
 from deltic.models.checkpoint import model_name, text_directory
@@ -79,7 +79,10 @@ class Answered:
 
 
 async def ask(endpoint: Endpoint, body: Row) -> Answered:
-    """Streams one completion, or chat if the body has messages. Raises RuntimeError for a refusal."""
+    """Streams one completion, or chat if the body has messages.
+
+    Raises RuntimeError for a refusal, and for an answer of another length than `max_tokens`.
+    """
     path = "/v1/chat/completions" if "messages" in body else "/v1/completions"
     fixed = {
         "model": MODEL,
@@ -89,6 +92,7 @@ async def ask(endpoint: Endpoint, body: Row) -> Answered:
         "stream_options": {"include_usage": True},
     }
     usage: Row = {}
+    reason = None
     begin, first, text = time.perf_counter(), 0.0, ""
     reply = await endpoint.open("POST", path, fixed | body)
     if reply.status != 200:
@@ -104,8 +108,11 @@ async def ask(endpoint: Endpoint, body: Row) -> Answered:
             if not first and (said or choice.get("finish_reason")):
                 first = arrival
             text += said
+            reason = choice.get("finish_reason") or reason
     if not first:
         raise RuntimeError(f"the answer ended without a token: {usage or 'no usage'}")
+    if fault := fault_of(reason, usage["completion_tokens"], body["max_tokens"]):
+        raise RuntimeError(fault)
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", 0)
     return Answered(first - begin, text, usage["prompt_tokens"], cached)
 

@@ -22,7 +22,7 @@ from typing import Any
 import msgspec
 
 from deltic.bench.load import percentile
-from deltic.bench.provenance import code, machine, now, runs_directory
+from deltic.bench.provenance import checked, code, fault_of, machine, now, runs_directory
 from deltic.commands.endpoint import DONE, Endpoint, LocalServer
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
@@ -52,27 +52,38 @@ class Offline:
             self.engine.add(Request(id=id, prompt_ids=prompt, params=params))
         waiting = set(ids)
         while waiting:
-            waiting -= {output.id for output in self.engine.step() if output.token_ids}
+            waiting -= {output.id for output in checked(self.engine.step()) if output.token_ids}
         times = []
         for _ in range(n_steps):
             begin = time.perf_counter()
-            self.engine.step()
+            outputs = self.engine.step()
             times.append(time.perf_counter() - begin)
+            checked(outputs, len(ids))
         for id in ids:
             self.engine.abort(id)
         return statistics.median(times)
 
 
 async def stream(endpoint: Endpoint, prompt: list[int], max_tokens: int) -> list[float]:
-    """Arrival times of the events with a token, the time of sending first."""
-    times = [time.perf_counter()]
+    """Arrival times of the events with a token, the time of sending first.
+
+    Raises RuntimeError for a refusal, and for an answer of another length.
+    """
+    times, reason, n_tokens = [time.perf_counter()], None, 0
     body = {"model": MODEL, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
-    reply = await endpoint.open("POST", "/v1/completions", body | {"stream": True})
+    body |= {"stream": True, "stream_options": {"include_usage": True}}
+    reply = await endpoint.open("POST", "/v1/completions", body)
     if reply.status != 200:
         raise RuntimeError((await reply.read()).decode())
     async for arrival, payload in reply.events():
-        if payload != DONE and msgspec.json.decode(payload)["choices"]:
+        event = {} if payload == DONE else msgspec.json.decode(payload)
+        if event.get("choices"):
             times.append(arrival)
+            reason = event["choices"][0]["finish_reason"] or reason
+        if event.get("usage"):
+            n_tokens = event["usage"]["completion_tokens"]
+    if fault := fault_of(reason, n_tokens, max_tokens):
+        raise RuntimeError(fault)
     return times
 
 
@@ -99,6 +110,9 @@ async def first_tokens(endpoint: Endpoint, n_others: int, draw: Any) -> tuple[li
         watched = await stream(endpoint, draw(), 12)
         gaps = [b - a for a, b in itertools.pairwise(watched[1:])]
     for task in others:
+        if task.done():
+            task.result()  # it failed
+            raise RuntimeError("an answer ended before the probes did: there were fewer beside them")
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
     return found, statistics.median(gaps) if gaps else None

@@ -35,7 +35,7 @@ import msgspec
 from prometheus_client.parser import text_string_to_metric_families
 
 from bench.prefix import MODEL, ask
-from deltic.bench.provenance import code, machine, now, runs_directory
+from deltic.bench.provenance import code, fault_of, machine, now, runs_directory
 from deltic.commands.endpoint import Endpoint, EndpointError, LocalServer
 
 Row = dict[str, Any]
@@ -133,6 +133,8 @@ async def complete(endpoint: Endpoint, prompt: list[int], use_cache: bool = True
         raise RuntimeError(read.decode())
     told = msgspec.json.decode(read)
     cached = (told["usage"].get("prompt_tokens_details") or {}).get("cached_tokens", 0)
+    if fault := fault_of(told["choices"][0]["finish_reason"], told["usage"]["completion_tokens"], 2):
+        raise RuntimeError(fault)
     return cached, told["choices"][0]["logprobs"]
 
 

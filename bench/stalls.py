@@ -60,7 +60,12 @@ class Answers:
                 raise EndpointError(error_message(msgspec.json.decode(await reply.read()), reply.status))
             last: float | None = None
             async for arrival, payload in reply.events():
-                if payload == DONE or not msgspec.json.decode(payload)["choices"][0]["text"]:
+                if payload == DONE:
+                    continue
+                event = msgspec.json.decode(payload)
+                if event.get("error") or event["choices"][0]["finish_reason"] not in (None, "length"):
+                    raise EndpointError(f"an answer that was to fill its context ended: {payload[:300]!r}")
+                if not event["choices"][0]["text"]:
                     continue
                 if last is None:
                     self.n_begun += 1

@@ -24,7 +24,7 @@ from deltic.commands.flags import add_engine, add_model
 from deltic.commands.settings import server_arguments
 from deltic.config import BUILT_IN, ConfigError
 
-STAGES = ("python", "import", "plan", "weights", "memory", "compile", "record", "cache", "fit")
+STAGES = ("python", "import", "plan", "weights", "memory", "compile", "record", "cache", "fit", "grammars")
 """What the engine reports: interpreter, imports, sizing, reading weights, allocating and warming up, on a GPU
 compiling and recording instead, opening --cache-dir, timing steps for --max-itl-ms.
 """

@@ -92,9 +92,11 @@ def install(runs: Runs) -> str:
 
 
 def constrained(runs: Runs) -> str:
-    """What sequences under a schema cost on a GPU beside free ones."""
+    """What sequences under a schema cost on a GPU beside free ones, of runs that looked whether all came to their
+    end.
+    """
     again = "python -m bench.figures gpu-more"
-    found = runs.newest("constrained-*.json", gpu=True)
+    found = runs.newest("constrained-*.json", gpu=True, where=lambda data: all("output" in row for row in data["rows"]))
     if not found:
         return missing(again)
     rows = []
@@ -207,7 +209,9 @@ def peers_claim(runs: Runs) -> str:
     run = peers_run(runs)
     if run is None:
         return "No run beside another engine is kept."
-    rows = [*peer_rows(run.data)]
+    rows = [row for row in peer_rows(run.data) if is_sound_peer(row[0])]
+    if not rows:
+        return f"No run of {MIN_ROUNDS} rounds beside another engine is kept."
     theirs = dict.fromkeys(row["theirs"].rpartition("-")[0] for _, _, found in rows for row in found)
     does = dict.fromkeys(f"{ours['workload'].split()[0]}s" for ours, _, _ in rows)
     ratios = [row["ratio"] for _, _, found in rows for row in found]
@@ -253,11 +257,29 @@ def soak_claim(runs: Runs) -> str:
     )
 
 
+MIN_ROUNDS, MOST_OF_ROOF = 3, 1.02
+"""What a row of the README needs. A round that is faster than its roof shows that one of the two is wrong."""
+
+
+def is_sound(n_rounds: int, most: float) -> bool:
+    """most: of its roof, in any round."""
+    return n_rounds >= MIN_ROUNDS and most <= MOST_OF_ROOF
+
+
+def is_sound_peer(ours: Row) -> bool:
+    """Whether a speed beside another engine's is. Runs that kept no share of each round have the median's roof."""
+    speed = ours["tok_s"]
+    return is_sound(speed["n"], ours.get("roof_most", ours["roof_share"] * speed["max"] / speed["median"]))
+
+
 def headline(runs: Runs) -> str:
     """The short table of the README."""
     rows = []
     for run in [*gpu_tables.plain_runs(runs)[1:], *gpu_tables.format_runs(runs)[:2]]:
         ends, device = (run.data["rows"][0], run.data["rows"][-1]), run.data["device"].removeprefix("NVIDIA ")
+        taken = [(row, row.get("round_ms", [])) for row in ends]
+        if not all(ms and is_sound(len(ms), row["roof"] * row["step_ms"] / min(ms)) for row, ms in taken):
+            continue
         sizes = " and of ".join(f"{row['n']}" for row in ends)
         roofs = " and ".join(percent(row["roof"]) for row in ends)
         one = f"{run.data['shape']}, {device}, a step of {sizes}"
@@ -271,7 +293,7 @@ def headline(runs: Runs) -> str:
     }
     for found in filter(None, (peers_run(runs), peers_run(runs, on_files=True))):
         for ours, _, ratios in peer_rows(found.data):
-            if (ours["workload"], ours["lane"].removeprefix("deltic-")) in wanted:
+            if (ours["workload"], ours["lane"].removeprefix("deltic-")) in wanted and is_sound_peer(ours):
                 beside = " · ".join(
                     f"{spread(row['ratio'])}{star(row)} times {peer_name(row['theirs'])}" for row in ratios
                 )
@@ -503,6 +525,7 @@ def soak(runs: Runs) -> str:
             if sizes
         ]
         kind = "speech" if data.get("speech", "speech" in run.path.parent.name) else "text"
+        kind += f", {data['with'].replace(',', ', ')}" if data.get("with") else ""
         kills = f"{data['kills']} ({ranged(data['recoveries_s'])} s)" if data["kills"] else "0"
         where = f"[{run.path.parent.name}](RUNS/{run.path.parent.name}/{run.path.name})"
         rows.append(

@@ -27,6 +27,8 @@ class FakeOpenAI:
     """Statuses of the next requests, before 200 is the rule again; -1 drops the connection."""
     n_words: int = 8
     """Length of an answer when the request sets no limit."""
+    most_words: int = 1 << 20
+    """Length at which an answer ends by itself, whatever the request says of the end."""
     breaks_at: int = -1
     """The piece of a spoken answer before which the connection breaks."""
     late_factor: float = 1.0
@@ -103,20 +105,21 @@ class FakeOpenAI:
         chat = "messages" in body
         text = body["messages"][-1]["content"] if chat else body["prompt"]
         n_words = body.get("max_tokens") or body.get("max_completion_tokens") or self.n_words
+        reason, n_words = "stop" if n_words > self.most_words else "length", min(n_words, self.most_words)
         usage = {"prompt_tokens": len(text.split()) + 5 * chat, "completion_tokens": n_words}
         words = [f"w{i} " for i in range(n_words)]
         if not body.get("stream"):
             await asyncio.sleep(self.token_s * n_words)
             said = "".join(words)
             choice = {"message": {"role": "assistant", "content": said}} if chat else {"text": said}
-            return reply(200, {"choices": [choice | {"index": 0, "finish_reason": "length"}], "usage": usage})
+            return reply(200, {"choices": [choice | {"index": 0, "finish_reason": reason}], "usage": usage})
         writer.write(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\ncontent-type: text/event-stream\r\n\r\n")
         events = [{"choices": [{"index": 0, "delta": {"content": w}} if chat else {"text": w}]} for w in words]
         if chat:
             events.insert(0, {"choices": [{"index": 0, "delta": {"role": "assistant", "content": ""}}]})
             thoughts = (body.get("chat_template_kwargs") or {}).get("enable_thinking")
             events[1:1] = [{"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}}]}] * bool(thoughts)
-        events.append({"choices": [{"index": 0, "delta": {}, "text": "", "finish_reason": "length"}]})
+        events.append({"choices": [{"index": 0, "delta": {}, "text": "", "finish_reason": reason}]})
         if body.get("stream_options"):
             events.append({"choices": [], "usage": usage})
         for event in [*(json.dumps(e).encode() for e in events), b"[DONE]"]:

@@ -4,7 +4,7 @@ follow a grammar.
 Everything is the engine's, but for the server: prompts of 65 random tokens, temperature 1, random weights of
 a shape. A round's figure is the time of the middle half of its steps, divided by the tokens that each
 sequence drew in them; rounds of none, half and all take turns, the figure of each is their median, and ratios
-are taken within a round. LOG.md, "Constrained sequences on a GPU", has what came of it.
+are taken within a round. Sequences that end before their length are no measurement: the part fails then. LOG.md, "Constrained sequences on a GPU", has what came of it.
 `python -m bench.gpu.constrained --dummy qwen3.5-0.8b --n 16,64`
 """
 
@@ -18,10 +18,12 @@ from collections.abc import Callable
 import llguidance
 
 from bench.gpu.experiment import parser, run
+from deltic.bench.provenance import checked
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
+from deltic.engine.guides import Vocabulary
 from deltic.engine.messages import Constraint, Request, SamplingParams
-from deltic.models.checkpoint import text_directory
+from deltic.models.checkpoint import tokenizer_json
 from deltic.runtime.build import build_runner
 
 PLACE = {
@@ -50,12 +52,14 @@ def ms_a_token(engine: Engine, n: int, n_constrained: int, n_output: int, gramma
         params = SamplingParams(max_tokens=n_output, temperature=1.0, seed=i, ignore_eos=True, constraint=constraint)
         prompt = [(7 * i + j) % 1000 for j in range(65)]
         engine.add(Request(id=f"{name}-{i}", prompt_ids=prompt, params=params))
-    seconds, n_tokens = [], []
+    seconds, n_tokens = list[float](), list[int]()
     while engine.has_work():
         begin = time.perf_counter()
         outputs = engine.step()
         seconds.append(time.perf_counter() - begin)
-        n_tokens.append(len(outputs))
+        n_tokens.append(sum(len(output.token_ids) for output in checked(outputs)))
+    if sum(n_tokens) != n * n_output:
+        raise RuntimeError(f"{n} sequences of {n_output} tokens drew {sum(n_tokens)}")
     middle = slice(len(seconds) // 4, 3 * len(seconds) // 4)
     return sum(seconds[middle]) / sum(n_tokens[middle]) * n * 1000
 
@@ -70,7 +74,7 @@ def measure(row: Callable[..., None], arguments: argparse.Namespace) -> None:
         max_model_len=4096,
     )
     runner = build_runner(config, lambda stage, done: None)
-    engine = Engine(runner, None, lambda: text_directory(config) / "tokenizer.json")
+    engine = Engine(runner, None, Vocabulary(lambda: tokenizer_json(config)))
     engine.guides.prepare()
     grammar = GRAMMARS[arguments.grammar]()
     for n in sizes:
@@ -85,6 +89,7 @@ def measure(row: Callable[..., None], arguments: argparse.Namespace) -> None:
             ms, beside = statistics.median(found), [a / b for a, b in zip(found, free_ms, strict=True)]
             row(
                 n=n,
+                output=arguments.output,
                 constrained=n_constrained,
                 ms_a_token=round(ms, 4),
                 times_free=round(statistics.median(beside), 3),

@@ -22,6 +22,7 @@ from collections.abc import Callable
 import torch
 
 from bench.gpu.experiment import parser, run
+from deltic.bench.provenance import checked
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams, Speech
@@ -90,7 +91,7 @@ class Frames:
             speech = Speech(trailing_ids=tuple(range(100, 130)), temperature=0.9, top_k=50)
             self.engine.add(Request(id=f"{i}", prompt_ids=prompt, params=params, speech=speech))
         for _ in range(8):
-            self.engine.step()
+            checked(self.engine.step())
         torch.cuda.synchronize()
 
     def end(self, n: int) -> None:
@@ -107,7 +108,7 @@ class Frames:
             self.begin(n)
             begin, first = time.perf_counter(), self.engine.n_steps
             while self.engine.n_steps < first + N_STEPS:
-                self.engine.step()  # sometimes of the vocoder only
+                checked(self.engine.step())  # sometimes of the vocoder only
             ms = (time.perf_counter() - begin) / N_STEPS * 1000
             self.end(n)
             stage = self.engine.stage

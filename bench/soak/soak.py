@@ -7,6 +7,8 @@
             gives no numbers)
     python -m bench.soak --serve-args "--max-drafts 8" --against "--max-drafts 0"
             (a quarter of the requests is asked of a second server, too)
+    python -m bench.soak --with drafts,pictures,adapters,formats,grammars
+            (features.py says what each is)
 
 Checked: every request ends (a stream in [DONE], or an error event while the engine is being killed; any
 other with a status), no 5xx except then, the answers' form, the same text for the same seed, and from the
@@ -38,7 +40,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from bench.soak import hostile, speech, traffic
+from bench.soak import features, hostile, speech, traffic
 from bench.soak.spoil import spoil
 from bench.soak.traffic import Kinds, Lost, Traffic, Violation
 from deltic.bench.gauges import QUIET_S, in_use, settled
@@ -337,9 +339,12 @@ async def _run(arguments: argparse.Namespace, console: Console) -> dict[str, Any
     if cache is not None:
         breaks[None] = arguments.spoil_cache * 60
         extra += ["--cache-dir", cache.name]
-    model = [arguments.model] if arguments.model else []
-    server = LocalServer([*model, *given, *extra])
-    other = LocalServer([*model, *given, *shlex.split(arguments.against)]) if arguments.against else None
+    scratch = tempfile.TemporaryDirectory(prefix="deltic-soak-")
+    names = [name for name in getattr(arguments, "with").split(",") if name]
+    more = features.prepare(names, arguments.model, Path(scratch.name))
+    shared = [*more.model, *given, *more.flags]
+    server = LocalServer([*shared, *more.own_flags, *extra])
+    other = LocalServer([*shared, *shlex.split(arguments.against)]) if arguments.against else None
     try:
         with console.status("starting the server"):
             endpoint = await server.wait_ready()
@@ -348,6 +353,7 @@ async def _run(arguments: argparse.Namespace, console: Console) -> dict[str, Any
         _, cards = await endpoint.json("GET", "/v1/models")
         sees = any("image" in card.get("input_modalities", ()) for card in cards["data"] if card["id"] == name)
         sent = Traffic(endpoint, name, MAX_MODEL_LEN, MAX_NUM_SEQS + MAX_QUEUE, against=against, sees=sees)
+        sent.adapters, sent.grammars = more.adapters, more.grammars
         deadline = time.monotonic() + arguments.minutes * 60
         soak = Soak(server, sent, kinds, arguments.seed, deadline, arguments.max_requests, arguments.timeout)
         soak.cache_dir = Path(cache.name) if cache is not None else None
@@ -368,6 +374,7 @@ async def _run(arguments: argparse.Namespace, console: Console) -> dict[str, Any
             other.stop()
         if cache is not None:
             cache.cleanup()
+        scratch.cleanup()
 
 
 def table(report: dict[str, Any]) -> Table:
@@ -415,6 +422,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="FLAGS",
         help="compare answers with those of a second server of the model, with these flags for deltic serve",
     )
+    parser.add_argument("--with", default="", metavar="NAME,...", help=f"also soak {', '.join(features.NAMES)}")
     parser.add_argument("--max-requests", type=int, default=1_000_000)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds until a request must have ended")
     parser.add_argument("--serve-args", default="", help="more flags for deltic serve, in one string")
@@ -428,7 +436,7 @@ def main() -> int:
     console = Console(stderr=True)
     try:
         report = asyncio.run(_run(arguments, console))
-    except (EndpointError, ServerFailed) as error:
+    except (EndpointError, ServerFailed, ValueError) as error:
         print(f"soak: {error}", file=sys.stderr)
         return 1
     head = {
@@ -441,6 +449,7 @@ def main() -> int:
         "speech": arguments.speech,
         "serve_args": arguments.serve_args,
         "against": arguments.against,
+        "with": getattr(arguments, "with"),
     }
     report = head | report
     path = runs_directory(arguments.out) / f"soak-{now():%H%M%S}.json"

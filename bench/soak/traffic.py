@@ -14,6 +14,7 @@ import dataclasses
 import io
 import json
 import random
+import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,6 +64,14 @@ class Traffic:
     """Another server of the model, which must give the same answers."""
     sees: bool = False
     """The model takes pictures."""
+    adapters: tuple[str, ...] = ()
+    """Names that requests may have for the model's."""
+    grammars: bool = False
+    """Some answers are to have a form."""
+
+    def a_model(self, rng: random.Random) -> str:
+        """The model's name, or that of an adapter."""
+        return rng.choice(self.adapters) if self.adapters and rng.random() < 0.35 else self.model
 
     def count(self, what: str) -> None:
         """Adds one to a line of the summary."""
@@ -118,7 +127,21 @@ def body(traffic: Traffic, rng: random.Random, stream: bool) -> tuple[str, dict[
     """A path and a valid request for it."""
     chat = rng.random() < 0.5
     n_words = traffic.max_model_len // 20
-    request: dict[str, Any] = {"model": traffic.model, "stream": stream} | options(rng, chat)
+    request: dict[str, Any] = {"model": traffic.a_model(rng), "stream": stream} | options(rng, chat)
+    if request["model"] != traffic.model:
+        traffic.count("with an adapter")
+    if traffic.grammars and rng.random() < 0.4:
+        for name in (
+            "stop",
+            "tools",
+            "echo",
+            "ignore_eos",
+            "min_tokens",
+            "logit_bias",
+        ):  # beside these it is another form
+            request.pop(name, None)
+        request |= rng.choice(FORMS)
+        traffic.count("with a grammar")
     if chat:
         messages = [{"role": "system", "content": text(rng, 10)}] if rng.random() < 0.3 else []
         for _ in range(rng.choice([0, 0, 0, 1, 3])):
@@ -133,6 +156,31 @@ def body(traffic: Traffic, rng: random.Random, stream: bool) -> tuple[str, dict[
     if stream and rng.random() < 0.7:
         request["stream_options"] = {"include_usage": True}
     return (CHAT if chat else COMPLETIONS), request
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"word": {"enum": ["river", "stone"]}, "n": {"type": "integer", "minimum": 0, "maximum": 99}},
+    "required": ["word", "n"],
+    "additionalProperties": False,
+}
+FORMS: list[dict[str, Any]] = [
+    {"response_format": {"type": "json_schema", "json_schema": {"name": "s", "schema": SCHEMA}}},
+    {"guided_choice": ["river", "stone", "a long answer that takes some tokens"]},
+    {"guided_regex": "[a-c]{1,9}x"},
+]
+
+
+def has_form(request: dict[str, Any], said: str) -> bool:
+    """Whether a whole answer is what the request's form allows."""
+    if "guided_choice" in request:
+        return said in request["guided_choice"]
+    if "guided_regex" in request:
+        return re.fullmatch(request["guided_regex"], said) is not None
+    if "response_format" in request:
+        found = json.loads(said)
+        return found.keys() == {"word", "n"} and found["word"] in ("river", "stone") and 0 <= found["n"] <= 99
+    return True
 
 
 @dataclass
@@ -165,6 +213,9 @@ class Answered:
                 raise Violation("no usage")
         elif not 0 <= self.usage["completion_tokens"] <= n * request["max_tokens"]:
             raise Violation(f"{self.usage['completion_tokens']} tokens for n = {n}, {request['max_tokens']} at most")
+        for index, reason in self.finish_reasons.items():
+            if reason == "stop" and not has_form(request, self.texts[index]):
+                raise Violation(f"{self.texts[index]!r} is not what {request} may bring")
         stops = request.get("stop", [])
         for stop in [stops] if isinstance(stops, str) else stops:
             if not request.get("echo") and any(stop in said for said in self.texts.values()):
@@ -324,7 +375,8 @@ async def again(traffic: Traffic, rng: random.Random) -> None:
 
 async def asked_again(traffic: Traffic, rng: random.Random, which: int, prompt: str) -> None:
     """Asks the seeded request of that number. Raises Violation where its text is another than before."""
-    request: dict[str, Any] = {"model": traffic.model, "stream": rng.random() < 0.5, "prompt": prompt}
+    name = [traffic.model, *traffic.adapters][which % (1 + len(traffic.adapters))]
+    request: dict[str, Any] = {"model": name, "stream": rng.random() < 0.5, "prompt": prompt}
     request |= {"max_tokens": 24, "temperature": 0.9, "seed": which, "stream_options": {"include_usage": True}}
     if not request["stream"]:
         del request["stream_options"]

@@ -136,6 +136,8 @@ def main() -> None:
         if arguments.device == "cpu":
             read.append(read_bandwidth(arguments.threads))
         got = measure(model, arguments.frames, seed)
+        if not arguments.checkpoint and got["frames"] != arguments.frames:
+            sys.exit(f"round {seed}: {arguments.frames} frames were to come, and {got['frames']:g} did")
         rounds.append(got)
         rtf = (got["codes_s"] + got["wave_s"]) / (0.08 * got["frames"])
         said = ", ".join(f"{name} {got[name]:.2f} s" for name in ("codes_s", "wave_s", "cpu_s"))

@@ -35,7 +35,7 @@ from rich.table import Table
 
 from deltic.bench.planted import Planted
 from deltic.bench.planted import decode as decode_planted
-from deltic.bench.provenance import code, machine, now, runs_directory
+from deltic.bench.provenance import checked, code, machine, now, runs_directory
 from deltic.bench.sweep import picture_sides
 from deltic.commands.plan import decode_bytes
 from deltic.config import ConfigError, EngineConfig, without_foreign
@@ -152,9 +152,7 @@ def decode(
     while engine.has_work():
         outputs = engine.step()
         elapsed, last = time.perf_counter() - last, time.perf_counter()
-        for output in outputs:
-            if output.error:
-                raise RuntimeError(output.error)
+        for output in checked(outputs):
             tokens[output.id] += output.token_ids
         if min(map(len, tokens.values())) > 2 and max(map(len, tokens.values())) < n_output:
             times.append(elapsed)
@@ -176,12 +174,12 @@ def prefill_ms(engine: Engine, n_tokens: int, n: int = 5, adapter: bytes = b"") 
     for i in range(n + 1):
         draw = random.Random(1000 + i)
         prompt = [draw.randrange(engine.info.vocab_size) for _ in range(n_tokens)]
-        params = SamplingParams(max_tokens=1, temperature=0.0)
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
         engine.add(Request(id=f"prefill {i}", prompt_ids=prompt, params=params, adapter=adapter))
         torch.cuda.synchronize()
         begin = time.perf_counter()
         while engine.has_work():
-            engine.step()
+            checked(engine.step())
         times.append((time.perf_counter() - begin) * 1000)
     return times[1:]
 

@@ -17,6 +17,7 @@ from typing import Any, Literal
 
 import msgspec
 
+from deltic.bench.provenance import fault_of
 from deltic.commands.endpoint import DONE, Endpoint, EndpointError, error_message
 
 _TEXT = """
@@ -154,6 +155,9 @@ async def measure(endpoint: Endpoint, load: Load, body: dict[str, Any], zero: fl
                     last = arrival
         if end is None and sample.error is None:
             sample.error = "the stream ended without [DONE]"
+        if body.get("ignore_eos") and sample.error is None:
+            asked = next(body[limit] for limit in LIMITS if limit in body)
+            sample.error = fault_of(sample.finish_reason, sample.n_output, asked) or None
     except (EndpointError, msgspec.DecodeError) as error:
         sample.error = str(error)
     sample.e2e_s = (end or time.perf_counter()) - begin

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from deltic.bench.provenance import checked
 from deltic.engine.drafts import n_guessable
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
@@ -68,9 +69,7 @@ def decode(engine: Engine, prompts: Mapping[str, list[int]], answers: Mapping[st
     n_drawn, n_first, n_steps, begin = dict.fromkeys(prompts, 0), 0, 0, 0.0
     is_over = False
     while not is_over:
-        for output in engine.step():
-            if output.error:
-                raise RuntimeError(output.error)
+        for output in checked(engine.step()):
             n_drawn[output.id] += len(output.token_ids)
             is_over |= output.finish_reason is not None
         if begin:

@@ -1,4 +1,8 @@
-"""What a measurement was made on: machine, time and code, as it goes into every result file."""
+"""What a measurement was made on, and whether it is one.
+
+Machine, time and code go into every result file. A figure counts where each answer had the length that was
+asked for: answers that end early leave the others more of the machine, or nothing to measure.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import deltic
+from deltic.engine.messages import Output
 from deltic.machine import cpu_model, cpuinfo, n_usable_cpus
 
 
@@ -60,3 +65,26 @@ def runs_directory(out: str | None) -> Path:
     path = Path(out) if out else Path("bench/runs") / f"{now():%Y-%m-%d}-{machine_name()}"
     path.mkdir(parents=True, exist_ok=True)
     return path
+
+
+def fault_of(reason: str | None, n_tokens: int, asked: int) -> str:
+    """Why an answer that was to have exactly `asked` tokens is no measurement; "" where it is one.
+
+    n_tokens: 0 where nobody counted them.
+    """
+    is_whole = reason == "length" and n_tokens in (0, asked)
+    return "" if is_whole else f"an answer of {asked} tokens ended after {n_tokens}, as {reason!r}"
+
+
+def checked(outputs: list[Output], n: int | None = None) -> list[Output]:
+    """The outputs of a step of sequences that are to end at their length only. n: how many draw in it.
+
+    Raises RuntimeError where one failed or ended otherwise, or where others drew: it is no measurement.
+    """
+    for output in outputs:
+        if output.finish_reason not in (None, "length"):
+            why = output.error or f"it ended as {output.finish_reason!r} before its length"
+            raise RuntimeError(f"sequence {output.id}: {why}")
+    if n is not None and len({output.id for output in outputs if output.token_ids}) != n:
+        raise RuntimeError(f"a step in which {len(outputs)} of {n} sequences drew")
+    return outputs

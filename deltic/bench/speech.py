@@ -36,6 +36,7 @@ from deltic.config import ConfigError
 RATE = 24000
 """Samples a second, two bytes each, unless the request says otherwise."""
 
+FRAME_S = 0.08
 DUMMY_FRAMES = 100
 """Of an utterance of random weights, unless --max-new-tokens says otherwise: they hardly ever end by
 themselves.
@@ -97,8 +98,12 @@ async def audio(reply: Reply) -> AsyncGenerator[tuple[float, bytes], None]:
         raise EndpointError("the stream ended without speech.audio.done")
 
 
-async def measure(endpoint: Endpoint, body: dict[str, Any], zero: float, leave_s: float | None = None) -> Heard:
-    """Sends one request and times its audio. Failures end up in `Heard.error`. leave_s: goes away then."""
+async def measure(
+    endpoint: Endpoint, body: dict[str, Any], zero: float, leave_s: float | None = None, frames: int = 0
+) -> Heard:
+    """Sends one request and times its audio. Failures end up in `Heard.error`. leave_s: goes away then.
+    frames: how long it is to be, where that is known.
+    """
     begin = time.perf_counter()
     heard = Heard(begin - zero, len(body["input"]))
     rate = body.get("sample_rate", RATE)
@@ -113,6 +118,8 @@ async def measure(endpoint: Endpoint, body: dict[str, Any], zero: float, leave_s
                     heard.hear(arrival - begin, len(data), rate)
         if not heard.n_pieces:
             heard.error = "the answer has no audio"
+        elif frames and abs(heard.audio_s / FRAME_S - frames) > 0.01:
+            heard.error = f"{frames} frames were to come, and {heard.audio_s / FRAME_S:g} did"
     except TimeoutError:
         heard.is_cancelled = True
     except (EndpointError, ValueError) as error:
@@ -137,8 +144,8 @@ class Texts:
 class Leaver:
     """Sends requests, of which a part is left at a random moment before its likely end."""
 
-    def __init__(self, endpoint: Endpoint, part: float, seed: int) -> None:
-        self._endpoint = endpoint
+    def __init__(self, endpoint: Endpoint, part: float, seed: int, frames: int = 0) -> None:
+        self._endpoint, self._frames = endpoint, frames
         self._part = part
         self._random = random.Random(seed + 2)
         self._e2e_s: list[float] = []
@@ -148,7 +155,7 @@ class Leaver:
         leave_s = None
         if self._e2e_s and self._random.random() < self._part:
             leave_s = self._random.uniform(0.0, mean(self._e2e_s[-50:]))
-        heard = await measure(self._endpoint, body, zero, leave_s)
+        heard = await measure(self._endpoint, body, zero, leave_s, self._frames)
         if heard.error is None and not heard.is_cancelled:
             self._e2e_s.append(heard.e2e_s)
         return heard
@@ -245,10 +252,11 @@ async def sweep(endpoint: Endpoint, arguments: argparse.Namespace, console: Cons
     first = await measure(endpoint, body | {"input": "Hello."}, 0.0)
     if first.error:
         raise EndpointError(f"{endpoint.url}: a first small request failed: {first.error}")
+    frames = arguments.max_new_tokens - 1 if "dummy" in arguments else 0
     texts = Texts(numbers(arguments.words, "--words", int), arguments.load_seed)
     status, version = await endpoint.json("GET", "/version")
     work = Work(
-        send=Leaver(endpoint, arguments.cancel, arguments.load_seed).send,
+        send=Leaver(endpoint, arguments.cancel, arguments.load_seed, frames).send,
         body=lambda: body | {"input": texts.text()},
         warm_body=lambda: body | {"input": texts.text()},
         summary=summary,

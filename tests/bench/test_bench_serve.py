@@ -135,6 +135,19 @@ def test_failures_are_rows_not_crashes(tmp_path: Path, capsys):
     assert (row["requests"], row["errors"]) == (4, 3)
 
 
+def test_an_answer_of_another_length_is_no_measurement():
+    load = Load("fake", output_tokens=8)
+
+    async def error(ignore_eos: bool, include_usage: bool = True) -> str | None:
+        with FakeOpenAI(most_words=5) as server:
+            body = loads.Dialect(ignore_eos, include_usage).body(load, "hello", load.output_tokens)
+            return (await loads.measure(Endpoint(server.url), load, body, 0.0)).error
+
+    assert asyncio.run(error(True)) == "an answer of 8 tokens ended after 5, as 'stop'"
+    assert asyncio.run(error(True, include_usage=False)) is not None
+    assert asyncio.run(error(False)) is None, "it may end by itself"
+
+
 def test_a_request_ends_at_done():
     """The finish chunk, the usage and [DONE] come after the last text, each 0.05 s after the one before."""
 

@@ -16,6 +16,8 @@ from bench import figures, gpu_tables, peers, tables
 from bench.kept import Runs
 from bench.tables import DOCUMENTS, ROOT, filled
 from deltic.__main__ import parser
+from deltic.bench.provenance import checked
+from deltic.engine.messages import Output
 
 MEASURED = re.compile(r"\d[\d.,]*\s?(ms|µs|us|s|[GT]B/s|[GT]?FLOP/s|tok/s|tokens/s|%|times|x|TFLOP/s)(?![\w/])")
 MACHINE = {"cpu": "A CPU", "cores": 2}
@@ -72,12 +74,89 @@ def test_a_run_of_a_changed_tree_is_not_used(tmp_path: Path) -> None:
     assert "No run of a clean tree is kept" in tables.host(Runs(tmp_path))
 
 
-def peers_run(**more: Any) -> dict[str, Any]:
+def test_a_run_in_which_a_part_failed_is_not_used_nor_are_its_neighbours(tmp_path: Path) -> None:
+    row = {
+        "n": 16,
+        "constrained": 16,
+        "ms_a_token": 1.0,
+        "times_free": 1.5,
+        "round_ms": [1.0],
+        "round_times_free": [1.5],
+    }
+    made, flags = row | {"output": 200}, {"dummy": "qwen3.5-0.8b"}
+    keep(tmp_path / "1-h200", "constrained-a.json", rows=[made], flags=flags, failed={}, device="NVIDIA H200")
+    later = {"date": "2026-01-02", "flags": flags, "device": "NVIDIA H200"}
+    keep(tmp_path / "2-h200", "constrained-a.json", rows=[made | {"times_free": 53.5}], failed={}, **later)
+    keep(tmp_path / "2-h200", "constrained-b.json", rows=[], failed={"constrained": "ZeroDivisionError"}, **later)
+    found = tables.constrained(Runs(tmp_path))
+    assert "| 1.50 |" in found and "53.5" not in found and "1-h200" in found
+    later["date"] = "2026-01-03"
+    keep(tmp_path / "3-h200", "constrained-a.json", rows=[row], failed={}, **later)
+    assert "3-h200" not in tables.constrained(Runs(tmp_path)), "nobody looked whether its sequences came to their end"
+    keep(tmp_path / "4", "serve-built-in-1.json", rows=[serve_row(1, 7.0, 1.0)])
+    keep(tmp_path / "5", "serve-built-in-1.json", rows=[serve_row(1, 8.0, 1.0) | {"errors": 1}], date="2026-01-02")
+    assert "7.00" in tables.serve(Runs(tmp_path))
+
+
+def outputs(*reasons: str | None) -> list[Output]:
+    return [Output(str(i), token_ids=[i], finish_reason=reason) for i, reason in enumerate(reasons)]  # type: ignore[arg-type]
+
+
+def test_sequences_that_end_before_their_length_are_no_measurement() -> None:
+    assert len(checked(outputs(None, "length"), n=2)) == 2
+    for wrong in ("stop", "error", "abort"):
+        with pytest.raises(RuntimeError, match="sequence 1: it ended as"):
+            checked(outputs(None, wrong))
+    with pytest.raises(RuntimeError, match="sequence 0: the grammar"):
+        checked([Output("0", finish_reason="error", error="the grammar could not be followed")])
+    with pytest.raises(RuntimeError, match="2 of 3 sequences drew"):
+        checked(outputs(None, None), n=3)
+
+
+def test_a_bench_of_grammars_fails_where_its_grammars_do(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one that handed the tokenizer's path to the engine instead of its text did."""
+    pytest.importorskip("torch")
+    from bench.gpu import constrained
+
+    class Fails:
+        def __init__(self) -> None:
+            self.n = 0
+
+        def add(self, request: Any) -> None:
+            self.n += 1
+
+        def has_work(self) -> bool:
+            return self.n > 0
+
+        def step(self) -> list[Output]:
+            self.n -= 1
+            return [Output(str(self.n), finish_reason="error", error="the grammar cannot be followed")]
+
+    with pytest.raises(RuntimeError, match="the grammar cannot be followed"):
+        constrained.ms_a_token(Fails(), 4, 2, 10, "start: /a/", "a")  # type: ignore[arg-type]
+
+
+STEPS = re.compile(r"\.step\((?!step)")
+
+
+@pytest.mark.parametrize(
+    "path", sorted([*ROOT.glob("bench/**/*.py"), *ROOT.glob("deltic/bench/*.py")]), ids=lambda p: p.stem
+)
+def test_every_bench_that_runs_an_engine_checks_its_outputs(path: Path) -> None:
+    """Each step's outputs go through `checked`, or through what looks at their ends itself."""
+    text = path.read_text()
+    if STEPS.search(text) and path.name not in ("quality.py", "agent.py"):  # those let answers end, or look at each
+        n_checked = text.count("checked(")
+        n_drained = path.name == "speech.py"  # it empties the engine when its sequences were aborted
+        assert n_checked >= len(STEPS.findall(text)) - n_drained, "a step whose outputs nobody checks"
+
+
+def peers_run(n: int = 3, share: float = 0.5, **more: Any) -> dict[str, Any]:
     def one(median: float) -> dict[str, Any]:
-        return {"median": median, "min": median - 1, "max": median + 1, "n": 3}
+        return {"median": median, "min": median - 1, "max": median + 1, "n": n}
 
     speeds = [
-        {"workload": work, "lane": lane, "tok_s": one(value), "roof_share": 0.5, "disturbed": False}
+        {"workload": work, "lane": lane, "tok_s": one(value), "roof_share": share, "disturbed": False}
         for work in ("decode 1", "prefill 512")
         for lane, value in (("deltic-bf16", 30.0), ("llama.cpp-bf16", 20.0))
     ]
@@ -149,7 +228,7 @@ def test_the_readmes_claims_follow_the_runs(tmp_path: Path) -> None:
 
 
 def test_the_short_table_has_a_row_for_each_large_shape(tmp_path: Path) -> None:
-    row = {"p90_ms": 2.1, "launches": 9, "round_ms": [1.9, 2.1], "step_ms": 2.0}
+    row = {"p90_ms": 2.1, "launches": 9, "round_ms": [1.9, 2.0, 2.1], "step_ms": 2.0}
     for i, shape in enumerate(("qwen3.5-0.8b", "qwen3.5-27b")):
         rows = [row | {"n": n, "roof": roof} for n, roof in ((1, 0.5), (16, 0.6), (128, 0.7))]
         keep(tmp_path / "h200", f"gpu-{shape}-{i}.json", shape=shape, device="NVIDIA H200", rows=rows)
@@ -157,6 +236,28 @@ def test_the_short_table_has_a_row_for_each_large_shape(tmp_path: Path) -> None:
     assert made == (
         "| qwen3.5-27b, H200, a step of 1 and of 128 | 2.00 (1.90 .. 2.10) and 2.00 (1.90 .. 2.10) ms | 50 % and 70 % of the roof |"
     )
+
+
+@pytest.mark.parametrize(
+    "round_ms, roof, kept",
+    [([1.9, 2.0, 2.1], 0.5, True), ([2.0, 2.0], 0.5, False), (None, 0.5, False), ([1.9, 2.0, 2.1], 0.99, False)],
+)
+def test_a_row_of_the_readme_has_three_rounds_none_above_its_roof(
+    round_ms: list[float] | None, roof: float, kept: bool, tmp_path: Path
+) -> None:
+    row = {"n": 1, "p90_ms": 2.1, "launches": 9, "step_ms": 2.0, "roof": roof} | (
+        {"round_ms": round_ms} if round_ms else {}
+    )
+    for shape in ("qwen3.5-0.8b", "qwen3.5-27b"):  # the first is no headline
+        keep(tmp_path / "h200", f"gpu-{shape}-1.json", shape=shape, device="NVIDIA H200", rows=[row])
+    assert ("qwen3.5-27b" in tables.headline(Runs(tmp_path))) == kept
+    peer = peers_run(n=len(round_ms or ""), share=roof)
+    keep(tmp_path / "a", "peers-1.json", **peer)
+    assert ("decode, N = 1" in tables.headline(Runs(tmp_path))) == kept
+    assert tables.peers_claim(Runs(tmp_path)).startswith("On the CPU" if kept else "No run of 3 rounds")
+    peer["summary"]["speeds"][0]["roof_most"] = 1.33
+    keep(tmp_path / "a", "peers-1.json", **peer)
+    assert "decode, N = 1" not in tables.headline(Runs(tmp_path))
 
 
 def test_a_name_that_no_table_has_is_an_error(tmp_path: Path) -> None:

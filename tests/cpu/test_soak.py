@@ -27,6 +27,25 @@ def test_seconds_of_random_traffic_break_no_promise(tmp_path: Path):
 
 
 @pytest.mark.long
+def test_seconds_of_everything_at_once_break_no_promise(tmp_path: Path):
+    command = [sys.executable, "-m", "bench.soak", "--with", "drafts,pictures,adapters,formats,grammars"]
+    command += ["--against", "--max-drafts 0", "--minutes", "0.15", "--clients", "6", "--out", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    assert done.stdout, done.stderr
+    line = json.loads(done.stdout.splitlines()[-1])
+    assert done.returncode == 0 and line["violations"] == 0, done.stdout
+    kinds = json.loads(Path(line["file"]).read_text())["kinds"]
+    for what in (
+        "with pictures",
+        "with an adapter",
+        "with a grammar",
+        "answered with the help of drafts",
+        "compared with the other server",
+    ):
+        assert kinds[what] > 2, what
+
+
+@pytest.mark.long
 def test_seconds_of_random_speech_break_no_promise(tmp_path: Path):
     """`make soak-speech` runs the same for twenty minutes."""
     command = [sys.executable, "-m", "bench.soak", str(tiny_speech("custom_voice")), "--speech"]
