@@ -92,8 +92,9 @@ def install(runs: Runs) -> str:
 
 
 def constrained(runs: Runs) -> str:
-    """What sequences under a schema cost on a GPU beside free ones, of runs that looked whether all came to their
-    end.
+    """What sequences under a schema cost on a GPU beside free ones.
+
+    Of runs that looked whether all came to their end.
     """
     again = "python -m bench.figures gpu-more"
     found = runs.newest("constrained-*.json", gpu=True, where=lambda data: all("output" in row for row in data["rows"]))
@@ -267,7 +268,10 @@ def is_sound(n_rounds: int, most: float) -> bool:
 
 
 def is_sound_peer(ours: Row) -> bool:
-    """Whether a speed beside another engine's is. Runs that kept no share of each round have the median's roof."""
+    """Whether a speed beside another engine's is.
+
+    Runs that kept no share of each round have the median's roof.
+    """
     speed = ours["tok_s"]
     return is_sound(speed["n"], ours.get("roof_most", ours["roof_share"] * speed["max"] / speed["median"]))
 

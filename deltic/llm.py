@@ -26,9 +26,10 @@ import msgspec
 
 from deltic.config import BUILT_IN, ConfigError, EngineConfig, nearest, resolve
 from deltic.engine.engine import MAX_FAILURES, Engine
+from deltic.engine.guides import Vocabulary
 from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob
 from deltic.engine.trace import Trace
-from deltic.models.checkpoint import text_directory, tokenizer_directory, tokenizer_json
+from deltic.models.checkpoint import drawable_ids, text_directory, tokenizer_directory, tokenizer_json
 from deltic.server.api import protocol
 from deltic.server.api.messages import find_pictures
 from deltic.server.chat.answer import Choice
@@ -105,10 +106,13 @@ class LLM:
         self._template = ChatTemplate.load(directory, self.tokenizer, chat_template)
         from deltic.runtime.build import build_runner  # imports torch: after what can fail at once
 
+        vocabulary = Vocabulary(lambda: tokenizer_json(self.config))
+        if self.config.dummy or Path(self.config.model).exists():  # else the files are still to be downloaded
+            vocabulary.begin(lambda: drawable_ids(self.config))
         trace = Trace(self.config.trace) if self.config.trace is not None else None
         self._engine = Engine(
             build_runner(self.config, lambda stage, done: None),  # nobody watches: no target
-            tokenizer_json=lambda: tokenizer_json(self.config),
+            vocabulary=vocabulary,
         )
         self._engine.trace = trace
         self._close = weakref.finalize(self, self._engine.close, SAVE_S)

@@ -27,7 +27,7 @@ import numpy as np
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.directory import Entry
 from deltic.engine.cache.tiers import Move, Search
-from deltic.engine.messages import EngineInfo, SamplingParams, TokenLogprob
+from deltic.engine.messages import EngineInfo, ReplayStats, SamplingParams, TokenLogprob
 from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
 from deltic.host import process
 from deltic.ops.geometry import PAGE_SIZE
@@ -128,6 +128,7 @@ class FakeRunner:
         self.step_s = step_s
         self.tiers: Any = None
         self.adapters: Any = None
+        self.replays: ReplayStats | None = None
         self.n_steps = 0
         self.n_tokens_run = 0
         self.info = EngineInfo(

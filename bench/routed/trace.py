@@ -79,7 +79,8 @@ async def _ask(endpoint: Endpoint, body: Row, session: str) -> Row | None:
         if usage := event.get("usage"):
             row["prompt_tokens"], row["answer_tokens"] = usage["prompt_tokens"], usage["completion_tokens"]
             row["cached_tokens"] = usage["prompt_tokens_details"]["cached_tokens"]
-    if fault := fault_of("length", row["answer_tokens"], body["max_tokens"]):  # a call in it has its own reason
+    # A call in it has its own reason.
+    if fault := fault_of("length", row["answer_tokens"], body["max_tokens"]):
         raise RuntimeError(f"{session}: {fault}")
     return row | {"total_s": time.perf_counter() - begin}
 

@@ -1,5 +1,5 @@
-"""What a soak may have beside plain text, by the names that `--with` takes: files that they need, and flags for
-deltic serve.
+"""What a soak may have beside plain text, by the names that `--with` takes: files that they need, and flags
+for deltic serve.
 
 drafts: of text that repeats, and of the draft head; pictures: of a tiny model with a vision tower, unless
 another is given; adapters: three random ones, which a third of the requests name; formats: weights, keys and
@@ -62,7 +62,10 @@ def prepare(names: list[str], model: str | None, scratch: Path) -> Features:
 
 
 def write_adapter(path: Path, model: Path, seed: int) -> None:
-    """A random adapter of a checkpoint's directory, as PEFT writes them. Raises ValueError where no matrix is known."""
+    """A random adapter of a checkpoint's directory, as PEFT writes them.
+
+    Raises ValueError where no matrix is known.
+    """
     rng, terms = np.random.default_rng(seed), dict[str, np.ndarray]()
     for file in sorted(model.glob("*.safetensors")):
         with safe_open(file, "numpy") as tensors:

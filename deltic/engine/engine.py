@@ -5,6 +5,7 @@ It is synchronous and knows no sockets: the engine process (`host/process.py`) a
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 import time
@@ -17,9 +18,10 @@ from deltic.config import EngineConfig
 from deltic.engine.cache.cache import Cache
 from deltic.engine.cache.exports import Exports
 from deltic.engine.cache.tiers import Tiers
-from deltic.engine.guides import Guides
+from deltic.engine.guides import Guides, Vocabulary
 from deltic.engine.messages import (
     MAX_BIASES,
+    MAX_GRAMMAR,
     MAX_LOGPROBS,
     AdapterLoaded,
     AddText,
@@ -31,6 +33,7 @@ from deltic.engine.messages import (
     LoadAdapter,
     LocateCache,
     Output,
+    ReplayStats,
     Request,
     Stats,
     VoiceEncoded,
@@ -95,6 +98,10 @@ class StepRunner(Protocol):
     @property
     def adapters(self) -> LoadedAdapters | None:
         """LoRA adapters; None: there is no room for any."""
+
+    @property
+    def replays(self) -> ReplayStats | None:
+        """What is recorded, and how often it was replayed; None: steps are no recordings."""
 
     def step(self, step: Step) -> StepResult: ...
 
@@ -201,6 +208,8 @@ def check_request(request: Request, info: EngineInfo) -> None:
             raise RequestError(f"{name} has a token id outside the vocabulary (0 to {vocab_size - 1})")
     if not all(math.isfinite(bias) for bias in p.logit_bias.values()):
         raise RequestError("logit_bias has a value that is not finite")
+    if len(c.grammar) > MAX_GRAMMAR:
+        raise RequestError(f"constraint.grammar has {len(c.grammar)} characters, and may have {MAX_GRAMMAR}")
     if not all(c.bad_ids):
         raise RequestError("constraint.bad_ids has an entry without ids")
     if c.think_budget is not None and (c.think_budget < 0 or c.think_end_id not in c.close_ids):
@@ -231,14 +240,12 @@ class Engine:
     """Requests in, outputs out, one step at a time, in the caller's thread."""
 
     def __init__(
-        self, runner: StepRunner, max_itl_ms: float | None = None, tokenizer_json: Callable[[], str] | None = None
+        self, runner: StepRunner, max_itl_ms: float | None = None, vocabulary: Vocabulary | None = None
     ) -> None:
-        """tokenizer_json: gives the text of the tokenizer.json, for grammars; asked when the first one
-        comes.
-        """
+        """vocabulary: for grammars."""
         self.runner = runner
         self.info = info = runner.info
-        self.guides = Guides(info.vocab_size, info.eos_token_ids, tokenizer_json, runner.is_busy)
+        self.guides = Guides(info.vocab_size, info.eos_token_ids, vocabulary, runner.is_busy)
         self.cache = Cache(info, runner.tiers)
         encoder = runner.pictures
         self.pictures = None if encoder is None else Pictures(encoder)
@@ -469,6 +476,7 @@ class Engine:
             cache=cache.store.count(),
             speech=None if self.stage is None else self.stage.stats(),
             pictures=None if self.pictures is None else self.pictures.stats(),
+            replays=copy.copy(self.runner.replays),
         )
 
     def cache_summary(self) -> dict[str, Any]:

@@ -6,8 +6,8 @@ The grammar engine is llguidance. A few threads do the slow work beside the step
 drawn tokens and make the next masks. They share only two queues with the engine's thread. All tokens that one
 step drew are one job. The library spreads it over threads of its own, so Python's lock changes hands twice a
 step, not twice a sequence. A sequence whose mask is not there when a step is planned sits that step out, and
-the others go on. Nothing else runs while the library makes its tokenizer, once. So this happens before the
-first grammar comes, if there is a quiet moment.
+the others go on. Nothing else runs while the library makes its view of the vocabulary, once: seconds, where
+it is large. So this happens beside the loading of the weights, before anybody can ask.
 
 A guide depends on the drawn tokens only: a sequence that is preempted or computed again finds it as it was.
 """
@@ -24,7 +24,7 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from queue import Empty, PriorityQueue, SimpleQueue
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -235,6 +235,68 @@ class Guide:
         return False
 
 
+class View(NamedTuple):
+    """A vocabulary as the library has it."""
+
+    tokenizer: Any
+    executor: Any
+    foreign_end: int | None
+    """The end id of the tokenizer that random weights borrow: not their own."""
+
+
+class Vocabulary:
+    """The ids of a tokenizer as the library sees them: made once, by whichever thread asks first."""
+
+    def __init__(self, tokenizer_json: Callable[[], str]) -> None:
+        """tokenizer_json: gives the text of the tokenizer.json."""
+        self._tokenizer_json = tokenizer_json
+        self._lock = threading.Lock()
+        self._made: tuple[tuple[int, list[int]], View] | None = None
+
+    def begin(self, ids: Callable[[], tuple[int, Iterable[int]]]) -> None:
+        """Starts to make the view, in a thread.
+
+        ids: gives how many may be drawn, and those that end a text.
+        """
+
+        def make() -> None:
+            with suppress(Exception):  # who needs it hears what is wrong
+                n_ids, eos = ids()
+                self.view(n_ids, _ends(n_ids, eos))
+
+        # No daemon: Python crashes if it ends while one is in the library.
+        threading.Thread(target=make, name="vocabulary").start()
+
+    def view(self, n_ids: int, eos: list[int]) -> View:
+        """Raises ValueError."""
+        with self._lock:
+            if self._made is None or self._made[0] != (n_ids, eos):
+                self._made = (n_ids, eos), self._make(n_ids, eos)
+            return self._made[1]
+
+    def _make(self, n_ids: int, eos: list[int]) -> View:
+        import llguidance  # few engines need it
+
+        executor = llguidance.LLExecutor(N_MASK_THREADS)
+        try:
+            sealed, specials = _sealed(self._tokenizer_json())
+        except OSError as error:
+            raise ValueError(f"{error.filename}, which it needs, cannot be read: {error.strerror}") from None
+        try:
+            return View(llguidance.LLTokenizer(sealed, n_vocab=n_ids, eos_token=eos), executor, None)
+        except ValueError:
+            if not specials:
+                raise
+            # Their first is the end of a text, which no grammar names.
+            tokenizer = llguidance.LLTokenizer(sealed, n_vocab=n_ids, eos_token=specials[:1])
+            return View(tokenizer, executor, specials[0])
+
+
+def _ends(n_ids: int, eos: Iterable[int]) -> list[int]:
+    """Those of the ends that can be drawn."""
+    return sorted({id for id in eos if id < n_ids})
+
+
 class Guides:
     """The guides of an engine, and the threads that work for them."""
 
@@ -242,19 +304,19 @@ class Guides:
         self,
         n_ids: int,
         eos_token_ids: Iterable[int],
-        tokenizer_json: Callable[[], str] | None,
+        vocabulary: Vocabulary | None,
         is_busy: Callable[[], bool] | None = None,
     ) -> None:
-        """n_ids: ids that may be drawn. tokenizer_json: gives the text of the tokenizer.json; None: there
-        is none. is_busy: whether the device computes ahead, so that waiting costs nothing.
+        """n_ids: ids that may be drawn. vocabulary: of the tokenizer; None: there is none. is_busy: whether
+        the device computes ahead, so that waiting costs nothing.
         """
         self.n_ids = n_ids
         self.n_busy = 0
         """Number of guides that workers have, or have finished but that were not collected."""
-        self.has_tokenizer = tokenizer_json is not None
-        self._tokenizer_json = tokenizer_json
+        self.has_tokenizer = vocabulary is not None
+        self._vocabulary = vocabulary
         self._is_busy = is_busy or (lambda: False)
-        self._eos = sorted(id for id in eos_token_ids if id < n_ids)
+        self._eos = _ends(n_ids, eos_token_ids)
         self._only_eos = np.zeros(-(-n_ids // 32), np.uint32)
         for id in self._eos:
             self._only_eos[id // 32] |= np.uint32(1 << id % 32)
@@ -268,25 +330,16 @@ class Guides:
         self._threads: list[threading.Thread] = []
         self._drew: list[tuple[Guide, list[int]]] = []
         """Guides whose sequences drew in this step, and the tokens of each."""
-        self._is_prepared = False
         self._lock = threading.Lock()  # of what is below
-        self._tokenizer: Any = None
-        self._executor: Any = None
-        self._foreign_end: int | None = None
-        """The end id of the tokenizer that random weights borrow: not their own."""
         self._kept: OrderedDict[tuple[str, str], tuple[Any, Words, bool]] = OrderedDict()  # by party and text
 
     # The engine's thread.
 
     def prepare(self) -> None:
-        """Makes the tokenizer, if there is one and it was not tried before.
-
-        Takes a second or two with a large vocabulary.
-        """
-        if self.has_tokenizer and not self._is_prepared:
-            self._is_prepared = True
+        """Has the vocabulary's view made before the first grammar needs it. Takes seconds if nobody began."""
+        if self.has_tokenizer:
             with suppress(Exception):  # the first grammar will say what is wrong
-                self._get_tokenizer()
+                self._view()
 
     def open(self, sequences: list[Sequence]) -> None:
         """Gives guides to the sequences of one request, if it is constrained."""
@@ -475,12 +528,14 @@ class Guides:
         if not tokens:
             self._begin(guides)
             return
-        end = self._foreign_end
+        end = self._view().foreign_end
         if end is not None:
             tokens = [[end if token in self._eos else token for token in drawn] for drawn in tokens]
         matchers = [guide.matcher for guide in guides]
         if len(guides) > 1 and all(len(drawn) == 1 for drawn in tokens):
-            taken = self._executor.consume_token_par([(m, token) for m, (token,) in zip(matchers, tokens, strict=True)])
+            taken = self._view().executor.consume_token_par(
+                [(m, token) for m, (token,) in zip(matchers, tokens, strict=True)]
+            )
         else:
             taken = [matcher.consume_tokens(drawn) for matcher, drawn in zip(matchers, tokens, strict=True)]
         words = self._empty(len(guides)) if words is None else words
@@ -512,7 +567,7 @@ class Guides:
         import llguidance  # few engines need it
 
         limits = llguidance.LLParserLimits(verbose_errors=False)
-        matcher = llguidance.LLMatcher(self._get_tokenizer(), grammar, log_level=0, limits=limits)
+        matcher = llguidance.LLMatcher(self._view().tokenizer, grammar, log_level=0, limits=limits)
         words = self._empty(1)
         return matcher, words[0], self._fill([matcher], words)[0]
 
@@ -525,8 +580,8 @@ class Guides:
         if len(live) == 1 == len(matchers):
             live[0][0].unsafe_compute_mask_ptr(words.ctypes.data, words[0].nbytes)
         elif live:
-            self._executor.unsafe_compute_mask_ptr(live, words.ctypes.data, words[0].nbytes, len(words))
-        end, eos = self._foreign_end, self._only_eos.view(np.int32)
+            self._view().executor.unsafe_compute_mask_ptr(live, words.ctypes.data, words[0].nbytes, len(words))
+        end, eos = self._view().foreign_end, self._only_eos.view(np.int32)
         for matcher, i in live:
             if not matcher.is_accepting():
                 continue
@@ -538,26 +593,10 @@ class Guides:
             satisfied[i] = np.array_equal(row[:64], eos[:64]) and np.array_equal(row, eos)
         return satisfied
 
-    def _get_tokenizer(self) -> Any:
-        import llguidance
-
-        assert self._tokenizer_json is not None
-        with self._lock:
-            if self._tokenizer is None:
-                self._executor = llguidance.LLExecutor(N_MASK_THREADS)
-                try:
-                    sealed, specials = _sealed(self._tokenizer_json())
-                except OSError as error:
-                    raise ValueError(f"{error.filename}, which it needs, cannot be read: {error.strerror}") from None
-                try:
-                    self._tokenizer = llguidance.LLTokenizer(sealed, n_vocab=self.n_ids, eos_token=self._eos)
-                except ValueError:
-                    if not specials:
-                        raise
-                    # Their first is the end of a text, which no grammar names.
-                    self._tokenizer = llguidance.LLTokenizer(sealed, n_vocab=self.n_ids, eos_token=specials[:1])
-                    self._foreign_end = specials[0]
-            return self._tokenizer
+    def _view(self) -> View:
+        """Raises ValueError."""
+        assert self._vocabulary is not None
+        return self._vocabulary.view(self.n_ids, self._eos)
 
 
 def _sealed(text: str) -> tuple[str, list[int]]:

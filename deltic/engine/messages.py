@@ -18,6 +18,11 @@ MAX_BIASES = 1024
 MAX_LOGPROBS = 100
 """Alternatives per position that the sampler's buffers hold; the server usually allows fewer."""
 
+MAX_GRAMMAR = 300_000
+"""Characters of a grammar: compiling one of that size takes half a second, and one of twice that four times
+as long.
+"""
+
 LOGPROBS_PACKED = 64
 """Positions of a prompt whose log-probabilities are packed at once: that takes some hundred microseconds."""
 
@@ -417,6 +422,16 @@ class PictureStats(msgspec.Struct, array_like=True):
     tower_s: float = 0.0
 
 
+class ReplayStats(msgspec.Struct, array_like=True):
+    """Recorded steps (CUDA graphs) of a model, its vocoder's too: monotonic counters.
+
+    All are recorded before the engine is ready. One that is recorded later would hold up the steps.
+    """
+
+    n_recorded: int = 0
+    n_replayed: int = 0
+
+
 class Stats(msgspec.Struct, array_like=True):
     """The engine's gauges and monotonic counters, sent when it is ready and with every step's outputs."""
 
@@ -440,6 +455,8 @@ class Stats(msgspec.Struct, array_like=True):
     cache: CacheStats = msgspec.field(default_factory=CacheStats)
     speech: SpeechStats | None = None
     pictures: PictureStats | None = None
+    replays: ReplayStats | None = None
+    """None on a CPU."""
 
     @property
     def pages_used_ratio(self) -> float:

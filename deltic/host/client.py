@@ -45,6 +45,7 @@ from deltic.engine.messages import (
     Ping,
     Pong,
     Ready,
+    ReplayStats,
     Request,
     Shutdown,
     SpeechStats,
@@ -84,6 +85,9 @@ SPEECH_COUNTERS = ("n_frames", "n_underruns", "vocoder_s")
 PICTURE_COUNTERS = ("n_encoded", "n_hits", "tower_s")
 """Those of PictureStats."""
 
+REPLAY_COUNTERS = ("n_recorded", "n_replayed")
+"""Those of ReplayStats."""
+
 N_RECENT_STEPS = 240
 
 
@@ -106,7 +110,7 @@ class QueueFull(RuntimeError):
 
 T = TypeVar("T")
 
-Counted = Stats | CacheStats | PictureStats | SpeechStats
+Counted = Stats | CacheStats | PictureStats | ReplayStats | SpeechStats
 
 Deliver = Callable[[list[Output]], None]
 """Takes outputs of one request, in their order."""
@@ -562,6 +566,8 @@ def _add_all(stats: Stats, earlier: Stats) -> None:
         _add(stats.speech, earlier.speech, SPEECH_COUNTERS)
     if stats.pictures is not None and earlier.pictures is not None:
         _add(stats.pictures, earlier.pictures, PICTURE_COUNTERS)
+    if stats.replays is not None and earlier.replays is not None:
+        _add(stats.replays, earlier.replays, REPLAY_COUNTERS)
 
 
 def _add(stats: Counted, earlier: Counted, counters: tuple[str, ...]) -> None:

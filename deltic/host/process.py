@@ -30,6 +30,7 @@ from deltic import logs
 from deltic.config import ConfigError
 from deltic.engine.cache.events import CacheEvents
 from deltic.engine.engine import MAX_FAILURES, MOVE_WAIT_S, Build, Engine
+from deltic.engine.guides import Vocabulary
 from deltic.engine.messages import (
     Abort,
     AddText,
@@ -58,7 +59,7 @@ from deltic.engine.trace import Trace
 from deltic.host.kv_events import EventPublisher
 from deltic.host.launch import Launch, ModelLaunch
 from deltic.machine import cuda_driver, memory_bound
-from deltic.models.checkpoint import tokenizer_json
+from deltic.models.checkpoint import drawable_ids, speaks, tokenizer_json
 from deltic.ops.cpu.program import Program
 
 log = logging.getLogger("deltic.engine")
@@ -112,14 +113,17 @@ class ServedModel:
     def progress(self, stage: str, done: float) -> None:
         self.send(Loading(stage, done))
 
-    def build(self, build: Build) -> None:
-        """Builds the engine.
+    def build(self, build: Build, is_fake: bool = False) -> None:
+        """Builds the engine. What grammars need of the vocabulary is made beside it, for a real one.
 
         Raises ValueErrors, MemoryError, or torch's RuntimeError when there is no memory.
         """
         config = self.config
         trace = Trace(config.trace) if config.trace is not None else None
-        self.engine = Engine(build(config, self.progress), config.max_itl_ms or None, lambda: tokenizer_json(config))
+        vocabulary = Vocabulary(lambda: tokenizer_json(config))
+        if not is_fake and not speaks(config):
+            vocabulary.begin(lambda: drawable_ids(config))
+        self.engine = Engine(build(config, self.progress), config.max_itl_ms or None, vocabulary)
         self.engine.trace = trace
 
     def publish(self, publisher: EventPublisher, is_alone: bool) -> None:
@@ -253,7 +257,7 @@ class EngineProcess:
                 self._publisher = EventPublisher(self.launch.kv_events)
             build = build or self._import_build(start_s)
             for model in self.models:
-                model.build(build)
+                model.build(build, is_fake)
         except (ValueError, MemoryError, RuntimeError) as error:  # torch's out-of-memory is a RuntimeError
             text = str(error)
             out_of_memory = isinstance(error, MemoryError) or "t allocate memory" in text or "out of memory" in text
@@ -268,8 +272,11 @@ class EngineProcess:
             start = time.perf_counter()
             if not is_fake:
                 model.engine.fit_cost()
-            info = model.engine.info
-            info.start_s = start_s | info.start_s | {"fit": round(time.perf_counter() - start, 3)}
+            fitted, info = time.perf_counter(), model.engine.info
+            if not is_fake and not info.is_speech:
+                model.engine.guides.prepare()  # most often it is long there
+            spent = {"fit": fitted - start, "grammars": time.perf_counter() - fitted}
+            info.start_s = start_s | info.start_s | {name: round(seconds, 3) for name, seconds in spent.items()}
         # What was loaded stays: the collector need not walk it again, nor pause a step for it.
         gc.collect()
         gc.freeze()
@@ -300,7 +307,7 @@ class EngineProcess:
 
     def serve(self) -> int:
         """Runs until told to stop; the exit status."""
-        models, unprepared = self.models, list(self.models)
+        models = self.models
         if self.launch.beat_s:
             place = Path(self.launch.models[0].commands.removeprefix("ipc://"))
             watch = threading.Thread(target=_beat, args=(place, self.launch.beat_s, threading.get_ident()), daemon=True)
@@ -323,9 +330,7 @@ class EngineProcess:
             if is_busy:
                 continue
             wait_s = min(model.rest() for model in models)
-            came = poller.poll(int(wait_s * 1000))
-            if not came and wait_s == IDLE_POLL_S and unprepared:
-                unprepared.pop(0).engine.guides.prepare()
+            poller.poll(int(wait_s * 1000))
         return 0
 
     def _share(self) -> None:

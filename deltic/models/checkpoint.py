@@ -84,6 +84,15 @@ def n_real_ids(config: EngineConfig, directory: Path, shape: ModelShape) -> int:
     return vocab_size if config.dummy is not None else min(vocab_size, highest + 1)
 
 
+def drawable_ids(config: EngineConfig) -> tuple[int, tuple[int, ...]]:
+    """How many ids a text model draws from, and those that end its texts.
+
+    Raises as `locate` and `n_real_ids`.
+    """
+    directory, shape = locate(config)
+    return n_real_ids(config, directory, shape), shape.eos_token_ids
+
+
 def resolve_model(
     name_or_path: str | Path,
     files: tuple[str, ...] = ALL_FILES,

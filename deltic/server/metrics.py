@@ -294,6 +294,12 @@ class Metrics:
             yield labelled(COUNTER, "deltic_adapter_requests", text, "adapter", requests)
         if self._has_speech:
             yield from self.speech.families(stats.speech or SpeechStats())
+        if (steps := stats.replays) is not None:
+            yield from plain(
+                "deltic_graph_",
+                (COUNTER, "recordings", "CUDA graphs that were recorded; later ones hold up steps.", steps.n_recorded),
+                (COUNTER, "replays", "CUDA graphs that were replayed.", steps.n_replayed),
+            )
         if (tower := stats.pictures) is not None:
             yield from plain(
                 "deltic_tower_",

@@ -10,19 +10,23 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import llguidance
 import msgspec
 import pytest
+import torch
 
 from deltic.config import ConfigError, EngineConfig, without_foreign
-from deltic.engine.drafts import Drafting
+from deltic.engine.drafts import Drafter, Drafting
 from deltic.engine.engine import Engine
-from deltic.engine.messages import Request, SamplingParams, TokenLogprob
+from deltic.engine.guides import Vocabulary
+from deltic.engine.messages import Constraint, Request, SamplingParams, TokenLogprob
 from deltic.engine.step import Step, StepResult
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.sampler import Sampler
 from deltic.runtime.cpu.text import Runner
 from tests.drafted import Schedule, requests
+from tests.tensors import tensor_of
 from tests.tiny import tiny_checkpoint
 
 KV = {"next": "int8", "int4": "k8v4"}
@@ -58,6 +62,68 @@ def test_drafts_change_no_bit(kind: str, quantize: str | None, monkeypatch: pyte
         n_preempted += stats.n_preemptions
         assert stats.n_drafted > stats.n_accepted > 0
     assert n_accepted > 200 and n_preempted > 0
+
+
+def test_logits_that_are_not_finite_harm_their_sequence_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a prompt's last token, or of one in its midst, with drafts, grammars and penalties, beside others that have them, too."""
+    runner = build("dense")
+    embed = runner.model.weights.embed
+    weight = tensor_of(embed.whole.data).view(torch.bfloat16).view(-1, embed.k // 2, 16, 2)[0, :, 7]  # of token 7
+    text = (tiny_checkpoint("dense") / "tokenizer.json").read_text()
+    grammar = llguidance.LLMatcher.grammar_from_lark("start: /[a-e]{24}/")
+    common: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "logprobs": 2, "logit_bias": {7: -50.0}}
+    others = [
+        SamplingParams(temperature=0.0, **common),
+        SamplingParams(seed=3, frequency_penalty=0.7, presence_penalty=0.4, repetition_penalty=1.2, **common),
+        SamplingParams(seed=4, constraint=Constraint(grammar=grammar), **common),
+    ]
+    good = [Request(id=f"good {i}", prompt_ids=[20 + i, 40, 60], params=params) for i, params in enumerate(others)]
+    prompts = {"at once": [9, 7], "in the midst": [7, 9, 11]}
+    bad = [
+        Request(id=f"{name} {i}", prompt_ids=ids, params=msgspec.structs.replace(params, logprobs=None))
+        for name, ids in prompts.items()
+        for i, params in enumerate(others)
+    ]
+
+    def run(requests: list[Request]) -> dict[str, list[Any]]:
+        engine = Engine(runner, vocabulary=Vocabulary(lambda: text))
+        found: dict[str, list[Any]] = {}
+        waiting = list(requests)
+        while waiting or engine.has_work():
+            if waiting and engine.scheduler.n_open < engine.info.max_num_seqs:
+                engine.add(waiting.pop(0))
+            for output in engine.step():
+                found.setdefault(output.id, []).append(output)
+            engine.check()
+        assert engine.stats().n_pages_used == engine.stats().n_slots_used == 0
+        engine.close(0)
+        return found
+
+    def said(outputs: list[Any]) -> tuple[list[int], list[Any]]:
+        return [id for o in outputs for id in o.token_ids], [entry for o in outputs for entry in o.logprobs or []]
+
+    def propose(self: Drafter, tokens: Any, most: int, step: int, forced: Any = ()) -> list[int]:
+        return [7 if 7 in tokens else int(tokens[-1])] * min(most, 3)
+
+    monkeypatch.setattr(Drafter, "propose", propose)
+    monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)
+    monkeypatch.setattr(Drafting, "_is_probe", lambda self, n: False)
+    monkeypatch.setattr(Drafting, "_weigh", lambda self, spent_s, plain_s: None)
+    truth = {id: said(outputs) for id, outputs in run(good).items()}
+    kept = weight.clone()
+    try:
+        weight.fill_(float("nan"))
+        found = run([*bad, *good])
+    finally:
+        weight.copy_(kept)
+    for request in good:
+        assert (
+            found[request.id][-1].finish_reason in ("length", "stop") and said(found[request.id]) == truth[request.id]
+        )
+    for request in bad:
+        (*_, last) = found[request.id]
+        assert last.finish_reason == "error" and "logits that are not finite" in (last.error or ""), request.id
+        assert not said(found[request.id])[0]
 
 
 def one_too_many(monkeypatch: pytest.MonkeyPatch, runner: Runner) -> None:

@@ -105,7 +105,7 @@ class Watched:
     def __init__(self, inner: Runner) -> None:
         self.inner = inner
         self.info, self.max_logit_rows, self.tiers = inner.info, inner.max_logit_rows, inner.tiers
-        self.pictures, self.adapters = inner.pictures, inner.adapters
+        self.pictures, self.adapters, self.replays = inner.pictures, inner.adapters, inner.replays
         self.answers: defaultdict[tuple[str, int], Answer] = defaultdict(Answer)
         self.engine = Engine(self)
         self.fails_next = False

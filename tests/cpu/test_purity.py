@@ -73,7 +73,7 @@ class Recorder:
     def __init__(self, inner: Runner, watched: str) -> None:
         self.inner, self.watched = inner, watched
         self.info, self.max_logit_rows, self.tiers = inner.info, inner.max_logit_rows, inner.tiers
-        self.pictures, self.adapters = inner.pictures, inner.adapters
+        self.pictures, self.adapters, self.replays = inner.pictures, inner.adapters, inner.replays
         self.rows: list[Array] = []
 
     def is_busy(self) -> bool:

@@ -23,7 +23,7 @@ import torch
 from deltic.bench.quality import Document, readings
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
-from deltic.engine.guides import Guide, Guides
+from deltic.engine.guides import Guide, Guides, Vocabulary
 from deltic.engine.messages import Constraint, Output, Request, SamplingParams
 from deltic.engine.step import Chunk
 from tests.plain import plain
@@ -87,7 +87,7 @@ def answers(engine: Engine, preempt: dict[int, str] | None = None, spoil_at: int
     """Everything drawn, by request id and index. preempt: which request loses its place before which step. spoil_at: the step before
     which nothing in the memory is finite any more."""
     found: dict[str, list[Entry]] = {}
-    n_steps = 0
+    n_steps, recorded = 0, engine.stats().replays
     while engine.has_work():
         for sequence in [*engine.scheduler._decodes, *engine.scheduler._prefills]:
             if (preempt or {}).get(n_steps) == sequence.request.id:
@@ -101,7 +101,18 @@ def answers(engine: Engine, preempt: dict[int, str] | None = None, spoil_at: int
         for output in outputs:
             _note(found, output)
     engine.check()
+    replays = engine.stats().replays
+    assert replays is not None and recorded is not None and replays.n_recorded == recorded.n_recorded
+    assert replays.n_replayed > recorded.n_replayed
     return found
+
+
+@needs_gpu
+@pytest.mark.parametrize("waits", ["item", "cpu", "tolist", "nonzero"])
+def test_the_check_sees_what_waits(waits: str) -> None:
+    x = torch.ones(4, device="cuda")[:1]
+    with pytest.raises(RuntimeError, match="synchroniz"), without_syncs():
+        getattr(x, waits)()
 
 
 def _spoil(memory: GpuMemory) -> None:
@@ -280,7 +291,7 @@ def run(
 ) -> dict[str, list[Entry]]:
     """Their answers, all at once. keeps: there is host memory for a preempted one's state."""
     file = Path(tiny_checkpoint("dense")) / "tokenizer.json"
-    engine = Engine(runner("dense"), tokenizer_json=file.read_text)
+    engine = Engine(runner("dense"), vocabulary=Vocabulary(file.read_text))
     if not keeps:
         engine.cache._park = lambda sequence: None  # type: ignore[method-assign]
     for r in requests:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import multiprocessing
 import statistics
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache
 from itertools import chain
@@ -33,6 +34,7 @@ from tests import tiny
 from tests.cpu.test_reference import prompt
 from tests.gpu.test_gpu_draft_head import drafted
 from tests.gpu.test_gpu_drafts import SMALL
+from tests.gpu.test_gpu_engine import without_syncs
 from tests.heads import run, sequence
 
 N_RANKS, LEVERS = 2, Levers()
@@ -89,7 +91,9 @@ def answers(engine: Engine, prompts: dict[str, list[int]] = PROMPTS, is_scored: 
         )
         engine.add(Request(id=name, prompt_ids=ids, params=params))
     while engine.has_work():
-        for output in engine.step():
+        with nullcontext() if is_scored else without_syncs():  # log-probabilities of prompts wait
+            outputs = engine.step()
+        for output in outputs:
             assert output.error is None
             of = found[output.id]
             of.tokens.append(output.token_ids)

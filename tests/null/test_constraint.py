@@ -17,7 +17,7 @@ import pytest
 
 from deltic.engine import guides
 from deltic.engine.engine import Engine
-from deltic.engine.guides import N_COMPILERS, Guide, Guides
+from deltic.engine.guides import N_COMPILERS, Guide, Guides, Vocabulary
 from deltic.engine.messages import Constraint, Output, Request, SamplingParams
 from deltic.engine.scheduler import RequestError
 from deltic.engine.step import Step, StepResult
@@ -48,7 +48,7 @@ def tokenizer_file(tmp_path: Path) -> Path:
 def engine(request: Any, tokenizer_file: Path) -> Iterator[Engine]:
     gpu = request.param == "gpu"
     runner = FakeRunner(gpu=gpu, n_lookahead=int(gpu))
-    made = Engine(runner, tokenizer_json=tokenizer_file.read_text)
+    made = Engine(runner, vocabulary=Vocabulary(tokenizer_file.read_text))
     if gpu:  # masks are made here or there
         coin = random.Random(0)
         made.guides._is_busy = lambda: coin.random() < 0.5
@@ -104,7 +104,7 @@ def test_pages_may_be_short(tokenizer_file: Path) -> None:
         drawn = []
         for n_pages in (256, 14):
             runner = FakeRunner(n_pages=n_pages, gpu=gpu, n_lookahead=int(gpu), max_model_len=640)
-            made = Engine(runner, tokenizer_json=tokenizer_file.read_text)
+            made = Engine(runner, vocabulary=Vocabulary(tokenizer_file.read_text))
             constraint = Constraint(grammar=WORD, think_end_id=THINK_END, think_budget=30, close_ids=(THINK_END,))
             drawn.append(run(made, *(request(f"{i}", 100, constraint, max_tokens=180) for i in range(6))))
             made.close(0)
@@ -119,7 +119,7 @@ def test_what_is_not_finite_is_drawn_again_and_no_mask_is_to_blame(tokenizer_fil
     drawn = []
     for spoil_at in (-1, 20, 50):
         runner = FakeRunner(gpu=gpu, n_lookahead=int(gpu))
-        made, was, n_steps = Engine(runner, tokenizer_json=tokenizer_file.read_text), runner.step, 0
+        made, was, n_steps = Engine(runner, vocabulary=Vocabulary(tokenizer_file.read_text)), runner.step, 0
 
         def step(step: Step, runner: Any = runner, was: Any = was, spoil_at: int = spoil_at) -> StepResult:
             nonlocal n_steps
@@ -195,7 +195,7 @@ def test_a_borrowed_tokenizer_may_end_elsewhere(tokenizer_file: Path) -> None:
     """As with random weights: the ends of the model are none of its ids."""
     runner = FakeRunner()
     runner.info.eos_token_ids = [500, 999]
-    engine = Engine(runner, tokenizer_json=tokenizer_file.read_text)
+    engine = Engine(runner, vocabulary=Vocabulary(tokenizer_file.read_text))
     words = Constraint(grammar=llguidance.LLMatcher.grammar_from_lark("start: /[ab]*/"))
     for ignore in (False, True):
         for seed in range(5):
@@ -271,6 +271,53 @@ def test_what_is_wrong_harms_nobody_else(engine: Engine, monkeypatch: pytest.Mon
     assert json.loads(bytes(ids(run(engine, request("y", constraint=Constraint(grammar=GRAMMAR)))["y", 0])))
 
 
+BOMBS = {
+    "empty": "",
+    "no rule": "%ignore / /",
+    "nothing": "start: T\nT: /a/ & /b/",
+    "itself": "start: start",
+    "a rule that is missing": "start: x",
+    "endless terminal": "start: T\nT: T",
+    "states": "start: /(a|b)*a(a|b){200}(a|b){200}(a|b){200}/",
+    "repetitions": "start: x{1000}\nx: y{1000}\ny: z{1000}\nz: /a|b/",
+    "ambiguous": 'start: x\nx: x x x x | "a" | ""',
+    "brackets": "start: " + "(" * 100_000,
+    "not text": "\x00\ud7ff" * 1000,
+}
+
+
+TAKEN = "empty", "states", "repetitions", "ambiguous"
+"""Those of which some text may follow, within what the library allows."""
+
+
+@pytest.mark.parametrize("what", BOMBS)
+def test_a_grammar_that_explodes_is_its_own_request_s_error(what: str, tokenizer_file: Path) -> None:
+    """Beside drafts, of which some end where a mask is missing: who has no grammar, or a good one, draws what it draws alone."""
+    runner = FakeRunner(max_drafts=4, head=random.Random(1))
+    engine = Engine(runner, vocabulary=Vocabulary(tokenizer_file.read_text))
+    free = request("f", max_tokens=40)
+    good = request("g", 20, Constraint(grammar=GRAMMAR))
+    alone = ids(run(engine, good)["g", 0])
+    bomb = Constraint(grammar=BOMBS[what], think_end_id=THINK_END, think_budget=3, close_ids=(THINK_END,))
+    bombs = [
+        request(f"x{i}", 10 + i, bomb if i else Constraint(grammar=BOMBS[what]), max_tokens=30, n=1 + i)
+        for i in range(2)
+    ]
+    found = run(engine, *bombs, free, good)
+    assert ids(found["f", 0]) == expected_tokens(free.prompt_ids, free.params)
+    assert ids(found["g", 0]) == alone
+    for i, n in ((0, 1), (1, 2)):
+        for index in range(n):
+            last = found[f"x{i}", index][-1]
+            ends = last.finish_reason, bool(last.error)
+            assert ends == ("error", True) or (what in TAKEN and ends in (("stop", False), ("length", False))), last
+    large = Constraint(grammar="start: T\nT: /" + "a" * 10_000_000 + "/")
+    with pytest.raises(RequestError, match="characters, and may have 300000"):
+        engine.add(request("large", constraint=large))
+    assert engine.stats().n_drafted > 0 and engine.guides.n_busy == 0 and not engine.has_work()
+    engine.close(0)
+
+
 def bits(ids: Iterable[int]) -> bytes:
     """As Constraint.allowed has them."""
     wanted = set(ids)
@@ -344,7 +391,7 @@ def test_refused_at_once(engine: Engine) -> None:
             engine.add(request(constraint=constraint))
     with pytest.raises(RequestError, match="no tokenizer"):
         Engine(FakeRunner()).add(request(constraint=Constraint(grammar=GRAMMAR)))
-    without = Engine(FakeRunner(), tokenizer_json=Path("/nowhere/tokenizer.json").read_text)
+    without = Engine(FakeRunner(), vocabulary=Vocabulary(Path("/nowhere/tokenizer.json").read_text))
     (output,) = run(without, request(constraint=Constraint(grammar=GRAMMAR)))["a", 0]
     assert "/nowhere/tokenizer.json" in (output.error or "")
 
@@ -429,12 +476,13 @@ def test_the_end_waits_for_the_threads(tokenizer_file: Path) -> None:
 import llguidance
 from pathlib import Path
 from deltic.engine.engine import Engine
+from deltic.engine.guides import Vocabulary
 from tests.fakes import FakeRunner
 from tests.null.test_constraint import Constraint, request
 inner = {{"properties": {{f"q{{i}}": {{"type": "string", "pattern": "^[a-z]{{1,20}}[0-9]*$"}} for i in range(40)}}}}
 schema = {{"properties": {{f"p{{i}}": {{"type": "array", "items": inner}} for i in range(40)}}}}
 grammar = llguidance.LLMatcher.grammar_from_json_schema(schema)
-engine = Engine(FakeRunner(), tokenizer_json=Path({str(tokenizer_file)!r}).read_text)
+engine = Engine(FakeRunner(), vocabulary=Vocabulary(Path({str(tokenizer_file)!r}).read_text))
 for i in range(8):
     engine.add(request(f"{{i}}", constraint=Constraint(grammar=grammar + " " * i)))
 engine.step()
@@ -443,11 +491,25 @@ engine.close(0)
     assert subprocess.run([sys.executable, "-c", program], check=False, timeout=60).returncode == 0
 
 
-def test_a_quiet_engine_makes_the_tokenizer(engine: Engine) -> None:
-    """While the library does, nothing else runs; what goes wrong is said by the first grammar."""
+def test_the_vocabulary_is_there_before_the_first_grammar(tokenizer_file: Path) -> None:
+    """It is read once, in a thread that begins before the engine is built; what goes wrong is said by the first grammar."""
+    n_read = 0
+
+    def read() -> str:
+        nonlocal n_read
+        n_read += 1
+        return tokenizer_file.read_text()
+
+    runner = FakeRunner()
+    vocabulary = Vocabulary(read)
+    vocabulary.begin(lambda: (runner.info.vocab_size, runner.info.eos_token_ids))
+    engine = Engine(runner, vocabulary=vocabulary)
     engine.guides.prepare()
-    assert engine.guides._tokenizer is not None
-    for without in (Guides(9, [0], None), Guides(9, [0], Path("/nowhere/tokenizer.json").read_text)):
+    assert n_read == 1
+    run(engine, request(constraint=Constraint(grammar=GRAMMAR)))
+    assert n_read == 1
+    broken = Vocabulary(Path("/nowhere/tokenizer.json").read_text)
+    broken.begin(lambda: 1 // 0)  # type: ignore[arg-type, return-value]
+    for without in (Guides(9, [0], None), Guides(9, [0], Vocabulary(Path("/nowhere/tokenizer.json").read_text))):
         without.prepare()
         without.prepare()
-        assert without._tokenizer is None

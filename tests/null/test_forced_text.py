@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import deltic
-from deltic.engine.guides import Guides
+from deltic.engine.guides import Guides, Vocabulary
 from deltic.server.api import protocol
 from deltic.server.chat.constraint import Constrainer, is_fixed, tool_schemas
 from deltic.server.chat.grammar import _ENDS, CallForm, error_of, quoted
@@ -27,7 +27,7 @@ from tests.null.test_grammar import json_format, tool
 DEMO = Path(deltic.__file__).parent / "demo"
 TOKENIZER = Tokenizer.load(DEMO)
 (END,) = TOKENIZER.encode("<|im_end|>", "parse")
-GUIDES = Guides(TOKENIZER.n_tokens, [END], (DEMO / "tokenizer.json").read_text)
+GUIDES = Guides(TOKENIZER.n_tokens, [END], Vocabulary((DEMO / "tokenizer.json").read_text))
 TEXTS = [
     "<|im_end|>", "a<|im_end|>b", "<|endoftext|>", "<|im_start|>x", "<think>", "</think>", "</think>\n\n", "<tool_call>", "</tool_call>",
     "<tts_pad>",    '<tool_call>\n{"name": "f", "arguments": {}}', "<tool_call><function=f></function></tool_call>", "</tool_response>",
@@ -39,7 +39,7 @@ TEXTS = [
 def walk(grammar: str, seed: int) -> list[int]:
     """Ids that the masks allow, drawn at random, to the first end of the grammar."""
     words = np.empty((1, -(-TOKENIZER.n_tokens // 32)), np.int32)
-    matcher = llguidance.LLMatcher(GUIDES._get_tokenizer(), grammar, log_level=0)
+    matcher = llguidance.LLMatcher(GUIDES._view().tokenizer, grammar, log_level=0)
     rng, ids = random.Random(seed), []
     while not GUIDES._fill([matcher], words)[0]:
         assert not matcher.is_error(), matcher.get_error()
@@ -116,11 +116,11 @@ def test_added_tokens_that_the_vocabulary_has_too(tmp_path: Path) -> None:
     said["model"]["vocab"] |= {token["content"]: token["id"] for token in said["added_tokens"]}
     said["model"]["ignore_merges"] = True
     (tmp_path / "tokenizer.json").write_text(json.dumps(said))
-    guides = Guides(TOKENIZER.n_tokens, [END], (tmp_path / "tokenizer.json").read_text)
+    guides = Guides(TOKENIZER.n_tokens, [END], Vocabulary((tmp_path / "tokenizer.json").read_text))
     for text in TEXTS[:10]:
-        made = guides._get_tokenizer().tokenize_str(text)
-        assert TOKENIZER.decode(made) == text and not any(map(guides._get_tokenizer().is_special_token, made))
-    assert guides._get_tokenizer().is_special_token(TOKENIZER.markers["<think>"])
+        made = guides._view().tokenizer.tokenize_str(text)
+        assert TOKENIZER.decode(made) == text and not any(map(guides._view().tokenizer.is_special_token, made))
+    assert guides._view().tokenizer.is_special_token(TOKENIZER.markers["<think>"])
 
 
 TAGS = st.sampled_from([*TEXTS, "<", ">", "|", "\u0301", "\u0327", "\u1161", "\u11ab", "im_end", "think", "\n"])

@@ -25,7 +25,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 
 from deltic.config import EngineConfig, ModelConfig, ServerConfig
-from deltic.engine.guides import Guides
+from deltic.engine.guides import Guides, Vocabulary
 from deltic.models import gguf_tensors
 from deltic.models.checkpoint import (
     DEMO,
@@ -365,8 +365,8 @@ def test_text_is_read_as_of_the_directory(demo: Path) -> None:
     assert (
         n_real_ids(EngineConfig(model="x"), tiny_gguf("moe"), ModelShape.from_directory(tiny_gguf("moe"))) < VOCAB_SIZE
     )
-    guides = Guides(own.n_tokens, shape.eos_token_ids, lambda: tokenizer_json(config))
-    assert own.decode(guides._get_tokenizer().tokenize_str("Hello é")) == "Hello é"
+    guides = Guides(own.n_tokens, shape.eos_token_ids, Vocabulary(lambda: tokenizer_json(config)))
+    assert own.decode(guides._view().tokenizer.tokenize_str("Hello é")) == "Hello é"
 
 
 def test_several_chat_templates(tmp_path: Path) -> None:

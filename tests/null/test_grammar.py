@@ -474,6 +474,36 @@ def test_hostile_schemas_end_soon(which: str) -> None:
     assert time.process_time() - started_s < 4.0
 
 
+def at_doors(schema: Any) -> dict[str, dict[str, Any]]:
+    """A request for an answer of this schema, by the path of each door that takes one."""
+    named = {"type": "json_schema", "name": "s", "schema": schema}
+    return {
+        "/v1/chat/completions": {"messages": HELLO, "response_format": json_format(schema)},
+        "/v1/completions": {"prompt": "Hello", "guided_json": schema},
+        "/v1/responses": {"input": "Hello", "text": {"format": named}},
+        "/v1/messages": {
+            "messages": HELLO,
+            "max_tokens": 5,
+            "output_config": {"format": {"type": "json_schema", "schema": schema}},
+        },
+        "/api/chat": {"messages": HELLO, "format": schema, "stream": False},
+        "/api/generate": {"prompt": "Hello", "format": schema, "stream": False},
+    }
+
+
+@pytest.mark.parametrize("path", at_doors({}))
+def test_hostile_schemas_end_soon_at_every_door(path: str) -> None:
+    """Those of each kind: deep, endless, large, exponential; as that door's error, and a good one is taken behind them."""
+    for which in ("deep", "deep value", "long", "states", "loop", "mutual", "product", "large"):
+        body = {"model": "fake", **at_doors(HOSTILE[which])[path]}
+        began_s = time.process_time()
+        response = post(FakeEngineClient(), path, body)
+        assert response.status_code in (200, 400) and time.process_time() - began_s < 4.0, which
+        assert response.status_code == 200 or len(response.content) < 4096, which
+    response = post(FakeEngineClient(), path, {"model": "fake", **at_doors(POINT)[path]})
+    assert response.status_code == 200, response.text
+
+
 def test_a_grammar_is_compiled_beside_the_event_loop_and_once(monkeypatch: pytest.MonkeyPatch) -> None:
     built: list[bool] = []
     error_of_grammar = grammar.error_of

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import re
 
+import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deltic.engine.messages import CacheStats, EngineInfo, SpeechStats, Stats
-from deltic.host.client import CACHE_COUNTERS, COUNTERS, SPEECH_COUNTERS
+from deltic.engine.messages import CacheStats, EngineInfo, ReplayStats, SpeechStats, Stats
+from deltic.host.client import CACHE_COUNTERS, COUNTERS, REPLAY_COUNTERS, SPEECH_COUNTERS
 from deltic.server.metrics import Exposition, Histogram, Metrics
 
 
@@ -53,7 +54,8 @@ def test_exposition_has_the_engine_s_numbers_of_the_moment() -> None:
 
 
 @pytest.mark.parametrize(
-    ("part", "counters"), [(Stats, COUNTERS), (CacheStats, CACHE_COUNTERS), (SpeechStats, SPEECH_COUNTERS)]
+    ("part", "counters"),
+    [(Stats, COUNTERS), (CacheStats, CACHE_COUNTERS), (SpeechStats, SPEECH_COUNTERS), (ReplayStats, REPLAY_COUNTERS)],
 )
 def test_a_counter_of_the_engine_goes_on_after_a_restart(part: type, counters: tuple[str, ...]) -> None:
     """Whatever /metrics calls a counter is one of those that the client carries over."""
@@ -68,11 +70,20 @@ def test_a_counter_of_the_engine_goes_on_after_a_restart(part: type, counters: t
     def of(value: object) -> Stats:
         if part is Stats:
             return value
-        return Stats(**{"cache" if part is CacheStats else "speech": value})
+        return Stats(**{{CacheStats: "cache", SpeechStats: "speech", ReplayStats: "replays"}[part]: value})
 
     for field in part.__struct_fields__:
         if type(getattr(part(), field)) in (int, float) and told(of(part(**{field: 5}))):
             assert field in counters
+
+
+def test_recorded_steps_are_counted_where_there_are_any() -> None:
+    for replays in (None, ReplayStats(n_recorded=7, n_replayed=3)):
+        stats = Stats(replays=replays)
+        text = exposition(("m", Metrics(lambda s=stats: s, lambda: 0, lambda: True))).text().decode()  # type: ignore[misc]
+        assert ('deltic_graph_replays_total{model="m"} 3.0' in text) == (replays is not None)
+        assert ('deltic_graph_recordings_total{model="m"} 7.0' in text) == (replays is not None)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(stats), type=Stats) == stats
 
 
 def test_of_several_models_a_family_comes_once() -> None:

@@ -120,6 +120,32 @@ def test_others_are_served_beside_it(monkeypatch: pytest.MonkeyPatch) -> None:
         assert httpx.post(f"{url}/v1/chat/completions", json={"messages": USER}).status_code == 200
 
 
+def test_a_request_s_own_template_takes_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where requests may bring one, a hostile one is that request's error, and who asks meanwhile is answered."""
+    monkeypatch.setattr(template, "MOST_STEPS", 100_000)
+    with served(make_app(FakeEngineClient(), TEMPLATE, trust_request_chat_template=True)) as url:
+
+        def ask(**more: Any) -> httpx.Response:
+            return httpx.post(f"{url}/v1/chat/completions", json={"messages": USER} | more, timeout=60)
+
+        for what in (
+            "loops",
+            "recursion",
+            "text times a number",
+            "power",
+            "joins",
+            "width",
+            "nested lists as JSON",
+            "searches",
+        ):
+            response = ask(chat_template=HOSTILE[what])
+            assert response.status_code == 400 and "takes too much" in response.text, what
+        for n in (10**9, 10**18, -(10**9), 10**400):
+            response = ask(chat_template="{% for i in range(n) %}x{% endfor %}", chat_template_kwargs={"n": n})
+            assert response.status_code in (200, 400), response.text
+        assert ask().status_code == 200
+
+
 def test_a_checkpoint_whose_template_takes_too_much_is_refused(tmp_path: Path) -> None:
     settings = {"chat_template": HOSTILE["text times a number"]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))

@@ -22,7 +22,7 @@ import pytest
 
 from deltic.__main__ import main
 from deltic.config import ConfigError, EngineConfig, ServerConfig, resolve
-from deltic.engine.cache.directory import ABANDONED_S, HEADER_BYTES, Directory, pack_header
+from deltic.engine.cache.directory import ABANDONED_S, HEADER_BYTES, Directory, pack_header, unpack_header
 from deltic.engine.messages import CacheLocated
 from deltic.host.client import QueueFull
 from deltic.server.address import check_transfer
@@ -213,6 +213,50 @@ def test_nothing_is_left_of_what_is_damaged(stream: bytes, receiver: str, tmp_pa
         assert code(reply) == (400, "damaged_stream"), what
         assert not contents(tmp_path / "to"), what
     assert send(receiver, stream).status_code == 200
+
+
+def signed(stream: bytes, i: int, payload: bytes | None = None, **changes: Any) -> bytes:
+    """The stream with other fields in the header of its i-th file, whose checksums are right."""
+    at = stream.index(b"\n") + 1 + i * (HEADER_BYTES + PAGE_BYTES)
+    model, entry, size, crc = unpack_header(stream[at : at + HEADER_BYTES])
+    end = at + HEADER_BYTES + size
+    if payload is not None:
+        size, crc = len(payload), zlib.crc32(payload)
+    said = {
+        "kind": entry.kind,
+        "key": entry.key,
+        "parent": entry.parent,
+        "depth": entry.depth,
+        "size": size,
+        "crc": crc,
+    }
+    header = pack_header(model, **(said | changes))
+    return stream[:at] + header + (stream[at + HEADER_BYTES : end] if payload is None else payload) + stream[end:]
+
+
+COUNTS = 0, 1, 63, 65, 2**31, 2**32 - 1, 2**63, 2**64 - 1
+
+
+def test_right_checksums_do_not_make_wrong_counts_right(stream: bytes, receiver: str, tmp_path: Path) -> None:
+    """Every field of every header, as who knows the format would write it."""
+    streams = {
+        **{f"{name} {n} of {i}": (i, {name: n}) for i in (0, 1, N_PAGES) for name in ("depth", "size") for n in COUNTS},
+        **{f"kind of {i}": (i, {"kind": kind}) for i, kind in ((0, "state"), (1, "state"), (N_PAGES, "page"))},
+        **{f"parent of {i}": (i, {"parent": key_of(9)}) for i in (1, N_PAGES)},
+        **{f"key of {i}": (i, {"key": key_of(9)}) for i in (1, N_PAGES)},
+        "a shorter page": (1, {"payload": b"x" * (PAGE_BYTES - 1)}),
+        "a longer page": (1, {"payload": b"x" * (PAGE_BYTES + 1)}),
+        "a longer state": (N_PAGES, {"payload": b"x" * (STATE_BYTES + 64)}),
+        "an empty state": (N_PAGES, {"payload": b""}),
+    }
+    for what, (i, changes) in streams.items():
+        reply = send(receiver, signed(stream, i, **changes))
+        assert code(reply) == (400, "damaged_stream"), what
+        assert not contents(tmp_path / "to"), what
+    for number in ("-64", "0", "1e3", "64.0", "9" * 30, "null", '"256"', "true", "NaN", str(2**63)):
+        reply = send(receiver, stream.replace(b'"tokens":256', f'"tokens":{number}'.encode(), 1))
+        assert reply.status_code in (400, 413) and not contents(tmp_path / "to"), number
+    assert send(receiver, signed(stream, 0)).status_code == 200, "the same fields"
 
 
 def test_who_leaves_leaves_nothing(stream: bytes, receiver: str, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from array import array
 import numpy as np
 
 from deltic.engine.cache.tiers import Bytes, Tiers
-from deltic.engine.messages import Request, SamplingParams
+from deltic.engine.messages import ReplayStats, Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
 from deltic.models.tts.cpu import PAD_ROW, SpeechMemory, Tts
 from deltic.models.tts.weights import SpeechWeights
@@ -31,6 +31,8 @@ class SpeechRunner(Speaker):
 
     Not thread-safe: one engine loop owns it.
     """
+
+    replays: ReplayStats | None = None
 
     def __init__(
         self,

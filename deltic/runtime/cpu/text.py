@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from deltic.engine.cache.tiers import Bytes, Tiers
-from deltic.engine.messages import Request, SamplingParams
+from deltic.engine.messages import ReplayStats, Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
 from deltic.models.qwen.cpu import Memory, Qwen
 from deltic.models.qwen.weights import Weights
@@ -67,6 +67,7 @@ class Runner:
         batch, rows = self.workspace.batch, self.workspace.picture_rows
         adapters = self.workspace.adapters
         self.adapters: Adapters | None = None
+        self.replays: ReplayStats | None = None
         if adapters is not None and self.workspace.adapter_memory is not None:
             memory = CpuAdapterMemory(adapters, self.workspace.adapter_memory)
             self.adapters = Adapters(shape, plan.adapters, memory)

@@ -125,6 +125,7 @@ class ParallelRunner:
         self.tiers: Tiers | None = None
         self.pictures: PictureEncoder | None = None
         self.adapters: LoadedAdapters | None = None
+        self.replays = first.replays  # each GPU replays the same
         if first.tower is not None:
             self.pictures = SharedTower(first.tower, self.runners, self._threads[0])
         self._lost: RunnerLostError | None = None

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
+from deltic.engine.messages import ReplayStats
 from deltic.ops.gpu.launch import Levers, launches
 
 Body = Callable[[], object]
@@ -18,9 +19,16 @@ Body = Callable[[], object]
 class Recording:
     """A step that can be replayed, and what it starts."""
 
-    run: Body
+    body: Body
     n_launches: int
+    replays: ReplayStats
+    """Of all that belong to one model."""
     graph: torch.cuda.CUDAGraph | None = None
+
+    def run(self) -> None:
+        """Starts it."""
+        self.replays.n_replayed += 1
+        self.body()
 
 
 def record_all(
@@ -28,23 +36,26 @@ def record_all(
     stream: torch.cuda.Stream | None,
     levers: Levers,
     progress: Callable[[float], None],
+    replays: ReplayStats,
     are_replayed: bool = False,
 ) -> list[Recording]:
     """Records each for replays on this stream; the largest come first, so that the smaller ones find their
-    memory in the pool. stream: None without a GPU, where each stays as it is, and is interpreted.
+    memory in the pool. stream: None without a GPU, where each stays as it is, and is interpreted. replays:
+    the model's, which counts them.
 
     Each is run once before, which compiles new kernels: no sequence may have rows in it. are_replayed: and
     once as recorded, for which the device makes room the first time.
     """
+    replays.n_recorded += len(bodies)
     if stream is None:
-        return [Recording(body, 0) for body in bodies]
+        return [Recording(body, 0, replays) for body in bodies]
     torch.cuda.synchronize()  # what was allocated and copied so far was on another stream
     pool, recordings = torch.cuda.graph_pool_handle(), list[Recording]()
     with torch.cuda.stream(stream):
         for i, body in enumerate(bodies):
             launches.n = 0
             body()
-            recording = Recording(body, launches.n)
+            recording = Recording(body, launches.n, replays)
             if levers.graphs:
                 torch.cuda.synchronize()
                 recording.graph = torch.cuda.CUDAGraph(keep_graph=True)  # so that its nodes can be counted
@@ -53,9 +64,9 @@ def record_all(
                 ):  # threads of other models may go on
                     body()
                 recording.graph.instantiate()
-                recording.run = recording.graph.replay
+                recording.body = recording.graph.replay
                 if are_replayed:
-                    recording.run()
+                    recording.body()
             recordings.append(recording)
             progress((i + 1) / len(bodies))
     torch.cuda.synchronize()

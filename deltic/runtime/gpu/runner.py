@@ -40,7 +40,7 @@ from torch import Tensor
 
 from deltic.engine.cache.tiers import Tiers
 from deltic.engine.engine import LoadedAdapters
-from deltic.engine.messages import EngineInfo
+from deltic.engine.messages import EngineInfo, ReplayStats
 from deltic.engine.pictures import PictureEncoder
 from deltic.engine.step import Chunk, Progress, Sequence, Step, StepResult
 from deltic.models.vision.pixels import PictureRules
@@ -127,6 +127,7 @@ class GpuRunner(ABC):
         self._tokens = [self._pinned(plan.n_decode_rows) for _ in range(N_PENDING)]
         self._turn = 0
         self._ahead: dict[Sequence, Ahead] = {}
+        self.replays = ReplayStats()
 
     def _pinned(self, *size: int, dtype: torch.dtype = torch.int32) -> Tensor:
         """Memory of the host for results."""
@@ -170,7 +171,9 @@ class GpuRunner(ABC):
             jobs.append((self._prefills, n, self._prefill_body(n, replace(inputs, adapters=None, logit_adapters=None))))
         self.places.flush()  # no row is in use
         bodies = [body for _, _, body in jobs]
-        recorded = record_all(bodies, self.stream, self.levers, lambda done: progress("record", done), are_replayed)
+        recorded = record_all(
+            bodies, self.stream, self.levers, lambda done: progress("record", done), self.replays, are_replayed
+        )
         for (where, key, _), recording in zip(jobs, recorded, strict=True):
             where[key] = recording
 

@@ -106,6 +106,7 @@ class GpuSpeechRunner(GpuRunner, Speaker):
         super().__init__(plan, levers, w, places, [self.memory.pages], [self.memory.past])
         self._codes = [self._pinned(n, N_CODES) for _ in range(N_PENDING)]
         self._voice_rows: dict[int, tuple[Voice, Tensor, Tensor | None]] = {}
+        self.replays = self.vocoder.replays
         self._record_all(progress)
         self.info = self._make_info()
         if plan.n_host_units:

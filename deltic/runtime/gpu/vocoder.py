@@ -14,6 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from deltic.engine.messages import ReplayStats
 from deltic.models.vocoder.gpu import (
     ChunkBuffers,
     VocoderGpu,
@@ -113,6 +114,7 @@ class GpuVocoderStreams:
         self._buffers = chunk_buffers(
             shape, n_frames, lambda name, size, dtype: torch.zeros(size, dtype=dtype, device=device)
         )
+        self.replays = ReplayStats()
         self._batches = [b for b in BATCHES if b <= n_frames and b < 2 * n_streams]
         self._n_frames = n_frames
         n_words = n_frames * N_CODES + self._batches[-1]
@@ -125,7 +127,7 @@ class GpuVocoderStreams:
         sizes = [(b, f) for b in self._batches[::-1] for f in FRAMES[::-1] if b * f <= n_frames]
         bodies = [self._body(b, f, self.model.forward) for b, f in sizes]
         bodies += [self._body(b, f, self.model.skim) for b, f in sizes if b == 1]
-        recorded = record_all(bodies, self.stream, levers, lambda done: progress("record vocoder", done))
+        recorded = record_all(bodies, self.stream, levers, lambda done: progress("record vocoder", done), self.replays)
         self._chunks = dict(zip(sizes, recorded, strict=False))
         self._skims = dict(zip([f for b, f in sizes if b == 1], recorded[len(sizes) :], strict=True))
 

@@ -22,16 +22,13 @@ from typing import Any, Literal
 
 import llguidance
 
+from deltic.engine.messages import MAX_GRAMMAR
 from deltic.server.chat.arguments import convert, value_types
 from deltic.server.chat.markup import PARAMETER, unquoted
 from deltic.server.chat.schema import DEFS, GrammarError, Schema, children, clean, target_of
 
 CallForm = Literal["xml", "json"]
 
-MAX_GRAMMAR = 300_000
-"""Characters of a grammar: compiling one of that size takes half a second, and one of twice that four times
-as long.
-"""
 STACK_BYTES = 16_000_000
 """Stack of a thread that compiles: the library ends the process if it is too small."""
 MAX_BRANCHES = 256
