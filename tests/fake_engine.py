@@ -332,7 +332,7 @@ def service_of(
     """A model that writes, over a fake engine. more: fields of its Service."""
     if (tokenizer := more.pop("tokenizer", None)) is not None:
         assert template is not None
-        return Service(server, client, tokenizer, ChatTemplate({"default": template}, tokenizer), name, **more)  # type: ignore[arg-type]
+        return Service.of(server, client, tokenizer, ChatTemplate({"default": template}, tokenizer), name, **more)  # type: ignore[arg-type]
     sees = client.info is not None and client.info.pictures is not None
     chat = None if template is None else copy.copy(_template(template, sees))  # each has its own defaults
     return Service.of(server, client, byte_tokenizer(sees), chat, name, **more)  # type: ignore[arg-type]
