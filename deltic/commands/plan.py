@@ -139,7 +139,8 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
         "vision tower": (plan.tower_bytes, "as stored; the buffers are in the next line"),
         "pictures": (
             pictures,
-            f"one of up to {plan.max_picture_tokens} tokens at work, {plan.n_picture_blocks} blocks of {PAGE_SIZE} ready",
+            f"one of up to {plan.max_picture_tokens} tokens at work, {plan.n_picture_blocks} blocks of {PAGE_SIZE} ready"
+            + ", room for pixels that wait" * ("vision pixels that wait" in plan.workspace),
         ),
         "workspace": (sum(buffers.values()), f"{step}; largest: {most}"),
         "streams": (streams, f"states of {plan.n_streams} streams of audio"),

@@ -43,7 +43,7 @@ from deltic.engine.scheduler import RequestError, Scheduler
 from deltic.engine.stage import FRAME_S, SpeechStage, StreamVocoder
 from deltic.engine.step import HeldAdapter, Progress, RunnerLostError, Step, StepResult, Voice
 from deltic.engine.trace import Trace
-from deltic.ops.geometry import TOKEN_FRAMES, TOKEN_PIXELS
+from deltic.ops.geometry import TOKEN_BYTES, TOKEN_FRAMES
 
 log = logging.getLogger("deltic.engine")
 
@@ -223,7 +223,7 @@ def check_pictures(request: Request, info: EngineInfo) -> None:
     end = 0
     for i, picture in enumerate(request.pictures):
         sides = min(picture.rows, picture.columns, picture.n_frames)
-        wanted = picture.n_frames * picture.n_tokens * TOKEN_PIXELS**2 * 3
+        wanted = picture.n_frames * picture.n_tokens * TOKEN_BYTES
         if sides < 1 or picture.n_frames > TOKEN_FRAMES or len(picture.pixels) != wanted or len(picture.key) != 16:
             raise RequestError(f"picture {i}: {len(picture.pixels)} bytes are not its {wanted} of pixels")
         if picture.first < end or picture.end > len(request.prompt_ids):
@@ -430,7 +430,8 @@ class Engine:
             log.exception("a step of %s failed", logs.counted(len(step.chunks), "sequence"))
             self.n_failures += 1
             failed = self.scheduler.fail(
-                step, f"the engine could not run this step ({type(error).__name__}: {error}); send the request again"
+                step,
+                f"the engine could not run this step ({type(error).__name__}; its log says more); send the request again",
             )
             ended += failed
             return self._traced(ended if self.stage is None else self.stage.hold(ended))

@@ -495,6 +495,8 @@ class PictureInfo(msgspec.Struct, array_like=True):
     max_tokens: int
     """Of one picture."""
     video: VideoInfo = msgspec.field(default_factory=VideoInfo)
+    room_bytes: int = 1 << 29
+    """Of pixels of all requests that are open."""
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):

@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from deltic.engine.cache.pool import Pool
-from deltic.engine.messages import Picture, PictureStats
+from deltic.engine.messages import Picture, PictureStats, Request
 from deltic.engine.step import Chunk, Sequence
 from deltic.ops.geometry import PAGE_SIZE
 
@@ -99,11 +99,19 @@ def row_ids(chunk: Chunk) -> Iterator[tuple[int, list[int]]]:
         yield begin - chunk.start, [-1 - blocks[i // PAGE_SIZE] * PAGE_SIZE - i % PAGE_SIZE for i in tokens]
 
 
+Key = tuple[str, str, bytes]
+"""Party, salt and content: how soon a picture is there tells whether it was before, as with prefixes."""
+
+
+def _key_of(request: Request, picture: Picture) -> Key:
+    return request.party, request.cache_salt, picture.key
+
+
 @dataclass(slots=True, eq=False)
 class _Entry:
     """A picture with a place in the pool."""
 
-    key: bytes
+    key: Key
     picture: Picture | None
     """None: it is encoded, and its pixels are forgotten."""
     blocks: list[int]
@@ -112,7 +120,7 @@ class _Entry:
     """That the tower took."""
     priority: float = 0.0
     wanted_by: list[Sequence] = field(default_factory=list)
-    """Until it is done."""
+    """Those that are open, until it is done."""
 
     @property
     def is_done(self) -> bool:
@@ -133,8 +141,8 @@ class Pictures:
         self.n_hits = 0
         """Pictures that a prompt needed and that were there."""
         self.tower_s = 0.0
-        self._entries: dict[bytes, _Entry] = {}
-        self._claimed: dict[bytes, _Entry] = {}  # in this plan, in the order of rank
+        self._entries: dict[Key, _Entry] = {}
+        self._claimed: dict[Key, _Entry] = {}  # in this plan, in the order of rank
         self._current: _Entry | None = None  # that the tower works on
         self._is_short = False
         self._clock = 0.0
@@ -171,7 +179,7 @@ class Pictures:
         begin, end = chunk.start, chunk.start + chunk.length
         for picture in chunk.sequence.request.pictures:
             if picture.end > begin and picture.first < end:
-                entry = self._entries[picture.key]
+                entry = self._entries[_key_of(chunk.sequence.request, picture)]
                 chunk.pictures.append((picture, entry.blocks))
                 if picture.first >= begin:
                     self._use(entry)
@@ -179,8 +187,17 @@ class Pictures:
     def distrust(self, sequences: list[Sequence]) -> None:
         """Forgets what the tower made of the pictures of sequences whose logits were not finite."""
         for sequence in sequences:
-            for picture in sequence.request.pictures:
-                if (entry := self._entries.get(picture.key)) is not None:
+            for entry in self._of(sequence):
+                self._evict(entry)
+
+    def leave(self, sequence: Sequence) -> None:
+        """Forgets a sequence that has ended, whose pixels would else stay. What nobody else waits for gives
+        its room back, unless the tower has begun it: its request may be sent again.
+        """
+        for entry in self._of(sequence):
+            if sequence in entry.wanted_by:
+                entry.wanted_by.remove(sequence)
+                if not entry.wanted_by and entry is not self._current:
                     self._evict(entry)
 
     def work(self, seconds: float) -> list[tuple[Sequence, str]]:
@@ -192,6 +209,8 @@ class Pictures:
             begin = time.perf_counter()
             try:
                 if entry is not self._current:
+                    if self._current is not None and not self._current.wanted_by:
+                        self._evict(self._current)
                     self._current = entry
                     assert entry.picture is not None
                     self.encoder.begin(entry.picture, entry.blocks)
@@ -199,7 +218,7 @@ class Pictures:
             except Exception as error:
                 log.exception("a picture could not be encoded")
                 self._evict(entry)
-                return [(sequence, f"{type(error).__name__}: {error}") for sequence in entry.wanted_by]
+                return [(sequence, type(error).__name__) for sequence in entry.wanted_by]
             entry.seconds += time.perf_counter() - begin
             if is_done:
                 self._finish(entry)
@@ -220,19 +239,25 @@ class Pictures:
         that is claimed.
         """
         current = self._current
-        if current is not None and any(s.finish_reason is None for s in current.wanted_by):
+        if current is not None and current.wanted_by:
             return current
-        return next((e for e in self._claimed.values() if not e.is_done and _is_wanted(e)), None)
+        return next((e for e in self._claimed.values() if not e.is_done and e.wanted_by), None)
+
+    def _of(self, sequence: Sequence) -> list[_Entry]:
+        """Those of a sequence's pictures that have a place."""
+        keys = {_key_of(sequence.request, picture) for picture in sequence.request.pictures}
+        return [self._entries[key] for key in keys if key in self._entries]
 
     def _claim(self, sequence: Sequence, picture: Picture) -> _Entry | None:
         """The picture's entry, made if there is room; None: there is none."""
-        entry = self._entries.get(picture.key)
+        key = _key_of(sequence.request, picture)
+        entry = self._entries.get(key)
         if entry is None:
             blocks = None if self._is_short else self._take(-(-picture.n_tokens // PAGE_SIZE))
             if blocks is None:
                 return None
-            entry = self._entries[picture.key] = _Entry(picture.key, picture, blocks)
-        self._claimed.setdefault(picture.key, entry)
+            entry = self._entries[key] = _Entry(key, picture, blocks)
+        self._claimed.setdefault(key, entry)
         if not entry.is_done and sequence not in entry.wanted_by:
             entry.wanted_by.append(sequence)
         return entry
@@ -242,7 +267,7 @@ class Pictures:
         others = [e for key, e in self._entries.items() if key not in self._claimed]
         if n > self.pool.n_free + sum(len(e.blocks) for e in others):
             return None
-        for entry in sorted(others, key=lambda e: (_is_wanted(e), e.priority)):
+        for entry in sorted(others, key=lambda e: (bool(e.wanted_by), e.priority)):
             if n <= self.pool.n_free:
                 break
             self._evict(entry)
@@ -267,8 +292,3 @@ class Pictures:
         self.n_hits += entry.n_uses > 0
         entry.n_uses += 1
         entry.priority = self._clock + entry.worth
-
-
-def _is_wanted(entry: _Entry) -> bool:
-    """Whether it is being encoded for a request that is open."""
-    return any(sequence.finish_reason is None for sequence in entry.wanted_by)

@@ -300,7 +300,7 @@ class Scheduler:
         """Ends a sequence, and those that wait for its prompt, whose picture could not be encoded."""
         if sequence.finish_reason is not None:
             return []
-        message = f"the engine could not encode a picture ({why}); send the request again"
+        message = f"the engine could not encode a picture ({why}; its log says more); send the request again"
         return [self._end(member, "error", message) for member in [*sequence.siblings, sequence]]
 
     def _end(self, sequence: Sequence, reason: FinishReason, message: str | None = None) -> Output:
@@ -319,6 +319,8 @@ class Scheduler:
         self.cache.release(sequence, keep_state=keep_state and reason != "error")
         sequence.finish_reason = reason
         sequence.guide = None
+        if self.pictures is not None:
+            self.pictures.leave(sequence)
         if sequence.adapter is not None:
             sequence.adapter.n_sequences -= 1
         self.is_blocked = False

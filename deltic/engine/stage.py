@@ -30,6 +30,7 @@ be preempted. A sequence's terminal Output is held back until its audio is out.
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -42,6 +43,8 @@ from numpy.typing import NDArray
 from deltic.engine.cache.pool import IntegrityError
 from deltic.engine.messages import Output, SpeechStats
 from deltic.engine.step import Sequence, Step, StepResult
+
+log = logging.getLogger("deltic.engine")
 
 FRAME_S = 0.08
 FIRST_S = 0.15
@@ -462,7 +465,8 @@ class SpeechStage:
     def _fail(self, parts: list[tuple[Stream, int]], error: Exception) -> list[Output]:
         """The vocoder failed: its streams end with an error, where they have not ended meanwhile."""
         self._flight = None
-        said = f"the vocoder could not run ({type(error).__name__}: {error}); send the request again"
+        log.error("the vocoder failed", exc_info=error)
+        said = f"the vocoder could not run ({type(error).__name__}; its log says more); send the request again"
         outputs = []
         for stream, _ in parts:
             if stream.is_dropped:

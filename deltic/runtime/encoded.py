@@ -234,7 +234,7 @@ class Encoded(ABC, Generic[C, T, A]):
         except Exception as error:
             log.exception("a %s could not be finished", self.noun)
             self._unfinished.popleft()
-            return self._answer(unfinished.command, f"{type(error).__name__}: {error}")
+            return self._answer(unfinished.command, f"{type(error).__name__}; the engine's log says more")
         if is_last:
             self._unfinished.popleft()
             self._answer(unfinished.command, unfinished.item)
@@ -316,7 +316,7 @@ class Encoded(ABC, Generic[C, T, A]):
             return str(error)
         except Exception as error:
             log.exception("a %s could not be encoded", self.noun)
-            return f"{type(error).__name__}: {error}"
+            return f"{type(error).__name__}; the engine's log says more"
 
     def _file(self, key: str) -> Path:
         assert self._directory is not None

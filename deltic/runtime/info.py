@@ -59,7 +59,7 @@ def engine_info(plan: Plan[Any], device: str, rules: PictureRules | None = None,
 def _pictures(plan: Plan[Any], rules: PictureRules) -> PictureInfo:
     most = min(rules.max_pixels, plan.max_picture_tokens * BLOCK**2)
     video = VideoInfo(*dataclasses.astuple(rules.video))
-    return PictureInfo(min(rules.min_pixels, most), most, plan.max_picture_tokens, video)
+    return PictureInfo(min(rules.min_pixels, most), most, plan.max_picture_tokens, video, plan.pixel_bytes)
 
 
 def precision(plan: Plan[Any], weights: Weights) -> tuple[str, list[str]]:

@@ -22,7 +22,7 @@ from deltic.models.qwen.shard import Cuts
 from deltic.models.tts.shape import SpeechShape
 from deltic.models.vision.shape import VisionShape
 from deltic.models.vision.weights import empty_vision
-from deltic.ops.geometry import PAGE_SIZE
+from deltic.ops.geometry import PAGE_SIZE, TOKEN_BYTES
 
 CACHE_SHARE = 4
 """Default share for checkpoints, one part in this many: of the pools beside running sequences, and of the
@@ -171,6 +171,14 @@ class Plan(Generic[S]):
         as many small ones as begin in a page and two of the largest.
         """
         return 4 * pages_for(self.max_picture_tokens) + PAGE_SIZE if self.max_picture_tokens else 0
+
+    @property
+    def pixel_bytes(self) -> int:
+        """Host memory for the pixels of all requests that are open, which their pictures need again where a
+        sequence starts over: as many as four prompts, or one in eight of the sequences, could have.
+        """
+        longest = max(self.max_model_len, self.max_picture_tokens)
+        return max(4, self.max_num_seqs // 8) * longest * TOKEN_BYTES if self.max_picture_tokens else 0
 
     @property
     def max_logit_rows(self) -> int:

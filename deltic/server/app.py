@@ -115,6 +115,8 @@ class Route:
     """The query's `model` names one; else the body's does, if there is one."""
     generates: bool = False
     """It generates, so the limits of a key hold."""
+    prepares: bool = False
+    """It makes a prompt or a text that goes nowhere: the limit of a key's requests at once holds."""
     is_shared: bool = False
     """It reads or changes what all keys share: for administrators."""
     form: bool = False
@@ -142,8 +144,8 @@ def create_app(server: Server) -> Starlette:
                 ticket.account = access.check(
                     request, open_=route.open_, any_type=route.form or route.any_type, is_shared=route.is_shared
                 )
-            if route.generates:
-                ticket.enter()
+            if route.generates or route.prepares:
+                ticket.enter(generates=route.generates)
             service = await asked_model(server, route, request)
             ticket.model = service.model_name if server.has_choice else ""
             return await route.endpoint(service, request)
@@ -489,12 +491,18 @@ AUDIO = tuple(MEDIA_TYPES.values())
 ROUTES = (
     Route("POST", "/v1/chat/completions", chat_completions, protocol.ChatRequest, generates=True),
     Route("POST", "/v1/completions", completions, protocol.CompletionRequest, generates=True),
-    Route("POST", "/v1/chat/completions/render", render_chat, protocol.ChatRequest),
-    Route("POST", "/v1/completions/render", render_completion, protocol.CompletionRequest),
+    Route("POST", "/v1/chat/completions/render", render_chat, protocol.ChatRequest, prepares=True),
+    Route("POST", "/v1/completions/render", render_completion, protocol.CompletionRequest, prepares=True),
     Route("POST", "/v1/messages", anthropic.messages, anthropic_protocol.MessagesRequest, generates=True),
-    Route("POST", "/v1/messages/count_tokens", anthropic.count_tokens, anthropic_protocol.CountTokensRequest),
+    Route(
+        "POST",
+        "/v1/messages/count_tokens",
+        anthropic.count_tokens,
+        anthropic_protocol.CountTokensRequest,
+        prepares=True,
+    ),
     Route("POST", "/v1/responses", create_response, ResponsesRequest, generates=True),
-    Route("POST", "/v1/responses/input_tokens", count_input_tokens, ResponsesRequest),
+    Route("POST", "/v1/responses/input_tokens", count_input_tokens, ResponsesRequest, prepares=True),
     Route("GET", "/v1/responses/{response_id}", get_response),
     Route("DELETE", "/v1/responses/{response_id}", delete_response),
     Route("POST", "/v1/responses/{response_id}/cancel", cancel_response),
@@ -523,8 +531,8 @@ ROUTES = (
     Route("GET", "/v1/models/{model:path}", get_model),
     ADAPTERS("/v1/load_lora_adapter", load_adapter, LoadAdapterRequest, takes_model=True),
     ADAPTERS("/v1/unload_lora_adapter", unload_adapter, UnloadAdapterRequest),
-    Route("POST", "/tokenize", tokenize, protocol.TokenizeRequest),
-    Route("POST", "/detokenize", detokenize, protocol.DetokenizeRequest),
+    Route("POST", "/tokenize", tokenize, protocol.TokenizeRequest, prepares=True),
+    Route("POST", "/detokenize", detokenize, protocol.DetokenizeRequest, prepares=True),
     Route("GET", "/server_info", server_info, takes_model=True),
     Route("GET", "/model_info", model_info, takes_model=True),
     Route("GET", "/is_sleeping", is_sleeping, open_=True),

@@ -1,17 +1,28 @@
 """Files that nobody vouches for, decoded by a short process of their own: a module run as a program.
 
-It has little memory and time and may write no file; what a broken file makes of it is an exit status. A
-module that decodes has a `main` that calls `answer`, and asks for it by `ask`.
+It has little memory and time, makes way for everybody else, and may write no file; what a broken file makes
+of it is an exit status. Where memory runs out, the kernel ends it and not the engine. A module that decodes
+has a `main` that calls `answer`, and asks for it by `ask`.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import sys
 from collections.abc import Callable
+from pathlib import Path
+
+from deltic.server.errors import ApiError
 
 REFUSED = 3
 """The program's exit status where it refuses a file, with the reason in stderr."""
+NICENESS = 5
+SLOWER = 3
+"""How many times the seconds of a processor that it has a program may last, as it makes way."""
+FIRST_TO_GO = "1000"
+"""The kernel's largest oom_score_adj."""
 
 
 class Refused(ValueError):
@@ -19,9 +30,10 @@ class Refused(ValueError):
 
 
 async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: str) -> bytes:
-    """What the program makes of the file. Raises Refused: with its reason, or with `otherwise` where it died.
+    """What the program makes of the file. Raises Refused: with its reason, or with `otherwise` where it died;
+    ApiError (503) where the kernel had no memory for it.
 
-    It is ended after limit_s, or when nobody waits any more.
+    limit_s: seconds of a processor. It is ended when nobody waits any more, too.
     """
     import asyncio  # which the program itself does without
 
@@ -33,16 +45,21 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
         env={"PATH": os.environ.get("PATH", ""), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
     )
     try:
-        async with asyncio.timeout(limit_s):
+        async with asyncio.timeout(SLOWER * limit_s):
             made, said = await process.communicate(data)
     except TimeoutError:
-        raise Refused(f"could not be decoded within {limit_s:g} s") from None
+        raise Refused(f"could not be decoded within {SLOWER * limit_s:g} s") from None
     finally:
         if process.returncode is None:
             process.kill()
             await process.wait()
     if process.returncode == REFUSED:
         raise Refused(said.decode("utf-8", "replace").rpartition("\n")[2])  # decoders print there, too
+    if process.returncode == -signal.SIGXCPU:
+        raise Refused(f"could not be decoded within {limit_s:g} s")
+    if process.returncode == -signal.SIGKILL:  # nobody else sends it
+        lack = "memory ran out while a file of the request was decoded; try again later, or send a smaller one"
+        raise ApiError(503, lack, code="out_of_memory", headers={"retry-after": "10"})
     if process.returncode:
         raise Refused(otherwise)
     return made
@@ -55,7 +72,11 @@ def answer(decode: Callable[[bytes], bytes], *, limit_s: float, memory: int, mos
     """
     import resource
 
-    resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s), int(limit_s)))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text(FIRST_TO_GO)
+    os.nice(NICENESS)
+    # One more to the second, which is SIGKILL's: the kernel sends that where memory runs out, too.
+    resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s), int(limit_s) + 1))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))

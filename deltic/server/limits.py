@@ -26,6 +26,7 @@ from deltic.config import ConfigError, ServerConfig
 from deltic.logs import counted
 from deltic.server.chat.answer import Usage
 from deltic.server.errors import ApiError
+from deltic.server.fair_thread import Held
 from deltic.server.metrics import KeyNumbers
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -63,12 +64,13 @@ class Account:
         self._level = float(tokens_per_minute)
         self._filled_at_s = time.monotonic()
 
-    def enter(self) -> None:
-        """One more request runs. Raises ApiError (429)."""
+    def enter(self, *, generates: bool = True) -> None:
+        """One more request runs. generates: it takes tokens. Raises ApiError (429)."""
         numbers, most = self.numbers, self._max_concurrent
         if most and numbers.n_open >= most:
             raise self._refusal("requests", f"has {counted(most, 'request')} open, as many as it may", 1)
-        self.check_tokens()
+        if generates:
+            self.check_tokens()
         numbers.n_open += 1
 
     def check_tokens(self) -> None:
@@ -143,6 +145,8 @@ class Ticket:
         """The request's body, if the log is to contain it."""
         self.notes: dict[str, str] = {}
         """What else the log says of it: what was made of a wish that could not be met to the letter."""
+        self.held: Held | None = None
+        """What its pictures have of the room for pixels; the engine leaves it, too."""
         self._deadline_s = self.started_s + timeout_s if timeout_s else None
         self._is_open = False
 
@@ -168,12 +172,12 @@ class Ticket:
         """Seconds until it must have ended; None for any number."""
         return None if self._deadline_s is None else max(0.0, self._deadline_s - time.monotonic())
 
-    def enter(self) -> None:
+    def enter(self, *, generates: bool = True) -> None:
         """Admits the request under its key's limits, unless that was done before. Raises ApiError (429)."""
         if self.account and self.is_batch:
             self.account.check_tokens()
         elif self.account and not self._is_open:
-            self.account.enter()
+            self.account.enter(generates=generates)
             self._is_open = True
 
     def take(self, n_tokens: int) -> None:
@@ -183,6 +187,8 @@ class Ticket:
 
     def end(self, status: int) -> None:
         """Ends the request, which was answered with `status`."""
+        if self.held is not None:
+            self.held.leave()
         if self.account:
             if self._is_open:
                 self.account.leave()

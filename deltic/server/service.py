@@ -12,8 +12,8 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -38,7 +38,7 @@ from deltic.server.chat.generation import RETRY_LATER, queue_full, unavailable
 from deltic.server.chat.picture_parts import PictureBounds, PictureReader, Pictures, Sent
 from deltic.server.chat.template import ChatTemplate
 from deltic.server.errors import ApiError, bad_request
-from deltic.server.fair_thread import FairThread
+from deltic.server.fair_thread import FairThread, Room
 from deltic.server.limits import TICKET, Accounts, asking
 from deltic.server.metrics import Exposition, Metrics
 from deltic.server.speech.prompt import Prompter
@@ -125,9 +125,14 @@ class Server:
         if self.config.batch_dir is not None:
             files = FileStore(self.config.batch_dir, self.config.batch_disk_gb, self.accounts.n_owners)
             self.batches = BatchRunner(self.config, self.accounts, files, self.writer)
-        self.pictures = PictureReader(Hosts(self.config.fetch_images_from, "--fetch-images-from"))
+        self.pictures = PictureReader(Hosts(self.config.fetch_images_from, "--fetch-images-from"), self.n_shares)
         self.worker = FairThread("prepare", lambda: int(MAX_PREPARING * self.max_body_mb * 1_000_000))
         self.metrics = Exposition(self.accounts.numbers(), self.config.metrics_names)
+
+    @property
+    def n_shares(self) -> int:
+        """A key may have one in so many of what keys share: where there are several, not all of it."""
+        return min(2, self.accounts.n_owners)
 
     @property
     def max_body_mb(self) -> float:
@@ -267,6 +272,7 @@ class Begun(Generic[T]):
     pictures: list[Sent]
     bounds: PictureBounds | None
     end: Callable[[Pictures], T]
+    salt: str = ""
 
 
 @dataclass
@@ -297,6 +303,8 @@ class Service:
     metrics: Metrics
     constrainer: Constrainer
     adapters: Adapters
+    pixels: Room
+    """Bytes of pixels of the requests that are open, here and in the engine."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     speech: SpeechParts | None = None
     """None: the model writes text."""
@@ -330,7 +338,8 @@ class Service:
             adapters=lambda: (adapters.most, adapters.n_held, [adapter.numbers for adapter in adapters.all()]),
         )
         constrainer = Constrainer(tokenizer, template.call_form if template else None)
-        return cls(server, client, tokenizer, template, model_name, metrics, constrainer, adapters, **more)
+        pixels = Room(partial(_pixel_bytes, client), server.n_shares)
+        return cls(server, client, tokenizer, template, model_name, metrics, constrainer, adapters, pixels, **more)
 
     @property
     def config(self) -> ServerConfig:
@@ -381,28 +390,31 @@ class Service:
             chat: protocol.ChatRequest | protocol.TokenizeRequest | None = made
             pictures = find_pictures(chat.messages or []) if chat else []
             bounds = chat.mm_processor_kwargs if chat else None
-            return Begun(pictures, bounds, lambda found: work(asked, made, found))
+            salt = getattr(chat, "cache_salt", None) or ""
+            return Begun(pictures, bounds, lambda found: work(asked, made, found), salt)
 
         return await self.prepare_pictured(len(body), begin, request)
 
     async def prepare_pictured(self, size: int, begin: Callable[[], Begun[T]], request: Request) -> T:
         """As `prepare`, of work whose pictures are read between its two parts; without any, it is done in one
-        go.
+        go. Until then the body counts as one that waits.
         """
 
         def begin_or_end() -> T | Begun[T]:
             begun = begin()
             return begun if begun.pictures else begun.end({})
 
-        done = await self.prepare(size, begin_or_end, request)
-        if not isinstance(done, Begun):
-            return done
-        info = self.client.info or self.admit()
-        if info.pictures is None:
-            raise done.pictures[0].not_taken(info.no_pictures)
-        reading = self.server.pictures.read(done.pictures, info.pictures, done.bounds, info.max_model_len)
-        found = await unless_disconnected(request.receive, reading)
-        return await self.prepare(INLINE_BYTES + 1, lambda: done.end(found), request)
+        with self._waiting(size if size > INLINE_BYTES else 0, request):
+            done = await self.prepare(size, begin_or_end, request, is_counted=True)
+            if not isinstance(done, Begun):
+                return done
+            info, ticket = self.client.info or self.admit(), request.scope[TICKET]
+            if info.pictures is None:
+                raise done.pictures[0].not_taken(info.no_pictures)
+            asked = done.pictures, info.pictures, done.bounds, info.max_model_len
+            reading = self.server.pictures.read(*asked, ticket=ticket, room=self.pixels, salt=done.salt)
+            found = await unless_disconnected(request.receive, reading)
+            return await self.prepare(INLINE_BYTES + 1, lambda: done.end(found), request, is_counted=True)
 
     @property
     def default_length(self) -> int | None:
@@ -512,25 +524,31 @@ class Service:
             status["loading"] = {"stage": client.loading.stage, "done": client.loading.done}
         return status
 
-    async def prepare(self, size: int, work: Callable[[], T], request: Request) -> T:
+    async def prepare(self, size: int, work: Callable[[], T], request: Request, is_counted: bool = False) -> T:
         """Runs `work` (parsing, rendering, tokenising `size` bytes) without holding up other answers for
         long.
 
-        request: the one whose body was read. Raises ClientDisconnect when its client leaves before the work
-        begins; ApiError (429) when the key's backlog is full.
+        request: the one whose body was read. is_counted: as one that waits. Raises ClientDisconnect when its
+        client leaves before the work begins; ApiError (429) when the key's backlog is full.
         """
         if size <= INLINE_BYTES:
             with suppress(NotInline):
                 return work()
-        done = self.server.worker.submit(request.scope[TICKET].turns, size, work)
-        if done is None:
-            raise ApiError(
-                429,
-                "too many large requests wait to be read; try again in a few seconds",
-                code="too_many_large_requests",
-                headers=RETRY_LATER,
-            )
-        return await unless_disconnected(request.receive, _result(asyncio.wrap_future(done)))
+        with self._waiting(0 if is_counted else size, request):
+            done = self.server.worker.submit(request.scope[TICKET].turns, size, work)
+            return await unless_disconnected(request.receive, _result(asyncio.wrap_future(done)))
+
+    @contextmanager
+    def _waiting(self, size: int, request: Request) -> Iterator[None]:
+        """Counts a body of so many bytes as one of its key's that wait. Raises ApiError (429)."""
+        key, worker = request.scope[TICKET].turns, self.server.worker
+        if size and not worker.enter(key, size):
+            said = "too many large requests wait to be read; try again in a few seconds"
+            raise ApiError(429, said, code="too_many_large_requests", headers=RETRY_LATER)
+        try:
+            yield
+        finally:
+            worker.leave(key, size)
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError: 404 for a name that nothing has; 400 for that of another model or adapter, as it
@@ -539,6 +557,10 @@ class Service:
         if name is not None and self.server.find(name).model_name != self.model_name:
             said = f"{name!r} cannot answer a part of what {self.model_name!r} was asked; send that by itself"
             raise bad_request("model", said)
+
+
+def _pixel_bytes(client: EngineClient) -> int:
+    return client.info.pictures.room_bytes if client.info and client.info.pictures else 0
 
 
 async def _result(future: asyncio.Future[T]) -> T:

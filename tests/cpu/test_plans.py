@@ -30,8 +30,21 @@ def test_the_largest_picture_is_halved_before_anything_else() -> None:
         config = EngineConfig(dummy="qwen3.5-0.8b", **settings)
         return make_plan(config, shape, TEXT, shape.vocab_size, int(gigabytes * 1e9), tower=tower)
 
-    wide, tight = plan(20), plan(3.8)
+    wide, tight = plan(20), plan(4.3)
     assert wide.max_picture_tokens == 4096 and wide.tower_bytes > 2e8
     assert tight.max_picture_tokens < 4096 and tight.max_model_len == wide.max_model_len
     with pytest.raises(ConfigError, match=r"--max-picture-tokens 200000 does not fit .* give at most [0-9]+"):
-        plan(4.2, max_picture_tokens=200_000)
+        plan(4.7, max_picture_tokens=200_000)
+
+
+def test_pixels_that_wait_are_in_the_plan() -> None:
+    shape, tower = published_shape("qwen3.5-0.8b"), VisionShape.published("qwen3.5-0.8b", 1024)
+
+    def plan(gigabytes: float, **settings: Any) -> TextPlan:
+        config = EngineConfig(dummy="qwen3.5-0.8b", quantize="int8", **settings)
+        return make_plan(config, shape, TEXT, shape.vocab_size, int(gigabytes * 1e9), tower=tower)
+
+    assert plan(20).workspace["vision pixels that wait"] == plan(20).pixel_bytes == 4 * 32768 * 3072
+    assert plan(4).total_bytes < 0.8 * 4e9 and plan(4).max_model_len == 32768
+    assert "vision pixels that wait" not in plan(20, max_picture_tokens=0).workspace
+    assert plan(20, max_num_seqs=64).pixel_bytes == 8 * 32768 * 3072

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from deltic.server.api import protocol
-from deltic.server.fair_thread import FairThread
+from deltic.server.fair_thread import FairThread, Room
 from deltic.server.service import INLINE_BYTES
 from tests.fake_engine import FakeEngineClient, make_app, served
 
@@ -30,8 +30,11 @@ class Busy(FairThread):
 
     def add(self, key: str, size: int = 10, name: str = "") -> Future[Any] | None:
         """Work that notes its name, else its key."""
-        if future := self.submit(key, size, lambda: self.done.append(name or key)):
-            self.futures.append(future)
+        if not self.enter(key, size):
+            return None
+        future = self.submit(key, size, lambda: self.done.append(name or key))
+        future.add_done_callback(lambda _: self.leave(key, size))
+        self.futures.append(future)
         return future
 
     def order(self) -> str:
@@ -79,6 +82,57 @@ def test_what_a_key_has_is_bounded() -> None:
     assert thread.add("a", 500) and not thread.add("a", 1), "a single one may be larger"
     assert thread.add("b", 60) and not thread.add("b", 60) and thread.add("b", 40)
     assert thread.order() == "ab" + "b"
+
+
+def test_keys_take_turns_in_a_room_and_none_has_all_of_it() -> None:
+    order: list[str] = []
+
+    async def go() -> None:
+        room = Room(lambda: 100, n_shares=2)
+
+        async def use(name: str, key: str, size: int) -> None:
+            with await room.take(key, size):
+                order.append(name)
+                await asyncio.sleep(0.01)
+
+        uses = [use(f"a{i}", "anna", 30) for i in range(3)] + [use("x", "anna/batches", 30)]
+        tasks = [asyncio.create_task(one) for one in (*uses, use("b", "ben", 50), use("c", "cleo", 500))]
+        left = asyncio.create_task(use("left", "ben", 50))
+        await asyncio.sleep(0)
+        assert room._taken == {"anna": 30, "ben": 50}, "a key may have half, its batches included"
+        left.cancel()
+        await asyncio.gather(*tasks)
+        assert not room._taken.total() and not room._waiting
+
+    asyncio.run(go())
+    assert order == ["a0", "b", "x", "c", "a1", "a2"], "in turn, those of batches, too; who left has had no part"
+
+
+def test_who_needs_much_room_is_not_passed_for_ever_and_gives_back_what_is_too_much() -> None:
+    order: list[str] = []
+
+    async def go() -> None:
+        room = Room(lambda: 100)
+        first = await room.take("a", 60)
+
+        async def use(name: str, size: int) -> None:
+            with await room.take(name, size):
+                order.append(name)
+
+        tasks = [asyncio.create_task(use("large", 80)), asyncio.create_task(use("small", 10))]
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert order == []
+        first.shrink(20)
+        await asyncio.gather(*tasks)
+        first.enter()
+        first.leave()
+        assert room._taken.total() == 20, "two use it"
+        first.leave()
+        assert not room._taken.total()
+
+    asyncio.run(go())
+    assert order == ["large", "small"]
 
 
 def test_a_key_with_many_large_bodies_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:

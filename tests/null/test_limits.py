@@ -244,6 +244,37 @@ def test_requests_at_once(engine: FakeEngineClient, path: str, body: dict[str, A
     asyncio.run(go())
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {"messages": HELLO}),
+        ("/detokenize", {"tokens": [1]}),
+        ("/v1/chat/completions/render", {"messages": HELLO}),
+        ("/v1/completions/render", {"prompt": "hello"}),
+        ("/v1/messages/count_tokens", {"model": "fake", "messages": HELLO}),
+        ("/v1/responses/input_tokens", {"input": "hello"}),
+    ],
+)
+def test_what_makes_prompts_counts_as_a_request_and_takes_no_tokens(
+    engine: FakeEngineClient, path: str, body: dict[str, Any]
+) -> None:
+    engine.hold = True
+    keys: Any = {"api_key": ("alice=a", "bob=b"), "max_concurrent_per_key": 1, "tokens_per_minute_per_key": 5}
+
+    async def go() -> None:
+        async with client_of(engine, "a", **keys) as client:
+            asked = asyncio.create_task(client.post("/v1/completions", json={"prompt": "x" * 50}))
+            await reached(engine, 1, [asked])
+            refused = await client.post(path, json=body)
+            assert refused.status_code == 429 and "has 1 request open" in refused.text
+            engine.hold = False
+            assert (await asked).status_code == 200
+            assert (await client.post("/v1/completions", json={"prompt": "x"})).status_code == 429, "no tokens left"
+            assert (await client.post(path, json=body)).status_code == 200
+
+    asyncio.run(go())
+
+
 def test_tokens_a_minute_are_a_bucket_with_debt(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = [100.0]
     monkeypatch.setattr(time, "monotonic", lambda: now_s[0])

@@ -10,12 +10,15 @@ import sys
 import threading
 import time
 import types
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import anthropic
 import httpx
+import msgspec
 import openai
 import pytest
 
@@ -695,29 +698,203 @@ def test_no_more_than_two_are_decoded_at_once(monkeypatch: pytest.MonkeyPatch) -
     assert most == 2
 
 
-def test_only_the_oldest_goes_on_while_much_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picture_parts, "MAX_HELD_BYTES", 3072 * 5)
-    running: list[str] = []
+KEYS = {"api_key": ("anna=1", "ben=2")}
 
-    async def noted(data: bytes, *_: Any) -> Any:
-        running.append(data.decode()[0])
-        await asyncio.sleep(0.01)
-        return pictures.of_pixels(bytes(3072 * 4), 64, 64)
+
+@asynccontextmanager
+async def clients(engine: FakeEngineClient, **config: Any) -> AsyncIterator[tuple[Any, Any]]:
+    """Of two keys, anna's and ben's, and the server's state."""
+    app = make_app(engine, PICTURE_TEMPLATE, **KEYS | config)
+    async with AsyncExitStack() as stack:
+        anna, ben = [
+            await stack.enter_async_context(
+                httpx.AsyncClient(
+                    transport=httpx.ASGITransport(app),
+                    base_url="http://localhost",
+                    timeout=60,
+                    headers={"authorization": f"Bearer {key}"},
+                )
+            )
+            for key in "12"
+        ]
+        yield anna, ben
+    (service,) = app.state.server.models.values()
+    assert not service.pixels._taken.total() and not service.pixels._waiting, "all room is given back"
+    assert not service.server.pictures._decoding._taken.total() and not sum(service.server.worker._sizes.values())
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    async with asyncio.timeout(10):
+        while not condition():
+            await asyncio.sleep(0.002)
+
+
+ASKED = "/v1/chat/completions"
+
+
+def test_one_keys_pictures_are_not_read_sooner_since_another_sent_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_read, read = 0, pictures.read_picture
+
+    async def noted(*given: Any) -> Any:
+        nonlocal n_read
+        n_read += 1
+        return await read(*given)
 
     monkeypatch.setattr(picture_parts, "read_picture", noted)
 
+    async def go() -> list[int]:
+        counts, body = [], {"messages": [user(part(SMALL))]}
+        async with clients(engine := seeing()) as (anna, ben):
+            for client, more in ((anna, {}), (anna, {}), (ben, {}), (ben, {}), (ben, {"cache_salt": "s"})):
+                assert (await client.post(ASKED, json=body | more)).status_code == 200
+                counts.append(n_read)
+        assert [request.party for request in engine.requests] == ["anna", "anna", "ben", "ben", "ben"]
+        assert len({request.pictures[0].key for request in engine.requests}) == 1, "the key is the content's"
+        return counts
+
+    assert asyncio.run(go()) == [1, 1, 2, 2, 3]
+
+
+def test_a_key_does_not_drive_out_what_is_kept_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(picture_parts, "MAX_KEPT_BYTES", 4000)
+    kept = picture_parts._Kept()
+    shown = [pictures.of_pixels(bytes(1000), 32, 32) for _ in range(9)]
+    kept.put(("ben", "", b"0", 1, 2), shown[0])
+    for i, one in enumerate(shown):
+        kept.put(("anna", f"{i}", b"", 1, 2), one)
+    assert [*kept._pictures] == [("ben", "", b"0", 1, 2), *[("anna", f"{i}", b"", 1, 2) for i in (6, 7, 8)]]
+
+
+def test_one_key_does_not_hold_up_the_pictures_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    go_on = asyncio.Event()
+
+    async def slow(data: bytes, *_: Any) -> Any:
+        order.append("anna" if data == WIDE else "ben")
+        if data == WIDE:
+            await go_on.wait()
+        return pictures.of_pixels(bytes(3072 * 4), 64, 64)
+
+    monkeypatch.setattr(picture_parts, "read_picture", slow)
+    monkeypatch.setattr(picture_parts._Kept, "get", lambda *_: None)
+
     async def go() -> None:
-        reader = picture_parts.PictureReader(Hosts((), ""))
-        reads = [
-            reader.read([picture_parts.Sent(f"{name}{i}", "", data=f"{name}{i}".encode()) for i in range(4)], INFO)
-            for name in "abc"
-        ]
-        found = await asyncio.gather(*reads)
-        assert [len(one) for one in found] == [4] * 3 and not reader._n_held and not reader._reads
-        assert "".join(running).strip("abc") == "" and sorted(running) == [*"aaaabbbbcccc"]
-        assert running.index("b") > 1 and "".join(running)[-1] == "c"
+        async with clients(seeing()) as (anna, ben):
+            asks = [
+                asyncio.create_task(anna.post("/tokenize", json={"messages": [user(part(WIDE))]})) for _ in range(4)
+            ]
+            await until(lambda: order)
+            answer = await ben.post("/tokenize", json={"messages": [user(part(SMALL), part(SMALL))]})
+            assert answer.status_code == 200 and order == ["anna", "ben", "ben"], "a decoder is left for others"
+            go_on.set()
+            assert {(await ask).status_code for ask in asks} == {200}
 
     asyncio.run(go())
+
+
+@pytest.mark.parametrize("end", ["done", "left", "died"])
+def test_pixels_of_requests_that_wait_are_bounded(end: str) -> None:
+    """All of them, wherever they wait; a key has half, and whatever ends a request gives its part back."""
+    engine = seeing(pictures=msgspec.structs.replace(INFO, room_bytes=3072 * 400 * 6))
+    engine.hold = True
+
+    async def go() -> None:
+        async with clients(engine) as (anna, ben):
+            body = {"messages": [user(part(LARGE))]}
+            asks = [asyncio.create_task(anna.post(ASKED, json=body)) for _ in range(7)]
+            await until(lambda: len(engine.requests) == 3)
+            counting = asyncio.create_task(anna.post("/tokenize", json=body))
+            await asyncio.sleep(0.1)
+            assert len(engine.requests) == 3 and not counting.done(), "half of the room"
+            ask = asyncio.create_task(ben.post(ASKED, json=body))
+            await until(lambda: len(engine.requests) == 4)
+            assert engine.requests[3].owner == "ben"
+            if end == "left":
+                for task in asks[:3]:
+                    task.cancel()
+                await until(lambda: len(engine.requests) == 7)
+            elif end == "died":
+                engine.die_after = 0
+                engine.hold = False
+                await asyncio.wait(asks[:3])
+                engine.die_after = None
+                engine.state = "ready"
+            engine.hold = False
+            answers = await asyncio.gather(*asks, ask, counting, return_exceptions=True)
+            good = [one.status_code for one in answers if isinstance(one, httpx.Response)]
+            assert good.count(200) >= 5 if end == "left" else len(good) == 9, good
+            assert end != "done" or set(good) == {200}
+
+    asyncio.run(go())
+
+
+def test_who_waits_for_room_waits_as_for_a_place() -> None:
+    engine = seeing(pictures=msgspec.structs.replace(INFO, room_bytes=3072 * 400))
+    engine.hold = True
+
+    async def go() -> None:
+        async with clients(engine, api_key=(), queue_timeout_s=0.5) as (client, _):
+            asks = [asyncio.create_task(client.post(ASKED, json={"messages": [user(part(LARGE))]})) for _ in range(2)]
+            answers = [await ask for ask in asks]
+            assert {answer.status_code for answer in answers} == {503}
+            assert {error_of(answer)["code"] for answer in answers} == {"queue_timeout"}
+            assert len(engine.requests) == 1
+
+    asyncio.run(go())
+
+
+def test_more_than_the_room_for_pixels_is_refused() -> None:
+    engine = seeing(pictures=msgspec.structs.replace(INFO, room_bytes=3072 * 1000))
+    answer = chat(engine, user(part(LARGE), part(LARGE), part(LARGE)))
+    error = error_of(answer)
+    assert answer.status_code == 400 and error["code"] == "too_many_pixels"
+    assert error["message"].endswith("have more than 1000 tokens; send fewer or smaller")
+
+
+def test_bodies_whose_pictures_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on, n_waiting = asyncio.Event(), 0
+
+    async def slow(*_: Any) -> Any:
+        nonlocal n_waiting
+        n_waiting += 1
+        await go_on.wait()
+        return pictures.of_pixels(bytes(3072 * 4), 64, 64)
+
+    monkeypatch.setattr(picture_parts, "read_picture", slow)
+
+    async def go() -> None:
+        async with clients(seeing(), max_body_mb=0.1) as (anna, ben):
+            body = {"messages": [user(part(SMALL)), user(text("x" * 40_000))]}
+            asks = [asyncio.create_task(anna.post("/tokenize", json=body)) for _ in range(3)]
+            await until(lambda: n_waiting)
+            await asyncio.sleep(0.1)
+            full = await anna.post("/tokenize", json=body)
+            assert (full.status_code, error_of(full)["code"]) == (429, "too_many_large_requests")
+            other = asyncio.create_task(ben.post("/tokenize", json=body))
+            await asyncio.sleep(0.1)
+            go_on.set()
+            assert [(await ask).status_code for ask in (*asks, other)] == [200] * 4
+
+    asyncio.run(go())
+
+
+def test_memory_that_ran_out_is_not_the_pictures_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
+    monkeypatch.setattr(pictures, "PROGRAM", (sys.executable, "-c", killed))
+    answer = chat(seeing(), user(part(SMALL)))
+    assert (answer.status_code, error_of(answer)["code"]) == (503, "out_of_memory") and answer.headers["retry-after"]
+    assert error_of(answer)["message"].startswith("memory ran out while a file of the request was decoded")
+
+
+def test_no_client_names_what_a_picture_is_kept_under() -> None:
+    """Another picture under the same name, as vLLM's `uuid` has it, is another picture."""
+    engine = seeing()
+    for data in (SMALL, WIDE):
+        named = part(data) | {"uuid": "1"}
+        answer = post(engine, ASKED, {"messages": [user(named)]}, strict_fields="off")
+        assert answer.status_code in (200, 400)
+        assert chat(engine, user(part(data))).status_code == 200
+    assert len({request.pictures[0].key for request in engine.requests}) == 2
 
 
 def test_a_file_that_comes_again_is_not_decoded_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -751,7 +928,11 @@ def test_a_file_that_comes_again_is_not_decoded_again(monkeypatch: pytest.Monkey
         assert (await asked(LARGE, SMALL, WIDE))[3] == 0
         assert (await asked(file_of(rgb(64, 64, seed=1), "PNG")))[1] == 1, "100 tokens went, as did others"
         assert (await asked(WIDE))[1] == 0 and (await asked(LARGE, max_pixels=102_400))[1] == 1
-        assert reader._kept._n_bytes == sum(len(one.pixels) for one in reader._kept._pictures.values()) <= 3072 * 414
+        assert (
+            reader._kept._n_bytes.total()
+            == sum(len(one.pixels) for one in reader._kept._pictures.values())
+            <= 3072 * 414
+        )
 
     asyncio.run(go())
 

@@ -6,12 +6,13 @@ import random
 import time
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Picture, PictureInfo, Request, SamplingParams
 from deltic.engine.pictures import Pace, Pictures
-from deltic.engine.scheduler import TOWER_SHARE
+from deltic.engine.scheduler import TOWER_SHARE, RequestError
 from deltic.engine.step import Step, StepResult
 from deltic.ops.geometry import PAGE_SIZE
 from tests.fakes import FakeRunner
@@ -145,6 +146,53 @@ def test_everything_ends_in_a_small_pool(seed: int, gpu: bool) -> None:
     assert engine.pictures.n_hits and engine.scheduler.n_preemptions + engine.pictures.n_encoded
 
 
+def test_a_picture_is_known_to_its_own_party_alone() -> None:
+    """Neither time nor a count tells one key what another has sent. A salt divides a party further."""
+    asked = [("anna", ""), ("ben", ""), ("anna", ""), ("anna", "s"), ("ben", "s"), ("ben", "")]
+    engine = Engine(SeeingRunner(FakeTower(100)))
+    n_encoded = []
+    for i, (party, salt) in enumerate(asked):
+        request = prompt(str(i), i, picture(4, 4, 1))  # other texts, so that no prefix is found
+        request.party, request.cache_salt = party, salt
+        engine.add(request)
+        [*steps(engine)]
+        n_encoded.append(engine.pictures.n_encoded)  # type: ignore[union-attr]
+    assert n_encoded == [1, 2, 2, 3, 4, 4]
+
+
+def test_pictures_that_overlap_are_refused() -> None:
+    engine = Engine(SeeingRunner(FakeTower(100)))
+    for first in (0, 15, 17, 100):
+        request = prompt("a", picture(4, 4, 1), picture(4, 4, 2))
+        request.pictures[1] = msgspec.structs.replace(request.pictures[1], first=first)
+        with pytest.raises(RequestError, match="picture 1 is not where the prompt has room for it"):
+            engine.add(request)
+    assert not engine.has_work()
+
+
+def test_who_has_left_leaves_no_pixels() -> None:
+    """Hundreds of pixels' bytes would else stay with every picture that was to be encoded."""
+    tower = FakeTower(100)
+    engine = Engine(SeeingRunner(tower))
+    pictures = engine.pictures
+    assert pictures is not None
+    for name in "ab":
+        engine.add(prompt(name, 5, *(picture(4, 4, i) for i in range(3))))
+    engine.scheduler.plan()
+    tower.run = lambda seconds: False  # type: ignore[method-assign]
+    pictures.work(0)
+    assert {len(entry.wanted_by) for entry in pictures._entries.values()} == {2}
+    engine.abort("a")
+    assert {entry.wanted_by[0].request.id for entry in pictures._entries.values()} == {"b"}
+    engine.abort("b")
+    (begun,) = pictures._entries.values()
+    assert not begun.wanted_by and begun is pictures._current, "it may be asked for again"
+    engine.add(prompt("c", 5, picture(4, 4, 7)))
+    engine.scheduler.plan()
+    pictures.work(0)
+    assert [entry.key[2][-1] for entry in pictures._entries.values()] == [7]
+
+
 def test_tokens_come_while_a_picture_is_encoded() -> None:
     """Without a target the tower takes as long as the steps."""
     tower = FakeTower(100, piece_s=0.002)
@@ -243,7 +291,7 @@ def test_a_picture_that_fails_ends_its_requests_alone() -> None:
     ended = {
         (o.id, o.finish_reason, o.error) for outputs in steps(engine) for o in outputs if o.finish_reason is not None
     }
-    said = "the engine could not encode a picture (RuntimeError: no); send the request again"
+    said = "the engine could not encode a picture (RuntimeError; its log says more); send the request again"
     assert ended == {("bad", "error", said), ("good", "length", None), ("text", "length", None)}
 
 

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("PIL")
@@ -21,7 +22,7 @@ from deltic.engine.messages import Request
 from deltic.server.chat import picture_parts, videos
 from tests.fake_engine import PICTURE_TEMPLATE, TEMPLATE, VIDEO_PAD, FakeEngineClient, byte_tokenizer, make_app, served
 from tests.null.test_http import error_of
-from tests.null.test_picture_doors import PUBLISHED, SMALL, WIDE, chat, part, post, seeing, text, url_of, user
+from tests.null.test_picture_doors import INFO, PUBLISHED, SMALL, WIDE, chat, part, post, seeing, text, url_of, user
 from tests.null.test_picture_doors import llm as llm
 from tests.pictures import file_of
 from tests.videos import frames_of, only_sound, video, whole
@@ -326,9 +327,8 @@ def test_python_takes_files(av: Any, llm: LLM, tmp_path: Path, monkeypatch: pyte
     assert len({picture.key for request in added for picture in request.pictures}) == 2
 
 
-def test_the_oldest_goes_on_while_much_is_held(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picture_parts, "MAX_HELD_BYTES", 1)
-    engine = seeing()
+def test_videos_have_room_for_all_that_they_may_become() -> None:
+    engine = seeing(pictures=msgspec.structs.replace(INFO, room_bytes=3072 * 1200))
     assert chat(engine, user(listed(), listed(), part(SMALL))).status_code == 200
     assert len(engine.requests[0].pictures) == 5
 

@@ -45,6 +45,8 @@ SHORT_MODEL_LEN = 4096
 def _text_bytes(plan: TextPlan) -> dict[str, int]:
     sizes = counted(partial(build_workspace, plan))
     n_angles = plan.max_model_len + plan.n_made_angles
+    if plan.max_picture_tokens:
+        sizes["vision pixels that wait"] = plan.pixel_bytes
     return {**sizes, "rotary tables": 2 * n_angles * (plan.shape.rotary_dim // 2) * 4}
 
 

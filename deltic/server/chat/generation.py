@@ -53,6 +53,7 @@ class Generation:
         self._started_s = self._last_s = time.monotonic()
         self._queued_s = 0.0
         self._first_s: float | None = None
+        self._n_seeing = 0  # sequences in the engine, which has their pixels until they end
         self._is_late = False  # it has waited as long as it may, and is ended unless it has its place
         self._n_cached = [0] * len(requests)
         self._n_drafted = self._n_accepted = 0
@@ -90,6 +91,9 @@ class Generation:
                     request.priority = BATCH_PRIORITY
                 self._client.submit(request, partial(self._deliver, p))
                 self._submitted.append(request)
+                if request.pictures and self._ticket.held is not None:
+                    self._n_seeing = self._n
+                    self._ticket.held.enter()
                 self._metrics.n_pictures += len(request.pictures)
                 self._metrics.n_picture_tokens += sum(picture.n_tokens for picture in request.pictures)
                 request.pictures.clear()  # they are the engine's now, and large
@@ -134,6 +138,10 @@ class Generation:
         An error is not the event loop's, but `run`'s, which waits for `_ended`.
         """
         ended = self._ended
+        if self._n_seeing:
+            self._n_seeing -= sum(output.finish_reason is not None for output in outputs)
+            if not self._n_seeing and self._ticket.held is not None:
+                self._ticket.held.leave()
         if ended.done():
             return
         now_s = time.monotonic()

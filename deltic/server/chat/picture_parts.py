@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -21,9 +22,13 @@ from msgspec.structs import replace
 
 from deltic.engine.messages import Picture, PictureInfo
 from deltic.models.vision.shape import BLOCK
+from deltic.ops.geometry import TOKEN_BYTES
+from deltic.server.chat.generation import waited_too_long
 from deltic.server.chat.pictures import MAX_PICTURE_BYTES, PictureError, needs_pillow, read_picture
 from deltic.server.chat.videos import MAX_VIDEO_BYTES, Clip, VideoWish, needs_av, read_video
 from deltic.server.errors import ApiError, bad_request
+from deltic.server.fair_thread import Held, Room
+from deltic.server.limits import Ticket
 from deltic.server.urls import Hosts, UrlError, fetch, of_base64, of_data_url
 
 MAX_PICTURES = 256
@@ -35,8 +40,6 @@ MAX_PIXEL_BYTES = 1 << 28
 """Of a request's pictures together, once they are resized: 87,381 tokens."""
 LOW_PIXELS = 512 * 512
 """The most of a picture with `detail: low`."""
-MAX_HELD_BYTES = 1 << 30
-"""Of pixels of all requests whose pictures are being read: with more, only the oldest of them goes on."""
 MAX_KEPT_BYTES = 1 << 28
 """Of pixels of pictures that were read before, in case their files come again."""
 N_DECODING = 2
@@ -137,45 +140,46 @@ def is_low(detail: object, path: str) -> bool:
     return detail == "low"
 
 
-class _Kept:
-    """Pictures by digest of their file and the bounds of their size: as many as MAX_KEPT_BYTES hold, those
-    that were wanted last.
+KeptKey = tuple[str, str, bytes, int, int]
+"""Party and salt, digest of the file, and the bounds of the size."""
 
-    Nothing of it shows in an answer, whoever sent the file first.
+
+class _Kept:
+    """Pictures of files: as many as MAX_KEPT_BYTES hold, those that were wanted last. The first to go are of
+    the party that has the most.
+
+    How soon a picture is read tells whether its party sent it before, and nothing of others.
     """
 
     def __init__(self) -> None:
-        self._pictures: dict[tuple[bytes, int, int], Picture] = {}  # the one that was wanted last is last
-        self._n_bytes = 0
+        self._pictures: dict[KeptKey, Picture] = {}  # the one that was wanted last is last
+        self._n_bytes: Counter[str] = Counter()  # by party
 
-    def get(self, key: tuple[bytes, int, int]) -> Picture | None:
+    def get(self, key: KeptKey) -> Picture | None:
         picture = self._pictures.pop(key, None)
         if picture is not None:
             self._pictures[key] = picture
         return picture
 
-    def put(self, key: tuple[bytes, int, int], picture: Picture) -> None:
+    def put(self, key: KeptKey, picture: Picture) -> None:
         if self.get(key) is not None:
             return
         self._pictures[key] = picture
-        self._n_bytes += len(picture.pixels)
-        while self._n_bytes > MAX_KEPT_BYTES:
-            self._n_bytes -= len(self._pictures.pop(next(iter(self._pictures))).pixels)
+        self._n_bytes[key[0]] += len(picture.pixels)
+        while self._n_bytes.total() > MAX_KEPT_BYTES:
+            most = max(self._n_bytes, key=self._n_bytes.__getitem__)
+            oldest = next(kept for kept in self._pictures if kept[0] == most)
+            self._n_bytes[most] -= len(self._pictures.pop(oldest).pixels)
 
 
 class PictureReader:
     """Reads the pictures of all requests."""
 
-    def __init__(self, hosts: Hosts) -> None:
-        """hosts: those that pictures may be fetched from."""
+    def __init__(self, hosts: Hosts, n_shares: int = 1) -> None:
+        """hosts: those that pictures may be fetched from. n_shares: as of a Room, of the decoders."""
         self._hosts = hosts
-        self._decoding = asyncio.Semaphore(N_DECODING)  # whoever waits first is first
+        self._decoding = Room(lambda: N_DECODING, n_shares)
         self._kept = _Kept()
-        self._reads: list[object] = []
-        """Those under way, the oldest first."""
-        self._n_held = 0
-        self._ended = asyncio.Event()
-        """One of them has ended, since somebody began to wait for that."""
 
     async def read(
         self,
@@ -183,9 +187,14 @@ class PictureReader:
         info: PictureInfo | None,
         bounds: PictureBounds | None = None,
         context: int = 1 << 20,
+        *,
+        ticket: Ticket | None = None,
+        room: Room | None = None,
+        salt: str = "",
     ) -> Pictures:
-        """info: how the model takes them; context: tokens of a prompt. Raises ApiError: 400 that names the
-        picture at fault; 503 when too many are read at once.
+        """info: how the model takes them; context: tokens of a prompt; ticket: of the request, which holds
+        its part of the room for pixels from now on. Raises ApiError: 400 that names the picture at fault; 503
+        when too many are read at once.
         """
         if info is None:
             raise pictures[0].not_taken()
@@ -197,28 +206,36 @@ class PictureReader:
         least, most = _checked(bounds, info)
         n_videos = sum(sent.is_video for sent in pictures)
         wish = _wish(bounds, info, most, int(VIDEO_SHARE * context) // max(1, n_videos))
-        unread, found, n_bytes, mine = iter(pictures), Pictures(), 0, object()
+        n_at_once = N_FETCHING if any(sent.url for sent in pictures) and not n_videos else N_DECODING
+        n_at_once, ticket, most_bytes = min(n_at_once, len(pictures)), ticket or Ticket(), MAX_PIXEL_BYTES
+        if room is not None:
+            most_bytes = min(most_bytes, room.share)
+            wanted = sum(wish.most_tokens if sent.is_video else info.max_tokens for sent in pictures)
+            files = n_at_once * max(map(_most_bytes, pictures)) if self._hosts else 0
+            ticket.held = await _in_time(ticket, room.take(ticket.turns, min(wanted * TOKEN_BYTES, most_bytes) + files))
+        unread, found, n_bytes = iter(pictures), Pictures(), 0
 
         async def read_some() -> None:
             nonlocal n_bytes
             for sent in unread:
-                await self._room(mine)
-                top = max(least, min(most, LOW_PIXELS)) if sent.is_low else most
-                shown = await (self._read_video(sent, wish) if sent.is_video else self._read(sent, least, top))
+                if sent.is_video:
+                    shown: Picture | Clip = await self._read_video(sent, wish, ticket)
+                else:
+                    top = max(least, min(most, LOW_PIXELS)) if sent.is_low else most
+                    shown = await self._read(sent, least, top, ticket, salt)
                 found[sent.path] = shown
                 for picture in pictures_of(shown):
                     if picture.n_tokens > info.max_tokens:
                         said = f"has {picture.n_tokens} tokens; a picture may have {info.max_tokens} here"
                         raise bad_request(sent.path, said)
                     n_bytes += len(picture.pixels)
-                    self._n_held += len(picture.pixels)
-                if n_bytes > MAX_PIXEL_BYTES:
-                    said = f"with it the pictures have more than {MAX_PIXEL_BYTES // BLOCK**2 // 3} tokens; send fewer or smaller"
+                if n_bytes > most_bytes:
+                    said = (
+                        f"with it the pictures have more than {most_bytes // TOKEN_BYTES} tokens; send fewer or smaller"
+                    )
                     raise bad_request(sent.path, said, "too_many_pixels")
 
-        self._reads.append(mine)
-        n_at_once = N_FETCHING if any(sent.url for sent in pictures) and not n_videos else N_DECODING
-        tasks = [asyncio.create_task(read_some()) for _ in range(min(n_at_once, len(pictures)))]
+        tasks = [asyncio.create_task(read_some()) for _ in range(n_at_once)]
         try:
             async with asyncio.timeout(READ_S):
                 await asyncio.gather(*tasks)
@@ -229,32 +246,25 @@ class PictureReader:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
-            self._reads.remove(mine)
-            self._n_held -= n_bytes
-            self._ended.set()
+            if ticket.held is not None:
+                ticket.held.shrink(min(n_bytes, ticket.held.size))
         return found
 
-    async def _room(self, mine: object) -> None:
-        """Waits until one more picture may be held."""
-        while self._n_held >= MAX_HELD_BYTES and self._reads[0] is not mine:
-            self._ended.clear()
-            await self._ended.wait()
-
-    async def _read(self, sent: Sent, least: int, most: int) -> Picture:
+    async def _read(self, sent: Sent, least: int, most: int, ticket: Ticket, salt: str) -> Picture:
         try:
             data = await self._file(sent)
             sent.url = sent.encoded = ""
             sent.data = b""
-            key = await asyncio.to_thread(_digest, data), least, most
+            key = ticket.party, salt, await asyncio.to_thread(_digest, data), least, most
             if (picture := self._kept.get(key)) is None:
-                async with self._decoding:
+                with await self._decoding.take(ticket.turns, 1):
                     picture = await read_picture(data, least, most)
                 self._kept.put(key, picture)
             return picture
         except (PictureError, UrlError) as error:
             raise bad_request(sent.path, str(error), "invalid_image") from None
 
-    async def _read_video(self, sent: Sent, wish: VideoWish) -> Clip:
+    async def _read_video(self, sent: Sent, wish: VideoWish, ticket: Ticket) -> Clip:
         if not sent.frames and (said := needs_av()):
             raise bad_request(sent.path, said, "pictures_not_available")
         try:
@@ -267,7 +277,7 @@ class PictureReader:
                 data = await self._file(sent)
             sent.url, sent.data = "", b""
             sent.frames.clear()
-            async with self._decoding:
+            with await self._decoding.take(ticket.turns, 1):
                 return await read_video(data, wish)
         except (PictureError, UrlError) as error:
             raise bad_request(sent.path, str(error), "invalid_video") from None
@@ -298,6 +308,17 @@ class PictureReader:
         if sent.data:
             return sent.data
         return await asyncio.to_thread(_decoded, sent)
+
+
+async def _in_time(ticket: Ticket, taking: Coroutine[Any, Any, Held]) -> Held:
+    """Waits as a request waits for its place. Raises ApiError (503)."""
+    limits = [ticket.queue_timeout_s or None, ticket.left_s()]
+    wait_s = min((limit for limit in limits if limit is not None), default=None)
+    try:
+        async with asyncio.timeout(wait_s):
+            return await taking
+    except TimeoutError:
+        raise waited_too_long(wait_s or 0.0) from None
 
 
 def _decoded(sent: Sent) -> bytes:

@@ -2,7 +2,8 @@
 them.
 
 A file is decoded, turned as its EXIF says, put on white where it is transparent, and resized by a process of
-its own (server/isolated.py), this file run as a program: Pillow and numpy are imported there only. Out come
+its own (server/isolated.py), this file run as a program: Pillow and numpy are imported there only. All but
+the first two are done a strip at a time, so a large picture is in memory once. Out come
 8-bit pixels; models/vision/pixels.py makes of them what the vision tower reads. Of animated files the first
 frame is taken.
 16-bit samples lose their lower byte, grey ones too, which Pillow alone would clip to white.
@@ -12,10 +13,12 @@ Source: Qwen2VLImageProcessor(Pil) of transformers, which the published configs 
 
 from __future__ import annotations
 
+import contextlib
 import io
 import math
 import struct
 import sys
+from collections.abc import Iterator
 from hashlib import blake2b
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -39,6 +42,7 @@ MAX_SOURCE_PIXELS = 1 << 26
 PROGRAM = (sys.executable, "-I", "-m", "deltic.server.chat.pictures")
 HEAD = struct.Struct("<II16s")
 """What it says before the pixels: height, width and `Picture.key`."""
+STRIP_PIXELS = 1 << 20
 DECODE_S = 20.0
 DECODE_MEMORY = 3 << 30
 """Address space of the process that decodes: some copies of MAX_SOURCE_PIXELS, and the libraries."""
@@ -86,7 +90,8 @@ def whole_blocks(
 
 
 async def read_picture(data: bytes, min_pixels: int, max_pixels: int) -> Picture:
-    """The picture in a file of one of FORMATS. Raises PictureError, also for files that mean no good.
+    """The picture in a file of one of FORMATS. Raises PictureError, also for files that mean no good, and
+    ApiError (503) where there is no memory.
 
     In a process of its own, which is ended after DECODE_S, or when nobody waits any more.
     """
@@ -129,36 +134,59 @@ def main() -> int:
 
 def _decode(data: bytes, min_pixels: int, max_pixels: int) -> Image.Image:
     """As read_picture does."""
-    from PIL import Image
-
     image = picture_in(data)
-    height, width = fitted(image.height, image.width, min_pixels, max_pixels)
-    return image.resize((width, height), Image.Resampling.BICUBIC)
+    return resized(image, *fitted(image.height, image.width, min_pixels, max_pixels))
+
+
+@contextlib.contextmanager
+def decoding() -> Iterator[None]:
+    """Raises PictureError for whatever decoders raise. Their words may tell of this machine."""
+    try:
+        yield
+    except PictureError:
+        raise
+    except MemoryError:
+        raise PictureError("takes too much memory to decode") from None
+    except Exception:
+        raise PictureError("cannot be decoded; is it whole?") from None
 
 
 def picture_in(data: bytes) -> Image.Image:
-    """The picture in a file, of its own size, upright and in colours. Raises PictureError: the size in the
-    header is checked before a pixel is decoded.
+    """The picture in a file, of its own size and mode, upright. Raises PictureError: the size in the header
+    is checked before a pixel is decoded.
     """
     from PIL import Image, UnidentifiedImageError
 
     if len(data) > MAX_PICTURE_BYTES:
         raise PictureError(_TOO_LARGE)
     Image.MAX_IMAGE_PIXELS = None  # _refuse_sizes says more
-    try:
-        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
-            _refuse_sizes(image)
-            image.load()
-            return _in_colours(_turned(image))
-    except PictureError:
-        raise
-    except UnidentifiedImageError:
-        raise PictureError(f"is no picture that can be read here; send {READABLE}") from None
-    except MemoryError:
-        raise PictureError("takes too much memory to decode") from None
-    except Exception as error:  # decoders of broken files raise anything
-        said = " ".join(str(error).split())[:200] or type(error).__name__
-        raise PictureError(f"cannot be decoded ({said}); is it whole?") from None
+    with decoding():
+        try:
+            with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+                _refuse_sizes(image)
+                image.load()
+                if image.mode in ("I", "F"):
+                    raise PictureError("has samples of 32 bits; send one of 8 or 16 bits")
+                return _turned(image)
+        except UnidentifiedImageError:
+            raise PictureError(f"is no picture that can be read here; send {READABLE}") from None
+
+
+def resized(image: Image.Image, height: int, width: int) -> Image.Image:
+    """What `picture_in` gives in colours, of this size; it may change it. Raises PictureError.
+
+    Colours are made a strip at a time, in place where there is room for them, and resized one by one.
+    """
+    from PIL import Image
+
+    with decoding():
+        colours = image if image.mode in ("RGB", "RGBA") else Image.new("RGB", image.size)
+        n_rows = max(1, STRIP_PIXELS // image.width)
+        for top in range(0, image.height, n_rows):
+            strip = image.crop((0, top, image.width, min(top + n_rows, image.height)))
+            colours.paste(_in_colours(strip), (0, top))
+        bands = (colours.getchannel(i) for i in range(3))
+        return Image.merge("RGB", [band.resize((width, height), Image.Resampling.BICUBIC) for band in bands])
 
 
 def _refuse_sizes(image: Image.Image) -> None:
@@ -205,8 +233,6 @@ def _in_colours(image: Image.Image) -> Image.Image:
         return Image.fromarray(grey if clear is None else np.where(samples == clear, np.uint8(255), grey)).convert(
             "RGB"
         )
-    if image.mode in ("I", "F"):
-        raise PictureError("has samples of 32 bits; send one of 8 or 16 bits")
     if "A" not in image.getbands() and "a" not in image.getbands() and image.info.get("transparency") is None:
         return image.convert("RGB")
     image = image.convert("RGBA")

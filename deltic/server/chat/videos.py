@@ -26,7 +26,7 @@ import msgspec
 
 from deltic.engine.messages import Picture, VideoInfo
 from deltic.models.vision.shape import BLOCK, FRAMES_A_PATCH
-from deltic.server.chat.pictures import MAX_ASPECT, PictureError, of_pixels, picture_in, whole_blocks
+from deltic.server.chat.pictures import MAX_ASPECT, PictureError, decoding, of_pixels, picture_in, resized, whole_blocks
 from deltic.server.isolated import Refused, answer, ask
 
 if TYPE_CHECKING:
@@ -215,6 +215,8 @@ def _packed(frames: list[NDArray[np.uint8]], seconds: list[float]) -> bytes:
 
 def _listed(files: list[bytes], wish: VideoWish) -> list[NDArray[np.uint8]]:
     """Resized frames of a list of pictures, which must have one size. Raises PictureError."""
+    import numpy as np
+
     frames: list[NDArray[np.uint8]] = []
     first = size = 0, 0
     for i, data in enumerate(files):
@@ -228,16 +230,8 @@ def _listed(files: list[bytes], wish: VideoWish) -> list[NDArray[np.uint8]]:
         if image.size != first:
             said = f"frame {i} has {image.width} x {image.height} pixels, and frame 0 {first[0]} x {first[1]}"
             raise PictureError(f"{said}; they must have one size")
-        frames.append(_resize(image, size))
+        frames.append(np.asarray(resized(image, *size)))
     return frames
-
-
-def _resize(image: Any, size: tuple[int, int]) -> NDArray[np.uint8]:
-    """image: of Pillow. size: height, width."""
-    import numpy as np
-    from PIL import Image
-
-    return np.asarray(image.resize(size[::-1], Image.Resampling.BICUBIC))
 
 
 class _Missed(Exception):
@@ -249,7 +243,7 @@ def _filed(data: bytes, wish: VideoWish) -> tuple[list[NDArray[np.uint8]], list[
     import numpy as np
 
     form = _form_of(data)
-    try:
+    with decoding():
         times, keys, fps = _packets(data, form)
         n_frames = number_of_frames(len(times), fps, wish)
         indices = [int(i) for i in np.linspace(0, len(times) - 1, n_frames).round().astype(int)]
@@ -259,13 +253,6 @@ def _filed(data: bytes, wish: VideoWish) -> tuple[list[NDArray[np.uint8]], list[
         except _Missed:
             frames = _decoded(data, form, wanted, wish, [])
         return frames, times_of(indices, fps)
-    except PictureError:
-        raise
-    except MemoryError:
-        raise PictureError("takes too much memory to decode") from None
-    except Exception as error:  # decoders of broken files raise anything
-        said = " ".join(str(getattr(error, "strerror", "") or error).split())[:200] or type(error).__name__
-        raise PictureError(f"cannot be decoded ({said}); is it whole?") from None
 
 
 def _form_of(data: bytes) -> str:
@@ -362,7 +349,7 @@ def _decoded(data: bytes, form: str, wanted: list[int], wish: VideoWish, keys: l
                 first, size = image.size, fitted_frames(len(wanted), image.height, image.width, wish)
             if image.size != first:
                 raise PictureError("has frames of several sizes")
-            found.append(_resize(image, size))
+            found.append(np.asarray(resized(image, *size)))
     return found
 
 

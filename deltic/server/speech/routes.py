@@ -284,9 +284,7 @@ class Utterance:
 
     async def _encoded(self, size: int, work: Callable[[], bytes]) -> bytes:
         """What `work` makes, in the thread of files, in the turns of the key that asks."""
-        done = parts(self._service).worker.submit(self.sent.owner, size, work)
-        assert done is not None  # nothing bounds what waits there
-        return await asyncio.wrap_future(done)
+        return await asyncio.wrap_future(parts(self._service).worker.submit(self.sent.owner, size, work))
 
     def usage(self) -> dict[str, Any]:
         """Rows of the prompt and codes drawn; then tokens of the texts, and frames of the voice."""
