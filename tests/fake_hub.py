@@ -6,20 +6,40 @@ import hashlib
 import json
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
+from unittest import mock
+
+from huggingface_hub import constants
 
 COMMITS = {"main": "a" * 40, "old": "b" * 40}
+
+
+@dataclass(frozen=True)
+class Long:
+    """A file of many zeros behind its beginning: as large as files of weights are, in no memory."""
+
+    head: bytes
+    size: int
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, part: slice) -> bytes:
+        begin, end, _ = part.indices(self.size)
+        found = self.head[begin:end]
+        return found + bytes(end - begin - len(found))
 
 
 @dataclass
 class FakeHub:
     """`files` of owner/model: at main as they are, at old with `old` in them changed."""
 
-    files: dict[str, bytes]
+    files: dict[str, Any]
+    """bytes, or Long."""
     old: dict[str, bytes] = field(default_factory=dict)
     url: str = ""
     rate: float = 0.0
@@ -30,15 +50,19 @@ class FakeHub:
     """How many answers with a big file end before the first byte of it, after those that are cut off."""
     wrong: set[str] = field(default_factory=set)
     """Files that come with other bytes than the hub says."""
+    ranges: bool = True
+    """Whether it sends a part of a file where one is asked for; the rest of a file it always does."""
     gated: bool = False
     down: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
+    """What else it says of the model."""
     asked: list[str] = field(default_factory=list)
     sent: dict[str, int] = field(default_factory=dict)
     """Bytes sent of each file."""
     sending: list[str] = field(default_factory=list)
     """Who is being answered."""
 
-    def at(self, commit: str) -> dict[str, bytes]:
+    def at(self, commit: str) -> dict[str, Any]:
         return self.files | (self.old if commit == COMMITS["old"] else {})
 
 
@@ -86,18 +110,20 @@ class _Answer(BaseHTTPRequestHandler):
             told: Any = [{"type": "file", "path": name, **_told(name, data)} for name, data in files.items()]
         else:
             siblings = [{"rfilename": name} | _sibling(name, data) for name, data in files.items()]
-            told = {"id": "owner/model", "sha": commit, "siblings": siblings}
+            told = {"id": "owner/model", "sha": commit, "siblings": siblings} | self.hub.more
         self._say(200, json.dumps(told).encode(), {"Content-Type": "application/json"})
 
     def _file(self, commit: str, name: str) -> None:
         data = self.hub.at(COMMITS.get(commit, commit))[name]
-        start = int(self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")[0])
+        first, _, last = self.headers.get("Range", "bytes=0-").removeprefix("bytes=").partition("-")
+        start, end = int(first), int(last) + 1 if last and self.hub.ranges else len(data)
         more = {"ETag": f'"{blob_name(name, data)}"', "X-Repo-Commit": COMMITS.get(commit, commit)}
-        if start:
-            more["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
+        is_part = start > 0 or end < len(data)
+        if is_part:
+            more["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
         if name in self.hub.wrong:
             data = data[:-1] + bytes([data[-1] ^ 1])
-        self._say(206 if start else 200, data[start:], more, name)
+        self._say(206 if is_part else 200, data[start:end], more, name)
 
     def _say(self, status: int, body: bytes, headers: dict[str, str], file: str = "") -> None:
         hub = self.hub
@@ -133,16 +159,16 @@ def is_lfs(name: str) -> bool:
     return name.endswith((".safetensors", ".gguf", "tokenizer.json"))
 
 
-def blob_name(name: str, data: bytes) -> str:
+def blob_name(name: str, data: Any) -> str:
     """The name of a file in the cache: its hash."""
-    return hashlib.sha256(data).hexdigest() if is_lfs(name) else _git(data)
+    return hashlib.sha256(data.head if isinstance(data, Long) else data).hexdigest() if is_lfs(name) else _git(data)
 
 
 def _git(data: bytes) -> str:
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
 
 
-def _told(name: str, data: bytes) -> dict[str, Any]:
+def _told(name: str, data: Any) -> dict[str, Any]:
     """What the hub's tree says of a file: `oid` is git's hash of the file, or of the pointer to it."""
     if not is_lfs(name):
         return {"size": len(data), "oid": _git(data)}
@@ -150,7 +176,7 @@ def _told(name: str, data: bytes) -> dict[str, Any]:
     return {"size": len(data), "oid": _git(lfs["oid"].encode()), "lfs": lfs}
 
 
-def _sibling(name: str, data: bytes) -> dict[str, Any]:
+def _sibling(name: str, data: Any) -> dict[str, Any]:
     """What the hub's model says of a file, in other words."""
     told = _told(name, data)
     told["blobId"] = told.pop("oid")
@@ -160,15 +186,17 @@ def _sibling(name: str, data: bytes) -> dict[str, Any]:
 
 
 @contextmanager
-def hub_with(files: dict[str, bytes], **settings: Any) -> Iterator[FakeHub]:
-    """Runs until the block ends."""
-    hub = FakeHub(files, **settings)
+def hub_with(files: Mapping[str, Any], **settings: Any) -> Iterator[FakeHub]:
+    """Runs until the block ends, and is the hub of this process: of others HF_ENDPOINT says it."""
+    hub = FakeHub(dict(files), **settings)
     server = ThreadingHTTPServer(("127.0.0.1", 0), type("Answer", (_Answer,), {"hub": hub}))
     server.daemon_threads = True
     hub.url = f"http://127.0.0.1:{server.server_address[1]}"
     threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    template = constants.HUGGINGFACE_CO_URL_TEMPLATE.replace(constants.ENDPOINT, hub.url, 1)
     try:
-        yield hub
+        with mock.patch.multiple(constants, ENDPOINT=hub.url, HUGGINGFACE_CO_URL_TEMPLATE=template):
+            yield hub
     finally:
         server.shutdown()
         server.server_close()

@@ -4,16 +4,22 @@ allow.
 
 from __future__ import annotations
 
+import dataclasses
 import re
+import tempfile
 from io import StringIO
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from deltic.config import ConfigError, EngineConfig
+from deltic.config import ConfigError, EngineConfig, ModelConfig
 from deltic.engine.cache.cache import pages_for
-from deltic.models.checkpoint import model_name
+from deltic.models.checkpoint import ALL_FILES, model_name, speaks, text_directory, tokenizer_directory
+from deltic.models.fields import CheckpointError
+from deltic.models.gguf import is_gguf
+from deltic.models.hub import is_hub_name, outline, wanted_of
 from deltic.models.loading import COUNTED, COUNTED_ROWS, Store, shares_text
 from deltic.models.qwen.adapters import Adapter
 from deltic.models.qwen.shape import ModelShape
@@ -23,9 +29,12 @@ from deltic.models.vocoder.shape import SAMPLE_RATE
 from deltic.ops.geometry import N_CODES, PAGE_SIZE
 from deltic.roofs import multiply_peak, read_bandwidth
 from deltic.runtime.adapters import given_adapters
-from deltic.runtime.build import gpu_device, is_for_gpu, plan_model, sees_gpu
+from deltic.runtime.build import check_files, gpu_device, is_for_gpu, plan_model, sees_gpu
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.plan import Plan, TextPlan
+from deltic.server.api.protocol import SamplingDefaults
+from deltic.server.chat.template import ChatTemplate
+from deltic.text import Tokenizer
 
 LEAST_PART = 0.05
 """A format that takes part in less of a token's products is left out of their roof."""
@@ -37,10 +46,35 @@ ROWS_PER_S = 12.5
 def report(config: EngineConfig) -> str:
     """The output of `deltic plan`: the memory plan, what fits in it, and the speed that the roofs allow.
 
-    It is for the device that would serve; or, with --device cuda where there is no GPU, for one with
-    --memory-gb of memory. Raises ConfigError or another ValueError when the model cannot be served with these
-    settings.
+    Of a name on the hub only what the files say of themselves is read. It is for the device that would serve;
+    or, with --device cuda where there is no GPU, for one with --memory-gb of memory. Raises ConfigError or
+    another ValueError when the model cannot be served with these settings.
     """
+    if config.dummy is not None or not is_hub_name(config.model):
+        return _report(config)
+    wanted = wanted_of(config.model, ALL_FILES, config.revision, config.download_dir)
+    with tempfile.TemporaryDirectory(prefix="deltic-plan-") as folder:
+        try:
+            path = outline(wanted, Path(folder), has_tokenizer=config.tokenizer is not None)
+            return _report(dataclasses.replace(config, model=str(path), revision=None), has_vocabulary=is_gguf(path))
+        except (CheckpointError, ConfigError) as error:
+            raise type(error)(re.sub(rf"{re.escape(folder)}/[^/]*/snapshots/\w*", wanted.name, str(error))) from error
+
+
+def _check_text(config: EngineConfig, has_vocabulary: bool) -> None:
+    """Raises what a server does for a tokenizer, a chat template, and defaults of a request. has_vocabulary:
+    without it only the last can be looked at.
+    """
+    if has_vocabulary or config.tokenizer is not None:
+        spoken = tokenizer_directory(config)
+        tokenizer = Tokenizer.load(spoken)
+        if not speaks(config):
+            ChatTemplate.load(spoken, tokenizer)
+    SamplingDefaults.load(text_directory(config), ModelConfig())
+
+
+def _report(config: EngineConfig, has_vocabulary: bool = True) -> str:
+    """As `report`, of a model that is here. has_vocabulary: whether all of it is."""
     on_gpu = is_for_gpu(config)
     device = gpu_device(config, is_here=False) if on_gpu else Cpu()
     is_here = not on_gpu or sees_gpu()
@@ -50,7 +84,9 @@ def report(config: EngineConfig) -> str:
         )
     beside = device.text.reserve_bytes // 2
     free, wanted = device.free_bytes() if is_here else 0, int((config.memory_gb or 0) * 1e9)
-    config, _, plan = plan_model(config, device, max(free, wanted + beside if wanted else 0))
+    config, directory, plan = plan_model(config, device, max(free, wanted + beside if wanted else 0))
+    check_files(config, directory, plan, device)
+    _check_text(config, has_vocabulary)
     store = COUNTED_ROWS if on_gpu else COUNTED
     weights = None if plan.speaks else _weights(plan.shape, plan.quantize, store)
     out = StringIO()

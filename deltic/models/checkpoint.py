@@ -15,7 +15,7 @@ from deltic.config import BUILT_IN, ConfigError, EngineConfig
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.gguf import gguf_in, is_gguf, open_gguf, set_name
 from deltic.models.gguf_config import document, highest_id
-from deltic.models.hub import Download, download, is_hub_name
+from deltic.models.hub import download, hub_name, is_hub_name, wanted_of
 from deltic.models.qwen.shape import ModelShape, published_shape
 from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechShape, is_speech
 
@@ -116,8 +116,7 @@ def resolve_model(
             f"{name}: no such directory or file, and not a hub name of the form owner/model or owner/model:Q4_K_M; deltic doctor "
             "names some"
         )
-    directory = str(download_dir.expanduser()) if download_dir else None
-    return download(Download(name, files, revision, directory))
+    return download(wanted_of(name, files, revision, download_dir))
 
 
 def model_directory(config: EngineConfig, files: tuple[str, ...] = ALL_FILES) -> Path:
@@ -137,7 +136,7 @@ def model_name(config: EngineConfig) -> str:
     if is_gguf(path):
         return set_name(path.name)
     if not path.is_dir():
-        return config.model
+        return str(hub_name(config.model) or config.model)
     snapshots, repository = path.resolve().parent, path.resolve().parent.parent.name
     if snapshots.name == "snapshots" and repository.startswith("models--"):  # in the cache of the hub
         return repository.removeprefix("models--").replace("--", "/", 1)

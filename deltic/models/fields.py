@@ -29,6 +29,46 @@ class UnsupportedModelError(ValueError):
         self.supported = supported
 
 
+_OTHERS = {
+    "llama": "a Llama, or made like one", "mistral": "a Mistral", "ministral": "a Mistral", "mixtral": "a Mixtral",
+    "pixtral": "a Pixtral", "gemma": "a Gemma", "paligemma": "a Gemma", "phi": "a Phi", "gptoss": "a gpt-oss",
+    "qwen3forcausallm": "a plain Qwen3, without DeltaNet layers", "qwen3": "a plain Qwen3, without DeltaNet layers",
+    "qwen3moe": "a plain Qwen3 mixture, without DeltaNet layers", "qwen3vl": "a Qwen3-VL", "qwen3omni": "a Qwen3-Omni",
+    "qwen3asr": "a Qwen3-ASR", "qwen2": "a Qwen2 or Qwen2.5", "qwen2vl": "a Qwen2-VL", "qwen25vl": "a Qwen2.5-VL",
+    "qwen25omni": "a Qwen2.5-Omni", "qwen2audio": "a Qwen2-Audio", "qwenlmhead": "a Qwen of the first generation",
+    "deepseek": "a DeepSeek", "glm": "a GLM", "chatglm": "a GLM", "kimi": "a Kimi", "minimax": "a MiniMax",
+    "granite": "a Granite", "nemotron": "a Nemotron", "olmo": "an OLMo", "cohere": "a Command", "command": "a Command",
+    "falcon": "a Falcon", "mamba": "a Mamba", "jamba": "a Jamba", "rwkv": "an RWKV", "gpt": "a GPT-2 or GPT-NeoX",
+    "starcoder": "a StarCoder", "internlm": "an InternLM", "internvl": "an InternVL", "exaone": "an EXAONE",
+    "smollm": "a SmolLM", "smolvlm": "a SmolVLM", "lfm": "an LFM", "hunyuan": "a Hunyuan", "ernie": "an ERNIE",
+    "bert": "a BERT", "modernbert": "a BERT", "nomicbert": "a BERT", "roberta": "a BERT", "xlmroberta": "a BERT",
+    "qwen35": "", "qwen36": "", "qwen38": "", "qwen3next": "", "qwen3tts": "",  # ours, with another head
+    "t5": "a T5", "whisper": "a Whisper", "clip": "a vision tower (mmproj), which belongs beside its model's file",
+}  # fmt: skip
+"""Models of others, by how their architectures in config.json or a GGUF file begin, in lower case."""
+
+
+def of_another_family(name: object) -> str:
+    """What is wrong with a model of this architecture; empty for one of ours, or that is not known."""
+    bare = "".join(filter(str.isalnum, name.lower())) if isinstance(name, str) else ""
+    begin = max((begin for begin in _OTHERS if bare.startswith(begin)), key=len, default="")
+    if not _OTHERS.get(begin):
+        return ""
+    return (
+        f"this is {_OTHERS[begin]} ({name}); Deltic serves Qwen's gated-DeltaNet hybrids (Qwen3-Next, 3.5, 3.6, 3.8) and "
+        "Qwen3-TTS; deltic doctor names some"
+    )
+
+
+class OtherModelError(UnsupportedModelError):
+    """A model of another family, which is named as what it is where it is known."""
+
+    def __init__(self, field: str, found: object, supported: str) -> None:
+        super().__init__(field, found, supported)
+        if said := of_another_family(found[0] if isinstance(found, list | tuple) and found else found):
+            self.args = (said,)
+
+
 def mending(path: Path) -> str:
     """What mends a damaged file. In the hub's cache a name is a link, and the file behind it in the way."""
     is_cached = path.is_symlink() and path.resolve().parent.name == "blobs"

@@ -93,7 +93,7 @@ class Header:
     """Of one file."""
 
     file: Path
-    data: mmap.mmap
+    data: mmap.mmap | bytes
     values: dict[str, Value] = field(default_factory=dict)
     tensors: dict[str, GgufTensor] = field(default_factory=dict)
 
@@ -162,11 +162,17 @@ def _decimal(x: float) -> float:
     return x
 
 
+class _CutShort(CheckpointError):
+    """A file that ends in its header."""
+
+
 class _Cursor:
     """Reads a header on, and ends at the end of the file with a CheckpointError."""
 
-    def __init__(self, file: Path, data: mmap.mmap) -> None:
+    def __init__(self, file: Path, data: mmap.mmap | bytes, n_bytes: int | None = None) -> None:
+        """n_bytes: of the file, where the data are its beginning."""
         self.file, self.data, self.at = file, data, 0
+        self.n_bytes = len(data) if n_bytes is None else n_bytes
 
     def fail(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.file}: {what}; {mending(self.file)}")
@@ -174,7 +180,8 @@ class _Cursor:
     def skip(self, n_bytes: int) -> int:
         """Where these bytes begin."""
         if n_bytes > len(self.data) - self.at:
-            raise self.fail(f"cut short: {n_bytes} bytes at {self.at} are not in its {len(self.data)}")
+            where = f"{n_bytes} bytes at {self.at} are not in its {len(self.data)}"
+            raise _CutShort(f"{self.file}: cut short: {where}; {mending(self.file)}")
         begin, self.at = self.at, self.at + n_bytes
         return begin
 
@@ -207,7 +214,7 @@ class _Cursor:
         elif kind == _STRING:
             data, size, at = self.data, len(self.data), begin
             n_strings, length = 1 if n is None else n, struct.Struct("<Q").unpack_from
-            if n_strings > (size - at) // 8:
+            if n_strings > (self.n_bytes - at) // 8:
                 raise self.fail(f"damaged: {n_strings} strings in {key!r}")
             for _ in range(n_strings):
                 if at + 8 > size:
@@ -227,6 +234,39 @@ def _read_header(file: Path) -> Header:
     except (OSError, ValueError) as error:  # ValueError: an empty file
         raise CheckpointError(f"{file}: cannot be read ({error}); {mending(file)}") from error
     cursor, header = _Cursor(file, data), Header(file, data)
+    infos = _walk(cursor, header)
+    alignment = header.get("general.alignment", 32)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1) or alignment > 1 << 30:
+        raise cursor.fail(f"damaged: an alignment of {alignment!r}, which is no power of two")
+    data_begin = -(-cursor.at // alignment) * alignment
+    for name, number, shape, offset in infos:
+        tensor = _tensor(file, name, number, shape, data_begin + offset)
+        if offset % alignment or tensor.end > len(data):
+            end = f"{tensor.end} of {len(data)} bytes; the download is not complete, or the file is damaged"
+            raise cursor.fail(f"tensor {name!r} is at {tensor.begin} to {end}")
+        if name in header.tensors:
+            raise cursor.fail(f"damaged: tensor {name!r} is there twice")
+        header.tensors[name] = tensor
+    return header
+
+
+def has_header(file: Path, start: bytes, n_bytes: int) -> bool:
+    """Whether the beginning of a file of n_bytes has its whole header; also for one that is damaged there."""
+    cursor = _Cursor(file, start, n_bytes)
+    try:
+        _walk(cursor, Header(file, start))
+    except _CutShort:
+        return False
+    except CheckpointError:
+        pass  # who reads the file says what is wrong
+    return True
+
+
+def _walk(cursor: _Cursor, header: Header) -> list[tuple[str, int, tuple[int, ...], int]]:
+    """Puts the values of the metadata into the header, and leaves the cursor behind what is known of tensors,
+    which is given. Raises CheckpointError.
+    """
+    file, data = cursor.file, cursor.data
     if data[:4] != b"GGUF":
         raise cursor.fail(f"not a GGUF file: it begins with {data[:4]!r}")
     cursor.at = 4
@@ -243,20 +283,7 @@ def _read_header(file: Path) -> Header:
         if key in header.values:
             raise cursor.fail(f"damaged: the key {key!r} is there twice")
         header.values[key] = cursor.value(key)
-    infos = [_tensor_info(cursor) for _ in range(n_tensors)]
-    alignment = header.get("general.alignment", 32)
-    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1) or alignment > 1 << 30:
-        raise cursor.fail(f"damaged: an alignment of {alignment!r}, which is no power of two")
-    data_begin = -(-cursor.at // alignment) * alignment
-    for name, number, shape, offset in infos:
-        tensor = _tensor(file, name, number, shape, data_begin + offset)
-        if offset % alignment or tensor.end > len(data):
-            end = f"{tensor.end} of {len(data)} bytes; the download is not complete, or the file is damaged"
-            raise cursor.fail(f"tensor {name!r} is at {tensor.begin} to {end}")
-        if name in header.tensors:
-            raise cursor.fail(f"damaged: tensor {name!r} is there twice")
-        header.tensors[name] = tensor
-    return header
+    return [_tensor_info(cursor) for _ in range(n_tensors)]
 
 
 def _tensor_info(cursor: _Cursor) -> tuple[str, int, tuple[int, ...], int]:
@@ -390,10 +417,16 @@ def chosen(name: str, files: Iterable[str], quant: str) -> list[str]:
     else the first that is there.
 
     The bits are looked for in names of files and folders, whatever their case. Of several models the one
-    with the shortest name is taken, which has nothing else in it (UD-Q4_K_M). Raises CheckpointError, with
-    what there is.
+    with the shortest name is taken, which has nothing else in it (UD-Q4_K_M). quant may also be the name of a
+    model's file, or its path. Raises CheckpointError, with what there is.
     """
     found = models_among(files)
+    if quant.lower().endswith(SUFFIX):
+        file = next(
+            (f for f in sorted(found, key=len) if f == set_name(quant) or f.endswith("/" + set_name(quant))), None
+        )
+        if file is not None:
+            return found[file]
     wanted = re.compile(rf"(?<![a-z0-9]){re.escape(quant or 'Q4_K_M')}(?![a-z0-9_])", re.IGNORECASE)
     fitting = [model for model in found if wanted.search(model)]
     if fitting:
@@ -402,5 +435,6 @@ def chosen(name: str, files: Iterable[str], quant: str) -> list[str]:
         return next(iter(found.values()))
     there = f"there are {', '.join(found)}" if found else "there is no GGUF file"
     raise CheckpointError(
-        f"{name}: has no GGUF file of {quant or 'any bits'}; {there}, on the hub or, offline, in the cache"
+        f"{name}: has no GGUF file {'' if quant.lower().endswith(SUFFIX) else 'of '}{quant or 'any bits'}; {there}, on the hub or, "
+        "offline, in the cache"
     )

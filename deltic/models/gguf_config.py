@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from deltic.models.fields import MAX_LAYERS, CheckpointError, UnsupportedModelError
+from deltic.models.fields import MAX_LAYERS, CheckpointError, OtherModelError, UnsupportedModelError
 from deltic.models.gguf import Gguf, is_gguf, open_gguf
 from deltic.models.vision.shape import LAYER_NORM_EPS, MERGE, PATCH_SIZE
 
@@ -155,7 +155,7 @@ def architecture(model: Gguf) -> str:
     """ggml's name. Raises UnsupportedModelError."""
     arch = model.get("general.architecture")
     if not isinstance(arch, str) or arch not in ARCHITECTURES:
-        raise UnsupportedModelError("general.architecture", arch, ", ".join(ARCHITECTURES))
+        raise OtherModelError("general.architecture", arch, ", ".join(ARCHITECTURES))
     return arch
 
 

@@ -13,6 +13,7 @@ import contextlib
 import glob
 import hashlib
 import io
+import json
 import os
 import queue
 import re
@@ -20,18 +21,25 @@ import shutil
 import sys
 import threading
 import time
-from collections.abc import Sequence
+import urllib.parse
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
 from deltic.config import MayPass
-from deltic.models.fields import CheckpointError
-from deltic.models.gguf import chosen, models_among, tower_among
+from deltic.models.fields import CheckpointError, of_another_family
+from deltic.models.gguf import SUFFIX, chosen, has_header, models_among, tower_among
 
-_HUB_NAME = re.compile(r"[\w.-]+/[\w.-]+(:[\w.-]+)?")
+_SITE = re.compile(r"(https?://)?(www\.)?(hf\.co|huggingface\.co)/|hf://", re.IGNORECASE)
+"""What stands before the name of a model where it was copied from a browser or from another program."""
+
+_HUB_NAME = re.compile(
+    r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<what>[\w./-]+)|/(?P<kind>tree|blob|resolve)/(?P<revision>[^/]+)(/(?P<path>.+))?)?"
+)
 
 _HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
@@ -52,6 +60,18 @@ MAX_HTTP_BYTES = 50_000_000_000
 
 CHUNK_BYTES = 1 << 18
 """What of a file is written or read at once; what a break may cost."""
+
+HEAD_BYTES = 1 << 16
+"""What an outline asks for first of a file of weights: the header of most."""
+
+MAX_GAP_BYTES = 1 << 14
+"""Between two parts of a file that are asked for together."""
+
+_VOCABULARY = ("tokenizer.json", "vocab.json", "merges.txt")
+"""What of a model's small files is not small."""
+
+_DECIDING = ("weight_shape", "weight_g_idx")
+"""Tensors whose values a plan looks at; `g_idx`, too, where the configuration speaks of an order."""
 
 TELL_AFTER_S = 1.0
 """What is in the cache takes less, and needs no word."""
@@ -103,31 +123,80 @@ class DownloadFailed(CheckpointError, MayPass):
     """The hub, the way to it, or the disk: nothing is wrong with the name."""
 
 
+class HubName(NamedTuple):
+    """A model on the hub."""
+
+    repository: str
+    what: str = ""
+    """Of its GGUF files: bits, as `Q4_K_M`, or the path of one."""
+    revision: str | None = None
+    """Where the name is an address of a branch, a tag or a commit."""
+
+    def __str__(self) -> str:
+        return f"{self.repository}:{self.what}" if self.what else self.repository
+
+
+def hub_name(text: str) -> HubName | None:
+    """What a name means as people type and paste it: owner/model, owner/model:Q4_K_M, owner/model:FILE.gguf,
+    hf.co/... or the address in a browser, in quotes or not. None: it has none of these forms.
+    """
+    bare = _SITE.sub("", text.strip(" \t\n\"'`<>\u2018\u2019\u201c\u201d"), count=1)
+    match = _HUB_NAME.fullmatch(urllib.parse.unquote(re.split(r"[?#]", bare)[0]).rstrip("/"))
+    if match is None or bare.startswith("."):
+        return None
+    path = match["path"] or ""
+    of_path = path if path.lower().endswith(SUFFIX) else path.rpartition("/")[2] if match["kind"] == "tree" else ""
+    return HubName(
+        match["repository"], match["what"] or of_path, match["revision"] if match["revision"] != "main" else None
+    )
+
+
 def is_hub_name(name: str) -> bool:
     """Whether it can only be a name on the hub: of its form, and nothing here."""
-    return not Path(name).expanduser().exists() and bool(_HUB_NAME.fullmatch(name)) and not name.startswith(".")
+    return hub_name(name) is not None and not Path(name).expanduser().exists()
 
 
-def download(wanted: Download, parts: list[Part] | None = None) -> Path:
+def wanted_of(text: str, files: tuple[str, ...], revision: str | None, directory: Path | None) -> Download:
+    """What is to be downloaded of a name for which `is_hub_name` holds. revision: in place of the name's."""
+    name = hub_name(text)
+    assert name is not None
+    folder = str(directory.expanduser()) if directory else None
+    return Download(str(name), files, revision or name.revision, folder)
+
+
+def download(wanted: Download, parts: list[Part] | None = None, *, only_here: bool = False) -> Path:
     """The directory of the files, or the first file of a GGUF model. They are downloaded if they are not
-    there; `parts` gets those, and is kept up to date. Raises CheckpointError.
+    there; `parts` gets those, and is kept up to date. only_here: the cache is looked at, and nothing else.
+    Raises CheckpointError.
     """
-    import huggingface_hub  # here, because most starts need no hub and it costs a fifth of a second
-    from huggingface_hub import errors
-
     (name, _, quant), given = wanted.name.partition(":"), wanted.revision
-    try:
-        told, files, gguf = _told(name, given), [] if quant else list(wanted.files), list[str]()
+    with _explained(name, given):
+        import huggingface_hub  # here, because most starts need no hub and it costs a fifth of a second
+
+        told = None if only_here else _told(name, given)
+        files, gguf = [] if quant else list(wanted.files), list[str]()
         if told is not None:
+            _refuse_others(wanted, told)
             gguf = _gguf_files(name, quant, [file.rfilename for file in told.siblings or ()])
             files = list(map(glob.escape, gguf + _tower_files(gguf, told))) or files
             _fill(name, told, files, wanted.directory, [] if parts is None else parts)
         folder = Path(
-            huggingface_hub.snapshot_download(name, revision=given, cache_dir=wanted.directory, allow_patterns=files)
+            huggingface_hub.snapshot_download(
+                name, revision=given, cache_dir=wanted.directory, allow_patterns=files, local_files_only=only_here
+            )
         )
         if told is None:  # the hub cannot be asked: what the cache has decides
             gguf = _gguf_files(name, quant, [path.relative_to(folder).as_posix() for path in folder.rglob("*.*")])
         return folder / gguf[0] if gguf else folder
+
+
+@contextlib.contextmanager
+def _explained(name: str, given: str | None) -> Iterator[None]:
+    """Makes a CheckpointError of what the library raises. given: the revision."""
+    from huggingface_hub import errors
+
+    try:
+        yield
     except CheckpointError:
         raise
     except errors.GatedRepoError as error:
@@ -162,6 +231,17 @@ def _told(name: str, revision: str | None) -> Any:
         return None
 
 
+def _refuse_others(wanted: Download, told: Any) -> None:
+    """Raises CheckpointError for weights of a model that the hub knows to be of another family, before they
+    come.
+    """
+    config, gguf = getattr(told, "config", None) or {}, getattr(told, "gguf", None) or {}
+    names = [*(config.get("architectures") or ()), gguf.get("architecture")]
+    said = next(filter(None, map(of_another_family, names)), "")
+    if said and any(fnmatch("model.safetensors", each) for each in wanted.files):
+        raise CheckpointError(f"{wanted.name}: {said}")
+
+
 def _gguf_files(name: str, quant: str, files: Sequence[str]) -> list[str]:
     """The files of the GGUF model that is wanted of a repository's, [] where safetensors are."""
     if not quant and (any(fnmatch(file, "*.safetensors") for file in files) or not models_among(files)):
@@ -184,14 +264,11 @@ def _fill(name: str, told: Any, files: Sequence[str], directory: str | None, par
     Newer versions of the library begin a file again after each end of the process, and look at no hash.
     told: by the hub; files: patterns of names. Raises DownloadFailed, OSError, and what the library does.
     """
-    from huggingface_hub import constants
-
-    commit = told.sha or ""
-    folder = Path(directory or constants.HF_HUB_CACHE, "models--" + name.replace("/", "--"))
+    commit, folder = told.sha or "", _cache_of(name, directory)
     missing: dict[str, Part] = {}
     for file in told.siblings or ():
         path, blob = file.rfilename, (file.lfs.sha256 if file.lfs else file.blob_id) or ""
-        is_safe = _HASH.fullmatch(blob) and _HASH.fullmatch(commit) and not {"..", "/"} & {*Path(path).parts}
+        is_safe = _HASH.fullmatch(blob) and _HASH.fullmatch(commit) and _is_safe(path)
         if file.size is None or not is_safe or not any(fnmatch(path, each) for each in files):
             continue
         places = (folder / "snapshots" / commit / path, folder / "blobs" / blob)
@@ -203,6 +280,139 @@ def _fill(name: str, told: Any, files: Sequence[str], directory: str | None, par
     if missing:
         (folder / "blobs").mkdir(parents=True, exist_ok=True)
         _fetch_all(name, commit, folder, missing, parts)
+
+
+def _cache_of(name: str, directory: str | None) -> Path:
+    """The folder of a model in the cache."""
+    from huggingface_hub import constants
+
+    return Path(directory or constants.HF_HUB_CACHE, "models--" + name.replace("/", "--"))
+
+
+def _is_safe(path: str) -> bool:
+    """Whether a path that the hub tells leads nowhere else."""
+    return not {"..", "/"} & {*Path(path).parts}
+
+
+def outline(wanted: Download, folder: Path, *, has_tokenizer: bool = False) -> Path:
+    """As `download`, of a model that is to be planned: what its files say, without its weights and its
+    vocabulary. Files of weights have their whole size there, and their header, and behind it nothing, which
+    takes no room; what the cache has is linked. Some kilobytes are read of a file; of a GGUF file more, whose
+    header has the vocabulary.
+
+    folder: where they are put. has_tokenizer: it is another's. Where the hub cannot be reached, what the
+    cache has decides. Raises CheckpointError.
+    """
+    from huggingface_hub import HfApi, errors
+    from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
+    (name, _, what), given = wanted.name.partition(":"), wanted.revision
+    disable_progress_bars()
+    with _explained(name, given):
+        try:
+            told = HfApi().model_info(name, revision=given, files_metadata=True, timeout=TELLING_S)
+        except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
+            raise
+        except Exception:  # no way to the hub
+            return download(wanted, only_here=True)
+        _refuse_others(wanted, told)
+        sizes = {file.rfilename: file.size for file in told.siblings or () if file.size is not None}
+        gguf = _gguf_files(name, what, list(sizes))
+        files = gguf + _tower_files(gguf, told)
+        if not gguf:
+            files = [file for file in sizes if any(fnmatch(file, each) for each in wanted.files)]
+            if not (has_tokenizer or "tokenizer.json" in sizes or {"vocab.json", "merges.txt"} <= sizes.keys()):
+                raise CheckpointError(f"{name}: no tokenizer.json and no vocab.json with merges.txt; give --tokenizer")
+        root = folder / _cache_of(name, None).name / "snapshots" / str(told.sha)
+        cached = _cache_of(name, wanted.directory) / "snapshots" / str(told.sha)
+
+        def sketch(path: str) -> None:
+            (target := root / path).parent.mkdir(parents=True, exist_ok=True)
+            if (cached / path).is_file() and (cached / path).stat().st_size == sizes[path]:
+                target.symlink_to(cached / path)
+            else:
+                _sketch(name, path, str(told.sha), sizes[path] or 0, target)
+
+        small = [file for file in files if _is_safe(file) and Path(file).name not in _VOCABULARY]
+        with ThreadPoolExecutor(N_AT_ONCE) as pool:  # weights last: how they lie is in the configuration
+            for some in (False, True):
+                list(pool.map(sketch, [file for file in small if _holds_weights(file) == some]))
+        return root / gguf[0] if gguf else root
+
+
+def _holds_weights(file: str) -> bool:
+    return file.lower().endswith((SUFFIX, ".safetensors"))
+
+
+def _sketch(name: str, path: str, commit: str, n_bytes: int, target: Path) -> None:
+    """Writes a file as `outline` has it. Raises DownloadFailed, and what the library does."""
+    from huggingface_hub import constants, hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]
+
+    constants.DOWNLOAD_CHUNK_SIZE = CHUNK_BYTES
+    url, headers = hf_hub_url(name, path, revision=commit), build_hf_headers()
+    headers["Accept-Encoding"] = "identity"
+
+    def get(begin: int, end: int) -> bytes:
+        if begin >= (end := min(end, n_bytes)):
+            return b""
+        part = _Bounded()
+        part.n_most, ranged = end - begin, headers | {"Range": f"bytes={begin}-{end - 1}"}
+        http_get(url, part, headers=ranged, expected_size=end - begin, displayed_filename=path)
+        return part.getvalue()
+
+    with target.open("wb") as out:
+        if not _holds_weights(path):
+            out.write(get(0, n_bytes))
+            return
+        start = get(0, HEAD_BYTES)
+        if path.lower().endswith(SUFFIX):
+            while len(start) < n_bytes and not has_header(target, start, n_bytes):
+                start += get(len(start), 2 * len(start))
+        else:
+            start += get(len(start), 8 + int.from_bytes(start[:8], "little"))
+        out.write(start)
+        out.truncate(n_bytes)
+        if not path.lower().endswith(SUFFIX):
+            for begin, end in _deciding(start, target.parent):
+                out.seek(begin)
+                out.write(get(begin, end))
+
+
+class _Bounded(io.BytesIO):
+    """Takes no more than it was asked for."""
+
+    n_most = 0
+
+    def write(self, data: Any, /) -> int:
+        if self.tell() + len(data) > self.n_most:
+            raise DownloadFailed(
+                "the hub, or a proxy on the way, sends whole files where a part is asked for; download the model, and plan its "
+                "directory"
+            )
+        return super().write(data)
+
+
+def _deciding(start: bytes, directory: Path) -> Iterator[tuple[int, int]]:
+    """Where the tensors of a safetensors file are whose values decide, those that are near together as one.
+
+    start: of the file, with its header, which is not believed.
+    """
+    config = directory / "config.json"
+    has_order = config.exists() and re.search(rb'"desc_act"\s*:\s*true', config.read_bytes())
+    names = (*_DECIDING, "g_idx") if has_order else _DECIDING
+    try:
+        n = 8 + int.from_bytes(start[:8], "little")
+        tensors = {name: told for name, told in json.loads(start[8:n]).items() if name.rpartition(".")[2] in names}
+        spans = sorted((n + begin, n + end) for begin, end in (told["data_offsets"] for told in tensors.values()))
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return  # who reads the header says what is wrong
+    while spans:
+        begin, end = spans.pop(0)
+        while spans and spans[0][0] - end <= MAX_GAP_BYTES:
+            end = max(end, spans.pop(0)[1])
+        yield begin, end
 
 
 def _fetch_all(name: str, commit: str, folder: Path, missing: dict[str, Part], parts: list[Part]) -> None:

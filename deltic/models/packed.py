@@ -21,6 +21,7 @@ import shutil
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import MappingProxyType
 from typing import TypeVar
@@ -34,7 +35,7 @@ from deltic.models.fields import CheckpointError
 from deltic.models.gguf import is_gguf, open_gguf
 from deltic.models.gguf_config import document
 from deltic.models.loading import PACKED, Host, Parts, Progress, checkpoint_files, read_headers, shares_text
-from deltic.models.mapped import MappedFiles, read_header
+from deltic.models.mapped import Header, MappedFiles, read_header
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import (
     DRAFT_HEAD,
@@ -243,11 +244,17 @@ def map_packed(
     Raises CheckpointError for a file that is damaged, of another version or of another model.
     """
 
-    def empty(quantize: str | None, names: set[str]) -> Weights:
-        tied = shape.tie_word_embeddings and "lm_head" not in names
-        return empty_weights(shape, quantize, tied)
+    return map_parts(file, partial(_unfilled, shape), n_threads, progress)
 
-    return map_parts(file, empty, n_threads, progress)
+
+def _unfilled(shape: ModelShape, quantize: str | None, names: set[str]) -> Weights:
+    tied = shape.tie_word_embeddings and "lm_head" not in names
+    return empty_weights(shape, quantize, tied)
+
+
+def check_packed(file: Path, shape: ModelShape) -> None:
+    """Raises what `map_packed` does."""
+    _placed(file, partial(_unfilled, shape))
 
 
 def map_parts(
@@ -255,6 +262,27 @@ def map_parts(
 ) -> tuple[P, list[str]]:
     """As map_packed, of any model: `empty` gives its weights without memory, from the format and the names in
     the file.
+    """
+    weights, notices, placed = _placed(file, empty)
+    files, mapped = MappedFiles(), dict[str, Array]()
+    total, done = sum(n_bytes for _, n_bytes in placed.values()), 0
+    for name, (header, n_bytes) in placed.items():
+        stored = files.read(header)
+        mapped[name] = stored[:n_bytes]
+        _touch(stored, n_threads)
+        done += n_bytes
+        if progress is not None:
+            progress(done, total)
+    weights.replace(mapped)
+    return weights, notices
+
+
+def _placed(
+    file: Path, empty: Callable[[str | None, set[str]], P]
+) -> tuple[P, list[str], dict[str, tuple[Header, int]]]:
+    """The weights without memory, the notices, and where each part of them is, with its bytes.
+
+    As map_parts.
     """
     quantize, notices = _metadata(file)
     headers, _ = read_header(file, _ADVICE)
@@ -265,20 +293,11 @@ def map_parts(
     if headers.keys() != sizes.keys():
         odd = sorted(headers.keys() ^ sizes.keys())[0]
         raise CheckpointError(f"{file}: packed from another model ({odd!r} is in one only); {_ADVICE}")
-    files, mapped = MappedFiles(), dict[str, Array]()
-    total, done = sum(sizes.values()), 0
     for name, n_bytes in sizes.items():
         header = headers[name]
         if header.dtype != "U8" or header.shape != ((n_bytes + _LINE - 1) // _LINE * _LINE,):
             raise CheckpointError(f"{file}: {name!r} has the size of another model; {_ADVICE}")
-        stored = files.read(header)
-        mapped[name] = stored[:n_bytes]
-        _touch(stored, n_threads)
-        done += n_bytes
-        if progress is not None:
-            progress(done, total)
-    weights.replace(mapped)
-    return weights, notices
+    return weights, notices, {name: (headers[name], n_bytes) for name, n_bytes in sizes.items()}
 
 
 def _touch(data: Array, n_threads: int) -> None:

@@ -20,12 +20,12 @@ from deltic.machine import cuda_driver
 from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_ids, speaks
 from deltic.models.fields import CheckpointError, UnsupportedModelError, only
 from deltic.models.gguf_config import naming
-from deltic.models.loading import COUNTED, COUNTED_ROWS, PACKED, Store, forget_headers
-from deltic.models.packed import resolve_quantize
+from deltic.models.loading import COUNTED, COUNTED_ROWS, PACKED, Declaration, Store, forget_headers
+from deltic.models.packed import check_packed, resolve_quantize
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.shard import Cuts, cut
-from deltic.models.qwen.weights import dummy_weights, load_weights, stored_shape
-from deltic.models.tts.weights import dummy_speech_weights, load_speech_weights
+from deltic.models.qwen.weights import check_weights, dummy_weights, load_weights, stored_shape
+from deltic.models.tts.weights import check_speech, declare_speech, dummy_speech_weights, load_speech_weights
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.shape import VisionShape
 from deltic.models.vision.weights import (
@@ -38,7 +38,8 @@ from deltic.models.vision.weights import (
     stored_vision_shape,
     tower_place,
 )
-from deltic.models.vocoder.weights import dummy_vocoder, load_vocoder
+from deltic.models.vocoder.encoder import VoiceEncoder
+from deltic.models.vocoder.weights import check_vocoder_files, dummy_vocoder, load_vocoder
 from deltic.runtime.adapters import adapter_room, given_adapters, refuse_sizes
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.fingerprint import fingerprint
@@ -192,6 +193,26 @@ def find_tower(
             raise
         return None, (f"pictures are refused: {error}",)
     return tower, ()
+
+
+def check_files(config: EngineConfig, directory: Path, plan: Plan[Any], device: Cpu | Gpu) -> None:
+    """Raises what `build_runner` does for the names, shapes and types of a checkpoint's tensors. Headers are
+    read, and no weights.
+    """
+    store: Store = COUNTED_ROWS if device.text.on_gpu else COUNTED
+    if config.dummy is not None:
+        return
+    if plan.speaks:
+        d = Declaration(plan.quantize, store)
+        declare_speech(d, plan.shape)
+        check_speech(directory, d)
+        check_vocoder_files(directory, plan.shape.vocoder)
+        if plan.shape.variant == "base":
+            VoiceEncoder.open(directory)
+    elif (directory / PACKED).exists():
+        check_packed(directory / PACKED, plan.shape)
+    else:
+        check_weights(directory, plan.cuts[0].whole if plan.cuts else plan.shape, plan.quantize, store)
 
 
 def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | None = None) -> StepRunner:

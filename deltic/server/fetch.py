@@ -21,7 +21,8 @@ import msgspec
 from deltic.config import EngineConfig, ServerConfig
 from deltic.models.checkpoint import ALL_FILES, TEXT_FILES
 from deltic.models.fields import CheckpointError
-from deltic.models.hub import Download, DownloadFailed, Outcome, Part, Progress, is_hub_name
+from deltic.models.hub import Download, DownloadFailed, Outcome, Part, Progress, is_hub_name, wanted_of
+from deltic.server.address import url_of
 
 if TYPE_CHECKING:
     import ssl
@@ -72,6 +73,7 @@ async def fetch_all(
             from deltic.server.meanwhile import Meanwhile  # here: most starts download nothing
 
             meanwhile = Meanwhile(server, listener, secured)
+            log.info("listening on %s, whose page shows how far the download is", url_of(listener, server))
         meanwhile.stage = f"downloading {name}"
         meanwhile.done = min(1.0, told.done_bytes / told.total_bytes) if told.total_bytes else 0.0
 
@@ -95,14 +97,14 @@ async def fetched(config: EngineConfig, stop: asyncio.Event, tell: Tell = _nobod
     So nothing asks the network later, and all processes read the same commit. Raises CheckpointError,
     OSError.
     """
-    directory = str(config.download_dir.expanduser()) if config.download_dir else None
+    directory = config.download_dir
     if config.dummy is None and is_hub_name(config.model):
-        found = await _fetch(Download(config.model, ALL_FILES, config.revision, directory), stop, tell)
+        found = await _fetch(wanted_of(config.model, ALL_FILES, config.revision, directory), stop, tell)
         if found is None:
             return None
         config = dataclasses.replace(config, model=str(found), revision=None)
     if config.tokenizer is not None and is_hub_name(config.tokenizer):
-        found = await _fetch(Download(config.tokenizer, TEXT_FILES, None, directory), stop, tell)
+        found = await _fetch(wanted_of(config.tokenizer, TEXT_FILES, None, directory), stop, tell)
         if found is None:
             return None
         config = dataclasses.replace(config, tokenizer=str(found))

@@ -16,13 +16,14 @@ from deltic.server.chat.generation import unavailable
 from deltic.server.connections import Connections, HttpServer
 from deltic.server.errors import ApiError
 from deltic.server.limits import Accounts
+from deltic.server.page import answered
 from deltic.server.transport import json_response
 
 if TYPE_CHECKING:
     import ssl
 
 TELLING = ("/health", "/ping", "/ready")
-"""Paths that say how far it is; all others only that there is no model yet."""
+"""Paths that say how far it is; all others but the page only that there is no model yet."""
 
 
 class Meanwhile:
@@ -48,9 +49,12 @@ class Meanwhile:
 
     def _answer(self, scope: Scope) -> Response:
         said = f"{self.stage}: {100 * self.done:.0f} %"
-        is_telling = scope["path"].removeprefix(self._root) in TELLING
+        path, request = scope["path"].removeprefix(self._root), Request(scope)
+        is_telling, is_page = path in TELLING, path in ("", "/") and scope["method"] in ("GET", "HEAD")
         try:
-            self._access.check(Request(scope), open_=is_telling)
+            self._access.check(request, open_=is_telling or is_page)
+            if is_page:
+                return answered(request)  # it shows how far it is, and takes a chat when there is a model
             if not is_telling:
                 raise unavailable(said)
         except ApiError as error:

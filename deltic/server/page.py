@@ -48,14 +48,19 @@ HEADERS = {
 }
 
 
+def answered(request: Request) -> Response:
+    """The page, unless the browser has it."""
+    if HEADERS["etag"] in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=HEADERS)
+    return Response(PAGE, headers=HEADERS, media_type="text/html")
+
+
 async def page(service: Service, request: Request) -> ASGIApp:
     """The page for a browser: a chat, and what the engine does at the moment."""
     if service.speech is not None:
         said = f"{service.model_name!r} speaks, and the page is a chat; POST a text to /v1/audio/speech"
         raise ApiError(404, said, code="unsupported_model")
-    if HEADERS["etag"] in request.headers.get("if-none-match", ""):
-        return Response(status_code=304, headers=HEADERS)
-    return Response(PAGE, headers=HEADERS, media_type="text/html")
+    return answered(request)
 
 
 async def live(service: Service, request: Request) -> ASGIApp:

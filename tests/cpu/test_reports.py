@@ -2,23 +2,37 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
+import shutil
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
+from huggingface_hub import constants
+from safetensors.torch import load_file, save_file
 
 from deltic.commands import doctor
 from deltic.commands import plan as fit
 from deltic.config import ConfigError, EngineConfig
+from deltic.models.checkpoint import DEMO
 from deltic.models.fields import CheckpointError
-from deltic.models.loading import PACKED
-from deltic.models.qwen.shape import PUBLISHED
+from deltic.models.loading import COUNTED, PACKED, Declaration
+from deltic.models.qwen.shape import PUBLISHED, ModelShape
+from deltic.models.qwen.weights import declare_weights
 from deltic.models.tts.shape import PUBLISHED_SPEECH
 from deltic.runtime import build
 from deltic.runtime.build import build_runner, is_for_gpu
+from tests.fake_hub import Long, hub_with
+from tests.tiny import tiny_checkpoint
+from tests.tiny_gguf import tiny_gguf
+from tests.tiny_quantised import tiny_quantised
+from tests.tiny_speech import tiny_speech
 
 
 @pytest.fixture
@@ -268,3 +282,134 @@ def test_doctor_with_a_gpu(major: int, known_roofs: None, monkeypatch: pytest.Mo
     monkeypatch.setattr(GpuRoofs, "measured", too_little)
     report = words(doctor.report())
     assert "NVIDIA X100: the roofs were not measured" in report and "CPU, int4" in report
+
+
+# Models on the hub, and what is refused.
+
+
+def published_files(shape: ModelShape, prefix: str = "model.", n_files: int = 3) -> dict[str, Any]:
+    """The files of a checkpoint of this shape, with holes for weights."""
+    config = json.loads((DEMO / "config.json").read_text()) | {
+        "vocab_size": shape.vocab_size, "hidden_size": shape.hidden_size, "num_hidden_layers": shape.n_layers,
+        "layer_types": list(shape.layer_types), "num_attention_heads": shape.n_q_heads,
+        "num_key_value_heads": shape.n_kv_heads, "linear_num_key_heads": shape.gdn_n_k_heads,
+        "linear_num_value_heads": shape.gdn_n_v_heads, "intermediate_size": shape.intermediate_size,
+        "max_position_embeddings": shape.max_position_embeddings, "tie_word_embeddings": shape.tie_word_embeddings,
+    }  # fmt: skip
+    declared = Declaration(None, COUNTED)
+    declare_weights(declared, shape, shape.tie_word_embeddings, prefix)
+    stored = [one for part in declared.plan for one in part.stored]
+    files: dict[str, Any] = {"config.json": json.dumps(config).encode(), "tokenizer.json": bytes(12_000_000)}
+    for i in range(n_files):
+        fields, at = {}, 0
+        for one in stored[i::n_files]:
+            end = at + 2 * math.prod(one.shape)
+            fields[one.name], at = {"dtype": "BF16", "shape": list(one.shape), "data_offsets": [at, end]}, end
+        said = json.dumps(fields).encode()
+        files[f"model-{i}.safetensors"] = Long(len(said).to_bytes(8, "little") + said, 8 + len(said) + at)
+    where = {one.name: f"model-{i % n_files}.safetensors" for i, one in enumerate(stored)}
+    files["model.safetensors.index.json"] = json.dumps({"weight_map": where}).encode()
+    return files
+
+
+@pytest.fixture
+def own_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    """A home without models."""
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    return tmp_path
+
+
+def test_a_model_on_the_hub_is_planned_without_it(
+    own_hub: Path, monkeypatch: pytest.MonkeyPatch, without_gpu: None
+) -> None:
+    shape = PUBLISHED["qwen3.5-4b"]
+    files = published_files(shape)
+    assert sum(map(len, files.values())) > 8e9
+    config = EngineConfig(model="hf.co/owner/model", memory_gb=12.0, threads=2)
+    monkeypatch.setattr(fit, "_roofs", lambda *_: (1e10, 1e12))  # they take a second, of any model
+    with hub_with(files) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        begun_s = time.process_time()
+        report = words(fit.report(config))
+        assert time.process_time() - begun_s < 3
+        assert sum(hub.sent.values()) <= 2_000_000
+        assert "owner/model: 4.21 B parameters" in report and "of 12.00 GB" in report
+        assert not list(own_hub.rglob("*.safetensors")), "nothing stays"
+        hub.files |= published_files(shape, prefix="model.language_model.model.")
+        with pytest.raises(
+            CheckpointError, match=r"^owner/model(/model-\d\.safetensors)?: .*tensor '[\w.]+' is missing|^owner/model/"
+        ):
+            fit.report(config)
+        hub.files |= {"config.json": json.dumps({"architectures": ["LlamaForCausalLM"]}).encode()}
+        with pytest.raises(ValueError, match="this is a Llama"):
+            fit.report(config)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: tiny_checkpoint("dense"),
+        lambda: tiny_checkpoint("moe", shards=3),
+        lambda: tiny_quantised("dense", "w4a16").path,
+        lambda: tiny_speech("base"),
+        lambda: tiny_gguf("dense", "Q8_0"),
+    ],
+    ids=["dense", "shards", "packed words", "speech", "gguf"],
+)
+def test_a_plan_from_the_hub_is_that_of_the_directory(
+    make: Any, own_hub: Path, monkeypatch: pytest.MonkeyPatch, without_gpu: None
+) -> None:
+    path = make()
+    folder = path.parent if path.is_file() else path
+    files = {file.relative_to(folder).as_posix(): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    monkeypatch.setattr(fit, "_roofs", lambda *_: (1e10, 1e12))
+    settings = {"memory_gb": 2.0, "threads": 2}
+    with hub_with(files) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        found = fit.report(EngineConfig(model="owner/model", **settings))
+    assert found.split("\n", 1)[1] == fit.report(EngineConfig(model=str(path), **settings)).split("\n", 1)[1]
+
+
+@pytest.mark.parametrize("spoil", ["names", "missing", "template", "tokenizer", "defaults"])
+def test_a_plan_refuses_what_a_server_would(spoil: str, tmp_path: Path, without_gpu: None) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(tiny_checkpoint("dense"), path)
+    fit.report(EngineConfig(model=str(path), memory_gb=2.0, threads=2))
+    if spoil in ("names", "missing"):
+        (file,) = path.glob("*.safetensors")
+        tensors = load_file(file)
+        name = next(name for name in tensors if "down_proj" in name)
+        renamed = {f"model.{name}": tensors.pop(name)} if spoil == "names" else {}
+        if spoil == "missing":
+            del tensors[name]
+        save_file(tensors | renamed, file)
+    elif spoil == "template":
+        (path / "chat_template.jinja").write_text("{% if %}")
+    elif spoil == "tokenizer":
+        (path / "tokenizer.json").unlink()
+    else:
+        (path / "generation_config.json").write_text('{"temperature": "hot", "eos_token_id": 1}')
+    said = {
+        "names": "is missing",
+        "missing": "is missing",
+        "template": "not valid Jinja",
+        "tokenizer": "no tokenizer.json",
+    }
+    with pytest.raises(ValueError, match=said.get(spoil, "temperature")):
+        fit.report(EngineConfig(model=str(path), memory_gb=2.0, threads=2))
+
+
+@pytest.mark.parametrize("part", ["talker", "vocoder", "encoder"])
+def test_a_plan_refuses_speech_that_a_server_would(part: str, tmp_path: Path, without_gpu: None) -> None:
+    path = tmp_path / "model"
+    shutil.copytree(tiny_speech("base"), path)
+    file = path / ("model.safetensors" if part == "talker" else "speech_tokenizer/model.safetensors")
+    tensors = load_file(file)
+    begin = {"talker": "talker.model.norm", "vocoder": "decoder.", "encoder": "encoder."}[part]
+    del tensors[name := next(name for name in tensors if name.startswith(begin))]
+    save_file(tensors, file)
+    with pytest.raises(CheckpointError, match=re.escape(name)):
+        fit.report(EngineConfig(model=str(path), memory_gb=2.0, threads=2))

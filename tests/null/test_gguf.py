@@ -241,7 +241,7 @@ def test_further_metadata(tmp_path: Path) -> None:
         (
             "general.architecture",
             "llama",
-            "'general.architecture': found 'llama'; supported: qwen35, qwen35moe, qwen3next",
+            r"this is a Llama, or made like one \(llama\); Deltic serves Qwen's gated-DeltaNet hybrids",
         ),
         (
             "qwen35.rope.scaling.type",

@@ -11,6 +11,7 @@ import re
 import shutil
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -22,24 +23,34 @@ from typing import Any
 import httpx
 import msgspec
 import pytest
+from huggingface_hub import constants
 from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from deltic.commands.endpoint import LocalServer, ServerFailed
 from deltic.config import BUILT_IN, ConfigError, EngineConfig, ModelConfig, ServerConfig, resolve
 from deltic.models import hub
-from deltic.models.checkpoint import DEMO, model_name, n_real_ids, resolve_model, text_directory, tokenizer_directory
+from deltic.models.checkpoint import (
+    ALL_FILES,
+    DEMO,
+    model_name,
+    n_real_ids,
+    resolve_model,
+    text_directory,
+    tokenizer_directory,
+)
 from deltic.models.fields import CheckpointError
-from deltic.models.gguf import tower_beside
-from deltic.models.hub import CHUNK_BYTES, DownloadFailed
-from deltic.models.mapped import read_header
+from deltic.models.gguf import open_gguf, tower_beside
+from deltic.models.hub import CHUNK_BYTES, HEAD_BYTES, Download, DownloadFailed, hub_name, outline
+from deltic.models.mapped import MappedFiles, read_header
 from deltic.models.qwen.shape import ModelShape
 from deltic.server import fetch
 from deltic.server.fetch import fetched
+from deltic.server.page import PAGE
 from deltic.server.serve import Served, _service
 from deltic.server.service import Server
 from tests.fake_engine import FakeEngineClient, served
-from tests.fake_hub import COMMITS, blob_name, hub_with
+from tests.fake_hub import COMMITS, Long, blob_name, hub_with
 from tests.fake_speech import FakeSpeechClient
 from tests.null.test_serve import server_of, wait_for
 
@@ -54,6 +65,7 @@ SMALL = {
 @pytest.fixture(autouse=True)
 def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
     for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN", "HF_ENDPOINT"):
         monkeypatch.delenv(name, raising=False)
 
@@ -71,6 +83,66 @@ def go(config: EngineConfig, when: Callable[[], bool] | None = None) -> EngineCo
         return await task
 
     return asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("text", "means", "revision"),
+    [
+        ("owner/model", "owner/model", None),
+        ("owner/model/", "owner/model", None),
+        ("'owner/model'", "owner/model", None),
+        (' "owner/model:Q4_K_M" ', "owner/model:Q4_K_M", None),
+        ("\u201cowner/model\u201d", "owner/model", None),
+        ("hf.co/owner/model:Q4_K_M", "owner/model:Q4_K_M", None),
+        ("huggingface.co/owner/model", "owner/model", None),
+        ("hf://owner/model", "owner/model", None),
+        ("https://huggingface.co/owner/model", "owner/model", None),
+        ("http://www.huggingface.co/owner/model/", "owner/model", None),
+        ("HTTPS://HuggingFace.co/owner/model", "owner/model", None),
+        ("https://huggingface.co/owner/model/tree/main", "owner/model", None),
+        ("https://huggingface.co/owner/model/tree/old", "owner/model", "old"),
+        ("https://huggingface.co/owner/model/tree/a%2Eb", "owner/model", "a.b"),
+        ("https://huggingface.co/owner/model/tree/main/Q4_K_M", "owner/model:Q4_K_M", None),
+        ("https://huggingface.co/owner/model/blob/main/config.json", "owner/model", None),
+        ("https://huggingface.co/owner/model/blob/main/a/b-Q8_0.gguf", "owner/model:a/b-Q8_0.gguf", None),
+        ("https://huggingface.co/owner/model/resolve/old/b.gguf?download=true", "owner/model:b.gguf", "old"),
+        ("https://huggingface.co/owner/model?show_file_info=x.gguf", "owner/model", None),
+        ("owner/model:b-Q8_0.gguf", "owner/model:b-Q8_0.gguf", None),
+        ("owner/model:a/b.gguf", "owner/model:a/b.gguf", None),
+    ],
+)
+def test_names_as_people_paste_them(text: str, means: str, revision: str | None) -> None:
+    name = hub_name(text)
+    assert name is not None and (str(name), name.revision) == (means, revision)
+    assert model_name(EngineConfig(model=text)) == means
+    directory = Path("x")
+    wanted = hub.wanted_of(text, ALL_FILES, None, directory)
+    assert (wanted.name, wanted.revision, wanted.directory) == (means, revision, "x")
+    assert hub.wanted_of(text, ALL_FILES, "given", None).revision == "given"
+
+
+@pytest.mark.parametrize(
+    "text", ["model", "./owner/model", "a/b/c", "https://example.org/owner/model", "../model", "qwen3.5:4b"]
+)
+def test_what_is_no_name_on_the_hub(text: str) -> None:
+    assert hub_name(text) is None
+    with pytest.raises(CheckpointError, match="no such directory or file, and not a hub name"):
+        resolve_model(text)
+
+
+def test_a_pasted_name_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {"a-Q8_0.gguf": b"GGUF" + bytes(90), "sub/b-Q8_0.gguf": b"GGUF" + bytes(80)}
+    with hub_with(files) as there:
+        monkeypatch.setenv("HF_ENDPOINT", there.url)
+        for name, file in (
+            ("https://huggingface.co/owner/model/blob/main/sub/b-Q8_0.gguf", "sub/b-Q8_0.gguf"),
+            ("'hf.co/owner/model:b-Q8_0.gguf'", "sub/b-Q8_0.gguf"),
+            ("hf.co/owner/model:a-Q8_0.gguf", "a-Q8_0.gguf"),
+        ):
+            found = go(EngineConfig(model=name, download_dir=tmp_path))
+            assert found is not None and found.model.endswith(f"/{COMMITS['main']}/{file}")
+        with pytest.raises(CheckpointError, match=r"has no GGUF file c\.gguf; there are a-Q8_0, sub/b-Q8_0"):
+            go(EngineConfig(model="owner/model:c.gguf", download_dir=tmp_path))
 
 
 def test_a_model_is_downloaded_once_and_found_again(
@@ -125,6 +197,25 @@ def test_a_download_that_fails_says_why(
             go(EngineConfig(model="owner/model", revision=revision))
         for name in hub.wrong:
             assert not list(tmp_path.rglob(f"{blob_name(name, SMALL[name])}*[!k]")), "no file but the lock"
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ({"config": {"architectures": ["LlamaForCausalLM"]}}, "owner/model: this is a Llama, or made like one"),
+        ({"gguf": {"architecture": "qwen3moe", "total": 7}}, "owner/model: this is a plain Qwen3 mixture"),
+    ],
+)
+def test_a_model_of_another_family_is_not_downloaded(
+    more: dict[str, Any], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hub_with(SMALL, more=more) as there:
+        monkeypatch.setenv("HF_ENDPOINT", there.url)
+        for get in (lambda wanted: hub.download(wanted), lambda wanted: outline(wanted, tmp_path)):
+            with pytest.raises(CheckpointError, match=said):
+                get(Download("owner/model", ALL_FILES))
+        assert not there.sent
+        assert hub.download(Download("owner/model", ("tokenizer.json",))).exists(), "its tokenizer may be wanted"
 
 
 def test_there_is_no_such_model(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -411,8 +502,15 @@ def test_a_server_that_downloads_tells_and_obeys_signals(monkeypatch: pytest.Mon
             assert (told.status_code, told.json()["loading"]["stage"]) == (503, "downloading owner/model")
             other = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={})
             assert other.status_code == 503 and other.headers["retry-after"]
-            assert "downloading owner/model: 0 %" in other.json()["error"]["message"]
+            assert "downloading owner/model: " in other.json()["error"]["message"]
             assert httpx.post(f"http://127.0.0.1:{port}/v1/completions").status_code == 415, "it may be a page"
+            page = httpx.get(f"http://127.0.0.1:{port}/api/")
+            assert page.status_code == 200 and page.content == PAGE and page.headers["content-security-policy"]
+            known = {"if-none-match": page.headers["etag"]}
+            assert httpx.get(f"http://127.0.0.1:{port}/api/", headers=known).status_code == 304
+            rebound = httpx.get(f"http://127.0.0.1:{port}/", headers={"host": "rebound.example"})
+            assert rebound.status_code == 403
+            assert f"listening on http://127.0.0.1:{port}/api, " in "".join(server.log)
             server.process.send_signal(signal.SIGINT)
             assert server.end(5) == 0
         said = "".join(server.log)
@@ -500,3 +598,133 @@ def test_who_waits_for_a_server_waits_as_long_as_it_gets_on(moves: bool) -> None
         else:
             with pytest.raises(ServerFailed, match="got no further for 1 s"):
                 asyncio.run(server.wait_ready(timeout_s=1.0))
+
+
+# What a plan reads of a model on the hub.
+
+
+def tensors_file(tensors: dict[str, tuple[str, list[int], bytes | int]], padding: int = 0) -> Long:
+    """A safetensors file: of each tensor its type, shape, and values, or how many bytes of zeros."""
+    fields: dict[str, Any] = {"__metadata__": {"padding": "x" * padding}}
+    values, at = b"", 0
+    for name, (dtype, shape, data) in tensors.items():
+        n_bytes = data if isinstance(data, int) else len(data)
+        fields[name] = {"dtype": dtype, "shape": shape, "data_offsets": [at, at + n_bytes]}
+        if isinstance(data, bytes):
+            assert len(values) == at, "values come first"
+            values += data
+        at += n_bytes
+    said = json.dumps(fields).encode()
+    said += b" " * (-len(said) % 8)
+    return Long(len(said).to_bytes(8, "little") + said + values, 8 + len(said) + at)
+
+
+WIDE = {"model.a.weight": ("BF16", [1 << 15, 1 << 15], 1 << 31)}
+WANTED = Download("owner/model", ALL_FILES)
+
+
+def test_an_outline_has_headers_and_reads_little(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    shapes = {f"m.{i}.weight_shape": ("I64", [2], i.to_bytes(8, "little") * 2) for i in range(200)}
+    files = {
+        "config.json": b'{"a": 1}',
+        "tokenizer.json": b"t" * 5_000_000,
+        "chat_template.jinja": b"x",
+        "README.md": b"x",
+        "model-1.safetensors": tensors_file(shapes | WIDE),
+        "model-2.safetensors": tensors_file({"model.b.weight": WIDE["model.a.weight"]}, padding=3 * HEAD_BYTES),
+    }
+    with hub_with(files) as there:
+        monkeypatch.setenv("HF_ENDPOINT", there.url)
+        folder = outline(WANTED, tmp_path / "a")
+        assert model_name(EngineConfig(model=str(folder))) == "owner/model"
+        assert {path.name for path in folder.iterdir()} == files.keys() - {"README.md", "tokenizer.json"}
+        for name in ("model-1.safetensors", "model-2.safetensors"):
+            stat = (folder / name).stat()
+            assert stat.st_size == len(files[name]) and stat.st_blocks * 512 < 1_000_000, "holes take no room"
+        header, _ = read_header(folder / "model-1.safetensors")
+        read = MappedFiles().read
+        assert [list(read(header[f"m.{i}.weight_shape"])) for i in (0, 7, 199)] == [[0, 0], [7, 7], [199, 199]]
+        assert header["model.a.weight"].shape == (1 << 15, 1 << 15)
+        assert len(read_header(folder / "model-2.safetensors")[0]) == 1
+        assert sum(there.sent.values()) < 5 * HEAD_BYTES + 50_000
+        assert not (tmp_path / "home").exists(), "nothing is put into the cache"
+
+
+def test_orders_of_columns_are_read_where_there_are_any(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    order = b"".join(i.to_bytes(4, "little") for i in range(30_000))
+    tensors: dict[str, tuple[str, list[int], bytes | int]] = {"m.g_idx": ("I32", [30_000], order)}
+    for said in ("false", "true"):
+        config = f'{{"quantization_config": {{"desc_act": {said}}}}}'.encode()
+        files = {"config.json": config, "tokenizer.json": b"t", "model.safetensors": tensors_file(tensors | WIDE)}
+        with hub_with(files) as there:
+            monkeypatch.setenv("HF_ENDPOINT", there.url)
+            file = outline(WANTED, tmp_path / said) / "model.safetensors"
+        last = int(MappedFiles().read(read_header(file)[0]["m.g_idx"])[-1])
+        assert last == (29_999 if said == "true" else 0)
+
+
+def test_an_outline_of_a_gguf_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its header has the vocabulary: it is read until it ends, however long that is."""
+    n = 60_000
+    texts = b"".join(len(t).to_bytes(8, "little") + t for t in (b"token%d" % i for i in range(n)))
+    key = b"tokenizer.ggml.tokens"
+    head = (
+        b"GGUF"
+        + struct.pack("<IQQ", 3, 1, 1)
+        + struct.pack("<Q", len(key))
+        + key
+        + struct.pack("<IIQ", 9, 8, n)
+        + texts
+    )
+    head += struct.pack("<Q", 1) + b"w" + struct.pack("<IQQIQ", 2, 1 << 15, 1 << 15, 1, 0)
+    size = -(-len(head) // 32) * 32 + (1 << 31)
+    files = {"x-Q4_K_M.gguf": Long(head, size), "x-Q8_0.gguf": Long(head, size), "mmproj-F16.gguf": Long(head, size)}
+    with hub_with(files) as there:
+        monkeypatch.setenv("HF_ENDPOINT", there.url)
+        file = outline(Download("owner/model", ALL_FILES), tmp_path)
+        assert file.name == "x-Q4_K_M.gguf" and tower_beside(file) == file.with_name("mmproj-F16.gguf")
+        model = open_gguf(file)
+        assert model.get("tokenizer.ggml.tokens")[-1] == "token59999" and model.tensors["w"].shape == (1 << 15, 1 << 15)
+        assert max(there.sent.values()) < 2 * len(head) and "x-Q8_0.gguf" not in there.sent
+    with hub_with({"x.gguf": b"GGUF" + bytes(99)}) as there:
+        monkeypatch.setenv("HF_ENDPOINT", there.url)
+        with pytest.raises(CheckpointError, match="GGUF version 0"):
+            open_gguf(outline(WANTED, tmp_path / "damaged"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "files", "complaint"),
+    [
+        (
+            {"ranges": False},
+            {},
+            "sends whole files where a part is asked for; download the model, and plan its directory",
+        ),
+        ({"gated": True}, {}, "owner/model: gated on the hub; accept its terms"),
+        ({"down": True}, {}, "not .*wholly.* in the download cache, and the hub cannot be reached"),
+        ({}, {"tokenizer.json": None}, r"owner/model: no tokenizer\.json and no vocab\.json"),
+    ],
+    ids=["ranges", "gated", "down", "tokenizer"],
+)
+def test_an_outline_that_cannot_be_had(
+    settings: dict[str, Any], files: dict[str, Any], complaint: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    there = {"config.json": b"{}", "tokenizer.json": b"t", "model.safetensors": tensors_file(dict(WIDE))} | files
+    with hub_with({name: data for name, data in there.items() if data is not None}, **settings) as fake:
+        monkeypatch.setenv("HF_ENDPOINT", fake.url)
+        with pytest.raises(CheckpointError, match=complaint):
+            outline(WANTED, tmp_path)
+        assert sum(fake.sent.values()) < 1_000_000
+        if "tokenizer.json" in files:
+            assert (outline(WANTED, tmp_path, has_tokenizer=True) / "config.json").exists()
+
+
+def test_an_outline_takes_what_the_cache_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted = Download("owner/model", ALL_FILES, None, str(tmp_path / "cache"))
+    with hub_with(SMALL) as there:
+        monkeypatch.setenv("HF_ENDPOINT", there.url)
+        whole = hub.download(wanted)
+        there.sent.clear()
+        folder = outline(wanted, tmp_path / "outline")
+        assert not there.sent and (folder / "model.safetensors").read_bytes() == SMALL["model.safetensors"]
+    assert outline(wanted, tmp_path / "outline") == whole, "the hub has gone"

@@ -5,11 +5,12 @@ from __future__ import annotations
 import copy
 import dataclasses
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from deltic.models.fields import UnsupportedModelError
+from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.qwen.shape import PUBLISHED, ModelShape, published_shape
 from deltic.models.vision.shape import VisionShape
 
@@ -308,6 +309,42 @@ def test_rope_refusals(field: str, value: Any) -> None:
 def test_moe_refusals(field: str, value: Any) -> None:
     with pytest.raises(UnsupportedModelError, match=field):
         ModelShape.from_config({**next_config(), field: value})
+
+
+@pytest.mark.parametrize(
+    ("config", "said"),
+    [
+        (
+            {"architectures": ["LlamaForCausalLM"]},
+            "this is a Llama, or made like one (LlamaForCausalLM); Deltic serves",
+        ),
+        ({"architectures": ["Gemma3ForConditionalGeneration"]}, "a Gemma (Gemma3"),
+        ({"architectures": ["Qwen3ForCausalLM"]}, "a plain Qwen3, without DeltaNet layers (Qwen3ForCausalLM)"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "a plain Qwen3 mixture"),
+        ({"architectures": ["Qwen2_5_VLForConditionalGeneration"]}, "a Qwen2.5-VL"),
+        ({"architectures": ["Qwen3VLForConditionalGeneration"]}, "a Qwen3-VL"),
+        ({"architectures": ["GptOssForCausalLM"]}, "a gpt-oss"),
+        ({"model_type": "mistral"}, "a Mistral (mistral)"),
+        ({"model_type": "qwen3"}, "a plain Qwen3"),
+    ],
+)
+def test_models_of_others_are_named_as_what_they_are(config: dict[str, Any], said: str) -> None:
+    with pytest.raises(UnsupportedModelError) as refusal:
+        ModelShape.from_config(config)
+    assert said in str(refusal.value) and "Qwen3-Next, 3.5, 3.6, 3.8" in str(refusal.value)
+    assert refusal.value.field in config and refusal.value.found in config.values()
+
+
+@pytest.mark.parametrize("name", ["Qwen3_5ForSequenceClassification", "Qwen3NextModel", "NobodyKnowsForCausalLM"])
+def test_what_is_not_known_is_not_guessed(name: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=rf"config field 'architectures': found \['{name}'\]; supported: "):
+        ModelShape.from_config({"architectures": [name]})
+
+
+def test_an_adapter_alone_is_told_to_be_one(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(CheckpointError, match="a LoRA adapter; give its model, and --lora NAME="):
+        ModelShape.from_directory(tmp_path)
 
 
 def test_unknown_architecture_and_model_type_are_refused() -> None:

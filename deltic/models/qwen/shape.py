@@ -17,6 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from deltic.models.fields import (
     MAX_LAYERS,
+    CheckpointError,
+    OtherModelError,
     UnsupportedModelError,
     positive_float,
     positive_int,
@@ -175,6 +177,8 @@ class ModelShape:
         with naming(path):
             if is_gguf(path):
                 return cls.from_config(*(document(path, f"{name}.json") for name in ("config", "generation_config")))
+            if (path / "adapter_config.json").exists() and not (path / "config.json").exists():
+                raise CheckpointError(f"{path}: a LoRA adapter; give its model, and --lora NAME={path}")
             generation, config = path / "generation_config.json", read_json(path / "config.json")
             return cls.from_config(config, read_json(generation) if generation.exists() else None)
 
@@ -356,10 +360,10 @@ def _family(config: Mapping[str, Any]) -> str:
         if isinstance(name, str) and name in _FAMILY_OF_ARCHITECTURE:
             return _FAMILY_OF_ARCHITECTURE[name]
     if architectures:
-        raise UnsupportedModelError("architectures", architectures, ", ".join(_FAMILY_OF_ARCHITECTURE))
+        raise OtherModelError("architectures", architectures, ", ".join(_FAMILY_OF_ARCHITECTURE))
     model_type = config.get("model_type")
     if not isinstance(model_type, str) or model_type not in _FAMILY_OF_MODEL_TYPE:
-        raise UnsupportedModelError("model_type", model_type, ", ".join(_FAMILY_OF_MODEL_TYPE))
+        raise OtherModelError("model_type", model_type, ", ".join(_FAMILY_OF_MODEL_TYPE))
     return _FAMILY_OF_MODEL_TYPE[model_type]
 
 

@@ -182,6 +182,26 @@ def _weight_bytes(shape: ModelShape, quantize: str | None, layout: Layout, *form
     return empty_weights(shape, quantize, shape.tie_word_embeddings, store).n_bytes
 
 
+def check_weights(
+    path: str | Path, shape: ModelShape, quantize: str | None, store: Store = COUNTED, cuts: Cuts | None = None
+) -> tuple[Mapping[str, StoredTensor], bool, str, list[str]]:
+    """As `load_weights`, without loading: what is stored, whether the head is the embedding, how the names
+    begin, and the notices.
+    """
+    path, unused = Path(path), unused_parts(shape)
+    tensors = open_tensors(path, unused)
+    if cuts is not None:
+        tensors = cuts.views(tensors)
+    prefix = _WRAPPED_PREFIX if any(n.startswith(_WRAPPED_PREFIX) for n in tensors) else _FLAT_PREFIX
+    tied = shape.tie_word_embeddings and "lm_head.weight" not in tensors
+    checked = Declaration(quantize, COUNTED if store.layout == "strips" else COUNTED_ROWS, shape.formats)
+    declare_weights(checked, shape, tied, prefix, tensors)
+    notices = check_plan(checked.plan, tensors, path, unused)
+    if not shape.has_draft_head and _holds_draft_head(shape, tensors):
+        notices = [notice for notice in notices if " MTP " not in notice]  # drafts are off: it is not missed
+    return tensors, tied, prefix, notices
+
+
 def load_weights(
     path: str | Path,
     shape: ModelShape,
@@ -200,17 +220,8 @@ def load_weights(
     naming the tensor, what was expected, what was found and the file, for a missing, unexpected or
     misshapen tensor and for a damaged or missing file.
     """
-    path, unused = Path(path), unused_parts(shape)
-    tensors = open_tensors(path, unused)
-    if cuts is not None:
-        tensors = cuts.views(tensors)
-    prefix = _WRAPPED_PREFIX if any(n.startswith(_WRAPPED_PREFIX) for n in tensors) else _FLAT_PREFIX
-    tied = shape.tie_word_embeddings and "lm_head.weight" not in tensors
-    checked = Declaration(quantize, COUNTED if store.layout == "strips" else COUNTED_ROWS, shape.formats)
-    declare_weights(checked, shape, tied, prefix, tensors)
-    notices = check_plan(checked.plan, tensors, path, unused)  # before memory is taken
-    if not shape.has_draft_head and _holds_draft_head(shape, tensors):
-        notices = [notice for notice in notices if " MTP " not in notice]  # drafts are off: it is not missed
+    path = Path(path)  # what is wrong is told before memory is taken
+    tensors, tied, prefix, notices = check_weights(path, shape, quantize, store, cuts)
     parts = Declaration(quantize, store, shape.formats)
     weights = declare_weights(parts, shape, tied, prefix, tensors)
     copy_parts(parts.plan, tensors, store, progress)

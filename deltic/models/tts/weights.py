@@ -29,6 +29,7 @@ from deltic.models.loading import (
     fill_dummy,
     open_tensors,
 )
+from deltic.models.stored import StoredTensor
 from deltic.models.tts.shape import DecoderShape, SpeechShape
 from deltic.ops.arrays import Array
 from deltic.ops.geometry import N_CODES
@@ -169,6 +170,16 @@ def _declare_norm(d: Declaration, name: str, size: int) -> Any:
     return d.vector(name, size, minus=1.0)
 
 
+def check_speech(directory: Path, d: Declaration) -> tuple[dict[str, StoredTensor], list[str]]:
+    """The stored tensors of talker and predictor, and notices; what `load_speech_weights` raises. d: of
+    `declare_speech`.
+    """
+    tensors = {
+        name: tensor for name, tensor in open_tensors(directory).items() if not name.startswith(_SPEAKER_ENCODER)
+    }
+    return tensors, check_plan(d.plan, tensors, directory)
+
+
 def load_speech_weights(
     directory: str | Path,
     shape: SpeechShape,
@@ -183,12 +194,9 @@ def load_speech_weights(
     Raises CheckpointError, naming the tensor, what was expected, what was found and the file.
     """
     directory = Path(directory)
-    tensors = {
-        name: tensor for name, tensor in open_tensors(directory).items() if not name.startswith(_SPEAKER_ENCODER)
-    }
     parts = Declaration(quantize, store)
     weights = declare_speech(parts, shape)
-    notices = check_plan(parts.plan, tensors, directory)
+    tensors, notices = check_speech(directory, parts)
     copy_parts(parts.plan, tensors, store, progress)
     return weights, notices
 

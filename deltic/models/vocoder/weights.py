@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from deltic.models.fields import CheckpointError
-from deltic.models.mapped import MappedFiles, read_header
+from deltic.models.mapped import Header, MappedFiles, read_header
 from deltic.models.vocoder.shape import VocoderShape
 from deltic.ops.arrays import Array, nothing
 from deltic.ops.geometry import N_CODES
@@ -115,23 +115,28 @@ def _exp(values: Array) -> Array:
     return np.exp(values.astype(np.float64)).astype(np.float32)
 
 
-def load_vocoder(directory: Path, shape: VocoderShape) -> dict[str, Array]:
-    """Reads the vocoder's tensors, float32, without the prefix.
+def check_vocoder_files(directory: Path, shape: VocoderShape) -> dict[str, Header]:
+    """Where the vocoder's tensors are, by their names without the prefix.
 
     Raises CheckpointError, naming the tensor, for a file that is absent or damaged, and for what is missing
     or has another size.
     """
-    file = directory / FILE
+    file, found = directory / FILE, dict[str, Header]()
     headers, _ = read_header(file)
-    files, tensors = MappedFiles(), dict[str, Array]()
     for name, size in vocoder_tensors(shape).items():
         header = headers.get(f"decoder.{name}")
         if header is None:
             raise CheckpointError(f"{file}: decoder.{name} is missing")
         if header.shape != size:
             raise CheckpointError(f"{file}: decoder.{name} is {list(header.shape)}; its config says {list(size)}")
-        tensors[name] = np.asarray(files.read(header), np.float32)
-    return _resolved(tensors)
+        found[name] = header
+    return found
+
+
+def load_vocoder(directory: Path, shape: VocoderShape) -> dict[str, Array]:
+    """Reads the vocoder's tensors, float32, without the prefix. Raises what `check_vocoder_files` does."""
+    files, headers = MappedFiles(), check_vocoder_files(directory, shape)
+    return _resolved({name: np.asarray(files.read(header), np.float32) for name, header in headers.items()})
 
 
 def empty_vocoder(shape: VocoderShape) -> dict[str, Array]:
