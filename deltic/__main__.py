@@ -194,11 +194,27 @@ Deltic {__version__} serves Qwen's hybrid models and Qwen3-TTS on this machine. 
 """What `deltic` alone prints."""
 
 
+class _CommandParser(argparse.ArgumentParser):
+    """Knows flags of other servers, before argparse takes `-hf` for `-h`. A part of a flag is none."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings | {"allow_abbrev": False})
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+        for word in () if self._subparsers else args or ():
+            flag = word.partition("=")[0]
+            if flag.startswith("-") and flag not in self._option_string_actions and (said := flags.advice(flag)):
+                self.error(f"there is no {flag} here: {said}")
+        return super().parse_known_args(args, namespace)
+
+
 def parser() -> argparse.ArgumentParser:
     """The whole command line; the command chosen is in `command`, its own parser in `used`."""
-    top = argparse.ArgumentParser("deltic", description="A serving engine for the Qwen gated-DeltaNet hybrids.")
+    top = argparse.ArgumentParser(
+        "deltic", description="A serving engine for the Qwen gated-DeltaNet hybrids.", allow_abbrev=False
+    )
     top.add_argument("--version", action="version", version=f"deltic {__version__}")
-    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_CommandParser)
     _add(commands, COMMANDS)
     bench = commands.add_parser("bench", help="measure a server, a GPU or a quantised model", description="Measure.")
     _add(bench.add_subparsers(title="benches", metavar="WHAT", required=True), BENCHES)

@@ -613,7 +613,7 @@ def check_environment(environ: typing.Mapping[str, str] = os.environ) -> None:
 
 def nearest(name: str, known: typing.Iterable[str]) -> str:
     """A question for who mistyped a name; empty where none is like it."""
-    near = difflib.get_close_matches(name, sorted(known), 1)
+    near = difflib.get_close_matches(name, sorted(known), 1, cutoff=0.75)  # below, it is by chance
     return f"did you mean {near[0]}?" if near else ""
 
 

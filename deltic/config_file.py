@@ -15,6 +15,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+from deltic.commands.flags import advice
 from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig, nearest
 
 AND = "and"
@@ -96,7 +97,8 @@ def _fields(whence: str, table: dict[Any, Any], classes: tuple[Any, ...]) -> dic
         if name not in known:
             if name in ServerConfig.__dataclass_fields__:
                 raise ConfigError(f"{whence}: {key} is the whole server's; put it at the top of the file")
-            hint = nearest(name, known).replace("_", "-") or "deltic serve --help lists them"
+            hint = advice(f"--{name.replace('_', '-')}") or nearest(name, known).replace("_", "-")
+            hint = hint or "deltic serve --help lists them"
             raise ConfigError(f"{whence}: {key} is not a setting of Deltic; {hint}")
         if name in fields:
             raise ConfigError(f"{whence}: {key} is there twice")

@@ -194,10 +194,10 @@ class Reply:
 class Endpoint:
     """An OpenAI-compatible server: its address, key and idle connections. For use within one event loop."""
 
-    def __init__(self, url: str, api_key: str | None = None) -> None:
-        """`url` may end in `/v1` or not.
+    def __init__(self, url: str, api_key: str | None = None, cacert: str | None = None) -> None:
+        """`url` may end in `/v1` or not. cacert: a file of the certificates that vouch for its own.
 
-        Raises ConfigError when it is no http(s) URL, or the key no header's value.
+        Raises ConfigError when it is no http(s) URL, the key no header's value, or the file of no use.
         """
         try:
             parts = urllib.parse.urlsplit(url if "://" in url else "http://" + url)
@@ -213,7 +213,16 @@ class Endpoint:
         self._root = parts.path.rstrip("/").removesuffix("/v1")
         self._host = parts.hostname
         self._port = parts.port or (443 if parts.scheme == "https" else 80)
-        self._tls = ssl.create_default_context() if parts.scheme == "https" else None
+        if cacert is not None and parts.scheme != "https":
+            raise ConfigError(f"--cacert {cacert} is for an https:// URL, not {url}")
+        try:
+            self._tls = ssl.create_default_context(cafile=cacert) if parts.scheme == "https" else None
+        except OSError as error:
+            raise ConfigError(
+                f"--cacert {cacert} cannot be used ({error.strerror or error}); it takes a PEM file"
+            ) from None
+        if self._tls is not None and cacert is not None:  # the server's own certificate is enough
+            self._tls.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         self._idle: list[Connection] = []
         self._head = f"Host: {parts.netloc}\r\nAccept-Encoding: identity\r\nUser-Agent: deltic\r\n"
         if api_key:
@@ -239,6 +248,13 @@ class Endpoint:
         loop = asyncio.get_running_loop()
         try:
             _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._tls)
+        except ssl.SSLCertVerificationError as error:
+            raise EndpointError(
+                f"{self.url}: its certificate is not trusted ({error.verify_message}); give what vouches for it with --cacert FILE: its "
+                "authority's certificate, or its own where it is self-signed"
+            ) from None
+        except ssl.SSLError as error:
+            raise EndpointError(f"{self.url}: no TLS there ({error.reason or error}); is it http://?") from None
         except OSError as error:
             raise EndpointError(
                 f"{self.url}: cannot connect ({error.strerror or error}); deltic serve starts a server"
@@ -460,7 +476,7 @@ def own_server(arguments: argparse.Namespace, server_arguments: list[str]) -> It
 async def reached(arguments: argparse.Namespace, server: LocalServer | None) -> Endpoint:
     """The server at --url; or `server`, once it is ready, which a terminal shows. Raises ServerFailed."""
     if server is None:
-        return Endpoint(arguments.url, arguments.api_key)
+        return Endpoint(arguments.url, arguments.api_key, arguments.cacert)
     from rich.console import Console
 
     with Console(stderr=True).status("starting the server") as status:

@@ -9,6 +9,7 @@ A setting of an engine, a model or a server is a `knob` in `config.py`, and beco
 from __future__ import annotations
 
 import argparse
+from pathlib import Path
 
 from deltic.config import EngineConfig, ModelConfig, ServerConfig, add_flags
 
@@ -23,6 +24,19 @@ AND_HELP = (
     "comes before. A request names its model; DELTIC_ variables hold for all models. Example: deltic serve "
     "Qwen/Qwen3.5-4B --port 8080 --and Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice --quantize int8"
 )
+
+
+FOREIGN = Path(__file__).with_name("foreign_flags.txt")
+"""What to give here for flags of other servers, a line for each meaning."""
+
+
+def advice(flag: str) -> str:
+    """What to do instead of a flag of another server; empty for one that none of them has."""
+    for line in FOREIGN.read_text(encoding="utf-8").splitlines():
+        flags, *_, said = line.split(" | ")
+        if flag in flags.split(", "):
+            return said
+    return ""
 
 
 def add_model(sub: argparse.ArgumentParser) -> None:
@@ -55,6 +69,8 @@ def add_remote(sub: argparse.ArgumentParser, positional: bool = True, text: str 
     sub.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help=text)
     sub.add_argument("--url", help="use this running server instead of starting one")
     sub.add_argument("--api-key", metavar="KEY", help="key of the server at --url")
+    text = "what vouches for the certificate of an https --url (PEM): its authority's, or its own (default: the system's authorities)"
+    sub.add_argument("--cacert", metavar="FILE", help=text)
 
 
 def add_speech(sub: argparse.ArgumentParser) -> None:

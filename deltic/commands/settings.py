@@ -50,12 +50,15 @@ def server_arguments(arguments: argparse.Namespace) -> list[str]:
     named = {name: value for name, value in given(arguments, EngineConfig).items() if value is not None}
     model = [named["model"]] if "model" in named else []
     if arguments.url:
-        Endpoint(arguments.url, arguments.api_key)  # refuses what is no address before anything is opened
+        # It refuses what is no address, and no file, before anything is opened.
+        Endpoint(arguments.url, arguments.api_key, arguments.cacert)
         named.pop("model", None)
         if named:
             names = ", ".join(sorted(named))
             raise ConfigError(f"--url names a running server: {names} cannot be set from here")
         return []
+    if arguments.cacert is not None:
+        raise ConfigError("--cacert is for a running server; name it with --url https://...")
     resolve(EngineConfig, named)
     named.pop("model", None)
     return [*model, *flags(EngineConfig, named)]

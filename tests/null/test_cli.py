@@ -6,6 +6,7 @@ import ast
 import asyncio
 import json
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -23,6 +24,7 @@ from deltic import __version__
 from deltic.__main__ import BENCHES, COMMANDS, main, parser
 from deltic.commands.chat import Conversation, command
 from deltic.commands.endpoint import FOR_A_CHILD, Endpoint, LocalServer, ServerFailed, flags, own_environment
+from deltic.commands.flags import FOREIGN, advice
 from deltic.commands.settings import server_arguments
 from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
 from tests.fake_engine import FakeEngineClient, make_app, served
@@ -122,6 +124,12 @@ def test_version(capsys):
         ("serve --threads 0", "--threads 0: must be from 1 to 256"),
         ("serve some-model --dummy qwen3.5-0.8b", "not both"),
         ("chat --url http://x --threads 2", "threads cannot be set"),
+        ("chat --url http://x --cacert ca.pem", "--cacert ca.pem is for an https:// URL, not http://x"),
+        (
+            "say hello --url https://x --cacert no/such.pem",
+            "--cacert no/such.pem cannot be used (No such file or directory)",
+        ),
+        ("run in out --cacert ca.pem", "--cacert is for a running server; name it with --url https://..."),
         ("serve --served-model-name gpt-[x", "--served-model-name 'gpt-[x': the '[' needs a ']'"),
         ("plan --max-model-len -3", "--max-model-len -3"),
         ("bench serve --n 0", "--n '0'"),
@@ -172,6 +180,55 @@ def test_a_mistyped_flag_is_told_with_the_nearest(arguments, usage, hint, capsys
         main(arguments.split())
     error = capsys.readouterr().err
     assert left.value.code == 2 and error.startswith(usage) and hint in error
+
+
+@pytest.mark.parametrize(
+    ("arguments", "hint"),
+    [
+        ("serve m --tp 2", "there is no --tp here: give --tensor-parallel N"),
+        ("serve m --tensor-parallel-size=2", "give --tensor-parallel N"),
+        ("serve m --enable-prefix-caching", "not needed: it is on"),
+        ("serve m --dtype auto", "not needed: weights run as they are stored"),
+        ("serve -hf owner/model:Q4_K_M", "give the model without a flag"),
+        ("serve --model owner/model", "give the model without a flag"),
+        ("serve m --ctx-size 4096", "give --max-model-len TOKENS"),
+        ("serve m -c 4096", "give --max-model-len TOKENS"),
+        ("serve m --cpu", "give --device cpu"),
+        ("serve m --parallel 4", "give --max-num-seqs N"),
+        ("serve m -ngl 99", "on the GPU or the CPU as a whole"),
+        ("serve a --and b --trust-remote-code", "no code of a checkpoint is ever run"),
+        ("plan m --gpu-memory-utilization 0.9", "give --memory-gb GB"),
+        ("bench serve --context-length 9", "give --max-model-len TOKENS"),
+    ],
+)
+def test_flags_of_other_servers_are_told_what_to_do_here(arguments, hint, capsys):
+    with pytest.raises(SystemExit) as left:
+        main(arguments.split())
+    assert left.value.code == 2 and hint in capsys.readouterr().err
+
+
+def test_advice_for_foreign_flags_names_flags_that_there_are():
+    top = parser()
+    (commands,) = (action.choices for action in top._actions if action.dest == "==SUPPRESS==" or action.choices)
+    own = set(commands["serve"]._option_string_actions)
+    lines = [line.split(" | ") for line in FOREIGN.read_text().splitlines() if not line.startswith("#")]
+    foreign = [flag for flags, _, _ in lines for flag in flags.split(", ")]
+    assert len(lines) >= 60 and len(foreign) == len(set(foreign)) and not own & set(foreign)
+    known = own | set(commands["chat"]._option_string_actions)
+    for named, whose, said in lines:
+        assert set(whose.split(", ")) <= {"vLLM", "SGLang", "llama.cpp", "Ollama", "LM Studio"}, named
+        assert set(re.findall(r"(?<![\w-])--[a-z][\w-]*", said)) <= known, said
+        assert advice(named.split(", ")[-1]) == said
+    assert advice("--no-such-flag") == ""
+
+
+def test_a_part_of_a_flag_is_not_the_flag(capsys):
+    """Else `--tp` would be `--tp-invariant`, and a new flag could change what an old command line means."""
+    for words in ("serve --max-model 8", "bench serve --requests-per 3", "bench --hel"):
+        with pytest.raises(SystemExit) as left:
+            main(words.split())
+        assert left.value.code == 2
+    assert "did you mean --max-model-len?" in capsys.readouterr().err
 
 
 def test_a_server_with_keys_asks_for_one(capsys, tmp_path):

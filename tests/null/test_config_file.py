@@ -91,6 +91,7 @@ def test_a_variable_names_the_file_and_the_line_another_model(
     [
         ("prot = 80", "", "prot is not a setting of Deltic; did you mean port?"),
         ("gpu-memory = 80", "", "gpu-memory is not a setting of Deltic; "),
+        ("tensor_parallel_size = 2", "", "tensor_parallel_size is not a setting of Deltic; give --tensor-parallel N"),
         ("zzzz = 80", "", "deltic serve --help lists them"),
         ("port = true", "", "port = True: expected int"),
         ('port = "abc"', "", "a.toml: port = 'abc': expected int"),
