@@ -392,8 +392,8 @@ def main(build: Build | None = None, argument: str | None = None) -> int:
     die_with_parent()
     # The terminal's Ctrl-C and a service manager's SIGTERM go to every process; the server drains, then says
     # Shutdown.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     launch = msgspec.json.decode(
         argument or sys.argv[-1],
         type=Launch,

@@ -177,11 +177,11 @@ class EngineHost:
             was_ready |= self._set_restarting()  # it may have said so just before it died
             refusal = next((client.refusal for client in self.clients if client.refusal is not None), None)
             failure = hang or refusal or f"the engine process ended ({_describe(code, self._had_oom_kill())})"
+            refused_at_first = refusal is not None and not any(client.info for client in self.clients)
             if hang is None:
-                self._lose(failure)
+                self._lose(failure, is_said=refused_at_first)
             deaths = [t for t in deaths if time.monotonic() - t < DEATHS_WINDOW_S] + [time.monotonic()]
             self._n_early_deaths = 0 if was_ready else self._n_early_deaths + 1
-            refused_at_first = refusal is not None and not any(client.info for client in self.clients)
             if refused_at_first or self._n_early_deaths >= MAX_EARLY_DEATHS:
                 self._fail(failure)
                 return
@@ -235,9 +235,10 @@ class EngineHost:
         now = n_oom_kills()
         return None not in (now, self._n_oom_kills) and now != self._n_oom_kills
 
-    def _lose(self, failure: str) -> None:
-        """The process is of no more use: ends what is open."""
-        log.error("%s", failure)
+    def _lose(self, failure: str, is_said: bool = False) -> None:
+        """The process is of no more use: ends what is open. is_said: whoever waits for the start says why."""
+        if not is_said:
+            log.error("%s", failure)
         for client in self.clients:
             client.lose(failure, f"{failure}; send the request again")
 

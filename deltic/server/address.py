@@ -139,6 +139,17 @@ def tls(config: ServerConfig) -> ssl.SSLContext | None:
 
     context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
     context.set_alpn_protocols(["http/1.1"])
+    load_certificates(context, config)
+    return context
+
+
+def load_certificates(context: ssl.SSLContext, config: ServerConfig) -> None:
+    """Has the connections that come from now on use what the files hold. Raises ConfigError; what was loaded
+    before may be lost then.
+    """
+    import ssl
+
+    assert config.ssl_certfile is not None
     keyfile = config.ssl_keyfile or config.ssl_certfile
     try:
         # An empty password is wrong for a key that has one; none would be asked for in the terminal.
@@ -154,7 +165,6 @@ def tls(config: ServerConfig) -> ssl.SSLContext | None:
         except (OSError, ValueError) as error:
             raise ConfigError(f"--ssl-ca-certs {config.ssl_ca_certs} cannot be used ({_reason(error)})") from error
         context.verify_mode = ssl.CERT_REQUIRED
-    return context
 
 
 def _reason(error: Exception) -> str:

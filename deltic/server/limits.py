@@ -52,17 +52,20 @@ class Account:
     def __init__(
         self, name: str, max_concurrent: int, tokens_per_minute: int, *, is_admin: bool = True, party: str = ""
     ) -> None:
-        """Limits of 0 are none. is_admin: whether it may see and change what all keys share. party: accounts
-        of one party find each other's prefixes in the cache.
-        """
+        """party: accounts of one party find each other's prefixes in the cache. The others: of `allow`."""
         self.name = name
-        self.is_admin = is_admin
         self.party = party
         self.numbers = KeyNumbers(name)
-        self._max_concurrent = max_concurrent
-        self._tokens_per_minute = tokens_per_minute
-        self._level = float(tokens_per_minute)
+        self._tokens_per_minute, self._level = 0, 0.0
         self._filled_at_s = time.monotonic()
+        self.allow(max_concurrent, tokens_per_minute, is_admin)
+
+    def allow(self, max_concurrent: int, tokens_per_minute: int, is_admin: bool) -> None:
+        """Sets its limits, 0 for none, and whether it may see and change what all keys share."""
+        self.is_admin = is_admin
+        self._max_concurrent = max_concurrent
+        if tokens_per_minute != self._tokens_per_minute:
+            self._tokens_per_minute, self._level = tokens_per_minute, float(tokens_per_minute)
 
     def enter(self, *, generates: bool = True) -> None:
         """One more request runs. generates: it takes tokens. Raises ApiError (429)."""
@@ -230,6 +233,18 @@ class Accounts:
 
     def __init__(self, config: ServerConfig) -> None:
         """Raises ConfigError for keys that cannot be meant, without printing any."""
+        self._config = config
+        self._accounts: dict[str, Account] = {}
+        self._of_digest: dict[bytes, str] = {}
+        self._numbers: list[KeyNumbers] = []
+        self.read()
+
+    def read(self) -> None:
+        """Reads the keys, again if they were read before: a name that stays keeps what it has used.
+
+        Raises ConfigError, and changes nothing then.
+        """
+        config = self._config
         # The file first: its limits hold for a name that is given in both.
         entries = [*_in_file(config), *_given(config.api_key)]
         is_only = len({name for name, _, _ in entries}) == 1
@@ -237,8 +252,8 @@ class Accounts:
             raise ConfigError(
                 "--max-concurrent-per-key and --tokens-per-minute-per-key need --api-key or --api-key-file"
             )
-        self._accounts: dict[str, Account] = {}
-        self._of_digest: dict[bytes, Account] = {}
+        accounts: dict[str, tuple[str, int, int, bool]] = {}
+        of_digest: dict[bytes, str] = {}
         for name, party, entry in entries:
             if party and PLACE.fullmatch(name):
                 raise ConfigError(f"API key {name!r}: keys without a name are called so; give it another")
@@ -246,15 +261,16 @@ class Accounts:
                 config.max_concurrent_per_key if entry.max_concurrent is None else entry.max_concurrent,
                 config.tokens_per_minute_per_key if entry.tokens_per_minute is None else entry.tokens_per_minute,
             )
-            account = Account(
-                name,
-                *limits,
-                is_admin=is_only if entry.admin is None else entry.admin,
-                party="" if config.share_cache else party,
-            )
-            account = self._accounts.setdefault(name, account)
-            if self._of_digest.setdefault(_digest(entry.key.strip().encode()), account) is not account:
+            is_admin = is_only if entry.admin is None else entry.admin
+            accounts.setdefault(name, ("" if config.share_cache else party, *limits, is_admin))
+            if of_digest.setdefault(_digest(entry.key.strip().encode()), name) != name:
                 raise ConfigError(f"API key {name!r} is also the key of another name; give each its own")
+        before, self._accounts, self._of_digest = self._accounts, {}, of_digest
+        for name, (party, most, rate, is_admin) in accounts.items():
+            account = before.get(name) or Account(name, most, rate, is_admin=is_admin, party=party)
+            account.allow(most, rate, is_admin)
+            self._accounts[name] = account
+        self._numbers[:] = [account.numbers for account in self._accounts.values()]
 
     def __bool__(self) -> bool:
         return bool(self._accounts)
@@ -269,13 +285,15 @@ class Accounts:
         return -(-most // self.n_owners)
 
     def find(self, key: bytes) -> Account | None:
-        return self._of_digest.get(_digest(key))
+        name = self._of_digest.get(_digest(key))
+        return None if name is None else self._accounts[name]
 
     def named(self, name: str) -> Account | None:
         return self._accounts.get(name)
 
     def numbers(self) -> list[KeyNumbers]:
-        return [account.numbers for account in self._accounts.values()]
+        """Of every account: a list that stays up to date."""
+        return self._numbers
 
 
 def _digest(key: bytes) -> bytes:

@@ -2,7 +2,8 @@
 
 SIGTERM or Ctrl-C: for `drain_notice_s` /health says so, and requests are still taken. Then new requests get
 503, those that run may finish within `drain_s`, then the rest is ended. A second signal ends at once. So does
-a first one that the event loop does not take.
+a first one that the event loop does not take. SIGHUP has keys and certificates read again where they are in
+files; else, or where the terminal has gone, it is as SIGTERM.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,8 +37,7 @@ from deltic.host.supervisor import PROGRAM, EngineHost
 from deltic.models.checkpoint import locate, model_name, speaks, text_directory, tokenizer_directory
 from deltic.models.fields import CheckpointError
 from deltic.models.hub import is_hub_name
-from deltic.server.address import check_transfer, listening, tls, url_of
-from deltic.server.chat.pictures import needs_pillow
+from deltic.server.address import check_transfer, listening, load_certificates, tls, url_of
 from deltic.server.fetch import fetch_all
 from deltic.server.kv_events import event_sockets, topics
 
@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     import uvicorn
 
     from deltic.host.launch import EventSockets
+    from deltic.server.limits import Accounts
     from deltic.server.service import Server, Service
 
 log = logging.getLogger("deltic.server")
@@ -143,7 +144,7 @@ def raise_descriptors() -> None:
 
 
 class StopSignals:
-    """SIGTERM and SIGINT: the first asks for the drain, the second to leave at once.
+    """SIGTERM and SIGINT: the first asks for the drain, the second to leave at once. SIGHUP calls `reload`.
 
     A thread hands them to the event loop, and ends the process where that is blocked and does not take them.
     """
@@ -151,18 +152,26 @@ class StopSignals:
     def __init__(self) -> None:
         self.first = asyncio.Event()
         self.second = asyncio.Event()
+        self.reload: Callable[[], None] | None = None
+        """Reads files again; None: there are none, and SIGHUP is as SIGTERM."""
+        self._had_terminal = os.isatty(0)
         # Its `put` may be called in a signal handler.
         self._came: queue.SimpleQueue[int] = queue.SimpleQueue()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, lambda number, _: self._came.put(number))
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # as nohup has it
+                signal.signal(number, lambda number, _: self._came.put(number))
         loop = asyncio.get_running_loop()
         threading.Thread(target=self._hand_over, args=(loop,), name="signals", daemon=True).start()
 
     def _hand_over(self, loop: asyncio.AbstractEventLoop) -> None:
         patience_s = BLOCKED_S
         while True:
-            self._came.get()
+            number = self._came.get()
             is_noted = threading.Event()
+            if number == signal.SIGHUP:
+                with contextlib.suppress(RuntimeError):  # the loop has ended
+                    loop.call_soon_threadsafe(self._hang_up)
+                continue
             try:
                 loop.call_soon_threadsafe(self._note, is_noted)
             except RuntimeError:  # the loop has ended, and the process is about to
@@ -176,6 +185,15 @@ class StopSignals:
                     log.critical("told to stop, but the event loop is blocked; the process ends as it is")
                     os._exit(1)
             patience_s = BLOCKED_AGAIN_S
+
+    def _hang_up(self) -> None:
+        is_alone = self._had_terminal and not os.isatty(0)
+        if self.reload is not None and not is_alone:
+            self.reload()
+            return
+        why = "the terminal has gone" if is_alone else "there are no keys and no certificates in files to read again"
+        log.warning("SIGHUP: %s; stopping", why)
+        self._note(threading.Event())
 
     def _note(self, is_noted: threading.Event) -> None:
         is_noted.set()
@@ -201,6 +219,7 @@ async def _serve(
         kv_events=told_at,
     )
     signals = StopSignals()
+    signals.reload = _reloading(config, secured)
     try:
         asked = [model.client.config for model in models]
         found = await fetch_all(asked, signals.first, config, listener, secured)
@@ -214,6 +233,7 @@ async def _serve(
                 model.client.topic = topic
         await host.start()  # before anything slow: it loads while the rest is imported
         http, server = _build(models, config)
+        signals.reload = _reloading(config, secured, server.accounts)
         http.config.load()
         http.config.ssl = secured
         # What there is now stays: the collector need not walk it again, which holds up everybody's tokens.
@@ -236,6 +256,27 @@ async def _serve(
         await host.stop()
         if signals.first.is_set():
             log.info("stopped")
+
+
+def _reloading(
+    config: ServerConfig, secured: ssl.SSLContext | None, accounts: Accounts | None = None
+) -> Callable[[], None] | None:
+    """What SIGHUP does; None where nothing is in files. accounts: once there are any."""
+    files = [str(file) for file in (config.api_key_file, config.ssl_certfile) if file is not None]
+
+    def reload() -> None:
+        try:
+            tls(config)  # in a context of its own first: one that fails is of no use
+            if accounts is not None:
+                accounts.read()
+            if secured is not None:
+                load_certificates(secured, config)
+        except ConfigError as error:
+            log.error("SIGHUP: %s; what was read before holds", error)
+        else:
+            log.info("SIGHUP: read %s again", " and ".join(files))
+
+    return reload if files else None
 
 
 def _build(models: list[Served], config: ServerConfig) -> tuple[uvicorn.Server, Server]:
@@ -394,8 +435,7 @@ def _tell_ready(services: list[Service], ready: asyncio.Future[list[EngineInfo]]
         log.error("%s cannot be served: %s", "a model" if several else "the model", error)
         return False
     for service, info in zip(services, infos, strict=True):
-        missing = needs_pillow() if info.pictures else None
-        for notice in [*info.notices, *([missing] if missing else [])]:
+        for notice in info.notices:
             log.info("%s%s", f"{service.model_name}: " if several else "", notice)
         for adapter in service.adapters.all():
             log.info("adapter %s of %s: %s", adapter.name, adapter.parent, adapter.path)

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
+import re
 import shutil
+import signal
 import socket
 import ssl
 import stat
@@ -19,6 +22,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 import deltic
+from deltic.commands.endpoint import Endpoint, EndpointError
 from deltic.config import ConfigError, ServerConfig, resolve
 from deltic.server.address import listen, listening, tls, url_of
 from deltic.server.app import create_app
@@ -85,6 +89,53 @@ def test_https_lets_in_who_has_a_certificate(pki: Pki) -> None:
             httpx.get(f"{url}/health", verify=stranger)
         server.process.terminate()
         assert server.end() == 0
+
+
+def test_clients_of_ours_are_told_whom_to_trust(pki: Pki) -> None:
+    async def models(trusted: str | None) -> Any:
+        return await Endpoint(url, None, trusted).json("GET", "/v1/models")
+
+    with server_of(ssl_certfile=pki["server.pem"], ssl_keyfile=pki["server.key"]) as server:
+        wait_for(lambda: any(" ready on https://" in line for line in list(server.log)))
+        url = "https://" + "".join(server.log).partition("https://")[2].split()[0]
+        for trusted in ("ca.pem", "server.pem"):
+            status, _ = asyncio.run(models(pki[trusted]))
+            assert status == 200, trusted
+        for wrong in (None, pki["stranger.pem"]):
+            with pytest.raises(
+                EndpointError, match=r"certificate is not trusted \(.+\); give what vouches .* --cacert FILE"
+            ):
+                asyncio.run(models(wrong))
+    with pytest.raises(ConfigError, match=r"--cacert .*ca\.key cannot be used"):
+        Endpoint(url, None, pki["ca.key"])
+
+
+def test_sighup_reads_certificates_again(pki: Pki, tmp_path: Path) -> None:
+    certificate, key = tmp_path / "server.pem", tmp_path / "server.key"
+
+    def install(name: str) -> None:
+        shutil.copy(pki[f"{name}.pem"], certificate)
+        shutil.copy(pki[f"{name}.key"], key)
+
+    def subject() -> str:
+        found = ssl.get_server_certificate(("127.0.0.1", port))
+        return next(
+            name for name in ("server", "stranger") if found.strip() == Path(pki[f"{name}.pem"]).read_text().strip()
+        )
+
+    install("server")
+    with server_of(ssl_certfile=str(certificate), ssl_keyfile=str(key)) as server:
+        wait_for(lambda: any(" ready on https://" in line for line in list(server.log)))
+        port = int(re.findall(r"127\.0\.0\.1:(\d+)", "".join(server.log))[0])
+        assert subject() == "server"
+        shutil.copy(pki["client.pem"], certificate)  # of another key: nothing of it may be used
+        server.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: any("SIGHUP" in line and "what was read before holds" in line for line in list(server.log)))
+        assert subject() == "server"
+        install("stranger")
+        server.process.send_signal(signal.SIGHUP)
+        wait_for(lambda: any("SIGHUP: read" in line for line in list(server.log)))
+        assert subject() == "stranger"
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging.handlers
 import os
 import shutil
 import signal
@@ -110,12 +111,16 @@ async def test_steps_that_fail_restart_the_process_in_the_end() -> None:
 
 @in_loop
 async def test_a_configuration_that_cannot_work_is_not_tried_again() -> None:
+    said = logging.handlers.BufferingHandler(100)
+    logging.getLogger("deltic.host").addHandler(said)
     client = EngineClient(EngineConfig(model="missing"), 1)
     host = EngineHost([client], program=(sys.executable, FAKES))
     await host.start()
     with pytest.raises(EngineFailed, match="no checkpoint at 'missing'"):
         await client.ready()
     assert client.state == "failed" and client.n_restarts == 0
+    logging.getLogger("deltic.host").removeHandler(said)
+    assert not said.buffer, "whoever waits for the start says why, once"
     with pytest.raises(EngineUnavailable, match="no checkpoint"):
         submit(client, request())
     await host.stop()

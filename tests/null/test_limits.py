@@ -113,6 +113,30 @@ def test_a_name_in_the_file_and_on_the_command_line_has_the_files_limits(tmp_pat
     assert dict(account.headers())[b"x-ratelimit-limit-requests"] == b"3"
 
 
+def test_keys_are_read_again(tmp_path: Path) -> None:
+    """What a name has used stays; what cannot be meant changes nothing."""
+    path = tmp_path / "keys.toml"
+    path.write_text('[alice]\nkey = "a"\ntokens_per_minute = 100\n[bob]\nkey = "b"\n')
+    accounts = Accounts(ServerConfig(api_key_file=path, api_key=("plain",)))
+    numbers, alice = accounts.numbers(), accounts.find(b"a")
+    assert alice is not None and not alice.is_admin
+    alice.enter()
+    alice.take(90)
+    path.write_text(
+        '[alice]\nkey = "new"\ntokens_per_minute = 100\nmax_concurrent = 1\nadmin = true\n[carol]\nkey = "c"\n'
+    )
+    accounts.read()
+    assert accounts.find(b"new") is alice and alice.is_admin
+    assert accounts.find(b"a") is accounts.find(b"b") is None and accounts.find(b"c") and accounts.find(b"plain")
+    assert numbers is accounts.numbers() and [each.name for each in numbers] == ["alice", "carol", "key-1"]
+    told = dict(alice.headers())
+    assert told[b"x-ratelimit-remaining-requests"] == b"0" and 10 <= int(told[b"x-ratelimit-remaining-tokens"]) < 20
+    path.write_text("[alice")
+    with pytest.raises(ConfigError, match=r"keys\.toml"):
+        accounts.read()
+    assert accounts.find(b"new") is alice
+
+
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [

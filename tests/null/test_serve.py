@@ -332,6 +332,39 @@ def test_the_engine_dies_under_load_and_comes_back() -> None:
         assert 'deltic_pages_used{model="built-in"} 0.0' in httpx.get(f"{url}/metrics").text
 
 
+def test_sighup_reads_keys_again_and_cuts_nothing(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[alice]\nkey = "old"')
+
+    def status(key: str) -> int:
+        return httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}).status_code
+
+    with server_of(step_ms=5.0, before="from pathlib import PosixPath", api_key_file=keys) as server:
+        url = server.url()
+        body, key = LONG | {"stream": True, "max_tokens": 100}, {"authorization": "Bearer old"}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=key, timeout=20) as open_:
+            for path, said in (("[alice", "ERROR"), ('[alice]\nkey = "new"', "INFO")):
+                keys.write_text(path)
+                server.process.send_signal(signal.SIGHUP)
+                wait_for(lambda said=said: any("SIGHUP" in line and said in line for line in list(server.log)))
+                assert (status("old"), status("new")) == ((200, 401) if said == "ERROR" else (401, 200))
+            assert "".join(open_.iter_text()).endswith("data: [DONE]\n\n")
+        server.process.terminate()
+        assert server.end() == 0
+
+
+def test_sighup_without_files_is_a_stop_that_says_so() -> None:
+    with server_of(step_ms=5.0) as server:
+        asked = Ask(server.url(), max_tokens=60)
+        wait_for(lambda: n_running(server.url()) == 1)
+        server.process.send_signal(signal.SIGHUP)
+        asked.join()
+        assert asked.status == 200 and json.loads(asked.text)["usage"]["completion_tokens"] == 60
+        assert server.end() == 0
+    said = "".join(server.log)
+    assert "SIGHUP: there are no keys and no certificates in files to read again; stopping" in said
+
+
 def test_a_model_that_cannot_be_served() -> None:
     with server_of(engine={"model": "/no/such/model"}) as server:
         assert server.end(20) == 2
