@@ -347,6 +347,119 @@ def test_a_models_text_is_drawn_and_never_markup(page: Page) -> None:
     assert time.monotonic() - started_s < 5
 
 
+FORMULAS = r"""The area is \( \pi r^2 \) and $a_1 * b_2 * c_3$, not $5 or $6.
+
+\[
+\begin{aligned}
+- x &= \{ y_1 \\
+
+# z \}
+\end{aligned}
+\]
+
+$$
+a * b
+$$
+
+- In a list: \[ x \] and $$\frac{1}{2}$$
+- \*escaped\* and `\( code \)`
+"""
+
+
+def test_formulas_stay_as_they_were_written(page: Page) -> None:
+    page.run(
+        "chat.messages = [{ role: 'user', content: 'x' }, { role: 'assistant', content: arguments[0] }]; showChat()",
+        FORMULAS,
+    )
+    found = page.run("return [...document.querySelectorAll('.turn:last-child .math')].map(each => each.textContent)")
+    assert found == [
+        r"\( \pi r^2 \)",
+        "$a_1 * b_2 * c_3$",
+        "\\[\n\\begin{aligned}\n- x &= \\{ y_1 \\\\\n\n# z \\}\n\\end{aligned}\n\\]",
+        "$$\na * b\n$$",
+        r"\[ x \]",
+        r"$$\frac{1}{2}$$",
+    ]
+    text = page.run("return document.querySelector('.turn:last-child .md').textContent")
+    assert "not $5 or $6." in text and "*escaped* and \\( code \\)" in text
+    assert not page.all(".turn:last-child em") and len(page.all(".turn:last-child li")) == 2
+    same = """
+        const whole = document.createElement("div"), grown = document.createElement("div");
+        markdown(whole, arguments[0]);
+        for (let i = 0; i <= arguments[0].length; i++) markdown(grown, arguments[0].slice(0, i));
+        return whole.isEqualNode(grown);"""
+    assert page.run(same, FORMULAS), "streamed, it looks different"
+    started_s = time.monotonic()
+    for strange in ("\\( " * 9000, "$a " * 9000, "\\[ " * 9000, "$$" * 9000):
+        page.run("markdown(el('div'), arguments[0])", strange)
+    assert time.monotonic() - started_s < 5
+
+
+LONG = '{"ignore_eos": true, "max_tokens": 400, "temperature": 0}'
+
+
+def test_an_answer_goes_on_behind_another_chat(page: Page) -> None:
+    page.set(more=LONG)
+    page.begin(STORY)
+    wait_for(lambda: len(page.answer()) > 20)
+    page.press("New chat")
+    assert not page.all(".turn") and page.one("#send").is_displayed()
+    page.set(more='{"max_tokens": 5}')
+    page.ask(SUM)
+    wait_for(lambda: page.live()["stats"]["n_running"] == 0, 60)
+    next(chat for chat in page.all(".open-chat") if chat.text == STORY).click()
+    page.answered()
+    assert "finish: length" in page.figures() and " 400 tokens" in page.figures()
+    page.press("New chat")
+    page.set(more=LONG)
+    page.begin("Another story.")
+    wait_for(lambda: len(page.answer()) > 20)
+    page.press("New chat")
+    page.all(".open-chat")[0].click()
+    assert page.one("#stop").is_displayed() and page.all(".turn[aria-busy=true]"), "it is seen growing again"
+    page.all("[aria-label^=Delete]")[0].click()
+    wait_for(lambda: page.live()["stats"]["n_running"] == 0, 5)
+    assert "Another story." not in [title.text for title in page.all(".open-chat")]
+
+
+def test_an_answer_goes_on_behind_a_reload(page: Page) -> None:
+    page.set(more=LONG)
+    page.begin(STORY)
+    wait_for(lambda: len(page.answer()) > 20)
+    page.driver.refresh()
+    before = page.run("return recall(local, 'deltic.chats', [])[0].messages.at(-1).content")
+    told = "return [...document.querySelectorAll('.figures')].at(-1)?.textContent ?? ''"
+    wait_for(lambda: "finish: length" in page.run(told), 60)
+    assert len(page.all(".turn")) == 2
+    whole = page.run("return chat.messages.at(-1).content")
+    assert len(before) > 20 and whole.startswith(before) and len(whole) > len(before)
+
+
+def test_an_answer_keeps_the_name_of_its_model(page: Page) -> None:
+    page.ask(SUM)
+    page.run("model = 'another'; showChat()")
+    assert page.all(".turn:last-child h3")[0].text == "built-in"
+    page.driver.refresh()
+    wait_for(lambda: page.all(".turn"))
+    assert page.all(".turn:last-child h3")[0].text == "built-in"
+
+
+def test_a_new_line_can_be_typed_on_a_phone(page: Page) -> None:
+    page.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": True})
+    page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "pointer", "value": "coarse"}]})
+    try:
+        page.driver.refresh()
+        wait_for(lambda: page.one("#state").get_attribute("class") == "ready")
+        assert page.run("return touched.matches") and page.one("#prompt").get_attribute("enterkeyhint") == "enter"
+        page.one("#prompt").send_keys("What is", Keys.ENTER, "19 plus 23?")
+        assert page.one("#prompt").get_attribute("value") == "What is\n19 plus 23?" and not page.all(".turn")
+        page.one("#send").click()
+        page.answered()
+    finally:
+        page.driver.execute_cdp_cmd("Emulation.setTouchEmulationEnabled", {"enabled": False})
+        page.driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
 def test_keys_are_enough(page: Page) -> None:
     page.run("document.activeElement.blur()")
     stops = []
