@@ -526,6 +526,7 @@ ROUTES = (
     Route("GET", "/api/tags", ollama.tags),
     Route("GET", "/api/ps", ollama.running),
     Route("POST", "/api/show", ollama.show, ollama_protocol.ShowRequest, any_type=True),
+    Route("POST", "/api/pull", ollama.pull, ollama_protocol.PullRequest, any_type=True),
     Route("GET", "/api/version", ollama.version, open_=True),
     Route("GET", "/v1/models", list_models),
     Route("GET", "/v1/models/{model:path}", get_model),

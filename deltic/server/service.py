@@ -115,6 +115,8 @@ class Server:
     """Held while an adapter gets its name, or loses it."""
     importing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """Held while a prefix comes from another server."""
+    waiting_bytes: int = 0
+    """Of bodies that wait for a model that loads."""
     _is_trimming: bool = False
     _unknown_s: dict[tuple[str, str], float] = field(default_factory=dict, init=False)
     """When the log told of a field, by route and name."""

@@ -11,6 +11,10 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 
+from deltic.config import EngineConfig
+from deltic.host.client import EngineFailed
+from deltic.models.checkpoint import DEMO
+from deltic.models.qwen.shape import ModelShape
 from deltic.server.api import ollama_protocol as wire
 from deltic.server.api import protocol
 from deltic.server.api.ollama import LinesAnswer
@@ -224,7 +228,99 @@ def test_errors_have_their_form() -> None:
     assert json.loads(last)["error"].startswith("the engine process ended")
     assert "no embeddings" in refused(post(FakeEngineClient(), "/api/embed", {}), 404)
     assert "no embeddings" in refused(post(FakeEngineClient(), "/api/embeddings", {}), 404)
+    assert "was started with" in refused(post(FakeEngineClient(), "/api/create", {"model": "x"}), 404)
     assert "was started with" in refused(post(FakeEngineClient(), "/api/pull", {"model": "x"}), 404)
+
+
+def test_a_model_that_is_served_can_be_pulled() -> None:
+    """Programs pull before they ask."""
+    *told, last = lines(post(FakeEngineClient(), "/api/pull", {"model": "fake:latest"}))
+    assert told[0]["status"] == "pulling manifest" and last == {"status": "success"}
+    whole = post(FakeEngineClient(), "/api/pull", {"name": "fake", "stream": False, "insecure": True})
+    assert whole.json() == {"status": "success"}
+
+
+def test_a_request_waits_while_the_model_loads() -> None:
+    async def go() -> None:
+        engine = FakeEngineClient()
+        loaded, engine.state = asyncio.Event(), "starting"
+
+        async def ready() -> Any:
+            await loaded.wait()
+            return engine.info
+
+        engine.ready = ready  # type: ignore[method-assign]
+        async with client_of(engine, max_body_mb=0.01) as client:
+            body = {"model": "fake", "messages": HELLO, "stream": False}
+            waiting = asyncio.create_task(client.post("/api/chat", json=body))
+            await asyncio.sleep(0.05)
+            assert not waiting.done() and not engine.requests
+            long = {"model": "fake", "prompt": "x" * 9500}
+            refusal = await client.post("/api/generate", json=long)
+            assert refusal.status_code == 503, "no room for more"
+            assert (await client.post("/v1/completions", json=long)).status_code == 503, "as OpenAI's clients know it"
+            engine.state = "ready"
+            loaded.set()
+            assert (await waiting).json()["message"]["content"] == "Hello"
+
+    asyncio.run(go())
+
+
+def test_a_model_that_never_loads_is_an_error() -> None:
+    async def failing() -> Any:
+        engine.state, engine.failure = "failed", "no room"
+        raise EngineFailed("no room")
+
+    engine = FakeEngineClient()
+    engine.state, engine.ready = "starting", failing  # type: ignore[method-assign]
+    assert refused(chat(engine), 503) == "the engine is failed"
+
+
+@pytest.mark.parametrize("kind", ["dense", "moe", "next"])
+def test_sizes_of_a_gguf_model(kind: str) -> None:
+    pytest.importorskip("gguf")
+    from tests.tiny_gguf import tiny_gguf
+
+    engine, path = FakeEngineClient(), tiny_gguf(kind, "Q8_0")
+    engine.config = EngineConfig(model=str(path))
+    shape = ModelShape.from_directory(path)
+    (card,) = get(engine, "/api/tags").json()["models"]
+    (running,) = get(engine, "/api/ps").json()["models"]
+    shown = post(engine, "/api/show", {"model": "fake"}).json()
+    arch = {"dense": "qwen35", "moe": "qwen35moe", "next": "qwen3next"}[kind]
+    assert card["size"] == running["size"] == path.stat().st_size and running["size_vram"] == 0
+    assert card["details"] == running["details"] == shown["details"]
+    told = {name: card["details"][name] for name in ("format", "family", "families", "parameter_size")}
+    assert told == {
+        "format": "gguf",
+        "family": arch,
+        "families": [arch],
+        "parameter_size": f"{shape.n_params / 1e6:.2f}M",
+    }
+    assert card["details"]["quantization_level"]
+    about = shown["model_info"]
+    assert about["general.architecture"] == arch and about["general.parameter_count"] == shape.n_params
+    assert about[f"{arch}.context_length"] == 1024
+
+
+def test_sizes_of_other_models() -> None:
+    engine = FakeEngineClient(on_gpu=True)
+    engine.config = EngineConfig()
+    (card,) = get(engine, "/api/ps").json()["models"]
+    assert card["size"] == card["size_vram"] == sum(file.stat().st_size for file in DEMO.glob("*.safetensors")) > 0
+    assert card["details"]["format"] == "safetensors" and card["details"]["family"] == "qwen35"
+    engine.config = EngineConfig(dummy="qwen3.5-4b")
+    (card,) = get(engine, "/api/tags").json()["models"]
+    assert card["details"]["parameter_size"] == "4.2B" and card["size"] > 8e9
+    engine.config = EngineConfig(model="/has/gone")
+    assert get(engine, "/api/tags").json()["models"][0]["details"]["family"] == "qwen"
+
+
+def test_an_answer_of_one_token_took_time() -> None:
+    engine = FakeEngineClient()
+    engine.token_s = 0.02
+    whole = chat(engine, stream=False, options={"num_predict": 1}).json()
+    assert whole["eval_count"] == 1 and whole["eval_duration"] > 1e6
 
 
 def test_a_plain_curl_is_answered_and_a_foreign_page_is_not() -> None:

@@ -8,17 +8,25 @@ ended.
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import datetime
+import functools
 import hashlib
 import secrets
 import time
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 from starlette.requests import Request
+from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from deltic.config import BUILT_IN, EngineConfig
 from deltic.engine.messages import EngineInfo
+from deltic.host.client import EngineFailed
+from deltic.models.checkpoint import locate
+from deltic.models.gguf import is_gguf, open_gguf
 from deltic.server.api import ollama_protocol as wire
 from deltic.server.api import protocol
 from deltic.server.api.completions import (
@@ -40,12 +48,22 @@ from deltic.server.chat.picture_parts import Pictures
 from deltic.server.errors import ApiError, renamed
 from deltic.server.limits import TICKET, Ticket
 from deltic.server.service import Service
-from deltic.server.transport import LargeResponse, json_pieces, json_response, unless_disconnected
+from deltic.server.transport import BODY, LargeResponse, json_pieces, json_response, read_body, unless_disconnected
 
 LINES = "application/x-ndjson"
 
-FAMILY = "qwen"
-"""What Deltic serves, as an architecture is named in /api/show."""
+FAMILIES = {"qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe", "qwen3_next": "qwen3next"}
+"""Architectures as Ollama and GGUF files name them, by the shape's."""
+
+FILE_TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
+    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 25: "IQ4_NL", 30: "IQ4_XS",
+    32: "BF16", 38: "MXFP4",
+}  # fmt: skip
+"""general.file_type of a GGUF file."""
+
+LOADING_S = 300.0
+"""How long a request waits for a model that loads, as Ollama has it."""
 
 NS = 1e6
 """Nanoseconds of a millisecond."""
@@ -64,6 +82,7 @@ async def generate(service: Service, request: Request) -> ASGIApp:
 
 
 async def _answer(service: Service, request: Request, kind: type[wire.Asked]) -> ASGIApp:
+    await _loaded(service, request)
     info = service.admit()
     ticket: Ticket = request.scope[TICKET]
     request_id = request.scope["deltic.answer_id"] = f"ollama-{secrets.token_hex(16)}"
@@ -89,6 +108,24 @@ async def _answer(service: Service, request: Request, kind: type[wire.Asked]) ->
         return LinesStream(generation, said)
     (message,) = await unless_disconnected(request.receive, collect(generation, scored))
     return LargeResponse(said.body(message, generation.usage()))
+
+
+async def _loaded(service: Service, request: Request) -> None:
+    """Waits while the engine loads the model, as Ollama has requests wait, if there is room for the body."""
+    server = service.server
+    if service.client.state not in ("starting", "restarting") or server.draining:
+        return
+    service.check_writes()
+    body = request.scope[BODY] = await read_body(request, server.max_body_mb)
+    if server.waiting_bytes + len(body) > server.max_body_mb * 1_000_000:
+        return
+    server.waiting_bytes += len(body) + 1000  # and what holds it
+    try:
+        with contextlib.suppress(EngineFailed, TimeoutError):  # admit says why
+            async with asyncio.timeout(LOADING_S):
+                await unless_disconnected(request.receive, service.client.ready())
+    finally:
+        server.waiting_bytes -= len(body) + 1000
 
 
 def _generation(
@@ -187,7 +224,9 @@ class LinesAnswer:
 
         The wait for a place stands where Ollama loads.
         """
-        times = {name: max(1, round(ms * NS)) for name, ms in usage.timing.items()}
+        # An answer of one token has no time between tokens: it took as long as the step that it came out of.
+        timing = usage.timing | {"decode_ms": usage.timing["decode_ms"] or usage.timing["prefill_ms"]}
+        times = {name: max(1, round(ms * NS)) for name, ms in timing.items()}
         return {
             "done": True,
             "done_reason": "length" if reason == "length" else "stop",
@@ -240,8 +279,9 @@ async def running(service: Service, request: Request) -> ASGIApp:
     return json_response(
         {
             "models": [
-                _card(one, one.model_name)
-                | {"expires_at": _time(_NEVER_S), "size_vram": 0, "context_length": _context(one)}
+                (card := _card(one, one.model_name))
+                | {"expires_at": _time(_NEVER_S), "context_length": _context(one)}
+                | {"size_vram": card["size"] if one.client.info.on_gpu else 0}
                 for one in (*service.server.of("text"), *service.server.adapted())
                 if one.client.info is not None
             ]
@@ -265,7 +305,7 @@ async def show(service: Service, request: Request) -> ASGIApp:
         "thinking": template is not None and "enable_thinking" in template.variables,
         "vision": service.sees,
     }
-    card = _card(service, service.model_name)
+    card, stored = _card(service, service.model_name), _stored(service)
     applied = f"ADAPTER {service.adapter.path}\n" if service.adapter else ""
     return json_response(
         {
@@ -274,14 +314,35 @@ async def show(service: Service, request: Request) -> ASGIApp:
             "template": "",
             "details": card["details"],
             "model_info": {
-                "general.architecture": FAMILY,
+                "general.architecture": stored.family,
                 "general.basename": service.model_name,
-                f"{FAMILY}.context_length": _context(service),
+                "general.parameter_count": stored.n_params,
+                f"{stored.family}.context_length": _context(service),
             },
             "capabilities": [name for name, there_is in abilities.items() if there_is],
             "modified_at": card["modified_at"],
         }
     )
+
+
+async def pull(service: Service, request: Request) -> ASGIApp:
+    """POST /api/pull: of a model that is served, that it is there; no other one is fetched."""
+
+    def asked_for(asked: wire.PullRequest) -> bool:
+        service.server.find(asked.model or asked.name)
+        return asked.stream is not False
+
+    try:
+        in_lines = await service.take(request, wire.PullRequest, asked_for)
+    except ApiError as error:
+        if error.status != 404:
+            raise
+        said = f"{error}; this server serves what it was started with: deltic serve MODEL fetches a model"
+        raise ApiError(404, said, code="model_not_found") from None
+    if not in_lines:
+        return json_response({"status": "success"})
+    told = [{"status": "pulling manifest"}, {"status": "verifying sha256 digest"}, {"status": "success"}]
+    return Response(b"".join(_encode(line) + b"\n" for line in told), media_type=LINES)
 
 
 async def version(service: Service, request: Request) -> ASGIApp:
@@ -299,21 +360,61 @@ def _usual(name: str) -> str:
     return name if ":" in name else f"{name}:latest"
 
 
+class Stored(NamedTuple):
+    """What the files of a model say of it."""
+
+    family: str = "qwen"
+    format: str = "safetensors"
+    n_params: int = 0
+    n_bytes: int = 0
+    level: str = ""
+    """A GGUF file's own name of its bits."""
+
+
+def _stored(service: Service) -> Stored:
+    config = service.client.config
+    return _stored_at(config.model, config.dummy)
+
+
+@functools.lru_cache(maxsize=64)
+def _stored_at(model: str, dummy: str | None) -> Stored:
+    """Of random weights: as if they were stored in 16 bits."""
+    try:
+        directory, shape = locate(EngineConfig(model=BUILT_IN if dummy else model, dummy=dummy))
+        about, n = Stored(FAMILIES.get(shape.family, Stored.family), "safetensors", shape.n_params), shape.n_params
+        if dummy is not None:
+            return about._replace(n_bytes=2 * n)
+        if not is_gguf(directory):
+            files = directory.glob("*.safetensors") if directory.is_dir() else [directory]
+            return about._replace(n_bytes=sum(file.stat().st_size for file in files))
+        stored = open_gguf(directory)
+        n_bytes, level = sum(file.stat().st_size for file in stored.files), stored.get("general.file_type")
+        level = FILE_TYPES.get(level, "") if isinstance(level, int) else ""
+        return about._replace(format="gguf", n_bytes=n_bytes, level=level)
+    except (ValueError, OSError):  # what was loaded is no longer there
+        return Stored()
+
+
+def _human(n: int) -> str:
+    """As Ollama writes a count of parameters."""
+    return "" if not n else f"{n / 1e9:.1f}B" if n >= 1e9 else f"{n / 1e6:.2f}M"
+
+
 def _card(service: Service, name: str) -> dict[str, Any]:
     """name: one of the model's."""
-    name, info = _usual(name), service.client.info
+    name, info, stored = _usual(name), service.client.info, _stored(service)
     return {
         "name": name,
         "model": name,
         "modified_at": _time(service.server.started_s),
-        "size": 0,  # the server process does not know the weights
+        "size": stored.n_bytes,
         "digest": hashlib.sha256(name.encode()).hexdigest(),
         "details": {
             "parent_model": _usual(service.adapter.parent) if service.adapter else "",
-            "format": "safetensors",
-            "family": FAMILY,
-            "families": [FAMILY],
-            "parameter_size": "",
-            "quantization_level": info.precision.upper() if info else "",
+            "format": stored.format,
+            "family": stored.family,
+            "families": [stored.family],
+            "parameter_size": _human(stored.n_params),
+            "quantization_level": stored.level or (info.precision.upper() if info else ""),
         },
     }

@@ -145,6 +145,15 @@ class ShowRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     verbose: bool | None = None
 
 
+class PullRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /api/pull."""
+
+    model: str = ""
+    name: str = ""
+    stream: bool | None = None
+    insecure: bool | None = None
+
+
 def check(asked: Asked) -> None:
     """Raises ApiError (400) for a field that asks for something that is not supported."""
     options = asked.options or Options()
