@@ -21,7 +21,6 @@ from deltic.bench.report import plot, report
 from deltic.bench.sweep import Work, measure_all, name_of, points, run
 from deltic.commands.endpoint import Endpoint, asked_model
 from deltic.config import ConfigError
-from deltic.server.chat.pictures import needs_pillow
 
 
 def table(rows: list[dict[str, Any]], title: str) -> Table:
@@ -99,8 +98,6 @@ def bench(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
     if arguments.images:
         if arguments.stream_endpoint != "chat":
             raise ConfigError("--images needs --stream-endpoint chat: completions have no pictures")
-        if needs := needs_pillow():
-            raise ConfigError(needs)
         try:
             loads.sides_of(arguments.image_size)
         except ValueError as error:

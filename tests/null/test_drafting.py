@@ -203,12 +203,6 @@ def decoding(n: int = 1, **params: Any) -> list[Sequence]:
     return [Sequence(request, i, 0, array("i", [5, 6]), 1, n_computed=1) for i in range(n)]
 
 
-def test_counters_have_a_sample_from_the_start() -> None:
-    """Else what counts how fast they grow misses the first drafts."""
-    drafting = Drafting(2, has_head=False, guides=None)
-    assert dict(drafting.drafted) == dict(drafting.accepted) == {"1": 0, "2": 0}
-
-
 def planned(good: Record, bad: Record, row_s: float, guess_s: float = 0.0, has_head: bool = True) -> Step:
     """The step of two sequences, with guesses of the head and such records, if rows and guesses cost so much."""
     engine = Engine(FakeRunner(max_num_seqs=2, max_drafts=8))

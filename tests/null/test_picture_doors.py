@@ -246,14 +246,6 @@ def test_a_model_that_reads_text_says_so() -> None:
     assert chat(seeing(), hello, mm_processor_kwargs=bounds).status_code == 200
 
 
-def test_without_pillow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(picture_parts, "needs_pillow", lambda: "pip install it")
-    answer = chat(seeing(), user(part(SMALL)))
-    assert answer.status_code == 400
-    assert error_of(answer)["message"] == "messages[0].content[0].image_url: pip install it"
-    assert chat(seeing(), user(text("hello"))).status_code == 200
-
-
 @pytest.mark.parametrize(
     "template",
     [

@@ -24,7 +24,7 @@ from deltic.engine.messages import Picture, PictureInfo
 from deltic.models.vision.shape import BLOCK
 from deltic.ops.geometry import TOKEN_BYTES
 from deltic.server.chat.generation import waited_too_long
-from deltic.server.chat.pictures import MAX_PICTURE_BYTES, PictureError, needs_pillow, read_picture
+from deltic.server.chat.pictures import MAX_PICTURE_BYTES, PictureError, read_picture
 from deltic.server.chat.videos import MAX_VIDEO_BYTES, Clip, VideoWish, needs_av, read_video
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.fair_thread import Held, Room
@@ -198,8 +198,6 @@ class PictureReader:
         """
         if info is None:
             raise pictures[0].not_taken()
-        if said := needs_pillow():
-            raise bad_request(pictures[0].path, said, "pictures_not_available")
         if len(pictures) > MAX_PICTURES:
             raise bad_request(pictures[MAX_PICTURES].path, f"a request may have {MAX_PICTURES} pictures at most")
         bounds = bounds or PictureBounds()

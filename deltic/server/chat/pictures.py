@@ -20,7 +20,6 @@ import struct
 import sys
 from collections.abc import Iterator
 from hashlib import blake2b
-from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
 from deltic.engine.messages import Picture
@@ -50,11 +49,6 @@ DECODE_MEMORY = 3 << 30
 
 class PictureError(Refused):
     """A picture that cannot be used; the message says why, for whoever sent it."""
-
-
-def needs_pillow() -> str | None:
-    """What to do where Pillow is not installed, for whoever starts the server; None where it is."""
-    return None if find_spec("PIL") else "pictures need a library: pip install 'deltic[vision]'"
 
 
 def fitted(height: int, width: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
