@@ -233,6 +233,12 @@ def test_parts_that_are_refused(given: dict[str, Any], said: str, where: str) ->
     assert error["param"] == path and error["message"].startswith(f"{path}: {said}"), error
 
 
+def test_a_tower_that_is_not_run_says_why() -> None:
+    why = "pictures are refused: config field 'vision_config.hidden_size': found 144; supported: a multiple of 32"
+    answer = post(FakeEngineClient(no_pictures=why), "/v1/chat/completions", {"messages": [user(part(SMALL))]})
+    assert error_of(answer)["message"].endswith(f"this server reads text only ({why})") and answer.status_code == 400
+
+
 def test_a_model_that_reads_text_says_so() -> None:
     answer = post(FakeEngineClient(), "/v1/chat/completions", {"messages": [user(text("a"), part(SMALL))]}, TEMPLATE)
     error = error_of(answer)
