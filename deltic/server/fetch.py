@@ -73,7 +73,7 @@ async def fetch_all(
             from deltic.server.meanwhile import Meanwhile  # here: most starts download nothing
 
             meanwhile = Meanwhile(server, listener, secured)
-            log.info("listening on %s, whose page shows how far the download is", url_of(listener, server))
+            log.info("listening on %s (its page shows how far the download is)", url_of(listener, server))
         meanwhile.stage = f"downloading {name}"
         meanwhile.done = min(1.0, told.done_bytes / told.total_bytes) if told.total_bytes else 0.0
 

@@ -510,7 +510,7 @@ def test_a_server_that_downloads_tells_and_obeys_signals(monkeypatch: pytest.Mon
             assert httpx.get(f"http://127.0.0.1:{port}/api/", headers=known).status_code == 304
             rebound = httpx.get(f"http://127.0.0.1:{port}/", headers={"host": "rebound.example"})
             assert rebound.status_code == 403
-            assert f"listening on http://127.0.0.1:{port}/api, " in "".join(server.log)
+            assert f"listening on http://127.0.0.1:{port}/api (" in "".join(server.log)
             server.process.send_signal(signal.SIGINT)
             assert server.end(5) == 0
         said = "".join(server.log)
