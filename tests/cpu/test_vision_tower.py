@@ -212,7 +212,8 @@ def quantised_tower(path: Path, layout: str) -> tuple[dict[str, Any], VisionShap
         parts, meant[name] = LAYOUTS[layout](tensors.pop(name).float())
         tensors |= {f"{name.removesuffix('weight')}{role}": value for role, value in parts.items()}
     method = {"gptq": "gptq", "fp8": "fp8"}.get(layout, "compressed-tensors")
-    config = {"quant_method": method, "bits": 4, "group_size": 32, "sym": True, "desc_act": False}
+    said = {"bits": 4, "group_size": 32, "sym": True, "desc_act": False} if layout == "gptq" else {}
+    config = {"quant_method": method} | said
     shape = stored_vision_shape(write(path, tensors, sizes, quantization_config=config))
     assert shape == shape_of(sizes)
     return sizes, shape, meant

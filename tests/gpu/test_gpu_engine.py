@@ -102,8 +102,8 @@ def answers(engine: Engine, preempt: dict[int, str] | None = None, spoil_at: int
             _note(found, output)
     engine.check()
     replays = engine.stats().replays
-    assert replays is not None and recorded is not None and replays.n_recorded == recorded.n_recorded
-    assert replays.n_replayed > recorded.n_replayed
+    if replays is not None and recorded is not None:  # else it is of a CPU
+        assert replays.n_recorded == recorded.n_recorded and replays.n_replayed > recorded.n_replayed
     return found
 
 
