@@ -411,7 +411,7 @@ def test_an_answer_goes_on_behind_another_chat(page: Page) -> None:
     page.answered()
     assert "finish: length" in page.figures() and " 400 tokens" in page.figures()
     page.press("New chat")
-    page.set(more=LONG)
+    page.set(more=LONG.replace("400", "3000"))
     page.begin("Another story.")
     wait_for(lambda: len(page.answer()) > 20)
     page.press("New chat")

@@ -162,9 +162,12 @@ def huge_gguf(path: Path, shape: ModelShape) -> Path:
         if kind == "linear_attention":
             layer |= {"attn_qkv": ("Q5_K", (shape.conv_channels, h)), "attn_gate": ("Q4_K", (vd, h))}
             layer |= {"ssm_alpha": ("Q8_0", (hv, h)), "ssm_beta": ("Q8_0", (hv, h)), "ssm_out": ("Q5_K", (h, vd))}
+            layer |= {"ssm_conv1d": ("F32", (shape.conv_channels, shape.conv_width)), "ssm_norm": ("F32", (vd // hv,))}
+            layer |= {"ssm_a": ("F32", (hv,)), "ssm_dt.bias": ("F32", (hv,))}
         else:
             layer |= {"attn_q": ("Q4_K", (2 * q, h)), "attn_k": ("Q4_K", (kv, h)), "attn_v": ("Q6_K", (kv, h))}
             layer |= {"attn_output": ("Q4_K", (h, q))}
+            layer |= {f"attn_{name}_norm": ("F32", (shape.head_dim,)) for name in "qk"}
         tensors |= {f"blk.{i}.{name}": one for name, one in layer.items()}
     n_bytes = 0
     for name, (type, size) in tensors.items():
@@ -173,7 +176,8 @@ def huge_gguf(path: Path, shape: ModelShape) -> Path:
         tensor_bytes = int(np.prod(size)) // block * of_block
         bytes_size = (*size[:-1], size[-1] // block * of_block) if type != "F32" else size
         dtype = np.dtype(np.uint8 if type != "F32" else np.float32)
-        writer.add_tensor_info(f"{name}.weight", bytes_size, dtype, tensor_bytes, raw_dtype=number)
+        full = name if name.endswith(("ssm_a", ".bias")) else f"{name}.weight"
+        writer.add_tensor_info(full, bytes_size, dtype, tensor_bytes, raw_dtype=number)
         n_bytes += -(-tensor_bytes // 32) * 32
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
