@@ -4,6 +4,7 @@ tests do without; and which tests a run leaves out."""
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -16,6 +17,9 @@ from tests import areas
 if not any(Path("/dev").glob("nvidia*")) and not Path("/proc/driver/nvidia").exists():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Where tests are run by nohup, the servers that they start would pass over this signal, too.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 NEEDS_TREE = ("architecture", "cli_docs", "deploy", "docs", "fingerprint", "layout", "package", "areas")
 """Of tests/null: those that read the sources."""

@@ -91,6 +91,7 @@ class FakeSpeechClient(FakeEngineClient):
             stream.flush()
             return
         n_frames = min(self.n_frames, request.params.max_tokens - 1)
+        ends = n_frames == self.n_frames
         audio = wave(n_frames)
         frame_bytes = 2 * FRAME_SAMPLES
         await asyncio.sleep(self.token_s)
@@ -109,7 +110,6 @@ class FakeSpeechClient(FakeEngineClient):
             )
             stream.flush()
             await asyncio.sleep(self.token_s)
-        ends = n_frames == self.n_frames
         stream.push(
             Output(
                 request.id,

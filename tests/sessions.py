@@ -74,7 +74,7 @@ class Session:
 
     def take(self, outputs: list[Output]) -> None:
         for output in outputs:
-            known = ("poisoned", "not finite")
+            known = ("could not run this step (RuntimeError;", "not finite")
             assert output.error is None or any(word in output.error for word in known), output.error
             history = self.outputs.setdefault((output.id, output.index), [])
             assert not history or history[-1].finish_reason is None, "an output after the last"

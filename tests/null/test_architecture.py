@@ -152,6 +152,7 @@ FOR_ALL = {
     "_document",
     "_trust",
     "_bytes_only",
+    "_stored_at",
 }
 """Made at the start, or once for whoever comes first, and the same for everybody."""
 

@@ -207,7 +207,7 @@ def test_failing_steps_are_answers_with_an_error_then_an_exception(llm: LLM):
     poisoned = [[fakes.POISON, 1]]
     answer = llm.generate(poisoned)[0]
     assert answer.finish_reason == "error"
-    assert "poisoned" in answer.error
+    assert "(RuntimeError; its log" in answer.error
     llm.generate(poisoned * (MAX_FAILURES - 2))
     with pytest.raises(EngineStopped):
         llm.generate(poisoned)

