@@ -256,6 +256,7 @@ def test_a_template_that_reaches_out(source: str) -> None:
 
 def test_without_asserts_the_same_files_are_refused() -> None:
     """`python -O` leaves asserts out: none of them may be what refuses a file. pytest's own stay, as it writes them anew."""
+    pytest.importorskip("torch")  # of the tests that are run
     refusals = "hostile_header or not_supported_is_named or refusals_name or sizes_of_any or contradicts"
     files = ["tests/null/test_gguf.py", "tests/null/test_quantised_files.py"]
     command = [sys.executable, "-O", "-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", refusals, *files]
