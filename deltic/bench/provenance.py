@@ -1,4 +1,4 @@
-"""What a measurement was made on, and whether it is one.
+"""Provenance of a measurement, and the check that it is one.
 
 Machine, time and code go into every result file. A figure counts where each answer had the length that was
 asked for: answers that end early leave the others more of the machine, or nothing to measure.

@@ -27,11 +27,11 @@ AND_HELP = (
 
 
 FOREIGN = Path(__file__).with_name("foreign_flags.txt")
-"""What to give here for flags of other servers, a line for each meaning."""
+"""Flags of other servers, a line for each meaning, with what to give here."""
 
 
 def advice(flag: str) -> str:
-    """What to do instead of a flag of another server; empty for one that none of them has."""
+    """Says what to give here for a flag of another server; empty where none of them has it."""
     for line in FOREIGN.read_text(encoding="utf-8").splitlines():
         flags, *_, said = line.split(" | ")
         if flag in flags.split(", "):

@@ -74,7 +74,7 @@ def _check_text(config: EngineConfig, has_vocabulary: bool) -> None:
 
 
 def _report(config: EngineConfig, has_vocabulary: bool = True) -> str:
-    """As `report`, of a model that is here. has_vocabulary: whether all of it is."""
+    """Reports like `report` on a model that is here. has_vocabulary: whether its vocabulary is here, too."""
     on_gpu = is_for_gpu(config)
     device = gpu_device(config, is_here=False) if on_gpu else Cpu()
     is_here = not on_gpu or sees_gpu()

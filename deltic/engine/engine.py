@@ -101,7 +101,7 @@ class StepRunner(Protocol):
 
     @property
     def replays(self) -> ReplayStats | None:
-        """What is recorded, and how often it was replayed; None: steps are no recordings."""
+        """Counts recordings of steps and their replays; None: this device records none."""
 
     def step(self, step: Step) -> StepResult: ...
 

@@ -293,7 +293,7 @@ class Vocabulary:
 
 
 def _ends(n_ids: int, eos: Iterable[int]) -> list[int]:
-    """Those of the ends that can be drawn."""
+    """Sorts the ids that end a text, without those that cannot be drawn."""
     return sorted({id for id in eos if id < n_ids})
 
 

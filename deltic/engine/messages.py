@@ -456,7 +456,7 @@ class Stats(msgspec.Struct, array_like=True):
     speech: SpeechStats | None = None
     pictures: PictureStats | None = None
     replays: ReplayStats | None = None
-    """None on a CPU."""
+    """Counts of a GPU's recorded steps; a CPU has none."""
 
     @property
     def pages_used_ratio(self) -> float:
@@ -496,7 +496,7 @@ class PictureInfo(msgspec.Struct, array_like=True):
     """Of one picture."""
     video: VideoInfo = msgspec.field(default_factory=VideoInfo)
     room_bytes: int = 1 << 29
-    """Of pixels of all requests that are open."""
+    """Bytes of the pixels of all open requests together."""
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):

@@ -331,8 +331,8 @@ def _open(files: tuple[Path, ...], identity: tuple[int, ...]) -> Gguf:
     n_files = model.get("split.count", 0) or 1
     if n_files != len(files):
         raise CheckpointError(
-            f"{model.file}: the first of {n_files!r} files by its header (split.count), but {len(files)} are named like it; give all of them "
-            "the names that they had, NAME-00001-of-0000N.gguf and so on"
+            f"{model.file}: the first of {n_files!r} files by its header (split.count), but {len(files)} are named like "
+            "it; give all of them the names that they had, NAME-00001-of-0000N.gguf and so on"
         )
     for nth, header in enumerate(model.headers):
         if nth and header.get("split.no") != nth:

@@ -503,7 +503,8 @@ class Columns(_Integers):
             if self.zero is None:
                 if (zero != 1 << (self.bits - 1)).any():
                     raise CheckpointError(
-                        f"{self.where} has zeros other than {1 << (self.bits - 1)}, but config.json says that it is symmetric (sym, zero_point)"
+                        f"{self.where} has zeros other than {1 << (self.bits - 1)}, but config.json says that it is symmetric "
+                        "(sym, zero_point)"
                     )
                 zero = None
             else:

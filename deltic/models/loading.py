@@ -653,8 +653,8 @@ def check_plan(
             )
         if tensor.shape != stored.shape:
             raise CheckpointError(
-                f"{tensor.where} has the wrong shape: expected {list(stored.shape)} by {config}{said_by(stored.name)}, found {list(tensor.shape)}; "
-                "configuration and weights do not belong together, get both anew"
+                f"{tensor.where} has the wrong shape: expected {list(stored.shape)} by {config}{said_by(stored.name)}, "
+                f"found {list(tensor.shape)}; configuration and weights do not belong together, get both anew"
             )
         taken = [piece.format for piece in target.pieces] if isinstance(target, Matrix) else []
         if tensor.dtype not in _STORED_DTYPES and tensor.format not in taken:

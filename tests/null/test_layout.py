@@ -47,8 +47,8 @@ sums over several GPUs; 400 for what each of them loads of a model, and how it r
 runners, which are one for the engine; 40 for --rope-scaling; 150 for the bits of more GPUs than there are;
 1,100 for adapters, and their products on a CPU, 330 for their names, 900 for their products on a GPU; 600 for keys and values in fewer
 bits, and what they lose, 400 for them on a GPU, and a step behind a long context in `deltic bench gpu`; 120 for states in 16 bits;
-400 for cache events; 150 for what routers ask; 750 for servers that share a disk, and prefixes that move; 750 for Ray; 300 for official templates, and what
-models and agents write; 200 for what keys share, in turns and shares;
+400 for cache events; 150 for what routers ask; 750 for servers that share a disk, and prefixes that move; 750 for Ray;
+300 for official templates, and what models and agents write; 200 for what keys share, in turns and shares;
 420 for what configs say beside tensors, patterns of adapters without going back, and an engine whose thread is watched;
 100 for counts of replays, lengths that benches check, and a vocabulary that is ready;
 150 for turns at the decoders of pictures, and room for their pixels;
