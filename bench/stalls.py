@@ -33,7 +33,7 @@ from deltic.bench.report import report
 from deltic.bench.sweep import numbers
 from deltic.commands.endpoint import DONE, Endpoint, EndpointError, LocalServer, ServerFailed, error_message, model_name
 from deltic.commands.flags import add_engine, add_model
-from deltic.commands.settings import server_arguments
+from deltic.commands.settings import own_arguments
 from deltic.config import ConfigError
 
 PATH = "/v1/completions"
@@ -256,14 +256,13 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--prompt-tokens", type=int, default=8192, metavar="T", help="default: 8192")
     add("--out", metavar="DIR", help="directory of the results (default: bench/runs/<date>-<machine>)")
     add_engine(parser, "max_itl_ms")
-    parser.set_defaults(url=None)
     return parser.parse_args(given)
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """The command; its exit status."""
     arguments = parsed(given)
-    return finished(lambda: bench(arguments, server_arguments(arguments)))
+    return finished(lambda: bench(arguments, own_arguments(arguments)))
 
 
 if __name__ == "__main__":

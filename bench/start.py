@@ -21,7 +21,7 @@ from deltic.__main__ import finished
 from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.commands.endpoint import LocalServer, ServerFailed
 from deltic.commands.flags import add_engine, add_model
-from deltic.commands.settings import server_arguments
+from deltic.commands.settings import own_arguments
 from deltic.config import BUILT_IN, ConfigError
 
 STAGES = ("python", "import", "plan", "weights", "memory", "compile", "record", "cache", "fit", "grammars")
@@ -89,14 +89,13 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--starts", type=int, default=7, metavar="N", help="default: 7")
     parser.add_argument("--out", metavar="DIR", help="write the JSON result into this directory")
     add_engine(parser)
-    parser.set_defaults(url=None)
     return parser.parse_args(given)
 
 
 def main(given: Sequence[str] | None = None) -> int:
     """The command; its exit status."""
     arguments = parsed(given)
-    return finished(lambda: bench(arguments, server_arguments(arguments)))
+    return finished(lambda: bench(arguments, own_arguments(arguments)))
 
 
 if __name__ == "__main__":

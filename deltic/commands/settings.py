@@ -45,20 +45,27 @@ def server_arguments(arguments: argparse.Namespace) -> list[str]:
 
     The settings are checked here, before it starts.
     """
-    from deltic.commands.endpoint import Endpoint, flags
+    from deltic.commands.endpoint import Endpoint
 
-    named = {name: value for name, value in given(arguments, EngineConfig).items() if value is not None}
-    model = [named["model"]] if "model" in named else []
     if arguments.url:
         # It refuses what is no address, and no file, before anything is opened.
         Endpoint(arguments.url, arguments.api_key, arguments.cacert)
-        named.pop("model", None)
+        named = [
+            name for name, value in given(arguments, EngineConfig).items() if value is not None and name != "model"
+        ]
         if named:
-            names = ", ".join(sorted(named))
-            raise ConfigError(f"--url names a running server: {names} cannot be set from here")
+            raise ConfigError(f"--url names a running server: {', '.join(sorted(named))} cannot be set from here")
         return []
     if arguments.cacert is not None:
         raise ConfigError("--cacert is for a running server; name it with --url https://...")
+    return own_arguments(arguments)
+
+
+def own_arguments(arguments: argparse.Namespace) -> list[str]:
+    """The same for a command that always starts a server, which has no --url."""
+    from deltic.commands.endpoint import flags
+
+    named = {name: value for name, value in given(arguments, EngineConfig).items() if value is not None}
     resolve(EngineConfig, named)
-    named.pop("model", None)
+    model = [named.pop("model")] if "model" in named else []
     return [*model, *flags(EngineConfig, named)]

@@ -17,6 +17,7 @@ from bench.kept import Runs
 from bench.tables import DOCUMENTS, ROOT, filled
 from deltic.__main__ import parser
 from deltic.bench.provenance import checked
+from deltic.commands.settings import own_arguments
 from deltic.engine.messages import Output
 
 MEASURED = re.compile(r"\d[\d.,]*\s?(ms|µs|us|s|[GT]B/s|[GT]?FLOP/s|tok/s|tokens/s|%|times|x|TFLOP/s)(?![\w/])")
@@ -284,8 +285,10 @@ def test_every_step_can_be_chosen_and_its_commands_are_whole(plan: str) -> None:
                 parser().parse_args(given)
             elif name == "bench.peers":
                 peers.parse([part.replace("W", "1") for part in given])
-            elif name in ("bench.start", "bench.stalls", "bench.soak"):
-                importlib.import_module(name.replace("soak", "soak.soak")).parsed(given)
+            elif name in ("bench.start", "bench.stalls"):
+                own_arguments(importlib.import_module(name).parsed(given))
+            elif name == "bench.soak":
+                importlib.import_module("bench.soak.soak").parsed(given)
     with pytest.raises(ValueError, match="no step nothing; there are"):
         figures.chosen(figures.PLANS[plan], "nothing", "")
 
