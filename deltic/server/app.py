@@ -301,7 +301,9 @@ class Envelope:
         labels = _labels(scope)
         request_id = scope["deltic.request_id"] = labels["request_id"]
         status = n_bytes = 0
-        ticket = scope[TICKET] = Ticket(self._server.config, is_batch=BATCH in scope, labels=labels)
+        ticket = scope[TICKET] = Ticket(
+            self._server.config, is_batch=BATCH in scope, labels=labels, worker=self._server.worker
+        )
         ASKING.set(ticket)
 
         async def send_marked(message: Message) -> None:
@@ -360,7 +362,7 @@ class Envelope:
         """
         labels = _labels(scope)
         request_id = scope["deltic.request_id"] = labels["request_id"]
-        ticket = scope[TICKET] = Ticket(labels=labels)
+        ticket = scope[TICKET] = Ticket(labels=labels, worker=self._server.worker)
         status = 101
 
         async def send_noted(message: Message) -> None:

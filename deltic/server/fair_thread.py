@@ -37,10 +37,12 @@ class Turns:
 
 
 class FairThread:
-    """May be used from any thread; its backlog, `enter` and `leave`, from one."""
+    """May be used from any thread; what it counts of bodies, from one."""
 
     def __init__(self, name: str, most: Callable[[], int]) -> None:
-        """most: the largest total size of a key's waiting jobs at the moment. A single job may be larger."""
+        """most: bytes of all bodies that a key may have here at the moment. Its oldest is taken whatever
+        there is.
+        """
         self._most = most
         self._thread = ThreadPoolExecutor(1, name)
         self._lock = threading.Lock()
@@ -48,17 +50,22 @@ class FairThread:
         self._waiting: list[tuple[int, int, Future[Any], Callable[[], Any]]] = []
         self._n_submitted = 0
         self._turns = Turns()
-        self._sizes: dict[str, int] = defaultdict(int)
+        self._bodies: dict[str, dict[object, int]] = defaultdict(dict)  # by key, the oldest first
+        self._sizes: Counter[str] = Counter()
 
-    def enter(self, key: str, size: int) -> bool:
-        """Counts a body as the key's until it `leaves`, whatever it waits for. False: it has too much."""
-        if self._sizes[key] and self._sizes[key] + size > self._most():
+    def hold(self, key: str, body: object, size: int) -> bool:
+        """Counts a body of a key as so large by now, until it `leaves`. False: the key has too much beside."""
+        bodies = self._bodies[key]
+        more = size - bodies.get(body, 0)
+        if next(iter(bodies), body) is not body and self._sizes[key] + more > self._most():
             return False
-        self._sizes[key] += size
+        bodies[body] = size
+        self._sizes[key] += more
         return True
 
-    def leave(self, key: str, size: int) -> None:
-        self._sizes[key] -= size
+    def leave(self, key: str, body: object) -> None:
+        """Forgets a body, if it was counted."""
+        self._sizes[key] -= self._bodies[key].pop(body, 0)
 
     def submit(self, key: str, size: int, work: Callable[[], T]) -> Future[T]:
         """Queues `work`, which may be cancelled until it starts, and runs in the context of who asks."""

@@ -17,23 +17,30 @@ import re
 import time
 from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta, Struct
 
 from deltic.config import ConfigError, ServerConfig
 from deltic.logs import counted
-from deltic.server.chat.answer import Usage
 from deltic.server.errors import ApiError
-from deltic.server.fair_thread import Held
+from deltic.server.fair_thread import FairThread, Held
 from deltic.server.metrics import KeyNumbers
+
+if TYPE_CHECKING:
+    from deltic.server.chat.answer import Usage
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 PLACE = re.compile(r"key-\d+")
 """Names for keys without one."""
 
 Limit = Annotated[int, Meta(ge=0)]
+
+INLINE_BYTES = 8192
+"""A body up to this size is parsed and tokenised in the event loop; a larger one in a thread beside it, and
+counts as one that its key has in memory.
+"""
 
 
 class KeyEntry(Struct, forbid_unknown_fields=True):
@@ -124,12 +131,18 @@ class Ticket:
     """
 
     def __init__(
-        self, config: ServerConfig | None = None, *, is_batch: bool = False, labels: dict[str, str] | None = None
+        self,
+        config: ServerConfig | None = None,
+        *,
+        is_batch: bool = False,
+        labels: dict[str, str] | None = None,
+        worker: FairThread | None = None,
     ) -> None:
         """config: says how long it may take, and wait. is_batch: a line of a batch, which waits behind all
         others, and is ended with its batch's window only: others may take its place from it again and again.
-        labels: what its client, or a router, calls it, for logs and traces.
+        labels: what its client, or a router, calls it, for logs and traces. worker: counts its body.
         """
+        self._worker = worker
         self.labels = labels or {}
         config = config or ServerConfig()
         timeout_s = 0.0 if is_batch else config.request_timeout_s
@@ -183,6 +196,19 @@ class Ticket:
             self.account.enter(generates=generates)
             self._is_open = True
 
+    def hold_body(self, size: int) -> None:
+        """Counts so many bytes as what it has of its body by now. Raises ApiError (429): its key has too much
+        beside.
+        """
+        if self._worker and size > INLINE_BYTES and not self._worker.hold(self.turns, self, size):
+            said = "too many large requests wait to be read; try again in a few seconds"
+            raise ApiError(429, said, code="too_many_large_requests", headers={"retry-after": "2"})
+
+    def drop_body(self) -> None:
+        """Its body was read, or is given up."""
+        if self._worker:
+            self._worker.leave(self.turns, self)
+
     def take(self, n_tokens: int) -> None:
         """Counts tokens of its prompt or answer."""
         if self.account:
@@ -190,6 +216,7 @@ class Ticket:
 
     def end(self, status: int) -> None:
         """Ends the request, which was answered with `status`."""
+        self.drop_body()
         if self.held is not None:
             self.held.leave()
         if self.account:

@@ -39,7 +39,7 @@ from deltic.server.chat.picture_parts import PictureBounds, PictureReader, Pictu
 from deltic.server.chat.template import ChatTemplate
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.fair_thread import FairThread, Room
-from deltic.server.limits import TICKET, Accounts, asking
+from deltic.server.limits import INLINE_BYTES, TICKET, Accounts, Ticket, asking
 from deltic.server.metrics import Exposition, Metrics
 from deltic.server.speech.prompt import Prompter
 from deltic.server.speech.voices import VoiceStore
@@ -51,9 +51,6 @@ log = logging.getLogger("deltic.server")
 
 SHUTTING_DOWN = "the server is shutting down"
 LEAVING = "the server is about to shut down; it still answers, but send new requests elsewhere"
-
-INLINE_BYTES = 8192
-"""A body up to this size is parsed and tokenised in the event loop; a larger one in a thread beside it."""
 
 CACHE_ANSWER_S = 10.0
 """Seconds that the engine may take to report its prefix cache; it answers between two steps."""
@@ -406,8 +403,8 @@ class Service:
             begun = begin()
             return begun if begun.pictures else begun.end({})
 
-        with self._waiting(size if size > INLINE_BYTES else 0, request):
-            done = await self.prepare(size, begin_or_end, request, is_counted=True)
+        with self._holding(size, request):
+            done = await self._prepare(size, begin_or_end, request)
             if not isinstance(done, Begun):
                 return done
             info, ticket = self.client.info or self.admit(), request.scope[TICKET]
@@ -416,7 +413,7 @@ class Service:
             asked = done.pictures, info.pictures, done.bounds, info.max_model_len
             reading = self.server.pictures.read(*asked, ticket=ticket, room=self.pixels, salt=done.salt)
             found = await unless_disconnected(request.receive, reading)
-            return await self.prepare(INLINE_BYTES + 1, lambda: done.end(found), request, is_counted=True)
+            return await self._prepare(INLINE_BYTES + 1, lambda: done.end(found), request)
 
     @property
     def default_length(self) -> int | None:
@@ -526,31 +523,32 @@ class Service:
             status["loading"] = {"stage": client.loading.stage, "done": client.loading.done}
         return status
 
-    async def prepare(self, size: int, work: Callable[[], T], request: Request, is_counted: bool = False) -> T:
+    async def prepare(self, size: int, work: Callable[[], T], request: Request) -> T:
         """Runs `work` (parsing, rendering, tokenising `size` bytes) without holding up other answers for
         long.
 
-        request: the one whose body was read. is_counted: as one that waits. Raises ClientDisconnect when its
-        client leaves before the work begins; ApiError (429) when the key's backlog is full.
+        request: the one whose body was read. Raises ClientDisconnect when its client leaves before the work
+        begins; ApiError (429) when the key has too much that waits.
         """
+        with self._holding(size, request):
+            return await self._prepare(size, work, request)
+
+    async def _prepare(self, size: int, work: Callable[[], T], request: Request) -> T:
         if size <= INLINE_BYTES:
             with suppress(NotInline):
                 return work()
-        with self._waiting(0 if is_counted else size, request):
-            done = self.server.worker.submit(request.scope[TICKET].turns, size, work)
-            return await unless_disconnected(request.receive, _result(asyncio.wrap_future(done)))
+        done = self.server.worker.submit(request.scope[TICKET].turns, size, work)
+        return await unless_disconnected(request.receive, _result(asyncio.wrap_future(done)))
 
     @contextmanager
-    def _waiting(self, size: int, request: Request) -> Iterator[None]:
-        """Counts a body of so many bytes as one of its key's that wait. Raises ApiError (429)."""
-        key, worker = request.scope[TICKET].turns, self.server.worker
-        if size and not worker.enter(key, size):
-            said = "too many large requests wait to be read; try again in a few seconds"
-            raise ApiError(429, said, code="too_many_large_requests", headers=RETRY_LATER)
+    def _holding(self, size: int, request: Request) -> Iterator[None]:
+        """Counts a body as in memory until its work is done. Raises ApiError (429)."""
+        ticket: Ticket = request.scope[TICKET]
+        ticket.hold_body(size)
         try:
             yield
         finally:
-            worker.leave(key, size)
+            ticket.drop_body()
 
     def check_model(self, name: str | None) -> None:
         """Raises ApiError: 404 for a name that nothing has; 400 for that of another model or adapter, as it

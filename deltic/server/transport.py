@@ -15,6 +15,7 @@ from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from deltic.server.errors import ApiError, bad_request
+from deltic.server.limits import TICKET, Ticket
 
 log = logging.getLogger("deltic.server")
 
@@ -74,8 +75,8 @@ _encode = msgspec.json.Encoder().encode
 async def read_body(request: Request, max_mb: float, is_json: bool = True) -> bytes:
     """The whole body.
 
-    Raises ApiError: 413 as soon as it is larger than allowed, whatever Content-Length says; 400 for JSON with
-    more than MAX_CONTAINERS or MAX_VALUES.
+    Raises ApiError: 413 as soon as it is larger than allowed, whatever Content-Length says; 429 as soon as
+    the bodies of its key are; 400 for JSON with more than MAX_CONTAINERS or MAX_VALUES.
     """
     kept: bytes | None = request.scope.pop(BODY, None)
     if kept is not None:
@@ -88,9 +89,14 @@ async def read_body(request: Request, max_mb: float, is_json: bool = True) -> by
     length = request.headers.get("content-length", "")
     if length.isdecimal() and int(length) > limit:
         raise too_large
+    ticket: Ticket = request.scope.get(TICKET) or Ticket()
+    if length.isdecimal():
+        ticket.hold_body(int(length))  # not to read at all what would be refused
+        ticket.drop_body()
     body, n_brackets, n_commas = bytearray(), 0, 0
     async for part in request.stream():
         body += part
+        ticket.hold_body(len(body))
         n_brackets += part.count(b"[") + part.count(b"{")
         n_commas += part.count(b",")
         if len(body) > limit:

@@ -14,7 +14,7 @@ import pytest
 
 from deltic.server.api import protocol
 from deltic.server.fair_thread import FairThread, Room
-from deltic.server.service import INLINE_BYTES
+from deltic.server.limits import INLINE_BYTES
 from tests.fake_engine import FakeEngineClient, make_app, served
 
 
@@ -30,10 +30,11 @@ class Busy(FairThread):
 
     def add(self, key: str, size: int = 10, name: str = "") -> Future[Any] | None:
         """Work that notes its name, else its key."""
-        if not self.enter(key, size):
+        body = object()
+        if not self.hold(key, body, size):
             return None
         future = self.submit(key, size, lambda: self.done.append(name or key))
-        future.add_done_callback(lambda _: self.leave(key, size))
+        future.add_done_callback(lambda _: self.leave(key, body))
         self.futures.append(future)
         return future
 

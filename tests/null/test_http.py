@@ -9,6 +9,7 @@ import logging
 import random
 import re
 import socket
+import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -26,7 +27,8 @@ from deltic.models.checkpoint import DEMO
 from deltic.server import transport
 from deltic.server.api import protocol
 from deltic.server.chat.answer import Choice, Scores
-from deltic.server.service import INLINE_BYTES, Server
+from deltic.server.limits import INLINE_BYTES
+from deltic.server.service import Server
 from deltic.text import Tokenizer
 from tests.fake_engine import END, FakeEngineClient, byte_tokenizer, make_app, saying, served
 
@@ -783,6 +785,33 @@ def test_large_bodies_that_wait_are_bounded_and_left_when_their_client_has_gone(
         assert asyncio.run(go(url)) == [200, 200]
     assert len(begun) == 2, "the bodies of clients that had left were worked on"
     wait_for(lambda: not any(app.state.server.worker._sizes.values()))
+
+
+def test_bodies_that_are_still_read_are_bounded(engine: FakeEngineClient) -> None:
+    body = json.dumps({"prompt": "x", "max_tokens": 1, "metadata": {"a": "x" * 25_000}}).encode()
+    sockets: list[socket.socket] = []
+
+    def sends(url: str, n_bytes: int, length: bool = True) -> socket.socket:
+        port = httpx.URL(url).port
+        assert port is not None
+        sockets.append(socket.create_connection(("127.0.0.1", port), timeout=10))
+        said = f"Content-Length: {len(body)}" if length else "Transfer-Encoding: chunked"
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n{said}\r\n\r\n"
+        piece = body[:n_bytes] if length else b"%x\r\n%s\r\n" % (n_bytes, body[:n_bytes])
+        sockets[-1].sendall(head.encode() + piece)
+        return sockets[-1]
+
+    with served(app := make_app(engine, max_body_mb=0.03)) as url:
+        first, second = sends(url, 24_000), sends(url, 24_000)
+        wait_for(lambda: app.state.server.worker._sizes.total() == 48_000)
+        for refused in (sends(url, 24_000, length=False), sends(url, 0)):
+            assert refused.recv(100).startswith(b"HTTP/1.1 429"), "it grows too large, or says so before it comes"
+        second.close()
+        first.sendall(body[24_000:])
+        assert first.recv(100).startswith(b"HTTP/1.1 200")
+        wait_for(lambda: not app.state.server.worker._sizes.total())
+    for one in sockets:
+        one.close()
 
 
 def test_a_body_of_brackets_is_refused_and_text_full_of_them_is_not(engine: FakeEngineClient) -> None:

@@ -23,8 +23,9 @@ from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
 from deltic.engine.messages import Loading
 from deltic.server.app import create_app
 from deltic.server.errors import ApiError
+from deltic.server.limits import INLINE_BYTES
 from deltic.server.serve import Served, _service
-from deltic.server.service import INLINE_BYTES, Server
+from deltic.server.service import Server
 from deltic.server.speech.audio import encode
 from deltic.server.speech.socket import PATH
 from tests.fake_engine import FakeEngineClient, saying, served, service_of

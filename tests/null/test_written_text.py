@@ -16,7 +16,7 @@ import pytest
 from websockets.asyncio.client import ClientConnection, connect
 
 from deltic.engine.messages import Request
-from deltic.server.service import INLINE_BYTES
+from deltic.server.limits import INLINE_BYTES
 from deltic.server.speech import socket as speech_socket
 from deltic.server.speech.prompt import OpenText
 from deltic.server.speech.socket import PATH

@@ -305,7 +305,7 @@ class _Conversation:
         form = config.response_format or config.default_format
         rate = config.sample_rate or 24000
         await self._send("audio.start", **place, sentence_text=text, format=form, sample_rate=rate)
-        ticket = Ticket(service.config, labels=self._socket.scope[TICKET].labels)
+        ticket = Ticket(service.config, labels=self._socket.scope[TICKET].labels, worker=service.server.worker)
         ticket.account = self._account
         ASKING.set(ticket)
         ticket.model = service.model_name if len(self._server.models) > 1 else ""
