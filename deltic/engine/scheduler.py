@@ -4,6 +4,8 @@ A sequence waits (owns nothing), prefills (owns a slot, and pages for what was c
 takes every decode, then fills the rest of the token budget with prefill chunks. Owners take turns; within one
 owner and priority it is first come, first served. A request with a priority above 0 waits for all others. One
 below 0 takes the turn of its owner's other requests, which move back by one; other owners notice nothing.
+An owner who has no place does not wait until another's answers end: whoever has the most gives up what began
+last. Of several owners' prompts that is computed first of whom the least was.
 `plan` makes a step, the runner runs it, `commit` takes the drawn tokens; requests come and go in between.
 
 A sequence starts after the longest prefix that the cache has. It is held back while the cache brings that
@@ -42,8 +44,9 @@ import random
 import time
 from array import array
 from bisect import bisect_left, insort
+from collections import Counter
 from collections.abc import Iterable
-from itertools import chain
+from itertools import chain, zip_longest
 
 import msgspec
 
@@ -84,6 +87,11 @@ def _rank(sequence: Sequence) -> tuple[int, int, int, int]:
     more urgent.
     """
     return max(0, sequence.request.priority), sequence.turn, sequence.arrival, sequence.index
+
+
+def _n_promised(sequence: Sequence) -> int:
+    """Pages that its tokens are still to get."""
+    return max(0, pages_for(len(sequence.tokens)) - len(sequence.pages))
 
 
 def _n_most_computed(n_prompt: int, max_tokens: int) -> int:
@@ -150,6 +158,9 @@ class Scheduler:
         self._prefills: list[Sequence] = []  # by rank
         self._decodes: list[Sequence] = []
         self._had_prefill = False  # the last step
+        self._n_open_of: Counter[str] = Counter()  # sequences, by owner
+        self._n_prefilled: dict[str, int] = {}
+        """Tokens of the owners who have prefills, since there were several of them."""
 
     @property
     def n_open(self) -> int:
@@ -228,6 +239,7 @@ class Scheduler:
             self.cache.want_junction(other, group[0])
         self._n_arrived += 1
         self._n_open += params.n
+        self._n_open_of[request.owner] += params.n
         self.is_blocked = False
         self._open[request.id] = dict(enumerate(group))
         insort(self._waiting, group[0], key=_rank)
@@ -325,6 +337,9 @@ class Scheduler:
             sequence.adapter.n_sequences -= 1
         self.is_blocked = False
         self._n_open -= 1
+        self._n_open_of[sequence.request.owner] -= 1
+        if not self._n_open_of[sequence.request.owner]:
+            del self._n_open_of[sequence.request.owner]
         group = self._open[sequence.request.id]
         del group[sequence.index]
         if not group:
@@ -382,6 +397,8 @@ class Scheduler:
             return None
         step = Step()
         self._grow_decodes()
+        if len(self._n_open_of) > 1:
+            self._admit_newcomers(step)
         for sequence in self._decodes:
             if sequence.n_pending == 1:
                 if not sequence.can_draw:
@@ -455,8 +472,34 @@ class Scheduler:
             n_most = _n_most_computed(sequence.n_prompt, sequence.request.params.max_tokens)
             self.cache.grow(sequence, min(n_tokens + self.info.n_lookahead, n_most))
 
+    def _admit_newcomers(self, step: Step) -> None:
+        """Admits, of each owner who has no place, the sequence that waits with the lowest rank."""
+        served = {s.request.owner for s in chain(self._prefills, self._decodes)}
+        if len(served) == len(self._n_open_of):
+            return
+        for sequence in self._waiting[:]:
+            if sequence.request.owner in served or sequence.request.priority > 0 or self._is_held(sequence):
+                continue
+            served.add(sequence.request.owner)
+            self._admit(sequence, step, is_newcomer=True)
+
+    def _in_turns(self) -> list[Sequence]:
+        """The prefills by rank; those of several owners in turns, who has had the fewest tokens first."""
+        of_owner: dict[str, list[Sequence]] = {}
+        for sequence in self._prefills:
+            of_owner.setdefault(sequence.request.owner, []).append(sequence)
+        least = min((n for owner, n in self._n_prefilled.items() if owner in of_owner), default=0)
+        self._n_prefilled = {owner: self._n_prefilled.get(owner, least) for owner in of_owner}
+        if len(of_owner) <= 1:
+            return self._prefills[:]
+        rows = zip_longest(*(of_owner[owner] for owner in sorted(of_owner, key=self._n_prefilled.__getitem__)))
+        return [sequence for row in rows for sequence in row if sequence is not None]
+
     def _plan_prefills(self, step: Step) -> None:
-        """Fills the step with prefill chunks, running and waiting sequences in the order of their rank."""
+        """Fills the step with prefill chunks: of those that run, in turns, then of those that wait, by rank.
+
+        With one owner all are in the order of their rank.
+        """
         n_decodes = len(step.chunks)
         budget = self.max_step_tokens - (n_decodes if self.info.canonical_decode else 0)
         budget = max(budget, PAGE_SIZE)  # decodes may slow a prefill, not stop it
@@ -465,14 +508,18 @@ class Scheduler:
         n_rows = self.max_logit_rows - n_decodes
         candidates = (s for s in self._waiting[:] if not self._is_held(s))
         candidate = next(candidates, None)
-        i = n_prefills = 0  # i: into self._prefills
+        prefills = self._in_turns()
+        i = n_prefills = 0  # i: into prefills
         if self.pictures is not None:
             self.pictures.begin_plan()
         while budget > 0 and (n_prefills < self.info.max_prefill_seqs or not self.info.max_prefill_seqs):
-            sequence = self._prefills[i] if i < len(self._prefills) else None
-            if candidate and (not sequence or _rank(candidate) < _rank(sequence)):
+            sequence = prefills[i] if i < len(prefills) else None
+            if candidate and (not sequence or (_rank(candidate) < _rank(sequence) and len(self._n_prefilled) <= 1)):
                 # One that is held back lets others pass; one that does not fit does not.
-                candidate = None if self._admit(candidate, i, step) is False else next(candidates, None)
+                is_admitted = self._admit(candidate, step)
+                if is_admitted:
+                    prefills.insert(i, candidate)
+                candidate = None if is_admitted is False else next(candidates, None)
                 continue
             if not sequence:
                 break
@@ -500,18 +547,20 @@ class Scheduler:
             step.chunks.append(chunk)
             budget -= self._n_rows(chunk)
             n_prefills += not chunk.is_decode
+            i += 1
+            owner = sequence.request.owner
+            self._n_prefilled[owner] = self._n_prefilled.get(owner, 0) + length
             if load:
                 load.add(chunk, self.info.block_size)
             if length == sequence.n_pending:
                 n_rows -= length if wants_logprobs else 1
-                del self._prefills[i]
+                self._prefills.remove(sequence)
                 self._draw_first(step, sequence)
             elif not self.info.canonical_decode and chunk.start + length >= sequence.n_prompt:
-                del self._prefills[i]
+                self._prefills.remove(sequence)
                 self._decodes.append(sequence)  # what it has generated already follows one token a step
             else:
                 n_rows -= length if wants_logprobs else 0
-                i += 1
 
     def _is_held(self, sequence: Sequence) -> bool:
         """Whether a waiting sequence should go on waiting: for its text, its pages, or a prefill that will
@@ -526,8 +575,9 @@ class Scheduler:
             sequence.waits_for = None
         return self.cache.is_loading(sequence)
 
-    def _admit(self, sequence: Sequence, i: int, step: Step) -> bool | None:
-        """Moves a waiting sequence to place i of the prefills, if it fits; None when it is held back instead.
+    def _admit(self, sequence: Sequence, step: Step, is_newcomer: bool = False) -> bool | None:
+        """Moves a waiting sequence to the prefills, if it fits; None when it is held back instead. Others may
+        have to give way to a newcomer.
 
         It takes pages as it goes, but starts only when all its tokens fit beside the pages that the other
         prefills still need. So prefills never wait for each other's pages, and a preempted sequence does not
@@ -535,24 +585,30 @@ class Scheduler:
         """
         cache = self.cache
         group = [sequence, *sequence.siblings]
-        if self.n_running + len(group) > self.info.max_num_seqs:
+        n_places = max(0, self.n_running + len(group) - self.info.max_num_seqs)
+        if n_places and not is_newcomer:
             return False
-        running = chain(self._prefills, self._decodes)
-        n_promised = sum(max(0, pages_for(len(s.tokens)) - len(s.pages)) for s in running)
+        n_promised = sum(map(_n_promised, chain(self._prefills, self._decodes)))
         known = [] if sequence.wants_prompt_logprobs else cache.look_up(sequence)
         path = cache.usable(sequence, known)
         if self._waits_for_prefix(sequence, len(path) * PAGE_SIZE, step):
             return None
         if not sequence.wants_prompt_logprobs and cache.search(sequence, known, path):
             return None
-        if not cache.fits(sequence, path, n_promised):
-            return False
+        n_pages, leaving = cache.n_lacking(sequence, path, n_promised), list[Sequence]()
+        if n_places or n_pages:
+            leaving = self._giving_way(len(group), n_places, n_pages) if is_newcomer else []
+            if not leaving:
+                return False
         if cache.fetch(sequence, path):
             return None
         if self.n_running and cache.is_parked(sequence) and any(node.page[DEVICE] is None for node in path):
             # Running sequences have the room that its pages need. Without these, its parked state would be
             # lost.
             return False
+        for other in leaving:
+            n_promised -= _n_promised(other)
+            self._preempt(other)
         if not cache.admit(sequence, cache.usable(sequence, known, DEVICE), n_promised):
             return False
         cache.want_checkpoints(sequence, len(known) * PAGE_SIZE)
@@ -565,9 +621,30 @@ class Scheduler:
         if not sequence.n_preempted and not sequence.wants_prompt_logprobs:
             cache.note_lookup(sequence)
         self._waiting.remove(sequence)
-        self._prefills.insert(i, sequence)
+        insort(self._prefills, sequence, key=_rank)
         self._turn = max(self._turn, sequence.turn)
         return True
+
+    def _giving_way(self, n: int, n_places: int, n_pages: int) -> list[Sequence]:
+        """The running sequences that give up places and pages for n sequences of an owner who has none.
+
+        They are those of the lowest priority, then of the owner with the most, the youngest first; an owner
+        is left as many as the newcomer gets. None, if that is not enough.
+        """
+        rest, found, places = [*self._prefills, *self._decodes], list[Sequence](), Counter[str]()
+        for s in rest:
+            places[s.request.owner] += 1 + len(s.siblings)
+        while n_places > 0 or n_pages > 0:
+            rest = [s for s in rest if s.request.priority > 0 or places[s.request.owner] > n + len(s.siblings)]
+            if not rest:
+                return []
+            last = max(rest, key=lambda s: (_rank(s)[0], places[s.request.owner], _rank(s)))
+            rest.remove(last)
+            found.append(last)
+            places[last.request.owner] -= 1 + len(last.siblings)
+            n_places -= 1 + len(last.siblings)
+            n_pages -= self.cache.pages.n_freed(last.pages) + _n_promised(last)
+        return found
 
     def _waits_for_prefix(self, sequence: Sequence, n_usable: int, step: Step) -> bool:
         """Holds a sequence back if a running prefill will compute more of their common beginning than the

@@ -9,7 +9,6 @@ import logging
 import random
 import re
 import socket
-import socket
 import threading
 import time
 from collections.abc import AsyncIterator, Callable

@@ -424,6 +424,85 @@ def test_owners_take_turns() -> None:
     assert served_order(asked) == ["a0", "b4", "c6", "a1", "b5", "a2", "a3"]
 
 
+def asked_by(owner: str, i: int, n_prompt: int = 5, max_tokens: int = 200, priority: int = 0, n: int = 1) -> Request:
+    params = SamplingParams(max_tokens=max_tokens, n=n, seed=1, ignore_eos=True)
+    prompt = [20 + (i * 31 + 7 * j) % 900 for j in range(n_prompt)]
+    return Request(id=f"{owner}{i}", prompt_ids=prompt, params=params, owner=owner, priority=priority)
+
+
+def steps_until_done(bench: Bench, id: str) -> int:
+    """How many steps a request takes from now on."""
+    n = 0
+    while (id, 0) not in bench.outputs or bench.reason(id) is None:
+        bench.step()
+        n += 1
+    return n
+
+
+@pytest.mark.parametrize("n", [1, 2])
+def test_who_has_no_place_does_not_wait_until_long_answers_end(n: int) -> None:
+    bench = Bench(FakeRunner(max_num_seqs=4, n_pages=80))
+    requests = [asked_by("a", i) for i in range(9)]
+    for request in requests:
+        bench.scheduler.add(request)
+    bench.step()
+    requests += [asked_by("b", 9, max_tokens=3, n=n), asked_by("b", 10, max_tokens=3)]
+    for request in requests[-2:]:
+        bench.scheduler.add(request)
+    assert steps_until_done(bench, "b9") == 3 and bench.scheduler.n_preemptions == n
+    assert steps_until_done(bench, "b10") == 3, "it has the next turn"
+    bench.run()
+    for request in requests:
+        assert bench.tokens(request.id) == expected_tokens(list(request.prompt_ids), request.params)
+
+
+def test_pages_of_whoever_has_the_most_are_given_up_too() -> None:
+    bench = Bench(FakeRunner(max_num_seqs=8, n_pages=16))
+    for i in range(4):
+        bench.scheduler.add(asked_by("a", i, n_prompt=200, max_tokens=50))
+    for _ in range(3):
+        bench.step()
+    bench.scheduler.add(asked_by("b", 4, n_prompt=150, max_tokens=3))
+    assert steps_until_done(bench, "b4") < 10 and bench.scheduler.n_preemptions == 1
+    bench.run()
+
+
+def test_nobody_gives_way_to_whom_it_would_leave_with_less() -> None:
+    bench = Bench(FakeRunner(max_num_seqs=2, n_pages=80))
+    for i, owner in enumerate("abc"):
+        bench.scheduler.add(asked_by(owner, i, max_tokens=20))
+    bench.run()
+    assert bench.scheduler.n_preemptions == 0
+
+
+def test_batches_give_way_and_none_gives_way_to_them() -> None:
+    bench = Bench(FakeRunner(max_num_seqs=2, n_pages=80))
+    for i, owner in enumerate(("a/batches", "b/batches")):
+        bench.scheduler.add(asked_by(owner, i, priority=2**31 - 1))
+    bench.step()
+    bench.scheduler.add(asked_by("c", 2, max_tokens=3))
+    assert steps_until_done(bench, "c2") == 3 and bench.scheduler.n_preemptions == 1
+    bench.run()
+    for i in range(2):
+        bench.scheduler.add(asked_by("c", i))
+    bench.step()
+    bench.scheduler.add(asked_by("d/batches", 2, priority=2**31 - 1))
+    bench.run()
+    assert bench.scheduler.n_preemptions == 1
+
+
+def test_prompts_of_several_owners_are_computed_in_turns() -> None:
+    """Where a step has no room for all: an owner's long prompts do not go before another's short one."""
+    bench = Bench(FakeRunner(max_num_seqs=8, n_pages=200, max_step_tokens=64))
+    for i in range(4):
+        bench.scheduler.add(asked_by("a", i, n_prompt=640, max_tokens=1))
+    for _ in range(5):
+        bench.step()
+    bench.scheduler.add(asked_by("b", 4, n_prompt=130, max_tokens=1))
+    assert steps_until_done(bench, "b4") <= 6, "every second step is its own"
+    bench.run()
+
+
 def test_one_owner_is_served_in_the_order_of_arrival() -> None:
     for owner in ("", "a"):
         assert served_order([(owner, 1)] * 6) == [f"{owner}{i}" for i in range(6)]

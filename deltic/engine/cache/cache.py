@@ -198,11 +198,11 @@ class Cache:
         prefix.n_loads += prefix.load is not None
         return prefix.load is not None
 
-    def fits(self, sequence: Sequence, path: list[Node], n_promised: int) -> bool:
-        """Whether all its tokens find room beside n_promised pages of others, shared pages included."""
+    def n_lacking(self, sequence: Sequence, path: list[Node], n_promised: int) -> int:
+        """Pages that all its tokens lack beside n_promised of others, shared pages included."""
         shared = (node.page[DEVICE] for node in path if node.page[DEVICE] is not None)
         n_shared = sum(not self.pages.is_idle(page) for page in shared)
-        return pages_for(len(sequence.tokens)) - n_shared <= self.pages.n_available - n_promised
+        return max(0, pages_for(len(sequence.tokens)) - n_shared - self.pages.n_available + n_promised)
 
     def is_loading(self, sequence: Sequence) -> bool:
         prefix, now_s = sequence.prefix, time.monotonic()

@@ -37,6 +37,10 @@ class Pool:
     def is_idle(self, index: int) -> bool:
         return self._in_tree[index] and self.n_owners[index] == 1
 
+    def n_freed(self, indices: Iterable[int]) -> int:
+        """How many of them would be available if one owner gave them back."""
+        return sum(self.n_owners[index] - self._in_tree[index] == 1 for index in indices)
+
     def take(self, n: int) -> list[int]:
         """`n` free ones, now with one owner each. The caller has checked that there are as many."""
         if n > len(self._free):
