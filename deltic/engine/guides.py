@@ -31,6 +31,7 @@ import numpy as np
 
 from deltic.engine.messages import Constraint
 from deltic.engine.step import Rule, Sequence
+from deltic.engine.turns import Turns
 
 N_WORKERS = 4
 """Number of masks' jobs done side by side. Slow jobs hold up the others only when there are this many of
@@ -323,8 +324,7 @@ class Guides:
         self._todo: SimpleQueue[tuple[list[Guide], list[list[int]]] | None] = SimpleQueue()
         self._starts: PriorityQueue[tuple[int, int, list[Guide] | None]] = PriorityQueue()
         """Guides whose grammar is to be compiled, by turn and arrival: owners take turns, by size."""
-        self._turn = 0  # of those that were begun last
-        self._next_turns: dict[str, int] = {}
+        self._turns = Turns()
         self._n_starts = 0
         self._done: SimpleQueue[list[Guide]] = SimpleQueue()
         self._threads: list[threading.Thread] = []
@@ -429,10 +429,8 @@ class Guides:
         if tokens:
             self._todo.put((guides, tokens))
             return
-        owner = guides[0].sequence.request.owner
-        turn = max(self._turn, self._next_turns.get(owner, 0))
-        self._next_turns[owner] = turn + len(guides[0].constraint.grammar)
         self._n_starts += 1
+        turn = self._turns.give(guides[0].sequence.request.owner, len(guides[0].constraint.grammar))
         self._starts.put((turn, self._n_starts, guides))
 
     def collect(self, decodes: list[Sequence], step_s: float) -> list[Guide]:
@@ -502,7 +500,7 @@ class Guides:
             turn, _, guides = self._starts.get()
             if guides is None:
                 return
-            self._turn = turn
+            self._turns.now = turn
             self._do_timed(guides, [])
             del guides
 

@@ -46,7 +46,7 @@ from array import array
 from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
-from itertools import chain, zip_longest
+from itertools import chain
 
 import msgspec
 
@@ -58,6 +58,7 @@ from deltic.engine.guides import Guides
 from deltic.engine.messages import AddText, EngineInfo, FinishReason, Output, Request
 from deltic.engine.pictures import IDLE_S, Pictures
 from deltic.engine.step import Chunk, Draw, HeldAdapter, Sequence, Step, StepResult, Voice, mixed_seed
+from deltic.engine.turns import giving_way, in_turns, rank
 from deltic.logs import counted
 from deltic.ops.geometry import PAGE_SIZE
 
@@ -77,16 +78,6 @@ NOTHING_ALLOWED = (
 
 class RequestError(ValueError):
     """A request that this engine cannot run; the message says why and what would do."""
-
-
-def _rank(sequence: Sequence) -> tuple[int, int, int, int]:
-    """The sequence with the lower rank goes first.
-
-    Ranks are unique among the open sequences. Sequences of one owner are in the order of their priorities,
-    then of their arrival. Two of different owners change places only when one of the owners sends something
-    more urgent.
-    """
-    return max(0, sequence.request.priority), sequence.turn, sequence.arrival, sequence.index
 
 
 def _n_promised(sequence: Sequence) -> int:
@@ -242,7 +233,7 @@ class Scheduler:
         self._n_open_of[request.owner] += params.n
         self.is_blocked = False
         self._open[request.id] = dict(enumerate(group))
-        insort(self._waiting, group[0], key=_rank)
+        insort(self._waiting, group[0], key=rank)
 
     def _take_turn(self, request: Request) -> int:
         """Gives a new request its turn.
@@ -263,14 +254,14 @@ class Scheduler:
             waits = any(s.slot is None for s in group)
             turn = max(turn, group[0].turn + waits * group[0].request.params.n)
         after = turn + request.params.n
-        for group in sorted(passed, key=lambda g: _rank(g[0])):
+        for group in sorted(passed, key=lambda g: rank(g[0])):
             after = max(after, group[0].turn)
             for sequence in group:
                 sequence.turn = after
             after += group[0].request.params.n
         if passed:
-            self._waiting.sort(key=_rank)
-            self._prefills.sort(key=_rank)
+            self._waiting.sort(key=rank)
+            self._prefills.sort(key=rank)
         return turn
 
     def add_text(self, command: AddText) -> None:
@@ -351,7 +342,7 @@ class Scheduler:
                 other.siblings.remove(sequence)
                 return
         if sequence.slot is None:
-            del self._waiting[bisect_left(self._waiting, _rank(sequence), key=_rank)]
+            del self._waiting[bisect_left(self._waiting, rank(sequence), key=rank)]
         elif sequence in self._prefills:
             self._prefills.remove(sequence)
         else:
@@ -366,13 +357,13 @@ class Scheduler:
         heir.tokens = sequence.tokens
         heir.prefix, sequence.prefix = sequence.prefix, None
         if sequence.slot is None:
-            insort(self._waiting, heir, key=_rank)
+            insort(self._waiting, heir, key=rank)
             return
         heir.pages, sequence.pages = sequence.pages, heir.pages
         heir.slot, sequence.slot = sequence.slot, heir.slot
         heir.start_slot, sequence.start_slot = sequence.start_slot, None
         heir.n_computed, sequence.n_computed = sequence.n_computed, 0
-        insort(self._prefills, heir, key=_rank)
+        insort(self._prefills, heir, key=rank)
 
     # One step.
 
@@ -454,12 +445,12 @@ class Scheduler:
         Stalled sequences make way first, then the youngest running one, which may be the decode itself.
         """
         full = [s for s in self._decodes if s.n_computed == len(s.pages) * PAGE_SIZE and not s.lacks_text]
-        for sequence in sorted(full, key=_rank):
+        for sequence in sorted(full, key=rank):
             if sequence.slot is not None:
                 self.cache.move_tail(sequence)
             while sequence.slot is not None and not self.cache.grow(sequence, sequence.n_computed + 1):
                 running = chain(self._decodes, self._prefills)
-                self._preempt(max(running, key=lambda s: (s.lacks_text, _rank(s))))
+                self._preempt(max(running, key=lambda s: (s.lacks_text, rank(s))))
         for sequence in self._decodes if self.info.n_lookahead else []:
             self._look_ahead(sequence, sequence.n_computed + sequence.n_window + 1)
 
@@ -483,18 +474,6 @@ class Scheduler:
             served.add(sequence.request.owner)
             self._admit(sequence, step, is_newcomer=True)
 
-    def _in_turns(self) -> list[Sequence]:
-        """The prefills by rank; those of several owners in turns, who has had the fewest tokens first."""
-        of_owner: dict[str, list[Sequence]] = {}
-        for sequence in self._prefills:
-            of_owner.setdefault(sequence.request.owner, []).append(sequence)
-        least = min((n for owner, n in self._n_prefilled.items() if owner in of_owner), default=0)
-        self._n_prefilled = {owner: self._n_prefilled.get(owner, least) for owner in of_owner}
-        if len(of_owner) <= 1:
-            return self._prefills[:]
-        rows = zip_longest(*(of_owner[owner] for owner in sorted(of_owner, key=self._n_prefilled.__getitem__)))
-        return [sequence for row in rows for sequence in row if sequence is not None]
-
     def _plan_prefills(self, step: Step) -> None:
         """Fills the step with prefill chunks: of those that run, in turns, then of those that wait, by rank.
 
@@ -508,13 +487,13 @@ class Scheduler:
         n_rows = self.max_logit_rows - n_decodes
         candidates = (s for s in self._waiting[:] if not self._is_held(s))
         candidate = next(candidates, None)
-        prefills = self._in_turns()
+        prefills, self._n_prefilled = in_turns(self._prefills, self._n_prefilled)
         i = n_prefills = 0  # i: into prefills
         if self.pictures is not None:
             self.pictures.begin_plan()
         while budget > 0 and (n_prefills < self.info.max_prefill_seqs or not self.info.max_prefill_seqs):
             sequence = prefills[i] if i < len(prefills) else None
-            if candidate and (not sequence or (_rank(candidate) < _rank(sequence) and len(self._n_prefilled) <= 1)):
+            if candidate and (not sequence or (rank(candidate) < rank(sequence) and len(self._n_prefilled) <= 1)):
                 # One that is held back lets others pass; one that does not fit does not.
                 is_admitted = self._admit(candidate, step)
                 if is_admitted:
@@ -570,7 +549,7 @@ class Scheduler:
             return True
         if sequence.waits_for is not None:
             other, n_tokens = sequence.waits_for
-            if other.slot is not None and other.n_computed < n_tokens and _rank(other) < _rank(sequence):
+            if other.slot is not None and other.n_computed < n_tokens and rank(other) < rank(sequence):
                 return True
             sequence.waits_for = None
         return self.cache.is_loading(sequence)
@@ -597,7 +576,8 @@ class Scheduler:
             return None
         n_pages, leaving = cache.n_lacking(sequence, path, n_promised), list[Sequence]()
         if n_places or n_pages:
-            leaving = self._giving_way(len(group), n_places, n_pages) if is_newcomer else []
+            running = [*self._prefills, *self._decodes]
+            leaving = giving_way(running, len(group), n_places, n_pages, self._n_freed) if is_newcomer else []
             if not leaving:
                 return False
         if cache.fetch(sequence, path):
@@ -621,30 +601,13 @@ class Scheduler:
         if not sequence.n_preempted and not sequence.wants_prompt_logprobs:
             cache.note_lookup(sequence)
         self._waiting.remove(sequence)
-        insort(self._prefills, sequence, key=_rank)
+        insort(self._prefills, sequence, key=rank)
         self._turn = max(self._turn, sequence.turn)
         return True
 
-    def _giving_way(self, n: int, n_places: int, n_pages: int) -> list[Sequence]:
-        """The running sequences that give up places and pages for n sequences of an owner who has none.
-
-        They are those of the lowest priority, then of the owner with the most, the youngest first; an owner
-        is left as many as the newcomer gets. None, if that is not enough.
-        """
-        rest, found, places = [*self._prefills, *self._decodes], list[Sequence](), Counter[str]()
-        for s in rest:
-            places[s.request.owner] += 1 + len(s.siblings)
-        while n_places > 0 or n_pages > 0:
-            rest = [s for s in rest if s.request.priority > 0 or places[s.request.owner] > n + len(s.siblings)]
-            if not rest:
-                return []
-            last = max(rest, key=lambda s: (_rank(s)[0], places[s.request.owner], _rank(s)))
-            rest.remove(last)
-            found.append(last)
-            places[last.request.owner] -= 1 + len(last.siblings)
-            n_places -= 1 + len(last.siblings)
-            n_pages -= self.cache.pages.n_freed(last.pages) + _n_promised(last)
-        return found
+    def _n_freed(self, sequence: Sequence) -> int:
+        """Pages that others could have if it were preempted."""
+        return self.cache.pages.n_freed(sequence.pages) + _n_promised(sequence)
 
     def _waits_for_prefix(self, sequence: Sequence, n_usable: int, step: Step) -> bool:
         """Holds a sequence back if a running prefill will compute more of their common beginning than the
@@ -658,7 +621,7 @@ class Scheduler:
         ending = (chunk.sequence for chunk in step.chunks if not chunk.is_decode)
         for other in chain(ending, self._prefills):
             n_common = self.cache.n_common(sequence, other)
-            if other.n_computed < n_common > n_usable and _rank(other) < _rank(sequence):
+            if other.n_computed < n_common > n_usable and rank(other) < rank(sequence):
                 sequence.waits_for = other, n_common
                 return True
         return False
@@ -701,7 +664,7 @@ class Scheduler:
             if copies is None:  # no page for its partial last one: it starts over by itself
                 self.cache.release(sibling)
                 self.cache.open(sibling)
-                insort(self._waiting, sibling, key=_rank)
+                insort(self._waiting, sibling, key=rank)
                 continue
             assert sibling.slot is not None
             step.page_copies += copies
@@ -721,7 +684,7 @@ class Scheduler:
             member.n_window, member.drafter = 0, None
         sequence.n_preempted += 1
         sequence.begin_prompt_logprobs()
-        insort(self._waiting, sequence, key=_rank)
+        insort(self._waiting, sequence, key=rank)
         self.n_preemptions += 1
 
     def commit(self, step: Step, result: StepResult) -> list[Output]:
@@ -836,7 +799,7 @@ class Scheduler:
             if not sequence.n_generated:
                 sequence.n_cached = 0
             sequence.begin_prompt_logprobs()
-            insort(self._waiting, sequence, key=_rank)
+            insort(self._waiting, sequence, key=rank)
         self.n_recomputed += len(spoilt)
         log.warning(
             "logits of %s were not finite (request %s): %s of the prefix cache dropped, and all is computed once more",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
@@ -15,7 +16,6 @@ import msgspec
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.engine import StepRunner
 from deltic.engine.step import Progress
-from deltic.engine.stopwatch import stopwatch
 from deltic.machine import cuda_driver
 from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_ids, speaks
 from deltic.models.fields import CheckpointError, UnsupportedModelError, only
@@ -221,7 +221,7 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
 
     Raises ValueError subclasses: a bad checkpoint, a plan that does not fit, no such device.
     """
-    lap, spent = stopwatch()
+    lap, spent = _stopwatch()
     unused = []
     if device is None:
         device = gpu_device(config) if is_for_gpu(config) else Cpu()
@@ -367,3 +367,15 @@ def warmup(config: EngineConfig) -> int:
         f"{report.n_failed} failed, {report.seconds:.1f} s; in {triton.knobs.cache.dir}"
     )
     return 1 if report.n_failed else 0
+
+
+def _stopwatch() -> tuple[Callable[[str], None], dict[str, float]]:
+    """For the stages of a start: a function that ends one, by its name, and the seconds that each took."""
+    begun, spent = time.perf_counter(), dict[str, float]()
+
+    def lap(stage: str) -> None:
+        nonlocal begun
+        now = time.perf_counter()
+        spent[stage], begun = round(now - begun, 3), now
+
+    return lap, spent

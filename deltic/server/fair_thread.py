@@ -1,10 +1,6 @@
-"""What keys take in turns: one thread that prepares large requests, and room for slots or bytes. Start-time
-fair queueing.
+"""What keys take in turns: one thread that prepares large requests, and room for slots or bytes.
 
-Who is served first is the scheduler's to say (`engine/scheduler.py`, `_take_turn`); here large bodies wait to
-be parsed, and pictures and recordings to be decoded. A key's next job is placed after its previous one, at a
-distance equal to that job's size, and never before the job started last. So a key with much work waits behind
-itself, and a key with little waits for the job that runs and for its turn.
+Here large bodies wait to be parsed, and pictures and recordings to be decoded (`Turns`, engine/turns.py).
 """
 
 from __future__ import annotations
@@ -19,21 +15,9 @@ from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar
 
+from deltic.engine.turns import Turns
+
 T = TypeVar("T")
-
-
-class Turns:
-    """Numbers in whose order the work of all keys is to be done."""
-
-    def __init__(self) -> None:
-        self.now = 0
-        """The turn of what was begun last."""
-        self._next: dict[str, int] = {}
-
-    def give(self, key: str, size: int) -> int:
-        turn = max(self.now, self._next.get(key, 0))
-        self._next[key] = turn + size
-        return turn
 
 
 class FairThread:
@@ -54,7 +38,7 @@ class FairThread:
         self._sizes: Counter[str] = Counter()
 
     def hold(self, key: str, body: object, size: int) -> bool:
-        """Counts a body of a key as so large by now, until it `leaves`. False: the key has too much beside."""
+        """Counts a body of a key as so large by now, until it `leaves`. False: it has too much."""
         bodies = self._bodies[key]
         more = size - bodies.get(body, 0)
         if next(iter(bodies), body) is not body and self._sizes[key] + more > self._most():

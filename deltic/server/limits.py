@@ -17,7 +17,7 @@ import re
 import time
 from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated, Any
 
 import msgspec
 from msgspec import Meta, Struct
@@ -27,9 +27,6 @@ from deltic.logs import counted
 from deltic.server.errors import ApiError
 from deltic.server.fair_thread import FairThread, Held
 from deltic.server.metrics import KeyNumbers
-
-if TYPE_CHECKING:
-    from deltic.server.chat.answer import Usage
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 PLACE = re.compile(r"key-\d+")
@@ -41,6 +38,48 @@ INLINE_BYTES = 8192
 """A body up to this size is parsed and tokenised in the event loop; a larger one in a thread beside it, and
 counts as one that its key has in memory.
 """
+
+
+class Usage(Struct):
+    """Token counts of one HTTP request, over all its prompts and choices."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+    reasoning_tokens: int
+    timing: dict[str, float] = {}
+    """Milliseconds of each part of its time."""
+    n_drafted: int = 0
+    """Tokens that were guessed ahead for it."""
+    n_accepted: int = 0
+    """Of these, those that were drawn, too."""
+
+    def told_timing(self) -> dict[str, float]:
+        """Its time, and what drafts saved of it, if there were any."""
+        drafts = {"drafted_tokens": self.n_drafted, "accepted_tokens": self.n_accepted}
+        return self.timing | (drafts if self.n_drafted else {})
+
+    def timings(self) -> dict[str, float]:
+        """llama.cpp's form of the same."""
+        n_prompt = self.prompt_tokens - self.cached_tokens
+        told: dict[str, float] = {"cache_n": self.cached_tokens}
+        for name, n, ms in (
+            ("prompt", n_prompt, self.timing["prefill_ms"]),
+            ("predicted", self.completion_tokens, self.timing["decode_ms"]),
+        ):
+            told |= {f"{name}_n": n, f"{name}_ms": ms, f"{name}_per_token_ms": ms / max(1, n)}
+            told[f"{name}_per_second"] = n / ms * 1e3 if ms else 0.0
+        return told | ({"draft_n": self.n_drafted, "draft_n_accepted": self.n_accepted} if self.n_drafted else {})
+
+    def plain(self) -> dict[str, Any]:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
+            "timing": self.told_timing(),
+        }
 
 
 class KeyEntry(Struct, forbid_unknown_fields=True):

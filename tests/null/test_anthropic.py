@@ -20,9 +20,10 @@ from deltic.server.api import protocol
 from deltic.server.api.anthropic import MessageAnswer
 from deltic.server.api.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_request, signature
 from deltic.server.api.messages import settled, template_messages
-from deltic.server.chat.answer import Piece, Usage
+from deltic.server.chat.answer import Piece
 from deltic.server.chat.parser import CallDelta, Delta, OutputParser
 from deltic.server.errors import ApiError
+from deltic.server.limits import Usage
 from tests.fake_engine import TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, named_events, saying, served
 from tests.null.test_http import post
 

@@ -18,9 +18,10 @@ from deltic.models.qwen.shape import ModelShape
 from deltic.server.api import ollama_protocol as wire
 from deltic.server.api import protocol
 from deltic.server.api.ollama import LinesAnswer
-from deltic.server.chat.answer import ChatAnswer, Message, Piece, Usage
+from deltic.server.chat.answer import ChatAnswer, Message, Piece
 from deltic.server.chat.parser import OutputParser
 from deltic.server.errors import ApiError
+from deltic.server.limits import Usage
 from tests.fake_engine import FakeEngineClient, byte_tokenizer, saying
 from tests.null.test_anthropic import CALL
 from tests.null.test_http import WEATHER, client_of, get, post

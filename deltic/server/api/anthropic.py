@@ -19,14 +19,14 @@ from deltic.engine.messages import EngineInfo
 from deltic.server.api import protocol
 from deltic.server.api.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_request, signature
 from deltic.server.api.completions import PieceStream, Prepared, chat_generation, prepare_chat
-from deltic.server.chat.answer import Piece, Usage
+from deltic.server.chat.answer import Piece
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.items import Item, Items
 from deltic.server.chat.picture_parts import Pictures
 from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, renamed
-from deltic.server.limits import TICKET
+from deltic.server.limits import TICKET, Usage
 from deltic.server.service import Service
 from deltic.server.transport import json_response, unless_disconnected
 

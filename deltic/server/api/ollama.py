@@ -39,14 +39,14 @@ from deltic.server.api.completions import (
     requests_of,
 )
 from deltic.server.chat import answer
-from deltic.server.chat.answer import Piece, Usage
+from deltic.server.chat.answer import Piece
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.items import Item
 from deltic.server.chat.parser import CallDelta
 from deltic.server.chat.picture_parts import Pictures
 from deltic.server.errors import ApiError, renamed
-from deltic.server.limits import TICKET, Ticket
+from deltic.server.limits import TICKET, Ticket, Usage
 from deltic.server.service import Service
 from deltic.server.transport import BODY, LargeResponse, json_pieces, json_response, read_body, unless_disconnected
 

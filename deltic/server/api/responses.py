@@ -29,7 +29,7 @@ from deltic.server.chat.items import Item, Items, Kind
 from deltic.server.chat.picture_parts import Pictures
 from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, bad_request
-from deltic.server.limits import TICKET, Ticket
+from deltic.server.limits import TICKET, Ticket, Usage
 from deltic.server.service import Begun, Service
 from deltic.server.transport import (
     EVENT_HEADERS,
@@ -396,7 +396,7 @@ class ResponseAnswer(Items):
         self._finish_reason = piece.finish_reason or self._finish_reason
         return self.take(piece.delta)
 
-    def end(self, usage: answer.Usage) -> End:
+    def end(self, usage: Usage) -> End:
         """Slow for a long one with log-probabilities."""
         written = b""
         is_cut = self._finish_reason == "length"
@@ -583,7 +583,7 @@ def _echo(asked: wire.ResponsesRequest, service: Service) -> dict[str, Any]:
     }
 
 
-def _plain_usage(usage: answer.Usage) -> dict[str, Any]:
+def _plain_usage(usage: Usage) -> dict[str, Any]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

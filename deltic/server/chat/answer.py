@@ -18,6 +18,7 @@ import msgspec
 
 from deltic.engine.messages import LOGPROBS_PACKED, Output, PromptLogprobs, TokenLogprob
 from deltic.server.chat.parser import CallDelta, Delta, OutputParser
+from deltic.server.limits import Usage
 from deltic.server.transport import Encoded
 from deltic.text import Detokenizer, StopMatcher, Tokenizer
 
@@ -219,48 +220,6 @@ class Choice(WayOut):
     def _n_shown_tokens(self, held: Scores) -> int:
         """Held tokens that begin in the text that was shown; those at or past a stop string never do."""
         return bisect_left(held.offsets, self._n_shown)
-
-
-class Usage(msgspec.Struct):
-    """Token counts of one HTTP request, over all its prompts and choices."""
-
-    prompt_tokens: int
-    completion_tokens: int
-    cached_tokens: int
-    reasoning_tokens: int
-    timing: dict[str, float] = {}
-    """Milliseconds of each part of its time."""
-    n_drafted: int = 0
-    """Tokens that were guessed ahead for it."""
-    n_accepted: int = 0
-    """Of these, those that were drawn, too."""
-
-    def told_timing(self) -> dict[str, float]:
-        """Its time, and what drafts saved of it, if there were any."""
-        drafts = {"drafted_tokens": self.n_drafted, "accepted_tokens": self.n_accepted}
-        return self.timing | (drafts if self.n_drafted else {})
-
-    def timings(self) -> dict[str, float]:
-        """llama.cpp's form of the same."""
-        n_prompt = self.prompt_tokens - self.cached_tokens
-        told: dict[str, float] = {"cache_n": self.cached_tokens}
-        for name, n, ms in (
-            ("prompt", n_prompt, self.timing["prefill_ms"]),
-            ("predicted", self.completion_tokens, self.timing["decode_ms"]),
-        ):
-            told |= {f"{name}_n": n, f"{name}_ms": ms, f"{name}_per_token_ms": ms / max(1, n)}
-            told[f"{name}_per_second"] = n / ms * 1e3 if ms else 0.0
-        return told | ({"draft_n": self.n_drafted, "draft_n_accepted": self.n_accepted} if self.n_drafted else {})
-
-    def plain(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-            "completion_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
-            "timing": self.told_timing(),
-        }
 
 
 class Message:

@@ -17,9 +17,9 @@ from functools import partial
 from deltic.engine.messages import Output, PromptLogprobs, Request
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.server.adapters import Adapter
-from deltic.server.chat.answer import Piece, Usage, WayOut
+from deltic.server.chat.answer import Piece, WayOut
 from deltic.server.errors import ApiError
-from deltic.server.limits import BATCH_PRIORITY, Ticket
+from deltic.server.limits import BATCH_PRIORITY, Ticket, Usage
 from deltic.server.metrics import Metrics
 
 RETRY_LATER = {"retry-after": "2"}

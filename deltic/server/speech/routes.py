@@ -26,11 +26,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deltic.engine import messages as engine
 from deltic.host.client import EngineUnavailable
 from deltic.server.api import protocol
-from deltic.server.chat.answer import Piece, Usage, WayOut
+from deltic.server.chat.answer import Piece, WayOut
 from deltic.server.chat.generation import Generation, timed_out, unavailable
 from deltic.server.chat.parser import Delta
 from deltic.server.errors import ApiError, bad_request
-from deltic.server.limits import TICKET, Ticket
+from deltic.server.limits import TICKET, Ticket, Usage
 from deltic.server.service import Service, SpeechParts
 from deltic.server.speech import protocol as speech_protocol
 from deltic.server.speech.audio import (
