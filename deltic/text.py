@@ -13,7 +13,8 @@ import os
 import re
 import sys
 import unicodedata
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +39,9 @@ A lone surrogate: no valid JSON or UTF-8 holds one, so no user can write it.
 
 _MOST_BYTES_COMPOSED = 4
 """NFC shortens no text by more than this: 3.5 times (U+1FBE U+0308 U+0341, 7 bytes, to U+0390, 2)."""
+
+pause: ContextVar[Callable[[int], None]] = ContextVar("pause", default=lambda n: None)
+"""Called between the parts of what may take long, with the size of the last. Others go first there."""
 
 PIECE_CHARACTERS = 65_536
 """Characters of a longer text that are encoded at once."""
@@ -165,7 +169,7 @@ class Tokenizer:
         are certain to end.
         """
         start = 0
-        while len(text) - start > PIECE_CHARACTERS and self.has_known_cuts:
+        while len(text) - start > PIECE_CHARACTERS:
             end = min(start + PIECE_CHARACTERS, len(text))
             cut = self.last_cut(text[start:end])
             while cut < 0 and end < len(text):
@@ -177,6 +181,7 @@ class Tokenizer:
             if cut < 0:
                 break
             yield self._encode_piece(text[start : start + cut])
+            pause.get()(cut)
             start += cut
         if start < len(text):
             yield self._encode_piece(text[start:] if start else text)

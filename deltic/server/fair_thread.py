@@ -11,28 +11,48 @@ from collections import Counter, defaultdict
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
+from dataclasses import dataclass, field
 from functools import partial
 from heapq import heapify, heappop, heappush
 from typing import Any, TypeVar
 
 from deltic.engine.turns import Turns
+from deltic.text import pause
 
 T = TypeVar("T")
 
+MAX_BEGUN = 16
+"""The most jobs that have begun, each with a thread, if as many keys have a long one."""
+
+
+@dataclass(order=True)
+class _Job:
+    turn: int
+    n: int
+    """Of those that came before."""
+    end: int = field(compare=False)
+    """The turn of its key's next."""
+    done: Future[Any] = field(compare=False)
+    work: Callable[[], Any] = field(compare=False)
+    goes_on: threading.Event | None = field(default=None, compare=False)
+    """Set when it may go on. None: it was not begun."""
+
 
 class FairThread:
-    """May be used from any thread; what it counts of bodies, from one."""
+    """Does one job at a time; one that is long lets others pass where it calls `pause` (text.py), and has
+    a thread of its own meanwhile. May be used from any thread; what it counts of bodies, from one.
+    """
 
     def __init__(self, name: str, most: Callable[[], int]) -> None:
         """most: bytes of all bodies that a key may have here at the moment. Its oldest is taken whatever
         there is.
         """
         self._most = most
-        self._thread = ThreadPoolExecutor(1, name)
+        self._threads = ThreadPoolExecutor(MAX_BEGUN, name)
         self._lock = threading.Lock()
-        # A heap, by turn and arrival.
-        self._waiting: list[tuple[int, int, Future[Any], Callable[[], Any]]] = []
-        self._n_submitted = 0
+        self._waiting: list[_Job] = []  # a heap
+        self._current: _Job | None = None
+        self._n_submitted = self._n_begun = 0
         self._turns = Turns()
         self._bodies: dict[str, dict[object, int]] = defaultdict(dict)  # by key, the oldest first
         self._sizes: Counter[str] = Counter()
@@ -54,32 +74,63 @@ class FairThread:
     def submit(self, key: str, size: int, work: Callable[[], T]) -> Future[T]:
         """Queues `work`, which may be cancelled until it starts, and runs in the context of who asks."""
         done: Future[T] = Future()
-        run: Callable[[], Any] = partial(copy_context().run, work)
+        context = copy_context()
         with self._lock:
             self._n_submitted += 1
-            heappush(self._waiting, (self._turns.give(key, size), self._n_submitted, done, run))
+            turn = self._turns.give(key, size)
+            job = _Job(turn, self._n_submitted, turn + size, done, partial(context.run, work))
+            context.run(pause.set, partial(self._pause, job))
+            heappush(self._waiting, job)
+            self._go_on()
         done.add_done_callback(self._drop_cancelled)
-        self._thread.submit(self._do_next)
         return done
 
-    def _do_next(self) -> None:
-        with self._lock:
-            if not self._waiting:
-                return  # it was cancelled
-            self._turns.now, _, done, work = heappop(self._waiting)
-        if not done.set_running_or_notify_cancel():
+    def _go_on(self) -> None:
+        """Has the first of those that wait done, if none is. The caller has the lock."""
+        if self._current is not None or not self._waiting:
             return
-        try:
-            result = work()
-        except BaseException as error:
-            done.set_exception(error)
+        self._current = job = heappop(self._waiting)
+        self._turns.now = max(self._turns.now, job.turn)
+        if job.goes_on is None:
+            job.goes_on = threading.Event()
+            self._n_begun += 1
+            self._threads.submit(self._do, job)
         else:
-            done.set_result(result)
+            job.goes_on.set()
+
+    def _do(self, job: _Job) -> None:
+        if job.done.set_running_or_notify_cancel():
+            try:
+                result = job.work()
+            except BaseException as error:
+                job.done.set_exception(error)
+            else:
+                job.done.set_result(result)
+        del job.work  # what it holds is large, and holds the job
+        with self._lock:
+            self._n_begun -= 1
+            self._current = None
+            self._go_on()
+
+    def _pause(self, job: _Job, n: int) -> None:
+        """A job that has done n more of its bytes goes on when its turn comes."""
+        with self._lock:
+            job.turn = min(job.turn + n, job.end)
+            self._turns.now = max(self._turns.now, job.turn)
+            first = self._waiting[0] if self._waiting else None
+            if first is None or job < first or (first.goes_on is None and self._n_begun == MAX_BEGUN):
+                return
+            assert job.goes_on is not None
+            job.goes_on.clear()
+            heappush(self._waiting, job)
+            self._current = None
+            self._go_on()
+        job.goes_on.wait()
 
     def _drop_cancelled(self, done: Future[Any]) -> None:
         if done.cancelled():  # what it holds is large
             with self._lock:
-                self._waiting = [entry for entry in self._waiting if entry[2] is not done]
+                self._waiting = [job for job in self._waiting if job.done is not done]
                 heapify(self._waiting)
 
 

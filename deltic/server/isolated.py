@@ -11,13 +11,15 @@ import contextlib
 import os
 import signal
 import sys
-from collections.abc import Callable
-from pathlib import Path
+from typing import TYPE_CHECKING
 
-from deltic.server.errors import ApiError
+if TYPE_CHECKING:  # every file waits until its program is ready
+    from collections.abc import Callable
 
 REFUSED = 3
 """The program's exit status where it refuses a file, with the reason in stderr."""
+QUICK_S = 0.5
+"""Most files take less. Those that take longer make way for everybody else."""
 NICENESS = 5
 SLOWER = 3
 """How many times the seconds of a processor that it has a program may last, as it makes way."""
@@ -37,6 +39,8 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
     """
     import asyncio  # which the program itself does without
 
+    from deltic.server.errors import ApiError
+
     process = await asyncio.create_subprocess_exec(
         *program,
         stdin=asyncio.subprocess.PIPE,
@@ -44,12 +48,14 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
         stderr=asyncio.subprocess.PIPE,
         env={"PATH": os.environ.get("PATH", ""), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
     )
+    later = asyncio.get_running_loop().call_later(QUICK_S, _make_way, process.pid)
     try:
         async with asyncio.timeout(SLOWER * limit_s):
             made, said = await process.communicate(data)
     except TimeoutError:
         raise Refused(f"could not be decoded within {SLOWER * limit_s:g} s") from None
     finally:
+        later.cancel()
         if process.returncode is None:
             process.kill()
             await process.wait()
@@ -65,6 +71,12 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
     return made
 
 
+def _make_way(pid: int) -> None:
+    """It is no small file: all others go first."""
+    with contextlib.suppress(OSError):  # it has just ended
+        os.setpriority(os.PRIO_PROCESS, pid, NICENESS)
+
+
 def answer(decode: Callable[[bytes], bytes], *, limit_s: float, memory: int, most_bytes: int) -> int:
     """The program: a file in stdin, what `decode` makes of it out of stdout. Gives the exit status.
 
@@ -72,9 +84,8 @@ def answer(decode: Callable[[bytes], bytes], *, limit_s: float, memory: int, mos
     """
     import resource
 
-    with contextlib.suppress(OSError):
-        Path("/proc/self/oom_score_adj").write_text(FIRST_TO_GO)
-    os.nice(NICENESS)
+    with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
+        file.write(FIRST_TO_GO)
     # One more to the second, which is SIGKILL's: the kernel sends that where memory runs out, too.
     resource.setrlimit(resource.RLIMIT_CPU, (int(limit_s), int(limit_s) + 1))
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import random
 import threading
+from collections import Counter
+from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
 from typing import Any
@@ -12,9 +14,11 @@ from typing import Any
 import httpx
 import pytest
 
+from deltic.server import fair_thread
 from deltic.server.api import protocol
 from deltic.server.fair_thread import FairThread, Room
 from deltic.server.limits import INLINE_BYTES
+from deltic.text import pause
 from tests.fake_engine import FakeEngineClient, make_app, served
 
 
@@ -66,6 +70,41 @@ def test_who_comes_late_goes_next_and_gains_nothing_by_having_been_away() -> Non
         thread.add("a")
     thread.submit("x", 1, lambda: (thread.add("b"), thread.add("b")))
     assert thread.order() == "a" + "bab" + "aaa"
+
+
+def test_a_long_job_lets_others_pass_between_its_parts() -> None:
+    thread = Busy()
+
+    def long(name: str) -> Callable[[], None]:
+        def work() -> None:
+            for i in range(6):
+                thread.done.append(f"{name}{i} ")
+                if (name, i) == ("A", 1):
+                    thread.add("b", 25, "b ")
+                    thread.add("a", 5, "a ")
+                    thread.futures.append(thread.submit("c", 60, long("C")))
+                pause.get()(10)
+
+        return work
+
+    thread.futures.append(thread.submit("a", 60, long("A")))
+    assert thread.order() == "A0 A1 b C0 A2 C1 A3 C2 A4 C3 A5 C4 a C5 "
+
+
+def test_many_long_jobs_end_and_nobody_passes_more_than_have_threads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fair_thread, "MAX_BEGUN", 3)
+    thread, n_parts = Busy(), Counter[str]()
+
+    def long(name: str) -> Callable[[], None]:
+        def work() -> None:
+            for _ in range(50):
+                n_parts[name] += 1
+                pause.get()(1)
+
+        return work
+
+    thread.futures += [thread.submit(name, 50, long(name)) for name in "abcdefghij" * 3]
+    assert thread.order() == "" and set(n_parts.values()) == {150}
 
 
 def test_what_is_cancelled_is_not_done_and_an_error_is_the_callers() -> None:

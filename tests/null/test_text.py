@@ -295,6 +295,14 @@ def test_a_text_that_cannot_be_cut_is_refused() -> None:
     assert len(tokenizer.encode("1234567890" * 20_000)) == 200_000
 
 
+def test_a_tokenizer_that_nobody_knows_reads_no_text_that_takes_long() -> None:
+    backend = tokenizers.Tokenizer.from_str(TOKENIZER._backend.to_str())
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    assert len(Tokenizer(backend).encode("one two " * 100_000)) == 800_000
+    with pytest.raises(UnreadableText, match="break it up"):
+        Tokenizer(backend).encode("one two " * 200_000)
+
+
 @pytest.mark.parametrize(
     "line", ["apple\nbanana\n", "apple\tbanana\n", '{"a":"b","c":"d"}\n', "Größe\r\nMaß\r\n", "!!!\n???\n"]
 )

@@ -22,6 +22,8 @@ from jinja2.compiler import CodeGenerator, Frame, operators
 from jinja2.runtime import LoopContext
 from jinja2.utils import Namespace
 
+from deltic.text import pause
+
 MOST_STEPS = 4_000_000
 """The most steps of one rendering: some seconds, twenty for each object that a body may have."""
 
@@ -43,6 +45,9 @@ MOST_BITS = 4096
 INLINE_STEPS, INLINE_CHARACTERS = 5_000, 1_000_000
 """The limits of a rendering in the event loop: some ten milliseconds."""
 
+STEPS_AT_ONCE = 8_192
+"""Between two pauses, where others go first."""
+
 LARGEST_SOURCE = 1_000_000
 
 
@@ -61,6 +66,8 @@ class Meter(threading.local):
 
     def step(self, n: int = 1) -> None:
         self.n_steps -= n
+        if (self.n_steps + n) // STEPS_AT_ONCE != self.n_steps // STEPS_AT_ONCE:
+            pause.get()(STEPS_AT_ONCE)
         if self.n_steps < 0:
             raise TooMuch(f"it takes more than {MOST_STEPS} steps")
 

@@ -18,17 +18,21 @@ import io
 import math
 import struct
 import sys
-from collections.abc import Iterator
 from hashlib import blake2b
 from typing import TYPE_CHECKING
 
-from deltic.engine.messages import Picture
-from deltic.models.vision.shape import BLOCK
 from deltic.server.isolated import Refused, answer, ask
 
+# Each picture waits until the program has imported what stands above.
 if TYPE_CHECKING:
+    from collections.abc import Iterator
+
     from PIL import Image
 
+    from deltic.engine.messages import Picture
+
+BLOCK = 32
+"""`models.vision.shape.BLOCK`."""
 MAX_ASPECT = 200
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
 """What is read, of all that Pillow can."""
@@ -97,7 +101,7 @@ async def read_picture(data: bytes, min_pixels: int, max_pixels: int) -> Picture
     except Refused as refused:
         raise PictureError(str(refused)) from None
     height, width, key = HEAD.unpack_from(made)
-    return Picture(key=key, rows=height // BLOCK, columns=width // BLOCK, pixels=made[HEAD.size :])
+    return _picture(key, made[HEAD.size :], height, width)
 
 
 def of_pixels(pixels: bytes, height: int, width: int, n_frames: int = 1) -> Picture:
@@ -105,10 +109,20 @@ def of_pixels(pixels: bytes, height: int, width: int, n_frames: int = 1) -> Pict
 
     Takes a millisecond a megabyte.
     """
+    return _picture(key_of(pixels, height, width, n_frames), pixels, height, width, n_frames)
+
+
+def key_of(pixels: bytes, height: int, width: int, n_frames: int = 1) -> bytes:
+    """`Picture.key`."""
     digest = blake2b(struct.pack("<III", n_frames, height, width), digest_size=16)
     digest.update(pixels)
-    rows, columns = height // BLOCK, width // BLOCK
-    return Picture(key=digest.digest(), rows=rows, columns=columns, pixels=pixels, n_frames=n_frames)
+    return digest.digest()
+
+
+def _picture(key: bytes, pixels: bytes, height: int, width: int, n_frames: int = 1) -> Picture:
+    from deltic.engine.messages import Picture
+
+    return Picture(key=key, rows=height // BLOCK, columns=width // BLOCK, pixels=pixels, n_frames=n_frames)
 
 
 _TOO_LARGE = f"is larger than {MAX_PICTURE_BYTES // 1_000_000} MB"
@@ -120,8 +134,8 @@ def main() -> int:
 
     def decode(data: bytes) -> bytes:
         image = _decode(data, min_pixels, max_pixels)
-        picture = of_pixels(image.tobytes(), image.height, image.width)
-        return HEAD.pack(image.height, image.width, picture.key) + picture.pixels
+        pixels = image.tobytes()
+        return HEAD.pack(image.height, image.width, key_of(pixels, image.height, image.width)) + pixels
 
     return answer(decode, limit_s=DECODE_S, memory=DECODE_MEMORY, most_bytes=MAX_PICTURE_BYTES)
 
