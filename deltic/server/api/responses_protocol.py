@@ -20,6 +20,7 @@ from msgspec import Meta, Raw, Struct
 
 from deltic.server.api import protocol
 from deltic.server.api.messages import (
+    MARKS,
     AssistantMessage,
     CalledCustom,
     CalledFunction,
@@ -635,7 +636,7 @@ _TEXT_FIELDS = {
     "reasoning_text": "text",
     "refusal": "refusal",
 }
-_PART_FIELDS = frozenset({"type", "annotations", "logprobs", "cache_control"})
+_PART_FIELDS = MARKS | {"type", "annotations", "logprobs"}
 
 
 def find_pictures(items: Iterable[tuple[str, Item]]) -> list[Sent]:
@@ -665,7 +666,7 @@ def _picture(part: dict[str, Any], path: str, strict: bool) -> Sent:
         raise bad_request(f"{path}.file_id", said, "unsupported_field")
     if not isinstance(url := part.get("image_url"), str):
         raise bad_request(f"{path}.image_url", "expected a URL")
-    if strict and (unknown := part.keys() - {"type", "image_url", "file_id", "detail", "cache_control"}):
+    if strict and (unknown := part.keys() - MARKS - {"type", "image_url", "file_id", "detail"}):
         raise bad_request(f"{path}.{min(unknown)}", "unknown field; it is not supported, leave it out")
     low = is_low(part.get("detail"), f"{path}.detail")
     return Sent(f"{path}.image_url", path, "input_image", url=url, is_low=low)
