@@ -26,7 +26,7 @@ ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}(?!\n)$")]
 Content = str | list[dict[str, Any]]
 
 MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
-"""Fields of a part that tell a prefix cache where a prompt may end; ignored, as this server's is automatic."""
+"""Fields of a part that tell a prefix cache where to keep it; ignored, as this server's is automatic."""
 
 
 class SystemMessage(Struct, tag="system", tag_field="role", kw_only=True, forbid_unknown_fields=True):
