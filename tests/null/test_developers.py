@@ -1,5 +1,6 @@
 """What developers reported of the models that are served here, and of other servers: tests/golden/developers.json has each with the
-right answer. The doors are asked with the official chat templates and the real vocabulary, as in tests/published.py."""
+right answer, beside whole requests of agents' sessions. The doors are asked with the official chat templates and the real vocabulary,
+as in tests/published.py."""
 
 from __future__ import annotations
 

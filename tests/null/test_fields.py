@@ -75,6 +75,18 @@ def test_fields_of_local_servers(engine: FakeEngineClient, url: str) -> None:
             assert post(f"{url}/tokenize", 200, body | {"add_special_tokens": adds})["tokens"] == plain
 
 
+def test_marks_of_a_prefix_cache_ask_for_nothing(engine: FakeEngineClient, url: str) -> None:
+    """The prompt is that without them; OpenAI's and Anthropic's, on either API of OpenAI's."""
+    marks = {"prompt_cache_breakpoint": {"mode": "explicit", "ttl": "30m"}, "cache_control": {"type": "ephemeral"}}
+    options = {"prompt_cache_options": {"mode": "explicit"}, "prompt_cache_key": "k"}
+    for path, field, kind in (("chat/completions", "messages", "text"), ("responses", "input", "input_text")):
+        for mark in ({}, marks):
+            said = {"role": "user", "content": [{"type": kind, "text": "hello"} | mark]}
+            post(f"{url}/v1/{path}", 200, {field: [said]} | (options if mark else {}))
+        plain, marked = (request.prompt_ids for request in engine.requests[-2:])
+        assert plain == marked
+
+
 def test_a_fingerprint_in_answers(url: str) -> None:
     for ask in (chat, completion):
         prints = {ask(url)["system_fingerprint"], *(chunk["system_fingerprint"] for chunk in ask(url, stream=True))}

@@ -13,6 +13,7 @@ import httpx
 import msgspec
 import openai
 import pytest
+from openai.types.chat import ChatCompletion, ChatCompletionMessageCustomToolCall
 
 from deltic.server.api import responses
 from deltic.server.api import responses_protocol as wire
@@ -417,7 +418,7 @@ def test_hosted_tools_are_left_out_where_the_server_is_told_so(caplog: pytest.Lo
     assert 'tools_left_out="web_search,image_generation"' in caplog.text
 
 
-PATCH = {
+PATCH: dict[str, Any] = {
     "type": "custom", "name": "apply_patch", "description": "Edits files.",
     "format": {"type": "grammar", "syntax": "lark", "definition": 'start: "*** Begin" LF "+" /[a-z]+/ LF\n%import common.LF'},
 }  # fmt: skip
@@ -456,6 +457,89 @@ def test_custom_tools(door: Door, caplog: pytest.LogCaptureFixture) -> None:
     door.engine.answer = saying(PATCHED.replace("=apply", "=mcp__a__apply"))
     (item,) = door.post(tools=[inside])["output"]
     assert (item["type"], item["namespace"], item["name"]) == ("custom_tool_call", "mcp__a", "apply_patch")
+
+
+CHAT_PATCH = {
+    "type": "custom",
+    "custom": {
+        "name": PATCH["name"], "description": PATCH["description"],
+        "format": {"type": "grammar", "grammar": {name: PATCH["format"][name] for name in ("syntax", "definition")}},
+    },
+}  # fmt: skip
+CHAT_WEATHER = {"type": "function", "function": {key: WEATHER[key] for key in ("name", "parameters")}}
+
+
+def chat(door: Door, status: int = 200, **body: Any) -> httpx.Response:
+    asked = {"messages": [{"role": "user", "content": "hello"}], "tools": [CHAT_PATCH, CHAT_WEATHER]} | body
+    reply = door.http.post("/v1/chat/completions", json=asked)
+    assert reply.status_code == status, reply.text
+    return reply
+
+
+@pytest.mark.parametrize("batch", [1, 7, 1000])
+def test_custom_tools_of_a_chat(door: Door, batch: int) -> None:
+    """To the model the functions of a response, to the client calls of a text, whole and streamed."""
+    door.engine.answer, door.engine.batch = saying(f"x{PATCHED}\n{CALL}\n{PATCHED}"), batch
+    door.post(tools=[PATCH, WEATHER])
+    prompt, params = door.prompt(), door.engine.requests[-1].params
+    choice = ChatCompletion.model_validate(chat(door).json(), strict=True).choices[0]
+    assert door.prompt() == prompt and door.engine.requests[-1].params.constraint == params.constraint
+    assert choice.finish_reason == "tool_calls" and choice.message.tool_calls
+    patch, weather, again = choice.message.tool_calls
+    assert isinstance(patch, ChatCompletionMessageCustomToolCall) and weather.type == "function"
+    assert (patch.custom.name, patch.custom.input) == ("apply_patch", "*** Begin\n+a\n") and patch.id != again.id
+    blocks = chat(door, stream=True, n=2).text.split("\n\n")[:-2]
+    told: list[list[dict[str, Any]]] = [[], []]
+    for chunk in (msgspec.json.decode(block.removeprefix("data: ")) for block in blocks):
+        for part in chunk["choices"]:
+            told[part["index"]] += part["delta"].get("tool_calls", [])
+    for calls in told:
+        customs = [call for call in calls if "custom" in call]
+        begun, said_whole = {"name": "apply_patch", "input": ""}, {"input": patch.custom.input}
+        assert [call["custom"] for call in customs] == [begun, said_whole] * 2
+        assert [call["index"] for call in customs] == [0, 0, 2, 2]
+        assert [call.get("type") for call in customs] == ["custom", None] * 2
+        assert "".join(call["function"]["arguments"] for call in calls if "function" in call) == '{"city": "Paris"}'
+    said = choice.message.model_dump(exclude_none=True)
+    results = [{"role": "tool", "tool_call_id": call["id"], "content": "done"} for call in said["tool_calls"]]
+    chat(door, messages=[{"role": "user", "content": "hello"}, said, *results])
+    assert door.prompt().count("<parameter=input>\n*** Begin\n+a\n\n</parameter>") == 2
+
+
+def test_a_custom_call_of_a_chat_that_was_cut(door: Door) -> None:
+    door.engine.answer = saying(PATCHED)
+    for stream in (False, True):
+        asked = {"max_tokens": PATCHED.index("+a") + 1, "stream": stream}
+        text = chat(door, **asked).text
+        assert '"input":"*** Begin\\n' in text and '"length"' in text and "arguments" not in text
+
+
+def test_tool_choice_of_custom_tools_in_a_chat(door: Door) -> None:
+    named = {"type": "custom", "custom": {"name": "apply_patch"}}
+    door.engine.answer = saying(PATCHED)
+    for own, of_responses in (
+        (named, {"type": "custom", "name": "apply_patch"}),
+        ("required", "required"),
+        (
+            {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": [named]}},
+            {"type": "allowed_tools", "mode": "required", "tools": [{"type": "custom", "name": "apply_patch"}]},
+        ),
+    ):
+        chat(door, tool_choice=own)
+        door.post(tools=[PATCH, WEATHER], tool_choice=of_responses)
+        forms = [request.params.constraint for request in door.engine.requests[-2:]]
+        assert forms[0] == forms[1] and forms[0] and ("weather" in forms[0].grammar) == (own == "required")
+    for body, param in (
+        ({"tools": [{"type": "custom"}]}, "tools[0].custom"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x y"}}]}, "tools[0].custom.name"),
+        ({"tools": [CHAT_WEATHER, {"type": "custom", "custom": {"name": "weather"}}]}, "tools[1].custom.name"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x", "format": {"type": "grammar"}}}]}, "tools[0].custom.format.grammar"),
+        ({"tool_choice": {"type": "custom", "custom": {"name": "x"}}}, "tool_choice.custom"),
+        ({"tool_choice": {"type": "custom", "function": {"name": "apply_patch"}}}, "tool_choice.function"),
+    ):  # fmt: skip
+        assert chat(door, 400, **body).json()["error"]["param"] == param
+    asked = msgspec.json.decode(chat(door).request.content)
+    assert door.http.post("/tokenize", json=asked).json()["tokens"] == door.engine.requests[-1].prompt_ids
 
 
 @pytest.mark.parametrize("definition", ["start: /(?s:.+)/", "start: /[^x]+/", "no grammar", "start: missing"])

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from deltic.engine import messages as engine
 from deltic.server.api import protocol
 from deltic.server.chat import answer
-from deltic.server.chat.constraint import is_fixed
+from deltic.server.chat.constraint import is_custom, is_fixed
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.picture_parts import PictureBounds, Pictures
@@ -221,6 +221,7 @@ def extras_of(service: Service, request: protocol.Sampling, prompts: list[list[i
         names_ids=bool(request.return_tokens_as_token_ids),
         tier=request.service_tier is not None,
         older_calls=bool(getattr(request, "functions", None)),
+        custom=frozenset(tool["custom"]["name"] for tool in getattr(request, "tools", None) or () if is_custom(tool)),
         fingerprint=service.fingerprint,
     )
 

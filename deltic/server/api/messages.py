@@ -25,6 +25,9 @@ ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}(?!\n)$")]
 
 Content = str | list[dict[str, Any]]
 
+MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
+"""Fields of a part that tell a prefix cache where to keep it; ignored, as this server's is automatic."""
+
 
 class SystemMessage(Struct, tag="system", tag_field="role", kw_only=True, forbid_unknown_fields=True):
     content: Content
@@ -126,7 +129,7 @@ def _named(part: dict[str, Any], field: str, path: str, known: set[str], strict:
     named = {"url": given} if isinstance(given, str) else given
     if not isinstance(named, dict) or not isinstance(named.get("url"), str):
         raise bad_request(f"{path}.{field}", "expected a URL, or an object with one")
-    unknown = [f"{path}.{name}" for name in part.keys() - {"type", field, "cache_control"}]
+    unknown = [f"{path}.{name}" for name in part.keys() - MARKS - {"type", field}]
     unknown += [f"{path}.{field}.{name}" for name in named.keys() - known]
     if strict and unknown:
         raise bad_request(min(unknown), "unknown field; it is not supported, leave it out", "unknown_field")
@@ -143,7 +146,7 @@ def _video(part: dict[str, Any], path: str, strict: bool) -> Sent:
         sent.frames = [Sent(f"{path}.video[{i}]", path, url=url) for i, url in enumerate(given)]
     else:
         raise bad_request(sent.path, "expected URLs of its frames, or the URL of a file")
-    if strict and (unknown := part.keys() - {"type", "video", "fps", "cache_control"}):
+    if strict and (unknown := part.keys() - MARKS - {"type", "video", "fps"}):
         said = "unknown field; it is not supported, leave it out"
         raise bad_request(f"{path}.{min(unknown)}", said, "unknown_field")
     if fps is not None:
@@ -318,7 +321,7 @@ def _texts(content: list[dict[str, Any]], path: str, strict: bool) -> list[str]:
         text = part.get(field)
         if not isinstance(text, str):
             raise bad_request(f"{path}[{i}].{field}", "expected a string")
-        if strict and (unknown := part.keys() - {"type", "text", "cache_control"}):
+        if strict and (unknown := part.keys() - MARKS - {"type", "text"}):
             raise bad_request(f"{path}[{i}].{min(unknown)}", "unknown field; it is not supported, leave it out")
         texts.append(text)
     return texts

@@ -23,7 +23,7 @@ from deltic.server.api import responses_protocol as wire
 from deltic.server.api.completions import PieceStream, chat_generation, check, prepare_chat
 from deltic.server.api.responses_store import ResponseStore, Stored, Turn, turn_of
 from deltic.server.chat import answer
-from deltic.server.chat.arguments import given_arguments, is_whole
+from deltic.server.chat.arguments import given_text, is_whole
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.items import Item, Items, Kind
 from deltic.server.chat.picture_parts import Pictures
@@ -471,8 +471,7 @@ class ResponseAnswer(Items):
             namespace, tool = self._called.get(item.call.name or "", (None, None))
             plain |= {"call_id": item.call.id, "name": tool.name if tool else item.call.name}
             if kind == "custom_tool_call":
-                given = (given_arguments(text) or {}).get("input", text)
-                plain["input"] = given if isinstance(given, str) else text
+                plain["input"] = given_text(text)
             else:
                 plain["arguments"] = text
             return plain | {"namespace": namespace} if namespace else plain

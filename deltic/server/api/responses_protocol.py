@@ -20,6 +20,7 @@ from msgspec import Meta, Raw, Struct
 
 from deltic.server.api import protocol
 from deltic.server.api.messages import (
+    MARKS,
     AssistantMessage,
     CalledCustom,
     CalledFunction,
@@ -31,6 +32,7 @@ from deltic.server.api.messages import (
     UserMessage,
 )
 from deltic.server.chat.arguments import given_arguments
+from deltic.server.chat.constraint import AnyText, ToolGrammar, text_function
 from deltic.server.chat.picture_parts import READS, Sent, is_low, sent_in
 from deltic.server.errors import ApiError, bad_request
 
@@ -89,13 +91,8 @@ class FunctionTool(Struct, kw_only=True, forbid_unknown_fields=True):
     allowed_callers: Annotated[list[Literal["direct"]], Meta(min_length=1)] | None = None
 
 
-class AnyText(Struct, tag="text", forbid_unknown_fields=True):
-    """No constraint."""
-
-
-class GrammarText(Struct, tag="grammar", forbid_unknown_fields=True):
-    syntax: Literal["lark", "regex"]
-    definition: str
+class GrammarText(ToolGrammar, tag="grammar", forbid_unknown_fields=True):
+    """A form of the text, named as in chats, but one level higher."""
 
 
 class CustomTool(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -485,34 +482,21 @@ def flat_name(name: str, namespace: str | None) -> str:
     return namespace + name if namespace.endswith("_") else f"{namespace}__{name}"
 
 
-_TEXT_ONLY = {
-    "type": "object",
-    "properties": {"input": {"type": "string", "description": "All that the tool is given, as it is."}},
-    "required": ["input"],
-}
-"""The parameters of a custom tool."""
-
-
 def _chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """Tools in the form of chats. Raises ApiError (400)."""
     plain, told = [], None
     for place, space, tool in flat_tools(tools):
-        name = flat_name(tool.name, space.name if space else None)
-        function: dict[str, Any] = {"name": protocol.convert(name, ToolName, f"{place}.name")}
+        name = protocol.convert(flat_name(tool.name, space.name if space else None), ToolName, f"{place}.name")
         descriptions = [tool.description]
         if space is not None and space is not told:  # once is enough
             descriptions.insert(0, space.description)
             told = space
-        if description := "\n\n".join(filter(None, descriptions)):
-            function["description"] = description
+        description = "\n\n".join(filter(None, descriptions))
         if isinstance(tool, CustomTool):
-            function["parameters"] = _TEXT_ONLY
-            if isinstance(tool.format, GrammarText):
-                function["grammar"] = {"syntax": tool.format.syntax, "definition": tool.format.definition}
+            function = text_function(name, description, tool.format if isinstance(tool.format, GrammarText) else None)
         else:
-            function["parameters"] = tool.parameters or {}
-            if tool.strict:
-                function["strict"] = True
+            function = {"name": name} | ({"description": description} if description else {})
+            function |= {"parameters": tool.parameters or {}} | ({"strict": True} if tool.strict else {})
         plain.append({"type": "function", "function": function})
     return plain
 
@@ -635,7 +619,7 @@ _TEXT_FIELDS = {
     "reasoning_text": "text",
     "refusal": "refusal",
 }
-_PART_FIELDS = frozenset({"type", "annotations", "logprobs", "cache_control"})
+_PART_FIELDS = MARKS | {"type", "annotations", "logprobs"}
 
 
 def find_pictures(items: Iterable[tuple[str, Item]]) -> list[Sent]:
@@ -665,7 +649,7 @@ def _picture(part: dict[str, Any], path: str, strict: bool) -> Sent:
         raise bad_request(f"{path}.file_id", said, "unsupported_field")
     if not isinstance(url := part.get("image_url"), str):
         raise bad_request(f"{path}.image_url", "expected a URL")
-    if strict and (unknown := part.keys() - {"type", "image_url", "file_id", "detail", "cache_control"}):
+    if strict and (unknown := part.keys() - MARKS - {"type", "image_url", "file_id", "detail"}):
         raise bad_request(f"{path}.{min(unknown)}", "unknown field; it is not supported, leave it out")
     low = is_low(part.get("detail"), f"{path}.detail")
     return Sent(f"{path}.image_url", path, "input_image", url=url, is_low=low)

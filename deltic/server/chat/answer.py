@@ -17,6 +17,7 @@ from typing import Any
 import msgspec
 
 from deltic.engine.messages import LOGPROBS_PACKED, Output, PromptLogprobs, TokenLogprob
+from deltic.server.chat.arguments import given_text
 from deltic.server.chat.parser import CallDelta, Delta, OutputParser
 from deltic.server.limits import Usage
 from deltic.server.transport import Encoded
@@ -277,6 +278,8 @@ class Extras(msgspec.Struct, frozen=True):
     """A `service_tier`, the only one."""
     older_calls: bool = False
     """The call is a `function_call`."""
+    custom: frozenset[str] = frozenset()
+    """Tools whose calls are `custom`: of a text."""
     fingerprint: str = ""
     """Of what decides an answer's bits, beside the request."""
 
@@ -372,6 +375,11 @@ class Answer:
 class ChatAnswer(Answer):
     object = "chat.completion"
 
+    def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, extras: Extras = NO_EXTRAS) -> None:
+        super().__init__(request_id, model, tokenizer, extras)
+        self._open: dict[int, CallDelta] = {}
+        """Of each choice the custom call that goes on."""
+
     @property
     def chunk_object(self) -> str:
         return "chat.completion.chunk"
@@ -386,14 +394,34 @@ class ChatAnswer(Answer):
         """The chunks for a piece: one for what it adds, if anything; one that ends the choice, at its end."""
         written = b""
         delta, scores = piece.delta, piece.scores
-        if delta.content or delta.reasoning or delta.calls or (scores and scores.token_ids) or piece.token_ids:
+        calls = self._told(piece) if self.extras.custom else list(map(_plain_call_delta, delta.calls))
+        if delta.content or delta.reasoning or calls or (scores and scores.token_ids) or piece.token_ids:
             logprobs = self._scored(scores)
             ids = b',"token_ids":' + _encode(piece.token_ids) if piece.token_ids else b""
-            written = self._delta(piece.index, _encode(self._older(_plain_delta(delta))), logprobs, ids=ids)
+            written = self._delta(piece.index, _encode(self._older(_plain_delta(delta, calls))), logprobs, ids=ids)
         if piece.finish_reason is not None:
             stop = b"" if piece.stop is None else b',"stop_reason":' + _encode(piece.stop)
             written += self._delta(piece.index, b"{}", reason=_encode(self._reason(piece.finish_reason)), ids=stop)
         return written
+
+    def _told(self, piece: Piece) -> list[dict[str, Any]]:
+        """What a piece tells of its calls: of a custom one, which comes as JSON, all its text at its end."""
+        told = []
+        for call in piece.delta.calls:
+            if call.id is None and piece.index in self._open:
+                self._open[piece.index].arguments += call.arguments
+                continue
+            told += self._text(piece.index)
+            if call.name in self.extras.custom:
+                self._open[piece.index] = msgspec.structs.replace(call)
+                call = msgspec.structs.replace(call, arguments="")
+            told.append(_plain_call_delta(call, self.extras.custom))
+        return told if piece.finish_reason is None else told + self._text(piece.index)
+
+    def _text(self, index: int) -> list[dict[str, Any]]:
+        """Of the custom call of a choice that ends here, if there is one."""
+        call = self._open.pop(index, None)
+        return [] if call is None else [{"index": call.index, "custom": {"input": given_text(call.arguments)}}]
 
     def _older(self, plain: dict[str, Any]) -> dict[str, Any]:
         """A message or a delta, whose call is in the older form if that was asked for."""
@@ -426,7 +454,7 @@ class ChatAnswer(Answer):
         plain: dict[str, Any] = {"role": "assistant", "content": content}
         if message.calls:
             plain["content"] = content or None
-            plain["tool_calls"] = [_plain_call(call) for call in message.calls]
+            plain["tool_calls"] = [_plain_call(call, self.extras.custom) for call in message.calls]
         if reasoning:
             plain["reasoning_content"] = reasoning
         choice = {
@@ -559,24 +587,27 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
 
 
-def _plain_delta(delta: Delta) -> dict[str, Any]:
+def _plain_delta(delta: Delta, calls: list[dict[str, Any]]) -> dict[str, Any]:
     plain: dict[str, Any] = {}
     if delta.reasoning:
         plain["reasoning_content"] = delta.reasoning
-    if delta.content or not (delta.reasoning or delta.calls):
+    if delta.content or not (delta.reasoning or calls):
         plain["content"] = delta.content
-    if delta.calls:
-        plain["tool_calls"] = [_plain_call_delta(call) for call in delta.calls]
+    if calls:
+        plain["tool_calls"] = calls
     return plain
 
 
-def _plain_call_delta(call: CallDelta) -> dict[str, Any]:
+def _plain_call_delta(call: CallDelta, custom: frozenset[str] = frozenset()) -> dict[str, Any]:
     if call.id is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
-    return {"index": call.index} | _plain_call(call)
+    return {"index": call.index} | _plain_call(call, custom)
 
 
-def _plain_call(call: CallDelta) -> dict[str, Any]:
+def _plain_call(call: CallDelta, custom: frozenset[str]) -> dict[str, Any]:
+    """custom: as of Extras."""
+    if call.name in custom:
+        return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": given_text(call.arguments)}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 

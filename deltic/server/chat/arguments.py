@@ -49,6 +49,14 @@ def given_arguments(text: str) -> dict[str, Any] | None:
     return value if isinstance(value, dict) else None
 
 
+def given_text(arguments: str) -> str:
+    """What a call of a custom tool says, in JSON text of its arguments as the model's function has them; of
+    one that was cut short, as far as it goes.
+    """
+    text = (given_arguments(arguments) or {}).get("input", arguments)
+    return text if isinstance(text, str) else arguments
+
+
 def read_calls(body: str, name: str | None, complete: bool) -> list[tuple[str, str]] | None:
     """Names and arguments (JSON text) of what is between Hermes' tags, None for what is not calls.
 

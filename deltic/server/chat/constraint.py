@@ -129,22 +129,75 @@ class Tool(Struct, forbid_unknown_fields=True):
     """
 
 
+class AnyText(Struct, tag="text", forbid_unknown_fields=True):
+    """No constraint."""
+
+
+class TextOf(Struct, tag="grammar", forbid_unknown_fields=True):
+    grammar: ToolGrammar
+
+
+class Custom(Struct, forbid_unknown_fields=True):
+    name: ToolName
+    description: str | None = None
+    format: AnyText | TextOf | None = None
+
+
+class CustomTool(Struct, forbid_unknown_fields=True):
+    """A tool that takes a text. The model has it as a function with one parameter, `input`."""
+
+    custom: Custom
+    type: Literal["custom"]
+    cache_control: Any = None
+
+
+_TEXT_ONLY = {
+    "type": "object",
+    "properties": {"input": {"type": "string", "description": "All that the tool is given, as it is."}},
+    "required": ["input"],
+}
+"""The parameters of a custom tool."""
+
+
+def text_function(name: str, description: str | None, grammar: ToolGrammar | None) -> dict[str, Any]:
+    """The function that a custom tool is to the model."""
+    function = {"name": name} | ({"description": description} if description else {}) | {"parameters": _TEXT_ONLY}
+    if grammar is not None:
+        function["grammar"] = {"syntax": grammar.syntax, "definition": grammar.definition}
+    return function
+
+
+def functions_of(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
+    """A chat's tools, all of them functions. Raises ApiError (400)."""
+    functions = []
+    for i, tool in enumerate(tools or ()):
+        if is_custom(tool):
+            custom = protocol.convert(tool, CustomTool, f"tools[{i}]").custom
+            grammar = custom.format.grammar if isinstance(custom.format, TextOf) else None
+            tool = {"type": "function", "function": text_function(custom.name, custom.description, grammar)}
+        functions.append(tool)
+    return functions
+
+
+def is_custom(tool: dict[str, Any]) -> bool:
+    return tool.get("type") == "custom"
+
+
 class Named(Struct, forbid_unknown_fields=True):
     name: str
 
 
-class NamedTool(Struct, forbid_unknown_fields=True):
+class OneTool(Struct, tag="function", forbid_unknown_fields=True):
     function: Named
-    type: Literal["function"] = "function"
+
+
+class OneCustom(Struct, tag="custom", forbid_unknown_fields=True):
+    custom: Named
 
 
 class AllowedTools(Struct, forbid_unknown_fields=True):
     mode: Literal["auto", "required"]
-    tools: list[NamedTool]
-
-
-class OneTool(Struct, tag="function", forbid_unknown_fields=True):
-    function: Named
+    tools: list[OneTool | OneCustom]
 
 
 class SomeTools(Struct, tag="allowed_tools", forbid_unknown_fields=True):
@@ -165,20 +218,20 @@ class Calls(Struct):
 def calls_of(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None = None) -> Calls | None:
     """None: there are no tools, or none may be called. Raises ApiError (400)."""
     functions: dict[str, tuple[str, ToolFunction]] = {}
-    for i, tool in enumerate(protocol.convert(tools or [], list[Tool], "tools")):
-        name = tool.function.name
+    for i, tool in enumerate(protocol.convert(functions_of(tools), list[Tool], "tools")):
+        name, path = tool.function.name, f"tools[{i}].{'custom' if tools and is_custom(tools[i]) else 'function'}"
         if name in functions:
-            raise bad_request(f"tools[{i}].function.name", f"{name!r} is the name of an earlier tool, too")
-        functions[name] = (f"tools[{i}].function", tool.function)
+            raise bad_request(f"{path}.name", f"{name!r} is the name of an earlier tool, too")
+        functions[name] = (path, tool.function)
     most = 1 if parallel is False else None
     must, names = choice == "required", list(functions)
     if isinstance(choice, dict):
-        asked = protocol.convert(choice, OneTool | SomeTools, "tool_choice")
-        if isinstance(asked, OneTool):
-            names, must, most, path = [asked.function.name], True, 1, "function"
-        else:
-            names, path = [tool.function.name for tool in asked.allowed_tools.tools], "allowed_tools"
+        asked = protocol.convert(choice, OneTool | OneCustom | SomeTools, "tool_choice")
+        if isinstance(asked, SomeTools):
+            names, path = [_named(tool) for tool in asked.allowed_tools.tools], "allowed_tools"
             must = asked.allowed_tools.mode == "required"
+        else:
+            names, must, most, path = [_named(asked)], True, 1, choice["type"]
         if (unknown := next((name for name in names if name not in functions), None)) is not None:
             raise bad_request(f"tool_choice.{path}", f"{unknown!r} is not the name of one of the tools")
     elif choice not in (None, "auto", "none", "required"):
@@ -188,6 +241,10 @@ def calls_of(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | N
     if not names or choice == "none":
         return None
     return Calls([functions[name] for name in dict.fromkeys(names)], must, most)
+
+
+def _named(tool: OneTool | OneCustom) -> str:
+    return tool.function.name if isinstance(tool, OneTool) else tool.custom.name
 
 
 def tool_schemas(tools: list[dict[str, Any]] | None, choice: Any = None) -> dict[str, dict[str, Any]] | None:

@@ -25,7 +25,7 @@ from deltic.config import ConfigError, nearest
 from deltic.engine.messages import Picture
 from deltic.server.api import protocol
 from deltic.server.api.messages import AssistantMessage, settled, template_messages
-from deltic.server.chat.constraint import NotInline, in_event_loop, tool_schemas
+from deltic.server.chat.constraint import NotInline, functions_of, in_event_loop, tool_schemas
 from deltic.server.chat.grammar import CallForm
 from deltic.server.chat.metered import LARGEST_SOURCE, MeteredEnvironment, TooMuch
 from deltic.server.chat.picture_parts import Pictures, check_room, expanded, not_shown, pictures_of, sent_in
@@ -407,7 +407,7 @@ def render(
         raise bad_request("truncate_prompt_tokens", "is not available for a chat with pictures")
     prompt = template.render(
         template_messages(messages),
-        [_without_marks(tool) for tool in chat.tools or ()] if tools is not None else None,
+        [_without_marks(tool) for tool in functions_of(chat.tools)] if tools is not None else None,
         add_generation_prompt=not continued and chat.add_generation_prompt is not False,
         continue_final_message=continued,
         settings=protocol.template_settings(chat),
