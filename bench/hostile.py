@@ -59,6 +59,7 @@ ROUND_S = 60.0
 QUIET_S = 20.0
 """How soon all must be free then."""
 BODY_BYTES = 57_000_000
+PLAIN = str.maketrans({",": None, " ": "-"})
 SERVE = "--max-model-len 4096 --max-num-seqs 8 --max-queue 64 --max-picture-tokens 1024 --log-level warning"
 CHAT, COMPLETIONS, RESPONSES, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"
 
@@ -121,11 +122,11 @@ class Wrong(Exception):
     """An answer that is none, or has no end."""
 
 
-async def answer(endpoint: Endpoint, path: str, body: dict[str, Any]) -> Any:
-    """What was said, as far as it is the same each time. Raises Wrong."""
+async def answer(endpoint: Endpoint, path: str, body: dict[str, Any], name: str) -> Any:
+    """What was said, as far as it is the same each time. Raises Wrong. name: in a trace."""
     if path in (CHAT, COMPLETIONS):
         body = body | {"cache_salt": secrets.token_hex(8)}
-    reply = await endpoint.open("POST", path, body)
+    reply = await endpoint.open("POST", path, body, f"X-Request-Id: {name}\r\n")
     if reply.status != 200:
         raise Wrong(f"HTTP {reply.status}: {(await reply.read())[:300].decode(errors='replace')}")
     if body.get("stream"):
@@ -183,7 +184,8 @@ class Quiet:
     async def once(self, is_alone: bool) -> None:
         """Each of the requests."""
         for name, (path, body) in self.requests.items():
-            await self._timed(name, is_alone, functools.partial(answer, self.endpoint, path, body))
+            called = f"quiet.{name.strip('/').translate(PLAIN)}.{len(self.kinds[name].beside_s)}"
+            await self._timed(name, is_alone, functools.partial(answer, self.endpoint, path, body, called))
         await self._timed("stored response", is_alone, functools.partial(self._get, f"{RESPONSES}/{self._stored}"))
         await self._timed("/health", is_alone, functools.partial(self._get, "/health"))
 
