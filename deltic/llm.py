@@ -39,7 +39,7 @@ from deltic.server.chat.picture_parts import PictureReader, Pictures, file_of
 from deltic.server.chat.template import ChatTemplate, render
 from deltic.server.errors import ApiError
 from deltic.server.urls import Hosts
-from deltic.text import Tokenizer
+from deltic.text import SamplingDefaults, Tokenizer
 
 Message = dict[str, Any]
 
@@ -119,7 +119,7 @@ class LLM:
         self.info = self._engine.info
         self._ids = count()
         # Where no SamplingParams are given: the checkpoint's own, for as long as the context lasts.
-        defaults = msgspec.structs.asdict(protocol.SamplingDefaults.load(text_directory(self.config)))
+        defaults = msgspec.structs.asdict(SamplingDefaults.load(text_directory(self.config)))
         del defaults["max_new_tokens"]
         self.default_params = SamplingParams(max_tokens=self.info.max_model_len, **defaults)
 
