@@ -25,7 +25,7 @@ from typing import Any
 
 import msgspec
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 
 from deltic.config import BUILT_IN, ConfigError, EngineConfig, nearest, resolve
 from deltic.engine.engine import MAX_FAILURES, Engine
@@ -333,22 +333,14 @@ class LLM:
 def _bar(n_answers: int, wanted: bool) -> Iterator[Callable[[_Answer], None]]:
     """A bar in stderr, if that is a terminal, while the block runs; it is told of complete answers."""
     console = Console(stderr=True)
-    done = (
-        MofNCompleteColumn(),
-        TextColumn("answers, {task.fields[n]} tokens"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(
-        BarColumn(), *done, console=console, transient=True, disable=not (wanted and console.is_terminal)
-    ) as bar:
-        task = bar.add_task("", total=n_answers, n=0)
-        n_tokens = 0
+    n_tokens = n_done = 0
+    with Progress(console=console, transient=True, disable=not (wanted and console.is_terminal)) as bar:
+        task = bar.add_task("", total=n_answers)
 
         def tell(answer: _Answer) -> None:
-            nonlocal n_tokens
-            n_tokens += len(answer.completion.token_ids)
-            bar.update(task, advance=1, n=n_tokens)
+            nonlocal n_tokens, n_done
+            n_tokens, n_done = n_tokens + len(answer.completion.token_ids), n_done + 1
+            bar.update(task, completed=n_done, description=f"{n_done}/{n_answers} answers, {n_tokens} tokens")
 
         yield tell
 
