@@ -1,5 +1,5 @@
-"""What keys take in turns: one thread that prepares large requests, and room for slots or bytes. Start-time
-fair queueing.
+"""What keys take in turns: a thread that prepares large requests, or reads and writes files, and room for
+slots or bytes. Start-time fair queueing.
 
 Who is served first is the scheduler's to say (`engine/scheduler.py`, `_take_turn`); here large bodies wait to
 be parsed, and pictures and recordings to be decoded. A key's next job is placed after its previous one, at a
@@ -70,6 +70,10 @@ class FairThread:
         done.add_done_callback(self._drop_cancelled)
         self._thread.submit(self._do_next)
         return done
+
+    def close(self) -> None:
+        """Waits for what was submitted."""
+        self._thread.shutdown()
 
     def _do_next(self) -> None:
         with self._lock:
