@@ -12,6 +12,7 @@ An LLM is for one thread at a time.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -23,6 +24,8 @@ from types import MappingProxyType
 from typing import Any
 
 import msgspec
+from rich.console import Console
+from rich.progress import Progress
 
 from deltic.config import BUILT_IN, ConfigError, EngineConfig, nearest, resolve
 from deltic.engine.engine import MAX_FAILURES, Engine
@@ -39,7 +42,7 @@ from deltic.server.chat.picture_parts import PictureReader, Pictures, file_of
 from deltic.server.chat.template import ChatTemplate, render
 from deltic.server.errors import ApiError
 from deltic.server.urls import Hosts
-from deltic.text import Tokenizer
+from deltic.text import SamplingDefaults, Tokenizer
 
 Message = dict[str, Any]
 
@@ -119,7 +122,7 @@ class LLM:
         self.info = self._engine.info
         self._ids = count()
         # Where no SamplingParams are given: the checkpoint's own, for as long as the context lasts.
-        defaults = msgspec.structs.asdict(protocol.SamplingDefaults.load(text_directory(self.config)))
+        defaults = msgspec.structs.asdict(SamplingDefaults.load(text_directory(self.config)))
         del defaults["max_new_tokens"]
         self.default_params = SamplingParams(max_tokens=self.info.max_model_len, **defaults)
 
@@ -133,13 +136,15 @@ class LLM:
         cache_salt: str = "",
         use_cache: bool = True,
         lora: str | None = None,
+        progress: bool = True,
         **sampling: Any,
     ) -> list[Completion]:
         """Continues each prompt (text, or token ids); completions in the prompts' order.
 
         `params`: for all prompts, or one for each. `cache_salt`: prefixes are shared only with requests of
         the same salt. `use_cache`: False neither reads nor feeds the prefix cache. `lora`: the name of the
-        adapter that is applied. `sampling`: fields of SamplingParams, over those of `params`. Raises
+        adapter that is applied. `progress`: whether a terminal is shown, in stderr, how many answers are
+        complete. `sampling`: fields of SamplingParams, over those of `params`. Raises
         ValueError, and runs none, when one cannot run.
         """
         fields = self._fields(priority, cache_salt, use_cache, lora)
@@ -148,7 +153,7 @@ class LLM:
         for name in sampling.keys() - {*_SAMPLING}:
             raise ValueError(f"{name}: {nearest(name, _SAMPLING) or 'is no field of SamplingParams'}")
         answers = self._answers(ids, params, stop, lambda at, own: None, sampling)
-        self._run(answers, [{} for _ in ids], fields)
+        self._run(answers, [{} for _ in ids], fields, progress)
         return [answer.completion for answer in answers]
 
     def chat(
@@ -162,16 +167,17 @@ class LLM:
         cache_salt: str = "",
         use_cache: bool = True,
         lora: str | None = None,
+        progress: bool = True,
         **settings: Any,
     ) -> list[Completion]:
         """Answers one conversation, or several: OpenAI messages, rendered by the checkpoint's chat template.
 
-        Messages and `tools` are what /v1/chat/completions takes, and mean the same; `cache_salt`, `use_cache`
-        and `lora` are generate's. `settings` are fields of SamplingParams, over those of `params`, the
-        template's, or the request's enable_thinking, reasoning_effort and mm_processor_kwargs. Beside parts
-        of the type image_url, which take data: URLs, there may be `{"type": "image", "image": ...}` with a
-        picture of Pillow's, a file's bytes, or its path. `{"type": "video", "video": ...}` takes a file's
-        bytes or its path, or a list of such pictures, and with a list `fps`.
+        Messages and `tools` are what /v1/chat/completions takes, and mean the same; `cache_salt`,
+        `use_cache`, `lora` and `progress` are generate's. `settings` are fields of SamplingParams, over those
+        of `params`, the template's, or the request's enable_thinking, reasoning_effort and
+        mm_processor_kwargs. Beside parts of the type image_url, which take data: URLs, there may be `{"type":
+        "image", "image": ...}` with a picture of Pillow's, a file's bytes, or its path. `{"type": "video",
+        "video": ...}` takes a file's bytes or its path, or a list of such pictures, and with a list `fps`.
         Raises ValueError, and runs none, when one cannot run; TypeError for what JSON cannot say, OSError for
         a path that cannot be read.
         """
@@ -207,7 +213,7 @@ class LLM:
 
         answers = self._answers([prompt.ids for prompt, _ in rendered], params, stop, parser, sampling)
         own_fields = [{"boundaries": prompt.boundaries, "pictures": prompt.pictures} for prompt, _ in rendered]
-        self._run(answers, own_fields, fields)
+        self._run(answers, own_fields, fields, progress)
         return [answer.completion for answer in answers]
 
     def _pictures(self, request: protocol.ChatRequest, files: list[bytes]) -> Pictures:
@@ -275,7 +281,9 @@ class LLM:
         adapter = b"" if lora is None else adapters[lora]
         return {"priority": priority, "cache_salt": cache_salt, "use_cache": use_cache, "adapter": adapter}
 
-    def _run(self, answers: list[_Answer], own_fields: list[dict[str, Any]], fields: dict[str, Any]) -> None:
+    def _run(
+        self, answers: list[_Answer], own_fields: list[dict[str, Any]], fields: dict[str, Any], progress: bool
+    ) -> None:
         """Adds the requests and steps until all their answers are complete. own_fields: of each prompt's
         Request; fields: of every one.
         """
@@ -299,12 +307,14 @@ class LLM:
                         )
                     )
                 open_answers[ids[at], answer.completion.index] = answer
-            for output in self._outputs(open_answers):
-                answer = open_answers[output.id, output.index]
-                if answer.take(output):
-                    del open_answers[output.id, output.index]
-                    if output.finish_reason is None:
-                        engine.abort(output.id, output.index)
+            with _bar(len(answers), progress) as tell:
+                for output in self._outputs(open_answers):
+                    answer = open_answers[output.id, output.index]
+                    if answer.take(output):
+                        del open_answers[output.id, output.index]
+                        tell(answer)
+                        if output.finish_reason is None:
+                            engine.abort(output.id, output.index)
         finally:
             # An exception or Ctrl-C on the way: what is open must not run on in the next call.
             for request_id in {request_id for request_id, _ in open_answers}:
@@ -317,6 +327,22 @@ class LLM:
                     yield output
             if self._engine.n_failures >= MAX_FAILURES:
                 raise EngineStopped(f"{MAX_FAILURES} steps failed in a row; the log says why; make a new LLM")
+
+
+@contextlib.contextmanager
+def _bar(n_answers: int, wanted: bool) -> Iterator[Callable[[_Answer], None]]:
+    """A bar in stderr, if that is a terminal, while the block runs; it is told of complete answers."""
+    console = Console(stderr=True)
+    n_tokens = n_done = 0
+    with Progress(console=console, transient=True, disable=not (wanted and console.is_terminal)) as bar:
+        task = bar.add_task("", total=n_answers)
+
+        def tell(answer: _Answer) -> None:
+            nonlocal n_tokens, n_done
+            n_tokens, n_done = n_tokens + len(answer.completion.token_ids), n_done + 1
+            bar.update(task, completed=n_done, description=f"{n_done}/{n_answers} answers, {n_tokens} tokens")
+
+        yield tell
 
 
 _SAMPLING = SamplingParams.__struct_fields__

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from pathlib import Path
 
 import numpy as np
 
@@ -11,8 +12,22 @@ from deltic.ops.cpu.program import Program
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.matrix import Matrix, row_bytes
 
+_MOST_BYTES, _LEAST_BYTES = 1 << 29, 1 << 27
 
-def read_bandwidth(n_threads: int, n_bytes: int = 1 << 29) -> float:
+
+def beyond_caches(cpus: Path = Path("/sys/devices/system/cpu")) -> int:
+    """Bytes of which the caches hold a quarter at most, so that reading them is reading memory: 128 MiB; 512
+    MiB where the machine does not tell its caches of the third level, or has larger ones.
+
+    To touch memory first takes a virtual machine longer than to read it.
+    """
+    sizes = cpus.glob("cpu*/cache/index3/size")
+    caches = {(at.with_name("shared_cpu_list").read_text(), at.read_text()) for at in sizes}
+    n_bytes = 4096 * sum(int(size.strip().removesuffix("K")) for _, size in caches)
+    return max(_LEAST_BYTES, n_bytes >> 20 << 20) if 0 < n_bytes < _MOST_BYTES else _MOST_BYTES
+
+
+def read_bandwidth(n_threads: int, n_bytes: int = _MOST_BYTES) -> float:
     """Bytes per second of reading memory once, best of five passes over `n_bytes` (more than the caches
     hold).
     """

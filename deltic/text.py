@@ -1,4 +1,5 @@
-"""Text on both sides of the engine: tokenizer, incremental detokenizer, stop strings.
+"""Text on both sides of the engine: tokenizer, incremental detokenizer, stop strings, and how a checkpoint
+wants its tokens drawn.
 
 The tokenizer itself is the `tokenizers` library; this file decides which text may become a special token,
 turns ids into bytes one by one, and finds stop strings in a stream. It imports no torch and holds no request
@@ -17,12 +18,14 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 import tokenizers
+from msgspec import Meta, Struct
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
+from deltic.config import ConfigError, ModelConfig
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.gguf import is_gguf
 from deltic.models.gguf_config import PATTERNS, document
@@ -523,3 +526,58 @@ def held_back(text: str, marker: str) -> int:
             return len(text) - at
         at = text.find(marker[0], at + 1)
     return 0
+
+
+class SamplingDefaults(Struct, frozen=True):
+    """Default sampling values, from the checkpoint's generation_config.json or from the operator."""
+
+    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
+    top_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 1.0
+    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
+    min_p: Annotated[float, Meta(ge=0.0, le=1.0)] = 0.0
+    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=100.0)] = 1.0
+    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
+    """The operator's only: what a checkpoint says of this is meant for another program's answers."""
+
+    @classmethod
+    def load(cls, directory: Path, about: ModelConfig | None = None) -> SamplingDefaults:
+        """about: --generation-config and --override-generation-config. directory: the checkpoint's.
+
+        Raises TokenizerError, a ValueError, for a file that cannot be read or has a value of another type;
+        ConfigError.
+        """
+        about = about or ModelConfig()
+        path = _generation_config(about.generation_config, directory)
+        shipped = {} if path is None else read_json(path)
+        values = {name: shipped[name] for name in _SHIPPED if shipped.get(name) is not None}
+        if shipped.get("do_sample") is False:
+            values["temperature"] = 0.0
+        override = about.override_generation_config or {}
+        if unknown := override.keys() - set(cls.__struct_fields__):
+            known = ", ".join(cls.__struct_fields__)
+            raise ConfigError(f"--override-generation-config: {min(unknown)!r} is none of {known}")
+        try:
+            msgspec.convert(override, cls)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"--override-generation-config: {error}") from error
+        try:
+            return msgspec.convert(values | override, cls)
+        except msgspec.ValidationError as error:
+            raise TokenizerError(f"{path}: {error}") from error
+
+
+GENERATION_CONFIG = "generation_config.json"
+
+_SHIPPED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+
+
+def _generation_config(source: str, directory: Path) -> Path | None:
+    """The file that --generation-config means; directory: the checkpoint's. Raises ConfigError."""
+    if source == "auto":
+        return directory / GENERATION_CONFIG
+    if source in ("none", "vllm"):  # the latter is vLLM's word for it
+        return None
+    path = Path(source) / GENERATION_CONFIG if Path(source).is_dir() else Path(source)
+    if not path.exists():
+        raise ConfigError(f"--generation-config {source}: there is no file {path}; give auto, none, or a path")
+    return path

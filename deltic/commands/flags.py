@@ -146,7 +146,7 @@ def say(sub: argparse.ArgumentParser) -> None:
     add("text", metavar="TEXT", help="what to say; - reads it from the input")
     text = "wav, pcm, flac, mp3 or opus, by its name; - writes a wav into a pipe as it comes (default: speech.wav)"
     add("-o", "--out", metavar="FILE", default="speech.wav", help=text)
-    add("--format", choices=("wav", "pcm", "flac", "mp3", "opus"), help="default: by --out")
+    add("--format", choices=("wav", "pcm", "flac", "mp3", "opus", "aac"), help="default: by --out")
     add_remote(sub, positional=False)
     add_speech(sub)
     add_engine(sub)

@@ -27,14 +27,12 @@ from deltic.models.qwen.weights import Moe, Weights, active_weights, empty_weigh
 from deltic.models.tts.weights import frame_bytes
 from deltic.models.vocoder.shape import SAMPLE_RATE
 from deltic.ops.geometry import N_CODES, PAGE_SIZE
-from deltic.roofs import multiply_peak, read_bandwidth
+from deltic.roofs import beyond_caches, multiply_peak, read_bandwidth
 from deltic.runtime.adapters import given_adapters
 from deltic.runtime.build import check_files, gpu_device, is_for_gpu, plan_model, sees_gpu
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.plan import Plan, TextPlan
-from deltic.server.api.protocol import SamplingDefaults
-from deltic.server.chat.template import ChatTemplate
-from deltic.text import Tokenizer
+from deltic.text import SamplingDefaults, Tokenizer
 
 LEAST_PART = 0.05
 """A format that takes part in less of a token's products is left out of their roof."""
@@ -69,6 +67,8 @@ def _check_text(config: EngineConfig, has_vocabulary: bool) -> None:
         spoken = tokenizer_directory(config)
         tokenizer = Tokenizer.load(spoken)
         if not speaks(config):
+            from deltic.server.chat.template import ChatTemplate  # half a second, which few plans need
+
             ChatTemplate.load(spoken, tokenizer)
     SamplingDefaults.load(text_directory(config), ModelConfig())
 
@@ -314,12 +314,13 @@ def _roofs(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> tuple[floa
 
         roofs = GpuRoofs.measured()
         return roofs.read, roofs.multiply
+    read = read_bandwidth(plan.n_threads, beyond_caches())
     if weights is None or not plan.shape.formats:
-        return read_bandwidth(plan.n_threads), multiply_peak(plan.n_threads, plan.quantize or "bf16")
+        return read, multiply_peak(plan.n_threads, plan.quantize or "bf16")
     active = active_weights(weights, plan.shape)
     most = {name: n for name, n in active.items() if n >= LEAST_PART * sum(active.values())}
     seconds = sum(n / multiply_peak(plan.n_threads, name) for name, n in most.items())
-    return read_bandwidth(plan.n_threads), sum(most.values()) / seconds
+    return read, sum(most.values()) / seconds
 
 
 def _speed_table(plan: Plan[Any], weights: Weights | None, store: Store, roofs: tuple[float, float] | None) -> Table:

@@ -31,7 +31,7 @@ from deltic.config import ConfigError
 
 PATH = "/v1/audio/speech"
 
-FORMATS = ("wav", "pcm", "flac", "mp3", "opus")
+FORMATS = ("wav", "pcm", "flac", "mp3", "opus", "aac")
 SUFFIXES = {f".{name}": name for name in FORMATS} | {".ogg": "opus", ".raw": "pcm"}
 
 WAV_HEADER = 44

@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import assert_never
+from typing import Annotated, assert_never
 
 import msgspec
 import zmq
@@ -146,7 +146,7 @@ class ServedModel:
             message = self.commands.recv()
             try:
                 command = self._decoder.decode(message)
-            except msgspec.ValidationError as error:
+            except msgspec.DecodeError as error:
                 outputs += _refusals(message, str(error))
                 continue
             match command:
@@ -346,13 +346,27 @@ class EngineProcess:
             model.engine.close(max(0.0, until_s - time.monotonic()) / (len(self.models) - n_done))
 
 
+class _Several(msgspec.Struct, frozen=True):
+    n: Annotated[int, msgspec.Meta(ge=0, le=65_536)] = 1
+
+
+class _Asked(msgspec.Struct):
+    """What a request that cannot be run says of who waits for it."""
+
+    id: str
+    params: _Several = _Several()
+
+
 def _refusals(message: bytes, error: str) -> list[Output]:
     """An error for each sequence of a request that cannot be run, or whose fields have not even the right
-    types.
+    types. Of a message that does not even say whose it is, the log says it.
     """
-    command = msgspec.msgpack.decode(message)
-    n = command.get("params", {}).get("n", 1)
-    return [Output(command["id"], index, finish_reason="error", error=error) for index in range(n)]
+    try:
+        asked = msgspec.msgpack.decode(message, type=_Asked)
+    except msgspec.DecodeError:
+        log.error("a message to the engine cannot be read, and was passed over: %s", error)
+        return []
+    return [Output(asked.id, index, finish_reason="error", error=error) for index in range(asked.params.n)]
 
 
 def _beat(socket: Path, every_s: float, thread: int) -> None:

@@ -1,4 +1,5 @@
-"""What keys take in turns: one thread that prepares large requests, and room for slots or bytes.
+"""What keys take in turns: a thread that prepares large requests, or reads and writes files, and room for
+slots or bytes.
 
 Here large bodies wait to be parsed, and pictures and recordings to be decoded (`Turns`, engine/turns.py).
 """
@@ -9,7 +10,7 @@ import asyncio
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
@@ -84,6 +85,12 @@ class FairThread:
             self._go_on()
         done.add_done_callback(self._drop_cancelled)
         return done
+
+    def close(self) -> None:
+        """Waits for what was submitted."""
+        while jobs := [*self._waiting, *filter(None, [self._current])]:
+            wait([job.done for job in jobs])
+        self._threads.shutdown()
 
     def _go_on(self) -> None:
         """Has the first of those that wait done, if none is. The caller has the lock."""

@@ -17,7 +17,7 @@ from deltic.server.connections import Connections, HttpServer
 from deltic.server.errors import ApiError
 from deltic.server.limits import Accounts
 from deltic.server.page import answered
-from deltic.server.transport import json_response
+from deltic.server.transport import in_form, json_response
 
 if TYPE_CHECKING:
     import ssl
@@ -58,7 +58,7 @@ class Meanwhile:
             if not is_telling:
                 raise unavailable(said)
         except ApiError as error:
-            return Response(error.body(), error.status, error.headers, "application/json")
+            return in_form(error, path, scope)
         loading = {"stage": self.stage, "done": self.done}
         told: dict[str, Any] = {"status": "starting", "message": said, "loading": loading}
         return json_response(told, 503)

@@ -313,13 +313,12 @@ def build(models: Sequence[Served], config: ServerConfig) -> Server:
 def _service(server: Server, model: Served) -> Service:
     """Raises TokenizerError, CheckpointError, ConfigError."""
     from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechShape
-    from deltic.server.api.protocol import SamplingDefaults
     from deltic.server.chat.template import ChatTemplate
     from deltic.server.service import Service, SpeechParts
     from deltic.server.speech.prompt import Prompter
     from deltic.server.speech.protocol import voice_aliases
     from deltic.server.speech.voices import VoiceStore, voices_directory
-    from deltic.text import Tokenizer
+    from deltic.text import SamplingDefaults, Tokenizer
 
     engine, client = model.client.config, model.client
     directory = text_directory(engine)

@@ -29,7 +29,6 @@ from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.server.adapters import Adapter, Adapters
 from deltic.server.api import protocol
 from deltic.server.api.messages import find_pictures
-from deltic.server.api.protocol import SamplingDefaults
 from deltic.server.api.responses_store import ResponseStore
 from deltic.server.batch.file_store import FileStore
 from deltic.server.batch.runner import BatchRunner
@@ -45,7 +44,7 @@ from deltic.server.speech.prompt import Prompter
 from deltic.server.speech.voices import VoiceStore
 from deltic.server.transport import read_body, unless_disconnected
 from deltic.server.urls import Hosts
-from deltic.text import Tokenizer
+from deltic.text import SamplingDefaults, Tokenizer
 
 log = logging.getLogger("deltic.server")
 

@@ -400,10 +400,15 @@ def own_path(scope: Scope) -> str:
 def error_response(error: ApiError, scope: Scope) -> Response:
     """An error in the form of the API that was asked; one of ours is noted in the log."""
     let_go(error, scope)
+    return in_form(error, own_path(scope), scope)
+
+
+def in_form(error: ApiError, path: str, scope: Scope) -> Response:
+    """An error in the form of the API that was asked. path: without `--root-path`."""
     body, status = error.body(), error.status
     is_theirs = any(name == ANTHROPIC_HEADER for name, _ in scope["headers"])
-    if is_theirs or own_path(scope).startswith(ANTHROPIC):
-        body, status = error.anthropic_body(scope["deltic.request_id"]), error.anthropic_status
-    elif own_path(scope).startswith(OLLAMA):
+    if is_theirs or path.startswith(ANTHROPIC):
+        body, status = error.anthropic_body(scope.get("deltic.request_id", "")), error.anthropic_status
+    elif path.startswith(OLLAMA):
         body = error.ollama_body()
     return Response(body, status, error.headers, "application/json")

@@ -26,6 +26,7 @@ from deltic.models.loading import COUNTED, PACKED, Declaration
 from deltic.models.qwen.shape import PUBLISHED, ModelShape
 from deltic.models.qwen.weights import declare_weights
 from deltic.models.tts.shape import PUBLISHED_SPEECH
+from deltic.roofs import beyond_caches
 from deltic.runtime import build
 from deltic.runtime.build import build_runner, is_for_gpu
 from tests.fake_hub import Long, hub_with
@@ -180,6 +181,28 @@ def test_doctor_fits_a_screen(without_gpu: None) -> None:
     assert [line.split()[0] for line in lines if line.startswith("Qwen/")] == list(doctor.MODELS)
     (header,) = (line for line in lines if line.startswith("weights in GB"))
     assert re.findall(r"CPU, \w+", header) == ["CPU, bfloat16", "CPU, int8", "CPU, int4"]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "shared", "n_mib"),
+    [
+        (("32768K", "32768K"), ("0-1", "0-1"), 128),
+        (("32768K", "32768K"), ("0", "1"), 256),
+        (("36864K", "36864K"), ("0-1", "0-1"), 144),
+        (("98304K", "98304K"), ("0", "1"), 512),
+        ((), (), 512),
+    ],
+)
+def test_memory_is_read_that_the_caches_do_not_hold(
+    sizes: tuple[str, ...], shared: tuple[str, ...], n_mib: int, tmp_path: Path
+) -> None:
+    """And no more of it, since what is touched first takes long."""
+    for i, (size, cpus) in enumerate(zip(sizes, shared, strict=True)):
+        at = tmp_path / f"cpu{i}" / "cache" / "index3"
+        at.mkdir(parents=True)
+        (at / "size").write_text(f"{size}\n")
+        (at / "shared_cpu_list").write_text(f"{cpus}\n")
+    assert beyond_caches(tmp_path) == n_mib << 20
 
 
 @pytest.fixture

@@ -17,6 +17,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -119,6 +120,30 @@ def test_every_instruction_set_gives_the_golden_tokens(library: str, monkeypatch
         assert where is None, f"{name}: token {where} differs, with a gap of {golden['gaps'][where]} nats"
         if make.kernels(library) == GOLDEN["kernels"]:
             assert {**got, "gaps": golden["gaps"]} == golden
+
+
+@pytest.mark.parametrize(
+    "quantize", [None, pytest.param("int8", marks=pytest.mark.long), pytest.param("int4", marks=pytest.mark.long)]
+)
+def test_bits_of_instruction_sets_are_as_documented(quantize: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """docs/serving.md: any number of threads has the same bits, another instruction set the same tokens with other bits."""
+    said = "have the same tokens with `avx2` and `baseline`, and other bits"
+    assert said in (Path(__file__).parents[2] / "docs" / "serving.md").read_text()
+    if not {"avx2", "baseline"} <= {*table.usable_instruction_sets()}:
+        pytest.skip("this machine has not both")
+    found = []
+    for library, n_threads in (("avx2", 2), ("avx2", 1), ("baseline", 2)):
+        monkeypatch.setattr(table, "instruction_set", lambda library=library: library)
+        llm = LLM(max_model_len=1024, max_num_seqs=1, threads=n_threads, quantize=quantize)
+        answers = [make.answer(llm, case) for case in make.CASES.values()]
+        bits = [[entry.logprob for entry in answer.logprobs or ()] for answer in answers]
+        found.append(([answer.token_ids for answer in answers], bits))
+        llm.close()
+    first, one_thread, other = found
+    assert one_thread == first
+    assert other[0] == first[0] and other[1] != first[1]
+    pairs = zip(chain(*first[1]), chain(*other[1]), strict=True)
+    assert max(abs(a - b) for a, b in pairs) < make.CLOSE / 2
 
 
 def test_llm_says_what_the_server_says(served: Served) -> None:

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from deltic.server.speech import audio
 from deltic.server.speech.audio import AudioError, Resampler, decode_reference, encode, stretch, wav_header
+from tests import videos
 
 
 def tone(seconds: float, hertz: float = 220.0, rate: int = 24000, loudness: float = 0.4) -> np.ndarray:
@@ -94,6 +95,75 @@ def test_references_become_24_khz_mono(rate: int, channels: int, form: dict[str,
     assert abs(spectrum.argmax() * 24000 / len(said) - 220) < 2 and 0.35 < np.abs(said).max() < 0.45
 
 
+def recorded(form: str, codec: str, samples: np.ndarray, rate: int, **options: str) -> bytes:
+    """As phones and browsers record. samples: [channels, n]."""
+    av = pytest.importorskip("av")
+    file = io.BytesIO()
+    with av.open(file, "w", format=form) as out:
+        stream = out.add_stream(codec, rate=rate, layout="stereo" if len(samples) == 2 else "mono", options=options)
+        frame = av.AudioFrame.from_ndarray(np.ascontiguousarray(samples), format="fltp", layout=stream.layout.name)
+        frame.sample_rate = rate
+        for part in av.AudioResampler(stream.codec_context.format.name).resample(frame):
+            out.mux(stream.encode(part))
+        out.mux(stream.encode())
+    return file.getvalue()
+
+
+RECORDED = {
+    "m4a": ("ipod", "aac", 44100, 2),
+    "fragmented": ("mp4", "aac", 48000, 1),
+    "alac": ("ipod", "alac", 44100, 1),
+    "webm": ("webm", "libopus", 48000, 2),
+    "vorbis": ("webm", "vorbis", 44100, 2),
+    "adts": ("adts", "aac", 24000, 1),
+}
+
+
+def recording(name: str) -> bytes:
+    form, codec, rate, channels = RECORDED[name]
+    more = {"movflags": "frag_keyframe+empty_moov"} if name == "fragmented" else {}
+    return recorded(form, codec, np.stack([tone(2, rate=rate)] * channels), rate, strict="-2", **more)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recordings_of_phones_and_browsers(name: str) -> None:
+    said = decoded(recording(name))
+    assert abs(len(said) - 48000) < 2600
+    spectrum = np.abs(np.fft.rfft(said * np.hanning(len(said))))
+    assert abs(spectrum.argmax() * 24000 / len(said) - 220) < 2
+    inner = said[4000:-4000]
+    assert abs(np.sqrt(np.mean(inner**2)) * np.sqrt(2) - 0.4) < 0.02
+    assert decoded(recording(name)).tobytes() == said.tobytes() or name == "vorbis"
+
+
+def test_our_own_aac_is_a_recording() -> None:
+    pytest.importorskip("av")
+    assert abs(len(decoded(encode(pcm(tone(2)), "aac", 24000))) - 48000) < 2600
+
+
+def test_recordings_that_are_refused() -> None:
+    long = np.zeros((1, 31 * 48000), np.float32)
+    for data, said in (
+        (recorded("ipod", "aac", long, 48000), "longer than 30 s"),
+        (recorded("ipod", "aac", long[:, :9000], 48000), "shorter than 1 s"),
+        (recorded("webm", "libopus", long[:, :90000], 48000), "silent"),
+        (recorded("matroska", "ac3", np.stack([tone(2, rate=48000)]), 48000), "is coded as ac3; send wav"),
+        (recording("m4a")[:9000], "cannot be decoded; send wav, flac, mp3, ogg or aiff, or m4a, aac or webm"),
+        (recording("m4a")[:8] + bytes(5000), "cannot be decoded"),
+        (b"\x1aE\xdf\xa3" + np.random.default_rng(0).bytes(5000), "cannot be decoded"),
+        (videos.video(5), "has no sound"),
+    ):
+        with pytest.raises(AudioError, match=said):
+            decoded(data)
+
+
+def test_recordings_of_phones_without_a_library(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(audio, "find_spec", lambda _: None)
+    for data in (b"\0\0\0\x18ftypM4A ", b"\x1aE\xdf\xa3", b"\xff\xf1"):
+        with pytest.raises(AudioError, match=r"needs a library: pip install 'deltic\[video\]'; without it, send wav"):
+            audio._decode(data)
+
+
 def test_the_same_file_is_the_same_samples() -> None:
     data = file_of(tone(1.5, rate=44100), 44100)
     assert decoded(data).tobytes() == decoded(data).tobytes()
@@ -154,11 +224,11 @@ def test_a_decoder_that_fails_takes_nobody_with_it(program: str, said: str, monk
     assert time.monotonic() - before_s < 5
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(3 + len(RECORDED)))
 def test_damaged_files_are_refused_or_decoded(seed: int) -> None:
     rng = np.random.default_rng(seed)
     forms = [{"format": "FLAC", "subtype": "PCM_16"}, {"format": "OGG", "subtype": "OPUS"}, {}]
-    data = bytearray(file_of(tone(2), 24000, **forms[seed]))
+    data = bytearray(file_of(tone(2), 24000, **forms[seed]) if seed < 3 else recording(list(RECORDED)[seed - 3]))
     for at in rng.integers(0, len(data), 40):
         data[at] = rng.integers(256)
     try:

@@ -733,3 +733,26 @@ def test_files_are_noted_in_the_thread_that_lists_them(tmp_path: Path) -> None:
     asyncio.run(files.add(part, card))
     assert threads == {threading.get_ident()} and files.all("") == [card]
     files.close()
+
+
+def test_a_keys_file_waits_for_one_check_of_anothers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not for those of all its batches, of which there may be thousands."""
+    may_check, checked, check = threading.Event(), [], batch_runner.BatchRunner._checked
+
+    def slowly(self: batch_runner.BatchRunner, batch: batch_runner.Batch) -> Any:
+        may_check.wait(30)
+        checked.append(batch.id)
+        time.sleep(0.05)
+        return check(self, batch)
+
+    monkeypatch.setattr(batch_runner.BatchRunner, "_checked", slowly)
+    with Site(tmp_path / "d", api_key=("alice=a", "bob=b")) as site:
+        file = site.upload([line("r")], "a")
+        for _ in range(20):
+            site.client("a").batches.create(input_file_id=file.id, endpoint=CHAT, completion_window="24h")
+        uploading = threading.Thread(target=site.upload, args=([line("r")], "b"))
+        uploading.start()
+        until(lambda: len(site.runner.files._worker._waiting), lambda n: n >= 20)
+        may_check.set()
+        uploading.join(30)
+        assert len(checked) < 10, "an upload is some jobs, each behind one of the other key's"

@@ -43,6 +43,13 @@ def test_importing_deltic_and_help_load_nothing_heavy():
     assert got.stdout == "[]\n"
 
 
+def test_a_plan_loads_nothing_of_the_server() -> None:
+    """Which takes longer than the rest of it."""
+    code = "import sys, deltic.commands.plan; print([name for name in sys.modules if name.startswith('deltic.server')])"
+    got = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert got.stdout == "[]\n"
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_every_command_has_help(name, capsys):
     with pytest.raises(SystemExit) as left:

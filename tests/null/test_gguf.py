@@ -49,12 +49,11 @@ from deltic.models.qwen.weights import declare_weights
 from deltic.models.stored import formats_of
 from deltic.ops.arrays import Array
 from deltic.ops.formats import Quantised
-from deltic.server.api.protocol import SamplingDefaults
 from deltic.server.chat.template import ChatTemplate
 from deltic.server.fetch import fetched
 from deltic.server.serve import Served, _service
 from deltic.server.service import Server
-from deltic.text import Tokenizer, TokenizerError
+from deltic.text import SamplingDefaults, Tokenizer, TokenizerError
 from tests.fake_engine import FakeEngineClient
 from tests.fake_hub import hub_with
 from tests.null.test_serve import server_of

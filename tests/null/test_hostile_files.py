@@ -25,10 +25,9 @@ from deltic.engine.messages import MAX_BIASES
 from deltic.models.checkpoint import DEMO, n_real_ids
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.qwen.shape import MAX_END_IDS, ModelShape
-from deltic.server.api.protocol import SamplingDefaults
 from deltic.server.chat.template import ChatTemplate
 from deltic.server.errors import ApiError
-from deltic.text import Tokenizer, TokenizerError
+from deltic.text import SamplingDefaults, Tokenizer, TokenizerError
 
 REFUSALS = (CheckpointError, UnsupportedModelError, TokenizerError)
 DEEP = "[" * 200_000

@@ -503,6 +503,12 @@ def test_a_server_that_downloads_tells_and_obeys_signals(monkeypatch: pytest.Mon
             other = httpx.post(f"http://127.0.0.1:{port}/v1/completions", json={})
             assert other.status_code == 503 and other.headers["retry-after"]
             assert "downloading owner/model: " in other.json()["error"]["message"]
+            for path in ("/api/api/chat", "/api/v1/messages"):  # each in the form of its API
+                said = httpx.post(f"http://127.0.0.1:{port}{path}", json={}).json()
+                told = (
+                    said["error"] if path == "/api/api/chat" else said["error"]["message"] * (said["type"] == "error")
+                )
+                assert told.startswith("downloading owner/model: ")
             assert httpx.post(f"http://127.0.0.1:{port}/v1/completions").status_code == 415, "it may be a page"
             page = httpx.get(f"http://127.0.0.1:{port}/api/")
             assert page.status_code == 200 and page.content == PAGE and page.headers["content-security-policy"]

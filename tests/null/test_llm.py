@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import sys
 import types
@@ -74,6 +75,26 @@ def test_n_answers_stand_together_and_params_may_differ_by_prompt(llm: LLM):
     assert len({tuple(a.token_ids) for a in answers[:3]}) > 1
     with pytest.raises(ValueError, match="2 prompts but 1 SamplingParams"):
         llm.generate(["a", "b"], [SamplingParams()])
+
+
+class Screen(io.StringIO):
+    is_a_terminal = True
+
+    def isatty(self) -> bool:
+        return self.is_a_terminal
+
+
+@pytest.mark.parametrize("seen", ["terminal", "pipe", "unwanted"])
+def test_a_terminal_is_shown_how_far_a_call_is(llm: LLM, seen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    monkeypatch.setattr(screen, "is_a_terminal", seen != "pipe")
+    more = {"progress": False} if seen == "unwanted" else {}
+    answers = llm.generate(["a", "b", "c"], max_tokens=4, ignore_eos=True, **more)
+    answers += llm.chat([{"role": "user", "content": "hi"}], max_tokens=4, ignore_eos=True, **more)
+    assert [len(answer.token_ids) for answer in answers] == [4] * 4
+    said = screen.getvalue()
+    assert ("3/3" in said and "answers, 12 tokens" in said and "1/1" in said) if seen == "terminal" else not said
 
 
 def test_a_stop_string_ends_the_answer_and_frees_it(llm: LLM):

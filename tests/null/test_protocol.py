@@ -15,14 +15,14 @@ from deltic.server.api.messages import template_messages
 from deltic.server.chat import constraint
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.errors import ApiError
-from deltic.text import TokenizerError
+from deltic.text import SamplingDefaults, TokenizerError
 
 INFO = EngineInfo(
     model_name="m", vocab_size=300, eos_token_ids=[2], max_model_len=100, max_num_seqs=8, max_step_tokens=64, n_pages=9,
     n_slots=8, device="none",
 )  # fmt: skip
 CONFIG = ServerConfig()
-NO_DEFAULTS = protocol.SamplingDefaults()
+NO_DEFAULTS = SamplingDefaults()
 HELLO = [{"role": "user", "content": "hello"}]
 
 
@@ -45,7 +45,7 @@ def completion(**fields: Any) -> SamplingParams:
     return params(request)
 
 
-def params(request: Any, defaults: protocol.SamplingDefaults = NO_DEFAULTS) -> SamplingParams:
+def params(request: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> SamplingParams:
     max_tokens = protocol.answer_length(request, 10, INFO, None)
     return protocol.sampling_params(request, max_tokens, INFO, defaults, CONFIG)
 
@@ -85,20 +85,20 @@ def test_defaults() -> None:
 
 
 def test_defaults_of_the_operator(tmp_path: Path) -> None:
-    def load(**about: Any) -> protocol.SamplingDefaults:
-        return protocol.SamplingDefaults.load(tmp_path, ModelConfig(**about))
+    def load(**about: Any) -> SamplingDefaults:
+        return SamplingDefaults.load(tmp_path, ModelConfig(**about))
 
     shipped = tmp_path / "generation_config.json"
     shipped.write_text('{"temperature": 0.6, "top_k": 20, "max_new_tokens": 9}')
     other = tmp_path / "other.json"
     other.write_text('{"top_p": 0.5, "transformers_version": "5"}')
-    assert load() == protocol.SamplingDefaults(temperature=0.6, top_k=20)
+    assert load() == SamplingDefaults(temperature=0.6, top_k=20)
     assert load(generation_config="none") == load(generation_config="vllm") == NO_DEFAULTS
-    assert load(generation_config=str(other)) == protocol.SamplingDefaults(top_p=0.5)
+    assert load(generation_config=str(other)) == SamplingDefaults(top_p=0.5)
     assert load(generation_config=str(tmp_path)) == load()
     said = {"temperature": 0, "max_new_tokens": 7}
     defaults = load(override_generation_config=said)
-    assert defaults == protocol.SamplingDefaults(temperature=0.0, top_k=20, max_new_tokens=7)
+    assert defaults == SamplingDefaults(temperature=0.0, top_k=20, max_new_tokens=7)
     with pytest.raises(ConfigError, match="--generation-config absent: there is no file absent"):
         load(generation_config="absent")
     for wrong, complaint in (
@@ -114,18 +114,18 @@ def test_defaults_of_the_operator(tmp_path: Path) -> None:
 
 
 def test_defaults_of_the_checkpoint(tmp_path: Path) -> None:
-    assert protocol.SamplingDefaults.load(tmp_path) == NO_DEFAULTS
+    assert SamplingDefaults.load(tmp_path) == NO_DEFAULTS
     path = tmp_path / "generation_config.json"
     path.write_text('{"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": [1], "min_p": null}')
-    defaults = protocol.SamplingDefaults.load(tmp_path)
+    defaults = SamplingDefaults.load(tmp_path)
     request = protocol.parse(b'{"prompt": "x", "top_k": 3}', protocol.CompletionRequest)
     drawn = params(request, defaults)
     assert (drawn.temperature, drawn.top_p, drawn.top_k) == (0.6, 0.95, 3)
     path.write_text('{"do_sample": false, "temperature": 0.6}')
-    assert protocol.SamplingDefaults.load(tmp_path).temperature == 0.0
+    assert SamplingDefaults.load(tmp_path).temperature == 0.0
     path.write_text('{"top_k": "many"}')
     with pytest.raises(TokenizerError, match="top_k"):
-        protocol.SamplingDefaults.load(tmp_path)
+        SamplingDefaults.load(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -54,8 +54,11 @@ def test_other_formats_and_speeds_come_whole(tmp_path: Path):
     with FakeOpenAI(n_words=2) as server:
         assert say(server, "-o", str(tmp_path / "x.OGG"), "--voice", "ryan") == 0
         assert say(server, "-o", str(tmp_path / "x"), "--format", "mp3") == 0
+        assert (
+            say(server, "-o", str(tmp_path / "x.aac")) == say(server, "-o", str(tmp_path / "x"), "--format", "aac") == 0
+        )
         assert say(server, "-o", str(tmp_path / "x.wav"), "--extra", '{"speed": 2}') == 0
-    assert [body["response_format"] for body in server.bodies] == ["opus", "mp3", "wav"]
+    assert [body["response_format"] for body in server.bodies] == ["opus", "mp3", "aac", "aac", "wav"]
     assert not any("stream_format" in body for body in server.bodies)
     assert server.bodies[0]["voice"] == "ryan"
     assert sizes(tmp_path / "x.wav") == (36 + 2 * 3840, 2 * 3840)

@@ -18,19 +18,18 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable, Set
-from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
-from deltic.config import ConfigError, ModelConfig, ServerConfig
+from deltic.config import ServerConfig
 from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS, EngineInfo, SamplingParams
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.server.api.messages import Message
 from deltic.server.chat.picture_parts import PictureBounds
 from deltic.server.errors import ApiError, bad_request
-from deltic.text import TokenizerError, read_json
+from deltic.text import SamplingDefaults
 
 MAX_STOPS = 32
 MAX_STOP_LENGTH = 1024
@@ -454,61 +453,6 @@ def settle(request: Sampling) -> None:
         put("reasoning.enabled", "enable_thinking", asked.enabled)
         put("reasoning.max_tokens", "thinking_budget", asked.max_tokens)
         put("reasoning.exclude", "include_reasoning", False if asked.exclude else None)
-
-
-class SamplingDefaults(Struct, frozen=True):
-    """Default sampling values, from the checkpoint's generation_config.json or from the operator."""
-
-    temperature: Annotated[float, Meta(ge=0.0, le=100.0)] = 1.0
-    top_p: Probability = 1.0
-    top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
-    min_p: Probability = 0.0
-    repetition_penalty: Annotated[float, Meta(ge=1e-6, le=100.0)] = 1.0
-    max_new_tokens: Annotated[int, Meta(ge=1)] | None = None
-    """The operator's only: what a checkpoint says of this is meant for another program's answers."""
-
-    @classmethod
-    def load(cls, directory: Path, about: ModelConfig | None = None) -> SamplingDefaults:
-        """about: --generation-config and --override-generation-config. directory: the checkpoint's.
-
-        Raises TokenizerError, a ValueError, for a file that cannot be read or has a value of another type;
-        ConfigError.
-        """
-        about = about or ModelConfig()
-        path = _generation_config(about.generation_config, directory)
-        shipped = {} if path is None else read_json(path)
-        values = {name: shipped[name] for name in _SHIPPED if shipped.get(name) is not None}
-        if shipped.get("do_sample") is False:
-            values["temperature"] = 0.0
-        override = about.override_generation_config or {}
-        if unknown := override.keys() - set(cls.__struct_fields__):
-            known = ", ".join(cls.__struct_fields__)
-            raise ConfigError(f"--override-generation-config: {min(unknown)!r} is none of {known}")
-        try:
-            msgspec.convert(override, cls)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"--override-generation-config: {error}") from error
-        try:
-            return msgspec.convert(values | override, cls)
-        except msgspec.ValidationError as error:
-            raise TokenizerError(f"{path}: {error}") from error
-
-
-GENERATION_CONFIG = "generation_config.json"
-
-_SHIPPED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-
-
-def _generation_config(source: str, directory: Path) -> Path | None:
-    """The file that --generation-config means; directory: the checkpoint's. Raises ConfigError."""
-    if source == "auto":
-        return directory / GENERATION_CONFIG
-    if source in ("none", "vllm"):  # the latter is vLLM's word for it
-        return None
-    path = Path(source) / GENERATION_CONFIG if Path(source).is_dir() else Path(source)
-    if not path.exists():
-        raise ConfigError(f"--generation-config {source}: there is no file {path}; give auto, none, or a path")
-    return path
 
 
 def context_limit(info: EngineInfo) -> int:

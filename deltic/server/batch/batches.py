@@ -130,7 +130,7 @@ class _Form:
         kind, options = parse_options_header(self._request.headers.get("content-type", ""))
         if kind != b"multipart/form-data" or b"boundary" not in options:
             raise ApiError(415, "send a form as multipart/form-data with a boundary", code="unsupported_media_type")
-        out = self._out = await self._files.in_thread(self._open)
+        out = self._out = await self._files.in_thread(self._owner, self._open)
         try:
             parser = MultipartParser(
                 options[b"boundary"],
@@ -155,7 +155,7 @@ class _Form:
         except FormParserError as error:
             raise bad_request(None, f"the body is not a valid form: {error}", "invalid_form") from None
         await self._write(out)
-        await self._files.in_thread(out.close)
+        await self._files.in_thread(self._owner, out.close)
 
     def check(self) -> int:
         """How long the file is kept, in seconds. Raises ApiError (400)."""
@@ -193,7 +193,7 @@ class _Form:
 
     async def _write(self, out: BinaryIO) -> None:
         data, self._unwritten = bytes(self._unwritten), bytearray()
-        await self._files.in_thread(append, out, data)
+        await self._files.in_thread(self._owner, append, out, data)
 
     def _begin(self) -> None:
         self._disposition = b""

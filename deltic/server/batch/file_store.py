@@ -3,7 +3,8 @@
 Each file has a card beside it, in JSON. A card is written before its file gets its name: a file without a
 card, or a card without its file, is what a process that was killed left behind, and goes when the next one
 starts. What has another name than these is somebody else's, and stays. All belong to the key that made them;
-nobody else finds them. What touches the disk for long runs in `worker`.
+nobody else finds them. What touches the disk for long runs in a
+thread, in which keys take turns.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import secrets
 import time
 from collections import Counter
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO, TypeVar
 
@@ -27,6 +28,7 @@ from msgspec import Struct
 from deltic.config import ConfigError, MayPass
 from deltic.private import make_private
 from deltic.server.errors import ApiError
+from deltic.server.fair_thread import FairThread
 
 log = logging.getLogger("deltic.server")
 
@@ -82,7 +84,7 @@ class FileStore:
         self._n_files: Counter[str] = Counter()
         self.in_use: Counter[str] = Counter()
         """Files that a batch reads, which stay."""
-        self.worker = ThreadPoolExecutor(1, "files")
+        self._worker = FairThread("files", lambda: 0)  # no file waits in memory
         self._cards: dict[str, Card] = {}
         self._swept_s = time.monotonic()
         try:
@@ -99,11 +101,11 @@ class FileStore:
 
     def close(self) -> None:
         """Lets another process have the directory."""
-        self.worker.shutdown()
+        self._worker.close()
         self._lock.close()
 
-    async def in_thread(self, work: Callable[..., T], *given: Any) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self.worker, work, *given)
+    async def in_thread(self, owner: str, work: Callable[..., T], *given: Any) -> T:
+        return await asyncio.wrap_future(self._worker.submit(owner, 1, partial(work, *given)))
 
     def path(self, file_id: str) -> Path:
         return self.directory / "files" / file_id
@@ -160,7 +162,7 @@ class FileStore:
             write_whole(self.path(card.id + ".json"), msgspec.json.encode(card))
             written.rename(self.path(card.id))
 
-        await self.in_thread(name)
+        await self.in_thread(card.owner, name)
         self._note(card)  # here: the event loop reads what it changes
 
     def _note(self, card: Card) -> None:

@@ -278,7 +278,7 @@ class BatchRunner:
         Raises OSError when that cannot be written.
         """
         try:
-            total, model, errors = await self.files.in_thread(self._checked, batch)
+            total, model, errors = await self.files.in_thread(batch.owner, self._checked, batch)
         except OSError as error:
             total, model, errors = 0, None, [_bad(None, "file_unreadable", str(error))]
         except Exception:
@@ -404,7 +404,9 @@ class BatchRunner:
     async def _work(self, batch: Batch) -> None:
         """Answers what is left of a batch."""
         stop = self._stops[batch.id]
-        results = await self.files.in_thread(_Results, self._path(batch, ".out"), self._path(batch, ".err"))
+        results = await self.files.in_thread(
+            batch.owner, _Results, self._path(batch, ".out"), self._path(batch, ".err")
+        )
         try:
             self._note(batch, results)
             if results.done:
@@ -416,7 +418,7 @@ class BatchRunner:
             if not is_whole:
                 await self._settle(batch, results, expired=not stop.is_set())
         finally:
-            await self.files.in_thread(results.close)
+            await self.files.in_thread(batch.owner, results.close)
         self._finish(batch, "cancelled" if stop.is_set() else "completed" if is_whole else "expired")
 
     def _finish(self, batch: Batch, status: str, error: dict[str, Any] | None = None) -> None:
@@ -446,7 +448,7 @@ class BatchRunner:
                 while True:
                     await own.acquire()
                     await self._wait_for_room(batch)
-                    job: Job | None = await self.files.in_thread(next, todo, None)
+                    job: Job | None = await self.files.in_thread(batch.owner, next, todo, None)
                     if job is None:
                         break
                     group.create_task(one(job))
@@ -486,7 +488,7 @@ class BatchRunner:
         response = {"status_code": status, "request_id": headers.get("x-request-id"), "body": Raw(body)}
         line = _result(job, response, None)
         is_good = status < 400
-        await self.files.in_thread(append, results.out if is_good else results.err, line)
+        await self.files.in_thread(batch.owner, append, results.out if is_good else results.err, line)
         if is_good:
             batch.completed += 1
             batch.usage.add(body)
@@ -547,7 +549,7 @@ class BatchRunner:
                 append(results.err, _result(job, None, {"code": "batch_expired", "message": said}))
             results.read()
 
-        await self.files.in_thread(settle)
+        await self.files.in_thread(batch.owner, settle)
         self._note(batch, results)
 
     def _note(self, batch: Batch, results: _Results) -> None:

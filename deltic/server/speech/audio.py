@@ -1,24 +1,24 @@
 """Samples to files and back: formats, rates, tempo, and reference audio, which nobody vouches for.
 
-Audio of the engine is 16-bit little-endian mono at 24 kHz. Files are libsndfile's (soundfile), rates are
-soxr's; both are imported where they are used, since a server of text needs neither. Reference audio is
-decoded by a process of its own, this file run as a program (server/isolated.py).
+Audio of the engine is 16-bit little-endian mono at 24 kHz. Files are libsndfile's (soundfile) or
+FFmpeg's (PyAV), rates are soxr's; all are imported where they are used, since a server of text needs none of
+them. Reference audio is decoded by a process of its own, this file run as a program (server/isolated.py).
 """
 
 from __future__ import annotations
 
+import contextlib
 import io
 import struct
 import sys
-from typing import TYPE_CHECKING, Any
+from collections.abc import Generator, Iterable
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from deltic.server.isolated import Refused, answer, ask
-
-if TYPE_CHECKING:
-    import soundfile
 
 RATE = 24_000
 MEDIA_TYPES = {
@@ -51,6 +51,10 @@ MAX_CHANNELS = 8
 RATES = range(8_000, 192_001)
 """Of reference audio."""
 READABLE = ("WAV", "WAVEX", "FLAC", "MP3", "OGG", "AIFF")
+"""By libsndfile; what is in an MP4, WebM or ADTS, FFmpeg reads, of PyAV."""
+CODECS = ("aac", "alac", "opus", "libopus", "vorbis", "mp3", "mp3float", "flac")
+_SOUND_FILES = "wav, flac, mp3, ogg or aiff"
+_SEND = f"{_SOUND_FILES}, or m4a, aac or webm"
 BLOCK_FRAMES = 65_536
 SILENT_BELOW = 1e-3
 """Largest sample of what is taken for silence: -60 dB."""
@@ -229,13 +233,14 @@ def stretch(samples: NDArray[np.float32], speed: float) -> NDArray[np.float32]:
 
 
 async def decode_reference(data: bytes) -> bytes:
-    """float32 mono samples at RATE, within [-1, 1], of a file in one of READABLE. Raises AudioError.
+    """float32 mono samples at RATE, within [-1, 1], of a file in one of READABLE, or with one of CODECS.
+
+    Raises AudioError.
 
     In a process of its own, which is ended after DECODE_S, or when nobody waits any more.
     """
-    readable = ", ".join(form.lower() for form in READABLE if form != "WAVEX")
     try:
-        return await ask(PROGRAM, data, DECODE_S, f"cannot be decoded; send {readable}")
+        return await ask(PROGRAM, data, DECODE_S, f"cannot be decoded; send {_SEND}")
     except Refused as refused:
         raise AudioError(str(refused)) from None
 
@@ -248,57 +253,84 @@ def main() -> int:
 
 
 def _decode(data: bytes) -> NDArray[np.float32]:
-    """As decode_reference does.
-
-    The header is read first; the length in it is not relied on.
-    """
-    import soundfile
+    """As decode_reference does. What a header says of the length is not relied on."""
     import soxr
 
     if len(data) > MAX_REFERENCE_BYTES:
         raise AudioError(f"is larger than {MAX_REFERENCE_BYTES // 1_000_000} MB")
-    readable = ", ".join(form.lower() for form in READABLE if form != "WAVEX")
-    try:
-        file = soundfile.SoundFile(io.BytesIO(data))
-    except soundfile.LibsndfileError:
-        raise AudioError(f"is no audio file that can be read here; send {readable}") from None
-    with file:
-        if file.format not in READABLE:
-            raise AudioError(f"is {file.format.lower()}; send {readable}")
-        if file.samplerate not in RATES:
-            raise AudioError(
-                f"has {file.samplerate} samples a second; from {RATES.start} to {RATES.stop - 1} can be used"
-            )
-        if file.channels > MAX_CHANNELS:
-            raise AudioError(f"has {file.channels} channels; at most {MAX_CHANNELS} can be used")
-        mono = _mono(file)
-    if len(mono) < MIN_REFERENCE_S * file.samplerate:
+    form = _container_of(data)
+    with contextlib.closing(_in_container(data, form) if form else _in_sound_file(data)) as parts:
+        rate, mono = _mono(parts)
+    if len(mono) < MIN_REFERENCE_S * rate:
         raise AudioError(f"is shorter than {MIN_REFERENCE_S:g} s")
     if not np.isfinite(mono).all():
         raise AudioError("has samples that are not numbers")
     if np.abs(mono).max() < SILENT_BELOW:
         raise AudioError("is silent")
     mono = np.clip(mono, -1.0, 1.0)
-    if file.samplerate != RATE:
-        mono = np.clip(soxr.resample(mono, file.samplerate, RATE, quality="HQ"), -1.0, 1.0)
+    if rate != RATE:
+        mono = np.clip(soxr.resample(mono, rate, RATE, quality="HQ"), -1.0, 1.0)
     return mono.astype("<f4")
 
 
-def _mono(file: soundfile.SoundFile) -> NDArray[np.float32]:
-    """The mean of the channels.
+def _container_of(data: bytes) -> str | None:
+    """FFmpeg's reader of a file, by its first bytes: no other is asked. None: it is for libsndfile."""
+    if data[:4] == b"\x1aE\xdf\xa3":
+        return "matroska"
+    if data[4:8] == b"ftyp":
+        return "mov"
+    return "aac" if data[:1] == b"\xff" and data[1:2] and data[1] & 0xF6 == 0xF0 else None  # ADTS
 
-    Reads no more than MAX_REFERENCE_S of it, a block at a time. Raises AudioError.
-    """
-    most = int(MAX_REFERENCE_S * file.samplerate)
-    parts: list[Any] = []
-    n_read = 0
-    while n_read <= most:
-        part = file.read(BLOCK_FRAMES, dtype="float32", always_2d=True)
-        if not len(part):
-            return np.concatenate(parts) if parts else np.zeros(0, np.float32)
-        parts.append(part.mean(axis=1, dtype=np.float32))
+
+def _in_sound_file(data: bytes) -> Generator[tuple[int, NDArray[np.float32]]]:
+    """Rate and samples, [n, channels], a block at a time. Raises AudioError."""
+    import soundfile
+
+    try:
+        file = soundfile.SoundFile(io.BytesIO(data))
+    except soundfile.LibsndfileError:
+        raise AudioError(f"is no audio file that can be read here; send {_SEND}") from None
+    with file:
+        if file.format not in READABLE:
+            raise AudioError(f"is {file.format.lower()}; send {_SEND}")
+        yield file.samplerate, np.zeros((0, file.channels), np.float32)
+        while len(part := file.read(BLOCK_FRAMES, dtype="float32", always_2d=True)):
+            yield file.samplerate, part
+
+
+def _in_container(data: bytes, form: str) -> Generator[tuple[int, NDArray[np.float32]]]:
+    """As _in_sound_file, of what phones and browsers record."""
+    if not find_spec("av"):
+        raise AudioError(f"needs a library: pip install 'deltic[video]'; without it, send {_SOUND_FILES}")
+    import av
+
+    with av.open(io.BytesIO(data), "r", format=form) as container:
+        if not (streams := container.streams.audio):
+            raise AudioError("has no sound")
+        context = streams[0].codec_context
+        if context is None or context.name not in CODECS:
+            raise AudioError(f"is coded as {context.name if context else 'something unknown'}; send {_SEND}")
+        context.thread_count = 1
+        planes = av.AudioResampler(format="fltp")
+        for frame in container.decode(streams[0]):
+            for part in planes.resample(frame):
+                yield part.sample_rate, part.to_ndarray().T.astype(np.float32, copy=False)
+
+
+def _mono(parts: Iterable[tuple[int, NDArray[np.float32]]]) -> tuple[int, NDArray[np.float32]]:
+    """The rate, and the mean of the channels. Reads no more than MAX_REFERENCE_S. Raises AudioError."""
+    found: list[NDArray[np.float32]] = []
+    n_read = rate = 0
+    for rate, part in parts:
+        if rate not in RATES:
+            raise AudioError(f"has {rate} samples a second; from {RATES.start} to {RATES.stop - 1} can be used")
+        if part.shape[1] > MAX_CHANNELS:
+            raise AudioError(f"has {part.shape[1]} channels; at most {MAX_CHANNELS} can be used")
+        found.append(part.mean(axis=1, dtype=np.float32))
         n_read += len(part)
-    raise AudioError(f"is longer than {MAX_REFERENCE_S:g} s")
+        if n_read > int(MAX_REFERENCE_S * rate):
+            raise AudioError(f"is longer than {MAX_REFERENCE_S:g} s")
+    return rate, np.concatenate(found) if found else np.zeros(0, np.float32)
 
 
 if __name__ == "__main__":
