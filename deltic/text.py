@@ -46,7 +46,7 @@ _MOST_BYTES_COMPOSED = 4
 pause: ContextVar[Callable[[int], None]] = ContextVar("pause", default=lambda n: None)
 """Called between the parts of what may take long, with the size of the last. Others go first there."""
 
-PIECE_CHARACTERS = 65_536
+PIECE_CHARACTERS = 16_384
 """Characters of a longer text that are encoded at once."""
 
 MOST_UNCUT = 1_000_000

@@ -18,7 +18,7 @@ if TYPE_CHECKING:  # every file waits until its program is ready
 
 REFUSED = 3
 """The program's exit status where it refuses a file, with the reason in stderr."""
-QUICK_S = 0.5
+QUICK_S = 0.25
 """Most files take less. Those that take longer make way for everybody else."""
 NICENESS = 5
 SLOWER = 3

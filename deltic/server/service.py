@@ -406,13 +406,14 @@ class Service:
             done = await self._prepare(size, begin_or_end, request)
             if not isinstance(done, Begun):
                 return done
+            size -= sum(len(sent.url) + len(sent.encoded) for sent in done.pictures)
             info, ticket = self.client.info or self.admit(), request.scope[TICKET]
             if info.pictures is None:
                 raise done.pictures[0].not_taken(info.no_pictures)
             asked = done.pictures, info.pictures, done.bounds, info.max_model_len
             reading = self.server.pictures.read(*asked, ticket=ticket, room=self.pixels, salt=done.salt)
             found = await unless_disconnected(request.receive, reading)
-            return await self._prepare(INLINE_BYTES + 1, lambda: done.end(found), request)
+            return await self._prepare(size, lambda: done.end(found), request)
 
     @property
     def default_length(self) -> int | None:
