@@ -23,6 +23,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from queue import Empty, PriorityQueue, SimpleQueue
 from typing import Any, NamedTuple
 
@@ -37,8 +38,11 @@ N_WORKERS = 4
 """Number of masks' jobs done side by side. Slow jobs hold up the others only when there are this many of
 them.
 """
-N_COMPILERS = 2
-"""Grammars compiled side by side, beside those jobs."""
+LONG_GRAMMAR = 20_000
+"""Characters of a grammar that may take a second to compile: a thread of low priority is for such, another
+for the rest.
+"""
+NICENESS = 10
 N_MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 """The library's threads that make the masks of a job."""
 SLOW_S, SLOW_EACH_S = 0.005, 0.0005
@@ -322,8 +326,10 @@ class Guides:
         for id in self._eos:
             self._only_eos[id // 32] |= np.uint32(1 << id % 32)
         self._todo: SimpleQueue[tuple[list[Guide], list[list[int]]] | None] = SimpleQueue()
-        self._starts: PriorityQueue[tuple[int, int, list[Guide] | None]] = PriorityQueue()
-        """Guides whose grammar is to be compiled, by turn and arrival: owners take turns, by size."""
+        self._starts: list[PriorityQueue[tuple[int, int, list[Guide] | None]]] = [PriorityQueue(), PriorityQueue()]
+        """Guides whose grammar is to be compiled, by turn and arrival: owners take turns, by size. Those
+        of long grammars are in the second.
+        """
         self._turns = Turns()
         self._n_starts = 0
         self._done: SimpleQueue[list[Guide]] = SimpleQueue()
@@ -420,7 +426,8 @@ class Guides:
         if not self._threads:  # the compiler recurses along chains of rules
             threading.stack_size(max(threading.stack_size(), STACK_BYTES))
             sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
-        for work in () if self._threads else (*[self._work] * N_WORKERS, *[self._compile_all] * N_COMPILERS):
+        compilers: list[Callable[[], None]] = [partial(self._compile_all, starts) for starts in self._starts]
+        for work in () if self._threads else (*[self._work] * N_WORKERS, *compilers):
             self._threads.append(threading.Thread(target=work, name="grammar", daemon=True))
             self._threads[-1].start()
         for guide in guides:
@@ -430,8 +437,9 @@ class Guides:
             self._todo.put((guides, tokens))
             return
         self._n_starts += 1
-        turn = self._turns.give(guides[0].sequence.request.owner, len(guides[0].constraint.grammar))
-        self._starts.put((turn, self._n_starts, guides))
+        size = len(guides[0].constraint.grammar)
+        turn = self._turns.give(guides[0].sequence.request.owner, size)
+        self._starts[size > LONG_GRAMMAR].put((turn, self._n_starts, guides))
 
     def collect(self, decodes: list[Sequence], step_s: float) -> list[Guide]:
         """Takes back finished guides. Returns those that failed, or whose answer is over.
@@ -479,9 +487,10 @@ class Guides:
         with suppress(Empty):
             while True:
                 self._todo.get_nowait()
-        for i in range(len(self._threads)):
+        for _ in self._threads:
             self._todo.put(None)
-            self._starts.put((-1, -i, None))
+        for starts in self._starts:
+            starts.put((-1, 0, None))
         deadline = time.monotonic() + LONGEST_CLOSE_S
         for thread in self._threads:
             if thread is not threading.current_thread():  # where the collector closes an LLM, it may be
@@ -495,9 +504,12 @@ class Guides:
             self._do_timed(*job)
             del job  # it may be long until the next
 
-    def _compile_all(self) -> None:
+    def _compile_all(self, starts: PriorityQueue[tuple[int, int, list[Guide] | None]]) -> None:
+        if starts is self._starts[1] and sys.platform == "linux":
+            with suppress(OSError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         while True:
-            turn, _, guides = self._starts.get()
+            turn, _, guides = starts.get()
             if guides is None:
                 return
             self._turns.now = turn

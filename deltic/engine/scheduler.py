@@ -528,8 +528,9 @@ class Scheduler:
             n_prefills += not chunk.is_decode
             i += 1
             owner = sequence.request.owner
+            # What the vision tower did for it counts, too.
             n_seen = sum(picture.n_tokens for picture, _ in chunk.pictures if picture.first >= chunk.start)
-            self._n_prefilled[owner] = self._n_prefilled.get(owner, 0) + length + n_seen  # the tower's work, too
+            self._n_prefilled[owner] = self._n_prefilled.get(owner, 0) + length + n_seen
             if load:
                 load.add(chunk, self.info.block_size)
             if length == sequence.n_pending:

@@ -1,8 +1,9 @@
 """Files that nobody vouches for, decoded by a short process of their own: a module run as a program.
 
-It has little memory and time, makes way for everybody else, and may write no file; what a broken file makes
-of it is an exit status. Where memory runs out, the kernel ends it and not the engine. A module that decodes
-has a `main` that calls `answer`, and asks for it by `ask`.
+It has little memory and time, makes way for everybody else if it takes long, and may write no file. What a
+broken file makes of it is an exit status. Where memory runs out, the kernel ends it and not the engine. A
+module that decodes has a `main` that calls `answer`, and asks for it by `ask`. Most of a small file's time is
+the program's start; so a server begins the next one before it is asked for (`SPARE`).
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import sys
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # every file waits until its program is ready
+    import asyncio
+    from asyncio.subprocess import Process
     from collections.abc import Callable
 
 REFUSED = 3
@@ -23,6 +26,8 @@ QUICK_S = 0.25
 NICENESS = 5
 SLOWER = 3
 """How many times the seconds of a processor that it has a program may last, as it makes way."""
+SPARE_S = 60.0
+"""How long one that is not asked for waits."""
 FIRST_TO_GO = "1000"
 """The kernel's largest oom_score_adj."""
 
@@ -41,14 +46,8 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
 
     from deltic.server.errors import ApiError
 
-    process = await asyncio.create_subprocess_exec(
-        *program,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
-        env={"PATH": os.environ.get("PATH", ""), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-    )
-    later = asyncio.get_running_loop().call_later(QUICK_S, _make_way, process.pid)
+    process = await SPARE.take(program)
+    later = asyncio.get_running_loop().call_later(QUICK_S, _make_way, process.pid, program)
     try:
         async with asyncio.timeout(SLOWER * limit_s):
             made, said = await process.communicate(data)
@@ -56,6 +55,7 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
         raise Refused(f"could not be decoded within {SLOWER * limit_s:g} s") from None
     finally:
         later.cancel()
+        SPARE.begin(program)
         if process.returncode is None:
             process.kill()
             await process.wait()
@@ -71,10 +71,73 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
     return made
 
 
-def _make_way(pid: int) -> None:
-    """It is no small file: all others go first."""
+def _make_way(pid: int, program: tuple[str, ...]) -> None:
+    """It is no small file: all others go first, and the next does not wait for it."""
+    SPARE.begin(program)
     with contextlib.suppress(OSError):  # it has just ended
         os.setpriority(os.PRIO_PROCESS, pid, NICENESS)
+
+
+async def _begun(program: tuple[str, ...]) -> Process:
+    import asyncio
+
+    return await asyncio.create_subprocess_exec(
+        *program,
+        stdin=asyncio.subprocess.PIPE,
+        stdout=asyncio.subprocess.PIPE,
+        stderr=asyncio.subprocess.PIPE,
+        env={"PATH": os.environ.get("PATH", ""), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+    )
+
+
+class Spare:
+    """A process of the program that ran last, which waits for a file. Of one event loop."""
+
+    def __init__(self) -> None:
+        self.is_kept = False
+        """Whether there is one: not without somebody who drops it at the end."""
+        self._program: tuple[str, ...] = ()
+        self._process: asyncio.Task[Process] | None = None
+        self._timer: asyncio.TimerHandle | None = None
+
+    def begin(self, program: tuple[str, ...]) -> None:
+        """Starts one, if there is none of the program."""
+        import asyncio
+
+        if self.is_kept and program != self._program:
+            self.drop()
+            self._program, self._process = program, asyncio.create_task(_begun(program))
+            self._timer = asyncio.get_running_loop().call_later(SPARE_S, self.drop)
+
+    async def take(self, program: tuple[str, ...]) -> Process:
+        """It, or another."""
+        import asyncio
+
+        if self._process is None or program != self._program:
+            return await _begun(program)
+        begun, self._process = self._process, None
+        self.drop()
+        try:
+            process = await asyncio.shield(begun)
+        except asyncio.CancelledError:
+            begun.add_done_callback(_kill)
+            raise
+        return process if process.returncode is None else await _begun(program)
+
+    def drop(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        if self._process is not None:
+            self._process.add_done_callback(_kill)
+        self._program, self._process, self._timer = (), None, None
+
+
+def _kill(begun: asyncio.Task[Process]) -> None:
+    if not begun.cancelled() and begun.exception() is None and begun.result().returncode is None:
+        begun.result().kill()
+
+
+SPARE = Spare()
 
 
 def answer(decode: Callable[[bytes], bytes], *, limit_s: float, memory: int, most_bytes: int) -> int:

@@ -17,7 +17,7 @@ import pytest
 
 from deltic.engine import guides
 from deltic.engine.engine import Engine
-from deltic.engine.guides import N_COMPILERS, Guide, Guides, Vocabulary
+from deltic.engine.guides import Guide, Guides, Vocabulary
 from deltic.engine.messages import Constraint, Output, Request, SamplingParams
 from deltic.engine.scheduler import RequestError
 from deltic.engine.step import Step, StepResult
@@ -424,7 +424,7 @@ def test_nothing_is_done_for_who_is_gone(engine: Engine, monkeypatch: pytest.Mon
     deadline = time.monotonic() + 5
     while engine.guides.n_busy and time.monotonic() < deadline:
         engine.scheduler.take_masks(0.001)
-    assert engine.guides.n_busy == 0 and len(compiled) <= N_COMPILERS
+    assert engine.guides.n_busy == 0 and len(compiled) <= 1
 
 
 def compiling(monkeypatch: pytest.MonkeyPatch) -> list[str]:
@@ -450,11 +450,22 @@ def test_grammars_are_compiled_in_turns(engine: Engine, monkeypatch: pytest.Monk
     with engine.guides._lock:  # those who compile stand still
         for i in range(20):
             engine.add(of_key("a", f"a{i}", GRAMMAR + " " * i))
-        while engine.guides._starts.qsize() > 20 - N_COMPILERS:
+        while engine.guides._starts[0].qsize() > 19:
             time.sleep(0.001)
         engine.add(of_key("b", "b", GRAMMAR + " " * 50))
     run(engine)
-    assert compiled.index(GRAMMAR + " " * 50) == N_COMPILERS and len(compiled) == 21
+    assert compiled.index(GRAMMAR + " " * 50) == 1 and len(compiled) == 21
+
+
+def test_a_short_grammar_does_not_wait_for_long_ones(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = compiling(monkeypatch)
+    monkeypatch.setattr(guides, "LONG_GRAMMAR", len(GRAMMAR) + 10)
+    with engine.guides._lock:
+        for i in range(11, 15):
+            engine.add(of_key("a", f"a{i}", GRAMMAR + " " * i))
+        engine.add(of_key("a", "b", GRAMMAR))
+    run(engine)
+    assert compiled.index(GRAMMAR) <= 1 and len(compiled) == 5
 
 
 def test_no_party_learns_or_loses_grammars(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:

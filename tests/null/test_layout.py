@@ -37,7 +37,7 @@ that move, in the engine and over HTTP; 7 for Ray: where a request goes, setting
 application, what Ray's own front asks for, the actors of a file, and the folder."""
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 52_830
+MAX_PACKAGE_LINES = 52_900
 """34,250 for what there was; 2,650 for quantised checkpoints: GGUF files, the layouts of safetensors, twenty formats on a CPU, and what
 they lose; 1,100 for them on a GPU, and for chips that are not here; 430 for drafts, and 700 for them on a GPU; 1,000 for pictures: a
 reader of them, and the vision tower on a CPU; 150 for the towers of GGUF models, which are files of their own; 1,000 for pictures in
@@ -53,7 +53,7 @@ bits, and what they lose, 400 for them on a GPU, and a step behind a long contex
 100 for counts of replays, lengths that benches check, and a vocabulary that is ready;
 150 for turns at the decoders of pictures, and room for their pixels;
 450 for plans of what is on the hub, names as they are pasted, models and flags of others, and files that SIGHUP has read again;
-140 for places and prompts in turns, bodies that count as they come, and long work that lets others pass;
+200 for places and prompts in turns, bodies that count as they come, long work that lets others pass, and decoders that are ready;
 70 for recordings of AAC and Opus, custom tools of chats, and progress of long calls."""
 MAX_PROSE_COLUMNS = 110
 """Lines of a file and of the package are lines of code: those with a token on them that is neither comment nor docstring."""

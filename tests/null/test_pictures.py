@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -280,6 +281,34 @@ def test_a_decoder_makes_way_if_it_takes_long_and_is_the_first_that_the_kernel_e
     spin = code.replace("return f", "\n            while True: pass\n            return f")
     with pytest.raises(isolated.Refused, match="within 20 s"):  # its own limit, of a processor's time, is lower
         asyncio.run(isolated.ask((sys.executable, "-c", spin), b"", 20, "died"))
+
+
+def test_the_next_decoder_is_ready_before_it_is_asked_for() -> None:
+    async def go() -> None:
+        spare, asked = isolated.SPARE, (whole()["png"], SMALL.min_pixels, SMALL.max_pixels)
+        spare.is_kept = True
+
+        async def ready() -> asyncio.subprocess.Process:
+            assert spare._process is not None
+            return await spare._process
+
+        first, waiting = await read_picture(*asked), await ready()
+        assert waiting.returncode is None
+        assert await read_picture(*asked) == first and waiting.returncode == 0, "it was used"
+        ended = await ready()
+        ended.kill()
+        await ended.wait()
+        assert await read_picture(*asked) == first, "another is begun"
+        last = await ready()
+        spare.drop()
+        assert await last.wait() == -signal.SIGKILL and spare._process is None
+        spare.is_kept = False
+        assert await read_picture(*asked) == first and spare._process is None
+
+    try:
+        asyncio.run(go())
+    finally:
+        isolated.SPARE.is_kept = False
 
 
 def test_a_program_of_pictures_imports_little() -> None:

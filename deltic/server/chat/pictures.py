@@ -130,6 +130,9 @@ _TOO_LARGE = f"is larger than {MAX_PICTURE_BYTES // 1_000_000} MB"
 
 def main() -> int:
     """A file in stdin; height, width and key, as HEAD has them, and the resized pixels out of stdout."""
+    from PIL import Image
+
+    Image.preinit()  # before there is a file
     min_pixels, max_pixels = int(sys.argv[1]), int(sys.argv[2])
 
     def decode(data: bytes) -> bytes:
