@@ -174,8 +174,9 @@ def test_drafts_follow_the_grammar_and_change_no_bit(llm: LLM, monkeypatch: pyte
     assert drafting._engine.stats().n_accepted > 0.2 * sum(len(tokens) for tokens, _, _ in plain.values())
 
 
-def test_a_guide_says_how_far_a_draft_may_go(llm: LLM) -> None:
+def test_a_guide_says_how_far_a_draft_may_go(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """And is left where it was."""
+    monkeypatch.setattr("deltic.engine.guides.AHEAD_S", 10.0)
     engine = llm._engine
     texts = ['{"name":"', 'Mia","age":', '7,"tags":[]', ',"at":{"x":true}}', "<|im_end|>"]
     engine.add(request(llm, "a", Constraint(grammar=GRAMMAR), max_tokens=2))
