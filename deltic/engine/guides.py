@@ -426,10 +426,10 @@ class Guides:
         if not self._threads:  # the compiler recurses along chains of rules
             threading.stack_size(max(threading.stack_size(), STACK_BYTES))
             sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
-        compilers: list[Callable[[], None]] = [partial(self._compile_all, starts) for starts in self._starts]
-        for work in () if self._threads else (*[self._work] * N_WORKERS, *compilers):
-            self._threads.append(threading.Thread(target=work, name="grammar", daemon=True))
-            self._threads[-1].start()
+            compilers: list[Callable[[], None]] = [partial(self._compile_all, starts) for starts in self._starts]
+            for work in (*[self._work] * N_WORKERS, *compilers):
+                self._threads.append(threading.Thread(target=work, name="grammar", daemon=True))
+                self._threads[-1].start()
         for guide in guides:
             guide.is_busy, guide.is_late = True, False
         self.n_busy += len(guides)

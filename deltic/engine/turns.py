@@ -1,4 +1,4 @@
-"""Whose turn it is: in which order the owners of requests, most often API keys, get what all of them share.
+"""Order in which the owners of requests, most often API keys, get what all of them share.
 
 Start-time fair queueing: an owner's next job is placed after its previous one, at a distance equal to that
 job's size, and never before the job that was begun last. So an owner with much work waits behind itself, and

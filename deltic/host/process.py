@@ -351,7 +351,7 @@ class _Several(msgspec.Struct, frozen=True):
 
 
 class _Asked(msgspec.Struct):
-    """What a request that cannot be run says of who waits for it."""
+    """Names who waits for a request that cannot be run."""
 
     id: str
     params: _Several = _Several()

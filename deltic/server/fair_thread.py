@@ -1,5 +1,5 @@
-"""What keys take in turns: a thread that prepares large requests, or reads and writes files, and room for
-slots or bytes.
+"""Sharing out in turns of keys: a thread that prepares large requests, or reads and writes files, and room
+for slots or bytes.
 
 Here large bodies wait to be parsed, and pictures and recordings to be decoded (`Turns`, engine/turns.py).
 """
@@ -30,7 +30,7 @@ MAX_BEGUN = 16
 class _Job:
     turn: int
     n: int
-    """Of those that came before."""
+    """Number of jobs that came before."""
     end: int = field(compare=False)
     """The turn of its key's next."""
     done: Future[Any] = field(compare=False)

@@ -42,7 +42,8 @@ def test_a_session_with_a_tool(model: str, stream: bool) -> None:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0) as client:
             effort = openai.types.shared.Reasoning(effort="high", summary="auto")
             agent = agents.Agent(
-                name="Helper", instructions="Be brief.", model=getattr(agents, model)("fake", openai_client=client), tools=[agents.function_tool(weather)],
+                name="Helper", instructions="Be brief.", tools=[agents.function_tool(weather)],
+                model=getattr(agents, model)("fake", openai_client=client),
                 model_settings=agents.ModelSettings(**SETTINGS, reasoning=effort),
             )  # fmt: skip
             session: Any = agents.SQLiteSession("a")

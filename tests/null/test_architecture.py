@@ -129,7 +129,8 @@ KEPT = {"Semaphore", "BoundedSemaphore", "Queue", "SimpleQueue", "PriorityQueue"
 """What a pool, a queue or a store is made of; of asyncio a Lock, too, and each literal, and what fills one."""
 OF_ONE = {
     # Of a request, its answer, a batch or a socket.
-    "AnswerStream", "Answer", "Batch", "ChatAnswer", "CompletionAnswer", "ContextManagement", "Delta", "EchoStream", "EventStream", "Generation",
+    "AnswerStream", "Answer", "Batch", "ChatAnswer", "CompletionAnswer", "ContextManagement", "Delta", "EchoStream", "EventStream",
+    "Generation",
     "Import", "IncrementalEncoder", "Item", "Items", "LinesAnswer", "Message", "MessageAnswer", "Messages", "OpenText", "OutputParser",
     "Piece", "Prompt", "ResponseAnswer", "Scores", "Sent", "Splitter", "Stored", "Stream", "Usage", "_Answer", "_Appended", "_Bytes",
     "_Conversation", "_Form", "_Results", "_Told", "Calls", "Output", "PromptLogprobs", "Request", "SamplingParams", "TokenLogprob",

@@ -378,7 +378,7 @@ class ChatAnswer(Answer):
     def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, extras: Extras = NO_EXTRAS) -> None:
         super().__init__(request_id, model, tokenizer, extras)
         self._open: dict[int, CallDelta] = {}
-        """Of each choice the custom call that goes on."""
+        """Custom calls that go on, by choice."""
 
     @property
     def chunk_object(self) -> str:
@@ -405,7 +405,7 @@ class ChatAnswer(Answer):
         return written
 
     def _told(self, piece: Piece) -> list[dict[str, Any]]:
-        """What a piece tells of its calls: of a custom one, which comes as JSON, all its text at its end."""
+        """Tells the calls of a piece: of a custom one, which comes as JSON, all its text at its end."""
         told = []
         for call in piece.delta.calls:
             if call.id is None and piece.index in self._open:
@@ -419,7 +419,7 @@ class ChatAnswer(Answer):
         return told if piece.finish_reason is None else told + self._text(piece.index)
 
     def _text(self, index: int) -> list[dict[str, Any]]:
-        """Of the custom call of a choice that ends here, if there is one."""
+        """Ends the custom call of a choice, if there is one, and tells its text."""
         call = self._open.pop(index, None)
         return [] if call is None else [{"index": call.index, "custom": {"input": given_text(call.arguments)}}]
 

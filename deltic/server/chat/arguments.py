@@ -50,7 +50,7 @@ def given_arguments(text: str) -> dict[str, Any] | None:
 
 
 def given_text(arguments: str) -> str:
-    """What a call of a custom tool says, in JSON text of its arguments as the model's function has them; of
+    """Text of a call of a custom tool, in JSON text of its arguments as the model's function has them; of
     one that was cut short, as far as it goes.
     """
     text = (given_arguments(arguments) or {}).get("input", arguments)
