@@ -48,6 +48,8 @@ from deltic.ops.gpu.norm import (
 
 ONE_SHOT_BYTES = 1 << 20
 """What a rank writes to all others together, up to which one shot is faster (`deltic bench allreduce`)."""
+FEW_ROWS = 64
+"""Rows of a launch up to which 8 warps a row are faster than 4 (the same bench)."""
 
 
 @dataclass(frozen=True)
@@ -294,7 +296,7 @@ def _launch(
         kernel, (last - first,), partials[:, first:], ranks.inbox, ranks.flags, ranks.epochs, ranks.inboxes, ranks.flag_lists,
         None if residual is None else residual[first:], w, out, ranks.rank, ranks.n_rows, width, n * width, 1.0 / width, eps,
         *more, RANKS=ranks.n_ranks, PARTS=parts, SLICES=n_partials // parts, LANES=LANES, PIECES=pieces(width), pdl=levers.pdl,
-        num_warps=norm_warps(last - first, width), **constants,
+        num_warps=8 if last - first <= FEW_ROWS else norm_warps(last - first, width), **constants,
     )
 
 

@@ -169,7 +169,8 @@ def store_norm(p_row, pieces, weights, width, inverse_width, eps, LANES: tl.cons
     for j in tl.static_range(PIECES):
         o_col = j * LANES + tl.arange(0, LANES)
         b_y = pieces[j] * b_inverse * (1.0 + weights[j])
-        tl.store(p_row + o_col, b_y.to(tl.bfloat16), mask=o_col < width)
+        # not p_row + o_col: Triton 3.6 would ask for half as many partials at once (LOG.md, "It was the norms")
+        tl.store(p_row + j * LANES + tl.arange(0, LANES), b_y.to(tl.bfloat16), mask=o_col < width)
 
 
 @triton.jit
@@ -211,12 +212,7 @@ def pieces(width: int) -> int:
 
 
 def norm_warps(n: int, width: int) -> int:
-    """Warps for a row: many where there are few rows, to ask for all of a row at once.
-
-    The bits do not see it (above).
-    """
-    if n <= 64:
-        return 8
+    """Warps for a row. The bits do not see them (above)."""
     return 4 if n < 256 or width > 2048 else 2
 
 
