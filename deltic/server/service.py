@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -32,7 +32,7 @@ from deltic.server.api.messages import find_pictures
 from deltic.server.api.responses_store import ResponseStore
 from deltic.server.batch.file_store import FileStore
 from deltic.server.batch.runner import BatchRunner
-from deltic.server.chat.constraint import Constrainer, NotInline
+from deltic.server.chat.constraint import Constrainer, NewGrammar, NotInline, compiles
 from deltic.server.chat.generation import RETRY_LATER, queue_full, unavailable
 from deltic.server.chat.picture_parts import PictureBounds, PictureReader, Pictures, Sent
 from deltic.server.chat.template import ChatTemplate
@@ -98,6 +98,8 @@ class Server:
     pictures: PictureReader = field(init=False)
     worker: FairThread = field(init=False)
     """One thread, so that large prompts cannot take the engine's cores."""
+    compiler: FairThread = field(init=False)
+    """Another, for requests whose grammars are new."""
     started_s: int = field(default_factory=lambda: int(time.time()))
     is_leaving: bool = False
     """Set when the process is told to stop: routers are to go elsewhere, and no connection is kept."""
@@ -125,6 +127,7 @@ class Server:
             self.batches = BatchRunner(self.config, self.accounts, files, self.writer)
         self.pictures = PictureReader(Hosts(self.config.fetch_images_from, "--fetch-images-from"), self.n_shares)
         self.worker = FairThread("prepare", lambda: int(MAX_PREPARING * self.max_body_mb * 1_000_000))
+        self.compiler = FairThread("compile", lambda: 0)  # the worker counts its bodies
         self.metrics = Exposition(self.accounts.numbers(), self.config.metrics_names)
 
     @property
@@ -534,10 +537,27 @@ class Service:
             return await self._prepare(size, work, request)
 
     async def _prepare(self, size: int, work: Callable[[], T], request: Request) -> T:
+        thread = self.server.worker
         if size <= INLINE_BYTES:
-            with suppress(NotInline):
+            try:
                 return work()
-        done = self.server.worker.submit(request.scope[TICKET].turns, size, work)
+            except NewGrammar:
+                thread = self.server.compiler
+            except NotInline:
+                pass
+        try:
+            return await self._in_turn(thread, size, work, request)
+        except NewGrammar:
+            return await self._in_turn(self.server.compiler, size, work, request)
+
+    async def _in_turn(self, thread: FairThread, size: int, work: Callable[[], T], request: Request) -> T:
+        """Raises NewGrammar where `thread` is for what others wait for."""
+
+        def run() -> T:
+            compiles.set(thread is self.server.compiler)
+            return work()
+
+        done = thread.submit(request.scope[TICKET].turns, size, run)
         return await unless_disconnected(request.receive, _result(asyncio.wrap_future(done)))
 
     @contextmanager

@@ -25,6 +25,7 @@ from deltic.engine.messages import Loading, Output, Request, TokenLogprob
 from deltic.models.checkpoint import DEMO
 from deltic.server import transport
 from deltic.server.api import protocol
+from deltic.server.chat import grammar
 from deltic.server.chat.answer import Choice, Scores
 from deltic.server.limits import INLINE_BYTES
 from deltic.server.service import Server
@@ -784,6 +785,39 @@ def test_large_bodies_that_wait_are_bounded_and_left_when_their_client_has_gone(
         assert asyncio.run(go(url)) == [200, 200]
     assert len(begun) == 2, "the bodies of clients that had left were worked on"
     wait_for(lambda: not any(app.state.server.worker._sizes.values()))
+
+
+def test_a_new_grammar_holds_up_no_request_without_one(
+    engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+    error_of_grammar = grammar.error_of
+
+    def slow(text: str, own: bool = True) -> str:
+        begun.set()
+        go_on.wait(5)
+        return error_of_grammar(text, own)
+
+    monkeypatch.setattr(grammar, "error_of", slow)
+
+    async def go(url: str) -> None:
+        async with httpx.AsyncClient(timeout=10) as client:
+            for padding in ("", "x" * 12_000):  # what is taken in the event loop, and what is not
+                begun.clear()
+                go_on.clear()
+                schema = {"type": "object", "properties": {f"a{len(padding)}": {"type": "string"}}}
+                body = {"prompt": "x", "structured_outputs": {"json": schema}, "metadata": {"a": padding}}
+                formed = asyncio.create_task(client.post(f"{url}/v1/completions", json=body))
+                while not begun.is_set():
+                    await asyncio.sleep(0.002)
+                free = {"prompt": "x", "metadata": {"a": "x" * 12_000}}
+                assert (await client.post(f"{url}/v1/completions", json=free)).status_code == 200
+                assert not formed.done()
+                go_on.set()
+                assert (await formed).status_code == 200
+
+    with served(make_app(engine)) as url:
+        asyncio.run(go(url))
 
 
 def test_bodies_that_are_still_read_are_bounded(engine: FakeEngineClient) -> None:

@@ -15,6 +15,7 @@ import re
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator
+from contextvars import ContextVar
 from typing import Annotated, Any, Literal
 
 import llguidance
@@ -49,7 +50,15 @@ N_KEPT = 64
 
 
 class NotInline(Exception):
-    """A grammar is to be compiled, and not in the event loop's thread."""
+    """What would take too long in the event loop's thread."""
+
+
+class NewGrammar(NotInline):
+    """A grammar is to be compiled, which may take long and has no parts, where others wait for it."""
+
+
+compiles: ContextVar[bool] = ContextVar("compiles", default=True)
+"""Whether new grammars may be compiled here, outside the event loop."""
 
 
 class JsonSchema(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -358,8 +367,8 @@ class Constrainer:
         key = asking().party, hashlib.sha256(written).digest()
         text = self._kept.get(key)
         if text is None:
-            if in_event_loop():
-                raise NotInline
+            if in_event_loop() or not compiles.get():
+                raise NewGrammar
             try:
                 text = self._build(asked, calls)
             except GrammarError as error:
