@@ -56,7 +56,7 @@ from deltic.server.api.routers import is_sleeping, model_info, render_chat, rend
 from deltic.server.api.transfer import STREAM, ExportRequest, export_cache, import_cache
 from deltic.server.batch import batches
 from deltic.server.errors import ApiError, bad_request
-from deltic.server.limits import ASKING, BATCH, RATE_HEADERS, TICKET, Ticket
+from deltic.server.limits import ASKING, BATCH, LARGE_BYTES, RATE_HEADERS, TICKET, Ticket
 from deltic.server.openapi import document
 from deltic.server.page import live, page
 from deltic.server.service import Kind, Server, Service
@@ -82,9 +82,6 @@ CLIENT_GONE = 499
 """The status noted for a client that left before its answer; nobody receives it."""
 
 CLOSE = {"connection": "close", "x-should-retry": "false"}
-
-LARGE_BYTES = 1_000_000
-"""Bytes of a body and its answer from which on memory is given back after the request."""
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 """A client's id that a log can show: one word, of bounded length."""

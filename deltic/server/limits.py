@@ -39,6 +39,9 @@ INLINE_BYTES = 8192
 counts as one that its key has in memory.
 """
 
+LARGE_BYTES = 1_000_000
+"""Bytes of a body and its answer from which on memory is given back after the request."""
+
 
 class Usage(Struct):
     """Token counts of one HTTP request, over all its prompts and choices."""

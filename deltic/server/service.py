@@ -13,7 +13,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
@@ -38,7 +38,7 @@ from deltic.server.chat.picture_parts import PictureBounds, PictureReader, Pictu
 from deltic.server.chat.template import ChatTemplate
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.fair_thread import FairThread, Room
-from deltic.server.limits import INLINE_BYTES, TICKET, Accounts, Ticket, asking
+from deltic.server.limits import INLINE_BYTES, LARGE_BYTES, TICKET, Accounts, Ticket, asking
 from deltic.server.metrics import Exposition, Metrics
 from deltic.server.speech.prompt import Prompter
 from deltic.server.speech.voices import VoiceStore
@@ -558,6 +558,14 @@ class Service:
             return work()
 
         done = thread.submit(request.scope[TICKET].turns, size, run)
+        if size > LARGE_BYTES or thread is self.server.compiler:  # its client may leave before it is done
+            loop = asyncio.get_running_loop()
+
+            def trim(_: object) -> None:
+                with suppress(RuntimeError):  # the loop was closed
+                    loop.call_soon_threadsafe(self.server.trim_soon)
+
+            done.add_done_callback(trim)
         return await unless_disconnected(request.receive, _result(asyncio.wrap_future(done)))
 
     @contextmanager

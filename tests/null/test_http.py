@@ -28,7 +28,7 @@ from deltic.server.api import protocol
 from deltic.server.chat import grammar
 from deltic.server.chat.answer import Choice, Scores
 from deltic.server.limits import INLINE_BYTES
-from deltic.server.service import Server
+from deltic.server.service import TRIM_S, Server
 from deltic.text import Tokenizer
 from tests.fake_engine import END, FakeEngineClient, byte_tokenizer, make_app, saying, served
 
@@ -818,6 +818,29 @@ def test_a_new_grammar_holds_up_no_request_without_one(
 
     with served(make_app(engine)) as url:
         asyncio.run(go(url))
+
+
+def test_memory_is_given_back_once_the_work_for_a_client_that_has_gone_ends(
+    engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on, trimmed = threading.Event(), threading.Event(), threading.Event()
+    parse = protocol.parse
+
+    def slow(body: bytes, kind: Any) -> Any:
+        begun.set()
+        go_on.wait(5)
+        return parse(body, kind)
+
+    monkeypatch.setattr(protocol, "parse", slow)
+    monkeypatch.setattr("deltic.server.service._trim", lambda pad: trimmed.set())
+    with served(make_app(engine)) as url:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(f"{url}/v1/completions", json={"prompt": "x", "metadata": {"a": "x" * 1_000_000}}, timeout=0.5)
+        assert begun.is_set()
+        time.sleep(2 * TRIM_S)
+        trimmed.clear()
+        go_on.set()
+        assert trimmed.wait(5)
 
 
 def test_bodies_that_are_still_read_are_bounded(engine: FakeEngineClient) -> None:
