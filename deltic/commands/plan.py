@@ -105,6 +105,9 @@ def _report(config: EngineConfig, has_vocabulary: bool = True) -> str:
         )
     else:
         console.print("Python and the HTTP process take about 0.2 GB more.")
+    decoders_gb = plan.decoders_bytes / 1e9
+    if decoders_gb:
+        console.print(f"Decoders of pictures may take up to {decoders_gb:.1f} GB of the host's memory more.")
     console.print(_fit_table(plan))
     if config.lora and not plan.speaks:
         for name, adapter in given_adapters(config, plan.shape).items():

@@ -5,7 +5,8 @@
 // Gimelshein, "Online normalizer calculation for softmax", 2018). The keys are cut into splits at fixed positions: each split
 // is summed by itself, and a row's splits are merged in order of position, whoever computed them. Pages and splits are at
 // absolute positions and a row never looks at its neighbours, so a token's output does not depend on how the prompt was cut,
-// on the batch, or on the number of threads. (For finite values: a masked key weighs 0, and 0 times infinity does not.)
+// on the batch, or on the number of threads. A row never multiplies what it may not see: such a token may be a rejected
+// draft's, whose value is no number, and 0 times that is none.
 //
 // A page holds k as words of two neighbouring elements, [nk, d / 2, 64 keys]: a score is a lane of its own and needs no sum
 // across lanes; then v as rows, [nk, 64 keys, d]. In fewer bits it is as in kv.h.
@@ -171,13 +172,15 @@ struct Attention {
             for (int j = 0; j < NR; j++) store(scores + r * PAGE + 16 * j, acc[r][j] * splat(scale));
     }
 
-    // record[r] += p[r] . v over the keys of a page, in order, 16 NV columns at a time; fetches the keys of the next page.
+    // record[r] += p[r] . v over the first seen[r] keys of a page, in order, 16 NV columns at a time; fetches the keys of the
+    // next page. No row sees fewer keys than the one before.
     template <int MR, int NV, bool FETCH>
-    static void value_tile(const float* p, const bf16* v, const bf16* next, int64_t n_keys, int64_t dim, int64_t c, float* sums) {
+    static void value_tile(const float* p, const bf16* v, const bf16* next, const int64_t* seen, int64_t dim, int64_t c, float* sums) {
         v16 acc[MR][NV];
         for (int r = 0; r < MR; r++)
             for (int j = 0; j < NV; j++) acc[r][j] = load(sums + r * Record::size(dim) + c + 16 * j);
-        for (int64_t i = 0; i < n_keys; i++) {
+        int64_t i = 0;
+        for (; i < seen[0]; i++) {
             if constexpr (FETCH)
                 for (int j = 0; j < NV; j += 2) __builtin_prefetch(next + c * PAGE + 16 * (NV * i + j));
             v16 value[NV];
@@ -185,16 +188,20 @@ struct Attention {
             for (int r = 0; r < MR; r++)
                 for (int j = 0; j < NV; j++) acc[r][j] = fma(splat(p[r * PAGE + i]), value[j], acc[r][j]);
         }
+        for (; i < seen[MR - 1]; i++)
+            for (int r = 0; r < MR; r++)
+                for (int j = 0; j < NV && i < seen[r]; j++)
+                    acc[r][j] = fma(splat(p[r * PAGE + i]), load_bf16(v + i * dim + c + 16 * j), acc[r][j]);
         for (int r = 0; r < MR; r++)
             for (int j = 0; j < NV; j++) store(sums + r * Record::size(dim) + c + 16 * j, acc[r][j]);
     }
 
     template <int MR, bool FETCH>
-    static void add_values(const float* p, const bf16* v, const bf16* next, int64_t n_keys, int64_t dim, float* sums) {
+    static void add_values(const float* p, const bf16* v, const bf16* next, const int64_t* seen, int64_t dim, float* sums) {
         constexpr int NV = VALUE_VECTORS;
         int64_t c = 0;
-        for (; c + 16 * NV <= dim; c += 16 * NV) value_tile<MR, NV, FETCH>(p, v, next, n_keys, dim, c, sums);
-        for (; c < dim; c += 16) value_tile<MR, 1, FETCH>(p, v, next, n_keys, dim, c, sums);
+        for (; c + 16 * NV <= dim; c += 16 * NV) value_tile<MR, NV, FETCH>(p, v, next, seen, dim, c, sums);
+        for (; c < dim; c += 16) value_tile<MR, 1, FETCH>(p, v, next, seen, dim, c, sums);
     }
 
     // Calls tile(rows of the tile, first row) for tiles of MR rows and one of what is left. Tiles do not touch the bits.
@@ -213,6 +220,7 @@ struct Attention {
     void attend_plain(const Block& b, int64_t split, float* sums) const {
         int64_t dim = heads.dim, rows_here = n_rows(b), stride = Record::size(dim);
         float scores[ROWS * PAGE];
+        int64_t seen[ROWS];  // keys of a page
         Pair rows[ROWS * MAX_DIM / 2];
         for (int64_t r = 0; r < rows_here; r++) {
             const bf16* x = query(b, r);
@@ -229,11 +237,15 @@ struct Attention {
                 if (r == 0) score_page<MR, true>(rows, k, v, n_keys, dim, scale, scores);
                 else score_page<MR, false>(rows + r * dim / 2, k, v, n_keys, dim, scale, scores + r * PAGE);
             });
-            for (int64_t r = 0; r < rows_here; r++) softmax_tile(scores + r * PAGE, limit(b, r) - base, Record{sums + r * stride, dim});
+            for (int64_t r = 0; r < rows_here; r++) {
+                const int64_t n_seen = limit(b, r) - base;
+                softmax_tile(scores + r * PAGE, n_seen, Record{sums + r * stride, dim});
+                seen[r] = n_seen < n_keys ? n_seen : n_keys;
+            }
             each_tile(rows_here, [&](auto n, int64_t r) {
                 constexpr int MR = decltype(n)::value;
-                if (r == 0) add_values<MR, true>(scores, v, next, n_keys, dim, sums);
-                else add_values<MR, false>(scores + r * PAGE, v, next, n_keys, dim, sums + r * stride);
+                if (r == 0) add_values<MR, true>(scores, v, next, seen, dim, sums);
+                else add_values<MR, false>(scores + r * PAGE, v, next, seen + r, dim, sums + r * stride);
             });
         }
     }

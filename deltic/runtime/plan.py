@@ -28,6 +28,10 @@ CACHE_SHARE = 4
 """Default share for checkpoints, one part in this many: of the pools beside running sequences, and of the
 host tier.
 """
+DECODERS_BYTES = 2 * (3 << 30)
+"""What the server's decoders of pictures and videos may take: `N_DECODING` processes of `DECODE_MEMORY` bytes
+of address space (server/chat/picture_parts.py, pictures.py). The largest pictures take 0.4 to 1.2 GB each.
+"""
 TOO_MUCH = 1 << 60
 """Size in bytes reported for a workspace that does not even fit the address space."""
 
@@ -179,6 +183,11 @@ class Plan(Generic[S]):
         """
         longest = max(self.max_model_len, self.max_picture_tokens)
         return max(4, self.max_num_seqs // 8) * longest * TOKEN_BYTES if self.max_picture_tokens else 0
+
+    @property
+    def decoders_bytes(self) -> int:
+        """Host memory beside the plan for what decodes pictures."""
+        return DECODERS_BYTES if self.max_picture_tokens else 0
 
     @property
     def max_logit_rows(self) -> int:
@@ -360,6 +369,9 @@ def make_plan(
     plan = _shrunk(asked, kind, config)
     if plan.spare_bytes < 0:
         raise _refusal(asked, plan, kind, config)
+    if not kind.on_gpu and config.memory_gb is None:  # at most half of what is spare: the cache's
+        lacking = plan.decoders_bytes - (free_bytes - plan.budget_bytes)
+        plan = replace(plan, budget_bytes=plan.budget_bytes - max(0, min(lacking, plan.spare_bytes // 2)))
     if kind.settle is not None:
         plan = kind.settle(plan, config)
     plan = _with_checkpoints(plan, kind, config)
@@ -494,15 +506,17 @@ def _with_checkpoints(plan: Plan[S], kind: Kind[S], config: EngineConfig) -> Pla
 
 def _on_host(plan: Plan[S], config: EngineConfig, free_bytes: int) -> int:
     """Bytes of the host's memory for what leaves a GPU: what is asked for, else one sequence of full length
-    where that is free.
+    where that is free beside decoders of pictures.
     """
     given = config.cache_host_gb
     wanted = plan.host_sequence_bytes if given is None else int(given * 1e9)
-    if wanted <= free_bytes // 2:
+    most = max(0, min(free_bytes // 2, free_bytes - plan.decoders_bytes))
+    if wanted <= most:
         return plan.whole_pages(wanted)
     if given is None:
         return 0
-    raise ConfigError(f"--cache-host-gb {given}: at most half of the {free_bytes / 1e9:.1f} GB that are free")
+    left = f", and what decoders of pictures leave: {most // 10**8 / 10} GB" if most < free_bytes // 2 else ""
+    raise ConfigError(f"--cache-host-gb {given}: at most half of the {free_bytes / 1e9:.1f} GB that are free{left}")
 
 
 # What does not fit, and what would.

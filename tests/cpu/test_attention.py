@@ -191,14 +191,27 @@ def test_fewer_bits_against_the_oracle(library: str, kv: str, heads: AttentionHe
         torch.testing.assert_close(out.view(BF16).float(), sequences.expected(s), rtol=2**-7, atol=2e-3)
 
 
-def test_what_is_no_number_is_none_in_fewer_bits() -> None:
-    for kv in ROUNDED:
-        sequences = Sequences(SETS[0], HEADS, (70,), kv)
-        sequences.proj[0][6, -1] = float("inf")  # a value of the last head
-        (out,) = sequences.run([(0, 0, 70)])
-        rows = out.view(BF16).view(70, HEADS.n_q, HEADS.dim)
-        assert rows[6:, HEADS.n_q // HEADS.n_kv :].isnan().all()
-        assert rows[:, : HEADS.n_q // HEADS.n_kv].isfinite().all() and rows[:6].isfinite().all()
+@pytest.mark.parametrize(("library", "kv"), [(library, kv) for library in SETS for kv in ("bf16", *ROUNDED)])
+@pytest.mark.parametrize("heads", [HEADS, AttentionHeads(6, 1, 96)])
+def test_what_is_no_number_is_none_and_harms_no_row_before_it(library: str, kv: str, heads: AttentionHeads) -> None:
+    """As where a draft is rejected: a row has the bits that it has by itself. At a page's first token, in its midst, at the
+    end of a split.
+    """
+    length, group = SPLIT_KEYS + 9, heads.n_q // heads.n_kv
+    for at in (6, 64, SPLIT_KEYS - 1, SPLIT_KEYS):
+        alone, found = (Sequences(library, heads, (length,), kv) for _ in range(2))
+        found.proj[0][at, -1] = float("inf")  # a value of the last head
+        first = max(0, at - 5)
+        if first:
+            for sequences in (alone, found):
+                sequences.run([(0, 0, first)])
+        for n_records in (0, EVERY_SPLIT_A_TASK):
+            (rows,) = found.run([(0, first, length)], n_records=n_records)
+            for i in range(first, at):
+                (expected,) = alone.run([(0, i, i + 1)], n_records=n_records)
+                assert torch.equal(rows[i - first], expected[0])
+            behind = rows[at - first :].view(BF16).unflatten(-1, (heads.n_q, heads.dim))
+            assert not behind[:, -group:, -1].isfinite().any() and behind[:, :-group].isfinite().all()
 
 
 @pytest.mark.long

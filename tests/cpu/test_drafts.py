@@ -64,11 +64,46 @@ def test_drafts_change_no_bit(kind: str, quantize: str | None, monkeypatch: pyte
     assert n_accepted > 200 and n_preempted > 0
 
 
+def draft_always(monkeypatch: pytest.MonkeyPatch, propose: Any) -> None:
+    """Drafts are what `propose` says, whatever they cost."""
+    monkeypatch.setattr(Drafter, "propose", propose)
+    monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)
+    monkeypatch.setattr(Drafting, "_is_probe", lambda self, n: False)
+    monkeypatch.setattr(Drafting, "_weigh", lambda self, spent_s, plain_s: None)
+
+
+def spoil_token_7(runner: Runner) -> None:
+    """Its embedding is no number."""
+    embed = runner.model.weights.embed
+    weight = tensor_of(embed.whole.data).view(torch.bfloat16).view(-1, embed.k // 2, 16, 2)
+    weight[0, :, 7] = float("nan")
+
+
+SPOILT = [("dense", "bf16"), ("dense", "int8"), ("dense", "k8v4"), ("moe", "bf16"), ("next", "int8"), ("dense, bfloat16 states", "bf16")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "kv"), SPOILT)
+def test_rejected_drafts_that_are_no_numbers_change_no_bit(kind: str, kv: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of their sequence, or of others; also where they begin the next page."""
+    params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True, logprobs=2, logit_bias={7: -50.0})
+    penalised = msgspec.structs.replace(params, temperature=1.0, seed=3, frequency_penalty=0.7, repetition_penalty=1.2)
+    given = [
+        Request(id=str(n), prompt_ids=[20 + n + i % 50 for i in range(n)], params=params if n % 2 else penalised)
+        for n in (3, 60, 61, 62, 130)
+    ]
+    runner = build(kind, kv_cache_dtype=kv)
+    spoil_token_7(runner)
+    draft_always(monkeypatch, lambda self, tokens, most, step, forced=(): [])
+    plain = Drawn(runner, given)
+    draft_always(monkeypatch, lambda self, tokens, most, step, forced=(): [9, 7, 9][: min(most, len(tokens) % 4)])
+    found = Drawn(runner, given)
+    assert found.stats.n_drafted > 100 and plain.stats.n_drafted == 0
+    assert found.answers == plain.answers
+
+
 def test_logits_that_are_not_finite_harm_their_sequence_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a prompt's last token, or of one in its midst, with drafts, grammars and penalties, beside others that have them, too."""
     runner = build("dense")
-    embed = runner.model.weights.embed
-    weight = tensor_of(embed.whole.data).view(torch.bfloat16).view(-1, embed.k // 2, 16, 2)[0, :, 7]  # of token 7
     text = (tiny_checkpoint("dense") / "tokenizer.json").read_text()
     grammar = llguidance.LLMatcher.grammar_from_lark("start: /[a-e]{24}/")
     common: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "logprobs": 2, "logit_bias": {7: -50.0}}
@@ -105,17 +140,10 @@ def test_logits_that_are_not_finite_harm_their_sequence_only(monkeypatch: pytest
     def propose(self: Drafter, tokens: Any, most: int, step: int, forced: Any = ()) -> list[int]:
         return [7 if 7 in tokens else int(tokens[-1])] * min(most, 3)
 
-    monkeypatch.setattr(Drafter, "propose", propose)
-    monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)
-    monkeypatch.setattr(Drafting, "_is_probe", lambda self, n: False)
-    monkeypatch.setattr(Drafting, "_weigh", lambda self, spent_s, plain_s: None)
+    draft_always(monkeypatch, propose)
     truth = {id: said(outputs) for id, outputs in run(good).items()}
-    kept = weight.clone()
-    try:
-        weight.fill_(float("nan"))
-        found = run([*bad, *good])
-    finally:
-        weight.copy_(kept)
+    spoil_token_7(runner)
+    found = run([*bad, *good])
     for request in good:
         assert (
             found[request.id][-1].finish_reason in ("length", "stop") and said(found[request.id]) == truth[request.id]

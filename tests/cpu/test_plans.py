@@ -10,8 +10,13 @@ import pytest
 from deltic.config import ConfigError, EngineConfig
 from deltic.models.qwen.shape import published_shape
 from deltic.models.vision.shape import VisionShape
+from deltic.ops.gpu.launch import Levers
+from deltic.runtime import plan as planner
 from deltic.runtime.cpu.device import TEXT
-from deltic.runtime.plan import TextPlan, make_plan
+from deltic.runtime.gpu import device as gpu
+from deltic.runtime.plan import DECODERS_BYTES, TextPlan, make_plan
+from deltic.server.chat import pictures, videos
+from deltic.server.chat.picture_parts import N_DECODING
 from tests.plans import GOLDEN, all_plans
 
 
@@ -48,3 +53,26 @@ def test_pixels_that_wait_are_in_the_plan() -> None:
     assert plan(4).total_bytes < 0.8 * 4e9 and plan(4).max_model_len == 32768
     assert "vision pixels that wait" not in plan(20, max_picture_tokens=0).workspace
     assert plan(20, max_num_seqs=64).pixel_bytes == 8 * 32768 * 3072
+
+
+def test_decoders_of_pictures_have_room_before_the_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert N_DECODING * max(pictures.DECODE_MEMORY, videos.DECODE_MEMORY) == DECODERS_BYTES
+    shape, tower = published_shape("qwen3.5-0.8b"), VisionShape.published("qwen3.5-0.8b", 1024)
+
+    def plan(kind: Any, gigabytes: float, host: float | None = None, **settings: Any) -> TextPlan:
+        config = EngineConfig(dummy="qwen3.5-0.8b", max_num_seqs=8, **settings)
+        free, of_host = int(gigabytes * 1e9), None if host is None else int(host * 1e9)
+        return make_plan(config, shape, kind, shape.vocab_size, free, of_host, tower=tower)
+
+    roomy = plan(TEXT, 18, max_model_len=262144)
+    assert roomy.budget_bytes <= 18 * 10**9 - DECODERS_BYTES
+    assert plan(TEXT, 4.3).n_checkpoints > 0  # where there is little, both are served
+    assert plan(TEXT, 20, memory_gb=19).budget_bytes == 19 * 10**9
+    on_gpu = gpu.text(Levers())
+    assert plan(on_gpu, 80, 8, cache_host_gb=1.5).host_bytes > 1.4e9
+    assert plan(on_gpu, 80, 8, cache_host_gb=4.0, max_picture_tokens=0).host_bytes > 3.9e9
+    with pytest.raises(ConfigError, match=r"8\.0 GB that are free, and what decoders of pictures leave: 1\.5 GB"):
+        plan(on_gpu, 80, 8, cache_host_gb=2.0)
+    assert plan(on_gpu, 80, 4, cache_host_gb=0.0).host_bytes == plan(on_gpu, 80, 4).host_bytes == 0
+    monkeypatch.setattr(planner, "DECODERS_BYTES", 0)
+    assert plan(TEXT, 18, max_model_len=262144).budget_bytes > roomy.budget_bytes + 10**9
