@@ -101,11 +101,13 @@ class FairThread:
         if job.goes_on is None:
             job.goes_on = threading.Event()
             self._n_begun += 1
-            self._threads.submit(self._do, job)
+            self._threads.submit(self._do)
         else:
             job.goes_on.set()
 
-    def _do(self, job: _Job) -> None:
+    def _do(self) -> None:
+        job = self._current
+        assert job is not None
         if job.done.set_running_or_notify_cancel():
             try:
                 result = job.work()
@@ -113,7 +115,8 @@ class FairThread:
                 job.done.set_exception(error)
             else:
                 job.done.set_result(result)
-        del job.work  # what it holds is large, and holds the job
+        del job.work  # what it holds is large, and its context holds the job
+        del job  # an error has this frame, and the job the error
         with self._lock:
             self._n_begun -= 1
             self._current = None
@@ -135,10 +138,14 @@ class FairThread:
         job.goes_on.wait()
 
     def _drop_cancelled(self, done: Future[Any]) -> None:
-        if done.cancelled():  # what it holds is large
+        if done.cancelled():
             with self._lock:
-                self._waiting = [job for job in self._waiting if job.done is not done]
-                heapify(self._waiting)
+                for job in self._waiting:
+                    if job.done is done:
+                        del job.work  # what it holds is large, and its context holds the job
+                        self._waiting.remove(job)
+                        heapify(self._waiting)
+                        break
 
 
 class Held:

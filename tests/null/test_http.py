@@ -820,6 +820,54 @@ def test_a_new_grammar_holds_up_no_request_without_one(
         asyncio.run(go(url))
 
 
+class Counted(bytes):
+    """A body; how many of them there are."""
+
+    n = 0
+
+    def __init__(self, body: bytes) -> None:
+        Counted.n += 1
+
+    def __del__(self) -> None:
+        Counted.n -= 1
+
+
+def test_bodies_of_clients_that_have_gone_are_forgotten_at_once(
+    engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those that waited, and that of an error that nobody hears of: the garbage collector comes seldom."""
+    begun, go_on = threading.Event(), threading.Event()
+    parse = protocol.parse
+
+    def slow(body: bytes, kind: Any) -> Any:
+        begun.set()
+        go_on.wait(10)
+        return parse(body, kind)
+
+    async def read(*given: Any) -> Counted:
+        return Counted(await transport.read_body(*given))
+
+    monkeypatch.setattr(protocol, "parse", slow)
+    monkeypatch.setattr("deltic.server.service.read_body", read)
+    body = {"prompt": "x", "max_tokens": -1, "metadata": {"a": "x" * INLINE_BYTES}}
+
+    async def go(url: str) -> None:
+        async with httpx.AsyncClient(timeout=0.5) as client:
+            asked = [client.post(f"{url}/v1/completions", json=body) for _ in range(3)]
+            answers = await asyncio.gather(*asked, return_exceptions=True)
+        assert all(isinstance(answer, httpx.ReadTimeout) for answer in answers)
+
+    gc.disable()
+    try:
+        with served(make_app(engine)) as url:
+            asyncio.run(go(url))
+            assert begun.is_set() and Counted.n
+            go_on.set()
+            wait_for(lambda: not Counted.n)
+    finally:
+        gc.enable()
+
+
 def test_memory_is_given_back_once_the_work_for_a_client_that_has_gone_ends(
     engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
