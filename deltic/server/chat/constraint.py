@@ -50,7 +50,7 @@ N_KEPT = 64
 
 
 class NotInline(Exception):
-    """What would take too long in the event loop's thread."""
+    """Work that would take too long in the event loop's thread."""
 
 
 class NewGrammar(NotInline):
