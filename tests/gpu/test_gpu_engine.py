@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import gc
 import random
 import re
 import time
@@ -24,7 +25,7 @@ from deltic.bench.quality import Document, readings
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.guides import Guide, Guides, Vocabulary
-from deltic.engine.messages import Constraint, Output, Request, SamplingParams
+from deltic.engine.messages import Constraint, Output, ReplayStats, Request, SamplingParams
 from deltic.engine.step import Chunk
 from tests.plain import plain
 from tests.reference.layers import stochastic_bfloat16
@@ -33,8 +34,10 @@ from tests.tiny import N_REAL_VOCAB, byte_tokenizer, tiny_checkpoint
 
 pytest.importorskip("triton")
 from deltic.models.qwen.gpu_buffers import GpuMemory
+from deltic.ops.gpu.launch import Levers
 from deltic.runtime.build import build_runner
 from deltic.runtime.gpu.device import Gpu
+from deltic.runtime.gpu.record import Recording, record_all
 from deltic.runtime.gpu.text import GpuTextRunner
 
 HAS_GPU = torch.cuda.is_available()
@@ -159,6 +162,39 @@ def test_against_the_oracle(kind: str) -> None:
             if not far and best[0] - best[1] > 2 * LOGPROB_TOLERANCE:
                 assert token == int(row.argmax())
     assert n_far <= (0 if "dense" in kind else 0.25 * 3 * N_TOKENS)
+
+
+@needs_gpu
+def test_an_older_recording_that_is_freed_ends_no_newer_one() -> None:
+    """Python's collector may find a runner that is gone at any allocation, also during a capture."""
+
+    class Gone:
+        def __init__(self, recordings: list[Recording]) -> None:
+            self.itself, self.recordings = self, recordings
+
+    x, stream = torch.zeros(8, device="cuda"), torch.cuda.Stream()
+
+    def recorded(body: Callable[[], object]) -> list[Recording]:
+        return record_all([body], stream, Levers(), lambda done: None, ReplayStats())
+
+    older = recorded(lambda: x.add_(1))
+
+    def allocates() -> None:
+        x.add_(1)
+        if older:  # the first time, before the capture
+            gc.collect()
+            Gone([older.pop()])
+        else:
+            kept = [[i] for i in range(3000)]  # more objects than a collection waits for
+            assert len(kept) == 3000
+
+    was = gc.get_threshold()
+    gc.set_threshold(500, 1, 1)
+    try:
+        recorded(allocates)
+    finally:
+        gc.set_threshold(*was)
+    assert gc.isenabled()
 
 
 @needs_gpu

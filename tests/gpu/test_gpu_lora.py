@@ -251,18 +251,25 @@ def run(inner: GpuTextRunner, *asked: tuple[str, list[int], int], n_tokens: int 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_against_the_oracle(kind: str) -> None:
-    """Prefill and decode of a sequence with an adapter of every module; an oracle that lacks the terms of some is further away."""
-    inner, ids, adapter = loaded(kind), prompt(3, 62), every_module(kind, 1)
-    drawn = run(inner, ("a", ids, 1))["a/0"]
+    """Prefill and decode of sequences with an adapter of every module; an oracle that lacks the terms of some is further away.
+
+    The median row of the median sequence counts: of a mixture, a rounding can exchange two experts of nearly equal weight,
+    and later rows read what that one wrote. Sequences without an adapter are as far away then (0.06, where most are at 0.03).
+    """
+    inner, adapter = loaded(kind), every_module(kind, 1)
+    prompts = [prompt(seed, 62) for seed in ((3, 4, 5) if HAS_GPU else (3,))]
+    found = run(inner, *((str(i), ids, 1) for i, ids in enumerate(prompts)))
+    drawn = [found[f"{i}/0"] for i in range(len(prompts))]
 
     def error(deltas: dict[str, tuple[Delta, ...]]) -> float:
-        weights = adapted(inner.model.weights, replace(adapter, deltas=deltas), "bfloat16")
-        tokens = ids + [entry[0] for entry in drawn[:-1]]
-        expected = forward(weights, inner.plan.shape, tokens, precision="bfloat16")[len(ids) - 1 :, :N_REAL_VOCAB]
-        rows = zip(expected.log_softmax(-1), drawn, strict=True)
-        errors = [[value - float(row[token]) for token, value in entry[2]] for row, entry in rows]
-        # Of a mixture, a rounding can exchange two experts of nearly equal weight: at few positions.
-        return float(np.median([np.sqrt(np.mean(np.square(of_row))) for of_row in errors]))
+        weights, of_prompts = adapted(inner.model.weights, replace(adapter, deltas=deltas), "bfloat16"), list[float]()
+        for ids, entries in zip(prompts, drawn, strict=True):
+            tokens = ids + [entry[0] for entry in entries[:-1]]
+            expected = forward(weights, inner.plan.shape, tokens, precision="bfloat16")[len(ids) - 1 :, :N_REAL_VOCAB]
+            rows = zip(expected.log_softmax(-1), entries, strict=True)
+            errors = [[value - float(row[token]) for token, value in entry[2]] for row, entry in rows]
+            of_prompts.append(float(np.median([np.sqrt(np.mean(np.square(of_row))) for of_row in errors])))
+        return float(np.median(of_prompts))
 
     whole = error(dict(adapter.deltas))
     assert whole < TOLERANCE

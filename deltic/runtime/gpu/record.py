@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -31,6 +33,18 @@ class Recording:
         self.body()
 
 
+@contextmanager
+def _without_collections() -> Iterator[None]:
+    """Lets Python collect nothing meanwhile: CUDA ends a capture during which an older recording is freed."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
 def record_all(
     bodies: list[Body],
     stream: torch.cuda.Stream | None,
@@ -51,7 +65,7 @@ def record_all(
         return [Recording(body, 0, replays) for body in bodies]
     torch.cuda.synchronize()  # what was allocated and copied so far was on another stream
     pool, recordings = torch.cuda.graph_pool_handle(), list[Recording]()
-    with torch.cuda.stream(stream):
+    with torch.cuda.stream(stream), _without_collections():
         for i, body in enumerate(bodies):
             launches.n = 0
             body()
