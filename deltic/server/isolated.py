@@ -9,6 +9,7 @@ the program's start; so a server begins the next one before it is asked for (`SP
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import signal
 import sys
@@ -16,8 +17,9 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # every file waits until its program is ready
     import asyncio
-    from asyncio.subprocess import Process
+    import subprocess
     from collections.abc import Callable
+    from concurrent.futures import ThreadPoolExecutor
 
 REFUSED = 3
 """The program's exit status where it refuses a file, with the reason in stderr."""
@@ -28,6 +30,8 @@ SLOWER = 3
 """How many times the seconds of a processor that it has a program may last, as it makes way."""
 SPARE_S = 60.0
 """How long one that is not asked for waits."""
+MOST = 64
+"""Programs at once: far more than rooms for decoders let in."""
 FIRST_TO_GO = "1000"
 """The kernel's largest oom_score_adj."""
 
@@ -43,22 +47,21 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
     limit_s: seconds of a processor. It is ended when nobody waits any more, too.
     """
     import asyncio  # which the program itself does without
+    import subprocess
 
     from deltic.server.errors import ApiError
 
-    process = await SPARE.take(program)
-    later = asyncio.get_running_loop().call_later(QUICK_S, _make_way, process.pid, program)
+    loop, process = asyncio.get_running_loop(), SPARE.take(program)
+    later = loop.call_later(QUICK_S, _make_way, process.pid, program)
     try:
-        async with asyncio.timeout(SLOWER * limit_s):
-            made, said = await process.communicate(data)
-    except TimeoutError:
+        made, said = await loop.run_in_executor(_threads(), _use, process, data, SLOWER * limit_s)
+    except subprocess.TimeoutExpired:
         raise Refused(f"could not be decoded within {SLOWER * limit_s:g} s") from None
     finally:
         later.cancel()
         SPARE.begin(program)
-        if process.returncode is None:
+        if process.poll() is None:  # nobody waits any more
             process.kill()
-            await process.wait()
     if process.returncode == REFUSED:
         raise Refused(said.decode("utf-8", "replace").rpartition("\n")[2])  # decoders print there, too
     if process.returncode == -signal.SIGXCPU:
@@ -78,16 +81,37 @@ def _make_way(pid: int, program: tuple[str, ...]) -> None:
         os.setpriority(os.PRIO_PROCESS, pid, NICENESS)
 
 
-async def _begun(program: tuple[str, ...]) -> Process:
-    import asyncio
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """One for each program that runs, which writes, reads and waits."""
+    from concurrent.futures import ThreadPoolExecutor
 
-    return await asyncio.create_subprocess_exec(
-        *program,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-        stderr=asyncio.subprocess.PIPE,
+    return ThreadPoolExecutor(MOST, "decoders")
+
+
+def _begun(program: tuple[str, ...]) -> subprocess.Popen[bytes]:
+    """Not a process of the event loop: uvloop forks, which copies the tables of a large server's memory, and all
+    wait for that.
+    """
+    import subprocess
+
+    return subprocess.Popen(
+        program,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         env={"PATH": os.environ.get("PATH", ""), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
     )
+
+
+def _use(process: subprocess.Popen[bytes], data: bytes, timeout_s: float) -> tuple[bytes, bytes]:
+    """What it writes to stdout and stderr. Raises TimeoutExpired, and has ended it then."""
+    try:
+        return process.communicate(data, timeout_s)
+    except BaseException:
+        process.kill()
+        process.communicate()
+        raise
 
 
 class Spare:
@@ -97,7 +121,7 @@ class Spare:
         self.is_kept = False
         """Whether there is one: not without somebody who drops it at the end."""
         self._program: tuple[str, ...] = ()
-        self._process: asyncio.Task[Process] | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, program: tuple[str, ...]) -> None:
@@ -106,35 +130,25 @@ class Spare:
 
         if self.is_kept and program != self._program:
             self.drop()
-            self._program, self._process = program, asyncio.create_task(_begun(program))
+            self._program, self._process = program, _begun(program)
             self._timer = asyncio.get_running_loop().call_later(SPARE_S, self.drop)
 
-    async def take(self, program: tuple[str, ...]) -> Process:
+    def take(self, program: tuple[str, ...]) -> subprocess.Popen[bytes]:
         """It, or another."""
-        import asyncio
-
-        if self._process is None or program != self._program:
-            return await _begun(program)
-        begun, self._process = self._process, None
+        process = self._process if program == self._program else None
+        if process is None:
+            return _begun(program)
+        self._process = None
         self.drop()
-        try:
-            process = await asyncio.shield(begun)
-        except asyncio.CancelledError:
-            begun.add_done_callback(_kill)
-            raise
-        return process if process.returncode is None else await _begun(program)
+        return process if process.poll() is None else _begun(program)
 
     def drop(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
         if self._process is not None:
-            self._process.add_done_callback(_kill)
+            self._process.kill()
+            _threads().submit(self._process.communicate)
         self._program, self._process, self._timer = (), None, None
-
-
-def _kill(begun: asyncio.Task[Process]) -> None:
-    if not begun.cancelled() and begun.exception() is None and begun.result().returncode is None:
-        begun.result().kill()
 
 
 SPARE = Spare()

@@ -56,7 +56,8 @@ def say(chat: dict[str, Any], seed: int = 0, thought: str | None = None, form: C
     asked = protocol.parse(
         json.dumps({"messages": [{"role": "user", "content": "x"}]} | chat).encode(), protocol.ChatRequest
     )
-    constraint = Constrainer(TOKENIZER, form).chat(asked, thought is not None)
+    constrainer = Constrainer(TOKENIZER, form)
+    constraint = constrainer.chat(asked, constrainer.chat_grammar(asked), thought is not None)
     assert constraint is not None
     ids = walk(constraint.grammar, seed)
     if thought is not None:

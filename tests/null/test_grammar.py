@@ -463,7 +463,7 @@ def test_hostile_schemas_end_soon(which: str) -> None:
     engine = FakeEngineClient(max_model_len=10**7, n_pages=200_000)
     started_s = time.process_time()
     response = post(engine, "/v1/chat/completions", {"messages": HELLO, "response_format": json_format(HOSTILE[which])})
-    assert time.process_time() - started_s < 6.0
+    assert time.process_time() - started_s < 4.0
     assert response.status_code in (200, 400)
     if response.status_code == 400:
         assert error_of(response)["param"].startswith("response_format.json_schema.schema")
@@ -471,7 +471,7 @@ def test_hostile_schemas_end_soon(which: str) -> None:
     body = {"messages": HELLO, "tools": [tool("f", {"properties": {"a": HOSTILE[which]}}, strict=True)]}
     started_s = time.process_time()
     assert post(engine, "/v1/chat/completions", body).status_code in (200, 400)
-    assert time.process_time() - started_s < 6.0
+    assert time.process_time() - started_s < 4.0
 
 
 def at_doors(schema: Any) -> dict[str, dict[str, Any]]:
@@ -498,7 +498,7 @@ def test_hostile_schemas_end_soon_at_every_door(path: str) -> None:
         body = {"model": "fake", **at_doors(HOSTILE[which])[path]}
         began_s = time.process_time()
         response = post(FakeEngineClient(), path, body)
-        assert response.status_code in (200, 400) and time.process_time() - began_s < 6.0, which
+        assert response.status_code in (200, 400) and time.process_time() - began_s < 4.0, which
         assert response.status_code == 200 or len(response.content) < 4096, which
     response = post(FakeEngineClient(), path, {"model": "fake", **at_doors(POINT)[path]})
     assert response.status_code == 200, response.text

@@ -17,7 +17,7 @@ from deltic import __version__
 from deltic.engine.messages import EngineInfo, Picture
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.server.api import protocol
-from deltic.server.api.completions import encoded, prompts_of, rendered, take_chat
+from deltic.server.api.completions import check, encoded, prompts_of, rendered, take_chat
 from deltic.server.chat.picture_parts import Pictures
 from deltic.server.service import Service
 from deltic.server.transport import LargeResponse, json_response
@@ -68,6 +68,7 @@ async def render_chat(service: Service, request: Request) -> ASGIApp:
     """POST /v1/chat/completions/render: the ids of a chat's prompt, for routers."""
 
     def work(service: Service, chat: protocol.ChatRequest, info: EngineInfo, pictures: Pictures) -> dict[str, Any]:
+        check(service, chat)
         prompt, _, _ = rendered(service, chat, info, pictures)
         return _told(service, prompt.ids, prompt.pictures)
 

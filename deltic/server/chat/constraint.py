@@ -286,8 +286,8 @@ class Constrainer:
         self._kept: OrderedDict[tuple[str, bytes], str] = OrderedDict()  # by party and hash of what was asked
         threading.stack_size(max(threading.stack_size(), grammar.STACK_BYTES))  # of threads begun from now on
 
-    def chat(self, chat: protocol.ChatRequest, thinking: bool) -> Constraint | None:
-        """thinking: the prompt opened a thought. Raises ApiError (400), NotInline."""
+    def chat_grammar(self, chat: protocol.ChatRequest) -> str:
+        """The grammar of a chat's answer, "" for none. Raises ApiError (400), NotInline."""
         asked = asked_format(chat)
         calls = calls_of(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
         is_free = not (asked or (calls and (calls.must or calls.most)))
@@ -295,20 +295,24 @@ class Constrainer:
             calls = None
         if chat.continue_final_message and (asked or (calls and calls.must)):
             raise bad_request("continue_final_message", "an answer whose form is fixed cannot begin in the request")
-        constraint = self._formed(chat, asked, self._grammar(asked, calls), thinking)
-        return self._with_words(constraint, chat)
+        return self._grammar(asked, calls)
+
+    def chat(self, chat: protocol.ChatRequest, text: str, thinking: bool) -> Constraint | None:
+        """text: its `chat_grammar`; thinking: the prompt opened a thought. Raises ApiError (400)."""
+        return self._with_words(self._formed(chat, text, thinking), chat)
 
     def _takes(self, text: ToolGrammar | None) -> bool:
         """Whether a text in a call can be held to its grammar."""
         return text is not None and self._form == "xml" and bool(self._token("<tool_call>"))
 
-    def _formed(self, chat: protocol.ChatRequest, asked: Format | None, text: str, thinking: bool) -> Constraint | None:
+    def _formed(self, chat: protocol.ChatRequest, text: str, thinking: bool) -> Constraint | None:
         """text: the grammar. Raises ApiError (400)."""
         budget = thinking_budget(chat)
         if not thinking or (budget is None and not text):
             return Constraint(grammar=text) if text else None
         end = self._tokenizer.encode("</think>", "parse")
         if len(end) != 1:
+            asked = asked_format(chat)
             param = "thinking_budget" if budget is not None else asked.path if asked else "tool_choice"
             raise bad_request(param, "not supported: this model's vocabulary has no token that ends a thought")
         gap = tuple(self._tokenizer.encode("\n\n"))
