@@ -74,7 +74,7 @@ WITHOUT_AMX = "-DGGML_NATIVE=OFF " + " ".join(
 )
 """Where there is AMX: everything but it.
 
-Its kernels for Q8_0 end this version with a general protection fault (LOG.md).
+Its kernels for Q8_0 end this version with a general protection fault (docs/log).
 """
 
 

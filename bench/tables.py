@@ -219,7 +219,7 @@ def peers_claim(runs: Runs) -> str:
     medians = [row["median"] for row in ratios]
     text = (
         f"On the CPU we measured, it {' and '.join(does)} {shown(min(medians))} to {shown(max(medians))} times as fast as "
-        f"{' and '.join(theirs)}, the least of any round {shown(min(row['min'] for row in ratios))}."
+        f"{' and '.join(theirs)} by the median, and {shown(min(row['min'] for row in ratios))} times in the slowest round."
     )
     if without_amx(run):
         text += " Deltic used AMX there; llama.cpp's AMX kernels crash on that machine and were left out."

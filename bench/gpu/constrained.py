@@ -5,7 +5,7 @@ Everything is the engine's, but for the server: prompts of 65 random tokens, tem
 a shape. A round's figure is the time of the middle half of its steps, divided by the tokens that each
 sequence drew in them; rounds of none, half and all take turns, the figure of each is their median, and ratios
 are taken within a round. Sequences that end before their length are no measurement: the part fails then.
-LOG.md, "Constrained sequences on a GPU", has what came of it.
+docs/log/2026-11.md, "Constrained sequences on a GPU", has what came of it.
 `python -m bench.gpu.constrained --dummy qwen3.5-0.8b --n 16,64`
 """
 

@@ -58,7 +58,7 @@ def is_there(name: str) -> bool:
     return (ROOT / name).exists() or any(any(folder.rglob(name)) for folder in folders)
 
 
-@pytest.mark.parametrize("path", [*MAPS, ROOT / "LOG.md"], ids=relative)
+@pytest.mark.parametrize("path", [*MAPS, *sorted(ROOT.glob("docs/log/*.md"))], ids=relative)
 def test_lines_fit_a_screen(path: Path) -> None:
     lines = without_code(path.read_text()).splitlines()
     long = [line for line in lines if len(line) > MAX_COLUMNS and (path in MAPS or not line.startswith("|"))]

@@ -93,3 +93,11 @@ def test_a_page_can_be_read(path: Path) -> None:
 
 def test_the_readme_is_one_page() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
+
+
+def test_each_experiment_has_a_line_in_the_index_of_the_log() -> None:
+    index = (ROOT / "docs/log/README.md").read_text()
+    lines = re.findall(r"^\| (\S+) \| \[(.*)\]\((.*)\.md#.*\) \| (kept|dropped|open|measured)\b.* \|$", index, re.M)
+    months = sorted((ROOT / "docs/log").glob("????-??.md"), reverse=True)
+    entries = [(p.stem, *e) for p in months for e in re.findall(r"^## (\S+) · (.*)$", p.read_text(), re.M)]
+    assert [(month, date, subject) for date, subject, month, _ in lines] == entries
