@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from deltic.bench.planted import Planted, decode
+from bench.planted import Planted, decode
 from deltic.bench.provenance import code, machine, now
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine

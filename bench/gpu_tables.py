@@ -1,4 +1,4 @@
-"""The tables of `deltic bench gpu`, for `bench/tables.py`."""
+"""The tables of `deltic bench gpu` and of what `bench/gpu` measures of models, for `bench/tables.py`."""
 
 from __future__ import annotations
 
@@ -71,7 +71,9 @@ def states(runs: Runs) -> str:
 
 def contexts(runs: Runs) -> str:
     """Steps behind long contexts, by the format of keys and values."""
-    again = "deltic bench gpu --dummy qwen3.5-27b --n 1,8,32 --context 1024,32768,262144 --kv-cache-dtype fp8"
+    again = (
+        "python -m bench.gpu.contexts --dummy qwen3.5-27b --n 1,8,32 --context 1024,32768,262144 --kv-cache-dtype fp8"
+    )
     found = [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-context-{shape}-*.json", gpu=True)]
     if not found:
         return missing(again)
@@ -96,7 +98,7 @@ def contexts(runs: Runs) -> str:
 
 def lora(runs: Runs) -> str:
     """Steps in which every sequence has an adapter, beside steps in which none has."""
-    again = "deltic bench gpu --dummy qwen3.5-27b --n 1,16 --lora 16 --prompt 128 --output 64 --prefill 2048"
+    again = "python -m bench.gpu.lora --dummy qwen3.5-27b --n 1,16 --lora 16 --prompt 128 --output 64 --prefill 2048"
     found = [run for shape in GPU_SHAPES for run in runs.newest(f"gpu-lora-{shape}-*.json", gpu=True)]
     if not found:
         return missing(again)
@@ -117,7 +119,7 @@ def lora(runs: Runs) -> str:
 
 def sums(runs: Runs) -> str:
     """Microseconds of what lies between two layers of a model on several GPUs."""
-    again = "deltic bench allreduce --gpus 2 --width 5120 --rows 1,4,16,64,128,512,2048"
+    again = "python -m bench.gpu.allreduce --gpus 2 --width 5120 --rows 1,4,16,64,128,512,2048"
     found = runs.newest("allreduce-*.json", gpu=True)
     if not found:
         return missing(again)
@@ -168,7 +170,7 @@ def decodes_and_prefills(found: list[Run], *again: str) -> str:
 def drafts(runs: Runs) -> str:
     """Milliseconds a token with drafts, beside those without."""
     again = [
-        f"deltic bench gpu --dummy {model} --accept 0,0.75 --output 256 --n {sizes}"
+        f"python -m bench.gpu.drafts --dummy {model} --accept 0,0.75 --output 256 --n {sizes}"
         for model, sizes in (
             ("qwen3.5-27b", "1,8,16,64"),
             ("qwen3.5-27b --format fp8", "1,16"),

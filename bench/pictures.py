@@ -110,10 +110,9 @@ class GpuTowers:
         torch.cuda.synchronize()
 
     def own(self, rows: int, patches: np.ndarray) -> Callable[[], None]:
-        from deltic.bench.gpu import tower
-        from deltic.ops.gpu.launch import Levers
+        from bench.gpu.tower import tower
 
-        start = tower(self.shape, self.weights, rows * PATCH_SIZE, Levers())
+        start = tower(self.shape, self.weights, rows * PATCH_SIZE)
 
         def run() -> None:
             start()

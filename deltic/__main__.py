@@ -160,18 +160,6 @@ BENCHES = {
     "gpu": Command(
         "time decodes and prefills on a GPU, beside its roofs", bench_flags.gpu, "bench.gpu:bench_gpu", _engine
     ),
-    "ablate": Command(
-        "what each optimisation of the GPU brings, and whether bits change",
-        bench_flags.ablate,
-        "bench.gpu:bench_ablate",
-        _engine,
-    ),
-    "allreduce": Command(
-        "time what lies between two layers on several GPUs, by how it is done",
-        bench_flags.allreduce,
-        "bench.gpu_all_reduce:bench",
-        lambda arguments: (arguments,),
-    ),
     "quality": Command(
         "what quantised weights lose against bfloat16",
         bench_flags.quality,
@@ -236,6 +224,9 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
         top.error(
             f"there is no command {words[0]!r}; {nearest(words[0], known) or 'deltic alone says what to do next'}"
         )
+    for gone in ("ablate", "allreduce"):
+        if list(words[:2]) == ["bench", gone]:
+            top.error(f"bench {gone} is for developers: python -m bench.gpu.{gone}, in a copy of the repository")
     arguments, left = top.parse_known_args(words)
     if left:
         known = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", arguments.used.format_help()))

@@ -245,7 +245,7 @@ class EngineConfig:
     )
     lever: tuple[str, ...] = knob(
         (),
-        "set an optimisation of the GPU, to measure it, e.g. pdl=off (deltic bench ablate lists them); may be given several "
+        "set an optimisation of the GPU, to measure it, e.g. pdl=off (docs/gpu.md lists them); may be given several "
         "times",
         metavar="NAME=VALUE",
         device="cuda",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import time
 import traceback
 from collections.abc import Callable
@@ -13,7 +14,10 @@ from typing import Any
 
 import torch
 
+from deltic.__main__ import finished
 from deltic.bench.provenance import code, machine, now
+from deltic.commands import settings
+from deltic.config import EngineConfig
 
 DEVICE = "cuda"
 
@@ -90,3 +94,9 @@ def run(
     if arguments.out:
         arguments.out.mkdir(parents=True, exist_ok=True)
         (arguments.out / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
+
+
+def run_model(parser: argparse.ArgumentParser, bench: Callable[[argparse.Namespace, EngineConfig], int]) -> None:
+    """Runs the bench of a model as a command of `deltic` runs; ends the process."""
+    arguments = parser.parse_args()
+    sys.exit(finished(lambda: bench(arguments, settings.engine(arguments))))

@@ -62,52 +62,26 @@ def speech(sub: argparse.ArgumentParser) -> None:
     add_engine(sub, "seed")
 
 
-def gpu(sub: argparse.ArgumentParser) -> None:
-    """Of `deltic bench gpu`."""
+def gpu_model(sub: argparse.ArgumentParser, *more: str) -> None:
+    """What a bench of a model on a GPU measures, and where its result goes. more: further engine settings."""
     add_model(sub)
     add = sub.add_argument
     add("--n", default="1,4,16,64,128", metavar="N,N,...", help="sequences (default: 1,4,16,64,128)")
+    text = "of --dummy: projections as a published checkpoint stores them, e.g. fp8, Q4_K, NVFP4"
+    add("--format", metavar="NAME", help=text)
+    add("--out", metavar="DIR", help=OUT_HELP)
+    names = ("dummy", "quantize", "lever", "memory_gb", "max_model_len", "max_step_tokens", "kv_cache_dtype")
+    add_some(sub, *names, "state_dtype", "tensor_parallel", "tp_invariant", "seed", *more)
+
+
+def gpu(sub: argparse.ArgumentParser) -> None:
+    """Of `deltic bench gpu`."""
+    gpu_model(sub)
+    add = sub.add_argument
     add("--prompt", type=int, default=128, metavar="TOKENS", help="default: 128")
     add("--output", type=int, default=256, metavar="TOKENS", help="default: 256")
     add("--prefill", default="8192", metavar="T,T,...", help="tokens of cold prompts (default: 8192)")
     add("--rounds", type=int, default=1, metavar="R", help="default: 1")
-    add(
-        "--format",
-        metavar="NAME",
-        help="of --dummy: projections as a published checkpoint stores them, e.g. fp8, Q4_K, NVFP4",
-    )
-    text = "encodes square pictures with these sides in pixels, too, in the tower with random weights"
-    add("--pictures", default="", metavar="SIDE,SIDE,...", help=text)
-    text = "decodes with drafts, whose tokens are right with these probabilities, beside plain ones; nothing else"
-    add("--accept", default=None, metavar="P,P,...", help=text)
-    text = "replays a step behind contexts of so many tokens, e.g. 1024,32768,262144; nothing else"
-    add("--context", default=None, metavar="T,T,...", help=text)
-    text = "decodes and prompts with so many adapters of all linear modules in turn, beside plain ones; nothing else"
-    add("--lora", dest="n_loras", type=int, default=0, metavar="N", help=text)
-    add("--lora-rank", type=int, default=16, metavar="R", help="of these (default: 16)")
-    add("--out", metavar="DIR", help=OUT_HELP)
-    names = ("dummy", "quantize", "lever", "memory_gb", "max_model_len", "max_step_tokens", "max_drafts")
-    add_some(sub, *names, "kv_cache_dtype", "state_dtype", "tensor_parallel", "tp_invariant", "seed")
-
-
-def ablate(sub: argparse.ArgumentParser) -> None:
-    """Of `deltic bench ablate`."""
-    add_model(sub)
-    add = sub.add_argument
-    add("--n", default="1,8,64", metavar="N,N,...", help="sequences (default: 1,8,64)")
-    add("--output", type=int, default=64, metavar="TOKENS", help="default: 64")
-    add("--out", metavar="DIR", help=OUT_HELP)
-    add_some(sub, "dummy", "memory_gb", "max_model_len", "max_drafts", "seed")
-
-
-def allreduce(sub: argparse.ArgumentParser) -> None:
-    """Of `deltic bench allreduce`."""
-    add = sub.add_argument
-    add("--gpus", type=int, default=2, metavar="N", help="how many, a power of two (default: 2)")
-    add("--rows", default="1,4,16,64,128,512", metavar="N,N,...", help="default: 1,4,16,64,128,512")
-    add("--width", type=int, default=5120, metavar="H", help="of a row (default: 5120)")
-    add("--rounds", type=int, default=9, metavar="R", help="default: 9")
-    add("--out", metavar="DIR", help=OUT_HELP)
 
 
 def quality(sub: argparse.ArgumentParser) -> None:

@@ -60,7 +60,7 @@ def now() -> datetime.datetime:
     return datetime.datetime.now().astimezone().replace(microsecond=0)
 
 
-def runs_directory(out: str | None) -> Path:
+def runs_directory(out: str | Path | None) -> Path:
     """`out`, or bench/runs/<date>-<machine> under the working directory; made when missing."""
     path = Path(out) if out else Path("bench/runs") / f"{now():%Y-%m-%d}-{machine_name()}"
     path.mkdir(parents=True, exist_ok=True)

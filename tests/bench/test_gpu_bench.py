@@ -1,4 +1,4 @@
-"""`deltic bench gpu`: rounds in turns, and a file that the documents' table is made of. Only a tower runs."""
+"""`deltic bench gpu` and `bench/gpu`: rounds in turns, and files that the documents' tables are made of."""
 
 from __future__ import annotations
 
@@ -15,6 +15,8 @@ import pytest
 pytest.importorskip("triton")
 
 from bench import gpu_tables
+from bench.gpu import ablate, contexts, drafts, lora
+from bench.gpu.tower import tower
 from bench.kept import Runs
 from deltic.bench import gpu
 from deltic.config import ConfigError, EngineConfig
@@ -23,8 +25,7 @@ from deltic.engine.engine import Engine
 from deltic.models.qwen.shape import published_shape
 from deltic.models.vision.shape import VisionShape
 from deltic.models.vision.weights import dummy_vision
-from deltic.ops.gpu.launch import Levers
-from deltic.ops.gpu.roofs import GpuRoofs
+from deltic.ops.gpu.launch import Levers, launches
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.plan import AdapterRoom
@@ -60,17 +61,7 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(gpu, "prefill_ms", prefill)
     out = tmp_path / "2026-01-01-h200"
     arguments = argparse.Namespace(
-        n="1,128",
-        prompt=128,
-        output=256,
-        prefill="8192",
-        rounds=3,
-        format=None,
-        out=str(out),
-        accept=None,
-        context=None,
-        pictures="",
-        n_loras=0,
+        n="1,128", prompt=128, output=256, prefill="8192", rounds=3, format=None, out=str(out)
     )
     assert gpu.bench_gpu(arguments, EngineConfig(dummy="qwen3.5-27b")) == 0
     one_round = [("decode", 1), ("decode", 128), ("prefill", 8192)]
@@ -105,7 +96,7 @@ def test_drafts_that_are_right_as_planted(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(Drafting, "_step_s", lambda self, n: [1.0] * 65)  # every row is worth it
     monkeypatch.setattr(Drafting, "_is_probe", lambda self, n: False)
     monkeypatch.setattr(Drafting, "_weigh", lambda self, spent_s, plain_s: None)
-    sure, never = gpu.accept_rows(runner, 1, [1.0, 0.0], prompts, answers, 1)
+    sure, never = drafts.accept_rows(runner, 1, [1.0, 0.0], prompts, answers, 1)
     for name in ("head", "free"):
         assert 1.0 == never[f"{name}_tokens_a_step"] < sure[f"{name}_tokens_a_step"]
         assert len(sure[f"{name}_ms"]) == 1
@@ -116,25 +107,14 @@ def test_drafts_that_are_right_as_planted(tmp_path: Path, monkeypatch: pytest.Mo
         asked.append(max_drafts)
         return SimpleNamespace(runner=runner)
 
-    monkeypatch.setattr(gpu, "need_gpu", lambda: None)
+    monkeypatch.setattr(drafts, "need_gpu", lambda: None)
     monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, *_, drafts: SimpleNamespace(engine=engine)))
-    monkeypatch.setattr(gpu, "decode", lambda *_, seed: ([0.01, 0.02, 0.03], []))
+    monkeypatch.setattr(drafts, "decode", lambda *_, seed: ([0.01, 0.02, 0.03], []))
     rows = [{"n": 1, "accept": 0.8, "free_ms": [10.0], "free_tokens_a_step": 2.0}]  # of a model without a head
-    monkeypatch.setattr(gpu, "accept_rows", lambda *_: rows)
+    monkeypatch.setattr(drafts, "accept_rows", lambda *_: rows)
     out = tmp_path / "2026-01-01-h200"
-    arguments = argparse.Namespace(
-        n="1",
-        prompt=128,
-        output=256,
-        rounds=2,
-        format=None,
-        out=str(out),
-        accept="0.8",
-        context=None,
-        pictures="",
-        n_loras=0,
-    )
-    assert gpu.bench_gpu(arguments, EngineConfig(dummy="qwen3.5-27b", max_drafts=3)) == 0
+    arguments = argparse.Namespace(n="1", prompt=128, output=256, rounds=2, format=None, out=str(out), accept="0.8")
+    assert drafts.bench(arguments, EngineConfig(dummy="qwen3.5-27b", max_drafts=3)) == 0
     (file,) = out.glob("gpu-accept-qwen3.5-27b-*.json")
     found = json.loads(file.read_text())
     assert asked == [0, 3] and found["rows"] == [rows[0] | {"plain_ms": [20.0, 20.0]}]
@@ -154,11 +134,11 @@ def test_steps_behind_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     engine = SimpleNamespace(runner=runner, info=SimpleNamespace(device="NVIDIA H200"))
     device = SimpleNamespace(n_gpus=1, n_cuts=1)
     model = SimpleNamespace(shape=shape, engine=lambda levers, n: engine, device=device)
-    monkeypatch.setattr(gpu, "need_gpu", lambda: None)
+    monkeypatch.setattr(contexts, "need_gpu", lambda: None)
     monkeypatch.setattr(gpu.GpuRoofs, "measured", classmethod(lambda cls: cls(4.4e12, 7.9e14)))
     monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, config, format: model))
-    given = dict(n="1,8", format=None, accept=None, pictures="", n_loras=0, out=str(tmp_path / "2026-01-01-h200"))
-    assert gpu.bench_gpu(argparse.Namespace(context="1024,32768", **given), EngineConfig(dummy="qwen3.5-27b")) == 0
+    given = dict(n="1,8", format=None, out=str(tmp_path / "2026-01-01-h200"))
+    assert contexts.bench(argparse.Namespace(context="1024,32768", **given), EngineConfig(dummy="qwen3.5-27b")) == 0
     assert asked == [(1, 1024), (8, 1024), (1, 32768), (8, 32768)]
     found = json.loads(next((tmp_path / "2026-01-01-h200").glob("gpu-context-*.json")).read_text())
     one, *_, most = found["rows"]
@@ -167,7 +147,7 @@ def test_steps_behind_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for context, words in (("60", "at least 61"), ("2048", "more than --max-model-len 1024")):
         config = EngineConfig(dummy="qwen3.5-27b", max_model_len=1024)
         with pytest.raises(ConfigError, match=words):
-            gpu.bench_gpu(argparse.Namespace(context=context, **given), config)
+            contexts.bench(argparse.Namespace(context=context, **given), config)
 
 
 @pytest.mark.long
@@ -181,17 +161,16 @@ def test_adapters_beside_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         return plain
 
     model = SimpleNamespace(shape=runner.plan.shape, engine=engine, cuts=())
-    monkeypatch.setattr(gpu, "need_gpu", lambda: None)
+    monkeypatch.setattr(lora, "need_gpu", lambda: None)
     monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, *_: model))
     monkeypatch.setattr(gpu.torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(type(runner), "replay_ms", lambda self, n, n_keys, adapters=(): 1.0 + len(adapters))
-    monkeypatch.setattr(gpu, "prefill_ms", lambda engine, n, adapter: [2.0 if adapter else 1.0])
+    monkeypatch.setattr(lora, "prefill_ms", lambda engine, n, adapter: [2.0 if adapter else 1.0])
     out = tmp_path / "2026-01-01-h200"
     arguments = argparse.Namespace(
-        n="2", prompt=3, output=8, prefill="64", rounds=1, format=None, out=str(out), accept=None, context=None, pictures="", n_loras=2,
-        lora_rank=4,
+        n="2", prompt=3, output=8, prefill="64", rounds=1, format=None, out=str(out), n_loras=2, lora_rank=4
     )  # fmt: skip
-    assert gpu.bench_gpu(arguments, EngineConfig(dummy="qwen3.5-27b")) == 0
+    assert lora.bench(arguments, EngineConfig(dummy="qwen3.5-27b")) == 0
     (file,) = out.glob("gpu-lora-qwen3.5-27b-*.json")
     decode, prefill = json.loads(file.read_text())["rows"]
     assert (decode["alone_ms"], decode["lora_alone_ms"]) == (1.0, 3.0) and len(decode["lora_ms"]) == 1
@@ -199,35 +178,44 @@ def test_adapters_beside_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_drafts_are_ablated_where_there_are_any() -> None:
-    names = [name for name, _, _ in gpu.variants(0)]
+    names = [name for name, _, _ in ablate.variants(0)]
     assert names[0] == "all on" and "pdl=off" in names and len(set(names)) == len(names)
-    assert [(name, n) for name, _, n in gpu.variants(8)] == [*((name, 0) for name in names), ("max_drafts=8", 8)]
-    assert gpu.variants(8)[-1][1] == gpu.variants(8)[0][1]
+    assert [(name, n) for name, _, n in ablate.variants(8)] == [*((name, 0) for name in names), ("max_drafts=8", 8)]
+    assert ablate.variants(8)[-1][1] == ablate.variants(8)[0][1]
 
 
-def test_a_picture_is_encoded_and_beside_its_roof(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_lever_is_ablated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each with its time, its launches, and whether tokens stayed the same."""
+    runner = GpuTextRunner.__new__(GpuTextRunner)
+    monkeypatch.setattr(GpuTextRunner, "n_launches", lambda self, n: 454)
+    made: list[Levers] = []
+
+    def engine(levers: Levers, n: int, n_drafts: int) -> SimpleNamespace:
+        made.append(levers)
+        return SimpleNamespace(runner=runner)
+
+    monkeypatch.setattr(ablate, "need_gpu", lambda: None)
+    monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, config, drafts: SimpleNamespace(engine=engine)))
+    monkeypatch.setattr(ablate, "decode", lambda engine, n, *_, seed: ([0.01] * n, [[n, made[-1].split_k]]))
+    monkeypatch.setattr(gpu.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    arguments = argparse.Namespace(n="1,8", output=8, out=str(tmp_path / "2026-01-01-h200"))
+    assert ablate.bench(arguments, EngineConfig(dummy="qwen3.5-0.8b")) == 0
+    rows = json.loads(next((tmp_path / "2026-01-01-h200").glob("ablate-qwen3.5-0.8b-*.json")).read_text())["rows"]
+    assert [row["lever"] for row in rows] == [name for name, _, _ in ablate.variants(0)]
+    assert [row["lever"] for row in rows if not row["same_tokens"]] == ["split_k=off"]
+    assert {(row["ms_1"], row["ms_8"], row["launches"]) for row in rows} == {(10.0, 10.0, 454)}
+
+
+def test_a_picture_is_encoded(device: str) -> None:
     shape = VisionShape(depth=1, hidden_size=128, n_heads=2, intermediate_size=96, out_hidden_size=64)
-    weights = dummy_vision(shape, store=DeviceStore(device))
-    if device == "cpu":  # a second for each
-        monkeypatch.setattr(gpu.torch.cuda, "synchronize", lambda: None)
-        monkeypatch.setattr(gpu, "TOGETHER", 2)
-        monkeypatch.setattr(gpu, "PICTURE_ROUNDS", 1)
-    row = gpu.tower_row(shape, weights, GpuRoofs(1e10, 1e6), 64, Levers())
-    assert row["roof"] == pytest.approx(shape.n_operations(16) / 1e6 * 1000 / row["ms_of_8"], rel=1e-2)
-    assert row["ms"] > 0
+    start, n_before = tower(shape, dummy_vision(shape, store=DeviceStore(device)), 64), launches.n
+    start()
+    assert launches.n > n_before
 
 
-@pytest.mark.parametrize(
-    ("dummy", "sides"), [("qwen3.5-0.8b", "100"), ("qwen3.5-0.8b", "0"), ("qwen3-next-80b-a3b", "64")]
-)
-def test_other_pictures_are_an_error(dummy: str, sides: str) -> None:
-    roofs, levers = GpuRoofs(1e10, 1e11), Levers()
-    with pytest.raises(ConfigError, match="--pictures"):
-        gpu.tower_rows(sides, EngineConfig(dummy=dummy), roofs, levers)
-    assert gpu.tower_rows("", EngineConfig(dummy=dummy), roofs, levers) == {}
-
-
-def test_pictures_are_not_dropped_beside_drafts(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("flag", ["--n", "--prefill"])
+def test_what_is_no_number_is_told_by_its_flag(flag: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "need_gpu", lambda: None)
-    with pytest.raises(ConfigError, match="--accept"):
-        gpu.bench_gpu(argparse.Namespace(accept="0.5", pictures="64", n_loras=0), EngineConfig(dummy="qwen3.5-0.8b"))
+    given = {"n": "1", "prefill": "8192"} | {flag.removeprefix("--"): "1,x"}
+    with pytest.raises(ConfigError, match=f"{flag} '1,x'"):
+        gpu.bench_gpu(argparse.Namespace(**given), EngineConfig(dummy="qwen3.5-0.8b"))

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltic.bench.gpu_all_reduce import bench
+from bench.gpu.allreduce import bench
 from deltic.config import ConfigError
 from deltic.ops.contract import KernelError
 from deltic.ops.geometry import Allocate

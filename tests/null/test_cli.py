@@ -180,6 +180,8 @@ def test_a_server_child_is_told_of_a_model_only_when_one_was_given(command, monk
         ("serve a --and b --tread=2", "usage: deltic serve", "--tread=2; did you mean --threads?"),
         ("bench quality --text 5 --zzzz", "usage: deltic bench quality", "arguments: --zzzz\n"),
         ("version x", "usage: deltic version", "arguments: x\n"),
+        ("bench ablate --dummy x", "usage: deltic", "python -m bench.gpu.ablate, in a copy of the repository"),
+        ("bench allreduce", "usage: deltic", "python -m bench.gpu.allreduce, in a copy of the repository"),
     ],
 )
 def test_a_mistyped_flag_is_told_with_the_nearest(arguments, usage, hint, capsys):

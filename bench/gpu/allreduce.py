@@ -1,4 +1,4 @@
-"""`deltic bench allreduce`: what lies between two layers of a model on several GPUs, by how it is done.
+"""What lies between two layers on several GPUs, by how it is done: `python -m bench.gpu.allreduce`.
 
 The sum over ranks, the residual stream and the norm, of rows as wide as a model: in one kernel, in one or two
 shots (ops/gpu/all_reduce.py); as a kernel each; and with NCCL's all-reduce. Each alone and in a recording of
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -21,6 +22,8 @@ from rich.table import Table
 from torch import Tensor
 from torch.cuda import nccl
 
+from bench.gpu.experiment import parser
+from deltic.__main__ import finished
 from deltic.bench.gpu import need_gpu, write_result
 from deltic.bench.sweep import numbers
 from deltic.config import ConfigError
@@ -132,7 +135,7 @@ def repeated(start: Callable[[int], None], n: int) -> None:
 
 
 def bench(arguments: argparse.Namespace) -> int:
-    """The command: a table and a JSON file; 0. Raises ConfigError where there are not as many GPUs, or none
+    """Prints a table and writes a JSON file; 0. Raises ConfigError where there are not as many GPUs, or none
     that reach each other.
     """
     need_gpu()
@@ -172,3 +175,18 @@ def bench(arguments: argparse.Namespace) -> int:
     more = {"gpus": n_gpus, "width": arguments.width, "rounds": arguments.rounds, "link": link, "rows": found}
     write_result("allreduce", f"{n_gpus}x{arguments.width}", torch.cuda.get_device_name(), arguments.out, **more)
     return 0
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--gpus", type=int, default=2, metavar="N", help="how many, a power of two (default: 2)")
+    rows = "1,4,16,64,128,512"
+    flags.add_argument("--rows", default=rows, metavar="N,N,...", help=f"default: {rows}")
+    flags.add_argument("--width", type=int, default=5120, metavar="H", help="of a row (default: 5120)")
+    flags.add_argument("--rounds", type=int, default=9, metavar="R", help="default: 9")
+    arguments = flags.parse_args()
+    sys.exit(finished(lambda: bench(arguments)))
+
+
+if __name__ == "__main__":
+    main()

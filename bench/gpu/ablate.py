@@ -1,0 +1,91 @@
+"""What each lever of a GPU brings: `python -m bench.gpu.ablate [MODEL | --dummy SHAPE] [--max-drafts N]`.
+
+The time of a step with each lever off, one at a time, its launches, and whether the tokens stay the same;
+with --max-drafts also of drafts, of which random weights guess hardly any right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import statistics
+from dataclasses import replace
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from bench.gpu.experiment import parser, run_model
+from deltic.bench.gpu import Model, decode, need_gpu, runner_of, write_result
+from deltic.commands.flags import add_model, add_some
+from deltic.config import EngineConfig
+from deltic.ops.gpu.launch import Levers
+
+
+def variants(max_drafts: int) -> list[tuple[str, Levers, int]]:
+    """Name, levers and most tokens of a draft: the base, one lever switched off at a time, and drafts, where
+    there are any.
+    """
+    base = Levers()
+    names = [field.name for field in dataclasses.fields(Levers)]
+    found = [("all on", base, 0), *((f"{name}=off", replace(base, **{name: False}), 0) for name in names)]
+    return found + ([(f"max_drafts={max_drafts}", base, max_drafts)] if max_drafts else [])
+
+
+def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
+    """Measures each lever; prints a table and writes a JSON file. Raises ConfigError."""
+    need_gpu()
+    rows = [int(n) for n in arguments.n.split(",")]
+    max_drafts, shape_name = config.max_drafts or 0, config.dummy or config.model
+    model = Model.load(config, drafts=max_drafts > 0)
+    found: list[dict[str, Any]] = []
+    base: dict[int, tuple[float, list[list[int]]]] = {}
+    table = Table(
+        "lever",
+        *(f"N={n}: ms, x" for n in rows),
+        "launches",
+        "same tokens",
+        "says",
+        "what it does",
+        title=f"{shape_name}: one lever changed at a time",
+    )
+    console = Console(stderr=True)
+    for name, levers, n_drafts in variants(max_drafts):
+        with console.status(name):
+            engine = model.engine(levers, max(rows), n_drafts)
+            row: dict[str, Any] = {"lever": name}
+            cells, exact = [], True
+            for n in rows:
+                decode(engine, n, 128, 8, seed=1)
+                times, tokens = decode(engine, n, 128, arguments.output, seed=2)
+                # a step with drafts gives several tokens: of all those steps, the time of one token
+                ms = 1000 * (sum(times) / (arguments.output - 3) if n_drafts else statistics.median(times))
+                base.setdefault(n, (ms, tokens))
+                exact = exact and tokens == base[n][1]
+                cells.append(f"{ms:.3f}, {ms / base[n][0]:.3f}")
+                row[f"ms_{n}"] = round(ms, 4)
+            n_launches = runner_of(engine).n_launches(rows[0])
+            field = Levers.__dataclass_fields__.get(name.partition("=")[0])
+            says, text = ("exact", "tokens that are guessed ahead, by --max-drafts") if n_drafts else ("", "")
+            if field is not None:
+                says, text = "exact" if field.metadata["exact"] else "other bits", field.metadata["text"]
+            table.add_row(name, *cells, f"{n_launches}", "yes" if exact else "no", says, text)
+            found.append(row | {"launches": n_launches, "same_tokens": exact, "exact": says})
+            del engine
+    Console(width=170).print(table)
+    write_result("ablate", shape_name, torch.cuda.get_device_name(), arguments.out, rows=found)
+    return 0
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    add_model(flags)
+    flags.add_argument("--n", default="1,8,64", metavar="N,N,...", help="sequences (default: 1,8,64)")
+    flags.add_argument("--output", type=int, default=64, metavar="TOKENS", help="default: 64")
+    add_some(flags, "dummy", "memory_gb", "max_model_len", "max_drafts", "seed")
+    run_model(flags, bench)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""What drafts bring on a GPU, by how often they are right: `python -m bench.gpu.drafts --accept 0,0.75`.
+
+Decodes whose drafts are right with these probabilities, beside decodes of a server without drafts. The steps
+are real, and so is the depth that the engine chooses; what is drawn is planted (planted.py). With the head's
+guesses, and with guesses that come from nowhere: what rows cost, and what the head.
+"""
+
+from __future__ import annotations
+
+import argparse
+import random
+import statistics
+from collections.abc import Sequence
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from bench import planted
+from bench.gpu.experiment import run_model
+from deltic.bench.flags import gpu_model
+from deltic.bench.gpu import Model, decode, need_gpu, shape_name, write_result
+from deltic.bench.sweep import numbers
+from deltic.config import EngineConfig
+from deltic.engine.engine import Engine
+from deltic.ops.gpu.launch import parse_levers
+
+MOST_DRAFTED = 8
+"""Tokens of a draft where --max-drafts does not say: as on a CPU."""
+
+
+def accept_rows(
+    runner: Any,
+    n: int,
+    accepts: Sequence[float],
+    prompts: dict[str, list[int]],
+    answers: dict[str, list[int]],
+    rounds: int,
+) -> list[dict[str, Any]]:
+    """What drafts of n sequences come to, for each probability of a guess to be right: milliseconds a token
+    of each sequence and tokens a step, with the runner's draft head and with guesses that cost nothing.
+
+    The first round, in which the engine learns what rows cost, does not count.
+    """
+    head, found = runner.draft_head, []
+    for accept in accepts:
+        row: dict[str, Any] = {"n": n, "accept": accept}
+        for name, own in (("head", head), ("free", None)):
+            if name == "head" and head is None:
+                continue
+            runner.info.has_draft_head = True  # without one, too, guesses are asked for
+            engine = Engine(planted.Planted(runner, answers, accept, own, is_free=own is None))
+            measured = [planted.decode(engine, prompts, answers) for _ in range(1 + rounds)][1:]
+            row[f"{name}_ms"] = [round(ms, 4) for ms, _ in measured]
+            row[f"{name}_tokens_a_step"] = round(statistics.median(tokens for _, tokens in measured), 3)
+        found.append(row)
+    runner.draft_head, runner.info.has_draft_head = head, head is not None
+    return found
+
+
+def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
+    """Measures drafts; prints a table and writes a JSON file. Raises ConfigError."""
+    need_gpu()
+    sizes, accepts = numbers(arguments.n, "--n", int), [float(p) for p in arguments.accept.split(",")]
+    model, name = Model.load(config, arguments.format, drafts=True), shape_name(arguments, config)
+    max_drafts, levers = config.max_drafts or MOST_DRAFTED, parse_levers(config.lever)
+    engine = model.engine(levers, max(sizes))
+    plain: dict[int, list[float]] = {}
+    for n in sizes:
+        decode(engine, n, arguments.prompt, 8, seed=1)
+        times = [decode(engine, n, arguments.prompt, arguments.output, seed=2 + i)[0] for i in range(arguments.rounds)]
+        plain[n] = [round(statistics.median(found) * 1000, 4) for found in times]
+    del engine
+    runner: Any = model.engine(levers, max(sizes), max_drafts).runner
+    rng, rows = random.Random(1), list[dict[str, Any]]()
+    for n in sizes:
+        prompts, answers = (
+            {str(i): rng.choices(range(1000), k=k) for i in range(n)} for k in (arguments.prompt, arguments.output)
+        )
+        for row in accept_rows(runner, n, accepts, prompts, answers, arguments.rounds):
+            rows.append(row | {"plain_ms": plain[n]})
+    title = f"{name} on {runner.info.device}: drafts of up to {max_drafts} tokens, right as often as planted"
+    Console(width=120).print(_table(title, rows))
+    write_result("gpu-accept", name, runner.info.device, arguments.out, max_drafts=max_drafts, rows=rows)
+    return 0
+
+
+def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+    """The drafts for people."""
+    heads = ("N", "right", "plain: ms a token", "head: tokens a step", "ms a token", "x", "free: tokens a step")
+    table = Table(*heads, "ms a token", "x", title=title, title_justify="left")
+    for row in rows:
+        ms, cells = statistics.median(row["plain_ms"]), list[str]()
+        for name in ("head", "free"):
+            if f"{name}_ms" not in row:
+                cells += ["no head", "", ""]
+                continue
+            own = statistics.median(row[f"{name}_ms"])
+            cells += [f"{row[f'{name}_tokens_a_step']:.2f}", f"{own:.3f}", f"{ms / own:.2f}"]
+        table.add_row(f"{row['n']}", f"{row['accept']:g}", f"{ms:.3f}", *cells)
+    return table
+
+
+def main() -> None:
+    flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    gpu_model(flags, "max_drafts")
+    text = "that a guess is right, if those before it are (default: 0,0.75)"
+    flags.add_argument("--accept", default="0,0.75", metavar="P,P,...", help=text)
+    flags.add_argument("--prompt", type=int, default=128, metavar="TOKENS", help="default: 128")
+    flags.add_argument("--output", type=int, default=256, metavar="TOKENS", help="default: 256")
+    flags.add_argument("--rounds", type=int, default=1, metavar="R", help="default: 1")
+    run_model(flags, bench)
+
+
+if __name__ == "__main__":
+    main()
