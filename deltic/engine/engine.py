@@ -498,8 +498,8 @@ class Engine:
         )
 
     def reset_cache(self) -> None:
-        """Forgets every prefix, in every tier."""
-        self.scheduler.reset_cache()
+        """Forgets every prefix, in every tier; what runs goes on."""
+        self.cache.reset(self.scheduler.sequences())
 
     def close(self, timeout_s: float) -> None:
         """Waits, for a bounded time, until the prefixes to be kept are on disk. No step may follow."""

@@ -20,7 +20,6 @@ import secrets
 import sys
 import threading
 import time
-from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
@@ -32,7 +31,7 @@ import numpy as np
 
 from deltic.engine.messages import Constraint
 from deltic.engine.step import Rule, Sequence
-from deltic.engine.turns import Turns
+from deltic.engine.turns import Shares, Turns
 
 N_WORKERS = 4
 """Number of masks' jobs done side by side. Slow jobs hold up the others only when there are this many of
@@ -74,9 +73,7 @@ AHEAD_S = 0.002
 STACK_BYTES = 16_000_000
 """Stack of a worker: that of the server's thread which compiled the grammar before."""
 N_KEPT = 32
-"""Compiled grammars that are kept: an agent sends the same schema with every request. Each party has its own,
-since that one is there already tells that somebody sent it; the one with the most loses its oldest.
-"""
+"""Compiled grammars that are kept: an agent sends the same schema with every request."""
 
 Words = np.ndarray
 """int32 [ceil(n_ids / 32)]: bit id % 32 of word id // 32 says whether the id may be drawn."""
@@ -336,8 +333,7 @@ class Guides:
         self._threads: list[threading.Thread] = []
         self._drew: list[tuple[Guide, list[int]]] = []
         """Guides whose sequences drew in this step, and the tokens of each."""
-        self._lock = threading.Lock()  # of what is below
-        self._kept: OrderedDict[tuple[str, str], tuple[Any, Words, bool]] = OrderedDict()  # by party and text
+        self._compiled: Shares[tuple[Any, Words, bool]] = Shares(N_KEPT)  # by the grammar's text
 
     # The engine's thread.
 
@@ -557,17 +553,12 @@ class Guides:
                 guide.error = f"the grammar could not take {drawn}; {guide.error}"
 
     def _begin(self, guides: list[Guide]) -> None:
-        key = guides[0].sequence.request.party, guides[0].constraint.grammar
-        with self._lock:
-            kept = self._kept.pop(key, None)
-        if kept is None:
-            kept = self._compile(key[1])
-        with self._lock:
-            self._kept[key] = kept
-            while len(self._kept) > N_KEPT:
-                most = Counter(party for party, _ in self._kept).most_common(1)[0][0]
-                del self._kept[next(other for other in self._kept if other[0] == most)]
-        matcher, words, is_satisfied = kept
+        party, grammar = guides[0].sequence.request.party, guides[0].constraint.grammar
+        compiled = self._compiled.get(party, grammar)
+        if compiled is None:
+            compiled = self._compile(grammar)
+            self._compiled.put(party, grammar, compiled)
+        matcher, words, is_satisfied = compiled
         for guide in guides:
             guide.error = _error_of(matcher)
             guide.matcher, guide.words, guide.is_satisfied = matcher.deep_copy(), words, is_satisfied

@@ -140,7 +140,6 @@ class Scheduler:
         self.n_prompt_tokens = 0
         self.n_generated_tokens = 0
         self._open: dict[str, dict[int, Sequence]] = {}
-        self._n_open = 0
         self._n_arrived = 0
         self._turn = 0  # the latest that was admitted
         # A sequence that waits for its first sibling's prompt is in none of these lists, but in that
@@ -155,7 +154,7 @@ class Scheduler:
 
     @property
     def n_open(self) -> int:
-        return self._n_open
+        return self._n_open_of.total()
 
     @property
     def n_running(self) -> int:
@@ -229,7 +228,6 @@ class Scheduler:
         for other in self._prefills:
             self.cache.want_junction(other, group[0])
         self._n_arrived += 1
-        self._n_open += params.n
         self._n_open_of[request.owner] += params.n
         self.is_blocked = False
         self._open[request.id] = dict(enumerate(group))
@@ -327,10 +325,7 @@ class Scheduler:
         if sequence.adapter is not None:
             sequence.adapter.n_sequences -= 1
         self.is_blocked = False
-        self._n_open -= 1
-        self._n_open_of[sequence.request.owner] -= 1
-        if not self._n_open_of[sequence.request.owner]:
-            del self._n_open_of[sequence.request.owner]
+        self._n_open_of -= Counter((sequence.request.owner,))  # who has none left is not in it
         group = self._open[sequence.request.id]
         del group[sequence.index]
         if not group:
@@ -384,7 +379,7 @@ class Scheduler:
         Raises RuntimeError if sequences are open and none can run, which would be a fault of this file.
         """
         self.cache.store.poll()
-        if not self._n_open:
+        if not self._open:
             return None
         step = Step()
         self._grow_decodes()
@@ -405,14 +400,12 @@ class Scheduler:
             self.drafting.plan(step)
         self._had_prefill = bool(step.chunks) and not step.chunks[-1].is_decode
         if not step.chunks:
-            if self.cache.store.n_moving or (self.guides is not None and self.guides.n_busy):
-                return None
-            if self.pictures is not None and self.pictures.has_work:
-                return None
-            self.is_blocked = self.n_stalled > 0
-            if self.is_blocked:
-                return None
-            raise RuntimeError(f"{self._n_open} sequences are open and none can run: the scheduler is stuck")
+            has_pictures = self.pictures is not None and self.pictures.has_work
+            if not (self.cache.store.n_moving or (self.guides is not None and self.guides.n_busy) or has_pictures):
+                self.is_blocked = self.n_stalled > 0
+                if not self.is_blocked:
+                    raise RuntimeError(f"{self.n_open} sequences are open and none can run: the scheduler is stuck")
+            return None
         return step
 
     def _gives_way(self) -> bool:
@@ -510,21 +503,19 @@ class Scheduler:
                 break  # first come, first served: nobody overtakes a prefill that lacks budget or pages
             if self.pictures is not None and sequence.request.pictures:
                 length = self.pictures.ready(sequence, length)
-                if not length:  # the tower is at work: others may pass
-                    i += 1
-                    continue
             if length == sequence.n_pending and not all(s.can_draw for s in [sequence, *sequence.siblings]):
                 length = (sequence.n_computed + length - 1) // PAGE_SIZE * PAGE_SIZE - sequence.n_computed
-                if length <= 0:  # all but its end is done: others may pass
-                    i += 1
-                    continue
+            if length <= 0:  # the tower is at work, or all but its end is done: others may pass
+                i += 1
+                continue
             wants_logprobs = sequence.wants_prompt_logprobs
             chunk = Chunk(sequence, sequence.n_computed, length, wants_logprobs)
             self.cache.plan_checkpoints(chunk)
             if self.pictures is not None and sequence.request.pictures:
                 self.pictures.place(chunk)
             step.chunks.append(chunk)
-            budget -= self._n_rows(chunk)
+            if self.info.canonical_decode or not chunk.is_decode:
+                budget -= -(-length // self.info.block_size) * self.info.block_size
             n_prefills += not chunk.is_decode
             i += 1
             owner = sequence.request.owner
@@ -646,12 +637,6 @@ class Scheduler:
             return 0  # decodes took what was free when it was admitted, and are not stopped for a prefill
         return length
 
-    def _n_rows(self, chunk: Chunk) -> int:
-        """Rows that a chunk takes of the prefill budget."""
-        if chunk.is_decode and not self.info.canonical_decode:
-            return 0
-        return -(-chunk.length // self.info.block_size) * self.info.block_size
-
     def _draw_first(self, step: Step, sequence: Sequence) -> None:
         """Plans the draws from the last chunk of a prompt, for its siblings too. All of them decode from now
         on.
@@ -707,7 +692,6 @@ class Scheduler:
                 self.n_prompt_tokens += chunk.length
         outputs: list[Output] = []
         spoilt: list[Sequence] = []
-        n_ended = n_drawn = 0
         for i_draw, draw in enumerate(step.draws):
             drawn, logprobs = result.tokens[i_draw], result.logprobs[i_draw]
             sequence = draw.sequence
@@ -721,7 +705,6 @@ class Scheduler:
                 output.token_ids, output.finish_reason = [], "error"
                 output.error = NOT_FINITE if might_draw else NOTHING_ALLOWED
                 self._close(sequence, "error")
-                n_ended += 1
                 continue
             if logprobs is not None:
                 output.logprobs = logprobs
@@ -737,7 +720,7 @@ class Scheduler:
                 self.cache.publish(sequence)
             self._take(sequence, drawn, output)
             n_taken = len(tokens) - n_known
-            n_drawn += n_taken
+            self.n_generated_tokens += n_taken
             if n_taken < len(drawn) and output.token_ids:
                 output.token_ids = drawn[:n_taken]
                 output.logprobs = logprobs and logprobs[:n_taken]
@@ -756,12 +739,9 @@ class Scheduler:
                 sequence.drafter.guesses = result.guesses[i_draw]
             if output.finish_reason is not None:
                 self._close(sequence, output.finish_reason, keep_state=n_taken == len(drawn))
-                n_ended += 1
-        if n_ended:
-            self._decodes = [s for s in self._decodes if s.finish_reason is None]
+        self._decodes = [s for s in self._decodes if s.finish_reason is None]
         if spoilt:
             self._start_over(spoilt)
-        self.n_generated_tokens += n_drawn
         return outputs
 
     def _take(self, sequence: Sequence, drawn: list[int], output: Output) -> None:
@@ -822,7 +802,3 @@ class Scheduler:
         self.cache.check(self.sequences())
         if self.pictures is not None:
             self.pictures.check()
-
-    def reset_cache(self) -> None:
-        """Forgets every prefix, in every tier; what runs goes on."""
-        self.cache.reset(self.sequences())

@@ -7,11 +7,15 @@ one with little waits for the job that runs and for its turn.
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Hashable
 from itertools import zip_longest
+from threading import Lock
+from typing import Generic, TypeVar
 
 from deltic.engine.step import Sequence
+
+Item = TypeVar("Item")
 
 
 class Turns:
@@ -26,6 +30,43 @@ class Turns:
         turn = max(self.now, self._next.get(owner, 0))
         self._next[owner] = turn + size
         return turn
+
+
+class Shares(Generic[Item]):
+    """A cache whose room parties share: the one that has the most loses what it used least recently.
+
+    Each party finds its own items only, since that one is there already tells that somebody asked for it. Any
+    thread may call.
+    """
+
+    def __init__(self, room: int, size_of: Callable[[Item], int] = lambda _: 1) -> None:
+        """room: the most that all items may have together, as `size_of` says of one; else their number."""
+        self._room, self._size_of = room, size_of
+        self._items: OrderedDict[tuple[str, Hashable], Item] = OrderedDict()  # what was used last is last
+        self._used: Counter[str] = Counter()  # by party
+        self._lock = Lock()
+
+    def __len__(self) -> int:
+        return len(self._items)
+
+    def get(self, party: str, key: Hashable) -> Item | None:
+        """Finds an item of a party, and notes that it was used."""
+        with self._lock:
+            if (party, key) in self._items:
+                self._items.move_to_end((party, key))
+            return self._items.get((party, key))
+
+    def put(self, party: str, key: Hashable, item: Item) -> None:
+        """Keeps an item, unless the party has one of this key. Others go until all have room."""
+        with self._lock:
+            if (party, key) in self._items:
+                return
+            self._items[party, key] = item
+            self._used[party] += self._size_of(item)
+            while self._used.total() > self._room:
+                most = max(self._used, key=self._used.__getitem__)
+                oldest = next(kept for kept in self._items if kept[0] == most)
+                self._used[most] -= self._size_of(self._items.pop(oldest))
 
 
 def rank(sequence: Sequence) -> tuple[int, int, int, int]:

@@ -417,7 +417,7 @@ def test_an_abort_frees_everything(engine: Engine) -> None:
 
 def test_nothing_is_done_for_who_is_gone(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = compiling(monkeypatch)
-    with engine.guides._lock:  # the workers stand still
+    with engine.guides._compiled._lock:  # the workers stand still
         for i in range(12):
             engine.add(request(f"{i}", constraint=Constraint(grammar=GRAMMAR + " " * i)))
             engine.abort(f"{i}")
@@ -447,7 +447,7 @@ def of_key(name: str, id: str, grammar: str) -> Request:
 
 def test_grammars_are_compiled_in_turns(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = compiling(monkeypatch)
-    with engine.guides._lock:  # those who compile stand still
+    with engine.guides._compiled._lock:  # those who compile stand still
         for i in range(20):
             engine.add(of_key("a", f"a{i}", GRAMMAR + " " * i))
         while engine.guides._starts[0].qsize() > 19:
@@ -460,7 +460,7 @@ def test_grammars_are_compiled_in_turns(engine: Engine, monkeypatch: pytest.Monk
 def test_a_short_grammar_does_not_wait_for_long_ones(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     compiled = compiling(monkeypatch)
     monkeypatch.setattr(guides, "LONG_GRAMMAR", len(GRAMMAR) + 10)
-    with engine.guides._lock:
+    with engine.guides._compiled._lock:
         for i in range(11, 15):
             engine.add(of_key("a", f"a{i}", GRAMMAR + " " * i))
         engine.add(of_key("a", "b", GRAMMAR))
@@ -470,7 +470,7 @@ def test_a_short_grammar_does_not_wait_for_long_ones(engine: Engine, monkeypatch
 
 def test_no_party_learns_or_loses_grammars(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled already takes less time, and so tells who asked for it."""
-    monkeypatch.setattr(guides, "N_KEPT", 4)
+    monkeypatch.setattr(engine.guides._compiled, "_room", 4)
     compiled = compiling(monkeypatch)
     for name in "abab":
         run(engine, of_key(name, name, GRAMMAR))
@@ -478,7 +478,7 @@ def test_no_party_learns_or_loses_grammars(engine: Engine, monkeypatch: pytest.M
     for i in range(1, 9):
         run(engine, of_key("a", "a", GRAMMAR + " " * i))
     run(engine, of_key("b", "b", GRAMMAR))
-    assert len(compiled) == 10 and len(engine.guides._kept) == 4
+    assert len(compiled) == 10 and len(engine.guides._compiled) == 4
 
 
 def test_the_end_waits_for_the_threads(tokenizer_file: Path) -> None:

@@ -22,6 +22,7 @@ from deltic.config import ConfigError, ServerConfig
 from deltic.engine.cache.cache import Cache
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.scheduler import Scheduler
+from deltic.engine.turns import Shares
 from deltic.server.limits import Account, Accounts
 from deltic.server.metrics import MAX_KEYS, REST, Exposition, KeyNumbers
 from tests.fake_engine import FakeEngineClient, make_app, served, server_log
@@ -437,6 +438,19 @@ def steps_until_done(bench: Bench, id: str) -> int:
         bench.step()
         n += 1
     return n
+
+
+def test_the_party_with_the_most_loses_what_it_used_least_recently() -> None:
+    shares: Shares[str] = Shares(6, len)
+    for party, item in (("b", "b"), ("a", "a"), ("a", "aa"), ("a", "A")):
+        shares.put(party, item, item)
+    assert shares.get("a", "a") == "a" and shares.get("b", "a") is None, "each has its own"
+    shares.put("a", "a", "another")
+    assert shares.get("a", "a") == "a", "what is there stays"
+    shares.put("b", "bb", "bb")
+    assert shares.get("a", "aa") is None and len(shares) == 4, "that of b, though older, stays, and what a used last"
+    shares.put("b", "long", "1234567")
+    assert shares.get("b", "long") is None and [shares.get("a", "A"), shares.get("a", "a")] == ["A", "a"]
 
 
 @pytest.mark.parametrize("n", [1, 2])
