@@ -90,8 +90,8 @@ def _threads() -> ThreadPoolExecutor:
 
 
 def _begun(program: tuple[str, ...]) -> subprocess.Popen[bytes]:
-    """Not a process of the event loop: uvloop forks, which copies the tables of a large server's memory, and all
-    wait for that.
+    """Not a process of the event loop: uvloop forks, which copies the tables of a large server's memory, and
+    all wait for that.
     """
     import subprocess
 

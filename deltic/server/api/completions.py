@@ -59,7 +59,8 @@ def prepare_chat(service: Service, chat: protocol.ChatRequest, info: engine.Engi
     Slow for long ones: see Service.prepare. Raises ApiError.
     """
     check(service, chat)
-    grammar = service.constrainer.chat_grammar(chat)  # a new one is compiled elsewhere, where all of this is done again
+    # First, as a new grammar is compiled elsewhere, where all of this is done again.
+    grammar = service.constrainer.chat_grammar(chat)
     prompt, tools, max_tokens = rendered(service, chat, info, pictures)
     params = protocol.sampling_params(chat, max_tokens, info, service.defaults, service.config)
     if constraint := service.constrainer.chat(chat, grammar, prompt.thinking):
@@ -70,9 +71,8 @@ def prepare_chat(service: Service, chat: protocol.ChatRequest, info: engine.Engi
 def rendered(
     service: Service, chat: protocol.ChatRequest, info: engine.EngineInfo, pictures: Pictures
 ) -> tuple[Prompt, dict[str, dict[str, Any]] | None, int]:
-    """A checked chat's prompt, the schemas of the tools that the answer may call, and the answer's longest length.
-
-    Raises ApiError.
+    """A checked chat's prompt, the schemas of the tools that the answer may call, and the answer's longest
+    length. Raises ApiError.
     """
     if info.pictures is None and chat.mm_processor_kwargs not in (None, PictureBounds()):
         raise bad_request("mm_processor_kwargs", "this server reads text only; leave it out", "unsupported_field")
