@@ -33,8 +33,8 @@ import torch
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5VisionConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5VisionModel
 
-from bench import peers
 from bench.ops import cpu_tower
+from bench.peers_environment import PACKAGES, Worker, built_with, make_environment
 from bench.peers_gguf import write_bf16
 from bench.peers_model import write_checkpoint
 from deltic.bench.load import percentile
@@ -134,8 +134,8 @@ def llama_towers(dummy: str, environment: Path, flash: dict[str, bool]) -> Itera
         "num_heads": shape.n_heads,
         "num_position_embeddings": shape.table_side**2,
     }
-    python, _ = peers.make_environment(environment, peers.PACKAGES["llama.cpp"], None)
-    if "LLAVA_BUILD=OFF" in peers.built_with(environment):
+    python, _ = make_environment(environment, PACKAGES["llama.cpp"], None)
+    if "LLAVA_BUILD=OFF" in built_with(environment):
         raise SystemExit(
             f"--env {environment}: its llama.cpp has no vision tools; remove the directory, and it is made anew"
         )
@@ -152,7 +152,7 @@ def llama_towers(dummy: str, environment: Path, flash: dict[str, bool]) -> Itera
             },
             "n_threads": n_usable_cpus(),
         }
-        worker = peers.Worker("llama.cpp", python, "bench.pictures_llama", given, environment / "pictures.log")
+        worker = Worker("llama.cpp", python, "bench.pictures_llama", given, environment / "pictures.log")
 
         def timed(name: str, side: int) -> float:
             answer = worker.ask("encode", name=name, side=side)
@@ -325,7 +325,7 @@ def main() -> int:
                 flush=True,
             )
     if given.env:
-        result["llama.cpp"] = peers.PACKAGES["llama.cpp"] | {"built_with": peers.built_with(given.env)}
+        result["llama.cpp"] = PACKAGES["llama.cpp"] | {"built_with": built_with(given.env)}
         result["flash"] = flash
     config = EngineConfig(
         dummy=given.dummy,

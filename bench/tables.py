@@ -11,12 +11,12 @@ import os
 import re
 import sys
 import textwrap
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 
-from bench import draft_tables, gpu_tables, kv_tables, picture_tables, quality_tables, routed_tables
-from bench.kept import Row, Run, Runs, grid, missing, percent, ranged, shown, source, spread
+from bench import draft_tables, gpu_tables, kv_tables, peer_tables, picture_tables, quality_tables, routed_tables
+from bench.kept import Row, Runs, grid, missing, percent, ranged, shown, source, spread
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "docs/performance.md", "docs/serving.md", "docs/formats.md", "docs/many-machines.md")
@@ -117,120 +117,6 @@ def constrained(runs: Runs) -> str:
     return "\n\n".join((grid(header, rows), source(found, again)))
 
 
-FORMATS = {"bf16": "bfloat16", "int8": "8 bits", "int4": "4 bits"}
-
-
-def lane_format(lane: str) -> str:
-    """What our lane's weights are called; those that are not in FORMATS are a file that both engines read."""
-    form = lane.rpartition("-")[2]
-    return FORMATS.get(form, f"one {form.upper()} file")
-
-
-def workload_name(name: str) -> str:
-    kind, size = name.split()
-    return f"decode, N = {size}" if kind == "decode" else f"prefill of {size}"
-
-
-def peer_rows(data: Row) -> Iterator[tuple[Row, list[Row], list[Row]]]:
-    """(our speed, theirs, ratios) of each workload and lane of ours.
-
-    Prefills count where all engines had been warmed up alike.
-    """
-    summary = data["summary"]
-    for ours in (row for row in summary["speeds"] if row["lane"].startswith("deltic-")):
-        if ours["workload"].startswith("prefill") and "prefill_warm_up" not in data:
-            continue
-        ratios = [
-            row for row in summary["ratios"] if (row["workload"], row["ours"]) == (ours["workload"], ours["lane"])
-        ]
-        speed = {row["lane"]: row for row in summary["speeds"] if row["workload"] == ours["workload"]}
-        yield ours, [speed[row["theirs"]] for row in ratios], ratios
-
-
-def peer_name(lane: str) -> str:
-    engine, _, form = lane.rpartition("-")
-    return engine if form == "bf16" else f"{engine} {form.upper()}"
-
-
-def star(row: Row) -> str:
-    """Where the CPUs were shared with other work in all rounds."""
-    return " \\*" if row["disturbed"] else ""
-
-
-def peers_run(runs: Runs, on_files: bool = False) -> Run | None:
-    """The newest in which both engines read the same files and nothing else, or the newest of the others; of
-    several in one night the one with the most rounds.
-    """
-    found = runs.newest(
-        "peers-*.json", where=lambda data: ("deltic-bf16" not in data.get("costs", ["deltic-bf16"])) == on_files
-    )
-    return max(found, key=lambda run: int(run.data["rounds"]), default=None)
-
-
-def peers_on_files(runs: Runs) -> str:
-    """Tokens a second beside llama.cpp, both with the same files."""
-    return peers(runs, on_files=True)
-
-
-def peers(runs: Runs, on_files: bool = False) -> str:
-    """Tokens a second beside llama.cpp and transformers."""
-    again = "python -m bench.peers --n 1,16 --prefill 512"
-    run = peers_run(runs, on_files)
-    if run is None:
-        return missing(again)
-    data, rows = run.data, []
-    for ours, theirs, ratios in peer_rows(data):
-        name = f"{workload_name(ours['workload'])}, {lane_format(ours['lane'])}"
-        peers_cell = " · ".join(f"{peer_name(row['lane'])} {spread(row['tok_s'])}{star(row)}" for row in theirs)
-        rows.append(
-            [
-                name,
-                f"{spread(ours['tok_s'])}, {percent(ours['roof_share'])}{star(ours)}",
-                peers_cell,
-                " · ".join(spread(row["ratio"]) + star(row) for row in ratios),
-            ]
-        )
-    read = [roof["read"] / 1e9 for roof in data["roofs"]]
-    versions = ", ".join(f"{name} {version}" for name, version in data["versions"].items())
-    n_others = sum(figure["others"] > 0.15 for figure in data["figures"])
-    text = (
-        f"{data['rounds']} interleaved rounds, {data['threads']} threads; decodes of {data['steps']} tokens behind prompts of "
-        f"{data['context']}, the same for all; ratios are taken within a round. Memory read {ranged(read)} GB/s meanwhile. "
-        f"Other work took part of the CPUs in {n_others} of {len(data['figures'])} figures; such count only where a cell has no others, and a star marks it. "
-        f"{versions}, llama.cpp built with `{data['llama_build']}`."
-    )
-    if without_amx(run):
-        text += " Deltic used AMX; llama.cpp's AMX kernels end it with a general protection fault on this machine."
-    header = ["tokens a second", "Deltic, of its roof", "peers", "ours / theirs"]
-    return "\n\n".join((grid(header, rows), text, source([run], data.get("command", again))))
-
-
-def peers_claim(runs: Runs) -> str:
-    """The least and the greatest ratio of medians, and of any round; and what the peer had to do without."""
-    run = peers_run(runs)
-    if run is None:
-        return "No run beside another engine is kept."
-    rows = [row for row in peer_rows(run.data) if is_sound_peer(row[0])]
-    if not rows:
-        return f"No run of {MIN_ROUNDS} rounds beside another engine is kept."
-    theirs = dict.fromkeys(row["theirs"].rpartition("-")[0] for _, _, found in rows for row in found)
-    does = dict.fromkeys(f"{ours['workload'].split()[0]}s" for ours, _, _ in rows)
-    ratios = [row["ratio"] for _, _, found in rows for row in found]
-    medians = [row["median"] for row in ratios]
-    text = (
-        f"On the CPU we measured, it {' and '.join(does)} {shown(min(medians))} to {shown(max(medians))} times as fast as "
-        f"{' and '.join(theirs)} by the median, and {shown(min(row['min'] for row in ratios))} times in the slowest round."
-    )
-    if without_amx(run):
-        text += " Deltic used AMX there; llama.cpp's AMX kernels crash on that machine and were left out."
-    return text
-
-
-def without_amx(run: Run) -> bool:
-    """Whether llama.cpp was built without instructions that the machine has and Deltic used."""
-    return "GGML_NATIVE=OFF" in run.data["llama_build"] and "amx_bf16" in run.data["machine"]["isa"]
-
-
 def prefix_claim(runs: Runs) -> str:
     """One sentence: what a hit saves of the time to the first token."""
     found = runs.newest("prefix-qwen3.5-0.8b-int8-*.json")
@@ -258,31 +144,13 @@ def soak_claim(runs: Runs) -> str:
     )
 
 
-MIN_ROUNDS, MOST_OF_ROOF = 3, 1.02
-"""What a row of the README needs. A round that is faster than its roof shows that one of the two is wrong."""
-
-
-def is_sound(n_rounds: int, most: float) -> bool:
-    """most: of its roof, in any round."""
-    return n_rounds >= MIN_ROUNDS and most <= MOST_OF_ROOF
-
-
-def is_sound_peer(ours: Row) -> bool:
-    """Whether a speed beside another engine's is.
-
-    Runs that kept no share of each round have the median's roof.
-    """
-    speed = ours["tok_s"]
-    return is_sound(speed["n"], ours.get("roof_most", ours["roof_share"] * speed["max"] / speed["median"]))
-
-
 def headline(runs: Runs) -> str:
     """The short table of the README."""
     rows = []
     for run in [*gpu_tables.plain_runs(runs)[1:], *gpu_tables.format_runs(runs)[:2]]:
         ends, device = (run.data["rows"][0], run.data["rows"][-1]), run.data["device"].removeprefix("NVIDIA ")
         taken = [(row, row.get("round_ms", [])) for row in ends]
-        if not all(ms and is_sound(len(ms), row["roof"] * row["step_ms"] / min(ms)) for row, ms in taken):
+        if not all(ms and peer_tables.is_sound(len(ms), row["roof"] * row["step_ms"] / min(ms)) for row, ms in taken):
             continue
         sizes = " and of ".join(f"{row['n']}" for row in ends)
         roofs = " and ".join(percent(row["roof"]) for row in ends)
@@ -295,14 +163,17 @@ def headline(runs: Runs) -> str:
         ("decode 1", "q8_0"),
         ("decode 1", "q4_k_m"),
     }
-    for found in filter(None, (peers_run(runs), peers_run(runs, on_files=True))):
-        for ours, _, ratios in peer_rows(found.data):
-            if (ours["workload"], ours["lane"].removeprefix("deltic-")) in wanted and is_sound_peer(ours):
+    for found in filter(None, (peer_tables.peers_run(runs), peer_tables.peers_run(runs, on_files=True))):
+        for ours, _, ratios in peer_tables.peer_rows(found.data):
+            if (ours["workload"], ours["lane"].removeprefix("deltic-")) in wanted and peer_tables.is_sound_peer(ours):
                 beside = " · ".join(
-                    f"{spread(row['ratio'])}{star(row)} times {peer_name(row['theirs'])}" for row in ratios
+                    f"{spread(row['ratio'])}{peer_tables.star(row)} times {peer_tables.peer_name(row['theirs'])}"
+                    for row in ratios
                 )
                 where = f"{found.data['shape']}, {found.data['threads']} CPU threads"
-                name = f"{where}, {workload_name(ours['workload'])}, {lane_format(ours['lane'])}"
+                name = (
+                    f"{where}, {peer_tables.workload_name(ours['workload'])}, {peer_tables.lane_format(ours['lane'])}"
+                )
                 rows.append([name, f"{spread(ours['tok_s'])} tok/s", beside])
     return grid(["random weights", "Deltic, median (least .. most)", "beside it"], rows)
 
@@ -583,7 +454,7 @@ def stalls(runs: Runs) -> str:
 
 TABLES: dict[str, Callable[[Runs], str]] = {
     "headline": headline,
-    "peers-claim": peers_claim,
+    "peers-claim": peer_tables.peers_claim,
     "prefix-claim": prefix_claim,
     "soak-claim": soak_claim,
     "gpu": gpu_tables.decodes,
@@ -599,8 +470,8 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "gpu-start": lambda runs: start(runs, on_gpu=True),
     "constrained": constrained,
     "gpu-speech": gpu_speech,
-    "peers": peers,
-    "peers-on-files": peers_on_files,
+    "peers": peer_tables.peers,
+    "peers-on-files": peer_tables.peers_on_files,
     "prefix": prefix,
     "agent": agent,
     "quality": quality,

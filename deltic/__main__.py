@@ -1,7 +1,7 @@
 """The command line: `deltic serve | chat | run | say | pack | plan | warmup | doctor | bench WHAT | ...`.
 
 A command's module is imported when it runs, so `deltic --help` answers at once. Its flags are in
-commands/flags.py or bench/flags.py.
+commands/flags.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from deltic import __version__
-from deltic.bench import flags as bench_flags
 from deltic.commands import flags, settings
 from deltic.config import (
     BUILT_IN,
@@ -152,17 +151,17 @@ COMMANDS = {
 }
 BENCHES = {
     "serve": Command(
-        "measure any OpenAI endpoint, or a server started for it", bench_flags.serve, "bench.serve:bench", _server
+        "measure any OpenAI endpoint, or a server started for it", flags.bench_serve, "bench.serve:bench", _server
     ),
     "speech": Command(
-        "measure any endpoint for speech, or a server started for it", bench_flags.speech, "bench.speech:bench", _server
+        "measure any endpoint for speech, or a server started for it", flags.bench_speech, "bench.speech:bench", _server
     ),
     "gpu": Command(
-        "time decodes and prefills on a GPU, beside its roofs", bench_flags.gpu, "bench.gpu:bench_gpu", _engine
+        "time decodes and prefills on a GPU, beside its roofs", flags.bench_gpu, "bench.gpu:bench_gpu", _engine
     ),
     "quality": Command(
         "what quantised weights lose against bfloat16",
-        bench_flags.quality,
+        flags.bench_quality,
         "bench.quality:bench",
         lambda arguments: (arguments, settings.given(arguments, EngineConfig)),
     ),

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.gpu.experiment import run_model
-from deltic.bench.flags import gpu_model
 from deltic.bench.gpu import Model, need_gpu, runner_of, shape_name, write_result
 from deltic.bench.sweep import numbers
+from deltic.commands.flags import add_gpu_model
 from deltic.commands.plan import decode_bytes
 from deltic.config import ConfigError, EngineConfig
 from deltic.models.loading import COUNTED_ROWS
@@ -97,7 +97,7 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu_model(flags)
+    add_gpu_model(flags)
     text = "tokens in front of a step (default: 1024,32768)"
     flags.add_argument("--context", default="1024,32768", metavar="T,T,...", help=text)
     run_model(flags, bench)

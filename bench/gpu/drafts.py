@@ -18,9 +18,9 @@ from rich.table import Table
 
 from bench import planted
 from bench.gpu.experiment import run_model
-from deltic.bench.flags import gpu_model
 from deltic.bench.gpu import Model, decode, need_gpu, shape_name, write_result
 from deltic.bench.sweep import numbers
+from deltic.commands.flags import add_gpu_model
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.ops.gpu.launch import parse_levers
@@ -103,7 +103,7 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    gpu_model(flags, "max_drafts")
+    add_gpu_model(flags, "max_drafts")
     text = "that a guess is right, if those before it are (default: 0,0.75)"
     flags.add_argument("--accept", default="0,0.75", metavar="P,P,...", help=text)
     flags.add_argument("--prompt", type=int, default=128, metavar="TOKENS", help="default: 128")

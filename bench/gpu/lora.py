@@ -16,9 +16,9 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.gpu.experiment import run_model
-from deltic.bench import flags as bench_flags
 from deltic.bench.gpu import Model, decode, need_gpu, prefill_ms, shape_name, write_result
 from deltic.bench.sweep import numbers
+from deltic.commands.flags import bench_gpu
 from deltic.config import ConfigError, EngineConfig
 from deltic.models.qwen.adapters import random_adapter
 from deltic.ops.gpu.launch import parse_levers
@@ -81,7 +81,7 @@ def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
 
 def main() -> None:
     flags = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    bench_flags.gpu(flags)
+    bench_gpu(flags)
     flags.add_argument("--lora", dest="n_loras", type=int, default=16, metavar="N", help="adapters (default: 16)")
     flags.add_argument("--lora-rank", type=int, default=16, metavar="R", help="of these (default: 16)")
     run_model(flags, bench)

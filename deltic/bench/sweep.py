@@ -21,7 +21,6 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from deltic.commands.endpoint import Endpoint, EndpointError, ServerFailed, own_server, reached
 from deltic.config import ConfigError
-from deltic.models.vision.shape import BLOCK
 
 Sample = TypeVar("Sample")
 Body = dict[str, Any]
@@ -70,14 +69,6 @@ def numbers(text: str, what: str, kind: type[int] | type[float]) -> list[Any]:
     if not values or min(values) <= 0:
         raise ConfigError(f"{what} {text!r}: expected positive numbers with commas between, such as 1,2,4")
     return values
-
-
-def picture_sides(text: str) -> list[int]:
-    """Of square pictures, in pixels, from `256,512`. Raises ConfigError for one that would be resized."""
-    sides: list[int] = numbers(text, "--pictures", int)
-    if any(side % BLOCK for side in sides):
-        raise ConfigError(f"--pictures {text!r}: expected multiples of {BLOCK}, such as 256,512")
-    return sides
 
 
 def points(arguments: argparse.Namespace) -> list[Point]:

@@ -9,7 +9,9 @@ A setting of an engine, a model or a server is a `knob` in `config.py`, and beco
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from deltic.config import EngineConfig, ModelConfig, ServerConfig, add_flags
 
@@ -24,6 +26,7 @@ AND_HELP = (
     "comes before. A request names its model; DELTIC_ variables hold for all models. Example: deltic serve "
     "Qwen/Qwen3.5-4B --port 8080 --and Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice --quantize int8"
 )
+OUT_HELP = "write the JSON result into this directory"
 
 
 FOREIGN = Path(__file__).with_name("foreign_flags.txt")
@@ -39,9 +42,9 @@ def advice(flag: str) -> str:
     return ""
 
 
-def add_model(sub: argparse.ArgumentParser) -> None:
+def add_model(sub: argparse.ArgumentParser, text: str = MODEL_HELP) -> None:
     """MODEL."""
-    sub.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=MODEL_HELP)
+    sub.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=text)
 
 
 def add_engine(sub: argparse.ArgumentParser, *without: str) -> None:
@@ -64,7 +67,7 @@ def add_remote(sub: argparse.ArgumentParser, positional: bool = True, text: str 
     positional.
     """
     if positional:
-        sub.add_argument("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, help=REMOTE_HELP)
+        add_model(sub, REMOTE_HELP)
     text = "the same as MODEL" if positional else text
     sub.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help=text)
     sub.add_argument("--url", help="use this running server instead of starting one")
@@ -84,6 +87,39 @@ def add_speech(sub: argparse.ArgumentParser) -> None:
     add("--ref-text", metavar="TEXT", help=text)
     add("--max-new-tokens", type=int, metavar="N", help="most frames, of 80 ms each")
     add("--extra", default="{}", metavar="JSON", help="more fields of the request, or @FILE that has them")
+
+
+def add_load(sub: argparse.ArgumentParser) -> Callable[..., Any]:
+    """The flags of any load; returns what adds more to their group."""
+    add = sub.add_argument_group("load").add_argument
+    add("--n", default=None, metavar="N,N,...", help="requests in flight, closed loop (default: 1,2,4,8,16)")
+    text = "requests for each N (default: 4 N, at least 8)"
+    add("--requests-per-n", type=int, metavar="R", help=text)
+    text = "seconds for each N or rate, instead of a count"
+    add("--duration", type=float, metavar="S", help=text)
+    add("--poisson", metavar="RATE,...", help="open loop: requests a second with random arrivals")
+    text = "unmeasured requests per stream before each N (default: 1)"
+    add("--warmup", type=int, default=1, metavar="W", help=text)
+    text = "seed of prompts and arrivals (default: 0)"
+    add("--seed", dest="load_seed", type=int, default=0, metavar="INT", help=text)
+    add("--label", default=None, help="name of this run in tables, plots and file names")
+    add("--out", metavar="DIR", help="directory of the results (default: bench/runs/<date>-<machine>)")
+    add("--no-plot", dest="plot", action="store_false", help="write no PNG")
+    text = "more flags for the server started, in one string"
+    add("--serve-args", default="", metavar="ARGS", help=text)
+    return add
+
+
+def add_gpu_model(sub: argparse.ArgumentParser, *more: str) -> None:
+    """What a bench of a model on a GPU measures, and where its result goes. more: further engine settings."""
+    add_model(sub)
+    add = sub.add_argument
+    add("--n", default="1,4,16,64,128", metavar="N,N,...", help="sequences (default: 1,4,16,64,128)")
+    text = "of --dummy: projections as a published checkpoint stores them, e.g. fp8, Q4_K, NVFP4"
+    add("--format", metavar="NAME", help=text)
+    add("--out", metavar="DIR", help=OUT_HELP)
+    names = ("dummy", "quantize", "lever", "memory_gb", "max_model_len", "max_step_tokens", "kv_cache_dtype")
+    add_some(sub, *names, "state_dtype", "tensor_parallel", "tp_invariant", "seed", *more)
 
 
 def none(sub: argparse.ArgumentParser) -> None:
@@ -177,3 +213,64 @@ def completion(sub: argparse.ArgumentParser) -> None:
     sub.add_argument(
         "shell", choices=("bash", "zsh", "fish"), help='put eval "$(deltic completion bash)" into ~/.bashrc'
     )
+
+
+def bench_serve(sub: argparse.ArgumentParser) -> None:
+    """Of `deltic bench serve`. Without --url, MODEL and the engine flags say what server to start."""
+    add_remote(sub)
+    add = add_load(sub)
+    add("--prompt-tokens", type=int, default=128, metavar="T", help="default: 128")
+    add("--output-tokens", type=int, default=128, metavar="T", help="default: 128")
+    text = "start all prompts alike (default: 0)"
+    add("--shared-prefix-tokens", type=int, default=0, metavar="T", help=text)
+    add("--temperature", type=float, default=1.0, metavar="T", help="default: 1.0")
+    add("--stream-endpoint", choices=("completions", "chat"), default="completions")
+    text = "pictures in each prompt of a chat, beside --prompt-tokens (default: 0)"
+    add("--images", type=int, default=0, metavar="N", help=text)
+    add("--image-size", default="1024x1024", metavar="WxH", help="of a picture, in pixels (default: 1024x1024)")
+    add("--same-images", action="store_true", help="all prompts show the same pictures")
+    add_engine(sub, "seed")
+
+
+def bench_speech(sub: argparse.ArgumentParser) -> None:
+    """Of `deltic bench speech`. Without --url, MODEL and the engine flags say what server to start."""
+    add_remote(sub)
+    add = add_load(sub)
+    text = "words of a text, one of these at random (default: 16)"
+    add("--words", default="16", metavar="W,W,...", help=text)
+    add("--whole", action="store_true", help="ask for whole answers instead of streams")
+    text = "part of the requests that are left midway (default: 0)"
+    add("--cancel", type=float, default=0.0, metavar="P", help=text)
+    add_speech(sub)
+    add_engine(sub, "seed")
+
+
+def bench_gpu(sub: argparse.ArgumentParser) -> None:
+    """Of `deltic bench gpu`."""
+    add_gpu_model(sub)
+    add = sub.add_argument
+    add("--prompt", type=int, default=128, metavar="TOKENS", help="default: 128")
+    add("--output", type=int, default=256, metavar="TOKENS", help="default: 256")
+    add("--prefill", default="8192", metavar="T,T,...", help="tokens of cold prompts (default: 8192)")
+    add("--rounds", type=int, default=1, metavar="R", help="default: 1")
+
+
+def bench_quality(sub: argparse.ArgumentParser) -> None:
+    """Of `deltic bench quality`."""
+    add_model(sub)
+    add = sub.add_argument
+    text = "formats to measure (default: int8,int4,int4-symmetric; with --beside none)"
+    add("--quantize", dest="formats", default=None, metavar="FORMAT,...", help=text)
+    text = "quantised checkpoints of the same model to measure, too: directories, GGUF files or hub names"
+    add("--beside", nargs="+", default=[], metavar="MODEL", help=text)
+    text = "a setting to compare with its default, e.g. kv-cache-dtype=int8; may be given several times"
+    add("--setting", nargs="+", action="extend", default=[], metavar="NAME=VALUE", help=text)
+    text = "count only the last tokens of texts of so many (default: all tokens of each document)"
+    add("--context", type=int, metavar="TOKENS", help=text)
+    text = (
+        "plain text, or .jsonl with a document in each line: [[text, does it count], ...] (default: "
+        "conversations that the built-in model knows)"
+    )
+    add("--text", metavar="FILE", help=text)
+    add("--out", metavar="DIR", help=OUT_HELP)
+    add_some(sub, "device", "dummy", "weights_cache", "threads", "seed")

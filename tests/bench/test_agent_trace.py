@@ -13,7 +13,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.agent import QUICK, Replay, summarise
+from bench.agent import QUICK, summarise
+from bench.agent_replay import Replay, ReplayOptions
 from bench.agent_trace import BACK_SHARES, PAGE_SIZE, Conversation, Oracle, Trace, Writer
 from bench.prefix import fit_ttft
 from bench.prefix import summarise as summarise_prefix
@@ -95,7 +96,7 @@ def test_a_replay_reuses_no_more_than_was_there(own: bool) -> None:
     template = ChatTemplate({"default": TEMPLATE}, tokenizer)
     trace = Trace(lambda text: len(tokenizer.encode(text)), seed=3, n_turns=8, max_tokens=3000)
     runner = FakeRunner(n_pages=400, max_num_seqs=2, max_model_len=3000)
-    rows = Replay(Engine(runner), tokenizer, template, trace, n_parallel=2, own=own).run(3)
+    rows = Replay(Engine(runner), tokenizer, template, trace, ReplayOptions(n_parallel=2, own=own)).run(3)
     assert {row["session"] for row in rows} == {0, 1, 2}
     assert [row["turn"] for row in rows if row["session"] == 0] == list(range(sum(r["session"] == 0 for r in rows)))
     for row in rows:

@@ -8,8 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from bench import ops
-from bench.ops import Roofs, Workload, find_shape, main, measure, towers
+from bench import ops, ops_workload
+from bench.ops import Roofs, find_shape, main, measure, towers
+from bench.ops_workload import Workload
 from deltic.models.qwen.shape import PUBLISHED
 from deltic.models.vision.shape import VisionShape
 from deltic.ops.contract import KernelError
@@ -25,7 +26,7 @@ MIXTURE = dataclasses.replace(PUBLISHED["qwen3.5-35b-a3b"], shared_intermediate_
 @pytest.fixture(autouse=True)
 def few_copies(monkeypatch: pytest.MonkeyPatch):
     """Nothing here depends on a weight being outside of the caches."""
-    monkeypatch.setattr(ops, "MAX_COPIES", 2)
+    monkeypatch.setattr(ops_workload, "MAX_COPIES", 2)
 
 
 def test_every_dense_operator_is_timed_and_written(tmp_path: Path, capsys, monkeypatch):

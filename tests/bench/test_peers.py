@@ -8,8 +8,8 @@ import re
 import numpy as np
 import pytest
 
-from bench import peers, peers_busy, peers_gguf
-from bench.peers import PeerFailed
+from bench import peers, peers_busy, peers_environment, peers_gguf
+from bench.peers_environment import PeerFailed
 from bench.peers_quantise import FILE_TYPES, UD_Q4
 from bench.peers_report import (
     FILES,
@@ -137,8 +137,8 @@ def test_the_file_that_is_quantised_has_a_token_for_every_id(tmp_path) -> None:
 
 
 def test_the_environment_holds_what_the_lanes_need() -> None:
-    assert peers.packages([A, B]) == {"llama-cpp-python": "0.3.36"}
-    assert {"llama-cpp-python", "transformers", "torch"} <= peers.packages(LANES).keys()
+    assert peers_environment.packages([A, B]) == {"llama-cpp-python": "0.3.36"}
+    assert {"llama-cpp-python", "transformers", "torch"} <= peers_environment.packages(LANES).keys()
 
 
 def test_a_folder_of_wheels_says_how_llama_was_built(tmp_path, monkeypatch, capsys) -> None:
@@ -148,13 +148,15 @@ def test_a_folder_of_wheels_says_how_llama_was_built(tmp_path, monkeypatch, caps
     python.write_text("")
     wheels.mkdir()
     ran: list[list[str]] = []
-    monkeypatch.setattr(peers, "installed", lambda python, wanted: dict(wanted) if ran else None)
-    monkeypatch.setattr(peers.subprocess, "run", lambda command, **more: ran.append(command))
+    monkeypatch.setattr(peers_environment, "installed", lambda python, wanted: dict(wanted) if ran else None)
+    monkeypatch.setattr(peers_environment.subprocess, "run", lambda command, **more: ran.append(command))
     with pytest.raises(ConfigError, match="llama-build"):
-        peers.make_environment(tmp_path / "env", peers.packages([B]), wheels)
-    assert not ran and peers.built_with(tmp_path / "env").startswith("unknown")
+        peers_environment.make_environment(tmp_path / "env", peers_environment.packages([B]), wheels)
+    assert not ran and peers_environment.built_with(tmp_path / "env").startswith("unknown")
     (wheels / "llama-build").write_text("-DGGML_NATIVE=OFF\n")
-    assert peers.make_environment(tmp_path / "env", peers.packages([B]), wheels)[1] == peers.packages([B])
+    assert peers_environment.make_environment(tmp_path / "env", peers_environment.packages([B]), wheels)[
+        1
+    ] == peers_environment.packages([B])
     (command,) = ran
     assert command[3:] == [
         "--python",
@@ -165,7 +167,7 @@ def test_a_folder_of_wheels_says_how_llama_was_built(tmp_path, monkeypatch, caps
         str(wheels),
         "llama-cpp-python==0.3.36",
     ]
-    assert peers.built_with(tmp_path / "env") == "-DGGML_NATIVE=OFF"
+    assert peers_environment.built_with(tmp_path / "env") == "-DGGML_NATIVE=OFF"
 
 
 def test_ratios_are_taken_within_a_round() -> None:

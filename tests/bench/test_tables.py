@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from bench import figures, gpu_tables, peers, tables
+from bench import figures, gpu_tables, peer_tables, peers, tables
 from bench.kept import Runs
 from bench.tables import DOCUMENTS, ROOT, filled
 from deltic.__main__ import parser
@@ -146,7 +146,7 @@ STEPS = re.compile(r"\.step\((?!step)")
 def test_every_bench_that_runs_an_engine_checks_its_outputs(path: Path) -> None:
     """Each step's outputs go through `checked`, or through what looks at their ends itself."""
     text = path.read_text()
-    if STEPS.search(text) and path.name not in ("quality.py", "agent.py"):  # those let answers end, or look at each
+    if STEPS.search(text) and path.name not in ("quality.py", "agent_replay.py"):  # those let answers end, or look at each
         n_checked = text.count("checked(")
         n_drained = path.name == "speech.py"  # it empties the engine when its sequences were aborted
         assert n_checked >= len(STEPS.findall(text)) - n_drained, "a step whose outputs nobody checks"
@@ -179,7 +179,7 @@ def peers_run(n: int = 3, share: float = 0.5, **more: Any) -> dict[str, Any]:
 
 def test_prefills_count_where_all_were_warmed_up_alike(tmp_path: Path) -> None:
     keep(tmp_path / "a", "peers-1.json", **peers_run())
-    made = tables.peers(Runs(tmp_path))
+    made = peer_tables.peers(Runs(tmp_path))
     assert "prefill" not in made.split("\n\n")[0]
     assert (
         "| decode, N = 1, bfloat16 | 30.0 (29.0 .. 31.0), 50 % | llama.cpp 20.0 (19.0 .. 21.0) | 1.50 (0.500 .. 2.50) |"
@@ -189,13 +189,13 @@ def test_prefills_count_where_all_were_warmed_up_alike(tmp_path: Path) -> None:
     one_file = json.loads(json.dumps(peers_run()).replace("bf16", "ud_q4"))
     (tmp_path / "b").mkdir()
     keep(tmp_path / "b" / "a", "peers-1.json", **one_file)
-    assert "| decode, N = 1, one UD_Q4 file | 30.0 (29.0 .. 31.0), 50 % | llama.cpp UD_Q4 20.0" in tables.peers(
+    assert "| decode, N = 1, one UD_Q4 file | 30.0 (29.0 .. 31.0), 50 % | llama.cpp UD_Q4 20.0" in peer_tables.peers(
         Runs(tmp_path / "b")
     )
     keep(tmp_path / "a", "peers-2.json", **peers_run(prefill_warm_up="same", date="2026-01-02", rounds=5))
-    (prefill,) = [line for line in tables.peers(Runs(tmp_path)).splitlines() if "prefill of 512" in line]
+    (prefill,) = [line for line in peer_tables.peers(Runs(tmp_path)).splitlines() if "prefill of 512" in line]
     assert prefill.endswith(r"| 1.50 (0.500 .. 2.50) \* |"), "the CPUs were shared in every round"
-    assert "decodes and prefills 1.50 to 1.50 times" in tables.peers_claim(Runs(tmp_path))
+    assert "decodes and prefills 1.50 to 1.50 times" in peer_tables.peers_claim(Runs(tmp_path))
 
 
 def test_a_gpus_prefill_without_rounds_is_left_out(tmp_path: Path) -> None:
@@ -255,7 +255,7 @@ def test_a_row_of_the_readme_has_three_rounds_none_above_its_roof(
     peer = peers_run(n=len(round_ms or ""), share=roof)
     keep(tmp_path / "a", "peers-1.json", **peer)
     assert ("decode, N = 1" in tables.headline(Runs(tmp_path))) == kept
-    assert tables.peers_claim(Runs(tmp_path)).startswith("On the CPU" if kept else "No run of 3 rounds")
+    assert peer_tables.peers_claim(Runs(tmp_path)).startswith("On the CPU" if kept else "No run of 3 rounds")
     peer["summary"]["speeds"][0]["roof_most"] = 1.33
     keep(tmp_path / "a", "peers-1.json", **peer)
     assert "decode, N = 1" not in tables.headline(Runs(tmp_path))
