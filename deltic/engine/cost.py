@@ -1,4 +1,4 @@
-"""How long a step will take, so that prefill beside running sequences can be cut to a target.
+"""Estimates of the time of a step, so that prefill beside running sequences can be cut to a target.
 
     seconds = scale * (curve(rows) + per_decode * decodes + per_key * keys + per_pair * pairs)
 
@@ -26,17 +26,17 @@ from deltic.engine.step import Chunk, Draw, Sequence, Step
 from deltic.ops.geometry import PAGE_SIZE
 
 N_RATIOS = 32
-"""How many of the last steps are remembered."""
+"""Ratios that are remembered, one a step."""
 
 N_ACCIDENTS = 2
-"""This many of the slowest of N_RATIOS steps do not count; of fewer steps, proportionally fewer."""
+"""Steps that do not count, the slowest of N_RATIOS; of fewer steps, proportionally fewer."""
 
 FIT_S = 0.3
 """Seconds that the fit may take beyond its first decode and its first prefill."""
 
 SLOW_S = 0.1
-"""If one decode takes longer than this, nothing else is measured at start. The model then learns from the
-first prefills, of 64 tokens each.
+"""Seconds of a decode beyond which nothing else is measured at start. The model then learns from the first
+prefills, of 64 tokens each.
 """
 
 FAR = 8192
@@ -101,8 +101,8 @@ class StepCost:
         return self.scale * (seconds + self.per_pair_s * load.n_pairs)
 
     def room(self, load: Load, context: int, most: int) -> int:
-        """How many tokens of one more prefill, after `context` tokens, keep a step with `load` within the
-        target.
+        """Counts the tokens of one more prefill, after `context` tokens, that keep a step with `load` within
+        the target.
 
         The result is `most` or a multiple of 64; 0 if none fit, or nothing is known.
         """

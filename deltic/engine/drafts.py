@@ -50,47 +50,47 @@ MAX_PAUSE, MAX_FIRST_PAUSE = 256, 32
 """Steps for which a proposer pauses, at most; and of a new sequence. Powers of two."""
 
 MOST_MISSES = MAX_PAUSE.bit_length() - 1
-"""With so many a proposer pauses longest."""
+"""Misses with which a proposer pauses longest."""
 
 N_PAUSES = 6
 """Lengths of the pause of all drafts, each twice the one before, up to MAX_PAUSE."""
 
 KEPT = 0.93
-"""What a record keeps of what it knew, with each draft."""
+"""Decay of a record with each draft."""
 
 A_TRY = 0.5
-"""How likely the first token behind a pause is believed to be right."""
+"""Chance that the first token behind a pause is believed to have."""
 
 KEPT_TIMES = 0.95
-"""What is kept of what is known of times, with each one."""
+"""Decay of the statistics of times with each new one."""
 
 KEPT_AHEAD, N_VALID = 0.8, 512
-"""Of steps that run ahead: what is kept of what is known of their time, and how many steps it is valid."""
+"""Decay of the known time of steps that run ahead, and the number of steps for which it is valid."""
 
 KEPT_WORTH, N_TRIED = 0.95, 6
-"""Of steps that do not run ahead: what is kept of their worth, and how many say whether it was enough."""
+"""Decay of the worth of steps that do not run ahead, and the number of them before it may cause a pause."""
 
 BELIEF = 0.1
-"""How much what is believed of times weighs beside what is known: one step that ran this many tokens more, or
-fewer, than others, squared.
+"""Weight of what is believed of times beside what is known: that of one step that ran this many tokens more,
+or fewer, than others, squared.
 """
 
 SURE = 2.0
-"""How much one time counts beside the line, of what is expected of as many tokens."""
+"""Weight of one time of just so many tokens beside the line through all of them."""
 
 MOST_LATE = 2.0
-"""By how much a time may be longer than expected; what is above says nothing of the work."""
+"""Factor by which a time may exceed what is expected; what is above says nothing of the work."""
 
 OWN = 4.0
-"""What a sequence's own row costs beside a row of its draft, until that is known."""
+"""Cost of a sequence's own row, in rows of its draft, until that is known."""
 
 HEAD = 0.1
-"""What a guess of the head costs beside a step without drafts, until that is known."""
+"""Cost of a guess of the head, in steps without drafts, until that is known."""
 
 
 def n_guessable(sequence: Sequence, n_drawn: int) -> int:
-    """How many tokens a draft head may guess behind n_drawn ones that the sequence does not have yet: the
-    rows of all guesses but the last need a place in its pages.
+    """Counts the tokens that a draft head may guess behind n_drawn ones that the sequence does not have yet:
+    the rows of all guesses but the last need a place in its pages.
     """
     last = len(sequence.tokens) + n_drawn - 1
     return 1 + (PAGE_SIZE - last % PAGE_SIZE if last < len(sequence.pages) * PAGE_SIZE else 0)
@@ -105,8 +105,8 @@ def n_drafted_at(start: int) -> int:
 
 @dataclass(slots=True, eq=False)
 class Repeats:
-    """Where the runs of a sequence's tokens were before: by three tokens the place behind them, and from each
-    place the one before it with the same three. A token takes some 150 bytes.
+    """An index of the runs of a sequence's tokens: by three tokens the place behind them, and from each place
+    the one before it with the same three. A token takes some 150 bytes.
     """
 
     first: int = 0
@@ -150,17 +150,17 @@ class Repeats:
 
 @dataclass(slots=True, eq=False)
 class Record:
-    """What became of a proposer's tokens, the latest ones most: how likely the next is right."""
+    """Statistics of a proposer's tokens, the latest most: the chance that the next is right."""
 
     n_right: float = 1.5
     n_seen: float = 2.0
     """Tokens that were right, and those and the first wrong ones. They begin as a guess."""
     n_misses: int = 0
-    """How often in a row drafts were not worth their rows, also when they were tried again."""
+    """Drafts in a row that were not worth their rows, also when they were tried again."""
 
     @property
     def chance(self) -> float:
-        """Of a token to be right, if those before are."""
+        """Chance of a token to be right, if those before are."""
         return max(self.n_right / self.n_seen, A_TRY if self.n_misses else 0.0)
 
     def is_due(self, step: int, last: int) -> bool:
@@ -173,17 +173,17 @@ class Record:
         return not self.n_misses or step >> self.n_misses > last >> self.n_misses
 
     def begun(self) -> Record:
-        """One of another sequence, of which no more is known. It waits for its first try as those did that
-        were in vain last.
+        """Makes the record of a new sequence, of which no more is known. It waits for its first try as those
+        did that were in vain last.
         """
         return Record(2.0 * self.n_right / self.n_seen, 2.0, min(self.n_misses, MAX_FIRST_PAUSE.bit_length() - 1))
 
     def chances(self, whose: int, n: int) -> list[tuple[float, int]]:
-        """Of the tokens of a draft to be right, with whose draft it is. A try is one token."""
+        """Chances of a draft's n tokens to be right, each with `whose` draft it is. A try is one token."""
         return [(self.chance ** (i + 1), whose) for i in range(min(n, 1) if self.n_misses else n)]
 
     def observe(self, n_drafted: int, n_accepted: int) -> None:
-        """What became of a draft."""
+        """Learns what became of a draft."""
         self.n_right = KEPT * self.n_right + n_accepted
         self.n_seen = KEPT * self.n_seen + n_accepted + (n_accepted < n_drafted)
         if n_accepted:
@@ -192,7 +192,7 @@ class Record:
             self.miss()
 
     def miss(self) -> None:
-        """A draft is not worth its rows: they pause, longer each time."""
+        """Notes that a draft was not worth its rows: they pause, longer each time."""
         self.n_misses = min(self.n_misses + 1, MOST_MISSES)
 
 
@@ -202,21 +202,21 @@ class Drafter:
 
     repeats: Repeats = field(default_factory=Repeats)
     guesses: list[int] = field(default_factory=list)
-    """Of the draft head, behind the last token."""
+    """Guesses of the draft head, behind the last token."""
     of_repeats: Record = field(default_factory=Record)
     of_head: Record = field(default_factory=Record)
     of_grammar: Record = field(default_factory=lambda: Record(19.0, 20.0))
     used: Record = field(default_factory=Record)
-    """Of these, whose the next draft is; the head's where there is none."""
+    """The record of whoever proposed the next draft; the head's where there is none."""
     asked: int = 0
-    """The latest step for which these were asked, and what was to be tried was."""
+    """The latest step for which the proposers were asked, and what was to be tried was."""
 
     def begun(self, step: int) -> Drafter:
-        """One of another sequence, that comes behind the step of this number."""
+        """Makes the drafter of a new sequence, which comes behind the step of this number."""
         return Drafter(of_repeats=self.of_repeats.begun(), of_head=self.of_head.begun(), asked=step)
 
     def observe(self, n_drafted: int, n_accepted: int, known: Drafter) -> None:
-        """What became of a draft. known: with the records of all sequences, which learn it, too."""
+        """Learns what became of a draft. known: with the records of all sequences, which learn it, too."""
         for record, of_all in ((self.of_repeats, known.of_repeats), (self.of_head, known.of_head)):
             if record is self.used:
                 of_all.n_misses = max(of_all.n_misses, min(record.n_misses, 1))  # it was tried
@@ -224,12 +224,12 @@ class Drafter:
         self.used.observe(n_drafted, n_accepted)
 
     def propose(self, tokens: Ids[int], most: int, step: int, forced: Ids[int] = ()) -> list[int]:
-        """A draft of up to `most` tokens for the step of this number: that of which more are expected to be
-        right. What the head has guessed, it guessed when it was due.
+        """Proposes a draft of up to `most` tokens for the step of this number: that of which more are
+        expected to be right. What the head has guessed, it guessed when it was due.
 
         forced: what a grammar leaves as the only text.
         """
-        found, best, self.used = list[int](), 0.0, self.of_head
+        likeliest, best, self.used = list[int](), 0.0, self.of_head
         for record in (self.of_grammar, self.of_head, self.of_repeats):
             if record is self.of_head:
                 draft = self.guesses[:most]
@@ -241,23 +241,23 @@ class Drafter:
                 draft = list(forced[:most])
             expected = sum(record.chance ** (i + 1) for i in range(len(draft)))
             if expected > best:
-                found, best, self.used = draft, expected, record
-        return found
+                likeliest, best, self.used = draft, expected, record
+        return likeliest
 
 
 @dataclass(slots=True, eq=False)
 class _Known:
-    """Of a number of sequences n."""
+    """Statistics of the times of n sequences."""
 
     sums: list[float] = field(default_factory=lambda: [0.0] * 5)
-    """Of 1, x, y, x^2 and x y, where x is the number of tokens over n, and y what that took."""
+    """Sums of 1, x, y, x^2 and x y, where x is the number of tokens over n, and y the seconds that took."""
     n_seen: int = 0
     just: dict[int, tuple[float, float, int]] = field(default_factory=dict)
-    """By number of tokens: what is kept of as many ones, their mean, and n_seen with the last of them."""
+    """Weight and mean of the times of just so many tokens, and n_seen at the last, by their number."""
 
 
 class Times:
-    """What something takes, by the number of sequences and that of the tokens guessed for them: what it took
+    """Estimates of a time by the number of sequences and that of the tokens guessed for them: what it took
     with just so many, the latest most, as far as that is known; else a line through all of it.
     """
 
@@ -267,7 +267,7 @@ class Times:
         self._known: dict[int, _Known] = {}
 
     def observe(self, n: int, n_tokens: int, seconds: float) -> None:
-        """n sequences with so many tokens took so long."""
+        """Learns what n sequences with so many tokens took."""
         known = self._known.setdefault(n, _Known())
         if known.n_seen:
             begin, each = self._line(known, n)  # beyond that another program had the processor
@@ -280,20 +280,21 @@ class Times:
         known.just[n_tokens] = weight + 1.0, (weight * mean + y) / (weight + 1.0), known.n_seen
 
     def seconds(self, n: int, most: int) -> list[float]:
-        """With 0 to `most` tokens. Empty: nothing is known of so many sequences."""
+        """Seconds with 0 to `most` tokens. Empty: nothing is known of so many sequences."""
         if (known := self._known.get(n)) is None:
             return []
         begin, each = self._line(known, n)
-        found = [begin + each * i for i in range(most + 1)]
+        estimates = [begin + each * i for i in range(most + 1)]
         for n_tokens, (weight, mean, seen) in known.just.items():
             if n_tokens <= most:
                 sure = SURE * weight * KEPT_TIMES ** (known.n_seen - seen)
-                found[n_tokens] = (found[n_tokens] + sure * mean) / (1.0 + sure)
-        return found
+                estimates[n_tokens] = (estimates[n_tokens] + sure * mean) / (1.0 + sure)
+        return estimates
 
     def _line(self, known: _Known, n: int) -> tuple[float, float]:
-        """Seconds without a token, and those of each. However steep the line is through a few samples that
-        another program held up, without a token it takes a sixteenth of what is believed at the least.
+        """Fits the seconds without a token, and those of each. However steep the line is through a few
+        samples that another program held up, without a token it takes a sixteenth of what is believed at the
+        least.
         """
         total, *sums = known.sums
         x, y, xx, xy = (each / total for each in sums)
@@ -305,7 +306,7 @@ class Times:
 
 
 class Drafting:
-    """How long the drafts of a step are: as many rows as make its tokens cheapest."""
+    """Decides how long the drafts of a step are: as many rows as make its tokens cheapest."""
 
     def __init__(self, max_drafts: int, has_head: bool, guides: Guides | None, runs_ahead: bool = False) -> None:
         """max_drafts: tokens of a draft. has_head, runs_ahead: whether the runner has a draft head, and
@@ -313,20 +314,20 @@ class Drafting:
         """
         self.max_drafts, self.has_head, self.guides, self.runs_ahead = max_drafts, has_head, guides, runs_ahead
         self.steps, self.guesses = Times(OWN), Times(0.0)
-        """Of steps, by the rows of their drafts; and of the head, whose time is not in them, by its depth."""
+        """Times of steps, by the rows of their drafts; and of the head, not in them, by its depth."""
         self.known = Drafter()
-        """With the records of all sequences."""
+        """A drafter with the records of all sequences."""
         self.drafted, self.accepted = (Counter({str(1 + i): 0 for i in range(max_drafts)}) for _ in range(2))
-        """As of Stats."""
+        """Counts of tokens by their place in the draft, as in Stats."""
         self._n_steps = self._n_plain = 0
         self._ahead_s: dict[int, tuple[float, int]] = {}
-        """What a step took that ran ahead, and the next one, too, by the number of its sequences; and when,
-        in steps.
+        """Seconds of a step that ran ahead, as did the next one, and the number of the step that took them;
+        by the number of its sequences.
         """
         self._is_ahead = self._is_late = False
-        """Whether this step is such a one; and whether it came too late for drafts."""
+        """Whether this step ran ahead, as may the next one; and whether it came too late for drafts."""
         self._spent_s = self._plain_s = 0.0
-        """What the latest steps took that did not run ahead; and what their tokens would have if they had."""
+        """Seconds of the latest steps that did not run ahead; and those of their tokens if they had."""
         self._n_tried, self._n_pauses, self._paused_until, self._n_right = 0, 0, 0, 0
         self._seen: set[tuple[int, bool]] = set()
         """Steps with drafts that have run before, by their tokens, and by whether the head guessed."""
@@ -416,13 +417,13 @@ class Drafting:
         return in_sight
 
     def _propose(self, sequence: Sequence, chunk: Chunk, most: int, step: int, is_next: bool) -> list[int]:
-        """A draft for the step of this number, as far as the sequence's guide allows it. is_next: this step
-        draws a token before it: the first that the grammar leaves, if that drafts.
+        """Proposes a draft for the step of this number, as far as the sequence's guide allows it. is_next:
+        this step draws a token before it: the first that the grammar leaves, if that drafts.
         """
         drafter, guide = sequence.drafter, sequence.guide
         if not isinstance(guide, Guide) or self.guides is None:
-            found: list[int] = drafter.propose(sequence.tokens, most, step)
-            return found
+            free: list[int] = drafter.propose(sequence.tokens, most, step)
+            return free
         forced = guide.forced(most + is_next)
         draft = drafter.propose(sequence.tokens, most, step, forced[is_next:])
         if not draft:
@@ -434,7 +435,7 @@ class Drafting:
         return allowed[len(drawn) :]
 
     def _n_worth(self, chances: list[tuple[float, int]], seconds: list[float], n: int) -> tuple[float, int]:
-        """How many tokens a second there are at most, and with how many of the likeliest.
+        """Finds the most tokens a second, and with how many of the likeliest drafted ones.
 
         chances: of each token, and whose it is, the likeliest first. seconds: of a step with so many of them.
         """
@@ -446,8 +447,8 @@ class Drafting:
         return best, n_best
 
     def _n_asked(self, asked: list[tuple[int, Record, int]], seconds: list[float], n: int) -> Counter[int]:
-        """How many tokens the head guesses for the next step, by sequence: so deep that they give the most
-        tokens a second, of the step and the head, which takes as long for one sequence as for some.
+        """Counts the tokens that the head guesses for the next step, by sequence: so deep that they give the
+        most tokens a second, of the step and the head, which takes as long for one sequence as for some.
 
         asked: sequences, their records, and how many tokens they may have.
         """
@@ -456,15 +457,15 @@ class Drafting:
         each = [record.chances(i, most) for i, record, most in asked]
         best, likeliest = n / seconds[0], list[tuple[float, int]]()
         for k in range(1, deepest + 1):
-            chances = sorted((one for of in each for one in of[:k]), reverse=True)
-            found, n_rows = self._n_worth(chances, [s + guess_s[k] for s in seconds], n)
-            if found <= best:
+            chances = sorted((chance for chances_of_one in each for chance in chances_of_one[:k]), reverse=True)
+            tokens_s, n_rows = self._n_worth(chances, [s + guess_s[k] for s in seconds], n)
+            if tokens_s <= best:
                 break  # deeper is not better, either
-            best, likeliest = found, chances[:n_rows]
+            best, likeliest = tokens_s, chances[:n_rows]
         return Counter(i for _, i in likeliest)
 
     def _step_s(self, n: int) -> list[float]:
-        """What steps take, by the number of rows that are drafts; in any unit where nothing is known."""
+        """Time of a step, by the number of rows that are drafts; in any unit where nothing is known."""
         most = min(self.max_drafts * n, PAGE_SIZE)
         plain_s = self._ahead_s.get(n, (1.0, 0))[0]
         return self.steps.seconds(n, most) or [plain_s * (1.0 + i / (OWN * n)) for i in range(most + 1)]
@@ -502,8 +503,8 @@ class Drafting:
             self._weigh(seconds, self._ahead_s[n][0] * (1.0 + n_right / max(1, len(step.draws))))
 
     def _weigh(self, spent_s: float, plain_s: float) -> None:
-        """A step did not run ahead, took so long, and would have taken so long for its tokens if it had. All
-        drafts pause where the latest steps were not worth it, each time twice as long.
+        """Weighs what a step took that did not run ahead against what its tokens would have taken if it had.
+        All drafts pause where the latest steps were not worth it, each time twice as long.
 
         What a step takes that runs ahead was seen in others, mostly long before: it follows what is shorter
         at once, and what is longer, as contexts grow, slowly. So drafts that gain less than steps differ may

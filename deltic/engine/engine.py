@@ -51,10 +51,10 @@ MAX_FAILURES = 3
 """Steps that may fail in a row before the process gives up on itself."""
 
 MOVE_WAIT_S = 0.005
-"""How long a step waits for the tiers when there is nothing else to do; then commands are looked at again."""
+"""Seconds that a step waits for the tiers when there is nothing else to do; then commands are looked at."""
 
 SHARED_WAIT_S = 0.0005
-"""The same where another engine has work."""
+"""Seconds that a step waits for them where another engine has work."""
 
 
 class StepRunner(Protocol):
@@ -148,7 +148,7 @@ class SpeechStepRunner(StepRunner, Protocol):
 
     @property
     def voices(self) -> ClonedVoices | None:
-        """None where the model has its own voices."""
+        """The voices that were cloned; None where the model has its own."""
 
     @property
     def n_streams(self) -> int:
@@ -254,9 +254,8 @@ class Engine:
         self.voices = speaker.voices if speaker else None
         self.adapters = runner.adapters
         self.exports = Exports(self.cache) if self.cache.store.disk_bytes else None
-        beside = self.voices, self.adapters, self.exports
-        self.encoded: list[EncodedItems] = [items for items in beside if items is not None]
-        """Of every kind that there is."""
+        self.encoded: list[EncodedItems] = [i for i in (self.voices, self.adapters, self.exports) if i is not None]
+        """The items of every kind that this engine has."""
         self.stage = SpeechStage(speaker.vocoder, speaker.n_streams) if speaker else None
         self.n_steps = 0
         self.n_failures = 0
@@ -429,11 +428,10 @@ class Engine:
         except Exception as error:
             log.exception("a step of %s failed", logs.counted(len(step.chunks), "sequence"))
             self.n_failures += 1
-            failed = self.scheduler.fail(
+            ended += self.scheduler.fail(
                 step,
                 f"the engine could not run this step ({type(error).__name__}; its log says more); send the request again",
             )
-            ended += failed
             return self._traced(ended if self.stage is None else self.stage.hold(ended))
         ran = time.perf_counter()
         outputs = ended + self.scheduler.commit(step, result)
@@ -481,7 +479,7 @@ class Engine:
         )
 
     def cache_summary(self) -> dict[str, Any]:
-        """What the prefix cache holds, as plain data."""
+        """Lists what the prefix cache holds, as plain data."""
         return {"enabled": self.info.prefix_cache, **self.cache.store.summary()}
 
     def locate_cache(self, command: LocateCache) -> CacheLocated | None:

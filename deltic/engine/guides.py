@@ -51,7 +51,7 @@ has its next job to itself.
 N_ALONE = 100
 """Number of jobs that a slow guide has to itself, the slow one included."""
 HERE_S = 0.001
-"""How long, in a step, the engine's thread makes masks itself while the device computes ahead.
+"""Seconds of a step in which the engine's thread makes masks itself while the device computes ahead.
 
 Waking another thread costs more than making a few masks.
 """
@@ -63,13 +63,11 @@ Python's default is five milliseconds.
 LONGEST_WAIT_S = 0.001
 """The longest time, in seconds, that a step waits for missing masks."""
 POLL_S = 0.0001
-"""How often, in seconds, a waiting step looks whether the device has finished."""
+"""Seconds between two looks of a waiting step whether the device has finished."""
 LONGEST_CLOSE_S = 3.0
-"""How long, in seconds, `close` waits for the threads. Python crashes if it ends while one is in the
-library.
-"""
+"""Seconds that `close` waits for the threads. Python crashes if it ends while one is in the library."""
 AHEAD_S = 0.002
-"""How long the engine's thread makes masks for the draft of one sequence."""
+"""Seconds in which the engine's thread makes masks for the draft of one sequence."""
 STACK_BYTES = 16_000_000
 """Stack of a worker: that of the server's thread which compiled the grammar before."""
 N_KEPT = 32
@@ -97,7 +95,7 @@ class Lexicon:
                 bits[last] = 0
         self._allowed = np.packbits(bits, bitorder="little").view(np.int32)
         self.n_before = max(map(len, constraint.bad_ids), default=1)
-        """How many of the ids drawn last `narrow` needs, at most."""
+        """Number of the ids drawn last that `narrow` needs, at most."""
 
     def narrow(self, words: Words | None, drawn: list[int]) -> Words:
         """The part of a mask (None: all ids) that is allowed after these ids."""
@@ -128,7 +126,7 @@ class Guide:
         self.is_satisfied = False
         """Whether nothing but the end may follow in the grammar."""
         self.n_alone = 0
-        """How many more jobs it has to itself, as it is slow or suspected to be."""
+        """Number of further jobs that it has to itself, as it is slow or suspected to be."""
         self.matcher: Any = None
         self.words: Words | None = None
         self._mask: Words | None = None
@@ -139,7 +137,7 @@ class Guide:
             self._close()
 
     def _close(self) -> None:
-        """The thought ends with ids of our own."""
+        """Ends the thought with ids of our own."""
         self._thinks = False
         self._force((*self.constraint.close_ids, *self.constraint.begin_ids))
 
@@ -201,8 +199,8 @@ class Guide:
         return fork
 
     def behind(self, tokens: Iterable[int]) -> Rule:
-        """What it says of the token behind these, which it has not taken. Where a grammar would have to take
-        them, the grammar has no say: its next mask is not made yet.
+        """The rule of the token behind these, which the guide has not taken. Where a grammar would have to
+        take them, the grammar has no say: its next mask is not made yet.
         """
         fork = self.forked()
         if any([fork.advance(token) for token in tokens]) or self.is_busy:
@@ -366,10 +364,10 @@ class Guides:
             self._drew[-1][1].append(token)
 
     def ahead(self, guide: Guide, draft: list[int]) -> tuple[list[int], list[Rule]]:
-        """Of a draft what may be drawn, and the rules of the token behind each part of it: of none, of the
-        first token, and so on. It ends in front of a token that is not allowed or that ends the answer, where
-        a grammar that a worker has would follow, and where making masks takes too long. The guide must be
-        ready.
+        """Cuts a draft to what may be drawn, and gives the rules of the token behind each part of it: of
+        none, of the first token, and so on. It ends in front of a token that is not allowed or that ends the
+        answer, where a grammar that a worker has would follow, and where making masks takes too long. The
+        guide must be ready.
         """
         kept, rules, fork = list[int](), [Rule.of(guide)], guide.forked()
         deadline, n_taken = time.perf_counter() + AHEAD_S, 0
@@ -607,20 +605,20 @@ def _sealed(text: str) -> tuple[str, list[int]]:
     must have the text's own bytes. So nothing is normalised, and an added token (`<|im_end|>`, `<think>`) has
     a name that nobody can write; grammars name it by its number.
     """
-    said = msgspec.json.decode(text)
-    said["normalizer"] = None
+    fields = msgspec.json.decode(text)
+    fields["normalizer"] = None
     secret, names = secrets.token_hex(16), {}
-    for token in said.get("added_tokens") or ():
+    for token in fields.get("added_tokens") or ():
         names[token["content"]] = token["content"] = f"<|{secret} {token['id']}|>"
-    vocabulary = said["model"]["vocab"]
+    vocabulary = fields["model"]["vocab"]
     for name in names.keys() & vocabulary.keys():
         vocabulary[names[name]] = vocabulary.pop(name)
-    specials = [token["id"] for token in said.get("added_tokens") or () if token.get("special")]
-    return msgspec.json.encode(said).decode(), specials
+    specials = [token["id"] for token in fields.get("added_tokens") or () if token.get("special")]
+    return msgspec.json.encode(fields).decode(), specials
 
 
 def _error_of(matcher: Any) -> str:
-    """What is wrong with a matcher; "": nothing."""
+    """The fault of a matcher, as a message; "": it has none."""
     error: str = matcher.get_error()
     if error.startswith("NoExtension"):
         return "no text can match the grammar from here on"

@@ -1,7 +1,8 @@
-"""Requests, sequences and events: the plain data that crosses the queue and lives in the engine.
+"""The plain data that crosses the queue between the server and an engine, both ways.
 
-Everything here is msgspec or plain Python; this file imports neither torch nor any other part of the engine.
-Structs with a tag travel over ZeroMQ as msgpack; `Sequence` never leaves the engine process.
+Commands come first (`Request`, then the others), then outputs, statistics, what the engine says of itself,
+and its other events. `Command` and `Event` are the unions of what has a tag, and travel over ZeroMQ as
+msgpack. This file imports no other part of Deltic.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ FinishReason = Literal["stop", "length", "abort", "error"]
 
 
 class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """What an answer must look like.
+    """The form that an answer must have.
 
     The grammar begins behind the thought; `allowed` and `bad_ids` hold in it, too, and what is forced comes
     whatever they say.
     """
 
     grammar: str = ""
-    """As llguidance's LLMatcher takes it, JSON or Lark; "": none."""
+    """A grammar as llguidance's LLMatcher takes it, JSON or Lark; "": none."""
     think_end_id: int | None = None
     """The prompt opened a thought, which is free until this token has come."""
     think_budget: int | None = None
@@ -59,7 +60,7 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """How one request's tokens are drawn.
+    """Parameters by which one request's tokens are drawn.
 
     Defaults are the neutral ones: temperature 1, no filter, no penalty. The order of the transformations is
     the one of `reference/sample.py`. Penalties count as in the OpenAI API: presence and frequency look at
@@ -179,11 +180,11 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     adapter: bytes = b""
     """The key of the LoRA adapter that is applied; b"": none."""
     adapter_name: str = ""
-    """What the client calls it, for cache events; several names may have one key."""
+    """The adapter's name for the client, for cache events; several names may have one key."""
     pictures: list[Picture] = []
-    """In the order of their tokens, which do not overlap. The ids there are placeholders."""
+    """Pictures in the order of their tokens, which do not overlap. The ids there are placeholders."""
     labels: dict[str, str] = {}
-    """What its client calls it, for `--trace`; empty without."""
+    """Labels that its client gave it, for `--trace`; empty without."""
 
 
 class EncodeVoice(msgspec.Struct, tag="encode_voice", kw_only=True):
@@ -200,7 +201,7 @@ class EncodeVoice(msgspec.Struct, tag="encode_voice", kw_only=True):
     speaker: bytes = b""
     """float32 [h]: given instead of samples."""
     needs_codes: bool = False
-    """In-context cloning: reference codes and the vocoder's state behind them, too."""
+    """Whether to make reference codes and the vocoder's state behind them, too: for in-context cloning."""
     is_kept: bool = False
     """Store it on disk. Otherwise it lives with the process, as long as there is room."""
 
@@ -329,7 +330,7 @@ _unpack_logprobs = msgspec.msgpack.Decoder(list[TokenLogprob | None]).decode
 
 
 class Output(msgspec.Struct, array_like=True):
-    """What one step brought for one sequence.
+    """Tokens or audio that one step brought for one sequence.
 
     Exactly one Output of a sequence has a finish_reason: its last.
     """
@@ -354,7 +355,7 @@ class Output(msgspec.Struct, array_like=True):
     n_drafted: int = 0
     """Tokens of the step's draft."""
     n_accepted: int = 0
-    """Of these, those that were drawn, too."""
+    """Tokens of the draft that were drawn, too."""
 
     def one_by_one(self) -> list[Output]:
         """The same as an output for each of its tokens: who reads them may stop behind any."""
@@ -378,9 +379,9 @@ class CacheStats(msgspec.Struct, array_like=True):
     n_lookup_tokens: int = 0
     """Prompt tokens that were looked up."""
     n_hit_tokens: int = 0
-    """Of those, the ones that were not computed again."""
+    """Prompt tokens that were found, and not computed again."""
     checkpoints_taken: dict[str, int] = {}
-    """By kind: message, ladder, end, junction, tail, picture."""
+    """Checkpoints by kind: message, ladder, end, junction, tail, picture."""
     n_pages_evicted: int = 0
     """Pages that left device memory, to a lower tier or to nowhere."""
     n_checkpoints_evicted: int = 0
@@ -414,7 +415,7 @@ class PictureStats(msgspec.Struct, array_like=True):
     """The vision tower: gauges, then monotonic counters."""
 
     n_blocks_used: int = 0
-    """Of the pool of encoded pictures, 64 tokens each."""
+    """Blocks of the pool of encoded pictures that are in use, 64 tokens each."""
     n_blocks: int = 0
     n_encoded: int = 0
     n_hits: int = 0
@@ -450,7 +451,7 @@ class Stats(msgspec.Struct, array_like=True):
     drafted: dict[str, int] = {}
     """Tokens of drafts, by their place in the draft, from 1 on."""
     accepted: dict[str, int] = {}
-    """Of these, those that were drawn, too."""
+    """Tokens of drafts that were drawn, too, in the same way."""
     last_step_ms: float = 0.0
     cache: CacheStats = msgspec.field(default_factory=CacheStats)
     speech: SpeechStats | None = None
@@ -473,10 +474,10 @@ class Stats(msgspec.Struct, array_like=True):
 
 
 class VideoInfo(msgspec.Struct, array_like=True):
-    """How a model takes videos. The numbers are the published ones of models whose files say nothing."""
+    """Bounds of a model's videos. The numbers are the published ones of models whose files say nothing."""
 
     min_pixels: int = 4096
-    """Of all frames together, as the next."""
+    """Pixels of all frames together, as for max_pixels."""
     max_pixels: int = 25_165_824
     fps: float = 2.0
     """Frames that are taken of a second."""
@@ -487,20 +488,20 @@ class VideoInfo(msgspec.Struct, array_like=True):
 
 
 class PictureInfo(msgspec.Struct, array_like=True):
-    """How a model takes pictures."""
+    """Bounds of a model's pictures."""
 
     min_pixels: int
     """A picture with fewer is enlarged, one with more than max_pixels is made smaller."""
     max_pixels: int
     max_tokens: int
-    """Of one picture."""
+    """Tokens of one picture."""
     video: VideoInfo = msgspec.field(default_factory=VideoInfo)
     room_bytes: int = 1 << 29
     """Bytes of the pixels of all open requests together."""
 
 
 class EngineInfo(msgspec.Struct, kw_only=True):
-    """What the engine resolved at start; the server needs it to validate requests."""
+    """Facts that the engine resolved at start; the server needs them to validate requests."""
 
     model_name: str = ""
     """The name that the server gives the model; "" of a runner that nobody serves."""
@@ -540,7 +541,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     even_context: float = 32768.0
     """Tokens of context at which a token's attention takes as long as all the rest of it."""
     kernels: str = ""
-    """Whose kernels run: the CPU's instruction set they were compiled for, or Triton's version."""
+    """The kernels that run: the CPU's instruction set they were compiled for, or Triton's version."""
     precision: str = "bf16"
     """The format of the weights as they run, a packed model's too: "bf16", one of --quantize, or that of most
     weights of a quantised checkpoint.
@@ -598,7 +599,7 @@ class CacheLocated(msgspec.Struct, tag="cache_located"):
     """The answer to LocateCache."""
 
     id: str
-    """Of its request."""
+    """The id of the request that was located."""
     n_tokens: int = 0
     """Tokens of the prompt up to its deepest checkpoint; 0: there is none."""
     files: list[str] = []
@@ -628,7 +629,7 @@ class AdapterLoaded(msgspec.Struct, tag="adapter_loaded"):
     rank: int = 0
     """The largest of its ranks."""
     n_bytes: int = 0
-    """On the device."""
+    """Bytes on the device."""
     error: str | None = None
     """Why it could not be loaded, in one line; None if it was."""
 

@@ -39,7 +39,7 @@ class PictureEncoder(Protocol):
 
     @property
     def n_blocks(self) -> int:
-        """Of the pool."""
+        """Blocks of the pool."""
 
     def begin(self, picture: Picture, blocks: list[int]) -> None:
         """Starts to encode a picture, to these blocks, and forgets the one before if that is not finished."""
@@ -49,7 +49,7 @@ class PictureEncoder(Protocol):
 
 
 class Pace:
-    """How many patches the pieces of a tower have: as many as should take the time that is left, by what
+    """Sizes of the pieces of a tower, in patches: as many as should take the time that is left, by what
     pieces of their kind took last.
     """
 
@@ -64,7 +64,7 @@ class Pace:
         """Kind and patches of the piece that was asked for last."""
 
     def begin(self) -> None:
-        """Another picture: what attention takes depends on it."""
+        """Forgets what depends on the picture: what attention takes."""
         self._row_s.pop("rest", None)
 
     def n_rows(self, stage: int, n_left: int) -> int:
@@ -77,7 +77,7 @@ class Pace:
         return n
 
     def seconds(self, kind: str, n: int) -> float | None:
-        """Of n patches; None: no piece of the kind is known."""
+        """Seconds of n patches; None: no piece of the kind is known."""
         return n * self._row_s[kind] if kind in self._row_s else None
 
     def took(self, kind: str, n: int, seconds: float) -> None:
@@ -85,7 +85,7 @@ class Pace:
 
     @property
     def least_s(self) -> float:
-        """Of the least piece. It may be of any kind: all are taken to be as slow as the slowest."""
+        """Seconds of the least piece. It may be of any kind: all are taken to be as slow as the slowest."""
         return self._least * max(self._row_s.values())
 
 
@@ -117,10 +117,10 @@ class _Entry:
     blocks: list[int]
     n_uses: int = 0
     seconds: float = 0.0
-    """That the tower took."""
+    """Seconds that the tower took."""
     priority: float = 0.0
     wanted_by: list[Sequence] = field(default_factory=list)
-    """Those that are open, until it is done."""
+    """Open sequences that need it, until it is done."""
 
     @property
     def is_done(self) -> bool:
@@ -157,8 +157,8 @@ class Pictures:
         self._is_short = False
 
     def ready(self, sequence: Sequence, length: int) -> int:
-        """How many of a sequence's next `length` tokens, on the grid of its chunks or all, can run now.
-        Claims what they need, and what the tokens behind them do, as far as there is room.
+        """Counts those of a sequence's next `length` tokens, on the grid of its chunks or all, that can run
+        now. Claims what they need, and what the tokens behind them do, as far as there is room.
         """
         start = sequence.n_computed
         for picture in sequence.request.pictures:
@@ -235,8 +235,8 @@ class Pictures:
         self.pool.check(Counter(block for entry in self._entries.values() for block in entry.blocks))
 
     def _next(self) -> _Entry | None:
-        """What the tower works on: the picture that it has begun, while somebody wants it, else the first
-        that is claimed.
+        """The picture that the tower works on: the one that it has begun, while somebody wants it, else the
+        first that is claimed.
         """
         current = self._current
         if current is not None and current.wanted_by:
@@ -244,7 +244,7 @@ class Pictures:
         return next((e for e in self._claimed.values() if not e.is_done and e.wanted_by), None)
 
     def _of(self, sequence: Sequence) -> list[_Entry]:
-        """Those of a sequence's pictures that have a place."""
+        """The entries of those of a sequence's pictures that have a place."""
         keys = {_key_of(sequence.request, picture) for picture in sequence.request.pictures}
         return [self._entries[key] for key in keys if key in self._entries]
 
@@ -263,7 +263,7 @@ class Pictures:
         return entry
 
     def _take(self, n: int) -> list[int] | None:
-        """n blocks, what is not claimed evicted for them; None: there are not so many."""
+        """Takes n blocks, and evicts for them what is not claimed; None: there are not so many."""
         others = [e for key, e in self._entries.items() if key not in self._claimed]
         if n > self.pool.n_free + sum(len(e.blocks) for e in others):
             return None
@@ -288,7 +288,7 @@ class Pictures:
         entry.priority = self._clock + entry.worth
 
     def _use(self, entry: _Entry) -> None:
-        """A prompt begins to read a picture."""
+        """Notes that a prompt begins to read a picture."""
         self.n_hits += entry.n_uses > 0
         entry.n_uses += 1
         entry.priority = self._clock + entry.worth

@@ -1,4 +1,4 @@
-"""From codes to audio: the stage decides which streams are vocoded now, and how many of their frames.
+"""The way from codes to audio: which streams are vocoded now, and how many of their frames.
 
 Each step brings a frame of codes for each sequence that decodes. The stage keeps the frames. Between two
 steps it may have the vocoder turn some of them into one chunk of audio. It runs in the engine's own loop,
@@ -52,7 +52,7 @@ FIRST_S = 0.15
 WHOLE_S = 10.0
 """Deadline of an answer that is not streamed, so that it is not put off for ever."""
 GUARD_S = 0.03
-"""How long before its deadline, in seconds, a frame must be out, as the time to the client varies."""
+"""Seconds before its deadline at which a frame must be out, as the time to the client varies."""
 LATE_S = 0.1
 """Audio later than this, in seconds, counts as an audible underrun."""
 WORTH_FRAMES = 4
@@ -74,7 +74,7 @@ class Pending(Protocol):
     def is_done(self) -> bool: ...
 
     def samples(self) -> list[Samples]:
-        """Of each chunk, float32 [1920 n]; waits."""
+        """The samples of each chunk, float32 [1920 n]; waits."""
 
     def seconds(self) -> float | None:
         """The seconds they took, once they are done; None: count the time until they were taken."""
@@ -99,17 +99,17 @@ class Stream:
     index: int
     is_streamed: bool
     first_frames: int
-    """Of the first chunk; 0: by load."""
+    """Frames of the first chunk; 0: by load."""
     state: NDArray[np.float32] | None
-    """The vocoder's, behind a voice's reference codes; None: the begin."""
+    """State of the vocoder behind a voice's reference codes; None: the begin."""
     since: float
-    """When its first frame came."""
+    """Time at which its first frame came."""
     codes: list[NDArray[np.int32]] = field(default_factory=list)
     n_taken: int = 0
     """Frames that the vocoder was given."""
     slot: int | None = None
     dry_at: float | None = None
-    """When playback runs dry; None: nothing was heard yet."""
+    """Time at which playback runs dry; None: nothing was heard yet."""
     end: Output | None = None
     """The terminal Output, once the sequence has ended."""
     is_stalled: bool = False
@@ -131,7 +131,7 @@ class Stream:
         return self.is_streamed and self.dry_at is None
 
     def deadline(self, n: int, after: float) -> float:
-        """Of the frame behind the next n; `after`: of a stream of which nothing was heard."""
+        """The deadline of the frame behind the next n; `after`: of a stream of which nothing was heard."""
         begin = self.dry_at if self.dry_at is not None else self.since + after + self.n_taken * FRAME_S
         return begin + n * FRAME_S
 
@@ -466,14 +466,14 @@ class SpeechStage:
         """The vocoder failed: its streams end with an error, where they have not ended meanwhile."""
         self._flight = None
         log.error("the vocoder failed", exc_info=error)
-        said = f"the vocoder could not run ({type(error).__name__}; its log says more); send the request again"
+        message = f"the vocoder could not run ({type(error).__name__}; its log says more); send the request again"
         outputs = []
         for stream, _ in parts:
             if stream.is_dropped:
                 self._release(stream)
             else:
                 self._close(stream)
-                outputs.append(Output(stream.id, stream.index, finish_reason="error", error=said))
+                outputs.append(Output(stream.id, stream.index, finish_reason="error", error=message))
         return outputs
 
 

@@ -35,27 +35,27 @@ class Voice(Protocol):
 
     @property
     def frames(self) -> NDArray[np.float32] | None:
-        """float32 [R, h]: of the reference frames."""
+        """float32 [R, h]: the rows of the reference frames."""
 
     @property
     def state(self) -> NDArray[np.float32] | None:
-        """The vocoder's, behind the reference frames."""
+        """State of the vocoder behind the reference frames."""
 
 
 class Rule(NamedTuple):
-    """What a guide says of one token."""
+    """The rule that a guide has for one token."""
 
     mask: NDArray[np.int32] | None = None
-    """As of Guide."""
+    """The ids that may be drawn, as in Guide.mask."""
     bans_end: bool = False
 
     @classmethod
     def of(cls, guide: Guide | None) -> Rule:
-        """What it says of the next token."""
+        """The rule that a guide has for the next token."""
         return cls() if guide is None else cls(guide.mask, guide.bans_end)
 
     def allows(self, token: int) -> bool:
-        """By the mask."""
+        """Whether the mask lets a token be drawn."""
         return self.mask is None or bool(int(self.mask[token // 32]) >> token % 32 & 1)
 
 
@@ -83,7 +83,7 @@ class Guide(Protocol):
         """Whether the token after the next has no mask."""
 
     def behind(self, tokens: Iterable[int]) -> Rule:
-        """What it says of the token behind these, which it has not taken, as far as that is known."""
+        """The rule of the token behind these, which it has not taken, as far as that is known."""
 
     def leaves_any(self, banned: Iterable[int]) -> bool:
         """Whether any id other than these may be drawn."""
@@ -104,7 +104,7 @@ class HeldAdapter:
     """A LoRA adapter that the runner has."""
 
     slot: int
-    """Where."""
+    """The slot of the runner that has it."""
     n_sequences: int = 0
     """Open sequences that have it."""
 
@@ -145,7 +145,7 @@ class Sequence:
     arrived_at: float = 0.0
     """time.monotonic() of its arrival."""
     queued_s: float = 0.0
-    """How long it first waited for its place."""
+    """Seconds that it first waited for its place."""
     siblings: list[Sequence] = field(default_factory=list)
     """n > 1: sequences that start when this one's prompt is done (they share its pages)."""
     prompt_logprobs: PromptLogprobs | None = None
@@ -164,20 +164,20 @@ class Sequence:
     admitted.
     """
     adapter: HeldAdapter | None = None
-    """What its rows are changed by; None: nothing."""
+    """The adapter that changes its rows; None: there is none."""
     voice: Voice | None = None
     """The voice of the prompt's rows, kept as long as the sequence; None: it has none."""
     guide: Guide | None = None
-    """None: the next token may be any id."""
+    """The guide that says which id may be next; None: any may."""
     drafter: Any = None
-    """Who drafts for it (drafts.Drafter); None: nobody did yet."""
+    """The drafts.Drafter that drafts for it; None: nobody did yet."""
     runs_ahead: bool = False
     """Whether the runner may have started its next decode, which then has no draft (drafts.Drafting)."""
     finish_reason: FinishReason | None = None
 
     @property
     def adapter_slot(self) -> int:
-        """Where the runner has its adapter; -1: it has none."""
+        """The slot in which the runner has its adapter; -1: it has none."""
         return -1 if self.adapter is None else self.adapter.slot
 
     @property
@@ -236,10 +236,10 @@ class Chunk:
     drafts: list[int] = field(default_factory=list)
     """Tokens that may follow tokens[start]; `length` is 1 + their number. The state is left at `start`."""
     rules: list[Rule] = field(default_factory=list)
-    """Of the draw from each row, where there is a draft and a guide."""
+    """Rules of the draw from each row, where there is a draft and a guide."""
     pictures: list[tuple[Picture, list[int]]] = field(default_factory=list)
-    """Those that some of its tokens are of, and where the tower's rows of each are: in these blocks of the
-    pool (pictures.Pictures), PAGE_SIZE rows in each.
+    """Pictures that some of its tokens are of, and the blocks of the pool (pictures.Pictures) that have the
+    tower's rows of each, PAGE_SIZE rows in a block.
     """
 
     @property
@@ -251,7 +251,7 @@ class Chunk:
         return self.length == 1 + len(self.drafts) and self.start >= self.sequence.n_prompt
 
     def accepted(self, drawn: list[int]) -> list[int]:
-        """What counts of the draws from its rows: all up to the first that is not what was drafted."""
+        """Cuts the draws from its rows to those that count: up to the first that was not drafted."""
         n = 1
         while n < len(drawn) and drawn[n - 1] == self.drafts[n - 1] and drawn[n] >= 0:
             n += 1
@@ -273,7 +273,7 @@ class Draw:
 
 @dataclass(slots=True)
 class Step:
-    """What runs in one forward, or, where decodes are a batch of their own, in two.
+    """The work of one forward, or, where decodes are a batch of their own, of two.
 
     Decodes come first, then prefill chunks. A decode without a draw computes a token that was drawn before,
     whose KV and state were lost. (Where prefill and decode give the same bits, lost tokens are computed in
@@ -321,11 +321,12 @@ class StepResult:
     tokens: list[list[int]]
     """Each is a new list, not empty, and belongs to the reader."""
     logprobs: list[list[TokenLogprob] | None]
-    """One of each token, or None where nobody asked."""
+    """A log-probability of each token, or None where nobody asked."""
     prompt_logprobs: dict[int, list[TokenLogprob]]
     guesses: list[list[int]] = field(default_factory=list)
-    """Of the draft head, behind what each draw gave: up to n_guesses tokens. Empty: there is no head."""
+    """Guesses of the draft head behind what each draw gave: up to n_guesses tokens. Empty: there is no head.
+    """
     guess_s: float = 0.0
     """Seconds that the head took."""
     codes: NDArray[np.int32] | None = None
-    """Of a speech model: [n_decodes, 16], the frame of chunk i, a decode, in row i (decodes come first)."""
+    """Frames of a speech model: [n_decodes, 16], that of chunk i, a decode, in row i (decodes come first)."""

@@ -26,7 +26,7 @@ MAX_BYTES = 256 << 20
 
 BUFFER_BYTES = 1 << 16
 FLUSH_S = 1.0
-"""What was written is in the file after so long at the latest, if steps go on."""
+"""Seconds after which what was written is in the file at the latest, if steps go on."""
 
 
 class Trace:
@@ -49,7 +49,7 @@ class Trace:
         self._n_buffered = 0
         self._flushed_s = 0.0
         self._phase: dict[tuple[str, int], str] = {}
-        """Of the open sequences."""
+        """Phases of the open sequences, by id and index."""
         self._n_preemptions = 0
         self._pid = os.getpid()
         if not self._n_bytes:
@@ -59,7 +59,7 @@ class Trace:
         self.flush()
 
     def arrived(self, request: Request) -> None:
-        """A request was queued."""
+        """Notes that a request was queued."""
         now_s = time.perf_counter()
         for index in range(request.params.n):
             self._enter((request.id, index), "queue", now_s, request.labels or None)
@@ -96,7 +96,7 @@ class Trace:
                     self._enter((sequence.request.id, sequence.index), "preempted", begin)
 
     def said(self, outputs: list[Output]) -> None:
-        """Outputs were made, by a step or instead of one."""
+        """Notes Outputs that were made, by a step or instead of one."""
         now_s = time.perf_counter()
         for output in outputs:
             self._enter((output.id, output.index), None if output.finish_reason else "decode", now_s)
