@@ -27,6 +27,7 @@ import numpy as np
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.directory import Entry
 from deltic.engine.cache.tiers import Move, Search
+from deltic.engine.cache.tree import Kind
 from deltic.engine.messages import EngineInfo, ReplayStats, SamplingParams, TokenLogprob
 from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
 from deltic.host import process
@@ -439,7 +440,7 @@ class FakeTiers:
     """
 
     def __init__(
-        self, runner: FakeRunner, n_units: int, disk: dict[tuple[str, bytes], Saved] | None = None,
+        self, runner: FakeRunner, n_units: int, disk: dict[tuple[Kind, bytes], Saved] | None = None,
         disk_bytes: int = 1 << 20, rng: Random | None = None, p_failure: float = 0.0, n_most_polls: int = 4,
     ) -> None:  # fmt: skip
         """disk_bytes: of pages of 1 and states of UNITS_PER_STATE bytes. p_failure: of one move to or from the disk."""
@@ -450,7 +451,7 @@ class FakeTiers:
         self.has_disk = disk is not None
         self.disk_bytes = disk_bytes
         self.entries = [
-            Entry(kind, key, saved.parent, saved.depth, 1 if kind == "page" else UNITS_PER_STATE, 0.0)
+            Entry(kind, key, saved.parent, saved.depth, 1 if kind is Kind.PAGE else UNITS_PER_STATE, 0.0)
             for (kind, key), saved in self.disk.items()
         ]
         self.is_full = self.may_have_foreign = False
@@ -482,12 +483,12 @@ class FakeTiers:
 
     def _look(self, search: Search) -> None:
         keys = search.keys
-        while search.n_pages < len(keys) and ("page", keys[search.n_pages]) in self.disk:
+        while search.n_pages < len(keys) and (Kind.PAGE, keys[search.n_pages]) in self.disk:
             search.n_pages += 1
-        states = [n for n in range(search.n_usable + 1, search.n_pages + 1) if ("state", keys[n - 1]) in self.disk]
+        states = [n for n in range(search.n_usable + 1, search.n_pages + 1) if (Kind.STATE, keys[n - 1]) in self.disk]
         search.state_at = max(states, default=0)
 
-    def forget(self, kind: str, key: bytes) -> None: ...
+    def forget(self, kind: Kind, key: bytes) -> None: ...
 
     def copy_out(self, move: Move) -> None:
         assert len(move.units) == self._size(move)
@@ -501,7 +502,7 @@ class FakeTiers:
 
     def load(self, moves: list[Move]) -> int:
         for move in moves:
-            self._put(move, [-7] * PAGE_SIZE if move.kind == "page" else -7)
+            self._put(move, [-7] * PAGE_SIZE if move.kind is Kind.PAGE else -7)
         return self._ask(Ticket(True, moves, [self._device(move) for move in moves], self._delay()))
 
     def save(self, moves: list[Move]) -> int:
@@ -526,7 +527,7 @@ class FakeTiers:
         for ticket in self._pending.values():
             ticket.n_polls = 0
 
-    def delete(self, kind: str, key: bytes) -> None:
+    def delete(self, kind: Kind, key: bytes) -> None:
         self.disk.pop((kind, key), None)
 
     def clear(self) -> None:
@@ -563,14 +564,14 @@ class FakeTiers:
 
     @staticmethod
     def _size(move: Move) -> int:
-        return 1 if move.kind == "page" else UNITS_PER_STATE
+        return 1 if move.kind is Kind.PAGE else UNITS_PER_STATE
 
     def _source(self, move: Move) -> Any:
         return self._host(move) if move.device < 0 else self._device(move)
 
     def _device(self, move: Move) -> Any:
         runner = self._runner
-        return runner.pages[move.device].tolist() if move.kind == "page" else runner.states[move.device]
+        return runner.pages[move.device].tolist() if move.kind is Kind.PAGE else runner.states[move.device]
 
     def _host(self, move: Move) -> Any:
         assert len(move.units) == self._size(move)
@@ -579,7 +580,7 @@ class FakeTiers:
         return content
 
     def _put(self, move: Move, content: Any) -> None:
-        if move.kind == "page":
+        if move.kind is Kind.PAGE:
             self._runner.pages[move.device] = content
         else:
             self._runner.states[move.device] = content

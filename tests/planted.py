@@ -277,8 +277,8 @@ FAULTS = [
         "slot-of-lost-state",
         "leaked state slot",
         "deltic/engine/cache/residency.py",
-        "(self.pages if is_page else self.slots).give_back([move.device])\n            if not move.ok:",
-        "if is_page:\n                self.pages.give_back([move.device])\n            if not move.ok:",
+        "self._pools[kind].give_back([move.device])\n            if not move.ok:",
+        "if kind is Kind.PAGE:\n                self.pages.give_back([move.device])\n            if not move.ok:",
         "tests/null/test_tiers.py tests/null/test_prefix.py",
     ),
     Fault(

@@ -9,14 +9,14 @@ from hashlib import blake2b
 from random import Random
 from typing import Any
 
-from deltic.engine.cache.tree import DEVICE, next_key, root_key
+from deltic.engine.cache.tree import DEVICE, Kind, next_key, root_key
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Request, SamplingParams
 from deltic.ops.geometry import PAGE_SIZE
 from tests.conversations import Turn
 from tests.fakes import NAN, FakeRunner, FakeTiers, Saved, expected_tokens
 
-Disk = dict[tuple[str, bytes], Saved]
+Disk = dict[tuple[Kind, bytes], Saved]
 
 
 def prefixes(ids: list[int]) -> Iterator[bytes]:

@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 from deltic.commands.plan import _cache_table
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.tiers import Move
+from deltic.engine.cache.tree import Kind
 from deltic.engine.cost import Load
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Request, SamplingParams
@@ -285,7 +286,11 @@ def test_tiers_hold_all_of_a_page_and_a_slot(kv: str, runner: Runner) -> None:
     expected = run_chunks(runner, [Driven(runner, ids, 0, 0, 0).chunk(150)])
     driven = Driven(runner, ids, 0, 0, 0)
     run_chunks(runner, [driven.chunk(128)])
-    moves = [Move("page", 0, (1,)), Move("page", 1, (0,)), Move("state", 0, tuple(range(2, 2 + tiers.units_per_state)))]
+    moves = [
+        Move(Kind.PAGE, 0, (1,)),
+        Move(Kind.PAGE, 1, (0,)),
+        Move(Kind.STATE, 0, tuple(range(2, 2 + tiers.units_per_state))),
+    ]
     for move in moves:
         tiers.copy_out(move)
     for memory in (runner.memory.pages, runner.memory.states, runner.memory.columns):

@@ -23,6 +23,7 @@ import pytest
 from deltic.config import ConfigError
 from deltic.engine.cache.directory import ABANDONED_S
 from deltic.engine.cache.tiers import Bytes, Move, Tiers
+from deltic.engine.cache.tree import Kind
 from deltic.private import make_private
 
 PAGE_BYTES, STATE_BYTES = 1500, 5003
@@ -69,7 +70,7 @@ def content_of(kind: str, key: bytes) -> bytes:
 
 def disk_move(kind: str, i: int, device: int) -> Move:
     """Object i of a chain: its page is the i-th."""
-    return Move(kind, device, (), key_of(i), key_of(i - 1) if i else ROOT, 64 * (i + 1))
+    return Move(Kind(kind), device, (), key_of(i), key_of(i - 1) if i else ROOT, 64 * (i + 1))
 
 
 Open = Callable[..., tuple[Tiers, Device]]
@@ -135,11 +136,11 @@ def test_host_round_trip(opened: Open, kind: str) -> None:
     assert (tiers.n_units, tiers.units_per_state, tiers.has_disk) == (N_UNITS, 4, False)
     units, content = ((7,), content_of(kind, b"x")) if kind == "page" else ((5, 9, 2, 0), content_of(kind, b"x"))
     device.fill(kind, 1, content)
-    out, back = Move(kind, 1, units), Move(kind, 2, units)
+    out, back = Move(Kind(kind), 1, units), Move(Kind(kind), 2, units)
     tiers.copy_out(out)
     tiers.copy_in(back)
     assert out.ok and back.ok and device.read(kind, 2) == content
-    (move,) = done(tiers, tiers.load([Move(kind, 4, units)]))  # the same, in the thread
+    (move,) = done(tiers, tiers.load([Move(Kind(kind), 4, units)]))  # the same, in the thread
     assert move.ok and device.read(kind, 4) == content
     assert tiers.written_bytes == {"host": len(content), "disk": 0}
     assert tiers.read_bytes == {"host": 2 * len(content), "disk": 0}
@@ -177,7 +178,7 @@ def test_saves_from_host_memory(opened: Open, tmp_path: Path) -> None:
     tiers, device = opened(tmp_path)
     content = content_of("state", key_of(0))
     device.fill("state", 0, content)
-    tiers.copy_out(Move("state", 0, (3, 1, 4, 2)))
+    tiers.copy_out(Move(Kind.STATE, 0, (3, 1, 4, 2)))
     move = disk_move("state", 0, -1)
     move.units = (3, 1, 4, 2)
     assert done(tiers, tiers.save([move]))[0].ok
@@ -402,7 +403,7 @@ def test_an_error_in_the_thread_does_not_end_it(opened: Open, tmp_path: Path) ->
     no_units = disk_move("page", 0, -1)
     bad, good = done(tiers, tiers.save([no_units, disk_move("page", 1, 0)]))
     assert not bad.ok and good.ok
-    assert not done(tiers, tiers.load([Move("page", N_PAGES + 5, (1,))]))[0].ok
+    assert not done(tiers, tiers.load([Move(Kind.PAGE, N_PAGES + 5, (1,))]))[0].ok
     device.fill("page", 0, content_of("page", key_of(0)))
     assert all(save(tiers, device, [("page", 0)])) and load(tiers, device, "page", 0)
 
@@ -550,7 +551,7 @@ def test_a_thousand_moves_against_a_model(opened: Open, tmp_path: Path) -> None:
         on_host[thing] = tuple(free_units.pop() for _ in range(n))
         index = free[thing[0]][-1]
         device.fill(thing[0], index, content_of(thing[0], key_of(thing[1])))
-        tiers.copy_out(Move(thing[0], index, on_host[thing]))
+        tiers.copy_out(Move(Kind(thing[0]), index, on_host[thing]))
 
     for _ in range(1000):
         action = rng.random()

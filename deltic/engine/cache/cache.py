@@ -34,7 +34,7 @@ from deltic.engine.cache.pool import IntegrityError, Pool
 from deltic.engine.cache.residency import Load, Residency
 from deltic.engine.cache.shared import MAX_SEARCH_S
 from deltic.engine.cache.tiers import Search, Tiers
-from deltic.engine.cache.tree import DEVICE, DISK, SUPERSEDED, Node, next_key, picture_keys, root_key, top
+from deltic.engine.cache.tree import DEVICE, DISK, SUPERSEDED, Kind, Node, next_key, picture_keys, root_key, top
 from deltic.engine.messages import EngineInfo, Picture
 from deltic.engine.step import Chunk, Sequence
 from deltic.ops.geometry import PAGE_SIZE
@@ -534,8 +534,8 @@ class Cache:
         # Before the first chunk behind a checkpoint has run, the state is the checkpoint's.
         slot = sequence.slot if sequence.start_slot is None else sequence.start_slot
         own = sequence.pages[n_shared : pages_for(sequence.n_computed + self.info.n_lookahead)]
-        units = [self.store.park("page", page) for page in own]
-        state = self.store.park("state", slot)
+        units = [self.store.park(Kind.PAGE, page) for page in own]
+        state = self.store.park(Kind.STATE, slot)
         node = prefix.node if prefix is not None else None
         parked = Parked(sequence.n_computed, n_shared, node, [u for u in units if u is not None], state or ())
         if state is None or None in units:
@@ -546,8 +546,8 @@ class Cache:
     def _unpark(self, sequence: Sequence, parked: Parked) -> None:
         assert sequence.slot is not None
         for units, page in zip(parked.pages, sequence.pages[parked.n_shared :], strict=True):
-            self.store.unpark("page", units, page)
-        self.store.unpark("state", parked.state, sequence.slot)
+            self.store.unpark(Kind.PAGE, units, page)
+        self.store.unpark(Kind.STATE, parked.state, sequence.slot)
         sequence.n_computed = parked.n_computed
         self._unlist(sequence)
 

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from pathlib import Path
 
+from deltic.engine.cache.tree import Kind
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.private import is_ours, make_private
 
@@ -45,7 +46,7 @@ ALIVE_S = 180.0
 ABANDONED_S = 3600.0
 """A part file that nobody has written to for this long was left by a writer that was killed."""
 
-KINDS = {"page": 0, "state": 1}
+KINDS = {Kind.PAGE: 0, Kind.STATE: 1}
 HEADER = struct.Struct("<8sII16s16s16sQQI")
 """Magic, version, kind, model, key, parent, depth, bytes of the payload and their crc32."""
 HEADER_CRC = struct.Struct("<I")
@@ -60,8 +61,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 class Entry:
     """One object on disk, as its name says."""
 
-    kind: str
-    """page or state."""
+    kind: Kind
     key: bytes
     """Hash of the tokens up to and including this page: 16 bytes."""
     parent: bytes
@@ -74,7 +74,7 @@ class Entry:
     """When it was written or last read, in seconds since 1970."""
 
 
-def pack_header(model: bytes, kind: str, key: bytes, parent: bytes, depth: int, size: int, crc: int) -> bytes:
+def pack_header(model: bytes, kind: Kind, key: bytes, parent: bytes, depth: int, size: int, crc: int) -> bytes:
     """The HEADER_BYTES in front of a payload of `size` bytes."""
     header = HEADER.pack(_MAGIC, VERSION, KINDS[kind], model, key, parent, depth, size, crc)
     return (header + HEADER_CRC.pack(zlib.crc32(header))).ljust(HEADER_BYTES, b"\0")
@@ -91,7 +91,7 @@ def unpack_header(header: bytes) -> tuple[bytes, Entry, int, int]:
         raise ValueError("damaged")
     if version != VERSION or kind not in KINDS.values():
         raise ValueError(f"of version {version}, and this server reads version {VERSION}")
-    return model, Entry("page" if kind == KINDS["page"] else "state", key, parent, depth, 0, 0.0), size, crc
+    return model, Entry(list(KINDS)[kind], key, parent, depth, 0, 0.0), size, crc
 
 
 class Directory:
@@ -113,7 +113,7 @@ class Directory:
         """Whether this server evicts: it holds the lease, or there is none."""
         return self._lease is not None or not self.has_locks
 
-    def file(self, kind: str, key: bytes, parent: bytes, depth: int) -> str:
+    def file(self, kind: Kind, key: bytes, parent: bytes, depth: int) -> str:
         """Where an object is, if it is there."""
         name = key.hex()
         return f"{self.path}/{name[:2]}/{name}.{parent.hex()}.{depth}.{kind}"
@@ -223,7 +223,7 @@ class Directory:
                 if not self._is_part(item):
                     odd.append(item.path)
                 continue
-            yield Entry(found[4], bytes.fromhex(found[1]), bytes.fromhex(found[2]), int(found[3]), 0, 0.0), item
+            yield Entry(Kind(found[4]), bytes.fromhex(found[1]), bytes.fromhex(found[2]), int(found[3]), 0, 0.0), item
 
     def _is_part(self, item: os.DirEntry[str]) -> bool:
         """Whether it is a file that is being written; one that nobody writes any more is removed."""

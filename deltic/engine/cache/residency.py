@@ -32,6 +32,7 @@ from deltic.engine.cache.tree import (
     DISK,
     HOST,
     TIER_NAMES,
+    Kind,
     Node,
     PrefixTree,
     Tier,
@@ -47,6 +48,9 @@ SAVE_BYTES = 32 << 20
 
 REGROW_S = 3600.0
 """How long less is kept on a disk that was full."""
+
+STATE_FIRST = (Kind.STATE, Kind.PAGE)
+"""The order in which a node's objects leave a tier: a state may not be where its page is not."""
 
 MAX_SAVED_PAGES = 1 << 17
 """Pages on disk; the tree takes about 1.2 kB of memory for each."""
@@ -80,15 +84,16 @@ class Residency:
         self.stats = CacheStats()
         self.tiers = tiers
         self.disk_bytes = tiers.disk_bytes if tiers and tiers.has_disk and info.prefix_cache else 0
+        self._pools = pools = {Kind.PAGE: self.pages, Kind.STATE: self.slots}
+        self._n_bytes = {Kind.PAGE: info.page_bytes, Kind.STATE: info.state_bytes}
         # On the device it must be the tree's alone; nowhere may it be taken away while it is moved.
-        pages, slots = self.pages, self.slots
         self.device = Tier(
-            DEVICE,
-            lambda node: not node.busy and pages.is_idle(node.page[DEVICE]),
-            lambda node: not node.busy and slots.is_idle(node.state[DEVICE]),
+            DEVICE, self.tree, lambda kind, node: not node.busy and pools[kind].is_idle(kind.of(node)[DEVICE])
         )
-        self.host = Tier(HOST, lambda node: not node.busy and not node.n_parked, lambda node: not node.busy)
-        self.disk = Tier(DISK, lambda node: not node.busy, lambda node: not node.busy)
+        self.host = Tier(
+            HOST, self.tree, lambda kind, node: not node.busy and not (kind is Kind.PAGE and node.n_parked)
+        )
+        self.disk = Tier(DISK, self.tree, lambda kind, node: not node.busy)
         self._tiers = (self.device, self.host, self.disk)
         self._loads: dict[int, Load] = {}
         self._saves: dict[int, tuple[list[Node], list[Node]]] = {}  # the path, and the node of each move
@@ -148,17 +153,16 @@ class Residency:
         """Frees a page; False when none may be taken away."""
         while (victim := self.device.victim()) is not None:
             kind, node = victim
-            if kind == "state":
+            if kind is Kind.STATE:
                 self._evict_state(node)
                 continue
             page = node.page[DEVICE]
             # Host memory that was not given for evicted pages is for those of preempted sequences.
             leads_on = node.state[HOST] is not None or node.n_children[HOST] or node.n_parked
             if leads_on and node.page[HOST] is None and (units := self._take_units(1)):
-                self._copy_out("page", page, units)
-                self.host.put_page(node, units)
-            self.device.drop_page(node)
-            self._free(self.pages, page)
+                self._copy_out(Kind.PAGE, page, units)
+                self.host.put(Kind.PAGE, node, units)
+            self._drop_on_device(Kind.PAGE, node)
             self.stats.n_pages_evicted += 1
             self._forget_if_gone(node)
             return True
@@ -170,15 +174,18 @@ class Residency:
         if node.state[HOST] is None and self.tiers is not None and self.tiers.takes_evicted:
             units = self._take_units(self.tiers.units_per_state, node.priority)
             if units:
-                self._copy_out("state", slot, units)
-                self.tree.put_state(self.host, node, units, node.kind)
-        self.tree.drop_state(self.device, node)
-        self._free(self.slots, slot)
+                self._copy_out(Kind.STATE, slot, units)
+                self.host.put(Kind.STATE, node, units)
+        self._drop_on_device(Kind.STATE, node)
         self.stats.n_checkpoints_evicted += 1
 
-    def _free(self, pool: Pool, index: int) -> None:
-        pool.hand_back(index)
-        pool.give_back([index])
+    def _drop_on_device(self, kind: Kind, node: Node) -> None:
+        index = self.device.drop(kind, node)
+        self._pools[kind].hand_back(index)
+        self._pools[kind].give_back([index])
+
+    def _drop_on_host(self, kind: Kind, node: Node) -> None:
+        self.units.give_back(self.host.drop(kind, node))
 
     # What the tree takes over, and gives away.
 
@@ -186,27 +193,26 @@ class Residency:
         """The tree becomes one more owner of a page."""
         self.pages.share([page])
         self.pages.hand_to_tree(page)
-        self.device.put_page(node, page)
+        self.device.put(Kind.PAGE, node, page)
         self._drop_copy(node)
 
-    def put_state(self, node: Node, slot: int, kind: str) -> None:
+    def put_state(self, node: Node, slot: int, why: str) -> None:
         """The caller's slot becomes the tree's: a checkpoint."""
         self.slots.hand_to_tree(slot)
-        self.tree.put_state(self.device, node, slot, kind)
+        self.device.put(Kind.STATE, node, slot, why)
         self._drop_copy(node)
 
     def _drop_copy(self, node: Node) -> None:
         """Drops the host's copy: an object on the device needs no room on the host."""
         if node.busy:
             return
-        if node.page[DEVICE] is not None and node.page[HOST] is not None:
-            self.units.give_back(self.host.drop_page(node))
-        if node.state[DEVICE] is not None and node.state[HOST] is not None:
-            self.units.give_back(self.tree.drop_state(self.host, node))
+        for kind in Kind:
+            if self.device.has(kind, node) and self.host.has(kind, node):
+                self._drop_on_host(kind, node)
 
     def take_state(self, node: Node) -> int:
         """The tree's slot of a checkpoint becomes the caller's."""
-        slot: int = self.tree.drop_state(self.device, node)
+        slot: int = self.device.drop(Kind.STATE, node)
         self.slots.hand_back(slot)
         return slot
 
@@ -232,29 +238,26 @@ class Residency:
             if victim is None:
                 return None
             kind, node = victim
-            if kind == "page":
-                self.units.give_back(self.host.drop_page(node))
-                self._forget_if_gone(node)
-            elif node.priority < price:
-                self.units.give_back(self.tree.drop_state(self.host, node))
-            else:
+            if kind is Kind.STATE and node.priority >= price:
                 return None
+            self._drop_on_host(kind, node)
+            self._forget_if_gone(node)
         return tuple(self.units.take(n))
 
-    def _copy_out(self, kind: str, device: int, units: tuple[int, ...]) -> None:
+    def _copy_out(self, kind: Kind, device: int, units: tuple[int, ...]) -> None:
         assert self.tiers is not None
         self.tiers.copy_out(Move(kind, device, units))
 
-    def park(self, kind: str, device: int) -> tuple[int, ...] | None:
+    def park(self, kind: Kind, device: int) -> tuple[int, ...] | None:
         """Copies a page or a slot to host memory that is not the tree's; None when there is no room."""
         if self.tiers is None:
             return None
-        units = self._take_units(self.tiers.units_per_state if kind == "state" else 1)
+        units = self._take_units(self.tiers.units_per_state if kind is Kind.STATE else 1)
         if units:
             self._copy_out(kind, device, units)
         return units
 
-    def unpark(self, kind: str, units: tuple[int, ...], device: int) -> None:
+    def unpark(self, kind: Kind, units: tuple[int, ...], device: int) -> None:
         """Brings that back, and frees the units."""
         assert self.tiers is not None
         self.tiers.copy_in(Move(kind, device, units))
@@ -283,8 +286,8 @@ class Residency:
             self.pages.give_back(pages or [])
             self._rest(path)
             return None
-        moves = [_move("page", node, page) for node, page in zip(missing, pages, strict=True)]
-        moves += [_move("state", node, slot) for node, slot in zip(states, slots, strict=True)]
+        moves = [_move(Kind.PAGE, node, page) for node, page in zip(missing, pages, strict=True)]
+        moves += [_move(Kind.STATE, node, slot) for node, slot in zip(states, slots, strict=True)]
         load = self._loads[self.tiers.load(moves)] = Load(path, missing + states, pages, slots, time.monotonic())
         return load
 
@@ -331,20 +334,17 @@ class Residency:
         load.is_done = True
         for node in load.path:
             node.busy -= 1
-        lost: list[tuple[str, Node, bool]] = []
+        lost: list[tuple[Kind, Node, bool]] = []
         for node, move in zip(load.targets, moves, strict=True):
-            is_page = move.kind == "page"
-            here = node.page[DEVICE] if is_page else node.state[DEVICE]
-            if move.ok and here is None and self._has_path(node, DEVICE, is_page):
-                if is_page:
-                    self.put_page(node, move.device)
-                    self.pages.give_back([move.device])
-                else:
-                    self.put_state(node, move.device, node.kind)
+            kind = move.kind
+            if move.ok and not self.device.has(kind, node) and self._has_path(kind, node, DEVICE):
+                self._pools[kind].hand_to_tree(move.device)
+                self.device.put(kind, node, move.device, node.kind)
+                self._drop_copy(node)
                 continue
-            (self.pages if is_page else self.slots).give_back([move.device])
+            self._pools[kind].give_back([move.device])
             if not move.ok:
-                lost.append((move.kind, node, move.is_bad))
+                lost.append((kind, node, move.is_bad))
         for node in load.path:
             self._drop_copy(node)
         for kind, node, is_bad in lost:
@@ -352,11 +352,11 @@ class Residency:
         for node in reversed(load.path):  # another load may have found its page damaged
             self._forget_if_gone(node)
 
-    def _has_path(self, node: Node, tier: int, is_page: bool) -> bool:
+    def _has_path(self, kind: Kind, node: Node, tier: int) -> bool:
         """Whether a page may stand behind that of its parent in this tier, or a state behind its page."""
         if self.tree.nodes.get(node.key) is not node:  # it was dropped while its bytes were on their way
             return False
-        before = node.parent if is_page else node
+        before = node.parent if kind is Kind.PAGE else node
         assert before is not None
         return before.parent is None or before.page[tier] is not None
 
@@ -371,24 +371,20 @@ class Residency:
         """As `Shared.search`; None where nobody else can have written."""
         return self.shared.search(root, keys, n_known, n_usable) if self.shared is not None else None
 
-    def _put_saved(self, kind: str, node: Node, why: str = "restored") -> None:
-        if kind == "page":
-            self.disk.put_page(node, True)
-            self._disk_used += self._info.page_bytes
-        else:
-            self.tree.put_state(self.disk, node, True, why)
-            self._disk_used += self._info.state_bytes
+    def _put_saved(self, kind: Kind, node: Node, why: str = "restored") -> None:
+        self.disk.put(kind, node, True, why)
+        self._disk_used += self._n_bytes[kind]
 
-    def _lose(self, kind: str, node: Node, is_bad: bool = False) -> None:
+    def _lose(self, kind: Kind, node: Node, is_bad: bool = False) -> None:
         """A page or state on disk cannot be used, nor what lies there beyond a page. That is deleted only
         where the file is_bad: else nothing is proven, and the next survey says what there is.
         """
         deletes = is_bad and self.tiers is not None and self.tiers.may_delete
-        for n in reversed(branch_of(node)) if kind == "page" else [node]:
-            if n.state[DISK] is not None:
-                self._drop_saved_state(n, deletes)
-            if n.page[DISK] is not None and kind == "page":
-                self._drop_saved_page(n, deletes)
+        kinds = STATE_FIRST if kind is Kind.PAGE else [kind]
+        for n in reversed(branch_of(node)) if kind is Kind.PAGE else [node]:
+            for each in kinds:
+                if self.disk.has(each, n):
+                    self._drop_saved(each, n, deletes)
             self._forget_if_gone(n)
 
     # To disk, behind the steps.
@@ -411,7 +407,7 @@ class Residency:
     def files(self, node: Node) -> list[str]:
         """Of a checkpoint that is on disk: its pages, from the first on, and its state."""
         assert self.tiers is not None
-        moves = [_move("page", n, -1) for n in path_to(node)] + [_move("state", node, -1)]
+        moves = [_move(Kind.PAGE, n, None) for n in path_to(node)] + [_move(Kind.STATE, node, None)]
         return [self.tiers.file(move) for move in moves]
 
     def _save_next(self) -> None:
@@ -432,16 +428,15 @@ class Residency:
             path = path_to(node)
             source = [n for n in path if n.page[DISK] is None]
             n_most = max(1, SAVE_BYTES // info.page_bytes)
-            moves = [_move("page", n, -1 if n.page[DEVICE] is None else n.page[DEVICE]) for n in source[:n_most]]
             nodes = source[:n_most]
+            moves = [_move(Kind.PAGE, n, n.page[DEVICE]) for n in nodes]
             if len(source) <= n_most:
                 del self._to_save[node]
-                slot = node.state[DEVICE]
-                moves.append(_move("state", node, -1 if slot is None else slot))
-                nodes = [*nodes, node]
+                moves.append(_move(Kind.STATE, node, node.state[DEVICE]))
+                nodes.append(node)
             for n in path:
                 n.busy += 1
-            if self._make_room(sum(map(self._saved_bytes, moves))):
+            if self._make_room(sum(self._n_bytes[move.kind] for move in moves)):
                 self._saves[self.tiers.save(moves)] = path, nodes
                 return
             self._rest(path)
@@ -472,9 +467,6 @@ class Residency:
         self._make_room(0)
         self.tiers.resume()
 
-    def _saved_bytes(self, move: Move) -> int:
-        return self._info.page_bytes if move.kind == "page" else self._info.state_bytes
-
     def _make_room(self, n_bytes: int) -> bool:
         """Deletes the idle objects worth least on disk until n_bytes more fit. Returns False when they
         cannot.
@@ -490,12 +482,8 @@ class Residency:
             return may_delete and self._disk_used + n_bytes > self._disk_room
 
         while is_full() and (victim := self.disk.victim()) is not None:
-            kind, node = victim
-            if kind == "state":
-                self._drop_saved_state(node, may_delete)
-            else:
-                self._drop_saved_page(node, may_delete)
-                self._forget_if_gone(node)
+            self._drop_saved(*victim, may_delete)
+            self._forget_if_gone(victim[1])
         if may_delete:
             return not is_full()
         return self.shared is not None and self.shared.n_bytes + n_bytes <= min(self.disk_bytes, self._disk_most)
@@ -506,41 +494,35 @@ class Residency:
         if not all(move.ok for move in moves):
             self._to_save.pop(path[-1], None)
         for node, move in zip(nodes, moves, strict=True):
-            is_page = move.kind == "page"
             if not move.ok:
                 continue
             if self.shared is not None and not move.was_there:
-                self.shared.n_written += self._saved_bytes(move)
-            if not self._has_path(node, DISK, is_page):
+                self.shared.n_written += self._n_bytes[move.kind]
+            if not self._has_path(move.kind, node, DISK):
                 self._discard(move.kind, node, self.tiers.may_delete)
-            elif (node.page if is_page else node.state)[DISK] is None:
+            elif not self.disk.has(move.kind, node):
                 self._put_saved(move.kind, node, node.kind)
         for node in reversed(path):
             self._forget_if_gone(node)
         if self.tiers.is_full:
             self._give_way()
 
-    def _discard(self, kind: str, node: Node, deletes: bool) -> None:
+    def _discard(self, kind: Kind, node: Node, deletes: bool) -> None:
         """A file is of no use to this server. deletes: nor to any; else it is forgotten."""
         assert self.tiers is not None
         (self.tiers.delete if deletes else self.tiers.forget)(kind, node.key)
 
-    def _drop_saved_page(self, node: Node, deletes: bool) -> None:
-        self.disk.drop_page(node)
-        self._discard("page", node, deletes)
-        self._disk_used -= self._info.page_bytes
-
-    def _drop_saved_state(self, node: Node, deletes: bool) -> None:
-        self.tree.drop_state(self.disk, node)
-        self._discard("state", node, deletes)
-        self._disk_used -= self._info.state_bytes
+    def _drop_saved(self, kind: Kind, node: Node, deletes: bool) -> None:
+        self.disk.drop(kind, node)
+        self._discard(kind, node, deletes)
+        self._disk_used -= self._n_bytes[kind]
 
     def _restore(self, tiers: Tiers, shared: Shared) -> None:
         """The tree of what a directory holds."""
-        for entry in sorted((e for e in tiers.entries if e.kind == "page"), key=lambda entry: entry.depth):
+        for entry in sorted((e for e in tiers.entries if e.kind is Kind.PAGE), key=lambda entry: entry.depth):
             shared.adopt(entry)
         # Whose clock rises from one to the next, so that what was used last is the last to go.
-        for entry in sorted((e for e in tiers.entries if e.kind == "state"), key=lambda entry: entry.used_at):
+        for entry in sorted((e for e in tiers.entries if e.kind is Kind.STATE), key=lambda entry: entry.used_at):
             self.tree.clock += 1e-3 * shared.adopt(entry)
         shared.n_listed = self.disk.n_pages * self._info.page_bytes + len(self.disk.states) * self._info.state_bytes
         self._make_room(0)
@@ -558,18 +540,13 @@ class Residency:
             assert not n.busy
             self._to_save.pop(n, None)
             self._doomed.discard(n)
-            if n.state[DEVICE] is not None:
-                self._free(self.slots, self.tree.drop_state(self.device, n))
-            if n.state[HOST] is not None:
-                self.units.give_back(self.tree.drop_state(self.host, n))
-            if n.state[DISK] is not None:
-                self._drop_saved_state(n, deletes=True)
-            if n.page[DEVICE] is not None:
-                self._free(self.pages, self.device.drop_page(n))
-            if n.page[HOST] is not None:
-                self.units.give_back(self.host.drop_page(n))
-            if n.page[DISK] is not None:
-                self._drop_saved_page(n, deletes=True)
+            for kind in STATE_FIRST:
+                if self.device.has(kind, n):
+                    self._drop_on_device(kind, n)
+                if self.host.has(kind, n):
+                    self._drop_on_host(kind, n)
+                if self.disk.has(kind, n):
+                    self._drop_saved(kind, n, deletes=True)
             self.tree.forget(n)
 
     def drop(self, node: Node) -> int:
@@ -681,7 +658,7 @@ class Residency:
             for tier in (DEVICE, DISK):
                 if node.state[tier] is not None and node.page[tier] is None:
                     raise IntegrityError(f"a checkpoint at {node.depth} is in a tier where its page is not")
-                if node.page[tier] is not None and not self._has_path(node, tier, True):
+                if node.page[tier] is not None and not self._has_path(Kind.PAGE, node, tier):
                     raise IntegrityError(f"a page at {node.depth} is in a tier where the one before it is not")
             if node.page[DEVICE] is not None:
                 held_pages.append(node.page[DEVICE])
@@ -701,8 +678,8 @@ class Residency:
             self.events.check(self.tree)
 
 
-def _move(kind: str, node: Node, device: int) -> Move:
-    """device: the page or slot; -1: it is in host memory only."""
+def _move(kind: Kind, node: Node, device: int | None) -> Move:
+    """device: the page or slot; None: it is in host memory only."""
     assert node.parent is not None
-    units = (node.page if kind == "page" else node.state)[HOST] or ()
-    return Move(kind, device, units, node.key, node.parent.key, node.depth)
+    units = kind.of(node)[HOST] or ()
+    return Move(kind, -1 if device is None else device, units, node.key, node.parent.key, node.depth)

@@ -15,7 +15,7 @@ from typing import Any
 
 from deltic.engine.cache.directory import Entry
 from deltic.engine.cache.tiers import Search, Survey, Tiers
-from deltic.engine.cache.tree import DISK, Node, PrefixTree
+from deltic.engine.cache.tree import DISK, Kind, Node, PrefixTree
 from deltic.ops.geometry import PAGE_SIZE
 
 SURVEY_S = 10.0
@@ -43,8 +43,8 @@ class Shared:
         self,
         tiers: Tiers,
         tree: PrefixTree,
-        put: Callable[[str, Node], None],
-        lose: Callable[[str, Node], None],
+        put: Callable[[Kind, Node], None],
+        lose: Callable[[Kind, Node], None],
         make_room: Callable[[int], bool],
     ) -> None:
         """put: a page or state of a node is on disk. lose: it is no more, nor what lies beyond a page.
@@ -58,13 +58,13 @@ class Shared:
         self.n_found = 0
         """Pages that a request found, and another server had written."""
         self._survey_at = time.monotonic() + SURVEY_S
-        self._news: deque[Entry | tuple[str, bytes]] = deque()
+        self._news: deque[Entry | tuple[Kind, bytes]] = deque()
         """Of the last survey: objects that appeared, and the kinds and keys of those that are gone."""
-        self._strays: set[tuple[str, bytes]] = set()
+        self._strays: set[tuple[Kind, bytes]] = set()
         """Objects without the page before them: that may have come after the look at its part of the
         directory.
         """
-        self._old_strays: set[tuple[str, bytes]] = set()
+        self._old_strays: set[tuple[Kind, bytes]] = set()
         """Those of the survey before."""
         self._knows_all = tiers.may_delete
         """This server evicts, and its tree has what others wrote before: of `tiers.entries`, or a survey."""
@@ -112,10 +112,10 @@ class Shared:
         for n, key in enumerate(search.keys[: search.n_pages], 1):
             node = self._tree.child(node, key)
             if node.page[DISK] is None:
-                self._put("page", node)
+                self._put(Kind.PAGE, node)
                 self.n_found += 1
             if n == search.state_at and node.state[DISK] is None:
-                self._put("state", node)
+                self._put(Kind.STATE, node)
         if search.n_pages:
             self._make_room(0)
 
@@ -169,7 +169,7 @@ class Shared:
                 self.adopt(news)
                 continue
             kind, node = news[0], self._tree.nodes.get(news[1])
-            if node is None or (node.page if kind == "page" else node.state)[DISK] is None:
+            if node is None or kind.of(node)[DISK] is None:
                 continue
             if node.busy:
                 self._news.append(news)
@@ -191,14 +191,13 @@ class Shared:
         parent = tree.root(entry.parent) if entry.depth == PAGE_SIZE else tree.nodes.get(entry.parent)
         node = tree.nodes.get(entry.key)
         if parent is not None and parent.depth + PAGE_SIZE == entry.depth and (node is None or node.parent is parent):
-            if entry.kind == "page" and (parent.parent is None or parent.page[DISK] is not None):
+            if entry.kind is Kind.PAGE and (parent.parent is None or parent.page[DISK] is not None):
                 node = tree.child(parent, entry.key)
-                if node.page[DISK] is None:
-                    self._put("page", node)
-                return True
-            if entry.kind == "state" and node is not None and node.page[DISK] is not None:
-                if node.state[DISK] is None:
-                    self._put("state", node)
+            elif entry.kind is Kind.PAGE or node is None or node.page[DISK] is None:
+                node = None
+            if node is not None:
+                if entry.kind.of(node)[DISK] is None:
+                    self._put(entry.kind, node)
                 return True
         if tiers.may_delete and (not tiers.may_have_foreign or what in self._old_strays):
             tiers.delete(*what)

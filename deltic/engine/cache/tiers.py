@@ -37,6 +37,7 @@ import numpy.typing as npt
 
 from deltic.config import ConfigError
 from deltic.engine.cache.directory import BEAT_S, HEADER_BYTES, Directory, Entry, pack_header
+from deltic.engine.cache.tree import Kind
 from deltic.logs import counted
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.private import is_ours
@@ -65,8 +66,7 @@ _MODEL = re.compile(r"[0-9a-f]{32}")
 class Move:
     """One object, one direction."""
 
-    kind: str
-    """page or state."""
+    kind: Kind
     device: int
     """Index of the page or slot in device memory; -1: not there (it is saved from the host's)."""
     units: tuple[int, ...] = ()
@@ -109,11 +109,11 @@ class Survey:
     """Of all objects, without their headers."""
     appeared: list[Entry] = field(default_factory=list)
     """Those that this server did not know, pages before what lies beyond them."""
-    gone: list[tuple[str, bytes]] = field(default_factory=list)
+    gone: list[tuple[Kind, bytes]] = field(default_factory=list)
     """Kinds and keys of those that others have deleted."""
     used: list[bytes] = field(default_factory=list)
     """Keys of states that were read since the last time, perhaps by others."""
-    seen: set[tuple[str, bytes]] = field(default_factory=set)
+    seen: set[tuple[Kind, bytes]] = field(default_factory=set)
 
 
 class Copies(Protocol):
@@ -128,10 +128,10 @@ class Copies(Protocol):
         For the engine's thread.
         """
 
-    def fetch(self, kind: str, index: int, mark: Any) -> None:
+    def fetch(self, kind: Kind, index: int, mark: Any) -> None:
         """Copies a page or a state to the calling thread's buffer; it is there on return."""
 
-    def store(self, kind: str, index: int, mark: Any) -> None:
+    def store(self, kind: Kind, index: int, mark: Any) -> None:
         """Copies it from the calling thread's buffer to the device.
 
         What is started from now on finds it there.
@@ -161,11 +161,11 @@ class Tiers:
 
         Raises ConfigError when the directory cannot be made, read or written, or may hold files of others.
         """
-        self._device = {"page": page, "state": state}
+        self._device = {Kind.PAGE: page, Kind.STATE: state}
         self._copies = copies
         self._host = host
         page_bytes = sum(view.nbytes for view in page(0))
-        self._n_bytes = {"page": page_bytes, "state": state_bytes}
+        self._n_bytes = {Kind.PAGE: page_bytes, Kind.STATE: state_bytes}
         self.n_units = 0 if host is None else host.shape[0]
         self.units_per_state = -(-state_bytes // page_bytes)
         self.has_disk = directory is not None and disk_bytes > 0
@@ -184,7 +184,7 @@ class Tiers:
         self.written_bytes = {"host": 0, "disk": 0}
         self.n_damaged = 0
         self.notices: list[str] = []
-        self._files: dict[tuple[str, bytes], str] = {}
+        self._files: dict[tuple[Kind, bytes], str] = {}
         """Path of each file that this process knows: `delete` is told the key alone."""
         self._paused_until, self._is_refused = 0.0, False
         self.is_full = False
@@ -369,12 +369,12 @@ class Tiers:
         with self._changed:
             self._changed.wait_for(lambda: self._done or not self.n_pending, timeout_s)
 
-    def delete(self, kind: str, key: bytes) -> None:
+    def delete(self, kind: Kind, key: bytes) -> None:
         """Removes a file, after the saves that were asked for before. One that is missing is fine."""
         if self.has_disk:
             self._put(self._behind, [functools.partial(self._delete, kind, key)])
 
-    def forget(self, kind: str, key: bytes) -> None:
+    def forget(self, kind: Kind, key: bytes) -> None:
         """Knows a file no more: the next survey says whether it is there."""
         self._used_at.pop(key, None)
         if self._files.pop((kind, key), None) is not None:
@@ -403,7 +403,7 @@ class Tiers:
                 survey.n_bytes += self._n_bytes[entry.kind]
                 if what not in self._files:
                     survey.appeared.append(entry)
-                elif entry.kind == "state" and directory.may_delete:
+                elif entry.kind is Kind.STATE and directory.may_delete:
                     with contextlib.suppress(FileNotFoundError):
                         now = item.stat(follow_symlinks=False).st_mtime
                         if now > self._used_at.get(entry.key, now):
@@ -503,29 +503,29 @@ class Tiers:
         keys, paths = [search.root, *search.keys], self.directory
         until_s = time.monotonic() + SEARCH_S
 
-        def path(kind: str, n: int) -> str:
+        def path(kind: Kind, n: int) -> str:
             return paths.file(kind, keys[n], keys[n - 1], n * PAGE_SIZE)
 
-        def has(kind: str, n: int) -> bool:
+        def has(kind: Kind, n: int) -> bool:
             """Whether the n-th page, or the state behind it, is there."""
             return self._is_there(kind, path(kind, n)) and time.monotonic() < until_s
 
         low, high = search.n_known, len(search.keys)  # no more than high
-        if low < high and has("page", low + 1):
+        if low < high and has(Kind.PAGE, low + 1):
             low += 1
             while low < high:
                 middle = (low + high + 1) // 2
-                low, high = (middle, high) if has("page", middle) else (low, middle - 1)
+                low, high = (middle, high) if has(Kind.PAGE, middle) else (low, middle - 1)
             search.n_pages = low
         for n in range(low, search.n_usable, -1):
             if time.monotonic() > until_s:
                 break
-            if has("state", n):
+            if has(Kind.STATE, n):
                 search.state_at, search.n_pages = n, max(n, search.n_pages)
-                self._files["state", keys[n]] = path("state", n)
+                self._files[Kind.STATE, keys[n]] = path(Kind.STATE, n)
                 break
         for n in range(1, search.n_pages + 1):
-            self._files["page", keys[n]] = path("page", n)
+            self._files[Kind.PAGE, keys[n]] = path(Kind.PAGE, n)
 
     def _load(self, move: Move, mark: Any) -> None:
         target = self._device[move.kind](move.device)
@@ -564,7 +564,7 @@ class Tiers:
             if damage is None:
                 with contextlib.suppress(OSError):  # of root, perhaps: then it looks older than it is
                     os.utime(file)
-                    if move.kind == "state":
+                    if move.kind is Kind.STATE:
                         self._used_at[move.key] = os.fstat(file).st_mtime
         except OSError as error:
             if error.errno != errno.EIO:
@@ -629,7 +629,7 @@ class Tiers:
         self._is_refused = False
         move.ok = True
 
-    def _is_there(self, kind: str, path: str) -> bool:
+    def _is_there(self, kind: Kind, path: str) -> bool:
         with contextlib.suppress(OSError):
             return os.stat(path).st_size == HEADER_BYTES + self._n_bytes[kind]
         return False
@@ -653,7 +653,7 @@ class Tiers:
         finally:
             os.close(file)
 
-    def _delete(self, kind: str, key: bytes) -> None:
+    def _delete(self, kind: Kind, key: bytes) -> None:
         self._used_at.pop(key, None)
         path = self._files.pop((kind, key), None)
         if path is not None:

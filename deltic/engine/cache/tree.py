@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from enum import StrEnum
 from hashlib import blake2b
 from typing import Any, Protocol
 
@@ -65,6 +66,17 @@ def picture_keys(request: Request, begin: int) -> bytes:
         keys += bytes([pictures[i].first - begin]) + pictures[i].key
         i += 1
     return keys
+
+
+class Kind(StrEnum):
+    """The objects that a tier may have of a node. The text is the ending of their files' names."""
+
+    PAGE = "page"
+    STATE = "state"
+
+    def of(self, node: Node) -> list[Any]:
+        """Where the node's object of this kind is, for each tier."""
+        return node.page if self is Kind.PAGE else node.state
 
 
 @dataclass(slots=True, eq=False)
@@ -134,14 +146,14 @@ class Listener(Protocol):
 class Tier:
     """Which nodes have a page or a state in one tier, and who leaves first."""
 
-    def __init__(self, index: int, page_is_idle: Callable[[Node], bool], state_is_idle: Callable[[Node], bool]) -> None:
-        """page_is_idle, state_is_idle: whether a node's page or state in this tier may be taken away."""
+    def __init__(self, index: int, tree: PrefixTree, is_idle: Callable[[Kind, Node], bool]) -> None:
+        """is_idle: whether a node's page or state in this tier may be taken away."""
         self.index = index
+        self.tree = tree
         self.n_pages = 0
         self.states: dict[Node, None] = {}
         self.listener: Listener | None = None
-        self._page_is_idle = page_is_idle
-        self._state_is_idle = state_is_idle
+        self._is_idle = is_idle
         self._loose: dict[Node, None] = {}  # leaves without a state, in the order in which they became that
 
     def _settle(self, node: Node) -> None:
@@ -152,62 +164,60 @@ class Tier:
         else:
             self._loose.pop(node, None)
 
-    def put_page(self, node: Node, where: Any) -> None:
-        i = self.index
-        assert node.page[i] is None and node.parent is not None
-        node.page[i] = where
-        node.parent.n_children[i] += 1
-        self.n_pages += 1
-        self._settle(node)
-        self._settle(node.parent)
-        if self.listener is not None:
-            self.listener.moved(node)
+    def has(self, kind: Kind, node: Node) -> bool:
+        return kind.of(node)[self.index] is not None
 
-    def drop_page(self, node: Node) -> Any:
+    def put(self, kind: Kind, node: Node, where: Any, why: str = "") -> None:
+        """A page or state of a node comes into this tier. why: of a node that becomes a checkpoint."""
+        assert not self.has(kind, node)
+        if kind is Kind.STATE and not node.has_state:
+            self.tree.link(node, why)
+        self._set(kind, node, where, 1)
+
+    def drop(self, kind: Kind, node: Node) -> Any:
         """Where it was."""
-        i = self.index
-        where, node.page[i] = node.page[i], None
-        assert where is not None and node.parent is not None
-        node.parent.n_children[i] -= 1
-        self.n_pages -= 1
-        self._settle(node)
-        self._settle(node.parent)
-        if self.listener is not None:
-            self.listener.moved(node)
+        where = kind.of(node)[self.index]
+        assert where is not None
+        self._set(kind, node, None, -1)
+        if kind is Kind.STATE and not node.has_state:
+            self.tree.unlink(node)
         return where
+
+    def _set(self, kind: Kind, node: Node, where: Any, n_more: int) -> None:
+        kind.of(node)[self.index] = where
+        if kind is Kind.PAGE:
+            assert node.parent is not None
+            node.parent.n_children[self.index] += n_more
+            self.n_pages += n_more
+            self._settle(node.parent)
+            if self.listener is not None:
+                self.listener.moved(node)
+        elif where is None:
+            del self.states[node]
+        else:
+            self.states[node] = None
+        self._settle(node)
 
     def renew(self, node: Node) -> None:
         """Where there are no states, the page used last is the last to go."""
         if node in self._loose:
             self._loose[node] = self._loose.pop(node)
 
-    def put_state(self, node: Node, where: Any) -> None:
-        node.state[self.index] = where
-        self.states[node] = None
-        self._settle(node)
-
-    def drop_state(self, node: Node) -> Any:
-        """Where it was."""
-        where, node.state[self.index] = node.state[self.index], None
-        assert where is not None
-        del self.states[node]
-        self._settle(node)
-        return where
-
-    def victim(self) -> tuple[str, Node] | None:
-        """The object to evict for one page less: ("page", node), or ("state", node); then ask again."""
+    def victim(self) -> tuple[Kind, Node] | None:
+        """The object to evict for one page less: a page, or the state of a leaf; then ask again."""
         # Few of them are in use: a leaf for each sequence that runs, and those that are being moved.
         for node in self._loose:
-            if self._page_is_idle(node):
-                return "page", node
+            if self._is_idle(Kind.PAGE, node):
+                return Kind.PAGE, node
         i = self.index
-        leaves = (n for n in self.states if not n.n_children[i] and self._page_is_idle(n) and self._state_is_idle(n))
+        leaves = (n for n in self.states if not n.n_children[i] and all(self._is_idle(kind, n) for kind in Kind))
         leaf = min(leaves, key=_priority, default=None)
-        return None if leaf is None else ("state", leaf)
+        return None if leaf is None else (Kind.STATE, leaf)
 
     def least_state(self) -> Node | None:
         """The state of the least priority that may be taken away."""
-        return min(filter(self._state_is_idle, self.states), key=_priority, default=None)
+        idle = (node for node in self.states if self._is_idle(Kind.STATE, node))
+        return min(idle, key=_priority, default=None)
 
 
 class PrefixTree:
@@ -243,21 +253,6 @@ class PrefixTree:
                 break
             path.append(node)
         return path
-
-    def put_state(self, tier: Tier, node: Node, where: Any, kind: str) -> None:
-        """Makes a node a checkpoint in `tier`."""
-        assert node.state[tier.index] is None
-        if not node.has_state:
-            node.kind, node.touched = kind, self.clock
-            self._link(node)
-        tier.put_state(node, where)
-
-    def drop_state(self, tier: Tier, node: Node) -> Any:
-        """Where it was."""
-        where = tier.drop_state(node)
-        if not node.has_state:
-            self._unlink(node)
-        return where
 
     def touch(self, node: Node) -> None:
         """A request starts from this checkpoint."""
@@ -324,7 +319,9 @@ class PrefixTree:
         weight = SUPERSEDED if len(node.below) == 1 else 1.0
         node.priority = node.touched + (1 + node.n_hits) * weight * self._value(node.above.depth, node.depth)
 
-    def _link(self, node: Node) -> None:
+    def link(self, node: Node, why: str) -> None:
+        """A node becomes a checkpoint."""
+        node.kind, node.touched = why, self.clock
         above = node.above = self.nearest_above(node)
         below = set(_nearest_below(node))
         above.below -= below
@@ -339,7 +336,8 @@ class PrefixTree:
         if self.listener is not None:
             self.listener.linked(node)
 
-    def _unlink(self, node: Node) -> None:
+    def unlink(self, node: Node) -> None:
+        """A node is no checkpoint any more."""
         above = node.above
         assert above is not None
         above.below.discard(node)
