@@ -19,17 +19,8 @@ from typing import Any
 
 from deltic import __version__
 from deltic.commands import flags, settings
-from deltic.config import (
-    BUILT_IN,
-    ConfigError,
-    EngineConfig,
-    ModelConfig,
-    ServerConfig,
-    check_environment,
-    exit_status,
-    nearest,
-    resolve,
-)
+from deltic.config import BUILT_IN, ConfigError, EngineConfig, ModelConfig, ServerConfig, exit_status, nearest
+from deltic.config_sources import check_environment, resolve
 
 Result = int | str | None
 """The result of a command: its exit status, or a text to print; None is status 0."""

@@ -1,25 +1,20 @@
-"""Every knob of Deltic, in two stages: as given (flags, environment) and resolved (frozen, complete).
+"""Every setting of Deltic, with its default, its help text and its bounds.
 
-This is the only file that reads the environment or invents a default. `--help` and the command line's parser
-are made from the fields below: a field is a flag, its metadata the help text.
+No other file invents a default. A field below is a flag, a DELTIC_ variable and a key of --config
+(`config_sources.py`), and `--help` shows its text (`commands/flags.py`).
 """
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import difflib
 import fnmatch
-import json
-import math
 import os
 import re
-import types
-import typing
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 from deltic.machine import CPUS, MAX_THREADS
 
@@ -45,31 +40,31 @@ def exit_status(error: Exception) -> int:
     return 2 if isinstance(error, ValueError) and not isinstance(error, MayPass) else 1
 
 
-def knob(
-    default: Any,
-    text: str,
-    *,
-    choices: tuple[str, ...] | None = None,
-    metavar: str | None = None,
-    several: bool = False,
-    device: str | Mapping[str, str] | None = None,
-    kind: str | None = None,
-) -> Any:
-    """A dataclass field that is a command-line flag: its default and its help text.
+class About(TypedDict, total=False):
+    """What is known of a setting beside its default and help text."""
 
-    several: the flag may have several values behind it, beside being repeated. device, kind: the only device
-    (cpu, cuda) and the only kind of model (text, speech) for which it means something; see `without_foreign`.
-    Where that device is another for each kind: by kind, those without one left out.
+    choices: tuple[str, ...]
+    metavar: str
+    several: bool
+    """The flag may have several values behind it, beside being repeated."""
+    device: str | Mapping[str, str]
+    """The only device (cpu, cuda) for which it means something; see `without_foreign`. Where that is another
+    for each kind of model: by kind, those without one left out.
     """
-    metadata = {
-        "help": text,
-        "choices": choices,
-        "metavar": metavar,
-        "several": several,
-        "device": device,
-        "kind": kind,
-    }
-    return dataclasses.field(default=default, metadata=metadata)
+    kind: str
+    """The only kind of model (text, speech) for which it means something."""
+    least: float
+    """Least value, whatever the model is. With it, infinity is refused, too."""
+    most: float
+
+
+def knob(default: Any, text: str, **about: Unpack[About]) -> Any:
+    """A dataclass field that is a command-line flag: its default and its help text."""
+    return dataclasses.field(default=default, metadata={"help": text, **about})
+
+
+ADAPTER_NAME = r"[^\s\x00-\x1f\x7f]{1,256}"
+"""Without what a log cannot show."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +102,13 @@ class EngineConfig:
         metavar="DIR",
         device="cpu",
     )
-    threads: int | None = knob(None, "CPU threads of the engine (default: the CPUs this process may use)", device="cpu")
+    threads: int | None = knob(
+        None,
+        "CPU threads of the engine (default: the CPUs this process may use)",
+        device="cpu",
+        least=1,
+        most=MAX_THREADS,
+    )
     pin_threads: bool = knob(
         False, "bind each engine thread to a CPU of its own, in the order of their numbers", device="cpu"
     )
@@ -116,9 +117,13 @@ class EngineConfig:
         "memory for everything: weights, workspace, pages, slots and --cache-host-gb (default: what that takes with 2 GiB of "
         "pages and slots, or half as much again as sequences need; at most 80 %% of what is free)",
         metavar="GB",
+        least=0.01,
     )
     max_model_len: int | None = knob(
-        None, "longest sequence, prompt and answer together (default: the model's, at most 32768)", metavar="TOKENS"
+        None,
+        "longest sequence, prompt and answer together (default: the model's, at most 32768)",
+        metavar="TOKENS",
+        least=1,
     )
     rope_scaling: dict[str, Any] | None = knob(
         None,
@@ -127,17 +132,19 @@ class EngineConfig:
         metavar="JSON",
         kind="text",
     )
-    max_num_seqs: int | None = knob(None, "sequences that run at once (default: 32, fewer if they do not fit)")
+    max_num_seqs: int | None = knob(None, "sequences that run at once (default: 32, fewer if they do not fit)", least=1)
     max_step_tokens: int | None = knob(
         None,
         "most tokens of one step: decodes first, then prefill (default: 512; on a GPU 8192 of prefill, decodes beside them)",
         metavar="TOKENS",
+        least=1,
     )
     max_itl_ms: float = knob(
         250.0,
         "target for the time between a running sequence's tokens: prefill shrinks to meet it, to 64 tokens a step "
         "at the least; 0 sets none",
         metavar="MS",
+        least=0.0,
     )
     max_drafts: int | None = knob(
         None,
@@ -146,6 +153,8 @@ class EngineConfig:
         "and for a model of less than 64 MiB)",
         metavar="TOKENS",
         kind="text",
+        least=0,
+        most=31,
     )
     max_picture_tokens: int | None = knob(
         None,
@@ -153,6 +162,7 @@ class EngineConfig:
         "pictures and leaves the vision tower unread (default: 4096, on a GPU 16384, or what memory allows)",
         metavar="TOKENS",
         kind="text",
+        least=0,
     )
     tensor_parallel: int = knob(
         1,
@@ -185,17 +195,22 @@ class EngineConfig:
         None,
         "adapters that may be loaded at once (default: those of --lora, and 8 with --allow-lora-loading)",
         kind="text",
+        least=1,
+        most=1024,
     )
     max_lora_rank: int | None = knob(
         None,
         "largest rank of an adapter, at most 256 (default: that of those of --lora, and 64 with --allow-lora-loading)",
         kind="text",
+        least=1,
+        most=256,
     )
     lora_gb: float | None = knob(
         None,
         "memory for adapters (default: what those of --lora need, and 1 more with --allow-lora-loading)",
         metavar="GB",
         kind="text",
+        least=0.0,
     )
     kv_cache_dtype: str = knob(
         "auto",
@@ -204,7 +219,7 @@ class EngineConfig:
         choices=("auto", "bf16", "fp8", "turboquant_k8v4", "int8", "k8v4", "bfloat16", "fp8_e4m3"),
         kind="text",
     )
-    n_pages: int | None = knob(None, "KV pages of 64 tokens (default: what fits, at most what can be used)")
+    n_pages: int | None = knob(None, "KV pages of 64 tokens (default: what fits, at most what can be used)", least=1)
     state_dtype: str = knob(
         "float32",
         "what recurrent states are kept in; bfloat16 takes half of the memory and traffic, and rounds a state whenever it is stored",
@@ -217,12 +232,14 @@ class EngineConfig:
         "state slots for checkpoints of the prefix cache, beside those of the sequences that run (default: what a "
         "quarter of the pools holds)",
         kind="text",
+        least=0,
     )
     cache_host_gb: float | None = knob(
         None,
         "host memory for what is evicted from the pools, and for preempted sequences (default: for one of full length, "
         "preempted only)",
         metavar="GB",
+        least=0.0,
     )
     cache_dir: Path | None = knob(
         None, "keep the prefix cache in this directory, too: it survives a restart", metavar="DIR"
@@ -231,6 +248,7 @@ class EngineConfig:
         16.0,
         "most that is kept of a model in --cache-dir, by all servers that use it; less where the disk is full",
         metavar="GB",
+        least=0.0,
     )
     allow_cache_transfer: bool = knob(
         False,
@@ -256,6 +274,31 @@ class EngineConfig:
         metavar="FILE",
     )
     seed: int = knob(0, "seed of dummy weights")
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for settings that no model could have together."""
+        if self.dummy and self.model not in ("", BUILT_IN):
+            raise ConfigError("--dummy makes random weights: give a model or --dummy, not both")
+        if self.revision and (self.dummy or self.model == BUILT_IN):
+            raise ConfigError("--revision is of a name on the hub: give a model")
+        n_gpus, sizes = self.tensor_parallel, (1, 2, 4, 8)
+        if n_gpus not in sizes:
+            raise ConfigError(f"--tensor-parallel {n_gpus}: give 1, 2, 4 or 8")
+        known = [n for n in sizes[1:] if n >= n_gpus]
+        if self.tp_invariant not in (None, *known):
+            raise ConfigError(
+                f"--tp-invariant {self.tp_invariant}: with --tensor-parallel {n_gpus} give one of {', '.join(map(str, known))}"
+            )
+        names = [given.partition("=")[0] for given in self.lora]
+        for given, name in zip(self.lora, names, strict=True):
+            if not re.fullmatch(ADAPTER_NAME, name) or not given.partition("=")[2].strip():
+                raise ConfigError(f"--lora {given!r}: give NAME=PATH, the name without spaces")
+            if names.count(name) > 1:
+                raise ConfigError(f"--lora {given!r}: an adapter of this name is given twice")
+        if self.allow_cache_transfer and not (self.cache_dir and self.prefix_cache and self.cache_disk_gb):
+            raise ConfigError(
+                "--allow-cache-transfer: prefixes move as files on disk; give --cache-dir, without --no-prefix-cache or --cache-disk-gb 0"
+            )
 
     @property
     def adapters(self) -> dict[str, Path]:
@@ -305,6 +348,14 @@ class ModelConfig:
         metavar="NAME=VOICE",
     )
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a pattern that is none."""
+        for name in self.patterns:
+            if re.escape(name) in fnmatch.translate(name):
+                raise ConfigError(
+                    f"--served-model-name {name!r}: the '[' needs a ']', as in 'qwen-[ab]'; so it matches only itself"
+                )
+
     def names(self, own: str) -> tuple[str, ...]:
         """Its names in /v1/models, first the one in its answers. own: the model's, if no other is given."""
         return tuple(n for n in dict.fromkeys(self.served_model_name) if not _is_pattern(n)) or (own,)
@@ -331,7 +382,7 @@ class ServerConfig:
     """The HTTP process's settings that do not depend on the model."""
 
     host: str = knob("127.0.0.1", "address to listen on")
-    port: int = knob(8000, "port to listen on; 0 takes a free one")
+    port: int = knob(8000, "port to listen on; 0 takes a free one", least=0, most=65535)
     uds: Path | None = knob(
         None,
         "Unix socket to listen on, instead of a port; who may write to the file may ask (it gets mode 0660)",
@@ -363,24 +414,28 @@ class ServerConfig:
         False, "let keys of different names find each other's prefixes in the cache, and so learn who asked what before"
     )
     max_concurrent_per_key: int = knob(
-        0, "requests of one key that may be open at once; more are answered 429; 0: any number"
+        0, "requests of one key that may be open at once; more are answered 429; 0: any number", least=0
     )
     tokens_per_minute_per_key: int = knob(
-        0, "tokens of one key in a minute, of prompts and answers; beyond it 429; 0: any number"
+        0, "tokens of one key in a minute, of prompts and answers; beyond it 429; 0: any number", least=0
     )
-    request_timeout_s: float = knob(0.0, "a request that has not ended after this many seconds is ended, 504; 0: never")
+    request_timeout_s: float = knob(
+        0.0, "a request that has not ended after this many seconds is ended, 504; 0: never", least=0.0
+    )
     queue_timeout_s: float = knob(
-        0.0, "a request that still waits for its place after this many seconds is ended, 503; 0: never"
+        0.0, "a request that still waits for its place after this many seconds is ended, 503; 0: never", least=0.0
     )
     client_timeout_s: float = knob(
         20.0,
         "close a connection whose request's head is not whole, or whose body makes no progress, for this many seconds; 0: never",
+        least=0.0,
     )
     engine_timeout_s: float = knob(
         60.0,
         "an engine that shows no sign of life for so many seconds, though requests are open, is ended and started again (a "
         "long step on a CPU is one); 0: never",
         metavar="SECONDS",
+        least=0.0,
     )
     cors_origin: tuple[str, ...] = knob((), "allow this origin in browsers; may be given several times")
     fetch_images_from: tuple[str, ...] = knob(
@@ -401,28 +456,31 @@ class ServerConfig:
         "read a request's ref_audio from this directory if it is a file: URL (default: read no files)",
         metavar="DIR",
     )
-    max_queue: int = knob(256, "sequences that may wait (n of a request counts n); more are answered 429")
+    max_queue: int = knob(256, "sequences that may wait (n of a request counts n); more are answered 429", least=0)
     max_body_mb: float | None = knob(
-        None, "largest request body (default: 16, and 64 with a model that takes pictures)", metavar="MB"
+        None, "largest request body (default: 16, and 64 with a model that takes pictures)", metavar="MB", least=0.001
     )
-    max_n: int = knob(16, "largest n of a request")
-    max_logprobs: int = knob(20, "most alternatives per token a request may ask for")
-    drain_s: float = knob(30.0, "after SIGTERM, seconds that running requests get to finish")
+    max_n: int = knob(16, "largest n of a request", least=1)
+    max_logprobs: int = knob(20, "most alternatives per token a request may ask for", least=0)
+    drain_s: float = knob(30.0, "after SIGTERM, seconds that running requests get to finish", least=0.0)
     drain_notice_s: float = knob(
         0.0,
         "after SIGTERM and before that, seconds to take requests still, while /health and /ready send routers elsewhere (503)",
+        least=0.0,
     )
     max_stored_responses: int = knob(
-        1000, "answers of /v1/responses that are held in memory to be continued, in at most 256 MB; 0: none"
+        1000, "answers of /v1/responses that are held in memory to be continued, in at most 256 MB; 0: none", least=0
     )
     batch_dir: Path | None = knob(
         None,
         "keep files and batches of /v1/files and /v1/batches in this directory (default: there are none)",
         metavar="DIR",
     )
-    batch_disk_gb: float = knob(16.0, "most that is kept in --batch-dir", metavar="GB")
+    batch_disk_gb: float = knob(16.0, "most that is kept in --batch-dir", metavar="GB", least=0.0)
     batch_in_flight: int | None = knob(
-        None, "requests of batches that a model answers at once, behind all others (default: half of --max-num-seqs)"
+        None,
+        "requests of batches that a model answers at once, behind all others (default: half of --max-num-seqs)",
+        least=1,
     )
     skip_hosted_tools: bool = knob(
         False,
@@ -430,7 +488,7 @@ class ServerConfig:
         "of refusing them",
     )
     default_max_tokens: int | None = knob(
-        None, "answer length when a request names none (default: whatever the context leaves)"
+        None, "answer length when a request names none (default: whatever the context leaves)", least=1
     )
     metrics_names: str = knob(
         "deltic",
@@ -461,261 +519,20 @@ class ServerConfig:
     log_format: str = knob("text", "lines for people, or a JSON object each", choices=("text", "json"))
     log_prompts: bool = knob(False, "write the body of every request into its line of the log")
 
+    def __post_init__(self) -> None:
+        """Raises ConfigError for a prefix that no path could have."""
+        if not re.fullmatch(r"(/[\w.~-]+)*", self.root_path):
+            raise ConfigError(f"--root-path {self.root_path!r}: must begin with a '/', and end without one")
+
     def body_mb(self, *, pictures: bool) -> float:
         """The largest request body, where there may be pictures in it or not."""
         return self.max_body_mb or (64.0 if pictures else 16.0)
 
 
-T = typing.TypeVar("T", EngineConfig, ModelConfig, ServerConfig)
-
-
-def add_flags(parser: argparse.ArgumentParser, cls: type[T], skip: tuple[str, ...] = ()) -> None:
-    """Adds a flag for each field of `cls`; only flags that were given appear in the parsed namespace."""
-    hints = typing.get_type_hints(cls)
-    group = parser.add_argument_group(cls.__name__.removesuffix("Config").lower())
-    for field in dataclasses.fields(cls):
-        if field.name in skip:
-            continue
-        kind, many = _scalar(hints[field.name])
-        text, flag = field.metadata["help"], "--" + field.name.replace("_", "-")
-        if kind is bool:
-            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
-            continue
-        if field.default not in (None, ()):
-            text += f" (default: {field.default})"
-        several: dict[str, Any] = {"action": "extend", "nargs": "+"} if field.metadata["several"] else {}
-        group.add_argument(
-            flag,
-            type=kind,
-            **({"action": "append" if many else "store"} | several),
-            default=argparse.SUPPRESS,
-            choices=field.metadata["choices"],
-            metavar=field.metadata["metavar"] or (None if field.metadata["choices"] else kind.__name__.upper()),
-            help=text,
-        )
-
-
-def _switch(text: str) -> bool:
-    """Raises ValueError."""
-    return bool(("off", "on", "0", "1", "false", "true", "no", "yes").index(text.strip().lower()) % 2)
-
-
-def json_object(text: str) -> dict[str, Any]:
-    """Raises ValueError."""
-    value = json.loads(text)
-    if not isinstance(value, dict):
-        raise ValueError
-    return value
-
-
-json_object.__name__ = "JSON object"
-
-
-def _scalar(hint: Any) -> tuple[Any, bool]:
-    """The function from a text to a field's value (mostly its type), and whether the flag may be repeated."""
-    if typing.get_origin(hint) is tuple:
-        return typing.get_args(hint)[0], True
-    if typing.get_origin(hint) in (types.UnionType, typing.Union):
-        hint = next(h for h in typing.get_args(hint) if h is not type(None))
-    return (json_object if typing.get_origin(hint) is dict else hint), False
-
-
-def resolve(
-    cls: type[T],
-    given: dict[str, Any],
-    environ: typing.Mapping[str, str] = os.environ,
-    table: typing.Mapping[str, Any] = types.MappingProxyType({}),
-) -> T:
-    """Flags over `DELTIC_<FIELD>` variables over those of a file over defaults; unknown flags and malformed
-    values are errors.
-
-    table: of a file, which its `config` is; what is not of `cls` is passed over. Raises ConfigError.
-    """
-    environ = _ours(environ)
-    hints = typing.get_type_hints(cls)
-    known = {field.name for field in dataclasses.fields(cls)}
-    unknown = set(given) - known
-    if unknown:
-        name = min(unknown)
-        raise ConfigError(f"unknown setting {name!r}; {nearest(name, known) or 'known: ' + ', '.join(sorted(known))}")
-    values: dict[str, Any] = {}
-    called: dict[str, str] = {}
-    for name in known:
-        kind, many = _scalar(hints[name])
-        variable = ENV_PREFIX + name.upper()
-        if name in given:
-            value: Any = tuple(given[name]) if many else given[name]
-            values[name] = Path(value) if kind is Path and value is not None else value
-        elif variable in environ:
-            text = environ[variable]
-            items = [item.strip() for item in text.split(",")] if many else [text]
-            parsed = _parsed(kind, items, f"{variable}={text!r}")
-            values[name] = tuple(parsed) if many else parsed[0]
-        elif name in table:
-            found = table[name]
-            items = found if many and isinstance(found, list) else [found]
-            called[name] = f"--config {table['config']}: " if "config" in table else ""
-            called[name] += name.replace("_", "-")
-            parsed = _parsed(kind, items, f"{called[name]} = {found!r}")
-            values[name] = tuple(parsed) if many else parsed[0]
-    config = cls(**values)
-    _check(config, called)
-    return config
-
-
-def _parsed(kind: Any, items: list[Any], whence: str) -> list[Any]:
-    """The value of a field, from texts or from a file's values. Raises ConfigError."""
-    expected = "on or off" if kind is bool else EXPECTED.get(kind, kind.__name__)
-    try:
-        return [_value(kind, item) for item in items]
-    except (TypeError, ValueError):
-        raise ConfigError(f"{whence}: expected {expected}") from None
-
-
-EXPECTED = {json_object: "a JSON object", str: "a text", Path: "a path"}
-
-
-def _value(kind: Any, item: Any) -> Any:
-    """Raises ValueError, TypeError."""
-    if isinstance(item, str):
-        return (_switch if kind is bool else kind)(item)
-    if type(item) is {bool: bool, json_object: dict}.get(kind):
-        return item
-    if type(item) in (int, float) and kind in (int, float, str):
-        return kind(str(item))
-    raise TypeError
-
-
-_OF_A_SERVICE = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_.+)?)")
-"""What Kubernetes tells every pod of a Service whose name begins with `deltic`, behind our prefix."""
-
-
-def _ours(environ: typing.Mapping[str, str]) -> dict[str, str]:
-    """The variables with our prefix, without those that Kubernetes makes of a Service of that name."""
-    return {
-        name: text
-        for name, text in environ.items()
-        if name.startswith(ENV_PREFIX)
-        and not _OF_A_SERVICE.fullmatch(name.removeprefix(ENV_PREFIX))
-        and not (name.endswith("PORT") and text.startswith(("tcp://", "udp://", "sctp://")))
-    }
-
-
-def check_environment(environ: typing.Mapping[str, str] = os.environ) -> None:
-    """Raises ConfigError for a DELTIC_ variable that names no setting: a typo must not be ignored."""
-    classes = (EngineConfig, ModelConfig, ServerConfig)
-    known = {f.name.upper() for cls in classes for f in dataclasses.fields(cls)} | {"CONFIG"}
-    for variable in _ours(environ):
-        if variable.removeprefix(ENV_PREFIX) not in known:
-            hint = nearest(variable, {ENV_PREFIX + name for name in known}) or "unset it or correct its name"
-            raise ConfigError(f"{variable} is not a setting of Deltic; {hint}")
-
-
-def nearest(name: str, known: typing.Iterable[str]) -> str:
+def nearest(name: str, known: Iterable[str]) -> str:
     """A question for who mistyped a name; empty where none is like it."""
     near = difflib.get_close_matches(name, sorted(known), 1, cutoff=0.75)  # below, it is by chance
     return f"did you mean {near[0]}?" if near else ""
-
-
-def config_file(given: str | None, environ: typing.Mapping[str, str] = os.environ) -> Path | None:
-    """The file of settings, by --config or DELTIC_CONFIG."""
-    named = environ.get(ENV_PREFIX + "CONFIG") if given is None else given
-    return None if named is None else Path(named)
-
-
-RANGES: dict[str, tuple[float, float]] = {
-    "threads": (1, MAX_THREADS),
-    "max_model_len": (1, math.inf),
-    "max_num_seqs": (1, math.inf),
-    "max_step_tokens": (1, math.inf),
-    "max_itl_ms": (0.0, math.inf),
-    "max_picture_tokens": (0, math.inf),
-    "max_drafts": (0, 31),  # one less than ops/geometry.MAX_WINDOW
-    "max_loras": (1, 1024),
-    "max_lora_rank": (1, 256),  # models/qwen/adapters.MAX_RANK
-    "lora_gb": (0.0, math.inf),
-    "n_pages": (1, math.inf),
-    "memory_gb": (0.01, math.inf),
-    "n_checkpoints": (0, math.inf),
-    "cache_host_gb": (0.0, math.inf),
-    "cache_disk_gb": (0.0, math.inf),
-    "port": (0, 65535),
-    "max_queue": (0, math.inf),
-    "max_body_mb": (0.001, math.inf),
-    "max_n": (1, math.inf),
-    "max_logprobs": (0, math.inf),
-    "drain_s": (0.0, math.inf),
-    "drain_notice_s": (0.0, math.inf),
-    "default_max_tokens": (1, math.inf),
-    "max_concurrent_per_key": (0, math.inf),
-    "tokens_per_minute_per_key": (0, math.inf),
-    "request_timeout_s": (0.0, math.inf),
-    "batch_disk_gb": (0.0, math.inf),
-    "batch_in_flight": (1, math.inf),
-    "max_stored_responses": (0, math.inf),
-    "queue_timeout_s": (0.0, math.inf),
-    "client_timeout_s": (0.0, math.inf),
-    "engine_timeout_s": (0.0, math.inf),
-}
-"""Least and greatest value of a setting, whatever the model is; an infinite one is never meant."""
-
-
-ADAPTER_NAME = r"[^\s\x00-\x1f\x7f]{1,256}"
-"""Without what a log cannot show."""
-
-
-def _check(config: EngineConfig | ModelConfig | ServerConfig, called: dict[str, str]) -> None:
-    """Raises ConfigError for a value that no model and no machine could make right. called: settings that are
-    no flags.
-    """
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        flag = called.get(field.name, "--" + field.name.replace("_", "-"))
-        if isinstance(value, tuple) and not all(item.strip() for item in value):
-            raise ConfigError(
-                f"{flag} (or {ENV_PREFIX}{field.name.upper()}) has an empty value; leave it out, or give one"
-            )
-        choices = field.metadata["choices"]
-        if choices and value is not None and value not in choices:
-            raise ConfigError(f"{flag} {value!r}: must be one of {', '.join(choices)}")
-        least, most = RANGES.get(field.name, (-math.inf, math.inf))
-        if field.name in RANGES and value is not None and not (least <= value <= most and value < math.inf):
-            expected = f"at least {least}" if math.isinf(most) else f"from {least} to {most}"
-            raise ConfigError(f"{flag} {value}: must be {expected}")
-    for name in config.patterns if isinstance(config, ModelConfig) else ():
-        if re.escape(name) in fnmatch.translate(name):
-            raise ConfigError(
-                f"--served-model-name {name!r}: the '[' needs a ']', as in 'qwen-[ab]'; so it matches only itself"
-            )
-    if isinstance(config, ServerConfig) and not re.fullmatch(r"(/[\w.~-]+)*", config.root_path):
-        raise ConfigError(f"--root-path {config.root_path!r}: must begin with a '/', and end without one")
-    if isinstance(config, EngineConfig) and config.dummy and config.model != BUILT_IN:
-        raise ConfigError("--dummy makes random weights: give a model or --dummy, not both")
-    if isinstance(config, EngineConfig) and config.revision and (config.dummy or config.model == BUILT_IN):
-        raise ConfigError("--revision is of a name on the hub: give a model")
-    if isinstance(config, EngineConfig) and config.tensor_parallel not in (1, 2, 4, 8):
-        raise ConfigError(f"--tensor-parallel {config.tensor_parallel}: give 1, 2, 4 or 8")
-    if isinstance(config, EngineConfig) and config.tp_invariant is not None:
-        known = [n for n in (2, 4, 8) if n >= config.tensor_parallel]
-        if config.tp_invariant not in known:
-            said = ", ".join(map(str, known))
-            raise ConfigError(
-                f"--tp-invariant {config.tp_invariant}: with --tensor-parallel {config.tensor_parallel} give one of {said}"
-            )
-    if isinstance(config, EngineConfig) and config.lora:
-        names = [given.partition("=")[0] for given in config.lora]
-        for given, name in zip(config.lora, names, strict=True):
-            if not re.fullmatch(ADAPTER_NAME, name) or not given.partition("=")[2].strip():
-                raise ConfigError(f"--lora {given!r}: give NAME=PATH, the name without spaces")
-            if names.count(name) > 1:
-                raise ConfigError(f"--lora {given!r}: an adapter of this name is given twice")
-    has_disk = isinstance(config, EngineConfig) and config.cache_dir and config.prefix_cache and config.cache_disk_gb
-    if isinstance(config, EngineConfig) and config.allow_cache_transfer and not has_disk:
-        raise ConfigError(
-            "--allow-cache-transfer: prefixes move as files on disk; give --cache-dir, without --no-prefix-cache or --cache-disk-gb 0"
-        )
-    if isinstance(config, EngineConfig) and config.pin_threads:
-        pinned_cpus(config.threads or 1)
 
 
 def without_foreign(config: EngineConfig, device: str, kind: str) -> EngineConfig:
@@ -728,10 +545,11 @@ def without_foreign(config: EngineConfig, device: str, kind: str) -> EngineConfi
     devices = {"cpu": "the CPU", "cuda": "a GPU"}
     foreign: dict[str, Any] = {}
     for field in dataclasses.fields(config):
-        value, holds = getattr(config, field.name), field.metadata
-        only: Any = holds["device"].get(kind) if isinstance(holds["device"], Mapping) else holds["device"]
+        value, only_device = getattr(config, field.name), field.metadata.get("device")
+        only: Any = only_device.get(kind) if isinstance(only_device, Mapping) else only_device
         is_elsewhere = only not in (None, device)
-        if value == field.default or not (is_elsewhere or holds["kind"] not in (None, kind)):
+        only_kind = field.metadata.get("kind")
+        if value == field.default or not (is_elsewhere or only_kind not in (None, kind)):
             continue
         if ENV_PREFIX + field.name.upper() in os.environ:
             foreign[field.name] = field.default
@@ -743,7 +561,7 @@ def without_foreign(config: EngineConfig, device: str, kind: str) -> EngineConfi
                 f"{given} is for {devices[only]}, and this model runs on {devices[device]}; leave it out, or give "
                 f"--device {only}"
             )
-        raise ConfigError(f"{given} is for a {holds['kind']} model, and this is a {kind} model; leave it out")
+        raise ConfigError(f"{given} is for a {only_kind} model, and this is a {kind} model; leave it out")
     return dataclasses.replace(config, **foreign)
 
 

@@ -27,7 +27,8 @@ import msgspec
 from rich.console import Console
 from rich.progress import Progress
 
-from deltic.config import BUILT_IN, ConfigError, EngineConfig, nearest, resolve
+from deltic.config import BUILT_IN, ConfigError, EngineConfig, nearest
+from deltic.config_sources import resolve
 from deltic.engine.engine import MAX_FAILURES, Engine
 from deltic.engine.guides import Vocabulary
 from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob

@@ -40,7 +40,8 @@ from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, T
 from rich.table import Table
 
 from deltic.bench.provenance import code, machine, now, runs_directory
-from deltic.config import ENV_PREFIX, ConfigError, EngineConfig, nearest, resolve
+from deltic.config import ENV_PREFIX, ConfigError, EngineConfig, nearest
+from deltic.config_sources import resolve
 from deltic.engine.cache.cache import pages_for
 from deltic.engine.engine import Engine, StepRunner
 from deltic.engine.messages import Request, SamplingParams

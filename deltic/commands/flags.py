@@ -1,7 +1,7 @@
 """The flags of each command, by a function of its name, and those that several take.
 
 A setting of an engine, a model or a server is a `knob` in `config.py`, and becomes a flag by itself
-(`config.add_flags`).
+(`add_flags`).
 
 `deltic --help` waits for this file: it imports nothing heavy.
 """
@@ -9,11 +9,14 @@ A setting of an engine, a model or a server is a `knob` in `config.py`, and beco
 from __future__ import annotations
 
 import argparse
+import dataclasses
+import json
+import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
-from deltic.config import EngineConfig, ModelConfig, ServerConfig, add_flags
+from deltic.config import EngineConfig, ModelConfig, ServerConfig
 
 MODEL_HELP = "checkpoint directory, GGUF file or hub name, as owner/model or owner/model:Q4_K_M (default: the small built-in model)"
 REMOTE_HELP = MODEL_HELP + "; with --url, the name of its model (default: the first it lists that fits)"
@@ -40,6 +43,60 @@ def advice(flag: str) -> str:
         if flag in flags.split(", "):
             return said
     return ""
+
+
+def json_object(text: str) -> dict[str, Any]:
+    """Raises ValueError."""
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise ValueError
+    return value
+
+
+def _json_argument(text: str) -> dict[str, Any]:
+    """Raises ArgumentTypeError, which says what was expected."""
+    try:
+        return json_object(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"invalid JSON object value: {text!r}") from None
+
+
+def scalar(hint: Any) -> tuple[type, bool]:
+    """The type of a field's value, or of each of its values; and whether there may be several."""
+    if get_origin(hint) is tuple:
+        return get_args(hint)[0], True
+    if get_origin(hint) in (types.UnionType, Union):
+        hint = next(h for h in get_args(hint) if h is not type(None))
+    return get_origin(hint) or hint, False
+
+
+def add_flags(
+    parser: argparse.ArgumentParser, cls: type[EngineConfig | ModelConfig | ServerConfig], skip: tuple[str, ...] = ()
+) -> None:
+    """Adds a flag for each field of `cls`; only flags that were given appear in the parsed namespace."""
+    hints = get_type_hints(cls)
+    group = parser.add_argument_group(cls.__name__.removesuffix("Config").lower())
+    for field in dataclasses.fields(cls):
+        if field.name in skip:
+            continue
+        (kind, many), about = scalar(hints[field.name]), field.metadata
+        text, flag = about["help"], "--" + field.name.replace("_", "-")
+        if kind is bool:
+            group.add_argument(flag, action=argparse.BooleanOptionalAction, default=argparse.SUPPRESS, help=text)
+            continue
+        if field.default not in (None, ()):
+            text += f" (default: {field.default})"
+        several: dict[str, Any] = {"action": "extend", "nargs": "+"} if about.get("several") else {}
+        choices = about.get("choices")
+        group.add_argument(
+            flag,
+            type=_json_argument if kind is dict else kind,
+            **({"action": "append" if many else "store"} | several),
+            default=argparse.SUPPRESS,
+            choices=choices,
+            metavar=about.get("metavar") or (None if choices else kind.__name__.upper()),
+            help=text,
+        )
 
 
 def add_model(sub: argparse.ArgumentParser, text: str = MODEL_HELP) -> None:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from deltic.config import ConfigError, EngineConfig, config_file, resolve
+from deltic.config import ConfigError, EngineConfig
+from deltic.config_sources import config_file, read_config, resolve
 
 
 def given(arguments: argparse.Namespace | None, config_class: Any) -> dict[str, Any]:
@@ -25,11 +26,7 @@ def engine(arguments: argparse.Namespace) -> EngineConfig:
 def tables(arguments: argparse.Namespace) -> list[dict[str, Any]]:
     """The settings that the file of --config has for each model. The first also has the server's."""
     path = config_file(vars(arguments).get("config"))
-    if path is None:
-        return [{}]
-    from deltic.config_file import read_config
-
-    return read_config(path)
+    return [{}] if path is None else read_config(path)
 
 
 def planned(arguments: argparse.Namespace) -> EngineConfig:

@@ -8,8 +8,9 @@ msgpack. This file imports no other part of Deltic.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import cache
 from itertools import chain
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 
@@ -371,56 +372,100 @@ class Output(msgspec.Struct, array_like=True):
         return each
 
 
-class CacheStats(msgspec.Struct, array_like=True):
-    """The prefix cache since the start: monotonic counters, but for the gauges at the end."""
+class Metric(msgspec.Struct, frozen=True):
+    """How /metrics shows a field of statistics."""
 
-    n_lookups: int = 0
-    n_hits: int = 0
-    n_lookup_tokens: int = 0
-    """Prompt tokens that were looked up."""
-    n_hit_tokens: int = 0
-    """Prompt tokens that were found, and not computed again."""
-    checkpoints_taken: dict[str, int] = {}
-    """Checkpoints by kind: message, ladder, end, junction, tail, picture."""
-    n_pages_evicted: int = 0
-    """Pages that left device memory, to a lower tier or to nowhere."""
-    n_checkpoints_evicted: int = 0
-    """Checkpoints that left device memory, to a lower tier or to nowhere."""
-    read_bytes: dict[str, int] = {}
-    """Brought back to device memory, by the tier it came from: host, disk."""
-    written_bytes: dict[str, int] = {}
-    """Moved or copied to a tier: host, disk."""
-    n_damaged: int = 0
-    """Damaged files of the disk tier."""
-    n_pages: int = 0
-    """Pages that the tree holds in device memory, those of running sequences included."""
-    n_checkpoints: int = 0
-    """State slots that are checkpoints."""
+    name: str
+    text: str
+    is_counter: bool
+    """It only grows, and goes on where a process that died had left it."""
+    label: str = ""
+    """What the names are in a field of counts by name."""
+
+
+def gauge(name: str, text: str) -> msgspec.Meta:
+    """The annotation of a field that /metrics shows as it is."""
+    return msgspec.Meta(extra={"metric": Metric(f"deltic_{name}", text, is_counter=False)})
+
+
+def counter(name: str, text: str, label: str = "") -> msgspec.Meta:
+    """The annotation of a field that only grows."""
+    return msgspec.Meta(extra={"metric": Metric(f"deltic_{name}", text, True, label)})
+
+
+@cache
+def metrics_of(part: type[msgspec.Struct]) -> dict[str, Metric]:
+    """The metrics among the fields of a part of Stats, by the names of the fields."""
+    hints = get_type_hints(part, include_extras=True)
+    metas = {name: getattr(hints[name], "__metadata__", ()) for name in part.__struct_fields__}
+    return {name: meta.extra["metric"] for name, (meta,) in ((n, m) for n, m in metas.items() if m)}
+
+
+class CacheStats(msgspec.Struct, array_like=True):
+    """The prefix cache: gauges, then monotonic counters."""
+
+    n_pages: Annotated[
+        int, gauge("prefix_pages", "Pages of the prefix cache in the pool, those of running sequences included.")
+    ] = 0
+    n_checkpoints: Annotated[
+        int, gauge("prefix_checkpoints", "State slots that are checkpoints of the prefix cache.")
+    ] = 0
+    n_lookups: Annotated[int, counter("prefix_cache_lookups", "Prompts looked up in the prefix cache.")] = 0
+    n_hits: Annotated[int, counter("prefix_cache_hits", "Of those, the ones that began in a way it knew.")] = 0
+    n_lookup_tokens: Annotated[
+        int, counter("prefix_cache_lookup_tokens", "Prompt tokens looked up in the prefix cache.")
+    ] = 0
+    n_hit_tokens: Annotated[
+        int, counter("prefix_cache_hit_tokens", "Of those, the ones that were not computed again.")
+    ] = 0
+    n_pages_evicted: Annotated[
+        int, counter("prefix_pages_evicted", "Pages that left the pool, to a lower tier or for good.")
+    ] = 0
+    n_checkpoints_evicted: Annotated[
+        int, counter("prefix_checkpoints_evicted", "Checkpoints that left the pool, to a lower tier or for good.")
+    ] = 0
+    n_damaged: Annotated[
+        int, counter("prefix_damaged_files", "Files of --cache-dir that were not what they should be.")
+    ] = 0
+    checkpoints_taken: Annotated[
+        dict[str, int],
+        counter("prefix_checkpoints_taken", "Checkpoints taken, by what made their place worth one.", "kind"),
+    ] = {}
+    """By kind: message, ladder, end, junction, tail, picture."""
+    read_bytes: Annotated[
+        dict[str, int], counter("prefix_read_bytes", "Brought back to the pool, by the tier it came from.", "tier")
+    ] = {}
+    """By tier: host, disk."""
+    written_bytes: Annotated[
+        dict[str, int], counter("prefix_written_bytes", "Moved or copied to a lower tier.", "tier")
+    ] = {}
+    """By tier: host, disk."""
 
 
 class SpeechStats(msgspec.Struct, array_like=True):
     """The vocoder's streams: gauges, then monotonic counters."""
 
-    n_streams_used: int = 0
+    n_streams_used: Annotated[
+        int, gauge("speech_streams_used", "Streams that the vocoder has begun and not ended.")
+    ] = 0
     """Stream slots in use: sequences whose first chunk has been begun and whose last has not left."""
-    n_streams: int = 0
-    n_frames: int = 0
-    """Frames that became audio."""
-    n_underruns: int = 0
+    n_streams: Annotated[int, gauge("speech_streams", "Streams that it may have at once.")] = 0
+    n_frames: Annotated[int, counter("speech_frames", "Frames of 80 ms that were vocoded.")] = 0
+    n_underruns: Annotated[
+        int, counter("speech_late_pieces", "Pieces that the engine saw leave too late for playback.")
+    ] = 0
     """Chunks that came more than 0.1 s too late for a client that plays as it receives."""
-    vocoder_s: float = 0.0
+    vocoder_s: Annotated[float, counter("speech_vocoder_seconds", "Time that vocoding took.")] = 0.0
 
 
 class PictureStats(msgspec.Struct, array_like=True):
     """The vision tower: gauges, then monotonic counters."""
 
-    n_blocks_used: int = 0
-    """Blocks of the pool of encoded pictures that are in use, 64 tokens each."""
-    n_blocks: int = 0
-    n_encoded: int = 0
-    n_hits: int = 0
-    """Pictures of prompts that were encoded for an earlier one."""
-    tower_s: float = 0.0
+    n_blocks_used: Annotated[int, gauge("tower_blocks_used", "Blocks of 64 tokens that encoded pictures fill.")] = 0
+    n_blocks: Annotated[int, gauge("tower_blocks", "Blocks that there are for them.")] = 0
+    n_encoded: Annotated[int, counter("tower_pictures", "Pictures that the vision tower encoded.")] = 0
+    n_hits: Annotated[int, counter("tower_hits", "Pictures of prompts that were encoded for an earlier one.")] = 0
+    tower_s: Annotated[float, counter("tower_seconds", "Time that the vision tower took.")] = 0.0
 
 
 class ReplayStats(msgspec.Struct, array_like=True):
@@ -429,29 +474,35 @@ class ReplayStats(msgspec.Struct, array_like=True):
     All are recorded before the engine is ready. One that is recorded later would hold up the steps.
     """
 
-    n_recorded: int = 0
-    n_replayed: int = 0
+    n_recorded: Annotated[
+        int, counter("graph_recordings", "CUDA graphs that were recorded; later ones hold up steps.")
+    ] = 0
+    n_replayed: Annotated[int, counter("graph_replays", "CUDA graphs that were replayed.")] = 0
 
 
 class Stats(msgspec.Struct, array_like=True):
     """The engine's gauges and monotonic counters, sent when it is ready and with every step's outputs."""
 
-    n_running: int = 0
-    n_waiting: int = 0
-    n_pages_used: int = 0
-    n_pages: int = 0
-    n_slots_used: int = 0
-    n_slots: int = 0
-    n_steps: int = 0
-    n_prompt_tokens: int = 0
-    n_generated_tokens: int = 0
-    n_preemptions: int = 0
-    n_recomputed: int = 0
-    """Sequences that were computed once more, since their logits were not finite."""
-    drafted: dict[str, int] = {}
-    """Tokens of drafts, by their place in the draft, from 1 on."""
-    accepted: dict[str, int] = {}
-    """Tokens of drafts that were drawn, too, in the same way."""
+    n_running: Annotated[int, gauge("sequences_running", "Sequences that own a state slot.")] = 0
+    n_waiting: Annotated[int, gauge("sequences_waiting", "Sequences that wait for a place.")] = 0
+    n_pages_used: Annotated[
+        int, gauge("pages_used", "KV pages of sequences; what only the cache holds is as good as free.")
+    ] = 0
+    n_pages: Annotated[int, gauge("pages", "KV pages there are.")] = 0
+    n_slots_used: Annotated[int, gauge("state_slots_used", "State slots in use.")] = 0
+    n_slots: Annotated[int, gauge("state_slots", "State slots there are.")] = 0
+    n_steps: Annotated[int, counter("steps", "Steps of the engine.")] = 0
+    n_prompt_tokens: Annotated[int, counter("prompt_tokens", "Prompt tokens computed.")] = 0
+    n_generated_tokens: Annotated[int, counter("generated_tokens", "Tokens drawn.")] = 0
+    n_preemptions: Annotated[int, counter("preemptions", "Sequences that had to give back their memory.")] = 0
+    n_recomputed: Annotated[
+        int, counter("recomputed_sequences", "Sequences computed once more, since their logits were not finite.")
+    ] = 0
+    drafted: Annotated[dict[str, int], counter("draft_tokens", "Tokens that were guessed ahead.", "position")] = {}
+    """By their place in the draft, from 1 on."""
+    accepted: Annotated[
+        dict[str, int], counter("accepted_draft_tokens", "Of those, the ones that were drawn, too.", "position")
+    ] = {}
     last_step_ms: float = 0.0
     cache: CacheStats = msgspec.field(default_factory=CacheStats)
     speech: SpeechStats | None = None

@@ -28,7 +28,6 @@ from deltic.engine.messages import (
     AddText,
     CacheLocated,
     CacheReport,
-    CacheStats,
     Command,
     DropAdapter,
     DropVoice,
@@ -41,18 +40,16 @@ from deltic.engine.messages import (
     Loading,
     LocateCache,
     Output,
-    PictureStats,
     Ping,
     Pong,
     Ready,
-    ReplayStats,
     Request,
     Shutdown,
-    SpeechStats,
     StartFailed,
     Stats,
     StepOutputs,
     VoiceEncoded,
+    metrics_of,
 )
 from deltic.host.launch import ModelLaunch
 from deltic.logs import counted
@@ -61,32 +58,6 @@ from deltic.models.checkpoint import model_name
 log = logging.getLogger("deltic.host.client")
 
 State = Literal["starting", "ready", "restarting", "failed", "stopped"]
-
-COUNTERS = ("n_steps", "n_prompt_tokens", "n_generated_tokens", "n_preemptions", "n_recomputed", "drafted", "accepted")
-"""The fields of Stats that only grow, some by name: they go on where a process that died had left them."""
-
-CACHE_COUNTERS = (
-    "n_lookups",
-    "n_hits",
-    "n_lookup_tokens",
-    "n_hit_tokens",
-    "checkpoints_taken",
-    "n_pages_evicted",
-    "n_checkpoints_evicted",
-    "read_bytes",
-    "written_bytes",
-    "n_damaged",
-)
-"""Those of CacheStats; some are counts by name."""
-
-SPEECH_COUNTERS = ("n_frames", "n_underruns", "vocoder_s")
-"""Those of SpeechStats."""
-
-PICTURE_COUNTERS = ("n_encoded", "n_hits", "tower_s")
-"""Those of PictureStats."""
-
-REPLAY_COUNTERS = ("n_recorded", "n_replayed")
-"""Those of ReplayStats."""
 
 N_RECENT_STEPS = 240
 
@@ -109,8 +80,6 @@ class QueueFull(RuntimeError):
 
 
 T = TypeVar("T")
-
-Counted = Stats | CacheStats | PictureStats | ReplayStats | SpeechStats
 
 Deliver = Callable[[list[Output]], None]
 """Takes outputs of one request, in their order."""
@@ -526,7 +495,7 @@ class EngineClient:
     def _count(self, stats: Stats) -> None:
         """Takes the gauges as they are, and the counters on top of those of the processes that died."""
         if self.n_restarts:
-            _add_all(stats, self._counted)
+            _add(stats, self._counted)
         last, self.stats = self.stats, stats
         if stats.n_steps > last.n_steps:
             n_prompt = stats.n_prompt_tokens - last.n_prompt_tokens
@@ -537,9 +506,10 @@ class EngineClient:
         """Nothing runs any more; the counters keep what they have."""
         last, self._counted, self.stats = self.stats, Stats(), Stats()
         for kept in (self._counted, self.stats):
-            kept.speech = SpeechStats() if last.speech is not None else None
-            kept.pictures = PictureStats() if last.pictures is not None else None
-            _add_all(kept, last)
+            for name in ("speech", "pictures", "replays"):
+                part = getattr(last, name)
+                setattr(kept, name, None if part is None else type(part)())
+            _add(kept, last)
 
     def _retry_after_s(self, n_waiting: int) -> int:
         """Seconds until a waiting request gets its turn, if requests go on taking as long as the last ones
@@ -558,24 +528,14 @@ def _answer(asked: dict[str, deque[asyncio.Future[T]]], key: str, answer: T) -> 
         asked.pop(key, None)
 
 
-def _add_all(stats: Stats, earlier: Stats) -> None:
+def _add(stats: msgspec.Struct, earlier: msgspec.Struct) -> None:
     """Adds `earlier`'s counters to those of `stats`, of their parts, too."""
-    _add(stats, earlier, COUNTERS)
-    _add(stats.cache, earlier.cache, CACHE_COUNTERS)
-    if stats.speech is not None and earlier.speech is not None:
-        _add(stats.speech, earlier.speech, SPEECH_COUNTERS)
-    if stats.pictures is not None and earlier.pictures is not None:
-        _add(stats.pictures, earlier.pictures, PICTURE_COUNTERS)
-    if stats.replays is not None and earlier.replays is not None:
-        _add(stats.replays, earlier.replays, REPLAY_COUNTERS)
-
-
-def _add(stats: Counted, earlier: Counted, counters: tuple[str, ...]) -> None:
-    """Adds `earlier`'s counters to those of `stats`."""
-    for name in counters:
+    metrics = metrics_of(type(stats))
+    for name in stats.__struct_fields__:
         now, before = getattr(stats, name), getattr(earlier, name)
-        if isinstance(now, dict):
-            total = {key: now.get(key, 0) + before.get(key, 0) for key in before | now}
-        else:
-            total = now + before
-        setattr(stats, name, total)
+        if isinstance(now, msgspec.Struct) and isinstance(before, msgspec.Struct):
+            _add(now, before)
+        elif name in metrics and metrics[name].is_counter:
+            is_by_name = isinstance(now, dict)
+            total = {key: now.get(key, 0) + before.get(key, 0) for key in before | now} if is_by_name else now + before
+            setattr(stats, name, total)

@@ -6,8 +6,8 @@ import dataclasses
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
-from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig, check_environment, resolve
-from deltic.config_file import tables
+from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
+from deltic.config_sources import check_environment, resolve, tables
 
 LISTENING = (
     "host",

@@ -13,12 +13,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import msgspec
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from deltic import __version__
-from deltic.engine.messages import CacheStats, EngineInfo, SpeechStats, Stats
+from deltic.engine.messages import EngineInfo, SpeechStats, Stats, metrics_of
 from deltic.ops.geometry import PAGE_SIZE
 
 SECONDS = (
@@ -72,6 +73,17 @@ def labelled(kind: Kind, name: str, text: str, labels: str, values: Mapping[Any,
     for key, value in values.items():
         family.add_metric([str(label) for label in (key if isinstance(key, tuple) else (key,))], value)
     return family
+
+
+def exported(part: msgspec.Struct, **behind: Iterable[Metric]) -> Iterable[Metric]:
+    """A family for each field of statistics that is a metric. behind: others, behind that of a field."""
+    for name, metric in metrics_of(type(part)).items():
+        kind, value = COUNTER if metric.is_counter else GAUGE, getattr(part, name)
+        if metric.label:
+            yield labelled(kind, metric.name, metric.text, metric.label, value)
+        else:
+            yield kind(metric.name, metric.text, value=value)
+        yield from behind.get(name, ())
 
 
 class Histogram:
@@ -174,27 +186,58 @@ class SpeechNumbers:
 
     def families(self, stage: SpeechStats) -> Iterable[Metric]:
         """stage: what the engine tells."""
-        yield from plain(
+        late = f"Streams whose audio was never {CONTINUOUS_S:g} s late for playback."
+        ours = plain(
             "deltic_speech_",
-            (GAUGE, "streams_used", "Streams that the vocoder has begun and not ended.", stage.n_streams_used),
-            (GAUGE, "streams", "Streams that it may have at once.", stage.n_streams),
             (COUNTER, "samples", "Samples of audio that were sent.", self._n_samples),
             (COUNTER, "empty", "Utterances that ended without audio.", self._n_empty),
-            (
-                COUNTER,
-                "continuous",
-                f"Streams whose audio was never {CONTINUOUS_S:g} s late for playback.",
-                self._n_continuous,
-            ),
-            (COUNTER, "frames", "Frames of 80 ms that were vocoded.", stage.n_frames),
-            (COUNTER, "late_pieces", "Pieces that the engine saw leave too late for playback.", stage.n_underruns),
-            (COUNTER, "vocoder_seconds", "Time that vocoding took.", stage.vocoder_s),
+            (COUNTER, "continuous", late, self._n_continuous),
         )
+        yield from exported(stage, n_streams=ours)
         yield labelled(COUNTER, "deltic_speech_ended", "Utterances, by how they ended.", "reason", self._ended)
         for histogram in (self._first_s, self._audio_s, self._rtf, self._late_s):
             yield histogram.family()
 
 
+Theirs = tuple[Kind, str, str, Callable[[Stats], float]]
+"""What another server calls one of our numbers: the name there, its help, and the number."""
+
+VLLM: tuple[Theirs, ...] = (
+    (GAUGE, "num_requests_running", "Sequences that own a state slot.", lambda s: s.n_running),
+    (GAUGE, "num_requests_waiting", "Sequences that wait for a place.", lambda s: s.n_waiting),
+    (GAUGE, "kv_cache_usage_perc", "Part of the KV pages that sequences have.", lambda s: s.pages_used_ratio),
+    (COUNTER, "prompt_tokens", "Prompt tokens, cached ones too.", lambda s: s.n_prompt_tokens + s.cache.n_hit_tokens),
+    (COUNTER, "generation_tokens", "Tokens drawn.", lambda s: s.n_generated_tokens),
+    (COUNTER, "num_preemptions", "Sequences that had to give back their memory.", lambda s: s.n_preemptions),
+    (COUNTER, "spec_decode_num_drafts", "Drafts.", lambda s: s.drafted.get("1", 0)),
+    (COUNTER, "spec_decode_num_draft_tokens", "Tokens that were guessed ahead.", lambda s: s.n_drafted),
+    (COUNTER, "spec_decode_num_accepted_tokens", "Of those, the ones that were drawn.", lambda s: s.n_accepted),
+    (
+        COUNTER,
+        "prefix_cache_queries",
+        "Prompt tokens looked up in the prefix cache.",
+        lambda s: s.cache.n_lookup_tokens,
+    ),
+    (COUNTER, "prefix_cache_hits", "Of those, the ones that were not computed again.", lambda s: s.cache.n_hit_tokens),
+    # The names of older versions, which production-stack's router reads.
+    (GAUGE, "gpu_cache_usage_perc", "As vllm:kv_cache_usage_perc.", lambda s: s.pages_used_ratio),
+    (
+        GAUGE,
+        "gpu_prefix_cache_hit_rate",
+        "Part of the tokens looked up that were found.",
+        lambda s: s.cache.n_hit_tokens / max(1, s.cache.n_lookup_tokens),
+    ),
+    (COUNTER, "gpu_prefix_cache_queries", "As vllm:prefix_cache_queries.", lambda s: s.cache.n_lookup_tokens),
+    (COUNTER, "gpu_prefix_cache_hits", "As vllm:prefix_cache_hits.", lambda s: s.cache.n_hit_tokens),
+)
+SGLANG: tuple[Theirs, ...] = (
+    (GAUGE, "num_running_reqs", "Sequences that own a state slot.", lambda s: s.n_running),
+    (GAUGE, "num_queue_reqs", "Sequences that wait for a place.", lambda s: s.n_waiting),
+    (GAUGE, "token_usage", "Part of the KV pages that sequences have.", lambda s: s.pages_used_ratio),
+    (GAUGE, "max_total_num_tokens", "Tokens that the KV pages hold.", lambda s: s.n_pages * PAGE_SIZE),
+    (GAUGE, "page_size", "Tokens of a KV page.", lambda s: PAGE_SIZE),
+    (GAUGE, "num_pages", "KV pages there are.", lambda s: s.n_pages),
+)
 VLLM_REASONS = {"stop": "stop", "tool_calls": "stop", "length": "length", "error": "error"}
 """Finish reasons as vLLM has them; any other is an abort."""
 
@@ -232,6 +275,8 @@ class Metrics:
         self.e2e_s = Histogram("deltic_request_duration_seconds", "From the request to its last token.")
         self.n_prompt = Histogram("deltic_prompt_length_tokens", "Tokens of a prompt.", TOKENS)
         self.n_generated = Histogram("deltic_generation_length_tokens", "Tokens of an answer.", TOKENS)
+        times = self.queued_s, self.prefill_s, self.ttft_s, self.decode_s, self.itl_s, self.e2e_s
+        self._histograms = *times, self.n_prompt, self.n_generated
         self.n_pictures = self.n_picture_tokens = 0
         """Of requests that went to the engine."""
         self.speech = SpeechNumbers()
@@ -241,47 +286,34 @@ class Metrics:
 
     def families(self) -> Iterable[Metric]:
         stats = self._stats()
-        yield from plain(
-            "deltic_",
-            (GAUGE, "engine_ready", "1 while the engine takes requests.", int(self._is_ready())),
-            (GAUGE, "sequences_running", "Sequences that own a state slot.", stats.n_running),
-            (GAUGE, "sequences_waiting", "Sequences that wait for a place.", stats.n_waiting),
-            (
-                GAUGE,
-                "pages_used",
-                "KV pages of sequences; what only the cache holds is as good as free.",
-                stats.n_pages_used,
+        yield GAUGE("deltic_engine_ready", "1 while the engine takes requests.", value=int(self._is_ready()))
+        yield from exported(
+            stats,
+            n_pages=plain(
+                "deltic_",
+                (GAUGE, "pages_used_ratio", "Part of them that sequences have.", stats.pages_used_ratio),
+                (GAUGE, "page_tokens", "Tokens of a KV page.", PAGE_SIZE),
             ),
-            (GAUGE, "pages", "KV pages there are.", stats.n_pages),
-            (GAUGE, "pages_used_ratio", "Part of them that sequences have.", stats.pages_used_ratio),
-            (GAUGE, "page_tokens", "Tokens of a KV page.", PAGE_SIZE),
-            (GAUGE, "state_slots_used", "State slots in use.", stats.n_slots_used),
-            (GAUGE, "state_slots", "State slots there are.", stats.n_slots),
-            (GAUGE, "last_step_seconds", "Duration of the last step.", stats.last_step_ms / 1000),
-            (COUNTER, "steps", "Steps of the engine.", stats.n_steps),
-            (COUNTER, "prompt_tokens", "Prompt tokens computed.", stats.n_prompt_tokens),
-            (COUNTER, "generated_tokens", "Tokens drawn.", stats.n_generated_tokens),
-            (COUNTER, "pictures", "Pictures of prompts.", self.n_pictures),
-            (COUNTER, "picture_tokens", "Their tokens, cached ones too.", self.n_picture_tokens),
-            (COUNTER, "preemptions", "Sequences that had to give back their memory.", stats.n_preemptions),
-            (
-                COUNTER,
-                "recomputed_sequences",
-                "Sequences computed once more, since their logits were not finite.",
-                stats.n_recomputed,
+            n_slots=plain(
+                "deltic_", (GAUGE, "last_step_seconds", "Duration of the last step.", stats.last_step_ms / 1000)
             ),
-            (COUNTER, "engine_restarts", "Times the engine process was started again.", self._n_restarts()),
+            n_generated_tokens=plain(
+                "deltic_",
+                (COUNTER, "pictures", "Pictures of prompts.", self.n_pictures),
+                (COUNTER, "picture_tokens", "Their tokens, cached ones too.", self.n_picture_tokens),
+            ),
+            n_recomputed=plain(
+                "deltic_",
+                (COUNTER, "engine_restarts", "Times the engine process was started again.", self._n_restarts()),
+            ),
         )
-        yield labelled(COUNTER, "deltic_draft_tokens", "Tokens that were guessed ahead.", "position", stats.drafted)
-        text = "Of those, the ones that were drawn, too."
-        yield labelled(COUNTER, "deltic_accepted_draft_tokens", text, "position", stats.accepted)
-        yield from _prefix_cache(stats.cache)
+        yield from exported(stats.cache)
         about, info = {"version": __version__}, self._info()
         if info is not None:
             about |= {"device": info.device, "kernels": info.kernels}
         yield labelled(GAUGE, "deltic_build_info", "What runs here.", " ".join(about), {tuple(about.values()): 1})
         yield labelled(COUNTER, "deltic_sequences_finished", "Sequences that ended.", "finish_reason", self.finished)
-        yield from (value.family() for value in vars(self).values() if isinstance(value, Histogram))
+        yield from (histogram.family() for histogram in self._histograms)
         most, n_held, adapters = self._adapters()
         if most:
             yield from plain(
@@ -294,48 +326,14 @@ class Metrics:
             yield labelled(COUNTER, "deltic_adapter_requests", text, "adapter", requests)
         if self._has_speech:
             yield from self.speech.families(stats.speech or SpeechStats())
-        if (steps := stats.replays) is not None:
-            yield from plain(
-                "deltic_graph_",
-                (COUNTER, "recordings", "CUDA graphs that were recorded; later ones hold up steps.", steps.n_recorded),
-                (COUNTER, "replays", "CUDA graphs that were replayed.", steps.n_replayed),
-            )
-        if (tower := stats.pictures) is not None:
-            yield from plain(
-                "deltic_tower_",
-                (GAUGE, "blocks_used", "Blocks of 64 tokens that encoded pictures fill.", tower.n_blocks_used),
-                (GAUGE, "blocks", "Blocks that there are for them.", tower.n_blocks),
-                (COUNTER, "pictures", "Pictures that the vision tower encoded.", tower.n_encoded),
-                (COUNTER, "hits", "Pictures of prompts that were encoded for an earlier one.", tower.n_hits),
-                (COUNTER, "seconds", "Time that the vision tower took.", tower.tower_s),
-            )
+        for part in (stats.replays, stats.pictures):
+            if part is not None:
+                yield from exported(part)
 
     def vllm_families(self) -> Iterable[Metric]:
         """The same numbers under vLLM's names, as far as it has such."""
         stats = self._stats()
-        cache = stats.cache
-        hit_rate = cache.n_hit_tokens / max(1, cache.n_lookup_tokens)
-        yield from plain(
-            "vllm:",
-            (GAUGE, "num_requests_running", "Sequences that own a state slot.", stats.n_running),
-            (GAUGE, "num_requests_waiting", "Sequences that wait for a place.", stats.n_waiting),
-            (GAUGE, "kv_cache_usage_perc", "Part of the KV pages that sequences have.", stats.pages_used_ratio),
-            (COUNTER, "prompt_tokens", "Prompt tokens, cached ones too.", stats.n_prompt_tokens + cache.n_hit_tokens),
-            (COUNTER, "generation_tokens", "Tokens drawn.", stats.n_generated_tokens),
-            (COUNTER, "num_preemptions", "Sequences that had to give back their memory.", stats.n_preemptions),
-            (COUNTER, "spec_decode_num_drafts", "Drafts.", stats.drafted.get("1", 0)),
-            (COUNTER, "spec_decode_num_draft_tokens", "Tokens that were guessed ahead.", stats.n_drafted),
-            (COUNTER, "spec_decode_num_accepted_tokens", "Of those, the ones that were drawn.", stats.n_accepted),
-            (COUNTER, "prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", cache.n_lookup_tokens),
-            (COUNTER, "prefix_cache_hits", "Of those, the ones that were not computed again.", cache.n_hit_tokens),
-        )
-        yield from plain(  # the names of older versions, which production-stack's router reads
-            "vllm:gpu_",
-            (GAUGE, "cache_usage_perc", "As vllm:kv_cache_usage_perc.", stats.pages_used_ratio),
-            (GAUGE, "prefix_cache_hit_rate", "Part of the tokens looked up that were found.", hit_rate),
-            (COUNTER, "prefix_cache_queries", "As vllm:prefix_cache_queries.", cache.n_lookup_tokens),
-            (COUNTER, "prefix_cache_hits", "As vllm:prefix_cache_hits.", cache.n_hit_tokens),
-        )
+        yield from plain("vllm:", *((kind, name, text, ours(stats)) for kind, name, text, ours in VLLM))
         if (info := self._info()) is not None:
             layout = {
                 "block_size": PAGE_SIZE,
@@ -374,15 +372,7 @@ class Metrics:
     def sglang_families(self) -> Iterable[Metric]:
         """What routers read, under SGLang's names."""
         stats = self._stats()
-        yield from plain(
-            "sglang:",
-            (GAUGE, "num_running_reqs", "Sequences that own a state slot.", stats.n_running),
-            (GAUGE, "num_queue_reqs", "Sequences that wait for a place.", stats.n_waiting),
-            (GAUGE, "token_usage", "Part of the KV pages that sequences have.", stats.pages_used_ratio),
-            (GAUGE, "max_total_num_tokens", "Tokens that the KV pages hold.", stats.n_pages * PAGE_SIZE),
-            (GAUGE, "page_size", "Tokens of a KV page.", PAGE_SIZE),
-            (GAUGE, "num_pages", "KV pages there are.", stats.n_pages),
-        )
+        yield from plain("sglang:", *((kind, name, text, ours(stats)) for kind, name, text, ours in SGLANG))
         pages = {(PAGE_SIZE, stats.n_pages): 1}  # before SGLang had the two gauges
         yield labelled(GAUGE, "sglang:cache_config_info", "How the KV cache is laid out.", "page_size num_pages", pages)
 
@@ -466,35 +456,3 @@ def _keys(keys: Sequence[KeyNumbers]) -> Iterable[Metric]:
     yield labelled(COUNTER, "deltic_key_rate_limited", text, "key limit", limited)
     text = "Tokens of its requests that have ended; cached ones are prompt tokens, too."
     yield labelled(COUNTER, "deltic_key_tokens", text, "key kind", tokens)
-
-
-def _prefix_cache(cache: CacheStats) -> Iterable[Metric]:
-    """The prefix cache's numbers."""
-    yield from plain(
-        "deltic_prefix_",
-        (GAUGE, "pages", "Pages of the prefix cache in the pool, those of running sequences included.", cache.n_pages),
-        (GAUGE, "checkpoints", "State slots that are checkpoints of the prefix cache.", cache.n_checkpoints),
-        (COUNTER, "cache_lookups", "Prompts looked up in the prefix cache.", cache.n_lookups),
-        (COUNTER, "cache_hits", "Of those, the ones that began in a way it knew.", cache.n_hits),
-        (COUNTER, "cache_lookup_tokens", "Prompt tokens looked up in the prefix cache.", cache.n_lookup_tokens),
-        (COUNTER, "cache_hit_tokens", "Of those, the ones that were not computed again.", cache.n_hit_tokens),
-        (COUNTER, "pages_evicted", "Pages that left the pool, to a lower tier or for good.", cache.n_pages_evicted),
-        (
-            COUNTER,
-            "checkpoints_evicted",
-            "Checkpoints that left the pool, to a lower tier or for good.",
-            cache.n_checkpoints_evicted,
-        ),
-        (COUNTER, "damaged_files", "Files of --cache-dir that were not what they should be.", cache.n_damaged),
-    )
-    for name, text, label, counts in (
-        (
-            "checkpoints_taken",
-            "Checkpoints taken, by what made their place worth one.",
-            "kind",
-            cache.checkpoints_taken,
-        ),
-        ("read_bytes", "Brought back to the pool, by the tier it came from.", "tier", cache.read_bytes),
-        ("written_bytes", "Moved or copied to a lower tier.", "tier", cache.written_bytes),
-    ):
-        yield labelled(COUNTER, f"deltic_prefix_{name}", text, label, counts)

@@ -77,7 +77,7 @@ def test_plan_of_a_speech_model(device: str, without_gpu: None) -> None:
         ({"memory_gb": 1.0}, "the model does not fit: weights 1.5 GB"),
         ({"memory_gb": 20.0, "threads": 3}, "--threads 3 is for the CPU"),
         ({"memory_gb": 20.0, "lever": ("pdl=maybe",)}, "must be one of pdl=on, pdl=off"),
-        ({"memory_gb": 20.0, "tensor_parallel": 16}, "a multiple of 16, to be cut for 16 GPUs"),
+        ({"memory_gb": 20.0, "tensor_parallel": 16}, "--tensor-parallel 16: give 1, 2, 4 or 8"),
         ({"memory_gb": 20.0, "tp_invariant": 2, "max_drafts": 4}, "drafts need as many GPUs"),
     ],
 )

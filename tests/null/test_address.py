@@ -23,7 +23,8 @@ from websockets.sync.client import connect
 
 import deltic
 from deltic.commands.endpoint import Endpoint, EndpointError
-from deltic.config import ConfigError, ServerConfig, resolve
+from deltic.config import ConfigError, ServerConfig
+from deltic.config_sources import resolve
 from deltic.server.address import listen, listening, tls, url_of
 from deltic.server.app import create_app
 from deltic.server.service import Server

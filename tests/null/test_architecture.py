@@ -154,6 +154,7 @@ FOR_ALL = {
     "_trust",
     "_bytes_only",
     "_stored_at",
+    "metrics_of",
 }
 """Made at the start, or once for whoever comes first, and the same for everybody."""
 

@@ -6,24 +6,20 @@ import argparse
 import re
 import subprocess
 import sys
+from dataclasses import fields, replace
 from fnmatch import fnmatch
 from pathlib import Path
 
 import pytest
 
 from deltic.commands.endpoint import flags
-from deltic.config import (
-    ConfigError,
-    EngineConfig,
-    ServerConfig,
-    add_flags,
-    check_environment,
-    pinned_cpus,
-    resolve,
-    without_foreign,
-)
+from deltic.commands.flags import add_flags
+from deltic.config import ConfigError, EngineConfig, ServerConfig, pinned_cpus, without_foreign
+from deltic.config_sources import check_environment, resolve
 from deltic.machine import MAX_THREADS, free_memory, n_oom_kills, n_usable_cpus
 from deltic.models.checkpoint import ALL_FILES, TEXT_FILES
+from deltic.models.qwen.adapters import MAX_RANK
+from deltic.ops.geometry import MAX_WINDOW
 
 
 def test_flags_over_variables_over_defaults() -> None:
@@ -74,6 +70,20 @@ def test_a_value_out_of_range_is_refused(
 ) -> None:
     with pytest.raises(ConfigError, match=re.escape(complaint)):
         resolve(cls, {}, {f"DELTIC_{variable}": text})
+
+
+def test_bounds_are_those_of_what_they_bound() -> None:
+    """`config.py` imports neither kernels nor models, so it repeats their constants."""
+    most = {field.name: field.metadata.get("most") for field in fields(EngineConfig)}
+    assert most["max_drafts"] == MAX_WINDOW - 1  # the window of a draft has a row for the token before it
+    assert most["max_lora_rank"] == MAX_RANK
+
+
+def test_settings_that_exclude_each_other_are_refused_however_they_are_made() -> None:
+    with pytest.raises(ConfigError, match="--dummy makes random weights"):
+        EngineConfig(model="m", dummy="qwen3.5-0.8b")
+    with pytest.raises(ConfigError, match="--tp-invariant 2: with --tensor-parallel 4 give one of 4, 8"):
+        replace(EngineConfig(tensor_parallel=4), tp_invariant=2)
 
 
 def test_what_kubernetes_says_of_a_service_of_our_name_is_no_setting() -> None:

@@ -20,8 +20,8 @@ import pytest
 import yaml
 
 from deltic.__main__ import parser
-from deltic.config import ServerConfig, check_environment, resolve
-from deltic.config_file import read_config
+from deltic.config import ServerConfig
+from deltic.config_sources import check_environment, read_config, resolve
 from tests.fake_engine import FakeEngineClient, make_app, served
 
 ROOT = Path(__file__).parents[2]

@@ -28,7 +28,8 @@ from starlette.responses import JSONResponse
 from starlette.types import Receive, Scope, Send
 
 from deltic.commands.endpoint import LocalServer, ServerFailed
-from deltic.config import BUILT_IN, ConfigError, EngineConfig, ModelConfig, ServerConfig, resolve
+from deltic.config import BUILT_IN, ConfigError, EngineConfig, ModelConfig, ServerConfig
+from deltic.config_sources import resolve
 from deltic.models import hub
 from deltic.models.checkpoint import (
     ALL_FILES,

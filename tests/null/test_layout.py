@@ -68,7 +68,7 @@ SHARED = {
     "private",
     "roofs",
     "batch_lines",
-    "config_file",
+    "config_sources",
     "llm",
     "__init__",
     "__main__",

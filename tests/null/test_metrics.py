@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 
 import msgspec
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from deltic.engine.messages import CacheStats, EngineInfo, ReplayStats, SpeechStats, Stats
-from deltic.host.client import CACHE_COUNTERS, COUNTERS, REPLAY_COUNTERS, SPEECH_COUNTERS
-from deltic.server.metrics import Exposition, Histogram, Metrics
+from deltic.config import EngineConfig
+from deltic.engine.messages import CacheStats, EngineInfo, PictureStats, ReplayStats, SpeechStats, Stats
+from deltic.host.client import EngineClient
+from deltic.server.metrics import AdapterNumbers, Exposition, Histogram, KeyNumbers, Metrics
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "metrics.txt"
+"""All of /metrics but what the server process itself takes and the buckets of histograms."""
 
 
 def test_histogram_buckets_are_cumulative_and_bounds_included() -> None:
@@ -53,28 +58,30 @@ def test_exposition_has_the_engine_s_numbers_of_the_moment() -> None:
     assert 'deltic_sequences_running{model="m"} 7.0' in every.text().decode()
 
 
-@pytest.mark.parametrize(
-    ("part", "counters"),
-    [(Stats, COUNTERS), (CacheStats, CACHE_COUNTERS), (SpeechStats, SPEECH_COUNTERS), (ReplayStats, REPLAY_COUNTERS)],
-)
-def test_a_counter_of_the_engine_goes_on_after_a_restart(part: type, counters: tuple[str, ...]) -> None:
-    """Whatever /metrics calls a counter is one of those that the client carries over."""
+@pytest.mark.parametrize("name", ["", "cache", "speech", "pictures", "replays"])
+def test_a_counter_of_the_engine_goes_on_after_a_restart(name: str) -> None:
+    """Whatever /metrics calls a counter is one of the numbers that the client carries over; a gauge is not."""
 
-    def told(stats: Stats) -> dict[str, float]:
+    def told(stats: Stats) -> dict[str, tuple[str, float]]:
         metrics = Metrics(lambda: stats, lambda: 0, lambda: True, has_speech=True)
         families = text_string_to_metric_families(exposition(("m", metrics)).text().decode())
-        return {
-            s.name: s.value for family in families if family.type == "counter" for s in family.samples if s.value == 5
-        }
+        return {s.name: (family.type, s.value) for family in families for s in family.samples if s.value == 5}
 
-    def of(value: object) -> Stats:
-        if part is Stats:
-            return value
-        return Stats(**{{CacheStats: "cache", SpeechStats: "speech", ReplayStats: "replays"}[part]: value})
-
+    part = type(getattr(FULL, name)) if name else Stats
     for field in part.__struct_fields__:
-        if type(getattr(part(), field)) in (int, float) and told(of(part(**{field: 5}))):
-            assert field in counters
+        default = getattr(part(), field)
+        if type(default) in (int, float, dict):
+            value = {"1": 5} if isinstance(default, dict) else 5
+            stats = part(**{field: value}) if not name else Stats(**{name: part(**{field: value})})
+            client = EngineClient(EngineConfig(), 1)
+            client._count(stats)
+            shown = told(stats)
+            client._forget_gauges()
+            carried = told(client.stats)
+            assert carried == {name: told for name, told in shown.items() if told[0] == "counter"}, field
+            client.n_restarts = 1
+            client._count(part() if not name else Stats(**{name: part()}))
+            assert told(client.stats) == carried, field
 
 
 def test_recorded_steps_are_counted_where_there_are_any() -> None:
@@ -216,3 +223,59 @@ def test_the_prefix_cache_s_numbers():
         "deltic_prefix_pages 20.0",
         "deltic_prefix_checkpoints 6.0",
     }
+
+
+FULL = Stats(speech=SpeechStats(), pictures=PictureStats(), replays=ReplayStats())
+
+
+def filled(part: type) -> dict[str, object]:
+    """A different number for each field of a part of Stats that is one; counts by name have two."""
+    of = {int: lambda i: 10 * i + 1, float: lambda i: i + 0.5, dict: lambda i: {"1": i, "2": 100 * i}}
+    default = part()
+    kinds = {name: type(getattr(default, name)) for name in sorted(part.__struct_fields__)}
+    return {name: of[kind](i) for i, (name, kind) in enumerate(kinds.items()) if kind in of}
+
+
+def test_the_whole_text_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names, texts, order and values, so that a dashboard goes on. Rewrite the file where one is to change:
+    `python -m tests.null.test_metrics`.
+    """
+    monkeypatch.setattr("time.time", lambda: 1_700_000_000.0)
+    assert everything() == GOLDEN.read_text()
+
+
+def everything() -> str:
+    """Both expositions of a model that has all there is, with a key and an adapter."""
+    parts = {name: type(getattr(FULL, name)) for name in ("cache", "speech", "pictures", "replays")}
+    stats = Stats(**filled(Stats), **{name: part(**filled(part)) for name, part in parts.items()})
+    adapter = AdapterNumbers("sql", 9, 2, 3)
+    metrics = Metrics(
+        lambda: stats, lambda: 2, lambda: True, info=lambda: INFO, has_speech=True, adapters=lambda: (8, 1, [adapter])
+    )
+    metrics.n_pictures, metrics.n_picture_tokens = 5, 500
+    metrics.finished.update(stop=4, tool_calls=2, queue_timeout=1)
+    histograms = (
+        metrics.queued_s, metrics.prefill_s, metrics.ttft_s, metrics.decode_s, metrics.itl_s, metrics.e2e_s,
+        metrics.n_prompt, metrics.n_generated,
+    )  # fmt: skip
+    for i, histogram in enumerate(histograms, 1):
+        histogram.observe(i / 8, i)
+    metrics.speech.note("stop", 0.2, 2.0, 4.0, 0.0)
+    metrics.speech.note("cancelled", None, 2.0, 0.0, None)
+    key = KeyNumbers("alice", 1, n_prompt_tokens=3, n_cached_tokens=2, n_generated_tokens=1)
+    key.responses[200], key.limited["tokens"] = 7, 6
+    texts = []
+    for names in ("both", "sglang"):
+        every = Exposition([key], names)
+        every.models = {"m": metrics, "small": Metrics(lambda: Stats(), lambda: 0, lambda: False)}
+        every.responses["/v1/completions", 429] = every.closed["slow"] = every.unknown_fields["/v1/responses"] = 1
+        lines = every.text().decode().splitlines(keepends=True)
+        texts += [line for line in lines if "_bucket{" not in line and not re.match(r"(# \w+ )?process_", line)]
+    return "".join(texts)
+
+
+if __name__ == "__main__":
+    import time
+
+    time.time = lambda: 1_700_000_000.0
+    GOLDEN.write_text(everything())

@@ -21,7 +21,8 @@ import msgspec
 import pytest
 
 from deltic.__main__ import main
-from deltic.config import ConfigError, EngineConfig, ServerConfig, resolve
+from deltic.config import ConfigError, EngineConfig, ServerConfig
+from deltic.config_sources import resolve
 from deltic.engine.cache.directory import ABANDONED_S, HEADER_BYTES, Directory, pack_header, unpack_header
 from deltic.engine.messages import CacheLocated
 from deltic.host.client import QueueFull
