@@ -107,6 +107,20 @@ def test_many_long_jobs_end_and_nobody_passes_more_than_have_threads(monkeypatch
     assert thread.order() == "" and set(n_parts.values()) == {150}
 
 
+def test_what_is_done_in_parts_has_one_turn_for_all() -> None:
+    thread = Busy()
+    turn = thread.turn("a", 10)
+
+    def first() -> None:
+        thread.done.append("1")
+        thread.futures.append(thread.submit_in(turn, lambda: thread.done.append("2")))
+
+    thread.futures.append(thread.submit_in(turn, first))
+    for key in "bbba":
+        thread.add(key)
+    assert thread.order() == "12" + "bbab", "and is paid for once"
+
+
 def test_what_is_cancelled_is_not_done_and_an_error_is_the_callers() -> None:
     thread = Busy()
     left, kept = thread.add("a"), thread.add("b")

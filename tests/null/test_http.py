@@ -848,7 +848,7 @@ def test_bodies_of_clients_that_have_gone_are_forgotten_at_once(
         return Counted(await transport.read_body(*given))
 
     monkeypatch.setattr(protocol, "parse", slow)
-    monkeypatch.setattr("deltic.server.service.read_body", read)
+    monkeypatch.setattr("deltic.server.preparation.read_body", read)
     body = {"prompt": "x", "max_tokens": -1, "metadata": {"a": "x" * INLINE_BYTES}}
 
     async def go(url: str) -> None:

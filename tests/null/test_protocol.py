@@ -30,6 +30,7 @@ def chat(**fields: Any) -> SamplingParams:
     """What becomes of a chat with a prompt of 10 tokens."""
     body = json.dumps({"messages": HELLO} | fields).encode()
     request = protocol.parse(body, protocol.ChatRequest)
+    protocol.take_functions(request)
     protocol.settle(request)
     protocol.stop_strings(request)
     constraint.tool_schemas(request.tools, request.tool_choice)

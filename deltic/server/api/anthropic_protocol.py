@@ -480,9 +480,9 @@ def signature(thought: str, hidden: bool) -> str:
 
 
 # Tools of Anthropic's that the client runs: a request names their type, and Anthropic's models know their
-# parameters by heart. Other models do not, so here they have a description and a schema, after which a call is
-# what such a client expects: `bash`, the text editor, and the memory. Tools that Anthropic's servers run have
-# none: nobody here would answer their calls.
+# parameters by heart. Other models do not, so here they have a description and a schema, after which a call
+# is what such a client expects: `bash`, the text editor, and the memory. Tools that Anthropic's servers run
+# have none: nobody here would answer their calls.
 
 _PATH = {"type": "string", "description": "Absolute path of a file or directory."}
 _TEXT = {

@@ -28,7 +28,7 @@ from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS, EngineInfo, Samplin
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.server.api.messages import Message
 from deltic.server.chat.picture_parts import PictureBounds
-from deltic.server.errors import ApiError, bad_request
+from deltic.server.errors import PromptTooLong, bad_request
 from deltic.text import SamplingDefaults
 
 MAX_STOPS = 32
@@ -435,16 +435,6 @@ def settle(request: Sampling) -> None:
         raise bad_request("detokenize", "false needs return_token_ids: true, and no stop")
     if not isinstance(request, ChatRequest):
         return
-    choice = request.function_call
-    if request.functions:
-        if request.tools:
-            raise bad_request("functions", "is the older form of tools; give one of the two")
-        request.tools = [{"type": "function", "function": function} for function in request.functions]
-        request.parallel_tool_calls = False  # the older form has room for one
-    elif isinstance(choice, dict) and not request.tools:
-        raise bad_request("function_call", "names a function, and there are none")
-    named = {"type": "function", "function": choice} if isinstance(choice, dict) else choice
-    put("function_call", "tool_choice", named)
     if switch := request.thinking:
         put("thinking.type", "enable_thinking", switch.type != "disabled")
         put("thinking.budget_tokens", "thinking_budget", switch.budget_tokens)
@@ -453,6 +443,33 @@ def settle(request: Sampling) -> None:
         put("reasoning.enabled", "enable_thinking", asked.enabled)
         put("reasoning.max_tokens", "thinking_budget", asked.max_tokens)
         put("reasoning.exclude", "include_reasoning", False if asked.exclude else None)
+
+
+def take_functions(chat: ChatRequest) -> None:
+    """Makes tools of `functions`, and a choice of them of `function_call`; once, before all else.
+
+    Raises ApiError (400).
+    """
+    choice = chat.function_call
+    if chat.functions:
+        if chat.tools:
+            raise bad_request("functions", "is the older form of tools; give one of the two")
+        chat.tools = [{"type": "function", "function": function} for function in chat.functions]
+        chat.parallel_tool_calls = False  # the older form has room for one
+    elif isinstance(choice, dict) and not chat.tools:
+        raise bad_request("function_call", "names a function, and there are none")
+    named = {"type": "function", "function": choice} if isinstance(choice, dict) else choice
+    if named is not None and chat.tool_choice not in (None, named):
+        raise bad_request("function_call", "contradicts tool_choice; give one of the two")
+    chat.tool_choice = chat.tool_choice if named is None else named
+
+
+def older_names(chat: ChatRequest) -> dict[str, str]:
+    """What `functions` and `function_call` have become, where those were sent; for errors."""
+    functions = {"tools[].function": "functions[]"} if chat.functions else {}
+    return functions | (
+        {"tool_choice": "function_call", "tool_choice.function": "function_call"} if chat.function_call else {}
+    )
 
 
 def context_limit(info: EngineInfo) -> int:
@@ -474,7 +491,7 @@ def answer_length(
     if n_prompt == 0:
         raise bad_request(prompt, "is empty; the answer needs at least one token to start from")
     if n_prompt >= limit:
-        raise prompt_too_long(prompt, str(n_prompt), limit)
+        raise PromptTooLong(prompt, n_prompt, limit)
     asked = request.max_tokens
     if isinstance(request, ChatRequest):
         newer = request.max_completion_tokens
@@ -486,17 +503,6 @@ def answer_length(
     if asked is None:
         asked = default or (limit if isinstance(request, ChatRequest) else SHORT_ANSWER)
     return min(asked, limit - n_prompt)
-
-
-def prompt_too_long(param: str, n_prompt: str, limit: int) -> ApiError:
-    """The 400. n_prompt: its length in words, since it may be known in part only ("at least 9")."""
-    yours = "your messages have" if param == "messages" else "your prompt has"
-    return bad_request(
-        param,
-        f"This model's maximum context length is {limit} tokens. However, {yours} {n_prompt} tokens. Please shorten the prompt: "
-        f"with one token of an answer it may have {limit - 1}.",
-        "context_length_exceeded",
-    )
 
 
 def kept_tokens(request: Sampling, info: EngineInfo, default: int | None) -> int | None:
