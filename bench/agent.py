@@ -57,7 +57,7 @@ from deltic.models.checkpoint import locate, model_name, text_directory
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.runtime.plan import CACHE_SHARE
-from deltic.server.api import protocol
+from deltic.server.api import decode, protocol
 from deltic.server.chat.answer import Choice
 from deltic.server.chat.answer import Message as AnswerMessage
 from deltic.server.chat.parser import OutputParser
@@ -113,7 +113,7 @@ class Clerk:
         if turn is None:
             return None
         body = {"messages": conversation.messages, "tools": self._tools, "enable_thinking": conversation.thinking}
-        chat = protocol.parse(msgspec.json.encode(body), protocol.ChatRequest)
+        chat = decode.parse(msgspec.json.encode(body), protocol.ChatRequest)
         prompt, schemas = render(self._template, chat)
         if len(prompt.ids) + turn.n_answer > self._max_tokens:
             return None

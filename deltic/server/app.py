@@ -31,7 +31,7 @@ from starlette.websockets import WebSocket
 
 from deltic import __version__
 from deltic.server.access import Access
-from deltic.server.api import anthropic, anthropic_protocol, ollama, ollama_protocol, protocol
+from deltic.server.api import anthropic, anthropic_protocol, decode, ollama, ollama_protocol, protocol
 from deltic.server.api.completions import chat_completions, completions
 from deltic.server.api.models import (
     LoadAdapterRequest,
@@ -436,7 +436,7 @@ async def inspect_cache(service: Service, request: Request) -> ASGIApp:
 async def reset_cache(service: Service, request: Request) -> ASGIApp:
     """POST /cache/reset: empties the prefix cache; what it holds then."""
     if body := await read_body(request, service.server.max_body_mb):
-        protocol.parse(body, protocol.EmptyRequest)
+        decode.parse(body, protocol.EmptyRequest)
     return json_response(await service.inspect_cache(reset=True))
 
 

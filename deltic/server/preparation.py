@@ -23,7 +23,7 @@ from typing import ParamSpec, Self, TypeVar
 
 from starlette.requests import Request
 
-from deltic.server.api import protocol
+from deltic.server.api import decode, protocol
 from deltic.server.api.messages import find_pictures
 from deltic.server.chat.constraint import NewGrammar, NotInline, compiles
 from deltic.server.chat.picture_parts import PictureBounds, Pictures, Sent
@@ -77,8 +77,8 @@ class Preparation:
         """
         server = self._service.server
         if server.config.strict_fields == "on":
-            return protocol.parse(self._body, kind)
-        return protocol.parse(self._body, kind, partial(server.note_unknown, self._request.scope["deltic.route"]))
+            return decode.parse(self._body, kind)
+        return decode.parse(self._body, kind, partial(server.note_unknown, self._request.scope["deltic.route"]))
 
     async def parse(self, kind: type[T]) -> T:
         """`read` as a step."""

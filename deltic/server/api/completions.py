@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from deltic.engine import messages as engine
-from deltic.server.api import protocol
+from deltic.server.api import decode, protocol
 from deltic.server.chat import answer
 from deltic.server.chat.constraint import is_custom, is_fixed
 from deltic.server.chat.generation import Generation
@@ -57,7 +57,7 @@ def prepare_chat(service: Service, chat: protocol.ChatRequest, info: engine.Engi
 
     Slow for long ones, so it is a step of a Preparation. Raises ApiError.
     """
-    with naming(protocol.older_names(chat)):
+    with naming(decode.older_names(chat)):
         check(service, chat)
         # Before the prompt: where it is new, it is compiled elsewhere, and this step begins anew there.
         grammar = service.constrainer.chat_grammar(chat)
@@ -130,7 +130,7 @@ async def prepared_chat(service: Service, request: Request, info: engine.EngineI
     """The chat that a body is, ready for the engine. Raises ApiError."""
     async with Preparation(service, request) as preparation:
         chat = await preparation.parse(protocol.ChatRequest)
-        protocol.take_functions(chat)
+        decode.take_functions(chat)
         pictures = await preparation.read_pictures(chat)
         return await preparation.run(prepare_chat, service, chat, info, pictures)
 
@@ -159,7 +159,7 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
 def check(service: Service, request: protocol.ChatRequest | protocol.CompletionRequest) -> None:
     """Refuses what neither API may ask. Raises ApiError (400, 404)."""
     service.check_model(request.model)
-    protocol.settle(request)
+    decode.settle(request)
     protocol.stop_strings(request)
     if getattr(request, "chat_template", None) and not service.config.trust_request_chat_template:
         said = "this server takes no templates of requests (--trust-request-chat-template)"

@@ -19,7 +19,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from deltic.server.api import protocol
+from deltic.server.api import decode, protocol
 from deltic.server.api.messages import (
     MARKS,
     AssistantMessage,
@@ -364,12 +364,12 @@ def given_items(asked: ResponsesRequest) -> list[bytes]:
 def parse_item(item: bytes, place: str) -> Item | Reference:
     """An input item from its JSON. Raises ApiError (400) naming the field, under `place`."""
     try:
-        kind = protocol.parse(item, _Kind)
+        kind = decode.parse(item, _Kind)
         name = kind.type or ("message" if kind.role is not None else "item_reference")
         if name not in ITEMS:
             known = ", ".join(kind for kind in ITEMS if kind not in _HOSTED_ITEMS)
             raise bad_request("type", f"{name!r} is not supported; this server knows {known}")
-        return protocol.parse(item, SaidItem if (name, kind.role) == ("message", "assistant") else ITEMS[name])
+        return decode.parse(item, SaidItem if (name, kind.role) == ("message", "assistant") else ITEMS[name])
     except ApiError as error:
         error.put_under(place)
         raise
@@ -445,14 +445,14 @@ def flat_tools(
         space: NamespaceTool | None = None
         inner = {f"tools[{i}]": tool}
         if tool.get("type") == "namespace":
-            space = protocol.convert(tool, NamespaceTool, f"tools[{i}]")
+            space = decode.convert(tool, NamespaceTool, f"tools[{i}]")
             inner = {f"tools[{i}].tools[{j}]": one for j, one in enumerate(space.tools)}
         for place, one in inner.items():
             if not is_left_out(one):
                 kind = {"function": FunctionTool, "custom": CustomTool}.get(str(one.get("type")))
                 if kind is None:
                     raise _unknown_tool(one, place)
-                yield place, space, protocol.convert(one, kind, place)
+                yield place, space, decode.convert(one, kind, place)
 
 
 def _unknown_tool(tool: dict[str, Any], place: str) -> ApiError:
@@ -471,7 +471,7 @@ def _chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """Tools in the form of chats. Raises ApiError (400)."""
     plain, told = [], None
     for place, space, tool in flat_tools(tools):
-        name = protocol.convert(flat_name(tool.name, space.name if space else None), ToolName, f"{place}.name")
+        name = decode.convert(flat_name(tool.name, space.name if space else None), ToolName, f"{place}.name")
         descriptions = [tool.description]
         if space is not None and space is not told:  # once is enough
             descriptions.insert(0, space.description)

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from deltic import __version__
 from deltic.engine.messages import Picture
 from deltic.ops.geometry import PAGE_SIZE
-from deltic.server.api import protocol
+from deltic.server.api import decode, protocol
 from deltic.server.api.completions import check, encoded, prompts_of, rendered
 from deltic.server.errors import naming
 from deltic.server.preparation import Preparation
@@ -70,9 +70,9 @@ async def render_chat(service: Service, request: Request) -> ASGIApp:
     info = service.rendering()
     async with Preparation(service, request) as preparation:
         chat = await preparation.parse(protocol.ChatRequest)
-        protocol.take_functions(chat)
+        decode.take_functions(chat)
         pictures = await preparation.read_pictures(chat)
-        with naming(protocol.older_names(chat)):
+        with naming(decode.older_names(chat)):
             check(service, chat)
             prompt, _, _ = await preparation.run(rendered, service, chat, info, pictures)
     return LargeResponse(_told(service, prompt.ids, prompt.pictures))

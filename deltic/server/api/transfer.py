@@ -31,7 +31,7 @@ from deltic.engine.messages import CacheLocated, EngineInfo
 from deltic.engine.messages import Request as EngineRequest
 from deltic.host.client import EngineUnavailable
 from deltic.ops.geometry import PAGE_SIZE
-from deltic.server.api import protocol
+from deltic.server.api import decode, protocol
 from deltic.server.api.completions import engine_request, prepared_chat, prompts_of, requests_of
 from deltic.server.batch.file_store import private, unwritable
 from deltic.server.chat.generation import unavailable
@@ -133,7 +133,7 @@ async def _locate(service: Service, asked: EngineRequest) -> CacheLocated:
 async def _asked(service: Service, request: Request, info: EngineInfo) -> EngineRequest:
     """The request that the body would be sent to the engine as. Raises ApiError, as for an answer."""
     body = request.scope[BODY] = await read_body(request, service.server.max_body_mb)
-    told = protocol.parse(body, ExportRequest)
+    told = decode.parse(body, ExportRequest)
     if (told.messages is None) == (told.prompt is None):
         raise bad_request(
             "messages", "send the body of a chat, which has messages, or of a completion, which has a prompt"

@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deltic.engine import messages as engine
 from deltic.host.client import EngineUnavailable
-from deltic.server.api import protocol
+from deltic.server.api import decode, protocol
 from deltic.server.chat.answer import Piece, WayOut
 from deltic.server.chat.generation import Generation, timed_out, unavailable
 from deltic.server.chat.parser import Delta
@@ -580,7 +580,7 @@ async def _voice_form(request: Request, max_mb: float) -> VoiceForm:
         raise bad_request("audio_sample", "must be a file")
     if len(audio) > MAX_REFERENCE_BYTES:
         raise bad_request("audio_sample", f"is larger than {MAX_REFERENCE_BYTES // 1_000_000} MB")
-    asked: VoiceForm = protocol.convert(given, VoiceForm, "")
+    asked: VoiceForm = decode.convert(given, VoiceForm, "")
     return asked
 
 

@@ -28,7 +28,7 @@ from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from deltic.server.access import KEY_PROTOCOL, Access
-from deltic.server.api import protocol
+from deltic.server.api import decode
 from deltic.server.chat.generation import unavailable
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import ASKING, TICKET, Account, Ticket
@@ -182,7 +182,7 @@ class _Conversation:
             self._service,
             self._request,
             len(text),
-            lambda: protocol.parse(text.encode(), ClientMessage),  # type: ignore[arg-type]
+            lambda: decode.parse(text.encode(), ClientMessage),  # type: ignore[arg-type]
         )
         if self._is_closing:
             raise bad_request("type", "nothing may come behind session.close")
