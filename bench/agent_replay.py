@@ -19,7 +19,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Request, SamplingParams
 from deltic.host.kv_events import payload
 from deltic.ops.geometry import PAGE_SIZE
-from deltic.server.api import protocol
+from deltic.server.api import decode, protocol
 from deltic.server.chat.answer import Choice
 from deltic.server.chat.answer import Message as AnswerMessage
 from deltic.server.chat.parser import OutputParser
@@ -62,7 +62,7 @@ class Clerk:
         if turn is None:
             return None
         body = {"messages": conversation.messages, "tools": self._tools, "enable_thinking": conversation.thinking}
-        chat = protocol.parse(msgspec.json.encode(body), protocol.ChatRequest)
+        chat = decode.parse(msgspec.json.encode(body), protocol.ChatRequest)
         prompt, schemas = render(self._template, chat)
         if len(prompt.ids) + turn.n_answer > self._max_tokens:
             return None

@@ -34,7 +34,7 @@ from deltic.engine.guides import Vocabulary
 from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob
 from deltic.engine.trace import Trace
 from deltic.models.checkpoint import drawable_ids, text_directory, tokenizer_directory, tokenizer_json
-from deltic.server.api import protocol
+from deltic.server.api import decode, protocol
 from deltic.server.api.messages import find_pictures
 from deltic.server.chat.answer import Choice
 from deltic.server.chat.answer import Message as AnswerMessage
@@ -200,7 +200,7 @@ class LLM:
             # Through JSON, so that nothing gets to the template that the server would not let through.
             files: list[bytes] = []
             bodies = [msgspec.json.encode(asked | {"messages": _sendable(m, files)}) for m in many]
-            requests = [protocol.parse(body, protocol.ChatRequest) for body in bodies]
+            requests = [decode.parse(body, protocol.ChatRequest) for body in bodies]
             rendered = [
                 render(self._template, request, pictures=self._pictures(request, files)) for request in requests
             ]

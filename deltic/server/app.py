@@ -31,7 +31,7 @@ from starlette.websockets import WebSocket
 
 from deltic import __version__
 from deltic.server.access import Access
-from deltic.server.api import anthropic, anthropic_protocol, ollama, ollama_protocol, protocol
+from deltic.server.api import anthropic, anthropic_protocol, decode, ollama, ollama_protocol, protocol
 from deltic.server.api.completions import chat_completions, completions
 from deltic.server.api.models import (
     LoadAdapterRequest,
@@ -59,6 +59,7 @@ from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import ASKING, BATCH, LARGE_BYTES, RATE_HEADERS, TICKET, Ticket
 from deltic.server.openapi import document
 from deltic.server.page import live, page
+from deltic.server.preparation import prepared
 from deltic.server.service import Kind, Server, Service
 from deltic.server.speech import protocol as speech_protocol
 from deltic.server.speech import routes as speech
@@ -197,7 +198,7 @@ async def asked_model(server: Server, route: Route, request: Request) -> Service
         name = request.query_params.get("model")
     elif route.body is not None and not route.form and server.has_choice:
         body = request.scope[BODY] = await read_body(request, server.max_body_mb)
-        name = await service.prepare(len(body), lambda: _model_in(body), request)
+        name = await prepared(service, request, len(body), _model_in, body)
     return service if name is None else server.find(name)
 
 
@@ -435,7 +436,7 @@ async def inspect_cache(service: Service, request: Request) -> ASGIApp:
 async def reset_cache(service: Service, request: Request) -> ASGIApp:
     """POST /cache/reset: empties the prefix cache; what it holds then."""
     if body := await read_body(request, service.server.max_body_mb):
-        protocol.parse(body, protocol.EmptyRequest)
+        decode.parse(body, protocol.EmptyRequest)
     return json_response(await service.inspect_cache(reset=True))
 
 

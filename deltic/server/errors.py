@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import msgspec
 
@@ -11,10 +12,15 @@ THREAD_NOT_FOUND = "thread_not_found"
 """On which Anthropic's client sends its history whole."""
 
 
+_INDEX = re.compile(r"\[\d+\]")
+
+
 class ApiError(Exception):
     """A request that fails with an HTTP status and OpenAI's error body.
 
-    `param` names the field at fault (`messages[0].content`), `code` is a word a program can test.
+    `param` names the field at fault (`messages[0].content`), `code` is a word a program can test. What is
+    found in a chat, whichever API it came through, has its path in a ChatRequest, until `name_as` and
+    `put_under` make that the API's own.
     """
 
     def __init__(
@@ -26,14 +32,42 @@ class ApiError(Exception):
         code: str | None = None,
         kind: str | None = None,
         headers: dict[str, str] | None = None,
+        begins: bool = False,
     ) -> None:
+        """begins: the message begins with the name of the field, which is not in `message`."""
         super().__init__(message)
         self.status = status
-        self.message = message
+        self.said = message
         self.param = param
+        self._begins = begins
         self.code = code
         self.kind = kind or _KINDS.get(status, "server_error" if status >= 500 else "invalid_request_error")
         self.headers = headers or {}
+
+    @property
+    def message(self) -> str:
+        return f"{self.param}: {self.said}" if self._begins and self.param else self.said
+
+    def __str__(self) -> str:
+        return self.message
+
+    def name_as(self, names: Mapping[str, str]) -> None:
+        """Calls the field as the API does that was asked. names: beginnings of paths and what they are there,
+        of which the longest counts; `[]` stands for any index, the same one on both sides.
+        """
+        path = self.param or ""
+        for cut in reversed([*(found.start() for found in re.finditer(r"[.\[]", path)), len(path)]):
+            start = path[:cut]
+            own = names.get(start) or names.get(_INDEX.sub("[]", start))
+            if own is not None and self._begins:
+                for index in _INDEX.findall(start):
+                    own = own.replace("[]", index, 1)
+                self.param = own + path[cut:]
+                return
+
+    def put_under(self, place: str) -> None:
+        """Makes what was wrong with a part of a body an error of the whole. place: of that part."""
+        self.param, self._begins = f"{place}.{self.param}" if self.param else place, True
 
     def body(self) -> bytes:
         """`{"error": {"message", "type", "param", "code"}}`."""
@@ -80,17 +114,28 @@ _ANTHROPIC_KINDS = {
 
 def bad_request(param: str | None, message: str, code: str | None = None) -> ApiError:
     """A 400 about one field; the message is prefixed with its name."""
-    return ApiError(400, f"{param}: {message}" if param else message, param=param, code=code)
+    return ApiError(400, message, param=param, code=code, begins=True)
 
 
-def renamed(error: ApiError, names: Iterable[tuple[str, str]]) -> ApiError:
-    """The error with its field called as in the API that was asked. names: patterns of fields' names, and
-    what becomes of them.
-    """
-    if error.param and error.message.startswith(error.param):
-        theirs = error.param
-        for pattern, name in names:
-            theirs = re.sub(pattern, name, theirs)
-        error.message = theirs + error.message[len(error.param) :]
-        error.param = theirs
-    return error
+class PromptTooLong(ApiError):
+    """The 400 for a prompt that the context does not hold."""
+
+    def __init__(self, param: str, n_prompt: int, limit: int, *, at_least: bool = False) -> None:
+        """n_prompt: its length; at_least: as far as it is known."""
+        self.n_prompt, self.limit = n_prompt, limit
+        yours = ("your messages have" if param == "messages" else "your prompt has") + " at least" * at_least
+        said = (
+            f"This model's maximum context length is {limit} tokens. However, {yours} {n_prompt} tokens. "
+            f"Please shorten the prompt: with one token of an answer it may have {limit - 1}."
+        )
+        super().__init__(400, said, param=param, code="context_length_exceeded", begins=True)
+
+
+@contextmanager
+def naming(names: Mapping[str, str]) -> Iterator[None]:
+    """Has errors about a chat name the fields of the API that was asked. names: as of `ApiError.name_as`."""
+    try:
+        yield
+    except ApiError as error:
+        error.name_as(names)
+        raise

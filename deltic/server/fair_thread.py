@@ -27,12 +27,19 @@ MAX_BEGUN = 16
 
 
 @dataclass(order=True)
-class _Job:
-    turn: int
+class Turn:
+    """When a key's work is done, among that of all keys."""
+
+    at: int
     n: int
-    """Number of jobs that came before."""
+    """Number of turns that were given before."""
     end: int = field(compare=False)
     """The turn of its key's next."""
+
+
+@dataclass(order=True)
+class _Job:
+    turn: Turn
     done: Future[Any] = field(compare=False)
     work: Callable[[], Any] = field(compare=False)
     goes_on: threading.Event | None = field(default=None, compare=False)
@@ -53,7 +60,7 @@ class FairThread:
         self._lock = threading.Lock()
         self._waiting: list[_Job] = []  # a heap
         self._current: _Job | None = None
-        self._n_submitted = self._n_begun = 0
+        self._n_given = self._n_begun = 0
         self._turns = Turns()
         self._bodies: dict[str, dict[object, int]] = defaultdict(dict)  # by key, the oldest first
         self._sizes: Counter[str] = Counter()
@@ -72,14 +79,23 @@ class FairThread:
         """Forgets a body, if it was counted."""
         self._sizes[key] -= self._bodies[key].pop(body, 0)
 
+    def turn(self, key: str, size: int) -> Turn:
+        """A key's next turn, of so many bytes."""
+        with self._lock:
+            self._n_given += 1
+            at = self._turns.give(key, size)
+            return Turn(at, self._n_given, at + size)
+
     def submit(self, key: str, size: int, work: Callable[[], T]) -> Future[T]:
         """Queues `work`, which may be cancelled until it starts, and runs in the context of who asks."""
+        return self.submit_in(self.turn(key, size), work)
+
+    def submit_in(self, turn: Turn, work: Callable[[], T]) -> Future[T]:
+        """Queues `work` in a turn, perhaps that of what it follows: work in several parts has one for all."""
         done: Future[T] = Future()
         context = copy_context()
         with self._lock:
-            self._n_submitted += 1
-            turn = self._turns.give(key, size)
-            job = _Job(turn, self._n_submitted, turn + size, done, partial(context.run, work))
+            job = _Job(turn, done, partial(context.run, work))
             context.run(pause.set, partial(self._pause, job))
             heappush(self._waiting, job)
             self._go_on()
@@ -97,7 +113,7 @@ class FairThread:
         if self._current is not None or not self._waiting:
             return
         self._current = job = heappop(self._waiting)
-        self._turns.now = max(self._turns.now, job.turn)
+        self._turns.now = max(self._turns.now, job.turn.at)
         if job.goes_on is None:
             job.goes_on = threading.Event()
             self._n_begun += 1
@@ -125,8 +141,8 @@ class FairThread:
     def _pause(self, job: _Job, n: int) -> None:
         """A job that has done n more of its bytes goes on when its turn comes."""
         with self._lock:
-            job.turn = min(job.turn + n, job.end)
-            self._turns.now = max(self._turns.now, job.turn)
+            job.turn.at = min(job.turn.at + n, job.turn.end)
+            self._turns.now = max(self._turns.now, job.turn.at)
             first = self._waiting[0] if self._waiting else None
             if first is None or job < first or (first.goes_on is None and self._n_begun == MAX_BEGUN):
                 return

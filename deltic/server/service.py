@@ -12,37 +12,31 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from functools import partial
 from pathlib import Path
-from typing import Any, Generic, Literal, TypeVar
-
-from starlette.requests import Request
+from typing import Any, Literal
 
 from deltic import __version__
 from deltic.config import ServerConfig
 from deltic.engine.messages import EngineInfo
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.server.adapters import Adapter, Adapters
-from deltic.server.api import protocol
-from deltic.server.api.messages import find_pictures
 from deltic.server.api.responses_store import ResponseStore
 from deltic.server.batch.file_store import FileStore
 from deltic.server.batch.runner import BatchRunner
-from deltic.server.chat.constraint import Constrainer, NewGrammar, NotInline, compiles
+from deltic.server.chat.constraint import Constrainer
 from deltic.server.chat.generation import RETRY_LATER, queue_full, unavailable
-from deltic.server.chat.picture_parts import PictureBounds, PictureReader, Pictures, Sent
+from deltic.server.chat.picture_parts import PictureReader
 from deltic.server.chat.template import ChatTemplate
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.fair_thread import FairThread, Room
-from deltic.server.limits import INLINE_BYTES, LARGE_BYTES, TICKET, Accounts, Ticket, asking
+from deltic.server.limits import Accounts, asking
 from deltic.server.metrics import Exposition, Metrics
 from deltic.server.speech.prompt import Prompter
 from deltic.server.speech.voices import VoiceStore
-from deltic.server.transport import read_body, unless_disconnected
 from deltic.server.urls import Hosts
 from deltic.text import SamplingDefaults, Tokenizer
 
@@ -77,10 +71,6 @@ Kind = Literal["text", "speech"]
 
 STATES = ("stopping", "draining", "stopped", "failed", "restarting", "starting", "ready")
 """Of a model, the worst first."""
-
-B = TypeVar("B")
-C = TypeVar("C", bound=protocol.ChatRequest | protocol.TokenizeRequest | None)
-T = TypeVar("T")
 
 
 @dataclass
@@ -266,16 +256,6 @@ class Server:
         return status | {"models": {name: told | {"kind": self.models[name].kind} for name, told in each.items()}}
 
 
-@dataclass(frozen=True, slots=True)
-class Begun(Generic[T]):
-    """Work on a request that ends when its pictures are read."""
-
-    pictures: list[Sent]
-    bounds: PictureBounds | None
-    end: Callable[[Pictures], T]
-    salt: str = ""
-
-
 @dataclass
 class SpeechParts:
     """What only a speech model has."""
@@ -357,66 +337,6 @@ class Service:
     def under(self, adapter: Adapter) -> Service:
         """The model with one of its adapters, which answers under that one's name. All else is shared."""
         return replace(self, model_name=adapter.name, adapter=adapter, aliases=(), patterns=())
-
-    def read(self, request: Request, body: bytes, kind: type[T]) -> T:
-        """A body as `kind`.
-
-        Raises ApiError (400), for fields that are not known unless --strict-fields is off.
-        """
-        if self.config.strict_fields == "on":
-            return protocol.parse(body, kind)
-        return protocol.parse(body, kind, partial(self.server.note_unknown, request.scope["deltic.route"]))
-
-    async def take(self, request: Request, kind: type[B], work: Callable[[B], T]) -> T:
-        """`work` on the request's body as `kind`, without holding up others for long: see `prepare`.
-
-        Raises ApiError, as `read` and `read_body` do.
-        """
-        body = await read_body(request, self.server.max_body_mb)
-        return await self.prepare(len(body), lambda: work(self.read(request, body, kind)), request)
-
-    async def take_chat(
-        self, request: Request, kind: type[B], chat_of: Callable[[B], C], work: Callable[[B, C, Pictures], T]
-    ) -> T:
-        """As `take`, of a body that asks for a chat: chat_of makes it, its pictures are read, then comes
-        `work`.
-
-        Raises ApiError, as those do; ClientDisconnect as `prepare` does.
-        """
-        body = await read_body(request, self.server.max_body_mb)
-
-        def begin() -> Begun[T]:
-            asked = self.read(request, body, kind)
-            made = chat_of(asked)
-            chat: protocol.ChatRequest | protocol.TokenizeRequest | None = made
-            pictures = find_pictures(chat.messages or []) if chat else []
-            bounds = chat.mm_processor_kwargs if chat else None
-            salt = getattr(chat, "cache_salt", None) or ""
-            return Begun(pictures, bounds, lambda found: work(asked, made, found), salt)
-
-        return await self.prepare_pictured(len(body), begin, request)
-
-    async def prepare_pictured(self, size: int, begin: Callable[[], Begun[T]], request: Request) -> T:
-        """As `prepare`, of work whose pictures are read between its two parts; without any, it is done in one
-        go. Until then the body counts as one that waits.
-        """
-
-        def begin_or_end() -> T | Begun[T]:
-            begun = begin()
-            return begun if begun.pictures else begun.end({})
-
-        with self._holding(size, request):
-            done = await self._prepare(size, begin_or_end, request)
-            if not isinstance(done, Begun):
-                return done
-            size -= sum(len(sent.url) + len(sent.encoded) for sent in done.pictures)
-            info, ticket = self.client.info or self.admit(), request.scope[TICKET]
-            if info.pictures is None:
-                raise done.pictures[0].not_taken(info.no_pictures)
-            asked = done.pictures, info.pictures, done.bounds, info.max_model_len
-            reading = self.server.pictures.read(*asked, ticket=ticket, room=self.pixels, salt=done.salt)
-            found = await unless_disconnected(request.receive, reading)
-            return await self._prepare(size, lambda: done.end(found), request)
 
     @property
     def default_length(self) -> int | None:
@@ -526,58 +446,6 @@ class Service:
             status["loading"] = {"stage": client.loading.stage, "done": client.loading.done}
         return status
 
-    async def prepare(self, size: int, work: Callable[[], T], request: Request) -> T:
-        """Runs `work` (parsing, rendering, tokenising `size` bytes) without holding up other answers for
-        long.
-
-        request: the one whose body was read. Raises ClientDisconnect when its client leaves before the work
-        begins; ApiError (429) when the key has too much that waits.
-        """
-        with self._holding(size, request):
-            return await self._prepare(size, work, request)
-
-    async def _prepare(self, size: int, work: Callable[[], T], request: Request) -> T:
-        thread = self.server.worker
-        if size <= INLINE_BYTES:
-            try:
-                return work()
-            except NewGrammar:
-                thread = self.server.compiler
-            except NotInline:
-                pass
-        try:
-            return await self._in_turn(thread, size, work, request)
-        except NewGrammar:
-            return await self._in_turn(self.server.compiler, size, work, request)
-
-    async def _in_turn(self, thread: FairThread, size: int, work: Callable[[], T], request: Request) -> T:
-        """Raises NewGrammar where `thread` is for what others wait for."""
-
-        def run() -> T:
-            compiles.set(thread is self.server.compiler)
-            return work()
-
-        done = thread.submit(request.scope[TICKET].turns, size, run)
-        if size > LARGE_BYTES or thread is self.server.compiler:  # its client may leave before it is done
-            loop = asyncio.get_running_loop()
-
-            def trim(_: object) -> None:
-                with suppress(RuntimeError):  # the loop was closed
-                    loop.call_soon_threadsafe(self.server.trim_soon)
-
-            done.add_done_callback(trim)
-        return await unless_disconnected(request.receive, _result(asyncio.wrap_future(done)))
-
-    @contextmanager
-    def _holding(self, size: int, request: Request) -> Iterator[None]:
-        """Counts a body as in memory until its work is done. Raises ApiError (429)."""
-        ticket: Ticket = request.scope[TICKET]
-        ticket.hold_body(size)
-        try:
-            yield
-        finally:
-            ticket.drop_body()
-
     def check_model(self, name: str | None) -> None:
         """Raises ApiError: 404 for a name that nothing has; 400 for that of another model or adapter, as it
         is too late to choose.
@@ -589,7 +457,3 @@ class Service:
 
 def _pixel_bytes(client: EngineClient) -> int:
     return client.info.pictures.room_bytes if client.info and client.info.pictures else 0
-
-
-async def _result(future: asyncio.Future[T]) -> T:
-    return await future

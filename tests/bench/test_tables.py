@@ -146,7 +146,10 @@ STEPS = re.compile(r"\.step\((?!step)")
 def test_every_bench_that_runs_an_engine_checks_its_outputs(path: Path) -> None:
     """Each step's outputs go through `checked`, or through what looks at their ends itself."""
     text = path.read_text()
-    if STEPS.search(text) and path.name not in ("quality.py", "agent_replay.py"):  # those let answers end, or look at each
+    if STEPS.search(text) and path.name not in (
+        "quality.py",
+        "agent_replay.py",
+    ):  # those let answers end, or look at each
         n_checked = text.count("checked(")
         n_drained = path.name == "speech.py"  # it empties the engine when its sequences were aborted
         assert n_checked >= len(STEPS.findall(text)) - n_drained, "a step whose outputs nobody checks"

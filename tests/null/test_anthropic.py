@@ -16,7 +16,7 @@ import pytest
 from hypothesis import strategies as st
 
 from deltic.server.api import anthropic as door
-from deltic.server.api import protocol
+from deltic.server.api import decode, protocol
 from deltic.server.api.anthropic import MessageAnswer
 from deltic.server.api.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_request, signature
 from deltic.server.api.messages import settled, template_messages
@@ -49,7 +49,7 @@ def send(engine: FakeEngineClient | None = None, config: Any = None, **fields: A
 
 def chat(variables: set[str] | None = None, **fields: Any) -> protocol.ChatRequest:
     body = json.dumps(asked(**fields)).encode()
-    return chat_request(protocol.parse(body, MessagesRequest), variables or set())
+    return chat_request(decode.parse(body, MessagesRequest), variables or set())
 
 
 def told(**fields: Any) -> list[dict[str, Any]]:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from deltic.models.checkpoint import DEMO
-from deltic.server.api import protocol
+from deltic.server.api import decode, protocol
 from deltic.server.chat.answer import Message, Piece
 from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.template import ChatTemplate, render
@@ -212,7 +212,7 @@ def next_turn(chat: ChatTemplate, tokenizer: Tokenizer, answer: str, then: str, 
 
     def rendered(messages: list[dict[str, Any]]) -> tuple[str, Any, Any]:
         body = json.dumps({"messages": messages, "tools": tools} | fields).encode()
-        prompt, schemas = render(chat, protocol.parse(body, protocol.ChatRequest))
+        prompt, schemas = render(chat, decode.parse(body, protocol.ChatRequest))
         return tokenizer.decode(prompt.ids, skip_special_tokens=False), prompt.thinking, schemas
 
     messages = [user("Hi")]

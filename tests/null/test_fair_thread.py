@@ -15,7 +15,7 @@ import httpx
 import pytest
 
 from deltic.server import fair_thread
-from deltic.server.api import protocol
+from deltic.server.api import decode
 from deltic.server.fair_thread import FairThread, Room
 from deltic.server.limits import INLINE_BYTES
 from deltic.text import pause
@@ -107,6 +107,20 @@ def test_many_long_jobs_end_and_nobody_passes_more_than_have_threads(monkeypatch
     assert thread.order() == "" and set(n_parts.values()) == {150}
 
 
+def test_what_is_done_in_parts_has_one_turn_for_all() -> None:
+    thread = Busy()
+    turn = thread.turn("a", 10)
+
+    def first() -> None:
+        thread.done.append("1")
+        thread.futures.append(thread.submit_in(turn, lambda: thread.done.append("2")))
+
+    thread.futures.append(thread.submit_in(turn, first))
+    for key in "bbba":
+        thread.add(key)
+    assert thread.order() == "12" + "bbab", "and is paid for once"
+
+
 def test_what_is_cancelled_is_not_done_and_an_error_is_the_callers() -> None:
     thread = Busy()
     left, kept = thread.add("a"), thread.add("b")
@@ -177,7 +191,7 @@ def test_who_needs_much_room_is_not_passed_for_ever_and_gives_back_what_is_too_m
 
 def test_a_key_with_many_large_bodies_holds_up_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
-    go_on, parse = threading.Event(), protocol.parse
+    go_on, parse = threading.Event(), decode.parse
 
     def noted(body: bytes, kind: Any) -> Any:
         asked = parse(body, kind)
@@ -186,7 +200,7 @@ def test_a_key_with_many_large_bodies_holds_up_no_other(monkeypatch: pytest.Monk
             go_on.wait(5)
         return asked
 
-    monkeypatch.setattr(protocol, "parse", noted)
+    monkeypatch.setattr(decode, "parse", noted)
     app = make_app(FakeEngineClient(), max_body_mb=0.1, api_key=("anna=1", "ben=2"))
 
     async def go(url: str) -> list[int]:

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 import deltic
 from deltic.engine.guides import Guides, Vocabulary
-from deltic.server.api import protocol
+from deltic.server.api import decode, protocol
 from deltic.server.chat.constraint import Constrainer, is_fixed, tool_schemas
 from deltic.server.chat.grammar import _ENDS, CallForm, error_of, quoted
 from deltic.server.chat.parser import OutputParser
@@ -53,7 +53,7 @@ def walk(grammar: str, seed: int) -> list[int]:
 
 def say(chat: dict[str, Any], seed: int = 0, thought: str | None = None, form: CallForm = "xml") -> Any:
     """The content of an answer to this chat, or the arguments of its call. thought: with what is forced behind it."""
-    asked = protocol.parse(
+    asked = decode.parse(
         json.dumps({"messages": [{"role": "user", "content": "x"}]} | chat).encode(), protocol.ChatRequest
     )
     constrainer = Constrainer(TOKENIZER, form)

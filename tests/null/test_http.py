@@ -24,7 +24,7 @@ import pytest
 from deltic.engine.messages import Loading, Output, Request, TokenLogprob
 from deltic.models.checkpoint import DEMO
 from deltic.server import transport
-from deltic.server.api import protocol
+from deltic.server.api import decode
 from deltic.server.chat import grammar
 from deltic.server.chat.answer import Choice, Scores
 from deltic.server.limits import INLINE_BYTES
@@ -746,7 +746,7 @@ def test_large_bodies_that_wait_are_bounded_and_left_when_their_client_has_gone(
 ) -> None:
     begun: list[int] = []
     go_on = threading.Event()
-    parse = protocol.parse
+    parse = decode.parse
 
     def slow(body: bytes, kind: Any) -> Any:
         if len(body) > INLINE_BYTES:
@@ -754,7 +754,7 @@ def test_large_bodies_that_wait_are_bounded_and_left_when_their_client_has_gone(
             go_on.wait(5)
         return parse(body, kind)
 
-    monkeypatch.setattr(protocol, "parse", slow)
+    monkeypatch.setattr(decode, "parse", slow)
     app = make_app(engine, max_body_mb=0.03)
 
     async def go(url: str) -> list[int]:
@@ -837,7 +837,7 @@ def test_bodies_of_clients_that_have_gone_are_forgotten_at_once(
 ) -> None:
     """Those that waited, and that of an error that nobody hears of: the garbage collector comes seldom."""
     begun, go_on = threading.Event(), threading.Event()
-    parse = protocol.parse
+    parse = decode.parse
 
     def slow(body: bytes, kind: Any) -> Any:
         begun.set()
@@ -847,8 +847,8 @@ def test_bodies_of_clients_that_have_gone_are_forgotten_at_once(
     async def read(*given: Any) -> Counted:
         return Counted(await transport.read_body(*given))
 
-    monkeypatch.setattr(protocol, "parse", slow)
-    monkeypatch.setattr("deltic.server.service.read_body", read)
+    monkeypatch.setattr(decode, "parse", slow)
+    monkeypatch.setattr("deltic.server.preparation.read_body", read)
     body = {"prompt": "x", "max_tokens": -1, "metadata": {"a": "x" * INLINE_BYTES}}
 
     async def go(url: str) -> None:
@@ -872,14 +872,14 @@ def test_memory_is_given_back_once_the_work_for_a_client_that_has_gone_ends(
     engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begun, go_on, trimmed = threading.Event(), threading.Event(), threading.Event()
-    parse = protocol.parse
+    parse = decode.parse
 
     def slow(body: bytes, kind: Any) -> Any:
         begun.set()
         go_on.wait(5)
         return parse(body, kind)
 
-    monkeypatch.setattr(protocol, "parse", slow)
+    monkeypatch.setattr(decode, "parse", slow)
     monkeypatch.setattr("deltic.server.service._trim", lambda pad: trimmed.set())
     with served(make_app(engine)) as url:
         with pytest.raises(httpx.ReadTimeout):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from deltic.server.api import anthropic_protocol, protocol
+from deltic.server.api import anthropic_protocol, decode, protocol
 from deltic.server.api import responses_protocol as responses
 from deltic.server.api.messages import template_messages
 from deltic.server.errors import ApiError
@@ -20,7 +20,7 @@ SHOWN_CALL = CALL | {"function": {"name": "f", "arguments": {"x": 1}}}
 def told(*messages: dict[str, Any]) -> list[dict[str, Any]]:
     """What a chat's template gets of these, behind a greeting."""
     body = json.dumps({"messages": [HELLO, *messages]}).encode()
-    return template_messages(protocol.parse(body, protocol.ChatRequest).messages)[1:]
+    return template_messages(decode.parse(body, protocol.ChatRequest).messages)[1:]
 
 
 def refusal(make: Any, *given: Any) -> ApiError:
@@ -162,7 +162,7 @@ def test_custom_calls_of_a_response() -> None:
 def blocks(*messages: dict[str, Any]) -> list[dict[str, Any]]:
     """What a template gets of messages of Anthropic's."""
     body = json.dumps({"model": "m", "messages": [HELLO, *messages], "max_tokens": 1}).encode()
-    asked = protocol.parse(body, anthropic_protocol.MessagesRequest)
+    asked = decode.parse(body, anthropic_protocol.MessagesRequest)
     return template_messages(anthropic_protocol.chat_request(asked, set()).messages)[1:]
 
 

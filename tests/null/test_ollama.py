@@ -15,8 +15,8 @@ from deltic.config import EngineConfig
 from deltic.host.client import EngineFailed
 from deltic.models.checkpoint import DEMO
 from deltic.models.qwen.shape import ModelShape
+from deltic.server.api import decode
 from deltic.server.api import ollama_protocol as wire
-from deltic.server.api import protocol
 from deltic.server.api.ollama import LinesAnswer
 from deltic.server.chat.answer import ChatAnswer, Message, Piece
 from deltic.server.chat.parser import OutputParser
@@ -390,9 +390,9 @@ def test_a_stream_and_a_whole_answer_say_the_same(parts: list[str], size: int, t
 
 
 def test_fields_of_a_chat_are_called_as_here() -> None:
-    asked = protocol.parse(
+    asked = decode.parse(
         b'{"model":"m","messages":[{"role":"user","content":"x"}],"options":{"stop":"a"}}', wire.ChatRequest
     )
     assert wire.chat_request(asked).stop == "a"
     with pytest.raises(ApiError, match=r"options\.num_ctx"):
-        protocol.parse(b'{"model":"m","options":{"num_ctx":-1}}', wire.ChatRequest)
+        decode.parse(b'{"model":"m","options":{"num_ctx":-1}}', wire.ChatRequest)

@@ -21,7 +21,7 @@ from schemathesis.specs.openapi.checks import (
     status_code_conformance,
 )
 
-from deltic.server.api import protocol
+from deltic.server.api import decode
 from deltic.server.app import ROUTES
 from deltic.server.errors import ApiError
 from deltic.server.openapi import document
@@ -100,7 +100,7 @@ def test_any_json_is_parsed_or_refused(body: type[msgspec.Struct], data: st.Data
     value = data.draw(st.dictionaries(names, VALUES, max_size=4) | VALUES)
     text = data.draw(st.just(json.dumps(value).encode()) | st.binary(max_size=20))
     try:
-        assert isinstance(protocol.parse(text, body), body)
+        assert isinstance(decode.parse(text, body), body)
     except ApiError as error:
         assert error.status == 400 and error.message and "msgspec" not in error.message
         msgspec.json.decode(error.body())
@@ -124,7 +124,7 @@ def test_hostile_json_is_refused_soon(body: type[msgspec.Struct], text: bytes) -
     for _ in range(3):  # A full collection of a large heap may fall into one of them.
         before_s = time.thread_time()  # Servers of other tests run on other threads.
         with pytest.raises(ApiError):
-            protocol.parse(text, body)
+            decode.parse(text, body)
         seconds.append(time.thread_time() - before_s)
     assert min(seconds) < 1
 

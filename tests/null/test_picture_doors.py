@@ -149,6 +149,13 @@ def test_where_parts_may_be_pictures() -> None:
     assert [picture.n_tokens for picture in engine.requests[0].pictures] == [4, 4, 10], "what a model said has none"
 
 
+def test_functions_beside_a_picture_are_read_once() -> None:
+    """The new grammar has the last step done twice."""
+    fields = {"functions": [{"name": "f"}], "function_call": "none", "response_format": {"type": "json_object"}}
+    answer = chat(seeing(), user(part(SMALL)), **fields)
+    assert answer.status_code == 200, answer.text
+
+
 def test_streams_and_many_answers() -> None:
     engine = seeing()
     with served(make_app(engine, PICTURE_TEMPLATE)) as url:

@@ -10,7 +10,7 @@ import pytest
 
 from deltic.config import ConfigError, ModelConfig, ServerConfig
 from deltic.engine.messages import EngineInfo, SamplingParams
-from deltic.server.api import protocol
+from deltic.server.api import decode, protocol
 from deltic.server.api.messages import template_messages
 from deltic.server.chat import constraint
 from deltic.server.chat.arguments import given_arguments
@@ -29,8 +29,9 @@ HELLO = [{"role": "user", "content": "hello"}]
 def chat(**fields: Any) -> SamplingParams:
     """What becomes of a chat with a prompt of 10 tokens."""
     body = json.dumps({"messages": HELLO} | fields).encode()
-    request = protocol.parse(body, protocol.ChatRequest)
-    protocol.settle(request)
+    request = decode.parse(body, protocol.ChatRequest)
+    decode.take_functions(request)
+    decode.settle(request)
     protocol.stop_strings(request)
     constraint.tool_schemas(request.tools, request.tool_choice)
     template_messages(request.messages)
@@ -39,8 +40,8 @@ def chat(**fields: Any) -> SamplingParams:
 
 
 def completion(**fields: Any) -> SamplingParams:
-    request = protocol.parse(json.dumps({"prompt": "hello"} | fields).encode(), protocol.CompletionRequest)
-    protocol.settle(request)
+    request = decode.parse(json.dumps({"prompt": "hello"} | fields).encode(), protocol.CompletionRequest)
+    decode.settle(request)
     protocol.prompts(request, INFO)
     return params(request)
 
@@ -118,7 +119,7 @@ def test_defaults_of_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "generation_config.json"
     path.write_text('{"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": [1], "min_p": null}')
     defaults = SamplingDefaults.load(tmp_path)
-    request = protocol.parse(b'{"prompt": "x", "top_k": 3}', protocol.CompletionRequest)
+    request = decode.parse(b'{"prompt": "x", "top_k": 3}', protocol.CompletionRequest)
     drawn = params(request, defaults)
     assert (drawn.temperature, drawn.top_p, drawn.top_k) == (0.6, 0.95, 3)
     path.write_text('{"do_sample": false, "temperature": 0.6}')
@@ -274,7 +275,7 @@ def test_harmless_values_are_accepted() -> None:
         tools=[], stream=True, stream_options={"include_usage": True, "include_obfuscation": False},
     )  # fmt: skip
     completion(suffix="", best_of=1)
-    for field, values in protocol.NEUTRAL.items():
+    for field, values in decode.NEUTRAL.items():
         for value in values:
             if field != "echo":  # a field of completions
                 completion(**{field: value})
@@ -293,21 +294,21 @@ def test_harmless_values_are_accepted() -> None:
 )  # fmt: skip
 def test_bodies_that_are_not_a_request(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        protocol.parse(body, protocol.CompletionRequest)
+        decode.parse(body, protocol.CompletionRequest)
     assert caught.value.status == 400
 
 
 def test_prompts_of_every_form() -> None:
     def of(prompt: Any) -> list[Any]:
         body = json.dumps({"prompt": prompt}).encode()
-        return protocol.prompts(protocol.parse(body, protocol.CompletionRequest), INFO)
+        return protocol.prompts(decode.parse(body, protocol.CompletionRequest), INFO)
 
     assert of("a") == ["a"] and of(["a", "b"]) == ["a", "b"]
     assert of([1, 2]) == [[1, 2]] and of([[1], [2, 3]]) == [[1], [2, 3]]
 
 
 def test_a_prompt_that_is_too_long_is_told_the_limit_and_its_length() -> None:
-    request = protocol.parse(b'{"prompt": "x"}', protocol.CompletionRequest)
+    request = decode.parse(b'{"prompt": "x"}', protocol.CompletionRequest)
     for n_prompt in (100, 5000):
         with pytest.raises(
             ApiError, match=rf"maximum context length is 100 tokens. However, your prompt has {n_prompt} tokens"
@@ -331,7 +332,7 @@ def test_messages_for_the_template() -> None:
             {"role": "tool", "tool_call_id": "1", "content": "t"},
         ]
     }  # fmt: skip
-    request = protocol.parse(json.dumps(body).encode(), protocol.ChatRequest)
+    request = decode.parse(json.dumps(body).encode(), protocol.ChatRequest)
     assert template_messages(request.messages) == [
         {"role": "system", "content": "d"},
         {"role": "user", "content": "ab", "name": "n"},
@@ -347,7 +348,7 @@ def test_messages_for_the_template() -> None:
 def test_thinking_switches(kind: Any) -> None:
     def of(**fields: Any) -> dict[str, Any]:
         body = json.dumps({"messages": HELLO} | fields).encode()
-        return protocol.template_settings(protocol.parse(body, kind))
+        return protocol.template_settings(decode.parse(body, kind))
 
     for fields in (
         {"chat_template_kwargs": {"enable_thinking": 1}},
@@ -369,7 +370,7 @@ def test_a_null_field_that_is_not_known_asks_for_nothing() -> None:
     """Client libraries write their structs with every field they have."""
     call = {"id": "1", "type": "function", "async": None, "function": {"name": "f", "arguments": "{}", "x": None}}
     said = {"role": "assistant", "content": "a", "parsed": None, "tool_calls": [call, call]}
-    request = protocol.parse(
+    request = decode.parse(
         json.dumps({"messages": [*HELLO, said, said], "foo": None, "bar": None}).encode(), protocol.ChatRequest
     )
     assert len(request.messages) == 3

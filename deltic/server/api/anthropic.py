@@ -7,26 +7,25 @@ answer's pieces become content blocks here.
 from __future__ import annotations
 
 import asyncio
-import re
 import secrets
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from deltic.engine.messages import EngineInfo
 from deltic.server.api import protocol
 from deltic.server.api.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_request, signature
-from deltic.server.api.completions import PieceStream, Prepared, chat_generation, prepare_chat
-from deltic.server.chat.answer import Piece
+from deltic.server.api.completions import PieceStream, chat_generation, prepare_chat
+from deltic.server.chat.answer import Item, Items, Piece
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.generation import Generation
-from deltic.server.chat.items import Item, Items
-from deltic.server.chat.picture_parts import Pictures
 from deltic.server.chat.template import render
-from deltic.server.errors import ApiError, renamed
+from deltic.server.errors import ApiError, PromptTooLong, naming
 from deltic.server.limits import TICKET, Usage
+from deltic.server.preparation import Preparation
 from deltic.server.service import Service
 from deltic.server.transport import json_response, unless_disconnected
 
@@ -39,12 +38,13 @@ _encode = msgspec.json.Encoder().encode
 async def messages(service: Service, request: Request) -> ASGIApp:
     """POST /v1/messages: an answer to messages, in Anthropic's form."""
     info = service.admit()
-    asked, prepared = await service.take_chat(
-        request,
-        MessagesRequest,
-        lambda asked: _chat(service, asked),
-        lambda asked, chat, pictures: (asked, _prepare(service, chat, info, pictures)),
-    )
+    async with Preparation(service, request) as preparation:
+        asked = await preparation.parse(MessagesRequest)
+        chat = await preparation.run(_chat, service, asked)
+        pictures = await preparation.read_pictures(chat)
+        with _in_own_names():
+            prepared = await preparation.run(prepare_chat, service, chat, info, pictures)
+        del pictures  # they are the engine's from now on, and large
     message_id = request.scope["deltic.answer_id"] = f"msg_{secrets.token_hex(16)}"
     generation = chat_generation(service, prepared, message_id, request.scope[TICKET])
     said = MessageAnswer(
@@ -62,16 +62,13 @@ async def messages(service: Service, request: Request) -> ASGIApp:
 
 async def count_tokens(service: Service, request: Request) -> ASGIApp:
     """POST /v1/messages/count_tokens: how many tokens a prompt has."""
-
-    def work(_: Any, chat: protocol.ChatRequest, pictures: Pictures) -> int:
+    async with Preparation(service, request) as preparation:
+        chat = await preparation.run(_chat, service, await preparation.parse(CountTokensRequest))
+        pictures = await preparation.read_pictures(chat)
         service.check_model(chat.model)
-        try:
-            return len(render(service.template, chat, pictures=pictures)[0].ids)
-        except ApiError as error:
-            raise _renamed(error) from None
-
-    n_tokens = await service.take_chat(request, CountTokensRequest, lambda asked: _chat(service, asked), work)
-    return json_response({"input_tokens": n_tokens})
+        with _in_own_names():
+            prompt, _ = await preparation.run(render, service.template, chat, pictures=pictures)
+    return json_response({"input_tokens": len(prompt.ids)})
 
 
 def _chat(service: Service, asked: CountTokensRequest) -> protocol.ChatRequest:
@@ -81,38 +78,32 @@ def _chat(service: Service, asked: CountTokensRequest) -> protocol.ChatRequest:
     return chat_request(asked, template.variables if template else set(), thinks)
 
 
-def _prepare(service: Service, chat: protocol.ChatRequest, info: EngineInfo, pictures: Pictures) -> Prepared:
-    """Raises ApiError."""
-    try:
-        return prepare_chat(service, chat, info, pictures)
-    except ApiError as error:
-        raise _renamed(error) from None
-
-
-_NAMES = (
-    (r"^response_format(\.json_schema)?", "output_config.format"),
-    (r"^thinking_budget$", "thinking.budget_tokens"),
-    (r"^continue_final_message$", "messages"),
-    (r"^tool_choice\.(function|allowed_tools)$", "tool_choice.name"),
-    (r"^(chat_template_kwargs\.)?reasoning_effort$", "output_config.effort"),
-    (r"^stop\b", "stop_sequences"),
-    (r"^parallel_tool_calls$", "tool_choice.disable_parallel_tool_use"),
-    (r"^(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
-    (r"^(tools\[\d+\])\.function", r"\1"),
-)
-"""Fields of a ChatRequest, and what this API calls them."""
-
-
-def _renamed(error: ApiError) -> ApiError:
-    """An error about a ChatRequest, in this API's names.
+@contextmanager
+def _in_own_names() -> Iterator[None]:
+    """Has errors about a ChatRequest name this API's fields.
 
     Agents shorten their history when they read `prompt is too long`.
     """
-    if error.code == "context_length_exceeded" and error.param == "messages":
-        limit, n_prompt = re.findall(r"\d+", error.message)[:2]
-        error.message = f"prompt is too long: {n_prompt} tokens > {int(limit) - 1} maximum"
-        return error
-    return renamed(error, _NAMES)
+    try:
+        with naming(_NAMES):
+            yield
+    except PromptTooLong as error:
+        said = f"prompt is too long: {error.n_prompt} tokens > {error.limit - 1} maximum"
+        raise ApiError(400, said, param=error.param, code=error.code) from None
+
+
+_NAMES = {
+    **dict.fromkeys(("response_format", "response_format.json_schema"), "output_config.format"),
+    "thinking_budget": "thinking.budget_tokens",
+    "continue_final_message": "messages",
+    **dict.fromkeys(("tool_choice.function", "tool_choice.allowed_tools"), "tool_choice.name"),
+    **dict.fromkeys(("reasoning_effort", "chat_template_kwargs.reasoning_effort"), "output_config.effort"),
+    "stop": "stop_sequences",
+    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
+    "tools[].function": "tools[]",
+    "tools[].function.parameters": "tools[].input_schema",
+}
+"""Fields of a ChatRequest, and what this API calls them."""
 
 
 def _event(name: str, **fields: Any) -> bytes:

@@ -25,7 +25,7 @@ from typing import Annotated, Any, Literal
 
 from msgspec import Meta, Struct
 
-from deltic.server.api import protocol
+from deltic.server.api import decode, protocol
 from deltic.server.api.messages import (
     REMINDER,
     AssistantMessage,
@@ -301,7 +301,7 @@ def _tool(plain: dict[str, Any], path: str) -> dict[str, Any]:
                 "and an input_schema",
             )
         plain = written_out
-    tool: Tool = protocol.convert(plain, Tool, path)
+    tool: Tool = decode.convert(plain, Tool, path)
     if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
         raise bad_request(f"{path}.allowed_callers", "a tool is called by the model itself: 'direct'")
     schema = tool.input_schema
@@ -362,7 +362,7 @@ def _blocks(content: str | Sequence[dict[str, Any]], path: str, place: str) -> l
         if kind is None:
             expected = ", ".join(KINDS[place])
             raise bad_request(f"{path}[{i}].type", f"{name!r} is not supported here; what is: {expected}")
-        block: Block = protocol.convert(plain, kind, f"{path}[{i}]")
+        block: Block = decode.convert(plain, kind, f"{path}[{i}]")
         if isinstance(block, Image):
             block.source = _picture(block, f"{path}[{i}]")
         if isinstance(block, ToolResult):

@@ -10,24 +10,25 @@ from __future__ import annotations
 import asyncio
 import secrets
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from deltic.engine import messages as engine
-from deltic.server.api import protocol
+from deltic.server.api import decode, protocol
 from deltic.server.chat import answer
 from deltic.server.chat.constraint import is_custom, is_fixed
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.picture_parts import PictureBounds, Pictures
 from deltic.server.chat.template import Prompt, render
-from deltic.server.errors import ApiError, bad_request, renamed
+from deltic.server.errors import PromptTooLong, bad_request, naming
 from deltic.server.limits import TICKET, Ticket
+from deltic.server.preparation import Preparation
 from deltic.server.service import Service
 from deltic.server.transport import EventStream, LargeResponse, unless_disconnected
 from deltic.text import Tokenizer
@@ -36,8 +37,6 @@ MAX_HELD = 1000
 """Pieces that wait for the prompt before them to be written, until those of a client that does not read are
 treated as any stream's.
 """
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,16 +55,17 @@ class Prepared:
 def prepare_chat(service: Service, chat: protocol.ChatRequest, info: engine.EngineInfo, pictures: Pictures) -> Prepared:
     """Any door's chat, as a ChatRequest, on its way to the engine. pictures: those of its messages.
 
-    Slow for long ones: see Service.prepare. Raises ApiError.
+    Slow for long ones, so it is a step of a Preparation. Raises ApiError.
     """
-    check(service, chat)
-    # First, as a new grammar is compiled elsewhere, where all of this is done again.
-    grammar = service.constrainer.chat_grammar(chat)
-    prompt, tools, max_tokens = rendered(service, chat, info, pictures)
-    params = protocol.sampling_params(chat, max_tokens, info, service.defaults, service.config)
-    if constraint := service.constrainer.chat(chat, grammar, prompt.thinking):
-        params = msgspec.structs.replace(params, constraint=constraint)
-    return Prepared(chat, prompt, params, tools, is_fixed(chat))
+    with naming(decode.older_names(chat)):
+        check(service, chat)
+        # Before the prompt: where it is new, it is compiled elsewhere, and this step begins anew there.
+        grammar = service.constrainer.chat_grammar(chat)
+        prompt, tools, max_tokens = rendered(service, chat, info, pictures)
+        params = protocol.sampling_params(chat, max_tokens, info, service.defaults, service.config)
+        if constraint := service.constrainer.chat(chat, grammar, prompt.thinking):
+            params = msgspec.structs.replace(params, constraint=constraint)
+        return Prepared(chat, prompt, params, tools, is_fixed(chat))
 
 
 def rendered(
@@ -79,34 +79,6 @@ def rendered(
     kept = protocol.kept_tokens(chat, info, service.default_length)
     prompt, tools = render(service.template, chat, protocol.context_limit(info), kept, pictures)
     return prompt, tools, protocol.answer_length(chat, len(prompt.ids), info, service.default_length)
-
-
-def take_chat(
-    service: Service,
-    request: Request,
-    info: engine.EngineInfo,
-    work: Callable[[Service, protocol.ChatRequest, engine.EngineInfo, Pictures], T],
-) -> Awaitable[T]:
-    """`work` on the chat that a body is: `prepare_chat`, or a part of it. Raises ApiError."""
-    return service.take_chat(
-        request,
-        protocol.ChatRequest,
-        lambda chat: chat,
-        lambda _, chat, pictures: _naming_older(chat, lambda: work(service, chat, info, pictures)),
-    )
-
-
-def _naming_older(chat: protocol.ChatRequest, work: Callable[[], T]) -> T:
-    """`work`, whose errors name `functions` and `function_call` where those were sent."""
-    try:
-        return work()
-    except ApiError as error:
-        older = (*_FUNCTIONS[: bool(chat.functions)], *_FUNCTION_CALL[: bool(chat.function_call)])
-        raise renamed(error, older) from None
-
-
-_FUNCTIONS = ((r"^tools\[(\d+)\]\.function", r"functions[\1]"),)
-_FUNCTION_CALL = ((r"^tool_choice(\.function)?", "function_call"),)
 
 
 def chat_generation(service: Service, prepared: Prepared, request_id: str, ticket: Ticket) -> Generation:
@@ -152,10 +124,19 @@ def _choice(service: Service, asked: protocol.Sampling, index: int, **more: Any)
     )
 
 
+async def prepared_chat(service: Service, request: Request, info: engine.EngineInfo) -> Prepared:
+    """The chat that a body is, ready for the engine. Raises ApiError."""
+    async with Preparation(service, request) as preparation:
+        chat = await preparation.parse(protocol.ChatRequest)
+        decode.take_functions(chat)
+        pictures = await preparation.read_pictures(chat)
+        return await preparation.run(prepare_chat, service, chat, info, pictures)
+
+
 async def chat_completions(service: Service, request: Request) -> ASGIApp:
     """POST /v1/chat/completions: an answer to a chat."""
     info = service.admit()
-    prepared = await take_chat(service, request, info, prepare_chat)
+    prepared = await prepared_chat(service, request, info)
     chat = prepared.chat
     request_id = f"chatcmpl-{secrets.token_hex(16)}"
     answer_id = request.scope["deltic.answer_id"] = chat.rid or _named("chatcmpl-", chat) or request_id
@@ -176,7 +157,7 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
 def check(service: Service, request: protocol.ChatRequest | protocol.CompletionRequest) -> None:
     """Refuses what neither API may ask. Raises ApiError (400, 404)."""
     service.check_model(request.model)
-    protocol.settle(request)
+    decode.settle(request)
     protocol.stop_strings(request)
     if getattr(request, "chat_template", None) and not service.config.trust_request_chat_template:
         said = "this server takes no templates of requests (--trust-request-chat-template)"
@@ -228,7 +209,7 @@ def extras_of(service: Service, request: protocol.Sampling, prompts: list[list[i
 
 
 class Echo:
-    """The prompts of a completion that is to repeat them. Slow to make for long ones: see Service.prepare."""
+    """The prompts of a completion that is to repeat them. Slow to make for long ones."""
 
     def __init__(
         self,
@@ -258,15 +239,9 @@ class Echo:
 async def completions(service: Service, request: Request) -> ASGIApp:
     """POST /v1/completions: how texts go on."""
     info = service.admit()
-
-    def prepare(
-        asked: protocol.CompletionRequest,
-    ) -> tuple[protocol.CompletionRequest, list[engine.Request], Echo | None]:
-        prompts = prompts_of(service, asked, info)
-        requests = requests_of(service, asked, prompts, info)
-        return asked, requests, Echo(asked, prompts, requests, service.tokenizer) if asked.echo else None
-
-    asked, requests, echo = await service.take(request, protocol.CompletionRequest, prepare)
+    async with Preparation(service, request) as preparation:
+        asked = await preparation.parse(protocol.CompletionRequest)
+        requests, echo = await preparation.run(_prepare, service, asked, info)
     n = requests[0].params.n
     tokenizer = service.tokenizer
     generation = completion_generation(service, asked, requests, echo, request.scope[TICKET])
@@ -286,6 +261,15 @@ async def completions(service: Service, request: Request) -> ASGIApp:
             if entries is not None:
                 message.prompt_logprobs = answer.prompt_logprobs(entries, tokenizer)
     return LargeResponse(said.body(messages, generation.usage()))
+
+
+def _prepare(
+    service: Service, asked: protocol.CompletionRequest, info: engine.EngineInfo
+) -> tuple[list[engine.Request], Echo | None]:
+    """Raises ApiError."""
+    prompts = prompts_of(service, asked, info)
+    requests = requests_of(service, asked, prompts, info)
+    return requests, Echo(asked, prompts, requests, service.tokenizer) if asked.echo else None
 
 
 def completion_generation(
@@ -335,7 +319,7 @@ def encoded(
         elif kept is not None:
             ids = service.tokenizer.encode_end(prompt, kept, "parse")
         elif (n := service.tokenizer.least_tokens(prompt, limit)) >= limit:
-            raise protocol.prompt_too_long("prompt", f"at least {n}", limit)
+            raise PromptTooLong("prompt", n, limit, at_least=True)
         else:
             ids = service.tokenizer.encode(prompt, "parse")
         yield ids, protocol.answer_length(asked, len(ids), info, service.default_length)

@@ -22,9 +22,10 @@ from deltic.server.chat.generation import unavailable
 from deltic.server.chat.picture_parts import Pictures
 from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, bad_request
+from deltic.server.preparation import Preparation, parsed
 from deltic.server.service import SHUTTING_DOWN, Service, SpeechParts
 from deltic.server.speech import protocol as speech_protocol
-from deltic.server.transport import Encoded, LargeResponse, json_response, read_body
+from deltic.server.transport import Encoded, LargeResponse, json_response
 
 
 async def list_models(service: Service, request: Request) -> ASGIApp:
@@ -82,12 +83,7 @@ def speech_card(parts: SpeechParts) -> dict[str, Any]:
 async def tokenize(service: Service, request: Request) -> ASGIApp:
     """POST /tokenize: the ids of a text or a chat."""
 
-    def check(asked: protocol.TokenizeRequest) -> protocol.TokenizeRequest:
-        service.check_model(asked.model)
-        protocol.check_tokenize(asked)
-        return asked
-
-    def work(_: Any, asked: protocol.TokenizeRequest, pictures: Pictures) -> dict[str, Any]:
+    def encode(asked: protocol.TokenizeRequest, pictures: Pictures) -> dict[str, Any]:
         if asked.prompt is not None:
             parsed = asked.parse_special_tokens is not False
             pieces = service.tokenizer.encode_pieces(asked.prompt, "parse" if parsed else "text")
@@ -104,15 +100,18 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
         told = {"count": count, "max_model_len": info.max_model_len if info else None, "tokens": tokens}
         return told | ({"token_strs": strings} if asked.return_token_strs else {})
 
-    return LargeResponse(await service.take_chat(request, protocol.TokenizeRequest, check, work))
+    async with Preparation(service, request) as preparation:
+        asked = await preparation.parse(protocol.TokenizeRequest)
+        service.check_model(asked.model)
+        protocol.check_tokenize(asked)
+        pictures = await preparation.read_pictures(asked)
+        return LargeResponse(await preparation.run(encode, asked, pictures))
 
 
 async def detokenize(service: Service, request: Request) -> ASGIApp:
     """POST /detokenize: the text of ids."""
-    body = await read_body(request, service.server.max_body_mb)
 
-    def work() -> dict[str, Any]:
-        asked = service.read(request, body, protocol.DetokenizeRequest)
+    def decode(asked: protocol.DetokenizeRequest) -> dict[str, Any]:
         service.check_model(asked.model)
         info = service.client.info
         n_ids = max(service.tokenizer.n_tokens, info.vocab_size if info else 0)
@@ -120,7 +119,9 @@ async def detokenize(service: Service, request: Request) -> ASGIApp:
             raise bad_request("tokens", f"{max(asked.tokens)} is not a token id; they go from 0 to {n_ids - 1}")
         return {"prompt": service.tokenizer.decode(asked.tokens, asked.skip_special_tokens)}
 
-    return LargeResponse(await service.prepare(len(body), work, request))
+    async with Preparation(service, request) as preparation:
+        asked = await preparation.parse(protocol.DetokenizeRequest)
+        return LargeResponse(await preparation.run(decode, asked))
 
 
 class LoadAdapterRequest(Struct, forbid_unknown_fields=True):
@@ -142,8 +143,7 @@ class UnloadAdapterRequest(Struct, forbid_unknown_fields=True):
 async def load_adapter(service: Service, request: Request) -> ASGIApp:
     """POST /v1/load_lora_adapter: gives a name to a LoRA adapter on the server's disk."""
     _check_loading(service)
-    body = await read_body(request, service.server.max_body_mb)
-    asked = service.read(request, body, LoadAdapterRequest)
+    asked = await parsed(service, request, LoadAdapterRequest)
     name = asked.lora_name
     try:
         await service.adapters.load(name, full_path(asked.lora_path), replaces=bool(asked.load_inplace))
@@ -156,8 +156,7 @@ async def load_adapter(service: Service, request: Request) -> ASGIApp:
 
 async def unload_adapter(service: Service, request: Request) -> ASGIApp:
     """POST /v1/unload_lora_adapter: forgets a name; requests that have its adapter run to their end."""
-    body = await read_body(request, service.server.max_body_mb)
-    name = service.read(request, body, UnloadAdapterRequest).lora_name
+    name = (await parsed(service, request, UnloadAdapterRequest)).lora_name
     service = next((one for one in service.server.models.values() if one.adapters.find(name)), service)
     _check_loading(service)
     if not await service.adapters.unload(name):

@@ -39,14 +39,13 @@ from deltic.server.api.completions import (
     requests_of,
 )
 from deltic.server.chat import answer
-from deltic.server.chat.answer import Piece
+from deltic.server.chat.answer import Item, Piece
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.generation import Generation
-from deltic.server.chat.items import Item
 from deltic.server.chat.parser import CallDelta
-from deltic.server.chat.picture_parts import Pictures
-from deltic.server.errors import ApiError, renamed
+from deltic.server.errors import ApiError, naming
 from deltic.server.limits import TICKET, Ticket, Usage
+from deltic.server.preparation import Preparation, parsed
 from deltic.server.service import Service
 from deltic.server.transport import BODY, LargeResponse, json_pieces, json_response, read_body, unless_disconnected
 
@@ -84,22 +83,25 @@ async def generate(service: Service, request: Request) -> ASGIApp:
 async def _answer(service: Service, request: Request, kind: type[wire.Asked]) -> ASGIApp:
     await _loaded(service, request)
     info = service.admit()
-    ticket: Ticket = request.scope[TICKET]
     request_id = request.scope["deltic.answer_id"] = f"ollama-{secrets.token_hex(16)}"
-
-    def chat_of(asked: wire.Asked) -> protocol.ChatRequest | None:
+    async with Preparation(service, request) as preparation:
+        asked = await preparation.parse(kind)
         wire.check(asked)
         service.check_model(asked.model)
-        return None if wire.is_empty(asked) or getattr(asked, "raw", None) else wire.chat_request(asked)
-
-    def prepare(
-        asked: wire.Asked, chat: protocol.ChatRequest | None, pictures: Pictures
-    ) -> tuple[wire.Asked, Generation | None]:
+        n_ctx, ticket = (asked.options or wire.Options()).num_ctx, request.scope[TICKET]
+        if n_ctx:
+            info = msgspec.structs.replace(info, max_model_len=min(info.max_model_len, n_ctx))
         if wire.is_empty(asked):
-            return asked, None
-        return asked, _generation(service, asked, chat, pictures, info, request_id, ticket)
-
-    asked, generation = await service.take_chat(request, kind, chat_of, prepare)
+            generation = None
+        elif isinstance(asked, wire.GenerateRequest) and asked.raw:
+            generation = await preparation.run(_completion, service, asked, info, ticket)
+        else:
+            chat = await preparation.run(wire.chat_request, asked)
+            pictures = await preparation.read_pictures(chat)
+            with naming(_NAMES):
+                prepared = await preparation.run(prepare_chat, service, chat, info, pictures)
+            del pictures  # they are the engine's from now on, and large
+            generation = chat_generation(service, prepared, request_id, ticket)
     scored = answer.ChatAnswer(request_id, service.model_name, service.tokenizer)
     said = LinesAnswer(asked.model, is_chat=kind is wire.ChatRequest, scored=scored)
     if generation is None:
@@ -128,43 +130,26 @@ async def _loaded(service: Service, request: Request) -> None:
         server.waiting_bytes -= len(body) + 1000
 
 
-def _generation(
-    service: Service,
-    asked: wire.Asked,
-    chat: protocol.ChatRequest | None,
-    pictures: Pictures,
-    info: EngineInfo,
-    request_id: str,
-    ticket: Ticket,
-) -> Generation:
-    """chat: what is asked for, unless that is a completion. Raises ApiError, whose fields have this API's
-    names.
-    """
-    options = asked.options or wire.Options()
-    if options.num_ctx:
-        info = msgspec.structs.replace(info, max_model_len=min(info.max_model_len, options.num_ctx))
-    try:
-        if chat is None:
-            assert isinstance(asked, wire.GenerateRequest)
-            longest = service.default_length or info.max_model_len
-            completion = wire.completion_request(asked, longest)
-            check(service, completion)
-            requests = requests_of(service, completion, [asked.prompt or ""], info)
-            return completion_generation(service, completion, requests, None, ticket)
-        return chat_generation(service, prepare_chat(service, chat, info, pictures), request_id, ticket)
-    except ApiError as error:
-        raise renamed(error, _NAMES) from None
+def _completion(service: Service, asked: wire.GenerateRequest, info: EngineInfo, ticket: Ticket) -> Generation:
+    """The completion of a prompt that no template sees. Raises ApiError."""
+    with naming(_NAMES):
+        completion = wire.completion_request(asked, service.default_length or info.max_model_len)
+        check(service, completion)
+        requests = requests_of(service, completion, [asked.prompt or ""], info)
+        return completion_generation(service, completion, requests, None, ticket)
 
 
-_NAMES = (
-    (r"^response_format(\.json_schema)?(\.schema)?", "format"),
-    (r"^max_tokens$", "options.num_predict"),
-    (r"^repetition_penalty$", "options.repeat_penalty"),
-    (r"^repeat_last_n$", "options.repeat_last_n"),
-    (r"^(chat_template_kwargs\.)?(enable_thinking|reasoning_effort)$", "think"),
-    (r"^(temperature|top_p|top_k|min_p|presence_penalty|frequency_penalty|seed|stop\b)", r"options.\1"),
-    (r"^continue_final_message$", "messages"),
-)
+_NAMES = {
+    **{f"response_format{part}": "format" for part in ("", ".schema", ".json_schema", ".json_schema.schema")},
+    "max_tokens": "options.num_predict",
+    "repetition_penalty": "options.repeat_penalty",
+    "repeat_last_n": "options.repeat_last_n",
+    **dict.fromkeys(("enable_thinking", "reasoning_effort", "chat_template_kwargs.reasoning_effort"), "think"),
+    "chat_template_kwargs.enable_thinking": "think",
+    **{name: f"options.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "presence_penalty")},
+    **{name: f"options.{name}" for name in ("frequency_penalty", "seed", "stop")},
+    "continue_final_message": "messages",
+}
 """Fields of a ChatRequest, and what this API calls them."""
 
 
@@ -295,9 +280,8 @@ _NEVER_S = 10_000_000_000.0
 
 async def show(service: Service, request: Request) -> ASGIApp:
     """POST /api/show: what a model is and can do."""
-    service = await service.take(
-        request, wire.ShowRequest, lambda asked: service.server.find(asked.model or asked.name)
-    )
+    asked = await parsed(service, request, wire.ShowRequest)
+    service = service.server.find(asked.model or asked.name)
     template = service.template
     abilities = {
         "completion": service.kind == "text",
@@ -327,19 +311,15 @@ async def show(service: Service, request: Request) -> ASGIApp:
 
 async def pull(service: Service, request: Request) -> ASGIApp:
     """POST /api/pull: of a model that is served, that it is there; no other one is fetched."""
-
-    def asked_for(asked: wire.PullRequest) -> bool:
-        service.server.find(asked.model or asked.name)
-        return asked.stream is not False
-
+    asked = await parsed(service, request, wire.PullRequest)
     try:
-        in_lines = await service.take(request, wire.PullRequest, asked_for)
+        service.server.find(asked.model or asked.name)
     except ApiError as error:
         if error.status != 404:
             raise
         said = f"{error}; this server serves what it was started with: deltic serve MODEL fetches a model"
         raise ApiError(404, said, code="model_not_found") from None
-    if not in_lines:
+    if asked.stream is False:
         return json_response({"status": "success"})
     told = [{"status": "pulling manifest"}, {"status": "verifying sha256 digest"}, {"status": "success"}]
     return Response(b"".join(_encode(line) + b"\n" for line in told), media_type=LINES)

@@ -2,8 +2,8 @@
 
 Every field that asks for something is either honoured or refused with a 400 that names it: an unknown field,
 a value out of range, and a feature that is not supported unless its value asks for nothing (`echo: false`;
-see NEUTRAL). Extra fields are named as in vLLM, SGLang, llama.cpp and OpenRouter; see `settle` for those that
-say the same as others. The history of a chat is in messages.py.
+see decode.py). Extra fields are named as in vLLM, SGLang, llama.cpp and OpenRouter; see `decode.settle` for
+those that say the same as others. The history of a chat is in messages.py.
 
 Accepted and ignored, since they ask for nothing that could show in an answer: `user`, `metadata`, `store`
 (of a chat), `prediction`, `prompt_cache_*`, `safety_identifier`, `keep_alive`, `ttl`, `num_ctx`;
@@ -15,10 +15,8 @@ A tool's own description (all of `tools` but `cache_control`) goes to the templa
 
 from __future__ import annotations
 
-import copy
-import re
-from collections.abc import Callable, Set
-from typing import Annotated, Any, Literal, TypeVar
+from collections.abc import Set
+from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -28,7 +26,7 @@ from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS, EngineInfo, Samplin
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.server.api.messages import Message
 from deltic.server.chat.picture_parts import PictureBounds
-from deltic.server.errors import ApiError, bad_request
+from deltic.server.errors import PromptTooLong, bad_request
 from deltic.text import SamplingDefaults
 
 MAX_STOPS = 32
@@ -141,51 +139,6 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
 
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
-    # OpenAI's and Anthropic's
-    "audio": (),
-    "compaction": (),
-    "modalities": (["text"],),
-    "moderation": (),
-    "suffix": ("",),
-    "web_search_options": (),
-    # vLLM's and SGLang's
-    "early_stopping": (False,),
-    "echo": (False,),
-    "kv_transfer_params": ({},),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": ({},),
-    "no_stop_trim": (False,),
-    "return_hidden_states": (False,),
-    "separate_reasoning": (True,),
-    "stream_reasoning": (True,),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
-    # llama.cpp's and its kin's
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "id_slot": (-1,),
-    "min_keep": (0, 1),
-    "mirostat": (0,),
-    "n_keep": (0,),
-    "n_probs": (0,),
-    "reasoning_format": ("auto", "deepseek", "parsed"),
-    "return_progress": (False,),
-    "samplers": ([],),
-    "tfs_z": (1,),
-    "top_a": (0,),
-    "top_n_sigma": (-1,),
-    "typical_p": (1,),
-    "xtc_probability": (0,),
-    # OpenRouter's
-    "transforms": ([],),
-}
-"""Fields that are known and not supported, and their values, besides null, that ask for nothing: with these
-they are accepted.
-"""
-
-
 Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
 """The least first; a template that does not know one is given another (server/chat/template.py)."""
 
@@ -291,170 +244,6 @@ class EmptyRequest(Struct, forbid_unknown_fields=True):
     """POST /cache/reset: there is nothing to say."""
 
 
-T = TypeVar("T")
-
-_PLACE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$\.?(.*?)`)?$", re.DOTALL)
-_UNKNOWN = re.compile(r"Object contains unknown field `(.*)`", re.DOTALL)
-_MISSING = re.compile(r"Object missing required field `(.*)`", re.DOTALL)
-_ONLY_FALSE = re.compile(r"Invalid enum value True")
-
-
-def parse(body: bytes, kind: type[T], note: Callable[[str], None] | None = None) -> T:
-    """The JSON in a request's body as `kind`. note: takes the names of fields at its top that are not known,
-    which are left out then.
-
-    Raises ApiError (400) naming the field at fault.
-    """
-    try:
-        try:
-            return msgspec.json.decode(body, type=kind)
-        except msgspec.ValidationError:
-            value = msgspec.json.decode(body)
-            if isinstance(value, dict):
-                _drop_unasked(value, kind, note)
-        try:
-            return msgspec.json.decode(msgspec.json.encode(value), type=kind)
-        except msgspec.ValidationError as error:
-            kept: T = _without_null_fields(value, kind, "", error)
-            return kept
-    except msgspec.DecodeError as error:
-        raise bad_request(None, f"the body is not valid JSON: {error}", "invalid_json") from None
-    except UnicodeDecodeError as error:
-        raise bad_request(None, f"the body is not valid UTF-8: {error.reason}", "invalid_json") from None
-    except RecursionError:
-        raise bad_request(None, "the body is nested too deeply", "invalid_json") from None
-
-
-def convert(value: Any, kind: Any, path: str) -> Any:
-    """A part of a request that was left as it is, as `kind`. Raises ApiError (400)."""
-    try:
-        return msgspec.convert(value, kind)
-    except msgspec.ValidationError as error:
-        return _without_null_fields(copy.deepcopy(value), kind, path, error)
-
-
-def _drop_unasked(value: dict[str, Any], kind: Any, note: Callable[[str], None] | None) -> None:
-    """Deletes fields that `kind` does not know and that ask for nothing, or, with `note`, whatever they ask
-    for.
-
-    Raises ApiError (400) for one of NEUTRAL that asks for something.
-    """
-    config = getattr(kind, "__struct_config__", None)
-    if config is None or not config.forbid_unknown_fields:
-        return
-    for name in [name for name in value if name not in kind.__struct_encode_fields__]:
-        if value[name] is not None and value[name] not in NEUTRAL.get(name, ()):
-            if note is None and name in NEUTRAL:
-                raise bad_request(name, "not supported by this server; leave it out", "unsupported_field")
-            if note is None or name == config.tag_field:
-                continue
-            note(name)
-        del value[name]
-
-
-MAX_NULL_FIELDS = 32
-
-_STEP = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
-
-
-def _without_null_fields(value: Any, kind: Any, root: str, error: msgspec.ValidationError) -> Any:
-    """`value` as `kind`, less fields that `kind` does not know and that are null: a client library's own
-    structs have such, and they ask for nothing. `value` is changed. error: what was wrong so far. Raises
-    ApiError (400).
-    """
-    for _ in range(MAX_NULL_FIELDS):
-        match = _PLACE.match(str(error))
-        unknown = _UNKNOWN.fullmatch(match.group(1)) if match else None
-        steps = _STEP.findall(match.group(2) or "") if match else []
-        if unknown is None or not _drop_nulls(value, steps, unknown.group(1)):
-            break
-        try:
-            return msgspec.json.decode(msgspec.json.encode(value), type=kind)
-        except msgspec.ValidationError as another:
-            error = another
-    raise _refusal(str(error), root)
-
-
-def _drop_nulls(value: Any, steps: list[str], field: str) -> bool:
-    """Deletes `field` where it is null: at this place, and at those that differ from it in an index only.
-
-    Whether there was one.
-    """
-    if not steps:
-        if not isinstance(value, dict) or value.get(field, 0) is not None:
-            return False
-        del value[field]
-        return True
-    if steps[0].startswith("["):
-        items = value if isinstance(value, list) else []
-        return any([_drop_nulls(item, steps[1:], field) for item in items])
-    return isinstance(value, dict) and _drop_nulls(value.get(steps[0]), steps[1:], field)
-
-
-def _refusal(text: str, root: str = "") -> Exception:
-    """The 400 for a message of msgspec's.
-
-    The message ends in the path of the value: ` - at `$.messages[0].role``.
-    """
-    match = _PLACE.match(text)
-    reason, path = (match.group(1), match.group(2) or "") if match else (text, "")
-    path = f"{root}.{path}" if root and path and path[0] != "[" else root + path
-    for pattern, said, code in (
-        (_UNKNOWN, "unknown field; it is not supported, leave it out", "unknown_field"),
-        (_MISSING, "is missing", "missing_field"),
-        (_ONLY_FALSE, "not supported by this server; leave it out", "unsupported_field"),
-    ):
-        if named := pattern.fullmatch(reason):
-            return bad_request(".".join(filter(None, (path, *named.groups()))), said, code)
-    return bad_request(path or None, reason[:1].lower() + reason[1:], "invalid_value")
-
-
-def settle(request: Sampling) -> None:
-    """Writes what came in another server's words into the fields that are read.
-
-    Raises ApiError (400) for a contradiction.
-    """
-
-    def put(field: str, name: str, value: Any) -> None:
-        if value is None:
-            return
-        if getattr(request, name) not in (None, value):
-            raise bad_request(field, f"contradicts {name}; give one of the two")
-        setattr(request, name, value)
-
-    put("n_predict", "max_tokens", 2**31 - 1 if request.n_predict == -1 else request.n_predict)
-    put("repeat_penalty", "repetition_penalty", request.repeat_penalty)
-    if request.repeat_last_n == 0:
-        request.repetition_penalty = 1.0
-    elif request.repetition_penalty not in (None, 1) and request.repeat_last_n not in (None, -1):
-        said = "the penalty counts all tokens of prompt and answer (-1); leave it out"
-        raise bad_request("repeat_last_n", said, "unsupported_field")
-    if request.best_of not in (None, 1, request.n):
-        raise bad_request("best_of", "not supported unless it equals n", "unsupported_field")
-    if request.detokenize is False and not (request.return_token_ids and not request.stop):
-        raise bad_request("detokenize", "false needs return_token_ids: true, and no stop")
-    if not isinstance(request, ChatRequest):
-        return
-    choice = request.function_call
-    if request.functions:
-        if request.tools:
-            raise bad_request("functions", "is the older form of tools; give one of the two")
-        request.tools = [{"type": "function", "function": function} for function in request.functions]
-        request.parallel_tool_calls = False  # the older form has room for one
-    elif isinstance(choice, dict) and not request.tools:
-        raise bad_request("function_call", "names a function, and there are none")
-    named = {"type": "function", "function": choice} if isinstance(choice, dict) else choice
-    put("function_call", "tool_choice", named)
-    if switch := request.thinking:
-        put("thinking.type", "enable_thinking", switch.type != "disabled")
-        put("thinking.budget_tokens", "thinking_budget", switch.budget_tokens)
-    if asked := request.reasoning:
-        put("reasoning.effort", "reasoning_effort", asked.effort)
-        put("reasoning.enabled", "enable_thinking", asked.enabled)
-        put("reasoning.max_tokens", "thinking_budget", asked.max_tokens)
-        put("reasoning.exclude", "include_reasoning", False if asked.exclude else None)
-
-
 def context_limit(info: EngineInfo) -> int:
     """Tokens that one sequence may have, prompt and answer together."""
     return min(info.max_model_len, info.n_pages * PAGE_SIZE)
@@ -474,7 +263,7 @@ def answer_length(
     if n_prompt == 0:
         raise bad_request(prompt, "is empty; the answer needs at least one token to start from")
     if n_prompt >= limit:
-        raise prompt_too_long(prompt, str(n_prompt), limit)
+        raise PromptTooLong(prompt, n_prompt, limit)
     asked = request.max_tokens
     if isinstance(request, ChatRequest):
         newer = request.max_completion_tokens
@@ -486,17 +275,6 @@ def answer_length(
     if asked is None:
         asked = default or (limit if isinstance(request, ChatRequest) else SHORT_ANSWER)
     return min(asked, limit - n_prompt)
-
-
-def prompt_too_long(param: str, n_prompt: str, limit: int) -> ApiError:
-    """The 400. n_prompt: its length in words, since it may be known in part only ("at least 9")."""
-    yours = "your messages have" if param == "messages" else "your prompt has"
-    return bad_request(
-        param,
-        f"This model's maximum context length is {limit} tokens. However, {yours} {n_prompt} tokens. Please shorten the prompt: "
-        f"with one token of an answer it may have {limit - 1}.",
-        "context_length_exceeded",
-    )
 
 
 def kept_tokens(request: Sampling, info: EngineInfo, default: int | None) -> int | None:

@@ -18,27 +18,22 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
+from deltic.engine.messages import EngineInfo
 from deltic.server.api import protocol
 from deltic.server.api import responses_protocol as wire
-from deltic.server.api.completions import PieceStream, chat_generation, check, prepare_chat
+from deltic.server.api.completions import PieceStream, Prepared, chat_generation, check, prepare_chat
 from deltic.server.api.responses_store import ResponseStore, Stored, Turn, turn_of
 from deltic.server.chat import answer
+from deltic.server.chat.answer import Item, Items, Kind
 from deltic.server.chat.arguments import given_text, is_whole
 from deltic.server.chat.generation import Generation
-from deltic.server.chat.items import Item, Items, Kind
-from deltic.server.chat.picture_parts import Pictures
+from deltic.server.chat.picture_parts import Pictures, Sent
 from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket, Usage
-from deltic.server.service import Begun, Service
-from deltic.server.transport import (
-    EVENT_HEADERS,
-    PART_BYTES,
-    LargeResponse,
-    json_response,
-    read_body,
-    unless_disconnected,
-)
+from deltic.server.preparation import Preparation, prepared
+from deltic.server.service import Service
+from deltic.server.transport import EVENT_HEADERS, PART_BYTES, LargeResponse, json_response, unless_disconnected
 
 MAX_LISTED = 100
 """Items in one answer of /input_items."""
@@ -48,158 +43,167 @@ T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
 
 
-class Asked(msgspec.Struct):
+class Asked(NamedTuple):
     """A request that was read."""
 
     request: wire.ResponsesRequest
     history: tuple[Turn, ...]
     """The history that it continues."""
-    turn: Turn
-    """Its own items, references replaced by what they refer to; empty unless the response is to be kept."""
-    owner: str
-    """Name of the API key that asks."""
+    given: list[bytes]
+    """Its own items, references replaced by what they refer to."""
+    items: list[tuple[str, wire.Item]]
+    """Those of the history and its own, each with its place."""
+    pictures: Pictures
 
 
 async def create_response(service: Service, request: Request) -> ASGIApp:
     """OpenAI's Responses API."""
     info = service.admit()
-    asked, prepared = await _read(service, request, lambda chat, pictures: prepare_chat(service, chat, info, pictures))
-    if request.scope[TICKET].is_batch and asked.request.store is None:
+    ticket: Ticket = request.scope[TICKET]
+    async with Preparation(service, request) as preparation:
+        read = await _read(service, ticket, preparation)
+        chat, turn = await preparation.run(_prepare, service, read, info)
+    asked, history = read.request, read.history
+    del read  # its pictures are the engine's from now on, and large
+    if ticket.is_batch and asked.store is None:
         # A batch's answers are in its file; stored, they would drive out those that people continue.
-        asked.request.store = False
+        asked.store = False
     response_id = request.scope["deltic.answer_id"] = f"resp_{secrets.token_hex(24)}"
-    generation = chat_generation(service, prepared, response_id, request.scope[TICKET])
-    said = ResponseAnswer(response_id, asked.request, service)
+    generation = chat_generation(service, chat, response_id, ticket)
+    said = ResponseAnswer(response_id, asked, service)
 
     async def end() -> End:
         """The end of the answer, which is kept then."""
         usage = generation.usage()
         done = said.end(usage) if said.n_bytes < PART_BYTES else await asyncio.to_thread(said.end, usage)
         if said.is_stored:
-            turns = (*asked.history, asked.turn)
-            stored = Stored(asked.owner, done.body, turns, Turn(done.items), said.ends)
+            stored = Stored(ticket.owner, done.body, (*history, turn), Turn(done.items), said.ends)
             service.server.responses.add(response_id, stored)
         return done
 
-    if asked.request.stream:
+    if asked.stream:
         return ResponseStream(generation, said, end)
     await unless_disconnected(request.receive, generation.run(lambda pieces: [*map(said.add, pieces)]))
     return LargeResponse((await end()).body)
+
+
+def _prepare(service: Service, read: Asked, info: EngineInfo) -> tuple[Prepared, Turn]:
+    """With the turn to be kept, which is empty unless the response is to be. Raises ApiError."""
+    chat = _fitted(read, lambda chat: prepare_chat(service, chat, info, read.pictures))
+    return chat, turn_of([] if read.request.store is False else read.given)
 
 
 async def count_input_tokens(service: Service, request: Request) -> ASGIApp:
     """The length of the prompt that /v1/responses would make."""
     service.admit()
 
-    def count(chat: protocol.ChatRequest, pictures: Pictures) -> int:
+    def count(chat: protocol.ChatRequest) -> int:
         check(service, chat)
-        return len(render(service.template, chat, pictures=pictures)[0].ids)
+        return len(render(service.template, chat, pictures=read.pictures)[0].ids)
 
-    _, n_tokens = await _read(service, request, count)
+    async with Preparation(service, request) as preparation:
+        read = await _read(service, request.scope[TICKET], preparation)
+        n_tokens = await preparation.run(_fitted, read, count)
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
-async def _read(
-    service: Service, request: Request, work: Callable[[protocol.ChatRequest, Pictures], T]
-) -> tuple[Asked, T]:
-    """The request in a body, and `work` on the chat that it makes and its pictures. Raises ApiError."""
-    body = await read_body(request, service.server.max_body_mb)
-    ticket: Ticket = request.scope[TICKET]
-    store, owner = service.server.responses, ticket.owner
+async def _read(service: Service, ticket: Ticket, preparation: Preparation) -> Asked:
+    """The request in a body, with what it continues and what it refers to. Raises ApiError."""
+    asked, given = await preparation.run(_parsed, service, preparation, ticket.owner)
+    history = _history(service.server.responses, asked, ticket.owner)
+    # A few bytes may refer to many, and to the same ones again and again.
+    size = max(preparation.size, sum(map(len, given))) + sum(turn.n_bytes() for turn in history)
+    if size > service.server.max_body_mb * 1_000_000:
+        said = f"the input and what it continues are larger than {service.server.max_body_mb:g} MB"
+        raise ApiError(413, said, code="body_too_large")
+    preparation.resize(size)
+    items, sent = await preparation.run(_items, asked, history, given)
+    if kinds := wire.left_out(asked):
+        ticket.notes["tools_left_out"] = ",".join(kinds)
+    pictures = await preparation.read_sent(sent, asked.mm_processor_kwargs, asked.cache_salt)
+    return Asked(asked, history, given, items, pictures)
 
-    def read() -> tuple[wire.ResponsesRequest, list[tuple[str, bytes]]]:
-        asked = service.read(request, body, wire.ResponsesRequest)
-        wire.check(asked, service.config.skip_hosted_tools)
-        items = wire.given_items(asked)
-        return asked, [_resolved(item, f"input[{i}]", store, owner) for i, item in enumerate(items)]
 
-    asked, new = await service.prepare(len(body), read, request)
+def _parsed(service: Service, preparation: Preparation, owner: str) -> tuple[wire.ResponsesRequest, list[bytes]]:
+    """The body and its items. Raises ApiError."""
+    asked = preparation.read(wire.ResponsesRequest)
+    wire.check(asked, service.config.skip_hosted_tools)
+    store, items = service.server.responses, wire.given_items(asked)
+    return asked, [_resolved(item, f"input[{i}]", store, owner) for i, item in enumerate(items)]
+
+
+def _history(store: ResponseStore, asked: wire.ResponsesRequest, owner: str) -> tuple[Turn, ...]:
+    """The turns that a request continues. Raises ApiError (400)."""
     if asked.store and not store.most:
         raise bad_request("store", "this server keeps no responses (--max-stored-responses 0)")
-    history: tuple[Turn, ...] = ()
-    if asked.previous_response_id is not None:
-        found = store.get(asked.previous_response_id, owner)
-        if found is None:
-            raise ApiError(
-                400,
-                f"Previous response with id {asked.previous_response_id!r} not found: it was not stored, or is no longer "
-                "held; send the whole input",
-                param="previous_response_id",
-                code="previous_response_not_found",
-            )
-        history = found.history
-
-    def begin() -> Begun[tuple[Asked, T]]:
-        old = [(f"previous_response_id ({item_id})", item) for turn in history for item_id, item in turn.items]
-        try:
-            items = [(place, _item(item, place)) for place, item in (*old, *new)]
-            wire.add_tools(asked, items)
-            if kinds := wire.left_out(asked):
-                ticket.notes["tools_left_out"] = ",".join(kinds)
-            pictures = wire.find_pictures(items)
-        except ApiError as error:
-            raise wire.in_own_words(error, asked) from None
-        return Begun(pictures, asked.mm_processor_kwargs, lambda found: end(items, found))
-
-    def end(items: list[tuple[str, wire.Item]], pictures: Pictures) -> tuple[Asked, T]:
-        try:
-            done = _fitted(asked, items, lambda chat: work(chat, pictures))
-        except ApiError as error:
-            raise wire.in_own_words(error, asked) from None
-        kept = [] if asked.store is False else [item for _, item in new]
-        return Asked(asked, history, turn_of(kept), owner), done
-
-    # A few bytes may refer to many, and to the same ones again and again.
-    size = max(len(body), sum(len(item) for _, item in new)) + sum(turn.n_bytes() for turn in history)
-    if size > service.server.max_body_mb * 1_000_000:
+    if asked.previous_response_id is None:
+        return ()
+    found = store.get(asked.previous_response_id, owner)
+    if found is None:
         raise ApiError(
-            413,
-            f"the input and what it continues are larger than {service.server.max_body_mb:g} MB",
-            code="body_too_large",
+            400,
+            f"Previous response with id {asked.previous_response_id!r} not found: it was not stored, or is no longer "
+            "held; send the whole input",
+            param="previous_response_id",
+            code="previous_response_not_found",
         )
-    return await service.prepare_pictured(size, begin, request)
+    return found.history
 
 
-def _fitted(
-    asked: wire.ResponsesRequest, items: list[tuple[str, wire.Item]], work: Callable[[protocol.ChatRequest], T]
-) -> T:
-    """`work` on the chat of these items.
+def _items(
+    asked: wire.ResponsesRequest, history: tuple[Turn, ...], given: list[bytes]
+) -> tuple[list[tuple[str, wire.Item]], list[Sent]]:
+    """All items with their places, and the pictures in them; tools among the items join those of the request.
 
-    With truncation "auto", on that of as many of the latest turns as the context holds.
-    Raises ApiError.
+    Raises ApiError (400).
     """
-    try:
-        return work(wire.chat_request(asked, items))
-    except ApiError as error:
-        if asked.truncation != "auto" or error.code != "context_length_exceeded":
-            raise
-        too_long = error
-    n_settings, starts = wire.turn_starts(items)
-    done: list[T] = []
-    while starts:
-        middle = len(starts) // 2
+    old = [(f"previous_response_id ({item_id})", item) for turn in history for item_id, item in turn.items]
+    new = [(f"input[{i}]", item) for i, item in enumerate(given)]
+    with wire.in_own_words(asked):
+        items = [(place, _item(item, place)) for place, item in (*old, *new)]
+        wire.add_tools(asked, items)
+        return items, wire.find_pictures(items)
+
+
+def _fitted(read: Asked, work: Callable[[protocol.ChatRequest], T]) -> T:
+    """`work` on the chat of a request's items.
+
+    With truncation "auto", on that of as many of the latest turns as the context holds. Raises ApiError.
+    """
+    asked, items = read.request, read.items
+    with wire.in_own_words(asked):
         try:
-            kept = [*items[:n_settings], *items[starts[middle] :]]
-            done = [work(wire.chat_request(asked, kept))]
-            starts = starts[:middle]
+            return work(wire.chat_request(asked, items))
         except ApiError as error:
-            if error.code != "context_length_exceeded":
+            if asked.truncation != "auto" or error.code != "context_length_exceeded":
                 raise
-            too_long, starts = error, starts[middle + 1 :]
-    if not done:
-        raise too_long
-    return done[0]
+            too_long = error
+        n_settings, starts = wire.turn_starts(items)
+        done: list[T] = []
+        while starts:
+            middle = len(starts) // 2
+            try:
+                kept = [*items[:n_settings], *items[starts[middle] :]]
+                done = [work(wire.chat_request(asked, kept))]
+                starts = starts[:middle]
+            except ApiError as error:
+                if error.code != "context_length_exceeded":
+                    raise
+                too_long, starts = error, starts[middle + 1 :]
+        if not done:
+            raise too_long
+        return done[0]
 
 
-def _resolved(item: bytes, place: str, store: ResponseStore, owner: str) -> tuple[str, bytes]:
-    """`item` with its place; if it is a reference, what it refers to. Raises ApiError (400)."""
+def _resolved(item: bytes, place: str, store: ResponseStore, owner: str) -> bytes:
+    """`item`; if it is a reference, what it refers to. Raises ApiError (400)."""
     parsed = wire.parse_item(item, place)
     if isinstance(parsed, wire.Reference):
         kept = store.item(parsed.id, owner)
         if kept is None:
             raise bad_request(f"{place}.id", f"Item with id {parsed.id!r} not found.", "item_not_found")
-        return place, kept
-    return place, item
+        return kept
+    return item
 
 
 def _item(item: bytes, place: str) -> wire.Item:
@@ -220,7 +224,7 @@ async def get_response(service: Service, request: Request) -> ASGIApp:
     def write() -> bytes:
         return _events_of(_opened(stored.body), stored.ends, int(after))
 
-    written = await service.prepare(len(stored.body), write, request)
+    written = await prepared(service, request, len(stored.body), write)
     return LargeResponse(written, EVENT_HEADERS)
 
 

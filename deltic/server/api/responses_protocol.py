@@ -12,13 +12,14 @@ from __future__ import annotations
 import base64
 import binascii
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
-from deltic.server.api import protocol
+from deltic.server.api import decode, protocol
 from deltic.server.api.messages import (
     MARKS,
     AssistantMessage,
@@ -363,54 +364,38 @@ def given_items(asked: ResponsesRequest) -> list[bytes]:
 def parse_item(item: bytes, place: str) -> Item | Reference:
     """An input item from its JSON. Raises ApiError (400) naming the field, under `place`."""
     try:
-        kind = protocol.parse(item, _Kind)
+        kind = decode.parse(item, _Kind)
         name = kind.type or ("message" if kind.role is not None else "item_reference")
         if name not in ITEMS:
             known = ", ".join(kind for kind in ITEMS if kind not in _HOSTED_ITEMS)
             raise bad_request("type", f"{name!r} is not supported; this server knows {known}")
-        return protocol.parse(item, SaidItem if (name, kind.role) == ("message", "assistant") else ITEMS[name])
+        return decode.parse(item, SaidItem if (name, kind.role) == ("message", "assistant") else ITEMS[name])
     except ApiError as error:
-        raise _moved(error, lambda param: f"{place}.{param}" if param else place) from None
+        error.put_under(place)
+        raise
 
 
-def _moved(error: ApiError, name: Callable[[str], str]) -> ApiError:
-    """`error`, about the field that is called `name(param)` here."""
-    said = error.message.removeprefix(f"{error.param}: ")
-    param = name(error.param or "")
-    return ApiError(
-        error.status, f"{param}: {said}", param=param, code=error.code, kind=error.kind, headers=error.headers
-    )
+_NAMES = {
+    "messages": "input",
+    **dict.fromkeys(("response_format", "response_format.json_schema"), "text.format"),
+    "verbosity": "text.verbosity",
+    "reasoning_effort": "reasoning.effort",
+    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
+    **dict.fromkeys(("tool_choice.function", "tool_choice.allowed_tools"), "tool_choice"),
+}
+"""Fields of a ChatRequest, and what this API calls them."""
 
 
-_RENAMED = (
-    (r"^messages", "input"),
-    (r"^response_format\.json_schema", "text.format"),
-    (r"^response_format", "text.format"),
-    (r"^verbosity", "text.verbosity"),
-    (r"^reasoning_effort", "reasoning.effort"),
-    (r"^max_(completion_)?tokens", "max_output_tokens"),
-    (r"^tool_choice\.(function|allowed_tools)", "tool_choice"),
-)
-"""Names of a ChatRequest's fields, and those of the same thing here."""
-
-
-def in_own_words(error: ApiError, asked: ResponsesRequest) -> ApiError:
-    """An error about a ChatRequest as one about the request that it was made from."""
-    if error.param is None:
-        return error
-
-    def name(param: str) -> str:
-        if found := re.match(r"tools\[(\d+)\]\.function", param):
-            places = [place for place, _, _ in flat_tools(asked.tools)]
-            return places[int(found[1])] + param[found.end() :]
-        for pattern, own in _RENAMED:
-            param, n_found = re.subn(pattern, own, param)
-            if n_found:
-                break
-        return param
-
-    error.message = error.message.replace("excludes response_format", "excludes text.format")
-    return _moved(error, name)
+@contextmanager
+def in_own_words(asked: ResponsesRequest) -> Iterator[None]:
+    """Has errors about a ChatRequest be about the request that it was made from."""
+    try:
+        yield
+    except ApiError as error:
+        tools = enumerate(flat_tools(asked.tools)) if ".function" in (error.param or "") else ()
+        error.name_as(_NAMES | {f"tools[{i}].function": place for i, (place, _, _) in tools})
+        error.said = error.said.replace("excludes response_format", "excludes text.format")
+        raise
 
 
 _SHARED = frozenset(protocol.ChatRequest.__struct_fields__) & frozenset(ResponsesRequest.__struct_fields__)
@@ -460,14 +445,14 @@ def flat_tools(
         space: NamespaceTool | None = None
         inner = {f"tools[{i}]": tool}
         if tool.get("type") == "namespace":
-            space = protocol.convert(tool, NamespaceTool, f"tools[{i}]")
+            space = decode.convert(tool, NamespaceTool, f"tools[{i}]")
             inner = {f"tools[{i}].tools[{j}]": one for j, one in enumerate(space.tools)}
         for place, one in inner.items():
             if not is_left_out(one):
                 kind = {"function": FunctionTool, "custom": CustomTool}.get(str(one.get("type")))
                 if kind is None:
                     raise _unknown_tool(one, place)
-                yield place, space, protocol.convert(one, kind, place)
+                yield place, space, decode.convert(one, kind, place)
 
 
 def _unknown_tool(tool: dict[str, Any], place: str) -> ApiError:
@@ -486,7 +471,7 @@ def _chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     """Tools in the form of chats. Raises ApiError (400)."""
     plain, told = [], None
     for place, space, tool in flat_tools(tools):
-        name = protocol.convert(flat_name(tool.name, space.name if space else None), ToolName, f"{place}.name")
+        name = decode.convert(flat_name(tool.name, space.name if space else None), ToolName, f"{place}.name")
         descriptions = [tool.description]
         if space is not None and space is not told:  # once is enough
             descriptions.insert(0, space.description)

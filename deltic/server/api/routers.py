@@ -14,11 +14,12 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from deltic import __version__
-from deltic.engine.messages import EngineInfo, Picture
+from deltic.engine.messages import Picture
 from deltic.ops.geometry import PAGE_SIZE
-from deltic.server.api import protocol
-from deltic.server.api.completions import check, encoded, prompts_of, rendered, take_chat
-from deltic.server.chat.picture_parts import Pictures
+from deltic.server.api import decode, protocol
+from deltic.server.api.completions import check, encoded, prompts_of, rendered
+from deltic.server.errors import naming
+from deltic.server.preparation import Preparation
 from deltic.server.service import Service
 from deltic.server.transport import LargeResponse, json_response
 
@@ -66,24 +67,28 @@ async def is_sleeping(service: Service, request: Request) -> ASGIApp:
 
 async def render_chat(service: Service, request: Request) -> ASGIApp:
     """POST /v1/chat/completions/render: the ids of a chat's prompt, for routers."""
-
-    def work(service: Service, chat: protocol.ChatRequest, info: EngineInfo, pictures: Pictures) -> dict[str, Any]:
-        check(service, chat)
-        prompt, _, _ = rendered(service, chat, info, pictures)
-        return _told(service, prompt.ids, prompt.pictures)
-
-    return LargeResponse(await take_chat(service, request, service.rendering(), work))
+    info = service.rendering()
+    async with Preparation(service, request) as preparation:
+        chat = await preparation.parse(protocol.ChatRequest)
+        decode.take_functions(chat)
+        pictures = await preparation.read_pictures(chat)
+        with naming(decode.older_names(chat)):
+            check(service, chat)
+            prompt, _, _ = await preparation.run(rendered, service, chat, info, pictures)
+    return LargeResponse(_told(service, prompt.ids, prompt.pictures))
 
 
 async def render_completion(service: Service, request: Request) -> ASGIApp:
     """POST /v1/completions/render: the ids of each prompt, for routers."""
     info = service.rendering()
 
-    def work(asked: protocol.CompletionRequest) -> list[dict[str, Any]]:
+    def ids_of(asked: protocol.CompletionRequest) -> list[dict[str, Any]]:
         prompts = prompts_of(service, asked, info)
         return [_told(service, ids) for ids, _ in encoded(service, asked, prompts, info)]
 
-    return LargeResponse(await service.take(request, protocol.CompletionRequest, work))
+    async with Preparation(service, request) as preparation:
+        asked = await preparation.parse(protocol.CompletionRequest)
+        return LargeResponse(await preparation.run(ids_of, asked))
 
 
 def _told(service: Service, ids: list[int], pictures: list[Picture] | None = None) -> dict[str, Any]:

@@ -31,12 +31,13 @@ from deltic.engine.messages import CacheLocated, EngineInfo
 from deltic.engine.messages import Request as EngineRequest
 from deltic.host.client import EngineUnavailable
 from deltic.ops.geometry import PAGE_SIZE
-from deltic.server.api import protocol
-from deltic.server.api.completions import engine_request, prepare_chat, prompts_of, requests_of, take_chat
+from deltic.server.api import decode, protocol
+from deltic.server.api.completions import engine_request, prepared_chat, prompts_of, requests_of
 from deltic.server.batch.file_store import private, unwritable
 from deltic.server.chat.generation import unavailable
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET
+from deltic.server.preparation import Preparation
 from deltic.server.service import SHUTTING_DOWN, Service
 from deltic.server.transport import BODY, json_response, read_body, unless_disconnected
 
@@ -132,14 +133,14 @@ async def _locate(service: Service, asked: EngineRequest) -> CacheLocated:
 async def _asked(service: Service, request: Request, info: EngineInfo) -> EngineRequest:
     """The request that the body would be sent to the engine as. Raises ApiError, as for an answer."""
     body = request.scope[BODY] = await read_body(request, service.server.max_body_mb)
-    told = protocol.parse(body, ExportRequest)
+    told = decode.parse(body, ExportRequest)
     if (told.messages is None) == (told.prompt is None):
         raise bad_request(
             "messages", "send the body of a chat, which has messages, or of a completion, which has a prompt"
         )
     request_id = f"export-{secrets.token_hex(16)}"
     if told.messages is not None:
-        prepared = await take_chat(service, request, info, prepare_chat)
+        prepared = await prepared_chat(service, request, info)
         prompt = prepared.prompt
         made = engine_request(request_id, prompt.ids, prepared.params, prepared.chat, prompt.boundaries)
         made.pictures = prompt.pictures
@@ -151,7 +152,9 @@ async def _asked(service: Service, request: Request, info: EngineInfo) -> Engine
                 raise bad_request("prompt", "send one prompt: a prefix is of one")
             return requests_of(service, asked, prompts, info)[0]
 
-        made = await service.take(request, protocol.CompletionRequest, prepare)
+        async with Preparation(service, request) as preparation:
+            asked = await preparation.parse(protocol.CompletionRequest)
+            made = await preparation.run(prepare, asked)
         made.id = request_id
     if not made.use_cache:
         raise bad_request("cache_prompt", "is false: this prompt is not to be in the cache; leave it out")

@@ -25,6 +25,7 @@ from deltic.server.batch.runner import Batch, BatchRunner
 from deltic.server.chat.generation import unavailable
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket
+from deltic.server.preparation import parsed
 from deltic.server.service import SHUTTING_DOWN, Service
 from deltic.server.transport import LargeResponse, json_response
 
@@ -285,7 +286,7 @@ async def create_batch(service: Service, request: Request) -> ASGIApp:
     runner, owner = _runner(service, request), _owner(request)
     if service.server.draining:
         raise unavailable(SHUTTING_DOWN)
-    asked = await service.take(request, BatchRequest, lambda asked: asked)
+    asked = await parsed(service, request, BatchRequest)
     if not WINDOW.fullmatch(asked.completion_window):
         raise bad_request("completion_window", f"must be {WINDOW_SAID}")
     if asked.endpoint not in PATHS:

@@ -24,7 +24,7 @@ from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 from msgspec import Meta, Struct
 
 from deltic.engine.messages import Constraint
-from deltic.server.api import protocol
+from deltic.server.api import decode, protocol
 from deltic.server.api.messages import ToolName
 from deltic.server.chat import grammar
 from deltic.server.chat.grammar import CallForm
@@ -181,7 +181,7 @@ def functions_of(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
     functions = []
     for i, tool in enumerate(tools or ()):
         if is_custom(tool):
-            custom = protocol.convert(tool, CustomTool, f"tools[{i}]").custom
+            custom = decode.convert(tool, CustomTool, f"tools[{i}]").custom
             grammar = custom.format.grammar if isinstance(custom.format, TextOf) else None
             tool = {"type": "function", "function": text_function(custom.name, custom.description, grammar)}
         functions.append(tool)
@@ -227,7 +227,7 @@ class Calls(Struct):
 def calls_of(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | None = None) -> Calls | None:
     """None: there are no tools, or none may be called. Raises ApiError (400)."""
     functions: dict[str, tuple[str, ToolFunction]] = {}
-    for i, tool in enumerate(protocol.convert(functions_of(tools), list[Tool], "tools")):
+    for i, tool in enumerate(decode.convert(functions_of(tools), list[Tool], "tools")):
         name, path = tool.function.name, f"tools[{i}].{'custom' if tools and is_custom(tools[i]) else 'function'}"
         if name in functions:
             raise bad_request(f"{path}.name", f"{name!r} is the name of an earlier tool, too")
@@ -235,7 +235,7 @@ def calls_of(tools: list[dict[str, Any]] | None, choice: Any, parallel: bool | N
     most = 1 if parallel is False else None
     must, names = choice == "required", list(functions)
     if isinstance(choice, dict):
-        asked = protocol.convert(choice, OneTool | OneCustom | SomeTools, "tool_choice")
+        asked = decode.convert(choice, OneTool | OneCustom | SomeTools, "tool_choice")
         if isinstance(asked, SomeTools):
             names, path = [_named(tool) for tool in asked.allowed_tools.tools], "allowed_tools"
             must = asked.allowed_tools.mode == "required"
@@ -272,7 +272,7 @@ def thinking_budget(chat: protocol.ChatRequest) -> int | None:
         return chat.thinking_budget
     if chat.thinking_budget is not None:
         raise bad_request("thinking_budget", "contradicts chat_template_kwargs.thinking_budget; give one of the two")
-    budget: int = protocol.convert(inner, protocol.Count, "chat_template_kwargs.thinking_budget")
+    budget: int = decode.convert(inner, protocol.Count, "chat_template_kwargs.thinking_budget")
     return budget
 
 
@@ -496,9 +496,9 @@ def _response_format(value: Any) -> Iterator[Format]:
     if value is None:
         return
     if isinstance(value, dict) and value.get("type") == "structural_tag":
-        yield Format("response_format", "tag", protocol.convert(value, StructuralTag, "response_format"))
+        yield Format("response_format", "tag", decode.convert(value, StructuralTag, "response_format"))
         return
-    asked = protocol.convert(value, ResponseFormat, "response_format")
+    asked = decode.convert(value, ResponseFormat, "response_format")
     if (asked.type == "json_schema") != (asked.json_schema is not None):
         said = "is missing" if asked.json_schema is None else "belongs to the type json_schema only"
         raise bad_request("response_format.json_schema", said)
@@ -517,7 +517,7 @@ def _structured(request: protocol.Sampling) -> Iterator[Format]:
     given |= {name: getattr(request, name) or None for name in ("grammar", "ebnf", "regex")}
     given["json_schema"] = request.json_schema
     if request.structured_outputs is not None:
-        asked = protocol.convert(request.structured_outputs, StructuredOutputs, "structured_outputs")
+        asked = decode.convert(request.structured_outputs, StructuredOutputs, "structured_outputs")
         given |= {f"structured_outputs.{name}": getattr(asked, name) for name in asked.__struct_fields__}
     for path, value in given.items():
         if value is None or value is False:
@@ -532,7 +532,7 @@ def _structured(request: protocol.Sampling) -> Iterator[Format]:
             except (msgspec.DecodeError, RecursionError) as error:
                 raise bad_request(path, f"is not valid JSON: {error}") from None
         if kind == "tag":
-            value = protocol.convert(value, StructuralTag, path)
+            value = decode.convert(value, StructuralTag, path)
         yield Format(path, kind, value)
 
 

@@ -30,7 +30,7 @@ from deltic.server.chat.grammar import CallForm
 from deltic.server.chat.metered import LARGEST_SOURCE, MeteredEnvironment, TooMuch
 from deltic.server.chat.picture_parts import Pictures, check_room, expanded, not_shown, pictures_of, sent_in
 from deltic.server.chat.videos import Clip
-from deltic.server.errors import ApiError, bad_request
+from deltic.server.errors import ApiError, PromptTooLong, bad_request
 from deltic.text import TRUSTED, Tokenizer, TokenizerError, read_json
 
 CUT = "\udcfe"
@@ -310,7 +310,7 @@ class ChatTemplate:
             if not cut:
                 raise bad_request("continue_final_message", "the chat template drops the end of the last message")
         if kept is None and limit is not None and (n := self._tokenizer.least_tokens(text, limit)) >= limit:
-            raise protocol.prompt_too_long("messages", f"at least {n}", limit)
+            raise PromptTooLong("messages", n, limit, at_least=True)
         prompt = self._prompt(text, kept, pictures)
         return msgspec.structs.replace(prompt, effort=f"{effort}, as {known}") if known != effort and known else prompt
 

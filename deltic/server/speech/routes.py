@@ -25,12 +25,13 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deltic.engine import messages as engine
 from deltic.host.client import EngineUnavailable
-from deltic.server.api import protocol
+from deltic.server.api import decode, protocol
 from deltic.server.chat.answer import Piece, WayOut
 from deltic.server.chat.generation import Generation, timed_out, unavailable
 from deltic.server.chat.parser import Delta
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket, Usage
+from deltic.server.preparation import Preparation
 from deltic.server.service import Service, SpeechParts
 from deltic.server.speech import protocol as speech_protocol
 from deltic.server.speech.audio import (
@@ -367,13 +368,11 @@ async def _in_time(ticket: Ticket, work: Coroutine[Any, Any, T]) -> T:
 async def speak(service: Service, request: Request) -> ASGIApp:
     """POST /v1/audio/speech: a text, spoken."""
     info = service.admit(speech=True)
-
-    def work(asked: SpeechRequest) -> tuple[str | None, Plan]:
+    async with Preparation(service, request) as preparation:
+        asked = await preparation.parse(SpeechRequest)
         form = _stream_form(asked)
         streamed = form is not None and asked.speed in (None, 1.0) and asked.response_format not in WHOLE_FILES
-        return form, plan(service, asked, asked.input, info, streamed=streamed)
-
-    form, planned = await service.take(request, SpeechRequest, work)
+        planned = await preparation.run(plan, service, asked, asked.input, info, streamed=streamed)
     ticket: Ticket = request.scope[TICKET]
     spoken = await unless_disconnected(request.receive, utterance(service, planned, info, ticket))
     request.scope["deltic.answer_id"] = spoken.sent.id
@@ -467,7 +466,7 @@ async def speak_batch(service: Service, request: Request) -> ASGIApp:
     """POST /v1/audio/speech/batch: several texts, each answered by its audio or its error."""
     info = service.admit(speech=True)
 
-    def work(asked: BatchRequest) -> list[Plan | ApiError]:
+    def plan_all(asked: BatchRequest) -> list[Plan | ApiError]:
         service.check_model(asked.model)
         return [attempt(speech_protocol.with_defaults(item, asked)) for item in asked.items]
 
@@ -477,7 +476,8 @@ async def speak_batch(service: Service, request: Request) -> ASGIApp:
         except ApiError as error:
             return error
 
-    planned = await service.take(request, BatchRequest, work)
+    async with Preparation(service, request) as preparation:
+        planned = await preparation.run(plan_all, await preparation.parse(BatchRequest))
     ticket: Ticket = request.scope[TICKET]
     total = Usage(0, 0, 0, 0, {})
 
@@ -580,7 +580,7 @@ async def _voice_form(request: Request, max_mb: float) -> VoiceForm:
         raise bad_request("audio_sample", "must be a file")
     if len(audio) > MAX_REFERENCE_BYTES:
         raise bad_request("audio_sample", f"is larger than {MAX_REFERENCE_BYTES // 1_000_000} MB")
-    asked: VoiceForm = protocol.convert(given, VoiceForm, "")
+    asked: VoiceForm = decode.convert(given, VoiceForm, "")
     return asked
 
 

@@ -28,10 +28,11 @@ from starlette.types import Message
 from starlette.websockets import WebSocket, WebSocketDisconnect
 
 from deltic.server.access import KEY_PROTOCOL, Access
-from deltic.server.api import protocol
+from deltic.server.api import decode
 from deltic.server.chat.generation import unavailable
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import ASKING, TICKET, Account, Ticket
+from deltic.server.preparation import Preparation, prepared
 from deltic.server.service import Server, Service
 from deltic.server.speech.prompt import OpenText
 from deltic.server.speech.protocol import ClientMessage, InputDone, InputText, SessionClose, SessionConfig
@@ -177,10 +178,11 @@ class _Conversation:
             raise bad_request(None, "expected a JSON object as a text message")
         if text.count("[") + text.count("{") > MAX_CONTAINERS:
             raise bad_request(None, f"the message has more than {MAX_CONTAINERS} brackets", "too_many_containers")
-        taken: ClientMessage = await self._service.prepare(
-            len(text),
-            lambda: protocol.parse(text.encode(), ClientMessage),  # type: ignore[arg-type]
+        taken: ClientMessage = await prepared(
+            self._service,
             self._request,
+            len(text),
+            lambda: decode.parse(text.encode(), ClientMessage),  # type: ignore[arg-type]
         )
         if self._is_closing:
             raise bad_request("type", "nothing may come behind session.close")
@@ -254,7 +256,7 @@ class _Conversation:
         if not piece or text.is_over:
             return
         size = text.n_characters + len(piece)  # all of it, where nothing was certain until now
-        ids = await self._service.prepare(size, lambda: text.encoder.push(piece), self._request)
+        ids = await prepared(self._service, self._request, size, text.encoder.push, piece)
         # What waits before this text does not need its end; and alone it is never more than may wait. So this
         # ends.
         await self._wait_for_room(len(piece))
@@ -267,7 +269,7 @@ class _Conversation:
 
     async def _finish(self, config: SessionConfig) -> None:
         if (text := self._text) is not None:
-            text.end(await self._service.prepare(text.n_characters, text.encoder.flush, self._request))
+            text.end(await prepared(self._service, self._request, text.n_characters, text.encoder.flush))
             self._text = None
         if rest := self._splitter.flush():
             await self._queue_part(rest, config)
@@ -340,11 +342,9 @@ class _Conversation:
         service, config = part.service, part.config
         ticket.enter()
         info = service.admit(speech=True)
-        planned = await service.prepare(
-            len(part.text) if isinstance(part.text, str) else 0,
-            lambda: plan(service, config, part.text, info, streamed=config.stream_audio),
-            self._request,
-        )
+        size = len(part.text) if isinstance(part.text, str) else 0
+        async with Preparation(service, self._request, size) as preparation:
+            planned = await preparation.run(plan, service, config, part.text, info, streamed=config.stream_audio)
         spoken = await utterance(service, planned, info, ticket)
         self._socket.scope["deltic.answer_id"] = spoken.sent.id
         if config.stream_audio:
