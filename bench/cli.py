@@ -21,8 +21,8 @@ INTRODUCTION = """# The command line
 This page is made from the parsers: `python -m bench.cli` writes it, and a test compares.
 
 Every flag of the groups engine, model and server is also a variable, `DELTIC_` and its name in capitals, as `DELTIC_MAX_MODEL_LEN`,
-and a key of the file that [`--config`](serving.md#a-file-of-settings) names. What stands on the command line counts most, then the
-variable, then the file. A switch has two forms, `--prefix-cache` and `--no-prefix-cache`. A flag of vLLM, SGLang, llama.cpp, Ollama or
+and a key of the file that [`--config`](serving.md#a-file-of-settings) names. The command line counts most, then the variable, then
+the file. A switch has two forms, `--prefix-cache` and `--no-prefix-cache`. A flag of vLLM, SGLang, llama.cpp, Ollama or
 LM Studio that is none here is told what to give instead (`deltic/commands/foreign_flags.txt`).
 
 A command ends with status 0 when it did its work, with 2 for a wrong argument or setting, with 1 for anything else, and with 130
@@ -84,7 +84,7 @@ def takes(title: str, some: Sequence[argparse.Action], everything: Sequence[argp
         return f"All {link}."
     if len(without) <= len(have):
         return f"All {link} but {', '.join(without)}."
-    return f"Of the {link}: {', '.join(names[action.dest] for action in some)}."
+    return f"Some of the {link}: {', '.join(names[action.dest] for action in some)}."
 
 
 def page(top: argparse.ArgumentParser) -> str:

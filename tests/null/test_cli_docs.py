@@ -39,7 +39,7 @@ def test_a_group_is_written_once_and_a_command_says_what_it_takes_of_it() -> Non
     assert text.count("- `--one N`: 50 % of \\*") == 1
     assert "All [engine](#engine) flags." in text
     assert "All [engine](#engine) flags but `--three`." in text
-    assert "Of the [engine](#engine) flags: `--one`." in text
+    assert "Some of the [engine](#engine) flags: `--one`." in text
 
 
 def test_a_stale_page_is_told(
