@@ -1,4 +1,4 @@
-"""Which tokens run in the next step.
+"""The scheduler, which decides what tokens run in the next step.
 
 A sequence waits (owns nothing), prefills (owns a slot, and pages for what was computed) or decodes. Each step
 takes every decode, then fills the rest of the token budget with prefill chunks. Owners take turns; within one
@@ -43,22 +43,20 @@ import logging
 import random
 import time
 from array import array
-from bisect import bisect_left, insort
 from collections import Counter
 from collections.abc import Iterable
 from itertools import chain
 
 import msgspec
 
+from deltic.engine.admission import Admission, in_turns, rank
 from deltic.engine.cache.cache import Cache, pages_for
-from deltic.engine.cache.tree import DEVICE
 from deltic.engine.cost import Load, StepCost
 from deltic.engine.drafts import Drafting
 from deltic.engine.guides import Guides
 from deltic.engine.messages import AddText, EngineInfo, FinishReason, Output, Request
 from deltic.engine.pictures import IDLE_S, Pictures
 from deltic.engine.step import Chunk, Draw, HeldAdapter, Sequence, Step, StepResult, Voice, mixed_seed
-from deltic.engine.turns import giving_way, in_turns, rank
 from deltic.logs import counted
 from deltic.ops.geometry import PAGE_SIZE
 
@@ -80,25 +78,13 @@ class RequestError(ValueError):
     """A request that this engine cannot run; the message says why and what would do."""
 
 
-def _n_promised(sequence: Sequence) -> int:
-    """Pages that its tokens are still to get."""
-    return max(0, pages_for(len(sequence.tokens)) - len(sequence.pages))
-
-
 def _n_most_computed(n_prompt: int, max_tokens: int) -> int:
     """The most tokens of a sequence that are ever computed: all but the last one drawn."""
     return n_prompt + max(0, max_tokens - 1)
 
 
 class Scheduler:
-    """The open sequences, in three lists, and the rules by which they move between them.
-
-    | a sequence | is in | owns |
-    | --- | --- | --- |
-    | that was not admitted, or was preempted | `_waiting` | nothing; host memory perhaps |
-    | whose prompt is being computed | `_prefills` | a slot, and pages for what is computed |
-    | that decodes | `_decodes` | a slot, and pages for all its tokens |
-    | of n > 1, while the first computes the prompt | the first's `siblings` | a slot once that is admitted |
+    """The open sequences of an engine, and the steps that run them.
 
     A step has at most max(max_step_tokens, n_decodes + 64) tokens, n_decodes < max_num_seqs when it has
     prefill; at most max_logit_rows rows of logits; and at most max_num_seqs draws. Without canonical_decode,
@@ -135,18 +121,15 @@ class Scheduler:
 
         All of them stall, or wait for what the stalled ones own.
         """
-        self.n_preemptions = 0
         self.n_recomputed = 0
         self.n_prompt_tokens = 0
         self.n_generated_tokens = 0
         self._open: dict[str, dict[int, Sequence]] = {}
         self._n_arrived = 0
-        self._turn = 0  # the latest that was admitted
-        # A sequence that waits for its first sibling's prompt is in none of these lists, but in that
-        # sibling's `siblings`.
-        self._waiting: list[Sequence] = []  # by rank
-        self._prefills: list[Sequence] = []  # by rank
-        self._decodes: list[Sequence] = []
+        self._admission = Admission(cache)
+        # The same lists: sequences also enter and leave them here, as steps are planned and committed.
+        self._prefills, self._decodes = self._admission.prefills, self._admission.decodes
+        self._preempt = self._admission.preempt
         self._had_prefill = False  # the last step
         self._n_open_of: Counter[str] = Counter()  # sequences, by owner
         self._n_prefilled: dict[str, int] = {}
@@ -160,6 +143,10 @@ class Scheduler:
     def n_running(self) -> int:
         """Number of sequences that have a place."""
         return self.cache.places.n - self.cache.places.n_free
+
+    @property
+    def n_preemptions(self) -> int:
+        return self._admission.n_preemptions
 
     @property
     def n_stalled(self) -> int:
@@ -202,7 +189,7 @@ class Scheduler:
         prompt, now = array("i", request.prompt_ids), time.monotonic()
         # Kept once, as an array: a list is nine times as large, and siblings get their copy when they start.
         request = msgspec.structs.replace(request, params=params, prompt_ids=[])
-        turn = self._take_turn(request)
+        turn = self._admission.take_turn(request, [list(group.values()) for group in self._open.values()])
         group = [
             Sequence(
                 request,
@@ -231,36 +218,7 @@ class Scheduler:
         self._n_open_of[request.owner] += params.n
         self.is_blocked = False
         self._open[request.id] = dict(enumerate(group))
-        insort(self._waiting, group[0], key=rank)
-
-    def _take_turn(self, request: Request) -> int:
-        """Gives a new request its turn.
-
-        It comes after its owner's waiting requests that are as urgent, and level with the first of other
-        owners. So owners alternate however many requests one of them sends, and none can be overtaken for
-        ever. A single owner is served in the order of arrival. Its owner's less urgent requests move back
-        behind it, in their order.
-        """
-        groups = (list(group.values()) for group in self._open.values())
-        own = [g for g in groups if g[0].request.owner == request.owner]
-        own = [g for g in own if max(0, g[0].request.priority) == max(0, request.priority)]
-        turn, passed = self._turn, []
-        for group in own:
-            if group[0].request.priority > request.priority:
-                passed.append(group)
-                continue
-            waits = any(s.slot is None for s in group)
-            turn = max(turn, group[0].turn + waits * group[0].request.params.n)
-        after = turn + request.params.n
-        for group in sorted(passed, key=lambda g: rank(g[0])):
-            after = max(after, group[0].turn)
-            for sequence in group:
-                sequence.turn = after
-            after += group[0].request.params.n
-        if passed:
-            self._waiting.sort(key=rank)
-            self._prefills.sort(key=rank)
-        return turn
+        self._admission.wait(group[0])
 
     def add_text(self, command: AddText) -> None:
         """Adds text to a request, whose sequences go on with it.
@@ -306,9 +264,7 @@ class Scheduler:
 
     def _end(self, sequence: Sequence, reason: FinishReason, message: str | None = None) -> Output:
         """Takes an open sequence out, wherever it is."""
-        self._unlist(sequence)
-        if sequence.siblings:
-            self._promote(sequence)
+        self._admission.take_out(sequence, self._open[sequence.request.id].values())
         self._close(sequence, reason)
         return Output(sequence.request.id, sequence.index, finish_reason=reason, error=message)
 
@@ -331,35 +287,6 @@ class Scheduler:
         if not group:
             del self._open[sequence.request.id]
 
-    def _unlist(self, sequence: Sequence) -> None:
-        for other in self._open[sequence.request.id].values():
-            if sequence in other.siblings:
-                other.siblings.remove(sequence)
-                return
-        if sequence.slot is None:
-            del self._waiting[bisect_left(self._waiting, rank(sequence), key=rank)]
-        elif sequence in self._prefills:
-            self._prefills.remove(sequence)
-        else:
-            self._decodes.remove(sequence)
-
-    def _promote(self, sequence: Sequence) -> None:
-        """The next sibling takes over the computed tokens of a first one that ends before its prompt is
-        done.
-        """
-        heir, *siblings = sequence.siblings
-        heir.siblings, sequence.siblings = siblings, []
-        heir.tokens = sequence.tokens
-        heir.prefix, sequence.prefix = sequence.prefix, None
-        if sequence.slot is None:
-            insort(self._waiting, heir, key=rank)
-            return
-        heir.pages, sequence.pages = sequence.pages, heir.pages
-        heir.slot, sequence.slot = sequence.slot, heir.slot
-        heir.start_slot, sequence.start_slot = sequence.start_slot, None
-        heir.n_computed, sequence.n_computed = sequence.n_computed, 0
-        insort(self._prefills, heir, key=rank)
-
     # One step.
 
     def take_masks(self, step_s: float) -> list[Output]:
@@ -372,7 +299,7 @@ class Scheduler:
         return [self._end(g.sequence, "error" if g.error else "stop", g.error or None) for g in ended]
 
     def plan(self) -> Step | None:
-        """The next step, with its pages and slots handed out.
+        """Makes the next step, with its pages and slots handed out.
 
         None when nothing is open, or when everything waits for the tiers, a mask or a text.
 
@@ -384,7 +311,7 @@ class Scheduler:
         step = Step()
         self._grow_decodes()
         if len(self._n_open_of) > 1:
-            self._admit_newcomers(step)
+            self._admission.admit_newcomers(step, len(self._n_open_of))
         for sequence in self._decodes:
             if sequence.n_pending == 1:
                 if not sequence.can_draw:
@@ -392,7 +319,11 @@ class Scheduler:
                 step.draws.append(Draw(len(step.chunks), sequence))
             start = sequence.n_computed + sequence.n_window
             step.chunks.append(Chunk(sequence, start, 1, n_redo=sequence.n_window))
-        if (self._prefills or self._waiting) and not self._gives_way():
+        # Where there is a target for the time between two tokens, a chunk uses it up: the vision tower and
+        # prefills take turns.
+        has_pictures = self.pictures is not None and self.pictures.has_work
+        gives_way = has_pictures and self._had_prefill and bool(self._decodes) and self.cost is not None
+        if (self._prefills or self._admission.waiting) and not gives_way:
             self._plan_prefills(step)
             if not self.info.canonical_decode:
                 step.put_decodes_first()
@@ -407,13 +338,6 @@ class Scheduler:
                     raise RuntimeError(f"{self.n_open} sequences are open and none can run: the scheduler is stuck")
             return None
         return step
-
-    def _gives_way(self) -> bool:
-        """Whether prefills sit this step out: where there is a target for the time between two tokens, a
-        chunk uses it up, and the vision tower and prefills take turns.
-        """
-        has_pictures = self.pictures is not None and self.pictures.has_work
-        return has_pictures and self._had_prefill and bool(self._decodes) and self.cost is not None
 
     def tower_s(self, step_s: float) -> float:
         """Seconds that the vision tower may take behind a step that took so long; 0: not now.
@@ -456,17 +380,6 @@ class Scheduler:
             n_most = _n_most_computed(sequence.n_prompt, sequence.request.params.max_tokens)
             self.cache.grow(sequence, min(n_tokens + self.info.n_lookahead, n_most))
 
-    def _admit_newcomers(self, step: Step) -> None:
-        """Admits, of each owner who has no place, the sequence that waits with the lowest rank."""
-        served = {s.request.owner for s in chain(self._prefills, self._decodes)}
-        if len(served) == len(self._n_open_of):
-            return
-        for sequence in self._waiting[:]:
-            if sequence.request.owner in served or sequence.request.priority > 0 or self._is_held(sequence):
-                continue
-            served.add(sequence.request.owner)
-            self._admit(sequence, step, is_newcomer=True)
-
     def _plan_prefills(self, step: Step) -> None:
         """Fills the step with prefill chunks: of those that run, in turns, then of those that wait, by rank.
 
@@ -478,7 +391,7 @@ class Scheduler:
         cost = self.cost
         load = Load.of(step.chunks, self.info.block_size) if cost and (self._decodes or cost.is_shared) else None
         n_rows = self.max_logit_rows - n_decodes
-        candidates = (s for s in self._waiting[:] if not self._is_held(s))
+        candidates = self._admission.candidates()
         candidate = next(candidates, None)
         prefills, self._n_prefilled = in_turns(self._prefills, self._n_prefilled)
         i = n_prefills = 0  # i: into prefills
@@ -488,7 +401,7 @@ class Scheduler:
             sequence = prefills[i] if i < len(prefills) else None
             if candidate and (not sequence or (rank(candidate) < rank(sequence) and len(self._n_prefilled) <= 1)):
                 # One that is held back lets others pass; one that does not fit does not.
-                is_admitted = self._admit(candidate, step)
+                is_admitted = self._admission.admit(candidate, step)
                 if is_admitted:
                     prefills.insert(i, candidate)
                 candidate = None if is_admitted is False else next(candidates, None)
@@ -508,8 +421,7 @@ class Scheduler:
             if length <= 0:  # the tower is at work, or all but its end is done: others may pass
                 i += 1
                 continue
-            wants_logprobs = sequence.wants_prompt_logprobs
-            chunk = Chunk(sequence, sequence.n_computed, length, wants_logprobs)
+            chunk = Chunk(sequence, sequence.n_computed, length, sequence.wants_prompt_logprobs)
             self.cache.plan_checkpoints(chunk)
             if self.pictures is not None and sequence.request.pictures:
                 self.pictures.place(chunk)
@@ -524,100 +436,13 @@ class Scheduler:
             self._n_prefilled[owner] = self._n_prefilled.get(owner, 0) + length + n_seen
             if load:
                 load.add(chunk, self.info.block_size)
+            n_rows -= length if chunk.prompt_logprobs else length == sequence.n_pending
             if length == sequence.n_pending:
-                n_rows -= length if wants_logprobs else 1
                 self._prefills.remove(sequence)
                 self._draw_first(step, sequence)
             elif not self.info.canonical_decode and chunk.start + length >= sequence.n_prompt:
                 self._prefills.remove(sequence)
                 self._decodes.append(sequence)  # what it has generated already follows one token a step
-            else:
-                n_rows -= length if wants_logprobs else 0
-
-    def _is_held(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence should go on waiting: for its text, its pages, or a prefill that will
-        share pages with it.
-        """
-        if sequence.lacks_text:
-            return True
-        if sequence.waits_for is not None:
-            other, n_tokens = sequence.waits_for
-            if other.slot is not None and other.n_computed < n_tokens and rank(other) < rank(sequence):
-                return True
-            sequence.waits_for = None
-        return self.cache.is_loading(sequence)
-
-    def _admit(self, sequence: Sequence, step: Step, is_newcomer: bool = False) -> bool | None:
-        """Moves a waiting sequence to the prefills, if it fits; None when it is held back instead. Others may
-        have to give way to a newcomer.
-
-        It takes pages as it goes, but starts only when all its tokens fit beside the pages that the other
-        prefills still need. So prefills never wait for each other's pages, and a preempted sequence does not
-        come back only to be preempted again.
-        """
-        cache = self.cache
-        group = [sequence, *sequence.siblings]
-        n_places = max(0, self.n_running + len(group) - self.info.max_num_seqs)
-        if n_places and not is_newcomer:
-            return False
-        n_promised = sum(map(_n_promised, chain(self._prefills, self._decodes)))
-        known = [] if sequence.wants_prompt_logprobs else cache.look_up(sequence)
-        path = cache.usable(sequence, known)
-        if self._waits_for_prefix(sequence, len(path) * PAGE_SIZE, step):
-            return None
-        if not sequence.wants_prompt_logprobs and cache.search(sequence, known, path):
-            return None
-        n_pages, leaving = cache.n_lacking(sequence, path, n_promised), list[Sequence]()
-        if n_places or n_pages:
-            running = [*self._prefills, *self._decodes]
-            leaving = giving_way(running, len(group), n_places, n_pages, self._n_freed) if is_newcomer else []
-            if not leaving:
-                return False
-        if cache.fetch(sequence, path):
-            return None
-        if self.n_running and cache.is_parked(sequence) and any(node.page[DEVICE] is None for node in path):
-            # Running sequences have the room that its pages need. Without these, its parked state would be
-            # lost.
-            return False
-        for other in leaving:
-            n_promised -= _n_promised(other)
-            self._preempt(other)
-        if not cache.admit(sequence, cache.usable(sequence, known, DEVICE), n_promised):
-            return False
-        cache.want_checkpoints(sequence, len(known) * PAGE_SIZE)
-        for other in self._waiting[: self.info.max_num_seqs]:  # those that may come to run beside it
-            if other is not sequence:
-                cache.want_junction(sequence, other)
-        for member in group:
-            if not member.n_preempted:
-                member.queued_s = time.monotonic() - member.arrived_at
-        if not sequence.n_preempted and not sequence.wants_prompt_logprobs:
-            cache.note_lookup(sequence)
-        self._waiting.remove(sequence)
-        insort(self._prefills, sequence, key=rank)
-        self._turn = max(self._turn, sequence.turn)
-        return True
-
-    def _n_freed(self, sequence: Sequence) -> int:
-        """Pages that others could have if it were preempted."""
-        return self.cache.pages.n_freed(sequence.pages) + _n_promised(sequence)
-
-    def _waits_for_prefix(self, sequence: Sequence, n_usable: int, step: Step) -> bool:
-        """Holds a sequence back if a running prefill will compute more of their common beginning than the
-        cache has.
-
-        That prefill goes first anyway, so waiting takes no longer than computing the same beside it.
-        """
-        if sequence.wants_prompt_logprobs:
-            return False
-        # These have no prefill after this step.
-        ending = (chunk.sequence for chunk in step.chunks if not chunk.is_decode)
-        for other in chain(ending, self._prefills):
-            n_common = self.cache.n_common(sequence, other)
-            if other.n_computed < n_common > n_usable and rank(other) < rank(sequence):
-                sequence.waits_for = other, n_common
-                return True
-        return False
 
     def _chunk_length(self, sequence: Sequence, budget: int, n_rows: int) -> int:
         """Takes pages for the tokens of `sequence` that run in this step. Returns their number, 0 if it has
@@ -651,7 +476,7 @@ class Scheduler:
             if copies is None:  # no page for its partial last one: it starts over by itself
                 self.cache.release(sibling)
                 self.cache.open(sibling)
-                insort(self._waiting, sibling, key=rank)
+                self._admission.wait(sibling)
                 continue
             assert sibling.slot is not None
             step.page_copies += copies
@@ -663,23 +488,60 @@ class Scheduler:
                 self._look_ahead(draw.sequence, n_tokens)
         sequence.siblings = []
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Takes everything from a running sequence and queues it again, at the head of its priority."""
-        (self._prefills if sequence in self._prefills else self._decodes).remove(sequence)
-        for member in (sequence, *sequence.siblings):
-            self.cache.preempt(member)
-            member.n_window, member.drafter = 0, None
-        sequence.n_preempted += 1
-        sequence.begin_prompt_logprobs()
-        insort(self._waiting, sequence, key=rank)
-        self.n_preemptions += 1
-
     def commit(self, step: Step, result: StepResult) -> list[Output]:
         """Takes the results of a step, and frees sequences that end.
 
         Returns one Output for each draw, and for each token where there was a draft, but none for sequences
         that start over.
         """
+        self._commit_chunks(step, result)
+        outputs: list[Output] = []
+        spoilt: list[Sequence] = []
+        n_drawn = 0
+        for i, draw in enumerate(step.draws):
+            sequence, chunk, drawn = draw.sequence, step.chunks[draw.chunk], result.tokens[i]
+            if drawn[0] < 0:
+                might_draw = self._might_draw(sequence)
+                if might_draw and not sequence.is_second_try:
+                    spoilt.append(sequence)
+                else:
+                    outputs.append(self._end(sequence, "error", NOT_FINITE if might_draw else NOTHING_ALLOWED))
+                continue
+            output = Output(sequence.request.id, sequence.index, drawn, result.logprobs[i])
+            if sequence.n_generated == 0:
+                output.queued_s, output.cached_tokens = sequence.queued_s, sequence.n_cached
+            if sequence.prompt_logprobs is not None:
+                output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+            if chunk.sequence is not sequence:  # a sibling, which had no chunk of its own
+                sequence.n_computed = len(sequence.tokens)
+                self.cache.publish(sequence)
+            n_taken = self._take(sequence, output)
+            is_whole = n_taken == len(drawn)
+            n_drawn += n_taken
+            if chunk.drafts:
+                sequence.n_window = n_taken
+                output.n_drafted = len(chunk.drafts)
+                output.n_accepted = n_taken - is_whole  # the last was drawn freely, if it was taken
+                if self.drafting is not None:
+                    self.drafting.count(sequence, output.n_drafted, output.n_accepted)
+                outputs += output.one_by_one()
+            else:
+                outputs.append(output)
+                if n_taken > 1:
+                    sequence.n_computed = len(sequence.tokens) - 1
+                    self.cache.publish(sequence)  # it may have passed the end of a page
+            if result.guesses and sequence.drafter is not None:
+                sequence.drafter.guesses = result.guesses[i]
+            if output.finish_reason is not None:
+                self._decodes.remove(sequence)
+                self._close(sequence, output.finish_reason, keep_state=is_whole)
+        self.n_generated_tokens += n_drawn
+        if spoilt:
+            self._start_over(spoilt)
+        return outputs
+
+    def _commit_chunks(self, step: Step, result: StepResult) -> None:
+        """Notes what a step computed, before anything is drawn of it."""
         for i, chunk in enumerate(step.chunks):
             sequence = chunk.sequence
             n_new = 0 if chunk.drafts else chunk.length
@@ -690,64 +552,14 @@ class Scheduler:
                 sequence.prompt_logprobs.extend(result.prompt_logprobs[i])
             if chunk.start < sequence.n_prompt:
                 self.n_prompt_tokens += chunk.length
-        outputs: list[Output] = []
-        spoilt: list[Sequence] = []
-        for i_draw, draw in enumerate(step.draws):
-            drawn, logprobs = result.tokens[i_draw], result.logprobs[i_draw]
-            sequence = draw.sequence
-            might_draw = drawn[0] >= 0 or self._might_draw(sequence)
-            if drawn[0] < 0 and might_draw and not sequence.is_second_try:
-                spoilt.append(sequence)
-                continue
-            output = Output(sequence.request.id, sequence.index, drawn)
-            outputs.append(output)
-            if drawn[0] < 0:
-                output.token_ids, output.finish_reason = [], "error"
-                output.error = NOT_FINITE if might_draw else NOTHING_ALLOWED
-                self._close(sequence, "error")
-                continue
-            if logprobs is not None:
-                output.logprobs = logprobs
-            if sequence.n_generated == 0:
-                output.queued_s = sequence.queued_s
-                output.cached_tokens = sequence.n_cached
-            if sequence.prompt_logprobs is not None:
-                output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
-            tokens = sequence.tokens
-            n_known = len(tokens)
-            if step.chunks[draw.chunk].sequence is not sequence:  # a sibling, which had no chunk of its own
-                sequence.n_computed = n_known
-                self.cache.publish(sequence)
-            self._take(sequence, drawn, output)
-            n_taken = len(tokens) - n_known
-            self.n_generated_tokens += n_taken
-            if n_taken < len(drawn) and output.token_ids:
-                output.token_ids = drawn[:n_taken]
-                output.logprobs = logprobs and logprobs[:n_taken]
-            drafts = step.chunks[draw.chunk].drafts
-            if drafts:
-                n_right = n_taken - (n_taken == len(drawn))  # the last was drawn freely, if it was taken
-                sequence.n_window = n_taken
-                output.n_drafted, output.n_accepted = len(drafts), n_right
-                if self.drafting is not None:
-                    self.drafting.count(sequence, len(drafts), n_right)
-                outputs[-1:] = output.one_by_one()
-            elif n_taken > 1:
-                sequence.n_computed = len(tokens) - 1
-                self.cache.publish(sequence)  # it may have passed the end of a page
-            if result.guesses and sequence.drafter is not None:
-                sequence.drafter.guesses = result.guesses[i_draw]
-            if output.finish_reason is not None:
-                self._close(sequence, output.finish_reason, keep_state=n_taken == len(drawn))
-        self._decodes = [s for s in self._decodes if s.finish_reason is None]
-        if spoilt:
-            self._start_over(spoilt)
-        return outputs
 
-    def _take(self, sequence: Sequence, drawn: list[int], output: Output) -> None:
-        """Gives a sequence the tokens of a draw, up to one that ends it."""
-        tokens, params = sequence.tokens, sequence.request.params
-        for token in drawn:
+    def _take(self, sequence: Sequence, output: Output) -> int:
+        """Gives a sequence the tokens of an Output, up to one that ends it; the others leave the Output.
+
+        Returns how many it took.
+        """
+        tokens, params, n_known = sequence.tokens, sequence.request.params, len(sequence.tokens)
+        for token in output.token_ids:
             tokens.append(token)
             if not params.max_tokens:  # only the prompt was asked for
                 output.finish_reason, output.token_ids, output.logprobs = "length", [], None
@@ -759,7 +571,10 @@ class Scheduler:
                 self.guides.advance(sequence, token)
                 output.finish_reason = "stop" if sequence.guide.is_over else None
             if output.finish_reason is not None:
-                return
+                n = len(tokens) - n_known
+                output.token_ids, output.logprobs = output.token_ids[:n], output.logprobs and output.logprobs[:n]
+                break
+        return len(tokens) - n_known
 
     def _might_draw(self, sequence: Sequence) -> bool:
         """Whether logits that are finite would have let a token be drawn."""
@@ -781,7 +596,7 @@ class Scheduler:
             if not sequence.n_generated:
                 sequence.n_cached = 0
             sequence.begin_prompt_logprobs()
-            insort(self._waiting, sequence, key=rank)
+            self._admission.wait(sequence)
         self.n_recomputed += len(spoilt)
         log.warning(
             "logits of %s were not finite (request %s): %s of the prefix cache dropped, and all is computed once more",

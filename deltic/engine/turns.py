@@ -9,11 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable
-from itertools import zip_longest
 from threading import Lock
 from typing import Generic, TypeVar
-
-from deltic.engine.step import Sequence
 
 Item = TypeVar("Item")
 
@@ -67,54 +64,3 @@ class Shares(Generic[Item]):
                 most = max(self._used, key=self._used.__getitem__)
                 oldest = next(kept for kept in self._items if kept[0] == most)
                 self._used[most] -= self._size_of(self._items.pop(oldest))
-
-
-def rank(sequence: Sequence) -> tuple[int, int, int, int]:
-    """The sequence with the lower rank goes first.
-
-    Ranks are unique among the open sequences. Sequences of one owner are in the order of their priorities,
-    then of their arrival. Two of different owners change places only when one of the owners sends something
-    more urgent.
-    """
-    return max(0, sequence.request.priority), sequence.turn, sequence.arrival, sequence.index
-
-
-def in_turns(prefills: list[Sequence], n_had: dict[str, int]) -> tuple[list[Sequence], dict[str, int]]:
-    """Prefills, which are given by rank, in the order in which their prompts are computed. Of several owners
-    one has its next before another has its second, and that one comes first who has had the fewest tokens.
-
-    n_had: those tokens, by owner. Given back of the owners of today; who is new starts with the fewest.
-    """
-    of_owner: dict[str, list[Sequence]] = {}
-    for sequence in prefills:
-        of_owner.setdefault(sequence.request.owner, []).append(sequence)
-    least = min((n_had[owner] for owner in of_owner if owner in n_had), default=0)
-    n_had = {owner: n_had.get(owner, least) for owner in of_owner}
-    if len(of_owner) <= 1:
-        return prefills[:], n_had
-    rows = zip_longest(*(of_owner[owner] for owner in sorted(of_owner, key=n_had.__getitem__)))
-    return [sequence for row in rows for sequence in row if sequence is not None], n_had
-
-
-def giving_way(
-    running: list[Sequence], n: int, n_places: int, n_pages: int, n_freed: Callable[[Sequence], int]
-) -> list[Sequence]:
-    """The running sequences that give up places and pages for n sequences of an owner who has none.
-
-    They are those of the lowest priority, then of the owner with the most, the youngest first; an owner is
-    left as many as the newcomer gets. None, if that is not enough. n_freed: pages that one gives up.
-    """
-    found, places = list[Sequence](), Counter[str]()
-    for sequence in running:
-        places[sequence.request.owner] += 1 + len(sequence.siblings)
-    while n_places > 0 or n_pages > 0:
-        running = [s for s in running if s.request.priority > 0 or places[s.request.owner] > n + len(s.siblings)]
-        if not running:
-            return []
-        last = max(running, key=lambda s: (rank(s)[0], places[s.request.owner], rank(s)))
-        running.remove(last)
-        found.append(last)
-        places[last.request.owner] -= 1 + len(last.siblings)
-        n_places -= 1 + len(last.siblings)
-        n_pages -= n_freed(last)
-    return found

@@ -1,0 +1,269 @@
+"""Admission: the three lists of open sequences, and the rules by which they move between them.
+
+A request gets a turn when it comes. The rank of a sequence follows from its priority, then from its turn, and
+the one with the lowest rank is admitted first, as soon as there is a place and memory for it.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from itertools import chain, zip_longest
+
+from deltic.engine.cache.cache import Cache, pages_for
+from deltic.engine.cache.tree import DEVICE
+from deltic.engine.messages import Request
+from deltic.engine.step import Sequence, Step
+from deltic.ops.geometry import PAGE_SIZE
+
+
+def rank(sequence: Sequence) -> tuple[int, int, int, int]:
+    """The sequence with the lower rank goes first.
+
+    Ranks are unique among the open sequences. Sequences of one owner are in the order of their priorities,
+    then of their arrival. Two of different owners change places only when one of the owners sends something
+    more urgent.
+    """
+    return max(0, sequence.request.priority), sequence.turn, sequence.arrival, sequence.index
+
+
+def in_turns(prefills: list[Sequence], n_had: dict[str, int]) -> tuple[list[Sequence], dict[str, int]]:
+    """Sorts prefills, which are given by rank, into the order in which their prompts are computed.
+
+    Of several owners one has its next before another has its second, and that one comes first who has had the
+    fewest tokens. n_had: those tokens, by owner. Given back of the owners of today; who is new starts with
+    the fewest.
+    """
+    of_owner: dict[str, list[Sequence]] = {}
+    for sequence in prefills:
+        of_owner.setdefault(sequence.request.owner, []).append(sequence)
+    least = min((n_had[owner] for owner in of_owner if owner in n_had), default=0)
+    n_had = {owner: n_had.get(owner, least) for owner in of_owner}
+    if len(of_owner) <= 1:
+        return prefills[:], n_had
+    rows = zip_longest(*(of_owner[owner] for owner in sorted(of_owner, key=n_had.__getitem__)))
+    return [sequence for row in rows for sequence in row if sequence is not None], n_had
+
+
+def _n_promised(sequence: Sequence) -> int:
+    """Pages that its tokens are still to get."""
+    return max(0, pages_for(len(sequence.tokens)) - len(sequence.pages))
+
+
+class Admission:
+    """The open sequences, in three lists that others may read.
+
+    | a sequence | is in | owns |
+    | --- | --- | --- |
+    | that was not admitted, or was preempted | `waiting` | nothing; host memory perhaps |
+    | whose prompt is being computed | `prefills` | a slot, and pages for what is computed |
+    | that decodes | `decodes` | a slot, and pages for all its tokens |
+    | of n > 1, while the first computes the prompt | the first's `siblings` | a slot once that is admitted |
+    """
+
+    def __init__(self, cache: Cache) -> None:
+        self.waiting: list[Sequence] = []  # by rank
+        self.prefills: list[Sequence] = []  # by rank
+        self.decodes: list[Sequence] = []
+        self.n_preemptions = 0
+        self._cache = cache
+        self._turn = 0  # the latest that was admitted
+
+    # A sequence waits, or leaves.
+
+    def take_turn(self, request: Request, groups: Iterable[list[Sequence]]) -> int:
+        """Gives a new request its turn. groups: the sequences of each open request.
+
+        It comes after its owner's waiting requests that are as urgent, and level with the first of other
+        owners. So owners alternate however many requests one of them sends, and none can be overtaken for
+        ever. A single owner is served in the order of arrival. Its owner's less urgent requests move back
+        behind it, in their order.
+        """
+        own = [g for g in groups if g[0].request.owner == request.owner]
+        own = [g for g in own if max(0, g[0].request.priority) == max(0, request.priority)]
+        turn, passed = self._turn, []
+        for group in own:
+            if group[0].request.priority > request.priority:
+                passed.append(group)
+                continue
+            waits = any(s.slot is None for s in group)
+            turn = max(turn, group[0].turn + waits * group[0].request.params.n)
+        after = turn + request.params.n
+        for group in sorted(passed, key=lambda g: rank(g[0])):
+            after = max(after, group[0].turn)
+            for sequence in group:
+                sequence.turn = after
+            after += group[0].request.params.n
+        if passed:
+            self.waiting.sort(key=rank)
+            self.prefills.sort(key=rank)
+        return turn
+
+    def wait(self, sequence: Sequence) -> None:
+        """Queues a sequence, which owns nothing."""
+        insort(self.waiting, sequence, key=rank)
+
+    def take_out(self, sequence: Sequence, group: Iterable[Sequence]) -> None:
+        """Takes an open sequence out of its list. group: the open sequences of its request.
+
+        The next sibling takes over the computed tokens of a first one whose prompt is not done.
+        """
+        for other in group:
+            if sequence in other.siblings:
+                other.siblings.remove(sequence)
+                return
+        if sequence.slot is None:
+            del self.waiting[bisect_left(self.waiting, rank(sequence), key=rank)]
+        else:
+            self._stop(sequence)
+        if sequence.siblings:
+            self._promote(sequence)
+
+    def _stop(self, sequence: Sequence) -> None:
+        (self.prefills if sequence in self.prefills else self.decodes).remove(sequence)
+
+    def _promote(self, sequence: Sequence) -> None:
+        heir, *siblings = sequence.siblings
+        heir.siblings, sequence.siblings = siblings, []
+        heir.tokens = sequence.tokens
+        heir.prefix, sequence.prefix = sequence.prefix, None
+        if sequence.slot is None:
+            self.wait(heir)
+            return
+        heir.pages, sequence.pages = sequence.pages, heir.pages
+        heir.slot, sequence.slot = sequence.slot, heir.slot
+        heir.start_slot, sequence.start_slot = sequence.start_slot, None
+        heir.n_computed, sequence.n_computed = sequence.n_computed, 0
+        insort(self.prefills, heir, key=rank)
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Takes everything from a running sequence and queues it again, at the head of its priority."""
+        self._stop(sequence)
+        for member in (sequence, *sequence.siblings):
+            self._cache.preempt(member)
+            member.n_window, member.drafter = 0, None
+        sequence.n_preempted += 1
+        sequence.begin_prompt_logprobs()
+        self.wait(sequence)
+        self.n_preemptions += 1
+
+    # A sequence comes to run.
+
+    def candidates(self) -> Iterator[Sequence]:
+        """Lists, by rank, the sequences that wait and are not held back."""
+        return (sequence for sequence in self.waiting[:] if not self._is_held(sequence))
+
+    def admit_newcomers(self, step: Step, n_owners: int) -> None:
+        """Admits, of each owner who has no place, the sequence that waits with the lowest rank.
+
+        n_owners: of all open sequences.
+        """
+        served = {s.request.owner for s in chain(self.prefills, self.decodes)}
+        if len(served) == n_owners:
+            return
+        for sequence in self.waiting[:]:
+            if sequence.request.owner in served or sequence.request.priority > 0 or self._is_held(sequence):
+                continue
+            served.add(sequence.request.owner)
+            self.admit(sequence, step, is_newcomer=True)
+
+    def _is_held(self, sequence: Sequence) -> bool:
+        """Whether a waiting sequence should go on waiting: for its text, its pages, or a prefill that will
+        share pages with it.
+        """
+        if sequence.lacks_text:
+            return True
+        if sequence.waits_for is not None:
+            other, n_tokens = sequence.waits_for
+            if other.slot is not None and other.n_computed < n_tokens and rank(other) < rank(sequence):
+                return True
+            sequence.waits_for = None
+        return self._cache.is_loading(sequence)
+
+    def admit(self, sequence: Sequence, step: Step, is_newcomer: bool = False) -> bool | None:
+        """Moves a waiting sequence to the prefills, if it fits; None when it is held back instead. Others may
+        have to give way to a newcomer.
+
+        It takes pages as it goes, but starts only when all its tokens fit beside the pages that the other
+        prefills still need. So prefills never wait for each other's pages, and a preempted sequence does not
+        come back only to be preempted again.
+        """
+        cache, group = self._cache, [sequence, *sequence.siblings]
+        n_places = max(0, len(group) - cache.places.n_free)
+        if n_places and not is_newcomer:
+            return False
+        n_promised = sum(map(_n_promised, chain(self.prefills, self.decodes)))
+        known = [] if sequence.wants_prompt_logprobs else cache.look_up(sequence)
+        path = cache.usable(sequence, known)
+        if not sequence.wants_prompt_logprobs and (
+            self._waits_for_prefix(sequence, len(path) * PAGE_SIZE, step) or cache.search(sequence, known, path)
+        ):
+            return None
+        n_pages, leaving = cache.n_lacking(sequence, path, n_promised), list[Sequence]()
+        if n_places or n_pages:
+            leaving = self._giving_way(len(group), n_places, n_pages) if is_newcomer else []
+            if not leaving:
+                return False
+        if cache.fetch(sequence, path):
+            return None
+        is_alone, lacks_pages = cache.places.n_free == cache.places.n, any(node.page[DEVICE] is None for node in path)
+        if cache.is_parked(sequence) and lacks_pages and not is_alone:
+            # Running sequences have the room that its pages need. Without these, its parked state would be
+            # lost.
+            return False
+        for other in leaving:
+            n_promised -= _n_promised(other)
+            self.preempt(other)
+        if not cache.admit(sequence, cache.usable(sequence, known, DEVICE), n_promised):
+            return False
+        cache.want_checkpoints(sequence, len(known) * PAGE_SIZE)
+        for other in self.waiting[: cache.places.n]:  # those that may come to run beside it
+            if other is not sequence:
+                cache.want_junction(sequence, other)
+        for member in group:
+            if not member.n_preempted:
+                member.queued_s = time.monotonic() - member.arrived_at
+        if not sequence.n_preempted and not sequence.wants_prompt_logprobs:
+            cache.note_lookup(sequence)
+        self.waiting.remove(sequence)
+        insort(self.prefills, sequence, key=rank)
+        self._turn = max(self._turn, sequence.turn)
+        return True
+
+    def _waits_for_prefix(self, sequence: Sequence, n_usable: int, step: Step) -> bool:
+        """Holds a sequence back if a running prefill will compute more of their common beginning than the
+        cache has.
+
+        That prefill goes first anyway, so waiting takes no longer than computing the same beside it.
+        """
+        # These have no prefill after this step.
+        ending = (chunk.sequence for chunk in step.chunks if not chunk.is_decode)
+        for other in chain(ending, self.prefills):
+            n_common = self._cache.n_common(sequence, other)
+            if other.n_computed < n_common > n_usable and rank(other) < rank(sequence):
+                sequence.waits_for = other, n_common
+                return True
+        return False
+
+    def _giving_way(self, n: int, n_places: int, n_pages: int) -> list[Sequence]:
+        """Picks the running sequences that give up places and pages for n of an owner who has none.
+
+        They are those of the lowest priority, then of the owner with the most, the youngest first; an owner
+        is left as many as the newcomer gets. None, if that is not enough.
+        """
+        running, leaving, places = [*self.prefills, *self.decodes], list[Sequence](), Counter[str]()
+        for sequence in running:
+            places[sequence.request.owner] += 1 + len(sequence.siblings)
+        while n_places > 0 or n_pages > 0:
+            running = [s for s in running if s.request.priority > 0 or places[s.request.owner] > n + len(s.siblings)]
+            if not running:
+                return []
+            last = max(running, key=lambda s: (rank(s)[0], places[s.request.owner], rank(s)))
+            running.remove(last)
+            leaving.append(last)
+            places[last.request.owner] -= 1 + len(last.siblings)
+            n_places -= 1 + len(last.siblings)
+            n_pages -= self._cache.pages.n_freed(last.pages) + _n_promised(last)
+        return leaving
