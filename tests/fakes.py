@@ -25,8 +25,8 @@ if __name__ == "__main__":
 import numpy as np
 
 from deltic.config import ConfigError, EngineConfig
-from deltic.engine.cache.directory import Entry
-from deltic.engine.cache.tiers import Move, Search
+from deltic.engine.cache.disk import Entry, Search
+from deltic.engine.cache.mover import Move
 from deltic.engine.cache.tree import Kind
 from deltic.engine.messages import EngineInfo, ReplayStats, SamplingParams, TokenLogprob
 from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult
@@ -447,12 +447,13 @@ class FakeTiers:
         self.n_units = n_units
         self.can_save = self.takes_evicted = True
         self.units_per_state = UNITS_PER_STATE
-        self.disk = disk if disk is not None else {}
-        self.has_disk = disk is not None
+        self.files = disk if disk is not None else {}
+        self.disk = self if disk is not None else None
+        self.directory = self
         self.disk_bytes = disk_bytes
         self.entries = [
             Entry(kind, key, saved.parent, saved.depth, 1 if kind is Kind.PAGE else UNITS_PER_STATE, 0.0)
-            for (kind, key), saved in self.disk.items()
+            for (kind, key), saved in self.files.items()
         ]
         self.is_full = self.may_have_foreign = False
         self.may_delete = self.has_locks = True
@@ -483,9 +484,9 @@ class FakeTiers:
 
     def _look(self, search: Search) -> None:
         keys = search.keys
-        while search.n_pages < len(keys) and (Kind.PAGE, keys[search.n_pages]) in self.disk:
+        while search.n_pages < len(keys) and (Kind.PAGE, keys[search.n_pages]) in self.files:
             search.n_pages += 1
-        states = [n for n in range(search.n_usable + 1, search.n_pages + 1) if (Kind.STATE, keys[n - 1]) in self.disk]
+        states = [n for n in range(search.n_usable + 1, search.n_pages + 1) if (Kind.STATE, keys[n - 1]) in self.files]
         search.state_at = max(states, default=0)
 
     def forget(self, kind: Kind, key: bytes) -> None: ...
@@ -528,10 +529,10 @@ class FakeTiers:
             ticket.n_polls = 0
 
     def delete(self, kind: Kind, key: bytes) -> None:
-        self.disk.pop((kind, key), None)
+        self.files.pop((kind, key), None)
 
     def clear(self) -> None:
-        self.disk.clear()
+        self.files.clear()
 
     def close(self, timeout_s: float) -> None:
         self._pending.clear()
@@ -546,7 +547,7 @@ class FakeTiers:
 
     def _finish_load(self, move: Move, content: Any) -> None:
         assert self._device(move) == content, f"the {move.kind} {move.device} was used while it was loaded"
-        saved = self.disk.get((move.kind, move.key))
+        saved = self.files.get((move.kind, move.key))
         if not move.units and (saved is None or self._rng.random() < self.p_failure):
             self.n_damaged += 1
             move.is_bad = True
@@ -558,7 +559,7 @@ class FakeTiers:
     def _finish_save(self, move: Move, content: Any) -> None:
         assert self._source(move) == content, f"the {move.kind} {move.device} changed while it was saved"
         if self._rng.random() >= self.p_failure:
-            self.disk[move.kind, move.key] = Saved(move.parent, move.depth, content)
+            self.files[move.kind, move.key] = Saved(move.parent, move.depth, content)
             self.written_bytes["disk"] += self._size(move)
             move.ok = True
 

@@ -276,7 +276,7 @@ FAULTS = [
     Fault(
         "slot-of-lost-state",
         "leaked state slot",
-        "deltic/engine/cache/residency.py",
+        "deltic/engine/cache/placement.py",
         "self._pools[kind].give_back([move.device])\n            if not move.ok:",
         "if kind is Kind.PAGE:\n                self.pages.give_back([move.device])\n            if not move.ok:",
         "tests/null/test_tiers.py tests/null/test_prefix.py",
@@ -284,9 +284,9 @@ FAULTS = [
     Fault(
         "damage-is-used",
         "a move that does not wait for the checksum",
-        "deltic/engine/cache/tiers.py",
-        "return damage is None",
-        "return True",
+        "deltic/engine/cache/disk.py",
+        "return damage is None, damage is not None",
+        "return True, False",
         "tests/null/test_tiers.py tests/null/test_hostile_files.py",
     ),
     Fault(

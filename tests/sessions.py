@@ -99,7 +99,7 @@ class Session:
 
     def settle(self) -> None:
         """Until everything is saved that was to be."""
-        while self.store.n_moving or self.store._to_save:
+        while not self.store.is_idle:
             self.store.poll()
             self.store.wait(0.0)
         self.engine.check()

@@ -16,7 +16,7 @@ from typing import Any, Protocol, cast
 from deltic import logs
 from deltic.config import EngineConfig
 from deltic.engine.cache.cache import Cache
-from deltic.engine.cache.exports import Exports
+from deltic.engine.cache.saves import Exports, Saves
 from deltic.engine.cache.tiers import Tiers
 from deltic.engine.guides import Guides, Vocabulary
 from deltic.engine.messages import (
@@ -253,7 +253,8 @@ class Engine:
         self._speaker = speaker = cast(SpeechStepRunner, runner) if info.is_speech else None
         self.voices = speaker.voices if speaker else None
         self.adapters = runner.adapters
-        self.exports = Exports(self.cache) if self.cache.store.disk_bytes else None
+        saves = self.cache.store.saves
+        self.exports = Exports(self.cache.store.tree, saves) if isinstance(saves, Saves) else None
         self.encoded: list[EncodedItems] = [i for i in (self.voices, self.adapters, self.exports) if i is not None]
         """The items of every kind that this engine has."""
         self.stage = SpeechStage(speaker.vocoder, speaker.n_streams) if speaker else None

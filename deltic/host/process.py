@@ -192,7 +192,7 @@ class ServedModel:
     def _pong(self) -> None:
         """Answers a Ping."""
         store, n_moved = self.engine.cache.store, self._n_moved
-        self._n_moved = store.n_moved
+        self._n_moved = store.tiers.n_moved
         self.send(Pong(is_stuck=store.is_loading and n_moved == self._n_moved))
 
     def step(self) -> bool:

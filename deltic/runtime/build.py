@@ -331,8 +331,8 @@ def _open_tiers(
     # The default is meant for preempted sequences: on a CPU it is the same memory as the pools.
     runner.tiers.takes_evicted = config.cache_host_gb is not None
     runner.tiers.takes_imports = config.allow_cache_transfer
-    if runner.tiers.directory is not None:
-        runner.info = msgspec.structs.replace(runner.info, cache_files=str(runner.tiers.directory.path))
+    if runner.tiers.disk is not None:
+        runner.info = msgspec.structs.replace(runner.info, cache_files=str(runner.tiers.disk.directory.path))
     notices: list[str] = runner.tiers.notices
     return notices
 

@@ -24,7 +24,7 @@ DEVICES = ("cpu", "cuda")
 
 
 class Tiers:
-    directory = None
+    disk = None
     takes_evicted: bool | None = None
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from deltic.commands.plan import _cache_table
 from deltic.config import ConfigError, EngineConfig
-from deltic.engine.cache.tiers import Move
+from deltic.engine.cache.mover import Move
 from deltic.engine.cache.tree import Kind
 from deltic.engine.cost import Load
 from deltic.engine.engine import Engine
@@ -287,9 +287,9 @@ def test_tiers_hold_all_of_a_page_and_a_slot(kv: str, runner: Runner) -> None:
     driven = Driven(runner, ids, 0, 0, 0)
     run_chunks(runner, [driven.chunk(128)])
     moves = [
-        Move(Kind.PAGE, 0, (1,)),
-        Move(Kind.PAGE, 1, (0,)),
-        Move(Kind.STATE, 0, tuple(range(2, 2 + tiers.units_per_state))),
+        Move(Kind.PAGE, device=0, units=(1,)),
+        Move(Kind.PAGE, device=1, units=(0,)),
+        Move(Kind.STATE, device=0, units=tuple(range(2, 2 + tiers.units_per_state))),
     ]
     for move in moves:
         tiers.copy_out(move)

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from deltic.engine.cache.tiers import MOVER, Move, Tiers
+from deltic.engine.cache.mover import Move
+from deltic.engine.cache.tiers import MOVER, Tiers
 from deltic.engine.cache.tree import Kind
 from deltic.runtime.gpu.copies import DeviceCopies
 from tests.null.test_tiers import (
@@ -64,7 +65,7 @@ def opened(tmp_path: Path) -> Iterator[tuple[Tiers, Device, WatchedCopies]]:
     tiers = Tiers(copies.page, copies.state, host, STATE_BYTES, tmp_path, 1 << 30, MODEL, copies)
     yield tiers, device, copies
     tiers.close(5.0)
-    assert tiers._mover is None or not tiers._mover.is_alive()
+    assert not tiers.mover.is_alive
 
 
 Opened = tuple[Tiers, Device, WatchedCopies]
@@ -76,13 +77,13 @@ def test_host_round_trip(opened: Opened, kind: str) -> None:
     assert (tiers.units_per_state, copies.state_bytes) == (4, STATE_BYTES)
     units, content = (7,) if kind == "page" else (5, 9, 2, 0), content_of(kind, b"x")
     device.fill(kind, 1, content)
-    out, back = Move(Kind(kind), 1, units), Move(Kind(kind), 2, units)
+    out, back = Move(Kind(kind), device=1, units=units), Move(Kind(kind), device=2, units=units)
     tiers.copy_out(out)
     device.fill(kind, 1, bytes(STATE_BYTES))
     tiers.copy_in(back)
     assert out.ok and back.ok and device.read(kind, 2) == content
     assert device.read(kind, 1) == device.read(kind, 3) == bytes(len(content))
-    (move,) = done(tiers, tiers.load([Move(Kind(kind), 4, units)]))  # the same, in the thread
+    (move,) = done(tiers, tiers.load([Move(Kind(kind), device=4, units=units)]))  # the same, in the thread
     assert move.ok and device.read(kind, 4) == content
     assert [c[:3] for c in copies.copied] == [("fetch", kind, 1), ("store", kind, 2), ("store", kind, 4)]
 
@@ -106,8 +107,8 @@ def test_copies_come_after_what_was_started_before_they_were_asked_for(opened: O
     done(tiers, ticket)
     assert [mark for *_, mark in copies.copied] == [n_marks] * 5
     copies.copied.clear()
-    tiers.copy_out(Move(Kind.PAGE, 0, (1,)))
-    tiers.copy_in(Move(Kind.PAGE, 0, (1,)))
+    tiers.copy_out(Move(Kind.PAGE, device=0, units=(1,)))
+    tiers.copy_in(Move(Kind.PAGE, device=0, units=(1,)))
     assert [mark for *_, mark in copies.copied] == [copies.n_marks - 1, copies.n_marks]
 
 
@@ -119,7 +120,7 @@ def test_a_copy_that_fails_is_no_move(opened: Opened) -> None:
         (move,) = done(tiers, ask([disk_move("page", 0, 2)]))
         assert not move.ok
     with pytest.raises(RuntimeError, match="gone"):
-        tiers.copy_out(Move(Kind.PAGE, 0, (1,)))
+        tiers.copy_out(Move(Kind.PAGE, device=0, units=(1,)))
     copies.is_broken = False
     assert load(tiers, device, "page", 0) and tiers.n_damaged == 0
 

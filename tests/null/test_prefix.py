@@ -517,7 +517,7 @@ def test_a_disk_that_is_full_keeps_what_is_used() -> None:
     rng = Random(20)
     disk: Disk = {}
     session = session_with(disk=disk, rng=rng, n_pages=40, n_slots=6, max_num_seqs=2, max_model_len=2048)
-    session.runner.tiers.disk_bytes = session.store.disk_bytes = 60
+    session.runner.tiers.disk_bytes = session.store.saves.disk_bytes = 60
     used = some_ids(rng, 650)
     for _ in range(20):
         session.complete(used)

@@ -202,7 +202,7 @@ def ask_alone(engine: Engine, id: str, prompt: list[int]) -> int:
     while engine.has_work():
         n_cached += sum(output.cached_tokens for output in engine.step())
     until_s = time.monotonic() + 10
-    while (engine.cache.store._to_save or engine.cache.store.n_moving) and time.monotonic() < until_s:
+    while not engine.cache.store.is_idle and time.monotonic() < until_s:
         engine.cache.store.wait(0.1)
         engine.cache.store.poll()
     return n_cached

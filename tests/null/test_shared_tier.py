@@ -19,8 +19,8 @@ from typing import Any
 
 import pytest
 
-from deltic.engine.cache import cache, exports, shared, tiers
-from deltic.engine.cache.directory import ABANDONED_S, ALIVE_S, HEADER_BYTES, Directory
+from deltic.engine.cache import cache, disk, saves, tiers
+from deltic.engine.cache.disk import ABANDONED_S, ALIVE_S, HEADER_BYTES, Directory
 from deltic.engine.cache.tree import DISK
 from deltic.engine.engine import Engine
 from deltic.engine.messages import CacheLocated, LocateCache, Request, SamplingParams
@@ -35,9 +35,9 @@ PAYLOAD = {".page": PAGE_BYTES, ".state": STATE_BYTES}
 @pytest.fixture(autouse=True)
 def quick_beats(monkeypatch: pytest.MonkeyPatch) -> None:
     """Servers know of each other within moments."""
-    monkeypatch.setattr(tiers, "BEAT_S", 0.02)
-    monkeypatch.setattr(shared, "SURVEY_S", 0.05)
-    monkeypatch.setattr(shared, "IDLE_SURVEY_S", 0.05)
+    monkeypatch.setattr(disk, "BEAT_S", 0.02)
+    monkeypatch.setattr(saves, "SURVEY_S", 0.05)
+    monkeypatch.setattr(saves, "IDLE_SURVEY_S", 0.05)
 
 
 Start = Callable[..., Engine]
@@ -72,12 +72,12 @@ def until(condition: Callable[[], Any], *engines: Engine, seconds: float = 10.0)
 def settle(*engines: Engine) -> None:
     """Until everything is saved that was to be."""
     stores = [engine.cache.store for engine in engines]
-    until(lambda: not any(store._to_save or store.n_moving for store in stores), *engines)
+    until(lambda: all(store.is_idle for store in stores), *engines)
 
 
 def meet(*engines: Engine) -> None:
     """Until all know that they are not alone."""
-    until(lambda: all(engine.cache.store.may_have_foreign for engine in engines), *engines)
+    until(lambda: all(engine.cache.store.tiers.may_have_foreign for engine in engines), *engines)
 
 
 def ask(engine: Engine, prompt: list[int], max_tokens: int = 1, **options: Any) -> int:
@@ -189,7 +189,7 @@ def test_the_last_one_knows_what_the_others_left(start: Start) -> None:
     prompt = some_ids(Random(3), 300)
     ask(second, prompt)
     second.close(5.0)
-    until(lambda: not first.cache.store.may_have_foreign, first)
+    until(lambda: not first.cache.store.tiers.may_have_foreign, first)
     until(lambda: not first.cache.store.shared._news, first)
     assert ask(first, prompt) == 256
 
@@ -214,7 +214,7 @@ def test_a_miss_costs_one_look(start: Start, monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_disk_that_hangs_holds_up_nobody_for_long(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared, "MAX_SEARCH_S", 0.2)
+    monkeypatch.setattr(saves, "MAX_SEARCH_S", 0.2)
     monkeypatch.setattr(cache, "MAX_SEARCH_S", 0.2)
     first, second = start(), start()
     meet(first, second)
@@ -224,7 +224,7 @@ def test_a_disk_that_hangs_holds_up_nobody_for_long(start: Start, monkeypatch: p
         while gate[0]:
             time.sleep(0.01)
 
-    monkeypatch.setattr(tiers.Tiers, "_search", hang)
+    monkeypatch.setattr(disk.Disk, "search", hang)
     began = time.monotonic()
     assert ask(second, some_ids(Random(5), 300)) == 0
     took = time.monotonic() - began
@@ -275,7 +275,7 @@ def test_a_checkpoint_that_is_not_worth_a_place_is_written_when_it_is_asked_for(
     engine, rng = start(), Random(21)
     prompt = some_ids(rng, 200)
     ask(engine, prompt)
-    engine.cache.store._to_save.clear()
+    engine.cache.store.saves.queue.clear()
     ask(engine, [*prompt, *some_ids(rng, 300)])
     settle(engine)
     assert located(engine, prompt).n_tokens == 192
@@ -286,13 +286,13 @@ def test_a_disk_that_takes_nothing_is_an_error(start: Start, monkeypatch: pytest
     prompt = some_ids(Random(22), 300)
     ask(engine, prompt)
     assert "no room" in str(located(engine, prompt).error)
-    monkeypatch.setattr(exports, "MAX_EXPORT_S", 0.1)
+    monkeypatch.setattr(saves, "MAX_EXPORT_S", 0.1)
     hanging = start()
-    monkeypatch.setattr(tiers.Tiers, "can_save", False)
+    monkeypatch.setattr(disk.Disk, "can_save", False)
     ask(hanging, prompt)
     assert "within 0.1 s" in str(located(hanging, prompt).error)
     monkeypatch.undo()
-    hanging.cache.store._to_save.clear()
+    hanging.cache.store.saves.queue.clear()
     without = Engine(SolidRunner(None))
     assert "--cache-dir" in str(located(without, prompt).error)
 
@@ -300,13 +300,13 @@ def test_a_disk_that_takes_nothing_is_an_error(start: Start, monkeypatch: pytest
 def test_an_end_that_waits_for_a_look_does_not_spin(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, n_polls = start(), [0]
     store = engine.cache.store
-    monkeypatch.setattr(shared.Shared, "must_look", lambda *_: True)
+    monkeypatch.setattr(saves.Shared, "must_look", lambda *_: True)
     poll = store.poll
     store.poll = lambda: (poll(), n_polls.__setitem__(0, n_polls[0] + 1))[0]  # type: ignore[method-assign]
     ask(engine, some_ids(Random(23), 300))
     n_polls[0] = 0
     engine.close(0.3)
-    assert store._to_save and 0 < n_polls[0] < 50
+    assert store.saves.queue and 0 < n_polls[0] < 50
 
 
 # Who deletes.
@@ -337,8 +337,8 @@ def test_one_evicts_for_all_and_the_budget_is_kept(
         settle(engine)
         of = engine.runner.tiers
         assert of is not None
-        until(lambda of=of: not of._behind and of._survey is None)
-        assert {("state", key) for key in of._used_at} <= set(of._files)
+        until(lambda of=of: of.is_idle)
+        assert {("state", key) for key in of.disk._used_at} <= set(of.disk._files)
 
 
 def test_what_was_found_and_then_evicted_is_computed(start: Start) -> None:
@@ -348,10 +348,10 @@ def test_what_was_found_and_then_evicted_is_computed(start: Start) -> None:
     ask(first, prompt)
     settle(first)
     ask(second, prompt)
-    store = first.cache.store
-    store.disk_bytes = 0
-    store._make_room(0)
-    store.disk_bytes = 10**9
+    saved = first.cache.store.saves
+    saved.disk_bytes = 0
+    saved.make_room(0)
+    saved.disk_bytes = 10**9
     settle(first)
     for node in list(second.cache.store.tree.nodes.values()):  # as if it had lost its memory
         assert node.page[DISK]
@@ -409,7 +409,7 @@ def test_a_file_that_cannot_be_opened_once_costs_nobody_anything(
 HOLDER = """
 import sys, time
 from tests.null.test_shared_tier import *
-tiers.BEAT_S = 0.02
+disk.BEAT_S = 0.02
 engine = Engine(SolidRunner(Path(sys.argv[1])))
 ask(engine, some_ids(Random(9), 300))
 settle(engine)
@@ -440,19 +440,19 @@ def test_the_lease_moves_when_its_holder_is_killed(start: Start, tmp_path: Path)
 def test_who_takes_over_looks_at_once_and_writes_nothing_before(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(shared, "IDLE_SURVEY_S", 1e9)
+    monkeypatch.setattr(saves, "IDLE_SURVEY_S", 1e9)
     first, second = start(), start()
     meet(first, second)
     until(lambda: second.cache.store.shared._survey_at > 1e8, first, second)
     for i in range(4):
         ask(first, some_ids(Random(40 + i), 300))
     settle(first)
-    until(lambda: second.runner.tiers._survey is None, first, second)  # type: ignore[union-attr]
+    until(lambda: second.runner.tiers.disk.is_idle, first, second)  # type: ignore[union-attr]
     survey = tiers.Tiers._survey_all
     gate: list[Any] = []
     monkeypatch.setattr(tiers.Tiers, "_survey_all", lambda *given: gate.append(given))
     first.close(5.0)
-    until(lambda: second.cache.store.shared._tiers.may_delete, second)
+    until(lambda: second.runner.tiers.disk.directory.may_delete, second)
     n_bytes = payload(tmp_path)
     ask(second, some_ids(Random(50), 300))
     time.sleep(0.1)
@@ -470,14 +470,14 @@ def test_news_that_wait_outlast_the_next_survey(start: Start, tmp_path: Path, mo
         ask(second, some_ids(Random(60 + i), 300))
         settle(second)
     until(lambda: first.cache_summary()["tiers"]["disk"]["bytes_used"] == payload(tmp_path), first, second)
-    monkeypatch.setattr(shared, "MAX_NEWS", 1)
+    monkeypatch.setattr(saves, "MAX_NEWS", 1)
     first.cache.store.shared._survey_at = float("inf")
     second.reset_cache()
     first_tiers = first.runner.tiers
     assert first_tiers is not None
     for _ in range(2):
         first_tiers.survey()
-        until(lambda: first_tiers.surveyed)
+        until(lambda: first_tiers.disk.surveyed)
         first.cache.store.poll()
     until(lambda: not first.cache.store.shared._news, first)
     assert not any(node.page[DISK] for node in first.cache.store.tree.nodes.values())
@@ -495,10 +495,10 @@ def test_a_reset_takes_nothing_that_a_survey_has_found_meanwhile(
     for i in range(4):
         ask(second, some_ids(Random(70 + i), 300))
     settle(second)
-    until(lambda: first_tiers._survey is None, first)
+    until(lambda: first_tiers.disk.is_idle, first)
     first_tiers.survey()
-    until(lambda: first_tiers.surveyed)
-    monkeypatch.setattr(shared, "MAX_NEWS", 1)
+    until(lambda: first_tiers.disk.surveyed)
+    monkeypatch.setattr(saves, "MAX_NEWS", 1)
     counts = iter([1, 0])
     monkeypatch.setattr(type(store), "n_moving", property(lambda _: next(counts)))
     store.reset()
@@ -509,7 +509,7 @@ def test_a_reset_takes_nothing_that_a_survey_has_found_meanwhile(
 def test_who_does_not_look_around_gives_the_lease_up(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
     first, second = start(), start()
     meet(first, second)
-    monkeypatch.setattr(tiers, "UNFOLLOWED_S", 0.1)
+    monkeypatch.setattr(disk, "UNFOLLOWED_S", 0.1)
     until(lambda: evicts(second), second)  # nobody steps the first
     assert not evicts(first)
 
@@ -532,7 +532,7 @@ def test_without_locks_each_evicts_its_own(
         for engine in engines:
             ask(engine, some_ids(rng, 300))
             settle(engine)
-    until(lambda: not any(engine.runner.tiers._survey for engine in engines), *engines)  # type: ignore[union-attr]
+    until(lambda: all(engine.runner.tiers.disk.is_idle for engine in engines), *engines)  # type: ignore[union-attr]
     assert payload(tmp_path) <= 1.3 * disk_bytes
     shares = [engine.cache_summary()["tiers"]["disk"]["bytes_used"] for engine in engines]
     assert min(shares) >= disk_bytes // 10, "each has some"
@@ -565,7 +565,7 @@ def test_what_nobody_can_reach_goes_after_two_looks(start: Start, tmp_path: Path
     first.cache.store.shared._survey_at = float("inf")
     (page,) = tmp_path.rglob("*.64.page")
     page.unlink()
-    until(lambda: first.runner.tiers._survey is None, first)  # type: ignore[union-attr]
+    until(lambda: first.runner.tiers.disk.is_idle, first)  # type: ignore[union-attr]
     first.cache.store.shared._survey_at = 0.0
     until(lambda: not list(tmp_path.rglob("*.page")) and not list(tmp_path.rglob("*.state")), first)
 

@@ -21,8 +21,9 @@ import numpy as np
 import pytest
 
 from deltic.config import ConfigError
-from deltic.engine.cache.directory import ABANDONED_S
-from deltic.engine.cache.tiers import Bytes, Move, Tiers
+from deltic.engine.cache.disk import ABANDONED_S, Disk
+from deltic.engine.cache.mover import Move
+from deltic.engine.cache.tiers import Bytes, Tiers
 from deltic.engine.cache.tree import Kind
 from deltic.private import make_private
 
@@ -70,7 +71,7 @@ def content_of(kind: str, key: bytes) -> bytes:
 
 def disk_move(kind: str, i: int, device: int) -> Move:
     """Object i of a chain: its page is the i-th."""
-    return Move(Kind(kind), device, (), key_of(i), key_of(i - 1) if i else ROOT, 64 * (i + 1))
+    return Move(Kind(kind), key_of(i), key_of(i - 1) if i else ROOT, 64 * (i + 1), device)
 
 
 Open = Callable[..., tuple[Tiers, Device]]
@@ -91,7 +92,7 @@ def opened() -> Iterator[Open]:
     yield open_
     for tiers in everything:
         tiers.close(5.0)
-        assert tiers._mover is None or not tiers._mover.is_alive()
+        assert not tiers.mover.is_alive
 
 
 def done(tiers: Tiers, ticket: int) -> list[Move]:
@@ -133,14 +134,14 @@ def files(directory: Path) -> list[Path]:
 @pytest.mark.parametrize("kind", ["page", "state"])
 def test_host_round_trip(opened: Open, kind: str) -> None:
     tiers, device = opened(None)
-    assert (tiers.n_units, tiers.units_per_state, tiers.has_disk) == (N_UNITS, 4, False)
+    assert (tiers.n_units, tiers.units_per_state, tiers.disk) == (N_UNITS, 4, None)
     units, content = ((7,), content_of(kind, b"x")) if kind == "page" else ((5, 9, 2, 0), content_of(kind, b"x"))
     device.fill(kind, 1, content)
-    out, back = Move(Kind(kind), 1, units), Move(Kind(kind), 2, units)
+    out, back = Move(Kind(kind), device=1, units=units), Move(Kind(kind), device=2, units=units)
     tiers.copy_out(out)
     tiers.copy_in(back)
     assert out.ok and back.ok and device.read(kind, 2) == content
-    (move,) = done(tiers, tiers.load([Move(Kind(kind), 4, units)]))  # the same, in the thread
+    (move,) = done(tiers, tiers.load([Move(Kind(kind), device=4, units=units)]))  # the same, in the thread
     assert move.ok and device.read(kind, 4) == content
     assert tiers.written_bytes == {"host": len(content), "disk": 0}
     assert tiers.read_bytes == {"host": 2 * len(content), "disk": 0}
@@ -148,7 +149,7 @@ def test_host_round_trip(opened: Open, kind: str) -> None:
 
 def test_disk_round_trip_and_restart(opened: Open, tmp_path: Path) -> None:
     tiers, device = opened(tmp_path / "new" / "cache")
-    assert tiers.entries == [] and tiers.notices == [] and tiers.has_disk
+    assert tiers.disk is not None and tiers.disk.entries == [] and tiers.notices == []
     assert (tmp_path / "new" / "cache").stat().st_mode & 0o777 == 0o700
     assert all(save(tiers, device, [("page", 0), ("page", 1), ("state", 1)]))
     assert load(tiers, device, "page", 1) and load(tiers, device, "state", 1)
@@ -160,17 +161,17 @@ def test_disk_round_trip_and_restart(opened: Open, tmp_path: Path) -> None:
 
     again, device = opened(tmp_path / "new" / "cache", with_host=False)
     assert again.n_units == 0 and again.units_per_state == 4 and again.notices == []
-    assert {(e.kind, e.key, e.parent, e.depth) for e in again.entries} == {
+    assert {(e.kind, e.key, e.parent, e.depth) for e in again.disk.entries} == {
         ("page", key_of(0), ROOT, 64), ("page", key_of(1), key_of(0), 128), ("state", key_of(1), key_of(0), 128),
     }  # fmt: skip
-    (oldest,) = (e for e in again.entries if e.used_at == 1e9)
+    (oldest,) = (e for e in again.disk.entries if e.used_at == 1e9)
     assert oldest.n_bytes == old.stat().st_size
-    assert all(load(again, device, e.kind, e.depth // 64 - 1) for e in list(again.entries))
+    assert all(load(again, device, e.kind, e.depth // 64 - 1) for e in list(again.disk.entries))
     assert old.stat().st_mtime > 1.5e9, "a read is a use, and the next start knows"
     assert tiers.n_damaged == again.n_damaged == 0
 
     other, device = opened(tmp_path / "new" / "cache", OTHER_MODEL)
-    assert other.entries == [] and "1 other models" in other.notices[0]
+    assert other.disk.entries == [] and "1 other models" in other.notices[0]
     assert not load(other, device, "page", 0)
 
 
@@ -178,7 +179,7 @@ def test_saves_from_host_memory(opened: Open, tmp_path: Path) -> None:
     tiers, device = opened(tmp_path)
     content = content_of("state", key_of(0))
     device.fill("state", 0, content)
-    tiers.copy_out(Move(Kind.STATE, 0, (3, 1, 4, 2)))
+    tiers.copy_out(Move(Kind.STATE, device=0, units=(3, 1, 4, 2)))
     move = disk_move("state", 0, -1)
     move.units = (3, 1, 4, 2)
     assert done(tiers, tiers.save([move]))[0].ok
@@ -247,11 +248,11 @@ def test_what_is_in_the_directory_at_start(opened: Open, tmp_path: Path) -> None
         file.write_bytes(b"not ours")
 
     again, device = opened(tmp_path)
-    assert len(again.entries) == 2 and again.n_damaged == 1
+    assert len(again.disk.entries) == 2 and again.n_damaged == 1
     assert not short.exists() and not old.exists() and new.exists()
     damaged, strange = again.notices
     assert "1 damaged file deleted" in damaged and "4 files" in strange
-    again.clear()
+    again.disk.clear()
     assert all(file.exists() for file in odd) and new.exists()
 
 
@@ -288,7 +289,7 @@ def test_clear(opened: Open, tmp_path: Path) -> None:
     other, other_device = opened(tmp_path, OTHER_MODEL)
     assert all(save(tiers, device, [("page", 0), ("state", 0)]))
     assert all(save(other, other_device, [("page", 0)]))
-    tiers.clear()
+    tiers.disk.clear()
     assert not files(tmp_path / MODEL) and len(files(tmp_path / OTHER_MODEL)) == 1
     assert not load(tiers, device, "page", 0)
     assert all(save(tiers, device, [("page", 0)])) and load(tiers, device, "page", 0)
@@ -330,7 +331,7 @@ def test_what_others_own_is_not_believed(opened: Open, tmp_path: Path) -> None:
     assert all(save(tiers, device, [("page", 0), ("page", 1)]))
     os.chown(files(directory)[0], 65534, -1)
     again, device = opened(directory)
-    assert len(again.entries) == 1 and "left alone" in again.notices[0]
+    assert len(again.disk.entries) == 1 and "left alone" in again.notices[0]
     os.chown(files(directory)[1], 65534, -1)
     assert not load(tiers, device, "page", 0) and not load(tiers, device, "page", 1)
     os.chown(directory, 65534, -1)
@@ -355,11 +356,11 @@ def test_full_disk(
     assert save(tiers, device, [("page", 1), ("state", 1), ("page", 2)]) == [False] * 3
     assert n_refused == [1] and len(files(tmp_path)) == 1, "one attempt, and no part file stays"
     assert load(tiers, device, "page", 0), "reading goes on"
-    assert 59 < tiers._paused_until - time.monotonic() <= 60
-    tiers._paused_until = 0.0  # a minute later
+    assert 59 < tiers.disk._paused_until - time.monotonic() <= 60
+    tiers.disk._paused_until = 0.0  # a minute later
     assert save(tiers, device, [("page", 1)]) == [False] and n_refused == [2]
     assert len(caplog.records) == 1 and "No space left" in caplog.text
-    tiers._paused_until, is_full[0] = 0.0, False
+    tiers.disk._paused_until, is_full[0] = 0.0, False
     assert all(save(tiers, device, [("page", 1)])), "there is room again"
 
 
@@ -368,7 +369,7 @@ def test_directory_that_somebody_removes(opened: Open, tmp_path: Path) -> None:
     assert all(save(tiers, device, [("page", 1)]))
     shutil.rmtree(tmp_path / MODEL)
     assert not load(tiers, device, "page", 1)
-    tiers.clear()
+    tiers.disk.clear()
     assert all(save(tiers, device, [("page", 1)])) and load(tiers, device, "page", 1)
 
 
@@ -376,14 +377,14 @@ def test_loads_overtake_saves(opened: Open, tmp_path: Path, monkeypatch: pytest.
     tiers, device = opened(tmp_path)
     assert all(save(tiers, device, [("page", 0)]))
     gate, order = threading.Event(), []
-    write = Tiers._write
+    write = Disk._write
 
-    def slow(self: Tiers, part: str, move: Move, source: list[Bytes]) -> None:
+    def slow(self: Disk, part: str, move: Move, source: list[memoryview]) -> None:
         order.append(move.depth)
         gate.wait(5)
         write(self, part, move, source)
 
-    monkeypatch.setattr(Tiers, "_write", slow)
+    monkeypatch.setattr(Disk, "_write", slow)
     saving = tiers.save([disk_move("page", i, i) for i in (1, 2)])
     while not order:
         time.sleep(0.001)
@@ -403,7 +404,7 @@ def test_an_error_in_the_thread_does_not_end_it(opened: Open, tmp_path: Path) ->
     no_units = disk_move("page", 0, -1)
     bad, good = done(tiers, tiers.save([no_units, disk_move("page", 1, 0)]))
     assert not bad.ok and good.ok
-    assert not done(tiers, tiers.load([Move(Kind.PAGE, N_PAGES + 5, (1,))]))[0].ok
+    assert not done(tiers, tiers.load([Move(Kind.PAGE, device=N_PAGES + 5, units=(1,))]))[0].ok
     device.fill("page", 0, content_of("page", key_of(0)))
     assert all(save(tiers, device, [("page", 0)])) and load(tiers, device, "page", 0)
 
@@ -417,8 +418,8 @@ def test_close_while_busy(opened: Open, tmp_path: Path, monkeypatch: pytest.Monk
     assert len(files(tmp_path / "a")) == N_PAGES - 1, "all was done"
 
     tiers, _ = opened(tmp_path / "b")
-    write = Tiers._write
-    monkeypatch.setattr(Tiers, "_write", lambda self, *rest: (time.sleep(0.05), write(self, *rest)))  # a slow disk
+    write = Disk._write
+    monkeypatch.setattr(Disk, "_write", lambda self, *rest: (time.sleep(0.05), write(self, *rest)))  # a slow disk
     tiers.save([disk_move("page", i, i) for i in range(N_PAGES)])
     began = time.monotonic()
     tiers.close(0.12)
@@ -467,9 +468,9 @@ def start_writer(directory: Path, *arguments: float) -> subprocess.Popen[str]:
 def check_whole(opened: Open, directory: Path) -> int:
     """Every file that is there is right; how many there are."""
     tiers, device = opened(directory)
-    assert all(load(tiers, device, e.kind, e.depth // 64 - 1) for e in tiers.entries)
+    assert all(load(tiers, device, e.kind, e.depth // 64 - 1) for e in tiers.disk.entries)
     assert tiers.n_damaged == 0
-    return len(tiers.entries)
+    return len(tiers.disk.entries)
 
 
 def test_killed_at_any_moment(opened: Open, tmp_path: Path) -> None:
@@ -551,7 +552,7 @@ def test_a_thousand_moves_against_a_model(opened: Open, tmp_path: Path) -> None:
         on_host[thing] = tuple(free_units.pop() for _ in range(n))
         index = free[thing[0]][-1]
         device.fill(thing[0], index, content_of(thing[0], key_of(thing[1])))
-        tiers.copy_out(Move(Kind(thing[0]), index, on_host[thing]))
+        tiers.copy_out(Move(Kind(thing[0]), device=index, units=on_host[thing]))
 
     for _ in range(1000):
         action = rng.random()
@@ -579,4 +580,4 @@ def test_a_thousand_moves_against_a_model(opened: Open, tmp_path: Path) -> None:
     assert not pending and not busy
     tiers.close(5.0)
     again, _ = opened(tmp_path)
-    assert {(e.kind, e.depth // 64 - 1) for e in again.entries} == on_disk and not again.notices
+    assert {(e.kind, e.depth // 64 - 1) for e in again.disk.entries} == on_disk and not again.notices

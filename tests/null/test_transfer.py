@@ -23,7 +23,7 @@ import pytest
 from deltic.__main__ import main
 from deltic.config import ConfigError, EngineConfig, ServerConfig
 from deltic.config_sources import resolve
-from deltic.engine.cache.directory import ABANDONED_S, HEADER_BYTES, Directory, pack_header, unpack_header
+from deltic.engine.cache.disk import ABANDONED_S, HEADER_BYTES, Directory, Object, pack_header, unpack_header
 from deltic.engine.messages import CacheLocated
 from deltic.host.client import QueueFull
 from deltic.server.address import check_transfer
@@ -46,9 +46,9 @@ def fill(root: Path, model: str = HERE) -> list[str]:
     for kind, i in [*(("page", i) for i in range(1, N_PAGES + 1)), ("state", N_PAGES)]:
         content = random.Random(i).randbytes(PAGE_BYTES if kind == "page" else STATE_BYTES)
         what = kind, key_of(i), key_of(i - 1), 64 * i
-        path = Path(directory.file(*what))
+        path = Path(directory.file(Object(*what)))
         path.parent.mkdir(0o700, parents=True, exist_ok=True)
-        path.write_bytes(pack_header(directory.model, *what, len(content), zlib.crc32(content)) + content)
+        path.write_bytes(pack_header(directory.model, Object(*what), len(content), zlib.crc32(content)) + content)
         files.append(str(path))
     return files
 
@@ -223,15 +223,9 @@ def signed(stream: bytes, i: int, payload: bytes | None = None, **changes: Any) 
     end = at + HEADER_BYTES + size
     if payload is not None:
         size, crc = len(payload), zlib.crc32(payload)
-    said = {
-        "kind": entry.kind,
-        "key": entry.key,
-        "parent": entry.parent,
-        "depth": entry.depth,
-        "size": size,
-        "crc": crc,
-    }
-    header = pack_header(model, **(said | changes))
+    said = {"kind": entry.kind, "key": entry.key, "parent": entry.parent, "depth": entry.depth} | changes
+    size, crc = said.pop("size", size), said.pop("crc", crc)
+    header = pack_header(model, Object(**said), size, crc)
     return stream[:at] + header + (stream[at + HEADER_BYTES : end] if payload is None else payload) + stream[end:]
 
 

@@ -30,11 +30,12 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from deltic.engine.cache.disk import Search
+from deltic.engine.cache.placement import Load, Placement
 from deltic.engine.cache.pool import IntegrityError, Pool
-from deltic.engine.cache.residency import Load, Residency
-from deltic.engine.cache.shared import MAX_SEARCH_S
-from deltic.engine.cache.tiers import Search, Tiers
-from deltic.engine.cache.tree import DEVICE, DISK, SUPERSEDED, Kind, Node, next_key, picture_keys, root_key, top
+from deltic.engine.cache.saves import MAX_SEARCH_S
+from deltic.engine.cache.tiers import Tiers, no_tiers
+from deltic.engine.cache.tree import DEVICE, DISK, SUPERSEDED, Kind, Node, extend_keys, root_key
 from deltic.engine.messages import EngineInfo, Picture
 from deltic.engine.step import Chunk, Sequence
 from deltic.ops.geometry import PAGE_SIZE
@@ -99,7 +100,7 @@ class Cache:
         """Without info.prefix_cache nothing is kept for other requests, and host memory is for preempted
         sequences alone. Without info.canonical_decode only what prefill wrote may be found by others.
         """
-        self.store = Residency(info, tiers)
+        self.store = Placement(info, tiers or no_tiers(info))
         self.pages, self.slots = self.store.pages, self.store.slots
         self.places = Pool("place", info.max_num_seqs)
         self.info = info
@@ -128,12 +129,7 @@ class Cache:
         return self._tree.root(root_key(sequence.request))
 
     def _extend_keys(self, sequence: Sequence) -> None:
-        keys, tokens = sequence.prefix.keys, sequence.tokens
-        key = keys[-1] if keys else root_key(sequence.request)
-        for i in range(len(keys), self._n_canonical(sequence) // PAGE_SIZE):
-            pictures = picture_keys(sequence.request, i * PAGE_SIZE)
-            key = next_key(key, tokens[i * PAGE_SIZE : (i + 1) * PAGE_SIZE], pictures)
-            keys.append(key)
+        extend_keys(sequence.prefix.keys, sequence.request, sequence.tokens, self._n_canonical(sequence))
 
     def _n_canonical(self, sequence: Sequence) -> int:
         """Tokens of a sequence whose pages and states are the tree's to give and to take."""
@@ -176,14 +172,14 @@ class Cache:
         `path`, behind which it could start. known: its nodes in the tree. Returns whether it did.
         """
         prefix = sequence.prefix
-        if prefix is None or not self.store.may_have_foreign or sequence in self._parked:
+        if prefix is None or not self.store.tiers.may_have_foreign or sequence in self._parked:
             return False
         n_most = min(len(prefix.keys), (self._n_canonical(sequence) - 1) // PAGE_SIZE)
         last = prefix.search
         if len(path) >= n_most or (last is not None and time.monotonic() - last.began_s < SEARCH_AGAIN_S):
             return False
         root = root_key(sequence.request)
-        search = self.store.search(root, prefix.keys[:n_most], min(len(known), n_most), len(path))
+        search = self.store.saves.search(root, prefix.keys[:n_most], min(len(known), n_most), len(path))
         prefix.search = search or last
         return search is not None
 
@@ -205,12 +201,11 @@ class Cache:
         return max(0, pages_for(len(sequence.tokens)) - n_shared - self.pages.n_available + n_promised)
 
     def is_loading(self, sequence: Sequence) -> bool:
-        prefix, now_s = sequence.prefix, time.monotonic()
-        load: Load | None = prefix.load if prefix is not None else None
-        search: Search | None = prefix.search if prefix is not None else None
-        if search is not None and not search.is_done and now_s - search.began_s < MAX_SEARCH_S:
-            return True
-        return load is not None and not load.is_done and now_s - load.began_s < MAX_LOAD_S
+        prefix: Prefix | None = sequence.prefix
+        if prefix is None:
+            return False
+        waits, now_s = ((prefix.search, MAX_SEARCH_S), (prefix.load, MAX_LOAD_S)), time.monotonic()
+        return any(wait and not wait.is_done and now_s - wait.began_s < most_s for wait, most_s in waits)
 
     def n_common(self, sequence: Sequence, other: Sequence) -> int:
         """Tokens, in full pages, with which both begin, and which `sequence` could start behind."""
@@ -293,7 +288,7 @@ class Cache:
             wanted[begin] = "message"
         last = (n_tokens - 1) // PAGE_SIZE * PAGE_SIZE
         # Where another prompt has gone on, more will: such a checkpoint is worth a place on disk.
-        wanted[last] = "junction" if n_known == last and self.store.may_have_foreign else "end"
+        wanted[last] = "junction" if n_known == last and self.store.tiers.may_have_foreign else "end"
         wanted.setdefault(n_known, "junction")
         for depth in _picture_edges(sequence.request.pictures):
             wanted.setdefault(depth, "picture")
@@ -337,8 +332,11 @@ class Cache:
         for depth in reversed(prefix.wanted):
             known = self._tree.nodes.get(prefix.keys[depth // PAGE_SIZE - 1])
             is_there = known is not None and known.state[DEVICE] is not None
-            if chunk.start < depth < chunk.start + chunk.length and not is_there:
-                self._snapshot(chunk, depth, prices[depth])
+            if not chunk.start < depth < chunk.start + chunk.length or is_there:
+                continue
+            if (slot := self.store.take_slot_worth(prices[depth])) is not None:
+                chunk.snapshots.append((depth - chunk.start, slot))
+                chunk.snapshots.sort()
 
     def want_junction(self, sequence: Sequence, other: Sequence) -> None:
         """`other` waits, and begins as this one does, which prefills: it will start from where they part."""
@@ -351,12 +349,6 @@ class Cache:
         """Depth of the last checkpoint before what is being computed."""
         node = prefix.node
         return node.depth if node.parent is None or node.has_state else self._tree.nearest_above(node).depth
-
-    def _snapshot(self, chunk: Chunk, depth: int, price: float) -> None:
-        slot = self.store.take_slot_worth(price)
-        if slot is not None:
-            chunk.snapshots.append((depth - chunk.start, slot))
-            chunk.snapshots.sort()
 
     def _leave_checkpoint(self, sequence: Sequence, kind: str, price: float) -> None:
         """The state between two chunks becomes a checkpoint, if it is worth a slot: the sequence's own slot
@@ -377,7 +369,7 @@ class Cache:
 
     def _keep(self, node: Node, slot: int, kind: str) -> None:
         """A slot becomes the tree's."""
-        self.store.put_state(node, slot, kind)
+        self.store.put(Kind.STATE, node, slot, kind)
         self.stats.checkpoints_taken[kind] = self.stats.checkpoints_taken.get(kind, 0) + 1
 
     def move_tail(self, sequence: Sequence) -> None:
@@ -415,8 +407,8 @@ class Cache:
                 self.slots.give_back([slot])
         if prefix.wanted:
             prefix.wanted = {d: kind for d, kind in prefix.wanted.items() if d >= sequence.n_computed}
-        if chunk.start < sequence.n_prompt <= sequence.n_computed and self.store.may_have_foreign:
-            self.store.save(prefix.node)  # another server may want it while the answer is still written
+        if chunk.start < sequence.n_prompt <= sequence.n_computed and self.store.tiers.may_have_foreign:
+            self.store.saves.save(prefix.node)  # another server may want it while the answer is still written
 
     def _let_go_of_start(self, sequence: Sequence) -> None:
         if sequence.start_slot is not None:
@@ -444,7 +436,8 @@ class Cache:
             if events is not None:
                 events.learn(node, sequence)
             if node.page[DEVICE] is None:
-                self.store.put_page(node, pages[i])
+                self.pages.share([pages[i]])
+                self.store.put(Kind.PAGE, node, pages[i])
             elif node.page[DEVICE] != pages[i]:
                 self.pages.share([node.page[DEVICE]])
                 self.pages.give_back([pages[i]])
@@ -495,7 +488,7 @@ class Cache:
         sequence.pages, sequence.slot, sequence.place = [], None, None
         if prefix is not None:
             if slot is not None:
-                self.store.save(prefix.node)
+                self.store.saves.save(prefix.node)
             prefix.tail = None
             prefix.wanted = {}
 
@@ -534,8 +527,8 @@ class Cache:
         # Before the first chunk behind a checkpoint has run, the state is the checkpoint's.
         slot = sequence.slot if sequence.start_slot is None else sequence.start_slot
         own = sequence.pages[n_shared : pages_for(sequence.n_computed + self.info.n_lookahead)]
-        units = [self.store.park(Kind.PAGE, page) for page in own]
-        state = self.store.park(Kind.STATE, slot)
+        units = [self.store.host.park(Kind.PAGE, page) for page in own]
+        state = self.store.host.park(Kind.STATE, slot)
         node = prefix.node if prefix is not None else None
         parked = Parked(sequence.n_computed, n_shared, node, [u for u in units if u is not None], state or ())
         if state is None or None in units:
@@ -546,8 +539,8 @@ class Cache:
     def _unpark(self, sequence: Sequence, parked: Parked) -> None:
         assert sequence.slot is not None
         for units, page in zip(parked.pages, sequence.pages[parked.n_shared :], strict=True):
-            self.store.unpark(Kind.PAGE, units, page)
-        self.store.unpark(Kind.STATE, parked.state, sequence.slot)
+            self.store.host.unpark(Kind.PAGE, units, page)
+        self.store.host.unpark(Kind.STATE, parked.state, sequence.slot)
         sequence.n_computed = parked.n_computed
         self._unlist(sequence)
 
@@ -574,10 +567,9 @@ class Cache:
         the first page on, with all that lies beyond. Those of `sequences` that run on it go on without the
         tree. The number of pages, in whatever tier.
         """
-        paths = (top(s.prefix.node) for s in spoilt if s.prefix is not None)
-        tops = {node for node in paths if node is not None}
+        tops = {node for s in spoilt if s.prefix is not None for node in s.prefix.node.path[:1]}
         for sequence in sequences:
-            if sequence.slot is not None and sequence.prefix is not None and top(sequence.prefix.node) in tops:
+            if sequence.slot is not None and sequence.prefix is not None and tops & {*sequence.prefix.node.path[:1]}:
                 sequence.prefix = None
         for sequence in spoilt:
             sequence.prefix = None

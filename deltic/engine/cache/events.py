@@ -216,11 +216,7 @@ class CacheEvents:
             return 0
         if parent.parent is not None and not parent.block.told:
             return 0
-        media = 0
-        for medium, where in zip(MEDIA, node.page, strict=True):
-            if where is not None:
-                media |= medium
-        return media
+        return _media(node)
 
     def _sweep(self) -> None:
         """Finds what leads nowhere any more, from former checkpoints up."""
@@ -253,10 +249,14 @@ class CacheEvents:
                 told[node] = 0
                 continue
             is_announced = not block.is_hidden and (node in leading or not self._needs_state)
-            media = {m for m, where in zip(MEDIA, node.page, strict=True) if where is not None}
-            told[node] = sum(media) if is_announced and (parent.parent is None or told[parent]) else 0
+            told[node] = _media(node) if is_announced and (parent.parent is None or told[parent]) else 0
             if block.told != told[node]:
                 raise IntegrityError(f"a block at {node.depth} is announced in {block.told}, and is in {told[node]}")
+
+
+def _media(node: Node) -> int:
+    """The media in which a node has a page."""
+    return sum(medium for medium, where in zip(MEDIA, node.page, strict=True) if where is not None)
 
 
 def _depth(node: Node) -> int:

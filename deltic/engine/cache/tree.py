@@ -10,7 +10,7 @@ where the checkpoint of a leaf or a slot is wanted, the state of the least prior
 GreedyDual-Size with frequency (Cao and Irani, 1997, "Cost-aware WWW proxy caching algorithms"; Cherkasova,
 1998, for the frequency): the prefill time a checkpoint saves over the next one above it, per byte of what
 only it needs, times its uses, on top of a clock that rises to the priority of whatever is evicted. So what is
-not used ages without being touched. The rule is here (`Tier.victim`, `PrefixTree.price`). `residency.py`
+not used ages without being touched. The rule is here (`Tier.victim`, `PrefixTree.price`). `placement.py`
 applies it when room is wanted, `tiers.py` moves the bytes.
 """
 
@@ -68,6 +68,14 @@ def picture_keys(request: Request, begin: int) -> bytes:
     return keys
 
 
+def extend_keys(keys: list[bytes], request: Request, tokens: array[int], n_tokens: int) -> None:
+    """Appends the keys of the full pages that the first `n_tokens` have, and `keys` has not yet."""
+    key = keys[-1] if keys else root_key(request)
+    for begin in range(len(keys) * PAGE_SIZE, n_tokens - PAGE_SIZE + 1, PAGE_SIZE):
+        key = next_key(key, tokens[begin : begin + PAGE_SIZE], picture_keys(request, begin))
+        keys.append(key)
+
+
 class Kind(StrEnum):
     """The objects that a tier may have of a node. The text is the ending of their files' names."""
 
@@ -77,6 +85,10 @@ class Kind(StrEnum):
     def of(self, node: Node) -> list[Any]:
         """Where the node's object of this kind is, for each tier."""
         return node.page if self is Kind.PAGE else node.state
+
+
+STATE_FIRST = (Kind.STATE, Kind.PAGE)
+"""The order in which a node's objects leave a tier: a state may not be where its page is not."""
 
 
 @dataclass(slots=True, eq=False)
@@ -118,16 +130,41 @@ class Node:
     def has_state(self) -> bool:
         return self.state != _NOWHERE
 
+    @property
+    def path(self) -> list[Node]:
+        """The nodes from the first page to this one."""
+        path, node = list[Node](), self
+        while node.parent is not None:
+            path.append(node)
+            node = node.parent
+        return path[::-1]
+
+    @property
+    def branch(self) -> list[Node]:
+        """This node and all that lie beyond it, parents before children."""
+        branch = [self]
+        for node in branch:  # grows as it is walked
+            branch += node.children
+        return branch
+
+    @property
+    def is_left_behind(self) -> bool:
+        """Whether a checkpoint is not worth a place on disk: its one conversation went on from a deeper one.
+
+        Where prompts branch, and behind the first message, which is most often shared, it is.
+        """
+        if len(self.below) != 1 or self.kind == "junction":
+            return False
+        # The tail is the answer: the next turn may render it otherwise, or ask for another.
+        if next(iter(self.below)).kind == "tail":
+            return False
+        above = self.above
+        while above is not None and above.parent is not None and above.kind == "ladder":
+            above = above.above
+        return not (self.kind == "message" and above is not None and above.parent is None)
+
 
 _NOWHERE = [None, None, None]
-
-
-def top(node: Node) -> Node | None:
-    """The first page on the way from the root to a node; None for the root."""
-    below = None
-    while node.parent is not None:
-        below, node = node, node.parent
-    return below
 
 
 class Listener(Protocol):
@@ -254,6 +291,14 @@ class PrefixTree:
             path.append(node)
         return path
 
+    def may_put(self, kind: Kind, node: Node, tier: int) -> bool:
+        """Whether a page may stand behind that of its parent in this tier, or a state behind its page."""
+        if self.nodes.get(node.key) is not node:  # it was dropped while its bytes were on their way
+            return False
+        before = node.parent if kind is Kind.PAGE else node
+        assert before is not None
+        return before.parent is None or before.page[tier] is not None
+
     def touch(self, node: Node) -> None:
         """A request starts from this checkpoint."""
         node.n_hits += 1
@@ -365,37 +410,3 @@ def _nearest_below(node: Node) -> Iterator[Node]:
             yield child
         else:
             todo += child.children
-
-
-def is_left_behind(node: Node) -> bool:
-    """Whether a checkpoint is not worth a place on disk: its one conversation went on from a deeper one.
-
-    Where prompts branch, and behind the first message, which is most often shared, it is.
-    """
-    if len(node.below) != 1 or node.kind == "junction":
-        return False
-    # The tail is the answer: the next turn may render it otherwise, or ask for another.
-    if next(iter(node.below)).kind == "tail":
-        return False
-    above = node.above
-    while above is not None and above.parent is not None and above.kind == "ladder":
-        above = above.above
-    return not (node.kind == "message" and above is not None and above.parent is None)
-
-
-def path_to(node: Node) -> list[Node]:
-    """The nodes from the first page to this one."""
-    path = []
-    at: Node | None = node
-    while at is not None and at.parent is not None:
-        path.append(at)
-        at = at.parent
-    return path[::-1]
-
-
-def branch_of(node: Node) -> list[Node]:
-    """A node and all that lie beyond it, parents before children."""
-    branch = [node]
-    for n in branch:  # grows as it is walked
-        branch += n.children
-    return branch

@@ -2,7 +2,7 @@
 
 What moves is a line of JSON (`Head`), and behind it the files of the prefix cache as they lie on disk: the
 pages of a prompt from the first on, then the state behind the last. Each has its own header and checksum
-(`engine/cache/directory.py`). They go from disk to socket and from socket to disk a block at a time. Nothing
+(`engine/cache/disk.py`). They go from disk to socket and from socket to disk a block at a time. Nothing
 of a stream that is cut off or damaged is left: its files get their names when all of them are whole, pages
 before what lies beyond them. The engine finds them when a request wants them, as those of another server.
 """
@@ -26,7 +26,7 @@ from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deltic.engine.cache.directory import ABANDONED_S, HEADER_BYTES, Directory, Entry, unpack_header
+from deltic.engine.cache.disk import ABANDONED_S, HEADER_BYTES, Directory, Entry, unpack_header
 from deltic.engine.messages import CacheLocated, EngineInfo
 from deltic.engine.messages import Request as EngineRequest
 from deltic.host.client import EngineUnavailable
@@ -353,7 +353,7 @@ class Import:
         self._open(entry, header)
 
     def _open(self, entry: Entry, header: bytes) -> None:
-        path = self._directory.file(entry.kind, entry.key, entry.parent, entry.depth)
+        path = self._directory.file(entry)
         part = self._directory.part(path)
         os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
         self._out = open(part, "xb", buffering=0, opener=private)  # noqa: SIM115

@@ -1,0 +1,381 @@
+"""Where the bytes of the prefix tree are: the pools, eviction from one tier to the next, and the way back.
+
+Device memory has pages and state slots, handed out by the two pools, with reference counts. Objects that only
+the tree owns are idle. They are evicted when a sequence needs the room: to host memory if there is any
+(`host.py`), else to nowhere. The disk keeps copies (`saves.py`).
+
+Pages leave a tier leaf first, so the pages of a tier are closed: on the device and on disk with a page are
+all those before it; on the host they continue a path that the device begins.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import msgspec
+
+from deltic.engine.cache.events import CacheEvents
+from deltic.engine.cache.host import Host
+from deltic.engine.cache.mover import Move
+from deltic.engine.cache.pool import IntegrityError, Pool
+from deltic.engine.cache.saves import NoSaves, Saves
+from deltic.engine.cache.tiers import Tiers
+from deltic.engine.cache.tree import DEVICE, DISK, HOST, STATE_FIRST, TIER_NAMES, Kind, Node, PrefixTree, Tier
+from deltic.engine.messages import CacheStats, EngineInfo
+from deltic.ops.geometry import PAGE_SIZE
+
+
+@dataclass(slots=True, eq=False)
+class Load:
+    """Pages and a state on their way to device memory."""
+
+    path: list[Node]
+    """From the first page to the one where the request will start: kept where they are meanwhile."""
+    targets: list[Node]
+    """The node of each move."""
+    moves: list[Move]
+    began_s: float
+    is_done: bool = False
+
+
+class Placement:
+    """The tree's pages and states in their tiers, and the pools that they share with the sequences."""
+
+    def __init__(self, info: EngineInfo, tiers: Tiers) -> None:
+        self._info = info
+        self.pages = Pool("page", info.n_pages)
+        self.slots = Pool("slot", info.n_slots)
+        self._pools = pools = {Kind.PAGE: self.pages, Kind.STATE: self.slots}
+        self.tree = tree = PrefixTree(info)
+        self.events: CacheEvents | None = None
+        """What is told of the tree, if anybody listens."""
+        self.stats = CacheStats()
+        self.tiers = tiers
+        # On the device an object must be the tree's alone; nowhere may it be taken away while it is moved.
+        self.device = Tier(DEVICE, tree, lambda kind, n: not n.busy and pools[kind].is_idle(kind.of(n)[DEVICE]))
+        self.host = Host(tree, tiers, self._forget_if_gone)
+        self.units = self.host.units
+        self._loads: dict[int, Load] = {}
+        self._doomed: set[Node] = set()
+        """Dropped with all beyond them, as soon as nothing of that is moved."""
+        self.saves = NoSaves(tree)
+        self._to_save = self.saves.queue
+        if tiers.disk is not None and info.prefix_cache:
+            n_bytes = {Kind.PAGE: info.page_bytes, Kind.STATE: info.state_bytes}
+            self.saves = Saves(tree, tiers, tiers.disk, n_bytes, self._forget_if_gone)
+        self.shared, self._to_save = self.saves.shared, self.saves.queue
+        self._tiers = (self.device, self.host.tier, self.saves.tier)
+
+    def listen(self, events: CacheEvents) -> None:
+        """Has `events` told of every change from now on. Once, before the first request."""
+        self.events = self.tree.listener = events
+        for tier in self._tiers:
+            tier.listener = events
+
+    # Room on the device.
+
+    def take_pages(self, n: int) -> list[int] | None:
+        """`n` pages for the caller, evicting what is idle; None when there are not as many."""
+        while self.pages.n_free < n:
+            if self.pages.n_available < n or not self._evict_page():
+                return None
+        return self.pages.take(n)
+
+    def take_slots(self, n: int) -> list[int] | None:
+        """`n` slots for the caller, evicting checkpoints; None when there are not as many."""
+        while self.slots.n_free < n:
+            node = self.device.least_state()
+            if node is None:
+                return None
+            self._evict_state(node)
+        return self.slots.take(n)
+
+    def take_slot_worth(self, price: float) -> int | None:
+        """A slot for a checkpoint of this priority: a free one, or one of lower priority; None if there is
+        neither.
+        """
+        if not self.slots.n_free:
+            node = self.device.least_state()
+            if node is None:
+                return None
+            if node.priority >= price:
+                self.tree.clock = max(self.tree.clock, price)  # as if it had come, and been evicted at once
+                return None
+            self._evict_state(node)
+        return self.slots.take(1)[0]
+
+    def _evict_page(self) -> bool:
+        """Frees a page; False when none may be taken away."""
+        while (victim := self.device.victim()) is not None:
+            kind, node = victim
+            if kind is Kind.STATE:
+                self._evict_state(node)
+                continue
+            # Host memory that was not given for evicted pages is for those of preempted sequences.
+            if node.state[HOST] is not None or node.n_children[HOST] or node.n_parked:
+                self.host.keep(Kind.PAGE, node, node.page[DEVICE])
+            self._drop_on_device(Kind.PAGE, node)
+            self.stats.n_pages_evicted += 1
+            self._forget_if_gone(node)
+            return True
+        return False
+
+    def _evict_state(self, node: Node) -> None:
+        self.tree.clock = max(self.tree.clock, node.priority)
+        if self.tiers.takes_evicted:
+            self.host.keep(Kind.STATE, node, node.state[DEVICE], node.priority)
+        self._drop_on_device(Kind.STATE, node)
+        self.stats.n_checkpoints_evicted += 1
+
+    def _drop_on_device(self, kind: Kind, node: Node) -> None:
+        index = self.device.drop(kind, node)
+        self._pools[kind].hand_back(index)
+        self._pools[kind].give_back([index])
+
+    # What the tree takes over, and gives away.
+
+    def put(self, kind: Kind, node: Node, index: int, why: str = "") -> None:
+        """The caller's page or slot becomes the tree's. why: a state is a checkpoint."""
+        self._pools[kind].hand_to_tree(index)
+        self.device.put(kind, node, index, why)
+        self._drop_copy(node)
+
+    def _drop_copy(self, node: Node) -> None:
+        """Drops the host's copy: an object on the device needs no room on the host."""
+        for kind in Kind:
+            if not node.busy and self.device.has(kind, node) and self.host.tier.has(kind, node):
+                self.host.drop(kind, node)
+
+    def take_state(self, node: Node) -> int:
+        """The tree's slot of a checkpoint becomes the caller's."""
+        slot: int = self.device.drop(Kind.STATE, node)
+        self.slots.hand_back(slot)
+        return slot
+
+    def is_only_passed(self, node: Node) -> bool:
+        """Whether a checkpoint has one way on at most, and nobody has used it or does."""
+        slot = node.state[DEVICE]
+        if slot is None or node.busy or node.n_hits:
+            return False
+        return self.slots.is_idle(slot) and len(node.children) < 2
+
+    # From the lower tiers to the device, beside the steps.
+
+    def load(self, path: list[Node], with_state: bool) -> Load | None:
+        """Starts to bring what `path` lacks on the device.
+
+        None when it lacks nothing, or there is no room.
+        """
+        missing = [node for node in path if node.page[DEVICE] is None]
+        states = [path[-1]] if with_state and path[-1].state[DEVICE] is None else []
+        if not (missing or states):
+            return None
+        wanted = {*missing, *states}
+        for load in self._loads.values():
+            if not wanted.isdisjoint(load.targets):
+                return load  # another request's: what is missing after it is loaded then
+        for node in path:
+            node.busy += 1
+        pages = self.take_pages(len(missing))
+        slots = self.take_slots(len(states)) if pages is not None else None
+        if pages is None or slots is None:
+            self.pages.give_back(pages or [])
+            for node in path:
+                node.busy -= 1
+            return None
+        moves = [Move.of(Kind.PAGE, node, page) for node, page in zip(missing, pages, strict=True)]
+        moves += [Move.of(Kind.STATE, node, slot) for node, slot in zip(states, slots, strict=True)]
+        load = self._loads[self.tiers.load(moves)] = Load(path, missing + states, moves, time.monotonic())
+        return load
+
+    def poll(self) -> None:
+        """Takes note of what was moved, and has the next thing saved. Called before every step."""
+        self.saves.poll()
+        if self.tiers.n_pending:
+            for ticket, moves in self.tiers.finished():
+                if (load := self._loads.pop(ticket, None)) is not None:
+                    self._loaded(load)
+                else:
+                    self.saves.finish(ticket, moves)
+                for node in list(self._doomed):
+                    self.drop(node)
+        self.saves.save_next()
+
+    @property
+    def n_moving(self) -> int:
+        """Loads, saves and searches under way."""
+        return len(self._loads) + self.saves.n_moving
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing is moved, nor waits to be saved."""
+        return not self._to_save and not self.n_moving
+
+    @property
+    def is_loading(self) -> bool:
+        """Whether a sequence may wait for the lower tiers."""
+        return bool(self._loads)
+
+    def _loaded(self, load: Load) -> None:
+        load.is_done = True
+        for node in load.path:
+            node.busy -= 1
+        lost: list[tuple[Kind, Node, bool]] = []
+        for node, move in zip(load.targets, load.moves, strict=True):
+            kind = move.kind
+            if move.ok and not self.device.has(kind, node) and self.tree.may_put(kind, node, DEVICE):
+                self.put(kind, node, move.device, node.kind)
+                continue
+            self._pools[kind].give_back([move.device])
+            if not move.ok:
+                lost.append((kind, node, move.is_bad))
+        for node in load.path:
+            self._drop_copy(node)
+        for kind, node, is_bad in lost:
+            self.saves.lose(kind, node, is_bad)
+        for node in reversed(load.path):  # another load may have found its page damaged
+            self._forget_if_gone(node)
+
+    # The end of nodes.
+
+    def _forget_if_gone(self, node: Node) -> None:
+        """A node that has no page in any tier is no longer known, nor is what lies beyond it."""
+        if not node.has_page and not node.busy and self.tree.nodes.get(node.key) is node:
+            self._drop_branch(node)
+
+    def _drop_branch(self, node: Node) -> None:
+        """Drops a node and all beyond it from every tier. Nothing of them may be moved now."""
+        for n in reversed(node.branch):
+            assert not n.busy
+            self._to_save.pop(n, None)
+            self._doomed.discard(n)
+            for kind in STATE_FIRST:
+                if self.device.has(kind, n):
+                    self._drop_on_device(kind, n)
+                if self.host.tier.has(kind, n):
+                    self.host.drop(kind, n)
+                if self.saves.tier.has(kind, n):
+                    self.saves.drop(kind, n, deletes=True)
+            self.tree.forget(n)
+
+    def drop(self, node: Node) -> int:
+        """Drops a node and all beyond it from every tier; the number of pages.
+
+        While something of them is moved they are doomed, and go once they rest: a disk may take long.
+        """
+        branch = node.branch
+        if any(n.busy for n in branch):
+            self._doomed.add(node)
+            for n in branch:
+                self._to_save.pop(n, None)
+            if self.events is not None:
+                self.events.hide(branch)
+        elif self.tree.nodes.get(node.key) is node:
+            self._drop_branch(node)
+        return len(branch)
+
+    def is_doomed(self, key: bytes) -> bool:
+        """Whether the node with this key is to be dropped: nobody may use it, nor put anything into it."""
+        return bool(self._doomed) and self.tree.nodes.get(key) in self._doomed
+
+    def reset(self) -> None:
+        """Drops everything, in every tier. Bytes that sequences use stay theirs alone."""
+        self.saves.clear(self._finish)
+        for root in list(self.tree.roots.values()):
+            for node in list(root.children):
+                self._drop_branch(node)
+        if self.events is not None:
+            self.events.reset()
+
+    def _finish(self) -> None:
+        while self.n_moving:  # a page that is read may not become another's
+            self.tiers.wait(1.0)
+            self.poll()
+
+    def wait(self, timeout_s: float) -> None:
+        """Until something was moved, or so long."""
+        if self.n_moving:
+            self.tiers.wait(timeout_s)
+
+    def close(self, timeout_s: float) -> None:
+        """Saves what waits to be saved, for at most so long, and ends the tiers."""
+        until_s = time.monotonic() + timeout_s
+        while not self.is_idle and (left_s := until_s - time.monotonic()) > 0:
+            self.poll()
+            if self.n_moving:
+                self.tiers.wait(left_s)
+            else:  # for a survey, or for a disk that refused
+                time.sleep(min(left_s, 0.01))
+        self.tiers.close(max(0.1, until_s - time.monotonic()))
+
+    # What is said of it.
+
+    def count(self) -> CacheStats:
+        """The counters, and the gauges as they are now."""
+        stats, tiers = self.stats, self.tiers
+        stats.n_pages, stats.n_checkpoints = self.device.n_pages, len(self.device.states)
+        stats.read_bytes, stats.written_bytes, stats.n_damaged = tiers.read_bytes, tiers.written_bytes, tiers.n_damaged
+        return stats
+
+    def summary(self) -> dict[str, Any]:
+        """The contents of each tier, and the tree of checkpoints, as plain data."""
+        page_bytes = self._info.page_bytes
+        tiers: dict[str, dict[str, Any]] = {
+            name: {"pages": tier.n_pages, "checkpoints": len(tier.states)}
+            for name, tier in zip(TIER_NAMES, self._tiers, strict=True)
+        }
+        tiers["device"] |= {
+            "pages_total": self.pages.n,
+            "pages_in_use": self.pages.n - self.pages.n_available,
+            "slots_total": self.slots.n,
+            "slots_in_use": self.slots.n - self.slots.n_available,
+        }
+        tiers["host"] |= {"bytes_total": self.units.n * page_bytes}
+        tiers["host"] |= {"bytes_used": (self.units.n - self.units.n_free) * page_bytes}
+        tiers["disk"] |= self.saves.summary()
+        return {
+            "page_tokens": PAGE_SIZE,
+            "page_bytes": page_bytes,
+            "checkpoint_bytes": self._info.state_bytes,
+            "tiers": tiers,
+            "counters": msgspec.structs.asdict(self.count()),
+            "checkpoints": self.tree.describe(),
+        }
+
+    def check(self, pages: Counter[int], slots: Counter[int], units: Counter[int]) -> None:
+        """Raises IntegrityError unless the tree and the loads, with what the sequences hold, make up every
+        pool. O(all).
+        """
+        paths = [*(path for path, _ in self.saves.under_way.values()), *(load.path for load in self._loads.values())]
+        busy = Counter(node for path in paths for node in path)
+        held: dict[Kind, list[int]] = {kind: [] for kind in Kind}
+        held_units = list[int]()
+        for node in self.tree.nodes.values():
+            if node.busy != busy.get(node, 0):
+                raise IntegrityError(f"a node at {node.depth} counts {node.busy} moves, and {busy[node]} are under way")
+            if not node.has_page and not node.busy:
+                raise IntegrityError(f"a node at {node.depth} has no page anywhere")
+            for tier in (DEVICE, DISK):
+                if node.state[tier] is not None and node.page[tier] is None:
+                    raise IntegrityError(f"a checkpoint at {node.depth} is in a tier where its page is not")
+                if node.page[tier] is not None and not self.tree.may_put(Kind.PAGE, node, tier):
+                    raise IntegrityError(f"a page at {node.depth} is in a tier where the one before it is not")
+            for kind in Kind:
+                index, of_host, _ = kind.of(node)
+                if index is not None:
+                    held[kind].append(index)
+                held_units += of_host or ()
+        for load in self._loads.values():
+            for move in load.moves:
+                held[move.kind].append(move.device)
+        pages.update(held[Kind.PAGE])
+        slots.update(held[Kind.STATE])
+        units.update(held_units)
+        self.pages.check(pages)
+        self.slots.check(slots)
+        self.units.check(units)
+        if self.events is not None:
+            self.events.check(self.tree)
