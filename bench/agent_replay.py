@@ -20,7 +20,7 @@ from deltic.engine.messages import Output, Request, SamplingParams
 from deltic.host.kv_events import payload
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.server.api import decode, protocol
-from deltic.server.chat.answer import Choice
+from deltic.server.chat.answer import Choice, Shown
 from deltic.server.chat.answer import Message as AnswerMessage
 from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.template import ChatTemplate, Prompt, render
@@ -175,7 +175,7 @@ class Replay:
         turn, ids = prepared.turn, prepared.prompt.ids
         parser = OutputParser(thinking=prepared.prompt.thinking, tools=prepared.schemas)
         session.request, session.message, session.answer_ids = prepared, AnswerMessage(), []
-        session.choice = Choice(0, self._tokenizer, stops=[], parser=parser)
+        session.choice = Choice(0, self._tokenizer, Shown(), parser=parser)
         session.row = {
             "session": session.conversation.number,
             "turn": turn.number,

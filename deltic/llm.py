@@ -36,7 +36,7 @@ from deltic.engine.trace import Trace
 from deltic.models.checkpoint import drawable_ids, text_directory, tokenizer_directory, tokenizer_json
 from deltic.server.api import decode, protocol
 from deltic.server.api.messages import find_pictures
-from deltic.server.chat.answer import Choice
+from deltic.server.chat.answer import Choice, Shown
 from deltic.server.chat.answer import Message as AnswerMessage
 from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.picture_parts import PictureReader, Pictures, file_of
@@ -268,8 +268,8 @@ class LLM:
             p = msgspec.structs.replace(given, **over)
             own = p if p.seed is not None else msgspec.structs.replace(p, seed=secrets.randbits(63))
             for index in range(p.n):
-                reader, ids_that_stop = parser(at, p), p.stop_token_ids
-                choice = Choice(index, self.tokenizer, stops=stops, stop_token_ids=ids_that_stop, parser=reader)
+                shown = Shown(stops=stops, stop_token_ids=p.stop_token_ids)
+                choice = Choice(index, self.tokenizer, shown, parser(at, p))
                 answers.append(_Answer(Completion(at, index, ids), own, choice))
         return answers
 

@@ -26,7 +26,7 @@ from deltic.models.checkpoint import DEMO
 from deltic.server import transport
 from deltic.server.api import decode
 from deltic.server.chat import grammar
-from deltic.server.chat.answer import Choice, Scores
+from deltic.server.chat.answer import Choice, Scores, Shown
 from deltic.server.limits import INLINE_BYTES
 from deltic.server.service import TRIM_S, Server
 from deltic.text import Tokenizer
@@ -337,8 +337,8 @@ def test_a_token_that_reaches_into_a_stop_string_is_scored() -> None:
     """It begins in the text that is shown; those after it are dropped."""
     tokenizer = Tokenizer.load(DEMO)
     ids = tokenizer.encode(" elephant story")
-    choice = Choice(0, tokenizer, stops=[tokenizer.decode(ids[1:])], logprobs=True)
-    whole = Choice(0, tokenizer, stops=[tokenizer.decode(ids)[2:]], logprobs=True)
+    choice = Choice(0, tokenizer, Shown(stops=[tokenizer.decode(ids[1:])], logprobs=True))
+    whole = Choice(0, tokenizer, Shown(stops=[tokenizer.decode(ids)[2:]], logprobs=True))
     output = Output("r", 0, ids, [TokenLogprob(i, -1.0) for i in ids])
     assert (choice.push(output).scores, choice.finish_reason) == (Scores(ids[:1], output.logprobs[:1], [0]), "stop")
     piece = whole.push(output)

@@ -88,32 +88,21 @@ def chat_generation(service: Service, prepared: Prepared, request_id: str, ticke
     chat, prompt, params = prepared.chat, prepared.prompt, prepared.params
     if prompt.effort:
         ticket.notes["reasoning_effort"] = prompt.effort
-    choices = [
-        _choice(
-            service,
-            chat,
-            index,
-            parser=OutputParser(
-                thinking=prompt.thinking,
-                tools=prepared.tools,
-                fixed=prepared.is_fixed,
-                exact=bool(params.constraint and params.constraint.grammar),
-            ),
-            logprobs=params.logprobs is not None,
-            hides_thought=chat.include_reasoning is False,
-        )
-        for index in range(params.n)
+    shown = _shown(chat, logprobs=params.logprobs is not None, hides_thought=chat.include_reasoning is False)
+    exact = bool(params.constraint and params.constraint.grammar)
+    parsers = [
+        OutputParser(thinking=prompt.thinking, tools=prepared.tools, fixed=prepared.is_fixed, exact=exact)
+        for _ in range(params.n)
     ]
+    choices = [answer.Choice(i, service.tokenizer, shown, parser) for i, parser in enumerate(parsers)]
     sent = engine_request(request_id, prompt.ids, params, chat, prompt.boundaries)
     sent.pictures = prompt.pictures
     return Generation(service.client, service.metrics, [sent], choices, ticket, service.adapter)
 
 
-def _choice(service: Service, asked: protocol.Sampling, index: int, **more: Any) -> answer.Choice:
-    """more: what only chats, or only completions, say of a Choice."""
-    return answer.Choice(
-        index,
-        service.tokenizer,
+def _shown(asked: protocol.Sampling, **more: bool) -> answer.Shown:
+    """more: what only chats, or only completions, say of it."""
+    return answer.Shown(
         stops=protocol.stop_strings(asked),
         stop_token_ids=tuple(asked.stop_token_ids or ()),
         skip_special_tokens=asked.skip_special_tokens is not False,
@@ -281,17 +270,9 @@ def completion_generation(
 ) -> Generation:
     """As chat_generation, of a completion's prompts. requests: those of `requests_of`."""
     n = requests[0].params.n
-    choices = [
-        _choice(
-            service,
-            asked,
-            index,
-            logprobs=asked.logprobs is not None,
-            silent=asked.max_tokens == 0,
-            offset=len(echo.texts[index // n]) if echo else 0,
-        )
-        for index in range(len(requests) * n)
-    ]
+    shown = _shown(asked, logprobs=asked.logprobs is not None, is_silent=asked.max_tokens == 0)
+    offsets = [len(echo.texts[index // n]) if echo else 0 for index in range(len(requests) * n)]
+    choices = [answer.Choice(i, service.tokenizer, shown, offset=offset) for i, offset in enumerate(offsets)]
     return Generation(service.client, service.metrics, requests, choices, ticket, service.adapter)
 
 

@@ -98,47 +98,40 @@ class WayOut:
         raise NotImplementedError
 
 
+class Shown(msgspec.Struct, frozen=True, kw_only=True):
+    """What a request has shown of each of its sequences."""
+
+    stops: list[str] = []
+    stop_token_ids: tuple[int, ...] = ()
+    """The request's own; like `stops`, they cut the answer short, and a call in it."""
+    skip_special_tokens: bool = True
+    logprobs: bool = False
+    is_silent: bool = False
+    """The prompt is all that was asked for (max_tokens 0); the one token drawn is not shown."""
+    includes_stop: bool = False
+    """The stop string, or the stop token of the request's own, is shown."""
+    gives_ids: bool = False
+    gives_text: bool = True
+    """False where ids are all that is wanted."""
+    hides_thought: bool = False
+    """Reasoning is left out."""
+
+
 class Choice(WayOut):
     """One sequence's way out: ids to text, stop strings, then reasoning, content and tool calls (if
     `parser`).
     """
 
     def __init__(
-        self,
-        index: int,
-        tokenizer: Tokenizer,
-        *,
-        stops: list[str],
-        stop_token_ids: tuple[int, ...] = (),
-        skip_special_tokens: bool = True,
-        parser: OutputParser | None = None,
-        logprobs: bool = False,
-        silent: bool = False,
-        offset: int = 0,
-        includes_stop: bool = False,
-        gives_ids: bool = False,
-        gives_text: bool = True,
-        hides_thought: bool = False,
+        self, index: int, tokenizer: Tokenizer, shown: Shown, parser: OutputParser | None = None, offset: int = 0
     ) -> None:
-        """stop_token_ids: the request's own; like `stops`, they cut the answer short, and a call in it.
-
-        silent: the prompt is all that was asked for (max_tokens 0); the one token drawn is not shown.
-
-        offset: characters of the answer before the generated text (an echoed prompt).
-
-        includes_stop: the stop string, or the stop token of the request's own, is shown. gives_text: false
-        where ids are all that is wanted. hides_thought: reasoning is left out.
-        """
+        """offset: characters of the answer before the generated text (an echoed prompt)."""
         super().__init__(index)
-        self._detokenizer = Detokenizer(tokenizer, skip_special_tokens) if gives_text else None
-        self._stops = StopMatcher(stops, includes_stop) if stops else None
-        self._includes_stop = includes_stop
-        self._gives_ids = gives_ids
-        self._hides_thought = hides_thought
-        self._stop_token_ids = stop_token_ids
+        self._shown = shown
+        self._detokenizer = Detokenizer(tokenizer, shown.skip_special_tokens) if shown.gives_text else None
+        self._stops = StopMatcher(shown.stops, shown.includes_stop) if shown.stops else None
         self._parser = parser
-        self._held_scores = Scores() if logprobs else None  # of tokens whose text was not shown yet
-        self._silent = silent
+        self._held_scores = Scores() if shown.logprobs else None  # of tokens whose text was not shown yet
         self._n_characters = offset
         self._n_shown = offset
 
@@ -149,13 +142,13 @@ class Choice(WayOut):
         """
         ids = output.token_ids
         reason: str | None = output.finish_reason
-        if self._silent:
+        if self._shown.is_silent:
             self.finish_reason = "length" if reason else None
             return Piece(self.index, Delta(), finish_reason=self.finish_reason)
         n_tokens = len(ids)
         self.n_tokens += n_tokens
         drawn, stop_id = ids, output.stop_token_id
-        is_shown = self._includes_stop and stop_id in self._stop_token_ids
+        is_shown = self._shown.includes_stop and stop_id in self._shown.stop_token_ids
         if stop_id is not None and ids and ids[-1] == stop_id and not is_shown:
             ids = ids[:-1]  # the stop token is not printed, special or not
         held, stops, parser, text = self._held_scores, self._stops, self._parser, ""
@@ -173,18 +166,18 @@ class Choice(WayOut):
                 text += stops.flush()
         piece = Piece(self.index, Delta("", text) if parser is None else self._parse(parser, text, n_tokens))
         piece.n_tokens = self.n_tokens
-        if self._gives_ids:
+        if self._shown.gives_ids:
             piece.token_ids = drawn
         if held is not None:
             self._n_shown += len(text)
             has_all = (reason and not matched) or self._detokenizer is None
             piece.scores = held.take(len(held.offsets) if has_all else self._n_shown_tokens(held))
         if matched or reason is not None:
-            cut = matched or reason != "stop" or output.stop_token_id in self._stop_token_ids
+            cut = matched or reason != "stop" or output.stop_token_id in self._shown.stop_token_ids
             self._finish(piece, "stop" if matched else reason, cut)
             if matched and stops is not None:
                 piece.stop = stops.matched
-            elif reason == "stop" and stop_id in self._stop_token_ids:
+            elif reason == "stop" and stop_id in self._shown.stop_token_ids:
                 piece.stop = stop_id
         return piece
 
@@ -193,7 +186,7 @@ class Choice(WayOut):
         delta = parser.push(text)
         if was_reasoning or parser.in_reasoning:
             self.n_reasoning_tokens += n_tokens
-        if self._hides_thought:
+        if self._shown.hides_thought:
             delta.reasoning = ""
         return delta
 
@@ -202,7 +195,7 @@ class Choice(WayOut):
         parser = self._parser
         if parser is not None:
             piece.delta.add(parser.finish(truncated=cut))
-            if self._hides_thought:
+            if self._shown.hides_thought:
                 piece.delta.reasoning = ""
             if parser.n_calls and reason == "stop" and not parser.is_call_open:
                 reason = "tool_calls"
