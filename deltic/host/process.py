@@ -163,7 +163,7 @@ class ServedModel:
                     if command.reset:
                         engine.reset_cache()
                     self.send(StepOutputs([], engine.stats()))
-                    self.send(CacheReport(engine.cache_summary()))
+                    self.send(CacheReport(engine.cache_summary(), number=command.number))
                 case LocateCache():
                     self._answer(engine.locate_cache(command))
                 case EncodeVoice():

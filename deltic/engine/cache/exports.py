@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from array import array
 from dataclasses import dataclass
+from functools import partial
 
 from deltic.engine.cache.cache import Cache
 from deltic.engine.cache.shared import MAX_SEARCH_S
@@ -22,6 +23,8 @@ class Export:
     """A prompt whose files are wanted."""
 
     id: str
+    number: int
+    """The question's."""
     root: bytes
     keys: list[bytes]
     began_s: float
@@ -46,7 +49,7 @@ class Exports:
     def ask(self, command: LocateCache) -> None:
         """Begins to look for a prompt's deepest checkpoint; `poll` answers."""
         request = command.request
-        export = Export(request.id, root_key(request), page_keys(request), time.monotonic())
+        export = Export(request.id, command.number, root_key(request), page_keys(request), time.monotonic())
         if export.keys:
             export.search = self._store.search(export.root, export.keys, 0, 0)
         self._asked.append(export)
@@ -64,7 +67,8 @@ class Exports:
         self._asked.clear()
 
     def _answer(self, export: Export) -> CacheLocated | None:
-        """None as long as it is looked for, or written."""
+        """The answer; None as long as it is looked for, or written."""
+        located = partial(CacheLocated, export.id, number=export.number)
         store, search, waited_s = self._store, export.search, time.monotonic() - export.began_s
         if search is not None and not search.is_done and waited_s < MAX_SEARCH_S:
             return None
@@ -72,17 +76,17 @@ class Exports:
         while known and not known[-1].has_state:
             known.pop()
         if not known:
-            return CacheLocated(export.id)
+            return located()
         node = known[-1]
         if node.state[DISK] is not None:
-            return CacheLocated(export.id, node.depth, store.files(node))
+            return located(node.depth, store.files(node))
         if node is not export.node:
             export.node = node
             store.demand(node)
         elif not store.is_saving(node):
-            return CacheLocated(export.id, error="the disk has no room for it, or cannot be written")
+            return located(error="the disk has no room for it, or cannot be written")
         if waited_s > MAX_EXPORT_S:
-            return CacheLocated(export.id, error=f"it could not be written within {MAX_EXPORT_S:g} s")
+            return located(error=f"it could not be written within {MAX_EXPORT_S:g} s")
         return None
 
 
