@@ -331,16 +331,15 @@ class Engine:
             self.voices.encode(command)
             return None
         why = "has voices of its own; a Base model clones others" if self.info.is_speech else "does not speak"
-        return VoiceEncoded(command.key, error=f"this model {why}")
+        return VoiceEncoded(command.key, error=f"this model {why}", number=command.number)
 
     def load_adapter(self, command: LoadAdapter) -> AdapterLoaded | None:
         """Starts to load an adapter. None: `adapters.poll` answers later; else a refusal, at once."""
         if self.adapters is not None:
             self.adapters.load(command)
             return None
-        return AdapterLoaded(
-            command.path, error="this server has no room for adapters; start it with --allow-lora-loading or --lora"
-        )
+        why = "this server has no room for adapters; start it with --allow-lora-loading or --lora"
+        return AdapterLoaded(command.path, error=why, number=command.number)
 
     def has_work(self) -> bool:
         return self._n_active > 0 or (self.stage is not None and self.stage.has_work())
@@ -485,16 +484,16 @@ class Engine:
 
     def locate_cache(self, command: LocateCache) -> CacheLocated | None:
         """Starts to write what the cache has of a prompt. None: `exports.poll` answers later."""
+        request, number = command.request, command.number
         try:
-            check_request(command.request, self.info)
+            check_request(request, self.info)
         except RequestError as error:
-            return CacheLocated(command.request.id, error=str(error), is_refused=True)
+            return CacheLocated(request.id, error=str(error), is_refused=True, number=number)
         if self.exports is not None:
             self.exports.ask(command)
             return None
-        return CacheLocated(
-            command.request.id, error="this server keeps no files of its cache; start it with --cache-dir"
-        )
+        why = "this server keeps no files of its cache; start it with --cache-dir"
+        return CacheLocated(request.id, error=why, number=number)
 
     def reset_cache(self) -> None:
         """Forgets every prefix, in every tier; what runs goes on."""

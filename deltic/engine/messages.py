@@ -188,7 +188,14 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     """Labels that its client gave it, for `--trace`; empty without."""
 
 
-class EncodeVoice(msgspec.Struct, tag="encode_voice", kw_only=True):
+class Question(msgspec.Struct, kw_only=True):
+    """A command that one Reply answers."""
+
+    number: int = 0
+    """Names it among all that the client has asked; its answer has the same."""
+
+
+class EncodeVoice(Question, tag="encode_voice", kw_only=True):
     """Asks a speech model for a VoiceEncoded.
 
     The model makes the voice that `Speech.voice` names, and keeps it, on disk if there is a directory for it.
@@ -213,7 +220,7 @@ class DropVoice(msgspec.Struct, tag="drop_voice"):
     key: str
 
 
-class LoadAdapter(msgspec.Struct, tag="load_adapter"):
+class LoadAdapter(Question, tag="load_adapter"):
     """Asks for an AdapterLoaded: a LoRA adapter is read, beside the steps, and kept until as many
     DropAdapters as there were LoadAdapters.
     """
@@ -257,7 +264,7 @@ class Shutdown(msgspec.Struct, tag="shutdown"):
     """The engine process leaves its loop and exits 0."""
 
 
-class InspectCache(msgspec.Struct, tag="inspect_cache"):
+class InspectCache(Question, tag="inspect_cache"):
     """Asks for a CacheReport.
 
     reset: first drop everything that the prefix cache holds, on disk as well.
@@ -266,7 +273,7 @@ class InspectCache(msgspec.Struct, tag="inspect_cache"):
     reset: bool = False
 
 
-class LocateCache(msgspec.Struct, tag="locate_cache"):
+class LocateCache(Question, tag="locate_cache"):
     """Asks for a CacheLocated: what the prefix cache has of a prompt, in files.
 
     request: as it would be sent to be answered; its pictures' pixels are not looked at.
@@ -622,6 +629,13 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """Seconds spent in each stage of the start."""
 
 
+class Reply(msgspec.Struct, kw_only=True):
+    """An event that answers a Question."""
+
+    number: int = 0
+    """The question's."""
+
+
 class Loading(msgspec.Struct, tag="loading"):
     """Progress of the start: stage name and the part done, 0 to 1."""
 
@@ -640,13 +654,13 @@ class StepOutputs(msgspec.Struct, tag="step"):
     stats: Stats
 
 
-class CacheReport(msgspec.Struct, tag="cache_report"):
+class CacheReport(Reply, tag="cache_report"):
     """The answer to InspectCache: plain data, as `GET /cache` shows it."""
 
     summary: dict[str, Any]
 
 
-class CacheLocated(msgspec.Struct, tag="cache_located"):
+class CacheLocated(Reply, tag="cache_located"):
     """The answer to LocateCache."""
 
     id: str
@@ -661,7 +675,7 @@ class CacheLocated(msgspec.Struct, tag="cache_located"):
     """The error is the request's."""
 
 
-class VoiceEncoded(msgspec.Struct, tag="voice_encoded"):
+class VoiceEncoded(Reply, tag="voice_encoded"):
     """The answer to EncodeVoice."""
 
     key: str
@@ -671,7 +685,7 @@ class VoiceEncoded(msgspec.Struct, tag="voice_encoded"):
     """Why the voice could not be encoded; None if it was."""
 
 
-class AdapterLoaded(msgspec.Struct, tag="adapter_loaded"):
+class AdapterLoaded(Reply, tag="adapter_loaded"):
     """The answer to LoadAdapter."""
 
     path: str

@@ -15,7 +15,8 @@ import logging
 import math
 import time
 from collections import Counter, deque
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
+from itertools import count
 from typing import Any, Literal, TypeVar, assert_never
 
 import msgspec
@@ -42,7 +43,9 @@ from deltic.engine.messages import (
     Output,
     Ping,
     Pong,
+    Question,
     Ready,
+    Reply,
     Request,
     Shutdown,
     StartFailed,
@@ -79,7 +82,7 @@ class QueueFull(RuntimeError):
         self.retry_after_s = retry_after_s
 
 
-T = TypeVar("T")
+A = TypeVar("A", bound=Reply)
 
 Deliver = Callable[[list[Output]], None]
 """Takes outputs of one request, in their order."""
@@ -177,10 +180,8 @@ class EngineClient:
         """Called each time that an engine takes requests, before it can be sent any."""
         self._on_event = on_event
         self._streams: dict[str, Stream] = {}
-        self._inspections: deque[asyncio.Future[CacheReport]] = deque()  # in the order of their questions
-        self._encodings: dict[str, deque[asyncio.Future[VoiceEncoded]]] = {}  # by key, in that order, too
-        self._adapters: dict[str, deque[asyncio.Future[AdapterLoaded]]] = {}  # by path, in that order, too
-        self._located: dict[str, deque[asyncio.Future[CacheLocated]]] = {}  # by id of the request
+        self._asked: dict[int, asyncio.Future[Any]] = {}  # by the number of the question
+        self._numbers = count(1)
         self._drops: set[str] = set()  # voices to be forgotten when there is an engine again
         self._mean_request_s = 1.0
         self._last_n_steps = 0  # as the process says
@@ -233,7 +234,9 @@ class EngineClient:
         n = min(n, self.info.max_num_seqs)  # more are not waited for: the engine refuses them
         has_share = not spare and self._n_open_of[owner] + n <= -(-self.max_queue // self.n_owners)
         if self.n_open + n > self.info.max_num_seqs + self.max_queue - spare and not has_share:
-            raise QueueFull(n_waiting, self._retry_after_s(n_waiting))
+            # A waiting request gets its turn if requests go on taking as long as the last ones did.
+            wait_s = math.ceil(self._mean_request_s * n_waiting / self.info.max_num_seqs)
+            raise QueueFull(n_waiting, min(60, max(1, wait_s)))
         return self.info
 
     def add_text(
@@ -250,14 +253,16 @@ class EngineClient:
         if request_id in self._streams:
             self._send(Abort(request_id, index, if_waiting))
 
-    def _ask(self, command: Command) -> asyncio.Future[Any]:
-        """Sends a question; the caller keeps the answer where `receive` will look.
+    def _ask(self, command: Question, kind: type[A]) -> Awaitable[A]:
+        """Sends a question, to which the answer is a `kind`.
 
-        Raises EngineUnavailable when there is no engine to ask.
+        Raises EngineUnavailable when there is no engine to ask, or, awaited, when it ends before it answers.
         """
         if self.state != "ready":
             raise EngineUnavailable(self.why_unavailable())
-        answer: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        command.number = next(self._numbers)
+        answer: asyncio.Future[A] = asyncio.get_running_loop().create_future()
+        self._asked[command.number] = answer
         self._send(command)
         return answer
 
@@ -266,27 +271,21 @@ class EngineClient:
 
         Raises EngineUnavailable when there is no engine to ask, or when it ends before it answers.
         """
-        answer: asyncio.Future[CacheReport] = self._ask(InspectCache(reset))
-        self._inspections.append(answer)
-        return await answer
+        return await self._ask(InspectCache(reset), CacheReport)
 
     async def locate_cache(self, request: Request) -> CacheLocated:
         """Has what the prefix cache holds of a prompt written to disk, and says in which files it is.
 
         Raises EngineUnavailable when there is no engine to ask, or when it ends before it answers.
         """
-        answer: asyncio.Future[CacheLocated] = self._ask(LocateCache(request))
-        self._located.setdefault(request.id, deque()).append(answer)
-        return await answer
+        return await self._ask(LocateCache(request), CacheLocated)
 
     async def encode_voice(self, command: EncodeVoice) -> VoiceEncoded:
         """Has a voice encoded; the answer's error says why there is none. Beside the steps it takes seconds.
 
         Raises EngineUnavailable when there is no engine to ask, or when it ends before it answers.
         """
-        answer: asyncio.Future[VoiceEncoded] = self._ask(command)
-        self._encodings.setdefault(command.key, deque()).append(answer)
-        return await answer
+        return await self._ask(command, VoiceEncoded)
 
     def drop_voice(self, key: str) -> None:
         """Has the engine forget a voice, on disk as well; one that loads, as soon as it is ready."""
@@ -300,9 +299,7 @@ class EngineClient:
 
         Raises EngineUnavailable when there is no engine to ask, or when it ends before it answers.
         """
-        answer: asyncio.Future[AdapterLoaded] = self._ask(LoadAdapter(path))
-        self._adapters.setdefault(path, deque()).append(answer)
-        return await answer
+        return await self._ask(LoadAdapter(path), AdapterLoaded)
 
     def drop_adapter(self, key: bytes) -> None:
         """Has the engine forget an adapter, once. One that is gone has forgotten all."""
@@ -362,16 +359,10 @@ class EngineClient:
         """Ends every request and question that is open."""
         for stream in list(self._streams.values()):
             self._note_ended(stream, stream.end(reason, message))
-        while self._inspections:
-            answer = self._inspections.popleft()
+        for answer in self._asked.values():
             if not answer.done():
                 answer.set_exception(EngineUnavailable(message))
-        beside: tuple[dict[str, deque[asyncio.Future[Any]]], ...] = (self._encodings, self._adapters, self._located)
-        for asked in beside:
-            for waiting in [answer for answers in asked.values() for answer in answers]:
-                if not waiting.done():
-                    waiting.set_exception(EngineUnavailable(message))
-            asked.clear()
+        self._asked.clear()
 
     async def drained(self) -> None:
         """Waits until no request is open."""
@@ -380,8 +371,7 @@ class EngineClient:
     @property
     def is_asked(self) -> bool:
         """Whether the engine takes requests, and somebody waits for something that it should say."""
-        asked = self._streams or self._inspections or self._encodings or self._adapters or self._located
-        return self.state == "ready" and bool(asked)
+        return self.state == "ready" and bool(self._streams or self._asked)
 
     def ping(self) -> None:
         """Asks for a sign, unless the last time was not answered yet: that is done between two steps."""
@@ -401,7 +391,7 @@ class EngineClient:
 
     # Messages.
 
-    def _send(self, command: Command) -> None:
+    def _send(self, command: Command | Question) -> None:
         if self._commands is not None:
             self._commands.send(self._encoder.encode(command), zmq.NOBLOCK)
 
@@ -447,17 +437,11 @@ class EngineClient:
             case Pong():
                 self._is_pinged, self.is_stuck = False, event.is_stuck
                 self.n_signs += not event.is_stuck
-            case CacheReport():
-                # There is none when `stop` has answered for the engine; it is done when who asked has left.
-                answer = self._inspections.popleft() if self._inspections else None
+            case Reply():
+                # There is no future when `stop` has answered for the engine; it is done when who asked has left.
+                answer = self._asked.pop(event.number, None)
                 if answer is not None and not answer.done():
                     answer.set_result(event)
-            case VoiceEncoded():
-                _answer(self._encodings, event.key, event)
-            case AdapterLoaded():
-                _answer(self._adapters, event.path, event)
-            case CacheLocated():
-                _answer(self._located, event.id, event)
             case Loading():
                 self.loading = event
             case StartFailed():
@@ -510,22 +494,6 @@ class EngineClient:
                 part = getattr(last, name)
                 setattr(kept, name, None if part is None else type(part)())
             _add(kept, last)
-
-    def _retry_after_s(self, n_waiting: int) -> int:
-        """Seconds until a waiting request gets its turn, if requests go on taking as long as the last ones
-        did.
-        """
-        assert self.info
-        return min(60, max(1, math.ceil(self._mean_request_s * n_waiting / self.info.max_num_seqs)))
-
-
-def _answer(asked: dict[str, deque[asyncio.Future[T]]], key: str, answer: T) -> None:
-    """Hands an answer to the first that asked for it, unless that has left."""
-    waiting = asked.get(key)
-    if waiting and not (first := waiting.popleft()).done():
-        first.set_result(answer)
-    if not waiting:
-        asked.pop(key, None)
 
 
 def _add(stats: msgspec.Struct, earlier: msgspec.Struct) -> None:

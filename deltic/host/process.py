@@ -66,6 +66,9 @@ log = logging.getLogger("deltic.engine")
 
 OUT_OF_MEMORY = "out of memory while loading{}; free some, or lower --memory-gb"
 
+NO_MEMORY = ("can't allocate memory", "out of memory")
+"""Said by RuntimeErrors of torch's CPU allocator, and by those of CUDA and Triton."""
+
 CLOSE_S = 4.0
 """How long a process that was told to stop goes on writing to --cache-dir: less than the host waits
 (SHUTDOWN_S).
@@ -126,6 +129,16 @@ class ServedModel:
         self.engine = Engine(build(config, self.progress), config.max_itl_ms or None, vocabulary)
         self.engine.trace = trace
 
+    def prepare(self, is_fake: bool) -> dict[str, float]:
+        """Measures steps, and waits until grammars can begin; the seconds that each took."""
+        start = time.perf_counter()
+        if not is_fake:
+            self.engine.fit_cost()
+        fitted = time.perf_counter()
+        if not is_fake and not self.engine.info.is_speech:
+            self.engine.guides.prepare()  # most often it is long there
+        return {"fit": round(fitted - start, 3), "grammars": round(time.perf_counter() - fitted, 3)}
+
     def publish(self, publisher: EventPublisher, is_alone: bool) -> None:
         """Tells of the cache from now on, if there is a topic. is_alone: the process has no other model."""
         if self._topic is not None:
@@ -163,7 +176,7 @@ class ServedModel:
                     if command.reset:
                         engine.reset_cache()
                     self.send(StepOutputs([], engine.stats()))
-                    self.send(CacheReport(engine.cache_summary()))
+                    self.send(CacheReport(engine.cache_summary(), number=command.number))
                 case LocateCache():
                     self._answer(engine.locate_cache(command))
                 case EncodeVoice():
@@ -258,32 +271,23 @@ class EngineProcess:
             build = build or self._import_build(start_s)
             for model in self.models:
                 model.build(build, is_fake)
-        except (ValueError, MemoryError, RuntimeError) as error:  # torch's out-of-memory is a RuntimeError
-            text = str(error)
-            out_of_memory = isinstance(error, MemoryError) or "t allocate memory" in text or "out of memory" in text
-            if isinstance(error, RuntimeError) and not out_of_memory:
+        except (ValueError, MemoryError, RuntimeError) as error:
+            is_refusal = isinstance(error, ValueError)
+            if not is_refusal and not is_out_of_memory(error):
                 raise
             name = f"{model.name}: " if len(self.models) > 1 else ""
-            model.send(StartFailed(name + (OUT_OF_MEMORY.format(memory_bound()) if out_of_memory else text)))
+            model.send(StartFailed(name + (str(error) if is_refusal else OUT_OF_MEMORY.format(memory_bound()))))
             return False
         if "torch" in sys.modules:  # its threads have nothing left to do that is worth a core
             sys.modules["torch"].set_num_threads(1)
-        for model in self.models:
-            start = time.perf_counter()
-            if not is_fake:
-                model.engine.fit_cost()
-            fitted, info = time.perf_counter(), model.engine.info
-            if not is_fake and not info.is_speech:
-                model.engine.guides.prepare()  # most often it is long there
-            spent = {"fit": fitted - start, "grammars": time.perf_counter() - fitted}
-            info.start_s = start_s | info.start_s | {name: round(seconds, 3) for name, seconds in spent.items()}
+        spent = [start_s | model.engine.info.start_s | model.prepare(is_fake) for model in self.models]
         # What was loaded stays: the collector need not walk it again, nor pause a step for it.
         gc.collect()
         gc.freeze()
-        for model in self.models:
+        for model, seconds in zip(self.models, spent, strict=True):
             if self._publisher is not None:
                 model.publish(self._publisher, is_alone=len(self.models) == 1)
-            model.send(Ready(model.engine.info))
+            model.send(Ready(msgspec.structs.replace(model.engine.info, start_s=seconds)))
             model.send(StepOutputs([], model.engine.stats()))
         return True
 
@@ -344,6 +348,17 @@ class EngineProcess:
         until_s = time.monotonic() + CLOSE_S
         for n_done, model in enumerate(self.models):
             model.engine.close(max(0.0, until_s - time.monotonic()) / (len(self.models) - n_done))
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether memory ran out, on the host or on a device.
+
+    Torch's CPU allocator, the driver and Triton raise a bare RuntimeError, of which only the text says it.
+    """
+    torch = sys.modules.get("torch")
+    if isinstance(error, MemoryError) or (torch is not None and isinstance(error, torch.OutOfMemoryError)):
+        return True
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in NO_MEMORY)
 
 
 class _Several(msgspec.Struct, frozen=True):

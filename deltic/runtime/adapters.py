@@ -131,7 +131,7 @@ class Adapters:
             except Exception as error:  # whatever a file does, requests go on
                 if not isinstance(error, CheckpointError | ConfigError):
                     log.exception("the adapter %s could not be loaded", command.path)
-                answer = AdapterLoaded(command.path, error=str(error) or type(error).__name__)
+                answer = AdapterLoaded(command.path, error=str(error) or type(error).__name__, number=command.number)
                 if one is not None:
                     one.n_loads = 0
             if answer is not None:
@@ -193,7 +193,7 @@ class Adapters:
 
 
 def _answer(command: LoadAdapter, one: _Loaded) -> AdapterLoaded:
-    return AdapterLoaded(command.path, one.key, one.rank, one.n_bytes)
+    return AdapterLoaded(command.path, one.key, one.rank, one.n_bytes, number=command.number)
 
 
 def _be_nice() -> None:

@@ -9,12 +9,14 @@ from dataclasses import replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import msgspec
 
 from deltic.config import ConfigError, EngineConfig
+from deltic.engine.cache.tiers import Tiers
 from deltic.engine.engine import StepRunner
+from deltic.engine.messages import EngineInfo
 from deltic.engine.step import Progress
 from deltic.machine import cuda_driver
 from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_ids, speaks
@@ -40,16 +42,22 @@ from deltic.models.vision.weights import (
 )
 from deltic.models.vocoder.encoder import VoiceEncoder
 from deltic.models.vocoder.weights import check_vocoder_files, dummy_vocoder, load_vocoder
-from deltic.runtime.adapters import adapter_room, given_adapters, refuse_sizes
+from deltic.runtime.adapters import Adapters, adapter_room, given_adapters, refuse_sizes
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.fingerprint import fingerprint
 from deltic.runtime.info import precision
 from deltic.runtime.kv_cache import check_keys, resolve_kv_cache
-from deltic.runtime.plan import AdapterRoom, Plan, TextPlan, make_plan
+from deltic.runtime.plan import AdapterRoom, Plan, SpeechPlan, TextPlan, make_plan
 from deltic.runtime.voices import open_voices
 
 if TYPE_CHECKING:
     from deltic.runtime.gpu.device import Gpu
+
+
+class BuiltRunner(StepRunner, Protocol):
+    """A runner as its device makes it, which does not know yet what it is called and what it keeps on disk."""
+
+    info: EngineInfo
 
 
 def is_for_gpu(config: EngineConfig) -> bool:
@@ -256,30 +264,33 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
     if compiling is not None:
         compiling.wait(progress)
         lap("compile")
-    runner: Any = device.runner(plan, weights, beside, progress)
+    runner: BuiltRunner = device.runner(plan, weights, beside, progress)
     lap(device.made)
-    if plan.speaks:
-        notices = notices + _open_voices(runner, config, directory, device.kernels(runner))
-    else:
-        notices = notices + _open_tiers(runner, config, directory, device.kernels(runner), progress)
+    kernels, keys = device.kernels(runner), dict[str, bytes]()
+    said = (
+        _open_voices(runner, plan, config, directory, kernels)
+        if plan.speaks
+        else _open_tiers(runner, plan, config, directory, kernels, progress)
+    )
     lap("cache")
-    if runner.adapters is not None:
+    if isinstance(runner.adapters, Adapters):
         keys = {name: runner.adapters.load_now(path).key for name, path in config.adapters.items()}
-        runner.info = msgspec.structs.replace(runner.info, adapters=keys)
         lap("adapters")
     forget_headers()
-    kind, said = precision(plan, weights[0][0] if plan.cuts else weights)
+    kind, formats = precision(plan, weights[0][0] if plan.cuts else weights)
+    disk = None if runner.tiers is None else runner.tiers.disk
     runner.info = msgspec.structs.replace(
         runner.info,
         model_name=model_name(config),
         precision=kind,
-        notices=said + notices,
+        notices=formats + notices + said,
         no_pictures="" if plan.speaks else "; ".join(plan.notices),
         prefix_cache=config.prefix_cache,
+        adapters=keys,
+        cache_files="" if disk is None else str(disk.directory.path),
         start_s=spent,
     )
-    built: StepRunner = runner
-    return built
+    return runner
 
 
 def _load(
@@ -318,28 +329,28 @@ def _load_tower(
 
 
 def _open_tiers(
-    runner: Any, config: EngineConfig, directory: Path, kernels: Path | str, progress: Progress
+    runner: Any, plan: TextPlan, config: EngineConfig, directory: Path, kernels: Path | str, progress: Progress
 ) -> list[str]:
     """Starts the tiers of a language model's prefix cache; gives their notices."""
     if config.prefix_cache and config.cache_dir is not None:
         model = fingerprint(config, directory, kernels, lambda done, total: progress("cache", done / max(1, total)))
         runner.open_tiers(config.cache_dir, int(config.cache_disk_gb * 1e9), model)
-    elif runner.plan.n_host_units:
+    elif plan.n_host_units:
         runner.open_tiers(None, 0, "")
-    if runner.tiers is None:
+    tiers: Tiers | None = runner.tiers
+    if tiers is None:
         return []
     # The default is meant for preempted sequences: on a CPU it is the same memory as the pools.
-    runner.tiers.takes_evicted = config.cache_host_gb is not None
-    runner.tiers.takes_imports = config.allow_cache_transfer
-    if runner.tiers.disk is not None:
-        runner.info = msgspec.structs.replace(runner.info, cache_files=str(runner.tiers.disk.directory.path))
-    notices: list[str] = runner.tiers.notices
-    return notices
+    tiers.takes_evicted = config.cache_host_gb is not None
+    tiers.takes_imports = config.allow_cache_transfer
+    return tiers.notices
 
 
-def _open_voices(runner: Any, config: EngineConfig, directory: Path, kernels: Path | str) -> list[str]:
+def _open_voices(
+    runner: Any, plan: SpeechPlan, config: EngineConfig, directory: Path, kernels: Path | str
+) -> list[str]:
     """Opens the voices of a model that clones them. Returns notices of features that a speech model lacks."""
-    shape = runner.plan.shape
+    shape = plan.shape
     if shape.variant == "base":
         runner.voices = open_voices(config, directory, shape.talker.hidden_size, runner, kernels)
     if config.cache_dir is None or not config.prefix_cache:

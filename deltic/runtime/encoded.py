@@ -130,8 +130,8 @@ class Encoded(ABC, Generic[C, T, A]):
         """The item in a file. Raises TypeError or ValueError for arrays of something else."""
 
     @abstractmethod
-    def reply(self, key: str, item: T | None, error: str | None) -> A:
-        """The answer that the item of a key is there now, or why it is not."""
+    def reply(self, command: C, item: T | None, error: str | None) -> A:
+        """The answer that the item is there now, or why it is not."""
 
     def is_enough(self, item: T, command: C) -> bool:
         """Whether an item that is known is all that the command asks for."""
@@ -244,12 +244,12 @@ class Encoded(ABC, Generic[C, T, A]):
         key = command.key
         if result is None or isinstance(result, str):
             error = result or f"no such {self.noun} here (any more); send its {self.source}"
-            self._answers.append(self.reply(key, None, error))
+            self._answers.append(self.reply(command, None, error))
         else:
             self._keep(key, result)
             if command.is_kept:
                 self._put(lambda: self._write(key, result))
-            self._answers.append(self.reply(key, result, None))
+            self._answers.append(self.reply(command, result, None))
         asked = self._asked[key]
         asked.popleft()
         while asked and asked[0] is None:

@@ -9,29 +9,32 @@ from deltic.engine.messages import EngineInfo, PictureInfo, VideoInfo
 from deltic.models.loading import shares_text
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Weights
+from deltic.models.tts.shape import SpeechShape
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.shape import BLOCK
-from deltic.runtime.plan import Plan
+from deltic.runtime.plan import SpeechPlan, TextPlan
 
 
-def engine_info(plan: Plan[Any], device: str, rules: PictureRules | None = None, **of_device: Any) -> EngineInfo:
+def engine_info(
+    plan: TextPlan | SpeechPlan, device: str, rules: PictureRules | None = None, **of_device: Any
+) -> EngineInfo:
     """What follows from a plan. rules: of a model that takes pictures; of_device: fields that follow from the
     device.
 
     `build.build_runner` adds what only it knows: the model's name, notices, the precision, whether there is a
     prefix cache, and the times of the start.
     """
-    shape = plan.shape
-    of_kind: dict[str, Any] = (
-        {
+    shape, of_kind = plan.shape, dict[str, Any]()
+    if isinstance(shape, SpeechShape):
+        of_kind |= {
             "eos_token_ids": [shape.end_id],
             "even_context": shape.talker.layer_params / (2 * shape.talker.n_layers * shape.talker.q_rows),
             "n_prompt_ids": shape.n_prompt_ids,
             "is_speech": True,
             "has_state": False,
         }
-        if plan.speaks
-        else {
+    else:
+        of_kind |= {
             "eos_token_ids": list(shape.eos_token_ids),
             "even_context": even_context(shape),
             "has_draft_head": shape.has_draft_head,
@@ -39,7 +42,6 @@ def engine_info(plan: Plan[Any], device: str, rules: PictureRules | None = None,
             "kv_cache_dtype": shape.kv_cache_dtype,
             "pictures": None if rules is None else _pictures(plan, rules),
         }
-    )
     return EngineInfo(
         vocab_size=plan.n_real,
         max_model_len=plan.max_model_len,
@@ -56,15 +58,15 @@ def engine_info(plan: Plan[Any], device: str, rules: PictureRules | None = None,
     )
 
 
-def _pictures(plan: Plan[Any], rules: PictureRules) -> PictureInfo:
+def _pictures(plan: TextPlan | SpeechPlan, rules: PictureRules) -> PictureInfo:
     most = min(rules.max_pixels, plan.max_picture_tokens * BLOCK**2)
     video = VideoInfo(*dataclasses.astuple(rules.video))
     return PictureInfo(min(rules.min_pixels, most), most, plan.max_picture_tokens, video, plan.pixel_bytes)
 
 
-def precision(plan: Plan[Any], weights: Weights) -> tuple[str, list[str]]:
+def precision(plan: TextPlan | SpeechPlan, weights: Weights) -> tuple[str, list[str]]:
     """What EngineInfo says of the precision; and, for the log, the formats of a quantised checkpoint."""
-    if plan.speaks or not plan.shape.formats:
+    if isinstance(plan.shape, SpeechShape) or not plan.shape.formats:
         return plan.quantize or "bf16", []
     formats = weights.formats()
     most = max(formats, key=lambda name: formats[name].n_weights)

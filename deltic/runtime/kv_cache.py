@@ -6,7 +6,6 @@ import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.models.fields import read_json
@@ -59,7 +58,7 @@ def largest_keys(weights: Weights, shape: ModelShape) -> dict[str, float]:
     return {name: most * float(abs(1.0 + layer.k_norm).max()) for name, layer in layers.items()}
 
 
-def check_keys(weights: Any, shape: ModelShape) -> None:
+def check_keys(weights: Weights, shape: ModelShape) -> None:
     """Raises ConfigError where keys may be larger than the format can hold. weights: of the model, or of one
     of its parts, whose norms are whole.
     """

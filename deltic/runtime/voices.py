@@ -142,8 +142,8 @@ class Voices(Encoded[EncodeVoice, Voice, VoiceEncoded]):
         state = self._parts.prime(codes[first:end], item.state, max(0, len(codes) - end))
         return replace(item, state=state), is_last
 
-    def reply(self, key: str, item: Voice | None, error: str | None) -> VoiceEncoded:
-        return VoiceEncoded(key, 0 if item is None else item.n_frames, error)
+    def reply(self, command: EncodeVoice, item: Voice | None, error: str | None) -> VoiceEncoded:
+        return VoiceEncoded(command.key, 0 if item is None else item.n_frames, error, number=command.number)
 
 
 def open_voices(config: EngineConfig, checkpoint: Path, width: int, parts: VoiceParts, kernels: Path | str) -> Voices:

@@ -27,6 +27,7 @@ if __name__ == "__main__":
 
 from deltic.config import EngineConfig
 from deltic.engine.messages import (
+    AdapterLoaded,
     CacheReport,
     CacheStats,
     Command,
@@ -34,6 +35,7 @@ from deltic.engine.messages import (
     Event,
     Loading,
     Output,
+    Reply,
     Request,
     SamplingParams,
     SpeechStats,
@@ -282,6 +284,27 @@ async def test_questions_about_the_cache_are_answered_in_their_order() -> None:
 
 
 @in_loop
+async def test_an_answer_finds_who_asked_whatever_came_before_it() -> None:
+    client = EngineClient(EngineConfig(), 1)
+    client.set_state("ready")
+    sent: list[Any] = []
+    client._send = sent.append  # type: ignore[method-assign]
+    asked = [asyncio.create_task(client.load_adapter("/a")) for _ in range(3)]
+    asked += [asyncio.create_task(client.inspect_cache())]  # type: ignore[list-item]
+    await asyncio.sleep(0)
+    numbers = [question.number for question in sent]
+    assert len(set(numbers)) == 4 and client.is_asked
+    asked[1].cancel()
+    await asyncio.sleep(0)
+    client._take(CacheReport({"n": 1}, number=numbers[3]), [])
+    for i in (2, 1, 0):
+        client._take(AdapterLoaded("/a", rank=i, number=numbers[i]), [])
+    client._take(AdapterLoaded("/a", number=max(numbers) + 1), [])  # nobody asked
+    assert [(await asked[i]).rank for i in (0, 2)] == [0, 2] and not client.is_asked
+    assert (await asked[3]).summary == {"n": 1}  # type: ignore[attr-defined]
+
+
+@in_loop
 async def test_an_engine_that_dies_does_not_tell_of_its_cache() -> None:
     client = EngineClient(EngineConfig(), 100)
     async with hosted(client) as host:
@@ -458,9 +481,9 @@ async def time_queue(n: int, n_tokens: int) -> None:
 
 @pytest.mark.parametrize("kind", get_args(Event))
 def test_every_event_has_a_branch_of_its_own(kind: type[Event]) -> None:
-    """One that has none would be taken for Ready: mypy says so, and so does this."""
+    """One that has none would be taken for Ready: mypy says so, and so does this. Replies share one."""
     cases = {case.split("(")[0] for case in inspect.getsource(EngineClient._take).split("case ")[1:]}
-    assert kind.__name__ in cases
+    assert cases & {kind.__name__, *(["Reply"] if issubclass(kind, Reply) else [])}
     with pytest.raises(AssertionError):
         EngineClient(EngineConfig(), 100)._take(object(), [])  # type: ignore[arg-type]
 

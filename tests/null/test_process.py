@@ -17,7 +17,7 @@ import msgspec
 import pytest
 import zmq
 
-from deltic.config import EngineConfig
+from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cost import StepCost
 from deltic.engine.engine import Engine
 from deltic.engine.messages import (
@@ -35,7 +35,7 @@ from deltic.engine.messages import (
 )
 from deltic.engine.step import Step, StepResult
 from deltic.host.launch import EventSockets
-from deltic.host.process import EngineProcess, Launch, ModelLaunch, ServedModel
+from deltic.host.process import EngineProcess, Launch, ModelLaunch, ServedModel, is_out_of_memory
 from tests.fakes import POISON, FakeRunner, expected_tokens
 from tests.null.test_loop import request
 
@@ -99,6 +99,27 @@ def process(tmp_path: Path) -> Iterator[Process]:
     process.close()
 
 
+@pytest.mark.parametrize(
+    ("error", "is_memory"),
+    [
+        (MemoryError("Unable to allocate 256. PiB"), True),
+        (RuntimeError("CUDA error: out of memory"), True),  # the driver's and Triton's have no type of their own
+        (RuntimeError("CUDA error: an illegal memory access was encountered"), False),
+        (ConfigError("--lora out of memory=/a: there is no such file"), False),
+    ],
+)
+def test_memory_that_ran_out_is_told_from_other_errors(error: Exception, is_memory: bool) -> None:
+    assert is_out_of_memory(error) is is_memory
+
+
+def test_memory_that_torch_did_not_get() -> None:
+    torch = pytest.importorskip("torch")
+    assert is_out_of_memory(torch.OutOfMemoryError("whatever it says"))
+    with pytest.raises(RuntimeError) as caught:
+        torch.empty(1 << 58, dtype=torch.uint8)
+    assert is_out_of_memory(caught.value)
+
+
 def test_the_process_serves_and_stops(process: Process) -> None:
     events = [process.receive()]
     while isinstance(events[-1], Loading):
@@ -155,7 +176,7 @@ def test_the_process_does_not_outlive_its_parent(tmp_path: Path) -> None:
 import os, subprocess, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from tests.null.test_process import Process
-from deltic.config import EngineConfig
+from deltic.config import ConfigError, EngineConfig
 from deltic.engine.messages import Loading
 from pathlib import Path
 process = Process(Path({str(tmp_path)!r}), EngineConfig())

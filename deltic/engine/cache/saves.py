@@ -17,6 +17,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from deltic.engine.cache.disk import Disk, Entry, Search, Survey
@@ -467,6 +468,8 @@ class Export:
     """A prompt whose files are wanted."""
 
     id: str
+    number: int
+    """The question's."""
     root: bytes
     keys: list[bytes]
     began_s: float
@@ -494,7 +497,7 @@ class Exports:
         keys = list[bytes]()
         # A request could start behind these: a token is left to compute.
         extend_keys(keys, request, array("i", request.prompt_ids), len(request.prompt_ids) - 1)
-        export = Export(request.id, root_key(request), keys, time.monotonic())
+        export = Export(request.id, command.number, root_key(request), keys, time.monotonic())
         if export.keys:
             export.search = self._saves.search(export.root, export.keys, 0, 0)
         self._asked.append(export)
@@ -512,7 +515,8 @@ class Exports:
         self._asked.clear()
 
     def _answer(self, export: Export) -> CacheLocated | None:
-        """None as long as it is looked for, or written."""
+        """The answer; None as long as it is looked for, or written."""
+        located = partial(CacheLocated, export.id, number=export.number)
         saves, search, waited_s = self._saves, export.search, time.monotonic() - export.began_s
         if search is not None and not search.is_done and waited_s < MAX_SEARCH_S:
             return None
@@ -520,15 +524,15 @@ class Exports:
         while known and not known[-1].has_state:
             known.pop()
         if not known:
-            return CacheLocated(export.id)
+            return located()
         node = known[-1]
         if node.state[DISK] is not None:
-            return CacheLocated(export.id, node.depth, saves.files(node))
+            return located(node.depth, saves.files(node))
         if node is not export.node:
             export.node = node
             saves.queue[node] = True
         elif not saves.is_saving(node):
-            return CacheLocated(export.id, error="the disk has no room for it, or cannot be written")
+            return located(error="the disk has no room for it, or cannot be written")
         if waited_s > MAX_EXPORT_S:
-            return CacheLocated(export.id, error=f"it could not be written within {MAX_EXPORT_S:g} s")
+            return located(error=f"it could not be written within {MAX_EXPORT_S:g} s")
         return None
