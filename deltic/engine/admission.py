@@ -218,10 +218,10 @@ class Admission:
             self.preempt(other)
         if not cache.admit(sequence, cache.usable(sequence, known, DEVICE), n_promised):
             return False
-        cache.want_checkpoints(sequence, len(known) * PAGE_SIZE)
+        cache.checkpoints.want(sequence, len(known) * PAGE_SIZE)
         for other in self.waiting[: cache.places.n]:  # those that may come to run beside it
             if other is not sequence:
-                cache.want_junction(sequence, other)
+                cache.checkpoints.want_junction(sequence, cache.n_common(other, sequence))
         for member in group:
             if not member.n_preempted:
                 member.queued_s = time.monotonic() - member.arrived_at

@@ -213,7 +213,7 @@ class Scheduler:
         if self.guides is not None:
             self.guides.open(group)
         for other in self._prefills:
-            self.cache.want_junction(other, group[0])
+            self.cache.checkpoints.want_junction(other, self.cache.n_common(group[0], other))
         self._n_arrived += 1
         self._n_open_of[request.owner] += params.n
         self.is_blocked = False
@@ -250,7 +250,7 @@ class Scheduler:
     def fail(self, step: Step, message: str) -> list[Output]:
         """Ends every sequence of a step that could not be run, with an error."""
         for chunk in step.chunks:
-            self.cache.drop_snapshots(chunk)
+            self.cache.checkpoints.drop(chunk)
         sequences = {id(s): s for s in chain((c.sequence for c in step.chunks), (d.sequence for d in step.draws))}
         failed = [s for sequence in sequences.values() for s in [*sequence.siblings, sequence]]
         return [self._end(sequence, "error", message) for sequence in failed]
@@ -364,7 +364,7 @@ class Scheduler:
         full = [s for s in self._decodes if s.n_computed == len(s.pages) * PAGE_SIZE and not s.lacks_text]
         for sequence in sorted(full, key=rank):
             if sequence.slot is not None:
-                self.cache.move_tail(sequence)
+                self.cache.checkpoints.move_tail(sequence)
             while sequence.slot is not None and not self.cache.grow(sequence, sequence.n_computed + 1):
                 running = chain(self._decodes, self._prefills)
                 self._preempt(max(running, key=lambda s: (s.lacks_text, rank(s))))
@@ -422,7 +422,7 @@ class Scheduler:
                 i += 1
                 continue
             chunk = Chunk(sequence, sequence.n_computed, length, sequence.wants_prompt_logprobs)
-            self.cache.plan_checkpoints(chunk)
+            self.cache.checkpoints.plan(chunk)
             if self.pictures is not None and sequence.request.pictures:
                 self.pictures.place(chunk)
             step.chunks.append(chunk)

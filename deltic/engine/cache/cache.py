@@ -26,25 +26,19 @@ from __future__ import annotations
 import time
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from deltic.engine.cache.disk import Search
-from deltic.engine.cache.placement import Load, Placement
+from deltic.engine.cache.checkpoints import Checkpoints, Prefix, n_canonical
+from deltic.engine.cache.placement import Placement
 from deltic.engine.cache.pool import IntegrityError, Pool
 from deltic.engine.cache.saves import MAX_SEARCH_S
 from deltic.engine.cache.tiers import Tiers, no_tiers
-from deltic.engine.cache.tree import DEVICE, DISK, SUPERSEDED, Kind, Node, extend_keys, root_key
-from deltic.engine.messages import EngineInfo, Picture
+from deltic.engine.cache.tree import DEVICE, DISK, Kind, Node, extend_keys, root_key
+from deltic.engine.messages import EngineInfo
 from deltic.engine.step import Chunk, Sequence
 from deltic.ops.geometry import PAGE_SIZE
-
-LADDER = (1024, 2048, 4096, 8192)
-"""Tokens after which a long message, or a prompt without messages, gets checkpoints.
-
-Then every LADDER[-1].
-"""
 
 MAX_LOADS = 3
 """Times a request waits for pages from a lower tier; then it computes what is missing."""
@@ -62,25 +56,6 @@ def pages_for(n_tokens: int) -> int:
 
 
 @dataclass(slots=True, eq=False)
-class Prefix:
-    """A sequence's tie to the prefix tree."""
-
-    keys: list[bytes]
-    """Of its full pages."""
-    node: Node
-    """Its last page that the tree has; the root at first."""
-    wanted: dict[int, str] = field(default_factory=dict)
-    """Depths at which its prefill leaves checkpoints, ascending, and why."""
-    tail: Node | None = None
-    """The checkpoint behind its generated tokens, which moves on with them."""
-    load: Load | None = None
-    """The load that it waits for, or waited for."""
-    n_loads: int = 0
-    search: Search | None = None
-    """For what other servers have of it: the last one, for which it waits, or has waited."""
-
-
-@dataclass(slots=True, eq=False)
 class Parked:
     """A preempted sequence's memory on the host: its last pages, which are not the tree's, and its state."""
 
@@ -91,6 +66,11 @@ class Parked:
     """The last of them."""
     pages: list[tuple[int, ...]]
     state: tuple[int, ...]
+
+    @property
+    def units(self) -> list[int]:
+        """All of host memory that it has."""
+        return [unit for units in (*self.pages, self.state) for unit in units]
 
 
 class Cache:
@@ -106,6 +86,7 @@ class Cache:
         self.info = info
         self.stats = self.store.stats
         self._tree = self.store.tree
+        self.checkpoints = Checkpoints(info, self.store)
         self._parked: dict[Sequence, Parked] = {}
 
     @property
@@ -129,23 +110,16 @@ class Cache:
         return self._tree.root(root_key(sequence.request))
 
     def _extend_keys(self, sequence: Sequence) -> None:
-        extend_keys(sequence.prefix.keys, sequence.request, sequence.tokens, self._n_canonical(sequence))
-
-    def _n_canonical(self, sequence: Sequence) -> int:
-        """Tokens of a sequence whose pages and states are the tree's to give and to take."""
-        return len(sequence.tokens) if self.info.canonical_decode else sequence.n_prompt
+        extend_keys(sequence.prefix.keys, sequence.request, sequence.tokens, n_canonical(self.info, sequence))
 
     def look_up(self, sequence: Sequence) -> list[Node]:
         """The tree's nodes for the pages that a waiting sequence could share."""
         if sequence.prefix is None:
             return []
         self._extend_keys(sequence)
-        if self._is_doomed(sequence.prefix):
+        if self.store.is_doomed(sequence.prefix.keys):
             return []
         return self._tree.match(sequence.prefix.keys, (len(sequence.tokens) - 1) // PAGE_SIZE)
-
-    def _is_doomed(self, prefix: Prefix) -> bool:
-        return bool(prefix.keys) and self.store.is_doomed(prefix.keys[0])
 
     def usable(self, sequence: Sequence, known: list[Node], tier: int = DISK) -> list[Node]:
         """As much of `known` as the sequence can start behind, with what is in this tier and in those above
@@ -158,7 +132,7 @@ class Cache:
             if parked.n_shared <= n_most:
                 return known[: parked.n_shared]
             self._forget_parked(sequence)  # what it continues is gone
-        n_most = min(n_most, (self._n_canonical(sequence) - 1) // PAGE_SIZE)
+        n_most = min(n_most, (n_canonical(self.info, sequence) - 1) // PAGE_SIZE)
         while self.info.has_state and n_most and not _within(known[n_most - 1].state, tier):
             n_most -= 1
         return known[:n_most]
@@ -174,7 +148,7 @@ class Cache:
         prefix = sequence.prefix
         if prefix is None or not self.store.tiers.may_have_foreign or sequence in self._parked:
             return False
-        n_most = min(len(prefix.keys), (self._n_canonical(sequence) - 1) // PAGE_SIZE)
+        n_most = min(len(prefix.keys), (n_canonical(self.info, sequence) - 1) // PAGE_SIZE)
         last = prefix.search
         if len(path) >= n_most or (last is not None and time.monotonic() - last.began_s < SEARCH_AGAIN_S):
             return False
@@ -212,7 +186,7 @@ class Cache:
         if sequence.prefix is None or other.prefix is None:
             return 0
         mine, theirs = sequence.prefix.keys, other.prefix.keys
-        n = min(len(mine), len(theirs), (self._n_canonical(sequence) - 1) // PAGE_SIZE)
+        n = min(len(mine), len(theirs), (n_canonical(self.info, sequence) - 1) // PAGE_SIZE)
         # Keys are chained: where one differs, all after it do.
         return PAGE_SIZE * bisect_left(range(n), True, key=lambda i: mine[i] != theirs[i])
 
@@ -271,29 +245,6 @@ class Cache:
             self.stats.n_lookup_tokens += sequence.n_prompt
             self.stats.n_hit_tokens += sequence.n_cached
 
-    def want_checkpoints(self, sequence: Sequence, n_known: int) -> None:
-        """Decides where the prefill of an admitted sequence leaves checkpoints.
-
-        n_known: tokens whose pages the tree had. Where it cannot start behind the last of them, prompts
-        branch, and the next one that comes this way shall not compute the stretch again.
-        """
-        prefix, n_tokens = sequence.prefix, self._n_canonical(sequence)
-        if prefix is None or not self.info.has_state:
-            return
-        wanted: dict[int, str] = {}
-        begin = 0
-        for end in [*sequence.request.boundaries, n_tokens]:
-            wanted |= dict.fromkeys(_ladder(begin, end), "ladder")
-            begin = end // PAGE_SIZE * PAGE_SIZE
-            wanted[begin] = "message"
-        last = (n_tokens - 1) // PAGE_SIZE * PAGE_SIZE
-        # Where another prompt has gone on, more will: such a checkpoint is worth a place on disk.
-        wanted[last] = "junction" if n_known == last and self.store.tiers.may_have_foreign else "end"
-        wanted.setdefault(n_known, "junction")
-        for depth in _picture_edges(sequence.request.pictures):
-            wanted.setdefault(depth, "picture")
-        prefix.wanted = {d: wanted[d] for d in sorted(wanted) if sequence.n_computed < d <= last}
-
     # A sequence runs.
 
     def grow(self, sequence: Sequence, n_tokens: int) -> bool:
@@ -309,86 +260,6 @@ class Cache:
             sequence.pages += pages
         return True
 
-    def plan_checkpoints(self, chunk: Chunk) -> None:
-        """Called before a chunk of a prompt runs: the checkpoint where it starts, and the snapshots it
-        takes.
-        """
-        sequence = chunk.sequence
-        prefix: Prefix | None = sequence.prefix
-        if prefix is None or not prefix.wanted:
-            return
-        last = next(reversed(prefix.wanted))
-        above = self._depth_above(prefix)
-        prices = {}
-        for depth, kind in prefix.wanted.items():
-            # All but the last one are soon left behind by a deeper one; at a junction others will go another
-            # way.
-            weight = 1.0 if depth == last or kind == "junction" else SUPERSEDED
-            prices[depth] = self._tree.price(depth, above if depth > above else 0, weight)
-            above = depth
-        if chunk.start in prices:
-            self._leave_checkpoint(sequence, prefix.wanted[chunk.start], prices[chunk.start])
-        # The deepest first: if slots are short, it is the one that the next turn starts from.
-        for depth in reversed(prefix.wanted):
-            known = self._tree.nodes.get(prefix.keys[depth // PAGE_SIZE - 1])
-            is_there = known is not None and known.state[DEVICE] is not None
-            if not chunk.start < depth < chunk.start + chunk.length or is_there:
-                continue
-            if (slot := self.store.take_slot_worth(prices[depth])) is not None:
-                chunk.snapshots.append((depth - chunk.start, slot))
-                chunk.snapshots.sort()
-
-    def want_junction(self, sequence: Sequence, other: Sequence) -> None:
-        """`other` waits, and begins as this one does, which prefills: it will start from where they part."""
-        depth = self.n_common(other, sequence)
-        if depth > sequence.n_computed and self.info.has_state:
-            prefix: Prefix = sequence.prefix
-            prefix.wanted = dict(sorted(({depth: "junction"} | prefix.wanted).items()))
-
-    def _depth_above(self, prefix: Prefix) -> int:
-        """Depth of the last checkpoint before what is being computed."""
-        node = prefix.node
-        return node.depth if node.parent is None or node.has_state else self._tree.nearest_above(node).depth
-
-    def _leave_checkpoint(self, sequence: Sequence, kind: str, price: float) -> None:
-        """The state between two chunks becomes a checkpoint, if it is worth a slot: the sequence's own slot
-        changes its owner, and the next chunk writes another.
-        """
-        node = sequence.prefix.node
-        if node.depth == sequence.n_computed and node.state[DEVICE] is None and sequence.start_slot is None:
-            slot = self.store.take_slot_worth(price)
-            if slot is not None:
-                self._leave_for(slot, sequence, kind)
-
-    def _leave_for(self, slot: int, sequence: Sequence, kind: str) -> None:
-        left = sequence.slot
-        assert left is not None
-        self._keep(sequence.prefix.node, left, kind)
-        self.slots.share([left])
-        sequence.start_slot, sequence.slot = left, slot
-
-    def _keep(self, node: Node, slot: int, kind: str) -> None:
-        """A slot becomes the tree's."""
-        self.store.put(Kind.STATE, node, slot, kind)
-        self.stats.checkpoints_taken[kind] = self.stats.checkpoints_taken.get(kind, 0) + 1
-
-    def move_tail(self, sequence: Sequence) -> None:
-        """A decode has filled a page.
-
-        The next turn will start from the state after it, and no longer from the one before.
-        """
-        prefix: Prefix | None = sequence.prefix
-        if prefix is None or prefix.node.depth != sequence.n_computed or sequence.start_slot is not None:
-            return
-        if not self.info.canonical_decode:
-            return
-        node, old = prefix.node, prefix.tail
-        if node.state[DEVICE] is None and old is not None and self.store.is_only_passed(old):
-            self._leave_for(self.store.take_state(old), sequence, "tail")
-        elif node.depth:
-            self._leave_checkpoint(sequence, "tail", self._tree.price(node.depth, self._depth_above(prefix)))
-        prefix.tail = node if node.kind == "tail" and node.state[DEVICE] is not None else None
-
     def computed(self, chunk: Chunk) -> None:
         """A chunk ran, and the sequence's n_computed says so: its full pages and snapshots enter the tree."""
         sequence = chunk.sequence
@@ -398,15 +269,7 @@ class Cache:
         if prefix is None:
             self.slots.give_back([slot for _, slot in chunk.snapshots])  # the cache was reset meanwhile
             return
-        for n, slot in chunk.snapshots:
-            depth = chunk.start + n
-            node = self._tree.nodes[prefix.keys[depth // PAGE_SIZE - 1]]
-            if node.state[DEVICE] is None:
-                self._keep(node, slot, prefix.wanted[depth])
-            else:
-                self.slots.give_back([slot])
-        if prefix.wanted:
-            prefix.wanted = {d: kind for d, kind in prefix.wanted.items() if d >= sequence.n_computed}
+        self.checkpoints.take(chunk, prefix)
         if chunk.start < sequence.n_prompt <= sequence.n_computed and self.store.tiers.may_have_foreign:
             self.store.saves.save(prefix.node)  # another server may want it while the answer is still written
 
@@ -422,11 +285,11 @@ class Cache:
         used, the sequence goes on without the tree.
         """
         prefix, pages = sequence.prefix, sequence.pages
-        n_tokens = min(sequence.n_computed, self._n_canonical(sequence))
+        n_tokens = min(sequence.n_computed, n_canonical(self.info, sequence))
         if prefix is None or prefix.node.depth + PAGE_SIZE > n_tokens:
             return
         self._extend_keys(sequence)
-        if self._is_doomed(prefix):
+        if self.store.is_doomed(prefix.keys):
             sequence.prefix = None
             return
         events = self.store.events
@@ -479,7 +342,7 @@ class Cache:
             is_prefilled = self.info.canonical_decode or sequence.n_computed < sequence.n_prompt
             keep_state &= self.info.has_state and is_prefilled
             if node is not None and here and keep_state and self._tree.nodes.get(node.key) is node:
-                self._keep(node, slot, "tail")
+                self.checkpoints.keep(node, slot, "tail")
             else:
                 self.slots.give_back([slot])
             assert sequence.place is not None
@@ -491,11 +354,6 @@ class Cache:
                 self.store.saves.save(prefix.node)
             prefix.tail = None
             prefix.wanted = {}
-
-    def drop_snapshots(self, chunk: Chunk) -> None:
-        """A step failed: drops the snapshots that it was to take."""
-        self.slots.give_back([slot for _, slot in chunk.snapshots])
-        chunk.snapshots.clear()
 
     def preempt(self, sequence: Sequence) -> None:
         """Takes back everything that a running sequence owns, and keeps in host memory, if it has room, what
@@ -532,7 +390,7 @@ class Cache:
         node = prefix.node if prefix is not None else None
         parked = Parked(sequence.n_computed, n_shared, node, [u for u in units if u is not None], state or ())
         if state is None or None in units:
-            self._free_units(parked)
+            self.store.units.give_back(parked.units)
             return None
         return parked
 
@@ -546,17 +404,13 @@ class Cache:
 
     def _forget_parked(self, sequence: Sequence) -> None:
         if sequence in self._parked:
-            self._free_units(self._unlist(sequence))
+            self.store.units.give_back(self._unlist(sequence).units)
 
     def _unlist(self, sequence: Sequence) -> Parked:
         parked = self._parked.pop(sequence)
         if parked.node is not None:
             parked.node.n_parked -= 1
         return parked
-
-    def _free_units(self, parked: Parked) -> None:
-        for units in (*parked.pages, parked.state):
-            self.store.units.give_back(units)
 
     # The whole.
 
@@ -606,8 +460,7 @@ class Cache:
                 raise IntegrityError(f"{name} has {sequence.n_computed} tokens computed in {len(sequence.pages)} pages")
         units: Counter[int] = Counter()
         for parked in self._parked.values():
-            for held in (*parked.pages, parked.state):
-                units.update(held)
+            units.update(parked.units)
         self.store.check(pages, slots, units)
         self.places.check(places)
 
@@ -615,23 +468,3 @@ class Cache:
 def _within(where: list[Any], tier: int) -> bool:
     """Whether a page or state is in `tier` or one above."""
     return any(place is not None for place in where[: tier + 1])
-
-
-def _picture_edges(pictures: list[Picture]) -> Iterator[int]:
-    """Where runs of pictures begin and end: other prompts ask something else about them. Pictures less than a
-    page apart, as the frames of a video are, are one run.
-    """
-    for before, after in zip([None, *pictures], [*pictures, None], strict=True):
-        if before is None or after is None or after.first - before.end >= PAGE_SIZE:
-            if before is not None:
-                yield before.end // PAGE_SIZE * PAGE_SIZE
-            if after is not None:
-                yield after.first // PAGE_SIZE * PAGE_SIZE
-
-
-def _ladder(begin: int, end: int) -> Iterator[int]:
-    """Depths inside a message of begin … end - 1 at which it gets checkpoints."""
-    for step in LADDER:
-        if begin + step < end:
-            yield begin + step
-    yield from range(begin + 2 * LADDER[-1], end, LADDER[-1])

@@ -277,9 +277,9 @@ class Placement:
             self._drop_branch(node)
         return len(branch)
 
-    def is_doomed(self, key: bytes) -> bool:
-        """Whether the node with this key is to be dropped: nobody may use it, nor put anything into it."""
-        return bool(self._doomed) and self.tree.nodes.get(key) in self._doomed
+    def is_doomed(self, keys: list[bytes]) -> bool:
+        """Whether the first page of a path is to be dropped: nobody may use it, nor put anything into it."""
+        return bool(self._doomed and keys) and self.tree.nodes.get(keys[0]) in self._doomed
 
     def reset(self) -> None:
         """Drops everything, in every tier. Bytes that sequences use stay theirs alone."""
