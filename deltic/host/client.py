@@ -438,7 +438,7 @@ class EngineClient:
                 self._is_pinged, self.is_stuck = False, event.is_stuck
                 self.n_signs += not event.is_stuck
             case Reply():
-                # There is no future when `stop` has answered for the engine; it is done when who asked has left.
+                # No future: `stop` has answered for the engine. It is done: who asked has left.
                 answer = self._asked.pop(event.number, None)
                 if answer is not None and not answer.done():
                     answer.set_result(event)

@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 
 
 class BuiltRunner(StepRunner, Protocol):
-    """A runner as its device makes it, which does not know yet what it is called and what it keeps on disk."""
+    """A runner as its device makes it: it does not know yet what it is called and what it keeps on disk."""
 
     info: EngineInfo
 
