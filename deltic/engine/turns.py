@@ -64,3 +64,8 @@ class Shares(Generic[Item]):
                 most = max(self._used, key=self._used.__getitem__)
                 oldest = next(kept for kept in self._items if kept[0] == most)
                 self._used[most] -= self._size_of(self._items.pop(oldest))
+
+
+def share_of(most: int, n_owners: int) -> int:
+    """What each of so many owners may have of `most`, and nobody can take from it."""
+    return -(-most // n_owners)

@@ -54,6 +54,7 @@ from deltic.engine.messages import (
     VoiceEncoded,
     metrics_of,
 )
+from deltic.engine.turns import share_of
 from deltic.host.launch import ModelLaunch
 from deltic.logs import counted
 from deltic.models.checkpoint import model_name
@@ -232,7 +233,7 @@ class EngineClient:
             raise EngineUnavailable(self.why_unavailable())
         n_waiting = max(0, self.n_open - self.info.max_num_seqs)
         n = min(n, self.info.max_num_seqs)  # more are not waited for: the engine refuses them
-        has_share = not spare and self._n_open_of[owner] + n <= -(-self.max_queue // self.n_owners)
+        has_share = not spare and self._n_open_of[owner] + n <= share_of(self.max_queue, self.n_owners)
         if self.n_open + n > self.info.max_num_seqs + self.max_queue - spare and not has_share:
             # A waiting request gets its turn if requests go on taking as long as the last ones did.
             wait_s = math.ceil(self._mean_request_s * n_waiting / self.info.max_num_seqs)

@@ -12,6 +12,9 @@ THREAD_NOT_FOUND = "thread_not_found"
 """On which Anthropic's client sends its history whole."""
 
 
+RETRY_LATER = {"retry-after": "2"}
+"""Headers of an error that may be over in a moment."""
+
 _INDEX = re.compile(r"\[\d+\]")
 
 

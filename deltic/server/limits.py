@@ -23,10 +23,12 @@ import msgspec
 from msgspec import Meta, Struct
 
 from deltic.config import ConfigError, ServerConfig
+from deltic.engine.turns import share_of
 from deltic.logs import counted
-from deltic.server.errors import ApiError
-from deltic.server.fair_thread import FairThread, Held
+from deltic.server.errors import RETRY_LATER, ApiError
+from deltic.server.fair_thread import FairThread
 from deltic.server.metrics import KeyNumbers
+from deltic.server.room import Held
 
 NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 PLACE = re.compile(r"key-\d+")
@@ -244,7 +246,7 @@ class Ticket:
         """
         if self._worker and size > INLINE_BYTES and not self._worker.hold(self.turns, self, size):
             said = "too many large requests wait to be read; try again in a few seconds"
-            raise ApiError(429, said, code="too_many_large_requests", headers={"retry-after": "2"})
+            raise ApiError(429, said, code="too_many_large_requests", headers=RETRY_LATER)
 
     def drop_body(self) -> None:
         """Its body was read, or is given up."""
@@ -351,7 +353,7 @@ class Accounts:
 
     def share(self, most: int) -> int:
         """What each owner may have of `most`, and nobody can take from it."""
-        return -(-most // self.n_owners)
+        return share_of(most, self.n_owners)
 
     def find(self, key: bytes) -> Account | None:
         name = self._of_digest.get(_digest(key))

@@ -28,13 +28,14 @@ from deltic.server.api.responses_store import ResponseStore
 from deltic.server.batch.file_store import FileStore
 from deltic.server.batch.runner import BatchRunner
 from deltic.server.chat.constraint import Constrainer
-from deltic.server.chat.generation import RETRY_LATER, queue_full, unavailable
+from deltic.server.chat.generation import queue_full, unavailable
 from deltic.server.chat.picture_parts import PictureReader
 from deltic.server.chat.template import ChatTemplate
-from deltic.server.errors import ApiError, bad_request
-from deltic.server.fair_thread import FairThread, Room
+from deltic.server.errors import RETRY_LATER, ApiError, bad_request
+from deltic.server.fair_thread import FairThread
 from deltic.server.limits import Accounts, asking
 from deltic.server.metrics import Exposition, Metrics
+from deltic.server.room import Room
 from deltic.server.speech.prompt import Prompter
 from deltic.server.speech.voices import VoiceStore
 from deltic.server.urls import Hosts

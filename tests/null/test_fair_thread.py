@@ -16,8 +16,9 @@ import pytest
 
 from deltic.server import fair_thread
 from deltic.server.api import decode
-from deltic.server.fair_thread import FairThread, Room
+from deltic.server.fair_thread import FairThread
 from deltic.server.limits import INLINE_BYTES
+from deltic.server.room import Room
 from deltic.text import pause
 from tests.fake_engine import FakeEngineClient, make_app, served
 

@@ -762,12 +762,12 @@ def test_one_keys_pictures_are_not_read_sooner_since_another_sent_them(monkeypat
 
 def test_a_key_does_not_drive_out_what_is_kept_for_another(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(picture_parts, "MAX_KEPT_BYTES", 4000)
-    kept = picture_parts._Kept()
+    kept = picture_parts.PictureReader(Hosts((), ""))._kept
     shown = [pictures.of_pixels(bytes(1000), 32, 32) for _ in range(9)]
-    kept.put(("ben", "", b"0", 1, 2), shown[0])
+    kept.put("ben", 0, shown[0])
     for i, one in enumerate(shown):
-        kept.put(("anna", f"{i}", b"", 1, 2), one)
-    assert [*kept._pictures] == [("ben", "", b"0", 1, 2), *[("anna", f"{i}", b"", 1, 2) for i in (6, 7, 8)]]
+        kept.put("anna", i, one)
+    assert kept.get("ben", 0) and [i for i in range(9) if kept.get("anna", i)] == [6, 7, 8]
 
 
 def test_one_key_does_not_hold_up_the_pictures_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -781,7 +781,7 @@ def test_one_key_does_not_hold_up_the_pictures_of_another(monkeypatch: pytest.Mo
         return pictures.of_pixels(bytes(3072 * 4), 64, 64)
 
     monkeypatch.setattr(picture_parts, "read_picture", slow)
-    monkeypatch.setattr(picture_parts._Kept, "get", lambda *_: None)
+    monkeypatch.setattr(picture_parts.Shares, "get", lambda *_: None)
 
     async def go() -> None:
         async with clients(seeing()) as (anna, ben):
@@ -929,15 +929,11 @@ def test_a_file_that_comes_again_is_not_decoded_again(monkeypatch: pytest.Monkey
         one, other, n = await asked(LARGE, LARGE)
         assert n == 1 and one is other and one.n_tokens == 400, "other bounds, another picture"
         assert (await asked(SMALL + b" "))[1] == 1, "another file"
-        monkeypatch.setattr(picture_parts, "MAX_KEPT_BYTES", 3072 * 414)
+        reader._kept._room = 3072 * 414
         assert (await asked(LARGE, SMALL, WIDE))[3] == 0
         assert (await asked(file_of(rgb(64, 64, seed=1), "PNG")))[1] == 1, "100 tokens went, as did others"
         assert (await asked(WIDE))[1] == 0 and (await asked(LARGE, max_pixels=102_400))[1] == 1
-        assert (
-            reader._kept._n_bytes.total()
-            == sum(len(one.pixels) for one in reader._kept._pictures.values())
-            <= 3072 * 414
-        )
+        assert reader._kept._used.total() == sum(len(one.pixels) for one in reader._kept._items.values()) <= 3072 * 414
 
     asyncio.run(go())
 

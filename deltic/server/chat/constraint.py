@@ -13,7 +13,6 @@ import asyncio
 import hashlib
 import re
 import threading
-from collections import Counter, OrderedDict
 from collections.abc import Iterator
 from contextvars import ContextVar
 from typing import Annotated, Any, Literal
@@ -24,6 +23,7 @@ from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 from msgspec import Meta, Struct
 
 from deltic.engine.messages import Constraint
+from deltic.engine.turns import Shares
 from deltic.server.api import decode, protocol
 from deltic.server.api.messages import ToolName
 from deltic.server.chat import grammar
@@ -283,7 +283,7 @@ class Constrainer:
         """form: of tool calls, in the model's chat template; None: it shows none that is known."""
         self._tokenizer = tokenizer
         self._form = form
-        self._kept: OrderedDict[tuple[str, bytes], str] = OrderedDict()  # by party and hash of what was asked
+        self._kept = Shares[str](N_KEPT)  # by hash of what was asked
         threading.stack_size(max(threading.stack_size(), grammar.STACK_BYTES))  # of threads begun from now on
 
     def chat_grammar(self, chat: protocol.ChatRequest) -> str:
@@ -368,8 +368,8 @@ class Constrainer:
         path = asked.path if asked else "tools"
         if len(written) > MAX_ASKED:
             raise bad_request(path, f"too large: has {len(written)} bytes, and may have {MAX_ASKED}")
-        key = asking().party, hashlib.sha256(written).digest()
-        text = self._kept.get(key)
+        party, key = asking().party, hashlib.sha256(written).digest()
+        text = self._kept.get(party, key)
         if text is None:
             if in_event_loop() or not compiles.get():
                 raise NewGrammar
@@ -379,10 +379,7 @@ class Constrainer:
                 raise bad_request(error.path or "tools", error.message) from None
             except RecursionError:
                 raise bad_request(path, "nested too deeply") from None
-            self._kept[key] = text
-            if len(self._kept) > N_KEPT:
-                most = Counter(party for party, _ in self._kept).most_common(1)[0][0]
-                del self._kept[next(kept for kept in self._kept if kept[0] == most)]
+            self._kept.put(party, key, text)
         return text
 
     def _build(self, asked: Format | None, calls: Calls | None) -> str:

@@ -18,11 +18,9 @@ from deltic.engine.messages import Output, PromptLogprobs, Request
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.server.adapters import Adapter
 from deltic.server.chat.answer import Piece, WayOut
-from deltic.server.errors import ApiError
+from deltic.server.errors import RETRY_LATER, ApiError
 from deltic.server.limits import BATCH_PRIORITY, Ticket, Usage
 from deltic.server.metrics import Metrics
-
-RETRY_LATER = {"retry-after": "2"}
 
 
 class Generation:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections import Counter
 from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -21,14 +20,15 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from deltic.engine.messages import Picture, PictureInfo
+from deltic.engine.turns import Shares
 from deltic.models.vision.shape import BLOCK
 from deltic.ops.geometry import TOKEN_BYTES
 from deltic.server.chat.generation import waited_too_long
 from deltic.server.chat.pictures import MAX_PICTURE_BYTES, PictureError, read_picture
 from deltic.server.chat.videos import MAX_VIDEO_BYTES, Clip, VideoWish, needs_av, read_video
 from deltic.server.errors import ApiError, bad_request
-from deltic.server.fair_thread import Held, Room
 from deltic.server.limits import Ticket
+from deltic.server.room import Held, Room
 from deltic.server.urls import Hosts, UrlError, fetch, of_base64, of_data_url
 
 MAX_PICTURES = 256
@@ -140,38 +140,6 @@ def is_low(detail: object, path: str) -> bool:
     return detail == "low"
 
 
-KeptKey = tuple[str, str, bytes, int, int]
-"""Party and salt, digest of the file, and the bounds of the size."""
-
-
-class _Kept:
-    """Pictures of files: as many as MAX_KEPT_BYTES hold, those that were wanted last. The first to go are of
-    the party that has the most.
-
-    How soon a picture is read tells whether its party sent it before, and nothing of others.
-    """
-
-    def __init__(self) -> None:
-        self._pictures: dict[KeptKey, Picture] = {}  # the one that was wanted last is last
-        self._n_bytes: Counter[str] = Counter()  # by party
-
-    def get(self, key: KeptKey) -> Picture | None:
-        picture = self._pictures.pop(key, None)
-        if picture is not None:
-            self._pictures[key] = picture
-        return picture
-
-    def put(self, key: KeptKey, picture: Picture) -> None:
-        if self.get(key) is not None:
-            return
-        self._pictures[key] = picture
-        self._n_bytes[key[0]] += len(picture.pixels)
-        while self._n_bytes.total() > MAX_KEPT_BYTES:
-            most = max(self._n_bytes, key=self._n_bytes.__getitem__)
-            oldest = next(kept for kept in self._pictures if kept[0] == most)
-            self._n_bytes[most] -= len(self._pictures.pop(oldest).pixels)
-
-
 class PictureReader:
     """Reads the pictures of all requests."""
 
@@ -179,7 +147,8 @@ class PictureReader:
         """hosts: those that pictures may be fetched from. n_shares: as of a Room, of the decoders."""
         self._hosts = hosts
         self._decoding = Room(lambda: N_DECODING, n_shares)
-        self._kept = _Kept()
+        self._kept = Shares[Picture](MAX_KEPT_BYTES, lambda picture: len(picture.pixels))
+        """How soon a picture is read tells whether its party sent it before, and nothing of others."""
 
     async def read(
         self,
@@ -253,11 +222,11 @@ class PictureReader:
             data = await self._file(sent)
             sent.url = sent.encoded = ""
             sent.data = b""
-            key = ticket.party, salt, await asyncio.to_thread(_digest, data), least, most
-            if (picture := self._kept.get(key)) is None:
+            key = salt, await asyncio.to_thread(_digest, data), least, most
+            if (picture := self._kept.get(ticket.party, key)) is None:
                 with await self._decoding.take(ticket.turns, 1):
                     picture = await read_picture(data, least, most)
-                self._kept.put(key, picture)
+                self._kept.put(ticket.party, key, picture)
             return picture
         except (PictureError, UrlError) as error:
             raise bad_request(sent.path, str(error), "invalid_image") from None

@@ -24,10 +24,11 @@ import numpy as np
 
 from deltic.config import EngineConfig, ServerConfig
 from deltic.engine.messages import EncodeVoice, VoiceEncoded
+from deltic.engine.turns import share_of
 from deltic.host.client import EngineClient, EngineUnavailable
 from deltic.private import make_private
-from deltic.server.chat.generation import RETRY_LATER, unavailable
-from deltic.server.errors import ApiError, bad_request
+from deltic.server.chat.generation import unavailable
+from deltic.server.errors import RETRY_LATER, ApiError, bad_request
 from deltic.server.limits import Account, asking
 from deltic.server.speech.audio import MAX_REFERENCE_BYTES, AudioError, decode_reference
 from deltic.server.urls import Hosts, UrlError, fetch, of_base64, of_data_url
@@ -196,7 +197,7 @@ class VoiceStore:
         Once begun it is finished, even if who asked has left: the engine goes on with what it has, too, and
         would be given ever more otherwise. Raises ApiError: what `make` does, and 429 when too many wait.
         """
-        owner, most = asking().owner, -(-MAX_WAITING // self.n_owners)
+        owner, most = asking().owner, share_of(MAX_WAITING, self.n_owners)
         if self._n_waiting[owner] >= most:
             said = f"{most} requests wait for a voice to be encoded; try again in a few seconds"
             raise ApiError(429, said, code="too_many_encodings", headers=RETRY_LATER)
@@ -213,7 +214,7 @@ class VoiceStore:
     def _check_name(self, name: str) -> None:
         if self.find(name):
             raise ApiError(409, f"name: there is a voice {name!r}; delete it first", param="name", code="voice_exists")
-        most = -(-(MAX_STORED if self._files else MAX_IN_MEMORY) // self.n_owners)
+        most = share_of(MAX_STORED if self._files else MAX_IN_MEMORY, self.n_owners)
         if sum(voice.owner == asking().owner for voice in self._stored.values()) >= most:
             said = f"{most} voices are stored, as many as may be" + (
                 "" if self._files else " in memory; start the server with --voices-dir"
