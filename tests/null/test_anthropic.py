@@ -171,9 +171,9 @@ def test_many_results_take_no_time() -> None:
     calls = [{"type": "tool_use", "id": i, "name": "weather", "input": {}} for i in ids]
     results = [{"type": "tool_result", "tool_use_id": i, "content": i} for i in reversed(ids)]
     asked = [*HELLO, {"role": "assistant", "content": calls}, {"role": "user", "content": results}]
-    before_s = time.monotonic()
+    before_s = time.process_time()
     got = chat(messages=asked).messages
-    assert time.monotonic() - before_s < 3
+    assert time.process_time() - before_s < 3
     assert [message.content for message in got[2:]] == ids
 
 
