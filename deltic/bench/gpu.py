@@ -107,7 +107,13 @@ class Model:
         """
         gc.collect()
         torch.cuda.empty_cache()
-        config = replace(self.config, max_num_seqs=max(n_rows, 8), prefix_cache=False, max_drafts=max_drafts)
+        config = replace(
+            self.config,
+            max_num_seqs=max(n_rows, 8),
+            prefix_cache=False,
+            allow_cache_transfer=False,
+            max_drafts=max_drafts,
+        )
         shape = replace(self.shape, has_draft_head=self.shape.has_draft_head and max_drafts > 0)
         held = (
             sum(part.n_bytes for part in of_gpu) - (len(of_gpu) - 1) * of_gpu[0].embed.n_bytes

@@ -263,8 +263,8 @@ class EngineClient:
             raise EngineUnavailable(self.why_unavailable())
         command.number = next(self._numbers)
         answer: asyncio.Future[A] = asyncio.get_running_loop().create_future()
-        self._asked[command.number] = answer
         self._send(command)
+        self._asked[command.number] = answer
         return answer
 
     async def inspect_cache(self, reset: bool = False) -> CacheReport:

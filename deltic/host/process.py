@@ -66,7 +66,7 @@ log = logging.getLogger("deltic.engine")
 
 OUT_OF_MEMORY = "out of memory while loading{}; free some, or lower --memory-gb"
 
-NO_MEMORY = ("can't allocate memory", "out of memory")
+NO_MEMORY = ("t allocate memory", "out of memory")
 """Said by RuntimeErrors of torch's CPU allocator, and by those of CUDA and Triton."""
 
 CLOSE_S = 4.0

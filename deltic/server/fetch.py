@@ -14,30 +14,22 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from deltic.config import EngineConfig, ServerConfig
 from deltic.models.checkpoint import ALL_FILES, TEXT_FILES
 from deltic.models.fields import CheckpointError
 from deltic.models.hub import Download, DownloadFailed, Outcome, Part, Progress, is_hub_name, wanted_of
-from deltic.server.access import Access
 from deltic.server.address import url_of
-from deltic.server.chat.generation import unavailable
-from deltic.server.connections import Connections, HttpServer
-from deltic.server.errors import ApiError
-from deltic.server.limits import Accounts
-from deltic.server.page import answered
-from deltic.server.transport import in_form, json_response
 
 if TYPE_CHECKING:
     import ssl
 
     from rich.progress import TaskID
+
+    from deltic.server.meanwhile import Meanwhile
 
 log = logging.getLogger("deltic.server")
 
@@ -53,9 +45,6 @@ MAX_NAMED = 3
 """Files in a line of the log."""
 
 MAX_LINE_BYTES = 1 << 20
-
-TELLING = ("/health", "/ping", "/ready")
-"""Paths that say how far it is; all others but the page only that there is no model yet."""
 
 Show = Callable[[Progress], None]
 Tell = Callable[[str, Progress], None]
@@ -81,6 +70,8 @@ async def fetch_all(
     def tell(name: str, told: Progress) -> None:
         nonlocal meanwhile
         if meanwhile is None:
+            from deltic.server.meanwhile import Meanwhile  # no engine waits for its imports
+
             meanwhile = Meanwhile(server, listener, secured)
             log.info("listening on %s (its page shows how far the download is)", url_of(listener, server))
         meanwhile.stage = f"downloading {name}"
@@ -228,41 +219,3 @@ def _lines(name: str) -> Show:
         last_s, last_bytes = now_s, told.done_bytes if told.total_bytes else -1
 
     return log_line
-
-
-class Meanwhile:
-    """A server on the same socket, until the real one takes it over."""
-
-    def __init__(self, config: ServerConfig, listener: socket.socket, secured: ssl.SSLContext | None) -> None:
-        """Starts to answer. Raises ConfigError."""
-        self.stage, self.done = "", 0.0
-        self._root = config.root_path
-        self._access = Access(config, Accounts(config))
-        self._http = HttpServer(self, Connections(config.client_timeout_s), ws="none", timeout_graceful_shutdown=1)
-        self._http.config.load()
-        self._http.config.ssl = secured
-        self._running = asyncio.create_task(self._http.serve([listener.dup()]))
-
-    async def stop(self) -> None:
-        self._http.should_exit = True
-        await asyncio.gather(self._running, return_exceptions=True)
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] == "http":
-            await self._answer(scope)(scope, receive, send)
-
-    def _answer(self, scope: Scope) -> Response:
-        said = f"{self.stage}: {100 * self.done:.0f} %"
-        path, request = scope["path"].removeprefix(self._root), Request(scope)
-        is_telling, is_page = path in TELLING, path in ("", "/") and scope["method"] in ("GET", "HEAD")
-        try:
-            self._access.check(request, open_=is_telling or is_page)
-            if is_page:
-                return answered(request)  # it shows how far it is, and takes a chat when there is a model
-            if not is_telling:
-                raise unavailable(said)
-        except ApiError as error:
-            return in_form(error, path, scope)
-        loading = {"stage": self.stage, "done": self.done}
-        told: dict[str, Any] = {"status": "starting", "message": said, "loading": loading}
-        return json_response(told, 503)

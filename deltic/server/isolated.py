@@ -42,7 +42,7 @@ class Refused(ValueError):
 
 async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: str) -> bytes:
     """What the program makes of the file. Raises Refused: with its reason, or with `otherwise` where it died;
-    ApiError (503) where the kernel had no memory for it.
+    ApiError (503) where the kernel had no memory or no process for it.
 
     limit_s: seconds of a processor. It is ended when nobody waits any more, too.
     """
@@ -51,7 +51,12 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
 
     from deltic.server.errors import ApiError
 
-    loop, process = asyncio.get_running_loop(), SPARE.take(program)
+    loop = asyncio.get_running_loop()
+    try:
+        process = SPARE.take(program)
+    except OSError as error:
+        lack = f"no process for a decoder can be started ({error.strerror}); try again later"
+        raise ApiError(503, lack, code="out_of_memory", headers={"retry-after": "10"}) from None
     later = loop.call_later(QUICK_S, _make_way, process.pid, program)
     try:
         made, said = await loop.run_in_executor(_threads(), _use, process, data, SLOWER * limit_s)
@@ -59,9 +64,9 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
         raise Refused(f"could not be decoded within {SLOWER * limit_s:g} s") from None
     finally:
         later.cancel()
-        SPARE.begin(program)
         if process.poll() is None:  # nobody waits any more
             process.kill()
+        SPARE.begin(program)
     if process.returncode == REFUSED:
         raise Refused(said.decode("utf-8", "replace").rpartition("\n")[2])  # decoders print there, too
     if process.returncode == -signal.SIGXCPU:
@@ -125,16 +130,18 @@ class Spare:
         self._timer: asyncio.TimerHandle | None = None
 
     def begin(self, program: tuple[str, ...]) -> None:
-        """Starts one, if there is none of the program."""
+        """Starts one, if there is none of the program. Where that fails, the next to ask is told."""
         import asyncio
 
         if self.is_kept and program != self._program:
             self.drop()
-            self._program, self._process = program, _begun(program)
-            self._timer = asyncio.get_running_loop().call_later(SPARE_S, self.drop)
+            with contextlib.suppress(OSError):
+                self._process = _begun(program)
+                self._program = program
+                self._timer = asyncio.get_running_loop().call_later(SPARE_S, self.drop)
 
     def take(self, program: tuple[str, ...]) -> subprocess.Popen[bytes]:
-        """It, or another."""
+        """Gives the process that waits, or starts another. Raises OSError."""
         process = self._process if program == self._program else None
         if process is None:
             return _begun(program)

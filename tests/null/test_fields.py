@@ -64,6 +64,11 @@ def test_fields_of_local_servers(engine: FakeEngineClient, url: str) -> None:
         for fields, penalty in (({"repeat_last_n": -1}, 1.2), ({"repeat_last_n": 0}, 1.0), ({}, 1.2)):
             ask(url, repeat_penalty=1.2, **fields)
             assert engine.requests[-1].params.repetition_penalty == penalty
+        # A new grammar: the body is prepared again, in another thread.
+        schema = {"name": "x", "schema": {"type": "object", "properties": {ask.__name__: {}}}}
+        form = {"type": "json_schema", "json_schema": schema}
+        ask(url, repeat_penalty=1.2, repeat_last_n=0, response_format=form)
+        assert engine.requests[-1].params.repetition_penalty == 1.0
         assert ask(url, 400, repeat_penalty=1.2, repeat_last_n=64)["param"] == "repeat_last_n"
         assert ask(url, 400, min_keep=5)["param"] == "min_keep"
         assert ask(url, 400, reasoning_format="none")["param"] == "reasoning_format"

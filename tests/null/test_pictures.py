@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import io
 import os
 import signal
@@ -28,6 +29,7 @@ from deltic.models.vision.shape import BLOCK
 from deltic.server import isolated
 from deltic.server.chat import pictures
 from deltic.server.chat.pictures import PictureError, fitted, of_pixels, read_picture
+from deltic.server.errors import ApiError
 from tests.pictures import FORMS, doubtful, file_of, png, refused, rgb, scene, whole, zeros
 
 SMALL = PictureRules(min_pixels=4096, max_pixels=20_000)
@@ -305,6 +307,31 @@ def test_the_next_decoder_is_ready_before_it_is_asked_for() -> None:
         spare.is_kept = False
         assert await read_picture(*asked) == first and spare._process is None
 
+    try:
+        asyncio.run(go())
+    finally:
+        isolated.SPARE.is_kept = False
+
+
+def test_what_is_decoded_is_not_lost_where_no_further_decoder_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, program = isolated._begun, (sys.executable, "-S", "-c", "print(end='done')")
+    n_left = 1
+
+    def last(program: tuple[str, ...]) -> subprocess.Popen[bytes]:
+        nonlocal n_left
+        n_left -= 1
+        if n_left < 0:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        return begun(program)
+
+    async def go() -> None:
+        isolated.SPARE.is_kept = True
+        assert await isolated.ask(program, b"", 10, "died") == b"done"
+        with pytest.raises(ApiError, match="Too many open files") as refused:
+            await isolated.ask(program, b"", 10, "died")
+        assert refused.value.status == 503
+
+    monkeypatch.setattr(isolated, "_begun", last)
     try:
         asyncio.run(go())
     finally:

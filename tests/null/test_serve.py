@@ -384,6 +384,11 @@ def test_the_server_process_does_not_import_torch() -> None:
     assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
 
 
+def test_engines_start_before_http_is_imported() -> None:
+    program = "import sys, deltic.server.serve; sys.exit('starlette' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT).returncode == 0
+
+
 def test_an_address_in_use_is_told() -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))

@@ -268,6 +268,23 @@ def test_vanished_file_is_a_miss_without_a_warning(
     assert other.n_damaged == tiers.n_damaged == 0 and not caplog.records
 
 
+def test_a_bad_sector_says_nothing_of_other_files(
+    opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiers, device = opened(tmp_path)
+    assert all(save(tiers, device, [("page", 0), ("page", 1), ("page", 2), ("state", 2)]))
+
+    def fails(file: int, buffers: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "readv", fails)
+        (move,) = done(tiers, tiers.load([disk_move("page", 1, 3)]))
+    assert (move.ok, move.is_bad, tiers.n_damaged) == (False, False, 1)
+    assert not load(tiers, device, "page", 1), "its file is gone"
+    assert load(tiers, device, "page", 0) and load(tiers, device, "page", 2) and load(tiers, device, "state", 2)
+
+
 def test_delete_comes_after_the_save_before_it(opened: Open, tmp_path: Path) -> None:
     tiers, device = opened(tmp_path)
     assert all(save(tiers, device, [("page", 0), ("state", 0)]))

@@ -508,7 +508,7 @@ class Disk:
             self._files[Kind.PAGE, keys[n]] = path(Kind.PAGE, n)
 
     def read(self, of: Object, target: list[memoryview]) -> tuple[bool, bool]:
-        """Reads an object's file. Returns whether all of it is there, and whether the file was damaged."""
+        """Reads an object's file. Returns whether all of it is there, and whether what it held was wrong."""
         path = self.directory.file(of)
         try:
             file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -517,9 +517,11 @@ class Disk:
         except OSError as error:
             log.warning("prefix cache: %s cannot be read (%s)", path, error.strerror)
             return False, False
+        is_bad = False
         try:
             damage = self._fill(file, of, target)
-            if damage is None:
+            is_bad = damage is not None
+            if not is_bad:
                 with contextlib.suppress(OSError):  # of root, perhaps: then it looks older than it is
                     os.utime(file)
                     if of.kind is Kind.STATE:
@@ -535,7 +537,7 @@ class Disk:
             self.n_damaged += 1
             log.warning("prefix cache: %s is damaged (%s) and was deleted", path, damage)
             _unlink(path)
-        return damage is None, damage is not None
+        return damage is None, is_bad
 
     def _fill(self, file: int, of: Object, target: list[memoryview]) -> str | None:
         """Reads a file into its target; gives what is wrong with it, if anything is."""

@@ -20,7 +20,12 @@ class Host:
     def __init__(self, tree: PrefixTree, tiers: Tiers, forget: Callable[[Node], None]) -> None:
         """forget: is told of a node that has lost its page."""
         self.units = Pool("unit", tiers.n_units)
-        self.tier = Tier(HOST, tree, lambda kind, node: not node.busy and not (kind is Kind.PAGE and node.n_parked))
+        self.tier = Tier(
+            HOST,
+            tree,
+            page_is_idle=lambda node: not node.busy and not node.n_parked,
+            state_is_idle=lambda node: not node.busy,
+        )
         self._tiers, self._forget = tiers, forget
 
     def keep(self, kind: Kind, node: Node, device: int, price: float = math.inf) -> None:

@@ -48,21 +48,26 @@ class Placement:
         self._info = info
         self.pages = Pool("page", info.n_pages)
         self.slots = Pool("slot", info.n_slots)
-        self._pools = pools = {Kind.PAGE: self.pages, Kind.STATE: self.slots}
+        self._pools = {Kind.PAGE: self.pages, Kind.STATE: self.slots}
         self.tree = tree = PrefixTree(info)
         self.events: CacheEvents | None = None
         """What is told of the tree, if anybody listens."""
         self.stats = CacheStats()
         self.tiers = tiers
         # On the device an object must be the tree's alone; nowhere may it be taken away while it is moved.
-        self.device = Tier(DEVICE, tree, lambda kind, n: not n.busy and pools[kind].is_idle(kind.of(n)[DEVICE]))
+        pages, slots = self.pages, self.slots
+        self.device = Tier(
+            DEVICE,
+            tree,
+            page_is_idle=lambda node: not node.busy and pages.is_idle(node.page[DEVICE]),
+            state_is_idle=lambda node: not node.busy and slots.is_idle(node.state[DEVICE]),
+        )
         self.host = Host(tree, tiers, self._forget_if_gone)
         self.units = self.host.units
         self._loads: dict[int, Load] = {}
         self._doomed: set[Node] = set()
         """Dropped with all beyond them, as soon as nothing of that is moved."""
         self.saves = NoSaves(tree)
-        self._to_save = self.saves.queue
         if tiers.disk is not None and info.prefix_cache:
             n_bytes = {Kind.PAGE: info.page_bytes, Kind.STATE: info.state_bytes}
             self.saves = Saves(tree, tiers, tiers.disk, n_bytes, self._forget_if_gone)

@@ -225,7 +225,7 @@ class NoSaves:
     """What others do on the disk."""
 
     def __init__(self, tree: PrefixTree) -> None:
-        self.tier = Tier(DISK, tree, lambda kind, node: not node.busy)
+        self.tier = Tier(DISK, tree, lambda node: not node.busy, lambda node: not node.busy)
         self.queue: dict[Node, bool] = {}
         """Checkpoints to save; whether that is so whatever they are worth."""
         self.under_way: dict[int, tuple[list[Node], list[Node]]] = {}

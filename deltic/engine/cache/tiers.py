@@ -114,7 +114,7 @@ class Tiers:
     @property
     def may_have_foreign(self) -> bool:
         """Whether there may be files in the directory that this server does not know."""
-        return self.takes_imports or (self.disk is not None and self.disk.has_foreign)
+        return self.disk is not None and (self.takes_imports or self.disk.has_foreign)
 
     def follow(self) -> None:
         """The engine's thread is there and evicts; called before every step."""

@@ -183,14 +183,18 @@ class Listener(Protocol):
 class Tier:
     """Which nodes have a page or a state in one tier, and who leaves first."""
 
-    def __init__(self, index: int, tree: PrefixTree, is_idle: Callable[[Kind, Node], bool]) -> None:
-        """is_idle: whether a node's page or state in this tier may be taken away."""
+    def __init__(
+        self, index: int, tree: PrefixTree, page_is_idle: Callable[[Node], bool], state_is_idle: Callable[[Node], bool]
+    ) -> None:
+        """page_is_idle, state_is_idle: whether a node's in this tier may be taken away. Two, as `victim` asks
+        of thousands of nodes.
+        """
         self.index = index
         self.tree = tree
         self.n_pages = 0
         self.states: dict[Node, None] = {}
         self.listener: Listener | None = None
-        self._is_idle = is_idle
+        self._page_is_idle, self._state_is_idle = page_is_idle, state_is_idle
         self._loose: dict[Node, None] = {}  # leaves without a state, in the order in which they became that
 
     def _settle(self, node: Node) -> None:
@@ -244,17 +248,16 @@ class Tier:
         """The object to evict for one page less: a page, or the state of a leaf; then ask again."""
         # Few of them are in use: a leaf for each sequence that runs, and those that are being moved.
         for node in self._loose:
-            if self._is_idle(Kind.PAGE, node):
+            if self._page_is_idle(node):
                 return Kind.PAGE, node
-        i = self.index
-        leaves = (n for n in self.states if not n.n_children[i] and all(self._is_idle(kind, n) for kind in Kind))
+        i, page_is_idle, state_is_idle = self.index, self._page_is_idle, self._state_is_idle
+        leaves = (n for n in self.states if not n.n_children[i] and page_is_idle(n) and state_is_idle(n))
         leaf = min(leaves, key=_priority, default=None)
         return None if leaf is None else (Kind.STATE, leaf)
 
     def least_state(self) -> Node | None:
         """The state of the least priority that may be taken away."""
-        idle = (node for node in self.states if self._is_idle(Kind.STATE, node))
-        return min(idle, key=_priority, default=None)
+        return min(filter(self._state_is_idle, self.states), key=_priority, default=None)
 
 
 class PrefixTree:

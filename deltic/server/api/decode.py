@@ -202,7 +202,7 @@ def _refusal(fault: Fault, root: str) -> ApiError:
 
 
 def settle(request: protocol.Sampling) -> None:
-    """Writes what came in another server's words into the fields that are read.
+    """Writes what came in another server's words into the fields that are read. May run again on its result.
 
     Raises ApiError (400) for a contradiction.
     """
@@ -216,6 +216,7 @@ def settle(request: protocol.Sampling) -> None:
 
     put("n_predict", "max_tokens", 2**31 - 1 if request.n_predict == -1 else request.n_predict)
     put("repeat_penalty", "repetition_penalty", request.repeat_penalty)
+    request.repeat_penalty = None
     if request.repeat_last_n == 0:
         request.repetition_penalty = 1.0
     elif request.repetition_penalty not in (None, 1) and request.repeat_last_n not in (None, -1):

@@ -74,7 +74,7 @@ def plan(
 ) -> Plan:
     """text: an open one has its first id, and a prompt that streams it.
 
-    Slow for long texts: see Service.prepare. Raises ApiError (400, 404).
+    Slow for long texts: runs in the worker thread. Raises ApiError (400, 404).
     """
     speech = parts(service)
     service.check_model(fields.model)
