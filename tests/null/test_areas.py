@@ -55,8 +55,35 @@ def test_nothing_has_changed_where_all_passed(tree: Path) -> None:
 def test_a_change_is_of_its_areas(tree: Path, name: str, changes: set[str]) -> None:
     path = tree / name
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text((path.read_text() if path.exists() else "") + "\n# more\n")
+    path.write_text((path.read_text() if path.exists() else "") + "\nmore = 1\n")
     assert {area for area in areas.AREAS if areas.has_changed(area)} == changes
+
+
+def test_prose_of_python_does_not_count() -> None:
+    code = '''"""One.
+
+    Two."""
+import os  # what é is
+N = 3
+"""Number of things."""
+
+
+def f(a: int = 1) -> str:  # "x"
+    """Says # it."""
+    # more
+    text = """kept # too
+  é"""; "gone"
+    return "a # b" + text
+'''
+    kept = '''import os
+N = 3
+def f(a: int = 1) -> str:
+    text = """kept # too
+  é""";
+    return "a # b" + text
+'''
+    assert areas.without_prose(code.encode()).decode() == kept
+    assert areas.without_prose(kept.encode()).decode() == kept
 
 
 def test_a_name_counts_too(tree: Path) -> None:
