@@ -46,7 +46,7 @@ N_MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 """The library's threads that make the masks of a job."""
 SLOW_S, SLOW_EACH_S = 0.005, 0.0005
 """A job that takes longer than SLOW_S plus SLOW_EACH_S a guide contains a slow guide. Each of its guides then
-has its next job to itself.
+has its next job to itself. Of a guide alone the processor's time counts: on a busy machine all take longer.
 """
 N_ALONE = 100
 """Number of jobs that a slow guide has to itself, the slow one included."""
@@ -320,7 +320,10 @@ class Guides:
         self._only_eos = np.zeros(-(-n_ids // 32), np.uint32)
         for id in self._eos:
             self._only_eos[id // 32] |= np.uint32(1 << id % 32)
-        self._todo: SimpleQueue[tuple[list[Guide], list[list[int]]] | None] = SimpleQueue()
+        self._todo: PriorityQueue[tuple[int, int, tuple[list[Guide], list[list[int]]] | None]] = PriorityQueue()
+        """Jobs, by turn and arrival. Owners take turns with those of slow guides; all others go first."""
+        self._mask_turns = Turns()
+        self._n_jobs = 0
         self._starts: list[PriorityQueue[tuple[int, int, list[Guide] | None]]] = [PriorityQueue(), PriorityQueue()]
         """Guides whose grammar is to be compiled, by turn and arrival: owners take turns, by size. Those
         of long grammars are in the second.
@@ -428,7 +431,9 @@ class Guides:
             guide.is_busy, guide.is_late = True, False
         self.n_busy += len(guides)
         if tokens:
-            self._todo.put((guides, tokens))
+            turns, self._n_jobs = self._mask_turns, self._n_jobs + 1
+            turn = turns.give(guides[0].sequence.request.owner, 1) if guides[0].n_alone else turns.now
+            self._todo.put((turn, self._n_jobs, (guides, tokens)))
             return
         self._n_starts += 1
         size = len(guides[0].constraint.grammar)
@@ -481,8 +486,8 @@ class Guides:
         with suppress(Empty):
             while True:
                 self._todo.get_nowait()
-        for _ in self._threads:
-            self._todo.put(None)
+        for n in range(len(self._threads)):
+            self._todo.put((-1, -n, None))
         for starts in self._starts:
             starts.put((-1, 0, None))
         deadline = time.monotonic() + LONGEST_CLOSE_S
@@ -494,7 +499,11 @@ class Guides:
     # The workers.
 
     def _work(self) -> None:
-        while (job := self._todo.get()) is not None:
+        while True:
+            turn, _, job = self._todo.get()
+            if job is None:
+                return
+            self._mask_turns.now = max(turn, self._mask_turns.now)
             self._do_timed(*job)
             del job  # it may be long until the next
 
@@ -515,14 +524,15 @@ class Guides:
 
         words: where the masks go.
         """
-        start = time.perf_counter()
+        clock = time.thread_time if len(guides) == 1 else time.perf_counter  # several: other threads
+        start = clock()
         try:
             if any(guide.sequence.finish_reason is None for guide in guides):  # else nobody waits for it
                 self._do(guides, tokens, words)
         except BaseException as error:  # panics of the library, too: they cost these sequences only
             for guide in guides:
                 guide.error = guide.error or f"the grammar could not be followed ({error})"
-        is_slow = bool(tokens) and time.perf_counter() - start > SLOW_S + SLOW_EACH_S * len(guides)
+        is_slow = bool(tokens) and clock() - start > SLOW_S + SLOW_EACH_S * len(guides)
         for guide in guides:
             guide.n_alone = (N_ALONE if len(guides) == 1 else 1) if is_slow else max(0, guide.n_alone - 1)
         self._done.put(guides)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import random
+import statistics
 import subprocess
 import sys
 import time
@@ -204,6 +205,48 @@ def test_a_borrowed_tokenizer_may_end_elsewhere(tokenizer_file: Path) -> None:
     engine.close(0)
 
 
+def spin(seconds: float) -> None:
+    """Uses a processor."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def test_owners_take_turns_with_slow_masks(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever has many slow guides holds up his own: another's slow one waits for those that are being made, and its own turn."""
+    original, waits, started = Guides._do, dict[str, list[int]](), 0
+    made = Engine(FakeRunner(), vocabulary=Vocabulary(tokenizer_file.read_text))
+
+    def slow(guides: Guides, job: list[Guide], tokens: list[int], words: Any) -> None:
+        nonlocal started
+        if tokens and len(job) == 1:
+            started += 1
+            asked = job[0].sequence.request
+            waits.setdefault(asked.owner, []).append(started - given[asked.id])
+        spin(0.002 + 0.001 * len(job))
+        original(guides, job, tokens, words)
+
+    give, given = Guides._give, dict[str, int]()
+
+    def note(guides: Guides, job: list[Guide], tokens: list[list[int]]) -> None:
+        for guide in job:
+            given[guide.sequence.request.id] = started
+        give(guides, job, tokens)
+
+    monkeypatch.setattr(Guides, "_do", slow)
+    monkeypatch.setattr(Guides, "_give", note)
+    monkeypatch.setattr("deltic.engine.guides.SLOW_S", 0.001)
+    monkeypatch.setattr("deltic.engine.guides.N_WORKERS", 1)
+    many = [request(f"{i}", constraint=Constraint(grammar=WORD), max_tokens=60) for i in range(7)]
+    one = request("o", constraint=Constraint(grammar=WORD), max_tokens=60)
+    for r in many:
+        r.owner = "many"
+    one.owner = "one"
+    run(made, *many, one)
+    made.close(0)
+    assert statistics.median(waits["one"]) <= 2 < statistics.median(waits["many"])
+
+
 def test_who_is_slow_sits_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a mask nor a grammar that takes long holds up the others' tokens, or the prompt behind it; who was in one job with it,
     once."""
@@ -215,6 +258,7 @@ def test_who_is_slow_sits_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
             until, deadline = n_others + 30, time.monotonic() + 20
             while n_others < until and time.monotonic() < deadline:
                 time.sleep(0.001)
+            spin(0.002)
         original(guides, job, tokens, words)
 
     monkeypatch.setattr(Guides, "_do", slow)
