@@ -84,7 +84,7 @@ class Conversation:
     pictures: list[str] = field(default_factory=list)
     """URLs of those that the next message will have."""
     videos: list[str] = field(default_factory=list)
-    """As pictures."""
+    """Videos of the next message, like `pictures`."""
 
     def message(self, text: str) -> dict[str, Any]:
         """The user's next."""
@@ -147,7 +147,7 @@ def _pieces(delta: dict[str, Any]) -> list[tuple[str, str]]:
 
 
 class Screen:
-    """Where answers are written; without a terminal, plain text."""
+    """Screen on which answers are written; without a terminal, plain text."""
 
     def __init__(self) -> None:
         self._styled = sys.stdout.isatty()
@@ -187,8 +187,8 @@ class Screen:
 
 
 def answer(runner: asyncio.Runner, conversation: Conversation, screen: Screen, text: str) -> bool:
-    """One turn: asks, prints, and keeps what was said. What Ctrl-C cut short stays as far as it came. Whether
-    there was no error.
+    """Runs a turn: asks, prints, and keeps the answer. What Ctrl-C cut short stays as far as it came. Returns
+    whether there was no error.
     """
     conversation.messages.append(conversation.message(text))
     got = Answer()
@@ -257,7 +257,7 @@ def command(conversation: Conversation, line: str) -> str | None:
 
 
 def read_message(prompt: str) -> str:
-    """One message from the keyboard; raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C.
+    """Reads a message from the keyboard; raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C.
 
     A line ending in a backslash goes on. Pasted newlines come within one line from readline's bracketed
     paste.

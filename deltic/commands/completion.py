@@ -8,11 +8,11 @@ from collections.abc import Iterator
 import shtab
 
 FILES = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE, "MODEL": shtab.DIRECTORY}
-"""What is completed where an argument is called so; a MODEL may be a directory."""
+"""Completions by the name of an argument; a MODEL may be a directory."""
 
 
 def script(shell: str, parser: argparse.ArgumentParser) -> str:
-    """For `eval` by the shell: bash, zsh or fish."""
+    """Returns the script for `eval` by the shell: bash, zsh or fish."""
     for action in _actions(parser):
         name = action.metavar if isinstance(action.metavar, str) else ""
         if complete := FILES.get(name, shtab.FILE if name.endswith(".jsonl") else None):

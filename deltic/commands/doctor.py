@@ -95,7 +95,7 @@ class Column:
         return self.bandwidth / decode_bytes(PUBLISHED[size], self.quantize, 1, CONTEXT, store)
 
     def n_bytes(self, size: str) -> int:
-        """Of the weights."""
+        """Returns the bytes of the weights."""
         if size in PUBLISHED_SPEECH:
             speech, kind = PUBLISHED_SPEECH[size], self.device.speech
             return kind.weight_bytes(speech, self.quantize) + kind.vocoder_bytes(speech)

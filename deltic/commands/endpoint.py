@@ -38,7 +38,7 @@ import httptools
 from deltic.config import ENV_PREFIX, ConfigError, ServerConfig
 
 PROGRAM = (sys.executable, "-m", "deltic")
-"""How a LocalServer is started."""
+"""Command that starts a LocalServer."""
 
 DONE = b"[DONE]"
 """Payload of the last event of an OpenAI stream."""
@@ -68,7 +68,7 @@ class EventSplitter:
 
 
 class Connection(asyncio.Protocol):
-    """One TCP or TLS connection; carries one exchange at a time."""
+    """TCP or TLS connection that carries one exchange at a time."""
 
     def __init__(self) -> None:
         self.transport: asyncio.Transport | None = None

@@ -168,7 +168,9 @@ def add_load(sub: argparse.ArgumentParser) -> Callable[..., Any]:
 
 
 def add_gpu_model(sub: argparse.ArgumentParser, *more: str) -> None:
-    """What a bench of a model on a GPU measures, and where its result goes. more: further engine settings."""
+    """Adds the flags of a bench of a model on a GPU: what it measures, and where its result goes. more:
+    further engine settings.
+    """
     add_model(sub)
     add = sub.add_argument
     add("--n", default="1,4,16,64,128", metavar="N,N,...", help="sequences (default: 1,4,16,64,128)")
@@ -180,11 +182,11 @@ def add_gpu_model(sub: argparse.ArgumentParser, *more: str) -> None:
 
 
 def none(sub: argparse.ArgumentParser) -> None:
-    """Of a command that takes nothing."""
+    """Adds nothing: the command takes no arguments."""
 
 
 def serve(sub: argparse.ArgumentParser) -> None:
-    """Of `deltic serve`."""
+    """Adds the flags of `deltic serve`."""
     sub.usage = "deltic serve [-h] [MODEL] [flags] [--and MODEL [flags]] ..."
     add_model(sub)
     sub.add_argument("--and", dest="further", nargs=argparse.REMAINDER, help=AND_HELP)
@@ -195,7 +197,7 @@ def serve(sub: argparse.ArgumentParser) -> None:
 
 
 def chat(sub: argparse.ArgumentParser) -> None:
-    """Of `deltic chat`."""
+    """Adds the flags of `deltic chat`."""
     add_remote(sub)
     add = sub.add_argument
     add("--system", metavar="TEXT", help="system message")
@@ -210,7 +212,7 @@ def chat(sub: argparse.ArgumentParser) -> None:
 
 
 def run(sub: argparse.ArgumentParser) -> None:
-    """Of `deltic run`."""
+    """Adds the flags of `deltic run`."""
     add = sub.add_argument
     text = 'lines of {"custom_id": ..., "body": {...}}, or bare bodies'
     add("input", metavar="IN.jsonl", help=text)
@@ -234,7 +236,7 @@ def run(sub: argparse.ArgumentParser) -> None:
 
 
 def say(sub: argparse.ArgumentParser) -> None:
-    """Of `deltic say`."""
+    """Adds the flags of `deltic say`."""
     add = sub.add_argument
     add("text", metavar="TEXT", help="what to say; - reads it from the input")
     text = "wav, pcm, flac, mp3 or opus, by its name; - writes a wav into a pipe as it comes (default: speech.wav)"
@@ -246,34 +248,36 @@ def say(sub: argparse.ArgumentParser) -> None:
 
 
 def pack(sub: argparse.ArgumentParser) -> None:
-    """Of `deltic pack`."""
+    """Adds the flags of `deltic pack`."""
     add_model(sub)
     sub.add_argument("--out", metavar="DIR", required=True, help="directory to make")
     add_some(sub, "revision", "download_dir", "quantize", "quantize_rest", "threads")
 
 
 def plan(sub: argparse.ArgumentParser) -> None:
-    """Of `deltic plan`."""
+    """Adds the flags of `deltic plan`."""
     add_model(sub)
     add_config(sub)
     add_engine(sub)
 
 
 def warmup(sub: argparse.ArgumentParser) -> None:
-    """Of `deltic warmup`."""
+    """Adds the flags of `deltic warmup`."""
     add_model(sub)
     add_engine(sub)
 
 
 def completion(sub: argparse.ArgumentParser) -> None:
-    """Of `deltic completion`."""
+    """Adds the argument of `deltic completion`."""
     sub.add_argument(
         "shell", choices=("bash", "zsh", "fish"), help='put eval "$(deltic completion bash)" into ~/.bashrc'
     )
 
 
 def bench_serve(sub: argparse.ArgumentParser) -> None:
-    """Of `deltic bench serve`. Without --url, MODEL and the engine flags say what server to start."""
+    """Adds the flags of `deltic bench serve`. Without --url, MODEL and the engine flags say what server to
+    start.
+    """
     add_remote(sub)
     add = add_load(sub)
     add("--prompt-tokens", type=int, default=128, metavar="T", help="default: 128")
@@ -290,7 +294,9 @@ def bench_serve(sub: argparse.ArgumentParser) -> None:
 
 
 def bench_speech(sub: argparse.ArgumentParser) -> None:
-    """Of `deltic bench speech`. Without --url, MODEL and the engine flags say what server to start."""
+    """Adds the flags of `deltic bench speech`. Without --url, MODEL and the engine flags say what server to
+    start.
+    """
     add_remote(sub)
     add = add_load(sub)
     text = "words of a text, one of these at random (default: 16)"
@@ -303,7 +309,7 @@ def bench_speech(sub: argparse.ArgumentParser) -> None:
 
 
 def bench_gpu(sub: argparse.ArgumentParser) -> None:
-    """Of `deltic bench gpu`."""
+    """Adds the flags of `deltic bench gpu`."""
     add_gpu_model(sub)
     add = sub.add_argument
     add("--prompt", type=int, default=128, metavar="TOKENS", help="default: 128")
@@ -313,7 +319,7 @@ def bench_gpu(sub: argparse.ArgumentParser) -> None:
 
 
 def bench_quality(sub: argparse.ArgumentParser) -> None:
-    """Of `deltic bench quality`."""
+    """Adds the flags of `deltic bench quality`."""
     add_model(sub)
     add = sub.add_argument
     text = "formats to measure (default: int8,int4,int4-symmetric; with --beside none)"

@@ -123,7 +123,7 @@ def _report(config: EngineConfig, has_vocabulary: bool = True) -> str:
 
 
 def _weights(shape: ModelShape, quantize: str | None, store: Store) -> Weights:
-    """Without memory."""
+    """Makes weights that take no memory."""
     return empty_weights(shape, quantize, shape.tie_word_embeddings, store)
 
 
@@ -209,7 +209,9 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
 
 
 def _adapter_table(name: str, adapter: Adapter) -> Table:
-    """Which rows of which matrices an adapter changes; layers and experts that are alike are one line."""
+    """Makes the table of which rows of which matrices an adapter changes; layers and experts that are alike
+    are one line.
+    """
     title = f"Adapter {name}: rank {adapter.rank}, {len(adapter.covers)} modules"
     table = Table("module", "matrix", "rows", "layers", title=title, title_justify="left")
     layers: dict[tuple[str, str, str], set[int]] = {}
@@ -242,7 +244,7 @@ def _pages_text(plan: Plan[Any], unit: str) -> str:
 
 
 def _fit_table(plan: Plan[Any]) -> Table:
-    """How many sequences, or utterances, of a length run at once."""
+    """Makes the table of how many sequences, or utterances, of a length run at once."""
     lengths = {str(n): n for n in _lengths(plan)}
     what, unit, longest = "sequences", "tokens", f"{plan.max_model_len} tokens"
     if plan.speaks:
@@ -264,7 +266,8 @@ def _lengths(plan: Plan[Any]) -> list[int]:
 
 
 def _cache_table(plan: TextPlan, on_host: bool, disk_bytes: int | None) -> Table:
-    """How many conversations the prefix cache keeps, each with its pages and one checkpoint, by tier.
+    """Makes the table of how many conversations the prefix cache keeps, each with its pages and one
+    checkpoint, by tier.
 
     While nothing runs the slots of sequences are checkpoints, too, but for the one that the next request
     takes. on_host: host memory was given for what is evicted. disk_bytes: size of the disk tier, None without

@@ -53,7 +53,7 @@ class Stopped(Exception):
 
 
 def is_result(line: dict[str, Any]) -> bool:
-    """Whether a line of an output file is one of `deltic run`."""
+    """Returns whether a line of an output file is one of `deltic run`."""
     return isinstance(line.get("line"), int)
 
 
@@ -209,7 +209,7 @@ class Tally:
     n_done: int = 0
     n_errors: int = 0
     n_old_errors: int = 0
-    """Of those that earlier runs left in the output."""
+    """Number of errors that earlier runs left in the output."""
     n_tokens: int = 0
 
     def add(self, result: dict[str, Any]) -> None:
@@ -257,7 +257,9 @@ async def work(
 async def asked_server(
     arguments: argparse.Namespace, server_arguments: list[str]
 ) -> AsyncIterator[tuple[Endpoint | Actors, str]]:
-    """Who answers, and the model of lines that name none. Raises ServerFailed, EndpointError, ConfigError."""
+    """Yields who answers, and the model of lines that name none. Raises ServerFailed, EndpointError,
+    ConfigError.
+    """
     if arguments.ray is None:
         with own_server(arguments, server_arguments) as server:
             endpoint = await reached(arguments, server)

@@ -100,7 +100,7 @@ async def refusal(reply: Reply) -> str:
 
 
 class Sink:
-    """Where the audio goes: a file that is made with the first bytes, or stdout."""
+    """File for the audio, which is made with the first bytes, or stdout."""
 
     def __init__(self, out: str) -> None:
         self._out = out
@@ -170,7 +170,7 @@ async def _say(arguments: argparse.Namespace, server_arguments: list[str], body:
 
 
 def _format(arguments: argparse.Namespace) -> str:
-    """By --format, else by the name of the file; what goes into a pipe is wav."""
+    """Returns the format by --format, else by the name of the file; what goes into a pipe is wav."""
     if arguments.format:
         return str(arguments.format)
     if arguments.out == "-":

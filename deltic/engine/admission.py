@@ -170,8 +170,8 @@ class Admission:
             self.admit(sequence, step, is_newcomer=True)
 
     def _is_held(self, sequence: Sequence) -> bool:
-        """Whether a waiting sequence should go on waiting: for its text, its pages, or a prefill that will
-        share pages with it.
+        """Returns whether a waiting sequence should go on waiting: for its text, its pages, or a prefill that
+        will share pages with it.
         """
         if sequence.lacks_text:
             return True

@@ -78,7 +78,7 @@ class StepCost:
     def __init__(self, target_s: float) -> None:
         self.target_s = target_s
         self.is_shared = False
-        """Whether a step without decodes is held to the target, too, since others wait for it."""
+        """True if a step without decodes is held to the target, too, since others wait for it."""
         self.curve: list[tuple[int, float]] = []
         """(rows, seconds), ascending, at least two. Empty: nothing is known."""
         self.per_decode_s = self.per_key_s = self.per_pair_s = 0.0

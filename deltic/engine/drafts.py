@@ -115,8 +115,9 @@ class Repeats:
     before: array[int] = field(default_factory=lambda: array("i"))
 
     def follow(self, tokens: Ids[int], most: int) -> list[int]:
-        """Up to `most` tokens that followed the longest run with which `tokens` end, when it came before; no
-        more than the run has. None where it is shorter than LEAST, nor while a long text is being indexed.
+        """Returns up to `most` tokens that followed the longest run with which `tokens` end, when it came
+        before; no more than the run has. None where the run is shorter than LEAST, nor while a long text is
+        being indexed.
         """
         n, newest, before = len(tokens), self.newest, self.before
         if n <= LEAST:
@@ -164,9 +165,9 @@ class Record:
         return max(self.n_right / self.n_seen, A_TRY if self.n_misses else 0.0)
 
     def is_due(self, step: int, last: int) -> bool:
-        """Whether it proposes in the step of this number: after each miss half as often. All sequences try in
-        the same steps, so that others have none. One that had no part in such a step (its mask was late, or a
-        prefill ran) tries in its next one.
+        """Returns whether the proposer is due in the step of this number: after each miss half as often. All
+        sequences try in the same steps, so that others have none. A sequence that had no part in such a step
+        (its mask was late, or a prefill ran) tries in its next one.
 
         last: the step in which its sequence was asked before.
         """
@@ -325,7 +326,7 @@ class Drafting:
         by the number of its sequences.
         """
         self._is_ahead = self._is_late = False
-        """Whether this step ran ahead, as may the next one; and whether it came too late for drafts."""
+        """True if this step ran ahead, as may the next one; true if it came too late for drafts."""
         self._spent_s = self._plain_s = 0.0
         """Seconds of the latest steps that did not run ahead; and those of their tokens if they had."""
         self._n_tried, self._n_pauses, self._paused_until, self._n_right = 0, 0, 0, 0
@@ -384,7 +385,7 @@ class Drafting:
         step.runs_ahead, self._is_ahead, self._is_late = not in_sight, ran_ahead and not in_sight, is_late
 
     def _is_probe(self, n: int) -> bool:
-        """Whether it is to be seen what a step of n sequences takes that runs ahead."""
+        """Returns whether to measure what a step of n sequences takes that runs ahead."""
         return self.runs_ahead and self._n_steps - self._ahead_s.get(n, (0.0, -N_VALID))[1] >= N_VALID
 
     def _share(

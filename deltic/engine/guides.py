@@ -120,11 +120,13 @@ class Guide:
         self._drawn: list[int] = []  # last, as far as the lexicon is to know them
         self.error = ""
         self.is_busy = False
-        """Whether a worker has it. The worker then owns `matcher`, `words`, `is_satisfied` and `error`."""
+        """True while a worker has the guide. The worker then owns `matcher`, `words`, `is_satisfied` and
+        `error`.
+        """
         self.is_late = False
-        """Whether a step has waited for its mask in vain."""
+        """True if a step has waited for its mask in vain."""
         self.is_satisfied = False
-        """Whether nothing but the end may follow in the grammar."""
+        """True if nothing but the end may follow in the grammar."""
         self.n_alone = 0
         """Number of further jobs that it has to itself, as it is slow or suspected to be."""
         self.matcher: Any = None
@@ -147,12 +149,12 @@ class Guide:
 
     @property
     def is_ready(self) -> bool:
-        """Whether a token may be drawn now."""
+        """True if a token may be drawn now."""
         return self._thinks or bool(self._forced) or not self.is_busy
 
     @property
     def is_over(self) -> bool:
-        """Whether the answer ends here, without an end token."""
+        """True if the answer ends here, without an end token."""
         return not (self._thinks or self._forced or self.is_busy) and self.is_satisfied
 
     @property
@@ -168,7 +170,7 @@ class Guide:
         return self._mask
 
     def leaves_any(self, banned: Iterable[int]) -> bool:
-        """Whether any id other than these may be drawn."""
+        """Returns whether any id other than these may be drawn."""
         mask = self.mask
         if mask is None:
             return True
@@ -179,12 +181,12 @@ class Guide:
 
     @property
     def bans_end(self) -> bool:
-        """Whether end tokens are forbidden, because a grammar must follow the thought."""
+        """True if end tokens are forbidden, because a grammar must follow the thought."""
         return self._thinks and bool(self.constraint.grammar)
 
     @property
     def next_is_free(self) -> bool:
-        """Whether the token after the next has no mask, unless the next is think_end_id."""
+        """True if the token after the next has no mask, unless the next is think_end_id."""
         c = self.constraint
         if self._lexicon is not None:
             return False
@@ -208,7 +210,7 @@ class Guide:
         return Rule.of(fork)
 
     def forced(self, most: int) -> list[int]:
-        """Up to `most` ids that must come next, or that its grammar leaves as the only text."""
+        """Returns up to `most` ids that must come next, or that the grammar leaves as the only text."""
         if self._thinks:
             return []
         if self._forced:

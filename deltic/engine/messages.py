@@ -57,7 +57,7 @@ class Constraint(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     allowed: bytes = b""
     """Bit id % 8 of byte id // 8: whether the id may be drawn at all; b"": any may."""
     bad_ids: tuple[tuple[int, ...], ...] = ()
-    """Each of some ids, the last of which may not be drawn where the others were drawn just before."""
+    """Sequences of ids, the last of which may not be drawn where the others were drawn just before."""
 
 
 class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
@@ -79,13 +79,15 @@ class SamplingParams(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tr
     frequency_penalty: float = 0.0
     logit_bias: dict[int, float] = {}
     seed: int | None = None
-    """None: drawn by the server, so that two equal requests differ."""
+    """Seed of the draws; None: the server draws one, so that two equal requests differ."""
     min_tokens: int = 0
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     n: int = 1
     logprobs: int | None = None
-    """None: none; k: the drawn token's log-probability and the k most likely alternatives'."""
+    """Number k: the log-probabilities of the drawn token and of the k most likely ones are wanted; None:
+    none.
+    """
     prompt_logprobs: int | None = None
     constraint: Constraint | None = None
 
@@ -99,7 +101,7 @@ class Speech(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     trailing_ids: tuple[int, ...] = ()
     """Text ids still to be said: one is fed with each frame, then the pad row."""
     is_open: bool = False
-    """More of the ids are to come, by AddText.
+    """True if more of the ids are to come, by AddText.
 
     A frame is not computed before its id has come, or the text has ended.
     """
@@ -119,7 +121,7 @@ class Speech(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Frames of the first chunk of audio, at most MAX_FIRST_FRAMES; 0: the engine's choice."""
 
     def knows_text(self, frame: int) -> bool:
-        """Whether the text for this frame is known: an id or, after the end of the text, the pad row."""
+        """Returns whether the text for this frame is known: an id or, after the text's end, the pad row."""
         return not self.is_open or frame < len(self.trailing_ids)
 
 
@@ -138,11 +140,13 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     n_frames: int = 1
     """1: both frames are alike; 2."""
     first: int = 0
-    """Its first token in the prompt."""
+    """Index of the picture's first token in the prompt."""
 
     @property
     def identifier(self) -> str:
-        """Its key as routers know it: 64 hexadecimal digits, as of a SHA-256; they take no others."""
+        """Name of the picture as routers know it: 64 hexadecimal digits, as of a SHA-256; they take no
+        others.
+        """
         return 2 * self.key.hex()
 
     @property
@@ -156,7 +160,7 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 
 class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
-    """One prompt with its parameters, as the server sends it to the engine."""
+    """Request of one prompt with its parameters, as the server sends it to the engine."""
 
     id: str
     prompt_ids: list[int]
@@ -176,7 +180,7 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     cache_salt: str = ""
     """Prefixes are shared only between requests of the same salt."""
     use_cache: bool = True
-    """Whether the prefix cache is looked up for this request, and keeps what it computes."""
+    """True if the prefix cache is looked up for this request, and keeps what it computes."""
     speech: Speech | None = None
     adapter: bytes = b""
     """The key of the LoRA adapter that is applied; b"": none."""
@@ -209,7 +213,9 @@ class EncodeVoice(Question, tag="encode_voice", kw_only=True):
     speaker: bytes = b""
     """float32 [h]: given instead of samples."""
     needs_codes: bool = False
-    """Whether to make reference codes and the vocoder's state behind them, too: for in-context cloning."""
+    """True if reference codes and the vocoder's state behind them are to be made, too: for in-context
+    cloning.
+    """
     is_kept: bool = False
     """Store it on disk. Otherwise it lives with the process, as long as there is room."""
 
@@ -247,14 +253,14 @@ class Abort(msgspec.Struct, tag="abort"):
 
 
 class AddText(msgspec.Struct, tag="add_text"):
-    """More of the text of a request whose `Speech.is_open`.
+    """Addition to the text of a request whose `Speech.is_open`.
 
     One that is not open is left alone: it may have just ended.
     """
 
     id: str
     text_ids: list[int]
-    """They follow its trailing_ids."""
+    """Ids that follow the request's trailing_ids."""
     is_last: bool = False
     max_tokens: int | None = None
     """Lowers the request's, where that follows from the length of the text."""
@@ -317,7 +323,7 @@ class PromptLogprobs(msgspec.Struct, array_like=True):
     """
 
     packed: list[bytes] = []
-    """Each a msgpack array of at most LOGPROBS_PACKED entries."""
+    """Entries packed in msgpack arrays of at most LOGPROBS_PACKED each."""
     n: int = 0
     """Entries."""
 
@@ -349,7 +355,7 @@ class Output(msgspec.Struct, array_like=True):
     """New tokens; the stop token itself is included (the server does not print it)."""
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    """All of them, once, with the first Output of index 0."""
+    """Log-probabilities of the whole prompt, once, with the first Output of index 0."""
     cached_tokens: int = 0
     """Prompt tokens that were not computed because the prefix cache had them."""
     finish_reason: FinishReason | None = None
@@ -380,14 +386,14 @@ class Output(msgspec.Struct, array_like=True):
 
 
 class Metric(msgspec.Struct, frozen=True):
-    """How /metrics shows a field of statistics."""
+    """Metadata with which /metrics shows a field of statistics."""
 
     name: str
     text: str
     is_counter: bool
-    """It only grows, and goes on where a process that died had left it."""
+    """True if the value only grows, and goes on where a process that died had left it."""
     label: str = ""
-    """What the names are in a field of counts by name."""
+    """Label of the names in a field of counts by name."""
 
 
 def gauge(name: str, text: str) -> msgspec.Meta:
@@ -438,15 +444,15 @@ class CacheStats(msgspec.Struct, array_like=True):
         dict[str, int],
         counter("prefix_checkpoints_taken", "Checkpoints taken, by what made their place worth one.", "kind"),
     ] = {}
-    """By kind: message, ladder, end, junction, tail, picture."""
+    """Counts by kind: message, ladder, end, junction, tail, picture."""
     read_bytes: Annotated[
         dict[str, int], counter("prefix_read_bytes", "Brought back to the pool, by the tier it came from.", "tier")
     ] = {}
-    """By tier: host, disk."""
+    """Bytes by tier: host, disk."""
     written_bytes: Annotated[
         dict[str, int], counter("prefix_written_bytes", "Moved or copied to a lower tier.", "tier")
     ] = {}
-    """By tier: host, disk."""
+    """Bytes by tier: host, disk."""
 
 
 class SpeechStats(msgspec.Struct, array_like=True):
@@ -506,7 +512,7 @@ class Stats(msgspec.Struct, array_like=True):
         int, counter("recomputed_sequences", "Sequences computed once more, since their logits were not finite.")
     ] = 0
     drafted: Annotated[dict[str, int], counter("draft_tokens", "Tokens that were guessed ahead.", "position")] = {}
-    """By their place in the draft, from 1 on."""
+    """Counts by the tokens' place in the draft, from 1 on."""
     accepted: Annotated[
         dict[str, int], counter("accepted_draft_tokens", "Of those, the ones that were drawn, too.", "position")
     ] = {}
@@ -542,7 +548,7 @@ class VideoInfo(msgspec.Struct, array_like=True):
     min_frames: int = 4
     max_frames: int = 768
     is_capped: bool = False
-    """Whether a frame alone has a bound, too (server/chat/videos.fitted_frames)."""
+    """True if a frame alone has a bound, too (server/chat/videos.fitted_frames)."""
 
 
 class PictureInfo(msgspec.Struct, array_like=True):
@@ -576,7 +582,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     on_gpu: bool = False
     prefix_cache: bool = True
     canonical_decode: bool = True
-    """Whether prefill and decode give the same bits.
+    """True if prefill and decode give the same bits.
 
     Where they do not (GPU), a token of the prompt always goes through prefill and a generated one through
     decode, each a batch of its own, and only what prefill wrote is kept for others.
@@ -584,9 +590,9 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     n_lookahead: int = 0
     """Tokens beyond a step's own for which a decode has pages: the device may start their decodes early."""
     max_drafts: int = 0
-    """Most tokens of a draft; 0: the runner has no drafts."""
+    """Longest draft in tokens; 0: the runner has no drafts."""
     has_draft_head: bool = False
-    """Whether the runner guesses tokens (`Draw.n_guesses`)."""
+    """True if the runner guesses tokens (`Draw.n_guesses`)."""
     block_size: int = 1
     """Rows that a sequence takes at a time in a prefill batch.
 
@@ -611,9 +617,9 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """Number of ids that a prompt may have, if it differs from vocab_size (speech: rows); 0: vocab_size."""
     is_speech: bool = False
     pictures: PictureInfo | None = None
-    """None: prompts have no pictures."""
+    """Bounds and sizes of pictures; None: prompts have no pictures."""
     no_pictures: str = ""
-    """Why a tower that is there is not run; "" where there is none."""
+    """Reason why a tower that is there is not run; "" where there is none."""
     max_loras: int = 0
     """Adapters that may be loaded at once."""
     adapters: dict[str, bytes] = {}
@@ -621,7 +627,7 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     cache_files: str = ""
     """The directory of the prefix cache's files on disk, which only this model uses; "": there is none."""
     has_state: bool = True
-    """Whether a sequence has a recurrent state.
+    """True if a sequence has a recurrent state.
 
     Then it can start only after a checkpoint, else after any page.
     """
@@ -648,7 +654,7 @@ class Ready(msgspec.Struct, tag="ready"):
 
 
 class StepOutputs(msgspec.Struct, tag="step"):
-    """All Outputs of one step, and the gauges after it."""
+    """Outputs of one step, all of them, and the gauges after it."""
 
     outputs: list[Output]
     stats: Stats
@@ -670,7 +676,7 @@ class CacheLocated(Reply, tag="cache_located"):
     files: list[str] = []
     """Pages from the first on, then the state; another server may delete them at any time."""
     error: str | None = None
-    """Why they could not be written, in one line; None if they were."""
+    """Reason why the pages could not be written, in one line; None if they were."""
     is_refused: bool = False
     """The error is the request's."""
 
@@ -682,7 +688,7 @@ class VoiceEncoded(Reply, tag="voice_encoded"):
     n_frames: int = 0
     """Reference frames; 0 without codes."""
     error: str | None = None
-    """Why the voice could not be encoded; None if it was."""
+    """Reason why the voice could not be encoded; None if it was."""
 
 
 class AdapterLoaded(Reply, tag="adapter_loaded"):
@@ -696,7 +702,7 @@ class AdapterLoaded(Reply, tag="adapter_loaded"):
     n_bytes: int = 0
     """Bytes on the device."""
     error: str | None = None
-    """Why it could not be loaded, in one line; None if it was."""
+    """Reason why the adapter could not be loaded, in one line; None if it was."""
 
 
 class StartFailed(msgspec.Struct, tag="start_failed"):
@@ -712,7 +718,7 @@ class Pong(msgspec.Struct, tag="pong"):
     """The answer to Ping, between two steps."""
 
     is_stuck: bool = False
-    """Whether a load from the lower tiers has made no progress since the last Ping."""
+    """True if a load from the lower tiers has made no progress since the last Ping."""
 
 
 Event = Loading | Ready | StepOutputs | CacheReport | CacheLocated | VoiceEncoded | AdapterLoaded | Pong | StartFailed

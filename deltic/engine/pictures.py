@@ -113,7 +113,7 @@ class _Entry:
 
     key: Key
     picture: Picture | None
-    """None: it is encoded, and its pixels are forgotten."""
+    """Picture to encode; None: it is encoded, and its pixels are forgotten."""
     blocks: list[int]
     n_uses: int = 0
     seconds: float = 0.0
@@ -149,7 +149,7 @@ class Pictures:
 
     @property
     def has_work(self) -> bool:
-        """Whether a picture is to be encoded."""
+        """True if a picture is to be encoded."""
         return self._next() is not None
 
     def begin_plan(self) -> None:

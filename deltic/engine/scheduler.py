@@ -117,7 +117,7 @@ class Scheduler:
         runs_ahead = info.n_lookahead > 0
         self.drafting = Drafting(info.max_drafts, info.has_draft_head, guides, runs_ahead) if info.max_drafts else None
         self.is_blocked = False
-        """No open sequence can run until a text or a request comes, or one ends.
+        """True if no open sequence can run until a text or a request comes, or one ends.
 
         All of them stall, or wait for what the stalled ones own.
         """
@@ -577,7 +577,7 @@ class Scheduler:
         return len(tokens) - n_known
 
     def _might_draw(self, sequence: Sequence) -> bool:
-        """Whether logits that are finite would have let a token be drawn."""
+        """Returns whether logits that are finite would have let a token be drawn."""
         params, banned = sequence.request.params, set[int]()
         if sequence.n_generated < params.min_tokens:
             banned = {*params.stop_token_ids, *(() if params.ignore_eos else self.eos_token_ids)}

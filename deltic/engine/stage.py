@@ -122,12 +122,12 @@ class Stream:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the next steps bring more frames."""
+        """True if the next steps bring more frames."""
         return self.end is None and not self.is_stalled
 
     @property
     def is_awaited(self) -> bool:
-        """Whether a listener has heard nothing yet."""
+        """True if a listener has heard nothing yet."""
         return self.is_streamed and self.dry_at is None
 
     def deadline(self, n: int, after: float) -> float:
@@ -143,7 +143,7 @@ class _Flight:
     """Streams with the frames taken of each."""
     begun_at: float
     is_first: bool
-    """Whether it has a first chunk."""
+    """True if the chunks include the first of a stream."""
 
     @property
     def n_frames(self) -> int:
@@ -178,11 +178,11 @@ class SpeechStage:
     # What the engine asks.
 
     def has_work(self) -> bool:
-        """Whether there are frames that can become audio, or do."""
+        """Returns whether there are frames that can become audio, or do."""
         return self._flight is not None or any(s.n_left and self._has_slot(s) for s in self._streams.values())
 
     def has_request(self, request_id: str) -> bool:
-        """Whether audio of a request is still to come, though its sequences may have ended."""
+        """Returns whether audio of a request is still to come, though its sequences may have ended."""
         return any(key[0] == request_id for key in self._streams)
 
     def stats(self) -> SpeechStats:
@@ -198,7 +198,7 @@ class SpeechStage:
             raise IntegrityError(f"stream slots: {sorted(used)} used, {sorted(self._free)} free")
 
     def comes_first(self) -> bool:
-        """Whether there is audio that would be late if a step ran now."""
+        """Returns whether there is audio that would be late if a step ran now."""
         if self._flight is not None:
             return False
         ready = [s for s in self._streams.values() if s.dry_at is not None and s.n_left and self._has_slot(s)]
@@ -417,7 +417,7 @@ class SpeechStage:
         return max(both) if self._is_beside else sum(both)
 
     def _gathers(self, ready: list[Stream]) -> bool:
-        """Whether streams should wait for a batch that is worth it.
+        """Returns whether streams should wait for a batch that is worth it.
 
         They do when they will be late anyway: a larger batch wins them time.
         """

@@ -55,7 +55,7 @@ class Rule(NamedTuple):
         return cls() if guide is None else cls(guide.mask, guide.bans_end)
 
     def allows(self, token: int) -> bool:
-        """Whether the mask lets a token be drawn."""
+        """Returns whether the mask lets a token be drawn."""
         return self.mask is None or bool(int(self.mask[token // 32]) >> token % 32 & 1)
 
 
@@ -64,11 +64,11 @@ class Guide(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Whether a token may be drawn now."""
+        """True if a token may be drawn now."""
 
     @property
     def is_over(self) -> bool:
-        """Whether the answer ends here, without an end token."""
+        """True if the answer ends here, without an end token."""
 
     @property
     def mask(self) -> NDArray[np.int32] | None:
@@ -76,17 +76,17 @@ class Guide(Protocol):
 
     @property
     def bans_end(self) -> bool:
-        """Whether end tokens are forbidden."""
+        """True if end tokens are forbidden."""
 
     @property
     def next_is_free(self) -> bool:
-        """Whether the token after the next has no mask."""
+        """True if the token after the next has no mask."""
 
     def behind(self, tokens: Iterable[int]) -> Rule:
         """The rule of the token behind these, which it has not taken, as far as that is known."""
 
     def leaves_any(self, banned: Iterable[int]) -> bool:
-        """Whether any id other than these may be drawn."""
+        """Returns whether any id other than these may be drawn."""
 
 
 def mixed_seed(seed: int, index: int) -> int:
@@ -111,7 +111,7 @@ class HeldAdapter:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sequence in the engine: its tokens and what it owns.
+    """Sequence in the engine: its tokens and what it owns.
 
     `tokens[:n_computed]` have their KV in `pages` and their recurrent state in `start_slot` or, without one,
     in `slot`; the rest is still to be run, but for the `n_window` tokens behind them. While running, exactly
@@ -133,7 +133,7 @@ class Sequence:
     pages_version: int = 0
     """Counted up whenever an entry of `pages` that a step may have seen changes."""
     place: int | None = None
-    """Its row in the tables of the step (page table, sampling parameters), while it runs."""
+    """Row of the sequence in the tables of the step (page table, sampling parameters), while it runs."""
     slot: int | None = None
     """The state slot that its chunks write."""
     start_slot: int | None = None
@@ -151,12 +151,13 @@ class Sequence:
     prompt_logprobs: PromptLogprobs | None = None
     n_preempted: int = 0
     is_second_try: bool = False
-    """Its logits were not finite once, so it was computed again from nothing, without the cache.
+    """True if the sequence's logits were not finite once, so it was computed again from nothing, without the
+    cache.
 
     There is no third try.
     """
     prefix: Any = None
-    """Its tie to the prefix tree (cache.Prefix); None: it neither reads nor feeds the tree."""
+    """Tie of the sequence to the prefix tree (cache.Prefix); None: it neither reads nor feeds the tree."""
     n_cached: int = 0
     """Prompt tokens that it found there."""
     waits_for: tuple[Sequence, int] | None = None
@@ -172,7 +173,7 @@ class Sequence:
     drafter: Any = None
     """The drafts.Drafter that drafts for it; None: nobody did yet."""
     runs_ahead: bool = False
-    """Whether the runner may have started its next decode, which then has no draft (drafts.Drafting)."""
+    """True if the runner may have started its next decode, which then has no draft (drafts.Drafting)."""
     finish_reason: FinishReason | None = None
 
     @property
@@ -191,7 +192,7 @@ class Sequence:
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether it brings the prompt's log-probabilities, with its first token.
+        """True if the sequence brings the prompt's log-probabilities, with its first token.
 
         Only the first sequence of a request does, and not when it is computed again.
         """
@@ -214,7 +215,9 @@ class Sequence:
 
     @property
     def can_draw(self) -> bool:
-        """Whether its next token can be drawn: the mask is there, and the text that goes before it."""
+        """True if the sequence's next token can be drawn: the mask is there, and the text that goes before
+        it.
+        """
         return not self.lacks_text and (self.guide is None or self.guide.is_ready)
 
 
@@ -244,7 +247,7 @@ class Chunk:
 
     @property
     def is_decode(self) -> bool:
-        """Whether it is one generated token, with a draft or without.
+        """True if the chunk is one generated token, with a draft or without.
 
         One token of a prompt, the last behind a full page, is a prefill.
         """
@@ -288,7 +291,9 @@ class Step:
     slot_copies: list[tuple[int, int]] = field(default_factory=list)
     page_copies: list[tuple[int, int]] = field(default_factory=list)
     runs_ahead: bool = True
-    """Whether the runner may start the decodes behind it before its tokens are read: they have no drafts."""
+    """True if the runner may start the decodes behind this step before its tokens are read: they have no
+    drafts.
+    """
 
     @property
     def n_tokens(self) -> int:
@@ -319,7 +324,7 @@ class StepResult:
     """
 
     tokens: list[list[int]]
-    """Each is a new list, not empty, and belongs to the reader."""
+    """Tokens of each draw: a new list, not empty, which belongs to the reader."""
     logprobs: list[list[TokenLogprob] | None]
     """A log-probability of each token, or None where nobody asked."""
     prompt_logprobs: dict[int, list[TokenLogprob]]

@@ -67,5 +67,5 @@ class Shares(Generic[Item]):
 
 
 def share_of(most: int, n_owners: int) -> int:
-    """What each of so many owners may have of `most`, and nobody can take from it."""
+    """Returns what each of so many owners may have of `most`, and nobody can take from it."""
     return -(-most // n_owners)

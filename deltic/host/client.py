@@ -100,7 +100,7 @@ class Stream:
         self.n_open = request.params.n
         self.submitted_s = time.monotonic()
         self.outputs: list[Output] = []
-        """Those that were not delivered yet."""
+        """Outputs that were not delivered yet."""
         self._is_open = [True] * self.n_open
         self._deliver = deliver
 
@@ -133,7 +133,7 @@ class Stream:
 
 
 class EngineClient:
-    """One model's engine, in whatever processes its EngineHost starts.
+    """Client of one model's engine, in whatever processes its EngineHost starts.
 
     `max_queue` sequences may be open beyond the engine's `max_num_seqs`; with more, an owner may still have
     its share of `max_queue`, whatever the others have. `on_event` is called, in the event loop, with
@@ -153,27 +153,27 @@ class EngineClient:
         self.name = name or model_name(config)
         self.max_queue = max_queue
         self.n_owners = 1
-        """Those among whom the queue is shared out."""
+        """Number of owners among whom the queue is shared out."""
         self.topic: str | None = None
-        """Of its cache events; None: nobody is told."""
+        """Topic of the engine's cache events; None: nobody is told."""
         self.state: State = "starting"
         self.info: EngineInfo | None = None
         self.stats = Stats()
         """Gauges of the process that runs; counters over all there were."""
         self.recent_steps: deque[tuple[float, float, int, int, int]] = deque(maxlen=N_RECENT_STEPS)
-        """Of each: when it was heard of (time.monotonic()), ms, sequences running, prompt tokens, generated
-        tokens.
+        """Facts of the last steps: when each was heard of (time.monotonic()), ms, sequences running, prompt
+        tokens, generated tokens.
         """
         self.loading: Loading | None = None
         self.failure: str | None = None
-        """Why the last process died or could not start."""
+        """Reason why the last process died or could not start."""
         self.refusal: str | None = None
-        """Why this process cannot serve the model, once it has said so."""
+        """Reason why this process cannot serve the model, once it has said so."""
         self.n_restarts = 0
         self.n_signs = 0
         """Events that show that the engine gets on with its work, of all processes."""
         self.is_stuck = False
-        """Whether it does not, as it answered to the last Ping."""
+        """True if the engine makes no progress, as it answered to the last Ping."""
         self.n_open = 0
         """Sequences whose last output has not come."""
         self._n_open_of: Counter[str] = Counter()  # the same, by owner
@@ -308,7 +308,7 @@ class EngineClient:
             self._send(DropAdapter(key))
 
     def why_unavailable(self) -> str:
-        """Why `submit` refuses requests at the moment, for whoever sent one."""
+        """Reason why `submit` refuses requests at the moment, for whoever sent one."""
         if self.state == "stopped":
             return "the server is shutting down"
         if self.state == "failed":
@@ -371,7 +371,7 @@ class EngineClient:
 
     @property
     def is_asked(self) -> bool:
-        """Whether the engine takes requests, and somebody waits for something that it should say."""
+        """True if the engine takes requests, and somebody waits for something that it should say."""
         return self.state == "ready" and bool(self._streams or self._asked)
 
     def ping(self) -> None:
@@ -488,7 +488,7 @@ class EngineClient:
             self.recent_steps.append((time.monotonic(), stats.last_step_ms, stats.n_running, n_prompt, n_generated))
 
     def _forget_gauges(self) -> None:
-        """Nothing runs any more; the counters keep what they have."""
+        """Sets the gauges to zero, as nothing runs any more; the counters keep what they have."""
         last, self._counted, self.stats = self.stats, Stats(), Stats()
         for kept in (self._counted, self.stats):
             for name in ("speech", "pictures", "replays"):

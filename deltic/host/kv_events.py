@@ -38,12 +38,12 @@ HIGH_WATER = 10_000
 """Messages that wait for a slow reader; then it loses them. vLLM's 100,000 may be a gigabyte for each."""
 
 MAX_ASKED_BYTES = 1024
-"""Of a frame that a reader sends, a topic or a number: who sends a larger one is disconnected, before it is
-held.
+"""Bytes of a frame that a reader sends, a topic or a number: who sends a larger one is disconnected, before
+it is held.
 """
 
 MAX_TOPICS = 10_000
-"""That readers subscribe to, together. With more, all of them are disconnected, and may come again."""
+"""Topics that readers subscribe to, together. With more, all of them are disconnected, and may come again."""
 
 END = (-1).to_bytes(8, signed=True)
 """The number behind the last message that is told again."""
@@ -75,7 +75,7 @@ class BlockRemoved(msgspec.Struct, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, tag=True):
-    """Nothing is there any more."""
+    """Event: every medium is empty."""
 
 
 class Batch(msgspec.Struct, array_like=True):
@@ -200,7 +200,9 @@ class EventPublisher:
         return self._n_topics
 
     def _forget_topics(self) -> None:
-        """Another socket at the same address: the library keeps topics for as long as it has their socket."""
+        """Opens another socket at the same address: the library keeps topics for as long as it has their
+        socket.
+        """
         log.warning("readers of --kv-events have more than %d topics: all were disconnected", MAX_TOPICS)
         self._publishing.close(linger=0)
         self._n_topics, until_s = 0, time.monotonic() + REOPEN_S

@@ -1,4 +1,6 @@
-"""What the host tells the process that it starts: both sides know it, and neither loads the other."""
+"""Structs that the host sends to the process that it starts: both sides know them, and neither loads the
+other.
+"""
 
 from __future__ import annotations
 
@@ -8,38 +10,38 @@ from deltic.config import EngineConfig
 
 
 class ModelLaunch(msgspec.Struct, frozen=True):
-    """One model of a Launch."""
+    """Model of a Launch."""
 
     name: str
-    """For messages."""
+    """Name for messages."""
     config: EngineConfig
     commands: str
     """Endpoint that the process binds; the client connects to it once the process is ready."""
     events: str
     """Endpoint that the client has bound."""
     topic: str | None = None
-    """Of its cache events; None: nobody is told."""
+    """Topic of the model's cache events; None: nobody is told."""
 
 
 class EventSockets(msgspec.Struct, frozen=True):
-    """Where cache events of all models are told (`kv_events.py`)."""
+    """Sockets on which cache events of all models are told (`kv_events.py`)."""
 
     publish: str
     """Endpoint to bind."""
     replay: str | None = None
-    """Another, for those who missed some."""
+    """Endpoint to bind for readers who missed some; None: there is none."""
 
 
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """The host's message to the process it starts, as JSON in its last argument."""
 
     models: list[ModelLaunch]
-    """At least one."""
+    """Models to serve, at least one."""
     parent_pid: int
     started_at: float
     """Wall clock at the start of the process, in seconds: how long Python took to get to work."""
     beat_s: float = 0.0
-    """How often the process shows that a kernel runs; 0: nobody looks."""
+    """Seconds between two signs that a kernel runs; 0: nobody looks."""
     log_format: str = "text"
     kv_events: EventSockets | None = None
-    """None: no model has a topic."""
+    """Sockets of the cache events; None: no model has a topic."""

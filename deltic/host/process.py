@@ -70,7 +70,7 @@ NO_MEMORY = ("t allocate memory", "out of memory")
 """Said by RuntimeErrors of torch's CPU allocator, and by those of CUDA and Triton."""
 
 CLOSE_S = 4.0
-"""How long a process that was told to stop goes on writing to --cache-dir: less than the host waits
+"""Seconds for which a process that was told to stop goes on writing to --cache-dir: less than the host waits
 (SHUTDOWN_S).
 """
 
@@ -78,7 +78,7 @@ CHECK_S = 60.0
 """An idle process looks whether everything adds up, but not oftener than this."""
 
 IDLE_POLL_S = 1.0
-"""How long an idle process waits before it looks whether its parent still lives."""
+"""Seconds that an idle process waits before it looks if its parent still lives."""
 
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
@@ -87,7 +87,7 @@ class ServedModel:
     """An engine between its two sockets."""
 
     engine: Engine
-    """Once it is built."""
+    """Engine of the model, once it is built."""
 
     def __init__(self, launch: ModelLaunch, context: zmq.Context[zmq.Socket[bytes]]) -> None:
         self.name, self.config = launch.name, launch.config
@@ -351,7 +351,7 @@ class EngineProcess:
 
 
 def is_out_of_memory(error: Exception) -> bool:
-    """Whether memory ran out, on the host or on a device.
+    """Returns whether memory ran out, on the host or on a device.
 
     Torch's CPU allocator, the driver and Triton raise a bare RuntimeError, of which only the text says it.
     """

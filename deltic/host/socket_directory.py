@@ -23,7 +23,7 @@ MAX_NAME_LENGTH = 24
 """Characters of the longest name of a socket in it."""
 
 SHORT = Path("/tmp")
-"""Where the directory is made when TMPDIR is too long for the name of a socket."""
+"""Directory for the sockets when TMPDIR is too long for the name of a socket."""
 
 
 class SocketDirectory:

@@ -37,13 +37,13 @@ DEATHS_WINDOW_S = 60.0
 """Restarts wait the longer, the more deaths there were within the window."""
 
 TICK_S = 1.0
-"""How often it is looked whether the process gets on with its work."""
+"""Seconds between two looks at whether the process gets on with its work."""
 
 LAST_WORDS_S = 0.05
-"""How long, in seconds, the last messages of a process may still be on their way after it died."""
+"""Seconds for which the last messages of a process may still be on their way after it died."""
 
 SHUTDOWN_S = 5.0
-"""How long a process that was told to stop may finish its step before it is killed."""
+"""Seconds that a process that was told to stop may take to finish its step before it is killed."""
 
 
 class EngineHost:
@@ -229,8 +229,8 @@ class EngineHost:
             ending.cancel()
 
     def _had_oom_kill(self) -> bool:
-        """Whether the kernel has ended a process of this control group for want of memory since the engine's
-        was started.
+        """Returns whether the kernel has ended a process of this control group for want of memory since the
+        engine's was started.
         """
         now = n_oom_kills()
         return None not in (now, self._n_oom_kills) and now != self._n_oom_kills
@@ -282,7 +282,7 @@ class EngineHost:
 
 
 def _touched(file: Path) -> int:
-    """When it was touched last, in nanoseconds; 0: it is not there."""
+    """Returns when a file was touched last, in nanoseconds; 0: it is not there."""
     try:
         return file.stat().st_mtime_ns
     except OSError:

@@ -44,7 +44,7 @@ MAX_LOADS = 3
 """Times a request waits for pages from a lower tier; then it computes what is missing."""
 
 MAX_LOAD_S = 30.0
-"""How long it waits at most: a disk may hang."""
+"""Longest wait in seconds for a load from a lower tier, since a disk may hang."""
 
 SEARCH_AGAIN_S = 5.0
 """A request that waits so long for its place looks once more whether other servers have its prefix."""
@@ -69,7 +69,7 @@ class Parked:
 
     @property
     def units(self) -> list[int]:
-        """All of host memory that it has."""
+        """Units of host memory that hold the parked pages and state."""
         return [unit for units in (*self.pages, self.state) for unit in units]
 
 
@@ -77,8 +77,9 @@ class Cache:
     """Pages, slots and places of the sequences. Every change to what a sequence owns is made here."""
 
     def __init__(self, info: EngineInfo, tiers: Tiers | None = None) -> None:
-        """Without info.prefix_cache nothing is kept for other requests, and host memory is for preempted
-        sequences alone. Without info.canonical_decode only what prefill wrote may be found by others.
+        """Makes a cache over `tiers`. Without info.prefix_cache nothing is kept for other requests, and host
+        memory is for preempted sequences alone. Without info.canonical_decode other requests find only what
+        prefill wrote.
         """
         self.store = Placement(info, tiers or no_tiers(info))
         self.pages, self.slots = self.store.pages, self.store.slots
@@ -122,9 +123,9 @@ class Cache:
         return self._tree.match(sequence.prefix.keys, (len(sequence.tokens) - 1) // PAGE_SIZE)
 
     def usable(self, sequence: Sequence, known: list[Node], tier: int = DISK) -> list[Node]:
-        """As much of `known` as the sequence can start behind, with what is in this tier and in those above
-        it. Unless it comes back from host memory, one token of those that may be shared is left to compute:
-        somebody must be drawn from it, and a decode does not start from a checkpoint.
+        """Returns the part of `known` that the sequence can start behind, with what is in this tier and in
+        those above it. Unless it comes back from host memory, one token of those that may be shared is left
+        to compute: a token must be drawn from it, and a decode does not start from a checkpoint.
         """
         parked = self._parked.get(sequence)
         n_most = next((i for i, node in enumerate(known) if not _within(node.page, tier)), len(known))
@@ -138,7 +139,7 @@ class Cache:
         return known[:n_most]
 
     def is_parked(self, sequence: Sequence) -> bool:
-        """Whether host memory has its last pages and its state."""
+        """Returns whether host memory has the sequence's last pages and its state."""
         return sequence in self._parked
 
     def search(self, sequence: Sequence, known: list[Node], path: list[Node]) -> bool:
@@ -466,5 +467,5 @@ class Cache:
 
 
 def _within(where: list[Any], tier: int) -> bool:
-    """Whether a page or state is in `tier` or one above."""
+    """Returns whether a page or state is in `tier` or one above."""
     return any(place is not None for place in where[: tier + 1])

@@ -1,4 +1,4 @@
-"""Where a sequence leaves states for those that come after it.
+"""Checkpoints: the states that a sequence leaves for those that come after it.
 
 A checkpoint costs no pass of its own. Inside a chunk of a prefill the state is written out as the kernel
 passes (a snapshot). Between two chunks, and in a decode at the end of a page, the sequence's slot becomes the
@@ -29,9 +29,9 @@ class Prefix:
     """A sequence's tie to the prefix tree."""
 
     keys: list[bytes]
-    """Of its full pages."""
+    """Keys of the sequence's full pages."""
     node: Node
-    """Its last page that the tree has; the root at first."""
+    """Node of the sequence's last page in the tree; the root at first."""
     wanted: dict[int, str] = field(default_factory=dict)
     """Depths at which its prefill leaves checkpoints, ascending, and why."""
     tail: Node | None = None
@@ -40,7 +40,9 @@ class Prefix:
     """The load that it waits for, or waited for."""
     n_loads: int = 0
     search: Search | None = None
-    """For what other servers have of it: the last one, for which it waits, or has waited."""
+    """Search for what other servers have of the prompt: the last one that the sequence waits for, or has
+    waited for.
+    """
 
 
 def n_canonical(info: EngineInfo, sequence: Sequence) -> int:
@@ -78,8 +80,8 @@ class Checkpoints:
         prefix.wanted = {d: wanted[d] for d in sorted(wanted) if sequence.n_computed < d <= last}
 
     def want_junction(self, sequence: Sequence, depth: int) -> None:
-        """Another sequence waits, and begins as this one does, which prefills: it will start from where they
-        part.
+        """Wants a checkpoint at `depth`: another sequence waits that begins as this one does, which prefills,
+        and will start from where they part.
         """
         if depth > sequence.n_computed and self._info.has_state:
             prefix: Prefix = sequence.prefix
@@ -177,8 +179,8 @@ class Checkpoints:
 
 
 def _picture_edges(pictures: list[Picture]) -> Iterator[int]:
-    """Where runs of pictures begin and end: other prompts ask something else about them. Pictures less than a
-    page apart, as the frames of a video are, are one run.
+    """Yields where runs of pictures begin and end: other prompts ask something else about them. Pictures less
+    than a page apart, as the frames of a video are, are one run.
     """
     for before, after in zip([None, *pictures], [*pictures, None], strict=True):
         if before is None or after is None or after.first - before.end >= PAGE_SIZE:

@@ -50,7 +50,9 @@ VERSION = 1
 """Version of the file format, and of the order of the views that make up a page or a state."""
 
 BEAT_S = 5.0
-"""How often a server says that it is there, looks for others, and tries to get the lease."""
+"""Seconds between two times that a server says that it is there, looks for others, and tries to get the
+lease.
+"""
 
 ALIVE_S = 180.0
 """A server is there until its file is so old: a network file system may show a time that is a minute old."""
@@ -69,13 +71,15 @@ _LEASE, _SERVERS = "lease", "servers"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS)
 
 PAUSE_S = 60.0
-"""How long nothing is saved after the disk refused: it is full, more often than not."""
+"""Seconds for which nothing is saved after the disk refused: most often it is full."""
 
 SEARCH_S = 0.5
-"""How long one search may take: on a network file system a look at a file takes a millisecond or less."""
+"""Longest time in seconds of one search: on a network file system a look at a file takes a millisecond or
+less.
+"""
 
 UNFOLLOWED_S = 60.0
-"""Another server gets the lease where the engine's thread has not come by for so long."""
+"""Seconds without a step of the engine's thread after which the lease passes to another server."""
 
 _BLOCK_BYTES = 1 << 20  # small enough that the checksum finds in the cache what was just read
 _MODEL = re.compile(r"[0-9a-f]{32}")
@@ -96,12 +100,12 @@ class Object:
 
 @dataclass(slots=True)
 class Entry(Object):
-    """One object on disk."""
+    """Object on disk."""
 
     n_bytes: int = 0
-    """Of the file; 0: it was not looked at."""
+    """Bytes of the file; 0: not looked at."""
     used_at: float = 0.0
-    """When it was written or last read, in seconds since 1970."""
+    """Time when the file was written or last read, in seconds since 1970."""
 
 
 def pack_header(model: bytes, of: Object, size: int, crc: int) -> bytes:
@@ -131,7 +135,7 @@ class Directory:
         self.path = root / fingerprint
         self.model = blake2b(fingerprint.encode(), digest_size=16).digest()
         self.n_others = 0
-        """Other servers that use it, when it was last looked."""
+        """Number of other servers that used the directory when last looked at."""
         self.has_locks = True
         self.now_s = 0.0
         """The file system's time at the last `beat`."""
@@ -140,11 +144,11 @@ class Directory:
 
     @property
     def may_delete(self) -> bool:
-        """Whether this server evicts: it holds the lease, or there is none."""
+        """True if this server evicts: it holds the lease, or there is none."""
         return self._lease is not None or not self.has_locks
 
     def file(self, of: Object) -> str:
-        """Where an object is, if it is there."""
+        """Returns the path of an object's file, which need not exist."""
         name = of.key.hex()
         return f"{self.path}/{name[:2]}/{name}.{of.parent.hex()}.{of.depth}.{of.kind}"
 
@@ -237,7 +241,7 @@ class Directory:
                     yield entry
 
     def directories(self, odd: list[str]) -> list[str]:
-        """Those that objects are in. Raises OSError."""
+        """Lists the directories that objects are in. Raises OSError."""
         found = []
         for item in os.scandir(self.path):
             if len(item.name) == 2 and item.is_dir(follow_symlinks=False):
@@ -257,7 +261,9 @@ class Directory:
             yield Entry(Kind(found[4]), bytes.fromhex(found[1]), bytes.fromhex(found[2]), int(found[3])), item
 
     def _is_part(self, item: os.DirEntry[str]) -> bool:
-        """Whether it is a file that is being written; one that nobody writes any more is removed."""
+        """Returns whether an entry is a file that is being written. One that nobody writes any more is
+        removed.
+        """
         if not item.name.endswith(".part"):
             return False
         with contextlib.suppress(OSError):
@@ -272,9 +278,9 @@ class Search:
 
     root: bytes
     keys: list[bytes]
-    """Of its pages, from the first on, as far as a request could start behind them."""
+    """Keys of the prompt's pages, from the first on, as far as a request could start behind them."""
     n_known: int
-    """Of these pages, those that need not be looked for."""
+    """Pages at the start of `keys` that need not be looked for."""
     n_usable: int
     """A state at so many pages or fewer is of no use."""
     began_s: float
@@ -287,12 +293,12 @@ class Search:
 
 @dataclass(slots=True)
 class Survey:
-    """What there is in the directory."""
+    """Contents of the directory."""
 
     n_bytes: int = 0
-    """Of all objects, without their headers."""
+    """Bytes of all objects, without their headers."""
     appeared: list[Entry] = field(default_factory=list)
-    """Those that this server did not know, pages before what lies beyond them."""
+    """Objects that this server did not know, pages before what lies beyond them."""
     gone: list[tuple[Kind, bytes]] = field(default_factory=list)
     """Kinds and keys of those that others have deleted."""
     used: list[bytes] = field(default_factory=list)
@@ -314,7 +320,7 @@ class Disk:
         self.directory = Directory(root, fingerprint)
         self._n_bytes = n_bytes
         self.entries: list[Entry] = []
-        """What was there at the start."""
+        """Objects that were there at the start."""
         self.notices: list[str] = []
         self.n_damaged = 0
         self.is_full = False
@@ -324,7 +330,7 @@ class Disk:
         self.foreign_bytes = 0
         """Bytes of files in the directory that this server does not know, when it was last looked at."""
         self.surveyed: Survey | None = None
-        """For the engine's thread to take."""
+        """Result of the last survey, for the engine's thread to take."""
         self._survey: Survey | None = None
         self._files: dict[tuple[Kind, bytes], str] = {}
         """Path of each file that this process knows: `delete` is told the key alone."""
@@ -378,17 +384,17 @@ class Disk:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no survey is under way."""
+        """True if no survey is under way."""
         return self._survey is None
 
     @property
     def can_save(self) -> bool:
-        """Not for a while after a write has failed."""
+        """True unless a write has failed less than PAUSE_S ago."""
         return time.monotonic() >= self._paused_until
 
     @property
     def has_foreign(self) -> bool:
-        """Whether there may be files in the directory that this server does not know."""
+        """True if the directory may have files that this server does not know."""
         return self.directory.n_others > 0 or self.foreign_bytes > 0
 
     def follow(self) -> None:
@@ -423,7 +429,7 @@ class Disk:
         self._survey = self.surveyed = None
 
     def begin_survey(self) -> Survey | None:
-        """What is to be looked through; None while another is under way."""
+        """Begins a survey and returns it; None while another is under way."""
         if self._survey is not None:
             return None
         self._survey = Survey()
@@ -487,7 +493,7 @@ class Disk:
             return self.directory.file(Object(kind, keys[n], keys[n - 1], n * PAGE_SIZE))
 
         def has(kind: Kind, n: int) -> bool:
-            """Whether the n-th page, or the state behind it, is there."""
+            """Returns whether the n-th page, or the state behind it, is there."""
             return self._is_there(kind, path(kind, n)) and time.monotonic() < until_s
 
         low, high = search.n_known, len(search.keys)  # no more than high
@@ -559,7 +565,7 @@ class Disk:
         return pack_header(self.directory.model, of, self._n_bytes[of.kind], crc)
 
     def has(self, of: Object) -> bool:
-        """Whether a file is there: it is known from then on."""
+        """Returns whether an object's file is there, and remembers it if so."""
         path = self.directory.file(of)
         if self._is_there(of.kind, path):
             self._files[of.kind, of.key] = path

@@ -42,8 +42,8 @@ ExtraKey = str | tuple[str, int]
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """What events know of a node whose tokens are known. Another thread reads `hash` to `extra`, which do not
-    change.
+    """Facts that events need of a node whose tokens are known. Another thread reads `hash` to `extra`, which
+    do not change.
     """
 
     hash: int
@@ -53,19 +53,19 @@ class Block:
     lora: str | None
     """The name of the adapter."""
     extra: tuple[ExtraKey, ...] | None
-    """What decides, beside the tokens and those before them, who shares it."""
+    """Keys that decide, beside the tokens and those before them, who shares the block."""
     salt: int
-    """What its hash differs in from those of other models and adapters."""
+    """Salt of the hash, which tells models and adapters apart."""
     told: int = 0
     """The media in which it is announced."""
     had_page: bool | None = None
-    """Whether it had a page in any tier when that was looked at last; None: it never was."""
+    """True if the node had a page in any tier when last looked at; None: never looked at."""
     leads: bool = False
-    """Whether a checkpoint lies at it or beyond it, as far as was looked."""
+    """True if a checkpoint lies at the node or beyond it, as far as was looked."""
     n_leading: int = 0
     """Children of which that is so."""
     is_hidden: bool = False
-    """It is about to be dropped: nobody may use it."""
+    """True if the node is about to be dropped: nobody may use it."""
 
 
 @dataclass(slots=True)
@@ -86,14 +86,14 @@ class Removed:
 
 @dataclass(slots=True)
 class Cleared:
-    """Nothing is there any more, in any medium."""
+    """Event: every medium is empty."""
 
 
 CacheEvent = Stored | Removed | Cleared
 
 
 class CacheEvents:
-    """What is to be told of one model's prefix tree. It begins with a Cleared: a new process has nothing."""
+    """Changes of one model's prefix tree, as events. The first is a Cleared: a new process has nothing."""
 
     def __init__(self, info: EngineInfo, model: str, is_alone: bool = True) -> None:
         """model: the name that requests use. is_alone: no other model is behind this address; else a reset
@@ -167,7 +167,7 @@ class CacheEvents:
     # What is told.
 
     def collect(self) -> list[CacheEvent]:
-        """What has changed since the last call. O(nodes that changed)."""
+        """Returns what has changed since the last call. O(nodes that changed)."""
         self._settle()
         log, self._log = self._log, []
         return log
@@ -277,10 +277,10 @@ def _removals(hashes: dict[int, list[int]]) -> Iterable[Removed]:
 
 
 def _extra_keys(request: Request, lora: str | None, begin: int) -> Iterator[ExtraKey]:
-    """What decides, beside the tokens, who shares the page of tokens [begin, begin + PAGE_SIZE), in the form
-    and order of vLLM (v1/core/kv_cache_utils.py, generate_block_hash_extra_keys): the adapter, pictures with
-    their places, and in the first page the salt. That of a party has its name before it, as in `root_key`, so
-    a router that knows no parties finds its pages for nobody.
+    """Yields the keys that decide, beside the tokens, who shares the page of tokens [begin, begin +
+    PAGE_SIZE), in the form and order of vLLM (v1/core/kv_cache_utils.py, generate_block_hash_extra_keys): the
+    adapter, pictures with their places, and in the first page the salt. That of a party has its name before
+    it, as in `root_key`, so a router that knows no parties finds its pages for nobody.
     """
     if lora is not None:
         yield lora

@@ -28,12 +28,12 @@ Job = Callable[[], None]
 
 @dataclass(slots=True)
 class Move(Object):
-    """One object, one direction."""
+    """Move of one object in one direction."""
 
     device: int = -1
     """Index of the page or slot in device memory; -1: not there (it is saved from the host's)."""
     units: tuple[int, ...] = ()
-    """Of host memory; none: not there."""
+    """Units of host memory; none: the object is not there."""
     ok: bool = False
     """Set when it succeeded. A target whose move failed may hold a part of it."""
     is_bad: bool = False
@@ -66,7 +66,7 @@ class Mover:
         self._loads: deque[Job] = deque()
         self._behind: deque[Job] = deque()
         self.done: deque[Ticket] = deque()
-        """For the engine's thread to take."""
+        """Tickets that are complete, for the engine's thread to take."""
         self.n_moved = 0
         """Jobs that are over, well or not."""
         self._changed = threading.Condition()  # for the queues
@@ -75,7 +75,7 @@ class Mover:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no job waits."""
+        """True if no job waits."""
         return not (self._loads or self._behind)
 
     @property
@@ -100,7 +100,9 @@ class Mover:
             self._thread.start()
 
     def wait(self, condition: Callable[[], Any], timeout_s: float) -> None:
-        """Until something is so, which is looked at whenever a ticket is complete, or so long."""
+        """Waits until `condition` holds, which is looked at whenever a ticket is complete, or until the time
+        is up.
+        """
         with self._changed:
             self._changed.wait_for(condition, timeout_s)
 

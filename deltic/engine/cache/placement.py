@@ -1,4 +1,4 @@
-"""Where the bytes of the prefix tree are: the pools, eviction from one tier to the next, and the way back.
+"""Placement of the prefix tree's bytes: the pools, eviction from one tier to the next, and the way back.
 
 Device memory has pages and state slots, handed out by the two pools, with reference counts. Objects that only
 the tree owns are idle. They are evicted when a sequence needs the room: to host memory if there is any
@@ -33,7 +33,7 @@ class Load:
     """Pages and a state on their way to device memory."""
 
     path: list[Node]
-    """From the first page to the one where the request will start: kept where they are meanwhile."""
+    """Nodes from the first page to the one where the request will start: kept where they are meanwhile."""
     targets: list[Node]
     """The node of each move."""
     moves: list[Move]
@@ -51,7 +51,7 @@ class Placement:
         self._pools = {Kind.PAGE: self.pages, Kind.STATE: self.slots}
         self.tree = tree = PrefixTree(info)
         self.events: CacheEvents | None = None
-        """What is told of the tree, if anybody listens."""
+        """Receiver of the tree's changes; None: nobody listens."""
         self.stats = CacheStats()
         self.tiers = tiers
         # On the device an object must be the tree's alone; nowhere may it be taken away while it is moved.
@@ -161,7 +161,7 @@ class Placement:
         return slot
 
     def is_only_passed(self, node: Node) -> bool:
-        """Whether a checkpoint has one way on at most, and nobody has used it or does."""
+        """Returns whether a checkpoint has one way on at most, and nobody has used it or does."""
         slot = node.state[DEVICE]
         if slot is None or node.busy or node.n_hits:
             return False
@@ -216,12 +216,12 @@ class Placement:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing is moved, nor waits to be saved."""
+        """True if nothing is moved, nor waits to be saved."""
         return not self._to_save and not self.n_moving
 
     @property
     def is_loading(self) -> bool:
-        """Whether a sequence may wait for the lower tiers."""
+        """True if a sequence may wait for the lower tiers."""
         return bool(self._loads)
 
     def _loaded(self, load: Load) -> None:
@@ -283,7 +283,9 @@ class Placement:
         return len(branch)
 
     def is_doomed(self, keys: list[bytes]) -> bool:
-        """Whether the first page of a path is to be dropped: nobody may use it, nor put anything into it."""
+        """Returns whether the first page of a path is to be dropped: nobody may use it, nor put anything into
+        it.
+        """
         return bool(self._doomed and keys) and self.tree.nodes.get(keys[0]) in self._doomed
 
     def reset(self) -> None:
@@ -301,7 +303,7 @@ class Placement:
             self.poll()
 
     def wait(self, timeout_s: float) -> None:
-        """Until something was moved, or so long."""
+        """Waits until something was moved, or until the time is up."""
         if self.n_moving:
             self.tiers.wait(timeout_s)
 

@@ -21,7 +21,7 @@ class Pool:
         self.n = n
         self.n_owners = [0] * n
         self.n_idle = 0
-        """Those that the prefix tree alone owns."""
+        """Number of indices that the prefix tree alone owns."""
         self._free = list(range(n - 1, -1, -1))
         self._in_tree = [False] * n
 
@@ -38,7 +38,7 @@ class Pool:
         return self._in_tree[index] and self.n_owners[index] == 1
 
     def n_freed(self, indices: Iterable[int]) -> int:
-        """How many of them would be available if one owner gave them back."""
+        """Returns the number of these indices that would be available if one owner gave them back."""
         return sum(self.n_owners[index] - self._in_tree[index] == 1 for index in indices)
 
     def take(self, n: int) -> list[int]:
@@ -51,13 +51,15 @@ class Pool:
         return taken
 
     def share(self, indices: Iterable[int]) -> None:
-        """One more owner for each."""
+        """Adds an owner to each index."""
         for index in indices:
             self.n_idle -= self.is_idle(index)
             self.n_owners[index] += 1
 
     def give_back(self, indices: Iterable[int]) -> None:
-        """One owner less for each; those without any are free again."""
+        """Takes an owner from each index; those left without any are free again. Raises IntegrityError for an
+        index that had none.
+        """
         for index in indices:
             self.n_owners[index] -= 1
             if self.n_owners[index] == 0:

@@ -1,4 +1,4 @@
-"""What is on disk, as far as the tree goes: copies of what is worth it, which survive a restart.
+"""Copies on disk of what the tree has and is worth it, which survive a restart.
 
 They are written behind the steps (`Saves`). Other servers may use the directory (`Shared`). What they wrote
 is looked for when a request wants it: it is in the tree then as if it had been restored at the start, and is
@@ -31,34 +31,36 @@ SAVE_BYTES = 32 << 20
 """About as much goes to disk in one go: for so long its pages and slots are kept from others."""
 
 REGROW_S = 3600.0
-"""How long less is kept on a disk that was full."""
+"""Seconds for which less is kept on a disk that was full."""
 
 MAX_SAVED_PAGES = 1 << 17
 """Pages on disk; the tree takes about 1.2 kB of memory for each."""
 
 SURVEY_S = 10.0
-"""How often it is looked what other servers have in the directory, by the one that evicts."""
+"""Seconds between two surveys of the directory by the server that evicts."""
 
 IDLE_SURVEY_S = 60.0
 """The same by the others, which look when they have written a share of the budget, too."""
 
 SHARE = 16
-"""What a server may write between two looks, and what is kept free for others: one part in so many of the
-budget.
+"""Divisor of the budget: this share a server may write between two looks, and this share is kept free for
+others.
 """
 
 MAX_NEWS = 200
 """Files of others that are taken note of before one step: that takes a millisecond."""
 
 MAX_SEARCH_S = 1.0
-"""How long a request waits for what others may have: one that a hanging disk does not answer is the last."""
+"""Longest wait in seconds of a request for what others may have. A search that a hanging disk does not answer
+is the last.
+"""
 
 MAX_EXPORT_S = 30.0
-"""How long a checkpoint may take to get to disk."""
+"""Longest time in seconds that a checkpoint may take to get to disk."""
 
 
 class Shared:
-    """One server's view of a directory that others may use."""
+    """View that a server has of a directory that others may use."""
 
     def __init__(self, saves: Saves, tree: PrefixTree, tiers: Tiers, disk: Disk) -> None:
         self._saves, self._tree, self._tiers, self._disk, self._directory = saves, tree, tiers, disk, disk.directory
@@ -69,25 +71,27 @@ class Shared:
         """Pages that a request found, and another server had written."""
         self._survey_at = time.monotonic() + SURVEY_S
         self._news: deque[Entry | tuple[Kind, bytes]] = deque()
-        """Of the last survey: objects that appeared, and the kinds and keys of those that are gone."""
+        """News of the last survey: objects that appeared, and the kinds and keys of those that are gone."""
         self._strays: set[tuple[Kind, bytes]] = set()
         """Objects without the page before them: that may have come after the look at its part of the
         directory.
         """
         self._old_strays: set[tuple[Kind, bytes]] = set()
-        """Those of the survey before."""
+        """Strays of the survey before."""
         self._knows_all = self._directory.may_delete
-        """This server evicts, and its tree has what others wrote before: of `Disk.entries`, or a survey."""
+        """True if this server evicts, and its tree has what others wrote before: of `Disk.entries`, or a
+        survey.
+        """
         self._takes_all = False
-        """Whether the last survey will have been one like that."""
+        """True if the survey under way takes everything that others wrote."""
 
     @property
     def n_bytes(self) -> int:
-        """In the directory, as far as this server knows."""
+        """Bytes in the directory, as far as this server knows."""
         return self.n_listed + self.n_written
 
     def summary(self) -> dict[str, Any]:
-        """As plain data."""
+        """Returns the counts as plain data."""
         directory = self._directory
         return {"servers": 1 + directory.n_others, "evicts": directory.may_delete, "found_pages": self.n_found}
 
@@ -113,7 +117,7 @@ class Shared:
         return search
 
     def found(self, ticket: int) -> None:
-        """What a search has found is in the tree as if this server had saved it."""
+        """Puts what a search has found into the tree, as if this server had saved it."""
         search = self.searches.pop(ticket, None)
         if search is None:  # of before a reset
             return
@@ -149,7 +153,7 @@ class Shared:
             tiers.survey()
 
     def must_look(self, budget: int) -> bool:
-        """Whether nothing is to be written before the next survey, which has begun then."""
+        """Returns whether nothing is to be written before the next survey, which has begun then."""
         if self._directory.may_delete:
             return not self._knows_all  # `poll` has it begun
         if self.n_written <= budget // SHARE:
@@ -219,17 +223,17 @@ class Shared:
 
 
 class NoSaves:
-    """There is no disk: nothing is saved, and nothing can be found there."""
+    """Saves where there is no disk: nothing is saved, and nothing can be found."""
 
     shared: Shared | None = None
-    """What others do on the disk."""
+    """View of what other servers do on the disk; None: there is none."""
 
     def __init__(self, tree: PrefixTree) -> None:
         self.tier = Tier(DISK, tree, lambda node: not node.busy, lambda node: not node.busy)
         self.queue: dict[Node, bool] = {}
         """Checkpoints to save; whether that is so whatever they are worth."""
         self.under_way: dict[int, tuple[list[Node], list[Node]]] = {}
-        """Of each save the path that it keeps where it is, and the node of each move."""
+        """Saves under way, by number: the path that each keeps where it is, and the node of each move."""
 
     @property
     def n_moving(self) -> int:
@@ -249,7 +253,7 @@ class NoSaves:
         """Has the checkpoints up to here written to disk, with their pages, when their turn comes."""
 
     def search(self, root: bytes, keys: list[bytes], n_known: int, n_usable: int) -> Search | None:
-        """As `Shared.search`."""
+        """Finds nothing (see `Shared.search`)."""
         return None
 
     def drop(self, kind: Kind, node: Node, deletes: bool) -> None:
@@ -265,7 +269,7 @@ class NoSaves:
         wait()
 
     def summary(self) -> dict[str, Any]:
-        """As plain data."""
+        """Returns the counts as plain data."""
         return {"bytes_total": 0, "bytes_used": 0}
 
 
@@ -283,7 +287,7 @@ class Saves(NoSaves):
         self.disk_bytes = tiers.disk_bytes
         self._used = 0
         self._most = math.inf
-        """Less than the budget for a while after the disk was full."""
+        """Bound of the bytes on disk: less than the budget for a while after the disk was full."""
         self._regrow_at = 0.0
         self.shared = Shared(self, tree, tiers, disk)
         self._restore()
@@ -320,11 +324,11 @@ class Saves(NoSaves):
                 self.queue.setdefault(n, False)
 
     def is_saving(self, node: Node) -> bool:
-        """Whether a checkpoint is still to be written."""
+        """Returns whether a checkpoint is still to be written."""
         return node in self.queue or any(path[-1] is node for path, _ in self.under_way.values())
 
     def files(self, node: Node) -> list[str]:
-        """Of a checkpoint that is on disk: its pages, from the first on, and its state."""
+        """Lists the files of a checkpoint that is on disk: its pages, from the first on, and its state."""
         objects = [*(Move.of(Kind.PAGE, n, None) for n in node.path), Move.of(Kind.STATE, node, None)]
         return [self._disk.directory.file(of) for of in objects]
 
@@ -511,7 +515,7 @@ class Exports:
         return [answer for _, answer in answers if answer is not None]
 
     def close(self, timeout_s: float) -> None:
-        """Nobody waits any more."""
+        """Closes the saves: nobody waits any more."""
         self._asked.clear()
 
     def _answer(self, export: Export) -> CacheLocated | None:

@@ -82,9 +82,9 @@ class Tiers:
         self.disk = Disk(directory, fingerprint, self._n_bytes) if directory is not None and disk_bytes > 0 else None
         self.mover = Mover(MOVER, self.disk)
         self.takes_evicted = True
-        """Whether host memory is for what is evicted, too, and not for preempted sequences alone."""
+        """True if host memory is for what is evicted, too, and not for preempted sequences alone."""
         self.takes_imports = False
-        """Whether files may come from elsewhere though no other server uses the directory."""
+        """True if files may come from elsewhere though no other server uses the directory."""
         self.n_pending = 0
         """Tickets that `finished` has not given yet."""
         self._n_tickets = 0
@@ -93,12 +93,12 @@ class Tiers:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits for the mover, and no survey is under way."""
+        """True if nothing waits for the mover, and no survey is under way."""
         return self.mover.is_idle and (self.disk is None or self.disk.is_idle)
 
     @property
     def notices(self) -> list[str]:
-        """What `deltic serve` says of the directory."""
+        """Notices of the directory for `deltic serve` to print."""
         return [] if self.disk is None else self.disk.notices
 
     @property
@@ -108,12 +108,12 @@ class Tiers:
 
     @property
     def n_moved(self) -> int:
-        """What the mover is done with, well or not: it stands still where the disk hangs."""
+        """Number of moves that the mover has done, well or not: it stands still where the disk hangs."""
         return self.mover.n_moved
 
     @property
     def may_have_foreign(self) -> bool:
-        """Whether there may be files in the directory that this server does not know."""
+        """True if there may be files in the directory that this server does not know."""
         return self.disk is not None and (self.takes_imports or self.disk.has_foreign)
 
     def follow(self) -> None:
@@ -125,13 +125,13 @@ class Tiers:
     # At once.
 
     def copy_out(self, move: Move) -> None:
-        """From device memory to host units."""
+        """Copies an object from device memory to host units."""
         _copy(self._fetched(move, self._mark()), self._units(move))
         self.written_bytes["host"] += self._n_bytes[move.kind]
         move.ok = True
 
     def copy_in(self, move: Move) -> None:
-        """From host units to device memory."""
+        """Copies an object from host units to device memory."""
         _copy(self._units(move), self._device[move.kind](move.device))
         self._store(move, self._mark())
         self.read_bytes["host"] += self._n_bytes[move.kind]
@@ -238,7 +238,7 @@ class Tiers:
         self.mover.put([*jobs, functools.partial(disk.end_survey, survey)], first=True)
 
     def close(self, timeout_s: float) -> None:
-        """As `Mover.close`."""
+        """Closes the mover (see `Mover.close`)."""
         self.mover.close(timeout_s)
 
     # The mover's.

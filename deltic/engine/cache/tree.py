@@ -57,8 +57,8 @@ def next_key(key: bytes, tokens: array[int], pictures: bytes = b"") -> bytes:
 
 
 def picture_keys(request: Request, begin: int) -> bytes:
-    """What names the pictures that begin in the page of tokens [begin, begin + PAGE_SIZE), and their
-    places.
+    """Returns the keys of the pictures that begin in the page of tokens [begin, begin + PAGE_SIZE), each
+    behind a byte that says where.
     """
     pictures = request.pictures
     i, keys = bisect_left(pictures, begin, key=lambda picture: picture.first), b""
@@ -83,7 +83,7 @@ class Kind(StrEnum):
     STATE = "state"
 
     def of(self, node: Node) -> list[Any]:
-        """Where the node's object of this kind is, for each tier."""
+        """Returns where the node's object of this kind is, for each tier."""
         return node.page if self is Kind.PAGE else node.state
 
 
@@ -111,7 +111,7 @@ class Node:
     below: set[Node] = field(default_factory=set)
     """The checkpoints whose `above` this is."""
     kind: str = ""
-    """Why the checkpoint was taken."""
+    """Reason why the checkpoint was taken."""
     touched: float = 0.0
     priority: float = 0.0
     n_hits: int = 0
@@ -120,7 +120,7 @@ class Node:
     busy: int = 0
     """Moves under way that read or write its bytes: it stays where it is meanwhile."""
     block: Any = None
-    """What cache events know of it (`events.Block`); None: not even its tokens."""
+    """Facts that cache events need of the node (`events.Block`); None: not even its tokens are known."""
 
     @property
     def has_page(self) -> bool:
@@ -141,7 +141,7 @@ class Node:
 
     @property
     def branch(self) -> list[Node]:
-        """This node and all that lie beyond it, parents before children."""
+        """Nodes of the subtree under this one, itself first, parents before children."""
         branch = [self]
         for node in branch:  # grows as it is walked
             branch += node.children
@@ -149,7 +149,7 @@ class Node:
 
     @property
     def is_left_behind(self) -> bool:
-        """Whether a checkpoint is not worth a place on disk: its one conversation went on from a deeper one.
+        """True if a checkpoint is not worth a place on disk: its one conversation went on from a deeper one.
 
         Where prompts branch, and behind the first message, which is most often shared, it is.
         """
@@ -168,7 +168,7 @@ _NOWHERE = [None, None, None]
 
 
 class Listener(Protocol):
-    """Who is told of changes: cache events, if there are any."""
+    """Listener for changes: cache events, if there are any."""
 
     def moved(self, node: Node) -> None:
         """A page has come into a tier, or left it."""
@@ -181,7 +181,7 @@ class Listener(Protocol):
 
 
 class Tier:
-    """Which nodes have a page or a state in one tier, and who leaves first."""
+    """Nodes that have a page or a state in one tier, and the order in which they leave it."""
 
     def __init__(
         self, index: int, tree: PrefixTree, page_is_idle: Callable[[Node], bool], state_is_idle: Callable[[Node], bool]
@@ -216,7 +216,7 @@ class Tier:
         self._set(kind, node, where, 1)
 
     def drop(self, kind: Kind, node: Node) -> Any:
-        """Where it was."""
+        """Drops a page or state of a node from this tier. Returns where it was."""
         where = kind.of(node)[self.index]
         assert where is not None
         self._set(kind, node, None, -1)
@@ -240,7 +240,7 @@ class Tier:
         self._settle(node)
 
     def renew(self, node: Node) -> None:
-        """Where there are no states, the page used last is the last to go."""
+        """Moves a page to the end of the order in which pages without states leave."""
         if node in self._loose:
             self._loose[node] = self._loose.pop(node)
 
@@ -295,7 +295,9 @@ class PrefixTree:
         return path
 
     def may_put(self, kind: Kind, node: Node, tier: int) -> bool:
-        """Whether a page may stand behind that of its parent in this tier, or a state behind its page."""
+        """Returns whether a page may stand behind that of its parent in this tier, or a state behind its
+        page.
+        """
         if self.nodes.get(node.key) is not node:  # it was dropped while its bytes were on their way
             return False
         before = node.parent if kind is Kind.PAGE else node
