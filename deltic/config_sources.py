@@ -59,7 +59,7 @@ def resolve(
         called[name] = f"--{flag}"
         if name in given:
             value: Any = tuple(given[name]) if many else given[name]
-            values[name] = Path(value) if kind is Path and value is not None else value
+            values[name] = _path(value) if kind is Path and value is not None else value
             continue
         if variable in environ:
             text = environ[variable]
@@ -97,12 +97,17 @@ ON, OFF = ("on", "1", "true", "yes"), ("off", "0", "false", "no")
 def _value(kind: Any, item: Any) -> Any:
     """Raises ValueError, TypeError."""
     if isinstance(item, str):
-        return {bool: _switch, dict: json_object}.get(kind, kind)(item)
+        return {bool: _switch, dict: json_object, Path: _path}.get(kind, kind)(item)
     if type(item) is kind and kind in (bool, dict):
         return item
     if type(item) in (int, float) and kind in (int, float, str):
         return kind(str(item))
     raise TypeError
+
+
+def _path(value: str | Path) -> Path:
+    """Replaces `~` by the home directory: shells do so in `--flag ~/x` alone."""
+    return Path(value).expanduser()
 
 
 def _switch(text: str) -> bool:

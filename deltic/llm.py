@@ -33,7 +33,7 @@ from deltic.engine.engine import MAX_FAILURES, Engine
 from deltic.engine.guides import Vocabulary
 from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob
 from deltic.engine.trace import Trace
-from deltic.models.checkpoint import drawable_ids, text_directory, tokenizer_directory, tokenizer_json
+from deltic.models.checkpoint import drawable_ids, speaks, text_directory, tokenizer_directory, tokenizer_json
 from deltic.server.api import decode, protocol
 from deltic.server.api.messages import find_pictures
 from deltic.server.chat.answer import Choice, Shown
@@ -105,6 +105,10 @@ class LLM:
             raise ConfigError(f"lora {list(lora or ())}: a name may have no '='")
         adapters = {"lora": [f"{name}={path}" for name, path in lora.items()]} if lora else {}
         self.config = resolve(EngineConfig, {"model": model, **adapters, **settings})
+        if speaks(self.config):
+            raise ConfigError(
+                f"{self.config.dummy or model} is a speech model, LLM is for text. Use deltic say or deltic serve."
+            )
         directory = tokenizer_directory(self.config)
         self.tokenizer = Tokenizer.load(directory)
         self._template = ChatTemplate.load(directory, self.tokenizer, chat_template)

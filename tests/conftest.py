@@ -64,8 +64,20 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     return True if config.getoption(left_out) else None
 
 
+def _check_whole(area: str, config: pytest.Config, given: set[Path]) -> None:
+    """Raises UsageError where tests of an area are missing: what did not run has not passed."""
+    files = (Path(__file__).parent / area).glob("test_*.py")
+    missing = [f.name for f in files if areas.counts(f) and not pytest_ignore_collect(f, config) and f not in given]
+    if missing or config.option.keyword or config.option.markexpr:
+        raise pytest.UsageError(
+            f"--area {area} is for all of its tests, in one run; {', '.join(missing) or '-k'} missing"
+        )
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     area = config.getoption("--area")
+    if area:
+        _check_whole(area, config, {item.path for item in items})
     if area and not areas.has_changed(area) and not config.getoption("--everything"):
         config.hook.pytest_deselected(items=[item for item in items if item.get_closest_marker("long")])
         items[:] = [item for item in items if not item.get_closest_marker("long")]

@@ -107,13 +107,20 @@ def test_long_tests_run_when_their_area_changed_and_then_no_more(tmp_path: Path)
     (tmp_path / "tests/cpu").mkdir()
     (tmp_path / "tests/cpu/test_moe.py").write_text(LONG)
 
+    (tmp_path / "tests/cpu/test_linear.py").write_text(LONG)
+
+    def tried(*flags: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *flags]
+        return subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+
     def run(*flags: str) -> str:
-        command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *flags, "tests/cpu"]
-        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        done = tried(*flags, "tests/cpu")
         assert done.returncode == 0, done.stdout + done.stderr
         return done.stdout.splitlines()[-1]
 
-    assert run("--area", "cpu").startswith("2 passed")
-    assert run("--area", "cpu").startswith("1 passed, 1 deselected")
-    assert run("--area", "cpu", "--everything").startswith("2 passed")
-    assert run().startswith("2 passed")
+    assert "test_linear.py missing" in tried("--area", "cpu", "tests/cpu/test_moe.py").stderr
+    assert "-k missing" in tried("--area", "cpu", "-k", "long", "tests/cpu").stderr
+    assert run("--area", "cpu").startswith("4 passed")
+    assert run("--area", "cpu").startswith("2 passed, 2 deselected")
+    assert run("--area", "cpu", "--everything").startswith("4 passed")
+    assert run().startswith("4 passed")

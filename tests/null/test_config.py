@@ -30,6 +30,17 @@ def test_flags_over_variables_over_defaults() -> None:
     assert keys == ("one", "two")
 
 
+def test_home_is_known_whoever_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/me")
+    for given, environ, table in (
+        ({"cache_dir": "~/cache"}, {}, {}),
+        ({"cache_dir": Path("~/cache")}, {}, {}),
+        ({}, {"DELTIC_CACHE_DIR": "~/cache"}, {}),
+        ({}, {}, {"cache_dir": "~/cache"}),
+    ):
+        assert resolve(EngineConfig, given, environ, table).cache_dir == Path("/home/me/cache")
+
+
 def test_a_path_may_be_given_as_a_text() -> None:
     given = resolve(EngineConfig, {"cache_dir": "/somewhere"}, {"DELTIC_WEIGHTS_CACHE": "/else"})
     assert (given.cache_dir, given.weights_cache) == (Path("/somewhere"), Path("/else"))

@@ -14,6 +14,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from deltic import LLM, SamplingParams
+from deltic.config import ConfigError
 from deltic.engine.engine import MAX_FAILURES
 from deltic.engine.messages import Output
 from deltic.llm import EngineStopped
@@ -56,6 +57,11 @@ def idle(llm: LLM) -> bool:
     stats = llm._engine.stats()
     llm._engine.check()
     return stats.n_running == stats.n_waiting == stats.n_pages_used == stats.n_slots_used == 0
+
+
+def test_a_model_that_speaks_is_refused_at_once() -> None:
+    with pytest.raises(ConfigError, match=r"qwen3-tts-0\.6b is a speech model.*deltic say"):
+        LLM(dummy="qwen3-tts-0.6b")
 
 
 def test_completions_are_the_engines_tokens_in_the_prompts_order(llm: LLM):
