@@ -98,6 +98,8 @@ class Read:
     """Names, and numbers of methods."""
     prose: frozenset[int]
     """Numbers of the lines that hold docstrings or comments, but for those with an instruction to a checker."""
+    docstrings: tuple[str, ...]
+    """Docstrings of the module, its classes, functions, constants and fields."""
     n_code: int
     """Lines that hold code."""
 
@@ -135,9 +137,11 @@ def read_text(text: str) -> Read:
     functions = [node for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     inside = {node for function in functions for node in ast.walk(function) if isinstance(node, ast.ImportFrom)}
     n_code, prose = lines_of(text)
+    docstrings = list[str]()
     for node in nodes:
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             prose.update(range(node.lineno, (node.end_lineno or 0) + 1))
+            docstrings.append(node.value.value)
     return Read(
         imports=frozenset().union(*map(names_of, nodes)),
         imports_at_top=frozenset().union(*map(names_of, tree.body)),
@@ -145,6 +149,7 @@ def read_text(text: str) -> Read:
         functions=tuple((each.name, n_lines_of(each)) for each in functions if not is_kernel(each)),
         classes=tuple((each.name, n_methods_of(each)) for each in nodes if isinstance(each, ast.ClassDef)),
         prose=frozenset(prose),
+        docstrings=tuple(docstrings),
         n_code=n_code,
     )
 
@@ -288,6 +293,59 @@ def test_docstrings_and_comments_are_narrow(path: Path) -> None:
     lines = path.read_text().splitlines()
     wide = [n for n in read(path).prose if len(lines[n - 1]) > MAX_PROSE_COLUMNS]
     assert not wide, f"{path.name}: lines {sorted(wide)} are over {MAX_PROSE_COLUMNS} columns"
+
+
+LEANING = """
+Of Those As Whose Behind What Who Where When Which Whether If In On At With Without By For From Not No
+Nothing Nobody None Only All Any Each Both One Two It Its They Them Their That This These How Why So But
+And Than Then There Here Also Another Other Else Such Up Down Out Over Under Before After While Until
+Between Beside Beyond Above Below Once Twice Again Now Also Most More Less Least Few Many Much Same Like
+Unlike Still Already Never Always Some Somebody
+"""
+"""Words that no docstring begins with, as it would lean on the line before."""
+UNFINISHED = {
+    ".",
+    "bench",
+    "commands",
+    "engine",
+    "engine/cache",
+    "host",
+    "models",
+    "models/qwen",
+    "models/tts",
+    "models/vision",
+    "models/vocoder",
+    "ops",
+    "ops/cpu",
+    "ops/gpu",
+    "ray",
+    "runtime",
+    "runtime/cpu",
+    "runtime/gpu",
+    "server",
+    "server/api",
+    "server/batch",
+    "server/chat",
+    "server/speech",
+}
+"""Folders that still have such docstrings: take a folder off when it has none, and add none."""
+
+
+def leaning(path: Path) -> list[str]:
+    first = [(re.match(r"\W*(\w+)", docstring), docstring) for docstring in read(path).docstrings]
+    return [docstring for match, docstring in first if match and match[1] in LEANING.split()]
+
+
+@pytest.mark.parametrize("path", FILES, ids=module_name)
+def test_docstrings_stand_alone(path: Path) -> None:
+    """They begin with a verb or a noun."""
+    if path.parent.relative_to(PACKAGE).as_posix() not in UNFINISHED:
+        assert not leaning(path)
+
+
+def test_unfinished_folders_are_unfinished() -> None:
+    found = {path.parent.relative_to(PACKAGE).as_posix() for path in FILES if leaning(path)}
+    assert found >= UNFINISHED, f"take off {UNFINISHED - found}"
 
 
 def test_size_ceilings() -> None:
