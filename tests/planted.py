@@ -376,7 +376,7 @@ FAULTS = [
     Fault(
         "batch-left-finalizing",
         "a restart that loses a request",
-        "deltic/server/batch/runner.py",
+        "deltic/server/batch/record.py",
         'UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")',
         'UNFINISHED = ("validating", "in_progress", "cancelling")',
         "tests/null/test_batches.py",

@@ -133,7 +133,7 @@ OF_ONE = {
     "Generation",
     "Import", "IncrementalEncoder", "Item", "Items", "LinesAnswer", "Message", "MessageAnswer", "Messages", "OpenText", "OutputParser",
     "Piece", "Prompt", "ResponseAnswer", "Scores", "Sent", "Splitter", "Stored", "Stream", "Usage", "_Answer", "_Appended", "_Bytes",
-    "_Conversation", "_Form", "_Results", "_Told", "Calls", "Output", "PromptLogprobs", "Request", "SamplingParams", "TokenLogprob",
+    "_Conversation", "_Form", "Results", "_Counts", "Calls", "Output", "PromptLogprobs", "Request", "SamplingParams", "TokenLogprob",
     "CacheLocated", "Shown", "Ticket",
     # Of a sequence, or a step.
     "Chunk", "Drafter", "Guide", "Lexicon", "Prefix", "Repeats", "Sequence", "Step", "StepResult", "_Entry", "_Guess", "DraftHead",

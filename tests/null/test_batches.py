@@ -17,7 +17,7 @@ import openai
 import pytest
 
 from deltic.config import ConfigError
-from deltic.server.batch import batches, file_store
+from deltic.server.batch import batches, file_store, lines, record
 from deltic.server.batch import runner as batch_runner
 from deltic.server.errors import ApiError
 from deltic.server.limits import BATCH_PRIORITY, Account, Ticket
@@ -65,9 +65,7 @@ class Site:
         return self.client(key).batches.create(input_file_id=file.id, endpoint=endpoint, **fields)
 
     def ended(self, batch: Any, key: str = "none") -> Any:
-        return until(
-            lambda: self.client(key).batches.retrieve(batch.id), lambda b: b.status not in batch_runner.UNFINISHED
-        )
+        return until(lambda: self.client(key).batches.retrieve(batch.id), lambda b: b.status not in record.UNFINISHED)
 
     def content(self, file_id: str, key: str = "none") -> dict[str, Any]:
         text = self.client(key).files.content(file_id).text
@@ -495,7 +493,7 @@ def loop_runs(site: Site, key: str = "none") -> None:
     """What serve.py does when the model is ready, in the loop in which the server runs: here where another batch is made."""
     add = site.runner.add
 
-    def start_and_add(batch: batch_runner.Batch) -> None:
+    def start_and_add(batch: record.Batch) -> None:
         site.runner.start()
         add(batch)
 
@@ -582,7 +580,7 @@ def test_a_full_disk_delays_any_step_of_a_batch_and_loses_none(
         batch = site.run([line("a")])
         if n_before < 5:
             until(lambda: disk.n_refused, lambda n: n >= 2)
-            assert site.client().batches.retrieve(batch.id).status in batch_runner.UNFINISHED
+            assert site.client().batches.retrieve(batch.id).status in record.UNFINISHED
             with pytest.raises(openai.ConflictError, match="the batch cannot be written: No space left"):
                 site.run([line("a")])
         disk.n_left = 100
@@ -596,7 +594,7 @@ def test_a_batch_that_cannot_even_fail_does_not_stop_the_next(tmp_path: Path, mo
     with Site(tmp_path) as site:
         work = site.runner._work
 
-        async def broken(batch: batch_runner.Batch) -> None:
+        async def broken(batch: record.Batch) -> None:
             raise RuntimeError("unforeseen")
 
         monkeypatch.setattr(site.runner, "_work", broken)
@@ -737,15 +735,15 @@ def test_files_are_noted_in_the_thread_that_lists_them(tmp_path: Path) -> None:
 
 def test_a_keys_file_waits_for_one_check_of_anothers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Not for those of all its batches, of which there may be thousands."""
-    may_check, checked, check = threading.Event(), [], batch_runner.BatchRunner._checked
+    may_check, checked, check = threading.Event(), [], lines.Input.check
 
-    def slowly(self: batch_runner.BatchRunner, batch: batch_runner.Batch) -> Any:
+    def slowly(self: lines.Input) -> Any:
         may_check.wait(30)
-        checked.append(batch.id)
+        checked.append(self)
         time.sleep(0.05)
-        return check(self, batch)
+        return check(self)
 
-    monkeypatch.setattr(batch_runner.BatchRunner, "_checked", slowly)
+    monkeypatch.setattr(lines.Input, "check", slowly)
     with Site(tmp_path / "d", api_key=("alice=a", "bob=b")) as site:
         file = site.upload([line("r")], "a")
         for _ in range(20):

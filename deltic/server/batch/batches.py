@@ -21,7 +21,8 @@ from starlette.types import ASGIApp
 
 from deltic.batch_lines import NO_EMBEDDINGS, PATHS
 from deltic.server.batch.file_store import KEPT_S, MIN_BYTES, NO_RETRY, Card, FileStore, append, private, unwritable
-from deltic.server.batch.runner import Batch, BatchRunner
+from deltic.server.batch.record import Batch
+from deltic.server.batch.runner import BatchRunner
 from deltic.server.chat.generation import unavailable
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket

@@ -17,26 +17,25 @@ import re
 import secrets
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import msgspec
-from msgspec import Raw, Struct
-from starlette.types import ASGIApp, Message
+from msgspec import Raw
+from starlette.types import ASGIApp
 
-from deltic.batch_lines import BadLine, ForeignFile, Job, read, read_results, wait_s
+from deltic.batch_lines import ForeignFile, Job, wait_s
 from deltic.config import ServerConfig
 from deltic.host.client import EngineClient, EngineFailed
-from deltic.server.batch.file_store import KEPT_S, MIN_BYTES, Card, FileStore, append, private, unwritable, write_whole
+from deltic.server.batch.file_store import MIN_BYTES, Card, FileStore, append, unwritable, write_whole
+from deltic.server.batch.lines import Find, Input, ask
+from deltic.server.batch.record import UNFINISHED, Batch, Results, line_error, result_line
 from deltic.server.errors import ApiError
-from deltic.server.limits import BATCH, Account, Accounts
+from deltic.server.limits import Account, Accounts
 
 log = logging.getLogger("deltic.server")
 
-MAX_LINES = 50_000
-MAX_ERRORS = 100
-"""Bad lines of an input file that are told."""
 MAX_BATCHES = 10_000
 """Of one key."""
 AGAIN_S = 30.0
@@ -49,105 +48,6 @@ BROKEN = "an error inside the server; its log has more"
 OURS = re.compile(r"batch_[0-9a-f]{24}")
 """Names of batches; files in their directory with other names are somebody else's."""
 
-STEPS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
-"""The statuses whose times are told."""
-
-UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
-
-
-class Usage(Struct):
-    """Tokens of all answers."""
-
-    input_tokens: int = 0
-    cached_tokens: int = 0
-    output_tokens: int = 0
-    reasoning_tokens: int = 0
-
-    def plain(self) -> dict[str, Any]:
-        return {
-            "input_tokens": self.input_tokens,
-            "input_tokens_details": {"cached_tokens": self.cached_tokens},
-            "output_tokens": self.output_tokens,
-            "output_tokens_details": {"reasoning_tokens": self.reasoning_tokens},
-            "total_tokens": self.input_tokens + self.output_tokens,
-        }
-
-    def add(self, body: bytes) -> None:
-        """An answer's, in the form of chats and completions or of responses."""
-        try:
-            told = msgspec.json.decode(body, type=_Answer).usage
-        except msgspec.DecodeError:
-            return
-        self.input_tokens += told.prompt_tokens + told.input_tokens
-        self.output_tokens += told.completion_tokens + told.output_tokens
-        self.cached_tokens += (told.prompt_tokens_details | told.input_tokens_details).get("cached_tokens", 0)
-        details = told.completion_tokens_details | told.output_tokens_details
-        self.reasoning_tokens += details.get("reasoning_tokens", 0)
-
-
-class _Told(Struct):
-    prompt_tokens: int = 0
-    completion_tokens: int = 0
-    input_tokens: int = 0
-    output_tokens: int = 0
-    prompt_tokens_details: dict[str, int] = {}
-    completion_tokens_details: dict[str, int] = {}
-    input_tokens_details: dict[str, int] = {}
-    output_tokens_details: dict[str, int] = {}
-
-
-class _Answer(Struct):
-    usage: _Told
-
-
-class Batch(Struct, kw_only=True):
-    """As it is kept on disk. Times in seconds of the epoch."""
-
-    id: str
-    owner: str
-    endpoint: str
-    input_file_id: str
-    completion_window: str
-    created_at: int
-    expires_at: int
-    metadata: dict[str, str] | None = None
-    output_s: int = KEPT_S
-    """How long what it makes is kept."""
-    status: str = "validating"
-    final: str | None = None
-    """The `status` that follows once all lines are finished."""
-    model: str | None = None
-    errors: list[dict[str, Any]] = []
-    times: dict[str, int] = {}
-    """`in_progress_at` and the like."""
-    output_file_id: str | None = None
-    error_file_id: str | None = None
-    total: int = 0
-    completed: int = 0
-    failed: int = 0
-    usage: Usage = msgspec.field(default_factory=Usage)
-
-    @property
-    def counts(self) -> str:
-        return f"{self.completed} answered, {self.failed} with an error, of {self.total}"
-
-    def plain(self) -> dict[str, Any]:
-        """As OpenAI's API has it."""
-        told: dict[str, Any] = msgspec.to_builtins(self)
-        for own in ("owner", "output_s", "final", "times"):
-            del told[own]
-        counts = {name: told.pop(name) for name in ("total", "completed", "failed")}
-        if self.status in UNFINISHED:
-            told["output_file_id"] = told["error_file_id"] = None
-        return told | {
-            "object": "batch",
-            "errors": {"object": "list", "data": self.errors} if self.errors else None,
-            **dict.fromkeys(f"{status}_at" for status in STEPS),
-            **self.times,
-            "request_counts": counts,
-            "usage": self.usage.plain(),
-        }
-
 
 class BatchRunner:
     """The batches of one server, and the tasks that answer them."""
@@ -155,14 +55,8 @@ class BatchRunner:
     app: ASGIApp
     """Answers the lines; set when it is made."""
 
-    def __init__(
-        self,
-        config: ServerConfig,
-        accounts: Accounts,
-        files: FileStore,
-        find: Callable[[str | None], tuple[str, EngineClient]],
-    ) -> None:
-        """find: name and engine of the model that a line means; raises ApiError (404). Raises OSError."""
+    def __init__(self, config: ServerConfig, accounts: Accounts, files: FileStore, find: Find) -> None:
+        """Raises OSError."""
         self.files = files
         self._config = config
         self._accounts = accounts
@@ -278,12 +172,12 @@ class BatchRunner:
         Raises OSError when that cannot be written.
         """
         try:
-            total, model, errors = await self.files.in_thread(batch.owner, self._checked, batch)
+            total, model, errors = await self.files.in_thread(batch.owner, self._input(batch).check)
         except OSError as error:
-            total, model, errors = 0, None, [_bad(None, "file_unreadable", str(error))]
+            total, model, errors = 0, None, [line_error(None, "file_unreadable", str(error))]
         except Exception:
             log.exception("batch %s", batch.id)
-            total, model, errors = 0, None, [_bad(None, "server_error", BROKEN)]
+            total, model, errors = 0, None, [line_error(None, "server_error", BROKEN)]
         if batch.status != "validating" or self._stops[batch.id].is_set():
             return
         batch.total, batch.model, batch.errors = total, model, errors
@@ -292,66 +186,9 @@ class BatchRunner:
         else:
             self._enter(batch, "in_progress")
 
-    def _checked(self, batch: Batch) -> tuple[int, str | None, list[dict[str, Any]]]:
-        """Lines, their model's name, and what is wrong with them."""
-        errors: list[dict[str, Any]] = []
-        custom_ids: set[str] = set()
-        models: dict[str, str] = {}
-        n_lines = 0
-        for line, text in self._lines(batch):
-            n_lines += 1
-            if n_lines > MAX_LINES:
-                errors.append(_bad(None, "too_many_tasks", f"The file has more than {MAX_LINES} requests."))
-                break
-            try:
-                job = self._job(batch, line, text)
-                if job.custom_id in custom_ids:
-                    said = f"custom_id {job.custom_id!r} was used before"
-                    raise BadLine(said, "duplicate_custom_id", "custom_id")
-                custom_ids.add(str(job.custom_id))
-                name, _ = self._find(job.model)
-                models.setdefault(name, job.model or name)
-                if len(models) > 1:
-                    said = f"a batch is for one model, but its lines name {' and '.join(map(repr, models.values()))}"
-                    raise BadLine(said, "mismatched_model", "body.model")
-            except BadLine as error:
-                errors.append(_bad(line, error.code, f"line {line}: {error}", error.param))
-            except ApiError as error:
-                errors.append(_bad(line, error.code or "invalid_model", f"line {line}: {error}", "body.model"))
-            if len(errors) >= MAX_ERRORS:
-                break
-        if not n_lines:
-            errors.append(_bad(None, "empty_file", "The file has no lines."))
-        return n_lines, next(iter(models.values()), None), errors
-
-    def _lines(self, batch: Batch) -> Iterator[tuple[int, bytes]]:
-        """Lines of the input that are not empty, with their numbers.
-
-        A line that is too long is cut off, and is no JSON then.
-        """
-        most = int(self._config.body_mb(pictures=True) * 1_000_000) + 4096
-        with self.files.path(batch.input_file_id).open("rb") as file:
-            line = 0
-            while text := file.readline(most):
-                line += 1
-                if len(text) == most and not text.endswith(b"\n"):
-                    yield line, b""
-                    return
-                if text.strip():
-                    yield line, text
-
-    def _job(self, batch: Batch, line: int, text: bytes) -> Job:
-        """Raises BadLine."""
-        if not text:
-            most = self._config.body_mb(pictures=True)
-            raise BadLine(f"is longer than a request may be ({most:g} MB)", "line_too_long")
-        job = read(text, line)
-        if job.custom_id is None:
-            raise BadLine("custom_id: is missing", "missing_required_parameter", "custom_id")
-        if job.path != batch.endpoint:
-            said = f"url {job.path!r}: the batch is for {batch.endpoint!r}"
-            raise BadLine(said, "mismatched_url", "url")
-        return job
+    def _input(self, batch: Batch) -> Input:
+        path = self.files.path(batch.input_file_id)
+        return Input(path, batch.endpoint, self._config.body_mb(pictures=True), self._find)
 
     async def _in_turn(self, batch: Batch) -> None:
         """Works on a batch when no other one of its key runs.
@@ -369,19 +206,19 @@ class BatchRunner:
         except Exception as error:
             if batch.final is not None:  # it can only be tried again
                 raise
-            self._finish(batch, "failed", self._told(batch, error))
+            self._finish(batch, "failed", self._reason(batch, error))
         finally:
             if has_turn:
                 turn.release()
 
-    def _told(self, batch: Batch, error: Exception) -> dict[str, Any]:
-        """Why it failed."""
+    def _reason(self, batch: Batch, error: Exception) -> dict[str, Any]:
+        """Entry of `errors` for what ended a batch."""
         if isinstance(error, ForeignFile):
-            return _bad(None, "damaged", f"what was kept of its results is damaged: {error}")
+            return line_error(None, "damaged", f"what was kept of its results is damaged: {error}")
         if isinstance(error, ApiError):  # its model is not there any more
-            return _bad(None, error.code or "invalid_request", error.message)
+            return line_error(None, error.code or "invalid_request", error.message)
         log.error("batch %s", batch.id, exc_info=error)
-        return _bad(None, "server_error", BROKEN)
+        return line_error(None, "server_error", BROKEN)
 
     async def _unless_cancelled(
         self, batch: Batch, work: Coroutine[Any, Any, Any], timeout_s: float | None = None
@@ -404,9 +241,7 @@ class BatchRunner:
     async def _work(self, batch: Batch) -> None:
         """Answers what is left of a batch."""
         stop = self._stops[batch.id]
-        results = await self.files.in_thread(
-            batch.owner, _Results, self._path(batch, ".out"), self._path(batch, ".err")
-        )
+        results = await self.files.in_thread(batch.owner, Results, self._path(batch, ".out"), self._path(batch, ".err"))
         try:
             self._note(batch, results)
             if results.done:
@@ -427,7 +262,7 @@ class BatchRunner:
         now = "cancelling" if batch.status == "cancelling" else "finalizing"
         self._enter(batch, now, final=status, errors=errors)
 
-    async def _feed(self, batch: Batch, results: _Results) -> None:
+    async def _feed(self, batch: Batch, results: Results) -> None:
         """Has every line answered that is not; raises what a line's task does."""
         _, client = self._find(batch.model)
         account = self._accounts.named(batch.owner)
@@ -435,7 +270,7 @@ class BatchRunner:
         n = self._config.batch_in_flight or max(1, info.max_num_seqs // 2)
         places = self._places.setdefault(client, asyncio.Semaphore(n))
         own = asyncio.Semaphore(n)
-        todo = self._todo(batch, results)
+        left = self._input(batch).left(results.done)
 
         async def one(job: Job) -> None:
             try:
@@ -448,18 +283,12 @@ class BatchRunner:
                 while True:
                     await own.acquire()
                     await self._wait_for_room(batch)
-                    job: Job | None = await self.files.in_thread(batch.owner, next, todo, None)
+                    job: Job | None = await self.files.in_thread(batch.owner, next, left, None)
                     if job is None:
                         break
                     group.create_task(one(job))
         except* OSError as failures:
             raise failures.exceptions[0] from None
-
-    def _todo(self, batch: Batch, results: _Results) -> Iterator[Job]:
-        for line, text in self._lines(batch):
-            job = self._job(batch, line, text)
-            if job.custom_id not in results.done:
-                yield job
 
     async def _wait_for_room(self, batch: Batch) -> None:
         is_told = False
@@ -471,13 +300,13 @@ class BatchRunner:
             await asyncio.sleep(ROOM_S)
 
     async def _answer(
-        self, batch: Batch, results: _Results, job: Job, account: Account | None, places: asyncio.Semaphore
+        self, batch: Batch, results: Results, job: Job, account: Account | None, places: asyncio.Semaphore
     ) -> None:
         n_tries = 0
         while True:
             n_tries += 1
             async with places:
-                status, headers, body = await self._ask(job, account)
+                status, headers, body = await ask(self.app, job, account)
             wait = wait_s(status, headers, n_tries)
             if wait is None:
                 break
@@ -486,7 +315,7 @@ class BatchRunner:
         if b"\n" in body:
             body = msgspec.json.format(body, indent=-1)
         response = {"status_code": status, "request_id": headers.get("x-request-id"), "body": Raw(body)}
-        line = _result(job, response, None)
+        line = result_line(job, response, None)
         is_good = status < 400
         await self.files.in_thread(batch.owner, append, results.out if is_good else results.err, line)
         if is_good:
@@ -496,48 +325,7 @@ class BatchRunner:
             batch.failed += 1
         self._count_written(batch, len(line))
 
-    async def _ask(self, job: Job, account: Account | None) -> tuple[int, dict[str, str], bytes]:
-        """Sends a line through the application: status, headers and body of the answer."""
-        assert job.body is not None
-        given: Message | None = {"type": "http.request", "body": job.body, "more_body": False}
-        status, headers, parts = 0, {}, []
-
-        async def receive() -> Message:
-            nonlocal given
-            if given is None:
-                await asyncio.Event().wait()  # this client never leaves
-            message, given = given, None
-            assert message is not None
-            return message
-
-        async def send(message: Message) -> None:
-            nonlocal status, headers
-            if message["type"] == "http.response.start":
-                status = message["status"]
-                pairs = message["headers"]
-                headers = {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in pairs}
-            else:
-                parts.append(message.get("body", b""))
-
-        scope: dict[str, Any] = {
-            "type": "http",
-            "asgi": {"version": "3.0"},
-            "http_version": "1.1",
-            "method": "POST",
-            "scheme": "http",
-            "path": job.path,
-            "raw_path": job.path.encode(),
-            "root_path": "",
-            "query_string": b"",
-            "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(job.body))],
-            "client": None,
-            "server": None,
-            BATCH: account,
-        }
-        await self.app(scope, receive, send)
-        return status, headers, b"".join(parts)
-
-    async def _settle(self, batch: Batch, results: _Results, *, expired: bool) -> None:
+    async def _settle(self, batch: Batch, results: Results, *, expired: bool) -> None:
         """Counts what was written, after lines were ended on their way. expired: those without an answer get
         an error each.
         """
@@ -545,14 +333,14 @@ class BatchRunner:
         def settle() -> None:
             results.read()
             said = "This request could not be executed before the completion window expired."
-            for job in self._todo(batch, results) if expired else ():
-                append(results.err, _result(job, None, {"code": "batch_expired", "message": said}))
+            for job in self._input(batch).left(results.done) if expired else ():
+                append(results.err, result_line(job, None, {"code": "batch_expired", "message": said}))
             results.read()
 
         await self.files.in_thread(batch.owner, settle)
         self._note(batch, results)
 
-    def _note(self, batch: Batch, results: _Results) -> None:
+    def _note(self, batch: Batch, results: Results) -> None:
         """Takes over what the results' files hold."""
         batch.completed, batch.failed, batch.usage = results.n_out, results.n_err, results.usage
         self._count_written(batch, results.n_bytes - self._n_written[batch.id])
@@ -621,51 +409,3 @@ class BatchRunner:
         for batch in sorted(batches, key=lambda batch: batch.created_at):
             self._batches[batch.id] = batch
             self.files.in_use[batch.input_file_id] += batch.status in UNFINISHED
-
-
-class _Results:
-    """The files of a batch's answers and errors so far, open to be added to. Raises ForeignFile, OSError."""
-
-    def __init__(self, out: Path, err: Path) -> None:
-        self.usage = Usage()
-        self.done: set[str] = set()
-        self.n_out = self.n_err = self.n_bytes = 0
-        self._paths = out, err
-        self.read()
-        self.out: BinaryIO = out.open("ab", buffering=0)
-        self.err: BinaryIO = err.open("ab", buffering=0)
-
-    def read(self) -> None:
-        """The contents of the files."""
-        self.usage, self.done, self.n_bytes = Usage(), set(), 0
-        self.n_out, self.n_err = map(self._read, self._paths)
-
-    def close(self) -> None:
-        self.out.close()
-        self.err.close()
-
-    def _read(self, path: Path) -> int:
-        n = 0
-        with open(path, "r+b" if path.exists() else "w+b", opener=private) as file:
-            for result in read_results(file, lambda line: isinstance(line.get("custom_id"), str)):
-                n += 1
-                self.done.add(result["custom_id"])
-                if result.get("response"):
-                    self.usage.add(msgspec.json.encode(result["response"]["body"]))
-            self.n_bytes += file.tell()
-        return n
-
-
-def _bad(line: int | None, code: str, message: str, param: str | None = None) -> dict[str, Any]:
-    return {"code": code, "line": line, "message": message, "param": param}
-
-
-def _result(job: Job, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:
-    """A line of the output or the error file."""
-    told = {
-        "id": f"batch_req_{secrets.token_hex(12)}",
-        "custom_id": job.custom_id,
-        "response": response,
-        "error": error,
-    }
-    return msgspec.json.encode(told) + b"\n"
