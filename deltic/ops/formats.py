@@ -48,13 +48,14 @@ SCALES: tuple[Scales, ...] = (
     "none", "float32", "bfloat16.least", "float16", "float16.least", "float16.zero", "bfloat16", "bfloat16.zero",
     "k", "k.least", "e8m0", "e4m3",
 )  # fmt: skip
-"""In the order of the numbers that csrc/matrix.h gives them."""
+"""Kinds of scales, in the order of the numbers that csrc/matrix.h gives them."""
 
 TABLES = {
     "iq4": (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113),
     "e2m1": (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12),
 }
-"""What an index stands for. iq4: ggml's kvalues_iq4nl; e2m1: twice the values of the OCP FP4 format."""
+"""Values that an index stands for. iq4: ggml's kvalues_iq4nl. e2m1: twice the values of the OCP FP4 format.
+"""
 
 FLOATS = ("bf16", "e4m3")
 """Codes that are floats themselves: they are multiplied as they are, with rows of floats."""
@@ -80,22 +81,22 @@ class WeightFormat:
 
     @cached_property
     def bits(self) -> int:
-        """Of a code."""
+        """Bits of a code."""
         return _BITS[self.codes]
 
     @property
     def has_least(self) -> bool:
-        """Whether weights are a multiple of the scale above something else than 0."""
+        """True if weights are a multiple of the scale above something else than 0."""
         return self.scales.endswith((".least", ".zero"))
 
     @property
     def zero(self) -> int:
-        """What is subtracted from codes."""
+        """Value that is subtracted from codes."""
         return 0 if self.has_least or not self.codes.startswith("uint") else 1 << (self.bits - 1)
 
     @property
     def dtypes(self) -> tuple[DTypeLike, DTypeLike | None, DTypeLike | None]:
-        """Of the scales, the least values or zeros, and the outer scales."""
+        """Types of the scales, the least values or zeros, and the outer scales."""
         kind, _, with_ = self.scales.partition(".")
         if kind == "k":
             return (np.uint8, np.uint8, np.float16) if with_ else (np.int8, None, np.float16)
@@ -108,7 +109,7 @@ class WeightFormat:
         return -(-k // self.group) if self.group else 1
 
     def sizes(self, k: int) -> tuple[tuple[int, ...], tuple[int, ...] | None, tuple[int, ...] | None]:
-        """Of one row's scales, least values and outer scales."""
+        """Sizes of one row's scales, least values and outer scales."""
         _, least, outer = self.dtypes
         groups = (self.n_groups(k),)
         by_k = {"k": (-(-k // OUTER), 1), "k.least": (-(-k // OUTER), 2), "e4m3": (2,)}
@@ -134,12 +135,14 @@ class Quantised:
         return len(self.codes)
 
     def take(self, rows: Array | slice) -> Quantised:
-        """These rows, in this order."""
+        """Returns the rows asked for, in the order given."""
         least, outer = (None if part is None else part[rows] for part in (self.least, self.outer))
         return replace(self, codes=self.codes[rows], scale=self.scale[rows], least=least, outer=outer)
 
     def columns(self, runs: Sequence[tuple[int, int]]) -> Quantised:
-        """These ranges of columns, one behind another, of whole groups. Raises KernelError for others."""
+        """Returns ranges of columns, one behind another, of whole groups. Raises KernelError for ranges of
+        others.
+        """
         group, k = self.format.group, self.codes.shape[1]
         outer = OUTER if self.format.scales.startswith("k") else 0
         for at in {at for run in runs for at in run} - {k}:
@@ -158,7 +161,7 @@ class Quantised:
         return replace(self, codes=codes, scale=scales[0], least=scales[1], outer=scales[2])
 
     def zeroed(self) -> Quantised:
-        """As many weights, all of them 0."""
+        """Returns as many weights, all of them 0."""
         codes, least = np.full_like(self.codes, self.format.zero), self.least
         outer = np.zeros_like(self.outer) if self.format.scales.startswith("k") else self.outer
         zeros = None if least is None else np.zeros_like(least)
@@ -250,4 +253,4 @@ def _formats() -> dict[str, WeightFormat]:
 
 
 WEIGHT_FORMATS = _formats()
-"""By name."""
+"""Weight formats by name."""

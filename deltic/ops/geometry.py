@@ -15,7 +15,7 @@ N_CODES = 16
 TOKEN_PIXELS, TOKEN_FRAMES = 32, 2
 """A token of a picture is a square of so many pixels a side, of up to so many frames."""
 TOKEN_BYTES = 3 * TOKEN_PIXELS**2
-"""Of its pixels in a frame: red, green and blue."""
+"""Bytes of a token's pixels in a frame: red, green and blue."""
 
 Allocate = Callable[[str, tuple[int, ...], Any], Any]
 """Gives memory for a purpose (its name), with a shape and a type: an array of numpy's on a CPU, a tensor of

@@ -28,27 +28,27 @@ class KvFormat:
 
     name: str
     devices: tuple[str, ...]
-    """Those that have kernels for it, as --device says them."""
+    """Devices that have kernels for it, as --device says them."""
     key_bits: int
     value_bits: int
     key_scale_bytes: int = 0
     value_scale_bytes: int = 0
     least_bytes: int = 0
-    """Of a value's offset: what code 0 stands for."""
+    """Bytes of a value's offset: what code 0 stands for."""
     largest_key: float | None = None
     """The largest key that is stored as it is; larger ones are cut. None: there is none."""
 
     @property
     def is_plain(self) -> bool:
-        """Whether pages are arrays of bfloat16, [2, nk, 64, d] a layer, and not sections of bytes."""
+        """True if pages are arrays of bfloat16, [2, nk, 64, d] a layer, and not sections of bytes."""
         return self.key_bits == 16
 
     def head_bytes(self, dim: int) -> int:
-        """Of one token's key and value of one head of dim elements."""
+        """Bytes of one token's key and value of one head of dim elements."""
         return sum(n for _, n in self._parts(dim))
 
     def sections(self, n_heads: int, dim: int) -> dict[str, tuple[int, int]]:
-        """Of a page of a layer: where each section begins and its bytes, by name; without those of 0."""
+        """Sections of a layer's page by name: first byte, and bytes. Sections of 0 bytes are left out."""
         found, at = {}, 0
         for name, n in self._parts(dim):
             if n:
@@ -57,7 +57,7 @@ class KvFormat:
         return found
 
     def layer_bytes(self, n_heads: int, dim: int) -> int:
-        """Of a page of a layer."""
+        """Bytes of a layer's page."""
         return n_heads * PAGE_SIZE * self.head_bytes(dim)
 
     def _parts(self, dim: int) -> Iterator[tuple[str, int]]:
@@ -84,7 +84,7 @@ KV_FORMATS = {
         KvFormat("k8v4", ("cpu",), 8, 4, 4, 4, 4),
     )
 }
-"""By name, as --kv-cache-dtype gives it."""
+"""Formats by name, as --kv-cache-dtype gives it."""
 
 KV_ALIASES = {"bfloat16": "bf16", "fp8_e4m3": "fp8"}
 """Names that other servers have for them."""

@@ -60,7 +60,7 @@ class Piece:
 
     @staticmethod
     def n_bytes_of(n: int, k: int, format: WeightFormat, layout: Layout) -> int:
-        """Of one matrix."""
+        """Bytes of one matrix."""
         if layout == "rows":
             last, size = list(planes(n, k, format).values())[-1]
             return last + (size if format.codes == "bf16" else -(-size // _PLANE) * _PLANE)
@@ -128,8 +128,8 @@ class Piece:
 
 
 def planes(n: int, k: int, format: WeightFormat) -> dict[str, tuple[int, int]]:
-    """Where the parts of n rows stand in the rows layout, (first byte, bytes) by name, in their order: the
-    codes by the bits that stand together (codes16, codes8, codes4, codes2, codes1), then scale, least, outer.
+    """Parts of n rows in the rows layout, (first byte, bytes) by name, in their order: the codes by the bits
+    that stand together (codes16, codes8, codes4, codes2, codes1), then scale, least, outer.
     """
     names = {16: (16,), 8: (8,), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,)}[format.bits]
     sizes = {f"codes{bits}": n * k * bits // 8 for bits in names}

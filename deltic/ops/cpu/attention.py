@@ -19,7 +19,7 @@ from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, PAGE_SIZE, AttentionHea
 from deltic.ops.kv_formats import BF16, KvFormat
 
 _FORMATS = ("bf16", "int8", "k8v4")
-"""In the order of csrc/kv.h."""
+"""KV formats, in the order of csrc/kv.h."""
 
 
 def kv_pages(n_pages: int, n_layers: int, heads: AttentionHeads, kv: KvFormat) -> tuple[tuple[int, ...], DTypeLike]:

@@ -25,11 +25,11 @@ MAX_TERMS = 4
 """Terms of one product: modules that are rows of one matrix."""
 
 MAX_GROUP_ROWS = 64
-"""More rows of one adapter are several groups, so that threads share them."""
+"""Rows of the largest group. More rows of one adapter are several groups, so that threads share them."""
 
 _RANK, _LINE = 16, 64
 _WORDS = 3 + 5 * MAX_TERMS
-"""Of an entry (Entry in csrc/lora.h)."""
+"""Words of an entry (Entry in csrc/lora.h)."""
 
 
 class Term(Protocol):
@@ -52,7 +52,7 @@ class Term(Protocol):
 
 @dataclass(frozen=True)
 class AdapterRows:
-    """Which rows of a step have which adapter. int32; G groups, T rows."""
+    """Groups of a step's rows that have the same adapter. int32; G groups, T rows."""
 
     n_groups: Array
     begin: Array  # [G + 1] into `rows`
@@ -80,7 +80,7 @@ class AdapterRows:
 
 
 def adapter_rows(name: str, n_rows: int, allocate: Allocate) -> AdapterRows:
-    """Of steps of up to n_rows rows."""
+    """Allocates the groups for steps of up to n_rows rows."""
 
     def buffer(part: str, n: int) -> Array:
         return np.asarray(allocate(f"{name} {part}", (n,), np.int32))
@@ -120,7 +120,7 @@ def lora_scratch(n_rows: int, widest: int, rank: int, allocate: Allocate) -> Lor
 
 
 class Entries:
-    """What adapters add to one product: a column of the table. Keeps the table alive."""
+    """Terms that adapters add to one product: a column of the table. Keeps the table alive."""
 
     def __init__(self, table: Array, i: int) -> None:
         """table: int64 [slots, products, words]."""

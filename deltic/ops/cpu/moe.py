@@ -26,7 +26,7 @@ _NO_ADAPTERS: tuple[Array | int | None, ...] = (np.zeros((), np.int32), *(None,)
 
 @dataclass(frozen=True)
 class ExpertAdapters:
-    """What adapters add to the experts' two products. scratch: of T k rows."""
+    """Terms that adapters add to the experts' two products. scratch: of T k rows."""
 
     rows: AdapterRows
     gate_up: Entries

@@ -31,7 +31,7 @@ _REFUSALS = (
     "give --threads less",
     "threads cannot be bound to CPUs here; leave --pin-threads out",
 )
-"""What deltic_start_threads answers (csrc/pool.h, PoolState)."""
+"""Errors that deltic_start_threads can answer (csrc/pool.h, PoolState)."""
 
 _LIBRARIES = Path(__file__).parents[1] / "lib"
 

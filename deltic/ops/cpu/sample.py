@@ -32,8 +32,8 @@ class PlaceParameters:
 
 @dataclass(frozen=True)
 class DrawInputs:
-    """What changes from step to step, int32 [D]: the logits row, place and position of each draw, the lengths
-    of its history (0: no penalties), bias and banned ids as ragged lists (begin [D + 1]), and masks.
+    """Inputs that change from step to step, int32 [D]: the logits row, place and position of each draw, the
+    lengths of its history (0: no penalties), bias and banned ids as ragged lists (begin [D + 1]), and masks.
 
     masked: 0 where any id may be drawn. masks [D, ceil(n_real / 32)]: bit id % 32 of word id // 32 says
     whether id may.

@@ -51,7 +51,8 @@ def code_rows(
     past: Array | None = None,
     slot: Array | None = None,
 ) -> None:
-    """One code of each frame: sums[m] += table[codes[m]], and that row goes into rows[m], if there are any.
+    """Adds one code of each frame: sums[m] += table[codes[m]], and that row goes into rows[m], if there are
+    any.
 
     With past, the frame's first code: sums[m] = table[codes[m]], rows[2m] = past[slot[m]],
     rows[2m + 1] = table[codes[m]].

@@ -75,7 +75,7 @@ class PatchKeys:
 
 
 def key_starts(sizes: Array) -> Array:
-    """Where the keys of frames of these sizes begin, and where the last one's end: int32 [F + 1]."""
+    """First keys of frames of these sizes, and the end of the last frame's: int32 [F + 1]."""
     return np.concatenate(([0], np.cumsum(up_to(sizes, VISION_KEYS)))).astype(np.int32)
 
 

@@ -77,8 +77,8 @@ class Rows:
 
 
 def multiplies_half(instruction_set: str) -> bool:
-    """Whether products of bfloat16 are twice as fast there as those of float32; elsewhere they are slower,
-    and the same.
+    """Returns whether products of bfloat16 are twice as fast there as those of float32. Elsewhere they are
+    slower, and the same.
     """
     return instruction_set in ("amx", "avx512_bf16")
 

@@ -47,14 +47,16 @@ from deltic.ops.gpu.norm import (
 )
 
 ONE_SHOT_BYTES = 1 << 20
-"""What a rank writes to all others together, up to which one shot is faster (`deltic bench allreduce`)."""
+"""Bytes that a rank writes to all others together, up to which one shot is faster
+(`python -m bench.gpu.allreduce`).
+"""
 FEW_ROWS = 64
 """Rows of a launch up to which 8 warps a row are faster than 4 (the same bench)."""
 
 
 @dataclass(frozen=True)
 class Rank:
-    """What one rank has for sums of rows, n_rows of them in a launch."""
+    """Buffers and addresses with which one rank sums rows, n_rows of them in a launch."""
 
     rank: int
     inbox: Tensor  # float32 or bfloat16 [2, ranks, n_rows, width]
@@ -78,7 +80,7 @@ class Rank:
         return self.inbox.shape[3]
 
     def shots(self, n: int) -> int:
-        """In how many shots sums of n rows are made."""
+        """Number of shots (1 or 2) in which sums of n rows are made."""
         n_bytes = n * self.width * self.inbox.element_size() * (self.n_ranks - 1)
         return 1 if n_bytes <= ONE_SHOT_BYTES else 2
 
@@ -98,7 +100,7 @@ def shared_buffers(
 
 
 def rank_of(rank: int, shared: Sequence[Shared]) -> Rank:
-    """Of the buffers of all ranks, which this one can reach."""
+    """Makes a rank of the buffers of all ranks, which this one can reach."""
     inbox, flags, out = shared[rank]
     out = out.view(-1, inbox.shape[3])
     epochs = torch.zeros(flags.shape[1], dtype=torch.int32, device=inbox.device)
@@ -106,7 +108,7 @@ def rank_of(rank: int, shared: Sequence[Shared]) -> Rank:
 
 
 def make_ranks(n_rows: int, width: int, devices: Sequence[torch.device | str]) -> list[Rank]:
-    """One on each device, in one process. Raises KernelError as `let_reach`."""
+    """Makes a rank on each device, in one process. Raises KernelError as `let_reach` does."""
     let_reach(devices)
     shared = []
     for device in devices:
@@ -129,7 +131,7 @@ def let_reach(devices: Sequence[torch.device | str]) -> None:
 
 
 def out_of_reach(n: int) -> tuple[int, int] | None:
-    """Of the first n GPUs, one and another whose memory it does not reach; None: all reach all."""
+    """Finds two of the first n GPUs of which one does not reach the other's memory. None if all reach all."""
     pairs = itertools.permutations(range(n), 2)
     return next((pair for pair in pairs if not torch.cuda.can_device_access_peer(*pair)), None)
 
@@ -144,7 +146,7 @@ def _addresses(shared: Iterable[Iterable[Tensor]], device: torch.device) -> Iter
 def _sum_of_slices(
     p_partials, row, width, stride, PARTS: tl.constexpr, SLICES: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr
 ):
-    """This rank's share of the row, in pieces."""
+    """Returns this rank's share of the row, in pieces."""
     own: tl.tuple = ()
     for j in tl.static_range(PIECES):
         o_col = j * LANES + tl.arange(0, LANES)
@@ -171,7 +173,9 @@ def _raise_flag(p_flag_lists, to, rank, row, n_rows, epoch):
 
 @triton.jit
 def _wait_for(p_flags, of, row, n_rows, epoch):
-    """Until rank `of` has set its flag of this epoch. Epochs wrap around, after a day or two of decodes."""
+    """Waits until rank `of` has set its flag of this epoch. Epochs wrap around, after a day or two of
+    decodes.
+    """
     p_flag = p_flags + of * n_rows + row
     seen = tl.atomic_add(p_flag, 0, sem="acquire", scope="sys")
     while seen - epoch < 0:
@@ -180,7 +184,7 @@ def _wait_for(p_flags, of, row, n_rows, epoch):
 
 @triton.jit
 def _meet(p_flags, p_flag_lists, p_epochs, rank, slot, n_slots, epoch, RANKS: tl.constexpr):
-    """Until all ranks are here, and what they have written to each other for this slot is whole."""
+    """Waits until all ranks are here, and what they have written to each other for this slot is whole."""
     tl.debug_barrier()  # all threads have written
     for q in tl.static_range(RANKS):
         if q != rank:
@@ -254,7 +258,7 @@ def _two_shot_kernel(
     inverse_width, eps, first, RANKS: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr, LANES: tl.constexpr,
     PIECES: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Each row has one owner, which waits for the others; they wait for what it makes of the row."""
+    """Sums rows in two shots. A row's owner waits for the others. They wait for what it makes of the row."""
     row = tl.program_id(0)
     weights = load_pieces(p_w, width, LANES, PIECES)
     if PDL:
@@ -289,7 +293,7 @@ def _launch(
     kernel: Any, partials: Tensor, ranks: Rank, first: int, residual: Tensor | None, w: Tensor | None, eps: float,
     out: Tensor, levers: Levers, parts: int, *more: int, **constants: bool,
 ) -> None:
-    """For the rows of one launch, from row `first` on."""
+    """Launches a kernel for the rows of one launch, from row `first` on."""
     n_partials, n, width = partials.shape
     last = min(n, first + ranks.n_rows)
     launch(
@@ -371,8 +375,8 @@ _COLUMNS = 4096
 def columns_of(
     rank: int, n_columns: int, first: int, n_blocks: int, wholes: Sequence[Tensor], flags: Sequence[Tensor]
 ) -> Columns:
-    """Of buffers that all ranks can reach; n_blocks: `column_blocks` of the rank that has most; flags: zeros
-    at first, n_blocks for each row.
+    """Makes the columns of a rank of buffers that all ranks can reach. n_blocks: `column_blocks` of the rank
+    that has most. flags: zeros at first, n_blocks for each row.
     """
     own, mine = wholes[rank], flags[rank]
     epochs = torch.zeros(mine.shape[1], dtype=torch.int32, device=own.device)

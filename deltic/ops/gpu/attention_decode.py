@@ -55,7 +55,7 @@ _MAX_GROUP = 16  # query heads of a key head
 
 @dataclass(frozen=True)
 class Splits:
-    """How a row's keys are cut, in tiles of 64, and how a split is run.
+    """Cuts of a row's keys, in tiles of 64, and the warps and stages that run a split.
 
     Part of what defines the bits: a function of the heads. Up to `few` tiles a split is one tile (latency);
     beyond, `few_tiles` of them (less to merge), and as many as it takes to have at most `most` splits.
@@ -153,8 +153,7 @@ def _other(b_d, HALF: tl.constexpr):
 
 @triton.jit
 def turn(p_norm, p_cos, p_sin, R: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr):
-    """What x and the other dim of its pair are multiplied with, [R, D] each: (1 + w) cos and (1 + w') (-+
-    sin).
+    """Factors of x and of the other dim of its pair, [R, D] each: (1 + w) cos and (1 + w') (-+ sin).
 
     The same in every row: as a whole tile, nothing has to be handed from thread to thread.
     """
@@ -182,7 +181,8 @@ def rotated(p_proj, b_head, b_mask, b_turn, b_turn_other, eps, stride_s, D: tl.c
 
 @triton.jit
 def _attended(b_k, b_v, b_qt, b_max, b_sum, b_o, b_old, scale):
-    """One tile of keys into the running maximum, sum and output. b_old [PAGE, 1]: which keys are there."""
+    """Takes one tile of keys into the running maximum, sum and output. b_old [PAGE, 1]: which keys are there.
+    """
     b_s = tl.where(b_old, tl.dot(b_k, b_qt) * scale, float("-inf"))
     b_new_max = tl.maximum(b_max, tl.max(b_s, 0))
     b_p = tl.exp2(b_s - b_new_max[None, :])
@@ -398,7 +398,7 @@ def _attention_decode_kernel(
     FAN: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr, DRAFTS: tl.constexpr,
     KV: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One program: a split of a row, of one key head."""
+    """Attends with one split of a row, for one key head, a program."""
     G: tl.constexpr = NQ // NK
     i_row = tl.program_id(0) // NK
     i_kv = tl.program_id(0) % NK

@@ -38,7 +38,7 @@ PREPARE_WARPS = 8
 
 @dataclass(frozen=True)
 class FlashTile:
-    """How the flash kernel is cut and compiled. No field changes what is computed for a token.
+    """Cut of the flash kernel, and how it is compiled. No field changes what is computed for a token.
 
     heads: query heads of a tile (1, or 2 where the group is even). kv_outer: the programs of one key head
     follow each other, so its keys and values stay in the L2 cache; else the longest tiles of all heads come
@@ -61,7 +61,7 @@ def _prepare_kernel(
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, HALF_P2: tl.constexpr, GATED: tl.constexpr,
     FIRST: tl.constexpr, ROWS_END: tl.constexpr, COLUMNS_END: tl.constexpr, KV: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One program: the tokens of a block times one head of q | k | v, of those from FIRST on."""
+    """Prepares the tokens of a block times one head of q | k | v, from head FIRST on, a program."""
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
@@ -145,7 +145,8 @@ def _flash_kernel(
     queries, tiles, value_tiles, pages, proj, out, n_tokens, position, place, page_table, stride_table, rows_page, scale,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, GATED: tl.constexpr, KV: tl.constexpr,
 ):
-    """One program: the tokens of a block (grid axis 1) times HEADS query heads (axis 2, then axis 0).
+    """Attends with the tokens of a block (grid axis 1) times HEADS query heads (axis 2, then axis 0), a
+    program.
 
     queries: q as [blocks * NQ * 64, D] (`tiles_of`), tile [HEADS * 64, D]; tiles: the pages as rows of D,
     tile [64, D]; rows_page: rows from a page to the next; scale: d^-0.5 log2 e. Row r of the tile

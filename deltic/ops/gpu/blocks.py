@@ -1,4 +1,4 @@
-"""How the tokens of a step are laid out for the GPU kernels: the blocks of a prefill, the rows of a decode.
+"""Layout of a step's tokens for the GPU kernels: the blocks of a prefill, the rows of a decode.
 
 A block is 64 rows of the activations. It belongs to one sequence and starts at an absolute multiple of 64
 tokens, so it is one page, one chunk of the DeltaNet form, and one tile of attention, wherever the prompt was
@@ -39,7 +39,7 @@ GROUP_ROWS = 16
 
 @dataclass(frozen=True)
 class AdapterRows:
-    """Which rows of a step have which adapter: the slots of adapters, or -1. int32, written between steps."""
+    """Slots of adapters (or -1) that the rows of a step use. int32, written between steps."""
 
     adapter: Tensor  # [G] of each group, those in use in front; or of each block
     row: Tensor | None = None  # [G, GROUP_ROWS] rows of a group, or -1; None: they are those of the block
@@ -47,11 +47,11 @@ class AdapterRows:
 
     @property
     def n_rows(self) -> int:
-        """Of a group, or a block."""
+        """Rows of a group, or of a block."""
         return BLOCK if self.row is None else GROUP_ROWS
 
     def front(self, n: int) -> Self:
-        """Of the first n rows, or blocks."""
+        """Returns those of the first n rows, or blocks."""
         row, of_row = (None if part is None else part[:n] for part in (self.row, self.of_row))
         return replace(self, adapter=self.adapter[:n], row=row, of_row=of_row)
 
@@ -83,8 +83,8 @@ class PlaceState:
 
 @dataclass(frozen=True)
 class Drafts:
-    """Of the rows of a decode with drafts, int32 [N]. Rows of one sequence follow one another, its last token
-    first; their positions do, too, and are of one page.
+    """Positions of the rows of a decode among the drafts of their sequences, int32 [N]. Rows of one sequence
+    follow one another, its last token first. Their positions follow one another, too, and are of one page.
     """
 
     ahead: Tensor  # rows of its sequence in front of this one
@@ -117,16 +117,16 @@ class Rows:
 
 @dataclass(frozen=True)
 class Windows:
-    """What drafted tokens bring to the states, until it is known that they were right; of sequences that
-    run, by place. The token of position p is in row p % W: a step reads rows in front of those that it
-    writes (`window_rows`).
+    """Inputs that drafted tokens bring to the states, kept by place of the running sequence until it is known
+    that the tokens were right. The token of position p is in row p % W: a step reads rows in front of those
+    that it writes (`window_rows`).
     """
 
     columns: Tensor  # bfloat16 [places, W, C]: raw inputs of the convolution
     gates: Tensor  # float32 [places, W, 2 Hv]: b | a
 
     def of_layer(self, i: int) -> Windows:
-        """Of [places, layers, W, ...] those of one layer."""
+        """Returns the windows of one layer, where the tensors are [places, layers, W, ...]."""
         return Windows(self.columns[:, i], self.gates[:, i])
 
 

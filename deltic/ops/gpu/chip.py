@@ -23,7 +23,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 @dataclass(frozen=True)
 class Chip:
-    """What a configuration may follow."""
+    """Properties of a GPU that a kernel's configuration may follow."""
 
     target: GPUTarget
     """Backend, architecture and width of a warp, in Triton's words."""
@@ -37,17 +37,17 @@ class Chip:
 
     @property
     def is_hopper(self) -> bool:
-        """Where all that was measured was measured."""
+        """True on Hopper, where everything was measured."""
         return self.is_nvidia and self.target.arch == 90
 
     @property
     def has_hopper_copies(self) -> bool:
-        """Whether there are programmatic dependent launch, and copies of tiles by a descriptor (TMA)."""
+        """True if there are programmatic dependent launch, and copies of tiles by a descriptor (TMA)."""
         return self.is_nvidia and int(self.target.arch) >= 90
 
     @property
     def multiplies_from_shared(self) -> bool:
-        """Whether matrix units read shared memory (wgmma, tcgen05). Elsewhere, on Ampere, Ada and GeForce
+        """True if matrix units read shared memory (wgmma, tcgen05). Elsewhere, on Ampere, Ada and GeForce
         Blackwell too, tiles pass through registers on their way to them.
         """
         return self.has_hopper_copies and int(self.target.arch) < 120
@@ -86,8 +86,8 @@ def _device() -> Chip:
 
 
 def tiles_of(matrix: Tensor, n_rows: int, width: int, stride: int, block: tuple[int, int]) -> Any:
-    """What a kernel gives to `load_tile` for blocks of n_rows rows of `width` elements, `stride` apart: a
-    descriptor, or pointer and stride where there is no TMA. (Triton would load 2 bytes at a time there.)
+    """Makes what a kernel gives to `load_tile` for blocks of n_rows rows of `width` elements, `stride` apart:
+    a descriptor, or pointer and stride where there is no TMA. (Triton would load 2 bytes at a time there.)
     """
     if chip().has_hopper_copies:
         return TensorDescriptor(matrix, [n_rows, width], [stride, 1], [*block])
@@ -107,8 +107,8 @@ def load_tile(tiles, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 
 @triton.jit
 def group_of(i_program, n_t, n_m, GROUP: tl.constexpr):
-    """Which (token tile, weight tile) a program has: GROUP token tiles, then the next weight tile, so that
-    programs that run together share rows of x and of w.
+    """Returns the (token tile, weight tile) of a program: GROUP token tiles, then the next weight tile, so
+    that programs that run together share rows of x and of w.
     """
     i_group = i_program // (GROUP * n_m)
     group_size = tl.minimum(n_t - i_group * GROUP, GROUP)

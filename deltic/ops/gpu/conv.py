@@ -106,7 +106,7 @@ class Snake:
 
 @dataclass(frozen=True)
 class Tile:
-    """Of a product: none of it changes a bit."""
+    """Tile of a product. No field changes a bit."""
 
     block_m: int
     block_n: int
@@ -160,7 +160,7 @@ def pack_conv(
 
 @triton.jit
 def fma(a, b, c):
-    """One rounding, whatever the compiler would do; b and c may be scalars."""
+    """Multiplies and adds with one rounding, whatever the compiler would do. b and c may be scalars."""
     return tl.fma(a, tl.zeros_like(a) + b, tl.zeros_like(a) + c)
 
 
@@ -265,7 +265,8 @@ def _conv_kernel(
     PAIR: tl.constexpr, RING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    """One tile of outputs; with as many programs on axis 1 as slices, one slice of it.
+    """Computes one tile of outputs, or one slice of it, where axis 1 has as many programs as there are
+    slices.
 
     REACHES: there is more than one tap. RING: nothing ("none"), the raw outputs from column to_first on, or
     the pairs are kept, too.
@@ -359,7 +360,7 @@ def _conv_kernel(
 
 
 def conv_tile(n: int, w: ConvWeight) -> Tile:
-    """One of two tiles; with few rows a program for each slice."""
+    """Chooses one of two tiles. With few rows each slice has a program."""
     if INTERPRETED:  # few large operations, and both ways to add slices
         return Tile(64, 64 if n <= 64 else 256, 4, 1, n <= 64 and w.slices > 1)
     block_n = 16 if n <= 16 else 64

@@ -59,7 +59,7 @@ def constants(format: WeightFormat) -> dict[str, Any]:
 
 
 def address(piece: Piece, data: Tensor | None = None) -> Tensor:
-    """What a kernel takes as p_w."""
+    """Returns the memory that a kernel takes as p_w."""
     memory: Tensor = piece.data if data is None else data
     return memory.view(torch.bfloat16) if piece.format.codes == "bf16" else memory
 
@@ -75,13 +75,13 @@ def k_block(k: int, most: int = 128) -> int:
 
 @triton.constexpr_function
 def low_bits(codes):
-    """Of a code, in the first plane."""
+    """Bits of a code in the first plane."""
     return {"int8": 8, "e4m3": 8, "uint2": 2, "uint3": 2}.get(formats.CODES[codes], 4)
 
 
 @triton.constexpr_function
 def high_bits(codes):
-    """Of a code, in the second plane; 0: there is none."""
+    """Bits of a code in the second plane. 0 if there is none."""
     return {"uint3": 1, "uint5": 1, "uint6": 2}.get(formats.CODES[codes], 0)
 
 
@@ -92,7 +92,7 @@ def has_table(codes):
 
 @triton.constexpr_function
 def has_least(scales):
-    """Whether there are least values or zeros."""
+    """Returns whether there are least values or zeros."""
     return formats.SCALES[scales].endswith((".least", ".zero"))
 
 
@@ -114,7 +114,7 @@ def _n_outer(scales):
 
 @triton.constexpr_function
 def zero_of(codes, scales):
-    """What is subtracted from every code, int8's as it stands in memory."""
+    """Value that is subtracted from every code, int8's as it stands in memory."""
     name = formats.CODES[codes]
     if name == "int8":
         return 128
@@ -123,13 +123,13 @@ def zero_of(codes, scales):
 
 @triton.constexpr_function
 def _element(bits):
-    """What holds 8 codes of so many bits."""
+    """Type of an element that holds 8 codes of so many bits."""
     return tl.dtype({8: "int64", 4: "int32", 2: "uint16", 1: "uint8"}[bits])
 
 
 @triton.constexpr_function
 def first_bit(j, bits):
-    """Where code j stands in an element of 8."""
+    """Position of the first bit of code j in an element of 8."""
     if bits == 8:
         return 32 * (j // 4) + 8 * (0, 2, 1, 3)[j % 4]
     return bits * (j // 2 + j % 2 * 4)
@@ -137,7 +137,7 @@ def first_bit(j, bits):
 
 @triton.constexpr_function
 def _scale_type(scales):
-    """Of the scales in memory, in the order of formats.SCALES."""
+    """Type of the scales in memory, in the order of formats.SCALES."""
     names = "int8 fp32 bf16 fp16 fp16 fp16 bf16 bf16 int8 uint8 uint8 uint8"
     return tl.dtype(names.split()[scales])
 
@@ -211,7 +211,7 @@ def codes_at(p_codes):
 
 @triton.jit
 def scale_plane(p_w, n, k, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr):
-    """Where the scales of the matrix at p_w begin."""
+    """Returns the address at which the scales of the matrix at p_w begin."""
     return _at(p_w, _planes(n, k, CODES, SCALES, GROUP)[1], _scale_type(SCALES))
 
 
@@ -219,7 +219,7 @@ def scale_plane(p_w, n, k, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.
 def rows_from(
     p_w, o_row, first_k, n, k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr
 ):
-    """What `load_block` needs to read rows o_row [M] of the matrix at p_w from column first_k on.
+    """Makes what `load_block` needs to read rows o_row [M] of the matrix at p_w from column first_k on.
 
     BLOCK_K: 32, 64, 128 or 256, which divides k, first_k, and a group or is divided by it.
     """
@@ -306,8 +306,8 @@ def _of_groups(p, first, n, BLOCK_K: tl.constexpr, CODES: tl.constexpr, GROUP: t
 
 @triton.jit
 def load_scales(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr):
-    """What `values` wants behind the codes: scales and least values [M, groups], of groups of
-    16 those of the first and the second of each two; outer scales [M], two.
+    """Loads what `values` wants behind the codes: scales and least values [M, groups] (in groups of 16: the
+    first and the second of each two), and outer scales [M], two.
     """
     if CODES == BF16:
         block: tl.tuple = ()
@@ -344,7 +344,7 @@ def load_more_scales(
 
 @triton.jit
 def load_block(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr):
-    """Both."""
+    """Loads the codes of a block, then its scales."""
     return load_codes(w, i_k, BLOCK_K, CODES, SCALES, GROUP) + load_scales(w, i_k, BLOCK_K, CODES, SCALES, GROUP)
 
 

@@ -27,12 +27,12 @@ from deltic.ops.gpu.norm import LANES, norm_warps, pieces, tree_sum
 from deltic.ops.gpu.sample import Draws
 
 MOST_DRAFTS = 32
-"""More than a sequence has in a step: as many lanes compare them."""
+"""Lanes that compare drafts. A sequence has fewer drafts in a step."""
 
 
 @dataclass(frozen=True)
 class GuessRows:
-    """Of the rows of a decode, int32 [N], what the head knows of them; and what it has guessed."""
+    """Inputs and guesses of the draft head for the rows of a decode, int32 [N]."""
 
     known: Tensor  # the token behind the row where the host knows it: nothing is drawn then; else -1
     room: Tensor  # tokens that the pages of its sequence have room for
@@ -52,8 +52,8 @@ class GuessRows:
 
 
 def guess_rows(known: Tensor, room: Tensor, max_drafts: int, allocate: Allocate) -> GuessRows:
-    """For as many rows as `known` and `room` have, and up to max_drafts guesses. allocate(name, size, dtype)
-    gives zeroed tensors; 0, 1, ... is to be written to `draws.row`.
+    """Allocates guesses for as many rows as `known` and `room` have, up to max_drafts a row. allocate(name,
+    size, dtype) gives zeroed tensors. The caller writes 0, 1, ... to `draws.row`.
     """
     n, i32 = len(known), torch.int32
     check("guess", max_drafts < MOST_DRAFTS, f"fewer than {MOST_DRAFTS} drafts, found {max_drafts}")

@@ -22,7 +22,7 @@ from deltic.ops.gpu.operands import add_block, add_blocks
 from deltic.ops.matrix import Matrix, Piece
 
 NONE, PLAIN = -1, 0
-"""In a format's place: there is no second piece; it is bf16."""
+"""Numbers in a format's place: NONE if there is no second piece, PLAIN for bf16."""
 _NONE = tl.constexpr(NONE)
 
 
@@ -32,8 +32,8 @@ def number(format: WeightFormat) -> int:
 
 
 def pieces_of(w: Matrix) -> tuple[Tensor, Tensor | None, int, int]:
-    """What a kernel takes of gate_up: addresses of the first and the second piece, which may be none, and
-    their formats.
+    """Returns what a kernel takes of gate_up: addresses of the first and the second piece, which may be none,
+    and their formats.
 
     Raises KernelError for weights in strips, and for pieces that are not gate and up.
     """
@@ -47,13 +47,15 @@ def pieces_of(w: Matrix) -> tuple[Tensor, Tensor | None, int, int]:
 
 
 def piece_of(w: Matrix) -> tuple[Tensor, int]:
-    """What a kernel takes of down: address and format. Raises KernelError for several pieces, or strips."""
+    """Returns the address and format of down. Raises KernelError for several pieces, or strips."""
     memory, _, format, _ = pieces_of(Matrix(w.n, w.k, (w.whole,)))
     return memory, format
 
 
 def is_e4m3(*matrices: Matrix) -> bool:
-    """Whether rows in codes are multiplied with each; with two pieces rows are rounded on their way."""
+    """Returns whether rows in codes are multiplied with each matrix. With two pieces rows are rounded on
+    their way.
+    """
     return all(len(w.pieces) == 1 and w.whole.format.codes == "e4m3" for w in matrices)
 
 
@@ -85,7 +87,7 @@ def stage_bytes(n_rows: int, k: int, format: WeightFormat, most: int, n_columns:
 
 @triton.jit
 def matrix_at(p_w, i_matrix, n, k, FORMAT: tl.constexpr):
-    """Where matrix i_matrix [n, k] begins."""
+    """Returns the address at which matrix i_matrix [n, k] begins."""
     return p_w + tl.cast(i_matrix, tl.int64) * matrix_elements(n, k, FORMAT % 16, FORMAT // 16 % 16, FORMAT // 256)
 
 

@@ -157,7 +157,7 @@ def load_scales_once(p_scale):
 
 @triton.jit
 def load_more_scales_once(p_scale, step, N: tl.constexpr):
-    """Of N blocks, `step` apart; zeros in the place of scales where p_scale is None."""
+    """Loads the scales of N blocks, `step` apart. Returns zeros in their place where p_scale is None."""
     scales: tl.tuple = ()
     for i in tl.static_range(N):
         if p_scale is None:
@@ -206,7 +206,7 @@ def _fp8_kernel(
 
 @dataclass(frozen=True)
 class Fp8Tile:
-    """How a product is cut. None changes a bit."""
+    """Tile of a product. No field changes a bit."""
 
     block_t: int
     block_m: int
@@ -224,9 +224,9 @@ def fp8_tile(t: int, m: int, block_k: int) -> Fp8Tile:
 
 
 def vendor_multiplies(piece: Piece, out: Tensor) -> bool:
-    """Whether the vendor's library has this product: on Hopper and from CUDA 12.9 on, by blocks of 128, into
-    rows that begin at multiples of 16 bytes, and of a multiple of 4 rows, since the scales of x must begin at
-    such, too.
+    """Returns whether the vendor's library has this product: on Hopper and from CUDA 12.9 on, by blocks of
+    128, into rows that begin at multiples of 16 bytes. Rows are a multiple of 4, since the scales of x must
+    begin at such, too.
     """
     # no version: kernels are only collected
     version = tuple(map(int, (torch.version.cuda or "13.0").split(".")[:2]))

@@ -47,7 +47,7 @@ MAX_CODES = 2048
 
 @dataclass(frozen=True)
 class FrameParameters:
-    """By place: how codes 1 to 15 are drawn, and the texts still to be said. int32 [P] unless said."""
+    """Settings for drawing codes 1 to 15, and the texts still to be said, by place. int32 [P] unless said."""
 
     temperature: Tensor  # float32
     top_p: Tensor  # float32
@@ -119,7 +119,9 @@ def _code_attention_kernel(
     NEW: tl.constexpr, NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One key head of one frame, NEW positions from `first` on. Position first + j is row j n + i of proj."""
+    """Attends with one key head of one frame, NEW positions from `first` on. Position first + j is row j n +
+    i of proj.
+    """
     i, i_kv = tl.program_id(0), tl.program_id(1)
     slot = tl.load(p_slot + i)
     if PDL:

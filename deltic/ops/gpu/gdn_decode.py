@@ -50,14 +50,14 @@ from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.gpu.rounding import cut, noisy, rounding_seed
 
 EARLY_ROWS = 16
-"""Up to so many rows the next kernel may start as soon as all our programs have.
+"""Rows up to which the next kernel may start as soon as all our programs have.
 
 With more it would take room from them.
 """
 
 
 class _Layout(NamedTuple):
-    """How a head lies in the threads of its program; all of it touches the order of sums.
+    """Layout of a head in the threads of its program. Each field touches the order of sums.
 
     part: key columns that lie side by side in a warp; the dk / part parts of a row lie in the same thread.
     More parts: fewer shuffles, more registers for q and k. rows: value rows that are in registers at a time.
@@ -132,8 +132,8 @@ def _projection(p_proj, o_column, mask, partial_stride, SPLITS: tl.constexpr):
 
 @triton.jit
 def _row_sums(b_x, DTYPE: tl.constexpr):
-    """Of [ROWS, PARTS, PART] in the layout of a state of this type. In bfloat16 what lies in a thread is
-    added first, which takes fewer shuffles; the order of float32 is frozen.
+    """Sums [ROWS, PARTS, PART] to rows, in the layout of a state of this type. In bfloat16 what lies in a
+    thread is added first, which takes fewer shuffles. The order of float32 is frozen.
     """
     if tl.bfloat16 == DTYPE:
         return tl.sum(tl.sum(b_x, 2), 1)
@@ -167,8 +167,8 @@ def _advance(b_state, b_q3, b_k3, q_norm, k_norm, kq, b_v, alpha, beta, DTYPE: t
 
 @triton.jit
 def _noisy(b_state, b_out, o_key, o_value, position, layer, i_head, DK: tl.constexpr):
-    """As `noisy`, of a tile of value rows behind the token of this position. b_out: S^T q of that, finite
-    only where a row is.
+    """Calls `noisy` on a tile of value rows behind the token of this position. b_out: S^T q of that token,
+    finite only where a row is.
     """
     b_exponent = b_out.to(tl.int32, bitcast=True) & 0x7F800000
     # a select would be one for each element
@@ -343,7 +343,9 @@ def _gdn_drafts_kernel(
     TILED: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
     WINDOW: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
 ):
-    """As `_gdn_decode_kernel`, for one head of all rows of a sequence, by the program of its first row."""
+    """Does what `_gdn_decode_kernel` does for one head of all rows of a sequence, in the program of its first
+    row.
+    """
     i_head = tl.program_id(0)
     i_row = tl.program_id(1)
     N_CHANNELS: tl.constexpr = 2 * N_K * DK + N_V * DV
@@ -454,8 +456,8 @@ def gdn_decode(
     proj: Tensor, heads: GdnHeads, weights: GdnWeights, eps: float, *, rows: Rows, columns: Tensor, states: Tensor,
     layer: int, windows: Windows | None = None, out: Tensor, levers: Levers,
 ) -> None:
-    """One token of every row: proj float32 [S, N, 2Kd+2Vd+2Hv] (q|k|v|z|b|a, partial sums) -> out bfloat16
-    [N, Hv dv].
+    """Advances each row by one token: proj float32 [S, N, 2Kd+2Vd+2Hv] (q|k|v|z|b|a, partial sums) -> out
+    bfloat16 [N, Hv dv].
 
     Nothing is read or written of a row with slot -1; at position 0 the state and the ring count as zeros,
     whatever the slot holds. columns: bfloat16 [slots, 4, C], the ring of raw inputs, position p in row p % 4;

@@ -51,7 +51,7 @@ A scan is a chain: smaller programs take less time for a block, and use more mul
 
 @dataclass(frozen=True)
 class GdnScratch:
-    """What one layer hands from kernel to kernel; the same buffers serve every layer.
+    """Buffers that one layer hands from kernel to kernel. The same buffers serve every layer.
 
     DK, DV: dk, dv padded to a power of 2. B blocks. bfloat16, but for the last four.
     """
@@ -167,8 +167,8 @@ def default_chunk(n_blocks: int) -> int:
 
 
 class _Lanes:
-    """Two streams: the scan of a chunk beside the solving of the next one, and beside the output of the one
-    before.
+    """Streams of a layer, two of them: the scan of a chunk runs beside the solving of the next one, and
+    beside the output of the one before.
 
     The scan of few segments keeps few multiprocessors busy, and its time is that of its longest chain. It has
     priority: its programs need much room at once, for which they would else wait. No bit depends on this.
@@ -203,7 +203,7 @@ class _Lanes:
             self.ready = self.main.record_event()
 
     def join(self) -> None:
-        """What follows runs after the last kernels beside."""
+        """Makes what follows run after the last kernels beside."""
         if self.main is not None:
             self.main.wait_event(self.end)
 

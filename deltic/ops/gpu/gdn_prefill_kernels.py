@@ -116,7 +116,7 @@ def _log1p_exp(x):
 def _gates(
     p_gate, stride, n, p_a_log, p_dt_bias, p_decay, p_fade, p_beta, p_reach, HV: tl.constexpr, HEADS: tl.constexpr
 ):
-    """What the gates of a block's tokens come to, for all value heads.
+    """Computes from the gates of a block's tokens what the kernels need, for all value heads.
 
     Decays are powers of 2: that is the instruction there is.
     """

@@ -53,8 +53,8 @@ def constant(format: KvFormat) -> int:
 
 
 def fits(pages: Tensor, n_heads: int, dim: int, format: KvFormat) -> bool:
-    """Whether these are pages of a layer: bfloat16 [n, 2, nk, 64, d], or uint8 [n, bytes]; a page contiguous,
-    quantised ones at multiples of 64 bytes.
+    """Returns whether these are pages of a layer: bfloat16 [n, 2, nk, 64, d], or uint8 [n, bytes]. A page is
+    contiguous, a quantised one at a multiple of 64 bytes.
     """
     if format.is_plain:
         is_right = pages.dtype == torch.bfloat16 and pages.shape[1:] == (2, n_heads, PAGE_SIZE, dim)
@@ -72,7 +72,7 @@ def expected(n_heads: int, dim: int, format: KvFormat) -> str:
 
 @triton.constexpr_function
 def section(name, KV, NK, D):
-    """Where a section of a page begins, in bytes."""
+    """First byte of a section in a page."""
     return _FORMATS[KV].sections(NK, D)[name][0]
 
 
@@ -288,7 +288,7 @@ def value_operand(b_codes, KV: tl.constexpr):
 
 @triton.jit
 def e4m3_pairs(b_pairs):
-    """Two codes in 16 bits -> float16 of the first ones, and of the second ones."""
+    """Decodes two codes in 16 bits -> float16 of the first ones, and of the second ones."""
     if _INTERPRETED or is_hip():
         b_first = e4m3((b_pairs & 255).to(tl.uint8)).to(tl.float16)
         b_second = e4m3((b_pairs >> 8).to(tl.uint8)).to(tl.float16)
@@ -311,8 +311,8 @@ def halves_of_fours(b_x):
 
 @triton.jit
 def key_halves(b_pairs):
-    """Two codes in 16 bits, [R, D / 2] -> `halves_of_fours` of the keys, float16: what a register of four
-    codes gives in its order.
+    """Decodes two codes in 16 bits, [R, D / 2] -> `halves_of_fours` of the keys, float16: what a register of
+    four codes gives in its order.
     """
     if _INTERPRETED or is_hip():
         b_first, b_second = e4m3_pairs(b_pairs)
@@ -348,7 +348,7 @@ def four_pairs(b_pairs):
 
 @triton.jit
 def four_unit():
-    """What `four_pairs` multiplies with."""
+    """Factor with which `four_pairs` multiplies."""
     if _INTERPRETED or is_hip():
         unit = 1.0
     else:

@@ -31,7 +31,7 @@ from deltic.ops.gpu.chip import chip
 torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
 
 INTERPRETED = bool(triton.knobs.runtime.interpret)
-"""Whether kernels run in Triton's interpreter, on the CPU; decided when Triton is imported."""
+"""True if kernels run in Triton's interpreter, on the CPU. Decided when Triton is imported."""
 
 
 @dataclass(frozen=True)
@@ -75,12 +75,12 @@ def parse_levers(settings: tuple[str, ...]) -> Levers:
 
 
 class _Launches:
-    """How kernels are started."""
+    """State of kernel launches: their number, and whether they only compile."""
 
     n = 0
     """Started since this was last set to 0."""
     compile_only = False
-    """Nothing is started: Triton is told of the kernels, and tensors may be on torch's "meta" device
+    """True if nothing is started: Triton is told of the kernels, and tensors may be on torch's "meta" device
     (runtime/gpu/compile.py).
     """
 
@@ -89,7 +89,7 @@ launches = _Launches()
 
 
 def pdl_works() -> bool:
-    """Whether this chip has programmatic dependent launch."""
+    """Returns whether this chip has programmatic dependent launch."""
     return not INTERPRETED and chip().has_hopper_copies
 
 

@@ -78,8 +78,8 @@ def silu_product(b_gate, b_up):
 
 
 NONE, BIAS, GELU_TANH, GELU_ERF, ADD = (tl.constexpr(i) for i in range(5))
-"""What the wide kernel does with its sums. All but the first add a bias; then one of the two forms of GELU;
-or what is in `out` already is added, too.
+"""Operations of the wide kernel on its sums. All but NONE add a bias. Two then apply a form of GELU, and ADD
+adds what is in `out` already.
 """
 
 
@@ -170,7 +170,9 @@ def _narrow_kernel(
     UNROLL: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, BLOCK_K_2: tl.constexpr,
     EVEN_M_2: tl.constexpr, CODES_2: tl.constexpr, SCALES_2: tl.constexpr, GROUP_2: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One piece, or two beside each other: the first programs have the second, which is the smaller one."""
+    """Multiplies by one piece, or by two beside each other: the first programs have the second, which is the
+    smaller one.
+    """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     n_blocks = tl.cdiv(n, BLOCK_N)
@@ -256,7 +258,7 @@ def k_splits(m: int, k: int, levers: Levers) -> int:
 
 
 WHOLE_TILES = 128
-"""What the rows of every tile of a weight divide."""
+"""Multiple of the rows of every tile of a weight."""
 VENDOR_ROWS = 32
 VENDOR_SLICES_ROWS = 64
 VENDOR_SLICES_SIZE = 8_000_000
@@ -266,9 +268,9 @@ is cut along K. It takes no part in programmatic launch, which costs small kerne
 
 
 def vendor_pays_narrow(n: int, m: int, k: int, splits: int) -> bool:
-    """Whether the vendor's library multiplies n rows by a weight [m, k], cut along K as `k_splits` says: it
-    is faster from some rows on, and does not split what was cut already, so the bits are the same (a GPU test
-    asserts it for the models' shapes).
+    """Returns whether the vendor's library multiplies n rows by a weight [m, k], cut along K as `k_splits`
+    says. It is faster from some rows on, and does not split what was cut already, so the bits are the same (a
+    GPU test asserts it for the models' shapes).
     """
     rows = VENDOR_ROWS if splits == 1 else VENDOR_SLICES_ROWS
     if splits > 1 and m * k < VENDOR_SLICES_SIZE:
@@ -284,8 +286,8 @@ BLOCKS_ROWS = 97
 
 
 def vendor_pays_e4m3(piece: Piece, out: Tensor) -> bool:
-    """Whether the vendor's library multiplies rounded rows by a piece, into out [N, M], unsplit. The bits are
-    the same.
+    """Returns whether the vendor's library multiplies rounded rows by a piece, into out [N, M], unsplit. The
+    bits are the same.
     """
     n, m = out.shape
     enough = n >= VENDOR_E4M3_ROWS and n * m * piece.k >= VENDOR_E4M3_WORK
@@ -321,14 +323,14 @@ def _token_tile(n: int) -> int:
 
 
 PROGRAMS_TOGETHER = {16: 4, 32: 3}
-"""How many programs for so many rows share an SM: its registers hold no more."""
+"""Programs for so many rows that share an SM: its registers hold no more."""
 FEW_ROWS_STAGES = 6
 """Stages of their pipelines at the most: more bring nothing."""
 
 
 def decoded_config(n: int, m: int, k_slice: int, splits: int, format: WeightFormat) -> Narrow:
-    """As `narrow_config`, for a weight in another format than bf16. Only an e4m3's block of K changes bits
-    (fp8.py), and it follows the weight's shape.
+    """Returns what `narrow_config` does, for a weight in another format than bf16. Only an e4m3's block of K
+    changes bits (fp8.py), and it follows the weight's shape.
 
     Low tiles, and as many programs as an SM takes: their waits for memory and for each other overlap. Few
     rows want long blocks of K and long pipelines, of many the rows of x take the room. Of e4m3 with 33 to 64
@@ -428,7 +430,7 @@ def _rounded(x: Tensor, w: Matrix, splits: int, rows: Fp8Rows | None, levers: Le
 
 
 def _columns(w: Matrix, out: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-    """Each piece with the columns of out [..., M] that belong to its rows."""
+    """Yields each piece with the columns of out [..., M] that belong to its rows."""
     return zip(w.pieces, out.split([piece.n for piece in w.pieces], -1), strict=True)
 
 
@@ -526,8 +528,8 @@ def _silu_mul(
 
 
 def vendor_pays(t: int, m: int) -> bool:
-    """Whether the vendor's library multiplies [t, k] by a weight of m rows: from one full wave of its tiles
-    on.
+    """Returns whether the vendor's library multiplies [t, k] by a weight of m rows: from one full wave of its
+    tiles on.
 
     Below that it may split K, which changes bits, and is no faster.
     """
@@ -553,7 +555,7 @@ class WideScratch:
 
 
 DECODED_ROWS = 256
-"""Up to so many rows a weight is decoded on its way to the product; of more, once."""
+"""Rows up to which a weight is decoded on its way to the product. For more rows it is decoded once."""
 
 
 def wide_scratch(n_rows: int, largest: int, widest: int, codes: Collection[str], allocate: Allocate) -> WideScratch:
@@ -604,7 +606,7 @@ def wide_linear(
 
 
 def _bf16_rows(piece: Piece, scratch: WideScratch | None) -> Tensor:
-    """Those of a piece in bf16, or decoded."""
+    """Returns the rows of a piece in bf16, decoded if they must be."""
     if piece.format.codes == "bf16":
         return rows_of("linear", piece)
     check("linear", scratch is not None and scratch.weights is not None, "a workspace for decoded weights")

@@ -48,7 +48,9 @@ WORDS = 32
 then of each term those of SEGMENT_WORDS. No ranks: no term.
 """
 SEGMENT_WORDS = 6
-"""Where up begins, first row of the matrix, rows, ranks, where these begin among all, bits of the scale."""
+"""Words of a segment: where up begins, first row of the matrix, rows, ranks, where these begin among all,
+bits of the scale.
+"""
 ALIGNED = 64
 """Elements to which all of them are aligned in the arena."""
 
@@ -57,7 +59,8 @@ MOST_PARTS = 20
 _LEAST_CHUNK, _LEAST_LONG_CHUNK = 1024, 2048
 _RANKS, _SEGMENT_WORDS = tl.constexpr(RANKS), tl.constexpr(SEGMENT_WORDS)
 _OF_ROWS, _OF_LINES, _OF_TILES = (tl.constexpr(i) for i in range(3))
-"""What a line of experts reads of x: its row of the step; a line of its own; one in tiles, as entries are."""
+"""Kinds of x for a line of experts: its row of the step, a line of its own, or one in tiles, as entries are.
+"""
 
 
 @dataclass(frozen=True)
@@ -413,7 +416,7 @@ def _who(rows: AdapterRows, n: int) -> tuple[int, int, bool]:
 
 
 def _cut(target: Target, k: int, are_blocks: bool) -> dict[str, Any]:
-    """How a sum over k is cut, and with what tiles."""
+    """Cuts a sum over k into chunks and tiles: the constants of its kernel."""
     chunk, block_k = chunk_of(k, are_blocks), 128 if are_blocks else 256
     block_r, block_t = (64, BLOCK) if are_blocks else (RANKS, GROUP_ROWS)
     block_r = min(block_r, max(RANKS, next_power_of_2(target.width)))
@@ -510,7 +513,7 @@ class ExpertTargets:
 
 
 def _items(routed: Routed, rows: AdapterRows) -> tuple[int, int]:
-    """Those of the shared expert, and all."""
+    """Numbers of work items: those of the shared expert, and all."""
     n_items, _, _ = _who(rows, routed.n_rows)
     check("lora", routed.tile % rows.n_rows == 0, f"entries of whole parts of {rows.n_rows} pairs")
     return n_items, n_items + routed.n_entries * (routed.tile // rows.n_rows)

@@ -63,7 +63,7 @@ _PLAIN, _NONE = tl.constexpr(PLAIN), tl.constexpr(NONE)
 
 MAX_SPLITS = 8
 FEW_ROWS = 16
-"""Up to this many rows a step waits for memory's latency more than for its bandwidth."""
+"""Rows up to which a step waits for memory's latency more than for its bandwidth."""
 
 
 class MoeWeights(Protocol):
@@ -356,7 +356,7 @@ def route_kernel(p_logits, p_counters, p_weight, p_entries, p_lists, p_row_slot,
                  E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr,
                  SLOTS: tl.constexpr, SLOTS2: tl.constexpr, NORMALISE: tl.constexpr, TILE: tl.constexpr,
                  EARLY: tl.constexpr, PDL: tl.constexpr):
-    """One program a row."""
+    """Routes one row a program."""
     if PDL and EARLY:
         gdc_launch_dependents()
     o_row = tl.program_id(0) + tl.arange(0, 1)
@@ -372,7 +372,7 @@ def route_kernel(p_logits, p_counters, p_weight, p_entries, p_lists, p_row_slot,
 @triton.jit
 def work_rows(p_counters, p_entries, p_lists, i_work, n_shared, n_rows,
               E: tl.constexpr, SLOTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What work item i_work is: the first n_shared are tiles of the shared expert, then come the entries.
+    """Describes work item i_work: the first n_shared are tiles of the shared expert, then come the entries.
 
     Returns the expert, how many of BLOCK_N columns are in use (0 or less: no such item), their rows and slots
     (SLOTS: shared).
@@ -582,7 +582,7 @@ def down_kernel(p_act, p_w, p_shared, p_logits, p_weight, p_counters, p_entries,
 
 @dataclass(frozen=True)
 class MoeTiles:
-    """How the decode's kernels are cut.
+    """Tiles of the decode's kernels.
 
     None of it reaches a bit: sums run along K in order, whatever the tile (measured on Hopper over tiles of
     64 and 128 by 16 to 128, K blocks of 64 and 128); the router's K parts are not in here.

@@ -178,7 +178,7 @@ def prefill_route_kernel(p_logits, p_counters, p_weight, p_lists, p_n, n_rows,
 
 @triton.jit
 def plan_kernel(p_counters, p_entries, E: tl.constexpr, E2: tl.constexpr, PDL: tl.constexpr):
-    """One program.
+    """Lists the entries, in one program.
 
     Entries in the order of experts, so that the tiles of one expert meet its weights in L2.
     """
@@ -392,7 +392,7 @@ def combine_kernel(p_y, p_weight, p_n, p_out, n_rows,
 
 @dataclass(frozen=True)
 class MoePrefillTiles:
-    """How the products are cut; tiles are 128 rows (or 64) by these. None of it reaches a bit."""
+    """Tiles of the products: 128 rows (or 64) by these. No field reaches a bit."""
 
     block_f: int = 128  # features of gate_up: twice as many weight rows
     up_warps: int = 8
@@ -422,7 +422,7 @@ def moe_prefill_tiles() -> MoePrefillTiles:
 
 
 def _tiles(w: Matrix, tiles: MoePrefillTiles | None) -> MoePrefillTiles:
-    """Those asked for, or the cut for a matrix of gate_up or down."""
+    """Returns the tiles asked for, or the cut for a matrix of gate_up or down."""
     if tiles is not None or is_bf16(w):
         return tiles or moe_prefill_tiles()
     if is_e4m3(w):  # 128 weight rows a program; 256 of gate and up, if three stages of those fit

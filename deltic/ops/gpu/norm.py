@@ -169,7 +169,7 @@ def store_norm(p_row, pieces, weights, width, inverse_width, eps, LANES: tl.cons
     for j in tl.static_range(PIECES):
         o_col = j * LANES + tl.arange(0, LANES)
         b_y = pieces[j] * b_inverse * (1.0 + weights[j])
-        # not p_row + o_col: Triton 3.6 would ask for half as many partials at once (LOG.md)
+        # not p_row + o_col: Triton 3.6 would ask for half as many partials at once (docs/log/2026-11.md)
         tl.store(p_row + j * LANES + tl.arange(0, LANES), b_y.to(tl.bfloat16), mask=o_col < width)
 
 

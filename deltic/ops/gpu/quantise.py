@@ -67,7 +67,7 @@ def _int8(w: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _e4m3(w: Tensor, n_matrices: int, n: int) -> tuple[Tensor, Tensor]:
-    """One scale for BLOCK_ROWS of a matrix's n rows, as in the published checkpoints."""
+    """Codes w with one scale for BLOCK_ROWS of a matrix's n rows, as in the published checkpoints."""
     blocks = torch.split(w.abs().amax(0).view(n_matrices, n, -1), BLOCK_ROWS, 1)
     scale = torch.cat([block.amax(1, keepdim=True).expand_as(block) for block in blocks], 1).flatten() / 448.0
     codes = torch.where(scale == 0, 0.0, w / scale).clamp_(-448.0, 448.0).to(torch.float8_e4m3fn)

@@ -1,4 +1,4 @@
-"""How a recurrent state in bfloat16 is rounded: up or down at random, as csrc/gdn.cpp and
+"""Rounding of a recurrent state to bfloat16: up or down at random, as csrc/gdn.cpp and
 `tests.reference.layers.stochastic_bfloat16` do it.
 
 The nearer value would swallow every change below half of a value's last bit, and with it a slow decay. The
@@ -24,7 +24,7 @@ def _mixed(x):
 
 @triton.jit
 def rounding_seed(position, layer, i_head):
-    """What the hashes of a head's elements begin with. layer: its number among those with a state."""
+    """Seed with which the hashes of a head's elements begin. layer: its number among those with a state."""
     return _mixed(position.to(tl.uint32) ^ _mixed((layer * 65536 + i_head).to(tl.uint32)))
 
 
@@ -46,5 +46,5 @@ def noisy(b_state, b_mask, o_key, o_row, seed):
 
 @triton.jit
 def cut(b_bits):
-    """What `noisy` gives as the rounded values, in float32."""
+    """Cuts what `noisy` gives to the rounded values, in float32."""
     return (b_bits & 0xFFFF0000).to(tl.float32, bitcast=True)

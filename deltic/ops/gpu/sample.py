@@ -46,7 +46,7 @@ COLLECT_EACH = 4
 that leave at once.
 """
 BLOCK = 1024
-"""Of a list longer than CAP, the candidates of one pass of a loop; each is compared with WAYS borders."""
+"""Candidates of one pass of a loop over a list longer than CAP. Each is compared with WAYS borders."""
 WAYS = 8
 PART = 256
 """Ids of a tile that biases and penalties take at once."""
@@ -92,7 +92,7 @@ class PlaceParameters:
 
 @dataclass(frozen=True)
 class Draws:
-    """What is to be drawn, int32 [D]."""
+    """Draws of a step, int32 [D]."""
 
     row: Tensor  # of the logits
     place: Tensor  # -1: no draw, nothing is written
@@ -101,7 +101,7 @@ class Draws:
 
 @dataclass(frozen=True)
 class Drawn:
-    """Where D draws leave their results; any of these may be longer."""
+    """Results of D draws. Any of these may be longer."""
 
     token: Tensor  # int32 [D]
     logprob: Tensor  # float32 [D]
@@ -111,7 +111,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class SampleScratch:
-    """Of up to D draws, with T tiles of a row; any contents will do."""
+    """Scratch of up to D draws, with T tiles of a row. Any contents will do."""
 
     best: Tensor  # int64 [D, T]: the likeliest of a tile, value and id, after biases, penalties and bans
     total: Tensor  # float32 [D, T]: sum of exp((value - likeliest) / temperature)

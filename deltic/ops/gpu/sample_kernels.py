@@ -168,7 +168,7 @@ def scan(
     p_best, p_total, p_raw_best, p_raw_total, p_bad, p_values, p_counts, p_n_listed, p_special, p_ahead,
     DECODE: tl.constexpr, DRAFTS: tl.constexpr, TILE: tl.constexpr, IDS: tl.constexpr, PART: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One tile of one row; of p_values and p_counts a program uses its own tile only."""
+    """Scans one tile of one row. A program uses its own tile of p_values and p_counts only."""
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     i_tile, i = tl.program_id(0), tl.program_id(1)
@@ -382,7 +382,7 @@ def _survey(p_list, n_list, p_v, top, t, min_p, cut, best, BLOCK: tl.constexpr):
 
 @triton.jit
 def share_of(x, top_p):
-    """What top-p must reach of x: at least 1."""
+    """Share of x that top-p must reach: at least 1."""
     return tl.maximum(tl.ceil(x.to(tl.float64) * top_p.to(tl.float64)).to(tl.int64), 1)
 
 

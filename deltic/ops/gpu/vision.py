@@ -50,7 +50,7 @@ class PatchGrid:
 
 @dataclass(frozen=True)
 class HeadColumns:
-    """How a head's columns are multiplied: `main`, and `tail` behind them, or none."""
+    """Cut of a head's columns for products: `main`, and `tail` behind them, or none."""
 
     dim: int
     main: int
@@ -77,7 +77,7 @@ def _place_of(t, columns):
 
 @triton.jit(do_not_specialize=["begin", "n", "columns", "frame_bytes"])
 def _patches_kernel(p_pixels, p_table, p_out, begin, n, columns, frame_bytes, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
-    """One program: a patch, its values in the order (channel, frame, y, x)."""
+    """Writes the values of one patch a program, in the order (channel, frame, y, x)."""
     i = tl.program_id(0)
     t = begin + i
     row, column = _place_of(tl.minimum(t, n - 1), columns)
@@ -93,7 +93,8 @@ def _patches_kernel(p_pixels, p_table, p_out, begin, n, columns, frame_bytes, WI
 
 @triton.jit
 def _neighbours(index, size, side):
-    """Where a place of `size` lies between two of `side`: both, and the way from the first to the second."""
+    """Places among `side` that are beside a place of `size`: both, and the way from the first to the second.
+    """
     at = tl.div_rn((index * (side - 1)).to(tl.float32), tl.maximum(size - 1, 1).to(tl.float32))
     low = tl.minimum(at.to(tl.int32), side - 1)
     return low, tl.minimum(low + 1, side - 1), at - low.to(tl.float32)
@@ -133,7 +134,7 @@ def _keys_kernel(
     p_qkv, p_cos, p_sin, p_memory, begin, n, columns, n_most,
     HEADS: tl.constexpr, D: tl.constexpr, HALF_P2: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """One program: ROWS patches times one head of q | k | v."""
+    """Prepares ROWS patches times one head of q | k | v, a program."""
     i_h = tl.program_id(1)
     o_t = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     o_r = tl.arange(0, HALF_P2)
@@ -160,8 +161,9 @@ def _attention_kernel(
     queries, queries_tail, tiles, tiles_tail, p_out, begin, n, n_most, scale,
     HEADS: tl.constexpr, D: tl.constexpr, MAIN: tl.constexpr, TAIL: tl.constexpr, ROWS: tl.constexpr,
 ):
-    """One program: ROWS patches (grid axis 0) times one head. queries, tiles: the memory as rows of a head's
-    columns, tiles of [ROWS, MAIN] and [KEYS, MAIN]; with _tail, of their last TAIL columns.
+    """Attends with ROWS patches (grid axis 0) times one head, a program. queries, tiles: the memory as rows
+    of a head's columns, tiles of [ROWS, MAIN] and [KEYS, MAIN]. queries_tail, tiles_tail: tiles of their last
+    TAIL columns.
     """
     first, i_h = tl.program_id(0) * ROWS, tl.program_id(1)
     o_row, o_key = tl.arange(0, ROWS), tl.arange(0, KEYS)

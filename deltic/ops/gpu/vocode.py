@@ -1,5 +1,5 @@
-"""What the vocoder needs beside convolutions: codes to vectors, norms, attention over a window, the depthwise
-norm, the last samples.
+"""Operators of the vocoder beside convolutions: codes to vectors, norms, attention over a window, the
+depthwise norm, the last samples.
 
 All read float32 or pairs (ops/gpu/conv.py) and compute in float32; each row is one program or one row of a
 tile whose sums have one fixed layout, so no bit depends on the chunk or on the streams beside. The
@@ -20,7 +20,7 @@ from deltic.ops.gpu.conv import Ring, Streams, history_row, ring_row, store_pair
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 
 MAX_WIDTH = 1024
-"""Of the rows that one program norms."""
+"""Columns of the widest row that one program norms."""
 WAVE_BLOCK = 32
 
 
@@ -74,7 +74,7 @@ def _window_kernel(
     p_qkv, p_cos, p_sin, p_pair, plane, p_slot, p_head, head_stride, p_from, from_stride, t, index, scale,
     HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, PDL: tl.constexpr,
 ):
-    """One head of one row; key j is the one j rows before it."""
+    """Attends with one head of one row. Key j is the one j rows before it."""
     _wait(PDL)
     A: tl.constexpr = HEADS * D
     HALF: tl.constexpr = D // 2

@@ -37,7 +37,7 @@ def rows_of(operator: str, w: Matrix | Piece) -> Tensor:
 
 
 def is_bf16(w: Matrix) -> bool:
-    """Whether `rows_of` has it."""
+    """Returns whether `rows_of` has it."""
     return len(w.pieces) == 1 and w.whole.layout == "rows" and w.whole.format.codes == "bf16"
 
 
@@ -196,7 +196,8 @@ def _random(format: WeightFormat, values: Array) -> Quantised:
 
 
 def _drawn(format: WeightFormat, k: int, block: Array, device: torch.device | str) -> Piece:
-    """As many rows as a block of values has, in this format: made of it, or random as it is."""
+    """Makes as many rows as a block of values has, in this format: made of the values, or random as they are.
+    """
     n = max(1, len(block) // k)
     if format.codes == "e4m3":  # an odd number of blocks: each of many matrices of 2^n begins elsewhere
         n = max(3, n // BLOCK_ROWS - 1 | 1) * BLOCK_ROWS
@@ -247,7 +248,9 @@ class DeviceStore:
             _flat(part)[begin : begin + rows.size].copy_(to_device(rows, self.device).view(-1))
 
     def tile(self, part: Any | Piece, block: Array, offset: int) -> None:
-        """In a format that is not made of bfloat16: with random codes, as large as the block's values."""
+        """Repeats a block of values over a part. A format that is not made of bfloat16 gets random codes, as
+        large as the block's values.
+        """
         if isinstance(part, Piece) and part.format.codes != "bf16":
             key = part.format.name, part.k, id(block)
             if key not in self._drawn:
