@@ -1,4 +1,4 @@
-"""Where a model's files are: the built-in model, a checkpoint directory, a GGUF file, a hub name, or a shape
+"""Finds a model's files: the built-in model, a checkpoint directory, a GGUF file, a hub name, or a shape
 without any. A GGUF file stands wherever a directory does: what would be in its files is in its metadata.
 
 Imports no torch: the HTTP process finds the tokenizer and the template here, the engine process the weights.
@@ -85,7 +85,7 @@ def n_real_ids(config: EngineConfig, directory: Path, shape: ModelShape) -> int:
 
 
 def drawable_ids(config: EngineConfig) -> tuple[int, tuple[int, ...]]:
-    """How many ids a text model draws from, and those that end its texts.
+    """Returns the number of ids a text model draws from, and the ids that end its texts.
 
     Raises as `locate` and `n_real_ids`.
     """
@@ -184,7 +184,7 @@ def locate(config: EngineConfig) -> tuple[Path, ModelShape]:
 
 
 def _as_asked(shape: ModelShape, config: EngineConfig) -> ModelShape:
-    """With what the configuration changes. Raises ConfigError for a --rope-scaling that is none."""
+    """Applies the configuration to a shape. Raises ConfigError for a --rope-scaling that is none."""
     shape = replace(shape, state_dtype=config.state_dtype)
     if config.rope_scaling is None:
         return shape
@@ -195,14 +195,14 @@ def _as_asked(shape: ModelShape, config: EngineConfig) -> ModelShape:
 
 
 def speaks(config: EngineConfig) -> bool:
-    """Whether the configured model is a speech model. Raises CheckpointError."""
+    """Returns whether the configured model is a speech model. Raises CheckpointError."""
     if config.dummy is not None:
         return config.dummy.lower() in PUBLISHED_SPEECH
     return config.model != BUILT_IN and is_speech(model_directory(config, TEXT_FILES))
 
 
 def locate_speech(config: EngineConfig) -> tuple[Path, SpeechShape]:
-    """As `locate`, of a model that speaks."""
+    """Does what `locate` does, for a model that speaks."""
     if config.dummy is not None:
         return DEMO, PUBLISHED_SPEECH[config.dummy.lower()]
     directory = model_directory(config)

@@ -49,7 +49,9 @@ _OTHERS = {
 
 
 def of_another_family(name: object) -> str:
-    """What is wrong with a model of this architecture; empty for one of ours, or that is not known."""
+    """Says what is wrong with a model of this architecture. Empty for one of ours, or one that
+    is not known.
+    """
     bare = "".join(filter(str.isalnum, name.lower())) if isinstance(name, str) else ""
     begin = max((begin for begin in _OTHERS if bare.startswith(begin)), key=len, default="")
     if not _OTHERS.get(begin):
@@ -70,7 +72,9 @@ class OtherModelError(UnsupportedModelError):
 
 
 def mending(path: Path) -> str:
-    """What mends a damaged file. In the hub's cache a name is a link, and the file behind it in the way."""
+    """Says what mends a damaged file. In the hub's cache a name is a link, and the file behind
+    it in the way.
+    """
     is_cached = path.is_symlink() and path.resolve().parent.name == "blobs"
     return f"delete {path.resolve()} and start again" if is_cached else "download it again"
 

@@ -59,11 +59,13 @@ _NO_MODEL = re.compile(r"mmproj|imatrix|^mtp-", re.IGNORECASE)
 """Names of GGUF files that lie beside a model and are none: its vision tower, statistics, a draft head."""
 
 _TOWER_TYPES = ("bf16", "f16", "f32")
-"""Of a vision tower, as its file's name says it: the one that is taken first."""
+"""Types of a vision tower, as its file's name says them. The first that is there is taken."""
 
 
 class Value(NamedTuple):
-    """Where a value of the metadata is. kind: of a scalar, or of an array's elements; n: None is a scalar."""
+    """Position of a value of the metadata. kind: type of a scalar, or of an array's elements. n: elements of
+    an array; None for a scalar.
+    """
 
     kind: int
     n: int | None
@@ -78,19 +80,19 @@ class GgufTensor:
     name: str
     type: str
     shape: tuple[int, ...]
-    """As the bfloat16 checkpoint has it: ggml counts the other way round."""
+    """Shape as the bfloat16 checkpoint has it: ggml counts the other way round."""
     begin: int
     end: int
 
     @property
     def where(self) -> str:
-        """For messages."""
+        """Name of the tensor and its file, for messages."""
         return f"{self.file}: tensor {self.name!r}"
 
 
 @dataclass
 class Header:
-    """Of one file."""
+    """Header of one file."""
 
     file: Path
     data: mmap.mmap | bytes
@@ -143,7 +145,7 @@ class Gguf:
 
     @functools.cached_property
     def tensors(self) -> dict[str, GgufTensor]:
-        """Of all files, by name. Raises CheckpointError for one that is there twice."""
+        """Tensors of all files, by name. Raises CheckpointError for one that is there twice."""
         found: dict[str, GgufTensor] = {}
         for header in self.headers:
             for name in header.tensors.keys() & found.keys():
@@ -178,7 +180,7 @@ class _Cursor:
         return CheckpointError(f"{self.file}: {what}; {mending(self.file)}")
 
     def skip(self, n_bytes: int) -> int:
-        """Where these bytes begin."""
+        """Steps over n_bytes, and returns where they begin."""
         if n_bytes > len(self.data) - self.at:
             where = f"{n_bytes} bytes at {self.at} are not in its {len(self.data)}"
             raise _CutShort(f"{self.file}: cut short: {where}; {mending(self.file)}")
@@ -251,7 +253,9 @@ def _read_header(file: Path) -> Header:
 
 
 def has_header(file: Path, start: bytes, n_bytes: int) -> bool:
-    """Whether the beginning of a file of n_bytes has its whole header; also for one that is damaged there."""
+    """Returns whether the beginning of a file of n_bytes has its whole header, or a header that is damaged
+    there.
+    """
     cursor = _Cursor(file, start, n_bytes)
     try:
         _walk(cursor, Header(file, start))
@@ -310,7 +314,7 @@ def _tensor(file: Path, name: str, number: int, shape: tuple[int, ...], begin: i
 
 
 def is_gguf(path: Path) -> bool:
-    """Whether a path is that of a GGUF file, by its name."""
+    """Returns whether a path is that of a GGUF file, by its name."""
     return path.suffix.lower() == SUFFIX and path.is_file()
 
 

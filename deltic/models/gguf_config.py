@@ -1,4 +1,4 @@
-"""What a GGUF file's metadata says, as the JSON files of a checkpoint directory say it.
+"""Translates a GGUF file's metadata into the JSON files of a checkpoint directory.
 
 So a GGUF file is read wherever a directory is: `document(file, "config.json")`, likewise
 generation_config.json, tokenizer_config.json and tokenizer.json. The names are those of Hugging Face; what
@@ -70,7 +70,7 @@ _KEYS = _SIZES | _DENSE_SIZES | _EXPERT_SIZES | {
     "beta_fast": "rope.scaling.yarn_beta_fast",
     "beta_slow": "rope.scaling.yarn_beta_slow",
 }  # fmt: skip
-"""All fields that a refusal may name."""
+"""Fields that a refusal may name."""
 
 _TOWER = {
     "general.architecture": "clip",
@@ -80,7 +80,7 @@ _TOWER = {
     "clip.vision.patch_size": PATCH_SIZE,
     "clip.vision.spatial_merge_size": MERGE,
 }
-"""What the file of a vision tower says, if it is one that is run."""
+"""Values in the file of a vision tower that is run."""
 
 _CHANGES = (
     "attention.sliding_window",
@@ -105,11 +105,11 @@ _SAMPLING = {
 
 _PATTERN = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?%s+|\p{N}| ?[^\s%s\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 PATTERNS = {"qwen2": _PATTERN % (r"\p{L}", r"\p{L}"), "qwen35": _PATTERN % (r"[\p{L}\p{M}]", r"\p{L}\p{M}")}
-"""How text is cut before BPE, by ggml's name; Qwen3.5 and later count combining marks as letters."""
+"""Patterns that cut text before BPE, by ggml's name. Qwen3.5 and later count combining marks as letters."""
 
 
 def document(file: Path, name: str) -> dict[str, Any]:
-    """What the JSON file of this name would hold, {} for one that a GGUF file has not. Raises
+    """Returns what the JSON file of this name would hold, {} for one that a GGUF file has not. Raises
     CheckpointError, UnsupportedModelError.
     """
     made = {
@@ -166,7 +166,9 @@ def n_trunk_layers(model: Gguf) -> int:
 
 
 def tiled_value_heads(model: Gguf) -> bool:
-    """Whether value heads are stored tiled (head p belongs to key head p % Hk), not grouped (p // r)."""
+    """Returns whether value heads are stored tiled (head p belongs to key head p % Hk), not
+    grouped (p // r).
+    """
     fields = _Fields(model)
     return architecture(model) != "qwen3next" and fields.number("ssm.time_step_rank") > fields.number("ssm.group_count")
 
@@ -248,7 +250,7 @@ def config(model: Gguf) -> dict[str, Any]:
 
 
 def _layers(fields: _Fields) -> dict[str, Any]:
-    """How many layers there are, and which are recurrent."""
+    """Returns the fields that say how many layers there are, and which are recurrent."""
     n_layers, recurrent = n_trunk_layers(fields.model), fields.get("attention.recurrent_layers")
     if not 1 <= n_layers <= MAX_LAYERS:
         raise UnsupportedModelError(
@@ -378,7 +380,9 @@ def _tokens(model: Gguf) -> tuple[list[str], list[int]]:
 
 
 def highest_id(model: Gguf) -> int:
-    """Of the ids that `tokenizer` has, without reading their texts; -1: none. Raises CheckpointError."""
+    """Returns the highest of the ids that `tokenizer` has, without reading their texts. -1: there is none.
+    Raises CheckpointError.
+    """
     known = (_CONTROL, _USER_DEFINED, _NORMAL, _UNKNOWN, _BYTE)
     return max((i for i, kind in enumerate(_kinds(model)) if kind in known), default=-1)
 

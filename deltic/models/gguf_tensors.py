@@ -28,7 +28,7 @@ from deltic.ops.arrays import Array
 from deltic.ops.formats import WEIGHT_FORMATS, Quantised, WeightFormat
 
 MAX_EXPERTS = 4096
-"""No model comes near them; each becomes three tensors."""
+"""Limit of experts. No model comes near it; each expert becomes three tensors."""
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 
@@ -59,7 +59,7 @@ _LAYER = {
     for part in ("gate", "up", "down")
     for shared in ("", "_shexp")
 }
-"""Of a layer's tensors, behind `blk.3.` and `model.layers.3.`."""
+"""Names of a layer's tensors, behind `blk.3.` and `model.layers.3.`."""
 
 _NEXTN = {
     "eh_proj": "fc",
@@ -69,10 +69,10 @@ _NEXTN = {
     "embed_tokens": "embed_tokens",
     "shared_head_head": "shared_head",
 }
-"""Of the MTP head's, behind `blk.40.nextn.` and `mtp.`."""
+"""Names of the MTP head's tensors, behind `blk.40.nextn.` and `mtp.`."""
 
 _EXPERTS = {"gate": ("gate",), "up": ("up",), "down": ("down",), "gate_up": ("gate", "up")}
-"""What is in the rows of an expert, in equal parts, by the middle of `ffn_gate_exps`."""
+"""Matrices in the rows of an expert, in equal parts, by the middle of `ffn_gate_exps`."""
 
 _TOWER = {
     "v.patch_embd": "patch_embed.proj",
@@ -81,7 +81,7 @@ _TOWER = {
     "mm.0": "merger.linear_fc1",
     "mm.2": "merger.linear_fc2",
 }
-"""Of a vision tower, without `.weight` or `.bias`; behind `model.visual.`."""
+"""Names of a vision tower's tensors, without `.weight` or `.bias`; behind `model.visual.`."""
 
 _TOWER_BLOCK = {
     "ln1": "norm1",
@@ -91,7 +91,7 @@ _TOWER_BLOCK = {
     "ffn_up": "mlp.linear_fc1",
     "ffn_down": "mlp.linear_fc2",
 }
-"""Of its blocks, behind `v.blk.3.` and `blocks.3.`."""
+"""Names of a vision block's tensors, behind `v.blk.3.` and `blocks.3.`."""
 
 _TOWER_NAME = re.compile(r"(?:v\.blk\.(0|[1-9]\d{0,4})\.)?(.+)\.(weight|bias)")
 
@@ -102,8 +102,8 @@ _BLOCK = re.compile(r"blk\.(\d{1,5})\.(.+)")
 
 
 def stored_tensors(model: Gguf, unused: tuple[str, ...] = ()) -> dict[str, StoredTensor]:
-    """All tensors by the names of the bfloat16 checkpoint, in the flat layout: `model.`, `lm_head.`,
-    `mtp.`.
+    """Returns the tensors by their names in the bfloat16 checkpoint, in the flat layout: `model.`,
+    `lm_head.`, `mtp.`.
 
     A tensor that no such checkpoint has keeps its name. unused: how the names begin of those that may be of
     any type. Raises CheckpointError for types that are not read, and for shapes that no such checkpoint has.
@@ -166,7 +166,7 @@ class Rows:
     files: MappedFiles
     shape: tuple[int, ...]
     first: int = 0
-    """Its first row in the tensor."""
+    """First row in the tensor."""
     change: Callable[[Array], Array] | None = None
     """Makes the checkpoint's values of the stored ones, float32 of float32."""
 
@@ -183,7 +183,7 @@ class Rows:
         return "F32" if self.change else self.tensor.type
 
     def read(self, begin: int, end: int) -> Array | Quantised:
-        """As of every StoredTensor."""
+        """Reads rows as every StoredTensor does."""
         tensor, n, k = self.tensor, end - begin, self.shape[-1]
         n_rows = math.prod(tensor.shape) // k
         n_bytes = (tensor.end - tensor.begin) // n_rows
@@ -228,7 +228,7 @@ class Frames:
         return self.first.dtype
 
     def read(self, begin: int, end: int) -> Array:
-        """As of every StoredTensor."""
+        """Reads rows as every StoredTensor does."""
         *_, y, x = self.first.shape
         low, high = begin // (2 * y), -(-end // (2 * y))  # channels
         frames = [np.asarray(one.read(low * y, high * y)).reshape(-1, y, x) for one in (self.first, self.second)]
@@ -237,7 +237,7 @@ class Frames:
 
 
 def _renamed(whole: Rows, n_layers: int) -> Iterator[tuple[str, Rows]]:
-    """What a tensor of the file is in the checkpoint: one tensor, or those of each expert."""
+    """Yields what a tensor of the file is in the checkpoint: one tensor, or those of each expert."""
     name = whole.tensor.name
     match = _BLOCK.fullmatch(name)
     if match is None:
@@ -262,8 +262,8 @@ def _renamed(whole: Rows, n_layers: int) -> Iterator[tuple[str, Rows]]:
 
 
 def name_in_file(name: str, n_layers: int) -> str:
-    """What a GGUF file of so many layers calls a tensor of the bfloat16 checkpoint; a name that no such file
-    has, as it is.
+    """Returns the name in a GGUF file of so many layers for a tensor of the bfloat16 checkpoint. A name that
+    no such file has is returned as it is.
     """
     match = re.fullmatch(r"(model|mtp)\.layers\.(\d+)\.(.+)", name)
     if match is not None:
@@ -283,7 +283,7 @@ def name_in_file(name: str, n_layers: int) -> str:
 
 
 def tower_name_in_file(name: str) -> str:
-    """As `name_in_file`, of a tensor of a vision tower."""
+    """Does what `name_in_file` does, for a tensor of a vision tower."""
     match = re.fullmatch(r"blocks\.(\d+)\.(.+)\.(?:weight|bias)", name)
     base, _, last = name.rpartition(".")
     names, start = (_TOWER_BLOCK, f"v.blk.{match[1]}.") if match else (_TOWER, "")

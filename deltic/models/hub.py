@@ -35,7 +35,7 @@ from deltic.models.fields import CheckpointError, of_another_family
 from deltic.models.gguf import SUFFIX, chosen, has_header, models_among, tower_among
 
 _SITE = re.compile(r"(https?://)?(www\.)?(hf\.co|huggingface\.co)/|hf://", re.IGNORECASE)
-"""What stands before the name of a model where it was copied from a browser or from another program."""
+"""Text in front of a model's name that was copied from a browser or from another program."""
 
 _HUB_NAME = re.compile(
     r"(?P<repository>[\w.-]+/[\w.-]+)(:(?P<what>[\w./-]+)|/(?P<kind>tree|blob|resolve)/(?P<revision>[^/]+)(/(?P<path>.+))?)?"
@@ -44,41 +44,41 @@ _HUB_NAME = re.compile(
 _HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
 
 LOOK_S = 0.5
-"""How often it is told what has come."""
+"""Seconds between two reports of what has come."""
 
 TELLING_S = 10.0
-"""How long the hub may take to tell its files, as the library has it."""
+"""Seconds that the hub may take to tell its files, as the library has it."""
 
 N_AT_ONCE = 8
 """Files that come at the same time, as the library has it."""
 
 N_BREAKS = 20
-"""How often a file is asked for where the library, which goes on through most breaks, has given up."""
+"""Times that a file is asked for again where the library, which goes on through most breaks, has given up."""
 
 MAX_HTTP_BYTES = 50_000_000_000
 """The biggest file that the hub gives over plain HTTP."""
 
 CHUNK_BYTES = 1 << 18
-"""What of a file is written or read at once; what a break may cost."""
+"""Bytes of a file that are written or read at once. A break may cost them."""
 
 HEAD_BYTES = 1 << 16
-"""What an outline asks for first of a file of weights: the header of most."""
+"""Bytes that an outline asks for first of a file of weights: the header of most."""
 
 MAX_GAP_BYTES = 1 << 14
-"""Between two parts of a file that are asked for together."""
+"""Largest gap between two parts of a file that are asked for together, in bytes."""
 
 _VOCABULARY = ("tokenizer.json", "vocab.json", "merges.txt")
-"""What of a model's small files is not small."""
+"""Small files of a model that are not small."""
 
 _DECIDING = ("weight_shape", "weight_g_idx")
 """Tensors whose values a plan looks at; `g_idx`, too, where the configuration speaks of an order."""
 
 TELL_AFTER_S = 1.0
-"""What is in the cache takes less, and needs no word."""
+"""Seconds before a download is told: what is in the cache takes less."""
 
 
 class Download(msgspec.Struct, frozen=True):
-    """What is to be there."""
+    """Request of a download: a model, and the files wanted."""
 
     name: str
     """owner/model; with `:Q4_K_M`: of its GGUF files those of these bits."""
@@ -89,11 +89,11 @@ class Download(msgspec.Struct, frozen=True):
     revision: str | None = None
     """A branch, a tag or a commit; None: the hub's default."""
     directory: str | None = None
-    """Where the cache is; None: where HF_HOME says."""
+    """Directory of the cache. None: where HF_HOME says."""
 
 
 class Part(msgspec.Struct):
-    """One file that was not in the cache."""
+    """Progress of one file that was not in the cache."""
 
     name: str
     total_bytes: int
@@ -103,7 +103,7 @@ class Part(msgspec.Struct):
 
 
 class Progress(msgspec.Struct, tag="progress"):
-    """How much has come, and the files under way."""
+    """Progress of a download: bytes that have come, and the files under way."""
 
     done_bytes: int
     total_bytes: int
@@ -116,7 +116,7 @@ class Outcome(msgspec.Struct, tag="outcome"):
     directory: str | None = None
     error: str | None = None
     may_pass: bool = False
-    """Whether that is a DownloadFailed."""
+    """True if the error is a DownloadFailed."""
 
 
 class DownloadFailed(CheckpointError, MayPass):
@@ -128,16 +128,16 @@ class HubName(NamedTuple):
 
     repository: str
     what: str = ""
-    """Of its GGUF files: bits, as `Q4_K_M`, or the path of one."""
+    """Choice among its GGUF files: bits, as `Q4_K_M`, or the path of one."""
     revision: str | None = None
-    """Where the name is an address of a branch, a tag or a commit."""
+    """Revision, where the name is an address of a branch, a tag or a commit."""
 
     def __str__(self) -> str:
         return f"{self.repository}:{self.what}" if self.what else self.repository
 
 
 def hub_name(text: str) -> HubName | None:
-    """What a name means as people type and paste it: owner/model, owner/model:Q4_K_M, owner/model:FILE.gguf,
+    """Reads a name as people type and paste it: owner/model, owner/model:Q4_K_M, owner/model:FILE.gguf,
     hf.co/... or the address in a browser, in quotes or not. None: it has none of these forms.
     """
     bare = _SITE.sub("", text.strip(" \t\n\"'`<>\u2018\u2019\u201c\u201d"), count=1)
@@ -152,12 +152,12 @@ def hub_name(text: str) -> HubName | None:
 
 
 def is_hub_name(name: str) -> bool:
-    """Whether it can only be a name on the hub: of its form, and nothing here."""
+    """Returns whether this can only be a name on the hub: it has the form, and nothing here has the name."""
     return hub_name(name) is not None and not Path(name).expanduser().exists()
 
 
 def wanted_of(text: str, files: tuple[str, ...], revision: str | None, directory: Path | None) -> Download:
-    """What is to be downloaded of a name for which `is_hub_name` holds. revision: in place of the name's."""
+    """Makes the download of a name for which `is_hub_name` holds. revision: in place of the name's."""
     name = hub_name(text)
     assert name is not None
     folder = str(directory.expanduser()) if directory else None
@@ -220,8 +220,8 @@ def _explained(name: str, given: str | None) -> Iterator[None]:
 
 
 def _told(name: str, revision: str | None) -> Any:
-    """What the hub tells of a model and its files; None: nothing (it cannot be reached, or wants a token).
-    Then all is left to the library, which says what is wrong or finds everything in the cache.
+    """Asks the hub for a model and its files. Returns None if the hub tells nothing (it cannot be reached, or
+    wants a token). The library then says what is wrong, or finds everything in the cache.
     """
     from huggingface_hub import HfApi
 
@@ -290,14 +290,14 @@ def _cache_of(name: str, directory: str | None) -> Path:
 
 
 def _is_safe(path: str) -> bool:
-    """Whether a path that the hub tells leads nowhere else."""
+    """Returns whether a path that the hub tells leads nowhere else."""
     return not {"..", "/"} & {*Path(path).parts}
 
 
 def outline(wanted: Download, folder: Path, *, has_tokenizer: bool = False) -> Path:
-    """As `download`, of a model that is to be planned: what its files say, without its weights and its
+    """Does what `download` does for a model that is to be planned: it gets the files without weights and
     vocabulary. Files of weights have their whole size there, and their header, and behind it nothing, which
-    takes no room; what the cache has is linked. Some kilobytes are read of a file; of a GGUF file more, whose
+    takes no room. What the cache has is linked. Some kilobytes are read of a file, of a GGUF file more, whose
     header has the vocabulary.
 
     folder: where they are put. has_tokenizer: it is another's. Where the hub cannot be reached, what the
@@ -395,7 +395,8 @@ class _Bounded(io.BytesIO):
 
 
 def _deciding(start: bytes, directory: Path) -> Iterator[tuple[int, int]]:
-    """Where the tensors of a safetensors file are whose values decide, those that are near together as one.
+    """Yields the ranges of a safetensors file with tensors whose values decide. Ranges that are near together
+    are one.
 
     start: of the file, with its header, which is not believed.
     """
@@ -527,7 +528,7 @@ def _get(part: Part, name: str, commit: str, half: Path) -> int:
 
 
 def _is_right(part: Part, file: Path, blob: str) -> bool:
-    """Whether the file is the blob of this name: the SHA-256 of a big file, git's of a small one."""
+    """Returns whether the file is the blob of this name: the SHA-256 of a big file, git's of a small one."""
     part.stage, part.checked_bytes = "checking", 0
     is_big = len(blob) == 64
     digest = hashlib.sha256() if is_big else hashlib.sha1(b"blob %d\0" % part.total_bytes, usedforsecurity=False)

@@ -1,4 +1,4 @@
-"""How quantised matrices lie in safetensors files, one class a layout; each reads ranges of rows.
+"""Layouts of quantised matrices in safetensors files, one class a layout. Each reads ranges of rows.
 
     Fp8       weight F8_E4M3, with scales of blocks of 128 x 128, of rows or of the tensor (Qwen's FP8,
               compressed-tensors, ModelOpt)
@@ -30,11 +30,11 @@ from deltic.ops.arrays import Array
 from deltic.ops.formats import WEIGHT_FORMATS, Quantised, WeightFormat
 
 PLAIN = ("BF16", "F16", "F32")
-"""Of values that need no scale, and of most scales."""
+"""Types of values that need no scale, and of most scales."""
 
 _BLOCK = 128
 _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
-"""Which of a word's eight columns each nibble holds, from the lowest on."""
+"""Columns of a word's eight that the nibbles hold, from the lowest nibble on."""
 
 _LESS_ONE = {
     "gptq": True,
@@ -52,7 +52,7 @@ Rows = tuple[Array, Array, Array | None, Array | None]
 
 @dataclass(frozen=True)
 class Said:
-    """What a quantization_config says that tensors cannot."""
+    """Settings of a quantization_config that tensors do not tell."""
 
     is_symmetric: bool
     """GPTQ, AWQ, AutoRound: the zero of every matrix is half the range."""
@@ -170,7 +170,7 @@ class Stored:
     """A quantised matrix, or a stack of them; `rows` of a subclass reads."""
 
     kind: str
-    """As the names of published formats tell them apart: fp8, nvfp4, mxfp4, packed, int8, awq, gptq."""
+    """Kind, as the names of published formats tell them apart: fp8, nvfp4, mxfp4, packed, int8, awq, gptq."""
     zero: Header | None = None
     spread: tuple[int, int]
     """Rows and columns that share a scale of the file; 0: all of them."""
@@ -304,7 +304,7 @@ class _Integers(Stored):
 
     scale: Header
     repeat: int
-    """How many groups of the format share a scale of the file."""
+    """Groups of the format that share a scale of the file."""
     bits: int
 
     def choose(self, module: Module, role: str, shape: tuple[int, ...], n_groups: int, scale: str) -> None:

@@ -42,7 +42,7 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 Role = Literal["plain", "sensitive", "kept"]
-"""How much a matrix may lose when weights are quantised.
+"""Role of a matrix: the precision it may lose when weights are quantised.
 
 A plain one takes the precision that is asked for. A sensitive one keeps 8 bits of int4, and 16 of fp8: the
 head and the last layer's `down`, whose errors nothing evens out any more, and the embedding, which is often
@@ -93,7 +93,7 @@ _UNIT: dict[Layout, int] = {"strips": STRIP, "rows": BLOCK_ROWS}
 """Rows that stay together: of a strip, and of what --quantize fp8 rounds by blocks."""
 
 _MOST_THREADS = 8
-"""That read: Python's lock keeps more of them waiting."""
+"""Threads that read, at most: Python's lock keeps more of them waiting."""
 
 _DUMMY_BLOCK = 4_194_301  # prime, so that no two rows of a tiled matrix start at the same element
 
@@ -107,14 +107,14 @@ class Mlp:
 
 
 class Share(NamedTuple):
-    """Of the matrices, what has one format."""
+    """Size of the matrices that have one format."""
 
     n_weights: int
     n_bytes: int
 
 
 def shares_text(formats: Mapping[str, Share]) -> str:
-    """For people: parts of the bytes of the matrices, and bits a weight."""
+    """Describes the formats for people: their shares of the bytes of the matrices, and bits a weight."""
     n_weights, n_bytes = (sum(part) for part in zip(*formats.values(), strict=True))
     parts = {name: round(100 * share.n_bytes / n_bytes) for name, share in formats.items()}
     said = ", ".join(f"{name} {part or 'under 1'} %" for name, part in parts.items())
@@ -127,7 +127,7 @@ class Parts:
     """
 
     def formats(self) -> dict[str, Share]:
-        """By the name of the format, the one of most bytes first."""
+        """Shares by the name of the format, the one of most bytes first."""
         found: dict[str, Share] = {}
         pieces = (piece for _, part in self.named_parts() if isinstance(part, Matrix) for piece in part.pieces)
         for piece in pieces:
@@ -199,15 +199,15 @@ def transposed(part: Any) -> Any:
 
 
 class Store(Protocol):
-    """Where weights live: what makes their memory, and puts values into it."""
+    """Memory in which weights live. It makes room for them, and puts values into it."""
 
     @property
     def layout(self) -> Layout:
-        """Of the matrices."""
+        """Layout of the matrices."""
 
     @property
     def n_threads(self) -> int:
-        """How many may put values at once."""
+        """Threads that may put values at once."""
 
     def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Uninitialised memory of a part."""
@@ -269,7 +269,7 @@ COUNTED, COUNTED_ROWS = Counted(), Counted(layout="rows")
 
 @dataclass(frozen=True)
 class Stored:
-    """One checkpoint tensor, and the rows of a part that it fills: `sizes` rows each, one range after
+    """Tensor of a checkpoint, and the rows of a part that it fills: `sizes` rows each, one range after
     another.
 
     Its own rows are `n_groups` equal groups, each holding a share of every range: so Next interleaves q, k, v
@@ -283,7 +283,7 @@ class Stored:
     first: int = 0
     """The first row of a group that is wanted."""
     shape: tuple[int, ...] = ()
-    """As stored; (): [all rows, K]."""
+    """Shape as stored. (): [all rows, K]."""
 
     def runs(self, i: int, n_matrices: int, begin: int, end: int) -> Iterator[tuple[int, int]]:
         """Ranges of the tensor's rows that are rows [begin, end) of a part; of a tensor of several matrices
@@ -314,11 +314,13 @@ class Planned:
 
     target: Any | Matrix
     stored: tuple[Stored, ...]
-    """Of several matrices: all of the first one, then all of the next, or one that holds all of them."""
+    """Tensors of the part. For several matrices: all of the first one, then all of the next, or one that
+    holds all of them.
+    """
     dtype: DTypeLike = bfloat16
-    """Of its rows, before they are packed."""
+    """Type of the rows, before they are packed."""
     minus: float = 0.0
-    """What is subtracted from every value."""
+    """Number that is subtracted from every value."""
 
     def runs(self, n_matrices: int, i: int, begin: int, end: int) -> Iterator[tuple[str, int, int]]:
         """Names of stored tensors and ranges of their rows: together rows [begin, end) of matrix i."""
@@ -386,15 +388,15 @@ class Declaration:
 
 
 def _identity(path: Path) -> tuple[object, ...]:
-    """Of the files, so that others are read anew."""
+    """Identifies the files of a checkpoint, so that changed ones are read anew."""
     files = sorted(path.glob("*.safetensors*")) if path.is_dir() else [path]
     stats = [(file, file.stat()) for file in files if file.exists()]
     return tuple((file, s.st_dev, s.st_ino, s.st_size, s.st_mtime_ns, s.st_ctime_ns) for file, s in stats)
 
 
 def read_headers(path: Path) -> dict[str, Header]:
-    """Of all files of a checkpoint; they are known until a file changes, or `forget_headers`, since a start
-    asks for them several times. Raises CheckpointError.
+    """Reads the headers of all files of a checkpoint. They are kept until a file changes, or
+    `forget_headers`, since a start asks for them several times. Raises CheckpointError.
     """
     return dict(_headers_of(path, _identity(path)))
 
@@ -484,7 +486,7 @@ def copy_parts(
 
 
 def _done(jobs: Iterable[Callable[[], int]], n_threads: int) -> Iterator[int]:
-    """What jobs give, in their order. Some more than the threads are made at a time."""
+    """Yields what jobs give, in their order. Some more jobs than the threads are made at a time."""
     waiting = deque[Future[int]]()
     with ThreadPoolExecutor(n_threads, "load") as pool:
         try:
@@ -499,7 +501,7 @@ def _done(jobs: Iterable[Callable[[], int]], n_threads: int) -> Iterator[int]:
 
 
 def _jobs(part: Planned, tensors: Mapping[str, StoredTensor], store: Store) -> Iterator[Callable[[], int]]:
-    """Each reads and stores a block of the part, and gives its bytes there."""
+    """Yields jobs. A job reads and stores a block of the part, and returns its bytes there."""
     target = part.target
     if not isinstance(target, Matrix):
         yield partial(_copy_values, part, tensors, store)
@@ -618,8 +620,8 @@ def format_of(role: Role, quantize: str | None) -> WeightFormat:
 
 
 def _names_of(path: Path) -> tuple[Callable[[str], str], str, Callable[..., str]]:
-    """For messages: how a file names a tensor of the bfloat16 checkpoint, what says its size, and in which
-    fields; of one that is missing also where its layer comes from.
+    """Returns texts for messages: how a file names a tensor of the bfloat16 checkpoint, what says its size,
+    and in which fields. For a missing one they say also where its layer comes from.
     """
 
     def said_by(name: str, is_missing: bool = False) -> str:

@@ -30,7 +30,7 @@ DTYPES = {
     "I8": np.dtype(np.int8),
     "U8": np.dtype(np.uint8),
 }
-"""What is read, by the format's names."""
+"""Types that are read, by the format's names."""
 
 _REMAP_BYTES = 1 << 28
 """A mapped file counts as resident as far as it was read: map it afresh after this much."""
@@ -38,7 +38,9 @@ _REMAP_BYTES = 1 << 28
 
 @dataclass(frozen=True)
 class Header:
-    """What a file says about one tensor, known without reading it. Its bytes are [begin, end) of the file."""
+    """Description of one tensor in a file, known without reading it. Its bytes are [begin, end)
+    of the file.
+    """
 
     file: Path
     shape: tuple[int, ...]
@@ -47,7 +49,9 @@ class Header:
     end: int
 
     def rows(self, begin: int, end: int) -> Header:
-        """Of rows [begin, end) of all [rows, K]: K is the last dimension, those before it are rows."""
+        """Returns the header of rows [begin, end) of all [rows, K]: K is the last dimension, those before it
+        are rows.
+        """
         *rows, k = self.shape or (1,)
         n_bytes = (self.end - self.begin) // max(math.prod(rows), 1)
         return Header(self.file, (end - begin, k), self.dtype, self.begin + begin * n_bytes, self.begin + end * n_bytes)

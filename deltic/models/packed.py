@@ -53,12 +53,14 @@ from deltic.ops.matrix import Matrix
 from deltic.private import make_private
 
 VERSION = "2"
-"""Of the layout of csrc/format.h and of the parts' names: a file of another version is packed anew."""
+"""Version of the layout of csrc/format.h and of the parts' names. A file of another version is
+packed anew.
+"""
 
 _LINE = 64
 _PAGE = 4096
 TOWER = "vision.safetensors"
-"""Of a packed model, beside its weights."""
+"""File of a packed model's vision tower, beside its weights."""
 
 _ADVICE = "it must be packed again"
 _ABANDONED_S = 3600.0
@@ -260,8 +262,8 @@ def check_packed(file: Path, shape: ModelShape) -> None:
 def map_parts(
     file: Path, empty: Callable[[str | None, set[str]], P], n_threads: int, progress: Progress | None = None
 ) -> tuple[P, list[str]]:
-    """As map_packed, of any model: `empty` gives its weights without memory, from the format and the names in
-    the file.
+    """Does what map_packed does, for any model: `empty` gives its weights without memory, from the format and
+    the names in the file.
     """
     weights, notices, placed = _placed(file, empty)
     files, mapped = MappedFiles(), dict[str, Array]()
@@ -310,8 +312,8 @@ def _touch(data: Array, n_threads: int) -> None:
 
 
 def cache_file(config: EngineConfig, directory: Path) -> Path:
-    """Where the cache keeps the packed weights of this checkpoint: a name that changes when a file of it
-    does.
+    """Names the file in which the cache keeps the packed weights of this checkpoint. The name changes when a
+    file of the checkpoint does.
     """
     assert config.weights_cache is not None
     if config.dummy is not None:
@@ -335,7 +337,7 @@ def through_cache(
     load: Callable[[], tuple[P, list[str]]],
     progress: Progress | None = None,
 ) -> tuple[P, list[str]]:
-    """What `load` gives, or the cache has of an earlier start, with notices.
+    """Returns what `load` gives, or the cache has of an earlier start, with notices.
 
     Whatever is wrong with the cache is one of them: it costs a load, not the start. progress: of the writing.
     Raises ConfigError where its files may be anybody's.

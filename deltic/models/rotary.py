@@ -57,11 +57,13 @@ class PromptPositions:
 
     @property
     def shift(self) -> int:
-        """From the number of a token behind all pictures to its position."""
+        """Distance from the number of a token behind all pictures to its position."""
         return self._later[-1] if self._later else 0
 
     def of(self, start: int, end: int) -> tuple[NDArray[np.int32], NDArray[np.bool_]]:
-        """Of tokens [start, end), prompt or answer: int32 [3, n], and whether each is a picture's."""
+        """Returns the positions of tokens [start, end), prompt or answer: int32 [3, n], and whether each is a
+        picture's.
+        """
         numbers = np.arange(start, end, dtype=np.int32)
         if not self._first:
             return np.tile(numbers, (3, 1)), np.zeros(len(numbers), bool)
@@ -75,8 +77,8 @@ class PromptPositions:
 
 
 def axis_of_angle(n: int, sections: Sequence[int]) -> NDArray[np.int32]:
-    """Which axis of M-RoPE each of n angles of a head belongs to, int32 [n]: the axes take turns, and what
-    rows and columns do not reach is time's.
+    """Returns which axis of M-RoPE each of n angles of a head belongs to, int32 [n]. The axes take turns, and
+    what rows and columns do not reach is time's.
 
     sections: how many angles each axis has. Source: apply_interleaved_mrope of the published Qwen3.5 code.
     """

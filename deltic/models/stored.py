@@ -17,23 +17,23 @@ from deltic.ops.formats import Quantised, WeightFormat
 
 
 class StoredTensor(Protocol):
-    """One tensor. Nothing is read of it before `read`."""
+    """Tensor of a checkpoint. Nothing is read of it before `read`."""
 
     @property
     def where(self) -> str:
-        """For messages: the file, and the name that the tensor has in it."""
+        """Name for messages: the file, and the name that the tensor has in it."""
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of its weights: as the bfloat16 checkpoint's tensor, whatever is packed."""
+        """Shape of the weights: as the bfloat16 checkpoint's tensor, whatever is packed."""
 
     @property
     def format(self) -> WeightFormat | None:
-        """None: plain values."""
+        """Format of quantised weights. None: plain values."""
 
     @property
     def dtype(self) -> str:
-        """Of plain values as safetensors names it ("BF16", "F16", "F32"); of others the format's name."""
+        """Type of plain values as safetensors names it ("BF16", "F16", "F32"), else the format's name."""
 
     def read(self, begin: int, end: int) -> Array | Quantised:
         """Rows [begin, end) of all [rows, K]: the last dimension is K, those before it are rows; of one

@@ -75,7 +75,7 @@ _METHODS = {
     "modelopt": _COMPRESSED,
     "modelopt_fp4": _COMPRESSED,
 }
-"""By quant_method what its checkpoints hold (layouts.Stored.kind)."""
+"""Kinds that its checkpoints hold (layouts.Stored.kind), by quant_method."""
 
 _FORMATS = {
     "pack-quantized": {"packed"},
@@ -92,7 +92,9 @@ _ALGORITHMS = {"NVFP4": "nvfp4", "MXFP4": "mxfp4", "FP8": "fp8", "INT8": "int8",
 
 
 def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """That of a config.json, in its text_config or beside it; {} if there is none."""
+    """Finds the quantization_config of a config.json, in its text_config or beside it. {} if
+    there is none.
+    """
     for fields in (config, config.get("text_config")):
         for name in ("quantization_config", "compression_config"):
             found = fields.get(name) if isinstance(fields, Mapping) else None
@@ -164,8 +166,8 @@ def _contradicted(config: Mapping[str, Any], tensor: Stored) -> str | None:
 
 
 def _rules(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
-    """What is said of matrices, by the path of each field: of the groups of compressed-tensors, or of GPTQ,
-    AWQ and AutoRound, and their exceptions.
+    """Yields what is said of matrices, by the path of each field: of the groups of compressed-tensors, or of
+    GPTQ, AWQ and AutoRound, and their exceptions.
     """
     groups = config.get("config_groups")
     if isinstance(groups, Mapping) and groups:
@@ -226,13 +228,17 @@ def _misfits(rule: Mapping[str, Any], tensor: Stored) -> list[str]:
 
 
 def _is_algorithm(said: str, kind: str) -> bool:
-    """Whether ModelOpt's algorithm may leave this kind of matrix; one that is not known may."""
+    """Returns whether ModelOpt's algorithm may leave this kind of matrix. An algorithm that is
+    not known may.
+    """
     known = {held for part, held in _ALGORITHMS.items() if part in said}
     return not known or kind in known or "MIXED" in said
 
 
 def _is_block(said: Any, tensor: Stored) -> bool:
-    """Whether the scales of an e4m3 matrix are those of blocks of this size; a small one has one."""
+    """Returns whether the scales of an e4m3 matrix are those of blocks of this size. A small
+    matrix has one.
+    """
     if not isinstance(said, list | tuple) or len(said) != 2 or not all(isinstance(size, int) for size in said):
         return False
     sizes = zip(said, tensor.spread, tensor.shape[-2:], strict=True)
@@ -263,7 +269,7 @@ def _place(name: str) -> tuple[str, str]:
 
 
 def _tensor(module: Module) -> StoredTensor | None:
-    """What the parts make; None for parts of which nothing is used."""
+    """Makes the tensor of a module's parts. None if nothing of them is used."""
     parts = module.parts
     weights = [role for role in _WEIGHTS if role in parts]
     plain = Plain(module.files, parts["weight"], module.headers[parts["weight"]]) if "weight" in parts else None

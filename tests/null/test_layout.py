@@ -306,7 +306,6 @@ Unlike Still Already Never Always Some Somebody
 UNFINISHED = {
     ".",
     "bench",
-    "models",
     "models/qwen",
     "models/tts",
     "models/vision",
