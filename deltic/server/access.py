@@ -28,7 +28,7 @@ from deltic.server.errors import ApiError
 from deltic.server.limits import Account, Accounts
 
 KEY_PROTOCOL = "openai-insecure-api-key."
-"""What a browser, which can give a WebSocket no header, puts in front of the key as one of its
+"""Prefix that a browser, which can give a WebSocket no header, puts in front of the key as one of its
 subprotocols.
 """
 
@@ -76,7 +76,7 @@ class Access:
         return None
 
     def check_socket(self, connection: HTTPConnection) -> Account | None:
-        """As check, for a WebSocket's handshake."""
+        """Checks a WebSocket's handshake (see `check`)."""
         if self._accounts:
             return self._check_key(connection)
         self._check_host(connection)
@@ -133,7 +133,7 @@ def _without_port(host: str) -> str:
 
 
 def _is_harmless(host: str) -> bool:
-    """Whether no page's name can be behind a Host header."""
+    """Returns whether no page's name can be behind a Host header."""
     name = host.removesuffix(".")
     if name == "localhost" or name.endswith(".localhost"):
         return True

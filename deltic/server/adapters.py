@@ -22,15 +22,15 @@ log = logging.getLogger("deltic.server")
 
 @dataclass(eq=False, slots=True)
 class Adapter:
-    """What one name means at the moment."""
+    """Meaning of one adapter's name at the moment."""
 
     name: str
     path: str
-    """As the engine is told it."""
+    """Path that the engine is told."""
     parent: str
     """The model's name."""
     key: bytes | None = None
-    """Of its content; None: the engine has none yet."""
+    """Hash of the adapter's content; None: the engine has none yet."""
     is_unloaded: bool = False
     numbers: AdapterNumbers = field(init=False)
 
@@ -75,21 +75,23 @@ class Adapters:
 
     @property
     def may_come(self) -> bool:
-        """Whether the model ever has any: else a request's name need not be looked at before its model is."""
+        """True if the model ever has an adapter: else a request's name need not be looked at before its model
+        is.
+        """
         return bool(self._given) or self._client.config.allow_lora_loading
 
     @property
     def most(self) -> int:
-        """How many the engine holds at once; names of one content share a place."""
+        """Number of adapters that the engine holds at once; names of one content share a place."""
         return self._client.info.max_loras if self._client.info else 0
 
     @property
     def n_held(self) -> int:
-        """Of these places, the ones that a name has."""
+        """Number of the engine's places that a name has."""
         return len({adapter.key for adapter in self._by_name.values()} - {None})
 
     def all(self) -> list[Adapter]:
-        """In the order in which their names came."""
+        """Adapters, in the order in which their names came."""
         return list(self._by_name.values())
 
     def find(self, name: str) -> Adapter | None:

@@ -1,4 +1,4 @@
-"""Where the server listens: a port or a Unix socket, with TLS or without."""
+"""Address where the server listens: a port or a Unix socket, with TLS or without."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def _is_answered(path: Path) -> bool:
 
 
 def listens_on_loopback(host: str) -> bool:
-    """Whether every address that `host` names is a loopback address."""
+    """Returns whether every address that `host` names is a loopback address."""
     try:
         addresses = {str(entry[4][0]) for entry in socket.getaddrinfo(host, None)}
     except OSError:
@@ -119,7 +119,7 @@ def check_transfer(config: ServerConfig, models: Sequence[EngineConfig]) -> None
 
 
 def url_of(listener: socket.socket, config: ServerConfig) -> str:
-    """Where clients find it, for people."""
+    """Returns where clients find the server, for people."""
     if config.uds is not None:
         return f"unix:{config.uds}"
     address, port = listener.getsockname()[:2]

@@ -98,7 +98,7 @@ Endpoint = Callable[[Service, Request], Awaitable[ASGIApp]]
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """One row of ROUTES. The first line of the endpoint's docstring is its summary in /openapi.json."""
+    """Row of ROUTES. The first line of the endpoint's docstring is its summary in /openapi.json."""
 
     method: str
     path: str
@@ -106,21 +106,24 @@ class Route:
     body: type | None = None
     """The struct of its JSON body."""
     open_: bool = False
-    """No key is needed."""
+    """True if no key is needed."""
     kind: Kind = "text"
     """The kind of the model that is used when the request names none."""
     takes_model: bool = False
     """The query's `model` names one; else the body's does, if there is one."""
     generates: bool = False
-    """It generates, so the limits of a key hold."""
+    """True if the route generates, so the limits of a key hold."""
     prepares: bool = False
-    """It makes a prompt or a text that goes nowhere: the limit of a key's requests at once holds."""
+    """True if the route makes a prompt or a text that goes nowhere: the limit of a key's requests at once
+    holds.
+    """
     is_shared: bool = False
-    """It reads or changes what all keys share: for administrators."""
+    """True if the route reads or changes what all keys share: for administrators."""
     form: bool = False
-    """Its body is not JSON but a form."""
+    """True if the body is not JSON but a form."""
     any_type: bool = False
-    """Its JSON may be declared as anything: Ollama's manual shows `curl -d`, which calls it a form."""
+    """True if the JSON may be declared as anything: Ollama's manual shows `curl -d`, which calls it a form.
+    """
     gives: tuple[str, ...] = ("application/json",)
     """The media types of its answers, beside event streams."""
 
@@ -174,13 +177,13 @@ def create_app(server: Server) -> Starlette:
 
 
 class _Model(msgspec.Struct):
-    """Of a body, what says whose it is."""
+    """Field of a body that says whose it is."""
 
     model: str | None = None
 
 
 def _model_in(body: bytes) -> str | None:
-    """None for a body that the endpoint will refuse, too."""
+    """Returns the model that a body names; None for a body that the endpoint will refuse, too."""
     try:
         return msgspec.json.decode(body, type=_Model).model
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -383,7 +386,7 @@ class Envelope:
 
 
 def _labels(scope: Scope) -> dict[str, str]:
-    """What a request is called: `request_id`, by its client or made here; `session` and `trace_id` of those
+    """Returns a request's labels: `request_id`, by its client or made here; `session` and `trace_id` of those
     that have one.
     """
     headers = dict(reversed(scope["headers"]))  # the first of a name

@@ -53,15 +53,16 @@ MAX_PIPELINED = 8
 """
 
 UNREAD_S = 0.01
-"""Between the last connection that is taken and the end of those that are idle: what a client has sent is
-read by then, and answered.
+"""Seconds between the last connection that is taken and the end of those that are idle: what a client has
+sent is read by then, and answered.
 """
 
 RESERVED = 16
 """Descriptors that connections leave to everything else, and to those that come next."""
 
 ENDING_S = 1.0
-"""After the drain, how long a head or a body that has begun may take to come, and an answer to be taken."""
+"""Seconds after the drain that a head or a body that has begun may take to come, and an answer to be taken.
+"""
 
 WARN_EVERY_S = 60.0
 
@@ -76,7 +77,8 @@ class Connections:
         self.timeout_s = timeout_s
         self.closed = Counter() if closed is None else closed
         self.silent: dict[HttpConnection | Handshake, None] = {}
-        """Those whose next request is not whole, the one that has said nothing for the longest first."""
+        """Connections whose next request is not whole, the one that has said nothing for the longest first.
+        """
         limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
         self._limit: float = math.inf if limit == resource.RLIM_INFINITY else limit
         self._n_evicted = 0
@@ -102,14 +104,14 @@ class Connections:
 
 
 class HttpConnection(HttpToolsProtocol):
-    """One connection, until it becomes a WebSocket."""
+    """Connection of HTTP, until it becomes a WebSocket."""
 
     def __init__(self, all_: Connections, **given: Any) -> None:
         super().__init__(**given)
         self._all = all_
         self._timer: asyncio.TimerHandle | None = None
         self._waits_since_s: float | None = None
-        """When the wait began for the rest of a head, or of a body that nobody reads any more."""
+        """Time when the wait began for the rest of a head, or of a body that nobody reads any more."""
         self._is_head_open = self._is_body_open = False
         self._n_head_bytes = 0
         self._n_mute_bytes = 0
@@ -262,7 +264,7 @@ class HttpConnection(HttpToolsProtocol):
         self._timer = self.loop.call_later((self._all.timeout_s or KEEP_ALIVE_S) / 4, self._look)
 
     def _look(self) -> None:
-        """Whether it is still worth its place. Looks again, until the connection has ended."""
+        """Looks if the connection is still worth its place. Looks again, until the connection has ended."""
         self._look_later()
         timeout_s, now_s = self._all.timeout_s, time.monotonic()
         n_unsent = self.transport.get_write_buffer_size()
@@ -350,8 +352,8 @@ def too_large_head() -> ApiError:
 
 
 def _is_true(record: logging.LogRecord) -> bool:
-    """Whether a line of uvicorn's is worth its place: it says of each handshake that is refused that it
-    failed.
+    """Returns whether a line of uvicorn's is worth its place: it says of each handshake that is refused that
+    it failed.
     """
     return record.getMessage() != "ASGI callable returned without completing handshake."
 

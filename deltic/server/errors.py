@@ -9,7 +9,7 @@ from contextlib import contextmanager
 import msgspec
 
 THREAD_NOT_FOUND = "thread_not_found"
-"""On which Anthropic's client sends its history whole."""
+"""Code on which Anthropic's client sends its history whole."""
 
 
 RETRY_LATER = {"retry-after": "2"}

@@ -26,7 +26,7 @@ MAX_BEGUN = 16
 
 @dataclass(order=True)
 class Turn:
-    """When a key's work is done, among that of all keys."""
+    """Place in the order in which the work of all keys is done."""
 
     at: int
     n: int

@@ -36,10 +36,10 @@ log = logging.getLogger("deltic.server")
 PROGRAM = (sys.executable, "-m", "deltic.models.hub")
 
 LINE_EVERY_S = 5.0
-"""Between the lines of the log, where there is no terminal."""
+"""Seconds between the lines of the log, where there is no terminal."""
 
 ENDING_S = 2.0
-"""How long a download that was told to end may take to do so."""
+"""Seconds that a download that was told to end may take to do so."""
 
 MAX_NAMED = 3
 """Files in a line of the log."""
@@ -61,7 +61,8 @@ async def fetch_all(
     listener: socket.socket,
     secured: ssl.SSLContext | None,
 ) -> list[EngineConfig] | None:
-    """As `fetched`, of all models; the server tells on its socket how far it is, if that takes longer.
+    """Fetches the files of all models (see `fetched`); the server tells on its socket how far it is, if that
+    takes longer.
 
     Raises CheckpointError, ConfigError, OSError.
     """
@@ -193,7 +194,7 @@ def _shown(name: str) -> Iterator[Show]:
 
 
 def _at(file: Part) -> tuple[str, int]:
-    """What is done with a file, in few words, and how many bytes have come of that."""
+    """Returns what is done with a file, in few words, and how many bytes have come of that."""
     return (f"checking {file.name}", file.checked_bytes) if file.stage == "checking" else (file.name, file.done_bytes)
 
 

@@ -24,12 +24,12 @@ if TYPE_CHECKING:  # every file waits until its program is ready
 REFUSED = 3
 """The program's exit status where it refuses a file, with the reason in stderr."""
 QUICK_S = 0.25
-"""Most files take less. Those that take longer make way for everybody else."""
+"""Seconds that most files take less than. Those that take longer make way for everybody else."""
 NICENESS = 5
 SLOWER = 3
-"""How many times the seconds of a processor that it has a program may last, as it makes way."""
+"""Factor on the seconds of a processor that a program has: it may last so long, as it makes way."""
 SPARE_S = 60.0
-"""How long one that is not asked for waits."""
+"""Seconds that a spare process waits when it is not asked for."""
 MOST = 64
 """Programs at once: far more than rooms for decoders let in."""
 FIRST_TO_GO = "1000"
@@ -41,8 +41,8 @@ class Refused(ValueError):
 
 
 async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: str) -> bytes:
-    """What the program makes of the file. Raises Refused: with its reason, or with `otherwise` where it died;
-    ApiError (503) where the kernel had no memory or no process for it.
+    """Returns what the program makes of the file. Raises Refused: with its reason, or with `otherwise` where
+    it died; ApiError (503) where the kernel had no memory or no process for it.
 
     limit_s: seconds of a processor. It is ended when nobody waits any more, too.
     """
@@ -80,7 +80,7 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
 
 
 def _make_way(pid: int, program: tuple[str, ...]) -> None:
-    """It is no small file: all others go first, and the next does not wait for it."""
+    """Lets all others go before a process, as its file is no small one, and the next file not wait for it."""
     SPARE.begin(program)
     with contextlib.suppress(OSError):  # it has just ended
         os.setpriority(os.PRIO_PROCESS, pid, NICENESS)
@@ -88,15 +88,15 @@ def _make_way(pid: int, program: tuple[str, ...]) -> None:
 
 @functools.cache
 def _threads() -> ThreadPoolExecutor:
-    """One for each program that runs, which writes, reads and waits."""
+    """Returns the pool with a thread for each program that runs, which writes, reads and waits."""
     from concurrent.futures import ThreadPoolExecutor
 
     return ThreadPoolExecutor(MOST, "decoders")
 
 
 def _begun(program: tuple[str, ...]) -> subprocess.Popen[bytes]:
-    """Not a process of the event loop: uvloop forks, which copies the tables of a large server's memory, and
-    all wait for that.
+    """Starts the program, by `subprocess` and not the event loop: uvloop forks, which copies the tables of a
+    large server's memory, and all wait for that.
     """
     import subprocess
 
@@ -110,7 +110,7 @@ def _begun(program: tuple[str, ...]) -> subprocess.Popen[bytes]:
 
 
 def _use(process: subprocess.Popen[bytes], data: bytes, timeout_s: float) -> tuple[bytes, bytes]:
-    """What it writes to stdout and stderr. Raises TimeoutExpired, and has ended it then."""
+    """Returns what a process writes to stdout and stderr. Raises TimeoutExpired, and has ended it then."""
     try:
         return process.communicate(data, timeout_s)
     except BaseException:
@@ -124,7 +124,7 @@ class Spare:
 
     def __init__(self) -> None:
         self.is_kept = False
-        """Whether there is one: not without somebody who drops it at the end."""
+        """True if a spare is kept: not without somebody who drops it at the end."""
         self._program: tuple[str, ...] = ()
         self._process: subprocess.Popen[bytes] | None = None
         self._timer: asyncio.TimerHandle | None = None

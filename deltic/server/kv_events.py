@@ -1,4 +1,4 @@
-"""Where and under which names the cache is told of, as the settings say it (host/kv_events.py does it)."""
+"""Addresses and names under which the cache is told of, by the settings (host/kv_events.py does it)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from deltic.host.launch import EventSockets
 log = logging.getLogger("deltic.server")
 
 ADDRESS = r"tcp://(\*|[^\s:/@\[\]]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}|ipc://\S+"
-"""What ZeroMQ binds, and other machines or processes reach."""
+"""Pattern of addresses that ZeroMQ binds, and other machines or processes reach."""
 
 
 def event_sockets(config: ServerConfig, models: Sequence[EngineConfig]) -> EventSockets | None:
@@ -37,8 +37,8 @@ def event_sockets(config: ServerConfig, models: Sequence[EngineConfig]) -> Event
 
 
 def topics(names: Sequence[str | None], config: ServerConfig, listener: socket.socket) -> list[str | None]:
-    """With what the messages of each model begin. names: of the models, None for one that speaks: it tells
-    nothing, since no router makes the rows of its prompts.
+    """Returns the topics with which the messages of each model begin. names: of the models, None for one that
+    speaks: it tells nothing, since no router makes the rows of its prompts.
 
     Raises ConfigError where readers could not tell whose they are.
     """

@@ -57,10 +57,10 @@ class Usage(Struct):
     n_drafted: int = 0
     """Tokens that were guessed ahead for it."""
     n_accepted: int = 0
-    """Of these, those that were drawn, too."""
+    """Number of drafted tokens that were drawn, too."""
 
     def told_timing(self) -> dict[str, float]:
-        """Its time, and what drafts saved of it, if there were any."""
+        """Returns the request's time, and what drafts saved of it, if there were any."""
         drafts = {"drafted_tokens": self.n_drafted, "accepted_tokens": self.n_accepted}
         return self.timing | (drafts if self.n_drafted else {})
 
@@ -88,13 +88,13 @@ class Usage(Struct):
 
 
 class KeyEntry(Struct, forbid_unknown_fields=True):
-    """One table of `--api-key-file`, whose name is the key's. Limits: None is the default, 0 none."""
+    """Table of `--api-key-file`, whose name is the key's. Limits: None is the default, 0 none."""
 
     key: str
     max_concurrent: Limit | None = None
     tokens_per_minute: Limit | None = None
     admin: bool | None = None
-    """Whether it may see and change what all keys share; None: where it is the only name."""
+    """True if the key may see and change what all keys share; None: where it is the only name."""
 
 
 class Account:
@@ -119,7 +119,7 @@ class Account:
             self._tokens_per_minute, self._level = tokens_per_minute, float(tokens_per_minute)
 
     def enter(self, *, generates: bool = True) -> None:
-        """One more request runs. generates: it takes tokens. Raises ApiError (429)."""
+        """Counts one more open request. generates: it takes tokens. Raises ApiError (429)."""
         numbers, most = self.numbers, self._max_concurrent
         if most and numbers.n_open >= most:
             raise self._refusal("requests", f"has {counted(most, 'request')} open, as many as it may", 1)
@@ -169,7 +169,7 @@ RATE_HEADERS = [
 
 
 class Ticket:
-    """One HTTP request on its way through the server.
+    """Record of one HTTP request on its way through the server.
 
     Made by the Envelope, under TICKET in the request's scope.
     """
@@ -194,7 +194,7 @@ class Ticket:
         self.is_batch = is_batch
         self.started_s = time.monotonic()
         self.account: Account | None = None
-        """Of the key that it came with; None without keys, and on routes that need none."""
+        """Account of the key that the request came with; None without keys, and on routes that need none."""
         self.model = ""
         """The model's name, where the server has several models."""
         self.usage: Usage | None = None
@@ -204,9 +204,9 @@ class Ticket:
         self.body = bytearray()
         """The request's body, if the log is to contain it."""
         self.notes: dict[str, str] = {}
-        """What else the log says of it: what was made of a wish that could not be met to the letter."""
+        """Notes that the log adds: what was made of a wish that could not be met to the letter."""
         self.held: Held | None = None
-        """What its pictures have of the room for pixels; the engine leaves it, too."""
+        """Share that the request's pictures have of the room for pixels; the engine leaves it, too."""
         self._deadline_s = self.started_s + timeout_s if timeout_s else None
         self._is_open = False
 
@@ -249,7 +249,7 @@ class Ticket:
             raise ApiError(429, said, code="too_many_large_requests", headers=RETRY_LATER)
 
     def drop_body(self) -> None:
-        """Its body was read, or is given up."""
+        """Drops the body, which was read, or is given up."""
         if self._worker:
             self._worker.leave(self.turns, self)
 
@@ -276,7 +276,7 @@ class Ticket:
 
 TICKET = "deltic.ticket"
 ASKING: ContextVar[Ticket] = ContextVar("ticket")
-"""Whose work this is, for what lies too deep to be told: see `asking`."""
+"""Ticket that the work at hand belongs to, for what lies too deep to be told: see `asking`."""
 
 
 def asking() -> Ticket:
@@ -287,7 +287,7 @@ def asking() -> Ticket:
 
 
 BATCH = "deltic.batch"
-"""In the scope of a line of a batch: the Account of its key, None without keys.
+"""Key in the scope of a line of a batch: the Account of its key, None without keys.
 
 No HTTP connection's scope has it.
 """
@@ -297,7 +297,7 @@ BATCH_PRIORITY = 2**31 - 1
 
 
 class Accounts:
-    """All API keys.
+    """Accounts of all API keys.
 
     Of each only a digest is kept: looking one up takes the same time however much of it is right.
     """
@@ -348,11 +348,11 @@ class Accounts:
 
     @property
     def n_owners(self) -> int:
-        """Those among whom what is shared out is divided; without keys everybody is one."""
+        """Number of owners among whom what is shared out is divided; without keys everybody is one."""
         return max(1, len(self._accounts))
 
     def share(self, most: int) -> int:
-        """What each owner may have of `most`, and nobody can take from it."""
+        """Returns what each owner may have of `most`, and nobody can take from it."""
         return share_of(most, self.n_owners)
 
     def find(self, key: bytes) -> Account | None:
@@ -363,7 +363,7 @@ class Accounts:
         return self._accounts.get(name)
 
     def numbers(self) -> list[KeyNumbers]:
-        """Of every account: a list that stays up to date."""
+        """Numbers of every account: a list that stays up to date."""
         return self._numbers
 
 

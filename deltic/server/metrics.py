@@ -87,7 +87,7 @@ def exported(part: msgspec.Struct, **behind: Iterable[Metric]) -> Iterable[Metri
 
 
 class Histogram:
-    """How often a value fell into which bucket. `bounds`: upper ends, included, ascending."""
+    """Counts of values by bucket. `bounds`: upper ends, included, ascending."""
 
     def __init__(self, name: str, text: str, bounds: Sequence[float] = SECONDS) -> None:
         self.name = name
@@ -119,7 +119,7 @@ class KeyNumbers:
     name: str
     n_open: int = 0
     responses: Counter[int] = field(default_factory=Counter)
-    """By status."""
+    """Counts of responses by status."""
     limited: Counter[str] = field(default_factory=Counter)
     """Refused, by limit: requests, tokens."""
     n_prompt_tokens: int = 0
@@ -134,22 +134,22 @@ class AdapterNumbers:
     name: str
     n_requests: int = 0
     n_waiting: int = 0
-    """Of those that have not ended, the ones without a token yet."""
+    """Number of open requests without a token yet."""
     n_running: int = 0
     """The others."""
 
     def enter(self) -> None:
-        """One more went to the engine."""
+        """Counts a request that went to the engine."""
         self.n_requests += 1
         self.n_waiting += 1
 
     def begin(self) -> None:
-        """One has its first token."""
+        """Counts a request that has its first token."""
         self.n_waiting -= 1
         self.n_running += 1
 
     def leave(self, has_begun: bool) -> None:
-        """One has ended."""
+        """Counts a request that has ended."""
         self.n_waiting -= not has_begun
         self.n_running -= has_begun
 
@@ -200,7 +200,7 @@ class SpeechNumbers:
 
 
 Theirs = tuple[Kind, str, str, Callable[[Stats], float]]
-"""What another server calls one of our numbers: the name there, its help, and the number."""
+"""Name that another server has for one of our numbers, its help there, and the number."""
 
 VLLM: tuple[Theirs, ...] = (
     (GAUGE, "num_requests_running", "Sequences that own a state slot.", lambda s: s.n_running),
@@ -278,7 +278,7 @@ class Metrics:
         times = self.queued_s, self.prefill_s, self.ttft_s, self.decode_s, self.itl_s, self.e2e_s
         self._histograms = *times, self.n_prompt, self.n_generated
         self.n_pictures = self.n_picture_tokens = 0
-        """Of requests that went to the engine."""
+        """Counts of pictures and their tokens, of requests that went to the engine."""
         self.speech = SpeechNumbers()
         self._has_speech = has_speech
         self.finished: Counter[str] = Counter()
@@ -370,7 +370,7 @@ class Metrics:
             yield histogram.family(f"vllm:{name}")
 
     def sglang_families(self) -> Iterable[Metric]:
-        """What routers read, under SGLang's names."""
+        """Yields what routers read, under SGLang's names."""
         stats = self._stats()
         yield from plain("sglang:", *((kind, name, text, ours(stats)) for kind, name, text, ours in SGLANG))
         pages = {(PAGE_SIZE, stats.n_pages): 1}  # before SGLang had the two gauges
@@ -378,7 +378,9 @@ class Metrics:
 
 
 class Exposition(Collector):
-    """All numbers of the process, as Prometheus reads them. One instance an app; no global state."""
+    """Exposition of all numbers of the process, as Prometheus reads them. One instance an app; no global
+    state.
+    """
 
     def __init__(self, keys: Sequence[KeyNumbers] = (), names: str = "deltic") -> None:
         """keys: read when the metrics are. names: whose the models' numbers have: deltic, vllm, sglang, or
@@ -386,7 +388,7 @@ class Exposition(Collector):
         """
         self._names = ("deltic", "vllm") if names == "both" else (names,)
         self.models: dict[str, Metrics] = {}
-        """By name."""
+        """Metrics of each model, by name."""
         self.responses: Counter[tuple[str, int]] = Counter()
         """HTTP responses by route and status."""
         self.closed: Counter[str] = Counter()

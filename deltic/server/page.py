@@ -1,4 +1,4 @@
-"""For a person who looks at this server: the page at `/`, and the numbers behind its second half at `/live`.
+"""Page at `/` for a person who looks at this server, and the numbers behind its second half at `/live`.
 
 The page is one file with its own script and style; it asks nobody but this server, and holds nothing that a
 key protects. Its policy names that script and that style by their hashes, and forbids to turn text into
@@ -64,7 +64,7 @@ async def page(service: Service, request: Request) -> ASGIApp:
 
 
 async def live(service: Service, request: Request) -> ASGIApp:
-    """What the engine does at the moment.
+    """Tells what the engine does at the moment.
 
     Its gauges and counters, and the last steps: [seconds ago, ms, sequences running, prompt tokens, generated
     tokens].

@@ -1,5 +1,5 @@
-"""From the body of a request to what the engine is sent: what is read, counted and computed in between, and
-in which thread.
+"""Preparation of a request, from its body to what the engine is sent: what is read, counted and computed in
+between, and in which thread.
 
 An endpoint awaits one step after another: the body is parsed, its pictures are read, a prompt is made of it.
 
@@ -51,7 +51,7 @@ class Preparation:
         """Bytes of the body, less those of pictures that were read."""
         self._body = b""
         self._turn: Turn | None = None
-        """In the worker's thread, where all steps of a body together have one."""
+        """Turn in the worker's thread, where all steps of a body together have one."""
 
     async def __aenter__(self) -> Self:
         """Reads the body. Raises ApiError: as `read_body`; 429 when the key has too much that waits."""
@@ -160,6 +160,6 @@ async def parsed(service: Service, request: Request, kind: type[T]) -> T:
 async def prepared(
     service: Service, request: Request, size: int, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs
 ) -> T:
-    """One step about so many bytes that are not, or no longer, the body of `request`. Raises as it does."""
+    """Runs a step about so many bytes that are not, or no longer, the body of `request`. Raises as `work`."""
     async with Preparation(service, request, size) as preparation:
         return await preparation.run(work, *args, **kwargs)

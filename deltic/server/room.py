@@ -19,7 +19,7 @@ class Held:
         self._room, self._key, self._n_users = room, key, 1
 
     def enter(self) -> None:
-        """One more uses it."""
+        """Counts one more user."""
         self._n_users += 1
 
     def leave(self) -> None:

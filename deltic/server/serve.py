@@ -54,10 +54,10 @@ if TYPE_CHECKING:
 log = logging.getLogger("deltic.server")
 
 LAST_WORDS_S = 2.0
-"""After the drain, how long connections have to take the errors of what was ended."""
+"""Seconds after the drain that connections have to take the errors of what was ended."""
 
 BLOCKED_S = 10.0
-"""How long the event loop may take to note the first signal, before the process is ended without it."""
+"""Seconds that the event loop may take to note the first signal, before the process is ended without it."""
 
 BLOCKED_AGAIN_S = 1.0
 """The same of the second, which asks for the end at once."""
@@ -67,14 +67,14 @@ MOST_DESCRIPTORS = 1 << 20
 """
 
 M_ARENA_MAX = -8
-"""Of <malloc.h>."""
+"""Number of the option in <malloc.h>."""
 
 
 class Served(NamedTuple):
     """A model of the command line."""
 
     names: tuple[str, ...]
-    """In /v1/models; the first is in its answers."""
+    """Names in /v1/models; the first is in the model's answers."""
     about: ModelConfig
     client: EngineClient
 
@@ -265,7 +265,7 @@ async def _serve(
 def _reloading(
     config: ServerConfig, secured: ssl.SSLContext | None, accounts: Accounts | None = None
 ) -> Callable[[], None] | None:
-    """What SIGHUP does; None where nothing is in files. accounts: once there are any."""
+    """Returns what SIGHUP does; None where nothing is in files. accounts: once there are any."""
     files = [str(file) for file in (config.api_key_file, config.ssl_certfile) if file is not None]
 
     def reload() -> None:
@@ -302,7 +302,7 @@ def _build(models: list[Served], config: ServerConfig) -> tuple[uvicorn.Server, 
 
 
 def build(models: Sequence[Served], config: ServerConfig) -> Server:
-    """What is served. Raises ConfigError, which names the model."""
+    """Builds the server of these models. Raises ConfigError, which names the model."""
     from deltic.server.service import Server
 
     server = Server(config)

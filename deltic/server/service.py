@@ -68,10 +68,10 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
 """glibc's."""
 
 Kind = Literal["text", "speech"]
-"""What a model makes."""
+"""Kind of output that a model makes."""
 
 STATES = ("stopping", "draining", "stopped", "failed", "restarting", "starting", "ready")
-"""Of a model, the worst first."""
+"""States of a model, the worst first."""
 
 
 @dataclass
@@ -80,17 +80,17 @@ class Server:
 
     config: ServerConfig
     models: dict[str, Service] = field(default_factory=dict, init=False)
-    """By name, in the order of the command line."""
+    """Models by name, in the order of the command line."""
     metrics: Exposition = field(init=False)
     accounts: Accounts = field(init=False)
     responses: ResponseStore = field(init=False)
     batches: BatchRunner | None = field(init=False, default=None)
-    """None without a directory for files."""
+    """Runner of batches; None without a directory for files."""
     pictures: PictureReader = field(init=False)
     worker: FairThread = field(init=False)
-    """One thread, so that large prompts cannot take the engine's cores."""
+    """Worker of one thread, so that large prompts cannot take the engine's cores."""
     compiler: FairThread = field(init=False)
-    """Another, for requests whose grammars are new."""
+    """Worker for requests whose grammars are new."""
     started_s: int = field(default_factory=lambda: int(time.time()))
     is_leaving: bool = False
     """Set when the process is told to stop: routers are to go elsewhere, and no connection is kept."""
@@ -105,10 +105,10 @@ class Server:
     importing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """Held while a prefix comes from another server."""
     waiting_bytes: int = 0
-    """Of bodies that wait for a model that loads."""
+    """Bytes of bodies that wait for a model that loads."""
     _is_trimming: bool = False
     _unknown_s: dict[tuple[str, str], float] = field(default_factory=dict, init=False)
-    """When the log told of a field, by route and name."""
+    """Time when the log told of an unknown field, by route and name."""
 
     def __post_init__(self) -> None:
         self.accounts = Accounts(self.config)
@@ -215,7 +215,7 @@ class Server:
 
     @property
     def has_choice(self) -> bool:
-        """Whether a request's name decides who answers."""
+        """True if a request's name decides who answers."""
         return len(self.models) > 1 or any(service.adapters.may_come for service in self.models.values())
 
     def adapted(self) -> list[Service]:
@@ -224,7 +224,7 @@ class Server:
         return [service.under(adapter) for service in services for adapter in service.adapters.all()]
 
     def holder(self, name: str) -> str | None:
-        """What has exactly this name, in words."""
+        """Returns what has exactly this name, in words; None: nothing."""
         for service in self.models.values():
             if name in service.names:
                 return "a model's name"
@@ -259,14 +259,14 @@ class Server:
 
 @dataclass
 class SpeechParts:
-    """What only a speech model has."""
+    """Parts that only a speech model has."""
 
     prompts: Prompter
     voices: VoiceStore
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """Other names of voices, in lower case, and the voice each means."""
+    """Aliases of voices, in lower case, and the voice each means."""
     worker: FairThread = field(default_factory=lambda: FairThread("audio", lambda: sys.maxsize))
-    """One thread for files of audio: what is there to encode, the engine has made in turns."""
+    """Worker of one thread for files of audio: what is there to encode, the engine has made in turns."""
 
     def voice_names(self) -> list[str]:
         """Speakers of the checkpoint, aliases, and voices that were uploaded."""
@@ -275,7 +275,7 @@ class SpeechParts:
 
 @dataclass(frozen=True, eq=False)
 class Service:
-    """One model, as the routes see it. Nothing of it changes, so that `under` may share all of it."""
+    """Model as the routes see it. Nothing of it changes, so that `under` may share all of it."""
 
     server: Server
     client: EngineClient
@@ -289,15 +289,15 @@ class Service:
     """Bytes of pixels of the requests that are open, here and in the engine."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     speech: SpeechParts | None = None
-    """None: the model writes text."""
+    """Parts of a speech model; None: the model writes text."""
     adapter: Adapter | None = None
-    """What is applied, of `adapters`; see `under`."""
+    """Adapter that is applied, of `adapters`; see `under`."""
     aliases: tuple[str, ...] = ()
-    """More names for it in /v1/models."""
+    """Names that the model has beside the first in /v1/models."""
     patterns: tuple[str, ...] = ()
     """Names that it answers to and that are not listed, as fnmatch patterns."""
     origin: Mapping[str, Any] = field(default_factory=dict)
-    """Of its checkpoint, what /model_info tells."""
+    """Facts of the checkpoint that /model_info tells."""
 
     @classmethod
     def of(
@@ -332,7 +332,7 @@ class Service:
         return (self.model_name, *self.aliases)
 
     def all_names(self) -> list[str]:
-        """Those of its adapters, too."""
+        """Names of the model and of its adapters."""
         return [*self.names, *(adapter.name for adapter in self.adapters.all())]
 
     def under(self, adapter: Adapter) -> Service:
@@ -346,7 +346,9 @@ class Service:
 
     @property
     def fingerprint(self) -> str:
-        """Of the program, the model and how it is run: where it differs, so may the bits of an answer."""
+        """Fingerprint of the program, the model and how it is run: where it differs, so may the bits of an
+        answer.
+        """
         info = self.client.info
         run = info and (info.device, info.kernels, info.precision, info.kv_cache_dtype, Path(info.cache_files).name)
         adapter = self.adapter.path if self.adapter else ""
@@ -359,7 +361,7 @@ class Service:
 
     @property
     def sees(self) -> bool:
-        """Whether its chats may have pictures."""
+        """True if chats may have pictures."""
         return self.client.info is not None and self.client.info.pictures is not None
 
     def admit(self, *, speech: bool = False) -> EngineInfo:
@@ -434,7 +436,7 @@ class Service:
             ) from None
 
     def status(self) -> dict[str, Any]:
-        """One of STATES, and why it is not ready."""
+        """Returns one of STATES, and why the model is not ready."""
         client = self.client
         if self.server.draining:
             return {"status": "stopping", "message": SHUTTING_DOWN}

@@ -20,10 +20,10 @@ from deltic.server.limits import TICKET, Ticket
 log = logging.getLogger("deltic.server")
 
 SERVER_SEND = "deltic.send"
-"""In the scope: the HTTP server's own `send`."""
+"""Key in the scope: the HTTP server's own `send`."""
 
 BODY = "deltic.body"
-"""In the scope: a body that was read to find its model, until it is read once more."""
+"""Key in the scope: a body that was read to find its model, until it is read once more."""
 
 ANTHROPIC = "/v1/messages"
 """Path prefixes of Anthropic's API that OpenAI's does not have."""
@@ -111,7 +111,7 @@ async def read_body(request: Request, max_mb: float, is_json: bool = True) -> by
 
 
 async def _n_outside(body: bytearray, marks: bytes, most: int) -> int:
-    """How many of `marks` stand in no string, until there are more than `most`.
+    """Counts the `marks` that stand in no string, until there are more than `most`.
 
     Others have their turn between the pieces.
     """
@@ -170,8 +170,7 @@ class EventStream:
     def __init__(self) -> None:
         self._started = False
         self._is_cut = False
-        """Whether later chunks were dropped, as the client left too much unread. Nothing may follow the
-        gap.
+        """True if later chunks were dropped, as the client left too much unread. Nothing may follow the gap.
         """
         self._unsent: list[bytes] = []
         self._n_unsent = 0
@@ -181,7 +180,7 @@ class EventStream:
 
     @property
     def is_unwritten(self) -> bool:
-        """Whether nothing has been written, so that the response has not begun."""
+        """True if nothing has been written, so that the response has not begun."""
         return not self._started and not self._unsent
 
     async def run(self) -> None:

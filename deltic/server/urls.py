@@ -26,16 +26,16 @@ from deltic.config import ConfigError
 from deltic.server.limits import asking
 
 FETCH_S = 15.0
-"""Of a fetch, redirects included."""
+"""Seconds of a fetch, redirects included."""
 MAX_REDIRECTS = 3
 LOOKUP_S = 10.0
-"""Of these, for a host's addresses."""
+"""Seconds of a fetch that the look-up of a host's addresses may take."""
 N_LOOKUPS = 8
 """Names that are looked up at once for one key: those that no server answers for hold up only its own."""
 MAX_HEAD_BYTES = 65_536
-"""Of what is no body, in a row: headers, and trailers."""
+"""Bytes in a row of what is no body: headers, and trailers."""
 PIECE_CHARACTERS = 1 << 20
-"""Of base64, decoded at once: the interpreter stands still meanwhile. A multiple of 4."""
+"""Characters of base64 decoded at once: the interpreter stands still meanwhile. A multiple of 4."""
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -43,7 +43,7 @@ _NAME = re.compile(r"(\*\.)?[a-z0-9_]([a-z0-9_.-]*[a-z0-9_])?|\*")
 _PLAIN = re.compile(r"[\x21-\x7e]+")
 _NAT64 = ipaddress.ip_network("64:ff9b::/96")
 _UNICAST, _DOCUMENTATION = ipaddress.ip_network("2000::/3"), ipaddress.ip_network("3fff::/20")
-"""What the internet has of IPv6, and what lies in it that Python does not know as private."""
+"""Networks of IPv6's public addresses, and of those in them that Python does not know as private."""
 
 
 class UrlError(ValueError):
@@ -51,7 +51,7 @@ class UrlError(ValueError):
 
 
 class Hosts:
-    """Those that files may be fetched from: names, `*.example.com`, `*` for all, addresses and networks.
+    """Hosts that files may be fetched from: names, `*.example.com`, `*` for all, addresses and networks.
 
     Only an address that is named so may be one that is not public.
     """
@@ -77,7 +77,7 @@ class Hosts:
         return ", ".join([*self._names, *map(str, self._networks)])
 
     def allow(self, host: str) -> bool:
-        """Whether a URL may name this host; what addresses it has is another question."""
+        """Returns whether a URL may name this host; what addresses it has is another question."""
         if address := _address(host):
             return self.is_named(address) or "*" in self._names
         host = host.removesuffix(".")
@@ -111,7 +111,7 @@ def _address(host: str) -> Address | None:
 
 
 def is_public(address: Address) -> bool:
-    """Whether it is of the internet, also where it stands for one of IPv4."""
+    """Returns whether an address is of the internet, also where it stands for one of IPv4."""
     if isinstance(address, ipaddress.IPv6Address):
         if address.ipv4_mapped or address in _NAT64:
             return is_public(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
@@ -123,7 +123,9 @@ def is_public(address: Address) -> bool:
 
 
 async def resolve(host: str, port: int) -> list[Address]:
-    """In a thread of its own: what the event loop has for this are four, for all. Raises OSError."""
+    """Resolves a host in a thread of its own: what the event loop has for this are four, for all. Raises
+    OSError.
+    """
     loop = asyncio.get_running_loop()
     found: asyncio.Future[list[Address]] = loop.create_future()
 
@@ -172,7 +174,7 @@ async def fetch(url: str, hosts: Hosts, most_bytes: int) -> bytes:
 
 
 class _Answer:
-    """What the parser calls."""
+    """Answer of a server, filled by the callbacks of the HTTP parser."""
 
     def __init__(self) -> None:
         self.headers: dict[bytes, bytes] = {}

@@ -160,7 +160,7 @@ class _Form:
         await self._files.in_thread(self._owner, out.close)
 
     def check(self) -> int:
-        """How long the file is kept, in seconds. Raises ApiError (400)."""
+        """Checks the form, and returns for how many seconds the file is kept. Raises ApiError (400)."""
         if not self._n_taken:
             raise bad_request("file", "is missing", "missing_field")
         purpose = self.fields.get("purpose")
@@ -184,7 +184,7 @@ class _Form:
             raise bad_request("expires_after", str(error)) from None
 
     def drop(self) -> None:
-        """Nothing of it is left."""
+        """Drops the file, so that nothing of it is left."""
         if self._out is not None:
             self._out.close()
         self.path.unlink(missing_ok=True)

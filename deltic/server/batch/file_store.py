@@ -33,11 +33,11 @@ from deltic.server.fair_thread import FairThread
 log = logging.getLogger("deltic.server")
 
 MAX_FILES = 10_000
-"""Of one key."""
+"""Files of one key at most."""
 MIN_BYTES = 4096
 """Bytes that a file takes at least, with its card."""
 KEPT_S = 30 * 86_400
-"""How long a file is kept that does not say."""
+"""Seconds for which a file is kept that does not say."""
 SWEEP_S = 60.0
 
 OURS = re.compile(r"file-[0-9a-f]{24}(\.json(\.new)?)?|[0-9a-f]{24}\.part")
@@ -61,7 +61,7 @@ class Card(Struct):
     purpose: str
 
     def plain(self) -> dict[str, Any]:
-        """As OpenAI's API has it."""
+        """Returns the card as OpenAI's API has it."""
         told = msgspec.to_builtins(self) | {"object": "file", "status": "processed", "status_details": None}
         del told["owner"]
         return dict(told)
@@ -119,7 +119,7 @@ class FileStore:
         return card
 
     def all(self, owner: str) -> list[Card]:
-        """In the order in which they were made."""
+        """Returns the owner's cards, in the order in which they were made."""
         self.sweep()
         return [card for card in self._cards.values() if card.owner == owner]
 
@@ -128,8 +128,8 @@ class FileStore:
         return self._used.total()
 
     def has_room(self, owner: str, n_bytes: int = 1) -> bool:
-        """Whether there is so much of the owner's share, and of the disk: keys that are gone may have left
-        files.
+        """Returns whether there is so much of the owner's share, and of the disk: keys that are gone may have
+        left files.
         """
         own, others = self._used[owner], self.used_bytes - self._used[owner]
         return own + n_bytes <= min(self.share_bytes, self.room_bytes - others)

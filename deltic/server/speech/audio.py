@@ -31,16 +31,16 @@ MEDIA_TYPES = {
 }
 _FILES = {"flac": ("FLAC", "PCM_16"), "mp3": ("MP3", "MPEG_LAYER_III"), "opus": ("OGG", "OPUS")}
 STREAMED_FILES = ("mp3", "opus")
-"""Those that are whole files at any length."""
+"""Formats that are whole files at any length."""
 WHOLE_FILES = ("flac", "aac")
-"""Those that come at the end: FLAC tells its length at its beginning, and libsndfile cannot read one
+"""Formats that come at the end: FLAC tells its length at its beginning, and libsndfile cannot read one
 without.
 """
 OPUS_RATES = (8_000, 16_000, 24_000, 48_000)
 MP3_COMPRESSION = 0.5
 """libsndfile's scale, 0 to 1, of the constant rates there are: about 80 kbit/s at 24 kHz."""
 SET_OGG_PAGE_LATENCY_MS = 0x1302
-"""Of libsndfile's sf_command: how much audio a page of Ogg gathers before it is written.
+"""Command of libsndfile's sf_command: how much audio a page of Ogg gathers before it is written.
 
 A second, unless told.
 """
@@ -49,9 +49,9 @@ MAX_REFERENCE_BYTES = 10_000_000
 MIN_REFERENCE_S, MAX_REFERENCE_S = 1.0, 30.0
 MAX_CHANNELS = 8
 RATES = range(8_000, 192_001)
-"""Of reference audio."""
+"""Sample rates of reference audio, in Hz."""
 READABLE = ("WAV", "WAVEX", "FLAC", "MP3", "OGG", "AIFF")
-"""By libsndfile; what is in an MP4, WebM or ADTS, FFmpeg reads, of PyAV."""
+"""Formats that libsndfile reads; what is in an MP4, WebM or ADTS, FFmpeg reads, of PyAV."""
 CODECS = ("aac", "alac", "opus", "libopus", "vorbis", "mp3", "mp3float", "flac")
 _SOUND_FILES = "wav, flac, mp3, ogg or aiff"
 _SEND = f"{_SOUND_FILES}, or m4a, aac or webm"
@@ -253,7 +253,7 @@ def main() -> int:
 
 
 def _decode(data: bytes) -> NDArray[np.float32]:
-    """As decode_reference does. What a header says of the length is not relied on."""
+    """Decodes reference audio (see `decode_reference`). What a header says of the length is not relied on."""
     import soxr
 
     if len(data) > MAX_REFERENCE_BYTES:
@@ -299,7 +299,7 @@ def _in_sound_file(data: bytes) -> Generator[tuple[int, NDArray[np.float32]]]:
 
 
 def _in_container(data: bytes, form: str) -> Generator[tuple[int, NDArray[np.float32]]]:
-    """As _in_sound_file, of what phones and browsers record."""
+    """Decodes what phones and browsers record (see `_in_sound_file`)."""
     if not find_spec("av"):
         raise AudioError(f"needs a library: pip install 'deltic[video]'; without it, send {_SOUND_FILES}")
     import av

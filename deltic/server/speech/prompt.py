@@ -44,9 +44,9 @@ class OpenText:
         self.n_characters = 0
         self.ids: list[int] = []
         self.is_whole = False
-        """No more ids come."""
+        """True if no more ids come."""
         self.is_over = False
-        """Nobody speaks it any more."""
+        """True if nobody speaks the text any more."""
         self._grew = asyncio.Event()
 
     def add(self, text: str, ids: list[int]) -> None:

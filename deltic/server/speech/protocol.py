@@ -30,7 +30,7 @@ MOST_NEW_TOKENS = 4096
 MAX_INSTRUCTIONS = 500
 """Characters."""
 MAX_ITEMS = 32
-"""Of a batch."""
+"""Items of a batch at most."""
 MIN_TOKENS = 2
 """Codes that come before an utterance may end; without them it could be empty."""
 LEAST_FRAMES, FRAMES_PER_TOKEN = 192, 12
@@ -48,14 +48,14 @@ class VoiceId(Struct, forbid_unknown_fields=True):
 
 
 class SpeechFields(Struct, kw_only=True, forbid_unknown_fields=True):
-    """How something is said: what one request, the items of a batch and a WebSocket have in common."""
+    """Fields that say how to speak: common to one request, the items of a batch and a WebSocket."""
 
     default_format: ClassVar[str] = "mp3"
-    """As OpenAI has it."""
+    """Default of `response_format`, as OpenAI has it."""
     model: str | None = None
     voice: str | VoiceId | None = None
     speaker: str | VoiceId | None = None
-    """Another name of `voice`."""
+    """Synonym of `voice`."""
     instructions: Annotated[str, Meta(max_length=MAX_INSTRUCTIONS)] | None = None
     response_format: Literal["wav", "pcm", "flac", "mp3", "opus", "aac"] | None = None
     sample_rate: Literal[8000, 16000, 22050, 24000, 44100, 48000] | None = None
@@ -109,7 +109,7 @@ class VoiceForm(Struct, kw_only=True, forbid_unknown_fields=True):
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.\-]{0,63}(?!\n)$")]
     consent: Annotated[str, Meta(min_length=1, max_length=1000)]
-    """Of whoever's voice it is: kept, and shown."""
+    """Consent of whoever's voice it is: kept, and shown."""
     ref_text: Annotated[str, Meta(max_length=4000)] = ""
     """Transcript of `audio_sample`."""
     audio_sample: Annotated[bytes, Meta(extra_json_schema={"format": "binary"})] | None = None
@@ -119,7 +119,7 @@ class VoiceForm(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class SessionConfig(SpeechFields, tag="session.config"):
-    """How a WebSocket's text is said, from its next utterance on.
+    """Settings of how a WebSocket's text is said, from its next utterance on.
 
     Where the prompt's form is text beside frames (`non_streaming_mode` false, Base's default), an utterance
     that is not split is spoken while it is written.
@@ -141,7 +141,7 @@ class InputDone(Struct, tag="input.done", forbid_unknown_fields=True):
 
 
 class SessionClose(Struct, tag="session.close", forbid_unknown_fields=True):
-    """No more text; the socket is closed when all was said."""
+    """Message that no more text comes; the socket is closed when all was said."""
 
 
 ClientMessage = SessionConfig | InputText | InputDone | SessionClose
@@ -149,16 +149,16 @@ ClientMessage = SessionConfig | InputText | InputDone | SessionClose
 
 @dataclass(frozen=True, slots=True)
 class Manner:
-    """How a text is said, by one checkpoint: fields that were checked, and what stands for those that were
-    not given.
+    """Manner in which a text is said, by one checkpoint: fields that were checked, and what stands for those
+    that were not given.
     """
 
     form: str
-    """Of the audio: a key of audio.MEDIA_TYPES."""
+    """Form of the audio: a key of audio.MEDIA_TYPES."""
     rate: int
     speed: float
     speaker: str | None
-    """Of spk_id, lower case."""
+    """Speaker of spk_id, lower case."""
     language_id: int | None
     instructions: str
     streams_text: bool
@@ -337,7 +337,7 @@ def text_limit(n_text: int) -> int:
 
 
 def sampling_params(fields: SpeechFields, shape: SpeechShape, max_tokens: int) -> SamplingParams:
-    """How code 0 is drawn."""
+    """Returns the parameters with which code 0 is drawn."""
     defaults = shape.sampling
     temperature, top_k, top_p = _draws(fields, shape, "")
     penalty = fields.repetition_penalty
@@ -353,7 +353,7 @@ def sampling_params(fields: SpeechFields, shape: SpeechShape, max_tokens: int) -
 
 
 def speech_params(fields: SpeechFields, shape: SpeechShape, streamed: bool, **more: Any) -> Speech:
-    """How the other codes are drawn, and when audio leaves. more: fields of Speech."""
+    """Returns how the other codes are drawn, and when audio leaves. more: fields of Speech."""
     temperature, top_k, top_p = _draws(fields, shape, "subtalker_")
     return Speech(
         temperature=temperature,

@@ -66,7 +66,7 @@ class Plan:
     stored: Stored | None
     streamed: bool
     open_text: OpenText | None = None
-    """What `words.body` is of, where it may still be growing."""
+    """Text that `words.body` is of, where it may still be growing."""
 
 
 def plan(
@@ -102,7 +102,7 @@ class _AudioPiece(Piece):
 
 
 class _Spoken(WayOut):
-    """One utterance's way out: its audio, how late it came, and how long it is."""
+    """Output of one utterance: its audio, how late it came, and how long it is."""
 
     def __init__(self) -> None:
         super().__init__(0)
@@ -129,7 +129,7 @@ class _Spoken(WayOut):
 
 
 class Utterance:
-    """One text that is spoken: a request of the engine, made once its voice is there."""
+    """Utterance of one text: a request of the engine, made once its voice is there."""
 
     def __init__(
         self, service: Service, plan: Plan, sent: engine.Request, n_frames: int, ticket: Ticket, limit: int
@@ -187,7 +187,7 @@ class Utterance:
             numbers.note(end, first_s, took_s, spoken.seconds, spoken.late_s if is_timed else None)
 
     async def _generate(self, take: Callable[[list[Piece]], None]) -> None:
-        """As Generation.run; the rest of an open text is sent beside it.
+        """Runs the generation (see `Generation.run`); the rest of an open text is sent beside it.
 
         Raises ApiError (400) also when that becomes too long.
         """
@@ -225,7 +225,8 @@ class Utterance:
             self._service.client.add_text(sent.id, ids, is_last, max_tokens)
 
     async def stream(self, take: Callable[[bytes], None]) -> None:
-        """As run, in the form and at the rate that were asked for: a file whose size nobody knows yet.
+        """Streams the utterance in the form and at the rate that were asked for: a file whose size nobody
+        knows yet.
 
         Another tempo is one of the whole, and so are WHOLE_FILES: these come in one piece.
         """
@@ -250,7 +251,7 @@ class Utterance:
         convert(b"", True)
 
     async def _compress(self, take: Callable[[bytes], None]) -> None:
-        """As stream, through an encoder.
+        """Streams through an encoder (see `stream`).
 
         It runs in the thread of files: in the event loop it would hold up all other answers.
         """
@@ -277,14 +278,14 @@ class Utterance:
             raise failed.exceptions[0] from None
 
     async def file(self) -> bytes:
-        """All of it, as asked for."""
+        """Returns the whole utterance as a file, as asked for."""
         pcm = bytearray()
         await self.run(pcm.extend)
         manner = self.plan.manner
         return await self._encoded(len(pcm), partial(encode, bytes(pcm), manner.form, manner.rate, manner.speed))
 
     async def _encoded(self, size: int, work: Callable[[], bytes]) -> bytes:
-        """What `work` makes, in the thread of files, in the turns of the key that asks."""
+        """Returns what `work` makes, in the thread of files, in the turns of the key that asks."""
         return await asyncio.wrap_future(parts(self._service).worker.submit(self.sent.owner, size, work))
 
     def usage(self) -> dict[str, Any]:
@@ -386,7 +387,7 @@ async def speak(service: Service, request: Request) -> ASGIApp:
 
 
 def _stream_form(asked: SpeechRequest) -> str | None:
-    """How audio leaves as it is made; None: at the end. Raises ApiError (400)."""
+    """Returns the form in which audio leaves as it is made; None: at the end. Raises ApiError (400)."""
     if asked.stream is False and asked.stream_format is not None:
         raise bad_request("stream_format", "contradicts stream: false")
     if asked.stream_format is None:
@@ -395,7 +396,9 @@ def _stream_form(asked: SpeechRequest) -> str | None:
 
 
 MAX_UNSENT_AUDIO_BYTES = 64_000_000
-"""As for any stream; but a client may well read no faster than it plays: twenty minutes of it."""
+"""Bytes of audio that a client may leave unread. A client may well read no faster than it plays: twenty
+minutes of it.
+"""
 
 
 class Cut(Exception):
@@ -513,7 +516,7 @@ async def speak_batch(service: Service, request: Request) -> ASGIApp:
 
 
 async def _together(work: Any) -> list[Any]:
-    """All of them; one that raises ends the others."""
+    """Runs all of them and returns their results; one that raises ends the others."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(one) for one in work]
     return [task.result() for task in tasks]

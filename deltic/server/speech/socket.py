@@ -43,11 +43,11 @@ log = logging.getLogger("deltic.server")
 
 PATH = "/v1/audio/speech/stream"
 CONFIG_S = 10.0
-"""How long the first message may take."""
+"""Seconds that the first message may take."""
 IDLE_S = 300.0
-"""How long a socket may be open with nothing to say."""
+"""Seconds that a socket may be open with nothing to say."""
 MAX_SOCKETS = 1000
-"""Of all keys, who share them out."""
+"""Sockets of all keys, who share them out."""
 MAX_WAITING = 100_000
 """Characters that may wait to be said."""
 
@@ -60,7 +60,7 @@ Note = Callable[[str, str, int, Ticket, str], None]
 
 
 async def converse(server: Server, access: Access, socket: WebSocket, note: Note) -> None:
-    """One socket from its handshake to its end.
+    """Serves a socket from its handshake to its end.
 
     What refuses it is an HTTP answer. note: is told of each part.
     """
@@ -107,7 +107,7 @@ class _Part:
 
 @dataclass(frozen=True, slots=True)
 class _End:
-    """Of an utterance."""
+    """Mark of an utterance's end."""
 
     utterance: int
     n_parts: int
@@ -116,7 +116,7 @@ class _End:
 
 
 class _Conversation:
-    """Two tasks: one reads and cuts, one speaks. Whichever ends first ends the other."""
+    """Conversation of two tasks: one reads and cuts, one speaks. Whichever ends first ends the other."""
 
     def __init__(self, server: Server, socket: WebSocket, account: Account | None, note: Note) -> None:
         self._server = server
@@ -246,7 +246,7 @@ class _Conversation:
         self._n_parts += 1
 
     async def _write(self, piece: str, config: SessionConfig) -> None:
-        """More of a text that is spoken while it is written.
+        """Adds to a text that is spoken while it is written.
 
         What comes when it has been said, or was refused, is dropped.
         """

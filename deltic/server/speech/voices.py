@@ -45,7 +45,7 @@ T = TypeVar("T")
 
 
 class Uploaded(msgspec.Struct, frozen=True, kw_only=True):
-    """What is known of a voice that was uploaded."""
+    """Facts of a voice that was uploaded."""
 
     name: str
     key: str
@@ -55,7 +55,7 @@ class Uploaded(msgspec.Struct, frozen=True, kw_only=True):
     created: int
     """Seconds of the epoch."""
     kind: Literal["audio", "embedding"]
-    """Of its data: samples, float32 mono at 24 kHz, or a speaker's vector, float32."""
+    """Kind of the voice's data: samples, float32 mono at 24 kHz, or a speaker's vector, float32."""
     owner: str = ""
     """Name of the key that it came with."""
 
@@ -64,7 +64,7 @@ class Stored(Uploaded, frozen=True, kw_only=True):
     """A voice that was uploaded. It is never changed."""
 
     data: bytes | None
-    """None: in its file."""
+    """Data of the voice; None: in its file."""
 
     def card(self) -> dict[str, Any]:
         told = {"name": self.name, "consent": self.consent, "created_at": self.created}
@@ -83,7 +83,7 @@ MAX_HEAD = 65_536
 
 
 def voices_directory(config: EngineConfig) -> Path | None:
-    """Where voices are kept; None: in memory."""
+    """Returns where voices are kept; None: in memory."""
     if config.voices_dir is None and config.cache_dir is not None:
         return config.cache_dir / "voices"
     return config.voices_dir
@@ -113,10 +113,10 @@ class VoiceStore:
         self._encoding = asyncio.Semaphore(2)
         """The engine makes one at a time; one more may be decoded meanwhile."""
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
-        """Of each key: only the first of its requests waits beside those of others."""
+        """Lock of each key: only the first of its requests waits beside those of others."""
         self._n_waiting: Counter[str] = Counter()
         self.n_owners = 1
-        """Those among whom what may wait, and be stored, is shared out."""
+        """Number of owners among whom what may wait, and be stored, is shared out."""
         self._known: dict[str, tuple[int, VoiceEncoded]] = {}
         if self._files is not None:
             make_private("--voices-dir", self._files.parent)
@@ -330,7 +330,7 @@ class VoiceStore:
             raise bad_request(param, str(error), "invalid_audio") from None
 
     async def _reference_bytes(self, reference: str) -> bytes:
-        """What `ref_audio` names.
+        """Returns the bytes that `ref_audio` names.
 
         Nothing but `data:` is looked at unless the settings name its host or its directory.
         """
