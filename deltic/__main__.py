@@ -169,7 +169,7 @@ Deltic {__version__} serves Qwen's hybrid models and Qwen3-TTS on this machine. 
   deltic doctor                                    which models this machine can run, and how fast
 
 `deltic --help` lists every command, `deltic COMMAND --help` its flags."""
-"""What `deltic` alone prints."""
+"""Text that `deltic` alone prints."""
 
 
 class _CommandParser(argparse.ArgumentParser):

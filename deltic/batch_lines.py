@@ -14,7 +14,7 @@ import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
 
 PATHS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
-"""Where a line may go, and the field by which a bare body is known to be for it."""
+"""Paths that a line may go to, and the field by which a bare body is known to be for each."""
 
 NO_EMBEDDINGS = "the models here write or speak; this server makes no embeddings or scores"
 
@@ -41,7 +41,7 @@ class ForeignFile(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One input line. `line` counts from 1."""
+    """Job of one input line. `line` counts from 1."""
 
     line: int
     custom_id: str | None
@@ -59,7 +59,7 @@ class Job:
 
 
 class _Line(Struct):
-    """What stands around a body. Nothing is made of what is not looked at: a line may hold anything."""
+    """Fields that stand around a body. Nothing is made of what is not looked at: a line may hold anything."""
 
     body: Raw | UnsetType = UNSET
     custom_id: Raw = Raw(b"null")
@@ -105,8 +105,8 @@ def read(text: bytes, line: int) -> Job:
 
 
 def parse(text: bytes, line: int) -> Job:
-    """As read, but a line that cannot be sent gets `error` instead of `body`. It keeps its custom_id, if it
-    has one.
+    """Reads a line (see `read`); one that cannot be sent gets `error` instead of `body`. It keeps its
+    custom_id, if it has one.
     """
     try:
         return read(text, line)
@@ -160,7 +160,7 @@ def read_results(out: BinaryIO, is_result: Callable[[dict[str, Any]], bool]) -> 
 
 
 def _begins_result(line: bytes) -> bool:
-    """Whether a line that broke off may have been one of ours: what tells it from a file that is not."""
+    """Returns whether a line that broke off may have been one of ours, and not of a foreign file."""
     return any(line[: len(start)] == start[: len(line)] for start in (b'{"custom_id":', b'{"id":"batch_req'))
 
 

@@ -41,7 +41,7 @@ def exit_status(error: Exception) -> int:
 
 
 class About(TypedDict, total=False):
-    """What is known of a setting beside its default and help text."""
+    """Facts of a setting beside its default and help text."""
 
     choices: tuple[str, ...]
     metavar: str
@@ -54,7 +54,7 @@ class About(TypedDict, total=False):
     kind: str
     """The only kind of model (text, speech) for which it means something."""
     least: float
-    """Least value, whatever the model is. With it, infinity is refused, too."""
+    """Bound from below, whatever the model is. With it, infinity is refused, too."""
     most: float
 
 
@@ -64,7 +64,7 @@ def knob(default: Any, text: str, **about: Unpack[About]) -> Any:
 
 
 ADAPTER_NAME = r"[^\s\x00-\x1f\x7f]{1,256}"
-"""Without what a log cannot show."""
+"""Pattern of an adapter's name: no character that a log cannot show."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -307,12 +307,12 @@ class EngineConfig:
 
     @property
     def rounded(self) -> str | None:
-        """What matrices that are stored in 16 bits become; None: they stay."""
+        """Format that matrices stored in 16 bits are rounded to; None: they stay."""
         return self.quantize or self.quantize_rest
 
     @property
     def may_use_gpu(self) -> bool:
-        """Whether none of these says that the model runs on the CPU."""
+        """True if none of these says that the model runs on the CPU."""
         return self.quantize in (None, "fp8") if self.device is None else self.device == "cuda"
 
 
@@ -357,7 +357,7 @@ class ModelConfig:
                 )
 
     def names(self, own: str) -> tuple[str, ...]:
-        """Its names in /v1/models, first the one in its answers. own: the model's, if no other is given."""
+        """Returns the names in /v1/models, the one in answers first. own: used where none is given."""
         return tuple(n for n in dict.fromkeys(self.served_model_name) if not _is_pattern(n)) or (own,)
 
     @property

@@ -1,4 +1,4 @@
-"""Where settings come from: flags, then DELTIC_ variables, then the file of `--config`, then defaults.
+"""Sources of settings: flags, then DELTIC_ variables, then the file of `--config`, then defaults.
 
 Such a file says what the flags say, as TOML or YAML:
 
@@ -134,7 +134,8 @@ def _check(field: dataclasses.Field[Any], value: Any, flag: str) -> None:
 
 
 _OF_A_SERVICE = re.compile(r"(.*_)?(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT_\d+_(TCP|UDP|SCTP)(_.+)?)")
-"""What Kubernetes tells every pod of a Service whose name begins with `deltic`, behind our prefix."""
+"""Pattern of what Kubernetes tells every pod of a Service whose name begins with `deltic`, behind our prefix.
+"""
 
 
 def _ours(environ: Mapping[str, str]) -> dict[str, str]:
@@ -174,7 +175,7 @@ def read_config(path: Path) -> list[dict[str, Any]]:
 
 
 def tables(whence: str, top: dict[Any, Any]) -> list[dict[str, Any]]:
-    """As `read_config`, of what the file holds. whence: for complaints. Raises ConfigError."""
+    """Reads the tables of a file (see `read_config`). whence: for complaints. Raises ConfigError."""
     top = dict(top)
     further = top.pop(AND, [])
     if not isinstance(further, list) or not all(isinstance(table, dict) for table in further):

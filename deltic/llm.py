@@ -48,7 +48,7 @@ from deltic.text import SamplingDefaults, Tokenizer
 Message = dict[str, Any]
 
 SAVE_S = 30.0
-"""How long an LLM that is closed goes on writing to its cache_dir."""
+"""Seconds for which an LLM that is closed goes on writing to its cache_dir."""
 
 
 class EngineStopped(RuntimeError):
@@ -57,16 +57,16 @@ class EngineStopped(RuntimeError):
 
 @dataclass
 class Completion:
-    """One answer. With n > 1 a prompt has n of them, next to each other."""
+    """Answer to a prompt. With n > 1 a prompt has n of them, next to each other."""
 
     prompt_index: int
     index: int
     """0 to n - 1."""
     prompt_ids: list[int]
     text: str = ""
-    """Without the stop string or token; from `chat`, without reasoning and tool calls."""
+    """Text without the stop string or token; from `chat`, without reasoning and tool calls."""
     token_ids: list[int] = field(default_factory=list)
-    """All that were drawn, the stop token included."""
+    """Ids that were drawn, the stop token included."""
     finish_reason: str | None = None
     """"stop", "length", "tool_calls", "error" or "abort".
 
@@ -74,14 +74,14 @@ class Completion:
     """
     reasoning: str = ""
     tool_calls: list[dict[str, str]] = field(default_factory=list)
-    """Each with `id`, `name` and `arguments` (JSON text); from `chat` with tools."""
+    """Calls, each with `id`, `name` and `arguments` (JSON text); from `chat` with tools."""
     logprobs: list[TokenLogprob] | None = None
-    """One for each of token_ids."""
+    """Log-probabilities, one for each of token_ids."""
     prompt_logprobs: list[TokenLogprob | None] | None = None
     cached_tokens: int = 0
     """Prompt tokens that the prefix cache had; with n > 1 in the completion of index 0 alone."""
     error: str | None = None
-    """Why, when finish_reason is "error"."""
+    """Reason of the failure, when finish_reason is "error"."""
 
 
 class LLM:
@@ -222,7 +222,7 @@ class LLM:
         return [answer.completion for answer in answers]
 
     def _pictures(self, request: protocol.ChatRequest, files: list[bytes]) -> Pictures:
-        """Those of a chat. files: what `_sendable` has put aside. Raises ApiError."""
+        """Reads the pictures of a chat. files: what `_sendable` has put aside. Raises ApiError."""
         sent = find_pictures(request.messages)
         if not sent:
             return {}
@@ -258,7 +258,8 @@ class LLM:
         parser: Callable[[int, SamplingParams], OutputParser | None],
         over: Mapping[str, Any] = MappingProxyType({}),
     ) -> list[_Answer]:
-        """One for each sequence to come. A request without a seed gets one, as the server would give it.
+        """Makes an answer for each sequence to come. A request without a seed gets one, as the server would
+        give it.
 
         parser: makes one for an answer to the prompt of this index, with these parameters; over: fields of
         these that count more.
@@ -278,7 +279,7 @@ class LLM:
         return answers
 
     def _fields(self, priority: int, cache_salt: str, use_cache: bool, lora: str | None) -> dict[str, Any]:
-        """What all Requests of a call have. Raises ValueError."""
+        """Returns the fields that all Requests of a call have. Raises ValueError."""
         adapters = self.info.adapters
         if lora is not None and lora not in adapters:
             known = ", ".join(map(repr, adapters)) or "none; give LLM(lora={name: path})"

@@ -26,7 +26,7 @@ MAX_THREADS = 256
 
 
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
-"""Where the kernel tells of processes and of control groups."""
+"""Directories in which the kernel tells of processes and of control groups."""
 
 
 def cuda_driver() -> ctypes.CDLL | None:
@@ -88,7 +88,7 @@ class FreeMemory(typing.NamedTuple):
 
     bytes: int
     limit: str
-    """What sets the bound, in words for behind the figure; empty where it is the machine."""
+    """Source of the bound, in words for behind the figure; empty where it is the machine."""
 
 
 def free_memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
@@ -162,7 +162,7 @@ def _table(path: Path) -> dict[str, str]:
 
 
 def _lines(path: Path) -> list[str]:
-    """Those of a file; none where it cannot be read."""
+    """Returns the lines of a file; none where it cannot be read."""
     try:
         return path.read_text().splitlines()
     except OSError:

@@ -9,7 +9,7 @@ from deltic.config import ConfigError
 
 
 def is_ours(uid: int) -> bool:
-    """Whether a file of this owner is as good as this user's own."""
+    """Returns whether a file of this owner is as good as this user's own."""
     return uid in (os.geteuid(), 0)
 
 

@@ -110,7 +110,8 @@ class Tokenizer:
         self.special_ids = frozenset(token_id for token_id, token in added.items() if token.special)
         self._id_of_special = {self._added[token_id]: token_id for token_id in self.special_ids}
         self.n_tokens: int = max(backend.get_vocab_size(with_added_tokens=True), max(added, default=-1) + 1)
-        """One more than the largest id that names a token; the model's vocabulary may be padded beyond it."""
+        """Number of ids up to the largest that names a token; the model's vocabulary may be padded beyond it.
+        """
         self._bytes: list[bytes | None] = [None] * self.n_tokens
         self.whole_texts: tuple[dict[int, str], dict[int, str]] = ({}, {})
         """Texts of ids that are whole characters, as far as they were needed; without and with special tokens
@@ -122,7 +123,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, directory: Path) -> Tokenizer:
-        """From `tokenizer.json`, or from `vocab.json` and `merges.txt`; or from a GGUF file.
+        """Loads `tokenizer.json`, or `vocab.json` and `merges.txt`; or a GGUF file.
 
         Raises TokenizerError; of a GGUF file also CheckpointError and UnsupportedModelError.
         """
@@ -156,8 +157,9 @@ class Tokenizer:
         return ids
 
     def encode_pieces(self, text: str, specials: Specials = "text") -> Iterator[list[int]]:
-        """As `encode`, a few thousand ids at a time: of a long text the library would keep a hundred times
-        its size, and the interpreter stand still while its ids become Python's. Raises UnreadableText.
+        """Yields the ids of `encode`, a few thousand at a time: of a long text the library would keep a
+        hundred times its size, and the interpreter stand still while its ids become Python's. Raises
+        UnreadableText.
         """
         pattern = {"parse": self._literal, "trusted": self._trusted, "text": None}[specials]
         end = 0
@@ -271,7 +273,7 @@ class Tokenizer:
 
     @cached_property
     def _keeps_text(self) -> bool:
-        """Whether nothing of a text is dropped: it is normalised by NFC at most, and no added token takes
+        """True if nothing of a text is dropped: it is normalised by NFC at most, and no added token takes
         white space with it.
         """
         added = self._backend.get_added_tokens_decoder().values()
@@ -280,7 +282,7 @@ class Tokenizer:
 
     @cached_property
     def added_characters(self) -> frozenset[str]:
-        """Those of the added tokens."""
+        """Characters of the added tokens."""
         return frozenset("".join(self._added.values()))
 
     @cached_property
@@ -290,7 +292,7 @@ class Tokenizer:
 
     @cached_property
     def has_known_cuts(self) -> bool:
-        """Whether text is cut by one of the family's patterns, and nothing else is done to it that looks
+        """True if text is cut by one of the family's patterns, and nothing else is done to it that looks
         across a cut.
         """
         stage = self._backend.pre_tokenizer
@@ -415,8 +417,8 @@ class IncrementalEncoder:
 
 
 def _is_ever(character: str, kind: str) -> bool:
-    """Whether a character is of a major category in Unicode 3.2 and in Python's: then it is in the library's,
-    whatever that is.
+    """Returns whether a character is of a major category in Unicode 3.2 and in Python's: then it is in the
+    library's, whatever that is.
     """
     return unicodedata.ucd_3_2_0.category(character)[0] == unicodedata.category(character)[0] == kind
 
@@ -432,10 +434,10 @@ DIGITS = frozenset("0123456789")
 
 
 def _is_boundary(before: str, after: str) -> bool:
-    """Whether it is certain that a token of the family's ends between two characters, whatever stands around
-    them: where a line begins with something visible; between that and a space, a tab or a digit; behind a
-    digit, which is a token of its own, before ASCII; and behind a letter before a line's end, punctuation or
-    a symbol. NFC composes none of them with what is before it.
+    """Returns whether it is certain that a token of the family's ends between two characters, whatever stands
+    around them: where a line begins with something visible; between that and a space, a tab or a digit;
+    behind a digit, which is a token of its own, before ASCII; and behind a letter before a line's end,
+    punctuation or a symbol. NFC composes none of them with what is before it.
     """
     if before in "\r\n" or after in " \t" or after in DIGITS:
         seen = after if before in "\r\n" else before

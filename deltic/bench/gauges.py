@@ -1,4 +1,4 @@
-"""What a Deltic server says is in use, from its /metrics: 0 everywhere once the last request is over."""
+"""Gauges of what is in use, from a Deltic server's /metrics: 0 everywhere once the last request is over."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from deltic.commands.endpoint import Endpoint, EndpointError
 IDLE = ("sequences_running", "sequences_waiting", "pages_used", "state_slots_used")
 """Gauges of /metrics, each `deltic_<name>`, that are 0 when nothing runs."""
 STREAMS = "speech_streams_used"
-"""One more, of a model that speaks."""
+"""Gauge of a model that speaks."""
 
 QUIET_S = 10.0
-"""How soon after the last request everything must be free."""
+"""Seconds after the last request in which everything must become free."""
 
 
 def gauges(metrics: str) -> dict[str, float]:
@@ -25,7 +25,7 @@ def gauges(metrics: str) -> dict[str, float]:
 
 
 def in_use(found: dict[str, float]) -> dict[str, float]:
-    """Those gauges of IDLE that are not 0; one that is missing is not a number."""
+    """Returns the gauges of IDLE that are not 0; one that is missing is not a number."""
     held = {name: found.get(name, float("nan")) for name in IDLE} | {STREAMS: found.get(STREAMS, 0.0)}
     return {name: value for name, value in held.items() if value}
 

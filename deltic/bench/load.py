@@ -37,7 +37,7 @@ ITL = (
     "ITL is the time between events that brought text: several tokens may come in one event, "
     "and a token that is only part of a character makes none"
 )
-"""What the gaps are, for whoever reads the table or the file."""
+"""Definition of the gaps, for whoever reads the table or the file."""
 
 Limit = Literal["max_tokens", "max_completion_tokens"]
 LIMITS: tuple[Limit, ...] = ("max_tokens", "max_completion_tokens")
@@ -45,7 +45,7 @@ LIMITS: tuple[Limit, ...] = ("max_tokens", "max_completion_tokens")
 
 @dataclass(frozen=True)
 class Load:
-    """What is asked of the server. Lengths in tokens of the server's tokenizer."""
+    """Load that is put on the server. Lengths in tokens of the server's tokenizer."""
 
     model: str
     prompt_tokens: int = 128
@@ -59,7 +59,7 @@ class Load:
     image_size: str = "1024x1024"
     """Width and height in pixels."""
     same_images: bool = False
-    """All prompts show the same ones."""
+    """True if all prompts show the same images."""
 
     @property
     def path(self) -> str:
@@ -68,7 +68,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Dialect:
-    """What the server understood of the request fields that not every server has."""
+    """Request fields that not every server has, as far as the server understood them."""
 
     ignore_eos: bool = True
     include_usage: bool = True
@@ -93,7 +93,8 @@ class Dialect:
 
 @dataclass
 class Sample:
-    """One request as it was seen from outside. Times in seconds; `start_s` since the measurement began.
+    """Sample of a request as it was seen from outside. Times in seconds; `start_s` since the measurement
+    began.
 
     `e2e_s` ends with the stream's last event, `[DONE]`, or with the failure.
     """

@@ -46,7 +46,7 @@ PANELS: dict[str, list[tuple[str, dict[str, Callable[[Row], float | None]]]]] = 
         ("underrun ms: p50, p95 dashed, p99 dotted", _percentiles("underrun_ms")),
     ],
 }
-"""By bench, the panels of a line: title, and what is drawn there by the form of its line."""
+"""Panels of a line, by bench: title, and what is drawn there by the form of its line."""
 
 
 def draw(paths: Sequence[Path], picture: Path) -> None:
@@ -85,7 +85,7 @@ def _draw_rows(axes: Sequence[Any], rows: list[Row], bench: str, color: str, lab
 
 
 def _title(result: dict[str, Any]) -> str:
-    """What was asked of the server."""
+    """Returns what was asked of the server, as a title."""
     load = result["load"]
     if result["bench"] == "speech":
         return str(result["title"])

@@ -68,7 +68,7 @@ def runs_directory(out: str | Path | None) -> Path:
 
 
 def fault_of(reason: str | None, n_tokens: int, asked: int) -> str:
-    """Why an answer that was to have exactly `asked` tokens is no measurement; "" where it is one.
+    """Returns why an answer that was to have exactly `asked` tokens is no measurement; "" where it is one.
 
     n_tokens: 0 where nobody counted them.
     """

@@ -65,14 +65,14 @@ Floats = NDArray[np.float64]
 
 TEXT = Path(__file__).with_name("quality.jsonl")
 REFERENCE = "bf16"
-"""What formats of weights are held to; settings alone are held to the DEFAULT."""
+"""Reference of formats of weights; settings alone are held to the DEFAULT."""
 DEFAULT = "default"
 FORMATS = "int8,int4,int4-symmetric"
 WINDOW = 2048
 """Tokens of the longest document; a longer text is cut into several."""
 N_ANSWERS, ANSWER_TOKENS, LEAST_PROMPT = 3, 96, 8
 FAR_TOKENS, FAR_STEP = 512, 512
-"""Of a long text, what counts at most, and what is read in a step before it."""
+"""Tokens of a long text that count at most, and tokens read in a step before them."""
 _LINES = msgspec.json.Decoder(list[tuple[str, bool]])
 
 
@@ -85,7 +85,7 @@ class Document:
 
     @property
     def prompt(self) -> list[int]:
-        """What comes before the first token that counts; of a plain text, its beginning."""
+        """Ids before the first token that counts; of a plain text, its beginning."""
         return self.ids[: max(LEAST_PROMPT, self.counts.index(True))]
 
 
@@ -135,7 +135,7 @@ def read_documents(file: Path, tokenizer: Tokenizer) -> list[Document]:
 
 @dataclass
 class Losses:
-    """What one format's distributions say of each token that counts: a float64 array a step."""
+    """Distances of one format's distributions at each token that counts: a float64 array a step."""
 
     nll: list[Floats] = field(default_factory=list)
     kl: list[Floats] = field(default_factory=list)
@@ -181,8 +181,8 @@ def compare(
 def distributions(
     runners: dict[str, Runner], documents: list[Document]
 ) -> Iterator[tuple[NDArray[np.int64], dict[str, Floats], int]]:
-    """Of each step: the tokens that count [n], each runner's log-probabilities of them [n, V], and how many
-    tokens it read.
+    """Yields for each step the tokens that count [n], each runner's log-probabilities of them [n, V], and how
+    many tokens it read.
     """
     for steps in zip(*(readings(runner, documents) for runner in runners.values()), strict=True):
         targets, _, n_tokens = steps[0]
@@ -190,8 +190,8 @@ def distributions(
 
 
 def readings(runner: Any, documents: list[Document]) -> Iterator[tuple[NDArray[np.int64], Floats, int]]:
-    """Of each step that has tokens that count, these [n], the log-probabilities of all tokens there [n, V],
-    and how many tokens were read since the last one. runner: of a language model.
+    """Yields for each step that has tokens that count, these [n], the log-probabilities of all tokens there
+    [n, V], and how many tokens were read since the last one. runner: of a language model.
     """
     n_real, n_read = runner.plan.n_real, 0
     longest = runner.plan.max_step_tokens

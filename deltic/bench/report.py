@@ -1,4 +1,4 @@
-"""How a load's bench ends: its result in a file, and in a picture.
+"""Report of a load's bench: its result in a file, and in a picture.
 
 A table for people, and one line of JSON for programs.
 """

@@ -38,7 +38,7 @@ RATE = 24000
 
 FRAME_S = 0.08
 DUMMY_FRAMES = 100
-"""Of an utterance of random weights, unless --max-new-tokens says otherwise: they hardly ever end by
+"""Frames of an utterance of random weights, unless --max-new-tokens says otherwise: they hardly ever end by
 themselves.
 """
 
@@ -53,7 +53,9 @@ NOTE = (
 
 @dataclass
 class Heard:
-    """One request as it was heard from outside. Times in seconds; `start_s` since the measurement began."""
+    """Sample of a request as it was heard from outside. Times in seconds; `start_s` since the measurement
+    began.
+    """
 
     start_s: float
     n_characters: int = 0
@@ -237,7 +239,7 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
 
 
 async def left_behind(endpoint: Endpoint) -> dict[str, float]:
-    """What a Deltic server has not given back after the last request; another does not tell."""
+    """Returns what a Deltic server has not given back after the last request; another does not tell."""
     found = await settled(endpoint, QUIET_S)
     return in_use(found) if "sequences_running" in found else {}
 

@@ -28,13 +28,13 @@ Send = Callable[[Body, float], Awaitable[Sample]]
 
 
 def name_of(mode: str, value: float) -> str:
-    """What a point is called: see Point."""
+    """Returns what a point is called: see Point."""
     return f"N = {value:g}" if mode == "closed" else f"{value:g} req/s"
 
 
 @dataclass(frozen=True)
 class Point:
-    """One row of the table: `value` requests in flight (closed) or a second (open)."""
+    """Point, a row of the table: `value` requests in flight (closed) or a second (open)."""
 
     mode: str
     value: float
@@ -44,20 +44,20 @@ class Point:
 
 @dataclass(frozen=True)
 class Work(Generic[Sample]):
-    """What a sweep sends and what it makes of the answers."""
+    """Input of a sweep: what it sends, and what it makes of the answers."""
 
     send: Send[Sample]
     """Sends a body; is given the time at which the measurement began. A failure is a Sample, too."""
     body: Callable[[], Body]
     """The next request."""
     warm_body: Callable[[], Body]
-    """One that is not counted."""
+    """Makes a request that is not counted."""
     summary: Callable[[Sequence[Sample], float], dict[str, Any]]
     """The row of a point, from its samples and seconds; has `errors`."""
     raw: Callable[[Sample], dict[str, Any]]
     """A request's row in the result file; has `error`, None when there was none."""
     seed: int = 0
-    """Of the arrivals of an open loop."""
+    """Seed of the arrivals of an open loop."""
 
 
 def numbers(text: str, what: str, kind: type[int] | type[float]) -> list[Any]:
@@ -72,7 +72,7 @@ def numbers(text: str, what: str, kind: type[int] | type[float]) -> list[Any]:
 
 
 def points(arguments: argparse.Namespace) -> list[Point]:
-    """What to measure, from the flags. Raises ConfigError."""
+    """Lists what to measure, from the flags. Raises ConfigError."""
     if arguments.warmup < 0:
         raise ConfigError("--warmup must be at least 0")
     found = []
@@ -182,8 +182,8 @@ def run(
     server_arguments: list[str],
     sweep: Callable[[Endpoint, argparse.Namespace, Console], Awaitable[dict[str, Any]]],
 ) -> dict[str, Any] | None:
-    """What `sweep` found at --url, or at a server started for it; None, with a line on stderr, when that
-    failed.
+    """Returns what `sweep` found at --url, or at a server started for it; None, with a line on stderr, when
+    that failed.
     """
     try:
         return asyncio.run(_measure(arguments, server_arguments, Console(stderr=True), sweep))

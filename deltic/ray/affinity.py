@@ -1,4 +1,5 @@
-"""Which replica a request goes to: the one that has its conversation's beginning in its cache, most likely.
+"""Choice of the replica that a request goes to: the one that has its conversation's beginning in its cache,
+most likely.
 
 A rendezvous hash of the beginning: any number of routers choose alike without a word between them, and a
 replica that comes or goes moves its own share only. Knows nothing of Ray.
@@ -17,14 +18,14 @@ from msgspec import Raw, Struct
 from deltic.server.transport import SESSION_HEADERS
 
 PROMPT_CHARACTERS = 1024
-"""Of a prompt without messages, how much is taken for its beginning."""
+"""Characters of a prompt without messages that are taken for its beginning."""
 
 IMBALANCE = 8
 """Requests that a replica may have beyond the least busy one, before a request goes elsewhere."""
 
 
 class _Body(Struct):
-    """What may begin a prompt, in the bodies of all APIs. Raw: whatever it is, the replica will say."""
+    """Fields that may begin a prompt, in the bodies of all APIs. Raw: the replica checks them."""
 
     model: Raw = Raw(b"")
     system: Raw = Raw(b"")
@@ -35,8 +36,8 @@ class _Body(Struct):
 
 
 def key_of(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
-    """What a request shares with those before it: its session, or its model and the prompt up to the first
-    message of a user. Empty where there is none. headers: names in lower case.
+    """Returns what a request shares with those before it: its session, or its model and the prompt up to the
+    first message of a user. Empty where there is none. headers: names in lower case.
     """
     given = dict(headers)
     for name in SESSION_HEADERS:
@@ -57,7 +58,7 @@ def key_of(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
 
 
 def _decoded(raw: Raw) -> Any:
-    """None for what is not there."""
+    """Decodes a field; None for what is not there."""
     return msgspec.json.decode(raw) if bytes(raw) else None
 
 

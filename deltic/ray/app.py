@@ -31,7 +31,7 @@ from deltic.server.transport import ANTHROPIC, read_body
 log = logging.getLogger("deltic.ray")
 
 WHENCE = "deltic.ray"
-"""Of the settings, for complaints."""
+"""Source of the settings, for complaints."""
 
 MAX_ONGOING = 100_000
 """Requests that Serve may hand a deployment.
@@ -40,7 +40,7 @@ Replicas have a queue of their own, and say 429 when it is full.
 """
 
 DRAIN_LEFT_S = 5.0
-"""Beyond --drain-s, how long Serve lets a replica take to stop."""
+"""Seconds beyond --drain-s that Serve lets a replica take to stop."""
 
 N_TRIES = 3
 """Replicas that may die over a request of which no answer has begun."""
@@ -68,7 +68,7 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         self._imbalance = imbalance
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
-        """One replica a rank: Serve takes the next where one is full."""
+        """Returns one replica a rank: Serve takes the next where one is full."""
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         loads = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in by_name.items()}
         if pending_request is not None:
@@ -88,7 +88,7 @@ def by_sequences(context: Any) -> tuple[float, dict[str, Any]]:
 
 
 class EngineDeployment:
-    """What all deployments with engines have, for Serve to call."""
+    """Methods of all deployments with engines, for Serve to call."""
 
     hosted: Hosted
 
@@ -98,7 +98,7 @@ class EngineDeployment:
             raise RuntimeError(failure)
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """For `by_sequences`."""
+        """Returns the numbers for `by_sequences`."""
         return {"sequences": float(self.hosted.n_sequences)}
 
     async def __del__(self) -> None:
@@ -128,7 +128,7 @@ class Front:
         self._max_body_mb = max_body_mb
 
     async def __call__(self, request: Request) -> Response:
-        """Any request but a WebSocket's."""
+        """Answers any request but a WebSocket's."""
         path = request.scope["path"].removeprefix(request.scope.get("root_path", "")) or "/"
         try:
             for start, instead in OF_ONE.items():
@@ -196,7 +196,7 @@ class AppConfig(msgspec.Struct, forbid_unknown_fields=True):
     replicas: Annotated[int, Meta(ge=1)] = 1
     num_cpus: Annotated[float, Meta(ge=0)] | None = None
     num_gpus: Annotated[float, Meta(gt=0)] | None = None
-    """Of a replica, as Ray has them. One of both is needed."""
+    """Number of GPUs of a replica, as Ray has them. One of both is needed."""
     autoscaling: dict[str, Any] | None = None
     """Serve's autoscaling_config, in place of `replicas`. `target_ongoing_requests` counts sequences."""
     imbalance: Annotated[int, Meta(ge=0)] = IMBALANCE

@@ -26,14 +26,14 @@ from deltic.ray.replica import Ask, Hosted
 from deltic.ray.settings import Settings, settings
 
 WHENCE = "engine_kwargs"
-"""Of the settings, for complaints."""
+"""Source of the settings, for complaints."""
 
 TYPES = "ray.llm._internal.serve.core.configs.openai_api_models"
-"""Where Ray has the protocol's types; its public module lacks those of errors."""
+"""Module that has the protocol's types; Ray's public one lacks those of errors."""
 
 
 def settings_of(config: Any) -> Settings:
-    """What an LLMConfig asks for. Raises ConfigError, also for what would be passed over."""
+    """Returns what an LLMConfig asks for. Raises ConfigError, also for what would be passed over."""
     unserved = {
         "lora_config": "give adapters as engine_kwargs lora",
         "placement_group_config": "a replica is one actor",
@@ -156,15 +156,15 @@ class DelticLLMServer(EngineDeployment):
         await self.hosted.reset_cache()
 
     async def llm_config(self) -> Any:
-        """As it was given."""
+        """Returns the configuration as it was given."""
         return self._config
 
     async def is_sleeping(self) -> bool:
-        """Never."""
+        """Returns False: an engine never sleeps."""
         return False
 
     async def is_paused(self) -> bool:
-        """Never."""
+        """Returns False: an engine never pauses."""
         return False
 
     async def sleep(self, **kwargs: Any) -> None:

@@ -46,7 +46,7 @@ class Ask:
     headers: list[tuple[bytes, bytes]] = field(default_factory=list)
     query: bytes = b""
     key: bytes = b""
-    """As `affinity.key_of` has it, for the router."""
+    """Key by `affinity.key_of`, for the router."""
 
 
 class Hosted:
@@ -101,7 +101,7 @@ class Hosted:
 
     @property
     def failure(self) -> str | None:
-        """Why an engine is down for good; None while it runs, loads or is started again."""
+        """Reason why an engine is down for good; None while it runs, loads or is started again."""
         failed = (client for client in self._clients if client.state == "failed")
         return next((client.failure or "the engine has failed" for client in failed), None)
 
@@ -155,7 +155,7 @@ class Hosted:
             has_left.set()
 
     async def answer(self, ask: Ask) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-        """As `stream`, at once."""
+        """Answers at once (see `stream`)."""
         head: Any = None
         parts: list[bytes] = []
         async for piece in self.stream(ask):
@@ -171,7 +171,7 @@ async def _answer(app: ASGIApp, scope: Scope, receive: Any, send: Any) -> None:
 
 
 def scope_of(ask: Ask) -> Scope:
-    """As an HTTP server would make it."""
+    """Makes the scope that an HTTP server would make."""
     return {
         "type": "http",
         "asgi": {"version": "3.0", "spec_version": "2.3"},

@@ -1,4 +1,4 @@
-"""What a replica serves: settings under the names of `--config`, checked before a replica is started."""
+"""Settings of what a replica serves, under the names of `--config`, checked before a replica is started."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Settings:
     server: ServerConfig
 
     def placed(self, n_cpus: float, n_gpus: float) -> Settings:
-        """As `placed` has it, for each model. Raises ConfigError."""
+        """Places each model (see `placed`). Raises ConfigError."""
         models = tuple((placed(engine, n_cpus, n_gpus), about) for engine, about in self.models)
         return dataclasses.replace(self, models=models)
 
@@ -72,7 +72,7 @@ def settings(whence: str, given: Mapping[str, Any]) -> Settings:
 
 
 def _own(config: Config) -> Config:
-    """Without what a DELTIC_ variable may say for servers beside Ray."""
+    """Drops what a DELTIC_ variable may say for servers beside Ray."""
     fields = config.__dataclass_fields__
     names = (*LISTENING, *KEEPING, *ROUTED, *MOVING)
     defaults: dict[str, Any] = {name: fields[name].default for name in names if name in fields}

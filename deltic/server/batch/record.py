@@ -1,4 +1,4 @@
-"""What is kept of a batch: its state, and its answers and errors so far, each in a file of its own."""
+"""Record of a batch: its state, and its answers and errors so far, each in a file of its own."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class _Answer(Struct):
 
 
 class Batch(Struct, kw_only=True):
-    """As it is kept on disk. Times in seconds of the epoch."""
+    """Batch as it is kept on disk. Times in seconds of the epoch."""
 
     id: str
     owner: str
@@ -75,7 +75,7 @@ class Batch(Struct, kw_only=True):
     expires_at: int
     metadata: dict[str, str] | None = None
     output_s: int = KEPT_S
-    """How long what it makes is kept."""
+    """Seconds for which what the batch makes is kept."""
     status: str = "validating"
     final: str | None = None
     """The `status` that follows once all lines are finished."""
@@ -95,7 +95,7 @@ class Batch(Struct, kw_only=True):
         return f"{self.completed} answered, {self.failed} with an error, of {self.total}"
 
     def plain(self) -> dict[str, Any]:
-        """As OpenAI's API has it."""
+        """Returns the batch as OpenAI's API has it."""
         fields: dict[str, Any] = msgspec.to_builtins(self)
         for own in ("owner", "output_s", "final", "times"):
             del fields[own]

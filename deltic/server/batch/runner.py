@@ -37,11 +37,11 @@ from deltic.server.limits import Account, Accounts
 log = logging.getLogger("deltic.server")
 
 MAX_BATCHES = 10_000
-"""Of one key."""
+"""Batches of one key at most."""
 AGAIN_S = 30.0
-"""After which a batch that the disk or the engine stopped is tried again."""
+"""Seconds after which a batch that the disk or the engine stopped is tried again."""
 ROOM_S = 2.0
-"""How often a batch that waits for room on the disk looks."""
+"""Seconds between two looks of a batch that waits for room on the disk."""
 
 BROKEN = "an error inside the server; its log has more"
 
@@ -64,11 +64,11 @@ class BatchRunner:
         self._directory = files.directory / "batches"
         self._batches: dict[str, Batch] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
-        """Of each batch that has not ended."""
+        """Task of each batch that has not ended."""
         self._turns: dict[str, asyncio.Lock] = {}
-        """Of each key: one of its batches runs."""
+        """Lock of each key: one of its batches runs."""
         self._stops: defaultdict[str, asyncio.Event] = defaultdict(asyncio.Event)
-        """Of those that have not ended: whether they are to be cancelled."""
+        """Event of each batch that has not ended: it is to be cancelled."""
         self._places: dict[EngineClient, asyncio.Semaphore] = {}
         self._n_written: Counter[str] = Counter()
         """Bytes in the results of those that are not finished."""
@@ -103,7 +103,7 @@ class BatchRunner:
         return batch
 
     def all(self, owner: str) -> list[Batch]:
-        """In the order in which they were made."""
+        """Returns the owner's batches, in the order in which they were made."""
         return [batch for batch in self._batches.values() if batch.owner == owner]
 
     def add(self, batch: Batch) -> None:
@@ -223,7 +223,8 @@ class BatchRunner:
     async def _unless_cancelled(
         self, batch: Batch, work: Coroutine[Any, Any, Any], timeout_s: float | None = None
     ) -> bool:
-        """Whether `work` came to its end before the batch was cancelled, and in time; it is ended then.
+        """Returns whether `work` came to its end before the batch was cancelled, and in time; it is ended
+        then.
 
         Raises what it does.
         """
@@ -257,7 +258,7 @@ class BatchRunner:
         self._finish(batch, "cancelled" if stop.is_set() else "completed" if is_whole else "expired")
 
     def _finish(self, batch: Batch, status: str, error: dict[str, Any] | None = None) -> None:
-        """Nothing more is done for its lines."""
+        """Ends the work on a batch: nothing more is done for its lines."""
         errors = batch.errors if error is None else [error]
         now = "cancelling" if batch.status == "cancelling" else "finalizing"
         self._enter(batch, now, final=status, errors=errors)
