@@ -5,8 +5,9 @@
 `deltic serve` is started with two keys (default: a tiny model with a vision tower, random weights). The quiet
 key asks a few short requests again and again, first alone, then beside the hostile key, which a process of
 its own plays: stored responses, pictures for /tokenize that take seconds to decode, many requests that wait
-with one picture, bodies as large as they may be, large schemas, and more sequences than the queue holds. It
-comes and goes; between two of its turns everything must be free, and memory is measured.
+with one picture, bodies as large as they may be, large schemas, and more sequences than the queue holds;
+pictures from a host that sends trailers without end, and questions of 50 MB to the cache's events. It comes
+and goes; between two of its turns everything must be free, and memory is measured.
 
 Checked: each answer of the quiet key is the one that it got alone, ran to its end, and took at most twice as
 long as the slowest alone and half a second; what it has stored is still there; memory stays within 30 MB; no
@@ -20,6 +21,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import base64
+import contextlib
 import functools
 import itertools
 import json
@@ -45,7 +47,7 @@ from bench.soak.soak import engine_pid, rss_bytes
 from deltic.bench.gauges import in_use, settled
 from deltic.bench.load import WORDS
 from deltic.bench.provenance import code, machine, now, runs_directory
-from deltic.commands.endpoint import Endpoint, EndpointError, LocalServer, ServerFailed, model_name
+from deltic.commands.endpoint import Endpoint, EndpointError, LocalServer, ServerFailed, free_port, model_name
 
 FACTOR, SLACK_S = 2.0, 0.5
 """The slowest answer beside the hostile key, in those of the slowest alone, and beside that."""
@@ -59,6 +61,10 @@ ROUND_S = 60.0
 QUIET_S = 20.0
 """How soon all must be free then."""
 BODY_BYTES = 57_000_000
+QUESTION_BYTES = 50_000_000
+HOST = "127.0.0.1"
+EXPECTED = {"pictures with endless trailers": ("400",)}
+"""Statuses of tricks that work where the server refuses, behind the work."""
 PLAIN = str.maketrans({",": None, " ": "-"})
 SERVE = "--max-model-len 4096 --max-num-seqs 8 --max-queue 64 --max-picture-tokens 1024 --log-level warning"
 CHAT, COMPLETIONS, RESPONSES, TOKENIZE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/tokenize"
@@ -212,7 +218,35 @@ class Quiet:
 # The hostile key.
 
 
-def tricks(model: str, sees: bool) -> dict[str, tuple[int, Callable[[int], tuple[str, dict[str, Any] | bytes]]]]:
+async def send_trailers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    """Answers a request with a chunk of one byte, and trailers until the client leaves."""
+    await reader.readuntil(b"\r\n\r\n")
+    writer.write(b"HTTP/1.1 200 OK\r\ncontent-type: image/png\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n")
+    with contextlib.suppress(ConnectionError):
+        while True:
+            writer.write(b"x: " + b"y" * 60_000 + b"\r\n")
+            await writer.drain()
+
+
+def ask_for_events(port: int, until_s: float, counts: Counter[str]) -> None:
+    """Sends questions of QUESTION_BYTES to --kv-events-replay, where 8 bytes are expected."""
+    import zmq  # the server's own
+
+    with zmq.Context() as context:
+        while time.monotonic() < until_s:
+            with context.socket(zmq.DEALER) as socket:
+                socket.setsockopt(zmq.LINGER, 1000)
+                socket.setsockopt(zmq.SNDTIMEO, 1000)
+                socket.connect(f"tcp://{HOST}:{port}")
+                with contextlib.suppress(zmq.Again):
+                    socket.send(bytes(QUESTION_BYTES))
+                    counts["sent"] += 1
+                time.sleep(0.5)
+
+
+def tricks(
+    model: str, sees: bool, ports: Sequence[int]
+) -> dict[str, tuple[int, Callable[[int], tuple[str, dict[str, Any] | bytes]]]]:
     """How many of each are open at once, and path and body of the i-th."""
 
     def many(i: int) -> tuple[str, dict[str, Any]]:
@@ -237,6 +271,8 @@ def tricks(model: str, sees: bool) -> dict[str, tuple[int, Callable[[int], tuple
         "large bodies": (4, large),
     }
     if sees:
+        host = f"http://{HOST}:{ports[0]}/"
+        slow = json.dumps({"model": model, "messages": shown(host)}).encode()
         giant = json.dumps({"model": model, "messages": shown(png(8192, 8192))}).encode()
         waiting = json.dumps({"model": model, "messages": shown(png(1024, 1024)), "max_tokens": 1}).encode()
         padded = shown(png(2048, 2048), "x" * BODY_BYTES)
@@ -245,12 +281,16 @@ def tricks(model: str, sees: bool) -> dict[str, tuple[int, Callable[[int], tuple
             "/tokenize with pictures": (24, lambda i: (TOKENIZE, giant)),
             "waiting pictures": (64, lambda i: (CHAT, waiting)),
             "large bodies with pictures": (24, lambda i: (TOKENIZE, body)),
+            "pictures with endless trailers": (8, lambda i: (TOKENIZE, slow)),
         }
     return found
 
 
-async def attack(url: str, key: str, model: str, sees: bool, seconds: float) -> dict[str, Any]:
-    """What became of each trick's requests: by status, `open` at the end, or `lost`."""
+async def attack(url: str, key: str, model: str, sees: bool, seconds: float, ports: Sequence[int]) -> dict[str, Any]:
+    """What became of each trick's requests: by status, `open` at the end, or `lost`.
+
+    ports: of the host of pictures, and of --kv-events-replay.
+    """
     endpoint = Endpoint(url, key)
     seen: dict[str, Counter[str]] = {}
 
@@ -268,8 +308,10 @@ async def attack(url: str, key: str, model: str, sees: bool, seconds: float) -> 
             seen[name][came] += 1
             await asyncio.sleep(0.0 if came == "200" else 0.05)
 
-    tasks = []
-    for name, (n, make) in tricks(model, sees).items():
+    await asyncio.start_server(send_trailers, HOST, ports[0])
+    questions = seen["questions of events"] = Counter()
+    tasks = [asyncio.create_task(asyncio.to_thread(ask_for_events, ports[1], time.monotonic() + seconds, questions))]
+    for name, (n, make) in tricks(model, sees, ports).items():
         seen[name], numbers = Counter(), itertools.count()
         tasks += [asyncio.create_task(one(name, make, numbers)) for _ in range(n)]
     done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
@@ -316,7 +358,7 @@ def judged(run: Run) -> list[str]:
         elif max(kind.beside_s) > kind.most_s():
             wrong.append(f"{name}: took {max(kind.beside_s):.2f} s, and may take {kind.most_s():.2f} s")
     for name, counts in run.tricks.items():
-        n_taken = counts.get("200", 0) + counts.get("open", 0)
+        n_taken = sum(counts.get(name, 0) for name in ("200", "open", "sent", *EXPECTED.get(name, ())))
         if not n_taken or counts.get("lost", 0) > n_taken:
             wrong.append(f"the attack by {name} was none: {counts}")
         if errors := sum(n for status, n in counts.items() if status[:1] == "5" and status != "503"):
@@ -334,7 +376,7 @@ def judged(run: Run) -> list[str]:
     return wrong
 
 
-async def measure(server: LocalServer, keys: tuple[str, str], minutes: float) -> Run:
+async def measure(server: LocalServer, keys: tuple[str, str], minutes: float, ports: Sequence[int]) -> Run:
     endpoint = await server.wait_ready()
     model = await model_name(endpoint)
     _, cards = await endpoint.json("GET", "/v1/models")
@@ -347,7 +389,7 @@ async def measure(server: LocalServer, keys: tuple[str, str], minutes: float) ->
     until_s = time.monotonic() + minutes * 60
     while time.monotonic() < until_s and server.process.poll() is None:
         seconds = min(ROUND_S, minutes * 60)
-        given = [server.url, keys[1], model, str(int(sees)), str(seconds)]
+        given = [server.url, keys[1], model, str(int(sees)), str(seconds), *map(str, ports)]
         hostile = await asyncio.create_subprocess_exec(
             "nice", "-n", "10", sys.executable, "-m", "bench.hostile", "--attack", *given, stdout=subprocess.PIPE
         )
@@ -403,7 +445,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--minutes", type=float, default=30.0)
     parser.add_argument("--serve-args", default="", help="more flags for deltic serve, in one string")
     parser.add_argument("--out", metavar="DIR", help="directory of the report (default: bench/runs/<date>-<machine>)")
-    parser.add_argument("--attack", nargs=5, help=argparse.SUPPRESS)  # the hostile process
+    parser.add_argument("--attack", nargs=7, help=argparse.SUPPRESS)  # the hostile process
     return parser.parse_args(given)
 
 
@@ -411,8 +453,9 @@ def main() -> int:
     """The command. Exit status 1 when a promise broke."""
     arguments = parsed()
     if arguments.attack:
-        url, key, model, sees, seconds = arguments.attack
-        print(json.dumps(asyncio.run(attack(url, key, model, sees == "1", float(seconds)))))
+        url, key, model, sees, seconds, *ports = arguments.attack
+        counts = asyncio.run(attack(url, key, model, sees == "1", float(seconds), [*map(int, ports)]))
+        print(json.dumps(counts))
         return 0
     model = arguments.model
     if model is None:
@@ -421,9 +464,14 @@ def main() -> int:
         model = str(tiny_checkpoint("dense", has_tower=True, has_mtp=True))
     operator, quiet, hostile = (secrets.token_hex(8) for _ in range(3))
     keys = ["--api-key", operator, "--api-key", f"quiet={quiet}", "--api-key", f"hostile={hostile}"]
-    server = LocalServer([model, *shlex.split(SERVE), *keys, *shlex.split(arguments.serve_args)], api_key=operator)
+    ports = [free_port() for _ in range(3)]
+    at = [f"tcp://{HOST}:{port}" for port in ports[1:]]
+    more = ["--fetch-images-from", HOST, "--kv-events", at[1], "--kv-events-replay", at[0]]
+    server = LocalServer(
+        [model, *shlex.split(SERVE), *more, *keys, *shlex.split(arguments.serve_args)], api_key=operator
+    )
     try:
-        run = asyncio.run(measure(server, (quiet, hostile), arguments.minutes))
+        run = asyncio.run(measure(server, (quiet, hostile), arguments.minutes, ports[:2]))
         wrong = judged(run)
         if wrong:
             print(server.log_tail(), file=sys.stderr)

@@ -67,5 +67,8 @@ def test_a_short_run(tmp_path: Path) -> None:
     assert done.returncode in (0, 1), done.stderr
     line = json.loads(done.stdout.splitlines()[-1])
     report = json.loads(Path(line["file"]).read_text())
-    assert report["tricks"].keys() >= {"stored responses", "sequences", "schemas", "large bodies", "waiting pictures"}
+    assert report["tricks"].keys() >= {
+        "stored responses", "sequences", "schemas", "large bodies", "waiting pictures", "pictures with endless trailers",
+        "questions of events",
+    }  # fmt: skip
     assert all(kind["beside_s"] and not kind["n_different"] for kind in report["kinds"].values()), report["violations"]
