@@ -304,10 +304,9 @@ Unlike Still Already Never Always Some Somebody
 """
 """Words that no docstring begins with, as it would lean on the line before."""
 UNFINISHED = {
-    "models/qwen",
-    "models/tts",
-    "models/vision",
-    "models/vocoder",
+    ".",
+    "bench",
+    "ray",
     "runtime",
     "runtime/cpu",
     "runtime/gpu",

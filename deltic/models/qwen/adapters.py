@@ -49,7 +49,9 @@ _MOST_WORK, _STEP = 300_000_000, 3000
 
 @dataclass(frozen=True)
 class Delta:
-    """What an adapter adds to some rows of a matrix, out[:, first : first + n] += scale * up (down x)."""
+    """Term that an adapter adds to some rows of a matrix: out[:, first : first + n] += scale *
+    up (down x).
+    """
 
     first: int
     down: Array  # bfloat16 [M, r, K], of each of M matrices: of experts, else 1
@@ -72,11 +74,13 @@ class Adapter:
     key: bytes
     """Names its content: 16 bytes of hash."""
     deltas: Mapping[str, tuple[Delta, ...]]
-    """By the matrix, as `Weights.named_parts` names it; `lm_head` and `embed`, whose x is the column of an
-    id.
+    """Deltas by the matrix, as `Weights.named_parts` names it; `lm_head` and `embed`, whose x is the column
+    of an id.
     """
     covers: tuple[tuple[str, str, int, int], ...]
-    """For people: of each module its name in the file, the matrix, and its rows there, [first, end)."""
+    """Modules that the adapter changes, for people: name in the file, matrix, and rows there,
+    [first, end).
+    """
 
     @property
     def rank(self) -> int:
@@ -94,7 +98,7 @@ class _Target:
     k: int
     n_matrices: int = 1
     matrix: int = 0
-    """Of several matrices the one that this is, where it is not all of them."""
+    """Number of the matrix among several, where it is not all of them."""
     is_all: bool = False
 
 
@@ -107,7 +111,7 @@ trained.
 """
 _STACKED = re.compile(r"\.experts(?:\.base_layer)*$")
 _BESIDE = ("visual.", "mtp.")
-"""How the names begin of modules that are not the text model's: what PEFT's "all-linear" takes along."""
+"""Beginnings of the names of modules that are not the text model's: what PEFT's "all-linear" takes along."""
 
 
 def read_adapter(path: Path, shape: ModelShape) -> Adapter:
@@ -239,8 +243,8 @@ def _config(file: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
 def _terms(
     file: Path, headers: Mapping[str, Header], shape: ModelShape
 ) -> tuple[dict[str, tuple[Header, Header, bool]], dict[str, Header]]:
-    """Of each module its two matrices, and whether it is an embedding; and the alphas of those that store
-    one. Raises CheckpointError for any other tensor.
+    """Returns the two matrices of each module, and whether it is an embedding, and the alphas of modules that
+    store one. Raises CheckpointError for any other tensor.
     """
     halves: dict[str, dict[str, Header]] = {}
     embeddings: set[str] = set()
@@ -278,7 +282,9 @@ def _module(name: str) -> str:
 
 
 def _targets(shape: ModelShape, has_split_experts: bool) -> dict[str, _Target]:
-    """By the names of all modules that an adapter may change, in every way that checkpoints name them."""
+    """Returns the targets by the names of all modules that an adapter may change, in every way that
+    checkpoints name them.
+    """
     found: dict[str, _Target] = {}
     p = "model.layers.{}.mlp.experts.0.gate_proj.weight"
     several = [p.format(i) for i in range(shape.n_layers)] if has_split_experts else []
@@ -370,7 +376,8 @@ class _Names:
         self._expression, self._at = "", 0
 
     def find(self, expression: str) -> Array:
-        """For each name whether it ends in the expression, behind a dot or whole, as PEFT looks for it.
+        """Returns for each name whether it ends in the expression, behind a dot or whole, as PEFT looks for
+        it.
 
         Raises ValueError, which says what is not supported.
         """
@@ -390,7 +397,7 @@ class _Names:
             raise ValueError("too much for so many modules")
 
     def _either(self, starts: Array) -> Array:
-        """Up to the end of the alternatives that begin here."""
+        """Matches the alternatives that begin here, and returns where they end."""
         found = []
         while True:
             self._pay(len(starts))
@@ -444,7 +451,7 @@ class _Reader:
     config: Mapping[str, Any]
     alphas: Mapping[str, Header]
     matched: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """What rank_pattern and alpha_pattern say of modules, by their names."""
+    """Values that rank_pattern and alpha_pattern have for modules, by the modules' names."""
 
     def match(self, modules: Sequence[str]) -> None:
         """Finds the modules of each pattern; of several the first counts, as in PEFT. Raises
@@ -464,7 +471,7 @@ class _Reader:
                     said.setdefault(modules[i], value)
 
     def adds(self, name: str, down: Header, up: Header) -> bool:
-        """Whether a module's terms are not zero. Raises CheckpointError."""
+        """Returns whether a module's terms are not zero. Raises CheckpointError."""
         return all((raw(self._values(name, one)) & 0x7FFF).any() for one in (down, up))
 
     def delta(self, name: str, target: _Target, down: Header, up: Header) -> Delta:

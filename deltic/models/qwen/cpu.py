@@ -42,7 +42,7 @@ from deltic.ops.matrix import Matrix, row_bytes
 
 @dataclass(frozen=True)
 class RowInputs:
-    """What every forward reads, in buffers that keep their addresses. int32; S sequences, T tokens.
+    """Inputs of every forward, in buffers that keep their addresses. int32; S sequences, T tokens.
 
     A place is a row of the page table, of which each running sequence has one.
     """
@@ -77,8 +77,8 @@ class ForwardInputs(RowInputs):
 
 @dataclass(frozen=True)
 class AdapterBuffers:
-    """What a step needs to apply adapters, and the table of what they add. A product is a matrix by its name
-    (`adapted_names`).
+    """Buffers with which a step applies adapters, and the table of what they add. A product is a matrix by
+    its name (`adapted_names`).
     """
 
     rows: AdapterRows  # of the step's tokens
@@ -93,7 +93,7 @@ class AdapterBuffers:
 
 @dataclass(frozen=True)
 class DraftBuffers:
-    """What the draft head reads and writes beside the activations, T rows long, or R that draw.
+    """Buffers of the draft head beside the activations, T rows long, or R that draw.
 
     A row stands for a token: its hidden state, and the id of the token behind it.
     """
@@ -122,7 +122,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Activations:
-    """One set of buffers for all layers, T tokens long."""
+    """Buffers of all layers, one set, T tokens long."""
 
     residual: Array  # float32 [T, H]
     normed: Array  # bfloat16 [T, H]
@@ -212,7 +212,7 @@ def allocate_activations(shape: ModelShape, n_tokens: int, n_logit_rows: int, al
 
 
 def allocate_drafts(shape: ModelShape, n_tokens: int, n_draws: int, allocate: Allocate) -> DraftBuffers:
-    """Of a draft head for up to n_tokens rows, n_draws of which draw."""
+    """Allocates the buffers of a draft head for up to n_tokens rows, n_draws of which draw."""
     h = shape.hidden_size
     return DraftBuffers(
         hidden=allocate("draft hidden states", (n_tokens, h), bfloat16),
@@ -231,7 +231,7 @@ def adapted_names(shape: ModelShape) -> tuple[str, ...]:
 def allocate_adapters(
     shape: ModelShape, n_tokens: int, n_logit_rows: int, n_slots: int, rank: int, allocate: Allocate
 ) -> AdapterBuffers:
-    """Of n_slots adapters of up to this rank."""
+    """Allocates the buffers of n_slots adapters of up to this rank."""
     names, k = adapted_names(shape), max(1, shape.n_experts_per_tok if shape.is_moe else 1)
     inner = max(shape.intermediate_size, shape.shared_intermediate_size, shape.moe_intermediate_size)
     widest = max(shape.hidden_size, shape.gdn_value_size, shape.n_q_heads * shape.head_dim, inner)
@@ -255,7 +255,7 @@ class Linears:
     def __init__(self, parts: Iterable[tuple[str, Array | Matrix]]) -> None:
         self.matrices = {name: part for name, part in parts if isinstance(part, Matrix)}
         self.adapters: AdapterBuffers | None = None
-        """Of the steps that are recorded; None: without adapters."""
+        """Adapters of the steps that are recorded. None: steps without adapters."""
 
     def project(
         self,
@@ -278,7 +278,7 @@ class Linears:
             lora(program, x, out, a.entries(name), rows, a.scratch)
 
     def of_experts(self, name: str) -> ExpertAdapters | None:
-        """What adapters add to the experts whose matrices' names begin so."""
+        """Terms that adapters add to the experts whose matrices' names begin so."""
         if (a := self.adapters) is None or f"{name}down" not in a.names:
             return None
         return ExpertAdapters(a.rows, a.entries(f"{name}gate_up"), a.entries(f"{name}down"), a.scratch)
@@ -338,7 +338,7 @@ class Qwen:
         )
 
     def angles(self, first: int) -> Angles:
-        """Of steps that make rows from the first one on, of those that may be made."""
+        """Returns the angles of steps that make rows from the first one on, of those that may be made."""
         n = self.shape.rotary_dim // 2
         axes = axis_of_angle(n, self.shape.mrope_section or (n, 0, 0))
         return Angles(self.cos, self.sin, axes, self._max_len + first)

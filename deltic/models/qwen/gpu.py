@@ -46,7 +46,7 @@ from deltic.ops.gpu.weight import to_device
 
 @dataclass(frozen=True)
 class Exchange:
-    """What a GPU has for a model that is cut: for its own parts, and for what it shares with other GPUs,
+    """Buffers of a GPU for a model that is cut: for its own parts, and for what it shares with other GPUs,
     where there are any.
     """
 
@@ -62,13 +62,13 @@ class Exchange:
 
 
 class Part:
-    """One of the parts of a model that a GPU has, which is mostly the only one."""
+    """Part of a model that a GPU has. Mostly it is the only one."""
 
     def __init__(self, weights: Weights, levers: Levers, targets: Targets | None = None) -> None:
         self.layers = weights.layers
         are_gdn = [isinstance(layer, GdnLayer) for layer in self.layers]
         self.nth = [are_gdn[:i].count(is_gdn) for i, is_gdn in enumerate(are_gdn)]
-        """Of each layer, how many of its kind are before it: where its memory lies."""
+        """Number of layers of the same kind in front of each layer: where its memory lies."""
         self.gdn: dict[int, GdnWeights] = weights.gdn()
         self.linears = Linears([*weights.named_parts(), ("lm_head", weights.lm_head)], levers, targets)
 
@@ -165,7 +165,8 @@ class QwenGpu:
     def decode(
         self, rows_place: Tensor, places: PlaceState, b: DecodeBuffers, memory: Sequence[GpuMemory], max_len: int
     ) -> Tensor:
-        """One token each of n rows, none with more than max_len keys; gives the logits, float32 [n, V].
+        """Runs one token each of n rows, none with more than max_len keys. Returns the logits, float32 [n,
+        V].
 
         rows_place: int32 [n], the place of each row, or -1. b.rows.drafts says which are drafted tokens, and
         b.adapters which rows have adapters. memory: of each part.

@@ -1,4 +1,4 @@
-"""What adapters have on a GPU: their memory, and the matrices that they add to."""
+"""Adapters on a GPU: their memory, and the matrices that they add to."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Sized:
 
 
 def sizes(shape: ModelShape) -> dict[str, Sized]:
-    """Of every matrix to which adapters may add, by its name."""
+    """Sizes of every matrix to which adapters may add, by its name."""
     h, found = shape.hidden_size, dict[str, Sized]()
     for i, kind in enumerate(shape.layer_types):
         p = f"layers.{i}."
@@ -100,7 +100,7 @@ class Targets:
         return self._found[name]
 
     def experts(self, name: str) -> ExpertTargets:
-        """Of a mixture. name: how the names of its matrices begin."""
+        """Targets of a mixture. name: how the names of its matrices begin."""
         assert self._gate_up is not None
         parts = "router", "gate_up", "down", "shared_gate_up", "shared_down"
         return ExpertTargets(**{part: self._found[name + part] for part in parts}, sums=self._gate_up)

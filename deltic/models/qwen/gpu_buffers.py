@@ -1,4 +1,4 @@
-"""What a hybrid model has on a GPU beside its weights: two memories, buffers of decodes and of prefills."""
+"""Memory of a hybrid model on a GPU beside its weights: two memories, buffers of decodes and of prefills."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class PrefillBuffers:
 
 @dataclass(frozen=True)
 class HeadBuffers:
-    """What the draft head has in a decode of up to N rows, beside the activations."""
+    """Buffers of the draft head in a decode of up to N rows, beside the activations."""
 
     rows: GuessRows
     pair: Tensor  # bfloat16, flat
@@ -156,7 +156,7 @@ def decode_buffers(
 
 
 def head_buffers(shape: ModelShape, rows: GuessRows, allocate: Allocate) -> HeadBuffers:
-    """Of the draft head, for as many rows as these."""
+    """Allocates the buffers of the draft head, for as many rows as these."""
     n, h = len(rows.known), shape.hidden_size
     return HeadBuffers(
         rows=rows,

@@ -79,7 +79,9 @@ class Linears:
         expand(residual, target, who, parts=1, levers=self.levers)
 
     def experts(self, name: str, who: AdapterRows | None) -> tuple[ExpertTargets, AdapterRows] | None:
-        """What a mixture takes of rows with adapters. name: how the names of its matrices begin."""
+        """Targets that a mixture takes for rows with adapters, and these rows. name: how the names of its
+        matrices begin.
+        """
         if who is None:
             return None
         assert self._targets is not None

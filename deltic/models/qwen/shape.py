@@ -1,4 +1,4 @@
-"""Where a model is, and its geometry, from a checkpoint's config.json or from a published name.
+"""Reads a model's geometry from a checkpoint's config.json, or takes it from a published name.
 
 Everything that later code sizes by (pools, kernels, plans) comes from one frozen `ModelShape`, so a
 config is judged once, here. A config this engine cannot run exactly is refused, never approximated.
@@ -105,20 +105,20 @@ class ModelShape:
     shared_intermediate_size: int = 0
     norm_topk_prob: bool = True
     head_rows: int = 0
-    """Of the head, where it is a part of one (models/qwen/shard.py); 0: all of the vocabulary."""
+    """Rows of the head, where it is a part of one (models/qwen/shard.py). 0: all of the vocabulary."""
     most_drafted: int = N_DRAFTED
     """Ids that a draft head may guess, at most."""
     has_draft_head: bool = False
-    """Whether the draft head (MTP) is run: an attention layer more, whose keys and values are in pages."""
+    """True if the draft head (MTP) is run: an attention layer more, whose keys and values are in pages."""
     kv_cache_dtype: str = "bf16"
-    """Of the keys and values in pages: a name of KV_FORMATS."""
+    """Format of the keys and values in pages: a name of KV_FORMATS."""
     state_dtype: str = "float32"
-    """What recurrent states are kept in: float32 or bfloat16."""
+    """Type in which recurrent states are kept: float32 or bfloat16."""
     tie_word_embeddings: bool
     max_position_embeddings: int
     eos_token_ids: tuple[int, ...]
     formats: Mapping[str, WeightFormat] = dataclasses.field(default_factory=dict, compare=False, repr=False)
-    """Of the matrices that are stored quantised, by the names of their tensors (models/stored.py)."""
+    """Formats of the matrices that are stored quantised, by the names of their tensors (models/stored.py)."""
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelShape:
@@ -183,9 +183,9 @@ class ModelShape:
             return cls.from_config(config, read_json(generation) if generation.exists() else None)
 
     def scaled(self, rope: Mapping[str, Any]) -> ModelShape:
-        """With these fields of rope_parameters in place of the checkpoint's scaling of positions: rope_type
-        (yarn, or default for none), factor, original_max_position_embeddings and the others of YaRN. Others
-        of rope_parameters may be there as the model has them.
+        """Returns the shape with these fields of rope_parameters in place of the checkpoint's scaling of
+        positions: rope_type (yarn, or default for none), factor, original_max_position_embeddings and the
+        others of YaRN. Other fields of rope_parameters may be there as the model has them.
 
         Raises UnsupportedModelError for a field that is not one of them, or is out of its range.
         """
@@ -234,12 +234,12 @@ class ModelShape:
 
     @property
     def heads(self) -> AttentionHeads:
-        """Of an attention layer, as the operators know them."""
+        """Heads of an attention layer, as the operators know them."""
         return AttentionHeads(self.n_q_heads, self.n_kv_heads, self.head_dim)
 
     @property
     def gdn_heads(self) -> GdnHeads:
-        """Of a DeltaNet layer, as the operators know them."""
+        """Heads of a DeltaNet layer, as the operators know them."""
         n_k, n_v = self.gdn_n_k_heads, self.gdn_n_v_heads
         return GdnHeads(n_k, n_v, self.gdn_k_dim, self.gdn_v_dim, self.tiled_value_heads)
 
@@ -543,7 +543,9 @@ def _published(
     tied: bool = False,
     next_vocab: bool = False,
 ) -> ModelShape:
-    """One row of the published table; `moe` is (experts, experts per token, expert width, shared width)."""
+    """Makes one row of the published table. `moe` is (experts, experts per token, expert width, shared
+    width).
+    """
     moe_family = "qwen3_next" if next_vocab else "qwen3_5_moe"
     return ModelShape(
         family=moe_family if moe[0] else "qwen3_5",

@@ -40,14 +40,14 @@ def share(n: int, part: int, n_parts: int, unit: int = 1) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class View:
-    """Some rows and columns of a stored tensor, as a tensor of this shape. columns None: all of them."""
+    """Rows and columns of a stored tensor, as a tensor of this shape. columns None: all of them."""
 
     whole: StoredTensor
     shape: tuple[int, ...]
     rows: Runs
     columns: Runs | None = None
     is_zero: bool = False
-    """Whether all values are 0 instead."""
+    """True if all values are 0 instead."""
 
     @property
     def where(self) -> str:
@@ -109,7 +109,7 @@ class Inner(NamedTuple):
 
 
 class Cuts:
-    """What a part has of a model of this shape."""
+    """Ranges that a part has of a model of this shape."""
 
     def __init__(self, shape: ModelShape, part: int, n_parts: int) -> None:
         """Raises UnsupportedModelError where heads cannot be shared out evenly."""
@@ -145,12 +145,12 @@ class Cuts:
         self.inner, self.expert = inner(shape.intermediate_size), inner(shape.moe_intermediate_size)
         self.shared = inner(shape.shared_intermediate_size)
         self.heads: tuple[Runs, ...] = tuple((share(shape.vocab_size, i, n, 16),) for i in range(n))
-        """Of all parts."""
+        """Rows of the head that each part has."""
         self.head = self.heads[part]
 
     @property
     def shape(self) -> ModelShape:
-        """As it is run."""
+        """Shape of the part, as it is run."""
         return replace(
             self.whole,
             n_q_heads=_size(self.queries),
@@ -171,7 +171,7 @@ class Cuts:
         return (*_scaled(self.keys, s.gdn_k_dim), *_scaled(self.keys, s.gdn_k_dim, s.gdn_key_size), *of_values)
 
     def _rows(self) -> dict[str, Runs]:
-        """By the end of a tensor's name."""
+        """Rows of the part by the end of a tensor's name."""
         s = self.whole
         a_group = 2 * s.gdn_k_dim + 2 * s.gdn_v_dim * (s.gdn_n_v_heads // s.gdn_n_k_heads)
         return {
@@ -257,7 +257,7 @@ def _by_end(of: Mapping[str, Runs], name: str) -> Runs | None:
 
 
 def _of_rows(tensor: StoredTensor, rows: Runs) -> View:
-    """Of a tensor whose first dimension is its rows."""
+    """Makes a view of rows, of a tensor whose first dimension is its rows."""
     return View(tensor, (_size(rows), *tensor.shape[1:]), rows)
 
 

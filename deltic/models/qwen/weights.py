@@ -57,7 +57,7 @@ UNUSED = {"vision": ("model.visual.", "visual."), "MTP": ("mtp.",)}
 
 _HEAD = "mtp."
 DRAFT_HEAD = "draft_head."
-"""How the names of the draft head's tensors begin, and those of its parts."""
+"""Beginning of the names of the draft head's tensors, and of its parts."""
 
 
 @dataclass
@@ -126,12 +126,12 @@ class Weights(Parts):
     draft_head: DraftHead | None = None
 
     def gdn(self) -> dict[int, GdnWeights]:
-        """Of each DeltaNet layer, by its number, what the operators read."""
+        """Returns what the operators read of each DeltaNet layer, by its number."""
         layers = [(i, layer) for i, layer in enumerate(self.layers) if isinstance(layer, GdnLayer)]
         return {i: GdnWeights(transposed(g.conv), g.a_log, g.dt_bias, g.norm) for i, g in layers}
 
     def replace(self, memory: dict[str, Array]) -> None:
-        """As of every model's; a tied head stays tied."""
+        """Replaces the parts, as every model's weights do. A tied head stays tied."""
         tied = self.lm_head is self.embed
         super().replace(memory)
         if tied:
@@ -158,7 +158,7 @@ def stored_shape(directory: Path, shape: ModelShape, drafts: bool = False) -> Mo
 
 
 def _holds_draft_head(shape: ModelShape, tensors: Mapping[str, StoredTensor]) -> bool:
-    """Whether all of a draft head is there, and nothing else of one."""
+    """Returns whether all of a draft head is there, and nothing else of one."""
     declared = Declaration(None, COUNTED, shape.formats)
     _declare_draft_head(declared, shape, tensors)
     wanted = {one.name: one.shape for part in declared.plan for one in part.stored}
@@ -185,8 +185,8 @@ def _weight_bytes(shape: ModelShape, quantize: str | None, layout: Layout, *form
 def check_weights(
     path: str | Path, shape: ModelShape, quantize: str | None, store: Store = COUNTED, cuts: Cuts | None = None
 ) -> tuple[Mapping[str, StoredTensor], bool, str, list[str]]:
-    """As `load_weights`, without loading: what is stored, whether the head is the embedding, how the names
-    begin, and the notices.
+    """Checks what `load_weights` would load, without loading. Returns what is stored, whether the head is the
+    embedding, how the names begin, and the notices.
     """
     path, unused = Path(path), unused_parts(shape)
     tensors = open_tensors(path, unused)

@@ -93,7 +93,7 @@ class SpeechMemory:
 
 @dataclass(frozen=True)
 class DecoderActivations:
-    """One set of buffers for all layers of a decoder, T rows long."""
+    """Buffers of all layers of a decoder, one set, T rows long."""
 
     residual: Array  # float32 [T, H]
     normed: Array  # bfloat16 [T, H]

@@ -233,8 +233,9 @@ class TtsGpu:
         memory: SpeechMemory,
         max_len: int,
     ) -> Tensor:
-        """One frame each of n rows, none with more than max_len keys: codes into b.rows.codes; gives the
-        logits of the next code 0, float32 [n, n_drawn]. rows_place: int32 [n], the place of each row, or -1.
+        """Runs one frame each of n rows, none with more than max_len keys: codes into b.rows.codes. Returns
+        the logits of the next code 0, float32 [n, n_drawn]. rows_place: int32 [n], the place of each row, or
+        -1.
         """
         w, levers, d, n = self.weights, self.levers, self.shape.talker, len(rows_place)
         rows = b.rows.front(n)

@@ -85,7 +85,7 @@ class DecoderShape:
 
     @property
     def heads(self) -> AttentionHeads:
-        """As the operators know them: without gates."""
+        """Heads as the operators know them: without gates."""
         return AttentionHeads(self.n_q_heads, self.n_kv_heads, self.head_dim, is_gated=False)
 
     @property
@@ -161,7 +161,7 @@ _CODEC_IDS = {
 
 @dataclass(frozen=True, kw_only=True)
 class SpeechShape:
-    """One Qwen3-TTS checkpoint (12.5 frames a second, 16 codes a frame)."""
+    """Shape of a Qwen3-TTS checkpoint (12.5 frames a second, 16 codes a frame)."""
 
     variant: str  # one of VARIANTS
     size: str  # tts_model_size: "0b6" | "1b7"
@@ -204,7 +204,7 @@ class SpeechShape:
     def from_config(
         cls, config: Mapping[str, Any], tokenizer: Mapping[str, Any], generation: Mapping[str, Any]
     ) -> SpeechShape:
-        """As from_directory, of the parsed files."""
+        """Makes what from_directory does, from the parsed files."""
         variant = config.get("tts_model_type")
         if variant not in VARIANTS:
             raise UnsupportedModelError("tts_model_type", variant, ", ".join(VARIANTS))
@@ -265,7 +265,7 @@ class SpeechShape:
 
     @property
     def has_projection(self) -> bool:
-        """Whether the talker's vectors are projected to the predictor's width."""
+        """True if the talker's vectors are projected to the predictor's width."""
         return self.talker.hidden_size != self.predictor.hidden_size
 
     @property
@@ -303,7 +303,7 @@ class SpeechShape:
 
 
 def is_speech(directory: str | Path) -> bool:
-    """Whether config.json in a directory is that of a speech model.
+    """Returns whether config.json in a directory is that of a speech model.
 
     False without one; raises CheckpointError for a broken one.
     """
@@ -326,7 +326,7 @@ def _id(fields: Mapping[str, Any], name: str) -> int:
 
 
 def _table(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """As json_table, of one that may be absent."""
+    """Returns what json_table does, or {} for a table that is absent."""
     return json_table(fields, name) if fields.get(name) else {}
 
 

@@ -73,7 +73,7 @@ def check_vision_kernels(shape: VisionShape) -> None:
 
 @dataclass(frozen=True)
 class VisionBuffers:
-    """All memory of a tower but its weights, for T patches in F frames, and pieces of R rows."""
+    """Memory of a tower but its weights, for T patches in F frames, and pieces of R rows."""
 
     frames: Frames  # int32; n, start [F + 1], grid [F, 2], key_start [F + 1]
     begin: Array  # int32 scalar: the first patch of the piece

@@ -63,7 +63,7 @@ def check_vision_gpu(shape: VisionShape) -> None:
 
 @dataclass(frozen=True)
 class VisionBuffers:
-    """All memory of a tower but its weights, for pictures of T patches and pieces of R rows."""
+    """Memory of a tower but its weights, for pictures of T patches and pieces of R rows."""
 
     pixels: Tensor  # uint8, flat: of a picture or a pair of frames
     patches: Tensor  # bfloat16 [R, PATCH_WIDTH]

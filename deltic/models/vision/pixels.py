@@ -25,7 +25,7 @@ BICUBIC = 3
 
 @dataclass(frozen=True)
 class VideoRules:
-    """How a model wants its videos: the fields of engine/messages.VideoInfo, in their order."""
+    """Rules of a model for its videos: the fields of engine/messages.VideoInfo, in their order."""
 
     min_pixels: int = 4096
     max_pixels: int = 25_165_824
@@ -37,8 +37,8 @@ class VideoRules:
 
 @dataclass(frozen=True)
 class PictureRules:
-    """How a model wants its pictures. min_pixels, max_pixels: of a resized one, which may miss them by the
-    rounding of its sides to whole blocks, and, long and narrow, by more.
+    """Rules of a model for its pictures. min_pixels, max_pixels: pixels of a resized one, which may miss them
+    by the rounding of its sides to whole blocks, and, long and narrow, by more.
     """
 
     min_pixels: int = 65_536
@@ -50,7 +50,7 @@ class PictureRules:
 
     @classmethod
     def from_config(cls, fields: Mapping[str, Any]) -> PictureRules:
-        """Of a preprocessor_config.json. Raises UnsupportedModelError for what would not be honoured."""
+        """Reads a preprocessor_config.json. Raises UnsupportedModelError for what would not be honoured."""
         for name, default, supported in (
             ("patch_size", PATCH_SIZE, PATCH_SIZE),
             ("temporal_patch_size", FRAMES_A_PATCH, FRAMES_A_PATCH),
@@ -80,7 +80,7 @@ class PictureRules:
         )
 
     def with_video(self, fields: Mapping[str, Any]) -> PictureRules:
-        """With what a video_preprocessor_config.json says. Raises UnsupportedModelError for what would not be
+        """Adds what a video_preprocessor_config.json says. Raises UnsupportedModelError for what would not be
         honoured: frames get the values of a picture's pixels.
         """
         none = VideoRules()
@@ -118,7 +118,7 @@ def _three(fields: Mapping[str, Any], name: str, default: tuple[float, float, fl
 
 
 def level_table(rules: PictureRules) -> NDArray[np.float32]:
-    """What each level of each channel becomes, float32 [256, 3]."""
+    """Value that each level of each channel becomes, float32 [256, 3]."""
     levels = (np.arange(256).astype(np.float64) * rules.scale).astype(np.float32)[:, None]
     mean, std = np.array(rules.mean, np.float32), np.array(rules.std, np.float32)
     table: NDArray[np.float32] = (levels - mean) / std
@@ -126,9 +126,9 @@ def level_table(rules: PictureRules) -> NDArray[np.float32]:
 
 
 class Patches:
-    """What the vision tower reads of a picture, float32 [rows * columns, PATCH_WIDTH], made as it is read:
-    (channel, frame, y, x) of each patch; patches block by block, of each 2 x 2 block, in raster order, its
-    patches in raster order.
+    """Patches that the vision tower reads of a picture, float32 [rows * columns, PATCH_WIDTH], made as they
+    are read: (channel, frame, y, x) of each patch; patches block by block, of each 2 x 2 block, in raster
+    order, its patches in raster order.
     """
 
     def __init__(self, pixels: NDArray[np.uint8], rules: PictureRules) -> None:
@@ -145,7 +145,7 @@ class Patches:
         return self.shape[0]
 
     def __getitem__(self, part: slice) -> NDArray[np.float32]:
-        """Some patches in a row: a slice without a step."""
+        """Makes some patches in a row. part: a slice without a step."""
         begin, end, _ = part.indices(len(self))
         a_row = self._pixels.shape[1] * MERGE**2
         first = begin // a_row

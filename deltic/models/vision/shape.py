@@ -23,7 +23,7 @@ PATCH_WIDTH = CHANNELS * FRAMES_A_PATCH * PATCH_SIZE**2
 """Values of a patch: (channel, frame, y, x). A picture is both frames."""
 
 LAYER_NORM_EPS = 1e-6
-"""Of every norm; no config says it."""
+"""Epsilon of every norm. No config says it."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class VisionShape:
 
     @classmethod
     def from_config(cls, config: Mapping[str, Any]) -> VisionShape:
-        """Of a config.json that has a vision_config.
+        """Reads a config.json that has a vision_config.
 
         Raises UnsupportedModelError, which names the field, for whatever the forward would not honour.
         """
@@ -110,7 +110,7 @@ class VisionShape:
         return -(-self.intermediate_size // 32) * 32
 
     def n_operations(self, n_patches: int) -> int:
-        """Of a picture, a multiply-add as two: linears and attention."""
+        """Operations of a picture, a multiply-add as two: linears and attention."""
         h, merged = self.hidden_size, self.merged_size
         a_patch = PATCH_WIDTH * h + self.depth * (4 * h * h + 2 * h * self.intermediate_size)
         a_token = merged * (merged + self.out_hidden_size)

@@ -41,7 +41,7 @@ from deltic.ops.formats import Quantised, WeightFormat
 from deltic.ops.matrix import Matrix
 
 PREFIXES = ("model.visual.", "visual.")
-"""How the names of a tower's tensors begin."""
+"""Beginnings of the names of a tower's tensors."""
 
 
 @dataclass
@@ -62,7 +62,7 @@ class Norm:
 
 @dataclass
 class VisionBlock:
-    """One block. `qkv` rows: q | k | v, each by heads."""
+    """Block of a tower. `qkv` rows: q | k | v, each by heads."""
 
     norm1: Norm
     qkv: Linear  # [3h, h]
@@ -110,8 +110,8 @@ class Widened:
         return self.tensor.dtype
 
     def read(self, begin: int, end: int) -> Array | Quantised:
-        """As of every StoredTensor. Zeros of a quantised tensor are codes of 0, which need not stand for 0:
-        what they are multiplied with is 0.
+        """Reads rows as every StoredTensor does. Zeros of a quantised tensor are codes of 0, which need not
+        stand for 0: what they are multiplied with is 0.
         """
         stored = math.prod(self.shape[1:-1])  # rows of the tensor in one of these
         found = self.tensor.read(begin * stored, end * stored)
@@ -178,9 +178,9 @@ def stored_vision_shape(path: str | Path, tensors: dict[str, StoredTensor] | Non
 
 
 def picture_rules(path: str | Path) -> PictureRules:
-    """How the model of a checkpoint wants its pictures and videos: by preprocessor_config.json and
-    video_preprocessor_config.json, or the file of a GGUF tower; the published numbers where these say
-    nothing.
+    """Reads how the model of a checkpoint wants its pictures and videos: from preprocessor_config.json and
+    video_preprocessor_config.json, or the file of a GGUF tower. Where these say nothing, the published
+    numbers hold.
 
     Raises CheckpointError, and UnsupportedModelError for what would not be honoured.
     """
@@ -238,7 +238,8 @@ def empty_vision(shape: VisionShape, store: Store = COUNTED) -> VisionWeights:
 
 
 def dummy_shape(dummy: str | None, directory: Path, width: int) -> VisionShape | None:
-    """Of a configured model's tower with random weights; None where it has none. width: of its tokens.
+    """Makes the shape of a configured model's tower with random weights. None where it has none. width: of
+    its tokens.
 
     Raises CheckpointError, and UnsupportedModelError for sizes that the forward would not honour.
     """

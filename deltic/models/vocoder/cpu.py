@@ -48,8 +48,8 @@ from deltic.ops.geometry import N_CODES, Allocate
 PASS_FRAMES = 16
 """Frames of a pass, of all its streams together."""
 SEEN_FRAMES = 16
-"""After the pre-transformer, a sample depends on fewer earlier frames than this: on less than ten in the
-published shape.
+"""Bound on the earlier frames that a sample depends on, behind the pre-transformer: it depends on fewer, in
+the published shape on less than ten.
 """
 MAX_POSITIONS = 32768 + MAX_REF_FRAMES
 """Frames of a stream: as many as a published talker has positions, behind those of a reference."""
@@ -104,7 +104,7 @@ def state_layout(shape: VocoderShape) -> tuple[dict[str, int], int]:
 
 @dataclass(frozen=True)
 class VocoderBuffers:
-    """All memory of a vocoder but its weights. S = F: a stream in a pass has a frame or more."""
+    """Memory of a vocoder but its weights. S = F: a stream in a pass has a frame or more."""
 
     states: Array  # float32 [n_streams, state size]
     codes: Array  # int32 [F, 16]
@@ -225,7 +225,7 @@ class Vocoder:
         conv(program, batch, result, self._conv_weights("pre_transformer.output_proj"), out=wide)
 
     def _record_upsampling(self, program: Program, a: Array, b: Array, x: Array) -> tuple[Array, Array]:
-        """From `a` to the input of the decoder, four rows a frame, behind its head.
+        """Records the way from `a` to the input of the decoder, four rows a frame, behind its head.
 
         Gives its buffer and a free one.
         """
@@ -250,7 +250,7 @@ class Vocoder:
         return a, b
 
     def _record_decoder(self, program: Program, here: Array, there: Array, x: Array) -> None:
-        """From the input of the decoder, in `here`, to samples.
+        """Records the way from the input of the decoder, in `here`, to samples.
 
         Inputs of convolutions are written by those before them, as snake leaves them; x has the residual
         stream.
@@ -309,7 +309,7 @@ class Vocoder:
         return ConvWeights.pack(_transposed(w, stride), np.tile(bias, stride), dtype=dtype)
 
     def _linear(self, *names: str) -> ConvWeights:
-        """Of several, one below the other."""
+        """Packs several linears, one below the other."""
         return ConvWeights.pack(np.concatenate([self._take(f"{name}.weight") for name in names])[..., None])
 
     def _snake(self, name: str, phases: int = 1) -> tuple[Array, Array]:

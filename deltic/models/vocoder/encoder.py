@@ -41,7 +41,7 @@ N_MELS, N_FFT, HOP, MAX_HZ = 128, 1024, 256, 12000.0
 RES2NET_GROUPS, RES2NET_DILATIONS = 8, (2, 3, 4)
 KERNEL, LAST_KERNEL, RESIDUAL_KERNEL = 7, 3, 3
 USED_LEAST = 1e-5
-"""Least use of a codebook's entry, by which its stored sum is divided."""
+"""Floor of the use of a codebook's entry, by which its stored sum is divided."""
 
 BLOCK, CONTEXT = 128, 8
 """Positions, 25 a second, of a run of the convolutions, and how many earlier ones it sees: more than 4."""
@@ -60,7 +60,7 @@ approximations for the error function, 1969; for x from 0.47 to 4. From 0 on its
 """
 
 SPEAKER, CODES = "speaker_encoder", "encoder"
-"""What the tensors' names begin with, in model.safetensors and in the speech tokenizer's."""
+"""Beginnings of the tensors' names, in model.safetensors and in the speech tokenizer's."""
 
 Floats = NDArray[np.float32]
 Tensors = dict[str, Floats]
@@ -75,7 +75,7 @@ class EncoderShape:
     """`speaker_encoder_config` of config.json, and `encoder_config` of speech_tokenizer/config.json."""
 
     width: int
-    """Of a speaker vector: the talker's."""
+    """Width of a speaker vector: the talker's."""
     channels: tuple[int, ...] = (512, 512, 512, 512, 1536)
     attention_channels: int = 128
     se_channels: int = 128
@@ -204,7 +204,7 @@ def _books() -> Iterable[tuple[str, str]]:
 
 
 class VoiceEncoder:
-    """Both encoders of one checkpoint. For one thread at a time."""
+    """Encoders of one checkpoint, both of them. For one thread at a time."""
 
     def __init__(self, shape: EncoderShape, load: Callable[[str], Tensors]) -> None:
         """load: the float32 tensors of SPEAKER or of CODES, by name; called when they are first needed."""
@@ -212,8 +212,8 @@ class VoiceEncoder:
 
     @classmethod
     def open(cls, directory: Path) -> VoiceEncoder:
-        """Of a Base checkpoint. Raises CheckpointError when a tensor is missing, or has another size than the
-        config says.
+        """Opens the encoders of a Base checkpoint. Raises CheckpointError when a tensor is missing, or has
+        another size than the config says.
         """
         shape = EncoderShape.from_directory(directory)
         headers = read_headers(directory) | read_headers(directory / "speech_tokenizer")
@@ -287,7 +287,7 @@ def _conv(x: Floats, weight: Floats, bias: Floats | float, stride: int = 1, dila
 
 
 def _softmax(x: Floats) -> Floats:
-    """Over the last axis."""
+    """Computes a softmax over the last axis."""
     x = np.exp(x - x.max(-1, keepdims=True))
     x /= x.sum(-1, keepdims=True)
     return x

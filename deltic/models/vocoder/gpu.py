@@ -34,8 +34,8 @@ _ALIGNED = 32
 
 @dataclass(frozen=True)
 class Kept:
-    """What is kept of one operator's input: rows and their rate, channels, and whether they are pairs or
-    float32.
+    """Size of what is kept of one operator's input: rows and their rate, channels, and whether they are pairs
+    or float32.
     """
 
     rows: int
@@ -49,7 +49,7 @@ class Kept:
 
 
 def kept_inputs(shape: VocoderShape) -> list[Kept]:
-    """Of a stream, in the order of the forward."""
+    """Inputs that are kept of a stream, in the order of the forward."""
     attention, latent = shape.n_heads * shape.head_dim, shape.latent_dim
     kept = [Kept(2, 1, shape.codebook_dim, True)]
     kept += [Kept(shape.sliding_window - 1, 1, 2 * attention, False)] * shape.n_layers
@@ -291,7 +291,7 @@ class ChunkBuffers:
 
 
 def chunk_buffers(shape: VocoderShape, max_frames: int, allocate: Allocate) -> ChunkBuffers:
-    """For chunks of up to max_frames frames, all streams together."""
+    """Allocates buffers for chunks of up to max_frames frames, all streams together."""
     attention, rate, widest = shape.n_heads * shape.head_dim, 1, 0
     raw = shape.hidden_size
     pair = max(shape.codebook_dim, shape.hidden_size, attention, shape.intermediate_size)
@@ -370,8 +370,8 @@ class VocoderGpu:
         return samples.view(streams.n, -1)
 
     def skim(self, codes: Tensor, slot: Tensor, b: ChunkBuffers) -> None:
-        """As `forward`, of frames whose samples nobody wants, for half of its kernels and a tenth of the
-        work: samples are right again, to the bit, as many frames behind them as anything behind the
+        """Runs `forward` on frames whose samples nobody wants, for half of its kernels and a tenth of the
+        work. Samples are right again, to the bit, as many frames behind them as anything behind the
         transformer reaches back (models/vocoder/cpu.py, SEEN_FRAMES).
         """
         streams = Streams(slot, self.head, codes.shape[1])

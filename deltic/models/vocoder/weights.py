@@ -23,7 +23,7 @@ FILE = "speech_tokenizer/model.safetensors"
 USED_LEAST = 1e-5
 BETA_LEAST = 1e-9
 DILATIONS = (1, 3, 9)
-"""Of a block's three residual units."""
+"""Dilations of a block's three residual units."""
 
 
 def vocoder_tensors(shape: VocoderShape) -> dict[str, tuple[int, ...]]:
@@ -116,7 +116,7 @@ def _exp(values: Array) -> Array:
 
 
 def check_vocoder_files(directory: Path, shape: VocoderShape) -> dict[str, Header]:
-    """Where the vocoder's tensors are, by their names without the prefix.
+    """Checks the vocoder's tensors, and returns where they are, by their names without the prefix.
 
     Raises CheckpointError, naming the tensor, for a file that is absent or damaged, and for what is missing
     or has another size.
