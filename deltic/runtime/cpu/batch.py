@@ -1,4 +1,4 @@
-"""From schedule to batch tensors: the only place where Python values become the forward's inputs.
+"""Makes batch tensors of a schedule: the only place where Python values become the forward's inputs.
 
 All buffers are allocated once and keep their addresses, so that a recorded step can read them. Pages, which
 belong to a sequence for its whole life, are kept by place and only extended. Everything else is rewritten
@@ -135,11 +135,13 @@ class Batch:
             self.inputs.token_ids[at + begin : at + begin + len(ids)] = ids
 
     def positions_in(self, place: int) -> PromptPositions | None:
-        """Of the sequence in a place; None: its prompt has no pictures."""
+        """Positions of the sequence in a place. None: its prompt has no pictures."""
         return self._prompts[place]
 
     def _fill_snapshots(self, chunks: list[Chunk], has_snapshots: bool) -> None:
-        """Without snapshots, leaves empty lists behind for every later number of sequences."""
+        """Fills the lists of snapshots. Without snapshots, leaves empty lists behind for every later number
+        of sequences.
+        """
         inputs, self._has_snapshots = self.inputs, has_snapshots
         if not has_snapshots:
             inputs.snapshot_begin[:] = 0

@@ -93,7 +93,9 @@ class Workspace:
     """bfloat16 [blocks * PAGE_SIZE, H]: what the vision tower made of pictures, in blocks."""
     window_columns: Array
     window_gates: Array
-    """Of Memory: only drafts need them, and only of sequences that run, so they are counted here."""
+    """Windows of Memory, columns and gates: only drafts need them, and only of sequences that run, so they
+    are counted here.
+    """
     adapters: AdapterBuffers | None
     adapter_memory: Array | None
     """uint8."""

@@ -38,7 +38,9 @@ DEFAULT_POOL_BYTES = 2 << 30
 free.
 """
 POOL_SHARE, LEAST_POOL_BYTES = 6, 64 << 20
-"""But no more than this many times the weights, so that a toy stays small, and no less than this."""
+"""Bounds of the pool: at most this many times the weights, so that a toy stays small, and at least these
+bytes.
+"""
 SHORT_MODEL_LEN = 4096
 
 
@@ -153,7 +155,7 @@ class Cpu:
     name = "cpu"
     text, speech = TEXT, SPEECH
     n_gpus = n_cuts = 1
-    """No model is cut on it."""
+    """GPUs and parts of a model: no model is cut on a CPU."""
     made = "memory"
     """The stage of a start under which making a runner is reported."""
 
@@ -169,7 +171,7 @@ class Cpu:
         """Kernels were compiled when Deltic was installed."""
 
     def store(self, plan: Plan[Any]) -> Store:
-        """Where weights are loaded to."""
+        """Store to which weights are loaded."""
         return Host(plan.n_threads)
 
     def weights(
@@ -203,5 +205,5 @@ class Cpu:
         return Runner(plan, weights, progress, beside)
 
     def kernels(self, runner: Any) -> Path:
-        """What a fingerprint must know of the kernels: the library in use."""
+        """Names what a fingerprint must know of the kernels: the library in use."""
         return library_file(runner.program.instruction_set)

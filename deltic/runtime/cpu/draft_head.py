@@ -37,13 +37,13 @@ class _Guess:
 
     sequence: Sequence
     drawn: list[int]
-    """What the step drew: they are not among the sequence's tokens yet."""
+    """Tokens that the step drew: they are not among the sequence's tokens yet."""
     n_wanted: int
     tokens: list[int] = field(default_factory=list)
 
     @property
     def most(self) -> int:
-        """How many tokens it may have."""
+        """Tokens that the guess may have, at most."""
         return min(self.n_wanted, n_guessable(self.sequence, len(self.drawn)))
 
 
@@ -56,7 +56,7 @@ class _Rows:
     hidden: Array
     """The bits of bfloat16 [n, H]."""
     ids: list[int]
-    """Of the tokens behind them."""
+    """Ids of the tokens behind the rows."""
     guess: _Guess | None = None
 
 
@@ -80,12 +80,12 @@ class DraftHead:
         self._guessed = buffer("guesses", n_places)
         waiting = allocate("waiting hidden states", (n_places, PAGE_SIZE, shape.hidden_size), bfloat16)
         self._waiting = waiting.view(np.uint16)  # as its bits, which numpy copies many times as fast
-        """By place, and by the token's place in its page."""
+        """Hidden states that wait, by place, and by the token's place in its page."""
         self.angles: Angles | None = None
         """Set where prompts may have pictures. Guesses read for a picture's token the embedding of its id."""
         self._owner: list[Sequence | None] = [None] * n_places
         self._start, self._end = [0] * n_places, [0] * n_places
-        """By place, which tokens' are waiting: within one page."""
+        """Ranges of the tokens whose hidden states wait, by place: within one page."""
 
     def record(
         self,
@@ -246,7 +246,9 @@ class DraftHead:
 
 
 def _grouped(ready: list[_Rows], n_rows: int) -> Iterator[list[_Rows]]:
-    """As many as fit at once. One that does not fit alone comes in parts; the last one guesses."""
+    """Yields groups of as many rows as fit at once. A sequence's rows that do not fit alone come in parts.
+    The last part guesses.
+    """
     group: list[_Rows] = []
     n = 0
     for rows in ready:

@@ -32,7 +32,7 @@ class _Draw(NamedTuple):
     n_history: int
     """Tokens that penalties see; 0: there are none."""
     n_prompt: int
-    """Of those, tokens of the prompt."""
+    """Tokens of the prompt that penalties see."""
     sequence: Sequence
     rule: Rule
 
@@ -291,7 +291,7 @@ class Sampler:
         draws.fill([self._draws_of(i, *one, (), rules[i : i + 1])[0] for i, one in enumerate(guessed)])
 
     def go_on(self, draws: Draws, guessed: Rows[tuple[Sequence, list[int]]]) -> None:
-        """As fill_guesses, one token further: mostly only the positions change."""
+        """Does what fill_guesses does, one token further: mostly only the positions change."""
         n = len(guessed)
         is_plain = not draws.has_lists and all(sequence.guide is None for sequence, _ in guessed)
         if n == draws.inputs.n_draws and is_plain and not draws.inputs.n_history[:n].any():

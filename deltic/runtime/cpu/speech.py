@@ -76,7 +76,7 @@ class SpeechRunner(Speaker):
 
     @property
     def has_half_vocoder(self) -> bool:
-        """Whether the vocoder's decoder uses bfloat16: if the talker is quantised and that is faster."""
+        """True if the vocoder's decoder uses bfloat16: if the talker is quantised and that is faster."""
         return self.plan.quantize is not None and multiplies_half(instruction_set())
 
     def _open_tiers(self, host: Bytes) -> Tiers:
@@ -126,7 +126,7 @@ class SpeechRunner(Speaker):
         return result
 
     def is_busy(self) -> bool:
-        """No: a step is over when `step` returns."""
+        """Returns False: a step is over when `step` returns."""
         return False
 
     def logits(self, n_rows: int) -> Array:

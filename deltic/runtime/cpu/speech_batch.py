@@ -117,7 +117,7 @@ class SpeechBatch:
             inputs.side[at + i] = SIDE_VOICE - (at + i)
 
     def _text(self, text_id: int) -> int:
-        """Its row of the projected texts."""
+        """Returns the text's row among the projected texts."""
         if text_id == self.shape.ids.tts_pad:
             return PAD_ROW
         self.inputs.text_ids[self._n_texts] = text_id

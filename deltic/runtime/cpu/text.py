@@ -139,7 +139,7 @@ class Runner:
         return result
 
     def is_busy(self) -> bool:
-        """No: a step is over when `step` returns."""
+        """Returns False: a step is over when `step` returns."""
         return False
 
     def logits(self, n_rows: int) -> Array:

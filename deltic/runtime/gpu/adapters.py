@@ -41,7 +41,9 @@ def _aligned(n: int) -> int:
 
 
 def _layout(adapter: Adapter) -> tuple[list[_Packed], int]:
-    """Of each matrix, and elements in all. Down of all terms comes first, ranks padded; then up of each."""
+    """Lays out the matrices of an adapter, and counts the elements of all. Down of all terms comes first,
+    ranks padded; then up of each.
+    """
     found, at = [], 0
     for name, deltas in adapter.deltas.items():
         words = np.zeros(WORDS, np.int64)
@@ -59,12 +61,12 @@ def _layout(adapter: Adapter) -> tuple[list[_Packed], int]:
 
 
 def adapter_bytes(adapter: Adapter) -> int:
-    """That it takes of the arena."""
+    """Bytes of the arena that an adapter takes."""
     return 2 * _layout(adapter)[1]
 
 
 def _values(packed: _Packed) -> Iterator[tuple[int, Array]]:
-    """What is to be written: where it begins, and bfloat16 as uint16."""
+    """Yields what is to be written: where it begins, and bfloat16 as uint16."""
     ranks = [padded(delta.rank) for delta in packed.deltas]
     n_matrices, _, k = packed.deltas[0].down.shape
     down, at = np.zeros((n_matrices, sum(ranks), k), np.uint16), 0
@@ -88,7 +90,7 @@ class GpuAdapterMemory:
         self._sizes = sizes(shape)
         self._index = {name: i for i, name in enumerate(self._sizes)}
         self._cleared: torch.cuda.Event | None = None
-        """Behind all steps that may have read what is free by now."""
+        """Event behind all steps that may have read what is free by now."""
         is_gpu = stream is not None
         self._own = torch.cuda.Stream(buffers.arena.device) if is_gpu else None
         self._staging = [torch.empty(PIECE_BYTES, dtype=torch.uint8, pin_memory=is_gpu) for _ in range(2)]
@@ -121,7 +123,7 @@ class GpuAdapterMemory:
         """Rows may have what was written from the next step on: no step has read the slot's row before."""
 
     def clear(self, slot: int) -> None:
-        """Its bytes may be written; no step that is started from here on reads them."""
+        """Marks the slot's bytes as free to be written: no step that is started from here on reads them."""
         if self._stream is not None:
             self._cleared = torch.cuda.Event()
             self._cleared.record(self._stream)

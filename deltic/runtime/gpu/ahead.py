@@ -20,7 +20,7 @@ class Pending:
     """Tokens on their way to the host."""
 
     rows: dict[Sequence, int]
-    """Where those of each sequence begin: of a draft there are several."""
+    """First row of each sequence. A draft has several."""
     tokens: Tensor  # int32, pinned
     event: torch.cuda.Event | None = None
     logprobs: tuple[Tensor, ...] | None = None
@@ -30,16 +30,16 @@ class Pending:
     guesses: Tensor | None = None
     """int32 [guesses, n], pinned: of a draft head, one below the other."""
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
-    """Of a prefill, by chunk."""
+    """Logprobs of a prefill's prompts, by chunk."""
     is_own: bool = False
-    """Whether the memory is its own, not pinned buffers that are soon used again."""
+    """True if the memory is its own, not pinned buffers that are soon used again."""
 
     def wait(self) -> None:
         if self.event is not None:
             self.event.synchronize()
 
     def only(self, sequence: Sequence) -> Pending:
-        """What it holds of one sequence, in memory of its own."""
+        """Returns what it holds of one sequence, in memory of its own."""
         if self.is_own:
             return self
         self.wait()
@@ -59,11 +59,11 @@ class Ahead:
     """
 
     position: int
-    """Of the token that was fed."""
+    """Position of the token that was fed."""
     pending: Pending | None
-    """None: only the forward ran, and its logits are in `Undrawn`."""
+    """Results under way. None: only the forward ran, and its logits are in `Undrawn`."""
     n_preempted: int
-    """How often its sequence had lost its place by then."""
+    """Times that its sequence had lost its place by then."""
 
     def only(self, sequence: Sequence) -> Ahead:
         """The same, without a hold on a pinned buffer."""
@@ -88,7 +88,7 @@ class Undrawn:
         self._own: dict[Sequence, int] = {}  # of those, the one of each sequence
         self._row: dict[Sequence, int] = {}  # where its logits are now
         self.draws = torch.zeros((3, n_rows), dtype=torch.int32, device=device)
-        """What a recorded draw reads: rows, places (-1: no draw) and positions of the tokens to be drawn."""
+        """Inputs of a recorded draw: rows, places (-1: no draw) and positions of the tokens to be drawn."""
         self._ring = Ring(3 * n_rows, 3, device)
 
     @property
@@ -102,7 +102,9 @@ class Undrawn:
             self._row[sequence], self._own[sequence] = row, self._kept.pop()
 
     def take(self, sequence: Sequence) -> int | None:
-        """Its row, which may be read until the next forward; None: there are no logits of it."""
+        """Takes a sequence's row, which may be read until the next forward. None: there are no
+        logits of it.
+        """
         row = self._row.pop(sequence, None)
         if row is not None:
             self._kept.append(self._own.pop(sequence))

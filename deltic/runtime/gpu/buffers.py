@@ -51,14 +51,14 @@ class Workspace:
     table: Tensor
     """int32, flat: everything by place, so that the host changes it with one list of (offset, value)."""
     offsets: dict[str, tuple[int, int]]
-    """Where the rows of each part of the table begin, and the words of one row."""
+    """First word of each part of the table, and the words of one row."""
     rows_place: Tensor
     """int32 [N], of the table: the place of each row of the next decode, or -1."""
     places: PlaceState
     parameters: PlaceParameters
     sample: SampleScratch
     out: dict[str, Drawn]
-    """Of a decode and of a prefill."""
+    """Results of a decode and of a prefill."""
 
 
 @dataclass(frozen=True)
@@ -68,21 +68,21 @@ class GpuWorkspace(Workspace):
     decode: DecodeBuffers
     prefill: PrefillBuffers
     guesses: Guesses | None
-    """Where there is a draft head."""
+    """Guesses, where there is a draft head."""
     vision: VisionBuffers | None
-    """Where there is a vision tower."""
+    """Buffers of the vision tower, where there is one."""
     picture_rows: Tensor | None
     """bfloat16 [blocks * PAGE_SIZE, H]: what the vision tower made of pictures, in blocks."""
     shares: Shares | None
-    """Where the model is cut."""
+    """Buffers that GPUs share, where the model is cut."""
     adapters: AdapterBuffers | None
-    """Where there is room for adapters."""
+    """Buffers of adapters, where there is room for any."""
 
 
 @dataclass(frozen=True)
 class Shares:
-    """Of a model that is cut: what other GPUs write to beside normed rows and logits, and this one's columns
-    of logits.
+    """Buffers of a model that is cut: what other GPUs write to beside normed rows and logits, and this one's
+    columns of logits.
     """
 
     sums: dict[str, tuple[Tensor, Tensor]]
@@ -158,7 +158,7 @@ def _shared(
 
 
 def n_patches(plan: TextPlan) -> int:
-    """Of the largest picture, in whole pieces."""
+    """Patches of the largest picture, in whole pieces."""
     return -(-plan.max_picture_tokens // PAGE_SIZE) * PIECE
 
 
@@ -252,8 +252,8 @@ def _shares(plan: TextPlan, levers: Levers, allocate: Allocate) -> Shares:
 
 
 def _logit_columns(cuts: Sequence[Cuts], n_gpus: int, has_head: bool) -> dict[str, list[tuple[int, int]]]:
-    """Of each GPU, where its columns of logits begin and end; those that a draft head guesses from are the
-    first GPU's.
+    """Returns where each GPU's columns of logits begin and end. Columns that a draft head guesses from are
+    the first GPU's.
     """
     ends, n_parts = [one for cut in cuts for one in cut.head], len(cuts) // n_gpus
     own = [(ends[i][0], ends[i + n_parts - 1][1]) for i in range(0, len(ends), n_parts)]
@@ -265,7 +265,9 @@ def _logit_columns(cuts: Sequence[Cuts], n_gpus: int, has_head: bool) -> dict[st
 
 
 def exchanges(workspaces: Sequence[GpuWorkspace], cuts: Sequence[Cuts]) -> list[Exchange]:
-    """What each GPU has for a model that is cut, of the workspaces of all of them, which it can reach."""
+    """Makes each GPU's exchange for a model that is cut, from the workspaces of all, which every GPU can
+    reach.
+    """
     shares = [w.shares for w in workspaces if w.shares is not None]
     buffers: dict[str, list[DecodeBuffers | PrefillBuffers]] = {
         "decode": [w.decode for w in workspaces],

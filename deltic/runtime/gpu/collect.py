@@ -1,5 +1,5 @@
-"""Which kernels the steps of a plan start: they are walked, and `compile.collecting` notes what Triton would
-compile.
+"""Finds the kernels that the steps of a plan start: it walks the steps, and `compile.collecting` notes what
+Triton would compile.
 """
 
 from __future__ import annotations

@@ -50,14 +50,14 @@ log = logging.getLogger("deltic.engine")
 
 MAX_WORKERS = 16
 LIMIT_S = 300.0
-"""After so long the workers are ended, and the rest is compiled by whoever needs it."""
+"""Seconds after which the workers are ended, and the rest is compiled by whoever needs it."""
 SOURCES = ("ops/gpu", "ops/geometry.py", "ops/formats.py", "ops/matrix.py", "models", "runtime", "engine")
-"""What decides, within the package, which kernels a step starts."""
+"""Sources within the package that decide which kernels a step starts."""
 SIZES = (
     *("shape", "quantize", "n_real", "max_model_len", "max_num_seqs", "max_step_tokens", "max_drafts"),
     *("tower", "max_picture_tokens", "n_gpus", "n_parts", "adapters"),
 )
-"""What decides it, of a plan."""
+"""Fields of a plan that decide which kernels a step starts."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,9 @@ class Job:
 
 @dataclass(frozen=True)
 class Report:
-    """How many kernels there are, how many were not in the cache, and how many could not be compiled."""
+    """Counts of kernels: how many there are, how many were not in the cache, and how many could not be
+    compiled.
+    """
 
     n_kernels: int
     n_compiled: int
@@ -203,7 +205,9 @@ class Compilation:
             worker.stdin.close()  # it ends
 
     def wait(self, progress: Progress) -> Report:
-        """Until all are compiled, or no worker is left, or LIMIT_S have passed. The workers are gone then."""
+        """Waits until all are compiled, or no worker is left, or LIMIT_S have passed. The workers are gone
+        then.
+        """
         for thread in self._threads:
             while thread.is_alive() and time.perf_counter() - self.begun < LIMIT_S:
                 progress("compile", self._n_done / max(1, self._n_jobs))
@@ -292,8 +296,8 @@ def begin_compiling(
 
 
 def compile_for(chip: Chip) -> Any:
-    """From here on this process plans and compiles for this chip, whatever is here, and starts nothing; gives
-    the class that makes the C module of a kernel, if any.
+    """Makes this process plan and compile for this chip from here on, whatever is here. It starts nothing.
+    Returns the class that makes the C module of a kernel, if any.
     """
     described.chip, target = chip, chip.target
     driver = next(b.driver for b in backends.values() if b.compiler.supports_target(target))

@@ -73,7 +73,7 @@ class DeviceCopies:
         return self._views("state")
 
     def mark(self) -> torch.cuda.Event | None:
-        """All that was put on the stream of the steps up to now."""
+        """Marks all that was put on the stream of the steps up to now."""
         if self._stream is None:
             return None
         event = torch.cuda.Event()
@@ -119,7 +119,7 @@ class DeviceCopies:
 
 
 class AllCopies(Copies, Protocol):
-    """Of whole devices."""
+    """Copies of whole devices."""
 
     @property
     def state_bytes(self) -> int: ...

@@ -45,9 +45,9 @@ from deltic.runtime.gpu.vocoder import vocoder_bytes
 from deltic.runtime.plan import Kind, Plan, SpeechPlan, TextPlan
 
 INTERPRETED_BYTES = 2 << 30
-"""What a plan may count on where kernels are interpreted."""
+"""Memory that a plan may count on where kernels are interpreted, in bytes."""
 RESERVE_BYTES = 1 << 30
-"""For the driver, compiled kernels, the recorded steps themselves, and the library's workspace."""
+"""Bytes for the driver, compiled kernels, the recorded steps themselves, and the library's workspace."""
 MAX_SEQS = 256
 SPEECH_PAGES_BYTES = 8_000_000_000
 """A speech model's cache is small: 112 KiB a frame."""
@@ -141,7 +141,9 @@ def _check_speech(shape: SpeechShape) -> None:
 
 
 def _speech_weight_bytes(shape: SpeechShape, quantize: str | None) -> int:
-    """In device memory: texts are projected, and the table that they come from is dropped."""
+    """Bytes of the weights in device memory: texts are projected, and the table that they come from is
+    dropped.
+    """
     stored = shape.text_vocab_size * shape.text_hidden_size * 2
     texts = shape.text_vocab_size * shape.talker.hidden_size * 4
     codes = N_CODES * shape.n_codebook * shape.predictor.hidden_size * 4 if shape.has_projection else 0
@@ -186,8 +188,8 @@ def text_runner(
     progress: Progress = lambda stage, done: None,
     vision: tuple[VisionWeights, PictureRules] | None = None,
 ) -> GpuTextRunner | ParallelRunner:
-    """Of one GPU, or of several. weights: by GPU, of each of its parts; the rest as a GpuTextRunner takes
-    it.
+    """Makes the runner of one GPU, or of several. weights: by GPU, of each of its parts. The rest is as a
+    GpuTextRunner takes it.
     """
     if plan.n_gpus > 1:
         return ParallelRunner(plan, devices, weights, levers, progress, vision)
@@ -205,7 +207,7 @@ class Gpu:
 
     name = "cuda"
     made = "record"
-    """What making a runner mostly is, among the stages of a start."""
+    """Stage of a start that making a runner mostly is."""
 
     def __init__(self, levers: tuple[str, ...] = (), n_gpus: int = 1, n_cuts: int | None = None) -> None:
         """levers: of the configuration. n_cuts: parts that a language model is cut into, by default one for
@@ -233,7 +235,7 @@ class Gpu:
         return config
 
     def free_bytes(self) -> int:
-        """Of the GPU that has least."""
+        """Free bytes of the GPU that has least."""
         return INTERPRETED_BYTES if INTERPRETED else min(torch.cuda.mem_get_info(d)[0] for d in self.devices)
 
     def begin_compiling(self, plan: Plan[Any], again: bool = False) -> Kernels:
@@ -241,7 +243,7 @@ class Gpu:
         return begin_compiling(plan, self.levers, collect, again=again)
 
     def store(self, plan: Plan[Any]) -> Store:
-        """Where weights are loaded to."""
+        """Store to which weights are loaded."""
         return self._store_on(0)
 
     def _store_on(self, i_gpu: int) -> Store:
@@ -267,8 +269,8 @@ class Gpu:
         return self.parts(plan.cuts, of_part), told
 
     def parts(self, cuts: Sequence[Cuts], load: Callable[[Store, Cuts, int], Weights]) -> list[list[Weights]]:
-        """By GPU, the weights of each of its parts, which have one embedding. load: of a part, which has
-        this number.
+        """Loads the weights of each part, by GPU. Parts of a GPU have one embedding. load: loads a part,
+        which has this number.
         """
         found: list[list[Weights]] = [[] for _ in self.devices]
         for i, part in enumerate(cuts):
@@ -292,6 +294,6 @@ class Gpu:
             raise KernelError(f"a kernel cannot run on this GPU ({error}); give --device cpu") from error
 
     def kernels(self, runner: Any) -> str:
-        """What a fingerprint must know of the kernels, beside their sources."""
+        """Describes the kernels for a fingerprint, beside their sources."""
         cuts = f"in {self.n_cuts} parts " if self.n_cuts > self.n_gpus else ""
         return f"{cuts}{runner.info.device} torch {torch.__version__} triton {triton.__version__} {self.levers}"

@@ -56,7 +56,7 @@ class DraftHead:
         self._host = torch.empty(rows.tokens.shape, dtype=torch.int32, pin_memory=is_gpu)
         self._watch = Watch(is_gpu)
         self.keys: dict[int, Recording] = {}
-        """By rows, keys and values alone."""
+        """Recordings of keys and values alone, by rows."""
         self._first: dict[int, Recording] = {}
         self._more: dict[int, Recording] = {}
         self.kinds = self.keys, self._first, self._more
@@ -64,7 +64,7 @@ class DraftHead:
     # Recording.
 
     def jobs(self, row_sizes: list[int]) -> list[Job]:
-        """What is to be recorded for these numbers of rows."""
+        """Lists what is to be recorded for these numbers of rows."""
         jobs: list[Job] = []
         for n in reversed(row_sizes):
             jobs += [(self.keys, n, self._keys_body(n)), (self._first, n, self._guess_body(n, self._drawn(n)))]
@@ -79,8 +79,8 @@ class DraftHead:
         return lambda: self._model.draft_keys(n, self._drawn(n), w.places, w.decode, g.head, self._memory)
 
     def _guess_body(self, n: int, drawn: Tensor | None) -> Body:
-        """Of a guess behind the draws, or behind the guess before. Contexts have no recordings of their own:
-        it is one layer.
+        """Makes a guess behind the draws, or behind the guess before. Contexts have no recordings of their
+        own: it is one layer.
         """
         w, g, draws = self._workspace, self._guesses, self._rows.front(n).draws
 
@@ -117,7 +117,9 @@ class DraftHead:
     def read(
         self, step: Step, results: dict[Sequence, Pending], drawn: list[list[int]]
     ) -> tuple[list[list[int]], float]:
-        """What was guessed behind each draw of a step whose tokens are there, and the seconds it took."""
+        """Reads what was guessed behind each draw of a step whose tokens are there, and the
+        seconds it took.
+        """
         guesses: list[list[int]] = []
         seconds = 0.0
         for draw, tokens in zip(step.draws, drawn, strict=True):

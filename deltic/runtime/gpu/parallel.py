@@ -41,7 +41,7 @@ from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.plan import TextPlan
 
 GRACE_S = 5.0
-"""How long a runner that has not failed may take to end, or to fail as well, once another has failed."""
+"""Seconds that a runner that has not failed may take to end, or to fail as well, once another has failed."""
 
 T = TypeVar("T")
 
@@ -55,7 +55,7 @@ class GpuThread:
         threading.Thread(target=self._run, name=str(device), daemon=True).start()
 
     def start(self, call: Callable[[], T]) -> Future[T]:
-        """Behind what was started before."""
+        """Queues the call behind those that are queued."""
         future: Future[T] = Future()
         self._calls.put((call, future))
         return future
@@ -73,8 +73,8 @@ class GpuThread:
 
 
 def together(threads: Sequence[GpuThread], calls: Sequence[Callable[[], T]]) -> list[T]:
-    """What the calls give, one on each thread. Raises the error of all of them; RunnerLostError if only some
-    have failed, or each in its own way: they are not at the same place then.
+    """Returns what the calls give, one on each thread. Raises the error of all of them, or RunnerLostError if
+    only some have failed, or each in its own way: they are not at the same place then.
     """
     futures = [thread.start(call) for thread, call in zip(threads, calls, strict=True)]
     wait(futures, return_when=FIRST_EXCEPTION)
@@ -147,15 +147,17 @@ class ParallelRunner:
             raise
 
     def step(self, step: Step) -> StepResult:
-        """As a GpuRunner. Raises RunnerLostError."""
+        """Runs a step as a GpuRunner does. Raises RunnerLostError."""
         return self._on_all(lambda runner: runner.step(step))[0]
 
     def is_busy(self) -> bool:
-        """As a GpuRunner."""
+        """Answers as a GpuRunner does."""
         return self.first.is_busy()
 
     def open_tiers(self, directory: Path | None, disk_bytes: int, model: str) -> Tiers:
-        """As a GpuRunner; a page on the host is that of each GPU, one behind the other."""
+        """Opens the tiers as a GpuRunner does. A page on the host is that of each GPU, one
+        behind the other.
+        """
         copies = JointCopies([runner.copies() for runner in self.runners])
         self.tiers = open_tiers(copies, self.plan, directory, disk_bytes, model)
         return self.tiers
@@ -163,11 +165,11 @@ class ParallelRunner:
     # For tests and benches.
 
     def replay_ms(self, n_rows: int, n_keys: int, n_replays: int = 50, n_rounds: int = 5) -> float:
-        """As a GpuTextRunner, of the slowest."""
+        """Measures what a GpuTextRunner does, and returns that of the slowest GPU."""
         return max(self._on_all(lambda runner: runner.replay_ms(n_rows, n_keys, n_replays, n_rounds)))
 
     def n_launches(self, n_rows: int) -> int:
-        """As a GpuTextRunner, on each GPU."""
+        """Launches of a GpuTextRunner, on each GPU."""
         return self.first.n_launches(n_rows)
 
 
@@ -193,7 +195,7 @@ class JointCopies:
         return [view for part in self._parts for view in part.state(slot)]
 
     def mark(self) -> list[torch.cuda.Event | None]:
-        """All that was put on the streams of the steps up to now."""
+        """Marks all that was put on the streams of the steps up to now."""
         return [part.mark() for part in self._parts]
 
     def fetch(self, kind: str, index: int, mark: list[torch.cuda.Event | None]) -> None:

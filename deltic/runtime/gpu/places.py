@@ -163,7 +163,7 @@ class Places:
         self._keys: list[Words] = []
         self._values: list[Words] = []
         self._words: list[int] = []
-        """Of the changes behind these, single words: offset and value in turn."""
+        """Changes of single words, behind `_keys` and `_values`: offset and value in turn."""
         device = self._table.device
         self._ring = Ring(3 * MAX_CHANGES, 4, device)  # an offset is 64 bits
         self._arrived = torch.empty(3 * MAX_CHANGES, dtype=torch.int32, device=device)
@@ -283,7 +283,7 @@ class Places:
             self._write("history", place, np.array(sequence.tokens, np.int32))
 
     def positions_in(self, place: int) -> PromptPositions | None:
-        """Of the sequence in a place; None: its prompt has no pictures."""
+        """Positions of the sequence in a place. None: its prompt has no pictures."""
         return self._prompts[place]
 
     def _put_pages(self, place: int, sequence: Sequence) -> None:
@@ -368,7 +368,9 @@ class Places:
 
 
 def adapter_groups(adapters: Items[int], n: int) -> tuple[list[int], list[int]]:
-    """Of n groups adapter and rows (AdapterRows), where rows 0, 1, ... have these adapters, or -1."""
+    """Returns the adapter and rows of n groups (AdapterRows), where rows 0, 1, ... have these adapters, or
+    -1.
+    """
     rows: dict[int, list[int]] = {}
     for i, adapter in enumerate(adapters):
         rows.setdefault(adapter, []).append(i)

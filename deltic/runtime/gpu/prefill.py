@@ -41,8 +41,8 @@ class BlockBuffer:
     def empty(
         cls, n_blocks: int, n_draws: int, device: torch.device, has_head: bool, has_pictures: bool, has_adapters: bool
     ) -> BlockBuffer:
-        """One in which no block is in use and nothing is drawn. has_head: with what a draft head reads;
-        has_pictures, has_adapters: with what prompts with pictures and with adapters need.
+        """Makes a buffer in which no block is in use and nothing is drawn. has_head: with what a draft head
+        reads. has_pictures, has_adapters: with what prompts with pictures and with adapters need.
         """
         n_segments = min(n_blocks, MAX_SEGMENTS)
         sizes = {
@@ -102,8 +102,8 @@ class PrefillBatch:
         return self._buffers[n_blocks]
 
     def layout(self, step: Step, prefills: list[int]) -> tuple[dict[int, int], int]:
-        """Of the step's chunks `prefills`: the row of each one's last token, and the blocks of the recording
-        they run in.
+        """Lays out the step's chunks `prefills`. Returns the row of each one's last token, and the blocks of
+        the recording they run in.
         """
         ends, n_blocks = {}, 0
         for i in prefills:

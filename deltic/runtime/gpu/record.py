@@ -24,7 +24,7 @@ class Recording:
     body: Body
     n_launches: int
     replays: ReplayStats
-    """Of all that belong to one model."""
+    """Counts of all recordings that belong to one model."""
     graph: torch.cuda.CUDAGraph | None = None
 
     def run(self) -> None:
@@ -108,12 +108,12 @@ class Watch:
             self._events[i].record()
 
     def wait(self) -> None:
-        """Until the second point has been passed."""
+        """Waits until the second point has been passed."""
         if self._events:
             self._events[1].synchronize()
 
     def seconds(self) -> float:
-        """Between the two, which have been passed."""
+        """Seconds between the two points, which have been passed."""
         if self._events:
             return float(self._events[0].elapsed_time(self._events[1])) / 1000
         return self._times[1] - self._times[0]

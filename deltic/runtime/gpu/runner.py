@@ -58,7 +58,7 @@ from deltic.runtime.info import engine_info
 from deltic.runtime.plan import Plan
 
 Job = tuple[dict[Any, Recording], object, Body]
-"""What is to be recorded: where the recording goes, under which key, and what it starts."""
+"""Recording to be made: where it goes, under which key, and what it starts."""
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
 """Rows of the recorded decodes."""
@@ -82,9 +82,9 @@ class GpuRunner(ABC):
 
     info: EngineInfo
     pictures: PictureEncoder | None = None
-    """None: prompts have no pictures."""
+    """Encoder of pictures. None: prompts have no pictures."""
     adapters: LoadedAdapters | None = None
-    """None: there is no room for any."""
+    """Adapters that are loaded. None: there is no room for any."""
 
     def __init__(
         self,
@@ -155,7 +155,7 @@ class GpuRunner(ABC):
         return self.tiers
 
     def copies(self) -> DeviceCopies:
-        """Of its pages and states."""
+        """Makes copies of the runner's pages and states."""
         return DeviceCopies(self._pages, self._states, self.stream)
 
     # Recording.
@@ -179,7 +179,7 @@ class GpuRunner(ABC):
 
     @abstractmethod
     def _forward_body(self, n: int, max_len: int) -> Body:
-        """Of a decode of n rows, none with more than max_len keys.
+        """Makes the body of a decode of n rows, none with more than max_len keys.
 
         With its draws, unless `_draw_jobs` has them.
         """
@@ -202,7 +202,7 @@ class GpuRunner(ABC):
         return []
 
     def _prefill_body(self, n_blocks: int, inputs: PrefillInputs) -> Body:
-        """Of a prefill of n_blocks blocks and the draws behind it."""
+        """Makes the body of a prefill of n_blocks blocks and the draws behind it."""
         draws = self._prefill_batch.of(n_blocks).draws
 
         def body() -> None:
@@ -220,7 +220,7 @@ class GpuRunner(ABC):
         sample(logits, self.places.n_real, draws, w.parameters, w.sample, w.out[kind], levers=self.levers)
 
     def recordings(self) -> list[Recording]:
-        """All of them: what serving will replay."""
+        """Recordings that serving will replay, all of them."""
         return [*self._forwards.values(), *self._prefills.values()]
 
     # A step.
@@ -266,7 +266,7 @@ class GpuRunner(ABC):
         return result
 
     def _take_over(self, sequences: list[Sequence]) -> dict[Sequence, Pending]:
-        """What was drawn ahead of these.
+        """Takes over what was drawn ahead of these sequences.
 
         One that was preempted since then is elsewhere now, and goes on there.
         """
@@ -317,7 +317,7 @@ class GpuRunner(ABC):
         return self._send({draw.sequence: i for i, draw in enumerate(draws)}, len(draws), "prefill")
 
     def _send_decoded(self, chunks: list[Chunk]) -> Pending:
-        """As `_send`, behind a decode of these."""
+        """Sends results as `_send` does, behind a decode of these chunks."""
         rows, n = dict[Sequence, int](), 0
         for chunk in chunks:
             rows[chunk.sequence] = n
@@ -396,7 +396,9 @@ class GpuRunner(ABC):
         self._ahead.pop(sequence, None)
 
     def is_busy(self) -> bool:
-        """Whether a forward whose draws wait for masks is still running. Here nothing waits for masks."""
+        """Returns whether a forward whose draws wait for masks is still running. Here nothing waits for
+        masks.
+        """
         return False
 
     # Reading.
@@ -414,11 +416,11 @@ class GpuRunner(ABC):
 
 
 def ends_thought(sequence: Sequence, token: int) -> bool:
-    """Whether the token is one behind which nothing runs ahead, though the answer goes on."""
+    """Returns whether the token is one behind which nothing runs ahead, though the answer goes on."""
     constraint = sequence.request.params.constraint
     return constraint is not None and token == constraint.think_end_id
 
 
 def _up_to(most: int, sizes: Items[int]) -> list[int]:
-    """Those below the most, and the most."""
+    """Returns the sizes below the most, and the most."""
     return [n for n in sizes if n < most] + [most]

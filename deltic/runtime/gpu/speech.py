@@ -127,7 +127,7 @@ class GpuSpeechRunner(GpuRunner, Speaker):
         return self.model.prefill(n_blocks, inputs, w.places.page_table, w.prefill, self.memory)
 
     def recordings(self) -> list[Recording]:
-        """All of them, the vocoder's, too: what serving will replay."""
+        """Recordings that serving will replay, the vocoder's, too."""
         return [*super().recordings(), *self.vocoder.recordings()]
 
     # A step.

@@ -94,7 +94,7 @@ class GpuTextRunner(GpuRunner):
         ]
         self._ran_ahead: torch.cuda.Event | None = None
         self._n_guesses = 0
-        """Of this step, the most for one sequence."""
+        """Guesses of this step for one sequence, at most."""
         self.tower: PictureTower | None = None
         if vision is not None and w.vision is not None and w.picture_rows is not None:
             self.tower = PictureTower(plan, *vision, w.vision, w.picture_rows, levers, self.stream)
@@ -240,7 +240,7 @@ class GpuTextRunner(GpuRunner):
         return super()._send_tokens(rows, n, kind, turn)
 
     def _start_ahead(self, chunks: list[Chunk]) -> None:
-        """Only the forward, where one of them draws with a mask that is not known yet."""
+        """Starts only the forward, where one of the chunks draws with a mask that is not known yet."""
         if all(c.sequence.guide is None or c.sequence.guide.next_is_free for c in chunks):
             return super()._start_ahead(chunks)
         if self.draft_head is not None:
@@ -259,7 +259,7 @@ class GpuTextRunner(GpuRunner):
         self._undrawn.take(sequence)
 
     def is_busy(self) -> bool:
-        """Whether the forward that runs ahead is not over."""
+        """Returns whether the forward that runs ahead is not over."""
         return self._ran_ahead is not None and not self._ran_ahead.query()
 
     # Log-probabilities.
@@ -337,7 +337,7 @@ class GpuTextRunner(GpuRunner):
         return entries
 
     def _adapter_rows(self, slot: int, n: int) -> AdapterRows:
-        """Of n rows that all have this adapter."""
+        """Makes groups of n rows that all have this adapter."""
         groups, rows = (torch.tensor(words, dtype=torch.int32) for words in adapter_groups([slot] * n, n))
         return AdapterRows(groups.to(self.device), rows.view(n, -1).to(self.device))
 

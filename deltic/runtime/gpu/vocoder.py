@@ -72,7 +72,7 @@ class VocodedGpu:
         return self.events is None or self.events[1].query()
 
     def seconds(self) -> float | None:
-        """By the device's clock, once they are done; None without one."""
+        """Seconds by the device's clock, once the chunks are done. None without a clock."""
         return None if self.events is None else self.events[0].elapsed_time(self.events[1]) / 1000
 
     def samples(self) -> list[NDArray[np.float32]]:
@@ -169,7 +169,7 @@ class GpuVocoderStreams:
         return self.begin(chunks).samples()
 
     def begin(self, chunks: Sequence[Chunk]) -> VocodedGpu:
-        """As `vocode`, without waiting."""
+        """Does what `vocode` does, without waiting."""
         self._check(chunks)
         done = [0] * len(chunks)
         rows: list[list[Tensor]] = [[] for _ in chunks]
