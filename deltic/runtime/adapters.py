@@ -45,7 +45,7 @@ class AdapterMemory(Protocol):
         """
 
     def open(self, slot: int) -> None:
-        """What was written is the slot's: rows may have it from the next step on."""
+        """Makes what was written the slot's: rows may have it from the next step on."""
 
     def clear(self, slot: int) -> None:
         """The slot's adapter adds nothing any more, and its bytes may be written."""
@@ -75,12 +75,12 @@ class Adapters:
 
     @property
     def is_waiting(self) -> bool:
-        """Whether a load is under way."""
+        """Returns whether a load is under way."""
         return bool(self._work)
 
     @property
     def has_work(self) -> bool:
-        """Whether `poll` would do something now."""
+        """True if `poll` would do something now."""
         return bool(self._work) and self._work[0][1].done()
 
     def find(self, key: bytes) -> _Loaded | None:
@@ -175,7 +175,7 @@ class Adapters:
         return None
 
     def _gap(self, n_bytes: int) -> int | None:
-        """Where so many bytes are free."""
+        """Finds where so many bytes are free."""
         at = 0
         for one in sorted(self._loaded.values(), key=lambda one: one.begin):
             if one.begin - at >= n_bytes:
@@ -203,7 +203,9 @@ def _be_nice() -> None:
 
 
 def given_adapters(config: EngineConfig, shape: ModelShape) -> dict[str, Adapter]:
-    """Those of --lora. Raises ConfigError, which names the flag, for one that cannot be applied."""
+    """Reads the adapters of --lora. Raises ConfigError, which names the flag, for one that
+    cannot be applied.
+    """
     found = {}
     for name, path in config.adapters.items():
         try:

@@ -52,7 +52,7 @@ class Item(Protocol):
         """Bytes of memory that it takes."""
 
     def arrays(self) -> dict[str, Array]:
-        """What a file of it holds, by name."""
+        """Returns what a file of it holds, by name."""
 
 
 class Command(Protocol):
@@ -64,7 +64,7 @@ class Command(Protocol):
 
     @property
     def is_kept(self) -> bool:
-        """Whether to store the item on disk. Otherwise it lives in this process, as long as there is room."""
+        """True if to store the item on disk. Otherwise it lives in this process, as long as there is room."""
 
 
 C = TypeVar("C", bound=Command)
@@ -88,7 +88,7 @@ class Encoded(ABC, Generic[C, T, A]):
     """
 
     noun: str
-    """What an item is called in messages, such as "voice"."""
+    """Name of an item in messages, such as "voice"."""
     source: str
     """The name of the source that a client would have to send again."""
     refusals: tuple[type[Exception], ...] = (CheckpointError,)
@@ -113,11 +113,11 @@ class Encoded(ABC, Generic[C, T, A]):
     @property
     @abstractmethod
     def memory_bytes(self) -> int:
-        """Of the items in memory, those that sequences hold not counted."""
+        """Bytes of the items in memory, those that sequences hold not counted."""
 
     @abstractmethod
     def wrong_with(self, command: C) -> str | None:
-        """Why a command can have no item, before anything is read or made; None: it may."""
+        """Says why a command can have no item, before anything is read or made. None: it may."""
 
     @abstractmethod
     def make(self, command: C) -> T | str | None:
@@ -134,11 +134,11 @@ class Encoded(ABC, Generic[C, T, A]):
         """The answer that the item is there now, or why it is not."""
 
     def is_enough(self, item: T, command: C) -> bool:
-        """Whether an item that is known is all that the command asks for."""
+        """Returns whether an item that is known is all that the command asks for."""
         return True
 
     def is_finished(self, item: T) -> bool:
-        """Whether an item lacks nothing that `finish` would add."""
+        """Returns whether an item lacks nothing that `finish` would add."""
         return True
 
     def finish(self, item: T, i: int) -> tuple[T, bool]:
@@ -151,12 +151,12 @@ class Encoded(ABC, Generic[C, T, A]):
 
     @property
     def is_waiting(self) -> bool:
-        """Whether the other thread has something that `poll` will bring."""
+        """True if the other thread has something that `poll` will bring."""
         return bool(self._asked)
 
     @property
     def has_work(self) -> bool:
-        """Whether `poll` would do something now."""
+        """True if `poll` would do something now."""
         return bool(self._answers or self._done or self._unfinished)
 
     def get(self, key: str) -> T | None:
@@ -282,7 +282,7 @@ class Encoded(ABC, Generic[C, T, A]):
             self._put(remove)  # behind what may be writing it
 
     def _is_leaving(self, key: str) -> bool:
-        """Whether a file that there is, or will be for a moment, was dropped."""
+        """Returns whether a file that there is, or will be for a moment, was dropped."""
         gone = self._leaving.get(key)
         return gone is not None and not gone.is_set()
 

@@ -29,7 +29,7 @@ from deltic.models.fields import CheckpointError
 from deltic.models.gguf import is_gguf, open_gguf, tower_beside
 
 MEMORY = "hashes.json"
-"""In the cache directory: resolved path -> [size, mtime_ns, hash]."""
+"""File in the cache directory: resolved path -> [size, mtime_ns, hash]."""
 
 _SEGMENT_BYTES = 64 << 20
 """A file is hashed in segments, and their hashes are hashed: two threads can share one file."""
@@ -82,7 +82,7 @@ def _version(distribution: str) -> str:
 
 
 def _weight_hashes(directory: Path, memory_file: Path | None, on_progress: Progress | None) -> dict[str, str]:
-    """Of the configuration and of every file of weights that the loader may read, by name."""
+    """Hashes of the configuration and of every file of weights that the loader may read, by name."""
     small: list[Path] = []
     if is_gguf(directory):
         tower = tower_beside(directory)
@@ -129,7 +129,7 @@ def _remembered(files: list[Path], memory_file: Path | None, on_progress: Progre
 
 
 def _identity(file: Path) -> list[int]:
-    """What changes with a file's content.
+    """Returns what changes with a file's content.
 
     Images and archives may give all their files one mtime, so its inode as well.
     """

@@ -44,7 +44,7 @@ class Speaker:
     n_streams: int
     """Streams that the vocoder has slots for; the one behind them is `prime`'s."""
     voices: Voices | None = None
-    """Of a Base model, once they are opened."""
+    """Voices of a Base model, once they are opened."""
     gives_logprobs = True
     pictures: PictureEncoder | None = None
     adapters: LoadedAdapters | None = None

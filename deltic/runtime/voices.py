@@ -32,10 +32,10 @@ Floats = NDArray[np.float32]
 Ints = NDArray[np.int32]
 
 MEMORY_BYTES = 256 << 20
-"""Of the voices in memory, those that sequences hold not counted: some 40 with 20 s of reference."""
+"""Bytes of the voices in memory, those that sequences hold not counted: some 40 with 20 s of reference."""
 
 ENCODING_BYTES = 600 << 20
-"""While a recording of 41 s is encoded, both encoders' weights among them."""
+"""Bytes in use while a recording of 41 s is encoded, both encoders' weights among them."""
 
 PIECE_FRAMES = 4
 """Frames that one `poll` takes the vocoder through: on a CPU as long as a step or two."""
@@ -43,7 +43,7 @@ PIECE_FRAMES = 4
 
 @dataclass(frozen=True, slots=True)
 class Voice:
-    """Without codes: a speaker vector only."""
+    """Voice of a speaker. Without codes it is a speaker vector only."""
 
     speaker: Floats
     """float32 [h]."""
@@ -59,7 +59,7 @@ class Voice:
         return 0 if self.codes is None else len(self.codes)
 
     def arrays(self) -> dict[str, Array]:
-        """Those that there are, by name."""
+        """Returns the arrays that there are, by name."""
         every = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: array for name, array in every.items() if array is not None}
 
@@ -69,7 +69,7 @@ class Voice:
 
 
 class VoiceParts(Protocol):
-    """What the runner of a speech model gives, in the engine's thread."""
+    """Operations that the runner of a speech model lends, in the engine's thread."""
 
     def frame_embeddings(self, codes: Ints) -> Floats:
         """codes int32 [R, 16] -> float32 [R, h]."""
@@ -147,7 +147,7 @@ class Voices(Encoded[EncodeVoice, Voice, VoiceEncoded]):
 
 
 def open_voices(config: EngineConfig, checkpoint: Path, width: int, parts: VoiceParts, kernels: Path | str) -> Voices:
-    """Of a Base model. width: of the talker. kernels: as `fingerprint` takes them.
+    """Opens the voices of a Base model. width: of the talker. kernels: as `fingerprint` takes them.
 
     Raises CheckpointError and UnsupportedModelError when the encoders cannot be used, ConfigError when the
     directory cannot.
