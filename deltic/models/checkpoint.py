@@ -20,7 +20,7 @@ from deltic.models.qwen.shape import ModelShape, published_shape
 from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechShape, is_speech
 
 DEMO = Path(__file__).parent.parent / "demo"
-"""The built-in model; random weights borrow its tokenizer and template."""
+"""The built-in model. Random weights borrow its tokenizer and template."""
 
 
 TEXT_FILES = (

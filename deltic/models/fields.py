@@ -12,7 +12,7 @@ MAX_SIZE, MAX_NUMBER, MAX_LAYERS = 2**31, 1e15, 4096
 
 
 class CheckpointError(ValueError):
-    """A checkpoint that is not there, damaged, or not what its config says; names the file or the tensor."""
+    """A checkpoint that is not there, damaged, or not what its config says. Names the file or the tensor."""
 
 
 class UnsupportedModelError(ValueError):

@@ -64,7 +64,7 @@ _TOWER_TYPES = ("bf16", "f16", "f32")
 
 class Value(NamedTuple):
     """Position of a value of the metadata. kind: type of a scalar, or of an array's elements. n: elements of
-    an array; None for a scalar.
+    an array. None for a scalar.
     """
 
     kind: int

@@ -28,7 +28,7 @@ from deltic.ops.arrays import Array
 from deltic.ops.formats import WEIGHT_FORMATS, Quantised, WeightFormat
 
 MAX_EXPERTS = 4096
-"""Limit of experts. No model comes near it; each expert becomes three tensors."""
+"""Limit of experts. No model comes near it. Each expert becomes three tensors."""
 
 _TOP = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 

@@ -166,7 +166,7 @@ def wanted_of(text: str, files: tuple[str, ...], revision: str | None, directory
 
 def download(wanted: Download, parts: list[Part] | None = None, *, only_here: bool = False) -> Path:
     """The directory of the files, or the first file of a GGUF model. They are downloaded if they are not
-    there; `parts` gets those, and is kept up to date. only_here: the cache is looked at, and nothing else.
+    there. `parts` gets those, and is kept up to date. only_here: the cache is looked at, and nothing else.
     Raises CheckpointError.
     """
     (name, _, quant), given = wanted.name.partition(":"), wanted.revision

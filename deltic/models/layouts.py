@@ -167,7 +167,7 @@ class Plain:
 
 
 class Stored:
-    """A quantised matrix, or a stack of them; `rows` of a subclass reads."""
+    """A quantised matrix, or a stack of them. `rows` of a subclass reads."""
 
     kind: str
     """Kind, as the names of published formats tell them apart: fp8, nvfp4, mxfp4, packed, int8, awq, gptq."""

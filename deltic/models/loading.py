@@ -532,7 +532,7 @@ def _copy_rows(
     tensors: Mapping[str, StoredTensor],
     store: Store,
 ) -> int:
-    """Stores rows [begin, end) of each matrix of a piece; gives their part of its bytes."""
+    """Stores rows [begin, end) of each matrix of a piece. Returns their part of its bytes."""
     found = [tensors[name].read(*run) for name, *run in runs]
     quantised = [rows for rows in found if isinstance(rows, Quantised)]
     if quantised:
@@ -555,7 +555,7 @@ def _copy_rows(
 
 
 def _copy_values(part: Planned, tensors: Mapping[str, StoredTensor], store: Store) -> int:
-    """Stores a vector or table; gives its bytes."""
+    """Stores a vector or table. Returns its bytes."""
     (stored,), target = part.stored, part.target
     assert not isinstance(target, Matrix)
     size = sum(stored.sizes), math.prod(target.shape[1:])
@@ -642,7 +642,7 @@ def _names_of(path: Path) -> tuple[Callable[[str], str], str, Callable[..., str]
 def check_plan(
     plan: list[Planned], tensors: Mapping[str, StoredTensor], path: Path, unused: Unused = _ALL_USED
 ) -> list[str]:
-    """Compares what is stored with what is needed, before anything is read; returns notices for the user."""
+    """Compares what is stored with what is needed, before anything is read. Returns notices for the user."""
     converted: Counter[str] = Counter()
     called, config, said_by = _names_of(path)
     needed = [(stored, part.target) for part in plan for stored in part.stored]

@@ -69,7 +69,7 @@ def formats_of(tensors: Mapping[str, StoredTensor]) -> dict[str, WeightFormat]:
 
 
 class InFormat(dict[str, WeightFormat]):
-    """`formats_of` a checkpoint whose projections are all in one format, as published ones are; embedding,
+    """`formats_of` a checkpoint whose projections are all in one format, as published ones are. Embedding,
     head and routers are not, nor are the DeltaNet's b and a. For random weights: it answers `in`, `get` and
     `values` alone.
     """

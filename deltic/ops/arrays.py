@@ -1,6 +1,6 @@
 """Memory of the CPU: numpy's arrays, with bfloat16 among their types.
 
-numpy has no bfloat16 of its own; the one here is ml_dtypes'. Its copies and conversions go through one value
+numpy has no bfloat16 of its own. The one here is ml_dtypes'. Its copies and conversions go through one value
 at a time, so that bytes are moved as `raw` integers where the types are equal.
 """
 

@@ -10,7 +10,7 @@ read strips of 16 rows (csrc/format.h says how), the GPU's read rows (ops/gpu/we
     int4   4.5 bits a weight: groups of 64 along K with a bfloat16 scale and least value, fitted by least
            squares; int4-symmetric has only the scale, its least is -8 scale
 
-Rows multiplied with integers are themselves rounded to int8 on a CPU, with a scale per row and group; the
+Rows multiplied with integers are themselves rounded to int8 on a CPU, with a scale per row and group. The
 sums within a group are exact integers. The layout does not depend on the machine, so a packed file can be
 kept and moved.
 """
@@ -162,7 +162,7 @@ class Matrix:
         n_matrices: int = 1,
         make: Callable[[tuple[int, ...], DTypeLike], Any] = zeros,
     ) -> Matrix:
-        """Room for the matrices, of `make`; `pack` fills it. format: of all rows, or of each run of rows.
+        """Room for the matrices, of `make`. `pack` fills it. format: of all rows, or of each run of rows.
 
         Raises KernelError unless k is a multiple of 32.
         """

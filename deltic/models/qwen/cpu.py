@@ -2,8 +2,8 @@
 
     h  = x + Mixer(rms_norm(x));  x' = h + FFN(rms_norm(h))        (Qwen3-Next, 3.5, 3.6, 3.8)
 
-The residual stream, norms, gates, states, router and logits are float32; the inputs of every linear are
-bfloat16, and pages, too, or fewer bits (ops/kv_formats.py); matrices are bfloat16 or quantised. There is one
+The residual stream, norms, gates, states, router and logits are float32. The inputs of every linear are
+bfloat16, and pages, too, or fewer bits (ops/kv_formats.py). Matrices are bfloat16 or quantised. There is one
 layout of the weights (models/qwen/weights.py) and one path for decode and prefill. What stands for a
 picture's tokens comes from the vision tower (models/vision), as rows that take the place of embeddings.
 """
@@ -61,7 +61,7 @@ class RowInputs:
 
 @dataclass(frozen=True)
 class ForwardInputs(RowInputs):
-    """A step's inputs of the model; a slot is a state slot."""
+    """A step's inputs of the model. A slot is a state slot."""
 
     n_logit_rows: Array
     logit_token: Array  # [R] the tokens whose logits are wanted
@@ -300,7 +300,7 @@ class Angles:
         self._next = self._begin
 
     def fill(self, out: Array, prompt: PromptPositions, start: int, end: int) -> Array:
-        """Writes the rows of tokens [start, end) to out, int32 [end - start]; gives which of them are a
+        """Writes the rows of tokens [start, end) to out, int32 [end - start]. Returns which of them are a
         picture's, bool.
         """
         positions, in_picture = prompt.of(start, end)

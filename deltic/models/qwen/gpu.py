@@ -6,7 +6,7 @@ once for prefills.
 A decode is bound by the bytes of the weights and by the number of kernels: its matrices are multiplied with
 tokens on the narrow side, cut along K by a rule that knows only the weight's shape, and the partial sums are
 added, in order, by whoever reads them next. A prefill is bound by arithmetic: large products, the chunked
-form of DeltaNet, tiled attention. The two differ in bits; a token of a prompt always goes through the one, a
+form of DeltaNet, tiled attention. The two differ in bits. A token of a prompt always goes through the one, a
 generated one through the other (docs/design/purity.md).
 
 Everything here starts kernels on the current stream and neither waits nor allocates, so that it can be
@@ -404,7 +404,7 @@ class QwenGpu:
         memory: Sequence[GpuMemory],
         pictures: Tensor | None = None,
     ) -> Tensor:
-        """The tokens of n_blocks blocks; gives the logits of the rows asked for, float32 [G, V]. memory: of
+        """The tokens of n_blocks blocks. Returns the logits of the rows asked for, float32 [G, V]. memory: of
         each part. pictures: bfloat16 [N, H], where ids may name its rows.
         """
         w, t, h = self.weights, n_blocks * BLOCK, self.shape.hidden_size

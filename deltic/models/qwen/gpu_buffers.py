@@ -50,7 +50,7 @@ def page_layout(shape: ModelShape) -> tuple[tuple[int, ...], torch.dtype]:
 
 @dataclass(frozen=True)
 class DecodeBuffers:
-    """Activations of a decode of up to N rows; a recording for fewer rows uses the front of each."""
+    """Activations of a decode of up to N rows. A recording for fewer rows uses the front of each."""
 
     rows: Rows
     residual: Tensor  # float32, flat

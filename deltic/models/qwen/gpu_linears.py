@@ -91,7 +91,7 @@ class Linears:
         self, name: str, x: Tensor, out: Tensor, rows: Fp8Rows | None = None, who: AdapterRows | None = None
     ) -> None:
         """out = x W^T of few rows: x bfloat16 [N, K], out float32 [S, N, M] or bfloat16 [N, M] (see
-        `narrow_linear`). who: which rows have adapters; their terms are added to the first of S parts.
+        `narrow_linear`). who: which rows have adapters. Their terms are added to the first of S parts.
         """
         with self._adapted(name, x, out if out.ndim == 2 else out[0], who):
             narrow_linear(x, self.matrices[name], out, rows=rows, blocks=self.blocks[name][0], levers=self.levers)

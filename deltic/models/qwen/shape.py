@@ -39,7 +39,7 @@ FULL_ATTENTION = "full_attention"
 
 N_DRAFTED = 32768
 """Ids that a draft head may guess, the first ones. Ids of a byte-pair tokenizer are in the order in which
-pairs were merged, so these are the most frequent tokens; its product with all of them would be most of what
+pairs were merged, so these are the most frequent tokens. Its product with all of them would be most of what
 a guess costs.
 """
 
@@ -294,12 +294,12 @@ class ModelShape:
 
     @property
     def n_params(self) -> int:
-        """Parameters of the text stack; a tied embedding counts once. Vision and MTP are not included."""
+        """Parameters of the text stack. A tied embedding counts once. Vision and MTP are not included."""
         return self._n_matrix_params + self._n_float32_params
 
     @property
     def n_active_params(self) -> int:
-        """Parameters that one token's forward reads; embedding and head count in full, once each."""
+        """Parameters that one token's forward reads. Embedding and head count in full, once each."""
         idle = self.n_experts - self.n_experts_per_tok
         return self.n_params - self.n_layers * idle * 3 * self.hidden_size * self.moe_intermediate_size
 

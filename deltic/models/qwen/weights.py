@@ -213,7 +213,7 @@ def load_weights(
 ) -> tuple[Weights, list[str]]:
     """Load a checkpoint directory, or one safetensors or GGUF file, into the internal layout.
 
-    Matrices that are stored quantised keep their format, by shape.formats; those in bf16, f16 and f32
+    Matrices that are stored quantised keep their format, by shape.formats. Those in bf16, f16 and f32
     become bf16, then what `quantize` says ("int8", "int4"), in the layout that the device's kernels read;
     norms and gates become float32. The store says where. cuts: of a part of the model, with its shape.
     The second result holds notices for the user: what was skipped or converted. Raises CheckpointError,

@@ -73,7 +73,7 @@ class SpeechInputs:
 
 @dataclass(frozen=True)
 class PredictorDraws:
-    """Draws of codes 1 to 15. Parameters by place; `draws[i]` and `codes[i]` are of code i + 1."""
+    """Draws of codes 1 to 15. Parameters by place. `draws[i]` and `codes[i]` are of code i + 1."""
 
     places: PlaceParameters
     draws: list[DrawInputs]

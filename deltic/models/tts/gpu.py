@@ -55,7 +55,7 @@ TEXTS_AT_ONCE = 4096
 
 @dataclass(frozen=True)
 class LayerBuffers:
-    """Activations of a decoder's layers, flat; fewer rows use the front of each."""
+    """Activations of a decoder's layers, flat. Fewer rows use the front of each."""
 
     residual: Tensor  # float32
     normed: Tensor  # bfloat16
@@ -347,7 +347,7 @@ class TtsGpu:
     def prefill(
         self, n_blocks: int, inputs: PrefillInputs, page_table: Tensor, b: PromptBuffers, memory: SpeechMemory
     ) -> Tensor:
-        """Rows of prompts of n_blocks blocks; leaves the last output of each segment in its slot.
+        """Rows of prompts of n_blocks blocks. Leaves the last output of each segment in its slot.
 
         Gives the logits of the rows asked for, float32 [G, n_drawn].
         """

@@ -250,7 +250,7 @@ class SpeechShape:
 
     @property
     def end_id(self) -> int:
-        """The drawn token that ends an utterance; those below it are codes."""
+        """The drawn token that ends an utterance. Those below it are codes."""
         return self.n_codebook
 
     @property
@@ -305,7 +305,7 @@ class SpeechShape:
 def is_speech(directory: str | Path) -> bool:
     """Returns whether config.json in a directory is that of a speech model.
 
-    False without one; raises CheckpointError for a broken one.
+    False without one. Raises CheckpointError for a broken one.
     """
     file = Path(directory) / "config.json"
     return file.exists() and is_speech_config(read_json(file))

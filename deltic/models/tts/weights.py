@@ -188,7 +188,7 @@ def load_speech_weights(
     quantize: str | None = None,
     store: Store = HOST,
 ) -> tuple[SpeechWeights, list[str]]:
-    """Load talker and predictor of a checkpoint directory; the second result holds notices for the user.
+    """Load talker and predictor of a checkpoint directory. The second result holds notices for the user.
 
     As `load_weights`.
     Raises CheckpointError, naming the tensor, what was expected, what was found and the file.

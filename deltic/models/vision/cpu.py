@@ -9,7 +9,7 @@ bfloat16.
 A forward is a list of stages, each a program that is recorded once and run over a piece of at most so many
 rows, until all patches have passed: the embedding; for each block its keys and values, then all that follows
 them; the merger. So a large picture can be encoded between the steps of a language model. Scratch is as large
-as a piece; what stays between pieces (the residual stream, queries, keys and values of one block) as all
+as a piece. What stays between pieces (the residual stream, queries, keys and values of one block) as all
 patches. Neither pieces nor other pictures touch the bits of a picture.
 
 Source: the published Qwen3.5 model code.
@@ -247,7 +247,7 @@ class VisionForward:
                 yield
 
     def _place(self, patches: Sequence[Array | Patches], grids: Sequence[Grid]) -> int:
-        """Writes where the frames are; gives the number of patches."""
+        """Writes where the frames are. Returns the number of patches."""
         b, shapes = self.buffers, [(rows, columns) for frames, rows, columns in grids for _ in range(frames)]
         for some, (frames, rows, columns) in zip(patches, grids, strict=True):
             if rows % MERGE or columns % MERGE or min(frames, rows, columns) < 1:

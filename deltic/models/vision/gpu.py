@@ -1,10 +1,10 @@
 """The vision tower on a GPU, in pieces: the pixels of a picture to tokens of the language model.
 
 The same forward as models/vision/cpu.py, with its roundings: the residual stream, norms and softmax are
-float32; the inputs of every product, q, k and v are bfloat16. Biases, GELU and the sum with the residual
+float32. The inputs of every product, q, k and v are bfloat16. Biases, GELU and the sum with the residual
 stream are part of the products.
 
-One frame at a time. A piece is a multiple of PIECE patches, whose tokens are whole blocks of the pool; behind
+One frame at a time. A piece is a multiple of PIECE patches, whose tokens are whole blocks of the pool. Behind
 the last patch rows are padding, which nobody reads. Everything here starts kernels on the current stream and
 neither waits nor allocates.
 """
@@ -124,7 +124,7 @@ class VisionGpu:
 
         n_rows: says before each piece, by the number of its stage and the patches that it has to go, how many
         it may have, PIECE at the least. put(first, tokens) is called with tokens of the picture, bfloat16 [n,
-        out_hidden_size], from token `first` on, in order; the buffer is used again by what is started next.
+        out_hidden_size], from token `first` on, in order. The buffer is used again by what is started next.
         Raises ValueError for a picture that does not fit, at the first step.
         """
         b = self.buffers

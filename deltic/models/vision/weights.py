@@ -1,7 +1,7 @@
 """Weights of the vision tower: from the published names into the layout that `models/vision/cpu.py` reads.
 
 Matrices keep the checkpoint's format, whatever --quantize says: the tower is a small part of a model, and is
-run once a picture. Norms and biases become float32; the table of positions stays bfloat16 rows. The tower of
+run once a picture. Norms and biases become float32. The table of positions stays bfloat16 rows. The tower of
 a GGUF model is a file of its own, beside the model's (`gguf.tower_beside`).
 """
 
@@ -233,7 +233,7 @@ def load_vision(
 
 
 def empty_vision(shape: VisionShape, store: Store = COUNTED) -> VisionWeights:
-    """Uninitialised weights of the right sizes and formats; counted, they tell the bytes of a tower."""
+    """Uninitialised weights of the right sizes and formats. Counted, they tell the bytes of a tower."""
     return _declare(Declaration(None, store, shape.formats), shape)
 
 

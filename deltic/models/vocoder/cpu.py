@@ -9,10 +9,10 @@ last inputs of each convolution, the last keys and values of each layer, and the
 the same in any chunk, and its samples are the same bits in any chunk and beside any other streams.
 
 All of it is float32, as the checkpoint is. With `half`, the convolutions of the decoder, nine tenths of the
-work, multiply inputs and weights that are rounded to bfloat16; their sums, the residual stream, snake and
+work, multiply inputs and weights that are rounded to bfloat16. Their sums, the residual stream, snake and
 everything before them stay float32.
 
-A pass, recorded once, is over at most `n_frames` frames; what is longer takes several. Its buffers then stay
+A pass, recorded once, is over at most `n_frames` frames. What is longer takes several. Its buffers then stay
 near the cores' caches, and the weights, which a pass reads once, are shared by enough frames.
 """
 
@@ -55,7 +55,7 @@ MAX_POSITIONS = 32768 + MAX_REF_FRAMES
 """Frames of a stream: as many as a published talker has positions, behind those of a reference."""
 LAYER_NORM_EPS = 1e-6
 HEADER = 16
-"""Values at the begin of a state; the first is the position."""
+"""Values at the begin of a state. The first is the position."""
 
 
 def check_vocoder(shape: VocoderShape) -> None:
@@ -173,7 +173,7 @@ class Vocoder:
         self._cos, self._sin = rotary_tables(shape.inv_freq(), MAX_POSITIONS)
 
     def record(self, front: Program, rest: Program) -> None:
-        """A pass is front, then rest; front alone moves the streams on without samples."""
+        """A pass is front, then rest. Front alone moves the streams on without samples."""
         a, b, x = self.buffers.rows
         self._record_front(front, a, b, x)
         a, b = self._record_upsampling(rest, a, b, x)

@@ -7,7 +7,7 @@ Base checkpoints have both encoders.
     codes = encoder.codes(samples)         # int32 [R, 16]
 
 samples: float32 [n], mono, 24 kHz, within [-1, 1]. It runs once a voice, beside the steps, and so in plain
-numpy, in float32; being plain already, it has no second version in `reference/`: `tests/golden/speech` is
+numpy, in float32. Being plain already, it has no second version in `reference/`: `tests/golden/speech` is
 what it is held to. The convolutions over samples go over the recording in blocks, so that 30 s take some 300
 MB. Weights are read when the first voice comes, and stay mapped files.
 
@@ -67,7 +67,7 @@ Tensors = dict[str, Floats]
 
 
 class AudioError(ValueError):
-    """A recording that no voice can be made of; the message says why."""
+    """A recording that no voice can be made of. The message says why."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -281,7 +281,7 @@ def pack_vocoder(shape: VocoderShape, tensors: Mapping[str, Array], device: torc
 
 @dataclass(frozen=True)
 class ChunkBuffers:
-    """Activations of a chunk, flat; one for fewer frames uses the front of each."""
+    """Activations of a chunk, flat. One for fewer frames uses the front of each."""
 
     raw: Tensor  # float32
     qkv: Tensor  # float32
@@ -329,7 +329,7 @@ class VocoderGpu:
     """The weights, the streams' states, and the forward over given buffers."""
 
     def __init__(self, shape: VocoderShape, weights: VocoderWeights, state: Tensor, levers: Levers) -> None:
-        """state: int32 [slots, state_words(shape)]; a stream begins with its head, the first words, at 0."""
+        """state: int32 [slots, state_words(shape)]. A stream begins with its head, the first words, at 0."""
         self.shape, self.weights, self.levers, self.state = shape, weights, levers, state
         self.rings = _rings(shape, state)
         self.head = state[:, : 1 + len(self.rings)]
@@ -344,7 +344,7 @@ class VocoderGpu:
     def forward(self, codes: Tensor, slot: Tensor, b: ChunkBuffers) -> Tensor:
         """codes: int32 [B, F, 16]; slot: int32 [B], -1 for none.
 
-        Moves the streams on; gives the samples, float32 [B, frame_samples F].
+        Moves the streams on. Returns the samples, float32 [B, frame_samples F].
         """
         streams, w, levers = Streams(slot, self.head, codes.shape[1]), self.weights, self.levers
         rings = iter(self.rings)
@@ -432,7 +432,7 @@ class VocoderGpu:
         flat: tuple[Tensor, Tensor],
         b: ChunkBuffers,
     ) -> tuple[Tensor, Ring]:
-        """pair: the snake of its input, in flat[0], of which `ring` keeps the last row; gives the same for
+        """pair: the snake of its input, in flat[0], of which `ring` keeps the last row. Returns the same for
         what follows, with `act`, in flat[1], and its ring.
         """
         levers, n = self.levers, pair.shape[1]

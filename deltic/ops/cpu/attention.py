@@ -3,7 +3,7 @@
 A page holds, for each attention layer, k and v of 64 tokens in bfloat16: k as [nk, d/2, 64, 2], so that the
 scores of neighbouring keys are neighbouring lanes, and v as [nk, 64, d]; or both in fewer bits
 (ops/kv_formats.py, csrc/kv.h). The pages of the sequence in place i are page_table[i]. Softmax weights are
-float32 and relative to a running maximum over pages in order, and start anew every SPLIT_KEYS keys; the
+float32 and relative to a running maximum over pages in order, and start anew every SPLIT_KEYS keys. The
 splits are merged in order. So a long context can be many tasks, and how many does not touch the bits.
 """
 
@@ -111,7 +111,7 @@ def attention(
     out: Array,
     kv: KvFormat = BF16,
 ) -> None:
-    """out[t, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)), or without a gate, causal; query head
+    """out[t, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)), or without a gate, causal. Query head
     j reads key head j // (nq/nk).
 
     q: bfloat16 [T, nq, d]; proj: float32 [T, row], read for the gates only; out: bfloat16 [T, nq d]; the rest

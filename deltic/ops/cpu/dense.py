@@ -22,7 +22,7 @@ def embed(
     """out[t] = float32(table[token_ids[t]]), or float32(rows[-1 - token_ids[t]]) for an id below 0.
 
     table: [V, H]; token_ids: int32 [T]; out: float32 [T, H], H a multiple of 16; n_tokens: int32 scalar, rows
-    in use; rows: bfloat16 [N, H], None where no id is below 0. Leaves out: a check of the ids; the scheduler
+    in use; rows: bfloat16 [N, H], None where no id is below 0. Leaves out: a check of the ids. The scheduler
     only passes ids of the vocabulary.
     """
     check("embed", out.dtype == np.float32 and table.k == out.shape[1], f"float32 out of width {table.k}")

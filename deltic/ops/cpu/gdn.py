@@ -40,7 +40,7 @@ def gdn(
     layer: int,
     out: Array,
 ) -> None:
-    """proj float32 [T, 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [T, Hv dv]; states advance from slot to
+    """proj float32 [T, 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [T, Hv dv]. States advance from slot to
     slot.
 
     Sequence s owns tokens seq_start[s] .. seq_start[s+1]-1 (int32 [S+1]); seq_context[s] tokens came before
@@ -65,8 +65,8 @@ def gdn(
     to their outputs only: their inputs replace the window (so there are at most W of them). Snapshots are for
     sequences with neither. With n_redo[s] and is_lazy[s] 0 (int32 [S], as place), the window is not touched.
 
-    In one call, a place belongs to one sequence; a slot that is written (slot or snapshot_slot) is written by
-    one sequence, and is the start of no other; a slot that is only read may be the start of several. These
+    In one call, a place belongs to one sequence. A slot that is written (slot or snapshot_slot) is written by
+    one sequence, and is the start of no other. A slot that is only read may be the start of several. These
     values change from step to step, and are not checked.
     """
     n_channels = heads.channels

@@ -51,7 +51,7 @@ def runnable() -> tuple[str, ...]:
     """Names of the instruction sets that this machine runs, best first.
 
     Linux gives the matrix unit's registers to a process that asks for them. This asks, for all threads of the
-    process; some sandboxes refuse.
+    process. Some sandboxes refuse.
     """
     flags = cpu_flags()
     if flags >= _AMX and ctypes.CDLL(None).syscall(_ARCH_PRCTL, _REQUEST_FEATURE, _TILE_DATA) != 0:

@@ -178,7 +178,7 @@ def _sizes(terms: Sequence[Term], is_embedding: bool) -> list[int]:
 
 
 def put_terms(terms: Sequence[Term], memory: Array, is_embedding: bool = False) -> Array:
-    """Packs what an adapter adds to one product into memory, uint8 [terms_bytes]; gives its entry, int64
+    """Packs what an adapter adds to one product into memory, uint8 [terms_bytes]. Returns its entry, int64
     [words], for the table. is_embedding: K is the vocabulary, and a row of `down` is read at a time.
     """
     check("lora", 1 <= len(terms) <= MAX_TERMS, f"at most {MAX_TERMS} terms of one product, found {len(terms)}")

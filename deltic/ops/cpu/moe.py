@@ -1,6 +1,6 @@
 """moe: routed experts and the shared expert, added to the residual stream (csrc/moe.cpp).
 
-The router's logits and the shared expert's output come from `linear`; this operator routes, groups the tokens
+The router's logits and the shared expert's output come from `linear`. This operator routes, groups the tokens
 by expert, runs the two grouped GEMMs and combines in slot order. Softmax is over all experts before the top
 k.
 """

@@ -1,7 +1,7 @@
 """The compiled kernels of the CPU: which library of them runs here, and programs of their calls.
 
 They are one C++ source compiled for several instruction sets (CMakeLists.txt). The best one that this machine
-can run is loaded; when there is none, loading fails with what to do. Nothing falls back silently.
+can run is loaded. When there is none, loading fails with what to do. Nothing falls back silently.
 
 A step is a `Program`: a flat list of kernel calls with fixed arguments, recorded once by the operators'
 functions and run with a single crossing from Python. What changes from step to step (row counts, token ids,

@@ -173,7 +173,7 @@ def patch_attention(
     """out[m] = bfloat16(softmax(q k^T / sqrt(d)) v) of patch begin + m, over all patches of its frame, whose
     keys and values must all be there. out: bfloat16 [R, heads d].
 
-    Weights are rounded to bfloat16, relative to a running maximum over tiles of keys in order; their sum is
+    Weights are rounded to bfloat16, relative to a running maximum over tiles of keys in order. Their sum is
     that of the rounded ones. Memory of the call does not grow with the frame.
     """
     memory.check("patch_attention")

@@ -1,9 +1,9 @@
 """The vocoder's operators: embedding of codes, causal convolutions, windowed attention, norms.
 
-Several streams of different lengths are one batch (`Batch`); what a stream's rows follow lives in its state
+Several streams of different lengths are one batch (`Batch`). What a stream's rows follow lives in its state
 slot, is read from there and left there, so that any cut of a stream and any batch gives the same bits
 (csrc/codec.cpp). A transposed convolution with kernel 2r and stride r is `conv` with two taps, r times the
-outputs and `phases` r; a linear is `conv` with one tap. All is float32, but that `conv` may multiply
+outputs and `phases` r. A linear is `conv` with one tap. All is float32, but that `conv` may multiply
 bfloat16, with float32 sums.
 """
 
@@ -139,7 +139,7 @@ def conv(
     """y = activation(bias + conv(x)) * scale + residual; out = y; snaked = y + sin(alpha y)^2 * inverse_beta.
 
     offset: of x's past [head, channels] in the state; scale and snake = (alpha, inverse_beta): float32 [n].
-    `residual` may be `out`; an output row of `out` and `snaked` has n / phases channels, where phases is
+    `residual` may be `out`. An output row of `out` and `snaked` has n / phases channels, where phases is
     their rate over that of x. The heads of outputs are not written.
     """
     phases = (out or snaked or x).rate // x.rate

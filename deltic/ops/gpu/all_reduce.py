@@ -9,7 +9,7 @@ So every rank has the same bits. What is still read from an inbox is never writt
 an epoch when it has read all of the one before, and the place is used again in the one after.
 
 Every rank makes the same calls in the same order, with as many rows. Of `all_reduce_norm` the norm behind the
-sum is part of the kernel; `all_reduce` and `add_norm` (norm.py) have the same bits.
+sum is part of the kernel. `all_reduce` and `add_norm` (norm.py) have the same bits.
 
 That is one shot: each rank writes its rows to all others, which for few rows is one way over the link and no
 more. In two shots (reduce-scatter, norm, all-gather) row i belongs to rank i % ranks: it alone gets the
@@ -166,7 +166,7 @@ def _send(
 
 @triton.jit
 def _raise_flag(p_flag_lists, to, rank, row, n_rows, epoch):
-    """Tells rank `to` that what this one has written there is whole; all threads have written before."""
+    """Tells rank `to` that what this one has written there is whole. All threads have written before."""
     p_flag = tl.load(p_flag_lists + to).to(tl.pointer_type(tl.int32)) + rank * n_rows + row
     tl.atomic_xchg(p_flag, epoch, sem="release", scope="sys")
 
@@ -199,7 +199,7 @@ def _meet(p_flags, p_flag_lists, p_epochs, rank, slot, n_slots, epoch, RANKS: tl
 def _sum_of_ranks(
     p_inbox, rank, own, turn, row, n_rows, width, RANKS: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr
 ):
-    """The row of all ranks, in pieces; the others' have come."""
+    """The row of all ranks, in pieces. The others' have come."""
     found: tl.tuple = ()
     for j in tl.static_range(PIECES):
         o_col = j * LANES + tl.arange(0, LANES)
@@ -332,7 +332,7 @@ def all_reduce_norm(
 
     residual: float32 [N, H]; w: float32 [H], zero-centred. The bits of `all_reduce` with `add_norm` behind
     it. shots: 1 or 2, None for `ranks.shots`. Behind two shots only each rank's own rows of residual, i %
-    ranks of each launch, are right; so of one residual all sums are made with as many shots.
+    ranks of each launch, are right. So of one residual all sums are made with as many shots.
     """
     _check(partials, ranks, parts)
     n = len(residual)

@@ -3,8 +3,8 @@
 The keys of a row are cut into splits, by the row's own length alone: one program each. It norms and rotates
 the query heads of one key head, goes through its tiles of 64 keys from the last to the first with a running
 maximum, and leaves a record: the unscaled output, the maximum and the sum, float32. Records are merged in the
-order of the splits, `FAN` at a time, then the merged ones; who arrives last at an integer counter does it.
-The split with the row's last key also norms, rotates and writes the new token's k and v; it is the only one
+order of the splits, `FAN` at a time, then the merged ones. Who arrives last at an integer counter does it.
+The split with the row's last key also norms, rotates and writes the new token's k and v. It is the only one
 that reads them.
 
 Of a draft, a row sees keys of rows that run beside it. They are in its own last page (blocks.py), so only
@@ -19,7 +19,7 @@ first key of the running sums and meets no tensor core: no tile has to be patche
 Shared memory holds one tile of plain pages, so that three programs fit on a multiprocessor and one's loads
 hide behind another's arithmetic: short rows want exactly that. Of quantised pages it holds the codes of two
 tiles, one of them on its way, and a warp makes operands of the codes that it multiplies (kv.py). Their sums
-are kept for each key of a tile and are added when the split is through; the new token is put in there. The
+are kept for each key of a tile and are added when the split is through. The new token is put in there. The
 first tiles are asked for in the second-level cache before the kernel in front has ended (devices with PDL).
 Programs without work end at once, but cost what a start costs: max_len, which bounds their number, should not
 be far beyond the longest row.
@@ -107,7 +107,7 @@ def attention_scratch(
 
 @triton.jit
 def _prefetch(p_tile, BYTES: tl.constexpr):
-    """Asks for BYTES from p_tile on in the second-level cache; one thread of the program does."""
+    """Asks for BYTES from p_tile on in the second-level cache. One thread of the program does."""
     tl.inline_asm_elementwise(
         """{
         .reg .pred %p; .reg .b32 %t;

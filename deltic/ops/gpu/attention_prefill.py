@@ -1,13 +1,13 @@
 """attention_prefill: full attention, gated or not, of a prefill over 64-token pages.
 
-Two kernels. The first (prepare) norms and rotates q and k and writes k and v to their pages; the second
-(flash) attends. A tile is the 64 tokens of a block times one or two query heads of the same key head; it
+Two kernels. The first (prepare) norms and rotates q and k and writes k and v to their pages. The second
+(flash) attends. A tile is the 64 tokens of a block times one or two query heads of the same key head. It
 walks the pages of its sequence from the first to its own with a running maximum and sum (Dao 2023,
 "FlashAttention-2", arXiv:2307.08691, algorithm 1) and ends with the output gate. Which keys meet in one
 product, and in what order, follows from the absolute position of the tokens alone, and the rows of a tile do
 not mix, so the bits of a token do not depend on where its prompt was cut nor on what else is in the step.
 
-Of quantised pages (kv.py) the flash kernel reads what prepare has just rounded, as it will be read later; the
+Of quantised pages (kv.py) the flash kernel reads what prepare has just rounded, as it will be read later. The
 queries are float16 then.
 """
 
@@ -260,9 +260,9 @@ def attention_prefill(
     (models/rotary.axis_of_angle; sections: how many angles each axis has); pages: this layer's part with any
     page stride, in `format`: bfloat16 [n, 2, nk, 64, d] (keys, then values), or uint8 [n, bytes]; query:
     bfloat16, T nq d elements of workspace; out: bfloat16 [T, nq d].
-    out = softmax(q k^T d^-0.5) v * sigmoid(gate), query head j reads key head j // (nq/nk); scores, softmax
+    out = softmax(q k^T d^-0.5) v * sigmoid(gate), query head j reads key head j // (nq/nk). Scores, softmax
     and sums are float32, q, k, v and the softmax weights that meet v are rounded to bfloat16. In a block's
-    unused rows out is finite and means nothing; blocks not in use are left as they are. v's rows of padding
+    unused rows out is finite and means nothing. Blocks not in use are left as they are. v's rows of padding
     in the block's own page become zero.
     In between q lies in `query` as [blocks, nq, 64, d], so that a tile of the flash kernel is one run of
     memory. tile: for measurements.

@@ -3,7 +3,7 @@
 A block is 64 rows of the activations. It belongs to one sequence and starts at an absolute multiple of 64
 tokens, so it is one page, one chunk of the DeltaNet form, and one tile of attention, wherever the prompt was
 cut (P2). A segment is a run of blocks: what one step computes of one sequence. Only its last block may be
-partial; the rows that follow are padding.
+partial. The rows that follow are padding.
 """
 
 from __future__ import annotations

@@ -96,7 +96,7 @@ def tiles_of(matrix: Tensor, n_rows: int, width: int, stride: int, block: tuple[
 
 @triton.jit
 def load_tile(tiles, row, column, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """[ROWS, COLUMNS] from there on; all of it lies in the matrix."""
+    """[ROWS, COLUMNS] from there on. All of it lies in the matrix."""
     if isinstance(tiles, tl.tensor_descriptor):
         b_tile = tiles.load([row, column])
     else:

@@ -1,7 +1,7 @@
 """Convolutions of streams: y[t, m] = sum over taps j and channels c of w[m, j, c]
 x[t - (taps - 1 - j) dilation, c], channels last.
 
-A linear is one tap; a transposed convolution of kernel 2r and stride r is two taps and r C outputs a row.
+A linear is one tap. A transposed convolution of kernel 2r and stride r is two taps and r C outputs a row.
 What lies before a chunk comes from the stream's ring (`Ring`), so that a chunk of any length costs its own
 rows only and gives the bits of one pass.
 
@@ -12,7 +12,7 @@ and a product's operands go straight to shared memory.
 
 The sum of an output is cut along K into S slices by the layer's shape alone: the slices' sums are added in
 order, by the program that walks them one after the other, or, where there are few rows, by the last of S
-programs to arrive. The bits do not tell which. In a slice K is walked in order, BLOCK_K at a time; tiles do
+programs to arrive. The bits do not tell which. In a slice K is walked in order, BLOCK_K at a time. Tiles do
 not touch the bits (ops/gpu/linear.py).
 """
 

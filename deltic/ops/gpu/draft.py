@@ -169,7 +169,7 @@ def begin_guess(rows: Rows, drawn: Tensor, g: GuessRows, *, levers: Levers) -> N
     """Writes all of g but `known` and `room`, which are read, for a head that runs behind a step's draws.
 
     rows: of the step, int32 [N], with drafts; drawn: int32 [N], of each row, -1 where nothing could be drawn;
-    g: of as many rows. A row counts if each token before it was drawn as it was drafted; the last that does,
+    g: of as many rows. A row counts if each token before it was drawn as it was drafted. The last that does,
     of each sequence, guesses. Raises KernelError where sizes or types do not fit.
     """
     n = len(g.known)
@@ -215,7 +215,7 @@ def draft_pair(
     """out[t] = bfloat16 of rms_norm(residual[t]), then of rms_norm(hidden[t]); residual = 0.
 
     residual: float32 [T, H], embeddings; hidden: bfloat16 [T, H]; norms: float32 [H], zero-centred; out:
-    bfloat16 [T, 2H]. The bits of a row depend on this row only; they are those of `add_norm`. Raises
+    bfloat16 [T, 2H]. The bits of a row depend on this row only. They are those of `add_norm`. Raises
     KernelError where sizes or types do not fit.
     """
     n, width = residual.shape

@@ -1,7 +1,7 @@
 """Experts' weights in any format as operands: the products that the decode (moe.py) and the prefill
 (moe_prefill.py) of a mixture have in common.
 
-A format is one number of a kernel, `number`; gate and up rows may be two pieces of different formats, whose
+A format is one number of a kernel, `number`. Gate and up rows may be two pieces of different formats, whose
 sums are walked one after the other. Weight rows are the tall side of a product, rows of x the narrow one
 (operands.py).
 """

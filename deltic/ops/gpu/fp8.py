@@ -37,7 +37,7 @@ _INTERPRETED = tl.constexpr(INTERPRETED)
 
 @dataclass(frozen=True)
 class Fp8Rows:
-    """Rows of x in e4m3; a call with fewer uses the front of each."""
+    """Rows of x in e4m3. A call with fewer uses the front of each."""
 
     codes: Tensor  # uint8, flat [T, K]
     scale: Tensor  # float32, flat [K / BLOCK_K, T]

@@ -335,10 +335,10 @@ def draw_code(
     texts: Tensor, pad: int, *, levers: Levers,
 ) -> None:
     """Draws code `step` (1 to 15) of each frame in use, with number frame * 16 + step of its seed:
-    codes[r, step]; adds its row of `table` (bfloat16 [C, h]) to sums[r]; its row of inner_table (bfloat16 or
+    codes[r, step]. Adds its row of `table` (bfloat16 [C, h]) to sums[r]. Its row of inner_table (bfloat16 or
     float32 [C, p]) becomes residual[r].
 
-    logits: float32 [S, N, C], parts in order. The last code has no inner_table; its sum also gets the frame's
+    logits: float32 [S, N, C], parts in order. The last code has no inner_table. Its sum also gets the frame's
     text, of texts (float32 [V, h]): trailing[frame], or `pad` behind the last. Logits that are not finite
     make the sum NaN.
     """

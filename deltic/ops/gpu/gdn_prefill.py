@@ -21,7 +21,7 @@ is never rounded on its own way; where states are kept in bfloat16, behind every
 
 Purity: a value depends on its block's tokens, the three before them and S before the block. Shapes of tiles,
 warps and the order of every sum are constants of the model, so neither the number of blocks nor where a
-segment starts can change a bit; S in registers is what a store and a load would give. Tokens
+segment starts can change a bit. S in registers is what a store and a load would give. Tokens
 behind the end of a block are finite, with beta = 0 and no decay: their rows of U, W and V' are exact zeros.
 """
 
@@ -67,7 +67,7 @@ class GdnScratch:
 
 
 def gdn_scratch(heads: GdnHeads, n_blocks: int, allocate: Allocate) -> GdnScratch:
-    """Workspaces for n_blocks blocks; allocate(name, shape, dtype) makes each of them, contiguous; nothing
+    """Workspaces for n_blocks blocks; allocate(name, shape, dtype) makes each of them, contiguous. Nothing
     needs to be in them.
     """
     n_k, n_v, bf16 = heads.n_k, heads.n_v, torch.bfloat16
@@ -172,7 +172,7 @@ class _Lanes:
 
     The scan of few segments keeps few multiprocessors busy, and its time is that of its longest chain. It has
     priority: its programs need much room at once, for which they would else wait. No bit depends on this.
-    Joined by events, so that a recording holds both; the second stream is made once for a device.
+    Joined by events, so that a recording holds both. The second stream is made once for a device.
     """
 
     streams: ClassVar[dict[torch.device, torch.cuda.Stream]] = {}

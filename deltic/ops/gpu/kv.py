@@ -1,6 +1,6 @@
 """Keys and values in pages that are quantised (ops/kv_formats.py): how kernels write and read them.
 
-A page of a layer is bytes, in the sections of `KvFormat.sections`; codes lie by head and token. e4m3 is in
+A page of a layer is bytes, in the sections of `KvFormat.sections`. Codes lie by head and token. e4m3 is in
 the order of dims. Values of 4 bits share a byte with those d / 2 dims behind: dim j has the low bits of byte
 j, dim j + d / 2 the high ones.
 

@@ -36,7 +36,7 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 
 @dataclass(frozen=True)
 class Levers:
-    """Every optimisation that can be switched off for a measurement; the defaults are what is served.
+    """Every optimisation that can be switched off for a measurement. The defaults are what is served.
 
     Read where a step is recorded, never inside a kernel's arithmetic: none changes what is computed, and
     `exact` says which leave every bit as it is.

@@ -8,7 +8,7 @@ bits of `wgmma` along K in order were measured equal over weight tiles 64 / 128,
 blocks 64 / 128, so an element has the same bits in any batch.
 
 Wide: tokens are the M side. The vendor's library where there is enough work that it does not split K, else a
-Triton kernel; both have the bits of an unsplit narrow linear (a test on the GPU asserts it).
+Triton kernel. Both have the bits of an unsplit narrow linear (a test on the GPU asserts it).
 
 A weight is a Matrix, whose pieces are multiplied one after another, of narrow products two beside each other:
 a few rows alone, such as DeltaNet's b and a, would walk K with nearly all of the chip idle. In other formats
@@ -537,7 +537,7 @@ def vendor_pays(t: int, m: int) -> bool:
 
 
 def wide_config(t: int, m: int) -> Wide:
-    """The largest tile that still gives every SM one; None changes a bit."""
+    """The largest tile that still gives every SM one. None changes a bit."""
     sms, shared = _chip()
     for block_t, block_m, warps, stages in ((128, 256, 8, 3), (128, 128, 8, 4), (64, 128, 4, 4)):
         room = shared // (2 * 64 * (block_t + block_m))

@@ -173,7 +173,7 @@ def _rows_of(p_row, i_item, BT: tl.constexpr):
 def _shrink_kernel(p_x, p_arena, p_table, p_adapter, p_row, p_u, n_items, k, slot_stride, u_part, u_row,
                    BT: tl.constexpr, CHUNK: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
                    LINES: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):
-    """Grid (chunks, blocks of ranks, items). A program goes through every so-manieth block and item; groups
+    """Grid (chunks, blocks of ranks, items). A program goes through every so-manieth block and item. Groups
     that are not in use stand behind all others, blocks do not.
     """
     i_s, i_item = tl.program_id(0), tl.program_id(2)

@@ -11,7 +11,7 @@ Three launches for one row, four for more, and one that rounds rows beside e4m3:
     down      out[slot, row] = p_slot Expert(x); out[k, row] = sigmoid(gate) Shared(x)
 
 A pair is row * k + slot. Lists of pairs are built with integer counters, so their order may differ from run
-to run; each row of a product has its own sum, so no bit depends on it. The sum of the softmax is taken over
+to run. Each row of a product has its own sum, so no bit depends on it. The sum of the softmax is taken over
 integers (see `route_rows`), so it has no order either. The next `add_norm` adds the k + 1 parts of `out` in
 order to the residual: there is no kernel that combines.
 
@@ -78,7 +78,7 @@ class MoeWeights(Protocol):
 
 @dataclass(frozen=True)
 class MoeScratch:
-    """Workspaces of up to N rows, k slots each, E experts; a call with fewer rows uses the front of each."""
+    """Workspaces of up to N rows, k slots each, E experts. A call with fewer rows uses the front of each."""
 
     logits: Tensor  # float32 [MAX_SPLITS * N * logit_stride(E)]: partial sums of the router
     weight: Tensor  # float32 [N * (k + 1)]: p by slot, then the gate of the shared expert
@@ -150,7 +150,7 @@ def check_moe(x: Tensor, w: MoeWeights, k: int) -> tuple[int, int, int, int]:
 
 @triton.jit
 def dot(b_x, b_y, b_sum):
-    """b_sum + x y of bfloat16 tiles; the interpreter would multiply their bit patterns."""
+    """b_sum + x y of bfloat16 tiles. The interpreter would multiply their bit patterns."""
     if _INTERPRETED:
         return tl.dot(b_x.to(tl.float32), b_y.to(tl.float32), b_sum, input_precision="ieee")
     return tl.dot(b_x, b_y, b_sum)
@@ -488,7 +488,7 @@ def gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_shared, p_shared_up, p_logits, p
 def silu_lines_kernel(p_sums, p_act, n_pairs, M: tl.constexpr, MS: tl.constexpr, BLOCK_F: tl.constexpr,
                       PDL: tl.constexpr):
     """act = silu(gate) * up of the sums that `gate_up_kernel` left instead of it. Grid (lines, tiles of
-    features); lines that nobody routed to are garbage, and stay so.
+    features). Lines that nobody routed to are garbage, and stay so.
     """
     INNER: tl.constexpr = M if M > MS else MS
     if PDL:
@@ -585,7 +585,7 @@ class MoeTiles:
     """Tiles of the decode's kernels.
 
     None of it reaches a bit: sums run along K in order, whatever the tile (measured on Hopper over tiles of
-    64 and 128 by 16 to 128, K blocks of 64 and 128); the router's K parts are not in here.
+    64 and 128 by 16 to 128, K blocks of 64 and 128). The router's K parts are not in here.
     """
 
     block_f: int = 32  # features a program of gate_up: twice as many weight rows

@@ -14,7 +14,7 @@ Eight launches, beside e4m3 up to three more, all sizes on the device:
 
 gate_up and down are launched once more each for the shared expert, whose list is all rows. Where weights are
 e4m3, so are rows: x is rounded in front of gate_up, act in front of down (fp8.py). Integer counters
-decide where a pair stands in its list, so that may differ from run to run; a row of a product has its own sum
+decide where a pair stands in its list, so that may differ from run to run. A row of a product has its own sum
 over an unsplit K, so no bit depends on it, on the number of rows, or on whether a tile is 64 or 128 rows high
 (measured on Hopper). Rows of padding route nowhere and get zeros. Every program waits for the kernel in front
 before it reads or ends.

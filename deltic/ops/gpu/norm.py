@@ -224,7 +224,7 @@ def begin_decode(
     rows_place: int32 [N], the place of each row, -1 for a row not in use; table: [V, H] in rows. Writes rows
     and residual: float32 [N, H]. rows.drafts is read: a row behind others of its sequence has the token that
     is drafted there, and is so many positions further. rows.angle_shift: where the places have one.
-    A row not in use gets place 0, slot -1, position 0 and token 0; a row whose place is done keeps place and
+    A row not in use gets place 0, slot -1, position 0 and token 0. A row whose place is done keeps place and
     position and gets slot -1. Leaves out: a check of token ids against the vocabulary. Raises KernelError for
     a table in strips, or in several formats.
     """

@@ -122,7 +122,7 @@ def _of_e2m1():
 
 @triton.constexpr_function
 def _of_bytes(codes, scales):
-    """Integers of 8 bits, or of a table. A float has the byte in its mantissa: 2^15 and the byte; what is
+    """Integers of 8 bits, or of a table. A float has the byte in its mantissa: 2^15 and the byte. What is
     subtracted of its product is exact.
     """
     lines, words = [], ("$8", "$9")

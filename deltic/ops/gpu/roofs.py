@@ -1,4 +1,4 @@
-"""A GPU's two roofs, the best it can do; every figure is printed beside them."""
+"""A GPU's two roofs, the best it can do. Every figure is printed beside them."""
 
 from __future__ import annotations
 

@@ -38,7 +38,7 @@ TILE = 2048
 CAP = 2048
 """Candidates that one program holds in registers.
 
-Longer lists take passes over memory; the same integers come out.
+Longer lists take passes over memory. The same integers come out.
 """
 MAX_VOCAB = 1 << 20
 COLLECT_EACH = 4

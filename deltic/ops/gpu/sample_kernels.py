@@ -69,7 +69,7 @@ def _draw_of(i, p_row, p_place, p_slot, p_position, DECODE: tl.constexpr):
 
 @triton.jit
 def _tile_best(v, begin, p_best):
-    """Leaves the likeliest of a tile, of equal ones the first; returns its value."""
+    """Leaves the likeliest of a tile, of equal ones the first. Returns its value."""
     high, at = tl.max(v, 0, return_indices=True)
     tl.store(p_best, order_of(high, begin + at))
     return high
@@ -475,7 +475,7 @@ def _draw_filtered(
 
 @triton.jit
 def _top_logprobs(p_x, n_real, n_tiles, p_best, p_total, n, p_ids, p_logprobs, TILE: tl.constexpr, TILES: tl.constexpr):
-    """Writes the n likeliest of a row of raw logits, likeliest first; returns the log of the row's sum."""
+    """Writes the n likeliest of a row of raw logits, likeliest first. Returns the log of the row's sum."""
     o_tile = tl.arange(0, TILES)
     best = tl.load(p_best + o_tile, mask=o_tile < n_tiles, other=LOWEST)
     total = tl.load(p_total + o_tile, mask=o_tile < n_tiles, other=0.0)

@@ -266,7 +266,7 @@ def patch_keys(qkv: Tensor, grid: PatchGrid, cos: Tensor, sin: Tensor, memory: T
 
     qkv: float32 [R, 3 heads d], q | k | v; q and k are rotated in pairs (i, i + d / 2): pair i < d / 4 by the
     patch's row, pair d / 4 + i by its column, with the angle whose cos and sin are float32 [places, d / 4].
-    memory: bfloat16 [3, heads, T, width], width of HeadColumns; columns behind d are left, and must be zeros.
+    memory: bfloat16 [3, heads, T, width], width of HeadColumns. Columns behind d are left, and must be zeros.
     """
     columns, heads = _check_memory(memory, dim), memory.shape[1]
     _check_grid(grid, begin, len(qkv))
@@ -285,7 +285,7 @@ def patch_attention(memory: Tensor, grid: PatchGrid, out: Tensor, *, begin: int,
     keys and values must all be there, up to a whole tile. out: bfloat16 [R, heads d]; memory: as of
     `patch_keys`.
 
-    Weights are rounded to bfloat16, relative to a running maximum; their sum is that of the rounded ones.
+    Weights are rounded to bfloat16, relative to a running maximum. Their sum is that of the rounded ones.
     """
     columns, heads = _check_memory(memory, dim), memory.shape[1]
     n_rows = len(out)

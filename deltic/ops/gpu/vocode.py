@@ -1,7 +1,7 @@
 """Operators of the vocoder beside convolutions: codes to vectors, norms, attention over a window, the
 depthwise norm, the last samples.
 
-All read float32 or pairs (ops/gpu/conv.py) and compute in float32; each row is one program or one row of a
+All read float32 or pairs (ops/gpu/conv.py) and compute in float32. Each row is one program or one row of a
 tile whose sums have one fixed layout, so no bit depends on the chunk or on the streams beside. The
 mathematics is that of reference/vocoder.py.
 """

@@ -2,7 +2,7 @@
 
 A row of the head is a token's hidden state and the id of the token behind it. Its keys and values stand in
 the pages beside those of the model's layers, at the token's place, so a prefix hit brings them along. The
-last token of a page is a row with the token that came first behind it; another continuation reads that one's.
+last token of a page is a row with the token that came first behind it. Another continuation reads that one's.
 A guess is only a guess: nothing else reads these keys and values.
 
 Hidden states wait, by place, until guesses are wanted or their page ends: a sequence for which nothing is
@@ -224,7 +224,7 @@ class DraftHead:
         self._seqs["seq_context"][:n] += 1
 
     def _fill(self, chunks: list[tuple[Sequence, int, list[int]]]) -> None:
-        """Writes what the head runs: of a sequence, from a position on, the ids behind; the hidden states are
+        """Writes what the head runs: of a sequence, from a position on, the ids behind. The hidden states are
         in the buffer.
         """
         ends = np.cumsum([len(ids) for _, _, ids in chunks])

@@ -139,7 +139,7 @@ class Sampler:
         penalises_prompt: bool = True,
         n_drafts: int = 0,
     ) -> None:
-        """penalises_prompt: repetition_penalty sees prompt tokens too; they must be ids that can be drawn."""
+        """penalises_prompt: repetition_penalty sees prompt tokens too. They must be ids that can be drawn."""
         i32, f32 = np.int32, np.float32
         self.n_real = n_real
         self.penalises_prompt = penalises_prompt
@@ -254,7 +254,7 @@ class Sampler:
         places.seed[place] = np.uint64(sequence.seed & (2**64 - 1)).astype(np.int64)
 
     def _extend_history(self, place: int, sequence: Sequence, drafts: Rows[int]) -> int:
-        """Gives the number of tokens that penalties know; the drafts stand behind them."""
+        """Gives the number of tokens that penalties know. The drafts stand behind them."""
         first = 0 if self.penalises_prompt else sequence.n_prompt
         known, n_tokens = self._n_history[place], len(sequence.tokens) - first
         self.places.history[place, known:n_tokens] = sequence.tokens[first + known :]

@@ -41,7 +41,7 @@ class SpeechRunner(Speaker):
         vocoder: dict[str, Array],
         progress: Progress = lambda stage, done: None,
     ) -> None:
-        """vocoder: of load_vocoder; it is used up."""
+        """vocoder: of load_vocoder. It is used up."""
         self.shape, self.n_streams = plan.shape, plan.n_streams
         shape = plan.shape
         self.plan = plan
@@ -110,7 +110,7 @@ class SpeechRunner(Speaker):
     def step(self, step: Step) -> StepResult:
         """Runs one forward and the draws.
 
-        Row i of the logits is chunk i's; each chunk leaves the talker's last output in its slot.
+        Row i of the logits is chunk i's. Each chunk leaves the talker's last output in its slot.
         """
         batch, sampler = self.workspace.batch, self.workspace.sampler
         batch.fill(step)

@@ -137,7 +137,7 @@ class VocoderStreams:
         part: list[tuple[int, int, int]],
         out: list[NDArray[np.float32]] | None,
     ) -> None:
-        """part: (chunk, from, to) of each stream. out: where the samples go; None runs the pre-transformer
+        """part: (chunk, from, to) of each stream. out: where the samples go. None runs the pre-transformer
         only.
         """
         b, at = self.buffers, 0

@@ -1,6 +1,6 @@
 """LoRA adapters in a GPU's memory: how they lie there, and how they come there beside the steps.
 
-All adapters lie in one arena of planned size; who gets which bytes of it is decided in runtime/adapters.py. A
+All adapters lie in one arena of planned size. Who gets which bytes of it is decided in runtime/adapters.py. A
 slot's row of a table says where the terms of each matrix begin (ops/gpu/lora.py). They are copied through
 pinned memory, in pieces and on a stream of their own, so that running sequences do not wait.
 
@@ -100,7 +100,7 @@ class GpuAdapterMemory:
         return adapter_bytes(adapter)
 
     def write(self, slot: int, begin: int, adapter: Adapter) -> None:
-        """Puts an adapter at a byte of the arena, and its row into the table; it is there on return. In any
+        """Puts an adapter at a byte of the arena, and its row into the table. It is there on return. In any
         thread, one at a time. Raises ValueError for terms that are not of this model's matrices.
         """
         first, (packed, _) = begin // 2, _layout(adapter)

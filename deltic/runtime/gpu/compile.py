@@ -5,7 +5,7 @@ The steps are walked as if they were recorded, with every tensor on torch's "met
 strides but no memory. Triton specialises a kernel on types, on constants, on integers that are 1 or multiples
 of 16 and on pointers that are multiples of 16, all of which are the same there. What it would compile is
 noted (tens of kernels) and given to worker processes, one for each core, since compiling holds the
-interpreter's lock; they know the target but never open the device. The recording finds their results in
+interpreter's lock. They know the target but never open the device. The recording finds their results in
 Triton's cache on disk: kernels, and the small C modules that start them.
 
 A failure here is logged and costs only time: a kernel that is not in the cache is compiled when it is first
@@ -316,7 +316,7 @@ def compile_for(chip: Chip) -> Any:
 
 
 def work(target: GPUTarget, jobs: IO[str], answers: IO[str]) -> None:
-    """Compiles the kernels on the lines of `jobs`, whose configurations are given; answers each with how many
+    """Compiles the kernels on the lines of `jobs`, whose configurations are given. Answers each with how many
     that were not in the cache, and an error.
     """
     hits: list[bool] = []
@@ -338,7 +338,7 @@ def work(target: GPUTarget, jobs: IO[str], answers: IO[str]) -> None:
 
 
 def main() -> None:
-    """Runs a worker. Its answers go where stdout was; all other output goes to stderr."""
+    """Runs a worker. Its answers go where stdout was. All other output goes to stderr."""
     with os.fdopen(os.dup(1), "w") as answers, suppress(KeyboardInterrupt, BrokenPipeError):
         os.dup2(2, 1)
         backend, arch, warp_size = sys.argv[1:]

@@ -44,7 +44,7 @@ class Staging:
 
 
 class DeviceCopies:
-    """Implements `tiers.Copies`; `page` and `state` are the views that Tiers is given with it.
+    """Implements `tiers.Copies`. `page` and `state` are the views that Tiers is given with it.
 
     For two threads. Without a GPU, the tensors are in host memory and every copy is made at once: for tests.
     """

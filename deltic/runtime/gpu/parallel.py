@@ -2,7 +2,7 @@
 for the engine.
 
 Each runner has a thread. It knows the whole step, has a table and recordings of its own, and draws every
-token itself; what GPUs have to tell each other, kernels do (ops/gpu/all_reduce.py). A thread each, and not
+token itself. What GPUs have to tell each other, kernels do (ops/gpu/all_reduce.py). A thread each, and not
 one for all: what waits for its GPU, as a copy from memory that is not pinned, waits for the others' kernels,
 too, and these must be started meanwhile. The engine's thread hands a step out and waits for all of them.
 
@@ -101,7 +101,7 @@ class ParallelRunner:
         progress: Progress = lambda stage, done: None,
         vision: tuple[VisionWeights, PictureRules] | None = None,
     ) -> None:
-        """weights: of each GPU's parts. vision: as for one GPU; the first has it.
+        """weights: of each GPU's parts. vision: as for one GPU. The first has it.
 
         Raises KernelError for GPUs that do not reach each other's memory.
         """

@@ -3,7 +3,7 @@ the rows that prefills read.
 
 All of it runs on the stream of the steps: a piece runs when the steps before it have ended, and a prefill
 that is started behind the last piece finds the picture's rows. Pieces are started without a wait, as many as
-their kinds have lately taken of the time; then all are waited for.
+their kinds have lately taken of the time. Then all are waited for.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ MAX_CHANGES = 1 << 15
 
 
 ROWS = ("rows_place", "rows_ahead", "rows_token", "rows_length", "rows_redo")
-"""Parts of the table that say what the rows of the next decode are; those behind the first are there where
+"""Parts of the table that say what the rows of the next decode are. Those behind the first are there where
 some may be drafts (ops/gpu/blocks.Drafts).
 """
 HEAD_ROWS = ("rows_known", "rows_room")
@@ -115,7 +115,7 @@ class Ring:
 class SideStream:
     """A stream for copies that only the next draw reads: they arrive while a forward still runs.
 
-    Used as a context; the stream that is current outside waits for it.
+    Used as a context. The stream that is current outside waits for it.
     """
 
     def __init__(self, device: torch.device) -> None:

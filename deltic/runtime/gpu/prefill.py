@@ -113,7 +113,7 @@ class PrefillBatch:
         return ends, next(n for n in self._buffers if n >= n_blocks)
 
     def fill(self, step: Step, prefills: list[int]) -> tuple[int, list[Draw]]:
-        """Writes the host's copy; gives the blocks of the recording, and the draws in the order in which it
+        """Writes the host's copy. Returns the blocks of the recording, and the draws in the order in which it
         makes them.
         """
         ends, n_blocks = self.layout(step, prefills)

@@ -4,7 +4,7 @@ Built once: weights, memory and every buffer are allocated, and the steps are re
 decode for each number of rows, a prefill for each number of blocks. A step then sends the changes, replays,
 copies the drawn tokens to pinned memory and waits for an event.
 
-**Drafts.** A decode may have several rows of a sequence, its last token and tokens that may follow; a row is
+**Drafts.** A decode may have several rows of a sequence, its last token and tokens that may follow. A row is
 a row, and a recording is by their number. Where no sequence has more than one row, nor a window to redo, the
 recordings are those of a server without drafts, which are faster with many rows. What counts of their draws,
 the host knows once it has read them, and sends it with the next decode. So nothing runs ahead behind a draft,
@@ -14,12 +14,12 @@ nor before one (Step.runs_ahead).
 replayed where one does, so that other steps are those of a server without adapters.
 
 **Running ahead.** A decode moves its own tokens and positions on, so the next one needs nothing of the host.
-It is started for all sequences that drew a token before that token was read; the host works on one step while
+It is started for all sequences that drew a token before that token was read. The host works on one step while
 the device runs the next. Its tokens are kept by sequence until the scheduler asks for just that one
 (sequence, position), whatever else that step holds. A sequence that ended on the device takes no part; one
 that was ended by the host has run for nothing: what it wrote was its own, and comes before whatever its
 memory is given to, since all of it is one stream. A preempted one leaves with its state one token further
-than the scheduler knows; that token waits here until it is back.
+than the scheduler knows. That token waits here until it is back.
 
 Prefills and decodes of one step are different recordings, so a long prompt beside them does not touch the
 decodes' bits.
@@ -212,7 +212,7 @@ class GpuRunner(ABC):
 
     @abstractmethod
     def _prefill_logits(self, n_blocks: int, inputs: PrefillInputs) -> Tensor:
-        """Starts a prefill; gives the logits of the rows asked for, float32 [G, V]."""
+        """Starts a prefill. Returns the logits of the rows asked for, float32 [G, V]."""
 
     def _draw(self, kind: str, logits: Tensor, draws: Draws | Rows) -> None:
         """Starts the draws of a decode, or of a prefill."""
@@ -404,7 +404,7 @@ class GpuRunner(ABC):
     # Reading.
 
     def _read(self, step: Step, results: dict[Sequence, Pending]) -> StepResult:
-        """Waits for the tokens of this step; the decode that runs ahead goes on."""
+        """Waits for the tokens of this step. The decode that runs ahead goes on."""
         for pending in {id(p): p for p in results.values()}.values():
             pending.wait()
         tokens = []

@@ -1,6 +1,6 @@
-"""A speech model on a GPU: its memory and its recorded steps; the vocoder is beside it (vocoder.py).
+"""A speech model on a GPU: its memory and its recorded steps. The vocoder is beside it (vocoder.py).
 
-A decode also makes the codes of the frame whose code 0 it was fed; they come with the token. What it leaves
+A decode also makes the codes of the frame whose code 0 it was fed. They come with the token. What it leaves
 for the next one is the talker's last output, in the state slot.
 """
 

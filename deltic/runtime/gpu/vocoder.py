@@ -1,6 +1,6 @@
 """The vocoder on a GPU: its memory, recorded chunks, and a stream of its own, beside the talker's steps.
 
-A chunk of B streams with F new frames each is recorded for some B and F; what is asked for is cut into such
+A chunk of B streams with F new frames each is recorded for some B and F. What is asked for is cut into such
 pieces, which changes no bit. Nothing is waited for until somebody asks for the samples.
 """
 
