@@ -181,8 +181,8 @@ class _CommandParser(argparse.ArgumentParser):
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
         for word in () if self._subparsers else args or ():
             flag = word.partition("=")[0]
-            if flag.startswith("-") and flag not in self._option_string_actions and (said := flags.advice(flag)):
-                self.error(f"there is no {flag} here: {said}")
+            if flag.startswith("-") and flag not in self._option_string_actions and (advice := flags.advice(flag)):
+                self.error(f"there is no {flag} here: {advice}")
         return super().parse_known_args(args, namespace)
 
 

@@ -66,10 +66,10 @@ def resolve(
             items = [item.strip() for item in text.split(",")] if many else [text]
             whence = f"{variable}={text!r}"
         elif name in table:
-            found = table[name]
-            items = found if many and isinstance(found, list) else [found]
+            entry = table[name]
+            items = entry if many and isinstance(entry, list) else [entry]
             called[name] = f"--config {table['config']}: {flag}" if "config" in table else flag
-            whence = f"{called[name]} = {found!r}"
+            whence = f"{called[name]} = {entry!r}"
         else:
             continue
         parsed = _parsed(kind, items, whence)
@@ -180,12 +180,12 @@ def tables(whence: str, top: dict[Any, Any]) -> list[dict[str, Any]]:
     further = top.pop(AND, [])
     if not isinstance(further, list) or not all(isinstance(table, dict) for table in further):
         raise ConfigError(f"{whence}: {AND!r} must be a list of tables, one for each further model")
-    found = [_fields(whence, top, (EngineConfig, ModelConfig, ServerConfig))]
+    models = [_fields(whence, top, (EngineConfig, ModelConfig, ServerConfig))]
     for table in further:
-        found.append(_fields(whence, table, (EngineConfig, ModelConfig)))
-        if not {"model", "dummy"} & found[-1].keys():
+        models.append(_fields(whence, table, (EngineConfig, ModelConfig)))
+        if not {"model", "dummy"} & models[-1].keys():
             raise ConfigError(f"{whence}: each table of {AND!r} needs a model (or dummy)")
-    return found
+    return models
 
 
 def _load(path: Path) -> dict[str, Any]:

@@ -226,9 +226,9 @@ class LLM:
         sent = find_pictures(request.messages)
         if not sent:
             return {}
-        for one in (each for whole in sent for each in (whole, *whole.frames)):
-            if one.url.startswith(ASIDE):
-                one.data, one.url = files[int(one.url.removeprefix(ASIDE))], ""
+        for file in (each for whole in sent for each in (whole, *whole.frames)):
+            if file.url.startswith(ASIDE):
+                file.data, file.url = files[int(file.url.removeprefix(ASIDE))], ""
         info, bounds = self.info, request.mm_processor_kwargs
         reading = PictureReader(Hosts((), "")).read(sent, info.pictures, bounds, info.max_model_len)
         with ThreadPoolExecutor(1) as thread:  # the caller's may have an event loop already

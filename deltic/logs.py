@@ -17,16 +17,16 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         at = datetime.datetime.fromtimestamp(record.created, datetime.UTC)
-        told = {
+        fields = {
             "time": at.isoformat(timespec="milliseconds").replace("+00:00", "Z"),
             "level": record.levelname.lower(),
             "logger": record.name,
             "message": record.getMessage(),
         }
-        told |= getattr(record, "fields", {})
+        fields |= getattr(record, "fields", {})
         if record.exc_info:
-            told["exception"] = self.formatException(record.exc_info)
-        return json.dumps(told)
+            fields["exception"] = self.formatException(record.exc_info)
+        return json.dumps(fields)
 
 
 def counted(n: int, what: str) -> str:

@@ -150,8 +150,8 @@ def n_oom_kills(proc: Path = PROC, cgroup: Path = CGROUP) -> int | None:
     """
     for group in _control_groups("memory", proc, cgroup):
         for file in "memory.events", "memory.oom_control":  # cgroup v2, v1
-            if found := _table(group / file).get("oom_kill"):
-                return int(found)
+            if count := _table(group / file).get("oom_kill"):
+                return int(count)
     return None
 
 

@@ -20,11 +20,11 @@ def make_private(flag: str, directory: Path) -> None:
     it cannot be made.
     """
     directory.mkdir(0o700, parents=True, exist_ok=True)
-    told = directory.stat()
-    if not is_ours(told.st_uid):
-        why = f"belongs to user {told.st_uid}, and this server runs as {os.geteuid()}"
-    elif told.st_mode & 0o022:
-        why = f"is writable for others (mode {told.st_mode & 0o7777:04o})"
+    status = directory.stat()
+    if not is_ours(status.st_uid):
+        why = f"belongs to user {status.st_uid}, and this server runs as {os.geteuid()}"
+    elif status.st_mode & 0o022:
+        why = f"is writable for others (mode {status.st_mode & 0o7777:04o})"
     else:
         return
     raise ConfigError(

@@ -181,8 +181,8 @@ class Tokenizer:
                 _check_uncut(end - start)
                 # Of what was looked at before, the last character is looked at once more.
                 begin, end = end - 1, min(end + PIECE_CHARACTERS, len(text))
-                if (found := self.last_cut(text[begin:end])) >= 0:
-                    cut = begin - start + found
+                if (last := self.last_cut(text[begin:end])) >= 0:
+                    cut = begin - start + last
             if cut < 0:
                 break
             yield self._encode_piece(text[start : start + cut])
@@ -376,13 +376,13 @@ def _from_vocabulary(directory: Path) -> tokenizers.Tokenizer:
 
 def _from_gguf(file: Path) -> tokenizers.Tokenizer:
     """The tokenizer of a GGUF file's metadata."""
-    said = document(file, "tokenizer.json")
-    backend = tokenizers.Tokenizer.from_str(msgspec.json.encode(said).decode())
-    for token in said["added_tokens"]:
-        if (found := backend.token_to_id(token["content"])) != token["id"]:
+    fields = document(file, "tokenizer.json")
+    backend = tokenizers.Tokenizer.from_str(msgspec.json.encode(fields).decode())
+    for token in fields["added_tokens"]:
+        if (id := backend.token_to_id(token["content"])) != token["id"]:
             raise TokenizerError(
                 f"{file}: the added token {token['content']!r} should have id {token['id']}, but behind the vocabulary it gets "
-                f"{found}; give another file, or --tokenizer"
+                f"{id}; give another file, or --tokenizer"
             )
     return backend
 
@@ -426,8 +426,8 @@ def _is_ever(character: str, kind: str) -> bool:
 def _check_uncut(n: int) -> None:
     """Raises UnreadableText where too many characters have no place for a cut."""
     if n > MOST_UNCUT:
-        said = f"it has no place in {MOST_UNCUT} characters where the tokenizer is sure to cut it"
-        raise UnreadableText(f"the text cannot be read in pieces: {said}; break it up")
+        reason = f"it has no place in {MOST_UNCUT} characters where the tokenizer is sure to cut it"
+        raise UnreadableText(f"the text cannot be read in pieces: {reason}; break it up")
 
 
 DIGITS = frozenset("0123456789")

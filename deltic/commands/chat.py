@@ -286,10 +286,10 @@ def talk(conversation: Conversation, runner: asyncio.Runner) -> bool:
             print()
             continue
         if text.startswith("/"):
-            said = command(conversation, text)
-            if said is None:
+            reply = command(conversation, text)
+            if reply is None:
                 break
-            screen.note(said)
+            screen.note(reply)
         elif text:
             went_well &= answer(runner, conversation, screen, text)
     return went_well or sys.stdin.isatty()
@@ -301,8 +301,8 @@ def chat(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
         sys.stdout.reconfigure(errors="replace")  # what the terminal cannot show becomes a question mark
     model = str(getattr(arguments, "model", ""))
     if " " in model and not (arguments.url or Path(model).exists()):
-        said = "a question is typed once it runs, or piped: echo 'Hello' | deltic chat"
-        print(f"deltic: {model!r} is taken for a model, and no model has a space in its name; {said}", file=sys.stderr)
+        hint = "a question is typed once it runs, or piped: echo 'Hello' | deltic chat"
+        print(f"deltic: {model!r} is taken for a model, and no model has a space in its name; {hint}", file=sys.stderr)
         return 2
     sampling = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
     try:

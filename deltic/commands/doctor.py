@@ -208,8 +208,8 @@ def _links(console: Console) -> None:
 def _driver() -> str:
     """Version of the NVIDIA driver; empty where it cannot be read."""
     path = Path("/proc/driver/nvidia/version")
-    found = re.search(r"\b\d{3}\.\d+(?:\.\d+)?\b", path.read_text()) if path.exists() else None
-    return found[0] if found else ""
+    match = re.search(r"\b\d{3}\.\d+(?:\.\d+)?\b", path.read_text()) if path.exists() else None
+    return match[0] if match else ""
 
 
 def _models(console: Console, columns: list[Column]) -> None:
@@ -223,14 +223,14 @@ def _models(console: Console, columns: list[Column]) -> None:
         row = [model]
         for place, column in enumerate(columns):
             fits = column.fits(size)
-            said = "fits" if fits else "too large"
+            verdict = "fits" if fits else "too large"
             if fits and size in PUBLISHED:
                 roof = column.roof(size)
                 least = roof * REACHED[column.device.name]
-                said = f"{_short(least)} to {_short(roof)}"
+                verdict = f"{_short(least)} to {_short(roof)}"
                 if least >= FLUENT:  # of one size, the format that comes first is the most exact
                     fluent.append((column.device.name == "cuda", nth, -place))
-            row.append(f"{column.n_bytes(size) / 1e9:5.1f}  {said}")
+            row.append(f"{column.n_bytes(size) / 1e9:5.1f}  {verdict}")
         table.add_row(*row)
     console.print()
     console.print(table)

@@ -39,9 +39,9 @@ FOREIGN = Path(__file__).with_name("foreign_flags.txt")
 def advice(flag: str) -> str:
     """Says what to give here for a flag of another server; empty where none of them has it."""
     for line in FOREIGN.read_text(encoding="utf-8").splitlines():
-        flags, *_, said = line.split(" | ")
+        flags, *_, hint = line.split(" | ")
         if flag in flags.split(", "):
-            return said
+            return hint
     return ""
 
 

@@ -220,8 +220,8 @@ def _adapter_table(name: str, adapter: Adapter) -> Table:
         alike = re.sub(r"layers\.\d+\.", "layers.*.", re.sub(r"experts\.\d+\.", "experts.*.", module))
         key = alike, re.sub(r"layers\.\d+\.", "layers.*.", matrix), f"{first} to {end - 1}"
         layers.setdefault(key, set()).update({int(layer[1])} if layer else ())
-    for (module, matrix, rows), found in layers.items():
-        table.add_row(module, matrix, rows, _ranges(sorted(found)))
+    for (module, matrix, rows), numbers in layers.items():
+        table.add_row(module, matrix, rows, _ranges(sorted(numbers)))
     return table
 
 

@@ -128,11 +128,11 @@ def with_pictures(asked: dict[str, Any], path: str, urls: Sequence[str], videos:
     field, flag = PATHS.get(path, ""), "--image" if urls else "--video"
     if videos and field != "messages":
         raise ValueError("--video: videos are for lines of /v1/chat/completions")
-    said = asked.get(field)
-    if field == "input" and isinstance(said, str):
-        said = [{"role": "user", "content": said}]
-    messages = list(said) if isinstance(said, list) and field != "prompt" else []
-    at = max((i for i, one in enumerate(messages) if isinstance(one, dict) and one.get("role") == "user"), default=-1)
+    value = asked.get(field)
+    if field == "input" and isinstance(value, str):
+        value = [{"role": "user", "content": value}]
+    messages = list(value) if isinstance(value, list) and field != "prompt" else []
+    at = max((i for i, m in enumerate(messages) if isinstance(m, dict) and m.get("role") == "user"), default=-1)
     if at < 0:
         raise ValueError(f"{flag}: there is no message of a user")
     is_chat = field == "messages"

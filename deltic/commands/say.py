@@ -195,7 +195,7 @@ def say(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
         body["stream_format"] = "audio"
     sink = Sink(arguments.out)
     try:
-        told = asyncio.run(_say(arguments, server_arguments, body, sink))
+        summary = asyncio.run(_say(arguments, server_arguments, body, sink))
         sink.close()
     except KeyboardInterrupt:
         if sink.n_bytes:
@@ -212,5 +212,5 @@ def say(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
     finally:
         with contextlib.suppress(OSError):  # it is said
             sink.close()
-    print(told if arguments.out == "-" else f"{arguments.out}: {told}", file=sys.stderr)
+    print(summary if arguments.out == "-" else f"{arguments.out}: {summary}", file=sys.stderr)
     return 0

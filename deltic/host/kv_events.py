@@ -195,8 +195,8 @@ class EventPublisher:
     def _count_topics(self) -> int:
         with contextlib.suppress(zmq.Again):
             while self._n_topics <= MAX_TOPICS:
-                said = self._publishing.recv(zmq.NOBLOCK)
-                self._n_topics += {1: 1, 0: -1}.get(said[0], 0) if said else 0
+                frame = self._publishing.recv(zmq.NOBLOCK)
+                self._n_topics += {1: 1, 0: -1}.get(frame[0], 0) if frame else 0
         return self._n_topics
 
     def _forget_topics(self) -> None:

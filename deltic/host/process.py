@@ -149,8 +149,8 @@ class ServedModel:
     def _tell(self) -> None:
         """Tells what has changed in the cache."""
         events, publisher, topic = self.engine.cache.store.events, self._publisher, self._topic
-        if events is not None and publisher is not None and topic is not None and (told := events.collect()):
-            publisher.publish(topic, told)
+        if events is not None and publisher is not None and topic is not None and (changes := events.collect()):
+            publisher.publish(topic, changes)
 
     def obey(self) -> bool:
         """Takes every command that waits; False when told to stop."""

@@ -74,9 +74,9 @@ class Hosted:
         logs.set_up(config.log_level, config.log_format)
         served = prepared(self._settings.models, config.max_queue)
         for model in served:
-            found = await fetched(model.client.config, asyncio.Event())
-            assert found is not None
-            model.client.config = found
+            local = await fetched(model.client.config, asyncio.Event())
+            assert local is not None
+            model.client.config = local
         self._clients = [model.client for model in served]
         self._host = EngineHost(self._clients, log_format=config.log_format, timeout_s=config.engine_timeout_s)
         await self._host.start()

@@ -46,8 +46,8 @@ def settings(whence: str, given: Mapping[str, Any]) -> Settings:
     whence: for complaints. Raises ConfigError, also for what a replica cannot have.
     """
     check_environment()
-    found = tables(whence, dict(given))
-    for name in found[0]:
+    per_model = tables(whence, dict(given))
+    for name in per_model[0]:
         if name in LISTENING:
             flag = name.replace("_", "-")
             raise ConfigError(
@@ -60,13 +60,13 @@ def settings(whence: str, given: Mapping[str, Any]) -> Settings:
             )
         if name in ROUTED:
             raise ConfigError(f"{whence}: {name.replace('_', '-')} is for routers in front of servers; here Ray routes")
-    for name in (name for table in found for name in table if name in MOVING):
+    for name in (name for table in per_model for name in table if name in MOVING):
         raise ConfigError(
             f"{whence}: {name.replace('_', '-')}: a replica has no address of its own to move a prefix to; replicas may share a cache-dir"
         )
-    server = resolve(ServerConfig, {}, table=found[0])
+    server = resolve(ServerConfig, {}, table=per_model[0])
     models = tuple(
-        (_own(resolve(EngineConfig, {}, table=table)), resolve(ModelConfig, {}, table=table)) for table in found
+        (_own(resolve(EngineConfig, {}, table=table)), resolve(ModelConfig, {}, table=table)) for table in per_model
     )
     return Settings(models, _own(server))
 

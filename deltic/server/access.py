@@ -128,8 +128,8 @@ def _without_port(host: str) -> str:
     form.
     """
     host = host.strip().lower()
-    found = _HOST.fullmatch(host)
-    return found[1].strip("[]") if found else host
+    match = _HOST.fullmatch(host)
+    return match[1].strip("[]") if match else host
 
 
 def _is_harmless(host: str) -> bool:

@@ -108,8 +108,8 @@ class Adapters:
                 raise EngineUnavailable(self._client.why_unavailable())
             old = self._by_name.get(name)
             if old is not None and not replaces:
-                said = f"the adapter {name!r} has already been loaded; set load_inplace to true to replace it, or unload it first"
-                raise AdapterRefused(said)
+                message = f"the adapter {name!r} has already been loaded; set load_inplace to true to replace it, or unload it first"
+                raise AdapterRefused(message)
             if old is None and (other := self._taken(name)) is not None:
                 raise AdapterRefused(f"{name!r} is {other}; give the adapter another name")
             loaded = await self._client.load_adapter(path)

@@ -273,12 +273,12 @@ async def _framework_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     path, status, headers = own_path(request.scope), error.status_code, dict(error.headers or {})
     where = f"{request.method} {path}"
-    said = {404: f"no such path: {where}", 405: f"{where}: method not allowed"}.get(status, error.detail)
+    message = {404: f"no such path: {where}", 405: f"{where}: method not allowed"}.get(status, error.detail)
     declined = next((why for start, why in DECLINED.items() if path.startswith(start)), None)
     if declined is not None:  # also where the path fits a route of another method
-        status, said, headers = 404, f"{where}: {declined}", {}
+        status, message, headers = 404, f"{where}: {declined}", {}
     code = {404: "not_found", 405: "method_not_allowed"}.get(status)
-    return error_response(ApiError(status, said, code=code, headers=headers), request.scope)
+    return error_response(ApiError(status, message, code=code, headers=headers), request.scope)
 
 
 class Envelope:
@@ -456,7 +456,7 @@ async def ping(service: Service, request: Request) -> ASGIApp:
 
 async def load(service: Service, request: Request) -> ASGIApp:
     """GET /load: how many sequences run or wait; vLLM's balancers know it."""
-    return json_response({"server_load": sum(one.client.n_open for one in service.server.models.values())})
+    return json_response({"server_load": sum(model.client.n_open for model in service.server.models.values())})
 
 
 async def ready(service: Service, request: Request) -> ASGIApp:

@@ -288,8 +288,8 @@ class HttpConnection(HttpToolsProtocol):
         if not (self._is_head_open or self._is_body_open):
             self.cut("timeout")  # it has not begun to ask: there is nothing to answer
             return
-        said = f"{what} did not come in {self._all.timeout_s:g} s"
-        self._refuse("timeout", ApiError(408, said, code="request_timeout"))
+        message = f"{what} did not come in {self._all.timeout_s:g} s"
+        self._refuse("timeout", ApiError(408, message, code="request_timeout"))
 
     def _refuse(self, why: str, error: ApiError) -> None:
         """Answers for the application, unless that has begun to, or has answered what is not whole; and

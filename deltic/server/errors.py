@@ -59,7 +59,7 @@ class ApiError(Exception):
         of which the longest counts; `[]` stands for any index, the same one on both sides.
         """
         path = self.param or ""
-        for cut in reversed([*(found.start() for found in re.finditer(r"[.\[]", path)), len(path)]):
+        for cut in reversed([*(match.start() for match in re.finditer(r"[.\[]", path)), len(path)]):
             start = path[:cut]
             own = names.get(start) or names.get(_INDEX.sub("[]", start))
             if own is not None and self._begins:
@@ -127,11 +127,11 @@ class PromptTooLong(ApiError):
         """n_prompt: its length; at_least: as far as it is known."""
         self.n_prompt, self.limit = n_prompt, limit
         yours = ("your messages have" if param == "messages" else "your prompt has") + " at least" * at_least
-        said = (
+        message = (
             f"This model's maximum context length is {limit} tokens. However, {yours} {n_prompt} tokens. "
             f"Please shorten the prompt: with one token of an answer it may have {limit - 1}."
         )
-        super().__init__(400, said, param=param, code="context_length_exceeded", begins=True)
+        super().__init__(400, message, param=param, code="context_length_exceeded", begins=True)
 
 
 @contextmanager

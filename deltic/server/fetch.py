@@ -50,7 +50,7 @@ Show = Callable[[Progress], None]
 Tell = Callable[[str, Progress], None]
 
 
-def _nobody(name: str, told: Progress) -> None:
+def _nobody(name: str, progress: Progress) -> None:
     """Hears of progress."""
 
 
@@ -68,7 +68,7 @@ async def fetch_all(
     """
     meanwhile: Meanwhile | None = None
 
-    def tell(name: str, told: Progress) -> None:
+    def tell(name: str, progress: Progress) -> None:
         nonlocal meanwhile
         if meanwhile is None:
             from deltic.server.meanwhile import Meanwhile  # no engine waits for its imports
@@ -76,16 +76,16 @@ async def fetch_all(
             meanwhile = Meanwhile(server, listener, secured)
             log.info("listening on %s (its page shows how far the download is)", url_of(listener, server))
         meanwhile.stage = f"downloading {name}"
-        meanwhile.done = min(1.0, told.done_bytes / told.total_bytes) if told.total_bytes else 0.0
+        meanwhile.done = min(1.0, progress.done_bytes / progress.total_bytes) if progress.total_bytes else 0.0
 
-    found = []
+    configs = []
     try:
         for config in models:
             directories = await fetched(config, stop, tell)
             if directories is None:
                 return None
-            found.append(directories)
-        return found
+            configs.append(directories)
+        return configs
     finally:
         if meanwhile is not None:
             await meanwhile.stop()
@@ -100,15 +100,15 @@ async def fetched(config: EngineConfig, stop: asyncio.Event, tell: Tell = _nobod
     """
     directory = config.download_dir
     if config.dummy is None and is_hub_name(config.model):
-        found = await _fetch(wanted_of(config.model, ALL_FILES, config.revision, directory), stop, tell)
-        if found is None:
+        path = await _fetch(wanted_of(config.model, ALL_FILES, config.revision, directory), stop, tell)
+        if path is None:
             return None
-        config = dataclasses.replace(config, model=str(found), revision=None)
+        config = dataclasses.replace(config, model=str(path), revision=None)
     if config.tokenizer is not None and is_hub_name(config.tokenizer):
-        found = await _fetch(wanted_of(config.tokenizer, TEXT_FILES, None, directory), stop, tell)
-        if found is None:
+        path = await _fetch(wanted_of(config.tokenizer, TEXT_FILES, None, directory), stop, tell)
+        if path is None:
             return None
-        config = dataclasses.replace(config, tokenizer=str(found))
+        config = dataclasses.replace(config, tokenizer=str(path))
     return config
 
 
@@ -126,9 +126,9 @@ async def _fetch(wanted: Download, stop: asyncio.Event, tell: Tell) -> Path | No
     assert process.stdin and process.stdout
     with _shown(wanted.name) as show:
 
-        def note(told: Progress) -> None:
-            show(told)
-            tell(wanted.name, told)
+        def note(progress: Progress) -> None:
+            show(progress)
+            tell(wanted.name, progress)
 
         reading = asyncio.create_task(_read(process.stdout, wanted.name, note))
         stopping = asyncio.create_task(stop.wait())
@@ -152,15 +152,15 @@ async def _read(lines: asyncio.StreamReader, name: str, show: Show) -> Path:
     decoder = msgspec.json.Decoder(Progress | Outcome)
     async for line in lines:
         try:
-            said = decoder.decode(line)
+            message = decoder.decode(line)
         except msgspec.DecodeError:
             continue  # what a library has printed
-        if isinstance(said, Progress):
-            show(said)
-        elif said.directory is not None:
-            return Path(said.directory)
+        if isinstance(message, Progress):
+            show(message)
+        elif message.directory is not None:
+            return Path(message.directory)
         else:
-            raise (DownloadFailed if said.may_pass else CheckpointError)(str(said.error))
+            raise (DownloadFailed if message.may_pass else CheckpointError)(str(message.error))
     raise DownloadFailed(f"{name}: the download ended without a word; start again")
 
 
@@ -178,9 +178,9 @@ def _shown(name: str) -> Iterator[Show]:
     with Bars(*columns, TimeRemainingColumn(), console=Console(stderr=True), transient=True) as bars:
         shown: dict[tuple[str, int], TaskID] = {}
 
-        def draw(told: Progress) -> None:
-            rows = {(f"downloading {name}", told.total_bytes): told.done_bytes}
-            for file in told.files:
+        def draw(state: Progress) -> None:
+            rows = {(f"downloading {name}", state.total_bytes): state.done_bytes}
+            for file in state.files:
                 text, done = _at(file)
                 rows[f"  {text}", file.total_bytes] = done
             for gone in shown.keys() - rows.keys():
@@ -202,21 +202,21 @@ def _lines(name: str) -> Show:
     """Writes a line of the log every few seconds."""
     last_s, last_bytes = float("-inf"), -1
 
-    def log_line(told: Progress) -> None:
+    def log_line(progress: Progress) -> None:
         nonlocal last_s, last_bytes
         now_s = time.monotonic()
         if now_s - last_s < LINE_EVERY_S:
             return
-        unit, one = ("GB", 1e9) if told.total_bytes >= 1e9 else ("MB", 1e6)
-        of = f" of {told.total_bytes / one:.2f}" if told.total_bytes else ""
-        said = f"{told.done_bytes / one:.2f}{of} {unit}"
+        unit, scale = ("GB", 1e9) if progress.total_bytes >= 1e9 else ("MB", 1e6)
+        of = f" of {progress.total_bytes / scale:.2f}" if progress.total_bytes else ""
+        line = f"{progress.done_bytes / scale:.2f}{of} {unit}"
         if last_bytes >= 0:
-            said += f", {max(0, told.done_bytes - last_bytes) / (now_s - last_s) / 1e6:.1f} MB/s"
-        at = [(*_at(file), max(1, file.total_bytes)) for file in told.files]
+            line += f", {max(0, progress.done_bytes - last_bytes) / (now_s - last_s) / 1e6:.1f} MB/s"
+        at = [(*_at(file), max(1, file.total_bytes)) for file in progress.files]
         files = [f"{text} {done / total:.0%}" for text, done, total in at]
         if len(files) > MAX_NAMED:
             files[MAX_NAMED:] = [f"{len(files) - MAX_NAMED} more"]
-        log.info("downloading %s: %s", name, "; ".join([said, *files]))
-        last_s, last_bytes = now_s, told.done_bytes if told.total_bytes else -1
+        log.info("downloading %s: %s", name, "; ".join([line, *files]))
+        last_s, last_bytes = now_s, progress.done_bytes if progress.total_bytes else -1
 
     return log_line

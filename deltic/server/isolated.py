@@ -59,7 +59,7 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
         raise ApiError(503, lack, code="out_of_memory", headers={"retry-after": "10"}) from None
     later = loop.call_later(QUICK_S, _make_way, process.pid, program)
     try:
-        made, said = await loop.run_in_executor(_threads(), _use, process, data, SLOWER * limit_s)
+        made, errors = await loop.run_in_executor(_threads(), _use, process, data, SLOWER * limit_s)
     except subprocess.TimeoutExpired:
         raise Refused(f"could not be decoded within {SLOWER * limit_s:g} s") from None
     finally:
@@ -68,7 +68,7 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
             process.kill()
         SPARE.begin(program)
     if process.returncode == REFUSED:
-        raise Refused(said.decode("utf-8", "replace").rpartition("\n")[2])  # decoders print there, too
+        raise Refused(errors.decode("utf-8", "replace").rpartition("\n")[2])  # decoders print there, too
     if process.returncode == -signal.SIGXCPU:
         raise Refused(f"could not be decoded within {limit_s:g} s")
     if process.returncode == -signal.SIGKILL:  # nobody else sends it

@@ -57,6 +57,6 @@ def topics(names: Sequence[str | None], config: ServerConfig, listener: socket.s
         host, port = listener.getsockname()[:2]
         host = socket.gethostname() if host in ("0.0.0.0", "::") else config.host
         text = text.replace("{host}", host).replace("{port}", str(port))
-    found = [None if name is None else text.replace("{model}", name) for name in names]
-    log.info("cache events at %s, topics: %s", config.kv_events, ", ".join(repr(t) for t in found if t is not None))
-    return found
+    result = [None if name is None else text.replace("{model}", name) for name in names]
+    log.info("cache events at %s, topics: %s", config.kv_events, ", ".join(repr(t) for t in result if t is not None))
+    return result

@@ -67,14 +67,14 @@ class Usage(Struct):
     def timings(self) -> dict[str, float]:
         """llama.cpp's form of the same."""
         n_prompt = self.prompt_tokens - self.cached_tokens
-        told: dict[str, float] = {"cache_n": self.cached_tokens}
+        fields: dict[str, float] = {"cache_n": self.cached_tokens}
         for name, n, ms in (
             ("prompt", n_prompt, self.timing["prefill_ms"]),
             ("predicted", self.completion_tokens, self.timing["decode_ms"]),
         ):
-            told |= {f"{name}_n": n, f"{name}_ms": ms, f"{name}_per_token_ms": ms / max(1, n)}
-            told[f"{name}_per_second"] = n / ms * 1e3 if ms else 0.0
-        return told | ({"draft_n": self.n_drafted, "draft_n_accepted": self.n_accepted} if self.n_drafted else {})
+            fields |= {f"{name}_n": n, f"{name}_ms": ms, f"{name}_per_token_ms": ms / max(1, n)}
+            fields[f"{name}_per_second"] = n / ms * 1e3 if ms else 0.0
+        return fields | ({"draft_n": self.n_drafted, "draft_n_accepted": self.n_accepted} if self.n_drafted else {})
 
     def plain(self) -> dict[str, Any]:
         return {
@@ -147,19 +147,19 @@ class Account:
 
     def _refusal(self, limit: str, why: str, wait_s: int) -> ApiError:
         self.numbers.limited[limit] += 1
-        said = f"key {self.name!r} {why}; try again in {wait_s} s"
-        return ApiError(429, said, code="rate_limit_exceeded", headers={"retry-after": str(wait_s)})
+        message = f"key {self.name!r} {why}; try again in {wait_s} s"
+        return ApiError(429, message, code="rate_limit_exceeded", headers={"retry-after": str(wait_s)})
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The limits and what is left of them, under OpenAI's names; "requests" are those at once."""
-        told: dict[str, object] = {}
+        fields: dict[str, object] = {}
         if most := self._max_concurrent:
-            told |= {"limit-requests": most, "remaining-requests": max(0, most - self.numbers.n_open)}
+            fields |= {"limit-requests": most, "remaining-requests": max(0, most - self.numbers.n_open)}
         if rate := self._tokens_per_minute:
             level = self._fill()
-            told |= {"limit-tokens": rate, "remaining-tokens": max(0, int(level))}
-            told["reset-tokens"] = f"{(rate - level) * 60 / rate:.1f}s"
-        return [(f"x-ratelimit-{name}".encode(), str(value).encode()) for name, value in told.items()]
+            fields |= {"limit-tokens": rate, "remaining-tokens": max(0, int(level))}
+            fields["reset-tokens"] = f"{(rate - level) * 60 / rate:.1f}s"
+        return [(f"x-ratelimit-{name}".encode(), str(value).encode()) for name, value in fields.items()]
 
 
 RATE_HEADERS = [
@@ -245,8 +245,8 @@ class Ticket:
         beside.
         """
         if self._worker and size > INLINE_BYTES and not self._worker.hold(self.turns, self, size):
-            said = "too many large requests wait to be read; try again in a few seconds"
-            raise ApiError(429, said, code="too_many_large_requests", headers=RETRY_LATER)
+            message = "too many large requests wait to be read; try again in a few seconds"
+            raise ApiError(429, message, code="too_many_large_requests", headers=RETRY_LATER)
 
     def drop_body(self) -> None:
         """Drops the body, which was read, or is given up."""

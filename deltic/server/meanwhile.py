@@ -48,7 +48,7 @@ class Meanwhile:
             await self._answer(scope)(scope, receive, send)
 
     def _answer(self, scope: Scope) -> Response:
-        said = f"{self.stage}: {100 * self.done:.0f} %"
+        message = f"{self.stage}: {100 * self.done:.0f} %"
         path, request = scope["path"].removeprefix(self._root), Request(scope)
         is_telling, is_page = path in TELLING, path in ("", "/") and scope["method"] in ("GET", "HEAD")
         try:
@@ -56,9 +56,9 @@ class Meanwhile:
             if is_page:
                 return answered(request)  # it shows how far it is, and takes a chat when there is a model
             if not is_telling:
-                raise unavailable(said)
+                raise unavailable(message)
         except ApiError as error:
             return in_form(error, path, scope)
         loading = {"stage": self.stage, "done": self.done}
-        told: dict[str, Any] = {"status": "starting", "message": said, "loading": loading}
-        return json_response(told, 503)
+        fields: dict[str, Any] = {"status": "starting", "message": message, "loading": loading}
+        return json_response(fields, 503)

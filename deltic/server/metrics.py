@@ -437,9 +437,9 @@ def _keys(keys: Sequence[KeyNumbers]) -> Iterable[Metric]:
     """The numbers of each API key, by its name."""
     if not keys:
         return
-    told = list(keys[:MAX_KEYS])
+    shown = list(keys[:MAX_KEYS])
     if len(keys) > MAX_KEYS:
-        told.append(rest := KeyNumbers(REST))
+        shown.append(rest := KeyNumbers(REST))
         for numbers in keys[MAX_KEYS:]:
             rest.n_open += numbers.n_open
             rest.responses += numbers.responses
@@ -447,11 +447,11 @@ def _keys(keys: Sequence[KeyNumbers]) -> Iterable[Metric]:
             rest.n_prompt_tokens += numbers.n_prompt_tokens
             rest.n_cached_tokens += numbers.n_cached_tokens
             rest.n_generated_tokens += numbers.n_generated_tokens
-    n_open = {n.name: n.n_open for n in told}
-    responses = {(n.name, code): count for n in told for code, count in n.responses.items()}
-    limited = {(n.name, limit): count for n in told for limit, count in n.limited.items()}
+    n_open = {n.name: n.n_open for n in shown}
+    responses = {(n.name, code): count for n in shown for code, count in n.responses.items()}
+    limited = {(n.name, limit): count for n in shown for limit, count in n.limited.items()}
     kinds = {"prompt": "n_prompt_tokens", "cached": "n_cached_tokens", "generated": "n_generated_tokens"}
-    tokens = {(n.name, kind): getattr(n, field) for n in told for kind, field in kinds.items()}
+    tokens = {(n.name, kind): getattr(n, field) for n in shown for kind, field in kinds.items()}
     yield labelled(GAUGE, "deltic_key_requests_open", "Generating requests of a key.", "key", n_open)
     yield labelled(COUNTER, "deltic_key_responses", "Its HTTP responses.", "key code", responses)
     text = "Of those, refused for its limits."

@@ -71,8 +71,8 @@ def document(routes: Sequence[Any], root_path: str = "") -> dict[str, Any]:
 
 
 def _operation(route: Any, path: str) -> dict[str, Any]:
-    told = (inspect.getdoc(route.endpoint) or "").partition("\n")[0]
-    summary = told.removeprefix(f"{route.method} {route.path}").lstrip(".: ")
+    line = (inspect.getdoc(route.endpoint) or "").partition("\n")[0]
+    summary = line.removeprefix(f"{route.method} {route.path}").lstrip(".: ")
     form = "OllamaError" if path.startswith(OLLAMA) else "Error"
     error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{form}"}}}
     gives = (*route.gives, "text/event-stream") if route.generates else route.gives

@@ -58,8 +58,8 @@ def answered(request: Request) -> Response:
 async def page(service: Service, request: Request) -> ASGIApp:
     """The page for a browser: a chat, and what the engine does at the moment."""
     if service.speech is not None:
-        said = f"{service.model_name!r} speaks, and the page is a chat; POST a text to /v1/audio/speech"
-        raise ApiError(404, said, code="unsupported_model")
+        message = f"{service.model_name!r} speaks, and the page is a chat; POST a text to /v1/audio/speech"
+        raise ApiError(404, message, code="unsupported_model")
     return answered(request)
 
 
@@ -70,7 +70,7 @@ async def live(service: Service, request: Request) -> ASGIApp:
     tokens].
     """
     client, now_s = service.client, time.monotonic()
-    told = {
+    fields = {
         "model": service.model_name,
         "version": __version__,
         **service.status(),
@@ -80,4 +80,4 @@ async def live(service: Service, request: Request) -> ASGIApp:
         "stats": msgspec.structs.asdict(client.stats) | {"cache": msgspec.structs.asdict(client.stats.cache)},
         "steps": [[round(now_s - at_s, 3), *rest] for at_s, *rest in client.recent_steps],
     }
-    return Response(msgspec.json.encode(told), headers={"cache-control": "no-store"}, media_type="application/json")
+    return Response(msgspec.json.encode(fields), headers={"cache-control": "no-store"}, media_type="application/json")

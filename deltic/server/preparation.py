@@ -97,7 +97,7 @@ class Preparation:
         if not sent:
             return {}
         service = self._service
-        self.size -= sum(len(one.url) + len(one.encoded) for one in sent)
+        self.size -= sum(len(file.url) + len(file.encoded) for file in sent)
         info = service.client.info or service.admit()
         if info.pictures is None:
             raise sent[0].not_taken(info.no_pictures)

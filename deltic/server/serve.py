@@ -223,10 +223,10 @@ async def _serve(
     signals.reload = _reloading(config, secured)
     try:
         asked = [model.client.config for model in models]
-        found = await fetch_all(asked, signals.first, config, listener, secured)
-        if found is None:
+        configs = await fetch_all(asked, signals.first, config, listener, secured)
+        if configs is None:
             return 0
-        for model, with_directories in zip(models, found, strict=True):
+        for model, with_directories in zip(models, configs, strict=True):
             model.client.config = with_directories
         if told_at is not None:
             names = [None if speaks(model.client.config) else model.names[0] for model in models]
@@ -378,7 +378,7 @@ def _origin(engine: EngineConfig, directory: Path) -> dict[str, Any]:
 
     config = {} if engine.dummy is not None else read_json(directory / "config.json")
     tokenizer = engine if engine.tokenizer is None else replace(engine, model=engine.tokenizer, dummy=None)
-    names = [model_name(one) for one in (engine, tokenizer)]
+    names = [model_name(source) for source in (engine, tokenizer)]
     model, spoken = (name if engine.dummy is None and is_hub_name(name) else None for name in names)
     return {
         "model_path": model,
@@ -467,16 +467,16 @@ async def _show_loading(services: list[Service]) -> None:
         with Progress(console=Console(stderr=True), transient=True) as progress:
             bar = progress.add_task("loading", total=1.0)
             while True:
-                if told := stage():
-                    progress.update(bar, description=told[0], completed=told[1])
+                if shown := stage():
+                    progress.update(bar, description=shown[0], completed=shown[1])
                 await asyncio.sleep(0.1)
     last_s, last = time.monotonic(), ("", 0)
     while True:
         await asyncio.sleep(0.25)
-        if told := stage():
-            now = told[0], int(told[1] * 4)
+        if shown := stage():
+            now = shown[0], int(shown[1] * 4)
             if now != last and time.monotonic() - last_s > 1.0:
-                log.info("loading %s: %.0f %%", told[0], 100 * told[1])
+                log.info("loading %s: %.0f %%", shown[0], 100 * shown[1])
                 last_s, last = time.monotonic(), now
 
 

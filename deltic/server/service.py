@@ -210,8 +210,8 @@ class Server:
             if any(fnmatchcase(name, pattern) for pattern in service.patterns):
                 return service
         known = ", ".join(repr(known) for service in services for known in [*service.all_names(), *service.patterns])
-        said = f"no model {name!r}; this server has {known}"
-        raise ApiError(404, said, param="model", code="model_not_found")
+        message = f"no model {name!r}; this server has {known}"
+        raise ApiError(404, message, param="model", code="model_not_found")
 
     @property
     def has_choice(self) -> bool:
@@ -254,7 +254,7 @@ class Server:
         status = dict(each[worst])
         if "message" in status and not (self.draining or self.is_leaving):
             status["message"] = f"{worst}: {status['message']}"
-        return status | {"models": {name: told | {"kind": self.models[name].kind} for name, told in each.items()}}
+        return status | {"models": {name: fields | {"kind": self.models[name].kind} for name, fields in each.items()}}
 
 
 @dataclass
@@ -352,8 +352,8 @@ class Service:
         info = self.client.info
         run = info and (info.device, info.kernels, info.precision, info.kv_cache_dtype, Path(info.cache_files).name)
         adapter = self.adapter.path if self.adapter else ""
-        said = repr((__version__, self.model_name, adapter, self.origin, run)).encode()
-        return f"fp_{hashlib.blake2b(said, digest_size=6).hexdigest()}"
+        identity = repr((__version__, self.model_name, adapter, self.origin, run)).encode()
+        return f"fp_{hashlib.blake2b(identity, digest_size=6).hexdigest()}"
 
     @property
     def kind(self) -> Kind:
@@ -454,8 +454,8 @@ class Service:
         is too late to choose.
         """
         if name is not None and self.server.find(name).model_name != self.model_name:
-            said = f"{name!r} cannot answer a part of what {self.model_name!r} was asked; send that by itself"
-            raise bad_request("model", said)
+            message = f"{name!r} cannot answer a part of what {self.model_name!r} was asked; send that by itself"
+            raise bad_request("model", message)
 
 
 def _pixel_bytes(client: EngineClient) -> int:

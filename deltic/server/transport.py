@@ -102,11 +102,11 @@ async def read_body(request: Request, max_mb: float, is_json: bool = True) -> by
         if len(body) > limit:
             raise too_large
     if is_json and n_brackets > MAX_CONTAINERS and await _n_outside(body, b"[{", MAX_CONTAINERS) > MAX_CONTAINERS:
-        said = f"the body has more than {MAX_CONTAINERS} JSON objects and arrays"
-        raise bad_request(None, said, "too_many_containers")
+        message = f"the body has more than {MAX_CONTAINERS} JSON objects and arrays"
+        raise bad_request(None, message, "too_many_containers")
     if is_json and n_commas > MAX_VALUES and await _n_outside(body, b",", MAX_VALUES) > MAX_VALUES:
-        said = f"the body has more than {MAX_VALUES} JSON values; send them in several requests"
-        raise bad_request(None, said, "too_many_values")
+        message = f"the body has more than {MAX_VALUES} JSON values; send them in several requests"
+        raise bad_request(None, message, "too_many_values")
     return bytes(body)
 
 
@@ -206,8 +206,8 @@ class EventStream:
         if self._sending is not None:
             await self._sending
         if self._is_cut:
-            said = f"the client left {self.max_unsent_bytes} bytes of its stream unread: the rest was not kept"
-            error = ApiError(408, said, code="stream_not_read")
+            message = f"the client left {self.max_unsent_bytes} bytes of its stream unread: the rest was not kept"
+            error = ApiError(408, message, code="stream_not_read")
         if error is not None and not self._started:
             await error_response(error, scope)(scope, receive, send)
             return
@@ -309,7 +309,7 @@ def _items(value: list[Any] | Iterator[Any]) -> Iterator[Iterable[bytes]]:
     """An array's items, what stands between two commas or more."""
     if isinstance(value, Encoded):
         for some in value:
-            yield from ((some,),) if isinstance(some, bytes) else ((one,) for one in some)
+            yield from ((some,),) if isinstance(some, bytes) else ((element,) for element in some)
     elif isinstance(value, Iterator):
         yield from ((_encode(item),) for item in value)
     elif value and isinstance(value[0], dict):

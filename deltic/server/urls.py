@@ -66,8 +66,8 @@ class Hosts:
                 self._networks.append(ipaddress.ip_network(entry))
             except ValueError:
                 if not _NAME.fullmatch(entry):
-                    said = "expected a host's name, *.example.com, an address or a network"
-                    raise ConfigError(f"{flag} {entry!r}: {said}") from None
+                    message = "expected a host's name, *.example.com, an address or a network"
+                    raise ConfigError(f"{flag} {entry!r}: {message}") from None
                 self._names.append(entry)
 
     def __bool__(self) -> bool:
@@ -99,8 +99,8 @@ class Hosts:
                 looking.add_done_callback(lambda _: turn.release())  # nothing ends it sooner
                 return await asyncio.shield(looking)
         except TimeoutError:
-            said = f"could not be fetched (no address of {host!r} was found within {LOOKUP_S:g} s)"
-            raise UrlError(said) from None
+            message = f"could not be fetched (no address of {host!r} was found within {LOOKUP_S:g} s)"
+            raise UrlError(message) from None
 
 
 def _address(host: str) -> Address | None:
@@ -127,7 +127,7 @@ async def resolve(host: str, port: int) -> list[Address]:
     OSError.
     """
     loop = asyncio.get_running_loop()
-    found: asyncio.Future[list[Address]] = loop.create_future()
+    future: asyncio.Future[list[Address]] = loop.create_future()
 
     def look() -> None:
         addresses, failed = list[Address](), None
@@ -142,15 +142,15 @@ async def resolve(host: str, port: int) -> list[Address]:
             loop.call_soon_threadsafe(done, addresses, failed)
 
     def done(addresses: list[Address], failed: OSError | None) -> None:
-        if found.cancelled():
+        if future.cancelled():
             return
         if failed is not None:
-            found.set_exception(failed)
+            future.set_exception(failed)
         else:
-            found.set_result(addresses)
+            future.set_result(addresses)
 
     threading.Thread(target=look, name="lookup", daemon=True).start()
-    return await found
+    return await future
 
 
 async def fetch(url: str, hosts: Hosts, most_bytes: int) -> bytes:

@@ -242,23 +242,23 @@ class Directory:
 
     def directories(self, odd: list[str]) -> list[str]:
         """Lists the directories that objects are in. Raises OSError."""
-        found = []
+        paths = []
         for item in os.scandir(self.path):
             if len(item.name) == 2 and item.is_dir(follow_symlinks=False):
-                found.append(item.path)
+                paths.append(item.path)
             elif item.name not in (_LEASE, _SERVERS) and not self._is_part(item):
                 odd.append(item.path)
-        return found
+        return paths
 
     def names(self, directory: str, odd: list[str]) -> Iterator[tuple[Entry, os.DirEntry[str]]]:
         """The objects in one of `directories`, by their names alone. Raises OSError."""
         for item in list(os.scandir(directory)):
-            found = _NAME.fullmatch(item.name)
-            if found is None or found[1][:2] != os.path.basename(directory) or int(found[3]) % PAGE_SIZE:
+            match = _NAME.fullmatch(item.name)
+            if match is None or match[1][:2] != os.path.basename(directory) or int(match[3]) % PAGE_SIZE:
                 if not self._is_part(item):
                     odd.append(item.path)
                 continue
-            yield Entry(Kind(found[4]), bytes.fromhex(found[1]), bytes.fromhex(found[2]), int(found[3])), item
+            yield Entry(Kind(match[4]), bytes.fromhex(match[1]), bytes.fromhex(match[2]), int(match[3])), item
 
     def _is_part(self, item: os.DirEntry[str]) -> bool:
         """Returns whether an entry is a file that is being written. One that nobody writes any more is

@@ -134,8 +134,8 @@ class CacheEvents:
         before: Block | None = parent.block
         if before is None:  # the root
             lora = request.adapter_name or request.adapter.hex() or None
-            said = f"{self._model}\n{lora or ''}".encode("utf-8", "surrogatepass")
-            above, salt = None, int.from_bytes(blake2b(said, digest_size=8).digest())
+            identity = f"{self._model}\n{lora or ''}".encode("utf-8", "surrogatepass")
+            above, salt = None, int.from_bytes(blake2b(identity, digest_size=8).digest())
         else:
             above, lora, salt = before.hash, before.lora, before.salt
         hash_ = (int.from_bytes(node.key[:8]) ^ salt) & HASH_MASK or 1
@@ -190,13 +190,13 @@ class CacheEvents:
             block: Block | None = node.block
             if block is None:
                 continue
-            told, block.told, block.had_page = block.told, self._media_of(node), node.has_page
-            if told == block.told:
+            before, block.told, block.had_page = block.told, self._media_of(node), node.has_page
+            if before == block.told:
                 continue
             for medium in MEDIA:
-                if medium & told & ~block.told:
+                if medium & before & ~block.told:
                     (moved if block.told else gone).setdefault(medium, []).append(block.hash)
-                elif medium & block.told & ~told:
+                elif medium & block.told & ~before:
                     run = ends.pop((node.parent, medium), None)
                     if run is None:
                         run = Stored([], MEDIA[medium])
@@ -241,17 +241,17 @@ class CacheEvents:
             while at is not None and at.parent is not None and at not in leading:
                 leading.add(at)
                 at = at.parent
-        told: dict[Node, int] = {}
+        media: dict[Node, int] = {}
         for node in sorted(tree.nodes.values(), key=_depth):
             block, parent = node.block, node.parent
             assert parent is not None
             if block is None:
-                told[node] = 0
+                media[node] = 0
                 continue
             is_announced = not block.is_hidden and (node in leading or not self._needs_state)
-            told[node] = _media(node) if is_announced and (parent.parent is None or told[parent]) else 0
-            if block.told != told[node]:
-                raise IntegrityError(f"a block at {node.depth} is announced in {block.told}, and is in {told[node]}")
+            media[node] = _media(node) if is_announced and (parent.parent is None or media[parent]) else 0
+            if block.told != media[node]:
+                raise IntegrityError(f"a block at {node.depth} is announced in {block.told}, and is in {media[node]}")
 
 
 def _media(node: Node) -> int:

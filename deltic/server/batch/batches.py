@@ -169,8 +169,8 @@ class _Form:
         if purpose != "batch":
             raise bad_request("purpose", f"{purpose!r}: this server keeps files for batches only; use 'batch'")
         if unknown := self.fields.keys() - FileForm.__struct_encode_fields__:
-            said = "unknown field; it is not supported, leave it out"
-            raise bad_request(min(unknown), said, "unknown_field")
+            message = "unknown field; it is not supported, leave it out"
+            raise bad_request(min(unknown), message, "unknown_field")
         given = {
             name: self.fields[field]
             for name in ("anchor", "seconds")
@@ -230,8 +230,8 @@ class _Form:
             return
         self.n_bytes += end - start
         if self.n_bytes > MAX_FILE_BYTES:
-            said = f"file: is larger than {MAX_FILE_BYTES // 1_000_000} MB"
-            raise ApiError(413, said, param="file", code="file_too_large", headers={"connection": "close"} | NO_RETRY)
+            text = f"file: is larger than {MAX_FILE_BYTES // 1_000_000} MB"
+            raise ApiError(413, text, param="file", code="file_too_large", headers={"connection": "close"} | NO_RETRY)
         self._reserve()
         self._unwritten += data[start:end]
 
@@ -276,8 +276,8 @@ async def delete_file(service: Service, request: Request) -> ASGIApp:
     """DELETE /v1/files/{file_id}: forgets a file."""
     card, files = _file(service, request), _runner(service, request).files
     if files.in_use[card.id]:
-        said = f"file {card.id} is the input of a batch that has not ended; cancel that first"
-        raise ApiError(409, said, code="file_in_use", headers=NO_RETRY)
+        message = f"file {card.id} is the input of a batch that has not ended; cancel that first"
+        raise ApiError(409, message, code="file_in_use", headers=NO_RETRY)
     files.remove(card.id)
     return json_response({"id": card.id, "object": "file", "deleted": True})
 
@@ -291,8 +291,8 @@ async def create_batch(service: Service, request: Request) -> ASGIApp:
     if not WINDOW.fullmatch(asked.completion_window):
         raise bad_request("completion_window", f"must be {WINDOW_SAID}")
     if asked.endpoint not in PATHS:
-        said = NO_EMBEDDINGS if asked.endpoint == "/v1/embeddings" else f"use {', '.join(PATHS)}"
-        raise bad_request("endpoint", f"{asked.endpoint!r} is not supported: {said}", "unsupported_endpoint")
+        hint = NO_EMBEDDINGS if asked.endpoint == "/v1/embeddings" else f"use {', '.join(PATHS)}"
+        raise bad_request("endpoint", f"{asked.endpoint!r} is not supported: {hint}", "unsupported_endpoint")
     try:
         card = runner.files.get(asked.input_file_id, owner)
     except ApiError:
@@ -337,8 +337,8 @@ def _runner(service: Service, request: Request) -> BatchRunner:
     runner = service.server.batches
     if runner is None:
         where = f"{request.method} {request.url.path}"
-        said = f"{where}: this server keeps no files and runs no batches; start it with --batch-dir DIR"
-        raise ApiError(404, said, code="not_found")
+        message = f"{where}: this server keeps no files and runs no batches; start it with --batch-dir DIR"
+        raise ApiError(404, message, code="not_found")
     return runner
 
 
@@ -355,7 +355,7 @@ def _batch(service: Service, request: Request) -> Batch:
     return _runner(service, request).get(request.path_params["batch_id"], _owner(request))
 
 
-def _list(request: Request, found: Sequence[Listed], default: int, most: int) -> ASGIApp:
+def _list(request: Request, items: Sequence[Listed], default: int, most: int) -> ASGIApp:
     """A page of a list. found: in the order in which they were made. Raises ApiError (400)."""
     query = request.query_params
     given = query.get("limit", str(default))
@@ -364,7 +364,7 @@ def _list(request: Request, found: Sequence[Listed], default: int, most: int) ->
     order = query.get("order", "desc")
     if order not in ("asc", "desc"):
         raise bad_request("order", "must be asc or desc")
-    rows = list(found) if order == "asc" else list(reversed(found))
+    rows = list(items) if order == "asc" else list(reversed(items))
     if (after := query.get("after")) is not None:
         place = next((i for i, row in enumerate(rows) if row.id == after), None)
         if place is None:

@@ -62,9 +62,9 @@ class Card(Struct):
 
     def plain(self) -> dict[str, Any]:
         """Returns the card as OpenAI's API has it."""
-        told = msgspec.to_builtins(self) | {"object": "file", "status": "processed", "status_details": None}
-        del told["owner"]
-        return dict(told)
+        fields = msgspec.to_builtins(self) | {"object": "file", "status": "processed", "status_details": None}
+        del fields["owner"]
+        return dict(fields)
 
 
 class FileStore:
@@ -96,8 +96,8 @@ class FileStore:
         except BlockingIOError:
             raise MayPass(f"--batch-dir {directory} is another server's that runs") from None
         except OSError as error:
-            said = f"{error.filename or directory}: {error.strerror}"
-            raise ConfigError(f"--batch-dir {directory} cannot be used: {said}") from None
+            reason = f"{error.filename or directory}: {error.strerror}"
+            raise ConfigError(f"--batch-dir {directory} cannot be used: {reason}") from None
 
     def close(self) -> None:
         """Lets another process have the directory."""
@@ -143,8 +143,8 @@ class FileStore:
         if is_full():
             self.sweep(now=True)
         if is_full():
-            said = f"there is no room for more files ({self.share_bytes / 1e9:g} GB, {MAX_FILES} files); delete some"
-            raise ApiError(409, said, code="storage_full", headers=NO_RETRY)
+            message = f"there is no room for more files ({self.share_bytes / 1e9:g} GB, {MAX_FILES} files); delete some"
+            raise ApiError(409, message, code="storage_full", headers=NO_RETRY)
         self.count(owner, n_bytes)
 
     def count(self, owner: str, n_bytes: int) -> None:
@@ -187,12 +187,12 @@ class FileStore:
 
     def _load(self) -> None:
         entries = os.scandir(self.directory / "files")
-        found = {entry.name: Path(entry.path) for entry in entries if OURS.fullmatch(entry.name)}
-        stems = [stem for name in found if (stem := name.removesuffix(".json")) != name and stem in found]
-        cards = [card for stem in stems if (card := _card(found[f"{stem}.json"])) and card.id == stem]
+        files = {entry.name: Path(entry.path) for entry in entries if OURS.fullmatch(entry.name)}
+        stems = [stem for name in files if (stem := name.removesuffix(".json")) != name and stem in files]
+        cards = [card for stem in stems if (card := _card(files[f"{stem}.json"])) and card.id == stem]
         kept = {name for card in cards for name in (card.id, card.id + ".json")}
-        for name in found.keys() - kept:
-            found[name].unlink()
+        for name in files.keys() - kept:
+            files[name].unlink()
         for card in sorted(cards, key=lambda card: card.created_at):
             self._note(card)
             self.count(card.owner, max(MIN_BYTES, card.bytes))
@@ -221,8 +221,8 @@ def write_whole(path: Path, data: bytes) -> None:
 
 def unwritable(what: str, error: OSError) -> ApiError:
     """The error for a client whose `what` the disk does not take."""
-    said = f"{what} cannot be written: {error.strerror}"
-    return ApiError(409, said, code="storage_full", headers=NO_RETRY)
+    message = f"{what} cannot be written: {error.strerror}"
+    return ApiError(409, message, code="storage_full", headers=NO_RETRY)
 
 
 def private(path: str, flags: int) -> int:

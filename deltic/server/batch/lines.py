@@ -44,14 +44,14 @@ class Input:
             try:
                 job = self._job(line, text)
                 if job.custom_id in custom_ids:
-                    said = f"custom_id {job.custom_id!r} was used before"
-                    raise BadLine(said, "duplicate_custom_id", "custom_id")
+                    message = f"custom_id {job.custom_id!r} was used before"
+                    raise BadLine(message, "duplicate_custom_id", "custom_id")
                 custom_ids.add(str(job.custom_id))
                 name, _ = self._find(job.model)
                 models.setdefault(name, job.model or name)
                 if len(models) > 1:
-                    said = f"a batch is for one model, but its lines name {' and '.join(map(repr, models.values()))}"
-                    raise BadLine(said, "mismatched_model", "body.model")
+                    message = f"a batch is for one model, but its lines name {' and '.join(map(repr, models.values()))}"
+                    raise BadLine(message, "mismatched_model", "body.model")
             except BadLine as error:
                 errors.append(line_error(line, error.code, f"line {line}: {error}", error.param))
             except ApiError as error:
@@ -86,8 +86,8 @@ class Input:
         if job.custom_id is None:
             raise BadLine("custom_id: is missing", "missing_required_parameter", "custom_id")
         if job.path != self._endpoint:
-            said = f"url {job.path!r}: the batch is for {self._endpoint!r}"
-            raise BadLine(said, "mismatched_url", "url")
+            message = f"url {job.path!r}: the batch is for {self._endpoint!r}"
+            raise BadLine(message, "mismatched_url", "url")
         return job
 
     def left(self, done: set[str]) -> Iterator[Job]:

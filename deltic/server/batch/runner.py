@@ -131,8 +131,8 @@ class BatchRunner:
         unless the process does first: the next one goes on with it.
         """
         if batch.status not in UNFINISHED:
-            said = f"Cannot cancel a batch with status '{batch.status}'."
-            raise ApiError(409, said, code="batch_ended", headers={"x-should-retry": "false"})
+            message = f"Cannot cancel a batch with status '{batch.status}'."
+            raise ApiError(409, message, code="batch_ended", headers={"x-should-retry": "false"})
         if batch.status in ("validating", "in_progress"):
             self._stops[batch.id].set()
             self._take_up(batch)
@@ -333,9 +333,9 @@ class BatchRunner:
 
         def settle() -> None:
             results.read()
-            said = "This request could not be executed before the completion window expired."
+            message = "This request could not be executed before the completion window expired."
             for job in self._input(batch).left(results.done) if expired else ():
-                append(results.err, result_line(job, None, {"code": "batch_expired", "message": said}))
+                append(results.err, result_line(job, None, {"code": "batch_expired", "message": message}))
             results.read()
 
         await self.files.in_thread(batch.owner, settle)

@@ -319,18 +319,18 @@ def _in_container(data: bytes, form: str) -> Generator[tuple[int, NDArray[np.flo
 
 def _mono(parts: Iterable[tuple[int, NDArray[np.float32]]]) -> tuple[int, NDArray[np.float32]]:
     """The rate, and the mean of the channels. Reads no more than MAX_REFERENCE_S. Raises AudioError."""
-    found: list[NDArray[np.float32]] = []
+    blocks: list[NDArray[np.float32]] = []
     n_read = rate = 0
     for rate, part in parts:
         if rate not in RATES:
             raise AudioError(f"has {rate} samples a second; from {RATES.start} to {RATES.stop - 1} can be used")
         if part.shape[1] > MAX_CHANNELS:
             raise AudioError(f"has {part.shape[1]} channels; at most {MAX_CHANNELS} can be used")
-        found.append(part.mean(axis=1, dtype=np.float32))
+        blocks.append(part.mean(axis=1, dtype=np.float32))
         n_read += len(part)
         if n_read > int(MAX_REFERENCE_S * rate):
             raise AudioError(f"is longer than {MAX_REFERENCE_S:g} s")
-    return rate, np.concatenate(found) if found else np.zeros(0, np.float32)
+    return rate, np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
 
 
 if __name__ == "__main__":

@@ -191,8 +191,8 @@ def manner(fields: SpeechFields, shape: SpeechShape, stored: str | None, *, stre
     instructions = _instructions(fields, shape, task, model)
     form = fields.response_format or fields.default_format
     if form == "aac" and not find_spec("av"):
-        said = "aac needs a library: pip install 'deltic[video]'; the other formats do not"
-        raise bad_request("response_format", said, "format_not_available")
+        message = "aac needs a library: pip install 'deltic[video]'; the other formats do not"
+        raise bad_request("response_format", message, "format_not_available")
     speed = 1.0 if fields.speed is None else fields.speed
     if form == "opus" and fields.sample_rate not in (None, *OPUS_RATES):
         raise bad_request("sample_rate", f"opus has {', '.join(map(str, OPUS_RATES))}")

@@ -290,13 +290,13 @@ class Utterance:
 
     def usage(self) -> dict[str, Any]:
         """Rows of the prompt and codes drawn; then tokens of the texts, and frames of the voice."""
-        told, words = self._generation.usage(), self.plan.words
+        usage, words = self._generation.usage(), self.plan.words
         n_text = len(words.body) + len(words.instructions) + len(words.reference)
-        details = {"text_tokens": n_text, "audio_tokens": self._n_frames, "cached_tokens": told.cached_tokens}
+        details = {"text_tokens": n_text, "audio_tokens": self._n_frames, "cached_tokens": usage.cached_tokens}
         return {
-            "input_tokens": told.prompt_tokens,
-            "output_tokens": told.completion_tokens,
-            "total_tokens": told.prompt_tokens + told.completion_tokens,
+            "input_tokens": usage.prompt_tokens,
+            "output_tokens": usage.completion_tokens,
+            "total_tokens": usage.prompt_tokens + usage.completion_tokens,
             "input_token_details": details,
         }
 
@@ -340,8 +340,8 @@ async def utterance(service: Service, plan: Plan, info: engine.EngineInfo, ticke
 
 
 def _too_long(limit: int) -> ApiError:
-    said = f"has more text than {limit} rows of prompt and speech can hold"
-    return bad_request("input", said, "context_length_exceeded")
+    message = f"has more text than {limit} rows of prompt and speech can hold"
+    return bad_request("input", message, "context_length_exceeded")
 
 
 async def _voice(speech: SpeechParts, plan: Plan) -> engine.VoiceEncoded | None:
@@ -457,8 +457,8 @@ class EventAudio(AudioStream):
         if error is None:
             reason = self._spoken.finish_reason
             return event("speech.audio.done", usage=self._spoken.usage(), finish_reason=reason)
-        told = msgspec.json.decode(error.body())
-        return event("speech.audio.error", **told, partial_audio=True, action="discard")
+        fields = msgspec.json.decode(error.body())
+        return event("speech.audio.error", **fields, partial_audio=True, action="discard")
 
 
 def event(kind: str, **fields: Any) -> bytes:
@@ -511,14 +511,14 @@ async def speak_batch(service: Service, request: Request) -> ASGIApp:
     results = await unless_disconnected(request.receive, _together(answers))
     ticket.usage = total
     n_failed = sum(result["status"] == "error" for result in results)
-    told = {"total": len(results), "succeeded": len(results) - n_failed, "failed": n_failed}
-    return json_response({"id": f"speech-batch-{secrets.token_hex(16)}", "results": results} | told)
+    counts = {"total": len(results), "succeeded": len(results) - n_failed, "failed": n_failed}
+    return json_response({"id": f"speech-batch-{secrets.token_hex(16)}", "results": results} | counts)
 
 
 async def _together(work: Any) -> list[Any]:
     """Runs all of them and returns their results; one that raises ends the others."""
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(one) for one in work]
+        tasks = [group.create_task(coroutine) for coroutine in work]
     return [task.result() for task in tasks]
 
 
@@ -538,8 +538,8 @@ async def add_voice(service: Service, request: Request) -> ASGIApp:
     service.admit(speech=True)
     speech = parts(service)
     if speech.prompts.shape.variant != "base":
-        said = f"voices can be added to a Base model; {service.model_name!r} has its own"
-        raise bad_request(None, said, "unsupported_model")
+        message = f"voices can be added to a Base model; {service.model_name!r} has its own"
+        raise bad_request(None, message, "unsupported_model")
     vector = None
     if asked.speaker_embedding is not None:
         try:
@@ -572,8 +572,8 @@ async def _voice_form(request: Request, max_mb: float) -> VoiceForm:
     try:
         form = await MultiPartParser(request.headers, stream(), max_files=1, max_fields=16).parse()  # type: ignore[arg-type]
     except (MultiPartException, KeyError) as error:
-        said = error.message if isinstance(error, MultiPartException) else "it names no boundary"
-        raise bad_request(None, f"the body is not a valid form: {said}", "invalid_form") from None
+        reason = error.message if isinstance(error, MultiPartException) else "it names no boundary"
+        raise bad_request(None, f"the body is not a valid form: {reason}", "invalid_form") from None
     for field, value in form.multi_items():
         if field in given:
             raise bad_request(field, "is given twice")

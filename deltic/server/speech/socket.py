@@ -371,8 +371,8 @@ class _Conversation:
 
     async def _fail(self, error: ApiError, **place: int) -> None:
         let_go(error, self._socket.scope)
-        told = msgspec.json.decode(error.body())["error"]
-        await self._send("error", **place, **(told | {"kind": told.pop("type")}))
+        fields = msgspec.json.decode(error.body())["error"]
+        await self._send("error", **place, **(fields | {"kind": fields.pop("type")}))
 
     async def _end(self, why: str) -> None:
         await self._send("error", message=why)
@@ -423,28 +423,28 @@ class Splitter:
             self.n_held += len(text)
             return []
         held, cut = self._held + text, 0
-        found: list[str] = []
+        texts: list[str] = []
         for match in self._any.finditer(held):
             while match.end() - cut > MAX_PART:
-                cut = self._cut_long(held, cut, found)
+                cut = self._cut_long(held, cut, texts)
             part = held[cut : match.end()].strip()
             least = MIN_PART if self._sentence.match(held, match.start()) else MIN_CLAUSE
             if len(part) >= least and not _NO_END.search(part):
-                found.append(part)
+                texts.append(part)
                 cut = match.end()
         while len(held) - cut > MAX_PART:
-            cut = self._cut_long(held, cut, found)
+            cut = self._cut_long(held, cut, texts)
         self._held = held[cut:]
         self.n_held = len(self._held)
-        return found
+        return texts
 
     @staticmethod
-    def _cut_long(held: str, cut: int, found: list[str]) -> int:
+    def _cut_long(held: str, cut: int, texts: list[str]) -> int:
         """Takes MAX_PART characters, or fewer up to a space; where the next part begins."""
         space = held.rfind(" ", cut + MAX_PART // 2, cut + MAX_PART)
         end = space if space > 0 else cut + MAX_PART
         if part := held[cut:end].strip():
-            found.append(part)
+            texts.append(part)
         return end
 
     def flush(self) -> str:

@@ -67,8 +67,8 @@ class Stored(Uploaded, frozen=True, kw_only=True):
     """Data of the voice; None: in its file."""
 
     def card(self) -> dict[str, Any]:
-        told = {"name": self.name, "consent": self.consent, "created_at": self.created}
-        return told | {"ref_text": self.ref_text or None, "kind": self.kind}
+        fields = {"name": self.name, "consent": self.consent, "created_at": self.created}
+        return fields | {"ref_text": self.ref_text or None, "kind": self.kind}
 
 
 class _Head(Uploaded, frozen=True, kw_only=True):
@@ -183,8 +183,8 @@ class VoiceStore:
                 await asyncio.to_thread(_write, self._path(voice), voice)
             except OSError as error:
                 self._stored.pop(place, None)
-                said = f"the voice could not be stored ({error.strerror}); it is not kept"
-                raise ApiError(500, said, code="voice_not_stored") from None
+                message = f"the voice could not be stored ({error.strerror}); it is not kept"
+                raise ApiError(500, message, code="voice_not_stored") from None
             if self._stored.get(place) is not voice:  # it was deleted meanwhile
                 self._path(voice).unlink(missing_ok=True)
             else:
@@ -199,8 +199,8 @@ class VoiceStore:
         """
         owner, most = asking().owner, share_of(MAX_WAITING, self.n_owners)
         if self._n_waiting[owner] >= most:
-            said = f"{most} requests wait for a voice to be encoded; try again in a few seconds"
-            raise ApiError(429, said, code="too_many_encodings", headers=RETRY_LATER)
+            message = f"{most} requests wait for a voice to be encoded; try again in a few seconds"
+            raise ApiError(429, message, code="too_many_encodings", headers=RETRY_LATER)
         self._n_waiting[owner] += 1
         try:
             async with self._turns[owner]:
@@ -216,10 +216,10 @@ class VoiceStore:
             raise ApiError(409, f"name: there is a voice {name!r}; delete it first", param="name", code="voice_exists")
         most = share_of(MAX_STORED if self._files else MAX_IN_MEMORY, self.n_owners)
         if sum(voice.owner == asking().owner for voice in self._stored.values()) >= most:
-            said = f"{most} voices are stored, as many as may be" + (
+            message = f"{most} voices are stored, as many as may be" + (
                 "" if self._files else " in memory; start the server with --voices-dir"
             )
-            raise ApiError(409, said, code="too_many_voices")
+            raise ApiError(409, message, code="too_many_voices")
 
     def remove(self, name: str, account: Account | None) -> None:
         """account: of the key that asks; None where there are no keys. Raises ApiError (403, 404)."""
@@ -227,8 +227,8 @@ class VoiceStore:
         if voice is None:
             raise ApiError(404, f"no stored voice {name!r}", param="name", code="voice_not_found")
         if account is not None and not account.is_admin and account.name != voice.owner:
-            said = f"voice {name!r} came with another key; only that key's name or an administrator may delete it"
-            raise ApiError(403, said, param="name", code="not_your_voice")
+            message = f"voice {name!r} came with another key; only that key's name or an administrator may delete it"
+            raise ApiError(403, message, param="name", code="not_your_voice")
         del self._stored[name.lower()]
         if self._files is not None:
             self._path(voice).unlink(missing_ok=True)
@@ -270,8 +270,8 @@ class VoiceStore:
         try:
             data = _read(self._path(voice)).data
         except (OSError, ValueError) as error:
-            said = f"the voice {voice.name!r} cannot be read ({error}); delete it and upload it again"
-            raise ApiError(500, said, code="voice_not_readable") from None
+            message = f"the voice {voice.name!r} cannot be read ({error}); delete it and upload it again"
+            raise ApiError(500, message, code="voice_not_readable") from None
         assert data is not None
         return data
 
@@ -308,14 +308,14 @@ class VoiceStore:
         return await self._ask(command, "speaker_embedding")
 
     async def _ask_if_known(self, key: str) -> VoiceEncoded | None:
-        told = await self._send(EncodeVoice(key=key))
-        return None if told.error else told
+        answer = await self._send(EncodeVoice(key=key))
+        return None if answer.error else answer
 
     async def _ask(self, command: EncodeVoice, param: str) -> VoiceEncoded:
-        told = await self._send(command)
-        if told.error is not None:
-            raise bad_request(param, told.error, "voice_not_encoded")
-        return told
+        answer = await self._send(command)
+        if answer.error is not None:
+            raise bad_request(param, answer.error, "voice_not_encoded")
+        return answer
 
     async def _send(self, command: EncodeVoice) -> VoiceEncoded:
         try:
