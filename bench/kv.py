@@ -48,7 +48,7 @@ def written_pages(shape: ModelShape, name: str, n_pages: int, n_threads: int) ->
     query, norm = zeros((PAGE_SIZE, heads.n_q * heads.dim), bfloat16), np.zeros(heads.dim, np.float32)
     program = Program(n_threads)
     attn_prepare(
-        program, proj, heads, norm, norm, 1e-6, n_tokens=np.array(PAGE_SIZE, np.int32), positions=at, token_place=at * 0,
+        program, proj, heads, norm, norm, 1e-6, n_tokens=np.array(PAGE_SIZE, np.int32), positions=at, token_batch_slot=at * 0,
         page_table=table, cos=angles, sin=0 * angles, q_out=query, pages=pages[:, 0], kv=kv,
     )  # fmt: skip
     program.run()
@@ -68,7 +68,7 @@ def seconds_of(shape: ModelShape, name: str, rows: int, context: int, n_threads:
     attention(
         program, query, np.zeros((rows, heads.row), np.float32), heads, pages[:, 0], n_seqs=np.array(rows, np.int32),
         seq_start=np.arange(rows + 1, dtype=np.int32), seq_context=np.full(rows, context - 1, np.int32),
-        place=np.arange(rows, dtype=np.int32), page_table=table, records=zeros(heads.records_size(context), np.float32),
+        batch_slot=np.arange(rows, dtype=np.int32), page_table=table, records=zeros(heads.records_size(context), np.float32),
         out=out, kv=KV_FORMATS[name],
     )  # fmt: skip
     return best_s(program.run, seconds)

@@ -49,7 +49,7 @@ def main() -> None:
                 one.whole.pack(random_rows(name, n, k), arguments.threads)
             cold = zeros((COLD_BYTES // one.n_bytes, 1, one.n_bytes), np.uint8)
             cold[:] = one.whole.data
-            copies = [replace(one, pieces=(replace(one.whole, data=data),)) for data in cold]
+            copies = [replace(one, segments=(replace(one.whole, data=data),)) for data in cold]
             for rows in map(int, arguments.rows.split(",")):
                 used = copies if rows < 64 else copies[:6]
                 x, out = draw((rows, k), np.float32).astype(bfloat16), zeros((rows, n), np.float32)

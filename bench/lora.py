@@ -79,7 +79,9 @@ def decode(n: int, held: list[HeldAdapter | None]) -> Step:
         request = Request(id=f"{i}", prompt_ids=[], params=params)
         tokens = array("i", [1 + i] * (CONTEXT + 1))
         pages = list(range(2 * i, 2 * i + 2))
-        sequence = Sequence(request, 0, 0, tokens, CONTEXT, CONTEXT, pages=pages, place=i, slot=i, adapter=held[i])
+        sequence = Sequence(
+            request, 0, 0, tokens, CONTEXT, CONTEXT, pages=pages, batch_slot=i, state_slot=i, adapter=held[i]
+        )
         chunks.append(Chunk(sequence, CONTEXT, 1))
         draws.append(Draw(i, sequence))
     return Step(chunks=chunks, draws=draws)

@@ -25,7 +25,7 @@ from deltic.ops.cpu.program import Program
 from deltic.ops.cpu.sample import logprobs, sample
 from deltic.ops.formats import WeightFormat
 from deltic.ops.geometry import PAGE_SIZE, GdnWeights
-from deltic.ops.matrix import Matrix, Piece
+from deltic.ops.matrix import Matrix, Segment
 from deltic.runtime.cpu.batch import Batch
 from deltic.runtime.cpu.sampler import Sampler
 
@@ -90,7 +90,7 @@ class Workload:
             n_pages = pages_for(len(tokens))
             sequence = Sequence(Request(id=str(i), prompt_ids=[], params=params), 0, 1, tokens, CONTEXT)
             sequence.pages = list(range(i * n_pages, (i + 1) * n_pages))
-            sequence.place = sequence.slot = i
+            sequence.batch_slot = sequence.state_slot = i
             step.chunks.append(Chunk(sequence, CONTEXT, length))
             step.draws.append(Draw(i, sequence))
         self.sampler.fill(step, self.batch.fill(step))
@@ -118,7 +118,7 @@ class Workload:
         format.
         """
         format = format_of(role, self.quantize)
-        weight = Piece.n_bytes_of(n_out, n_in, format, "strips")
+        weight = Segment.n_bytes_of(n_out, n_in, format, "panels")
         n_copies = max(1, min(MAX_COPIES, min(CACHE_BYTES, self.weight_bytes) // weight))
         program = Program(self.n_threads)
         n_rows = self.batch.inputs.n_tokens
@@ -206,7 +206,7 @@ class Workload:
                 seq_start=inputs.seq_start,
                 seq_context=inputs.seq_context,
                 start_slot=inputs.start_slot,
-                slot=inputs.slot,
+                state_slot=inputs.state_slot,
                 snapshot_begin=inputs.snapshot_begin,
                 snapshot_n=inputs.snapshot_n,
                 snapshot_slot=inputs.snapshot_slot,
@@ -214,7 +214,7 @@ class Workload:
                 state=self.states,
                 n_redo=inputs.n_redo,
                 is_lazy=inputs.is_lazy,
-                place=inputs.place,
+                batch_slot=inputs.batch_slot,
                 window_columns=self.window_columns,
                 window_gates=self.window_gates,
                 layer=0,
@@ -252,7 +252,7 @@ class Workload:
                 1e-6,
                 n_tokens=inputs.n_tokens,
                 positions=inputs.positions,
-                token_place=inputs.token_place,
+                token_batch_slot=inputs.token_batch_slot,
                 page_table=inputs.page_table,
                 cos=cos,
                 sin=sin,
@@ -283,7 +283,7 @@ class Workload:
                 n_seqs=inputs.n_seqs,
                 seq_start=inputs.seq_start,
                 seq_context=inputs.seq_context,
-                place=inputs.place,
+                batch_slot=inputs.batch_slot,
                 page_table=inputs.page_table,
                 records=self.activations.attn_records,
                 out=out,
@@ -334,7 +334,7 @@ class Workload:
             "sample",
             f"{v}, top-k 20, top-p 0.95",
             1,
-            lambda p: sample(p, logits, v, s.places, s.draws.inputs, s.scratch, target),
+            lambda p: sample(p, logits, v, s.batch_slots, s.draws.inputs, s.scratch, target),
             lambda m: 4.0 * m * v,
             decodes_only=True,
         )
@@ -379,4 +379,4 @@ def _copied(matrix: Matrix) -> Matrix:
     """The matrix in memory of its own."""
     data = zeros(matrix.whole.data.shape, np.uint8)
     data[:] = matrix.whole.data
-    return replace(matrix, pieces=(replace(matrix.whole, data=data),))
+    return replace(matrix, segments=(replace(matrix.whole, data=data),))

@@ -1,7 +1,7 @@
 """A runner without a model, which keeps the engine's books honest.
 
-Its pages hold the tokens that were written to them and its slots a hash of the tokens they saw, so what it
-draws comes through the memory that the scheduler handed out: a page given to two owners, a slot not copied, a
+Its pages hold the tokens that were written to them and its state slots a hash of the tokens they saw, so what it
+draws comes through the memory that the scheduler handed out: a page given to two owners, a state slot not copied, a
 prefix that is another's, a chunk run twice or left out is an AssertionError in the step that meets it, not a wrong
 word much later. As a GPU, whose prefill and decode differ in bits, it marks what decode wrote, so that a prefix which holds some of
 it, a prompt that was decoded or an answer that was prefilled is noticed as well; and it runs ahead. FakeTiers is host memory and disk below that, as slow and as unreliable as it is told to be.
@@ -175,7 +175,7 @@ class FakeRunner:
         if self.step_s:
             time.sleep(self.step_s)
         self._check_limits(step)
-        self._check_slots(step)
+        self._check_state_slots(step)
         self._drop_ahead(step)
         for chunk in step.chunks:
             self._check_start(chunk)
@@ -256,20 +256,22 @@ class FakeRunner:
         assert n_rows <= self.max_logit_rows, f"{n_rows} rows of logits"
         sequences = [id(c.sequence) for c in step.chunks]
         assert len(set(sequences)) == len(sequences), "a sequence has two chunks"
-        places = [c.sequence.place for c in step.chunks]
-        assert None not in places and len(set(places)) == len(places), "two sequences have one place"
+        batch_slots = [c.sequence.batch_slot for c in step.chunks]
+        assert None not in batch_slots and len(set(batch_slots)) == len(batch_slots), (
+            "two sequences have one batch slot"
+        )
 
-    def _check_slots(self, step: Step) -> None:
-        """A slot that is written has one writer in the step, and nobody who starts from it but that one."""
-        written = [chunk.sequence.slot for chunk in step.chunks]
-        written += [slot for chunk in step.chunks for _, slot in chunk.snapshots]
+    def _check_state_slots(self, step: Step) -> None:
+        """A state slot that is written has one writer in the step, and nobody who starts from it but that one."""
+        written = [chunk.sequence.state_slot for chunk in step.chunks]
+        written += [state_slot for chunk in step.chunks for _, state_slot in chunk.snapshots]
         written += [destination for _, destination in step.slot_copies]
-        assert None not in written and len(set(written)) == len(written), "a slot has two writers"
+        assert None not in written and len(set(written)) == len(written), "a state slot has two writers"
         read = {chunk.sequence.start_slot for chunk in step.chunks} - {None}
-        assert not read & set(written), "a slot that others start from is written"
+        assert not read & set(written), "a state slot that others start from is written"
 
     def _check_start(self, chunk: Chunk) -> None:
-        """What a chunk builds on must be what its sequence's tokens say: context in the pages, state in the slot."""
+        """What a chunk builds on must be what its sequence's tokens say: context in the pages, state in the state slot."""
         sequence, start, end = chunk.sequence, chunk.start, chunk.start + chunk.length
         name = f"{sequence.request.id}/{sequence.index}"
         assert (
@@ -293,32 +295,32 @@ class FakeRunner:
         context = self.pages[row].ravel()[:n_done]
         right = context == self._content(sequence, 0, n_done)
         assert (right | (context == NAN)).all(), f"pages of {name} are not its own"
-        slot = sequence.slot if sequence.start_slot is None else sequence.start_slot
-        assert slot is not None
+        state_slot = sequence.state_slot if sequence.start_slot is None else sequence.start_slot
+        assert state_slot is not None
         if start:
             n_seen = n_done - chunk.n_redo
-            assert self.states[slot] in (self._state_after(sequence, n_seen), NAN), f"slot of {name} is off"
+            assert self.states[state_slot] in (self._state_after(sequence, n_seen), NAN), f"state slot of {name} is off"
 
     def _row(self, sequence: Sequence) -> np.ndarray:
         """The sequence's row of the page table, brought up to date as the real one is."""
-        place, holder = sequence.place, (sequence, sequence.pages_version)
-        assert place is not None
-        if self._holder[place] != holder:
-            self._holder[place] = holder
-            self._n_pages_known[place] = 0
-        known, n_pages = self._n_pages_known[place], len(sequence.pages)
+        batch_slot, holder = sequence.batch_slot, (sequence, sequence.pages_version)
+        assert batch_slot is not None
+        if self._holder[batch_slot] != holder:
+            self._holder[batch_slot] = holder
+            self._n_pages_known[batch_slot] = 0
+        known, n_pages = self._n_pages_known[batch_slot], len(sequence.pages)
         if known < n_pages:
-            self._page_table[place, known:n_pages] = sequence.pages[known:]
-            self._n_pages_known[place] = n_pages
-        return self._page_table[place, :n_pages]
+            self._page_table[batch_slot, known:n_pages] = sequence.pages[known:]
+            self._n_pages_known[batch_slot] = n_pages
+        return self._page_table[batch_slot, :n_pages]
 
     def _run(self, chunk: Chunk) -> None:
         sequence, end = chunk.sequence, chunk.start + chunk.length
         state = START_STATE
         if chunk.start:
-            slot = sequence.slot if sequence.start_slot is None else sequence.start_slot
-            assert slot is not None
-            state = self.states[slot]
+            state_slot = sequence.state_slot if sequence.start_slot is None else sequence.start_slot
+            assert state_slot is not None
+            state = self.states[state_slot]
             if (self.pages[sequence.pages].ravel()[: chunk.start] == NAN).any():
                 state = NAN
         is_spoilt = state == NAN
@@ -336,8 +338,8 @@ class FakeRunner:
                 state = step_on(state, token)
             if n in snapshots:
                 self.states[snapshots[n]] = state
-        assert sequence.slot is not None
-        self.states[sequence.slot] = state
+        assert sequence.state_slot is not None
+        self.states[sequence.state_slot] = state
         self.n_tokens_run += chunk.length
         self.n_replayed += chunk.is_decode and end < len(sequence.tokens)
 
@@ -358,28 +360,28 @@ class FakeRunner:
         if n_tokens >= len(sequence.pages) * PAGE_SIZE or (self._rng and self._rng.random() < 0.2):
             return
         self.pages[sequence.pages[n_tokens // PAGE_SIZE], n_tokens % PAGE_SIZE] = token + DECODED
-        assert sequence.slot is not None
-        if self.states[sequence.slot] != NAN:
-            self.states[sequence.slot] = fold_decoded(self.states[sequence.slot], token)
+        assert sequence.state_slot is not None
+        if self.states[sequence.state_slot] != NAN:
+            self.states[sequence.state_slot] = fold_decoded(self.states[sequence.state_slot], token)
         self._ahead[sequence] = n_tokens
         self.n_ran_ahead += 1
 
     def _spoil(self, chunk: Chunk) -> None:
         """A step that fails may leave anything in what it was to write."""
         self._write(chunk, [-2] * chunk.length)
-        assert chunk.sequence.slot is not None
-        for slot in [chunk.sequence.slot, *(slot for _, slot in chunk.snapshots)]:
-            self.states[slot] = -2
+        assert chunk.sequence.state_slot is not None
+        for state_slot in [chunk.sequence.state_slot, *(state_slot for _, state_slot in chunk.snapshots)]:
+            self.states[state_slot] = -2
 
     def _write(self, chunk: Chunk, tokens: Any) -> None:
         positions = np.arange(chunk.start, chunk.start + chunk.length)
-        row = self._page_table[chunk.sequence.place]
+        row = self._page_table[chunk.sequence.batch_slot]
         self.pages[row[positions // PAGE_SIZE], positions % PAGE_SIZE] = tokens
 
     def _check_memory(self, sequence: Sequence, is_lazy: bool = False) -> int:
         """The state of a sequence that draws, after comparing its memory with its tokens; NAN if anything of it is.
-        is_lazy: that in its slot lacks the last token."""
-        assert sequence.slot is not None
+        is_lazy: that in its state slot lacks the last token."""
+        assert sequence.state_slot is not None
         n_tokens = len(sequence.tokens)
         written = self.pages[sequence.pages].ravel()[:n_tokens]
         name = f"{sequence.request.id}/{sequence.index}"
@@ -387,8 +389,8 @@ class FakeRunner:
         assert (right | spoilt).all(), f"pages of {name} are not its own"
         state = self._state_after(sequence, n_tokens)
         kept = self._state_after(sequence, n_tokens - is_lazy)
-        assert self.states[sequence.slot] in (kept, NAN), f"slot of {name} is off"
-        return NAN if spoilt.any() or self.states[sequence.slot] == NAN else state
+        assert self.states[sequence.state_slot] in (kept, NAN), f"state slot of {name} is off"
+        return NAN if spoilt.any() or self.states[sequence.state_slot] == NAN else state
 
     def _state_after(self, sequence: Sequence, n_tokens: int) -> int:
         """The state after the first n_tokens of a sequence, from its tokens alone."""

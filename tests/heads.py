@@ -24,12 +24,14 @@ def loaded(path: Path) -> tuple[Any, ModelShape]:
     return plain(load_weights(path, shape)[0]), shape
 
 
-def sequence(ids: list[int], place: int = 0, n_prompt: int | None = None, **params: Any) -> Sequence:
+def sequence(ids: list[int], batch_slot: int = 0, n_prompt: int | None = None, **params: Any) -> Sequence:
     params = {"temperature": 0.0, "max_tokens": 99, **params}
-    request = Request(id=str(place), prompt_ids=[], params=SamplingParams(**params))
-    pages = [4 * place + i for i in range(4)]
+    request = Request(id=str(batch_slot), prompt_ids=[], params=SamplingParams(**params))
+    pages = [4 * batch_slot + i for i in range(4)]
     n_prompt = len(ids) if n_prompt is None else n_prompt
-    return Sequence(request, 0, place, array("i", ids), n_prompt, pages=pages, place=place, slot=place)
+    return Sequence(
+        request, 0, batch_slot, array("i", ids), n_prompt, pages=pages, batch_slot=batch_slot, state_slot=batch_slot
+    )
 
 
 def run(runner: Any, of: Sequence, length: int, n_guesses: int = 0, draws: bool = True, **more: Any) -> list[int]:

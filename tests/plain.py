@@ -17,12 +17,12 @@ from tests.tensors import tensor_of
 
 def rows(matrix: Matrix) -> Tensor:
     """[n, k], or [E, n, k] of experts; bfloat16 where that is what is stored."""
-    if matrix.pieces[0].layout == "rows":
+    if matrix.segments[0].layout == "rows":
         from deltic.ops.gpu.weight import rows_of
 
         return rows_of("oracle", matrix).cpu()
     values = tensor_of(matrix.unpack())
-    if {piece.format.name for piece in matrix.pieces} == {"bf16"}:
+    if {segment.format.name for segment in matrix.segments} == {"bf16"}:
         values = values.to(torch.bfloat16)
     return values[0] if len(values) == 1 else values
 

@@ -213,13 +213,13 @@ FAULTS = [
         """\
             p_from = p_inbox + ((turn + q) * n_rows + row).to(tl.int64) * width + o_col
             b_part = tl.load(p_from, mask=(o_col < width) & (q != rank), other=0.0, volatile=True).to(tl.float32)
-            parts += (tl.where(q == rank, own[j], b_part),)
+            shards += (tl.where(q == rank, own[j], b_part),)
 """,
         """\
             of = (rank + q) % RANKS
             p_from = p_inbox + ((turn + of) * n_rows + row).to(tl.int64) * width + o_col
             b_part = tl.load(p_from, mask=(o_col < width) & (of != rank), other=0.0, volatile=True).to(tl.float32)
-            parts += (tl.where(of == rank, own[j], b_part),)
+            shards += (tl.where(of == rank, own[j], b_part),)
 """,
         "tests/gpu/test_gpu_all_reduce.py",
     ),
@@ -228,8 +228,8 @@ FAULTS = [
         "position-of-draft",
         "wrong position in sampling",
         "deltic/runtime/cpu/sampler.py",
-        "_Draw(row + j, place, at + j, known + j if",
-        "_Draw(row + j, place, at, known + j if",
+        "_Draw(row + j, batch_slot, at + j, known + j if",
+        "_Draw(row + j, batch_slot, at, known + j if",
         "tests/cpu/test_drafts.py tests/cpu/test_draft_head.py",
     ),
     Fault(
@@ -243,10 +243,10 @@ FAULTS = [
     Fault(
         "stale-page-table",
         "lost page",
-        "deltic/runtime/gpu/places.py",
+        "deltic/runtime/gpu/batch_slots.py",
         "same = held is not None and held[0] is sequence and held[1] == sequence.pages_version",
         "same = held is not None and held[0] is sequence",
-        "tests/gpu/test_gpu_places.py tests/gpu/test_gpu_engine.py",
+        "tests/gpu/test_gpu_batch_slots.py tests/gpu/test_gpu_engine.py",
     ),
     Fault(
         "plan-without-tower",

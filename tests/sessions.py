@@ -32,12 +32,12 @@ def spoil_something(engine: Engine, runner: FakeRunner, rng: Random) -> None:
     nodes = [n for n in engine.cache.store.tree.nodes.values() if not n.busy]
     running = [*engine.scheduler._decodes, *engine.scheduler._prefills]
     pages = [n.page[DEVICE] for n in nodes if n.page[DEVICE] is not None]
-    slots = [n.state[DEVICE] for n in nodes if n.state[DEVICE] is not None]
-    slots += [s.slot for s in running if s.slot is not None and s.start_slot is None]
+    state_slots = [n.state[DEVICE] for n in nodes if n.state[DEVICE] is not None]
+    state_slots += [s.state_slot for s in running if s.state_slot is not None and s.start_slot is None]
     if pages and rng.random() < 0.5:
         runner.pages[rng.choice(pages)] = NAN
-    elif slots:
-        runner.states[rng.choice(slots)] = NAN
+    elif state_slots:
+        runner.states[rng.choice(state_slots)] = NAN
 
 
 class Session:
@@ -161,7 +161,7 @@ class Session:
 def session_with(
     n_units: int | None = None, disk: Disk | None = None, rng: Random | None = None, **sizes: Any
 ) -> Session:
-    """A session with slots for many checkpoints; with tiers if n_units or disk is given."""
+    """A session with state slots for many checkpoints; with tiers if n_units or disk is given."""
     runner = FakeRunner(**{"n_slots": 40} | sizes)
     if n_units is not None or disk is not None:
         runner.tiers = FakeTiers(runner, n_units or 0, disk, rng=rng)

@@ -50,8 +50,8 @@ class Ranks:
 
     def _each(self, n: int) -> Iterator[tuple[Any, Tensor, Tensor, Tensor, Tensor]]:
         """What a call of n rows has, rank by rank, with its GPU the current one."""
-        parts = (self.ranks, self.partials, self.sums, self.residuals, self.weights)
-        for device, (ranks, partials, total, residual, w) in zip(self.devices, zip(*parts, strict=True), strict=True):
+        shards = (self.ranks, self.partials, self.sums, self.residuals, self.weights)
+        for device, (ranks, partials, total, residual, w) in zip(self.devices, zip(*shards, strict=True), strict=True):
             with torch.cuda.device(device):
                 yield ranks, partials.view(-1)[: n * ranks.width].view(1, n, -1), total[:n], residual[:n], w
 

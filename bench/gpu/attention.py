@@ -81,8 +81,8 @@ class World:
         generator = torch.Generator().manual_seed(0)
         order = torch.randperm(len(self.pages), generator=generator)
         proj = torch.randn((1, n, heads.row), generator=generator).to(device)
-        place = torch.arange(n, dtype=torch.int32, device=device)
-        rows = Rows(place, place, torch.full_like(place, context - 1))
+        batch_slot = torch.arange(n, dtype=torch.int32, device=device)
+        rows = Rows(batch_slot, batch_slot, torch.full_like(batch_slot, context - 1))
         scratch = attention_scratch(heads, n, max_len, allocate_on(device), splits)
         out = torch.zeros((n, heads.n_q * heads.dim), dtype=torch.bfloat16, device=device)
 

@@ -37,11 +37,11 @@ def context_row(
     runner: GpuTextRunner | ParallelRunner, shape: ModelShape, roofs: GpuRoofs, n: int, context: int
 ) -> dict[str, Any]:
     """What a step of n sequences takes, the last of which have `context` keys, but for a few."""
-    n_keys, n_parts = context - LEAST_CONTEXT + 1, runner.plan.n_parts
+    n_keys, n_shards = context - LEAST_CONTEXT + 1, runner.plan.n_shards
     ms = runner.replay_ms(n, n_keys, CONTEXT_REPLAYS, CONTEXT_ROUNDS)
     mean = n_keys + CONTEXT_REPLAYS * CONTEXT_ROUNDS // 2
-    n_bytes = n_parts * decode_bytes(shape, runner.plan.quantize, n, mean, COUNTED_ROWS)
-    n_kv_bytes = n_parts * n * mean * shape.kv_bytes_per_token
+    n_bytes = n_shards * decode_bytes(shape, runner.plan.quantize, n, mean, COUNTED_ROWS)
+    n_kv_bytes = n_shards * n * mean * shape.kv_bytes_per_token
     return {
         "n": n,
         "context": context,

@@ -12,9 +12,9 @@
 
 Checked: every request ends (a stream in [DONE], or an error event while the engine is being killed; any
 other with a status), no 5xx except then, the answers' form, the same text for the same seed, and from the
-second server; at quiet points, that nothing runs or waits and all pages and slots are free; at the end, that
-memory is flat and that the engine was started again once for each time it was killed. Stops by itself, prints
-a table, writes a JSON report and ends with a line of JSON; exit status 1 when a promise broke.
+second server; at quiet points, that nothing runs or waits and all pages and state slots are free; at the end,
+that memory is flat and that the engine was started again once for each time it was killed. Stops by itself,
+prints a table, writes a JSON report and ends with a line of JSON; exit status 1 when a promise broke.
 """
 
 from __future__ import annotations

@@ -29,13 +29,15 @@ POSITION, N_PROMPT = 100, 27
 
 
 def step_of(n_streams: int) -> Step:
-    """A decode of each stream, in pages, slots and places of its own."""
+    """A decode of each stream, in pages, state slots and places of its own."""
     params = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
     tokens = array("i", [row_id(5, 7)] * N_PROMPT + [5] * (POSITION + 1 - N_PROMPT))
     step = Step()
     for i in range(n_streams):
         request = Request(id=str(i), prompt_ids=[], params=params, speech=Speech())
-        sequence = Sequence(request, 0, i, tokens[:], N_PROMPT, POSITION, [2 * i, 2 * i + 1], place=i, slot=i)
+        sequence = Sequence(
+            request, 0, i, tokens[:], N_PROMPT, POSITION, [2 * i, 2 * i + 1], batch_slot=i, state_slot=i
+        )
         step.chunks.append(Chunk(sequence, POSITION, 1))
         step.draws.append(Draw(i, sequence))
     return step

@@ -187,7 +187,7 @@ def decode_row(
     """
     times, runner = sorted(second for found in rounds for second in found), runner_of(engine)
     ms = statistics.median(times) * 1000
-    n_bytes = runner.plan.n_parts * decode_bytes(shape, runner.plan.quantize, n, context, COUNTED_ROWS)
+    n_bytes = runner.plan.n_shards * decode_bytes(shape, runner.plan.quantize, n, context, COUNTED_ROWS)
     return {
         "n": n,
         "step_ms": round(ms, 4),
@@ -202,15 +202,16 @@ def decode_row(
 
 
 def prefill_row(
-    shape: ModelShape, roofs: GpuRoofs, n_tokens: int, rounds: Sequence[Sequence[float]], n_parts: int
+    shape: ModelShape, roofs: GpuRoofs, n_tokens: int, rounds: Sequence[Sequence[float]], n_shards: int
 ) -> dict[str, Any]:
-    """The figures of a cold prompt. rounds: milliseconds of each. n_parts: of this shape, that a GPU runs."""
+    """The figures of a cold prompt. rounds: milliseconds of each. n_shards: of this shape, that a GPU
+    runs."""
     ms = statistics.median(ms for found in rounds for ms in found)
     return {
         "ms": round(ms, 3),
         "round_ms": [round(statistics.median(found), 3) for found in rounds],
         "tok_s": round(n_tokens / ms * 1000),
-        "roof": round(n_parts * prefill_operations(shape, n_tokens) / roofs.multiply / ms * 1000, 4),
+        "roof": round(n_shards * prefill_operations(shape, n_tokens) / roofs.multiply / ms * 1000, 4),
     }
 
 

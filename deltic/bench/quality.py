@@ -198,7 +198,7 @@ def readings(runner: Any, documents: list[Document]) -> Iterator[tuple[NDArray[n
     for document in documents:
         ids, pages = document.ids, list(range(pages_for(len(document.ids))))
         request = Request(id="quality", prompt_ids=ids, params=SamplingParams(prompt_logprobs=0))
-        sequence = Sequence(request, 0, 0, array("i", ids), n_prompt=len(ids), pages=pages, slot=0, place=0)
+        sequence = Sequence(request, 0, 0, array("i", ids), n_prompt=len(ids), pages=pages, state_slot=0, batch_slot=0)
         start, first = 0, max(0, document.counts.index(True) - 1) // PAGE_SIZE * PAGE_SIZE
         while start < len(ids):
             far = start < first

@@ -169,8 +169,8 @@ def _memory_table(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> Tab
         step = f"a decode of {plan.max_num_seqs} rows and a prefill of {plan.max_step_tokens} {unit.split()[0]}"
         host = f"not on the device: {host}"
     where = f" on each of {plan.n_gpus} GPUs" if plan.n_gpus > 1 else ""
-    if plan.n_parts > 1:
-        where += f", {plan.n_parts} of {len(plan.cuts)} parts"
+    if plan.n_shards > 1:
+        where += f", {plan.n_shards} of {len(plan.cuts)} parts"
     table = Table("memory", "GB", "what", title=f"Allocated before ready{where}", title_justify="left")
     rows = {
         "weights": (plan.weight_bytes, _weights_text(plan, weights)),
@@ -345,8 +345,8 @@ def _speed_table(plan: Plan[Any], weights: Weights | None, store: Store, roofs: 
         )
     else:
         head = 2 * shape.vocab_size * shape.hidden_size
-        body = plan.n_parts * (2 * shape.n_active_params - head * (1 if shape.tie_word_embeddings else 2))
-        work = body + plan.n_parts * 2 * (shape.head_rows or shape.vocab_size) * shape.hidden_size
+        body = plan.n_shards * (2 * shape.n_active_params - head * (1 if shape.tie_word_embeddings else 2))
+        work = body + plan.n_shards * 2 * (shape.head_rows or shape.vocab_size) * shape.hidden_size
         what, speed, sizes = "step", "tokens/s at most", (1, 4, 16, 64, 128)
         title = "Roofline" if roofs else "What a step must move; a GPU's bandwidth bounds the speed"
     if roofs:
@@ -354,7 +354,7 @@ def _speed_table(plan: Plan[Any], weights: Weights | None, store: Store, roofs: 
     columns = (speed, "bound by") if roofs else ("GB",)
     table = Table(what, *columns, title=title, title_justify="left")
     for n in (n for n in sizes if n <= plan.max_num_seqs):
-        n_bytes = sum(parts) if weights is None else plan.n_parts * _decode_bytes(weights, shape, n, context)
+        n_bytes = sum(parts) if weights is None else plan.n_shards * _decode_bytes(weights, shape, n, context)
         name = f"{n}" if plan.speaks else f"decode, {n} at {context} tokens"
         if roofs is None:
             table.add_row(name, f"{n_bytes / 1e9:.2f}")

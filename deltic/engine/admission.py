@@ -1,7 +1,7 @@
 """Admission: the three lists of open sequences, and the rules by which they move between them.
 
 A request gets a turn when it comes. The rank of a sequence follows from its priority, then from its turn, and
-the one with the lowest rank is admitted first, as soon as there is a place and memory for it.
+the one with the lowest rank is admitted first, as soon as there is a batch slot and memory for it.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from deltic.ops.geometry import PAGE_SIZE
 def rank(sequence: Sequence) -> tuple[int, int, int, int]:
     """The sequence with the lower rank goes first.
 
-    Ranks are unique among the open sequences. Sequences of one owner are in the order of their priorities,
-    then of their arrival. Two of different owners change places only when one of the owners sends something
+    Ranks are unique among the open sequences. Sequences of one tenant are in the order of their priorities,
+    then of their arrival. Two of different tenants change places only when one of the tenants sends something
     more urgent.
     """
     return max(0, sequence.request.priority), sequence.turn, sequence.arrival, sequence.index
@@ -32,18 +32,18 @@ def rank(sequence: Sequence) -> tuple[int, int, int, int]:
 def in_turns(prefills: list[Sequence], n_had: dict[str, int]) -> tuple[list[Sequence], dict[str, int]]:
     """Sorts prefills, which are given by rank, into the order in which their prompts are computed.
 
-    Of several owners one has its next before another has its second, and that one comes first who has had the
-    fewest tokens. n_had: those tokens, by owner. Given back of the owners of today; who is new starts with
-    the fewest.
+    Of several tenants one has its next before another has its second, and that one comes first who has had
+    the fewest tokens. n_had: those tokens, by tenant. Given back of the tenants of today; who is new starts
+    with the fewest.
     """
-    of_owner: dict[str, list[Sequence]] = {}
+    of_tenant: dict[str, list[Sequence]] = {}
     for sequence in prefills:
-        of_owner.setdefault(sequence.request.owner, []).append(sequence)
-    least = min((n_had[owner] for owner in of_owner if owner in n_had), default=0)
-    n_had = {owner: n_had.get(owner, least) for owner in of_owner}
-    if len(of_owner) <= 1:
+        of_tenant.setdefault(sequence.request.tenant, []).append(sequence)
+    least = min((n_had[tenant] for tenant in of_tenant if tenant in n_had), default=0)
+    n_had = {tenant: n_had.get(tenant, least) for tenant in of_tenant}
+    if len(of_tenant) <= 1:
         return prefills[:], n_had
-    rows = zip_longest(*(of_owner[owner] for owner in sorted(of_owner, key=n_had.__getitem__)))
+    rows = zip_longest(*(of_tenant[tenant] for tenant in sorted(of_tenant, key=n_had.__getitem__)))
     return [sequence for row in rows for sequence in row if sequence is not None], n_had
 
 
@@ -58,9 +58,9 @@ class Admission:
     | a sequence | is in | owns |
     | --- | --- | --- |
     | that was not admitted, or was preempted | `waiting` | nothing; host memory perhaps |
-    | whose prompt is being computed | `prefills` | a slot, and pages for what is computed |
-    | that decodes | `decodes` | a slot, and pages for all its tokens |
-    | of n > 1, while the first computes the prompt | the first's `siblings` | a slot once that is admitted |
+    | whose prompt is being computed | `prefills` | a state slot, and pages for what is computed |
+    | that decodes | `decodes` | a state slot, and pages for all its tokens |
+    | of n > 1, while the first computes the prompt | its `siblings` | a state slot once that is admitted |
     """
 
     def __init__(self, cache: Cache) -> None:
@@ -76,19 +76,19 @@ class Admission:
     def take_turn(self, request: Request, groups: Iterable[list[Sequence]]) -> int:
         """Gives a new request its turn. groups: the sequences of each open request.
 
-        It comes after its owner's waiting requests that are as urgent, and level with the first of other
-        owners. So owners alternate however many requests one of them sends, and none can be overtaken for
-        ever. A single owner is served in the order of arrival. Its owner's less urgent requests move back
+        It comes after its tenant's waiting requests that are as urgent, and level with the first of other
+        tenants. So tenants alternate however many requests one of them sends, and none can be overtaken for
+        ever. A single tenant is served in the order of arrival. Its tenant's less urgent requests move back
         behind it, in their order.
         """
-        own = [g for g in groups if g[0].request.owner == request.owner]
+        own = [g for g in groups if g[0].request.tenant == request.tenant]
         own = [g for g in own if max(0, g[0].request.priority) == max(0, request.priority)]
         turn, passed = self._turn, []
         for group in own:
             if group[0].request.priority > request.priority:
                 passed.append(group)
                 continue
-            waits = any(s.slot is None for s in group)
+            waits = any(s.state_slot is None for s in group)
             turn = max(turn, group[0].turn + waits * group[0].request.params.n)
         after = turn + request.params.n
         for group in sorted(passed, key=lambda g: rank(g[0])):
@@ -114,7 +114,7 @@ class Admission:
             if sequence in other.siblings:
                 other.siblings.remove(sequence)
                 return
-        if sequence.slot is None:
+        if sequence.state_slot is None:
             del self.waiting[bisect_left(self.waiting, rank(sequence), key=rank)]
         else:
             self._stop(sequence)
@@ -129,11 +129,11 @@ class Admission:
         heir.siblings, sequence.siblings = siblings, []
         heir.tokens = sequence.tokens
         heir.prefix, sequence.prefix = sequence.prefix, None
-        if sequence.slot is None:
+        if sequence.state_slot is None:
             self.wait(heir)
             return
         heir.pages, sequence.pages = sequence.pages, heir.pages
-        heir.slot, sequence.slot = sequence.slot, heir.slot
+        heir.state_slot, sequence.state_slot = sequence.state_slot, heir.state_slot
         heir.start_slot, sequence.start_slot = sequence.start_slot, None
         heir.n_computed, sequence.n_computed = sequence.n_computed, 0
         insort(self.prefills, heir, key=rank)
@@ -155,18 +155,18 @@ class Admission:
         """Lists, by rank, the sequences that wait and are not held back."""
         return (sequence for sequence in self.waiting[:] if not self._is_held(sequence))
 
-    def admit_newcomers(self, step: Step, n_owners: int) -> None:
-        """Admits, of each owner who has no place, the sequence that waits with the lowest rank.
+    def admit_newcomers(self, step: Step, n_tenants: int) -> None:
+        """Admits, of each tenant who has no batch slot, the sequence that waits with the lowest rank.
 
-        n_owners: of all open sequences.
+        n_tenants: of all open sequences.
         """
-        served = {s.request.owner for s in chain(self.prefills, self.decodes)}
-        if len(served) == n_owners:
+        served = {s.request.tenant for s in chain(self.prefills, self.decodes)}
+        if len(served) == n_tenants:
             return
         for sequence in self.waiting[:]:
-            if sequence.request.owner in served or sequence.request.priority > 0 or self._is_held(sequence):
+            if sequence.request.tenant in served or sequence.request.priority > 0 or self._is_held(sequence):
                 continue
-            served.add(sequence.request.owner)
+            served.add(sequence.request.tenant)
             self.admit(sequence, step, is_newcomer=True)
 
     def _is_held(self, sequence: Sequence) -> bool:
@@ -177,7 +177,7 @@ class Admission:
             return True
         if sequence.waits_for is not None:
             other, n_tokens = sequence.waits_for
-            if other.slot is not None and other.n_computed < n_tokens and rank(other) < rank(sequence):
+            if other.state_slot is not None and other.n_computed < n_tokens and rank(other) < rank(sequence):
                 return True
             sequence.waits_for = None
         return self._cache.is_loading(sequence)
@@ -191,8 +191,8 @@ class Admission:
         come back only to be preempted again.
         """
         cache, group = self._cache, [sequence, *sequence.siblings]
-        n_places = max(0, len(group) - cache.places.n_free)
-        if n_places and not is_newcomer:
+        n_batch_slots = max(0, len(group) - cache.batch_slots.n_free)
+        if n_batch_slots and not is_newcomer:
             return False
         n_promised = sum(map(_n_promised, chain(self.prefills, self.decodes)))
         known = [] if sequence.wants_prompt_logprobs else cache.look_up(sequence)
@@ -202,13 +202,14 @@ class Admission:
         ):
             return None
         n_pages, leaving = cache.n_lacking(sequence, path, n_promised), list[Sequence]()
-        if n_places or n_pages:
-            leaving = self._giving_way(len(group), n_places, n_pages) if is_newcomer else []
+        if n_batch_slots or n_pages:
+            leaving = self._giving_way(len(group), n_batch_slots, n_pages) if is_newcomer else []
             if not leaving:
                 return False
         if cache.fetch(sequence, path):
             return None
-        is_alone, lacks_pages = cache.places.n_free == cache.places.n, any(node.page[DEVICE] is None for node in path)
+        is_alone = cache.batch_slots.n_free == cache.batch_slots.n
+        lacks_pages = any(node.page[DEVICE] is None for node in path)
         if cache.is_parked(sequence) and lacks_pages and not is_alone:
             # Running sequences have the room that its pages need. Without these, its parked state would be
             # lost.
@@ -219,7 +220,7 @@ class Admission:
         if not cache.admit(sequence, cache.usable(sequence, known, DEVICE), n_promised):
             return False
         cache.checkpoints.want(sequence, len(known) * PAGE_SIZE)
-        for other in self.waiting[: cache.places.n]:  # those that may come to run beside it
+        for other in self.waiting[: cache.batch_slots.n]:  # those that may come to run beside it
             if other is not sequence:
                 cache.checkpoints.want_junction(sequence, cache.n_common(other, sequence))
         for member in group:
@@ -247,23 +248,23 @@ class Admission:
                 return True
         return False
 
-    def _giving_way(self, n: int, n_places: int, n_pages: int) -> list[Sequence]:
-        """Picks the running sequences that give up places and pages for n of an owner who has none.
+    def _giving_way(self, n: int, n_batch_slots: int, n_pages: int) -> list[Sequence]:
+        """Picks the running sequences that give up batch slots and pages for n of a tenant who has none.
 
-        They are those of the lowest priority, then of the owner with the most, the youngest first; an owner
+        They are those of the lowest priority, then of the tenant with the most, the youngest first; a tenant
         is left as many as the newcomer gets. None, if that is not enough.
         """
-        running, leaving, places = [*self.prefills, *self.decodes], list[Sequence](), Counter[str]()
+        running, leaving, n_of = [*self.prefills, *self.decodes], list[Sequence](), Counter[str]()
         for sequence in running:
-            places[sequence.request.owner] += 1 + len(sequence.siblings)
-        while n_places > 0 or n_pages > 0:
-            running = [s for s in running if s.request.priority > 0 or places[s.request.owner] > n + len(s.siblings)]
+            n_of[sequence.request.tenant] += 1 + len(sequence.siblings)
+        while n_batch_slots > 0 or n_pages > 0:
+            running = [s for s in running if s.request.priority > 0 or n_of[s.request.tenant] > n + len(s.siblings)]
             if not running:
                 return []
-            last = max(running, key=lambda s: (rank(s)[0], places[s.request.owner], rank(s)))
+            last = max(running, key=lambda s: (rank(s)[0], n_of[s.request.tenant], rank(s)))
             running.remove(last)
             leaving.append(last)
-            places[last.request.owner] -= 1 + len(last.siblings)
-            n_places -= 1 + len(last.siblings)
+            n_of[last.request.tenant] -= 1 + len(last.siblings)
+            n_batch_slots -= 1 + len(last.siblings)
             n_pages -= self._cache.pages.n_freed(last.pages) + _n_promised(last)
         return leaving

@@ -140,7 +140,7 @@ class StepCost:
     def fit(self, run: Callable[[Step], object], info: EngineInfo) -> None:
         """Times some steps of `run`, a runner's that nobody uses yet.
 
-        They write to the first pages and slots.
+        They write to the first pages and state slots.
         """
         self._even_context = info.even_context
         if info.max_num_seqs < 2 or info.n_pages < 4:
@@ -195,7 +195,7 @@ class StepCost:
 
 
 def _made_up(n_decodes: int, n_rows: int, decode_at: int, prefill_at: int, vocab_size: int) -> Step:
-    """A step of made-up sequences, in the first places, slots and pages.
+    """A step of made-up sequences, in the first batch slots, state slots and pages.
 
     Its tokens are random: equal ones would all go to the same experts.
     """
@@ -215,8 +215,8 @@ def _made_up(n_decodes: int, n_rows: int, decode_at: int, prefill_at: int, vocab
             n_prompt,
             n_computed=start,
             pages=list(range(n_pages, n_pages + n_own)),
-            place=i,
-            slot=i,
+            batch_slot=i,
+            state_slot=i,
         )
         n_pages += n_own
         step.chunks.append(Chunk(sequence, start, length))

@@ -60,7 +60,7 @@ SHARED_WAIT_S = 0.0005
 class StepRunner(Protocol):
     """The engine's interface to a runner: one of `deltic.runtime`, or a fake in tests.
 
-    A chunk that starts at 0 starts from the zero state, whatever its slot held before.
+    A chunk that starts at 0 starts from the zero state, whatever its state slot held before.
 
     Where `info.canonical_decode` is False, decodes and prefill chunks are two batches. A prefill chunk starts
     at a multiple of PAGE_SIZE and ends with the prompt at the latest; a decode is one generated token, known
@@ -152,7 +152,7 @@ class SpeechStepRunner(StepRunner, Protocol):
 
     @property
     def n_streams(self) -> int:
-        """Number of vocoder slots, from 0 on, that the stage may use."""
+        """Number of vocoder state slots, from 0 on, that the stage may use."""
 
     def check_speech(self, request: Request) -> Voice | None:
         """The encoded voice that the request names, None without one.
@@ -316,7 +316,7 @@ class Engine:
     def abort(self, request_id: str, index: int | None = None, if_waiting: bool = False) -> list[Output]:
         """Ends a request or one of its sequences at once, and returns their last Outputs.
 
-        Unknown ids are ignored. if_waiting: only if it never had a place.
+        Unknown ids are ignored. if_waiting: only if it never had a batch slot.
         """
         ended = self.scheduler.abort(request_id, index, if_waiting)
         if self.stage is not None:
@@ -444,7 +444,7 @@ class Engine:
         self.last_step_s = end - start
         self.scheduler.observe(step, self.last_step_s, result.guess_s)
         if self.trace is not None:
-            waiting = [s for s in self.scheduler.sequences() if s.slot is None]
+            waiting = [s for s in self.scheduler.sequences() if s.state_slot is None]
             self.trace.stepped(step, self.stats(), waiting, (start, planned, ran, end))
         return self._traced(outputs)
 
@@ -510,7 +510,7 @@ class Engine:
             self.trace.close()
 
     def check(self) -> None:
-        """Raises IntegrityError unless pages and slots add up."""
+        """Raises IntegrityError unless pages and state slots add up."""
         self.scheduler.check()
         if self.stage is not None:
             self.stage.check()

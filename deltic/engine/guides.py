@@ -327,7 +327,7 @@ class Guides:
         self._mask_turns = Turns()
         self._n_jobs = 0
         self._starts: list[PriorityQueue[tuple[int, int, list[Guide] | None]]] = [PriorityQueue(), PriorityQueue()]
-        """Guides whose grammar is to be compiled, by turn and arrival: owners take turns, by size. Those
+        """Guides whose grammar is to be compiled, by turn and arrival: tenants take turns, by size. Those
         of long grammars are in the second.
         """
         self._turns = Turns()
@@ -434,12 +434,12 @@ class Guides:
         self.n_busy += len(guides)
         if tokens:
             turns, self._n_jobs = self._mask_turns, self._n_jobs + 1
-            turn = turns.give(guides[0].sequence.request.owner, 1) if guides[0].n_alone else turns.now
+            turn = turns.give(guides[0].sequence.request.tenant, 1) if guides[0].n_alone else turns.now
             self._todo.put((turn, self._n_jobs, (guides, tokens)))
             return
         self._n_starts += 1
         size = len(guides[0].constraint.grammar)
-        turn = self._turns.give(guides[0].sequence.request.owner, size)
+        turn = self._turns.give(guides[0].sequence.request.tenant, size)
         self._starts[size > LONG_GRAMMAR].put((turn, self._n_starts, guides))
 
     def collect(self, decodes: list[Sequence], step_s: float) -> list[Guide]:
@@ -563,11 +563,11 @@ class Guides:
                 guide.error = f"the grammar could not take {drawn}; {guide.error}"
 
     def _begin(self, guides: list[Guide]) -> None:
-        party, grammar = guides[0].sequence.request.party, guides[0].constraint.grammar
-        compiled = self._compiled.get(party, grammar)
+        namespace, grammar = guides[0].sequence.request.namespace, guides[0].constraint.grammar
+        compiled = self._compiled.get(namespace, grammar)
         if compiled is None:
             compiled = self._compile(grammar)
-            self._compiled.put(party, grammar, compiled)
+            self._compiled.put(namespace, grammar, compiled)
         matcher, words, is_satisfied = compiled
         for guide in guides:
             guide.error = _error_of(matcher)

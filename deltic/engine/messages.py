@@ -168,13 +168,14 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     priority: int = 0
     """Lower runs first.
 
-    A priority above 0 ranks among all requests, one below 0 among its owner's alone. At equal priority owners
-    take turns, and each owner's requests are first come, first served.
+    A priority above 0 ranks among all requests, one below 0 among its tenant's alone. At equal priority
+    tenants take turns, and each tenant's requests are first come, first served.
     """
-    owner: str = ""
+    tenant: str = ""
     """The name of the API key; "" without keys."""
-    party: str = ""
-    """Prefixes are shared only within a party: an API key's name, without line ends, or "" for one party."""
+    namespace: str = ""
+    """Prefixes are shared only within a namespace: an API key's name, without line ends, or "" for one
+    namespace."""
     boundaries: list[int] = []
     """Token offsets at which a chat message ends (from the template): where prompts branch."""
     cache_salt: str = ""
@@ -249,7 +250,7 @@ class Abort(msgspec.Struct, tag="abort"):
     id: str
     index: int | None = None
     if_waiting: bool = False
-    """Abort it only if it never had a place."""
+    """Abort it only if it never had a batch slot."""
 
 
 class AddText(msgspec.Struct, tag="add_text"):
@@ -363,7 +364,7 @@ class Output(msgspec.Struct, array_like=True):
     """The stop or eos token that ended it, when one did."""
     error: str | None = None
     queued_s: float = 0.0
-    """Seconds the sequence waited for its place; with its first Output."""
+    """Seconds the sequence waited for its batch slot; with its first Output."""
     audio: bytes = b""
     """New samples of a speech model: 16-bit signed little-endian mono, at its rate."""
     n_drafted: int = 0

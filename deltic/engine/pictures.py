@@ -104,7 +104,7 @@ Key = tuple[str, str, bytes]
 
 
 def _key_of(request: Request, picture: Picture) -> Key:
-    return request.party, request.cache_salt, picture.key
+    return request.namespace, request.cache_salt, picture.key
 
 
 @dataclass(slots=True, eq=False)

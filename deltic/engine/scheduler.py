@@ -1,11 +1,11 @@
 """The scheduler, which decides what tokens run in the next step.
 
-A sequence waits (owns nothing), prefills (owns a slot, and pages for what was computed) or decodes. Each step
-takes every decode, then fills the rest of the token budget with prefill chunks. Owners take turns; within one
-owner and priority it is first come, first served. A request with a priority above 0 waits for all others. One
-below 0 takes the turn of its owner's other requests, which move back by one; other owners notice nothing.
-An owner who has no place does not wait until another's answers end: whoever has the most gives up what began
-last. Of several owners' prompts that is computed first of whom the least was.
+A sequence waits (owns nothing), prefills (owns a state slot, and pages for what was computed) or decodes.
+Each step takes every decode, then fills the rest of the token budget with prefill chunks. Owners take turns;
+within one tenant and priority it is first come, first served. A request with a priority above 0 waits for all
+others. One below 0 takes the turn of its tenant's other requests, which move back by one; other tenants
+notice nothing. A tenant who has no batch slot does not wait until another's answers end: whoever has the most
+gives up what began last. Of several tenants' prompts that is computed first of whom the least was.
 `plan` makes a step, the runner runs it, `commit` takes the drawn tokens; requests come and go in between.
 
 A sequence starts after the longest prefix that the cache has. It is held back while the cache brings that
@@ -13,8 +13,8 @@ from a lower tier, and while another prefill of higher rank computes the beginni
 overtake it meanwhile.
 
 A sequence may speak a text that is still being written, and run out of it. Then it stalls: it keeps its pages
-and slot, and sits out the steps until more text comes (`add_text`). If it is preempted, it waits, and others
-pass.
+and state slot, and sits out the steps until more text comes (`add_text`). If it is preempted, it waits, and
+others pass.
 
 Nothing waits for ever, if texts end. Prefills are admitted only while there are pages for all of them, so
 they cannot run short once no decode runs. A decode that needs a page takes it from a stalled sequence, or
@@ -103,8 +103,8 @@ class Scheduler:
     ) -> None:
         """info: of the engine, and the same that the cache has."""
         max_num_seqs = info.max_num_seqs
-        if min(cache.slots.n, cache.places.n) < max_num_seqs:
-            raise ValueError(f"{cache.slots.n} state slots are too few for max_num_seqs {max_num_seqs}")
+        if min(cache.state_slots.n, cache.batch_slots.n) < max_num_seqs:
+            raise ValueError(f"{cache.state_slots.n} state slots are too few for max_num_seqs {max_num_seqs}")
         if max_logit_rows < max_num_seqs + PAGE_SIZE:
             raise ValueError(f"max_logit_rows {max_logit_rows} must be max_num_seqs + {PAGE_SIZE} or more")
         if info.max_step_tokens % info.block_size or PAGE_SIZE % info.block_size:
@@ -131,9 +131,9 @@ class Scheduler:
         self._prefills, self._decodes = self._admission.prefills, self._admission.decodes
         self._preempt = self._admission.preempt
         self._had_prefill = False  # the last step
-        self._n_open_of: Counter[str] = Counter()  # sequences, by owner
+        self._n_open_of: Counter[str] = Counter()  # sequences, by tenant
         self._n_prefilled: dict[str, int] = {}
-        """Tokens of the owners who have prefills, since there were several of them."""
+        """Tokens of the tenants who have prefills, since there were several of them."""
 
     @property
     def n_open(self) -> int:
@@ -141,8 +141,8 @@ class Scheduler:
 
     @property
     def n_running(self) -> int:
-        """Number of sequences that have a place."""
-        return self.cache.places.n - self.cache.places.n_free
+        """Number of sequences that have a batch slot."""
+        return self.cache.batch_slots.n - self.cache.batch_slots.n_free
 
     @property
     def n_preemptions(self) -> int:
@@ -215,7 +215,7 @@ class Scheduler:
         for other in self._prefills:
             self.cache.checkpoints.want_junction(other, self.cache.n_common(group[0], other))
         self._n_arrived += 1
-        self._n_open_of[request.owner] += params.n
+        self._n_open_of[request.tenant] += params.n
         self.is_blocked = False
         self._open[request.id] = dict(enumerate(group))
         self._admission.wait(group[0])
@@ -240,7 +240,7 @@ class Scheduler:
     def abort(self, request_id: str, index: int | None = None, if_waiting: bool = False) -> list[Output]:
         """Ends a request or one of its sequences; what it owned is free on return.
 
-        if_waiting: only if it never had a place.
+        if_waiting: only if it never had a batch slot.
         """
         group = self._open.get(request_id, {})
         # Siblings first, so that none is made the new first one only to be ended next.
@@ -271,7 +271,7 @@ class Scheduler:
     def _close(self, sequence: Sequence, reason: FinishReason, keep_state: bool = True) -> None:
         """Frees everything that a sequence owns, and forgets it. The sequence must be in no list.
 
-        keep_state: whether its slot holds the state after exactly `n_computed` tokens.
+        keep_state: whether its state slot holds the state after exactly `n_computed` tokens.
         """
         self.cache.release(sequence, keep_state=keep_state and reason != "error")
         sequence.finish_reason = reason
@@ -281,7 +281,7 @@ class Scheduler:
         if sequence.adapter is not None:
             sequence.adapter.n_sequences -= 1
         self.is_blocked = False
-        self._n_open_of -= Counter((sequence.request.owner,))  # who has none left is not in it
+        self._n_open_of -= Counter((sequence.request.tenant,))  # who has none left is not in it
         group = self._open[sequence.request.id]
         del group[sequence.index]
         if not group:
@@ -299,7 +299,7 @@ class Scheduler:
         return [self._end(g.sequence, "error" if g.error else "stop", g.error or None) for g in ended]
 
     def plan(self) -> Step | None:
-        """Makes the next step, with its pages and slots handed out.
+        """Makes the next step, with its pages and state slots handed out.
 
         None when nothing is open, or when everything waits for the tiers, a mask or a text.
 
@@ -363,9 +363,9 @@ class Scheduler:
         """
         full = [s for s in self._decodes if s.n_computed == len(s.pages) * PAGE_SIZE and not s.lacks_text]
         for sequence in sorted(full, key=rank):
-            if sequence.slot is not None:
+            if sequence.state_slot is not None:
                 self.cache.checkpoints.move_tail(sequence)
-            while sequence.slot is not None and not self.cache.grow(sequence, sequence.n_computed + 1):
+            while sequence.state_slot is not None and not self.cache.grow(sequence, sequence.n_computed + 1):
                 running = chain(self._decodes, self._prefills)
                 self._preempt(max(running, key=lambda s: (s.lacks_text, rank(s))))
         for sequence in self._decodes if self.info.n_lookahead else []:
@@ -383,7 +383,7 @@ class Scheduler:
     def _plan_prefills(self, step: Step) -> None:
         """Fills the step with prefill chunks: of those that run, in turns, then of those that wait, by rank.
 
-        With one owner all are in the order of their rank.
+        With one tenant all are in the order of their rank.
         """
         n_decodes = len(step.chunks)
         budget = self.max_step_tokens - (n_decodes if self.info.canonical_decode else 0)
@@ -430,10 +430,10 @@ class Scheduler:
                 budget -= -(-length // self.info.block_size) * self.info.block_size
             n_prefills += not chunk.is_decode
             i += 1
-            owner = sequence.request.owner
+            tenant = sequence.request.tenant
             # What the vision tower did for it counts, too.
             n_seen = sum(picture.n_tokens for picture, _ in chunk.pictures if picture.first >= chunk.start)
-            self._n_prefilled[owner] = self._n_prefilled.get(owner, 0) + length + n_seen
+            self._n_prefilled[tenant] = self._n_prefilled.get(tenant, 0) + length + n_seen
             if load:
                 load.add(chunk, self.info.block_size)
             n_rows -= length if chunk.prompt_logprobs else length == sequence.n_pending
@@ -467,7 +467,7 @@ class Scheduler:
         on.
         """
         chunk, n_tokens = len(step.chunks) - 1, len(sequence.tokens)
-        assert sequence.slot is not None
+        assert sequence.state_slot is not None
         self._decodes.append(sequence)
         step.draws.append(Draw(chunk, sequence))
         for sibling in sequence.siblings:
@@ -478,9 +478,9 @@ class Scheduler:
                 self.cache.open(sibling)
                 self._admission.wait(sibling)
                 continue
-            assert sibling.slot is not None
+            assert sibling.state_slot is not None
             step.page_copies += copies
-            step.slot_copies.append((sequence.slot, sibling.slot))
+            step.slot_copies.append((sequence.state_slot, sibling.state_slot))
             self._decodes.append(sibling)
             step.draws.append(Draw(chunk, sibling))
         for draw in step.draws if self.info.n_lookahead else []:
@@ -613,7 +613,8 @@ class Scheduler:
             self.cost.observe(Load.of(step.chunks, self.info.block_size), seconds)
 
     def check(self) -> None:
-        """Raises IntegrityError unless sequences, prefix tree and free lists make up all pages and slots."""
+        """Raises IntegrityError unless sequences, prefix tree and free lists make up all pages and state
+        slots."""
         self.cache.check(self.sequences())
         if self.pictures is not None:
             self.pictures.check()

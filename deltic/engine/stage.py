@@ -16,16 +16,16 @@ until a batch is worth it; any other gets the frames that are there.
 | first chunks of streams, and frames that are due soon | after the step |
 | a batch of frames of streams that are ahead | after the step, unless a stream has heard nothing yet |
 | the same, where the vocoder runs beside the steps and is quicker | after the step, without first chunks |
-| the same, where somebody lacks a slot | after the step |
+| the same, where somebody lacks a state slot | after the step |
 | whole answers, whose deadlines are far away | when there is a full pass of them, or no step to run |
 
 So a late stream never waits for streams that are ahead. But streams may run ahead of playback: holding them
-back would only make their clients, and others that want their slots, wait. When all streams together are more
-than the machine can do, steps wait for audio, not audio for steps, and chunks are large enough to share the
-weights.
+back would only make their clients, and others that want their state slots, wait. When all streams together
+are more than the machine can do, steps wait for audio, not audio for steps, and chunks are large enough to
+share the weights.
 
-A stream keeps its vocoder slot from its first chunk to its last; its sequence may have ended long before, or
-be preempted. A sequence's terminal Output is held back until its audio is out.
+A stream keeps its vocoder state slot from its first chunk to its last; its sequence may have ended long
+before, or be preempted. A sequence's terminal Output is held back until its audio is out.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class StreamVocoder(Protocol):
     `runtime.cpu.vocoder.VocoderStreams`, its counterpart on a GPU, or a fake in tests.
     """
 
-    def open(self, slot: int, state: NDArray[np.float32] | None = None) -> None: ...
+    def open(self, state_slot: int, state: NDArray[np.float32] | None = None) -> None: ...
 
     def begin(self, chunks: list[tuple[int, NDArray[np.int32]]]) -> Pending: ...
 
@@ -107,7 +107,7 @@ class Stream:
     codes: list[NDArray[np.int32]] = field(default_factory=list)
     n_taken: int = 0
     """Frames that the vocoder was given."""
-    slot: int | None = None
+    state_slot: int | None = None
     dry_at: float | None = None
     """Time at which playback runs dry; None: nothing was heard yet."""
     end: Output | None = None
@@ -159,7 +159,7 @@ class SpeechStage:
     """The open streams of one engine."""
 
     def __init__(self, vocoder: StreamVocoder, n_slots: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """n_slots: streams that the vocoder may have at once; others wait for a slot."""
+        """n_slots: streams that the vocoder may have at once; others wait for a state slot."""
         self.n_slots = n_slots
         self.step_s = self.frame_s = 0.0
         """Estimates: of a step and the others' turns, of a frame in a batch."""
@@ -179,7 +179,7 @@ class SpeechStage:
 
     def has_work(self) -> bool:
         """Returns whether there are frames that can become audio, or do."""
-        return self._flight is not None or any(s.n_left and self._has_slot(s) for s in self._streams.values())
+        return self._flight is not None or any(s.n_left and self._has_state_slot(s) for s in self._streams.values())
 
     def has_request(self, request_id: str) -> bool:
         """Returns whether audio of a request is still to come, though its sequences may have ended."""
@@ -191,17 +191,17 @@ class SpeechStage:
         return counted
 
     def check(self) -> None:
-        """Raises IntegrityError unless all slots are free or used by one stream each."""
+        """Raises IntegrityError unless all state slots are free or used by one stream each."""
         flight = self._flight.parts if self._flight else []
-        used = {s.slot for s in (*self._streams.values(), *(s for s, _ in flight)) if s.slot is not None}
+        used = {s.state_slot for s in (*self._streams.values(), *(s for s, _ in flight)) if s.state_slot is not None}
         if sorted([*used, *self._free]) != list(range(self.n_slots)):
-            raise IntegrityError(f"stream slots: {sorted(used)} used, {sorted(self._free)} free")
+            raise IntegrityError(f"stream state slots: {sorted(used)} used, {sorted(self._free)} free")
 
     def comes_first(self) -> bool:
         """Returns whether there is audio that would be late if a step ran now."""
         if self._flight is not None:
             return False
-        ready = [s for s in self._streams.values() if s.dry_at is not None and s.n_left and self._has_slot(s)]
+        ready = [s for s in self._streams.values() if s.dry_at is not None and s.n_left and self._has_state_slot(s)]
         if self._gathers(ready):
             return False
         by = self._clock() + self.step_s + self.frame_s * len(ready) + GUARD_S
@@ -285,9 +285,9 @@ class SpeechStage:
             self._release(stream)
 
     def _release(self, stream: Stream) -> None:
-        if stream.slot is not None:
-            self._free.append(stream.slot)
-            stream.slot = None
+        if stream.state_slot is not None:
+            self._free.append(stream.state_slot)
+            stream.state_slot = None
 
     def _is_flying(self, stream: Stream) -> bool:
         return self._flight is not None and any(s is stream for s, _ in self._flight.parts)
@@ -311,11 +311,11 @@ class SpeechStage:
         chunks = []
         try:
             for stream, n in parts:
-                if stream.slot is None:
-                    stream.slot = self._free.pop()
-                    self._vocoder.open(stream.slot, stream.state)
+                if stream.state_slot is None:
+                    stream.state_slot = self._free.pop()
+                    self._vocoder.open(stream.state_slot, stream.state)
                     stream.state = None
-                chunks.append((stream.slot, np.stack(stream.codes[stream.n_taken : stream.n_taken + n])))
+                chunks.append((stream.state_slot, np.stack(stream.codes[stream.n_taken : stream.n_taken + n])))
                 stream.n_taken += n
             begun_at = self._clock()
             is_first = any(stream.is_awaited for stream, _ in parts)
@@ -331,8 +331,8 @@ class SpeechStage:
             outputs += self._land()
         return outputs
 
-    def _has_slot(self, stream: Stream) -> bool:
-        return stream.slot is not None or bool(self._free)
+    def _has_state_slot(self, stream: Stream) -> bool:
+        return stream.state_slot is not None or bool(self._free)
 
     def _pick(self, now: float, is_busy: bool, n_open: int) -> list[tuple[Stream, int]]:
         """The streams to vocode now, and how many frames of each, earliest deadline first."""
@@ -349,8 +349,8 @@ class SpeechStage:
         due_by = now + self.step_s + self.frame_s * (len(ready) + 1) + GUARD_S
         n_most = max(PASS_FRAMES, 2 * len(ready))
         n_whole = sum(s.n_left for s in ready if not s.is_streamed)
-        lacks_slot = not self._free and any(s.slot is None for s in ready)
-        takes_all = not is_busy or lacks_slot or n_whole >= n_most
+        lacks_state_slot = not self._free and any(s.state_slot is None for s in ready)
+        takes_all = not is_busy or lacks_state_slot or n_whole >= n_most
         if not takes_all:  # whole answers stand back
             ready = [s for s in ready if s.is_streamed or s.deadline(0, WHOLE_S) <= due_by]
             is_worth_it = sum(s.n_left for s in ready if s.dry_at is not None) >= WORTH_FRAMES
@@ -387,7 +387,7 @@ class SpeechStage:
             deadline, i, stream, n = heappop(heap)
             if deadline > limit:
                 break
-            if stream.slot is None and not n:
+            if stream.state_slot is None and not n:
                 if not n_free:
                     continue
                 n_free -= 1

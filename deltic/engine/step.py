@@ -103,8 +103,8 @@ def mixed_seed(seed: int, index: int) -> int:
 class HeldAdapter:
     """A LoRA adapter that the runner has."""
 
-    slot: int
-    """The slot of the runner that has it."""
+    adapter_slot: int
+    """The row that it has in the table of adapters."""
     n_sequences: int = 0
     """Open sequences that have it."""
 
@@ -114,8 +114,8 @@ class Sequence:
     """Sequence in the engine: its tokens and what it owns.
 
     `tokens[:n_computed]` have their KV in `pages` and their recurrent state in `start_slot` or, without one,
-    in `slot`; the rest is still to be run, but for the `n_window` tokens behind them. While running, exactly
-    one token (the last drawn) is not computed yet.
+    in `state_slot`; the rest is still to be run, but for the `n_window` tokens behind them. While running,
+    exactly one token (the last drawn) is not computed yet.
     """
 
     request: Request
@@ -132,20 +132,20 @@ class Sequence:
     pages: list[int] = field(default_factory=list)
     pages_version: int = 0
     """Counted up whenever an entry of `pages` that a step may have seen changes."""
-    place: int | None = None
+    batch_slot: int | None = None
     """Row of the sequence in the tables of the step (page table, sampling parameters), while it runs."""
-    slot: int | None = None
+    state_slot: int | None = None
     """The state slot that its chunks write."""
     start_slot: int | None = None
-    """The slot that its next chunk starts from, when that is a checkpoint, which is only read."""
+    """The state slot that its next chunk starts from, when that is a checkpoint, which is only read."""
     arrival: int = 0
     """Order of arrival, to break ties of equal turn."""
     turn: int = 0
-    """Owners are served in order of this number. It rises when its owner sends something more urgent."""
+    """Owners are served in order of this number. It rises when its tenant sends something more urgent."""
     arrived_at: float = 0.0
     """time.monotonic() of its arrival."""
     queued_s: float = 0.0
-    """Seconds that it first waited for its place."""
+    """Seconds that it first waited for its batch slot."""
     siblings: list[Sequence] = field(default_factory=list)
     """n > 1: sequences that start when this one's prompt is done (they share its pages)."""
     prompt_logprobs: PromptLogprobs | None = None
@@ -178,8 +178,8 @@ class Sequence:
 
     @property
     def adapter_slot(self) -> int:
-        """The slot in which the runner has its adapter; -1: it has none."""
-        return -1 if self.adapter is None else self.adapter.slot
+        """The row of its adapter in the runner's table; -1: it has none."""
+        return -1 if self.adapter is None else self.adapter.adapter_slot
 
     @property
     def n_generated(self) -> int:
@@ -231,8 +231,8 @@ class Chunk:
     prompt_logprobs: bool = False
     """The log-probabilities of this chunk's own tokens are wanted (a logits row for each)."""
     snapshots: list[tuple[int, int]] = field(default_factory=list)
-    """(n, slot): the state after the chunk's first n tokens is stored in `slot`, too. start + n is a multiple
-    of PAGE_SIZE, 0 < n < length, ascending.
+    """(n, state slot): the state after the chunk's first n tokens is stored in `state_slot`, too. start + n
+    is a multiple of PAGE_SIZE, 0 < n < length, ascending.
     """
     n_redo: int = 0
     """Accepted tokens before `start` whose inputs are in the sequence's window, not yet in its state."""
@@ -302,10 +302,10 @@ class Step:
     def put_decodes_first(self) -> None:
         """Sequences that came back from host memory decode, and were planned among the prefills."""
         order = sorted(range(len(self.chunks)), key=lambda i: not self.chunks[i].is_decode)
-        place = {old: new for new, old in enumerate(order)}
+        position = {old: new for new, old in enumerate(order)}
         self.chunks = [self.chunks[i] for i in order]
         for draw in self.draws:
-            draw.chunk = place[draw.chunk]
+            draw.chunk = position[draw.chunk]
 
 
 class RunnerLostError(RuntimeError):

@@ -1,7 +1,7 @@
-"""Order in which the owners of requests, most often API keys, get what all of them share.
+"""Order in which the tenants of requests, most often API keys, get what all of them share.
 
-Start-time fair queueing: an owner's next job is placed after its previous one, at a distance equal to that
-job's size, and never before the job that was begun last. So an owner with much work waits behind itself, and
+Start-time fair queueing: a tenant's next job is placed after its previous one, at a distance equal to that
+job's size, and never before the job that was begun last. So a tenant with much work waits behind itself, and
 one with little waits for the job that runs and for its turn.
 """
 
@@ -16,56 +16,56 @@ Item = TypeVar("Item")
 
 
 class Turns:
-    """Numbers in whose order the work of all owners is to be done."""
+    """Numbers in whose order the work of all tenants is to be done."""
 
     def __init__(self) -> None:
         self.now = 0
         """The turn of what was begun last."""
         self._next: dict[str, int] = {}
 
-    def give(self, owner: str, size: int) -> int:
-        turn = max(self.now, self._next.get(owner, 0))
-        self._next[owner] = turn + size
+    def give(self, tenant: str, size: int) -> int:
+        turn = max(self.now, self._next.get(tenant, 0))
+        self._next[tenant] = turn + size
         return turn
 
 
 class Shares(Generic[Item]):
-    """A cache whose room parties share: the one that has the most loses what it used least recently.
+    """A cache whose room namespaces share: the one that has the most loses what it used least recently.
 
-    Each party finds its own items only, since that one is there already tells that somebody asked for it. Any
-    thread may call.
+    Each namespace finds its own items only, since that one is there already tells that somebody asked for it.
+    Any thread may call.
     """
 
     def __init__(self, room: int, size_of: Callable[[Item], int] = lambda _: 1) -> None:
         """room: the most that all items may have together, as `size_of` says of one; else their number."""
         self._room, self._size_of = room, size_of
         self._items: OrderedDict[tuple[str, Hashable], Item] = OrderedDict()  # what was used last is last
-        self._used: Counter[str] = Counter()  # by party
+        self._used: Counter[str] = Counter()  # by namespace
         self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._items)
 
-    def get(self, party: str, key: Hashable) -> Item | None:
-        """Finds an item of a party, and notes that it was used."""
+    def get(self, namespace: str, key: Hashable) -> Item | None:
+        """Finds an item of a namespace, and notes that it was used."""
         with self._lock:
-            if (party, key) in self._items:
-                self._items.move_to_end((party, key))
-            return self._items.get((party, key))
+            if (namespace, key) in self._items:
+                self._items.move_to_end((namespace, key))
+            return self._items.get((namespace, key))
 
-    def put(self, party: str, key: Hashable, item: Item) -> None:
-        """Keeps an item, unless the party has one of this key. Others go until all have room."""
+    def put(self, namespace: str, key: Hashable, item: Item) -> None:
+        """Keeps an item, unless the namespace has one of this key. Others go until all have room."""
         with self._lock:
-            if (party, key) in self._items:
+            if (namespace, key) in self._items:
                 return
-            self._items[party, key] = item
-            self._used[party] += self._size_of(item)
+            self._items[namespace, key] = item
+            self._used[namespace] += self._size_of(item)
             while self._used.total() > self._room:
                 most = max(self._used, key=self._used.__getitem__)
                 oldest = next(kept for kept in self._items if kept[0] == most)
                 self._used[most] -= self._size_of(self._items.pop(oldest))
 
 
-def share_of(most: int, n_owners: int) -> int:
-    """Returns what each of so many owners may have of `most`, and nobody can take from it."""
-    return -(-most // n_owners)
+def share_of(most: int, n_tenants: int) -> int:
+    """Returns what each of so many tenants may have of `most`, and nobody can take from it."""
+    return -(-most // n_tenants)

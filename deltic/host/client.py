@@ -96,7 +96,7 @@ class Stream:
     """
 
     def __init__(self, request: Request, deliver: Deliver) -> None:
-        self.request_id, self.owner = request.id, request.owner
+        self.request_id, self.tenant = request.id, request.tenant
         self.n_open = request.params.n
         self.submitted_s = time.monotonic()
         self.outputs: list[Output] = []
@@ -135,7 +135,7 @@ class Stream:
 class EngineClient:
     """Client of one model's engine, in whatever processes its EngineHost starts.
 
-    `max_queue` sequences may be open beyond the engine's `max_num_seqs`; with more, an owner may still have
+    `max_queue` sequences may be open beyond the engine's `max_num_seqs`; with more, a tenant may still have
     its share of `max_queue`, whatever the others have. `on_event` is called, in the event loop, with
     everything the engine says, after the client has taken note.
     """
@@ -152,8 +152,8 @@ class EngineClient:
         self.config = config
         self.name = name or model_name(config)
         self.max_queue = max_queue
-        self.n_owners = 1
-        """Number of owners among whom the queue is shared out."""
+        self.n_tenants = 1
+        """Number of tenants among whom the queue is shared out."""
         self.topic: str | None = None
         """Topic of the engine's cache events; None: nobody is told."""
         self.state: State = "starting"
@@ -176,7 +176,7 @@ class EngineClient:
         """True if the engine makes no progress, as it answered to the last Ping."""
         self.n_open = 0
         """Sequences whose last output has not come."""
-        self._n_open_of: Counter[str] = Counter()  # the same, by owner
+        self._n_open_of: Counter[str] = Counter()  # the same, by tenant
         self.on_ready: Callable[[EngineInfo], None] | None = None
         """Called each time that an engine takes requests, before it can be sent any."""
         self._on_event = on_event
@@ -216,15 +216,15 @@ class EngineClient:
         n = request.params.n
         if n < 1 or request.id in self._streams:
             raise ValueError(f"request {request.id!r}: n = {n} must be 1 or more, and the id not in use")
-        self.check_room(n, request.owner)
+        self.check_room(n, request.tenant)
         self._send(request)
         self._streams[request.id] = Stream(request, deliver)
         self.n_open += n
-        self._n_open_of[request.owner] += n
+        self._n_open_of[request.tenant] += n
         self._all_ended.clear()
 
-    def check_room(self, n: int, owner: str = "", spare: int = 0) -> EngineInfo:
-        """The engine's info, if it takes requests and has room for n more sequences of an owner. spare:
+    def check_room(self, n: int, tenant: str = "", spare: int = 0) -> EngineInfo:
+        """The engine's info, if it takes requests and has room for n more sequences of a tenant. spare:
         places of the queue to leave to others, where no share counts.
 
         Raises EngineUnavailable or QueueFull.
@@ -233,7 +233,7 @@ class EngineClient:
             raise EngineUnavailable(self.why_unavailable())
         n_waiting = max(0, self.n_open - self.info.max_num_seqs)
         n = min(n, self.info.max_num_seqs)  # more are not waited for: the engine refuses them
-        has_share = not spare and self._n_open_of[owner] + n <= share_of(self.max_queue, self.n_owners)
+        has_share = not spare and self._n_open_of[tenant] + n <= share_of(self.max_queue, self.n_tenants)
         if self.n_open + n > self.info.max_num_seqs + self.max_queue - spare and not has_share:
             # A waiting request gets its turn if requests go on taking as long as the last ones did.
             wait_s = math.ceil(self._mean_request_s * n_waiting / self.info.max_num_seqs)
@@ -470,7 +470,7 @@ class EngineClient:
     def _note_ended(self, stream: Stream, n: int) -> None:
         """`n` sequences of `stream` had their last output."""
         self.n_open -= n
-        self._n_open_of[stream.owner] -= n
+        self._n_open_of[stream.tenant] -= n
         if stream.n_open == 0:
             del self._streams[stream.request_id]
             self._mean_request_s += 0.1 * (time.monotonic() - stream.submitted_s - self._mean_request_s)

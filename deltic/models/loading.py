@@ -36,7 +36,7 @@ from deltic.models.tensors import quantization_config
 from deltic.models.tensors import stored_tensors as tensors_of_files
 from deltic.ops.arrays import Array, bfloat16, copy, nothing, raw, zeros
 from deltic.ops.formats import BLOCK_ROWS, WEIGHT_FORMATS, Quantised, WeightFormat
-from deltic.ops.matrix import STRIP, Layout, Matrix, Piece
+from deltic.ops.matrix import PANEL, Layout, Matrix, Segment
 
 Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
@@ -84,13 +84,13 @@ Unused = Mapping[str, tuple[str, ...]]
 
 _ALL_USED: Unused = MappingProxyType({})
 
-_BLOCK: dict[Layout, int] = {"strips": 1 << 20, "rows": 1 << 22}
+_BLOCK: dict[Layout, int] = {"panels": 1 << 20, "rows": 1 << 22}
 """Weights that a thread reads and packs at a time, larger in between: on a CPU they stay in its caches, for
 a GPU they are worth the calls.
 """
 
-_UNIT: dict[Layout, int] = {"strips": STRIP, "rows": BLOCK_ROWS}
-"""Rows that stay together: of a strip, and of what --quantize fp8 rounds by blocks."""
+_UNIT: dict[Layout, int] = {"panels": PANEL, "rows": BLOCK_ROWS}
+"""Rows that stay together: of a panel, and of what --quantize fp8 rounds by blocks."""
 
 _MOST_THREADS = 8
 """Threads that read, at most: Python's lock keeps more of them waiting."""
@@ -129,11 +129,11 @@ class Parts:
     def formats(self) -> dict[str, Share]:
         """Shares by the name of the format, the one of most bytes first."""
         found: dict[str, Share] = {}
-        pieces = (piece for _, part in self.named_parts() if isinstance(part, Matrix) for piece in part.pieces)
-        for piece in pieces:
-            n_weights, n_bytes = found.get(piece.format.name, (0, 0))
-            n_weights += piece.n_matrices * piece.n * piece.k
-            found[piece.format.name] = Share(n_weights, n_bytes + piece.data.nbytes)
+        segments = (segment for _, part in self.named_parts() if isinstance(part, Matrix) for segment in part.segments)
+        for segment in segments:
+            n_weights, n_bytes = found.get(segment.format.name, (0, 0))
+            n_weights += segment.n_matrices * segment.n * segment.k
+            found[segment.format.name] = Share(n_weights, n_bytes + segment.data.nbytes)
         return dict(sorted(found.items(), key=lambda item: -item[1].n_bytes))
 
     def named_parts(self) -> Iterator[tuple[str, Any | Matrix]]:
@@ -148,13 +148,13 @@ class Parts:
                 yield name, part
 
     def named_memory(self) -> Iterator[tuple[str, Any]]:
-        """The memory of every part: vectors and tables, and the packed bytes of every piece of a matrix,
+        """The memory of every part: vectors and tables, and the packed bytes of every segment of a matrix,
         which has a number of its own where there are several.
         """
         for name, part in self.named_parts():
             if isinstance(part, Matrix):
-                for i, piece in enumerate(part.pieces):
-                    yield name if len(part.pieces) == 1 else f"{name}.{i}", piece.data
+                for i, segment in enumerate(part.segments):
+                    yield name if len(part.segments) == 1 else f"{name}.{i}", segment.data
             else:
                 yield name, part
 
@@ -164,8 +164,8 @@ class Parts:
         for name, part in list(self.named_parts()):
             new: Any
             if isinstance(part, Matrix):
-                pieces = (dataclasses.replace(p, data=next(flat).reshape(p.data.shape)) for p in part.pieces)
-                new = dataclasses.replace(part, pieces=tuple(pieces))
+                segments = (dataclasses.replace(p, data=next(flat).reshape(p.data.shape)) for p in part.segments)
+                new = dataclasses.replace(part, segments=tuple(segments))
             else:
                 new = next(flat).view(part.dtype).reshape(part.shape)
             owner: Any = self
@@ -212,14 +212,14 @@ class Store(Protocol):
     def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Any:
         """Uninitialised memory of a part."""
 
-    def put(self, part: Any | Piece, rows: Array | Quantised, first: int = 0) -> None:
-        """Stores rows on the host, [rows, k], in a vector or table, or packed in a piece: bfloat16, quantised
-        as the piece's format says, or in that format. first: where in the piece, at whole strips; of several
-        matrices: as many rows for each.
+    def put(self, part: Any | Segment, rows: Array | Quantised, first: int = 0) -> None:
+        """Stores rows on the host, [rows, k], in a vector or table, or packed in a segment: bfloat16,
+        quantised as the segment's format says, or in that format. first: where in the segment, at whole
+        panels; of several matrices: as many rows for each.
         """
 
-    def tile(self, part: Any | Piece, block: Array, offset: int) -> None:
-        """Fills a bfloat16 part, or a piece that is made of such, with a block of values on the host, again
+    def tile(self, part: Any | Segment, block: Array, offset: int) -> None:
+        """Fills a bfloat16 part, or a segment that is made of such, with a block of values on the host, again
         and again, at first from offset on.
         """
 
@@ -229,13 +229,13 @@ class Host:
     """Host memory, for the CPU's kernels."""
 
     n_threads: int = 1
-    layout: Layout = "strips"
+    layout: Layout = "panels"
 
     def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Array:
         return zeros(size, dtype)
 
-    def put(self, part: Any | Piece, rows: Array | Quantised, first: int = 0) -> None:
-        if not isinstance(part, Piece):
+    def put(self, part: Any | Segment, rows: Array | Quantised, first: int = 0) -> None:
+        if not isinstance(part, Segment):
             assert not isinstance(rows, Quantised)
             copy(part.reshape(rows.shape), rows)
             return
@@ -246,8 +246,8 @@ class Host:
             own = rows.take(some) if isinstance(rows, Quantised) else rows[some]
             part.one(i).rows(first, first + n).pack(own, self.n_threads)
 
-    def tile(self, part: Any | Piece, block: Array, offset: int) -> None:
-        n = part.n_matrices * part.n * part.k if isinstance(part, Piece) else part.size
+    def tile(self, part: Any | Segment, block: Array, offset: int) -> None:
+        n = part.n_matrices * part.n * part.k if isinstance(part, Segment) else part.size
         flat = np.empty(n, bfloat16)
         at = min(n, len(block) - offset)
         copy(flat[:at], block[offset : offset + at])
@@ -507,51 +507,51 @@ def _jobs(part: Planned, tensors: Mapping[str, StoredTensor], store: Store) -> I
         yield partial(_copy_values, part, tensors, store)
         return
     top = 0
-    for piece in target.pieces:
-        n_rows = _BLOCK[piece.layout] // piece.k
-        unit = _UNIT[piece.layout]
-        step, together = max(n_rows // unit, 1) * unit, max(n_rows // piece.n, 1)
-        for i in range(0, piece.n_matrices, together):
-            some = dataclasses.replace(piece, data=piece.data[i : i + together])
-            for begin in range(0, piece.n, step):
-                end = min(begin + step, piece.n)
+    for segment in target.segments:
+        n_rows = _BLOCK[segment.layout] // segment.k
+        unit = _UNIT[segment.layout]
+        step, together = max(n_rows // unit, 1) * unit, max(n_rows // segment.n, 1)
+        for i in range(0, segment.n_matrices, together):
+            some = dataclasses.replace(segment, data=segment.data[i : i + together])
+            for begin in range(0, segment.n, step):
+                end = min(begin + step, segment.n)
                 runs = [
                     run
                     for one in range(i, i + some.n_matrices)
                     for run in part.runs(target.n_matrices, one, top + begin, top + end)
                 ]
                 yield partial(_copy_rows, some, begin, end, runs, tensors, store)
-        top += piece.n
+        top += segment.n
 
 
 def _copy_rows(
-    piece: Piece,
+    segment: Segment,
     begin: int,
     end: int,
     runs: list[tuple[str, int, int]],
     tensors: Mapping[str, StoredTensor],
     store: Store,
 ) -> int:
-    """Stores rows [begin, end) of each matrix of a piece. Returns their part of its bytes."""
+    """Stores rows [begin, end) of each matrix of a segment. Returns their part of its bytes."""
     found = [tensors[name].read(*run) for name, *run in runs]
     quantised = [rows for rows in found if isinstance(rows, Quantised)]
     if quantised:
-        store.put(piece, Quantised.joined(quantised), begin)
+        store.put(segment, Quantised.joined(quantised), begin)
     else:
-        rows, at = np.empty((piece.n_matrices * (end - begin), piece.k), bfloat16), 0
+        rows, at = np.empty((segment.n_matrices * (end - begin), segment.k), bfloat16), 0
         for values in found:
             assert not isinstance(values, Quantised)
-            values = _rows(values, piece.k)
+            values = _rows(values, segment.k)
             copy(rows[at : at + len(values)], values)
             at += len(values)
-        if piece.format.scales != "none" and (raw(rows) & 0x7FFF).max(initial=0) >= 0x7F80:
+        if segment.format.scales != "none" and (raw(rows) & 0x7FFF).max(initial=0) >= 0x7F80:
             raise CheckpointError(
-                f"{tensors[runs[0][0]].where} has values that are not finite in bfloat16, and {piece.format.name} has none such; get "
+                f"{tensors[runs[0][0]].where} has values that are not finite in bfloat16, and {segment.format.name} has none such; get "
                 "the checkpoint anew"
             )
-        store.put(piece, rows, begin)
-    n_bytes: int = piece.data.nbytes
-    return n_bytes * end // piece.n - n_bytes * begin // piece.n
+        store.put(segment, rows, begin)
+    n_bytes: int = segment.data.nbytes
+    return n_bytes * end // segment.n - n_bytes * begin // segment.n
 
 
 def _copy_values(part: Planned, tensors: Mapping[str, StoredTensor], store: Store) -> int:
@@ -600,7 +600,7 @@ def fill_dummy(
             scale = part.k**-0.5 if isinstance(part, Matrix) and name != "embed" else 0.1
             if scale not in scaled:
                 scaled[scale] = (block * np.float32(scale)).astype(bfloat16)
-            for one in part.pieces if isinstance(part, Matrix) else (part,):
+            for one in part.segments if isinstance(part, Matrix) else (part,):
                 offset = (offset + 7919 * 131) % _DUMMY_BLOCK
                 store.tile(one, scaled[scale], offset)
         done += _n_bytes(part)
@@ -658,7 +658,7 @@ def check_plan(
                 f"{tensor.where} has the wrong shape: expected {list(stored.shape)} by {config}{said_by(stored.name)}, "
                 f"found {list(tensor.shape)}; configuration and weights do not belong together, get both anew"
             )
-        taken = [piece.format for piece in target.pieces] if isinstance(target, Matrix) else []
+        taken = [segment.format for segment in target.segments] if isinstance(target, Matrix) else []
         if tensor.dtype not in _STORED_DTYPES and tensor.format not in taken:
             raise CheckpointError(
                 f"{tensor.where} has the wrong dtype: expected {', '.join(_STORED_DTYPES)}, found {tensor.dtype}"

@@ -1,8 +1,8 @@
 """Packed matrices: what the linears, the experts and the embedding read as their weights.
 
-A matrix is one piece or several: runs of its rows, each in one format of ops/formats.py. A checkpoint mixes
+A matrix is one segment or several: runs of its rows, each in one format of ops/formats.py. A checkpoint mixes
 formats within what the forward multiplies at once, such as a Q6_K v below a Q4_K q and k. The CPU's kernels
-read strips of 16 rows (csrc/format.h says how), the GPU's read rows (ops/gpu/weight.py).
+read panels of 16 rows (csrc/format.h says how), the GPU's read rows (ops/gpu/weight.py).
 
 --quantize makes two formats of bfloat16 weights:
 
@@ -30,9 +30,9 @@ from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
 from deltic.ops.formats import CODES, SCALES, Quantised, WeightFormat
 
-STRIP = 16
+PANEL = 16
 
-Layout = Literal["strips", "rows"]
+Layout = Literal["panels", "rows"]
 """The order of a matrix in memory: as the CPU's kernels read it, or as the GPU's do."""
 
 _GROUP_BYTES = {
@@ -46,10 +46,10 @@ _PLANE = 256
 
 
 @dataclass(frozen=True)
-class Piece:
+class Segment:
     """n_matrices of n rows (the same rows of a layer's experts, or of one matrix) of width k in one format.
 
-    data: uint8 [n_matrices, bytes of one], an array of numpy's in strips, a tensor of torch's in rows.
+    data: uint8 [n_matrices, bytes of one], an array of numpy's in panels, a tensor of torch's in rows.
     """
 
     n: int
@@ -64,17 +64,17 @@ class Piece:
         if layout == "rows":
             last, size = list(planes(n, k, format).values())[-1]
             return last + (size if format.codes == "bf16" else -(-size // _PLANE) * _PLANE)
-        strip = k * STRIP * format.bits // 8
+        panel = k * PANEL * format.bits // 8
         if format.scales != "none":
             block = format.group or k if format.scales in ("float32", "bfloat16.least") or not format.group else _BLOCK
-            strip += format.n_groups(k) * _GROUP_BYTES[format.scales]
-            strip += -(-k // block) * _BLOCK_BYTES.get(format.scales, 0) + _TAIL_BYTES * (format.scales == "e4m3")
-        return -(-n // STRIP) * strip
+            panel += format.n_groups(k) * _GROUP_BYTES[format.scales]
+            panel += -(-k // block) * _BLOCK_BYTES.get(format.scales, 0) + _TAIL_BYTES * (format.scales == "e4m3")
+        return -(-n // PANEL) * panel
 
     @property
     def arguments(self) -> tuple[Array, int, int, int, int]:
         """The arguments that a kernel reads (Matrix in csrc/format.h). Raises KernelError for one in rows."""
-        check("matrix", self.layout == "strips", "a packed matrix; the CPU's kernels do not read rows")
+        check("matrix", self.layout == "panels", "a packed matrix; the CPU's kernels do not read rows")
         code = CODES.index(self.format.codes) + 16 * SCALES.index(self.format.scales)
         return self.data, code, self.n, self.k, self.format.group or self.k
 
@@ -82,18 +82,18 @@ class Piece:
     def n_matrices(self) -> int:
         return len(self.data)
 
-    def one(self, i: int) -> Piece:
+    def one(self, i: int) -> Segment:
         """Matrix i alone."""
         return dataclasses.replace(self, data=self.data[i : i + 1])
 
-    def rows(self, begin: int, end: int) -> Piece:
-        """Rows [begin, end) of one matrix in strips, alone: whole strips, but for the last."""
-        strip = self.n_bytes_of(STRIP, self.k, self.format, self.layout)
-        data = self.data[:, begin // STRIP * strip : -(-end // STRIP) * strip]
+    def rows(self, begin: int, end: int) -> Segment:
+        """Rows [begin, end) of one matrix in panels, alone: whole panels, but for the last."""
+        panel = self.n_bytes_of(PANEL, self.k, self.format, self.layout)
+        data = self.data[:, begin // PANEL * panel : -(-end // PANEL) * panel]
         return dataclasses.replace(self, n=end - begin, data=data)
 
     def pack(self, values: Array | Quantised, n_threads: int = 1) -> None:
-        """Stores the rows of one matrix, in strips: bfloat16 [n, k], which are quantised as the format says,
+        """Stores the rows of one matrix, in panels: bfloat16 [n, k], which are quantised as the format says,
         or rows in this format. For several matrices: `one`.
         """
         program = Program(n_threads)
@@ -146,11 +146,11 @@ def planes(n: int, k: int, format: WeightFormat) -> dict[str, tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Matrix:
-    """n_matrices of [n, k] (the experts of a layer, or one), packed: pieces, one below the other."""
+    """n_matrices of [n, k] (the experts of a layer, or one), packed: segments, one below the other."""
 
     n: int
     k: int
-    pieces: tuple[Piece, ...]
+    segments: tuple[Segment, ...]
 
     @classmethod
     def empty(
@@ -158,7 +158,7 @@ class Matrix:
         n: int,
         k: int,
         format: WeightFormat | Sequence[tuple[int, WeightFormat]],
-        layout: Layout = "strips",
+        layout: Layout = "panels",
         n_matrices: int = 1,
         make: Callable[[tuple[int, ...], DTypeLike], Any] = zeros,
     ) -> Matrix:
@@ -169,44 +169,44 @@ class Matrix:
         check("matrix", k % 32 == 0, f"K a multiple of 32, found {k}")
         runs = [(n, format)] if isinstance(format, WeightFormat) else format
         check("matrix", sum(rows for rows, _ in runs) == n, f"runs of {n} rows in all")
-        pieces = (
-            Piece(rows, k, f, layout, make((n_matrices, Piece.n_bytes_of(rows, k, f, layout)), np.uint8))
+        segments = (
+            Segment(rows, k, f, layout, make((n_matrices, Segment.n_bytes_of(rows, k, f, layout)), np.uint8))
             for rows, f in runs
         )
-        return cls(n, k, tuple(pieces))
+        return cls(n, k, tuple(segments))
 
     @property
     def n_matrices(self) -> int:
-        return self.pieces[0].n_matrices
+        return self.segments[0].n_matrices
 
     @property
     def n_bytes(self) -> int:
-        return sum(piece.data.nbytes for piece in self.pieces)
+        return sum(segment.data.nbytes for segment in self.segments)
 
     @property
-    def whole(self) -> Piece:
-        """The only piece, for an operator that reads one. Raises KernelError where there are several."""
+    def whole(self) -> Segment:
+        """The only segment, for an operator that reads one. Raises KernelError where there are several."""
         check(
             "matrix",
-            len(self.pieces) == 1,
-            f"rows in one format, found {', '.join(p.format.name for p in self.pieces)}",
+            len(self.segments) == 1,
+            f"rows in one format, found {', '.join(p.format.name for p in self.segments)}",
         )
-        return self.pieces[0]
+        return self.segments[0]
 
     def rows(self, begin: int, end: int) -> Matrix:
-        """Rows [begin, end) of one matrix in strips, in the same memory. In its piece, begin is at a whole
-        strip, and so is end, or it is the piece's.
+        """Rows [begin, end) of one matrix in panels, in the same memory. In its segment, begin is at a whole
+        panel, and so is end, or it is the segment's.
         """
-        pieces, top = list[Piece](), 0
-        for piece in self.pieces:
-            first, last = max(begin - top, 0), min(end - top, piece.n)
+        segments, top = list[Segment](), 0
+        for segment in self.segments:
+            first, last = max(begin - top, 0), min(end - top, segment.n)
             if first < last:
-                pieces.append(piece.rows(first, last))
-            top += piece.n
-        return Matrix(end - begin, self.k, tuple(pieces))
+                segments.append(segment.rows(first, last))
+            top += segment.n
+        return Matrix(end - begin, self.k, tuple(segments))
 
     def pack(self, values: Array, n_threads: int = 1) -> Matrix:
-        """Stores bfloat16 values [n_matrices * n, k], in strips, each piece as its format says.
+        """Stores bfloat16 values [n_matrices * n, k], in panels, each segment as its format says.
 
         Gives itself.
         """
@@ -216,15 +216,15 @@ class Matrix:
             f"contiguous bfloat16 values of {self.n_matrices} x [{self.n}, {self.k}]",
         )
         begin = 0
-        for piece in self.pieces:
+        for segment in self.segments:
             for i, rows in enumerate(values.reshape(self.n_matrices, self.n, self.k)):
-                piece.one(i).pack(np.ascontiguousarray(rows[begin : begin + piece.n]), n_threads)
-            begin += piece.n
+                segment.one(i).pack(np.ascontiguousarray(rows[begin : begin + segment.n]), n_threads)
+            begin += segment.n
         return self
 
     def unpack(self) -> Array:
-        """float32 [n_matrices, n, k], as of a piece."""
-        return np.concatenate([piece.unpack() for piece in self.pieces], axis=1)
+        """float32 [n_matrices, n, k], as of a segment."""
+        return np.concatenate([segment.unpack() for segment in self.segments], axis=1)
 
 
 def row_bytes(k: int) -> int:

@@ -125,7 +125,7 @@ class Adapters:
                     assert result is not None
                     answer = self._place(command, result)
                 else:
-                    self._memory.open(one.slot)
+                    self._memory.open(one.adapter_slot)
                     one.is_open = True
                     answer = _answer(command, one)
             except Exception as error:  # whatever a file does, requests go on
@@ -185,7 +185,7 @@ class Adapters:
 
     def _free(self) -> None:
         """Clears the slots of what was dropped and has no sequence."""
-        writing = {one.slot for _, _, one in self._work if one is not None}
+        writing = {one.adapter_slot for _, _, one in self._work if one is not None}
         for slot, one in list(self._loaded.items()):
             if not one.n_loads and not one.n_sequences and slot not in writing:
                 self._memory.clear(slot)

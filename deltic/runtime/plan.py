@@ -111,13 +111,13 @@ class Plan(Generic[S]):
     """Sizes are those of one of them, but for the host's. 1 on a CPU, too."""
 
     @property
-    def n_parts(self) -> int:
+    def n_shards(self) -> int:
         """That a GPU has."""
         return max(1, len(self.cuts) // self.n_gpus)
 
     def cuts_of(self, i: int) -> tuple[Cuts, ...]:
         """The parts that a GPU has, of a model that is cut."""
-        return self.cuts[i * self.n_parts : (i + 1) * self.n_parts]
+        return self.cuts[i * self.n_shards : (i + 1) * self.n_shards]
 
     def of_gpu(self, i: int) -> Plan[Any]:
         """The same for one of several GPUs, with the shape of what it runs: several parts differ in rows of
@@ -419,9 +419,9 @@ def _asked(
     if (config.max_num_seqs or 1) > kind.max_num_seqs:
         raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: a GPU step has at most {kind.max_num_seqs} rows")
     n_threads = 1 if kind.on_gpu else config.threads or n_usable_cpus()
-    n_parts, weight_bytes = max(1, len(cuts) // n_gpus), kind.weight_bytes(shape, config.rounded)
-    if n_parts > 1:
-        weight_bytes += (n_parts - 1) * (weight_bytes - kind.embedding_bytes(shape, config.rounded))
+    n_shards, weight_bytes = max(1, len(cuts) // n_gpus), kind.weight_bytes(shape, config.rounded)
+    if n_shards > 1:
+        weight_bytes += (n_shards - 1) * (weight_bytes - kind.embedding_bytes(shape, config.rounded))
     plan = Plan(
         shape=shape,
         quantize=config.rounded,
@@ -437,8 +437,8 @@ def _asked(
         max_step_tokens=step_tokens,
         n_pages=config.n_pages or 0,
         host_bytes=0,
-        page_bytes=n_parts * shape.page_bytes(PAGE_SIZE),
-        state_bytes=n_parts * kind.state_bytes(shape),
+        page_bytes=n_shards * shape.page_bytes(PAGE_SIZE),
+        state_bytes=n_shards * kind.state_bytes(shape),
         n_threads=n_threads,
         budget_bytes=_budget(config, kind, free_bytes),
         workspace={},
@@ -491,7 +491,7 @@ def _shrunk(plan: Plan[S], kind: Kind[S], config: EngineConfig) -> Plan[S]:
 
 
 def _with_checkpoints(plan: Plan[S], kind: Kind[S], config: EngineConfig) -> Plan[S]:
-    """Decides the number of checkpoint slots where it is not given."""
+    """Decides the number of checkpoint state slots where it is not given."""
     if config.n_checkpoints is not None or not config.prefix_cache or not kind.max_checkpoints:
         return plan
     share = plan.spare_bytes // CACHE_SHARE

@@ -29,11 +29,11 @@ DEFAULT_SPEECH = Speech()
 class PrimableVocoder(StreamVocoder, Protocol):
     """A vocoder that can be taken through frames nobody wants to hear."""
 
-    def skim(self, slot: int, codes: NDArray[np.int32]) -> None: ...
+    def skim(self, state_slot: int, codes: NDArray[np.int32]) -> None: ...
 
     def vocode(self, chunks: list[tuple[int, NDArray[np.int32]]]) -> list[NDArray[np.float32]]: ...
 
-    def state_of(self, slot: int) -> NDArray[np.float32]: ...
+    def state_of(self, state_slot: int) -> NDArray[np.float32]: ...
 
 
 class Speaker:
@@ -42,7 +42,7 @@ class Speaker:
     shape: SpeechShape
     vocoder: PrimableVocoder
     n_streams: int
-    """Streams that the vocoder has slots for; the one behind them is `prime`'s."""
+    """Streams that the vocoder has state slots for; the one behind them is `prime`'s."""
     voices: Voices | None = None
     """Voices of a Base model, once they are opened."""
     gives_logprobs = True
@@ -110,10 +110,10 @@ class Speaker:
         """The vocoder's state behind codes, int32 [n, 16], from a state or from the begin. n_after: frames
         that it will be primed with behind these; where there are enough, most of the work is left out.
         """
-        slot = self.n_streams
-        self.vocoder.open(slot, state)
+        state_slot = self.n_streams
+        self.vocoder.open(state_slot, state)
         if n_after >= SEEN_FRAMES:
-            self.vocoder.skim(slot, codes)
+            self.vocoder.skim(state_slot, codes)
         else:
-            self.vocoder.vocode([(slot, codes)])
-        return self.vocoder.state_of(slot)
+            self.vocoder.vocode([(state_slot, codes)])
+        return self.vocoder.state_of(state_slot)

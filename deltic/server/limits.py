@@ -5,8 +5,8 @@ that holds a minute's worth and fills evenly. A request is admitted while the bu
 length of its answer is unknown. Tokens beyond the bucket become a debt, which is paid off before the next
 request. So a long prompt is never impossible, and over time a key gets exactly its rate.
 
-Keys with names are parties that do not trust each other. None finds another's prefixes in the cache, and only
-administrators see figures of all of them. A key without a name is the operator's.
+Keys with names are namespaces that do not trust each other. None finds another's prefixes in the cache, and
+only administrators see figures of all of them. A key without a name is the operator's.
 """
 
 from __future__ import annotations
@@ -101,11 +101,12 @@ class Account:
     """The usage and limits of one name. Keys of one name share it."""
 
     def __init__(
-        self, name: str, max_concurrent: int, tokens_per_minute: int, *, is_admin: bool = True, party: str = ""
+        self, name: str, max_concurrent: int, tokens_per_minute: int, *, is_admin: bool = True, namespace: str = ""
     ) -> None:
-        """party: accounts of one party find each other's prefixes in the cache. The others: of `allow`."""
+        """namespace: accounts of one namespace find each other's prefixes in the cache. The others: of
+        `allow`."""
         self.name = name
-        self.party = party
+        self.namespace = namespace
         self.numbers = KeyNumbers(name)
         self._tokens_per_minute, self._level = 0, 0.0
         self._filled_at_s = time.monotonic()
@@ -211,8 +212,8 @@ class Ticket:
         self._is_open = False
 
     @property
-    def owner(self) -> str:
-        """The party between whose requests the engine's places are shared out."""
+    def tenant(self) -> str:
+        """The namespace between whose requests the engine's places are shared out."""
         return self.account.name if self.account else ""
 
     @property
@@ -221,12 +222,12 @@ class Ticket:
 
         A batch costs its key no turns.
         """
-        return f"{self.owner}/batches" if self.is_batch else self.owner
+        return f"{self.tenant}/batches" if self.is_batch else self.tenant
 
     @property
-    def party(self) -> str:
-        """The party among whose requests prefixes in the cache are shared."""
-        return self.account.party if self.account else ""
+    def namespace(self) -> str:
+        """The namespace among whose requests prefixes in the cache are shared."""
+        return self.account.namespace if self.account else ""
 
     def left_s(self) -> float | None:
         """Seconds until it must have ended; None for any number."""
@@ -325,20 +326,20 @@ class Accounts:
             )
         accounts: dict[str, tuple[str, int, int, bool]] = {}
         of_digest: dict[bytes, str] = {}
-        for name, party, entry in entries:
-            if party and PLACE.fullmatch(name):
+        for name, namespace, entry in entries:
+            if namespace and PLACE.fullmatch(name):
                 raise ConfigError(f"API key {name!r}: keys without a name are called so; give it another")
             limits = (
                 config.max_concurrent_per_key if entry.max_concurrent is None else entry.max_concurrent,
                 config.tokens_per_minute_per_key if entry.tokens_per_minute is None else entry.tokens_per_minute,
             )
             is_admin = is_only if entry.admin is None else entry.admin
-            accounts.setdefault(name, ("" if config.share_cache else party, *limits, is_admin))
+            accounts.setdefault(name, ("" if config.share_cache else namespace, *limits, is_admin))
             if of_digest.setdefault(_digest(entry.key.strip().encode()), name) != name:
                 raise ConfigError(f"API key {name!r} is also the key of another name; give each its own")
         before, self._accounts, self._of_digest = self._accounts, {}, of_digest
-        for name, (party, most, rate, is_admin) in accounts.items():
-            account = before.get(name) or Account(name, most, rate, is_admin=is_admin, party=party)
+        for name, (namespace, most, rate, is_admin) in accounts.items():
+            account = before.get(name) or Account(name, most, rate, is_admin=is_admin, namespace=namespace)
             account.allow(most, rate, is_admin)
             self._accounts[name] = account
         self._numbers[:] = [account.numbers for account in self._accounts.values()]
@@ -347,13 +348,13 @@ class Accounts:
         return bool(self._accounts)
 
     @property
-    def n_owners(self) -> int:
-        """Number of owners among whom what is shared out is divided; without keys everybody is one."""
+    def n_tenants(self) -> int:
+        """Number of tenants among whom what is shared out is divided; without keys everybody is one."""
         return max(1, len(self._accounts))
 
     def share(self, most: int) -> int:
-        """Returns what each owner may have of `most`, and nobody can take from it."""
-        return share_of(most, self.n_owners)
+        """Returns what each tenant may have of `most`, and nobody can take from it."""
+        return share_of(most, self.n_tenants)
 
     def find(self, key: bytes) -> Account | None:
         name = self._of_digest.get(_digest(key))
@@ -372,7 +373,7 @@ def _digest(key: bytes) -> bytes:
 
 
 def _given(values: Iterable[str]) -> Iterable[tuple[str, str, KeyEntry]]:
-    """The entries of `--api-key` with name and party.
+    """The entries of `--api-key` with name and namespace.
 
     An entry is NAME=KEY, or KEY alone: that is the operator's and is named by its place.
     """

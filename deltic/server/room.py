@@ -82,16 +82,16 @@ class Room:
         waiting, self._waiting = sorted(self._waiting, key=lambda entry: entry[0]), []
         for entry in waiting:
             turn, key, size, got = entry
-            owner = key.partition("/")[0]
+            tenant = key.partition("/")[0]
             if got.cancelled():
                 continue
-            if self._taken[owner] and self._taken[owner] + size > share:
+            if self._taken[tenant] and self._taken[tenant] + size > share:
                 self._waiting.append(entry)
             elif size > left and self._taken.total():
                 left = 0  # nobody passes whom room is lacking for
                 self._waiting.append(entry)
             else:
                 self._turns.now = max(self._turns.now, turn)
-                self._taken[owner] += size
+                self._taken[tenant] += size
                 left -= size
                 got.set_result(Held(self, key, size))

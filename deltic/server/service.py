@@ -99,7 +99,7 @@ class Server:
     n_open: int = 0
     """HTTP requests that have not been answered whole."""
     sockets: Counter[str] = field(default_factory=Counter)
-    """WebSockets that are open, by owner."""
+    """WebSockets that are open, by tenant."""
     adapting: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
     """Held while an adapter gets its name, or loses it."""
     importing: asyncio.Lock = field(default_factory=asyncio.Lock, init=False)
@@ -114,7 +114,7 @@ class Server:
         self.accounts = Accounts(self.config)
         self.responses = ResponseStore(self.config.max_stored_responses)
         if self.config.batch_dir is not None:
-            files = FileStore(self.config.batch_dir, self.config.batch_disk_gb, self.accounts.n_owners)
+            files = FileStore(self.config.batch_dir, self.config.batch_disk_gb, self.accounts.n_tenants)
             self.batches = BatchRunner(self.config, self.accounts, files, self.writer)
         self.pictures = PictureReader(Hosts(self.config.fetch_images_from, "--fetch-images-from"), self.n_shares)
         self.worker = FairThread("prepare", lambda: int(MAX_PREPARING * self.max_body_mb * 1_000_000))
@@ -124,7 +124,7 @@ class Server:
     @property
     def n_shares(self) -> int:
         """A key may have one in so many of what keys share: where there are several, not all of it."""
-        return min(2, self.accounts.n_owners)
+        return min(2, self.accounts.n_tenants)
 
     @property
     def max_body_mb(self) -> float:
@@ -148,9 +148,9 @@ class Server:
 
     def add(self, service: Service) -> None:
         self.models[service.model_name] = service
-        service.client.n_owners = self.accounts.n_owners
+        service.client.n_tenants = self.accounts.n_tenants
         if service.speech is not None:
-            service.speech.voices.n_owners = self.accounts.n_owners
+            service.speech.voices.n_tenants = self.accounts.n_tenants
         self.metrics.models[service.model_name] = service.metrics
 
     def of(self, kind: Kind) -> list[Service]:

@@ -91,7 +91,7 @@ class Hosts:
 
     async def find(self, host: str, port: int) -> list[Address]:
         """The addresses of a name, in the turns of the key that asks. Raises UrlError, OSError."""
-        turn = self._lookups[asking().owner]
+        turn = self._lookups[asking().tenant]
         try:
             async with asyncio.timeout(LOOKUP_S):
                 await turn.acquire()

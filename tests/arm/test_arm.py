@@ -102,10 +102,19 @@ def build() -> None:
 def steps() -> list[Step]:
     """The tokens of `a` and `b` are the same, cut differently; `c` is another sequence with other parameters."""
 
-    def sequence(slot: int, n_tokens: int, **params: object) -> Sequence:
-        request = Request(id=str(slot), prompt_ids=[], params=SamplingParams(**params))
+    def sequence(state_slot: int, n_tokens: int, **params: object) -> Sequence:
+        request = Request(id=str(state_slot), prompt_ids=[], params=SamplingParams(**params))
         tokens = array("i", [(i * i * 37 + i * 11 + 5 + n_tokens) % 256 for i in range(n_tokens)])
-        return Sequence(request, 0, 1234, tokens, n_tokens, pages=[2 * slot, 2 * slot + 1], place=slot, slot=slot)
+        return Sequence(
+            request,
+            0,
+            1234,
+            tokens,
+            n_tokens,
+            pages=[2 * state_slot, 2 * state_slot + 1],
+            batch_slot=state_slot,
+            state_slot=state_slot,
+        )
 
     a = sequence(0, 72, temperature=0.0, logprobs=5)
     b = sequence(1, 72, temperature=0.8, top_k=40, top_p=0.95, logprobs=0)

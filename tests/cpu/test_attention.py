@@ -63,19 +63,19 @@ class Sequences:
         """(sequence, first token, end) of each chunk -> its output rows."""
         h, rows = self.heads, torch.cat([self.proj[s][a:b] for s, a, b in chunks])
         counts = torch.tensor([b - a for _, a, b in chunks])
-        slots = i32(*(s for s, _, _ in chunks))
+        state_slots = i32(*(s for s, _, _ in chunks))
         q, out = (torch.full((len(rows), h.n_q * h.dim), float("nan"), dtype=BF16) for _ in range(2))
         program = Program(n_threads, library=self.kernels)
         attn_prepare(
             program, rows, h, self.q_norm, self.k_norm, 1e-6, n_tokens=i32(len(rows)),
             positions=torch.cat([torch.arange(a, b) for _, a, b in chunks]).to(I32),
-            token_place=torch.repeat_interleave(slots, counts).to(I32), page_table=self.table,
+            token_batch_slot=torch.repeat_interleave(state_slots, counts).to(I32), page_table=self.table,
             cos=self.cos, sin=self.sin, q_out=q, pages=self.pages, kv=self.kv,
         )  # fmt: skip
         attention(
             program, q, rows, h, self.pages, n_seqs=i32(len(chunks)),
             seq_start=torch.cat([torch.zeros(1), counts.cumsum(0)]).to(I32), seq_context=i32(*(a for _, a, _ in chunks)),
-            place=slots, page_table=self.table,
+            batch_slot=state_slots, page_table=self.table,
             records=torch.full((n_records, h.dim + 16), float("nan"), dtype=F32), out=out, kv=self.kv,
         )  # fmt: skip
         program.run()
@@ -232,7 +232,7 @@ def test_a_token_behind_a_million() -> None:
         program = Program(2, library=SETS[0])
         attn_prepare(
             program, rows, heads, norm, norm, 1e-6, n_tokens=i32(len(rows)), positions=positions.to(I32),
-            token_place=torch.zeros(len(rows), dtype=I32), page_table=table, cos=cos, sin=sin, q_out=q, pages=pages,
+            token_batch_slot=torch.zeros(len(rows), dtype=I32), page_table=table, cos=cos, sin=sin, q_out=q, pages=pages,
         )  # fmt: skip
         program.run()
         k, v = rows[:, 128:].split(32, -1)
@@ -241,7 +241,7 @@ def test_a_token_behind_a_million() -> None:
     out = torch.zeros(1, 64, dtype=BF16)
     program = Program(2, library=SETS[0])
     attention(
-        program, q[-1:], rows[-1:], heads, pages, n_seqs=i32(1), seq_start=i32(0, 1), seq_context=i32(n - 1), place=i32(0),
+        program, q[-1:], rows[-1:], heads, pages, n_seqs=i32(1), seq_start=i32(0, 1), seq_context=i32(n - 1), batch_slot=i32(0),
         page_table=table, records=torch.zeros(EVERY_SPLIT_A_TASK, heads.dim + 16), out=out,
     )  # fmt: skip
     program.run()
@@ -272,6 +272,6 @@ def test_records_are_checked() -> None:
     with pytest.raises(KernelError, match=r"attention: expected float32 records \[n, d \+ 16\]"):
         attention(
             Program(1), torch.zeros(1, 512, dtype=BF16), sequences.proj[0], HEADS, sequences.pages, n_seqs=i32(1),
-            seq_start=i32(0, 1), seq_context=i32(0), place=i32(0), page_table=sequences.table,
+            seq_start=i32(0, 1), seq_context=i32(0), batch_slot=i32(0), page_table=sequences.table,
             records=torch.zeros(4, 64), out=torch.zeros(1, 512, dtype=BF16),
         )  # fmt: skip

@@ -124,7 +124,7 @@ def test_its_keys_and_values_are_the_same_on_every_way() -> None:
 
     runner = build(path)
     run(runner, first := sequence(ids), 64, draws=False)
-    run(runner, second := sequence(prompt(50, seed=1), place=1), 50, 2)
+    run(runner, second := sequence(prompt(50, seed=1), batch_slot=1), 50, 2)
     run(runner, first, len(ids) - 64)
     while len(first.tokens) < n + 1:  # nothing is guessed for the first, so its rows wait for the end of a page
         n_guesses = len(first.tokens) % 3
@@ -143,14 +143,14 @@ def test_more_rows_than_a_step_has() -> None:
     path = tiny_checkpoint("dense", has_mtp=True)
     runner = build(path, max_step_tokens=64)
     assert runner.draft_head.n_rows < 3 * 63
-    many = [sequence(prompt(62, seed=i), place=i) for i in range(4)]
+    many = [sequence(prompt(62, seed=i), batch_slot=i) for i in range(4)]
     for of in many:
         run(runner, of, 62)
     step = Step([Chunk(of, 62, 1) for of in many], [Draw(i, of, 2) for i, of in enumerate(many)])
     together = runner.step(step).guesses
     for i in range(4):
         alone = build(path)
-        run(alone, of := sequence(prompt(62, seed=i), place=i), 62)
+        run(alone, of := sequence(prompt(62, seed=i), batch_slot=i), 62)
         assert run(alone, of, 1, 2) == together[i] and len(together[i]) == 2
 
 
@@ -170,8 +170,8 @@ def test_what_draws_a_token_draws_a_guess() -> None:
     runner = build(tiny_checkpoint("dense", has_mtp=True))
     assert run(runner, sequence(prompt(9), logit_bias={7: 50.0, 500: 90.0}), 9, 2) == [7, 7]  # 500: no token
     seeds = set()
-    for place in range(4):
-        of = sequence(prompt(9), place=place, temperature=5.0)
+    for batch_slot in range(4):
+        of = sequence(prompt(9), batch_slot=batch_slot, temperature=5.0)
         seeds.add(tuple(run(runner, of, 9, 4)))
     assert len(seeds) == 4
 

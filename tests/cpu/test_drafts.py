@@ -2,7 +2,7 @@
 
 Random schedules on tiny checkpoints: prompts that share prefixes, forks, penalties, seeds, stop tokens, aborts,
 preemption, few pages. A plain run says what comes; the run with drafts is given drafts that are right up to a random
-place. Three planted faults show that the comparison would see a wrong state.
+batch slot. Three planted faults show that the comparison would see a wrong state.
 """
 
 from __future__ import annotations
@@ -203,8 +203,8 @@ def columns_not_rolled_back(monkeypatch: pytest.MonkeyPatch, runner: Runner) -> 
         memory = runner.memory
         for chunk in planned.chunks:
             if len(chunk.drafts) >= 2:
-                last = memory.window_columns[chunk.sequence.place, :, chunk.length - 3 : chunk.length]
-                memory.columns[chunk.sequence.slot] = last
+                last = memory.window_columns[chunk.sequence.batch_slot, :, chunk.length - 3 : chunk.length]
+                memory.columns[chunk.sequence.state_slot] = last
         return result
 
     monkeypatch.setattr(runner, "step", rolled)

@@ -196,11 +196,18 @@ def test_any_cut_of_the_prompt(runner: Runner) -> None:
     """Chunks of any length, not only of whole pages, leave the same logits."""
     ids = prompt(200)
 
-    def last_logits(cuts: list[int], slot: int) -> torch.Tensor:
+    def last_logits(cuts: list[int], state_slot: int) -> torch.Tensor:
         request = Request(id="x", prompt_ids=ids, params=SamplingParams(temperature=0.0))
 
         sequence = Sequence(
-            request, 0, 0, array("i", ids), len(ids), pages=[4 * slot + i for i in range(4)], place=slot, slot=slot
+            request,
+            0,
+            0,
+            array("i", ids),
+            len(ids),
+            pages=[4 * state_slot + i for i in range(4)],
+            batch_slot=state_slot,
+            state_slot=state_slot,
         )
         for start, end in zip([0, *cuts], [*cuts, len(ids)], strict=True):
             draws = [Draw(0, sequence)] if end == len(ids) else []
@@ -209,18 +216,20 @@ def test_any_cut_of_the_prompt(runner: Runner) -> None:
         return tensor_of(runner.logits(1)).clone()
 
     expected = last_logits([128], 0)
-    for slot, cuts in ((1, [1, 2, 3, 70]), (2, [63, 64, 191]), (3, [127, 199])):
-        assert torch.equal(expected.view(torch.int32), last_logits(cuts, slot).view(torch.int32))
+    for state_slot, cuts in ((1, [1, 2, 3, 70]), (2, [63, 64, 191]), (3, [127, 199])):
+        assert torch.equal(expected.view(torch.int32), last_logits(cuts, state_slot).view(torch.int32))
 
 
 class Driven:
     """A sequence whose chunks are made by hand."""
 
-    def __init__(self, runner: Runner, ids: list[int], place: int, slot: int, first_page: int) -> None:
+    def __init__(self, runner: Runner, ids: list[int], batch_slot: int, state_slot: int, first_page: int) -> None:
         request = Request(id="x", prompt_ids=ids, params=SamplingParams(temperature=0.0))
         pages = list(range(first_page, first_page + 4))
         self.runner = runner
-        self.sequence = Sequence(request, 0, 0, array("i", ids), len(ids), pages=pages, place=place, slot=slot)
+        self.sequence = Sequence(
+            request, 0, 0, array("i", ids), len(ids), pages=pages, batch_slot=batch_slot, state_slot=state_slot
+        )
 
     def chunk(self, end: int, snapshots: list[tuple[int, int]] | None = None) -> tuple[Chunk, bool]:
         """Up to token `end`; whether it is the last."""
@@ -239,7 +248,7 @@ def run_chunks(runner: Runner, chunks: list[tuple[Chunk, bool]]) -> torch.Tensor
 
 
 def test_places_and_slots_are_two_things(runner: Runner) -> None:
-    """Sequences in swapped places, started from a checkpoint that a third one left in the middle of a chunk, and sharing its
+    """Sequences in swapped batch slots, started from a checkpoint that a third one left in the middle of a chunk, and sharing its
     pages, have the logits of a cold run, bit for bit."""
     n_live = runner.plan.max_num_seqs
     assert runner.plan.n_slots >= n_live + 2 and runner.plan.n_pages >= 16
@@ -278,7 +287,7 @@ def test_pages_that_change_are_seen(runner: Runner) -> None:
 
 @pytest.mark.parametrize("kv", ["bf16", "k8v4"])
 def test_tiers_hold_all_of_a_page_and_a_slot(kv: str, runner: Runner) -> None:
-    """Out to host memory and back into others: both halves of a slot, and the next chunk goes on from there."""
+    """Out to host memory and back into others: both halves of a state slot, and the next chunk goes on from there."""
     if kv != "bf16":
         runner = build(model=str(tiny_checkpoint("dense")), kv_cache_dtype=kv)
     ids, tiers = prompt(150), runner.tiers
@@ -297,13 +306,13 @@ def test_tiers_hold_all_of_a_page_and_a_slot(kv: str, runner: Runner) -> None:
         memory.view(np.uint8).fill(255)
     for move, device in zip(moves, (9, 8, 2), strict=True):
         tiers.copy_in(replace(move, device=device))
-    driven.sequence.pages, driven.sequence.slot = [9, 8, 10], 2
+    driven.sequence.pages, driven.sequence.state_slot = [9, 8, 10], 2
     driven.sequence.pages_version += 1
     assert torch.equal(run_chunks(runner, [driven.chunk(150)]), expected)
 
 
 def test_preempted_sequence_returns_to_its_slot_with_other_pages(runner: Runner) -> None:
-    """The page table must follow, even though slot and sequence are the same as before."""
+    """The page table must follow, even though state slot and sequence are the same as before."""
     params = SamplingParams(max_tokens=12, temperature=0.0, ignore_eos=True)
 
     def drawn(preempt: bool) -> list[int]:
@@ -313,12 +322,12 @@ def test_preempted_sequence_returns_to_its_slot_with_other_pages(runner: Runner)
         outputs = engine.step() + engine.step()
         if preempt:
             (sequence,) = scheduler.sequences()
-            slot, pages = sequence.slot, list(sequence.pages)
+            state_slot, pages = sequence.state_slot, list(sequence.pages)
             scheduler._preempt(sequence)
             scheduler.cache.pages._free.reverse()
             outputs += engine.step()
             left = list(set(pages) - set(sequence.pages))  # the full one is the prefix cache's
-            assert sequence.slot == slot and left
+            assert sequence.state_slot == state_slot and left
             runner.memory.pages[left] = float("nan")
         while engine.has_work():
             outputs += engine.step()
@@ -393,11 +402,11 @@ def test_biases_bans_and_penalties(runner: Runner) -> None:
 
 
 def test_a_damaged_model_fails_its_sequences_only(runner: Runner) -> None:
-    """Logits that are not finite twice end the sequence with an error; pages and slots come back, others go on."""
+    """Logits that are not finite twice end the sequence with an error; pages and state slots come back, others go on."""
     embed = runner.model.weights.embed
     weight = (
         tensor_of(embed.whole.data).view(torch.bfloat16).view(-1, embed.k // 2, 16, 2)[0, :, 7]
-    )  # row 7 of the first strip
+    )  # row 7 of the first panel
     kept = weight.clone()
     engine = Engine(runner)
     params = SamplingParams(max_tokens=4, temperature=0.0, ignore_eos=True, logprobs=1, n=2)
@@ -544,7 +553,7 @@ def test_plan_takes_fewer_sequences_by_default() -> None:
 
 
 def test_fitting_the_cost_of_a_step_leaves_nothing_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its made-up sequences use the first places, slots and pages; whoever comes next draws what it draws without them."""
+    """Its made-up sequences use the first batch slots, state slots and pages; whoever comes next draws what it draws without them."""
     for name in ("FIT_S", "SLOW_S"):  # on a busy machine, too
         monkeypatch.setattr(f"deltic.engine.cost.{name}", 30.0)
     answers = []

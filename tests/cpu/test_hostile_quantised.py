@@ -166,7 +166,7 @@ def test_gate_and_up_in_two_formats_are_two_pieces(tmp_path: Path) -> None:
             tensors.update({f"{name}.{part}": one for part, one in parts.items()})
 
     runner = runs(edited(tiny_checkpoint("moe", experts="split"), tmp_path / "model", change))
-    found = [piece.format.name for piece in runner.model.weights.layers[2].mlp.gate_up.pieces]
+    found = [segment.format.name for segment in runner.model.weights.layers[2].mlp.gate_up.segments]
     assert found == ["bf16", "int4-g128-bfloat16"]
 
 

@@ -65,7 +65,7 @@ def expected(x: torch.Tensor, terms: list[SimpleNamespace]) -> torch.Tensor:
 
 @every_set
 def test_rows_get_their_adapters_terms(library: str) -> None:
-    """Ranks and rows that fill no strip, terms that leave columns out, an adapter without any, rows without one."""
+    """Ranks and rows that fill no panel, terms that leave columns out, an adapter without any, rows without one."""
     rng = np.random.default_rng(0)
     adapters = [[term(rng, 3, 40, 5), term(rng, 43, 100, 33)], [], [term(rng, 0, HEIGHT, 16)], [term(rng, 149, 1, 1)]]
     table, memory = table_of(adapters)

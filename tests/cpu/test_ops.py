@@ -20,7 +20,7 @@ from deltic.ops.cpu.dense import draft_rows, embed, linear, rms_norm, silu_mul
 from deltic.ops.cpu.gdn import gdn
 from deltic.ops.cpu.moe import MoeScratch, moe
 from deltic.ops.cpu.program import Program, usable_instruction_sets
-from deltic.ops.cpu.sample import DrawInputs, DrawScratch, PlaceParameters, logprobs, sample
+from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch, logprobs, sample
 from deltic.ops.formats import FLOATS, WEIGHT_FORMATS
 from deltic.ops.geometry import AttentionHeads, GdnHeads, GdnWeights
 from deltic.ops.matrix import Matrix, row_bytes
@@ -121,12 +121,12 @@ def product(x: Tensor, w: Matrix) -> Tensor:
     x = x.float()
     format = w.whole.format
     if format.codes not in FLOATS:
-        pieces = []
+        segments = []
         for part in x.split(format.group, 1):
             most = part.abs().amax(1, keepdim=True)
             inverse = torch.div(127.0 * torch.ones(()), most)  # 127 / most would multiply by a reciprocal
-            pieces.append((part * inverse).round() * (most / 127))
-        x = torch.cat(pieces, 1)
+            segments.append((part * inverse).round() * (most / 127))
+        x = torch.cat(segments, 1)
     return x.double() @ tensor_of(w.unpack()[0]).double().T
 
 
@@ -180,21 +180,21 @@ def test_linear_of_stored_rows(program: Program, rows: int, format: str) -> None
 
 
 def test_linear_of_several_formats(program: Program) -> None:
-    """A matrix of pieces has the bits of its pieces alone, added to what is there too."""
+    """A matrix of segments has the bits of its segments alone, added to what is there too."""
     k, rows = 512, 5
     names = ["Q4_K", "Q6_K", "bf16", "fp8", "Q5_K", "Q4_K", "int8"]
-    pieces = [stored(name, 7 + 9 * i, k) for i, name in enumerate(names)]
-    n = sum(piece.n for piece in pieces)
-    w = Matrix(n, k, tuple(piece.whole for piece in pieces))
+    segments = [stored(name, 7 + 9 * i, k) for i, name in enumerate(names)]
+    n = sum(segment.n for segment in segments)
+    w = Matrix(n, k, tuple(segment.whole for segment in segments))
     x, space = torch.randn(rows, k).to(BF16), workspace(rows, k)
-    out, alone, added = poison(rows, n), [poison(rows, piece.n) for piece in pieces], torch.ones(rows, n)
+    out, alone, added = poison(rows, n), [poison(rows, segment.n) for segment in segments], torch.ones(rows, n)
     linear(program, x, w, out, space, count(rows))
     linear(program, x, w, added, space, count(rows), add=True)
-    for piece, expected in zip(pieces, alone, strict=True):
-        linear(program, x, piece, expected, space, count(rows))
+    for segment, expected in zip(segments, alone, strict=True):
+        linear(program, x, segment, expected, space, count(rows))
     program.run()
     assert torch.equal(out, torch.cat(alone, 1)) and torch.equal(added, 1.0 + out)
-    assert (w.unpack()[0] == np.concatenate([piece.unpack()[0] for piece in pieces])).all()
+    assert (w.unpack()[0] == np.concatenate([segment.unpack()[0] for segment in segments])).all()
 
 
 @pytest.mark.parametrize("format", WEIGHT_FORMATS)
@@ -288,7 +288,7 @@ def test_draft_rows(program: Program, format: str) -> None:
 
 @pytest.mark.parametrize("n", [35, 48, 64, 70])
 def test_some_rows_of_a_matrix(n: int) -> None:
-    """In the same memory, of one piece and of several."""
+    """In the same memory, of one segment and of several."""
     values = torch.randn(70, 64).to(BF16)
     for runs in (70, [(32, WEIGHT_FORMATS["int8"]), (38, WEIGHT_FORMATS["bf16"])]):
         format = WEIGHT_FORMATS["int4"] if isinstance(runs, int) else runs
@@ -296,7 +296,7 @@ def test_some_rows_of_a_matrix(n: int) -> None:
         for begin in (0, 32):
             some = matrix.rows(begin, n)
             assert some.n == n - begin and np.array_equal(some.unpack(), matrix.unpack()[:, begin:n])
-            assert all(any(np.shares_memory(a.data, b.data) for b in matrix.pieces) for a in some.pieces)
+            assert all(any(np.shares_memory(a.data, b.data) for b in matrix.segments) for a in some.segments)
 
 
 def test_silu_mul(program: Program) -> None:
@@ -314,7 +314,7 @@ WINDOW = 5
 
 
 class GdnCase:
-    """Weights, slots and a way to run the operator on chunks of sequences and the oracle on whole ones."""
+    """Weights, state slots and a way to run the operator on chunks of sequences and the oracle on whole ones."""
 
     def __init__(self, program: Program, heads: GdnHeads, n_slots: int, dtype: torch.dtype = torch.float32) -> None:
         self.program, self.heads = program, heads
@@ -326,7 +326,7 @@ class GdnCase:
         )
         self.state = poison(n_slots, heads.n_v, heads.k_dim, heads.v_dim, dtype=dtype)
         self.columns = poison(n_slots, 3, heads.channels, dtype=BF16)
-        # Of two layers, of which this is the second. A sequence's place is its slot.
+        # Of two layers, of which this is the second. A sequence's batch slot is its state slot.
         self.window_columns = poison(n_slots, 2, WINDOW, heads.channels, dtype=BF16)
         self.window_gates = poison(n_slots, 2, WINDOW, 2 * heads.n_v)
 
@@ -341,9 +341,9 @@ class GdnCase:
         redo: list[int] | None = None,
         lazy: list[bool] | None = None,
     ) -> list[Tensor]:
-        """(slot, tokens before, projection rows) of each sequence -> its output rows.
+        """(state slot, tokens before, projection rows) of each sequence -> its output rows.
 
-        starts: the slots that they start from, when not their own. snapshots: of each sequence, (tokens, slot). redo: tokens of its
+        starts: the state slots that they start from, when not their own. snapshots: of each sequence, (tokens, state slot). redo: tokens of its
         window. lazy: whether its rows are drafts.
         """
         h, proj = self.heads, torch.cat([rows for _, _, rows in chunks])
@@ -356,12 +356,12 @@ class GdnCase:
             program, proj, h, self.weights, 1e-6, n_seqs=count(s),
             seq_start=torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(I32),
             seq_context=i32(*(before for _, before, _ in chunks)),
-            start_slot=i32(*(starts or [slot for slot, _, _ in chunks])), slot=i32(*(slot for slot, _, _ in chunks)),
+            start_slot=i32(*(starts or [state_slot for state_slot, _, _ in chunks])), state_slot=i32(*(state_slot for state_slot, _, _ in chunks)),
             snapshot_begin=torch.tensor([0, *(len(kept) for kept in snapshots)]).cumsum(0).to(I32),
             snapshot_n=i32(*(n for kept in snapshots for n, _ in kept)),
-            snapshot_slot=i32(*(slot for kept in snapshots for _, slot in kept)),
+            snapshot_slot=i32(*(state_slot for kept in snapshots for _, state_slot in kept)),
             conv_state=self.columns, state=self.state, n_redo=i32(*(redo or [0] * s)), is_lazy=i32(*(lazy or [0] * s)),
-            place=i32(*(slot for slot, _, _ in chunks)), window_columns=self.window_columns[:, 1],
+            batch_slot=i32(*(state_slot for state_slot, _, _ in chunks)), window_columns=self.window_columns[:, 1],
             window_gates=self.window_gates[:, 1], layer=1, out=out,
         )  # fmt: skip
         program.run()
@@ -398,27 +398,27 @@ def test_gdn(program: Program, heads: GdnHeads, dtype: torch.dtype) -> None:
     """Ragged chunks, decodes and continued sequences in one batch, against whole sequences by the oracle. In bfloat16 a sum in
     another order now and then rounds a value to its neighbour."""
     case = GdnCase(program, heads, n_slots=5, dtype=dtype)
-    proj = {slot: case.projection(n) for slot, n in ((4, 70), (0, 1), (2, 9), (1, 131))}
-    parts: dict[int, list[Tensor]] = {slot: [] for slot in proj}
+    proj = {state_slot: case.projection(n) for state_slot, n in ((4, 70), (0, 1), (2, 9), (1, 131))}
+    parts: dict[int, list[Tensor]] = {state_slot: [] for state_slot in proj}
     for cuts in (
         {4: (0, 64), 0: (0, 1), 2: (0, 2)},
         {4: (64, 65), 1: (0, 65), 2: (2, 3)},
         {2: (3, 9), 1: (65, 131), 4: (65, 70)},
     ):
-        outputs = case.run([(slot, a, proj[slot][a:b]) for slot, (a, b) in cuts.items()])
-        for slot, out in zip(cuts, outputs, strict=True):
-            parts[slot].append(out)
-    for slot, rows in proj.items():
+        outputs = case.run([(state_slot, a, proj[state_slot][a:b]) for state_slot, (a, b) in cuts.items()])
+        for state_slot, out in zip(cuts, outputs, strict=True):
+            parts[state_slot].append(out)
+    for state_slot, rows in proj.items():
         expected, state = case.expected(rows)
         if dtype == BF16:
-            close(torch.cat(parts[slot]), expected, ONE_BF16_ULP, 2e-2)
-            close(case.state[slot], state, ONE_BF16_ULP, 2e-2)
-            assert (case.state[slot].float() == state).float().mean() > 0.98
+            close(torch.cat(parts[state_slot]), expected, ONE_BF16_ULP, 2e-2)
+            close(case.state[state_slot], state, ONE_BF16_ULP, 2e-2)
+            assert (case.state[state_slot].float() == state).float().mean() > 0.98
         else:
-            close(torch.cat(parts[slot]), expected, ONE_BF16_ULP, 1e-4)
-            close(case.state[slot], state, 1e-4, 1e-5)
+            close(torch.cat(parts[state_slot]), expected, ONE_BF16_ULP, 1e-4)
+            close(case.state[state_slot], state, 1e-4, 1e-5)
         n_kept = min(3, len(rows))
-        assert torch.equal(case.columns[slot, 3 - n_kept :], rows[-n_kept:, : heads.channels].to(BF16))
+        assert torch.equal(case.columns[state_slot, 3 - n_kept :], rows[-n_kept:, : heads.channels].to(BF16))
     assert case.state[3].isnan().all() and case.columns[3].isnan().all()
     assert case.window_columns.isnan().all() and case.window_gates.isnan().all()
 
@@ -433,8 +433,8 @@ def test_gdn_chunks_keep_bits(program: Program, dtype: torch.dtype) -> None:
     cut = torch.cat([case.run([(2, 0, rows[:5])])[0], case.run([(2, 5, rows[5:])])[0]])
     for other in (stepped, cut):
         assert torch.equal(whole.view(torch.int16), other.view(torch.int16))
-    for slot in (1, 2):
-        assert torch.equal(bits(case.state[0]), bits(case.state[slot]))
+    for state_slot in (1, 2):
+        assert torch.equal(bits(case.state[0]), bits(case.state[state_slot]))
 
 
 def test_gdn_keeps_what_is_not_finite(program: Program) -> None:
@@ -448,7 +448,7 @@ def test_gdn_keeps_what_is_not_finite(program: Program) -> None:
 
 
 def same_slots(case: GdnCase, pairs: list[tuple[int, int]]) -> bool:
-    """Whether the slots of each pair hold the same bits, both halves."""
+    """Whether the state slots of each pair hold the same bits, both halves."""
     return all(
         torch.equal(bits(case.state[a]), bits(case.state[b]))
         and torch.equal(case.columns[a].view(torch.int16), case.columns[b].view(torch.int16))
@@ -479,22 +479,22 @@ def test_gdn_snapshots(program: Program, heads: GdnHeads, dtype: torch.dtype) ->
     # Snapshots of a few tokens need columns from before the chunk, which the chunk's own end replaces.
     case.run([(8, 192, long[192:])], snapshots=[[(1, 10), (2, 11), (7, 12)]])
     assert same_slots(case, [(8, 0)])
-    for n, slot in ((1, 10), (2, 11), (7, 12)):
+    for n, state_slot in ((1, 10), (2, 11), (7, 12)):
         case.run([(13, 192, long[192 : 192 + n])], starts=[6])
-        assert same_slots(case, [(13, slot)])
+        assert same_slots(case, [(13, state_slot)])
 
 
 @pytest.mark.parametrize("length", [1, 2, 3, 66])
 def test_gdn_starts_from_other_slots(program: Program, length: int) -> None:
-    """Sequences that start from one slot each go their own way, as from a slot of their own; it stays as it is."""
+    """Sequences that start from one state slot each go their own way, as from a state slot of their own; it stays as it is."""
     case = GdnCase(program, HEADS, n_slots=8)
     case.run([(0, 0, case.projection(64))])
-    for slot in (1, 2, 3):
-        case.state[slot], case.columns[slot] = case.state[0], case.columns[0]
+    for state_slot in (1, 2, 3):
+        case.state[state_slot], case.columns[state_slot] = case.state[0], case.columns[0]
     rows = [case.projection(length) for _ in range(3)]
     expected = case.run([(1 + i, 64, rows[i]) for i in range(3)])
     fresh = case.projection(length)
-    # The last one starts from nothing, whatever its start slot is.
+    # The last one starts from nothing, whatever its start state slot is.
     found = case.run([*((4 + i, 64, rows[i]) for i in range(3)), (7, 0, fresh)], starts=[0, 0, 0, 0])
     for one, other in zip(expected, found, strict=False):
         assert torch.equal(one.view(torch.int16), other.view(torch.int16))
@@ -527,7 +527,7 @@ def test_gdn_drafts_keep_bits(program: Program, heads: GdnHeads, dtype: torch.dt
     rows = [case.projection(n_tokens) for _ in range(n_seqs)]
     rows[0][:10] = rows[1][:10] = common
     outputs: list[list[Tensor]] = [[] for _ in rows]
-    states, columns = ([[torch.zeros_like(slots[0])] for _ in rows] for slots in (case.state, case.columns))
+    states, columns = ([[torch.zeros_like(state_slots[0])] for _ in rows] for state_slots in (case.state, case.columns))
     for s, t in pairs(range(n_seqs), range(n_tokens)):
         outputs[s] += case.run([(decoded, t, rows[s][t : t + 1])])
         states[s].append(case.state[decoded].clone())
@@ -605,7 +605,9 @@ def test_gdn_tiled_order_keeps_bits(program: Program, heads: GdnHeads) -> None:
         ([(0, 130, long[130:]), (1, 5, short[5:]), (4, 70, long[70:71])], [0, 1, 3], [[], [(1, 5)], []]),
     ):
         expected = grouped.run(chunks, starts, snapshots)
-        found = tiled.run([(slot, before, rows[:, order.row]) for slot, before, rows in chunks], starts, snapshots)
+        found = tiled.run(
+            [(state_slot, before, rows[:, order.row]) for state_slot, before, rows in chunks], starts, snapshots
+        )
         for one, other in zip(expected, found, strict=True):
             assert torch.equal(one[:, order.out].view(torch.int16), other.view(torch.int16))
     assert not grouped.state.isnan().any()
@@ -631,19 +633,19 @@ def test_attention(program: Program, n_q: int, n_kv: int, dim: int) -> None:
         rows = torch.cat([proj[s][done[s] : done[s] + takes[s]] for s in live])
         t = len(rows)
         counts = torch.tensor([takes[s] for s in live])
-        slots = i32(*live)
+        state_slots = i32(*live)
         positions = torch.cat([torch.arange(done[s], done[s] + takes[s]) for s in live]).to(I32)
         q, out = poison(t, n_q * dim, dtype=BF16), poison(t, n_q * dim, dtype=BF16)
         step = Program(2, library=program.instruction_set)
         attn_prepare(
             step, rows, heads, q_norm, k_norm, eps, n_tokens=count(t), positions=positions,
-            token_place=torch.repeat_interleave(slots, counts).to(I32), page_table=page_table,
+            token_batch_slot=torch.repeat_interleave(state_slots, counts).to(I32), page_table=page_table,
             cos=angles.cos(), sin=angles.sin(), q_out=q, pages=pages,
         )  # fmt: skip
         attention(
             step, q, rows, heads, pages, n_seqs=count(len(live)),
             seq_start=torch.cat([torch.zeros(1), counts.cumsum(0)]).to(I32), seq_context=i32(*(done[s] for s in live)),
-            place=slots, page_table=page_table, records=poison(*heads.records_size(256)), out=out,
+            batch_slot=state_slots, page_table=page_table, records=poison(*heads.records_size(256)), out=out,
         )  # fmt: skip
         step.run()
         for s, part in zip(live, out.split(counts.tolist()), strict=True):
@@ -743,7 +745,7 @@ class Draws:
             return torch.tensor([getattr(p, name) for p in params], dtype=F32)
 
         histories = [prompt + output for _, _, prompt, output in draws]
-        places = PlaceParameters(
+        batch_slots = BatchParameters(
             temperature=f32("temperature"), top_k=f32("top_k").to(I32), top_p=f32("top_p"), min_p=f32("min_p"),
             repetition=f32("repetition_penalty"), frequency=f32("frequency_penalty"), presence=f32("presence_penalty"),
             seed=torch.tensor([p.seed for p in params]),
@@ -751,7 +753,7 @@ class Draws:
         )  # fmt: skip
         bias = [list(p.logit_bias.items()) for p in params]
         inputs = DrawInputs(
-            n_draws=count(n), row=i32(*range(n)), place=i32(*range(n)), position=i32(*(d[1] for d in draws)),
+            n_draws=count(n), row=i32(*range(n)), batch_slot=i32(*range(n)), position=i32(*(d[1] for d in draws)),
             n_history=i32(*(len(h) for h in histories)), n_prompt=i32(*(len(d[2]) for d in draws)),
             bias_begin=torch.tensor([0, *(len(b) for b in bias)]).cumsum(0).to(I32),
             bias_ids=i32(*(id for b in bias for id, _ in b), 0), bias=torch.tensor([*(x for b in bias for _, x in b), 0.0]),
@@ -764,7 +766,7 @@ class Draws:
             poison(2, n_vocab), torch.zeros(2, n_vocab, dtype=I32), torch.zeros(2, n_vocab, dtype=torch.int64)
         )
         self.tokens = torch.full((n,), -1, dtype=I32)
-        sample(program, logits, n_real, places, inputs, scratch, self.tokens)
+        sample(program, logits, n_real, batch_slots, inputs, scratch, self.tokens)
         program.run()
         assert not scratch.counts.any()
 

@@ -1,8 +1,8 @@
 """The prefix cache on tiny models: what a request finds there changes no bit of its logits, nor any token.
 
-Conversations branch, are edited, cut and repeated, while pages, slots and host memory run short, sequences are preempted,
+Conversations branch, are edited, cut and repeated, while pages, state slots and host memory run short, sequences are preempted,
 requests aborted, steps fail, files are damaged and processes killed. Afterwards every request runs again without a cache: all
-rows of logits that a token was drawn from are compared. Memory that nobody owns is kept full of NaN, so that a page, slot or
+rows of logits that a token was drawn from are compared. Memory that nobody owns is kept full of NaN, so that a page, state slot or
 unit which is read after it was freed, or before it was written, shows.
 """
 
@@ -134,7 +134,7 @@ class Watched:
 
     def _spoil_what_was_freed(self) -> None:
         store, memory = self.engine.cache.store, self.inner.memory
-        for pool in (store.pages, store.slots, store.units):
+        for pool in (store.pages, store.state_slots, store.units):
             free = set(pool._free)
             new = list(free - self.spoilt[pool.name])
             self.spoilt[pool.name] = free
@@ -142,21 +142,21 @@ class Watched:
                 continue
             if pool is store.pages:
                 memory.pages.view(np.uint8)[new] = 0xFF
-            elif pool is store.slots:
-                self._spoil_slots(new)
+            elif pool is store.state_slots:
+                self._spoil_state_slots(new)
             else:
                 self.inner.host[new] = 0xFF
 
-    def _spoil_slots(self, slots: list[int]) -> None:
-        self.inner.memory.states[slots] = np.nan
-        self.inner.memory.columns[slots] = np.nan
+    def _spoil_state_slots(self, state_slots: list[int]) -> None:
+        self.inner.memory.states[state_slots] = np.nan
+        self.inner.memory.columns[state_slots] = np.nan
 
     def _fail(self, step: Step) -> None:
         """As a forward that stops half way: all it may have written is worthless."""
         self.fails_next = False
         for chunk in step.chunks:
             self.inner.memory.pages[chunk.sequence.pages[chunk.start // PAGE_SIZE :]] = np.nan
-            self._spoil_slots([chunk.sequence.slot, *(slot for _, slot in chunk.snapshots)])
+            self._spoil_state_slots([chunk.sequence.state_slot, *(state_slot for _, state_slot in chunk.snapshots)])
         raise RuntimeError("this step was to fail")
 
 
@@ -411,7 +411,7 @@ def test_preemption(kind: str, quantize: str | None) -> None:
 
 
 def test_one_request_for_all_slots() -> None:
-    """There is no slot beside those that n sequences write, and the checkpoint they could start from has one."""
+    """There is no state slot beside those that n sequences write, and the checkpoint they could start from has one."""
     users, setup = Users(3, plain=True), Setup(max_num_seqs=3, n_checkpoints=0)
     first, again = users.ask(), users.ask()
     params = msgspec.structs.replace(first.request.params, n=3)

@@ -105,13 +105,13 @@ def halves(name: str, shape: tuple[int, ...]) -> str:
 
 @pytest.mark.parametrize("kind", ["dense", "moe", "next"])
 def test_parts_of_a_product_that_are_plain_and_quantised(kind: str) -> None:
-    """Gate beside up, q k v beside z: two pieces, known to the plan without the tensors' names."""
+    """Gate beside up, q k v beside z: two segments, known to the plan without the tensors' names."""
     path = tiny_gguf(kind, halves)
     shape = shape_of(path)
     weights, _ = load_weights(path, shape)
     assert weights.n_bytes == weight_bytes(shape, None)
     mlp = weights.layers[0].mlp
-    assert [piece.format.name for piece in mlp.gate_up.pieces] == ["bf16", "Q8_0"]
+    assert [segment.format.name for segment in mlp.gate_up.segments] == ["bf16", "Q8_0"]
     assert np.isfinite(answer(start(path))[1]).all()
 
 
@@ -120,7 +120,7 @@ def test_shares_and_what_a_token_is_multiplied_with() -> None:
     weights = empty_weights(shape, None, shape.tie_word_embeddings)
     formats, active = weights.formats(), active_weights(weights, shape)
     assert list(formats) == ["Q8_0", "bf16"] and sum(share.n_bytes for share in formats.values()) < weights.n_bytes
-    assert formats["Q8_0"].n_bytes * 8 / formats["Q8_0"].n_weights == pytest.approx(8.5, rel=0.01)  # whole strips
+    assert formats["Q8_0"].n_bytes * 8 / formats["Q8_0"].n_weights == pytest.approx(8.5, rel=0.01)  # whole panels
     head = shape.vocab_size * shape.hidden_size
     assert sum(active.values()) == sum(part.n * part.k * used for part, used in multiplied(weights, shape))
     assert sum(active.values()) < sum(share.n_weights for share in formats.values()) - head
@@ -128,7 +128,7 @@ def test_shares_and_what_a_token_is_multiplied_with() -> None:
 
 
 def multiplied(weights: Weights, shape: ModelShape) -> list[tuple[Any, int]]:
-    parts = [part for _, part in weights.named_parts() if hasattr(part, "pieces") and part is not weights.embed]
+    parts = [part for _, part in weights.named_parts() if hasattr(part, "segments") and part is not weights.embed]
     return [(part, shape.n_experts_per_tok if part.n_matrices > 1 else 1) for part in parts]
 
 
@@ -248,7 +248,7 @@ def test_the_rest_is_rounded_by_its_role(rest: str) -> None:
     weights = runner.model.weights
     assert weights.embed.whole.format.name == weights.lm_head.whole.format.name == "int8"
     layer = weights.layers[0]
-    assert {piece.format.name for piece in layer.in_proj.pieces} == {rest}
+    assert {segment.format.name for segment in layer.in_proj.segments} == {rest}
     assert layer.mlp.router.whole.format.name == "bf16"  # type: ignore[union-attr]
     assert layer.mlp.gate_up.whole.format.name == "int4-g128-float16"
     assert runner.info.precision == "int4-g128-float16"
@@ -282,7 +282,7 @@ def test_a_large_matrix_is_never_there_twice() -> None:
     copy_parts(declared.plan, {"x": tensor}, HOST, lambda *at: seen.append(at))
     peak = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
-    block = loading._BLOCK["strips"]
+    block = loading._BLOCK["panels"]
     assert max(tensor.sizes) <= block and sum(tensor.sizes) == n * k
     assert peak < 8 * block, "some bytes for each weight of a block, whatever the matrix has"
     assert len(seen) == n * k // block and seen == sorted(seen) and seen[-1] == (matrix.n_bytes,) * 2
@@ -294,7 +294,7 @@ def test_a_large_matrix_is_never_there_twice() -> None:
 def test_blocks_of_any_size_load_the_same(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = FILES[name]()
     expected = [load_weights(path, shape_of(path), quantize=quantize)[0] for quantize in (None, "int4")]
-    monkeypatch.setitem(loading._BLOCK, "strips", 1)
+    monkeypatch.setitem(loading._BLOCK, "panels", 1)
     for weights, quantize in zip(expected, (None, "int4"), strict=True):
         assert_same(load_weights(path, shape_of(path), quantize=quantize)[0], weights)
 

@@ -115,7 +115,7 @@ def test_a_plan_for_several_gpus(without_gpu: None) -> None:
     assert two.n_host_units == one.n_host_units == 2 * eight.n_host_units
     device = build.gpu_device(replace(config, tensor_parallel=2, tp_invariant=4), is_here=False)
     _, _, both = build.plan_model(replace(config, tensor_parallel=2, tp_invariant=4), device, 130 * 10**9)
-    assert (both.n_gpus, both.n_parts, len(both.cuts)) == (2, 2, 4) and both.cuts_of(1) == both.cuts[2:]
+    assert (both.n_gpus, both.n_shards, len(both.cuts)) == (2, 2, 4) and both.cuts_of(1) == both.cuts[2:]
     assert (
         both.page_bytes == two.page_bytes
         and both.state_bytes == two.state_bytes

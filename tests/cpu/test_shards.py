@@ -40,7 +40,7 @@ MODELS = {
 
 def values(w: Matrix) -> Array:
     """float32 [n_matrices, n, k]."""
-    return np.concatenate([piece.unpack() for piece in w.pieces], axis=1)
+    return np.concatenate([segment.unpack() for segment in w.segments], axis=1)
 
 
 def by_head(rows: Array, shape: ModelShape) -> Array:

@@ -86,7 +86,7 @@ class Speaking:
                     assert frames[t] == frame  # computed again, to the same bits
                 else:
                     frames.append(frame)
-                self.past[key] = self.runner.memory.past[sequence.slot].tobytes()
+                self.past[key] = self.runner.memory.past[sequence.state_slot].tobytes()
             else:
                 self.n_prefill_tokens += chunk.length
         return result
@@ -326,7 +326,7 @@ def test_memory_that_is_not_finite_is_not_heard(part: str) -> None:
 
 
 def test_what_was_timed_at_start_changes_nothing() -> None:
-    """The cost model's made-up steps write to pages and slots that whoever comes next overwrites."""
+    """The cost model's made-up steps write to pages and state slots that whoever comes next overwrites."""
     speaking = Speaking(max_model_len=256)
     request = long_request(speaking, 100)
     expected = speaking.frames(request)

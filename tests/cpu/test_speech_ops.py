@@ -53,14 +53,14 @@ def test_rows(library: str, width: int) -> None:
     talker_rows(program, side, text_row, table, voice, text, out, count(7))
     picked, rows = ints(49, 0, 3), poisoned(4, width, dtype=torch.bfloat16)
     gather(program, table, picked, rows, count(3))
-    slots = poisoned(9, width, dtype=torch.bfloat16)
-    keep_rows(program, rows, ints(8, 0, 4), slots, count(3))
+    state_slots = poisoned(9, width, dtype=torch.bfloat16)
+    keep_rows(program, rows, ints(8, 0, 4), state_slots, count(3))
     program.run()
     t, zero = table.float(), torch.zeros(width)
     expected = [kept + text[2], t[7], text[0], voice[5] + text[3], t[49] + text[1], voice[0], zero]
     assert torch.equal(out[:7], torch.stack(expected)) and out[7].isnan().all()
     assert torch.equal(rows[:3], table[[49, 0, 3]]) and rows[3].isnan().all()
-    assert torch.equal(slots[[8, 0, 4]], rows[:3]) and slots[[1, 2, 3, 5, 6, 7]].isnan().all()
+    assert torch.equal(state_slots[[8, 0, 4]], rows[:3]) and state_slots[[1, 2, 3, 5, 6, 7]].isnan().all()
 
 
 @pytest.mark.parametrize("width", WIDTHS)
@@ -84,10 +84,10 @@ def test_codes(library: str, width: int, dtype: torch.dtype) -> None:
     """The sum of a frame's embeddings, and what the predictor gets of each; a code that was not drawn spoils its frame only."""
     torch.manual_seed(2)
     table, past = torch.randn(50, width).bfloat16(), torch.randn(5, width).bfloat16()
-    first, second, slot = ints(3, 49, 0), ints(1, -1, 2), ints(4, 0, 2)
+    first, second, state_slot = ints(3, 49, 0), ints(1, -1, 2), ints(4, 0, 2)
     sums, rows, next_rows = (poisoned(4, width), poisoned(8, width, dtype=dtype), poisoned(4, width, dtype=dtype))
     program = Program(2, library)
-    code_rows(program, first, table, sums, count(3), rows=rows, past=past, slot=slot)
+    code_rows(program, first, table, sums, count(3), rows=rows, past=past, state_slot=state_slot)
     code_rows(program, second, table, sums, count(3), rows=next_rows)
     code_rows(program, first, table, sums, count(3))
     program.run()
@@ -112,17 +112,17 @@ def test_attention_without_gates(library: str, n_q: int, n_kv: int, dim: int) ->
     def run(cuts: list[int]) -> Tensor:
         pages, out = torch.zeros(2, 2, n_kv, 64, dim, dtype=torch.bfloat16), []
         for start, end in itertools.pairwise(cuts):
-            t, place = end - start, ints(0)
+            t, batch_slot = end - start, ints(0)
             query, mixed = (poisoned(t, n_q * dim, dtype=torch.bfloat16), poisoned(t, n_q * dim, dtype=torch.bfloat16))
             program = Program(2, library)
             attn_prepare(
                 program, proj[start:end].contiguous(), heads, norms[0], norms[1], 1e-6, n_tokens=count(t),
-                positions=torch.arange(start, end, dtype=torch.int32), token_place=torch.zeros(t, dtype=torch.int32),
+                positions=torch.arange(start, end, dtype=torch.int32), token_batch_slot=torch.zeros(t, dtype=torch.int32),
                 page_table=table, cos=angles.cos(), sin=angles.sin(), q_out=query, pages=pages,
             )  # fmt: skip
             attention(
                 program, query, proj[start:end].contiguous(), heads, pages, n_seqs=count(1), seq_start=ints(0, t),
-                seq_context=ints(start), place=place, page_table=table, records=torch.zeros(64, dim + 16), out=mixed,
+                seq_context=ints(start), batch_slot=batch_slot, page_table=table, records=torch.zeros(64, dim + 16), out=mixed,
             )  # fmt: skip
             program.run()
             out.append(mixed)

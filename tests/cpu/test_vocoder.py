@@ -78,9 +78,9 @@ def expected(seed: int = 0) -> Tensor:
     return oracle.decode(model, torch.from_numpy(random_codes(N_FRAMES, seed)))
 
 
-def whole(made: VocoderStreams, codes: Codes, slot: int = 0) -> NDArray[np.float32]:
-    made.open(slot)
-    return made.vocode([(slot, codes)])[0]
+def whole(made: VocoderStreams, codes: Codes, state_slot: int = 0) -> NDArray[np.float32]:
+    made.open(state_slot)
+    return made.vocode([(state_slot, codes)])[0]
 
 
 @every_set
@@ -109,21 +109,26 @@ def test_any_chunks_beside_any_others_give_the_same_bits(library: str, half: boo
     if half and library not in (SETS[0], "baseline"):
         pytest.skip("the tiles are those of float32")
     made, random = vocoder(library, half=half), np.random.default_rng(1)
-    streams = {slot: random_codes(N_FRAMES, seed=slot) for slot in range(3)}
-    alone = {slot: whole(made, codes, slot) for slot, codes in streams.items()}
-    pieces: dict[int, list[NDArray[np.float32]]] = {slot: [] for slot in streams}
+    streams = {state_slot: random_codes(N_FRAMES, seed=state_slot) for state_slot in range(3)}
+    alone = {state_slot: whole(made, codes, state_slot) for state_slot, codes in streams.items()}
+    pieces: dict[int, list[NDArray[np.float32]]] = {state_slot: [] for state_slot in streams}
     at = dict.fromkeys(streams, 0)
-    for slot in streams:
-        made.open(slot)
-    while any(at[slot] < N_FRAMES for slot in streams):
-        n = {slot: min(int(random.integers(0, 12)), N_FRAMES - at[slot]) for slot in random.permutation(3)}
-        chunks = [(slot, streams[slot][at[slot] : at[slot] + n[slot]]) for slot in n]
-        for (slot, _), samples in zip(chunks, made.vocode(chunks), strict=True):
-            pieces[slot].append(samples)
-            at[slot] += n[slot]
-    for slot in streams:
-        assert np.array_equal(np.concatenate(pieces[slot]), alone[slot])
-        assert made.position(slot) == N_FRAMES
+    for state_slot in streams:
+        made.open(state_slot)
+    while any(at[state_slot] < N_FRAMES for state_slot in streams):
+        n = {
+            state_slot: min(int(random.integers(0, 12)), N_FRAMES - at[state_slot])
+            for state_slot in random.permutation(3)
+        }
+        chunks = [
+            (state_slot, streams[state_slot][at[state_slot] : at[state_slot] + n[state_slot]]) for state_slot in n
+        ]
+        for (state_slot, _), samples in zip(chunks, made.vocode(chunks), strict=True):
+            pieces[state_slot].append(samples)
+            at[state_slot] += n[state_slot]
+    for state_slot in streams:
+        assert np.array_equal(np.concatenate(pieces[state_slot]), alone[state_slot])
+        assert made.position(state_slot) == N_FRAMES
 
 
 def test_threads_and_passes_leave_the_bits_alone() -> None:
@@ -140,9 +145,9 @@ def test_a_state_goes_on_in_another_slot_and_process() -> None:
     made.vocode([(1, codes[:13])])
     state = made.state_of(1)
     made.vocode([(1, codes[:3])])  # the copy is one
-    for other, slot in ((made, 2), (vocoder(), 0)):
-        other.open(slot, state)
-        rest = other.begin([(slot, codes[13:])])
+    for other, state_slot in ((made, 2), (vocoder(), 0)):
+        other.open(state_slot, state)
+        rest = other.begin([(state_slot, codes[13:])])
         assert rest.is_done() and np.array_equal(rest.samples()[0], alone[13 * FRAME_SAMPLES :])
 
 
@@ -184,7 +189,7 @@ def test_memory_is_what_was_planned() -> None:
     arena = Arena()
     allocate_vocoder(shape(), 4, arena.allocate, n_frames=8)
     buffers = vocoder().buffers
-    held = [buffers.states, buffers.codes, buffers.start, buffers.slot, buffers.n, *buffers.rows, buffers.audio]
+    held = [buffers.states, buffers.codes, buffers.start, buffers.state_slot, buffers.n, *buffers.rows, buffers.audio]
     assert arena.n_bytes == sum(tensor.nbytes for tensor in held)
     assert vocoder_weight_bytes(VocoderShape()) == 4 * 114_323_137 - 4 * 2 * 512 * 256  # without input_proj
 

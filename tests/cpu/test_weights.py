@@ -331,7 +331,7 @@ def test_the_precision_of_a_matrix_is_that_of_its_role() -> None:
             if isinstance(part, Matrix):
                 is_kept = quantize is None or name.endswith("router")
                 precision = "bf16" if is_kept else "int8" if name in sensitive else quantize
-                assert (part.whole.layout, part.whole.format.name) == ("strips", precision), name
+                assert (part.whole.layout, part.whole.format.name) == ("panels", precision), name
     rows_of = empty_weights(shape, None, tied=False, store=COUNTED_ROWS)
     parts = [part.whole for _, part in rows_of.named_parts() if isinstance(part, Matrix)]
     assert {(part.layout, part.format.name) for part in parts} == {("rows", "bf16")}

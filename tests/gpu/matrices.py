@@ -7,7 +7,7 @@ from torch import Tensor
 
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu.decode import k_block
-from deltic.ops.matrix import Matrix, Piece
+from deltic.ops.matrix import Matrix, Segment
 
 
 def in_rows(w: Tensor) -> Matrix:
@@ -16,7 +16,7 @@ def in_rows(w: Tensor) -> Matrix:
     n_matrices = len(w) if w.ndim == 3 else 1
     data = w.view(-1).view(torch.uint8).view(n_matrices, -1)
     n, k = w.shape[-2:]
-    return Matrix(n, k, (Piece(n, k, WEIGHT_FORMATS["bf16"], "rows", data),))
+    return Matrix(n, k, (Segment(n, k, WEIGHT_FORMATS["bf16"], "rows", data),))
 
 
 def e4m3_rows(x: Tensor, block_k: int = 0) -> Tensor:

@@ -59,10 +59,10 @@ def given(
     return partials, [random(n, width) for n in ROWS], random(width) * 0.1
 
 
-def tree(parts: list[Tensor]) -> Tensor:
-    while len(parts) > 1:
-        parts = [a + b for a, b in zip(parts[::2], parts[1::2], strict=True)]
-    return parts[0]
+def tree(shards: list[Tensor]) -> Tensor:
+    while len(shards) > 1:
+        shards = [a + b for a, b in zip(shards[::2], shards[1::2], strict=True)]
+    return shards[0]
 
 
 def sums(partials: list[Tensor]) -> Tensor:
@@ -200,14 +200,14 @@ def test_more_rows_than_run_at_once(shots: int) -> None:
     ]  # fmt: skip
     ranks = [rank_of(i, shared) for i in range(2)]
     generator = torch.Generator().manual_seed(0)
-    parts = [torch.randn(1, n, width, generator=generator).bfloat16() for _ in devices]
-    w, total = torch.zeros(width), parts[0].float() + parts[1].float()
+    shards = [torch.randn(1, n, width, generator=generator).bfloat16() for _ in devices]
+    w, total = torch.zeros(width), shards[0].float() + shards[1].float()
     normed = torch.empty(n, width, dtype=torch.bfloat16, device="cuda:0")
     add_norm(torch.zeros(n, width, device="cuda:0"), total.to("cuda:0"), w.to("cuda:0"), EPS, normed, levers=LEVERS)
 
     def wrong_rows(i: int, n_calls: int) -> int:
         with torch.cuda.device(devices[i]), torch.cuda.stream(torch.cuda.Stream()):
-            part, weights, expected = (one.to(devices[i]) for one in (parts[i], w, normed))
+            part, weights, expected = (one.to(devices[i]) for one in (shards[i], w, normed))
             residual, wrong = (
                 torch.empty(n, width, device=devices[i]),
                 torch.zeros((), dtype=torch.int64, device=devices[i]),

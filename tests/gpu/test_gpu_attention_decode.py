@@ -28,13 +28,13 @@ TOLERANCE = dict(atol=0.01, rtol=0.01)
 
 @dataclass
 class Case:
-    """A memory of pages with `lengths[place]` old tokens a place, and one new token a row."""
+    """A memory of pages with `lengths[batch_slot]` old tokens a batch slot, and one new token a row."""
 
     heads: AttentionHeads
     half: int
     lengths: list[int]
-    proj: Tensor  # [S, places, row]: row r of the case is the token of place r
-    history: list[Tensor]  # [2, n, nk, d] a place, as pages hold it
+    proj: Tensor  # [S, batch slots, row]: row r of the case is the token of batch slot r
+    history: list[Tensor]  # [2, n, nk, d] a batch slot, as pages hold it
     pages: Tensor  # [n, 2, nk, 64, d] or bytes, a view of two layers
     table: Tensor
     q_norm: Tensor
@@ -64,11 +64,11 @@ def make(
     both = torch.full((n_pages, 2, 2, heads.n_kv, PAGE_SIZE, heads.dim), torch.nan, dtype=torch.bfloat16)
     pages, table = both[:, 1], torch.full((len(lengths), max_pages), n_pages - 1, dtype=torch.int32)
     order, history, at = torch.randperm(n_pages - 1, generator=g).tolist(), [], 0
-    for place, n in enumerate(lengths):
+    for batch_slot, n in enumerate(lengths):
         old = randn(2, n, heads.n_kv, heads.dim).bfloat16()
         for i in range(n // PAGE_SIZE + 1):
             page, at = order[at], at + 1
-            table[place, i] = page
+            table[batch_slot, i] = page
             part = old[:, i * PAGE_SIZE : (i + 1) * PAGE_SIZE].transpose(1, 2)
             pages[page, :, :, : part.shape[2]] = part
         history.append(old)
@@ -77,9 +77,9 @@ def make(
     if not format.is_plain:
         both = torch.stack([quantised(layer, format) for layer in both.unbind(1)], 1)
         held = values_of(both[:, 1], format, heads.n_kv, heads.dim)
-        for place, n in enumerate(lengths):
-            ids = table[place, : n // PAGE_SIZE + 1].long()
-            history[place] = held[ids].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :n]
+        for batch_slot, n in enumerate(lengths):
+            ids = table[batch_slot, : n // PAGE_SIZE + 1].long()
+            history[batch_slot] = held[ids].permute(1, 0, 3, 2, 4).flatten(1, 2)[:, :n]
     moved = both.to(device)
     return Case(
         heads, half, lengths, proj.to(device), history, moved[:, 1], table.to(device),
@@ -94,7 +94,7 @@ def _inv_freq(half: int) -> Tensor:
 
 def run(
     case: Case,
-    places: list[int],
+    batch_slots: list[int],
     *,
     max_len: int | None = None,
     scratch: AttentionScratch | None = None,
@@ -102,15 +102,15 @@ def run(
     levers: Levers = LEVERS,
     shift: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Rows for the given places (-1: not in use) -> out, pages after it. The case is left as it was. shift: of their angles."""
+    """Rows for the given batch slots (-1: not in use) -> out, pages after it. The case is left as it was. shift: of their angles."""
     device, heads, pages = case.proj.device, case.heads, case.pages.clone()
-    n = len(places)
+    n = len(batch_slots)
     max_len = max_len or max(case.lengths) + 1
     out = torch.full((n, heads.n_q * heads.dim), torch.nan, dtype=torch.bfloat16, device=device)
     proj = torch.full((case.proj.shape[0], n, heads.row), torch.nan, device=device)
-    for row, place in enumerate(places):
-        if place >= 0:
-            proj[:, row] = case.proj[:, place]
+    for row, batch_slot in enumerate(batch_slots):
+        if batch_slot >= 0:
+            proj[:, row] = case.proj[:, batch_slot]
 
     def i32(values: list[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.int32, device=device)
@@ -125,9 +125,9 @@ def run(
     attention_decode(
         proj, heads, case.q_norm, case.k_norm, EPS,
         rows=Rows(
-            place=i32([max(p, 0) for p in places]), slot=i32([3 if p >= 0 else -1 for p in places]),
-            position=i32([case.lengths[p] if p >= 0 else 0 for p in places]),
-            angle_shift=None if shift is None else i32([shift if p >= 0 else 0 for p in places]),
+            batch_slot=i32([max(p, 0) for p in batch_slots]), state_slot=i32([3 if p >= 0 else -1 for p in batch_slots]),
+            position=i32([case.lengths[p] if p >= 0 else 0 for p in batch_slots]),
+            angle_shift=None if shift is None else i32([shift if p >= 0 else 0 for p in batch_slots]),
         ), page_table=case.table, cos=case.cos, sin=case.sin, pages=pages, scratch=scratch, max_len=max_len, out=out, levers=levers, splits=splits,
         format=case.format,
     )  # fmt: skip
@@ -135,13 +135,13 @@ def run(
     return out, pages
 
 
-def expected(case: Case, place: int, new: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
+def expected(case: Case, batch_slot: int, new: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """-> out [nq d], k and v of the new token [nk, d]; float32 on the CPU. new: what its page holds of those, [2, nk, d]."""
     heads, d = case.heads, case.heads.dim
     nq, nk = heads.n_q, heads.n_kv
-    row = case.proj[:, place].cpu().sum(0)
+    row = case.proj[:, batch_slot].cpu().sum(0)
     q, gate, k, v = row.split([nq * d, nq * d, nk * d, nk * d])
-    position = torch.tensor([case.lengths[place]])
+    position = torch.tensor([case.lengths[batch_slot]])
 
     def head(x: Tensor, n: int, norm: Tensor) -> Tensor:
         x = layers.rope(layers.rms_norm(x.view(1, n, d), norm.cpu(), EPS), position, _inv_freq(case.half))
@@ -151,22 +151,22 @@ def expected(case: Case, place: int, new: Tensor | None = None) -> tuple[Tensor,
     v = layers.rounded(v.view(1, nk, d), "bfloat16")
     if new is not None:
         k, v = new[:, None]
-    old_k, old_v = case.history[place].float()
+    old_k, old_v = case.history[batch_slot].float()
     n = old_k.shape[0] + 1
     o = layers.attention(q.expand(n, -1, -1), torch.cat([old_k, k]), torch.cat([old_v, v]))[-1]
     return o.reshape(-1) * torch.sigmoid(gate), k[0], v[0]
 
 
-def compare(case: Case, places: list[int], **kw: object) -> None:
-    out, pages = run(case, places, **kw)  # type: ignore[arg-type]
+def compare(case: Case, batch_slots: list[int], **kw: object) -> None:
+    out, pages = run(case, batch_slots, **kw)  # type: ignore[arg-type]
     written = case.pages.clone()
-    for row, place in enumerate(places):
-        if place < 0:
+    for row, batch_slot in enumerate(batch_slots):
+        if batch_slot < 0:
             continue
-        o, k, v = expected(case, place)
+        o, k, v = expected(case, batch_slot)
         torch.testing.assert_close(out[row].float().cpu(), o, **TOLERANCE)
-        at = case.lengths[place]
-        page = int(case.table[place, at // PAGE_SIZE])
+        at = case.lengths[batch_slot]
+        page = int(case.table[batch_slot, at // PAGE_SIZE])
         # the rounding to bfloat16 may fall the other way: one unit in the last place, of the terms that a rotation subtracts
         torch.testing.assert_close(pages[page, 0, :, at % PAGE_SIZE].float().cpu(), k, atol=2e-4, rtol=2**-7)
         torch.testing.assert_close(pages[page, 1, :, at % PAGE_SIZE].float().cpu(), v, atol=1e-5, rtol=2**-7)
@@ -175,10 +175,10 @@ def compare(case: Case, places: list[int], **kw: object) -> None:
     assert same, "nothing else in the pages is touched"
 
 
-def compare_quantised(case: Case, plain: Case, places: list[int], **kw: object) -> None:
+def compare_quantised(case: Case, plain: Case, batch_slots: list[int], **kw: object) -> None:
     """The same beside plain pages: what is written is the reference's, to the bit, of what is written there."""
-    out, pages = run(case, places, **kw)  # type: ignore[arg-type]
-    _, plain_pages = run(plain, places, **kw)  # type: ignore[arg-type]
+    out, pages = run(case, batch_slots, **kw)  # type: ignore[arg-type]
+    _, plain_pages = run(plain, batch_slots, **kw)  # type: ignore[arg-type]
     heads, format, written = (
         case.heads,
         case.format,
@@ -186,13 +186,15 @@ def compare_quantised(case: Case, plain: Case, places: list[int], **kw: object) 
     )
     held = values_of(pages, format, heads.n_kv, heads.dim)
     right = values_of(quantised(plain_pages, format), format, heads.n_kv, heads.dim)
-    for row, place in enumerate(places):
-        if place < 0:
+    for row, batch_slot in enumerate(batch_slots):
+        if batch_slot < 0:
             continue
-        at = case.lengths[place]
-        page, at = int(case.table[place, at // PAGE_SIZE]), at % PAGE_SIZE
+        at = case.lengths[batch_slot]
+        page, at = int(case.table[batch_slot, at // PAGE_SIZE]), at % PAGE_SIZE
         assert torch.equal(held[page, :, :, at], right[page, :, :, at])
-        torch.testing.assert_close(out[row].float().cpu(), expected(case, place, held[page, :, :, at])[0], **TOLERANCE)
+        torch.testing.assert_close(
+            out[row].float().cpu(), expected(case, batch_slot, held[page, :, :, at])[0], **TOLERANCE
+        )
         written[page, :, :, at] = held[page, :, :, at]
     assert torch.equal(written.nan_to_num(7e4), held.nan_to_num(7e4)), "nothing else in the pages is touched"
 
@@ -256,19 +258,21 @@ def test_bits_of_a_row_do_not_depend_on_its_neighbours_the_bucket_or_the_capacit
 
 
 def attend(case: Case, pages: Tensor, rows: list[tuple[int, int, int]], with_drafts: bool) -> Tensor:
-    """Rows that are (place, position, rows of its sequence in front); the token of a position has one projection. -> out"""
+    """Rows that are (batch slot, position, rows of its sequence in front); the token of a position has one projection. -> out"""
     device, heads = case.proj.device, case.heads
     g = torch.Generator().manual_seed(7)
     tokens = torch.randn(case.proj.shape[0], len(case.lengths), PAGE_SIZE, heads.row, generator=g).to(device)
-    proj = torch.stack([tokens[:, place, position % PAGE_SIZE] for place, position, _ in rows], 1).contiguous()
-    place, position, ahead = (torch.tensor(x, dtype=torch.int32, device=device) for x in zip(*rows, strict=True))
+    proj = torch.stack(
+        [tokens[:, batch_slot, position % PAGE_SIZE] for batch_slot, position, _ in rows], 1
+    ).contiguous()
+    batch_slot, position, ahead = (torch.tensor(x, dtype=torch.int32, device=device) for x in zip(*rows, strict=True))
     out = torch.full((len(rows), heads.n_q * heads.dim), torch.nan, dtype=torch.bfloat16, device=device)
     scratch = attention_scratch(
         heads, len(rows), 1024, lambda _, size, dtype: torch.zeros(size, dtype=dtype, device=device)
     )
     attention_decode(
         proj, heads, case.q_norm, case.k_norm, EPS,
-        rows=Rows(place, torch.zeros_like(place), position, drafts=Drafts(ahead, ahead, ahead, ahead) if with_drafts else None),
+        rows=Rows(batch_slot, torch.zeros_like(batch_slot), position, drafts=Drafts(ahead, ahead, ahead, ahead) if with_drafts else None),
         page_table=case.table, cos=case.cos, sin=case.sin, pages=pages, scratch=scratch, max_len=1024, out=out, levers=LEVERS,
         format=case.format,
     )  # fmt: skip
@@ -286,12 +290,12 @@ def test_rows_of_a_draft_have_the_bits_of_single_rows(
     n_rows = {0: 4, 1: 1, 2: 5, 3: 2, 4: 3}
     lengths = [64 * 3, 70, 64 * 10 + 57, 3, 64 * 8 + 20]
     case = make(device, AttentionHeads(n_q, n_kv, dim), half, [*lengths, 1000], n_partials=2, format=format)
-    rows = [(place, lengths[place] + j, j) for place, n in n_rows.items() for j in range(n)]
+    rows = [(batch_slot, lengths[batch_slot] + j, j) for batch_slot, n in n_rows.items() for j in range(n)]
     pages, expected_pages = case.pages.clone(), case.pages.clone()
     found = attend(case, pages, rows, with_drafts=True)
-    for i, (place, position, _) in enumerate(rows):
-        expected = attend(case, expected_pages, [(place, position, 0)], with_drafts=False)
-        assert torch.equal(found[i].view(torch.int16), expected[0].view(torch.int16)), (place, position)
+    for i, (batch_slot, position, _) in enumerate(rows):
+        expected = attend(case, expected_pages, [(batch_slot, position, 0)], with_drafts=False)
+        assert torch.equal(found[i].view(torch.int16), expected[0].view(torch.int16)), (batch_slot, position)
     assert torch.equal(pages.view(torch.uint8), expected_pages.view(torch.uint8))
     assert not found.isnan().any()
 
@@ -348,10 +352,10 @@ def test_shapes_of_the_models(device: str, n_q: int, n_kv: int) -> None:
     case = make(device, AttentionHeads(n_q, n_kv, 256), 32, lengths, n_partials=2)
     compare(case, [0, 1, -1, 2, 3, 4, 5, 6, 7, 8])
     every, _ = run(case, list(range(9)) * 14, max_len=20_000)
-    for place in range(9):
-        alone, _ = run(case, [place], max_len=lengths[place] + 1)
-        same = [torch.equal(alone[0].view(torch.int16), every[r].view(torch.int16)) for r in range(place, 126, 9)]
-        assert all(same), f"{lengths[place]} keys: alone and among 125 others"
+    for batch_slot in range(9):
+        alone, _ = run(case, [batch_slot], max_len=lengths[batch_slot] + 1)
+        same = [torch.equal(alone[0].view(torch.int16), every[r].view(torch.int16)) for r in range(batch_slot, 126, 9)]
+        assert all(same), f"{lengths[batch_slot]} keys: alone and among 125 others"
 
 
 @needs_gpu
@@ -367,12 +371,12 @@ def test_recorded_and_replayed(device: str) -> None:
     def step() -> None:
         for _ in range(4):
             attention_decode(
-                case.proj, case.heads, case.q_norm, case.k_norm, EPS, rows=Rows(rows, slots, positions),
+                case.proj, case.heads, case.q_norm, case.k_norm, EPS, rows=Rows(rows, state_slots, positions),
                 page_table=case.table, cos=case.cos, sin=case.sin, pages=pages,
                 scratch=scratch, max_len=4096, out=out, levers=LEVERS,
             )  # fmt: skip
 
-    slots, rows = torch.zeros(3, **i32), torch.arange(3, **i32)
+    state_slots, rows = torch.zeros(3, **i32), torch.arange(3, **i32)
     positions = torch.tensor(case.lengths, **i32)
     step()
     torch.cuda.synchronize()

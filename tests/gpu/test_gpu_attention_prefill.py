@@ -88,8 +88,8 @@ class World:
         pages = [int(self.page_table[i, p // BLOCK]) for i, p, _ in rows]
         nothing = row([])
         blocks = Blocks(
-            n=row([n for *_, n in rows]), position=row([p for _, p, _ in rows]), place=row([i for i, *_ in rows]),
-            page=row(pages), snapshot=nothing, segment_begin=nothing, start_slot=nothing, slot=nothing,
+            n=row([n for *_, n in rows]), position=row([p for _, p, _ in rows]), batch_slot=row([i for i, *_ in rows]),
+            page=row(pages), snapshot=nothing, segment_begin=nothing, start_slot=nothing, state_slot=nothing,
             block_segment=nothing,
         )  # fmt: skip
         heads, size = self.heads, BLOCK * capacity

@@ -97,7 +97,7 @@ def test_its_keys_and_values_are_the_same_on_every_way() -> None:
 
     run(runner := fresh(), chunks := sequence(ids), 64, draws=False)
     run(runner, chunks, len(ids) - 64)
-    for i, step in enumerate((3, 2, 4, 1, 3, 0)):  # tokens of a draft; every other one is wrong from some place on
+    for i, step in enumerate((3, 2, 4, 1, 3, 0)):  # tokens of a draft; every other one is wrong from some batch slot on
         at = len(chunks.tokens)
         draft = tokens[at : at + step]
         if i % 2 and draft:
@@ -107,12 +107,12 @@ def test_its_keys_and_values_are_the_same_on_every_way() -> None:
     assert list(chunks.tokens[: n + 1]) == tokens and len(chunks.tokens) > n + 1
     np.testing.assert_array_equal(kept(runner, chunks, n), truth)
 
-    again = sequence(tokens[:n], place=1, n_prompt=len(ids))  # its memory was lost: nothing is drawn
+    again = sequence(tokens[:n], batch_slot=1, n_prompt=len(ids))  # its memory was lost: nothing is drawn
     again.pages[0] = chunks.pages[0]  # but for a page that the tree had
     runner.memory[0].states[1], runner.memory[0].columns[1] = 0, 0
     run(runner, again, 64, draws=False)
     run(runner, again, len(ids) - 64, draws=False)
-    beside = sequence(prompt(40, seed=2), place=2)
+    beside = sequence(prompt(40, seed=2), batch_slot=2)
     run(runner, beside, 40)
     while again.n_computed < n - 1:
         step = Step([Chunk(s, s.n_computed, 1) for s in (again, beside)], [Draw(1, beside, 2)], runs_ahead=False)
@@ -141,15 +141,15 @@ def test_what_draws_a_token_draws_a_guess() -> None:
     run(runner, of := sequence(prompt(9), **biased), 9)
     assert run(runner, of, 1, 3) == [7, 7, 7]
     penalised = {"logit_bias": {7: 100.0, 8: 90.0}, "frequency_penalty": 20.0}
-    run(runner, of := sequence(prompt(9), place=1, **penalised), 9)
+    run(runner, of := sequence(prompt(9), batch_slot=1, **penalised), 9)
     guesses = run(runner, of, 1, 4)
     assert of.tokens[-2:].tolist() == [7, 8] and guesses == [7, 8, 7, 8]
     for _ in range(3):
         run(runner, of, 1)
     assert of.tokens[-3:].tolist() == [7, 8, 7]
     seeds = set()
-    for place in range(3):
-        run(runner, of := sequence(prompt(9), place=place, temperature=5.0), 9)
+    for batch_slot in range(3):
+        run(runner, of := sequence(prompt(9), batch_slot=batch_slot, temperature=5.0), 9)
         seeds.add(tuple(run(runner, of, 1, 4)))
     assert len(seeds) == 3
 
@@ -230,7 +230,9 @@ def test_what_counts_is_found(device: str) -> None:
     for i, (drafts, out) in enumerate(cases):
         for j, (token, draft) in enumerate(zip(out, [0, *drafts], strict=True)):
             drawn[at + j] = token
-            for tensor, value in zip((rows.place, rows.slot, rows.position), (i, 10 + i, 20 * i + j), strict=True):
+            for tensor, value in zip(
+                (rows.batch_slot, rows.state_slot, rows.position), (i, 10 + i, 20 * i + j), strict=True
+            ):
                 tensor[at + j] = value
             rows.drafts.ahead[at + j], rows.drafts.token[at + j] = j, draft  # type: ignore[union-attr]
             g.room[at + j] = 20 * i + len(out) + 1
@@ -240,14 +242,14 @@ def test_what_counts_is_found(device: str) -> None:
             expected_last[at + count - 1] = 10 + i
         at += len(out)
     g.known.fill_(-1)
-    rows.slot[at:] = -1
-    rows.slot[at], rows.place[at], g.known[at], drawn[at] = 30, 6, 3, 4  # it was drawn before
+    rows.state_slot[at:] = -1
+    rows.state_slot[at], rows.batch_slot[at], g.known[at], drawn[at] = 30, 6, 3, 4  # it was drawn before
     expected_kept[at] = expected_last[at] = 30
     begin_guess(rows, drawn.to(device), g, levers=LEVERS)
     assert g.kept.tolist() == expected_kept and g.last.tolist() == expected_last
     assert g.token.tolist() == [*drawn.tolist()[:at], 3, 0] and g.tokens[1].tolist() == drawn.tolist()
-    places = [place if last >= 0 and i != at else -1 for i, (place, last) in enumerate(zip(rows.place.tolist(), expected_last, strict=True))]  # fmt: skip
-    assert g.draws.place.tolist() == places
+    batch_slots = [batch_slot if last >= 0 and i != at else -1 for i, (batch_slot, last) in enumerate(zip(rows.batch_slot.tolist(), expected_last, strict=True))]  # fmt: skip
+    assert g.draws.batch_slot.tolist() == batch_slots
     assert g.draws.position.tolist() == (rows.position + 2).tolist()
     for i, last in enumerate(expected_last):
         g.tokens[0, i] = 50 + i if last >= 0 else 0
@@ -255,7 +257,11 @@ def test_what_counts_is_found(device: str) -> None:
     go_on(rows, g, levers=LEVERS)
     assert g.tokens[2].tolist() == g.tokens[0].tolist() == g.token.tolist()
     goes_on = [last >= 0 and i not in (3, at) and int(rows.position[i]) + 1 < int(g.room[i]) for i, last in enumerate(expected_last)]  # fmt: skip
-    assert [last >= 0 for last in g.last.tolist()] == goes_on == [place >= 0 for place in g.draws.place.tolist()]
+    assert (
+        [last >= 0 for last in g.last.tolist()]
+        == goes_on
+        == [batch_slot >= 0 for batch_slot in g.draws.batch_slot.tolist()]
+    )
     assert g.position.tolist() == (rows.position + 1).tolist()
     go_on(rows, g, levers=LEVERS)
     assert g.tokens[3].tolist() == g.tokens[0].tolist() and (g.draws.position == rows.position + 4).all()

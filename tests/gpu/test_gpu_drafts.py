@@ -30,8 +30,8 @@ pytest.importorskip("triton")
 from deltic.models.qwen import gpu as qwen_gpu
 from deltic.ops.gpu.blocks import Rows, Windows, window_rows
 from deltic.runtime.build import build_runner
+from deltic.runtime.gpu.batch_slots import BatchSlots
 from deltic.runtime.gpu.device import Gpu
-from deltic.runtime.gpu.places import Places
 from deltic.runtime.gpu.text import GpuTextRunner
 
 HAS_GPU = torch.cuda.is_available()
@@ -144,8 +144,10 @@ def one_too_many(patch: Patch) -> None:
 
 def not_redone(patch: Patch) -> None:
     """The state never sees the tokens of a window."""
-    rows = Places.rows
-    patch.setattr(Places, "rows", lambda self, chunks, n: rows(self, [replace(chunk, n_redo=0) for chunk in chunks], n))
+    rows = BatchSlots.rows
+    patch.setattr(
+        BatchSlots, "rows", lambda self, chunks, n: rows(self, [replace(chunk, n_redo=0) for chunk in chunks], n)
+    )
 
 
 def _beside(patch: Patch, spoil: Callable[..., None]) -> None:
@@ -165,8 +167,8 @@ def committed_early(patch: Patch) -> None:
 
     def spoil(mixer: Callable[..., None], rows: Rows, out: Tensor, **_: Any) -> None:
         assert rows.drafts is not None
-        slot = torch.where(rows.drafts.length > 1, rows.slot, -1)
-        mixer(rows=replace(rows, slot=slot, drafts=None), out=out.clone())
+        state_slot = torch.where(rows.drafts.length > 1, rows.state_slot, -1)
+        mixer(rows=replace(rows, state_slot=state_slot, drafts=None), out=out.clone())
 
     _beside(patch, spoil)
 
@@ -177,7 +179,7 @@ def columns_not_rolled_back(patch: Patch) -> None:
     def spoil(mixer: Callable[..., None], rows: Rows, windows: Windows, **_: Any) -> None:
         assert rows.drafts is not None
         for i, length in enumerate(rows.drafts.length.tolist()):
-            window, end = windows.columns[rows.place[i]], int(rows.position[i])
+            window, end = windows.columns[rows.batch_slot[i]], int(rows.position[i])
             for j in range(1, 4) if length > 1 else ():
                 window[(end - j) % len(window)] = window[(end + length - j) % len(window)]
 

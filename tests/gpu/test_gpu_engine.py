@@ -66,7 +66,7 @@ def runner(kind: str, levers: tuple[str, ...] = ()) -> GpuTextRunner:
 
 @contextlib.contextmanager
 def without_syncs() -> Iterator[None]:
-    """On a GPU whatever waits for it raises, except events and the places that say so."""
+    """On a GPU whatever waits for it raises, except events and the batch slots that say so."""
     if HAS_GPU:
         torch.cuda.set_sync_debug_mode("error")
     try:
@@ -87,7 +87,7 @@ def request(name: str, ids: list[int], n_tokens: int = N_TOKENS, **params: Any) 
 
 
 def answers(engine: Engine, preempt: dict[int, str] | None = None, spoil_at: int = -1) -> dict[str, list[Entry]]:
-    """Everything drawn, by request id and index. preempt: which request loses its place before which step. spoil_at: the step before
+    """Everything drawn, by request id and index. preempt: which request loses its batch slot before which step. spoil_at: the step before
     which nothing in the memory is finite any more."""
     found: dict[str, list[Entry]] = {}
     n_steps, recorded = 0, engine.stats().replays
@@ -255,7 +255,7 @@ def test_hit_and_cold(kind: str) -> None:
 
 
 def preempted(inner: GpuTextRunner, alone: Callable[..., list[Entry]]) -> None:
-    """P4: it loses its place while it decodes, with and without host memory for its state."""
+    """P4: it loses its batch slot while it decodes, with and without host memory for its state."""
     ids = prompt(9, 70)
     expected = alone(ids)
     for keeps in (True, False):
@@ -274,7 +274,7 @@ def test_preempted(kind: str) -> None:
 
 @needs_gpu
 def test_preempted_with_penalties_among_others() -> None:
-    """P4, where a place is somebody else's meanwhile: penalties count every token once, the one drawn ahead included."""
+    """P4, where a batch slot is somebody else's meanwhile: penalties count every token once, the one drawn ahead included."""
     ids = prompt(17, 70)
     params = {"frequency_penalty": 1.0, "repetition_penalty": 1.3, "temperature": 1.0, "seed": 3}
     expected = alone("dense", ids, **params)
@@ -417,7 +417,7 @@ def test_late_masks(monkeypatch: pytest.MonkeyPatch) -> None:
 @needs_gpu
 @pytest.mark.parametrize("keeps", (True, False))
 def test_preempted_in_its_grammar(keeps: bool) -> None:
-    """P4: with logits computed ahead from which nothing was drawn, and its place and slot somebody else's meanwhile."""
+    """P4: with logits computed ahead from which nothing was drawn, and its batch slot and state slot somebody else's meanwhile."""
     guided = guided_request("a", prompt(53, 70), seed=3, frequency_penalty=0.5)
     other = guided_request("b", prompt(54, 40), seed=4)
     late = request("c", prompt(55, 66))

@@ -10,7 +10,7 @@ from torch import Tensor
 from deltic.ops.arrays import bfloat16
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu import linear
-from deltic.ops.gpu.blocks import PlaceState, Rows
+from deltic.ops.gpu.blocks import BatchState, Rows
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.fp8 import Fp8Rows, block_scales, fp8_linear, fp8_rows, fp8_tile, round_rows, vendor_multiplies
 from deltic.ops.gpu.launch import Levers
@@ -27,7 +27,7 @@ from deltic.ops.gpu.linear import (
 )
 from deltic.ops.gpu.norm import begin_decode, embed
 from deltic.ops.gpu.weight import DeviceStore, unpack
-from deltic.ops.matrix import Matrix, Piece, planes
+from deltic.ops.matrix import Matrix, Segment, planes
 from tests.gpu.matrices import e4m3_rows
 from tests.quantised_rows import operands, random_rows
 
@@ -66,13 +66,13 @@ def put(device: str, n: int, k: int, *runs: tuple[int, str]) -> tuple[Matrix, Te
     """A matrix of random rows in these formats, and what it is multiplied as: float64, rounded as the kernels do."""
     store, rows = DeviceStore(device), []
     w = Matrix.empty(n, k, [(height, WEIGHT_FORMATS[name]) for height, name in runs], "rows", 1, store.empty)
-    for piece in w.pieces:
-        if piece.format.name == "bf16":
-            values = torch.randn(piece.n, k).bfloat16()
-            store.put(piece, values.view(torch.int16).numpy().view(bfloat16))
+    for segment in w.segments:
+        if segment.format.name == "bf16":
+            values = torch.randn(segment.n, k).bfloat16()
+            store.put(segment, values.view(torch.int16).numpy().view(bfloat16))
         else:
-            found = random_rows(piece.format.name, piece.n, k)
-            store.put(piece, found)
+            found = random_rows(segment.format.name, segment.n, k)
+            store.put(segment, found)
             values = torch.from_numpy(operands(found))
         rows.append(values.double())
     return w, torch.cat(rows).to(device)
@@ -123,7 +123,7 @@ def fp8_scratch(device: str, n: int, k: int) -> Fp8Rows:
 
 
 def scratch(device: str, n_rows: int, w: Matrix) -> WideScratch:
-    codes = {piece.format.codes for piece in w.pieces}
+    codes = {segment.format.codes for segment in w.segments}
     return wide_scratch(
         n_rows, w.n * w.k, w.k, codes, lambda _, size, dtype: torch.empty(size, dtype=dtype, device=device)
     )
@@ -193,10 +193,10 @@ def in_one_block(w: Matrix) -> None:
     scale.copy_(by_blocks(scale))
 
 
-def scales_of(piece: Piece) -> Tensor:
+def scales_of(segment: Segment) -> Tensor:
     """float32 [groups, n] of an e4m3 matrix."""
-    at, size = planes(piece.n, piece.k, piece.format)["scale"]
-    return piece.data.view(-1)[at : at + size].view(torch.float32).view(-1, piece.n)
+    at, size = planes(segment.n, segment.k, segment.format)["scale"]
+    return segment.data.view(-1)[at : at + size].view(torch.float32).view(-1, segment.n)
 
 
 def by_blocks(scale: Tensor) -> Tensor:
@@ -231,7 +231,7 @@ def test_few_rows_by_the_vendors_e4m3(device: str, monkeypatch: pytest.MonkeyPat
     ("format", "k", "rows"), [("fp8", 512, (3, 40, 64)), ("int4-g128-bfloat16", 256, (3, 70, 130))]
 )
 def test_other_tiles_of_more_rows(device: str, format: str, k: int, rows: tuple[int, ...]) -> None:
-    """Tall tiles of e4m3 with 33 to 64 rows, long blocks of int4 with more: alone, beside another piece, and with SwiGLU."""
+    """Tall tiles of e4m3 with 33 to 64 rows, long blocks of int4 with more: alone, beside another segment, and with SwiGLU."""
     w, values = put(device, 256, k, (192, format), (64, "bf16"))
     whole, of_whole = put(device, 256, k, (256, format))
     x = torch.randn(rows[-1], k).bfloat16().to(device)
@@ -292,9 +292,9 @@ def test_a_matrix_in_several_formats(device: str) -> None:
         close(sums.sum(0)[:, :80], exactly[:n], values[:80])
         close(sums.sum(0)[:, 80:], e4m3_rows(x[:n]), values[80:])
         alone = torch.full((2, n, 10), torch.nan, device=device)
-        narrow_linear(x[:n], Matrix(10, 256, (w.pieces[1],)), alone, levers=LEVERS)
+        narrow_linear(x[:n], Matrix(10, 256, (w.segments[1],)), alone, levers=LEVERS)
         if device != "cpu":  # the interpreter's sums have numpy's order, which follows the shape
-            assert torch.equal(sums[..., 40:50], alone)  # beside another piece as alone
+            assert torch.equal(sums[..., 40:50], alone)  # beside another segment as alone
     wide = torch.full((64, 100), torch.nan, device=device)
     wide_linear(x, w, wide, levers=LEVERS, scratch=scratch(device, 64, w))
     close(wide[:, :80], exactly, values[:80])
@@ -321,8 +321,8 @@ def test_an_embedding_in_any_format(device: str, name: str) -> None:
     embed(ids, w, found, pictures)
     assert torch.equal(found[[0, 2]], expected[[0, 2]]) and torch.equal(found[1], pictures[0].float())
     rows = Rows(*(torch.zeros_like(ids) for _ in range(3)))
-    begun, places = torch.full_like(found, torch.nan), torch.tensor([0, 1, 2], device=device, dtype=torch.int32)
-    begin_decode(places, PlaceState(ids, ids, ids, ids, ids), w, rows=rows, residual=begun, levers=LEVERS)
+    begun, batch_slots = torch.full_like(found, torch.nan), torch.tensor([0, 1, 2], device=device, dtype=torch.int32)
+    begin_decode(batch_slots, BatchState(ids, ids, ids, ids, ids), w, rows=rows, residual=begun, levers=LEVERS)
     assert torch.equal(begun, expected)
 
 

@@ -52,7 +52,7 @@ class Case:
 
     heads: GdnHeads
     weights: GdnWeights
-    slots: list[int]
+    state_slots: list[int]
     positions: list[int]
     proj: Tensor
     columns: Tensor
@@ -61,19 +61,21 @@ class Case:
     def part(self, rows: list[int]) -> Case:
         """Some of the rows, in this order, in a copy of the pool."""
         return Case(
-            self.heads, self.weights, [self.slots[r] for r in rows], [self.positions[r] for r in rows],
+            self.heads, self.weights, [self.state_slots[r] for r in rows], [self.positions[r] for r in rows],
             self.proj[:, rows].contiguous(), self.columns.clone(), self.states.clone(),
         )  # fmt: skip
 
     def step(self, levers: Levers | None = None) -> Tensor:
         device = self.proj.device
         out = torch.full(
-            (len(self.slots), self.heads.n_v * self.heads.v_dim), torch.nan, dtype=torch.bfloat16, device=device
+            (len(self.state_slots), self.heads.n_v * self.heads.v_dim), torch.nan, dtype=torch.bfloat16, device=device
         )
-        slot, position = (torch.tensor(x, dtype=torch.int32, device=device) for x in (self.slots, self.positions))
+        state_slot, position = (
+            torch.tensor(x, dtype=torch.int32, device=device) for x in (self.state_slots, self.positions)
+        )
         gdn_decode(
             self.proj, self.heads, self.weights, EPS,
-            rows=Rows(slot, slot, position),
+            rows=Rows(state_slot, state_slot, position),
             columns=self.columns[:, LAYER], states=self.states[:, LAYER], layer=LAYER, out=out, levers=levers or Levers(),
         )  # fmt: skip
         return out
@@ -81,7 +83,7 @@ class Case:
 
 def make(
     heads: GdnHeads,
-    slots: list[int],
+    state_slots: list[int],
     positions: list[int],
     *,
     splits: int = 1,
@@ -96,7 +98,7 @@ def make(
     def normal(*shape: int) -> Tensor:
         return torch.randn(shape, generator=g)
 
-    c, n = heads.channels, len(slots)
+    c, n = heads.channels, len(state_slots)
     weights = GdnWeights(
         conv=normal(4, c) * 0.5,
         a_log=normal(heads.n_v),
@@ -106,16 +108,16 @@ def make(
     proj = normal(splits, n, c + heads.n_v * heads.v_dim + 2 * heads.n_v) * splits**-0.5
     columns = torch.full((n_slots, N_LAYERS, 4, c), torch.nan, dtype=torch.bfloat16)
     states = torch.full((n_slots, N_LAYERS, heads.n_v, heads.v_dim, heads.k_dim), torch.nan, dtype=dtype)
-    for r, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-        if slot < 0:
+    for r, (state_slot, position) in enumerate(zip(state_slots, positions, strict=True)):
+        if state_slot < 0:
             proj[:, r] = torch.nan
             continue
         for p in range(max(0, position - 3), position):
-            columns[slot, LAYER, p % 4] = normal(c).bfloat16()
+            columns[state_slot, LAYER, p % 4] = normal(c).bfloat16()
         if position > 0:
-            states[slot, LAYER] = normal(heads.n_v, heads.v_dim, heads.k_dim) * 0.3
+            states[state_slot, LAYER] = normal(heads.n_v, heads.v_dim, heads.k_dim) * 0.3
     weights = GdnWeights(*(w.to(device) for w in (weights.conv, weights.a_log, weights.dt_bias, weights.norm)))
-    return Case(heads, weights, slots, positions, proj.to(device), columns.to(device), states.to(device))
+    return Case(heads, weights, state_slots, positions, proj.to(device), columns.to(device), states.to(device))
 
 
 def reference(
@@ -144,7 +146,7 @@ def host(case: Case) -> Case:
     """A copy on the host."""
     w = case.weights
     return Case(
-        case.heads, GdnWeights(*(x.cpu() for x in (w.conv, w.a_log, w.dt_bias, w.norm))), case.slots,
+        case.heads, GdnWeights(*(x.cpu() for x in (w.conv, w.a_log, w.dt_bias, w.norm))), case.state_slots,
         case.positions, case.proj.cpu().clone(), case.columns.cpu().clone(), case.states.cpu().clone(),
     )  # fmt: skip
 
@@ -177,35 +179,35 @@ ONE_STEP = [(heads, n) for heads in (*HEADS, *(TiledOrder(heads).heads for heads
     ids=lambda x: name(x) if isinstance(x, GdnHeads) else str(x),
 )
 def test_one_step(heads: GdnHeads, splits: int, dtype: torch.dtype, device: str) -> None:
-    slots, positions = [5, -1, 0, 2, 7, 4], [0, 9, 1, 2, 3, 1026]
+    state_slots, positions = [5, -1, 0, 2, 7, 4], [0, 9, 1, 2, 3, 1026]
     if heads.n_v * heads.v_dim * heads.k_dim > 1 << 13 and device == "cpu":
-        slots, positions = slots[1::4], positions[1::4]
-    case = make(heads, slots, positions, splits=splits, device=device, dtype=dtype)
+        state_slots, positions = state_slots[1::4], positions[1::4]
+    case = make(heads, state_slots, positions, splits=splits, device=device, dtype=dtype)
     before = host(case)
     launches.n = 0
     out = case.step()
     assert launches.n == 1
     after = host(case)
-    for r, (slot, position) in enumerate(zip(slots, positions, strict=True)):
-        if slot < 0:
+    for r, (state_slot, position) in enumerate(zip(state_slots, positions, strict=True)):
+        if state_slot < 0:
             assert out[r].isnan().all()
             continue
         window = torch.zeros(heads.channels, 3)
         for i in range(min(3, position)):
-            window[:, 2 - i] = before.columns[slot, LAYER, (position - 1 - i) % 4].float()
-        state = before.states[slot, LAYER].mT.float() if position else None
+            window[:, 2 - i] = before.columns[state_slot, LAYER, (position - 1 - i) % 4].float()
+        state = before.states[state_slot, LAYER].mT.float() if position else None
         expected, state = reference(heads, before.weights, before.proj[:, r : r + 1], window, state)
         assert_close(out[r], expected[0])
         # float32 sums of at most 256 terms of about 0.3, in another order, which may round to the neighbour in bfloat16
-        kept, found = rounding(dtype, position)(state).mT, after.states[slot, LAYER].float()
+        kept, found = rounding(dtype, position)(state).mT, after.states[state_slot, LAYER].float()
         near = 1e-5 if dtype == torch.float32 else 2**-7
         torch.testing.assert_close(found, kept, rtol=near, atol=1e-5)
         assert dtype == torch.float32 or (found == kept).float().mean() > 0.99
         inputs = before.proj[0, r]
         for partial in before.proj[1:, r]:
             inputs = inputs + partial
-        before.columns[slot, LAYER, position % 4] = inputs[: heads.channels].bfloat16()
-        before.states[slot, LAYER] = after.states[slot, LAYER]
+        before.columns[state_slot, LAYER, position % 4] = inputs[: heads.channels].bfloat16()
+        before.states[state_slot, LAYER] = after.states[state_slot, LAYER]
     assert torch.equal(after.columns.view(torch.int16), before.columns.view(torch.int16))
     assert torch.equal(bits(after.states), bits(before.states))
 
@@ -228,10 +230,10 @@ def test_steps_follow_a_sequence(heads: GdnHeads, device: str) -> None:
 
 @pytest.mark.parametrize("heads", [SMALL[1], *HEADS[len(SMALL) :]], ids=name)
 def test_bits_are_the_rows_own(heads: GdnHeads, device: str) -> None:
-    """Alone, among others, in another place, in a larger bucket, started early or not: same bits of output, state and ring."""
+    """Alone, among others, in another batch slot, in a larger bucket, started early or not: same bits of output, state and ring."""
     n = 128 if device == "cuda" else 5
-    slots = [(5 * r + 3) % (n + 1) for r in range(n)]
-    case = make(heads, slots, [r % 7 for r in range(n)], splits=2, device=device, n_slots=n + 1)
+    state_slots = [(5 * r + 3) % (n + 1) for r in range(n)]
+    case = make(heads, state_slots, [r % 7 for r in range(n)], splits=2, device=device, n_slots=n + 1)
     everything = case.part(list(range(n)))
     out_everything = everything.step(Levers(pdl=False))
     for rows in ([2], [4, 2], list(range(n - 1, 0, -2))):
@@ -239,7 +241,7 @@ def test_bits_are_the_rows_own(heads: GdnHeads, device: str) -> None:
         out = some.step()
         assert torch.equal(out, out_everything[rows])
         assert not out.isnan().any()
-        taken = [slots[r] for r in rows]
+        taken = [state_slots[r] for r in rows]
         assert torch.equal(some.states[taken, LAYER], everything.states[taken, LAYER])
         assert torch.equal(
             some.columns[taken, LAYER].view(torch.int16), everything.columns[taken, LAYER].view(torch.int16)
@@ -253,7 +255,9 @@ def test_tiled_order_keeps_bits(heads: GdnHeads, device: str) -> None:
     grouped = make(heads, [5, -1, 0, 4], [0, 9, 2, 1026], splits=2, device=device)
     columns = grouped.columns[..., order.channel].contiguous()
     states, proj = grouped.states[:, :, order.head].contiguous(), grouped.proj[..., order.row].contiguous()
-    tiled = Case(order.heads, order.weights(grouped.weights), grouped.slots, grouped.positions, proj, columns, states)
+    tiled = Case(
+        order.heads, order.weights(grouped.weights), grouped.state_slots, grouped.positions, proj, columns, states
+    )
     for positions in ([0, 9, 2, 1026], [1, 9, 3, 1027]):
         grouped.positions = tiled.positions = positions
         expected, out = grouped.step()[:, order.out], tiled.step()
@@ -295,7 +299,7 @@ MAX_DRAFTS = 4
 
 @dataclass
 class Drafting:
-    """Sequences in slots and places of their own, whose steps may have drafts. `truth` is what their tokens bring."""
+    """Sequences in state slots and places of their own, whose steps may have drafts. `truth` is what their tokens bring."""
 
     case: Case
     truth: Tensor  # [S, sequences, T, columns]
@@ -313,19 +317,19 @@ class Drafting:
         for s, n, right in zip(which, n_drafts, n_right, strict=True):
             for j in range(1 + n):
                 length, redo = (1 + n, self.n_window[s]) if j == 0 else (0, 9999)
-                rows.append((case.slots[s], case.positions[s] + self.n_run[s] + j, s, j, length, redo))
+                rows.append((case.state_slots[s], case.positions[s] + self.n_run[s] + j, s, j, length, redo))
                 row = self.truth[:, s, self.n_run[s] + j]
                 proj.append(row if j <= right else torch.randn_like(row))
         n = len(rows)
         rows += [(-1, 0, 0, 0, 0, 0)] * n_pad
         proj += [torch.full_like(proj[0], torch.nan)] * n_pad
-        slot, position, place, ahead, length, redo = (
+        state_slot, position, batch_slot, ahead, length, redo = (
             torch.tensor(column, dtype=torch.int32, device=device) for column in zip(*rows, strict=True)
         )
         out = torch.full((n + n_pad, case.heads.n_v * case.heads.v_dim), torch.nan, dtype=torch.bfloat16, device=device)
         gdn_decode(
             torch.stack(proj, 1).contiguous(), case.heads, case.weights, EPS,
-            rows=Rows(place, slot, position, drafts=Drafts(ahead, ahead, length, redo)),
+            rows=Rows(batch_slot, state_slot, position, drafts=Drafts(ahead, ahead, length, redo)),
             columns=case.columns[:, LAYER], states=case.states[:, LAYER], layer=LAYER, windows=self.windows, out=out,
             levers=Levers(),
         )  # fmt: skip
@@ -342,8 +346,8 @@ class Drafting:
 def drafting(
     heads: GdnHeads, positions: list[int], n_tokens: int, splits: int, device: str, dtype: torch.dtype = torch.float32
 ) -> Drafting:
-    slots = [(3 * s + 2) % (len(positions) + 1) for s in range(len(positions))]
-    case = make(heads, slots, positions, splits=splits, device=device, n_slots=len(positions) + 1, dtype=dtype)
+    state_slots = [(3 * s + 2) % (len(positions) + 1) for s in range(len(positions))]
+    case = make(heads, state_slots, positions, splits=splits, device=device, n_slots=len(positions) + 1, dtype=dtype)
     g, n, w = torch.Generator().manual_seed(4), len(positions), window_rows(MAX_DRAFTS)
     truth = torch.randn(splits, n, n_tokens + MAX_DRAFTS, case.proj.shape[2], generator=g).to(device)
     columns = torch.full((n, N_LAYERS, w, heads.channels), torch.nan, dtype=torch.bfloat16, device=device)
@@ -384,11 +388,11 @@ def test_drafts_have_the_bits_of_single_steps(heads: GdnHeads, dtype: torch.dtyp
         for s, rows in outs.items():
             for j, row in enumerate(rows):
                 assert torch.equal(row.view(torch.int16), single[before[s] + j][s].view(torch.int16))
-        for s, slot in enumerate(found.case.slots):
+        for s, state_slot in enumerate(found.case.state_slots):
             n_seen = found.n_run[s] - found.n_window[s]
-            assert torch.equal(bits(found.case.states[slot, LAYER]), bits(states[n_seen][slot, LAYER]))
+            assert torch.equal(bits(found.case.states[state_slot, LAYER]), bits(states[n_seen][state_slot, LAYER]))
             for p in range(max(0, positions[s] + n_seen - 3), positions[s] + n_seen):
-                ring, expected = found.case.columns[slot, LAYER, p % 4], rings[n_seen][slot, LAYER, p % 4]
+                ring, expected = found.case.columns[state_slot, LAYER, p % 4], rings[n_seen][state_slot, LAYER, p % 4]
                 assert torch.equal(ring.view(torch.int16), expected.view(torch.int16))
     assert n_lazy > 5 and n_redone > 5
     for pool in (found.case.states, found.case.columns):

@@ -1,4 +1,4 @@
-"""gdn_prefill on the GPU against the reference: chunks, segments, slots, snapshots, padding; and bits that stay."""
+"""gdn_prefill on the GPU against the reference: chunks, segments, state slots, snapshots, padding; and bits that stay."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Part:
     proj: Tensor  # [n, R]
     position: int
     start_slot: int
-    slot: int
-    snapshots: dict[int, int] = field(default_factory=dict)  # block of the part -> slot
+    state_slot: int
+    snapshots: dict[int, int] = field(default_factory=dict)  # block of the part -> state slot
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Memory:
 
 
 def memory(heads: GdnHeads, n_slots: int, device: str, dtype: torch.dtype = torch.float32) -> Memory:
-    """As two layers' slots, of which the second one is ours: slots are apart by more than their size. Poisoned."""
+    """As two layers' state slots, of which the second one is ours: state slots are apart by more than their size. Poisoned."""
     columns = torch.full((n_slots, 2, 4, heads.channels), torch.nan, dtype=torch.bfloat16, device=device)
     states = torch.full((n_slots, 2, heads.n_v, heads.v_dim, heads.k_dim), torch.nan, dtype=dtype, device=device)
     return Memory(columns[:, 1], states[:, 1])
@@ -103,7 +103,7 @@ def run(
 ) -> list[Tensor]:
     """Outputs of the parts, in one call with `spare` blocks more than are used. Padding must have been left alone or zeroed.
 
-    recorded: of a replay, after a call as it is; no part may end in the slot it starts from.
+    recorded: of a replay, after a call as it is; no part may end in the state slot it starts from.
     """
     sizes = [math.ceil(len(part.proj) / BLOCK) for part in parts]
     n_blocks, n_segments = sum(sizes) + spare, max(segments, len(parts))
@@ -128,12 +128,12 @@ def run(
     blocks = Blocks(
         n=index(n),
         position=index(position),
-        place=index(owner),
+        batch_slot=index(owner),
         page=index([0] * n_blocks),
         snapshot=index(snapshot),
         segment_begin=index(begin),
         start_slot=index([part.start_slot for part in parts] + idle),
-        slot=index([part.slot for part in parts] + idle),
+        state_slot=index([part.state_slot for part in parts] + idle),
         block_segment=index(owner),
     )
     scratch = gdn_scratch(
@@ -153,7 +153,7 @@ def run(
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             step()
-        for x in (out, *vars(scratch).values(), *(memory.states[part.slot] for part in parts)):
+        for x in (out, *vars(scratch).values(), *(memory.states[part.state_slot] for part in parts)):
             x.fill_(torch.nan)
         graph.replay()
         torch.cuda.synchronize()
@@ -201,7 +201,7 @@ def check_ring(ring: Tensor, proj: Tensor, heads: GdnHeads) -> None:
 @pytest.mark.parametrize("heads", [*HEADS, *(TiledOrder(heads).heads for heads in GROUPED)], ids=str)
 @pytest.mark.parametrize("n", [1, 3, 64, 150])
 def test_against_reference(heads: GdnHeads, n: int, device: str) -> None:
-    """One sequence from its start. The slots hold NaN before, and scratch and padding too: nothing of them may be read."""
+    """One sequence from its start. The state slots hold NaN before, and scratch and padding too: nothing of them may be read."""
     proj, m = proj_of(heads, n, device), memory(heads, 4, device)
     (out,) = run([Part(proj, 0, -1, 2)], heads, m, device, spare=1)
     y, state = expected(proj, heads)
@@ -214,7 +214,7 @@ def test_against_reference(heads: GdnHeads, n: int, device: str) -> None:
 @pytest.mark.parametrize("heads", HEADS[1:2] + HEADS[4:], ids=str)
 @pytest.mark.parametrize("cut, tail, in_place", [(64, 66, True), (64, 2, False), (64, 1, True)])
 def test_cuts_keep_bits(heads: GdnHeads, cut: int, tail: int, in_place: bool, device: str) -> None:
-    """P2: a sequence in one chunk, or in two through its slot, gives the same outputs, state and columns."""
+    """P2: a sequence in one chunk, or in two through its state slot, gives the same outputs, state and columns."""
     proj, whole, parts = (proj_of(heads, cut + tail, device), memory(heads, 3, device), memory(heads, 3, device))
     (out,) = run([Part(proj, 0, 0, 1)], heads, whole, device)
     (head,) = run([Part(proj[:cut], 0, 2, 0)], heads, parts, device, spare=1)
@@ -234,11 +234,11 @@ def test_states_in_bfloat16(heads: GdnHeads, device: str) -> None:
     proj = proj_of(heads, 160, device)
     rounded, single = memory(heads, 5, device, torch.bfloat16), memory(heads, 2, device)
     (out,) = run([Part(proj, 0, 0, 1, {0: 2, 1: 3})], heads, rounded, device)
-    for begin, end, slot in ((0, 64, 2), (64, 128, 3), (128, 160, 1)):
+    for begin, end, state_slot in ((0, 64, 2), (64, 128, 3), (128, 160, 1)):
         (rows,) = run([Part(proj[begin:end], begin, 0, 1)], heads, single, device)
         assert torch.equal(rows, out[begin:end])
         kept = oracle.stochastic_bfloat16(single.states[1].mT.cpu(), end - 1, LAYER).mT.to(device)
-        assert torch.equal(kept, rounded.states[slot].float()) and not torch.equal(kept, single.states[1])
+        assert torch.equal(kept, rounded.states[state_slot].float()) and not torch.equal(kept, single.states[1])
         single.states[0], single.columns[0] = kept, single.columns[1]
     for begin, end in ((0, 64), (64, 160)):
         run([Part(proj[begin:end], begin, 4, 4)], heads, rounded, device, chunk=1)
@@ -247,7 +247,7 @@ def test_states_in_bfloat16(heads: GdnHeads, device: str) -> None:
 
 @pytest.mark.parametrize("heads", HEADS[1:2] + HEADS[4:], ids=str)
 def test_neighbours_keep_bits(heads: GdnHeads, device: str) -> None:
-    """P1: alone or between others, in a larger step: the same bits. Two of them start from the same slot, which stays."""
+    """P1: alone or between others, in a larger step: the same bits. Two of them start from the same state slot, which stays."""
     lengths = [64, 70, 1, 128]
     projs = [proj_of(heads, n, device, seed) for seed, n in enumerate(lengths)]
     m = memory(heads, 6, device)
@@ -259,8 +259,8 @@ def test_neighbours_keep_bits(heads: GdnHeads, device: str) -> None:
         alone = m.clone()
         (single,) = run([part], heads, alone, device)
         assert torch.equal(out, single)
-        assert torch.equal(together.states[part.slot], alone.states[part.slot])
-        assert torch.equal(together.columns[part.slot], alone.columns[part.slot])
+        assert torch.equal(together.states[part.state_slot], alone.states[part.state_slot])
+        assert torch.equal(together.columns[part.state_slot], alone.columns[part.state_slot])
     assert torch.equal(together.states[0], m.states[0]) and torch.equal(together.columns[0], m.columns[0])
 
 
@@ -269,11 +269,11 @@ def test_snapshots(heads: GdnHeads, device: str) -> None:
     """A snapshot is what the sequence would have left had it ended there, in bits; also where it does end."""
     proj, m = proj_of(heads, 128, device), memory(heads, 5, device)
     run([Part(proj, 0, 0, 0, {0: 3, 1: 4})], heads, m, device)
-    for slot, n in ((3, 64), (4, 128)):
+    for state_slot, n in ((3, 64), (4, 128)):
         cut = memory(heads, 1, device)
         run([Part(proj[:n], 0, 0, 0)], heads, cut, device)
-        assert torch.equal(cut.states[0], m.states[slot])
-        check_ring(m.columns[slot], proj[:n], heads)
+        assert torch.equal(cut.states[0], m.states[state_slot])
+        check_ring(m.columns[state_slot], proj[:n], heads)
 
 
 @pytest.mark.parametrize("heads", GROUPED, ids=str)

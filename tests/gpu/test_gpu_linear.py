@@ -17,7 +17,7 @@ from deltic.ops.contract import KernelError
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu import linear as linear_module
 from deltic.ops.gpu import norm as norm_module
-from deltic.ops.gpu.blocks import PlaceState, Rows
+from deltic.ops.gpu.blocks import BatchState, Rows
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import (
     Narrow,
@@ -80,28 +80,28 @@ def rounded_close(out: Tensor, expected: Tensor, atol: float = 1e-5) -> None:
 
 
 def test_begin_decode(device: str) -> None:
-    n_places, width, vocab = 5, 96 if device == "cpu" else 5120, 40
+    n_batch_slots, width, vocab = 5, 96 if device == "cpu" else 5120, 40
     table = values(vocab, width, device=device)
     integers = dict(device=device, dtype=torch.int32)
-    rows_place = torch.tensor([3, -1, 0, 4], **integers)
+    rows_batch_slot = torch.tensor([3, -1, 0, 4], **integers)
     last_token = torch.tensor([7, -1, -1, 39, -1], **integers)
     position = torch.tensor([70, 9, 9, 0, 12], **integers)
-    slot = torch.tensor([2, 9, 9, 5, 1], **integers)
+    state_slot = torch.tensor([2, 9, 9, 5, 1], **integers)
     done = torch.tensor([0, 0, 0, 0, 1], **integers)
     rows = Rows(*(torch.full((4,), -77, **integers) for _ in range(3)))
     residual = poisoned(4, width, device=device)
-    assert n_places == len(slot)
-    places = PlaceState(last_token, position, slot, done, page_table=slot)
-    begin_decode(rows_place, places, in_rows(table), rows=rows, residual=residual, levers=LEVERS)
-    assert rows.place.tolist() == [3, 0, 0, 4]
-    assert rows.slot.tolist() == [5, -1, 2, -1]
+    assert n_batch_slots == len(state_slot)
+    batch_slots = BatchState(last_token, position, state_slot, done, page_table=state_slot)
+    begin_decode(rows_batch_slot, batch_slots, in_rows(table), rows=rows, residual=residual, levers=LEVERS)
+    assert rows.batch_slot.tolist() == [3, 0, 0, 4]
+    assert rows.state_slot.tolist() == [5, -1, 2, -1]
     assert rows.position.tolist() == [0, 0, 70, 12]
     assert torch.equal(residual, table.float()[[39, 0, 7, 0]])
     shift = torch.tensor([-3, 9, 9, 0, -5], **integers)
     behind = dataclasses.replace(rows, angle_shift=torch.full((4,), -77, **integers))
     begin_decode(
-        rows_place,
-        dataclasses.replace(places, angle_shift=shift),
+        rows_batch_slot,
+        dataclasses.replace(batch_slots, angle_shift=shift),
         in_rows(table),
         rows=behind,
         residual=residual,
@@ -265,7 +265,7 @@ def test_what_is_refused(device: str) -> None:
 @pytest.mark.parametrize("format", ["bf16", "int8", "int4"])
 def test_a_format_without_a_kernel_is_refused(device: str, format: str) -> None:
     w, few, many = Matrix.empty(64, 128, WEIGHT_FORMATS[format]), 2, 64
-    refused = f"no kernel for {format} in strips$"
+    refused = f"no kernel for {format} in panels$"
     with pytest.raises(KernelError, match=f"linear: .*{refused}"):
         narrow_linear(values(few, 128, device=device), w, poisoned(1, few, 64, device=device), levers=LEVERS)
     inner = poisoned(few, 32, device=device, dtype=torch.bfloat16)
@@ -280,7 +280,7 @@ def test_a_format_without_a_kernel_is_refused(device: str, format: str) -> None:
         embed(ids, w, poisoned(few, 128, device=device))
     with pytest.raises(KernelError, match=f"embed: .*{refused}"):
         rows, residual = Rows(ids, ids, ids), poisoned(few, 128, device=device)
-        begin_decode(ids, PlaceState(ids, ids, ids, ids, ids), w, rows=rows, residual=residual, levers=LEVERS)
+        begin_decode(ids, BatchState(ids, ids, ids, ids, ids), w, rows=rows, residual=residual, levers=LEVERS)
 
 
 def test_product_is_a_linear(device: str) -> None:

@@ -27,8 +27,8 @@ from deltic.ops.gpu.lora import WORDS, Target, expand, gather, n_sums, shrink
 from deltic.runtime.build import build_runner, plan_model
 from deltic.runtime.gpu import adapters as store
 from deltic.runtime.gpu.adapters import GpuAdapterMemory, adapter_bytes
+from deltic.runtime.gpu.batch_slots import ADAPTER_ROWS, adapter_groups
 from deltic.runtime.gpu.device import Gpu
-from deltic.runtime.gpu.places import ADAPTER_ROWS, adapter_groups
 from deltic.runtime.gpu.text import GpuTextRunner
 from tests.adapters import adapted
 from tests.gpu.test_gpu_drafts import small_checkpoint
@@ -156,9 +156,15 @@ def test_of_tokens(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         return float((found.double().cpu() - wanted).abs().max())
 
     who, out = groups([0, -1, 0, 0], device), torch.zeros(4, h, device=device)
-    by_place = on(9, 30, 17)
+    by_batch_slot = on(9, 30, 17)
     gather(
-        by_place, loaded.target, who, 4, levers=LEVERS, places=on(2, 0, 1, 1), drafts=(on(0, 0, 0, 1), on(0, 0, 0, 44))
+        by_batch_slot,
+        loaded.target,
+        who,
+        4,
+        levers=LEVERS,
+        batch_slots=on(2, 0, 1, 1),
+        drafts=(on(0, 0, 0, 1), on(0, 0, 0, 44)),
     )
     expand(out, loaded.target, who, parts=1, levers=LEVERS)
     assert not out[1].any() and far(out[[0, 2, 3]], expected([17, 30, 44])) < 1e-5

@@ -295,12 +295,12 @@ def test_a_format_without_a_kernel_is_refused(device: str, i: int) -> None:
     w = weights[i]
     weights[i] = Matrix.empty(w.n, w.k, WEIGHT_FORMATS["int8"], n_matrices=w.n_matrices)
     slots = torch.zeros(1, dtype=torch.int32, device=device)
-    with pytest.raises(KernelError, match=r"moe: .*no kernel for int8 in strips$"):
+    with pytest.raises(KernelError, match=r"moe: .*no kernel for int8 in panels$"):
         moe_decode(
             layer.rows(1), Moe(*weights), TINY.k, True, row_slot=slots, scratch=layer.scratch(1),
             out=torch.empty(TINY.k + 1, 1, TINY.hidden, device=device), levers=LEVERS,
         )  # fmt: skip
-    with pytest.raises(KernelError, match=r"moe: .*no kernel for int8 in strips$"):
+    with pytest.raises(KernelError, match=r"moe: .*no kernel for int8 in panels$"):
         moe_prefill(
             layer.rows(64), Moe(*weights), TINY.k, True, blocks=_blocks([64], device), scratch=layer.prefill_scratch(64),
             out=torch.empty(64, TINY.hidden, device=device), levers=LEVERS,

@@ -85,15 +85,15 @@ class Layer:
         store, rows = DeviceStore(self.device), n // len(names)
         w = Matrix.empty(n, k, [(rows, WEIGHT_FORMATS[name]) for name in names], "rows", n_matrices, store.empty)
         found = []
-        for piece in w.pieces:
+        for segment in w.segments:
             for i in range(n_matrices):
                 self.seed += 1
-                if piece.format.name == "bf16":
+                if segment.format.name == "bf16":
                     values = self.random(rows, k).mul_(k**-0.5).cpu()
-                    store.put(piece.one(i), values.view(torch.int16).numpy().view(bfloat16))
+                    store.put(segment.one(i), values.view(torch.int16).numpy().view(bfloat16))
                 else:
-                    drawn = random_rows(piece.format.name, rows, k, self.seed)
-                    store.put(piece.one(i), drawn)
+                    drawn = random_rows(segment.format.name, rows, k, self.seed)
+                    store.put(segment.one(i), drawn)
                     values = torch.from_numpy(operands(drawn))
                 found.append(values.double())
         values = torch.stack(found).view(len(names), n_matrices, rows, k).transpose(0, 1).reshape(n_matrices, n, k)
@@ -151,8 +151,8 @@ class Layer:
 
 
 def _rounds(w: Matrix) -> list[bool]:
-    """Whether rows are rounded to e4m3 for each piece."""
-    return [piece.format.codes == "e4m3" for piece in w.pieces]
+    """Whether rows are rounded to e4m3 for each segment."""
+    return [segment.format.codes == "e4m3" for segment in w.segments]
 
 
 def _swiglu(x: Tensor, gate_up: Tensor, down: Tensor, rounds_x: list[bool], rounds_act: list[bool]) -> Tensor:

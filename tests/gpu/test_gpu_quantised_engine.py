@@ -140,9 +140,9 @@ def alone(name: str, ids: list[int], n_tokens: int = N_TOKENS) -> list[Entry]:
 
 @dataclass(frozen=True)
 class BesideE4m3:
-    """A matrix as the oracle multiplies with it: pieces [n, k], float32, and whether rows are rounded to e4m3 for each."""
+    """A matrix as the oracle multiplies with it: segments [n, k], float32, and whether rows are rounded to e4m3 for each."""
 
-    pieces: list[tuple[Tensor, bool]]
+    segments: list[tuple[Tensor, bool]]
 
     def float(self) -> BesideE4m3:
         return self
@@ -152,17 +152,17 @@ class BesideE4m3:
         return self
 
     def __getitem__(self, i: int) -> BesideE4m3:
-        return BesideE4m3([(values[i], rounds) for values, rounds in self.pieces])
+        return BesideE4m3([(values[i], rounds) for values, rounds in self.segments])
 
     def __rmatmul__(self, x: Tensor) -> Tensor:
-        return torch.cat([(e4m3_rows(x).float() if rounds else x) @ w.T for w, rounds in self.pieces], -1)
+        return torch.cat([(e4m3_rows(x).float() if rounds else x) @ w.T for w, rounds in self.segments], -1)
 
 
 def multiplied(matrix: Matrix) -> Any:
     """The values of a matrix of a CPU or a GPU, for the oracle."""
-    found = [tensor_of(p.unpack()) if p.layout == "strips" else unpack(p).cpu() for p in matrix.pieces]
+    found = [tensor_of(p.unpack()) if p.layout == "panels" else unpack(p).cpu() for p in matrix.segments]
     found = [values if matrix.n_matrices > 1 else values[0] for values in found]
-    rounds = [piece.format.codes == "e4m3" for piece in matrix.pieces]
+    rounds = [segment.format.codes == "e4m3" for segment in matrix.segments]
     return BesideE4m3([*zip(found, rounds, strict=True)]) if any(rounds) else torch.cat(found, -2)
 
 
@@ -233,7 +233,7 @@ def test_alone_and_among_others(name: str) -> None:
 @needs_gpu
 @every_case
 def test_any_cut_of_the_prompt(name: str) -> None:
-    """P2: all at once, and in pieces on both sides of DECODED_ROWS."""
+    """P2: all at once, and in segments on both sides of DECODED_ROWS."""
     ids = prompt(6, 700)
     expected = alone(name, ids, n_tokens=3)
     for step_tokens in (64, 192, 448):
@@ -306,10 +306,10 @@ def has_room(shape: ModelShape, quantize: str | None, n_rows: int, n_tokens: int
         if not isinstance(w, Matrix) or name == "embed":
             continue
         of_experts = isinstance(weights.layers[0].mlp, Moe) and ".mlp." in name
-        for piece in w.pieces:
-            if piece.format.codes not in FLOATS and not of_experts and name != "lm_head" and n_tokens > DECODED_ROWS:
-                assert prefill.wide.weights is not None and piece.n * piece.k <= prefill.wide.weights.numel(), name
-            if piece.format.codes != "e4m3":
+        for segment in w.segments:
+            if segment.format.codes not in FLOATS and not of_experts and name != "lm_head" and n_tokens > DECODED_ROWS:
+                assert prefill.wide.weights is not None and segment.n * segment.k <= prefill.wide.weights.numel(), name
+            if segment.format.codes != "e4m3":
                 continue
             if of_experts:
                 assert prefill.moe is not None and holds(prefill.moe.x8, n_tokens, shape.hidden_size), name
@@ -320,7 +320,7 @@ def has_room(shape: ModelShape, quantize: str | None, n_rows: int, n_tokens: int
             assert holds(prefill.wide.rows, n_tokens, w.k), name
             rows = prefill.wide.rows
             if name != "lm_head":  # only of the last tokens, as in a decode
-                assert rows is not None and w.k // 128 * piece.n <= len(rows.weight_scale), name
+                assert rows is not None and w.k // 128 * segment.n <= len(rows.weight_scale), name
 
 
 @every_case

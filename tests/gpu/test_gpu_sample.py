@@ -17,7 +17,7 @@ from torch import Tensor
 from deltic.engine.messages import SamplingParams
 from deltic.ops.gpu.blocks import Drafts, Rows
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.gpu.sample import Drawn, Draws, PlaceParameters, SampleScratch, prompt_logprobs, sample, sample_scratch
+from deltic.ops.gpu.sample import BatchParameters, Drawn, Draws, SampleScratch, prompt_logprobs, sample, sample_scratch
 from tests.reference.sample import candidates, processed_logits, token_logprobs
 from tests.reference.sample import sample as reference_sample
 
@@ -27,7 +27,7 @@ LEVERS = Levers()
 
 @dataclass
 class Sequence:
-    """One place's parameters, and what the reference needs."""
+    """One batch slot's parameters, and what the reference needs."""
 
     params: SamplingParams = field(default_factory=SamplingParams)
     seed: int = 1
@@ -51,7 +51,7 @@ class Sequence:
         )  # fmt: skip
 
 
-def places_of(sequences: list[Sequence], device: str) -> PlaceParameters:
+def batch_slots_of(sequences: list[Sequence], device: str) -> BatchParameters:
     p, i32 = len(sequences), torch.int32
     h = torch.full((p, MAX_LEN), -7, dtype=i32)
     bias_ids, banned, stop = (torch.full((p, N_IDS), 3, dtype=i32) for _ in range(3))  # rows behind n count for nothing
@@ -77,7 +77,7 @@ def places_of(sequences: list[Sequence], device: str) -> PlaceParameters:
         bits = np.packbits(s.allowed.numpy(), bitorder="little")
         masks[row].view(torch.uint8)[: len(bits)] = torch.from_numpy(bits)
 
-    made = PlaceParameters(
+    made = BatchParameters(
         temperature=column(lambda s: s.params.temperature), top_p=column(lambda s: s.params.top_p),
         min_p=column(lambda s: s.params.min_p), repetition=column(lambda s: s.params.repetition_penalty),
         frequency=column(lambda s: s.params.frequency_penalty), presence=column(lambda s: s.params.presence_penalty),
@@ -91,7 +91,7 @@ def places_of(sequences: list[Sequence], device: str) -> PlaceParameters:
         done=torch.full((p,), -9, dtype=i32), masks=masks,
         mask_row=column(lambda s: -1 if s.allowed is None else masked.index(s), i32),
     )  # fmt: skip
-    return PlaceParameters(**{f.name: getattr(made, f.name).to(device) for f in fields(made)})
+    return BatchParameters(**{f.name: getattr(made, f.name).to(device) for f in fields(made)})
 
 
 def poisoned(n_draws: int, n_vocab: int, device: str, tile: int, cap: int) -> SampleScratch:
@@ -105,11 +105,11 @@ def poisoned(n_draws: int, n_vocab: int, device: str, tile: int, cap: int) -> Sa
 
 def draw(
     logits: Tensor, sequences: list[Sequence], n_real: int, tile: int = 64, cap: int = 32, rows: list[int] | None = None,
-    places: PlaceParameters | None = None, chosen: list[int] | None = None,
-) -> tuple[list[int], tuple[Tensor, ...], PlaceParameters]:  # fmt: skip
+    batch_slots: BatchParameters | None = None, chosen: list[int] | None = None,
+) -> tuple[list[int], tuple[Tensor, ...], BatchParameters]:  # fmt: skip
     """chosen: the place of each draw (-1: none); rows: its row of the logits."""
     device = str(logits.device)
-    places = places or places_of(sequences, device)
+    batch_slots = batch_slots or batch_slots_of(sequences, device)
     chosen = list(range(len(sequences))) if chosen is None else chosen
     rows = list(range(len(chosen))) if rows is None else rows
     d = len(chosen)
@@ -123,8 +123,8 @@ def draw(
     )  # fmt: skip
     draws = Draws(i32(rows), i32(chosen), i32([sequences[c].position if c >= 0 else 0 for c in chosen]))
     scratch = poisoned(d, logits.shape[1], device, tile, cap)
-    sample(logits, n_real, draws, places, scratch, Drawn(*out), levers=LEVERS)
-    return out[0].tolist(), out, places
+    sample(logits, n_real, draws, batch_slots, scratch, Drawn(*out), levers=LEVERS)
+    return out[0].tolist(), out, batch_slots
 
 
 def params(**given: Any) -> SamplingParams:
@@ -165,16 +165,16 @@ def test_greedy_equals_the_reference(device: str) -> None:
 
 
 def test_what_cannot_be_drawn(device: str) -> None:
-    """-1 where a real logit is not finite, or everything is banned; nothing where there is no place."""
+    """-1 where a real logit is not finite, or everything is banned; nothing where there is no batch slot."""
     n_vocab, n_real = 130, 128
     logits = torch.randn(5, n_vocab)
     logits[0, 100], logits[1, 3], logits[2, 127] = torch.nan, torch.inf, -torch.inf
     logits[3, 0] = -9.0  # is a stop token
     logits[3, n_real:] = torch.nan
     sequences = [Sequence(params(temperature=t, logprobs=2), stop=[0]) for t in (0.0, 1.0, 0.0, 0.0)]
-    tokens, out, places = draw(logits.to(device), sequences, n_real, chosen=[0, 1, 2, 3, -1])
+    tokens, out, batch_slots = draw(logits.to(device), sequences, n_real, chosen=[0, 1, 2, 3, -1])
     assert tokens[:3] == [-1] * 3 and tokens[3] == int(logits[3, :n_real].argmax()) and tokens[4] == -5
-    assert places.done.tolist() == [1, 1, 1, 0] and torch.isnan(out[1][:3]).all()
+    assert batch_slots.done.tolist() == [1, 1, 1, 0] and torch.isnan(out[1][:3]).all()
     few = torch.randn(2, 4)
     sequences = [Sequence(params(temperature=t), banned=[0, 1, 2, 3], prompt=[1]) for t in (0.0, 1.0)]
     assert draw(few.to(device), sequences, 4)[0] == [-1, -1]
@@ -190,12 +190,12 @@ def test_advance(device: str) -> None:
         Sequence(params(), max_position=4, output=[9, 9, 9]),
         Sequence(params(), max_position=4, output=[9, 9]),
     ]
-    _, _, places = draw(logits.to(device), sequences, n_vocab)
-    assert places.last_token.tolist() == [66] * 4
-    assert places.position.tolist() == [2, 3, 5, 4]
-    assert places.done.tolist() == [0, 1, 1, 0]
+    _, _, batch_slots = draw(logits.to(device), sequences, n_vocab)
+    assert batch_slots.last_token.tolist() == [66] * 4
+    assert batch_slots.position.tolist() == [2, 3, 5, 4]
+    assert batch_slots.done.tolist() == [0, 1, 1, 0]
     for i, s in enumerate(sequences):
-        assert places.history[i, : s.position + 2].tolist() == [*s.prompt, *s.output, 66, -7]
+        assert batch_slots.history[i, : s.position + 2].tolist() == [*s.prompt, *s.output, 66, -7]
 
 
 FILTERS = (
@@ -303,19 +303,19 @@ def test_rows_are_pure(device: str) -> None:
         assert torch.equal(one[3].nan_to_num(), out[3][i : i + 1].nan_to_num())
     back, _, _ = draw(logits, sequences, n_real, chosen=[3, -1, 1, 0], rows=[3, 0, 1, 0])
     assert back == [tokens[3], -5, tokens[1], tokens[0]]
-    places = places_of(sequences, device)
+    batch_slots = batch_slots_of(sequences, device)
     i32 = {"dtype": torch.int32, "device": device}
     shuffled = torch.stack([logits[2], logits[0] * 0, logits[1], logits[0]])
     out_token = torch.full((4,), -5, **i32)
     lines = Rows(*(torch.tensor(x, **i32) for x in ([2, 3, 1, 0], [7, -1, 8, 9], [2, 2, 2, 2])))
     scratch = poisoned(6, n_vocab, device, 64, 32)
-    sample(shuffled, n_real, lines, places, scratch, Drawn(out_token, *out[1:]), levers=LEVERS)
+    sample(shuffled, n_real, lines, batch_slots, scratch, Drawn(out_token, *out[1:]), levers=LEVERS)
     assert out_token.tolist() == [tokens[2], -5, tokens[1], tokens[0]]
-    assert places.position.tolist() == [3, 3, 3, -9]
+    assert batch_slots.position.tolist() == [3, 3, 3, -9]
 
 
 def test_rows_of_a_draft_draw_as_if_it_had_been_drawn(device: str) -> None:
-    """Of one place: each with its position's noise and mask, and penalties that see the tokens in front."""
+    """Of one batch slot: each with its position's noise and mask, and penalties that see the tokens in front."""
     g = torch.Generator().manual_seed(6)
     n_vocab = n_real = 300
     shared = params(temperature=1.0, frequency_penalty=2.0, repetition_penalty=1.5, logprobs=3, min_tokens=3)
@@ -327,13 +327,15 @@ def test_rows_of_a_draft_draw_as_if_it_had_been_drawn(device: str) -> None:
     logits = torch.randn(3, n_vocab, generator=g).to(device)
     logits[:, [5, 7, 9, 20]] += 6
     expected, out, _ = draw(logits, sequences, n_real)
-    places = places_of(sequences, device)
-    places.mask_row[2] = 0  # the first of three
+    batch_slots = batch_slots_of(sequences, device)
+    batch_slots.mask_row[2] = 0  # the first of three
     i32 = {"dtype": torch.int32, "device": device}
-    place, slot, position, ahead = (torch.tensor(x, **i32) for x in ([2, 2, 2], [1, 1, 1], [2, 3, 4], [0, 1, 2]))
-    rows = Rows(place, slot, position, drafts=Drafts(ahead, ahead, ahead, ahead))
+    batch_slot, state_slot, position, ahead = (
+        torch.tensor(x, **i32) for x in ([2, 2, 2], [1, 1, 1], [2, 3, 4], [0, 1, 2])
+    )
+    rows = Rows(batch_slot, state_slot, position, drafts=Drafts(ahead, ahead, ahead, ahead))
     found = Drawn(torch.full((3,), -5, **i32), *(torch.zeros_like(part) for part in out[1:]))
-    sample(logits, n_real, rows, places, poisoned(3, n_vocab, device, 64, 32), found, levers=LEVERS)
+    sample(logits, n_real, rows, batch_slots, poisoned(3, n_vocab, device, 64, 32), found, levers=LEVERS)
     assert found.token.tolist() == expected and torch.equal(found.logprob, out[1])
     assert torch.equal(found.top_ids[:, :3], out[2][:, :3])
 
@@ -393,6 +395,6 @@ def test_real_sizes_equal_the_reference() -> None:
         alone, one, _ = draw(logits[i : i + 1].cuda(), sequences, n_real, tile=2048, cap=2048, chosen=[i])
         assert alone == tokens[i : i + 1] and torch.equal(one[3][0, :5], out[3][i, :5])
         assert one[2][0, :5].tolist() == logits[i, :n_real].topk(5).indices.tolist()
-    places = places_of(sequences, "cuda")
-    again, _, _ = draw(logits.cuda(), sequences, n_real, tile=2048, cap=2048, places=replace(places))
+    batch_slots = batch_slots_of(sequences, "cuda")
+    again, _, _ = draw(logits.cuda(), sequences, n_real, tile=2048, cap=2048, batch_slots=replace(batch_slots))
     assert again == tokens

@@ -34,8 +34,8 @@ from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.vocoder import Vocoded
 from deltic.runtime.gpu import device as gpu
-from deltic.runtime.gpu.places import place_table
-from deltic.runtime.gpu.speech import GpuSpeechRunner, SpeechPlaces
+from deltic.runtime.gpu.batch_slots import batch_table
+from deltic.runtime.gpu.speech import GpuSpeechRunner, SpeechBatchSlots
 from deltic.runtime.plan import SpeechPlan, make_plan
 from deltic.runtime.voices import Voice
 from tests.cpu.test_speech_engine import CASES, Speaking, long_request, regrets, request_of
@@ -56,7 +56,7 @@ N_FRAMES = 12 if HAS_GPU else 2 if IS_LONG else 1
 class Silent:
     """A vocoder of silence."""
 
-    def open(self, slot: int, state: NDArray[np.float32] | None = None) -> None:
+    def open(self, state_slot: int, state: NDArray[np.float32] | None = None) -> None:
         pass
 
     def begin(self, chunks: Items[tuple[int, NDArray[np.int32]]]) -> Vocoded:
@@ -130,7 +130,9 @@ def test_what_was_lost_is_computed_again() -> None:
     request = requests[-1]
     frame = speaking.codes[request.id, 0][0]
     n = len(request.prompt_ids)
-    sequence = Sequence(request, 0, 1, array("i", [*request.prompt_ids, frame[0]]), n, pages=[1, 0], place=1, slot=2)
+    sequence = Sequence(
+        request, 0, 1, array("i", [*request.prompt_ids, frame[0]]), n, pages=[1, 0], batch_slot=1, state_slot=2
+    )
     assert request.speech is not None
     sequence.voice = speaking.voices[request.speech.voice]
     for chunk in (Chunk(sequence, 0, n), Chunk(sequence, n, 1)):
@@ -280,34 +282,34 @@ def test_rows_of_a_voice_are_its_frames() -> None:
 
 def test_texts_of_a_place_are_sent_once_and_become_more() -> None:
     more = {"code_seed": 2, "code_temperature": 1, "code_top_p": 1, "code_top_k": 1, "n_trailing": 1}
-    table, offsets, views = place_table(
+    table, offsets, views = batch_table(
         2, 64, lambda _, size, dtype: torch.full(size, -1, dtype=dtype), {**more, "trailing": 64}
     )
     parameters = SimpleNamespace(masks=torch.zeros((2, 4), dtype=torch.int32))
     workspace = SimpleNamespace(table=table, offsets=offsets, parameters=parameters)
-    places = SpeechPlaces(workspace, 99, 100, 64)  # type: ignore[arg-type]
+    batch_slots = SpeechBatchSlots(workspace, 99, 100, 64)  # type: ignore[arg-type]
 
     def sequence(*texts: int) -> Sequence:
         speech = Speech(trailing_ids=texts, temperature=0.5)
         request = Request(id="", prompt_ids=[], params=SamplingParams(repetition_penalty=1.5), speech=speech)
-        return Sequence(request, 0, 5, array("i", [300, 400, 8]), 2, place=1)
+        return Sequence(request, 0, 5, array("i", [300, 400, 8]), 2, batch_slot=1)
 
     def texts() -> list[int]:
-        places.flush()
+        batch_slots.flush()
         return views["trailing"][1, : int(views["n_trailing"][1])].tolist()
 
     one = sequence(4, 5, 6)
-    places.refresh(one)
+    batch_slots.refresh(one)
     assert texts() == [4, 5, 6] and views["code_temperature"].view(torch.float32)[1] == 0.5
     assert views["history"][1, :3].tolist() == [-1, -1, 8]
-    places.refresh(one)
-    assert not places._keys
+    batch_slots.refresh(one)
+    assert not batch_slots._keys
     one.request.speech = msgspec.structs.replace(one.request.speech, trailing_ids=(4, 5, 6, 7))
-    places.refresh(one)
+    batch_slots.refresh(one)
     assert texts() == [4, 5, 6, 7]
-    places.refresh(sequence(1))
+    batch_slots.refresh(sequence(1))
     assert texts() == [1]
-    places.refresh(sequence())
+    batch_slots.refresh(sequence())
     assert texts() == []
 
 
@@ -365,7 +367,7 @@ def test_a_code_is_drawn_by_the_rule(device: str) -> None:
             torch.arange(n, **integers), torch.zeros(n, **integers), frames, frames, torch.full((n, 16), -9, **integers),
             torch.ones(n, h, device=device),
         )  # fmt: skip
-        rows.slot[4] = -1
+        rows.state_slot[4] = -1
         residual = torch.full((n, h), -1.0, device=device)
         inner = table if step < 15 else None
         draw_code(logits.to(device), step, parameters, rows, table, inner, residual, texts, 3, levers=Levers())

@@ -123,7 +123,7 @@ def of_ranks(directory: Path | None, plan: TextPlan, use: Callable[[GpuTextRunne
     queue = fork.Queue()
 
     def of_rank(i: int) -> None:
-        own = weights[i * plan.n_parts : (i + 1) * plan.n_parts]
+        own = weights[i * plan.n_shards : (i + 1) * plan.n_shards]
         exchange = workspaces[i], exchanges(workspaces, plan.cuts)[i]
         try:
             queue.put((i, use(GpuTextRunner(plan.of_gpu(i), own, levers, exchange=exchange))))
@@ -209,7 +209,7 @@ def guessed(runner: GpuTextRunner) -> Guessed:
     run(runner, plain, 40)
     for _ in range(4):
         run(runner, plain, 1)
-    of = sequence(prompt(40), place=1)
+    of = sequence(prompt(40), batch_slot=1)
     run(runner, of, 40)
     first = guesses = run(runner, of, 1, 2)
     logits = runner.workspace.decode.logits[: runner.plan.shape.n_drafted].tolist()

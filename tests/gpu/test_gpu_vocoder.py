@@ -131,14 +131,14 @@ def codes_of(n: int, seed: int = 0, shape: VocoderShape = SHAPE) -> Tensor:
     return torch.randint(0, shape.codebook_size, (n, 16), generator=generator, dtype=torch.int32)
 
 
-def say(made: tuple[VocoderGpu, ChunkBuffers], slot: int, codes: Tensor, pieces: list[int]) -> Tensor:
+def say(made: tuple[VocoderGpu, ChunkBuffers], state_slot: int, codes: Tensor, pieces: list[int]) -> Tensor:
     """The samples of one stream, from its begin."""
     model, buffers = made
-    model.head[slot] = 0
+    model.head[state_slot] = 0
     out = []
     for piece in codes.to(model.state.device).split(pieces):
-        slots = torch.tensor([slot], dtype=torch.int32, device=model.state.device)
-        out.append(model.forward(piece[None].contiguous(), slots, buffers)[0].clone())
+        state_slots = torch.tensor([state_slot], dtype=torch.int32, device=model.state.device)
+        out.append(model.forward(piece[None].contiguous(), state_slots, buffers)[0].clone())
     return torch.cat(out)
 
 
@@ -176,11 +176,11 @@ def test_what_nobody_hears_is_skimmed(make: Any) -> None:
     n_skimmed, n_after = 4, reach(SHORT) + 2
     codes = codes_of(n_skimmed + n_after, shape=SHORT)
     expected = say((model, buffers), 0, codes, [len(codes)])
-    slots = torch.tensor([2], dtype=torch.int32, device=model.state.device)
+    state_slots = torch.tensor([2], dtype=torch.int32, device=model.state.device)
     begin, middle, rest = codes[None].to(model.state.device).split([1, 3, n_after], 1)
     for skimmed in (begin, middle):
-        model.skim(skimmed.contiguous(), slots, buffers)
-    wave = model.forward(rest.contiguous(), slots, buffers)[0]
+        model.skim(skimmed.contiguous(), state_slots, buffers)
+    wave = model.forward(rest.contiguous(), state_slots, buffers)[0]
     frames = wave.view(n_after, -1) == expected.view(len(codes), -1)[n_skimmed:]
     assert frames[reach(SHORT) :].all() and not frames[0].any()
 
@@ -191,15 +191,15 @@ def test_any_batch_gives_the_bits_of_one_stream(make: Any, whole: Any) -> None:
     device = model.state.device
     codes = codes_of(7).to(device)
     expected = whole()[: 4 * frame_samples(SHAPE)]
-    slots = torch.tensor([3, -1, 1], dtype=torch.int32, device=device)
+    state_slots = torch.tensor([3, -1, 1], dtype=torch.int32, device=device)
 
-    def together(slot: Tensor, *codes: Tensor) -> Tensor:
-        out: Tensor = model.forward(torch.stack(codes), slot, buffers).clone()
+    def together(state_slot: Tensor, *codes: Tensor) -> Tensor:
+        out: Tensor = model.forward(torch.stack(codes), state_slot, buffers).clone()
         return out
 
-    one = together(slots[:1].contiguous(), codes[:2])
-    two = together(slots, codes[2:4], codes[5:7], codes[:2])
-    three = together(slots[2:].contiguous(), codes[2:4])
+    one = together(state_slots[:1].contiguous(), codes[:2])
+    two = together(state_slots, codes[2:4], codes[5:7], codes[:2])
+    three = together(state_slots[2:].contiguous(), codes[2:4])
     assert torch.equal(torch.cat([one[0], two[0]]), expected)
     assert torch.equal(torch.cat([two[2], three[0]]), expected)
     assert model.head[[1, 3], 0].tolist() == [4, 4] and model.head[0, 0] == 0
@@ -224,8 +224,8 @@ def test_streams_as_the_engine_drives_them(device: str, tmp_path: Path) -> None:
     vocoder.skim(1, first[:3])
     assert torch.equal(vocoder.model.head[1], vocoder.model.head[0])
     vocoder.open(1, vocoder.state_of(0))
-    for slot in (0, 1):
-        rest = vocoder.vocode([(slot, first[3:])])[0]
+    for state_slot in (0, 1):
+        rest = vocoder.vocode([(state_slot, first[3:])])[0]
         np.testing.assert_allclose(np.concatenate([begin, rest]), expected, rtol=0, atol=TOLERANCE)
     with pytest.raises(ValueError, match="outside"):
         vocoder.begin([(0, first + 1000)])
@@ -295,8 +295,8 @@ def test_real_shapes(make: Any) -> None:
     assert error < TOLERANCE
     model, buffers = made
     model.head.zero_()
-    slots = torch.tensor([3, 0, 1, 2], dtype=torch.int32, device="cuda")
+    state_slots = torch.tensor([3, 0, 1, 2], dtype=torch.int32, device="cuda")
     some = torch.stack([codes_of(8, i, REAL) for i in range(4)]).cuda()
-    together = model.forward(some, slots, buffers).clone()
+    together = model.forward(some, state_slots, buffers).clone()
     for i in range(4):
         assert torch.equal(together[i], say(made, 0, some[i].cpu(), [4, 4]))

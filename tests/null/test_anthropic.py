@@ -20,7 +20,7 @@ from deltic.server.api import decode, protocol
 from deltic.server.api.anthropic import MessageAnswer
 from deltic.server.api.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_request, signature
 from deltic.server.api.messages import settled, template_messages
-from deltic.server.chat.answer import Piece
+from deltic.server.chat.answer import Update
 from deltic.server.chat.parser import CallDelta, Delta, OutputParser
 from deltic.server.errors import ApiError
 from deltic.server.limits import Usage
@@ -364,7 +364,7 @@ def test_a_call_that_is_cut_off() -> None:
 def pieces_of(*deltas: Delta) -> tuple[list[str], list[dict[str, Any]]]:
     """Types and places of the events of some pieces, and the blocks of the whole answer."""
     said = MessageAnswer("msg_1", "m", silent=False, clipped=False, omits=False)
-    pieces = [Piece(0, delta) for delta in deltas]
+    pieces = [Update(0, delta) for delta in deltas]
     pieces[-1].finish_reason = "stop"
     written = b"".join(map(said.events, pieces)).decode()
     data = [json.loads(line[6:]) for line in written.split("\n") if line.startswith("data: ")]
@@ -401,9 +401,9 @@ def test_the_events_of_any_text_add_up_to_the_whole_answer(
     parser = OutputParser(thinking=data.draw(st.booleans()), tools={"weather": WEATHER[0]["input_schema"]})
     said = MessageAnswer("msg_1", "m", silent=False, clipped=False, omits=omits)
     written = b"".join(
-        said.events(Piece(0, parser.push(text[a:b]))) for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)
+        said.events(Update(0, parser.push(text[a:b]))) for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)
     )
-    written += said.events(Piece(0, parser.finish(), finish_reason="stop"))
+    written += said.events(Update(0, parser.finish(), finish_reason="stop"))
     blocks: list[dict[str, Any]] = []
     is_open = False
     for event in (json.loads(line[6:]) for line in written.decode().split("\n") if line.startswith("data: ")):

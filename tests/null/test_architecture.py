@@ -132,7 +132,7 @@ OF_ONE = {
     "AnswerStream", "Answer", "Batch", "ChatAnswer", "CompletionAnswer", "ContextManagement", "Delta", "EchoStream", "EventStream",
     "Generation",
     "Import", "IncrementalEncoder", "Item", "Items", "LinesAnswer", "Message", "MessageAnswer", "Messages", "OpenText", "OutputParser",
-    "Piece", "Prompt", "ResponseAnswer", "Scores", "Sent", "Splitter", "Stored", "Stream", "Usage", "_Answer", "_Appended", "_Bytes",
+    "Update", "Prompt", "ResponseAnswer", "Scores", "Sent", "Splitter", "Stored", "Stream", "Usage", "_Answer", "_Appended", "_Bytes",
     "_Conversation", "_Form", "Results", "_Counts", "Calls", "Output", "PromptLogprobs", "Request", "SamplingParams", "TokenLogprob",
     "CacheLocated", "Shown", "Ticket",
     # Of a sequence, or a step.

@@ -1,4 +1,4 @@
-"""Pages and slots: every one is free or held, and `check` says so when not."""
+"""Pages and state slots: every one is free or held, and `check` says so when not."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from deltic.engine.step import Sequence
 from tests.fakes import FakeRunner
 
 
-def cache_of(n_pages: int, n_slots: int, n_places: int | None = None) -> Cache:
-    return Cache(FakeRunner(n_pages=n_pages, n_slots=n_slots, max_num_seqs=n_places or n_slots).info)
+def cache_of(n_pages: int, n_slots: int, n_batch_slots: int | None = None) -> Cache:
+    return Cache(FakeRunner(n_pages=n_pages, n_slots=n_slots, max_num_seqs=n_batch_slots or n_slots).info)
 
 
 def sequence(n_tokens: int = 0) -> Sequence:
@@ -23,7 +23,7 @@ def sequence(n_tokens: int = 0) -> Sequence:
 
 
 def admitted(cache: Cache, n_tokens: int = 0) -> Sequence:
-    """A new sequence with a place and a slot."""
+    """A new sequence with a batch slot and a state slot."""
     new = sequence(n_tokens)
     assert cache.admit(new, [], 0)
     return new
@@ -37,7 +37,7 @@ def test_pages_for(n_tokens: int, n_pages: int) -> None:
 def test_grow_takes_what_is_missing_or_nothing() -> None:
     cache = cache_of(5, 3, 2)
     a, b = admitted(cache), admitted(cache)
-    assert not cache.admit(sequence(), [], 0)  # no place
+    assert not cache.admit(sequence(), [], 0)  # no batch slot
     assert cache.grow(a, 65) and len(a.pages) == 2
     assert cache.grow(a, 128) and len(a.pages) == 2
     assert not cache.grow(b, 4 * 64) and b.pages == []
@@ -56,12 +56,12 @@ def test_admission_takes_no_page_that_is_promised_and_nothing_when_it_fails() ->
     cache.check([])
     parent = sequence(129)
     parent.siblings = [sequence() for _ in range(3)]
-    assert not cache.admit(parent, [], 0)  # four slots
+    assert not cache.admit(parent, [], 0)  # four state slots
     cache.check([])
     parent.siblings.pop()
     assert cache.admit(parent, [], 2)
     group = [parent, *parent.siblings]
-    assert {s.slot for s in group} == {s.place for s in group} == {0, 1, 2}
+    assert {s.state_slot for s in group} == {s.batch_slot for s in group} == {0, 1, 2}
     cache.check(group)
 
 
@@ -89,24 +89,24 @@ def steal_page(cache: Cache, a: Sequence, b: Sequence) -> None:
     b.pages.append(a.pages[0])
 
 
-def lose_slot(cache: Cache, a: Sequence, b: Sequence) -> None:
-    b.slot = b.place = None
+def lose_state_slot(cache: Cache, a: Sequence, b: Sequence) -> None:
+    b.state_slot = b.batch_slot = None
 
 
-def share_slot(cache: Cache, a: Sequence, b: Sequence) -> None:
-    b.slot = a.slot
+def share_state_slot(cache: Cache, a: Sequence, b: Sequence) -> None:
+    b.state_slot = a.state_slot
 
 
-def forget_slot(cache: Cache, a: Sequence, b: Sequence) -> None:
-    a.slot = None
+def forget_state_slot(cache: Cache, a: Sequence, b: Sequence) -> None:
+    a.state_slot = None
 
 
-def share_place(cache: Cache, a: Sequence, b: Sequence) -> None:
-    b.place = a.place
+def share_batch_slot(cache: Cache, a: Sequence, b: Sequence) -> None:
+    b.batch_slot = a.batch_slot
 
 
 def keep_checkpoint(cache: Cache, a: Sequence, b: Sequence) -> None:
-    cache.store.take_slots(1)
+    cache.store.take_state_slots(1)
 
 
 def run_ahead(cache: Cache, a: Sequence, b: Sequence) -> None:
@@ -118,11 +118,11 @@ def run_ahead(cache: Cache, a: Sequence, b: Sequence) -> None:
     [
         (lose_page, "page 1 counts 1 owners, 0 sequences hold it"),
         (steal_page, "page 0 counts 1 owners, 2 sequences hold it"),
-        (lose_slot, "slot 1 counts 1 owners, 0 sequences hold it"),
-        (share_slot, "slot 0 counts 1 owners, 2 sequences hold it"),
-        (forget_slot, "r/0 has pages or a place but no slot"),
-        (share_place, "place 0 counts 1 owners, 2 sequences hold it"),
-        (keep_checkpoint, "slot 2 counts 1 owners, 0 sequences hold it"),
+        (lose_state_slot, "state slot 1 counts 1 owners, 0 sequences hold it"),
+        (share_state_slot, "state slot 0 counts 1 owners, 2 sequences hold it"),
+        (forget_state_slot, "r/0 has pages or a batch slot but no state slot"),
+        (share_batch_slot, "batch slot 0 counts 1 owners, 2 sequences hold it"),
+        (keep_checkpoint, "state slot 2 counts 1 owners, 0 sequences hold it"),
         (run_ahead, "129 tokens computed in 2 pages"),
     ],
 )

@@ -10,7 +10,7 @@ import pytest
 
 from deltic.models.checkpoint import DEMO
 from deltic.server.api import decode, protocol
-from deltic.server.chat.answer import Message, Piece
+from deltic.server.chat.answer import Message, Update
 from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.template import ChatTemplate, render
 from deltic.server.errors import ApiError
@@ -220,7 +220,7 @@ def next_turn(chat: ChatTemplate, tokenizer: Tokenizer, answer: str, then: str, 
     parser = OutputParser(thinking=thinking, tools=schemas)
     message = Message()
     for delta in (*map(parser.push, answer), parser.finish()):
-        message.add(Piece(0, delta))
+        message.add(Update(0, delta))
     said: dict[str, Any] = {"role": "assistant", "content": "".join(message.content) or None}
     if thought := "".join(message.reasoning):
         said["reasoning_content"] = thought

@@ -188,18 +188,18 @@ async def test_queue_full_is_refused_at_once_and_opens_again() -> None:
 @in_loop
 async def test_a_full_queue_leaves_each_owner_its_share() -> None:
     async with engine(max_queue=6, max_num_seqs=2, step_ms=2.0) as client:
-        client.n_owners = 3
+        client.n_tenants = 3
 
-        def asked(id: str, owner: str, **params: Any) -> Any:
-            return msgspec.structs.replace(request(id, max_tokens=20, **params), owner=owner)
+        def asked(id: str, tenant: str, **params: Any) -> Any:
+            return msgspec.structs.replace(request(id, max_tokens=20, **params), tenant=tenant)
 
         streams = [submit(client, asked(f"a{i}", "a")) for i in range(8)]
         with pytest.raises(QueueFull):
             submit(client, asked("a8", "a"))
         streams.append(submit(client, asked("b", "b", n=2)))
-        for owner, spare in (("b", 0), ("c", 3)):  # b's share is used up; what leaves room to others has none
+        for tenant, spare in (("b", 0), ("c", 3)):  # b's share is used up; what leaves room to others has none
             with pytest.raises(QueueFull):
-                client.check_room(1, owner, spare)
+                client.check_room(1, tenant, spare)
         client.check_room(2, "c")
         for stream in streams:
             await collect(stream)

@@ -485,7 +485,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def of_key(name: str, id: str, grammar: str) -> Request:
     asked = request(id, constraint=Constraint(grammar=grammar), max_tokens=2)
-    asked.owner = asked.party = name
+    asked.owner = asked.namespace = name
     return asked
 
 

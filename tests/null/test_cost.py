@@ -31,7 +31,7 @@ def fitted(target_s: float, machine: Machine, monkeypatch: pytest.MonkeyPatch, *
     monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
 
     def run(step: Step) -> None:
-        assert len({c.sequence.place for c in step.chunks}) == len(step.chunks)
+        assert len({c.sequence.batch_slot for c in step.chunks}) == len(step.chunks)
         pages = [page for chunk in step.chunks for page in chunk.sequence.pages]
         assert len(set(pages)) == len(pages) and max(pages) < runner.info.n_pages
         clock[0] += machine(Load.of(step.chunks, 1))

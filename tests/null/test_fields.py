@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from deltic.server.api.completions import AnswerStream
-from deltic.server.chat.answer import ChatAnswer, Extras, Piece
+from deltic.server.chat.answer import ChatAnswer, Extras, Update
 from deltic.server.chat.parser import Delta
 from deltic.server.limits import Usage
 from deltic.text import Tokenizer
@@ -115,16 +115,16 @@ def test_usage_in_every_chunk(url: str) -> None:
 
 def test_counts_are_those_up_to_a_chunk_however_pieces_come() -> None:
     class Together:
-        """A generation whose pieces come all at once."""
+        """A generation whose updates come all at once."""
 
         def usage(self) -> Usage:
             return Usage(3, 9, 0, 0, {"prefill_ms": 1.0, "decode_ms": 1.0})
 
     said = ChatAnswer("a", "m", byte_tokenizer(), Extras(usage=True, running_usage=True))
     stream: Any = AnswerStream(Together(), said)  # type: ignore[arg-type]
-    pieces = [Piece(0, Delta(content="a"), n_tokens=1), Piece(1, Delta(content="b"), n_tokens=1)]
-    pieces += [Piece(0, Delta(content="c"), n_tokens=4), Piece(0, Delta(), finish_reason="stop", n_tokens=5)]
-    told = b"".join(map(stream._counted, pieces)).decode().split("\n\n")[:-1]
+    updates = [Update(0, Delta(content="a"), n_tokens=1), Update(1, Delta(content="b"), n_tokens=1)]
+    updates += [Update(0, Delta(content="c"), n_tokens=4), Update(0, Delta(), finish_reason="stop", n_tokens=5)]
+    told = b"".join(map(stream._counted, updates)).decode().split("\n\n")[:-1]
     counts = [json.loads(block[6:])["usage"]["completion_tokens"] for block in told]
     assert counts == [1, 2, 5, 6]
 

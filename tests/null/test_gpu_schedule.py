@@ -32,7 +32,7 @@ from tests.sessions import Disk, Session
 
 
 def gpu_session(n_units: int | None = None, disk: Disk | None = None, **sizes: Any) -> Session:
-    """A session with slots for many checkpoints, on a device that runs ahead; with tiers if n_units or disk is given."""
+    """A session with state slots for many checkpoints, on a device that runs ahead; with tiers if n_units or disk is given."""
     runner = FakeRunner(**{"n_slots": 40, "gpu": True, "n_lookahead": 1} | sizes)
     if n_units is not None or disk is not None:
         runner.tiers = FakeTiers(runner, n_units or 0, disk)
@@ -45,8 +45,8 @@ def check_tree(session: Session, disk: Disk | None = None) -> None:
     for node in session.store.tree.nodes.values():
         if (page := node.page[DEVICE]) is not None:
             assert (runner.pages[page] < DECODED).all()
-        if (slot := node.state[DEVICE]) is not None:
-            assert runner.states[slot] <= MASK
+        if (state_slot := node.state[DEVICE]) is not None:
+            assert runner.states[state_slot] <= MASK
     for (kind, _), saved in (disk or {}).items():
         assert max(saved.content) < DECODED if kind == "page" else saved.content <= MASK
 

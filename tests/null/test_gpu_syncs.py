@@ -42,7 +42,7 @@ ALLOWED = {
     "runtime/gpu/draft_head.py:__init__": START,
     "runtime/gpu/draft_head.py:read": HOST,
     "runtime/gpu/pictures.py:_put": ON_DEVICE,
-    "runtime/gpu/places.py:take": "a buffer whose copy is three steps old",
+    "runtime/gpu/batch_slots.py:take": "a buffer whose copy is three steps old",
     "runtime/gpu/record.py:record_all": START,
     "runtime/gpu/record.py:wait": "between two pieces of a picture, on which the next one's size depends",
     "runtime/gpu/runner.py:_copy": ON_DEVICE,

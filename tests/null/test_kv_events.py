@@ -173,7 +173,7 @@ def run_trace(seed: int, score: Score) -> None:
             for _ in range(rng.randrange(4)):
                 turn = next(conversations)
                 salt = rng.choice(["", "", "another"])
-                fields = {"party": rng.choice(["", "", "bob"]), "cache_salt": salt, "use_cache": rng.random() < 0.9}
+                fields = {"namespace": rng.choice(["", "", "bob"]), "cache_salt": salt, "use_cache": rng.random() < 0.9}
                 predict(told, turn, fields, score, is_first_life=life == 0)
                 n_most = max(0, min(runner.max_model_len - len(turn.prompt_ids), rng.choice([0, 1, 40, 130])))
                 turns[told.add(turn, max_tokens=n_most, **fields).id] = turn
@@ -200,9 +200,9 @@ def run_trace(seed: int, score: Score) -> None:
 
 def predict(told: Told, turn: Turn, fields: dict[str, Any], score: Score, is_first_life: bool) -> None:
     """fields: the request's. is_first_life: no page has tokens that are not known."""
-    ids, party, salt = turn.prompt_ids, fields["party"], fields["cache_salt"]
-    keys = [f"{party}\n{salt}"] if party else [salt] if salt else []
-    could = told.resumable(ids, party=party, cache_salt=salt)
+    ids, namespace, salt = turn.prompt_ids, fields["namespace"], fields["cache_salt"]
+    keys = [f"{namespace}\n{salt}"] if namespace else [salt] if salt else []
+    could = told.resumable(ids, namespace=namespace, cache_salt=salt)
     n_most = (len(ids) - 1) // PAGE_SIZE * PAGE_SIZE  # a token is always computed
     predicted = min(n_most, told.predicted(ids, *keys))
     if predicted and told.is_end(ids, predicted, *keys):
@@ -326,8 +326,8 @@ def test_tiers_are_media(gpu: bool) -> None:
 def test_salts_and_parties_are_extra_keys_of_the_first_block() -> None:
     told, prompt = told_with(), some_ids(Random(7), 300)
     told.complete(prompt, cache_salt="s")
-    told.complete(prompt, party="bob")
-    told.complete(prompt, party="bob", cache_salt="s")
+    told.complete(prompt, namespace="bob")
+    told.complete(prompt, namespace="bob", cache_salt="s")
     assert told.predicted(prompt) == 0 and told.predicted(prompt, "s") == 256
     assert told.predicted(prompt, "bob\n") == told.predicted(prompt, "bob\ns") == 256
     firsts = [event.blocks for event in of_kind(told.heard, Stored)]
@@ -339,7 +339,7 @@ def test_salts_and_parties_are_extra_keys_of_the_first_block() -> None:
 
 def test_an_adapter_is_a_model_of_its_own() -> None:
     told, prompt = told_with(), some_ids(Random(8), 300)
-    held = type("Held", (), {"slot": 0, "n_sequences": 0})()
+    held = type("Held", (), {"state_slot": 0, "n_sequences": 0})()
     told.session.engine.adapters = type("All", (), {"find": staticmethod(lambda key: held)})()
     told.complete(prompt, adapter=b"a" * 16, adapter_name="sql", cache_salt="s")
     blocks = of_kind(told.heard, Stored)[0].blocks

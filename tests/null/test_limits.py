@@ -209,7 +209,7 @@ def test_a_named_key_is_a_party(engine: FakeEngineClient, path: str, body: dict[
         for key in ("a", "b", "a2", "operator", "other"):
             async with client_of(engine, key, api_key=keys, share_cache=share) as client:
                 assert (await client.post(path, json=body)).status_code == 200
-        return [request.party for request in engine.requests]
+        return [request.namespace for request in engine.requests]
 
     assert asyncio.run(go()) == ([""] * 5 if share else ["alice", "bob", "alice", "", ""])
 
@@ -217,9 +217,9 @@ def test_a_named_key_is_a_party(engine: FakeEngineClient, path: str, body: dict[
 def test_parties_find_nothing_of_each_other() -> None:
     bench, cached = Bench(FakeRunner()), {}
     asked = [("alice", ""), ("bob", ""), ("", ""), ("", "alice"), ("", "alice\n"), ("alice", "\n"), ("alice", "")]
-    for i, (party, salt) in enumerate(asked):
+    for i, (namespace, salt) in enumerate(asked):
         params = SamplingParams(max_tokens=2, seed=1, ignore_eos=True)
-        request = Request(id=str(i), prompt_ids=[7] * 300, params=params, party=party, cache_salt=salt)
+        request = Request(id=str(i), prompt_ids=[7] * 300, params=params, namespace=namespace, cache_salt=salt)
         bench.scheduler.add(request)
         bench.run()
         cached[i] = bench.outputs[str(i), 0][0].cached_tokens
@@ -240,7 +240,7 @@ def test_requests_at_once(engine: FakeEngineClient, path: str, body: dict[str, A
             asked = body | {"stream": stream}
             tasks = [asyncio.create_task(client.post(path, json=asked)) for _ in range(2)]
             await reached(engine, 2, tasks)
-            assert [request.owner for request in engine.requests] == ["alice"] * 2
+            assert [request.tenant for request in engine.requests] == ["alice"] * 2
             refused = await client.post(path, json=asked)
             assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
             assert refused.json()["error"]["type"] == "rate_limit_error"
@@ -405,13 +405,13 @@ def test_a_request_that_waits_too_long_is_ended(
 def served_order(
     requests: list[tuple[str, int]], n_places: int = 1, priorities: dict[int, int] | None = None
 ) -> list[str]:
-    """The owners of requests (owner, n) in the order in which they got their place. priorities: of those that have another than 0."""
+    """The tenants of requests (tenant, n) in the order in which they got their place. priorities: of those that have another than 0."""
     runner = FakeRunner(max_num_seqs=n_places)
     scheduler = Scheduler(Cache(runner.info), runner.info, n_places + 64)
-    for i, (owner, n) in enumerate(requests):
+    for i, (tenant, n) in enumerate(requests):
         params = SamplingParams(max_tokens=2, n=n, seed=1, ignore_eos=True)
         priority = (priorities or {}).get(i, 0)
-        scheduler.add(Request(id=str(i), prompt_ids=[50 + i] * 5, params=params, owner=owner, priority=priority))
+        scheduler.add(Request(id=str(i), prompt_ids=[50 + i] * 5, params=params, tenant=tenant, priority=priority))
     order: list[str] = []
     while step := scheduler.plan():
         for output in scheduler.commit(step, runner.step(step)):
@@ -425,10 +425,10 @@ def test_owners_take_turns() -> None:
     assert served_order(asked) == ["a0", "b4", "c6", "a1", "b5", "a2", "a3"]
 
 
-def asked_by(owner: str, i: int, n_prompt: int = 5, max_tokens: int = 200, priority: int = 0, n: int = 1) -> Request:
+def asked_by(tenant: str, i: int, n_prompt: int = 5, max_tokens: int = 200, priority: int = 0, n: int = 1) -> Request:
     params = SamplingParams(max_tokens=max_tokens, n=n, seed=1, ignore_eos=True)
     prompt = [20 + (i * 31 + 7 * j) % 900 for j in range(n_prompt)]
-    return Request(id=f"{owner}{i}", prompt_ids=prompt, params=params, owner=owner, priority=priority)
+    return Request(id=f"{tenant}{i}", prompt_ids=prompt, params=params, tenant=tenant, priority=priority)
 
 
 def steps_until_done(bench: Bench, id: str) -> int:
@@ -442,8 +442,8 @@ def steps_until_done(bench: Bench, id: str) -> int:
 
 def test_the_party_with_the_most_loses_what_it_used_least_recently() -> None:
     shares: Shares[str] = Shares(6, len)
-    for party, item in (("b", "b"), ("a", "a"), ("a", "aa"), ("a", "A")):
-        shares.put(party, item, item)
+    for namespace, item in (("b", "b"), ("a", "a"), ("a", "aa"), ("a", "A")):
+        shares.put(namespace, item, item)
     assert shares.get("a", "a") == "a" and shares.get("b", "a") is None, "each has its own"
     shares.put("a", "a", "another")
     assert shares.get("a", "a") == "a", "what is there stays"
@@ -483,16 +483,16 @@ def test_pages_of_whoever_has_the_most_are_given_up_too() -> None:
 
 def test_nobody_gives_way_to_whom_it_would_leave_with_less() -> None:
     bench = Bench(FakeRunner(max_num_seqs=2, n_pages=80))
-    for i, owner in enumerate("abc"):
-        bench.scheduler.add(asked_by(owner, i, max_tokens=20))
+    for i, tenant in enumerate("abc"):
+        bench.scheduler.add(asked_by(tenant, i, max_tokens=20))
     bench.run()
     assert bench.scheduler.n_preemptions == 0
 
 
 def test_batches_give_way_and_none_gives_way_to_them() -> None:
     bench = Bench(FakeRunner(max_num_seqs=2, n_pages=80))
-    for i, owner in enumerate(("a/batches", "b/batches")):
-        bench.scheduler.add(asked_by(owner, i, priority=2**31 - 1))
+    for i, tenant in enumerate(("a/batches", "b/batches")):
+        bench.scheduler.add(asked_by(tenant, i, priority=2**31 - 1))
     bench.step()
     bench.scheduler.add(asked_by("c", 2, max_tokens=3))
     assert steps_until_done(bench, "c2") == 3 and bench.scheduler.n_preemptions == 1
@@ -506,7 +506,7 @@ def test_batches_give_way_and_none_gives_way_to_them() -> None:
 
 
 def test_prompts_of_several_owners_are_computed_in_turns() -> None:
-    """Where a step has no room for all: an owner's long prompts do not go before another's short one."""
+    """Where a step has no room for all: a tenant's long prompts do not go before another's short one."""
     bench = Bench(FakeRunner(max_num_seqs=8, n_pages=200, max_step_tokens=64))
     for i in range(4):
         bench.scheduler.add(asked_by("a", i, n_prompt=640, max_tokens=1))
@@ -518,8 +518,8 @@ def test_prompts_of_several_owners_are_computed_in_turns() -> None:
 
 
 def test_one_owner_is_served_in_the_order_of_arrival() -> None:
-    for owner in ("", "a"):
-        assert served_order([(owner, 1)] * 6) == [f"{owner}{i}" for i in range(6)]
+    for tenant in ("", "a"):
+        assert served_order([(tenant, 1)] * 6) == [f"{tenant}{i}" for i in range(6)]
 
 
 def test_a_request_of_n_counts_n() -> None:
@@ -549,9 +549,9 @@ def test_what_is_urgent_goes_before_its_owners_others() -> None:
 @given(st.lists(st.tuples(st.sampled_from("aab"), st.integers(1, 2), st.integers(-3, 2)), max_size=16))
 def test_of_one_owner_the_priority_decides_and_then_the_arrival(asked: list[tuple[str, int, int]]) -> None:
     priorities = {i: priority for i, (_, _, priority) in enumerate(asked)}
-    order = served_order([(owner, n) for owner, n, _ in asked], n_places=2, priorities=priorities)
-    for owner in "ab":
-        own = [int(id[1:]) for id in order if id[0] == owner]
+    order = served_order([(tenant, n) for tenant, n, _ in asked], n_places=2, priorities=priorities)
+    for tenant in "ab":
+        own = [int(id[1:]) for id in order if id[0] == tenant]
         assert own == sorted(own, key=lambda i: (priorities[i], i))
 
 
@@ -562,10 +562,10 @@ def test_of_one_owner_the_priority_decides_and_then_the_arrival(asked: list[tupl
 def test_everybody_is_served_with_the_same_tokens_when_memory_is_short(asked: list[tuple[str, int, int, int]]) -> None:
     bench = Bench(FakeRunner(max_num_seqs=3, n_pages=12))
     prompts = {}
-    for i, (owner, n, n_prompt, max_tokens) in enumerate(asked):
+    for i, (tenant, n, n_prompt, max_tokens) in enumerate(asked):
         params = SamplingParams(max_tokens=max_tokens, n=n, seed=1, ignore_eos=True)
         prompts[str(i)] = [20 + (i * 31 + 7 * j) % 900 for j in range(n_prompt)], params
-        bench.scheduler.add(Request(id=str(i), prompt_ids=prompts[str(i)][0], params=params, owner=owner))
+        bench.scheduler.add(Request(id=str(i), prompt_ids=prompts[str(i)][0], params=params, tenant=tenant))
         if i % 3 == 0:
             bench.step()
     bench.run()

@@ -18,7 +18,7 @@ from deltic.models.qwen.shape import ModelShape
 from deltic.server.api import decode
 from deltic.server.api import ollama_protocol as wire
 from deltic.server.api.ollama import LinesAnswer
-from deltic.server.chat.answer import ChatAnswer, Message, Piece
+from deltic.server.chat.answer import ChatAnswer, Message, Update
 from deltic.server.chat.parser import OutputParser
 from deltic.server.errors import ApiError
 from deltic.server.limits import Usage
@@ -375,12 +375,12 @@ def test_a_stream_and_a_whole_answer_say_the_same(parts: list[str], size: int, t
     parser = OutputParser(thinking=thinking, tools={"weather": {}}, call_id=iter(map(str, range(99))).__next__)
     said = LinesAnswer("m", is_chat=True, scored=ChatAnswer("ollama-1", "m", byte_tokenizer()))
     text = "".join(parts)
-    pieces = [Piece(0, parser.push(text[start : start + size])) for start in range(0, len(text), size)]
-    pieces.append(Piece(0, parser.finish(truncated=False), finish_reason="stop"))
-    streamed = b"".join(map(said.lines, pieces))
+    updates = [Update(0, parser.push(text[start : start + size])) for start in range(0, len(text), size)]
+    updates.append(Update(0, parser.finish(truncated=False), finish_reason="stop"))
+    streamed = b"".join(map(said.lines, updates))
     kept = Message()
-    for piece in pieces:
-        kept.add(piece)
+    for update in updates:
+        kept.add(update)
     whole = msgspec.json.decode(said.body(kept, Usage(1, 2, 0, 0, TIMES)))["message"]
     told = [json.loads(line)["message"] for line in streamed.splitlines()]
     assert whole["content"] == "".join(message["content"] for message in told)

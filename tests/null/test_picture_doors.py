@@ -753,7 +753,7 @@ def test_one_keys_pictures_are_not_read_sooner_since_another_sent_them(monkeypat
             for client, more in ((anna, {}), (anna, {}), (ben, {}), (ben, {}), (ben, {"cache_salt": "s"})):
                 assert (await client.post(ASKED, json=body | more)).status_code == 200
                 counts.append(n_read)
-        assert [request.party for request in engine.requests] == ["anna", "anna", "ben", "ben", "ben"]
+        assert [request.namespace for request in engine.requests] == ["anna", "anna", "ben", "ben", "ben"]
         assert len({request.pictures[0].key for request in engine.requests}) == 1, "the key is the content's"
         return counts
 

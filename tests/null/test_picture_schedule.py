@@ -147,13 +147,13 @@ def test_everything_ends_in_a_small_pool(seed: int, gpu: bool) -> None:
 
 
 def test_a_picture_is_known_to_its_own_party_alone() -> None:
-    """Neither time nor a count tells one key what another has sent. A salt divides a party further."""
+    """Neither time nor a count tells one key what another has sent. A salt divides a namespace further."""
     asked = [("anna", ""), ("ben", ""), ("anna", ""), ("anna", "s"), ("ben", "s"), ("ben", "")]
     engine = Engine(SeeingRunner(FakeTower(100)))
     n_encoded = []
-    for i, (party, salt) in enumerate(asked):
+    for i, (namespace, salt) in enumerate(asked):
         request = prompt(str(i), i, picture(4, 4, 1))  # other texts, so that no prefix is found
-        request.party, request.cache_salt = party, salt
+        request.namespace, request.cache_salt = namespace, salt
         engine.add(request)
         [*steps(engine)]
         n_encoded.append(engine.pictures.n_encoded)  # type: ignore[union-attr]

@@ -98,7 +98,7 @@ def check_what_is_left(session: Session, disk: Disk | None, n_disk: int) -> None
     tiers = engine.cache_summary()["tiers"]
     assert tiers["device"]["pages_in_use"] == tiers["device"]["slots_in_use"] == 0
     assert tiers["device"]["pages"] == store.pages.n - store.pages.n_free
-    assert tiers["device"]["checkpoints"] == store.slots.n - store.slots.n_free
+    assert tiers["device"]["checkpoints"] == store.state_slots.n - store.state_slots.n_free
     held = tiers["host"]["pages"] + UNITS_PER_STATE * tiers["host"]["checkpoints"]
     assert tiers["host"]["bytes_used"] == held == store.units.n - store.units.n_free
     if disk is not None and engine.info.prefix_cache:
@@ -110,7 +110,7 @@ def check_what_is_left(session: Session, disk: Disk | None, n_disk: int) -> None
     if disk is None:
         engine.reset_cache()
         engine.check()
-        assert store.pages.n_free == store.pages.n and store.slots.n_free == store.slots.n
+        assert store.pages.n_free == store.pages.n and store.state_slots.n_free == store.state_slots.n
         assert store.units.n_free == store.units.n and not store.tree.nodes
 
 
@@ -352,8 +352,8 @@ def test_an_answer_whose_memory_is_spoilt_goes_on(use_cache: bool) -> None:
         session.step()
     running = [s for s in session.engine.scheduler._decodes if s.request.id in ids]
     for sequence in running:
-        assert sequence.slot is not None
-        session.runner.states[sequence.slot] = NAN
+        assert sequence.state_slot is not None
+        session.runner.states[sequence.state_slot] = NAN
     session.run()
     session.check_answers()
     assert session.engine.stats().n_recomputed == len(running) == 4
@@ -381,7 +381,7 @@ def test_who_is_spoilt_twice_fails_alone() -> None:
     while session.engine.has_work():
         for sequence in session.engine.scheduler._decodes:
             if sequence.request.id == bad and sequence.n_generated >= 4:
-                session.runner.states[sequence.slot or 0] = NAN
+                session.runner.states[sequence.state_slot or 0] = NAN
         session.step()
     session.check_answers()
     assert session.outputs[bad, 0][-1].error == NOT_FINITE and len(session.answer(bad)) == 5
@@ -393,7 +393,7 @@ def test_who_is_spoilt_twice_fails_alone() -> None:
 
 
 def test_pages_beyond_the_last_checkpoint_go_first() -> None:
-    """Prompts in a full pool; another takes slots of their checkpoints, and then pages: of those that lost theirs."""
+    """Prompts in a full pool; another takes state slots of their checkpoints, and then pages: of those that lost theirs."""
     rng, session = Random(12), session_with(max_num_seqs=1, n_slots=4, n_pages=36, max_model_len=2304)
     prompts = {depth: some_ids(rng, depth + 10) for depth in (640, 704, 768)}
     for prompt in prompts.values():
@@ -528,13 +528,13 @@ def test_a_disk_that_is_full_keeps_what_is_used() -> None:
 
 
 def test_a_step_that_fails_leaves_nothing_behind() -> None:
-    """Its slots and pages may hold anything; what was there before it is still good."""
+    """Its state slots and pages may hold anything; what was there before it is still good."""
     rng, session = Random(24), session_with(max_step_tokens=64)
     prompt = some_ids(rng, 300)
     failed = session.ask([*prompt[:190], POISON, *prompt[190:]])
     session.run()
     assert session.outputs[failed, 0][-1].finish_reason == "error"
-    assert session.complete(prompt)[1] in (0, 64)  # the state at 128 was in the slot that the failed chunk wrote
+    assert session.complete(prompt)[1] in (0, 64)  # the state at 128 was in the state slot that the failed chunk wrote
     session.check_answers()
 
 

@@ -41,13 +41,13 @@ class States:
     def __init__(self, n_slots: int) -> None:
         self.words = np.full((n_slots, STATE_WORDS), -1, np.int64)
 
-    def __getitem__(self, slot: int) -> int:
-        words = self.words[slot].reshape(-1, 2).copy()
-        assert (words == words[0]).all(), f"slot {slot} holds parts of two states"
+    def __getitem__(self, state_slot: int) -> int:
+        words = self.words[state_slot].reshape(-1, 2).copy()
+        assert (words == words[0]).all(), f"state slot {state_slot} holds parts of two states"
         return int(words[0, 0]) | int(words[0, 1]) << 61
 
-    def __setitem__(self, slot: int, state: int) -> None:
-        self.words[slot, 0::2], self.words[slot, 1::2] = state & MASK, state >> 61
+    def __setitem__(self, state_slot: int, state: int) -> None:
+        self.words[state_slot, 0::2], self.words[state_slot, 1::2] = state & MASK, state >> 61
 
 
 class SolidRunner(FakeRunner):
@@ -77,7 +77,7 @@ class SolidRunner(FakeRunner):
             self.tiers = Tiers(copies.page, copies.state, host, STATE_BYTES, *to_disk, copies)
         else:
             self.tiers = Tiers(
-                lambda page: [pages[page]], lambda slot: [states[slot][:half], states[slot][half:]],
+                lambda page: [pages[page]], lambda state_slot: [states[state_slot][:half], states[state_slot][half:]],
                 host, STATE_BYTES, *to_disk,
             )  # fmt: skip
 
@@ -147,7 +147,7 @@ class Traffic:
         assert cache.n_pages_used == cache.n_slots_used == 0
         self.engine.reset_cache()
         self.engine.check()
-        for pool in (store.pages, store.slots, store.units, cache.places):
+        for pool in (store.pages, store.state_slots, store.units, cache.places):
             assert pool.n_free == pool.n
 
 

@@ -444,7 +444,7 @@ def test_everything_ends_and_the_books_balance(
             bench.scheduler.check()
         running = [s for s in bench.scheduler._decodes if s.start_slot is None]
         if t in spoils and running:
-            runner.states[running[spoils[t] % len(running)].slot or 0] = NAN
+            runner.states[running[spoils[t] % len(running)].state_slot or 0] = NAN
         step = bench.step()
         if step is not None:
             bench.scheduler.observe(step, 1e-4 * step.n_tokens)

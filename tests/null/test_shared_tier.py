@@ -144,10 +144,10 @@ def test_nothing_is_found_under_another_salt_or_party(start: Start) -> None:
     first, second = start(), start()
     meet(first, second)
     prompt = some_ids(Random(2), 300)
-    ask(first, prompt, cache_salt="a", party="p")
+    ask(first, prompt, cache_salt="a", namespace="p")
     settle(first)
-    assert ask(second, prompt) == ask(second, prompt, cache_salt="a") == ask(second, prompt, party="p") == 0
-    assert ask(second, prompt, cache_salt="a", party="p") == 256
+    assert ask(second, prompt) == ask(second, prompt, cache_salt="a") == ask(second, prompt, namespace="p") == 0
+    assert ask(second, prompt, cache_salt="a", namespace="p") == 256
 
 
 @pytest.mark.parametrize("seed", range(3))

@@ -36,7 +36,7 @@ class Clock:
 @dataclass
 class FakeVocoder:
     """Takes fixed_s and frame_s a frame; is_async: beside what else goes on, and it knows how long it took. A stream's position in its
-    slot is checked."""
+    state slot is checked."""
 
     clock: Clock
     fixed_s: float = 0.0
@@ -48,20 +48,20 @@ class FakeVocoder:
     opened: list[tuple[int, Any]] = field(default_factory=list)
     positions: dict[int, int] = field(default_factory=dict)
 
-    def open(self, slot: int, state: Any = None) -> None:
-        self.opened.append((slot, state))
-        self.positions[slot] = 0
+    def open(self, state_slot: int, state: Any = None) -> None:
+        self.opened.append((state_slot, state))
+        self.positions[state_slot] = 0
 
     def begin(self, chunks: list[tuple[int, Any]]) -> Any:
-        assert len({slot for slot, _ in chunks}) == len(chunks) and all(len(codes) for _, codes in chunks)
+        assert len({state_slot for state_slot, _ in chunks}) == len(chunks) and all(len(codes) for _, codes in chunks)
         if len(self.batches) == self.fails_at:
             self.fails_at = -1
             raise RuntimeError("no memory")
-        for slot, codes in chunks:
-            at = self.positions[slot]
+        for state_slot, codes in chunks:
+            at = self.positions[state_slot]
             assert codes[:, 1].tolist() == list(range(at, at + len(codes))), "frames left out, or given twice"
             assert len(set(codes[:, 0])) == 1, "frames of another"
-            self.positions[slot] += len(codes)
+            self.positions[state_slot] += len(codes)
         self.batches.append([len(codes) for _, codes in chunks])
         took_s = self.fixed_s + self.frame_s * sum(self.batches[-1])
         done_at = self.clock.now + took_s
@@ -105,7 +105,7 @@ class SpeakingRunner(FakeRunner):
             [
                 number(c.sequence),
                 t := c.start - c.sequence.n_prompt,
-                mixed(number(c.sequence), t) if self.states[c.sequence.slot or 0] != NAN else -1,
+                mixed(number(c.sequence), t) if self.states[c.sequence.state_slot or 0] != NAN else -1,
                 *[0] * 13,
             ]
             for c in step.chunks
@@ -358,7 +358,7 @@ def test_streams_wait_for_a_slot() -> None:
     play.run()
     for name in range(8):
         play.check_whole(name)
-    assert {slot for slot, _ in play.vocoder.opened} == {0, 1}
+    assert {state_slot for state_slot, _ in play.vocoder.opened} == {0, 1}
 
 
 def test_who_lacks_a_slot_does_not_wait_for_others_to_be_played() -> None:
@@ -428,7 +428,7 @@ def test_what_is_not_finite_is_not_heard(is_async: bool) -> None:
     while not all(play.clients[str(name), 0].audio for name in range(3)):
         play.turn()
     for sequence in play.engine.scheduler._decodes[:2]:
-        play.runner.states[sequence.slot or 0] = NAN
+        play.runner.states[sequence.state_slot or 0] = NAN
     play.run()
     for name in range(3):
         assert play.clients[str(name), 0].end == "length"

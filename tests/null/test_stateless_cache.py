@@ -27,8 +27,8 @@ class StatelessRunner(FakeRunner):
         sequence = chunk.sequence
         assert sequence.start_slot is None and not chunk.snapshots
         if 0 < chunk.start < sequence.n_prompt:
-            assert sequence.slot is not None
-            self.states[sequence.slot] = self._state_after(sequence, chunk.start)
+            assert sequence.state_slot is not None
+            self.states[sequence.state_slot] = self._state_after(sequence, chunk.start)
         super()._check_start(chunk)
 
 
@@ -54,7 +54,7 @@ def test_every_page_is_a_hit() -> None:
     assert session.complete(prompt)[1:] == (5 * PAGE_SIZE, 10)
     assert session.complete(prompt[: 2 * PAGE_SIZE])[1:] == (PAGE_SIZE, PAGE_SIZE)  # somebody must be drawn from it
     session.check_answers()
-    assert not session.checkpoints() and session.store.slots.n_free == 8
+    assert not session.checkpoints() and session.store.state_slots.n_free == 8
 
 
 def test_answers_are_computed_again() -> None:

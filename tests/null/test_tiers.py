@@ -44,8 +44,8 @@ class Device:
     def page(self, index: int) -> list[Bytes]:
         return [self.pages[index]]
 
-    def state(self, slot: int) -> list[Bytes]:
-        return [self.recurrent[slot, 0], self.recurrent[slot, 1], self.conv[slot]]
+    def state(self, state_slot: int) -> list[Bytes]:
+        return [self.recurrent[state_slot, 0], self.recurrent[state_slot, 1], self.conv[state_slot]]
 
     def views(self, kind: str, index: int) -> list[Bytes]:
         return self.page(index) if kind == "page" else self.state(index)
@@ -107,7 +107,7 @@ def done(tiers: Tiers, ticket: int) -> list[Move]:
 
 
 def save(tiers: Tiers, device: Device, kinds: list[tuple[str, int]]) -> list[bool]:
-    """Writes objects, by way of as many pages and slots, and forgets them on the device."""
+    """Writes objects, by way of as many pages and state slots, and forgets them on the device."""
     moves = [disk_move(kind, i, at) for at, (kind, i) in enumerate(kinds)]
     for move in moves:
         device.fill(move.kind, move.device, content_of(move.kind, move.key))

@@ -1,11 +1,11 @@
-"""Ownership of the two memories: the pages and slots of each sequence, and those it shares with the prefix
-tree.
+"""Ownership of the two memories: the pages and state slots of each sequence, and those it shares with the
+prefix tree.
 
 A page holds the keys and values of PAGE_SIZE tokens for all attention layers, a state slot one recurrent
-state and one convolution window for every DeltaNet layer. A place is a row in the tables of a step: whoever
-runs has one.
+state and one convolution window for every DeltaNet layer. A batch slot is a row in the tables of a step:
+whoever runs has one.
 
-| owner | of pages | of slots |
+| owner | of pages | of state slots |
 | --- | --- | --- |
 | a running sequence | of all its tokens; full ones are shared with the tree | its own, and its start |
 | the prefix tree | every full page that was not evicted | checkpoints |
@@ -17,8 +17,8 @@ Where prefill and decode differ in bits, the tree has what prefill wrote, and no
 prompts, and states inside them. What was decoded is a sequence's own as long as it runs; the next turn brings
 it as a prompt, and it is computed again.
 
-The slot of a sequence whose `n_computed` is 0 holds whatever its last owner left: a chunk that starts at 0
-starts from the zero state.
+The state slot of a sequence whose `n_computed` is 0 holds whatever its last owner left: a chunk that starts
+at 0 starts from the zero state.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ MAX_LOAD_S = 30.0
 """Longest wait in seconds for a load from a lower tier, since a disk may hang."""
 
 SEARCH_AGAIN_S = 5.0
-"""A request that waits so long for its place looks once more whether other servers have its prefix."""
+"""A request that waits so long for its batch slot looks once more whether other servers have its prefix."""
 
 
 def pages_for(n_tokens: int) -> int:
@@ -74,7 +74,7 @@ class Parked:
 
 
 class Cache:
-    """Pages, slots and places of the sequences. Every change to what a sequence owns is made here."""
+    """Pages, state slots and batch slots of the sequences. Whatever changes what a sequence owns is here."""
 
     def __init__(self, info: EngineInfo, tiers: Tiers | None = None) -> None:
         """Makes a cache over `tiers`. Without info.prefix_cache nothing is kept for other requests, and host
@@ -82,8 +82,8 @@ class Cache:
         prefill wrote.
         """
         self.store = Placement(info, tiers or no_tiers(info))
-        self.pages, self.slots = self.store.pages, self.store.slots
-        self.places = Pool("place", info.max_num_seqs)
+        self.pages, self.state_slots = self.store.pages, self.store.state_slots
+        self.batch_slots = Pool("batch slot", info.max_num_seqs)
         self.info = info
         self.stats = self.store.stats
         self._tree = self.store.tree
@@ -97,7 +97,7 @@ class Cache:
 
     @property
     def n_slots_used(self) -> int:
-        return self.slots.n - self.slots.n_available
+        return self.state_slots.n - self.state_slots.n_available
 
     # A sequence waits, and looks for its prefix.
 
@@ -192,35 +192,35 @@ class Cache:
         return PAGE_SIZE * bisect_left(range(n), True, key=lambda i: mine[i] != theirs[i])
 
     def admit(self, sequence: Sequence, path: list[Node], n_promised: int) -> bool:
-        """Gives a waiting sequence a place, a slot, and the pages of `path`, all on the device.
+        """Gives a waiting sequence a batch slot, a state slot, and the pages of `path`, all on the device.
 
-        Its siblings place and slot. n_promised: available pages that are others'. False, with nothing of it
-        changed, when something is short.
+        Its siblings batch slot and state slot. n_promised: available pages that are others'. False, with
+        nothing of it changed, when something is short.
         """
         group = [sequence, *sequence.siblings]
         parked = self._parked.get(sequence)
         pages = [node.page[DEVICE] for node in path]
         start = [path[-1].state[DEVICE]] if path and parked is None and self.info.has_state else []
         self.pages.share(pages)
-        self.slots.share(start)
-        slots: list[int] | None = None
+        self.state_slots.share(start)
+        state_slots: list[int] | None = None
         n_parked = len(parked.pages) if parked is not None else 0
         n_new = max(n_parked, pages_for(len(sequence.tokens)) - len(pages))
-        if len(group) <= self.places.n_free and n_new <= self.pages.n_available - n_promised:
-            slots = self.store.take_slots(len(group))
-            is_ours = start and self.slots.n_owners[start[0]] == 2 and not path[-1].busy
-            if slots is None and is_ours:  # not one slot more is to be had: it goes on in the checkpoint's
-                others = self.store.take_slots(len(group) - 1)
+        if len(group) <= self.batch_slots.n_free and n_new <= self.pages.n_available - n_promised:
+            state_slots = self.store.take_state_slots(len(group))
+            is_ours = start and self.state_slots.n_owners[start[0]] == 2 and not path[-1].busy
+            if state_slots is None and is_ours:  # no state slot is to be had: it goes on in the checkpoint's
+                others = self.store.take_state_slots(len(group) - 1)
                 if others is not None:
-                    self.slots.give_back([self.store.take_state(path[-1])])
-                    slots, start = [*start, *others], []
-        own = self.store.take_pages(n_parked) if slots is not None else []
-        if slots is None or own is None:
-            self.slots.give_back([*start, *(slots or [])])
+                    self.state_slots.give_back([self.store.take_state(path[-1])])
+                    state_slots, start = [*start, *others], []
+        own = self.store.take_pages(n_parked) if state_slots is not None else []
+        if state_slots is None or own is None:
+            self.state_slots.give_back([*start, *(state_slots or [])])
             self.pages.give_back(pages)
             return False
-        for member, slot, place in zip(group, slots, self.places.take(len(group)), strict=True):
-            member.slot, member.place = slot, place
+        for member, state_slot, batch_slot in zip(group, state_slots, self.batch_slots.take(len(group)), strict=True):
+            member.state_slot, member.batch_slot = state_slot, batch_slot
         sequence.pages, sequence.n_computed = pages + own, len(pages) * PAGE_SIZE
         sequence.pages_version += 1
         sequence.start_slot = start[0] if start else None
@@ -268,7 +268,7 @@ class Cache:
         self.publish(sequence)
         prefix: Prefix | None = sequence.prefix
         if prefix is None:
-            self.slots.give_back([slot for _, slot in chunk.snapshots])  # the cache was reset meanwhile
+            self.state_slots.give_back([at for _, at in chunk.snapshots])  # the cache was reset meanwhile
             return
         self.checkpoints.take(chunk, prefix)
         if chunk.start < sequence.n_prompt <= sequence.n_computed and self.store.tiers.may_have_foreign:
@@ -276,7 +276,7 @@ class Cache:
 
     def _let_go_of_start(self, sequence: Sequence) -> None:
         if sequence.start_slot is not None:
-            self.slots.give_back([sequence.start_slot])
+            self.state_slots.give_back([sequence.start_slot])
             sequence.start_slot = None
 
     def publish(self, sequence: Sequence) -> None:
@@ -336,22 +336,22 @@ class Cache:
         self._forget_parked(sequence)
         self._let_go_of_start(sequence)
         prefix: Prefix | None = sequence.prefix
-        slot = sequence.slot
-        if slot is not None:
+        state_slot = sequence.state_slot
+        if state_slot is not None:
             node = prefix.node if prefix is not None else None
             here = node is not None and node.depth == sequence.n_computed > 0 and node.state[DEVICE] is None
             is_prefilled = self.info.canonical_decode or sequence.n_computed < sequence.n_prompt
             keep_state &= self.info.has_state and is_prefilled
             if node is not None and here and keep_state and self._tree.nodes.get(node.key) is node:
-                self.checkpoints.keep(node, slot, "tail")
+                self.checkpoints.keep(node, state_slot, "tail")
             else:
-                self.slots.give_back([slot])
-            assert sequence.place is not None
-            self.places.give_back([sequence.place])
+                self.state_slots.give_back([state_slot])
+            assert sequence.batch_slot is not None
+            self.batch_slots.give_back([sequence.batch_slot])
         self.pages.give_back(reversed(sequence.pages))
-        sequence.pages, sequence.slot, sequence.place = [], None, None
+        sequence.pages, sequence.state_slot, sequence.batch_slot = [], None, None
         if prefix is not None:
-            if slot is not None:
+            if state_slot is not None:
                 self.store.saves.save(prefix.node)
             prefix.tail = None
             prefix.wanted = {}
@@ -382,12 +382,12 @@ class Cache:
     def _park(self, sequence: Sequence) -> Parked | None:
         prefix: Prefix | None = sequence.prefix
         n_shared = prefix.node.depth // PAGE_SIZE if prefix is not None else 0
-        assert sequence.slot is not None
+        assert sequence.state_slot is not None
         # Before the first chunk behind a checkpoint has run, the state is the checkpoint's.
-        slot = sequence.slot if sequence.start_slot is None else sequence.start_slot
+        state_slot = sequence.state_slot if sequence.start_slot is None else sequence.start_slot
         own = sequence.pages[n_shared : pages_for(sequence.n_computed + self.info.n_lookahead)]
         units = [self.store.host.park(Kind.PAGE, page) for page in own]
-        state = self.store.host.park(Kind.STATE, slot)
+        state = self.store.host.park(Kind.STATE, state_slot)
         node = prefix.node if prefix is not None else None
         parked = Parked(sequence.n_computed, n_shared, node, [u for u in units if u is not None], state or ())
         if state is None or None in units:
@@ -396,10 +396,10 @@ class Cache:
         return parked
 
     def _unpark(self, sequence: Sequence, parked: Parked) -> None:
-        assert sequence.slot is not None
+        assert sequence.state_slot is not None
         for units, page in zip(parked.pages, sequence.pages[parked.n_shared :], strict=True):
             self.store.host.unpark(Kind.PAGE, units, page)
-        self.store.host.unpark(Kind.STATE, parked.state, sequence.slot)
+        self.store.host.unpark(Kind.STATE, parked.state, sequence.state_slot)
         sequence.n_computed = parked.n_computed
         self._unlist(sequence)
 
@@ -424,7 +424,8 @@ class Cache:
         """
         tops = {node for s in spoilt if s.prefix is not None for node in s.prefix.node.path[:1]}
         for sequence in sequences:
-            if sequence.slot is not None and sequence.prefix is not None and tops & {*sequence.prefix.node.path[:1]}:
+            prefix = sequence.prefix
+            if sequence.state_slot is not None and prefix is not None and tops & {*prefix.node.path[:1]}:
                 sequence.prefix = None
         for sequence in spoilt:
             sequence.prefix = None
@@ -437,7 +438,7 @@ class Cache:
         """
         self.store.reset()
         for sequence in sequences:
-            if sequence.slot is not None:
+            if sequence.state_slot is not None:
                 sequence.prefix = None
             elif sequence.prefix is not None:
                 sequence.prefix.load = sequence.prefix.search = None
@@ -445,27 +446,27 @@ class Cache:
     def check(self, sequences: Iterable[Sequence]) -> None:
         """Raises IntegrityError unless the sequences and the tree hold exactly what is not free.
 
-        O(pages + slots).
+        O(pages + state slots).
         """
         pages: Counter[int] = Counter()
-        slots: Counter[int] = Counter()
-        places: Counter[int] = Counter()
+        state_slots: Counter[int] = Counter()
+        batch_slots: Counter[int] = Counter()
         for sequence in sequences:
             name = f"sequence {sequence.request.id}/{sequence.index}"
             pages.update(sequence.pages)
-            slots.update(s for s in (sequence.slot, sequence.start_slot) if s is not None)
-            places.update([] if sequence.place is None else [sequence.place])
-            if sequence.slot is None and (sequence.pages or sequence.place is not None):
-                raise IntegrityError(f"{name} has pages or a place but no slot")
+            state_slots.update(s for s in (sequence.state_slot, sequence.start_slot) if s is not None)
+            batch_slots.update([] if sequence.batch_slot is None else [sequence.batch_slot])
+            if sequence.state_slot is None and (sequence.pages or sequence.batch_slot is not None):
+                raise IntegrityError(f"{name} has pages or a batch slot but no state slot")
             if len(sequence.pages) < pages_for(sequence.n_computed):
                 raise IntegrityError(f"{name} has {sequence.n_computed} tokens computed in {len(sequence.pages)} pages")
         units: Counter[int] = Counter()
         for parked in self._parked.values():
             units.update(parked.units)
-        self.store.check(pages, slots, units)
-        self.places.check(places)
+        self.store.check(pages, state_slots, units)
+        self.batch_slots.check(batch_slots)
 
 
 def _within(where: list[Any], tier: int) -> bool:
     """Returns whether a page or state is in `tier` or one above."""
-    return any(place is not None for place in where[: tier + 1])
+    return any(index is not None for index in where[: tier + 1])

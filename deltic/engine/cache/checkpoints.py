@@ -1,8 +1,9 @@
 """Checkpoints: the states that a sequence leaves for those that come after it.
 
 A checkpoint costs no pass of its own. Inside a chunk of a prefill the state is written out as the kernel
-passes (a snapshot). Between two chunks, and in a decode at the end of a page, the sequence's slot becomes the
-tree's, and the next chunk reads that one and writes another. Which are worth a slot: `PrefixTree.price`.
+passes (a snapshot). Between two chunks, and in a decode at the end of a page, the sequence's state slot
+becomes the tree's, and the next chunk reads that one and writes another. Which are worth a state slot:
+`PrefixTree.price`.
 """
 
 from __future__ import annotations
@@ -106,30 +107,30 @@ class Checkpoints:
             above = depth
         if chunk.start in prices:
             self._leave_checkpoint(sequence, prefix.wanted[chunk.start], prices[chunk.start])
-        # The deepest first: if slots are short, it is the one that the next turn starts from.
+        # The deepest first: if state slots are short, it is the one that the next turn starts from.
         for depth in reversed(prefix.wanted):
             known = self._tree.nodes.get(prefix.keys[depth // PAGE_SIZE - 1])
             is_there = known is not None and known.state[DEVICE] is not None
             if not chunk.start < depth < chunk.start + chunk.length or is_there:
                 continue
-            if (slot := self._store.take_slot_worth(prices[depth])) is not None:
-                chunk.snapshots.append((depth - chunk.start, slot))
+            if (state_slot := self._store.take_state_slot_worth(prices[depth])) is not None:
+                chunk.snapshots.append((depth - chunk.start, state_slot))
                 chunk.snapshots.sort()
 
     def drop(self, chunk: Chunk) -> None:
         """A step failed: drops the snapshots that it was to take."""
-        self._store.slots.give_back([slot for _, slot in chunk.snapshots])
+        self._store.state_slots.give_back([state_slot for _, state_slot in chunk.snapshots])
         chunk.snapshots.clear()
 
     def take(self, chunk: Chunk, prefix: Prefix) -> None:
         """A chunk ran, and its pages are in the tree: its snapshots follow them."""
-        for n, slot in chunk.snapshots:
+        for n, state_slot in chunk.snapshots:
             depth = chunk.start + n
             node = self._tree.nodes[prefix.keys[depth // PAGE_SIZE - 1]]
             if node.state[DEVICE] is None:
-                self.keep(node, slot, prefix.wanted[depth])
+                self.keep(node, state_slot, prefix.wanted[depth])
             else:
-                self._store.slots.give_back([slot])
+                self._store.state_slots.give_back([state_slot])
         if prefix.wanted:
             prefix.wanted = {d: kind for d, kind in prefix.wanted.items() if d >= chunk.sequence.n_computed}
 
@@ -156,25 +157,25 @@ class Checkpoints:
         return node.depth if node.parent is None or node.has_state else self._tree.nearest_above(node).depth
 
     def _leave_checkpoint(self, sequence: Sequence, kind: str, price: float) -> None:
-        """The state between two chunks becomes a checkpoint, if it is worth a slot: the sequence's own slot
-        changes its owner, and the next chunk writes another.
+        """The state between two chunks becomes a checkpoint, if it is worth a state slot: the sequence's own
+        state slot changes its owner, and the next chunk writes another.
         """
         node = sequence.prefix.node
         if node.depth == sequence.n_computed and node.state[DEVICE] is None and sequence.start_slot is None:
-            slot = self._store.take_slot_worth(price)
-            if slot is not None:
-                self._leave_for(slot, sequence, kind)
+            state_slot = self._store.take_state_slot_worth(price)
+            if state_slot is not None:
+                self._leave_for(state_slot, sequence, kind)
 
-    def _leave_for(self, slot: int, sequence: Sequence, kind: str) -> None:
-        left = sequence.slot
+    def _leave_for(self, state_slot: int, sequence: Sequence, kind: str) -> None:
+        left = sequence.state_slot
         assert left is not None
         self.keep(sequence.prefix.node, left, kind)
-        self._store.slots.share([left])
-        sequence.start_slot, sequence.slot = left, slot
+        self._store.state_slots.share([left])
+        sequence.start_slot, sequence.state_slot = left, state_slot
 
-    def keep(self, node: Node, slot: int, kind: str) -> None:
-        """A slot becomes the tree's."""
-        self._store.put(Kind.STATE, node, slot, kind)
+    def keep(self, node: Node, state_slot: int, kind: str) -> None:
+        """A state slot becomes the tree's."""
+        self._store.put(Kind.STATE, node, state_slot, kind)
         self._store.stats.checkpoints_taken[kind] = self._store.stats.checkpoints_taken.get(kind, 0) + 1
 
 

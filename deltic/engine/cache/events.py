@@ -279,8 +279,8 @@ def _removals(hashes: dict[int, list[int]]) -> Iterable[Removed]:
 def _extra_keys(request: Request, lora: str | None, begin: int) -> Iterator[ExtraKey]:
     """Yields the keys that decide, beside the tokens, who shares the page of tokens [begin, begin +
     PAGE_SIZE), in the form and order of vLLM (v1/core/kv_cache_utils.py, generate_block_hash_extra_keys): the
-    adapter, pictures with their places, and in the first page the salt. That of a party has its name before
-    it, as in `root_key`, so a router that knows no parties finds its pages for nobody.
+    adapter, pictures with their places, and in the first page the salt. That of a namespace has its name
+    before it, as in `root_key`, so a router that knows no namespaces finds its pages for nobody.
     """
     if lora is not None:
         yield lora
@@ -289,5 +289,5 @@ def _extra_keys(request: Request, lora: str | None, begin: int) -> Iterator[Extr
     while i < len(pictures) and pictures[i].first < begin + PAGE_SIZE:
         yield pictures[i].identifier, pictures[i].first - begin
         i += 1
-    if begin == 0 and (request.party or request.cache_salt):
-        yield f"{request.party}\n{request.cache_salt}" if request.party else request.cache_salt
+    if begin == 0 and (request.namespace or request.cache_salt):
+        yield f"{request.namespace}\n{request.cache_salt}" if request.namespace else request.cache_salt

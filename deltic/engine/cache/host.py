@@ -38,7 +38,7 @@ class Host:
         self.units.give_back(self.tier.drop(kind, node))
 
     def park(self, kind: Kind, device: int, price: float = math.inf) -> tuple[int, ...] | None:
-        """Copies a page or a slot to units that are not the tree's; None when there is no room.
+        """Copies a page or a state slot to units that are not the tree's; None when there is no room.
 
         What the tree has there and is worth least makes way, if it is worth less than `price`.
         """

@@ -31,7 +31,7 @@ class Move(Object):
     """Move of one object in one direction."""
 
     device: int = -1
-    """Index of the page or slot in device memory; -1: not there (it is saved from the host's)."""
+    """Index of the page or state slot in device memory; -1: not there (it is saved from the host's)."""
     units: tuple[int, ...] = ()
     """Units of host memory; none: the object is not there."""
     ok: bool = False
@@ -43,7 +43,7 @@ class Move(Object):
 
     @classmethod
     def of(cls, kind: Kind, node: Node, device: int | None) -> Move:
-        """device: the page or slot; None: it is in host memory only."""
+        """device: the page or state slot; None: it is in host memory only."""
         assert node.parent is not None
         units, device = kind.of(node)[HOST] or (), -1 if device is None else device
         return cls(kind, node.key, node.parent.key, node.depth, device, units)

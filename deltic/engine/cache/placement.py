@@ -47,20 +47,20 @@ class Placement:
     def __init__(self, info: EngineInfo, tiers: Tiers) -> None:
         self._info = info
         self.pages = Pool("page", info.n_pages)
-        self.slots = Pool("slot", info.n_slots)
-        self._pools = {Kind.PAGE: self.pages, Kind.STATE: self.slots}
+        self.state_slots = Pool("state slot", info.n_slots)
+        self._pools = {Kind.PAGE: self.pages, Kind.STATE: self.state_slots}
         self.tree = tree = PrefixTree(info)
         self.events: CacheEvents | None = None
         """Receiver of the tree's changes; None: nobody listens."""
         self.stats = CacheStats()
         self.tiers = tiers
         # On the device an object must be the tree's alone; nowhere may it be taken away while it is moved.
-        pages, slots = self.pages, self.slots
+        pages, state_slots = self.pages, self.state_slots
         self.device = Tier(
             DEVICE,
             tree,
             page_is_idle=lambda node: not node.busy and pages.is_idle(node.page[DEVICE]),
-            state_is_idle=lambda node: not node.busy and slots.is_idle(node.state[DEVICE]),
+            state_is_idle=lambda node: not node.busy and state_slots.is_idle(node.state[DEVICE]),
         )
         self.host = Host(tree, tiers, self._forget_if_gone)
         self.units = self.host.units
@@ -89,20 +89,20 @@ class Placement:
                 return None
         return self.pages.take(n)
 
-    def take_slots(self, n: int) -> list[int] | None:
-        """`n` slots for the caller, evicting checkpoints; None when there are not as many."""
-        while self.slots.n_free < n:
+    def take_state_slots(self, n: int) -> list[int] | None:
+        """`n` state slots for the caller, evicting checkpoints; None when there are not as many."""
+        while self.state_slots.n_free < n:
             node = self.device.least_state()
             if node is None:
                 return None
             self._evict_state(node)
-        return self.slots.take(n)
+        return self.state_slots.take(n)
 
-    def take_slot_worth(self, price: float) -> int | None:
-        """A slot for a checkpoint of this priority: a free one, or one of lower priority; None if there is
-        neither.
+    def take_state_slot_worth(self, price: float) -> int | None:
+        """A state slot for a checkpoint of this priority: a free one, or one of lower priority; None if there
+        is neither.
         """
-        if not self.slots.n_free:
+        if not self.state_slots.n_free:
             node = self.device.least_state()
             if node is None:
                 return None
@@ -110,7 +110,7 @@ class Placement:
                 self.tree.clock = max(self.tree.clock, price)  # as if it had come, and been evicted at once
                 return None
             self._evict_state(node)
-        return self.slots.take(1)[0]
+        return self.state_slots.take(1)[0]
 
     def _evict_page(self) -> bool:
         """Frees a page; False when none may be taken away."""
@@ -143,7 +143,7 @@ class Placement:
     # What the tree takes over, and gives away.
 
     def put(self, kind: Kind, node: Node, index: int, why: str = "") -> None:
-        """The caller's page or slot becomes the tree's. why: a state is a checkpoint."""
+        """The caller's page or state slot becomes the tree's. why: a state is a checkpoint."""
         self._pools[kind].hand_to_tree(index)
         self.device.put(kind, node, index, why)
         self._drop_copy(node)
@@ -155,17 +155,17 @@ class Placement:
                 self.host.drop(kind, node)
 
     def take_state(self, node: Node) -> int:
-        """The tree's slot of a checkpoint becomes the caller's."""
-        slot: int = self.device.drop(Kind.STATE, node)
-        self.slots.hand_back(slot)
-        return slot
+        """The tree's state slot of a checkpoint becomes the caller's."""
+        state_slot: int = self.device.drop(Kind.STATE, node)
+        self.state_slots.hand_back(state_slot)
+        return state_slot
 
     def is_only_passed(self, node: Node) -> bool:
         """Returns whether a checkpoint has one way on at most, and nobody has used it or does."""
-        slot = node.state[DEVICE]
-        if slot is None or node.busy or node.n_hits:
+        state_slot = node.state[DEVICE]
+        if state_slot is None or node.busy or node.n_hits:
             return False
-        return self.slots.is_idle(slot) and len(node.children) < 2
+        return self.state_slots.is_idle(state_slot) and len(node.children) < 2
 
     # From the lower tiers to the device, beside the steps.
 
@@ -185,14 +185,14 @@ class Placement:
         for node in path:
             node.busy += 1
         pages = self.take_pages(len(missing))
-        slots = self.take_slots(len(states)) if pages is not None else None
-        if pages is None or slots is None:
+        state_slots = self.take_state_slots(len(states)) if pages is not None else None
+        if pages is None or state_slots is None:
             self.pages.give_back(pages or [])
             for node in path:
                 node.busy -= 1
             return None
         moves = [Move.of(Kind.PAGE, node, page) for node, page in zip(missing, pages, strict=True)]
-        moves += [Move.of(Kind.STATE, node, slot) for node, slot in zip(states, slots, strict=True)]
+        moves += [Move.of(Kind.STATE, node, state_slot) for node, state_slot in zip(states, state_slots, strict=True)]
         load = self._loads[self.tiers.load(moves)] = Load(path, missing + states, moves, time.monotonic())
         return load
 
@@ -337,8 +337,8 @@ class Placement:
         tiers["device"] |= {
             "pages_total": self.pages.n,
             "pages_in_use": self.pages.n - self.pages.n_available,
-            "slots_total": self.slots.n,
-            "slots_in_use": self.slots.n - self.slots.n_available,
+            "slots_total": self.state_slots.n,
+            "slots_in_use": self.state_slots.n - self.state_slots.n_available,
         }
         tiers["host"] |= {"bytes_total": self.units.n * page_bytes}
         tiers["host"] |= {"bytes_used": (self.units.n - self.units.n_free) * page_bytes}
@@ -352,7 +352,7 @@ class Placement:
             "checkpoints": self.tree.describe(),
         }
 
-    def check(self, pages: Counter[int], slots: Counter[int], units: Counter[int]) -> None:
+    def check(self, pages: Counter[int], state_slots: Counter[int], units: Counter[int]) -> None:
         """Raises IntegrityError unless the tree and the loads, with what the sequences hold, make up every
         pool. O(all).
         """
@@ -379,10 +379,10 @@ class Placement:
             for move in load.moves:
                 held[move.kind].append(move.device)
         pages.update(held[Kind.PAGE])
-        slots.update(held[Kind.STATE])
+        state_slots.update(held[Kind.STATE])
         units.update(held_units)
         self.pages.check(pages)
-        self.slots.check(slots)
+        self.state_slots.check(state_slots)
         self.units.check(units)
         if self.events is not None:
             self.events.check(self.tree)

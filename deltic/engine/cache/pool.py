@@ -1,4 +1,4 @@
-"""Reference-counted indices: of pages, state slots, places, and units of host memory."""
+"""Reference-counted indices: of pages, state slots, batch slots, and units of host memory."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Iterable
 
 
 class IntegrityError(AssertionError):
-    """Pages or slots do not add up; the message names the first thing that is off."""
+    """Pages or state slots do not add up; the message names the first thing that is off."""
 
 
 class Pool:
-    """Reference-counted indices 0 … n - 1, of pages, slots or units.
+    """Reference-counted indices 0 … n - 1, of pages, state slots or units.
 
     The one freed last is taken first: it is warm.
     """

@@ -28,7 +28,7 @@ from deltic.engine.messages import CacheLocated, LocateCache
 from deltic.ops.geometry import PAGE_SIZE
 
 SAVE_BYTES = 32 << 20
-"""About as much goes to disk in one go: for so long its pages and slots are kept from others."""
+"""About as much goes to disk in one go: for so long its pages and state slots are kept from others."""
 
 REGROW_S = 3600.0
 """Seconds for which less is kept on a disk that was full."""

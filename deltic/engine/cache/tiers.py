@@ -62,8 +62,8 @@ class Tiers:
         fingerprint: str,
         copies: Copies | None = None,
     ) -> None:
-        """page, state: the bytes of a page or slot in device memory, as writable, contiguous, one-dimensional
-        views;
+        """page, state: the bytes of a page or state slot in device memory, as writable, contiguous,
+        one-dimensional views;
         called from two threads. host: [n_units, page bytes]. disk_bytes: 0 for no disk tier; the budget is
         kept by whoever deletes. fingerprint: 32 hex digits that name everything that decides the bits
         (runtime/fingerprint.py). copies: brings the bytes to those views and back, where device memory itself
@@ -178,8 +178,8 @@ class Tiers:
         return self._ask(self._save, moves, is_load=False)
 
     def _ask(self, action: Callable[[Move, Any], None], moves: list[Move], is_load: bool) -> int:
-        # What wrote to these pages and slots before was asked for by now: a copy need not wait for the steps
-        # that follow.
+        # What wrote to these pages and state slots before was asked for by now: a copy need not wait for the
+        # steps that follow.
         mark = self._mark()
         jobs = [functools.partial(action, move, mark) for move in moves]
         end = self._ticket(moves, is_load)

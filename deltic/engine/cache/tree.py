@@ -6,7 +6,7 @@ tokens from the start, and one dictionary finds any prefix. A node has a page, a
 all pages before it are.
 
 What leaves a tier first: pages that no state in the tier lies beyond, since nothing resumes from them; then,
-where the checkpoint of a leaf or a slot is wanted, the state of the least priority. Priorities are
+where the checkpoint of a leaf or a state slot is wanted, the state of the least priority. Priorities are
 GreedyDual-Size with frequency (Cao and Irani, 1997, "Cost-aware WWW proxy caching algorithms"; Cherkasova,
 1998, for the frequency): the prefill time a checkpoint saves over the next one above it, per byte of what
 only it needs, times its uses, on top of a clock that rises to the priority of whatever is evicted. So what is
@@ -45,7 +45,7 @@ def root_key(request: Request) -> bytes:
     """The key before the first page: who shares prefixes, and whatever decides KV and state beside the
     tokens: pictures (`picture_keys`), and here the adapter."""
     # Another hash than that of next_key, lest a salt be made up of another salt's key and tokens.
-    both = f"{request.party}\n{request.cache_salt}".encode("utf-8", "surrogatepass")
+    both = f"{request.namespace}\n{request.cache_salt}".encode("utf-8", "surrogatepass")
     return blake2b(both, digest_size=16, person=b"deltic salt", salt=request.adapter).digest()
 
 
@@ -95,8 +95,9 @@ STATE_FIRST = (Kind.STATE, Kind.PAGE)
 class Node:
     """A page boundary: `depth` tokens from the start, the last PAGE_SIZE of them in its page.
 
-    page[tier] and state[tier] say where the bytes are: a page or slot index on the device, a tuple of units
-    on the host, True on disk; None: not there. n_children[tier] counts children with a page in the tier.
+    page[tier] and state[tier] say where the bytes are: a page or state slot index on the device, a tuple of
+    units on the host, True on disk; None: not there. n_children[tier] counts children with a page in the
+    tier.
     """
 
     key: bytes

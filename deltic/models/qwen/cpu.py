@@ -44,7 +44,7 @@ from deltic.ops.matrix import Matrix, row_bytes
 class RowInputs:
     """Inputs of every forward, in buffers that keep their addresses. int32; S sequences, T tokens.
 
-    A place is a row of the page table, of which each running sequence has one.
+    A batch slot is a row of the page table, of which each running sequence has one.
     """
 
     n_tokens: Array
@@ -52,26 +52,26 @@ class RowInputs:
     token_ids: Array  # [T]
     positions: Array  # [T]
     angles: Array  # [T] rows of the tables of cos and sin
-    token_place: Array  # [T]
+    token_batch_slot: Array  # [T]
     seq_start: Array  # [S + 1]
     seq_context: Array  # [S]
-    place: Array  # [S]
-    page_table: Array  # [places, max_pages]
+    batch_slot: Array  # [S]
+    page_table: Array  # [batch_slots, max_pages]
 
 
 @dataclass(frozen=True)
 class ForwardInputs(RowInputs):
-    """A step's inputs of the model. A slot is a state slot."""
+    """A step's inputs of the model. A state slot is a state slot."""
 
     n_logit_rows: Array
     logit_token: Array  # [R] the tokens whose logits are wanted
     n_hidden: Array  # rows whose hidden states the draft head wants beside those of the logits: all or none
     start_slot: Array  # [S] where the chunk's state is read
-    slot: Array  # [S] and where it is left
+    state_slot: Array  # [S] and where it is left
     snapshot_begin: Array  # [S + 1] into the next two
     snapshot_n: Array  # [one for each 64 tokens] after so many tokens of its chunk the state goes
-    snapshot_slot: Array  # to this slot, too
-    n_redo: Array  # [S] tokens of the place's window that come before the chunk's
+    snapshot_slot: Array  # to this state slot, too
+    n_redo: Array  # [S] tokens of the batch slot's window that come before the chunk's
     is_lazy: Array  # [S] 1: the chunk's tokens go to the window, not into the state
 
 
@@ -84,7 +84,7 @@ class AdapterBuffers:
     rows: AdapterRows  # of the step's tokens
     logit_rows: AdapterRows  # of the rows of logits
     scratch: LoraScratch
-    table: Array  # int64 [slots, products, words]
+    table: Array  # int64 [state_slots, products, words]
     names: tuple[str, ...]  # of the products
 
     def entries(self, name: str) -> Entries:
@@ -109,8 +109,8 @@ class Memory:
     or bfloat16 [n_slots, n_gdn, Hv, dk, dv]; columns: bfloat16 [n_slots, n_gdn, 3, C], the other half of a
     state slot.
 
-    And the windows of drafted tokens, by place: window_columns bfloat16 [n_places, n_gdn, W, C], window_gates
-    float32 [n_places, n_gdn, W, 2 Hv].
+    And the windows of drafted tokens, by batch slot: window_columns bfloat16 [n_batch_slots, n_gdn, W, C],
+    window_gates float32 [n_batch_slots, n_gdn, W, 2 Hv].
     """
 
     pages: Array
@@ -440,7 +440,7 @@ class Qwen:
             seq_start=inputs.seq_start,
             seq_context=inputs.seq_context,
             start_slot=inputs.start_slot,
-            slot=inputs.slot,
+            state_slot=inputs.state_slot,
             snapshot_begin=inputs.snapshot_begin,
             snapshot_n=inputs.snapshot_n,
             snapshot_slot=inputs.snapshot_slot,
@@ -448,7 +448,7 @@ class Qwen:
             state=memory.states[:, i_gdn],
             n_redo=inputs.n_redo,
             is_lazy=inputs.is_lazy,
-            place=inputs.place,
+            batch_slot=inputs.batch_slot,
             window_columns=memory.window_columns[:, i_gdn],
             window_gates=memory.window_gates[:, i_gdn],
             layer=i_gdn,
@@ -475,7 +475,7 @@ class Qwen:
             n_seqs=inputs.n_seqs,
             seq_start=inputs.seq_start,
             seq_context=inputs.seq_context,
-            place=inputs.place,
+            batch_slot=inputs.batch_slot,
             page_table=inputs.page_table,
             records=act.attn_records,
             out=mixed,
@@ -496,7 +496,7 @@ class Qwen:
             n_tokens=inputs.n_tokens,
             positions=inputs.positions,
             angles=inputs.angles,
-            token_place=inputs.token_place,
+            token_batch_slot=inputs.token_batch_slot,
             page_table=inputs.page_table,
             cos=self.cos,
             sin=self.sin,

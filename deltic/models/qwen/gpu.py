@@ -32,7 +32,7 @@ from deltic.ops.geometry import GdnWeights
 from deltic.ops.gpu.all_reduce import Columns, Rank, all_gather, all_reduce, all_reduce_norm
 from deltic.ops.gpu.attention_decode import attention_decode, keys_decode
 from deltic.ops.gpu.attention_prefill import attention_prefill, keys_prefill
-from deltic.ops.gpu.blocks import BLOCK, AdapterRows, PlaceState, PrefillInputs, Rows
+from deltic.ops.gpu.blocks import BLOCK, AdapterRows, BatchState, PrefillInputs, Rows
 from deltic.ops.gpu.draft import begin_guess, draft_pair, follow, go_on
 from deltic.ops.gpu.fp8 import Fp8Rows
 from deltic.ops.gpu.gdn_decode import gdn_decode
@@ -46,14 +46,14 @@ from deltic.ops.gpu.weight import to_device
 
 @dataclass(frozen=True)
 class Exchange:
-    """Buffers of a GPU for a model that is cut: for its own parts, and for what it shares with other GPUs,
+    """Buffers of a GPU for a model that is cut: for its own shards, and for what it shares with other GPUs,
     where there are any.
     """
 
     sums: Mapping[str, Rank]  # of a decode and of a prefill
     logits: Mapping[str, Columns]  # the same, and of a guess
-    part_logits: Tensor  # float32, flat: columns of logits of one part
-    gpu_logits: Tensor | None  # float32, flat: of all parts that this GPU has, where these are several
+    shard_logits: Tensor  # float32, flat: columns of logits of one shard
+    gpu_logits: Tensor | None  # float32, flat: of all shards that this GPU has, where these are several
     total: Tensor | None  # float32, flat: sums, where a kernel of its own makes them
 
     @property
@@ -61,8 +61,8 @@ class Exchange:
         return [*self.sums.values(), *self.logits.values()]
 
 
-class Part:
-    """Part of a model that a GPU has. Mostly it is the only one."""
+class Shard:
+    """Shard of a model that a GPU has. Mostly it is the only one."""
 
     def __init__(self, weights: Weights, levers: Levers, targets: Targets | None = None) -> None:
         self.layers = weights.layers
@@ -89,12 +89,12 @@ class QwenGpu:
         exchange: Exchange | None = None,
         targets: Targets | None = None,
     ) -> None:
-        """weights: of each part that this GPU has, all of this shape; parts are run one behind the other.
+        """weights: of each shard that this GPU has, all of this shape; shards are run one behind the other.
         exchange: where the model is cut. targets: what adapters may add to, of a model that is not.
         """
         self.shape, self.weights, self.levers = shape, weights[0], levers
-        self.parts = [Part(one, levers, targets) for one in weights]
-        self.linears = self.parts[0].linears
+        self.shards = [Shard(one, levers, targets) for one in weights]
+        self.linears = self.shards[0].linears
         self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
         device = self.weights.norm.device
         self.exchange = exchange
@@ -103,17 +103,17 @@ class QwenGpu:
 
     def _add_norm(self, residual: Tensor, partials: Tensor | None, w: Tensor, normed: Tensor, kind: str) -> None:
         """residual += partials, of all GPUs; normed = its norm. kind: decode or prefill."""
-        eps, levers, parts = self.shape.rms_norm_eps, self.levers, len(self.parts)
+        eps, levers, shards = self.shape.rms_norm_eps, self.levers, len(self.shards)
         if self.exchange is None or partials is None or not self.exchange.sums:
-            add_norm(residual, partials, w, eps, normed, parts=parts, levers=levers)
+            add_norm(residual, partials, w, eps, normed, shards=shards, levers=levers)
             return
         ranks = self.exchange.sums[kind]
         if self.exchange.total is not None:
             total = front(self.exchange.total, 1, *residual.shape)
-            all_reduce(partials, total[0], ranks=ranks, levers=levers, parts=parts)
+            all_reduce(partials, total[0], ranks=ranks, levers=levers, shards=shards)
             add_norm(residual, total, w, eps, normed, levers=levers)
             return
-        out = all_reduce_norm(residual, partials, w, eps, ranks=ranks, levers=levers, parts=parts)
+        out = all_reduce_norm(residual, partials, w, eps, ranks=ranks, levers=levers, shards=shards)
         if out.data_ptr() != normed.data_ptr():  # it is mostly the buffer that the others reach
             copy_rows(out, normed)
 
@@ -131,60 +131,60 @@ class QwenGpu:
         if columns is None:
             self._own_logits(normed, logits[0], rows)
             return
-        n_own = min(columns.n_columns - columns.first, sum(part.n_head_rows for part in self.parts))
-        own = exchange.part_logits if exchange.gpu_logits is None else exchange.gpu_logits
+        n_own = min(columns.n_columns - columns.first, sum(shard.n_head_rows for shard in self.shards))
+        own = exchange.shard_logits if exchange.gpu_logits is None else exchange.gpu_logits
         self._own_logits(normed, front(own, n, n_own), rows)
         all_gather(front(own, n, n_own), columns, levers=self.levers)
 
     def _own_logits(self, normed: Tensor, out: Tensor, rows: Fp8Rows | None) -> None:
-        """The columns of all parts that this GPU has, as far as they are asked for. out: float32 [N, M]."""
+        """The columns of all shards that this GPU has, as far as they are asked for. out: float32 [N, M]."""
         assert self.exchange is not None
         n, begin = len(normed), 0
-        for part in self.parts:
-            n_own = max(0, min(part.n_head_rows, out.shape[1] - begin))
-            own = front(self.exchange.part_logits, 1, n, n_own)
+        for shard in self.shards:
+            n_own = max(0, min(shard.n_head_rows, out.shape[1] - begin))
+            own = front(self.exchange.shard_logits, 1, n, n_own)
             if n_own:
-                part.linears.project("lm_head", normed, own, rows)
-            if n_own and own.data_ptr() != out.data_ptr():  # several parts, or all columns are here
+                shard.linears.project("lm_head", normed, own, rows)
+            if n_own and own.data_ptr() != out.data_ptr():  # several shards, or all columns are here
                 copy_rows(own[0], out[:, begin : begin + n_own])
             begin += n_own
 
-    def _of_parts(self, flat: Tensor, of_part: Callable[[int, Tensor], Tensor]) -> Tensor:
-        """Partial sums of all parts, [parts * S, n, H], in the front of `flat`. of_part(i, flat) gives those
-        of one, in the front of what is left of it.
+    def _of_shards(self, flat: Tensor, of_shard: Callable[[int, Tensor], Tensor]) -> Tensor:
+        """Partial sums of all shards, [shards * S, n, H], in the front of `flat`. of_shard(i, flat) gives
+        those of one, in the front of what is left of it.
         """
         at = 0
-        for i in range(len(self.parts)):
-            found = of_part(i, flat[at:])
+        for i in range(len(self.shards)):
+            found = of_shard(i, flat[at:])
             at += found.numel()
-        assert at == len(self.parts) * found.numel()
-        return front(flat, len(self.parts) * len(found), *found.shape[1:])
+        assert at == len(self.shards) * found.numel()
+        return front(flat, len(self.shards) * len(found), *found.shape[1:])
 
     # A decode.
 
     def decode(
-        self, rows_place: Tensor, places: PlaceState, b: DecodeBuffers, memory: Sequence[GpuMemory], max_len: int
+        self, rows_batch_slot: Tensor, batch: BatchState, b: DecodeBuffers, memory: Sequence[GpuMemory], max_len: int
     ) -> Tensor:
         """Runs one token each of n rows, none with more than max_len keys. Returns the logits, float32 [n,
         V].
 
-        rows_place: int32 [n], the place of each row, or -1. b.rows.drafts says which are drafted tokens, and
-        b.adapters which rows have adapters. memory: of each part.
+        rows_batch_slot: int32 [n], the batch slot of each row, or -1. b.rows.drafts says which are drafted
+        tokens, and b.adapters which rows have adapters. memory: of each shard.
         """
-        n = len(rows_place)
+        n = len(rows_batch_slot)
         shape, w, h = self.shape, self.weights, self.shape.hidden_size
         rows, residual = b.rows.front(n), front(b.residual, n, h)
-        begin_decode(rows_place, places, w.embed, rows=rows, residual=residual, levers=self.levers)
+        begin_decode(rows_batch_slot, batch, w.embed, rows=rows, residual=residual, levers=self.levers)
         who = None if b.adapters is None else b.adapters.front(n)
-        self.linears.embedding(places.last_token, residual, who, rows_place, rows.drafts)
+        self.linears.embedding(batch.last_token, residual, who, rows_batch_slot, rows.drafts)
         partial: Tensor | None = None
         normed = front(b.normed, n, h)
 
         for i, layer in enumerate(w.layers):
             self._add_norm(residual, partial, layer.input_norm, normed, "decode")
-            partial = self._of_parts(b.partial, partial_of(self._decode_mixer, i, normed, places, b, memory, max_len))
+            partial = self._of_shards(b.partial, partial_of(self._decode_mixer, i, normed, batch, b, memory, max_len))
             self._add_norm(residual, partial, layer.post_norm, normed, "decode")
-            partial = self._of_parts(b.partial, partial_of(self._decode_mlp, i, normed, b))
+            partial = self._of_shards(b.partial, partial_of(self._decode_mlp, i, normed, b))
         self._add_norm(residual, partial, w.norm, normed, "decode")
         logits = front(b.logits, 1, n, shape.vocab_size)
         self._logits(normed, logits, b.fp8, "decode", who)
@@ -194,24 +194,24 @@ class QwenGpu:
         self,
         i: int,
         normed: Tensor,
-        places: PlaceState,
+        batch: BatchState,
         b: DecodeBuffers,
         memory: Sequence[GpuMemory],
         max_len: int,
-        i_part: int,
+        i_shard: int,
         flat: Tensor,
     ) -> Tensor:
-        """A part's partial sums of layer i's mixer, float32 [S, n, H], in the front of `flat`."""
-        part, of, n, shape, levers = self.parts[i_part], memory[i_part], len(normed), self.shape, self.levers
-        layer, nth, rows, eps = part.layers[i], part.nth[i], b.rows.front(n), shape.rms_norm_eps
+        """A shard's partial sums of layer i's mixer, float32 [S, n, H], in the front of `flat`."""
+        shard, of, n, shape, levers = self.shards[i_shard], memory[i_shard], len(normed), self.shape, self.levers
+        layer, nth, rows, eps = shard.layers[i], shard.nth[i], b.rows.front(n), shape.rms_norm_eps
         who = None if b.adapters is None else b.adapters.front(n)
         if isinstance(layer, GdnLayer):
-            proj = part.linears.partial(f"layers.{i}.in_proj", normed, b.proj, b.fp8, who)
+            proj = shard.linears.partial(f"layers.{i}.in_proj", normed, b.proj, b.fp8, who)
             mixed = front(b.mixed, n, shape.gdn_value_size)
             gdn_decode(
                 proj,
                 self.gdn_heads,
-                part.gdn[i],
+                shard.gdn[i],
                 eps,
                 rows=rows,
                 columns=of.columns[:, nth],
@@ -221,8 +221,8 @@ class QwenGpu:
                 out=mixed,
                 levers=levers,
             )
-            return part.linears.partial(f"layers.{i}.out_proj", mixed, flat, b.fp8, who)
-        proj = part.linears.partial(f"layers.{i}.qkv", normed, b.proj, b.fp8, who)
+            return shard.linears.partial(f"layers.{i}.out_proj", mixed, flat, b.fp8, who)
+        proj = shard.linears.partial(f"layers.{i}.qkv", normed, b.proj, b.fp8, who)
         mixed = front(b.mixed, n, self.heads.n_q * self.heads.dim)
         attention_decode(
             proj,
@@ -231,7 +231,7 @@ class QwenGpu:
             layer.k_norm,
             eps,
             rows=rows,
-            page_table=places.page_table,
+            page_table=batch.page_table,
             cos=self.cos,
             sin=self.sin,
             pages=of.pages[:, nth],
@@ -241,17 +241,17 @@ class QwenGpu:
             out=mixed,
             levers=levers,
         )
-        return part.linears.partial(f"layers.{i}.o_proj", mixed, flat, b.fp8, who)
+        return shard.linears.partial(f"layers.{i}.o_proj", mixed, flat, b.fp8, who)
 
-    def _decode_mlp(self, i: int, normed: Tensor, b: DecodeBuffers, i_part: int, flat: Tensor) -> Tensor:
+    def _decode_mlp(self, i: int, normed: Tensor, b: DecodeBuffers, i_shard: int, flat: Tensor) -> Tensor:
         """The same of its feed-forward."""
-        part, n = self.parts[i_part], len(normed)
-        row_slot, who = b.rows.front(n).slot, None if b.adapters is None else b.adapters.front(n)
-        return self._decode_feed_forward(part, f"layers.{i}.mlp.", part.layers[i].mlp, normed, b, row_slot, flat, who)
+        shard, n = self.shards[i_shard], len(normed)
+        row_slot, who = b.rows.front(n).state_slot, None if b.adapters is None else b.adapters.front(n)
+        return self._decode_feed_forward(shard, f"layers.{i}.mlp.", shard.layers[i].mlp, normed, b, row_slot, flat, who)
 
     def _decode_feed_forward(
         self,
-        part: Part,
+        shard: Shard,
         name: str,
         mlp: Mlp | Moe,
         normed: Tensor,
@@ -260,15 +260,15 @@ class QwenGpu:
         flat: Tensor,
         who: AdapterRows | None = None,
     ) -> Tensor:
-        """A part's partial sums of a feed-forward of the normed rows, float32 [S, n, H], in the front of
+        """A shard's partial sums of a feed-forward of the normed rows, float32 [S, n, H], in the front of
         `flat`, to be added up by the next norm. name: how the names of its matrices begin.
         """
         shape, n = self.shape, len(normed)
         if not isinstance(mlp, Moe):
             inner = front(b.inner, n, shape.intermediate_size)
             gate_up = front(b.proj, 1, n, 2 * shape.intermediate_size)
-            part.linears.swiglu(f"{name}gate_up", normed, inner, gate_up, b.fp8, who)
-            return part.linears.partial(f"{name}down", inner, flat, b.fp8, who)
+            shard.linears.swiglu(f"{name}gate_up", normed, inner, gate_up, b.fp8, who)
+            return shard.linears.partial(f"{name}down", inner, flat, b.fp8, who)
         assert b.moe is not None
         partial = front(flat, shape.n_experts_per_tok + 1, n, shape.hidden_size)
         moe_decode(
@@ -281,7 +281,7 @@ class QwenGpu:
             out=partial,
             levers=self.levers,
             codes=b.fp8,
-            adapters=part.linears.experts(name, who),
+            adapters=shard.linears.experts(name, who),
         )
         return partial
 
@@ -311,9 +311,7 @@ class QwenGpu:
         add_norm(residual, partial, head.layer.input_norm, eps, normed, levers=levers)
         return self.linears.partial("draft_head.layer.qkv", normed, b.proj, b.fp8)
 
-    def _draft_keys(
-        self, proj: Tensor, places: PlaceState, b: DecodeBuffers, g: HeadBuffers, memory: GpuMemory
-    ) -> None:
+    def _draft_keys(self, proj: Tensor, batch: BatchState, b: DecodeBuffers, g: HeadBuffers, memory: GpuMemory) -> None:
         n = proj.shape[1]
         rows = b.rows.front(n)
         keys_decode(
@@ -321,8 +319,8 @@ class QwenGpu:
             self.heads,
             self._head.layer.k_norm,
             self.shape.rms_norm_eps,
-            rows=Rows(rows.place, g.rows.kept[:n], rows.position, angle_shift=rows.angle_shift),
-            page_table=places.page_table,
+            rows=Rows(rows.batch_slot, g.rows.kept[:n], rows.position, angle_shift=rows.angle_shift),
+            page_table=batch.page_table,
             cos=self.cos,
             sin=self.sin,
             pages=memory.pages[:, -1],
@@ -331,16 +329,16 @@ class QwenGpu:
         )
 
     def draft_keys(
-        self, n: int, drawn: Tensor, places: PlaceState, b: DecodeBuffers, g: HeadBuffers, memory: GpuMemory
+        self, n: int, drawn: Tensor, batch: BatchState, b: DecodeBuffers, g: HeadBuffers, memory: GpuMemory
     ) -> None:
         """The head's keys and values of a step's n rows, as far as they count. drawn: int32 [N], by it."""
-        self._draft_keys(self._draft_projection(n, drawn, b, g), places, b, g, memory)
+        self._draft_keys(self._draft_projection(n, drawn, b, g), batch, b, g, memory)
 
     def draft_guess(
         self,
         n: int,
         drawn: Tensor | None,
-        places: PlaceState,
+        batch: BatchState,
         b: DecodeBuffers,
         g: HeadBuffers,
         memory: GpuMemory,
@@ -365,13 +363,13 @@ class QwenGpu:
             head.layer.k_norm,
             eps,
             rows=Rows(
-                step.place,
+                step.batch_slot,
                 guesses.last,
                 guesses.position,
                 angle_shift=step.angle_shift,
                 drafts=step.drafts if is_first else None,
             ),
-            page_table=places.page_table,
+            page_table=batch.page_table,
             cos=self.cos,
             sin=self.sin,
             pages=memory.pages[:, -1],
@@ -382,12 +380,12 @@ class QwenGpu:
             levers=levers,
         )
         if is_first:  # once more, by what writes them where nothing is guessed: the bits are the same then
-            self._draft_keys(proj, places, b, g, memory)
+            self._draft_keys(proj, batch, b, g, memory)
         residual, normed, own = front(b.residual, n, h), front(b.normed, n, h), front(g.hidden, n, h)
         partial = linears.partial("draft_head.layer.o_proj", mixed, b.partial, b.fp8)
         self._add_norm(residual, partial, head.layer.post_norm, normed, "decode")
         name, mlp = "draft_head.layer.mlp.", head.layer.mlp
-        partial = self._decode_feed_forward(self.parts[0], name, mlp, normed, b, guesses.last, b.partial)
+        partial = self._decode_feed_forward(self.shards[0], name, mlp, normed, b, guesses.last, b.partial)
         self._add_norm(residual, partial, head.norm, own, "decode")
         logits = front(b.logits, 1, n, shape.n_drafted)
         self._logits(own, logits, b.fp8, "guess")
@@ -405,7 +403,7 @@ class QwenGpu:
         pictures: Tensor | None = None,
     ) -> Tensor:
         """The tokens of n_blocks blocks. Returns the logits of the rows asked for, float32 [G, V]. memory: of
-        each part. pictures: bfloat16 [N, H], where ids may name its rows.
+        each shard. pictures: bfloat16 [N, H], where ids may name its rows.
         """
         w, t, h = self.weights, n_blocks * BLOCK, self.shape.hidden_size
         residual, normed = front(b.residual, t, h), front(b.normed, t, h)
@@ -415,9 +413,9 @@ class QwenGpu:
         for i, layer in enumerate(w.layers):
             self._add_norm(residual, added, layer.input_norm, normed, "prefill")
             mixer = partial_of(self._prefill_mixer, i, normed, inputs, page_table, b, memory)
-            added = self._of_parts(b.y, mixer)
+            added = self._of_shards(b.y, mixer)
             self._add_norm(residual, added, layer.post_norm, normed, "prefill")
-            added = self._of_parts(b.y, partial_of(self._feed_forward, i, normed, inputs, b))
+            added = self._of_shards(b.y, partial_of(self._feed_forward, i, normed, inputs, b))
         if b.hidden is not None or self.exchange is not None:
             self._add_norm(residual, added, w.norm, normed if b.hidden is None else front(b.hidden, t, h), "prefill")
         return self.logits_of(inputs.logit_row, n_blocks, b, inputs.logit_adapters)
@@ -430,21 +428,21 @@ class QwenGpu:
         page_table: Tensor,
         b: PrefillBuffers,
         memory: Sequence[GpuMemory],
-        i_part: int,
+        i_shard: int,
         flat: Tensor,
     ) -> Tensor:
-        """A part's share of layer i's mixer, bfloat16 [1, T, H], in the front of `flat`."""
-        part, of, shape, levers = self.parts[i_part], memory[i_part], self.shape, self.levers
-        layer, nth, eps, t = part.layers[i], part.nth[i], shape.rms_norm_eps, len(normed)
+        """A shard's share of layer i's mixer, bfloat16 [1, T, H], in the front of `flat`."""
+        shard, of, shape, levers = self.shards[i_shard], memory[i_shard], self.shape, self.levers
+        layer, nth, eps, t = shard.layers[i], shard.nth[i], shape.rms_norm_eps, len(normed)
         y, who = front(flat, t, shape.hidden_size), inputs.adapters
         if isinstance(layer, GdnLayer):
             proj = front(b.proj, t, shape.gdn_in_proj_rows)
             mixed = front(b.mixed, t, shape.gdn_value_size)
-            part.linears.project_many(f"layers.{i}.in_proj", normed, proj, b.wide, who)
+            shard.linears.project_many(f"layers.{i}.in_proj", normed, proj, b.wide, who)
             gdn_prefill(
                 proj,
                 self.gdn_heads,
-                part.gdn[i],
+                shard.gdn[i],
                 eps,
                 blocks=inputs.blocks,
                 columns=of.columns[:, nth],
@@ -454,11 +452,11 @@ class QwenGpu:
                 out=mixed,
                 levers=levers,
             )
-            part.linears.project_many(f"layers.{i}.out_proj", mixed, y, b.wide, who)
+            shard.linears.project_many(f"layers.{i}.out_proj", mixed, y, b.wide, who)
             return y[None]
         proj = front(b.proj, t, self.heads.row)
         mixed = front(b.mixed, t, self.heads.n_q * self.heads.dim)
-        part.linears.project_many(f"layers.{i}.qkv", normed, proj, b.wide, who)
+        shard.linears.project_many(f"layers.{i}.qkv", normed, proj, b.wide, who)
         attention_prefill(
             proj,
             self.heads,
@@ -477,19 +475,19 @@ class QwenGpu:
             angles=inputs.angles,
             sections=shape.mrope_section or (),
         )
-        part.linears.project_many(f"layers.{i}.o_proj", mixed, y, b.wide, who)
+        shard.linears.project_many(f"layers.{i}.o_proj", mixed, y, b.wide, who)
         return y[None]
 
     def _feed_forward(
-        self, i: int, normed: Tensor, inputs: PrefillInputs, b: PrefillBuffers, i_part: int, flat: Tensor
+        self, i: int, normed: Tensor, inputs: PrefillInputs, b: PrefillBuffers, i_shard: int, flat: Tensor
     ) -> Tensor:
         """The same of its experts, or of its one MLP, on the normed rows."""
-        part, shape, levers, t = self.parts[i_part], self.shape, self.levers, len(normed)
-        mlp, y, who = part.layers[i].mlp, front(flat, t, shape.hidden_size), inputs.adapters
+        shard, shape, levers, t = self.shards[i_shard], self.shape, self.levers, len(normed)
+        mlp, y, who = shard.layers[i].mlp, front(flat, t, shape.hidden_size), inputs.adapters
         if isinstance(mlp, Mlp):
             up, inner = front(b.proj, t, 2 * mlp.down.k), front(b.inner, t, mlp.down.k)
-            part.linears.project_many(f"layers.{i}.mlp.gate_up", normed, up, b.wide, who)
-            part.linears.down_many(f"layers.{i}.mlp.down", up, inner, y, b.wide, who)
+            shard.linears.project_many(f"layers.{i}.mlp.gate_up", normed, up, b.wide, who)
+            shard.linears.down_many(f"layers.{i}.mlp.down", up, inner, y, b.wide, who)
         else:
             assert b.moe is not None
             moe_prefill(
@@ -501,7 +499,7 @@ class QwenGpu:
                 scratch=b.moe,
                 out=y,
                 levers=levers,
-                adapters=part.linears.experts(f"layers.{i}.mlp.", who),
+                adapters=shard.linears.experts(f"layers.{i}.mlp.", who),
             )
         return y[None]
 

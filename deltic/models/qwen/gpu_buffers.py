@@ -63,7 +63,7 @@ class DecodeBuffers:
     moe: MoeScratch | None
     fp8: Fp8Rows | None  # what is multiplied with e4m3
     logits: Tensor  # float32, flat, of more rows: those behind keep what a later draw needs
-    windows: Windows | None  # of all layers, [places, n_gdn, W, ...]: for drafts
+    windows: Windows | None  # of all layers, [batch_slots, n_gdn, W, ...]: for drafts
     adapters: AdapterRows | None  # which rows have adapters; None: no row has any
 
 
@@ -108,12 +108,12 @@ def decode_buffers(
     drafts: Drafts | None = None,
     windows: Windows | None = None,
     has_pictures: bool = False,
-    n_parts: int = 1,
+    n_shards: int = 1,
     adapters: AdapterRows | None = None,
 ) -> DecodeBuffers:
     """Every buffer of a decode of up to n_rows rows and contexts of up to max_len tokens, of weights in these
     codes. n_kept: further rows of logits. drafts: of the rows, and windows, where there are any.
-    has_pictures: prompts may have some. n_parts: of the model, of which this is the shape of each. adapters:
+    has_pictures: prompts may have some. n_shards: of the model, of which this is the shape of each. adapters:
     of the rows, where there are any.
     """
     f32, bf16 = torch.float32, torch.bfloat16
@@ -136,7 +136,7 @@ def decode_buffers(
         n_partials.append(shape.n_experts_per_tok + 1)
     return DecodeBuffers(
         rows=Rows(
-            *(allocate(f"row {name}", (n_rows,), torch.int32) for name in ("place", "slot", "position")),
+            *(allocate(f"row {name}", (n_rows,), torch.int32) for name in ("batch_slot", "state_slot", "position")),
             angle_shift=allocate("row angle shift", (n_rows,), torch.int32) if has_pictures else None,
             drafts=drafts,
         ),
@@ -145,7 +145,7 @@ def decode_buffers(
         proj=allocate("projections", (n_rows * max(2 * inner, *(r * k_splits(r, h, levers) for r in rows)),), f32),
         mixed=allocate("mixed", (n_rows * max(value, q_size),), bf16),
         inner=allocate("inner", (n_rows * max(1, inner),), bf16),
-        partial=allocate("partial sums", (n_parts * max(n_partials) * n_rows * h,), f32),
+        partial=allocate("partial sums", (n_shards * max(n_partials) * n_rows * h,), f32),
         attention=attention_scratch(heads, n_rows, max_len, allocate),
         moe=moe,
         fp8=fp8_rows("e4m3 rows", n_rows, max(h, *widths), allocate) if "e4m3" in codes else None,
@@ -166,11 +166,11 @@ def head_buffers(shape: ModelShape, rows: GuessRows, allocate: Allocate) -> Head
 
 
 def prefill_buffers(
-    shape: ModelShape, codes: Collection[str], n_blocks: int, n_segments: int, allocate: Allocate, n_parts: int = 1
+    shape: ModelShape, codes: Collection[str], n_blocks: int, n_segments: int, allocate: Allocate, n_shards: int = 1
 ) -> PrefillBuffers:
     """Every buffer of a prefill of up to n_blocks blocks in n_segments segments.
 
-    codes: those of the weights. n_parts: as of `decode_buffers`.
+    codes: those of the weights. n_shards: as of `decode_buffers`.
     """
     f32, bf16 = torch.float32, torch.bfloat16
     t, h, heads = n_blocks * BLOCK, shape.hidden_size, shape.heads
@@ -203,7 +203,7 @@ def prefill_buffers(
         proj=allocate("prefill projections", (t * max(widest),), bf16),
         mixed=allocate("prefill mixed", (t * max(value, q_size),), bf16),
         inner=allocate("prefill inner", (t * max(1, inner),), bf16),
-        y=allocate("prefill y", (n_parts * t * h,), bf16),
+        y=allocate("prefill y", (n_shards * t * h,), bf16),
         query=allocate("prefill queries", (t * q_size,), bf16),
         gdn=gdn_scratch(shape.gdn_heads, n_blocks, allocate),
         moe=moe,

@@ -45,7 +45,7 @@ class Linears:
     ) -> None:
         """targets: to which adapters may add."""
         self.matrices = {name: part for name, part in parts if isinstance(part, Matrix)}
-        self.blocks = {name: [block_scales(piece) for piece in w.pieces] for name, w in self.matrices.items()}
+        self.blocks = {name: [block_scales(segment) for segment in w.segments] for name, w in self.matrices.items()}
         self.levers, self._targets = levers, targets
 
     @contextmanager
@@ -65,17 +65,17 @@ class Linears:
         tokens: Tensor,
         residual: Tensor,
         who: AdapterRows | None,
-        places: Tensor | None = None,
+        batch_slots: Tensor | None = None,
         drafts: Drafts | None = None,
     ) -> None:
-        """residual [N, H] += what adapters add to the embeddings of tokens. places: of the rows, by which
-        tokens are; drafts: of the rows, where some may be.
+        """residual [N, H] += what adapters add to the embeddings of tokens. batch_slots: of the rows, by
+        which tokens are; drafts: of the rows, where some may be.
         """
         if who is None:
             return
         assert self._targets is not None
         target, of_rows = self._targets["embed"], None if drafts is None else (drafts.ahead, drafts.token)
-        gather(tokens, target, who, len(residual), places=places, drafts=of_rows, levers=self.levers)
+        gather(tokens, target, who, len(residual), batch_slots=batch_slots, drafts=of_rows, levers=self.levers)
         expand(residual, target, who, parts=1, levers=self.levers)
 
     def experts(self, name: str, who: AdapterRows | None) -> tuple[ExpertTargets, AdapterRows] | None:
@@ -148,7 +148,7 @@ class Linears:
             self.project_many(name, inner, out, scratch, who)
             return
         w = self.matrices[name]
-        is_e4m3 = scratch is not None and all(piece.format.codes == "e4m3" for piece in w.pieces)
+        is_e4m3 = scratch is not None and all(segment.format.codes == "e4m3" for segment in w.segments)
         if scratch is not None and is_e4m3:
             silu_mul_rounded(up, room(scratch.rows), w.k, levers=self.levers)
         else:

@@ -31,10 +31,10 @@ Runs = tuple[tuple[int, int], ...]
 """Ranges of rows or columns, one behind another."""
 
 
-def share(n: int, part: int, n_parts: int, unit: int = 1) -> tuple[int, int]:
+def share(n: int, part: int, n_shards: int, unit: int = 1) -> tuple[int, int]:
     """A part's range of n, in whole units but at the end, as even as they allow."""
     units = -(-n // unit)
-    begin, end = (min(n, units * i // n_parts * unit) for i in (part, part + 1))
+    begin, end = (min(n, units * i // n_shards * unit) for i in (part, part + 1))
     return begin, end
 
 
@@ -111,9 +111,9 @@ class Inner(NamedTuple):
 class Cuts:
     """Ranges that a part has of a model of this shape."""
 
-    def __init__(self, shape: ModelShape, part: int, n_parts: int) -> None:
+    def __init__(self, shape: ModelShape, part: int, n_shards: int) -> None:
         """Raises UnsupportedModelError where heads cannot be shared out evenly."""
-        self.whole, n = shape, n_parts
+        self.whole, n = shape, n_shards
 
         def run(size: int, unit: int = 1) -> tuple[int, int]:
             return share(size, part, n, unit)
@@ -231,20 +231,20 @@ class Cuts:
         return View(tensor, (n_experts, 2 * (end - begin), k), runs)
 
 
-def cut(shape: ModelShape, n_parts: int, are_even: bool = False) -> tuple[ModelShape, tuple[Cuts, ...]]:
+def cut(shape: ModelShape, n_shards: int, are_even: bool = False) -> tuple[ModelShape, tuple[Cuts, ...]]:
     """The parts of a model, and a shape that has the most of all; of one part the model, and nothing.
 
     Raises UnsupportedModelError as `Cuts`, CheckpointError where the parts differ but are to be even.
     """
-    if n_parts == 1:
+    if n_shards == 1:
         return shape, ()
-    cuts = tuple(Cuts(shape, part, n_parts) for part in range(n_parts))
+    cuts = tuple(Cuts(shape, part, n_shards) for part in range(n_shards))
     of_all = [
         (replace(one.shape, head_rows=0), one.inner.is_idle, one.expert.is_idle, one.shared.is_idle) for one in cuts
     ]
     if are_even and any(of != of_all[0] for of in of_all):
         raise CheckpointError(
-            f"--tp-invariant {n_parts}: the parts of this model differ, since columns of an MLP stay together by "
+            f"--tp-invariant {n_shards}: the parts of this model differ, since columns of an MLP stay together by "
             f"{inner_unit(shape)}; give a smaller number"
         )
     largest = max((part.shape for part in cuts), key=lambda part: part.n_params)

@@ -178,7 +178,7 @@ def weight_bytes(shape: ModelShape, quantize: str | None, store: Store = COUNTED
 @functools.lru_cache(maxsize=64)
 def _weight_bytes(shape: ModelShape, quantize: str | None, layout: Layout, *formats: object) -> int:
     """formats: those of the shape, which are no part of what makes two shapes equal."""
-    store = COUNTED if layout == "strips" else COUNTED_ROWS
+    store = COUNTED if layout == "panels" else COUNTED_ROWS
     return empty_weights(shape, quantize, shape.tie_word_embeddings, store).n_bytes
 
 
@@ -194,7 +194,7 @@ def check_weights(
         tensors = cuts.views(tensors)
     prefix = _WRAPPED_PREFIX if any(n.startswith(_WRAPPED_PREFIX) for n in tensors) else _FLAT_PREFIX
     tied = shape.tie_word_embeddings and "lm_head.weight" not in tensors
-    checked = Declaration(quantize, COUNTED if store.layout == "strips" else COUNTED_ROWS, shape.formats)
+    checked = Declaration(quantize, COUNTED if store.layout == "panels" else COUNTED_ROWS, shape.formats)
     declare_weights(checked, shape, tied, prefix, tensors)
     notices = check_plan(checked.plan, tensors, path, unused)
     if not shape.has_draft_head and _holds_draft_head(shape, tensors):
@@ -242,8 +242,8 @@ def active_weights(weights: Weights, shape: ModelShape) -> dict[str, int]:
             continue  # it guesses, and is not part of what a token costs
         if isinstance(part, Matrix) and (part is not weights.embed or part is weights.lm_head):
             n_matrices = shape.n_experts_per_tok if part.n_matrices > 1 else 1
-            for piece in part.pieces:
-                found[piece.format.name] += n_matrices * piece.n * piece.k
+            for segment in part.segments:
+                found[segment.format.name] += n_matrices * segment.n * segment.k
     return dict(found)
 
 

@@ -3,7 +3,7 @@
 A step has D frames (decodes) and, behind them, rows of prompts. Its program is: project the texts that some
 row needs; for the frames, the 15 passes of the predictor, from what the talker left in the state slot and
 from code 0, each ending in a draw; sum their embeddings; then all rows through the talker, whose last normed
-row of each sequence goes back into its slot and to the head.
+row of each sequence goes back into its state slot and to the head.
 
 Rounding points are those of models/qwen/cpu.py: residual stream, norms, softmax and logits are float32, the
 inputs of linears, q and the pages bfloat16. Source: the reference package qwen-tts 0.1.1 and the published
@@ -26,7 +26,7 @@ from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.cpu.attention import attention, attn_prepare
 from deltic.ops.cpu.dense import rms_norm, silu_mul
 from deltic.ops.cpu.program import Program
-from deltic.ops.cpu.sample import DrawInputs, DrawScratch, PlaceParameters, sample
+from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch, sample
 from deltic.ops.cpu.speech import add_bias, code_rows, gather, keep_rows, talker_rows
 from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, N_CODES, PAGE_SIZE, Allocate
 
@@ -39,16 +39,16 @@ A step's own texts follow.
 
 @dataclass(frozen=True)
 class RowInputs:
-    """Rows of sequences for a decoder. int32; S sequences, T rows. A place is a row of the page table."""
+    """Rows of sequences for a decoder. int32; S sequences, T rows. Batch slot: row of the page table."""
 
     n_rows: Array
     n_seqs: Array
     positions: Array  # [T]
-    row_place: Array  # [T]
+    row_batch_slot: Array  # [T]
     seq_start: Array  # [S + 1]
     seq_context: Array  # [S]
-    place: Array  # [S]
-    page_table: Array  # [places, max_pages]
+    batch_slot: Array  # [S]
+    page_table: Array  # [batch_slots, max_pages]
 
 
 @dataclass(frozen=True)
@@ -66,16 +66,16 @@ class SpeechInputs:
     text_row: Array  # [T] row of `text_rows`, -1 for none
     side: Array  # [T] as in ops/cpu/speech.py, talker_rows
     voice_rows: Array  # float32 [T, h]
-    code0: Array  # [places]
-    slot: Array  # [S] of the state
+    code0: Array  # [batch_slots]
+    state_slot: Array  # [S] of the state
     last_row: Array  # [S] of each sequence
 
 
 @dataclass(frozen=True)
 class PredictorDraws:
-    """Draws of codes 1 to 15. Parameters by place. `draws[i]` and `codes[i]` are of code i + 1."""
+    """Draws of codes 1 to 15. Parameters by batch slot. `draws[i]` and `codes[i]` are of code i + 1."""
 
-    places: PlaceParameters
+    batch_slots: BatchParameters
     draws: list[DrawInputs]
     scratch: DrawScratch
     codes: Array  # int32 [15, D]
@@ -209,7 +209,7 @@ class _Layers:
                 eps,
                 n_tokens=n_rows,
                 positions=inputs.positions,
-                token_place=inputs.row_place,
+                token_batch_slot=inputs.row_batch_slot,
                 page_table=inputs.page_table,
                 cos=self.cos,
                 sin=self.sin,
@@ -225,7 +225,7 @@ class _Layers:
                 n_seqs=inputs.n_seqs,
                 seq_start=inputs.seq_start,
                 seq_context=inputs.seq_context,
-                place=inputs.place,
+                batch_slot=inputs.batch_slot,
                 page_table=inputs.page_table,
                 records=act.records,
                 out=mixed,
@@ -271,7 +271,7 @@ class Tts:
         self.talker.record(program, rows, memory.pages, talker)
         eps = self.shape.talker.rms_norm_eps
         rms_norm(program, talker.residual, w.talker.norm, eps, act.final, rows.n_seqs, rows=inputs.last_row)
-        keep_rows(program, act.final, inputs.slot, memory.past, rows.n_seqs)
+        keep_rows(program, act.final, inputs.state_slot, memory.past, rows.n_seqs)
         self.linears.project(program, "head", act.final, act.logits, talker.packed, rows.n_seqs)
 
     def record_texts(self, program: Program, inputs: SpeechInputs, act: SpeechActivations, out: Array) -> None:
@@ -301,9 +301,8 @@ class Tts:
         for i in range(N_CODES - 1):
             n_rows = n_frames if i else inputs.n_first_rows
             if i == 0:
-                code_rows(
-                    program, inputs.code0, w.codec_table, sums, n_frames, rows=into, past=memory.past, slot=inputs.slot
-                )
+                kept = {"past": memory.past, "state_slot": inputs.state_slot}
+                code_rows(program, inputs.code0, w.codec_table, sums, n_frames, rows=into, **kept)
             else:
                 code_rows(program, draws.codes[i - 1], w.code_tables[i - 1], sums, n_frames, rows=into)
             if w.projection is not None:
@@ -318,7 +317,7 @@ class Tts:
                 program,
                 act.code_logits,
                 self.shape.n_codebook,
-                draws.places,
+                draws.batch_slots,
                 draws.draws[i],
                 draws.scratch,
                 draws.codes[i],
@@ -344,10 +343,10 @@ def _pass_rows(i: int, n_frames: Array, n_rows: Array, n_seqs: int) -> RowInputs
         n_rows=n_rows,
         n_seqs=n_frames,
         positions=np.full(n_seqs, i + 1, np.int32) if i else np.tile(np.array([0, 1], np.int32), n_seqs),
-        row_place=each if i else each.repeat(2),
+        row_batch_slot=each if i else each.repeat(2),
         seq_start=np.arange(n_seqs + 1, dtype=np.int32) * (1 if i else 2),
         seq_context=np.full(n_seqs, i + 1 if i else 0, np.int32),
-        place=each,
+        batch_slot=each,
         page_table=each[:, None],
     )
 

@@ -29,7 +29,7 @@ from deltic.models.tts.weights import Decoder, DecoderLayer, Projection, SpeechW
 from deltic.ops.geometry import N_CODES, Allocate
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch
 from deltic.ops.gpu.attention_prefill import attention_prefill
-from deltic.ops.gpu.blocks import BLOCK, PlaceState, PrefillInputs
+from deltic.ops.gpu.blocks import BLOCK, BatchState, PrefillInputs
 from deltic.ops.gpu.frames import (
     MAX_CODES,
     FrameParameters,
@@ -131,7 +131,7 @@ def frame_buffers(shape: SpeechShape, levers: Levers, n: int, max_len: int, allo
     f32, bf16, i32 = torch.float32, torch.bfloat16, torch.int32
     t, p, c = shape.talker, shape.predictor, shape.n_codebook
     talker = _layer_buffers("talker", t, n, levers, allocate)
-    names = ("place", "slot", "position", "frame")
+    names = ("batch_slot", "state_slot", "position", "frame")
     rows = FrameRows(
         **{name: allocate(f"row {name}", (n,), i32) for name in names},
         codes=allocate("codes", (n, N_CODES), i32),
@@ -166,7 +166,7 @@ def prompt_buffers(shape: SpeechShape, n_blocks: int, n_prompts: int, allocate: 
         final=allocate("final", (n_prompts, h), bf16),
         logits=allocate("prefill logits", (n_prompts, shape.n_drawn), f32),
         end=allocate("ends", (n_prompts,), torch.int32),
-        end_slot=allocate("end slots", (n_prompts,), torch.int32),
+        end_slot=allocate("end state slots", (n_prompts,), torch.int32),
     )
 
 
@@ -226,20 +226,20 @@ class TtsGpu:
 
     def decode(
         self,
-        rows_place: Tensor,
-        places: PlaceState,
+        rows_batch_slot: Tensor,
+        batch: BatchState,
         parameters: FrameParameters,
         b: FrameBuffers,
         memory: SpeechMemory,
         max_len: int,
     ) -> Tensor:
         """Runs one frame each of n rows, none with more than max_len keys: codes into b.rows.codes. Returns
-        the logits of the next code 0, float32 [n, n_drawn]. rows_place: int32 [n], the place of each row, or
-        -1.
+        the logits of the next code 0, float32 [n, n_drawn]. rows_batch_slot: int32 [n], the batch slot of
+        each row, or -1.
         """
-        w, levers, d, n = self.weights, self.levers, self.shape.talker, len(rows_place)
+        w, levers, d, n = self.weights, self.levers, self.shape.talker, len(rows_batch_slot)
         rows = b.rows.front(n)
-        self._frames(n, rows, rows_place, places, parameters, b, memory)
+        self._frames(n, rows, rows_batch_slot, batch, parameters, b, memory)
         cos, sin = self.talker_angles
         heads = d.heads
 
@@ -251,7 +251,7 @@ class TtsGpu:
                 layer.k_norm,
                 d.rms_norm_eps,
                 rows=rows,
-                page_table=places.page_table,
+                page_table=batch.page_table,
                 cos=cos,
                 sin=sin,
                 pages=memory.pages[:, i],
@@ -266,7 +266,7 @@ class TtsGpu:
         add_norm(
             front(b.talker.residual, n, d.hidden_size), partial, w.talker.norm, d.rms_norm_eps, normed, levers=levers
         )
-        keep_past(normed, rows.slot, memory.past, levers=levers)
+        keep_past(normed, rows.state_slot, memory.past, levers=levers)
         logits = front(b.logits, 1, n, self.shape.n_drawn)
         self.linears.project("head", normed, logits)
         return logits[0]
@@ -275,8 +275,8 @@ class TtsGpu:
         self,
         n: int,
         rows: FrameRows,
-        rows_place: Tensor,
-        places: PlaceState,
+        rows_batch_slot: Tensor,
+        batch: BatchState,
         parameters: FrameParameters,
         b: FrameBuffers,
         memory: SpeechMemory,
@@ -287,8 +287,8 @@ class TtsGpu:
         residual = front(b.predictor.residual, 2 * n, p)
         past = residual[:n] if w.projection is None else b.past[:n]
         begin_frames(
-            rows_place,
-            places,
+            rows_batch_slot,
+            batch,
             parameters,
             memory.past,
             w.codec_table,
@@ -315,7 +315,7 @@ class TtsGpu:
                     layer.k_norm,
                     eps,
                     first,
-                    slot=rows.slot,
+                    state_slot=rows.state_slot,
                     cos=cos,
                     sin=sin,
                     pages=b.code_pages[:, i],
@@ -347,7 +347,7 @@ class TtsGpu:
     def prefill(
         self, n_blocks: int, inputs: PrefillInputs, page_table: Tensor, b: PromptBuffers, memory: SpeechMemory
     ) -> Tensor:
-        """Rows of prompts of n_blocks blocks. Leaves the last output of each segment in its slot.
+        """Rows of prompts of n_blocks blocks. Leaves the last output of each segment in its state slot.
 
         Gives the logits of the rows asked for, float32 [G, n_drawn].
         """

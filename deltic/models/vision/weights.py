@@ -206,7 +206,7 @@ def check_tower(
         raise CheckpointError(f"{path}: no vision tower beside this file; put the mmproj-*.gguf of the model there")
     if not tensors:
         raise CheckpointError(f"{path}: no vision tower here (no tensor's name begins with {' or '.join(PREFIXES)})")
-    checked = Declaration(None, COUNTED if store.layout == "strips" else COUNTED_ROWS, shape.formats)
+    checked = Declaration(None, COUNTED if store.layout == "panels" else COUNTED_ROWS, shape.formats)
     _declare(checked, shape)
     return check_plan(checked.plan, tensors, place)
 

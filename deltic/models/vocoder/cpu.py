@@ -109,7 +109,7 @@ class VocoderBuffers:
     states: Array  # float32 [n_streams, state size]
     codes: Array  # int32 [F, 16]
     start: Array  # int32 [S + 1]
-    slot: Array  # int32 [S]
+    state_slot: Array  # int32 [S]
     n: Array  # int32 scalar
     rows: tuple[Array, Array, Array]  # float32, flat: what goes from one operator to the next
     audio: Array  # float32 [F * 1920]
@@ -130,7 +130,7 @@ def allocate_vocoder(
         states=allocate("vocoder states", (n_streams, state_layout(shape)[1]), f32),
         codes=allocate("vocoder codes", (n_frames, N_CODES), i32),
         start=allocate("vocoder starts", (n_frames + 1,), i32),
-        slot=allocate("vocoder slots", (n_frames,), i32),
+        state_slot=allocate("vocoder state slots", (n_frames,), i32),
         n=allocate("vocoder streams", (), i32),
         rows=(
             allocate("vocoder rows a", (size,), f32),
@@ -169,7 +169,7 @@ class Vocoder:
         self.begins, _ = state_layout(shape)
         self._tensors = tensors
         self._dtype = bfloat16 if half else np.float32
-        self._batch = Batch(buffers.start, buffers.slot, buffers.n, buffers.states)
+        self._batch = Batch(buffers.start, buffers.state_slot, buffers.n, buffers.states)
         self._cos, self._sin = rotary_tables(shape.inv_freq(), MAX_POSITIONS)
 
     def record(self, front: Program, rest: Program) -> None:

@@ -97,15 +97,16 @@ def _aligned(n: int) -> int:
 
 
 def _rings(shape: VocoderShape, state: Tensor) -> list[Ring]:
-    """Views of the states of all streams, int32 [slots, words]."""
-    slots, words = state.shape
+    """Views of the states of all streams, int32 [state_slots, words]."""
+    state_slots, words = state.shape
     at, rings = _aligned(1 + len(kept_inputs(shape))), []
     for i, k in enumerate(kept_inputs(shape)):
         if k.is_pair:
-            size, strides = (slots, 2, 2 * k.rows, k.channels), (2 * words, k.words, k.channels, 1)
+            size, strides = (state_slots, 2, 2 * k.rows, k.channels), (2 * words, k.words, k.channels, 1)
             data = state.view(torch.bfloat16).as_strided(size, strides, 2 * at)
         else:
-            data = state.view(torch.float32).as_strided((slots, 2 * k.rows, k.channels), (words, k.channels, 1), at)
+            raw = state.view(torch.float32)
+            data = raw.as_strided((state_slots, 2 * k.rows, k.channels), (words, k.channels, 1), at)
         rings.append(Ring(data, k.rows, 1 + i, k.rate))
         at += _aligned(k.words)
     return rings
@@ -329,7 +330,8 @@ class VocoderGpu:
     """The weights, the streams' states, and the forward over given buffers."""
 
     def __init__(self, shape: VocoderShape, weights: VocoderWeights, state: Tensor, levers: Levers) -> None:
-        """state: int32 [slots, state_words(shape)]. A stream begins with its head, the first words, at 0."""
+        """state: int32 [state_slots, state_words(shape)]. A stream begins with its head, the first words, at
+        0."""
         self.shape, self.weights, self.levers, self.state = shape, weights, levers, state
         self.rings = _rings(shape, state)
         self.head = state[:, : 1 + len(self.rings)]
@@ -341,12 +343,12 @@ class VocoderGpu:
         angles = torch.arange(shape.sliding_window, dtype=torch.float64)[:, None] * inv_freq
         self._cos, self._sin = angles.cos().float().to(device), angles.sin().float().to(device)
 
-    def forward(self, codes: Tensor, slot: Tensor, b: ChunkBuffers) -> Tensor:
-        """codes: int32 [B, F, 16]; slot: int32 [B], -1 for none.
+    def forward(self, codes: Tensor, state_slot: Tensor, b: ChunkBuffers) -> Tensor:
+        """codes: int32 [B, F, 16]; state_slot: int32 [B], -1 for none.
 
         Moves the streams on. Returns the samples, float32 [B, frame_samples F].
         """
-        streams, w, levers = Streams(slot, self.head, codes.shape[1]), self.weights, self.levers
+        streams, w, levers = Streams(state_slot, self.head, codes.shape[1]), self.weights, self.levers
         rings = iter(self.rings)
         residual = self._transform(codes, streams, rings, b)
         x = _front(b.pairs[0], 2, *residual.shape)
@@ -369,12 +371,12 @@ class VocoderGpu:
         advance(streams, self._rows, self._rates, levers=levers)
         return samples.view(streams.n, -1)
 
-    def skim(self, codes: Tensor, slot: Tensor, b: ChunkBuffers) -> None:
+    def skim(self, codes: Tensor, state_slot: Tensor, b: ChunkBuffers) -> None:
         """Runs `forward` on frames whose samples nobody wants, for half of its kernels and a tenth of the
         work. Samples are right again, to the bit, as many frames behind them as anything behind the
         transformer reaches back (models/vocoder/cpu.py, SEEN_FRAMES).
         """
-        streams = Streams(slot, self.head, codes.shape[1])
+        streams = Streams(state_slot, self.head, codes.shape[1])
         self._transform(codes, streams, iter(self.rings), b)
         advance(streams, self._rows, self._rates, levers=self.levers)
 

@@ -2,8 +2,8 @@
 
 A page holds, for each attention layer, k and v of 64 tokens in bfloat16: k as [nk, d/2, 64, 2], so that the
 scores of neighbouring keys are neighbouring lanes, and v as [nk, 64, d]; or both in fewer bits
-(ops/kv_formats.py, csrc/kv.h). The pages of the sequence in place i are page_table[i]. Softmax weights are
-float32 and relative to a running maximum over pages in order, and start anew every SPLIT_KEYS keys. The
+(ops/kv_formats.py, csrc/kv.h). The pages of the sequence in batch slot i are page_table[i]. Softmax weights
+are float32 and relative to a running maximum over pages in order, and start anew every SPLIT_KEYS keys. The
 splits are merged in order. So a long context can be many tasks, and how many does not touch the bits.
 """
 
@@ -45,7 +45,7 @@ def attn_prepare(
     *,
     n_tokens: Array,
     positions: Array,
-    token_place: Array,
+    token_batch_slot: Array,
     page_table: Array,
     cos: Array,
     sin: Array,
@@ -58,9 +58,9 @@ def attn_prepare(
     as kv says, to the token's place in its page.
 
     proj: float32 [T, row]; q_norm, k_norm: float32 [d], zero-centred; positions,
-    token_place, angles: int32 [T], of each token its number in the sequence, its sequence's place, and its
-    row of cos and sin (None: that of its number); page_table: int32 [places, max_pages]; cos, sin: float32
-    [n_angles, rotary/2]; pages: of `kv_pages`, this layer's part, with any page stride.
+    token_batch_slot, angles: int32 [T], of each token its number in the sequence, its sequence's batch slot,
+    and its row of cos and sin (None: that of its number); page_table: int32 [batch_slots, max_pages]; cos,
+    sin: float32 [n_angles, rotary/2]; pages: of `kv_pages`, this layer's part, with any page stride.
     Rotated are the first `rotary` dims of a head, in pairs (i, i + rotary/2).
     """
     rotary = 2 * cos.shape[1]
@@ -79,7 +79,7 @@ def attn_prepare(
         n_tokens,
         positions,
         positions if angles is None else angles,
-        token_place,
+        token_batch_slot,
         page_table,
         stride(page_table),
         q_norm,
@@ -105,7 +105,7 @@ def attention(
     n_seqs: Array,
     seq_start: Array,
     seq_context: Array,
-    place: Array,
+    batch_slot: Array,
     page_table: Array,
     records: Array,
     out: Array,
@@ -141,7 +141,7 @@ def attention(
         n_seqs,
         seq_start,
         seq_context,
-        place,
+        batch_slot,
         page_table,
         stride(page_table),
         out,

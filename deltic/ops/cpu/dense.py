@@ -62,13 +62,13 @@ def linear(
     check("linear", x.flags.c_contiguous and out.flags.c_contiguous, "contiguous tensors")
     check("linear", workspace.nbytes >= x.shape[0] * row_bytes(w.k), f"a workspace for {x.shape[0]} rows")
     begin, packed = first, None
-    for piece in w.pieces:
+    for segment in w.segments:
         # What the workspace holds of x: bfloat16, or int8 by groups and their sums as the codes need them.
-        f = piece.format
+        f = segment.format
         needed = ("bf16",) if f.codes in FLOATS else (f.codes, f.has_least, f.group)
-        arguments = (*piece.arguments, out[:, begin:], out.shape[1], workspace, n_rows, int(add), int(needed == packed))
-        program.call("deltic_linear", x, *arguments)
-        begin, packed = begin + piece.n, needed
+        to = (out[:, begin:], out.shape[1], workspace, n_rows, int(add), int(needed == packed))
+        program.call("deltic_linear", x, *segment.arguments, *to)
+        begin, packed = begin + segment.n, needed
 
 
 def rms_norm(

@@ -26,7 +26,7 @@ def gdn(
     seq_start: Array,
     seq_context: Array,
     start_slot: Array,
-    slot: Array,
+    state_slot: Array,
     snapshot_begin: Array,
     snapshot_n: Array,
     snapshot_slot: Array,
@@ -34,49 +34,50 @@ def gdn(
     state: Array,
     n_redo: Array,
     is_lazy: Array,
-    place: Array,
+    batch_slot: Array,
     window_columns: Array,
     window_gates: Array,
     layer: int,
     out: Array,
 ) -> None:
-    """proj float32 [T, 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [T, Hv dv]. States advance from slot to
-    slot.
+    """proj float32 [T, 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [T, Hv dv]. States advance from state slot
+    to state slot.
 
     Sequence s owns tokens seq_start[s] .. seq_start[s+1]-1 (int32 [S+1]); seq_context[s] tokens came before
-    them. A slot is a row of conv_state (bfloat16 [slots, 3, C], any slot stride) and of state (float32
-    or bfloat16 [slots, Hv, dk, dv], any slot stride). The tokens start from the slot start_slot[s] (from zero
-    where seq_context[s] is 0, whatever it says) and leave what follows them in slot[s], which may be the
-    same: then the state advances in place.
+    them. A state slot is a row of conv_state (bfloat16 [state_slots, 3, C], any state slot stride) and of
+    state (float32 or bfloat16 [state_slots, Hv, dk, dv], any state slot stride). The tokens start from the
+    state slot start_slot[s] (from zero where seq_context[s] is 0, whatever it says) and leave what follows
+    them in state_slot[s], which may be the same: then the state advances in place.
 
-    Snapshots: for i in snapshot_begin[s] .. snapshot_begin[s+1]-1 (int32 [S+1]), the slot snapshot_slot[i]
-    gets what the first snapshot_n[i] tokens of s leave, as if its chunk had been cut there (both int32 [n];
-    of one sequence ascending, 1 .. the number of its tokens). One that is asked for costs a write of the
-    state, and where it is not a multiple of 64 from the chunk's start, a shorter block.
+    Snapshots: for i in snapshot_begin[s] .. snapshot_begin[s+1]-1 (int32 [S+1]), the state slot
+    snapshot_slot[i] gets what the first snapshot_n[i] tokens of s leave, as if its chunk had been cut there
+    (both int32 [n]; of one sequence ascending, 1 .. the number of its tokens). One that is asked for costs a
+    write of the state, and where it is not a multiple of 64 from the chunk's start, a shorter block.
 
     A state in bfloat16 is rounded behind every token, at random by a hash of the token's position, the layer
     (its number among those with a state), the head and the element.
 
-    Drafts: the window place[s] keeps the raw inputs of up to W tokens: a row of window_columns (bfloat16
-    [places, W, C], q|k|v rounded) and of window_gates (float32 [places, W, 2 Hv], b|a), both with any place
-    stride. The first n_redo[s] tokens of the window come before the chunk's, as if they stood in front of
-    them: they are counted in seq_context[s], and the slot start_slot[s] is that before them. They have no
-    output. Where is_lazy[s] is 1, slot[s] gets what they leave, and the chunk's own tokens go on from there
-    to their outputs only: their inputs replace the window (so there are at most W of them). Snapshots are for
-    sequences with neither. With n_redo[s] and is_lazy[s] 0 (int32 [S], as place), the window is not touched.
+    Drafts: the window batch_slot[s] keeps the raw inputs of up to W tokens: a row of window_columns (bfloat16
+    [batch_slots, W, C], q|k|v rounded) and of window_gates (float32 [batch_slots, W, 2 Hv], b|a), both with
+    any batch slot stride. The first n_redo[s] tokens of the window come before the chunk's, as if they stood
+    in front of them: they are counted in seq_context[s], and the state slot start_slot[s] is that before
+    them. They have no output. Where is_lazy[s] is 1, state_slot[s] gets what they leave, and the chunk's own
+    tokens go on from there to their outputs only: their inputs replace the window (so there are at most W of
+    them). Snapshots are for sequences with neither. With n_redo[s] and is_lazy[s] 0 (int32 [S], as batch
+    slot), the window is not touched.
 
-    In one call, a place belongs to one sequence. A slot that is written (slot or snapshot_slot) is written by
-    one sequence, and is the start of no other. A slot that is only read may be the start of several. These
-    values change from step to step, and are not checked.
+    In one call, a batch slot belongs to one sequence. A state slot that is written (state slot or
+    snapshot_slot) is written by one sequence, and is the start of no other. A state slot that is only read
+    may be the start of several. These values change from step to step, and are not checked.
     """
     n_channels = heads.channels
     check("gdn", proj.dtype == np.float32 and out.dtype == bfloat16, "float32 proj, bfloat16 out")
-    indices = (seq_start, seq_context, start_slot, slot, snapshot_begin, snapshot_n, snapshot_slot)
+    indices = (seq_start, seq_context, start_slot, state_slot, snapshot_begin, snapshot_n, snapshot_slot)
     check("gdn", all(index.dtype == np.int32 for index in indices), "int32 indices")
     check(
         "gdn",
-        len(snapshot_begin) == len(seq_start) == len(slot) + 1 == len(start_slot) + 1,
-        "one start and one final slot for each sequence, and the beginning of its snapshots",
+        len(snapshot_begin) == len(seq_start) == len(state_slot) + 1 == len(start_slot) + 1,
+        "one start and one final state slot for each sequence, and the beginning of its snapshots",
     )
     check("gdn", weights.conv.shape == (4, n_channels), f"conv [4, {n_channels}]")
     check(
@@ -85,8 +86,8 @@ def gdn(
         f"dk, dv % 16 == 0 and at most {MAX_GDN_DIM}",
     )
     check("gdn", proj.shape[1] == n_channels + heads.n_v * heads.v_dim + 2 * heads.n_v, "six projections in a row")
-    _check_lists(slot, snapshot_n, snapshot_slot, (n_redo, is_lazy, place))
-    _check_slots(heads, state, conv_state)
+    _check_lists(state_slot, snapshot_n, snapshot_slot, (n_redo, is_lazy, batch_slot))
+    _check_state_slots(heads, state, conv_state)
     _check_windows(heads, window_columns, window_gates)
     program.call(
         "deltic_gdn" if state.dtype == np.float32 else "deltic_gdn_bf16",
@@ -96,7 +97,7 @@ def gdn(
         seq_start,
         seq_context,
         start_slot,
-        slot,
+        state_slot,
         snapshot_begin,
         snapshot_n,
         snapshot_slot,
@@ -116,7 +117,7 @@ def gdn(
         heads.tiled,
         n_redo,
         is_lazy,
-        place,
+        batch_slot,
         window_columns,
         stride(window_columns),
         window_gates,
@@ -126,31 +127,31 @@ def gdn(
     )
 
 
-def _check_lists(slot: Array, snapshot_n: Array, snapshot_slot: Array, windows: tuple[Array, ...]) -> None:
-    check("gdn", len(snapshot_n) == len(snapshot_slot), "one slot for each snapshot")
-    check("gdn", all(len(index) == len(slot) for index in windows), "a window for each sequence")
+def _check_lists(state_slot: Array, snapshot_n: Array, snapshot_slot: Array, windows: tuple[Array, ...]) -> None:
+    check("gdn", len(snapshot_n) == len(snapshot_slot), "one state slot for each snapshot")
+    check("gdn", all(len(index) == len(state_slot) for index in windows), "a window for each sequence")
     check("gdn", all(index.dtype == np.int32 for index in windows), "int32 indices of windows")
 
 
-def _check_slots(heads: GdnHeads, state: Array, columns: Array) -> None:
+def _check_state_slots(heads: GdnHeads, state: Array, columns: Array) -> None:
     check(
         "gdn",
         state.dtype in (np.float32, bfloat16) and columns.dtype == bfloat16,
         "float32 or bfloat16 state, bfloat16 columns",
     )
-    check("gdn", state.shape[1:] == (heads.n_v, heads.k_dim, heads.v_dim), "state [slots, Hv, dk, dv]")
-    check("gdn", columns.shape[1:] == (3, heads.channels), f"conv_state [slots, 3, {heads.channels}]")
-    check("gdn", state[0].flags.c_contiguous and columns[0].flags.c_contiguous, "contiguous slots")
+    check("gdn", state.shape[1:] == (heads.n_v, heads.k_dim, heads.v_dim), "state [state_slots, Hv, dk, dv]")
+    check("gdn", columns.shape[1:] == (3, heads.channels), f"conv_state [state_slots, 3, {heads.channels}]")
+    check("gdn", state[0].flags.c_contiguous and columns[0].flags.c_contiguous, "contiguous state slots")
 
 
 def _check_windows(heads: GdnHeads, columns: Array, gates: Array) -> None:
     check("gdn", columns.dtype == bfloat16 and gates.dtype == np.float32, "bfloat16 columns, float32 gates of windows")
-    n_places, n_tokens = columns.shape[:2]
+    n_batch_slots, n_tokens = columns.shape[:2]
     check("gdn", 1 <= n_tokens <= MAX_WINDOW, f"windows of 1 to {MAX_WINDOW} tokens")
-    check("gdn", columns.shape[2:] == (heads.channels,), f"window_columns [places, W, {heads.channels}]")
+    check("gdn", columns.shape[2:] == (heads.channels,), f"window_columns [batch_slots, W, {heads.channels}]")
     check(
         "gdn",
-        gates.shape == (n_places, n_tokens, 2 * heads.n_v),
-        f"window_gates [places, W, {2 * heads.n_v}], of the same places and W",
+        gates.shape == (n_batch_slots, n_tokens, 2 * heads.n_v),
+        f"window_gates [batch_slots, W, {2 * heads.n_v}], of the same places and W",
     )
     check("gdn", columns[0].flags.c_contiguous and gates[0].flags.c_contiguous, "contiguous windows")

@@ -19,7 +19,7 @@ from deltic.ops.arrays import Array, bfloat16, raw
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import Allocate
-from deltic.ops.matrix import STRIP
+from deltic.ops.matrix import PANEL
 
 MAX_TERMS = 4
 """Terms of one product: modules that are rows of one matrix."""
@@ -173,7 +173,7 @@ def _sizes(terms: Sequence[Term], is_embedding: bool) -> list[int]:
     m, _, k = terms[0].down.shape
     ranks = [padded(term.down.shape[1], _RANK) for term in terms]
     return [2 * m * sum(ranks) * k] + [
-        2 * m * padded(term.up.shape[1], STRIP) * rank for term, rank in zip(terms, ranks, strict=True)
+        2 * m * padded(term.up.shape[1], PANEL) * rank for term, rank in zip(terms, ranks, strict=True)
     ]
 
 
@@ -202,7 +202,7 @@ def put_terms(terms: Sequence[Term], memory: Array, is_embedding: bool = False) 
     for i, (term, rank, n_bytes) in enumerate(zip(terms, ranks, up_bytes, strict=True)):
         n = term.up.shape[1]
         up = raw(memory[begin : begin + n_bytes].view(bfloat16)).reshape(m, -1)
-        _pack(term.up, up, padded(n, STRIP), rank)
+        _pack(term.up, up, padded(n, PANEL), rank)
         entry[3 + 5 * i : 7 + 5 * i] = up.ctypes.data, term.first, n, rank
         entry[7 + 5 * i] = np.float64(term.scale).view(np.int64)
         begin += padded(n_bytes, _LINE)
@@ -214,10 +214,10 @@ def _pack(values: Array, out: Array, n: int, k: int) -> None:
     columns], out uint16 [M, n * k]. In NumPy, since the kernels' threads may be busy with a step.
     """
     rows, columns = values.shape[1:]
-    strips = out.reshape(len(values), n // STRIP, k // 2, STRIP, 2)
+    panels = out.reshape(len(values), n // PANEL, k // 2, PANEL, 2)
     for i, one in enumerate(raw(values)):
         if (rows, columns) != (n, k):
             whole = np.zeros((n, k), np.uint16)
             whole[:rows, :columns] = one
             one = whole
-        strips[i] = one.reshape(n // STRIP, STRIP, k // 2, 2).transpose(0, 2, 1, 3)
+        panels[i] = one.reshape(n // PANEL, PANEL, k // 2, 2).transpose(0, 2, 1, 3)

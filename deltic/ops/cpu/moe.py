@@ -74,7 +74,7 @@ def moe(
     n_experts, width, inner = down.n_matrices, down.n, down.k
     check("moe", (gate_up.n, gate_up.k) == (2 * inner, width), f"gate_up [{2 * inner}, {width}]")
     check("moe", gate_up.n_matrices == n_experts, f"gate_up of {n_experts} experts")
-    check("moe", len(gate_up.pieces) <= 2, "gate and up in one format each")
+    check("moe", len(gate_up.segments) <= 2, "gate and up in one format each")
     check("moe", h.dtype == bfloat16 and h.shape[1] == width, f"bfloat16 h [T, {width}]")
     check("moe", logits.shape[1] == n_experts + 1 and n_per_token <= n_experts, "logits [T, E + 1], k <= E")
     s, of_adapters = scratch, _NO_ADAPTERS
@@ -91,8 +91,8 @@ def moe(
         n_experts,
         n_per_token,
         int(normalise),
-        *gate_up.pieces[0].arguments,
-        *(gate_up.pieces[1].arguments if len(gate_up.pieces) > 1 else _NOTHING),
+        *gate_up.segments[0].arguments,
+        *(gate_up.segments[1].arguments if len(gate_up.segments) > 1 else _NOTHING),
         *down.whole.arguments,
         shared,
         s.expert,

@@ -12,11 +12,12 @@ from deltic.ops.cpu.program import Program
 
 
 @dataclass(frozen=True)
-class PlaceParameters:
-    """Sampling parameters by place: they are written when a sequence takes the place, not every step.
+class BatchParameters:
+    """Sampling parameters by batch slot: they are written when a sequence takes the batch slot, not every
+    step.
 
-    float32 [places] each; top_k int32; seed int64 holding the bits of an unsigned one; history int32
-    [places, max_len], the sequence's tokens, kept only where penalties need them.
+    float32 [batch_slots] each; top_k int32; seed int64 holding the bits of an unsigned one; history int32
+    [batch_slots, max_len], the sequence's tokens, kept only where penalties need them.
     """
 
     temperature: Array
@@ -32,8 +33,9 @@ class PlaceParameters:
 
 @dataclass(frozen=True)
 class DrawInputs:
-    """Inputs that change from step to step, int32 [D]: the logits row, place and position of each draw, the
-    lengths of its history (0: no penalties), bias and banned ids as ragged lists (begin [D + 1]), and masks.
+    """Inputs that change from step to step, int32 [D]: the logits row, batch slot and position of each draw,
+    the lengths of its history (0: no penalties), bias and banned ids as ragged lists (begin [D + 1]), and
+    masks.
 
     masked: 0 where any id may be drawn. masks [D, ceil(n_real / 32)]: bit id % 32 of word id // 32 says
     whether id may.
@@ -41,7 +43,7 @@ class DrawInputs:
 
     n_draws: Array
     row: Array
-    place: Array
+    batch_slot: Array
     position: Array
     n_history: Array
     n_prompt: Array
@@ -69,7 +71,7 @@ def sample(
     program: Program,
     logits: Array,
     n_real: int,
-    places: PlaceParameters,
+    batch_slots: BatchParameters,
     draws: DrawInputs,
     scratch: DrawScratch,
     out: Array,
@@ -86,7 +88,7 @@ def sample(
     check("sample", draws.masks.shape[1] * 32 >= n_real, f"masks of {n_real} bits")
     n_scratch = scratch.values.shape[0]
     check("sample", n_scratch >= min(program.n_threads, draws.row.shape[0]), "scratch for every thread or draw")
-    p, d = places, draws
+    p, d = batch_slots, draws
     program.call(
         "deltic_sample",
         logits,
@@ -94,7 +96,7 @@ def sample(
         n_real,
         d.n_draws,
         d.row,
-        d.place,
+        d.batch_slot,
         d.position,
         d.n_history,
         d.n_prompt,

@@ -49,22 +49,22 @@ def code_rows(
     n_frames: Array,
     rows: Array | None = None,
     past: Array | None = None,
-    slot: Array | None = None,
+    state_slot: Array | None = None,
 ) -> None:
     """Adds one code of each frame: sums[m] += table[codes[m]], and that row goes into rows[m], if there are
     any.
 
-    With past, the frame's first code: sums[m] = table[codes[m]], rows[2m] = past[slot[m]],
+    With past, the frame's first code: sums[m] = table[codes[m]], rows[2m] = past[state_slot[m]],
     rows[2m + 1] = table[codes[m]].
-    A code below 0 makes sums[m] NaN. codes, slot: int32 [M]; sums: float32 [M, H]; rows: float32 or bfloat16;
-    past: bfloat16 [slots, H].
+    A code below 0 makes sums[m] NaN. codes, state_slot: int32 [M]; sums: float32 [M, H]; rows: float32 or
+    bfloat16; past: bfloat16 [state_slots, H].
     """
     width = sums.shape[1]
     _check_table("code_rows", table, width)
-    check("code_rows", (past is None) == (slot is None), "past and slot together")
+    check("code_rows", (past is None) == (state_slot is None), "past and state slot together")
     check("code_rows", sums.dtype == np.float32, "float32 sums")
     is_bf16 = rows is not None and rows.dtype == bfloat16
-    program.call("deltic_code_rows", codes, table, slot, past, rows, int(is_bf16), sums, n_frames, width)
+    program.call("deltic_code_rows", codes, table, state_slot, past, rows, int(is_bf16), sums, n_frames, width)
 
 
 def talker_rows(
@@ -80,7 +80,7 @@ def talker_rows(
     program.call("deltic_talker_rows", side, text_row, table, voice, text, out, n_rows, out.shape[1])
 
 
-def keep_rows(program: Program, x: Array, slot: Array, out: Array, n_rows: Array) -> None:
-    """out[slot[m]] = x[m]. x: bfloat16 [M, H]; out: bfloat16 [slots, H]."""
+def keep_rows(program: Program, x: Array, state_slot: Array, out: Array, n_rows: Array) -> None:
+    """out[state_slot[m]] = x[m]. x: bfloat16 [M, H]; out: bfloat16 [state_slots, H]."""
     check("keep_rows", x.dtype == out.dtype == bfloat16 and x.shape[1] == out.shape[1], "bfloat16 of one width")
-    program.call("deltic_keep_rows", x, slot, out, n_rows, x.shape[1])
+    program.call("deltic_keep_rows", x, state_slot, out, n_rows, x.shape[1])

@@ -28,19 +28,19 @@ ACTIVATIONS = {None: 0, "gelu": 1, "swiglu": 2, "clamp": 3}
 
 @dataclass(frozen=True)
 class Batch:
-    """Streams of a pass: s has frames [start[s], start[s + 1]) and its state in slot[s]. start: int32
-    [S + 1]; slot: int32 [S]; n: int32 scalar, streams in use; states: float32 [n_slots, size], the first
-    value of each the stream's position in frames.
+    """Streams of a pass: s has frames [start[s], start[s + 1]) and its state in state_slot[s]. start: int32
+    [S + 1]; state_slot: int32 [S]; n: int32 scalar, streams in use; states: float32 [n_slots, size], the
+    first value of each the stream's position in frames.
     """
 
     start: Array
-    slot: Array
+    state_slot: Array
     n: Array
     states: Array
 
     @property
     def arguments(self) -> tuple[Array | int, ...]:
-        return self.start, self.slot, self.n, self.states, self.states.shape[1]
+        return self.start, self.state_slot, self.n, self.states, self.states.shape[1]
 
 
 @dataclass(frozen=True)

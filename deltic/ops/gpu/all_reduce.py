@@ -43,7 +43,7 @@ from deltic.ops.gpu.norm import (
     store_norm,
     store_pieces,
     sum_of_neighbours,
-    sum_of_parts,
+    sum_of_shards,
 )
 
 ONE_SHOT_BYTES = 1 << 20
@@ -144,14 +144,14 @@ def _addresses(shared: Iterable[Iterable[Tensor]], device: torch.device) -> Iter
 
 @triton.jit
 def _sum_of_slices(
-    p_partials, row, width, stride, PARTS: tl.constexpr, SLICES: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr
+    p_partials, row, width, stride, SHARDS: tl.constexpr, SLICES: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr
 ):
     """Returns this rank's share of the row, in pieces."""
     own: tl.tuple = ()
     for j in tl.static_range(PIECES):
         o_col = j * LANES + tl.arange(0, LANES)
         p_part = p_partials + row.to(tl.int64) * width + o_col
-        own += (sum_of_parts(p_part, stride, o_col < width, PARTS, SLICES),)
+        own += (sum_of_shards(p_part, stride, o_col < width, SHARDS, SLICES),)
     return own
 
 
@@ -203,12 +203,12 @@ def _sum_of_ranks(
     found: tl.tuple = ()
     for j in tl.static_range(PIECES):
         o_col = j * LANES + tl.arange(0, LANES)
-        parts: tl.tuple = ()
+        shards: tl.tuple = ()
         for q in tl.static_range(RANKS):
             p_from = p_inbox + ((turn + q) * n_rows + row).to(tl.int64) * width + o_col
             b_part = tl.load(p_from, mask=(o_col < width) & (q != rank), other=0.0, volatile=True).to(tl.float32)
-            parts += (tl.where(q == rank, own[j], b_part),)
-        found += (sum_of_neighbours(parts, RANKS),)
+            shards += (tl.where(q == rank, own[j], b_part),)
+        found += (sum_of_neighbours(shards, RANKS),)
     return found
 
 
@@ -226,7 +226,7 @@ def _add_to_row(p_row, total, width, LANES: tl.constexpr, PIECES: tl.constexpr):
 @triton.jit(do_not_specialize=["rank"])
 def _one_shot_kernel(
     p_partials, p_inbox, p_flags, p_epochs, p_inboxes, p_flag_lists, p_residual, p_w, p_out, rank, n_rows, width, stride,
-    inverse_width, eps, RANKS: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr, LANES: tl.constexpr,
+    inverse_width, eps, RANKS: tl.constexpr, SHARDS: tl.constexpr, SLICES: tl.constexpr, LANES: tl.constexpr,
     PIECES: tl.constexpr, NORM: tl.constexpr, PDL: tl.constexpr,
 ):
     row = tl.program_id(0)
@@ -237,7 +237,7 @@ def _one_shot_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     epoch = tl.load(p_epochs + row) + 1
     turn = (epoch & 1) * RANKS
-    own = _sum_of_slices(p_partials, row, width, stride, PARTS, SLICES, LANES, PIECES)
+    own = _sum_of_slices(p_partials, row, width, stride, SHARDS, SLICES, LANES, PIECES)
     for q in tl.static_range(RANKS):
         if q != rank:
             _send(p_inboxes, p_inbox, q, rank, own, turn, row, n_rows, width, LANES, PIECES)
@@ -255,7 +255,7 @@ def _one_shot_kernel(
 @triton.jit(do_not_specialize=["rank", "first"])
 def _two_shot_kernel(
     p_partials, p_inbox, p_flags, p_epochs, p_inboxes, p_flag_lists, p_residual, p_w, p_outs, rank, n_rows, width, stride,
-    inverse_width, eps, first, RANKS: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr, LANES: tl.constexpr,
+    inverse_width, eps, first, RANKS: tl.constexpr, SHARDS: tl.constexpr, SLICES: tl.constexpr, LANES: tl.constexpr,
     PIECES: tl.constexpr, PDL: tl.constexpr,
 ):
     """Sums rows in two shots. A row's owner waits for the others. They wait for what it makes of the row."""
@@ -266,7 +266,7 @@ def _two_shot_kernel(
         tl.extra.cuda.gdc_launch_dependents()
     epoch, owner = tl.load(p_epochs + row) + 1, row % RANKS
     turn, o_row = (epoch & 1) * RANKS, row.to(tl.int64) * width
-    own = _sum_of_slices(p_partials, row, width, stride, PARTS, SLICES, LANES, PIECES)
+    own = _sum_of_slices(p_partials, row, width, stride, SHARDS, SLICES, LANES, PIECES)
     if owner == rank:
         for q in tl.static_range(RANKS):
             if q != rank:
@@ -291,7 +291,7 @@ def _two_shot_kernel(
 
 def _launch(
     kernel: Any, partials: Tensor, ranks: Rank, first: int, residual: Tensor | None, w: Tensor | None, eps: float,
-    out: Tensor, levers: Levers, parts: int, *more: int, **constants: bool,
+    out: Tensor, levers: Levers, shards: int, *more: int, **constants: bool,
 ) -> None:
     """Launches a kernel for the rows of one launch, from row `first` on."""
     n_partials, n, width = partials.shape
@@ -299,33 +299,33 @@ def _launch(
     launch(
         kernel, (last - first,), partials[:, first:], ranks.inbox, ranks.flags, ranks.epochs, ranks.inboxes, ranks.flag_lists,
         None if residual is None else residual[first:], w, out, ranks.rank, ranks.n_rows, width, n * width, 1.0 / width, eps,
-        *more, RANKS=ranks.n_ranks, PARTS=parts, SLICES=n_partials // parts, LANES=LANES, PIECES=pieces(width), pdl=levers.pdl,
+        *more, RANKS=ranks.n_ranks, SHARDS=shards, SLICES=n_partials // shards, LANES=LANES, PIECES=pieces(width), pdl=levers.pdl,
         num_warps=8 if last - first <= FEW_ROWS else norm_warps(last - first, width), **constants,
     )
 
 
-def _check(partials: Tensor, ranks: Rank, parts: int) -> None:
-    fits = partials.is_contiguous() and partials.shape[2] == ranks.width and len(partials) % parts == 0
-    check("all_reduce", fits, f"contiguous partials [{parts} * S, N, {ranks.width}]")
+def _check(partials: Tensor, ranks: Rank, shards: int) -> None:
+    fits = partials.is_contiguous() and partials.shape[2] == ranks.width and len(partials) % shards == 0
+    check("all_reduce", fits, f"contiguous partials [{shards} * S, N, {ranks.width}]")
     is_sent_whole = ranks.inbox.dtype == torch.float32 or (partials.dtype == ranks.inbox.dtype and len(partials) == 1)
     check("all_reduce", is_sent_whole, f"partials that {ranks.inbox.dtype} holds")
 
 
-def all_reduce(partials: Tensor, out: Tensor, *, ranks: Rank, levers: Levers, parts: int = 1) -> None:
+def all_reduce(partials: Tensor, out: Tensor, *, ranks: Rank, levers: Levers, shards: int = 1) -> None:
     """out = the sum over ranks, in their tree, of partials[0] + partials[1] + ... of each. partials: float32
-    or bfloat16 [S, N, H]; out: float32 [N, H]. parts: of a model, that each rank has, S / parts each: the
+    or bfloat16 [S, N, H]; out: float32 [N, H]. shards: of a model, that each rank has, S / shards each: the
     sum of as many ranks, each with one of these.
     """
-    _check(partials, ranks, parts)
+    _check(partials, ranks, shards)
     fits = out.dtype == torch.float32 and out.shape == partials.shape[1:] and out.is_contiguous()
     check("all_reduce", fits, "contiguous float32 out [N, H]")
     for first in range(0, len(out), ranks.n_rows):
-        _launch(_one_shot_kernel, partials, ranks, first, None, None, 0.0, out[first:], levers, parts, NORM=False)
+        _launch(_one_shot_kernel, partials, ranks, first, None, None, 0.0, out[first:], levers, shards, NORM=False)
 
 
 def all_reduce_norm(
     residual: Tensor, partials: Tensor, w: Tensor, eps: float, *, ranks: Rank, levers: Levers, shots: int | None = None,
-    parts: int = 1,
+    shards: int = 1,
 ) -> Tensor:
     """residual += the sum over ranks (`all_reduce`); gives bfloat16(residual / rms * (1 + w)), [N, H], in
     ranks.out. One launch for each ranks.n_rows rows.
@@ -334,7 +334,7 @@ def all_reduce_norm(
     it. shots: 1 or 2, None for `ranks.shots`. Behind two shots only each rank's own rows of residual, i %
     ranks of each launch, are right. So of one residual all sums are made with as many shots.
     """
-    _check(partials, ranks, parts)
+    _check(partials, ranks, shards)
     n = len(residual)
     check("all_reduce", residual.dtype == w.dtype == torch.float32, "float32 residual and w")
     check("all_reduce", residual.shape == partials.shape[1:] and residual.is_contiguous(), "contiguous residual [N, H]")
@@ -342,9 +342,9 @@ def all_reduce_norm(
     out = ranks.out[:n]
     for first in range(0, n, ranks.n_rows):
         if (shots or ranks.shots(n)) == 1:
-            _launch(_one_shot_kernel, partials, ranks, first, residual, w, eps, out[first:], levers, parts, NORM=True)
+            _launch(_one_shot_kernel, partials, ranks, first, residual, w, eps, out[first:], levers, shards, NORM=True)
         else:
-            _launch(_two_shot_kernel, partials, ranks, first, residual, w, eps, ranks.outs, levers, parts, first)
+            _launch(_two_shot_kernel, partials, ranks, first, residual, w, eps, ranks.outs, levers, shards, first)
     return out
 
 

@@ -362,7 +362,7 @@ def _new_key(
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _keys_decode_kernel(
-    p_proj, p_k_norm, p_cos, p_sin, p_slot, p_place, p_position, p_shift, p_table, p_pages, eps,
+    p_proj, p_k_norm, p_cos, p_sin, p_state_slot, p_batch_slot, p_position, p_shift, p_table, p_pages, eps,
     stride_s, stride_row, stride_table, stride_page,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     PAGE: tl.constexpr, GATED: tl.constexpr, KV: tl.constexpr, PDL: tl.constexpr,
@@ -371,13 +371,13 @@ def _keys_decode_kernel(
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     i_row, i_kv = tl.program_id(0) // NK, tl.program_id(0) % NK
-    if tl.load(p_slot + i_row) >= 0:
+    if tl.load(p_state_slot + i_row) >= 0:
         position = tl.load(p_position + i_row)
         if p_shift is not None:
             shift = tl.load(p_shift + i_row) * HALF
             p_cos += shift
             p_sin += shift
-        p_row = p_table + tl.load(p_place + i_row).to(tl.int64) * stride_table
+        p_row = p_table + tl.load(p_batch_slot + i_row).to(tl.int64) * stride_table
         if KV == PLAIN:
             p_pages += i_kv * (PAGE * D)
         p_page = p_pages + tl.load(p_row + position // PAGE).to(tl.int64) * stride_page
@@ -390,7 +390,7 @@ def _keys_decode_kernel(
 # what follows the batch's size or its longest row is not specialised: the kernel is one and the same
 @triton.jit(do_not_specialize=["stride_table", "records", "n_counters"])
 def _attention_decode_kernel(
-    p_proj, p_q_norm, p_k_norm, p_cos, p_sin, p_slot, p_place, p_position, p_shift, p_ahead, p_table, p_pages,
+    p_proj, p_q_norm, p_k_norm, p_cos, p_sin, p_state_slot, p_batch_slot, p_position, p_shift, p_ahead, p_table, p_pages,
     p_output, p_weight, p_arrived, p_out, eps, scale,
     stride_s, stride_row, stride_table, stride_page, records, n_counters,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
@@ -407,7 +407,7 @@ def _attention_decode_kernel(
     # how the row is cut: of its length alone
     position = tl.load(p_position + i_row)
     n_tiles = position // PAGE + 1
-    n_tiles = tl.where(tl.load(p_slot + i_row) >= 0, n_tiles, 0)
+    n_tiles = tl.where(tl.load(p_state_slot + i_row) >= 0, n_tiles, 0)
     split_tiles = tl.maximum((n_tiles + MOST - 1) // MOST, tl.where(n_tiles <= FEW, 1, FEW_TILES))
     n_splits = (n_tiles + split_tiles - 1) // split_tiles
     # without work: still one that waits, so that the end of this kernel implies the end of the one in front
@@ -417,7 +417,7 @@ def _attention_decode_kernel(
 
     pair = (i_row * NK + i_kv).to(tl.int64)
     row = i_row.to(tl.int64)
-    p_table += tl.load(p_place + i_row).to(tl.int64) * stride_table
+    p_table += tl.load(p_batch_slot + i_row).to(tl.int64) * stride_table
     if p_shift is not None:  # behind pictures angles are not those of positions
         shift = tl.load(p_shift + i_row) * HALF
         p_cos += shift
@@ -540,14 +540,14 @@ def attention_decode(
     splits: Splits | None = None, format: KvFormat = BF16,
 ) -> None:
     """out[r, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)) over the keys 0 .. position of the
-    row's place.
+    row's batch slot.
 
     proj: float32 [S, N, row], partial sums in order; a row is q heads | gates | k heads | v heads, or without
-    gates (heads.is_gated). q_norm, k_norm: float32 [d], zero-centred. A row with slot -1 is left alone.
-    page_table: int32 [places, max_pages]; cos, sin: float32 [max_len, rotary/2], of which a row reads that of
-    its position, plus rows.angle_shift where there is one; pages: this layer's part, any page stride, in
-    `format`: bfloat16 [n_pages, 2, nk, 64, d], or uint8 [n_pages, bytes]; the token's own k and v are written
-    there. out: bfloat16 [N, nq d].
+    gates (heads.is_gated). q_norm, k_norm: float32 [d], zero-centred. A row with state slot -1 is left alone.
+    page_table: int32 [batch_slots, max_pages]; cos, sin: float32 [max_len, rotary/2], of which a row reads
+    that of its position, plus rows.angle_shift where there is one; pages: this layer's part, any page stride,
+    in `format`: bfloat16 [n_pages, 2, nk, 64, d], or uint8 [n_pages, bytes]; the token's own k and v are
+    written there. out: bfloat16 [N, nq d].
     max_len: no row has more keys. Query head j reads key head j // (nq/nk). splits: for measurements; the
     scratch must have been made with the same.
 
@@ -580,7 +580,7 @@ def attention_decode(
     expect(scratch.output.shape[1] == heads.n_kv and scratch.output.shape[3:] == (group, heads.dim), "its scratch")
     launch(
         _attention_decode_kernel, (n_rows * heads.n_kv, capacity),
-        proj, q_norm, k_norm, cos, sin, rows.slot, rows.place, rows.position, rows.angle_shift,
+        proj, q_norm, k_norm, cos, sin, rows.state_slot, rows.batch_slot, rows.position, rows.angle_shift,
         None if rows.drafts is None else rows.drafts.ahead, page_table, pages,
         scratch.output, scratch.weight, scratch.arrived, out, eps, heads.dim**-0.5 * 1.4426950408889634,
         proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), records, counters,
@@ -598,8 +598,8 @@ def keys_decode(
     """Writes the keys and values of the rows' tokens, and nothing else: each row its own, by one kernel, so
     that they are the same whether it attends or not.
 
-    Arguments as of `attention_decode`; q and gates of proj are not read. A row with slot -1 is left alone.
-    Raises KernelError where shapes or types do not fit.
+    Arguments as of `attention_decode`; q and gates of proj are not read. A row with state slot -1 is left
+    alone. Raises KernelError where shapes or types do not fit.
     """
     n_splits, n_rows, n_row = proj.shape
     group, half = heads.n_q // heads.n_kv, cos.shape[1]
@@ -607,7 +607,7 @@ def keys_decode(
     check("keys_decode", proj.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous(), "contiguous proj, cos, sin")
     check("keys_decode", kv.fits(pages, heads.n_kv, heads.dim, format), kv.expected(heads.n_kv, heads.dim, format))
     launch(
-        _keys_decode_kernel, (n_rows * heads.n_kv,), proj, k_norm, cos, sin, rows.slot, rows.place, rows.position,
+        _keys_decode_kernel, (n_rows * heads.n_kv,), proj, k_norm, cos, sin, rows.state_slot, rows.batch_slot, rows.position,
         rows.angle_shift, page_table, pages, eps, proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), NQ=heads.n_q,
         NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16, PAGE=PAGE_SIZE,
         GATED=heads.is_gated, KV=kv.constant(format), pdl=levers.pdl, num_warps=SPLITS.num_warps,

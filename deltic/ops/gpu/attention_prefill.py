@@ -142,7 +142,7 @@ def _prepare_kernel(
 
 @triton.jit(do_not_specialize=["stride_table"])
 def _flash_kernel(
-    queries, tiles, value_tiles, pages, proj, out, n_tokens, position, place, page_table, stride_table, rows_page, scale,
+    queries, tiles, value_tiles, pages, proj, out, n_tokens, position, batch_slot, page_table, stride_table, rows_page, scale,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HEADS: tl.constexpr, GATED: tl.constexpr, KV: tl.constexpr,
 ):
     """Attends with the tokens of a block (grid axis 1) times HEADS query heads (axis 2, then axis 0), a
@@ -161,7 +161,7 @@ def _flash_kernel(
     if n == 0:
         return
     n_tiles = tl.load(position + i_b) // 64 + 1
-    p_table = page_table + tl.load(place + i_b).to(tl.int64) * stride_table
+    p_table = page_table + tl.load(batch_slot + i_b).to(tl.int64) * stride_table
     ROWS: tl.constexpr = HEADS * 64
     o_m = tl.arange(0, ROWS)
     o_t = o_m % 64
@@ -254,9 +254,9 @@ def attention_prefill(
     theirs. Two launches.
 
     proj: bfloat16 [T, heads.row], T = 64 blocks, a row q heads | gates (if heads.is_gated) | k heads | v
-    heads; q_norm, k_norm: float32 [d], zero-centred; page_table: int32 [places, max_pages]; cos, sin: float32
-    [max_len, rotary/2], the first `rotary` dims rotate in pairs (i, i + rotary/2), by the row of the token's
-    position, or, with angles, int32 [3, T], of the axis of M-RoPE that the angle belongs to
+    heads; q_norm, k_norm: float32 [d], zero-centred; page_table: int32 [batch_slots, max_pages]; cos, sin:
+    float32 [max_len, rotary/2], the first `rotary` dims rotate in pairs (i, i + rotary/2), by the row of the
+    token's position, or, with angles, int32 [3, T], of the axis of M-RoPE that the angle belongs to
     (models/rotary.axis_of_angle; sections: how many angles each axis has); pages: this layer's part with any
     page stride, in `format`: bfloat16 [n, 2, nk, 64, d] (keys, then values), or uint8 [n, bytes]; query:
     bfloat16, T nq d elements of workspace; out: bfloat16 [T, nq d].
@@ -305,7 +305,7 @@ def attention_prefill(
     launch(
         _flash_kernel, (heads.n_q // tile.heads // n_outer, n_blocks, n_outer), queries, tiles, value_tiles,
         None if format.is_plain else pages, proj, out, blocks.n,
-        blocks.position, blocks.place, page_table, page_table.stride(0), rows_page, d**-0.5 * LOG2_E.value,
+        blocks.position, blocks.batch_slot, page_table, page_table.stride(0), rows_page, d**-0.5 * LOG2_E.value,
         HEADS=tile.heads, **sizes, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )
 

@@ -24,12 +24,12 @@ class Blocks:
 
     n: Tensor  # [B] tokens of the block, 1 .. 64; 0: not in use
     position: Tensor  # [B] absolute position of its first token
-    place: Tensor  # [B] row of the page table
+    batch_slot: Tensor  # [B] row of the page table
     page: Tensor  # [B] the page of its tokens
-    snapshot: Tensor  # [B] slot that gets the state after this block, or -1
+    snapshot: Tensor  # [B] state slot that gets the state after this block, or -1
     segment_begin: Tensor  # [G + 1] first block of each segment
     start_slot: Tensor  # [G] where a segment's state is read; at position 0 it counts as zeros
-    slot: Tensor  # [G] where its final state is left
+    state_slot: Tensor  # [G] where its final state is left
     block_segment: Tensor  # [B] the segment of each block
 
 
@@ -70,12 +70,12 @@ class PrefillInputs:
 
 
 @dataclass(frozen=True)
-class PlaceState:
-    """int32, by place: the values that a decode reads of its sequence, and that the sampler advances."""
+class BatchState:
+    """int32, by batch slot: the values that a decode reads of its sequence, and that the sampler advances."""
 
     last_token: Tensor  # [P]
     position: Tensor  # [P] of that token
-    slot: Tensor  # [P]
+    state_slot: Tensor  # [P]
     done: Tensor  # [P] not 0: the sequence has ended on the device; the host will see it one step later
     page_table: Tensor  # [P, max_pages]
     angle_shift: Tensor | None = None  # [P] from a position to the token's row of cos and sin; None: 0
@@ -101,10 +101,10 @@ class Drafts:
 class Rows:
     """The rows of a decode, int32 [N]: one token each."""
 
-    place: Tensor  # row of the page table
-    slot: Tensor  # the state slot; -1: the row is not in use
+    batch_slot: Tensor  # row of the page table
+    state_slot: Tensor  # the state slot; -1: the row is not in use
     position: Tensor  # tokens before this one
-    angle_shift: Tensor | None = field(default=None, kw_only=True)  # of its place
+    angle_shift: Tensor | None = field(default=None, kw_only=True)  # of its batch slot
     drafts: Drafts | None = field(default=None, kw_only=True)
 
     def front(self, n: int) -> Self:
@@ -122,11 +122,11 @@ class Windows:
     that it writes (`window_rows`).
     """
 
-    columns: Tensor  # bfloat16 [places, W, C]: raw inputs of the convolution
-    gates: Tensor  # float32 [places, W, 2 Hv]: b | a
+    columns: Tensor  # bfloat16 [batch_slots, W, C]: raw inputs of the convolution
+    gates: Tensor  # float32 [batch_slots, W, 2 Hv]: b | a
 
     def of_layer(self, i: int) -> Windows:
-        """Returns the windows of one layer, where the tensors are [places, layers, W, ...]."""
+        """Returns the windows of one layer, where the tensors are [batch_slots, layers, W, ...]."""
         return Windows(self.columns[:, i], self.gates[:, i])
 
 

@@ -44,7 +44,8 @@ class Ring:
 
     A ring of 2 `rows` rows: what a chunk writes (its own last ones, at most `rows`) is never what it reads.
     Its state is the word `index` of the stream's head (`Streams`): the row of the oldest. data:
-    [slots, 2 rows, C] float32, or [slots, 2, 2 rows, C] bfloat16 (pairs); any stride of slots.
+    [state_slots, 2 rows, C] float32, or [state_slots, 2, 2 rows, C] bfloat16 (pairs); any stride of state
+    slots.
     """
 
     data: Tensor
@@ -58,17 +59,17 @@ class Ring:
 class Streams:
     """The streams of a chunk: B of them, with the same number of frames each.
 
-    slot: int32 [B], -1: not in use. head: int32 [slots, words], any stride; word 0: frames so far, the next:
-    of each ring.
+    state_slot: int32 [B], -1: not in use. head: int32 [state_slots, words], any stride; word 0: frames so
+    far, the next: of each ring.
     """
 
-    slot: Tensor
+    state_slot: Tensor
     head: Tensor
     n_frames: int
 
     @property
     def n(self) -> int:
-        return self.slot.shape[0]
+        return self.state_slot.shape[0]
 
 
 @dataclass(frozen=True)
@@ -259,7 +260,7 @@ _SIZES = ["n", "t", "n_frames", "dilation", "from_index", "to_index", "to_rows",
 @triton.jit(do_not_specialize=_SIZES)
 def _conv_kernel(
     p_x, x_plane, p_w, w_plane, p_bias, p_residual, p_raw, p_pair, pair_plane, p_alpha, p_scale, p_parts, p_arrived,
-    p_slot, p_head, head_stride, p_from, from_stride, from_plane, p_to, to_stride, to_plane, n, t, m, n_frames,
+    p_state_slot, p_head, head_stride, p_from, from_stride, from_plane, p_to, to_stride, to_plane, n, t, m, n_frames,
     c, padded, taps, dilation, phases, slices, from_index, to_index, to_rows, to_first,
     REACHES: tl.constexpr, EVEN: tl.constexpr, ACT: tl.constexpr, RESIDUAL: tl.constexpr, RAW: tl.constexpr,
     PAIR: tl.constexpr, RING: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -284,16 +285,16 @@ def _conv_kernel(
         tl.extra.cuda.gdc_wait()
 
     i_stream = o_n // t
-    slot = tl.load(p_slot + i_stream, mask=used, other=-1)
-    has_slot = slot >= 0
-    slot = tl.maximum(slot, 0)
-    before = slot * 0
-    oldest = slot * 0
-    slot_from = slot.to(tl.int64)
+    state_slot = tl.load(p_state_slot + i_stream, mask=used, other=-1)
+    has_state_slot = state_slot >= 0
+    state_slot = tl.maximum(state_slot, 0)
+    before = state_slot * 0
+    oldest = state_slot * 0
+    slot_from = state_slot.to(tl.int64)
     if REACHES:
-        p_word = p_head + slot.to(tl.int64) * head_stride
-        before = tl.load(p_word, mask=has_slot, other=0) * (t // n_frames)
-        oldest = tl.load(p_word + from_index, mask=has_slot, other=0)
+        p_word = p_head + state_slot.to(tl.int64) * head_stride
+        before = tl.load(p_word, mask=has_state_slot, other=0) * (t // n_frames)
+        oldest = tl.load(p_word + from_index, mask=has_state_slot, other=0)
         slot_from = slot_from * from_stride
     k = taps * padded
     each = tl.cdiv(k // BLOCK_K, slices) * BLOCK_K
@@ -347,11 +348,11 @@ def _conv_kernel(
                 b_u = b_y
             store_pair(p_pair + o_out, pair_plane, b_u, mask)
         if RING != "none":
-            p_word = p_head + slot.to(tl.int64) * head_stride + to_index
-            to = tl.load(p_word, mask=has_slot, other=0)
+            p_word = p_head + state_slot.to(tl.int64) * head_stride + to_index
+            to = tl.load(p_word, mask=has_state_slot, other=0)
             o_row = ring_row((o_n % t)[None, :] * phases + (o_y // channels)[:, None], t * phases, to[None, :], to_rows)
-            kept = mask & has_slot[None, :] & (o_row >= 0) & (o_channel >= to_first)[:, None]
-            p_kept = p_to + (slot.to(tl.int64) * to_stride)[None, :]
+            kept = mask & has_state_slot[None, :] & (o_row >= 0) & (o_channel >= to_first)[:, None]
+            p_kept = p_to + (state_slot.to(tl.int64) * to_stride)[None, :]
             p_kept += o_row * (channels - to_first) + (o_channel - to_first)[:, None]
             if RING == "raw":
                 tl.store(p_kept, b_y, mask=kept)
@@ -382,7 +383,7 @@ def conv(
     (a float32 ring) of raw's columns from ring_from on, are kept for the next chunk; rows of M / phases.
     Raises KernelError where shapes do not fit.
     """
-    n, slots = x.shape[1], streams.head.shape[0]
+    n, state_slots = x.shape[1], streams.head.shape[0]
     width = w.m // 2 if w.swiglu else w.m
     t = n // streams.n
     padded = w.w.shape[2] // w.taps
@@ -394,7 +395,7 @@ def conv(
     expect(x.dtype == torch.bfloat16 and x.shape == (2, n, w.c) and x[0].is_contiguous(), f"bfloat16 x [2, N, {w.c}]")
     expect(n == streams.n * t and t % streams.n_frames == 0, "whole rows of each frame and stream")
     expect((history is None) == (reach == 0) and (history is None or history.rows == reach), f"a ring of {reach} rows")
-    expect(history is None or history.data.shape == (slots, 2, 2 * reach, w.c), "a ring of pairs")
+    expect(history is None or history.data.shape == (state_slots, 2, 2 * reach, w.c), "a ring of pairs")
     outs = [out for out in (residual, raw, None if pair is None else pair[0]) if out is not None]
     expect(all(out.shape == (n, width) and out.is_contiguous() for out in outs), f"outputs [{n}, {width}]")
     expect(raw is not None or pair is not None, "an output")
@@ -402,7 +403,7 @@ def conv(
     is_raw = ring is not None and ring.data.dtype == torch.float32
     if ring is not None:
         size = (2 * ring.rows, width // w.phases - ring_from)
-        expect(ring.data.shape == ((slots, *size) if is_raw else (slots, 2, *size)), f"a ring of {size}")
+        expect(ring.data.shape == ((state_slots, *size) if is_raw else (state_slots, 2, *size)), f"a ring of {size}")
         expect((raw if is_raw else pair) is not None and (is_raw or ring_from == 0), "an output to keep")
     c = tile or conv_tile(n, w)
     tiles = -(-w.m // c.block_m) * -(-n // c.block_n)
@@ -413,7 +414,7 @@ def conv(
     launch(
         _conv_kernel, (tiles, w.slices if c.parallel else 1),
         x, x.stride(0), w.w, w.w.stride(0), w.bias, residual, raw, pair, 0 if pair is None else pair.stride(0),
-        snaked and snaked.alpha, snaked and snaked.scale, scratch.parts, scratch.arrived, streams.slot, streams.head,
+        snaked and snaked.alpha, snaked and snaked.scale, scratch.parts, scratch.arrived, streams.state_slot, streams.head,
         streams.head.stride(0), history and history.data, history.data.stride(0) if history else 0,
         history.data.stride(1) if history else 0, ring and ring.data, ring.data.stride(0) if ring else 0,
         ring.data.stride(1) if ring else 0, n, t, w.m, streams.n_frames, w.c, padded, w.taps, w.dilation, w.phases, w.slices,

@@ -43,7 +43,7 @@ from triton.language.target_info import cuda_capability_geq
 from deltic.ops import formats
 from deltic.ops.formats import WeightFormat
 from deltic.ops.gpu.launch import INTERPRETED
-from deltic.ops.matrix import Piece
+from deltic.ops.matrix import Segment
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -58,10 +58,10 @@ def constants(format: WeightFormat) -> dict[str, Any]:
     return {"CODES": codes, "SCALES": scales, "GROUP": format.group}
 
 
-def address(piece: Piece, data: Tensor | None = None) -> Tensor:
+def address(segment: Segment, data: Tensor | None = None) -> Tensor:
     """Returns the memory that a kernel takes as p_w."""
-    memory: Tensor = piece.data if data is None else data
-    return memory.view(torch.bfloat16) if piece.format.codes == "bf16" else memory
+    memory: Tensor = segment.data if data is None else data
+    return memory.view(torch.bfloat16) if segment.format.codes == "bf16" else memory
 
 
 @triton.constexpr_function

@@ -37,8 +37,8 @@ class GuessRows:
     known: Tensor  # the token behind the row where the host knows it: nothing is drawn then; else -1
     room: Tensor  # tokens that the pages of its sequence have room for
     token: Tensor  # the id of the token behind the row
-    kept: Tensor  # the row's slot, if the row counts; else -1: its keys and values are kept
-    last: Tensor  # the row's slot, if it guesses; else -1
+    kept: Tensor  # the row's state slot, if the row counts; else -1: its keys and values are kept
+    last: Tensor  # the row's state slot, if it guesses; else -1
     position: Tensor  # of the row that guesses: the step's, then one more with each guess
     draws: Draws  # of the guesses
     # [1 + most guesses, all rows]: the latest guesses, the step's draws, the first guesses, the second, ...
@@ -46,7 +46,7 @@ class GuessRows:
 
     def front(self, n: int) -> GuessRows:
         """The first n rows, but all of `tokens`."""
-        draws = Draws(*(part[:n] for part in (self.draws.row, self.draws.place, self.draws.position)))
+        draws = Draws(*(part[:n] for part in (self.draws.row, self.draws.batch_slot, self.draws.position)))
         names = ("known", "room", "token", "kept", "last", "position")
         return replace(self, **{name: getattr(self, name)[:n] for name in names}, draws=draws)
 
@@ -58,20 +58,20 @@ def guess_rows(known: Tensor, room: Tensor, max_drafts: int, allocate: Allocate)
     n, i32 = len(known), torch.int32
     check("guess", max_drafts < MOST_DRAFTS, f"fewer than {MOST_DRAFTS} drafts, found {max_drafts}")
     parts = {name: allocate(f"head {name}", (n,), i32) for name in ("token", "kept", "last", "position")}
-    draws = Draws(*(allocate(f"guess {name}", (n,), i32) for name in ("row", "place", "position")))
+    draws = Draws(*(allocate(f"guess {name}", (n,), i32) for name in ("row", "batch_slot", "position")))
     return GuessRows(known, room, **parts, draws=draws, tokens=allocate("guesses", (1 + max_drafts, n), i32))
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_all"])
 def _begin_guess_kernel(
-    p_place, p_slot, p_position, p_ahead, p_draft, p_drawn, p_known, p_token, p_kept, p_last, p_at, p_draw_place,
+    p_batch_slot, p_state_slot, p_position, p_ahead, p_draft, p_drawn, p_known, p_token, p_kept, p_last, p_at, p_draw_batch_slot,
     p_draw_position, p_tokens, n_rows, n_all, MOST: tl.constexpr, PDL: tl.constexpr,
 ):
     """A row behind the step's draws: its token, whether it counts, whether it is the last."""
     i = tl.program_id(0)
     if PDL:  # and nobody is let start early: later kernels read the row arrays before they wait
         tl.extra.cuda.gdc_wait()
-    place, slot, position = tl.load(p_place + i), tl.load(p_slot + i), tl.load(p_position + i)
+    batch_slot, state_slot, position = tl.load(p_batch_slot + i), tl.load(p_state_slot + i), tl.load(p_position + i)
     ahead, drawn, known = tl.load(p_ahead + i), tl.load(p_drawn + i), tl.load(p_known + i)
     o = tl.arange(0, MOST)
     o_row = i - ahead + o
@@ -86,20 +86,20 @@ def _begin_guess_kernel(
     next_drawn = tl.load(p_drawn + i + 1, mask=has_next, other=-1)
     next_counts = has_next & (drawn == next_drafted) & (next_drawn >= 0)
     token = tl.where(known >= 0, known, drawn)
-    counts = (slot >= 0) & (n_wrong == 0) & (token >= 0)
+    counts = (state_slot >= 0) & (n_wrong == 0) & (token >= 0)
     is_last = counts & (next_counts == 0)
     tl.store(p_token + i, token)
-    tl.store(p_kept + i, tl.where(counts, slot, -1))
-    tl.store(p_last + i, tl.where(is_last, slot, -1))
+    tl.store(p_kept + i, tl.where(counts, state_slot, -1))
+    tl.store(p_last + i, tl.where(is_last, state_slot, -1))
     tl.store(p_at + i, position)
-    tl.store(p_draw_place + i, tl.where(is_last & (known < 0), place, -1))
+    tl.store(p_draw_batch_slot + i, tl.where(is_last & (known < 0), batch_slot, -1))
     tl.store(p_draw_position + i, position + 2)
     tl.store(p_tokens + n_all + i, drawn)
 
 
 @triton.jit(do_not_specialize=["n_all"])
 def _go_on_kernel(
-    p_place, p_position, p_known, p_room, p_token, p_last, p_at, p_draw_place, p_draw_position, p_tokens, n_all,
+    p_batch_slot, p_position, p_known, p_room, p_token, p_last, p_at, p_draw_batch_slot, p_draw_position, p_tokens, n_all,
     PDL: tl.constexpr,
 ):
     """A row behind a guess: the guess is its token, where the sequence has a page for it."""
@@ -113,7 +113,7 @@ def _go_on_kernel(
     tl.store(p_token + i, guess)
     tl.store(p_last + i, tl.where(goes_on, last, -1))
     tl.store(p_at + i, at)
-    tl.store(p_draw_place + i, tl.where(goes_on, tl.load(p_place + i), -1))
+    tl.store(p_draw_batch_slot + i, tl.where(goes_on, tl.load(p_batch_slot + i), -1))
     tl.store(p_draw_position + i, at + 2)
 
 
@@ -174,11 +174,11 @@ def begin_guess(rows: Rows, drawn: Tensor, g: GuessRows, *, levers: Levers) -> N
     """
     n = len(g.known)
     assert rows.drafts is not None
-    check("guess", len(rows.place) == len(rows.drafts.ahead) == n and len(drawn) >= n, f"{n} rows")
+    check("guess", len(rows.batch_slot) == len(rows.drafts.ahead) == n and len(drawn) >= n, f"{n} rows")
     check("guess", drawn.dtype == g.known.dtype == torch.int32, "int32 tokens")
     launch(
-        _begin_guess_kernel, (n,), rows.place, rows.slot, rows.position, rows.drafts.ahead, rows.drafts.token, drawn, g.known,
-        g.token, g.kept, g.last, g.position, g.draws.place, g.draws.position, g.tokens, n, g.tokens.shape[1],
+        _begin_guess_kernel, (n,), rows.batch_slot, rows.state_slot, rows.position, rows.drafts.ahead, rows.drafts.token, drawn, g.known,
+        g.token, g.kept, g.last, g.position, g.draws.batch_slot, g.draws.position, g.tokens, n, g.tokens.shape[1],
         MOST=MOST_DRAFTS, pdl=levers.pdl, num_warps=1,
     )
 
@@ -190,9 +190,9 @@ def go_on(rows: Rows, g: GuessRows, *, levers: Levers) -> None:
     At most as often as there are guesses but one. Raises KernelError for another number of rows.
     """
     n = len(g.known)
-    check("guess", len(rows.place) == n, f"{n} rows")
+    check("guess", len(rows.batch_slot) == n, f"{n} rows")
     launch(
-        _go_on_kernel, (n,), rows.place, rows.position, g.known, g.room, g.token, g.last, g.position, g.draws.place,
+        _go_on_kernel, (n,), rows.batch_slot, rows.position, g.known, g.room, g.token, g.last, g.position, g.draws.batch_slot,
         g.draws.position, g.tokens, g.tokens.shape[1], pdl=levers.pdl, num_warps=1,
     )
 

@@ -1,7 +1,7 @@
 """Experts' weights in any format as operands: the products that the decode (moe.py) and the prefill
 (moe_prefill.py) of a mixture have in common.
 
-A format is one number of a kernel, `number`. Gate and up rows may be two pieces of different formats, whose
+A format is one number of a kernel, `number`. Gate and up rows may be two segments of different formats, whose
 sums are walked one after the other. Weight rows are the tall side of a product, rows of x the narrow one
 (operands.py).
 """
@@ -19,10 +19,10 @@ from deltic.ops.contract import check
 from deltic.ops.formats import WeightFormat
 from deltic.ops.gpu.decode import address, codes_at, load_codes, load_more_scales, matrix_elements, rows_from
 from deltic.ops.gpu.operands import add_block, add_blocks
-from deltic.ops.matrix import Matrix, Piece
+from deltic.ops.matrix import Matrix, Segment
 
 NONE, PLAIN = -1, 0
-"""Numbers in a format's place: NONE if there is no second piece, PLAIN for bf16."""
+"""Numbers in a format's place: NONE if there is no second segment, PLAIN for bf16."""
 _NONE = tl.constexpr(NONE)
 
 
@@ -31,32 +31,32 @@ def number(format: WeightFormat) -> int:
     return formats.CODES.index(format.codes) + 16 * formats.SCALES.index(format.scales) + 256 * format.group
 
 
-def pieces_of(w: Matrix) -> tuple[Tensor, Tensor | None, int, int]:
-    """Returns what a kernel takes of gate_up: addresses of the first and the second piece, which may be none,
-    and their formats.
+def segments_of(w: Matrix) -> tuple[Tensor, Tensor | None, int, int]:
+    """Returns what a kernel takes of gate_up: addresses of the first and the second segment, which may be
+    none, and their formats.
 
-    Raises KernelError for weights in strips, and for pieces that are not gate and up.
+    Raises KernelError for weights in panels, and for segments that are not gate and up.
     """
-    for piece in w.pieces:
-        check("moe", piece.layout == "rows", f"weights in rows; there is no kernel for {piece.format.name} in strips")
-    first = w.pieces[0]
-    if len(w.pieces) == 1:
+    for segment in w.segments:
+        check("moe", segment.layout == "rows", f"weights in rows; there is no kernel for {segment.format.name} in panels")
+    first = w.segments[0]
+    if len(w.segments) == 1:
         return address(first), None, number(first.format), NONE
-    check("moe", [piece.n for piece in w.pieces] == [w.n // 2] * 2, "gate and up, each in one format")
-    return address(first), address(w.pieces[1]), number(first.format), number(w.pieces[1].format)
+    check("moe", [segment.n for segment in w.segments] == [w.n // 2] * 2, "gate and up, each in one format")
+    return address(first), address(w.segments[1]), number(first.format), number(w.segments[1].format)
 
 
-def piece_of(w: Matrix) -> tuple[Tensor, int]:
-    """Returns the address and format of down. Raises KernelError for several pieces, or strips."""
-    memory, _, format, _ = pieces_of(Matrix(w.n, w.k, (w.whole,)))
+def segment_of(w: Matrix) -> tuple[Tensor, int]:
+    """Returns the address and format of down. Raises KernelError for several segments, or panels."""
+    memory, _, format, _ = segments_of(Matrix(w.n, w.k, (w.whole,)))
     return memory, format
 
 
 def is_e4m3(*matrices: Matrix) -> bool:
-    """Returns whether rows in codes are multiplied with each matrix. With two pieces rows are rounded on
+    """Returns whether rows in codes are multiplied with each matrix. With two segments rows are rounded on
     their way.
     """
-    return all(len(w.pieces) == 1 and w.whole.format.codes == "e4m3" for w in matrices)
+    return all(len(w.segments) == 1 and w.whole.format.codes == "e4m3" for w in matrices)
 
 
 @triton.constexpr_function
@@ -81,7 +81,7 @@ def stage_bytes(n_rows: int, k: int, format: WeightFormat, most: int, n_columns:
     them, and of x.
     """
     block = block_of(k, number(format), most)
-    one = n_rows * (Piece.n_bytes_of(256, block, format, "rows") // 256) + 2 * block * n_columns
+    one = n_rows * (Segment.n_bytes_of(256, block, format, "rows") // 256) + 2 * block * n_columns
     return int(one * together(k, number(format), most, n_columns))
 
 
@@ -143,9 +143,9 @@ def gate_and_up(
     MOST_K: tl.constexpr, FORMAT: tl.constexpr, UP: tl.constexpr, p_x_scale=None, scale_step=None,
 ):
     """float32 [BLOCK_F, N]: gate and up of features i_tile * BLOCK_F on, of matrix i_matrix. p_x_scale,
-    scale_step: where x is codes; not of two pieces.
+    scale_step: where x is codes; not of two segments.
 
-    In one piece: eight gate rows and eight up rows take turns, so that one thread gets both of a feature.
+    In one segment: eight gate rows and eight up rows take turns, so that one thread gets both of a feature.
     """
     if UP == _NONE:
         o_w = tl.arange(0, 2 * BLOCK_F)

@@ -9,7 +9,7 @@ part of what defines the bits.
 
 Rows are rounded once, before a product; those behind a prefill's SwiGLU by the kernel that makes them. On
 their way, to the same codes, they are rounded in a decode for the experts' down, and for a gate_up that is
-not e4m3 in one piece in all of them. A product of many rows runs in the vendor's library where it has one
+not e4m3 in one segment in all of them. A product of many rows runs in the vendor's library where it has one
 (Hopper), else here.
 """
 
@@ -30,7 +30,7 @@ from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.chip import chip, group_of
 from deltic.ops.gpu.decode import address, codes_at, constants, e4m3, k_block, scale_plane
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, scaled_matmul, spread_rows
-from deltic.ops.matrix import Piece, planes
+from deltic.ops.matrix import Segment, planes
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -223,14 +223,14 @@ def fp8_tile(t: int, m: int, block_k: int) -> Fp8Tile:
     return Fp8Tile(64, block_m, warps, max(2, chip().stages(block_k * (64 + block_m), 3, beside=8192)))
 
 
-def vendor_multiplies(piece: Piece, out: Tensor) -> bool:
+def vendor_multiplies(segment: Segment, out: Tensor) -> bool:
     """Returns whether the vendor's library has this product: on Hopper and from CUDA 12.9 on, by blocks of
     128, into rows that begin at multiples of 16 bytes. Rows are a multiple of 4, since the scales of x must
     begin at such, too.
     """
     # no version: kernels are only collected
     version = tuple(map(int, (torch.version.cuda or "13.0").split(".")[:2]))
-    shaped = piece.k % 128 == 0 and piece.n % 16 == 0 and piece.format.group in (0, 128)
+    shaped = segment.k % 128 == 0 and segment.n % 16 == 0 and segment.format.group in (0, 128)
     each = 16 // out.element_size()
     aligned = out.stride(1) == 1 and all(v % each == 0 for v in (out.stride(0), out.storage_offset()))
     aligned &= out.shape[0] % 4 == 0
@@ -238,56 +238,57 @@ def vendor_multiplies(piece: Piece, out: Tensor) -> bool:
     return has_it and shaped and aligned
 
 
-def _row_scales(piece: Piece) -> Tensor:
+def _row_scales(segment: Segment) -> Tensor:
     """float32 [groups, M]."""
-    at, size = planes(piece.n, piece.k, piece.format)["scale"]
-    scales: Tensor = piece.data.view(-1)[at : at + size].view(torch.float32).view(-1, piece.n)
+    at, size = planes(segment.n, segment.k, segment.format)["scale"]
+    scales: Tensor = segment.data.view(-1)[at : at + size].view(torch.float32).view(-1, segment.n)
     return scales
 
 
-def block_scales(piece: Piece) -> Tensor | None:
+def block_scales(segment: Segment) -> Tensor | None:
     """float32 [M / 128, K / 128 rounded up to a multiple of 4]: the scales of blocks of 128 x 128, if this is
     e4m3 in such blocks, as most published ones are. The vendor's library multiplies a fifth faster by those
     than by a scale for each row (of some hundred rows or more), and to the same bits, since the scales of x
     are powers of two.
     """
-    memory = piece.data
-    in_groups = piece.format.codes == "e4m3" and piece.format.group == 128 and piece.n_matrices == 1
-    if not in_groups or piece.n % 128 or piece.k % 128 or not memory.is_cuda:
+    memory = segment.data
+    in_groups = segment.format.codes == "e4m3" and segment.format.group == 128 and segment.n_matrices == 1
+    if not in_groups or segment.n % 128 or segment.k % 128 or not memory.is_cuda:
         return None
-    blocks = _row_scales(piece).view(piece.k // 128, piece.n // 128, 128)
+    blocks = _row_scales(segment).view(segment.k // 128, segment.n // 128, 128)
     first = blocks[..., 0]
     if not torch.equal(first[..., None].expand_as(blocks), blocks):
         return None
-    found = torch.zeros(piece.n // 128, -(-piece.k // 512) * 4, device=memory.device)
-    found[:, : piece.k // 128] = first.t()
+    found = torch.zeros(segment.n // 128, -(-segment.k // 512) * 4, device=memory.device)
+    found[:, : segment.k // 128] = first.t()
     return found
 
 
 def fp8_linear(
-    rows: Fp8Rows, piece: Piece, out: Tensor, *, levers: Levers, blocks: Tensor | None = None, tile: Fp8Tile | None = None
+    rows: Fp8Rows, segment: Segment, out: Tensor, *, levers: Levers, blocks: Tensor | None = None, tile: Fp8Tile | None = None
 ) -> None:
-    """out[t, m] = the sum over k of x[t, k] w[m, k]. rows: x by `round_rows`, `k_block` of K columns; piece:
-    e4m3 [M, K] in rows; out: bfloat16 or float32 [T, M], whose rows may lie apart. Rows are independent of
-    each other, bit for bit. blocks: `block_scales` of the piece. tile: not by the vendor's library.
+    """out[t, m] = the sum over k of x[t, k] w[m, k]. rows: x by `round_rows`, `k_block` of K columns;
+    segment: e4m3 [M, K] in rows; out: bfloat16 or float32 [T, M], whose rows may lie apart. Rows are
+    independent of each other, bit for bit. blocks: `block_scales` of the segment. tile: not by the vendor's
+    library.
     """
-    (t, m), k = out.shape, piece.k
-    check("linear", piece.format.codes == "e4m3" and piece.layout == "rows" and piece.n == m, f"{m} e4m3 rows")
+    (t, m), k = out.shape, segment.k
+    check("linear", segment.format.codes == "e4m3" and segment.layout == "rows" and segment.n == m, f"{m} e4m3 rows")
     check("linear", t * k <= rows.codes.numel(), f"{t} rounded rows of {k}")
-    block_k, group = k_block(k), piece.format.group
-    if tile is None and vendor_multiplies(piece, out):
+    block_k, group = k_block(k), segment.format.group
+    if tile is None and vendor_multiplies(segment, out):
         scale = blocks
         if scale is None:
-            scale = _row_scales(piece)
+            scale = _row_scales(segment)
             if not group:
                 scale = spread_rows(scale, rows.weight_scale[: k // 128 * m].view(-1, m))
         codes, x_scale = rows.codes[: t * k].view(t, k), rows.scale[: t * (k // 128)].view(-1, t)
-        weights = piece.data.view(-1)[: m * k].view(m, k)
+        weights = segment.data.view(-1)[: m * k].view(m, k)
         scaled_matmul(codes, x_scale, weights, scale, out, in_blocks=blocks is not None)
         return
     c = tile or fp8_tile(t, m, block_k)
     launch(
-        _fp8_kernel, (-(-t // c.block_t) * -(-m // c.block_m),), rows.codes, rows.scale, address(piece), out, t, m, k,
-        out.stride(0), BLOCK_T=c.block_t, BLOCK_M=c.block_m, BLOCK_K=block_k, TOGETHER=8, **constants(piece.format),
+        _fp8_kernel, (-(-t // c.block_t) * -(-m // c.block_m),), rows.codes, rows.scale, address(segment), out, t, m, k,
+        out.stride(0), BLOCK_T=c.block_t, BLOCK_M=c.block_m, BLOCK_K=block_k, TOGETHER=8, **constants(segment.format),
         pdl=levers.pdl, num_warps=c.num_warps, num_stages=c.num_stages,
     )

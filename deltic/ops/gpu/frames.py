@@ -23,7 +23,7 @@ from torch import Tensor
 from deltic.ops.contract import check
 from deltic.ops.geometry import N_CODES, AttentionHeads
 from deltic.ops.gpu.attention_decode import rotated, summed, turn
-from deltic.ops.gpu.blocks import BLOCK, Blocks, PlaceState, Rows
+from deltic.ops.gpu.blocks import BLOCK, BatchState, Blocks, Rows
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.gpu.norm import LANES, pieces
 from deltic.ops.gpu.sample_kernels import (
@@ -47,7 +47,8 @@ MAX_CODES = 2048
 
 @dataclass(frozen=True)
 class FrameParameters:
-    """Settings for drawing codes 1 to 15, and the texts still to be said, by place. int32 [P] unless said."""
+    """Settings for drawing codes 1 to 15, and the texts still to be said, by batch slot. int32 [P] unless
+    said."""
 
     temperature: Tensor  # float32
     top_p: Tensor  # float32
@@ -62,7 +63,7 @@ class FrameParameters:
 class FrameRows(Rows):
     """The rows of a decode: int32 [N] unless said."""
 
-    frame: Tensor  # position - n_prompt of its place
+    frame: Tensor  # position - n_prompt of its batch slot
     codes: Tensor  # [N, 16]
     sums: Tensor  # float32 [N, h]: of the embeddings
 
@@ -76,29 +77,29 @@ def _copy_row(p_from, p_to, width, LANES: tl.constexpr, PIECES: tl.constexpr):
 
 @triton.jit
 def _begin_kernel(
-    p_rows_place, p_last_token, p_place_position, p_place_slot, p_done, p_n_prompt, p_place, p_slot, p_position, p_frame,
+    p_rows_batch_slot, p_last_token, p_positions, p_state_slots, p_done, p_n_prompt, p_batch_slot, p_state_slot, p_position, p_frame,
     p_codes, p_sums, p_past, p_table, p_inner_table, p_into, p_rows, n_codes, width, inner_width, n,
     GROUPS: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr, INNER_PIECES: tl.constexpr, PDL: tl.constexpr,
 ):
     i = tl.program_id(0)
     if PDL:  # and nobody is let start early: later kernels read the row arrays before they wait
         tl.extra.cuda.gdc_wait()
-    place = tl.load(p_rows_place + i)
-    used = place >= 0
-    place = tl.maximum(place, 0)
-    slot = tl.load(p_place_slot + place)
-    position = tl.load(p_place_position + place)
+    batch_slot = tl.load(p_rows_batch_slot + i)
+    used = batch_slot >= 0
+    batch_slot = tl.maximum(batch_slot, 0)
+    state_slot = tl.load(p_state_slots + batch_slot)
+    position = tl.load(p_positions + batch_slot)
     # a row that ended keeps its last token, whatever it is: the clamp keeps reads inside the tables
-    code = tl.minimum(tl.maximum(tl.load(p_last_token + place), 0), n_codes - 1)
-    tl.store(p_place + i, place)
-    tl.store(p_slot + i, tl.where(used & (tl.load(p_done + place) == 0), slot, -1))
+    code = tl.minimum(tl.maximum(tl.load(p_last_token + batch_slot), 0), n_codes - 1)
+    tl.store(p_batch_slot + i, batch_slot)
+    tl.store(p_state_slot + i, tl.where(used & (tl.load(p_done + batch_slot) == 0), state_slot, -1))
     tl.store(p_position + i, tl.where(used, position, 0))
-    tl.store(p_frame + i, tl.where(used, position - tl.load(p_n_prompt + place), 0))
+    tl.store(p_frame + i, tl.where(used, position - tl.load(p_n_prompt + batch_slot), 0))
     tl.store(p_codes + i * GROUPS, code)
     row, code = i.to(tl.int64), code.to(tl.int64)
-    slot = tl.where(used, tl.maximum(slot, 0), 0).to(tl.int64)
+    state_slot = tl.where(used, tl.maximum(state_slot, 0), 0).to(tl.int64)
     _copy_row(p_table + code * width, p_sums + row * width, width, LANES, PIECES)
-    _copy_row(p_past + slot * width, p_into + row * width, width, LANES, PIECES)
+    _copy_row(p_past + state_slot * width, p_into + row * width, width, LANES, PIECES)
     _copy_row(p_inner_table + code * inner_width, p_rows + (n + row) * inner_width, inner_width, LANES, INNER_PIECES)
 
 
@@ -115,7 +116,7 @@ def _project_kernel(p_parts, p_bias, p_rows, width, stride_s, S: tl.constexpr, B
 
 @triton.jit(do_not_specialize=["first", "n"])
 def _code_attention_kernel(
-    p_proj, p_q_norm, p_k_norm, p_cos, p_sin, p_slot, p_pages, p_out, eps, scale, stride_s, page_row, first, n,
+    p_proj, p_q_norm, p_k_norm, p_cos, p_sin, p_state_slot, p_pages, p_out, eps, scale, stride_s, page_row, first, n,
     NEW: tl.constexpr, NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, S: tl.constexpr, KEYS: tl.constexpr,
     G: tl.constexpr, GP: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -123,11 +124,11 @@ def _code_attention_kernel(
     i of proj.
     """
     i, i_kv = tl.program_id(0), tl.program_id(1)
-    slot = tl.load(p_slot + i)
+    state_slot = tl.load(p_state_slot + i)
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    if slot >= 0:
+    if state_slot >= 0:
         o_g, o_d, o_t = tl.arange(0, GP), tl.arange(0, D), tl.arange(0, KEYS)
         p_k = p_pages + i.to(tl.int64) * page_row + i_kv * (KEYS * D)
         p_v = p_k + NK * KEYS * D
@@ -185,7 +186,7 @@ def _drawn(v, there, id, n_codes, t, k, top_p, u24):
 
 @triton.jit(do_not_specialize=["step"])
 def _draw_kernel(
-    p_logits, stride_s, p_place, p_slot, p_frame, p_temperature, p_top_p, p_top_k, p_seed, p_n_trailing, p_trailing, n_texts,
+    p_logits, stride_s, p_batch_slot, p_state_slot, p_frame, p_temperature, p_top_p, p_top_k, p_seed, p_n_trailing, p_trailing, n_texts,
     pad, p_codes, p_sums, p_table, p_inner_table, p_rows, p_texts, step, n_codes, width, inner_width,
     IS_LAST: tl.constexpr, GROUPS: tl.constexpr, S: tl.constexpr, WIDTH: tl.constexpr, LANES: tl.constexpr,
     PIECES: tl.constexpr, INNER_PIECES: tl.constexpr, PDL: tl.constexpr,
@@ -193,17 +194,17 @@ def _draw_kernel(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     i = tl.program_id(0)
-    place, slot, frame = tl.load(p_place + i), tl.load(p_slot + i), tl.load(p_frame + i)
-    t, top_p = tl.load(p_temperature + place), tl.load(p_top_p + place)
-    k, seed = tl.load(p_top_k + place), tl.load(p_seed + place)
+    batch_slot, state_slot, frame = tl.load(p_batch_slot + i), tl.load(p_state_slot + i), tl.load(p_frame + i)
+    t, top_p = tl.load(p_temperature + batch_slot), tl.load(p_top_p + batch_slot)
+    k, seed = tl.load(p_top_k + batch_slot), tl.load(p_seed + batch_slot)
     text = pad
     if IS_LAST:
-        n_trailing = tl.load(p_n_trailing + place)
-        at = place.to(tl.int64) * n_texts + frame
+        n_trailing = tl.load(p_n_trailing + batch_slot)
+        at = batch_slot.to(tl.int64) * n_texts + frame
         text = tl.load(p_trailing + at, mask=(frame >= 0) & (frame < n_trailing), other=pad)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if slot >= 0:
+    if state_slot >= 0:
         id = tl.arange(0, WIDTH)
         there = id < n_codes
         row = i.to(tl.int64)
@@ -227,25 +228,25 @@ def _draw_kernel(
 
 @triton.jit
 def _keep_kernel(
-    p_x, p_slot, p_past, width, LANES: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
+    p_x, p_state_slot, p_past, width, LANES: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
 ):
     if PDL:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0).to(tl.int64)
-    slot = tl.load(p_slot + row)
-    if slot >= 0:
-        _copy_row(p_x + row * width, p_past + slot.to(tl.int64) * width, width, LANES, PIECES)
+    state_slot = tl.load(p_state_slot + row)
+    if state_slot >= 0:
+        _copy_row(p_x + row * width, p_past + state_slot.to(tl.int64) * width, width, LANES, PIECES)
 
 
 @triton.jit
-def _ends_kernel(p_segment_begin, p_n, p_slot, p_end, p_end_slot, BLOCK: tl.constexpr):
+def _ends_kernel(p_segment_begin, p_n, p_state_slot, p_end, p_end_slot, BLOCK: tl.constexpr):
     i = tl.program_id(0)
     begin, end = tl.load(p_segment_begin + i), tl.load(p_segment_begin + i + 1)
     used = end > begin
     last = tl.maximum(end - 1, 0)
     tl.store(p_end + i, tl.where(used, last * BLOCK + tl.load(p_n + last) - 1, 0))
-    tl.store(p_end_slot + i, tl.where(used, tl.load(p_slot + i), -1))
+    tl.store(p_end_slot + i, tl.where(used, tl.load(p_state_slot + i), -1))
 
 
 @triton.jit
@@ -269,23 +270,23 @@ def _prompt_kernel(
 
 
 def begin_frames(
-    rows_place: Tensor, places: PlaceState, parameters: FrameParameters, past: Tensor, table: Tensor, inner_table: Tensor,
+    rows_batch_slot: Tensor, batch_slots: BatchState, parameters: FrameParameters, past: Tensor, table: Tensor, inner_table: Tensor,
     *, rows: FrameRows, into: Tensor, residual: Tensor, levers: Levers,
 ) -> None:
     """Starts a decode: row arrays and code 0 as `begin_decode` (norm.py) makes them, sums[r] = table[code 0],
-    into[r] = past[slot of r], residual[N + r] = inner_table[code 0].
+    into[r] = past[state_slot of r], residual[N + r] = inner_table[code 0].
 
-    rows_place: int32 [N]; past: bfloat16 [slots, h]; table: bfloat16 [any, h]; inner_table: bfloat16 or
-    float32 [C, p]; into: float32 [>= N, h] (where h = p: the residual itself), or bfloat16; residual: float32
-    [2 N, p].
+    rows_batch_slot: int32 [N]; past: bfloat16 [state_slots, h]; table: bfloat16 [any, h]; inner_table:
+    bfloat16 or float32 [C, p]; into: float32 [>= N, h] (where h = p: the residual itself), or bfloat16;
+    residual: float32 [2 N, p].
     """
     n, width = rows.sums.shape
     n_codes, inner_width = inner_table.shape
     check("frames", residual.shape == (2 * n, inner_width) and into.shape[1] == width, "residual [2 N, p], into [N, h]")
     check("frames", table.is_contiguous() and inner_table.is_contiguous() and past.is_contiguous(), "contiguous tables")
     launch(
-        _begin_kernel, (n,), rows_place, places.last_token, places.position, places.slot, places.done, parameters.n_prompt,
-        rows.place, rows.slot, rows.position, rows.frame, rows.codes, rows.sums, past, table, inner_table, into, residual,
+        _begin_kernel, (n,), rows_batch_slot, batch_slots.last_token, batch_slots.position, batch_slots.state_slot, batch_slots.done, parameters.n_prompt,
+        rows.batch_slot, rows.state_slot, rows.position, rows.frame, rows.codes, rows.sums, past, table, inner_table, into, residual,
         n_codes, width, inner_width, n,
         GROUPS=N_CODES, LANES=LANES, PIECES=pieces(width), INNER_PIECES=pieces(inner_width), pdl=levers.pdl, num_warps=4,
     )
@@ -302,18 +303,18 @@ def project_rows(parts: Tensor, bias: Tensor, out: Tensor, *, levers: Levers) ->
 
 
 def code_attention(
-    proj: Tensor, heads: AttentionHeads, q_norm: Tensor, k_norm: Tensor, eps: float, first: int, *, slot: Tensor, cos: Tensor,
+    proj: Tensor, heads: AttentionHeads, q_norm: Tensor, k_norm: Tensor, eps: float, first: int, *, state_slot: Tensor, cos: Tensor,
     sin: Tensor, pages: Tensor, out: Tensor, levers: Levers,
 ) -> None:
     """out = bfloat16(softmax(q k^T / sqrt(d)) v) of position `first` of each frame over those up to it.
 
     With 2 N rows, of positions 0 and 1: row r is position 0 of frame r, row N + r position 1. proj: float32
-    [S, N or 2 N, row], q | k | v; slot: int32 [N], -1: left alone; cos, sin: float32 [16, d / 2]; pages:
-    bfloat16 [N, 2, nk, 16, d], this layer's part, any stride of frames; out: bfloat16 like proj, nq d wide.
-    q, k, v are rounded to bfloat16.
+    [S, N or 2 N, row], q | k | v; state_slot: int32 [N], -1: left alone; cos, sin: float32 [16, d / 2];
+    pages: bfloat16 [N, 2, nk, 16, d], this layer's part, any stride of frames; out: bfloat16 like proj, nq d
+    wide. q, k, v are rounded to bfloat16.
     """
     n_splits, n_rows, width = proj.shape
-    n, group = slot.shape[0], heads.n_q // heads.n_kv
+    n, group = state_slot.shape[0], heads.n_q // heads.n_kv
     check("frames", width == heads.row and not heads.is_gated and proj.is_contiguous(), f"proj [S, rows, {heads.row}]")
     check("frames", n_rows == (n if first else 2 * n), "one row a frame, two in the first pass")
     check(
@@ -323,7 +324,7 @@ def code_attention(
     )
     check("frames", 2 * cos.shape[1] == heads.dim and cos.shape[0] >= N_CODES, "angles of 16 positions")
     launch(
-        _code_attention_kernel, (n, heads.n_kv), proj, q_norm, k_norm, cos, sin, slot, pages, out, eps,
+        _code_attention_kernel, (n, heads.n_kv), proj, q_norm, k_norm, cos, sin, state_slot, pages, out, eps,
         heads.dim**-0.5 * 1.4426950408889634, proj.stride(0), pages.stride(0), first, n,
         NEW=n_rows // n, NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, S=n_splits, KEYS=N_CODES, G=group, GP=next_power_of_2(group),
         pdl=levers.pdl, num_warps=4,
@@ -348,29 +349,30 @@ def draw_code(
     check("frames", is_last == (step == N_CODES - 1), "an inner table but for the last code")
     inner_width = residual.shape[1]
     launch(
-        _draw_kernel, (n,), logits, logits.stride(0), rows.place, rows.slot, rows.frame, p.temperature, p.top_p, p.top_k, p.seed,
+        _draw_kernel, (n,), logits, logits.stride(0), rows.batch_slot, rows.state_slot, rows.frame, p.temperature, p.top_p, p.top_k, p.seed,
         p.n_trailing, p.trailing, p.trailing.shape[1], pad, rows.codes, rows.sums, table, inner_table, residual, texts, step,
         n_codes, width, inner_width, IS_LAST=is_last, GROUPS=N_CODES, S=n_splits, WIDTH=next_power_of_2(n_codes), LANES=LANES,
         PIECES=pieces(width), INNER_PIECES=pieces(inner_width), pdl=levers.pdl, num_warps=4,
     )
 
 
-def keep_past(x: Tensor, slot: Tensor, past: Tensor, *, levers: Levers) -> None:
-    """past[slot[r]] = x[r], where that is not negative: x bfloat16 [N, h], slot int32 [N], past bfloat16
-    [slots, h].
+def keep_past(x: Tensor, state_slot: Tensor, past: Tensor, *, levers: Levers) -> None:
+    """past[state_slot[r]] = x[r], where that is not negative: x bfloat16 [N, h], state slot int32 [N], past
+    bfloat16 [state_slots, h].
     """
     n, width = x.shape
-    check("frames", x.dtype == past.dtype == torch.bfloat16 and slot.shape == (n,), "bfloat16 rows, a slot for each")
+    check("frames", x.dtype == past.dtype == torch.bfloat16 and state_slot.shape == (n,), "bfloat16 rows, a state slot for each")
     check("frames", past.shape[1] == width and x.is_contiguous() and past.is_contiguous(), f"rows of width {width}")
     launch(
-        _keep_kernel, (n,), x, slot, past, width, LANES=LANES, PIECES=pieces(width), pdl=levers.pdl, num_warps=4,
+        _keep_kernel, (n,), x, state_slot, past, width, LANES=LANES, PIECES=pieces(width), pdl=levers.pdl, num_warps=4,
     )
 
 
-def segment_ends(blocks: Blocks, row: Tensor, slot: Tensor) -> None:
-    """row[g] = the last row of segment g of a prefill, slot[g] = its slot, -1 for an empty one: int32 [G]."""
+def segment_ends(blocks: Blocks, row: Tensor, state_slot: Tensor) -> None:
+    """row[g] = the last row of segment g of a prefill, state_slot[g] = its state slot, -1 for an empty one:
+    int32 [G]."""
     launch(
-        _ends_kernel, (row.shape[0],), blocks.segment_begin, blocks.n, blocks.slot, row, slot, BLOCK=BLOCK, num_warps=1
+        _ends_kernel, (row.shape[0],), blocks.segment_begin, blocks.n, blocks.state_slot, row, state_slot, BLOCK=BLOCK, num_warps=1
     )
 
 

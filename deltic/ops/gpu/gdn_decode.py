@@ -201,9 +201,9 @@ def _gdn_decode_kernel(
 
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    slot = tl.load(p_row_slot + i_row)
+    state_slot = tl.load(p_row_slot + i_row)
     position = tl.load(p_row_position + i_row)
-    if slot < 0:
+    if state_slot < 0:
         if PDL:  # who ends without waiting would let the next kernel run before the one in front has ended
             tl.extra.cuda.gdc_wait()
         return
@@ -215,12 +215,12 @@ def _gdn_decode_kernel(
     m_key = o_key < DK
     o_value = tl.arange(0, ROWS)  # [ROWS]
     m_value = o_value < DV
-    p_state = p_states + slot.to(tl.int64) * state_stride + i_head * (DV * DK)
+    p_state = p_states + state_slot.to(tl.int64) * state_stride + i_head * (DV * DK)
     o_state = o_value[:, None, None] * DK + o_key[None, :, :]  # [ROWS, PARTS, PART]
     m_state = m_value[:, None, None] & m_key[None, :, :]
     b_state = tl.load(p_state + o_state, mask=m_state & old, other=0.0).to(tl.float32)
 
-    p_ring = p_columns + slot.to(tl.int64) * column_stride
+    p_ring = p_columns + state_slot.to(tl.int64) * column_stride
     o_q = (i_head % N_K if TILED else i_head // GROUP) * DK + o_key
     o_k = N_K * DK + o_q
     o_v = 2 * N_K * DK + i_head * DV + o_value
@@ -336,7 +336,7 @@ def _keep(p_to, o_q, o_k, o_v, b_q, b_k, b_v, m_key, m_value):
 
 @triton.jit(do_not_specialize=["n_rows", "layer"])
 def _gdn_drafts_kernel(
-    p_proj, n_rows, layer, p_row_slot, p_row_position, p_row_place, p_length, p_n_redo, p_columns, column_stride, p_states,
+    p_proj, n_rows, layer, p_row_slot, p_row_position, p_row_batch_slot, p_length, p_n_redo, p_columns, column_stride, p_states,
     state_stride, p_window_columns, window_column_stride, p_window_gates, window_gate_stride, p_conv, p_a_log,
     p_dt_bias, p_norm, p_out, eps,
     SPLITS: tl.constexpr, N_K: tl.constexpr, N_V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
@@ -355,14 +355,14 @@ def _gdn_drafts_kernel(
 
     if PDL and EARLY:
         tl.extra.cuda.gdc_launch_dependents()
-    slot = tl.load(p_row_slot + i_row)
+    state_slot = tl.load(p_row_slot + i_row)
     n_new = tl.load(p_length + i_row)
-    if (slot < 0) | (n_new == 0):
+    if (state_slot < 0) | (n_new == 0):
         if PDL:
             tl.extra.cuda.gdc_wait()
         return
     n_redo = tl.load(p_n_redo + i_row)
-    place = tl.load(p_row_place + i_row).to(tl.int64)
+    batch_slot = tl.load(p_row_batch_slot + i_row).to(tl.int64)
     first = tl.load(p_row_position + i_row) - n_redo  # the first token that the state has not seen
     is_lazy = n_new > 1
     n_stored = tl.where(is_lazy, n_redo, n_redo + 1)  # so many more has the state seen afterwards
@@ -371,13 +371,13 @@ def _gdn_drafts_kernel(
     m_key = o_key < DK
     o_value = tl.arange(0, ROWS)  # [ROWS]
     m_value = o_value < DV
-    p_state = p_states + slot.to(tl.int64) * state_stride + i_head * (DV * DK)
+    p_state = p_states + state_slot.to(tl.int64) * state_stride + i_head * (DV * DK)
     o_state = o_value[:, None, None] * DK + o_key[None, :, :]  # [ROWS, PARTS, PART]
     m_state = m_value[:, None, None] & m_key[None, :, :]
     b_state = tl.load(p_state + o_state, mask=m_state & (first > 0), other=0.0).to(tl.float32)
 
-    p_ring = p_columns + slot.to(tl.int64) * column_stride
-    p_window = p_window_columns + place * window_column_stride
+    p_ring = p_columns + state_slot.to(tl.int64) * column_stride
+    p_window = p_window_columns + batch_slot * window_column_stride
     o_q = (i_head % N_K if TILED else i_head // GROUP) * DK + o_key
     o_k = N_K * DK + o_q
     o_v = 2 * N_K * DK + i_head * DV + o_value
@@ -416,7 +416,7 @@ def _gdn_drafts_kernel(
         row = (i_row + i - n_redo).to(tl.int64)
         p_row = p_proj + row * N_COLUMNS
         p_kept = p_window + at % WINDOW * N_CHANNELS
-        p_gates = p_window_gates + place * window_gate_stride + at % WINDOW * (2 * N_V) + i_head
+        p_gates = p_window_gates + batch_slot * window_gate_stride + at % WINDOW * (2 * N_V) + i_head
         b = _projection(p_row, N_CHANNELS + N_V * DV + i_head, is_new, partial_stride, SPLITS)
         a = _projection(p_row, N_CHANNELS + N_V * DV + N_V + i_head, is_new, partial_stride, SPLITS)
         b_q = _projection(p_row, o_q, new_key, partial_stride, SPLITS).to(tl.bfloat16)
@@ -459,24 +459,24 @@ def gdn_decode(
     """Advances each row by one token: proj float32 [S, N, 2Kd+2Vd+2Hv] (q|k|v|z|b|a, partial sums) -> out
     bfloat16 [N, Hv dv].
 
-    Nothing is read or written of a row with slot -1; at position 0 the state and the ring count as zeros,
-    whatever the slot holds. columns: bfloat16 [slots, 4, C], the ring of raw inputs, position p in row p % 4;
-    states: float32 or bfloat16 [slots, Hv, dv, dk], of the layer of this number among those that have one;
-    both may be views of one layer, with any slot stride, and are
+    Nothing is read or written of a row with state slot -1; at position 0 the state and the ring count as
+    zeros, whatever the state slot holds. columns: bfloat16 [state_slots, 4, C], the ring of raw inputs,
+    position p in row p % 4; states: float32 or bfloat16 [state_slots, Hv, dv, dk], of the layer of this
+    number among those that have one; both may be views of one layer, with any state slot stride, and are
     advanced in place. weights.conv: float32 [4, C], tap 3 for the current token; a_log, dt_bias float32 [Hv];
     norm float32 [dv].
 
-    No two rows in use share a slot, unless rows.drafts says that they are one sequence's. Then windows are
-    needed, by place, with any stride of places. State and ring are advanced by the n_redo tokens in front of
-    a sequence's first row, from its window; and by its one row, or, where there are several, by none of them:
-    they become its window. A row has the bits that it has alone, behind a state that has seen the tokens
-    before it.
+    No two rows in use share a state slot, unless rows.drafts says that they are one sequence's. Then windows
+    are needed, by batch slot, with any stride of batch slots. State and ring are advanced by the n_redo
+    tokens in front of a sequence's first row, from its window; and by its one row, or, where there are
+    several, by none of them: they become its window. A row has the bits that it has alone, behind a state
+    that has seen the tokens before it.
 
     Everything but proj is read before the kernel in front has ended: it must have been written by kernels
     before that one.
     Raises KernelError if a shape, a dtype or an alignment does not fit.
-    Left out: drafts of heads of more than 128 x 128, and states that are read from one slot and written to
-    another.
+    Left out: drafts of heads of more than 128 x 128, and states that are read from one state slot and written
+    to another.
     """
     n_splits, n_rows, _ = proj.shape
     dk, dv = heads.k_dim, heads.v_dim
@@ -491,7 +491,7 @@ def gdn_decode(
     memory = columns, columns.stride(0), states, states.stride(0)
     if rows.drafts is None:
         launch(
-            _gdn_decode_kernel, (heads.n_v, n_rows), proj, n_rows, layer, rows.slot, rows.position, *memory, *of_weights, out,
+            _gdn_decode_kernel, (heads.n_v, n_rows), proj, n_rows, layer, rows.state_slot, rows.position, *memory, *of_weights, out,
             eps, TILES=tiles, **constants,
         )
         return
@@ -499,7 +499,7 @@ def gdn_decode(
     assert windows is not None
     _check_windows(heads, rows.drafts, windows, n_rows)
     launch(
-        _gdn_drafts_kernel, (heads.n_v, n_rows), proj, n_rows, layer, rows.slot, rows.position, rows.place, rows.drafts.length,
+        _gdn_drafts_kernel, (heads.n_v, n_rows), proj, n_rows, layer, rows.state_slot, rows.position, rows.batch_slot, rows.drafts.length,
         rows.drafts.n_redo, *memory, windows.columns, windows.columns.stride(0), windows.gates, windows.gates.stride(0),
         *of_weights, out, eps, WINDOW=windows.columns.shape[1], **constants,
     )
@@ -512,9 +512,9 @@ def _check_windows(heads: GdnHeads, drafts: Drafts, windows: Windows, n_rows: in
         check("gdn_decode", condition, expected)
 
     expect(columns.dtype == torch.bfloat16 and gates.dtype == torch.float32, "bfloat16 columns, float32 gates")
-    n_places, n_window, n_channels = columns.shape
-    expect(n_channels == heads.channels and n_window >= window_rows(1), f"windows [places, W, {heads.channels}]")
-    expect(gates.shape == (n_places, n_window, 2 * heads.n_v), f"gates of windows [places, W, {2 * heads.n_v}]")
+    n_batch_slots, n_window, n_channels = columns.shape
+    expect(n_channels == heads.channels and n_window >= window_rows(1), f"windows [batch_slots, W, {heads.channels}]")
+    expect(gates.shape == (n_batch_slots, n_window, 2 * heads.n_v), f"gates of windows [batch_slots, W, {2 * heads.n_v}]")
     expect(columns[0].is_contiguous() and gates[0].is_contiguous(), "contiguous windows")
     expect(drafts.length.shape == drafts.n_redo.shape == (n_rows,), f"lengths and n_redo [{n_rows}]")
     expect(drafts.length.dtype == drafts.n_redo.dtype == torch.int32, "int32 lengths and n_redo")
@@ -533,14 +533,14 @@ def _check(
     expect(all(x.dtype == torch.float32 for x in floats), "float32 proj and weights")
     expect(states.dtype in (torch.float32, torch.bfloat16), "float32 or bfloat16 states")
     expect(columns.dtype == out.dtype == torch.bfloat16, "bfloat16 columns, out")
-    expect(rows.slot.dtype == rows.position.dtype == torch.int32, "int32 slots and positions")
-    expect(rows.slot.shape == rows.position.shape == (n_rows,), f"slots and positions [{n_rows}]")
+    expect(rows.state_slot.dtype == rows.position.dtype == torch.int32, "int32 state slots and positions")
+    expect(rows.state_slot.shape == rows.position.shape == (n_rows,), f"state slots and positions [{n_rows}]")
     expect(proj.shape[2] == n_channels + n_out + 2 * heads.n_v, "six projections in a row")
     expect(weights.conv.shape == (4, n_channels), f"conv [4, {n_channels}]")
-    expect(columns.shape[1:] == (4, n_channels), f"columns [slots, 4, {n_channels}]")
-    expect(states.shape[1:] == (heads.n_v, heads.v_dim, heads.k_dim), "states [slots, Hv, dv, dk]")
+    expect(columns.shape[1:] == (4, n_channels), f"columns [state_slots, 4, {n_channels}]")
+    expect(states.shape[1:] == (heads.n_v, heads.v_dim, heads.k_dim), "states [state_slots, Hv, dv, dk]")
     expect(out.shape == (n_rows, n_out), f"out [{n_rows}, {n_out}]")
-    expect(states[0].is_contiguous() and columns[0].is_contiguous(), "contiguous slots")
+    expect(states[0].is_contiguous() and columns[0].is_contiguous(), "contiguous state slots")
     expect(proj.is_contiguous() and out.is_contiguous(), "contiguous proj and out")
     is_served = heads.k_dim % 16 == heads.v_dim % 16 == 0 and max(heads.k_dim, heads.v_dim) <= MAX_GDN_DIM
     expect(is_served, f"dk, dv % 16 == 0 and at most {MAX_GDN_DIM}")

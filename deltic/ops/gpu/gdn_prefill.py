@@ -11,7 +11,8 @@ chunk being a block, in four kernels:
 3. scan:   V' = U - W S and S <- e^{G_last} S + V'^T (e^{G_last - G} K), block after block, S in float32
            registers; one for each segment, value head and tile of value rows. The rows of S are independent:
            S is [dv, dk], as in memory.
-4. output: O = e^G Q S^T + (Q K^T D) V', gated RMSNorm; also the columns of the final and snapshot slots,
+4. output: O = e^G Q S^T + (Q K^T D) V', gated RMSNorm; also the columns of the final and snapshot state
+slots,
            which no later kernel reads.
 
 Operands of matrix products are bfloat16 (K, V, U, W, V', T, S are rounded once each), sums float32. A itself
@@ -88,12 +89,12 @@ def gdn_prefill(
     proj: Tensor, heads: GdnHeads, weights: GdnWeights, eps: float, *, blocks: Blocks, columns: Tensor, states: Tensor,
     layer: int, scratch: GdnScratch, out: Tensor, levers: Levers, chunk: int | None = None,
 ) -> None:
-    """proj bfloat16 [64 B, >= 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [64 B, Hv dv]; states go from slot
-    to slot.
+    """proj bfloat16 [64 B, >= 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [64 B, Hv dv]; states go from state
+    slot to state slot.
 
-    columns: bfloat16 [slots, 4, C], the raw q|k|v of position p in row p % 4; states: float32
-    or bfloat16 [slots, Hv, dv, dk], of the layer of this number among those that have one; both with any slot
-    stride. scratch is for at least B blocks. Rows of out behind the
+    columns: bfloat16 [state_slots, 4, C], the raw q|k|v of position p in row p % 4; states: float32
+    or bfloat16 [state_slots, Hv, dv, dk], of the layer of this number among those that have one; both with
+    any state slot stride. scratch is for at least B blocks. Rows of out behind the
     end of a block, and of blocks not in use, become 0. A snapshot is taken at the end of its block, in full.
 
     chunk: after how many blocks the next kernels start on what the scan has left, beside its going on
@@ -102,7 +103,7 @@ def gdn_prefill(
     dk, dv: multiples of 16, at most 128; Hv a multiple of Hk. Raises ValueError where shapes do not fit.
     What blocks says changes from step to step and is not checked.
     """
-    n_blocks, n_segments = len(blocks.n), len(blocks.slot)
+    n_blocks, n_segments = len(blocks.n), len(blocks.state_slot)
     n_k, n_v, k_dim, v_dim, n_channels = heads.n_k, heads.n_v, heads.k_dim, heads.v_dim, heads.channels
     _check(proj, heads, weights, blocks, columns, states, scratch, out)
     k_pad, v_pad = _padded(k_dim), _padded(v_dim)
@@ -132,7 +133,7 @@ def gdn_prefill(
     def scan(begin: int, end: int) -> None:
         launch(
             gdn_scan, (n_v * (v_pad // rows), n_segments),
-            layer, blocks.n, blocks.position, blocks.snapshot, blocks.segment_begin, blocks.start_slot, blocks.slot, begin, end,
+            layer, blocks.n, blocks.position, blocks.snapshot, blocks.segment_begin, blocks.start_slot, blocks.state_slot, begin, end,
             scratch.qk, scratch.w, scratch.u, scratch.u, scratch.decay, scratch.fade, scratch.state,
             states, states.stride(0),
             **sizes, ROWS=rows, pdl=pdl, num_warps=4, num_stages=_scan_stages(rows, k_pad),
@@ -141,7 +142,7 @@ def gdn_prefill(
     def output(begin: int, end: int) -> None:
         launch(
             gdn_output, (n_v, end - begin), begin, proj, proj.stride(0), columns, columns.stride(0),
-            *where, blocks.snapshot, blocks.slot, scratch.qk, scratch.u, scratch.decay, scratch.state,
+            *where, blocks.snapshot, blocks.state_slot, scratch.qk, scratch.u, scratch.decay, scratch.state,
             weights.norm, eps, out, out.stride(0),
             **sizes, pdl=pdl, num_warps=8, num_stages=2,
         )
@@ -248,7 +249,7 @@ def _check(
     expect(out.dtype == bf16 and out.shape == (n_rows, n_out) and out.stride(1) == 1, "out bfloat16 [64 B, Hv dv]")
     expect(weights.conv.shape == (4, channels) and weights.conv.dtype == torch.float32, "conv float32 [4, C]")
     is_ring = columns.shape[1:] == (4, channels) and columns[0].is_contiguous()
-    expect(columns.dtype == bf16 and is_ring, "columns bfloat16 [slots, 4, C]")
+    expect(columns.dtype == bf16 and is_ring, "columns bfloat16 [state_slots, 4, C]")
     is_state = states.shape[1:] == (n_v, v_dim, k_dim) and states[0].is_contiguous()
-    expect(states.dtype in (torch.float32, bf16) and is_state, "states float32 or bfloat16 [slots, Hv, dv, dk]")
+    expect(states.dtype in (torch.float32, bf16) and is_state, "states float32 or bfloat16 [state_slots, Hv, dv, dk]")
     expect(len(scratch.qk) >= len(blocks.n), "scratch for as many blocks")

@@ -10,7 +10,7 @@ from deltic.ops.gpu.chip import either
 from deltic.ops.gpu.rounding import cut, noisy, rounding_seed
 
 # Of these only scalars are loaded: one compiled kernel will do, wherever they lie in a step's inputs.
-_INDICES = ["p_n", "p_position", "p_segment", "p_begin", "p_start_slot", "p_slot", "p_snapshot"]
+_INDICES = ["p_n", "p_position", "p_segment", "p_begin", "p_start_slot", "p_state_slot", "p_snapshot"]
 _BOUNDS = ["chunk_begin", "chunk_end"]
 
 
@@ -35,9 +35,9 @@ def _inputs(
     """Raw inputs of tokens 4 g + AHEAD, g = 0 .. 15, at these channels: float32 [16, D]; 0 behind the end and
     before the start.
 
-    The three inputs before the block are the last rows of the block in front, or those of the start slot's
-    ring where a segment begins: a block starts at a multiple of 64, so position -3 .. -1 relative to it is in
-    row 1 .. 3.
+    The three inputs before the block are the last rows of the block in front, or those of the start state
+    slot's ring where a segment begins: a block starts at a multiple of 64, so position -3 .. -1 relative to
+    it is in row 1 .. 3.
     """
     o_row = tl.arange(0, 16) * 4 + AHEAD
     p_row = p_block + o_row * stride
@@ -269,7 +269,7 @@ def gdn_solve(
 
 @triton.jit(do_not_specialize=[*_BOUNDS, "layer"], do_not_specialize_on_alignment=_INDICES)
 def gdn_scan(
-    layer, p_n, p_position, p_snapshot, p_begin, p_start_slot, p_slot, chunk_begin, chunk_end,
+    layer, p_n, p_position, p_snapshot, p_begin, p_start_slot, p_state_slot, chunk_begin, chunk_end,
     p_qk, p_w, p_u, p_new, p_decay, p_fade, p_state, p_states, slot_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, TILED: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
@@ -293,7 +293,7 @@ def gdn_scan(
     o_u = o_v[:, None] * 64 + o_token[None, :]
     p_states += i_head * (DV * DK)
     # a chunk before this one has left the state where the last one will
-    p_from = tl.where(segment_begin == begin, p_start_slot, p_slot)
+    p_from = tl.where(segment_begin == begin, p_start_slot, p_state_slot)
     p_start = p_states + tl.load(p_from + i_segment).to(tl.int64) * slot_stride
     position = tl.load(p_position + begin)
     b_s = tl.load(p_start + o_state, mask=in_state & (position > 0), other=0.0).to(tl.float32)
@@ -333,7 +333,7 @@ def gdn_scan(
         snapshot = tl.load(p_snapshot + stop - 1)
         if snapshot >= 0:
             tl.store(p_states + snapshot.to(tl.int64) * slot_stride + o_state, b_s.to(DTYPE), mask=in_state)
-    p_final = p_states + tl.load(p_slot + i_segment).to(tl.int64) * slot_stride
+    p_final = p_states + tl.load(p_state_slot + i_segment).to(tl.int64) * slot_stride
     tl.store(p_final + o_state, b_s.to(DTYPE), mask=in_state)
 
 
@@ -357,7 +357,7 @@ def _write_ring(p_block, stride, p_start, has_start, p_ring, n, first, o_channel
 @triton.jit(do_not_specialize=_BOUNDS, do_not_specialize_on_alignment=_INDICES)
 def gdn_output(
     chunk_begin, p_proj, stride, p_columns, slot_stride,
-    p_n, p_position, p_segment, p_begin, p_start_slot, p_snapshot, p_slot,
+    p_n, p_position, p_segment, p_begin, p_start_slot, p_snapshot, p_state_slot,
     p_qk, p_new, p_decay, p_state, p_norm, eps, p_out, out_stride,
     HK: tl.constexpr, HV: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr, C: tl.constexpr,
     BK: tl.constexpr, BV: tl.constexpr, TILED: tl.constexpr, PDL: tl.constexpr,
@@ -406,7 +406,7 @@ def gdn_output(
     b_o = b_norm[None, :] * b_o * _silu(b_z)
     tl.store(p_to, tl.where(inside, b_o, 0.0).to(tl.bfloat16), mask=in_out)
 
-    # the first kernels of this layer have read the start slots: their columns may be replaced now
+    # the first kernels of this layer have read the start state slots: their columns may be replaced now
     segment = tl.load(p_segment + i_block)
     first = i_block == tl.load(p_begin + segment)
     last = i_block + 1 == tl.load(p_begin + segment + 1)
@@ -417,7 +417,7 @@ def gdn_output(
     for i_target in tl.static_range(2):
         target = snapshot
         if i_target == 1:
-            target = tl.where(last, tl.load(p_slot + segment), -1)
+            target = tl.where(last, tl.load(p_state_slot + segment), -1)
         if target >= 0:
             p_ring = p_columns + target.to(tl.int64) * slot_stride
             o_channel = 2 * HK * DK + i_head * DV + o_v

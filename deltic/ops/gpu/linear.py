@@ -10,11 +10,11 @@ blocks 64 / 128, so an element has the same bits in any batch.
 Wide: tokens are the M side. The vendor's library where there is enough work that it does not split K, else a
 Triton kernel. Both have the bits of an unsplit narrow linear (a test on the GPU asserts it).
 
-A weight is a Matrix, whose pieces are multiplied one after another, of narrow products two beside each other:
-a few rows alone, such as DeltaNet's b and a, would walk K with nearly all of the chip idle. In other formats
-than bf16 the narrow kernel makes operands of a piece on their way to the tensor cores (operands.py); a wide
-product of more than DECODED_ROWS decodes it once into a workspace, and goes on as with bf16, to the same
-bits. e4m3 is not decoded: rows of x are rounded to e4m3, too (fp8.py).
+A weight is a Matrix, whose segments are multiplied one after another, of narrow products two beside each
+other: a few rows alone, such as DeltaNet's b and a, would walk K with nearly all of the chip idle. In other
+formats than bf16 the narrow kernel makes operands of a segment on their way to the tensor cores
+(operands.py); a wide product of more than DECODED_ROWS decodes it once into a workspace, and goes on as with
+bf16, to the same bits. e4m3 is not decoded: rows of x are rounded to e4m3, too (fp8.py).
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -38,7 +38,7 @@ from deltic.ops.gpu.fp8 import Fp8Rows, check_room, fp8_linear, fp8_rows, room, 
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, matmul, matmul_slices, next_power_of_2
 from deltic.ops.gpu.operands import add_blocks, decode
 from deltic.ops.gpu.weight import is_bf16, rows_of
-from deltic.ops.matrix import Matrix, Piece
+from deltic.ops.matrix import Matrix, Segment
 
 
 @dataclass(frozen=True)
@@ -123,7 +123,7 @@ def _narrow_tile(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_M: tl.constexpr, SWIGLU: tl.constexpr,
     UNROLL: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Tile (i_m, i_n) of the product with one piece. p_codes, p_x_scale: x rounded, for e4m3, or None."""
+    """Tile (i_m, i_n) of the product with one segment. p_codes, p_x_scale: x rounded, for e4m3, or None."""
     i_split = tl.program_id(1)
     first_k = i_split * k_slice
     o_row = _tile_rows(i_m, m, BLOCK_M, SWIGLU, EVEN_M)
@@ -170,8 +170,8 @@ def _narrow_kernel(
     UNROLL: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, BLOCK_K_2: tl.constexpr,
     EVEN_M_2: tl.constexpr, CODES_2: tl.constexpr, SCALES_2: tl.constexpr, GROUP_2: tl.constexpr, PDL: tl.constexpr,
 ):
-    """Multiplies by one piece, or by two beside each other: the first programs have the second, which is the
-    smaller one.
+    """Multiplies by one segment, or by two beside each other: the first programs have the second, which is
+    the smaller one.
     """
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
@@ -285,13 +285,13 @@ BLOCKS_ROWS = 97
 """Rows from which it is faster with scales of blocks than with one for each weight row."""
 
 
-def vendor_pays_e4m3(piece: Piece, out: Tensor) -> bool:
-    """Returns whether the vendor's library multiplies rounded rows by a piece, into out [N, M], unsplit. The
-    bits are the same.
+def vendor_pays_e4m3(segment: Segment, out: Tensor) -> bool:
+    """Returns whether the vendor's library multiplies rounded rows by a segment, into out [N, M], unsplit.
+    The bits are the same.
     """
     n, m = out.shape
-    enough = n >= VENDOR_E4M3_ROWS and n * m * piece.k >= VENDOR_E4M3_WORK
-    return enough and piece.format.name == "fp8" and vendor_multiplies(piece, out)
+    enough = n >= VENDOR_E4M3_ROWS and n * m * segment.k >= VENDOR_E4M3_WORK
+    return enough and segment.format.name == "fp8" and vendor_multiplies(segment, out)
 
 
 def narrow_config(n: int, m: int, k_slice: int, splits: int) -> Narrow:
@@ -362,56 +362,56 @@ def decoded_config(n: int, m: int, k_slice: int, splits: int, format: WeightForm
 
 def decoded_block_bytes(block_m: int, block_k: int, n: int, format: WeightFormat) -> int:
     """Shared memory of a block of weight rows, with all that is stored of them, and of n rows of x."""
-    a_row = Piece.n_bytes_of(256, block_k, format, "rows") // 256
+    a_row = Segment.n_bytes_of(256, block_k, format, "rows") // 256
     return block_m * a_row + (1 if format.codes == "e4m3" else 2) * block_k * _token_tile(n)
 
 
 def _multiply(
-    x: Tensor, parts: Sequence[tuple[Piece, Tensor]], swiglu: bool, levers: Levers, config: Narrow | None,
+    x: Tensor, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool, levers: Levers, config: Narrow | None,
     rows: Fp8Rows | None = None,
 ) -> None:
-    """The narrow kernel. parts: one piece or two, each with its out: [S, N, M] float32, or [N, M] (of SwiGLU
-    [N, M / 2]), S = 1, columns of one tensor. rows: x rounded, for e4m3, by blocks of a slice.
+    """The narrow kernel. parts: one segment or two, each with its out: [S, N, M] float32, or [N, M] (of
+    SwiGLU [N, M / 2]), S = 1, columns of one tensor. rows: x rounded, for e4m3, by blocks of a slice.
     """
-    (piece, out), *others = sorted(parts, key=lambda part: part[0].n, reverse=True)
-    (n, k), m, splits = x.shape, piece.n, out.shape[0] if out.ndim == 3 else 1
+    (segment, out), *others = sorted(parts, key=lambda part: part[0].n, reverse=True)
+    (n, k), m, splits = x.shape, segment.n, out.shape[0] if out.ndim == 3 else 1
     m_used = m if swiglu else out.shape[-1]
     check("linear", x.dtype == torch.bfloat16 and x.is_contiguous(), "contiguous bfloat16 x")
-    check("linear", piece.k == k and k % (32 * splits) == 0, f"w [M, {k}], K in {splits} slices of 32 i")
+    check("linear", segment.k == k and k % (32 * splits) == 0, f"w [M, {k}], K in {splits} slices of 32 i")
     sizes = n, m_used, k // splits, splits
-    c = config or (narrow_config(*sizes) if piece.format.codes == "bf16" else decoded_config(*sizes, piece.format))
-    _check_piece(piece, out, k // splits, c.block_k)
+    c = config or (narrow_config(*sizes) if segment.format.codes == "bf16" else decoded_config(*sizes, segment.format))
+    _check_segment(segment, out, k // splits, c.block_k)
     second: tuple[Tensor | None, Tensor | None] = None, None
-    m_2, block_2, format_2 = 0, c.block_k, piece.format
-    for piece_2, out_2 in others:
-        second, m_2, format_2 = (address(piece_2), out_2), piece_2.n, piece_2.format
-        block_2 = _block_beside(c, piece.format, format_2, n, k // splits)
-        _check_piece(piece_2, out_2, k // splits, block_2)
+    m_2, block_2, format_2 = 0, c.block_k, segment.format
+    for segment_2, out_2 in others:
+        second, m_2, format_2 = (address(segment_2), out_2), segment_2.n, segment_2.format
+        block_2 = _block_beside(c, segment.format, format_2, n, k // splits)
+        _check_segment(segment_2, out_2, k // splits, block_2)
     tokens, operand = _token_tile(n), (x, None, None) if rows is None else (x, rows.codes, rows.scale)
     launch(
-        _narrow_kernel, ((-(-m_used // c.block_m) + -(-m_2 // c.block_m)) * -(-n // tokens), splits), *operand, address(piece),
+        _narrow_kernel, ((-(-m_used // c.block_m) + -(-m_2 // c.block_m)) * -(-n // tokens), splits), *operand, address(segment),
         out, *second, n, m, m_2, k, k // splits, out.stride(0) if out.ndim == 3 else 0, out.stride(-2), BLOCK_M=c.block_m,
         BLOCK_N=tokens, BLOCK_K=c.block_k, EVEN_M=m % c.block_m == 0, SWIGLU=swiglu, UNROLL=c.unroll,
-        **constants(piece.format), BLOCK_K_2=block_2, EVEN_M_2=m_2 % c.block_m == 0,
+        **constants(segment.format), BLOCK_K_2=block_2, EVEN_M_2=m_2 % c.block_m == 0,
         **{f"{name}_2": value for name, value in constants(format_2).items()}, pdl=levers.pdl, num_warps=c.num_warps,
         num_stages=c.num_stages,
     )
 
 
-def _check_piece(piece: Piece, out: Tensor, k_slice: int, block_k: int) -> None:
-    check("linear", piece.layout == "rows", f"weights in rows; there is no kernel for {piece.format.name} in strips")
+def _check_segment(segment: Segment, out: Tensor, k_slice: int, block_k: int) -> None:
+    check("linear", segment.layout == "rows", f"weights in rows; there is no kernel for {segment.format.name} in panels")
     check("linear", k_slice % block_k == 0, f"slices of K in whole blocks of {block_k}")
     check("linear", out.stride(-1) == 1, "an out whose last dim is contiguous")
     check(
         "linear",
-        piece.format.codes != "e4m3" or (block_k == k_block(k_slice) and piece.format.group % block_k == 0),
+        segment.format.codes != "e4m3" or (block_k == k_block(k_slice) and segment.format.group % block_k == 0),
         f"blocks of {k_block(k_slice)} of e4m3, with one scale each",
     )
 
 
 def _block_beside(c: Narrow, first: WeightFormat, second: WeightFormat, n: int, k_slice: int) -> int:
-    """Columns of a block of a piece beside one with this configuration: so many that it needs no more shared
-    memory, of which every program has as much. Those of e4m3 are part of its bits.
+    """Columns of a block of a segment beside one with this configuration: so many that it needs no more
+    shared memory, of which every program has as much. Those of e4m3 are part of its bits.
     """
     if second.codes == "e4m3":
         return int(k_block(k_slice))
@@ -422,16 +422,16 @@ def _block_beside(c: Narrow, first: WeightFormat, second: WeightFormat, n: int, 
 
 
 def _rounded(x: Tensor, w: Matrix, splits: int, rows: Fp8Rows | None, levers: Levers) -> Fp8Rows | None:
-    """x rounded into `rows`, once for all pieces, where w has e4m3."""
-    if not any(piece.format.codes == "e4m3" for piece in w.pieces):
+    """x rounded into `rows`, once for all segments, where w has e4m3."""
+    if not any(segment.format.codes == "e4m3" for segment in w.segments):
         return None
     round_rows(x, room(rows), k_block(w.k // splits), levers=levers)
     return rows
 
 
-def _columns(w: Matrix, out: Tensor) -> Iterator[tuple[Piece, Tensor]]:
-    """Yields each piece with the columns of out [..., M] that belong to its rows."""
-    return zip(w.pieces, out.split([piece.n for piece in w.pieces], -1), strict=True)
+def _columns(w: Matrix, out: Tensor) -> Iterator[tuple[Segment, Tensor]]:
+    """Yields each segment with the columns of out [..., M] that belong to its rows."""
+    return zip(w.segments, out.split([segment.n for segment in w.segments], -1), strict=True)
 
 
 def narrow_linear(
@@ -443,14 +443,14 @@ def narrow_linear(
     x: bfloat16 [N, K]; w: [M, K] in rows, K % (32 S) == 0; out: float32 [S, N, M], S as the caller chose
     (`k_splits`), or bfloat16 [N, M], unsplit and rounded once; its rows may lie apart. Rows are independent
     of each other, bit for bit. rows: a workspace, where w has e4m3; blocks: `block_scales` of a w in one
-    piece. config: for measurements. Raises KernelError for weights in strips.
+    segment. config: for measurements. Raises KernelError for weights in panels.
 
     out may have fewer columns, a multiple of 128: only so many rows of w, from the first on, which are in one
     format.
     """
     n, m, whole = x.shape[0], out.shape[-1], out.dtype == torch.bfloat16
     check("linear", whole or out.dtype == torch.float32, "float32 or bfloat16 out")
-    fits = m == w.n or (m < w.n and m % WHOLE_TILES == 0 and len(w.pieces) == 1)
+    fits = m == w.n or (m < w.n and m % WHOLE_TILES == 0 and len(w.segments) == 1)
     check("linear", out.shape[-2] == n and fits, f"out [..., {n}, {w.n}]")
     check("linear", out.ndim == (2 if whole else 3), "out [S, N, M] float32 or [N, M] bfloat16")
     vendor = not whole and config is None and is_bf16(w) and vendor_pays_narrow(n, m, w.k, out.shape[0])
@@ -477,10 +477,10 @@ def narrow_swiglu(
 
     x: bfloat16 [N, K]; w: [2F, K] in rows, gate rows first; out: bfloat16 [N, F]. With the lever
     silu_epilogue off: narrow_linear into gate_up (float32 [1, N, 2F]), then silu_mul, the same bits; so, too,
-    where the vendor's library multiplies, and where w has several pieces. rows, blocks: as in
-    narrow_linear. Raises KernelError for weights in strips.
+    where the vendor's library multiplies, and where w has several segments. rows, blocks: as in
+    narrow_linear. Raises KernelError for weights in panels.
     """
-    several = len(w.pieces) > 1
+    several = len(w.segments) > 1
     shaped = out.dtype == torch.bfloat16 and 2 * out.shape[1] == w.n
     check("linear", shaped, "bfloat16 out, half as wide as w is high")
     vendor = config is None and is_bf16(w) and vendor_pays_narrow(len(x), w.n, w.k, 1)
@@ -577,9 +577,9 @@ def wide_linear(
 
     x: bfloat16 [T, K], T a multiple of 64, K of 32; w: [M, K] in rows; out: bfloat16 or float32 [T, M]. Rows
     are independent of each other, bit for bit. They have the bits of an unsplit narrow_linear, but for e4m3.
-    scratch: where w is quantised. blocks: `block_scales` of each piece, or none at all. is_rounded: x is in
+    scratch: where w is quantised. blocks: `block_scales` of each segment, or none at all. is_rounded: x is in
     scratch.rows already, and not read. config: for measurements, of bf16.
-    Raises KernelError for weights in strips.
+    Raises KernelError for weights in panels.
     """
     (t, k), m = x.shape, w.n
     check("linear", x.dtype == torch.bfloat16, "bfloat16 x")
@@ -588,31 +588,31 @@ def wide_linear(
     check("linear", x.is_contiguous() and out.is_contiguous(), "contiguous tensors")
     codes = None if scratch is None else scratch.rows
     if is_rounded:
-        check("linear", all(piece.format.codes == "e4m3" for piece in w.pieces), "e4m3 behind rounded rows")
+        check("linear", all(segment.format.codes == "e4m3" for segment in w.segments), "e4m3 behind rounded rows")
     else:
         codes = _rounded(x, w, 1, codes, levers)
-    for (piece, columns), scales in zip(_columns(w, out), blocks or [None] * len(w.pieces), strict=True):
-        if piece.format.codes == "e4m3":
+    for (segment, columns), scales in zip(_columns(w, out), blocks or [None] * len(w.segments), strict=True):
+        if segment.format.codes == "e4m3":
             assert codes is not None
-            fp8_linear(codes, piece, columns, blocks=scales, levers=levers)
-        elif piece.format.codes != "bf16" and t <= DECODED_ROWS:
-            _multiply(x, [(piece, columns if out.dtype == torch.bfloat16 else columns[None])], False, levers, None)
+            fp8_linear(codes, segment, columns, blocks=scales, levers=levers)
+        elif segment.format.codes != "bf16" and t <= DECODED_ROWS:
+            _multiply(x, [(segment, columns if out.dtype == torch.bfloat16 else columns[None])], False, levers, None)
         else:
-            rows = _bf16_rows(piece, scratch)
-            if config is None and out.dtype == torch.bfloat16 and vendor_pays(t, piece.n):
+            rows = _bf16_rows(segment, scratch)
+            if config is None and out.dtype == torch.bfloat16 and vendor_pays(t, segment.n):
                 matmul(x, rows, columns)
             else:
                 _wide(x, rows, columns, levers, config)
 
 
-def _bf16_rows(piece: Piece, scratch: WideScratch | None) -> Tensor:
-    """Returns the rows of a piece in bf16, decoded if they must be."""
-    if piece.format.codes == "bf16":
-        return rows_of("linear", piece)
+def _bf16_rows(segment: Segment, scratch: WideScratch | None) -> Tensor:
+    """Returns the rows of a segment in bf16, decoded if they must be."""
+    if segment.format.codes == "bf16":
+        return rows_of("linear", segment)
     check("linear", scratch is not None and scratch.weights is not None, "a workspace for decoded weights")
     assert scratch is not None and scratch.weights is not None
-    rows = scratch.weights[: piece.n * piece.k].view(1, piece.n, piece.k)
-    decode(piece, rows)
+    rows = scratch.weights[: segment.n * segment.k].view(1, segment.n, segment.k)
+    decode(segment, rows)
     return rows[0]
 
 
@@ -625,7 +625,7 @@ def biased_linear(
     x: bfloat16 [T, K], T a multiple of 16, K of 32; w: [M, K] in rows, in any format: operands are bfloat16;
     bias: float32 [M]; out: bfloat16 or float32 [T, M], whose rows may lie apart. Sums over k are in order,
     and rounded where out is bfloat16, at the end. Rows are independent of each other, bit for bit. scratch:
-    where w is quantised. Raises KernelError for weights in strips.
+    where w is quantised. Raises KernelError for weights in panels.
     """
     (t, k), m = x.shape, w.n
     check("linear", x.dtype == torch.bfloat16 and x.is_contiguous(), "contiguous bfloat16 x")
@@ -657,15 +657,15 @@ def product(x: Tensor, w: Matrix) -> Tensor:
     """x W^T, float32 [N, M], of bfloat16 x [N, K], by torch and into new memory: for what is multiplied once,
     at load. Weights are rounded to bfloat16, e4m3 too.
 
-    Raises KernelError for weights in strips.
+    Raises KernelError for weights in panels.
     """
     parts = []
-    for piece in w.pieces:
-        check("linear", piece.layout == "rows", f"weights in rows; there is no kernel for {piece.format.name} in strips")
-        if piece.format.codes == "bf16":
-            rows = rows_of("linear", piece)
+    for segment in w.segments:
+        check("linear", segment.layout == "rows", f"weights in rows; there is no kernel for {segment.format.name} in panels")
+        if segment.format.codes == "bf16":
+            rows = rows_of("linear", segment)
         else:
-            rows = torch.empty((piece.n, piece.k), dtype=torch.bfloat16, device=x.device)
-            decode(piece, rows[None])
+            rows = torch.empty((segment.n, segment.k), dtype=torch.bfloat16, device=x.device)
+            decode(segment, rows[None])
         parts.append(torch.mm(x, rows.t(), out_dtype=torch.float32) if x.is_cuda else x.float() @ rows.float().t())
     return torch.cat(parts, 1)

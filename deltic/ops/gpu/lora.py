@@ -246,10 +246,10 @@ def _expand_kernel(p_out, p_arena, p_table, p_adapter, p_row, p_u, n_items, m, o
 
 
 @triton.jit(do_not_specialize=["n_items"])
-def _gather_kernel(p_token, p_place, p_ahead, p_draft, p_arena, p_table, p_adapter, p_row, p_u, n_items, slot_stride,
+def _gather_kernel(p_token, p_batch_slot, p_ahead, p_draft, p_arena, p_table, p_adapter, p_row, p_u, n_items, slot_stride,
                    u_row, BT: tl.constexpr, PDL: tl.constexpr):
-    """The columns of down of tokens: of rows; or of places, where p_place says that of a row, and drafts may
-    be ahead.
+    """The columns of down of tokens: of rows; or of batch slots, where p_batch_slot says that of a row, and
+    drafts may be ahead.
     """
     i_item = tl.program_id(0)
     adapter = tl.load(p_adapter + i_item)
@@ -262,11 +262,11 @@ def _gather_kernel(p_token, p_place, p_ahead, p_draft, p_arena, p_table, p_adapt
     total = tl.multiple_of(tl.load(p_entry + 1).to(tl.int32), 16)
     p_down = p_arena + tl.multiple_of(tl.load(p_entry), 16)
     b_row, b_used = _rows_of(p_row, i_item, BT)
-    if p_place is None:
+    if p_batch_slot is None:
         b_token = tl.load(p_token + b_row, mask=b_used, other=0)
     else:
-        b_place = tl.maximum(tl.load(p_place + b_row, mask=b_used, other=0), 0)
-        b_token = tl.load(p_token + b_place)
+        b_batch_slot = tl.maximum(tl.load(p_batch_slot + b_row, mask=b_used, other=0), 0)
+        b_token = tl.load(p_token + b_batch_slot)
         if p_ahead is not None:
             b_drafted = b_used & (tl.load(p_ahead + b_row, mask=b_used, other=0) > 0)
             b_token = tl.where(b_drafted, tl.load(p_draft + b_row, mask=b_drafted, other=0), b_token)
@@ -467,19 +467,19 @@ def expand(out: Tensor, target: Target, rows: AdapterRows, *, levers: Levers, pa
 
 
 def gather(
-    tokens: Tensor, target: Target, rows: AdapterRows, n: int, *, levers: Levers, places: Tensor | None = None,
+    tokens: Tensor, target: Target, rows: AdapterRows, n: int, *, levers: Levers, batch_slots: Tensor | None = None,
     drafts: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """target.sums [1, n, width] = the columns of down of tokens: of an embedding, whose down lies turned,
     [V, r].
 
-    tokens: int32 [n]; those below 0 get zeros. places: int32 [n]: tokens are by place, and these the rows'.
-    drafts: how many rows are ahead of a row, and where some are, its token.
+    tokens: int32 [n]; those below 0 get zeros. batch_slots: int32 [n]: tokens are by batch slot, and these
+    the rows'. drafts: how many rows are ahead of a row, and where some are, its token.
     """
     n_items, _, _ = _who(rows, n)
     check("lora", n * target.width <= target.sums.numel(), f"room for {n} rows")
     launch(
-        _gather_kernel, (n_items,), tokens, places, *(drafts or (None, None)), target.arena, target.table, rows.adapter,
+        _gather_kernel, (n_items,), tokens, batch_slots, *(drafts or (None, None)), target.arena, target.table, rows.adapter,
         rows.row, target.sums, n_items, target.table.stride(0), target.width, BT=rows.n_rows, pdl=levers.pdl, num_warps=4,
     )
 

@@ -47,9 +47,9 @@ from deltic.ops.gpu.experts import (
     gate_and_up,
     is_e4m3,
     matrix_at,
-    piece_of,
-    pieces_of,
     product_of_rows,
+    segment_of,
+    segments_of,
     stage_bytes,
 )
 from deltic.ops.gpu.fp8 import Fp8Rows, round_rows
@@ -407,8 +407,8 @@ def gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_shared, p_shared_up, p_logits, p
     """act = silu(gate) * up of one tile of features and one work item; the tile has 2 BLOCK_F weight rows.
     Into float32 p_act go gate and up as they are.
 
-    FORMAT, UP, SHARED, SHARED_UP: the formats of the pieces (experts.py). ROW, LINE: elements from one row of
-    the shared expert's codes to the next, and of a line of the cache. p_x_scale: of x in codes, else None.
+    FORMAT, UP, SHARED, SHARED_UP: the formats of the segments (experts.py). ROW, LINE: elements from one row
+    of the shared expert's codes to the next, and of a line of the cache. p_x_scale: of x in codes, else None.
 
     ALONE: one row. Eight gate rows and eight up rows take turns in the tile: that is how one thread gets both
     values of a feature.
@@ -622,15 +622,15 @@ def _decoded_tiles(n_rows: int, w: MoeWeights) -> MoeTiles:
     few, block_n, k = n_rows <= FEW_ROWS, 16, 128
 
     def largest(block_m: int, *matrices: Matrix) -> int:
-        return max(stage_bytes(block_m, m.k, piece.format, k, block_n) for m in matrices for piece in m.pieces)
+        return max(stage_bytes(block_m, m.k, segment.format, k, block_n) for m in matrices for segment in m.segments)
 
     def stages(n_bytes: int) -> int:
         return max(2, min(4, _ROOM // n_bytes))
 
-    in_pieces = len(w.gate_up.pieces) + len(w.shared_gate_up.pieces) > 2
+    in_segments = len(w.gate_up.segments) + len(w.shared_gate_up.segments) > 2
     block_m = 128 if 2 * largest(128, w.down, w.shared_down) <= chip().shared_bytes else 64
     return MoeTiles(
-        block_f=64 if in_pieces else 32, block_m=block_m, block_n=block_n, up_k=k,
+        block_f=64 if in_segments else 32, block_m=block_m, block_n=block_n, up_k=k,
         up_stages=stages(largest(64, w.gate_up, w.shared_gate_up)), down_k=k,
         down_stages=stages(largest(block_m, w.down, w.shared_down)), down_ahead=n_rows <= 4, router_k=256 if few else 128,
         router_ahead=few, early=few, alone=n_rows == 1,
@@ -639,9 +639,9 @@ def _decoded_tiles(n_rows: int, w: MoeWeights) -> MoeTiles:
 
 def _lines(w: Matrix) -> dict[str, int]:
     """ROW, LINE and LINES, those of a row of codes that are fetched ahead."""
-    piece = w.pieces[0]
-    n_bytes = next(iter(planes(1, piece.k, piece.format).values()))[1]
-    element = 2 if piece.format.codes == "bf16" else 1
+    segment = w.segments[0]
+    n_bytes = next(iter(planes(1, segment.k, segment.format).values()))[1]
+    element = 2 if segment.format.codes == "bf16" else 1
     return {"ROW": n_bytes // element, "LINE": 128 // element, "LINES": largest_block(32, max(1, n_bytes // 128))}
 
 
@@ -703,7 +703,7 @@ def moe_decode(
     n_work = n_entries + triton.cdiv(n, t.block_n)
     experts = dict(H=hidden, M=width, MS=shared, SLOTS=n_per_token, BLOCK_N=t.block_n, ALONE=t.alone, **routing)
     block_f = largest_block(t.block_f, width, shared)
-    (rows, up, FORMAT, UP), (shared_rows, shared_up, SHARED, SHARED_UP) = map(pieces_of, (w.gate_up, w.shared_gate_up))
+    (rows, up, FORMAT, UP), (shared_rows, shared_up, SHARED, SHARED_UP) = map(segments_of, (w.gate_up, w.shared_gate_up))
     act = s.act
     if adapters is not None:
         of, who = adapters
@@ -727,7 +727,7 @@ def moe_decode(
     block_m, block_k = largest_block(t.block_m, hidden), largest_block(t.down_k, width, shared)
     if block_k > 128 and block_k < inner:  # only worth its room where it is all of K
         block_k = 128
-    (rows, FORMAT), (shared_rows, SHARED) = piece_of(w.down), piece_of(w.shared_down)
+    (rows, FORMAT), (shared_rows, SHARED) = segment_of(w.down), segment_of(w.shared_down)
     launch(
         down_kernel, (hidden // block_m * n_work,), s.act, rows, shared_rows, s.logits, s.weight, s.counters, s.entries, s.lists,
         row_slot, out, n, FORMAT=FORMAT, SHARED=SHARED, NORMALISE=normalise, BLOCK_M=block_m, BLOCK_K=block_k,

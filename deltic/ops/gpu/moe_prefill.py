@@ -43,9 +43,9 @@ from deltic.ops.gpu.experts import (
     gate_and_up,
     is_e4m3,
     matrix_at,
-    piece_of,
-    pieces_of,
     product_of_rows,
+    segment_of,
+    segments_of,
     stage_bytes,
 )
 from deltic.ops.gpu.fp8 import Fp8Rows, fp8_rows, room, round_rows
@@ -268,7 +268,7 @@ def prefill_gate_up_kernel(p_x, p_x_scale, p_w, p_up, p_counters, p_entries, p_l
                            FORMAT: tl.constexpr, UP: tl.constexpr, PDL: tl.constexpr):
     """Grid: entries by tiles of features. The last tile of an expert is 64 rows high where that is enough.
 
-    FORMAT, UP: the formats of the pieces (experts.py). p_x_scale: of x in codes, else None.
+    FORMAT, UP: the formats of the segments (experts.py). p_x_scale: of x in codes, else None.
     """
     i_tile, i_entry = tl.program_id(0) % (M // BLOCK_F), tl.program_id(0) // (M // BLOCK_F)
     if PDL:
@@ -432,10 +432,10 @@ def _tiles(w: Matrix, tiles: MoePrefillTiles | None) -> MoePrefillTiles:
         return MoePrefillTiles(block_f=64, up_warps=4, up_stages=stages, down_warps=4, down_stages=stages)
     # 128 weight rows a program, of two pieces of each
     k, room = 64, min(100 * 1024, chip().shared_bytes - 2048)
-    largest = max(stage_bytes(128, w.k, piece.format, k, TILE) for piece in w.pieces)
+    largest = max(stage_bytes(128, w.k, segment.format, k, TILE) for segment in w.segments)
     stages = max(2, min(4, room // largest))
     return MoePrefillTiles(
-        block_f=64 * len(w.pieces), up_warps=8, up_stages=stages, up_k=k, down_warps=8, down_stages=stages, down_k=k
+        block_f=64 * len(w.segments), up_warps=8, up_stages=stages, up_k=k, down_warps=8, down_stages=stages, down_k=k
     )
 
 
@@ -498,7 +498,7 @@ def moe_prefill(
     act = s.act if adapters is None else adapters[0].sums
 
     def up(matrix: Matrix, m: int, n: int, is_shared: bool) -> None:
-        rows, ups, FORMAT, UP = pieces_of(matrix)
+        rows, ups, FORMAT, UP = segments_of(matrix)
         d, codes, scale = _tiles(matrix, tiles), x, None
         if is_e4m3(matrix):
             x8 = room(s.x8)
@@ -519,7 +519,7 @@ def moe_prefill(
         )
 
     def down(matrix: Matrix, m: int, n: int, is_shared: bool) -> None:
-        (rows, FORMAT), d = piece_of(matrix), _tiles(matrix, tiles)
+        (rows, FORMAT), d = segment_of(matrix), _tiles(matrix, tiles)
         block_n, block_k = largest_block(d.block_n, hidden), largest_block(d.down_k, m)
         first, n_act = (act_base, n_tiles * TILE) if is_shared else (0, act_base)
         operands: tuple[Any, ...] = (None, None, None, s.act, None, rows)

@@ -21,10 +21,10 @@ import triton.language as tl
 from torch import Tensor
 
 from deltic.ops.contract import check
-from deltic.ops.gpu.blocks import PlaceState, Rows
+from deltic.ops.gpu.blocks import BatchState, Rows
 from deltic.ops.gpu.decode import BF16, address, constants, k_block, load_block, rows_from, values
 from deltic.ops.gpu.launch import Levers, launch
-from deltic.ops.matrix import Matrix, Piece
+from deltic.ops.matrix import Matrix, Segment
 
 LANES = 512
 """Running sums of a row's squares; part of what defines the bits."""
@@ -41,27 +41,27 @@ def tree_sum(b_x, LANES: tl.constexpr):
 
 
 @triton.jit
-def sum_of_neighbours(parts, N: tl.constexpr):
-    """The sum of N parts, neighbours first, level by level. N: a power of two up to 16."""
+def sum_of_neighbours(shards, N: tl.constexpr):
+    """The sum of N shards, neighbours first, level by level. N: a power of two up to 16."""
     for level in tl.static_range(4):
         if N >> level > 1:
             sums: tl.tuple = ()
             for i in tl.static_range(N >> (level + 1)):
-                sums += (parts[2 * i] + parts[2 * i + 1],)
-            parts = sums
-    return parts[0]
+                sums += (shards[2 * i] + shards[2 * i + 1],)
+            shards = sums
+    return shards[0]
 
 
 @triton.jit
-def sum_of_parts(p_part, stride, b_mask, PARTS: tl.constexpr, SLICES: tl.constexpr):
-    """The sum of what each part of a model has, SLICES in order; of parts neighbours first."""
+def sum_of_shards(p_part, stride, b_mask, SHARDS: tl.constexpr, SLICES: tl.constexpr):
+    """The sum of what each part of a model has, SLICES in order; of shards neighbours first."""
     sums: tl.tuple = ()
-    for p in tl.static_range(PARTS):
+    for p in tl.static_range(SHARDS):
         b_sum = tl.load(p_part + p * SLICES * stride, mask=b_mask, other=0.0).to(tl.float32)
         for s in tl.static_range(1, SLICES):
             b_sum += tl.load(p_part + (p * SLICES + s) * stride, mask=b_mask, other=0.0).to(tl.float32)
         sums += (b_sum,)
-    return sum_of_neighbours(sums, PARTS)
+    return sum_of_neighbours(sums, SHARDS)
 
 
 @triton.jit
@@ -93,29 +93,29 @@ def _read_row(
 
 @triton.jit
 def _begin_decode_kernel(
-    p_rows_place, p_ahead, p_draft, p_last_token, p_position, p_slot, p_done, p_shift, p_table, p_row_place, p_row_slot,
+    p_rows_batch_slot, p_ahead, p_draft, p_last_token, p_position, p_state_slot, p_done, p_shift, p_table, p_row_batch_slot, p_row_slot,
     p_row_position, p_row_shift, p_residual, n, width, DRAFTS: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr,
     BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.constexpr, GROUP: tl.constexpr, PDL: tl.constexpr,
 ):
     i_row = tl.program_id(0)
     if PDL:  # and nobody is let start early: later kernels read the row arrays before they wait
         tl.extra.cuda.gdc_wait()
-    place = tl.load(p_rows_place + i_row)
-    used = place >= 0
-    place = tl.maximum(place, 0)
-    done = tl.load(p_done + place)
-    slot = tl.load(p_slot + place)
-    position = tl.load(p_position + place)
-    token = tl.load(p_last_token + place)
+    batch_slot = tl.load(p_rows_batch_slot + i_row)
+    used = batch_slot >= 0
+    batch_slot = tl.maximum(batch_slot, 0)
+    done = tl.load(p_done + batch_slot)
+    state_slot = tl.load(p_state_slot + batch_slot)
+    position = tl.load(p_position + batch_slot)
+    token = tl.load(p_last_token + batch_slot)
     if DRAFTS:
         ahead = tl.load(p_ahead + i_row)
         position += ahead
         token = tl.where(ahead > 0, tl.load(p_draft + i_row), token)
-    tl.store(p_row_place + i_row, place)
-    tl.store(p_row_slot + i_row, tl.where(used & (done == 0), slot, -1))
+    tl.store(p_row_batch_slot + i_row, batch_slot)
+    tl.store(p_row_slot + i_row, tl.where(used & (done == 0), state_slot, -1))
     tl.store(p_row_position + i_row, tl.where(used, position, 0))
     if p_shift is not None:
-        tl.store(p_row_shift + i_row, tl.where(used, tl.load(p_shift + place), 0))
+        tl.store(p_row_shift + i_row, tl.where(used, tl.load(p_shift + batch_slot), 0))
     # a row that ended keeps its last token, whatever it is; the clamp keeps the read inside the table
     token = tl.where(used, tl.maximum(token, 0), 0).to(tl.int64)
     p_to = p_residual + i_row.to(tl.int64) * width
@@ -176,7 +176,7 @@ def store_norm(p_row, pieces, weights, width, inverse_width, eps, LANES: tl.cons
 @triton.jit
 def _add_norm_kernel(
     p_residual, p_partials, p_w, p_out, p_rows, width, partial_stride, inverse_width, eps,
-    LANES: tl.constexpr, PIECES: tl.constexpr, PARTS: tl.constexpr, SLICES: tl.constexpr, STORE: tl.constexpr,
+    LANES: tl.constexpr, PIECES: tl.constexpr, SHARDS: tl.constexpr, SLICES: tl.constexpr, STORE: tl.constexpr,
     GATHER: tl.constexpr, PDL: tl.constexpr,
 ):
     i_row = tl.program_id(0)
@@ -193,8 +193,8 @@ def _add_norm_kernel(
     for j in tl.static_range(PIECES):
         o_col = j * LANES + o_lane
         b_x = tl.load(p_residual + o_row + o_col, mask=o_col < width, other=0.0)
-        if PARTS > 1:
-            b_x += sum_of_parts(p_partials + o_row + o_col, partial_stride, o_col < width, PARTS, SLICES)
+        if SHARDS > 1:
+            b_x += sum_of_shards(p_partials + o_row + o_col, partial_stride, o_col < width, SHARDS, SLICES)
         else:
             for s in tl.static_range(SLICES):
                 p_part = p_partials + s * partial_stride + o_row + o_col
@@ -217,40 +217,40 @@ def norm_warps(n: int, width: int) -> int:
 
 
 def begin_decode(
-    rows_place: Tensor, places: PlaceState, table: Matrix, *, rows: Rows, residual: Tensor, levers: Levers
+    rows_batch_slot: Tensor, batch_slots: BatchState, table: Matrix, *, rows: Rows, residual: Tensor, levers: Levers
 ) -> None:
-    """Starts a decode step: the rows from their places, and the embedding of each row's token.
+    """Starts a decode step: the rows from their batch slots, and the embedding of each row's token.
 
-    rows_place: int32 [N], the place of each row, -1 for a row not in use; table: [V, H] in rows. Writes rows
-    and residual: float32 [N, H]. rows.drafts is read: a row behind others of its sequence has the token that
-    is drafted there, and is so many positions further. rows.angle_shift: where the places have one.
-    A row not in use gets place 0, slot -1, position 0 and token 0. A row whose place is done keeps place and
-    position and gets slot -1. Leaves out: a check of token ids against the vocabulary. Raises KernelError for
-    a table in strips, or in several formats.
+    rows_batch_slot: int32 [N], the batch slot of each row, -1 for a row not in use; table: [V, H] in rows.
+    Writes rows and residual: float32 [N, H]. rows.drafts is read: a row behind others of its sequence has the
+    token that is drafted there, and is so many positions further. rows.angle_shift: where the batch slots
+    have one. A row not in use gets batch slot 0, state slot -1, position 0 and token 0. A row whose batch
+    slot is done keeps batch slot and position and gets state slot -1. Leaves out: a check of token ids
+    against the vocabulary. Raises KernelError for a table in panels, or in several formats.
     """
     n, width = residual.shape
-    state = (places.last_token, places.position, places.slot, places.done)
+    state = (batch_slots.last_token, batch_slots.position, batch_slots.state_slot, batch_slots.done)
     drafts = (None, None) if rows.drafts is None else (rows.drafts.ahead, rows.drafts.token)
-    ids = (rows_place, *state, rows.place, rows.slot, rows.position)
-    check("embed", (places.angle_shift is None) == (rows.angle_shift is None), "angles of places and rows, or of none")
+    ids = (rows_batch_slot, *state, rows.batch_slot, rows.state_slot, rows.position)
+    check("embed", (batch_slots.angle_shift is None) == (rows.angle_shift is None), "angles of batch slots and rows, or of none")
     check("embed", all(x.dtype == torch.int32 for x in ids), "int32 arrays")
-    check("embed", rows_place.shape[0] == n and table.k == width, f"{n} rows, a table of width {width}")
+    check("embed", rows_batch_slot.shape[0] == n and table.k == width, f"{n} rows, a table of width {width}")
     check("embed", residual.dtype == torch.float32, "float32 residual")
-    blocks, piece, cut = _cut(table)
+    blocks, segment, cut = _cut(table)
     launch(
-        _begin_decode_kernel, (n, blocks), rows_place, *drafts, *state, places.angle_shift, address(piece), rows.place,
-        rows.slot, rows.position, rows.angle_shift, residual, piece.n, width, DRAFTS=rows.drafts is not None, LANES=LANES,
+        _begin_decode_kernel, (n, blocks), rows_batch_slot, *drafts, *state, batch_slots.angle_shift, address(segment), rows.batch_slot,
+        rows.state_slot, rows.position, rows.angle_shift, residual, segment.n, width, DRAFTS=rows.drafts is not None, LANES=LANES,
         PIECES=pieces(width), **cut, pdl=levers.pdl, num_warps=4,
     )
 
 
-def _cut(table: Matrix) -> tuple[int, Piece, dict[str, Any]]:
-    """Programs that a row of a table takes, its piece, and the constants of the kernels."""
-    piece = table.whole
-    check("embed", piece.layout == "rows", f"a table in rows; there is no kernel for {piece.format.name} in strips")
-    block_k = k_block(piece.k, 256)
-    programs = 1 if piece.format.codes == "bf16" else piece.k // block_k
-    return programs, piece, {"BLOCK_K": block_k, **constants(piece.format)}
+def _cut(table: Matrix) -> tuple[int, Segment, dict[str, Any]]:
+    """Programs that a row of a table takes, its segment, and the constants of the kernels."""
+    segment = table.whole
+    check("embed", segment.layout == "rows", f"a table in rows; there is no kernel for {segment.format.name} in panels")
+    block_k = k_block(segment.k, 256)
+    programs = 1 if segment.format.codes == "bf16" else segment.k // block_k
+    return programs, segment, {"BLOCK_K": block_k, **constants(segment.format)}
 
 
 def embed(token_ids: Tensor, table: Matrix, residual: Tensor, pictures: Tensor | None = None) -> None:
@@ -258,7 +258,7 @@ def embed(token_ids: Tensor, table: Matrix, residual: Tensor, pictures: Tensor |
     residual: float32 [T, H].
 
     A negative id reads row -1 - id of pictures, bfloat16 [N, H], and where there are none row 0 of the table
-    (padding). Leaves out: a check of ids against the vocabulary. Raises KernelError for a table in strips, or
+    (padding). Leaves out: a check of ids against the vocabulary. Raises KernelError for a table in panels, or
     in several formats.
     """
     n, width = residual.shape
@@ -267,22 +267,22 @@ def embed(token_ids: Tensor, table: Matrix, residual: Tensor, pictures: Tensor |
     if pictures is not None:
         fits = pictures.dtype == torch.bfloat16 and pictures.shape[1] == width and pictures.is_contiguous()
         check("embed", fits, f"bfloat16 pictures [N, {width}]")
-    blocks, piece, cut = _cut(table)
+    blocks, segment, cut = _cut(table)
     launch(
-        _embed_kernel, (n, blocks), token_ids, address(piece), pictures, residual, piece.n, width,
+        _embed_kernel, (n, blocks), token_ids, address(segment), pictures, residual, segment.n, width,
         LANES=LANES, PIECES=pieces(width), **cut, num_warps=4,
     )
 
 
 def add_norm(
     residual: Tensor, partials: Tensor | None, w: Tensor, eps: float, out: Tensor, *, rows: Tensor | None = None,
-    parts: int = 1, levers: Levers,
+    shards: int = 1, levers: Levers,
 ) -> None:
     """residual += partials[0], then partials[1], ...; out = bfloat16(residual / rms * (1 + w)).
 
     residual: float32 [T, H]; partials: float32 or bfloat16 [S, T, H] or None; w: float32 [H], zero-centred;
     out: bfloat16 [T, H]. With rows, int32 [R], out is [R, H], out[r] belongs to row rows[r], and residual is
-    not written. parts: of a model in parts, whose partials, S / parts each, are added as `all_reduce` of
+    not written. shards: of a model in shards, whose partials, S / shards each, are added as `all_reduce` of
     as many ranks adds them, and the sum to residual. The bits of a row depend on this row only. The
     mathematics is that of reference/layers.py, rms_norm.
     """
@@ -294,12 +294,12 @@ def add_norm(
     check("rms_norm", residual.is_contiguous() and out.is_contiguous(), "contiguous tensors")
     n_slices = 0
     if partials is not None:
-        n_slices = partials.shape[0] // parts
-        fits = partials.shape[1:] == residual.shape and len(partials) == n_slices * parts
-        check("rms_norm", fits, f"partials [{parts} * S, {n}, {width}]")
+        n_slices = partials.shape[0] // shards
+        fits = partials.shape[1:] == residual.shape and len(partials) == n_slices * shards
+        check("rms_norm", fits, f"partials [{shards} * S, {n}, {width}]")
         check("rms_norm", partials.is_contiguous(), "contiguous partials")
     launch(
         _add_norm_kernel, (n_out,), residual, partials, w, out, rows, width, n * width, 1.0 / width, eps,
-        LANES=LANES, PIECES=pieces(width), PARTS=parts if n_slices else 1, SLICES=n_slices, STORE=rows is None and n_slices > 0,
+        LANES=LANES, PIECES=pieces(width), SHARDS=shards if n_slices else 1, SLICES=n_slices, STORE=rows is None and n_slices > 0,
         GATHER=rows is not None, pdl=levers.pdl, num_warps=norm_warps(n_out, width),
     )

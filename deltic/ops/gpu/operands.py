@@ -54,7 +54,7 @@ from deltic.ops.gpu.decode import (
 )
 from deltic.ops.gpu.fp8 import add_fp8_block, load_more_scales_once, rounded
 from deltic.ops.gpu.launch import INTERPRETED, launch
-from deltic.ops.matrix import Piece
+from deltic.ops.matrix import Segment
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
 
@@ -283,14 +283,14 @@ def _decode_kernel(
     tl.store(p_out + o_row.to(tl.int64)[:, None] * k + first + tl.arange(0, BLOCK_K)[None, :], b_values)
 
 
-def decode(piece: Piece, out: Tensor) -> None:
+def decode(segment: Segment, out: Tensor) -> None:
     """out[i] = the values of matrix i: float32, or in bfloat16 what products multiply with, of e4m3 the
     values rounded once. out: [n_matrices, n, k].
     """
-    check("decode", out.shape == (piece.n_matrices, piece.n, piece.k) and out.is_contiguous(), "out as large")
-    block_k = k_block(piece.k)
-    for data, to in zip(piece.data, out, strict=True):
+    check("decode", out.shape == (segment.n_matrices, segment.n, segment.k) and out.is_contiguous(), "out as large")
+    block_k = k_block(segment.k)
+    for data, to in zip(segment.data, out, strict=True):
         launch(
-            _decode_kernel, (-(-piece.n // 32), piece.k // block_k), address(piece, data), to, piece.n, piece.k,
-            BLOCK_M=32, BLOCK_K=block_k, **constants(piece.format), num_warps=4,
+            _decode_kernel, (-(-segment.n // 32), segment.k // block_k), address(segment, data), to, segment.n, segment.k,
+            BLOCK_M=32, BLOCK_K=block_k, **constants(segment.format), num_warps=4,
         )

@@ -55,8 +55,9 @@ FINISH_WARPS = 8
 
 
 @dataclass(frozen=True)
-class PlaceParameters:
-    """Sampling parameters and state by place, as the host writes them when a sequence takes the place.
+class BatchParameters:
+    """Sampling parameters and state by batch slot, as the host writes them when a sequence takes the batch
+    slot.
 
     float32 [P] unless said; ids are int32 [P, MAX_BIASES], rows of which the first n_... count (int32 [P]).
     """
@@ -86,7 +87,7 @@ class PlaceParameters:
     last_token: Tensor  # int32; these three are what the draw leaves for the next decode
     position: Tensor  # int32
     done: Tensor  # int32
-    # Not by place: bit id % 32 of word id // 32 says whether id may be drawn.
+    # Not by batch slot: bit id % 32 of word id // 32 says whether id may be drawn.
     masks: Tensor  # int32 [any, ceil(n_real / 32)]
 
 
@@ -95,7 +96,7 @@ class Draws:
     """Draws of a step, int32 [D]."""
 
     row: Tensor  # of the logits
-    place: Tensor  # -1: no draw, nothing is written
+    batch_slot: Tensor  # -1: no draw, nothing is written
     position: Tensor  # of the token to be drawn
 
 
@@ -149,21 +150,22 @@ def sample_scratch(
 
 
 def sample(
-    logits: Tensor, n_real: int, draws: Draws | Rows, places: PlaceParameters, scratch: SampleScratch, out: Drawn, *,
+    logits: Tensor, n_real: int, draws: Draws | Rows, batch_slots: BatchParameters, scratch: SampleScratch, out: Drawn, *,
     levers: Levers,
 ) -> None:
-    """Draws D tokens and moves their sequences on: last_token, position, done and history of their places.
+    """Draws D tokens and moves their sequences on: last_token, position, done and history of their batch
+    slots.
 
     logits: float32 [R, V], of which ids from n_real on are never drawn. draws: of the rows of a decode, row r
-    draws for its place the token behind its position, rows with slot -1 draw nothing. Of a draft each row
-    draws as if those in front had given what is in history, and what is left for the next decode is that of
-    any of them. out.token is -1 where a logit is not finite or no id may be drawn. Where n_logprobs >= 0:
-    out.logprob under the softmax of the raw logits, and the n_logprobs likeliest. Oracle:
+    draws for its batch slot the token behind its position, rows with state slot -1 draw nothing. Of a draft
+    each row draws as if those in front had given what is in history, and what is left for the next decode is
+    that of any of them. out.token is -1 where a logit is not finite or no id may be drawn. Where n_logprobs
+    >= 0: out.logprob under the softmax of the raw logits, and the n_logprobs likeliest. Oracle:
     reference/sample.py.
     """
-    p, s = places, scratch
-    row, slot = (draws.place, draws.slot) if isinstance(draws, Rows) else (draws.row, draws.place)
-    n_vocab, n_draws = logits.shape[1], draws.place.shape[0]
+    p, s = batch_slots, scratch
+    row, state_slot = (draws.batch_slot, draws.state_slot) if isinstance(draws, Rows) else (draws.row, draws.batch_slot)
+    n_vocab, n_draws = logits.shape[1], draws.batch_slot.shape[0]
     outs = (out.token, out.logprob, out.top_ids, out.top_logprobs)
     check("sample", 0 < n_real <= n_vocab, f"1 to {n_vocab} real ids, found {n_real}")
     check("sample", logits.stride(1) == 1 and logits.stride(0) == n_vocab, "contiguous logits")
@@ -172,7 +174,7 @@ def sample(
     check("sample", p.masks.shape[1] * 32 >= n_real, f"masks of {n_real} bits")
     n_tiles, n_ids, max_len = -(-n_vocab // s.tile), p.bias_ids.shape[1], p.history.shape[1]
     drafts = draws.drafts if isinstance(draws, Rows) else None
-    common = (logits, n_vocab, n_real, row, draws.place, slot, draws.position)
+    common = (logits, n_vocab, n_real, row, draws.batch_slot, state_slot, draws.position)
     ids = next_power_of_2(n_ids)
     meta: dict[str, Any] = {"DECODE": isinstance(draws, Rows), "TILE": s.tile, "pdl": levers.pdl}
     launch(

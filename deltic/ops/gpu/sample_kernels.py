@@ -54,17 +54,17 @@ def fixed_point(w, min_p):
 
 
 @triton.jit
-def _draw_of(i, p_row, p_place, p_slot, p_position, DECODE: tl.constexpr):
-    """Row of the logits, place (-1: nothing to draw) and position of the token to be drawn."""
-    place = tl.load(p_place + i)
+def _draw_of(i, p_row, p_batch_slot, p_state_slot, p_position, DECODE: tl.constexpr):
+    """Row of the logits, batch slot (-1: nothing to draw) and position of the token to be drawn."""
+    batch_slot = tl.load(p_batch_slot + i)
     position = tl.load(p_position + i)
     if DECODE:
         row = i
-        place = tl.where(tl.load(p_slot + i) < 0, -1, place)
+        batch_slot = tl.where(tl.load(p_state_slot + i) < 0, -1, batch_slot)
         position += 1
     else:
         row = tl.load(p_row + i)
-    return row, place, position
+    return row, batch_slot, position
 
 
 @triton.jit
@@ -91,7 +91,7 @@ def _penalise(v, count, repetition, frequency, presence):
 
 @triton.jit
 def _adjust(
-    p_x, p_v, p_c, i_tile, n_real, place, position, n_banned, uses_history,
+    p_x, p_v, p_c, i_tile, n_real, batch_slot, position, n_banned, uses_history,
     p_repetition, p_frequency, p_presence, p_n_prompt, p_history, max_len, p_bias_ids, p_bias, p_n_bias, p_banned, n_ids,
     mask_row, p_masks, n_words, TILE: tl.constexpr, IDS: tl.constexpr, PART: tl.constexpr,
 ):
@@ -109,8 +109,8 @@ def _adjust(
             tl.store(p_c + first + o_part, tl.zeros((PART,), tl.int32), mask=first + o_part < end)
             first += PART
         tl.debug_barrier()
-        n_prompt = tl.load(p_n_prompt + place)
-        p_tokens = p_history + place.to(tl.int64) * max_len
+        n_prompt = tl.load(p_n_prompt + batch_slot)
+        p_tokens = p_history + batch_slot.to(tl.int64) * max_len
         first = 0
         while first < position:
             o_token = first + tl.arange(0, 4 * PART)
@@ -120,8 +120,8 @@ def _adjust(
             tl.atomic_or(p_c + token, 1, mask=here & (o_token < n_prompt))
             first += 4 * PART
         tl.debug_barrier()
-    repetition, frequency = tl.load(p_repetition + place), tl.load(p_frequency + place)
-    presence, n_bias = tl.load(p_presence + place), tl.load(p_n_bias + place)
+    repetition, frequency = tl.load(p_repetition + batch_slot), tl.load(p_frequency + batch_slot)
+    presence, n_bias = tl.load(p_presence + batch_slot), tl.load(p_n_bias + batch_slot)
     bad = False
     first = begin
     while first < end:
@@ -134,7 +134,7 @@ def _adjust(
     tl.debug_barrier()
     first = 0
     while first < n_bias:
-        o = place * n_ids + first + o_id
+        o = batch_slot * n_ids + first + o_id
         id = tl.load(p_bias_ids + o, mask=first + o_id < n_bias, other=-1)
         here = (id >= begin) & (id < end)
         v = tl.load(p_x + id, mask=here, other=0.0) + tl.load(p_bias + o, mask=here, other=0.0)
@@ -144,7 +144,7 @@ def _adjust(
     tl.debug_barrier()
     first = 0
     while first < n_banned:
-        id = tl.load(p_banned + place * n_ids + first + o_id, mask=first + o_id < n_banned, other=-1)
+        id = tl.load(p_banned + batch_slot * n_ids + first + o_id, mask=first + o_id < n_banned, other=-1)
         tl.store(p_v + id, tl.full((IDS,), float("-inf"), tl.float32), mask=(id >= begin) & (id < end))
         first += IDS
     tl.debug_barrier()
@@ -162,7 +162,7 @@ def _adjust(
 
 @triton.jit
 def scan(
-    p_logits, n_vocab, n_real, p_row, p_place, p_slot, p_position,
+    p_logits, n_vocab, n_real, p_row, p_batch_slot, p_state_slot, p_position,
     p_temperature, p_repetition, p_frequency, p_presence, p_n_prompt, p_history, max_len, p_uses_history,
     p_bias_ids, p_bias, p_n_bias, p_banned, p_n_banned, p_banned_until, p_mask_row, n_ids, p_n_logprobs, p_masks, n_words,
     p_best, p_total, p_raw_best, p_raw_total, p_bad, p_values, p_counts, p_n_listed, p_special, p_ahead,
@@ -172,18 +172,18 @@ def scan(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     i_tile, i = tl.program_id(0), tl.program_id(1)
-    row, place, position = _draw_of(i, p_row, p_place, p_slot, p_position, DECODE)
-    place_ = tl.maximum(place, 0)
-    t, n_top = tl.load(p_temperature + place_), tl.load(p_n_logprobs + place_)
-    uses_history = tl.load(p_uses_history + place_) != 0
-    n_banned = tl.where(position < tl.load(p_banned_until + place_), tl.load(p_n_banned + place_), 0)
-    mask_row = tl.load(p_mask_row + place_)
+    row, batch_slot, position = _draw_of(i, p_row, p_batch_slot, p_state_slot, p_position, DECODE)
+    batch_slot_ = tl.maximum(batch_slot, 0)
+    t, n_top = tl.load(p_temperature + batch_slot_), tl.load(p_n_logprobs + batch_slot_)
+    uses_history = tl.load(p_uses_history + batch_slot_) != 0
+    n_banned = tl.where(position < tl.load(p_banned_until + batch_slot_), tl.load(p_n_banned + batch_slot_), 0)
+    mask_row = tl.load(p_mask_row + batch_slot_)
     if DRAFTS:  # masks of a sequence's rows follow one another
         mask_row = tl.where(mask_row < 0, mask_row, mask_row + tl.load(p_ahead + i))
-    is_special = (tl.load(p_n_bias + place_) > 0) | uses_history | (n_banned > 0) | (mask_row >= 0)
+    is_special = (tl.load(p_n_bias + batch_slot_) > 0) | uses_history | (n_banned > 0) | (mask_row >= 0)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if place >= 0:
+    if batch_slot >= 0:
         if i_tile == 0:
             tl.store(p_n_listed + i, 0)
             tl.store(p_special + i, is_special.to(tl.int32))
@@ -196,7 +196,7 @@ def scan(
             own = i.to(tl.int64) * n_vocab
             p_v = p_values + own
             bad = _adjust(
-                p_x, p_v, p_counts + own, i_tile, n_real, place, position, n_banned, uses_history,
+                p_x, p_v, p_counts + own, i_tile, n_real, batch_slot, position, n_banned, uses_history,
                 p_repetition, p_frequency, p_presence, p_n_prompt, p_history, max_len, p_bias_ids, p_bias, p_n_bias,
                 p_banned, n_ids, mask_row, p_masks, n_words, TILE, IDS, PART,
             )
@@ -223,7 +223,7 @@ def _row_total(best, total, top, t):
 
 @triton.jit
 def collect(
-    p_logits, n_vocab, n_real, p_row, p_place, p_slot, p_position,
+    p_logits, n_vocab, n_real, p_row, p_batch_slot, p_state_slot, p_position,
     p_temperature, p_top_k, p_top_p, p_min_p, p_best, p_total, p_values, p_listed, p_n_listed, p_special, n_tiles,
     DECODE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, EACH: tl.constexpr, PDL: tl.constexpr,
 ):
@@ -231,14 +231,14 @@ def collect(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     i_part, i = tl.program_id(0), tl.program_id(1)
-    row, place, _ = _draw_of(i, p_row, p_place, p_slot, p_position, DECODE)
-    place_ = tl.maximum(place, 0)
-    t, k = tl.load(p_temperature + place_), tl.load(p_top_k + place_)
-    top_p, min_p = tl.load(p_top_p + place_), tl.load(p_min_p + place_)
+    row, batch_slot, _ = _draw_of(i, p_row, p_batch_slot, p_state_slot, p_position, DECODE)
+    batch_slot_ = tl.maximum(batch_slot, 0)
+    t, k = tl.load(p_temperature + batch_slot_), tl.load(p_top_k + batch_slot_)
+    top_p, min_p = tl.load(p_top_p + batch_slot_), tl.load(p_min_p + batch_slot_)
     is_k = (k > 0) & (k < n_real)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if (place >= 0) & (t > 0) & (is_k | (min_p > 0) | (top_p < 1)):
+    if (batch_slot >= 0) & (t > 0) & (is_k | (min_p > 0) | (top_p < 1)):
         t = tl.maximum(t, LEAST_T)
         o_tile = tl.arange(0, TILES)
         best = tl.load(p_best + i * n_tiles + o_tile, mask=o_tile < n_tiles, other=LOWEST)
@@ -499,8 +499,8 @@ def _top_logprobs(p_x, n_real, n_tiles, p_best, p_total, n, p_ids, p_logprobs, T
 
 @triton.jit
 def finish(
-    p_logits, n_vocab, n_real, p_row, p_place, p_slot, p_position,
-    p_temperature, p_top_k, p_top_p, p_min_p, p_seed, p_stop, p_n_stop, n_ids, p_max_position, p_n_logprobs, p_history, max_len, p_last_token, p_place_position, p_done,
+    p_logits, n_vocab, n_real, p_row, p_batch_slot, p_state_slot, p_position,
+    p_temperature, p_top_k, p_top_p, p_min_p, p_seed, p_stop, p_n_stop, n_ids, p_max_position, p_n_logprobs, p_history, max_len, p_last_token, p_positions, p_done,
     p_best, p_total, p_raw_best, p_raw_total, p_bad, p_values, p_listed, p_n_listed, p_special, p_few, n_tiles,
     p_out, p_out_logprob, p_top_ids, p_top_logprobs, n_most,
     DECODE: tl.constexpr, TILE: tl.constexpr, TILES: tl.constexpr, CAP: tl.constexpr, BLOCK: tl.constexpr,
@@ -510,16 +510,16 @@ def finish(
     if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     i = tl.program_id(0)
-    row, place, position = _draw_of(i, p_row, p_place, p_slot, p_position, DECODE)
-    place_ = tl.maximum(place, 0)
-    t, k = tl.load(p_temperature + place_), tl.load(p_top_k + place_)
-    top_p, min_p = tl.load(p_top_p + place_), tl.load(p_min_p + place_)
-    n_top, last = tl.load(p_n_logprobs + place_), tl.load(p_max_position + place_)
+    row, batch_slot, position = _draw_of(i, p_row, p_batch_slot, p_state_slot, p_position, DECODE)
+    batch_slot_ = tl.maximum(batch_slot, 0)
+    t, k = tl.load(p_temperature + batch_slot_), tl.load(p_top_k + batch_slot_)
+    top_p, min_p = tl.load(p_top_p + batch_slot_), tl.load(p_min_p + batch_slot_)
+    n_top, last = tl.load(p_n_logprobs + batch_slot_), tl.load(p_max_position + batch_slot_)
     o_id = tl.arange(0, IDS)
-    stop = tl.load(p_stop + place_ * n_ids + o_id, mask=o_id < tl.load(p_n_stop + place_), other=-1)
+    stop = tl.load(p_stop + batch_slot_ * n_ids + o_id, mask=o_id < tl.load(p_n_stop + batch_slot_), other=-1)
     if PDL:
         tl.extra.cuda.gdc_wait()
-    if place >= 0:
+    if batch_slot >= 0:
         o_tile = tl.arange(0, TILES)
         is_tile = o_tile < n_tiles
         bests = tl.load(p_best + i * n_tiles + o_tile, mask=is_tile, other=LOWEST)
@@ -531,7 +531,7 @@ def finish(
         usable = (bad == 0) & (tl.abs(top) < float("inf"))
         if usable & (t > 0):
             t = tl.maximum(t, LEAST_T)
-            u24 = uniform24(tl.load(p_seed + place), position)
+            u24 = uniform24(tl.load(p_seed + batch_slot), position)
             weights = _row_total(bests, tl.load(p_total + i * n_tiles + o_tile, mask=is_tile, other=0.0), top, t)
             own = i.to(tl.int64) * n_vocab
             p_v = p_x
@@ -561,10 +561,10 @@ def finish(
 
         is_stop = tl.max((stop == token).to(tl.int32), 0) > 0
         is_done = is_stop | (position > last) | (token < 0)
-        tl.store(p_last_token + place, token)
-        tl.store(p_place_position + place, position)
-        tl.store(p_done + place, is_done.to(tl.int32))
-        tl.store(p_history + place.to(tl.int64) * max_len + position, token, mask=(token >= 0) & (position < max_len))
+        tl.store(p_last_token + batch_slot, token)
+        tl.store(p_positions + batch_slot, position)
+        tl.store(p_done + batch_slot, is_done.to(tl.int32))
+        tl.store(p_history + batch_slot.to(tl.int64) * max_len + position, token, mask=(token >= 0) & (position < max_len))
 
 
 @triton.jit

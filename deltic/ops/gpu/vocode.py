@@ -32,22 +32,22 @@ def _wait(PDL: tl.constexpr):
 
 
 @triton.jit
-def _stream_of(i_row, t, p_slot, p_head, head_stride, index):
-    """Row in the stream, slot, where its head lies, frames so far, oldest row of its ring."""
-    slot = tl.load(p_slot + i_row // t)
-    p_word = p_head + tl.maximum(slot, 0).to(tl.int64) * head_stride
-    frames = tl.where(slot >= 0, tl.load(p_word), 0)
-    return i_row % t, slot, p_word, frames, tl.load(p_word + index)
+def _stream_of(i_row, t, p_state_slot, p_head, head_stride, index):
+    """Row in the stream, state slot, where its head lies, frames so far, oldest row of its ring."""
+    state_slot = tl.load(p_state_slot + i_row // t)
+    p_word = p_head + tl.maximum(state_slot, 0).to(tl.int64) * head_stride
+    frames = tl.where(state_slot >= 0, tl.load(p_word), 0)
+    return i_row % t, state_slot, p_word, frames, tl.load(p_word + index)
 
 
 @triton.jit(do_not_specialize=["t", "index", "rows"])
 def _codes_kernel(
-    p_codes, p_table, n_codes, p_pair, plane, p_slot, p_head, head_stride, p_to, to_stride, to_plane, t, index, rows,
+    p_codes, p_table, n_codes, p_pair, plane, p_state_slot, p_head, head_stride, p_to, to_stride, to_plane, t, index, rows,
     C: tl.constexpr, WIDTH: tl.constexpr, GROUPS: tl.constexpr, PDL: tl.constexpr,
 ):
     _wait(PDL)
     i_row = tl.program_id(0)
-    row, slot, _, _, oldest = _stream_of(i_row, t, p_slot, p_head, head_stride, index)
+    row, state_slot, _, _, oldest = _stream_of(i_row, t, p_state_slot, p_head, head_stride, index)
     o_c = tl.arange(0, WIDTH)
     b_x = tl.zeros((WIDTH,), tl.float32)
     for g in tl.static_range(GROUPS):
@@ -55,8 +55,8 @@ def _codes_kernel(
         b_x += tl.load(p_table + (g * n_codes + code).to(tl.int64) * C + o_c, mask=o_c < C, other=0.0)
     store_pair(p_pair + i_row.to(tl.int64) * C + o_c, plane, b_x, o_c < C)
     kept = ring_row(row, t, oldest, rows)
-    p_kept = p_to + tl.maximum(slot, 0).to(tl.int64) * to_stride + kept * C + o_c
-    store_pair(p_kept, to_plane, b_x, (o_c < C) & (kept >= 0) & (slot >= 0))
+    p_kept = p_to + tl.maximum(state_slot, 0).to(tl.int64) * to_stride + kept * C + o_c
+    store_pair(p_kept, to_plane, b_x, (o_c < C) & (kept >= 0) & (state_slot >= 0))
 
 
 @triton.jit
@@ -71,7 +71,7 @@ def _norm_kernel(p_x, p_pair, plane, eps, inverse_width, C: tl.constexpr, WIDTH:
 
 @triton.jit(do_not_specialize=["t", "index"])
 def _window_kernel(
-    p_qkv, p_cos, p_sin, p_pair, plane, p_slot, p_head, head_stride, p_from, from_stride, t, index, scale,
+    p_qkv, p_cos, p_sin, p_pair, plane, p_state_slot, p_head, head_stride, p_from, from_stride, t, index, scale,
     HEADS: tl.constexpr, D: tl.constexpr, WINDOW: tl.constexpr, KEYS: tl.constexpr, PDL: tl.constexpr,
 ):
     """Attends with one head of one row. Key j is the one j rows before it."""
@@ -80,7 +80,7 @@ def _window_kernel(
     HALF: tl.constexpr = D // 2
     H: tl.constexpr = WINDOW - 1
     i_row, i_head = tl.program_id(0), tl.program_id(1)
-    row, slot, _, frames, oldest = _stream_of(i_row, t, p_slot, p_head, head_stride, index)
+    row, state_slot, _, frames, oldest = _stream_of(i_row, t, p_state_slot, p_head, head_stride, index)
     o_j, o_h, o_d = tl.arange(0, KEYS), tl.arange(0, HALF), tl.arange(0, D)
     p_q = p_qkv + i_row.to(tl.int64) * (3 * A) + i_head * D
     b_q, b_q2 = tl.load(p_q + o_h)[None, :], tl.load(p_q + HALF + o_h)[None, :]
@@ -91,7 +91,7 @@ def _window_kernel(
     b_sin = tl.load(p_sin + o_turn, mask=in_window[:, None], other=0.0)
     src = row - o_j
     here = in_window & (src + frames >= 0)
-    p_old = p_from + tl.maximum(slot, 0).to(tl.int64) * from_stride + history_row(src, oldest, H) * (2 * A)
+    p_old = p_from + tl.maximum(state_slot, 0).to(tl.int64) * from_stride + history_row(src, oldest, H) * (2 * A)
     p_k = either(src >= 0, p_q + A - o_j * (3 * A), p_old + i_head * D)[:, None]
     b_k = tl.load(p_k + o_h[None, :], mask=here[:, None], other=0.0)
     b_k2 = tl.load(p_k + HALF + o_h[None, :], mask=here[:, None], other=0.0)
@@ -105,18 +105,18 @@ def _window_kernel(
 
 @triton.jit(do_not_specialize=["t", "n_frames", "index"])
 def _depthwise_kernel(
-    p_x, p_w, p_bias, p_pair, plane, p_slot, p_head, head_stride, p_from, from_stride, t, n_frames, index, eps, inverse_width,
+    p_x, p_w, p_bias, p_pair, plane, p_state_slot, p_head, head_stride, p_from, from_stride, t, n_frames, index, eps, inverse_width,
     C: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, PDL: tl.constexpr,
 ):
     _wait(PDL)
     H: tl.constexpr = TAPS - 1
     i_row = tl.program_id(0)
-    row, slot, _, frames, oldest = _stream_of(i_row, t, p_slot, p_head, head_stride, index)
+    row, state_slot, _, frames, oldest = _stream_of(i_row, t, p_state_slot, p_head, head_stride, index)
     before = frames * (t // n_frames)
     o_c = tl.arange(0, WIDTH)
     mask = o_c < C
     p_row = p_x + i_row.to(tl.int64) * C
-    p_old = p_from + tl.maximum(slot, 0).to(tl.int64) * from_stride
+    p_old = p_from + tl.maximum(state_slot, 0).to(tl.int64) * from_stride
     b_y = tl.load(p_bias + o_c, mask=mask, other=0.0)
     for j in tl.static_range(TAPS):
         src = row - (H - j)
@@ -131,18 +131,18 @@ def _depthwise_kernel(
 
 @triton.jit(do_not_specialize=["t", "n", "n_frames", "index"])
 def _wave_kernel(
-    p_x, plane, p_w, p_bias, p_out, p_slot, p_head, head_stride, p_from, from_stride, from_plane, n, t, n_frames, index,
+    p_x, plane, p_w, p_bias, p_out, p_state_slot, p_head, head_stride, p_from, from_stride, from_plane, n, t, n_frames, index,
     C: tl.constexpr, WIDTH: tl.constexpr, TAPS: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     _wait(PDL)
     H: tl.constexpr = TAPS - 1
     o_n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     used = o_n < n
-    slot = tl.load(p_slot + o_n // t, mask=used, other=-1)
-    p_word = p_head + tl.maximum(slot, 0).to(tl.int64) * head_stride
-    before = tl.load(p_word, mask=slot >= 0, other=0) * (t // n_frames)
-    oldest = tl.load(p_word + index, mask=slot >= 0, other=0)
-    p_old = p_from + tl.maximum(slot, 0).to(tl.int64) * from_stride
+    state_slot = tl.load(p_state_slot + o_n // t, mask=used, other=-1)
+    p_word = p_head + tl.maximum(state_slot, 0).to(tl.int64) * head_stride
+    before = tl.load(p_word, mask=state_slot >= 0, other=0) * (t // n_frames)
+    oldest = tl.load(p_word + index, mask=state_slot >= 0, other=0)
+    p_old = p_from + tl.maximum(state_slot, 0).to(tl.int64) * from_stride
     o_c = tl.arange(0, WIDTH)
     b_sum = tl.zeros((BLOCK, WIDTH), tl.float32)
     for j in tl.static_range(TAPS):
@@ -161,18 +161,18 @@ def _wave_kernel(
 
 @triton.jit(do_not_specialize=["n_frames"])
 def _advance_kernel(
-    p_slot, p_head, head_stride, p_rows, p_rate, n_rings, n_frames, RINGS: tl.constexpr, PDL: tl.constexpr
+    p_state_slot, p_head, head_stride, p_rows, p_rate, n_rings, n_frames, RINGS: tl.constexpr, PDL: tl.constexpr
 ):
     _wait(PDL)
-    slot = tl.load(p_slot + tl.program_id(0))
+    state_slot = tl.load(p_state_slot + tl.program_id(0))
     o = tl.arange(0, RINGS)
-    mask = (o < n_rings) & (slot >= 0)
-    p_word = p_head + tl.maximum(slot, 0).to(tl.int64) * head_stride
+    mask = (o < n_rings) & (state_slot >= 0)
+    p_word = p_head + tl.maximum(state_slot, 0).to(tl.int64) * head_stride
     rows = tl.load(p_rows + o, mask=mask, other=1)
     new = tl.minimum(tl.load(p_rate + o, mask=mask, other=0) * n_frames, rows)
     tl.store(p_word + 1 + o, (tl.load(p_word + 1 + o, mask=mask, other=0) + new) % (2 * rows), mask=mask)
     frames = tl.load(p_word)
-    tl.store(p_word, frames + n_frames, mask=slot >= 0)
+    tl.store(p_word, frames + n_frames, mask=state_slot >= 0)
 
 
 def _rows(streams: Streams, n: int) -> int:
@@ -189,7 +189,7 @@ def codes_embed(codes: Tensor, table: Tensor, out: Tensor, streams: Streams, rin
         "vocode", codes.shape == (out.shape[1], groups) and out.shape[2] == c, f"codes [N, {groups}], pairs [2, N, {c}]"
     )
     launch(
-        _codes_kernel, (codes.shape[0],), codes, table, n_codes, out, out.stride(0), streams.slot, streams.head,
+        _codes_kernel, (codes.shape[0],), codes, table, n_codes, out, out.stride(0), streams.state_slot, streams.head,
         streams.head.stride(0), ring.data, ring.data.stride(0), ring.data.stride(1), _rows(streams, codes.shape[0]),
         ring.index, ring.rows, C=c, WIDTH=next_power_of_2(c), GROUPS=groups, pdl=levers.pdl, num_warps=4,
     )
@@ -221,7 +221,7 @@ def window_attention(
     check("vocode", cos.shape == (window, d // 2) and ring.rows == window - 1, "a table and a ring of one window")
     check("vocode", d == next_power_of_2(d), f"a head of 16, 32, 64 ..., found {d}")
     launch(
-        _window_kernel, (n, n_heads), qkv, cos, sin, out, out.stride(0), streams.slot, streams.head, streams.head.stride(0),
+        _window_kernel, (n, n_heads), qkv, cos, sin, out, out.stride(0), streams.state_slot, streams.head, streams.head.stride(0),
         ring.data, ring.data.stride(0), _rows(streams, n), ring.index, d**-0.5, HEADS=n_heads, D=d, WINDOW=window,
         KEYS=next_power_of_2(window), pdl=levers.pdl, num_warps=4,
     )
@@ -239,7 +239,7 @@ def depthwise_norm(
     check("vocode", c <= MAX_WIDTH and out.shape == (2, n, c), f"pairs [2, {n}, {c}], at most {MAX_WIDTH} wide")
     check("vocode", w.shape[1] == c and ring.rows == w.shape[0] - 1, f"w [taps, {c}] and a ring of taps - 1")
     launch(
-        _depthwise_kernel, (n,), x, w, bias, out, out.stride(0), streams.slot, streams.head, streams.head.stride(0), ring.data,
+        _depthwise_kernel, (n,), x, w, bias, out, out.stride(0), streams.state_slot, streams.head, streams.head.stride(0), ring.data,
         ring.data.stride(0), _rows(streams, n), streams.n_frames, ring.index, eps, 1.0 / c, C=c, WIDTH=next_power_of_2(c),
         TAPS=w.shape[0], pdl=levers.pdl, num_warps=4,
     )
@@ -252,7 +252,7 @@ def wave(x: Tensor, w: Tensor, bias: Tensor, out: Tensor, streams: Streams, ring
     _, n, c = x.shape
     check("vocode", out.shape == (n,) and w.shape[1] == c and ring.rows == w.shape[0] - 1, f"out [{n}], w [taps, {c}]")
     launch(
-        _wave_kernel, (-(-n // WAVE_BLOCK),), x, x.stride(0), w, bias, out, streams.slot, streams.head, streams.head.stride(0),
+        _wave_kernel, (-(-n // WAVE_BLOCK),), x, x.stride(0), w, bias, out, streams.state_slot, streams.head, streams.head.stride(0),
         ring.data, ring.data.stride(0), ring.data.stride(1), n, _rows(streams, n), streams.n_frames, ring.index, C=c,
         WIDTH=next_power_of_2(c), TAPS=w.shape[0], BLOCK=WAVE_BLOCK, pdl=levers.pdl, num_warps=4,
     )
@@ -262,6 +262,6 @@ def advance(streams: Streams, rows: Tensor, rate: Tensor, *, levers: Levers) -> 
     """Moves the heads behind a chunk: rows, rate: int32 [rings], of each ring."""
     n_rings = rows.shape[0]
     launch(
-        _advance_kernel, (streams.n,), streams.slot, streams.head, streams.head.stride(0), rows, rate, n_rings, streams.n_frames,
+        _advance_kernel, (streams.n,), streams.state_slot, streams.head, streams.head.stride(0), rows, rate, n_rings, streams.n_frames,
         RINGS=next_power_of_2(n_rings), pdl=levers.pdl, num_warps=1,
     )

@@ -16,29 +16,29 @@ from deltic.ops.contract import check
 from deltic.ops.formats import BLOCK_ROWS, Quantised, WeightFormat
 from deltic.ops.gpu.operands import decode
 from deltic.ops.gpu.quantise import MADE, quantise
-from deltic.ops.matrix import Layout, Matrix, Piece, planes
+from deltic.ops.matrix import Layout, Matrix, Segment, planes
 
 
-def rows_of(operator: str, w: Matrix | Piece) -> Tensor:
+def rows_of(operator: str, w: Matrix | Segment) -> Tensor:
     """The matrix itself, bfloat16 [n, k], of several matrices [n_matrices, n, k], for an operator whose
     kernels read nothing else.
 
     Raises KernelError, which names the operator and the format, for a matrix in any format but bf16 in rows.
     """
-    piece = w.whole if isinstance(w, Matrix) else w
+    segment = w.whole if isinstance(w, Matrix) else w
     check(
         operator,
-        piece.layout == "rows" and piece.format.codes == "bf16",
-        f"weights in rows of bfloat16; there is no kernel for {piece.format.name} in {piece.layout}",
+        segment.layout == "rows" and segment.format.codes == "bf16",
+        f"weights in rows of bfloat16; there is no kernel for {segment.format.name} in {segment.layout}",
     )
-    size = (piece.n, piece.k) if piece.n_matrices == 1 else (piece.n_matrices, piece.n, piece.k)
-    rows: Tensor = piece.data.view(torch.bfloat16).view(size)
+    size = (segment.n, segment.k) if segment.n_matrices == 1 else (segment.n_matrices, segment.n, segment.k)
+    rows: Tensor = segment.data.view(torch.bfloat16).view(size)
     return rows
 
 
 def is_bf16(w: Matrix) -> bool:
     """Returns whether `rows_of` has it."""
-    return len(w.pieces) == 1 and w.whole.layout == "rows" and w.whole.format.codes == "bf16"
+    return len(w.segments) == 1 and w.whole.layout == "rows" and w.whole.format.codes == "bf16"
 
 
 def to_device(array: Array, device: torch.device | str) -> Tensor:
@@ -63,19 +63,19 @@ def _dtype(dtype: DTypeLike) -> torch.dtype:
 # Rows in a format other than bf16.
 
 
-def _of_rows(piece: Piece) -> dict[str, Tensor]:
+def _of_rows(segment: Segment) -> dict[str, Tensor]:
     """The parts, rows first: codes, bytes [n_matrices, n, bytes of a row]; scales as integers of their width
     [n_matrices, n, groups].
     """
-    found, data = {}, piece.data.view(piece.n_matrices, -1)
-    dtypes = dict(zip(("scale", "least", "outer"), piece.format.dtypes, strict=True))
-    for name, (at, size) in planes(piece.n, piece.k, piece.format).items():
+    found, data = {}, segment.data.view(segment.n_matrices, -1)
+    dtypes = dict(zip(("scale", "least", "outer"), segment.format.dtypes, strict=True))
+    for name, (at, size) in planes(segment.n, segment.k, segment.format).items():
         plane = data[:, at : at + size]
         if name in dtypes:
             plane = plane.view(_integer(np.dtype(dtypes[name]).itemsize))
-            found[name] = plane.view(piece.n_matrices, -1, piece.n).transpose(1, 2)
+            found[name] = plane.view(segment.n_matrices, -1, segment.n).transpose(1, 2)
         else:
-            found[name] = plane.view(piece.n_matrices, piece.n, -1)
+            found[name] = plane.view(segment.n_matrices, segment.n, -1)
     return found
 
 
@@ -128,13 +128,13 @@ def _packed(format: WeightFormat, codes: Tensor) -> dict[str, Tensor]:
     return {name: plane.view(n, -1).view(torch.uint8) for name, plane in found.items()}
 
 
-def _store(piece: Piece, first: int, codes: Tensor, parts: Mapping[str, Tensor]) -> None:
+def _store(segment: Segment, first: int, codes: Tensor, parts: Mapping[str, Tensor]) -> None:
     """Writes rows from row `first` of each matrix on. codes: uint8 [rows, k]; parts: integers
     [rows, groups].
     """
-    where = _of_rows(piece)
-    for name, rows in (_packed(piece.format, codes) | dict(parts)).items():
-        each = rows.view(piece.n_matrices, len(rows) // piece.n_matrices, -1)
+    where = _of_rows(segment)
+    for name, rows in (_packed(segment.format, codes) | dict(parts)).items():
+        each = rows.view(segment.n_matrices, len(rows) // segment.n_matrices, -1)
         where[name][:, first : first + each.shape[1]].copy_(each)
 
 
@@ -144,24 +144,24 @@ def _integers(array: Array, device: torch.device | str) -> Tensor:
     return to_device(flat.view(f"{'u' if flat.itemsize == 1 else 'i'}{flat.itemsize}"), device)
 
 
-def _put_rows(piece: Piece, first: int, rows: Array | Quantised, device: torch.device | str) -> None:
+def _put_rows(segment: Segment, first: int, rows: Array | Quantised, device: torch.device | str) -> None:
     if not isinstance(rows, Quantised):
-        codes, *scales = quantise(piece.format, to_device(rows.reshape(-1, piece.k), device), piece.n_matrices)
+        codes, *scales = quantise(segment.format, to_device(rows.reshape(-1, segment.k), device), segment.n_matrices)
         named = dict(zip(("scale", "least"), scales, strict=True))
         parts = {name: part.contiguous().view(_integer(part.itemsize)) for name, part in named.items() if part is not None}
     else:
         codes, outer = to_device(rows.codes, device), rows.outer
-        if piece.format.scales == "e4m3" and outer is not None:
+        if segment.format.scales == "e4m3" and outer is not None:
             outer = np.ldexp(outer, -np.frexp(outer[:, :1])[1])
         arrays = {"scale": rows.scale, "least": rows.least, "outer": outer}
         parts = {name: _integers(array, device) for name, array in arrays.items() if array is not None}
-    _store(piece, first, codes, parts)
+    _store(segment, first, codes, parts)
 
 
-def unpack(piece: Piece) -> Tensor:
+def unpack(segment: Segment) -> Tensor:
     """float32 [n_matrices, n, k]: the values that stand for the rows, as the kernels read them. For tests."""
-    out = torch.empty(piece.n_matrices, piece.n, piece.k, dtype=torch.float32, device=piece.data.device)
-    decode(piece, out)
+    out = torch.empty(segment.n_matrices, segment.n, segment.k, dtype=torch.float32, device=segment.data.device)
+    decode(segment, out)
     return out
 
 
@@ -195,30 +195,30 @@ def _random(format: WeightFormat, values: Array) -> Quantised:
     return Quantised(format, codes, *filled)
 
 
-def _drawn(format: WeightFormat, k: int, block: Array, device: torch.device | str) -> Piece:
+def _drawn(format: WeightFormat, k: int, block: Array, device: torch.device | str) -> Segment:
     """Makes as many rows as a block of values has, in this format: made of the values, or random as they are.
     """
     n = max(1, len(block) // k)
     if format.codes == "e4m3":  # an odd number of blocks: each of many matrices of 2^n begins elsewhere
         n = max(3, n // BLOCK_ROWS - 1 | 1) * BLOCK_ROWS
     values = np.resize(block, n * k).reshape(n, k)
-    memory = torch.empty((1, Piece.n_bytes_of(n, k, format, "rows")), dtype=torch.uint8, device=device)
-    piece = Piece(n, k, format, "rows", memory)
-    _put_rows(piece, 0, values if format.name in MADE else _random(format, values), device)
-    return piece
+    memory = torch.empty((1, Segment.n_bytes_of(n, k, format, "rows")), dtype=torch.uint8, device=device)
+    segment = Segment(n, k, format, "rows", memory)
+    _put_rows(segment, 0, values if format.name in MADE else _random(format, values), device)
+    return segment
 
 
-def _repeat(piece: Piece, drawn: Piece, at: int) -> None:
+def _repeat(segment: Segment, drawn: Segment, at: int) -> None:
     """Fills several matrices with the rows of another, again and again, at first from row `at` on; e4m3 from
     the block that this row is in, so that rows of a block share their scales here, too.
     """
-    if piece.format.codes == "e4m3":
+    if segment.format.codes == "e4m3":
         at -= at % BLOCK_ROWS
     source = _of_rows(drawn)
-    for i in range(piece.n_matrices):
-        target, begin = _of_rows(piece.one(i)), 0
-        while begin < piece.n:
-            n = min(piece.n - begin, drawn.n - at)
+    for i in range(segment.n_matrices):
+        target, begin = _of_rows(segment.one(i)), 0
+        while begin < segment.n:
+            n = min(segment.n - begin, drawn.n - at)
             for name, rows in source.items():
                 target[name][0, begin : begin + n].copy_(rows[0, at : at + n])
             begin, at = begin + n, (at + n) % drawn.n
@@ -233,25 +233,25 @@ class DeviceStore:
     def __init__(self, device: torch.device | str) -> None:
         self.device = device
         self._tiled: tuple[Array, Tensor] | None = None  # the last block, and where it lies on the device
-        self._drawn: dict[tuple[str, int, int], tuple[Array, Piece]] = {}  # rows that were made of blocks
+        self._drawn: dict[tuple[str, int, int], tuple[Array, Segment]] = {}  # rows that were made of blocks
 
     def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Tensor:
         return torch.empty(size, dtype=_dtype(dtype), device=self.device)
 
-    def put(self, part: Any | Piece, rows: Array | Quantised, first: int = 0) -> None:
-        """Raises KernelError for bfloat16 rows and a piece whose format is not made of them."""
-        if isinstance(part, Piece) and part.format.codes != "bf16":
+    def put(self, part: Any | Segment, rows: Array | Quantised, first: int = 0) -> None:
+        """Raises KernelError for bfloat16 rows and a segment whose format is not made of them."""
+        if isinstance(part, Segment) and part.format.codes != "bf16":
             _put_rows(part, first, rows, self.device)
         else:
             assert not isinstance(rows, Quantised)
-            begin = first * part.k if isinstance(part, Piece) else 0
+            begin = first * part.k if isinstance(part, Segment) else 0
             _flat(part)[begin : begin + rows.size].copy_(to_device(rows, self.device).view(-1))
 
-    def tile(self, part: Any | Piece, block: Array, offset: int) -> None:
+    def tile(self, part: Any | Segment, block: Array, offset: int) -> None:
         """Repeats a block of values over a part. A format that is not made of bfloat16 gets random codes, as
         large as the block's values.
         """
-        if isinstance(part, Piece) and part.format.codes != "bf16":
+        if isinstance(part, Segment) and part.format.codes != "bf16":
             key = part.format.name, part.k, id(block)
             if key not in self._drawn:
                 self._drawn[key] = block, _drawn(part.format, part.k, block, self.device)
@@ -268,7 +268,7 @@ class DeviceStore:
             rest.copy_(values[: len(rest)])
 
 
-def _flat(part: Any | Piece) -> Tensor:
+def _flat(part: Any | Segment) -> Tensor:
     """The values of a part, one after another."""
-    memory: Tensor = part.data.view(torch.bfloat16) if isinstance(part, Piece) else part
+    memory: Tensor = part.data.view(torch.bfloat16) if isinstance(part, Segment) else part
     return memory.view(-1)

@@ -1,8 +1,8 @@
 """Makes batch tensors of a schedule: the only place where Python values become the forward's inputs.
 
 All buffers are allocated once and keep their addresses, so that a recorded step can read them. Pages, which
-belong to a sequence for its whole life, are kept by place and only extended. Everything else is rewritten
-each step.
+belong to a sequence for its whole life, are kept by batch slot and only extended. Everything else is
+rewritten each step.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from deltic.ops.geometry import PAGE_SIZE, Allocate
 
 
 class Batch:
-    """The forward's inputs for steps of up to n_tokens tokens, n_places sequences and n_logit_rows rows of
-    logits.
+    """The forward's inputs for steps of up to n_tokens tokens, n_batch_slots sequences and n_logit_rows rows
+    of logits.
     """
 
     def __init__(
         self,
         n_tokens: int,
-        n_places: int,
+        n_batch_slots: int,
         n_pages_per_seq: int,
         n_logit_rows: int,
         allocate: Allocate,
@@ -45,32 +45,32 @@ class Batch:
             token_ids=buffer("token ids", n_tokens),
             positions=buffer("positions", n_tokens),
             angles=buffer("angles", n_tokens),
-            token_place=buffer("token place", n_tokens),
-            seq_start=buffer("sequence start", n_places + 1),
-            seq_context=buffer("sequence context", n_places),
-            place=buffer("sequence place", n_places),
-            start_slot=buffer("start slot", n_places),
-            slot=buffer("sequence slot", n_places),
-            snapshot_begin=buffer("snapshot begin", n_places + 1),
+            token_batch_slot=buffer("token batch slot", n_tokens),
+            seq_start=buffer("sequence start", n_batch_slots + 1),
+            seq_context=buffer("sequence context", n_batch_slots),
+            batch_slot=buffer("sequence batch slot", n_batch_slots),
+            start_slot=buffer("start state slot", n_batch_slots),
+            state_slot=buffer("sequence state slot", n_batch_slots),
+            snapshot_begin=buffer("snapshot begin", n_batch_slots + 1),
             snapshot_n=buffer("snapshot n", n_snapshots),
-            snapshot_slot=buffer("snapshot slot", n_snapshots),
-            n_redo=buffer("redone tokens", n_places),
-            is_lazy=buffer("lazy", n_places),
-            page_table=buffer("page table", n_places, n_pages_per_seq),
+            snapshot_slot=buffer("snapshot state slot", n_snapshots),
+            n_redo=buffer("redone tokens", n_batch_slots),
+            is_lazy=buffer("lazy", n_batch_slots),
+            page_table=buffer("page table", n_batch_slots, n_pages_per_seq),
             logit_token=buffer("logit token", n_logit_rows),
         )
         self._counts, self._adapters = counts, adapters
-        self._holder: list[tuple[Sequence, int] | None] = [None] * n_places
-        self._n_pages_known = [0] * n_places
+        self._holder: list[tuple[Sequence, int] | None] = [None] * n_batch_slots
+        self._n_pages_known = [0] * n_batch_slots
         self._has_snapshots = False
         self.angles: Angles | None = None
         """Set where prompts may have pictures."""
-        self._prompts: list[PromptPositions | None] = [None] * n_places
+        self._prompts: list[PromptPositions | None] = [None] * n_batch_slots
 
     def fill(self, step: Step) -> list[int]:
         """Writes the step's inputs. Returns each chunk's first row of logits, -1 where it has none."""
         inputs, draws = self.inputs, {draw.chunk for draw in step.draws}
-        starts, contexts, places, start_slots, slots = [0], [], [], [], []
+        starts, contexts, batch_slots, start_slots, state_slots = [0], [], [], [], []
         has_snapshots = has_prompt = False
         logit_tokens: list[int] = []
         first_row: list[int] = []
@@ -79,21 +79,21 @@ class Batch:
             self.angles.begin()
         for i, chunk in enumerate(step.chunks):
             sequence, end = chunk.sequence, at + chunk.length
-            place, slot, start_slot = sequence.place, sequence.slot, sequence.start_slot
-            assert place is not None and slot is not None
-            self._extend_pages(sequence, place)
+            batch_slot, state_slot, start_slot = sequence.batch_slot, sequence.state_slot, sequence.start_slot
+            assert batch_slot is not None and state_slot is not None
+            self._extend_pages(sequence, batch_slot)
             if chunk.length == 1:
                 inputs.token_ids[at] = sequence.tokens[chunk.start]
                 inputs.positions[at] = inputs.angles[at] = chunk.start
-                inputs.token_place[at] = place
+                inputs.token_batch_slot[at] = batch_slot
             else:
                 ids = sequence.tokens[chunk.start : chunk.start + chunk.length]
                 ids.extend(chunk.drafts)
                 has_prompt = has_prompt or not chunk.drafts
                 inputs.token_ids[at:end] = ids
                 inputs.positions[at:end] = inputs.angles[at:end] = np.arange(chunk.start, chunk.start + chunk.length)
-                inputs.token_place[at:end] = place
-            if (prompt := self._prompts[place]) is not None:
+                inputs.token_batch_slot[at:end] = batch_slot
+            if (prompt := self._prompts[batch_slot]) is not None:
                 self._fill_pictures(chunk, prompt, at, end)
             first_row.append(len(logit_tokens) if chunk.prompt_logprobs or i in draws else -1)
             if chunk.prompt_logprobs or chunk.drafts:
@@ -102,18 +102,18 @@ class Batch:
                 logit_tokens.append(end - 1)
             starts.append(end)
             contexts.append(chunk.start)
-            places.append(place)
-            start_slots.append(slot if start_slot is None else start_slot)
-            slots.append(slot)
+            batch_slots.append(batch_slot)
+            start_slots.append(state_slot if start_slot is None else start_slot)
+            state_slots.append(state_slot)
             if chunk.snapshots:
                 has_snapshots = True
             at = end
-        n_seqs, n_rows = len(slots), len(logit_tokens)
+        n_seqs, n_rows = len(state_slots), len(logit_tokens)
         inputs.seq_start[: n_seqs + 1] = starts
         inputs.seq_context[:n_seqs] = contexts
-        inputs.place[:n_seqs] = places
+        inputs.batch_slot[:n_seqs] = batch_slots
         inputs.start_slot[:n_seqs] = start_slots
-        inputs.slot[:n_seqs] = slots
+        inputs.state_slot[:n_seqs] = state_slots
         inputs.n_redo[:n_seqs] = [chunk.n_redo for chunk in step.chunks]
         inputs.is_lazy[:n_seqs] = [bool(chunk.drafts) for chunk in step.chunks]
         if has_snapshots or self._has_snapshots:
@@ -134,9 +134,9 @@ class Batch:
         for begin, ids in row_ids(chunk):
             self.inputs.token_ids[at + begin : at + begin + len(ids)] = ids
 
-    def positions_in(self, place: int) -> PromptPositions | None:
-        """Positions of the sequence in a place. None: its prompt has no pictures."""
-        return self._prompts[place]
+    def positions_in(self, batch_slot: int) -> PromptPositions | None:
+        """Positions of the sequence in a batch slot. None: its prompt has no pictures."""
+        return self._prompts[batch_slot]
 
     def _fill_snapshots(self, chunks: list[Chunk], has_snapshots: bool) -> None:
         """Fills the lists of snapshots. Without snapshots, leaves empty lists behind for every later number
@@ -150,19 +150,19 @@ class Batch:
         snapshots = [snapshot for chunk in chunks for snapshot in chunk.snapshots]
         inputs.snapshot_begin[1 : len(chunks) + 1] = begin
         inputs.snapshot_n[: len(snapshots)] = [n for n, _ in snapshots]
-        inputs.snapshot_slot[: len(snapshots)] = [slot for _, slot in snapshots]
+        inputs.snapshot_slot[: len(snapshots)] = [state_slot for _, state_slot in snapshots]
 
-    def _extend_pages(self, sequence: Sequence, place: int) -> None:
-        """Updates the place's row of the page table: all of it when another sequence took it, or its pages
-        changed.
+    def _extend_pages(self, sequence: Sequence, batch_slot: int) -> None:
+        """Updates the batch slot's row of the page table: all of it when another sequence took it, or its
+        pages changed.
         """
         holder = (sequence, sequence.pages_version)
-        if self._holder[place] != holder:
-            self._holder[place] = holder
-            self._n_pages_known[place] = 0
+        if self._holder[batch_slot] != holder:
+            self._holder[batch_slot] = holder
+            self._n_pages_known[batch_slot] = 0
             pictures = [(p.first, p.rows, p.columns) for p in sequence.request.pictures]
-            self._prompts[place] = PromptPositions(pictures) if pictures else None
-        known, n_pages = self._n_pages_known[place], len(sequence.pages)
+            self._prompts[batch_slot] = PromptPositions(pictures) if pictures else None
+        known, n_pages = self._n_pages_known[batch_slot], len(sequence.pages)
         if known < n_pages:
-            self.inputs.page_table[place, known:n_pages] = sequence.pages[known:]
-            self._n_pages_known[place] = n_pages
+            self.inputs.page_table[batch_slot, known:n_pages] = sequence.pages[known:]
+            self._n_pages_known[batch_slot] = n_pages

@@ -151,7 +151,7 @@ def build_workspace(plan: TextPlan, allocate: Allocate) -> Workspace:
 
 @dataclass(frozen=True)
 class SpeechWorkspace:
-    """Every buffer of a speech model's step but pages and slots."""
+    """Every buffer of a speech model's step but pages and state slots."""
 
     batch: SpeechBatch
     sampler: Sampler

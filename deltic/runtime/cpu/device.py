@@ -34,8 +34,8 @@ from deltic.runtime.voices import ENCODING_BYTES, MEMORY_BYTES
 
 DEFAULT_SEQS = 32
 DEFAULT_POOL_BYTES = 2 << 30
-"""Pages and slots take this much, and the host tier comes on top, when no --memory-gb is given and it is
-free.
+"""Pages and state slots take this much, and the host tier comes on top, when no --memory-gb is given and it
+is free.
 """
 POOL_SHARE, LEAST_POOL_BYTES = 6, 64 << 20
 """Bounds of the pool: at most this many times the weights, so that a toy stays small, and at least these

@@ -1,12 +1,12 @@
 """The draft head at work: it follows what steps compute, and guesses what comes next (MTP).
 
 A row of the head is a token's hidden state and the id of the token behind it. Its keys and values stand in
-the pages beside those of the model's layers, at the token's place, so a prefix hit brings them along. The
-last token of a page is a row with the token that came first behind it. Another continuation reads that one's.
-A guess is only a guess: nothing else reads these keys and values.
+the pages beside those of the model's layers, at the token's batch slot, so a prefix hit brings them along.
+The last token of a page is a row with the token that came first behind it. Another continuation reads that
+one's. A guess is only a guess: nothing else reads these keys and values.
 
-Hidden states wait, by place, until guesses are wanted or their page ends: a sequence for which nothing is
-guessed costs next to nothing. Those of a sequence that loses its place meanwhile are lost.
+Hidden states wait, by batch slot, until guesses are wanted or their page ends: a sequence for which nothing
+is guessed costs next to nothing. Those of a sequence that loses its batch slot meanwhile are lost.
 
 Guesses come from the head's first ids (models/qwen/shape.N_DRAFTED), by the draw that the model's own token
 will come by: the same parameters, seed and position. Each is the next row, with the head's own hidden state.
@@ -63,29 +63,29 @@ class _Rows:
 class DraftHead:
     """The head's program and buffers, for up to n_rows rows at once. Not thread-safe."""
 
-    def __init__(self, shape: ModelShape, n_rows: int, n_places: int, n_real: int, allocate: Allocate) -> None:
+    def __init__(self, shape: ModelShape, n_rows: int, n_batch_slots: int, n_real: int, allocate: Allocate) -> None:
         """n_real: ids that may be drawn."""
         self.n_rows = n_rows
-        self.buffers = allocate_drafts(shape, n_rows, n_places, allocate)
+        self.buffers = allocate_drafts(shape, n_rows, n_batch_slots, allocate)
 
         def buffer(name: str, *size: int) -> Array:
             return np.asarray(allocate(f"draft {name}", size, np.int32))
 
         self._counts = buffer("counts", 2)
-        self._rows = {name: buffer(name, n_rows) for name in ("token_ids", "positions", "angles", "token_place")}
-        self._seqs = {name: buffer(name, n_places) for name in ("seq_context", "place")}
-        self._seq_start = buffer("seq_start", n_places + 1)
+        self._rows = {name: buffer(name, n_rows) for name in ("token_ids", "positions", "angles", "token_batch_slot")}
+        self._seqs = {name: buffer(name, n_batch_slots) for name in ("seq_context", "batch_slot")}
+        self._seq_start = buffer("seq_start", n_batch_slots + 1)
         n_ids = min(n_real, self.buffers.logits.shape[1])
-        self._draws = Draws(n_places, n_ids, shape.eos_token_ids, allocate, "guess")
-        self._guessed = buffer("guesses", n_places)
-        waiting = allocate("waiting hidden states", (n_places, PAGE_SIZE, shape.hidden_size), bfloat16)
+        self._draws = Draws(n_batch_slots, n_ids, shape.eos_token_ids, allocate, "guess")
+        self._guessed = buffer("guesses", n_batch_slots)
+        waiting = allocate("waiting hidden states", (n_batch_slots, PAGE_SIZE, shape.hidden_size), bfloat16)
         self._waiting = waiting.view(np.uint16)  # as its bits, which numpy copies many times as fast
-        """Hidden states that wait, by place, and by the token's place in its page."""
+        """Hidden states that wait, by batch slot, and by the token's place in its page."""
         self.angles: Angles | None = None
         """Set where prompts may have pictures. Guesses read for a picture's token the embedding of its id."""
-        self._owner: list[Sequence | None] = [None] * n_places
-        self._start, self._end = [0] * n_places, [0] * n_places
-        """Ranges of the tokens whose hidden states wait, by place: within one page."""
+        self._owner: list[Sequence | None] = [None] * n_batch_slots
+        self._start, self._end = [0] * n_batch_slots, [0] * n_batch_slots
+        """Ranges of the tokens whose hidden states wait, by batch slot: within one page."""
 
     def record(
         self,
@@ -128,7 +128,7 @@ class DraftHead:
         ready: list[_Rows] = []
         n, is_decode = int(self._inputs.n_tokens), not self._inputs.n_hidden
         if is_decode:  # every row has logits; those that were not accepted are overwritten
-            at = self._inputs.token_place[:n], self._inputs.positions[:n] % PAGE_SIZE
+            at = self._inputs.token_batch_slot[:n], self._inputs.positions[:n] % PAGE_SIZE
             self._waiting[at] = self._final[:n]
         first = 0
         for c, chunk in enumerate(step.chunks):
@@ -152,17 +152,17 @@ class DraftHead:
 
         hidden: of the chunk, where it is not waiting yet.
         """
-        sequence, place = chunk.sequence, chunk.sequence.place
-        assert place is not None
+        sequence, batch_slot = chunk.sequence, chunk.sequence.batch_slot
+        assert batch_slot is not None
         if drawn[:1] == [-1]:  # its hidden states are no numbers
-            self._owner[place] = None
+            self._owner[batch_slot] = None
             return None
-        if self._owner[place] is not sequence or self._end[place] != chunk.start:
-            self._owner[place], self._start[place] = sequence, chunk.start
-        start, end = self._start[place], chunk.start + (len(drawn) if chunk.drafts else chunk.length)
+        if self._owner[batch_slot] is not sequence or self._end[batch_slot] != chunk.start:
+            self._owner[batch_slot], self._start[batch_slot] = sequence, chunk.start
+        start, end = self._start[batch_slot], chunk.start + (len(drawn) if chunk.drafts else chunk.length)
         until = end if guess is not None else end // PAGE_SIZE * PAGE_SIZE
-        self._end[place] = end
-        waiting, page = self._waiting[place], start - start % PAGE_SIZE
+        self._end[batch_slot] = end
+        waiting, page = self._waiting[batch_slot], start - start % PAGE_SIZE
         if hidden is not None:
             if start < chunk.start:
                 hidden = np.concatenate([waiting[start - page : chunk.start - page], hidden])
@@ -172,7 +172,7 @@ class DraftHead:
             return None
         found = waiting[start - page :] if hidden is None else hidden
         ids = [*sequence.tokens[start + 1 : until + 1], *drawn][: until - start]
-        self._start[place] = until
+        self._start[batch_slot] = until
         return _Rows(sequence, start, found[: until - start], ids, guess)
 
     def _run(self, group: list[_Rows]) -> None:
@@ -235,13 +235,13 @@ class DraftHead:
         if self.angles is not None:
             self.angles.begin()
             for (sequence, start, ids), end in zip(chunks, ends, strict=True):
-                assert sequence.place is not None
-                if (prompt := self._batch.positions_in(sequence.place)) is not None:
+                assert sequence.batch_slot is not None
+                if (prompt := self._batch.positions_in(sequence.batch_slot)) is not None:
                     self.angles.fill(self._rows["angles"][end - len(ids) : end], prompt, start, start + len(ids))
-        self._rows["token_place"][:n] = [sequence.place for sequence, _, ids in chunks for _ in ids]
+        self._rows["token_batch_slot"][:n] = [sequence.batch_slot for sequence, _, ids in chunks for _ in ids]
         self._seq_start[1 : n_seqs + 1] = ends
         self._seqs["seq_context"][:n_seqs] = [start for _, start, _ in chunks]
-        self._seqs["place"][:n_seqs] = [sequence.place for sequence, _, _ in chunks]
+        self._seqs["batch_slot"][:n_seqs] = [sequence.batch_slot for sequence, _, _ in chunks]
         self._counts[:] = n, n_seqs
 
 

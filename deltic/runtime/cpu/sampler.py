@@ -3,9 +3,9 @@
 A chunk with a draft has a draw from each of its rows, as if the tokens before had been drawn as they were
 drafted. Those up to the first that was not are what plain decodes draw.
 
-Parameters are kept by place and written once, when a sequence takes the place. Each draw is a function of its
-row of logits, the parameters, the seed and the position (P6): a sequence that is preempted or shares a batch
-draws the same.
+Parameters are kept by batch slot and written once, when a sequence takes the batch slot. Each draw is a
+function of its row of logits, the parameters, the seed and the position (P6): a sequence that is preempted or
+shares a batch draws the same.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS, SamplingParams, Tok
 from deltic.engine.step import Rule, Sequence, Step, StepResult
 from deltic.ops.arrays import Array
 from deltic.ops.cpu.program import Program
-from deltic.ops.cpu.sample import DrawInputs, DrawScratch, PlaceParameters, logprobs, sample
+from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch, logprobs, sample
 from deltic.ops.geometry import Allocate
 
 
@@ -27,7 +27,7 @@ class _Draw(NamedTuple):
     """A draw: from which row of logits, and of which token of a sequence."""
 
     row: int
-    place: int
+    batch_slot: int
     position: int
     n_history: int
     """Tokens that penalties see; 0: there are none."""
@@ -52,7 +52,7 @@ class Draws:
             n_draws=allocate(f"n {name}s", (), i32),
             **{
                 each: allocate(f"{name} {each}", (n,), i32)
-                for each in ("row", "place", "position", "n_history", "n_prompt", "masked")
+                for each in ("row", "batch_slot", "position", "n_history", "n_prompt", "masked")
             },
             bias_begin=allocate(f"{name} bias begin", (n + 1,), i32),
             bias_ids=allocate(f"{name} bias ids", (n * MAX_BIASES,), i32),
@@ -69,7 +69,7 @@ class Draws:
         d.n_draws.fill(n)
         if not n:
             return
-        d.row[:n], d.place[:n], d.position[:n], d.n_history[:n], d.n_prompt[:n], sequences, rules = zip(
+        d.row[:n], d.batch_slot[:n], d.position[:n], d.n_history[:n], d.n_prompt[:n], sequences, rules = zip(
             *draws, strict=True
         )
         lists: list[tuple[int, SamplingParams, bool]] = []
@@ -124,11 +124,12 @@ class Draws:
 
 
 class Sampler:
-    """The buffers of up to n_places draws a step, n_drafts more of drafts, and n_logit_rows of prompts."""
+    """The buffers of up to n_batch_slots draws a step, n_drafts more of drafts, and n_logit_rows of
+    prompts."""
 
     def __init__(
         self,
-        n_places: int,
+        n_batch_slots: int,
         max_model_len: int,
         n_logit_rows: int,
         n_vocab: int,
@@ -143,14 +144,14 @@ class Sampler:
         i32, f32 = np.int32, np.float32
         self.n_real = n_real
         self.penalises_prompt = penalises_prompt
-        self.places = PlaceParameters(
-            **{name: allocate(name, (n_places,), f32) for name in ("temperature", "top_p", "min_p")},
-            **{name: allocate(name, (n_places,), f32) for name in ("repetition", "frequency", "presence")},
-            top_k=allocate("top_k", (n_places,), i32),
-            seed=allocate("seed", (n_places,), np.int64),
-            history=allocate("history", (n_places, max_model_len), i32),
+        self.batch_slots = BatchParameters(
+            **{name: allocate(name, (n_batch_slots,), f32) for name in ("temperature", "top_p", "min_p")},
+            **{name: allocate(name, (n_batch_slots,), f32) for name in ("repetition", "frequency", "presence")},
+            top_k=allocate("top_k", (n_batch_slots,), i32),
+            seed=allocate("seed", (n_batch_slots,), np.int64),
+            history=allocate("history", (n_batch_slots, max_model_len), i32),
         )
-        n_draws = n_places + n_drafts
+        n_draws = n_batch_slots + n_drafts
         self.draws = Draws(n_draws, n_real, eos_token_ids, allocate)
         n_scratch = min(n_threads, n_draws)
         self.scratch = DrawScratch(
@@ -166,12 +167,12 @@ class Sampler:
         self._logprob = allocate("logprob", (n_entries,), f32)
         self._top_ids = allocate("top ids", (n_entries, MAX_LOGPROBS), i32)
         self._top_logprobs = allocate("top logprobs", (n_entries, MAX_LOGPROBS), f32)
-        self._owner: list[Sequence | None] = [None] * n_places
-        self._n_history = [0] * n_places
+        self._owner: list[Sequence | None] = [None] * n_batch_slots
+        self._n_history = [0] * n_batch_slots
 
     def record(self, program: Program, logits: Array) -> None:
         """Appends the draws and the log-probabilities to the step's program."""
-        sample(program, logits, self.n_real, self.places, self.draws.inputs, self.scratch, self._target)
+        sample(program, logits, self.n_real, self.batch_slots, self.draws.inputs, self.scratch, self._target)
         logprobs(
             program,
             logits,
@@ -191,10 +192,10 @@ class Sampler:
         n_top: list[int] = []
         for draw in step.draws:
             chunk, sequence, params = step.chunks[draw.chunk], draw.sequence, draw.sequence.request.params
-            place, guide, row = sequence.place, sequence.guide, first_row[draw.chunk]
-            assert place is not None
-            if self._owner[place] is not sequence:
-                self._take_place(place, sequence)
+            batch_slot, guide, row = sequence.batch_slot, sequence.guide, first_row[draw.chunk]
+            assert batch_slot is not None
+            if self._owner[batch_slot] is not sequence:
+                self._take_batch_slot(batch_slot, sequence)
             if chunk.prompt_logprobs:
                 row += chunk.length - 1
             rule = _ANY if guide is None else Rule.of(guide)
@@ -240,52 +241,52 @@ class Sampler:
         top = list(zip(self._top_ids[i, :k].tolist(), self._top_logprobs[i, :k].tolist(), strict=True))
         return TokenLogprob(int(self._target[i]), float(self._logprob[i]), top)
 
-    def _take_place(self, place: int, sequence: Sequence) -> None:
-        params, places = sequence.request.params, self.places
-        self._owner[place] = sequence
-        self._n_history[place] = 0
-        places.temperature[place] = params.temperature
-        places.top_k[place] = params.top_k
-        places.top_p[place] = params.top_p
-        places.min_p[place] = params.min_p
-        places.repetition[place] = params.repetition_penalty
-        places.frequency[place] = params.frequency_penalty
-        places.presence[place] = params.presence_penalty
-        places.seed[place] = np.uint64(sequence.seed & (2**64 - 1)).astype(np.int64)
+    def _take_batch_slot(self, batch_slot: int, sequence: Sequence) -> None:
+        params, batch_slots = sequence.request.params, self.batch_slots
+        self._owner[batch_slot] = sequence
+        self._n_history[batch_slot] = 0
+        batch_slots.temperature[batch_slot] = params.temperature
+        batch_slots.top_k[batch_slot] = params.top_k
+        batch_slots.top_p[batch_slot] = params.top_p
+        batch_slots.min_p[batch_slot] = params.min_p
+        batch_slots.repetition[batch_slot] = params.repetition_penalty
+        batch_slots.frequency[batch_slot] = params.frequency_penalty
+        batch_slots.presence[batch_slot] = params.presence_penalty
+        batch_slots.seed[batch_slot] = np.uint64(sequence.seed & (2**64 - 1)).astype(np.int64)
 
-    def _extend_history(self, place: int, sequence: Sequence, drafts: Rows[int]) -> int:
+    def _extend_history(self, batch_slot: int, sequence: Sequence, drafts: Rows[int]) -> int:
         """Gives the number of tokens that penalties know. The drafts stand behind them."""
         first = 0 if self.penalises_prompt else sequence.n_prompt
-        known, n_tokens = self._n_history[place], len(sequence.tokens) - first
-        self.places.history[place, known:n_tokens] = sequence.tokens[first + known :]
-        self.places.history[place, n_tokens : n_tokens + len(drafts)] = drafts
-        self._n_history[place] = n_tokens
+        known, n_tokens = self._n_history[batch_slot], len(sequence.tokens) - first
+        self.batch_slots.history[batch_slot, known:n_tokens] = sequence.tokens[first + known :]
+        self.batch_slots.history[batch_slot, n_tokens : n_tokens + len(drafts)] = drafts
+        self._n_history[batch_slot] = n_tokens
         return n_tokens
 
     def _draws_of(
         self, row: int, sequence: Sequence, more: Rows[int], drafts: Rows[int], rules: Rows[Rule]
     ) -> list[_Draw]:
         """Draws behind a sequence's tokens and `more`, and behind each of the drafts, from this row on."""
-        place, at = sequence.place, len(sequence.tokens) + len(more)
-        assert place is not None
+        batch_slot, at = sequence.batch_slot, len(sequence.tokens) + len(more)
+        assert batch_slot is not None
         known, n_prompt = 0, sequence.n_prompt if self.penalises_prompt else 0
         if has_penalties := _has_penalties(sequence.request.params):
-            known = self._extend_history(place, sequence, [*more, *drafts]) + len(more)
+            known = self._extend_history(batch_slot, sequence, [*more, *drafts]) + len(more)
         if not drafts:
-            return [_Draw(row, place, at, known, n_prompt, sequence, rules[0])]
+            return [_Draw(row, batch_slot, at, known, n_prompt, sequence, rules[0])]
         return [
-            _Draw(row + j, place, at + j, known + j if has_penalties else 0, n_prompt, sequence, rule)
+            _Draw(row + j, batch_slot, at + j, known + j if has_penalties else 0, n_prompt, sequence, rule)
             for j, rule in enumerate(rules)
         ]
 
     def record_guesses(self, program: Program, logits: Array, draws: Draws, out: Array) -> None:
         """Appends draws from a draft head's logits, which are as those of the model will be."""
-        sample(program, logits, draws.n_real, self.places, draws.inputs, self.scratch, out)
+        sample(program, logits, draws.n_real, self.batch_slots, draws.inputs, self.scratch, out)
 
     def fill_guesses(self, draws: Draws, guessed: Rows[tuple[Sequence, list[int]]]) -> None:
         """Writes the draws of a draft head: from row i what may follow a sequence's tokens and these, which a
-        step has drawn or the head has. Penalties, biases and noise are those of the place that it is for, and
-        so is what a guide says, but for a grammar (Guide.behind).
+        step has drawn or the head has. Penalties, biases and noise are those of the batch slot that it is
+        for, and so is what a guide says, but for a grammar (Guide.behind).
         """
         rules = [_ANY if sequence.guide is None else sequence.guide.behind(more) for sequence, more in guessed]
         draws.fill([self._draws_of(i, *one, (), rules[i : i + 1])[0] for i, one in enumerate(guessed)])

@@ -82,9 +82,7 @@ class SpeechRunner(Speaker):
     def _open_tiers(self, host: Bytes) -> Tiers:
         """Host memory, for preempted sequences alone."""
         pages, past = (array.view(np.uint8).reshape(len(array), -1) for array in (self.memory.pages, self.memory.past))
-        tiers = Tiers(
-            lambda page: [pages[page]], lambda slot: [past[slot]], host, self.plan.shape.state_bytes, None, 0, ""
-        )
+        tiers = Tiers(lambda page: [pages[page]], lambda i: [past[i]], host, self.plan.shape.state_bytes, None, 0, "")
         tiers.takes_evicted = False
         return tiers
 
@@ -100,17 +98,17 @@ class SpeechRunner(Speaker):
     def _warm_up(self) -> None:
         """A prompt of one empty row and a frame, through everything.
 
-        They leave their mark in page 0 and slot 0 only.
+        They leave their mark in page 0 and state slot 0 only.
         """
         request = Request(id="warm-up", prompt_ids=[], params=SamplingParams(temperature=0.0))
-        sequence = Sequence(request, 0, 0, array("i", [0, 0]), n_prompt=1, pages=[0], place=0, slot=0)
+        sequence = Sequence(request, 0, 0, array("i", [0, 0]), n_prompt=1, pages=[0], batch_slot=0, state_slot=0)
         for start in (0, 1):
             self.step(Step(chunks=[Chunk(sequence, start, 1)], draws=[Draw(0, sequence)]))
 
     def step(self, step: Step) -> StepResult:
         """Runs one forward and the draws.
 
-        Row i of the logits is chunk i's. Each chunk leaves the talker's last output in its slot.
+        Row i of the logits is chunk i's. Each chunk leaves the talker's last output in its state slot.
         """
         batch, sampler = self.workspace.batch, self.workspace.sampler
         batch.fill(step)

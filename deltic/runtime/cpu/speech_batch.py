@@ -13,7 +13,7 @@ from deltic.engine.step import Sequence, Step
 from deltic.models.tts.cpu import PAD_ROW, PredictorDraws, RowInputs, SpeechInputs
 from deltic.models.tts.shape import FRAME, N_SIDE, SPEAKER, SpeechShape
 from deltic.ops.arrays import Array
-from deltic.ops.cpu.sample import DrawInputs, DrawScratch, PlaceParameters
+from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch
 from deltic.ops.cpu.speech import SIDE_KEPT, SIDE_VOICE
 from deltic.ops.geometry import N_CODES, Allocate
 from deltic.runtime.speaking import DEFAULT_SPEECH, PREDICTOR_KEY
@@ -22,10 +22,10 @@ Ints = NDArray[np.int32]
 
 
 class SpeechBatch:
-    """The forward's inputs for steps of up to n_rows rows and n_places sequences, each of one chunk."""
+    """The forward's inputs for steps of up to n_rows rows and n_batch_slots sequences, each of one chunk."""
 
     def __init__(
-        self, shape: SpeechShape, n_rows: int, n_places: int, n_pages_per_seq: int, n_threads: int, allocate: Allocate
+        self, shape: SpeechShape, n_rows: int, n_batch_slots: int, max_pages: int, n_threads: int, allocate: Allocate
     ) -> None:
         def buffer(name: str, *size: int) -> Array:
             return np.asarray(allocate(name, size, np.int32))
@@ -37,11 +37,11 @@ class SpeechBatch:
                 n_rows=counts[0, ...],
                 n_seqs=counts[1, ...],
                 positions=buffer("positions", n_rows),
-                row_place=buffer("row place", n_rows),
-                seq_start=buffer("sequence start", n_places + 1),
-                seq_context=buffer("sequence context", n_places),
-                place=buffer("sequence place", n_places),
-                page_table=buffer("page table", n_places, n_pages_per_seq),
+                row_batch_slot=buffer("row batch slot", n_rows),
+                seq_start=buffer("sequence start", n_batch_slots + 1),
+                seq_context=buffer("sequence context", n_batch_slots),
+                batch_slot=buffer("sequence batch slot", n_batch_slots),
+                page_table=buffer("page table", n_batch_slots, max_pages),
             ),
             n_frames=counts[2, ...],
             n_first_rows=counts[3, ...],
@@ -50,14 +50,14 @@ class SpeechBatch:
             text_row=buffer("text row", n_rows),
             side=buffer("codec side", n_rows),
             voice_rows=allocate("voice rows", (n_rows, shape.talker.hidden_size), np.float32),
-            code0=buffer("code 0", n_places),
-            slot=buffer("sequence slot", n_places),
-            last_row=buffer("last row", n_places),
+            code0=buffer("code 0", n_batch_slots),
+            state_slot=buffer("sequence state slot", n_batch_slots),
+            last_row=buffer("last row", n_batch_slots),
         )
         self._counts = counts
-        self._owner: list[Sequence | None] = [None] * n_places
+        self._owner: list[Sequence | None] = [None] * n_batch_slots
         self.draws = _predictor_draws(
-            shape, n_places, n_threads, self.inputs.rows.place, self.inputs.n_frames, allocate
+            shape, n_batch_slots, n_threads, self.inputs.rows.batch_slot, self.inputs.n_frames, allocate
         )
 
     def fill(self, step: Step) -> None:
@@ -71,15 +71,15 @@ class SpeechBatch:
         at = 0
         for i, chunk in enumerate(step.chunks):
             sequence, end = chunk.sequence, at + chunk.length
-            place, slot = sequence.place, sequence.slot
-            assert place is not None and slot is not None
-            if self._owner[place] is not sequence:
-                self._take_place(place, sequence)
-            rows.page_table[place, : len(sequence.pages)] = sequence.pages
+            batch_slot, state_slot = sequence.batch_slot, sequence.state_slot
+            assert batch_slot is not None and state_slot is not None
+            if self._owner[batch_slot] is not sequence:
+                self._take_batch_slot(batch_slot, sequence)
+            rows.page_table[batch_slot, : len(sequence.pages)] = sequence.pages
             rows.seq_start[i], rows.seq_context[i] = at, chunk.start
-            rows.place[i], inputs.slot[i], inputs.last_row[i] = place, slot, end - 1
+            rows.batch_slot[i], inputs.state_slot[i], inputs.last_row[i] = batch_slot, state_slot, end - 1
             rows.positions[at:end] = np.arange(chunk.start, chunk.start + chunk.length)
-            rows.row_place[at:end] = place
+            rows.row_batch_slot[at:end] = batch_slot
             if chunk.is_decode:
                 assert len(frames) == i
                 frames.append(chunk.start - sequence.n_prompt)
@@ -124,12 +124,12 @@ class SpeechBatch:
         self._n_texts += 1
         return PAD_ROW + self._n_texts
 
-    def _take_place(self, place: int, sequence: Sequence) -> None:
-        self._owner[place] = sequence
-        speech, places = sequence.request.speech or DEFAULT_SPEECH, self.draws.places
-        places.temperature[place], places.top_k[place] = speech.temperature, speech.top_k
-        places.top_p[place] = speech.top_p
-        places.seed[place] = np.uint64((sequence.seed ^ PREDICTOR_KEY) & (2**64 - 1)).astype(np.int64)
+    def _take_batch_slot(self, batch_slot: int, sequence: Sequence) -> None:
+        self._owner[batch_slot] = sequence
+        speech, batch_slots = sequence.request.speech or DEFAULT_SPEECH, self.draws.batch_slots
+        batch_slots.temperature[batch_slot], batch_slots.top_k[batch_slot] = speech.temperature, speech.top_k
+        batch_slots.top_p[batch_slot] = speech.top_p
+        batch_slots.seed[batch_slot] = np.uint64((sequence.seed ^ PREDICTOR_KEY) & (2**64 - 1)).astype(np.int64)
 
     def read_codes(self) -> Ints:
         """int32 [n_frames, 16]: the frames of the last step's decodes.
@@ -145,29 +145,29 @@ class SpeechBatch:
 
 
 def _predictor_draws(
-    shape: SpeechShape, n_places: int, n_threads: int, place: Array, n_frames: Array, allocate: Allocate
+    shape: SpeechShape, n_batch_slots: int, n_threads: int, batch_slot: Array, n_frames: Array, allocate: Allocate
 ) -> PredictorDraws:
-    """Row m of the logits is frame m's, drawn with the parameters of its place.
+    """Row m of the logits is frame m's, drawn with the parameters of its batch slot.
 
     There are no penalties, biases or bans.
     """
     i32, f32, n = np.int32, np.float32, shape.n_codebook
-    zeros = allocate("predictor zeros", (n_places + 1,), i32)
+    zeros = allocate("predictor zeros", (n_batch_slots + 1,), i32)
     none = zeros[:0]
-    places = PlaceParameters(
-        **{name: allocate(f"predictor {name}", (n_places,), f32) for name in ("temperature", "top_p", "min_p")},
+    batch_slots = BatchParameters(
+        **{name: allocate(f"predictor {name}", (n_batch_slots,), f32) for name in ("temperature", "top_p", "min_p")},
         **dict.fromkeys(("repetition", "frequency", "presence"), zeros.view(f32)),
-        top_k=allocate("predictor top_k", (n_places,), i32),
-        seed=allocate("predictor seed", (n_places,), np.int64),
-        history=zeros[:n_places, None],
+        top_k=allocate("predictor top_k", (n_batch_slots,), i32),
+        seed=allocate("predictor seed", (n_batch_slots,), np.int64),
+        history=zeros[:n_batch_slots, None],
     )
 
     def draws(i: int) -> DrawInputs:
         return DrawInputs(
             n_draws=n_frames,
             row=rows,
-            place=place,
-            position=allocate(f"predictor position {i}", (n_places,), i32),
+            batch_slot=batch_slot,
+            position=allocate(f"predictor position {i}", (n_batch_slots,), i32),
             n_history=zeros,
             n_prompt=zeros,
             bias_begin=zeros,
@@ -179,16 +179,16 @@ def _predictor_draws(
             masks=masks,
         )
 
-    rows = np.arange(n_places, dtype=i32)
+    rows = np.arange(n_batch_slots, dtype=i32)
     masks = allocate("predictor masks", (1, -(-n // 32)), i32)
-    n_scratch = min(n_threads, n_places)
+    n_scratch = min(n_threads, n_batch_slots)
     return PredictorDraws(
-        places=places,
+        batch_slots=batch_slots,
         draws=[draws(i) for i in range(1, N_CODES)],
         scratch=DrawScratch(
             values=allocate("predictor values", (n_scratch, n), f32),
             counts=allocate("predictor counts", (n_scratch, n), i32),
             candidates=allocate("predictor candidates", (n_scratch, n), np.int64),
         ),
-        codes=allocate("predictor codes", (N_CODES - 1, n_places), i32),
+        codes=allocate("predictor codes", (N_CODES - 1, n_batch_slots), i32),
     )

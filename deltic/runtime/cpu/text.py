@@ -92,10 +92,10 @@ class Runner:
         """Runs one token through everything.
 
         That starts the threads and pages in the code, and a kernel that cannot run here fails now. It writes
-        only to page 0 and slot 0, whose first owner overwrites them.
+        only to page 0 and state slot 0, whose first owner overwrites them.
         """
         request = Request(id="warm-up", prompt_ids=[], params=SamplingParams(temperature=0.0))
-        sequence = Sequence(request, 0, 0, array("i", [0]), n_prompt=1, pages=[0], place=0, slot=0)
+        sequence = Sequence(request, 0, 0, array("i", [0]), n_prompt=1, pages=[0], batch_slot=0, state_slot=0)
         self.step(Step(chunks=[Chunk(sequence, 0, 1)], draws=[Draw(0, sequence, n_guesses=2)]))
 
     def open_tiers(self, directory: Path | None, disk_bytes: int, fingerprint: str) -> None:
@@ -109,7 +109,7 @@ class Runner:
         )
         self.tiers = Tiers(
             lambda page: [pages[page]],
-            lambda slot: [states[slot], columns[slot]],
+            lambda state_slot: [states[state_slot], columns[state_slot]],
             self.host,
             self.plan.shape.state_bytes,
             directory,
@@ -120,8 +120,8 @@ class Runner:
     def step(self, step: Step) -> StepResult:
         """Runs one forward and the draws.
 
-        A chunk starts from its sequence's `start_slot`, if any, else from its `slot`, or at 0 from the zero
-        state, and leaves its final state in `slot` and those of its snapshots where they say.
+        A chunk starts from its sequence's `start_slot`, if any, else from its `state_slot`, or at 0 from the
+        zero state, and leaves its final state in `state_slot` and those of its snapshots where they say.
         """
         batch, sampler = self.workspace.batch, self.workspace.sampler
         first_row = batch.fill(step)

@@ -62,47 +62,47 @@ class VocoderStreams:
         self._front, self._rest = Program(n_threads, library, cpus), Program(n_threads, library, cpus)
         Vocoder(shape, tensors, b, half).record(self._front, self._rest)
 
-    def open(self, slot: int, state: Array | None = None) -> None:
-        """Starts a stream in a slot: at its beginning, or after the stream that a state was taken from.
+    def open(self, state_slot: int, state: Array | None = None) -> None:
+        """Starts a stream in a state slot: at its beginning, or after the stream that a state was taken from.
 
         state: float32 [state_size], from `state_of`, in this process or another. Raises ValueError for a
         state of another model's size.
         """
         if state is None:
-            self.buffers.states[slot] = 0.0
+            self.buffers.states[state_slot] = 0.0
             return
         if state.dtype != np.float32 or state.shape != (self.state_size,):
             found = f"{state.dtype} {list(state.shape)}"
             raise ValueError(f"a vocoder state of this model is float32 [{self.state_size}], not {found}")
-        self.buffers.states[slot] = state
+        self.buffers.states[state_slot] = state
 
-    def state_of(self, slot: int) -> Array:
+    def state_of(self, state_slot: int) -> Array:
         """A copy of a stream's state."""
-        return np.array(self.buffers.states[slot])
+        return np.array(self.buffers.states[state_slot])
 
-    def position(self, slot: int) -> int:
-        """Frames of the stream in a slot so far."""
-        return int(self.buffers.states[slot, 0])
+    def position(self, state_slot: int) -> int:
+        """Frames of the stream in a state slot so far."""
+        return int(self.buffers.states[state_slot, 0])
 
     def begin(self, chunks: Sequence[tuple[int, NDArray[np.int32]]]) -> Vocoded:
         """Starts a `vocode`. A vocoder that computes on another device need not be done when this returns."""
         return Vocoded(self.vocode(chunks))
 
-    def skim(self, slot: int, codes: NDArray[np.int32]) -> None:
+    def skim(self, state_slot: int, codes: NDArray[np.int32]) -> None:
         """Moves a stream past codes whose samples are not needed, for a tenth of the work.
 
         Samples are right again, to the bit, SEEN_FRAMES after them. Raises ValueError as `vocode` does.
         """
-        self._check([(slot, codes)])
+        self._check([(state_slot, codes)])
         for begin in range(0, len(codes), self.n_frames):
-            self._pass([(slot, codes)], [(0, begin, min(begin + self.n_frames, len(codes)))], None)
+            self._pass([(state_slot, codes)], [(0, begin, min(begin + self.n_frames, len(codes)))], None)
 
     def vocode(self, chunks: Sequence[tuple[int, NDArray[np.int32]]]) -> list[NDArray[np.float32]]:
-        """The waveform of each chunk (slot, codes int32 [n, 16]) of a stream: float32 [1920 n] within
+        """The waveform of each chunk (state slot, codes int32 [n, 16]) of a stream: float32 [1920 n] within
         [-1, 1], at 24 kHz.
 
-        Raises ValueError, before anything is changed, for codes outside the codebooks, a slot given twice,
-        and a stream longer than MAX_POSITIONS.
+        Raises ValueError, before anything is changed, for codes outside the codebooks, a state slot given
+        twice, and a stream longer than MAX_POSITIONS.
         """
         self._check(chunks)
         out = [np.empty(len(codes) * FRAME_SAMPLES, np.float32) for _, codes in chunks]
@@ -121,14 +121,14 @@ class VocoderStreams:
         return out
 
     def _check(self, chunks: Sequence[tuple[int, NDArray[np.int32]]]) -> None:
-        for slot, codes in chunks:
+        for state_slot, codes in chunks:
             if codes.ndim != 2 or codes.shape[1] != N_CODES:
                 raise ValueError(f"codes are [n, {N_CODES}], not {list(codes.shape)}")
             if codes.size and not 0 <= codes.min() <= codes.max() < self.shape.codebook_size:
                 raise ValueError(f"a code is outside 0 to {self.shape.codebook_size - 1}")
-            if self.position(slot) + len(codes) > MAX_POSITIONS:
+            if self.position(state_slot) + len(codes) > MAX_POSITIONS:
                 raise ValueError(f"a stream has at most {MAX_POSITIONS} frames")
-        if len({slot for slot, _ in chunks}) < len(chunks):
+        if len({state_slot for state_slot, _ in chunks}) < len(chunks):
             raise ValueError("two chunks of one stream; join them")
 
     def _pass(
@@ -142,8 +142,8 @@ class VocoderStreams:
         """
         b, at = self.buffers, 0
         for s, (i, begin, end) in enumerate(part):
-            slot, codes = chunks[i]
-            b.slot[s], b.start[s] = slot, at
+            state_slot, codes = chunks[i]
+            b.state_slot[s], b.start[s] = state_slot, at
             b.codes[at : at + end - begin] = codes[begin:end]
             at += end - begin
             b.start[s + 1] = at
@@ -154,7 +154,7 @@ class VocoderStreams:
         if out is not None:
             self._rest.run()
         for s, (i, begin, end) in enumerate(part):
-            b.states[b.slot[s], 0] += end - begin
+            b.states[b.state_slot[s], 0] += end - begin
             if out is None:
                 continue
             first = b.start[s] * FRAME_SAMPLES

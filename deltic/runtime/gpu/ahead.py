@@ -12,7 +12,7 @@ from torch import Tensor
 
 from deltic.engine.messages import TokenLogprob
 from deltic.engine.step import Sequence
-from deltic.runtime.gpu.places import Ring
+from deltic.runtime.gpu.batch_slots import Ring
 
 
 @dataclass(eq=False)
@@ -63,7 +63,7 @@ class Ahead:
     pending: Pending | None
     """Results under way. None: only the forward ran, and its logits are in `Undrawn`."""
     n_preempted: int
-    """Times that its sequence had lost its place by then."""
+    """Times that its sequence had lost its batch slot by then."""
 
     def only(self, sequence: Sequence) -> Ahead:
         """The same, without a hold on a pinned buffer."""
@@ -88,7 +88,8 @@ class Undrawn:
         self._own: dict[Sequence, int] = {}  # of those, the one of each sequence
         self._row: dict[Sequence, int] = {}  # where its logits are now
         self.draws = torch.zeros((3, n_rows), dtype=torch.int32, device=device)
-        """Inputs of a recorded draw: rows, places (-1: no draw) and positions of the tokens to be drawn."""
+        """Inputs of a recorded draw: rows, batch slots (-1: no draw) and positions of the tokens to be
+        drawn."""
         self._ring = Ring(3 * n_rows, 3, device)
 
     @property
@@ -118,11 +119,11 @@ class Undrawn:
                 self.logits[own].copy_(self.logits[row])
                 self._row[sequence] = own
 
-    def send(self, rows: list[int], places: list[int], positions: list[int]) -> None:
+    def send(self, rows: list[int], batch_slots: list[int], positions: list[int]) -> None:
         """Sends what the next draw reads. The one before has been read."""
         buffer, n = self._ring.take().view(self.draws.shape), len(rows)
         words = buffer.numpy()
-        words[0, :n], words[1, :n], words[2, :n] = rows, places, positions
+        words[0, :n], words[1, :n], words[2, :n] = rows, batch_slots, positions
         words[1, n:] = -1
         self.draws.copy_(buffer, non_blocking=True)
         self._ring.used()

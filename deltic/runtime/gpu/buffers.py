@@ -26,12 +26,12 @@ from deltic.models.vision.gpu import PIECE, VisionBuffers, vision_buffers
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.ops.gpu.all_reduce import Columns, Rank, column_blocks, columns_of, rank_of, shared_buffers
-from deltic.ops.gpu.blocks import AdapterRows, Drafts, PlaceState, Windows, window_rows
+from deltic.ops.gpu.blocks import AdapterRows, BatchState, Drafts, Windows, window_rows
 from deltic.ops.gpu.draft import guess_rows
 from deltic.ops.gpu.frames import FrameParameters
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.gpu.sample import Drawn, PlaceParameters, SampleScratch, sample_scratch
-from deltic.runtime.gpu.places import ADAPTER_ROWS, HEAD_ROWS, ROWS, place_table
+from deltic.ops.gpu.sample import BatchParameters, Drawn, SampleScratch, sample_scratch
+from deltic.runtime.gpu.batch_slots import ADAPTER_ROWS, HEAD_ROWS, ROWS, batch_table
 from deltic.runtime.plan import Plan, SpeechPlan, TextPlan
 
 PIECE_ROWS = 4096
@@ -41,7 +41,7 @@ MAX_SEGMENTS = 32
 SUM_ROWS = 2048
 """Rows of a prefill that GPUs add up at a time: what they send each other needs room."""
 
-ByPlace = TypeVar("ByPlace", PlaceState, PlaceParameters)
+ByBatchSlot = TypeVar("ByBatchSlot", BatchState, BatchParameters)
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class Workspace:
     """Every buffer of a step but the two memories: the part that is the same for text and speech."""
 
     table: Tensor
-    """int32, flat: everything by place, so that the host changes it with one list of (offset, value)."""
+    """int32, flat: everything by batch slot, so that the host changes it with one list of (offset, value)."""
     offsets: dict[str, tuple[int, int]]
     """First word of each part of the table, and the words of one row."""
-    rows_place: Tensor
-    """int32 [N], of the table: the place of each row of the next decode, or -1."""
-    places: PlaceState
-    parameters: PlaceParameters
+    rows_batch_slot: Tensor
+    """int32 [N], of the table: the batch slot of each row of the next decode, or -1."""
+    batch_slots: BatchState
+    parameters: BatchParameters
     sample: SampleScratch
     out: dict[str, Drawn]
     """Results of a decode and of a prefill."""
@@ -89,7 +89,7 @@ class Shares:
     """Inbox and flags, of a decode and of a prefill."""
     logit_flags: dict[str, Tensor]
     """The same, and of guesses where there is a draft head."""
-    part_logits: Tensor
+    shard_logits: Tensor
     """float32, flat: columns of one part."""
     gpu_logits: Tensor | None
     """float32, flat: of all parts that the GPU has, where these are several."""
@@ -104,9 +104,9 @@ class Guesses:
     """
 
     head: HeadBuffers
-    parameters: PlaceParameters
+    parameters: BatchParameters
     none: Tensor
-    """int32 [places], to be filled with -1: no mask, and no log-probabilities are wanted."""
+    """int32 [batch_slots], to be filled with -1: no mask, and no log-probabilities are wanted."""
     out: Drawn
     """The token is the latest guess."""
 
@@ -120,8 +120,8 @@ class GpuSpeechWorkspace(Workspace):
     prefill: PromptBuffers
 
 
-def _of(kind: type[ByPlace], views: dict[str, Tensor], **others: Tensor) -> ByPlace:
-    """Tensors by place: parts of the table, each by the name it has there, and others."""
+def _of(kind: type[ByBatchSlot], views: dict[str, Tensor], **others: Tensor) -> ByBatchSlot:
+    """Tensors by batch slot: parts of the table, each by the name it has there, and others."""
     return kind(**{name: views[name] for name in kind.__dataclass_fields__ if name in views}, **others)
 
 
@@ -129,21 +129,21 @@ def _shared(
     plan: Plan[Any], n_vocab: int, n_top: int, allocate: Allocate, more: dict[str, int] | None = None
 ) -> tuple[dict[str, Any], dict[str, Tensor]]:
     """The fields of a Workspace, and the parts of its table. n_vocab: width of the logits; n_top: the most
-    alternatives of a token; more: as `place_table` takes it.
+    alternatives of a token; more: as `batch_table` takes it.
     """
     n, i32, f32 = plan.n_decode_rows, torch.int32, torch.float32
     n_drafts = n - plan.max_num_seqs
     has_head = not plan.speaks and plan.shape.has_draft_head
     has_pictures = plan.max_picture_tokens > 0
-    table, offsets, views = place_table(
+    table, offsets, views = batch_table(
         plan.max_num_seqs, plan.max_model_len, allocate, more, n_drafts, has_head, has_pictures, plan.adapters.n > 0
     )
     return {
         "table": table,
         "offsets": offsets,
-        "rows_place": views["rows_place"],
-        "places": _of(PlaceState, views),
-        "parameters": _of(PlaceParameters, views, masks=allocate("masks", (n, -(-plan.n_real // 32)), i32)),
+        "rows_batch_slot": views["rows_batch_slot"],
+        "batch_slots": _of(BatchState, views),
+        "parameters": _of(BatchParameters, views, masks=allocate("masks", (n, -(-plan.n_real // 32)), i32)),
         "sample": sample_scratch(n, n_vocab, allocate),
         "out": {
             kind: Drawn(
@@ -215,22 +215,22 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
             drafts=drafts,
             windows=windows,
             has_pictures=plan.max_picture_tokens > 0,
-            n_parts=plan.n_parts,
+            n_shards=plan.n_shards,
             adapters=rows,
         ),
-        prefill=prefill_buffers(shape, codes, n_blocks, n_segments, allocate, plan.n_parts),
+        prefill=prefill_buffers(shape, codes, n_blocks, n_segments, allocate, plan.n_shards),
     )
 
 
 def _shares(plan: TextPlan, levers: Levers, allocate: Allocate) -> Shares:
-    n, h, n_gpus, n_parts = plan.n_decode_rows, plan.shape.hidden_size, plan.n_gpus, plan.n_parts
+    n, h, n_gpus, n_shards = plan.n_decode_rows, plan.shape.hidden_size, plan.n_gpus, plan.n_shards
     rows = {"decode": n, "prefill": min(plan.max_step_tokens // PAGE_SIZE, MAX_SEGMENTS)}
     n_columns, f32 = max(rows.values()) * plan.shape.head_rows, torch.float32
     part = allocate("columns of logits", (n_columns,), f32)
     if n_gpus == 1:
         return Shares({}, {}, part, gpu_logits=None, total=None)
     # a sum of parts has more bits than one of them
-    sent = torch.bfloat16 if n_parts == 1 else f32
+    sent = torch.bfloat16 if n_shards == 1 else f32
     n_sums = min(plan.max_step_tokens, SUM_ROWS)
     return Shares(
         sums={
@@ -245,8 +245,8 @@ def _shares(plan: TextPlan, levers: Levers, allocate: Allocate) -> Shares:
             )
             for kind, ends in _logit_columns(plan.cuts, n_gpus, plan.shape.has_draft_head).items()
         },
-        part_logits=part,
-        gpu_logits=None if n_parts == 1 else allocate("columns of all parts", (n_parts * n_columns,), f32),
+        shard_logits=part,
+        gpu_logits=None if n_shards == 1 else allocate("columns of all parts", (n_shards * n_columns,), f32),
         total=None if levers.fused_sums else allocate("sums", (max(n, plan.max_step_tokens) * h,), f32),
     )
 
@@ -255,8 +255,8 @@ def _logit_columns(cuts: Sequence[Cuts], n_gpus: int, has_head: bool) -> dict[st
     """Returns where each GPU's columns of logits begin and end. Columns that a draft head guesses from are
     the first GPU's.
     """
-    ends, n_parts = [one for cut in cuts for one in cut.head], len(cuts) // n_gpus
-    own = [(ends[i][0], ends[i + n_parts - 1][1]) for i in range(0, len(ends), n_parts)]
+    ends, n_shards = [one for cut in cuts for one in cut.head], len(cuts) // n_gpus
+    own = [(ends[i][0], ends[i + n_shards - 1][1]) for i in range(0, len(ends), n_shards)]
     found = {"decode": own, "prefill": own}
     if has_head:
         n = cuts[0].shape.n_drafted
@@ -284,7 +284,7 @@ def exchanges(workspaces: Sequence[GpuWorkspace], cuts: Sequence[Cuts]) -> list[
             flags = [s.logit_flags[kind] for s in shares]
             n_blocks = max(column_blocks(end - begin) for begin, end in ends)
             logits[kind] = columns_of(rank, ends[-1][1], ends[rank][0], n_blocks, wholes, flags)
-        found.append(Exchange(sums, logits, own.part_logits, own.gpu_logits, own.total))
+        found.append(Exchange(sums, logits, own.shard_logits, own.gpu_logits, own.total))
     return found
 
 

@@ -44,7 +44,7 @@ def _text_runner(plan: TextPlan, levers: Levers) -> GpuTextRunner:
         workspace = gpu_workspace(plan, levers, allocate_on("meta"))
         joined = workspace, exchanges([workspace] * plan.n_gpus, plan.cuts)[0]
     weights = replace(weights, layers=_different_layers(weights))
-    return GpuTextRunner(plan, [weights] * plan.n_parts, levers, vision=vision, exchange=joined)
+    return GpuTextRunner(plan, [weights] * plan.n_shards, levers, vision=vision, exchange=joined)
 
 
 def _speech_runner(plan: SpeechPlan, levers: Levers) -> GpuSpeechRunner:

@@ -55,7 +55,7 @@ SOURCES = ("ops/gpu", "ops/geometry.py", "ops/formats.py", "ops/matrix.py", "mod
 """Sources within the package that decide which kernels a step starts."""
 SIZES = (
     *("shape", "quantize", "n_real", "max_model_len", "max_num_seqs", "max_step_tokens", "max_drafts"),
-    *("tower", "max_picture_tokens", "n_gpus", "n_parts", "adapters"),
+    *("tower", "max_picture_tokens", "n_gpus", "n_shards", "adapters"),
 )
 """Fields of a plan that decide which kernels a step starts."""
 

@@ -1,11 +1,12 @@
 """Pages and states between a device and the host, for `Tiers`: copies through pinned memory, beside the
 steps.
 
-The steps run on one stream, in order: a new owner of a page or slot writes it after the old one. A copy for
-the tiers is not on that stream, so that it does not wait for unrelated steps. It waits for an event that was
-recorded on the stream of the steps when the move was asked for. All work that may have written the object was
-started before that event, a decode that ran ahead included; and until the move is done no other owner gets
-it. A copy to the device has arrived before its move is done, so before any step that reads it is started.
+The steps run on one stream, in order: a new owner of a page or state slot writes it after the old one. A copy
+for the tiers is not on that stream, so that it does not wait for unrelated steps. It waits for an event that
+was recorded on the stream of the steps when the move was asked for. All work that may have written the object
+was started before that event, a decode that ran ahead included; and until the move is done no other owner
+gets it. A copy to the device has arrived before its move is done, so before any step that reads it is
+started.
 """
 
 from __future__ import annotations
@@ -50,8 +51,8 @@ class DeviceCopies:
     """
 
     def __init__(self, pages: Sequence[Tensor], states: Sequence[Tensor], stream: torch.cuda.Stream | None) -> None:
-        """pages, states: what makes up a page or a state, each tensor contiguous, with the page or slot as
-        its first dimension. stream: the one of the steps; None: the tensors are not on a GPU.
+        """pages, states: what makes up a page or a state, each tensor contiguous, with the page or state slot
+        as its first dimension. stream: the one of the steps; None: the tensors are not on a GPU.
         """
         self._parts = {"page": [_bytes(t) for t in pages], "state": [_bytes(t) for t in states]}
         self._n_bytes = {kind: sum(part.shape[1] for part in parts) for kind, parts in self._parts.items()}
@@ -68,7 +69,7 @@ class DeviceCopies:
         """The calling thread's buffer, as large as a page."""
         return self._views("page")
 
-    def state(self, slot: int) -> list[Bytes]:
+    def state(self, state_slot: int) -> list[Bytes]:
         """The calling thread's buffer, as large as a state. It is the same one."""
         return self._views("state")
 
@@ -126,7 +127,7 @@ class AllCopies(Copies, Protocol):
 
     def page(self, index: int) -> list[Bytes]: ...
 
-    def state(self, slot: int) -> list[Bytes]: ...
+    def state(self, state_slot: int) -> list[Bytes]: ...
 
 
 def open_tiers(copies: AllCopies, plan: Plan[Any], directory: Path | None, disk_bytes: int, model: str) -> Tiers:

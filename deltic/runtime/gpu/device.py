@@ -257,7 +257,7 @@ class Gpu:
             return load()
         told: list[str] = []
 
-        def of_part(store: Store, cuts: Cuts, i: int) -> Weights:
+        def of_shard(store: Store, cuts: Cuts, i: int) -> Weights:
             weights, notices = load(
                 store=store, cuts=cuts, progress=partial(part_of_progress, progress, i, self.n_cuts)
             )
@@ -266,7 +266,7 @@ class Gpu:
             found: Weights = weights
             return found
 
-        return self.parts(plan.cuts, of_part), told
+        return self.parts(plan.cuts, of_shard), told
 
     def parts(self, cuts: Sequence[Cuts], load: Callable[[Store, Cuts, int], Weights]) -> list[list[Weights]]:
         """Loads the weights of each part, by GPU. Parts of a GPU have one embedding. load: loads a part,

@@ -1,8 +1,8 @@
 """The draft head (MTP) on a GPU: recordings behind the draws of a step, and how its guesses come to the host.
 
 A row of the head is a token's hidden state and the id of the token behind it. Its keys and values stand in
-the pages beside those of the model's layers, at the token's place: behind each prefill and each decode they
-are written for what that has computed. The head's rows are those of the step, so a recording is by their
+the pages beside those of the model's layers, at the token's batch slot: behind each prefill and each decode
+they are written for what that has computed. The head's rows are those of the step, so a recording is by their
 number, as those of decodes are.
 
 Three kinds of recordings do: keys and values alone, where nothing is guessed; these and the first guess; and
@@ -76,7 +76,7 @@ class DraftHead:
 
     def _keys_body(self, n: int) -> Body:
         w, g = self._workspace, self._guesses
-        return lambda: self._model.draft_keys(n, self._drawn(n), w.places, w.decode, g.head, self._memory)
+        return lambda: self._model.draft_keys(n, self._drawn(n), w.batch_slots, w.decode, g.head, self._memory)
 
     def _guess_body(self, n: int, drawn: Tensor | None) -> Body:
         """Makes a guess behind the draws, or behind the guess before. Contexts have no recordings of their
@@ -85,7 +85,7 @@ class DraftHead:
         w, g, draws = self._workspace, self._guesses, self._rows.front(n).draws
 
         def body() -> None:
-            logits = self._model.draft_guess(n, drawn, w.places, w.decode, g.head, self._memory, self._max_len)
+            logits = self._model.draft_guess(n, drawn, w.batch_slots, w.decode, g.head, self._memory, self._max_len)
             sample(logits, self._n_ids, draws, g.parameters, w.sample, g.out, levers=self._levers)
 
         return body

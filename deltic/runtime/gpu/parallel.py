@@ -191,8 +191,8 @@ class JointCopies:
     def page(self, index: int) -> list[Bytes]:
         return [view for part in self._parts for view in part.page(index)]
 
-    def state(self, slot: int) -> list[Bytes]:
-        return [view for part in self._parts for view in part.state(slot)]
+    def state(self, state_slot: int) -> list[Bytes]:
+        return [view for part in self._parts for view in part.state(state_slot)]
 
     def mark(self) -> list[torch.cuda.Event | None]:
         """Marks all that was put on the streams of the steps up to now."""

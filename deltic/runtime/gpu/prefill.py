@@ -19,8 +19,8 @@ from deltic.engine.step import Chunk, Draw, Step
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.blocks import GROUP_ROWS, AdapterRows, Blocks, PrefillInputs
 from deltic.ops.gpu.sample import Draws
+from deltic.runtime.gpu.batch_slots import BatchSlots, Ring, adapter_groups
 from deltic.runtime.gpu.buffers import MAX_SEGMENTS
-from deltic.runtime.gpu.places import Places, Ring, adapter_groups
 
 _ALIGNED = 4
 """Words to which each part of the buffer is aligned: 16 bytes."""
@@ -47,9 +47,9 @@ class BlockBuffer:
         n_segments = min(n_blocks, MAX_SEGMENTS)
         sizes = {
             "token_ids": n_blocks * PAGE_SIZE,
-            **dict.fromkeys(("n", "position", "place", "page", "snapshot", "block_segment"), n_blocks),
+            **dict.fromkeys(("n", "position", "batch_slot", "page", "snapshot", "block_segment"), n_blocks),
             "segment_begin": n_segments + 1,
-            **dict.fromkeys(("start_slot", "slot", "logit_row"), n_segments),
+            **dict.fromkeys(("start_slot", "state_slot", "logit_row"), n_segments),
             **dict.fromkeys(("draw_row", "draw_place", "draw_position"), n_draws),
             **({"next_ids": n_blocks * PAGE_SIZE} if has_head else {}),
             **({"angles": 3 * n_blocks * PAGE_SIZE} if has_pictures else {}),
@@ -78,7 +78,7 @@ class PrefillBatch:
 
     def __init__(
         self,
-        places: Places,
+        batch_slots: BatchSlots,
         sizes: Rows[int],
         n_draws: int,
         spare_page: int,
@@ -91,7 +91,7 @@ class PrefillBatch:
         sequence owns. has_head: whether a draft head runs behind the draws. has_pictures, has_adapters:
         whether prompts may have some.
         """
-        self._places, self._spare_page = places, spare_page
+        self._batch_slots, self._spare_page = batch_slots, spare_page
         given = n_draws, device, has_head, has_pictures, has_adapters
         self._buffers = {n: BlockBuffer.empty(n, *given) for n in sizes}
         self._ring = Ring(len(self._buffers[sizes[-1]].words), 3, device)
@@ -130,12 +130,12 @@ class PrefillBatch:
             adapters = [step.chunks[i].sequence.adapter_slot for i in chunks]
             groups, rows = adapter_groups(adapters, buffer.n_segments)
             at["logit_adapter"][: len(groups)], at["logit_rows"][: len(rows)] = groups, rows
-        at["draw_place"][: len(buffer.draws.place)] = -1
+        at["draw_place"][: len(buffer.draws.batch_slot)] = -1
         for d, draw in enumerate(draws):
             sequence = draw.sequence
-            self._places.move_in(sequence)
+            self._batch_slots.move_in(sequence)
             at["draw_row"][d] = chunks.index(draw.chunk)
-            at["draw_place"][d], at["draw_position"][d] = sequence.place, len(sequence.tokens)
+            at["draw_place"][d], at["draw_position"][d] = sequence.batch_slot, len(sequence.tokens)
         if buffer.inputs.next_ids is not None:
             self._fill_next(at["next_ids"][: buffer.n_blocks * PAGE_SIZE], ends, step, draws)
         return n_blocks, draws
@@ -165,7 +165,7 @@ class PrefillBatch:
             ("snapshot", -1),
             ("page", self._spare_page),
             ("position", 0),
-            ("place", 0),
+            ("batch_slot", 0),
             ("block_segment", 0),
         ):
             at[name][: buffer.n_blocks] = unused
@@ -180,17 +180,17 @@ class PrefillBatch:
         b = 0
         for g, chunk in enumerate(chunks):
             sequence, start, length = chunk.sequence, chunk.start, chunk.length
-            place, slot = self._places.refresh(sequence), sequence.slot
-            assert slot is not None and start % PAGE_SIZE == 0
+            batch_slot, state_slot = self._batch_slots.refresh(sequence), sequence.state_slot
+            assert state_slot is not None and start % PAGE_SIZE == 0
             end = b - -length // PAGE_SIZE
             rows = slice(b * PAGE_SIZE, b * PAGE_SIZE + length)
             at["token_ids"][rows] = sequence.tokens[start : start + length]
             if angles is not None:
-                self._fill_pictures(chunk, place, at["token_ids"][rows], angles[:, rows])
+                self._fill_pictures(chunk, batch_slot, at["token_ids"][rows], angles[:, rows])
             at["n"][b:end] = PAGE_SIZE
             at["n"][end - 1] = length - (end - 1 - b) * PAGE_SIZE
             at["position"][b:end] = np.arange(start, start + (end - b) * PAGE_SIZE, PAGE_SIZE)
-            at["place"][b:end] = place
+            at["batch_slot"][b:end] = batch_slot
             if has_adapters:
                 at["adapter"][b:end] = sequence.adapter_slot
             at["page"][b:end] = sequence.pages[start // PAGE_SIZE : start // PAGE_SIZE + end - b]
@@ -198,17 +198,17 @@ class PrefillBatch:
             for n_tokens, snapshot in chunk.snapshots:
                 at["snapshot"][b + n_tokens // PAGE_SIZE - 1] = snapshot
             at["segment_begin"][g] = b
-            at["start_slot"][g] = slot if sequence.start_slot is None else sequence.start_slot
-            at["slot"][g] = slot
+            at["start_slot"][g] = state_slot if sequence.start_slot is None else sequence.start_slot
+            at["state_slot"][g] = state_slot
             b = end
         at["segment_begin"][len(chunks) : buffer.n_segments + 1] = b
         at["start_slot"][len(chunks) : buffer.n_segments] = 0
-        at["slot"][len(chunks) : buffer.n_segments] = 0
+        at["state_slot"][len(chunks) : buffer.n_segments] = 0
 
-    def _fill_pictures(self, chunk: Chunk, place: int, ids: np.ndarray, angles: np.ndarray) -> None:
+    def _fill_pictures(self, chunk: Chunk, batch_slot: int, ids: np.ndarray, angles: np.ndarray) -> None:
         """Writes the angles of a chunk's tokens, and for ids of pictures' tokens the tower's rows."""
         start, end = chunk.start, chunk.start + chunk.length
-        prompt = self._places.positions_in(place)
+        prompt = self._batch_slots.positions_in(batch_slot)
         angles[:] = np.arange(start, end) if prompt is None else prompt.of(start, end)[0]
         for begin, rows in row_ids(chunk):
             ids[begin : begin + len(rows)] = rows

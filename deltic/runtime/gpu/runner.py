@@ -49,9 +49,9 @@ from deltic.ops.gpu.blocks import PrefillInputs, Rows
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import Draws, sample
 from deltic.runtime.gpu.ahead import Ahead, Pending
+from deltic.runtime.gpu.batch_slots import BatchSlots
 from deltic.runtime.gpu.buffers import MAX_SEGMENTS, Workspace
 from deltic.runtime.gpu.copies import DeviceCopies, open_tiers
-from deltic.runtime.gpu.places import Places
 from deltic.runtime.gpu.prefill import PrefillBatch
 from deltic.runtime.gpu.record import Body, Recording, record_all
 from deltic.runtime.info import engine_info
@@ -91,15 +91,15 @@ class GpuRunner(ABC):
         plan: Plan[Any],
         levers: Levers,
         workspace: Workspace,
-        places: Places,
+        batch_slots: BatchSlots,
         pages: list[Tensor],
         states: list[Tensor],
         has_head: bool = False,
     ) -> None:
-        """pages, states: what makes up a page and a state, with the page or the slot as first dimension.
-        has_head: whether a draft head runs behind prefills.
+        """pages, states: what makes up a page and a state, with the page or the state slot as first
+        dimension. has_head: whether a draft head runs behind prefills.
         """
-        self.plan, self.levers, self.workspace, self.places = plan, levers, workspace, places
+        self.plan, self.levers, self.workspace, self.batch_slots = plan, levers, workspace, batch_slots
         self.device = pages[0].device
         self.is_gpu = self.device.type == "cuda"
         self.max_logit_rows = plan.max_num_seqs + PAGE_SIZE
@@ -110,7 +110,7 @@ class GpuRunner(ABC):
         self._block_sizes = _up_to(plan.max_step_tokens // PAGE_SIZE, BLOCKS)
         self._lengths = _up_to(plan.max_model_len, LENGTHS)
         self._prefill_batch = PrefillBatch(
-            places,
+            batch_slots,
             self._block_sizes,
             plan.max_num_seqs,
             plan.n_pages,
@@ -169,7 +169,7 @@ class GpuRunner(ABC):
             if inputs.adapters is not None:
                 jobs.append((self._adapted_prefills, n, self._prefill_body(n, inputs)))
             jobs.append((self._prefills, n, self._prefill_body(n, replace(inputs, adapters=None, logit_adapters=None))))
-        self.places.flush()  # no row is in use
+        self.batch_slots.flush()  # no row is in use
         bodies = [body for _, _, body in jobs]
         recorded = record_all(
             bodies, self.stream, self.levers, lambda done: progress("record", done), self.replays, are_replayed
@@ -217,7 +217,7 @@ class GpuRunner(ABC):
     def _draw(self, kind: str, logits: Tensor, draws: Draws | Rows) -> None:
         """Starts the draws of a decode, or of a prefill."""
         w = self.workspace
-        sample(logits, self.places.n_real, draws, w.parameters, w.sample, w.out[kind], levers=self.levers)
+        sample(logits, self.batch_slots.n_real, draws, w.parameters, w.sample, w.out[kind], levers=self.levers)
 
     def recordings(self) -> list[Recording]:
         """Recordings that serving will replay, all of them."""
@@ -228,8 +228,8 @@ class GpuRunner(ABC):
     def step(self, step: Step) -> StepResult:
         """Runs one step, and starts the decode that follows it.
 
-        A chunk starts from its sequence's `start_slot`, if any, else from its `slot`, or at 0 from the zero
-        state, and leaves its final state in `slot` and those of its snapshots where they say.
+        A chunk starts from its sequence's `start_slot`, if any, else from its `state_slot`, or at 0 from the
+        zero state, and leaves its final state in `state_slot` and those of its snapshots where they say.
         """
         with torch.cuda.stream(self.stream):
             return self._step(step)
@@ -246,7 +246,7 @@ class GpuRunner(ABC):
                 continue
             self._drop(sequence)
             if chunk.is_decode:
-                self.places.decode(sequence, sequence.tokens[chunk.start], chunk.start, drafts=chunk.drafts)
+                self.batch_slots.decode(sequence, sequence.tokens[chunk.start], chunk.start, drafts=chunk.drafts)
                 fresh.append(chunk)
             else:
                 prefills.append(i)
@@ -279,7 +279,7 @@ class GpuRunner(ABC):
                 results[sequence] = own = ahead.pending.only(sequence)
                 token = int(own.tokens[0])
                 is_left_out = token < 0 or ends_thought(sequence, token)
-                self.places.decode(sequence, token, ahead.position + 1, is_left_out)
+                self.batch_slots.decode(sequence, token, ahead.position + 1, is_left_out)
         return results
 
     def _size(self, n: int) -> int:
@@ -295,8 +295,8 @@ class GpuRunner(ABC):
     def _forward(self, chunks: list[Chunk]) -> None:
         """Starts the forward of these decodes."""
         n_rows = sum(chunk.length for chunk in chunks)
-        self.places.rows(chunks, self._size(n_rows))
-        self.places.flush()
+        self.batch_slots.rows(chunks, self._size(n_rows))
+        self.batch_slots.flush()
         has_drafts = any(chunk.length > 1 or chunk.n_redo for chunk in chunks)
         has_adapters = any(chunk.sequence.adapter_slot >= 0 for chunk in chunks)
         n_keys = max(chunk.start + chunk.length for chunk in chunks)
@@ -310,7 +310,7 @@ class GpuRunner(ABC):
     def _prefill(self, step: Step, prefills: list[int]) -> Pending:
         """Starts a prefill of these chunks and the draws behind them."""
         n_blocks, draws = self._prefill_batch.fill(step, prefills)
-        self.places.flush()
+        self.batch_slots.flush()
         self._prefill_batch.send(n_blocks)
         has_adapters = any(step.chunks[i].sequence.adapter_slot >= 0 for i in prefills)
         (self._adapted_prefills if has_adapters else self._prefills)[n_blocks].run()
@@ -370,7 +370,7 @@ class GpuRunner(ABC):
             lacks_text = request.speech is not None and not request.speech.knows_text(sequence.n_generated)
             if is_last or lacks_text or position >= len(sequence.pages) * PAGE_SIZE:
                 continue
-            self.places.refresh(sequence)
+            self.batch_slots.refresh(sequence)
             following.append(Chunk(sequence, position, 1))
         return following
 

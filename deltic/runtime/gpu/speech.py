@@ -22,8 +22,8 @@ from deltic.ops.gpu.blocks import PrefillInputs
 from deltic.ops.gpu.launch import Levers, allocate_on
 from deltic.ops.gpu.weight import to_device
 from deltic.runtime.gpu.ahead import Pending
+from deltic.runtime.gpu.batch_slots import BatchSlots
 from deltic.runtime.gpu.buffers import GpuSpeechWorkspace, gpu_speech_workspace
-from deltic.runtime.gpu.places import Places
 from deltic.runtime.gpu.record import Body, Recording
 from deltic.runtime.gpu.runner import N_PENDING, GpuRunner
 from deltic.runtime.gpu.vocoder import GpuVocoderStreams
@@ -31,8 +31,8 @@ from deltic.runtime.plan import SpeechPlan
 from deltic.runtime.speaking import DEFAULT_SPEECH, PREDICTOR_KEY, Speaker
 
 
-class SpeechPlaces(Places):
-    """The table of places with what the predictor's draws need, and the texts still to be said."""
+class SpeechBatchSlots(BatchSlots):
+    """The table of batch slots with what the predictor's draws need, and the texts still to be said."""
 
     def __init__(self, workspace: GpuSpeechWorkspace, end_id: int, n_drawn: int, max_len: int) -> None:
         super().__init__(workspace.table, workspace.offsets, workspace.parameters.masks, (end_id,), n_drawn)
@@ -40,36 +40,36 @@ class SpeechPlaces(Places):
         self._n_texts = [0] * len(self._owner)
 
     def refresh(self, sequence: Sequence) -> int:
-        """Brings the place's texts up to date, too: those of an utterance that is spoken while it is written
-        become more.
+        """Brings the batch slot's texts up to date, too: those of an utterance that is spoken while it is
+        written become more.
         """
-        is_new = sequence.place is None or self._owner[sequence.place] is not sequence
-        place = super().refresh(sequence)
+        is_new = sequence.batch_slot is None or self._owner[sequence.batch_slot] is not sequence
+        batch_slot = super().refresh(sequence)
         if is_new:
-            self._put_speech(place, sequence)
+            self._put_speech(batch_slot, sequence)
         texts = (sequence.request.speech or DEFAULT_SPEECH).trailing_ids
-        known, n = self._n_texts[place], min(len(texts), self._max_len)
+        known, n = self._n_texts[batch_slot], min(len(texts), self._max_len)
         if known < n:
-            self._write("trailing", place, np.array(texts[known:n], np.int32), known)
-            self._write("n_trailing", place, n)
-            self._n_texts[place] = n
-        return place
+            self._write("trailing", batch_slot, np.array(texts[known:n], np.int32), known)
+            self._write("n_trailing", batch_slot, n)
+            self._n_texts[batch_slot] = n
+        return batch_slot
 
-    def _put_speech(self, place: int, sequence: Sequence) -> None:
-        """Says what the predictor's draws need of a sequence that is new at this place."""
+    def _put_speech(self, batch_slot: int, sequence: Sequence) -> None:
+        """Says what the predictor's draws need of a sequence that is new at this batch slot."""
         speech = sequence.request.speech or DEFAULT_SPEECH
         for part, value in (
             ("code_temperature", float(speech.temperature)),
             ("code_top_p", float(speech.top_p)),
             ("code_top_k", speech.top_k),
         ):
-            self._write(part, place, value)
+            self._write(part, batch_slot, value)
         seed = np.array([(sequence.seed ^ PREDICTOR_KEY) & (2**64 - 1)], np.uint64).view(np.int32)
-        self._write("code_seed", place, seed)
-        self._n_texts[place] = 0
-        self._write("n_trailing", place, 0)
+        self._write("code_seed", batch_slot, seed)
+        self._n_texts[batch_slot] = 0
+        self._write("n_trailing", batch_slot, 0)
         if sequence.request.params.repetition_penalty != 1:  # rows of the prompt are no codes
-            self._write("history", place, np.full(sequence.n_prompt, -1, np.int32))
+            self._write("history", batch_slot, np.full(sequence.n_prompt, -1, np.int32))
 
 
 class GpuSpeechRunner(GpuRunner, Speaker):
@@ -102,8 +102,8 @@ class GpuSpeechRunner(GpuRunner, Speaker):
         self.vocoder: GpuVocoderStreams = GpuVocoderStreams(
             shape.vocoder, vocoder, n_streams=plan.n_vocoder_slots, levers=levers, device=device, progress=progress
         )
-        places = SpeechPlaces(w, shape.end_id, shape.n_drawn, plan.max_model_len)
-        super().__init__(plan, levers, w, places, [self.memory.pages], [self.memory.past])
+        batch_slots = SpeechBatchSlots(w, shape.end_id, shape.n_drawn, plan.max_model_len)
+        super().__init__(plan, levers, w, batch_slots, [self.memory.pages], [self.memory.past])
         self._codes = [self._pinned(n, N_CODES) for _ in range(N_PENDING)]
         self._voice_rows: dict[int, tuple[Voice, Tensor, Tensor | None]] = {}
         self.replays = self.vocoder.replays
@@ -117,14 +117,14 @@ class GpuSpeechRunner(GpuRunner, Speaker):
     def _forward_body(self, n: int, max_len: int) -> Body:
         def body() -> None:
             w = self.workspace
-            logits = self.model.decode(w.rows_place[:n], w.places, w.frames, w.decode, self.memory, max_len)
+            logits = self.model.decode(w.rows_batch_slot[:n], w.batch_slots, w.frames, w.decode, self.memory, max_len)
             self._draw("decode", logits, w.decode.rows.front(n))
 
         return body
 
     def _prefill_logits(self, n_blocks: int, inputs: PrefillInputs) -> Tensor:
         w = self.workspace
-        return self.model.prefill(n_blocks, inputs, w.places.page_table, w.prefill, self.memory)
+        return self.model.prefill(n_blocks, inputs, w.batch_slots.page_table, w.prefill, self.memory)
 
     def recordings(self) -> list[Recording]:
         """Recordings that serving will replay, the vocoder's, too."""

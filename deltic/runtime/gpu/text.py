@@ -33,10 +33,10 @@ from deltic.ops.gpu.sample import Draws, prompt_logprobs
 from deltic.runtime.adapters import Adapters
 from deltic.runtime.gpu.adapters import GpuAdapterMemory
 from deltic.runtime.gpu.ahead import Pending, Undrawn
+from deltic.runtime.gpu.batch_slots import BatchSlots, adapter_groups
 from deltic.runtime.gpu.buffers import GpuWorkspace, gpu_workspace
 from deltic.runtime.gpu.draft_head import DraftHead
 from deltic.runtime.gpu.pictures import PictureTower
-from deltic.runtime.gpu.places import Places, adapter_groups
 from deltic.runtime.gpu.record import Body, Recording
 from deltic.runtime.gpu.runner import N_PENDING, GpuRunner, Job, ends_thought
 from deltic.runtime.plan import TextPlan
@@ -60,22 +60,22 @@ class GpuTextRunner(GpuRunner):
         """weights: of each part that this GPU has. vision: where the plan has a tower. exchange: where the
         model is cut, with the workspace that it is of.
         """
-        shape, n, n_parts = plan.shape, plan.n_decode_rows, plan.n_parts
+        shape, n, n_shards = plan.shape, plan.n_decode_rows, plan.n_shards
         allocate = allocate_on(weights[0].norm.device)
         # No sequence owns the last page: rows of padding are written there.
         page, page_type = page_layout(shape)
         state = shape.n_gdn_layers, shape.gdn_n_v_heads, shape.gdn_v_dim, shape.gdn_k_dim
         columns = shape.n_gdn_layers, RING, shape.conv_channels
-        pages = allocate("pages", (plan.n_pages + 1, n_parts, *page), page_type)
-        states = allocate("states", (plan.n_slots, n_parts, *state), getattr(torch, shape.state_dtype))
-        inputs = allocate("columns", (plan.n_slots, n_parts, *columns), torch.bfloat16)
-        self.memory = [GpuMemory(pages[:, i], states[:, i], inputs[:, i]) for i in range(n_parts)]
+        pages = allocate("pages", (plan.n_pages + 1, n_shards, *page), page_type)
+        states = allocate("states", (plan.n_slots, n_shards, *state), getattr(torch, shape.state_dtype))
+        inputs = allocate("columns", (plan.n_slots, n_shards, *columns), torch.bfloat16)
+        self.memory = [GpuMemory(pages[:, i], states[:, i], inputs[:, i]) for i in range(n_shards)]
         w, joined = (gpu_workspace(plan, levers, allocate), None) if exchange is None else exchange
         targets = None if w.adapters is None else Targets(shape, w.adapters, plan.adapters.rank)
         self.model = QwenGpu(shape, weights, plan.max_model_len, levers, joined, targets)
         n_drafts = n - plan.max_num_seqs
-        places = Places(w.table, w.offsets, w.parameters.masks, shape.eos_token_ids, plan.n_real, n_drafts)
-        super().__init__(plan, levers, w, places, [pages], [states, inputs], has_head=w.guesses is not None)
+        batch_slots = BatchSlots(w.table, w.offsets, w.parameters.masks, shape.eos_token_ids, plan.n_real, n_drafts)
+        super().__init__(plan, levers, w, batch_slots, [pages], [states, inputs], has_head=w.guesses is not None)
         self.draft_head = (
             None if w.guesses is None else DraftHead(self.model, w, w.guesses, self.memory[0], plan, levers)
         )
@@ -121,7 +121,7 @@ class GpuTextRunner(GpuRunner):
 
     def _decode_body(self, n: int, max_len: int, buffers: DecodeBuffers) -> Body:
         w = self.workspace
-        return lambda: self.model.decode(w.rows_place[:n], w.places, buffers, self.memory, max_len)
+        return lambda: self.model.decode(w.rows_batch_slot[:n], w.batch_slots, buffers, self.memory, max_len)
 
     def _draft_jobs(self) -> list[Job]:
         n_rows = self.plan.n_decode_rows
@@ -145,7 +145,7 @@ class GpuTextRunner(GpuRunner):
 
     def _prefill_logits(self, n_blocks: int, inputs: PrefillInputs) -> Tensor:
         w = self.workspace
-        return self.model.prefill(n_blocks, inputs, w.places.page_table, w.prefill, self.memory, w.picture_rows)
+        return self.model.prefill(n_blocks, inputs, w.batch_slots.page_table, w.prefill, self.memory, w.picture_rows)
 
     def _prefill_body(self, n_blocks: int, inputs: PrefillInputs) -> Body:
         body, head = super()._prefill_body(n_blocks, inputs), self.draft_head
@@ -183,7 +183,7 @@ class GpuTextRunner(GpuRunner):
             if self.is_gpu:
                 for part in (*self._pages, *self._states, self._undrawn.logits):  # as forks and late draws do
                     part[-1].copy_(part[0])
-                with self.places.beside:
+                with self.batch_slots.beside:
                     self._undrawn.send([], [], [])
                 torch.cuda.current_stream().synchronize()
 
@@ -195,7 +195,7 @@ class GpuTextRunner(GpuRunner):
             guide, rules = draw.sequence.guide, step.chunks[draw.chunk].rules
             if guide is not None:
                 guided.append((draw.sequence, rules or [Rule.of(guide)]))
-        self.places.put_guides(guided)
+        self.batch_slots.put_guides(guided)
         self._n_guesses = max((draw.n_guesses for draw in step.draws), default=0)
         return super()._step(step)
 
@@ -207,7 +207,7 @@ class GpuTextRunner(GpuRunner):
                 assert row is not None
                 late[sequence] = row
                 if self._ahead.pop(sequence).n_preempted != sequence.n_preempted:
-                    self.places.move_in(sequence)
+                    self.batch_slots.move_in(sequence)
         results = super()._take_over([s for s in sequences if s not in late])
         if late:
             results |= dict.fromkeys(late, self._draw_late(late))
@@ -215,10 +215,10 @@ class GpuTextRunner(GpuRunner):
 
     def _draw_late(self, rows: dict[Sequence, int]) -> Pending:
         """Starts the draws of sequences whose forwards ran ahead, from these rows of logits."""
-        self.places.flush()
-        places = [s.place for s in rows if s.place is not None]
-        with self.places.beside:
-            self._undrawn.send([*rows.values()], places, [len(s.tokens) for s in rows])
+        self.batch_slots.flush()
+        batch_slots = [s.batch_slot for s in rows if s.batch_slot is not None]
+        with self.batch_slots.beside:
+            self._undrawn.send([*rows.values()], batch_slots, [len(s.tokens) for s in rows])
         self._late_draws[self._size(len(rows))].run()
         return self._send({sequence: i for i, sequence in enumerate(rows)}, len(rows), "decode")
 
@@ -336,9 +336,9 @@ class GpuTextRunner(GpuRunner):
                 entries.append(TokenLogprob(token, value, list(zip(ids[:k], values[:k], strict=True))))
         return entries
 
-    def _adapter_rows(self, slot: int, n: int) -> AdapterRows:
+    def _adapter_rows(self, adapter_slot: int, n: int) -> AdapterRows:
         """Makes groups of n rows that all have this adapter."""
-        groups, rows = (torch.tensor(words, dtype=torch.int32) for words in adapter_groups([slot] * n, n))
+        groups, rows = (torch.tensor(words, dtype=torch.int32) for words in adapter_groups([adapter_slot] * n, n))
         return AdapterRows(groups.to(self.device), rows.view(n, -1).to(self.device))
 
     # For tests and benches.
@@ -358,7 +358,7 @@ class GpuTextRunner(GpuRunner):
         """Median milliseconds of one decode of n_rows rows with n_keys keys each, replayed back to back.
         adapters: slots of the rows' adapters, if they have any.
 
-        No sequence may be open, nor anything cached: pages and slots are used as they come.
+        No sequence may be open, nor anything cached: pages and state slots are used as they come.
         """
         with torch.cuda.stream(self.stream):
             return self._replay_ms(n_rows, n_keys, n_replays, n_rounds, adapters)
@@ -369,13 +369,13 @@ class GpuTextRunner(GpuRunner):
         request, chunks = Request(id="", prompt_ids=[], params=params), []
         for i in range(n_rows):
             pages = [(i * n_pages + j) % self.plan.n_pages for j in range(n_pages)]
-            sequence = Sequence(request, 0, 0, array("i", [1]), n_keys, pages=pages, place=i, slot=i)
+            sequence = Sequence(request, 0, 0, array("i", [1]), n_keys, pages=pages, batch_slot=i, state_slot=i)
             sequence.adapter = HeldAdapter(adapters[i]) if adapters else None
-            self.places.decode(sequence, 1 + i, n_keys - 1)  # of a mixture, equal tokens would share experts
+            self.batch_slots.decode(sequence, 1 + i, n_keys - 1)  # in a mixture, equal ones share experts
             chunks.append(Chunk(sequence, n_keys - 1, 1))
         n = self._size(n_rows)
-        self.places.rows(chunks, n)
-        self.places.flush()
+        self.batch_slots.rows(chunks, n)
+        self.batch_slots.flush()
         forward = self.decode_of(n, n_keys + n_replays * n_rounds, has_adapters=bool(adapters))
         bodies = [forward.run, self._draws[n].run]
         if self.draft_head is not None:

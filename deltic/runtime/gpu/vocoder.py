@@ -29,7 +29,7 @@ from deltic.models.vocoder.weights import vocoder_weight_bytes
 from deltic.ops.arrays import Array
 from deltic.ops.geometry import N_CODES
 from deltic.ops.gpu.launch import Levers
-from deltic.runtime.gpu.places import Ring
+from deltic.runtime.gpu.batch_slots import Ring
 from deltic.runtime.gpu.record import Body, Recording, record_all
 
 FRAMES = (1, 2, 4, 8, 16, 32)
@@ -133,15 +133,15 @@ class GpuVocoderStreams:
 
     def _body(self, n_streams: int, n_frames: int, run: Callable[[Tensor, Tensor, ChunkBuffers], object]) -> Body:
         n = n_streams * n_frames * N_CODES
-        slot = self._words[:n_streams]
+        state_slot = self._words[:n_streams]
         codes = self._words[self._batches[-1] :][:n].view(n_streams, n_frames, N_CODES)
-        return lambda: run(codes, slot, self._buffers)
+        return lambda: run(codes, state_slot, self._buffers)
 
     def recordings(self) -> list[Recording]:
         return [*self._chunks.values(), *self._skims.values()]
 
-    def open(self, slot: int, state: NDArray[np.float32] | None = None) -> None:
-        """Starts a stream in a slot: at its begin, or behind the one that the state is of (float32
+    def open(self, state_slot: int, state: NDArray[np.float32] | None = None) -> None:
+        """Starts a stream in a state slot: at its begin, or behind the one that the state is of (float32
         [state_size], of `state_of`).
         Raises ValueError for a state of another model or device.
         """
@@ -150,21 +150,21 @@ class GpuVocoderStreams:
             raise ValueError(f"a vocoder state of this model and device is float32 [{self.state_size}], not {found}")
         with torch.cuda.stream(self.stream):
             if state is None:
-                self.model.head[slot].zero_()  # what lies before the begin is never read
+                self.model.head[state_slot].zero_()  # what lies before the begin is never read
             else:
-                self.model.state[slot].copy_(torch.from_numpy(state.view(np.int32)))
+                self.model.state[state_slot].copy_(torch.from_numpy(state.view(np.int32)))
 
-    def state_of(self, slot: int) -> NDArray[np.float32]:
+    def state_of(self, state_slot: int) -> NDArray[np.float32]:
         """A copy of a stream's state, float32 [state_size]. Waits."""
         with torch.cuda.stream(self.stream):
-            return np.array(self.model.state[slot].cpu().numpy()).view(np.float32)
+            return np.array(self.model.state[state_slot].cpu().numpy()).view(np.float32)
 
     def vocode(self, chunks: Sequence[Chunk]) -> list[NDArray[np.float32]]:
-        """The waveform of each chunk (slot, codes int32 [n, 16]) of a stream: float32 [1920 n] within
+        """The waveform of each chunk (state slot, codes int32 [n, 16]) of a stream: float32 [1920 n] within
         [-1, 1], at 24 kHz. Waits.
 
-        Raises ValueError, before anything is changed, for codes outside the codebooks, and for a slot given
-        twice.
+        Raises ValueError, before anything is changed, for codes outside the codebooks, and for a state slot
+        given twice.
         """
         return self.begin(chunks).samples()
 
@@ -191,17 +191,17 @@ class GpuVocoderStreams:
                 end.record()
         return VocodedGpu(rows, None if begin is None or end is None else (begin, end))
 
-    def skim(self, slot: int, codes: NDArray[np.int32]) -> None:
+    def skim(self, state_slot: int, codes: NDArray[np.int32]) -> None:
         """A stream goes on behind codes whose samples nobody wants: they are right again SEEN_FRAMES after
         them (models/vocoder/cpu.py).
         Raises as `vocode`. Does not wait.
         """
-        self._check([(slot, codes)])
+        self._check([(state_slot, codes)])
         done = 0
         with torch.cuda.stream(self.stream):
             for f, recording in self._skims.items():  # the longest first
                 while len(codes) - done >= f:
-                    self._send([(slot, codes[done : done + f])], 1, f)
+                    self._send([(state_slot, codes[done : done + f])], 1, f)
                     recording.run()
                     done += f
 
@@ -211,7 +211,7 @@ class GpuVocoderStreams:
                 raise ValueError(f"codes are [n, {N_CODES}], not {list(codes.shape)}")
             if codes.size and not 0 <= codes.min() <= codes.max() < self.shape.codebook_size:
                 raise ValueError(f"a code is outside 0 to {self.shape.codebook_size - 1}")
-        if len({slot for slot, _ in chunks}) < len(chunks):
+        if len({state_slot for state_slot, _ in chunks}) < len(chunks):
             raise ValueError("two chunks of one stream; join them")
 
     def _run(self, pieces: list[Chunk], f: int) -> Tensor:
@@ -230,8 +230,8 @@ class GpuVocoderStreams:
         return torch.empty(n_frames * self.frame_samples, dtype=torch.float32, pin_memory=self.is_gpu)
 
     def _send(self, pieces: list[Chunk], b: int, f: int) -> None:
-        """Starts the way of slots and codes to where the recording of b streams with f frames each reads
-        them.
+        """Starts the way of state slots and codes to where the recording of b streams with f frames each
+        reads them.
         """
         most = self._batches[-1]
         n = most + b * f * N_CODES
@@ -239,8 +239,8 @@ class GpuVocoderStreams:
         words = buffer.numpy()
         words[:most] = -1
         words[most:n] = 0
-        for i, (slot, codes) in enumerate(pieces):
-            words[i] = slot
+        for i, (state_slot, codes) in enumerate(pieces):
+            words[i] = state_slot
             words[most + i * f * N_CODES :][: f * N_CODES] = codes.ravel()
         self._words[:n].copy_(buffer[:n], non_blocking=True)
         self._inputs.used()

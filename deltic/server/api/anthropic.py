@@ -1,7 +1,7 @@
 """Anthropic's Messages API, for agents that speak no other: POST /v1/messages and /v1/messages/count_tokens.
 
 A body becomes a ChatRequest (server/api/anthropic_protocol.py), so that there is one way to the engine; the
-answer's pieces become content blocks here.
+answer's updates become content blocks here.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from starlette.types import ASGIApp
 
 from deltic.server.api import protocol
 from deltic.server.api.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_request, signature
-from deltic.server.api.completions import PieceStream, chat_generation, prepare_chat
-from deltic.server.chat.answer import Item, Items, Piece
+from deltic.server.api.completions import UpdateStream, chat_generation, prepare_chat
+from deltic.server.chat.answer import Item, Items, Update
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.template import render
@@ -56,7 +56,7 @@ async def messages(service: Service, request: Request) -> ASGIApp:
     )
     if asked.stream:
         return MessageStream(generation, said, request.scope["deltic.request_id"])
-    await unless_disconnected(request.receive, generation.run(lambda pieces: [*map(said.events, pieces)]))
+    await unless_disconnected(request.receive, generation.run(lambda updates: [*map(said.events, updates)]))
     return json_response(said.body(generation.usage()))
 
 
@@ -142,15 +142,15 @@ class MessageAnswer(Items):
         message: dict[str, Any] = self._head | {"content": []} | self._stopped
         return _event("message_start", message=message | {"usage": self._usage(usage)}) + PING
 
-    def events(self, piece: Piece) -> bytes:
+    def events(self, update: Update) -> bytes:
         """Takes what comes next."""
-        written = b"" if self._silent else self.take(piece.delta)
-        if piece.finish_reason is not None:
+        written = b"" if self._silent else self.take(update.delta)
+        if update.finish_reason is not None:
             written += self.close()
-            reason = _STOP_REASONS[piece.finish_reason]
-            if reason == "end_turn" and isinstance(piece.stop, str):
+            reason = _STOP_REASONS[update.finish_reason]
+            if reason == "end_turn" and isinstance(update.stop, str):
                 reason = "stop_sequence"
-                self._stopped["stop_sequence"] = piece.stop
+                self._stopped["stop_sequence"] = update.stop
             if reason == "max_tokens" and self._clipped:
                 reason = "model_context_window_exceeded"
             self._stopped["stop_reason"] = reason
@@ -204,7 +204,7 @@ class MessageAnswer(Items):
         }
 
 
-class MessageStream(PieceStream):
+class MessageStream(UpdateStream):
     """The events of an answer."""
 
     def __init__(self, generation: Generation, said: MessageAnswer, request_id: str) -> None:

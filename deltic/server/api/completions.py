@@ -1,6 +1,6 @@
 """Chats and completions of the OpenAI API, and what every other door into a chat shares with them.
 
-A body becomes a checked struct and a Generation, its pieces become JSON. A door of another form
+A body becomes a checked struct and a Generation, its updates become JSON. A door of another form
 (server/api/responses.py, server/api/anthropic.py) makes a ChatRequest of its own body, takes `prepare_chat`
 and `chat_generation`, and writes its own events.
 """
@@ -323,17 +323,17 @@ def requests_of(
     return requests
 
 
-class PieceStream(EventStream):
-    """Writes a generation's pieces as they come."""
+class UpdateStream(EventStream):
+    """Writes a generation's updates as they come."""
 
     def __init__(
         self,
         generation: Generation,
-        add: Callable[[answer.Piece], bytes],
+        add: Callable[[answer.Update], bytes],
         begin: Callable[[], bytes] = bytes,
         end: Callable[[], bytes] = bytes,
     ) -> None:
-        """add: of what a piece adds. begin, end: of what goes before the first and behind the last."""
+        """add: of what an update adds. begin, end: of what goes before the first and behind the last."""
         super().__init__()
         self._generation = generation
         self._add = add
@@ -348,14 +348,14 @@ class PieceStream(EventStream):
         if chunk := self._end():
             self.write(chunk)
 
-    def _take(self, pieces: list[answer.Piece]) -> None:
+    def _take(self, updates: list[answer.Update]) -> None:
         begin, self._begin = self._begin, bytes
-        if chunk := begin() + b"".join(map(self._add, pieces)):
+        if chunk := begin() + b"".join(map(self._add, updates)):
             self.write(chunk)
 
 
-class AnswerStream(PieceStream):
-    """The chunks of an answer: `first` goes before the first piece, the usage after the last."""
+class AnswerStream(UpdateStream):
+    """The chunks of an answer: `first` goes before the first update, the usage after the last."""
 
     def __init__(
         self, generation: Generation, said: answer.ChatAnswer | answer.CompletionAnswer, first: bytes = b""
@@ -370,13 +370,13 @@ class AnswerStream(PieceStream):
         self._said = said
         self._n_tokens: dict[int, int] = {}
 
-    def _counted(self, piece: answer.Piece) -> bytes:
-        """Its chunks, each with the counts up to it: several pieces may have come together."""
+    def _counted(self, update: answer.Update) -> bytes:
+        """Its chunks, each with the counts up to it: several updates may have come together."""
         usage = self._generation.usage()
-        self._n_tokens[piece.index] = max(piece.n_tokens, self._n_tokens.get(piece.index, 0))
+        self._n_tokens[update.index] = max(update.n_tokens, self._n_tokens.get(update.index, 0))
         usage.completion_tokens = sum(self._n_tokens.values())
         self._said.note(usage)
-        return self._said.chunks(piece)
+        return self._said.chunks(update)
 
 
 class EchoStream(AnswerStream):
@@ -390,7 +390,7 @@ class EchoStream(AnswerStream):
         self._completion = said
         self._echo = echo
         self._n = n
-        self._held = deque[answer.Piece]()
+        self._held = deque[answer.Update]()
         """Pieces that came and have not been written."""
         self._waiting = set(range(generation.n_choices))
         """Choices whose prompt has not been."""
@@ -408,22 +408,22 @@ class EchoStream(AnswerStream):
                 await self._writing
         self.write_end()
 
-    def _hold(self, pieces: list[answer.Piece]) -> None:
-        self._held += pieces
+    def _hold(self, updates: list[answer.Update]) -> None:
+        self._held += updates
         if self._writing is None:
             self._writing = asyncio.create_task(self._write_held())
 
     async def _write_held(self) -> None:
         while self._held:
-            piece = self._held.popleft()
-            if piece.index in self._waiting:
-                self._waiting.remove(piece.index)
-                text, scores = self._echo.of(piece.index // self._n, self._generation)
-                for chunk in self._completion.prompt_chunks(piece.index, text, scores):
+            update = self._held.popleft()
+            if update.index in self._waiting:
+                self._waiting.remove(update.index)
+                text, scores = self._echo.of(update.index // self._n, self._generation)
+                for chunk in self._completion.prompt_chunks(update.index, text, scores):
                     self.write(chunk)
                     if len(self._held) < MAX_HELD:
                         await self.drained()
-            self._take([piece])
+            self._take([update])
         self._writing = None
 
 
@@ -431,10 +431,10 @@ async def collect(generation: Generation, said: answer.ChatAnswer | answer.Compl
     """The whole answer, which `said` will write: a message for each choice."""
     messages = [answer.Message() for _ in range(generation.n_choices)]
 
-    def take(pieces: list[answer.Piece]) -> None:
-        for piece in pieces:
-            messages[piece.index].add(piece)
-            said.keep(messages[piece.index])
+    def take(updates: list[answer.Update]) -> None:
+        for update in updates:
+            messages[update.index].add(update)
+            said.keep(messages[update.index])
 
     await generation.run(take)
     return messages

@@ -2,7 +2,7 @@
 are.
 
 A body becomes a ChatRequest (ollama_protocol.py), or with `raw` a CompletionRequest, and goes the way of all;
-the answer's pieces become lines of JSON here. A line is whole: a tool call is told when its arguments have
+the answer's updates become lines of JSON here. A line is whole: a tool call is told when its arguments have
 ended.
 """
 
@@ -30,7 +30,7 @@ from deltic.models.gguf import is_gguf, open_gguf
 from deltic.server.api import ollama_protocol as wire
 from deltic.server.api import protocol
 from deltic.server.api.completions import (
-    PieceStream,
+    UpdateStream,
     chat_generation,
     check,
     collect,
@@ -39,7 +39,7 @@ from deltic.server.api.completions import (
     requests_of,
 )
 from deltic.server.chat import answer
-from deltic.server.chat.answer import Item, Piece
+from deltic.server.chat.answer import Item, Update
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.parser import CallDelta
@@ -154,7 +154,7 @@ _NAMES = {
 
 
 class LinesAnswer:
-    """One answer, its pieces as lines (`lines`, `end`) or all at once (`body`)."""
+    """One answer, its updates as lines (`lines`, `end`) or all at once (`body`)."""
 
     def __init__(self, model: str, *, is_chat: bool, scored: answer.ChatAnswer) -> None:
         """model: as it was asked for. scored: writes log-probabilities."""
@@ -165,18 +165,18 @@ class LinesAnswer:
         """The call whose arguments still come."""
         self._reason: str | None = None
 
-    def lines(self, piece: Piece) -> bytes:
+    def lines(self, update: Update) -> bytes:
         """The next line, or nothing if there is nothing to tell."""
-        delta = piece.delta
+        delta = update.delta
         for call in delta.calls:
             if call.id is not None:
                 self._open.append(Item("call", call))
             self._open[-1].parts.append(call.arguments)
-        n_ended = -1 if piece.finish_reason is None else len(self._open)
+        n_ended = -1 if update.finish_reason is None else len(self._open)
         ended, self._open = self._open[:n_ended], self._open[n_ended:]
         calls = [_plain_call(item.call, item.text) for item in ended if item.call]
-        self._reason = piece.finish_reason
-        scores = self._scored.encoded(piece.scores) if piece.scores else []
+        self._reason = update.finish_reason
+        scores = self._scored.encoded(update.scores) if update.scores else []
         told = delta.content, delta.reasoning, calls, scores
         return self._line(self._told(*told) | {"done": False}) if any(told) else b""
 
@@ -239,7 +239,7 @@ def _time(seconds: float | None = None) -> str:
     return at.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-class LinesStream(PieceStream):
+class LinesStream(UpdateStream):
     """The lines of an answer."""
 
     def __init__(self, generation: Generation, said: LinesAnswer) -> None:

@@ -1,6 +1,6 @@
 """The Responses API of OpenAI: /v1/responses, whole and as events, and what is kept of it.
 
-A request becomes a ChatRequest (responses_protocol.py) and goes the way of all chats; here its pieces become
+A request becomes a ChatRequest (responses_protocol.py) and goes the way of all chats; here its updates become
 items.
 """
 
@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 from deltic.engine.messages import EngineInfo
 from deltic.server.api import protocol
 from deltic.server.api import responses_protocol as wire
-from deltic.server.api.completions import PieceStream, Prepared, chat_generation, check, prepare_chat
+from deltic.server.api.completions import Prepared, UpdateStream, chat_generation, check, prepare_chat
 from deltic.server.api.responses_store import ResponseStore, Stored, Turn, turn_of
 from deltic.server.chat import answer
 from deltic.server.chat.answer import Item, Items, Kind
@@ -77,13 +77,13 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
         usage = generation.usage()
         done = said.end(usage) if said.n_bytes < PART_BYTES else await asyncio.to_thread(said.end, usage)
         if said.is_stored:
-            stored = Stored(ticket.owner, done.body, (*history, turn), Turn(done.items), said.ends)
+            stored = Stored(ticket.tenant, done.body, (*history, turn), Turn(done.items), said.ends)
             service.server.responses.add(response_id, stored)
         return done
 
     if asked.stream:
         return ResponseStream(generation, said, end)
-    await unless_disconnected(request.receive, generation.run(lambda pieces: [*map(said.add, pieces)]))
+    await unless_disconnected(request.receive, generation.run(lambda updates: [*map(said.add, updates)]))
     return LargeResponse((await end()).body)
 
 
@@ -109,8 +109,8 @@ async def count_input_tokens(service: Service, request: Request) -> ASGIApp:
 
 async def _read(service: Service, ticket: Ticket, preparation: Preparation) -> Asked:
     """The request in a body, with what it continues and what it refers to. Raises ApiError."""
-    asked, given = await preparation.run(_parsed, service, preparation, ticket.owner)
-    history = _history(service.server.responses, asked, ticket.owner)
+    asked, given = await preparation.run(_parsed, service, preparation, ticket.tenant)
+    history = _history(service.server.responses, asked, ticket.tenant)
     # A few bytes may refer to many, and to the same ones again and again.
     size = max(preparation.size, sum(map(len, given))) + sum(turn.n_bytes() for turn in history)
     if size > service.server.max_body_mb * 1_000_000:
@@ -275,7 +275,7 @@ async def list_input_items(service: Service, request: Request) -> ASGIApp:
 def _stored(service: Service, request: Request) -> Stored:
     """The response that the path names. Raises ApiError (404)."""
     response_id, ticket = request.path_params["response_id"], request.scope[TICKET]
-    found = service.server.responses.get(response_id, ticket.owner)
+    found = service.server.responses.get(response_id, ticket.tenant)
     if found is None:
         raise ApiError(404, f"Response with id {response_id!r} not found.", kind="invalid_request_error")
     return found
@@ -391,14 +391,14 @@ class ResponseAnswer(Items):
         """The events before the first item."""
         return self._whole("response.created") + self._whole("response.in_progress")
 
-    def add(self, piece: answer.Piece) -> bytes:
-        """The events for a piece."""
-        if piece.scores is not None and self._wants_scores:
+    def add(self, update: answer.Update) -> bytes:
+        """The events for an update."""
+        if update.scores is not None and self._wants_scores:
             if self.items and not self.is_open("text"):
                 self._scores = answer.Scores()  # no item shows the tokens between reasoning and message
-            self._scores.extend(piece.scores)
-        self._finish_reason = piece.finish_reason or self._finish_reason
-        return self.take(piece.delta)
+            self._scores.extend(update.scores)
+        self._finish_reason = update.finish_reason or self._finish_reason
+        return self.take(update.delta)
 
     def end(self, usage: Usage) -> End:
         """Slow for a long one with log-probabilities."""
@@ -422,7 +422,7 @@ class ResponseAnswer(Items):
         return End(written, body, items)
 
     def fail(self, error: ApiError) -> bytes:
-        """The events of an error after the first piece."""
+        """The events of an error after the first update."""
         written = self.end_item(is_cut=True)
         kind = error.code or error.kind
         written += self._events.event("error", code=kind, message=error.message, param=error.param)
@@ -597,8 +597,9 @@ def _plain_usage(usage: Usage) -> dict[str, Any]:
     }
 
 
-class ResponseStream(PieceStream):
-    """The events of a response. They begin with the first piece, so that until then an error has a status."""
+class ResponseStream(UpdateStream):
+    """The events of a response. They begin with the first update, so that until then an error has a
+    status."""
 
     def __init__(self, generation: Generation, said: ResponseAnswer, end: Callable[[], Awaitable[End]]) -> None:
         super().__init__(generation, said.add, said.begin)

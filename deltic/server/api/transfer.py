@@ -95,7 +95,7 @@ async def export_cache(service: Service, request: Request) -> ASGIApp:
     info = _check(service)
     asked = await _asked(service, request, info)
     ticket = request.scope[TICKET]
-    asked.party = ticket.party
+    asked.namespace = ticket.namespace
     asked.adapter = service.adapter.current_key() if service.adapter else b""
     located = await unless_disconnected(request.receive, _locate(service, asked))
     if located.error is not None:

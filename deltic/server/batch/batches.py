@@ -344,7 +344,7 @@ def _runner(service: Service, request: Request) -> BatchRunner:
 
 def _owner(request: Request) -> str:
     ticket: Ticket = request.scope[TICKET]
-    return ticket.owner
+    return ticket.tenant
 
 
 def _file(service: Service, request: Request) -> Card:

@@ -70,14 +70,14 @@ class Card(Struct):
 class FileStore:
     """The files of one directory, which is one process's."""
 
-    def __init__(self, directory: Path, room_gb: float, n_owners: int = 1) -> None:
-        """n_owners: among whom the room is shared out.
+    def __init__(self, directory: Path, room_gb: float, n_tenants: int = 1) -> None:
+        """n_tenants: among whom the room is shared out.
 
         Raises ConfigError for a directory that cannot be used.
         """
         self.directory = directory
         self.room_bytes = int(room_gb * 1e9)
-        self.share_bytes = self.room_bytes // n_owners
+        self.share_bytes = self.room_bytes // n_tenants
         """Bytes that one owner may take."""
         self._used: Counter[str] = Counter()
         """Bytes by owner."""

@@ -66,7 +66,7 @@ class PromptScores(msgspec.Struct):
             yield Scores(ids, list(islice(entries, len(ids))), self.offsets[part])
 
 
-class Piece(msgspec.Struct):
+class Update(msgspec.Struct):
     """The text and tokens that one output added to a choice. `finish_reason` is set in its last."""
 
     index: int
@@ -93,7 +93,7 @@ class WayOut:
         self.last_s: float | None = None
         """time.monotonic() of its last tokens, for who takes them."""
 
-    def push(self, output: Output) -> Piece:
+    def push(self, output: Output) -> Update:
         """Takes the next output of this sequence."""
         raise NotImplementedError
 
@@ -135,7 +135,7 @@ class Choice(WayOut):
         self._n_characters = offset
         self._n_shown = offset
 
-    def push(self, output: Output) -> Piece:
+    def push(self, output: Output) -> Update:
         """Takes the next output of this sequence.
 
         A stop string sets `finish_reason` although the output has none: the engine is to be told.
@@ -144,7 +144,7 @@ class Choice(WayOut):
         reason: str | None = output.finish_reason
         if self._shown.is_silent:
             self.finish_reason = "length" if reason else None
-            return Piece(self.index, Delta(), finish_reason=self.finish_reason)
+            return Update(self.index, Delta(), finish_reason=self.finish_reason)
         n_tokens = len(ids)
         self.n_tokens += n_tokens
         drawn, stop_id = ids, output.stop_token_id
@@ -164,22 +164,22 @@ class Choice(WayOut):
             matched = stops.matched is not None
             if not matched and reason is not None:
                 text += stops.flush()
-        piece = Piece(self.index, Delta("", text) if parser is None else self._parse(parser, text, n_tokens))
-        piece.n_tokens = self.n_tokens
+        update = Update(self.index, Delta("", text) if parser is None else self._parse(parser, text, n_tokens))
+        update.n_tokens = self.n_tokens
         if self._shown.gives_ids:
-            piece.token_ids = drawn
+            update.token_ids = drawn
         if held is not None:
             self._n_shown += len(text)
             has_all = (reason and not matched) or self._detokenizer is None
-            piece.scores = held.take(len(held.offsets) if has_all else self._n_shown_tokens(held))
+            update.scores = held.take(len(held.offsets) if has_all else self._n_shown_tokens(held))
         if matched or reason is not None:
             cut = matched or reason != "stop" or output.stop_token_id in self._shown.stop_token_ids
-            self._finish(piece, "stop" if matched else reason, cut)
+            self._finish(update, "stop" if matched else reason, cut)
             if matched and stops is not None:
-                piece.stop = stops.matched
+                update.stop = stops.matched
             elif reason == "stop" and stop_id in self._shown.stop_token_ids:
-                piece.stop = stop_id
-        return piece
+                update.stop = stop_id
+        return update
 
     def _parse(self, parser: OutputParser, text: str, n_tokens: int) -> Delta:
         was_reasoning = parser.in_reasoning
@@ -190,16 +190,16 @@ class Choice(WayOut):
             delta.reasoning = ""
         return delta
 
-    def _finish(self, piece: Piece, reason: str | None, cut: bool) -> None:
-        """Ends the choice with `piece`. cut: it is not the model's wish to end here."""
+    def _finish(self, update: Update, reason: str | None, cut: bool) -> None:
+        """Ends the choice with `update`. cut: it is not the model's wish to end here."""
         parser = self._parser
         if parser is not None:
-            piece.delta.add(parser.finish(truncated=cut))
+            update.delta.add(parser.finish(truncated=cut))
             if self._shown.hides_thought:
-                piece.delta.reasoning = ""
+                update.delta.reasoning = ""
             if parser.n_calls and reason == "stop" and not parser.is_call_open:
                 reason = "tool_calls"
-        self.finish_reason = piece.finish_reason = reason
+        self.finish_reason = update.finish_reason = reason
 
     def _push_with_offsets(self, ids: list[int], output: Output, held: Scores) -> str:
         held.token_ids += ids
@@ -217,7 +217,7 @@ class Choice(WayOut):
 
 
 class Message:
-    """A choice's pieces put together: what a client of the stream would have at the end."""
+    """A choice's updates put together: what a client of the stream would have at the end."""
 
     def __init__(self) -> None:
         self.reasoning: list[str] = []
@@ -232,20 +232,20 @@ class Message:
         self.token_ids: list[int] = []
         self.prompt_logprobs: Iterator[dict[str, Any] | None] | None = None
 
-    def add(self, piece: Piece) -> None:
-        self.reasoning.append(piece.delta.reasoning)
-        self.content.append(piece.delta.content)
-        for delta in piece.delta.calls:
+    def add(self, update: Update) -> None:
+        self.reasoning.append(update.delta.reasoning)
+        self.content.append(update.delta.content)
+        for delta in update.delta.calls:
             if delta.index == len(self.calls):
                 self.calls.append(delta)
             else:
                 self.calls[delta.index].arguments += delta.arguments
-        if piece.scores is not None:
+        if update.scores is not None:
             self.scores = self.scores or Scores()
-            self.scores.extend(piece.scores)
-        self.token_ids += piece.token_ids
-        self.finish_reason = piece.finish_reason or self.finish_reason
-        self.stop = piece.stop if self.stop is None else self.stop
+            self.scores.extend(update.scores)
+        self.token_ids += update.token_ids
+        self.finish_reason = update.finish_reason or self.finish_reason
+        self.stop = update.stop if self.stop is None else self.stop
 
     def stopped(self) -> dict[str, Any]:
         """vLLM's field, where there is something to say."""
@@ -383,33 +383,34 @@ class ChatAnswer(Answer):
         more = b"" if prompts is None else b',"prompt_token_ids":' + _encode(prompts[0])
         return self._delta(index, b'{"role":"assistant","content":""}', more=more)
 
-    def chunks(self, piece: Piece) -> bytes:
-        """The chunks for a piece: one for what it adds, if anything; one that ends the choice, at its end."""
+    def chunks(self, update: Update) -> bytes:
+        """The chunks for an update: one for what it adds, if anything; one that ends the choice, at its
+        end."""
         written = b""
-        delta, scores = piece.delta, piece.scores
-        calls = self._told(piece) if self.extras.custom else list(map(_plain_call_delta, delta.calls))
-        if delta.content or delta.reasoning or calls or (scores and scores.token_ids) or piece.token_ids:
+        delta, scores = update.delta, update.scores
+        calls = self._told(update) if self.extras.custom else list(map(_plain_call_delta, delta.calls))
+        if delta.content or delta.reasoning or calls or (scores and scores.token_ids) or update.token_ids:
             logprobs = self._scored(scores)
-            ids = b',"token_ids":' + _encode(piece.token_ids) if piece.token_ids else b""
-            written = self._delta(piece.index, _encode(self._older(_plain_delta(delta, calls))), logprobs, ids=ids)
-        if piece.finish_reason is not None:
-            stop = b"" if piece.stop is None else b',"stop_reason":' + _encode(piece.stop)
-            written += self._delta(piece.index, b"{}", reason=_encode(self._reason(piece.finish_reason)), ids=stop)
+            ids = b',"token_ids":' + _encode(update.token_ids) if update.token_ids else b""
+            written = self._delta(update.index, _encode(self._older(_plain_delta(delta, calls))), logprobs, ids=ids)
+        if update.finish_reason is not None:
+            stop = b"" if update.stop is None else b',"stop_reason":' + _encode(update.stop)
+            written += self._delta(update.index, b"{}", reason=_encode(self._reason(update.finish_reason)), ids=stop)
         return written
 
-    def _told(self, piece: Piece) -> list[dict[str, Any]]:
-        """Tells the calls of a piece: of a custom one, which comes as JSON, all its text at its end."""
+    def _told(self, update: Update) -> list[dict[str, Any]]:
+        """Tells the calls of an update: of a custom one, which comes as JSON, all its text at its end."""
         told = []
-        for call in piece.delta.calls:
-            if call.id is None and piece.index in self._open:
-                self._open[piece.index].arguments += call.arguments
+        for call in update.delta.calls:
+            if call.id is None and update.index in self._open:
+                self._open[update.index].arguments += call.arguments
                 continue
-            told += self._text(piece.index)
+            told += self._text(update.index)
             if call.name in self.extras.custom:
-                self._open[piece.index] = msgspec.structs.replace(call)
+                self._open[update.index] = msgspec.structs.replace(call)
                 call = msgspec.structs.replace(call, arguments="")
             told.append(_plain_call_delta(call, self.extras.custom))
-        return told if piece.finish_reason is None else told + self._text(piece.index)
+        return told if update.finish_reason is None else told + self._text(update.index)
 
     def _text(self, index: int) -> list[dict[str, Any]]:
         """Ends the custom call of a choice, if there is one, and tells its text."""
@@ -495,26 +496,26 @@ class CompletionAnswer(Answer):
         self._n = n
         self._begun: set[int] = set()
 
-    def chunks(self, piece: Piece) -> bytes:
-        """The chunk for a piece, if it says anything."""
+    def chunks(self, update: Update) -> bytes:
+        """The chunk for an update, if it says anything."""
         if (
-            not piece.delta.content
-            and piece.finish_reason is None
-            and not (piece.scores and piece.scores.token_ids)
-            and not piece.token_ids
+            not update.delta.content
+            and update.finish_reason is None
+            and not (update.scores and update.scores.token_ids)
+            and not update.token_ids
         ):
             return b""
-        ids: dict[str, Any] = {} if piece.stop is None else {"stop_reason": piece.stop}
+        ids: dict[str, Any] = {} if update.stop is None else {"stop_reason": update.stop}
         if self.extras.prompts is not None:
-            ids["token_ids"] = piece.token_ids
-            if piece.index not in self._begun:
-                self._begun.add(piece.index)
-                ids["prompt_token_ids"] = self.extras.prompts[piece.index // self._n]
+            ids["token_ids"] = update.token_ids
+            if update.index not in self._begun:
+                self._begun.add(update.index)
+                ids["prompt_token_ids"] = self.extras.prompts[update.index // self._n]
         choice = b'{"index":%d,"text":%s,"logprobs":%s,"finish_reason":%s%s}' % (
-            piece.index,
-            _encode(piece.delta.content),
-            self._scored(piece.scores),
-            b"null" if piece.finish_reason is None else _encode(piece.finish_reason),
+            update.index,
+            _encode(update.delta.content),
+            self._scored(update.scores),
+            b"null" if update.finish_reason is None else _encode(update.finish_reason),
             b"," + _encode(ids)[1:-1] if ids else b"",
         )
         return self._chunk(choice)
@@ -529,11 +530,11 @@ class CompletionAnswer(Answer):
     def prompt_chunks(self, index: int, text: str, scores: PromptScores | None) -> Iterator[bytes]:
         """The chunks of the prompt of a choice."""
         if scores is None:
-            yield self.chunks(Piece(index, Delta(content=text)))
+            yield self.chunks(Update(index, Delta(content=text)))
             return
         starts = [*scores.offsets[::LOGPROBS_PACKED], len(text)]
         for i, part in enumerate(scores.parts()):
-            yield self.chunks(Piece(index, Delta(content=text[starts[i] : starts[i + 1]]), part))
+            yield self.chunks(Update(index, Delta(content=text[starts[i] : starts[i + 1]]), part))
 
     def _choice(self, index: int, message: Message) -> dict[str, Any]:
         text = "".join(message.content)
@@ -637,17 +638,17 @@ def offsets(ids: list[int], tokenizer: Tokenizer) -> list[int]:
 
 # An answer as items: thoughts, texts and tool calls, one behind the other, each of which begins, grows and
 # ends. For the APIs whose answers are lists of such items: Responses, and Anthropic's with its content
-# blocks. A chat of OpenAI's or Ollama's has one message with a field for each kind, and tells of a piece as
+# blocks. A chat of OpenAI's or Ollama's has one message with a field for each kind, and tells of an update as
 # it is.
 
 Kind = Literal["thought", "text", "call"]
 
 
 class Item:
-    """One piece of an answer: thought, text or call."""
+    """One update of an answer: thought, text or call."""
 
     def __init__(self, kind: Kind, call: CallDelta | None = None) -> None:
-        """call: the first piece of a call, which has its id and name."""
+        """call: the first update of a call, which has its id and name."""
         self.kind = kind
         self.call = call
         self.parts: list[str] = []

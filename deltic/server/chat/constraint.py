@@ -368,8 +368,8 @@ class Constrainer:
         path = asked.path if asked else "tools"
         if len(written) > MAX_ASKED:
             raise bad_request(path, f"too large: has {len(written)} bytes, and may have {MAX_ASKED}")
-        party, key = asking().party, hashlib.sha256(written).digest()
-        text = self._kept.get(party, key)
+        namespace, key = asking().namespace, hashlib.sha256(written).digest()
+        text = self._kept.get(namespace, key)
         if text is None:
             if in_event_loop() or not compiles.get():
                 raise NewGrammar
@@ -379,7 +379,7 @@ class Constrainer:
                 raise bad_request(error.path or "tools", error.message) from None
             except RecursionError:
                 raise bad_request(path, "nested too deeply") from None
-            self._kept.put(party, key, text)
+            self._kept.put(namespace, key, text)
         return text
 
     def _build(self, asked: Format | None, calls: Calls | None) -> str:

@@ -1,4 +1,4 @@
-"""The engine's side of one HTTP request: its prompts submitted, their outputs as pieces, everything aborted
+"""The engine's side of one HTTP request: its prompts submitted, their outputs as updates, everything aborted
 at the end.
 
 Whatever happens (the client leaves, a stop string matches, an error is raised), the end of `run` ends what
@@ -17,7 +17,7 @@ from functools import partial
 from deltic.engine.messages import Output, PromptLogprobs, Request
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.server.adapters import Adapter
-from deltic.server.chat.answer import Piece, WayOut
+from deltic.server.chat.answer import Update, WayOut
 from deltic.server.errors import RETRY_LATER, ApiError
 from deltic.server.limits import BATCH_PRIORITY, Ticket, Usage
 from deltic.server.metrics import Metrics
@@ -61,8 +61,8 @@ class Generation:
     def n_choices(self) -> int:
         return len(self._choices)
 
-    async def run(self, take: Callable[[list[Piece]], object]) -> None:
-        """Hands to `take` what comes, several pieces at a time when they came together, until every choice
+    async def run(self, take: Callable[[list[Update]], object]) -> None:
+        """Hands to `take` what comes, several updates at a time when they came together, until every choice
         has ended.
 
         Raises what `take` does, and ApiError: 429 when the queue is full (all prompts are submitted, or
@@ -79,8 +79,8 @@ class Generation:
             if self._ticket.is_batch and self._client.n_open:  # half of the queue is for others
                 self._client.check_room(len(self._choices), spare=self._client.max_queue // 2)
             for p, request in enumerate(self._requests):
-                request.owner = self._ticket.turns
-                request.party = self._ticket.party
+                request.tenant = self._ticket.turns
+                request.namespace = self._ticket.namespace
                 if self._client.config.trace is not None:
                     request.labels = self._ticket.labels
                 if self._adapter is not None:
@@ -143,22 +143,22 @@ class Generation:
         if ended.done():
             return
         now_s = time.monotonic()
-        pieces: list[Piece] = []
+        updates: list[Update] = []
         try:
             try:
                 for output in outputs:
-                    if (piece := self._take(p, output, now_s)) is not None:
-                        pieces.append(piece)
+                    if (update := self._take(p, output, now_s)) is not None:
+                        updates.append(update)
             finally:
-                if pieces:  # what came before an error is still the client's
-                    self._consume(pieces)
+                if updates:  # what came before an error is still the client's
+                    self._consume(updates)
         except Exception as error:
             ended.set_exception(error)
             return
         if not self._n_open:
             ended.set_result(None)
 
-    def _take(self, p: int, output: Output, now_s: float) -> Piece | None:
+    def _take(self, p: int, output: Output, now_s: float) -> Update | None:
         choice = self._choices[p * self._n + output.index]
         if choice.finish_reason is not None:
             return None  # a stop string ended it; the engine has not heard of that yet
@@ -187,10 +187,10 @@ class Generation:
             self._n_cached[p] = max(self._n_cached[p], output.cached_tokens)
         if output.prompt_logprobs is not None:
             self.prompt_logprobs[p] = output.prompt_logprobs
-        piece = choice.push(output)
+        update = choice.push(output)
         if choice.finish_reason is not None:
             self._note_finished(choice, output, now_s)
-        return piece
+        return update
 
     def _note_finished(self, choice: WayOut, output: Output, now_s: float) -> None:
         """output: the one that `choice` finished with."""

@@ -148,7 +148,7 @@ class PictureReader:
         self._hosts = hosts
         self._decoding = Room(lambda: N_DECODING, n_shares)
         self._kept = Shares[Picture](MAX_KEPT_BYTES, lambda picture: len(picture.pixels))
-        """How soon a picture is read tells whether its party sent it before, and nothing of others."""
+        """How soon a picture is read tells whether its namespace sent it before, and nothing of others."""
 
     async def read(
         self,
@@ -223,10 +223,10 @@ class PictureReader:
             sent.url = sent.encoded = ""
             sent.data = b""
             key = salt, await asyncio.to_thread(_digest, data), least, most
-            if (picture := self._kept.get(ticket.party, key)) is None:
+            if (picture := self._kept.get(ticket.namespace, key)) is None:
                 with await self._decoding.take(ticket.turns, 1):
                     picture = await read_picture(data, least, most)
-                self._kept.put(ticket.party, key, picture)
+                self._kept.put(ticket.namespace, key, picture)
             return picture
         except (PictureError, UrlError) as error:
             raise bad_request(sent.path, str(error), "invalid_image") from None

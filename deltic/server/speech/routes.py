@@ -1,6 +1,6 @@
 """Speech over HTTP: one text, a batch of them, and the voices there are.
 
-A body becomes a checked plan, the plan an Utterance, which is a Generation whose pieces are audio. It leaves
+A body becomes a checked plan, the plan an Utterance, which is a Generation whose updates are audio. It leaves
 as a file, as raw bytes as they come, or as events.
 """
 
@@ -26,7 +26,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from deltic.engine import messages as engine
 from deltic.host.client import EngineUnavailable
 from deltic.server.api import decode, protocol
-from deltic.server.chat.answer import Piece, WayOut
+from deltic.server.chat.answer import Update, WayOut
 from deltic.server.chat.generation import Generation, timed_out, unavailable
 from deltic.server.chat.parser import Delta
 from deltic.server.errors import ApiError, bad_request
@@ -97,7 +97,7 @@ def parts(service: Service) -> SpeechParts:
     return service.speech
 
 
-class _AudioPiece(Piece):
+class _AudioUpdate(Update):
     audio: bytes = b""
 
 
@@ -112,7 +112,7 @@ class _Spoken(WayOut):
         self.late_s = 0.0
         """The most by which a piece came later than playback, begun with the first, needed it."""
 
-    def push(self, output: engine.Output) -> Piece:
+    def push(self, output: engine.Output) -> Update:
         self.n_tokens += len(output.token_ids)
         self.finish_reason = output.finish_reason
         if output.audio:
@@ -121,7 +121,7 @@ class _Spoken(WayOut):
                 self.first_s = now_s
             self.late_s = max(self.late_s, now_s - self.first_s - self.seconds)
             self.n_bytes += len(output.audio)
-        return _AudioPiece(0, Delta(), finish_reason=self.finish_reason, audio=output.audio)
+        return _AudioUpdate(0, Delta(), finish_reason=self.finish_reason, audio=output.audio)
 
     @property
     def seconds(self) -> float:
@@ -159,15 +159,15 @@ class Utterance:
         numbers = self._service.metrics.speech
         spoken = self._spoken
 
-        def take_pieces(pieces: list[Piece]) -> None:
-            for piece in pieces:
-                assert isinstance(piece, _AudioPiece)
-                if piece.audio:
-                    take(piece.audio)
+        def take_updates(updates: list[Update]) -> None:
+            for update in updates:
+                assert isinstance(update, _AudioUpdate)
+                if update.audio:
+                    take(update.audio)
 
         end = "aborted"
         try:
-            await self._generate(take_pieces)
+            await self._generate(take_updates)
             end = str(spoken.finish_reason)
             n_codes = self.sent.params.max_tokens
             is_bound = n_codes == speech_protocol.text_limit(len(self.plan.words.body))
@@ -186,7 +186,7 @@ class Utterance:
             is_timed = self.plan.streamed and self.plan.open_text is None
             numbers.note(end, first_s, took_s, spoken.seconds, spoken.late_s if is_timed else None)
 
-    async def _generate(self, take: Callable[[list[Piece]], None]) -> None:
+    async def _generate(self, take: Callable[[list[Update]], None]) -> None:
         """Runs the generation (see `Generation.run`); the rest of an open text is sent beside it.
 
         Raises ApiError (400) also when that becomes too long.
@@ -286,7 +286,7 @@ class Utterance:
 
     async def _encoded(self, size: int, work: Callable[[], bytes]) -> bytes:
         """Returns what `work` makes, in the thread of files, in the turns of the key that asks."""
-        return await asyncio.wrap_future(parts(self._service).worker.submit(self.sent.owner, size, work))
+        return await asyncio.wrap_future(parts(self._service).worker.submit(self.sent.tenant, size, work))
 
     def usage(self) -> dict[str, Any]:
         """Rows of the prompt and codes drawn; then tokens of the texts, and frames of the voice."""
@@ -548,7 +548,7 @@ async def add_voice(service: Service, request: Request) -> ASGIApp:
             raise bad_request("speaker_embedding", "expected a JSON list of numbers") from None
         speech_protocol.check_embedding(vector, speech.prompts.shape)
     ticket: Ticket = request.scope[TICKET]
-    adding = speech.voices.add(asked.name, asked.consent, asked.ref_text, asked.audio_sample, vector, ticket.owner)
+    adding = speech.voices.add(asked.name, asked.consent, asked.ref_text, asked.audio_sample, vector, ticket.tenant)
     voice = await unless_disconnected(request.receive, _in_time(ticket, adding))
     return json_response({"success": True, "voice": voice.card()})
 

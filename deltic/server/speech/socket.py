@@ -68,20 +68,20 @@ async def converse(server: Server, access: Access, socket: WebSocket, note: Note
     try:
         ticket.account = access.check_socket(socket)
         server.admit_speech()
-        owner, most = ticket.owner, server.accounts.share(MAX_SOCKETS)
-        if server.sockets[owner] >= most:
+        tenant, most = ticket.tenant, server.accounts.share(MAX_SOCKETS)
+        if server.sockets[tenant] >= most:
             raise ApiError(429, f"{most} WebSockets are open, as many as may be", code="too_many_sockets")
     except ApiError as error:
         await socket.send_denial_response(error_response(error, socket.scope))
         return
-    server.sockets[owner] += 1
+    server.sockets[tenant] += 1
     try:
         await socket.accept(_taken(socket.scope["subprotocols"]))
         await _Conversation(server, socket, ticket.account, note).run()
     except WebSocketDisconnect:
         log.debug("a client left its WebSocket")
     finally:
-        server.sockets[owner] -= 1
+        server.sockets[tenant] -= 1
 
 
 def _taken(offered: list[str]) -> str | None:

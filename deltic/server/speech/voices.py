@@ -115,7 +115,7 @@ class VoiceStore:
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         """Lock of each key: only the first of its requests waits beside those of others."""
         self._n_waiting: Counter[str] = Counter()
-        self.n_owners = 1
+        self.n_tenants = 1
         """Number of owners among whom what may wait, and be stored, is shared out."""
         self._known: dict[str, tuple[int, VoiceEncoded]] = {}
         if self._files is not None:
@@ -197,7 +197,7 @@ class VoiceStore:
         Once begun it is finished, even if who asked has left: the engine goes on with what it has, too, and
         would be given ever more otherwise. Raises ApiError: what `make` does, and 429 when too many wait.
         """
-        owner, most = asking().owner, share_of(MAX_WAITING, self.n_owners)
+        owner, most = asking().tenant, share_of(MAX_WAITING, self.n_tenants)
         if self._n_waiting[owner] >= most:
             message = f"{most} requests wait for a voice to be encoded; try again in a few seconds"
             raise ApiError(429, message, code="too_many_encodings", headers=RETRY_LATER)
@@ -214,8 +214,8 @@ class VoiceStore:
     def _check_name(self, name: str) -> None:
         if self.find(name):
             raise ApiError(409, f"name: there is a voice {name!r}; delete it first", param="name", code="voice_exists")
-        most = share_of(MAX_STORED if self._files else MAX_IN_MEMORY, self.n_owners)
-        if sum(voice.owner == asking().owner for voice in self._stored.values()) >= most:
+        most = share_of(MAX_STORED if self._files else MAX_IN_MEMORY, self.n_tenants)
+        if sum(voice.owner == asking().tenant for voice in self._stored.values()) >= most:
             message = f"{most} voices are stored, as many as may be" + (
                 "" if self._files else " in memory; start the server with --voices-dir"
             )
@@ -288,8 +288,8 @@ class VoiceStore:
     async def ready_inline(self, ref_audio: str, needs_codes: bool) -> VoiceEncoded:
         """Has the engine know the voice of a request's `ref_audio`. Raises ApiError."""
         data = await self._reference_bytes(ref_audio)
-        # Of each party its own: that a voice is known already tells that somebody has sent it.
-        key = await asyncio.to_thread(key_of, data, f"file {asking().party}", needs_codes)
+        # Of each namespace its own: that a voice is known already tells that somebody has sent it.
+        key = await asyncio.to_thread(key_of, data, f"file {asking().namespace}", needs_codes)
         if (known := await self._ask_if_known(key)) is not None:
             return known
 

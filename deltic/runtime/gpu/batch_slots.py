@@ -1,6 +1,6 @@
-"""The device's table of running sequences, by place, and how the host changes it.
+"""The device's table of running sequences, by batch slot, and how the host changes it.
 
-One flat int32 table holds it all (`place_table` lays it out). The host collects changes as (offset, value)
+One flat int32 table holds it all (`batch_table` lays it out). The host collects changes as (offset, value)
 pairs and sends them with one copy from pinned memory; they are applied on the stream, between two steps. A
 step without changes sends nothing: decodes move their own tokens and positions on (ops/gpu/sample.py).
 """
@@ -31,7 +31,7 @@ MAX_CHANGES = 1 << 15
 """Words that one copy brings; more are several."""
 
 
-ROWS = ("rows_place", "rows_ahead", "rows_token", "rows_length", "rows_redo")
+ROWS = ("rows_batch_slot", "rows_ahead", "rows_token", "rows_length", "rows_redo")
 """Parts of the table that say what the rows of the next decode are. Those behind the first are there where
 some may be drafts (ops/gpu/blocks.Drafts).
 """
@@ -41,7 +41,7 @@ ADAPTER_ROWS = ("group_adapter", "group_rows", "row_adapter")
 """The same, where rows may have adapters (ops/gpu/blocks.AdapterRows)."""
 
 
-def place_table(
+def batch_table(
     n: int,
     max_model_len: int,
     allocate: Allocate,
@@ -51,9 +51,9 @@ def place_table(
     has_pictures: bool = False,
     has_adapters: bool = False,
 ) -> tuple[Tensor, dict[str, tuple[int, int]], dict[str, Tensor]]:
-    """The table of n places, where each part begins and the words of its rows, and the parts by name. more:
-    words of further parts, those aligned to 8 bytes first. n_drafts: rows of a decode beyond one a place.
-    has_head: whether a draft head reads the rows. has_pictures: whether prompts may have some.
+    """The table of n batch slots, where each part begins and the words of its rows, and the parts by name.
+    more: words of further parts, those aligned to 8 bytes first. n_drafts: rows of a decode beyond one a
+    batch slot. has_head: whether a draft head reads the rows. has_pictures: whether prompts may have some.
     has_adapters: whether rows may have adapters.
     """
     of_rows = (
@@ -64,7 +64,7 @@ def place_table(
     parts = {
         "seed": 2,
         **(more or {}),
-        **dict.fromkeys(("last_token", "position", "slot", "done", "top_k", "n_prompt", "uses_history"), 1),
+        **dict.fromkeys(("last_token", "position", "state_slot", "done", "top_k", "n_prompt", "uses_history"), 1),
         **dict.fromkeys(("temperature", "top_p", "min_p", "repetition", "frequency", "presence"), 1),
         **dict.fromkeys(("n_bias", "n_banned", "banned_until", "n_stop", "max_position", "n_logprobs", "mask_row"), 1),
         **dict.fromkeys(("bias_ids", "bias", "banned", "stop_ids"), MAX_BIASES),
@@ -74,7 +74,7 @@ def place_table(
         **{name: GROUP_ROWS if name == "group_rows" else 1 for name in of_rows},
     }
     sizes = {name: width * (n + n_drafts if name in of_rows else n) for name, width in parts.items()}
-    table = allocate("places", (sum(sizes.values()),), torch.int32)
+    table = allocate("batch_slots", (sum(sizes.values()),), torch.int32)
     offsets, views, at = {}, {}, 0
     for name, width in parts.items():
         offsets[name] = (at, width)
@@ -133,8 +133,8 @@ class SideStream:
             torch.cuda.current_stream().wait_stream(self._stream)
 
 
-class Places:
-    """The table of places, from the host's side.
+class BatchSlots:
+    """The table of batch slots, from the host's side.
 
     Each change concerns one sequence and updates everything that the device reads of it. `flush` sends the
     changes.
@@ -149,15 +149,15 @@ class Places:
         n_real: int,
         n_drafts: int = 0,
     ) -> None:
-        """table, offsets, n_drafts: of `place_table`. masks: int32 [places + n_drafts, words], of the draws.
-        n_real: ids that can be drawn.
+        """table, offsets, n_drafts: of `batch_table`. masks: int32 [batch_slots + n_drafts, words], of the
+        draws. n_real: ids that can be drawn.
         """
         self._table, self._offsets, self._masks = table, offsets, masks
         self._eos, self.n_real = eos_token_ids, n_real
-        n_places = len(masks) - n_drafts
-        self._owner: list[Sequence | None] = [None] * n_places
-        self._pages: list[tuple[Sequence, int, int] | None] = [None] * n_places
-        self._prompts: list[PromptPositions | None] = [None] * n_places
+        n_batch_slots = len(masks) - n_drafts
+        self._owner: list[Sequence | None] = [None] * n_batch_slots
+        self._pages: list[tuple[Sequence, int, int] | None] = [None] * n_batch_slots
+        self._prompts: list[PromptPositions | None] = [None] * n_batch_slots
         self._rows: dict[str, list[int]] = {part: [] for part in (*ROWS, *HEAD_ROWS, *ADAPTER_ROWS) if part in offsets}
         self._any = np.full(masks.shape[1], -1, np.int32)
         self._keys: list[Words] = []
@@ -169,29 +169,29 @@ class Places:
         self._arrived = torch.empty(3 * MAX_CHANGES, dtype=torch.int32, device=device)
         self._mask_ring = Ring(self._masks.numel(), 3, device)
         self.beside = SideStream(device)
-        self._mask_rows, self._banned_until = [-1] * n_places, [0] * n_places
+        self._mask_rows, self._banned_until = [-1] * n_batch_slots, [0] * n_batch_slots
         self._table.zero_()
         self._write("mask_row", 0, self._mask_rows, contiguous=True)
-        for part in ("rows_place", *ADAPTER_ROWS):
+        for part in ("rows_batch_slot", *ADAPTER_ROWS):
             if part in offsets:
                 self._write(part, 0, [-1] * (len(masks) * offsets[part][1]), contiguous=True)
 
     def refresh(self, sequence: Sequence) -> int:
-        """Makes its place the sequence's and updates its row of the page table. Returns the place."""
-        place = sequence.place
-        assert place is not None
-        self._take(place, sequence)
-        self._put_pages(place, sequence)
-        return place
+        """Makes its batch slot the sequence's and updates its row of the page table. Returns it."""
+        batch_slot = sequence.batch_slot
+        assert batch_slot is not None
+        self._take(batch_slot, sequence)
+        self._put_pages(batch_slot, sequence)
+        return batch_slot
 
     def move_in(self, sequence: Sequence) -> None:
         """Prepares the place of a sequence that is about to draw: the sampler leaves the token and its
         position where a decode reads them.
         """
-        place, slot = self.refresh(sequence), sequence.slot
-        assert slot is not None
-        self._write("slot", place, slot)
-        self._write("done", place, 0)
+        batch_slot, state_slot = self.refresh(sequence), sequence.state_slot
+        assert state_slot is not None
+        self._write("state_slot", batch_slot, state_slot)
+        self._write("done", batch_slot, 0)
 
     def decode(
         self, sequence: Sequence, token: int, position: int, done: bool = False, drafts: Items[int] = ()
@@ -201,19 +201,20 @@ class Places:
         It overwrites the values left by a decode that ran ahead, or by the draws of a draft. done: the next
         decode leaves the sequence out.
         """
-        place, slot = self.refresh(sequence), sequence.slot
-        assert slot is not None and sequence.start_slot is None
-        for part, word in (("last_token", token), ("position", position), ("slot", slot), ("done", int(done))):
+        batch_slot, state_slot = self.refresh(sequence), sequence.state_slot
+        assert state_slot is not None and sequence.start_slot is None
+        words = {"last_token": token, "position": position, "state_slot": state_slot, "done": int(done)}
+        for part, word in words.items():
             begin, width = self._offsets[part]
-            self._words += begin + place * width, word
+            self._words += begin + batch_slot * width, word
         if _counts_history(sequence) and token >= 0:
             # Where what was lost comes back, a decode without its mask has left another token there. And the
             # draw from a row of a draft sees those in front of it.
-            self._write("history", place, [token, *drafts], position)
+            self._write("history", batch_slot, [token, *drafts], position)
 
-    def _write(self, part: str, place: int, values: object, first: int = 0, contiguous: bool = False) -> None:
-        """Sets words of a place's row of a part from word `first` on; contiguous: of the rows that follow,
-        too.
+    def _write(self, part: str, batch_slot: int, values: object, first: int = 0, contiguous: bool = False) -> None:
+        """Sets words of a batch slot's row of a part from word `first` on; contiguous: of the rows that
+        follow, too.
         """
         self._gather()
         begin, width = self._offsets[part]
@@ -222,7 +223,7 @@ class Places:
             words = words.astype(np.float32).view(np.int32)
         words = np.atleast_1d(words).astype(np.int32, copy=False)
         assert contiguous or first + len(words) <= width, part
-        at = begin + place * width + first
+        at = begin + batch_slot * width + first
         self._keys.append(np.arange(at, at + len(words), dtype=np.int64))
         self._values.append(words)
 
@@ -234,17 +235,17 @@ class Places:
             self._values.append(words[1::2].astype(np.int32))
             self._words.clear()
 
-    def _take(self, place: int, sequence: Sequence) -> None:
-        """Makes a place the sequence's: writes its sampling parameters, and its tokens if penalties count
-        them.
+    def _take(self, batch_slot: int, sequence: Sequence) -> None:
+        """Makes a batch slot the sequence's: writes its sampling parameters, and its tokens if penalties
+        count them.
         """
-        if self._owner[place] is sequence:
+        if self._owner[batch_slot] is sequence:
             return
-        self._owner[place] = sequence
-        self._put_mask_row(place, -1)
+        self._owner[batch_slot] = sequence
+        self._put_mask_row(batch_slot, -1)
         p, n_prompt = sequence.request.params, sequence.n_prompt
         banned_until = _bans_end_until(sequence, [Rule(None, sequence.guide.bans_end)] if sequence.guide else [])
-        self._banned_until[place] = banned_until
+        self._banned_until[batch_slot] = banned_until
         ends = sorted({*p.stop_token_ids, *(() if p.ignore_eos else self._eos)})
         banned = [token for token in ends if token < self.n_real] if p.min_tokens or p.constraint is not None else []
         if p.constraint is not None and p.constraint.think_end_id is not None:
@@ -272,28 +273,28 @@ class Places:
             ("stop_ids", ends),
         ):
             if not isinstance(value, list) or value:
-                self._write(part, place, value)
+                self._write(part, batch_slot, value)
         pictures = [(picture.first, picture.rows, picture.columns) for picture in sequence.request.pictures]
-        self._prompts[place] = prompt = PromptPositions(pictures) if pictures else None
+        self._prompts[batch_slot] = prompt = PromptPositions(pictures) if pictures else None
         if "angle_shift" in self._offsets:
-            self._write("angle_shift", place, 0 if prompt is None else prompt.shift)
+            self._write("angle_shift", batch_slot, 0 if prompt is None else prompt.shift)
         seed = np.array([sequence.seed & (2**64 - 1)], np.uint64).view(np.int32)
-        self._write("seed", place, seed)
+        self._write("seed", batch_slot, seed)
         if uses_history:
-            self._write("history", place, np.array(sequence.tokens, np.int32))
+            self._write("history", batch_slot, np.array(sequence.tokens, np.int32))
 
-    def positions_in(self, place: int) -> PromptPositions | None:
-        """Positions of the sequence in a place. None: its prompt has no pictures."""
-        return self._prompts[place]
+    def positions_in(self, batch_slot: int) -> PromptPositions | None:
+        """Positions of the sequence in a batch slot. None: its prompt has no pictures."""
+        return self._prompts[batch_slot]
 
-    def _put_pages(self, place: int, sequence: Sequence) -> None:
-        """Brings the place's row of the page table up to date."""
-        held, n_pages = self._pages[place], len(sequence.pages)
+    def _put_pages(self, batch_slot: int, sequence: Sequence) -> None:
+        """Brings the batch slot's row of the page table up to date."""
+        held, n_pages = self._pages[batch_slot], len(sequence.pages)
         same = held is not None and held[0] is sequence and held[1] == sequence.pages_version
         known = held[2] if held is not None and same else 0
         if known < n_pages:
-            self._write("page_table", place, np.array(sequence.pages[known:], np.int32), known)
-        self._pages[place] = (sequence, sequence.pages_version, n_pages)
+            self._write("page_table", batch_slot, np.array(sequence.pages[known:], np.int32), known)
+        self._pages[batch_slot] = (sequence, sequence.pages_version, n_pages)
 
     def put_guides(self, guided: Items[tuple[Sequence, list[Rule]]]) -> None:
         """Sends the masks of these sequences, which have guides: the rules of the draws from their rows.
@@ -302,17 +303,17 @@ class Places:
         """
         masks: list[Words] = []
         for sequence, rules in guided:
-            place, row = sequence.place, -1
-            assert place is not None
-            self._take(place, sequence)
+            batch_slot, row = sequence.batch_slot, -1
+            assert batch_slot is not None
+            self._take(batch_slot, sequence)
             until = _bans_end_until(sequence, rules)
-            if self._banned_until[place] != until:
-                self._write("banned_until", place, until)
-                self._banned_until[place] = until
+            if self._banned_until[batch_slot] != until:
+                self._write("banned_until", batch_slot, until)
+                self._banned_until[batch_slot] = until
             if any(rule.mask is not None for rule in rules):
                 row = len(masks)
                 masks += [self._any if rule.mask is None else rule.mask for rule in rules]
-            self._put_mask_row(place, row)
+            self._put_mask_row(batch_slot, row)
         if masks:
             buffer = self._mask_ring.take().view(self._masks.shape)[: len(masks)]
             np.stack(masks, out=buffer.numpy())
@@ -320,15 +321,15 @@ class Places:
                 self._masks[: len(masks)].copy_(buffer, non_blocking=True)
                 self._mask_ring.used()
 
-    def _put_mask_row(self, place: int, row: int) -> None:
-        if self._mask_rows[place] != row:
-            self._write("mask_row", place, row)
-            self._mask_rows[place] = row
+    def _put_mask_row(self, batch_slot: int, row: int) -> None:
+        if self._mask_rows[batch_slot] != row:
+            self._write("mask_row", batch_slot, row)
+            self._mask_rows[batch_slot] = row
 
     def rows(self, chunks: Items[Chunk], n: int) -> None:
         """Says what the n rows of the next decode are: of each chunk its token, and behind it its drafts."""
-        places = [c.sequence.place for c in chunks for _ in range(c.length)]
-        parts: dict[str, list[Any]] = {"rows_place": places + [-1] * (n - len(places))}
+        batch_slots = [c.sequence.batch_slot for c in chunks for _ in range(c.length)]
+        parts: dict[str, list[Any]] = {"rows_batch_slot": batch_slots + [-1] * (n - len(batch_slots))}
         if ROWS[1] in self._rows:
             rows = [(j, t, 0 if j else c.length, c.n_redo) for c in chunks for j, t in enumerate((0, *c.drafts))]
             rows += [(0, 0, 0, 0)] * (n - len(rows))
