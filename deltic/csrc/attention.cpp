@@ -45,7 +45,7 @@ struct Heads {
     int64_t group() const { return n_q / n_k; }
 };
 
-// One head: norm, then rotation of the first `rotary` dims, pairs (i, i + rotary / 2).
+// Norms one head, then rotates its first `rotary` dims, in pairs (i, i + rotary / 2).
 void norm_rope(const float* x, const float* w, float eps, const float* cos, const float* sin, int64_t dim, int64_t rotary, bf16* out) {
     float y[MAX_DIM];
     v16 scale = splat(1.0f / sqrtf(sum_of_squares(x, dim) / (float)dim + eps));
@@ -59,7 +59,7 @@ void norm_rope(const float* x, const float* w, float eps, const float* cos, cons
     for (int64_t i = rotary; i < dim; i += 16) store_bf16(out + i, load(y + i));
 }
 
-// Two neighbouring elements of a query, in the form that a product with sixteen keys wants.
+// Pair of neighbouring elements of a query, in the form that a product with sixteen keys wants.
 #if defined(__AVX512BF16__)
 using Pair = uint32_t;
 inline Pair pair_of(const bf16* x) { return x[0] | (uint32_t)x[1] << 16; }
@@ -83,7 +83,7 @@ inline v16 dot_pair(v16 acc, Pair q, const uint32_t* k) {
 }
 #endif
 
-// What is known of a query row after some keys: dim weighted sums of values, then the maximum and the sum of weights.
+// State of a query row after some keys: dim weighted sums of values, then the maximum and the sum of weights.
 struct Record {
     float* sums;
     int64_t dim;
@@ -211,7 +211,7 @@ struct Attention {
         if constexpr (MR > 1) each_tile<MR - 1>(n_rows, tile, r);
     }
 
-    // One split of a block: what its keys give for each row.
+    // Attends with one split of a block: what its keys give for each row.
     void attend(const Block& b, int64_t split, float* sums) const {
         if constexpr (KIND == Kv::BF16) attend_plain(b, split, sums);
         else attend_rounded(b, split, sums);
@@ -388,7 +388,7 @@ struct Attention {
         }
     }
 
-    // All splits of a block by one thread.
+    // Attends with all splits of a block, by one thread.
     void walk(const Block& b) const {
         float known[ROWS * (MAX_DIM + 16)], next[ROWS * (MAX_DIM + 16)];
         int64_t stride = Record::size(heads.dim);
@@ -468,7 +468,7 @@ void write_token(std::conditional_t<KIND == Kv::BF16, bf16, uint8_t>* page, cons
     }
 }
 
-// What attn_prepare is given but for the format.
+// Arguments of attn_prepare but for the format.
 struct Prepare {
     const float* proj;
     Heads heads;

@@ -165,7 +165,7 @@ struct Conv {
         });
     }
 
-    // What becomes of the sums [n_rows][PANEL] of rows from g on, the first of which belongs to stream s.
+    // Finishes the sums [n_rows][PANEL] of rows from g on, the first of which belongs to stream s.
     void finish(const float* sums, int64_t s, int64_t g, int64_t n_rows, int64_t panel) const {
         int64_t stream[MR];
         for (int64_t m = 0; m < n_rows; m++) {

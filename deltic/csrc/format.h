@@ -35,7 +35,7 @@ constexpr bool has_least(Scales s) {
 }
 // Floats are multiplied with rows of bfloat16, integers with rows rounded to int8.
 constexpr bool is_float(Codes codes) { return codes == Codes::BF16 || codes == Codes::E4M3; }
-// What a code of 0 stands for, negated.
+// Value that a code of 0 stands for, negated.
 constexpr int bias_of(Codes codes, bool least) {
     return codes == Codes::INT8 ? 128 : least || bits_of(codes) > 6 || codes == Codes::IQ4 || codes == Codes::E2M1 ? 0 : 1 << (bits_of(codes) - 1);
 }
@@ -195,7 +195,7 @@ static __attribute__((noinline, unused)) void read_scales(Scales kind, const uin
     }
 }
 
-// Where element i of a unit stands, for one lane: its byte in each vector is lane * 4 + i % 4.
+// Finds element i of a unit, for one lane: its byte in each vector is lane * 4 + i % 4.
 static inline int code_at(Codes codes, const uint8_t* unit, int64_t i, int64_t lane) {
     const int64_t word = i / 4, byte = lane * 4 + i % 4;
     auto four = [&] { return unit[word / 2 * 64 + byte] >> word % 2 * 4 & 15; };
@@ -255,7 +255,7 @@ static inline void put_unit(Codes codes, const uint32_t (&words)[8][STRIP], uint
     }
 }
 
-// What row n stands for.
+// Writes the values that row n stands for.
 static inline void unpack_row(const Matrix& w, int64_t n, float* out) {
     const uint8_t *at = w.data + n / STRIP * w.strip_bytes(), *end = at + w.strip_bytes();
     const int64_t lane = n % STRIP;

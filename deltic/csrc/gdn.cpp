@@ -157,7 +157,7 @@ struct Gdn {
         }
     }
 
-    // What the next chunk of sequence s reads, and the snapshots. Runs after every token was convolved. The snapshots come
+    // Stores what the next chunk of sequence s reads, and the snapshots. Runs after every token was convolved. The snapshots come
     // first: a short one reads columns of the slot that it starts from, which may be the sequence's own.
     void keep_all_columns(int64_t s) const {
         const int64_t begin = seq_start[s], end = seq_start[s + 1];
@@ -168,7 +168,7 @@ struct Gdn {
         for (int64_t t = begin; t < end; t++) memcpy(window + (t - begin) * 2 * n_v, gates(s, t), 2 * n_v * 4);
     }
 
-    // What the tokens of a chunk bring to one head: q, k [n, dk], v, o [n, dv], its two gates, and what their rounding begins with.
+    // Inputs that the tokens of a chunk bring to one head: q, k [n, dk], v, o [n, dv], its two gates, and what their rounding begins with.
     struct Head {
         float q[CHUNK * MAX_DIM], k[CHUNK * MAX_DIM], v[CHUNK * MAX_DIM], o[CHUNK * MAX_DIM], alpha[CHUNK], beta[CHUNK];
         uint32_t seed[CHUNK];
@@ -243,7 +243,7 @@ struct Gdn {
         for (; c < width; c += 16) recur<1, T>(begin, n, S + c, stride, c0 + c, head);
     }
 
-    // All columns of a head's state for n tokens, as many registers at a time as there are: from `start` to S, which may be
+    // Advances all columns of a head's state by n tokens, as many registers at a time as there are: from `start` to S, which may be
     // the same, and to `kept`, if any. S gets what the first n_stored tokens leave, `kept` what all do. Not cloned for its one
     // caller: knowing that `head` is thread-local, the compiler would look up its address in the innermost loops.
     __attribute__((noinline, noclone)) void recur_all(int64_t n, int64_t n_stored, const State* start, State* S, State* kept, Head& head) const {
@@ -270,7 +270,7 @@ struct Gdn {
 
     State* state_of(int64_t slot, int64_t h) const { return state + slot * state_stride + h * dk * dv; }
 
-    // All tokens of sequence s in value head h. Those of a lazy chunk and of its window are one block: CHUNK holds two windows.
+    // Runs all tokens of sequence s in value head h. Those of a lazy chunk and of its window are one block: CHUNK holds two windows.
     void run(int64_t s, int64_t h) const {
         static thread_local Head head;
         const int64_t head_k = tiled ? h % n_k : h / (n_v / n_k);

@@ -1,4 +1,4 @@
-// How a kernel gets its arguments: KERNEL(name, parameters) is a function that is called with one array of 64-bit values. They are
+// Arguments of a kernel: KERNEL(name, parameters) is a function that is called with one array of 64-bit values. They are
 // read in the order of its parameters, which is stated at the top of each kernel and matched by the operator's Python file.
 #pragma once
 #include <bit>

@@ -210,7 +210,7 @@ static inline float uint4_codes(const bf16* x, int64_t n, uint8_t* codes, float&
     return scale;
 }
 
-// One key head of a layer's part of a page.
+// View of one key head of a layer's part of a page.
 template <Kv KIND>
 struct RoundedPage {
     static constexpr int VALUE_BITS = KIND == Kv::INT8 ? 8 : 4;

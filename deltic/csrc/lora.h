@@ -17,7 +17,7 @@ struct Term {
     double scale;
 };
 
-// What an adapter adds to a product. down: the terms' [rank, K], one below the other, packed in bfloat16, of every expert, or of an
+// Term that an adapter adds to a product. down: the terms' [rank, K], one below the other, packed in bfloat16, of every expert, or of an
 // embedding the plain rows [V, rank]. Every rank is a multiple of 16, with zeros behind the adapter's own.
 struct Entry {
     const uint8_t* down;

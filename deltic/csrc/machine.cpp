@@ -1,4 +1,4 @@
-// What the machine can do at best: the roofs that `deltic plan` and `bench.ops` print beside every figure.
+// Roofs of the machine, the best it can do: that `deltic plan` and `bench.ops` print beside every figure.
 #include "kernel.h"
 #include "multiply.h"
 #include "pool.h"

@@ -27,7 +27,7 @@ static inline v16 dot2(v16 acc, w16 w, const uint32_t& x) {
 #define DELTIC_PAIRS_OF_BYTES
 #endif
 
-// What dot4 takes the bytes of w for. The codes + 128 of INT8, and of the tables, are made signed again where sdot, or a product of
+// True if dot4 takes the bytes of w as signed. The codes + 128 of INT8, and of the tables, are made signed again where sdot, or a product of
 // pairs, is all there is; codes of fewer bits are the same number either way.
 #if (defined(__ARM_FEATURE_DOTPROD) && !defined(__ARM_FEATURE_MATMUL_INT8)) || defined(DELTIC_PAIRS_OF_BYTES)
 constexpr bool SIGNED_WEIGHTS = true;
@@ -35,12 +35,12 @@ constexpr bool SIGNED_WEIGHTS = true;
 constexpr bool SIGNED_WEIGHTS = false;
 #endif
 
-// What each code is too large by, as dot4 takes it.
+// Excess of each code, as dot4 takes it.
 static inline constexpr int too_large(Codes codes, bool least) {
     const bool bytes = codes == Codes::INT8 || codes == Codes::IQ4 || codes == Codes::E2M1;
     return bytes ? (SIGNED_WEIGHTS ? 0 : 128) : bias_of(codes, least);
 }
-// What the sum of x over a group is multiplied with when it is packed. Where codes are too large, the sum of a group begins with it.
+// Factor of the sum of x over a group when it is packed. Where codes are too large, the sum of a group begins with it.
 static inline constexpr int start_factor(Codes codes, bool least) {
     const int bias = too_large(codes, least);
     return bias ? -bias : 1;
@@ -110,7 +110,7 @@ struct Rows {
 // Floats for so few rows are read where they stand: packing them takes longer than it saves.
 constexpr int64_t FEW_ROWS = LANES == 16 ? 6 : 1;
 
-// Whether a product of n_rows rows reads them one after another, as amx.h and multiply_few do.
+// Returns whether a product of n_rows rows reads them one after another, as amx.h and multiply_few do.
 static inline bool rows_stand(const Matrix& matrix, int64_t n_rows) {
 #if defined(__AMX_BF16__)
     return is_float(matrix.codes()) || (n_rows >= 16 && matrix.group % UNIT == 0);
@@ -119,7 +119,7 @@ static inline bool rows_stand(const Matrix& matrix, int64_t n_rows) {
 #endif
 }
 
-// Most rows that are done in one pass over a strip.
+// Rows that are done, at most, in one pass over a strip.
 constexpr int64_t MOST_ROWS = LANES == 16 ? 16 : 4;
 
 // Rows that a tile of integers is compiled for, when it has `rows`: any number up to six, then even numbers; of plain x86-64,
@@ -135,7 +135,7 @@ static inline constexpr int64_t compiled_rows(Codes codes, int64_t rows) {
 // leave room for one more, which compiled_rows may ask for.
 static inline constexpr int64_t row_bytes(int64_t k) { return 2 * k; }
 
-// Where the rows of a product with `matrix` go in a workspace of n_rows * row_bytes(k) bytes.
+// Places the rows of a product with `matrix` in a workspace of n_rows * row_bytes(k) bytes.
 static inline Rows place_rows(uint8_t* workspace, int64_t n_rows, const Matrix& matrix) {
     const int64_t placed = compiled_rows(matrix.codes(), n_rows);
     float* scale = (float*)(workspace + placed * matrix.k);
@@ -230,7 +230,7 @@ static inline int64_t tile_rows(const Matrix& matrix, int64_t n_rows) {
     return n_rows <= 2 * MOST_ROWS || !is_float(matrix.codes()) ? MOST_ROWS : TILE_ROWS;
 }
 
-// One tile of MR rows and NS strips: out[m][s] = the 16 outputs of strip s. FETCH: of so many vectors one is fetched; 0: none.
+// Computes a tile of MR rows and NS strips: out[m][s] = the 16 outputs of strip s. FETCH: of so many vectors one is fetched; 0: none.
 // STAND: rows_stand.
 template <int MR, int NS, int FETCH, bool STAND>
 static inline void tile_bf16(const Rows& x, const uint8_t* w, const Matrix& matrix, int64_t ahead, v16 (&out)[MR][NS]) {
@@ -251,7 +251,7 @@ static inline void tile_bf16(const Rows& x, const uint8_t* w, const Matrix& matr
         for (int s = 0; s < NS; s++) out[m][s] = acc[m][s];
 }
 
-// Two bfloat16 a word from the e4m3 codes in their low bytes: exact.
+// Makes two bfloat16 a word from the e4m3 codes in their low bytes: exact.
 static inline u32_part widen_e4m3(u32_part codes) {
     typedef uint16_t halves __attribute__((vector_size(LANES * 4)));
     const halves c = (halves)codes, size = c << 4 & 0x07f0, sign = c << 8 & 0x8000, none = (halves)(size < 0x0080);
@@ -525,7 +525,7 @@ static inline void write_sums(v16 sums, int64_t n, int64_t n0, bool add, float* 
     for (int64_t i = 0; n0 + i < n; i++) to[i] = add ? to[i] + rest[i] : rest[i];
 }
 
-// Where a product goes: row m to `rows` + stride * (order[m], or m), added to what is there when `add`.
+// Target of a product: row m to `rows` + stride * (order[m], or m), added to what is there when `add`.
 struct Out {
     float* rows;
     int64_t stride;

@@ -61,7 +61,7 @@ inline void pause() {
 #endif
 }
 
-// One turn of a spin. Where threads are more than CPUs, or others want them too, the thread that is waited for may itself wait
+// Spins for one turn. Where threads are more than CPUs, or others want them too, the thread that is waited for may itself wait
 // for this CPU; without it the system would let the spin run until its time is over.
 inline void relax(int spin) {
     if (spin % YIELD == YIELD - 1) sched_yield();
@@ -128,7 +128,7 @@ void worker_loop(int i_thread, uint32_t last) {
     }
 }
 
-// What a pool that starts tells its workers, and they tell it. The starter waits for them, so it lives in the starter's frame.
+// Messages between a pool that starts and its workers. The starter waits for them, so it lives in the starter's frame.
 struct Start {
     const int32_t* cpus;
     uint32_t last;

@@ -25,7 +25,7 @@ KERNEL(deltic_rms_norm, const float* x, const float* w, bf16* out, const int32_t
     });
 }
 
-// What a draft head reads: the zero-centred RMSNorm of a token's embedding, and behind it that of a hidden state.
+// Writes what a draft head reads: the zero-centred RMSNorm of a token's embedding, and behind it that of a hidden state.
 // table (packed [V, H]), token_ids i32 [T], hidden bf16 [T, H], embedding norm and hidden norm f32 [H], out bf16 [T, 2H], T (counted),
 // scratch f32 [T, H], eps
 KERNEL(deltic_draft_rows, Matrix table, const int32_t* ids, const bf16* hidden, const float* embed_norm, const float* hidden_norm,

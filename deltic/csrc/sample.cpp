@@ -30,7 +30,7 @@ double uniform(uint64_t seed, uint32_t position) {
     return (double)(x[0] >> 8) * 0x1p-24;
 }
 
-// One row's parameters, gathered from the batch arrays.
+// Parameters of one row, gathered from the batch arrays.
 struct Row {
     float temperature;
     int32_t top_k;
@@ -69,7 +69,7 @@ void apply_mask(float* values, int64_t n, const uint32_t* mask) {
     }
 }
 
-// Whether no value is NaN or infinite: any of them times 0 is NaN.
+// Returns whether no value is NaN or infinite: any of them times 0 is NaN.
 bool all_finite(const float* values, int64_t n) {
     v16 zeros = {};
     int64_t i = 0;
@@ -193,7 +193,7 @@ void select_top(const float* values, int64_t n, int64_t k, Candidate* c) {
     std::sort(c, c + k, lower_id);
 }
 
-// Of the likeliest that reach top_p of `total`.
+// Draws one of the likeliest that reach top_p of `total`.
 int32_t draw_nucleus(const Row& r, Candidate* c, int64_t n, double total, double u) {
     n = nucleus(c, n, r.top_p * total);
     std::sort(c, c + n, lower_id);

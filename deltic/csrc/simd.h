@@ -209,20 +209,20 @@ static inline v16 gelu(v16 x) {
     v16 above = x - x * tail * splat(0.5f), below = x * tail * splat(0.5f);
     return each_part([&](int i) { return select(z.part[i] > f32_part{}, above.part[i], below.part[i]); });
 }
-// Its approximation by a hyperbolic tangent, x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3).
+// Approximates GELU by a hyperbolic tangent, x (1 + tanh(u)) / 2 with u = sqrt(2 / pi) (x + 0.044715 x^3).
 static inline v16 gelu_tanh(v16 x) {
     v16 u = x * fma(x * x, splat(0.7978845608028654f * 0.044715f), splat(0.7978845608028654f));
     return x * sigmoid(u + u);
 }
 
-// What the norms divide by: x.x over n elements, n a multiple of 16.
+// Sum that the norms divide by: x.x over n elements, n a multiple of 16.
 static inline float sum_of_squares(const float* x, int64_t n) {
     v16 squares = {};
     for (int64_t i = 0; i < n; i += 16) squares = fma(load(x + i), load(x + i), squares);
     return sum(squares);
 }
 
-// One row of a SwiGLU: gate [n], then up [n].
+// Computes one row of a SwiGLU: gate [n], then up [n].
 static inline void silu_mul_row(const float* gate_up, int64_t n, bf16* out) {
     for (int64_t i = 0; i < n; i += 16) store_bf16(out + i, silu(load(gate_up + i)) * load(gate_up + n + i));
 }

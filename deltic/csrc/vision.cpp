@@ -52,7 +52,7 @@ struct Frames {
     }
 };
 
-// One axis of the table of positions, stretched: neighbours of `index` of `size`, and how near the second is.
+// Place on one axis of the table of positions, stretched: neighbours of `index` of `size`, and how near the second is.
 struct Between {
     int64_t low, high;
     float share;
@@ -75,7 +75,7 @@ struct Keys {
     uint32_t* keys_of(int64_t tile) const { return keys + tile * KEYS * score_dim(dim) / 2; }
     uint32_t* values_of(int64_t tile) const { return values + tile * KEYS * dim / 2; }
 
-    // Where word j of a row lies among n_rows rows of n_words words, as pack_tile puts it.
+    // Position of word j of a row among n_rows rows of n_words words, as pack_tile puts it.
     static int64_t word(int64_t n_rows, int64_t n_words, int64_t row, int64_t j) {
         const Matrix matrix = strips(nullptr, PANEL, 2 * n_words);
         if (rows_stand(matrix, n_rows)) return row * n_words + j;
@@ -106,7 +106,7 @@ struct KeyMemory {
     }
 };
 
-// Up to QUERIES queries of one frame and head.
+// Queries of one frame and head, up to QUERIES of them.
 struct alignas(64) Queries {
     uint32_t words[QUERIES * MAX_DIM / 2];  // by panels, in strips
     float sums[QUERIES / PANEL][MAX_DIM * PANEL];

@@ -70,7 +70,7 @@ def k_block(k: int, most: int = 128) -> int:
     return next(block for block in (256, 128, 64, 32) if block <= most and k % block == 0)
 
 
-# What follows from the constants, when a kernel is compiled.
+# Functions of the constants, when a kernel is compiled.
 
 
 @triton.constexpr_function
@@ -348,7 +348,7 @@ def load_block(w, i_k, BLOCK_K: tl.constexpr, CODES: tl.constexpr, SCALES: tl.co
     return load_codes(w, i_k, BLOCK_K, CODES, SCALES, GROUP) + load_scales(w, i_k, BLOCK_K, CODES, SCALES, GROUP)
 
 
-# What it stands for.
+# Values that codes stand for.
 
 
 @triton.jit
