@@ -60,7 +60,7 @@ def _models(arguments: argparse.Namespace) -> tuple[Any, ...]:
         groups.append(_further(words))
     tables = settings.tables(arguments)
     if len(groups) > 1 and len(tables) > 1:
-        raise ConfigError("there are models behind --and, and in the file of --config; give them in one place")
+        raise ConfigError("there are models behind --and, and in the file of --config. Give them in one place.")
     models = [
         (
             resolve(EngineConfig, settings.given(group, EngineConfig), table=table or {}),
@@ -79,7 +79,7 @@ def _check_names(engine: EngineConfig, about: ModelConfig) -> None:
     """
     *others, last = about.served_model_name or ("",)
     if others and engine.model == BUILT_IN and engine.dummy is None and ("/" in last or Path(last).exists()):
-        raise ConfigError(f"--served-model-name takes every word behind it, {last!r} too; give the MODEL before it")
+        raise ConfigError(f"--served-model-name takes every word behind it, {last!r} too. Give the MODEL before it.")
 
 
 def _further(words: Sequence[str]) -> argparse.Namespace:
@@ -93,7 +93,7 @@ def _further(words: Sequence[str]) -> argparse.Namespace:
     misplaced = settings.given(group, ServerConfig) | ({"config": None} if "config" in group else {})
     if misplaced:
         flag = "--" + next(iter(misplaced)).replace("_", "-")
-        raise ConfigError(f"{flag} is the whole server's; give it before the first --and")
+        raise ConfigError(f"{flag} is the whole server's. Give it before the first --and.")
     return group
 
 

@@ -280,7 +280,7 @@ class EngineConfig:
         if self.dummy and self.model not in ("", BUILT_IN):
             raise ConfigError("--dummy makes random weights: give a model or --dummy, not both")
         if self.revision and (self.dummy or self.model == BUILT_IN):
-            raise ConfigError("--revision is of a name on the hub: give a model")
+            raise ConfigError("--revision needs a model name of the hub.")
         n_gpus, sizes = self.tensor_parallel, (1, 2, 4, 8)
         if n_gpus not in sizes:
             raise ConfigError(f"--tensor-parallel {n_gpus}: give 1, 2, 4 or 8")
@@ -297,7 +297,7 @@ class EngineConfig:
                 raise ConfigError(f"--lora {given!r}: an adapter of this name is given twice")
         if self.allow_cache_transfer and not (self.cache_dir and self.prefix_cache and self.cache_disk_gb):
             raise ConfigError(
-                "--allow-cache-transfer: prefixes move as files on disk; give --cache-dir, without --no-prefix-cache or --cache-disk-gb 0"
+                "--allow-cache-transfer: prefixes move as files on disk. Give --cache-dir, without --no-prefix-cache or --cache-disk-gb 0."
             )
 
     @property
@@ -558,10 +558,10 @@ def without_foreign(config: EngineConfig, device: str, kind: str) -> EngineConfi
         given = f"--{field.name.replace('_', '-')}{shown}"
         if is_elsewhere:
             raise ConfigError(
-                f"{given} is for {devices[only]}, and this model runs on {devices[device]}; leave it out, or give "
-                f"--device {only}"
+                f"{given} is for {devices[only]}, and this model runs on {devices[device]}. Leave it out, or give "
+                f"--device {only}."
             )
-        raise ConfigError(f"{given} is for a {only_kind} model, and this is a {kind} model; leave it out")
+        raise ConfigError(f"{given} is for a {only_kind} model, and this is a {kind} model. Leave it out.")
     return dataclasses.replace(config, **foreign)
 
 
@@ -571,10 +571,10 @@ def pinned_cpus(n_threads: int) -> tuple[int, ...]:
     Raises ConfigError if there are fewer.
     """
     if not hasattr(os, "sched_setaffinity"):
-        raise ConfigError("--pin-threads: this system does not let threads be bound to CPUs; leave it out")
+        raise ConfigError("--pin-threads: this system does not let threads be bound to CPUs. Leave it out.")
     if n_threads > len(CPUS):
         raise ConfigError(
             f"--pin-threads gives each thread a CPU of its own: --threads {n_threads} on {len(CPUS)} CPUs that this process "
-            f"may use; give at most --threads {len(CPUS)}, or leave --pin-threads out"
+            f"may use. Give at most --threads {len(CPUS)}, or leave --pin-threads out."
         )
     return CPUS[:n_threads]

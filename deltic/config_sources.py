@@ -122,7 +122,7 @@ def _check(field: dataclasses.Field[Any], value: Any, flag: str) -> None:
     """Raises ConfigError for a value that no model and no machine could make right. flag: its name."""
     if isinstance(value, tuple) and not all(item.strip() for item in value):
         variable = ENV_PREFIX + field.name.upper()
-        raise ConfigError(f"{flag} (or {variable}) has an empty value; leave it out, or give one")
+        raise ConfigError(f"{flag} (or {variable}) has an empty value. Leave it out, or give one.")
     about = field.metadata
     if "choices" in about and value is not None and value not in about["choices"]:
         raise ConfigError(f"{flag} {value!r}: must be one of {', '.join(about['choices'])}")
@@ -239,7 +239,7 @@ def _fields(whence: str, table: dict[Any, Any], classes: tuple[Any, ...]) -> dic
         name = str(key).replace("-", "_")
         if name not in known:
             if name in ServerConfig.__dataclass_fields__:
-                raise ConfigError(f"{whence}: {key} is the whole server's; put it at the top of the file")
+                raise ConfigError(f"{whence}: {key} is the whole server's. Put it at the top of the file.")
             hint = advice(f"--{name.replace('_', '-')}") or nearest(name, known).replace("_", "-")
             hint = hint or "deltic serve --help lists them"
             raise ConfigError(f"{whence}: {key} is not a setting of Deltic; {hint}")

@@ -187,7 +187,7 @@ class LLM:
         a path that cannot be read.
         """
         if self._template is None:
-            raise ValueError("this model has no chat template; use generate(), or give LLM(chat_template=FILE)")
+            raise ValueError("this model has no chat template. Use generate(), or give LLM(chat_template=FILE).")
         fields = self._fields(priority, cache_salt, use_cache, lora)
         switches, sampling = (
             {name: settings.pop(name) for name in names if name in settings}
@@ -266,7 +266,7 @@ class LLM:
         """
         each = [params or self.default_params] * len(prompts) if not isinstance(params, Sequence) else params
         if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams; give one, or one for each")
+            raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams. Give one, or one for each.")
         stops = [stop] if isinstance(stop, str) else list(stop)
         answers = []
         for at, (ids, given) in enumerate(zip(prompts, each, strict=True)):
@@ -282,7 +282,7 @@ class LLM:
         """Returns the fields that all Requests of a call have. Raises ValueError."""
         adapters = self.info.adapters
         if lora is not None and lora not in adapters:
-            known = ", ".join(map(repr, adapters)) or "none; give LLM(lora={name: path})"
+            known = ", ".join(map(repr, adapters)) or "none: give LLM(lora={name: path})"
             raise ValueError(f"no adapter {lora!r}; this LLM has {known}")
         adapter = b"" if lora is None else adapters[lora]
         return {"priority": priority, "cache_salt": cache_salt, "use_cache": use_cache, "adapter": adapter}
@@ -294,7 +294,7 @@ class LLM:
         Request; fields: of every one.
         """
         if not self._close.alive:
-            raise EngineStopped("this LLM was closed; make a new one")
+            raise EngineStopped("this LLM was closed. Make a new one.")
         ids: dict[int, str] = {}
         open_answers: dict[tuple[str, int], _Answer] = {}
         engine = self._engine
@@ -332,7 +332,7 @@ class LLM:
                 if (output.id, output.index) in open_answers:
                     yield output
             if self._engine.n_failures >= MAX_FAILURES:
-                raise EngineStopped(f"{MAX_FAILURES} steps failed in a row; the log says why; make a new LLM")
+                raise EngineStopped(f"{MAX_FAILURES} steps failed in a row, as the log says. Make a new LLM.")
 
 
 @contextlib.contextmanager

@@ -28,6 +28,6 @@ def make_private(flag: str, directory: Path) -> None:
     else:
         return
     raise ConfigError(
-        f"{flag} {directory}: {why}, and what is found there is believed; name a directory below it that is not there yet, which "
-        "is made for this user alone, or empty this one and make it this user's: chown, chmod go-w"
+        f"{flag} {directory}: {why}, and what is found there is believed. Name a directory below it that is not there yet, which "
+        "is made for this user alone, or empty this one and make it this user's: chown, chmod go-w."
     )

@@ -138,11 +138,11 @@ class Tokenizer:
             raise
         except Exception as error:  # the library raises plain Exception for a malformed file
             raise TokenizerError(
-                f"{directory / 'tokenizer.json'} cannot be read ({error}); get the tokenizer's files anew"
+                f"{directory / 'tokenizer.json'} cannot be read ({error}). Get the tokenizer's files anew."
             ) from error
         raise TokenizerError(
-            f"{directory}: no tokenizer.json and no vocab.json with merges.txt; a checkpoint has one, as "
-            "deltic serve Qwen/Qwen3.5-0.8B downloads it"
+            f"{directory}: no tokenizer.json and no vocab.json with merges.txt. Give a checkpoint that has one, as "
+            "deltic serve Qwen/Qwen3.5-0.8B downloads it."
         )
 
     def encode(self, text: str, specials: Specials = "text") -> list[int]:
@@ -220,8 +220,8 @@ class Tokenizer:
             raise
         except BaseException as error:  # a panic in Rust is no Exception
             raise UnreadableText(
-                "the tokenizer cannot read this text; it may have too much white space in one place, or too long a run of one "
-                "kind of character"
+                "the tokenizer cannot read this text. It may have too much white space in one place, or too long a run of one "
+                "kind of character."
             ) from error
         return ids
 
@@ -382,7 +382,7 @@ def _from_gguf(file: Path) -> tokenizers.Tokenizer:
         if (id := backend.token_to_id(token["content"])) != token["id"]:
             raise TokenizerError(
                 f"{file}: the added token {token['content']!r} should have id {token['id']}, but behind the vocabulary it gets "
-                f"{id}; give another file, or --tokenizer"
+                f"{id}. Give another file, or --tokenizer."
             )
     return backend
 
@@ -427,7 +427,7 @@ def _check_uncut(n: int) -> None:
     """Raises UnreadableText where too many characters have no place for a cut."""
     if n > MOST_UNCUT:
         reason = f"it has no place in {MOST_UNCUT} characters where the tokenizer is sure to cut it"
-        raise UnreadableText(f"the text cannot be read in pieces: {reason}; break it up")
+        raise UnreadableText(f"the text cannot be read in pieces: {reason}. Break it up.")
 
 
 DIGITS = frozenset("0123456789")
@@ -581,5 +581,5 @@ def _generation_config(source: str, directory: Path) -> Path | None:
         return None
     path = Path(source) / GENERATION_CONFIG if Path(source).is_dir() else Path(source)
     if not path.exists():
-        raise ConfigError(f"--generation-config {source}: there is no file {path}; give auto, none, or a path")
+        raise ConfigError(f"--generation-config {source}: there is no file {path}. Give auto, none, or a path.")
     return path

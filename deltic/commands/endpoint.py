@@ -205,7 +205,7 @@ class Endpoint:
         except ValueError:  # a port above 65535, an open bracket
             is_server = False
         if not is_server or not parts.hostname or not url.isascii():
-            raise ConfigError(f"{url!r} is not a URL of a server; give one such as http://127.0.0.1:8000")
+            raise ConfigError(f"{url!r} is not a URL of a server. Give one such as http://127.0.0.1:8000")
         if api_key and not (api_key.isascii() and api_key.isprintable()):
             raise ConfigError("--api-key: a key is made of printable ASCII characters")
         self.url = urllib.parse.urlunsplit((parts.scheme, parts.netloc, "", "", ""))
@@ -219,7 +219,7 @@ class Endpoint:
             self._tls = ssl.create_default_context(cafile=cacert) if parts.scheme == "https" else None
         except OSError as error:
             raise ConfigError(
-                f"--cacert {cacert} cannot be used ({error.strerror or error}); it takes a PEM file"
+                f"--cacert {cacert} cannot be used ({error.strerror or error}). Give a PEM file."
             ) from None
         if self._tls is not None and cacert is not None:  # the server's own certificate is enough
             self._tls.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
@@ -250,14 +250,14 @@ class Endpoint:
             _, connection = await loop.create_connection(Connection, self._host, self._port, ssl=self._tls)
         except ssl.SSLCertVerificationError as error:
             raise EndpointError(
-                f"{self.url}: its certificate is not trusted ({error.verify_message}); give what vouches for it with --cacert FILE: its "
-                "authority's certificate, or its own where it is self-signed"
+                f"{self.url}: its certificate is not trusted ({error.verify_message}). Give what vouches for it with --cacert FILE: its "
+                "authority's certificate, or its own where it is self-signed."
             ) from None
         except ssl.SSLError as error:
-            raise EndpointError(f"{self.url}: no TLS there ({error.reason or error}); is it http://?") from None
+            raise EndpointError(f"{self.url}: no TLS there ({error.reason or error}). Try http://") from None
         except OSError as error:
             raise EndpointError(
-                f"{self.url}: cannot connect ({error.strerror or error}); deltic serve starts a server"
+                f"{self.url}: cannot connect ({error.strerror or error}). Start a server with deltic serve."
             ) from None
         return connection, True
 
@@ -317,8 +317,8 @@ async def model_name(endpoint: Endpoint, *, speaks: bool = False) -> str:
     except (TypeError, LookupError):
         message = error_message(body, status)
         if status in (401, 403):
-            raise EndpointError(f"{endpoint.url}: {message}; give its key with --api-key") from None
-        raise EndpointError(f"{endpoint.url} lists no model: {message}; name one with --model") from None
+            raise EndpointError(f"{endpoint.url}: {message}. Give its key with --api-key.") from None
+        raise EndpointError(f"{endpoint.url} lists no model: {message}. Name one with --model.") from None
 
 
 def picture_url(name: str) -> str:

@@ -80,7 +80,7 @@ def _report(config: EngineConfig, has_vocabulary: bool = True) -> str:
     is_here = not on_gpu or sees_gpu()
     if not is_here and config.memory_gb is None:
         raise ConfigError(
-            "--device cuda: torch sees no GPU here; to plan for one elsewhere, say with --memory-gb how much of its memory may be used"
+            "--device cuda: torch sees no GPU here. To plan for one elsewhere, say with --memory-gb how much of its memory may be used."
         )
     beside = device.text.reserve_bytes // 2
     free, wanted = device.free_bytes() if is_here else 0, int((config.memory_gb or 0) * 1e9)

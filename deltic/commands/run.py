@@ -70,7 +70,7 @@ def finished(out: BinaryIO) -> dict[str | int, bool]:
     try:
         return {key_of(result): result.get("error") is not None for result in read_results(out, is_result)}
     except ForeignFile as error:
-        raise Stopped(f"line {error.line} of the output is no result of deltic run; give another output file") from None
+        raise Stopped(f"line {error.line} of the output is no result of deltic run. Give another file.") from None
 
 
 def without_errors(path: Path, out: BinaryIO) -> BinaryIO:
@@ -183,7 +183,7 @@ async def send(
             await asyncio.sleep(0.5 * 2**n_tries)
             continue
         if reply.status in (401, 403):
-            raise Stopped(f"{endpoint.url} refused the key (HTTP {reply.status}); give it with --api-key")
+            raise Stopped(f"{endpoint.url} refused the key (HTTP {reply.status}). Give it with --api-key.")
         wait = wait_s(reply.status, reply.headers, n_tries)
         if wait is None:
             break
@@ -310,7 +310,7 @@ def run(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
         if arguments.in_flight < 1:
             raise Stopped("--in-flight must be at least 1")
         if arguments.ray is not None and arguments.url:
-            raise Stopped("--ray starts servers on a cluster, and --url names one that runs; give one of both")
+            raise Stopped("--ray starts servers on a cluster, and --url names one that runs. Give one of both.")
         if arguments.replicas is not None and (arguments.ray is None or arguments.replicas < 1):
             raise Stopped("--replicas: how many servers --ray starts, at least 1")
         if arguments.ray is not None and find_spec("ray") is None:

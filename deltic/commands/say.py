@@ -178,7 +178,7 @@ def _format(arguments: argparse.Namespace) -> str:
     suffix = Path(arguments.out).suffix.lower()
     if suffix not in SUFFIXES:
         known = " ".join(SUFFIXES)
-        raise ConfigError(f"--out {arguments.out}: no known format; use one of {known}, or --format")
+        raise ConfigError(f"--out {arguments.out}: no known format. Use one of {known}, or --format.")
     return SUFFIXES[suffix]
 
 

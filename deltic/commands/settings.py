@@ -33,7 +33,7 @@ def planned(arguments: argparse.Namespace) -> EngineConfig:
     """The one engine that `deltic plan` is about."""
     table, *others = tables(arguments)
     if others:
-        raise ConfigError("deltic plan is about one model, and the file of --config has several; give it one's flags")
+        raise ConfigError("deltic plan is about one model, and the file of --config has several. Give it one's flags.")
     return resolve(EngineConfig, given(arguments, EngineConfig), table=table)
 
 
@@ -54,7 +54,7 @@ def server_arguments(arguments: argparse.Namespace) -> list[str]:
             raise ConfigError(f"--url names a running server: {', '.join(sorted(named))} cannot be set from here")
         return []
     if arguments.cacert is not None:
-        raise ConfigError("--cacert is for a running server; name it with --url https://...")
+        raise ConfigError("--cacert is for a running server. Name it with --url https://...")
     return own_arguments(arguments)
 
 

@@ -41,7 +41,7 @@ class Trace:
             self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
             self._n_bytes = os.fstat(self._file).st_size
         except OSError as error:
-            raise ConfigError(f"--trace {path}: {error.strerror}; give a file that can be written") from None
+            raise ConfigError(f"--trace {path}: {error.strerror}. Give a file that can be written.") from None
         self.is_open = True
         self._offset_s = time.time() - time.perf_counter()
         self._encode = msgspec.json.Encoder().encode

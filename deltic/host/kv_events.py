@@ -149,7 +149,7 @@ class EventPublisher:
         except zmq.ZMQError as error:
             socket.close(linger=0)
             raise ConfigError(
-                f"{flag} {address}: {zmq.strerror(error.errno or 0)}; give a free address of this machine"
+                f"{flag} {address}: {zmq.strerror(error.errno or 0)}. Give a free address of this machine."
             ) from None
         return socket
 

@@ -73,7 +73,7 @@ class DelticLLMServer(EngineDeployment):
         options: dict[str, Any] = copy.deepcopy(llm_config.deployment_config)
         for name in ("placement_group_bundles", "placement_group_strategy"):
             if name in options:
-                raise ConfigError(f"deployment_config {name}: a replica is one actor; give ray_actor_options")
+                raise ConfigError(f"deployment_config {name}: a replica is one actor. Give ray_actor_options.")
         actor = options.setdefault("ray_actor_options", {})
         kind = getattr(llm_config.accelerator_config, "kind", "gpu")
         if kind not in ("cpu", "gpu"):

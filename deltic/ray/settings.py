@@ -50,19 +50,19 @@ def settings(whence: str, given: Mapping[str, Any]) -> Settings:
     for name in per_model[0]:
         if name in LISTENING:
             flag = name.replace("_", "-")
-            raise ConfigError(
-                f"{whence}: {flag}: Ray Serve listens, and not the replica; it is one of http_options there"
-            )
+            raise ConfigError(f"{whence}: {flag}: Ray Serve listens, and not the replica. Give it in http_options.")
         if name in KEEPING:
             raise ConfigError(
-                f"{whence}: {name.replace('_', '-')}: a replica would keep files that the others do not know; "
-                "deltic run --ray answers a file on a cluster"
+                f"{whence}: {name.replace('_', '-')}: a replica would keep files that the others do not know. "
+                "Use deltic run --ray to answer a file on a cluster."
             )
         if name in ROUTED:
-            raise ConfigError(f"{whence}: {name.replace('_', '-')} is for routers in front of servers; here Ray routes")
+            raise ConfigError(
+                f"{whence}: {name.replace('_', '-')} is for routers in front of servers, and here Ray routes"
+            )
     for name in (name for table in per_model for name in table if name in MOVING):
         raise ConfigError(
-            f"{whence}: {name.replace('_', '-')}: a replica has no address of its own to move a prefix to; replicas may share a cache-dir"
+            f"{whence}: {name.replace('_', '-')}: a replica has no address of its own to move a prefix to. Let replicas share a cache-dir."
         )
     server = resolve(ServerConfig, {}, table=per_model[0])
     models = tuple(
@@ -90,7 +90,7 @@ def placed(engine: EngineConfig, n_cpus: float, n_gpus: float) -> EngineConfig:
         if n not in (1, 2, 4, 8) or (engine.tensor_parallel not in (1, n)):
             raise ConfigError(
                 f"num_gpus={n_gpus:g} with tensor-parallel = {engine.tensor_parallel}: a replica runs its model on all of "
-                "its GPUs, 1, 2, 4 or 8; give num_gpus alone"
+                "its GPUs, 1, 2, 4 or 8. Give num_gpus alone."
             )
         return dataclasses.replace(engine, device="cuda", tensor_parallel=n)
     if engine.device == "cuda" or engine.tensor_parallel > 1:
@@ -98,6 +98,6 @@ def placed(engine: EngineConfig, n_cpus: float, n_gpus: float) -> EngineConfig:
     if n_cpus < 1 or (engine.threads is not None and engine.threads > n_cpus):
         raise ConfigError(
             f"num_cpus={n_cpus:g}{'' if engine.threads is None else f' with threads = {engine.threads}'}: a replica "
-            "computes on the CPUs that Ray gives it; give num_cpus=1 or more"
+            "computes on the CPUs that Ray gives it. Give num_cpus=1 or more."
         )
     return dataclasses.replace(engine, device="cpu", threads=engine.threads or int(n_cpus))

@@ -56,7 +56,7 @@ def listen(config: ServerConfig) -> socket.socket:
     except OSError as error:
         listener.close()
         raise _refusal(error)(
-            f"cannot listen on {config.host}:{config.port} ({error.strerror}); choose another --host or --port"
+            f"cannot listen on {config.host}:{config.port} ({error.strerror}). Choose another --host or --port."
         ) from error
     return listener
 
@@ -65,9 +65,9 @@ def _listen_on_path(path: Path) -> socket.socket:
     """Raises ConfigError. The file of a server that has gone without removing it is replaced."""
     with contextlib.suppress(OSError):
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise ConfigError(f"--uds {path} exists and is no socket; remove it, or choose another path")
+            raise ConfigError(f"--uds {path} exists and is no socket. Remove it, or choose another path.")
         if _is_answered(path):
-            raise MayPass(f"--uds {path}: another server listens there; choose another path")
+            raise MayPass(f"--uds {path}: another server listens there. Choose another path.")
         path.unlink()
     listener = socket.socket(socket.AF_UNIX)
     before = os.umask(0o777 & ~SOCKET_MODE)
@@ -77,7 +77,7 @@ def _listen_on_path(path: Path) -> socket.socket:
     except OSError as error:
         listener.close()
         why = error.strerror or error
-        raise _refusal(error)(f"cannot listen on --uds {path} ({why}); choose another path") from error
+        raise _refusal(error)(f"cannot listen on --uds {path} ({why}). Choose another path.") from error
     finally:
         os.umask(before)
     return listener
@@ -113,8 +113,8 @@ def check_transfer(config: ServerConfig, models: Sequence[EngineConfig]) -> None
     is_guarded = config.api_key or config.api_key_file or config.uds or listens_on_loopback(config.host)
     if any(model.allow_cache_transfer for model in models) and not is_guarded:
         raise ConfigError(
-            f"--allow-cache-transfer with --host {config.host}: an import decides what is answered to everybody; give --api-key or "
-            "--api-key-file, or listen on 127.0.0.1 or --uds"
+            f"--allow-cache-transfer with --host {config.host}: an import decides what is answered to everybody. Give --api-key or "
+            "--api-key-file, or listen on 127.0.0.1 or --uds."
         )
 
 
@@ -156,8 +156,8 @@ def load_certificates(context: ssl.SSLContext, config: ServerConfig) -> None:
         context.load_cert_chain(config.ssl_certfile, keyfile, lambda: config.ssl_keyfile_password or "")
     except (OSError, ValueError) as error:  # ssl.SSLError is an OSError
         raise ConfigError(
-            f"--ssl-certfile {config.ssl_certfile} with the key in {keyfile} cannot be used ({_reason(error)}); it takes PEM "
-            "files that belong together, and --ssl-keyfile-password for a key that has one"
+            f"--ssl-certfile {config.ssl_certfile} with the key in {keyfile} cannot be used ({_reason(error)}). Give PEM "
+            "files that belong together, and --ssl-keyfile-password for a key that has one."
         ) from error
     if config.ssl_ca_certs is not None:
         try:

@@ -161,7 +161,7 @@ async def _read(lines: asyncio.StreamReader, name: str, show: Show) -> Path:
             return Path(message.directory)
         else:
             raise (DownloadFailed if message.may_pass else CheckpointError)(str(message.error))
-    raise DownloadFailed(f"{name}: the download ended without a word; start again")
+    raise DownloadFailed(f"{name}: the download ended without a word. Start again.")
 
 
 @contextlib.contextmanager

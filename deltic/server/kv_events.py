@@ -25,7 +25,7 @@ def event_sockets(config: ServerConfig, models: Sequence[EngineConfig]) -> Event
     if replay is not None and publish in (None, replay):
         raise ConfigError("--kv-events-replay tells again what --kv-events told: give that, too, and another address")
     if topic != ServerConfig.kv_events_topic and publish is None:
-        raise ConfigError("--kv-events-topic is of --kv-events: give that, too")
+        raise ConfigError("--kv-events-topic needs --kv-events.")
     for name in re.findall(r"{([^}]*)", topic):
         if name not in ("host", "port", "model"):
             raise ConfigError(f"--kv-events-topic {topic!r}: {{{name}}} is none of {{host}}, {{port}} and {{model}}")
@@ -45,14 +45,14 @@ def topics(names: Sequence[str | None], config: ServerConfig, listener: socket.s
     text, flag = config.kv_events_topic, "--kv-events-topic"
     telling = [name for name in names if name is not None]
     if not telling:
-        raise ConfigError("--kv-events is for models that write, and this one speaks; leave it out")
+        raise ConfigError("--kv-events is for models that write, and this one speaks. Leave it out.")
     if len(telling) > 1 and "{model}" not in text:
         raise ConfigError(f"{flag} {text!r}: put {{model}} into it, since this server has {len(telling)} models")
     if config.uds is not None and ("{host}" in text or "{port}" in text):
-        raise ConfigError(f"a server on --uds has no host and port; give {flag} what readers know it by")
+        raise ConfigError(f"a server on --uds has no host and port. Give {flag} what readers know it by.")
     for name in telling:
         if "@" in name and text.startswith("kv@"):
-            raise ConfigError(f"readers divide {flag} at '@'; give {name!r} another --served-model-name")
+            raise ConfigError(f"readers divide {flag} at '@'. Give {name!r} another --served-model-name.")
     if config.uds is None:
         host, port = listener.getsockname()[:2]
         host = socket.gethostname() if host in ("0.0.0.0", "::") else config.host

@@ -328,7 +328,7 @@ class Accounts:
         of_digest: dict[bytes, str] = {}
         for name, namespace, entry in entries:
             if namespace and PLACE.fullmatch(name):
-                raise ConfigError(f"API key {name!r}: keys without a name are called so; give it another")
+                raise ConfigError(f"API key {name!r}: keys without a name are called so. Give it another.")
             limits = (
                 config.max_concurrent_per_key if entry.max_concurrent is None else entry.max_concurrent,
                 config.tokens_per_minute_per_key if entry.tokens_per_minute is None else entry.tokens_per_minute,
@@ -336,7 +336,7 @@ class Accounts:
             is_admin = is_only if entry.admin is None else entry.admin
             accounts.setdefault(name, ("" if config.share_cache else namespace, *limits, is_admin))
             if of_digest.setdefault(_digest(entry.key.strip().encode()), name) != name:
-                raise ConfigError(f"API key {name!r} is also the key of another name; give each its own")
+                raise ConfigError(f"API key {name!r} is also the key of another name. Give each its own.")
         before, self._accounts, self._of_digest = self._accounts, {}, of_digest
         for name, (namespace, most, rate, is_admin) in accounts.items():
             account = before.get(name) or Account(name, most, rate, is_admin=is_admin, namespace=namespace)
@@ -406,4 +406,4 @@ def _in_file(config: ServerConfig) -> Iterable[tuple[str, str, KeyEntry]]:
     except ValueError as error:  # what msgspec raises for no TOML, and for a table of another form
         raise ConfigError(f"--api-key-file {path}: {f'{name!r}: ' * bool(name)}{error}") from None
     if not name:
-        raise ConfigError(f"--api-key-file {path} has no keys; without any, leave it out")
+        raise ConfigError(f"--api-key-file {path} has no keys. Leave it out to need none.")

@@ -113,11 +113,11 @@ def prepared(models: Sequence[tuple[EngineConfig, ModelConfig]], max_queue: int)
     all_names = [name for own, (_, about) in zip(names, models, strict=True) for name in own + about.patterns]
     for name in all_names:
         if all_names.count(name) > 1:
-            raise ConfigError(f"two models are called {name!r}; give --served-model-name to one of them")
+            raise ConfigError(f"two models are called {name!r}. Give --served-model-name to one of them.")
     for name in (adapters := [name for engine, _ in models for name in engine.adapters]):
         if name in all_names or adapters.count(name) > 1:
             other = "a model" if name in all_names else "another adapter"
-            raise ConfigError(f"--lora {name}=...: {other} is called {name!r}, too; give the adapter another name")
+            raise ConfigError(f"--lora {name}=...: {other} is called {name!r}, too. Give the adapter another name.")
     return [
         Served(own, about, EngineClient(engine, max_queue, name=own[0]))
         for own, (engine, about) in zip(names, models, strict=True)
@@ -332,7 +332,7 @@ def _service(server: Server, model: Served) -> Service:
     if speaks(engine):
         # It has no chats, whatever lies in its directory.
         if engine.tokenizer is not None:
-            raise ConfigError("--tokenizer is for models that write; leave it out")
+            raise ConfigError("--tokenizer is for models that write. Leave it out.")
         if find_spec("soundfile") is None or find_spec("websockets") is None:
             raise ConfigError("a model that speaks needs libraries for audio: pip install 'deltic[speech]'")
         dummy = engine.dummy
@@ -341,11 +341,11 @@ def _service(server: Server, model: Served) -> Service:
         voices = voices_directory(engine) if shape.variant == "base" else None
         taken = {other.speech.voices.directory for other in server.models.values() if other.speech}
         if voices is not None and voices in taken:
-            raise ConfigError(f"two models would keep voices in {voices}; give one of them its own --voices-dir")
+            raise ConfigError(f"two models would keep voices in {voices}. Give one of them its own --voices-dir.")
         aliases = voice_aliases(model.about.voice_alias, shape)
         speech = SpeechParts(prompts, VoiceStore(client, voices, server.config), aliases)
     elif model.about.voice_alias:
-        raise ConfigError(f"--voice-alias names voices of a speech model; {model.names[0]!r} writes text")
+        raise ConfigError(f"--voice-alias names voices of a speech model, and {model.names[0]!r} writes text")
     else:
         template = ChatTemplate.load(spoken, tokenizer, model.about.chat_template)
         if kwargs := model.about.default_chat_template_kwargs:
@@ -353,7 +353,7 @@ def _service(server: Server, model: Served) -> Service:
                 raise ConfigError("--default-chat-template-kwargs: this model has no chat template")
             template.set_defaults(kwargs)
     if speech and model.about.shapes_text:
-        raise ConfigError(f"{model.about.shapes_text} is for models that write; {model.names[0]!r} speaks")
+        raise ConfigError(f"{model.about.shapes_text} is for models that write, and {model.names[0]!r} speaks")
     defaults = SamplingDefaults.load(directory, model.about)
     return Service.of(
         server,

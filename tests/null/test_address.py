@@ -104,7 +104,7 @@ def test_clients_of_ours_are_told_whom_to_trust(pki: Pki) -> None:
             assert status == 200, trusted
         for wrong in (None, pki["stranger.pem"]):
             with pytest.raises(
-                EndpointError, match=r"certificate is not trusted \(.+\); give what vouches .* --cacert FILE"
+                EndpointError, match=r"certificate is not trusted \(.+\)\. Give what vouches .* --cacert FILE"
             ):
                 asyncio.run(models(wrong))
     with pytest.raises(ConfigError, match=r"--cacert .*ca\.key cannot be used"):
@@ -183,7 +183,7 @@ def test_a_unix_socket_that_cannot_be(tmp_path: Path) -> None:
         listen(ServerConfig(uds=file))
     assert file.read_text() == "mine"
     for path in (tmp_path / "no" / "directory", tmp_path / ("x" * 120)):
-        with pytest.raises(ConfigError, match=r"cannot listen on --uds .*; choose another path"):
+        with pytest.raises(ConfigError, match=r"cannot listen on --uds .*\. Choose another path"):
             listen(ServerConfig(uds=path))
     mask = os.umask(0o022)
     os.umask(mask)

@@ -136,7 +136,7 @@ def test_version(capsys):
             "say hello --url https://x --cacert no/such.pem",
             "--cacert no/such.pem cannot be used (No such file or directory)",
         ),
-        ("run in out --cacert ca.pem", "--cacert is for a running server; name it with --url https://..."),
+        ("run in out --cacert ca.pem", "--cacert is for a running server. Name it with --url https://..."),
         ("serve --served-model-name gpt-[x", "--served-model-name 'gpt-[x': the '[' needs a ']'"),
         ("plan --max-model-len -3", "--max-model-len -3"),
         ("bench serve --n 0", "--n '0'"),

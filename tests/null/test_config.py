@@ -142,7 +142,7 @@ def test_pinned_threads_get_the_first_cpus_of_the_mask(monkeypatch: pytest.Monke
     assert pinned_cpus(2) == (2, 4)
     assert resolve(EngineConfig, {"pin_threads": True, "threads": 3}, {}).pin_threads
     with pytest.raises(
-        ConfigError, match=r"--threads 4 on 3 CPUs .*; give at most --threads 3, or leave --pin-threads out"
+        ConfigError, match=r"--threads 4 on 3 CPUs .*\. Give at most --threads 3, or leave --pin-threads out"
     ):
         resolve(EngineConfig, {"pin_threads": True, "threads": 4}, {})
 
@@ -278,11 +278,11 @@ def test_a_download_of_the_whole_checkpoint_has_every_file_the_server_reads() ->
 @pytest.mark.parametrize(
     ("settings", "device", "kind", "complaint"),
     [
-        ({"weights_cache": Path("/here")}, "cuda", "text", "--weights-cache /here is for the CPU, and this model runs on a GPU; leave it out"),
+        ({"weights_cache": Path("/here")}, "cuda", "text", "--weights-cache /here is for the CPU, and this model runs on a GPU. Leave it out"),
         ({"threads": 4}, "cuda", "speech", "--threads 4 is for the CPU"),
         ({"pin_threads": True}, "cuda", "text", "--pin-threads is for the CPU"),
-        ({"quantize": "int8"}, "cuda", "speech", "--quantize int8 is for the CPU, .* leave it out, or give --device cpu"),
-        ({"lever": ("pdl=off",)}, "cpu", "text", "--lever pdl=off is for a GPU, .* leave it out, or give --device cuda"),
+        ({"quantize": "int8"}, "cuda", "speech", "--quantize int8 is for the CPU, .* Leave it out, or give --device cpu"),
+        ({"lever": ("pdl=off",)}, "cpu", "text", "--lever pdl=off is for a GPU, .* Leave it out, or give --device cuda"),
         ({"voices_dir": Path("/here")}, "cpu", "text", "--voices-dir /here is for a speech model, and this is a text model"),
         ({"n_checkpoints": 4}, "cuda", "speech", "--n-checkpoints 4 is for a text model, and this is a speech model"),
     ],

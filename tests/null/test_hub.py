@@ -465,7 +465,7 @@ def test_what_is_here_is_not_looked_for(tmp_path: Path, monkeypatch: pytest.Monk
         assert go(config) == config
     with pytest.raises(CheckpointError, match=r"--revision is of a name on the hub, and this is a path"):
         resolve_model(tmp_path, revision="main")
-    with pytest.raises(ConfigError, match="--revision is of a name on the hub: give a model"):
+    with pytest.raises(ConfigError, match="--revision needs a model name of the hub"):
         resolve(EngineConfig, {"revision": "main"}, {})
     with pytest.raises(OSError):
         go(EngineConfig(model="owner/model"))

@@ -645,7 +645,7 @@ def test_topics() -> None:
         ({"kv_events": "inproc://x"}, "give tcp://HOST:PORT"),
         ({"kv_events_replay": "tcp://*:5558"}, "--kv-events"),
         ({"kv_events": "tcp://*:5557", "kv_events_replay": "tcp://*:5557"}, "another address"),
-        ({"kv_events_topic": "x"}, "give that, too"),
+        ({"kv_events_topic": "x"}, "needs --kv-events"),
         ({"kv_events": "tcp://*:5557", "kv_events_topic": "kv@{pod}@{model}"}, "{pod} is none of"),
     ],
 )

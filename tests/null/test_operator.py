@@ -106,7 +106,7 @@ def test_a_model_that_speaks_has_none_of_these(about: dict[str, Any]) -> None:
     client = FakeSpeechClient()
     client.config = EngineConfig(dummy="qwen3-tts-0.6b")
     flag = "--" + next(iter(about)).replace("_", "-")
-    with pytest.raises(ConfigError, match=f"{flag} is for models that write; 'a' speaks"):
+    with pytest.raises(ConfigError, match=f"{flag} is for models that write, and 'a' speaks"):
         _service(Server(ServerConfig()), Served(("a",), ModelConfig(**about), client))  # type: ignore[arg-type]
 
 

@@ -378,13 +378,13 @@ def test_a_model_answers_to_all_its_names() -> None:
         ("serve a --and", "--and needs a MODEL behind it"),
         ("serve a --and --threads 1", "--and needs a MODEL behind it"),
         ("serve a --and --and b", "--and needs a MODEL behind it"),
-        ("serve a --and b --port 9", "--port is the whole server's; give it before the first --and"),
+        ("serve a --and b --port 9", "--port is the whole server's. Give it before the first --and"),
         ("serve a --and=b --port 9", "--port is the whole server's"),
         ("serve a --and b --and c --api-key k", "--api-key is the whole server's"),
         ("serve a --and b --threads 0", "--threads 0: must be from 1"),
         ("serve a --and b --tensor-parallel 3", "--tensor-parallel 3: give 1, 2, 4 or 8"),
         ("serve a --tensor-parallel 4 --tp-invariant 2", "with --tensor-parallel 4 give one of 4, 8"),
-        ("serve --port 0 --and built-in", "two models are called 'built-in'; give --served-model-name"),
+        ("serve --port 0 --and built-in", "two models are called 'built-in'. Give --served-model-name"),
         ("serve a --port 0 --and b --served-model-name a", "two models are called 'a'"),
     ],
 )
@@ -400,7 +400,7 @@ def test_two_models_cannot_keep_their_voices_in_one_place(tmp_path: Path) -> Non
     client.config = EngineConfig(dummy="qwen3-tts-0.6b-base", voices_dir=tmp_path)
     about = ModelConfig()
     server.add(_service(server, Served(("a",), about, client)))
-    with pytest.raises(ConfigError, match="give one of them its own --voices-dir"):
+    with pytest.raises(ConfigError, match="Give one of them its own --voices-dir"):
         _service(server, Served(("b",), about, client))
     client.config = EngineConfig(dummy="qwen3-tts-0.6b-base")
     server.add(_service(server, Served(("b",), about, client)))

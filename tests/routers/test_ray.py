@@ -479,7 +479,7 @@ def test_how_large_actors_are() -> None:
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--ray", "--url", "http://127.0.0.1:1"], "give one of both"),
+        (["--ray", "--url", "http://127.0.0.1:1"], "Give one of both"),
         (["--replicas", "2"], "--replicas: how many servers --ray starts"),
         (["--ray", "--replicas", "0"], "at least 1"),
     ],

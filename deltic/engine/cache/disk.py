@@ -343,8 +343,8 @@ class Disk:
         except OSError as error:
             self.directory.leave()
             raise ConfigError(
-                f"--cache-dir {root}: cannot be used ({error.strerror}: {error.filename}); give a directory that "
-                "this user may write, or leave it out"
+                f"--cache-dir {root}: cannot be used ({error.strerror}: {error.filename}). Give a directory that "
+                "this user may write, or leave it out."
             ) from error
 
     def _open(self) -> None:

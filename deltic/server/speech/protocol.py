@@ -224,7 +224,7 @@ def voice_aliases(given: Sequence[str], shape: SpeechShape) -> dict[str, str]:
             raise ConfigError(f"--voice-alias {text!r}: a VoiceDesign model has no voices to name")
         if shape.variant == "custom_voice" and voice.lower() not in shape.speakers:
             known = ", ".join(sorted(shape.speakers))
-            raise ConfigError(f"--voice-alias {text!r}: no voice {voice!r}; one of {known}")
+            raise ConfigError(f"--voice-alias {text!r}: no voice {voice!r}. Use one of {known}.")
         if name.lower() in shape.speakers or name.lower() in aliases:
             raise ConfigError(f"--voice-alias {text!r}: {name!r} is the name of another voice already")
         aliases[name.lower()] = voice
