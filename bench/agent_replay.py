@@ -20,9 +20,10 @@ from deltic.engine.messages import Output, Request, SamplingParams
 from deltic.host.kv_events import payload
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.server.api import decode, protocol
-from deltic.server.chat.answer import Choice, Shown
+from deltic.server.chat.answer import Choice
 from deltic.server.chat.answer import Message as AnswerMessage
 from deltic.server.chat.parser import OutputParser
+from deltic.server.chat.request import Shown
 from deltic.server.chat.template import ChatTemplate, Prompt, render
 from deltic.text import Tokenizer
 
@@ -62,11 +63,11 @@ class Clerk:
         if turn is None:
             return None
         body = {"messages": conversation.messages, "tools": self._tools, "enable_thinking": conversation.thinking}
-        chat = decode.parse(msgspec.json.encode(body), protocol.ChatRequest)
-        prompt, schemas = render(self._template, chat)
+        chat = protocol.chat_of(decode.parse(msgspec.json.encode(body), protocol.ChatRequest))
+        prompt = render(self._template, chat)
         if len(prompt.ids) + turn.n_answer > self._max_tokens:
             return None
-        return Prepared(turn, prompt, schemas, time.perf_counter())
+        return Prepared(turn, prompt, chat.schemas, time.perf_counter())
 
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)

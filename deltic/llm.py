@@ -35,11 +35,12 @@ from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob
 from deltic.engine.trace import Trace
 from deltic.models.checkpoint import drawable_ids, speaks, text_directory, tokenizer_directory, tokenizer_json
 from deltic.server.api import decode, protocol
-from deltic.server.api.messages import find_pictures
-from deltic.server.chat.answer import Choice, Shown
+from deltic.server.chat.answer import Choice
 from deltic.server.chat.answer import Message as AnswerMessage
+from deltic.server.chat.messages import find_pictures
 from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.picture_parts import PictureReader, Pictures, file_of
+from deltic.server.chat.request import Chat, Shown
 from deltic.server.chat.template import ChatTemplate, render
 from deltic.server.errors import ApiError
 from deltic.server.urls import Hosts
@@ -204,32 +205,32 @@ class LLM:
             # Through JSON, so that nothing gets to the template that the server would not let through.
             files: list[bytes] = []
             bodies = [msgspec.json.encode(asked | {"messages": _sendable(m, files)}) for m in many]
-            requests = [decode.parse(body, protocol.ChatRequest) for body in bodies]
-            rendered = [
-                render(self._template, request, pictures=self._pictures(request, files)) for request in requests
-            ]
+            chats = [protocol.chat_of(decode.parse(body, protocol.ChatRequest)) for body in bodies]
+            prompts = [render(self._template, chat, pictures=self._pictures(chat, files)) for chat in chats]
         except ApiError as error:
             raise ValueError(error.message) from None
 
         def parser(at: int, own: SamplingParams) -> OutputParser:
-            prompt, schemas = rendered[at]
+            schemas = chats[at].schemas
             exact = own.constraint is not None and bool(own.constraint.grammar)
-            return OutputParser(thinking=prompt.thinking, tools=schemas, fixed=schemas is None and exact, exact=exact)
+            return OutputParser(
+                thinking=prompts[at].thinking, tools=schemas, fixed=schemas is None and exact, exact=exact
+            )
 
-        answers = self._answers([prompt.ids for prompt, _ in rendered], params, stop, parser, sampling)
-        own_fields = [{"boundaries": prompt.boundaries, "pictures": prompt.pictures} for prompt, _ in rendered]
+        answers = self._answers([prompt.ids for prompt in prompts], params, stop, parser, sampling)
+        own_fields = [{"boundaries": prompt.boundaries, "pictures": prompt.pictures} for prompt in prompts]
         self._run(answers, own_fields, fields, progress)
         return [answer.completion for answer in answers]
 
-    def _pictures(self, request: protocol.ChatRequest, files: list[bytes]) -> Pictures:
+    def _pictures(self, chat: Chat, files: list[bytes]) -> Pictures:
         """Reads the pictures of a chat. files: what `_sendable` has put aside. Raises ApiError."""
-        sent = find_pictures(request.messages)
+        sent = find_pictures(chat.messages)
         if not sent:
             return {}
         for file in (each for whole in sent for each in (whole, *whole.frames)):
             if file.url.startswith(ASIDE):
                 file.data, file.url = files[int(file.url.removeprefix(ASIDE))], ""
-        info, bounds = self.info, request.mm_processor_kwargs
+        info, bounds = self.info, chat.picture_bounds
         reading = PictureReader(Hosts((), "")).read(sent, info.pictures, bounds, info.max_model_len)
         with ThreadPoolExecutor(1) as thread:  # the caller's may have an event loop already
             return thread.submit(asyncio.run, reading).result()

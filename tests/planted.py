@@ -344,7 +344,7 @@ FAULTS = [
     Fault(
         "one-token-more",
         "unchecked bound",
-        "deltic/server/api/protocol.py",
+        "deltic/server/chat/request.py",
         "if not 0 <= token_id < info.vocab_size:",
         "if not 0 <= token_id <= info.vocab_size:",
         "tests/null/test_protocol.py tests/null/test_fields.py tests/null/test_http.py",

@@ -31,28 +31,10 @@ from starlette.websockets import WebSocket
 
 from deltic import __version__
 from deltic.server.access import Access
-from deltic.server.api import anthropic, anthropic_protocol, decode, ollama, ollama_protocol, protocol
+from deltic.server.api import anthropic, anthropic_protocol, models, ollama, ollama_protocol, protocol, responses
 from deltic.server.api.completions import chat_completions, completions
-from deltic.server.api.models import (
-    LoadAdapterRequest,
-    UnloadAdapterRequest,
-    detokenize,
-    get_model,
-    list_models,
-    load_adapter,
-    tokenize,
-    unload_adapter,
-)
-from deltic.server.api.responses import (
-    cancel_response,
-    count_input_tokens,
-    create_response,
-    delete_response,
-    get_response,
-    list_input_items,
-)
+from deltic.server.api.decode import parse
 from deltic.server.api.responses_protocol import ResponsesRequest
-from deltic.server.api.routers import is_sleeping, model_info, render_chat, render_completion, server_info
 from deltic.server.api.transfer import STREAM, ExportRequest, export_cache, import_cache
 from deltic.server.batch import batches
 from deltic.server.errors import ApiError, bad_request
@@ -439,7 +421,7 @@ async def inspect_cache(service: Service, request: Request) -> ASGIApp:
 async def reset_cache(service: Service, request: Request) -> ASGIApp:
     """POST /cache/reset: empties the prefix cache; what it holds then."""
     if body := await read_body(request, service.server.max_body_mb):
-        decode.parse(body, protocol.EmptyRequest)
+        parse(body, protocol.EmptyRequest)
     return json_response(await service.inspect_cache(reset=True))
 
 
@@ -494,8 +476,8 @@ AUDIO = tuple(MEDIA_TYPES.values())
 ROUTES = (
     Route("POST", "/v1/chat/completions", chat_completions, protocol.ChatRequest, generates=True),
     Route("POST", "/v1/completions", completions, protocol.CompletionRequest, generates=True),
-    Route("POST", "/v1/chat/completions/render", render_chat, protocol.ChatRequest, prepares=True),
-    Route("POST", "/v1/completions/render", render_completion, protocol.CompletionRequest, prepares=True),
+    Route("POST", "/v1/chat/completions/render", models.render_chat, protocol.ChatRequest, prepares=True),
+    Route("POST", "/v1/completions/render", models.render_completion, protocol.CompletionRequest, prepares=True),
     Route("POST", "/v1/messages", anthropic.messages, anthropic_protocol.MessagesRequest, generates=True),
     Route(
         "POST",
@@ -504,12 +486,12 @@ ROUTES = (
         anthropic_protocol.CountTokensRequest,
         prepares=True,
     ),
-    Route("POST", "/v1/responses", create_response, ResponsesRequest, generates=True),
-    Route("POST", "/v1/responses/input_tokens", count_input_tokens, ResponsesRequest, prepares=True),
-    Route("GET", "/v1/responses/{response_id}", get_response),
-    Route("DELETE", "/v1/responses/{response_id}", delete_response),
-    Route("POST", "/v1/responses/{response_id}/cancel", cancel_response),
-    Route("GET", "/v1/responses/{response_id}/input_items", list_input_items),
+    Route("POST", "/v1/responses", responses.create_response, ResponsesRequest, generates=True),
+    Route("POST", "/v1/responses/input_tokens", responses.count_input_tokens, ResponsesRequest, prepares=True),
+    Route("GET", "/v1/responses/{response_id}", responses.get_response),
+    Route("DELETE", "/v1/responses/{response_id}", responses.delete_response),
+    Route("POST", "/v1/responses/{response_id}/cancel", responses.cancel_response),
+    Route("GET", "/v1/responses/{response_id}/input_items", responses.list_input_items),
     SPEECH("POST", "/v1/audio/speech", speech.speak, speech_protocol.SpeechRequest, generates=True, gives=AUDIO),
     SPEECH("POST", "/v1/audio/speech/batch", speech.speak_batch, speech_protocol.BatchRequest, generates=True),
     SPEECH("GET", "/v1/audio/voices", speech.list_voices, takes_model=True),
@@ -531,15 +513,15 @@ ROUTES = (
     Route("POST", "/api/show", ollama.show, ollama_protocol.ShowRequest, any_type=True),
     Route("POST", "/api/pull", ollama.pull, ollama_protocol.PullRequest, any_type=True),
     Route("GET", "/api/version", ollama.version, open_=True),
-    Route("GET", "/v1/models", list_models),
-    Route("GET", "/v1/models/{model:path}", get_model),
-    ADAPTERS("/v1/load_lora_adapter", load_adapter, LoadAdapterRequest, takes_model=True),
-    ADAPTERS("/v1/unload_lora_adapter", unload_adapter, UnloadAdapterRequest),
-    Route("POST", "/tokenize", tokenize, protocol.TokenizeRequest, prepares=True),
-    Route("POST", "/detokenize", detokenize, protocol.DetokenizeRequest, prepares=True),
-    Route("GET", "/server_info", server_info, takes_model=True),
-    Route("GET", "/model_info", model_info, takes_model=True),
-    Route("GET", "/is_sleeping", is_sleeping, open_=True),
+    Route("GET", "/v1/models", models.list_models),
+    Route("GET", "/v1/models/{model:path}", models.get_model),
+    ADAPTERS("/v1/load_lora_adapter", models.load_adapter, models.LoadAdapterRequest, takes_model=True),
+    ADAPTERS("/v1/unload_lora_adapter", models.unload_adapter, models.UnloadAdapterRequest),
+    Route("POST", "/tokenize", models.tokenize, protocol.TokenizeRequest, prepares=True),
+    Route("POST", "/detokenize", models.detokenize, protocol.DetokenizeRequest, prepares=True),
+    Route("GET", "/server_info", models.server_info, takes_model=True),
+    Route("GET", "/model_info", models.model_info, takes_model=True),
+    Route("GET", "/is_sleeping", models.is_sleeping, open_=True),
     Route("GET", "/metrics", metrics, is_shared=True, gives=("text/plain",)),
     Route("GET", "/load", load, is_shared=True),
     Route("GET", "/cache", inspect_cache, is_shared=True, takes_model=True),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import math
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
@@ -15,15 +15,11 @@ THREAD_NOT_FOUND = "thread_not_found"
 RETRY_LATER = {"retry-after": "2"}
 """Headers of an error that may be over in a moment."""
 
-_INDEX = re.compile(r"\[\d+\]")
-
 
 class ApiError(Exception):
     """A request that fails with an HTTP status and OpenAI's error body.
 
-    `param` names the field at fault (`messages[0].content`), `code` is a word a program can test. What is
-    found in a chat, whichever API it came through, has its path in a ChatRequest, until `name_as` and
-    `put_under` make that the API's own.
+    `param` names the field at fault (`messages[0].content`), `code` is a word a program can test.
     """
 
     def __init__(
@@ -53,24 +49,6 @@ class ApiError(Exception):
 
     def __str__(self) -> str:
         return self.message
-
-    def name_as(self, names: Mapping[str, str]) -> None:
-        """Calls the field as the API does that was asked. names: beginnings of paths and what they are there,
-        of which the longest counts; `[]` stands for any index, the same one on both sides.
-        """
-        path = self.param or ""
-        for cut in reversed([*(match.start() for match in re.finditer(r"[.\[]", path)), len(path)]):
-            start = path[:cut]
-            own = names.get(start) or names.get(_INDEX.sub("[]", start))
-            if own is not None and self._begins:
-                for index in _INDEX.findall(start):
-                    own = own.replace("[]", index, 1)
-                self.param = own + path[cut:]
-                return
-
-    def put_under(self, place: str) -> None:
-        """Makes what was wrong with a part of a body an error of the whole. place: of that part."""
-        self.param, self._begins = f"{place}.{self.param}" if self.param else place, True
 
     def body(self) -> bytes:
         """`{"error": {"message", "type", "param", "code"}}`."""
@@ -134,11 +112,18 @@ class PromptTooLong(ApiError):
         super().__init__(400, message, param=param, code="context_length_exceeded", begins=True)
 
 
+def waited_too_long(seconds: float) -> ApiError:
+    """The 503 for a request that had no place for so long."""
+    message = f"no place for the request within {seconds:g} s: too many run; try again later"
+    retry_after_s = min(60, math.ceil(seconds))  # it would wait as long again
+    return ApiError(503, message, code="queue_timeout", headers={"retry-after": str(retry_after_s)})
+
+
 @contextmanager
-def naming(names: Mapping[str, str]) -> Iterator[None]:
-    """Has errors about a chat name the fields of the API that was asked. names: as of `ApiError.name_as`."""
+def naming(fields: Mapping[str, str]) -> Iterator[None]:
+    """Has errors name a chat's field as its client does. fields: the client's names (`Chat.origin`)."""
     try:
         yield
     except ApiError as error:
-        error.name_as(names)
+        error.param = fields.get(error.param or "", error.param)
         raise

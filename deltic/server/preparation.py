@@ -4,8 +4,8 @@ between, and in which thread.
 An endpoint awaits one step after another: the body is parsed, its pictures are read, a prompt is made of it.
 
     async with Preparation(service, request) as preparation:
-        chat = await preparation.parse(ChatRequest)
-        pictures = await preparation.read_pictures(chat)
+        asked = await preparation.parse(ChatRequest)
+        chat, pictures = await preparation.read_chat(chat_of, asked)
         prepared = await preparation.run(prepare_chat, service, chat, info, pictures)
 
 A step of a small body is done in the event loop, one of a large body in the worker's thread, and one that
@@ -23,10 +23,11 @@ from typing import ParamSpec, Self, TypeVar
 
 from starlette.requests import Request
 
-from deltic.server.api import decode, protocol
-from deltic.server.api.messages import find_pictures
+from deltic.server.api import decode
 from deltic.server.chat.constraint import NewGrammar, NotInline, compiles
+from deltic.server.chat.messages import find_pictures
 from deltic.server.chat.picture_parts import PictureBounds, Pictures, Sent
+from deltic.server.chat.request import Chat
 from deltic.server.fair_thread import FairThread, Turn
 from deltic.server.limits import INLINE_BYTES, LARGE_BYTES, TICKET, Ticket
 from deltic.server.service import Service
@@ -47,15 +48,16 @@ class Preparation:
         """size: bytes of what the steps are about, where that is not the body of `request`."""
         self._service, self._request = service, request
         self._ticket: Ticket = request.scope[TICKET]
-        self.size = -1 if size is None else size
+        self.size = size or 0
         """Bytes of the body, less those of pictures that were read."""
+        self._reads = size is None
         self._body = b""
         self._turn: Turn | None = None
         """Turn in the worker's thread, where all steps of a body together have one."""
 
     async def __aenter__(self) -> Self:
         """Reads the body. Raises ApiError: as `read_body`; 429 when the key has too much that waits."""
-        if self.size < 0:
+        if self._reads:
             self._body = await read_body(self._request, self._service.server.max_body_mb)
             self.size = len(self._body)
         self.resize(self.size)
@@ -84,12 +86,15 @@ class Preparation:
         """`read` as a step."""
         return await self.run(self.read, kind)
 
-    async def read_pictures(self, chat: protocol.ChatRequest | protocol.TokenizeRequest) -> Pictures:
-        """The pictures and videos of a chat, in whose messages each becomes a Sent. Raises ApiError."""
-        sent = await self.run(find_pictures, chat.messages or [])
-        return await self.read_sent(sent, chat.mm_processor_kwargs, getattr(chat, "cache_salt", None))
+    async def read_chat(self, convert: Callable[P, Chat], *args: P.args, **kwargs: P.kwargs) -> tuple[Chat, Pictures]:
+        """The chat that `convert` makes of what was parsed, and the pictures and videos in its messages, in
+        which each becomes a Sent. Raises ApiError.
+        """
+        chat = await self.run(convert, *args, **kwargs)
+        sent = await self.run(find_pictures, chat.messages)
+        return chat, await self.read_sent(sent, chat.picture_bounds, chat.sampling.cache_salt)
 
-    async def read_sent(self, sent: list[Sent], bounds: PictureBounds | None, salt: str | None) -> Pictures:
+    async def read_sent(self, sent: list[Sent], bounds: PictureBounds | None, salt: str) -> Pictures:
         """The pictures and videos that a step has found. They count no more in the size of later steps.
 
         salt: pictures that were kept under another are read again. Raises ApiError.
@@ -102,7 +107,7 @@ class Preparation:
         if info.pictures is None:
             raise sent[0].not_taken(info.no_pictures)
         given = sent, info.pictures, bounds, info.max_model_len
-        reading = service.server.pictures.read(*given, ticket=self._ticket, room=service.pixels, salt=salt or "")
+        reading = service.server.pictures.read(*given, ticket=self._ticket, room=service.pixels, salt=salt)
         return await unless_disconnected(self._request.receive, reading)
 
     async def run(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:

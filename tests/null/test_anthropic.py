@@ -16,12 +16,13 @@ import pytest
 from hypothesis import strategies as st
 
 from deltic.server.api import anthropic as door
-from deltic.server.api import decode, protocol
+from deltic.server.api import decode
 from deltic.server.api.anthropic import MessageAnswer
-from deltic.server.api.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_request, signature
-from deltic.server.api.messages import settled, template_messages
+from deltic.server.api.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_of, signature
 from deltic.server.chat.answer import Update
+from deltic.server.chat.messages import settled, template_messages
 from deltic.server.chat.parser import CallDelta, Delta, OutputParser
+from deltic.server.chat.request import NO_DEFAULTS, Chat
 from deltic.server.errors import ApiError
 from deltic.server.limits import Usage
 from tests.fake_engine import TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, named_events, saying, served
@@ -47,9 +48,9 @@ def send(engine: FakeEngineClient | None = None, config: Any = None, **fields: A
     return post(engine or FakeEngineClient(), "/v1/messages", asked(**fields), **(config or {}))
 
 
-def chat(variables: set[str] | None = None, **fields: Any) -> protocol.ChatRequest:
+def chat(variables: set[str] | None = None, **fields: Any) -> Chat:
     body = json.dumps(asked(**fields)).encode()
-    return chat_request(decode.parse(body, MessagesRequest), variables or set())
+    return chat_of(decode.parse(body, MessagesRequest), variables or set(), False, NO_DEFAULTS)
 
 
 def told(**fields: Any) -> list[dict[str, Any]]:
@@ -83,39 +84,39 @@ def test_what_becomes_of_the_fields() -> None:
                              "eager_input_streaming": True, "allowed_callers": ["direct"], "input_examples": [{"city": "Rome"}]}],
         tool_choice={"type": "auto", "disable_parallel_tool_use": True},
     )  # fmt: skip
-    assert (got.max_tokens, got.stop, got.temperature, got.top_p, got.top_k) == (300, ["a", "b"], 0.5, 0.9, 7)
-    assert (got.tool_choice, got.parallel_tool_calls) == ("auto", False)
+    sampling, params = got.sampling, got.sampling.params
+    assert (params.temperature, params.top_p, params.top_k) == (0.5, 0.9, 7)
+    assert (sampling.max_tokens, sampling.shown.stops, sampling.form) == (300, ["a", "b"], None)
+    assert got.calls is not None and (got.calls.must, got.calls.most) == (False, 1)
     schema = WEATHER[0]["input_schema"] | {"examples": [{"city": "Rome"}]}
     function = {"name": "weather", "description": "of a city", "parameters": schema, "strict": True}
-    assert got.tools == [{"type": "function", "function": function}]
-    assert (got.enable_thinking, got.chat_template_kwargs, got.response_format) == (False, None, None)
+    assert [tool.shown for tool in got.tools] == [{"type": "function", "function": function}]
+    assert got.settings == {"enable_thinking": False}
 
 
 @pytest.mark.parametrize(
-    ("choice", "theirs"),
-    [
-        ({"type": "any"}, "required"),
-        ({"type": "none"}, "none"),
-        ({"type": "tool", "name": "weather"}, {"type": "function", "function": {"name": "weather"}}),
-    ],
+    ("choice", "allowed"),
+    [({"type": "any"}, (True, None)), ({"type": "none"}, None), ({"type": "tool", "name": "weather"}, (True, 1))],
 )
-def test_tool_choice(choice: Any, theirs: Any) -> None:
-    assert chat(tools=WEATHER, tool_choice=choice).tool_choice == theirs
+def test_tool_choice(choice: Any, allowed: Any) -> None:
+    calls = chat(tools=WEATHER, tool_choice=choice).calls
+    assert allowed == (calls and (calls.must, calls.most))
 
 
 def test_thinking_effort_format_and_kept_thoughts() -> None:
-    assert chat(thinking={"type": "disabled"}).enable_thinking is False
-    assert chat(thinking={"type": "adaptive", "display": "summarized"}).enable_thinking is True
+    assert chat(thinking={"type": "disabled"}).settings == {"enable_thinking": False}
+    assert chat(thinking={"type": "adaptive", "display": "summarized"}).settings == {"enable_thinking": True}
     assert chat(thinking={"type": "enabled", "budget_tokens": 5}).thinking_budget == 5
-    assert chat(output_config={"effort": "high"}).chat_template_kwargs == {"reasoning_effort": "high"}
-    form = chat(output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}}).response_format
-    assert form["type"] == "json_schema" and form["json_schema"]["schema"] == {"type": "object"}
+    off = {"enable_thinking": False}
+    assert chat(output_config={"effort": "high"}).settings == off | {"reasoning_effort": "high"}
+    form = chat(output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}}).sampling.form
+    assert form and (form.path, form.kind, form.value) == ("output_config.format.schema", "json", {"type": "object"})
     one: Any = {"edits": [{"type": "clear_thinking_20251015"}]}
-    assert chat({"preserve_thinking"}, context_management=one).chat_template_kwargs is None
+    assert chat({"preserve_thinking"}, context_management=one).settings == off
     keep = {"edits": [{"type": "clear_thinking_20251015", "keep": "all"}]}
-    assert chat(context_management=keep).chat_template_kwargs is None
-    kept = chat({"preserve_thinking"}, context_management=keep).chat_template_kwargs
-    assert kept == {"preserve_thinking": True}
+    assert chat(context_management=keep).settings == off
+    kept = chat({"preserve_thinking"}, context_management=keep).settings
+    assert kept == off | {"preserve_thinking": True}
 
 
 def test_system_blocks_and_the_line_that_is_not_for_us() -> None:
@@ -581,7 +582,7 @@ def test_bodies_of_any_shape_are_answered() -> None:
     @hypothesis.given(st.dictionaries(fields, value, max_size=3))
     def check(given: dict[str, Any]) -> None:
         with contextlib.suppress(ApiError, msgspec.ValidationError):
-            chat_request(msgspec.convert(asked() | given, MessagesRequest), set())
+            chat_of(msgspec.convert(asked() | given, MessagesRequest), set(), False, NO_DEFAULTS)
 
     check()
     assert set(CountTokensRequest.__struct_fields__) < set(MessagesRequest.__struct_fields__)
@@ -600,7 +601,7 @@ def test_bodies_of_any_shape_are_answered() -> None:
 )  # fmt: skip
 def test_tools_that_the_client_runs_have_a_schema(kind: str, name: str, arguments: Any, wrong: Any) -> None:
     marks = {"cache_control": {"type": "ephemeral"}} | ({"max_characters": 9} if "0728" in kind else {})
-    tool = chat(tools=[{"type": kind, "name": name} | marks]).tools[0]["function"]
+    tool = chat(tools=[{"type": kind, "name": name} | marks]).tools[0].shown["function"]
     assert tool["name"] == name and tool["description"]
     jsonschema.validate(arguments, tool["parameters"])
     with pytest.raises(jsonschema.ValidationError):

@@ -212,8 +212,9 @@ def next_turn(chat: ChatTemplate, tokenizer: Tokenizer, answer: str, then: str, 
 
     def rendered(messages: list[dict[str, Any]]) -> tuple[str, Any, Any]:
         body = json.dumps({"messages": messages, "tools": tools} | fields).encode()
-        prompt, schemas = render(chat, decode.parse(body, protocol.ChatRequest))
-        return tokenizer.decode(prompt.ids, skip_special_tokens=False), prompt.thinking, schemas
+        asked = protocol.chat_of(decode.parse(body, protocol.ChatRequest))
+        prompt = render(chat, asked)
+        return tokenizer.decode(prompt.ids, skip_special_tokens=False), prompt.thinking, asked.schemas
 
     messages = [user("Hi")]
     text, thinking, schemas = rendered(messages)

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import deltic
 from deltic.engine.guides import Guides, Vocabulary
 from deltic.server.api import decode, protocol
-from deltic.server.chat.constraint import Constrainer, is_fixed, tool_schemas
+from deltic.server.chat.constraint import Constrainer
 from deltic.server.chat.grammar import _ENDS, CallForm, error_of, quoted
 from deltic.server.chat.parser import OutputParser
 from deltic.text import Detokenizer, Tokenizer
@@ -53,9 +53,8 @@ def walk(grammar: str, seed: int) -> list[int]:
 
 def say(chat: dict[str, Any], seed: int = 0, thought: str | None = None, form: CallForm = "xml") -> Any:
     """The content of an answer to this chat, or the arguments of its call. thought: with what is forced behind it."""
-    asked = decode.parse(
-        json.dumps({"messages": [{"role": "user", "content": "x"}]} | chat).encode(), protocol.ChatRequest
-    )
+    body = json.dumps({"messages": [{"role": "user", "content": "x"}]} | chat).encode()
+    asked = protocol.chat_of(decode.parse(body, protocol.ChatRequest))
     constrainer = Constrainer(TOKENIZER, form)
     constraint = constrainer.chat(asked, constrainer.chat_grammar(asked), thought is not None)
     assert constraint is not None
@@ -63,9 +62,7 @@ def say(chat: dict[str, Any], seed: int = 0, thought: str | None = None, form: C
     if thought is not None:
         assert constraint.think_end_id is not None
         ids = [*TOKENIZER.encode(thought), constraint.think_end_id, *constraint.begin_ids, *ids]
-    parser = OutputParser(
-        thinking=thought is not None, tools=tool_schemas(asked.tools, asked.tool_choice), fixed=is_fixed(asked)
-    )
+    parser = OutputParser(thinking=thought is not None, tools=asked.schemas, fixed=asked.is_fixed)
     text, found = Detokenizer(TOKENIZER), parser.push("")
     for id in ids:
         found.add(parser.push(text.push([id])))

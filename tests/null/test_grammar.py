@@ -20,12 +20,12 @@ from hypothesis_jsonschema import from_schema
 
 import deltic
 from deltic.engine.messages import Constraint
-from deltic.server.api import protocol
 from deltic.server.chat import grammar
 from deltic.server.chat import schema as schemas
 from deltic.server.chat.arguments import convert
 from deltic.server.chat.constraint import Constrainer
 from deltic.server.chat.parser import OutputParser
+from deltic.server.chat.request import Sampling
 from deltic.text import Tokenizer
 from tests.fake_engine import END, TEMPLATE, FakeEngineClient, byte_tokenizer
 from tests.null.test_http import client_of, error_of, post
@@ -193,7 +193,7 @@ def test_words_that_may_and_may_not_come() -> None:
         assert both and both.bad_ids == ((97,),) and both.grammar and not both.allowed
         assert constraint_of(path, bad_words=[]) is None
     demo = Constrainer(Tokenizer.load(DEMO), None)
-    made = demo.completion(protocol.CompletionRequest(prompt="", bad_words=["hello", "zqxzq"]))
+    made = demo.completion(Sampling(bad_words=["hello", "zqxzq"]))
     assert made and [demo._tokenizer.decode(ids) for ids in made.bad_ids] == ["hello", " hello", "zqxzq"]
 
 

@@ -26,7 +26,7 @@ SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
 MAX_SOURCE_FILES = 245
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 52_464
+MAX_PACKAGE_LINES = 52_461
 """What there is: a ceiling that comes down with it. A feature that needs more takes it from elsewhere, and says from where."""
 MAX_METHODS = 30
 OUTGROWN = {"GpuRunner": 34, "GpuTextRunner": 31, "OutputParser": 45}
@@ -200,6 +200,12 @@ def test_imports_run_one_way(path: Path) -> None:
 def test_the_reference_imports_nothing_of_ours(path: Path) -> None:
     parts = {name.split(".")[0] for name in read(path).imports if not name.startswith("tests.reference")}
     assert not parts & {"deltic", "tests", "bench", "training"}
+
+
+def test_what_makes_prompts_and_answers_knows_no_api() -> None:
+    """Each API converts its requests to a Chat; behind that, none is known."""
+    for path in (PACKAGE / "server" / "chat").glob("*.py"):
+        assert not {u for u in ours(read(path).imports) if u.startswith("server.api")}, module_name(path)
 
 
 CYCLES: list[set[str]] = []

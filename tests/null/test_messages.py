@@ -9,7 +9,8 @@ import pytest
 
 from deltic.server.api import anthropic_protocol, decode, protocol
 from deltic.server.api import responses_protocol as responses
-from deltic.server.api.messages import template_messages
+from deltic.server.chat.messages import template_messages
+from deltic.server.chat.request import NO_DEFAULTS
 from deltic.server.errors import ApiError
 
 HELLO = {"role": "user", "content": "hello"}
@@ -129,7 +130,7 @@ def items(*given: dict[str, Any]) -> list[dict[str, Any]]:
     parsed: Any = [
         (f"input[{i}]", responses.parse_item(json.dumps(item).encode(), f"input[{i}]")) for i, item in enumerate(given)
     ]
-    return template_messages(responses.chat_request(asked, parsed).messages)
+    return template_messages(responses.chat_of(asked, parsed, NO_DEFAULTS).messages)
 
 
 def test_items_of_a_model_may_have_further_fields() -> None:
@@ -163,7 +164,7 @@ def blocks(*messages: dict[str, Any]) -> list[dict[str, Any]]:
     """What a template gets of messages of Anthropic's."""
     body = json.dumps({"model": "m", "messages": [HELLO, *messages], "max_tokens": 1}).encode()
     asked = decode.parse(body, anthropic_protocol.MessagesRequest)
-    return template_messages(anthropic_protocol.chat_request(asked, set()).messages)[1:]
+    return template_messages(anthropic_protocol.chat_of(asked, set(), False, NO_DEFAULTS).messages)[1:]
 
 
 def test_blocks_of_a_model_may_have_further_fields_and_types() -> None:

@@ -20,6 +20,7 @@ from deltic.server.api import ollama_protocol as wire
 from deltic.server.api.ollama import LinesAnswer
 from deltic.server.chat.answer import ChatAnswer, Message, Update
 from deltic.server.chat.parser import OutputParser
+from deltic.server.chat.request import NO_DEFAULTS
 from deltic.server.errors import ApiError
 from deltic.server.limits import Usage
 from tests.fake_engine import FakeEngineClient, byte_tokenizer, saying
@@ -393,6 +394,6 @@ def test_fields_of_a_chat_are_called_as_here() -> None:
     asked = decode.parse(
         b'{"model":"m","messages":[{"role":"user","content":"x"}],"options":{"stop":"a"}}', wire.ChatRequest
     )
-    assert wire.chat_request(asked).stop == "a"
+    assert wire.chat_of(asked, NO_DEFAULTS).sampling.shown.stops == ["a"]
     with pytest.raises(ApiError, match=r"options\.num_ctx"):
         decode.parse(b'{"model":"m","options":{"num_ctx":-1}}', wire.ChatRequest)

@@ -11,9 +11,9 @@ import pytest
 from deltic.config import ConfigError, ModelConfig, ServerConfig
 from deltic.engine.messages import EngineInfo, SamplingParams
 from deltic.server.api import decode, protocol
-from deltic.server.api.messages import template_messages
-from deltic.server.chat import constraint
 from deltic.server.chat.arguments import given_arguments
+from deltic.server.chat.messages import template_messages
+from deltic.server.chat.request import NO_DEFAULTS, Chat, Completion, answer_length, checked_params
 from deltic.server.errors import ApiError
 from deltic.text import SamplingDefaults, TokenizerError
 
@@ -22,33 +22,28 @@ INFO = EngineInfo(
     n_slots=8, device="none",
 )  # fmt: skip
 CONFIG = ServerConfig()
-NO_DEFAULTS = SamplingDefaults()
 HELLO = [{"role": "user", "content": "hello"}]
 
 
 def chat(**fields: Any) -> SamplingParams:
     """What becomes of a chat with a prompt of 10 tokens."""
     body = json.dumps({"messages": HELLO} | fields).encode()
-    request = decode.parse(body, protocol.ChatRequest)
-    decode.take_functions(request)
-    decode.settle(request)
-    protocol.stop_strings(request)
-    constraint.tool_schemas(request.tools, request.tool_choice)
-    template_messages(request.messages)
-    protocol.template_settings(request)
-    return params(request)
+    asked = protocol.chat_of(decode.parse(body, protocol.ChatRequest))
+    template_messages(asked.messages)
+    return params(asked)
 
 
 def completion(**fields: Any) -> SamplingParams:
-    request = decode.parse(json.dumps({"prompt": "hello"} | fields).encode(), protocol.CompletionRequest)
-    decode.settle(request)
-    protocol.prompts(request, INFO)
-    return params(request)
+    return params(completion_of(**fields))
 
 
-def params(request: Any, defaults: SamplingDefaults = NO_DEFAULTS) -> SamplingParams:
-    max_tokens = protocol.answer_length(request, 10, INFO, None)
-    return protocol.sampling_params(request, max_tokens, INFO, defaults, CONFIG)
+def completion_of(defaults: SamplingDefaults = NO_DEFAULTS, **fields: Any) -> Completion:
+    body = json.dumps({"prompt": "hello"} | fields).encode()
+    return protocol.completion_of(decode.parse(body, protocol.CompletionRequest), INFO, defaults)
+
+
+def params(asked: Chat | Completion) -> SamplingParams:
+    return checked_params(asked, answer_length(asked, 10, INFO, None), INFO, CONFIG)
 
 
 def refused(make: Any, **fields: Any) -> ApiError:
@@ -119,8 +114,7 @@ def test_defaults_of_the_checkpoint(tmp_path: Path) -> None:
     path = tmp_path / "generation_config.json"
     path.write_text('{"temperature": 0.6, "top_p": 0.95, "top_k": 20, "eos_token_id": [1], "min_p": null}')
     defaults = SamplingDefaults.load(tmp_path)
-    request = decode.parse(b'{"prompt": "x", "top_k": 3}', protocol.CompletionRequest)
-    drawn = params(request, defaults)
+    drawn = params(completion_of(defaults, top_k=3))
     assert (drawn.temperature, drawn.top_p, drawn.top_k) == (0.6, 0.95, 3)
     path.write_text('{"do_sample": false, "temperature": 0.6}')
     assert SamplingDefaults.load(tmp_path).temperature == 0.0
@@ -300,24 +294,23 @@ def test_bodies_that_are_not_a_request(body: bytes) -> None:
 
 def test_prompts_of_every_form() -> None:
     def of(prompt: Any) -> list[Any]:
-        body = json.dumps({"prompt": prompt}).encode()
-        return protocol.prompts(decode.parse(body, protocol.CompletionRequest), INFO)
+        return completion_of(prompt=prompt).prompts
 
     assert of("a") == ["a"] and of(["a", "b"]) == ["a", "b"]
     assert of([1, 2]) == [[1, 2]] and of([[1], [2, 3]]) == [[1], [2, 3]]
 
 
 def test_a_prompt_that_is_too_long_is_told_the_limit_and_its_length() -> None:
-    request = decode.parse(b'{"prompt": "x"}', protocol.CompletionRequest)
+    asked = completion_of(prompt="x")
     for n_prompt in (100, 5000):
         with pytest.raises(
             ApiError, match=rf"maximum context length is 100 tokens. However, your prompt has {n_prompt} tokens"
         ) as caught:
-            protocol.answer_length(request, n_prompt, INFO, None)
+            answer_length(asked, n_prompt, INFO, None)
         assert (caught.value.param, caught.value.code) == ("prompt", "context_length_exceeded")
-    assert protocol.answer_length(request, 99, INFO, None) == 1
+    assert answer_length(asked, 99, INFO, None) == 1
     with pytest.raises(ApiError, match="empty"):
-        protocol.answer_length(request, 0, INFO, None)
+        answer_length(asked, 0, INFO, None)
 
 
 def test_messages_for_the_template() -> None:
@@ -348,7 +341,8 @@ def test_messages_for_the_template() -> None:
 def test_thinking_switches(kind: Any) -> None:
     def of(**fields: Any) -> dict[str, Any]:
         body = json.dumps({"messages": HELLO} | fields).encode()
-        return protocol.template_settings(decode.parse(body, kind))
+        convert = protocol.chat_of if kind is protocol.ChatRequest else protocol.tokenized_chat
+        return convert(decode.parse(body, kind)).settings
 
     for fields in (
         {"chat_template_kwargs": {"enable_thinking": 1}},

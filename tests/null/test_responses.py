@@ -17,8 +17,9 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessageCustomToolCal
 
 from deltic.server.api import responses
 from deltic.server.api import responses_protocol as wire
-from deltic.server.api.messages import AssistantMessage, settled, template_messages
 from deltic.server.api.responses_store import ResponseStore, Stored, Turn, turn_of
+from deltic.server.chat.messages import AssistantMessage, settled, template_messages
+from deltic.server.chat.request import NO_DEFAULTS, Form
 from deltic.server.errors import ApiError
 from tests.fake_engine import FakeEngineClient, byte_tokenizer, make_app, named_events, saying, served
 
@@ -241,7 +242,7 @@ def test_items_become_messages(door: Door) -> None:
         msgspec.json.encode({"input": items, "instructions": "Be kind."}), type=wire.ResponsesRequest
     )
     parsed = [(f"input[{i}]", wire.parse_item(item, "")) for i, item in enumerate(wire.given_items(asked))]
-    chat = wire.chat_request(asked, parsed)  # type: ignore[arg-type]
+    chat = wire.chat_of(asked, parsed, NO_DEFAULTS)  # type: ignore[arg-type]
     assert settled(template_messages(chat.messages), False, False) == [
         {"role": "system", "content": "Be kind.\n\nBe short."},
         {"role": "user", "content": "Weather?"},
@@ -315,22 +316,24 @@ def test_functions_of_a_namespace(door: Door) -> None:
     assert door.post(400, tools=[WEATHER, named, named])["param"] == "tools[2].tools[0].name"
 
 
-def test_forms_of_chats() -> None:
-    assert wire.chat_tool_choice({"type": "function", "name": "f"}) == {"type": "function", "function": {"name": "f"}}
-    allowed = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "f"}]}
-    assert wire.chat_tool_choice(allowed) == {
-        "type": "allowed_tools",
-        "allowed_tools": {"mode": "required", "tools": [{"type": "function", "function": {"name": "f"}}]},
-    }
+HELLO = wire.MessageItem(role="user", content="x")
+
+
+def test_what_a_request_asks_for() -> None:
+    tools: Any = [{"type": "function", "name": name, "parameters": {}} for name in "fg"]
+    named: Any = {"type": "function", "name": "f"}
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [named]}
+    for choice, most in ((named, 1), (allowed, None)):
+        asked = msgspec.convert({"input": "x", "tools": tools, "tool_choice": choice}, wire.ResponsesRequest)
+        calls = wire.chat_of(asked, [("input[0]", HELLO)], NO_DEFAULTS).calls
+        assert calls and [tool.function.name for tool in calls.tools] == ["f"]
+        assert (calls.must, calls.most) == (True, most)
     text = {"format": {"type": "json_schema", "name": "n", "schema": {"type": "object"}, "strict": True}}
     body = {"input": "x", "text": text, "reasoning": {"context": "all_turns"}}
     asked = msgspec.json.decode(msgspec.json.encode(body), type=wire.ResponsesRequest)
-    chat = wire.chat_request(asked, [("input[0]", wire.MessageItem(role="user", content="x"))])
-    assert chat.response_format == {
-        "type": "json_schema",
-        "json_schema": {"name": "n", "schema": {"type": "object"}, "strict": True},
-    }
-    assert chat.preserve_thinking
+    chat = wire.chat_of(asked, [("input[0]", HELLO)], NO_DEFAULTS)
+    assert chat.sampling.form == Form("text.format", "text.format.schema", "json", {"type": "object"})
+    assert chat.settings == {"preserve_thinking": True}
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """Anthropic's Messages API, for agents that speak no other: POST /v1/messages and /v1/messages/count_tokens.
 
-A body becomes a ChatRequest (server/api/anthropic_protocol.py), so that there is one way to the engine; the
+A body becomes a Chat (server/api/anthropic_protocol.py), so that there is one way to the engine; the
 answer's updates become content blocks here.
 """
 
@@ -16,14 +16,14 @@ import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
-from deltic.server.api import protocol
-from deltic.server.api.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_request, signature
+from deltic.server.api.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_of, signature
 from deltic.server.api.completions import UpdateStream, chat_generation, prepare_chat
 from deltic.server.chat.answer import Item, Items, Update
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.generation import Generation
+from deltic.server.chat.request import Chat
 from deltic.server.chat.template import render
-from deltic.server.errors import ApiError, PromptTooLong, naming
+from deltic.server.errors import ApiError, PromptTooLong
 from deltic.server.limits import TICKET, Usage
 from deltic.server.preparation import Preparation
 from deltic.server.service import Service
@@ -40,9 +40,8 @@ async def messages(service: Service, request: Request) -> ASGIApp:
     info = service.admit()
     async with Preparation(service, request) as preparation:
         asked = await preparation.parse(MessagesRequest)
-        chat = await preparation.run(_chat, service, asked)
-        pictures = await preparation.read_pictures(chat)
-        with _in_own_names():
+        chat, pictures = await preparation.read_chat(_chat, service, asked)
+        with _in_own_words():
             prepared = await preparation.run(prepare_chat, service, chat, info, pictures)
         del pictures  # they are the engine's from now on, and large
     message_id = request.scope["deltic.answer_id"] = f"msg_{secrets.token_hex(16)}"
@@ -63,47 +62,29 @@ async def messages(service: Service, request: Request) -> ASGIApp:
 async def count_tokens(service: Service, request: Request) -> ASGIApp:
     """POST /v1/messages/count_tokens: how many tokens a prompt has."""
     async with Preparation(service, request) as preparation:
-        chat = await preparation.run(_chat, service, await preparation.parse(CountTokensRequest))
-        pictures = await preparation.read_pictures(chat)
+        asked = await preparation.parse(CountTokensRequest)
+        chat, pictures = await preparation.read_chat(_chat, service, asked)
         service.check_model(chat.model)
-        with _in_own_names():
-            prompt, _ = await preparation.run(render, service.template, chat, pictures=pictures)
+        with _in_own_words():
+            prompt = await preparation.run(render, service.template, chat, pictures=pictures)
     return json_response({"input_tokens": len(prompt.ids)})
 
 
-def _chat(service: Service, asked: CountTokensRequest) -> protocol.ChatRequest:
+def _chat(service: Service, asked: CountTokensRequest) -> Chat:
     """Raises ApiError (400)."""
     template = service.template
     thinks = None if template and "enable_thinking" in template.defaults else False
-    return chat_request(asked, template.variables if template else set(), thinks)
+    return chat_of(asked, template.variables if template else set(), thinks, service.defaults)
 
 
 @contextmanager
-def _in_own_names() -> Iterator[None]:
-    """Has errors about a ChatRequest name this API's fields.
-
-    Agents shorten their history when they read `prompt is too long`.
-    """
+def _in_own_words() -> Iterator[None]:
+    """Agents shorten their history when they read `prompt is too long`."""
     try:
-        with naming(_NAMES):
-            yield
+        yield
     except PromptTooLong as error:
         said = f"prompt is too long: {error.n_prompt} tokens > {error.limit - 1} maximum"
         raise ApiError(400, said, param=error.param, code=error.code) from None
-
-
-_NAMES = {
-    **dict.fromkeys(("response_format", "response_format.json_schema"), "output_config.format"),
-    "thinking_budget": "thinking.budget_tokens",
-    "continue_final_message": "messages",
-    **dict.fromkeys(("tool_choice.function", "tool_choice.allowed_tools"), "tool_choice.name"),
-    **dict.fromkeys(("reasoning_effort", "chat_template_kwargs.reasoning_effort"), "output_config.effort"),
-    "stop": "stop_sequences",
-    "parallel_tool_calls": "tool_choice.disable_parallel_tool_use",
-    "tools[].function": "tools[]",
-    "tools[].function.parameters": "tools[].input_schema",
-}
-"""Fields of a ChatRequest, and what this API calls them."""
 
 
 def _event(name: str, **fields: Any) -> bytes:

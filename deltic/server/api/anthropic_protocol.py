@@ -1,6 +1,6 @@
-"""The wire format of Anthropic's Messages API, and how it becomes a ChatRequest.
+"""The wire format of Anthropic's Messages API, and how it becomes a Chat.
 
-Anthropic's API differs from a ChatRequest in these points:
+Anthropic's API differs from OpenAI's in these points:
 
 - Without `thinking` the model does not think, unless its template has no switch. Thoughts given back go to
   the template.
@@ -26,19 +26,11 @@ from typing import Annotated, Any, Literal
 from msgspec import Meta, Struct
 
 from deltic.server.api import decode, protocol
-from deltic.server.api.messages import (
-    REMINDER,
-    AssistantMessage,
-    CalledFunction,
-    SystemMessage,
-    ToolCall,
-    ToolMessage,
-    ToolName,
-    UserMessage,
-)
-from deltic.server.api.messages import Message as ChatMessage
+from deltic.server.chat import messages as history
+from deltic.server.chat import request as chats
 from deltic.server.chat.picture_parts import Sent
 from deltic.server.errors import THREAD_NOT_FOUND, ApiError, bad_request
+from deltic.text import SamplingDefaults
 
 ATTRIBUTION = "x-anthropic-billing-header:"
 """How a line begins that some agents put before their system prompt.
@@ -89,7 +81,7 @@ class ToolResult(Struct):
 
 class ToolUse(Struct):
     id: str
-    name: ToolName
+    name: history.ToolName
     input: dict[str, Any]
     type: Any = None
     cache_control: Any = None
@@ -135,8 +127,8 @@ class AssistantTurn(UserTurn, tag="assistant", tag_field="role", forbid_unknown_
 Message = UserTurn | SystemTurn | AssistantTurn
 
 
-class Tool(Struct, kw_only=True, forbid_unknown_fields=True):
-    name: ToolName
+class ToolFields(Struct, kw_only=True, forbid_unknown_fields=True):
+    name: history.ToolName
     input_schema: dict[str, Any]
     description: str | None = None
     strict: bool | None = None
@@ -148,7 +140,7 @@ class Tool(Struct, kw_only=True, forbid_unknown_fields=True):
     eager_input_streaming: bool | None = None
 
 
-class ToolChoice(Struct, forbid_unknown_fields=True):
+class ChoiceFields(Struct, forbid_unknown_fields=True):
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
     disable_parallel_tool_use: bool | None = None
@@ -170,7 +162,7 @@ class OutputFormat(Struct, forbid_unknown_fields=True):
 
 
 class OutputConfig(Struct, forbid_unknown_fields=True):
-    effort: protocol.Effort | None = None
+    effort: chats.Effort | None = None
     format: OutputFormat | None = None
 
 
@@ -195,7 +187,7 @@ class CountTokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     messages: Annotated[list[Message], Meta(min_length=1)]
     system: str | list[dict[str, Any]] | None = None
     tools: list[dict[str, Any]] | None = None
-    tool_choice: ToolChoice | None = None
+    tool_choice: ChoiceFields | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
@@ -208,7 +200,7 @@ class CountTokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 class MessagesRequest(CountTokensRequest):
     """POST /v1/messages."""
 
-    max_tokens: protocol.Count
+    max_tokens: chats.Count
     """0: the prompt is computed, and nothing is said."""
     stop_sequences: list[str] | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
@@ -228,7 +220,13 @@ class MessagesRequest(CountTokensRequest):
     fallback_credit_token: Any = None
 
 
-def chat_request(asked: CountTokensRequest, variables: Set[str], thinks: bool | None = False) -> protocol.ChatRequest:
+ORIGIN = {"thinking_budget": "thinking.budget_tokens", "continue_final_message": "messages"}
+"""Fields of a Chat, and what this API calls them."""
+
+
+def chat_of(
+    asked: CountTokensRequest, variables: Set[str], thinks: bool | None, defaults: SamplingDefaults
+) -> chats.Chat:
     """The chat that a body asks for. variables: the settings of the model's template; thinks: whether it
     thinks where the body does not say (None: the operator's setting holds). Raises ApiError (400).
     """
@@ -244,29 +242,45 @@ def chat_request(asked: CountTokensRequest, variables: Set[str], thinks: bool | 
         settings["reasoning_effort"] = output.effort
     if _keeps_thoughts(asked) and "preserve_thinking" in variables:
         settings["preserve_thinking"] = True
-    chat = protocol.ChatRequest(
-        model=asked.model,
-        messages=told,
-        continue_final_message=continued or None,
-        enable_thinking=thinks if asked.thinking is None else thinking.type != "disabled",
-        thinking_budget=thinking.budget_tokens,
-        chat_template_kwargs=settings or None,
-        tools=[_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked.tools)] if asked.tools else None,
-    )
+    if (enabled := thinks if asked.thinking is None else thinking.type != "disabled") is not None:
+        settings["enable_thinking"] = enabled
+    form, field = None, "output_config.format"
     if output.format is not None:
-        schema = {"name": "answer", "schema": output.format.schema, "strict": True}
-        chat.response_format = {"type": "json_schema", "json_schema": schema}
-    if (choice := asked.tool_choice) is not None:
-        if (choice.type == "tool") != (choice.name is not None):
-            raise bad_request("tool_choice.name", "is needed with type 'tool', and with no other")
-        named = {"type": "function", "function": {"name": choice.name}}
-        chat.tool_choice = {"any": "required", "tool": named}.get(choice.type, choice.type)
-        chat.parallel_tool_calls = False if choice.disable_parallel_tool_use else None
-    if isinstance(asked, MessagesRequest):
-        chat.max_tokens = max(1, asked.max_tokens)
-        chat.stop = asked.stop_sequences
-        chat.temperature, chat.top_p, chat.top_k = asked.temperature, asked.top_p, asked.top_k
-    return chat
+        form = chats.Form(field, f"{field}.schema", "json", output.format.schema)
+    tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked.tools or ())]
+    return chats.Chat(
+        messages=told,
+        sampling=_sampling(asked, form, defaults),
+        model=asked.model,
+        tools=tools,
+        calls=chats.calls_of(tools, _choice(asked.tool_choice or ChoiceFields("auto"))),
+        settings=settings,
+        thinking_budget=thinking.budget_tokens,
+        continue_final_message=continued,
+        origin=ORIGIN,
+    )
+
+
+def _choice(choice: ChoiceFields) -> chats.ToolChoice:
+    """Raises ApiError (400)."""
+    if (choice.type == "tool") != (choice.name is not None):
+        raise bad_request("tool_choice.name", "is needed with type 'tool', and with no other")
+    names = [] if choice.type == "none" else [choice.name] if choice.name is not None else None
+    single = choice.type == "tool" or bool(choice.disable_parallel_tool_use)
+    return chats.ToolChoice(names=names, must=choice.type in ("any", "tool"), single=single, path="tool_choice.name")
+
+
+def _sampling(asked: CountTokensRequest, form: chats.Form | None, defaults: SamplingDefaults) -> chats.Sampling:
+    """Raises ApiError (400)."""
+    if not isinstance(asked, MessagesRequest):
+        return chats.Sampling(form=form)
+    given = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
+    return chats.Sampling(
+        params=chats.sampling_params(given, defaults),
+        shown=chats.Shown(stops=chats.stop_strings(asked.stop_sequences, "stop_sequences")),
+        max_tokens=max(1, asked.max_tokens),
+        form=form,
+    )
 
 
 def _keeps_thoughts(asked: CountTokensRequest) -> bool:
@@ -290,7 +304,7 @@ _LAST_TURN = {"type": "thinking_turns", "value": 1}
 """The default of the family's templates."""
 
 
-def _tool(plain: dict[str, Any], path: str) -> dict[str, Any]:
+def _tool(plain: dict[str, Any], path: str) -> chats.Tool:
     """A tool as the chat has it. Raises ApiError (400)."""
     if plain.get("type") not in (None, "custom"):
         written_out = described(plain)
@@ -301,22 +315,18 @@ def _tool(plain: dict[str, Any], path: str) -> dict[str, Any]:
                 "and an input_schema",
             )
         plain = written_out
-    tool: Tool = decode.convert(plain, Tool, path)
+    tool: ToolFields = decode.convert(plain, ToolFields, path)
     if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
         raise bad_request(f"{path}.allowed_callers", "a tool is called by the model itself: 'direct'")
     schema = tool.input_schema
     if tool.input_examples:
         schema = schema | {"examples": tool.input_examples}
-    function: dict[str, Any] = {"name": tool.name}
-    if tool.description is not None:
-        function["description"] = tool.description
-    function["parameters"] = schema
-    if tool.strict:
-        function["strict"] = True
-    return {"type": "function", "function": function}
+    described_as = {} if tool.description is None else {"description": tool.description}
+    function = {"name": tool.name} | described_as | {"parameters": schema} | ({"strict": True} if tool.strict else {})
+    return protocol.function_tool(function, path, "input_schema")
 
 
-def _messages(asked: CountTokensRequest) -> tuple[list[ChatMessage], bool]:
+def _messages(asked: CountTokensRequest) -> tuple[list[history.Message], bool]:
     """The chat's messages, and whether the answer continues the last one. Raises ApiError (400)."""
     system = _texts(_blocks(asked.system or [], "system", "system"))
     if system and system[0].startswith(ATTRIBUTION):
@@ -329,13 +339,13 @@ def _messages(asked: CountTokensRequest) -> tuple[list[ChatMessage], bool]:
             turns[-1][1].extend(blocks)
         else:
             turns.append((role, blocks))
-    told: list[ChatMessage] = []
+    told: list[history.Message] = []
     if text := "\n\n".join(filter(None, system)):
-        told.append(SystemMessage(content=text))
+        told.append(history.SystemMessage(content=text))
     called: list[str] = []
     for role, blocks in turns:
         if role == "system":
-            told.append(SystemMessage(content="\n\n".join(_texts(blocks))))
+            told.append(history.SystemMessage(content="\n\n".join(_texts(blocks))))
         elif role == "user":
             told += _user_messages(blocks, called)
         else:
@@ -427,7 +437,7 @@ def _texts(blocks: Sequence[Block]) -> list[str]:
     ]
 
 
-def _user_messages(blocks: list[Block], called: list[str]) -> list[ChatMessage]:
+def _user_messages(blocks: list[Block], called: list[str]) -> list[history.Message]:
     """called: ids of the calls before.
 
     A reminder beside results goes with the last of them: a message of its own would be a question to the
@@ -438,25 +448,26 @@ def _user_messages(blocks: list[Block], called: list[str]) -> list[ChatMessage]:
     results.sort(key=lambda result: places.get(result.tool_use_id, len(called)))
     pieces = _pieces(blocks)
     if results:
-        reminders = [piece for piece in pieces if isinstance(piece, str) and piece.startswith(REMINDER)]
+        reminders = [piece for piece in pieces if isinstance(piece, str) and piece.startswith(history.REMINDER)]
         results[-1].content = [*(results[-1].content or ()), *reminders]
         pieces = [piece for piece in pieces if piece not in reminders]
-    told: list[ChatMessage] = [
-        ToolMessage(content=_content(result.content or ()), tool_call_id=result.tool_use_id) for result in results
+    told: list[history.Message] = [
+        history.ToolMessage(content=_content(result.content or ()), tool_call_id=result.tool_use_id)
+        for result in results
     ]
     if pieces or not told:
-        told.append(UserMessage(content=_content(pieces)))
+        told.append(history.UserMessage(content=_content(pieces)))
     return told
 
 
-def _assistant_message(blocks: list[Block]) -> AssistantMessage:
+def _assistant_message(blocks: list[Block]) -> history.AssistantMessage:
     thoughts = [_thought(block) for block in blocks if isinstance(block, Thinking)]
     calls = [
-        ToolCall(function=CalledFunction(block.name, block.input), id=block.id)
+        history.ToolCall(function=history.CalledFunction(block.name, block.input), id=block.id)
         for block in blocks
         if isinstance(block, ToolUse)
     ]
-    return AssistantMessage(
+    return history.AssistantMessage(
         content="".join(_texts(blocks)),
         reasoning_content="\n\n".join(thoughts) if any(thoughts) else None,
         tool_calls=calls or None,

@@ -1,8 +1,8 @@
-"""Chats and completions of the OpenAI API, and what every other door into a chat shares with them.
+"""Chats and completions of the OpenAI API, and what every other API of chats shares with them.
 
-A body becomes a checked struct and a Generation, its updates become JSON. A door of another form
-(server/api/responses.py, server/api/anthropic.py) makes a ChatRequest of its own body, takes `prepare_chat`
-and `chat_generation`, and writes its own events.
+A body becomes a Chat or a Completion and a Generation, its updates become JSON. Another API
+(server/api/responses.py, server/api/anthropic.py) makes a Chat of its own body, takes `prepare_chat` and
+`chat_generation`, and writes its own events.
 """
 
 from __future__ import annotations
@@ -19,12 +19,13 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from deltic.engine import messages as engine
-from deltic.server.api import decode, protocol
+from deltic.server.api import protocol
 from deltic.server.chat import answer
-from deltic.server.chat.constraint import is_custom, is_fixed
+from deltic.server.chat import request as chats
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.picture_parts import PictureBounds, Pictures
+from deltic.server.chat.request import Chat, Completion, Sampling, Tool
 from deltic.server.chat.template import Prompt, render
 from deltic.server.errors import PromptTooLong, bad_request, naming
 from deltic.server.limits import TICKET, Ticket
@@ -43,42 +44,34 @@ treated as any stream's.
 class Prepared:
     """A chat that was checked, rendered and encoded: what a generation is made of."""
 
-    chat: protocol.ChatRequest
+    chat: Chat
     prompt: Prompt
     params: engine.SamplingParams
-    tools: dict[str, dict[str, Any]] | None
-    """Schemas of the tools that may be called; None: no calls are looked for."""
-    is_fixed: bool
-    """Whether a grammar makes all that is behind the thought."""
 
 
-def prepare_chat(service: Service, chat: protocol.ChatRequest, info: engine.EngineInfo, pictures: Pictures) -> Prepared:
-    """Any door's chat, as a ChatRequest, on its way to the engine. pictures: those of its messages.
+def prepare_chat(service: Service, chat: Chat, info: engine.EngineInfo, pictures: Pictures) -> Prepared:
+    """Any API's chat on its way to the engine. pictures: those of its messages.
 
     Slow for long ones, so it is a step of a Preparation. Raises ApiError.
     """
-    with naming(decode.older_names(chat)):
+    with naming(chat.origin):
         check(service, chat)
         # Before the prompt: where it is new, it is compiled elsewhere, and this step begins anew there.
         grammar = service.constrainer.chat_grammar(chat)
-        prompt, tools, max_tokens = rendered(service, chat, info, pictures)
-        params = protocol.sampling_params(chat, max_tokens, info, service.defaults, service.config)
+        prompt, max_tokens = rendered(service, chat, info, pictures)
+        params = chats.checked_params(chat, max_tokens, info, service.config)
         if constraint := service.constrainer.chat(chat, grammar, prompt.thinking):
             params = msgspec.structs.replace(params, constraint=constraint)
-        return Prepared(chat, prompt, params, tools, is_fixed(chat))
+        return Prepared(chat, prompt, params)
 
 
-def rendered(
-    service: Service, chat: protocol.ChatRequest, info: engine.EngineInfo, pictures: Pictures
-) -> tuple[Prompt, dict[str, dict[str, Any]] | None, int]:
-    """A checked chat's prompt, the schemas of the tools that the answer may call, and the answer's longest
-    length. Raises ApiError.
-    """
-    if info.pictures is None and chat.mm_processor_kwargs not in (None, PictureBounds()):
+def rendered(service: Service, chat: Chat, info: engine.EngineInfo, pictures: Pictures) -> tuple[Prompt, int]:
+    """A checked chat's prompt, and the answer's longest length. Raises ApiError."""
+    if info.pictures is None and chat.picture_bounds not in (None, PictureBounds()):
         raise bad_request("mm_processor_kwargs", "this server reads text only; leave it out", "unsupported_field")
-    kept = protocol.kept_tokens(chat, info, service.default_length)
-    prompt, tools = render(service.template, chat, protocol.context_limit(info), kept, pictures)
-    return prompt, tools, protocol.answer_length(chat, len(prompt.ids), info, service.default_length)
+    kept = chats.kept_tokens(chat.sampling, info, service.default_length)
+    prompt = render(service.template, chat, chats.context_limit(info), kept, pictures)
+    return prompt, chats.answer_length(chat, len(prompt.ids), info, service.default_length)
 
 
 def chat_generation(service: Service, prepared: Prepared, request_id: str, ticket: Ticket) -> Generation:
@@ -88,51 +81,38 @@ def chat_generation(service: Service, prepared: Prepared, request_id: str, ticke
     chat, prompt, params = prepared.chat, prepared.prompt, prepared.params
     if prompt.effort:
         ticket.notes["reasoning_effort"] = prompt.effort
-    shown = _shown(chat, logprobs=params.logprobs is not None, hides_thought=chat.include_reasoning is False)
     exact = bool(params.constraint and params.constraint.grammar)
     parsers = [
-        OutputParser(thinking=prompt.thinking, tools=prepared.tools, fixed=prepared.is_fixed, exact=exact)
+        OutputParser(thinking=prompt.thinking, tools=chat.schemas, fixed=chat.is_fixed, exact=exact)
         for _ in range(params.n)
     ]
+    shown = chat.sampling.shown
     choices = [answer.Choice(i, service.tokenizer, shown, parser) for i, parser in enumerate(parsers)]
-    sent = engine_request(request_id, prompt.ids, params, chat, prompt.boundaries)
+    sent = engine_request(request_id, prompt.ids, params, chat.sampling, prompt.boundaries)
     sent.pictures = prompt.pictures
     return Generation(service.client, service.metrics, [sent], choices, ticket, service.adapter)
 
 
-def _shown(asked: protocol.Sampling, **more: bool) -> answer.Shown:
-    """more: what only chats, or only completions, say of it."""
-    return answer.Shown(
-        stops=protocol.stop_strings(asked),
-        stop_token_ids=tuple(asked.stop_token_ids or ()),
-        skip_special_tokens=asked.skip_special_tokens is not False,
-        includes_stop=bool(asked.include_stop_str_in_output),
-        gives_ids=bool(asked.return_token_ids),
-        gives_text=asked.detokenize is not False,
-        **more,
-    )
-
-
-async def prepared_chat(service: Service, request: Request, info: engine.EngineInfo) -> Prepared:
+async def prepared_chat(
+    service: Service, request: Request, info: engine.EngineInfo
+) -> tuple[protocol.ChatRequest, Prepared]:
     """The chat that a body is, ready for the engine. Raises ApiError."""
     async with Preparation(service, request) as preparation:
-        chat = await preparation.parse(protocol.ChatRequest)
-        decode.take_functions(chat)
-        pictures = await preparation.read_pictures(chat)
-        return await preparation.run(prepare_chat, service, chat, info, pictures)
+        asked = await preparation.parse(protocol.ChatRequest)
+        chat, pictures = await preparation.read_chat(protocol.chat_of, asked, service.defaults)
+        return asked, await preparation.run(prepare_chat, service, chat, info, pictures)
 
 
 async def chat_completions(service: Service, request: Request) -> ASGIApp:
     """POST /v1/chat/completions: an answer to a chat."""
     info = service.admit()
-    prepared = await prepared_chat(service, request, info)
-    chat = prepared.chat
+    asked, prepared = await prepared_chat(service, request, info)
     request_id = f"chatcmpl-{secrets.token_hex(16)}"
-    answer_id = request.scope["deltic.answer_id"] = chat.rid or _named("chatcmpl-", chat) or request_id
+    answer_id = request.scope["deltic.answer_id"] = asked.rid or _named("chatcmpl-", asked) or request_id
     generation = chat_generation(service, prepared, request_id, request.scope[TICKET])
-    extras = extras_of(service, chat, [prepared.prompt.ids])
+    extras = extras_of(service, asked, [prepared.prompt.ids], prepared.chat.tools)
     said = answer.ChatAnswer(answer_id, service.model_name, service.tokenizer, extras)
-    if chat.stream:
+    if asked.stream:
         said.note(generation.usage())
         first = b"".join(map(said.role_chunk, range(prepared.params.n)))
         return AnswerStream(generation, said, first)
@@ -143,43 +123,37 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
     return LargeResponse(said.body(messages, generation.usage(), extra))
 
 
-def check(service: Service, request: protocol.ChatRequest | protocol.CompletionRequest) -> None:
-    """Refuses what neither API may ask. Raises ApiError (400, 404)."""
-    service.check_model(request.model)
-    decode.settle(request)
-    protocol.stop_strings(request)
-    if getattr(request, "chat_template", None) and not service.config.trust_request_chat_template:
+def check(service: Service, asked: Chat | Completion) -> None:
+    """Raises ApiError: 404 for another model, 400 for a template that is not trusted."""
+    service.check_model(asked.model)
+    if isinstance(asked, Chat) and asked.chat_template and not service.config.trust_request_chat_template:
         said = "this server takes no templates of requests (--trust-request-chat-template)"
         raise bad_request("chat_template", said, "unsupported_field")
-    if request.stream_options is not None and not request.stream:
-        raise bad_request("stream_options", "only for a stream; set stream to true")
 
 
 def engine_request(
-    request_id: str,
-    prompt_ids: list[int],
-    params: engine.SamplingParams,
-    asked: protocol.Sampling,
-    boundaries: list[int],
+    request_id: str, prompt_ids: list[int], params: engine.SamplingParams, sampling: Sampling, boundaries: list[int]
 ) -> engine.Request:
     """The engine's Request for one prompt. boundaries: token offsets at which its messages end."""
     return engine.Request(
         id=request_id,
         prompt_ids=prompt_ids,
         params=params,
-        priority=asked.priority or 0,
+        priority=sampling.priority,
         boundaries=boundaries,
-        cache_salt=asked.cache_salt or "",
-        use_cache=asked.cache_prompt is not False,
+        cache_salt=sampling.cache_salt,
+        use_cache=sampling.use_cache,
     )
 
 
-def _named(prefix: str, request: protocol.Sampling) -> str | None:
+def _named(prefix: str, request: protocol.SamplingFields) -> str | None:
     """The id that a client gave its answer. The engine's is another: this one may come twice."""
     return f"{prefix}{request.request_id}" if request.request_id else None
 
 
-def extras_of(service: Service, request: protocol.Sampling, prompts: list[list[int]]) -> answer.Extras:
+def extras_of(
+    service: Service, request: protocol.SamplingFields, prompts: list[list[int]], tools: list[Tool]
+) -> answer.Extras:
     """prompts: their ids."""
     options = request.stream_options or protocol.StreamOptions()
     usage = bool(options.include_usage or (request.usage and request.usage.include))
@@ -192,7 +166,7 @@ def extras_of(service: Service, request: protocol.Sampling, prompts: list[list[i
         names_ids=bool(request.return_tokens_as_token_ids),
         tier=request.service_tier is not None,
         older_calls=bool(getattr(request, "functions", None)),
-        custom=frozenset(tool["custom"]["name"] for tool in getattr(request, "tools", None) or () if is_custom(tool)),
+        custom=frozenset(tool.function.name for tool in tools if tool.is_custom),
         fingerprint=service.fingerprint,
     )
 
@@ -200,20 +174,14 @@ def extras_of(service: Service, request: protocol.Sampling, prompts: list[list[i
 class Echo:
     """The prompts of a completion that is to repeat them. Slow to make for long ones."""
 
-    def __init__(
-        self,
-        asked: protocol.CompletionRequest,
-        prompts: list[str | list[int]],
-        requests: list[engine.Request],
-        tokenizer: Tokenizer,
-    ) -> None:
-        """requests: those of `prompts`."""
-        has_scores = asked.logprobs is not None
-        is_whole = not has_scores and asked.truncate_prompt_tokens is None
+    def __init__(self, asked: Completion, requests: list[engine.Request], tokenizer: Tokenizer) -> None:
+        """requests: those of its prompts."""
+        has_scores = asked.sampling.shown.logprobs
+        is_whole = not has_scores and asked.sampling.truncate_prompt_tokens is None
         self._ids = [sent.prompt_ids for sent in requests]
         self.texts = [
             prompt if isinstance(prompt, str) and is_whole else tokenizer.decode(ids, False)
-            for prompt, ids in zip(prompts, self._ids, strict=True)
+            for prompt, ids in zip(asked.prompts, self._ids, strict=True)
         ]
         self._offsets = [answer.offsets(ids, tokenizer) for ids in self._ids] if has_scores else None
 
@@ -228,15 +196,14 @@ class Echo:
 async def completions(service: Service, request: Request) -> ASGIApp:
     """POST /v1/completions: how texts go on."""
     info = service.admit()
-    async with Preparation(service, request) as preparation:
-        asked = await preparation.parse(protocol.CompletionRequest)
-        requests, echo = await preparation.run(_prepare, service, asked, info)
+    asked, prepared = await prepared_completion(service, request, info)
+    requests, echo = prepared.requests, prepared.echo
     n = requests[0].params.n
     tokenizer = service.tokenizer
-    generation = completion_generation(service, asked, requests, echo, request.scope[TICKET])
+    generation = completion_generation(service, prepared, request.scope[TICKET])
     answer_id = asked.rid or _named("cmpl-", asked) or requests[0].id.rpartition("-")[0]
     request.scope["deltic.answer_id"] = answer_id
-    extras = extras_of(service, asked, [sent.prompt_ids for sent in requests])
+    extras = extras_of(service, asked, [sent.prompt_ids for sent in requests], [])
     said = answer.CompletionAnswer(answer_id, service.model_name, tokenizer, extras, asked.logprobs or 0, n)
     if asked.stream:
         return EchoStream(generation, said, echo, n) if echo else AnswerStream(generation, said)
@@ -252,74 +219,77 @@ async def completions(service: Service, request: Request) -> ASGIApp:
     return LargeResponse(said.body(messages, generation.usage()))
 
 
-def _prepare(
-    service: Service, asked: protocol.CompletionRequest, info: engine.EngineInfo
-) -> tuple[list[engine.Request], Echo | None]:
-    """Raises ApiError."""
-    prompts = prompts_of(service, asked, info)
-    requests = requests_of(service, asked, prompts, info)
-    return requests, Echo(asked, prompts, requests, service.tokenizer) if asked.echo else None
+@dataclass(frozen=True, slots=True)
+class PreparedCompletion:
+    """A completion that was checked and encoded."""
+
+    completion: Completion
+    requests: list[engine.Request]
+    """One for each prompt."""
+    echo: Echo | None
 
 
-def completion_generation(
-    service: Service,
-    asked: protocol.CompletionRequest,
-    requests: list[engine.Request],
-    echo: Echo | None,
-    ticket: Ticket,
-) -> Generation:
-    """As chat_generation, of a completion's prompts. requests: those of `requests_of`."""
+async def prepared_completion(
+    service: Service, request: Request, info: engine.EngineInfo
+) -> tuple[protocol.CompletionRequest, PreparedCompletion]:
+    """The completion that a body is, ready for the engine. Raises ApiError."""
+
+    def prepare(asked: protocol.CompletionRequest) -> PreparedCompletion:
+        return prepare_completion(service, protocol.completion_of(asked, info, service.defaults), info)
+
+    async with Preparation(service, request) as preparation:
+        asked = await preparation.parse(protocol.CompletionRequest)
+        return asked, await preparation.run(prepare, asked)
+
+
+def prepare_completion(service: Service, asked: Completion, info: engine.EngineInfo) -> PreparedCompletion:
+    """Slow for long ones, so it is a step of a Preparation. Raises ApiError."""
+    with naming(asked.origin):
+        requests = _requests_of(service, asked, info)
+        return PreparedCompletion(asked, requests, Echo(asked, requests, service.tokenizer) if asked.echo else None)
+
+
+def completion_generation(service: Service, prepared: PreparedCompletion, ticket: Ticket) -> Generation:
+    """As chat_generation, of a completion."""
+    requests, echo, shown = prepared.requests, prepared.echo, prepared.completion.sampling.shown
     n = requests[0].params.n
-    shown = _shown(asked, logprobs=asked.logprobs is not None, is_silent=asked.max_tokens == 0)
     offsets = [len(echo.texts[index // n]) if echo else 0 for index in range(len(requests) * n)]
     choices = [answer.Choice(i, service.tokenizer, shown, offset=offset) for i, offset in enumerate(offsets)]
     return Generation(service.client, service.metrics, requests, choices, ticket, service.adapter)
 
 
-def prompts_of(service: Service, asked: protocol.CompletionRequest, info: engine.EngineInfo) -> list[str | list[int]]:
-    """The prompts of a completion that may be asked. Raises ApiError."""
+def encoded(service: Service, asked: Completion, info: engine.EngineInfo) -> Iterator[tuple[list[int], int]]:
+    """Ids of each prompt, and its answer's longest length. Raises ApiError."""
     check(service, asked)
-    prompts = protocol.prompts(asked, info)
-    most = info.max_num_seqs + service.config.max_queue
-    if len(prompts) * (asked.n or 1) > most:
-        raise bad_request(
-            "prompt", f"{len(prompts)} prompts are more than can wait here; send at most {most} sequences"
-        )
-    return prompts
-
-
-def encoded(
-    service: Service, asked: protocol.CompletionRequest, prompts: list[str | list[int]], info: engine.EngineInfo
-) -> Iterator[tuple[list[int], int]]:
-    """Of each prompt its ids, and its answer's longest length. Raises ApiError (400)."""
-    limit = protocol.context_limit(info)
-    kept = protocol.kept_tokens(asked, info, service.default_length)
-    for prompt in prompts:
+    most, n = info.max_num_seqs + service.config.max_queue, len(asked.prompts)
+    if n * asked.sampling.params.n > most:
+        raise bad_request("prompt", f"{n} prompts are more than can wait here; send at most {most} sequences")
+    limit = chats.context_limit(info)
+    kept = chats.kept_tokens(asked.sampling, info, service.default_length)
+    for prompt in asked.prompts:
         if not isinstance(prompt, str):
             ids = prompt[-(kept or 0) :]
         elif kept is not None:
             ids = service.tokenizer.encode_end(prompt, kept, "parse")
-        elif (n := service.tokenizer.least_tokens(prompt, limit)) >= limit:
-            raise PromptTooLong("prompt", n, limit, at_least=True)
+        elif (n_least := service.tokenizer.least_tokens(prompt, limit)) >= limit:
+            raise PromptTooLong("prompt", n_least, limit, at_least=True)
         else:
             ids = service.tokenizer.encode(prompt, "parse")
-        yield ids, protocol.answer_length(asked, len(ids), info, service.default_length)
+        yield ids, chats.answer_length(asked, len(ids), info, service.default_length)
 
 
-def requests_of(
-    service: Service, asked: protocol.CompletionRequest, prompts: list[str | list[int]], info: engine.EngineInfo
-) -> list[engine.Request]:
+def _requests_of(service: Service, asked: Completion, info: engine.EngineInfo) -> list[engine.Request]:
     """One request of the engine for each prompt. Raises ApiError (400)."""
     request_id = f"cmpl-{secrets.token_hex(16)}"
     requests = []
     constraint = None
-    for i, (ids, max_tokens) in enumerate(encoded(service, asked, prompts, info)):
-        params = protocol.sampling_params(asked, max_tokens, info, service.defaults, service.config)
+    for i, (ids, max_tokens) in enumerate(encoded(service, asked, info)):
+        params = chats.checked_params(asked, max_tokens, info, service.config)
         if i == 0:  # it is the same for all prompts
-            constraint = service.constrainer.completion(asked)
+            constraint = service.constrainer.completion(asked.sampling)
         if constraint:
             params = msgspec.structs.replace(params, constraint=constraint)
-        requests.append(engine_request(f"{request_id}-{i}", ids, params, asked, []))
+        requests.append(engine_request(f"{request_id}-{i}", ids, params, asked.sampling, []))
     return requests
 
 

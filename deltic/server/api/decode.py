@@ -1,5 +1,4 @@
-"""From the JSON of a body to a checked struct: what is forgiven, what is refused and how that is said, and
-what came in another server's words, or in older ones.
+"""From the JSON of a body to a checked struct: what is forgiven, what is refused and how that is said.
 
 Forgiven are null fields, at any depth, that a struct does not know, and at the top those whose value asks for
 nothing (NEUTRAL). msgspec says what is wrong with a value in a message; all that is read out of its words
@@ -15,7 +14,6 @@ from typing import Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
-from deltic.server.api import protocol
 from deltic.server.errors import ApiError, bad_request
 
 T = TypeVar("T")
@@ -96,9 +94,9 @@ def fault_of(error: msgspec.ValidationError) -> Fault:
     return Fault("value", path, "", reason)
 
 
-def parse(body: bytes, kind: type[T], note: Callable[[str], None] | None = None) -> T:
+def parse(body: bytes, kind: type[T], note: Callable[[str], None] | None = None, path: str = "") -> T:
     """The JSON in a request's body as `kind`. note: takes the names of fields at its top that are not known,
-    which are left out then.
+    which are left out then. path: place of `body` in a larger one.
 
     Raises ApiError (400) naming the field at fault.
     """
@@ -108,18 +106,18 @@ def parse(body: bytes, kind: type[T], note: Callable[[str], None] | None = None)
         except msgspec.ValidationError:
             value = msgspec.json.decode(body)
             if isinstance(value, dict):
-                _drop_unasked(value, kind, note)
+                _drop_unasked(value, kind, note, path)
         try:
             return msgspec.json.decode(msgspec.json.encode(value), type=kind)
         except msgspec.ValidationError as error:
-            kept: T = _without_null_fields(value, kind, "", error)
+            kept: T = _without_null_fields(value, kind, path, error)
             return kept
     except msgspec.DecodeError as error:
-        raise bad_request(None, f"the body is not valid JSON: {error}", "invalid_json") from None
+        raise bad_request(path or None, f"the body is not valid JSON: {error}", "invalid_json") from None
     except UnicodeDecodeError as error:
-        raise bad_request(None, f"the body is not valid UTF-8: {error.reason}", "invalid_json") from None
+        raise bad_request(path or None, f"the body is not valid UTF-8: {error.reason}", "invalid_json") from None
     except RecursionError:
-        raise bad_request(None, "the body is nested too deeply", "invalid_json") from None
+        raise bad_request(path or None, "the body is nested too deeply", "invalid_json") from None
 
 
 def convert(value: Any, kind: Any, path: str) -> Any:
@@ -130,7 +128,7 @@ def convert(value: Any, kind: Any, path: str) -> Any:
         return _without_null_fields(copy.deepcopy(value), kind, path, error)
 
 
-def _drop_unasked(value: dict[str, Any], kind: Any, note: Callable[[str], None] | None) -> None:
+def _drop_unasked(value: dict[str, Any], kind: Any, note: Callable[[str], None] | None, path: str) -> None:
     """Deletes fields that `kind` does not know and that ask for nothing, or, with `note`, whatever they ask
     for.
 
@@ -142,7 +140,8 @@ def _drop_unasked(value: dict[str, Any], kind: Any, note: Callable[[str], None] 
     for name in [name for name in value if name not in kind.__struct_encode_fields__]:
         if value[name] is not None and value[name] not in NEUTRAL.get(name, ()):
             if note is None and name in NEUTRAL:
-                raise bad_request(name, "not supported by this server; leave it out", "unsupported_field")
+                place = f"{path}.{name}" if path else name
+                raise bad_request(place, "not supported by this server; leave it out", "unsupported_field")
             if note is None or name == config.tag_field:
                 continue
             note(name)
@@ -199,67 +198,3 @@ def _refusal(fault: Fault, root: str) -> ApiError:
     if fault.kind == "value":
         return bad_request(path or None, fault.reason[:1].lower() + fault.reason[1:], "invalid_value")
     return bad_request(".".join(filter(None, (path, fault.field))), *_REFUSALS[fault.kind])
-
-
-def settle(request: protocol.Sampling) -> None:
-    """Writes what came in another server's words into the fields that are read. May run again on its result.
-
-    Raises ApiError (400) for a contradiction.
-    """
-
-    def put(field: str, name: str, value: Any) -> None:
-        if value is None:
-            return
-        if getattr(request, name) not in (None, value):
-            raise bad_request(field, f"contradicts {name}; give one of the two")
-        setattr(request, name, value)
-
-    put("n_predict", "max_tokens", 2**31 - 1 if request.n_predict == -1 else request.n_predict)
-    put("repeat_penalty", "repetition_penalty", request.repeat_penalty)
-    request.repeat_penalty = None
-    if request.repeat_last_n == 0:
-        request.repetition_penalty = 1.0
-    elif request.repetition_penalty not in (None, 1) and request.repeat_last_n not in (None, -1):
-        said = "the penalty counts all tokens of prompt and answer (-1); leave it out"
-        raise bad_request("repeat_last_n", said, "unsupported_field")
-    if request.best_of not in (None, 1, request.n):
-        raise bad_request("best_of", "not supported unless it equals n", "unsupported_field")
-    if request.detokenize is False and not (request.return_token_ids and not request.stop):
-        raise bad_request("detokenize", "false needs return_token_ids: true, and no stop")
-    if not isinstance(request, protocol.ChatRequest):
-        return
-    if switch := request.thinking:
-        put("thinking.type", "enable_thinking", switch.type != "disabled")
-        put("thinking.budget_tokens", "thinking_budget", switch.budget_tokens)
-    if asked := request.reasoning:
-        put("reasoning.effort", "reasoning_effort", asked.effort)
-        put("reasoning.enabled", "enable_thinking", asked.enabled)
-        put("reasoning.max_tokens", "thinking_budget", asked.max_tokens)
-        put("reasoning.exclude", "include_reasoning", False if asked.exclude else None)
-
-
-def take_functions(chat: protocol.ChatRequest) -> None:
-    """Makes tools of `functions`, and a choice of them of `function_call`; once, before all else.
-
-    Raises ApiError (400).
-    """
-    choice = chat.function_call
-    if chat.functions:
-        if chat.tools:
-            raise bad_request("functions", "is the older form of tools; give one of the two")
-        chat.tools = [{"type": "function", "function": function} for function in chat.functions]
-        chat.parallel_tool_calls = False  # the older form has room for one
-    elif isinstance(choice, dict) and not chat.tools:
-        raise bad_request("function_call", "names a function, and there are none")
-    named = {"type": "function", "function": choice} if isinstance(choice, dict) else choice
-    if named is not None and chat.tool_choice not in (None, named):
-        raise bad_request("function_call", "contradicts tool_choice; give one of the two")
-    chat.tool_choice = chat.tool_choice if named is None else named
-
-
-def older_names(chat: protocol.ChatRequest) -> dict[str, str]:
-    """What `functions` and `function_call` have become, where those were sent; for errors."""
-    functions = {"tools[].function": "functions[]"} if chat.functions else {}
-    return functions | (
-        {"tool_choice": "function_call", "tool_choice.function": "function_call"} if chat.function_call else {}
-    )

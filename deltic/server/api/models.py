@@ -1,5 +1,6 @@
 """Which models there are, what a tokenizer makes of a text, and adapters that come and go: /v1/models,
-/tokenize, /detokenize, /v1/load_lora_adapter and /v1/unload_lora_adapter.
+/tokenize, /detokenize, /v1/load_lora_adapter and /v1/unload_lora_adapter; and what routers ask: /server_info,
+/model_info, /is_sleeping, /v1/chat/completions/render and /v1/completions/render.
 """
 
 from __future__ import annotations
@@ -13,13 +14,18 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp
 
+from deltic import __version__
 from deltic.config import ADAPTER_NAME
+from deltic.engine.messages import Picture
 from deltic.host.client import EngineUnavailable
 from deltic.models.vocoder.shape import SAMPLE_RATE
+from deltic.ops.geometry import PAGE_SIZE
 from deltic.server.adapters import AdapterRefused, full_path
 from deltic.server.api import protocol
+from deltic.server.api.completions import check, encoded, rendered
 from deltic.server.chat.generation import unavailable
 from deltic.server.chat.picture_parts import Pictures
+from deltic.server.chat.request import Chat, context_limit
 from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.preparation import Preparation, parsed
@@ -47,7 +53,7 @@ def model_card(service: Service, name: str) -> dict[str, Any]:
     adapter has its path as `root`, and its model as `parent`.
     """
     info = service.client.info
-    limit = protocol.context_limit(info) if info else None
+    limit = context_limit(info) if info else None
     started_s = service.server.started_s
     at = datetime.datetime.fromtimestamp(started_s, datetime.UTC)
     return {
@@ -83,12 +89,12 @@ def speech_card(parts: SpeechParts) -> dict[str, Any]:
 async def tokenize(service: Service, request: Request) -> ASGIApp:
     """POST /tokenize: the ids of a text or a chat."""
 
-    def encode(asked: protocol.TokenizeRequest, pictures: Pictures) -> dict[str, Any]:
-        if asked.prompt is not None:
+    def encode(asked: protocol.TokenizeRequest, chat: Chat | None, pictures: Pictures) -> dict[str, Any]:
+        if chat is None:
             parsed = asked.parse_special_tokens is not False
-            pieces = service.tokenizer.encode_pieces(asked.prompt, "parse" if parsed else "text")
+            pieces = service.tokenizer.encode_pieces(asked.prompt or "", "parse" if parsed else "text")
         else:
-            pieces = iter([render(service.template, asked, pictures=pictures)[0].ids])
+            pieces = iter([render(service.template, chat, pictures=pictures).ids])
         count, tokens, strings = 0, Encoded(), Encoded()
         for ids in filter(None, pieces):  # of a long text each would take a hundred bytes
             count += len(ids)
@@ -104,8 +110,10 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
         asked = await preparation.parse(protocol.TokenizeRequest)
         service.check_model(asked.model)
         protocol.check_tokenize(asked)
-        pictures = await preparation.read_pictures(asked)
-        return LargeResponse(await preparation.run(encode, asked, pictures))
+        chat, pictures = None, Pictures()
+        if asked.messages is not None:
+            chat, pictures = await preparation.read_chat(protocol.tokenized_chat, asked)
+        return LargeResponse(await preparation.run(encode, asked, chat, pictures))
 
 
 async def detokenize(service: Service, request: Request) -> ASGIApp:
@@ -173,3 +181,87 @@ def _check_loading(service: Service) -> None:
         raise ApiError(403, said, code="lora_loading_off")
     if service.server.draining:
         raise unavailable(SHUTTING_DOWN)
+
+
+# What routers ask of a server, under the names that they know: what it is, and the ids of a prompt that they
+# are about to send somewhere. None of it needs an engine that runs, so all is answered while the server
+# drains, too. Sources: SGLang's `discover_metadata.rs`, llm-d's `vllm_http.go`, vLLM's `serve/render`.
+
+
+async def server_info(service: Service, request: Request) -> ASGIApp:
+    """GET /server_info: what the server has room for; SGLang's gateway asks it."""
+    info = service.client.info
+    sizes: dict[str, Any] = {}
+    if info is not None:
+        sizes = {
+            "max_model_len": info.max_model_len,
+            "context_length": context_limit(info),
+            "max_total_tokens": info.n_pages * PAGE_SIZE,
+            "max_prefill_tokens": info.max_step_tokens,
+            **dict.fromkeys(("max_running_requests", "max_num_reqs", "max_batch_size"), info.max_num_seqs),
+            "page_size": PAGE_SIZE,
+            "kv_cache_dtype": info.kv_cache_dtype,
+            "device": info.device,
+        }
+    return json_response(
+        {
+            "version": __version__,
+            "status": service.status()["status"],
+            "model_id": service.model_name,
+            "served_model_name": service.model_name,
+            "model_path": service.origin.get("model_path"),
+            "dp_size": 1,
+            "tp_size": service.client.config.tensor_parallel,
+            "max_queued_requests": service.config.max_queue,
+            **sizes,
+        }
+    )
+
+
+async def model_info(service: Service, request: Request) -> ASGIApp:
+    """GET /model_info: which model it is; SGLang's gateway asks it."""
+    named = {"served_model_name": service.model_name, "is_generation": True, "has_image_understanding": service.sees}
+    return json_response({**service.origin, **named})
+
+
+async def is_sleeping(service: Service, request: Request) -> ASGIApp:
+    """GET /is_sleeping: false; vLLM's production stack asks it."""
+    return json_response({"is_sleeping": False})
+
+
+async def render_chat(service: Service, request: Request) -> ASGIApp:
+    """POST /v1/chat/completions/render: the ids of a chat's prompt, for routers."""
+    info = service.rendering()
+    async with Preparation(service, request) as preparation:
+        asked = await preparation.parse(protocol.ChatRequest)
+        chat, pictures = await preparation.read_chat(protocol.chat_of, asked, service.defaults)
+        check(service, chat)
+        prompt, _ = await preparation.run(rendered, service, chat, info, pictures)
+    return LargeResponse(_told(service, prompt.ids, prompt.pictures))
+
+
+async def render_completion(service: Service, request: Request) -> ASGIApp:
+    """POST /v1/completions/render: the ids of each prompt, for routers."""
+    info = service.rendering()
+
+    def ids_of(asked: protocol.CompletionRequest) -> list[dict[str, Any]]:
+        completion = protocol.completion_of(asked, info, service.defaults)
+        return [_told(service, ids) for ids, _ in encoded(service, completion, info)]
+
+    async with Preparation(service, request) as preparation:
+        asked = await preparation.parse(protocol.CompletionRequest)
+        return LargeResponse(await preparation.run(ids_of, asked))
+
+
+def _told(service: Service, ids: list[int], pictures: list[Picture] | None = None) -> dict[str, Any]:
+    """A prompt as vLLM tells it, without what only its own engines read. A video is pairs of frames, each of
+    its own hash.
+    """
+    hashes: dict[str, list[str]] = {}
+    places: dict[str, list[dict[str, int]]] = {}
+    for picture in pictures or ():
+        kind = "image" if picture.n_frames == 1 else "video"
+        hashes.setdefault(kind, []).append(picture.identifier)
+        places.setdefault(kind, []).append({"offset": picture.first, "length": picture.n_tokens})
+    features = {"mm_hashes": hashes, "mm_placeholders": places} if hashes else None
+    return {"model": service.model_name, "token_ids": ids, "features": features}

@@ -1,7 +1,7 @@
 """Ollama's API, for programs that know no other: /api/chat, /api/generate, and what says which models there
 are.
 
-A body becomes a ChatRequest (ollama_protocol.py), or with `raw` a CompletionRequest, and goes the way of all;
+A body becomes a Chat (ollama_protocol.py), or with `raw` a Completion, and goes the way of all;
 the answer's updates become lines of JSON here. A line is whole: a tool call is told when its arguments have
 ended.
 """
@@ -27,23 +27,15 @@ from deltic.engine.messages import EngineInfo
 from deltic.host.client import EngineFailed
 from deltic.models.checkpoint import locate
 from deltic.models.gguf import is_gguf, open_gguf
+from deltic.server.api import completions
 from deltic.server.api import ollama_protocol as wire
-from deltic.server.api import protocol
-from deltic.server.api.completions import (
-    UpdateStream,
-    chat_generation,
-    check,
-    collect,
-    completion_generation,
-    prepare_chat,
-    requests_of,
-)
 from deltic.server.chat import answer
 from deltic.server.chat.answer import Item, Update
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.parser import CallDelta
-from deltic.server.errors import ApiError, naming
+from deltic.server.chat.request import context_limit
+from deltic.server.errors import ApiError
 from deltic.server.limits import TICKET, Ticket, Usage
 from deltic.server.preparation import Preparation, parsed
 from deltic.server.service import Service
@@ -96,19 +88,17 @@ async def _answer(service: Service, request: Request, kind: type[wire.Asked]) ->
         elif isinstance(asked, wire.GenerateRequest) and asked.raw:
             generation = await preparation.run(_completion, service, asked, info, ticket)
         else:
-            chat = await preparation.run(wire.chat_request, asked)
-            pictures = await preparation.read_pictures(chat)
-            with naming(_NAMES):
-                prepared = await preparation.run(prepare_chat, service, chat, info, pictures)
+            chat, pictures = await preparation.read_chat(wire.chat_of, asked, service.defaults)
+            prepared = await preparation.run(completions.prepare_chat, service, chat, info, pictures)
             del pictures  # they are the engine's from now on, and large
-            generation = chat_generation(service, prepared, request_id, ticket)
+            generation = completions.chat_generation(service, prepared, request_id, ticket)
     scored = answer.ChatAnswer(request_id, service.model_name, service.tokenizer)
     said = LinesAnswer(asked.model, is_chat=kind is wire.ChatRequest, scored=scored)
     if generation is None:
         return json_response(said.loaded())
     if asked.stream is not False:
         return LinesStream(generation, said)
-    (message,) = await unless_disconnected(request.receive, collect(generation, scored))
+    (message,) = await unless_disconnected(request.receive, completions.collect(generation, scored))
     return LargeResponse(said.body(message, generation.usage()))
 
 
@@ -132,25 +122,9 @@ async def _loaded(service: Service, request: Request) -> None:
 
 def _completion(service: Service, asked: wire.GenerateRequest, info: EngineInfo, ticket: Ticket) -> Generation:
     """The completion of a prompt that no template sees. Raises ApiError."""
-    with naming(_NAMES):
-        completion = wire.completion_request(asked, service.default_length or info.max_model_len)
-        check(service, completion)
-        requests = requests_of(service, completion, [asked.prompt or ""], info)
-        return completion_generation(service, completion, requests, None, ticket)
-
-
-_NAMES = {
-    **{f"response_format{part}": "format" for part in ("", ".schema", ".json_schema", ".json_schema.schema")},
-    "max_tokens": "options.num_predict",
-    "repetition_penalty": "options.repeat_penalty",
-    "repeat_last_n": "options.repeat_last_n",
-    **dict.fromkeys(("enable_thinking", "reasoning_effort", "chat_template_kwargs.reasoning_effort"), "think"),
-    "chat_template_kwargs.enable_thinking": "think",
-    **{name: f"options.{name}" for name in ("temperature", "top_p", "top_k", "min_p", "presence_penalty")},
-    **{name: f"options.{name}" for name in ("frequency_penalty", "seed", "stop")},
-    "continue_final_message": "messages",
-}
-"""Fields of a ChatRequest, and what this API calls them."""
+    longest = service.default_length or info.max_model_len
+    completion = wire.completion_of(asked, longest, service.defaults)
+    return completions.completion_generation(service, completions.prepare_completion(service, completion, info), ticket)
 
 
 class LinesAnswer:
@@ -239,7 +213,7 @@ def _time(seconds: float | None = None) -> str:
     return at.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-class LinesStream(UpdateStream):
+class LinesStream(completions.UpdateStream):
     """The lines of an answer."""
 
     def __init__(self, generation: Generation, said: LinesAnswer) -> None:
@@ -332,7 +306,7 @@ async def version(service: Service, request: Request) -> ASGIApp:
 
 def _context(service: Service) -> int:
     info = service.client.info
-    return protocol.context_limit(info) if info else 0
+    return context_limit(info) if info else 0
 
 
 def _usual(name: str) -> str:

@@ -1,4 +1,4 @@
-"""The wire format of Ollama's API, and how it becomes a ChatRequest, or with `raw` a CompletionRequest.
+"""The wire format of Ollama's API, and how it becomes a Chat, or with `raw` a Completion.
 
 Fields that could not show in an answer are accepted: `keep_alive` (a model stays as long as its server), and
 the options that say how a model is loaded and computed (`num_gpu`, `num_thread`, ...). `num_ctx` is the most
@@ -11,11 +11,15 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
+import msgspec
 from msgspec import Meta, Struct
 
-from deltic.server.api import messages, protocol
+from deltic.server.api import protocol
+from deltic.server.chat import messages
+from deltic.server.chat import request as chats
 from deltic.server.chat.picture_parts import Sent
 from deltic.server.errors import ApiError, bad_request
+from deltic.text import SamplingDefaults
 
 API_VERSION = "0.13.0"
 """The Ollama whose API this is: programs ask for a version, and some for a least one."""
@@ -56,7 +60,7 @@ class Options(Struct, kw_only=True, forbid_unknown_fields=True):
     repeat_last_n: int | None = None
     presence_penalty: protocol.Penalty | None = None
     frequency_penalty: protocol.Penalty | None = None
-    num_ctx: protocol.Count | None = None
+    num_ctx: chats.Count | None = None
     # Supported only with a value that asks for nothing: see NEUTRAL.
     typical_p: Any = None
     tfs_z: Any = None
@@ -85,9 +89,9 @@ class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
     """Unless false."""
     format: str | dict[str, Any] | None = None
     options: Options | None = None
-    think: bool | Literal["", protocol.Effort] | None = None
+    think: bool | Literal["", chats.Effort] | None = None
     logprobs: bool | None = None
-    top_logprobs: protocol.Count | None = None
+    top_logprobs: chats.Count | None = None
     keep_alive: str | float | None = None
     truncate: Any = None
     shift: Any = None
@@ -184,31 +188,40 @@ def is_empty(asked: Asked) -> bool:
     return not (getattr(asked, "prompt", None) or getattr(asked, "images", None))
 
 
-def chat_request(asked: Asked) -> protocol.ChatRequest:
+ORIGIN = {"max_tokens": "options.num_predict", "continue_final_message": "messages"}
+"""Fields of a Chat, and what this API calls them."""
+
+
+def chat_of(asked: Asked, defaults: SamplingDefaults) -> chats.Chat:
     """The chat that a checked body asks for. Raises ApiError (400)."""
     told: list[messages.Message] = []
-    tools = None
+    tools = []
     if isinstance(asked, ChatRequest):
         told = [_message(message, f"messages[{i}].images") for i, message in enumerate(asked.messages or ())]
-        tools = asked.tools or None
+        tools = protocol.tools_of(asked.tools)
     elif isinstance(asked, GenerateRequest):
         if asked.system:
             told.append(messages.SystemMessage(content=asked.system))
         told.append(messages.UserMessage(content=_content(asked.prompt or "", asked.images, "images")))
     last = told[-1]
-    chat = protocol.ChatRequest(messages=told, tools=tools, **_sampling(asked))
-    if isinstance(last, messages.AssistantMessage) and not last.tool_calls:
-        chat.continue_final_message = True
+    settings: dict[str, Any] = {}
     if isinstance(asked.think, bool):
-        chat.enable_thinking = asked.think
+        settings["enable_thinking"] = asked.think
     elif asked.think:
-        chat.reasoning_effort = asked.think
-    if asked.logprobs or asked.top_logprobs:
-        chat.logprobs, chat.top_logprobs = asked.logprobs, asked.top_logprobs
-    return chat
+        settings = {"reasoning_effort": asked.think, "enable_thinking": asked.think != "none"}
+    return chats.Chat(
+        messages=told,
+        sampling=_sampling(asked, defaults),
+        model=asked.model,
+        tools=tools,
+        calls=chats.calls_of(tools, chats.ToolChoice()),
+        settings=settings,
+        continue_final_message=isinstance(last, messages.AssistantMessage) and not last.tool_calls,
+        origin=ORIGIN,
+    )
 
 
-def completion_request(asked: GenerateRequest, longest: int) -> protocol.CompletionRequest:
+def completion_of(asked: GenerateRequest, longest: int, defaults: SamplingDefaults) -> chats.Completion:
     """The completion that a checked body with `raw` asks for. longest: its answer where it says nothing.
 
     Raises ApiError (400).
@@ -216,46 +229,44 @@ def completion_request(asked: GenerateRequest, longest: int) -> protocol.Complet
     for field in ("system", "think", "images"):
         if getattr(asked, field):
             raise bad_request(field, "has no meaning with raw: true; leave it out")
-    fields = _sampling(asked)
-    fields["max_tokens"] = fields["max_tokens"] or longest
-    if asked.top_logprobs and not asked.logprobs:
-        raise bad_request("top_logprobs", "needs logprobs: true")
-    return protocol.CompletionRequest(
-        prompt=asked.prompt or "", logprobs=asked.top_logprobs or 0 if asked.logprobs else None, **fields
-    )
+    sampling = _sampling(asked, defaults)
+    if sampling.max_tokens is None:
+        sampling = msgspec.structs.replace(sampling, max_tokens=longest)
+    return chats.Completion(sampling, [asked.prompt or ""], asked.model, origin=ORIGIN)
 
 
-def _sampling(asked: Asked) -> dict[str, Any]:
-    """Fields that chats and completions share."""
+_PARAMS = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")
+"""Options that are parameters as they are."""
+
+
+def _sampling(asked: Asked, defaults: SamplingDefaults) -> chats.Sampling:
+    """Raises ApiError (400)."""
     options = asked.options or Options()
     n = options.num_predict
     if n == 0:
         raise bad_request("options.num_predict", "must be at least 1, or -1 for any number")
-    return {
-        "model": asked.model,
-        "max_tokens": None if n is None or n < 0 else n,
-        "temperature": options.temperature,
-        "top_k": options.top_k,
-        "top_p": options.top_p,
-        "min_p": options.min_p,
-        "seed": None if options.seed == -1 else options.seed,
-        "stop": options.stop,
-        "repetition_penalty": options.repeat_penalty,
-        "repeat_last_n": options.repeat_last_n,
-        "presence_penalty": options.presence_penalty,
-        "frequency_penalty": options.frequency_penalty,
-        "response_format": _format(asked.format),
-    }
+    if asked.top_logprobs and not asked.logprobs:
+        raise bad_request("top_logprobs", "needs logprobs: true")
+    logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
+    penalty = protocol.whole_penalty(options.repeat_penalty, options.repeat_last_n, "options.repeat_last_n")
+    seed = None if options.seed == -1 else options.seed
+    given = {name: getattr(options, name) for name in _PARAMS}
+    given |= {"seed": seed, "repetition_penalty": penalty, "logprobs": logprobs}
+    return chats.Sampling(
+        params=chats.sampling_params(given, defaults),
+        shown=chats.Shown(stops=chats.stop_strings(options.stop, "options.stop"), logprobs=logprobs is not None),
+        max_tokens=None if n is None or n < 0 else n,
+        form=_form(asked.format),
+    )
 
 
-def _format(given: str | dict[str, Any] | None) -> dict[str, Any] | None:
+def _form(given: str | dict[str, Any] | None) -> chats.Form | None:
+    """Raises ApiError (400)."""
     if not given and not isinstance(given, dict):
         return None
-    if given == "json":
-        return {"type": "json_object"}
-    if isinstance(given, str):
+    if isinstance(given, str) and given != "json":
         raise bad_request("format", "expected 'json' or a JSON schema")
-    return {"type": "json_schema", "json_schema": {"name": "answer", "schema": given, "strict": True}}
+    return chats.Form("format", "format", "json", chats.ANY if given == "json" else given)
 
 
 def _content(text: str, images: list[str] | None, path: str) -> messages.Content:

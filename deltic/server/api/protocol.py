@@ -1,9 +1,9 @@
-"""The wire format of the OpenAI API, and how it becomes a Request of the engine.
+"""The wire format of the OpenAI API, and how it becomes a Chat or a Completion (server/chat/request.py).
 
 Every field that asks for something is either honoured or refused with a 400 that names it: an unknown field,
 a value out of range, and a feature that is not supported unless its value asks for nothing (`echo: false`;
-see decode.py). Extra fields are named as in vLLM, SGLang, llama.cpp and OpenRouter; see `decode.settle` for
-those that say the same as others. The history of a chat is in messages.py.
+see decode.py). Extra fields are named as in vLLM, SGLang, llama.cpp and OpenRouter; those that say the same
+as others are settled here, and nowhere else. The history of a chat is in server/chat/messages.py.
 
 Accepted and ignored, since they ask for nothing that could show in an answer: `user`, `metadata`, `store`
 (of a chat), `prediction`, `prompt_cache_*`, `safety_identifier`, `keep_alive`, `ttl`, `num_ctx`;
@@ -15,32 +15,24 @@ A tool's own description (all of `tools` but `cache_control`) goes to the templa
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterator
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
-from deltic.config import ServerConfig
-from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS, EngineInfo, SamplingParams
-from deltic.ops.geometry import PAGE_SIZE
-from deltic.server.api.messages import Message
+from deltic.engine.messages import EngineInfo, SamplingParams
+from deltic.server.api import decode
+from deltic.server.chat import request as chats
+from deltic.server.chat.messages import Message, ToolName
 from deltic.server.chat.picture_parts import PictureBounds
-from deltic.server.errors import PromptTooLong, bad_request
+from deltic.server.errors import bad_request
 from deltic.text import SamplingDefaults
 
-MAX_STOPS = 32
-MAX_STOP_LENGTH = 1024
-"""Characters of one stop string."""
-SHORT_ANSWER = 16
-"""Tokens of a completion that asks for no length."""
 END_OF_TEXT = "<|endoftext|>"
 """The prompt of a completion that has none."""
-GREEDY_BELOW = 1e-4
-"""A temperature under this draws as 0 does: the most likely token; dividing by it would overflow float32."""
 
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
-Count = Annotated[int, Meta(ge=0, le=2**31 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
 Probability = Annotated[float, Meta(ge=0.0, le=1.0)]
 Penalty = Annotated[float, Meta(ge=-2.0, le=2.0)]
@@ -61,13 +53,13 @@ class UsageOptions(Struct, forbid_unknown_fields=True):
     include: bool | None = None
 
 
-class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
+class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields that chats and completions share."""
 
     model: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
-    max_tokens: Count | None = None
+    max_tokens: chats.Count | None = None
     n: Positive | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
     top_p: Probability | None = None
@@ -80,10 +72,10 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     seed: Seed | None = None
     stop: str | list[str] | None = None
     stop_token_ids: Annotated[list[int], Meta(max_length=128)] | None = None
-    min_tokens: Count | None = None
+    min_tokens: chats.Count | None = None
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
-    prompt_logprobs: Count | None = None
+    prompt_logprobs: chats.Count | None = None
     priority: Annotated[int, Meta(ge=-(2**31), le=2**31 - 1)] | None = None
     cache_salt: Annotated[str, Meta(min_length=1, max_length=256)] | None = None
     cache_prompt: bool | None = None
@@ -139,50 +131,46 @@ class Sampling(Struct, kw_only=True, forbid_unknown_fields=True):
     service_tier: Literal["auto", "default", "flex", "scale", "priority", "fast"] | None = None
 
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max", "ultra"]
-"""The least first; a template that does not know one is given another (server/chat/template.py)."""
-
-
 class ThinkingSwitch(Struct, forbid_unknown_fields=True):
     """As Anthropic's, which other servers read on chats, too."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
-    budget_tokens: Count | None = None
+    budget_tokens: chats.Count | None = None
 
 
 class ReasoningSwitch(Struct, forbid_unknown_fields=True):
     """OpenRouter's."""
 
-    effort: Effort | None = None
+    effort: chats.Effort | None = None
     enabled: bool | None = None
-    max_tokens: Count | None = None
+    max_tokens: chats.Count | None = None
     exclude: bool | None = None
     """The thought is not shown."""
     summary: Any = None
 
 
-class Conversing(Sampling, kw_only=True):
+class ChatFields(SamplingFields, kw_only=True):
     """The fields that chats and responses share."""
 
-    top_logprobs: Count | None = None
+    top_logprobs: chats.Count | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     enable_thinking: bool | None = None
     preserve_thinking: bool | None = None
-    thinking_budget: Count | None = None
+    thinking_budget: chats.Count | None = None
     """Tokens of the thought, if the prompt opens one."""
     chat_template_kwargs: dict[str, Any] | None = None
     mm_processor_kwargs: PictureBounds | None = None
 
 
-class ChatRequest(Conversing):
+class ChatRequest(ChatFields):
     """POST /v1/chat/completions."""
 
     messages: Annotated[list[Message], Meta(min_length=1)]
-    max_completion_tokens: Count | None = None
+    max_completion_tokens: chats.Count | None = None
     logprobs: bool | None = None
-    reasoning_effort: Effort | None = None
+    reasoning_effort: chats.Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
@@ -201,13 +189,13 @@ class ChatRequest(Conversing):
     """Of `tool_choice`."""
 
 
-class CompletionRequest(Sampling):
+class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
     prompt: str | list[Any] | None = None
     """None: the end of a text, behind which another begins."""
     echo: bool | None = None
-    logprobs: Count | None = None
+    logprobs: chats.Count | None = None
 
 
 class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -225,7 +213,7 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     tool_choice: Any = None
     enable_thinking: bool | None = None
     preserve_thinking: bool | None = None
-    reasoning_effort: Effort | None = None
+    reasoning_effort: chats.Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -244,138 +232,439 @@ class EmptyRequest(Struct, forbid_unknown_fields=True):
     """POST /cache/reset: there is nothing to say."""
 
 
-def context_limit(info: EngineInfo) -> int:
-    """Tokens that one sequence may have, prompt and answer together."""
-    return min(info.max_model_len, info.n_pages * PAGE_SIZE)
-
-
-def answer_length(
-    request: ChatRequest | CompletionRequest, n_prompt: int, info: EngineInfo, default: int | None
-) -> int:
-    """max_tokens of the answer: what was asked for, and no more than the context leaves.
-
-    default: where nothing was asked for; None: what the context leaves of a chat, 16 of a completion.
-
-    Raises ApiError (400) when the prompt leaves no room, with the limit and the length.
-    """
-    limit = context_limit(info)
-    prompt = "messages" if isinstance(request, ChatRequest) else "prompt"
-    if n_prompt == 0:
-        raise bad_request(prompt, "is empty; the answer needs at least one token to start from")
-    if n_prompt >= limit:
-        raise PromptTooLong(prompt, n_prompt, limit)
-    asked = request.max_tokens
-    if isinstance(request, ChatRequest):
-        newer = request.max_completion_tokens
-        if asked is not None and newer is not None and asked != newer:
-            raise bad_request("max_tokens", "differs from max_completion_tokens; give one of the two")
-        asked = newer if newer is not None else asked
-        if asked == 0:
-            raise bad_request("max_tokens" if newer is None else "max_completion_tokens", "must be at least 1")
-    if asked is None:
-        asked = default or (limit if isinstance(request, ChatRequest) else SHORT_ANSWER)
-    return min(asked, limit - n_prompt)
-
-
-def kept_tokens(request: Sampling, info: EngineInfo, default: int | None) -> int | None:
-    """How many of a prompt's last tokens `truncate_prompt_tokens` keeps; None: all.
-
-    Raises ApiError (400) for more than the context holds. default: as of `answer_length`; the prompt leaves
-    room for so much where the answer may have any length.
-    """
-    most, limit = request.truncate_prompt_tokens, context_limit(info)
-    if most is None:
-        return None
-    if most == 0 or most >= limit:
-        raise bad_request("truncate_prompt_tokens", f"must be -1, or from 1 to {limit - 1}")
-    if most == -1:
-        asked = _first(request.max_tokens, getattr(request, "max_completion_tokens", None))
-        lengths = [n for n in (asked, default, SHORT_ANSWER) if n is not None and n < limit]
-        most = max(1, limit - max(1, lengths[0])) if lengths else 1
-    return most
-
-
-def sampling_params(
-    request: ChatRequest | CompletionRequest,
-    max_tokens: int,
-    info: EngineInfo,
-    defaults: SamplingDefaults,
-    config: ServerConfig,
-) -> SamplingParams:
-    """The request's parameters, checked against what this engine has. Raises ApiError (400)."""
-    n = request.n or 1
-    most = min(config.max_n, info.max_num_seqs)
-    if n > most:
-        raise bad_request("n", f"{n} is more than this server gives at once ({most})")
-    for field in ("logit_bias", "stop_token_ids", "allowed_token_ids"):
-        for token_id in getattr(request, field) or ():
-            if not 0 <= token_id < info.vocab_size:
-                raise bad_request(field, f"{token_id} is not a token id; they go from 0 to {info.vocab_size - 1}")
-    if len(request.logit_bias or ()) > MAX_BIASES:
-        raise bad_request("logit_bias", f"may have at most {MAX_BIASES} entries")
-    if (request.min_tokens or 0) > max_tokens:
-        raise bad_request("min_tokens", f"{request.min_tokens} is more than the answer may have ({max_tokens} tokens)")
-    most_logprobs = min(config.max_logprobs, MAX_LOGPROBS, info.vocab_size)
-    logprobs = _n_logprobs(request, most_logprobs)
-    if (request.prompt_logprobs or 0) > most_logprobs:
-        raise bad_request("prompt_logprobs", f"may be at most {most_logprobs}")
-    if request.prompt_logprobs is not None and request.stream:
-        raise bad_request("prompt_logprobs", "not available in a stream; set stream to false")
-    temperature = _first(request.temperature, defaults.temperature)
-    top_p, top_k = _first(request.top_p, defaults.top_p), _first(request.top_k, defaults.top_k)
-    if top_p == 0.0:  # no probability at all: what is left is the most likely token
-        top_p, top_k = 1.0, 1
-    prompt_logprobs = request.prompt_logprobs
-    if isinstance(request, CompletionRequest) and request.echo and request.logprobs is not None:
-        prompt_logprobs = max(prompt_logprobs or 0, request.logprobs)
-    return SamplingParams(
-        max_tokens=max(1, max_tokens),
-        temperature=0.0 if temperature < GREEDY_BELOW else temperature,
-        top_k=max(0, top_k),
-        top_p=top_p,
-        min_p=_first(request.min_p, defaults.min_p),
-        repetition_penalty=_first(request.repetition_penalty, defaults.repetition_penalty),
-        presence_penalty=request.presence_penalty or 0.0,
-        frequency_penalty=request.frequency_penalty or 0.0,
-        logit_bias=request.logit_bias or {},
-        seed=request.seed,
-        min_tokens=request.min_tokens or 0,
-        stop_token_ids=tuple(request.stop_token_ids or ()),
-        ignore_eos=bool(request.ignore_eos),
-        n=n,
-        logprobs=logprobs,
-        prompt_logprobs=prompt_logprobs,
+def chat_of(request: ChatRequest, defaults: SamplingDefaults = chats.NO_DEFAULTS) -> chats.Chat:
+    """The chat that a body asks for. Raises ApiError (400)."""
+    tools, choice = _tools_and_choice(request)
+    thinking, reasoning = request.thinking, request.reasoning or ReasoningSwitch()
+    effort = _agreed("reasoning_effort", request.reasoning_effort, {"reasoning.effort": reasoning.effort})
+    switches = {
+        "thinking.type": thinking.type != "disabled" if thinking else None,
+        "reasoning.enabled": reasoning.enabled,
+    }
+    enabled = _agreed("enable_thinking", request.enable_thinking, switches)
+    budgets = {
+        "thinking.budget_tokens": thinking.budget_tokens if thinking else None,
+        "reasoning.max_tokens": reasoning.max_tokens,
+    }
+    budget = _agreed("thinking_budget", request.thinking_budget, budgets)
+    excluded = {"reasoning.exclude": False if reasoning.exclude else None}
+    included = _agreed("include_reasoning", request.include_reasoning, excluded)
+    if request.top_logprobs and not request.logprobs:
+        raise bad_request("top_logprobs", "needs logprobs: true")
+    length, newer = longest(request), request.max_completion_tokens
+    if length is not None and newer not in (None, length):
+        raise bad_request("max_tokens", "differs from max_completion_tokens; give one of the two")
+    if 0 in (length, newer):
+        raise bad_request("max_tokens" if newer is None else "max_completion_tokens", "must be at least 1")
+    length = length if newer is None else newer
+    return chats.Chat(
+        messages=request.messages,
+        sampling=sampling_of(
+            request,
+            defaults,
+            max_tokens=length,
+            logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+            hides_thought=included is False,
+        ),
+        model=request.model,
+        tools=tools,
+        calls=chats.calls_of(tools, choice),
+        settings=template_settings(request.chat_template_kwargs, effort, enabled, request.preserve_thinking),
+        documents=request.documents,
+        verbosity=request.verbosity,
+        thinking_budget=thinking_budget(request, budget),
+        chat_template=request.chat_template,
+        add_generation_prompt=request.add_generation_prompt,
+        continue_final_message=bool(request.continue_final_message),
+        picture_bounds=request.mm_processor_kwargs,
+        origin={"tool_choice": "function_call"} if request.function_call else {},
     )
 
 
-def _first(given: Any, default: Any) -> Any:
-    return default if given is None else given
+def tokenized_chat(request: TokenizeRequest) -> chats.Chat:
+    """The chat of a body that has one. Raises ApiError (400)."""
+    fields = {name: getattr(request, name) for name in ("model", *_CHAT_ONLY)}
+    return chat_of(ChatRequest(messages=request.messages or [], **fields))
 
 
-def _n_logprobs(request: ChatRequest | CompletionRequest, most: int) -> int | None:
-    """How many alternatives a token's log-probability comes with; None: no log-probabilities."""
-    if isinstance(request, CompletionRequest):
-        field, wanted, k = "logprobs", request.logprobs is not None, request.logprobs or 0
-    else:
-        field, wanted, k = "top_logprobs", bool(request.logprobs), request.top_logprobs or 0
-        if request.top_logprobs and not wanted:
-            raise bad_request("top_logprobs", "needs logprobs: true")
-    if k > most:
-        raise bad_request(field, f"may be at most {most}")
-    return k if wanted else None
+def completion_of(request: CompletionRequest, info: EngineInfo, defaults: SamplingDefaults) -> chats.Completion:
+    """The completion that a body asks for. Raises ApiError (400)."""
+    sampling = sampling_of(request, defaults, max_tokens=longest(request), logprobs=request.logprobs)
+    return chats.Completion(sampling, prompts(request, info), request.model, bool(request.echo))
 
 
-def stop_strings(request: Sampling) -> list[str]:
-    """Raises ApiError (400) for one that is empty or very long, or too many."""
-    stops = [request.stop] if isinstance(request.stop, str) else request.stop or []
-    if len(stops) > MAX_STOPS:
-        raise bad_request("stop", f"may have at most {MAX_STOPS} strings")
-    for i, stop in enumerate(stops):
-        if not stop:
-            raise bad_request(f"stop[{i}]" if isinstance(request.stop, list) else "stop", "is an empty string")
-        if len(stop) > MAX_STOP_LENGTH:
-            raise bad_request("stop", f"a stop string may have at most {MAX_STOP_LENGTH} characters")
-    return stops
+def longest(request: SamplingFields) -> int | None:
+    """max_tokens, or llama.cpp's n_predict. Raises ApiError (400)."""
+    n = 2**31 - 1 if request.n_predict == -1 else request.n_predict
+    length: int | None = _agreed("max_tokens", request.max_tokens, {"n_predict": n})
+    return length
+
+
+def _agreed(name: str, value: Any, others: dict[str, Any]) -> Any:
+    """The value of a field that has other names. Raises ApiError (400) for a contradiction."""
+    for field, other in others.items():
+        if other is None:
+            continue
+        if value not in (None, other):
+            raise bad_request(field, f"contradicts {name}; give one of the two")
+        value = other
+    return value
+
+
+_PARAMS = frozenset(SamplingParams.__struct_fields__) & frozenset(SamplingFields.__struct_fields__) - {"max_tokens"}
+"""Fields that are parameters as they are."""
+
+
+def sampling_of(
+    request: SamplingFields,
+    defaults: SamplingDefaults,
+    *,
+    max_tokens: int | None,
+    logprobs: int | None,
+    hides_thought: bool = False,
+    forms: list[chats.Form] | None = None,
+) -> chats.Sampling:
+    """The shared part of a request. forms: those of fields that only its API has. Raises ApiError (400)."""
+    penalty = _agreed("repetition_penalty", request.repetition_penalty, {"repeat_penalty": request.repeat_penalty})
+    penalty = whole_penalty(penalty, request.repeat_last_n, "repeat_last_n")
+    if request.best_of not in (None, 1, request.n):
+        raise bad_request("best_of", "not supported unless it equals n", "unsupported_field")
+    if request.detokenize is False and not (request.return_token_ids and not request.stop):
+        raise bad_request("detokenize", "false needs return_token_ids: true, and no stop")
+    if request.stream_options is not None and not request.stream:
+        raise bad_request("stream_options", "only for a stream; set stream to true")
+    if request.prompt_logprobs is not None and request.stream:
+        raise bad_request("prompt_logprobs", "not available in a stream; set stream to false")
+    scored = request.prompt_logprobs
+    if logprobs is not None and getattr(request, "echo", None):
+        scored = max(scored or 0, logprobs)
+    stop_token_ids = tuple(request.stop_token_ids or ())
+    given = {name: getattr(request, name) for name in _PARAMS} | {
+        "repetition_penalty": penalty,
+        "stop_token_ids": stop_token_ids,
+        "logprobs": logprobs,
+        "prompt_logprobs": scored,
+    }
+    return chats.Sampling(
+        params=chats.sampling_params(given, defaults),
+        shown=chats.Shown(
+            stops=chats.stop_strings(request.stop),
+            stop_token_ids=stop_token_ids,
+            skip_special_tokens=request.skip_special_tokens is not False,
+            logprobs=logprobs is not None,
+            is_silent=max_tokens == 0,
+            includes_stop=bool(request.include_stop_str_in_output),
+            gives_ids=bool(request.return_token_ids),
+            gives_text=request.detokenize is not False,
+            hides_thought=hides_thought,
+        ),
+        max_tokens=max_tokens,
+        form=chats.form_of([*(forms or _response_format(request.response_format)), *_structured(request)]),
+        allowed_token_ids=request.allowed_token_ids,
+        bad_words=request.bad_words or [],
+        truncate_prompt_tokens=request.truncate_prompt_tokens,
+        priority=request.priority or 0,
+        cache_salt=request.cache_salt or "",
+        use_cache=request.cache_prompt is not False,
+    )
+
+
+def whole_penalty(penalty: float | None, last_n: int | None, field: str) -> float | None:
+    """The repetition penalty. last_n: tokens that it counts; -1: all. Raises ApiError (400) for some."""
+    if last_n == 0:
+        return 1.0
+    if penalty not in (None, 1) and last_n not in (None, -1):
+        said = "the penalty counts all tokens of prompt and answer (-1); leave it out"
+        raise bad_request(field, said, "unsupported_field")
+    return penalty
+
+
+# Settings of the template.
+
+
+def template_settings(
+    kwargs: dict[str, Any] | None,
+    effort: chats.Effort | None,
+    enable_thinking: bool | None,
+    preserve_thinking: bool | None,
+    effort_field: str = "reasoning_effort",
+) -> dict[str, Any]:
+    """Variables for the chat template; an effort also sets `enable_thinking`.
+
+    kwargs: `chat_template_kwargs`. Raises ApiError (400).
+    """
+    settings = dict(kwargs or {})
+    settings.pop("thinking_budget", None)  # ours, not the template's
+    for name in ("messages", "tools", "add_generation_prompt"):
+        if name in settings:
+            raise bad_request(f"chat_template_kwargs.{name}", "is a field of the request, not a template setting")
+    given = [(f"chat_template_kwargs.{name}", name, settings[name]) for name in chats.SWITCHES if name in settings]
+    own = zip(chats.SWITCHES, (enable_thinking, preserve_thinking), strict=True)
+    given += [(name, name, value) for name, value in own if value is not None]
+    if effort is not None:
+        given.append((effort_field, "enable_thinking", effort != "none"))
+        settings["reasoning_effort"] = effort
+    first: dict[str, str] = {}
+    for field, name, value in given:
+        if not isinstance(value, bool):
+            raise bad_request(field, "expected true or false")
+        if settings.setdefault(name, value) != value:
+            raise bad_request(field, f"contradicts {first[name]}; give one of the two")
+        first.setdefault(name, field)
+    return settings
+
+
+def thinking_budget(request: ChatFields, own: int | None) -> int | None:
+    """Tokens that the thought may have. own: as fields of the API say. Raises ApiError (400)."""
+    path = "chat_template_kwargs.thinking_budget"
+    inner = (request.chat_template_kwargs or {}).get("thinking_budget")
+    budget: int | None = _agreed(path, inner, {"thinking_budget": own})
+    return None if budget is None else decode.convert(budget, chats.Count, path)
+
+
+# Tools.
+
+
+class ToolFields(Struct, forbid_unknown_fields=True):
+    function: chats.ToolFunction
+    type: Literal["function"] = "function"
+    cache_control: Any = None
+    """A mark of Anthropic's prompt cache, which gateways leave here; so is the function's.
+
+    The model is not shown it.
+    """
+
+
+class AnyText(Struct, tag="text", forbid_unknown_fields=True):
+    """No constraint."""
+
+
+class TextOf(Struct, tag="grammar", forbid_unknown_fields=True):
+    grammar: chats.ToolGrammar
+
+
+class Custom(Struct, forbid_unknown_fields=True):
+    name: ToolName
+    description: str | None = None
+    format: AnyText | TextOf | None = None
+
+
+class CustomTool(Struct, forbid_unknown_fields=True):
+    """A tool that takes a text. The model has it as a function with one parameter, `input`."""
+
+    custom: Custom
+    type: Literal["custom"]
+    cache_control: Any = None
+
+
+class Named(Struct, forbid_unknown_fields=True):
+    name: str
+
+
+class OneTool(Struct, tag="function", forbid_unknown_fields=True):
+    function: Named
+
+
+class OneCustom(Struct, tag="custom", forbid_unknown_fields=True):
+    custom: Named
+
+
+class AllowedTools(Struct, forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: list[OneTool | OneCustom]
+
+
+class SomeTools(Struct, tag="allowed_tools", forbid_unknown_fields=True):
+    allowed_tools: AllowedTools
+
+
+_TEXT_ONLY = {
+    "type": "object",
+    "properties": {"input": {"type": "string", "description": "All that the tool is given, as it is."}},
+    "required": ["input"],
+}
+"""The parameters of a custom tool."""
+
+
+def text_function(name: str, description: str | None, grammar: chats.ToolGrammar | None) -> dict[str, Any]:
+    """The function that a custom tool is to the model."""
+    function = {"name": name} | ({"description": description} if description else {}) | {"parameters": _TEXT_ONLY}
+    if grammar is not None:
+        function["grammar"] = {"syntax": grammar.syntax, "definition": grammar.definition}
+    return function
+
+
+def function_tool(
+    function: dict[str, Any], path: str, schema: str = "parameters", is_custom: bool = False
+) -> chats.Tool:
+    """A tool of a function in OpenAI's form. path: the client's; schema: the client's name of its parameters.
+
+    Raises ApiError (400).
+    """
+    read = decode.convert(function, chats.ToolFunction, path)
+    return chats.Tool(
+        read, {"type": "function", "function": _without_marks(function)}, path, f"{path}.{schema}", is_custom
+    )
+
+
+def tools_of(tools: list[dict[str, Any]] | None) -> list[chats.Tool]:
+    """Raises ApiError (400)."""
+    found = []
+    for i, tool in enumerate(tools or ()):
+        path = f"tools[{i}]"
+        if tool.get("type") == "custom":
+            custom = decode.convert(tool, CustomTool, path).custom
+            grammar = custom.format.grammar if isinstance(custom.format, TextOf) else None
+            function = text_function(custom.name, custom.description, grammar)
+            found.append(function_tool(function, f"{path}.custom", is_custom=True))
+        else:
+            read = decode.convert(tool, ToolFields, path).function
+            shown = _without_marks(tool) | {"function": _without_marks(tool["function"])}
+            found.append(chats.Tool(read, shown, f"{path}.function", f"{path}.function.parameters"))
+    return found
+
+
+def _without_marks(plain: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in plain.items() if name != "cache_control"}
+
+
+def choice_of(choice: Any, parallel: bool | None = None) -> chats.ToolChoice:
+    """`tool_choice` and `parallel_tool_calls`. Raises ApiError (400)."""
+    if not isinstance(choice, dict):
+        return worded_choice(choice, parallel)
+    asked = decode.convert(choice, OneTool | OneCustom | SomeTools, "tool_choice")
+    if isinstance(asked, SomeTools):
+        names, must = [_named(tool) for tool in asked.allowed_tools.tools], asked.allowed_tools.mode == "required"
+        return chats.ToolChoice(names=names, must=must, single=parallel is False, path="tool_choice.allowed_tools")
+    return chats.ToolChoice(names=[_named(asked)], must=True, single=True, path=f"tool_choice.{choice['type']}")
+
+
+def worded_choice(choice: Any, parallel: bool | None) -> chats.ToolChoice:
+    """A `tool_choice` that names no tools. Raises ApiError (400)."""
+    if choice not in (None, "auto", "none", "required"):
+        raise bad_request("tool_choice", "expected 'auto', 'none', 'required', or an object that names a function")
+    names: list[str] | None = [] if choice == "none" else None
+    return chats.ToolChoice(names=names, must=choice == "required", single=parallel is False)
+
+
+def _named(tool: OneTool | OneCustom) -> str:
+    return tool.function.name if isinstance(tool, OneTool) else tool.custom.name
+
+
+def _tools_and_choice(request: ChatRequest) -> tuple[list[chats.Tool], chats.ToolChoice]:
+    """The tools, and the choice among them, of which `functions` and `function_call` are older forms.
+
+    Raises ApiError (400).
+    """
+    choice, parallel, tools = request.function_call, request.parallel_tool_calls, tools_of(request.tools)
+    if request.functions:
+        if tools:
+            raise bad_request("functions", "is the older form of tools; give one of the two")
+        tools = [function_tool(function, f"functions[{i}]") for i, function in enumerate(request.functions)]
+        parallel = False  # the older form has room for one
+    elif isinstance(choice, dict) and not tools:
+        raise bad_request("function_call", "names a function, and there are none")
+    named = {"type": "function", "function": choice} if isinstance(choice, dict) else choice
+    if named is not None and request.tool_choice not in (None, named):
+        raise bad_request("function_call", "contradicts tool_choice; give one of the two")
+    if isinstance(choice, dict):
+        name = decode.convert(choice, Named, "function_call").name
+        return tools, chats.ToolChoice(names=[name], must=True, single=True, path="function_call")
+    if choice is not None:
+        return tools, msgspec.structs.replace(worded_choice(choice, parallel), field="function_call")
+    return tools, choice_of(request.tool_choice, parallel)
+
+
+# The form of the answer: `response_format`; vLLM's `structured_outputs` and its older `guided_*`; `grammar`
+# and `json_schema` of llama.cpp, `regex` and `ebnf` of SGLang.
+
+
+class JsonSchema(Struct, kw_only=True, forbid_unknown_fields=True):
+    name: str | None = None
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+    """Changes nothing: the answer follows the schema."""
+
+
+class ResponseFormat(Struct, kw_only=True, forbid_unknown_fields=True):
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+    schema: dict[str, Any] | bool | None = None
+    """Of a json_object, as llama.cpp has it."""
+
+
+class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
+    """As in vLLM: one of them."""
+
+    json: str | dict[str, Any] | bool | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    structural_tag: str | dict[str, Any] | None = None
+
+
+def _response_format(value: Any) -> Iterator[chats.Form]:
+    """Raises ApiError (400)."""
+    field = "response_format"
+    if value is None:
+        return
+    if isinstance(value, dict) and value.get("type") == "structural_tag":
+        yield chats.Form(field, field, "tag", decode.convert(value, chats.StructuralTag, field))
+        return
+    asked = decode.convert(value, ResponseFormat, field)
+    if (asked.type == "json_schema") != (asked.json_schema is not None):
+        said = "is missing" if asked.json_schema is None else "belongs to the type json_schema only"
+        raise bad_request(f"{field}.json_schema", said)
+    if asked.schema is not None and asked.type != "json_object":
+        raise bad_request(f"{field}.schema", "belongs to the type json_object")
+    if asked.json_schema is not None:
+        schema = asked.json_schema.schema
+        yield chats.Form(field, f"{field}.json_schema.schema", "json", chats.ANY if schema is None else schema)
+    elif asked.type == "json_object":
+        path = field if asked.schema is None else f"{field}.schema"
+        yield chats.Form(field, path, "json", chats.ANY if asked.schema is None else asked.schema)
+
+
+_STRUCTURED = (
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
+    "grammar",
+    "ebnf",
+    "regex",
+    "json_schema",
+)
+"""Fields that ask for a form beside `response_format` and `structured_outputs`."""
+_KINDS = {"ebnf": "grammar", "schema": "json", "object": "json"}
+
+
+def _structured(request: SamplingFields) -> Iterator[chats.Form]:
+    """Raises ApiError (400)."""
+    given = {name: getattr(request, name) for name in _STRUCTURED}
+    given |= {name: given[name] or None for name in ("grammar", "ebnf", "regex")}
+    if request.structured_outputs is not None:
+        asked = decode.convert(request.structured_outputs, StructuredOutputs, "structured_outputs")
+        given |= {f"structured_outputs.{name}": value for name, value in msgspec.structs.asdict(asked).items()}
+    for path, value in given.items():
+        if value is None or value is False:
+            continue
+        word = path.replace("_", ".").rpartition(".")[2]
+        kind: Any = _KINDS.get(word, word)
+        value = chats.ANY if word == "object" else value
+        if kind in ("json", "tag") and isinstance(value, str):
+            try:
+                value = msgspec.json.decode(value)
+            except (msgspec.DecodeError, RecursionError) as error:
+                raise bad_request(path, f"is not valid JSON: {error}") from None
+        if kind == "tag":
+            value = decode.convert(value, chats.StructuralTag, path)
+        yield chats.Form(path, path, kind, value)
+
+
+# Prompts of completions and of /tokenize.
 
 
 def prompts(request: CompletionRequest, info: EngineInfo) -> list[str | list[int]]:
@@ -413,56 +702,9 @@ def check_tokenize(request: TokenizeRequest) -> None:
 
 
 _PROMPT_ONLY = ("parse_special_tokens",)
-_CHAT_ONLY = (
-    "tools",
-    "tool_choice",
-    "enable_thinking",
-    "preserve_thinking",
-    "reasoning_effort",
-    "add_generation_prompt",
-    "continue_final_message",
-    "chat_template_kwargs",
-    "mm_processor_kwargs",
-)
-
-
-SWITCHES = ("enable_thinking", "preserve_thinking")
-
-
-def template_settings(request: ChatRequest | TokenizeRequest) -> dict[str, Any]:
-    """Variables for the chat template; `reasoning_effort` also sets `enable_thinking`.
-
-    Raises ApiError (400).
-    """
-    settings = dict(request.chat_template_kwargs or {})
-    settings.pop("thinking_budget", None)  # ours, not the template's
-    for name in ("messages", "tools", "add_generation_prompt"):
-        if name in settings:
-            raise bad_request(f"chat_template_kwargs.{name}", "is a field of the request, not a template setting")
-    given = [(f"chat_template_kwargs.{name}", name, settings[name]) for name in SWITCHES if name in settings]
-    given += [(name, name, value) for name in SWITCHES if (value := getattr(request, name)) is not None]
-    if request.reasoning_effort is not None:
-        given.append(("reasoning_effort", "enable_thinking", request.reasoning_effort != "none"))
-        settings["reasoning_effort"] = request.reasoning_effort
-    first: dict[str, str] = {}
-    for field, name, value in given:
-        if not isinstance(value, bool):
-            raise bad_request(field, "expected true or false")
-        if settings.setdefault(name, value) != value:
-            raise bad_request(field, f"contradicts {first[name]}; give one of the two")
-        first.setdefault(name, field)
-    return settings
-
-
-def shown_by_template(request: ChatRequest | TokenizeRequest, variables: Set[str]) -> dict[str, Any]:
-    """Variables that a template has only where it reads them.
-
-    Raises ApiError (400) for documents that nobody would see.
-    """
-    documents, verbosity = getattr(request, "documents", None), getattr(request, "verbosity", None)
-    if documents and "documents" not in variables:
-        raise bad_request(
-            "documents", "this model's chat template shows none; put them into a message", "unsupported_field"
-        )
-    shown = {"documents": documents or None, "verbosity": verbosity if "verbosity" in variables else None}
-    return {name: value for name, value in shown.items() if value is not None}
+_NOT_CHAT_ONLY = ("model", "messages", "add_special_tokens")
+_CHAT_ONLY = [
+    name
+    for name in TokenizeRequest.__struct_fields__
+    if name in ChatRequest.__struct_fields__ and name not in _NOT_CHAT_ONLY
+]

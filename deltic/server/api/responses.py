@@ -1,6 +1,6 @@
 """The Responses API of OpenAI: /v1/responses, whole and as events, and what is kept of it.
 
-A request becomes a ChatRequest (responses_protocol.py) and goes the way of all chats; here its updates become
+A request becomes a Chat (responses_protocol.py) and goes the way of all chats; here its updates become
 items.
 """
 
@@ -19,7 +19,6 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from deltic.engine.messages import EngineInfo
-from deltic.server.api import protocol
 from deltic.server.api import responses_protocol as wire
 from deltic.server.api.completions import Prepared, UpdateStream, chat_generation, check, prepare_chat
 from deltic.server.api.responses_store import ResponseStore, Stored, Turn, turn_of
@@ -28,6 +27,7 @@ from deltic.server.chat.answer import Item, Items, Kind
 from deltic.server.chat.arguments import given_text, is_whole
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.picture_parts import Pictures, Sent
+from deltic.server.chat.request import Chat
 from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket, Usage
@@ -89,7 +89,7 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
 
 def _prepare(service: Service, read: Asked, info: EngineInfo) -> tuple[Prepared, Turn]:
     """With the turn to be kept, which is empty unless the response is to be. Raises ApiError."""
-    chat = _fitted(read, lambda chat: prepare_chat(service, chat, info, read.pictures))
+    chat = _fitted(service, read, lambda chat: prepare_chat(service, chat, info, read.pictures))
     return chat, turn_of([] if read.request.store is False else read.given)
 
 
@@ -97,13 +97,13 @@ async def count_input_tokens(service: Service, request: Request) -> ASGIApp:
     """The length of the prompt that /v1/responses would make."""
     service.admit()
 
-    def count(chat: protocol.ChatRequest) -> int:
+    def count(chat: Chat) -> int:
         check(service, chat)
-        return len(render(service.template, chat, pictures=read.pictures)[0].ids)
+        return len(render(service.template, chat, pictures=read.pictures).ids)
 
     async with Preparation(service, request) as preparation:
         read = await _read(service, request.scope[TICKET], preparation)
-        n_tokens = await preparation.run(_fitted, read, count)
+        n_tokens = await preparation.run(_fitted, service, read, count)
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
@@ -120,7 +120,7 @@ async def _read(service: Service, ticket: Ticket, preparation: Preparation) -> A
     items, sent = await preparation.run(_items, asked, history, given)
     if kinds := wire.left_out(asked):
         ticket.notes["tools_left_out"] = ",".join(kinds)
-    pictures = await preparation.read_sent(sent, asked.mm_processor_kwargs, asked.cache_salt)
+    pictures = await preparation.read_sent(sent, asked.mm_processor_kwargs, asked.cache_salt or "")
     return Asked(asked, history, given, items, pictures)
 
 
@@ -159,40 +159,41 @@ def _items(
     """
     old = [(f"previous_response_id ({item_id})", item) for turn in history for item_id, item in turn.items]
     new = [(f"input[{i}]", item) for i, item in enumerate(given)]
-    with wire.in_own_words(asked):
-        items = [(place, _item(item, place)) for place, item in (*old, *new)]
-        wire.add_tools(asked, items)
-        return items, wire.find_pictures(items)
+    items = [(place, _item(item, place)) for place, item in (*old, *new)]
+    wire.add_tools(asked, items)
+    return items, wire.find_pictures(items)
 
 
-def _fitted(read: Asked, work: Callable[[protocol.ChatRequest], T]) -> T:
+def _fitted(service: Service, read: Asked, work: Callable[[Chat], T]) -> T:
     """`work` on the chat of a request's items.
 
     With truncation "auto", on that of as many of the latest turns as the context holds. Raises ApiError.
     """
     asked, items = read.request, read.items
-    with wire.in_own_words(asked):
+
+    def tried(items: list[tuple[str, wire.Item]]) -> T:
+        return work(wire.chat_of(asked, items, service.defaults))
+
+    try:
+        return tried(items)
+    except ApiError as error:
+        if asked.truncation != "auto" or error.code != "context_length_exceeded":
+            raise
+        too_long = error
+    n_settings, starts = wire.turn_starts(items)
+    done: list[T] = []
+    while starts:
+        middle = len(starts) // 2
         try:
-            return work(wire.chat_request(asked, items))
+            done = [tried([*items[:n_settings], *items[starts[middle] :]])]
+            starts = starts[:middle]
         except ApiError as error:
-            if asked.truncation != "auto" or error.code != "context_length_exceeded":
+            if error.code != "context_length_exceeded":
                 raise
-            too_long = error
-        n_settings, starts = wire.turn_starts(items)
-        done: list[T] = []
-        while starts:
-            middle = len(starts) // 2
-            try:
-                kept = [*items[:n_settings], *items[starts[middle] :]]
-                done = [work(wire.chat_request(asked, kept))]
-                starts = starts[:middle]
-            except ApiError as error:
-                if error.code != "context_length_exceeded":
-                    raise
-                too_long, starts = error, starts[middle + 1 :]
-        if not done:
-            raise too_long
-        return done[0]
+            too_long, starts = error, starts[middle + 1 :]
+    if not done:
+        raise too_long
+    return done[0]
 
 
 def _resolved(item: bytes, place: str, store: ResponseStore, owner: str) -> bytes:

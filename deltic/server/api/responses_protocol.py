@@ -1,4 +1,4 @@
-"""The wire format of OpenAI's Responses API, and how it becomes the ChatRequest that every API shares.
+"""The wire format of OpenAI's Responses API, and how it becomes the Chat that every API shares.
 
 As in protocol.py, a field is honoured or refused by name, but for those of items that a model or a library
 wrote. Beside OpenAI's there are the extras of a chat (`top_k`, `seed`, ...).
@@ -13,29 +13,18 @@ import base64
 import binascii
 import re
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from typing import Annotated, Any, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
 from deltic.server.api import decode, protocol
-from deltic.server.api.messages import (
-    MARKS,
-    AssistantMessage,
-    CalledCustom,
-    CalledFunction,
-    Message,
-    SystemMessage,
-    ToolCall,
-    ToolMessage,
-    ToolName,
-    UserMessage,
-)
+from deltic.server.chat import messages as history
 from deltic.server.chat.arguments import given_arguments
-from deltic.server.chat.constraint import AnyText, ToolGrammar, text_function
 from deltic.server.chat.picture_parts import READS, Sent, is_low, sent_in
+from deltic.server.chat.request import ANY, Chat, Count, Effort, Form, Tool, ToolChoice, ToolGrammar, calls_of
 from deltic.server.errors import ApiError, bad_request
+from deltic.text import SamplingDefaults
 
 THOUGHT = "deltic-thought-"
 """Begins the `encrypted_content` that we give.
@@ -48,7 +37,7 @@ Summary = Literal["auto", "concise", "detailed", "none"]
 
 
 class Reasoning(Struct, forbid_unknown_fields=True):
-    effort: protocol.Effort | None = None
+    effort: Effort | None = None
     summary: Summary | None = None
     generate_summary: Summary | None = None
     """The older name of `summary`."""
@@ -83,7 +72,7 @@ class ResponseStreamOptions(Struct, forbid_unknown_fields=True):
 
 class FunctionTool(Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["function"]
-    name: ToolName
+    name: history.ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
@@ -100,9 +89,9 @@ class CustomTool(Struct, kw_only=True, forbid_unknown_fields=True):
     """A tool that takes a text. The model has it as a function with one parameter, `input`."""
 
     type: Literal["custom"]
-    name: ToolName
+    name: history.ToolName
     description: str | None = None
-    format: AnyText | GrammarText | None = None
+    format: protocol.AnyText | GrammarText | None = None
     defer_loading: bool | None = None
     allowed_callers: Annotated[list[Literal["direct"]], Meta(min_length=1)] | None = None
 
@@ -111,7 +100,7 @@ class NamespaceTool(Struct, kw_only=True, forbid_unknown_fields=True):
     """Tools under a name of their own, as agents send those of a tool server."""
 
     type: Literal["namespace"]
-    name: ToolName
+    name: history.ToolName
     tools: list[dict[str, Any]]
     description: str | None = None
 
@@ -128,7 +117,7 @@ Includable = Literal[
 ]
 
 
-class ResponsesRequest(protocol.Conversing, kw_only=True):
+class ResponsesRequest(protocol.ChatFields, kw_only=True):
     """POST /v1/responses."""
 
     input: str | list[Raw] | None = None
@@ -145,7 +134,7 @@ class ResponsesRequest(protocol.Conversing, kw_only=True):
     background: Literal[False] | None = None
     stream_options: ResponseStreamOptions | None = None  # type: ignore[assignment]
     # Carry no promise about the answer.
-    max_tool_calls: protocol.Count | None = None
+    max_tool_calls: Count | None = None
     """Of hosted tools."""
     client_metadata: dict[str, Any] | None = None
     # Known, and refused unless null.
@@ -196,7 +185,7 @@ class SaidItem(MessageItem, kw_only=True, forbid_unknown_fields=False):
 
 class CallItem(Struct, kw_only=True):
     call_id: str
-    name: ToolName
+    name: history.ToolName
     arguments: str
     namespace: str | None = None
 
@@ -205,7 +194,7 @@ class CustomCallItem(Struct, kw_only=True):
     """A call whose argument is text of any form, as OpenAI's models write."""
 
     call_id: str
-    name: ToolName
+    name: history.ToolName
     input: str
     namespace: str | None = None
 
@@ -311,7 +300,7 @@ def _inner(tool: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def check(asked: ResponsesRequest, skips_hosted: bool = False) -> None:
-    """Raises ApiError (400) for what a ChatRequest could not say. skips_hosted: the model may go without
+    """Raises ApiError (400) for what a Chat could not say. skips_hosted: the model may go without
     hosted tools.
     """
     for i, tool in enumerate(asked.tools or ()):
@@ -363,77 +352,50 @@ def given_items(asked: ResponsesRequest) -> list[bytes]:
 
 def parse_item(item: bytes, place: str) -> Item | Reference:
     """An input item from its JSON. Raises ApiError (400) naming the field, under `place`."""
-    try:
-        kind = decode.parse(item, _Kind)
-        name = kind.type or ("message" if kind.role is not None else "item_reference")
-        if name not in ITEMS:
-            known = ", ".join(kind for kind in ITEMS if kind not in _HOSTED_ITEMS)
-            raise bad_request("type", f"{name!r} is not supported; this server knows {known}")
-        return decode.parse(item, SaidItem if (name, kind.role) == ("message", "assistant") else ITEMS[name])
-    except ApiError as error:
-        error.put_under(place)
-        raise
+    kind = decode.parse(item, _Kind, path=place)
+    name = kind.type or ("message" if kind.role is not None else "item_reference")
+    if name not in ITEMS:
+        known = ", ".join(kind for kind in ITEMS if kind not in _HOSTED_ITEMS)
+        raise bad_request(f"{place}.type", f"{name!r} is not supported; this server knows {known}")
+    is_said = (name, kind.role) == ("message", "assistant")
+    return decode.parse(item, SaidItem if is_said else ITEMS[name], path=place)
 
 
-_NAMES = {
-    "messages": "input",
-    **dict.fromkeys(("response_format", "response_format.json_schema"), "text.format"),
-    "verbosity": "text.verbosity",
-    "reasoning_effort": "reasoning.effort",
-    **dict.fromkeys(("max_tokens", "max_completion_tokens"), "max_output_tokens"),
-    **dict.fromkeys(("tool_choice.function", "tool_choice.allowed_tools"), "tool_choice"),
-}
-"""Fields of a ChatRequest, and what this API calls them."""
+ORIGIN = {"messages": "input", "max_tokens": "max_output_tokens"}
+"""Fields of a Chat, and what this API calls them."""
 
 
-@contextmanager
-def in_own_words(asked: ResponsesRequest) -> Iterator[None]:
-    """Has errors about a ChatRequest be about the request that it was made from."""
-    try:
-        yield
-    except ApiError as error:
-        tools = enumerate(flat_tools(asked.tools)) if ".function" in (error.param or "") else ()
-        error.name_as(_NAMES | {f"tools[{i}].function": place for i, (place, _, _) in tools})
-        error.said = error.said.replace("excludes response_format", "excludes text.format")
-        raise
-
-
-_SHARED = frozenset(protocol.ChatRequest.__struct_fields__) & frozenset(ResponsesRequest.__struct_fields__)
-_OWN = frozenset(
-    {
-        "tools",
-        "tool_choice",
-        "stream_options",
-        "store",
-        "metadata",
-        "response_format",
-        "preserve_thinking",
-        "reasoning",
-        "top_logprobs",
-    }
-)
-"""Fields of both requests whose values differ."""
-
-
-def chat_request(asked: ResponsesRequest, items: Iterable[tuple[str, Item]]) -> protocol.ChatRequest:
-    """The chat that a request asks for. items: (place, item), the whole history. Raises ApiError (400)."""
+def chat_of(asked: ResponsesRequest, items: Iterable[tuple[str, Item]], defaults: SamplingDefaults) -> Chat:
+    """The chat that a request asks for. items: (place, item), the whole  Raises ApiError (400)."""
     messages = Messages(asked.instructions)
     for place, item in items:
         messages.add(item, place)
     logprobs = wants(asked, "message.output_text.logprobs")
-    all_turns = asked.reasoning is not None and asked.reasoning.context == "all_turns"
-    return protocol.ChatRequest(
-        **{name: getattr(asked, name) for name in _SHARED - _OWN},
-        preserve_thinking=True if all_turns else asked.preserve_thinking,
+    reasoning, text = asked.reasoning or Reasoning(), asked.text or Text()
+    tools = _tools(asked.tools)
+    return Chat(
         messages=messages.whole(),
-        max_completion_tokens=asked.max_output_tokens,
-        logprobs=logprobs or None,
-        top_logprobs=asked.top_logprobs if logprobs else None,
-        tools=_chat_tools(asked.tools) or None,
-        tool_choice=chat_tool_choice(asked.tool_choice),
-        reasoning_effort=asked.reasoning.effort if asked.reasoning else None,
-        response_format=_response_format(asked.text.format if asked.text else None),
-        verbosity=asked.text.verbosity if asked.text else None,
+        sampling=protocol.sampling_of(
+            asked,
+            defaults,
+            max_tokens=asked.max_output_tokens,
+            logprobs=(asked.top_logprobs or 0) if logprobs else None,
+            forms=_forms(text.format),
+        ),
+        model=asked.model,
+        tools=tools,
+        calls=calls_of(tools, _choice(asked.tool_choice, asked.parallel_tool_calls)),
+        settings=protocol.template_settings(
+            asked.chat_template_kwargs,
+            reasoning.effort,
+            asked.enable_thinking,
+            True if reasoning.context == "all_turns" else asked.preserve_thinking,
+            "reasoning.effort",
+        ),
+        verbosity=text.verbosity,
+        thinking_budget=protocol.thinking_budget(asked, asked.thinking_budget),
+        picture_bounds=asked.mm_processor_kwargs,
+        origin=ORIGIN,
     )
 
 
@@ -467,45 +429,56 @@ def flat_name(name: str, namespace: str | None) -> str:
     return namespace + name if namespace.endswith("_") else f"{namespace}__{name}"
 
 
-def _chat_tools(tools: list[dict[str, Any]] | None) -> list[dict[str, Any]]:
-    """Tools in the form of chats. Raises ApiError (400)."""
-    plain, told = [], None
+def _tools(tools: list[dict[str, Any]] | None) -> list[Tool]:
+    """Raises ApiError (400)."""
+    found: list[Tool] = []
+    told = None
     for place, space, tool in flat_tools(tools):
-        name = decode.convert(flat_name(tool.name, space.name if space else None), ToolName, f"{place}.name")
+        name = decode.convert(flat_name(tool.name, space.name if space else None), history.ToolName, f"{place}.name")
         descriptions = [tool.description]
         if space is not None and space is not told:  # once is enough
             descriptions.insert(0, space.description)
             told = space
         description = "\n\n".join(filter(None, descriptions))
         if isinstance(tool, CustomTool):
-            function = text_function(name, description, tool.format if isinstance(tool.format, GrammarText) else None)
+            grammar = tool.format if isinstance(tool.format, GrammarText) else None
+            function = protocol.text_function(name, description, grammar)
         else:
             function = {"name": name} | ({"description": description} if description else {})
             function |= {"parameters": tool.parameters or {}} | ({"strict": True} if tool.strict else {})
-        plain.append({"type": "function", "function": function})
-    return plain
+        found.append(protocol.function_tool(function, place))
+    return found
 
 
-def chat_tool_choice(choice: Any) -> Any:
-    """`tool_choice` in the form of chats, where functions are named one level deeper."""
+class NamedTool(Struct, tag="function", forbid_unknown_fields=True):
+    name: str
+
+
+class NamedCustom(Struct, tag="custom", forbid_unknown_fields=True):
+    name: str
+
+
+class AllowedTools(Struct, tag="allowed_tools", forbid_unknown_fields=True):
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool | NamedCustom]
+
+
+def _choice(choice: Any, parallel: bool | None) -> ToolChoice:
+    """Raises ApiError (400)."""
     if not isinstance(choice, dict):
-        return choice
-    if choice.get("type") in ("function", "custom"):
-        rest = {key: value for key, value in choice.items() if key != "type"}
-        return {"type": "function", "function": rest}
-    if choice.get("type") == "allowed_tools" and isinstance(tools := choice.get("tools"), list):
-        rest = {key: value for key, value in choice.items() if key not in ("type", "tools")}
-        return {"type": "allowed_tools", "allowed_tools": rest | {"tools": [chat_tool_choice(tool) for tool in tools]}}
-    return choice
+        return protocol.worded_choice(choice, parallel)
+    asked = decode.convert(choice, NamedTool | NamedCustom | AllowedTools, "tool_choice")
+    if isinstance(asked, AllowedTools):
+        names = [tool.name for tool in asked.tools]
+        return ToolChoice(names=names, must=asked.mode == "required", single=parallel is False)
+    return ToolChoice(names=[asked.name], must=True, single=True)
 
 
-def _response_format(wanted: TextFormat | JsonFormat | SchemaFormat | None) -> dict[str, Any] | None:
-    if wanted is None or isinstance(wanted, TextFormat):
-        return None
-    if isinstance(wanted, JsonFormat):
-        return {"type": "json_object"}
-    named = {name: value for name, value in msgspec.structs.asdict(wanted).items() if value is not None}
-    return {"type": "json_schema", "json_schema": named}
+def _forms(wanted: TextFormat | JsonFormat | SchemaFormat | None) -> list[Form]:
+    field = "text.format"
+    if isinstance(wanted, SchemaFormat):
+        return [Form(field, f"{field}.schema", "json", wanted.schema)]
+    return [Form(field, field, "json", ANY)] if isinstance(wanted, JsonFormat) else []
 
 
 _REASONING, _CONTENT, _CALLS = range(3)
@@ -516,11 +489,13 @@ class Messages:
     """Items put together to messages: what the assistant thought, said and called without a break is one."""
 
     def __init__(self, instructions: str | None) -> None:
-        self._messages: list[Message] = [] if instructions is None else [SystemMessage(content=instructions)]
-        self._assistant: AssistantMessage | None = None
+        self._messages: list[history.Message] = (
+            [] if instructions is None else [history.SystemMessage(content=instructions)]
+        )
+        self._assistant: history.AssistantMessage | None = None
         self._stage = _REASONING
 
-    def whole(self) -> list[Message]:
+    def whole(self) -> list[history.Message]:
         """Raises ApiError (400) if there is none."""
         if not self._messages:
             raise bad_request("input", "is missing or empty")
@@ -533,38 +508,40 @@ class Messages:
             if thought:
                 self._at(_REASONING).reasoning_content = thought
         elif isinstance(item, CallItem):
-            function = CalledFunction(flat_name(item.name, item.namespace), _arguments(item, place))
-            self._call(ToolCall(function=function, id=item.call_id))
+            function = history.CalledFunction(flat_name(item.name, item.namespace), _arguments(item, place))
+            self._call(history.ToolCall(function=function, id=item.call_id))
         elif isinstance(item, CustomCallItem):
-            called = CalledCustom(flat_name(item.name, item.namespace), item.input)
-            self._call(ToolCall(custom=called, id=item.call_id))
+            called = history.CalledCustom(flat_name(item.name, item.namespace), item.input)
+            self._call(history.ToolCall(custom=called, id=item.call_id))
         elif isinstance(item, CallOutputItem):
-            self._other(ToolMessage(content=_content(item.output, f"{place}.output"), tool_call_id=item.call_id))
+            self._other(
+                history.ToolMessage(content=_content(item.output, f"{place}.output"), tool_call_id=item.call_id)
+            )
         elif isinstance(item, MessageItem):
             if item.role == "assistant":
                 self._at(_CONTENT).content = _text(item.content, f"{place}.content", by=item.role)
             else:
                 for sent in sent_in(item.content if item.role != "user" else ""):
                     raise bad_request(f"{sent.part}.type", "a picture is for a message of the user, or a tool")
-                kind = UserMessage if item.role == "user" else SystemMessage
+                kind = history.UserMessage if item.role == "user" else history.SystemMessage
                 self._other(kind(content=_content(item.content, f"{place}.content", by=item.role)))
 
-    def _call(self, call: ToolCall) -> None:
+    def _call(self, call: history.ToolCall) -> None:
         message = self._at(_CALLS)
         message.tool_calls = message.tool_calls or []
         message.tool_calls.append(call)
 
-    def _other(self, message: Message) -> None:
+    def _other(self, message: history.Message) -> None:
         self._assistant = None
         self._messages.append(message)
 
-    def _at(self, stage: int) -> AssistantMessage:
+    def _at(self, stage: int) -> history.AssistantMessage:
         """The message of the assistant that goes on with `stage`: a new one unless all before it comes
         earlier.
         """
         message = self._assistant
         if message is None or self._stage > stage or self._stage == stage != _CALLS:
-            message = AssistantMessage()
+            message = history.AssistantMessage()
             self._other(message)
             self._assistant = message
         self._stage = stage
@@ -604,7 +581,7 @@ _TEXT_FIELDS = {
     "reasoning_text": "text",
     "refusal": "refusal",
 }
-_PART_FIELDS = MARKS | {"type", "annotations", "logprobs"}
+_PART_FIELDS = history.MARKS | {"type", "annotations", "logprobs"}
 
 
 def find_pictures(items: Iterable[tuple[str, Item]]) -> list[Sent]:
@@ -634,7 +611,7 @@ def _picture(part: dict[str, Any], path: str, strict: bool) -> Sent:
         raise bad_request(f"{path}.file_id", said, "unsupported_field")
     if not isinstance(url := part.get("image_url"), str):
         raise bad_request(f"{path}.image_url", "expected a URL")
-    if strict and (unknown := part.keys() - MARKS - {"type", "image_url", "file_id", "detail"}):
+    if strict and (unknown := part.keys() - history.MARKS - {"type", "image_url", "file_id", "detail"}):
         raise bad_request(f"{path}.{min(unknown)}", "unknown field; it is not supported, leave it out")
     low = is_low(part.get("detail"), f"{path}.detail")
     return Sent(f"{path}.image_url", path, "input_image", url=url, is_low=low)

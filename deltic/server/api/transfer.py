@@ -31,13 +31,12 @@ from deltic.engine.messages import CacheLocated, EngineInfo
 from deltic.engine.messages import Request as EngineRequest
 from deltic.host.client import EngineUnavailable
 from deltic.ops.geometry import PAGE_SIZE
-from deltic.server.api import decode, protocol
-from deltic.server.api.completions import engine_request, prepared_chat, prompts_of, requests_of
+from deltic.server.api import decode
+from deltic.server.api.completions import engine_request, prepared_chat, prepared_completion
 from deltic.server.batch.file_store import private, unwritable
 from deltic.server.chat.generation import unavailable
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET
-from deltic.server.preparation import Preparation
 from deltic.server.service import SHUTTING_DOWN, Service
 from deltic.server.transport import BODY, json_response, read_body, unless_disconnected
 
@@ -138,24 +137,17 @@ async def _asked(service: Service, request: Request, info: EngineInfo) -> Engine
         raise bad_request(
             "messages", "send the body of a chat, which has messages, or of a completion, which has a prompt"
         )
-    request_id = f"export-{secrets.token_hex(16)}"
     if told.messages is not None:
-        prepared = await prepared_chat(service, request, info)
-        prompt = prepared.prompt
-        made = engine_request(request_id, prompt.ids, prepared.params, prepared.chat, prompt.boundaries)
+        _, chat = await prepared_chat(service, request, info)
+        prompt = chat.prompt
+        made = engine_request("", prompt.ids, chat.params, chat.chat.sampling, prompt.boundaries)
         made.pictures = prompt.pictures
     else:
-
-        def prepare(asked: protocol.CompletionRequest) -> EngineRequest:
-            prompts = prompts_of(service, asked, info)
-            if len(prompts) > 1:
-                raise bad_request("prompt", "send one prompt: a prefix is of one")
-            return requests_of(service, asked, prompts, info)[0]
-
-        async with Preparation(service, request) as preparation:
-            asked = await preparation.parse(protocol.CompletionRequest)
-            made = await preparation.run(prepare, asked)
-        made.id = request_id
+        _, completion = await prepared_completion(service, request, info)
+        if len(completion.requests) > 1:
+            raise bad_request("prompt", "send one prompt: a prefix is of one")
+        made = completion.requests[0]
+    made.id = f"export-{secrets.token_hex(16)}"
     if not made.use_cache:
         raise bad_request("cache_prompt", "is false: this prompt is not to be in the cache; leave it out")
     made.params = msgspec.structs.replace(made.params, constraint=None)

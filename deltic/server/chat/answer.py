@@ -19,6 +19,7 @@ import msgspec
 from deltic.engine.messages import LOGPROBS_PACKED, Output, PromptLogprobs, TokenLogprob
 from deltic.server.chat.arguments import given_text, is_whole
 from deltic.server.chat.parser import CallDelta, Delta, OutputParser
+from deltic.server.chat.request import Shown
 from deltic.server.limits import Usage
 from deltic.server.transport import Encoded
 from deltic.text import Detokenizer, StopMatcher, Tokenizer
@@ -96,25 +97,6 @@ class WayOut:
     def push(self, output: Output) -> Update:
         """Takes the next output of this sequence."""
         raise NotImplementedError
-
-
-class Shown(msgspec.Struct, frozen=True, kw_only=True):
-    """What a request has shown of each of its sequences."""
-
-    stops: list[str] = []
-    stop_token_ids: tuple[int, ...] = ()
-    """The request's own; like `stops`, they cut the answer short, and a call in it."""
-    skip_special_tokens: bool = True
-    logprobs: bool = False
-    is_silent: bool = False
-    """The prompt is all that was asked for (max_tokens 0); the one token drawn is not shown."""
-    includes_stop: bool = False
-    """The stop string, or the stop token of the request's own, is shown."""
-    gives_ids: bool = False
-    gives_text: bool = True
-    """False where ids are all that is wanted."""
-    hides_thought: bool = False
-    """Reasoning is left out."""
 
 
 class Choice(WayOut):

@@ -9,7 +9,6 @@ the engine's client through to the socket.
 from __future__ import annotations
 
 import asyncio
-import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -18,7 +17,7 @@ from deltic.engine.messages import Output, PromptLogprobs, Request
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.server.adapters import Adapter
 from deltic.server.chat.answer import Update, WayOut
-from deltic.server.errors import RETRY_LATER, ApiError
+from deltic.server.errors import RETRY_LATER, ApiError, waited_too_long
 from deltic.server.limits import BATCH_PRIORITY, Ticket, Usage
 from deltic.server.metrics import Metrics
 
@@ -248,12 +247,6 @@ def timed_out(seconds: float) -> ApiError:
     headers = {"x-should-retry": "false"}
     said = f"the request was ended after {seconds:.0f} s, the longest that this server lets one take; ask for a shorter answer"
     return ApiError(504, said, code="request_timeout", headers=headers)
-
-
-def waited_too_long(seconds: float) -> ApiError:
-    said = f"no place for the request within {seconds:g} s: too many run; try again later"
-    retry_after_s = min(60, math.ceil(seconds))  # it would wait as long again
-    return ApiError(503, said, code="queue_timeout", headers={"retry-after": str(retry_after_s)})
 
 
 def unavailable(message: str) -> ApiError:

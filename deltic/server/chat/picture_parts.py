@@ -23,10 +23,9 @@ from deltic.engine.messages import Picture, PictureInfo
 from deltic.engine.turns import Shares
 from deltic.models.vision.shape import BLOCK
 from deltic.ops.geometry import TOKEN_BYTES
-from deltic.server.chat.generation import waited_too_long
 from deltic.server.chat.pictures import MAX_PICTURE_BYTES, PictureError, read_picture
 from deltic.server.chat.videos import MAX_VIDEO_BYTES, Clip, VideoWish, needs_av, read_video
-from deltic.server.errors import ApiError, bad_request
+from deltic.server.errors import ApiError, bad_request, waited_too_long
 from deltic.server.limits import Ticket
 from deltic.server.room import Held, Room
 from deltic.server.urls import Hosts, UrlError, fetch, of_base64, of_data_url

@@ -12,7 +12,7 @@ from __future__ import annotations
 import datetime
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
@@ -23,14 +23,14 @@ import msgspec
 
 from deltic.config import ConfigError, nearest
 from deltic.engine.messages import Picture
-from deltic.server.api import protocol
-from deltic.server.api.messages import AssistantMessage, settled, template_messages
-from deltic.server.chat.constraint import NotInline, functions_of, in_event_loop, tool_schemas
+from deltic.server.chat.constraint import NotInline, in_event_loop
 from deltic.server.chat.grammar import CallForm
+from deltic.server.chat.messages import AssistantMessage, settled, template_messages
 from deltic.server.chat.metered import LARGEST_SOURCE, MeteredEnvironment, TooMuch
 from deltic.server.chat.picture_parts import Pictures, check_room, expanded, not_shown, pictures_of, sent_in
+from deltic.server.chat.request import SWITCHES, Chat, Effort
 from deltic.server.chat.videos import Clip
-from deltic.server.errors import ApiError, PromptTooLong, bad_request
+from deltic.server.errors import ApiError, PromptTooLong, bad_request, naming
 from deltic.text import TRUSTED, Tokenizer, TokenizerError, read_json
 
 CUT = "\udcfe"
@@ -49,7 +49,7 @@ _OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "docum
 _GLOBALS = frozenset({"raise_exception", "strftime_now"})
 _THINKING = frozenset({"enable_thinking", "preserve_thinking", "reasoning_effort"})
 """Accepted for every template: one without the switch has one behaviour only."""
-_EFFORTS: tuple[str, ...] = get_args(protocol.Effort)
+_EFFORTS: tuple[str, ...] = get_args(Effort)
 """The least first."""
 
 
@@ -142,7 +142,7 @@ class ChatTemplate:
         for name, value in settings.items():
             if error := self.unknown(name):
                 raise ConfigError(f"--default-chat-template-kwargs: {name}: {error}")
-            if name in protocol.SWITCHES and not isinstance(value, bool):
+            if name in SWITCHES and not isinstance(value, bool):
                 raise ConfigError(f"--default-chat-template-kwargs: {name}: expected true or false")
         self.defaults = dict(settings)
 
@@ -380,53 +380,57 @@ def _with_times(text: str, clips: Sequence[Clip]) -> str:
 
 def render(
     template: ChatTemplate | None,
-    chat: protocol.ChatRequest | protocol.TokenizeRequest,
+    chat: Chat,
     limit: int | None = None,
     kept: int | None = None,
     pictures: Pictures | None = None,
-) -> tuple[Prompt, dict[str, dict[str, Any]] | None]:
-    """The chat's prompt, and the schemas of the tools that the answer may call (None: it may call none).
+) -> Prompt:
+    """The chat's prompt.
 
     limit, kept: as in ChatTemplate.render. pictures: those that `find_pictures` has found in the messages.
     Raises ApiError (400).
     """
     if template is None:
         raise no_template()
-    if own := getattr(chat, "chat_template", None):
-        template = template.replaced(own)
-    messages = chat.messages or []
-    tools = tool_schemas(chat.tools, chat.tool_choice)
-    continued = bool(chat.continue_final_message)
-    if continued and chat.add_generation_prompt:
-        raise bad_request("continue_final_message", "excludes add_generation_prompt: the last message goes on")
-    if continued and not isinstance(messages[-1], AssistantMessage):
-        raise bad_request("continue_final_message", "needs a last message of the assistant")
-    sent = [picture for message in messages for picture in sent_in(message.content)]
-    shown = [(pictures or {})[one.path] for one in sent]
-    if sent and kept is not None:
-        raise bad_request("truncate_prompt_tokens", "is not available for a chat with pictures")
-    prompt = template.render(
-        template_messages(messages),
-        [_without_marks(tool) for tool in functions_of(chat.tools)] if tools is not None else None,
-        add_generation_prompt=not continued and chat.add_generation_prompt is not False,
-        continue_final_message=continued,
-        settings=protocol.template_settings(chat),
-        shown=protocol.shown_by_template(chat, template.reads),
-        limit=limit,
-        kept=kept,
-        pictures=shown,
-    )
-    if limit is not None and len(prompt.ids) >= limit:
-        check_room(shown, sent, len(prompt.ids), limit)
-    return prompt, tools
+    if chat.chat_template:
+        template = template.replaced(chat.chat_template)
+    with naming(chat.origin):
+        continued = chat.continue_final_message
+        if continued and chat.add_generation_prompt:
+            raise bad_request("continue_final_message", "excludes add_generation_prompt: the last message goes on")
+        if continued and not isinstance(chat.messages[-1], AssistantMessage):
+            raise bad_request("continue_final_message", "needs a last message of the assistant")
+        sent = [picture for message in chat.messages for picture in sent_in(message.content)]
+        shown = [(pictures or {})[one.path] for one in sent]
+        if sent and kept is not None:
+            raise bad_request("truncate_prompt_tokens", "is not available for a chat with pictures")
+        prompt = template.render(
+            template_messages(chat.messages),
+            [tool.shown for tool in chat.tools] if chat.calls else None,
+            add_generation_prompt=not continued and chat.add_generation_prompt is not False,
+            continue_final_message=continued,
+            settings=chat.settings,
+            shown=_shown(chat, template.reads),
+            limit=limit,
+            kept=kept,
+            pictures=shown,
+        )
+        if limit is not None and len(prompt.ids) >= limit:
+            check_room(shown, sent, len(prompt.ids), limit)
+        return prompt
 
 
-def _without_marks(tool: dict[str, Any]) -> dict[str, Any]:
-    """A tool without `cache_control`."""
-    plain = {name: value for name, value in tool.items() if name != "cache_control"}
-    if "cache_control" in (function := tool.get("function", {})):
-        plain["function"] = {name: value for name, value in function.items() if name != "cache_control"}
-    return plain
+def _shown(chat: Chat, variables: Set[str]) -> dict[str, Any]:
+    """Variables that a template has only where it reads them.
+
+    Raises ApiError (400) for documents that nobody would see.
+    """
+    if chat.documents and "documents" not in variables:
+        raise bad_request(
+            "documents", "this model's chat template shows none; put them into a message", "unsupported_field"
+        )
+    shown = {"documents": chat.documents or None, "verbosity": chat.verbosity if "verbosity" in variables else None}
+    return {name: value for name, value in shown.items() if value is not None}
 
 
 def _tojson(

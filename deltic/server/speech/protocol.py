@@ -19,7 +19,8 @@ from msgspec import Meta, Struct
 from deltic.config import ConfigError
 from deltic.engine.messages import MAX_FIRST_FRAMES, SamplingParams, Speech
 from deltic.models.tts.shape import SpeechShape
-from deltic.server.api.protocol import GREEDY_BELOW, Probability, Seed
+from deltic.server.api.protocol import Probability, Seed
+from deltic.server.chat.request import GREEDY_BELOW
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.speech.audio import OPUS_RATES
 

@@ -25,10 +25,11 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deltic.engine import messages as engine
 from deltic.host.client import EngineUnavailable
-from deltic.server.api import decode, protocol
+from deltic.server.api import decode
 from deltic.server.chat.answer import Update, WayOut
 from deltic.server.chat.generation import Generation, timed_out, unavailable
 from deltic.server.chat.parser import Delta
+from deltic.server.chat.request import context_limit
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket, Usage
 from deltic.server.preparation import Preparation
@@ -88,7 +89,7 @@ def plan(
     reference = stored.ref_text if stored else (fields.ref_text or "").strip()
     if fields.x_vector_only_mode:
         reference = ""  # its speaker's vector is all that is used
-    words = speech.prompts.words(text, manner.instructions, reference, protocol.context_limit(info))
+    words = speech.prompts.words(text, manner.instructions, reference, context_limit(info))
     return Plan(fields, manner, words, stored, streamed, text if isinstance(text, OpenText) else None)
 
 
@@ -321,7 +322,7 @@ async def utterance(service: Service, plan: Plan, info: engine.EngineInfo, ticke
         streams_text=manner.streams_text,
         is_open=is_open,
     )
-    limit = protocol.context_limit(info)
+    limit = context_limit(info)
     if len(rows.prompt) + len(rows.trailing) + is_open > limit:
         raise _too_long(limit)
     n_text = None if is_open else len(plan.words.body)
