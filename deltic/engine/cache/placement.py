@@ -255,7 +255,7 @@ class Placement:
         """Drops a node and all beyond it from every tier. Nothing of them may be moved now."""
         for n in reversed(node.branch):
             assert not n.busy
-            self._to_save.pop(n, None)
+            self.saves.queue.pop(n, None)
             self._doomed.discard(n)
             for kind in STATE_FIRST:
                 if self.device.has(kind, n):
@@ -275,7 +275,7 @@ class Placement:
         if any(n.busy for n in branch):
             self._doomed.add(node)
             for n in branch:
-                self._to_save.pop(n, None)
+                self.saves.queue.pop(n, None)
             if self.events is not None:
                 self.events.hide(branch)
         elif self.tree.nodes.get(node.key) is node:
