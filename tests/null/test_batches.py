@@ -315,7 +315,7 @@ def test_keys_are_parties_and_a_batch_counts_its_tokens_only(tmp_path: Path) -> 
             bob.batches.create(input_file_id=batch.input_file_id, endpoint=CHAT, completion_window="24h")
         alice = site.app.state.server.accounts.named("alice")
         assert alice.numbers.n_generated_tokens == 36 and alice.numbers.n_open == 0
-        assert {request.owner for request in site.engine.requests} == {"alice/batches"}, "turns of their own"
+        assert {request.tenant for request in site.engine.requests} == {"alice/batches"}, "turns of their own"
 
 
 def test_a_line_waits_for_its_keys_tokens_and_not_for_its_other_requests() -> None:
@@ -344,7 +344,7 @@ def test_a_batch_takes_half_the_places_and_keys_share_them(tmp_path: Path) -> No
         until(lambda: site.client("b").batches.retrieve(second.id).status, lambda status: status == "in_progress")
         engine.hold = False
         assert site.ended(first, "a").request_counts.completed == site.ended(second, "b").request_counts.completed == 30
-        owners = [request.owner for request in engine.requests]
+        owners = [request.tenant for request in engine.requests]
         assert owners[8:28].count("bob/batches") >= 6, "they take turns"
 
 

@@ -222,7 +222,7 @@ def test_owners_take_turns_with_slow_masks(tokenizer_file: Path, monkeypatch: py
         if tokens and len(job) == 1:
             started += 1
             asked = job[0].sequence.request
-            waits.setdefault(asked.owner, []).append(started - given[asked.id])
+            waits.setdefault(asked.tenant, []).append(started - given[asked.id])
         spin(0.002 + 0.001 * len(job))
         original(guides, job, tokens, words)
 
@@ -240,8 +240,8 @@ def test_owners_take_turns_with_slow_masks(tokenizer_file: Path, monkeypatch: py
     many = [request(f"{i}", constraint=Constraint(grammar=WORD), max_tokens=60) for i in range(7)]
     one = request("o", constraint=Constraint(grammar=WORD), max_tokens=60)
     for r in many:
-        r.owner = "many"
-    one.owner = "one"
+        r.tenant = "many"
+    one.tenant = "one"
     run(made, *many, one)
     made.close(0)
     assert statistics.median(waits["one"]) <= 2 < statistics.median(waits["many"])
@@ -485,7 +485,7 @@ def compiling(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 def of_key(name: str, id: str, grammar: str) -> Request:
     asked = request(id, constraint=Constraint(grammar=grammar), max_tokens=2)
-    asked.owner = asked.namespace = name
+    asked.tenant = asked.namespace = name
     return asked
 
 

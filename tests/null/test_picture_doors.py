@@ -813,7 +813,7 @@ def test_pixels_of_requests_that_wait_are_bounded(end: str) -> None:
             assert len(engine.requests) == 3 and not counting.done(), "half of the room"
             ask = asyncio.create_task(ben.post(ASKED, json=body))
             await until(lambda: len(engine.requests) == 4)
-            assert engine.requests[3].owner == "ben"
+            assert engine.requests[3].tenant == "ben"
             if end == "left":
                 for task in asks[:3]:
                     task.cancel()

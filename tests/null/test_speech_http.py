@@ -443,7 +443,7 @@ def test_limits_keys_and_the_queue(engine: FakeSpeechClient) -> None:
             return [await client.post(SPEECH, json=SAY, headers=headers) for _ in range(2)]
 
     first, second = asyncio.run(go())
-    assert first.status_code == 200 and engine.requests[-1].owner == "alice"
+    assert first.status_code == 200 and engine.requests[-1].tenant == "alice"
     assert second.status_code == 429 and error_of(second)["code"] == "rate_limit_exceeded"
 
 

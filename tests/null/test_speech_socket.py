@@ -310,7 +310,7 @@ def test_who_may_connect(engine: FakeSpeechClient, live: str, caplog: pytest.Log
                 assert kinds(await received(socket, "session.done"))[1] == "audio"
             told = httpx.get(f"{url}/metrics", headers={"authorization": "Bearer k"}).text
             assert 'deltic_key_tokens_total{key="alice",kind="generated"} 5.0' in told
-        assert engine.requests[-1].owner == "alice"
+        assert engine.requests[-1].tenant == "alice"
 
     asyncio.run(go())
     assert not [record for record in caplog.records if record.levelno >= logging.ERROR and "uvicorn" in record.name]
