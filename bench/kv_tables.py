@@ -5,13 +5,15 @@ fast attention is; and what they lose.
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 from bench.kept import Row, Runs, grid, missing, percent, ranged, source
 from bench.quality_tables import scaled
 from deltic.config import EngineConfig
 from deltic.models.qwen.shape import PUBLISHED
 from deltic.ops.kv_formats import KV_FORMATS, on_device
-from deltic.runtime.plan import make_plan
+from deltic.runtime.model import TextModel
+from deltic.runtime.plan import TextKind, make_plan
 
 PLANS = (("qwen3.5-27b", "int4", 24), ("qwen3.5-27b", None, 139), ("qwen3.5-35b-a3b", None, 139))
 """Shape, what weights are rounded to, and GB of a GPU that are free."""
@@ -22,17 +24,21 @@ def tokens(name: str, quantize: str | None, gb: float, kv: str, device: str) -> 
     """Of pages that fit, where everything else is planned first."""
     if device == "cuda":
         from deltic.ops.gpu.launch import Levers
-        from deltic.runtime.gpu.device import text
+        from deltic.runtime.gpu.device import TextOnGpu
 
-        kind = text(Levers())
+        kind: TextKind = TextOnGpu(Levers())
     else:
-        from deltic.runtime.cpu.device import TEXT as kind
+        from deltic.runtime.cpu.device import Cpu
+
+        kind = Cpu.text
     config = EngineConfig(
         quantize=quantize, memory_gb=gb - kind.reserve_bytes / 1e9, max_num_seqs=SEQS, n_checkpoints=CHECKPOINTS,
         max_model_len=32768, max_step_tokens=STEP, cache_host_gb=0.0,
     )  # fmt: skip
     shape = replace(PUBLISHED[name], kv_cache_dtype=kv)
-    plan = make_plan(config, shape, kind, shape.vocab_size, int(gb * 1e9), 64 * 10**9)
+    config = replace(config, max_drafts=kind.max_drafts(config, shape))
+    model = TextModel(config=config, directory=Path(), shape=shape, n_real=shape.vocab_size)
+    plan = make_plan(kind, model, int(gb * 1e9), 64 * 10**9)
     return 64 * plan.n_pages
 
 

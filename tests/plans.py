@@ -22,7 +22,8 @@ from deltic.ops.gpu.launch import Levers
 from deltic.runtime import plan as planner
 from deltic.runtime.cpu import device as cpu
 from deltic.runtime.gpu import device as gpu
-from deltic.runtime.plan import Kind, make_plan
+from deltic.runtime.plan import Kind, SpeechKind
+from tests.planned import planned
 
 GOLDEN = Path(__file__).parent / "golden" / "plans.json"
 GB = 10**9
@@ -43,10 +44,10 @@ SETTINGS: tuple[dict[str, Any], ...] = (
 FEW = ("qwen3.5-0.8b", "qwen3.5-4b", "qwen3.5-35b-a3b", "qwen3-tts-0.6b", "qwen3-tts-1.7b-base")
 
 KINDS: dict[str, tuple[Kind[Any], dict[str, Any], tuple[str | None, ...]]] = {
-    "cpu text": (cpu.TEXT, PUBLISHED, (None, "int8", "int4")),
-    "gpu text": (gpu.text(Levers()), PUBLISHED, (None, "int8")),
-    "cpu speech": (cpu.SPEECH, PUBLISHED_SPEECH, (None, "int8", "int4")),
-    "gpu speech": (gpu.speech(Levers()), PUBLISHED_SPEECH, (None, "int8")),
+    "cpu text": (cpu.Cpu.text, PUBLISHED, (None, "int8", "int4")),
+    "gpu text": (gpu.TextOnGpu(Levers()), PUBLISHED, (None, "int8")),
+    "cpu speech": (cpu.Cpu.speech, PUBLISHED_SPEECH, (None, "int8", "int4")),
+    "gpu speech": (gpu.SpeechOnGpu(Levers()), PUBLISHED_SPEECH, (None, "int8")),
 }
 """The models and the formats of each kind."""
 
@@ -74,9 +75,9 @@ def cases() -> Iterator[tuple[str, Kind[Any], Any, EngineConfig, int]]:
 
 def plan_of(kind: Kind[Any], shape: Any, config: EngineConfig, free_bytes: int) -> str:
     """A plan in one line, or why there is none. The buffers of a step are in it by a hash of their names and sizes."""
-    n_real = shape.n_drawn if kind.name == "speech" else shape.vocab_size
+    n_real = shape.n_drawn if isinstance(kind, SpeechKind) else shape.vocab_size
     try:
-        made = make_plan(config, shape, kind, n_real, free_bytes, HOST_FREE_BYTES)
+        made = planned(config, shape, kind, n_real, free_bytes, HOST_FREE_BYTES)
     except (ConfigError, CheckpointError) as error:
         return f"{type(error).__name__}: {error}"
     buffers = json.dumps(made.workspace, sort_keys=True).encode()

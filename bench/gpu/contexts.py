@@ -65,7 +65,7 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     roofs, name = GpuRoofs.measured(), shape_name(arguments, config)
     model = Model.load(config, arguments.format)
     engine = model.engine(parse_levers(config.lever), max(sizes))
-    runner, shape = runner_of(engine), model.shape
+    runner, shape = runner_of(engine), model.run.shape
     rows = [context_row(runner, shape, roofs, n, context) for context in contexts for n in sizes]
     title = f"{name} on {engine.info.device}: a step behind a context, keys and values in {shape.kv_cache_dtype}"
     heads = ("context", "N", "ms a step", "GB a step", "of keys and values", "% of read roof")

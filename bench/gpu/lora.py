@@ -22,8 +22,8 @@ from deltic.commands.flags import bench_gpu
 from deltic.config import ConfigError, EngineConfig
 from deltic.models.qwen.adapters import random_adapter
 from deltic.ops.gpu.launch import parse_levers
+from deltic.runtime.adapters import AdapterRoom
 from deltic.runtime.gpu.adapters import adapter_bytes
-from deltic.runtime.plan import AdapterRoom
 
 
 def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
@@ -31,9 +31,9 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     need_gpu()
     sizes, prompts = numbers(arguments.n, "--n", int), numbers(arguments.prefill, "--prefill", int)
     model, name = Model.load(config, arguments.format), shape_name(arguments, config)
-    if model.cuts:
+    if model.run.cuts:
         raise ConfigError("adapters are measured on one GPU: leave --tensor-parallel and --tp-invariant out")
-    levers, one = parse_levers(config.lever), random_adapter(model.shape, arguments.lora_rank, seed=1)
+    levers, one = parse_levers(config.lever), random_adapter(model.run.shape, arguments.lora_rank, seed=1)
     linears = {name: deltas for name, deltas in one.deltas.items() if len(deltas[0].down) == 1}
     n_bytes = adapter_bytes(replace(one, deltas=linears))
     room = AdapterRoom(arguments.n_loras, arguments.lora_rank, arguments.n_loras * n_bytes)

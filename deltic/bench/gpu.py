@@ -36,19 +36,20 @@ from deltic.models.checkpoint import locate, n_real_ids
 from deltic.models.loading import COUNTED_ROWS, Store
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.shard import Cuts, cut
-from deltic.models.qwen.weights import Weights, dummy_weights, load_weights, stored_shape
+from deltic.models.qwen.weights import Weights, stored_shape
 from deltic.models.stored import InFormat
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu.launch import Levers, parse_levers
 from deltic.ops.gpu.roofs import GpuRoofs
 from deltic.ops.gpu.weight import DeviceStore
+from deltic.runtime.adapters import NO_ADAPTERS, AdapterRoom
 from deltic.runtime.gpu import device as gpu
 from deltic.runtime.gpu.collect import collect
 from deltic.runtime.gpu.compile import begin_compiling
 from deltic.runtime.gpu.parallel import ParallelRunner
 from deltic.runtime.gpu.text import GpuTextRunner
-from deltic.runtime.kv_cache import resolve_kv_cache
-from deltic.runtime.plan import AdapterRoom, make_plan
+from deltic.runtime.model import TextModel, resolve_kv_cache
+from deltic.runtime.plan import make_plan
 
 
 @dataclass(frozen=True)
@@ -58,12 +59,9 @@ class Model:
     A model that is cut has the shape of its largest part, and by GPU the weights of each of its parts.
     """
 
-    config: EngineConfig
-    shape: ModelShape
-    n_real: int
+    run: TextModel
     device: gpu.Gpu
     weights: list[list[Weights]]
-    cuts: tuple[Cuts, ...]
 
     @classmethod
     def load(cls, config: EngineConfig, format: str | None = None, *, drafts: bool = False) -> Model:
@@ -85,21 +83,17 @@ class Model:
             raise ConfigError("drafts are measured on one GPU: leave --tensor-parallel and --tp-invariant out")
         device.check_reach()
         shape = replace(shape, has_draft_head=drafts) if config.dummy else stored_shape(directory, shape, drafts)
-        config, _ = resolve_kv_cache(config, directory, "cuda")
-        shape = replace(shape, kv_cache_dtype=config.kv_cache_dtype)
+        shape = replace(shape, kv_cache_dtype=resolve_kv_cache(config, directory, "cuda")[0])
         n_real = n_real_ids(config, directory, shape)
-        largest, cuts = cut(shape, device.n_cuts, are_even=config.tp_invariant is not None)
+        shape, cuts = cut(shape, device.n_cuts, are_even=config.tp_invariant is not None)
+        run = TextModel(config=config, directory=directory, shape=shape, n_real=n_real, cuts=cuts, n_gpus=device.n_gpus)
 
         def load(store: Store, part: Cuts | None, i: int = 0) -> Weights:
-            own = largest if part is None else part.shape
-            if config.dummy:
-                return dummy_weights(own, config.seed, quantize=config.rounded, store=store)
-            return load_weights(directory, own, cuts=part, quantize=config.rounded, store=store)[0]
+            return run.load(store, lambda stage, done: None, part)[0]
 
-        weights = device.parts(cuts, load) if cuts else [[load(DeviceStore("cuda"), None)]]
-        return cls(config, largest, n_real, device, weights, cuts)
+        return cls(run, device, device.parts(cuts, load) if cuts else [[load(DeviceStore("cuda"), None)]])
 
-    def engine(self, levers: Levers, n_rows: int, max_drafts: int = 0, adapters: AdapterRoom | None = None) -> Engine:
+    def engine(self, levers: Levers, n_rows: int, max_drafts: int = 0, adapters: AdapterRoom = NO_ADAPTERS) -> Engine:
         """Makes an engine for up to n_rows sequences; the one before must be gone.
 
         max_drafts: most tokens of a draft; with drafts the head is run, if it was loaded. adapters: room for
@@ -108,21 +102,22 @@ class Model:
         gc.collect()
         torch.cuda.empty_cache()
         config = replace(
-            self.config,
+            self.run.config,
             max_num_seqs=max(n_rows, 8),
             prefix_cache=False,
             allow_cache_transfer=False,
             max_drafts=max_drafts,
         )
-        shape = replace(self.shape, has_draft_head=self.shape.has_draft_head and max_drafts > 0)
+        shape = replace(self.run.shape, has_draft_head=self.run.shape.has_draft_head and max_drafts > 0)
         held = (
             sum(part.n_bytes for part in of_gpu) - (len(of_gpu) - 1) * of_gpu[0].embed.n_bytes
             for of_gpu in self.weights
         )
         free = self.device.free_bytes() + max(held)
-        n_gpus = self.device.n_gpus
-        kind = gpu.text(levers)
-        plan = make_plan(config, shape, kind, self.n_real, free, cuts=self.cuts, n_gpus=n_gpus, adapters=adapters)
+        model = replace(self.run, config=config, shape=shape, adapters=adapters)
+        kind = gpu.TextOnGpu(levers)
+        kind.check(shape)
+        plan = make_plan(kind, model, free)
         begin_compiling(plan, levers, collect).wait(lambda stage, done: None)
         return Engine(gpu.text_runner(plan, self.device.devices, self.weights, levers))
 
@@ -260,8 +255,8 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     record_s = time.perf_counter() - begin
     decodes, prefills = measure(engine, arguments, rows, prompts)
     context, (n_gpus, n_cuts) = arguments.prompt + arguments.output // 2, (model.device.n_gpus, model.device.n_cuts)
-    measured = [decode_row(engine, model.shape, roofs, n, found, context) for n, found in decodes.items()]
-    prefill = {n: prefill_row(model.shape, roofs, n, found, n_cuts // n_gpus) for n, found in prefills.items()}
+    measured = [decode_row(engine, model.run.shape, roofs, n, found, context) for n, found in decodes.items()]
+    prefill = {n: prefill_row(model.run.shape, roofs, n, found, n_cuts // n_gpus) for n, found in prefills.items()}
     title = f"{name} on {engine.info.device}: {arguments.prompt} prompt + {arguments.output} generated tokens, greedy"
     Console().print(_table(title, measured))
     for n_tokens, row in prefill.items():

@@ -23,14 +23,13 @@ from deltic.commands.plan import decode_bytes
 from deltic.config import ConfigError, EngineConfig
 from deltic.machine import cpu_model, cuda_driver, free_memory_bytes, memory_bound, n_usable_cpus
 from deltic.models.fields import CheckpointError
-from deltic.models.loading import COUNTED, COUNTED_ROWS
 from deltic.models.qwen.shape import PUBLISHED
 from deltic.models.tts.shape import PUBLISHED_SPEECH
 from deltic.ops.contract import KernelError
 from deltic.ops.cpu.instruction_sets import runnable
 from deltic.ops.cpu.program import instruction_set
 from deltic.roofs import multiply_peak, read_bandwidth
-from deltic.runtime.build import gpu_device, plan_model, sees_gpu
+from deltic.runtime.build import gpu_device, plan_of, sees_gpu, settle
 from deltic.runtime.cpu.device import Cpu
 
 if TYPE_CHECKING:
@@ -84,15 +83,14 @@ class Column:
 
     def fits(self, size: str) -> bool:
         try:
-            plan_model(self.config(size), self.device, self.device.free_bytes())
+            plan_of(settle(self.config(size), self.device), self.device, self.device.free_bytes())
         except (ConfigError, CheckpointError):
             return False
         return True
 
     def roof(self, size: str) -> float:
         """Tokens a second of one sequence of a text model, if the memory's speed were all."""
-        store = COUNTED if self.device.name == "cpu" else COUNTED_ROWS
-        return self.bandwidth / decode_bytes(PUBLISHED[size], self.quantize, 1, CONTEXT, store)
+        return self.bandwidth / decode_bytes(PUBLISHED[size], self.quantize, 1, CONTEXT, self.device.text.counted)
 
     def n_bytes(self, size: str) -> int:
         """Returns the bytes of the weights."""

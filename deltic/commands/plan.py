@@ -20,7 +20,7 @@ from deltic.models.checkpoint import ALL_FILES, model_name, speaks, text_directo
 from deltic.models.fields import CheckpointError
 from deltic.models.gguf import is_gguf
 from deltic.models.hub import is_hub_name, outline, wanted_of
-from deltic.models.loading import COUNTED, COUNTED_ROWS, Store, shares_text
+from deltic.models.loading import COUNTED, Store, shares_text
 from deltic.models.qwen.adapters import Adapter
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Moe, Weights, active_weights, empty_weights
@@ -29,7 +29,7 @@ from deltic.models.vocoder.shape import SAMPLE_RATE
 from deltic.ops.geometry import N_CODES, PAGE_SIZE
 from deltic.roofs import beyond_caches, multiply_peak, read_bandwidth
 from deltic.runtime.adapters import given_adapters
-from deltic.runtime.build import check_files, gpu_device, is_for_gpu, plan_model, sees_gpu
+from deltic.runtime.build import gpu_device, is_for_gpu, plan_of, sees_gpu, settle
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.plan import Plan, TextPlan
 from deltic.text import SamplingDefaults, Tokenizer
@@ -84,10 +84,10 @@ def _report(config: EngineConfig, has_vocabulary: bool = True) -> str:
         )
     beside = device.text.reserve_bytes // 2
     free, wanted = device.free_bytes() if is_here else 0, int((config.memory_gb or 0) * 1e9)
-    config, directory, plan = plan_model(config, device, max(free, wanted + beside if wanted else 0))
-    check_files(config, directory, plan, device)
+    model, store = settle(config, device), device.text.counted
+    plan: Plan[Any] = plan_of(model, device, max(free, wanted + beside if wanted else 0))
+    model.check_files(store)
     _check_text(config, has_vocabulary)
-    store = COUNTED_ROWS if on_gpu else COUNTED
     weights = None if plan.speaks else _weights(plan.shape, plan.quantize, store)
     out = StringIO()
     console = Console(file=out, width=100)

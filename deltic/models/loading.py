@@ -106,6 +106,28 @@ class Mlp:
     down: Matrix  # [H, F]
 
 
+class Skipped(str):
+    """A notice of the tensors of a part of a model that is stored and not run."""
+
+    part: str
+
+    def __new__(cls, part: str, n: int) -> Skipped:
+        notice = super().__new__(cls, f"skipped {n} {part} tensors: only the text stack is run")
+        notice.part = part
+        return notice
+
+    @classmethod
+    def read(cls, notice: str) -> str:
+        """The notice from its text: a Skipped if it is one."""
+        found = re.fullmatch(r"skipped (\d+) (\w+) tensors: only the text stack is run", notice)
+        return notice if found is None else cls(found[2], int(found[1]))
+
+
+def without_skipped(notices: list[str], part: str) -> list[str]:
+    """The notices but those of a part that was skipped and is not missed."""
+    return [notice for notice in notices if not (isinstance(notice, Skipped) and notice.part == part)]
+
+
 class Share(NamedTuple):
     """Size of the matrices that have one format."""
 
@@ -680,8 +702,8 @@ def check_plan(
             f"{tensors[unexpected[0]].where}: {len(unexpected)} unexpected tensors: {first}. "
             f"The {config} does not describe this checkpoint{said_by(unexpected[0], True)}, or it holds an adapter."
         )
-    notices = [f"skipped {n} {part} tensors: only the text stack is run" for part, n in skipped.items()]
-    return notices + [f"converted {n} matrices from {dtype} to BF16" for dtype, n in converted.items()]
+    told = [f"converted {n} matrices from {dtype} to BF16" for dtype, n in converted.items()]
+    return [*(Skipped(part, n) for part, n in skipped.items()), *told]
 
 
 def checkpoint_files(path: Path) -> dict[Path, list[str]]:

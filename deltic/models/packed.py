@@ -34,7 +34,7 @@ from deltic.models.checkpoint import locate, model_name, speaks
 from deltic.models.fields import CheckpointError
 from deltic.models.gguf import is_gguf, open_gguf
 from deltic.models.gguf_config import document
-from deltic.models.loading import PACKED, Host, Parts, Progress, checkpoint_files, read_headers, shares_text
+from deltic.models.loading import PACKED, Host, Parts, Progress, Skipped, checkpoint_files, read_headers, shares_text
 from deltic.models.mapped import Header, MappedFiles, read_header
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import (
@@ -119,38 +119,36 @@ def save_packed(
 
 def resolve_quantize(
     config: EngineConfig, directory: Path, formats: Mapping[str, WeightFormat] = MappingProxyType({})
-) -> EngineConfig:
-    """The settings with what is rounded at load, or was when the model was packed.
+) -> tuple[str | None, str | None]:
+    """Returns what matrices are rounded to at load, or were when the model was packed: as --quantize says it,
+    and as --quantize-rest does.
 
     formats: of the tensors that are stored quantised. A DELTIC_ variable that is for the other kind of
     checkpoint is left out. Raises ConfigError for such a flag, and when a packed model is asked to be
     another, CheckpointError when it cannot be read.
     """
-    if formats:
-        if config.quantize is not None and f"{ENV_PREFIX}QUANTIZE" not in os.environ:
-            names = ", ".join(name for name, _ in Counter(format.name for format in formats.values()).most_common(4))
-            raise ConfigError(
-                f"--quantize {config.quantize}: {directory} is quantised already ({names}), and runs as it is stored; leave "
-                "the flag out, or give --quantize-rest, int8 or int4, on a GPU also fp8, for the matrices that it left in 16 bits"
-            )
-        config = dataclasses.replace(config, quantize=None)
-    else:
-        if config.quantize_rest is not None and f"{ENV_PREFIX}QUANTIZE_REST" not in os.environ:
-            raise ConfigError(
-                f"--quantize-rest {config.quantize_rest}: {config.dummy or directory} is not quantised; leave the flag out, or "
-                "give --quantize, which rounds all matrices"
-            )
-        config = dataclasses.replace(config, quantize_rest=None)
-    if config.dummy is not None or not (directory / PACKED).exists():
-        return config
-    packed, _ = _metadata(directory / PACKED)
-    if config.rounded not in (None, packed):
-        flag = "--quantize-rest" if formats else "--quantize"
+    rounded = config.quantize_rest if formats else config.quantize
+    if formats and config.quantize is not None and f"{ENV_PREFIX}QUANTIZE" not in os.environ:
+        names = ", ".join(name for name, _ in Counter(format.name for format in formats.values()).most_common(4))
         raise ConfigError(
-            f"{flag} {config.rounded}: {directory} holds weights packed as {packed or 'bf16'}; leave the flag out, or give "
-            "the original checkpoint"
+            f"--quantize {config.quantize}: {directory} is quantised already ({names}), and runs as it is stored; leave "
+            "the flag out, or give --quantize-rest, int8 or int4, on a GPU also fp8, for the matrices that it left in 16 bits"
         )
-    return dataclasses.replace(config, **{"quantize_rest" if formats else "quantize": packed})  # type: ignore[arg-type]
+    if not formats and config.quantize_rest is not None and f"{ENV_PREFIX}QUANTIZE_REST" not in os.environ:
+        raise ConfigError(
+            f"--quantize-rest {config.quantize_rest}: {config.dummy or directory} is not quantised; leave the flag out, or "
+            "give --quantize, which rounds all matrices"
+        )
+    if config.dummy is None and (directory / PACKED).exists():
+        packed, _ = _metadata(directory / PACKED)
+        if rounded not in (None, packed):
+            flag = "--quantize-rest" if formats else "--quantize"
+            raise ConfigError(
+                f"{flag} {rounded}: {directory} holds weights packed as {packed or 'bf16'}; leave the flag out, or give "
+                "the original checkpoint"
+            )
+        rounded = packed
+    return (None, rounded) if formats else (rounded, None)
 
 
 def check_rounded(config: EngineConfig) -> None:
@@ -183,7 +181,8 @@ def pack_model(config: EngineConfig, target: Path, progress: Callable[[str, floa
     if (source / PACKED).exists():
         raise ConfigError(f"{source} holds packed weights; give the original checkpoint")
     shape = stored_shape(source, shape, drafts=True)
-    config = resolve_quantize(config, source, shape.formats)
+    quantize, rest = resolve_quantize(config, source, shape.formats)
+    config = dataclasses.replace(config, quantize=quantize, quantize_rest=rest)
     check_rounded(config)
     largest = max(p.n * p.k * 2 for p in _matrices(shape, config.rounded))  # whole while it is packed
     needed, free = weight_bytes(shape, config.rounded) + largest, free_memory_bytes()
@@ -232,8 +231,8 @@ def _metadata(file: Path) -> tuple[str | None, list[str]]:
     if quantize and quantize not in WEIGHT_FORMATS:
         raise CheckpointError(f"{file}: packed in a format that is not known here ({quantize!r}); {_ADVICE}")
     try:
-        return quantize or None, json.loads(metadata.get("notices", "[]"))
-    except json.JSONDecodeError as error:
+        return quantize or None, [Skipped.read(text) for text in json.loads(metadata.get("notices", "[]"))]
+    except (json.JSONDecodeError, TypeError) as error:
         raise CheckpointError(f"{file}: damaged ({error}); {_ADVICE}") from error
 
 
@@ -337,11 +336,13 @@ def through_cache(
     load: Callable[[], tuple[P, list[str]]],
     progress: Progress | None = None,
 ) -> tuple[P, list[str]]:
-    """Returns what `load` gives, or the cache has of an earlier start, with notices.
+    """Returns what a packed model holds, or the cache has of an earlier start, or `load` gives, with notices.
 
     Whatever is wrong with the cache is one of them: it costs a load, not the start. progress: of the writing.
     Raises ConfigError where its files may be anybody's.
     """
+    if config.dummy is None and (directory / PACKED).exists():
+        return map_file(directory / PACKED)
     if config.weights_cache is None:
         return load()
     cached, cache_notices = cache_file(config, directory), list[str]()

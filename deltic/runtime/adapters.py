@@ -26,12 +26,26 @@ from deltic.models.fields import CheckpointError
 from deltic.models.qwen.adapters import Adapter, read_adapter
 from deltic.models.qwen.shape import ModelShape
 from deltic.runtime.encoded import NICENESS
-from deltic.runtime.plan import AdapterRoom
 
 log = logging.getLogger("deltic.engine")
 
 DEFAULT_LORAS, DEFAULT_RANK, DEFAULT_GB = 8, 64, 1.0
 """Room for adapters that clients load, where settings do not say."""
+
+
+@dataclass(frozen=True)
+class AdapterRoom:
+    """Room for LoRA adapters; by default there is none."""
+
+    n: int = 0
+    """Most adapters that are loaded at once."""
+    rank: int = 0
+    """The largest rank."""
+    n_bytes: int = 0
+    """Bytes for all of them."""
+
+
+NO_ADAPTERS = AdapterRoom()
 
 
 class AdapterMemory(Protocol):
@@ -230,7 +244,7 @@ def adapter_room(config: EngineConfig, given: Mapping[str, Adapter], bytes_of: C
     """
     if not given and not config.allow_lora_loading:
         refuse_sizes(config)
-        return AdapterRoom()
+        return NO_ADAPTERS
     distinct = {adapter.key: adapter for adapter in given.values()}
     more = config.allow_lora_loading
     n = len(distinct) + (DEFAULT_LORAS if more else 0) if config.max_loras is None else config.max_loras

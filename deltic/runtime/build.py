@@ -1,20 +1,18 @@
-"""A runner from a configuration, for every device and kind of model: located, planned, loaded, recorded."""
+"""A runner from a configuration, for every device and kind of model: settled, planned, loaded, recorded."""
 
 from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import msgspec
 
-from deltic.config import ConfigError, EngineConfig
-from deltic.engine.cache.tiers import Tiers
+from deltic.config import ConfigError, EngineConfig, without_foreign
 from deltic.engine.engine import StepRunner
 from deltic.engine.messages import EngineInfo
 from deltic.engine.step import Progress
@@ -22,42 +20,39 @@ from deltic.machine import cuda_driver
 from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_ids, speaks
 from deltic.models.fields import CheckpointError, UnsupportedModelError, only
 from deltic.models.gguf_config import naming
-from deltic.models.loading import COUNTED, COUNTED_ROWS, PACKED, Declaration, Store, forget_headers
-from deltic.models.packed import check_packed, resolve_quantize
+from deltic.models.loading import PACKED, forget_headers, without_skipped
+from deltic.models.packed import resolve_quantize
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.shard import Cuts, cut
-from deltic.models.qwen.weights import check_weights, dummy_weights, load_weights, stored_shape
-from deltic.models.tts.weights import check_speech, declare_speech, dummy_speech_weights, load_speech_weights
-from deltic.models.vision.pixels import PictureRules
+from deltic.models.qwen.shard import cut
+from deltic.models.qwen.weights import stored_shape
 from deltic.models.vision.shape import VisionShape
-from deltic.models.vision.weights import (
-    VisionWeights,
-    check_tower,
-    dummy_vision,
-    load_vision,
-    picture_rules,
-    stored_tower,
-    stored_vision_shape,
-    tower_place,
-)
-from deltic.models.vocoder.encoder import VoiceEncoder
-from deltic.models.vocoder.weights import check_vocoder_files, dummy_vocoder, load_vocoder
-from deltic.runtime.adapters import Adapters, adapter_room, given_adapters, refuse_sizes
+from deltic.models.vision.weights import check_tower, picture_rules, stored_tower, stored_vision_shape, tower_place
+from deltic.runtime.adapters import NO_ADAPTERS, AdapterRoom, Adapters, adapter_room, given_adapters, refuse_sizes
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.fingerprint import fingerprint
 from deltic.runtime.info import precision
-from deltic.runtime.kv_cache import check_keys, resolve_kv_cache
-from deltic.runtime.plan import AdapterRoom, Plan, SpeechPlan, TextPlan, make_plan
+from deltic.runtime.model import SpeechModel, TextModel, check_keys, of_stage, resolve_kv_cache
+from deltic.runtime.plan import SpeechPlan, TextKind, TextPlan, make_plan
 from deltic.runtime.voices import open_voices
 
 if TYPE_CHECKING:
+    from deltic.runtime.gpu.compile import Kernels
     from deltic.runtime.gpu.device import Gpu
+
+
+NO_PACKAGES = "there is an NVIDIA GPU, and torch or Triton is missing: pip install 'deltic[gpu]' to use it"
 
 
 class BuiltRunner(StepRunner, Protocol):
     """A runner as its device makes it: it does not know yet what it is called and what it keeps on disk."""
 
     info: EngineInfo
+
+
+class TextRunner(BuiltRunner, Protocol):
+    """A runner of a language model."""
+
+    def open_tiers(self, directory: Path | None, disk_bytes: int, model: str, /) -> object: ...
 
 
 def is_for_gpu(config: EngineConfig) -> bool:
@@ -110,72 +105,81 @@ def check_alone(configs: Sequence[EngineConfig]) -> None:
         raise ConfigError(f"--tensor-parallel {most}: a model on several GPUs is served alone")
 
 
-def plan_model(config: EngineConfig, device: Cpu | Gpu, free_bytes: int) -> tuple[EngineConfig, Path, Plan[Any]]:
-    """The configuration with what the weights, keys and values will be rounded to, the checkpoint's
-    directory, and the plan in free_bytes of the device's memory. Raises ValueError subclasses: a bad
-    checkpoint, a plan that does not fit.
+def settle(config: EngineConfig, device: Cpu | Gpu) -> TextModel | SpeechModel:
+    """Decides what the settings leave open. Raises ValueError subclasses: a bad checkpoint, a setting that
+    this model or device does not honour.
     """
-    if speaks(config):
-        directory, speech = locate_speech(config)
-        config = device.prepare(resolve_quantize(config, directory), directory)
-        return config, directory, make_plan(config, speech, device.speech, speech.n_drawn, free_bytes)
+    return _settle_speech(config, device) if speaks(config) else _settle_text(config, device)
+
+
+def _settle_speech(config: EngineConfig, device: Cpu | Gpu) -> SpeechModel:
+    directory, shape = locate_speech(config)
+    quantize, rest = resolve_quantize(config, directory)
+    config = without_foreign(replace(config, quantize=quantize, quantize_rest=rest), device.name, "speech")
+    device.check(config, directory)
+    device.speech.check(shape)
+    return SpeechModel(config=config, directory=directory, shape=shape, n_real=shape.n_drawn)
+
+
+def _settle_text(config: EngineConfig, device: Cpu | Gpu) -> TextModel:
+    config = without_foreign(config, device.name, "text")
     directory, shape = locate(config)
-    if device.text.drafts is not None:
-        config = replace(config, max_drafts=device.text.max_drafts(config, shape))
-    if config.max_drafts and device.n_cuts > device.n_gpus:
+    max_drafts = device.text.max_drafts(config, shape)
+    if max_drafts and device.n_cuts > device.n_gpus:
         raise ConfigError(
-            f"--max-drafts {config.max_drafts}: with --tp-invariant {device.n_cuts}, drafts need as many GPUs; leave one of the two out"
+            f"--max-drafts {max_drafts}: with --tp-invariant {device.n_cuts}, drafts need as many GPUs; leave one of the two out"
         )
-    drafts = device.text.draft_head and bool(config.max_drafts)
-    shape = stored_shape(directory, shape, drafts) if config.dummy is None else replace(shape, has_draft_head=drafts)
-    config = device.prepare(resolve_quantize(config, directory, shape.formats), directory)
-    config, said = resolve_kv_cache(config, directory, device.text.device)
-    shape = replace(shape, kv_cache_dtype=config.kv_cache_dtype)
-    n_real = n_real_ids(config, directory, shape)
-    tower, notices = find_tower(config, directory, shape, device)
-    adapters = _adapter_room(config, shape, device)
-    shape, cuts = cut(shape, device.n_cuts, are_even=config.tp_invariant is not None)
+    kv_cache_dtype, notices = resolve_kv_cache(config, directory, device.name)
+    shape = replace(shape, kv_cache_dtype=kv_cache_dtype, has_draft_head=config.dummy is not None and max_drafts > 0)
+    if config.dummy is None:
+        shape = stored_shape(directory, shape, bool(max_drafts))
+    quantize, rest = resolve_quantize(config, directory, shape.formats)
+    config = replace(
+        config, quantize=quantize, quantize_rest=rest, max_drafts=max_drafts, kv_cache_dtype=kv_cache_dtype
+    )
+    device.check(config, directory)
+    tower, no_pictures = find_tower(config, directory, shape, device.text)
+    largest, cuts = cut(shape, device.n_cuts, are_even=config.tp_invariant is not None)
     with naming(None if config.dummy else directory):
-        plan = make_plan(
-            config,
-            shape,
-            device.text,
-            n_real,
-            free_bytes,
-            tower=tower,
-            cuts=cuts,
-            n_gpus=device.n_gpus,
-            adapters=adapters,
-        )
-    return config, directory, replace(plan, notices=notices, kv_notices=tuple(said))
+        for each in (largest, *(part.shape for part in cuts)):
+            device.text.check(each)
+    return TextModel(
+        config=config,
+        directory=directory,
+        shape=largest,
+        n_real=n_real_ids(config, directory, shape),
+        tower=tower,
+        adapters=_adapter_room(config, shape, device),
+        cuts=cuts,
+        n_gpus=device.n_gpus,
+        notices=notices,
+        no_pictures=no_pictures,
+    )
 
 
 def _adapter_room(config: EngineConfig, shape: ModelShape, device: Cpu | Gpu) -> AdapterRoom:
-    """Raises ConfigError for adapters that this device or model does not apply."""
-    if device.n_cuts > 1:
-        if config.lora or config.allow_lora_loading:
-            raise ConfigError(
-                "--lora and --allow-lora-loading: adapters are applied on one GPU; leave --tensor-parallel and --tp-invariant out"
-            )
-        refuse_sizes(config)
-        return AdapterRoom()
-    bytes_of = device.text.adapter_bytes
-    assert bytes_of is not None
-    return adapter_room(config, given_adapters(config, shape), bytes_of)
+    """Room for adapters. Raises ConfigError for adapters that this device or model does not apply."""
+    if device.n_cuts == 1:
+        return adapter_room(config, given_adapters(config, shape), device.text.adapter_bytes)
+    if config.lora or config.allow_lora_loading:
+        raise ConfigError(
+            "--lora and --allow-lora-loading: adapters are applied on one GPU; leave --tensor-parallel and --tp-invariant out"
+        )
+    refuse_sizes(config)
+    return NO_ADAPTERS
 
 
 def find_tower(
-    config: EngineConfig, directory: Path, shape: ModelShape, device: Cpu | Gpu
-) -> tuple[VisionShape | None, tuple[str, ...]]:
-    """The shape of the vision tower that is to be run, if any, and notices. Random weights have one where
-    --max-picture-tokens asks for it.
+    config: EngineConfig, directory: Path, shape: ModelShape, kind: TextKind
+) -> tuple[VisionShape | None, str]:
+    """The shape of the vision tower that is to be run, if any, and why one that is there is not. Random
+    weights have one where --max-picture-tokens asks for it.
 
-    Raises UnsupportedModelError, CheckpointError for one that was asked for and cannot be run. One that was
-    not is left out, with a notice.
+    Raises UnsupportedModelError, CheckpointError for one that was asked for and cannot be run.
     """
     asked = bool(config.max_picture_tokens)
-    if not device.text.picture_tokens(config) or (config.dummy is not None and not asked):
-        return None, ()
+    if not kind.picture_tokens(config) or (config.dummy is not None and not asked):
+        return None, ""
     try:
         if config.dummy is not None:
             tower = VisionShape.published(config.dummy, shape.hidden_size)
@@ -186,41 +190,26 @@ def find_tower(
         if tower is None:
             if asked:
                 raise ConfigError(f"--max-picture-tokens {config.max_picture_tokens}: this model has no vision tower")
-            return None, ()
-        assert device.text.check_tower is not None
+            return None, ""
         with naming(None if config.dummy else tower_place(directory), "vision_config."):
-            device.text.check_tower(tower)
+            kind.check_tower(tower)
             only({"out_hidden_size": tower.out_hidden_size}, "out_hidden_size", (shape.hidden_size,))
         if config.dummy is None:
-            store = COUNTED_ROWS if device.text.on_gpu else COUNTED
-            check_tower(directory, tower, tensors, store)
+            check_tower(directory, tower, tensors, kind.counted)
         if shape.mrope_section is None:
             raise UnsupportedModelError("mrope_section", None, "three numbers, where there is a vision tower")
     except (CheckpointError, UnsupportedModelError) as error:
         if asked:
             raise
-        return None, (f"pictures are refused: {error}",)
-    return tower, ()
+        return None, f"pictures are refused: {error}"
+    return tower, ""
 
 
-def check_files(config: EngineConfig, directory: Path, plan: Plan[Any], device: Cpu | Gpu) -> None:
-    """Raises what `build_runner` does for the names, shapes and types of a checkpoint's tensors. Headers are
-    read, and no weights.
-    """
-    store: Store = COUNTED_ROWS if device.text.on_gpu else COUNTED
-    if config.dummy is not None:
-        return
-    if plan.speaks:
-        d = Declaration(plan.quantize, store)
-        declare_speech(d, plan.shape)
-        check_speech(directory, d)
-        check_vocoder_files(directory, plan.shape.vocoder)
-        if plan.shape.variant == "base":
-            VoiceEncoder.open(directory)
-    elif (directory / PACKED).exists():
-        check_packed(directory / PACKED, plan.shape)
-    else:
-        check_weights(directory, plan.cuts[0].whole if plan.cuts else plan.shape, plan.quantize, store)
+def plan_of(model: TextModel | SpeechModel, device: Cpu | Gpu, free_bytes: int) -> TextPlan | SpeechPlan:
+    """The plan of a model in free_bytes of the device's memory. Raises what `make_plan` does."""
+    if isinstance(model, SpeechModel):
+        return make_plan(device.speech, model, free_bytes)
+    return make_plan(device.text, model, free_bytes)
 
 
 def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | None = None) -> StepRunner:
@@ -229,133 +218,96 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
 
     Raises ValueError subclasses: a bad checkpoint, a plan that does not fit, no such device.
     """
-    lap, spent = _stopwatch()
-    unused = []
+    start = _Start(progress)
     if device is None:
         device = gpu_device(config) if is_for_gpu(config) else Cpu()
         if config.device is None and config.may_use_gpu and cuda_driver() is not None and not _has_packages():
-            unused = ["there is an NVIDIA GPU, and torch or Triton is missing: pip install 'deltic[gpu]' to use it"]
+            start.notices.append(NO_PACKAGES)
     progress("plan", 0.0)
     free = device.free_bytes()
-    config, directory, plan = plan_model(config, device, free)
-    lap("plan")
-    compiling = device.begin_compiling(plan)  # beside reading the weights
-    load = partial(_load, config, directory, plan, store=device.store(plan), progress=progress)
-    weights, notices = device.weights(config, directory, plan, load, progress)
-    notices = unused + notices
-    beside: Any = None
-    if plan.speaks:
-        shape = plan.shape.vocoder
-        beside = dummy_vocoder(shape, config.seed) if config.dummy else load_vocoder(directory, shape)
-    elif (
-        not plan.cuts and weights.n_bytes > plan.weight_bytes
-    ):  # a head beside an embedding that the configuration ties to it
-        untied = replace(plan.shape, tie_word_embeddings=False)
-        remade = make_plan(config, untied, device.text, plan.n_real, free, tower=plan.tower, adapters=plan.adapters)
-        plan = replace(remade, notices=plan.notices, kv_notices=plan.kv_notices)
-    if not plan.speaks:
-        check_keys(weights[0][0] if plan.cuts else weights, plan.shape)
-        notices = notices + list(plan.kv_notices)
-        beside, said = _load_tower(config, directory, plan, device)
-        if plan.tower is not None:  # the language model's loader has skipped it
-            notices = [notice for notice in notices if "vision tensors" not in notice]
-        notices = notices + said
-    lap("weights")
-    if compiling is not None:
-        compiling.wait(progress)
-        lap("compile")
-    runner: BuiltRunner = device.runner(plan, weights, beside, progress)
-    lap(device.made)
-    kernels, keys = device.kernels(runner), dict[str, bytes]()
-    said = (
-        _open_voices(runner, plan, config, directory, kernels)
-        if plan.speaks
-        else _open_tiers(runner, plan, config, directory, kernels, progress)
-    )
-    lap("cache")
+    model = settle(config, device)
+    if isinstance(model, SpeechModel):
+        runner, kind = _build_speech(model, device, free, start)
+    else:
+        runner, kind = _build_text(model, device, free, start)
+    start.lap("cache")
+    keys = {}
     if isinstance(runner.adapters, Adapters):
-        keys = {name: runner.adapters.load_now(path).key for name, path in config.adapters.items()}
-        lap("adapters")
+        keys = {name: runner.adapters.load_now(path).key for name, path in model.config.adapters.items()}
+        start.lap("adapters")
     forget_headers()
-    kind, formats = precision(plan, weights[0][0] if plan.cuts else weights)
-    disk = None if runner.tiers is None else runner.tiers.disk
     runner.info = msgspec.structs.replace(
         runner.info,
-        model_name=model_name(config),
+        model_name=model_name(model.config),
         precision=kind,
-        notices=formats + notices + said,
-        no_pictures="" if plan.speaks else "; ".join(plan.notices),
-        prefix_cache=config.prefix_cache,
+        notices=[str(notice) for notice in start.notices],
+        no_pictures=model.no_pictures,
+        prefix_cache=model.config.prefix_cache,
         adapters=keys,
-        cache_files="" if disk is None else str(disk.directory.path),
-        start_s=spent,
+        cache_files=str(runner.tiers.disk.directory.path) if runner.tiers and runner.tiers.disk else "",
+        start_s=start.spent,
     )
     return runner
 
 
-def _load(
-    config: EngineConfig,
-    directory: Path,
-    plan: Plan[Any],
-    *,
-    store: Store,
-    progress: Progress,
-    cuts: Cuts | None = None,
-) -> tuple[Any, list[str]]:
-    """Weights from the checkpoint, or random ones, and notices. cuts: of a part of a model that is cut."""
-    shape: Any = plan.shape if cuts is None else cuts.shape
-
-    def on_bytes(done: int, total: int) -> None:
-        progress("weights", done / max(1, total))
-
-    if config.dummy is not None:
-        dummy: Any = dummy_speech_weights if plan.speaks else dummy_weights
-        return dummy(shape, config.seed, on_bytes, quantize=plan.quantize, store=store), []
-    if plan.speaks:
-        return load_speech_weights(directory, shape, on_bytes, quantize=plan.quantize, store=store)
-    return load_weights(directory, shape, on_bytes, quantize=plan.quantize, store=store, cuts=cuts)
-
-
-def _load_tower(
-    config: EngineConfig, directory: Path, plan: TextPlan, device: Cpu | Gpu
-) -> tuple[tuple[VisionWeights, PictureRules] | None, list[str]]:
-    """The vision tower's weights, and how the model wants its pictures; and notices."""
-    if plan.tower is None:
-        return None, list(plan.notices)
-    if config.dummy is not None:
-        return (dummy_vision(plan.tower, config.seed, device.store(plan)), PictureRules()), []
-    weights, notices = load_vision(directory, plan.tower, store=device.store(plan))
-    return (weights, picture_rules(directory)), notices
+def _build_text(model: TextModel, device: Cpu | Gpu, free_bytes: int, start: _Start) -> tuple[TextRunner, str]:
+    """A runner of a language model, with its cache, and its precision."""
+    plan = make_plan(device.text, model, free_bytes)
+    start.lap("plan")
+    compiling = device.begin_compiling(plan)  # beside reading the weights
+    weights, loaded = device.text_weights(model, plan, start.progress)
+    first = weights[0][0]
+    if not plan.cuts and first.n_bytes > plan.weight_bytes:
+        # A head beside an embedding that the configuration ties to it, which only its values tell.
+        model = replace(model, shape=replace(model.shape, tie_word_embeddings=False))
+        plan = make_plan(device.text, model, free_bytes)
+    check_keys(first, plan.shape)
+    vision, said = model.load_tower(device.store(plan))
+    if vision is not None:  # the language model's loader has skipped it
+        loaded = without_skipped(loaded, "vision")
+    start.compiled(compiling)
+    runner = device.text_runner(plan, weights, vision, start.progress)
+    start.lap(device.made)
+    told = _open_tiers(runner, model, device.kernels(runner.info), plan, start)
+    kind, formats = precision(plan, first)
+    start.notices = [*formats, *start.notices, *loaded, *model.notices, *said, *told]
+    return runner, kind
 
 
-def _open_tiers(
-    runner: Any, plan: TextPlan, config: EngineConfig, directory: Path, kernels: Path | str, progress: Progress
-) -> list[str]:
-    """Starts the tiers of a language model's prefix cache; gives their notices."""
+def _build_speech(model: SpeechModel, device: Cpu | Gpu, free_bytes: int, start: _Start) -> tuple[BuiltRunner, str]:
+    """A runner of a speech model, with the voices of one that clones them, and its precision."""
+    plan, config, shape = make_plan(device.speech, model, free_bytes), model.config, model.shape
+    start.lap("plan")
+    compiling = device.begin_compiling(plan)
+    weights, loaded = device.speech_weights(model, plan, start.progress)
+    vocoder = model.load_vocoder()
+    start.compiled(compiling)
+    runner = device.speech_runner(plan, weights, vocoder, start.progress)
+    start.lap(device.made)
+    if shape.variant == "base":
+        width, kernels = shape.talker.hidden_size, device.kernels(runner.info)
+        runner.voices = open_voices(config, model.directory, width, runner, kernels)
+    start.notices += loaded
     if config.prefix_cache and config.cache_dir is not None:
-        model = fingerprint(config, directory, kernels, lambda done, total: progress("cache", done / max(1, total)))
-        runner.open_tiers(config.cache_dir, int(config.cache_disk_gb * 1e9), model)
+        start.notices.append("--cache-dir keeps voices only: prefixes of a speech model stay in memory")
+    return runner, plan.quantize or "bf16"
+
+
+def _open_tiers(runner: TextRunner, model: TextModel, kernels: Path | str, plan: TextPlan, start: _Start) -> list[str]:
+    """Starts the tiers of a language model's prefix cache; gives their notices."""
+    config = model.config
+    if config.prefix_cache and config.cache_dir is not None:
+        content = fingerprint(config, model.directory, kernels, of_stage(start.progress, "cache"))
+        runner.open_tiers(config.cache_dir, int(config.cache_disk_gb * 1e9), content)
     elif plan.n_host_units:
         runner.open_tiers(None, 0, "")
-    tiers: Tiers | None = runner.tiers
+    tiers = runner.tiers
     if tiers is None:
         return []
     # The default is meant for preempted sequences: on a CPU it is the same memory as the pools.
     tiers.takes_evicted = config.cache_host_gb is not None
     tiers.takes_imports = config.allow_cache_transfer
     return tiers.notices
-
-
-def _open_voices(
-    runner: Any, plan: SpeechPlan, config: EngineConfig, directory: Path, kernels: Path | str
-) -> list[str]:
-    """Opens the voices of a model that clones them. Returns notices of features that a speech model lacks."""
-    shape = plan.shape
-    if shape.variant == "base":
-        runner.voices = open_voices(config, directory, shape.talker.hidden_size, runner, kernels)
-    if config.cache_dir is None or not config.prefix_cache:
-        return []
-    return ["--cache-dir keeps voices only: prefixes of a speech model stay in memory"]
 
 
 def warmup(config: EngineConfig) -> int:
@@ -368,7 +320,7 @@ def warmup(config: EngineConfig) -> int:
     import torch
     import triton
 
-    _, _, plan = plan_model(config, device, device.free_bytes())
+    plan = plan_of(settle(config, device), device, device.free_bytes())
     report = device.begin_compiling(plan, again=True).wait(lambda stage, done: None)
     if report is None:
         print("nothing was compiled", file=sys.stderr)
@@ -380,13 +332,21 @@ def warmup(config: EngineConfig) -> int:
     return 1 if report.n_failed else 0
 
 
-def _stopwatch() -> tuple[Callable[[str], None], dict[str, float]]:
-    """For the stages of a start: a function that ends one, by its name, and the seconds that each took."""
-    begun, spent = time.perf_counter(), dict[str, float]()
+class _Start:
+    """Where a start is: its progress, the seconds that each stage took, by its name, and notices."""
 
-    def lap(stage: str) -> None:
-        nonlocal begun
+    def __init__(self, progress: Progress) -> None:
+        self.progress, self.spent, self._begun = progress, dict[str, float](), time.perf_counter()
+        self.notices: list[str] = []
+
+    def lap(self, stage: str) -> None:
+        """Ends a stage."""
         now = time.perf_counter()
-        spent[stage], begun = round(now - begun, 3), now
+        self.spent[stage], self._begun = round(now - self._begun, 3), now
 
-    return lap, spent
+    def compiled(self, kernels: Kernels | None) -> None:
+        """Ends the reading of weights, and waits for the kernels."""
+        self.lap("weights")
+        if kernels is not None:
+            kernels.wait(self.progress)
+            self.lap("compile")

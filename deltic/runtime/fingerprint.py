@@ -66,11 +66,8 @@ def fingerprint(config: EngineConfig, directory: Path, kernels: Path | str, on_p
         "kernels": _hash(kernels) if isinstance(kernels, Path) else kernels,
         "code": {str(path.relative_to(package)): _hash(path) for path in sources},
         "libraries": {name: _version(name) for name in ("torch", "numpy")} | {"libc": platform.libc_ver()},
+        "memory": [config.kv_cache_dtype, config.state_dtype],
     }
-    if config.kv_cache_dtype not in ("auto", "bf16"):
-        content["kv cache"] = config.kv_cache_dtype
-    if config.state_dtype != "float32":
-        content["state dtype"] = config.state_dtype
     return blake2b(json.dumps(content, sort_keys=True).encode(), digest_size=16).hexdigest()
 
 

@@ -50,9 +50,9 @@ def engine_info(
         max_drafts=plan.max_drafts,
         n_pages=plan.n_pages,
         n_slots=plan.n_slots,
-        page_bytes=plan.page_bytes,
-        state_bytes=plan.state_bytes,
-        device=device,
+        page_bytes=plan.host_page_bytes,
+        state_bytes=plan.n_gpus * plan.state_bytes,
+        device=device if plan.n_gpus == 1 else f"{plan.n_gpus} x {device}",
         **of_kind,
         **of_device,
     )
@@ -64,9 +64,11 @@ def _pictures(plan: TextPlan | SpeechPlan, rules: PictureRules) -> PictureInfo:
     return PictureInfo(min(rules.min_pixels, most), most, plan.max_picture_tokens, video, plan.pixel_bytes)
 
 
-def precision(plan: TextPlan | SpeechPlan, weights: Weights) -> tuple[str, list[str]]:
-    """What EngineInfo says of the precision; and, for the log, the formats of a quantised checkpoint."""
-    if isinstance(plan.shape, SpeechShape) or not plan.shape.formats:
+def precision(plan: TextPlan, weights: Weights) -> tuple[str, list[str]]:
+    """What EngineInfo says of a language model's precision; and, for the log, the formats of a quantised
+    checkpoint.
+    """
+    if not plan.shape.formats:
         return plan.quantize or "bf16", []
     formats = weights.formats()
     most = max(formats, key=lambda name: formats[name].n_weights)

@@ -9,20 +9,23 @@ and GPU. The device's own files make it: this file knows no device.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, replace
-from typing import Any, Generic, Protocol, TypeVar
+from typing import Generic
 
-from deltic.config import ConfigError, EngineConfig, pinned_cpus, without_foreign
+from deltic.config import ConfigError, EngineConfig, pinned_cpus
 from deltic.engine.cache.cache import pages_for
 from deltic.machine import free_memory_bytes, memory_bound, n_usable_cpus
-from deltic.models.loading import COUNTED, COUNTED_ROWS
+from deltic.models.loading import COUNTED, Store
+from deltic.models.qwen.adapters import Adapter
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.shard import Cuts
 from deltic.models.tts.shape import SpeechShape
 from deltic.models.vision.shape import VisionShape
 from deltic.models.vision.weights import empty_vision
 from deltic.ops.geometry import PAGE_SIZE, TOKEN_BYTES
+from deltic.runtime.adapters import NO_ADAPTERS, AdapterRoom
+from deltic.runtime.model import Model, S
 
 CACHE_SHARE = 4
 """Default share for checkpoints, one part in this many: of the pools beside running sequences, and of the
@@ -34,30 +37,6 @@ of address space (server/chat/picture_parts.py, pictures.py). The largest pictur
 """
 TOO_MUCH = 1 << 60
 """Size in bytes reported for a workspace that does not even fit the address space."""
-
-
-@dataclass(frozen=True)
-class AdapterRoom:
-    """Room for LoRA adapters; by default there is none."""
-
-    n: int = 0
-    """That may be loaded at once."""
-    rank: int = 0
-    """The largest."""
-    n_bytes: int = 0
-    """For all of them."""
-
-
-class Shape(Protocol):
-    """The properties of a model's shape that planning needs."""
-
-    @property
-    def max_position_embeddings(self) -> int: ...
-
-    def page_bytes(self, page_size: int = ..., /) -> int: ...
-
-
-S = TypeVar("S", bound=Shape)
 
 
 @dataclass(frozen=True)
@@ -97,14 +76,10 @@ class Plan(Generic[S]):
     """Bytes of each buffer of a step, and of a vocoder's streams."""
     max_drafts: int = 0
     """Most tokens of a draft."""
-    adapters: AdapterRoom = AdapterRoom()
+    adapters: AdapterRoom = NO_ADAPTERS
     """Their memory is part of the workspace."""
     cpus: tuple[int, ...] = ()
     """The CPU of each thread; none: wherever the system puts them."""
-    notices: tuple[str, ...] = ()
-    """Why a vision tower that is there is not run."""
-    kv_notices: tuple[str, ...] = ()
-    """Of the format of keys and values, where no setting names it."""
     cuts: tuple[Cuts, ...] = ()
     """The parts of a model that is cut: each of several GPUs has one, or a run of them."""
     n_gpus: int = 1
@@ -119,13 +94,12 @@ class Plan(Generic[S]):
         """The parts that a GPU has, of a model that is cut."""
         return self.cuts[i * self.n_shards : (i + 1) * self.n_shards]
 
-    def of_gpu(self, i: int) -> Plan[Any]:
+    def of_gpu(self: TextPlan, i: int) -> TextPlan:
         """The same for one of several GPUs, with the shape of what it runs: several parts differ in rows of
         the head alone.
         """
-        plan: Plan[Any] = self
         shapes = [cuts.shape for cuts in self.cuts_of(i)]
-        return replace(plan, shape=replace(shapes[0], head_rows=max(shape.head_rows for shape in shapes)))
+        return replace(self, shape=replace(shapes[0], head_rows=max(shape.head_rows for shape in shapes)))
 
     @property
     def speaks(self) -> bool:
@@ -252,74 +226,33 @@ TextPlan = Plan[ModelShape]
 SpeechPlan = Plan[SpeechShape]
 
 
-def _no_vocoder(shape: Shape) -> int:
-    return 0
-
-
-def _no_embedding(shape: Shape, quantize: str | None) -> int:
-    return 0
-
-
 CACHED_BYTES = 64 << 20
 """Weights of up to this many stay in a processor's caches. There a row costs nearly as much as a step, and
 drafts, which save reading weights, save nothing.
 """
 
 
-@dataclass(frozen=True)
-class Kind(Generic[S]):
+class Kind(ABC, Generic[S]):
     """A kind of model on a kind of device, as the planner needs to know it."""
 
     device: str
     """As --device says it: cpu or cuda."""
-    name: str
-    """text or speech."""
-    check: Callable[[S], None]
-    """Raises UnsupportedModelError for a geometry that the device's kernels cannot run."""
-    weight_bytes: Callable[[S, str | None], int]
-    """By what matrices that are stored in 16 bits become."""
-    state_bytes: Callable[[S], int]
-    measure: Callable[[Plan[S]], dict[str, int]]
-    """Bytes of every buffer of a step by its name.
-
-    Raises MemoryError where there are not even addresses for them.
-    """
-    useful_pages: Callable[[Plan[S], EngineConfig], int]
-    """The most pages to take where --n-pages is not given."""
+    counted: Store = COUNTED
+    """What counts the bytes of weights as the device stores them."""
     model_len: int
     """The default of --max-model-len, where the model has so many positions."""
     num_seqs: int
     """The default of --max-num-seqs."""
-    step_tokens: Callable[[int], int]
-    """The default of --max-step-tokens, by --max-model-len."""
     shrink: tuple[tuple[str, int], ...]
     """Settings that are halved where the defaults do not fit, and the least that each may become.
 
     The first that can be, first.
-    """
-    vocoder_bytes: Callable[[S], int] = _no_vocoder
-    embedding_bytes: Callable[[S, str | None], int] = _no_embedding
-    """What several parts of a model on one device have once."""
-    settle: Callable[[Plan[S], EngineConfig], Plan[S]] | None = None
-    """Decides budget and host tier before the pools are divided.
-
-    None: the budget is all that may be used, and the host tier gets a part of the rest.
     """
     max_checkpoints: int = 0
     """Most by default; 0: this kind keeps none."""
     max_num_seqs: float = math.inf
     step_multiple: int = 1
     """What --max-step-tokens must be a multiple of."""
-    drafts: int | None = None
-    """The default of --max-drafts, but for models up to CACHED_BYTES; None: it runs no drafts."""
-    draft_head: bool = False
-    """Whether it runs a draft head (MTP)."""
-    adapter_bytes: Callable[[Any], int] | None = None
-    """Of a LoRA adapter (models.qwen.adapters.Adapter); None: it applies none."""
-    largest_picture: int | None = None
-    """The default of --max-picture-tokens; None: it takes no pictures."""
-    check_tower: Callable[[VisionShape], None] | None = None
-    """As check, of a vision tower."""
     free_share: float = 0.8
     """The part of the free memory that is used where --memory-gb does not say, less reserve_bytes."""
     reserve_bytes: int = 0
@@ -329,78 +262,117 @@ class Kind(Generic[S]):
     def on_gpu(self) -> bool:
         return self.device == "cuda"
 
+    @abstractmethod
+    def check(self, shape: S) -> None:
+        """Raises UnsupportedModelError for a geometry that the device's kernels cannot run."""
+
+    @abstractmethod
+    def weight_bytes(self, shape: S, quantize: str | None) -> int:
+        """Bytes of the weights. quantize: what matrices that are stored in 16 bits become."""
+
+    def state_bytes(self, shape: S) -> int:
+        """Bytes of a state slot."""
+        return shape.state_bytes
+
+    @abstractmethod
+    def measure(self, plan: Plan[S]) -> dict[str, int]:
+        """Bytes of every buffer of a step by its name.
+
+        Raises MemoryError where there are not even addresses for them.
+        """
+
+    @abstractmethod
+    def useful_pages(self, plan: Plan[S], config: EngineConfig) -> int:
+        """The most pages to take where --n-pages is not given."""
+
+    def step_tokens(self, model_len: int) -> int:
+        """The default of --max-step-tokens."""
+        return 512
+
+    def vocoder_bytes(self, shape: S) -> int:
+        """Bytes of a vocoder's weights."""
+        return 0
+
+    def embedding_bytes(self, shape: S, quantize: str | None) -> int:
+        """Bytes that several parts of a model on one device have once."""
+        return 0
+
     def picture_tokens(self, config: EngineConfig) -> int:
         """Most tokens of a picture; 0: prompts have none."""
-        if self.largest_picture is None or config.max_picture_tokens is not None:
-            return config.max_picture_tokens or 0
-        return self.largest_picture
+        return 0
 
-    def max_drafts(self, config: EngineConfig, shape: S) -> int:
+    def budget(self, plan: Plan[S], config: EngineConfig) -> Plan[S]:
+        """The plan with its budget and host tier decided, before the pools are divided: all that may be
+        used, and of the host what is asked for.
+        """
+        return plan
+
+    def host_bytes(self, plan: Plan[S], config: EngineConfig, free_bytes: int) -> int:
+        """Bytes of the host tier, once the pools are divided: what one sequence of full length takes, where
+        that is left and nothing else was asked for. free_bytes: of the host's memory.
+        """
+        is_left = config.cache_host_gb is None and plan.spare_bytes >= plan.host_sequence_bytes
+        return plan.host_sequence_bytes if is_left else plan.host_bytes
+
+
+class TextKind(Kind[ModelShape]):
+    """Language models on a kind of device."""
+
+    drafts: int
+    """The default of --max-drafts, but for models up to CACHED_BYTES."""
+    largest_picture: int
+    """The default of --max-picture-tokens."""
+
+    @abstractmethod
+    def check_tower(self, tower: VisionShape) -> None:
+        """Raises UnsupportedModelError for a vision tower that the device's kernels cannot run."""
+
+    @abstractmethod
+    def adapter_bytes(self, adapter: Adapter) -> int:
+        """Bytes of a LoRA adapter."""
+
+    def max_drafts(self, config: EngineConfig, shape: ModelShape) -> int:
         """Most tokens of a draft; 0: none are made."""
-        if self.drafts is None or config.max_drafts is not None:
-            return config.max_drafts or 0
+        if config.max_drafts is not None:
+            return config.max_drafts
         return self.drafts if self.weight_bytes(shape, config.rounded) > CACHED_BYTES else 0
 
+    def picture_tokens(self, config: EngineConfig) -> int:
+        return self.largest_picture if config.max_picture_tokens is None else config.max_picture_tokens
 
-def make_plan(
-    config: EngineConfig,
-    shape: S,
-    kind: Kind[S],
-    n_real: int,
-    free_bytes: int,
-    host_free_bytes: int | None = None,
-    tower: VisionShape | None = None,
-    cuts: tuple[Cuts, ...] = (),
-    n_gpus: int = 1,
-    adapters: AdapterRoom | None = None,
-) -> Plan[S]:
+
+class SpeechKind(Kind[SpeechShape]):
+    """Speech models on a kind of device."""
+
+
+def make_plan(kind: Kind[S], model: Model[S], free_bytes: int, host_free_bytes: int | None = None) -> Plan[S]:
     """Sizes for this model in free_bytes of the device's memory.
 
-    tower: of its pictures, if it takes any. cuts: of a model that is cut, of which shape is the largest part.
-    host_free_bytes: of a GPU's host (default: what is free now).
-    Raises ConfigError when the model or a setting does not fit, naming the largest value that would, or when
-    a setting means nothing here; UnsupportedModelError for a geometry that the kernels cannot run.
+    host_free_bytes: of the machine's memory, beside a GPU (default: what is free now).
+    Raises ConfigError when the model or a setting does not fit, naming the largest value that would.
     """
-    parts: list[Any] = [shape, *(one.shape for one in cuts)]
-    for part in parts:
-        kind.check(part)
-    config = without_foreign(config, kind.device, kind.name)
-    asked = _asked(config, shape, kind, n_real, free_bytes, tower, cuts, n_gpus, adapters or AdapterRoom())
+    config = model.config
+    asked = _asked(model, kind, free_bytes)
     plan = _shrunk(asked, kind, config)
     if plan.spare_bytes < 0:
         raise _refusal(asked, plan, kind, config)
     if not kind.on_gpu and config.memory_gb is None:  # at most half of what is spare: the cache's
         lacking = plan.decoders_bytes - (free_bytes - plan.budget_bytes)
         plan = replace(plan, budget_bytes=plan.budget_bytes - max(0, min(lacking, plan.spare_bytes // 2)))
-    if kind.settle is not None:
-        plan = kind.settle(plan, config)
-    plan = _with_checkpoints(plan, kind, config)
+    plan = _with_checkpoints(kind.budget(plan, config), kind, config)
     if config.n_pages is None:
         n_pages = min(kind.useful_pages(plan, config), plan.left_bytes // plan.page_bytes)
         plan = replace(plan, n_pages=n_pages)
-    if kind.on_gpu:
-        free = free_memory_bytes() if host_free_bytes is None else host_free_bytes
-        return replace(plan, host_bytes=_on_host(plan, config, free))
-    if kind.settle is None and config.cache_host_gb is None and plan.spare_bytes >= plan.host_sequence_bytes:
-        plan = replace(plan, host_bytes=plan.host_sequence_bytes)
-    return plan
+    free = free_memory_bytes() if host_free_bytes is None else host_free_bytes
+    return replace(plan, host_bytes=kind.host_bytes(plan, config, free))
 
 
-def _asked(
-    config: EngineConfig,
-    shape: S,
-    kind: Kind[S],
-    n_real: int,
-    free_bytes: int,
-    tower: VisionShape | None,
-    cuts: tuple[Cuts, ...],
-    n_gpus: int,
-    adapters: AdapterRoom,
-) -> Plan[S]:
+def _asked(model: Model[S], kind: Kind[S], free_bytes: int) -> Plan[S]:
     """The plan of the settings and defaults, with its workspace.
 
     Raises ConfigError for a fault that no memory would mend.
     """
+    config, shape = model.config, model.shape
     longest = shape.max_position_embeddings
     length = config.max_model_len or min(longest, kind.model_len)
     if config.n_pages is not None and config.max_model_len is None:
@@ -419,7 +391,7 @@ def _asked(
     if (config.max_num_seqs or 1) > kind.max_num_seqs:
         raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: a GPU step has at most {kind.max_num_seqs} rows")
     n_threads = 1 if kind.on_gpu else config.threads or n_usable_cpus()
-    n_shards, weight_bytes = max(1, len(cuts) // n_gpus), kind.weight_bytes(shape, config.rounded)
+    n_shards, weight_bytes = max(1, len(model.cuts) // model.n_gpus), kind.weight_bytes(shape, config.rounded)
     if n_shards > 1:
         weight_bytes += (n_shards - 1) * (weight_bytes - kind.embedding_bytes(shape, config.rounded))
     plan = Plan(
@@ -427,10 +399,10 @@ def _asked(
         quantize=config.rounded,
         weight_bytes=weight_bytes,
         vocoder_bytes=kind.vocoder_bytes(shape),
-        tower=tower,
-        tower_bytes=0 if tower is None else empty_vision(tower, COUNTED_ROWS if kind.on_gpu else COUNTED).n_bytes,
-        max_picture_tokens=0 if tower is None else kind.picture_tokens(config),
-        n_real=n_real,
+        tower=model.tower,
+        tower_bytes=0 if model.tower is None else empty_vision(model.tower, kind.counted).n_bytes,
+        max_picture_tokens=0 if model.tower is None else kind.picture_tokens(config),
+        n_real=model.n_real,
         max_model_len=length,
         max_num_seqs=config.max_num_seqs or kind.num_seqs,
         n_checkpoints=(config.n_checkpoints or 0) if config.prefix_cache else 0,
@@ -442,11 +414,11 @@ def _asked(
         n_threads=n_threads,
         budget_bytes=_budget(config, kind, free_bytes),
         workspace={},
-        max_drafts=kind.max_drafts(config, shape),
+        max_drafts=config.max_drafts or 0,
         cpus=pinned_cpus(n_threads) if config.pin_threads else (),
-        cuts=cuts,
-        n_gpus=n_gpus,
-        adapters=adapters,
+        cuts=model.cuts,
+        n_gpus=model.n_gpus,
+        adapters=model.adapters,
     )
     if not kind.on_gpu:
         plan = replace(plan, host_bytes=plan.whole_pages((config.cache_host_gb or 0.0) * 1e9))
@@ -502,21 +474,6 @@ def _with_checkpoints(plan: Plan[S], kind: Kind[S], config: EngineConfig) -> Pla
     if n_checkpoints < 1 <= plan.spare_bytes // plan.state_bytes:
         n_checkpoints = 1  # without any there are no hits
     return replace(plan, n_checkpoints=n_checkpoints)
-
-
-def _on_host(plan: Plan[S], config: EngineConfig, free_bytes: int) -> int:
-    """Bytes of the host's memory for what leaves a GPU: what is asked for, else one sequence of full length
-    where that is free beside decoders of pictures.
-    """
-    given = config.cache_host_gb
-    wanted = plan.host_sequence_bytes if given is None else int(given * 1e9)
-    most = max(0, min(free_bytes // 2, free_bytes - plan.decoders_bytes))
-    if wanted <= most:
-        return plan.whole_pages(wanted)
-    if given is None:
-        return 0
-    left = f", and what decoders of pictures leave: {most // 10**8 / 10} GB" if most < free_bytes // 2 else ""
-    raise ConfigError(f"--cache-host-gb {given}: at most half of the {free_bytes / 1e9:.1f} GB that are free{left}")
 
 
 # What does not fit, and what would.

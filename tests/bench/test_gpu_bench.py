@@ -27,8 +27,8 @@ from deltic.models.vision.shape import VisionShape
 from deltic.models.vision.weights import dummy_vision
 from deltic.ops.gpu.launch import Levers, launches
 from deltic.ops.gpu.weight import DeviceStore
+from deltic.runtime.adapters import AdapterRoom
 from deltic.runtime.gpu.text import GpuTextRunner
-from deltic.runtime.plan import AdapterRoom
 from tests.gpu.test_gpu_drafts import build
 from tests.gpu.test_gpu_lora import runner as adapted_runner
 

@@ -16,7 +16,8 @@ from deltic.ops.cpu.program import instruction_set
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu import device as cpu
 from deltic.runtime.info import engine_info
-from deltic.runtime.plan import Kind, Plan, make_plan
+from deltic.runtime.plan import Kind, Plan
+from tests.planned import planned, settled
 from tests.tiny import tiny_checkpoint
 from tests.tiny_speech import tiny_speech
 
@@ -38,9 +39,9 @@ def device_of(name: str) -> Any:
         def open_tiers(self, *given: Any) -> None:
             self.opened, self.tiers = given, Tiers()
 
-    def runner(plan: Plan[Any], weights: Any, vocoder: Any, progress: Any) -> Any:
-        program = SimpleNamespace(instruction_set=instruction_set())
-        return Made(plan=plan, info=engine_info(plan, "here"), tiers=None, adapters=None, program=program)
+    def runner(plan: Plan[Any], weights: Any, beside: Any, progress: Any) -> Any:
+        info = engine_info(plan, "here", kernels=instruction_set())
+        return Made(plan=plan, info=info, tiers=None, adapters=None)
 
     if name == "cpu":
         device: Any = cpu.Cpu()
@@ -50,7 +51,7 @@ def device_of(name: str) -> Any:
 
         device = Gpu()
         device.begin_compiling = lambda plan: None
-    device.runner = runner
+    device.text_runner = device.speech_runner = runner
     return device
 
 
@@ -84,12 +85,12 @@ def test_a_start_says_all_of_the_engine(name: str, tmp_path: Path) -> None:
 
 def kind_of(device: str, name: str) -> Kind[Any]:
     if device == "cpu":
-        return cpu.TEXT if name == "text" else cpu.SPEECH
+        return cpu.Cpu.text if name == "text" else cpu.Cpu.speech
     pytest.importorskip("triton")
     from deltic.ops.gpu.launch import Levers
     from deltic.runtime.gpu import device as gpu
 
-    return gpu.text(Levers()) if name == "text" else gpu.speech(Levers())
+    return gpu.TextOnGpu(Levers()) if name == "text" else gpu.SpeechOnGpu(Levers())
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -97,17 +98,14 @@ def kind_of(device: str, name: str) -> Kind[Any]:
 def test_a_variable_that_means_nothing_here_changes_no_plan(
     device: str, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    kind = kind_of(device, name)
-    shape: Any = PUBLISHED["qwen3.5-0.8b"] if name == "text" else PUBLISHED_SPEECH["qwen3-tts-0.6b"]
     settings: dict[str, Any] = {"n_checkpoints": 3} if name == "speech" else {"voices_dir": Path("/here")}
     settings |= {"pin_threads": True, "threads": 3} if device == "cuda" else {"lever": ("pdl=off",)}
     for setting in settings:
         monkeypatch.setenv(f"DELTIC_{setting.upper()}", "given")
-    plain, given = (
-        make_plan(config, shape, kind, 1000, 24 * 10**9, 64 * 10**9)
-        for config in (EngineConfig(), EngineConfig(**settings))
-    )
-    assert given == plain
+    plain = EngineConfig(dummy="qwen3.5-0.8b" if name == "text" else "qwen3-tts-0.6b")
+    of = device_of(device)
+    given = settled(replace(plain, **settings), of, 24 * 10**9)
+    assert given == settled(plain, of, 24 * 10**9) and given[1].n_pages > 0
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -119,7 +117,7 @@ def test_what_every_planner_does(device: str, name: str) -> None:
 
     def plan(gb: float = 24.0, **settings: Any) -> Plan[Any]:
         config = replace(EngineConfig(), **settings)
-        return make_plan(config, shape, kind, 1000, int(gb * 1e9), 64 * 10**9)
+        return planned(config, shape, kind, 1000, int(gb * 1e9), 64 * 10**9)
 
     with pytest.raises(ConfigError, match=r"--memory-gb 25: only 24.0 GB.* are free.*; give at most 2[34]\.\d"):
         plan(memory_gb=25)
@@ -140,26 +138,10 @@ def test_what_every_planner_does(device: str, name: str) -> None:
         plan(1.5)
 
 
-@pytest.mark.parametrize(("device", "name"), [("cuda", "text"), ("cpu", "speech")])
-def test_a_plan_passes_over_variables_that_mean_nothing_to_it(
-    device: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    kind = kind_of(device, name)
-    shape: Any = PUBLISHED["qwen3.5-0.8b"] if name == "text" else PUBLISHED_SPEECH["qwen3-tts-0.6b"]
-    settings: dict[str, Any] = {"threads": 3} if device == "cuda" else {"n_checkpoints": 7}
-    for setting in settings:
-        monkeypatch.setenv(f"DELTIC_{setting.upper()}", "given")
-    given, none = (
-        make_plan(config, shape, kind, 1000, 24 * 10**9, 64 * 10**9)
-        for config in (EngineConfig(**settings), EngineConfig())
-    )
-    assert given == none
-
-
 def test_a_gpu_with_room_for_one_checkpoint_has_it() -> None:
     """Without any there are no hits."""
     kind, shape = kind_of("cuda", "text"), PUBLISHED["qwen3.5-2b"]
-    plans = [make_plan(EngineConfig(), shape, kind, 1000, gb * 10**8, 64 * 10**9) for gb in range(60, 120, 3)]
+    plans = [planned(EngineConfig(), shape, kind, 1000, gb * 10**8, 64 * 10**9) for gb in range(60, 120, 3)]
     for plan in plans:
         without_host = replace(plan, host_bytes=0)
         assert plan.n_checkpoints or without_host.left_bytes < plan.sequence_bytes + plan.state_bytes

@@ -28,10 +28,10 @@ from deltic.models.fields import UnsupportedModelError
 from deltic.models.qwen.shape import ModelShape, published_shape
 from deltic.ops.kv_formats import KV_FORMATS
 from deltic.runtime.build import build_runner
-from deltic.runtime.cpu.device import TEXT, Cpu
+from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
-from deltic.runtime.plan import make_plan
 from tests.plain import plain
+from tests.planned import planned
 from tests.reference.layers import stochastic_bfloat16
 from tests.reference.model import forward
 from tests.tensors import tensor_of
@@ -455,7 +455,7 @@ SHAPE = published_shape("qwen3.5-0.8b")
 
 def plan(shape: ModelShape = SHAPE, free: int = 20 * GB, **settings: object):  # type: ignore[no-untyped-def]
     config = EngineConfig(dummy="qwen3.5-0.8b", threads=2, **settings)
-    return make_plan(config, shape, TEXT, shape.vocab_size, free)
+    return planned(config, shape, Cpu.text, shape.vocab_size, free)
 
 
 def test_plan_holds_what_it_says() -> None:

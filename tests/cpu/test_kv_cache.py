@@ -14,11 +14,11 @@ from deltic.commands.plan import report
 from deltic.config import ConfigError, EngineConfig, without_foreign
 from deltic.models.qwen.shape import ModelShape, published_shape
 from deltic.ops.kv_formats import KV_ALIASES, KV_FORMATS, on_device
-from deltic.runtime.build import build_runner, plan_model
-from deltic.runtime.cpu.device import TEXT, Cpu
+from deltic.runtime.build import build_runner
+from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.fingerprint import fingerprint
-from deltic.runtime.kv_cache import check_keys, largest_keys, resolve_kv_cache
-from deltic.runtime.plan import make_plan
+from deltic.runtime.model import check_keys, largest_keys, resolve_kv_cache
+from tests.planned import planned, settled
 from tests.tiny import tiny_checkpoint
 
 DENSE = ModelShape.from_directory(tiny_checkpoint("dense"))
@@ -61,15 +61,15 @@ def with_scheme(tmp_path: Path, scheme: object) -> Path:
 
 def test_what_a_checkpoint_was_made_for(tmp_path: Path) -> None:
     path = with_scheme(tmp_path, {"num_bits": 8, "type": "float", "symmetric": True})
-    config, said = resolve_kv_cache(EngineConfig(), path, "cuda")
-    assert config.kv_cache_dtype == "fp8" and "as the checkpoint says" in said[0]
-    config, said = resolve_kv_cache(EngineConfig(), path, "cpu")
-    assert config.kv_cache_dtype == "bf16" and "--kv-cache-dtype int8" in said[0]
+    name, said = resolve_kv_cache(EngineConfig(), path, "cuda")
+    assert name == "fp8" and "as the checkpoint says" in said[0]
+    name, said = resolve_kv_cache(EngineConfig(), path, "cpu")
+    assert name == "bf16" and "--kv-cache-dtype int8" in said[0]
     for given, name in (("int8", "int8"), ("bfloat16", "bf16")):
-        assert resolve_kv_cache(EngineConfig(kv_cache_dtype=given), path, "cpu")[0].kv_cache_dtype == name
+        assert resolve_kv_cache(EngineConfig(kv_cache_dtype=given), path, "cpu")[0] == name
     for scheme in (None, {"num_bits": 8, "type": "int"}, "fp8"):
-        config, said = resolve_kv_cache(EngineConfig(), with_scheme(tmp_path, scheme), "cuda")
-        assert config.kv_cache_dtype == "bf16" and not said
+        name, said = resolve_kv_cache(EngineConfig(), with_scheme(tmp_path, scheme), "cuda")
+        assert name == "bf16" and not said
     runner = build_runner(
         EngineConfig(model=str(with_scheme(tmp_path, {"num_bits": 8, "type": "float"})), threads=1, max_num_seqs=1,
                      max_model_len=128),
@@ -79,7 +79,7 @@ def test_what_a_checkpoint_was_made_for(tmp_path: Path) -> None:
 
 
 def test_a_format_of_the_other_device_is_refused() -> None:
-    assert resolve_kv_cache(EngineConfig(kv_cache_dtype="fp8_e4m3"), Path(), "cuda")[0].kv_cache_dtype == "fp8"
+    assert resolve_kv_cache(EngineConfig(kv_cache_dtype="fp8_e4m3"), Path(), "cuda")[0] == "fp8"
     for device, given, known in (("cpu", "fp8", "bf16, int8, k8v4"), ("cuda", "int8", "bf16, fp8, turboquant_k8v4")):
         with pytest.raises(ConfigError, match=f"--kv-cache-dtype {given} is not for a .PU, which has {known}"):
             resolve_kv_cache(EngineConfig(kv_cache_dtype=given), Path(), device)
@@ -91,14 +91,15 @@ def test_the_plan_and_the_engine_say_it() -> None:
     config = EngineConfig(model=str(tiny_checkpoint("dense")), kv_cache_dtype="k8v4", memory_gb=1.0, max_model_len=512)
     text = " ".join(report(config).replace("│", " ").split())
     assert "keys and values in k8v4" in text
-    resolved, directory, plan = plan_model(config, Cpu(), Cpu().free_bytes())
+    model, plan = settled(config, Cpu(), Cpu().free_bytes())
+    resolved, directory = model.config, model.directory
     assert resolved.kv_cache_dtype == plan.shape.kv_cache_dtype == "k8v4"
     assert plan.page_bytes == plan.shape.n_kv_layers * KV_FORMATS["k8v4"].layer_bytes(DENSE.n_kv_heads, DENSE.head_dim)
     prints = [
         fingerprint(dataclasses.replace(resolved, kv_cache_dtype=name), directory, "kernels")
-        for name in ("auto", "bf16", "int8", "k8v4")
+        for name in ("bf16", "int8", "k8v4")
     ]
-    assert prints[0] == prints[1] and len(set(prints)) == 3
+    assert len(set(prints)) == 3
     runner = build_runner(dataclasses.replace(config, threads=1, n_pages=16), lambda stage, done: None, Cpu())
     assert runner.info.kv_cache_dtype == "k8v4" and runner.memory.pages[0].nbytes == runner.info.page_bytes  # type: ignore[attr-defined]
 
@@ -108,7 +109,7 @@ def test_more_tokens_fit() -> None:
     for name in ("bf16", "k8v4"):
         config = EngineConfig(quantize="int4", memory_gb=24, max_num_seqs=4, max_model_len=16384)
         made = dataclasses.replace(shape, kv_cache_dtype=name)
-        n[name] = make_plan(config, made, TEXT, shape.vocab_size, 30 * 10**9).n_pages
+        n[name] = planned(config, made, Cpu.text, shape.vocab_size, 30 * 10**9).n_pages
     assert n["k8v4"] > 2.3 * n["bf16"]
 
 

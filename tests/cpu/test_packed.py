@@ -213,7 +213,7 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
         done.append(path)
         return load_weights(path, *arguments, **more)  # type: ignore[arg-type]
 
-    monkeypatch.setattr("deltic.runtime.build.load_weights", load)
+    monkeypatch.setattr("deltic.runtime.model.load_weights", load)
     return done
 
 

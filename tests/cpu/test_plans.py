@@ -12,11 +12,12 @@ from deltic.models.qwen.shape import published_shape
 from deltic.models.vision.shape import VisionShape
 from deltic.ops.gpu.launch import Levers
 from deltic.runtime import plan as planner
-from deltic.runtime.cpu.device import TEXT
+from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.gpu import device as gpu
-from deltic.runtime.plan import DECODERS_BYTES, TextPlan, make_plan
+from deltic.runtime.plan import DECODERS_BYTES, TextPlan
 from deltic.server.chat import pictures, videos
 from deltic.server.chat.picture_parts import N_DECODING
+from tests.planned import planned
 from tests.plans import GOLDEN, all_plans
 
 
@@ -33,7 +34,7 @@ def test_the_largest_picture_is_halved_before_anything_else() -> None:
 
     def plan(gigabytes: float, **settings: Any) -> TextPlan:
         config = EngineConfig(dummy="qwen3.5-0.8b", **settings)
-        return make_plan(config, shape, TEXT, shape.vocab_size, int(gigabytes * 1e9), tower=tower)
+        return planned(config, shape, Cpu.text, shape.vocab_size, int(gigabytes * 1e9), tower=tower)
 
     wide, tight = plan(20), plan(4.3)
     assert wide.max_picture_tokens == 4096 and wide.tower_bytes > 2e8
@@ -47,7 +48,7 @@ def test_pixels_that_wait_are_in_the_plan() -> None:
 
     def plan(gigabytes: float, **settings: Any) -> TextPlan:
         config = EngineConfig(dummy="qwen3.5-0.8b", quantize="int8", **settings)
-        return make_plan(config, shape, TEXT, shape.vocab_size, int(gigabytes * 1e9), tower=tower)
+        return planned(config, shape, Cpu.text, shape.vocab_size, int(gigabytes * 1e9), tower=tower)
 
     assert plan(20).workspace["vision pixels that wait"] == plan(20).pixel_bytes == 4 * 32768 * 3072
     assert plan(4).total_bytes < 0.8 * 4e9 and plan(4).max_model_len == 32768
@@ -62,17 +63,17 @@ def test_decoders_of_pictures_have_room_before_the_cache(monkeypatch: pytest.Mon
     def plan(kind: Any, gigabytes: float, host: float | None = None, **settings: Any) -> TextPlan:
         config = EngineConfig(dummy="qwen3.5-0.8b", max_num_seqs=8, **settings)
         free, of_host = int(gigabytes * 1e9), None if host is None else int(host * 1e9)
-        return make_plan(config, shape, kind, shape.vocab_size, free, of_host, tower=tower)
+        return planned(config, shape, kind, shape.vocab_size, free, of_host, tower=tower)
 
-    roomy = plan(TEXT, 18, max_model_len=262144)
+    roomy = plan(Cpu.text, 18, max_model_len=262144)
     assert roomy.budget_bytes <= 18 * 10**9 - DECODERS_BYTES
-    assert plan(TEXT, 4.3).n_checkpoints > 0  # where there is little, both are served
-    assert plan(TEXT, 20, memory_gb=19).budget_bytes == 19 * 10**9
-    on_gpu = gpu.text(Levers())
+    assert plan(Cpu.text, 4.3).n_checkpoints > 0  # where there is little, both are served
+    assert plan(Cpu.text, 20, memory_gb=19).budget_bytes == 19 * 10**9
+    on_gpu = gpu.TextOnGpu(Levers())
     assert plan(on_gpu, 80, 8, cache_host_gb=1.5).host_bytes > 1.4e9
     assert plan(on_gpu, 80, 8, cache_host_gb=4.0, max_picture_tokens=0).host_bytes > 3.9e9
     with pytest.raises(ConfigError, match=r"8\.0 GB that are free, and what decoders of pictures leave: 1\.5 GB"):
         plan(on_gpu, 80, 8, cache_host_gb=2.0)
     assert plan(on_gpu, 80, 4, cache_host_gb=0.0).host_bytes == plan(on_gpu, 80, 4).host_bytes == 0
     monkeypatch.setattr(planner, "DECODERS_BYTES", 0)
-    assert plan(TEXT, 18, max_model_len=262144).budget_bytes > roomy.budget_bytes + 10**9
+    assert plan(Cpu.text, 18, max_model_len=262144).budget_bytes > roomy.budget_bytes + 10**9

@@ -251,7 +251,7 @@ def test_mapped_weights_are_the_loaded_ones(
 ) -> None:
     """A start from packed weights on disk gives the bits of the start that packed them."""
     build(kind, quantize, weights_cache=tmp_path)
-    monkeypatch.delattr("deltic.runtime.build.load_weights")
+    monkeypatch.delattr("deltic.runtime.model.load_weights")
     mapped, ids = build(kind, quantize, weights_cache=tmp_path), prompt(8, 130)
     assert_same_bits(run(runner(kind, quantize), ids), run(mapped, ids))
 

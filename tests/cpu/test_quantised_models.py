@@ -38,7 +38,7 @@ from deltic.models.qwen.shape import PUBLISHED, ModelShape
 from deltic.models.qwen.weights import UNUSED, Weights, active_weights, empty_weights, load_weights, weight_bytes
 from deltic.ops.arrays import Array
 from deltic.ops.formats import WEIGHT_FORMATS, Quantised
-from deltic.runtime.build import build_runner, plan_model
+from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.text import Runner
 from deltic.runtime.fingerprint import fingerprint
@@ -47,6 +47,7 @@ from tests.cpu.test_formats import KINDS, mixed
 from tests.cpu.test_packed import assert_same, rewrite_header
 from tests.cpu.test_purity import prompt, run
 from tests.cpu.test_reports import words
+from tests.planned import settled
 from tests.quantised_rows import random_rows
 from tests.tiny import tiny_checkpoint
 from tests.tiny_gguf import tiny_gguf
@@ -213,7 +214,7 @@ def test_a_27b_file_fits_a_card_of_24_gb(device: str, tmp_path: Path) -> None:
 def test_what_would_fit_is_another_file(tmp_path: Path) -> None:
     path = huge_gguf(tmp_path / "x.gguf", PUBLISHED["qwen3.6-27b"])
     with pytest.raises(ConfigError, match=r"take a quantisation of fewer bits, a smaller model, or"):
-        plan_model(EngineConfig(model=str(path)), Cpu(), 8 * 10**9)
+        settled(EngineConfig(model=str(path)), Cpu(), 8 * 10**9)
 
 
 # Rounded further.
@@ -221,7 +222,7 @@ def test_what_would_fit_is_another_file(tmp_path: Path) -> None:
 
 def refused(path: Path, reason: str, **settings: Any) -> None:
     with pytest.raises(ConfigError, match=reason):
-        plan_model(config_of(path, **settings), Cpu(), 10**9)
+        settled(config_of(path, **settings), Cpu(), 10**9)
 
 
 def test_rounding_names_the_other_flag_where_it_means_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,14 +231,14 @@ def test_rounding_names_the_other_flag_where_it_means_nothing(monkeypatch: pytes
     refused(plain, "--quantize-rest int4: .* is not quantised; .* --quantize, which", quantize_rest="int4")
     refused(stored, "--quantize-rest fp8 is for a GPU; on the CPU give int8 or int4", quantize_rest="fp8")
     with pytest.raises(ConfigError, match=r"qwen3\.5-0\.8b is not quantised"):
-        plan_model(EngineConfig(dummy="qwen3.5-0.8b", quantize_rest="int8"), Cpu(), 10**10)
+        settled(EngineConfig(dummy="qwen3.5-0.8b", quantize_rest="int8"), Cpu(), 10**10)
     # A variable holds for all models of a server.
     monkeypatch.setenv("DELTIC_QUANTIZE", "int8")
     monkeypatch.setenv("DELTIC_QUANTIZE_REST", "int4")
     both = {"quantize": "int8", "quantize_rest": "int4"}
     for path, expected in ((stored, "int4"), (plain, "int8")):
-        config, _, plan = plan_model(config_of(path, **both), Cpu(), 10**9)
-        assert plan.quantize == config.rounded == expected
+        model, plan = settled(config_of(path, **both), Cpu(), 10**9)
+        assert plan.quantize == model.config.rounded == expected
 
 
 @pytest.mark.parametrize("rest", ["int8", "int4"])
@@ -391,7 +392,7 @@ def test_a_packed_gguf_file_has_the_files_of_a_directory(tmp_path: Path) -> None
     metadata = {"formats": json.dumps({"model.embed_tokens.weight": "Q9_K"})}
     rewrite_header(target / PACKED, **metadata)
     with pytest.raises(CheckpointError, match=rf"{PACKED}: packed in formats that are not known here \('Q9_K'\)"):
-        plan_model(config_of(target), Cpu(), 10**9)
+        settled(config_of(target), Cpu(), 10**9)
 
 
 @some_files
@@ -403,7 +404,7 @@ def test_the_weights_cache_maps_what_was_loaded(name: str, tmp_path: Path, monke
     (file,) = cache.iterdir()
     assert file.name.startswith(("tiny-moe-bf16-", "tiny-next-bf16-", f"{path.name}-bf16-"))
     with monkeypatch.context() as patch:
-        patch.setattr("deltic.runtime.build.load_weights", None)
+        patch.setattr("deltic.runtime.model.load_weights", None)
         second = start(path, weights_cache=cache)
     again_tokens, again_logits = answer(second)
     assert again_tokens == tokens and np.array_equal(again_logits, logits)

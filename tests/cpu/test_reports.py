@@ -30,6 +30,7 @@ from deltic.roofs import beyond_caches
 from deltic.runtime import build
 from deltic.runtime.build import build_runner, is_for_gpu
 from tests.fake_hub import Long, hub_with
+from tests.planned import settled
 from tests.tiny import tiny_checkpoint
 from tests.tiny_gguf import tiny_gguf
 from tests.tiny_quantised import tiny_quantised
@@ -96,7 +97,7 @@ def test_a_gpu_plan_needs_triton_and_rows(monkeypatch: pytest.MonkeyPatch, witho
     pytest.importorskip("triton")
     (tmp_path / PACKED).touch()
     with pytest.raises(CheckpointError, match="packed for the CPU"):
-        build.gpu_device(config, is_here=False).prepare(EngineConfig(model=str(tmp_path)), tmp_path)
+        build.gpu_device(config, is_here=False).check(EngineConfig(model=str(tmp_path)), tmp_path)
 
 
 def test_a_plan_for_several_gpus(without_gpu: None) -> None:
@@ -106,7 +107,7 @@ def test_a_plan_for_several_gpus(without_gpu: None) -> None:
     for n in (1, 2, 8):
         config = EngineConfig(dummy="qwen3.5-27b", device="cuda", tensor_parallel=n, cache_host_gb=1.0, n_pages=600)
         device = build.gpu_device(config, is_here=False)
-        _, _, plans[n] = build.plan_model(config, device, 130 * 10**9)
+        _, plans[n] = settled(config, device, 130 * 10**9)
         assert plans[n].n_gpus == n and len(plans[n].cuts) == (n if n > 1 else 0)
     one, two, eight = plans.values()
     assert 0.5 < two.weight_bytes / one.weight_bytes < 0.53  # the embedding is whole on each
@@ -114,7 +115,7 @@ def test_a_plan_for_several_gpus(without_gpu: None) -> None:
     assert two.state_bytes * 2 == one.state_bytes == eight.state_bytes * 8
     assert two.n_host_units == one.n_host_units == 2 * eight.n_host_units
     device = build.gpu_device(replace(config, tensor_parallel=2, tp_invariant=4), is_here=False)
-    _, _, both = build.plan_model(replace(config, tensor_parallel=2, tp_invariant=4), device, 130 * 10**9)
+    _, both = settled(replace(config, tensor_parallel=2, tp_invariant=4), device, 130 * 10**9)
     assert (both.n_gpus, both.n_shards, len(both.cuts)) == (2, 2, 4) and both.cuts_of(1) == both.cuts[2:]
     assert (
         both.page_bytes == two.page_bytes

@@ -26,9 +26,9 @@ from deltic.models.tts.shape import FRAME, PUBLISHED_SPEECH, SPEAKER, SpeechShap
 from deltic.models.tts.weights import declare_speech, load_speech_weights
 from deltic.ops.arrays import Array
 from deltic.runtime.build import build_runner
-from deltic.runtime.cpu.device import SPEECH
+from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.cpu.speech import SpeechRunner
-from deltic.runtime.plan import make_plan
+from tests.planned import planned
 from tests.reference import speech as oracle
 from tests.reference.vocoder import decode
 from tests.tensors import array_of, tensor_of
@@ -491,7 +491,7 @@ def test_formats_are_near_the_oracle(quantize: str | None, least: float) -> None
 def plan_of(free_bytes: float, name: str = "qwen3-tts-0.6b", **settings: Any) -> Any:
     config = EngineConfig(dummy=name, device="cpu", **settings)
     shape = PUBLISHED_SPEECH[name]
-    return make_plan(config, shape, SPEECH, shape.n_drawn, int(free_bytes))
+    return planned(config, shape, Cpu.speech, shape.n_drawn, int(free_bytes))
 
 
 def test_memory_is_planned_and_refused() -> None:

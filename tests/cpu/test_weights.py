@@ -16,7 +16,7 @@ from torch import Tensor
 
 from deltic.models.checkpoint import resolve_model
 from deltic.models.fields import CheckpointError
-from deltic.models.loading import COUNTED_ROWS, Mlp
+from deltic.models.loading import COUNTED_ROWS, Mlp, Skipped, without_skipped
 from deltic.models.qwen.shape import PUBLISHED, ModelShape
 from deltic.models.qwen.weights import (
     AttnLayer,
@@ -121,6 +121,14 @@ def test_tied_head_is_the_embedding_itself() -> None:
 def test_vision_and_mtp_are_skipped_with_a_notice() -> None:
     notices = load(tiny_checkpoint("dense", extras=True))[1]
     assert [n.split(":")[0] for n in notices] == ["skipped 3 vision tensors", "skipped 2 MTP tensors"]
+    assert [(n.part, n) for n in map(Skipped.read, map(str, notices)) if isinstance(n, Skipped)] == [
+        ("vision", notices[0]),
+        ("MTP", notices[1]),
+    ]
+    assert without_skipped([*notices, "vision tensors are mentioned"], "vision") == [
+        notices[1],
+        "vision tensors are mentioned",
+    ]
 
 
 def test_float_checkpoints_are_converted_with_a_notice() -> None:

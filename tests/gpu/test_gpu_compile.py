@@ -121,8 +121,8 @@ SIZES: dict[str, Any] = {
 
 def _plan(kind: str) -> Any:
     from deltic.config import EngineConfig
-    from deltic.runtime.build import plan_model
     from deltic.runtime.gpu.device import Gpu
+    from tests.planned import settled
     from tests.tiny import tiny_checkpoint
     from tests.tiny_speech import tiny_speech
 
@@ -132,7 +132,7 @@ def _plan(kind: str) -> Any:
         drafts = 4 if kind == "moe" else 0
         path = tiny_checkpoint(kind, has_mtp=drafts > 0)
         config = EngineConfig(model=str(path), n_checkpoints=2, max_drafts=drafts, **SIZES)
-    return plan_model(config, Gpu(), FREE_BYTES)[2]
+    return settled(config, Gpu(), FREE_BYTES)[1]
 
 
 def _collected() -> dict[str, Any]:

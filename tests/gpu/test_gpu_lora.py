@@ -24,7 +24,7 @@ from deltic.ops.arrays import bfloat16
 from deltic.ops.gpu.blocks import BLOCK, GROUP_ROWS, AdapterRows
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.lora import WORDS, Target, expand, gather, n_sums, shrink
-from deltic.runtime.build import build_runner, plan_model
+from deltic.runtime.build import build_runner
 from deltic.runtime.gpu import adapters as store
 from deltic.runtime.gpu.adapters import GpuAdapterMemory, adapter_bytes
 from deltic.runtime.gpu.batch_slots import ADAPTER_ROWS, adapter_groups
@@ -33,6 +33,7 @@ from deltic.runtime.gpu.text import GpuTextRunner
 from tests.adapters import adapted
 from tests.gpu.test_gpu_drafts import small_checkpoint
 from tests.gpu.test_gpu_engine import Entry, answers, prompt, request
+from tests.planned import settled
 from tests.reference.model import forward
 from tests.tiny import N_REAL_VOCAB
 
@@ -353,7 +354,7 @@ def test_what_is_planned_and_refused() -> None:
     assert found.plan.workspace["adapters"] == found.plan.adapters.n_bytes == 50_000_000
     config = EngineConfig(model=str(small_checkpoint("moe")), allow_lora_loading=True, tensor_parallel=2)
     with pytest.raises(ConfigError, match="applied on one GPU; leave --tensor-parallel"):
-        plan_model(config, Gpu((), 2), 2 << 30)
+        settled(config, Gpu((), 2), 2 << 30)
 
 
 def test_terms_that_do_not_fit_are_refused() -> None:

@@ -16,6 +16,7 @@ from deltic.models.rotary import PromptPositions
 from deltic.models.vision.shape import VisionShape
 from deltic.models.vision.weights import empty_vision
 from tests.cpu.test_picture_prompts import picture, request
+from tests.planned import planned
 from tests.tiny import tiny_checkpoint
 
 pytest.importorskip("triton")
@@ -23,7 +24,6 @@ from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.gpu.device import Gpu
 from deltic.runtime.gpu.text import GpuTextRunner
-from deltic.runtime.plan import make_plan
 from tests.gpu.test_gpu_engine import HAS_GPU, LOGPROB_TOLERANCE, Entry, answers, needs_gpu
 from tests.gpu.test_gpu_engine import _note as note
 
@@ -143,7 +143,7 @@ def test_the_largest_picture_shrinks_first() -> None:
     """Where memory is tight, before fewer sequences run."""
     kind = Gpu().text
     shape, tower = published_shape("qwen3.5-0.8b"), VisionShape.published("0.8b", 1024)
-    plans = [make_plan(EngineConfig(model=""), shape, kind, 1000, gb << 30, 0, tower=tower) for gb in (24, 5)]
+    plans = [planned(EngineConfig(model=""), shape, kind, 1000, gb << 30, 0, tower=tower) for gb in (24, 5)]
     assert [(plan.max_picture_tokens, plan.max_step_tokens) for plan in plans] == [(16384, 8192), (4096, 8192)]
     assert plans[0].max_num_seqs > plans[1].max_num_seqs > 8 and plans[0].tower_bytes == empty_vision(tower).n_bytes
 

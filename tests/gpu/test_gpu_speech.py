@@ -36,11 +36,12 @@ from deltic.runtime.cpu.vocoder import Vocoded
 from deltic.runtime.gpu import device as gpu
 from deltic.runtime.gpu.batch_slots import batch_table
 from deltic.runtime.gpu.speech import GpuSpeechRunner, SpeechBatchSlots
-from deltic.runtime.plan import SpeechPlan, make_plan
+from deltic.runtime.plan import SpeechPlan
 from deltic.runtime.voices import Voice
 from tests.cpu.test_speech_engine import CASES, Speaking, long_request, regrets, request_of
 from tests.gpu.test_gpu_engine import without_syncs
 from tests.gpu.test_gpu_vocoder import exact_products  # noqa: F401
+from tests.planned import planned
 from tests.reference.sample import sample as oracle_sample
 from tests.tiny_speech import N_CODES, tiny_speech
 
@@ -317,8 +318,8 @@ def test_memory_is_planned_and_refused() -> None:
     shape = PUBLISHED_SPEECH["qwen3-tts-1.7b"]
 
     def plan(free_gb: float, **settings: Any) -> SpeechPlan:
-        config, kind = EngineConfig(model="", **settings), gpu.speech(Levers())
-        return make_plan(config, shape, kind, shape.n_drawn, int(free_gb * 1e9))
+        config, kind = EngineConfig(model="", **settings), gpu.SpeechOnGpu(Levers())
+        return planned(config, shape, kind, shape.n_drawn, int(free_gb * 1e9))
 
     roomy = plan(140)
     assert roomy.max_num_seqs == 64 and roomy.n_pages >= 64 * 64

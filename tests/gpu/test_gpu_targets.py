@@ -34,6 +34,7 @@ from deltic.ops.gpu.gdn_prefill import _limit, _scan_stages
 from deltic.ops.gpu.linear import Narrow, Wide, narrow_config, wide_config
 from deltic.ops.gpu.moe_prefill import MoePrefillTiles, moe_prefill_tiles
 from tests.gpu.chips import CHIPS, KIB
+from tests.planned import settled
 
 pytestmark = pytest.mark.long
 HAS_AMD = tuple(map(int, triton.__version__.split(".")[:2])) >= (3, 7)
@@ -170,7 +171,6 @@ def test_what_a_chip_has() -> None:
 def _plan(model: str, max_drafts: int = 0, has_pictures: bool = False, has_adapters: bool = False) -> Any:
     """A tiny model, or a published shape with all the memory it may want."""
     from deltic.config import EngineConfig
-    from deltic.runtime.build import plan_model
     from deltic.runtime.gpu.device import Gpu
     from tests.tiny import tiny_checkpoint
     from tests.tiny_speech import tiny_speech
@@ -193,7 +193,7 @@ def _plan(model: str, max_drafts: int = 0, has_pictures: bool = False, has_adapt
             config = replace(config, max_picture_tokens=128 if has_pictures else 0)
     if has_adapters:
         config = replace(config, allow_lora_loading=True, max_loras=4, lora_gb=0.01)
-    return plan_model(config, Gpu(), free_bytes)[2]
+    return settled(config, Gpu(), free_bytes)[1]
 
 
 def _jobs(

@@ -25,17 +25,18 @@ from deltic.models.qwen.shard import cut
 from deltic.models.qwen.weights import Weights, dummy_weights, load_weights
 from deltic.ops.gpu.launch import INTERPRETED, Levers
 from deltic.ops.gpu.weight import DeviceStore
-from deltic.runtime.build import build_runner, plan_model
+from deltic.runtime.build import build_runner
 from deltic.runtime.gpu.buffers import exchanges, gpu_workspace
-from deltic.runtime.gpu.device import Gpu, text
+from deltic.runtime.gpu.device import Gpu, TextOnGpu
 from deltic.runtime.gpu.text import GpuTextRunner
-from deltic.runtime.plan import TextPlan, make_plan
+from deltic.runtime.plan import TextPlan
 from tests import tiny
 from tests.cpu.test_reference import prompt
 from tests.gpu.test_gpu_draft_head import drafted
 from tests.gpu.test_gpu_drafts import SMALL
 from tests.gpu.test_gpu_engine import without_syncs
 from tests.heads import run, sequence
+from tests.planned import planned, settled
 
 N_RANKS, LEVERS = 2, Levers()
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="ranks are processes of the interpreter here")
@@ -62,8 +63,8 @@ def config_of(kind: str, **more: Any) -> EngineConfig:
 
 
 def plan_of(kind: str, n_gpus: int = N_RANKS, n_cuts: int | None = None, **more: Any) -> tuple[Path, TextPlan]:
-    _, directory, plan = plan_model(config_of(kind, **more), Gpu(n_gpus=n_gpus, n_cuts=n_cuts), 2 << 30)
-    return directory, plan
+    model, plan = settled(config_of(kind, **more), Gpu(n_gpus=n_gpus, n_cuts=n_cuts), 2 << 30)
+    return model.directory, plan
 
 
 def shared(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -185,8 +186,8 @@ def test_four_parts_on_one_two_and_four_ranks() -> None:
     largest, cuts = cut(shape, 4, are_even=True)
     found, short = [], {name: ids[:20] for name, ids in PROMPTS.items()}
     for n_gpus in (1, 2, 4):
-        plan = make_plan(
-            config_of("dense"), largest, text(LEVERS), shape.vocab_size, 2 << 30, 1 << 30, cuts=cuts, n_gpus=n_gpus
+        plan = planned(
+            config_of("dense"), largest, TextOnGpu(LEVERS), shape.vocab_size, 2 << 30, 1 << 30, cuts=cuts, n_gpus=n_gpus
         )
         levers = Levers(fused_sums=n_gpus != 2)
         found.append(of_ranks(None, plan, lambda runner: answers(Engine(runner), short), levers))
@@ -223,9 +224,9 @@ def guessed(runner: GpuTextRunner) -> Guessed:
 def test_ranks_guess_as_one() -> None:
     directory = checkpoint("dense", has_mtp=True)
     config = replace(config_of("dense"), model=str(directory), max_drafts=2)
-    _, _, plan = plan_model(config, Gpu(), 2 << 30)
+    _, plan = settled(config, Gpu(), 2 << 30)
     weights, _ = load_weights(directory, plan.shape, store=DeviceStore("cpu"))
-    _, _, joint = plan_model(config, Gpu(n_gpus=N_RANKS), 2 << 30)
+    _, joint = settled(config, Gpu(n_gpus=N_RANKS), 2 << 30)
     whole = replace(plan, shape=replace(plan.shape, most_drafted=joint.shape.n_drafted))  # that the first rank has
     expected = guessed(GpuTextRunner(whole, [weights], LEVERS))
     found = of_ranks(directory, joint, guessed)

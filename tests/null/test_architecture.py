@@ -141,7 +141,7 @@ OF_ONE = {
     # Numbers of a fixed kind: what is measured, and how long things take.
     "CacheStats", "EngineInfo", "Pace", "Stats", "StepCost", "Times", "_Known",
     # Made at the start.
-    "_Generation",
+    "_Generation", "_Start",
     "Accounts", "Arena", "ChatTemplate", "MeteredEnvironment", "Service", "StopSignals", "Tokenizer",
 }  # fmt: skip
 """Classes whose objects share nothing between keys."""

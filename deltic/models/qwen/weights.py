@@ -40,6 +40,7 @@ from deltic.models.loading import (
     open_tensors,
     stored_formats,
     transposed,
+    without_skipped,
 )
 from deltic.models.mapped import read_header
 from deltic.models.qwen.shape import LINEAR_ATTENTION, ModelShape
@@ -198,7 +199,7 @@ def check_weights(
     declare_weights(checked, shape, tied, prefix, tensors)
     notices = check_plan(checked.plan, tensors, path, unused)
     if not shape.has_draft_head and _holds_draft_head(shape, tensors):
-        notices = [notice for notice in notices if " MTP " not in notice]  # drafts are off: it is not missed
+        notices = without_skipped(notices, "MTP")  # drafts are off: it is not missed
     return tensors, tied, prefix, notices
 
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import triton
@@ -14,21 +14,22 @@ from triton.errors import TritonError
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.cache import pages_for
+from deltic.engine.messages import EngineInfo
 from deltic.engine.step import Progress
 from deltic.models.fields import CheckpointError, refuse_limits
 from deltic.models.loading import COUNTED_ROWS, PACKED, Store
+from deltic.models.qwen.adapters import Adapter
 from deltic.models.qwen.gpu_buffers import RING
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.shard import Cuts
 from deltic.models.qwen.weights import Weights, empty_weights, weight_bytes
 from deltic.models.tts.gpu import check_speech_gpu
 from deltic.models.tts.shape import SpeechShape
-from deltic.models.tts.weights import speech_weight_bytes
+from deltic.models.tts.weights import SpeechWeights, speech_weight_bytes
 from deltic.models.vision.gpu import check_vision_gpu
-from deltic.models.vision.pixels import PictureRules
-from deltic.models.vision.shape import MERGE
-from deltic.models.vision.weights import VisionWeights
+from deltic.models.vision.shape import MERGE, VisionShape
 from deltic.models.vocoder.gpu import check_vocoder_gpu, state_words
+from deltic.ops.arrays import Array
 from deltic.ops.contract import KernelError
 from deltic.ops.geometry import N_CODES, PAGE_SIZE, Allocate
 from deltic.ops.gpu.all_reduce import out_of_reach
@@ -42,7 +43,8 @@ from deltic.runtime.gpu.parallel import ParallelRunner, part_of_progress
 from deltic.runtime.gpu.speech import GpuSpeechRunner
 from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.gpu.vocoder import vocoder_bytes
-from deltic.runtime.plan import Kind, Plan, SpeechPlan, TextPlan
+from deltic.runtime.model import PartWeights, S, SpeechModel, TextModel, Vision
+from deltic.runtime.plan import Plan, SpeechKind, SpeechPlan, TextKind, TextPlan
 
 INTERPRETED_BYTES = 2 << 30
 """Memory that a plan may count on where kernels are interpreted, in bytes."""
@@ -66,118 +68,131 @@ def _counted(build: Callable[[Allocate], object]) -> dict[str, int]:
     return sizes
 
 
-def _check_text(shape: ModelShape) -> None:
-    """Raises UnsupportedModelError for a geometry that the GPU's kernels cannot run."""
-    group = shape.n_q_heads // max(1, shape.n_kv_heads)
-    limits = (
-        ("hidden_size", shape.hidden_size, shape.hidden_size % 64 == 0, "a multiple of 64"),
-        ("head_dim", shape.head_dim, shape.head_dim in (32, 64, 128, 256), "32, 64, 128 or 256"),
-        ("num_attention_heads / num_key_value_heads", group, group <= 16, "at most 16"),
-        ("linear_key_head_dim", shape.gdn_k_dim, shape.gdn_k_dim in (16, 32, 64, 128), "16, 32, 64 or 128"),
-        ("linear_value_head_dim", shape.gdn_v_dim, shape.gdn_v_dim in (16, 32, 64, 128), "16, 32, 64 or 128"),
-        ("partial_rotary_factor * head_dim", shape.rotary_dim, shape.rotary_dim % 16 == 0, "a multiple of 16"),
-        ("intermediate_size", shape.intermediate_size, shape.intermediate_size % 32 == 0, "a multiple of 32"),
-        (
-            "moe_intermediate_size",
-            shape.moe_intermediate_size,
-            shape.moe_intermediate_size % 32 == 0,
-            "a multiple of 32",
-        ),
-        (
-            "shared_expert_intermediate_size",
-            shape.shared_intermediate_size,
-            shape.shared_intermediate_size % 32 == 0,
-            "a multiple of 32",
-        ),
-        ("vocab_size", shape.vocab_size, shape.vocab_size < 1 << 20, "less than 1048576"),
-    )
-    refuse_limits(limits)
+def _multiple(field: str, n: int, unit: int) -> tuple[str, int, bool, str]:
+    """A limit of `refuse_limits`."""
+    return field, n, n % unit == 0, f"a multiple of {unit}"
 
 
-def _embedding_bytes(shape: ModelShape, quantize: str | None) -> int:
-    n_bytes: int = empty_weights(shape, quantize, shape.tie_word_embeddings, COUNTED_ROWS).embed.n_bytes
-    return n_bytes
+def _one_of(field: str, n: int, *known: int) -> tuple[str, int, bool, str]:
+    """A limit of `refuse_limits`."""
+    return field, n, n in known, f"{', '.join(map(str, known[:-1]))} or {known[-1]}"
 
 
-def text(levers: Levers) -> Kind[ModelShape]:
+class OnGpu:
+    """The kind of a language or a speech model on a GPU, as far as both are alike. levers: of its kernels."""
+
+    device = "cuda"
+    counted: Store = COUNTED_ROWS
+    max_num_seqs: float = MAX_SEQS
+    step_multiple = PAGE_SIZE
+    free_share = 0.95
+    reserve_bytes = RESERVE_BYTES
+
+    def __init__(self, levers: Levers) -> None:
+        self.levers = levers
+
+    def host_bytes(self, plan: Plan[S], config: EngineConfig, free_bytes: int) -> int:
+        """Bytes of the host's memory for what leaves a GPU: what is asked for, else one sequence of full
+        length where that is free beside decoders of pictures.
+        """
+        given = config.cache_host_gb
+        wanted = plan.host_sequence_bytes if given is None else int(given * 1e9)
+        most = max(0, min(free_bytes // 2, free_bytes - plan.decoders_bytes))
+        if wanted <= most:
+            return plan.whole_pages(wanted)
+        if given is None:
+            return 0
+        left = f", and what decoders of pictures leave: {most // 10**8 / 10} GB" if most < free_bytes // 2 else ""
+        raise ConfigError(f"--cache-host-gb {given}: at most half of the {free_bytes / 1e9:.1f} GB that are free{left}")
+
+
+class TextOnGpu(OnGpu, TextKind):
     """Language models on a GPU."""
 
-    def measure(plan: TextPlan) -> dict[str, int]:
-        sizes = _counted(lambda allocate: gpu_workspace(plan, levers, allocate))
+    model_len = 32768
+    num_seqs = 128
+    shrink = (("max_picture_tokens", 4096), ("max_num_seqs", 8), ("max_step_tokens", 1024), ("max_model_len", 4096))
+    max_checkpoints = 1024
+    drafts = 0
+    largest_picture = 16384  # 4,096 x 4,096 pixels
+
+    def check(self, shape: ModelShape) -> None:
+        group = shape.n_q_heads // max(1, shape.n_kv_heads)
+        limits = (
+            _multiple("hidden_size", shape.hidden_size, 64),
+            _one_of("head_dim", shape.head_dim, 32, 64, 128, 256),
+            ("num_attention_heads / num_key_value_heads", group, group <= 16, "at most 16"),
+            _one_of("linear_key_head_dim", shape.gdn_k_dim, 16, 32, 64, 128),
+            _one_of("linear_value_head_dim", shape.gdn_v_dim, 16, 32, 64, 128),
+            _multiple("partial_rotary_factor * head_dim", shape.rotary_dim, 16),
+            _multiple("intermediate_size", shape.intermediate_size, 32),
+            _multiple("moe_intermediate_size", shape.moe_intermediate_size, 32),
+            _multiple("shared_expert_intermediate_size", shape.shared_intermediate_size, 32),
+            ("vocab_size", shape.vocab_size, shape.vocab_size < 1 << 20, "less than 1048576"),
+        )
+        refuse_limits(limits)
+
+    def check_tower(self, tower: VisionShape) -> None:
+        check_vision_gpu(tower)
+
+    def weight_bytes(self, shape: ModelShape, quantize: str | None) -> int:
+        return weight_bytes(shape, quantize, COUNTED_ROWS)
+
+    def embedding_bytes(self, shape: ModelShape, quantize: str | None) -> int:
+        n_bytes: int = empty_weights(shape, quantize, shape.tie_word_embeddings, COUNTED_ROWS).embed.n_bytes
+        return n_bytes
+
+    def state_bytes(self, shape: ModelShape) -> int:
+        return shape.recurrent_state_bytes + shape.conv_state_bytes // 3 * RING
+
+    def adapter_bytes(self, adapter: Adapter) -> int:
+        return adapter_bytes(adapter)
+
+    def measure(self, plan: TextPlan) -> dict[str, int]:
+        sizes = _counted(lambda allocate: gpu_workspace(plan, self.levers, allocate))
         n_angles = plan.max_model_len * plan.shape.rotary_dim
         if plan.tower is not None:
             n_angles += n_patches(plan) // MERGE * (plan.tower.head_dim // 2)
         return sizes | {"rotary tables": 4 * n_angles}
 
-    return Kind(
-        device="cuda",
-        name="text",
-        check=_check_text,
-        weight_bytes=lambda shape, quantize: weight_bytes(shape, quantize, COUNTED_ROWS),
-        embedding_bytes=_embedding_bytes,
-        state_bytes=lambda shape: shape.recurrent_state_bytes + shape.conv_state_bytes // 3 * RING,
-        measure=measure,
-        useful_pages=lambda plan, _: plan.left_bytes // plan.page_bytes,
-        model_len=32768,
-        num_seqs=128,
-        step_tokens=lambda length: 8192,
-        shrink=(("max_picture_tokens", 4096), ("max_num_seqs", 8), ("max_step_tokens", 1024), ("max_model_len", 4096)),
-        max_checkpoints=1024,
-        drafts=0,
-        draft_head=True,
-        adapter_bytes=adapter_bytes,
-        largest_picture=16384,  # 4,096 x 4,096 pixels
-        check_tower=check_vision_gpu,
-        max_num_seqs=MAX_SEQS,
-        step_multiple=PAGE_SIZE,
-        free_share=0.95,
-        reserve_bytes=RESERVE_BYTES,
-    )
+    def step_tokens(self, model_len: int) -> int:
+        return 8192
+
+    def useful_pages(self, plan: TextPlan, config: EngineConfig) -> int:
+        return plan.left_bytes // plan.page_bytes
 
 
-def _check_speech(shape: SpeechShape) -> None:
-    check_speech_gpu(shape)
-    check_vocoder_gpu(shape.vocoder)
-
-
-def _speech_weight_bytes(shape: SpeechShape, quantize: str | None) -> int:
-    """Bytes of the weights in device memory: texts are projected, and the table that they come from is
-    dropped.
-    """
-    stored = shape.text_vocab_size * shape.text_hidden_size * 2
-    texts = shape.text_vocab_size * shape.talker.hidden_size * 4
-    codes = N_CODES * shape.n_codebook * shape.predictor.hidden_size * 4 if shape.has_projection else 0
-    return speech_weight_bytes(shape, quantize, COUNTED_ROWS) - stored + texts + codes
-
-
-def speech(levers: Levers) -> Kind[SpeechShape]:
+class SpeechOnGpu(OnGpu, SpeechKind):
     """Speech models on a GPU."""
 
-    def measure(plan: SpeechPlan) -> dict[str, int]:
-        sizes = _counted(lambda allocate: gpu_speech_workspace(plan, levers, allocate))
+    model_len = 4096
+    num_seqs = 64
+    shrink = (("max_num_seqs", 1),)
+
+    def check(self, shape: SpeechShape) -> None:
+        check_speech_gpu(shape)
+        check_vocoder_gpu(shape.vocoder)
+
+    def weight_bytes(self, shape: SpeechShape, quantize: str | None) -> int:
+        """Bytes in device memory: texts are projected, and the table that they come from is dropped."""
+        stored = shape.text_vocab_size * shape.text_hidden_size * 2
+        texts = shape.text_vocab_size * shape.talker.hidden_size * 4
+        codes = N_CODES * shape.n_codebook * shape.predictor.hidden_size * 4 if shape.has_projection else 0
+        return speech_weight_bytes(shape, quantize, COUNTED_ROWS) - stored + texts + codes
+
+    def vocoder_bytes(self, shape: SpeechShape) -> int:
+        return vocoder_bytes(shape.vocoder)
+
+    def measure(self, plan: SpeechPlan) -> dict[str, int]:
+        sizes = _counted(lambda allocate: gpu_speech_workspace(plan, self.levers, allocate))
         sizes["vocoder states"] = 4 * (plan.n_vocoder_slots) * state_words(plan.shape.vocoder)
         return sizes | {"rotary tables": plan.max_model_len * plan.shape.talker.head_dim * 4}
 
-    return Kind(
-        device="cuda",
-        name="speech",
-        check=_check_speech,
-        weight_bytes=_speech_weight_bytes,
-        state_bytes=lambda shape: shape.state_bytes,
-        measure=measure,
-        useful_pages=lambda plan, _: max(
-            SPEECH_PAGES_BYTES // plan.page_bytes, plan.max_num_seqs * pages_for(plan.max_model_len)
-        ),
-        model_len=4096,
-        num_seqs=64,
-        step_tokens=lambda length: min(2048, pages_for(length) * PAGE_SIZE),
-        shrink=(("max_num_seqs", 1),),
-        vocoder_bytes=lambda shape: vocoder_bytes(shape.vocoder),
-        max_num_seqs=MAX_SEQS,
-        step_multiple=PAGE_SIZE,
-        free_share=0.95,
-        reserve_bytes=RESERVE_BYTES,
-    )
+    def step_tokens(self, model_len: int) -> int:
+        return min(2048, pages_for(model_len) * PAGE_SIZE)
+
+    def useful_pages(self, plan: SpeechPlan, config: EngineConfig) -> int:
+        return max(SPEECH_PAGES_BYTES // plan.page_bytes, plan.max_num_seqs * pages_for(plan.max_model_len))
 
 
 def text_runner(
@@ -186,7 +201,7 @@ def text_runner(
     weights: Sequence[list[Weights]],
     levers: Levers,
     progress: Progress = lambda stage, done: None,
-    vision: tuple[VisionWeights, PictureRules] | None = None,
+    vision: Vision | None = None,
 ) -> GpuTextRunner | ParallelRunner:
     """Makes the runner of one GPU, or of several. weights: by GPU, of each of its parts. The rest is as a
     GpuTextRunner takes it.
@@ -216,7 +231,7 @@ class Gpu:
         self.levers = parse_levers(levers)
         self.devices = [torch.device("cuda", i) for i in range(n_gpus)]
         self.n_gpus, self.n_cuts = n_gpus, n_cuts or n_gpus
-        self.text, self.speech = text(self.levers), speech(self.levers)
+        self.text, self.speech = TextOnGpu(self.levers), SpeechOnGpu(self.levers)
 
     def check_reach(self) -> None:
         """Raises ConfigError where there are fewer GPUs, or some that do not reach each other's memory."""
@@ -226,47 +241,47 @@ class Gpu:
         if (pair := out_of_reach(n)) is not None:
             raise ConfigError(f"--tensor-parallel {n}: GPU {pair[0]} does not reach the memory of GPU {pair[1]}")
 
-    def prepare(self, config: EngineConfig, directory: Path) -> EngineConfig:
-        """The configuration as it is. Raises CheckpointError for weights that only the CPU reads."""
+    def check(self, config: EngineConfig, directory: Path) -> None:
+        """Raises CheckpointError for weights that only the CPU reads."""
         if config.dummy is None and (directory / PACKED).exists():
             raise CheckpointError(
                 f"{directory}: packed for the CPU; give --device cpu, or the checkpoint it was packed from"
             )
-        return config
 
     def free_bytes(self) -> int:
         """Free bytes of the GPU that has least."""
         return INTERPRETED_BYTES if INTERPRETED else min(torch.cuda.mem_get_info(d)[0] for d in self.devices)
 
-    def begin_compiling(self, plan: Plan[Any], again: bool = False) -> Kernels:
+    def begin_compiling(self, plan: TextPlan | SpeechPlan, again: bool = False) -> Kernels:
         """See `compile.begin_compiling`."""
         return begin_compiling(plan, self.levers, collect, again=again)
 
-    def store(self, plan: Plan[Any]) -> Store:
+    def store(self, plan: TextPlan | SpeechPlan) -> Store:
         """Store to which weights are loaded."""
         return self._store_on(0)
 
     def _store_on(self, i_gpu: int) -> Store:
         return DeviceStore("cpu" if INTERPRETED else self.devices[i_gpu])
 
-    def weights(
-        self, config: EngineConfig, directory: Path, plan: Plan[Any], load: Callable[..., Any], progress: Progress
-    ) -> Any:
-        """Weights and notices, as `load` gives them; of a model that is cut, lists of weights by GPU."""
+    def text_weights(self, model: TextModel, plan: TextPlan, progress: Progress) -> tuple[PartWeights, list[str]]:
+        """Weights of each part by GPU, and notices."""
         if not plan.cuts:
-            return load()
-        told: list[str] = []
+            weights, notices = model.load(self.store(plan), progress)
+            return [[weights]], notices
+        notices = []
 
         def of_shard(store: Store, cuts: Cuts, i: int) -> Weights:
-            weights, notices = load(
-                store=store, cuts=cuts, progress=partial(part_of_progress, progress, i, self.n_cuts)
-            )
+            weights, told = model.load(store, partial(part_of_progress, progress, i, self.n_cuts), cuts)
             if i == 0:
-                told.extend(notices)
-            found: Weights = weights
-            return found
+                notices.extend(told)
+            return weights
 
-        return self.parts(plan.cuts, of_shard), told
+        return self.parts(plan.cuts, of_shard), notices
+
+    def speech_weights(
+        self, model: SpeechModel, plan: SpeechPlan, progress: Progress
+    ) -> tuple[SpeechWeights, list[str]]:
+        return model.load(self.store(plan), progress)
 
     def parts(self, cuts: Sequence[Cuts], load: Callable[[Store, Cuts, int], Weights]) -> list[list[Weights]]:
         """Loads the weights of each part, by GPU. Parts of a GPU have one embedding. load: loads a part,
@@ -279,21 +294,30 @@ class Gpu:
             found[i_gpu][-1].embed = found[i_gpu][0].embed
         return found
 
-    def runner(
-        self, plan: Plan[Any], weights: Any, beside: Any, progress: Progress
-    ) -> GpuTextRunner | ParallelRunner | GpuSpeechRunner:
-        """beside: the vocoder of a speech model; of a language model that takes pictures the tower's weights,
-        and its rules. Raises KernelError.
-        """
-        try:
-            if plan.speaks:
-                return GpuSpeechRunner(plan, weights, beside, self.levers, progress)
-            of_gpus = weights if plan.cuts else [[weights]]
-            return text_runner(plan, self.devices, of_gpus, self.levers, progress, beside)
-        except TritonError as error:
-            raise KernelError(f"a kernel cannot run on this GPU ({error}); give --device cpu") from error
+    def text_runner(
+        self, plan: TextPlan, weights: PartWeights, vision: Vision | None, progress: Progress
+    ) -> GpuTextRunner | ParallelRunner:
+        """Makes a runner. vision: of a model that takes pictures. Raises KernelError."""
+        with _named_kernels():
+            return text_runner(plan, self.devices, weights, self.levers, progress, vision)
 
-    def kernels(self, runner: Any) -> str:
+    def speech_runner(
+        self, plan: SpeechPlan, weights: SpeechWeights, vocoder: dict[str, Array], progress: Progress
+    ) -> GpuSpeechRunner:
+        """Makes a runner. Raises KernelError."""
+        with _named_kernels():
+            return GpuSpeechRunner(plan, weights, vocoder, self.levers, progress)
+
+    def kernels(self, info: EngineInfo) -> str:
         """Describes the kernels for a fingerprint, beside their sources."""
         cuts = f"in {self.n_cuts} parts " if self.n_cuts > self.n_gpus else ""
-        return f"{cuts}{runner.info.device} torch {torch.__version__} triton {triton.__version__} {self.levers}"
+        return f"{cuts}{info.device} torch {torch.__version__} triton {triton.__version__} {self.levers}"
+
+
+@contextmanager
+def _named_kernels() -> Iterator[None]:
+    """Raises KernelError in the place of Triton's own error."""
+    try:
+        yield
+    except TritonError as error:
+        raise KernelError(f"a kernel cannot run on this GPU ({error}); give --device cpu") from error

@@ -20,7 +20,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
-import msgspec
 import torch
 
 from deltic.engine.cache.tiers import Bytes, Tiers
@@ -125,17 +124,10 @@ class ParallelRunner:
         self.tiers: Tiers | None = None
         self.pictures: PictureEncoder | None = None
         self.adapters: LoadedAdapters | None = None
-        self.replays = first.replays  # each GPU replays the same
+        self.info, self.replays = first.info, first.replays  # info is of all GPUs; each replays the same
         if first.tower is not None:
             self.pictures = SharedTower(first.tower, self.runners, self._threads[0])
         self._lost: RunnerLostError | None = None
-        n = len(devices)
-        self.info = msgspec.structs.replace(
-            first.info,
-            device=f"{n} x {first.info.device}",
-            page_bytes=n * first.info.page_bytes,
-            state_bytes=n * first.info.state_bytes,
-        )
 
     def _on_all(self, call: Callable[[GpuTextRunner], T]) -> list[T]:
         if self._lost is not None:  # a thread may never answer again
