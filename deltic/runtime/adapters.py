@@ -38,7 +38,7 @@ class AdapterRoom:
     """Room for LoRA adapters; by default there is none."""
 
     n: int = 0
-    """Most adapters that are loaded at once."""
+    """Limit of adapters that are loaded at once."""
     rank: int = 0
     """The largest rank."""
     n_bytes: int = 0

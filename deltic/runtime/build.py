@@ -56,7 +56,7 @@ class TextRunner(BuiltRunner, Protocol):
 
 
 def is_for_gpu(config: EngineConfig) -> bool:
-    """Whether the model runs on a GPU.
+    """Returns whether the model runs on a GPU.
 
     It does if that is asked for; by default if there is a GPU and no setting that only the CPU has.
     """
@@ -66,7 +66,7 @@ def is_for_gpu(config: EngineConfig) -> bool:
 
 
 def sees_gpu() -> bool:
-    """Whether there is a GPU that models can run on here.
+    """Returns whether there is a GPU that models can run on here.
 
     Importing torch takes a second: it is asked last.
     """
@@ -333,7 +333,7 @@ def warmup(config: EngineConfig) -> int:
 
 
 class _Start:
-    """Where a start is: its progress, the seconds that each stage took, by its name, and notices."""
+    """Progress of a start: how far it is, the seconds that each stage took, by its name, and notices."""
 
     def __init__(self, progress: Progress) -> None:
         self.progress, self.spent, self._begun = progress, dict[str, float](), time.perf_counter()

@@ -18,8 +18,8 @@ from deltic.runtime.plan import SpeechPlan, TextPlan
 def engine_info(
     plan: TextPlan | SpeechPlan, device: str, rules: PictureRules | None = None, **of_device: Any
 ) -> EngineInfo:
-    """What follows from a plan. rules: of a model that takes pictures; of_device: fields that follow from the
-    device.
+    """Makes what follows from a plan. rules: of a model that takes pictures. of_device: fields that follow
+    from the device.
 
     `build.build_runner` adds what only it knows: the model's name, notices, the precision, whether there is a
     prefix cache, and the times of the start.
@@ -65,8 +65,8 @@ def _pictures(plan: TextPlan | SpeechPlan, rules: PictureRules) -> PictureInfo:
 
 
 def precision(plan: TextPlan, weights: Weights) -> tuple[str, list[str]]:
-    """What EngineInfo says of a language model's precision; and, for the log, the formats of a quantised
-    checkpoint.
+    """Returns what EngineInfo says of a language model's precision and, for the log, the formats of a
+    quantised checkpoint.
     """
     if not plan.shape.formats:
         return plan.quantize or "bf16", []

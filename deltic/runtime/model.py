@@ -1,4 +1,4 @@
-"""What is to be run: decided once, by `build.settle`, from the settings, the device and the headers of a
+"""Decides what is to be run: once, by `build.settle`, from the settings, the device and the headers of a
 checkpoint. A plan, the weights and a runner follow from it.
 """
 
@@ -75,7 +75,7 @@ class Model(Generic[S]):
     notices: tuple[str, ...] = ()
     """Decisions that no setting names, for the log."""
     no_pictures: str = ""
-    """Why a vision tower that is there is not run."""
+    """Reason why a vision tower that is there is not run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -166,15 +166,15 @@ def resolve_kv_cache(config: EngineConfig, directory: Path, device: str) -> tupl
 
 
 def _wants_fp8(directory: Path) -> bool:
-    """Whether a checkpoint says that it was made for keys and values in 8-bit floats."""
+    """Returns whether a checkpoint says that it was made for keys and values in 8-bit floats."""
     file = (directory if directory.is_dir() else directory.parent) / "config.json"
     scheme = quantization_config(read_json(file)).get("kv_cache_scheme") if file.exists() else None
     return isinstance(scheme, Mapping) and scheme.get("num_bits") == 8 and scheme.get("type") == "float"
 
 
 def largest_keys(weights: Weights, shape: ModelShape) -> dict[str, float]:
-    """By the name of an attention layer, what no element of its keys exceeds: a norm makes a head sqrt(d)
-    long and multiplies it with 1 + w, rotation leaves pairs their length, and YaRN multiplies those.
+    """Returns a bound on the elements of the keys, by the name of the attention layer: a norm makes a head
+    sqrt(d) long and multiplies it with 1 + w, rotation leaves pairs their length, and YaRN multiplies those.
     """
     layers = {f"layers.{i}": layer for i, layer in enumerate(weights.layers) if isinstance(layer, AttnLayer)}
     if weights.draft_head is not None:

@@ -32,8 +32,9 @@ CACHE_SHARE = 4
 host tier.
 """
 DECODERS_BYTES = 2 * (3 << 30)
-"""What the server's decoders of pictures and videos may take: `N_DECODING` processes of `DECODE_MEMORY` bytes
-of address space (server/chat/picture_parts.py, pictures.py). The largest pictures take 0.4 to 1.2 GB each.
+"""Bytes that the server's decoders of pictures and videos may take: `N_DECODING` processes of
+`DECODE_MEMORY` bytes of address space (server/chat/picture_parts.py, pictures.py). The largest pictures take
+0.4 to 1.2 GB each.
 """
 TOO_MUCH = 1 << 60
 """Size in bytes reported for a workspace that does not even fit the address space."""
@@ -44,18 +45,18 @@ class Plan(Generic[S]):
     """Sizes of everything, in bytes and in counts."""
 
     shape: S
-    """Of a model that is cut, what the largest part has."""
+    """Shape of the model, or of the largest part of one that is cut."""
     quantize: str | None
-    """What matrices that are stored in 16 bits become."""
+    """Format that matrices stored in 16 bits become."""
     weight_bytes: int
     vocoder_bytes: int
     """Weights of a speech model's vocoder, on a GPU its activations, too; 0 for other models."""
     tower: VisionShape | None
-    """Of a language model that takes pictures."""
+    """Vision tower of a language model that takes pictures."""
     tower_bytes: int
-    """Its weights."""
+    """Bytes of the tower's weights."""
     max_picture_tokens: int
-    """Of one picture; 0: prompts have no pictures."""
+    """Tokens of one picture, at most. 0: prompts have no pictures."""
     n_real: int
     """Ids that can be drawn."""
     max_model_len: int
@@ -75,9 +76,9 @@ class Plan(Generic[S]):
     workspace: dict[str, int]
     """Bytes of each buffer of a step, and of a vocoder's streams."""
     max_drafts: int = 0
-    """Most tokens of a draft."""
+    """Tokens of a draft, at most."""
     adapters: AdapterRoom = NO_ADAPTERS
-    """Their memory is part of the workspace."""
+    """Room for adapters. Its memory is part of the workspace."""
     cpus: tuple[int, ...] = ()
     """The CPU of each thread; none: wherever the system puts them."""
     cuts: tuple[Cuts, ...] = ()
@@ -87,7 +88,7 @@ class Plan(Generic[S]):
 
     @property
     def n_shards(self) -> int:
-        """That a GPU has."""
+        """Shards of the model on a GPU."""
         return max(1, len(self.cuts) // self.n_gpus)
 
     def cuts_of(self, i: int) -> tuple[Cuts, ...]:
@@ -118,7 +119,7 @@ class Plan(Generic[S]):
 
     @property
     def n_decode_rows(self) -> int:
-        """Most rows of a decode on a GPU: one of each sequence, and those of drafts."""
+        """Rows of a decode on a GPU, at most: one of each sequence, and those of drafts."""
         return self.max_num_seqs + min(PAGE_SIZE, self.max_num_seqs * self.max_drafts)
 
     @property
@@ -133,7 +134,7 @@ class Plan(Generic[S]):
 
     @property
     def n_vocoder_slots(self) -> int:
-        """Those of the streams, and the one behind them in which voices are primed."""
+        """Slots of the streams, and the one behind them in which voices are primed."""
         return self.n_streams + 1
 
     @property
@@ -236,9 +237,9 @@ class Kind(ABC, Generic[S]):
     """A kind of model on a kind of device, as the planner needs to know it."""
 
     device: str
-    """As --device says it: cpu or cuda."""
+    """Device, as --device says it: cpu or cuda."""
     counted: Store = COUNTED
-    """What counts the bytes of weights as the device stores them."""
+    """Store that counts the bytes of weights as the device stores them."""
     model_len: int
     """The default of --max-model-len, where the model has so many positions."""
     num_seqs: int
@@ -249,10 +250,10 @@ class Kind(ABC, Generic[S]):
     The first that can be, first.
     """
     max_checkpoints: int = 0
-    """Most by default; 0: this kind keeps none."""
+    """Checkpoints by default, at most. 0: this kind keeps none."""
     max_num_seqs: float = math.inf
     step_multiple: int = 1
-    """What --max-step-tokens must be a multiple of."""
+    """Divisor that --max-step-tokens must have."""
     free_share: float = 0.8
     """The part of the free memory that is used where --memory-gb does not say, less reserve_bytes."""
     reserve_bytes: int = 0
@@ -298,7 +299,7 @@ class Kind(ABC, Generic[S]):
         return 0
 
     def picture_tokens(self, config: EngineConfig) -> int:
-        """Most tokens of a picture; 0: prompts have none."""
+        """Tokens of a picture, at most. 0: prompts have none."""
         return 0
 
     def budget(self, plan: Plan[S], config: EngineConfig) -> Plan[S]:
@@ -332,7 +333,7 @@ class TextKind(Kind[ModelShape]):
         """Bytes of a LoRA adapter."""
 
     def max_drafts(self, config: EngineConfig, shape: ModelShape) -> int:
-        """Most tokens of a draft; 0: none are made."""
+        """Tokens of a draft, at most. 0: none are made."""
         if config.max_drafts is not None:
             return config.max_drafts
         return self.drafts if self.weight_bytes(shape, config.rounded) > CACHED_BYTES else 0
@@ -539,7 +540,9 @@ def _largest(plan: Plan[S], kind: Kind[S], field: str, least: int, unit: int) ->
 
 
 def _does_not_fit(plan: Plan[S], kind: Kind[S], have: str) -> ConfigError:
-    """For a model that no lower setting would make fit. plan: without what is kept for the prefix cache."""
+    """Makes the error for a model that no lower setting would make fit. plan: without what is kept for
+    the prefix cache.
+    """
     sizes = f"weights {plan.weight_bytes / 1e9:.1f} GB"
     if plan.tower_bytes:
         sizes += f", vision tower {plan.tower_bytes / 1e9:.1f} GB"
