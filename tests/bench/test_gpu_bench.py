@@ -42,7 +42,8 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
     monkeypatch.setattr(GpuTextRunner, "replay_ms", lambda self, n, n_keys: 1.0, raising=False)
     engine = SimpleNamespace(runner=runner, info=SimpleNamespace(device="NVIDIA H200"))
     device = SimpleNamespace(n_gpus=1, n_cuts=1)
-    model = SimpleNamespace(shape=published_shape("qwen3.5-27b"), engine=lambda levers, n: engine, device=device)
+    run = SimpleNamespace(shape=published_shape("qwen3.5-27b"))
+    model = SimpleNamespace(run=run, engine=lambda levers, n: engine, device=device)
     order: list[tuple[str, int]] = []
 
     def decode(engine: object, n: int, n_prompt: int, n_output: int, seed: int) -> tuple[list[float], list[list[int]]]:
@@ -133,7 +134,7 @@ def test_steps_behind_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     shape = replace(published_shape("qwen3.5-27b"), kv_cache_dtype="fp8")
     engine = SimpleNamespace(runner=runner, info=SimpleNamespace(device="NVIDIA H200"))
     device = SimpleNamespace(n_gpus=1, n_cuts=1)
-    model = SimpleNamespace(shape=shape, engine=lambda levers, n: engine, device=device)
+    model = SimpleNamespace(run=SimpleNamespace(shape=shape), engine=lambda levers, n: engine, device=device)
     monkeypatch.setattr(contexts, "need_gpu", lambda: None)
     monkeypatch.setattr(gpu.GpuRoofs, "measured", classmethod(lambda cls: cls(4.4e12, 7.9e14)))
     monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, config, format: model))
@@ -160,7 +161,7 @@ def test_adapters_beside_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert (adapters.n, adapters.rank) == (2, 4) and adapters.n_bytes > 0
         return plain
 
-    model = SimpleNamespace(shape=runner.plan.shape, engine=engine, cuts=())
+    model = SimpleNamespace(run=SimpleNamespace(shape=runner.plan.shape, cuts=()), engine=engine)
     monkeypatch.setattr(lora, "need_gpu", lambda: None)
     monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, *_: model))
     monkeypatch.setattr(gpu.torch.cuda, "synchronize", lambda: None)
