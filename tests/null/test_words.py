@@ -1,0 +1,51 @@
+"""Words that this repository has given up for the field's: no identifier of the package has them again."""
+
+from __future__ import annotations
+
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[2] / "deltic"
+FILES = sorted(PACKAGE.rglob("*.py"))
+EVERYWHERE = re.compile(
+    r"party|PieceStream|Piece|STRIP|part_logits|rows_place|place_table|PlaceState|PlaceParameters|n_owners|[Rr]esidency"
+)
+"""Now namespace, UpdateStream, Segment or Update, PANEL, shard_logits, rows_batch_slot, batch_table, BatchState,
+BatchParameters, n_tenants, placement."""
+N_OWNERS = {"engine/cache/pool.py", "engine/cache/cache.py", "engine/cache/placement.py"}
+"""Files that count references: an index has as many owners."""
+SLOT = re.compile(r"p_slot|slots?")
+OTHER_SLOTS = re.compile(
+    r"ops/(gpu/(all_reduce|moe|moe_prefill|lora)|cpu/lora)\.py|runtime/((cpu|gpu)/)?adapters\.py|models/hub\.py"
+)
+"""Slots of adapters, of a token's experts, of the flags of a rank, and of downloads."""
+PLACE = re.compile(r"n_places|places?|p_place|token_place|row_place|Places")
+STEPS = re.compile(
+    r"engine/(?!drafts|pictures|scheduler)|models/(qwen|tts)/(cpu|gpu)|ops/cpu/(attention|gdn|sample)|runtime/(cpu|gpu)/"
+)
+"""Files of steps, where a place can only be a row of the batch; the scheduler has a verb, too."""
+
+
+def names_of(path: Path) -> set[str]:
+    tokens = list(tokenize.generate_tokens(io.StringIO(path.read_text()).readline))
+    pairs = zip(tokens, [*tokens[1:], None], strict=True)
+    return {
+        token.string
+        for token, after in pairs
+        if token.type == tokenize.NAME and not (token.string == "slots" and after and after.string == "=")
+    }
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+def test_words_that_were_given_up_do_not_return(path: Path) -> None:
+    name, names = path.relative_to(PACKAGE).as_posix(), names_of(path)
+    found = {word for word in names if EVERYWHERE.fullmatch(word)} - ({"n_owners"} if name in N_OWNERS else set())
+    if not OTHER_SLOTS.fullmatch(name):
+        found |= {word for word in names if SLOT.fullmatch(word)}
+    if STEPS.match(name):
+        found |= {word for word in names if PLACE.fullmatch(word)}
+    assert not found, f"{name}: {sorted(found)}"
