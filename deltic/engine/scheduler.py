@@ -278,6 +278,8 @@ class Scheduler:
         sequence.guide = None
         if self.pictures is not None:
             self.pictures.leave(sequence)
+        if self.drafting is not None:
+            self.drafting.leave(sequence)
         if sequence.adapter is not None:
             sequence.adapter.n_sequences -= 1
         self.is_blocked = False
@@ -321,8 +323,7 @@ class Scheduler:
             step.chunks.append(Chunk(sequence, start, 1, n_redo=sequence.n_window))
         # Where there is a target for the time between two tokens, a chunk uses it up: the vision tower and
         # prefills take turns.
-        has_pictures = self.pictures is not None and self.pictures.has_work
-        gives_way = has_pictures and self._had_prefill and bool(self._decodes) and self.cost is not None
+        gives_way = self._tower_has_work and self._had_prefill and bool(self._decodes) and self.cost is not None
         if (self._prefills or self._admission.waiting) and not gives_way:
             self._plan_prefills(step)
             if not self.info.canonical_decode:
@@ -331,13 +332,18 @@ class Scheduler:
             self.drafting.plan(step)
         self._had_prefill = bool(step.chunks) and not step.chunks[-1].is_decode
         if not step.chunks:
-            has_pictures = self.pictures is not None and self.pictures.has_work
-            if not (self.cache.store.n_moving or (self.guides is not None and self.guides.n_busy) or has_pictures):
+            has_masks = self.guides is not None and self.guides.n_busy > 0
+            if not (self.cache.store.n_moving or has_masks or self._tower_has_work):
                 self.is_blocked = self.n_stalled > 0
                 if not self.is_blocked:
                     raise RuntimeError(f"{self.n_open} sequences are open and none can run: the scheduler is stuck")
             return None
         return step
+
+    @property
+    def _tower_has_work(self) -> bool:
+        """True while a picture of an open sequence is still to be encoded."""
+        return self.pictures is not None and self.pictures.has_work
 
     def tower_s(self, step_s: float) -> float:
         """Seconds that the vision tower may take behind a step that took so long; 0: not now.
@@ -522,16 +528,15 @@ class Scheduler:
                 sequence.n_window = n_taken
                 output.n_drafted = len(chunk.drafts)
                 output.n_accepted = n_taken - is_whole  # the last was drawn freely, if it was taken
-                if self.drafting is not None:
-                    self.drafting.count(sequence, output.n_drafted, output.n_accepted)
                 outputs += output.one_by_one()
             else:
                 outputs.append(output)
                 if n_taken > 1:
                     sequence.n_computed = len(sequence.tokens) - 1
                     self.cache.publish(sequence)  # it may have passed the end of a page
-            if result.guesses and sequence.drafter is not None:
-                sequence.drafter.guesses = result.guesses[i]
+            if self.drafting is not None:
+                guesses = result.guesses[i] if result.guesses else []
+                self.drafting.take(sequence, len(chunk.drafts), n_taken - is_whole if chunk.drafts else 0, guesses)
             if output.finish_reason is not None:
                 self._decodes.remove(sequence)
                 self._close(sequence, output.finish_reason, keep_state=is_whole)
