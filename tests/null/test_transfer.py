@@ -154,7 +154,7 @@ def test_it_is_off_unless_asked_for(tmp_path: Path) -> None:
         assert code(httpx.post(f"{url}/cache/export", json=PROMPT)) == (403, "cache_transfer_off")
         assert code(send(url, b"x")) == (403, "cache_transfer_off")
     for given in ({}, {"cache_dir": tmp_path, "prefix_cache": False}, {"cache_dir": tmp_path, "cache_disk_gb": 0.0}):
-        with pytest.raises(ConfigError, match=r"--allow-cache-transfer: .* give --cache-dir"):
+        with pytest.raises(ConfigError, match=r"--allow-cache-transfer: .* Give --cache-dir"):
             resolve(EngineConfig, {"allow_cache_transfer": True} | given, {})
 
 
@@ -173,7 +173,7 @@ def test_a_server_that_others_reach_needs_keys(tmp_path: Path, capsys: pytest.Ca
     asked = ["serve", "--host", "0.0.0.0", "--port", "0", "--cache-dir", str(tmp_path), "--allow-cache-transfer"]
     assert main(asked) == 2
     said = capsys.readouterr().err
-    assert "give --api-key" in said and said.count("\n") == 1
+    assert "Give --api-key" in said and said.count("\n") == 1
 
 
 def test_it_is_for_administrators(sender: FakeEngineClient, tmp_path: Path) -> None:
