@@ -37,7 +37,7 @@ pytestmark = pytest.mark.long
 
 def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = GpuTextRunner.__new__(GpuTextRunner)
-    monkeypatch.setattr(runner, "plan", SimpleNamespace(quantize=None, n_parts=1), raising=False)
+    monkeypatch.setattr(runner, "plan", SimpleNamespace(quantize=None, n_shards=1), raising=False)
     monkeypatch.setattr(GpuTextRunner, "n_launches", lambda self, n: 454, raising=False)
     monkeypatch.setattr(GpuTextRunner, "replay_ms", lambda self, n, n_keys: 1.0, raising=False)
     engine = SimpleNamespace(runner=runner, info=SimpleNamespace(device="NVIDIA H200"))
@@ -125,7 +125,7 @@ def test_steps_behind_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     """The roof has the bytes of keys and values in their format; no step is behind more tokens than a sequence may have."""
     runner = GpuTextRunner.__new__(GpuTextRunner)
     asked: list[tuple[int, int]] = []
-    monkeypatch.setattr(runner, "plan", SimpleNamespace(quantize=None, n_parts=1, n_pages=9), raising=False)
+    monkeypatch.setattr(runner, "plan", SimpleNamespace(quantize=None, n_shards=1, n_pages=9), raising=False)
     monkeypatch.setattr(
         GpuTextRunner,
         "replay_ms",
