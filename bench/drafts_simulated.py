@@ -161,7 +161,7 @@ def gained(load: Workload, cost: str, n: int, seed: int, held_up: float) -> tupl
             one.guide = Forced(one, load.forced)
         while all(one.n_generated < len(load.answer) - 1 for one in running):
             step = Step([Chunk(s, len(s.tokens) - 1, 1) for s in running], [Draw(i, s) for i, s in enumerate(running)])
-            ran_ahead = drafting.drafters.get(running[0], drafting.known).runs_ahead
+            ran_ahead = running[0].runs_ahead
             begun_s = time.perf_counter()
             drafting.plan(step)
             planned_s, n_planned = planned_s + time.perf_counter() - begun_s, n_planned + n
@@ -175,7 +175,10 @@ def gained(load: Workload, cost: str, n: int, seed: int, held_up: float) -> tupl
                 chance = load.accept[one.n_generated // 100 % len(load.accept)] if load.accept else 0.0
                 behind = rest[1 + n_right :][: draw.n_guesses]
                 guesses = [id if draws.random() < chance else id + 1 for id in behind]
-                drafting.take(one, len(chunk.drafts), n_right, guesses)
+                if chunk.drafts:
+                    drafting.count(one, len(chunk.drafts), n_right)
+                if one.drafter is not None:
+                    one.drafter.guesses = guesses
                 n_drawn += 1 + n_right
             guess_ms = guess_cost * max(draw.n_guesses for draw in step.draws)
             took = (step_ms(cost, step.n_tokens) - saved * ran_ahead) * rng.lognormvariate(0, 0.03) + guess_ms

@@ -143,7 +143,7 @@ class Admission:
         self._stop(sequence)
         for member in (sequence, *sequence.siblings):
             self._cache.preempt(member)
-            member.n_window = 0
+            member.n_window, member.drafter = 0, None
         sequence.n_preempted += 1
         sequence.begin_prompt_logprobs()
         self.wait(sequence)

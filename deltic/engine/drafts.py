@@ -52,8 +52,8 @@ MAX_PAUSE, MAX_FIRST_PAUSE = 256, 32
 MOST_MISSES = MAX_PAUSE.bit_length() - 1
 """Misses with which a proposer pauses longest."""
 
-MIN_PAUSE = 8
-"""Steps for which all drafts pause at first. The pause doubles up to MAX_PAUSE, while they are in vain."""
+N_PAUSES = 6
+"""Lengths of the pause of all drafts, each twice the one before, up to MAX_PAUSE."""
 
 KEPT = 0.93
 """Decay of a record with each draft."""
@@ -61,19 +61,24 @@ KEPT = 0.93
 A_TRY = 0.5
 """Chance that the first token behind a pause is believed to have."""
 
-NEW = 0.2
-"""Weight of a new time beside what is known."""
+KEPT_TIMES = 0.95
+"""Decay of the statistics of times with each new one."""
 
-STEEP = 0.3
-"""Weight with which a new time turns a line of times, beside that with which it lifts the line."""
-
-N_PROBED, N_BETWEEN = 4, 512
-"""Steps in a row that run ahead to see what they take, and steps from one such row to the next."""
+KEPT_AHEAD, N_VALID = 0.8, 512
+"""Decay of the known time of steps that run ahead, and the number of steps for which it is valid."""
 
 KEPT_WORTH, N_TRIED = 0.95, 6
-"""Decay of the seconds that drafts saved with each step, and the number of steps before they may pause."""
+"""Decay of the worth of steps that do not run ahead, and the number of them before it may cause a pause."""
 
-MOST_LATE = 1.5
+BELIEF = 0.1
+"""Weight of what is believed of times beside what is known: that of one step that ran this many tokens more,
+or fewer, than others, squared.
+"""
+
+SURE = 2.0
+"""Weight of one time of just so many tokens beside the line through all of them."""
+
+MOST_LATE = 2.0
 """Factor by which a time may exceed what is expected; what is above says nothing of the work."""
 
 OWN = 4.0
@@ -206,8 +211,6 @@ class Drafter:
     """The record of whoever proposed the next draft; the head's where there is none."""
     asked: int = 0
     """The latest step for which the proposers were asked, and what was to be tried was."""
-    runs_ahead: bool = False
-    """True if the runner may have started the sequence's next decode, which then has no draft."""
 
     def begun(self, step: int) -> Drafter:
         """Makes the drafter of a new sequence, which comes behind the step of this number."""
@@ -243,44 +246,64 @@ class Drafter:
         return likeliest
 
 
-def mixed(known_s: float, seconds: float) -> float:
-    """Returns the mean of known times and a new one, of which no more counts than MOST_LATE."""
-    return known_s + NEW * (min(seconds, MOST_LATE * known_s) - known_s)
-
-
 @dataclass(slots=True, eq=False)
+class _Known:
+    """Statistics of the times of n sequences."""
+
+    sums: list[float] = field(default_factory=lambda: [0.0] * 5)
+    """Sums of 1, x, y, x^2 and x y, where x is the number of tokens over n, and y the seconds that took."""
+    n_seen: int = 0
+    just: dict[int, tuple[float, float, int]] = field(default_factory=dict)
+    """Weight and mean of the times of just so many tokens, and n_seen at the last, by their number."""
+
+
 class Times:
-    """Estimates of the seconds of a step of n sequences by the number of drafted tokens: a line through the
-    latest times, and beside it how much more or less steps with just so many took.
+    """Estimates of a time by the number of sequences and that of the tokens guessed for them: what it took
+    with just so many, the latest most, as far as that is known; else a line through all of it.
     """
 
-    n: int
-    begin: float
-    """Seconds without a drafted token."""
-    each: float
-    """Seconds of each, on the line."""
-    beside: dict[int, float] = field(default_factory=dict)
-    """Seconds from the line, by the number of drafted tokens."""
+    def __init__(self, own: float) -> None:
+        """own: what a sequence is believed to cost beside a token, until that is known."""
+        self._own = own
+        self._known: dict[int, _Known] = {}
 
-    @classmethod
-    def believed(cls, n: int, n_tokens: int, seconds: float) -> Times:
-        """Makes the estimates of which one time is known."""
-        each = seconds / (OWN * n + n_tokens)
-        return cls(n, OWN * n * each, each)
+    def observe(self, n: int, n_tokens: int, seconds: float) -> None:
+        """Learns what n sequences with so many tokens took."""
+        known = self._known.setdefault(n, _Known())
+        if known.n_seen:
+            begin, each = self._line(known, n)  # beyond that another program had the processor
+            seconds = min(seconds, MOST_LATE * (begin + each * n_tokens))
+        x, y = n_tokens / n, seconds
+        known.sums = [KEPT_TIMES * old + new for old, new in zip(known.sums, (1.0, x, y, x * x, x * y), strict=True)]
+        known.n_seen += 1
+        weight, mean, seen = known.just.get(n_tokens, (0.0, 0.0, 0))
+        weight = weight * KEPT_TIMES ** (known.n_seen - seen)
+        known.just[n_tokens] = weight + 1.0, (weight * mean + y) / (weight + 1.0), known.n_seen
 
-    def seconds(self, n_tokens: int) -> float:
-        """Returns the estimate for so many drafted tokens: more than 0, however far off some times were."""
-        return max(self.begin / 2, self.begin + self.each * n_tokens + self.beside.get(n_tokens, 0.0))
+    def seconds(self, n: int, most: int) -> list[float]:
+        """Seconds with 0 to `most` tokens. Empty: nothing is known of so many sequences."""
+        if (known := self._known.get(n)) is None:
+            return []
+        begin, each = self._line(known, n)
+        estimates = [begin + each * i for i in range(most + 1)]
+        for n_tokens, (weight, mean, seen) in known.just.items():
+            if n_tokens <= most:
+                sure = SURE * weight * KEPT_TIMES ** (known.n_seen - seen)
+                estimates[n_tokens] = (estimates[n_tokens] + sure * mean) / (1.0 + sure)
+        return estimates
 
-    def observe(self, n_tokens: int, seconds: float) -> None:
-        """Learns what a step with so many drafted tokens took."""
-        x = n_tokens / self.n**0.75
-        more = min(seconds, MOST_LATE * self.seconds(n_tokens)) - self.begin - self.each * n_tokens
-        lift = NEW * more / (1.0 + STEEP * x * x)
-        self.each = max(0.0, self.each + lift * STEEP * x / self.n**0.75)  # no row makes a step shorter
-        self.begin = max(self.begin + lift, self.each)
-        known = self.beside.get(n_tokens, 0.0)
-        self.beside[n_tokens] = known + NEW * ((1.0 - NEW) * more - known)
+    def _line(self, known: _Known, n: int) -> tuple[float, float]:
+        """Fits the seconds without a token, and those of each. However steep the line is through a few
+        samples that another program held up, without a token it takes a sixteenth of what is believed at the
+        least.
+        """
+        total, *sums = known.sums
+        x, y, xx, xy = (each / total for each in sums)
+        believed = y / (self._own + x) if self._own + x else 0.0
+        slope = max(0.0, (xy - x * y + BELIEF / total * believed) / (xx - x * x + BELIEF / total))
+        if x:
+            slope = min(slope, (y - believed * self._own / 16) / x)
+        return max(0.0, y - slope * x), slope / n
 
 
 class Drafting:
@@ -291,27 +314,24 @@ class Drafting:
         whether it may run ahead.
         """
         self.max_drafts, self.has_head, self.guides, self.runs_ahead = max_drafts, has_head, guides, runs_ahead
-        self._steps, self.guess_s = dict[int, Times](), dict[int, float]()
-        """Times of steps without the head, and seconds of a guess of the head, by the number of sequences."""
+        self.steps, self.guesses = Times(OWN), Times(0.0)
+        """Times of steps, by the rows of their drafts; and of the head, not in them, by its depth."""
         self.known = Drafter()
         """A drafter with the records of all sequences."""
-        self.drafters: dict[Sequence, Drafter] = {}
-        """The drafter of each sequence that has been in a step with decodes to draft for."""
         self.drafted, self.accepted = (Counter({str(1 + i): 0 for i in range(max_drafts)}) for _ in range(2))
         """Counts of tokens by their place in the draft, as in Stats."""
-        self._n_steps = 0
-        self._ahead_s: dict[int, float] = {}
-        """Seconds of a step that ran ahead, as did the next one, by the number of its sequences."""
-        self._begun = set[int]()
-        """Numbers of sequences of which one such step ran, whose time does not count."""
+        self._n_steps = self._n_plain = 0
+        self._ahead_s: dict[int, tuple[float, int]] = {}
+        """Seconds of a step that ran ahead, as did the next one, and the number of the step that took them;
+        by the number of its sequences.
+        """
         self._is_ahead = self._is_late = False
         """True if this step ran ahead, as may the next one; true if it came too late for drafts."""
-        self._n_right = 0
-        """Tokens of this step's drafts that were right."""
-        self._saved_s, self._n_tried = 0.0, 0
-        """Seconds that the latest steps saved by not running ahead, and the number of these steps."""
-        self._pause, self._paused_until = MIN_PAUSE, 0
-        """Steps of the next pause of all drafts, and the step at which the latest pause ends."""
+        self._spent_s = self._plain_s = 0.0
+        """Seconds of the latest steps that did not run ahead; and those of their tokens if they had."""
+        self._n_tried, self._n_pauses, self._paused_until, self._n_right = 0, 0, 0, 0
+        self._seen: set[tuple[int, bool]] = set()
+        """Steps with drafts that have run before, by their tokens, and by whether the head guessed."""
 
     def plan(self, step: Step) -> None:
         """Gives a step of decodes drafts, says what the draft head guesses for the next one, and whether
@@ -319,7 +339,7 @@ class Drafting:
         next one says whether that may run ahead.
         """
         self._n_steps += 1
-        ran_ahead = any(self.drafters.get(draw.sequence, self.known).runs_ahead for draw in step.draws)
+        ran_ahead = any(draw.sequence.runs_ahead for draw in step.draws)
         is_late = ran_ahead or not all(chunk.is_decode for chunk in step.chunks)
         if is_late and not self.runs_ahead:
             return
@@ -331,12 +351,9 @@ class Drafting:
         asked: list[tuple[int, Record, int]] = []
         at = self._n_steps + is_late
         in_sight, is_quiet = False, at < self._paused_until or self._is_probe(n)
-        for draw in step.draws:
-            if draw.sequence not in self.drafters:
-                self.drafters[draw.sequence] = self.known.begun(at - 1)
         for draw in step.draws if not is_quiet else []:
             chunk, sequence = step.chunks[draw.chunk], draw.sequence
-            drafter = self.drafters[sequence]
+            drafter = sequence.drafter = sequence.drafter or self.known.begun(at - 1)
             # At the end of a page, too, what counts is the step behind this one, if it may run ahead.
             is_next = is_late or (self.runs_ahead and n_drafted_at(len(sequence.tokens) - 1) <= 0)
             start = len(sequence.tokens) - 1 + is_next
@@ -345,7 +362,7 @@ class Drafting:
             deepest = min(self.max_drafts, n_left - 1, n_drafted_at(start + 1))
             head, draft = drafter.of_head, list[int]()
             if most > 0:
-                draft = self._propose(drafter, sequence, chunk, most, at, is_next)
+                draft = self._propose(sequence, chunk, most, at, is_next)
             else:
                 drafter.used = head
             if draft and is_next and not is_late:
@@ -359,17 +376,17 @@ class Drafting:
         if chances or asked:
             in_sight |= self._share(step, n, drafts, chances, asked, is_late)
         for draw in step.draws:
-            chunk, drafter = step.chunks[draw.chunk], self.drafters[draw.sequence]
+            chunk, drafter = step.chunks[draw.chunk], draw.sequence.drafter
             chunk.rules = chunk.rules[: 1 + len(chunk.drafts)]
-            drafter.runs_ahead = self.runs_ahead and not in_sight
+            draw.sequence.runs_ahead = self.runs_ahead and not in_sight
             has_room = n_drafted_at(len(draw.sequence.tokens) - 1 + is_late) > 1  # for drafts and guesses
-            if has_room and not (is_late and in_sight):
+            if drafter is not None and has_room and not (is_late and in_sight):
                 drafter.asked = at
         step.runs_ahead, self._is_ahead, self._is_late = not in_sight, ran_ahead and not in_sight, is_late
 
     def _is_probe(self, n: int) -> bool:
         """Returns whether to measure what a step of n sequences takes that runs ahead."""
-        return self.runs_ahead and (n not in self._ahead_s or self._n_steps % N_BETWEEN >= N_BETWEEN - N_PROBED)
+        return self.runs_ahead and self._n_steps - self._ahead_s.get(n, (0.0, -N_VALID))[1] >= N_VALID
 
     def _share(
         self,
@@ -387,9 +404,7 @@ class Drafting:
         chances.sort(reverse=True)
         n_taken = Counter(i for _, i in chances[: self._n_worth(chances, seconds, n)[1]])
         n_guesses = self._n_asked(asked, seconds, n) if asked else Counter[int]()
-        missed = {
-            self.drafters[step.draws[i].sequence].used for i, draft in enumerate(drafts) if draft and not n_taken[i]
-        }
+        missed = {step.draws[i].sequence.drafter.used for i, draft in enumerate(drafts) if draft and not n_taken[i]}
         missed |= {head for i, head, _ in asked if not n_guesses[i]}
         in_sight = bool(n_taken or n_guesses)
         for record in missed if not (is_late and in_sight) else ():  # else they are asked for this step again
@@ -402,15 +417,14 @@ class Drafting:
                 draw.n_guesses = n_guesses[i] if n_drafted_at(chunk.start + 1) > 0 else 0
         return in_sight
 
-    def _propose(
-        self, drafter: Drafter, sequence: Sequence, chunk: Chunk, most: int, step: int, is_next: bool
-    ) -> list[int]:
+    def _propose(self, sequence: Sequence, chunk: Chunk, most: int, step: int, is_next: bool) -> list[int]:
         """Proposes a draft for the step of this number, as far as the sequence's guide allows it. is_next:
         this step draws a token before it: the first that the grammar leaves, if that drafts.
         """
-        guide = sequence.guide
+        drafter, guide = sequence.drafter, sequence.guide
         if not isinstance(guide, Guide) or self.guides is None:
-            return drafter.propose(sequence.tokens, most, step)
+            free: list[int] = drafter.propose(sequence.tokens, most, step)
+            return free
         forced = guide.forced(most + is_next)
         draft = drafter.propose(sequence.tokens, most, step, forced[is_next:])
         if not draft:
@@ -440,12 +454,12 @@ class Drafting:
         asked: sequences, their records, and how many tokens they may have.
         """
         deepest = max(most for _, _, most in asked)
-        guess_s = self.guess_s.get(n, HEAD * seconds[0])
+        guess_s = self.guesses.seconds(n, deepest) or [HEAD * seconds[0] * k for k in range(deepest + 1)]
         each = [record.chances(i, most) for i, record, most in asked]
         best, likeliest = n / seconds[0], list[tuple[float, int]]()
         for k in range(1, deepest + 1):
             chances = sorted((chance for chances_of_one in each for chance in chances_of_one[:k]), reverse=True)
-            tokens_s, n_rows = self._n_worth(chances, [s + k * guess_s for s in seconds], n)
+            tokens_s, n_rows = self._n_worth(chances, [s + guess_s[k] for s in seconds], n)
             if tokens_s <= best:
                 break  # deeper is not better, either
             best, likeliest = tokens_s, chances[:n_rows]
@@ -453,23 +467,16 @@ class Drafting:
 
     def _step_s(self, n: int) -> list[float]:
         """Time of a step, by the number of rows that are drafts; in any unit where nothing is known."""
-        times = self._steps.get(n) or Times.believed(n, 0, self._ahead_s.get(n, 1.0))
-        return [times.seconds(i) for i in range(min(self.max_drafts * n, PAGE_SIZE) + 1)]
+        most = min(self.max_drafts * n, PAGE_SIZE)
+        plain_s = self._ahead_s.get(n, (1.0, 0))[0]
+        return self.steps.seconds(n, most) or [plain_s * (1.0 + i / (OWN * n)) for i in range(most + 1)]
 
-    def take(self, sequence: Sequence, n_drafted: int, n_accepted: int, guesses: list[int]) -> None:
-        """Takes what became of a sequence's draft, if it had one, and the guesses behind what was drawn."""
-        if (drafter := self.drafters.get(sequence)) is None:
-            return
-        drafter.guesses = guesses
-        if n_drafted:
-            self.drafted.update(str(1 + i) for i in range(n_drafted))
-            self.accepted.update(str(1 + i) for i in range(n_accepted))
-            self._n_right += n_accepted
-            drafter.observe(n_drafted, n_accepted, self.known)
-
-    def leave(self, sequence: Sequence) -> None:
-        """Forgets a sequence that ends."""
-        self.drafters.pop(sequence, None)
+    def count(self, sequence: Sequence, n_drafted: int, n_accepted: int) -> None:
+        """Takes what became of a sequence's draft."""
+        self.drafted.update(str(1 + i) for i in range(n_drafted))
+        self.accepted.update(str(1 + i) for i in range(n_accepted))
+        self._n_right += n_accepted
+        sequence.drafter.observe(n_drafted, n_accepted, self.known)
 
     def observe(self, step: Step, seconds: float, guess_s: float) -> None:
         """Learns what a step took, if it was one of decodes, and what of that the head did."""
@@ -478,25 +485,23 @@ class Drafting:
             return
         n, deepest = len(step.chunks), max((draw.n_guesses for draw in step.draws), default=0)
         n_rows = step.n_tokens - n
-        if self._is_ahead and n not in self._begun:
-            self._begun.add(n)  # it may have taken longer: what it runs was put in place first
-            return
+        self._n_plain = 0 if n_rows or deepest else self._n_plain + 1
         if self._is_ahead:
-            known_s = min(seconds, self._ahead_s.get(n, seconds))  # one too low is soon put right
-            self._ahead_s[n] = mixed(known_s, seconds)
+            known_s = min(seconds, self._ahead_s.get(n, (seconds, 0))[0])  # one too low is soon put right
+            seconds = min(seconds, MOST_LATE * known_s)
+            seen = self._n_steps - (0 if n in self._ahead_s else N_VALID)  # the first may have taken longer
+            self._ahead_s[n] = known_s + (1.0 - KEPT_AHEAD) * (seconds - known_s), seen
             return
-        if not self._is_late:
-            self.learn(n, n_rows, seconds - guess_s)
+        kind = step.n_tokens, deepest > 0
+        if self.runs_ahead and (n_rows or deepest) and kind not in self._seen:
+            self._seen.add(kind)  # it may have taken longer: what it runs was put in place first
+            return
+        if not self._is_late and self._n_plain % 8 < 2:  # of plain ones in a row some are enough
+            self.steps.observe(n, n_rows, seconds - guess_s)
         if deepest:
-            self.guess_s[n] = mixed(self.guess_s.get(n, guess_s / deepest), guess_s / deepest)
+            self.guesses.observe(n, deepest, guess_s)
         if n in self._ahead_s:
-            self._weigh(seconds, self._ahead_s[n] * (1.0 + n_right / max(1, len(step.draws))))
-
-    def learn(self, n: int, n_rows: int, seconds: float) -> None:
-        """Learns what a step of n sequences with so many drafted tokens took, without the head."""
-        if n not in self._steps:
-            self._steps[n] = Times.believed(n, n_rows, seconds)
-        self._steps[n].observe(n_rows, seconds)
+            self._weigh(seconds, self._ahead_s[n][0] * (1.0 + n_right / max(1, len(step.draws))))
 
     def _weigh(self, spent_s: float, plain_s: float) -> None:
         """Weighs what a step took that did not run ahead against what its tokens would have taken if it had.
@@ -506,10 +511,14 @@ class Drafting:
         at once, and what is longer, as contexts grow, slowly. So drafts that gain less than steps differ may
         pause. Then steps run ahead, and what is known of them is put right.
         """
-        self._saved_s = KEPT_WORTH * self._saved_s + plain_s - min(spent_s, MOST_LATE * plain_s)
+        spent_s = min(spent_s, MOST_LATE * plain_s)  # what held up those steps counts no more, either
+        self._spent_s, self._plain_s = KEPT_WORTH * self._spent_s + spent_s, KEPT_WORTH * self._plain_s + plain_s
         self._n_tried += 1
-        if self._n_tried >= N_TRIED and self._saved_s > 0.0:
-            self._pause = MIN_PAUSE
-        elif self._n_tried >= N_TRIED:
-            self._paused_until = self._n_steps + self._pause
-            self._pause, self._saved_s, self._n_tried = min(2 * self._pause, MAX_PAUSE), 0.0, 0
+        if self._n_tried < N_TRIED:
+            return
+        if self._plain_s > self._spent_s:
+            self._n_pauses = 0
+            return
+        self._n_pauses = min(self._n_pauses + 1, N_PAUSES)
+        self._paused_until = self._n_steps + (MAX_PAUSE >> N_PAUSES - self._n_pauses)
+        self._spent_s, self._plain_s, self._n_tried = 0.0, 0.0, 0

@@ -278,8 +278,6 @@ class Scheduler:
         sequence.guide = None
         if self.pictures is not None:
             self.pictures.leave(sequence)
-        if self.drafting is not None:
-            self.drafting.leave(sequence)
         if sequence.adapter is not None:
             sequence.adapter.n_sequences -= 1
         self.is_blocked = False
@@ -528,15 +526,16 @@ class Scheduler:
                 sequence.n_window = n_taken
                 output.n_drafted = len(chunk.drafts)
                 output.n_accepted = n_taken - is_whole  # the last was drawn freely, if it was taken
+                if self.drafting is not None:
+                    self.drafting.count(sequence, output.n_drafted, output.n_accepted)
                 outputs += output.one_by_one()
             else:
                 outputs.append(output)
                 if n_taken > 1:
                     sequence.n_computed = len(sequence.tokens) - 1
                     self.cache.publish(sequence)  # it may have passed the end of a page
-            if self.drafting is not None:
-                guesses = result.guesses[i] if result.guesses else []
-                self.drafting.take(sequence, len(chunk.drafts), n_taken - is_whole if chunk.drafts else 0, guesses)
+            if result.guesses and sequence.drafter is not None:
+                sequence.drafter.guesses = result.guesses[i]
             if output.finish_reason is not None:
                 self._decodes.remove(sequence)
                 self._close(sequence, output.finish_reason, keep_state=is_whole)

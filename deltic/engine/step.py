@@ -170,6 +170,10 @@ class Sequence:
     """The voice of the prompt's rows, kept as long as the sequence; None: it has none."""
     guide: Guide | None = None
     """The guide that says which id may be next; None: any may."""
+    drafter: Any = None
+    """The drafts.Drafter that drafts for it; None: nobody did yet."""
+    runs_ahead: bool = False
+    """True if the runner may have started its next decode, which then has no draft (drafts.Drafting)."""
     finish_reason: FinishReason | None = None
 
     @property
