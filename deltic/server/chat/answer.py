@@ -1,4 +1,4 @@
-"""From the engine's outputs to the JSON of an answer: one `Choice` a sequence, then whole bodies or stream
+"""The JSON of an answer, made of the engine's outputs: one `Choice` a sequence, then whole bodies or stream
 chunks.
 
 A chunk is written as bytes: what all chunks of an answer share is encoded once, so that a token costs one
@@ -35,9 +35,9 @@ class Scores(msgspec.Struct):
 
     token_ids: list[int] = []
     entries: list[TokenLogprob | None] = []
-    """None: the first token of a prompt, which nothing predicts."""
+    """Log-probabilities of each token; None for the first token of a prompt, which nothing predicts."""
     offsets: list[int] = []
-    """Where each token begins in the answer's text, in characters."""
+    """Offset of each token in the answer's text, in characters."""
 
     def extend(self, other: Scores) -> None:
         self.token_ids += other.token_ids
@@ -52,7 +52,7 @@ class Scores(msgspec.Struct):
 
 
 class PromptScores(msgspec.Struct):
-    """Those of a prompt that is echoed: as Scores, but unpacked as they are needed."""
+    """Log-probabilities of a prompt that is echoed: like Scores, but unpacked as they are needed."""
 
     token_ids: list[int]
     entries: PromptLogprobs
@@ -79,11 +79,11 @@ class Update(msgspec.Struct):
     token_ids: list[int] = []
     """The tokens that the model drew, the end token included, if they were asked for."""
     n_tokens: int = 0
-    """Of its choice so far."""
+    """Tokens of the update's choice so far."""
 
 
 class WayOut:
-    """Of one sequence: what Generation counts, and what each output becomes."""
+    """Base of the ways out of one sequence: counts for Generation, and an Update for each output."""
 
     def __init__(self, index: int) -> None:
         self.index = index
@@ -100,7 +100,7 @@ class WayOut:
 
 
 class Choice(WayOut):
-    """One sequence's way out: ids to text, stop strings, then reasoning, content and tool calls (if
+    """Way out of one sequence: ids to text, stop strings, then reasoning, content and tool calls (if
     `parser`).
     """
 
@@ -206,9 +206,11 @@ class Message:
         self.content: list[str] = []
         self.calls: list[CallDelta] = []
         self.scores: Scores | None = None
-        """Those that are not in `logprobs` yet."""
+        """Log-probabilities that are not in `logprobs` yet."""
         self.logprobs: dict[str, Encoded] = {}
-        """In the answer's form: encoded as they come, as objects would take ten times the memory."""
+        """Log-probabilities in the answer's form, encoded as they come: objects would take ten times the
+        memory.
+        """
         self.finish_reason: str | None = None
         self.stop: str | int | None = None
         self.token_ids: list[int] = []
@@ -242,7 +244,7 @@ class Extras(msgspec.Struct, frozen=True):
     running_usage: bool = False
     """Every chunk has the counts so far."""
     timings: bool = False
-    """As `running_usage`, in llama.cpp's form."""
+    """The counts so far are given as `timings`, llama.cpp's form, in bodies and chunks."""
     padding: bool = False
     """Chunks have random characters, so that their lengths tell little."""
     prompts: list[list[int]] | None = None
@@ -256,14 +258,14 @@ class Extras(msgspec.Struct, frozen=True):
     custom: frozenset[str] = frozenset()
     """Tools whose calls are `custom`: of a text."""
     fingerprint: str = ""
-    """Of what decides an answer's bits, beside the request."""
+    """Hash of what decides an answer's bits, beside the request."""
 
 
 NO_EXTRAS = Extras()
 
 
 def padding(n_bytes: int) -> bytes:
-    """Up to 63 random characters, which make a chunk of so many bytes one of whole lines of 64."""
+    """Random characters, up to 63, that make the length of a chunk of so many bytes a multiple of 64."""
     return secrets.token_hex(32)[: -n_bytes % 64].encode()
 
 
@@ -291,7 +293,7 @@ class Answer:
         return self.object
 
     def note(self, usage: Usage) -> None:
-        """What the chunks from now on tell of the counts, if they do."""
+        """Sets what the chunks from now on tell of the counts, if they do."""
         tail = {"usage": usage.plain()} if self.extras.running_usage else {}
         tail |= {"timings": usage.timings()} if self.extras.timings else {}
         if tail:
@@ -503,7 +505,7 @@ class CompletionAnswer(Answer):
         return self._chunk(choice)
 
     def put_prompt(self, message: Message, text: str, scores: PromptScores | None) -> None:
-        """Before what `message` says. The log-probabilities are encoded as they are sent."""
+        """Puts a prompt before what `message` says. The log-probabilities are encoded as they are sent."""
         message.content.insert(0, text)
         if scores is not None:
             for name, values in self._lists(scores).items():
@@ -610,7 +612,7 @@ def prompt_logprobs(entries: PromptLogprobs, tokenizer: Tokenizer) -> Iterator[d
 
 
 def offsets(ids: list[int], tokenizer: Tokenizer) -> list[int]:
-    """Where each token of a prompt begins in its text, in characters."""
+    """Offset of each token of a prompt in its text, in characters."""
     detokenizer, at, found = Detokenizer(tokenizer, skip_special_tokens=False), 0, []
     for token_id in ids:
         found.append(at)
@@ -627,7 +629,7 @@ Kind = Literal["thought", "text", "call"]
 
 
 class Item:
-    """One update of an answer: thought, text or call."""
+    """Item of an answer: a thought, a text or a call."""
 
     def __init__(self, kind: Kind, call: CallDelta | None = None) -> None:
         """call: the first update of a call, which has its id and name."""
@@ -637,7 +639,7 @@ class Item:
 
     @property
     def text(self) -> str:
-        """Its text so far; of a call, JSON of its arguments."""
+        """Text of the item so far; of a call, JSON of its arguments."""
         return "".join(self.parts)
 
 
@@ -649,25 +651,25 @@ class Items:
     """
 
     waits_for_calls = False
-    """Whether text behind a call that is whole waits, too, until another item begins or the answer ends."""
+    """True if text behind a call that is whole waits, too, until another item begins or the answer ends."""
 
     def __init__(self) -> None:
         self.items: list[Item] = []
         self._is_open = False
-        """Whether the last of them goes on."""
+        """True while the last item goes on."""
         self._late: list[str] = []
         """Text that waits for a call's end."""
 
     def begun(self, item: Item) -> bytes:
-        """`item`, the last one, is there, and empty."""
+        """Tells that `item`, the last one, is there, and empty."""
         raise NotImplementedError
 
     def grown(self, item: Item, text: str) -> bytes:
-        """`text`, which is not empty, was added to the last item."""
+        """Tells that `text`, which is not empty, was added to the last item."""
         raise NotImplementedError
 
     def ended(self, item: Item, is_cut: bool) -> bytes:
-        """Nothing more is added to the last item. is_cut: the answer breaks off here."""
+        """Tells that nothing more is added to the last item. is_cut: the answer breaks off here."""
         raise NotImplementedError
 
     def is_open(self, kind: Kind) -> bool:
@@ -708,7 +710,7 @@ class Items:
         return self.ended(self.items[-1], is_cut) if was_open else b""
 
     def _waits(self) -> bool:
-        """Whether text that comes now, as a call is open, waits for its end."""
+        """Returns whether text that comes now, while a call is open, waits for the call's end."""
         return self.waits_for_calls or bool(self._late) or not is_whole(self.items[-1].text)
 
     def _begin(self, item: Item) -> bytes:

@@ -21,7 +21,7 @@ NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 
 
 def is_whole(text: str) -> bool:
-    """Whether the JSON text of a call's arguments has its end: a stop string or a limit may cut it."""
+    """Returns whether JSON text of a call's arguments has its end: a stop string or a limit may cut it."""
     try:
         msgspec.json.decode(text)
     except (msgspec.DecodeError, RecursionError):
@@ -87,7 +87,7 @@ def _refuse(constant: str) -> None:
 
 _LARGEST = sys.float_info.max
 _MOST_DIGITS = 300
-"""Of a whole number that is read as it is."""
+"""Characters up to which a whole number is read as it is."""
 
 
 def _finite(text: str) -> float:
@@ -106,7 +106,7 @@ _BETWEEN_OBJECTS = re.compile(r"[\s,\[\]}]*")
 
 
 def _read_objects(body: str, complete: bool) -> list[dict[str, Any]] | None:
-    """One JSON object, a list, or several objects; None for what is neither.
+    """Reads one JSON object, a list, or several objects; None for what is neither.
 
     Strings may have newlines in them, brackets may be too many or, in a text that is complete, too few; and
     there may be what Python writes for JSON.

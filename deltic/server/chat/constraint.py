@@ -1,4 +1,4 @@
-"""From the answer's form and the calls that a Chat asks for to the engine's Constraint.
+"""The engine's Constraint, made of the answer's form and the calls that a Chat asks for.
 
 A grammar begins behind the thought, which may have a budget. With tools that may be called beside a JSON
 format, the answer is the JSON or calls. Arguments follow the tool's schema wherever a call is constrained;
@@ -52,7 +52,7 @@ class NewGrammar(NotInline):
 
 
 compiles: ContextVar[bool] = ContextVar("compiles", default=True)
-"""Whether new grammars may be compiled here, outside the event loop."""
+"""True where new grammars may be compiled, outside the event loop."""
 
 
 class Constrainer:
@@ -84,7 +84,7 @@ class Constrainer:
         return self._with_words(self._formed(chat, text, thinking), chat.sampling)
 
     def _takes(self, text: ToolGrammar | None) -> bool:
-        """Whether a text in a call can be held to its grammar."""
+        """Returns whether a text in a call can be held to its grammar."""
         return text is not None and self._form == "xml" and bool(self._token("<tool_call>"))
 
     def _formed(self, chat: Chat, text: str, thinking: bool) -> Constraint | None:
@@ -294,7 +294,7 @@ def _own_grammar(asked: Form) -> str:
 
 
 _ACROSS_LINES = re.compile(r"\(\?[a-z]*s|\[\^(?![^\]]*\\n)|\\[sWD]")
-"""In a terminal, what takes any line break, and so the end of the parameter, too."""
+"""Expressions of a terminal that take any line break, and so the end of the parameter, too."""
 
 
 def _text_grammar(given: ToolGrammar) -> str:

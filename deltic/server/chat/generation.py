@@ -113,7 +113,7 @@ class Generation:
             self._end()
 
     def _end_if_waiting(self) -> None:
-        """Of several prompts the first has its place first."""
+        """Ends the answer if its first prompt waits: of several the first has its place first."""
         self._is_late = True
         self._client.abort(self._requests[0].id, if_waiting=True)
 

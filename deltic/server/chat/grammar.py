@@ -36,11 +36,11 @@ MAX_BRANCHES = 256
 MAX_VALUES = 2000
 """Values that one parameter may choose from."""
 BUILDING_S = 1.0
-"""How much of its thread's time writing the rules of calls may take: there may be much to look through in
+"""Seconds of its thread's time that writing the rules of calls may take: there may be much to look through in
 definitions that refer to each other.
 """
 LOCATING_S = 0.3
-"""How long an error's place in a schema is looked for."""
+"""Seconds for which an error's place in a schema is looked for."""
 
 LIMITS = llguidance.LLParserLimits(
     max_items_in_row=2000,
@@ -51,7 +51,7 @@ LIMITS = llguidance.LLParserLimits(
     max_grammar_size=500_000,
     verbose_errors=False,
 )
-"""Those that the engine compiles with.
+"""Limits of a grammar: the defaults of the library, with which the engine compiles.
 
 They bound the time (20 ms for the lexer, say) and the memory of a hostile grammar.
 """
@@ -394,7 +394,7 @@ _NUMBERS = {
     "integer": r"/-?(0|[1-9][0-9]{0,17})/",
     "number": r"/-?(0|[1-9][0-9]{0,17})(\.[0-9]{1,17})?([eE][+\-]?[0-9]{1,2})?/",
 }
-"""Of as many digits as 64 bits hold."""
+"""Patterns of numbers, of as many digits as 64 bits hold."""
 
 
 def _misread(branch: dict[str, Any]) -> Iterator[str]:
@@ -414,12 +414,14 @@ def _misread(branch: dict[str, Any]) -> Iterator[str]:
 
 
 def quoted(text: str) -> str:
-    """As Lark writes it, which is as JSON does, but for the one control character that JSON leaves alone."""
+    """Writes a text as Lark does, which is as JSON does, but for the one control character that JSON leaves
+    alone.
+    """
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
 def _texts(value: Any, types: set[str], schema: Schema, root: dict[str, Any]) -> Iterator[str]:
-    """How a value may be written as a parameter."""
+    """Yields the texts as which a value may be written as a parameter."""
     kind = {bool: "boolean", type(None): "null"}.get(type(value))
     written = [value] if isinstance(value, str) else _SPELLED[kind] if kind else [json.dumps(value, ensure_ascii=False)]
     for text in written:
@@ -463,7 +465,7 @@ def _branches(
 
 
 def _disjoint(parts: list[Schema], root: dict[str, Any], go_on: Callable[[], None]) -> bool:
-    """Whether no value fits two of the schemas, as far as their types or their listed values show."""
+    """Returns whether no value fits two of the schemas, as far as their types or their listed values show."""
     listed = [p.get("enum", [p["const"]] if "const" in p else None) for p in parts if isinstance(p, dict)]
     if len(listed) == len(parts) and all(values is not None for values in listed):
         texts = [json.dumps(value, sort_keys=True) for values in listed for value in values or ()]

@@ -27,7 +27,7 @@ VALUE_EVENT = re.compile(
     r"\n?</parameter>|\n</(?:function|tool_call)>|\n?<parameter(?:=| name=)|<tool_call>|<function(?:=| name=)"
 )
 INNER_EVENT = re.compile(r"\n?</(?:parameter|function|tool_call)>|<tool_call>|<function(?:=| name=)")
-"""In a value, behind the beginning of an example of a call."""
+"""Tags in a value, behind the beginning of an example of a call."""
 FENCE = re.compile(r"[ \t]{0,16}(?:```[^`]{0,80}|~~~.{0,80})")
 """A line that begins or ends a block of code."""
 
@@ -52,7 +52,7 @@ INNER_CALL = re.compile(
 )
 """An example of a call, as it begins in a value."""
 MAX_INNER = 320
-"""Characters of that."""
+"""Characters of the beginning of such an example."""
 VALUE_TAGS = ("</parameter>", *PARAMETERS, *CALL_OPENERS)
 LINE_TAGS = (*VALUE_TAGS, *CLOSING)
 AFTER_VALUE = (*PARAMETERS, *CALL_OPENERS)
@@ -65,7 +65,7 @@ MAX_SPACE = 64
 
 
 def starts_any(text: str, tags: tuple[str, ...]) -> bool:
-    """Whether `text` is the beginning of one of `tags`, but not all of it."""
+    """Returns whether `text` is the beginning of one of `tags`, but not all of it."""
     return any(tag.startswith(text) and tag != text for tag in tags)
 
 
@@ -90,7 +90,9 @@ def n_before_space(text: str, end: int, space: str | None = None) -> int:
 
 
 def is_better(tag: str, second: str) -> bool:
-    """Of two closing tags in a row, whether only the second is on a line of its own, as the format has it."""
+    """Returns whether only the second of two closing tags in a row is on a line of its own, as the format has
+    it.
+    """
     return not tag.startswith("\n") and "\n</" in second
 
 
@@ -101,7 +103,7 @@ def n_cut_think_end(text: str) -> int:
 
 
 def is_over(tag: str) -> bool:
-    """Whether a tag that is not well-formed so far cannot become it."""
+    """Returns whether a tag that is not well-formed so far cannot become so."""
     return len(tag) >= MAX_TAG or ">" in tag or "\n" in tag
 
 

@@ -70,7 +70,7 @@ class CalledCustom(Struct):
 
 
 class ToolCall(Struct, kw_only=True):
-    """One of `function` and `custom` is set."""
+    """Call of a function or of a custom tool: one of the two fields is set."""
 
     function: CalledFunction | None = None
     custom: CalledCustom | None = None
@@ -81,7 +81,7 @@ class AssistantMessage(Struct, tag="assistant", tag_field="role", kw_only=True):
     content: Content | None = None
     reasoning_content: str | None = None
     reasoning: Any = None
-    """Another name of `reasoning_content`, where it is a text."""
+    """Alias of `reasoning_content`, where it is a text."""
     tool_calls: list[ToolCall] | None = None
     function_call: CalledFunction | None = None
     """OpenAI's older form of one call."""
@@ -159,7 +159,7 @@ def _video(part: dict[str, Any], path: str, strict: bool) -> Sent:
 
 
 _READERS = {"image_url": _picture, "video_url": _file_of_video, "video": _video}
-"""Of parts, by their type."""
+"""Readers of parts, by the part's type."""
 
 
 def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
@@ -172,7 +172,7 @@ def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
 
 
 REMINDER = "<system-reminder>"
-"""How agents begin what they tell a model in the middle of a conversation."""
+"""Beginning of what agents tell a model in the middle of a conversation."""
 
 
 def settled(messages: list[dict[str, Any]], takes_systems: bool, takes_no_user: bool) -> list[dict[str, Any]]:
@@ -231,7 +231,9 @@ def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _is_question(message: dict[str, Any]) -> bool:
-    """Whether templates of the family take it for one: a result of a tool in the user's words is none."""
+    """Returns whether templates of the family take a message for a question: a tool's result in the user's
+    words is none.
+    """
     content = message["content"]
     is_result = isinstance(content, str) and content.strip().startswith("<tool_response>")
     return message["role"] == "user" and not (is_result and content.strip().endswith("</tool_response>"))

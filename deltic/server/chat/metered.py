@@ -40,13 +40,13 @@ MOST_ITEMS = 1_000_000
 """The most items of one list, and the greatest size that a call takes."""
 
 MOST_BITS = 4096
-"""Of a number."""
+"""Bits that an integer may have."""
 
 INLINE_STEPS, INLINE_CHARACTERS = 5_000, 1_000_000
 """The limits of a rendering in the event loop: some ten milliseconds."""
 
 STEPS_AT_ONCE = 8_192
-"""Between two pauses, where others go first."""
+"""Steps between two pauses, where others go first."""
 
 LARGEST_SOURCE = 1_000_000
 
@@ -121,7 +121,7 @@ class Meter(threading.local):
 
 
 class Turns:
-    """What a loop goes through, each turn a step, and the template's own text in it counted."""
+    """Values that a loop goes through, each turn a step, and the template's own text in it counted."""
 
     def __init__(self, meter: Meter, values: Iterable[Any], n_characters: int) -> None:
         self._meter, self._values, self._n_characters = meter, values, n_characters
@@ -146,7 +146,7 @@ class _Generator(CodeGenerator):
         self.write("))")
 
     def visit_Compare(self, node: nodes.Compare, frame: Frame) -> None:
-        """As Jinja's, with each side passed through `compared`."""
+        """Writes a comparison as Jinja does, with each side passed through `compared`."""
         self.write("(environment.compared(")
         self.visit(node.expr, frame)
         for operand in node.ops:
@@ -188,7 +188,7 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         del self.globals["lipsum"]
 
     def finish(self) -> None:
-        """Once all filters are there."""
+        """Meters filters and tests, once all of them are there."""
         self.filters = {name: _metered(self.meter, name, made) for name, made in self.filters.items()}
         for name, test in self.tests.items():
             if test.__module__ == "_operator" or name in READING_TESTS:
@@ -215,8 +215,8 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return "".join(map(str, parts))
 
     def compared(self, value: Any, is_holder: bool = False) -> Any:
-        """One side of a comparison; is_holder: that in which something is looked for, which takes no time in
-        a mapping.
+        """Counts one side of a comparison and returns it. is_holder: the side in which something is looked
+        for, which takes no time in a mapping.
         """
         if not (is_holder and isinstance(value, Mapping)):
             self.meter.read(value)
@@ -272,7 +272,7 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
 
 
 READING_TESTS = frozenset(("in", "lower", "upper"))
-"""Those of Jinja's tests that go through what they are asked about, beside Python's comparisons."""
+"""Tests of Jinja's that go through what they are asked about, beside Python's comparisons."""
 
 TEXTS = frozenset(("tojson", "string", "pprint", "urlencode", "xmlattr", "urlize", "escape", "e", "forceescape"))
 """Filters that make a text of anything."""
@@ -337,8 +337,9 @@ def _check_call(
     value: Any = None,
     is_sized: bool = False,
 ) -> None:
-    """Of a method or filter, how large what it makes may become. text: what it is of, if that is text; value:
-    whatever it is; is_sized: a number that it is given may say how large.
+    """Counts how large the result of a method or filter may become. text: what it is applied to, if that is
+    text; value: what a filter is applied to, whatever it is; is_sized: a number that it is given may say how
+    large.
 
     Raises TooMuch.
     """

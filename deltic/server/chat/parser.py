@@ -115,7 +115,7 @@ class OutputParser:
         self.rejected = False
         self.n_calls = 0
         self.is_call_open = False
-        """Whether the answer was cut inside a call, which has arguments that are not complete."""
+        """True if the answer was cut inside a call, which has arguments that are not complete."""
         self._has_reasoned = thinking
         self._has_thought = False  # reasoning is not empty
         self._trial: OutputParser | None = None
@@ -174,7 +174,9 @@ class OutputParser:
     # Thoughts.
 
     def _opening(self) -> bool:
-        """Before any content: `<think>` opens a thought, or another one; a `</think>` more is dropped."""
+        """Reads what comes before any content: `<think>` opens a thought, or another one; a `</think>` more
+        is dropped.
+        """
         self.in_reasoning = False
         self._line, self._is_in_code = "", False
         if self._is_fixed:
@@ -184,7 +186,7 @@ class OutputParser:
         return self._before(self._content if self._tools is None else self._beginning)
 
     def _gap_of_fixed(self) -> bool:
-        """Between a thought and what a grammar made."""
+        """Drops line breaks between a thought and what a grammar made."""
         if self._text in ("", "\n") and not self._final:
             return False
         return self._to(self._fixed, len(self._text[:2]) - len(self._text[:2].lstrip("\n")))
@@ -239,7 +241,7 @@ class OutputParser:
         self._line += last[: markup.MAX_TAG - len(self._line)]
 
     def _is_example(self, gap: str) -> bool:
-        """Whether what follows what was said, and this white space, stands in a fence."""
+        """Returns whether what follows what was said, and this white space, stands in a fence."""
         return self._is_in_code ^ ("\n" in gap and bool(markup.FENCE.fullmatch(self._line)))
 
     def _reasoning(self) -> bool:
@@ -271,7 +273,7 @@ class OutputParser:
         return False
 
     def _draft(self) -> bool:
-        """In a thought, from a call's opener on: held until it shows what it is.
+        """Holds a thought from a call's opener on, until it shows what it is.
 
         A trial reads it, line by line, so that where it is given up does not depend on the cuts.
         """
@@ -306,7 +308,7 @@ class OutputParser:
         return False
 
     def _after_draft(self) -> bool:
-        """Behind a thought that a call ends: it was a draft if anything follows."""
+        """Settles a draft that ends the thought: it was one if anything follows."""
         assert self._trial is not None
         if self._text.strip() or len(self._text) > markup.MAX_SPACE or (self._final and self._truncated):
             self._keep_draft()
@@ -353,8 +355,8 @@ class OutputParser:
     # Content, and what calls look like.
 
     def _beginning(self) -> bool:
-        """Before the first content: a call in JSON may do without `<tool_call>` here, if it is of a known
-        tool.
+        """Looks for a call before the first content: one in JSON may do without `<tool_call>` here, if it is
+        of a known tool.
         """
         text = self._text.lstrip()
         n_space = len(self._text) - len(text)
@@ -434,7 +436,7 @@ class OutputParser:
         return False if possible and not self._final and len(self._text) <= markup.MAX_TAG else self._reject()
 
     def _reject(self) -> bool:
-        """Not a call: its opener is content, and what follows is looked at afresh."""
+        """Takes the opener for content, since it begins no call, and looks afresh at what follows."""
         if self._is_trial and not self.n_calls:
             self.rejected = True
             self._advance = lambda: False
@@ -468,10 +470,10 @@ class OutputParser:
         return self._to(self._json_call, start)
 
     def _json_call(self) -> bool:
-        """Up to a tag outside of JSON's strings, or to what JSON does not have there.
+        """Reads up to a tag outside of JSON's strings, or to what JSON does not have there.
 
-        Reads each character once for a candidate. Of two candidates one is inside a string where the other is
-        not, and what opens the next (`<`) rejects the latter: so all candidates together cost no more than
+        Each character is read once for a candidate. Of two candidates one is inside a string where the other
+        is not, and what opens the next (`<`) rejects the latter: so all candidates together cost no more than
         the text is long.
         """
         text = self._text
@@ -503,7 +505,7 @@ class OutputParser:
     # The function form.
 
     def _function(self) -> bool:
-        """Between the parameters of a call."""
+        """Reads what is between the parameters of a call."""
         text = self._text = self._text.lstrip()
         tag = next((tag for tag in markup.IN_FUNCTION if text.startswith(tag)), None)
         if tag in markup.PARAMETERS:
@@ -594,7 +596,9 @@ class OutputParser:
         return False
 
     def _enter_example(self, text: str, event: re.Match[str]) -> tuple[bool | None, int]:
-        """Where to go on in a value behind what may begin an example of a call. None: it has to show yet."""
+        """Enters an example of a call in a value, if one begins at `event`. Returns False, or None where it
+        has to show yet, and where to go on.
+        """
         if opener := markup.INNER_CALL.match(text, event.start()):
             self._inner.append("tool_call" if event[0] == markup.TOOL_CALL else "function")
             return False, opener.end()
@@ -604,8 +608,8 @@ class OutputParser:
         return (None if is_open else False), event.end()
 
     def _leave_example(self, text: str, event: re.Match[str]) -> tuple[bool | None, int]:
-        """The same behind a closing tag in an example; None, if nothing comes: the example has no end, and it
-        is the value's.
+        """Leaves examples that the closing tags at `event` end. Returns as `_enter_example`; None, if nothing
+        comes behind: the example has no end, and the tag is the value's.
         """
         at, behind, level, inner = event.start(), event.end(), 0, [*self._inner]
         while closer := markup.CLOSER.match(text, at):
@@ -623,7 +627,7 @@ class OutputParser:
         return False, behind
 
     def _is_quoted(self, event: re.Match[str]) -> bool:
-        """Whether the tag is in a string of an object or an array, which has no newline in it."""
+        """Returns whether the tag is in a string of an object or an array, which has no newline in it."""
         if not self._is_json or not markup.JSON_VALUE.match(self._text):
             return False
         for mark in markup.QUOTE.finditer(self._text, self._n_quoted, event.start()):
@@ -633,7 +637,9 @@ class OutputParser:
         return self._in_string
 
     def _ends_value(self, text: str, event: re.Match[str]) -> bool | None:
-        """Whether the tag at `event` ends the value, or is a part of it; None: what follows has to tell."""
+        """Returns whether the tag at `event` ends the value, or is a part of it; None: what follows has to
+        tell.
+        """
         if "/" not in event[0]:
             if not event[0].startswith("\n"):
                 return False
@@ -666,7 +672,7 @@ class OutputParser:
         return n_levels >= 2
 
     def _add_value(self, text: str) -> None:
-        """More of a value that is streamed."""
+        """Adds text to a value that is streamed."""
         raw = self._begin_value(text)
         if self._is_repeated:
             self._say(raw)
@@ -701,7 +707,7 @@ class OutputParser:
             self._close_call()
 
     def _closing(self) -> bool:
-        """Behind a call: closing tags, however many, are the format's."""
+        """Drops closing tags behind a call: however many there are, they are the format's."""
         text = self._text.lstrip()
         n_space = len(self._text) - len(text)
         tags = (*markup.CLOSING, *markup.STRAY_TAGS)

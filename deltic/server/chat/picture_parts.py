@@ -31,30 +31,30 @@ from deltic.server.room import Held, Room
 from deltic.server.urls import Hosts, UrlError, fetch, of_base64, of_data_url
 
 MAX_PICTURES = 256
-"""Of a request, videos among them."""
+"""Pictures of a request, videos among them."""
 VIDEO_SHARE = 0.75
 """The most of a context that the frames of all videos are fitted into, by making them smaller."""
 MAX_FPS = 240.0
 MAX_PIXEL_BYTES = 1 << 28
-"""Of a request's pictures together, once they are resized: 87,381 tokens."""
+"""Bytes of a request's pictures together, once they are resized: 87,381 tokens."""
 LOW_PIXELS = 512 * 512
 """The most of a picture with `detail: low`."""
 MAX_KEPT_BYTES = 1 << 28
-"""Of pixels of pictures that were read before, in case their files come again."""
+"""Bytes of pixels that are kept of pictures that were read before, in case their files come again."""
 N_DECODING = 2
 """Pictures that the server decodes at once, each in a process of its own."""
 N_FETCHING = 4
 """Pictures that a request has fetched at once; with videos, which are larger, N_DECODING."""
 READ_S = 120.0
-"""For all pictures of a request, those before them included."""
+"""Seconds for all pictures of a request, the wait for others before them included."""
 
 READS = "this server reads text and, where the model takes them, pictures and videos"
-"""Of a part that is something else."""
+"""Message about a part that is something else."""
 
 DETAILS = ("auto", "low", "high", "original")
 
 Pictures = dict[str, Picture | Clip]
-"""Of a request, by `Sent.path`."""
+"""Pictures and videos of a request, by `Sent.path`."""
 
 
 class PictureBounds(Struct, forbid_unknown_fields=True):
@@ -89,7 +89,7 @@ class Sent:
     is_low: bool = False
     is_video: bool = False
     frames: list[Sent] = field(default_factory=list)
-    """Of a video that is a list of pictures."""
+    """Pictures of a video that is a list of them."""
     fps: float | None = None
     """Frames a second of such a list."""
 
@@ -98,7 +98,7 @@ class Sent:
         return "video" if self.is_video else "picture"
 
     def part_of_message(self) -> dict[str, Any]:
-        """As a part of a message's content."""
+        """Returns the part of a message's content that stands for it."""
         return {"type": "video", "video": self} if self.is_video else {"type": "image", "image": self}
 
     def not_taken(self, why: str = "") -> ApiError:
@@ -147,7 +147,9 @@ class PictureReader:
         self._hosts = hosts
         self._decoding = Room(lambda: N_DECODING, n_shares)
         self._kept = Shares[Picture](MAX_KEPT_BYTES, lambda picture: len(picture.pixels))
-        """How soon a picture is read tells whether its namespace sent it before, and nothing of others."""
+        """Pictures that were read before, by namespace: how soon one is read tells whether its own namespace
+        sent it before, and nothing of others.
+        """
 
     async def read(
         self,
@@ -302,12 +304,12 @@ def _most_bytes(sent: Sent) -> int:
 
 
 def pictures_of(shown: Picture | Clip) -> list[Picture]:
-    """What the engine takes of it."""
+    """Pictures as the engine takes them: the one, or those of a clip."""
     return [shown] if isinstance(shown, Picture) else shown.pairs
 
 
 def _checked(bounds: PictureBounds, info: PictureInfo) -> tuple[int, int]:
-    """Least and most pixels of a picture. Raises ApiError (400)."""
+    """Pixels of a picture: the least and the most. Raises ApiError (400)."""
     for name in ("min_pixels", "max_pixels"):
         given = getattr(bounds, name)
         if given is not None and not info.min_pixels <= given <= info.max_pixels:

@@ -35,16 +35,16 @@ BLOCK = 32
 """`models.vision.shape.BLOCK`."""
 MAX_ASPECT = 200
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "AVIF")
-"""What is read, of all that Pillow can."""
+"""Formats that are read, of all that Pillow can read."""
 READABLE = "PNG, JPEG, WebP, GIF, BMP, TIFF or AVIF"
 
 MAX_PICTURE_BYTES = 20_000_000
 MAX_SOURCE_PIXELS = 1 << 26
-"""Of a file: 67 million, as its header says; more are not decoded."""
+"""Pixels of a file, as its header says: 67 million; more are not decoded."""
 
 PROGRAM = (sys.executable, "-I", "-m", "deltic.server.chat.pictures")
 HEAD = struct.Struct("<II16s")
-"""What it says before the pixels: height, width and `Picture.key`."""
+"""Head that the program writes before the pixels: height, width and `Picture.key`."""
 STRIP_PIXELS = 1 << 20
 DECODE_S = 20.0
 DECODE_MEMORY = 3 << 30
@@ -144,7 +144,7 @@ def main() -> int:
 
 
 def _decode(data: bytes, min_pixels: int, max_pixels: int) -> Image.Image:
-    """As read_picture does."""
+    """Decodes and resizes as read_picture does."""
     image = picture_in(data)
     return resized(image, *fitted(image.height, image.width, min_pixels, max_pixels))
 
@@ -184,7 +184,7 @@ def picture_in(data: bytes) -> Image.Image:
 
 
 def resized(image: Image.Image, height: int, width: int) -> Image.Image:
-    """What `picture_in` gives in colours, of this size; it may change it. Raises PictureError.
+    """Resizes an image of `picture_in`, in colours; it may change that image. Raises PictureError.
 
     Colours are made a strip at a time, in place where there is room for them, and resized one by one.
     """
@@ -210,8 +210,8 @@ def _refuse_sizes(image: Image.Image) -> None:
 
 
 def _turned(image: Image.Image) -> Image.Image:
-    """As its EXIF says that it is to be seen. What is no EXIF, or says nothing, is passed over, as viewers
-    do.
+    """Turns an image as its EXIF says that it is to be seen. What is no EXIF, or says nothing, is passed
+    over, as viewers do.
     """
     from PIL import Image
 

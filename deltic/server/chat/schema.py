@@ -15,10 +15,10 @@ from typing import Any
 Schema = dict[str, Any] | bool
 
 MAX_DEPTH = 40
-"""Of schemas in schemas."""
+"""Levels of schemas in schemas."""
 MAX_LEVELS = 1000
-"""Of schemas in schemas, with those that references lead to, each once: the engine follows them by recursion,
-and each level takes up to 5 kB of its stack.
+"""Levels of schemas in schemas, with those that references lead to, each once: the engine follows them by
+recursion, and each level takes up to 5 kB of its stack.
 """
 MAX_MULTIPLE = 20_000
 """The most that multipleOf may be, in units of its last decimal place; of several, their least common

@@ -40,10 +40,10 @@ No user can write it.
 """
 
 PICTURE = "<|image_pad|>"
-"""What templates write for a picture."""
+"""Mark that templates write for a picture."""
 VIDEO = "<|video_pad|>"
 AROUND = "<|vision_start|>", "<|vision_end|>"
-"""What they write before and behind a mark."""
+"""Tokens that templates write before and behind a mark."""
 
 _OWN_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt", "documents"})
 _GLOBALS = frozenset({"raise_exception", "strftime_now"})
@@ -63,7 +63,7 @@ _REFUSALS = (
     ArithmeticError,
     AttributeError,
 )
-"""What a template that cannot render its messages raises."""
+"""Errors that a template raises when it cannot render its messages."""
 
 
 class Prompt(msgspec.Struct, frozen=True):
@@ -75,13 +75,13 @@ class Prompt(msgspec.Struct, frozen=True):
     boundaries: list[int]
     thinking: bool
     pictures: list[Picture] = []
-    """In their places."""
+    """Pictures with their places in `ids`."""
     effort: str = ""
-    """What was made of an effort that the template does not know."""
+    """Effort that the template does not know, and the one it was rendered as; "" where it knows it."""
 
 
 class Taken(msgspec.Struct, frozen=True):
-    """What a template takes, as trying it shows."""
+    """Inputs that a template takes, as trying it shows."""
 
     systems: bool = True
     """System messages behind the first, wherever they stand."""
@@ -114,7 +114,7 @@ class ChatTemplate:
         self._tokenizer = tokenizer
         text = "".join(sources.values())
         self.call_form: CallForm | None = "xml" if "<function=" in text else "json" if "<tool_call>" in text else None
-        """How it shows the model to write a tool call."""
+        """Form of a tool call that the template shows the model."""
         self._constants = {name: tokenizer.trust(text) for name, text in (variables or {}).items()}
         self._compiled: dict[str, jinja2.Template] = {}
         self.reads: set[str] = set()
@@ -130,7 +130,7 @@ class ChatTemplate:
             except (SyntaxError, RecursionError, MemoryError) as error:  # from Python, which it becomes
                 raise TokenizerError(f"the chat template is nested too deeply ({error})") from error
         self.variables = self.reads - _OWN_VARIABLES - _GLOBALS - self._constants.keys()
-        """Of those, the ones that a request may set."""
+        """Names that a request may set, of those that the template reads."""
         self.defaults: dict[str, Any] = {}
         """Settings for chats that do not say otherwise."""
 
@@ -170,7 +170,7 @@ class ChatTemplate:
 
     @classmethod
     def load(cls, directory: Path, tokenizer: Tokenizer, override: Path | None = None) -> ChatTemplate | None:
-        """From `override`, `chat_template.jinja`, or tokenizer_config.json; None when there is none.
+        """Loads `override`, `chat_template.jinja`, or tokenizer_config.json; None when there is none.
 
         Raises TokenizerError for one that cannot be read, or that takes too much even for a chat of one word.
         """
@@ -189,8 +189,8 @@ class ChatTemplate:
 
     @cached_property
     def taken(self) -> Taken:
-        """What the template takes of what it might refuse. Raises NotInline where the event loop would find
-        out.
+        """Inputs that the template takes, of those that it might refuse. Raises NotInline where the event
+        loop would find out.
         """
         compiled = self._compiled.get("default") or next(iter(self._compiled.values()))
         self._meter.start(in_event_loop())  # for all tries together

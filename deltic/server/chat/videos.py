@@ -34,50 +34,50 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 CAPPED_TOKENS = 768
-"""Of a frame, where `VideoInfo.is_capped`."""
+"""Tokens that a frame may have, where `VideoInfo.is_capped`."""
 PAIR_TEXT_TOKENS = 12
-"""About as many come with a pair of frames: its time, and the two around its own."""
+"""Tokens of text that come with a pair of frames, about: its time, and the two around its own."""
 UNKNOWN_FPS = 24.0
-"""Of a file whose frames all have one time."""
+"""Frames a second of a file whose frames all have one time."""
 
 MAX_VIDEO_BYTES = 48_000_000
-"""Of a file, or of the files of a list together."""
+"""Bytes of a file, or of the files of a list together."""
 MAX_FRAME_PIXELS = 1 << 25
-"""Of a file's frame, as its header says: 8K."""
+"""Pixels of a file's frame, as its header says: 8K."""
 MAX_FILE_FRAMES = 1 << 18
 MAX_FILE_S = 86_400
 CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "libdav1d", "mpeg4")
 READABLE = "MP4, MOV, MKV or WebM with H.264, H.265, VP8, VP9, AV1 or MPEG-4"
 FAR_FRAMES = 16
-"""From here on it is quicker to seek a frame than to decode all before it."""
+"""Frames ahead from which on it is quicker to seek a frame than to decode all before it."""
 
 PROGRAM = (sys.executable, "-I", "-m", "deltic.server.chat.videos")
 HEAD = struct.Struct("<III")
-"""What it says first: pairs, height and width."""
+"""Head that the program writes first: pairs, height and width."""
 PAIR = struct.Struct("<d16s")
-"""Then of each pair: seconds and `Picture.key`. The pixels follow."""
+"""Record that follows for each pair: seconds and `Picture.key`. The pixels come last."""
 DECODE_S = 60.0
 DECODE_MEMORY = 3 << 30
 
 
 class VideoWish(msgspec.Struct, frozen=True, kw_only=True):
-    """Which frames are wanted of a video, and how large."""
+    """Wish for a video: the frames that are wanted of it, and how large."""
 
     info: VideoInfo
     frame_pixels: int
-    """Most of a frame."""
+    """Pixels of a frame at most."""
     most_tokens: int
-    """Of the video, the texts between its frames included."""
+    """Tokens of the video at most, the texts between its frames included."""
     least_pixels: int = 0
-    """Of a frame."""
+    """Pixels of a frame at least."""
     fps: float | None = None
-    """Instead of the model's, of a file."""
+    """Frames a second that are taken of a file; None: the model's."""
     num_frames: int | None = None
-    """So many, whatever fps, of a file."""
+    """Number of frames that are taken of a file, whatever fps."""
     takes_all: bool = False
-    """All, of a file."""
+    """True if all frames of a file are taken."""
     listed_fps: float | None = None
-    """Set where it is a list of pictures: so many of them are a second."""
+    """Frames a second of a list of pictures; None for a file."""
 
 
 class Clip(msgspec.Struct, frozen=True):
@@ -89,12 +89,12 @@ class Clip(msgspec.Struct, frozen=True):
 
     @property
     def n_tokens(self) -> int:
-        """Those of its pixels."""
+        """Tokens of the pixels of all pairs."""
         return sum(pair.n_tokens for pair in self.pairs)
 
 
 def needs_av() -> str | None:
-    """What to do where PyAV is not installed; None where it is."""
+    """Says what to do where PyAV is not installed; None where it is."""
     return None if find_spec("av") else "files of video need a library: pip install 'deltic[video]'"
 
 
@@ -131,7 +131,7 @@ _TOO_LARGE = f"is larger than {MAX_VIDEO_BYTES // 1_000_000} MB"
 
 
 def number_of_frames(n_frames: int, fps: float, wish: VideoWish) -> int:
-    """How many are taken of a file with n_frames of them, fps a second. Raises PictureError."""
+    """Number of frames that are taken of a file with n_frames of them, fps a second. Raises PictureError."""
     info = wish.info
     if wish.takes_all and n_frames > info.max_frames:
         raise PictureError(f"has {n_frames} frames; at most {info.max_frames} can be taken")
@@ -235,7 +235,7 @@ def _listed(files: list[bytes], wish: VideoWish) -> list[NDArray[np.uint8]]:
 
 
 class _Missed(Exception):
-    """Behind a seek the frame that was sought had passed."""
+    """Error of a seek behind which the frame that was sought had passed."""
 
 
 def _filed(data: bytes, wish: VideoWish) -> tuple[list[NDArray[np.uint8]], list[float]]:
