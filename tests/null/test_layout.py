@@ -309,8 +309,6 @@ Between Beside Beyond Above Below Once Twice Again Now Also Most More Less Least
 Unlike Still Already Never Always Some Somebody
 """
 """Words that no docstring begins with, as it would lean on the line before."""
-UNFINISHED = {"server/api"}
-"""Folders that still have such docstrings: take a folder off when it has none, and add none."""
 
 
 def leaning(path: Path) -> list[str]:
@@ -321,13 +319,7 @@ def leaning(path: Path) -> list[str]:
 @pytest.mark.parametrize("path", FILES, ids=module_name)
 def test_docstrings_stand_alone(path: Path) -> None:
     """They begin with a verb or a noun."""
-    if path.parent.relative_to(PACKAGE).as_posix() not in UNFINISHED:
-        assert not leaning(path)
-
-
-def test_unfinished_folders_are_unfinished() -> None:
-    found = {path.parent.relative_to(PACKAGE).as_posix() for path in FILES if leaning(path)}
-    assert found >= UNFINISHED, f"take off {UNFINISHED - found}"
+    assert not leaning(path)
 
 
 def test_size_ceilings() -> None:

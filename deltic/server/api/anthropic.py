@@ -105,7 +105,7 @@ _STOP_REASONS = {"stop": "end_turn", "tool_calls": "tool_use", "length": "max_to
 
 
 class MessageAnswer(Items):
-    """One answer: its content blocks so far, and the events that say what was added to them."""
+    """An answer as it grows: its content blocks so far, and the events that say what was added to them."""
 
     def __init__(self, message_id: str, model: str, *, silent: bool, clipped: bool, omits: bool) -> None:
         """silent: nothing is shown. clipped: the context leaves less than max_tokens. omits: no thoughts are
@@ -193,7 +193,7 @@ class MessageStream(UpdateStream):
         super().__init__(generation, said.events, lambda: said.start(usage()), lambda: said.end(usage()))
         self._request_id = request_id
         self._quiet = True
-        """Nothing was said since the last look at the clock."""
+        """True if nothing was sent since the last look at the clock."""
 
     async def run(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(PING_S, self._ping)

@@ -33,7 +33,7 @@ from deltic.server.errors import THREAD_NOT_FOUND, ApiError, bad_request
 from deltic.text import SamplingDefaults
 
 ATTRIBUTION = "x-anthropic-billing-header:"
-"""How a line begins that some agents put before their system prompt.
+"""Beginning of a line that some agents put before their system prompt.
 
 It is for Anthropic's servers and other in every request, so with it no prompt would begin as the one before.
 """
@@ -50,18 +50,18 @@ class Text(Struct, forbid_unknown_fields=True):
 
 
 class SaidText(Text, forbid_unknown_fields=False):
-    """Of a model or a tool."""
+    """Text of a model or a tool."""
 
 
 class Image(Struct, forbid_unknown_fields=True):
     source: Any
-    """What it is; once that was read, a Sent."""
+    """Source as the client gives it; once that was read, a Sent."""
     type: Any = None
     cache_control: Any = None
 
 
 class GivenImage(Image, forbid_unknown_fields=False):
-    """Of a tool."""
+    """Picture that a tool gave."""
 
 
 class ToolReference(Struct):
@@ -121,7 +121,7 @@ class SystemTurn(UserTurn, tag="system", tag_field="role"):
 
 
 class AssistantTurn(UserTurn, tag="assistant", tag_field="role", forbid_unknown_fields=False):
-    """What the model said; as a whole answer is, perhaps."""
+    """Turn of the model; perhaps a whole answer, as it was given."""
 
 
 Message = UserTurn | SystemTurn | AssistantTurn
@@ -284,7 +284,7 @@ def _sampling(asked: CountTokensRequest, form: chats.Form | None, defaults: Samp
 
 
 def _keeps_thoughts(asked: CountTokensRequest) -> bool:
-    """Whether the thoughts of all turns are to stay, not of the last one only.
+    """Returns whether the thoughts of all turns are to stay, not of the last one only.
 
     Raises ApiError (400) for other edits.
     """
@@ -407,7 +407,7 @@ def _picture(block: Image, path: str) -> Sent:
 
 
 def _pieces(blocks: Sequence[Block]) -> list[str | Sent]:
-    """What is said and shown in blocks."""
+    """Texts and pictures in blocks."""
     pieces: list[str | Sent] = []
     for block in blocks:
         pieces += [block.source] if isinstance(block, Image) else _texts([block])
@@ -415,7 +415,7 @@ def _pieces(blocks: Sequence[Block]) -> list[str | Sent]:
 
 
 def _content(pieces: Sequence[str | Sent]) -> str | list[dict[str, Any]]:
-    """Of a message: a text, or parts where a picture is among them."""
+    """Content of a message: a text, or parts where a picture is among them."""
     parts: list[dict[str, Any]] = []
     for piece in pieces:
         if isinstance(piece, Sent):
@@ -475,7 +475,7 @@ def _assistant_message(blocks: list[Block]) -> history.AssistantMessage:
 
 
 def _thought(block: Thinking) -> str:
-    """One that was not shown comes back in its signature."""
+    """Text of a thought; one that was not shown comes back in its signature."""
     if block.thinking:
         return block.thinking
     try:
@@ -486,7 +486,7 @@ def _thought(block: Thinking) -> str:
 
 
 def signature(thought: str, hidden: bool) -> str:
-    """What comes back with a thought; hidden: instead of it."""
+    """Signature that comes back with a thought; hidden: instead of it."""
     return base64.b64encode(MARK + (thought.encode() if hidden else b"")).decode()
 
 

@@ -50,7 +50,7 @@ class Prepared:
 
 
 def prepare_chat(service: Service, chat: Chat, info: engine.EngineInfo, pictures: Pictures) -> Prepared:
-    """Any API's chat on its way to the engine. pictures: those of its messages.
+    """Prepares a chat of any API for the engine. pictures: those of its messages.
 
     Slow for long ones, so it is a step of a Preparation. Raises ApiError.
     """
@@ -225,7 +225,7 @@ class PreparedCompletion:
 
     completion: Completion
     requests: list[engine.Request]
-    """One for each prompt."""
+    """Requests of the engine, one for each prompt."""
     echo: Echo | None
 
 
@@ -250,7 +250,7 @@ def prepare_completion(service: Service, asked: Completion, info: engine.EngineI
 
 
 def completion_generation(service: Service, prepared: PreparedCompletion, ticket: Ticket) -> Generation:
-    """As chat_generation, of a completion."""
+    """Generation of a completion, as chat_generation makes that of a chat."""
     requests, echo, shown = prepared.requests, prepared.echo, prepared.completion.sampling.shown
     n = requests[0].params.n
     offsets = [len(echo.texts[index // n]) if echo else 0 for index in range(len(requests) * n)]
@@ -279,7 +279,7 @@ def encoded(service: Service, asked: Completion, info: engine.EngineInfo) -> Ite
 
 
 def _requests_of(service: Service, asked: Completion, info: engine.EngineInfo) -> list[engine.Request]:
-    """One request of the engine for each prompt. Raises ApiError (400)."""
+    """Requests of the engine, one for each prompt. Raises ApiError (400)."""
     request_id = f"cmpl-{secrets.token_hex(16)}"
     requests = []
     constraint = None
@@ -341,7 +341,7 @@ class AnswerStream(UpdateStream):
         self._n_tokens: dict[int, int] = {}
 
     def _counted(self, update: answer.Update) -> bytes:
-        """Its chunks, each with the counts up to it: several updates may have come together."""
+        """Chunks of an update, each with the counts up to it: several updates may have come together."""
         usage = self._generation.usage()
         self._n_tokens[update.index] = max(update.n_tokens, self._n_tokens.get(update.index, 0))
         usage.completion_tokens = sum(self._n_tokens.values())

@@ -1,4 +1,4 @@
-"""From the JSON of a body to a checked struct: what is forgiven, what is refused and how that is said.
+"""Decoding of a body's JSON to a checked struct: what is forgiven, what is refused and how that is said.
 
 Forgiven are null fields, at any depth, that a struct does not know, and at the top those whose value asks for
 nothing (NEUTRAL). msgspec says what is wrong with a value in a message; all that is read out of its words
@@ -64,16 +64,16 @@ they are accepted.
 
 
 class Fault(NamedTuple):
-    """What msgspec has found wrong with a value."""
+    """Fault that msgspec has found with a value."""
 
     kind: Literal["unknown", "missing", "only_false", "value"]
     """unknown, missing: the value has such a field, or lacks it; only_false: it is true, and may not be."""
     path: str
-    """Of the value, as `messages[0]`; "" for the whole."""
+    """Path of the value, as `messages[0]`; "" for the whole."""
     field: str
     """Name of the field that is unknown or missing."""
     reason: str
-    """In msgspec's words."""
+    """Reason in msgspec's words."""
 
 
 _PLACE = re.compile(r"^(.*?)(?: - at (?:`key` in )?`\$\.?(.*?)`)?$", re.DOTALL)

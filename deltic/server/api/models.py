@@ -1,4 +1,4 @@
-"""Which models there are, what a tokenizer makes of a text, and adapters that come and go: /v1/models,
+"""The models that there are, what a tokenizer makes of a text, and adapters that come and go: /v1/models,
 /tokenize, /detokenize, /v1/load_lora_adapter and /v1/unload_lora_adapter; and what routers ask: /server_info,
 /model_info, /is_sleeping, /v1/chat/completions/render and /v1/completions/render.
 """
@@ -133,17 +133,17 @@ async def detokenize(service: Service, request: Request) -> ASGIApp:
 
 
 class LoadAdapterRequest(Struct, forbid_unknown_fields=True):
-    """As vLLM has it."""
+    """Body of POST /v1/load_lora_adapter, as vLLM has it."""
 
     lora_name: Annotated[str, Meta(pattern=rf"^{ADAPTER_NAME}(?![\s\S])")]
     """Python's `$` would let a newline end it."""
     lora_path: Annotated[str, Meta(min_length=1, max_length=4096)]
     load_inplace: bool | None = None
-    """Whether it replaces the adapter of this name, if there is one."""
+    """True: the adapter replaces that of this name, if there is one."""
 
 
 class UnloadAdapterRequest(Struct, forbid_unknown_fields=True):
-    """As vLLM has it."""
+    """Body of POST /v1/unload_lora_adapter, as vLLM has it."""
 
     lora_name: Annotated[str, Meta(min_length=1)]
 

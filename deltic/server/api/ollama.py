@@ -54,7 +54,7 @@ FILE_TYPES = {
 """general.file_type of a GGUF file."""
 
 LOADING_S = 300.0
-"""How long a request waits for a model that loads, as Ollama has it."""
+"""Seconds that a request waits for a model that loads, as Ollama has it."""
 
 NS = 1e6
 """Nanoseconds of a millisecond."""
@@ -128,7 +128,7 @@ def _completion(service: Service, asked: wire.GenerateRequest, info: EngineInfo,
 
 
 class LinesAnswer:
-    """One answer, its updates as lines (`lines`, `end`) or all at once (`body`)."""
+    """An answer, its updates as lines (`lines`, `end`) or all at once (`body`)."""
 
     def __init__(self, model: str, *, is_chat: bool, scored: answer.ChatAnswer) -> None:
         """model: as it was asked for. scored: writes log-probabilities."""
@@ -315,7 +315,7 @@ def _usual(name: str) -> str:
 
 
 class Stored(NamedTuple):
-    """What the files of a model say of it."""
+    """Facts that the files of a model tell of it."""
 
     family: str = "qwen"
     format: str = "safetensors"
@@ -332,7 +332,7 @@ def _stored(service: Service) -> Stored:
 
 @functools.lru_cache(maxsize=64)
 def _stored_at(model: str, dummy: str | None) -> Stored:
-    """Of random weights: as if they were stored in 16 bits."""
+    """Facts of a model's files; of random weights, as if they were stored in 16 bits."""
     try:
         directory, shape = locate(EngineConfig(model=BUILT_IN if dummy else model, dummy=dummy))
         about, n = Stored(FAMILIES.get(shape.family, Stored.family), "safetensors", shape.n_params), shape.n_params
@@ -350,7 +350,7 @@ def _stored_at(model: str, dummy: str | None) -> Stored:
 
 
 def _human(n: int) -> str:
-    """As Ollama writes a count of parameters."""
+    """Writes a count of parameters as Ollama does."""
     return "" if not n else f"{n / 1e9:.1f}B" if n >= 1e9 else f"{n / 1e6:.2f}M"
 
 

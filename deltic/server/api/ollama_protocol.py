@@ -47,7 +47,7 @@ _WHY_NOT = {
 
 
 class Options(Struct, kw_only=True, forbid_unknown_fields=True):
-    """How to draw; beside it what Ollama's own runner wants to know."""
+    """Options of sampling, and beside them what Ollama's own runner wants to know."""
 
     num_predict: int | None = None
     temperature: Annotated[float, Meta(ge=0.0, le=100.0)] | None = None
@@ -112,7 +112,7 @@ class Message(Struct):
     content: str | None = None
     thinking: str | None = None
     images: list[str] | None = None
-    """Of the assistant's, passed over."""
+    """Pictures, in base64; those of the assistant's are passed over."""
     tool_calls: list[ToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
@@ -122,7 +122,7 @@ class ChatRequest(Asked):
     """POST /api/chat."""
 
     messages: list[Message] | None = None
-    """None of them: the model is only to be loaded, which it is."""
+    """Messages to answer; without any the model is only to be loaded, which it is."""
     tools: list[dict[str, Any]] | None = None
 
 
@@ -145,7 +145,7 @@ class ShowRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: str = ""
     name: str = ""
-    """Its older name."""
+    """Alias of `model`, its older name."""
     verbose: bool | None = None
 
 
@@ -182,7 +182,7 @@ def _unsupported(path: str) -> ApiError:
 
 
 def is_empty(asked: Asked) -> bool:
-    """Whether nothing is to be said: the model is asked to be there."""
+    """Returns whether nothing is to be said: the model is asked to be there."""
     if isinstance(asked, ChatRequest):
         return not asked.messages
     return not (getattr(asked, "prompt", None) or getattr(asked, "images", None))

@@ -89,9 +89,9 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     detokenize: bool | None = None
     """False: ids only, with return_token_ids."""
     truncate_prompt_tokens: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
-    """Only the last so many tokens of the prompt; -1: as many as leave room for the answer."""
+    """Number of the prompt's last tokens that are kept; -1: as many as leave room for the answer."""
     request_id: AnswerId | None = None
-    """In the answer's id."""
+    """End of the answer's id, behind the API's prefix."""
     rid: AnswerId | None = None
     n_predict: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     repeat_penalty: Annotated[float, Meta(ge=1e-6, le=100.0)] | None = None
@@ -106,7 +106,7 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
     guided_decoding_backend: str | None = None
-    """Of vLLM's, where this server has one; so it changes nothing."""
+    """Name of one of vLLM's backends, where this server has its own; so it changes nothing."""
     grammar: str | None = None
     """llama.cpp's, as `json_schema`; "" asks for nothing. `regex` and `ebnf` are SGLang's."""
     json_schema: str | dict[str, Any] | bool | None = None
@@ -132,14 +132,14 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
 
 
 class ThinkingSwitch(Struct, forbid_unknown_fields=True):
-    """As Anthropic's, which other servers read on chats, too."""
+    """Switch of Anthropic's, which other servers read on chats, too."""
 
     type: Literal["enabled", "disabled", "adaptive", "auto"]
     budget_tokens: chats.Count | None = None
 
 
 class ReasoningSwitch(Struct, forbid_unknown_fields=True):
-    """OpenRouter's."""
+    """Switch of OpenRouter's."""
 
     effort: chats.Effort | None = None
     enabled: bool | None = None
@@ -179,21 +179,21 @@ class ChatRequest(ChatFields):
     thinking: ThinkingSwitch | None = None
     reasoning: ReasoningSwitch | None = None
     documents: list[dict[str, Any]] | None = None
-    """For the template."""
+    """Documents for the template."""
     chat_template: Annotated[str, Meta(min_length=1)] | None = None
     """Instead of the model's own, where the server trusts requests so far."""
     prediction: dict[str, Any] | None = None
     functions: list[dict[str, Any]] | None = None
     """The older form of `tools`; a call comes in the older form, too."""
     function_call: Literal["auto", "none"] | dict[str, Any] | None = None
-    """Of `tool_choice`."""
+    """Older form of `tool_choice`."""
 
 
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
     prompt: str | list[Any] | None = None
-    """None: the end of a text, behind which another begins."""
+    """Texts or token ids; None: the end of a text, behind which another begins."""
     echo: bool | None = None
     logprobs: chats.Count | None = None
 
@@ -207,7 +207,7 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     add_special_tokens: bool | None = None
     """Changes nothing: the family's tokenizers add none."""
     parse_special_tokens: bool | None = None
-    """Whether `<|im_end|>` written in the prompt is the token (unless false) or its letters."""
+    """Unless false, `<|im_end|>` written in the prompt is the token, and not its letters."""
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
     tools: list[dict[str, Any]] | None = None
     tool_choice: Any = None
@@ -436,7 +436,7 @@ class ToolFields(Struct, forbid_unknown_fields=True):
 
 
 class AnyText(Struct, tag="text", forbid_unknown_fields=True):
-    """No constraint."""
+    """Text without a constraint."""
 
 
 class TextOf(Struct, tag="grammar", forbid_unknown_fields=True):
@@ -591,11 +591,11 @@ class ResponseFormat(Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
     schema: dict[str, Any] | bool | None = None
-    """Of a json_object, as llama.cpp has it."""
+    """Schema of a json_object, as llama.cpp has it."""
 
 
 class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
-    """As in vLLM: one of them."""
+    """Form of the answer as in vLLM: one of the fields is set."""
 
     json: str | dict[str, Any] | bool | None = None
     json_object: bool | None = None

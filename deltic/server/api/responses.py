@@ -50,9 +50,9 @@ class Asked(NamedTuple):
     history: tuple[Turn, ...]
     """The history that it continues."""
     given: list[bytes]
-    """Its own items, references replaced by what they refer to."""
+    """Items of the request itself, references replaced by what they refer to."""
     items: list[tuple[str, wire.Item]]
-    """Those of the history and its own, each with its place."""
+    """Items of the history and of the request, each with its place."""
     pictures: Pictures
 
 
@@ -88,7 +88,9 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
 
 
 def _prepare(service: Service, read: Asked, info: EngineInfo) -> tuple[Prepared, Turn]:
-    """With the turn to be kept, which is empty unless the response is to be. Raises ApiError."""
+    """Prepares the chat and the turn to be kept, which is empty unless the response is to be. Raises
+    ApiError.
+    """
     chat = _fitted(service, read, lambda chat: prepare_chat(service, chat, info, read.pictures))
     return chat, turn_of([] if read.request.store is False else read.given)
 
@@ -153,7 +155,8 @@ def _history(store: ResponseStore, asked: wire.ResponsesRequest, owner: str) -> 
 def _items(
     asked: wire.ResponsesRequest, history: tuple[Turn, ...], given: list[bytes]
 ) -> tuple[list[tuple[str, wire.Item]], list[Sent]]:
-    """All items with their places, and the pictures in them; tools among the items join those of the request.
+    """Reads all items with their places, and finds the pictures in them; tools among the items join those of
+    the request.
 
     Raises ApiError (400).
     """
@@ -246,7 +249,7 @@ async def cancel_response(service: Service, request: Request) -> ASGIApp:
 
 
 async def list_input_items(service: Service, request: Request) -> ASGIApp:
-    """All items that a response was made from, the newest first unless `order` is asc."""
+    """Lists the items that a response was made from, the newest first unless `order` is asc."""
     stored = _stored(service, request)
     query = request.query_params
     items = [(item_id, msgspec.Raw(item)) for turn in stored.input for item_id, item in turn.items]
@@ -296,7 +299,7 @@ _TEXT_OF = {"function_call": "arguments", "custom_tool_call": "input"}
 
 
 def _said(item: dict[str, Any]) -> str:
-    """How the events are called that tell what an item says."""
+    """Name of the events that tell what an item says, without what happened to it."""
     if (field := _TEXT_OF.get(item["type"])) is not None:
         return f"response.{item['type']}_{field}"
     return f"response.{_PARTS[item['type']]['type']}"
@@ -306,10 +309,10 @@ class End(NamedTuple):
     """The end of a response."""
 
     events: bytes
-    """Its last ones, if there are any."""
+    """Events at the end of the stream, if there are any."""
     body: bytes
     items: list[tuple[str, bytes]]
-    """Of its output: (id, JSON)."""
+    """Items of the output: (id, JSON)."""
 
 
 class Events:
@@ -349,13 +352,13 @@ class Events:
 
 
 def _place(index: int, item: dict[str, Any]) -> dict[str, Any]:
-    """Where something is added to item number `index`."""
+    """Fields of an event that say where something is added to item number `index`."""
     place = {"item_id": item["id"], "output_index": index}
     return place | {"content_index": 0} if item["type"] in _PARTS else place
 
 
 class ResponseAnswer(Items):
-    """One response as it grows: its items, and the events that tell of them, if it is streamed."""
+    """A response as it grows: its items, and the events that tell of them, if it is streamed."""
 
     waits_for_calls = True
 
@@ -364,23 +367,23 @@ class ResponseAnswer(Items):
         self.output: list[dict[str, Any]] = []
         """The items that have ended, as the response has them."""
         self.ends: list[array[int]] = []
-        """As of Stored."""
+        """Ends of deltas, as in Stored."""
         self.n_bytes = 0
-        """Of log-probabilities and text, more or less."""
+        """Bytes of log-probabilities and text, more or less."""
         self.is_stored = asked.store is not False and bool(service.server.responses.most)
         self._plain = _echo(asked, service) | {"id": response_id, "model": service.model_name, "store": self.is_stored}
         self._called = {
             wire.flat_name(tool.name, space.name if space else None): (space.name if space else None, tool)
             for _, space, tool in wire.flat_tools(asked.tools)
         }
-        """By the names that the model has for them."""
+        """Tools, and their namespaces, by the names that the model has for them."""
         self._events = Events(-1 if asked.stream else math.inf)
         self._id, self._delta_start = "", b""
-        """Of the last item."""
+        """Id of the last item, and the beginning of its deltas' events."""
         self._n_said = 0
-        """Characters of it."""
+        """Characters of the last item."""
         self._logprobs: list[msgspec.Raw] = []
-        """Those of its text."""
+        """Log-probabilities of the last item's text."""
         self._wants_scores = wire.wants(asked, "message.output_text.logprobs")
         self._encrypts = wire.wants(asked, "reasoning.encrypted_content")
         self._pads = asked.stream_options is not None and bool(asked.stream_options.include_obfuscation)
@@ -612,5 +615,5 @@ class ResponseStream(UpdateStream):
         self.write((await self._ended()).events)
 
     def last(self, error: ApiError | None) -> bytes:
-        """Nothing marks the end but the last event."""
+        """Returns no mark of the end, but the event of an error: the last event is the end."""
         return b"" if error is None else self._said.fail(error)

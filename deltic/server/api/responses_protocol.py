@@ -47,11 +47,11 @@ class Reasoning(Struct, forbid_unknown_fields=True):
 
 
 class TextFormat(Struct, tag="text", forbid_unknown_fields=True):
-    """No constraint."""
+    """Text without a constraint."""
 
 
 class JsonFormat(Struct, tag="json_object", forbid_unknown_fields=True):
-    """Any JSON object."""
+    """JSON object of any form."""
 
 
 class SchemaFormat(Struct, tag="json_schema", kw_only=True, forbid_unknown_fields=True):
@@ -126,7 +126,9 @@ class ResponsesRequest(protocol.ChatFields, kw_only=True):
     previous_response_id: str | None = None
     max_output_tokens: protocol.Positive | None = None
     include: list[Includable] | None = None
-    """What hosted tools would give is accepted, and what was sent: there is none of it here."""
+    """Further parts of the answer. Those of hosted tools and of what was sent are accepted: there are none
+    here.
+    """
     reasoning: Reasoning | None = None
     text: Text | None = None
     truncation: Literal["disabled", "auto"] | None = None
@@ -135,7 +137,7 @@ class ResponsesRequest(protocol.ChatFields, kw_only=True):
     stream_options: ResponseStreamOptions | None = None  # type: ignore[assignment]
     # Carry no promise about the answer.
     max_tool_calls: Count | None = None
-    """Of hosted tools."""
+    """Calls of hosted tools at most."""
     client_metadata: dict[str, Any] | None = None
     # Known, and refused unless null.
     conversation: Any = None
@@ -218,7 +220,7 @@ class HostedItem(Struct):
 
 
 class ToolsItem(Struct, kw_only=True):
-    """More tools for the answer, which agents send where they learn of them."""
+    """Tools beside those of the request, which agents send where they learn of them."""
 
     tools: list[dict[str, Any]]
 
@@ -279,11 +281,13 @@ _HOSTED = re.compile(
 """Tools that OpenAI's servers run."""
 _GIVEN = ("function", "custom", "namespace")
 _KIND = re.compile(r"[a-z0-9_]{1,64}")
-"""What a kind of tools may be called that we do not know."""
+"""Names that a kind of tools may have that we do not know."""
 
 
 def is_left_out(tool: dict[str, Any]) -> bool:
-    """Whether the model goes without: it is of a kind that only the models know which were trained for it."""
+    """Returns whether the model goes without a tool: it is of a kind that only the models know which were
+    trained for it.
+    """
     kind = tool.get("type")
     return kind not in _GIVEN and isinstance(kind, str) and _KIND.fullmatch(kind) is not None
 
@@ -327,7 +331,7 @@ def add_tools(asked: ResponsesRequest, items: Iterable[tuple[str, Item]]) -> Non
 
 
 def turn_starts(items: list[tuple[str, Item]]) -> tuple[int, list[int]]:
-    """Where a history may be cut: after its first settings, and before each later message of a user."""
+    """Finds where a history may be cut: after its first settings, and before each later message of a user."""
     n_settings = 0
     while n_settings < len(items) and _role(items[n_settings][1]) in ("system", "developer"):
         n_settings += 1
@@ -569,7 +573,7 @@ def _thought(item: ReasoningItem, place: str) -> str:
 
 
 def encrypted(thought: str) -> str:
-    """What `_thought` reads; for clients that give back nothing else."""
+    """Writes a thought for `_thought` to read, for clients that give back nothing else."""
     return THOUGHT + base64.b64encode(thought.encode()).decode()
 
 

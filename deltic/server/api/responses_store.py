@@ -40,8 +40,8 @@ class Stored(msgspec.Struct, eq=False):
     input: tuple[Turn, ...]
     output: Turn
     ends: list[array[int]] = []
-    """For each item of the answer, as each of its deltas ended: how many characters had been said, and how
-    many log-probabilities, one behind the other.
+    """Ends of deltas, for each item of the answer: how many characters had been said as a delta ended, and
+    how many log-probabilities, one behind the other.
     """
 
     @property
@@ -54,7 +54,7 @@ class Stored(msgspec.Struct, eq=False):
 
 
 class _Own:
-    """What one owner has in the store, and the bytes of it."""
+    """Responses and items of one owner, and their bytes."""
 
     def __init__(self) -> None:
         self.responses: OrderedDict[str, Stored] = OrderedDict()

@@ -59,7 +59,7 @@ class Head(Struct, forbid_unknown_fields=True, kw_only=True):
     fingerprint: str
     """Names everything that decides the bits: weights, formats, kernels, versions."""
     model: str
-    """As the server calls it that sends; for people."""
+    """Name that the sending server has for the model; for people."""
     tokens: int
     page_bytes: int
     state_bytes: int
@@ -237,24 +237,24 @@ class Import:
         self._n_left = 0
         """Bytes of the object's payload that are to come."""
         self._n_objects = 0
-        """That are to come."""
+        """Objects that are to come."""
         self._out: BinaryIO | None = None
         self._parts: list[tuple[str, str]] = []
-        """Of each file its name for now, and the one that it gets."""
+        """Name for now and final name of each file."""
         self._is_dropped = False
         self._renew_at = 0.0
         self.n_tokens = 0
         self.n_bytes = 0
 
     def feed(self, data: bytes) -> None:
-        """More of the stream."""
+        """Takes more of the stream."""
         with self._lock:
             if not self._is_dropped:
                 self._renew()
                 self._feed(data)
 
     def _renew(self) -> None:
-        """Nobody takes the files of a long stream for abandoned."""
+        """Renews the files of a long stream, so that nobody takes them for abandoned."""
         if time.monotonic() >= self._renew_at:
             self._renew_at = time.monotonic() + ABANDONED_S / 10
             for part, _ in self._parts:
@@ -287,7 +287,7 @@ class Import:
         self.n_tokens = self._head.tokens
 
     def drop(self) -> None:
-        """Nothing half is left."""
+        """Removes what is half received."""
         with self._lock:
             self._is_dropped = True
             if self._out is not None:
