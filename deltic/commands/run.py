@@ -179,7 +179,7 @@ async def send(
             data = await reply.read()
         except EndpointError as error:
             if n_tries >= N_TRIES:
-                raise Stopped(f"{error}; {n_tries} tries") from None
+                raise Stopped(f"after {n_tries} tries: {error}") from None
             await asyncio.sleep(0.5 * 2**n_tries)
             continue
         if reply.status in (401, 403):

@@ -22,6 +22,8 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 import deltic
+from deltic.batch_lines import Job
+from deltic.commands import run
 from deltic.commands.endpoint import Endpoint, EndpointError
 from deltic.config import ConfigError, ServerConfig
 from deltic.config_sources import resolve
@@ -243,6 +245,15 @@ def test_a_websocket_under_a_prefix() -> None:
                 assert "error" in str(ws.recv())
         with pytest.raises(InvalidStatus):
             connect(f"ws{url.removeprefix('http')}/stt{PATH}")
+
+
+def test_nobody_there_is_told_in_sentences(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(run, "N_TRIES", 1)
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        endpoint = Endpoint(f"http://127.0.0.1:{taken.getsockname()[1]}")
+        with pytest.raises(run.Stopped, match=r"^after 1 tries: http://.*\. Start a server with deltic serve\.$"):
+            asyncio.run(run.send(endpoint, "m", Job(1, None, "/v1/completions", b"{}")))
 
 
 def test_where_it_listens_is_told() -> None:
