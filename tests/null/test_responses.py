@@ -386,6 +386,8 @@ def test_what_a_request_asks_for() -> None:
         ({"max_output_tokens": 0}, "max_output_tokens"),
         ({"max_tokens": 3}, "max_tokens"),
         ({"response_format": {"type": "text"}}, "response_format"),
+        ({"max_tokens": 0}, "max_tokens"),
+        ({"n_predict": 0}, "n_predict"),
         ({"text": {"format": {"type": "json_schema", "name": "n", "schema": {"type": "x"}}}}, "text.format.schema.type"),
         ({"tools": [WEATHER], "tool_choice": {"type": "function", "name": "x"}}, "tool_choice"),
         ({"n": 2}, "n"),
@@ -400,6 +402,10 @@ def test_what_a_request_asks_for() -> None:
 def test_what_is_refused_is_named(door: Door, body: dict[str, Any], param: str) -> None:
     error = door.post(400, **body)
     assert error["param"] == param and error["message"].startswith((f"{param}: ", "Previous response"))
+
+
+def test_false_asks_for_nothing(door: Door) -> None:
+    door.post(response_format=False, return_token_ids=False, background=False)
 
 
 def test_hosted_tools_are_left_out_where_the_server_is_told_so(caplog: pytest.LogCaptureFixture) -> None:

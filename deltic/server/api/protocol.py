@@ -303,11 +303,9 @@ def longest(request: SamplingFields) -> int | None:
 def _agreed(name: str, value: Any, others: dict[str, Any]) -> Any:
     """The value of a field that has other names. Raises ApiError (400) for a contradiction."""
     for field, other in others.items():
-        if other is None:
-            continue
-        if value not in (None, other):
+        if None not in (value, other) and value != other:
             raise bad_request(field, f"contradicts {name}; give one of the two")
-        value = other
+        value = value if other is None else other
     return value
 
 
@@ -324,7 +322,10 @@ def sampling_of(
     hides_thought: bool = False,
     forms: list[chats.Form] | None = None,
 ) -> chats.Sampling:
-    """The shared part of a request. forms: those of fields that only its API has. Raises ApiError (400)."""
+    """The shared part of a request. forms: those of fields that its API has for `response_format`.
+
+    Raises ApiError (400).
+    """
     penalty = _agreed("repetition_penalty", request.repetition_penalty, {"repeat_penalty": request.repeat_penalty})
     penalty = whole_penalty(penalty, request.repeat_last_n, "repeat_last_n")
     if request.best_of not in (None, 1, request.n):
@@ -338,6 +339,7 @@ def sampling_of(
     scored = request.prompt_logprobs
     if logprobs is not None and getattr(request, "echo", None):
         scored = max(scored or 0, logprobs)
+    own_forms = _response_format(request.response_format) if forms is None else forms
     stop_token_ids = tuple(request.stop_token_ids or ())
     given = {name: getattr(request, name) for name in _PARAMS} | {
         "repetition_penalty": penalty,
@@ -359,7 +361,7 @@ def sampling_of(
             hides_thought=hides_thought,
         ),
         max_tokens=max_tokens,
-        form=chats.form_of([*(forms or _response_format(request.response_format)), *_structured(request)]),
+        form=chats.form_of([*own_forms, *_structured(request)]),
         allowed_token_ids=request.allowed_token_ids,
         bad_words=request.bad_words or [],
         truncate_prompt_tokens=request.truncate_prompt_tokens,

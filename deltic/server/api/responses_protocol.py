@@ -311,7 +311,7 @@ def check(asked: ResponsesRequest, skips_hosted: bool = False) -> None:
         if not skips_hosted and _HOSTED.fullmatch(str(tool.get("type"))):
             raise _unknown_tool(tool, f"tools[{i}]")
     for field, why in _REFUSED.items():
-        if getattr(asked, field) not in (None, False):
+        if (value := getattr(asked, field)) is not None and value is not False:
             raise bad_request(field, why, "unsupported_field")
     if asked.n not in (None, 1):
         raise bad_request("n", "a response has one answer", "unsupported_field")
@@ -370,7 +370,10 @@ ORIGIN = {"messages": "input", "max_tokens": "max_output_tokens"}
 
 
 def chat_of(asked: ResponsesRequest, items: Iterable[tuple[str, Item]], defaults: SamplingDefaults) -> Chat:
-    """The chat that a request asks for. items: (place, item), the whole  Raises ApiError (400)."""
+    """The chat that a request asks for. items: (place, item), the whole history.
+
+    Raises ApiError (400).
+    """
     messages = Messages(asked.instructions)
     for place, item in items:
         messages.add(item, place)
