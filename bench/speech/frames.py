@@ -29,7 +29,7 @@ POSITION, N_PROMPT = 100, 27
 
 
 def step_of(n_streams: int) -> Step:
-    """A decode of each stream, in pages, state slots and places of its own."""
+    """A decode of each stream, in pages, a state slot and a batch slot of its own."""
     params = SamplingParams(temperature=0.9, top_k=50, repetition_penalty=1.05)
     tokens = array("i", [row_id(5, 7)] * N_PROMPT + [5] * (POSITION + 1 - N_PROMPT))
     step = Step()

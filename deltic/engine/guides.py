@@ -323,7 +323,7 @@ class Guides:
         for id in self._eos:
             self._only_eos[id // 32] |= np.uint32(1 << id % 32)
         self._todo: PriorityQueue[tuple[int, int, tuple[list[Guide], list[list[int]]] | None]] = PriorityQueue()
-        """Jobs, by turn and arrival. Owners take turns with those of slow guides; all others go first."""
+        """Jobs, by turn and arrival. Tenants take turns with those of slow guides; all others go first."""
         self._mask_turns = Turns()
         self._n_jobs = 0
         self._starts: list[PriorityQueue[tuple[int, int, list[Guide] | None]]] = [PriorityQueue(), PriorityQueue()]

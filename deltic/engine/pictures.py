@@ -100,7 +100,7 @@ def row_ids(chunk: Chunk) -> Iterator[tuple[int, list[int]]]:
 
 
 Key = tuple[str, str, bytes]
-"""Party, salt and content: how soon a picture is there tells whether it was before, as with prefixes."""
+"""Namespace, salt and content: how soon a picture is there tells whether it was before, as with prefixes."""
 
 
 def _key_of(request: Request, picture: Picture) -> Key:

@@ -1,7 +1,7 @@
 """The scheduler, which decides what tokens run in the next step.
 
 A sequence waits (owns nothing), prefills (owns a state slot, and pages for what was computed) or decodes.
-Each step takes every decode, then fills the rest of the token budget with prefill chunks. Owners take turns;
+Each step takes every decode, then fills the rest of the token budget with prefill chunks. Tenants take turns;
 within one tenant and priority it is first come, first served. A request with a priority above 0 waits for all
 others. One below 0 takes the turn of its tenant's other requests, which move back by one; other tenants
 notice nothing. A tenant who has no batch slot does not wait until another's answers end: whoever has the most

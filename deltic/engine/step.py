@@ -141,7 +141,7 @@ class Sequence:
     arrival: int = 0
     """Order of arrival, to break ties of equal turn."""
     turn: int = 0
-    """Owners are served in order of this number. It rises when its tenant sends something more urgent."""
+    """Tenants are served in order of this number. It rises when its tenant sends something more urgent."""
     arrived_at: float = 0.0
     """time.monotonic() of its arrival."""
     queued_s: float = 0.0

@@ -249,7 +249,7 @@ class EngineClient:
 
     def abort(self, request_id: str, index: int | None = None, if_waiting: bool = False) -> None:
         """Ends a request, or one of its sequences, within a step; its last outputs are delivered. if_waiting:
-        unless it ever had a place.
+        unless it ever had a batch slot.
         """
         if request_id in self._streams:
             self._send(Abort(request_id, index, if_waiting))

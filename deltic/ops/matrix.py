@@ -2,7 +2,7 @@
 
 A matrix is one segment or several: runs of its rows, each in one format of ops/formats.py. A checkpoint mixes
 formats within what the forward multiplies at once, such as a Q6_K v below a Q4_K q and k. The CPU's kernels
-read panels of 16 rows (csrc/format.h says how), the GPU's read rows (ops/gpu/weight.py).
+read panels of 16 rows (the strips of csrc/format.h, which says how), the GPU's read rows (ops/gpu/weight.py).
 
 --quantize makes two formats of bfloat16 weights:
 
@@ -31,6 +31,7 @@ from deltic.ops.cpu.program import Program
 from deltic.ops.formats import CODES, SCALES, Quantised, WeightFormat
 
 PANEL = 16
+"""Rows of a panel. A panel of a convolution has 32 (ops/cpu/vocoder.py)."""
 
 Layout = Literal["panels", "rows"]
 """The order of a matrix in memory: as the CPU's kernels read it, or as the GPU's do."""
@@ -49,7 +50,8 @@ _PLANE = 256
 class Segment:
     """n_matrices of n rows (the same rows of a layer's experts, or of one matrix) of width k in one format.
 
-    data: uint8 [n_matrices, bytes of one], an array of numpy's in panels, a tensor of torch's in rows.
+    data: uint8 [n_matrices, bytes of one], an array of numpy's in panels, a tensor of torch's in rows. No
+    segment of a prefill (ops/gpu/blocks.py).
     """
 
     n: int

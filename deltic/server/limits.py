@@ -213,7 +213,7 @@ class Ticket:
 
     @property
     def tenant(self) -> str:
-        """The namespace between whose requests the engine's places are shared out."""
+        """The name of the request's key, or "": what keys share is divided by it, and taken in turns."""
         return self.account.name if self.account else ""
 
     @property

@@ -296,7 +296,7 @@ def test_without_a_directory_it_is_refused_by_the_flags_name() -> None:
                 ask()
 
 
-def test_keys_are_parties_and_a_batch_counts_its_tokens_only(tmp_path: Path) -> None:
+def test_keys_are_tenants_and_a_batch_counts_its_tokens_only(tmp_path: Path) -> None:
     keys = {"api_key": ("alice=a", "bob=b"), "max_concurrent_per_key": 1}
     with Site(tmp_path, **keys) as site:
         batch = site.run([line(f"r{i}") for i in range(6)], "a")

@@ -212,7 +212,7 @@ def spin(seconds: float) -> None:
         pass
 
 
-def test_owners_take_turns_with_slow_masks(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tenants_take_turns_with_slow_masks(tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever has many slow guides holds up his own: another's slow one waits for those that are being made, and its own turn."""
     original, waits, started = Guides._do, dict[str, list[int]](), 0
     made = Engine(FakeRunner(), vocabulary=Vocabulary(tokenizer_file.read_text))
@@ -512,7 +512,7 @@ def test_a_short_grammar_does_not_wait_for_long_ones(engine: Engine, monkeypatch
     assert compiled.index(GRAMMAR) <= 1 and len(compiled) == 5
 
 
-def test_no_party_learns_or_loses_grammars(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_namespace_learns_or_loses_grammars(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compiled already takes less time, and so tells who asked for it."""
     monkeypatch.setattr(engine.guides._compiled, "_room", 4)
     compiled = compiling(monkeypatch)

@@ -323,7 +323,7 @@ def test_tiers_are_media(gpu: bool) -> None:
     assert restarted.predicted(prompt) == 448
 
 
-def test_salts_and_parties_are_extra_keys_of_the_first_block() -> None:
+def test_salts_and_namespaces_are_extra_keys_of_the_first_block() -> None:
     told, prompt = told_with(), some_ids(Random(7), 300)
     told.complete(prompt, cache_salt="s")
     told.complete(prompt, namespace="bob")

@@ -74,7 +74,7 @@ def test_a_key_that_might_be_meant_otherwise_is_refused_and_not_shown(key: str) 
     assert "secret" not in str(raised.value) and "c2V" not in str(raised.value)
 
 
-def test_no_party_has_the_name_of_a_key_without_one(tmp_path: Path) -> None:
+def test_no_namespace_has_the_name_of_a_key_without_one(tmp_path: Path) -> None:
     path = tmp_path / "keys.toml"
     path.write_text('[key-1]\nkey = "other"\n')
     for config in (ServerConfig(api_key=("plain", "key-2=x")), ServerConfig(api_key=("plain",), api_key_file=path)):
@@ -166,7 +166,7 @@ def test_limits_of_keys_need_keys() -> None:
         Accounts(ServerConfig(max_concurrent_per_key=1))
 
 
-# Parties: what a key may see.
+# Namespaces: what a key may see.
 
 SHARED = [("GET", "/metrics"), ("GET", "/cache"), ("POST", "/cache/reset"), ("GET", "/live"), ("GET", "/load")]
 
@@ -202,7 +202,7 @@ def test_what_all_keys_share_is_for_administrators(engine: FakeEngineClient, tmp
 
 @pytest.mark.parametrize(("path", "body"), DOORS)
 @pytest.mark.parametrize("share", [False, True])
-def test_a_named_key_is_a_party(engine: FakeEngineClient, path: str, body: dict[str, Any], share: bool) -> None:
+def test_a_named_key_is_a_namespace(engine: FakeEngineClient, path: str, body: dict[str, Any], share: bool) -> None:
     keys = ("alice=a", "bob=b", "alice=a2", "operator", "other")
 
     async def go() -> list[str]:
@@ -214,7 +214,7 @@ def test_a_named_key_is_a_party(engine: FakeEngineClient, path: str, body: dict[
     assert asyncio.run(go()) == ([""] * 5 if share else ["alice", "bob", "alice", "", ""])
 
 
-def test_parties_find_nothing_of_each_other() -> None:
+def test_namespaces_find_nothing_of_each_other() -> None:
     bench, cached = Bench(FakeRunner()), {}
     asked = [("alice", ""), ("bob", ""), ("", ""), ("", "alice"), ("", "alice\n"), ("alice", "\n"), ("alice", "")]
     for i, (namespace, salt) in enumerate(asked):
@@ -440,7 +440,7 @@ def steps_until_done(bench: Bench, id: str) -> int:
     return n
 
 
-def test_the_party_with_the_most_loses_what_it_used_least_recently() -> None:
+def test_the_namespace_with_the_most_loses_what_it_used_least_recently() -> None:
     shares: Shares[str] = Shares(6, len)
     for namespace, item in (("b", "b"), ("a", "a"), ("a", "aa"), ("a", "A")):
         shares.put(namespace, item, item)

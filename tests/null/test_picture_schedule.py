@@ -146,7 +146,7 @@ def test_everything_ends_in_a_small_pool(seed: int, gpu: bool) -> None:
     assert engine.pictures.n_hits and engine.scheduler.n_preemptions + engine.pictures.n_encoded
 
 
-def test_a_picture_is_known_to_its_own_party_alone() -> None:
+def test_a_picture_is_known_to_its_own_namespace_alone() -> None:
     """Neither time nor a count tells one key what another has sent. A salt divides a namespace further."""
     asked = [("anna", ""), ("ben", ""), ("anna", ""), ("anna", "s"), ("ben", "s"), ("ben", "")]
     engine = Engine(SeeingRunner(FakeTower(100)))

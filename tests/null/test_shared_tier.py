@@ -140,7 +140,7 @@ def test_the_prompt_is_there_while_the_answer_is_still_written(start: Start) -> 
             assert ask(second, prompt) == 384
 
 
-def test_nothing_is_found_under_another_salt_or_party(start: Start) -> None:
+def test_nothing_is_found_under_another_salt_or_namespace(start: Start) -> None:
     first, second = start(), start()
     meet(first, second)
     prompt = some_ids(Random(2), 300)

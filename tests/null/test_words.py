@@ -9,8 +9,15 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[2] / "deltic"
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "deltic"
 FILES = sorted(PACKAGE.rglob("*.py"))
+DOCUMENTS = [
+    ROOT / "README.md",
+    ROOT / "ARCHITECTURE.md",
+    *sorted((ROOT / "docs").glob("*.md")),
+    *sorted((ROOT / "docs" / "design").glob("*.md")),
+]
 EVERYWHERE = re.compile(
     r"party|PieceStream|Piece|STRIP|part_logits|rows_place|place_table|PlaceState|PlaceParameters|n_owners|[Rr]esidency"
 )
@@ -28,6 +35,10 @@ STEPS = re.compile(
     r"engine/(?!drafts|pictures|scheduler)|models/(qwen|tts)/(cpu|gpu)|ops/cpu/(attention|gdn|sample)|runtime/(cpu|gpu)/"
 )
 """Files of steps, where a place can only be a row of the batch; the scheduler has a verb, too."""
+
+
+PARTY, OWNERS = re.compile(r"\bpart(?:y|ies)\b", re.IGNORECASE), re.compile(r"\bowners\b", re.IGNORECASE)
+"""The same in prose: namespaces; and in the package, tenants."""
 
 
 def names_of(path: Path) -> set[str]:
@@ -49,3 +60,11 @@ def test_words_that_were_given_up_do_not_return(path: Path) -> None:
     if STEPS.match(name):
         found |= {word for word in names if PLACE.fullmatch(word)}
     assert not found, f"{name}: {sorted(found)}"
+
+
+@pytest.mark.parametrize("path", FILES + DOCUMENTS, ids=lambda path: path.relative_to(ROOT).as_posix())
+def test_prose_has_the_same_words(path: Path) -> None:
+    text, name = path.read_text(), path.relative_to(ROOT).as_posix()
+    assert not PARTY.search(text), name
+    if path in FILES and name.removeprefix("deltic/") not in N_OWNERS:
+        assert not OWNERS.search(text), name

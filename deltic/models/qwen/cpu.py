@@ -61,7 +61,7 @@ class RowInputs:
 
 @dataclass(frozen=True)
 class ForwardInputs(RowInputs):
-    """A step's inputs of the model. A state slot is a state slot."""
+    """A step's inputs of the model. A state slot is a row of `Memory.states` and `columns`."""
 
     n_logit_rows: Array
     logit_token: Array  # [R] the tokens whose logits are wanted
@@ -84,7 +84,7 @@ class AdapterBuffers:
     rows: AdapterRows  # of the step's tokens
     logit_rows: AdapterRows  # of the rows of logits
     scratch: LoraScratch
-    table: Array  # int64 [state_slots, products, words]
+    table: Array  # int64 [slots of adapters, products, words]
     names: tuple[str, ...]  # of the products
 
     def entries(self, name: str) -> Entries:

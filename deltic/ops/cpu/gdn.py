@@ -63,10 +63,10 @@ def gdn(
     in front of them: they are counted in seq_context[s], and the state slot start_slot[s] is that before
     them. They have no output. Where is_lazy[s] is 1, state_slot[s] gets what they leave, and the chunk's own
     tokens go on from there to their outputs only: their inputs replace the window (so there are at most W of
-    them). Snapshots are for sequences with neither. With n_redo[s] and is_lazy[s] 0 (int32 [S], as batch
-    slot), the window is not touched.
+    them). Snapshots are for sequences with neither. With n_redo[s] and is_lazy[s] 0 (int32 [S], as
+    batch_slot), the window is not touched.
 
-    In one call, a batch slot belongs to one sequence. A state slot that is written (state slot or
+    In one call, a batch slot belongs to one sequence. A state slot that is written (state_slot or
     snapshot_slot) is written by one sequence, and is the start of no other. A state slot that is only read
     may be the start of several. These values change from step to step, and are not checked.
     """

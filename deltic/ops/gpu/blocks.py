@@ -117,9 +117,9 @@ class Rows:
 
 @dataclass(frozen=True)
 class Windows:
-    """Inputs that drafted tokens bring to the states, kept by place of the running sequence until it is known
-    that the tokens were right. The token of position p is in row p % W: a step reads rows in front of those
-    that it writes (`window_rows`).
+    """Inputs that drafted tokens bring to the states, kept by batch slot until it is known that the
+    tokens were right. The token of position p is in row p % W: a step reads rows in front of those that it
+    writes (`window_rows`).
     """
 
     columns: Tensor  # bfloat16 [batch_slots, W, C]: raw inputs of the convolution

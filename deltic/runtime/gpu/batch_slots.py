@@ -185,7 +185,7 @@ class BatchSlots:
         return batch_slot
 
     def move_in(self, sequence: Sequence) -> None:
-        """Prepares the place of a sequence that is about to draw: the sampler leaves the token and its
+        """Prepares the batch slot of a sequence that is about to draw: the sampler leaves the token and its
         position where a decode reads them.
         """
         batch_slot, state_slot = self.refresh(sequence), sequence.state_slot

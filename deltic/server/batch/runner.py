@@ -2,8 +2,8 @@
 
 A line is sent through the application itself, as a request of its key, so it means what it means online. It
 has no HTTP connection, the last priority in the engine, and does not count as one of the requests that a key
-may have open; its tokens count. Of each model half the places (`--batch-in-flight`) are for batches at most.
-Each key has one batch that runs, the others wait for it; keys share the places.
+may have open; its tokens count. Batches have at most half of each model's batch slots (`--batch-in-flight`).
+Each key has one batch that runs, the others wait for it; keys share these batch slots.
 
 An answer is appended to a file as it comes. Who reads these files again knows what is still to do, so nothing
 else is kept while a batch runs, and a line that was under way when the process ended is sent once more.

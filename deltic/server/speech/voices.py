@@ -116,7 +116,7 @@ class VoiceStore:
         """Lock of each key: only the first of its requests waits beside those of others."""
         self._n_waiting: Counter[str] = Counter()
         self.n_tenants = 1
-        """Number of owners among whom what may wait, and be stored, is shared out."""
+        """Number of tenants among whom what may wait, and be stored, is shared out."""
         self._known: dict[str, tuple[int, VoiceEncoded]] = {}
         if self._files is not None:
             make_private("--voices-dir", self._files.parent)
@@ -197,16 +197,16 @@ class VoiceStore:
         Once begun it is finished, even if who asked has left: the engine goes on with what it has, too, and
         would be given ever more otherwise. Raises ApiError: what `make` does, and 429 when too many wait.
         """
-        owner, most = asking().tenant, share_of(MAX_WAITING, self.n_tenants)
-        if self._n_waiting[owner] >= most:
+        tenant, most = asking().tenant, share_of(MAX_WAITING, self.n_tenants)
+        if self._n_waiting[tenant] >= most:
             message = f"{most} requests wait for a voice to be encoded; try again in a few seconds"
             raise ApiError(429, message, code="too_many_encodings", headers=RETRY_LATER)
-        self._n_waiting[owner] += 1
+        self._n_waiting[tenant] += 1
         try:
-            async with self._turns[owner]:
+            async with self._turns[tenant]:
                 await self._encoding.acquire()
         finally:
-            self._n_waiting[owner] -= 1
+            self._n_waiting[tenant] -= 1
         making = asyncio.create_task(make())
         making.add_done_callback(lambda _: self._encoding.release())
         return await asyncio.shield(making)
