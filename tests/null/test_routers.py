@@ -195,6 +195,7 @@ def test_what_cannot_be_rendered_is_refused(engine: FakeEngineClient, path: str)
         ({"json": body | {"chat_template": "x"}}, 400, "chat_template"),
         ({"json": long}, 400, "1024"),
         ({"json": body | {"max_tokens": "many"}}, 400, "max_tokens"),
+        ({"json": body | {"guided_json": "{"}}, 400, "guided_json"),  # as the answer would be
     ):
         answer = ask(app, "POST", path, **sent)  # type: ignore[arg-type]
         assert answer.status_code == status and said in answer.json()["error"]["message"], answer.text
