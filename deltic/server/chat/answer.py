@@ -304,10 +304,10 @@ class Answer:
     def body(self, messages: list[Message], usage: Usage, extra: dict[str, Any] | None = None) -> dict[str, Any]:
         """The whole answer, for a LargeResponse: iterators are arrays. extra: further fields of it."""
         choices = [self._choice(index, message) for index, message in enumerate(messages)]
-        told: dict[str, Any] = {"choices": choices, "usage": usage.plain()}
+        fields: dict[str, Any] = {"choices": choices, "usage": usage.plain()}
         if self.extras.timings:
-            told["timings"] = usage.timings()
-        return self._head | told | (extra or {})
+            fields["timings"] = usage.timings()
+        return self._head | fields | (extra or {})
 
     def keep(self, message: Message) -> None:
         """Encodes the log-probabilities that came."""
@@ -372,7 +372,7 @@ class ChatAnswer(Answer):
         end."""
         written = b""
         delta, scores = update.delta, update.scores
-        calls = self._told(update) if self.extras.custom else list(map(_plain_call_delta, delta.calls))
+        calls = self._call_deltas(update) if self.extras.custom else list(map(_plain_call_delta, delta.calls))
         if delta.content or delta.reasoning or calls or (scores and scores.token_ids) or update.token_ids:
             logprobs = self._scored(scores)
             ids = b',"token_ids":' + _encode(update.token_ids) if update.token_ids else b""
@@ -382,19 +382,19 @@ class ChatAnswer(Answer):
             written += self._delta(update.index, b"{}", reason=_encode(self._reason(update.finish_reason)), ids=stop)
         return written
 
-    def _told(self, update: Update) -> list[dict[str, Any]]:
+    def _call_deltas(self, update: Update) -> list[dict[str, Any]]:
         """Tells the calls of an update: of a custom one, which comes as JSON, all its text at its end."""
-        told = []
+        deltas = []
         for call in update.delta.calls:
             if call.id is None and update.index in self._open:
                 self._open[update.index].arguments += call.arguments
                 continue
-            told += self._text(update.index)
+            deltas += self._text(update.index)
             if call.name in self.extras.custom:
                 self._open[update.index] = msgspec.structs.replace(call)
                 call = msgspec.structs.replace(call, arguments="")
-            told.append(_plain_call_delta(call, self.extras.custom))
-        return told if update.finish_reason is None else told + self._text(update.index)
+            deltas.append(_plain_call_delta(call, self.extras.custom))
+        return deltas if update.finish_reason is None else deltas + self._text(update.index)
 
     def _text(self, index: int) -> list[dict[str, Any]]:
         """Ends the custom call of a choice, if there is one, and tells its text."""
@@ -613,11 +613,11 @@ def prompt_logprobs(entries: PromptLogprobs, tokenizer: Tokenizer) -> Iterator[d
 
 def offsets(ids: list[int], tokenizer: Tokenizer) -> list[int]:
     """Offset of each token of a prompt in its text, in characters."""
-    detokenizer, at, found = Detokenizer(tokenizer, skip_special_tokens=False), 0, []
+    detokenizer, at, starts = Detokenizer(tokenizer, skip_special_tokens=False), 0, []
     for token_id in ids:
-        found.append(at)
+        starts.append(at)
         at += len(detokenizer.push((token_id,)))
-    return found
+    return starts
 
 
 # An answer as items: thoughts, texts and tool calls, one behind the other, each of which begins, grows and

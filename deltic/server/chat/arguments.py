@@ -137,18 +137,18 @@ _PYTHON = re.compile(
 _JSON_OF = {"True": "true", "False": "false", "None": "null", ",": ""}
 
 
-def _as_json(found: re.Match[str]) -> str:
+def _as_json(match: re.Match[str]) -> str:
     """A string, a word of Python's, or a comma before a bracket, as JSON has it."""
-    text = found[0]
+    text = match[0]
     if not text.startswith("'"):
         return _JSON_OF.get(text, text)
     return '"' + re.sub(r"(?s)\\.|\"", lambda quote: {"\\'": "'", '"': '\\"'}.get(quote[0], quote[0]), text[1:-1]) + '"'
 
 
 def _skip(text: str, at: int) -> int:
-    found = _BETWEEN_OBJECTS.match(text, at)
-    assert found
-    return found.end()
+    match = _BETWEEN_OBJECTS.match(text, at)
+    assert match
+    return match.end()
 
 
 def to_json(value: Any) -> str:

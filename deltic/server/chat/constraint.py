@@ -72,7 +72,7 @@ class Constrainer:
         if (
             calls
             and is_free
-            and not any(one.function.strict or self._takes(one.function.grammar) for one in calls.tools)
+            and not any(tool.function.strict or self._takes(tool.function.grammar) for tool in calls.tools)
         ):
             calls = None
         if chat.continue_final_message and (asked or (calls and calls.must)):
@@ -146,7 +146,7 @@ class Constrainer:
             return ""
         if asked and calls and asked.kind != "json":
             raise bad_request(asked.path, "cannot be combined with tools; set tool_choice to 'none'")
-        called = [(one.path, one.function) for one in calls.tools] if calls else []
+        called = [(tool.path, tool.function) for tool in calls.tools] if calls else []
         written = msgspec.json.encode((asked, called, calls and (calls.must, calls.most)))
         path = asked.path if asked else "tools"
         if len(written) > MAX_ASKED:
@@ -225,20 +225,20 @@ class Constrainer:
     def _literal(self, text: str, known: re.Pattern[str]) -> str:
         """A text in a rule; what a model writes as one token (`<tool_call>`) is that."""
         parts, end = [], 0
-        for found in known.finditer(text):
-            parts += [grammar.quoted(text[end : found.start()])] * (found.start() > end)
-            parts.append(f"<[{self._tokenizer.markers[found[0]]}]>")
-            end = found.end()
+        for match in known.finditer(text):
+            parts += [grammar.quoted(text[end : match.start()])] * (match.start() > end)
+            parts.append(f"<[{self._tokenizer.markers[match[0]]}]>")
+            end = match.end()
         return " ".join([*parts, *[grammar.quoted(text[end:])] * (len(text) > end)])
 
     def _calls(self, calls: Calls, checked: bool) -> grammar.Calls:
         if self._form is None or not self._token("<tool_call>") or not self._token("</tool_call>"):
             raise GrammarError("tool_choice", "this model has no form of a tool call that can be constrained")
         tools = []
-        for one in calls.tools:
-            function = one.function
-            text = _text_grammar(function.grammar) if function.grammar else ""
-            tools.append(grammar.Tool(function.name, function.parameters, bool(function.strict), one.schema_path, text))
+        for tool in calls.tools:
+            called = tool.function
+            lark = _text_grammar(called.grammar) if called.grammar else ""
+            tools.append(grammar.Tool(called.name, called.parameters, bool(called.strict), tool.schema_path, lark))
         return grammar.Calls(self._form, tools, self._token, checked)
 
     def _token(self, name: str) -> str:
@@ -285,8 +285,8 @@ def _own_grammar(asked: Form) -> str:
         text = any_to_lark(asked.value)
     except Exception as error:  # the library's own kind, and RecursionError
         raise GrammarError(asked.path, f"cannot be read as GBNF: {error}") from None
-    if found := _NOT_OURS.search(text):
-        raise GrammarError(asked.path, f"not supported: {found.group()}")
+    if match := _NOT_OURS.search(text):
+        raise GrammarError(asked.path, f"not supported: {match.group()}")
     _check_size(asked.path, text)
     if message := grammar.error_of(text, own=False):
         raise GrammarError(asked.path, message if is_lark else f"written as Lark: {message}")

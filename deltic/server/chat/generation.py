@@ -245,8 +245,8 @@ class Generation:
 def timed_out(seconds: float) -> ApiError:
     # Sent again, it would take as long again.
     headers = {"x-should-retry": "false"}
-    said = f"the request was ended after {seconds:.0f} s, the longest that this server lets one take; ask for a shorter answer"
-    return ApiError(504, said, code="request_timeout", headers=headers)
+    message = f"the request was ended after {seconds:.0f} s, the longest that this server lets one take; ask for a shorter answer"
+    return ApiError(504, message, code="request_timeout", headers=headers)
 
 
 def unavailable(message: str) -> ApiError:

@@ -85,8 +85,8 @@ def check_schema(schema: Schema, options: dict[str, Any]) -> None:
         for below, part in children(inner):
             if time.monotonic() > deadline or isinstance(part, bool):
                 continue
-            if found := error_of(f"start: {json_rule(definitions | part, options)}"):
-                path, inner, message = path + below, part, found
+            if fault := error_of(f"start: {json_rule(definitions | part, options)}"):
+                path, inner, message = path + below, part, fault
                 break
         else:
             break
@@ -343,8 +343,8 @@ class Calls:
                 raise GrammarError(".maxLength", "is less than minLength")
             body = f"/(?s:.){{{least},{'' if most is None else most}}}/"
         name = self._terminal(body)
-        if said := _RAW_FORMATS.get(schema.get("format", "")):
-            name = self._terminal(f"{name} & /{said}/")
+        if form := _RAW_FORMATS.get(schema.get("format", "")):
+            name = self._terminal(f"{name} & /{form}/")
         if pattern is not None:
             regex = f"/{_searched(pattern)}/"
             if self._is_checking and (message := error_of(f"start: {regex}")):

@@ -97,7 +97,7 @@ def find_pictures(messages: list[Message]) -> list[Sent]:
     """The pictures and videos in messages, each of which comes into the place of its part. Raises ApiError
     (400).
     """
-    found: list[Sent] = []
+    pictures: list[Sent] = []
     for i, message in enumerate(messages):
         content = message.content
         if not isinstance(content, list) or isinstance(message, AssistantMessage):
@@ -106,8 +106,8 @@ def find_pictures(messages: list[Message]) -> list[Sent]:
             if read := _READERS.get(str(part.get("type"))):
                 path, strict = f"messages[{i}].content[{j}]", isinstance(message, SystemMessage)
                 content[j] = read(part, path, strict).part_of_message()
-        found += sent_in(content)
-    return found
+        pictures += sent_in(content)
+    return pictures
 
 
 def _picture(part: dict[str, Any], path: str, strict: bool) -> Sent:
@@ -147,8 +147,8 @@ def _video(part: dict[str, Any], path: str, strict: bool) -> Sent:
     else:
         raise bad_request(sent.path, "expected URLs of its frames, or the URL of a file")
     if strict and (unknown := part.keys() - MARKS - {"type", "video", "fps"}):
-        said = "unknown field; it is not supported, leave it out"
-        raise bad_request(f"{path}.{min(unknown)}", said, "unknown_field")
+        message = "unknown field; it is not supported, leave it out"
+        raise bad_request(f"{path}.{min(unknown)}", message, "unknown_field")
     if fps is not None:
         if not sent.frames:
             raise bad_request(f"{path}.fps", "is of a list of frames; of a file, give mm_processor_kwargs.fps")
@@ -217,13 +217,13 @@ def _with_reminders(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def _joined(messages: list[dict[str, Any]]) -> dict[str, Any]:
     """Messages as one, paragraphs of the first's."""
-    said = [message["content"] for message in messages if message["content"]]
-    if len(messages) == 1 or not said:
+    contents = [message["content"] for message in messages if message["content"]]
+    if len(messages) == 1 or not contents:
         return messages[0]
-    if all(isinstance(content, str) for content in said):
-        return messages[0] | {"content": "\n\n".join(said)}
+    if all(isinstance(content, str) for content in contents):
+        return messages[0] | {"content": "\n\n".join(contents)}
     apart = {"type": "text", "text": "\n\n"}
-    return messages[0] | {"content": [part for content in said for part in (apart, *_parts(content))][1:]}
+    return messages[0] | {"content": [part for content in contents for part in (apart, *_parts(content))][1:]}
 
 
 def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:

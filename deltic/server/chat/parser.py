@@ -479,9 +479,9 @@ class OutputParser:
         text = self._text
         while True:
             scan = markup.IN_STRING if self._in_string else markup.OUTSIDE_STRING
-            found = scan.match(text, self._scanned)
-            assert found
-            at = self._scanned = found.end()
+            match = scan.match(text, self._scanned)
+            assert match
+            at = self._scanned = match.end()
             if not text.startswith('"', at):
                 break
             self._in_string = not self._in_string

@@ -103,10 +103,10 @@ class Sent:
 
     def not_taken(self, why: str = "") -> ApiError:
         """The 400 of a model that takes no pictures. why: although it has a tower."""
-        said = f"this server reads text only{f' ({why})' if why else ''}"
+        message = f"this server reads text only{f' ({why})' if why else ''}"
         if not self.kind:
-            return bad_request(self.part, f"{said}; leave it out", "unsupported_field")
-        return bad_request(f"{self.part}.type", f"{self.kind!r} is not supported; {said}")
+            return bad_request(self.part, f"{message}; leave it out", "unsupported_field")
+        return bad_request(f"{self.part}.type", f"{self.kind!r} is not supported; {message}")
 
 
 def file_of(image: Any) -> bytes:
@@ -181,7 +181,7 @@ class PictureReader:
             wanted = sum(wish.most_tokens if sent.is_video else info.max_tokens for sent in pictures)
             files = n_at_once * max(map(_most_bytes, pictures)) if self._hosts else 0
             ticket.held = await _in_time(ticket, room.take(ticket.turns, min(wanted * TOKEN_BYTES, most_bytes) + files))
-        unread, found, n_bytes = iter(pictures), Pictures(), 0
+        unread, by_path, n_bytes = iter(pictures), Pictures(), 0
 
         async def read_some() -> None:
             nonlocal n_bytes
@@ -191,32 +191,32 @@ class PictureReader:
                 else:
                     top = max(least, min(most, LOW_PIXELS)) if sent.is_low else most
                     shown = await self._read(sent, least, top, ticket, salt)
-                found[sent.path] = shown
+                by_path[sent.path] = shown
                 for picture in pictures_of(shown):
                     if picture.n_tokens > info.max_tokens:
-                        said = f"has {picture.n_tokens} tokens; a picture may have {info.max_tokens} here"
-                        raise bad_request(sent.path, said)
+                        message = f"has {picture.n_tokens} tokens; a picture may have {info.max_tokens} here"
+                        raise bad_request(sent.path, message)
                     n_bytes += len(picture.pixels)
                 if n_bytes > most_bytes:
-                    said = (
+                    message = (
                         f"with it the pictures have more than {most_bytes // TOKEN_BYTES} tokens; send fewer or smaller"
                     )
-                    raise bad_request(sent.path, said, "too_many_pixels")
+                    raise bad_request(sent.path, message, "too_many_pixels")
 
         tasks = [asyncio.create_task(read_some()) for _ in range(n_at_once)]
         try:
             async with asyncio.timeout(READ_S):
                 await asyncio.gather(*tasks)
         except TimeoutError:
-            said = f"the pictures were not read within {READ_S:g} s; send fewer, or try again later"
-            raise ApiError(503, said, code="pictures_timeout", headers={"retry-after": "10"}) from None
+            message = f"the pictures were not read within {READ_S:g} s; send fewer, or try again later"
+            raise ApiError(503, message, code="pictures_timeout", headers={"retry-after": "10"}) from None
         finally:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
             if ticket.held is not None:
                 ticket.held.shrink(min(n_bytes, ticket.held.size))
-        return found
+        return by_path
 
     async def _read(self, sent: Sent, least: int, most: int, ticket: Ticket, salt: str) -> Picture:
         try:
@@ -233,8 +233,8 @@ class PictureReader:
             raise bad_request(sent.path, str(error), "invalid_image") from None
 
     async def _read_video(self, sent: Sent, wish: VideoWish, ticket: Ticket) -> Clip:
-        if not sent.frames and (said := needs_av()):
-            raise bad_request(sent.path, said, "pictures_not_available")
+        if not sent.frames and (message := needs_av()):
+            raise bad_request(sent.path, message, "pictures_not_available")
         try:
             if sent.frames:
                 if len(sent.frames) > wish.info.max_frames:
@@ -313,8 +313,8 @@ def _checked(bounds: PictureBounds, info: PictureInfo) -> tuple[int, int]:
     for name in ("min_pixels", "max_pixels"):
         given = getattr(bounds, name)
         if given is not None and not info.min_pixels <= given <= info.max_pixels:
-            said = f"must be from {info.min_pixels} to {info.max_pixels}"
-            raise bad_request(f"mm_processor_kwargs.{name}", said)
+            message = f"must be from {info.min_pixels} to {info.max_pixels}"
+            raise bad_request(f"mm_processor_kwargs.{name}", message)
     least = info.min_pixels if bounds.min_pixels is None else bounds.min_pixels
     most = info.max_pixels if bounds.max_pixels is None else bounds.max_pixels
     if least > most:
@@ -367,21 +367,21 @@ def expanded(ids: list[int], marks: Marks, pictures: Sequence[Picture]) -> tuple
 
 def not_shown(n_shown: int, n: int) -> ApiError:
     """The 400 for a template that shows other pictures than there are."""
-    said = f"the chat template shows {n_shown} of {n} pictures; it is not made for them"
-    return bad_request("messages", said, "pictures_not_shown")
+    message = f"the chat template shows {n_shown} of {n} pictures; it is not made for them"
+    return bad_request("messages", message, "pictures_not_shown")
 
 
 def check_room(shown: Sequence[Picture | Clip], sent: Sequence[Sent], n_prompt: int, limit: int) -> None:
     """Says which picture alone is too large, if one is, of a prompt of n_prompt tokens, too long for a
     context of `limit`. Raises ApiError (400).
     """
-    room = limit - 1 - n_prompt + sum(one.n_tokens for one in shown)
-    for one, picture in zip(sent, shown, strict=True):
+    room = limit - 1 - n_prompt + sum(picture.n_tokens for picture in shown)
+    for part, picture in zip(sent, shown, strict=True):
         if picture.n_tokens > room > 0:
-            said = f"has {picture.n_tokens} tokens, and beside the text this model's context of {limit} tokens has room for {room}; "
+            message = f"has {picture.n_tokens} tokens, and beside the text this model's context of {limit} tokens has room for {room}; "
             if isinstance(picture, Clip):
                 each = max(1, room // len(picture.pairs))
-                said += f"it has {len(picture.pairs)} pairs of frames: send fewer, or mm_processor_kwargs with max_pixels of {each * BLOCK**2}"
+                message += f"it has {len(picture.pairs)} pairs of frames: send fewer, or mm_processor_kwargs with max_pixels of {each * BLOCK**2}"
             else:
-                said += f"send a smaller one, or mm_processor_kwargs with max_pixels of at most {room * BLOCK**2}"
-            raise bad_request(one.path, said, "context_length_exceeded")
+                message += f"send a smaller one, or mm_processor_kwargs with max_pixels of at most {room * BLOCK**2}"
+            raise bad_request(part.path, message, "context_length_exceeded")

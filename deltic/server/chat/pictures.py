@@ -226,9 +226,9 @@ def _turned(image: Image.Image) -> Image.Image:
         return image
     if turn is None:
         return image
-    found = image.transpose(turn)
-    found.info.update(image.info)
-    return found
+    turned = image.transpose(turn)
+    turned.info.update(image.info)
+    return turned
 
 
 def _in_colours(image: Image.Image) -> Image.Image:

@@ -214,16 +214,16 @@ def calls_of(tools: list[Tool], choice: ToolChoice) -> Calls | None:
         raise bad_request(choice.path, f"{unknown!r} is not the name of one of the tools")
     if choice.must and not names:
         raise bad_request(choice.field, "asks for a call, and there are no tools")
-    found = [known[name] for name in dict.fromkeys(names)]
-    return Calls(found, choice.must, 1 if choice.single else None) if found else None
+    allowed = [known[name] for name in dict.fromkeys(names)]
+    return Calls(allowed, choice.must, 1 if choice.single else None) if allowed else None
 
 
-def form_of(found: list[Form]) -> Form | None:
+def form_of(forms: list[Form]) -> Form | None:
     """The one form that a request asks for, perhaps several times. Raises ApiError (400)."""
-    for other in found[1:]:
-        if (other.kind, other.value) != (found[0].kind, found[0].value):
-            raise bad_request(other.path, f"excludes {found[0].field}; give one of the two")
-    return found[0] if found else None
+    for other in forms[1:]:
+        if (other.kind, other.value) != (forms[0].kind, forms[0].value):
+            raise bad_request(other.path, f"excludes {forms[0].field}; give one of the two")
+    return forms[0] if forms else None
 
 
 def stop_strings(stop: str | list[str] | None, field: str = "stop") -> list[str]:
@@ -231,10 +231,10 @@ def stop_strings(stop: str | list[str] | None, field: str = "stop") -> list[str]
     stops = [stop] if isinstance(stop, str) else stop or []
     if len(stops) > MAX_STOPS:
         raise bad_request(field, f"may have at most {MAX_STOPS} strings")
-    for i, one in enumerate(stops):
-        if not one:
+    for i, text in enumerate(stops):
+        if not text:
             raise bad_request(f"{field}[{i}]" if isinstance(stop, list) else field, "is an empty string")
-        if len(one) > MAX_STOP_LENGTH:
+        if len(text) > MAX_STOP_LENGTH:
             raise bad_request(field, f"a stop string may have at most {MAX_STOP_LENGTH} characters")
     return stops
 

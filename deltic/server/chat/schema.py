@@ -73,7 +73,7 @@ def clean(schema: Any) -> Schema:
 
 def _check_levels(root: Schema) -> None:
     """Raises GrammarError for a schema whose references lead too deep, or with too large a multipleOf."""
-    n_levels, found = 0, {""}
+    n_levels, seen = 0, {""}
     waiting: list[Schema | None] = [root]
     numerator, least, most = 1, 0, 1  # of the common multiple; its denominator, and that of all
 
@@ -88,8 +88,8 @@ def _check_levels(root: Schema) -> None:
             if numerator * most > MAX_MULTIPLE * least:
                 raise GrammarError("", f"the least multiple of all multipleOf may be at most {MAX_MULTIPLE}")
         reference = part.get("$ref", "")
-        if reference not in found:
-            found.add(reference)
+        if reference not in seen:
+            seen.add(reference)
             waiting.append(target_of(reference, root))
         inside = {key: value for key, value in part.items() if key not in DEFS}
         return 1 + max((depth(below) for _, below in children(inside)), default=0)

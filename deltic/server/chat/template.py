@@ -182,8 +182,8 @@ class ChatTemplate:
                     template._text(compiled, template._constants | chat, is_inline=False)
                 except ApiError as error:  # one that wants other messages is none the worse
                     if isinstance(error.__cause__, TooMuch):
-                        said = f"the chat template takes too much even for a chat of one word: {error.__cause__}"
-                        raise TokenizerError(said) from error
+                        message = f"the chat template takes too much even for a chat of one word: {error.__cause__}"
+                        raise TokenizerError(message) from error
             template.taken  # noqa: B018  # so that no request has to find out
         return template
 
@@ -215,7 +215,7 @@ class ChatTemplate:
                 shows("system", "system", "user", "assistant", "system", "user"),
                 shows("system", "assistant"),
                 tuple(
-                    one for one in _EFFORTS if not reads or shows("user", enable_thinking=True, reasoning_effort=one)
+                    word for word in _EFFORTS if not reads or shows("user", enable_thinking=True, reasoning_effort=word)
                 ),
             )
         except TooMuch:
@@ -233,7 +233,7 @@ class ChatTemplate:
             return effort
         if effort == "none":
             return None
-        higher = [one for one in known if _EFFORTS.index(one) >= _EFFORTS.index(effort)]
+        higher = [other for other in known if _EFFORTS.index(other) >= _EFFORTS.index(effort)]
         return (higher or known[-1:])[0]
 
     @classmethod
@@ -335,11 +335,11 @@ class ChatTemplate:
     def _prompt(self, text: str, kept: int | None, pictures: Sequence[Picture | Clip]) -> Prompt:
         placed: list[Picture] = []
         if kept is None:
-            text = _with_times(text, [one for one in pictures if isinstance(one, Clip)])
+            text = _with_times(text, [clip for clip in pictures if isinstance(clip, Clip)])
             ids = first = self._tokenizer.encode(text, "trusted")
             if pictures:
                 marks = self._tokenizer.special_id(PICTURE), self._tokenizer.special_id(VIDEO)
-                ids, placed = expanded(ids, marks, [each for one in pictures for each in pictures_of(one)])
+                ids, placed = expanded(ids, marks, [part for picture in pictures for part in pictures_of(picture)])
         else:
             first = next(self._tokenizer.encode_pieces(text, "trusted"), [])
             ids = self._tokenizer.encode_end(text, kept, "trusted")
@@ -401,7 +401,7 @@ def render(
         if continued and not isinstance(chat.messages[-1], AssistantMessage):
             raise bad_request("continue_final_message", "needs a last message of the assistant")
         sent = [picture for message in chat.messages for picture in sent_in(message.content)]
-        shown = [(pictures or {})[one.path] for one in sent]
+        shown = [(pictures or {})[part.path] for part in sent]
         if sent and kept is not None:
             raise bad_request("truncate_prompt_tokens", "is not available for a chat with pictures")
         prompt = template.render(

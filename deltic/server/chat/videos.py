@@ -157,10 +157,10 @@ def fitted_frames(n_frames: int, height: int, width: int, wish: VideoWish) -> tu
     n_pairs = -(-n_frames // FRAMES_A_PATCH)
     room = (wish.most_tokens - n_pairs * PAIR_TEXT_TOKENS) // n_pairs
     if room < 1:
-        said = (
+        message = (
             f"has {n_frames} frames, too many for this model's context; ask for fewer (mm_processor_kwargs.num_frames)"
         )
-        raise PictureError(said)
+        raise PictureError(message)
     info = wish.info
     most = info.max_pixels
     if info.is_capped:
@@ -228,8 +228,8 @@ def _listed(files: list[bytes], wish: VideoWish) -> list[NDArray[np.uint8]]:
             first = image.size
             size = fitted_frames(len(files), image.height, image.width, wish)
         if image.size != first:
-            said = f"frame {i} has {image.width} x {image.height} pixels, and frame 0 {first[0]} x {first[1]}"
-            raise PictureError(f"{said}; they must have one size")
+            message = f"frame {i} has {image.width} x {image.height} pixels, and frame 0 {first[0]} x {first[1]}"
+            raise PictureError(f"{message}; they must have one size")
         frames.append(np.asarray(resized(image, *size)))
     return frames
 
@@ -268,7 +268,7 @@ def _stream(container: Any) -> Any:
     """The video of a container, not yet decoded. Raises PictureError for what shall not be."""
     from av.stream import Disposition
 
-    streams = [one for one in container.streams.video if not one.disposition & Disposition.attached_pic]
+    streams = [video for video in container.streams.video if not video.disposition & Disposition.attached_pic]
     if not streams:
         raise PictureError("has no video, only other streams" if container.streams else "has no video")
     stream = streams[0]
@@ -276,8 +276,8 @@ def _stream(container: Any) -> Any:
     if context is None or context.name not in CODECS:
         raise PictureError(f"is coded as {context.name if context else 'something unknown'}; send {READABLE}")
     if context.width * context.height > MAX_FRAME_PIXELS:
-        said = f"has frames of {context.width} x {context.height} pixels; at most {MAX_FRAME_PIXELS} can be used"
-        raise PictureError(said)
+        message = f"has frames of {context.width} x {context.height} pixels; at most {MAX_FRAME_PIXELS} can be used"
+        raise PictureError(message)
     context.thread_count = 1
     context.options = {"max_pixels": str(MAX_FRAME_PIXELS)}
     return stream
@@ -322,14 +322,14 @@ def _decoded(data: bytes, form: str, wanted: list[int], wish: VideoWish, keys: l
     import numpy as np
     from PIL import Image
 
-    found: list[NDArray[np.uint8]] = []
+    images: list[NDArray[np.uint8]] = []
     first = size = 0, 0
     with av.open(io.BytesIO(data), "r", format=form) as container:
         stream = _stream(container)
         frames, last = _frames(container, stream), None
         for time in wanted:
             if last is not None and last.pts >= time:  # asked for once more
-                found.append(found[-1])
+                images.append(images[-1])
                 continue
             key = max((key for key in keys if key <= time), default=None)
             if key is not None and last is not None and key > last.pts + FAR_FRAMES * (last.duration or 1):
@@ -345,12 +345,12 @@ def _decoded(data: bytes, form: str, wanted: list[int], wish: VideoWish, keys: l
                 raise PictureError(f"ends before its frame at {float(time * stream.time_base):.1f} s; is it whole?")
             turns = round((last.rotation or 0) / 90) % 4
             image = Image.fromarray(np.rot90(last.to_ndarray(format="rgb24"), turns))
-            if not found:
+            if not images:
                 first, size = image.size, fitted_frames(len(wanted), image.height, image.width, wish)
             if image.size != first:
                 raise PictureError("has frames of several sizes")
-            found.append(np.asarray(resized(image, *size)))
-    return found
+            images.append(np.asarray(resized(image, *size)))
+    return images
 
 
 def _frames(container: Any, stream: Any) -> Iterator[Any]:
