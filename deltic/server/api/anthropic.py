@@ -46,7 +46,7 @@ async def messages(service: Service, request: Request) -> ASGIApp:
         del pictures  # they are the engine's from now on, and large
     message_id = request.scope["deltic.answer_id"] = f"msg_{secrets.token_hex(16)}"
     generation = chat_generation(service, prepared, message_id, request.scope[TICKET])
-    said = MessageAnswer(
+    reply = MessageAnswer(
         message_id,
         service.model_name,
         silent=asked.max_tokens == 0,
@@ -54,9 +54,9 @@ async def messages(service: Service, request: Request) -> ASGIApp:
         omits=asked.thinking is not None and asked.thinking.display == "omitted",
     )
     if asked.stream:
-        return MessageStream(generation, said, request.scope["deltic.request_id"])
-    await unless_disconnected(request.receive, generation.run(lambda updates: [*map(said.events, updates)]))
-    return json_response(said.body(generation.usage()))
+        return MessageStream(generation, reply, request.scope["deltic.request_id"])
+    await unless_disconnected(request.receive, generation.run(lambda updates: [*map(reply.events, updates)]))
+    return json_response(reply.body(generation.usage()))
 
 
 async def count_tokens(service: Service, request: Request) -> ASGIApp:
@@ -83,8 +83,8 @@ def _in_own_words() -> Iterator[None]:
     try:
         yield
     except PromptTooLong as error:
-        said = f"prompt is too long: {error.n_prompt} tokens > {error.limit - 1} maximum"
-        raise ApiError(400, said, param=error.param, code=error.code) from None
+        message = f"prompt is too long: {error.n_prompt} tokens > {error.limit - 1} maximum"
+        raise ApiError(400, message, param=error.param, code=error.code) from None
 
 
 def _event(name: str, **fields: Any) -> bytes:
@@ -188,9 +188,9 @@ class MessageAnswer(Items):
 class MessageStream(UpdateStream):
     """The events of an answer."""
 
-    def __init__(self, generation: Generation, said: MessageAnswer, request_id: str) -> None:
+    def __init__(self, generation: Generation, reply: MessageAnswer, request_id: str) -> None:
         usage = generation.usage
-        super().__init__(generation, said.events, lambda: said.start(usage()), lambda: said.end(usage()))
+        super().__init__(generation, reply.events, lambda: reply.start(usage()), lambda: reply.end(usage()))
         self._request_id = request_id
         self._quiet = True
         """True if nothing was sent since the last look at the clock."""

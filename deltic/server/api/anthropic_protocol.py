@@ -231,9 +231,9 @@ def chat_of(
     thinks where the body does not say (None: the operator's setting holds). Raises ApiError (400).
     """
     if isinstance(asked.thread, HeldThread):
-        said = "thread: this server holds none; send the whole history"
-        raise ApiError(404, said, param="thread", code=THREAD_NOT_FOUND)
-    told, continued = _messages(asked)
+        message = "thread: this server holds none; send the whole history"
+        raise ApiError(404, message, param="thread", code=THREAD_NOT_FOUND)
+    messages, continued = _messages(asked)
     thinking, output = asked.thinking or ThinkingConfig("disabled"), asked.output_config or OutputConfig()
     if (thinking.budget_tokens is None) == (thinking.type == "enabled"):
         raise bad_request("thinking.budget_tokens", "is needed with type 'enabled', and with no other")
@@ -249,7 +249,7 @@ def chat_of(
         form = chats.Form(field, f"{field}.schema", "json", output.format.schema)
     tools = [_tool(tool, f"tools[{i}]") for i, tool in enumerate(asked.tools or ())]
     return chats.Chat(
-        messages=told,
+        messages=messages,
         sampling=_sampling(asked, form, defaults),
         model=asked.model,
         tools=tools,
@@ -339,24 +339,24 @@ def _messages(asked: CountTokensRequest) -> tuple[list[history.Message], bool]:
             turns[-1][1].extend(blocks)
         else:
             turns.append((role, blocks))
-    told: list[history.Message] = []
+    messages: list[history.Message] = []
     if text := "\n\n".join(filter(None, system)):
-        told.append(history.SystemMessage(content=text))
+        messages.append(history.SystemMessage(content=text))
     called: list[str] = []
     for role, blocks in turns:
         if role == "system":
-            told.append(history.SystemMessage(content="\n\n".join(_texts(blocks))))
+            messages.append(history.SystemMessage(content="\n\n".join(_texts(blocks))))
         elif role == "user":
-            told += _user_messages(blocks, called)
+            messages += _user_messages(blocks, called)
         else:
-            told.append(_assistant_message(blocks))
+            messages.append(_assistant_message(blocks))
             called = [block.id for block in blocks if isinstance(block, ToolUse)]
     continued = bool(turns) and turns[-1][0] == "assistant"
     if continued and called:
         raise bad_request(
             f"messages[{len(asked.messages) - 1}].content", "ends with a tool_use; its tool_result is missing"
         )
-    return told, continued
+    return messages, continued
 
 
 def _blocks(content: str | Sequence[dict[str, Any]], path: str, place: str) -> list[Block]:
@@ -377,9 +377,9 @@ def _blocks(content: str | Sequence[dict[str, Any]], path: str, place: str) -> l
             block.source = _picture(block, f"{path}[{i}]")
         if isinstance(block, ToolResult):
             pieces = _pieces(_blocks(block.content or [], f"{path}[{i}].content", "tool_result"))
-            said = next((piece for piece in pieces[:1] if isinstance(piece, str)), None)
-            if block.is_error and (said or "")[:5].lower() != "error":
-                pieces[: said is not None] = [f"Error: {said or ''}"]
+            text = next((piece for piece in pieces[:1] if isinstance(piece, str)), None)
+            if block.is_error and (text or "")[:5].lower() != "error":
+                pieces[: text is not None] = [f"Error: {text or ''}"]
             block.content = pieces or [""]
         blocks.append(block)
     return blocks
@@ -393,8 +393,8 @@ def _picture(block: Image, path: str) -> Sent:
     source, path, part = block.source, f"{path}.source", path
     kind = source.get("type") if isinstance(source, dict) else None
     if kind == "file":
-        said = "'file' is not supported; files are not kept for this here, send base64"
-        raise bad_request(f"{path}.type", said, "unsupported_field")
+        message = "'file' is not supported; files are not kept for this here, send base64"
+        raise bad_request(f"{path}.type", message, "unsupported_field")
     field = _SOURCES.get(kind) if isinstance(kind, str) else None
     if field is None:
         raise bad_request(f"{path}.type", "expected base64 or url")
@@ -451,13 +451,13 @@ def _user_messages(blocks: list[Block], called: list[str]) -> list[history.Messa
         reminders = [piece for piece in pieces if isinstance(piece, str) and piece.startswith(history.REMINDER)]
         results[-1].content = [*(results[-1].content or ()), *reminders]
         pieces = [piece for piece in pieces if piece not in reminders]
-    told: list[history.Message] = [
+    messages: list[history.Message] = [
         history.ToolMessage(content=_content(result.content or ()), tool_call_id=result.tool_use_id)
         for result in results
     ]
-    if pieces or not told:
-        told.append(history.UserMessage(content=_content(pieces)))
-    return told
+    if pieces or not messages:
+        messages.append(history.UserMessage(content=_content(pieces)))
+    return messages
 
 
 def _assistant_message(blocks: list[Block]) -> history.AssistantMessage:

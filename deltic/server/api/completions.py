@@ -111,24 +111,24 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
     answer_id = request.scope["deltic.answer_id"] = asked.rid or _named("chatcmpl-", asked) or request_id
     generation = chat_generation(service, prepared, request_id, request.scope[TICKET])
     extras = extras_of(service, asked, [prepared.prompt.ids], prepared.chat.tools)
-    said = answer.ChatAnswer(answer_id, service.model_name, service.tokenizer, extras)
+    reply = answer.ChatAnswer(answer_id, service.model_name, service.tokenizer, extras)
     if asked.stream:
-        said.note(generation.usage())
-        first = b"".join(map(said.role_chunk, range(prepared.params.n)))
-        return AnswerStream(generation, said, first)
-    messages = await unless_disconnected(request.receive, collect(generation, said))
+        reply.note(generation.usage())
+        first = b"".join(map(reply.role_chunk, range(prepared.params.n)))
+        return AnswerStream(generation, reply, first)
+    messages = await unless_disconnected(request.receive, collect(generation, reply))
     extra: dict[str, Any] = {}
     if generation.prompt_logprobs[0] is not None:
         extra["prompt_logprobs"] = answer.prompt_logprobs(generation.prompt_logprobs[0], service.tokenizer)
-    return LargeResponse(said.body(messages, generation.usage(), extra))
+    return LargeResponse(reply.body(messages, generation.usage(), extra))
 
 
 def check(service: Service, asked: Chat | Completion) -> None:
     """Raises ApiError: 404 for another model, 400 for a template that is not trusted."""
     service.check_model(asked.model)
     if isinstance(asked, Chat) and asked.chat_template and not service.config.trust_request_chat_template:
-        said = "this server takes no templates of requests (--trust-request-chat-template)"
-        raise bad_request("chat_template", said, "unsupported_field")
+        message = "this server takes no templates of requests (--trust-request-chat-template)"
+        raise bad_request("chat_template", message, "unsupported_field")
 
 
 def engine_request(
@@ -204,19 +204,19 @@ async def completions(service: Service, request: Request) -> ASGIApp:
     answer_id = asked.rid or _named("cmpl-", asked) or requests[0].id.rpartition("-")[0]
     request.scope["deltic.answer_id"] = answer_id
     extras = extras_of(service, asked, [sent.prompt_ids for sent in requests], [])
-    said = answer.CompletionAnswer(answer_id, service.model_name, tokenizer, extras, asked.logprobs or 0, n)
+    reply = answer.CompletionAnswer(answer_id, service.model_name, tokenizer, extras, asked.logprobs or 0, n)
     if asked.stream:
-        return EchoStream(generation, said, echo, n) if echo else AnswerStream(generation, said)
-    messages = await unless_disconnected(request.receive, collect(generation, said))
+        return EchoStream(generation, reply, echo, n) if echo else AnswerStream(generation, reply)
+    messages = await unless_disconnected(request.receive, collect(generation, reply))
     if echo is not None:
         for index, message in enumerate(messages):
-            said.put_prompt(message, *echo.of(index // n, generation))
+            reply.put_prompt(message, *echo.of(index // n, generation))
     if asked.prompt_logprobs is not None:
         for index, message in enumerate(messages):
             entries = generation.prompt_logprobs[index // n]
             if entries is not None:
                 message.prompt_logprobs = answer.prompt_logprobs(entries, tokenizer)
-    return LargeResponse(said.body(messages, generation.usage()))
+    return LargeResponse(reply.body(messages, generation.usage()))
 
 
 @dataclass(frozen=True, slots=True)
@@ -328,16 +328,16 @@ class AnswerStream(UpdateStream):
     """The chunks of an answer: `first` goes before the first update, the usage after the last."""
 
     def __init__(
-        self, generation: Generation, said: answer.ChatAnswer | answer.CompletionAnswer, first: bytes = b""
+        self, generation: Generation, reply: answer.ChatAnswer | answer.CompletionAnswer, first: bytes = b""
     ) -> None:
-        extras = said.extras
+        extras = reply.extras
         super().__init__(
             generation,
-            self._counted if extras.running_usage or extras.timings else said.chunks,
+            self._counted if extras.running_usage or extras.timings else reply.chunks,
             lambda: first,
-            lambda: said.usage_chunk(generation.usage()) if extras.usage else b"",
+            lambda: reply.usage_chunk(generation.usage()) if extras.usage else b"",
         )
-        self._said = said
+        self._reply = reply
         self._n_tokens: dict[int, int] = {}
 
     def _counted(self, update: answer.Update) -> bytes:
@@ -345,8 +345,8 @@ class AnswerStream(UpdateStream):
         usage = self._generation.usage()
         self._n_tokens[update.index] = max(update.n_tokens, self._n_tokens.get(update.index, 0))
         usage.completion_tokens = sum(self._n_tokens.values())
-        self._said.note(usage)
-        return self._said.chunks(update)
+        self._reply.note(usage)
+        return self._reply.chunks(update)
 
 
 class EchoStream(AnswerStream):
@@ -354,10 +354,10 @@ class EchoStream(AnswerStream):
     meanwhile.
     """
 
-    def __init__(self, generation: Generation, said: answer.CompletionAnswer, echo: Echo, n: int) -> None:
+    def __init__(self, generation: Generation, reply: answer.CompletionAnswer, echo: Echo, n: int) -> None:
         """n: choices of each prompt."""
-        super().__init__(generation, said)
-        self._completion = said
+        super().__init__(generation, reply)
+        self._completion = reply
         self._echo = echo
         self._n = n
         self._held = deque[answer.Update]()
@@ -397,14 +397,14 @@ class EchoStream(AnswerStream):
         self._writing = None
 
 
-async def collect(generation: Generation, said: answer.ChatAnswer | answer.CompletionAnswer) -> list[answer.Message]:
+async def collect(generation: Generation, reply: answer.ChatAnswer | answer.CompletionAnswer) -> list[answer.Message]:
     """The whole answer, which `said` will write: a message for each choice."""
     messages = [answer.Message() for _ in range(generation.n_choices)]
 
     def take(updates: list[answer.Update]) -> None:
         for update in updates:
             messages[update.index].add(update)
-            said.keep(messages[update.index])
+            reply.keep(messages[update.index])
 
     await generation.run(take)
     return messages

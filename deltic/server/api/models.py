@@ -36,8 +36,8 @@ from deltic.server.transport import Encoded, LargeResponse, json_response
 
 async def list_models(service: Service, request: Request) -> ASGIApp:
     """GET /v1/models: those there are."""
-    cards = [model_card(one, name) for one in service.server.models.values() for name in one.names]
-    cards += [model_card(one, one.model_name) for one in service.server.adapted()]
+    cards = [model_card(other, name) for other in service.server.models.values() for name in other.names]
+    cards += [model_card(other, other.model_name) for other in service.server.adapted()]
     ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}  # Anthropic's form of a list
     return json_response({"object": "list", "data": cards, "has_more": False} | ends)
 
@@ -103,8 +103,8 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
                 texts = [service.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
                 strings.append(msgspec.json.encode(texts)[1:-1])
         info = service.client.info
-        told = {"count": count, "max_model_len": info.max_model_len if info else None, "tokens": tokens}
-        return told | ({"token_strs": strings} if asked.return_token_strs else {})
+        fields = {"count": count, "max_model_len": info.max_model_len if info else None, "tokens": tokens}
+        return fields | ({"token_strs": strings} if asked.return_token_strs else {})
 
     async with Preparation(service, request) as preparation:
         asked = await preparation.parse(protocol.TokenizeRequest)
@@ -165,20 +165,20 @@ async def load_adapter(service: Service, request: Request) -> ASGIApp:
 async def unload_adapter(service: Service, request: Request) -> ASGIApp:
     """POST /v1/unload_lora_adapter: forgets a name; requests that have its adapter run to their end."""
     name = (await parsed(service, request, UnloadAdapterRequest)).lora_name
-    service = next((one for one in service.server.models.values() if one.adapters.find(name)), service)
+    service = next((other for other in service.server.models.values() if other.adapters.find(name)), service)
     _check_loading(service)
     if not await service.adapters.unload(name):
         known = ", ".join(repr(adapter.name) for adapter in service.adapters.all()) or "none"
-        said = f"no adapter {name!r}; {service.model_name!r} has {known}"
-        raise ApiError(404, said, param="lora_name", code="adapter_not_found")
+        message = f"no adapter {name!r}; {service.model_name!r} has {known}"
+        raise ApiError(404, message, param="lora_name", code="adapter_not_found")
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
 
 def _check_loading(service: Service) -> None:
     """Raises ApiError: 403 without --allow-lora-loading, 503 while the server stops."""
     if not service.client.config.allow_lora_loading:
-        said = f"clients may not load adapters of {service.model_name!r}; start the server with --allow-lora-loading"
-        raise ApiError(403, said, code="lora_loading_off")
+        message = f"clients may not load adapters of {service.model_name!r}; start the server with --allow-lora-loading"
+        raise ApiError(403, message, code="lora_loading_off")
     if service.server.draining:
         raise unavailable(SHUTTING_DOWN)
 
@@ -237,7 +237,7 @@ async def render_chat(service: Service, request: Request) -> ASGIApp:
         chat, pictures = await preparation.read_chat(protocol.chat_of, asked, service.defaults)
         check(service, chat)
         prompt, _ = await preparation.run(rendered, service, chat, info, pictures)
-    return LargeResponse(_told(service, prompt.ids, prompt.pictures))
+    return LargeResponse(_rendered(service, prompt.ids, prompt.pictures))
 
 
 async def render_completion(service: Service, request: Request) -> ASGIApp:
@@ -246,14 +246,14 @@ async def render_completion(service: Service, request: Request) -> ASGIApp:
 
     def ids_of(asked: protocol.CompletionRequest) -> list[dict[str, Any]]:
         completion = protocol.completion_of(asked, info, service.defaults)
-        return [_told(service, ids) for ids, _ in encoded(service, completion, info)]
+        return [_rendered(service, ids) for ids, _ in encoded(service, completion, info)]
 
     async with Preparation(service, request) as preparation:
         asked = await preparation.parse(protocol.CompletionRequest)
         return LargeResponse(await preparation.run(ids_of, asked))
 
 
-def _told(service: Service, ids: list[int], pictures: list[Picture] | None = None) -> dict[str, Any]:
+def _rendered(service: Service, ids: list[int], pictures: list[Picture] | None = None) -> dict[str, Any]:
     """A prompt as vLLM tells it, without what only its own engines read. A video is pairs of frames, each of
     its own hash.
     """

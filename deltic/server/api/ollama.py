@@ -93,13 +93,13 @@ async def _answer(service: Service, request: Request, kind: type[wire.Asked]) ->
             del pictures  # they are the engine's from now on, and large
             generation = completions.chat_generation(service, prepared, request_id, ticket)
     scored = answer.ChatAnswer(request_id, service.model_name, service.tokenizer)
-    said = LinesAnswer(asked.model, is_chat=kind is wire.ChatRequest, scored=scored)
+    reply = LinesAnswer(asked.model, is_chat=kind is wire.ChatRequest, scored=scored)
     if generation is None:
-        return json_response(said.loaded())
+        return json_response(reply.loaded())
     if asked.stream is not False:
-        return LinesStream(generation, said)
+        return LinesStream(generation, reply)
     (message,) = await unless_disconnected(request.receive, completions.collect(generation, scored))
-    return LargeResponse(said.body(message, generation.usage()))
+    return LargeResponse(reply.body(message, generation.usage()))
 
 
 async def _loaded(service: Service, request: Request) -> None:
@@ -151,26 +151,26 @@ class LinesAnswer:
         calls = [_plain_call(item.call, item.text) for item in ended if item.call]
         self._reason = update.finish_reason
         scores = self._scored.encoded(update.scores) if update.scores else []
-        told = delta.content, delta.reasoning, calls, scores
-        return self._line(self._told(*told) | {"done": False}) if any(told) else b""
+        parts = delta.content, delta.reasoning, calls, scores
+        return self._line(self._fields(*parts) | {"done": False}) if any(parts) else b""
 
     def end(self, usage: Usage) -> bytes:
         """The last line."""
-        return self._line(self._told("", "", [], []) | self._counts(usage, self._reason))
+        return self._line(self._fields("", "", [], []) | self._counts(usage, self._reason))
 
     def body(self, message: answer.Message, usage: Usage) -> bytes:
         """The whole answer."""
         calls = [_plain_call(call, call.arguments) for call in message.calls]
         scores = message.logprobs.get("content")
         logprobs = msgspec.Raw(b"".join(json_pieces(scores))) if scores else None
-        told = self._told("".join(message.content), "".join(message.reasoning), calls, logprobs)
-        return self._line(told | self._counts(usage, message.finish_reason))
+        fields = self._fields("".join(message.content), "".join(message.reasoning), calls, logprobs)
+        return self._line(fields | self._counts(usage, message.finish_reason))
 
     def loaded(self) -> bytes:
         """The answer where nothing was to be said."""
-        return self._line(self._told("", "", [], []) | {"done": True, "done_reason": "load"})
+        return self._line(self._fields("", "", [], []) | {"done": True, "done_reason": "load"})
 
-    def _told(self, content: str, thinking: str, calls: list[dict[str, Any]], logprobs: Any) -> dict[str, Any]:
+    def _fields(self, content: str, thinking: str, calls: list[dict[str, Any]], logprobs: Any) -> dict[str, Any]:
         thought = {"thinking": thinking} if thinking else {}
         scores = {"logprobs": logprobs} if logprobs else {}
         if not self._is_chat:
@@ -197,8 +197,8 @@ class LinesAnswer:
             "eval_duration": times["decode_ms"],
         }
 
-    def _line(self, told: dict[str, Any]) -> bytes:
-        return _encode({"model": self._model, "created_at": _time()} | told) + b"\n"
+    def _line(self, fields: dict[str, Any]) -> bytes:
+        return _encode({"model": self._model, "created_at": _time()} | fields) + b"\n"
 
 
 def _plain_call(call: CallDelta, arguments: str) -> dict[str, Any]:
@@ -216,8 +216,8 @@ def _time(seconds: float | None = None) -> str:
 class LinesStream(completions.UpdateStream):
     """The lines of an answer."""
 
-    def __init__(self, generation: Generation, said: LinesAnswer) -> None:
-        super().__init__(generation, said.lines, end=lambda: said.end(generation.usage()))
+    def __init__(self, generation: Generation, reply: LinesAnswer) -> None:
+        super().__init__(generation, reply.lines, end=lambda: reply.end(generation.usage()))
 
     @property
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -229,8 +229,8 @@ class LinesStream(completions.UpdateStream):
 
 async def tags(service: Service, request: Request) -> ASGIApp:
     """GET /api/tags: the models that write, in Ollama's form."""
-    cards = [_card(one, name) for one in service.server.of("text") for name in one.names]
-    return json_response({"models": cards + [_card(one, one.model_name) for one in service.server.adapted()]})
+    cards = [_card(other, name) for other in service.server.of("text") for name in other.names]
+    return json_response({"models": cards + [_card(other, other.model_name) for other in service.server.adapted()]})
 
 
 async def running(service: Service, request: Request) -> ASGIApp:
@@ -238,11 +238,11 @@ async def running(service: Service, request: Request) -> ASGIApp:
     return json_response(
         {
             "models": [
-                (card := _card(one, one.model_name))
-                | {"expires_at": _time(_NEVER_S), "context_length": _context(one)}
-                | {"size_vram": card["size"] if one.client.info.on_gpu else 0}
-                for one in (*service.server.of("text"), *service.server.adapted())
-                if one.client.info is not None
+                (card := _card(other, other.model_name))
+                | {"expires_at": _time(_NEVER_S), "context_length": _context(other)}
+                | {"size_vram": card["size"] if other.client.info.on_gpu else 0}
+                for other in (*service.server.of("text"), *service.server.adapted())
+                if other.client.info is not None
             ]
         }
     )
@@ -291,12 +291,12 @@ async def pull(service: Service, request: Request) -> ASGIApp:
     except ApiError as error:
         if error.status != 404:
             raise
-        said = f"{error}; this server serves what it was started with: deltic serve MODEL fetches a model"
-        raise ApiError(404, said, code="model_not_found") from None
+        message = f"{error}; this server serves what it was started with: deltic serve MODEL fetches a model"
+        raise ApiError(404, message, code="model_not_found") from None
     if asked.stream is False:
         return json_response({"status": "success"})
-    told = [{"status": "pulling manifest"}, {"status": "verifying sha256 digest"}, {"status": "success"}]
-    return Response(b"".join(_encode(line) + b"\n" for line in told), media_type=LINES)
+    statuses = [{"status": "pulling manifest"}, {"status": "verifying sha256 digest"}, {"status": "success"}]
+    return Response(b"".join(_encode(line) + b"\n" for line in statuses), media_type=LINES)
 
 
 async def version(service: Service, request: Request) -> ASGIApp:

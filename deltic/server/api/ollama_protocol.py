@@ -169,8 +169,8 @@ def check(asked: Asked) -> None:
     if (options.num_predict or 0) < -2:
         raise bad_request("options.num_predict", "expected a number of tokens, or -1 for any number")
     if is_empty(asked) and asked.keep_alive in _NO_TIME:
-        said = "0 and no prompt asks for the model to be unloaded; models stay as long as this server runs"
-        raise bad_request("keep_alive", said, "unsupported_field")
+        message = "0 and no prompt asks for the model to be unloaded; models stay as long as this server runs"
+        raise bad_request("keep_alive", message, "unsupported_field")
 
 
 _NO_TIME = (0, "0", "0s", "0m", "0h")
@@ -194,23 +194,23 @@ ORIGIN = {"max_tokens": "options.num_predict", "continue_final_message": "messag
 
 def chat_of(asked: Asked, defaults: SamplingDefaults) -> chats.Chat:
     """The chat that a checked body asks for. Raises ApiError (400)."""
-    told: list[messages.Message] = []
+    turns: list[messages.Message] = []
     tools = []
     if isinstance(asked, ChatRequest):
-        told = [_message(message, f"messages[{i}].images") for i, message in enumerate(asked.messages or ())]
+        turns = [_message(message, f"messages[{i}].images") for i, message in enumerate(asked.messages or ())]
         tools = protocol.tools_of(asked.tools)
     elif isinstance(asked, GenerateRequest):
         if asked.system:
-            told.append(messages.SystemMessage(content=asked.system))
-        told.append(messages.UserMessage(content=_content(asked.prompt or "", asked.images, "images")))
-    last = told[-1]
+            turns.append(messages.SystemMessage(content=asked.system))
+        turns.append(messages.UserMessage(content=_content(asked.prompt or "", asked.images, "images")))
+    last = turns[-1]
     settings: dict[str, Any] = {}
     if isinstance(asked.think, bool):
         settings["enable_thinking"] = asked.think
     elif asked.think:
         settings = {"reasoning_effort": asked.think, "enable_thinking": asked.think != "none"}
     return chats.Chat(
-        messages=told,
+        messages=turns,
         sampling=_sampling(asked, defaults),
         model=asked.model,
         tools=tools,
@@ -274,7 +274,7 @@ def _content(text: str, images: list[str] | None, path: str) -> messages.Content
     if not images:
         return text
     sent = [Sent(f"{path}[{i}]", path, encoded=image) for i, image in enumerate(images)]
-    return [*(one.part_of_message() for one in sent), {"type": "text", "text": text}]
+    return [*(picture.part_of_message() for picture in sent), {"type": "text", "text": text}]
 
 
 def _message(message: Message, path: str) -> messages.Message:

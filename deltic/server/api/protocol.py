@@ -376,8 +376,8 @@ def whole_penalty(penalty: float | None, last_n: int | None, field: str) -> floa
     if last_n == 0:
         return 1.0
     if penalty not in (None, 1) and last_n not in (None, -1):
-        said = "the penalty counts all tokens of prompt and answer (-1); leave it out"
-        raise bad_request(field, said, "unsupported_field")
+        message = "the penalty counts all tokens of prompt and answer (-1); leave it out"
+        raise bad_request(field, message, "unsupported_field")
     return penalty
 
 
@@ -511,19 +511,19 @@ def function_tool(
 
 def tools_of(tools: list[dict[str, Any]] | None) -> list[chats.Tool]:
     """Raises ApiError (400)."""
-    found = []
+    converted = []
     for i, tool in enumerate(tools or ()):
         path = f"tools[{i}]"
         if tool.get("type") == "custom":
             custom = decode.convert(tool, CustomTool, path).custom
             grammar = custom.format.grammar if isinstance(custom.format, TextOf) else None
             function = text_function(custom.name, custom.description, grammar)
-            found.append(function_tool(function, f"{path}.custom", is_custom=True))
+            converted.append(function_tool(function, f"{path}.custom", is_custom=True))
         else:
             read = decode.convert(tool, ToolFields, path).function
             shown = _without_marks(tool) | {"function": _without_marks(tool["function"])}
-            found.append(chats.Tool(read, shown, f"{path}.function", f"{path}.function.parameters"))
-    return found
+            converted.append(chats.Tool(read, shown, f"{path}.function", f"{path}.function.parameters"))
+    return converted
 
 
 def _without_marks(plain: dict[str, Any]) -> dict[str, Any]:
@@ -617,8 +617,8 @@ def _response_format(value: Any) -> Iterator[chats.Form]:
         return
     asked = decode.convert(value, ResponseFormat, field)
     if (asked.type == "json_schema") != (asked.json_schema is not None):
-        said = "is missing" if asked.json_schema is None else "belongs to the type json_schema only"
-        raise bad_request(f"{field}.json_schema", said)
+        message = "is missing" if asked.json_schema is None else "belongs to the type json_schema only"
+        raise bad_request(f"{field}.json_schema", message)
     if asked.schema is not None and asked.type != "json_object":
         raise bad_request(f"{field}.schema", "belongs to the type json_object")
     if asked.json_schema is not None:

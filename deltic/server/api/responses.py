@@ -70,20 +70,20 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
         asked.store = False
     response_id = request.scope["deltic.answer_id"] = f"resp_{secrets.token_hex(24)}"
     generation = chat_generation(service, chat, response_id, ticket)
-    said = ResponseAnswer(response_id, asked, service)
+    reply = ResponseAnswer(response_id, asked, service)
 
     async def end() -> End:
         """The end of the answer, which is kept then."""
         usage = generation.usage()
-        done = said.end(usage) if said.n_bytes < PART_BYTES else await asyncio.to_thread(said.end, usage)
-        if said.is_stored:
-            stored = Stored(ticket.tenant, done.body, (*history, turn), Turn(done.items), said.ends)
+        done = reply.end(usage) if reply.n_bytes < PART_BYTES else await asyncio.to_thread(reply.end, usage)
+        if reply.is_stored:
+            stored = Stored(ticket.tenant, done.body, (*history, turn), Turn(done.items), reply.ends)
             service.server.responses.add(response_id, stored)
         return done
 
     if asked.stream:
-        return ResponseStream(generation, said, end)
-    await unless_disconnected(request.receive, generation.run(lambda updates: [*map(said.add, updates)]))
+        return ResponseStream(generation, reply, end)
+    await unless_disconnected(request.receive, generation.run(lambda updates: [*map(reply.add, updates)]))
     return LargeResponse((await end()).body)
 
 
@@ -116,8 +116,8 @@ async def _read(service: Service, ticket: Ticket, preparation: Preparation) -> A
     # A few bytes may refer to many, and to the same ones again and again.
     size = max(preparation.size, sum(map(len, given))) + sum(turn.n_bytes() for turn in history)
     if size > service.server.max_body_mb * 1_000_000:
-        said = f"the input and what it continues are larger than {service.server.max_body_mb:g} MB"
-        raise ApiError(413, said, code="body_too_large")
+        message = f"the input and what it continues are larger than {service.server.max_body_mb:g} MB"
+        raise ApiError(413, message, code="body_too_large")
     preparation.resize(size)
     items, sent = await preparation.run(_items, asked, history, given)
     if kinds := wire.left_out(asked):
@@ -140,8 +140,8 @@ def _history(store: ResponseStore, asked: wire.ResponsesRequest, owner: str) -> 
         raise bad_request("store", "this server keeps no responses (--max-stored-responses 0)")
     if asked.previous_response_id is None:
         return ()
-    found = store.get(asked.previous_response_id, owner)
-    if found is None:
+    stored = store.get(asked.previous_response_id, owner)
+    if stored is None:
         raise ApiError(
             400,
             f"Previous response with id {asked.previous_response_id!r} not found: it was not stored, or is no longer "
@@ -149,7 +149,7 @@ def _history(store: ResponseStore, asked: wire.ResponsesRequest, owner: str) -> 
             param="previous_response_id",
             code="previous_response_not_found",
         )
-    return found.history
+    return stored.history
 
 
 def _items(
@@ -266,23 +266,23 @@ async def list_input_items(service: Service, request: Request) -> ASGIApp:
             raise bad_request("after", f"{after!r} is not an item of this response")
         items = items[places[0] + 1 :]
     page = items[: int(limit)]
-    told = {
+    listing = {
         "object": "list",
         "data": [item for _, item in page],
         "first_id": page[0][0] if page else None,
         "last_id": page[-1][0] if page else None,
         "has_more": len(items) > len(page),
     }
-    return json_response(told)
+    return json_response(listing)
 
 
 def _stored(service: Service, request: Request) -> Stored:
     """The response that the path names. Raises ApiError (404)."""
     response_id, ticket = request.path_params["response_id"], request.scope[TICKET]
-    found = service.server.responses.get(response_id, ticket.tenant)
-    if found is None:
+    stored = service.server.responses.get(response_id, ticket.tenant)
+    if stored is None:
         raise ApiError(404, f"Response with id {response_id!r} not found.", kind="invalid_request_error")
-    return found
+    return stored
 
 
 _KINDS: dict[Kind, str] = {"text": "message", "thought": "reasoning", "call": "function_call"}
@@ -298,7 +298,7 @@ _TEXT_OF = {"function_call": "arguments", "custom_tool_call": "input"}
 """The field with what an item of this type says, which has no parts."""
 
 
-def _said(item: dict[str, Any]) -> str:
+def _event_name(item: dict[str, Any]) -> str:
     """Name of the events that tell what an item says, without what happened to it."""
     if (field := _TEXT_OF.get(item["type"])) is not None:
         return f"response.{item['type']}_{field}"
@@ -340,13 +340,13 @@ class Events:
 
     def ended(self, index: int, item: dict[str, Any]) -> bytes:
         """item: as it is in the response."""
-        place, name = _place(index, item), f"{_said(item)}.done"
+        place, name = _place(index, item), f"{_event_name(item)}.done"
         if (field := _TEXT_OF.get(item["type"])) is not None:
             written = self.event(name, **place, **{field: item[field]})
         else:
             (part,) = item["content"]
-            said = {field: part[field] for field in ("text", "logprobs") if field in part}
-            written = self.event(name, **place, **said)
+            fields = {field: part[field] for field in ("text", "logprobs") if field in part}
+            written = self.event(name, **place, **fields)
             written += self.event("response.content_part.done", **place, part=part)
         return written + self.event("response.output_item.done", output_index=index, item=item)
 
@@ -439,7 +439,7 @@ class ResponseAnswer(Items):
         self._n_said, self._logprobs = 0, []
         self.ends.append(array("I"))
         index, plain = len(self.output), self._plain_item(item, "in_progress")
-        name = f"{_said(plain)}.delta"
+        name = f"{_event_name(plain)}.delta"
         start = _encode({"type": name} | _place(index, plain))[:-1]
         self._delta_start = b'event: %s\ndata: %s,"delta":' % (name.encode(), start)
         return self._events.begun(index, plain)
@@ -451,23 +451,23 @@ class ResponseAnswer(Items):
     def grown(self, item: Item, text: str) -> bytes:
         if self._type(item) == "custom_tool_call":
             return b""  # a part of JSON; its text is told at the end
-        return self._told(item, text)
+        return self._delta(item, text)
 
-    def _told(self, item: Item, text: str) -> bytes:
+    def _delta(self, item: Item, text: str) -> bytes:
         scores = b',"logprobs":' + _encode(self._take_scores()) if item.kind == "text" else b""
         self._n_said += len(text)
         self.n_bytes += len(text)
         self.ends[-1].extend((self._n_said, len(self._logprobs)))
-        said = _encode(text) + scores
+        delta = _encode(text) + scores
         if self._pads:
-            said += b',"obfuscation":"%s"' % answer.padding(len(said))
+            delta += b',"obfuscation":"%s"' % answer.padding(len(delta))
         self._events.n += 1
-        return b'%s%s,"sequence_number":%d}\n\n' % (self._delta_start, said, self._events.n - 1)
+        return b'%s%s,"sequence_number":%d}\n\n' % (self._delta_start, delta, self._events.n - 1)
 
     def ended(self, item: Item, is_cut: bool) -> bytes:
         is_cut = is_cut or (item.kind == "call" and not is_whole(item.text))
         plain = self._plain_item(item, "incomplete" if is_cut else "completed")
-        written = self._told(item, plain["input"]) if plain.get("input") else b""
+        written = self._delta(item, plain["input"]) if plain.get("input") else b""
         self.output.append(plain)
         return written + self._events.ended(len(self.output) - 1, plain)
 
@@ -544,10 +544,10 @@ def _events_of(response: dict[str, Any], ends: list[array[int]], after: int) -> 
             part = item["content"][0] if field is None else {"text": item[field]}
             n_seen = min(n, max(0, after + 1 - events.n))
             n_chars, n_scores = ends[i][2 * n_seen - 2 : 2 * n_seen] if n_seen else (0, 0)
-            said = {"delta": part["text"][n_chars:]}
+            fields = {"delta": part["text"][n_chars:]}
             if "logprobs" in part:
-                said["logprobs"] = part["logprobs"][n_scores : ends[i][-1]]
-            written.append(events.event(f"{_said(item)}.delta", n, **_place(i, item), **said))
+                fields["logprobs"] = part["logprobs"][n_scores : ends[i][-1]]
+            written.append(events.event(f"{_event_name(item)}.delta", n, **_place(i, item), **fields))
         written.append(events.ended(i, item))
     return b"".join([*written, events.event(f"response.{response['status']}", response=response)])
 
@@ -605,9 +605,9 @@ class ResponseStream(UpdateStream):
     """The events of a response. They begin with the first update, so that until then an error has a
     status."""
 
-    def __init__(self, generation: Generation, said: ResponseAnswer, end: Callable[[], Awaitable[End]]) -> None:
-        super().__init__(generation, said.add, said.begin)
-        self._said = said
+    def __init__(self, generation: Generation, reply: ResponseAnswer, end: Callable[[], Awaitable[End]]) -> None:
+        super().__init__(generation, reply.add, reply.begin)
+        self._reply = reply
         self._ended = end
 
     async def run(self) -> None:
@@ -616,4 +616,4 @@ class ResponseStream(UpdateStream):
 
     def last(self, error: ApiError | None) -> bytes:
         """Returns no mark of the end, but the event of an error: the last event is the end."""
-        return b"" if error is None else self._said.fail(error)
+        return b"" if error is None else self._reply.fail(error)

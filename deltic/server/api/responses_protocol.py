@@ -321,13 +321,13 @@ def check(asked: ResponsesRequest, skips_hosted: bool = False) -> None:
 
 def add_tools(asked: ResponsesRequest, items: Iterable[tuple[str, Item]]) -> None:
     """The tools of items become tools of the request, but for those that it has."""
-    found = {f"{tool.get('type')} {tool.get('name')}": tool for tool in asked.tools or ()}
-    n = len(found)
+    tools = {f"{tool.get('type')} {tool.get('name')}": tool for tool in asked.tools or ()}
+    n = len(tools)
     for _, item in items:
         for tool in item.tools if isinstance(item, ToolsItem) else ():
-            found.setdefault(f"{tool.get('type')} {tool.get('name')}", tool)
-    if len(found) > n:
-        asked.tools = [*(asked.tools or ()), *list(found.values())[n:]]
+            tools.setdefault(f"{tool.get('type')} {tool.get('name')}", tool)
+    if len(tools) > n:
+        asked.tools = [*(asked.tools or ()), *list(tools.values())[n:]]
 
 
 def turn_starts(items: list[tuple[str, Item]]) -> tuple[int, list[int]]:
@@ -415,18 +415,18 @@ def flat_tools(
         inner = {f"tools[{i}]": tool}
         if tool.get("type") == "namespace":
             space = decode.convert(tool, NamespaceTool, f"tools[{i}]")
-            inner = {f"tools[{i}].tools[{j}]": one for j, one in enumerate(space.tools)}
-        for place, one in inner.items():
-            if not is_left_out(one):
-                kind = {"function": FunctionTool, "custom": CustomTool}.get(str(one.get("type")))
+            inner = {f"tools[{i}].tools[{j}]": entry for j, entry in enumerate(space.tools)}
+        for place, entry in inner.items():
+            if not is_left_out(entry):
+                kind = {"function": FunctionTool, "custom": CustomTool}.get(str(entry.get("type")))
                 if kind is None:
-                    raise _unknown_tool(one, place)
-                yield place, space, decode.convert(one, kind, place)
+                    raise _unknown_tool(entry, place)
+                yield place, space, decode.convert(entry, kind, place)
 
 
 def _unknown_tool(tool: dict[str, Any], place: str) -> ApiError:
-    said = f"{tool.get('type')!r} is not a tool of this server, which runs none itself; leave it out (functions of yours are supported)"
-    return bad_request(f"{place}.type", said, "unsupported_tool")
+    message = f"{tool.get('type')!r} is not a tool of this server, which runs none itself; leave it out (functions of yours are supported)"
+    return bad_request(f"{place}.type", message, "unsupported_tool")
 
 
 def flat_name(name: str, namespace: str | None) -> str:
@@ -438,14 +438,14 @@ def flat_name(name: str, namespace: str | None) -> str:
 
 def _tools(tools: list[dict[str, Any]] | None) -> list[Tool]:
     """Raises ApiError (400)."""
-    found: list[Tool] = []
-    told = None
+    converted: list[Tool] = []
+    described = None
     for place, space, tool in flat_tools(tools):
         name = decode.convert(flat_name(tool.name, space.name if space else None), history.ToolName, f"{place}.name")
         descriptions = [tool.description]
-        if space is not None and space is not told:  # once is enough
+        if space is not None and space is not described:  # once is enough
             descriptions.insert(0, space.description)
-            told = space
+            described = space
         description = "\n\n".join(filter(None, descriptions))
         if isinstance(tool, CustomTool):
             grammar = tool.format if isinstance(tool.format, GrammarText) else None
@@ -453,8 +453,8 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[Tool]:
         else:
             function = {"name": name} | ({"description": description} if description else {})
             function |= {"parameters": tool.parameters or {}} | ({"strict": True} if tool.strict else {})
-        found.append(protocol.function_tool(function, place))
-    return found
+        converted.append(protocol.function_tool(function, place))
+    return converted
 
 
 class NamedTool(Struct, tag="function", forbid_unknown_fields=True):
@@ -596,7 +596,7 @@ def find_pictures(items: Iterable[tuple[str, Item]]) -> list[Sent]:
 
     Raises ApiError (400).
     """
-    found: list[Sent] = []
+    pictures: list[Sent] = []
     for place, item in items:
         if isinstance(item, MessageItem) and item.role != "assistant":
             parts, path, strict = item.content, f"{place}.content", True
@@ -607,15 +607,15 @@ def find_pictures(items: Iterable[tuple[str, Item]]) -> list[Sent]:
         for i, part in enumerate(parts if isinstance(parts, list) else ()):
             if isinstance(parts, list) and part.get("type") == "input_image":
                 parts[i] = _picture(part, f"{path}[{i}]", strict).part_of_message()
-        found += sent_in(parts)
-    return found
+        pictures += sent_in(parts)
+    return pictures
 
 
 def _picture(part: dict[str, Any], path: str, strict: bool) -> Sent:
     """strict: it has no unknown fields. Raises ApiError (400)."""
     if part.get("file_id") is not None:
-        said = "files are not kept for this here; send the picture as image_url"
-        raise bad_request(f"{path}.file_id", said, "unsupported_field")
+        message = "files are not kept for this here; send the picture as image_url"
+        raise bad_request(f"{path}.file_id", message, "unsupported_field")
     if not isinstance(url := part.get("image_url"), str):
         raise bad_request(f"{path}.image_url", "expected a URL")
     if strict and (unknown := part.keys() - history.MARKS - {"type", "image_url", "file_id", "detail"}):

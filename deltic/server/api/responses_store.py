@@ -83,10 +83,10 @@ class ResponseStore:
 
     def get(self, response_id: str, owner: str) -> Stored | None:
         responses = self._own[owner].responses
-        found = responses.get(response_id)
-        if found is not None:
+        stored = responses.get(response_id)
+        if stored is not None:
             responses.move_to_end(response_id)
-        return found
+        return stored
 
     def add(self, response_id: str, stored: Stored) -> None:
         """Keeps it, unless it alone is more than may be held."""

@@ -79,8 +79,8 @@ def _check(service: Service) -> EngineInfo:
     """
     info = service.rendering()
     if not service.client.config.allow_cache_transfer:
-        said = f"prefixes of {service.model_name!r} may not be moved; start the server with --allow-cache-transfer"
-        raise ApiError(403, said, code="cache_transfer_off")
+        message = f"prefixes of {service.model_name!r} may not be moved; start the server with --allow-cache-transfer"
+        raise ApiError(403, message, code="cache_transfer_off")
     if service.server.draining:
         raise unavailable(SHUTTING_DOWN)
     return info
@@ -101,8 +101,8 @@ async def export_cache(service: Service, request: Request) -> ASGIApp:
         status, code = (400, None) if located.is_refused else (409, "cache_not_exported")
         raise ApiError(status, f"the prefix cannot be exported: {located.error}", code=code)
     if not located.n_tokens:
-        said = "nothing of this prompt is cached that could be resumed from; send it to be answered first (max_tokens 1 does)"
-        raise ApiError(404, said, code="nothing_cached")
+        message = "nothing of this prompt is cached that could be resumed from; send it to be answered first (max_tokens 1 does)"
+        raise ApiError(404, message, code="nothing_cached")
     head = Head(
         fingerprint=Path(info.cache_files).name,
         model=service.model_name,
@@ -114,8 +114,8 @@ async def export_cache(service: Service, request: Request) -> ASGIApp:
     try:
         await asyncio.to_thread(stream.measure)
     except OSError as error:
-        said = f"another server has just evicted it ({error.strerror}); send the prompt again"
-        raise ApiError(409, said, code="cache_not_exported") from None
+        message = f"another server has just evicted it ({error.strerror}); send the prompt again"
+        raise ApiError(409, message, code="cache_not_exported") from None
     return stream
 
 
@@ -132,12 +132,12 @@ async def _locate(service: Service, asked: EngineRequest) -> CacheLocated:
 async def _asked(service: Service, request: Request, info: EngineInfo) -> EngineRequest:
     """The request that the body would be sent to the engine as. Raises ApiError, as for an answer."""
     body = request.scope[BODY] = await read_body(request, service.server.max_body_mb)
-    told = decode.parse(body, ExportRequest)
-    if (told.messages is None) == (told.prompt is None):
+    export = decode.parse(body, ExportRequest)
+    if (export.messages is None) == (export.prompt is None):
         raise bad_request(
             "messages", "send the body of a chat, which has messages, or of a completion, which has a prompt"
         )
-    if told.messages is not None:
+    if export.messages is not None:
         _, chat = await prepared_chat(service, request, info)
         prompt = chat.prompt
         made = engine_request("", prompt.ids, chat.params, chat.chat.sampling, prompt.boundaries)
@@ -214,8 +214,8 @@ async def import_cache(service: Service, request: Request) -> ASGIApp:
             raise unwritable("the prefix", error) from None
         finally:
             await asyncio.shield(asyncio.to_thread(coming.drop))
-    told = {"tokens": coming.n_tokens, "bytes": coming.n_bytes, "seconds": round(time.monotonic() - began_s, 3)}
-    return json_response({"object": "cache.import", "model": service.model_name} | told)
+    counts = {"tokens": coming.n_tokens, "bytes": coming.n_bytes, "seconds": round(time.monotonic() - began_s, 3)}
+    return json_response({"object": "cache.import", "model": service.model_name} | counts)
 
 
 class Import:
@@ -310,11 +310,11 @@ class Import:
         names = "version of the stream", "fingerprint", "bytes of a page", "bytes of a state"
         for name, here, there in zip(names, own, theirs, strict=True):
             if here != there:
-                said = (
+                message = (
                     f"the {name} is {there!r}, and here {here!r}: both servers need the same weights, formats, version of Deltic and "
                     "kind of processor"
                 )
-                raise ApiError(409, said, code="other_model", headers=CLOSE)
+                raise ApiError(409, message, code="other_model", headers=CLOSE)
         if head.tokens < PAGE_SIZE or head.tokens % PAGE_SIZE:
             raise damaged(f"{head.tokens} tokens are not a multiple of {PAGE_SIZE}")
         if n_pages * head.page_bytes + head.state_bytes > self._budget:
