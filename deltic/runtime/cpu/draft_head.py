@@ -1,7 +1,7 @@
 """The draft head at work: it follows what steps compute, and guesses what comes next (MTP).
 
 A row of the head is a token's hidden state and the id of the token behind it. Its keys and values stand in
-the pages beside those of the model's layers, at the token's batch slot, so a prefix hit brings them along.
+the pages beside those of the model's layers, at the token's position, so a prefix hit brings them along.
 The last token of a page is a row with the token that came first behind it. Another continuation reads that
 one's. A guess is only a guess: nothing else reads these keys and values.
 

@@ -1,7 +1,7 @@
 """The draft head (MTP) on a GPU: recordings behind the draws of a step, and how its guesses come to the host.
 
 A row of the head is a token's hidden state and the id of the token behind it. Its keys and values stand in
-the pages beside those of the model's layers, at the token's batch slot: behind each prefill and each decode
+the pages beside those of the model's layers, at the token's position: behind each prefill and each decode
 they are written for what that has computed. The head's rows are those of the step, so a recording is by their
 number, as those of decodes are.
 
