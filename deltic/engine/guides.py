@@ -485,17 +485,17 @@ class Guides:
 
     def close(self) -> None:
         """Ends the threads once they have finished their jobs. No other call may follow."""
-        with suppress(Empty):
-            while True:
-                self._todo.get_nowait()
+        if threading.current_thread() in self._threads:
+            # The collector closes an LLM there, and may have come while the thread held a queue's lock.
+            threading.Thread(target=self.close, name="end of grammars", daemon=False).start()
+            return
         for n in range(len(self._threads)):
             self._todo.put((-1, -n, None))
         for starts in self._starts:
             starts.put((-1, 0, None))
         deadline = time.monotonic() + LONGEST_CLOSE_S
         for thread in self._threads:
-            if thread is not threading.current_thread():  # where the collector closes an LLM, it may be
-                thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline - time.monotonic()))
         self._threads = []
 
     # The workers.

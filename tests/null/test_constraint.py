@@ -8,6 +8,7 @@ import random
 import statistics
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -245,6 +246,30 @@ def test_tenants_take_turns_with_slow_masks(tokenizer_file: Path, monkeypatch: p
     run(made, *many, one)
     made.close(0)
     assert statistics.median(waits["one"]) <= 2 < statistics.median(waits["many"])
+
+
+def test_the_collector_may_close_an_engine_in_a_thread_that_looks_for_work(
+    tokenizer_file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that was dropped in a cycle is closed by whoever allocates next, a queue that holds its lock included."""
+    made = Engine(FakeRunner(), vocabulary=Vocabulary(tokenizer_file.read_text))
+    run(made, request("a", constraint=Constraint(grammar=WORD)))
+    threads = list(made.guides._threads)
+    assert {thread.name for thread in threads} == {"grammar"}
+    allocate, worker = threading._allocate_lock, list[str]()  # type: ignore[attr-defined]
+
+    def collect() -> Any:
+        if threading.current_thread() in threads and not worker:
+            worker.append("here")
+            made.close(0)
+        return allocate()
+
+    monkeypatch.setattr(threading, "_allocate_lock", collect)
+    for n in range(len(threads)):  # a job that nobody waits for: its worker looks for the next one then
+        made.guides._todo.put((0, -n, ([], [])))
+    for thread in threads:
+        thread.join(10)
+    assert worker and not any(thread.is_alive() for thread in threads)
 
 
 def test_who_is_slow_sits_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
