@@ -276,7 +276,7 @@ def _reloading(
             if secured is not None:
                 load_certificates(secured, config)
         except ConfigError as error:
-            log.error("SIGHUP: %s; what was read before holds", error)
+            log.error("SIGHUP: what was read before holds. %s", error)
         else:
             log.info("SIGHUP: read %s again", " and ".join(files))
 

@@ -133,7 +133,7 @@ def test_sighup_reads_certificates_again(pki: Pki, tmp_path: Path) -> None:
         assert subject() == "server"
         shutil.copy(pki["client.pem"], certificate)  # of another key: nothing of it may be used
         server.process.send_signal(signal.SIGHUP)
-        wait_for(lambda: any("SIGHUP" in line and "what was read before holds" in line for line in list(server.log)))
+        wait_for(lambda: any("SIGHUP: what was read before holds. --ssl-certfile" in line for line in list(server.log)))
         assert subject() == "server"
         install("stranger")
         server.process.send_signal(signal.SIGHUP)
