@@ -131,7 +131,8 @@ OF_ONE = {
     # Of a request, its answer, a batch or a socket.
     "AnswerStream", "Answer", "Batch", "ChatAnswer", "CompletionAnswer", "ContextManagement", "Delta", "EchoStream", "EventStream",
     "Generation",
-    "Import", "IncrementalEncoder", "Item", "Items", "LinesAnswer", "Message", "MessageAnswer", "Messages", "OpenText", "OutputParser",
+    "Import", "IncrementalEncoder", "Item", "Items", "LinesAnswer", "Message", "MessageAnswer", "Messages", "OpenText", "CallParser",
+    "OutputParser",
     "Update", "Prompt", "ResponseAnswer", "Scores", "Sent", "Splitter", "Stored", "Stream", "Usage", "_Answer", "_Appended", "_Bytes",
     "_Conversation", "_Form", "Results", "_Counts", "Calls", "Output", "PromptLogprobs", "Request", "SamplingParams", "TokenLogprob",
     "CacheLocated", "Chat", "Completion", "Sampling", "Shown", "Ticket",

@@ -29,7 +29,7 @@ MAX_FUNCTION_LINES = 80
 MAX_PACKAGE_LINES = 52_462
 """What there is: a ceiling that comes down with it. A feature that needs more takes it from elsewhere, and says from where."""
 MAX_METHODS = 30
-OUTGROWN = {"GpuRunner": 34, "GpuTextRunner": 31, "OutputParser": 45}
+OUTGROWN = {"GpuRunner": 34, "GpuTextRunner": 31}
 """Classes with more methods than that, and how many they may have until they are divided."""
 MAX_PROSE_COLUMNS = 110
 """Lines of a file and of the package are lines of code: those with a token on them that is neither comment nor docstring."""

@@ -73,56 +73,37 @@ class Delta(msgspec.Struct):
                 self.calls.append(call)
 
 
+Tools = Mapping[str, Mapping[str, Any]]
+"""JSON schemas of the arguments of tools, by name."""
+
+
 def new_call_id() -> str:
     return f"call_{secrets.token_hex(12)}"
 
 
-class OutputParser:
-    """The parser of one sequence's answer.
+class CallParser:
+    """Parser of a text that has no thoughts: content, and calls in the JSON and the function form.
 
     `push` text, then `finish` once; each returns what became certain.
     """
 
-    def __init__(
-        self,
-        *,
-        thinking: bool,
-        tools: Mapping[str, Mapping[str, Any]] | None = None,
-        call_id: Callable[[], str] = new_call_id,
-        trial: bool = False,
-        fixed: bool = False,
-        exact: bool = False,
-    ) -> None:
-        """thinking: the prompt opened `<think>`. tools: name to JSON schema of the arguments; None: no calls.
-
-        trial: the text is a call, or `rejected` says that it is none. fixed: a grammar made what is behind
-        the thought, calls or content; of the latter no character is a tag's. exact: a grammar makes the
-        calls, so no value has closing tags in it.
+    def __init__(self, tools: Tools | None, call_id: Callable[[], str], exact: bool, trial: bool = False) -> None:
+        """tools: None: no calls. exact: a grammar makes the calls, so no value has closing tags in it. trial:
+        the text is a call, or `rejected` says that it is none.
         """
         self._tools = tools
         self._call_id = call_id
-        self._is_trial = trial
-        self._is_fixed = fixed
         self._is_exact = exact
+        self._is_trial = trial
         self._text = ""
-        self._is_ended = self._final = False  # final: and there is no more text behind `_text`
-        self._truncated = False
-        self._advance: Callable[[], bool] = (
-            self._content if trial else self._reasoning_start if thinking else self._fixed if fixed else self._opening
-        )
+        self._unread: list[str] = []  # text behind `_text`, the next piece last
+        self._is_ended = self._final = self._truncated = False  # final: and no more text is behind `_text`
+        self._advance: Callable[[], bool] = self._content
         self._delta = Delta()
-        self.in_reasoning = thinking
         self.rejected = False
         self.n_calls = 0
         self.is_call_open = False
         """True if the answer was cut inside a call, which has arguments that are not complete."""
-        self._has_reasoned = thinking
-        self._has_thought = False  # reasoning is not empty
-        self._trial: OutputParser | None = None
-        self._unread: list[str] = []  # text behind `_text`, the next piece last
-        self._draft_text: list[str] = []  # what the trial got
-        self._draft_deltas: list[Delta] = []  # what it made of it
-        self._n_after_draft = 0  # characters of that which are no call
         self._gap = ""  # what came before a candidate call and is dropped with it: white space, `<tool_call>`
         self._is_tagged = False  # whether that has a `<tool_call>`
         self._named: str | None = None  # the function whose arguments the JSON candidate is
@@ -171,63 +152,7 @@ class OutputParser:
         self._advance = state
         return True
 
-    # Thoughts.
-
-    def _opening(self) -> bool:
-        """Reads what comes before any content: `<think>` opens a thought, or another one; a `</think>` more
-        is dropped.
-        """
-        self.in_reasoning = False
-        self._line, self._is_in_code = "", False
-        if self._is_fixed:
-            return self._to(self._gap_of_fixed, 0)
-        if self._has_reasoned:
-            self._text = self._text.lstrip("\n")
-        return self._before(self._content if self._tools is None else self._beginning)
-
-    def _gap_of_fixed(self) -> bool:
-        """Drops line breaks between a thought and what a grammar made."""
-        if self._text in ("", "\n") and not self._final:
-            return False
-        return self._to(self._fixed, len(self._text[:2]) - len(self._text[:2].lstrip("\n")))
-
-    def _fixed(self) -> bool:
-        """The beginning of what a grammar made: of calls, or of a text in which nothing means anything."""
-        begins = self._text.startswith(markup.TOOL_CALL)
-        if self._tools is not None and not begins:
-            if markup.TOOL_CALL.startswith(self._text) and not self._final:
-                return False
-            self._tools = None
-        return self._to(self._content, 0)
-
-    def _before(self, otherwise: Callable[[], bool]) -> bool:
-        """Drops a think tag here, and goes where it leads."""
-        text = self._text.lstrip()
-        n_space = len(self._text) - len(text)
-        for tag, state in (("<think>", self._reasoning_start), ("</think>", self._opening)):
-            if n_space > markup.MAX_SPACE:
-                break
-            if text.startswith(tag):
-                self._has_reasoned = True
-                return self._to(state, n_space + len(tag))
-            if not self._final and tag.startswith(text):
-                return False
-        return self._to(otherwise, 0)
-
-    def _reasoning_start(self) -> bool:
-        self.in_reasoning = True
-        self._text = self._text.lstrip("\n")
-        return self._before(self._next_thought)
-
-    def _next_thought(self) -> bool:
-        if self._text and self._has_thought:
-            self._delta.reasoning += "\n\n"
-        return self._to(self._reasoning, 0)
-
-    def _think(self, text: str) -> None:
-        self._delta.reasoning += text
-        self._has_thought = self._has_thought or bool(text)
-        self._note_fences(text)
+    # Content, and what calls look like.
 
     def _say(self, text: str) -> None:
         self._delta.content += text
@@ -243,133 +168,6 @@ class OutputParser:
     def _is_example(self, gap: str) -> bool:
         """Returns whether what follows what was said, and this white space, stands in a fence."""
         return self._is_in_code ^ ("\n" in gap and bool(markup.FENCE.fullmatch(self._line)))
-
-    def _reasoning(self) -> bool:
-        text = self._text
-        end = opener = None
-        n_held = 0
-        if "<" in text:
-            end = markup.THINK_END.search(text) or (markup.CUT_THINK_END.search(text) if self._final else None)
-            if self._tools is not None and not self._is_fixed:
-                opener = markup.CALL_OPENER.search(text, 0, end.start() if end else len(text))
-            if not end:
-                n_held = markup.n_held(text, markup.THOUGHT_TAGS) or markup.n_cut_think_end(text)
-        if opener:
-            n = markup.n_before_space(text, opener.start(), "\n")
-            self._think(text[:n])
-            self._gap = text[n : opener.start()]
-            if opener[0] != markup.TOOL_CALL and self._is_example(self._gap):
-                self._think(self._gap + opener[0])
-                return self._to(self._reasoning, opener.end())
-            self._trial = OutputParser(thinking=False, tools=self._tools, call_id=str, trial=True)
-            self._draft_text, self._draft_deltas, self._n_after_draft = [], [], 0
-            return self._to(self._draft, opener.start())
-        if end:
-            self._think(text[: markup.n_before_space(text, end.start(), "\n")])
-            return self._to(self._opening, end.end())
-        n = len(text) if self._final else markup.n_before_space(text, len(text) - n_held, "\n")
-        self._think(text[:n])
-        self._text = text[n:]
-        return False
-
-    def _draft(self) -> bool:
-        """Holds a thought from a call's opener on, until it shows what it is.
-
-        A trial reads it, line by line, so that where it is given up does not depend on the cuts.
-        """
-        text, trial = self._text, self._trial
-        assert trial is not None
-        end = markup.THINK_END.search(text) or (markup.CUT_THINK_END.search(text) if self._final else None)
-        n_held = 0 if end or self._final else markup.n_held(text, ("</think>",)) or markup.n_cut_think_end(text)
-        stop = end.start() if end else len(text) - n_held
-        at = 0
-        while at < stop:
-            line = text[at : (text.find("\n", at, stop) + 1) or stop]
-            at += len(line)
-            self._draft_text.append(line)
-            self._add_draft(trial.push(line))
-            if trial.rejected or (line.endswith("\n") and self._n_after_draft > _MAX_AFTER_DRAFT):
-                return self._reject_draft(text[at:])
-        if end:
-            self._add_draft(trial.finish())
-            if trial.n_calls and not self._n_after_draft:
-                return self._to(self._after_draft, end.end())
-            self._keep_draft()
-            return self._to(self._opening, end.end())
-        self._text = text[at:]
-        if self._final:
-            self._add_draft(trial.finish(self._truncated))
-            if trial.rejected:
-                return self._reject_draft("")
-            if self._truncated and self._n_after_draft:
-                self._keep_draft(final=True)
-            else:
-                self._take_draft(trial)
-        return False
-
-    def _after_draft(self) -> bool:
-        """Settles a draft that ends the thought: it was one if anything follows."""
-        assert self._trial is not None
-        if self._text.strip() or len(self._text) > markup.MAX_SPACE or (self._final and self._truncated):
-            self._keep_draft()
-            return self._to(self._opening, 0)
-        if self._final:
-            self._take_draft(self._trial)
-        return False
-
-    def _add_draft(self, delta: Delta) -> None:
-        self._draft_deltas.append(delta)
-        self._n_after_draft += sum(map(len, delta.content.split()))
-
-    def _reject_draft(self, rest: str) -> bool:
-        """Turns the trial's text into thought, up to the next opener in it, if any. rest: the text that it
-        did not read.
-        """
-        text = "".join(self._draft_text)
-        opener = markup.CALL_OPENER.match(text)
-        assert self._trial and opener
-        n = max(opener.end(), len(self._trial._gap)) if self._trial.rejected else len(text)
-        n = len(text[:n].rstrip("\n"))
-        self._think(self._gap + text[:n])
-        self._text, self._advance = "", self._reasoning
-        self._read_on(text[n:] + rest)
-        return False
-
-    def _keep_draft(self, final: bool = False) -> None:
-        """The draft is a part of the thought."""
-        text = self._gap + "".join(self._draft_text)
-        self._think(text if final else text.rstrip("\n"))
-
-    def _take_draft(self, trial: OutputParser) -> None:
-        """The draft was no draft: it ends the thought, and the answer."""
-        self.in_reasoning = False
-        self.n_calls, self.is_call_open = trial.n_calls, trial.is_call_open
-        whole = Delta(calls=[])
-        for delta in self._draft_deltas:
-            whole.add(delta)
-        for call in whole.calls:
-            call.id = self._call_id()
-        self._delta.add(whole)
-        self._advance = self._content
-
-    # Content, and what calls look like.
-
-    def _beginning(self) -> bool:
-        """Looks for a call before the first content: one in JSON may do without `<tool_call>` here, if it is
-        of a known tool.
-        """
-        text = self._text.lstrip()
-        n_space = len(self._text) - len(text)
-        name = markup.BARE_NAME.match(text)
-        assert self._tools is not None
-        if n_space <= markup.MAX_SPACE and (name is None or name[1] in self._tools):
-            if markup.BARE_CALL.match(text):
-                self._gap = self._text[:n_space]
-                return self._to_json(n_space)
-            possible = markup.BARE.startswith(text) or text.startswith(markup.BARE)
-            if possible and not self._final and len(text) <= markup.MAX_TAG:
-                return False
-        return self._to(self._content, 0)
 
     def _content(self) -> bool:
         text = self._text
@@ -717,3 +515,214 @@ class OutputParser:
         if markup.starts_any(text, tags) and not self._final and n_space <= markup.MAX_SPACE:
             return False
         return self._to(self._content, 0)
+
+
+class OutputParser(CallParser):
+    """Parser of one sequence's answer: thoughts, and behind them content and calls."""
+
+    def __init__(
+        self,
+        *,
+        thinking: bool,
+        tools: Tools | None = None,
+        call_id: Callable[[], str] = new_call_id,
+        fixed: bool = False,
+        exact: bool = False,
+    ) -> None:
+        """thinking: the prompt opened `<think>`. fixed: a grammar made what is behind the thought, calls or
+        content; of the latter no character is a tag's. tools, exact: as of CallParser.
+        """
+        super().__init__(tools, call_id, exact)
+        self._is_fixed = fixed
+        self._advance = self._reasoning_start if thinking else self._fixed if fixed else self._opening
+        self.in_reasoning = self._has_reasoned = thinking
+        self._has_thought = False  # reasoning is not empty
+        self._trial: CallParser | None = None
+        self._draft_text: list[str] = []  # what the trial got
+        self._draft_deltas: list[Delta] = []  # what it made of it
+        self._n_after_draft = 0  # characters of that which are no call
+
+    # Thoughts.
+
+    def _opening(self) -> bool:
+        """Reads what comes before any content: `<think>` opens a thought, or another one; a `</think>` more
+        is dropped.
+        """
+        self.in_reasoning = False
+        self._line, self._is_in_code = "", False
+        if self._is_fixed:
+            return self._to(self._gap_of_fixed, 0)
+        if self._has_reasoned:
+            self._text = self._text.lstrip("\n")
+        return self._before(self._content if self._tools is None else self._beginning)
+
+    def _gap_of_fixed(self) -> bool:
+        """Drops line breaks between a thought and what a grammar made."""
+        if self._text in ("", "\n") and not self._final:
+            return False
+        return self._to(self._fixed, len(self._text[:2]) - len(self._text[:2].lstrip("\n")))
+
+    def _fixed(self) -> bool:
+        """The beginning of what a grammar made: of calls, or of a text in which nothing means anything."""
+        begins = self._text.startswith(markup.TOOL_CALL)
+        if self._tools is not None and not begins:
+            if markup.TOOL_CALL.startswith(self._text) and not self._final:
+                return False
+            self._tools = None
+        return self._to(self._content, 0)
+
+    def _before(self, otherwise: Callable[[], bool]) -> bool:
+        """Drops a think tag here, and goes where it leads."""
+        text = self._text.lstrip()
+        n_space = len(self._text) - len(text)
+        for tag, state in (("<think>", self._reasoning_start), ("</think>", self._opening)):
+            if n_space > markup.MAX_SPACE:
+                break
+            if text.startswith(tag):
+                self._has_reasoned = True
+                return self._to(state, n_space + len(tag))
+            if not self._final and tag.startswith(text):
+                return False
+        return self._to(otherwise, 0)
+
+    def _beginning(self) -> bool:
+        """Looks for a call before the first content: one in JSON may do without `<tool_call>` here, if it is
+        of a known tool.
+        """
+        text = self._text.lstrip()
+        n_space = len(self._text) - len(text)
+        name = markup.BARE_NAME.match(text)
+        assert self._tools is not None
+        if n_space <= markup.MAX_SPACE and (name is None or name[1] in self._tools):
+            if markup.BARE_CALL.match(text):
+                self._gap = self._text[:n_space]
+                return self._to_json(n_space)
+            possible = markup.BARE.startswith(text) or text.startswith(markup.BARE)
+            if possible and not self._final and len(text) <= markup.MAX_TAG:
+                return False
+        return self._to(self._content, 0)
+
+    def _reasoning_start(self) -> bool:
+        self.in_reasoning = True
+        self._text = self._text.lstrip("\n")
+        return self._before(self._next_thought)
+
+    def _next_thought(self) -> bool:
+        if self._text and self._has_thought:
+            self._delta.reasoning += "\n\n"
+        return self._to(self._reasoning, 0)
+
+    def _think(self, text: str) -> None:
+        self._delta.reasoning += text
+        self._has_thought = self._has_thought or bool(text)
+        self._note_fences(text)
+
+    def _reasoning(self) -> bool:
+        text = self._text
+        end = opener = None
+        n_held = 0
+        if "<" in text:
+            end = markup.THINK_END.search(text) or (markup.CUT_THINK_END.search(text) if self._final else None)
+            if self._tools is not None and not self._is_fixed:
+                opener = markup.CALL_OPENER.search(text, 0, end.start() if end else len(text))
+            if not end:
+                n_held = markup.n_held(text, markup.THOUGHT_TAGS) or markup.n_cut_think_end(text)
+        if opener:
+            n = markup.n_before_space(text, opener.start(), "\n")
+            self._think(text[:n])
+            self._gap = text[n : opener.start()]
+            if opener[0] != markup.TOOL_CALL and self._is_example(self._gap):
+                self._think(self._gap + opener[0])
+                return self._to(self._reasoning, opener.end())
+            self._trial = CallParser(self._tools, call_id=str, exact=False, trial=True)
+            self._draft_text, self._draft_deltas, self._n_after_draft = [], [], 0
+            return self._to(self._draft, opener.start())
+        if end:
+            self._think(text[: markup.n_before_space(text, end.start(), "\n")])
+            return self._to(self._opening, end.end())
+        n = len(text) if self._final else markup.n_before_space(text, len(text) - n_held, "\n")
+        self._think(text[:n])
+        self._text = text[n:]
+        return False
+
+    # Drafts.
+
+    def _draft(self) -> bool:
+        """Holds a thought from a call's opener on, until it shows what it is.
+
+        A trial reads it, line by line, so that where it is given up does not depend on the cuts.
+        """
+        text, trial = self._text, self._trial
+        assert trial is not None
+        end = markup.THINK_END.search(text) or (markup.CUT_THINK_END.search(text) if self._final else None)
+        n_held = 0 if end or self._final else markup.n_held(text, ("</think>",)) or markup.n_cut_think_end(text)
+        stop = end.start() if end else len(text) - n_held
+        at = 0
+        while at < stop:
+            line = text[at : (text.find("\n", at, stop) + 1) or stop]
+            at += len(line)
+            self._draft_text.append(line)
+            self._add_draft(trial.push(line))
+            if trial.rejected or (line.endswith("\n") and self._n_after_draft > _MAX_AFTER_DRAFT):
+                return self._reject_draft(text[at:])
+        if end:
+            self._add_draft(trial.finish())
+            if trial.n_calls and not self._n_after_draft:
+                return self._to(self._after_draft, end.end())
+            self._keep_draft()
+            return self._to(self._opening, end.end())
+        self._text = text[at:]
+        if self._final:
+            self._add_draft(trial.finish(self._truncated))
+            if trial.rejected:
+                return self._reject_draft("")
+            if self._truncated and self._n_after_draft:
+                self._keep_draft(final=True)
+            else:
+                self._take_draft(trial)
+        return False
+
+    def _after_draft(self) -> bool:
+        """Settles a draft that ends the thought: it was one if anything follows."""
+        assert self._trial is not None
+        if self._text.strip() or len(self._text) > markup.MAX_SPACE or (self._final and self._truncated):
+            self._keep_draft()
+            return self._to(self._opening, 0)
+        if self._final:
+            self._take_draft(self._trial)
+        return False
+
+    def _add_draft(self, delta: Delta) -> None:
+        self._draft_deltas.append(delta)
+        self._n_after_draft += sum(map(len, delta.content.split()))
+
+    def _reject_draft(self, rest: str) -> bool:
+        """Turns the trial's text into thought, up to the next opener in it, if any. rest: the text that it
+        did not read.
+        """
+        text = "".join(self._draft_text)
+        opener = markup.CALL_OPENER.match(text)
+        assert self._trial and opener
+        n = max(opener.end(), len(self._trial._gap)) if self._trial.rejected else len(text)
+        n = len(text[:n].rstrip("\n"))
+        self._think(self._gap + text[:n])
+        self._text, self._advance = "", self._reasoning
+        self._read_on(text[n:] + rest)
+        return False
+
+    def _keep_draft(self, final: bool = False) -> None:
+        """The draft is a part of the thought."""
+        text = self._gap + "".join(self._draft_text)
+        self._think(text if final else text.rstrip("\n"))
+
+    def _take_draft(self, trial: CallParser) -> None:
+        """The draft was no draft: it ends the thought, and the answer."""
+        self.in_reasoning = False
+        self.n_calls, self.is_call_open = trial.n_calls, trial.is_call_open
+        whole = Delta(calls=[])
+        for delta in self._draft_deltas:
+            whole.add(delta)
+        for call in whole.calls:
+            call.id = self._call_id()
+        self._delta.add(whole)
+        self._advance = self._content
