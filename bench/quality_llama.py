@@ -18,8 +18,8 @@ import llama_cpp as ll
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.peers_gguf import quantise
 from bench.peers_llama import Batch
+from bench.peers_quantise import quantise
 
 
 def read(path: Path, documents: list[dict[str, Any]], n_real: int, n_threads: int) -> NDArray[np.float32]:

@@ -3,9 +3,10 @@
 A sequence waits (owns nothing), prefills (owns a state slot, and pages for what was computed) or decodes.
 Each step takes every decode, then fills the rest of the token budget with prefill chunks. Tenants take turns;
 within one tenant and priority it is first come, first served. A request with a priority above 0 waits for all
-others. One below 0 takes the turn of its tenant's other requests, which move back by one; other tenants
-notice nothing. A tenant who has no batch slot does not wait until another's answers end: whoever has the most
-gives up what began last. Of several tenants' prompts that is computed first of whom the least was.
+others. One below 0 goes before its own tenant's less urgent requests, and each of those moves back behind it;
+the turns of other tenants do not change. A tenant who has no batch slot does not wait until another's answers
+end: the tenant with the most gives up what began last. If several tenants have prompts to compute, the tenant
+with the fewest prompt tokens computed so far goes first.
 `plan` makes a step, the runner runs it, `commit` takes the drawn tokens; requests come and go in between.
 
 A sequence starts after the longest prefix that the cache has. It is held back while the cache brings that
@@ -355,7 +356,8 @@ class Scheduler:
             if self._had_prefill:
                 return 0.0
             if self.info.n_lookahead:
-                # it was waited for briefly, having begun early; and the next runs before the tower does
+                # The measured time is too short: this decode began in the step before, so the host waited for
+                # its rest alone. And the next decode is queued before the tower.
                 step_s = max(step_s, cost.seconds(Load(len(self._decodes), sum(s.n_computed for s in self._decodes))))
             return max(TOWER_SHARE * cost.target_s - step_s, 1e-3)
         return cost.target_s if cost is not None and cost.is_shared else IDLE_S
@@ -422,7 +424,7 @@ class Scheduler:
                 length = self.pictures.ready(sequence, length)
             if length == sequence.n_pending and not all(s.can_draw for s in [sequence, *sequence.siblings]):
                 length = (sequence.n_computed + length - 1) // PAGE_SIZE * PAGE_SIZE - sequence.n_computed
-            if length <= 0:  # the tower is at work, or all but its end is done: others may pass
+            if length <= 0:  # its picture is not encoded, or its last page awaits a mask: later ones may run
                 i += 1
                 continue
             chunk = Chunk(sequence, sequence.n_computed, length, sequence.wants_prompt_logprobs)
@@ -525,7 +527,7 @@ class Scheduler:
             if chunk.drafts:
                 sequence.n_window = n_taken
                 output.n_drafted = len(chunk.drafts)
-                output.n_accepted = n_taken - is_whole  # the last was drawn freely, if it was taken
+                output.n_accepted = n_taken - is_whole  # the last, if it was taken, was not in the draft
                 if self.drafting is not None:
                     self.drafting.count(sequence, output.n_drafted, output.n_accepted)
                 outputs += output.one_by_one()

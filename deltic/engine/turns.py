@@ -1,4 +1,5 @@
-"""Order in which the tenants of requests, most often API keys, get what all of them share.
+"""Order in which the tenants of requests, most often API keys, get what all of them share: threads, decoders,
+masks. (Who runs in a step is `admission.py`.)
 
 Start-time fair queueing: a tenant's next job is placed after its previous one, at a distance equal to that
 job's size, and never before the job that was begun last. So a tenant with much work waits behind itself, and

@@ -139,6 +139,7 @@ def _settle_text(config: EngineConfig, device: Cpu | Gpu) -> TextModel:
     )
     device.check(config, directory)
     tower, no_pictures = find_tower(config, directory, shape, device.text)
+    adapters = _adapter_room(config, shape, device)  # before the cut, whose refusal would say less
     largest, cuts = cut(shape, device.n_cuts, are_even=config.tp_invariant is not None)
     with naming(None if config.dummy else directory):
         for each in (largest, *(part.shape for part in cuts)):
@@ -149,7 +150,7 @@ def _settle_text(config: EngineConfig, device: Cpu | Gpu) -> TextModel:
         shape=largest,
         n_real=n_real_ids(config, directory, shape),
         tower=tower,
-        adapters=_adapter_room(config, shape, device),
+        adapters=adapters,
         cuts=cuts,
         n_gpus=device.n_gpus,
         notices=notices,

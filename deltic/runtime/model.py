@@ -61,7 +61,7 @@ class Model(Generic[S]):
     are rounded to, the tokens of a draft, the format of keys and values.
     """
     directory: Path
-    """The checkpoint's directory, or its file; of random weights that of the text files."""
+    """The checkpoint's directory or file; with --dummy the directory of the tokenizer and the template."""
     shape: S
     """Shape of the model; of one that is cut, the most that any part has."""
     n_real: int

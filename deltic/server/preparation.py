@@ -45,7 +45,7 @@ class Preparation:
     """
 
     def __init__(self, service: Service, request: Request, size: int | None = None) -> None:
-        """size: bytes of what the steps are about, where that is not the body of `request`."""
+        """size: bytes to count where the steps do not work on the body of `request`."""
         self._service, self._request = service, request
         self._ticket: Ticket = request.scope[TICKET]
         self.size = size or 0
@@ -130,7 +130,7 @@ class Preparation:
             return await self._in_thread(server.compiler, step, size)
 
     async def _in_thread(self, thread: FairThread, step: Callable[[], T], size: int) -> T:
-        """Raises NewGrammar where `thread` is for what others wait for."""
+        """Raises NewGrammar if the step compiles a grammar and `thread` is the worker: others wait for that."""
         server = self._service.server
 
         def run() -> T:

@@ -4,8 +4,8 @@ Device memory has pages and state slots, handed out by the two pools, with refer
 the tree owns are idle. They are evicted when a sequence needs the room: to host memory if there is any
 (`host.py`), else to nowhere. The disk keeps copies (`saves.py`).
 
-Pages leave a tier leaf first, so the pages of a tier are closed: on the device and on disk with a page are
-all those before it; on the host they continue a path that the device begins.
+Pages leave a tier leaf first. So with a page all those before it are on the device, and the same holds on
+disk; pages on the host continue a path that the device begins.
 """
 
 from __future__ import annotations
@@ -119,7 +119,8 @@ class Placement:
             if kind is Kind.STATE:
                 self._evict_state(node)
                 continue
-            # Host memory that was not given for evicted pages is for those of preempted sequences.
+            # Copied if something there needs it: a checkpoint or a page behind it, or a preempted sequence
+            # that will come back. Without --cache-host-gb only the last can be.
             if node.state[HOST] is not None or node.n_children[HOST] or node.n_parked:
                 self.host.keep(Kind.PAGE, node, node.page[DEVICE])
             self._drop_on_device(Kind.PAGE, node)

@@ -172,7 +172,7 @@ class Chat(Struct, frozen=True, kw_only=True):
     model: str | None = None
     tools: list[Tool] = []
     calls: Calls | None = None
-    """Tools that may be called; None: none, and none is shown."""
+    """Tools that may be called; None: the model may call none, and the template shows none."""
     settings: dict[str, Any] = {}
     """Variables for the template."""
     documents: list[dict[str, Any]] | None = None
@@ -280,8 +280,8 @@ def answer_length(asked: Chat | Completion, n_prompt: int, info: EngineInfo, def
 def kept_tokens(sampling: Sampling, info: EngineInfo, default: int | None) -> int | None:
     """Number of a prompt's last tokens that `truncate_prompt_tokens` keeps; None: all.
 
-    Raises ApiError (400) for more than the context holds. default: as of `answer_length`; the prompt leaves
-    room for so much where the answer may have any length.
+    Raises ApiError (400) for more than the context holds. default: the server's length of an answer; so
+    many tokens are left for the answer where the request bounds it by -1.
     """
     most, limit = sampling.truncate_prompt_tokens, context_limit(info)
     if most is None:
