@@ -130,7 +130,7 @@ class Preparation:
             return await self._in_thread(server.compiler, step, size)
 
     async def _in_thread(self, thread: FairThread, step: Callable[[], T], size: int) -> T:
-        """Raises NewGrammar if the step compiles a grammar and `thread` is the worker: others wait for that."""
+        """Raises NewGrammar if the step compiles a grammar and `thread` is the worker, where others wait."""
         server = self._service.server
 
         def run() -> T:
