@@ -285,7 +285,7 @@ FAULTS = [
         "damage-is-used",
         "a move that does not wait for the checksum",
         "deltic/engine/cache/disk.py",
-        "return damage is None, damage is not None",
+        "return damage is None, is_bad",
         "return True, False",
         "tests/null/test_tiers.py tests/null/test_hostile_files.py",
     ),

@@ -16,6 +16,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.planted import FAULTS, Fault
+
 ROOT = Path(__file__).parents[2]
 PACKAGE = ROOT / "deltic"
 FILES = sorted(PACKAGE.rglob("*.py"))
@@ -373,3 +375,10 @@ def test_bytes_from_elsewhere_are_never_made_objects_or_code(path: Path) -> None
             assert node.arg not in ("allow_pickle", "trust_remote_code", "weights_only"), f"line {node.lineno}"
         elif isinstance(node, ast.Call) and ast.unparse(node.func) == "yaml.load":
             assert [ast.unparse(argument) for argument in node.args[1:]] == ["Once"], "a SafeLoader"
+
+
+@pytest.mark.parametrize("fault", FAULTS, ids=lambda fault: fault.name)
+def test_a_planted_fault_finds_its_line(fault: Fault) -> None:
+    """`python -m tests.planted` is run by hand: a line that was changed since then would be planted nowhere."""
+    assert (ROOT / fault.file).read_text().count(fault.old) == 1, f"{fault.file}: {fault.old!r}"
+    assert all((ROOT / name).exists() for name in fault.first.split()), fault.first
