@@ -498,7 +498,7 @@ class Stats(msgspec.Struct, array_like=True):
     """The engine's gauges and monotonic counters, sent when it is ready and with every step's outputs."""
 
     n_running: Annotated[int, gauge("sequences_running", "Sequences that own a state slot.")] = 0
-    n_waiting: Annotated[int, gauge("sequences_waiting", "Sequences that wait for a place.")] = 0
+    n_waiting: Annotated[int, gauge("sequences_waiting", "Sequences that wait for a batch slot.")] = 0
     n_pages_used: Annotated[
         int, gauge("pages_used", "KV pages of sequences; what only the cache holds is as good as free.")
     ] = 0

@@ -204,7 +204,7 @@ Theirs = tuple[Kind, str, str, Callable[[Stats], float]]
 
 VLLM: tuple[Theirs, ...] = (
     (GAUGE, "num_requests_running", "Sequences that own a state slot.", lambda s: s.n_running),
-    (GAUGE, "num_requests_waiting", "Sequences that wait for a place.", lambda s: s.n_waiting),
+    (GAUGE, "num_requests_waiting", "Sequences that wait for a batch slot.", lambda s: s.n_waiting),
     (GAUGE, "kv_cache_usage_perc", "Part of the KV pages that sequences have.", lambda s: s.pages_used_ratio),
     (COUNTER, "prompt_tokens", "Prompt tokens, cached ones too.", lambda s: s.n_prompt_tokens + s.cache.n_hit_tokens),
     (COUNTER, "generation_tokens", "Tokens drawn.", lambda s: s.n_generated_tokens),
@@ -232,7 +232,7 @@ VLLM: tuple[Theirs, ...] = (
 )
 SGLANG: tuple[Theirs, ...] = (
     (GAUGE, "num_running_reqs", "Sequences that own a state slot.", lambda s: s.n_running),
-    (GAUGE, "num_queue_reqs", "Sequences that wait for a place.", lambda s: s.n_waiting),
+    (GAUGE, "num_queue_reqs", "Sequences that wait for a batch slot.", lambda s: s.n_waiting),
     (GAUGE, "token_usage", "Part of the KV pages that sequences have.", lambda s: s.pages_used_ratio),
     (GAUGE, "max_total_num_tokens", "Tokens that the KV pages hold.", lambda s: s.n_pages * PAGE_SIZE),
     (GAUGE, "page_size", "Tokens of a KV page.", lambda s: PAGE_SIZE),
@@ -259,7 +259,7 @@ class Metrics:
         has_speech: bool = False,
         adapters: Callable[[], tuple[int, int, list[AdapterNumbers]]] = lambda: (0, 0, []),
     ) -> None:
-        """stats, n_restarts, is_ready, info, adapters (places, those in use, and all by name): read when the
+        """stats, n_restarts, is_ready, info, adapters (slots, those in use, and all by name): read when the
         metrics are.
         """
         self._info = info
@@ -267,8 +267,8 @@ class Metrics:
         self._stats = stats
         self._n_restarts = n_restarts
         self._is_ready = is_ready
-        self.queued_s = Histogram("deltic_queue_time_seconds", "From the request to its place in the engine.")
-        self.prefill_s = Histogram("deltic_prefill_time_seconds", "From the place in the engine to the first token.")
+        self.queued_s = Histogram("deltic_queue_time_seconds", "From the request to its batch slot.")
+        self.prefill_s = Histogram("deltic_prefill_time_seconds", "From the batch slot to the first token.")
         self.ttft_s = Histogram("deltic_time_to_first_token_seconds", "From the request to its first token.")
         self.decode_s = Histogram("deltic_decode_time_seconds", "From the first token of an answer to its last.")
         self.itl_s = Histogram("deltic_inter_token_latency_seconds", "Between two tokens of a sequence.")

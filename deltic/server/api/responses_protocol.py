@@ -354,15 +354,15 @@ def given_items(asked: ResponsesRequest) -> list[bytes]:
     return [bytes(item) for item in asked.input or ()]
 
 
-def parse_item(item: bytes, place: str) -> Item | Reference:
-    """An input item from its JSON. Raises ApiError (400) naming the field, under `place`."""
-    kind = decode.parse(item, _Kind, path=place)
+def parse_item(item: bytes, path: str) -> Item | Reference:
+    """An input item from its JSON. Raises ApiError (400) naming the field, under `path`."""
+    kind = decode.parse(item, _Kind, path=path)
     name = kind.type or ("message" if kind.role is not None else "item_reference")
     if name not in ITEMS:
         known = ", ".join(kind for kind in ITEMS if kind not in _HOSTED_ITEMS)
-        raise bad_request(f"{place}.type", f"{name!r} is not supported; this server knows {known}")
+        raise bad_request(f"{path}.type", f"{name!r} is not supported; this server knows {known}")
     is_said = (name, kind.role) == ("message", "assistant")
-    return decode.parse(item, SaidItem if is_said else ITEMS[name], path=place)
+    return decode.parse(item, SaidItem if is_said else ITEMS[name], path=path)
 
 
 ORIGIN = {"messages": "input", "max_tokens": "max_output_tokens"}
@@ -370,13 +370,13 @@ ORIGIN = {"messages": "input", "max_tokens": "max_output_tokens"}
 
 
 def chat_of(asked: ResponsesRequest, items: Iterable[tuple[str, Item]], defaults: SamplingDefaults) -> Chat:
-    """The chat that a request asks for. items: (place, item), the whole history.
+    """The chat that a request asks for. items: (path, item), the whole history.
 
     Raises ApiError (400).
     """
     messages = Messages(asked.instructions)
-    for place, item in items:
-        messages.add(item, place)
+    for path, item in items:
+        messages.add(item, path)
     logprobs = wants(asked, "message.output_text.logprobs")
     reasoning, text = asked.reasoning or Reasoning(), asked.text or Text()
     tools = _tools(asked.tools)
@@ -409,24 +409,24 @@ def chat_of(asked: ResponsesRequest, items: Iterable[tuple[str, Item]], defaults
 def flat_tools(
     tools: list[dict[str, Any]] | None,
 ) -> Iterator[tuple[str, NamespaceTool | None, FunctionTool | CustomTool]]:
-    """(place, namespace, tool) of all that the model may call. Raises ApiError (400)."""
+    """(path, namespace, tool) of all that the model may call. Raises ApiError (400)."""
     for i, tool in enumerate(tools or ()):
         space: NamespaceTool | None = None
         inner = {f"tools[{i}]": tool}
         if tool.get("type") == "namespace":
             space = decode.convert(tool, NamespaceTool, f"tools[{i}]")
             inner = {f"tools[{i}].tools[{j}]": entry for j, entry in enumerate(space.tools)}
-        for place, entry in inner.items():
+        for path, entry in inner.items():
             if not is_left_out(entry):
                 kind = {"function": FunctionTool, "custom": CustomTool}.get(str(entry.get("type")))
                 if kind is None:
-                    raise _unknown_tool(entry, place)
-                yield place, space, decode.convert(entry, kind, place)
+                    raise _unknown_tool(entry, path)
+                yield path, space, decode.convert(entry, kind, path)
 
 
-def _unknown_tool(tool: dict[str, Any], place: str) -> ApiError:
+def _unknown_tool(tool: dict[str, Any], path: str) -> ApiError:
     message = f"{tool.get('type')!r} is not a tool of this server, which runs none itself; leave it out (functions of yours are supported)"
-    return bad_request(f"{place}.type", message, "unsupported_tool")
+    return bad_request(f"{path}.type", message, "unsupported_tool")
 
 
 def flat_name(name: str, namespace: str | None) -> str:
@@ -440,8 +440,8 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[Tool]:
     """Raises ApiError (400)."""
     converted: list[Tool] = []
     described = None
-    for place, space, tool in flat_tools(tools):
-        name = decode.convert(flat_name(tool.name, space.name if space else None), history.ToolName, f"{place}.name")
+    for path, space, tool in flat_tools(tools):
+        name = decode.convert(flat_name(tool.name, space.name if space else None), history.ToolName, f"{path}.name")
         descriptions = [tool.description]
         if space is not None and space is not described:  # once is enough
             descriptions.insert(0, space.description)
@@ -453,7 +453,7 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[Tool]:
         else:
             function = {"name": name} | ({"description": description} if description else {})
             function |= {"parameters": tool.parameters or {}} | ({"strict": True} if tool.strict else {})
-        converted.append(protocol.function_tool(function, place))
+        converted.append(protocol.function_tool(function, path))
     return converted
 
 
@@ -508,30 +508,28 @@ class Messages:
             raise bad_request("input", "is missing or empty")
         return self._messages
 
-    def add(self, item: Item, place: str) -> None:
+    def add(self, item: Item, path: str) -> None:
         """Raises ApiError (400) for what is not text, and for arguments that are not a JSON object."""
         if isinstance(item, ReasoningItem):
-            thought = _thought(item, place)
+            thought = _thought(item, path)
             if thought:
                 self._at(_REASONING).reasoning_content = thought
         elif isinstance(item, CallItem):
-            function = history.CalledFunction(flat_name(item.name, item.namespace), _arguments(item, place))
+            function = history.CalledFunction(flat_name(item.name, item.namespace), _arguments(item, path))
             self._call(history.ToolCall(function=function, id=item.call_id))
         elif isinstance(item, CustomCallItem):
             called = history.CalledCustom(flat_name(item.name, item.namespace), item.input)
             self._call(history.ToolCall(custom=called, id=item.call_id))
         elif isinstance(item, CallOutputItem):
-            self._other(
-                history.ToolMessage(content=_content(item.output, f"{place}.output"), tool_call_id=item.call_id)
-            )
+            self._other(history.ToolMessage(content=_content(item.output, f"{path}.output"), tool_call_id=item.call_id))
         elif isinstance(item, MessageItem):
             if item.role == "assistant":
-                self._at(_CONTENT).content = _text(item.content, f"{place}.content", by=item.role)
+                self._at(_CONTENT).content = _text(item.content, f"{path}.content", by=item.role)
             else:
                 for sent in sent_in(item.content if item.role != "user" else ""):
                     raise bad_request(f"{sent.part}.type", "a picture is for a message of the user, or a tool")
                 kind = history.UserMessage if item.role == "user" else history.SystemMessage
-                self._other(kind(content=_content(item.content, f"{place}.content", by=item.role)))
+                self._other(kind(content=_content(item.content, f"{path}.content", by=item.role)))
 
     def _call(self, call: history.ToolCall) -> None:
         message = self._at(_CALLS)
@@ -555,24 +553,24 @@ class Messages:
         return message
 
 
-def _arguments(item: CallItem, place: str) -> dict[str, Any]:
+def _arguments(item: CallItem, path: str) -> dict[str, Any]:
     arguments = given_arguments(item.arguments)
     if arguments is None:
-        raise bad_request(f"{place}.arguments", "expected the text of a JSON object")
+        raise bad_request(f"{path}.arguments", "expected the text of a JSON object")
     return arguments
 
 
-def _thought(item: ReasoningItem, place: str) -> str:
+def _thought(item: ReasoningItem, path: str) -> str:
     """The thought of an item, by whichever of its fields came back."""
     if item.content:
-        return _text(item.content, f"{place}.content", by="assistant")
+        return _text(item.content, f"{path}.content", by="assistant")
     given = item.encrypted_content or ""
     if given.startswith(THOUGHT):
         try:
             return base64.b64decode(given.removeprefix(THOUGHT), validate=True).decode()
         except (binascii.Error, UnicodeDecodeError):
-            raise bad_request(f"{place}.encrypted_content", "is damaged; send it as it was given") from None
-    return _text(item.summary, f"{place}.summary", by="assistant") if item.summary else ""
+            raise bad_request(f"{path}.encrypted_content", "is damaged; send it as it was given") from None
+    return _text(item.summary, f"{path}.summary", by="assistant") if item.summary else ""
 
 
 def encrypted(thought: str) -> str:
@@ -592,21 +590,21 @@ _PART_FIELDS = history.MARKS | {"type", "annotations", "logprobs"}
 
 
 def find_pictures(items: Iterable[tuple[str, Item]]) -> list[Sent]:
-    """The pictures in (place, item)s, each of which comes into the place of its part.
+    """The pictures in (path, item)s, each of which replaces its part.
 
     Raises ApiError (400).
     """
     pictures: list[Sent] = []
-    for place, item in items:
+    for path, item in items:
         if isinstance(item, MessageItem) and item.role != "assistant":
-            parts, path, strict = item.content, f"{place}.content", True
+            parts, inner, strict = item.content, f"{path}.content", True
         elif isinstance(item, CallOutputItem):
-            parts, path, strict = item.output, f"{place}.output", False
+            parts, inner, strict = item.output, f"{path}.output", False
         else:
             continue
         for i, part in enumerate(parts if isinstance(parts, list) else ()):
             if isinstance(parts, list) and part.get("type") == "input_image":
-                parts[i] = _picture(part, f"{path}[{i}]", strict).part_of_message()
+                parts[i] = _picture(part, f"{inner}[{i}]", strict).part_of_message()
         pictures += sent_in(parts)
     return pictures
 
@@ -624,11 +622,11 @@ def _picture(part: dict[str, Any], path: str, strict: bool) -> Sent:
     return Sent(f"{path}.image_url", path, "input_image", url=url, is_low=low)
 
 
-def _content(content: str | list[dict[str, Any]], place: str, by: str = "tool") -> str | list[dict[str, Any]]:
+def _content(content: str | list[dict[str, Any]], path: str, by: str = "tool") -> str | list[dict[str, Any]]:
     """A text, or the parts of a chat's message where a picture is among them. Otherwise as `_text`."""
     if not any(sent_in(content)):
-        return _text(content, place, by)
-    texts = _texts(content, place, by) if isinstance(content, list) else iter(())
+        return _text(content, path, by)
+    texts = _texts(content, path, by) if isinstance(content, list) else iter(())
     return [
         part if any(sent_in([part])) else {"type": "text", "text": text}
         for part, text in zip(content, texts, strict=True)
@@ -636,12 +634,12 @@ def _content(content: str | list[dict[str, Any]], place: str, by: str = "tool") 
     ]
 
 
-def _text(content: str | list[dict[str, Any]], place: str, by: str = "tool") -> str:
+def _text(content: str | list[dict[str, Any]], path: str, by: str = "tool") -> str:
     """by: who wrote it. Raises ApiError (400) for a part that is not text, unless it is the assistant's."""
-    return content if isinstance(content, str) else "".join(_texts(content, place, by))
+    return content if isinstance(content, str) else "".join(_texts(content, path, by))
 
 
-def _texts(parts: list[dict[str, Any]], place: str, by: str) -> Iterator[str]:
+def _texts(parts: list[dict[str, Any]], path: str, by: str) -> Iterator[str]:
     for i, part in enumerate(parts):
         if any(sent_in([part])):
             yield ""
@@ -651,10 +649,10 @@ def _texts(parts: list[dict[str, Any]], place: str, by: str) -> Iterator[str]:
         if field is None and by == "assistant":
             continue
         if field is None:
-            raise bad_request(f"{place}[{i}].type", f"{kind!r} is not supported; {READS}")
+            raise bad_request(f"{path}[{i}].type", f"{kind!r} is not supported; {READS}")
         text = part.get(field)
         if not isinstance(text, str):
-            raise bad_request(f"{place}[{i}].{field}", "expected a string")
+            raise bad_request(f"{path}[{i}].{field}", "expected a string")
         if by not in ("assistant", "tool") and (unknown := part.keys() - _PART_FIELDS - {field}):
-            raise bad_request(f"{place}[{i}].{min(unknown)}", "unknown field; it is not supported, leave it out")
+            raise bad_request(f"{path}[{i}].{min(unknown)}", "unknown field; it is not supported, leave it out")
         yield text
