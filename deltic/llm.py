@@ -107,9 +107,7 @@ class LLM:
         adapters = {"lora": [f"{name}={path}" for name, path in lora.items()]} if lora else {}
         self.config = resolve(EngineConfig, {"model": model, **adapters, **settings})
         if speaks(self.config):
-            raise ConfigError(
-                f"{self.config.dummy or model} is a speech model, LLM is for text. Use deltic say or deltic serve."
-            )
+            raise ConfigError(f"{self.config.dummy or model} is a speech model. Use deltic say or deltic serve.")
         directory = tokenizer_directory(self.config)
         self.tokenizer = Tokenizer.load(directory)
         self._template = ChatTemplate.load(directory, self.tokenizer, chat_template)

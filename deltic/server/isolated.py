@@ -136,8 +136,7 @@ class Spare:
         if self.is_kept and program != self._program:
             self.drop()
             with contextlib.suppress(OSError):
-                self._process = _begun(program)
-                self._program = program
+                self._process, self._program = _begun(program), program
                 self._timer = asyncio.get_running_loop().call_later(SPARE_S, self.drop)
 
     def take(self, program: tuple[str, ...]) -> subprocess.Popen[bytes]:

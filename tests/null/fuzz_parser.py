@@ -15,7 +15,8 @@ import re
 import time
 from typing import Any
 
-from deltic.server.chat.parser import Delta, OutputParser
+from deltic.server.chat.calls import Delta
+from deltic.server.chat.parser import OutputParser
 
 TOOLS: dict[str, dict[str, Any]] = {
     "weather": {

@@ -20,8 +20,9 @@ from deltic.server.api import decode
 from deltic.server.api.anthropic import MessageAnswer
 from deltic.server.api.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_of, signature
 from deltic.server.chat.answer import Update
+from deltic.server.chat.calls import CallDelta, Delta
 from deltic.server.chat.messages import settled, template_messages
-from deltic.server.chat.parser import CallDelta, Delta, OutputParser
+from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.request import NO_DEFAULTS, Chat
 from deltic.server.errors import ApiError
 from deltic.server.limits import Usage

@@ -14,7 +14,7 @@ import pytest
 
 from deltic.server.api.completions import AnswerStream
 from deltic.server.chat.answer import ChatAnswer, Extras, Update
-from deltic.server.chat.parser import Delta
+from deltic.server.chat.calls import Delta
 from deltic.server.limits import Usage
 from deltic.text import Tokenizer
 from tests.fake_engine import END, TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, saying, served

@@ -16,10 +16,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from deltic.server.chat import arguments, markup
-from deltic.server.chat import parser as parser_module
+from deltic.server.chat import arguments, calls, markup
 from deltic.server.chat.arguments import convert, value_types
-from deltic.server.chat.parser import Delta, OutputParser
+from deltic.server.chat.calls import Delta
+from deltic.server.chat.parser import OutputParser
 from tests.null import fuzz_parser
 from tests.null.fuzz_parser import TOOLS, parse
 
@@ -237,7 +237,7 @@ def test_malformed_json_is_read_a_bounded_number_of_times(parts: list[str], monk
         n_decoded += len(body)
         return read_calls(body, *rest)
 
-    monkeypatch.setattr(parser_module, "read_calls", counted)
+    monkeypatch.setattr(calls, "read_calls", counted)
     Counted.n = 0
     assert parse(parts)[0].content == "".join(parts)
     assert Counted.n + n_decoded <= 5 * len("".join(parts))

@@ -18,7 +18,8 @@ import msgspec
 
 from deltic.engine.messages import LOGPROBS_PACKED, Output, PromptLogprobs, TokenLogprob
 from deltic.server.chat.arguments import given_text, is_whole
-from deltic.server.chat.parser import CallDelta, Delta, OutputParser
+from deltic.server.chat.calls import CallDelta, Delta
+from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.request import Shown
 from deltic.server.limits import Usage
 from deltic.server.transport import Encoded

@@ -1,6 +1,6 @@
 """The tags of the family's answers: patterns of them, and what may be the beginning of one.
 
-Read by parser.py.
+Read by calls.py and parser.py.
 """
 
 from __future__ import annotations

@@ -27,8 +27,8 @@ from deltic.engine import messages as engine
 from deltic.host.client import EngineUnavailable
 from deltic.server.api import decode
 from deltic.server.chat.answer import Update, WayOut
+from deltic.server.chat.calls import Delta
 from deltic.server.chat.generation import Generation, timed_out, unavailable
-from deltic.server.chat.parser import Delta
 from deltic.server.chat.request import context_limit
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket, Usage
