@@ -147,7 +147,7 @@ class Traffic:
         assert cache.n_pages_used == cache.n_slots_used == 0
         self.engine.reset_cache()
         self.engine.check()
-        for pool in (store.pages, store.state_slots, store.units, cache.places):
+        for pool in (store.pages, store.state_slots, store.units, cache.batch_slots):
             assert pool.n_free == pool.n
 
 

@@ -404,7 +404,7 @@ def test_of_two_servers_on_one_port_the_second_fails() -> None:
         port = first.getsockname()[1]
         with server_of(port=port) as second:
             assert second.end(20) == 1
-    assert f"cannot listen on 127.0.0.1:{port} (Address already in use); choose another" in "".join(second.log)
+    assert f"cannot listen on 127.0.0.1:{port} (Address already in use). Choose another" in "".join(second.log)
     assert "ready on" not in "".join(second.log)
 
 
