@@ -380,8 +380,8 @@ def check_room(shown: Sequence[Picture | Clip], sent: Sequence[Sent], n_prompt: 
         if picture.n_tokens > room > 0:
             message = f"has {picture.n_tokens} tokens, and beside the text this model's context of {limit} tokens has room for {room}; "
             if isinstance(picture, Clip):
-                each = max(1, room // len(picture.pairs))
-                message += f"it has {len(picture.pairs)} pairs of frames: send fewer, or mm_processor_kwargs with max_pixels of {each * BLOCK**2}"
+                n, most = len(picture.pairs), max(1, room // len(picture.pairs)) * BLOCK**2
+                message += f"it has {n} pairs of frames: send fewer, or mm_processor_kwargs with max_pixels of {most}"
             else:
                 message += f"send a smaller one, or mm_processor_kwargs with max_pixels of at most {room * BLOCK**2}"
             raise bad_request(part.path, message, "context_length_exceeded")
