@@ -21,7 +21,18 @@ if not any(Path("/dev").glob("nvidia*")) and not Path("/proc/driver/nvidia").exi
 # Where tests are run by nohup, the servers that they start would pass over this signal, too.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
-NEEDS_TREE = ("architecture", "cli_docs", "deploy", "docs", "fingerprint", "gpu_syncs", "layout", "package", "areas")
+NEEDS_TREE = (
+    "architecture",
+    "areas",
+    "cli_docs",
+    "deploy",
+    "docs",
+    "fingerprint",
+    "gpu_syncs",
+    "layout",
+    "package",
+    "words",
+)
 """Of tests/null: those that read the sources."""
 NEEDS_TORCH = ("device_copy", "gguf", "quantised_files")
 NEEDS_BENCH = ("kv_events",)
