@@ -2,8 +2,8 @@
 
 Tests that are marked `long` (whole grids of shapes, formats and cards, where a shorter test of the same runs each time) are left
 out of `make test` while their area is as it was. tests/passed.json has the hash of each area; a run that passed with all of an
-area's tests writes it (`--area NAME`), and the change that needed it takes it along. Comments and docstrings of Python are not in
-the hash, as they change no result.
+area's tests writes it (`--area NAME`), and the change that needed it takes it along. What changes no result in Python, such as
+comments and annotations, is not in the hash (`what_runs`).
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import ast
 import hashlib
 import io
 import json
+import re
 import tokenize
 from pathlib import Path
 
@@ -48,28 +49,45 @@ def counts(path: Path) -> bool:
     return path.is_file() and not (path.name.startswith("test_") and b"mark.long" not in path.read_bytes())
 
 
-def without_prose(source: bytes) -> bytes:
-    """Python source without its comments, its docstrings and those of attributes, and lines that are blank then."""
+def what_runs(source: bytes) -> str:
+    """Tokens of Python source without what changes no result.
+
+    Left out are comments, docstrings and those of attributes, annotations of arguments, results and a function's own variables
+    (nothing evaluates these; a kernel's `constexpr` stays), imports of types, and where lines are broken.
+    """
+    left_out: list[ast.expr | ast.stmt] = []
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Expr(ast.Constant(str())) | ast.ImportFrom("typing" | "collections.abc"):
+                left_out.append(node)
+            case ast.FunctionDef() | ast.AsyncFunctionDef():
+                inner = [inner.annotation for inner in ast.walk(node) if isinstance(inner, (ast.arg, ast.AnnAssign))]
+                left_out += [part for part in (*inner, node.returns) if part and "constexpr" not in ast.unparse(part)]
     lines = source.splitlines(keepends=True)
-    spans = [  # of bytes: the first line from 1, its first column, the last line, the column behind the last
-        (node.lineno, node.col_offset, node.end_lineno or node.lineno, node.end_col_offset or 0)
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-    ]
-    for token in tokenize.tokenize(io.BytesIO(source).readline):
-        if token.type == tokenize.COMMENT:
-            n, column = token.start
-            spans.append((n, len(token.line[:column].encode()), n, len(lines[n - 1].rstrip(b"\r\n"))))
-    for first, start, last, end in sorted(spans, reverse=True):
-        lines[first - 1 : last] = [lines[first - 1][:start] + lines[last - 1][end:]]
-    return b"".join(line.rstrip() + b"\n" for line in lines if line.strip())
+    for _, node in sorted({(node.lineno, node.col_offset): node for node in left_out}.items(), reverse=True):
+        last = node.end_lineno or node.lineno
+        head, tail = lines[node.lineno - 1][: node.col_offset], lines[last - 1][node.end_col_offset :]
+        lines[node.lineno - 1 : last] = [head + tail]
+    text = b"".join(lines).decode()
+    rows, kept, depth, begin = text.splitlines(keepends=True), [], 0, (0, 0)
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        name = tokenize.tok_name[token.type]
+        if name == "FSTRING_START":  # from Python 3.12 on, a token each part: taken whole, as before it
+            begin, depth = begin if depth else token.start, depth + 1
+        elif name == "FSTRING_END":
+            depth -= 1
+            within = "".join(rows[begin[0] - 1 : token.end[0]])
+            kept += [] if depth else [within[begin[1] : len(within) - len(rows[token.end[0] - 1]) + token.end[1]]]
+        elif not depth and name not in ("COMMENT", "NL"):
+            kept.append(token.string.strip() or name)
+    return re.sub(r"\0,(?=\0[)\]}])", "", "\0".join(kept))
 
 
 def hash_of(area: str) -> str:
     """SHA-256 of the names and contents of an area's files."""
     found = hashlib.sha256()
     for path in sorted({path for pattern in AREAS[area] for path in ROOT.glob(pattern) if counts(path)}):
-        content = without_prose(path.read_bytes()) if path.suffix == ".py" else path.read_bytes()
+        content = what_runs(path.read_bytes()).encode() if path.suffix == ".py" else path.read_bytes()
         found.update(f"{path.relative_to(ROOT)} {len(content)}\n".encode() + content)
     return found.hexdigest()
 

@@ -59,31 +59,47 @@ def test_a_change_is_of_its_areas(tree: Path, name: str, changes: set[str]) -> N
     assert {area for area in areas.AREAS if areas.has_changed(area)} == changes
 
 
-def test_prose_of_python_does_not_count() -> None:
+def test_what_changes_no_result_of_python_does_not_count() -> None:
     code = '''"""One.
 
     Two."""
 import os  # what é is
-N = 3
+from typing import Any
+N: int = 3
 """Number of things."""
 
 
-def f(a: int = 1) -> str:  # "x"
+def f(a: Any = 1, block: tl.constexpr = 2) -> dict[str, Any]:  # "x"
     """Says # it."""
     # more
-    text = """kept # too
+    text: str = """kept # too
   é"""; "gone"
-    return "a # b" + text
+
+    def inner(b: list[int]) -> None:
+        return None
+
+    return g(
+        "a # b" + text,
+    )
 '''
     kept = '''import os
-N = 3
-def f(a: int = 1) -> str:
-    text = """kept # too
+N: int = 3
+def f(a: str = 1, block: tl.constexpr = 2) -> None:
+    text: None = """kept # too
   é""";
-    return "a # b" + text
+    def inner(b: None) -> int:
+        return None
+    return g("a # b" + text)
 '''
-    assert areas.without_prose(code.encode()).decode() == kept
-    assert areas.without_prose(kept.encode()).decode() == kept
+    assert areas.what_runs(code.encode()) == areas.what_runs(kept.encode())
+    for change in (
+        ("= 1", "= 2"),
+        ("tl.constexpr", "int"),
+        ("é", "e"),
+        ("return None", "return 0"),
+        ("N: int", "N: str"),
+    ):
+        assert areas.what_runs(kept.replace(*change).encode()) != areas.what_runs(kept.encode()), change
 
 
 def test_a_name_counts_too(tree: Path) -> None:
