@@ -138,7 +138,7 @@ COMMANDS = {
         "commands.completion:script",
         lambda arguments: (arguments.shell, parser()),
     ),
-    "version": Command("print the version", flags.none, "commands.version:version"),
+    "version": Command("print the version", flags.none, "commands.completion:version"),
 }
 BENCHES = {
     "serve": Command(

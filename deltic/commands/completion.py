@@ -1,4 +1,4 @@
-"""`deltic completion SHELL`: a script that completes deltic's command line, from its own parsers."""
+"""`deltic version`, and `deltic completion SHELL`: a script that completes the command line, from its own parsers."""
 
 from __future__ import annotations
 
@@ -7,8 +7,15 @@ from collections.abc import Iterator
 
 import shtab
 
+from deltic import __version__
+
 FILES = {"DIR": shtab.DIRECTORY, "FILE": shtab.FILE, "MODEL": shtab.DIRECTORY}
 """Completions by the name of an argument; a MODEL may be a directory."""
+
+
+def version() -> str:
+    """Returns the line that `deltic version` prints."""
+    return f"deltic {__version__}"
 
 
 def script(shell: str, parser: argparse.ArgumentParser) -> str:

@@ -48,6 +48,7 @@ SHARED = {
     "batch_lines",
     "config_sources",
     "llm",
+    "json_types",
     "__init__",
     "__main__",
 }
@@ -56,6 +57,7 @@ LEAVES = {
     "machine": set[str](),
     "config": {"machine"},
     "logs": set(),
+    "json_types": set(),
     "ops.geometry": set(),
     "ops.kv_formats": {"ops.geometry"},
     "ops.contract": set(),
