@@ -41,8 +41,8 @@ class Command:
         """The values are made, and so the settings checked, before the import, which may take seconds."""
         values = self.values(arguments)
         module, _, name = self.function.partition(":")
-        result: Result = getattr(importlib.import_module(f"deltic.{module}"), name)(*values)
-        return result
+        run: Callable[..., Result] = getattr(importlib.import_module(f"deltic.{module}"), name)
+        return run(*values)
 
 
 def _server(arguments: argparse.Namespace) -> tuple[Any, ...]:

@@ -1,7 +1,5 @@
 """Types of JSON from outside, whose fields this program does not know: schemas, arguments of tools, metadata."""
 
-from __future__ import annotations
-
 from typing import Any
 
 JsonObject = dict[str, Any]

@@ -11,25 +11,22 @@ import json
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import matplotlib
 
 matplotlib.use("Agg")
 
 from matplotlib import pyplot
+from matplotlib.axes import Axes
 from matplotlib.ticker import NullLocator, ScalarFormatter
 
-Row = dict[str, Any]
+from deltic.json_types import JsonObject
+
+Row = JsonObject
 
 
 def _percentiles(key: str) -> dict[str, Callable[[Row], float | None]]:
-    return {form: partial(_at, key, q) for q, form in (("p50", ".-"), ("p95", ".--"), ("p99", ".:"))}
-
-
-def _at(key: str, q: str, row: Row) -> float | None:
-    value: float | None = row[key][q]
-    return value
+    return {form: partial(lambda q, row: row[key][q], q) for q, form in (("p50", ".-"), ("p95", ".--"), ("p99", ".:"))}
 
 
 PANELS: dict[str, list[tuple[str, dict[str, Callable[[Row], float | None]]]]] = {
@@ -76,15 +73,15 @@ def draw(paths: Sequence[Path], picture: Path) -> None:
     pyplot.close(figure)
 
 
-def _draw_rows(axes: Sequence[Any], rows: list[Row], bench: str, color: str, label: str) -> None:
+def _draw_rows(axes: Sequence[Axes], rows: list[Row], bench: str, color: str, label: str) -> None:
     for axis, (title, lines) in zip(axes, PANELS[bench], strict=True):
         for form, value in lines.items():
-            found = [(row["value"], y) for row in rows if (y := value(row)) is not None]
-            axis.plot([x for x, _ in found], [y for _, y in found], form, color=color, label=label)
+            points = [(row["value"], y) for row in rows if (y := value(row)) is not None]
+            axis.plot([x for x, _ in points], [y for _, y in points], form, color=color, label=label)
         axis.set_title(title)
 
 
-def _title(result: dict[str, Any]) -> str:
+def _title(result: JsonObject) -> str:
     """Returns what was asked of the server, as a title."""
     load = result["load"]
     if result["bench"] == "speech":
@@ -92,7 +89,7 @@ def _title(result: dict[str, Any]) -> str:
     return f"{load['prompt_tokens']} prompt + {load['output_tokens']} output tokens, {load['kind']}"
 
 
-def _scale(axis: Any, ticks: list[float]) -> None:
+def _scale(axis: Axes, ticks: list[float]) -> None:
     axis.set_xscale("log", base=2)
     axis.set_xticks(ticks)
     axis.xaxis.set_major_formatter(ScalarFormatter())

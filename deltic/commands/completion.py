@@ -1,4 +1,4 @@
-"""`deltic version`, and `deltic completion SHELL`: a script that completes the command line, from its own parsers."""
+"""`deltic version`, and `deltic completion SHELL`: a script that completes the command line, from its parsers."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ def script(shell: str, parser: argparse.ArgumentParser) -> str:
         name = action.metavar if isinstance(action.metavar, str) else ""
         if complete := FILES.get(name, shtab.FILE if name.endswith(".jsonl") else None):
             action.complete = complete  # type: ignore[attr-defined]
-    text: str = shtab.complete(parser, shell)
-    return text
+    return str(shtab.complete(parser, shell))
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
