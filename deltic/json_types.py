@@ -1,4 +1,4 @@
-"""Types of JSON from outside, whose fields this program does not know: schemas, arguments of tools, metadata."""
+"""Types of JSON from outside whose fields this program does not know: schemas, tools' arguments, metadata."""
 
 from typing import Any
 

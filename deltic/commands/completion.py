@@ -1,4 +1,4 @@
-"""`deltic version`, and `deltic completion SHELL`: a script that completes the command line, from its parsers."""
+"""`deltic version`, and `deltic completion SHELL`: a script that completes the command line."""
 
 from __future__ import annotations
 
