@@ -129,7 +129,7 @@ KEPT = {"Semaphore", "BoundedSemaphore", "Queue", "SimpleQueue", "PriorityQueue"
 """What a pool, a queue or a store is made of; of asyncio a Lock, too, and each literal, and what fills one."""
 OF_ONE = {
     # Of a request, its answer, a batch or a socket.
-    "AnswerStream", "Answer", "Batch", "ChatAnswer", "CompletionAnswer", "ContextManagement", "Delta", "EchoStream", "EventStream",
+    "AnswerStream", "AnswerJson", "Batch", "ChatAnswer", "CompletionAnswer", "ContextManagement", "Delta", "EchoStream", "EventStream",
     "Generation",
     "Import", "IncrementalEncoder", "Item", "Items", "LinesAnswer", "Message", "MessageAnswer", "Messages", "OpenText", "CallParser",
     "OutputParser",

@@ -18,9 +18,10 @@ from starlette.types import ASGIApp
 
 from deltic.server.api.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_of, signature
 from deltic.server.api.completions import UpdateStream, chat_generation, prepare_chat
-from deltic.server.chat.answer import Item, Items, Update
+from deltic.server.chat.answer import Update
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.generation import Generation
+from deltic.server.chat.parser import Item, Items
 from deltic.server.chat.request import Chat
 from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, PromptTooLong

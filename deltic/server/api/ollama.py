@@ -30,10 +30,11 @@ from deltic.models.gguf import is_gguf, open_gguf
 from deltic.server.api import completions
 from deltic.server.api import ollama_protocol as wire
 from deltic.server.chat import answer
-from deltic.server.chat.answer import Item, Update
+from deltic.server.chat.answer import Update
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.calls import CallDelta
 from deltic.server.chat.generation import Generation
+from deltic.server.chat.parser import Item
 from deltic.server.chat.request import context_limit
 from deltic.server.errors import ApiError
 from deltic.server.limits import TICKET, Ticket, Usage

@@ -23,9 +23,9 @@ from deltic.server.api import responses_protocol as wire
 from deltic.server.api.completions import Prepared, UpdateStream, chat_generation, check, prepare_chat
 from deltic.server.api.responses_store import ResponseStore, Stored, Turn, turn_of
 from deltic.server.chat import answer
-from deltic.server.chat.answer import Item, Items, Kind
 from deltic.server.chat.arguments import given_text, is_whole
 from deltic.server.chat.generation import Generation
+from deltic.server.chat.parser import Item, Items, Kind
 from deltic.server.chat.picture_parts import Pictures, Sent
 from deltic.server.chat.request import Chat
 from deltic.server.chat.template import render

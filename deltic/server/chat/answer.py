@@ -12,12 +12,11 @@ import time
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from itertools import islice
-from typing import Any, Literal
 
 import msgspec
 
 from deltic.engine.messages import LOGPROBS_PACKED, Output, PromptLogprobs, TokenLogprob
-from deltic.server.chat.arguments import given_text, is_whole
+from deltic.server.chat.arguments import given_text
 from deltic.server.chat.calls import CallDelta, Delta
 from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.request import Shown
@@ -215,7 +214,7 @@ class Message:
         self.finish_reason: str | None = None
         self.stop: str | int | None = None
         self.token_ids: list[int] = []
-        self.prompt_logprobs: Iterator[dict[str, Any] | None] | None = None
+        self.prompt_logprobs: Iterator[dict[str, object] | None] | None = None
 
     def add(self, update: Update) -> None:
         self.reasoning.append(update.delta.reasoning)
@@ -232,7 +231,7 @@ class Message:
         self.finish_reason = update.finish_reason or self.finish_reason
         self.stop = update.stop if self.stop is None else self.stop
 
-    def stopped(self) -> dict[str, Any]:
+    def stopped(self) -> dict[str, str | int]:
         """vLLM's field, where there is something to say."""
         return {} if self.stop is None else {"stop_reason": self.stop}
 
@@ -270,28 +269,25 @@ def padding(n_bytes: int) -> bytes:
     return secrets.token_hex(32)[: -n_bytes % 64].encode()
 
 
-class Answer:
-    """The JSON of one HTTP request's answer, whole or in chunks."""
+class AnswerJson:
+    """JSON of one HTTP request's answer, whole or in chunks."""
 
-    object = ""
+    KIND = CHUNK_KIND = ""
+    """The field `object` of a whole answer, and of a chunk."""
 
     def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, extras: Extras = NO_EXTRAS) -> None:
         self.id = request_id
         self.model = model
         self._tokenizer = tokenizer
         self.extras = extras
-        self._head = {"id": request_id, "object": self.object, "created": int(time.time()), "model": model}
+        self._head = {"id": request_id, "object": self.KIND, "created": int(time.time()), "model": model}
         if extras.fingerprint:
             self._head["system_fingerprint"] = extras.fingerprint
         if extras.tier:
             self._head["service_tier"] = "default"
-        chunk = self._head | {"object": self.chunk_object}
+        chunk = self._head | {"object": self.CHUNK_KIND}
         self._start = b"data: " + _encode(chunk)[:-1] + b',"choices":['
         self._tail = b',"usage":null' if extras.usage else b""
-
-    @property
-    def chunk_object(self) -> str:
-        return self.object
 
     def note(self, usage: Usage) -> None:
         """Sets what the chunks from now on tell of the counts, if they do."""
@@ -302,13 +298,11 @@ class Answer:
             if self.extras.usage and not self.extras.running_usage:
                 self._tail += b',"usage":null'
 
-    def body(self, messages: list[Message], usage: Usage, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+    def body(self, messages: list[Message], usage: Usage, extra: dict[str, object] | None = None) -> dict[str, object]:
         """The whole answer, for a LargeResponse: iterators are arrays. extra: further fields of it."""
         choices = [self._choice(index, message) for index, message in enumerate(messages)]
-        fields: dict[str, Any] = {"choices": choices, "usage": usage.plain()}
-        if self.extras.timings:
-            fields["timings"] = usage.timings()
-        return self._head | fields | (extra or {})
+        timings = {"timings": usage.timings()} if self.extras.timings else {}
+        return {**self._head, "choices": choices, "usage": usage.plain(), **timings, **(extra or {})}
 
     def keep(self, message: Message) -> None:
         """Encodes the log-probabilities that came."""
@@ -320,7 +314,7 @@ class Answer:
             if written := _encode(list(values))[1:-1]:
                 into.append(written)
 
-    def _lists(self, scores: Scores | PromptScores) -> dict[str, Iterable[Any]]:
+    def _lists(self, scores: Scores | PromptScores) -> dict[str, Iterable[object]]:
         """The arrays that tell of tokens."""
         raise NotImplementedError
 
@@ -337,7 +331,7 @@ class Answer:
             chunk += b',"obfuscation":"%s"' % padding(len(chunk))
         return chunk + b"}\n\n"
 
-    def _choice(self, index: int, message: Message) -> dict[str, Any]:
+    def _choice(self, index: int, message: Message) -> dict[str, object]:
         raise NotImplementedError
 
     def usage_chunk(self, usage: Usage) -> bytes:
@@ -350,17 +344,13 @@ class Answer:
         return data.decode("utf-8", "replace"), data
 
 
-class ChatAnswer(Answer):
-    object = "chat.completion"
+class ChatAnswer(AnswerJson):
+    KIND, CHUNK_KIND = "chat.completion", "chat.completion.chunk"
 
     def __init__(self, request_id: str, model: str, tokenizer: Tokenizer, extras: Extras = NO_EXTRAS) -> None:
         super().__init__(request_id, model, tokenizer, extras)
         self._open: dict[int, CallDelta] = {}
         """Custom calls that go on, by choice."""
-
-    @property
-    def chunk_object(self) -> str:
-        return "chat.completion.chunk"
 
     def role_chunk(self, index: int) -> bytes:
         """The first chunk of a choice."""
@@ -375,17 +365,19 @@ class ChatAnswer(Answer):
         delta, scores = update.delta, update.scores
         calls = self._call_deltas(update) if self.extras.custom else list(map(_plain_call_delta, delta.calls))
         if delta.content or delta.reasoning or calls or (scores and scores.token_ids) or update.token_ids:
-            logprobs = self._scored(scores)
+            plain: dict[str, object] = {"reasoning_content": delta.reasoning} if delta.reasoning else {}
+            if delta.content or not (delta.reasoning or calls):
+                plain["content"] = delta.content
             ids = b',"token_ids":' + _encode(update.token_ids) if update.token_ids else b""
-            written = self._delta(update.index, _encode(self._older(_plain_delta(delta, calls))), logprobs, ids=ids)
+            written = self._delta(update.index, _encode(plain | self._calls(calls)), self._scored(scores), ids=ids)
         if update.finish_reason is not None:
             stop = b"" if update.stop is None else b',"stop_reason":' + _encode(update.stop)
             written += self._delta(update.index, b"{}", reason=_encode(self._reason(update.finish_reason)), ids=stop)
         return written
 
-    def _call_deltas(self, update: Update) -> list[dict[str, Any]]:
+    def _call_deltas(self, update: Update) -> list[dict[str, object]]:
         """Tells the calls of an update: of a custom one, which comes as JSON, all its text at its end."""
-        deltas = []
+        deltas: list[dict[str, object]] = []
         for call in update.delta.calls:
             if call.id is None and update.index in self._open:
                 self._open[update.index].arguments += call.arguments
@@ -397,16 +389,16 @@ class ChatAnswer(Answer):
             deltas.append(_plain_call_delta(call, self.extras.custom))
         return deltas if update.finish_reason is None else deltas + self._text(update.index)
 
-    def _text(self, index: int) -> list[dict[str, Any]]:
+    def _text(self, index: int) -> list[dict[str, object]]:
         """Ends the custom call of a choice, if there is one, and tells its text."""
         call = self._open.pop(index, None)
         return [] if call is None else [{"index": call.index, "custom": {"input": given_text(call.arguments)}}]
 
-    def _older(self, plain: dict[str, Any]) -> dict[str, Any]:
-        """A message or a delta, whose call is in the older form if that was asked for."""
-        if self.extras.older_calls and (calls := plain.pop("tool_calls", None)):
-            plain["function_call"] = calls[0]["function"]
-        return plain
+    def _calls(self, calls: list[dict[str, object]]) -> dict[str, object]:
+        """Returns the field of a message or a delta for its calls: the older one if that was asked for."""
+        if not calls:
+            return {}
+        return {"function_call": calls[0]["function"]} if self.extras.older_calls else {"tool_calls": calls}
 
     def _reason(self, reason: str | None) -> str | None:
         return "function_call" if self.extras.older_calls and reason == "tool_calls" else reason
@@ -423,28 +415,25 @@ class ChatAnswer(Answer):
         choice = b'{"index":%d,"delta":%s,"logprobs":%s,"finish_reason":%s%s}' % (index, delta, logprobs, reason, ids)
         return self._chunk(choice, more)
 
-    def body(self, messages: list[Message], usage: Usage, extra: dict[str, Any] | None = None) -> dict[str, Any]:
+    def body(self, messages: list[Message], usage: Usage, extra: dict[str, object] | None = None) -> dict[str, object]:
         if self.extras.prompts is not None:
             extra = (extra or {}) | {"prompt_token_ids": self.extras.prompts[0]}
         return super().body(messages, usage, extra)
 
-    def _choice(self, index: int, message: Message) -> dict[str, Any]:
+    def _choice(self, index: int, message: Message) -> dict[str, object]:
         content, reasoning = "".join(message.content), "".join(message.reasoning)
-        plain: dict[str, Any] = {"role": "assistant", "content": content}
-        if message.calls:
-            plain["content"] = content or None
-            plain["tool_calls"] = [_plain_call(call, self.extras.custom) for call in message.calls]
-        if reasoning:
-            plain["reasoning_content"] = reasoning
-        choice = {
+        calls = self._calls([_plain_call(call, self.extras.custom) for call in message.calls])
+        thought = {"reasoning_content": reasoning} if reasoning else {}
+        plain: dict[str, object] = {"role": "assistant", "content": content or (None if calls else "")}
+        choice: dict[str, object] = {
             "index": index,
-            "message": self._older(plain),
+            "message": plain | (thought | calls if self.extras.older_calls else calls | thought),
             "logprobs": message.logprobs or None,
             "finish_reason": self._reason(message.finish_reason),
         } | message.stopped()
         return choice if self.extras.prompts is None else choice | {"token_ids": message.token_ids}
 
-    def _lists(self, scores: Scores | PromptScores) -> dict[str, Iterable[Any]]:
+    def _lists(self, scores: Scores | PromptScores) -> dict[str, Iterable[object]]:
         """`{"content": [{token, logprob, bytes, top_logprobs}]}`."""
         return {"content": self._entries(scores)}
 
@@ -455,20 +444,20 @@ class ChatAnswer(Answer):
         """
         return [msgspec.Raw(_encode(entry)) for entry in self._entries(scores)]
 
-    def _entries(self, scores: Scores | PromptScores) -> Iterator[dict[str, Any]]:
+    def _entries(self, scores: Scores | PromptScores) -> Iterator[dict[str, object]]:
         for entry in scores.entries:
             assert entry is not None  # a chat shows no prompt tokens
             plain = self._plain_token(entry.token_id, entry.logprob)
             plain["top_logprobs"] = [self._plain_token(token_id, logprob) for token_id, logprob in entry.top]
             yield plain
 
-    def _plain_token(self, token_id: int, logprob: float) -> dict[str, Any]:
+    def _plain_token(self, token_id: int, logprob: float) -> dict[str, object]:
         text, data = self._text_of(token_id)
         return {"token": text, "logprob": finite(logprob), "bytes": list(data)}
 
 
-class CompletionAnswer(Answer):
-    object = "text_completion"
+class CompletionAnswer(AnswerJson):
+    KIND = CHUNK_KIND = "text_completion"
 
     def __init__(
         self, request_id: str, model: str, tokenizer: Tokenizer, extras: Extras = NO_EXTRAS, n_top: int = 0, n: int = 1
@@ -490,7 +479,7 @@ class CompletionAnswer(Answer):
             and not update.token_ids
         ):
             return b""
-        ids: dict[str, Any] = {} if update.stop is None else {"stop_reason": update.stop}
+        ids: dict[str, object] = {} if update.stop is None else {"stop_reason": update.stop}
         if self.extras.prompts is not None:
             ids["token_ids"] = update.token_ids
             if update.index not in self._begun:
@@ -521,11 +510,10 @@ class CompletionAnswer(Answer):
         for i, part in enumerate(scores.parts()):
             yield self.chunks(Update(index, Delta(content=text[starts[i] : starts[i + 1]]), part))
 
-    def _choice(self, index: int, message: Message) -> dict[str, Any]:
-        text = "".join(message.content)
-        plain = {
+    def _choice(self, index: int, message: Message) -> dict[str, object]:
+        plain: dict[str, object] = {
             "index": index,
-            "text": text,
+            "text": "".join(message.content),
             "logprobs": message.logprobs or None,
             "finish_reason": message.finish_reason,
         } | message.stopped()
@@ -535,7 +523,7 @@ class CompletionAnswer(Answer):
             plain |= {"token_ids": message.token_ids, "prompt_token_ids": prompts[index // self._n]}
         return plain
 
-    def _lists(self, scores: Scores | PromptScores) -> dict[str, Iterable[Any]]:
+    def _lists(self, scores: Scores | PromptScores) -> dict[str, Iterable[object]]:
         """Four parallel lists; the drawn token is always among its alternatives."""
         entries = scores.entries
         return {
@@ -566,31 +554,20 @@ def finite(logprob: float) -> float:
     return logprob if logprob > LEAST_LOGPROB else LEAST_LOGPROB
 
 
-def _plain_delta(delta: Delta, calls: list[dict[str, Any]]) -> dict[str, Any]:
-    plain: dict[str, Any] = {}
-    if delta.reasoning:
-        plain["reasoning_content"] = delta.reasoning
-    if delta.content or not (delta.reasoning or calls):
-        plain["content"] = delta.content
-    if calls:
-        plain["tool_calls"] = calls
-    return plain
-
-
-def _plain_call_delta(call: CallDelta, custom: frozenset[str] = frozenset()) -> dict[str, Any]:
+def _plain_call_delta(call: CallDelta, custom: frozenset[str] = frozenset()) -> dict[str, object]:
     if call.id is None:
         return {"index": call.index, "function": {"arguments": call.arguments}}
     return {"index": call.index} | _plain_call(call, custom)
 
 
-def _plain_call(call: CallDelta, custom: frozenset[str]) -> dict[str, Any]:
+def _plain_call(call: CallDelta, custom: frozenset[str]) -> dict[str, object]:
     """custom: as of Extras."""
     if call.name in custom:
         return {"id": call.id, "type": "custom", "custom": {"name": call.name, "input": given_text(call.arguments)}}
     return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
-def prompt_logprobs(entries: PromptLogprobs, tokenizer: Tokenizer) -> Iterator[dict[str, Any] | None]:
+def prompt_logprobs(entries: PromptLogprobs, tokenizer: Tokenizer) -> Iterator[dict[str, object] | None]:
     """vLLM's form: for each prompt token None (the first) or id -> {logprob, rank, decoded_token}.
 
     A prompt token that is not among the most likely has rank null: it was not computed.
@@ -619,107 +596,3 @@ def offsets(ids: list[int], tokenizer: Tokenizer) -> list[int]:
         starts.append(at)
         at += len(detokenizer.push((token_id,)))
     return starts
-
-
-# An answer as items: thoughts, texts and tool calls, one behind the other, each of which begins, grows and
-# ends. For the APIs whose answers are lists of such items: Responses, and Anthropic's with its content
-# blocks. A chat of OpenAI's or Ollama's has one message with a field for each kind, and tells of an update as
-# it is.
-
-Kind = Literal["thought", "text", "call"]
-
-
-class Item:
-    """Item of an answer: a thought, a text or a call."""
-
-    def __init__(self, kind: Kind, call: CallDelta | None = None) -> None:
-        """call: the first update of a call, which has its id and name."""
-        self.kind = kind
-        self.call = call
-        self.parts: list[str] = []
-
-    @property
-    def text(self) -> str:
-        """Text of the item so far; of a call, JSON of its arguments."""
-        return "".join(self.parts)
-
-
-class Items:
-    """The items of one answer.
-
-    A subclass writes what tells of them: `begun`, `grown` and `ended` return bytes of its stream. Items are
-    never interleaved: a call may go on behind text inside of it, so that text waits for the call's end.
-    """
-
-    waits_for_calls = False
-    """True if text behind a call that is whole waits, too, until another item begins or the answer ends."""
-
-    def __init__(self) -> None:
-        self.items: list[Item] = []
-        self._is_open = False
-        """True while the last item goes on."""
-        self._late: list[str] = []
-        """Text that waits for a call's end."""
-
-    def begun(self, item: Item) -> bytes:
-        """Tells that `item`, the last one, is there, and empty."""
-        raise NotImplementedError
-
-    def grown(self, item: Item, text: str) -> bytes:
-        """Tells that `text`, which is not empty, was added to the last item."""
-        raise NotImplementedError
-
-    def ended(self, item: Item, is_cut: bool) -> bytes:
-        """Tells that nothing more is added to the last item. is_cut: the answer breaks off here."""
-        raise NotImplementedError
-
-    def is_open(self, kind: Kind) -> bool:
-        return self._is_open and self.items[-1].kind == kind
-
-    def take(self, delta: Delta) -> bytes:
-        """Adds what comes next."""
-        calls, written = delta.calls, b""
-        if calls and calls[0].id is None:  # it goes on with the call before what follows that
-            written = self._grow(calls[0].arguments)
-            calls = calls[1:]
-        if delta.reasoning:
-            written += self.say("thought", delta.reasoning)
-        if delta.content and self.is_open("call") and self._waits():
-            self._late.append(delta.content)
-        elif delta.content:
-            written += self.say("text", delta.content)
-        for call in calls:
-            written += self.close() + self._begin(Item("call", call)) + self._grow(call.arguments)
-        return written
-
-    def say(self, kind: Kind, text: str) -> bytes:
-        """Adds to the item of this kind that is open, or to a new one."""
-        if self.is_open(kind):
-            return self._grow(text)
-        return self.end_item() + self._begin(Item(kind)) + self._grow(text)
-
-    def close(self, is_cut: bool = False) -> bytes:
-        """Ends the item that is open, and the text that waited for that."""
-        late, self._late = self._late, []
-        if self.waits_for_calls and late:
-            late = ["".join(late)]
-        return b"".join([self.say("text", text) for text in late]) + self.end_item(is_cut)
-
-    def end_item(self, is_cut: bool = False) -> bytes:
-        """Ends the item that is open, if one is; what waits for that waits on."""
-        was_open, self._is_open = self._is_open, False
-        return self.ended(self.items[-1], is_cut) if was_open else b""
-
-    def _waits(self) -> bool:
-        """Returns whether text that comes now, while a call is open, waits for the call's end."""
-        return self.waits_for_calls or bool(self._late) or not is_whole(self.items[-1].text)
-
-    def _begin(self, item: Item) -> bytes:
-        self.items.append(item)
-        self._is_open = True
-        return self.begun(item)
-
-    def _grow(self, text: str) -> bytes:
-        item = self.items[-1]
-        item.parts.append(text)
-        return self.grown(item, text) if text else b""

@@ -7,14 +7,18 @@ A thought is first, `<think>…</think>`, or was opened by the prompt. Content a
 In a thought that `</think>` ends, a call is a draft and stays reasoning, unless it is the thought's last word
 and the answer's, too. In a thought that nothing ends, a call of a known tool ends it. Which it is shows at
 the end only.
+
+`Items` makes thoughts, texts and calls of that, one behind the other, for APIs whose answers are such lists.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Literal
 
 from deltic.server.chat import markup
-from deltic.server.chat.calls import CallParser, Delta, Tools, new_call_id
+from deltic.server.chat.arguments import is_whole
+from deltic.server.chat.calls import CallDelta, CallParser, Delta, Tools, new_call_id
 
 _MAX_AFTER_DRAFT = 400
 """Characters that a thought may have behind a call, up to a line's end, before the call is a draft for
@@ -231,3 +235,102 @@ class OutputParser(CallParser):
             call.id = self._call_id()
         self._delta.add(whole)
         self._advance = self._content
+
+
+Kind = Literal["thought", "text", "call"]
+
+
+class Item:
+    """Item of an answer: a thought, a text or a call."""
+
+    def __init__(self, kind: Kind, call: CallDelta | None = None) -> None:
+        """call: the first update of a call, which has its id and name."""
+        self.kind = kind
+        self.call = call
+        self.parts: list[str] = []
+
+    @property
+    def text(self) -> str:
+        """Text of the item so far; of a call, JSON of its arguments."""
+        return "".join(self.parts)
+
+
+class Items:
+    """The items of one answer.
+
+    A subclass writes what tells of them: `begun`, `grown` and `ended` return bytes of its stream. Items are
+    never interleaved: a call may go on behind text inside of it, so that text waits for the call's end.
+    """
+
+    waits_for_calls = False
+    """True if text behind a call that is whole waits, too, until another item begins or the answer ends."""
+
+    def __init__(self) -> None:
+        self.items: list[Item] = []
+        self._is_open = False
+        """True while the last item goes on."""
+        self._late: list[str] = []
+        """Text that waits for a call's end."""
+
+    def begun(self, item: Item) -> bytes:
+        """Tells that `item`, the last one, is there, and empty."""
+        raise NotImplementedError
+
+    def grown(self, item: Item, text: str) -> bytes:
+        """Tells that `text`, which is not empty, was added to the last item."""
+        raise NotImplementedError
+
+    def ended(self, item: Item, is_cut: bool) -> bytes:
+        """Tells that nothing more is added to the last item. is_cut: the answer breaks off here."""
+        raise NotImplementedError
+
+    def is_open(self, kind: Kind) -> bool:
+        return self._is_open and self.items[-1].kind == kind
+
+    def take(self, delta: Delta) -> bytes:
+        """Adds what comes next."""
+        calls, written = delta.calls, b""
+        if calls and calls[0].id is None:  # it goes on with the call before what follows that
+            written = self._grow(calls[0].arguments)
+            calls = calls[1:]
+        if delta.reasoning:
+            written += self.say("thought", delta.reasoning)
+        if delta.content and self.is_open("call") and self._waits():
+            self._late.append(delta.content)
+        elif delta.content:
+            written += self.say("text", delta.content)
+        for call in calls:
+            written += self.close() + self._begin(Item("call", call)) + self._grow(call.arguments)
+        return written
+
+    def say(self, kind: Kind, text: str) -> bytes:
+        """Adds to the item of this kind that is open, or to a new one."""
+        if self.is_open(kind):
+            return self._grow(text)
+        return self.end_item() + self._begin(Item(kind)) + self._grow(text)
+
+    def close(self, is_cut: bool = False) -> bytes:
+        """Ends the item that is open, and the text that waited for that."""
+        late, self._late = self._late, []
+        if self.waits_for_calls and late:
+            late = ["".join(late)]
+        return b"".join([self.say("text", text) for text in late]) + self.end_item(is_cut)
+
+    def end_item(self, is_cut: bool = False) -> bytes:
+        """Ends the item that is open, if one is; what waits for that waits on."""
+        was_open, self._is_open = self._is_open, False
+        return self.ended(self.items[-1], is_cut) if was_open else b""
+
+    def _waits(self) -> bool:
+        """Returns whether text that comes now, while a call is open, waits for the call's end."""
+        return self.waits_for_calls or bool(self._late) or not is_whole(self.items[-1].text)
+
+    def _begin(self, item: Item) -> bytes:
+        self.items.append(item)
+        self._is_open = True
+        return self.begun(item)
+
+    def _grow(self, text: str) -> bytes:
+        item = self.items[-1]
+        item.parts.append(text)
+        return self.grown(item, text) if text else b""
