@@ -27,7 +27,8 @@ from deltic.server.chat.request import Shown
 from deltic.server.chat.template import ChatTemplate, Prompt, render
 from deltic.text import Tokenizer
 
-TOPIC = "kv@here@agent"
+SERVER, MODEL = "here", "agent"
+TOPIC = f"kv@{SERVER}@{MODEL}"
 
 Row = dict[str, Any]
 Event = tuple[str, Row, list[int]]
@@ -187,7 +188,7 @@ class Replay:
             "n_others": sum(other.request is not None for other in self._live.values()) - 1,
         }
         if self._cache_events is not None:
-            session.row["predicted_tokens"] = len(self._index.path(*TOPIC.split("@")[1:], ids)) * PAGE_SIZE
+            session.row["predicted_tokens"] = len(self._index.path(SERVER, MODEL, ids)) * PAGE_SIZE
         self._events.append(("asked", session.row, ids))
         params = SamplingParams(
             max_tokens=turn.n_answer, temperature=1.0, seed=turn.seed, ignore_eos=self._options.ignore_eos

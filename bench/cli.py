@@ -58,7 +58,7 @@ def called(action: argparse.Action) -> str:
     """What is typed: `--port INT`, `[MODEL]`."""
     choices = "{" + ",".join(map(str, action.choices)) + "}" if action.choices else ""
     metavar = action.metavar or choices or action.dest.upper()
-    value = {0: "", "...": "...", "?": f"[{metavar}]", "+": f"{metavar} ..."}.get(action.nargs, str(metavar))  # type: ignore[arg-type]
+    value = {0: "", "...": "...", "?": f"[{metavar}]", "+": f"{metavar} ..."}.get(action.nargs, str(metavar))
     return f"{', '.join(action.option_strings)} {value}".strip()
 
 

@@ -16,7 +16,7 @@ import random
 import statistics
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -130,7 +130,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out")
     arguments = parser.parse_args()
-    runner = build_runner(EngineConfig(max_num_seqs=64, max_model_len=1024), lambda stage, done: None, Cpu())
+    config = EngineConfig(max_num_seqs=64, max_model_len=1024)
+    runner = cast(Runner, build_runner(config, lambda stage, done: None, Cpu()))
     rows = []
     for n in (1, 16, 64):
         host, step = steps_us(runner, n, runner.program)

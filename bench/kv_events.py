@@ -62,7 +62,7 @@ def block_us(n_rounds: int) -> dict[str, float]:
         vocab_size=1000, eos_token_ids=[], max_model_len=1 << 20, max_num_seqs=1, max_step_tokens=512,
         n_pages=N_BLOCKS + 1, n_slots=4, device="cpu",
     )  # fmt: skip
-    rng, spent = random.Random(0), {True: [], False: []}
+    rng, spent = random.Random(0), dict[bool, list[float]]({True: [], False: []})
     for round_ in range(2 * n_rounds):
         is_told = bool(round_ % 2)
         cache = Cache(info)
@@ -82,7 +82,9 @@ def block_us(n_rounds: int) -> dict[str, float]:
         if is_told:
             told = events.collect()
             assert sum(len(event.blocks) for event in told if isinstance(event, Stored)) == N_BLOCKS
-        cache.store._evict_state(cache.store.device.least_state())
+        checkpoint = cache.store.device.least_state()
+        assert checkpoint is not None
+        cache.store._evict_state(checkpoint)
         if is_told:
             events.collect()
         spent[is_told].append((time.perf_counter() - begin) / N_BLOCKS * 1e6)

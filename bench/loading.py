@@ -91,7 +91,7 @@ def copy(path: Path, n_threads: int) -> float:
         file, at = blocks[i]
         with file.open("rb", buffering=0) as opened:
             opened.seek(at)
-            opened.readinto(memory[i * size : (i + 1) * size])
+            opened.readinto(memory[i * size : (i + 1) * size].data)
 
     with ThreadPoolExecutor(n_threads) as pool:
         list(pool.map(read, range(len(blocks))))
@@ -184,9 +184,9 @@ def main() -> None:
         import torch
 
         result["device"] = torch.cuda.get_device_name()
-    file = runs_directory(arguments.out) / f"loading-{now():%H%M%S}.json"
-    file.write_text(json.dumps(result, indent=1) + "\n")
-    print(file)
+    report = runs_directory(arguments.out) / f"loading-{now():%H%M%S}.json"
+    report.write_text(json.dumps(result, indent=1) + "\n")
+    print(report)
 
 
 if __name__ == "__main__":

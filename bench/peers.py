@@ -88,8 +88,8 @@ def make_models(directory: Path, shape_name: str, python: Path) -> dict[str, int
     known: dict[str, int] = json.loads(sizes.read_text()) if sizes.exists() else {}
     if not {"bf16", *FILES} <= known.keys():  # those of an older version lack a vocabulary, too
         print("writing it as GGUF and quantising it", flush=True)
-        written = [sys.executable, "-m", "bench.peers_gguf", checkpoint, directory / "bf16.gguf"]
-        quantised = [python, "-m", "bench.peers_quantise", directory, str(n_usable_cpus())]
+        written = [sys.executable, "-m", "bench.peers_gguf", str(checkpoint), str(directory / "bf16.gguf")]
+        quantised = [str(python), "-m", "bench.peers_quantise", str(directory), str(n_usable_cpus())]
         with (directory / "gguf.log").open("w") as log:
             for command in (written, quantised):
                 subprocess.run(command, cwd=ROOT, stdout=log, stderr=log, check=True)
@@ -214,14 +214,14 @@ class Comparison:
             if lane.engine == "llama.cpp":
                 self.tuning[lane.name] = self._tune(self.workers[lane.name])
 
-    def _tune(self, worker: Worker) -> dict[str, Any]:
+    def _tune(self, worker: Worker) -> dict[int, dict[str, Any]]:
         """llama.cpp's faster settings on this machine, for this lane and each number of sequences.
 
         It keeps them.
         """
         vocab_size = self.shape.vocab_size
         (prompt,) = prompts("tune", 1, 256, vocab_size)
-        found = {}
+        found: dict[int, dict[str, Any]] = {}
         for n in self.arguments.n:
             batch = prompts("tune", n, TUNE_TOKENS, vocab_size)
             take = partial(worker.ask, "tune", prompts=batch, prompt=prompt if not found else None)

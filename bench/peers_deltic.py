@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 
@@ -25,6 +25,7 @@ from deltic.models.qwen.weights import empty_weights
 from deltic.ops.cpu.program import instruction_set
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu
+from deltic.runtime.cpu.text import Runner
 
 SPARE_TOKENS = 64
 """More than a sequence decodes while the others of its batch are still being prefilled."""
@@ -60,7 +61,7 @@ class Deltic:
             n_pages=max(n_pages, pages_for(longest)),
             **settings,
         )
-        self.runner = build_runner(engine_config, lambda stage, done: None, Cpu())
+        self.runner = cast(Runner, build_runner(engine_config, lambda stage, done: None, Cpu()))
         self.engine = Engine(self.runner)
         plan = self.runner.plan
         embedding = empty_weights(plan.shape, plan.quantize, tied=False).embed.n_bytes

@@ -110,6 +110,7 @@ class Llama:
             decode.append({"step_s": round(step_s, 5), "options": trial})
         prefill: list[dict[str, Any]] = []
         for flash in (False, True) if prompt is not None else ():
+            assert prompt is not None
             trial = {"flash": flash, "unified": False}
             seconds = min(self._prefill(prompt, trial) for _ in range(2))
             prefill.append({"seconds": round(seconds, 5), "options": trial})

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 FILE_TYPES = {"q8_0": "Q8_0", "q4_k_m": "Q4_K_M", "q4_0": "Q4_0", "ud_q4": "Q4_K_M"}
-"""llama.cpp's mixtures, by the file's name; what UD_Q4 says goes before."""
+"""llama.cpp's mixtures, by the file's name."""
 
 UD_Q4 = (
     (r"ssm_(alpha|beta)", "Q8_0"),
@@ -31,23 +31,26 @@ UD_Q4_EMBEDDING = "Q6_K"
 """Of the embedding and of the head, one tensor or two."""
 
 
-def quantise(source: Path, name: str, n_threads: int) -> None:
-    """Writes the file of this name beside its source. Raises RuntimeError."""
+def quantise(source: Path, target: Path, mixture: str, n_threads: int, is_mixed: bool = False) -> None:
+    """Writes a file of one of llama.cpp's mixtures (Q4_K_M, ...). Raises RuntimeError.
+
+    is_mixed: tensors that UD_Q4 names have its types.
+    """
     import llama_cpp as ll  # the tables above are read where it is not installed
 
     params = ll.llama_model_quantize_default_params()
-    params.ftype, params.nthread = getattr(ll, f"LLAMA_FTYPE_MOSTLY_{FILE_TYPES[name]}"), n_threads
-    if name == "ud_q4":
+    params.ftype, params.nthread = getattr(ll, f"LLAMA_FTYPE_MOSTLY_{mixture}"), n_threads
+    if is_mixed:
         given = [(pattern.encode(), getattr(ll, f"GGML_TYPE_{type}")) for pattern, type in UD_Q4]
         overrides = (ll.llama_model_tensor_override * (len(given) + 1))(*given)  # zeros end them
         params.tt_overrides = ctypes.cast(overrides, ctypes.POINTER(ll.llama_model_tensor_override))
         params.token_embedding_type = params.output_tensor_type = getattr(ll, f"GGML_TYPE_{UD_Q4_EMBEDDING}")
-    target = source.with_name(f"{name}.gguf")
     status = ll.llama_model_quantize(str(source).encode(), str(target).encode(), ctypes.byref(params))
     if status != 0:
         raise RuntimeError(f"llama.cpp could not quantise {source} to {target.name} (status {status})")
 
 
 if __name__ == "__main__":
-    for file in FILE_TYPES:
-        quantise(Path(sys.argv[1]) / "bf16.gguf", file, int(sys.argv[2]))
+    folder = Path(sys.argv[1])
+    for file, mixture in FILE_TYPES.items():
+        quantise(folder / "bf16.gguf", folder / f"{file}.gguf", mixture, int(sys.argv[2]), is_mixed=file == "ud_q4")

@@ -26,7 +26,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -50,6 +50,7 @@ from deltic.models.vision.weights import dummy_vision
 from deltic.roofs import multiply_peak
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.device import Cpu
+from deltic.runtime.cpu.text import Runner
 from deltic.server.chat.pictures import of_pixels
 from tests.tiny_mmproj import write_mmproj
 from tests.tiny_vision import random_tower
@@ -144,7 +145,7 @@ def llama_towers(dummy: str, environment: Path, flash: dict[str, bool]) -> Itera
         write_checkpoint(files / "text", replace(model, vocab_size=4096, layer_types=model.layer_types[:4]))
         write_bf16(files / "text", files / "text.gguf")
         values = random_tower(sizes)
-        given = {
+        given: dict[str, Any] = {
             "model": str(files / "text.gguf"),
             "towers": {
                 f"llama.cpp {type.lower()}": str(write_mmproj(files / f"{type}.gguf", values, sizes, type))
@@ -313,8 +314,8 @@ def main() -> int:
     assert shape is not None
     result: dict[str, Any] = {"bench": "pictures", "shape": given.dummy, "towers": []}
     flash: dict[str, bool] = {}
-    beside = llama_towers(given.dummy, given.env, flash) if given.env else contextlib.nullcontext({})
-    with beside as others:
+    with contextlib.ExitStack() as stack:
+        others = stack.enter_context(llama_towers(given.dummy, given.env, flash)) if given.env else {}
         for row in towers(GpuTowers(shape) if on_gpu else CpuTowers(shape), sides, given.rounds, others):
             result["towers"].append(row)
             own = percentile(row["seconds"]["deltic"], 50) or 1.0
@@ -356,7 +357,7 @@ def main() -> int:
     if on_gpu:
         result["device"] = torch.cuda.get_device_name()
     else:
-        result |= {"threads": n_usable_cpus(), "instruction_set": runner.program.instruction_set}
+        result |= {"threads": n_usable_cpus(), "instruction_set": cast(Runner, runner).program.instruction_set}
     result["torch"] = torch.__version__
     result |= {"machine": machine(), "code": code(), "date": now().isoformat(), "load": os.getloadavg()}
     if given.out is not None:

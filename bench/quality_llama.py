@@ -56,7 +56,7 @@ def main() -> None:
     files = {name: Path(path) for name, path in job["files"].items()}
     for name in job["types"]:
         files[name] = out / f"{name}.gguf"
-        quantise(Path(job["source"]), files[name], getattr(ll, f"LLAMA_FTYPE_MOSTLY_{name}"), n_threads)
+        quantise(Path(job["source"]), files[name], name, n_threads)
     for name, path in files.items():
         np.save(out / f"{name}.npy", read(path, job["documents"], job["n_real"], n_threads))
         print(f"llama.cpp has read {name}", file=sys.stderr, flush=True)

@@ -95,7 +95,7 @@ def error(values: Floats) -> float:
 
 def apart(ours: Reading, theirs: Reading) -> dict[str, float]:
     """Ours less theirs, of the same tokens: means and their standard errors, for nll, kl and same."""
-    found = {}
+    found: dict[str, float] = {}
     for name in ("nll", "kl", "same"):
         difference = getattr(ours, name) - getattr(theirs, name)
         found |= {name: float(difference.mean()), f"{name}_error": error(difference)}
@@ -222,7 +222,8 @@ def main() -> None:
     for python, names in ((given.tools, TOOLS), (given.gptq, GPTQ)):
         made |= make_checkpoints(python, names, work) if python else {}
     models = {name: work / name for name, said in made.items() if name != REFERENCE and "error" not in said}
-    log_p, theirs, engine = trained(documents, tokenizer.n_tokens), {}, None
+    log_p, engine = trained(documents, tokenizer.n_tokens), None
+    theirs: dict[str, Reading] = {}
     if given.llama:
         theirs, files, engine = read_theirs(given.llama, make_gguf(work), documents, log_p, work, given.threads)
         for name in files:

@@ -237,7 +237,8 @@ async def killed(args: argparse.Namespace, root: Path) -> Row:
 
         beside = [asyncio.create_task(killer()), asyncio.create_task(watcher())]
         clients = asyncio.gather(*(client() for _ in range(N_CLIENTS)))
-        done, _ = await asyncio.wait([clients, *beside], return_when=asyncio.FIRST_COMPLETED)
+        ends: list[asyncio.Future[Any]] = [clients, *beside]
+        done, _ = await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
         for task in done:
             task.result()
         for task in beside:

@@ -5,6 +5,8 @@ alone and among others through token tiles 16 to 128, weight tiles 64 and 128, K
 and e4m3. Decides whether tile shapes may follow the batch. `python -m bench.gpu.e3_tiles`
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -6,6 +6,8 @@ that are not in use may hold garbage, and whether one token may ride in a chunk'
 `python -m bench.gpu.e4_rows`
 """
 
+# mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
+
 from __future__ import annotations
 
 from collections.abc import Callable

@@ -10,6 +10,7 @@ Decides where prefill may use the library without leaving the decode's bits.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -89,9 +90,7 @@ def model(row: Callable[..., None], linears: dict[str, tuple[int, int]]) -> None
 
 
 def main() -> None:
-    run(
-        "e7_cublas_rows", {name: (lambda row, linears=linears: model(row, linears)) for name, linears in MODELS.items()}
-    )
+    run("e7_cublas_rows", {name: partial(model, linears=linears) for name, linears in MODELS.items()})
 
 
 if __name__ == "__main__":

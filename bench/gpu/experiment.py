@@ -8,7 +8,7 @@ import statistics
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +57,7 @@ def parser(text: str | None = None) -> argparse.ArgumentParser:
 
 
 def run(
-    name: str, parts: dict[str, Callable[[Callable[..., None]], None]], arguments: argparse.Namespace | None = None
+    name: str, parts: Mapping[str, Callable[[Callable[..., None]], None]], arguments: argparse.Namespace | None = None
 ) -> None:
     """Runs each part with a `row(**cells)` function that prints a line and keeps it; --out DIR gets
     NAME.json. arguments: of a `parser` with flags of its own.

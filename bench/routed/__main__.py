@@ -120,7 +120,7 @@ async def overhead(arguments: argparse.Namespace, console: Console) -> Row:
         load = Load(await fleet.model(), arguments.prompt, arguments.output)
         dialect, prompts = await find_dialect(direct[0], load), Prompts(load)
         await prompts.calibrate(direct[0])
-        order = [("direct", direct), ("routed", [routed])]
+        order: list[tuple[str, list[Endpoint]]] = [("direct", direct), ("routed", [routed])]
         for round_ in range(-1, arguments.rounds):  # the first one only warms up
             for n in arguments.n:
                 for name, endpoints in order[:: -1 if round_ % 2 else 1]:

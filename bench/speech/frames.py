@@ -35,9 +35,8 @@ def step_of(n_streams: int) -> Step:
     step = Step()
     for i in range(n_streams):
         request = Request(id=str(i), prompt_ids=[], params=params, speech=Speech())
-        sequence = Sequence(
-            request, 0, i, tokens[:], N_PROMPT, POSITION, [2 * i, 2 * i + 1], batch_slot=i, state_slot=i
-        )
+        pages = [2 * i, 2 * i + 1]
+        sequence = Sequence(request, 0, i, tokens[:], N_PROMPT, POSITION, pages=pages, batch_slot=i, state_slot=i)
         step.chunks.append(Chunk(sequence, POSITION, 1))
         step.draws.append(Draw(i, sequence))
     return step
