@@ -365,6 +365,10 @@ def test_a_model_on_the_hub_is_planned_without_it(
         assert sum(hub.sent.values()) <= 2_000_000
         assert "owner/model: 4.21 B parameters" in report and "of 12.00 GB" in report
         assert not list(own_hub.rglob("*.safetensors")), "nothing stays"
+        hub.files |= {"chat_template.jinja": b"{% if %}"}
+        with pytest.raises(ValueError, match="not valid Jinja"):
+            fit.report(config)
+        del hub.files["chat_template.jinja"]
         hub.files |= published_files(shape, prefix="model.language_model.model.")
         with pytest.raises(
             CheckpointError, match=r"^owner/model(/model-\d\.safetensors)?: .*tensor '[\w.]+' is missing|^owner/model/"

@@ -206,6 +206,8 @@ def test_a_mistyped_flag_is_told_with_the_nearest(arguments, usage, hint, capsys
         ("serve m --parallel 4", "give --max-num-seqs N"),
         ("serve m -ngl 99", "on the GPU or the CPU as a whole"),
         ("serve a --and b --trust-remote-code", "no code of a checkpoint is ever run"),
+        ("serve m --ep 2", "--tensor-parallel shares the experts out"),
+        ("serve m --schedule-policy lpm", "keys take turns"),
         ("plan m --gpu-memory-utilization 0.9", "give --memory-gb GB"),
         ("bench serve --context-length 9", "give --max-model-len TOKENS"),
     ],
