@@ -11,7 +11,7 @@ import math
 import time
 from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from deltic import logs
 from deltic.config import EngineConfig
@@ -478,7 +478,7 @@ class Engine:
             replays=copy.copy(self.runner.replays),
         )
 
-    def cache_summary(self) -> dict[str, Any]:
+    def cache_summary(self) -> dict[str, object]:
         """Lists what the prefix cache holds, as plain data."""
         return {"enabled": self.info.prefix_cache, **self.cache.store.summary()}
 

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from queue import Empty, PriorityQueue, SimpleQueue
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,6 +32,9 @@ import numpy as np
 from deltic.engine.messages import Constraint
 from deltic.engine.step import Rule, Sequence
 from deltic.engine.turns import Shares, Turns
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 N_WORKERS = 4
 """Number of masks' jobs done side by side. Slow jobs hold up the others only when there are this many of
@@ -129,7 +132,7 @@ class Guide:
         """True if nothing but the end may follow in the grammar."""
         self.n_alone = 0
         """Number of further jobs that it has to itself, as it is slow or suspected to be."""
-        self.matcher: Any = None
+        self.matcher: LLMatcher | None = None
         self.words: Words | None = None
         self._mask: Words | None = None
         self._thinks = constraint.think_end_id is not None
@@ -215,8 +218,7 @@ class Guide:
             return []
         if self._forced:
             return self._forced[: -most - 1 : -1]
-        has_matcher = not self.is_busy and self.matcher is not None and not self.n_alone
-        return list(self.matcher.compute_ff_tokens()[:most]) if has_matcher else []
+        return [] if self.is_busy or self.matcher is None or self.n_alone else self.matcher.compute_ff_tokens()[:most]
 
     def advance(self, token: int) -> bool:
         """Takes a drawn token. Returns whether the grammar must take it, too."""
@@ -240,8 +242,8 @@ class Guide:
 class View(NamedTuple):
     """A vocabulary as the library has it."""
 
-    tokenizer: Any
-    executor: Any
+    tokenizer: LLTokenizer
+    executor: LLExecutor
     foreign_end: int | None
     """The end id of the tokenizer that random weights borrow: not their own."""
 
@@ -336,7 +338,7 @@ class Guides:
         self._threads: list[threading.Thread] = []
         self._drew: list[tuple[Guide, list[int]]] = []
         """Guides whose sequences drew in this step, and the tokens of each."""
-        self._compiled: Shares[tuple[Any, Words, bool]] = Shares(N_KEPT)  # by the grammar's text
+        self._compiled: Shares[tuple[LLMatcher, Words, bool]] = Shares(N_KEPT)  # by the grammar's text
 
     # The engine's thread.
 
@@ -383,7 +385,7 @@ class Guides:
             takes = fork.advance(token)
             if not fork.is_ready:
                 break
-            if takes:
+            if takes and matcher is not None:
                 n_taken += 1
                 words = self._empty(1)
                 if not matcher.consume_token(token) or self._fill([matcher], words)[0]:
@@ -391,7 +393,7 @@ class Guides:
                 fork.words = words[0]
             kept.append(token)
             rules.append(Rule.of(fork))
-        if n_taken:
+        if n_taken and matcher is not None:
             matcher.rollback(n_taken)
         return kept, rules
 
@@ -547,7 +549,7 @@ class Guides:
         end = self._view().foreign_end
         if end is not None:
             tokens = [[end if token in self._eos else token for token in drawn] for drawn in tokens]
-        matchers = [guide.matcher for guide in guides]
+        matchers = [guide.matcher for guide in guides if guide.matcher is not None]
         if len(guides) > 1 and all(len(drawn) == 1 for drawn in tokens):
             taken = self._view().executor.consume_token_par(
                 [(m, token) for m, (token,) in zip(matchers, tokens, strict=True)]
@@ -558,7 +560,7 @@ class Guides:
         satisfied = self._fill(matchers, words)
         for i, (guide, drawn) in enumerate(zip(guides, tokens, strict=True)):
             guide.words, guide.is_satisfied = words[i], satisfied[i]
-            guide.error = _error_of(guide.matcher)
+            guide.error = _error_of(matchers[i])
             if not taken[i]:
                 guide.error = f"the grammar could not take {drawn}; {guide.error}"
 
@@ -573,7 +575,7 @@ class Guides:
             guide.error = _error_of(matcher)
             guide.matcher, guide.words, guide.is_satisfied = matcher.deep_copy(), words, is_satisfied
 
-    def _compile(self, grammar: str) -> tuple[Any, Words, bool]:
+    def _compile(self, grammar: str) -> tuple[LLMatcher, Words, bool]:
         """A matcher that is only ever copied, its first mask, and whether only the end may follow."""
         import llguidance  # few engines need it
 
@@ -582,7 +584,7 @@ class Guides:
         words = self._empty(1)
         return matcher, words[0], self._fill([matcher], words)[0]
 
-    def _fill(self, matchers: list[Any], words: Words) -> list[bool]:
+    def _fill(self, matchers: list[LLMatcher], words: Words) -> list[bool]:
         """Writes the matchers' masks, int32 [matchers, words]. Returns for each whether only the end may
         follow.
         """
@@ -629,7 +631,7 @@ def _sealed(text: str) -> tuple[str, list[int]]:
     return msgspec.json.encode(fields).decode(), specials
 
 
-def _error_of(matcher: Any) -> str:
+def _error_of(matcher: LLMatcher) -> str:
     """The fault of a matcher, as a message; "": it has none."""
     error: str = matcher.get_error()
     if error.startswith("NoExtension"):

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import chain
-from typing import Annotated, Any, Literal, get_type_hints
+from typing import Annotated, Literal, get_type_hints
 
 import msgspec
 
@@ -664,7 +664,7 @@ class StepOutputs(msgspec.Struct, tag="step"):
 class CacheReport(Reply, tag="cache_report"):
     """The answer to InspectCache: plain data, as `GET /cache` shows it."""
 
-    summary: dict[str, Any]
+    summary: dict[str, object]
 
 
 class CacheLocated(Reply, tag="cache_located"):

@@ -10,8 +10,8 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import msgspec
 
@@ -110,7 +110,9 @@ class Trace:
             self.is_open = False
             os.close(self._file)
 
-    def _enter(self, key: tuple[str, int], phase: str | None, now_s: float, args: dict[str, Any] | None = None) -> None:
+    def _enter(
+        self, key: tuple[str, int], phase: str | None, now_s: float, args: Mapping[str, object] | None = None
+    ) -> None:
         """Ends the phase of a sequence and begins another, if it is another. args: what is said of that."""
         old = self._phase.get(key)
         if old == phase:
@@ -125,11 +127,17 @@ class Trace:
             self._event("b", phase, now_s, args=args, span=name)
 
     def _event(
-        self, kind: str, name: str, begin: float, end: float = 0.0, args: dict[str, Any] | None = None, span: str = ""
+        self,
+        kind: str,
+        name: str,
+        begin: float,
+        end: float = 0.0,
+        args: Mapping[str, object] | None = None,
+        span: str = "",
     ) -> None:
         if not self.is_open:
             return
-        event: dict[str, Any] = {"ph": kind, "name": name, "pid": self._pid, "tid": 1}
+        event: dict[str, object] = {"ph": kind, "name": name, "pid": self._pid, "tid": 1}
         if span:
             event |= {"cat": "request", "id": span}
         event["ts"] = round((begin + self._offset_s) * 1e6, 1)

@@ -92,21 +92,21 @@ def read_json(path: Path) -> dict[str, Any]:
     return value
 
 
-def positive_int(fields: Mapping[str, Any], field: str, default: int | None = None) -> int:
+def positive_int(fields: Mapping[str, object], field: str, default: int | None = None) -> int:
     value = default if fields.get(field) is None else fields[field]
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value < MAX_SIZE:
         raise UnsupportedModelError(field, value, f"an integer of at least 1, below {MAX_SIZE}")
     return value
 
 
-def positive_float(fields: Mapping[str, Any], field: str, default: float | None = None) -> float:
+def positive_float(fields: Mapping[str, object], field: str, default: float | None = None) -> float:
     value = default if fields.get(field) is None else fields[field]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < MAX_NUMBER:
         raise UnsupportedModelError(field, value, f"a number above 0, below {MAX_NUMBER:g}")
     return float(value)
 
 
-def read_flag(fields: Mapping[str, Any], field: str, default: bool = False) -> bool:
+def read_flag(fields: Mapping[str, object], field: str, default: bool = False) -> bool:
     value = fields.get(field)
     if value is None:
         return default
@@ -115,13 +115,13 @@ def read_flag(fields: Mapping[str, Any], field: str, default: bool = False) -> b
     return value
 
 
-def only(fields: Mapping[str, Any], name: str, allowed: tuple[Any, ...]) -> None:
+def only(fields: Mapping[str, object], name: str, allowed: tuple[object, ...]) -> None:
     value = fields.get(name)
     if value not in allowed:
         raise UnsupportedModelError(name, value, " or ".join(repr(a) for a in allowed if a is not None))
 
 
-def refuse_limits(limits: Iterable[tuple[str, Any, bool, str]], prefix: str = "") -> None:
+def refuse_limits(limits: Iterable[tuple[str, object, bool, str]], prefix: str = "") -> None:
     """Raises UnsupportedModelError for the first limit that does not hold: of each its field, what was found,
     whether it holds, and what is supported. prefix: of the fields.
     """
@@ -130,7 +130,7 @@ def refuse_limits(limits: Iterable[tuple[str, Any, bool, str]], prefix: str = ""
             raise UnsupportedModelError(prefix + field, found, supported)
 
 
-def json_table(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def json_table(fields: Mapping[str, object], name: str) -> Mapping[str, object]:
     value = fields.get(name)
     if not isinstance(value, Mapping):
         raise UnsupportedModelError(name, value, "an object")

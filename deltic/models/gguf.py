@@ -99,7 +99,7 @@ class Header:
     values: dict[str, Value] = field(default_factory=dict)
     tensors: dict[str, GgufTensor] = field(default_factory=dict)
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> object:
         """The value of a key: a number, bool, str, or a list of one of them. Raises CheckpointError for text
         that is not UTF-8.
         """
@@ -139,7 +139,7 @@ class Gguf:
     def files(self) -> tuple[Path, ...]:
         return tuple(header.file for header in self.headers)
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         """The value of a key of the metadata, as of `Header`."""
         return self.headers[0].get(key, default)
 

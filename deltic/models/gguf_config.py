@@ -179,7 +179,7 @@ class _Fields:
     def __init__(self, model: Gguf, arch: str | None = None) -> None:
         self.model, self.arch = model, arch or architecture(model)
 
-    def get(self, key: str, default: Any = None) -> Any:
+    def get(self, key: str, default: object = None) -> Any:
         return self.model.get(f"{self.arch}.{key}", default)
 
     def number(self, key: str, default: int | None = None) -> int:
@@ -193,14 +193,14 @@ class _Fields:
             raise CheckpointError(f"{self.model.file}: the metadata {said} {self.arch}.{key}; an integer is needed")
         return value
 
-    def only(self, key: str, *allowed: Any) -> None:
+    def only(self, key: str, *allowed: object) -> None:
         """Refuses another value of a key that may be absent."""
         value = self.get(key)
         if value is not None and value not in allowed:
             raise UnsupportedModelError(f"{self.arch}.{key}", value, " or ".join(map(repr, allowed)))
 
 
-def config(model: Gguf) -> dict[str, Any]:
+def config(model: Gguf) -> dict[str, object]:
     """config.json, flat, with `tiled_value_heads` besides."""
     fields = _Fields(model)
     for key, allowed in {
@@ -249,7 +249,7 @@ def config(model: Gguf) -> dict[str, Any]:
     }
 
 
-def _layers(fields: _Fields) -> dict[str, Any]:
+def _layers(fields: _Fields) -> dict[str, object]:
     """Returns the fields that say how many layers there are, and which are recurrent."""
     n_layers, recurrent = n_trunk_layers(fields.model), fields.get("attention.recurrent_layers")
     if not 1 <= n_layers <= MAX_LAYERS:
@@ -267,12 +267,12 @@ def _layers(fields: _Fields) -> dict[str, Any]:
     return {"num_hidden_layers": n_layers, "layer_types": types}
 
 
-def _rope(fields: _Fields) -> dict[str, Any]:
+def _rope(fields: _Fields) -> dict[str, object]:
     """rope_parameters."""
     rotary, head = fields.number("rope.dimension_count"), fields.number("attention.key_length")
     if not 0 < rotary <= head:
         raise UnsupportedModelError(f"{fields.arch}.rope.dimension_count", rotary, f"1 to {head}, a head's size")
-    rope: dict[str, Any] = {
+    rope: dict[str, object] = {
         "rope_type": "default",
         "rope_theta": fields.get("rope.freq_base"),
         "partial_rotary_factor": rotary / head,
@@ -297,7 +297,7 @@ def _rope(fields: _Fields) -> dict[str, Any]:
     return rope
 
 
-def vision_config(model: Gguf) -> dict[str, Any]:
+def vision_config(model: Gguf) -> dict[str, int]:
     """The vision_config of config.json, of a tower's file (`gguf.tower_beside`).
 
     Raises CheckpointError for another model's tower, or one that is not whole.
@@ -330,16 +330,16 @@ def _end_ids(model: Gguf) -> list[int]:
     return [id for i, id in enumerate(ids) if id is not None and id not in ids[:i]]
 
 
-def generation_config(model: Gguf) -> dict[str, Any]:
+def generation_config(model: Gguf) -> dict[str, object]:
     """generation_config.json."""
     sampling = {name: model.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
     return {"eos_token_id": _end_ids(model)} | {name: value for name, value in sampling.items() if value is not None}
 
 
-def tokenizer_config(model: Gguf) -> dict[str, Any]:
+def tokenizer_config(model: Gguf) -> dict[str, object]:
     """tokenizer_config.json: the special tokens that templates name, and the chat templates."""
     tokens, _ = _tokens(model)
-    said: dict[str, Any] = {}
+    said: dict[str, object] = {}
     for name, key in {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}.items():
         token = model.get(f"tokenizer.ggml.{key}_token_id")
         if isinstance(token, int) and 0 <= token < len(tokens):
@@ -387,7 +387,7 @@ def highest_id(model: Gguf) -> int:
     return max((i for i, kind in enumerate(_kinds(model)) if kind in known), default=-1)
 
 
-def tokenizer(model: Gguf) -> dict[str, Any]:
+def tokenizer(model: Gguf) -> dict[str, object]:
     """tokenizer.json: byte-level BPE, as the family's."""
     for key, allowed in {"model": ("gpt2",), "pre": tuple(PATTERNS)}.items():
         found = model.get(f"tokenizer.ggml.{key}")

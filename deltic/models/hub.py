@@ -231,7 +231,7 @@ def _told(name: str, revision: str | None) -> Any:
         return None
 
 
-def _refuse_others(wanted: Download, told: Any) -> None:
+def _refuse_others(wanted: Download, told: object) -> None:
     """Raises CheckpointError for weights of a model that the hub knows to be of another family, before they
     come.
     """

@@ -20,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -69,7 +68,7 @@ class Said:
     """GPTQModel's FP8: scales divide."""
 
     @classmethod
-    def by(cls, config: Mapping[str, Any]) -> Said:
+    def by(cls, config: Mapping[str, object]) -> Said:
         bits = config.get("bits")
         rules = [config.get(name) for name in ("dynamic", "extra_config")]
         exceptions = [rule for each in rules if isinstance(each, Mapping) for rule in each.values()]

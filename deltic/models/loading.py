@@ -184,13 +184,13 @@ class Parts:
         """Puts other memory, as bytes by the names of `named_memory`, in the place of every part's."""
         flat = iter(list(memory[name] for name, _ in self.named_memory()))
         for name, part in list(self.named_parts()):
-            new: Any
+            new: object
             if isinstance(part, Matrix):
                 segments = (dataclasses.replace(p, data=next(flat).reshape(p.data.shape)) for p in part.segments)
                 new = dataclasses.replace(part, segments=tuple(segments))
             else:
                 new = next(flat).view(part.dtype).reshape(part.shape)
-            owner: Any = self
+            owner: object = self
             *path, last = name.split(".")
             for step in path:
                 owner = owner[int(step)] if isinstance(owner, list) else getattr(owner, step)
@@ -204,7 +204,7 @@ class Parts:
         return sum(memory.nbytes for _, memory in self.named_memory())
 
 
-def _walk(path: str, owner: Any) -> Iterator[tuple[str, Any | Matrix]]:
+def _walk(path: str, owner: object) -> Iterator[tuple[str, Any | Matrix]]:
     if isinstance(owner, list):
         for i, item in enumerate(owner):
             yield from _walk(f"{path}.{i}", item)
@@ -231,7 +231,7 @@ class Store(Protocol):
     def n_threads(self) -> int:
         """Threads that may put values at once."""
 
-    def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Any:
+    def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> object:
         """Uninitialised memory of a part."""
 
     def put(self, part: Any | Segment, rows: Array | Quantised, first: int = 0) -> None:
@@ -256,7 +256,7 @@ class Host:
     def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Array:
         return zeros(size, dtype)
 
-    def put(self, part: Any | Segment, rows: Array | Quantised, first: int = 0) -> None:
+    def put(self, part: Array | Segment, rows: Array | Quantised, first: int = 0) -> None:
         if not isinstance(part, Segment):
             assert not isinstance(rows, Quantised)
             copy(part.reshape(rows.shape), rows)
@@ -268,7 +268,7 @@ class Host:
             own = rows.take(some) if isinstance(rows, Quantised) else rows[some]
             part.one(i).rows(first, first + n).pack(own, self.n_threads)
 
-    def tile(self, part: Any | Segment, block: Array, offset: int) -> None:
+    def tile(self, part: Array | Segment, block: Array, offset: int) -> None:
         n = part.n_matrices * part.n * part.k if isinstance(part, Segment) else part.size
         flat = np.empty(n, bfloat16)
         at = min(n, len(block) - offset)
@@ -367,13 +367,13 @@ class Declaration:
         self.quantize, self.store, self.formats = quantize, store, formats
         self.plan: list[Planned] = []
 
-    def vector(self, name: str, *size: int, shape: tuple[int, ...] = (), minus: float = 0.0) -> Any:
+    def vector(self, name: str, *size: int, shape: tuple[int, ...] = (), minus: float = 0.0) -> object:
         """float32 [size]. shape: as stored, where that is another."""
         target = self.store.empty(size, np.float32)
         self.plan.append(Planned(target, (Stored(name, size[:1], shape=shape or size),), np.float32, minus))
         return target
 
-    def table(self, name: str, n: int, k: int) -> Any:
+    def table(self, name: str, n: int, k: int) -> object:
         """bfloat16 [n, k], of which single rows are read."""
         target = self.store.empty((n, k), bfloat16)
         self.plan.append(Planned(target, (Stored(name, (n,), shape=(n, k)),)))

@@ -91,7 +91,7 @@ _ALGORITHMS = {"NVFP4": "nvfp4", "MXFP4": "mxfp4", "FP8": "fp8", "INT8": "int8",
 """The same by parts of ModelOpt's quant_algo."""
 
 
-def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
+def quantization_config(config: Mapping[str, object]) -> Mapping[str, object]:
     """Finds the quantization_config of a config.json, in its text_config or beside it. {} if
     there is none.
     """
@@ -103,7 +103,7 @@ def quantization_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {}
 
 
-def stored_tensors(headers: Mapping[str, Header], config: Mapping[str, Any]) -> dict[str, StoredTensor]:
+def stored_tensors(headers: Mapping[str, Header], config: Mapping[str, object]) -> dict[str, StoredTensor]:
     """Every tensor of the files by the name that the bfloat16 checkpoint has for it (X.weight).
 
     headers: of all files, without the parts of the model that are not wanted: a matrix in a format that is
@@ -143,7 +143,7 @@ def stored_tensors(headers: Mapping[str, Header], config: Mapping[str, Any]) -> 
     return tensors
 
 
-def _contradicted(config: Mapping[str, Any], tensor: Stored) -> str | None:
+def _contradicted(config: Mapping[str, object], tensor: Stored) -> str | None:
     """A field of the quantization_config that says something else of a matrix than its tensors, and what it
     says; None: there is none. Of several rules one that fits is enough: whose it is, only names say.
     """
@@ -165,7 +165,7 @@ def _contradicted(config: Mapping[str, Any], tensor: Stored) -> str | None:
     return found[0] if found else None
 
 
-def _rules(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def _rules(config: Mapping[str, object]) -> Iterator[dict[str, object]]:
     """Yields what is said of matrices, by the path of each field: of the groups of compressed-tensors, or of
     GPTQ, AWQ and AutoRound, and their exceptions.
     """
@@ -189,7 +189,7 @@ def _rules(config: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
                 yield {key: said for key, said in base.items() if key not in fields} | own
 
 
-def _misfits(rule: Mapping[str, Any], tensor: Stored) -> list[str]:
+def _misfits(rule: Mapping[str, object], tensor: Stored) -> list[str]:
     """The fields of a rule that do not fit a matrix, and what they say."""
     rows, columns = tensor.spread
     k = tensor.shape[-1]
@@ -235,7 +235,7 @@ def _is_algorithm(said: str, kind: str) -> bool:
     return not known or kind in known or "MIXED" in said
 
 
-def _is_block(said: Any, tensor: Stored) -> bool:
+def _is_block(said: object, tensor: Stored) -> bool:
     """Returns whether the scales of an e4m3 matrix are those of blocks of this size. A small
     matrix has one.
     """
@@ -306,7 +306,7 @@ def _tensor(module: Module) -> StoredTensor | None:
     return tensor
 
 
-def _check_config(headers: Mapping[str, Header], quantisation: Mapping[str, Any]) -> None:
+def _check_config(headers: Mapping[str, Header], quantisation: Mapping[str, object]) -> None:
     """Raises CheckpointError for what is not known, and for what changes the meaning of tensors that look as
     others.
     """

@@ -162,7 +162,7 @@ class Matrix:
         format: WeightFormat | Sequence[tuple[int, WeightFormat]],
         layout: Layout = "panels",
         n_matrices: int = 1,
-        make: Callable[[tuple[int, ...], DTypeLike], Any] = zeros,
+        make: Callable[[tuple[int, ...], DTypeLike], object] = zeros,
     ) -> Matrix:
         """Room for the matrices, of `make`. `pack` fills it. format: of all rows, or of each run of rows.
 

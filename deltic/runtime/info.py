@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import partial
 from typing import Any
 
 from deltic.engine.messages import EngineInfo, PictureInfo, VideoInfo
@@ -24,25 +25,9 @@ def engine_info(
     `build.build_runner` adds what only it knows: the model's name, notices, the precision, whether there is a
     prefix cache, and the times of the start.
     """
-    shape, of_kind = plan.shape, dict[str, Any]()
-    if isinstance(shape, SpeechShape):
-        of_kind |= {
-            "eos_token_ids": [shape.end_id],
-            "even_context": shape.talker.layer_params / (2 * shape.talker.n_layers * shape.talker.q_rows),
-            "n_prompt_ids": shape.n_prompt_ids,
-            "is_speech": True,
-            "has_state": False,
-        }
-    else:
-        of_kind |= {
-            "eos_token_ids": list(shape.eos_token_ids),
-            "even_context": even_context(shape),
-            "has_draft_head": shape.has_draft_head,
-            "max_loras": plan.adapters.n,
-            "kv_cache_dtype": shape.kv_cache_dtype,
-            "pictures": None if rules is None else _pictures(plan, rules),
-        }
-    return EngineInfo(
+    shape, n_gpus = plan.shape, plan.n_gpus
+    info = partial(
+        EngineInfo,
         vocab_size=plan.n_real,
         max_model_len=plan.max_model_len,
         max_num_seqs=plan.max_num_seqs,
@@ -51,10 +36,25 @@ def engine_info(
         n_pages=plan.n_pages,
         n_slots=plan.n_slots,
         page_bytes=plan.host_page_bytes,
-        state_bytes=plan.n_gpus * plan.state_bytes,
-        device=device if plan.n_gpus == 1 else f"{plan.n_gpus} x {device}",
-        **of_kind,
+        state_bytes=n_gpus * plan.state_bytes,
+        device=device if n_gpus == 1 else f"{n_gpus} x {device}",
         **of_device,
+    )
+    if isinstance(shape, SpeechShape):
+        return info(
+            eos_token_ids=[shape.end_id],
+            even_context=shape.talker.layer_params / (2 * shape.talker.n_layers * shape.talker.q_rows),
+            n_prompt_ids=shape.n_prompt_ids,
+            is_speech=True,
+            has_state=False,
+        )
+    return info(
+        eos_token_ids=list(shape.eos_token_ids),
+        even_context=even_context(shape),
+        has_draft_head=shape.has_draft_head,
+        max_loras=plan.adapters.n,
+        kv_cache_dtype=shape.kv_cache_dtype,
+        pictures=None if rules is None else _pictures(plan, rules),
     )
 
 

@@ -28,14 +28,13 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 from deltic.engine.cache.checkpoints import Checkpoints, Prefix, n_canonical
 from deltic.engine.cache.placement import Placement
 from deltic.engine.cache.pool import IntegrityError, Pool
 from deltic.engine.cache.saves import MAX_SEARCH_S
 from deltic.engine.cache.tiers import Tiers, no_tiers
-from deltic.engine.cache.tree import DEVICE, DISK, Kind, Node, extend_keys, root_key
+from deltic.engine.cache.tree import DEVICE, DISK, Kind, Node, Places, extend_keys, root_key
 from deltic.engine.messages import EngineInfo
 from deltic.engine.step import Chunk, Sequence
 from deltic.ops.geometry import PAGE_SIZE
@@ -165,7 +164,8 @@ class Cache:
         prefix = sequence.prefix
         if prefix is None or not path or prefix.n_loads == MAX_LOADS:
             return False
-        prefix.load = self.store.load(path, with_state=self.info.has_state and sequence not in self._parked)
+        missing = self.store.missing(path, with_state=self.info.has_state and sequence not in self._parked)
+        prefix.load = self.store.load(path, missing) if missing else None
         prefix.n_loads += prefix.load is not None
         return prefix.load is not None
 
@@ -467,6 +467,6 @@ class Cache:
         self.batch_slots.check(batch_slots)
 
 
-def _within(where: list[Any], tier: int) -> bool:
+def _within(where: Places, tier: int) -> bool:
     """Returns whether a page or state is in `tier` or one above."""
     return any(index is not None for index in where[: tier + 1])

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from deltic.engine.cache.disk import Disk, Object
 from deltic.engine.cache.tree import HOST, Kind, Node
@@ -99,7 +98,7 @@ class Mover:
             self._thread = threading.Thread(target=self._run, name=self._name, daemon=True)
             self._thread.start()
 
-    def wait(self, condition: Callable[[], Any], timeout_s: float) -> None:
+    def wait(self, condition: Callable[[], object], timeout_s: float) -> None:
         """Waits until `condition` holds, which is looked at whenever a ticket is complete, or until the time
         is up.
         """

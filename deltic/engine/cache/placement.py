@@ -2,7 +2,7 @@
 
 Device memory has pages and state slots, handed out by the two pools, with reference counts. Objects that only
 the tree owns are idle. They are evicted when a sequence needs the room: to host memory if there is any
-(`host.py`), else to nowhere. The disk keeps copies (`saves.py`).
+(`HostMemory`), else to nowhere. The disk keeps copies (`saves.py`).
 
 Pages leave a tier leaf first. So with a page all those before it are on the device, and the same holds on
 disk; pages on the host continue a path that the device begins.
@@ -10,15 +10,16 @@ disk; pages on the host continue a path that the device begins.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 
 from deltic.engine.cache.events import CacheEvents
-from deltic.engine.cache.host import Host
 from deltic.engine.cache.mover import Move
 from deltic.engine.cache.pool import IntegrityError, Pool
 from deltic.engine.cache.saves import NoSaves, Saves
@@ -41,6 +42,62 @@ class Load:
     is_done: bool = False
 
 
+class HostMemory:
+    """Units of host memory, of a page's size: the tree's copies, and what preempted sequences left there.
+
+    A state takes several. What is worth least there is dropped.
+    """
+
+    def __init__(self, tree: PrefixTree, tiers: Tiers, forget: Callable[[Node], None]) -> None:
+        """forget: is told of a node that has lost its page."""
+        self.units = Pool("unit", tiers.n_units)
+        self.tier = Tier[tuple[int, ...]](
+            HOST,
+            tree,
+            page_is_idle=lambda node: not node.busy and not node.n_parked,
+            state_is_idle=lambda node: not node.busy,
+        )
+        self._tiers, self._forget = tiers, forget
+
+    def keep(self, kind: Kind, node: Node, device: int, price: float = math.inf) -> None:
+        """Copies an object that leaves the device, where there is room for what is worth `price`."""
+        if not self.tier.has(kind, node) and (units := self.park(kind, device, price)):
+            self.tier.put(kind, node, units)
+
+    def drop(self, kind: Kind, node: Node) -> None:
+        """The tree needs a copy no more."""
+        self.units.give_back(self.tier.drop(kind, node))
+
+    def park(self, kind: Kind, device: int, price: float = math.inf) -> tuple[int, ...] | None:
+        """Copies a page or a state slot to units that are not the tree's; None when there is no room.
+
+        What the tree has there and is worth least makes way, if it is worth less than `price`.
+        """
+        units = self._take(self._tiers.units_per_state if kind is Kind.STATE else 1, price)
+        if units:
+            self._tiers.copy_out(Move(kind, device=device, units=units))
+        return units
+
+    def unpark(self, kind: Kind, units: tuple[int, ...], device: int) -> None:
+        """Brings that back, and frees the units."""
+        self._tiers.copy_in(Move(kind, device=device, units=units))
+        self.units.give_back(units)
+
+    def _take(self, n: int, price: float) -> tuple[int, ...] | None:
+        if n > self.units.n:
+            return None
+        while self.units.n_free < n:
+            victim = self.tier.victim()
+            if victim is None:
+                return None
+            kind, node = victim
+            if kind is Kind.STATE and node.priority >= price:
+                return None
+            self.drop(kind, node)
+            self._forget(node)
+        return tuple(self.units.take(n))
+
+
 class Placement:
     """The tree's pages and states in their tiers, and the pools that they share with the sequences."""
 
@@ -56,13 +113,13 @@ class Placement:
         self.tiers = tiers
         # On the device an object must be the tree's alone; nowhere may it be taken away while it is moved.
         pages, state_slots = self.pages, self.state_slots
-        self.device = Tier(
+        self.device = Tier[int](
             DEVICE,
             tree,
             page_is_idle=lambda node: not node.busy and pages.is_idle(node.page[DEVICE]),
             state_is_idle=lambda node: not node.busy and state_slots.is_idle(node.state[DEVICE]),
         )
-        self.host = Host(tree, tiers, self._forget_if_gone)
+        self.host = HostMemory(tree, tiers, self._forget_if_gone)
         self.units = self.host.units
         self._loads: dict[int, Load] = {}
         self._doomed: set[Node] = set()
@@ -72,7 +129,7 @@ class Placement:
             n_bytes = {Kind.PAGE: info.page_bytes, Kind.STATE: info.state_bytes}
             self.saves = Saves(tree, tiers, tiers.disk, n_bytes, self._forget_if_gone)
         self.shared, self._to_save = self.saves.shared, self.saves.queue
-        self._tiers = (self.device, self.host.tier, self.saves.tier)
+        self._tiers: tuple[Tier[Any], ...] = (self.device, self.host.tier, self.saves.tier)
 
     def listen(self, events: CacheEvents) -> None:
         """Has `events` told of every change from now on. Once, before the first request."""
@@ -157,7 +214,7 @@ class Placement:
 
     def take_state(self, node: Node) -> int:
         """The tree's state slot of a checkpoint becomes the caller's."""
-        state_slot: int = self.device.drop(Kind.STATE, node)
+        state_slot = self.device.drop(Kind.STATE, node)
         self.state_slots.hand_back(state_slot)
         return state_slot
 
@@ -170,31 +227,29 @@ class Placement:
 
     # From the lower tiers to the device, beside the steps.
 
-    def load(self, path: list[Node], with_state: bool) -> Load | None:
-        """Starts to bring what `path` lacks on the device.
+    def missing(self, path: list[Node], with_state: bool) -> list[tuple[Kind, Node]]:
+        """Lists what `path` lacks on the device: pages, and then, with_state, the state behind them."""
+        pages = [(Kind.PAGE, node) for node in path if node.page[DEVICE] is None]
+        return [*pages, (Kind.STATE, path[-1])] if with_state and path[-1].state[DEVICE] is None else pages
 
-        None when it lacks nothing, or there is no room.
-        """
-        missing = [node for node in path if node.page[DEVICE] is None]
-        states = [path[-1]] if with_state and path[-1].state[DEVICE] is None else []
-        if not (missing or states):
-            return None
-        wanted = {*missing, *states}
+    def load(self, path: list[Node], missing: list[tuple[Kind, Node]]) -> Load | None:
+        """Starts to bring what `path` lacks on the device. None: there is no room."""
+        targets = [node for _, node in missing]
         for load in self._loads.values():
-            if not wanted.isdisjoint(load.targets):
+            if not set(targets).isdisjoint(load.targets):
                 return load  # another request's: what is missing after it is loaded then
         for node in path:
             node.busy += 1
-        pages = self.take_pages(len(missing))
-        state_slots = self.take_state_slots(len(states)) if pages is not None else None
+        n_states = sum(kind is Kind.STATE for kind, _ in missing)
+        pages = self.take_pages(len(missing) - n_states)
+        state_slots = self.take_state_slots(n_states) if pages is not None else None
         if pages is None or state_slots is None:
             self.pages.give_back(pages or [])
             for node in path:
                 node.busy -= 1
             return None
-        moves = [Move.of(Kind.PAGE, node, page) for node, page in zip(missing, pages, strict=True)]
-        moves += [Move.of(Kind.STATE, node, state_slot) for node, state_slot in zip(states, state_slots, strict=True)]
-        load = self._loads[self.tiers.load(moves)] = Load(path, missing + states, moves, time.monotonic())
+        moves = [Move.of(kind, node, i) for (kind, node), i in zip(missing, pages + state_slots, strict=True)]
+        load = self._loads[self.tiers.load(moves)] = Load(path, targets, moves, time.monotonic())
         return load
 
     def poll(self) -> None:
@@ -328,10 +383,10 @@ class Placement:
         stats.read_bytes, stats.written_bytes, stats.n_damaged = tiers.read_bytes, tiers.written_bytes, tiers.n_damaged
         return stats
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """The contents of each tier, and the tree of checkpoints, as plain data."""
         page_bytes = self._info.page_bytes
-        tiers: dict[str, dict[str, Any]] = {
+        tiers: dict[str, dict[str, object]] = {
             name: {"pages": tier.n_pages, "checkpoints": len(tier.states)}
             for name, tier in zip(TIER_NAMES, self._tiers, strict=True)
         }

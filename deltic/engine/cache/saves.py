@@ -18,7 +18,6 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from deltic.engine.cache.disk import Disk, Entry, Search, Survey
 from deltic.engine.cache.mover import Move
@@ -90,7 +89,7 @@ class Shared:
         """Bytes in the directory, as far as this server knows."""
         return self.n_listed + self.n_written
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Returns the counts as plain data."""
         directory = self._directory
         return {"servers": 1 + directory.n_others, "evicts": directory.may_delete, "found_pages": self.n_found}
@@ -229,7 +228,7 @@ class NoSaves:
     """View of what other servers do on the disk; None: there is none."""
 
     def __init__(self, tree: PrefixTree) -> None:
-        self.tier = Tier(DISK, tree, lambda node: not node.busy, lambda node: not node.busy)
+        self.tier = Tier[bool](DISK, tree, lambda node: not node.busy, lambda node: not node.busy)
         self.queue: dict[Node, bool] = {}
         """Checkpoints to save; whether that is so whatever they are worth."""
         self.under_way: dict[int, tuple[list[Node], list[Node]]] = {}
@@ -268,7 +267,7 @@ class NoSaves:
         """Removes every file. wait: returns when nothing is moved."""
         wait()
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         """Returns the counts as plain data."""
         return {"bytes_total": 0, "bytes_used": 0}
 
@@ -463,7 +462,7 @@ class Saves(NoSaves):
         self._disk.clear()
         self.shared.clear()  # what was found while it waited
 
-    def summary(self) -> dict[str, Any]:
+    def summary(self) -> dict[str, object]:
         return {"bytes_total": self._room, "bytes_used": self._used, **self.shared.summary()}
 
 

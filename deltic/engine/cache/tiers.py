@@ -32,7 +32,7 @@ class Copies(Protocol):
     The views that Tiers is given are those of a staging buffer then, one for each of its two threads.
     """
 
-    def mark(self) -> Any:
+    def mark(self) -> object:
         """Marks the work given to the device so far. A copy that is given the mark comes after that work.
 
         For the engine's thread.
@@ -137,17 +137,17 @@ class Tiers:
         self.read_bytes["host"] += self._n_bytes[move.kind]
         move.ok = True
 
-    def _mark(self) -> Any:
+    def _mark(self) -> object:
         return self._copies.mark() if self._copies else None
 
-    def _fetched(self, move: Move, mark: Any) -> list[Bytes]:
+    def _fetched(self, move: Move, mark: object) -> list[Bytes]:
         """The bytes of an object in device memory, after what is marked."""
         views = self._device[move.kind](move.device)
         if self._copies:
             self._copies.fetch(move.kind, move.device, mark)
         return views
 
-    def _store(self, move: Move, mark: Any) -> None:
+    def _store(self, move: Move, mark: object) -> None:
         """Copies the views of an object to device memory. They are there on return."""
         if self._copies:
             self._copies.store(move.kind, move.device, mark)
@@ -177,7 +177,7 @@ class Tiers:
         """
         return self._ask(self._save, moves, is_load=False)
 
-    def _ask(self, action: Callable[[Move, Any], None], moves: list[Move], is_load: bool) -> int:
+    def _ask(self, action: Callable[[Move, object], None], moves: list[Move], is_load: bool) -> int:
         # What wrote to these pages and state slots before was asked for by now: a copy need not wait for the
         # steps that follow.
         mark = self._mark()
@@ -243,7 +243,7 @@ class Tiers:
 
     # The mover's.
 
-    def _load(self, move: Move, mark: Any) -> None:
+    def _load(self, move: Move, mark: object) -> None:
         target = self._device[move.kind](move.device)
         if move.units:
             _copy(self._units(move), target)
@@ -256,7 +256,7 @@ class Tiers:
         self._store(move, mark)
         move.ok = True
 
-    def _save(self, move: Move, mark: Any) -> None:
+    def _save(self, move: Move, mark: object) -> None:
         disk = self.disk
         if disk is None or not disk.can_save:
             return

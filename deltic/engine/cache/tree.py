@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from enum import StrEnum
 from hashlib import blake2b
-from typing import Any, Protocol
+from typing import Any, Generic, Protocol, TypeVar
 
 from deltic.engine.messages import EngineInfo, Request
 from deltic.ops.geometry import PAGE_SIZE
@@ -76,13 +76,21 @@ def extend_keys(keys: list[bytes], request: Request, tokens: array[int], n_token
         keys.append(key)
 
 
+Places = list[Any]
+"""Places of a page or state, one a tier: its index on the device, a tuple of units on the host, True on disk;
+None: not there.
+"""
+
+Place = TypeVar("Place")
+
+
 class Kind(StrEnum):
     """The objects that a tier may have of a node. The text is the ending of their files' names."""
 
     PAGE = "page"
     STATE = "state"
 
-    def of(self, node: Node) -> list[Any]:
+    def of(self, node: Node) -> Places:
         """Returns where the node's object of this kind is, for each tier."""
         return node.page if self is Kind.PAGE else node.state
 
@@ -104,8 +112,8 @@ class Node:
     parent: Node | None
     depth: int
     children: set[Node] = field(default_factory=set)
-    page: list[Any] = field(default_factory=lambda: [None, None, None])
-    state: list[Any] = field(default_factory=lambda: [None, None, None])
+    page: Places = field(default_factory=lambda: [None, None, None])
+    state: Places = field(default_factory=lambda: [None, None, None])
     n_children: list[int] = field(default_factory=lambda: [0, 0, 0])
     above: Node | None = None
     """The nearest checkpoint (or the root) on the way to the root, while this is one."""
@@ -181,7 +189,7 @@ class Listener(Protocol):
         """A node is no checkpoint any more."""
 
 
-class Tier:
+class Tier(Generic[Place]):
     """Nodes that have a page or a state in one tier, and the order in which they leave it."""
 
     def __init__(
@@ -209,23 +217,23 @@ class Tier:
     def has(self, kind: Kind, node: Node) -> bool:
         return kind.of(node)[self.index] is not None
 
-    def put(self, kind: Kind, node: Node, where: Any, why: str = "") -> None:
+    def put(self, kind: Kind, node: Node, where: Place, why: str = "") -> None:
         """A page or state of a node comes into this tier. why: of a node that becomes a checkpoint."""
         assert not self.has(kind, node)
         if kind is Kind.STATE and not node.has_state:
             self.tree.link(node, why)
         self._set(kind, node, where, 1)
 
-    def drop(self, kind: Kind, node: Node) -> Any:
+    def drop(self, kind: Kind, node: Node) -> Place:
         """Drops a page or state of a node from this tier. Returns where it was."""
-        where = kind.of(node)[self.index]
+        where: Place = kind.of(node)[self.index]
         assert where is not None
         self._set(kind, node, None, -1)
         if kind is Kind.STATE and not node.has_state:
             self.tree.unlink(node)
         return where
 
-    def _set(self, kind: Kind, node: Node, where: Any, n_more: int) -> None:
+    def _set(self, kind: Kind, node: Node, where: Place | None, n_more: int) -> None:
         kind.of(node)[self.index] = where
         if kind is Kind.PAGE:
             assert node.parent is not None
@@ -317,9 +325,9 @@ class PrefixTree:
         """
         return self.clock + weight * self._value(above, depth)
 
-    def describe(self) -> list[dict[str, Any]]:
+    def describe(self) -> list[dict[str, object]]:
         """The tree of checkpoints, parents before children: at most MAX_DESCRIBED, those nearest the root."""
-        described: list[dict[str, Any]] = []
+        described: list[dict[str, object]] = []
         ids: dict[Node, int] = {}
         todo = deque(node for root in self.roots.values() for node in root.below)
         while todo and len(described) < MAX_DESCRIBED:

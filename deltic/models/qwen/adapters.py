@@ -201,7 +201,7 @@ def _listed(names: list[str]) -> str:
     return ", ".join(names[:_SHOWN]) + more
 
 
-def _config(file: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
+def _config(file: Path, metadata: Mapping[str, str]) -> dict[str, object]:
     """adapter_config.json, or what the file itself says. Raises CheckpointError unless it is plain LoRA."""
     beside = file.parent / _CONFIG
     if beside.is_file():

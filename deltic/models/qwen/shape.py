@@ -121,7 +121,9 @@ class ModelShape:
     """Formats of the matrices that are stored quantised, by the names of their tensors (models/stored.py)."""
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any], generation_config: Mapping[str, Any] | None = None) -> ModelShape:
+    def from_config(
+        cls, config: Mapping[str, object], generation_config: Mapping[str, object] | None = None
+    ) -> ModelShape:
         """Read a parsed config.json (nested or flat) and, if there is one, generation_config.json.
 
         Raises UnsupportedModelError for any field that is missing, malformed, or not supported.
@@ -130,7 +132,7 @@ class ModelShape:
         nested = config.get("text_config")
         if nested is not None and not isinstance(nested, Mapping):
             raise UnsupportedModelError("text_config", nested, "an object")
-        text: Mapping[str, Any] = config if nested is None else nested
+        text: Mapping[str, object] = config if nested is None else nested
         _refuse_variants(text)
 
         head_dim = positive_int(text, "head_dim")
@@ -182,7 +184,7 @@ class ModelShape:
             generation, config = path / "generation_config.json", read_json(path / "config.json")
             return cls.from_config(config, read_json(generation) if generation.exists() else None)
 
-    def scaled(self, rope: Mapping[str, Any]) -> ModelShape:
+    def scaled(self, rope: Mapping[str, object]) -> ModelShape:
         """Returns the shape with these fields of rope_parameters in place of the checkpoint's scaling of
         positions: rope_type (yarn, or default for none), factor, original_max_position_embeddings and the
         others of YaRN. Other fields of rope_parameters may be there as the model has them.
@@ -190,7 +192,10 @@ class ModelShape:
         Raises UnsupportedModelError for a field that is not one of them, or is out of its range.
         """
         section = None if self.mrope_section is None else list(self.mrope_section)
-        own: dict[str, Any] = {"rope_theta": self.rope_theta, "partial_rotary_factor": self.rotary_dim / self.head_dim}
+        own: dict[str, object] = {
+            "rope_theta": self.rope_theta,
+            "partial_rotary_factor": self.rotary_dim / self.head_dim,
+        }
         own |= {"mrope_section": section, "mrope_interleaved": True}
         for name, value in rope.items():
             if name in own and value != own[name]:
@@ -352,7 +357,7 @@ class ModelShape:
         return [f * (1.0 - r) + f / yarn.factor * r for f, r in zip(plain, ramp, strict=True)]
 
 
-def _family(config: Mapping[str, Any]) -> str:
+def _family(config: Mapping[str, object]) -> str:
     architectures = config.get("architectures") or []
     if not isinstance(architectures, list | tuple):
         raise UnsupportedModelError("architectures", architectures, "a list of names")
@@ -367,9 +372,9 @@ def _family(config: Mapping[str, Any]) -> str:
     return _FAMILY_OF_MODEL_TYPE[model_type]
 
 
-def _refuse_variants(text: Mapping[str, Any]) -> None:
+def _refuse_variants(text: Mapping[str, object]) -> None:
     """Fields that may be absent, but that change the mathematics when they hold anything else."""
-    only: dict[str, tuple[Any, ...]] = {
+    only: dict[str, tuple[object, ...]] = {
         "hidden_act": ("silu", "swish"),
         "output_gate_type": ("silu", "swish"),
         "attn_output_gate": (True,),
@@ -384,7 +389,7 @@ def _refuse_variants(text: Mapping[str, Any]) -> None:
             raise UnsupportedModelError(field, value, " or ".join(repr(a) for a in allowed))
 
 
-def _layer_types(text: Mapping[str, Any]) -> tuple[str, ...]:
+def _layer_types(text: Mapping[str, object]) -> tuple[str, ...]:
     n_layers = positive_int(text, "num_hidden_layers")
     if n_layers > MAX_LAYERS:
         raise UnsupportedModelError("num_hidden_layers", n_layers, f"at most {MAX_LAYERS}")
@@ -402,7 +407,7 @@ def _layer_types(text: Mapping[str, Any]) -> tuple[str, ...]:
     return tuple(types)
 
 
-def _rope_fields(text: Mapping[str, Any]) -> dict[str, Any]:
+def _rope_fields(text: Mapping[str, object]) -> dict[str, object]:
     """The rotary fields from wherever this file keeps them: older and re-saved files leave them flat."""
     fields = {
         name: text[name]
@@ -429,7 +434,7 @@ def _n_positions(made_for: int, yarn: YarnScaling | None) -> int:
     return made_for if yarn is None else max(made_for, int(yarn.factor * yarn.original_max_position_embeddings))
 
 
-def _yarn(rope: Mapping[str, Any], max_positions: int) -> YarnScaling | None:
+def _yarn(rope: Mapping[str, object], max_positions: int) -> YarnScaling | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind in _DEFAULT_ROPE_TYPES:
         return None
@@ -467,7 +472,7 @@ def _mrope_section(rope: Mapping[str, Any], rotary_dim: int) -> tuple[int, ...] 
     return tuple(section)
 
 
-def _feed_forward(family: str, text: Mapping[str, Any]) -> dict[str, Any]:
+def _feed_forward(family: str, text: Mapping[str, object]) -> dict[str, Any]:
     if family == "qwen3_5" or (family == "qwen3_next" and text.get("num_experts") == 0):
         if text.get("num_experts"):
             raise UnsupportedModelError("num_experts", text["num_experts"], "absent in a dense architecture")
@@ -490,7 +495,7 @@ MAX_END_IDS = 512
 """Half of what the sampler can ban of a sequence: the rest is for the request's own stop_token_ids."""
 
 
-def _eos_token_ids(*sources: Mapping[str, Any] | None) -> tuple[int, ...]:
+def _eos_token_ids(*sources: Mapping[str, object] | None) -> tuple[int, ...]:
     """Every end id that any file names, those of the generation config first."""
     ids: list[int] = []
     for source in sources:

@@ -202,7 +202,7 @@ class SpeechShape:
 
     @classmethod
     def from_config(
-        cls, config: Mapping[str, Any], tokenizer: Mapping[str, Any], generation: Mapping[str, Any]
+        cls, config: Mapping[str, object], tokenizer: Mapping[str, object], generation: Mapping[str, object]
     ) -> SpeechShape:
         """Makes what from_directory does, from the parsed files."""
         variant = config.get("tts_model_type")
@@ -311,31 +311,31 @@ def is_speech(directory: str | Path) -> bool:
     return file.exists() and is_speech_config(read_json(file))
 
 
-def is_speech_config(config: Mapping[str, Any]) -> bool:
+def is_speech_config(config: Mapping[str, object]) -> bool:
     architectures = config.get("architectures")
     return (isinstance(architectures, list | tuple) and ARCHITECTURE in architectures) or config.get(
         "model_type"
     ) == "qwen3_tts"
 
 
-def _id(fields: Mapping[str, Any], name: str) -> int:
+def _id(fields: Mapping[str, object], name: str) -> int:
     value = fields.get(name)
     if isinstance(value, bool) or not isinstance(value, int) or value < 0:
         raise UnsupportedModelError(name, value, "an id")
     return value
 
 
-def _table(fields: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _table(fields: Mapping[str, object], name: str) -> Mapping[str, object]:
     """Returns what json_table does, or {} for a table that is absent."""
     return json_table(fields, name) if fields.get(name) else {}
 
 
-def _ids(fields: Mapping[str, Any], name: str) -> dict[str, int]:
+def _ids(fields: Mapping[str, object], name: str) -> dict[str, int]:
     table = _table(fields, name)
     return {str(key): _id(table, key) for key in table}
 
 
-def _decoder(fields: Mapping[str, Any]) -> DecoderShape:
+def _decoder(fields: Mapping[str, object]) -> DecoderShape:
     only(fields, "hidden_act", (None, "silu"))
     only(fields, "attention_bias", (None, False))
     if read_flag(fields, "use_sliding_window"):
@@ -365,7 +365,7 @@ def _decoder(fields: Mapping[str, Any]) -> DecoderShape:
     return shape
 
 
-def _sampling(generation: Mapping[str, Any]) -> SpeechSampling:
+def _sampling(generation: Mapping[str, object]) -> SpeechSampling:
     default = SpeechSampling()
     given: dict[str, Any] = {}
     for name in ("top_k", "subtalker_top_k", "max_new_tokens"):

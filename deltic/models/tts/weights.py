@@ -166,7 +166,7 @@ def _declare_layer(d: Declaration, p: str, shape: DecoderShape, down: Role) -> D
     )
 
 
-def _declare_norm(d: Declaration, name: str, size: int) -> Any:
+def _declare_norm(d: Declaration, name: str, size: int) -> object:
     return d.vector(name, size, minus=1.0)
 
 

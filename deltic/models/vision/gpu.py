@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -190,7 +189,7 @@ class VisionGpu:
         layer_norm(residual, norm.weight, norm.bias, LAYER_NORM_EPS, out)
         return out
 
-    def _linear(self, w: Linear, x: Tensor, out: Tensor, how: Any = BIAS) -> None:
+    def _linear(self, w: Linear, x: Tensor, out: Tensor, how: object = BIAS) -> None:
         biased_linear(x, w.weight, w.bias, out, levers=self.levers, how=how, scratch=self.buffers.wide)
 
 

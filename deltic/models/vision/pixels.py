@@ -11,7 +11,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -49,7 +48,7 @@ class PictureRules:
     video: VideoRules = VideoRules()
 
     @classmethod
-    def from_config(cls, fields: Mapping[str, Any]) -> PictureRules:
+    def from_config(cls, fields: Mapping[str, object]) -> PictureRules:
         """Reads a preprocessor_config.json. Raises UnsupportedModelError for what would not be honoured."""
         for name, default, supported in (
             ("patch_size", PATCH_SIZE, PATCH_SIZE),
@@ -79,7 +78,7 @@ class PictureRules:
             scale=positive_float(fields, "rescale_factor", cls.scale),
         )
 
-    def with_video(self, fields: Mapping[str, Any]) -> PictureRules:
+    def with_video(self, fields: Mapping[str, object]) -> PictureRules:
         """Adds what a video_preprocessor_config.json says. Raises UnsupportedModelError for what would not be
         honoured: frames get the values of a picture's pixels.
         """
@@ -107,7 +106,7 @@ class PictureRules:
         return dataclasses.replace(self, video=video)
 
 
-def _three(fields: Mapping[str, Any], name: str, default: tuple[float, float, float]) -> tuple[float, float, float]:
+def _three(fields: Mapping[str, object], name: str, default: tuple[float, float, float]) -> tuple[float, float, float]:
     values = fields.get(name)
     if values is None:
         return default

@@ -7,7 +7,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from deltic.models.fields import MAX_LAYERS, UnsupportedModelError, json_table, only, positive_float, positive_int
 from deltic.ops.geometry import TOKEN_FRAMES, TOKEN_PIXELS
@@ -42,7 +42,7 @@ class VisionShape:
     formats: Mapping[str, WeightFormat] = dataclasses.field(default_factory=dict, compare=False, repr=False)
 
     @classmethod
-    def from_config(cls, config: Mapping[str, Any]) -> VisionShape:
+    def from_config(cls, config: Mapping[str, object]) -> VisionShape:
         """Reads a config.json that has a vision_config.
 
         Raises UnsupportedModelError, which names the field, for whatever the forward would not honour.

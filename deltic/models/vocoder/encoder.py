@@ -23,7 +23,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 from numpy.lib.stride_tricks import sliding_window_view
@@ -131,14 +130,14 @@ class EncoderShape:
         )
 
 
-def _sizes(fields: Mapping[str, Any], name: str, default: tuple[int, ...], n: int) -> tuple[int, ...]:
+def _sizes(fields: Mapping[str, object], name: str, default: tuple[int, ...], n: int) -> tuple[int, ...]:
     values = fields.get(name, default)
     if not isinstance(values, list | tuple) or len(values) != n:
         raise UnsupportedModelError(name, values, f"{n} sizes")
     return tuple(positive_int({name: value}, name) for value in values)
 
 
-def _expect(fields: Mapping[str, Any], **expected: Any) -> None:
+def _expect(fields: Mapping[str, object], **expected: object) -> None:
     """Refuses other values, which would change the mathematics. An absent field has the class default."""
     for name, value in expected.items():
         if fields.get(name) is not None and fields[name] != value:

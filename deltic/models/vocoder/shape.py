@@ -44,7 +44,7 @@ class VocoderShape:
         return [self.rope_theta ** (-2.0 * i / self.head_dim) for i in range(self.head_dim // 2)]
 
 
-def vocoder_shape(tokenizer: Mapping[str, Any]) -> VocoderShape:
+def vocoder_shape(tokenizer: Mapping[str, object]) -> VocoderShape:
     for name, value in (
         ("output_sample_rate", SAMPLE_RATE),
         ("decode_upsample_rate", FRAME_SAMPLES),

@@ -25,7 +25,6 @@ import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -290,7 +289,7 @@ def _two_shot_kernel(
 
 
 def _launch(
-    kernel: Any, partials: Tensor, ranks: Rank, first: int, residual: Tensor | None, w: Tensor | None, eps: float,
+    kernel: object, partials: Tensor, ranks: Rank, first: int, residual: Tensor | None, w: Tensor | None, eps: float,
     out: Tensor, levers: Levers, shards: int, *more: int, **constants: bool,
 ) -> None:
     """Launches a kernel for the rows of one launch, from row `first` on."""

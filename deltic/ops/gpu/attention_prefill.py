@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -285,7 +284,7 @@ def attention_prefill(
     expect(kv.fits(pages, heads.n_kv, d, format), kv.expected(heads.n_kv, d, format))
     width = d * format.value_bits // format.key_bits
     expect(pages.stride(0) % d == 0 and pages.shape[0] * pages.stride(0) // width < 2**31, "page stride in rows of int32")
-    sizes: dict[str, Any] = {"NQ": heads.n_q, "NK": heads.n_kv, "D": d, "GATED": heads.is_gated}
+    sizes: dict[str, int] = {"NQ": heads.n_q, "NK": heads.n_kv, "D": d, "GATED": heads.is_gated}
     sizes["KV"] = kv.constant(format)
     if not format.is_plain:
         query = query.view(torch.float16)

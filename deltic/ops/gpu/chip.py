@@ -85,7 +85,7 @@ def _device() -> Chip:
     return Chip(triton.runtime.driver.active.get_current_target(), device.multi_processor_count, shared)
 
 
-def tiles_of(matrix: Tensor, n_rows: int, width: int, stride: int, block: tuple[int, int]) -> Any:
+def tiles_of(matrix: Tensor, n_rows: int, width: int, stride: int, block: tuple[int, int]) -> object:
     """Makes what a kernel gives to `load_tile` for blocks of n_rows rows of `width` elements, `stride` apart:
     a descriptor, or pointer and stride where there is no TMA. (Triton would load 2 bytes at a time there.)
     """

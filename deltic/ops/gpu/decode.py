@@ -32,8 +32,6 @@ is fetched for the next turn of a loop is waited for at the end of this one.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -52,7 +50,7 @@ BF16, E4M3, INT8 = (tl.constexpr(formats.CODES.index(name)) for name in ("bf16",
 K_LEAST, E8M0, E4M3_SCALE = (tl.constexpr(formats.SCALES.index(name)) for name in ("k.least", "e8m0", "e4m3"))
 
 
-def constants(format: WeightFormat) -> dict[str, Any]:
+def constants(format: WeightFormat) -> dict[str, int]:
     """CODES, SCALES and GROUP of a kernel that reads weights in this format."""
     codes, scales = formats.CODES.index(format.codes), formats.SCALES.index(format.scales)
     return {"CODES": codes, "SCALES": scales, "GROUP": format.group}

@@ -18,7 +18,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -94,7 +93,8 @@ def pdl_works() -> bool:
 
 
 def launch(
-    kernel: Any, grid: tuple[int, ...] | Callable[..., Any], *args: Any, pdl: bool | None = None, **meta: Any
+    kernel: triton.JITFunction, grid: tuple[int, ...] | Callable[..., object], *args: object, pdl: int | None = None,
+    **meta: object,
 ) -> None:
     """Starts a Triton kernel. pdl: None for a kernel without the constexpr argument PDL."""
     launches.n += 1

@@ -25,7 +25,6 @@ What is read before a kernel's `gdc_wait` are groups, table and adapters, which 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import triton
@@ -415,7 +414,7 @@ def _who(rows: AdapterRows, n: int) -> tuple[int, int, bool]:
     return n_items, min(n_items, ITEMS), n <= FEW_ROWS
 
 
-def _cut(target: Target, k: int, are_blocks: bool) -> dict[str, Any]:
+def _cut(target: Target, k: int, are_blocks: bool) -> dict[str, int]:
     """Cuts a sum over k into chunks and tiles: the constants of its kernel."""
     chunk, block_k = chunk_of(k, are_blocks), 128 if are_blocks else 256
     block_r, block_t = (64, BLOCK) if are_blocks else (RANKS, GROUP_ROWS)
@@ -424,7 +423,7 @@ def _cut(target: Target, k: int, are_blocks: bool) -> dict[str, Any]:
     return {"BT": block_t, "CHUNK": chunk, "BLOCK_K": block_k, "BLOCK_R": block_r, "num_warps": 4, "num_stages": stages}
 
 
-def _rank_programs(target: Target, cut: dict[str, Any]) -> int:
+def _rank_programs(target: Target, cut: dict[str, int]) -> int:
     return min(-(-target.width // int(cut["BLOCK_R"])), RANK_PROGRAMS)
 
 

@@ -25,7 +25,6 @@ before it reads or ends.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
@@ -494,7 +493,7 @@ def moe_prefill(
     _route(x, w, n_per_token, normalise, blocks, s, c, levers, adapters)
     n_entries, n_tiles, inner = _n_entries(t, n_experts, n_per_token), triton.cdiv(t, TILE), max(width, shared)
     act_base = n_entries * TILE  # first row of act of the shared expert
-    products: dict[str, Any] = {"E": n_experts, "SLOTS": n_per_token, "pdl": levers.pdl}
+    products: dict[str, int] = {"E": n_experts, "SLOTS": n_per_token, "pdl": levers.pdl}
     act = s.act if adapters is None else adapters[0].sums
 
     def up(matrix: Matrix, m: int, n: int, is_shared: bool) -> None:
@@ -522,7 +521,7 @@ def moe_prefill(
         (rows, FORMAT), d = segment_of(matrix), _tiles(matrix, tiles)
         block_n, block_k = largest_block(d.block_n, hidden), largest_block(d.down_k, m)
         first, n_act = (act_base, n_tiles * TILE) if is_shared else (0, act_base)
-        operands: tuple[Any, ...] = (None, None, None, s.act, None, rows)
+        operands: tuple[object, ...] = (None, None, None, s.act, None, rows)
         if FORMAT == PLAIN:
             rows = rows.view(-1, m)
             acts, halves = (tiles_of(s.act, act_base + n_tiles * TILE, m, inner, (high, block_k)) for high in (TILE, 64))

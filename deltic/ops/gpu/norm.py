@@ -13,8 +13,6 @@ Spec: out = x rsqrt(mean(x^2) + eps) (1 + w), as `tests.reference.layers.rms_nor
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -244,7 +242,7 @@ def begin_decode(
     )
 
 
-def _cut(table: Matrix) -> tuple[int, Segment, dict[str, Any]]:
+def _cut(table: Matrix) -> tuple[int, Segment, dict[str, int]]:
     """Programs that a row of a table takes, its segment, and the constants of the kernels."""
     segment = table.whole
     check("embed", segment.layout == "rows", f"a table in rows; there is no kernel for {segment.format.name} in panels")

@@ -22,7 +22,6 @@ or a cut within rounding of the border between two candidates.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -176,7 +175,7 @@ def sample(
     drafts = draws.drafts if isinstance(draws, Rows) else None
     common = (logits, n_vocab, n_real, row, draws.batch_slot, state_slot, draws.position)
     ids = next_power_of_2(n_ids)
-    meta: dict[str, Any] = {"DECODE": isinstance(draws, Rows), "TILE": s.tile, "pdl": levers.pdl}
+    meta: dict[str, int] = {"DECODE": isinstance(draws, Rows), "TILE": s.tile, "pdl": levers.pdl}
     launch(
         scan, (n_tiles, n_draws), *common, p.temperature, p.repetition, p.frequency, p.presence, p.n_prompt, p.history, max_len,
         p.uses_history, p.bias_ids, p.bias, p.n_bias, p.banned, p.n_banned, p.banned_until, p.mask_row, n_ids,

@@ -238,7 +238,7 @@ class DeviceStore:
     def empty(self, size: tuple[int, ...], dtype: DTypeLike) -> Tensor:
         return torch.empty(size, dtype=_dtype(dtype), device=self.device)
 
-    def put(self, part: Any | Segment, rows: Array | Quantised, first: int = 0) -> None:
+    def put(self, part: Tensor | Segment, rows: Array | Quantised, first: int = 0) -> None:
         """Raises KernelError for bfloat16 rows and a segment whose format is not made of them."""
         if isinstance(part, Segment) and part.format.codes != "bf16":
             _put_rows(part, first, rows, self.device)
@@ -247,7 +247,7 @@ class DeviceStore:
             begin = first * part.k if isinstance(part, Segment) else 0
             _flat(part)[begin : begin + rows.size].copy_(to_device(rows, self.device).view(-1))
 
-    def tile(self, part: Any | Segment, block: Array, offset: int) -> None:
+    def tile(self, part: Tensor | Segment, block: Array, offset: int) -> None:
         """Repeats a block of values over a part. A format that is not made of bfloat16 gets random codes, as
         large as the block's values.
         """
@@ -268,7 +268,7 @@ class DeviceStore:
             rest.copy_(values[: len(rest)])
 
 
-def _flat(part: Any | Segment) -> Tensor:
+def _flat(part: Tensor | Segment) -> Tensor:
     """The values of a part, one after another."""
     memory: Tensor = part.data.view(torch.bfloat16) if isinstance(part, Segment) else part
     return memory.view(-1)

@@ -71,7 +71,7 @@ class Job:
     specialisation: str
 
     @property
-    def kernel(self) -> Any:
+    def kernel(self) -> triton.JITFunction:
         return getattr(importlib.import_module(self.module), self.name)
 
 
@@ -97,7 +97,7 @@ def collecting() -> Iterator[dict[Job, None]]:
     jobs: dict[Job, None] = {}
     hook = triton.knobs.runtime.jit_cache_hook
 
-    def note(*, fn: Any, compile: dict[str, Any], **_: Any) -> bool:
+    def note(*, fn: triton.JITFunction, compile: dict[str, Any], **_: object) -> bool:
         jobs[Job(fn.module, fn.name, compile["specialization_data"])] = None
         return True  # do not compile
 

@@ -184,7 +184,9 @@ class GpuRunner(ABC):
         With its draws, unless `_draw_jobs` has them.
         """
 
-    def _decode_jobs(self, where: dict[Any, Recording], body: Callable[[int, int], Body], most: int) -> list[Job]:
+    def _decode_jobs(
+        self, where: dict[tuple[int, int], Recording], body: Callable[[int, int], Body], most: int
+    ) -> list[Job]:
         """Forwards of decodes of up to `most` rows, by rows and length."""
         return [
             (where, (n, length), body(n, length))
