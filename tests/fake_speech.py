@@ -19,10 +19,10 @@ from deltic.host.client import Stream
 from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechIds, SpeechShape
 from deltic.models.vocoder.shape import FRAME_SAMPLES, SAMPLE_RATE
 from deltic.server.app import create_app
-from deltic.server.service import Server, Service, SpeechParts
+from deltic.server.service import Server, Service
 from deltic.server.speech.prompt import Prompter
 from deltic.server.speech.protocol import voice_aliases
-from deltic.server.speech.voices import VoiceStore
+from deltic.server.speech.voices import SpeechParts, VoiceStore
 from tests.fake_engine import FakeEngineClient, byte_tokenizer
 
 NAMES = {"custom_voice": "qwen3-tts-1.7b", "voice_design": "qwen3-tts-1.7b-design", "base": "qwen3-tts-0.6b-base"}

@@ -16,7 +16,6 @@ import re
 import secrets
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -39,13 +38,11 @@ from deltic.server.api.transfer import STREAM, ExportRequest, export_cache, impo
 from deltic.server.batch import batches
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import ASKING, BATCH, LARGE_BYTES, RATE_HEADERS, TICKET, Ticket
-from deltic.server.openapi import document
+from deltic.server.openapi import Route, document
 from deltic.server.page import live, page
 from deltic.server.preparation import prepared
-from deltic.server.service import Kind, Server, Service
-from deltic.server.speech import protocol as speech_protocol
+from deltic.server.service import Server, Service
 from deltic.server.speech import routes as speech
-from deltic.server.speech.audio import MEDIA_TYPES
 from deltic.server.speech.socket import PATH, converse
 from deltic.server.transport import (
     BODY,
@@ -74,40 +71,6 @@ TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{1
 
 QUIET = ("/health", "/ping", "/ready", "/metrics", "/load", "/live", "/cache", "/is_sleeping", "/version")
 """Routes that are polled and get no line in the log."""
-
-Endpoint = Callable[[Service, Request], Awaitable[ASGIApp]]
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """Row of ROUTES. The first line of the endpoint's docstring is its summary in /openapi.json."""
-
-    method: str
-    path: str
-    endpoint: Endpoint
-    body: type | None = None
-    """The struct of its JSON body."""
-    open_: bool = False
-    """True if no key is needed."""
-    kind: Kind = "text"
-    """The kind of the model that is used when the request names none."""
-    takes_model: bool = False
-    """The query's `model` names one; else the body's does, if there is one."""
-    generates: bool = False
-    """True if the route generates, so the limits of a key hold."""
-    prepares: bool = False
-    """True if the route makes a prompt or a text that goes nowhere: the limit of a key's requests at once
-    holds.
-    """
-    is_shared: bool = False
-    """True if the route reads or changes what all keys share: for administrators."""
-    form: bool = False
-    """True if the body is not JSON but a form."""
-    any_type: bool = False
-    """True if the JSON may be declared as anything: Ollama's manual shows `curl -d`, which calls it a form.
-    """
-    gives: tuple[str, ...] = ("application/json",)
-    """The media types of its answers, beside event streams."""
 
 
 def create_app(server: Server) -> Starlette:
@@ -468,10 +431,8 @@ def _document(root_path: str) -> bytes:
 FILES = "/v1/files"
 IMPORT = "/cache/import"
 
-SPEECH = functools.partial(Route, kind="speech")
 OLLAMA = functools.partial(Route, "POST", generates=True, any_type=True, gives=("application/json", ollama.LINES))
 ADAPTERS = functools.partial(Route, "POST", is_shared=True, gives=("text/plain",))
-AUDIO = tuple(MEDIA_TYPES.values())
 
 ROUTES = (
     Route("POST", "/v1/chat/completions", chat_completions, protocol.ChatRequest, generates=True),
@@ -492,11 +453,7 @@ ROUTES = (
     Route("DELETE", "/v1/responses/{response_id}", responses.delete_response),
     Route("POST", "/v1/responses/{response_id}/cancel", responses.cancel_response),
     Route("GET", "/v1/responses/{response_id}/input_items", responses.list_input_items),
-    SPEECH("POST", "/v1/audio/speech", speech.speak, speech_protocol.SpeechRequest, generates=True, gives=AUDIO),
-    SPEECH("POST", "/v1/audio/speech/batch", speech.speak_batch, speech_protocol.BatchRequest, generates=True),
-    SPEECH("GET", "/v1/audio/voices", speech.list_voices, takes_model=True),
-    SPEECH("POST", "/v1/audio/voices", speech.add_voice, speech_protocol.VoiceForm, form=True, generates=True),
-    SPEECH("DELETE", "/v1/audio/voices/{name}", speech.delete_voice, takes_model=True),
+    *speech.ROUTES,
     Route("POST", FILES, batches.upload, batches.FileForm, form=True),
     Route("GET", FILES, batches.list_files),
     Route("GET", "/v1/files/{file_id}", batches.get_file),

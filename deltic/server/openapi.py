@@ -1,4 +1,5 @@
-"""The OpenAPI document of the routes, made from the structs that their bodies are parsed with.
+"""A row of the table of routes, and the OpenAPI document of all, made from the structs that their bodies are
+parsed with.
 
 What a body may hold beyond its types (a field that is refused, one that excludes another) is a 400 that says
 so. Answers are described by their media type; their fields are those of the API that the route belongs to.
@@ -8,12 +9,16 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
+from starlette.requests import Request
+from starlette.types import ASGIApp
 
 from deltic import __version__
+from deltic.server.service import Kind, Service
 from deltic.server.transport import OLLAMA
 
 FAILURES = {
@@ -44,8 +49,40 @@ ERROR = {
 OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 
 
-def document(routes: Sequence[Any], root_path: str = "") -> dict[str, Any]:
-    """OpenAPI 3.1. routes: rows of http.ROUTES; root_path: the prefix under which a proxy offers them."""
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Row of ROUTES. The first line of the endpoint's docstring is its summary in /openapi.json."""
+
+    method: str
+    path: str
+    endpoint: Callable[[Service, Request], Awaitable[ASGIApp]]
+    body: type[msgspec.Struct] | None = None
+    """The struct of its JSON body."""
+    open_: bool = False
+    """True if no key is needed."""
+    kind: Kind = "text"
+    """The kind of the model that is used when the request names none."""
+    takes_model: bool = False
+    """The query's `model` names one; else the body's does, if there is one."""
+    generates: bool = False
+    """True if the route generates, so the limits of a key hold."""
+    prepares: bool = False
+    """True if the route makes a prompt or a text that goes nowhere: the limit of a key's requests at once
+    holds.
+    """
+    is_shared: bool = False
+    """True if the route reads or changes what all keys share: for administrators."""
+    form: bool = False
+    """True if the body is not JSON but a form."""
+    any_type: bool = False
+    """True if the JSON may be declared as anything: Ollama's manual shows `curl -d`, which calls it a form.
+    """
+    gives: tuple[str, ...] = ("application/json",)
+    """The media types of its answers, beside event streams."""
+
+
+def document(routes: Sequence[Route], root_path: str = "") -> dict[str, Any]:
+    """OpenAPI 3.1. root_path: the prefix under which a proxy offers them."""
     bodies = {route.body for route in routes if route.body is not None}
     schemas, components = msgspec.json.schema_components(list(bodies), ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(bodies, schemas, strict=True))
@@ -70,7 +107,7 @@ def document(routes: Sequence[Any], root_path: str = "") -> dict[str, Any]:
     }
 
 
-def _operation(route: Any, path: str) -> dict[str, Any]:
+def _operation(route: Route, path: str) -> dict[str, Any]:
     line = (inspect.getdoc(route.endpoint) or "").partition("\n")[0]
     summary = line.removeprefix(f"{route.method} {route.path}").lstrip(".: ")
     form = "OllamaError" if path.startswith(OLLAMA) else "Error"

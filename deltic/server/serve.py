@@ -23,7 +23,6 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -316,12 +315,9 @@ def build(models: Sequence[Served], config: ServerConfig) -> Server:
 
 def _service(server: Server, model: Served) -> Service:
     """Raises TokenizerError, CheckpointError, ConfigError."""
-    from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechShape
     from deltic.server.chat.template import ChatTemplate
-    from deltic.server.service import Service, SpeechParts
-    from deltic.server.speech.prompt import Prompter
-    from deltic.server.speech.protocol import voice_aliases
-    from deltic.server.speech.voices import VoiceStore, voices_directory
+    from deltic.server.service import Service
+    from deltic.server.speech.voices import SpeechParts
     from deltic.text import SamplingDefaults, Tokenizer
 
     engine, client = model.client.config, model.client
@@ -333,17 +329,10 @@ def _service(server: Server, model: Served) -> Service:
         # It has no chats, whatever lies in its directory.
         if engine.tokenizer is not None:
             raise ConfigError("--tokenizer is for models that write. Leave it out.")
-        if find_spec("soundfile") is None or find_spec("websockets") is None:
-            raise ConfigError("a model that speaks needs libraries for audio: pip install 'deltic[speech]'")
-        dummy = engine.dummy
-        shape = PUBLISHED_SPEECH[dummy.lower()] if dummy else SpeechShape.from_directory(directory)
-        prompts = Prompter(shape, tokenizer, is_dummy=dummy is not None)
-        voices = voices_directory(engine) if shape.variant == "base" else None
-        taken = {other.speech.voices.directory for other in server.models.values() if other.speech}
-        if voices is not None and voices in taken:
-            raise ConfigError(f"two models would keep voices in {voices}. Give one of them its own --voices-dir.")
-        aliases = voice_aliases(model.about.voice_alias, shape)
-        speech = SpeechParts(prompts, VoiceStore(client, voices, server.config), aliases)
+        taken = {other.speech.voices.directory for other in server.models.values() if other.speech} - {None}
+        speech = SpeechParts.open(client, directory, tokenizer, model.about.voice_alias, server.config)
+        if (kept := speech.voices.directory) in taken:
+            raise ConfigError(f"two models would keep voices in {kept}. Give one of them its own --voices-dir.")
     elif model.about.voice_alias:
         raise ConfigError(f"--voice-alias names voices of a speech model, and {model.names[0]!r} writes text")
     else:

@@ -9,7 +9,6 @@ import ctypes
 import hashlib
 import logging
 import math
-import sys
 import time
 from collections import Counter
 from collections.abc import Mapping
@@ -36,8 +35,7 @@ from deltic.server.fair_thread import FairThread
 from deltic.server.limits import Accounts, asking
 from deltic.server.metrics import Exposition, Metrics
 from deltic.server.room import Room
-from deltic.server.speech.prompt import Prompter
-from deltic.server.speech.voices import VoiceStore
+from deltic.server.speech.voices import SpeechParts
 from deltic.server.urls import Hosts
 from deltic.text import SamplingDefaults, Tokenizer
 
@@ -255,22 +253,6 @@ class Server:
         if "message" in status and not (self.draining or self.is_leaving):
             status["message"] = f"{worst}: {status['message']}"
         return status | {"models": {name: fields | {"kind": self.models[name].kind} for name, fields in each.items()}}
-
-
-@dataclass
-class SpeechParts:
-    """Parts that only a speech model has."""
-
-    prompts: Prompter
-    voices: VoiceStore
-    aliases: Mapping[str, str] = field(default_factory=dict)
-    """Aliases of voices, in lower case, and the voice each means."""
-    worker: FairThread = field(default_factory=lambda: FairThread("audio", lambda: sys.maxsize))
-    """Worker of one thread for files of audio: what is there to encode, the engine has made in turns."""
-
-    def voice_names(self) -> list[str]:
-        """Speakers of the checkpoint, aliases, and voices that were uploaded."""
-        return [*sorted(self.prompts.shape.speakers), *self.aliases, *(voice.name for voice in self.voices.all())]
 
 
 @dataclass(frozen=True, eq=False)

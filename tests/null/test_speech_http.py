@@ -24,11 +24,11 @@ from deltic.engine.messages import EncodeVoice, VoiceEncoded
 from deltic.models.tts.shape import FRAME, SPEAKER, split_row
 from deltic.models.vocoder.shape import FRAME_SAMPLES
 from deltic.server.chat.answer import WayOut
-from deltic.server.service import SpeechParts
 from deltic.server.speech import protocol as speech_protocol
 from deltic.server.speech import routes
 from deltic.server.speech import voices as voices_module
 from deltic.server.speech.audio import MEDIA_TYPES, STREAMED_FILES, StreamedFile, encode, wav_header
+from deltic.server.speech.voices import SpeechParts
 from tests.fake_engine import FakeEngineClient, make_app, served
 from tests.fake_speech import FakeSpeechClient, make_speech_app, wave
 

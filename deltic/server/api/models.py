@@ -18,7 +18,6 @@ from deltic import __version__
 from deltic.config import ADAPTER_NAME
 from deltic.engine.messages import Picture
 from deltic.host.client import EngineUnavailable
-from deltic.models.vocoder.shape import SAMPLE_RATE
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.server.adapters import AdapterRefused, full_path
 from deltic.server.api import protocol
@@ -29,8 +28,7 @@ from deltic.server.chat.request import Chat, context_limit
 from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.preparation import Preparation, parsed
-from deltic.server.service import SHUTTING_DOWN, Service, SpeechParts
-from deltic.server.speech import protocol as speech_protocol
+from deltic.server.service import SHUTTING_DOWN, Service
 from deltic.server.transport import Encoded, LargeResponse, json_response
 
 
@@ -67,22 +65,11 @@ def model_card(service: Service, name: str) -> dict[str, Any]:
         # What other clients look for, under names of their own.
         **dict.fromkeys(("context_length", "context_window", "max_input_tokens", "max_tokens"), limit),
         **({"input_modalities": ["text", "image"]} if service.sees else {}),
-        **({"speech": speech_card(service.speech)} if service.speech else {}),
+        **({"speech": service.speech.card()} if service.speech else {}),
         "type": "model",
         "display_name": name,
         "created_at": at.isoformat().replace("+00:00", "Z"),
         "lifecycle": "active",
-    }
-
-
-def speech_card(parts: SpeechParts) -> dict[str, Any]:
-    shape = parts.prompts.shape
-    return {
-        "task_type": speech_protocol.TASKS[shape.variant],
-        "sample_rate": SAMPLE_RATE,
-        "voices": parts.voice_names(),
-        "languages": ["auto", *sorted(shape.languages)],
-        "takes_instructions": shape.takes_instructions,
     }
 
 

@@ -32,8 +32,9 @@ from deltic.server.chat.generation import Generation, timed_out, unavailable
 from deltic.server.chat.request import context_limit
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket, Usage
+from deltic.server.openapi import Route
 from deltic.server.preparation import Preparation
-from deltic.server.service import Service, SpeechParts
+from deltic.server.service import Service
 from deltic.server.speech import protocol as speech_protocol
 from deltic.server.speech.audio import (
     MAX_REFERENCE_BYTES,
@@ -48,7 +49,7 @@ from deltic.server.speech.audio import (
 )
 from deltic.server.speech.prompt import OpenText, Words
 from deltic.server.speech.protocol import BatchItem, BatchRequest, Manner, SpeechFields, SpeechRequest, VoiceForm
-from deltic.server.speech.voices import Stored
+from deltic.server.speech.voices import SpeechParts, Stored
 from deltic.server.transport import EventStream, json_response, let_go, read_body, unless_disconnected
 
 FORM_BYTES = 65_536
@@ -77,7 +78,7 @@ def plan(
 
     Slow for long texts: runs in the worker thread. Raises ApiError (400, 404).
     """
-    speech = parts(service)
+    speech = service.speaking()
     service.check_model(fields.model)
     fields = speech_protocol.with_alias(fields, speech.aliases)
     name = speech_protocol.voice_name(fields)
@@ -91,11 +92,6 @@ def plan(
         reference = ""  # its speaker's vector is all that is used
     words = speech.prompts.words(text, manner.instructions, reference, context_limit(info))
     return Plan(fields, manner, words, stored, streamed, text if isinstance(text, OpenText) else None)
-
-
-def parts(service: Service) -> SpeechParts:
-    assert service.speech is not None  # Service.admit has seen to it
-    return service.speech
 
 
 class _AudioUpdate(Update):
@@ -177,7 +173,7 @@ class Utterance:
         except ApiError as error:
             end = error.code or "error"
             if self.sent.speech and self.sent.speech.voice:
-                parts(self._service).voices.doubt(self.sent.speech.voice)
+                self._service.speaking().voices.doubt(self.sent.speech.voice)
             raise
         finally:
             first_s = spoken.first_s and spoken.first_s - self._started_s
@@ -207,7 +203,7 @@ class Utterance:
 
     async def _feed(self) -> None:
         """Sends the rest of the text as it is written. Raises ApiError (400) when it becomes too long."""
-        text, sent, shape = self.plan.open_text, self.sent, parts(self._service).prompts.shape
+        text, sent, shape = self.plan.open_text, self.sent, self._service.speaking().prompts.shape
         assert text is not None and sent.speech is not None
         n_given, is_last, max_tokens = self._n_given, False, None
         n_rows = len(sent.prompt_ids) + len(sent.speech.trailing_ids) + 1 - n_given  # without the body
@@ -287,7 +283,7 @@ class Utterance:
 
     async def _encoded(self, size: int, work: Callable[[], bytes]) -> bytes:
         """Returns what `work` makes, in the thread of files, in the turns of the key that asks."""
-        return await asyncio.wrap_future(parts(self._service).worker.submit(self.sent.tenant, size, work))
+        return await asyncio.wrap_future(self._service.speaking().worker.submit(self.sent.tenant, size, work))
 
     def usage(self) -> dict[str, Any]:
         """Rows of the prompt and codes drawn; then tokens of the texts, and frames of the voice."""
@@ -304,7 +300,7 @@ class Utterance:
 
 async def utterance(service: Service, plan: Plan, info: engine.EngineInfo, ticket: Ticket) -> Utterance:
     """Has its voice encoded, if it is not yet, and makes the request. Raises ApiError."""
-    speech, manner, fields = parts(service), plan.manner, plan.fields
+    speech, manner, fields = service.speaking(), plan.manner, plan.fields
     voice = await _in_time(ticket, _voice(speech, plan))
     n_frames = voice.n_frames if voice and plan.words.reference else 0
     shape, text = speech.prompts.shape, plan.open_text
@@ -537,7 +533,7 @@ async def add_voice(service: Service, request: Request) -> ASGIApp:
     if asked.model is not None:
         service = service.server.find(asked.model)
     service.admit(speech=True)
-    speech = parts(service)
+    speech = service.speaking()
     if speech.prompts.shape.variant != "base":
         message = f"voices can be added to a Base model; {service.model_name!r} has its own"
         raise bad_request(None, message, "unsupported_model")
@@ -595,3 +591,15 @@ async def delete_voice(service: Service, request: Request) -> ASGIApp:
     ticket: Ticket = request.scope[TICKET]
     speech.voices.remove(name, ticket.account)
     return json_response({"success": True, "name": name, "deleted": True})
+
+
+SPEECH = partial(Route, kind="speech")
+
+ROUTES = (
+    SPEECH("POST", "/v1/audio/speech", speak, SpeechRequest, generates=True, gives=tuple(MEDIA_TYPES.values())),
+    SPEECH("POST", "/v1/audio/speech/batch", speak_batch, BatchRequest, generates=True),
+    SPEECH("GET", "/v1/audio/voices", list_voices, takes_model=True),
+    SPEECH("POST", "/v1/audio/voices", add_voice, VoiceForm, form=True, generates=True),
+    SPEECH("DELETE", "/v1/audio/voices/{name}", delete_voice, takes_model=True),
+)
+"""The routes that models which speak have."""

@@ -36,7 +36,7 @@ from deltic.server.preparation import Preparation, prepared
 from deltic.server.service import Server, Service
 from deltic.server.speech.prompt import OpenText
 from deltic.server.speech.protocol import ClientMessage, InputDone, InputText, SessionClose, SessionConfig
-from deltic.server.speech.routes import Utterance, parts, plan, utterance
+from deltic.server.speech.routes import Utterance, plan, utterance
 from deltic.server.transport import MAX_CONTAINERS, error_response, let_go
 
 log = logging.getLogger("deltic.server")
@@ -252,7 +252,7 @@ class _Conversation:
         """
         text = self._text
         if text is None:
-            piece, text = piece.lstrip(), parts(self._service).prompts.open_text()
+            piece, text = piece.lstrip(), self._service.speaking().prompts.open_text()
         if not piece or text.is_over:
             return
         size = text.n_characters + len(piece)  # all of it, where nothing was certain until now

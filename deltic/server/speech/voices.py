@@ -4,6 +4,7 @@ request.
 The engine keeps what it makes of a voice under a key that is a digest of the audio. What is kept here is the
 audio itself, with its name, consent and transcript: one file a voice, beside the engine's. So what the engine
 has is a cache; where it lost a voice, or another model is served, the voice is encoded again.
+`SpeechParts` holds them beside all else that the server has of a speech model.
 """
 
 from __future__ import annotations
@@ -12,26 +13,34 @@ import asyncio
 import hashlib
 import logging
 import os
+import sys
 import time
 import urllib.parse
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 
-from deltic.config import EngineConfig, ServerConfig
+from deltic.config import ConfigError, ServerConfig
 from deltic.engine.messages import EncodeVoice, VoiceEncoded
 from deltic.engine.turns import share_of
 from deltic.host.client import EngineClient, EngineUnavailable
+from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechShape
 from deltic.private import make_private
 from deltic.server.chat.generation import unavailable
 from deltic.server.errors import RETRY_LATER, ApiError, bad_request
+from deltic.server.fair_thread import FairThread
 from deltic.server.limits import Account, asking
-from deltic.server.speech.audio import MAX_REFERENCE_BYTES, AudioError, decode_reference
+from deltic.server.speech.audio import MAX_REFERENCE_BYTES, RATE, AudioError, decode_reference
+from deltic.server.speech.prompt import Prompter
+from deltic.server.speech.protocol import TASKS, voice_aliases
 from deltic.server.urls import Hosts, UrlError, fetch, of_base64, of_data_url
+from deltic.text import Tokenizer
 
 log = logging.getLogger("deltic.server")
 
@@ -82,13 +91,6 @@ class _Head(Uploaded, frozen=True, kw_only=True):
 MAX_HEAD = 65_536
 
 
-def voices_directory(config: EngineConfig) -> Path | None:
-    """Returns where voices are kept; None: in memory."""
-    if config.voices_dir is None and config.cache_dir is not None:
-        return config.cache_dir / "voices"
-    return config.voices_dir
-
-
 def key_of(data: bytes, kind: str, needs_codes: bool) -> str:
     """The same for the same audio, or vector, and use."""
     digest = hashlib.sha256(f"{kind} {needs_codes} ".encode())
@@ -100,7 +102,8 @@ class VoiceStore:
     """Uploaded voices by name, any case, and the way of any voice into the engine."""
 
     def __init__(self, client: EngineClient, directory: Path | None, config: ServerConfig) -> None:
-        """Reads what there is in `directory`; files that cannot be read are passed over, and said in the log.
+        """Reads what there is in `directory`; without one, voices are kept in memory. Files that cannot be read
+        are passed over, and said in the log.
 
         Raises ConfigError where they may be anybody's, and for hosts that cannot be meant.
         """
@@ -406,3 +409,46 @@ def _read(path: Path, with_data: bool = True) -> Stored:
     if data is not None and hashlib.sha256(data).hexdigest() != head.digest:
         raise ValueError("the file is damaged")
     return Stored(**_known(head), data=data)
+
+
+@dataclass
+class SpeechParts:
+    """Parts that only a speech model has."""
+
+    prompts: Prompter
+    voices: VoiceStore
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """Aliases of voices, in lower case, and the voice each means."""
+    worker: FairThread = field(default_factory=lambda: FairThread("audio", lambda: sys.maxsize))
+    """Worker of one thread for files of audio: what is there to encode, the engine has made in turns."""
+
+    @classmethod
+    def open(
+        cls, client: EngineClient, directory: Path, tokenizer: Tokenizer, aliases: Sequence[str], config: ServerConfig
+    ) -> SpeechParts:
+        """Parts of the model in `directory`. aliases: as --voice-alias has them. Raises ConfigError,
+        CheckpointError, TokenizerError.
+        """
+        if find_spec("soundfile") is None or find_spec("websockets") is None:
+            raise ConfigError("a model that speaks needs libraries for audio: pip install 'deltic[speech]'")
+        engine, dummy = client.config, client.config.dummy
+        shape = PUBLISHED_SPEECH[dummy.lower()] if dummy else SpeechShape.from_directory(directory)
+        prompts = Prompter(shape, tokenizer, is_dummy=dummy is not None)
+        voices = voice_aliases(aliases, shape)
+        kept = engine.voices_dir or (engine.cache_dir and engine.cache_dir / "voices")
+        return cls(prompts, VoiceStore(client, kept if shape.variant == "base" else None, config), voices)
+
+    def voice_names(self) -> list[str]:
+        """Speakers of the checkpoint, aliases, and voices that were uploaded."""
+        return [*sorted(self.prompts.shape.speakers), *self.aliases, *(voice.name for voice in self.voices.all())]
+
+    def card(self) -> dict[str, Any]:
+        """The model's entry `speech` in /v1/models."""
+        shape = self.prompts.shape
+        return {
+            "task_type": TASKS[shape.variant],
+            "sample_rate": RATE,
+            "voices": self.voice_names(),
+            "languages": ["auto", *sorted(shape.languages)],
+            "takes_instructions": shape.takes_instructions,
+        }
