@@ -22,9 +22,9 @@ from deltic import __version__
 from deltic.commands.plan import decode_bytes
 from deltic.config import ConfigError, EngineConfig
 from deltic.machine import cpu_model, cuda_driver, free_memory_bytes, memory_bound, n_usable_cpus
+from deltic.models.checkpoint import locate_speech, speaks
 from deltic.models.fields import CheckpointError
 from deltic.models.qwen.shape import PUBLISHED
-from deltic.models.tts.shape import PUBLISHED_SPEECH
 from deltic.ops.contract import KernelError
 from deltic.ops.cpu.instruction_sets import runnable
 from deltic.ops.cpu.program import instruction_set
@@ -94,8 +94,8 @@ class Column:
 
     def n_bytes(self, size: str) -> int:
         """Returns the bytes of the weights."""
-        if size in PUBLISHED_SPEECH:
-            speech, kind = PUBLISHED_SPEECH[size], self.device.speech
+        if speaks(self.config(size)):
+            (_, speech), kind = locate_speech(self.config(size)), self.device.speech
             return kind.weight_bytes(speech, self.quantize) + kind.vocoder_bytes(speech)
         return self.device.text.weight_bytes(PUBLISHED[size], self.quantize)
 

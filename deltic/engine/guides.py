@@ -45,6 +45,7 @@ LONG_GRAMMAR = 20_000
 for the rest.
 """
 NICENESS = 10
+"""Niceness of threads that work beside the steps, which go first."""
 N_MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 """The library's threads that make the masks of a job."""
 SLOW_S, SLOW_EACH_S = 0.005, 0.0005

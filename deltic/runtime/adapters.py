@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Protocol
 
 from deltic.config import ConfigError, EngineConfig
+from deltic.engine.guides import NICENESS
 from deltic.engine.messages import AdapterLoaded, LoadAdapter
 from deltic.engine.step import HeldAdapter
 from deltic.models.fields import CheckpointError
 from deltic.models.qwen.adapters import Adapter, read_adapter
 from deltic.models.qwen.shape import ModelShape
-from deltic.runtime.encoded import NICENESS
 
 log = logging.getLogger("deltic.engine")
 

@@ -33,13 +33,11 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from deltic.engine.guides import NICENESS
 from deltic.models.fields import CheckpointError
 from deltic.ops.arrays import Array
 
 log = logging.getLogger("deltic.engine")
-
-NICENESS = 10
-"""Niceness of the encoding thread: steps go first."""
 
 _KEY = re.compile(r"[0-9A-Za-z_-]{1,64}")
 

@@ -10,7 +10,6 @@ from deltic.engine.messages import EngineInfo, PictureInfo, VideoInfo
 from deltic.models.loading import shares_text
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Weights
-from deltic.models.tts.shape import SpeechShape
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.shape import BLOCK
 from deltic.runtime.plan import SpeechPlan, TextPlan
@@ -40,21 +39,21 @@ def engine_info(
         device=device if n_gpus == 1 else f"{n_gpus} x {device}",
         **of_device,
     )
-    if isinstance(shape, SpeechShape):
+    if isinstance(shape, ModelShape):
         return info(
-            eos_token_ids=[shape.end_id],
-            even_context=shape.talker.layer_params / (2 * shape.talker.n_layers * shape.talker.q_rows),
-            n_prompt_ids=shape.n_prompt_ids,
-            is_speech=True,
-            has_state=False,
+            eos_token_ids=list(shape.eos_token_ids),
+            even_context=even_context(shape),
+            has_draft_head=shape.has_draft_head,
+            max_loras=plan.adapters.n,
+            kv_cache_dtype=shape.kv_cache_dtype,
+            pictures=None if rules is None else _pictures(plan, rules),
         )
     return info(
-        eos_token_ids=list(shape.eos_token_ids),
-        even_context=even_context(shape),
-        has_draft_head=shape.has_draft_head,
-        max_loras=plan.adapters.n,
-        kv_cache_dtype=shape.kv_cache_dtype,
-        pictures=None if rules is None else _pictures(plan, rules),
+        eos_token_ids=[shape.end_id],
+        even_context=shape.talker.layer_params / (2 * shape.talker.n_layers * shape.talker.q_rows),
+        n_prompt_ids=shape.n_prompt_ids,
+        is_speech=True,
+        has_state=False,
     )
 
 

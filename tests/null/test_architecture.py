@@ -120,6 +120,67 @@ def test_a_page_of_the_design_names_its_files_and_tests(path: Path) -> None:
     assert re.search(r"^\*\*Files[:.]\*\*", text, re.M) and re.search(r"^\*\*Tests[:.]\*\*", text, re.M)
 
 
+# Who knows of speech.
+
+SPEECH = re.compile(
+    r"deltic\.(models\.(tts|vocoder)|server\.speech|engine\.stage|runtime\.(speaking|voices|encoded|\wpu\.(speech\w*|vocoder))"
+    r"|ops\.(cpu\.(speech|vocoder)|gpu\.(conv|frames|vocode))|commands\.say|bench\.speech)\b"
+)
+"""Modules that serve speech alone."""
+KNOW_SPEECH = {
+    "commands/plan.py",
+    "engine/engine.py",
+    "models/checkpoint.py",
+    "runtime/build.py",
+    "runtime/cpu/buffers.py",
+    "runtime/cpu/device.py",
+    "runtime/gpu/buffers.py",
+    "runtime/gpu/collect.py",
+    "runtime/gpu/device.py",
+    "runtime/model.py",
+    "runtime/plan.py",
+    "server/app.py",
+    "server/serve.py",
+    "server/service.py",
+}
+"""Files that import them and serve texts, too. ARCHITECTURE.md says why; the set only shrinks."""
+
+
+def modules_in(tree: ast.Module) -> Iterator[str]:
+    """The full names of what a file imports, inside functions as well."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def test_few_files_know_of_speech() -> None:
+    knowing = set()
+    for path in (ROOT / "deltic").rglob("*.py"):
+        name = path.relative_to(ROOT / "deltic")
+        if not SPEECH.match(".".join(("deltic", *name.with_suffix("").parts))):
+            knowing |= {str(name) for module in modules_in(ast.parse(path.read_text())) if SPEECH.match(module)}
+    assert knowing <= KNOW_SPEECH, f"these are to ask a Kind, or `SpeechParts`: {sorted(knowing - KNOW_SPEECH)}"
+    assert knowing >= KNOW_SPEECH, f"no longer needed in KNOW_SPEECH: {sorted(KNOW_SPEECH - knowing)}"
+
+
+def test_an_import_of_speech_is_found() -> None:
+    text = """
+def late():
+    from deltic.server.speech import routes
+import deltic.models.tts.shape
+from deltic.runtime.cpu import speech_batch
+from deltic.server import service
+"""
+    found = [name for name in modules_in(ast.parse(text)) if SPEECH.match(name)]
+    assert sorted(found) == [
+        "deltic.models.tts.shape",
+        "deltic.runtime.cpu.speech_batch",
+        "deltic.server.speech.routes",
+    ]
+
+
 # What keys share.
 
 KEEPERS = ("server", "host", "engine", "runtime", "text.py")
