@@ -78,7 +78,7 @@ WITH_TORCH = (
     "models.vocoder.gpu",
 )
 """How the names begin of modules that import torch. Others may do so inside a function, where a GPU is in use."""
-MAX_DEFERRED_IMPORTS = 30
+MAX_DEFERRED_IMPORTS = 27
 """Imports of ours inside functions: each keeps a start quick or a package optional, none hides a ring."""
 
 

@@ -102,8 +102,8 @@ class VoiceStore:
     """Uploaded voices by name, any case, and the way of any voice into the engine."""
 
     def __init__(self, client: EngineClient, directory: Path | None, config: ServerConfig) -> None:
-        """Reads what there is in `directory`; without one, voices are kept in memory. Files that cannot be read
-        are passed over, and said in the log.
+        """Reads what there is in `directory`; without one, voices are kept in memory. Files that cannot be
+        read are passed over, and said in the log.
 
         Raises ConfigError where they may be anybody's, and for hosts that cannot be meant.
         """
