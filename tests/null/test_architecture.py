@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -112,6 +113,23 @@ def test_named_classes_and_methods_exist(path: Path) -> None:
     spans = " ".join(re.findall(r"`([^`\n]+)`", without_code(path.read_text())))
     for owner, name in re.findall(r"(?<![\w.])([A-Z][a-z]\w+)\.([a-z_]\w*)(?!\.?\w)", spans):
         assert has_member(owner, name), f"{path.name}: no {owner}.{name}"
+
+
+@cache
+def names_in_the_code() -> set[str]:
+    """The words of all sources, and the names of their files."""
+    paths = [path for top in ("deltic", "bench", "training", "tests") for path in (ROOT / top).rglob("*")]
+    files = [path for path in paths if path.suffix in (".py", ".cpp", ".h")]
+    texts = [path.read_text() for path in (*files, ROOT / "Makefile", ROOT / "CMakeLists.txt", ROOT / "pyproject.toml")]
+    return {path.stem for path in paths} | {word for text in texts for word in re.findall(r"[A-Za-z]\w*", text)}
+
+
+@pytest.mark.parametrize("path", MAPS, ids=relative)
+def test_names_in_the_map_are_those_of_the_code(path: Path) -> None:
+    spans = re.findall(r"`([^`\n]+)`", without_code(path.read_text()))
+    named = " ".join(span for span in spans if not span.startswith(".") and not set(span) & set("*<"))
+    gone = set(re.findall(r"[A-Za-z]\w*", named)) - names_in_the_code()
+    assert not gone, f"{path.name}: nothing has these names: {sorted(gone)}"
 
 
 @pytest.mark.parametrize("path", sorted(ROOT.glob("docs/design/*.md")), ids=relative)
