@@ -162,20 +162,6 @@ class Server:
         """
         return next(iter(self.of(kind)), next(iter(self.models.values())))
 
-    def admit_speech(self) -> None:
-        """Raises ApiError, as `Service.admit`, if no model that speaks would take a request.
-
-        For use before the request's model is known.
-        """
-        refusals = []
-        for service in self.of("speech") or [self.first("speech")]:
-            try:
-                service.admit(speech=True)
-                return
-            except ApiError as error:
-                refusals.append(error)
-        raise refusals[0]
-
     def note_unknown(self, route: str, field: str) -> None:
         """Logs a field that is not known, in a request that is answered all the same.
 

@@ -34,7 +34,7 @@ from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket, Usage
 from deltic.server.openapi import Route
 from deltic.server.preparation import Preparation
-from deltic.server.service import Service
+from deltic.server.service import Server, Service
 from deltic.server.speech import protocol as speech_protocol
 from deltic.server.speech.audio import (
     MAX_REFERENCE_BYTES,
@@ -69,6 +69,21 @@ class Plan:
     streamed: bool
     open_text: OpenText | None = None
     """Text that `words.body` is of, where it may still be growing."""
+
+
+def admit(server: Server) -> None:
+    """Raises ApiError, as `Service.admit`, if no model that speaks would take a request.
+
+    For use before the request's model is known.
+    """
+    refusals = []
+    for service in server.of("speech") or [server.first("speech")]:
+        try:
+            service.admit(speech=True)
+            return
+        except ApiError as error:
+            refusals.append(error)
+    raise refusals[0]
 
 
 def plan(
@@ -528,7 +543,7 @@ async def list_voices(service: Service, request: Request) -> ASGIApp:
 
 async def add_voice(service: Service, request: Request) -> ASGIApp:
     """POST /v1/audio/voices: a voice to clone, from a form with audio_sample or speaker_embedding."""
-    service.server.admit_speech()
+    admit(service.server)
     asked = await _voice_form(request, service.server.max_body_mb)
     if asked.model is not None:
         service = service.server.find(asked.model)

@@ -36,7 +36,7 @@ from deltic.server.preparation import Preparation, prepared
 from deltic.server.service import Server, Service
 from deltic.server.speech.prompt import OpenText
 from deltic.server.speech.protocol import ClientMessage, InputDone, InputText, SessionClose, SessionConfig
-from deltic.server.speech.routes import Utterance, plan, utterance
+from deltic.server.speech.routes import Utterance, admit, plan, utterance
 from deltic.server.transport import MAX_CONTAINERS, error_response, let_go
 
 log = logging.getLogger("deltic.server")
@@ -67,7 +67,7 @@ async def converse(server: Server, access: Access, socket: WebSocket, note: Note
     ticket: Ticket = socket.scope[TICKET]
     try:
         ticket.account = access.check_socket(socket)
-        server.admit_speech()
+        admit(server)
         tenant, most = ticket.tenant, server.accounts.share(MAX_SOCKETS)
         if server.sockets[tenant] >= most:
             raise ApiError(429, f"{most} WebSockets are open, as many as may be", code="too_many_sockets")
