@@ -12,7 +12,7 @@ import itertools
 import os
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,7 +35,7 @@ class Command:
     help: str
     flags: Callable[[argparse.ArgumentParser], None]
     function: str
-    values: Callable[[argparse.Namespace], tuple[Any, ...]] = lambda arguments: ()
+    values: Callable[[argparse.Namespace], tuple[object, ...]] = lambda arguments: ()
 
     def run(self, arguments: argparse.Namespace) -> Result:
         """The values are made, and so the settings checked, before the import, which may take seconds."""
@@ -45,15 +45,15 @@ class Command:
         return run(*values)
 
 
-def _server(arguments: argparse.Namespace) -> tuple[Any, ...]:
+def _server(arguments: argparse.Namespace) -> tuple[object, ...]:
     return arguments, settings.server_arguments(arguments)
 
 
-def _engine(arguments: argparse.Namespace) -> tuple[Any, ...]:
+def _engine(arguments: argparse.Namespace) -> tuple[object, ...]:
     return arguments, settings.engine(arguments)
 
 
-def _models(arguments: argparse.Namespace) -> tuple[Any, ...]:
+def _models(arguments: argparse.Namespace) -> tuple[object, ...]:
     """The models to serve: (EngineConfig, ModelConfig) of each, and the ServerConfig. Raises ConfigError."""
     groups = [arguments]
     while (words := groups[-1].further) is not None:
@@ -175,10 +175,7 @@ Deltic {__version__} serves Qwen's hybrid models and Qwen3-TTS on this machine. 
 class _CommandParser(argparse.ArgumentParser):
     """Knows flags of other servers, before argparse takes `-hf` for `-h`. A part of a flag is none."""
 
-    def __init__(self, *args: Any, **settings: Any) -> None:
-        super().__init__(*args, **settings | {"allow_abbrev": False})
-
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> tuple[Any, list[str]]:
+    def parse_known_args(self, args: Iterable[str] | None = None, namespace: Any = None) -> tuple[Any, list[str]]:
         for word in () if self._subparsers else args or ():
             flag = word.partition("=")[0]
             if flag.startswith("-") and flag not in self._option_string_actions and (advice := flags.advice(flag)):
@@ -194,15 +191,17 @@ def parser() -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"deltic {__version__}")
     commands = top.add_subparsers(title="commands", metavar="COMMAND", required=True, parser_class=_CommandParser)
     _add(commands, COMMANDS)
-    bench = commands.add_parser("bench", help="measure a server, a GPU or a quantised model", description="Measure.")
+    bench = commands.add_parser(
+        "bench", help="measure a server, a GPU or a quantised model", description="Measure.", allow_abbrev=False
+    )
     _add(bench.add_subparsers(title="benches", metavar="WHAT", required=True), BENCHES)
     return top
 
 
-def _add(under: Any, commands: dict[str, Command]) -> None:
+def _add(under: argparse._SubParsersAction[_CommandParser], commands: dict[str, Command]) -> None:
     for name, command in commands.items():
         summary = command.help[0].upper() + command.help[1:] + "."
-        sub: argparse.ArgumentParser = under.add_parser(name, help=command.help, description=summary)
+        sub = under.add_parser(name, help=command.help, description=summary, allow_abbrev=False)
         sub.set_defaults(command=command, used=sub)
         command.flags(sub)
 

@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, BinaryIO
+from typing import BinaryIO, TypeVar
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
+
+from deltic.json_types import JsonObject
+
+T = TypeVar("T")
 
 PATHS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 """Paths that a line may go to, and the field by which a bare body is known to be for each."""
@@ -118,7 +122,7 @@ def parse(text: bytes, line: int) -> Job:
         return Job(line, custom_id, error=f"line {line}: {error}")
 
 
-def _object(text: bytes, kind: type[Any], place: str) -> Any:
+def _object(text: bytes, kind: type[T], place: str) -> T:
     try:
         return msgspec.json.decode(text, type=kind)
     except msgspec.ValidationError:
@@ -137,7 +141,7 @@ def _word(raw: Raw, field: str) -> str | None:
         raise BadLine(f"{field}: expected a string", param=field) from None
 
 
-def read_results(out: BinaryIO, is_result: Callable[[dict[str, Any]], bool]) -> Iterator[dict[str, Any]]:
+def read_results(out: BinaryIO, is_result: Callable[[JsonObject], bool]) -> Iterator[JsonObject]:
     """The results that `out` holds, from its start; cuts off a last line that was not written to its end.
 
     Raises ForeignFile for any other line that is none, and leaves the file as it is then.

@@ -14,14 +14,17 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypedDict, Unpack
+from typing import Any, TypedDict, TypeVar, Unpack
 
+from deltic.json_types import JsonObject
 from deltic.machine import CPUS, MAX_THREADS
 
 BUILT_IN = "built-in"
 """Name of the model served when none is given."""
 
 ENV_PREFIX = "DELTIC_"
+
+T = TypeVar("T")
 
 
 class ConfigError(ValueError):
@@ -58,7 +61,7 @@ class About(TypedDict, total=False):
     most: float
 
 
-def knob(default: Any, text: str, **about: Unpack[About]) -> Any:
+def knob(default: T, text: str, **about: Unpack[About]) -> T:
     """A dataclass field that is a command-line flag: its default and its help text."""
     return dataclasses.field(default=default, metadata={"help": text, **about})
 
@@ -125,7 +128,7 @@ class EngineConfig:
         metavar="TOKENS",
         least=1,
     )
-    rope_scaling: dict[str, Any] | None = knob(
+    rope_scaling: JsonObject | None = knob(
         None,
         "positions beyond those that the model was made for, by YaRN, in place of what the checkpoint says, e.g. "
         '\'{"rope_type": "yarn", "factor": 4}\'; answers to short prompts change, too',
@@ -328,7 +331,7 @@ class ModelConfig:
         several=True,
     )
     chat_template: Path | None = knob(None, "Jinja file to use instead of the checkpoint's chat template")
-    default_chat_template_kwargs: dict[str, Any] | None = knob(
+    default_chat_template_kwargs: JsonObject | None = knob(
         None,
         "settings of the chat template for requests that do not say, e.g. '{\"enable_thinking\": false}'",
         metavar="JSON",
@@ -339,7 +342,7 @@ class ModelConfig:
         "checkpoint's generation_config.json), none (nowhere), or such a file or its directory",
         metavar="auto|none|PATH",
     )
-    override_generation_config: dict[str, Any] | None = knob(
+    override_generation_config: JsonObject | None = knob(
         None, "of these, and max_new_tokens, other values, e.g. '{\"temperature\": 0.6}'", metavar="JSON"
     )
     voice_alias: tuple[str, ...] = knob(
@@ -529,6 +532,9 @@ class ServerConfig:
         return self.max_body_mb or (64.0 if pictures else 16.0)
 
 
+Config = EngineConfig | ModelConfig | ServerConfig
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
     """A question for who mistyped a name; empty where none is like it."""
     near = difflib.get_close_matches(name, sorted(known), 1, cutoff=0.75)  # below, it is by chance
@@ -546,8 +552,8 @@ def without_foreign(config: EngineConfig, device: str, kind: str) -> EngineConfi
     foreign: dict[str, Any] = {}
     for field in dataclasses.fields(config):
         value, only_device = getattr(config, field.name), field.metadata.get("device")
-        only: Any = only_device.get(kind) if isinstance(only_device, Mapping) else only_device
-        is_elsewhere = only not in (None, device)
+        only = (only_device.get(kind) if isinstance(only_device, Mapping) else only_device) or device
+        is_elsewhere = only != device
         only_kind = field.metadata.get("kind")
         if value == field.default or not (is_elsewhere or only_kind not in (None, kind)):
             continue

@@ -17,13 +17,14 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_type_hints
 
 from deltic.commands.flags import advice, json_object, scalar
-from deltic.config import ENV_PREFIX, ConfigError, EngineConfig, ModelConfig, ServerConfig, nearest, pinned_cpus
+from deltic.config import ENV_PREFIX, Config, ConfigError, EngineConfig, ModelConfig, ServerConfig, nearest, pinned_cpus
+from deltic.json_types import JsonObject
 
 T = TypeVar("T", EngineConfig, ModelConfig, ServerConfig)
 
@@ -33,9 +34,9 @@ AND = "and"
 
 def resolve(
     cls: type[T],
-    given: dict[str, Any],
+    given: Mapping[str, Any],
     environ: Mapping[str, str] = os.environ,
-    table: Mapping[str, Any] = MappingProxyType({}),
+    table: Mapping[str, object] = MappingProxyType({}),
 ) -> T:
     """Flags over `DELTIC_<FIELD>` variables over those of a file over defaults; unknown flags and malformed
     values are errors.
@@ -58,12 +59,12 @@ def resolve(
         variable, flag = ENV_PREFIX + name.upper(), name.replace("_", "-")
         called[name] = f"--{flag}"
         if name in given:
-            value: Any = tuple(given[name]) if many else given[name]
-            values[name] = _path(value) if kind is Path and value is not None else value
+            value = given[name]
+            values[name] = tuple(value) if many else _path(value) if kind is Path and value is not None else value
             continue
         if variable in environ:
             text = environ[variable]
-            items = [item.strip() for item in text.split(",")] if many else [text]
+            items: Sequence[object] = [item.strip() for item in text.split(",")] if many else [text]
             whence = f"{variable}={text!r}"
         elif name in table:
             entry = table[name]
@@ -82,7 +83,7 @@ def resolve(
     return config
 
 
-def _parsed(kind: Any, items: list[Any], whence: str) -> list[Any]:
+def _parsed(kind: type, items: Sequence[object], whence: str) -> list[object]:
     """The value of a field, from texts or from a file's values. Raises ConfigError."""
     try:
         return [_value(kind, item) for item in items]
@@ -94,7 +95,7 @@ EXPECTED = {bool: "on or off", dict: "a JSON object", str: "a text", Path: "a pa
 ON, OFF = ("on", "1", "true", "yes"), ("off", "0", "false", "no")
 
 
-def _value(kind: Any, item: Any) -> Any:
+def _value(kind: type, item: object) -> object:
     """Raises ValueError, TypeError."""
     if isinstance(item, str):
         return {bool: _switch, dict: json_object, Path: _path}.get(kind, kind)(item)
@@ -118,7 +119,7 @@ def _switch(text: str) -> bool:
     return word in ON
 
 
-def _check(field: dataclasses.Field[Any], value: Any, flag: str) -> None:
+def _check(field: dataclasses.Field[object], value: Any, flag: str) -> None:
     """Raises ConfigError for a value that no model and no machine could make right. flag: its name."""
     if isinstance(value, tuple) and not all(item.strip() for item in value):
         variable = ENV_PREFIX + field.name.upper()
@@ -165,7 +166,7 @@ def config_file(given: str | None, environ: Mapping[str, str] = os.environ) -> P
     return None if named is None else Path(named)
 
 
-def read_config(path: Path) -> list[dict[str, Any]]:
+def read_config(path: Path) -> list[JsonObject]:
     """The file's settings for each model, by the names of fields; the server's are with the first.
 
     Values are as the file has them. `config` is the file, for complaints.
@@ -174,7 +175,7 @@ def read_config(path: Path) -> list[dict[str, Any]]:
     return [table | {"config": path} for table in tables(f"--config {path}", _load(path))]
 
 
-def tables(whence: str, top: dict[Any, Any]) -> list[dict[str, Any]]:
+def tables(whence: str, top: JsonObject) -> list[JsonObject]:
     """Reads the tables of a file (see `read_config`). whence: for complaints. Raises ConfigError."""
     top = dict(top)
     further = top.pop(AND, [])
@@ -188,12 +189,12 @@ def tables(whence: str, top: dict[Any, Any]) -> list[dict[str, Any]]:
     return models
 
 
-def _load(path: Path) -> dict[str, Any]:
+def _load(path: Path) -> JsonObject:
     """Raises ConfigError."""
     try:
         text = path.read_text(encoding="utf-8")
         if path.suffix == ".toml":
-            content: Any = tomllib.loads(text)
+            content: object = tomllib.loads(text)
         elif path.suffix in (".yaml", ".yml"):
             content = _yaml(text)
         else:
@@ -211,12 +212,12 @@ def _load(path: Path) -> dict[str, Any]:
     return content
 
 
-def _yaml(text: str) -> Any:
+def _yaml(text: str) -> object:
     """Raises ValueError, also for a key that is there twice."""
     import yaml  # here: most have none
 
     class Once(yaml.SafeLoader):  # type: ignore[misc]
-        def compose_mapping_node(self, anchor: Any) -> Any:
+        def compose_mapping_node(self, anchor: object) -> object:
             node = super().compose_mapping_node(anchor)
             seen = set()
             for key, _ in node.value:
@@ -231,10 +232,10 @@ def _yaml(text: str) -> Any:
         raise ValueError(" ".join(str(error).split())) from None
 
 
-def _fields(whence: str, table: dict[Any, Any], classes: tuple[Any, ...]) -> dict[str, Any]:
+def _fields(whence: str, table: JsonObject, classes: tuple[type[Config], ...]) -> JsonObject:
     """A table under the names of fields. Raises ConfigError for what is none of `classes`'."""
     known = {field.name for cls in classes for field in dataclasses.fields(cls)}
-    fields: dict[str, Any] = {}
+    fields: JsonObject = {}
     for key, value in table.items():
         name = str(key).replace("-", "_")
         if name not in known:

@@ -3,6 +3,6 @@
 from typing import Any
 
 JsonObject = dict[str, Any]
-"""Object of any fields. JSON whose fields are known has a struct or a TypedDict instead."""
+"""Object of any fields, read from outside or written for others. One that we look into has a struct."""
 Json = None | bool | int | float | str | list[Any] | JsonObject
 """Value of any kind, which is looked into before use."""

@@ -18,10 +18,10 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -33,6 +33,7 @@ from deltic.engine.engine import MAX_FAILURES, Engine
 from deltic.engine.guides import Vocabulary
 from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob
 from deltic.engine.trace import Trace
+from deltic.json_types import JsonObject
 from deltic.models.checkpoint import drawable_ids, speaks, text_directory, tokenizer_directory, tokenizer_json
 from deltic.server.api import decode, protocol
 from deltic.server.chat.answer import Choice
@@ -46,7 +47,7 @@ from deltic.server.errors import ApiError
 from deltic.server.urls import Hosts
 from deltic.text import SamplingDefaults, Tokenizer
 
-Message = dict[str, Any]
+Message = Mapping[str, object]
 
 SAVE_S = 30.0
 """Seconds for which an LLM that is closed goes on writing to its cache_dir."""
@@ -94,7 +95,7 @@ class LLM:
         *,
         chat_template: Path | None = None,
         lora: Mapping[str, str | Path] | None = None,
-        **settings: Any,
+        **settings: object,
     ) -> None:
         """`settings` are the fields of EngineConfig: dummy, threads, memory_gb, max_model_len, ...
         `lora`: paths of adapters, by the names that `generate` and `chat` take.
@@ -141,7 +142,7 @@ class LLM:
         use_cache: bool = True,
         lora: str | None = None,
         progress: bool = True,
-        **sampling: Any,
+        **sampling: object,
     ) -> list[Completion]:
         """Continues each prompt (text, or token ids); completions in the prompts' order.
 
@@ -151,13 +152,14 @@ class LLM:
         complete. `sampling`: fields of SamplingParams, over those of `params`. Raises
         ValueError, and runs none, when one cannot run.
         """
-        fields = self._fields(priority, cache_salt, use_cache, lora)
+        adapter = self._adapter(lora)
+        request = partial(Request, priority=priority, cache_salt=cache_salt, use_cache=use_cache, adapter=adapter)
         given: Iterable[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
         ids = [self.tokenizer.encode(p, "parse") if isinstance(p, str) else list(p) for p in given]
         for name in sampling.keys() - {*_SAMPLING}:
             raise ValueError(f"{name}: {nearest(name, _SAMPLING) or 'is no field of SamplingParams'}")
         answers = self._answers(ids, params, stop, lambda at, own: None, sampling)
-        self._run(answers, [{} for _ in ids], fields, progress)
+        self._run(answers, [request] * len(ids), progress)
         return [answer.completion for answer in answers]
 
     def chat(
@@ -165,20 +167,19 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
         stop: str | Sequence[str] = (),
         priority: int = 0,
         cache_salt: str = "",
         use_cache: bool = True,
         lora: str | None = None,
         progress: bool = True,
-        **settings: Any,
+        **settings: object,
     ) -> list[Completion]:
         """Answers one conversation, or several: OpenAI messages, rendered by the checkpoint's chat template.
 
-        Messages and `tools` are what /v1/chat/completions takes, and mean the same; `cache_salt`,
+        Messages are what /v1/chat/completions takes, and mean the same; `cache_salt`,
         `use_cache`, `lora` and `progress` are generate's. `settings` are fields of SamplingParams, over those
-        of `params`, the template's, or the request's enable_thinking, reasoning_effort and
+        of `params`, the template's, or the request's tools, enable_thinking, reasoning_effort and
         mm_processor_kwargs. Beside parts of the type image_url, which take data: URLs, there may be `{"type":
         "image", "image": ...}` with a picture of Pillow's, a file's bytes, or its path. `{"type": "video",
         "video": ...}` takes a file's bytes or its path, or a list of such pictures, and with a list `fps`.
@@ -187,18 +188,19 @@ class LLM:
         """
         if self._template is None:
             raise ValueError("this model has no chat template. Use generate(), or give LLM(chat_template=FILE).")
-        fields = self._fields(priority, cache_salt, use_cache, lora)
+        adapter = self._adapter(lora)
+        request = partial(Request, priority=priority, cache_salt=cache_salt, use_cache=use_cache, adapter=adapter)
         switches, sampling = (
             {name: settings.pop(name) for name in names if name in settings}
-            for names in (("enable_thinking", "reasoning_effort", "mm_processor_kwargs"), _SAMPLING)
+            for names in (("tools", "enable_thinking", "reasoning_effort", "mm_processor_kwargs"), _SAMPLING)
         )
         for name in settings:
             if error := self._template.unknown(name):
                 known = {*switches, *_SAMPLING, *self._template.variables}
                 raise ValueError(f"{name}: {nearest(name, known) or 'is no field of SamplingParams, and ' + error}")
-        asked = switches | {"tools": tools, "chat_template_kwargs": settings}
-        first: Any = messages[0] if messages else None
-        many: Sequence[Any] = messages if first is None or not isinstance(first, dict) else [messages]
+        asked = switches | {"chat_template_kwargs": settings}
+        is_one = bool(messages) and isinstance(messages[0], dict)
+        many: Sequence[Iterable[object]] = [messages] if is_one else messages
         try:
             # Through JSON, so that nothing gets to the template that the server would not let through.
             files: list[bytes] = []
@@ -216,8 +218,8 @@ class LLM:
             )
 
         answers = self._answers([prompt.ids for prompt in prompts], params, stop, parser, sampling)
-        own_fields = [{"boundaries": prompt.boundaries, "pictures": prompt.pictures} for prompt in prompts]
-        self._run(answers, own_fields, fields, progress)
+        requests = [partial(request, boundaries=prompt.boundaries, pictures=prompt.pictures) for prompt in prompts]
+        self._run(answers, requests, progress)
         return [answer.completion for answer in answers]
 
     def _pictures(self, chat: Chat, files: list[bytes]) -> Pictures:
@@ -233,7 +235,7 @@ class LLM:
         with ThreadPoolExecutor(1) as thread:  # the caller's may have an event loop already
             return thread.submit(asyncio.run, reading).result()
 
-    def cache_summary(self) -> dict[str, Any]:
+    def cache_summary(self) -> JsonObject:
         """The contents of the prefix cache, as `GET /cache` shows them."""
         return self._engine.cache_summary()
 
@@ -255,7 +257,7 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None,
         stop: str | Sequence[str],
         parser: Callable[[int, SamplingParams], OutputParser | None],
-        over: Mapping[str, Any] = MappingProxyType({}),
+        over: Mapping[str, object] = MappingProxyType({}),
     ) -> list[_Answer]:
         """Makes an answer for each sequence to come. A request without a seed gets one, as the server would
         give it.
@@ -277,20 +279,17 @@ class LLM:
                 answers.append(_Answer(Completion(at, index, ids), own, choice))
         return answers
 
-    def _fields(self, priority: int, cache_salt: str, use_cache: bool, lora: str | None) -> dict[str, Any]:
-        """Returns the fields that all Requests of a call have. Raises ValueError."""
+    def _adapter(self, lora: str | None) -> bytes:
+        """Returns the key of an adapter, empty for none. Raises ValueError."""
         adapters = self.info.adapters
         if lora is not None and lora not in adapters:
             known = ", ".join(map(repr, adapters)) or "none: give LLM(lora={name: path})"
             raise ValueError(f"no adapter {lora!r}; this LLM has {known}")
-        adapter = b"" if lora is None else adapters[lora]
-        return {"priority": priority, "cache_salt": cache_salt, "use_cache": use_cache, "adapter": adapter}
+        return b"" if lora is None else adapters[lora]
 
-    def _run(
-        self, answers: list[_Answer], own_fields: list[dict[str, Any]], fields: dict[str, Any], progress: bool
-    ) -> None:
-        """Adds the requests and steps until all their answers are complete. own_fields: of each prompt's
-        Request; fields: of every one.
+    def _run(self, answers: list[_Answer], requests: Sequence[partial[Request]], progress: bool) -> None:
+        """Adds the requests and steps until all their answers are complete. requests: for each prompt, what
+        makes its Request of an id, the prompt's ids and the parameters.
         """
         if not self._close.alive:
             raise EngineStopped("this LLM was closed. Make a new one.")
@@ -302,15 +301,8 @@ class LLM:
                 at = answer.completion.prompt_index
                 if at not in ids:
                     ids[at] = str(next(self._ids))
-                    engine.add(
-                        Request(
-                            id=ids[at],
-                            prompt_ids=answer.completion.prompt_ids,
-                            params=answer.params,
-                            **own_fields[at],
-                            **fields,
-                        )
-                    )
+                    prompt_ids = answer.completion.prompt_ids
+                    engine.add(requests[at](id=ids[at], prompt_ids=prompt_ids, params=answer.params))
                 open_answers[ids[at], answer.completion.index] = answer
             with _bar(len(answers), progress) as tell:
                 for output in self._outputs(open_answers):
@@ -356,12 +348,12 @@ ASIDE = "deltic-picture:"
 """Begins the URL of a picture that JSON cannot say."""
 
 
-def _sendable(messages: Any, files: list[bytes]) -> Any:
+def _sendable(messages: Iterable[object], files: list[bytes]) -> list[object]:
     """Messages with a URL for each picture that is none; the picture is added to `files`. Raises ValueError,
     OSError.
     """
 
-    def part_of(part: Any) -> Any:
+    def part_of(part: object) -> object:
         if isinstance(part, dict) and part.get("type") == "image" and "image" in part:
             return {"type": "image_url", "image_url": {"url": url_of(part["image"])}}
         if isinstance(part, dict) and part.get("type") == "video" and "video" in part:
@@ -369,7 +361,7 @@ def _sendable(messages: Any, files: list[bytes]) -> Any:
             return part | {"video": [*map(url_of, video)] if isinstance(video, list | tuple) else url_of(video)}
         return part
 
-    def url_of(file: Any) -> str:
+    def url_of(file: object) -> str:
         if isinstance(file, str) and file.startswith(("data:", "http:", "https:")):
             return file
         files.append(file_of(file))

@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextvars import ContextVar
 from functools import cached_property
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 import tokenizers
@@ -26,6 +26,7 @@ from msgspec import Meta, Struct
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 
 from deltic.config import ConfigError, ModelConfig
+from deltic.json_types import JsonObject
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.gguf import is_gguf
 from deltic.models.gguf_config import PATTERNS, document
@@ -69,7 +70,7 @@ class UnreadableText(TokenizerError):
     """A text that the tokenizer's library gives up on."""
 
 
-def read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> JsonObject:
     """The object in a JSON file, {} where there is no such file. Of a GGUF file in the place of a
     directory: what its metadata says.
 

@@ -20,7 +20,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from rich.console import Console
@@ -32,6 +31,7 @@ from deltic.commands.plan import decode_bytes
 from deltic.config import ConfigError, EngineConfig, without_foreign
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
+from deltic.json_types import JsonObject
 from deltic.models.checkpoint import locate, n_real_ids
 from deltic.models.loading import COUNTED_ROWS, Store
 from deltic.models.qwen.shape import ModelShape
@@ -175,7 +175,7 @@ def prefill_ms(engine: Engine, n_tokens: int, n: int = 5, adapter: bytes = b"") 
 
 def decode_row(
     engine: Engine, shape: ModelShape, roofs: GpuRoofs, n: int, rounds: Sequence[Sequence[float]], context: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """The figures of decodes of n sequences. rounds: seconds of each step. context: the mean of the steps.
 
     alone_ms: one recorded step, replayed: median of 5 times 50.
@@ -198,7 +198,7 @@ def decode_row(
 
 def prefill_row(
     shape: ModelShape, roofs: GpuRoofs, n_tokens: int, rounds: Sequence[Sequence[float]], n_shards: int
-) -> dict[str, Any]:
+) -> JsonObject:
     """The figures of a cold prompt. rounds: milliseconds of each. n_shards: of this shape, that a GPU
     runs."""
     ms = statistics.median(ms for found in rounds for ms in found)
@@ -294,21 +294,16 @@ def shape_name(arguments: argparse.Namespace, config: EngineConfig) -> str:
     return (config.dummy or config.model) + (f"-{format}" if format else "") + states
 
 
-def write_result(bench: str, shape: str, device: str, out: str | Path | None, **found: Any) -> None:
+def write_result(bench: str, shape: str, device: str, out: str | Path | None, **found: object) -> None:
     """Writes a result's file under runs_directory(out), and prints its name."""
     path = runs_directory(out) / f"{bench}-{shape.replace('/', '-')}-{now():%H%M%S}.json"
-    made: dict[str, Any] = {
-        "bench": bench,
-        "date": now().isoformat(timespec="seconds"),
-        "shape": shape,
-        "device": device,
-    }
+    made: JsonObject = {"bench": bench, "date": now().isoformat(timespec="seconds"), "shape": shape, "device": device}
     made |= {"torch": torch.__version__, "machine": machine(), "code": code()}
     path.write_text(json.dumps(made | found, indent=1) + "\n")
     print(path)
 
 
-def _table(title: str, rows: Sequence[dict[str, Any]]) -> Table:
+def _table(title: str, rows: Sequence[JsonObject]) -> Table:
     """The decodes for people."""
     heads = ("N", "ms a step", "of the rounds", "alone", "tok/s", "GB a step", "% of read roof", "launches")
     table = Table(*heads, title=title, title_justify="left")

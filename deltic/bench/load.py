@@ -13,12 +13,13 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
 import msgspec
 
 from deltic.bench.provenance import fault_of
 from deltic.commands.endpoint import DONE, Endpoint, EndpointError, error_message
+from deltic.json_types import JsonObject
 
 _TEXT = """
 river stone window garden yellow market winter letter bridge silver morning forest candle orange thunder
@@ -74,9 +75,9 @@ class Dialect:
     include_usage: bool = True
     limit: Limit = "max_tokens"
 
-    def body(self, load: Load, text: str, n_output: int, images: Sequence[str] = ()) -> dict[str, Any]:
+    def body(self, load: Load, text: str, n_output: int, images: Sequence[str] = ()) -> JsonObject:
         """A streamed request. images: URLs."""
-        body: dict[str, Any] = {"model": load.model, "stream": True, "temperature": load.temperature}
+        body: JsonObject = {"model": load.model, "stream": True, "temperature": load.temperature}
         body[self.limit] = n_output
         if load.kind == "chat":
             parts = [{"type": "image_url", "image_url": {"url": url}} for url in images]
@@ -118,7 +119,7 @@ class Sample:
         return (self.n_output - 1) / (self.e2e_s - self.ttft_s)
 
 
-async def measure(endpoint: Endpoint, load: Load, body: dict[str, Any], zero: float) -> Sample:
+async def measure(endpoint: Endpoint, load: Load, body: JsonObject, zero: float) -> Sample:
     """Sends one streamed request and times its events. Failures end up in `Sample.error`."""
     begin = time.perf_counter()
     sample = Sample(start_s=begin - zero)
@@ -166,7 +167,7 @@ async def measure(endpoint: Endpoint, load: Load, body: dict[str, Any], zero: fl
     return sample
 
 
-def _has_text(choice: dict[str, Any]) -> bool:
+def _has_text(choice: JsonObject) -> bool:
     delta = choice.get("delta")
     if delta is None:
         return bool(choice.get("text"))
@@ -224,7 +225,7 @@ class Prompts:
 
     async def _count(self, endpoint: Endpoint, text: str) -> int:
         load = self._load
-        body: dict[str, Any] = {"model": load.model, "max_tokens": 1}
+        body: JsonObject = {"model": load.model, "max_tokens": 1}
         body |= {"messages": [{"role": "user", "content": text}]} if load.kind == "chat" else {"prompt": text}
         status, answer = await endpoint.json("POST", load.path, body)
         if status != 200:
@@ -285,7 +286,7 @@ def _spread(values: Sequence[float], scale: float = 1.0) -> dict[str, float | No
     return {name: None if value is None else round(value * scale, 3) for name, value in points.items()}
 
 
-def summary(samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
+def summary(samples: Sequence[Sample], seconds: float) -> JsonObject:
     """The row of a table: percentiles over the requests that succeeded, rates over the whole time."""
     good = [s for s in samples if s.error is None]
     decode = percentile([rate for s in good if (rate := s.decode_tok_s) is not None], 50)
@@ -306,7 +307,7 @@ def summary(samples: Sequence[Sample], seconds: float) -> dict[str, Any]:
     }
 
 
-def raw(sample: Sample) -> dict[str, Any]:
+def raw(sample: Sample) -> JsonObject:
     """A request's row in the result file."""
     row = asdict(sample)
     for name in ("start_s", "e2e_s", "ttft_s"):

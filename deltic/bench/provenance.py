@@ -11,14 +11,14 @@ import platform
 import re
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import deltic
 from deltic.engine.messages import Output
+from deltic.json_types import JsonObject
 from deltic.machine import cpu_model, cpuinfo, n_usable_cpus
 
 
-def machine() -> dict[str, Any]:
+def machine() -> JsonObject:
     """CPU's name and its family/model numbers, instruction sets that matter to the kernels, usable cores,
     memory in GB, system.
     """
@@ -42,10 +42,10 @@ def machine_name() -> str:
     return re.sub(r"[^a-z0-9]+", "-", words.lower()).strip("-")[:32].strip("-") + f"-{n_usable_cpus()}c"
 
 
-def code() -> dict[str, Any]:
+def code() -> JsonObject:
     """Version of this code and, in a checkout, its commit and whether files differ from it."""
     root = Path(deltic.__file__).parent.parent
-    found: dict[str, Any] = {"version": deltic.__version__}
+    found: JsonObject = {"version": deltic.__version__}
     if (root / ".git").exists():
         git = ["git", "-C", str(root)]
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)

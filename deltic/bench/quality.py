@@ -46,6 +46,7 @@ from deltic.engine.cache.cache import pages_for
 from deltic.engine.engine import Engine, StepRunner
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, Sequence, Step
+from deltic.json_types import JsonObject
 from deltic.models.checkpoint import model_name, text_directory
 from deltic.models.loading import shares_text
 from deltic.models.qwen.weights import Weights
@@ -273,7 +274,7 @@ def sizes(weights: Weights) -> dict[str, float]:
     return {"bytes": weights.n_bytes, "bits_per_weight": weights.n_bytes * 8 / n}
 
 
-def table(rows: list[dict[str, Any]], title: str) -> Table:
+def table(rows: list[JsonObject], title: str) -> Table:
     """The rows for people."""
     out = Table("format", title=title, title_justify="left")
     for name in ("MB", "bits/weight", "perplexity", "KL mean ± error", "p99", "max", "same argmax", "gap", "answers"):
@@ -331,7 +332,7 @@ def chosen(config: EngineConfig, formats: list[str], beside: list[str], file: Pa
     return found
 
 
-def changed_by(text: str) -> dict[str, Any]:
+def changed_by(text: str) -> dict[str, object]:
     """The field that a --setting changes, as NAME=VALUE. Raises ConfigError."""
     name, equals, value = text.partition("=")
     field = name.strip().removeprefix("--").replace("-", "_")
@@ -344,7 +345,7 @@ def changed_by(text: str) -> dict[str, Any]:
     return {field: getattr(found, field)}
 
 
-def bench(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
+def bench(arguments: argparse.Namespace, given: dict[str, object]) -> int:
     """The command: a table, a JSON file with greedy answers of each format, and a last line of JSON."""
     settings = arguments.setting
     is_default = arguments.formats is None and not arguments.beside and not settings
@@ -374,7 +375,7 @@ def bench(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
             bar = progress.add_task("reading", total=n_read * len(configs))
             device = gpu_device(config)
             summaries, answers = compare_in_turn(configs, device, documents, lambda n: progress.advance(bar, n))
-            held: dict[str, dict[str, Any]] = {name: {} for name in summaries}
+            held: dict[str, JsonObject] = {name: {} for name in summaries}
         else:
             configs = (
                 chosen(config, formats, arguments.beside, file) if formats or arguments.beside else {DEFAULT: config}
@@ -394,18 +395,15 @@ def bench(arguments: argparse.Namespace, given: dict[str, Any]) -> int:
     ]
     n_tokens = sum(sum(document.counts) for document in documents)
     model = model_name(config)
-    head = {
+    head: JsonObject = {
         "bench": "quality",
         "model": model,
         "date": now().isoformat(),
         "machine": machine(),
         "code": code(),
-        "instructions": instruction_set(),
-        "text": file.name,
-        "context": arguments.context,
-        "tokens": n_tokens,
-        "rows": rows,
     }
+    head |= {"instructions": instruction_set(), "text": file.name, "context": arguments.context}
+    head |= {"tokens": n_tokens, "rows": rows}
     texts = {
         "prompts": [tokenizer.decode(prompt, skip_special_tokens=False) for prompt in prompts],
         "answers": {name: [tokenizer.decode(ids) for ids in each] for name, each in answers.items()},

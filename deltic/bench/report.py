@@ -10,12 +10,12 @@ import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from deltic.bench.provenance import now, runs_directory
+from deltic.json_types import JsonObject
 
 
 def plot(path: Path, picture: Path) -> None:
@@ -26,7 +26,7 @@ def plot(path: Path, picture: Path) -> None:
 
 
 def report(
-    result: dict[str, Any],
+    result: JsonObject,
     table: Table,
     out: str | None,
     draw: Callable[[Path, Path], None] | None,

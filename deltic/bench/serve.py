@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import asdict
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -21,9 +20,10 @@ from deltic.bench.report import plot, report
 from deltic.bench.sweep import Work, measure_all, name_of, points, run
 from deltic.commands.endpoint import Endpoint, asked_model
 from deltic.config import ConfigError
+from deltic.json_types import JsonObject
 
 
-def table(rows: list[dict[str, Any]], title: str) -> Table:
+def table(rows: list[JsonObject], title: str) -> Table:
     """The rows for people."""
     out = Table(title=title, title_justify="left")
     spreads = {"TTFT ms": "\np50 / p95 / p99", "ITL ms per event": "\np50 / p95 / p99", "E2E s": "\np50 / p95 / p99"}
@@ -50,7 +50,7 @@ def table(rows: list[dict[str, Any]], title: str) -> Table:
     return out
 
 
-async def sweep(endpoint: Endpoint, arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+async def sweep(endpoint: Endpoint, arguments: argparse.Namespace, console: Console) -> JsonObject:
     """Finds out what the server accepts, then measures every point. Raises EndpointError."""
     load = Load(
         model=await asked_model(arguments, endpoint),
@@ -106,15 +106,8 @@ def bench(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
     if result is None:
         return 1
     label = arguments.label or result["load"]["model"]
-    head = {
-        "bench": "serve",
-        "label": label,
-        "date": now().isoformat(),
-        "machine": machine(),
-        "client": code(),
-        "itl": loads.ITL,
-    }
-    result = head | result
+    head = {"bench": "serve", "label": label, "date": now().isoformat(), "machine": machine(), "client": code()}
+    result = head | {"itl": loads.ITL} | result
     load = result["load"]
     title = f"{label}: {load['prompt_tokens']} prompt + {load['output_tokens']} output tokens, {load['kind']}"
     if load["images"]:

@@ -18,7 +18,6 @@ import time
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import mean
-from typing import Any
 
 import msgspec
 from rich.console import Console
@@ -32,6 +31,7 @@ from deltic.bench.sweep import Work, measure_all, name_of, numbers, points, run
 from deltic.commands.endpoint import Endpoint, EndpointError, Reply, asked_model, error_message
 from deltic.commands.say import PATH, fields, refusal, with_voice
 from deltic.config import ConfigError
+from deltic.json_types import JsonObject
 
 RATE = 24000
 """Samples a second, two bytes each, unless the request says otherwise."""
@@ -101,7 +101,7 @@ async def audio(reply: Reply) -> AsyncGenerator[tuple[float, bytes], None]:
 
 
 async def measure(
-    endpoint: Endpoint, body: dict[str, Any], zero: float, leave_s: float | None = None, frames: int = 0
+    endpoint: Endpoint, body: JsonObject, zero: float, leave_s: float | None = None, frames: int = 0
 ) -> Heard:
     """Sends one request and times its audio. Failures end up in `Heard.error`. leave_s: goes away then.
     frames: how long it is to be, where that is known.
@@ -152,7 +152,7 @@ class Leaver:
         self._random = random.Random(seed + 2)
         self._e2e_s: list[float] = []
 
-    async def send(self, body: dict[str, Any], zero: float) -> Heard:
+    async def send(self, body: JsonObject, zero: float) -> Heard:
         """A sweep's `send`."""
         leave_s = None
         if self._e2e_s and self._random.random() < self._part:
@@ -169,7 +169,7 @@ def spread(values: Sequence[float], scale: float = 1.0, digits: int = 3) -> dict
     return {name: None if value is None else round(value * scale, digits) for name, value in found.items()}
 
 
-def summary(samples: Sequence[Heard], seconds: float) -> dict[str, Any]:
+def summary(samples: Sequence[Heard], seconds: float) -> JsonObject:
     """The row of a table: times of the requests that came to their end, rates over the whole time.
 
     Audio that was heard before a client left counts for the rate.
@@ -193,7 +193,7 @@ def summary(samples: Sequence[Heard], seconds: float) -> dict[str, Any]:
     }
 
 
-def raw(heard: Heard) -> dict[str, Any]:
+def raw(heard: Heard) -> JsonObject:
     """A request's row in the result file."""
     return {name: round(v, 5) if isinstance(v, float) else v for name, v in asdict(heard).items()}
 
@@ -203,7 +203,7 @@ def short(value: float) -> str:
     return f"{value:.{2 if value < 10 else 1 if value < 100 else 0}f}"
 
 
-def table(rows: list[dict[str, Any]], title: str) -> Table:
+def table(rows: list[JsonObject], title: str) -> Table:
     """The rows for people."""
     out = Table(title=title, title_justify="left", padding=(0, 0, 0, 1))
     columns = (
@@ -244,10 +244,10 @@ async def left_behind(endpoint: Endpoint) -> dict[str, float]:
     return in_use(found) if "sequences_running" in found else {}
 
 
-async def sweep(endpoint: Endpoint, arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
+async def sweep(endpoint: Endpoint, arguments: argparse.Namespace, console: Console) -> JsonObject:
     """Measures every point. Raises EndpointError when a first small request fails."""
     model = await asked_model(arguments, endpoint, speaks=True)
-    body: dict[str, Any] = {"model": model, "response_format": "pcm"}
+    body: JsonObject = {"model": model, "response_format": "pcm"}
     if not arguments.whole:
         body["stream_format"] = "audio"
     body = await with_voice(endpoint, body | fields(arguments, ("stream", "stream_format")))

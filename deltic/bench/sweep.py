@@ -14,16 +14,18 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from deltic.commands.endpoint import Endpoint, EndpointError, ServerFailed, own_server, reached
 from deltic.config import ConfigError
+from deltic.json_types import JsonObject
 
 Sample = TypeVar("Sample")
-Body = dict[str, Any]
+Number = TypeVar("Number", int, float)
+Body = JsonObject
 Send = Callable[[Body, float], Awaitable[Sample]]
 
 
@@ -52,15 +54,15 @@ class Work(Generic[Sample]):
     """The next request."""
     warm_body: Callable[[], Body]
     """Makes a request that is not counted."""
-    summary: Callable[[Sequence[Sample], float], dict[str, Any]]
+    summary: Callable[[Sequence[Sample], float], JsonObject]
     """The row of a point, from its samples and seconds; has `errors`."""
-    raw: Callable[[Sample], dict[str, Any]]
+    raw: Callable[[Sample], JsonObject]
     """A request's row in the result file; has `error`, None when there was none."""
     seed: int = 0
     """Seed of the arrivals of an open loop."""
 
 
-def numbers(text: str, what: str, kind: type[int] | type[float]) -> list[Any]:
+def numbers(text: str, what: str, kind: Callable[[str], Number]) -> list[Number]:
     """A list of positive numbers from `1,2,4`. Raises ConfigError naming the flag."""
     try:
         values = [kind(part) for part in text.split(",") if part.strip()]
@@ -126,7 +128,7 @@ async def open_loop(
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
 
 
-async def measure_point(work: Work[Sample], point: Point, warmup: int, progress: Progress) -> dict[str, Any]:
+async def measure_point(work: Work[Sample], point: Point, warmup: int, progress: Progress) -> JsonObject:
     """Warms up and measures one point; returns its row with the raw requests."""
     n_streams = int(point.value) if point.mode == "closed" else 1
     warm = (work.warm_body() for _ in range(warmup * n_streams))
@@ -150,7 +152,7 @@ async def measure_point(work: Work[Sample], point: Point, warmup: int, progress:
     return row | {"samples": [work.raw(sample) for sample in samples]}
 
 
-async def measure_all(work: Work[Sample], arguments: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+async def measure_all(work: Work[Sample], arguments: argparse.Namespace, console: Console) -> list[JsonObject]:
     """The rows of all points; says what went wrong in them."""
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, console=console) as progress:
@@ -167,8 +169,8 @@ async def _measure(
     arguments: argparse.Namespace,
     server_arguments: list[str],
     console: Console,
-    sweep: Callable[[Endpoint, argparse.Namespace, Console], Awaitable[dict[str, Any]]],
-) -> dict[str, Any]:
+    sweep: Callable[[Endpoint, argparse.Namespace, Console], Awaitable[JsonObject]],
+) -> JsonObject:
     serve = [*server_arguments, *shlex.split(arguments.serve_args)]
     with own_server(arguments, serve) as server:
         begin = time.perf_counter()
@@ -180,8 +182,8 @@ async def _measure(
 def run(
     arguments: argparse.Namespace,
     server_arguments: list[str],
-    sweep: Callable[[Endpoint, argparse.Namespace, Console], Awaitable[dict[str, Any]]],
-) -> dict[str, Any] | None:
+    sweep: Callable[[Endpoint, argparse.Namespace, Console], Awaitable[JsonObject]],
+) -> JsonObject | None:
     """Returns what `sweep` found at --url, or at a server started for it; None, with a line on stderr, when
     that failed.
     """

@@ -17,7 +17,6 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from deltic.commands.endpoint import (
     DONE,
@@ -30,6 +29,7 @@ from deltic.commands.endpoint import (
     picture_url,
     reached,
 )
+from deltic.json_types import JsonObject
 from deltic.logs import counted
 
 HELP = """\
@@ -79,23 +79,23 @@ class Conversation:
     model: str
     system: str | None = None
     think: bool | None = None
-    sampling: dict[str, Any] = field(default_factory=dict)
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    sampling: JsonObject = field(default_factory=dict)
+    messages: list[JsonObject] = field(default_factory=list)
     pictures: list[str] = field(default_factory=list)
     """URLs of those that the next message will have."""
     videos: list[str] = field(default_factory=list)
     """Videos of the next message, like `pictures`."""
 
-    def message(self, text: str) -> dict[str, Any]:
+    def message(self, text: str) -> JsonObject:
         """The user's next."""
-        parts: list[dict[str, Any]] = [{"type": "image_url", "image_url": {"url": url}} for url in self.pictures]
+        parts: list[JsonObject] = [{"type": "image_url", "image_url": {"url": url}} for url in self.pictures]
         parts += [{"type": "video_url", "video_url": {"url": url}} for url in self.videos]
         return {"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}
 
-    def body(self) -> dict[str, Any]:
+    def body(self) -> JsonObject:
         """The request for the next answer."""
         system = [{"role": "system", "content": self.system}] if self.system else []
-        body: dict[str, Any] = {
+        body: JsonObject = {
             "model": self.model,
             "messages": system + self.messages,
             "stream": True,
@@ -140,7 +140,7 @@ class Conversation:
             answer.error = str(error)
 
 
-def _pieces(delta: dict[str, Any]) -> list[tuple[str, str]]:
+def _pieces(delta: JsonObject) -> list[tuple[str, str]]:
     reasoning = delta.get("reasoning_content") or delta.get("reasoning")
     pieces = [("reasoning", reasoning)] if reasoning else []
     return pieces + ([("content", delta["content"])] if delta.get("content") else [])

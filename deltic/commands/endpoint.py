@@ -29,13 +29,14 @@ import sys
 import tempfile
 import time
 import urllib.parse
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
 
 import httptools
 
-from deltic.config import ENV_PREFIX, ConfigError, ServerConfig
+from deltic.config import ENV_PREFIX, Config, ConfigError, ServerConfig
+from deltic.json_types import JsonObject
 
 PROGRAM = (sys.executable, "-m", "deltic")
 """Command that starts a LocalServer."""
@@ -261,7 +262,7 @@ class Endpoint:
             ) from None
         return connection, True
 
-    async def open(self, method: str, path: str, body: Any = None, headers: str = "") -> Reply:
+    async def open(self, method: str, path: str, body: object = None, headers: str = "") -> Reply:
         """Sends a request and waits for the head of its answer, whatever its status.
 
         `path` starts at the server's root (`/v1/completions`); `body` is bytes as they are, or encoded as
@@ -288,7 +289,7 @@ class Endpoint:
             # A kept connection that the server had closed meanwhile: not the request's fault, try a fresh
             # one.
 
-    async def json(self, method: str, path: str, body: Any = None) -> tuple[int, Any]:
+    async def json(self, method: str, path: str, body: object = None) -> tuple[int, Any]:
         """Status and decoded body (None when it is not JSON)."""
         reply = await self.open(method, path, body)
         data = await reply.read()
@@ -298,7 +299,7 @@ class Endpoint:
             return reply.status, None
 
 
-def error_message(body: Any, status: int) -> str:
+def error_message(body: object, status: int) -> str:
     """The message of an OpenAI error body, or the status when it has none."""
     error = body.get("error") if isinstance(body, dict) else None
     message = error.get("message") if isinstance(error, dict) else error
@@ -337,7 +338,7 @@ class ServerFailed(Exception):
     """The server child did not get ready; the message holds the end of its log."""
 
 
-def flags(config_class: Any, given: dict[str, Any]) -> list[str]:
+def flags(config_class: type[Config], given: Mapping[str, object]) -> list[str]:
     """Command-line flags for the fields of `config_class` in `given` (as parsed by config.add_flags)."""
     arguments = []
     for field in dataclasses.fields(config_class):
@@ -351,7 +352,7 @@ def flags(config_class: Any, given: dict[str, Any]) -> list[str]:
 
 
 FOR_A_CHILD = frozenset(
-    (
+    [
         "allow_audio_dir",
         "allow_audio_host",
         "client_timeout_s",
@@ -373,7 +374,7 @@ FOR_A_CHILD = frozenset(
         "skip_hosted_tools",
         "strict_fields",
         "trust_request_chat_template",
-    )
+    ]
 )
 """Settings of ServerConfig that mean the same in a server of ours.
 
@@ -493,7 +494,7 @@ async def asked_model(arguments: argparse.Namespace, endpoint: Endpoint, *, spea
     return given or await model_name(endpoint, speaks=speaks)
 
 
-def loading(body: dict[str, Any]) -> tuple[str, float]:
+def loading(body: JsonObject) -> tuple[str, float]:
     """Stage and part done (0 to 1) from the body of `/ready`."""
     part = body.get("loading") if isinstance(body.get("loading"), dict) else body
     assert part is not None

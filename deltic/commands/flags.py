@@ -14,9 +14,10 @@ import json
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Union, get_args, get_origin, get_type_hints
+from typing import Union, get_args, get_origin, get_type_hints
 
-from deltic.config import EngineConfig, ModelConfig, ServerConfig
+from deltic.config import Config, EngineConfig, ModelConfig, ServerConfig
+from deltic.json_types import JsonObject
 
 MODEL_HELP = "checkpoint directory, GGUF file or hub name, as owner/model or owner/model:Q4_K_M (default: the small built-in model)"
 REMOTE_HELP = MODEL_HELP + "; with --url, the name of its model (default: the first it lists that fits)"
@@ -45,7 +46,7 @@ def advice(flag: str) -> str:
     return ""
 
 
-def json_object(text: str) -> dict[str, Any]:
+def json_object(text: str) -> JsonObject:
     """Raises ValueError."""
     value = json.loads(text)
     if not isinstance(value, dict):
@@ -53,7 +54,7 @@ def json_object(text: str) -> dict[str, Any]:
     return value
 
 
-def _json_argument(text: str) -> dict[str, Any]:
+def _json_argument(text: str) -> JsonObject:
     """Raises ArgumentTypeError, which says what was expected."""
     try:
         return json_object(text)
@@ -61,7 +62,7 @@ def _json_argument(text: str) -> dict[str, Any]:
         raise argparse.ArgumentTypeError(f"invalid JSON object value: {text!r}") from None
 
 
-def scalar(hint: Any) -> tuple[type, bool]:
+def scalar(hint: type) -> tuple[type, bool]:
     """The type of a field's value, or of each of its values; and whether there may be several."""
     if get_origin(hint) is tuple:
         return get_args(hint)[0], True
@@ -70,9 +71,7 @@ def scalar(hint: Any) -> tuple[type, bool]:
     return get_origin(hint) or hint, False
 
 
-def add_flags(
-    parser: argparse.ArgumentParser, cls: type[EngineConfig | ModelConfig | ServerConfig], skip: tuple[str, ...] = ()
-) -> None:
+def add_flags(parser: argparse.ArgumentParser, cls: type[Config], skip: tuple[str, ...] = ()) -> None:
     """Adds a flag for each field of `cls`; only flags that were given appear in the parsed namespace."""
     hints = get_type_hints(cls)
     group = parser.add_argument_group(cls.__name__.removesuffix("Config").lower())
@@ -86,12 +85,13 @@ def add_flags(
             continue
         if field.default not in (None, ()):
             text += f" (default: {field.default})"
-        several: dict[str, Any] = {"action": "extend", "nargs": "+"} if about.get("several") else {}
+        action, nargs = ("extend", "+") if about.get("several") else ("append" if many else "store", None)
         choices = about.get("choices")
         group.add_argument(
             flag,
             type=_json_argument if kind is dict else kind,
-            **({"action": "append" if many else "store"} | several),
+            action=action,
+            nargs=nargs,
             default=argparse.SUPPRESS,
             choices=choices,
             metavar=about.get("metavar") or (None if choices else kind.__name__.upper()),
@@ -146,7 +146,7 @@ def add_speech(sub: argparse.ArgumentParser) -> None:
     add("--extra", default="{}", metavar="JSON", help="more fields of the request, or @FILE that has them")
 
 
-def add_load(sub: argparse.ArgumentParser) -> Callable[..., Any]:
+def add_load(sub: argparse.ArgumentParser) -> Callable[..., argparse.Action]:
     """The flags of any load; returns what adds more to their group."""
     add = sub.add_argument_group("load").add_argument
     add("--n", default=None, metavar="N,N,...", help="requests in flight, closed loop (default: 1,2,4,8,16)")

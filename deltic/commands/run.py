@@ -22,7 +22,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, BinaryIO
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
@@ -39,6 +39,7 @@ from deltic.commands.endpoint import (
     picture_url,
     reached,
 )
+from deltic.json_types import JsonObject
 from deltic.logs import counted
 
 if TYPE_CHECKING:
@@ -52,12 +53,12 @@ class Stopped(Exception):
     """The run cannot go on; what is written stays and the next run resumes."""
 
 
-def is_result(line: dict[str, Any]) -> bool:
+def is_result(line: JsonObject) -> bool:
     """Returns whether a line of an output file is one of `deltic run`."""
     return isinstance(line.get("line"), int)
 
 
-def key_of(result: dict[str, Any]) -> str | int:
+def key_of(result: JsonObject) -> str | int:
     """The key of the job that a result line answers."""
     key: str | int = result["line"] if result.get("custom_id") is None else result["custom_id"]
     return key
@@ -123,7 +124,7 @@ def jobs(source: BinaryIO, done: Collection[str | int]) -> Iterator[Job]:
             yield job
 
 
-def with_pictures(asked: dict[str, Any], path: str, urls: Sequence[str], videos: Sequence[str]) -> dict[str, Any]:
+def with_pictures(asked: JsonObject, path: str, urls: Sequence[str], videos: Sequence[str]) -> JsonObject:
     """The body with pictures and videos before the text of the user's last message. Raises ValueError."""
     field, flag = PATHS.get(path, ""), "--image" if urls else "--video"
     if videos and field != "messages":
@@ -156,12 +157,12 @@ async def send(
     renamed: bool = False,
     pictures: Sequence[str] = (),
     videos: Sequence[str] = (),
-) -> dict[str, Any]:
+) -> JsonObject:
     """The job's result line. Waits as long as the server is full. Raises Stopped when it is gone.
 
     model: of lines that name none; renamed: of all lines. pictures, videos: URLs of those that are added.
     """
-    result: dict[str, Any] = {"custom_id": job.custom_id, "line": job.line, "response": None, "error": None}
+    result: JsonObject = {"custom_id": job.custom_id, "line": job.line, "response": None, "error": None}
     if job.body is None:
         return result | {"error": {"code": "bad_line", "message": job.error}}
     try:
@@ -212,7 +213,7 @@ class Tally:
     """Number of errors that earlier runs left in the output."""
     n_tokens: int = 0
 
-    def add(self, result: dict[str, Any]) -> None:
+    def add(self, result: JsonObject) -> None:
         """Counts one result line."""
         self.n_done += 1
         self.n_errors += result["error"] is not None
@@ -223,7 +224,7 @@ class Tally:
 
 
 async def work(
-    ask: Callable[[Job], Awaitable[dict[str, Any]]],
+    ask: Callable[[Job], Awaitable[JsonObject]],
     todo: Iterator[Job],
     out: BinaryIO,
     n_in_flight: int,

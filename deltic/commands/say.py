@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.parse
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 from deltic.commands.endpoint import (
     Endpoint,
@@ -28,6 +28,7 @@ from deltic.commands.endpoint import (
     reached,
 )
 from deltic.config import ConfigError
+from deltic.json_types import JsonObject
 
 PATH = "/v1/audio/speech"
 
@@ -38,12 +39,12 @@ WAV_HEADER = 44
 """Bytes; the size of the file less 8 stands at 4, that of the samples at 40."""
 
 
-def fields(arguments: argparse.Namespace, may_have: tuple[str, ...] = ()) -> dict[str, Any]:
+def fields(arguments: argparse.Namespace, may_have: tuple[str, ...] = ()) -> JsonObject:
     """The body's fields from the flags that `say` and `bench speech` share. Raises ConfigError.
 
     may_have: fields of --extra that a command would set itself, and that may yet be set there.
     """
-    body: dict[str, Any] = {}
+    body: JsonObject = {}
     for name in ("voice", "language", "instructions", "ref_text", "max_new_tokens"):
         if (value := getattr(arguments, name)) is not None:
             body[name] = value
@@ -78,7 +79,7 @@ def _audio_url(place: str) -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-async def with_voice(endpoint: Endpoint, body: dict[str, Any]) -> dict[str, Any]:
+async def with_voice(endpoint: Endpoint, body: JsonObject) -> JsonObject:
     """The body, with the first voice that the server lists for its model if it names none and brings none."""
     if {"voice", "speaker", "ref_audio", "speaker_embedding"} & body.keys():
         return body
@@ -139,7 +140,7 @@ class Sink:
         self._file.close()
 
 
-async def speak(endpoint: Endpoint, body: dict[str, Any], sink: Sink) -> str:
+async def speak(endpoint: Endpoint, body: JsonObject, sink: Sink) -> str:
     """Asks and writes; returns the line under it. Raises EndpointError, OSError."""
     begin = time.perf_counter()
     reply = await endpoint.open("POST", PATH, body)
@@ -162,7 +163,7 @@ async def speak(endpoint: Endpoint, body: dict[str, Any], sink: Sink) -> str:
     return " · ".join(parts)
 
 
-async def _say(arguments: argparse.Namespace, server_arguments: list[str], body: dict[str, Any], sink: Sink) -> str:
+async def _say(arguments: argparse.Namespace, server_arguments: list[str], body: JsonObject, sink: Sink) -> str:
     with own_server(arguments, server_arguments) as server:
         endpoint = await reached(arguments, server)
         body = {"model": await asked_model(arguments, endpoint, speaks=True)} | body

@@ -6,13 +6,13 @@ All raise ConfigError, before anything heavy is imported.
 from __future__ import annotations
 
 import argparse
-from typing import Any
 
-from deltic.config import ConfigError, EngineConfig
+from deltic.config import Config, ConfigError, EngineConfig
 from deltic.config_sources import config_file, read_config, resolve
+from deltic.json_types import JsonObject
 
 
-def given(arguments: argparse.Namespace | None, config_class: Any) -> dict[str, Any]:
+def given(arguments: argparse.Namespace | None, config_class: type[Config]) -> dict[str, object]:
     """The settings of `config_class` that were on the command line."""
     words = vars(arguments) if arguments else {}
     return {name: value for name, value in words.items() if name in config_class.__dataclass_fields__}
@@ -23,7 +23,7 @@ def engine(arguments: argparse.Namespace) -> EngineConfig:
     return resolve(EngineConfig, given(arguments, EngineConfig))
 
 
-def tables(arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def tables(arguments: argparse.Namespace) -> list[JsonObject]:
     """The settings that the file of --config has for each model. The first also has the server's."""
     path = config_file(vars(arguments).get("config"))
     return [{}] if path is None else read_config(path)
@@ -64,5 +64,5 @@ def own_arguments(arguments: argparse.Namespace) -> list[str]:
 
     named = {name: value for name, value in given(arguments, EngineConfig).items() if value is not None}
     resolve(EngineConfig, named)
-    model = [named.pop("model")] if "model" in named else []
+    model = [str(named.pop("model"))] if "model" in named else []
     return [*model, *flags(EngineConfig, named)]

@@ -10,9 +10,8 @@ import asyncio
 import contextlib
 import json
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import ray
 from ray.exceptions import RayActorError, RayError
@@ -51,7 +50,7 @@ class Actors:
 
     url = "the Ray cluster"
 
-    def __init__(self, given: Settings, n: int, options: dict[str, Any]) -> None:
+    def __init__(self, given: Settings, n: int, options: Mapping[str, float]) -> None:
         """n: of them. options: Ray's, of each."""
         actor = ray.remote(Hosted).options(
             max_concurrency=TIMES, max_restarts=-1, max_task_retries=0, scheduling_strategy="SPREAD", **options
@@ -91,7 +90,7 @@ class Actors:
             log.warning("a server on %s died, and is started again; its requests go to the others", self.url)
             self._starts[name] = asyncio.create_task(self._start(name))
 
-    async def open(self, method: str, path: str, body: Any) -> Reply:
+    async def open(self, method: str, path: str, body: object) -> Reply:
         """The answer, whatever its status.
 
         Raises EndpointError when the server died, ServerFailed when none is left.
@@ -120,7 +119,7 @@ class Actors:
             ray.kill(actor)
 
 
-def sizes(engine: EngineConfig, nodes: list[dict[str, float]]) -> tuple[dict[str, Any], int]:
+def sizes(engine: EngineConfig, nodes: list[dict[str, float]]) -> tuple[Mapping[str, float], int]:
     """Ray's options of an actor, and how many the nodes hold. nodes: the resources of each.
 
     With a GPU in the cluster an actor has `--tensor-parallel` of them, else `--threads` CPUs, and where that

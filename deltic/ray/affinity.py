@@ -10,11 +10,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Mapping
 from hashlib import blake2b
-from typing import Any
 
 import msgspec
 from msgspec import Raw, Struct
 
+from deltic.json_types import Json
 from deltic.server.transport import SESSION_HEADERS
 
 PROMPT_CHARACTERS = 1024
@@ -57,12 +57,13 @@ def key_of(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
     return b"\0".join([bytes(asked.model), *(start.encode("utf-8", "surrogatepass") for start in starts)])
 
 
-def _decoded(raw: Raw) -> Any:
+def _decoded(raw: Raw) -> Json:
     """Decodes a field; None for what is not there."""
-    return msgspec.json.decode(raw) if bytes(raw) else None
+    value: Json = msgspec.json.decode(raw) if bytes(raw) else None
+    return value
 
 
-def _beginning(items: list[Any]) -> list[str]:
+def _beginning(items: list[Json]) -> list[str]:
     """The messages up to the first of a user."""
     starts = []
     for item in items:
@@ -72,7 +73,7 @@ def _beginning(items: list[Any]) -> list[str]:
     return starts
 
 
-def _text(content: Any) -> str:
+def _text(content: Json) -> str:
     """A message's content without what changes between turns, as the marks of Anthropic's cache do."""
     if isinstance(content, str):
         return content

@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import AsyncGenerator, AsyncIterator, Mapping
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 from msgspec import Meta
@@ -22,11 +22,18 @@ from starlette.requests import Request
 from starlette.responses import Response, StreamingResponse
 
 from deltic.config import ConfigError
+from deltic.json_types import JsonObject
 from deltic.ray.affinity import IMBALANCE, key_of, ranked
 from deltic.ray.replica import Ask, Head, Hosted
 from deltic.ray.settings import Settings, settings
 from deltic.server.errors import ApiError
 from deltic.server.transport import ANTHROPIC, read_body
+
+if TYPE_CHECKING:
+    from ray.serve import Application
+    from ray.serve.config import AutoscalingContext
+    from ray.serve.handle import DeploymentHandle, DeploymentResponseGenerator
+    from ray.serve.request_router import PendingRequest, RunningReplica
 
 log = logging.getLogger("deltic.ray")
 
@@ -67,7 +74,9 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
     def initialize_state(self, imbalance: int = IMBALANCE) -> None:
         self._imbalance = imbalance
 
-    async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
         """Returns one replica a rank: Serve takes the next where one is full."""
         by_name = {replica.replica_id.unique_id: replica for replica in candidate_replicas}
         loads = {name: self.replica_queue_len_cache.get(replica.replica_id) or 0 for name, replica in by_name.items()}
@@ -78,11 +87,11 @@ class AffinityRouter(RequestRouter):  # type: ignore[misc]
         return [[by_name[name]] for name in ranked(key, loads, self._imbalance)]
 
 
-def by_sequences(context: Any) -> tuple[float, dict[str, Any]]:
+def by_sequences(context: AutoscalingContext) -> tuple[float, JsonObject]:
     """An autoscaling policy: as many replicas as hold the sequences that run or wait in all of them, each
     `target_ongoing_requests`. Serve applies its bounds and delays to it.
     """
-    counted: Mapping[Any, float] = (context.aggregated_metrics or {}).get("sequences", {})
+    counted: Mapping[object, float] = (context.aggregated_metrics or {}).get("sequences", {})
     n_sequences = sum(counted.values()) + (context.total_queued_requests or 0.0)
     return math.ceil(n_sequences / context.config.get_target_ongoing_requests()), {}
 
@@ -123,7 +132,7 @@ class Replica(EngineDeployment):
 class Front:
     """Takes the requests, and sends each to a replica."""
 
-    def __init__(self, replicas: Any, max_body_mb: float) -> None:
+    def __init__(self, replicas: DeploymentHandle, max_body_mb: float) -> None:
         self._ask = replicas.options(method_name="ask", stream=True)
         self._max_body_mb = max_body_mb
 
@@ -149,7 +158,7 @@ class Front:
         response.raw_headers = [(name, value) for name, value in given if name != b"x-request-id"]
         return response
 
-    async def _begun(self, ask: Ask) -> tuple[Head, Any]:
+    async def _begun(self, ask: Ask) -> tuple[Head, DeploymentResponseGenerator]:
         """An answer's head, and what is to follow.
 
         Nothing has reached the client, so another replica is asked where one dies. Raises ApiError when that
@@ -172,7 +181,7 @@ HOPS = (b"host", b"connection", b"content-length", b"transfer-encoding", b"keep-
 """Headers of a connection, which ends here, and of a body that is whole now."""
 
 
-async def _rest(pieces: Any, path: str | None) -> AsyncIterator[bytes]:
+async def _rest(pieces: DeploymentResponseGenerator, path: str | None) -> AsyncIterator[bytes]:
     """The body. path: of a stream of events, which says so itself when its replica dies."""
     try:
         async for piece in pieces:
@@ -197,16 +206,16 @@ class AppConfig(msgspec.Struct, forbid_unknown_fields=True):
     num_cpus: Annotated[float, Meta(ge=0)] | None = None
     num_gpus: Annotated[float, Meta(gt=0)] | None = None
     """Number of GPUs of a replica, as Ray has them. One of both is needed."""
-    autoscaling: dict[str, Any] | None = None
+    autoscaling: JsonObject | None = None
     """Serve's autoscaling_config, in place of `replicas`. `target_ongoing_requests` counts sequences."""
     imbalance: Annotated[int, Meta(ge=0)] = IMBALANCE
     fronts: Annotated[int, Meta(ge=1)] = 1
     """Processes that take requests, without a CPU of their own."""
-    ray_actor_options: dict[str, Any] = {}
+    ray_actor_options: JsonObject = {}
     """Further ones of a replica: resources, accelerator_type, runtime_env, ..."""
 
 
-def build(args: dict[str, Any]) -> Any:
+def build(args: JsonObject) -> Application:
     """The application, for `serve run` and for a file of `serve deploy`.
 
     args: fields of AppConfig, and settings of `deltic serve` by their names there. Raises ConfigError.
@@ -223,31 +232,26 @@ def build(args: dict[str, Any]) -> Any:
     options["num_gpus"] = app.num_gpus or 0
     options["num_cpus"] = 1 if app.num_cpus is None else app.num_cpus
     given.placed(options["num_cpus"], options["num_gpus"])
+    shared = {
+        "max_ongoing_requests": MAX_ONGOING,
+        "graceful_shutdown_wait_loop_s": 0.5,
+        "graceful_shutdown_timeout_s": given.server.drain_s + DRAIN_LEFT_S,
+    }
     replica = serve.deployment(
         Replica,
         name="Replica",
         **scaled(app),
         ray_actor_options=options,
-        max_ongoing_requests=MAX_ONGOING,
-        graceful_shutdown_wait_loop_s=0.5,
-        graceful_shutdown_timeout_s=given.server.drain_s + DRAIN_LEFT_S,
+        **shared,
         request_router_config=RequestRouterConfig(
             request_router_class=ROUTER, request_router_kwargs={"imbalance": app.imbalance}
         ),
     )
-    front = serve.deployment(
-        Front,
-        name="Front",
-        num_replicas=app.fronts,
-        ray_actor_options={"num_cpus": 0},
-        max_ongoing_requests=MAX_ONGOING,
-        graceful_shutdown_wait_loop_s=0.5,
-        graceful_shutdown_timeout_s=given.server.drain_s + DRAIN_LEFT_S,
-    )
+    front = serve.deployment(Front, name="Front", num_replicas=app.fronts, ray_actor_options={"num_cpus": 0}, **shared)
     return front.bind(replica.bind(given), given.server.body_mb(pictures=True))
 
 
-def scaled(app: AppConfig) -> dict[str, Any]:
+def scaled(app: AppConfig) -> JsonObject:
     """The deployment's options that say how many replicas there are. Raises ConfigError."""
     if app.autoscaling is None:
         return {"num_replicas": app.replicas}

@@ -16,23 +16,32 @@ import copy
 import importlib
 import json
 from collections.abc import AsyncGenerator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ray import get_runtime_context
 
 from deltic.config import ConfigError
+from deltic.json_types import JsonObject
 from deltic.ray.app import AUTOSCALED, DRAIN_LEFT_S, HOPS, MAX_ONGOING, EngineDeployment
 from deltic.ray.replica import Ask, Hosted
 from deltic.ray.settings import Settings, settings
 
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+    from ray.llm._internal.serve.core.protocol import RawRequestInfo
+    from ray.serve.llm import LLMConfig
+
 WHENCE = "engine_kwargs"
 """Source of the settings, for complaints."""
+
+Answer = AsyncGenerator["BaseModel | str", None]
+"""An answer of Ray's types, or the events of a stream as they come."""
 
 TYPES = "ray.llm._internal.serve.core.configs.openai_api_models"
 """Module that has the protocol's types; Ray's public one lacks those of errors."""
 
 
-def settings_of(config: Any) -> Settings:
+def settings_of(config: LLMConfig) -> Settings:
     """Returns what an LLMConfig asks for. Raises ConfigError, also for what would be passed over."""
     unserved = {
         "lora_config": "give adapters as engine_kwargs lora",
@@ -45,7 +54,7 @@ def settings_of(config: Any) -> Settings:
     source = loading.model_source or loading.model_id
     if not isinstance(source, str):
         raise ConfigError("model_source: give a directory or a name on the hub")
-    given: dict[str, Any] = {"served_model_name": [loading.model_id]}
+    given: JsonObject = {"served_model_name": [loading.model_id]}
     if "dummy" not in config.engine_kwargs:
         given["model"] = source
     if loading.tokenizer_source is not None:
@@ -56,7 +65,7 @@ def settings_of(config: Any) -> Settings:
 class DelticLLMServer(EngineDeployment):
     """A replica of `ray.serve.llm` with Deltic's engine."""
 
-    async def __init__(self, llm_config: Any) -> None:  # type: ignore[misc]
+    async def __init__(self, llm_config: LLMConfig) -> None:  # type: ignore[misc]
         self._config = llm_config
         resources = get_runtime_context().get_assigned_resources()
         self.hosted = Hosted(settings_of(llm_config).placed(resources.get("CPU", 0.0), resources.get("GPU", 0.0)))
@@ -67,10 +76,10 @@ class DelticLLMServer(EngineDeployment):
         await self.hosted.start()
 
     @classmethod
-    def get_deployment_options(cls, llm_config: Any) -> dict[str, Any]:
+    def get_deployment_options(cls, llm_config: LLMConfig) -> JsonObject:
         """The deployment_config, with what a replica needs. Raises ConfigError."""
         given = settings_of(llm_config)
-        options: dict[str, Any] = copy.deepcopy(llm_config.deployment_config)
+        options: JsonObject = copy.deepcopy(llm_config.deployment_config)
         for name in ("placement_group_bundles", "placement_group_strategy"):
             if name in options:
                 raise ConfigError(f"deployment_config {name}: a replica is one actor. Give ray_actor_options.")
@@ -91,42 +100,42 @@ class DelticLLMServer(EngineDeployment):
         options.setdefault("graceful_shutdown_timeout_s", given.server.drain_s + DRAIN_LEFT_S)
         return options
 
-    async def chat(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+    async def chat(self, request: BaseModel, raw_request_info: RawRequestInfo | None = None) -> Answer:
         """A ChatCompletionResponse, an ErrorResponse, or the events of a stream as they come."""
         async for item in self._asked("/v1/chat/completions", request, raw_request_info, "ChatCompletionResponse"):
             yield item
 
-    async def completions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+    async def completions(self, request: BaseModel, raw_request_info: RawRequestInfo | None = None) -> Answer:
         """A CompletionResponse, an ErrorResponse, or the events of a stream as they come."""
         async for item in self._asked("/v1/completions", request, raw_request_info, "CompletionResponse"):
             yield item
 
-    async def tokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+    async def tokenize(self, request: BaseModel, raw_request_info: RawRequestInfo | None = None) -> Answer:
         """A TokenizeResponse or an ErrorResponse."""
         async for item in self._asked("/tokenize", request, raw_request_info, "TokenizeResponse"):
             yield item
 
-    async def detokenize(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+    async def detokenize(self, request: BaseModel, raw_request_info: RawRequestInfo | None = None) -> Answer:
         """A DetokenizeResponse or an ErrorResponse."""
         async for item in self._asked("/detokenize", request, raw_request_info, "DetokenizeResponse"):
             yield item
 
-    async def embeddings(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+    async def embeddings(self, request: BaseModel, raw_request_info: RawRequestInfo | None = None) -> Answer:
         """An ErrorResponse: the models here make none."""
         async for item in self._asked("/v1/embeddings", request, raw_request_info, "EmbeddingResponse"):
             yield item
 
-    async def score(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+    async def score(self, request: BaseModel, raw_request_info: RawRequestInfo | None = None) -> Answer:
         """An ErrorResponse: the models here make none."""
         async for item in self._asked("/score", request, raw_request_info, "ScoreResponse"):
             yield item
 
-    async def transcriptions(self, request: Any, raw_request_info: Any = None) -> AsyncGenerator[Any, None]:
+    async def transcriptions(self, request: BaseModel, raw_request_info: RawRequestInfo | None = None) -> Answer:
         """An ErrorResponse: the models here do not hear. Their file is not passed on."""
         async for item in self._asked("/v1/audio/transcriptions", None, raw_request_info, "TranscriptionResponse"):
             yield item
 
-    async def _asked(self, path: str, request: Any, about: Any, answer: str) -> AsyncGenerator[Any, None]:
+    async def _asked(self, path: str, request: BaseModel | None, about: RawRequestInfo | None, answer: str) -> Answer:
         """request: of Ray's types; what it does not say is left to our server. answer: the name of a type."""
         types = importlib.import_module(TYPES)
         body = b"" if request is None else request.model_dump_json(exclude_unset=True, exclude={"request_id"}).encode()
@@ -134,28 +143,27 @@ class DelticLLMServer(EngineDeployment):
         headers = [(name.lower().encode(), value.encode("latin-1")) for name, value in given.items()]
         headers = [(name, value) for name, value in headers if name not in (*HOPS, b"content-type")]
         headers.append((b"content-type", b"application/json"))
-        head: Any = None
-        whole = b""
+        status, whole, is_events = 0, b"", False
         async for piece in self.hosted.stream(Ask("POST", path, body, headers)):
             if not isinstance(piece, bytes):
-                head = piece
-            elif dict(head[1])[b"content-type"].startswith(b"text/event-stream"):
+                status, is_events = piece[0], dict(piece[1])[b"content-type"].startswith(b"text/event-stream")
+            elif is_events:
                 yield piece.decode()
             else:
                 whole += piece
-        if whole and head[0] < 400:
+        if whole and status < 400:
             yield getattr(types, answer).model_validate_json(whole)
         elif whole:
             error = json.loads(whole)["error"]
             yield types.ErrorResponse(
-                error=types.ErrorInfo(message=error["message"], type=error["type"], param=error["param"], code=head[0])
+                error=types.ErrorInfo(message=error["message"], type=error["type"], param=error["param"], code=status)
             )
 
     async def reset_prefix_cache(self) -> None:
         """Empties the prefix cache."""
         await self.hosted.reset_cache()
 
-    async def llm_config(self) -> Any:
+    async def llm_config(self) -> LLMConfig:
         """Returns the configuration as it was given."""
         return self._config
 
@@ -167,7 +175,7 @@ class DelticLLMServer(EngineDeployment):
         """Returns False: an engine never pauses."""
         return False
 
-    async def sleep(self, **kwargs: Any) -> None:
+    async def sleep(self, **kwargs: object) -> None:
         """Raises NotImplementedError."""
         raise NotImplementedError("Deltic's engine does not sleep; let Serve scale to fewer replicas")
 

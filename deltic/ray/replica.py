@@ -12,9 +12,8 @@ import logging
 import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Any
 
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from deltic import logs
 from deltic.engine.messages import EngineInfo
@@ -156,7 +155,7 @@ class Hosted:
 
     async def answer(self, ask: Ask) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
         """Answers at once (see `stream`)."""
-        head: Any = None
+        head: Head = (0, [])
         parts: list[bytes] = []
         async for piece in self.stream(ask):
             if isinstance(piece, bytes):
@@ -166,7 +165,7 @@ class Hosted:
         return (*head, b"".join(parts))
 
 
-async def _answer(app: ASGIApp, scope: Scope, receive: Any, send: Any) -> None:
+async def _answer(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
     await app(scope, receive, send)
 
 

@@ -9,17 +9,8 @@ from typing import Any, TypeVar
 from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
 from deltic.config_sources import check_environment, resolve, tables
 
-LISTENING = (
-    "host",
-    "port",
-    "uds",
-    "ssl_certfile",
-    "ssl_keyfile",
-    "ssl_keyfile_password",
-    "ssl_ca_certs",
-    "root_path",
-    "client_timeout_s",
-)
+SECURING = ("ssl_certfile", "ssl_keyfile", "ssl_keyfile_password", "ssl_ca_certs")
+LISTENING = ("host", "port", "uds", *SECURING, "root_path", "client_timeout_s")
 KEEPING = ("batch_dir", "batch_disk_gb", "batch_in_flight")
 ROUTED = ("kv_events", "kv_events_replay", "kv_events_topic", "drain_notice_s", "metrics_names")
 MOVING = ("allow_cache_transfer",)
@@ -40,7 +31,7 @@ class Settings:
         return dataclasses.replace(self, models=models)
 
 
-def settings(whence: str, given: Mapping[str, Any]) -> Settings:
+def settings(whence: str, given: Mapping[str, object]) -> Settings:
     """The settings of a table as `--config` has it, and of this process's DELTIC_ variables.
 
     whence: for complaints. Raises ConfigError, also for what a replica cannot have.

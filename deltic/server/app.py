@@ -29,6 +29,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from starlette.websockets import WebSocket
 
 from deltic import __version__
+from deltic.json_types import JsonObject
 from deltic.server.access import Access
 from deltic.server.api import anthropic, anthropic_protocol, models, ollama, ollama_protocol, protocol, responses
 from deltic.server.api.completions import chat_completions, completions
@@ -176,7 +177,7 @@ def _usual_path(path: str) -> str:
     return f"/v1{path}" if path[1:].partition("/")[0] in _V1 else path
 
 
-def _answering(endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[[Request], Coroutine[Any, Any, Any]]:
+def _answering(endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[[Request], Coroutine[object, None, Any]]:
     """An endpoint whose errors become error bodies."""
 
     async def answering(request: Request) -> ASGIApp:
@@ -347,10 +348,10 @@ def _labels(scope: Scope) -> dict[str, str]:
 
 def log_request(method: str, route: str, status: int, ticket: Ticket, answer_id: str) -> None:
     """The line of a request that has ended."""
-    fields: dict[str, Any] = {"method": method, "route": route, "status": status}
+    fields: JsonObject = {"method": method, "route": route, "status": status}
     fields["seconds"] = round(time.monotonic() - ticket.started_s, 3)
     text = f"{method} {route} {status} {fields['seconds']:.3f} s"
-    more: dict[str, Any] = {"key": ticket.account.name} if ticket.account else {}
+    more: JsonObject = {"key": ticket.account.name} if ticket.account else {}
     if ticket.model:
         more["model"] = ticket.model
     if ticket.first_s is not None:

@@ -384,19 +384,19 @@ class HttpServer(uvicorn.Server):
         """Leaves signals to StopSignals: the server's own would cut off what the drain lets finish."""
         yield
 
-    async def startup(self, sockets: Any = None) -> None:
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Takes connections one by one: uvloop takes all that wait at once, and resets those it has no
         descriptors for.
         """
         await self.lifespan.startup()
-        for listener in sockets:
+        for listener in sockets or []:
             listener.setblocking(False)
             listener.listen(self.config.backlog)
             self._accepting.append(asyncio.create_task(self._accept(listener)))
         self.servers = []
         self.started = True
 
-    async def shutdown(self, sockets: Any = None) -> None:
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         for task in self._accepting:
             task.cancel()
         await asyncio.gather(*self._accepting, return_exceptions=True)

@@ -39,7 +39,7 @@ class Turn:
 class _Job:
     turn: Turn
     done: Future[Any] = field(compare=False)
-    work: Callable[[], Any] = field(compare=False)
+    work: Callable[[], object] = field(compare=False)
     goes_on: threading.Event | None = field(default=None, compare=False)
     """Set when it may go on. None: it was not begun."""
 

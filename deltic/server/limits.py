@@ -17,13 +17,14 @@ import re
 import time
 from collections.abc import Iterable
 from contextvars import ContextVar
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
 
 from deltic.config import ConfigError, ServerConfig
 from deltic.engine.turns import share_of
+from deltic.json_types import JsonObject
 from deltic.logs import counted
 from deltic.server.errors import RETRY_LATER, ApiError
 from deltic.server.fair_thread import FairThread
@@ -76,7 +77,7 @@ class Usage(Struct):
             fields[f"{name}_per_second"] = n / ms * 1e3 if ms else 0.0
         return fields | ({"draft_n": self.n_drafted, "draft_n_accepted": self.n_accepted} if self.n_drafted else {})
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> JsonObject:
         return {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,

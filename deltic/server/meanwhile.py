@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from deltic.config import ServerConfig
+from deltic.json_types import JsonObject
 from deltic.server.access import Access
 from deltic.server.chat.generation import unavailable
 from deltic.server.connections import Connections, HttpServer
@@ -60,5 +61,5 @@ class Meanwhile:
         except ApiError as error:
             return in_form(error, path, scope)
         loading = {"stage": self.stage, "done": self.done}
-        fields: dict[str, Any] = {"status": "starting", "message": message, "loading": loading}
+        fields: JsonObject = {"status": "starting", "message": message, "loading": loading}
         return json_response(fields, 503)

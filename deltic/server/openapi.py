@@ -11,13 +11,13 @@ import inspect
 import re
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from deltic import __version__
+from deltic.json_types import JsonObject
 from deltic.server.service import Kind, Service
 from deltic.server.transport import OLLAMA
 
@@ -81,12 +81,12 @@ class Route:
     """The media types of its answers, beside event streams."""
 
 
-def document(routes: Sequence[Route], root_path: str = "") -> dict[str, Any]:
+def document(routes: Sequence[Route], root_path: str = "") -> JsonObject:
     """OpenAPI 3.1. root_path: the prefix under which a proxy offers them."""
     bodies = {route.body for route in routes if route.body is not None}
     schemas, components = msgspec.json.schema_components(list(bodies), ref_template="#/components/schemas/{name}")
     schema_of = dict(zip(bodies, schemas, strict=True))
-    paths: dict[str, Any] = {}
+    paths: JsonObject = {}
     for route in routes:
         path = re.sub(r"\{(\w+):\w+\}", r"{\1}", route.path)
         operation = paths.setdefault(path, {})[route.method.lower()] = _operation(route, path)
@@ -107,20 +107,20 @@ def document(routes: Sequence[Route], root_path: str = "") -> dict[str, Any]:
     }
 
 
-def _operation(route: Route, path: str) -> dict[str, Any]:
+def _operation(route: Route, path: str) -> JsonObject:
     line = (inspect.getdoc(route.endpoint) or "").partition("\n")[0]
     summary = line.removeprefix(f"{route.method} {route.path}").lstrip(".: ")
     form = "OllamaError" if path.startswith(OLLAMA) else "Error"
     error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{form}"}}}
     gives = (*route.gives, "text/event-stream") if route.generates else route.gives
-    responses: dict[str, Any] = {"200": {"description": "The answer.", "content": {kind: {} for kind in gives}}}
+    responses: JsonObject = {"200": {"description": "The answer.", "content": {kind: {} for kind in gives}}}
     for status, text in FAILURES.items():
         if not route.open_ or status in _OF_OPEN_ROUTES:
             responses[str(status)] = {"description": text, "content": error}
     if route.open_:
         responses["503"] = {"description": "The engine is not ready.", "content": {"application/json": {}}}
-    operation: dict[str, Any] = {"summary": summary or path, "responses": responses}
-    parameters: list[dict[str, Any]] = [
+    operation: JsonObject = {"summary": summary or path, "responses": responses}
+    parameters: list[JsonObject] = [
         {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
         for name in re.findall(r"\{(\w+)\}", path)
     ]

@@ -24,7 +24,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import uvloop
 
@@ -33,6 +33,7 @@ from deltic.config import BUILT_IN, ConfigError, EngineConfig, ModelConfig, Serv
 from deltic.engine.messages import EngineInfo
 from deltic.host.client import EngineClient, EngineFailed
 from deltic.host.supervisor import PROGRAM, EngineHost
+from deltic.json_types import JsonObject
 from deltic.models.checkpoint import locate, model_name, speaks, text_directory, tokenizer_directory
 from deltic.models.fields import CheckpointError
 from deltic.models.hub import is_hub_name
@@ -358,7 +359,7 @@ def _service(server: Server, model: Served) -> Service:
     )
 
 
-def _origin(engine: EngineConfig, directory: Path) -> dict[str, Any]:
+def _origin(engine: EngineConfig, directory: Path) -> JsonObject:
     """Names on the hub of a model and its tokenizer, None where they have none: places on this machine are
     nobody's business, and a router looks on the hub. The architecture as config.json says it, of a model that
     has one.

@@ -22,6 +22,7 @@ from deltic import __version__
 from deltic.config import ServerConfig
 from deltic.engine.messages import EngineInfo
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
+from deltic.json_types import JsonObject
 from deltic.server.adapters import Adapter, Adapters
 from deltic.server.api.responses_store import ResponseStore
 from deltic.server.batch.file_store import FileStore
@@ -226,7 +227,7 @@ class Server:
             raise ApiError(404, f"{service.model_name!r} speaks and does not write", code="unsupported_model")
         return service.model_name, service.client
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JsonObject:
         """The status for /health and /ready: that of the model that is worst off, and, if there are several,
         of each.
         """
@@ -264,7 +265,7 @@ class Service:
     """Names that the model has beside the first in /v1/models."""
     patterns: tuple[str, ...] = ()
     """Names that it answers to and that are not listed, as fnmatch patterns."""
-    origin: Mapping[str, Any] = field(default_factory=dict)
+    origin: Mapping[str, object] = field(default_factory=dict)
     """Facts of the checkpoint that /model_info tells."""
 
     @classmethod
@@ -380,7 +381,7 @@ class Service:
     def _other_kind(self, what: str) -> ApiError:
         return ApiError(404, f"{self.model_name!r} {what}", param="model", code="unsupported_model")
 
-    async def inspect_cache(self, reset: bool) -> dict[str, Any]:
+    async def inspect_cache(self, reset: bool) -> JsonObject:
         """The engine's report on its prefix cache. reset: empty it first.
 
         Raises ApiError: 503 while there is no engine to ask, or when it dies; 504 when it does not answer in
@@ -403,14 +404,14 @@ class Service:
                 headers=RETRY_LATER,
             ) from None
 
-    def status(self) -> dict[str, Any]:
+    def status(self) -> JsonObject:
         """Returns one of STATES, and why the model is not ready."""
         client = self.client
         if self.server.draining:
             return {"status": "stopping", "message": SHUTTING_DOWN}
         if self.server.is_leaving:
             return {"status": "draining", "message": LEAVING}
-        status: dict[str, Any] = {"status": client.state}
+        status: JsonObject = {"status": client.state}
         if client.state != "ready":
             status["message"] = client.why_unavailable()
         if client.state == "starting" and client.loading:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine, Iterable, Iterator
-from typing import Any, TypeVar
+from collections.abc import Coroutine, Iterable, Iterator, Sequence
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import ClientDisconnect, Request
@@ -14,6 +14,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
+from deltic.json_types import JsonObject
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket
 
@@ -137,7 +138,7 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+async def unless_disconnected(receive: Receive, work: Coroutine[object, None, T]) -> T:
     """The result of `work`, which is cancelled when the client leaves. Raises ClientDisconnect then."""
     task = asyncio.create_task(work)
     watch = asyncio.create_task(disconnected(receive))
@@ -277,7 +278,7 @@ class Encoded(list[bytes | Iterator[bytes]]):
     """The items of a JSON array, some at a time, encoded already or as they are asked for."""
 
 
-def json_pieces(value: Any) -> Iterator[bytes]:
+def json_pieces(value: object) -> Iterator[bytes]:
     """JSON in pieces of a few kilobytes.
 
     An iterator in `value` becomes an array, each of its items a piece.
@@ -305,7 +306,7 @@ def json_pieces(value: Any) -> Iterator[bytes]:
         yield _encode(value)
 
 
-def _items(value: list[Any] | Iterator[Any]) -> Iterator[Iterable[bytes]]:
+def _items(value: list[object] | Iterator[object]) -> Iterator[Iterable[bytes]]:
     """An array's items, what stands between two commas or more."""
     if isinstance(value, Encoded):
         for some in value:
@@ -331,7 +332,7 @@ class LargeResponse:
     """
 
     def __init__(
-        self, value: bytes | dict[str, Any] | list[Any], headers: list[tuple[bytes, bytes]] | None = None
+        self, value: bytes | JsonObject | Sequence[object], headers: list[tuple[bytes, bytes]] | None = None
     ) -> None:
         """value: as of `json_pieces`, or what is made already. headers: where it is no JSON."""
         self._pieces = _parts(value) if isinstance(value, bytes) else json_pieces(value)
@@ -366,7 +367,7 @@ class LargeResponse:
         return b"".join(made)
 
 
-def json_response(body: bytes | dict[str, Any], status: int = 200) -> Response:
+def json_response(body: bytes | JsonObject, status: int = 200) -> Response:
     return Response(body if isinstance(body, bytes) else msgspec.json.encode(body), status, None, "application/json")
 
 

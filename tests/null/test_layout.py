@@ -25,7 +25,7 @@ REFERENCE = sorted((ROOT / "tests" / "reference").glob("*.py"))
 TESTS = {file.name for file in (ROOT / "tests").rglob("test_*.py")}
 SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
 
-MAX_SOURCE_FILES = 246
+MAX_SOURCE_FILES = 245
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
 MAX_PACKAGE_LINES = 52_443

@@ -20,12 +20,13 @@ from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import BinaryIO, TypeVar
 
 import msgspec
 from msgspec import Struct
 
 from deltic.config import ConfigError, MayPass
+from deltic.json_types import JsonObject
 from deltic.private import make_private
 from deltic.server.errors import ApiError
 from deltic.server.fair_thread import FairThread
@@ -60,7 +61,7 @@ class Card(Struct):
     filename: str
     purpose: str
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> JsonObject:
         """Returns the card as OpenAI's API has it."""
         fields = msgspec.to_builtins(self) | {"object": "file", "status": "processed", "status_details": None}
         del fields["owner"]
@@ -104,7 +105,7 @@ class FileStore:
         self._worker.close()
         self._lock.close()
 
-    async def in_thread(self, owner: str, work: Callable[..., T], *given: Any) -> T:
+    async def in_thread(self, owner: str, work: Callable[..., T], *given: object) -> T:
         return await asyncio.wrap_future(self._worker.submit(owner, 1, partial(work, *given)))
 
     def path(self, file_id: str) -> Path:

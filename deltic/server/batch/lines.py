@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
-from starlette.types import ASGIApp, Message
+from starlette.types import ASGIApp, Message, Scope
 
 from deltic.batch_lines import BadLine, Job, read
 from deltic.host.client import EngineClient
+from deltic.json_types import JsonObject
 from deltic.server.batch.record import line_error
 from deltic.server.errors import ApiError
 from deltic.server.limits import BATCH, Account
@@ -30,9 +30,9 @@ class Input:
         """endpoint: where all lines go. max_mb: most of one."""
         self._path, self._endpoint, self._max_mb, self._find = path, endpoint, max_mb, find
 
-    def check(self) -> tuple[int, str | None, list[dict[str, Any]]]:
+    def check(self) -> tuple[int, str | None, list[JsonObject]]:
         """Counts the lines. Returns their number, their model's name, and what is wrong with them."""
-        errors: list[dict[str, Any]] = []
+        errors: list[JsonObject] = []
         custom_ids: set[str] = set()
         models: dict[str, str] = {}
         n_lines = 0
@@ -121,7 +121,7 @@ async def ask(app: ASGIApp, job: Job, account: Account | None) -> tuple[int, dic
         else:
             parts.append(message.get("body", b""))
 
-    scope: dict[str, Any] = {
+    scope: Scope = {
         "type": "http",
         "asgi": {"version": "3.0"},
         "http_version": "1.1",

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import secrets
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 from msgspec import Struct
 
 from deltic.batch_lines import Job, read_results
+from deltic.json_types import JsonObject
 from deltic.server.batch.file_store import KEPT_S, private
 
 STEPS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled")
@@ -26,7 +27,7 @@ class Usage(Struct):
     output_tokens: int = 0
     reasoning_tokens: int = 0
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> JsonObject:
         return {
             "input_tokens": self.input_tokens,
             "input_tokens_details": {"cached_tokens": self.cached_tokens},
@@ -80,7 +81,7 @@ class Batch(Struct, kw_only=True):
     final: str | None = None
     """The `status` that follows once all lines are finished."""
     model: str | None = None
-    errors: list[dict[str, Any]] = []
+    errors: list[JsonObject] = []
     times: dict[str, int] = {}
     """`in_progress_at` and the like."""
     output_file_id: str | None = None
@@ -94,9 +95,9 @@ class Batch(Struct, kw_only=True):
     def counts(self) -> str:
         return f"{self.completed} answered, {self.failed} with an error, of {self.total}"
 
-    def plain(self) -> dict[str, Any]:
+    def plain(self) -> JsonObject:
         """Returns the batch as OpenAI's API has it."""
-        fields: dict[str, Any] = msgspec.to_builtins(self)
+        fields: JsonObject = msgspec.to_builtins(self)
         for own in ("owner", "output_s", "final", "times"):
             del fields[own]
         counts = {name: fields.pop(name) for name in ("total", "completed", "failed")}
@@ -145,12 +146,12 @@ class Results:
         return n
 
 
-def line_error(line: int | None, code: str, message: str, param: str | None = None) -> dict[str, Any]:
+def line_error(line: int | None, code: str, message: str, param: str | None = None) -> JsonObject:
     """Entry of a batch's `errors`. line: its number in the input; None: it is about the whole file."""
     return {"code": code, "line": line, "message": message, "param": param}
 
 
-def result_line(job: Job, response: dict[str, Any] | None, error: dict[str, Any] | None) -> bytes:
+def result_line(job: Job, response: JsonObject | None, error: JsonObject | None) -> bytes:
     """A line of the output or the error file."""
     fields = {
         "id": f"batch_req_{secrets.token_hex(12)}",

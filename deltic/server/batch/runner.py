@@ -19,7 +19,6 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Coroutine
 from pathlib import Path
-from typing import Any
 
 import msgspec
 from msgspec import Raw
@@ -28,6 +27,7 @@ from starlette.types import ASGIApp
 from deltic.batch_lines import ForeignFile, Job, wait_s
 from deltic.config import ServerConfig
 from deltic.host.client import EngineClient, EngineFailed
+from deltic.json_types import JsonObject
 from deltic.server.batch.file_store import MIN_BYTES, Card, FileStore, append, unwritable, write_whole
 from deltic.server.batch.lines import Find, Input, ask
 from deltic.server.batch.record import UNFINISHED, Batch, Results, line_error, result_line
@@ -211,7 +211,7 @@ class BatchRunner:
             if has_turn:
                 turn.release()
 
-    def _reason(self, batch: Batch, error: Exception) -> dict[str, Any]:
+    def _reason(self, batch: Batch, error: Exception) -> JsonObject:
         """Entry of `errors` for what ended a batch."""
         if isinstance(error, ForeignFile):
             return line_error(None, "damaged", f"what was kept of its results is damaged: {error}")
@@ -221,7 +221,7 @@ class BatchRunner:
         return line_error(None, "server_error", BROKEN)
 
     async def _unless_cancelled(
-        self, batch: Batch, work: Coroutine[Any, Any, Any], timeout_s: float | None = None
+        self, batch: Batch, work: Coroutine[object, None, object], timeout_s: float | None = None
     ) -> bool:
         """Returns whether `work` came to its end before the batch was cancelled, and in time; it is ended
         then.
@@ -257,7 +257,7 @@ class BatchRunner:
             await self.files.in_thread(batch.owner, results.close)
         self._finish(batch, "cancelled" if stop.is_set() else "completed" if is_whole else "expired")
 
-    def _finish(self, batch: Batch, status: str, error: dict[str, Any] | None = None) -> None:
+    def _finish(self, batch: Batch, status: str, error: JsonObject | None = None) -> None:
         """Ends the work on a batch: nothing more is done for its lines."""
         errors = batch.errors if error is None else [error]
         now = "cancelling" if batch.status == "cancelling" else "finalizing"
@@ -375,7 +375,7 @@ class BatchRunner:
         self._n_written[batch.id] += n_bytes
         self.files.count(batch.owner, n_bytes)
 
-    def _enter(self, batch: Batch, status: str, **changes: Any) -> None:
+    def _enter(self, batch: Batch, status: str, **changes: object) -> None:
         """Raises OSError; the batch is as before then, and so the same step is taken again."""
         changes |= {"status": status, "times": batch.times | {f"{status}_at": int(time.time())}}
         self._save(msgspec.structs.replace(batch, **changes))

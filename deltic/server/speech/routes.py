@@ -10,10 +10,10 @@ import asyncio
 import base64
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 from python_multipart.multipart import parse_options_header
@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deltic.engine import messages as engine
 from deltic.host.client import EngineUnavailable
+from deltic.json_types import JsonObject
 from deltic.server.api import decode
 from deltic.server.chat.answer import Update, WayOut
 from deltic.server.chat.calls import Delta
@@ -300,7 +301,7 @@ class Utterance:
         """Returns what `work` makes, in the thread of files, in the turns of the key that asks."""
         return await asyncio.wrap_future(self._service.speaking().worker.submit(self.sent.tenant, size, work))
 
-    def usage(self) -> dict[str, Any]:
+    def usage(self) -> JsonObject:
         """Rows of the prompt and codes drawn; then tokens of the texts, and frames of the voice."""
         usage, words = self._generation.usage(), self.plan.words
         n_text = len(words.body) + len(words.instructions) + len(words.reference)
@@ -367,7 +368,7 @@ async def _voice(speech: SpeechParts, plan: Plan) -> engine.VoiceEncoded | None:
     return None
 
 
-async def _in_time(ticket: Ticket, work: Coroutine[Any, Any, T]) -> T:
+async def _in_time(ticket: Ticket, work: Coroutine[object, None, T]) -> T:
     """Raises ApiError: 503 when the engine dies meanwhile, 504 when the ticket's time is over."""
     try:
         async with asyncio.timeout(ticket.left_s()):
@@ -473,7 +474,7 @@ class EventAudio(AudioStream):
         return event("speech.audio.error", **fields, partial_audio=True, action="discard")
 
 
-def event(kind: str, **fields: Any) -> bytes:
+def event(kind: str, **fields: object) -> bytes:
     return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind} | fields))
 
 
@@ -496,7 +497,7 @@ async def speak_batch(service: Service, request: Request) -> ASGIApp:
     ticket: Ticket = request.scope[TICKET]
     total = Usage(0, 0, 0, 0, {})
 
-    async def answer(index: int, planned: Plan | ApiError) -> dict[str, Any]:
+    async def answer(index: int, planned: Plan | ApiError) -> JsonObject:
         try:
             if isinstance(planned, ApiError):
                 raise planned
@@ -504,7 +505,7 @@ async def speak_batch(service: Service, request: Request) -> ASGIApp:
             data = await spoken.file()
         except ApiError as error:
             let_go(error, request.scope)
-            failed: dict[str, Any] = msgspec.json.decode(error.body())
+            failed: JsonObject = msgspec.json.decode(error.body())
             return {"index": index, "status": "error", "status_code": error.status} | failed
         usage = spoken.usage()
         total.prompt_tokens += usage["input_tokens"]
@@ -527,7 +528,7 @@ async def speak_batch(service: Service, request: Request) -> ASGIApp:
     return json_response({"id": f"speech-batch-{secrets.token_hex(16)}", "results": results} | counts)
 
 
-async def _together(work: Any) -> list[Any]:
+async def _together(work: Iterable[Coroutine[object, None, T]]) -> list[T]:
     """Runs all of them and returns their results; one that raises ends the others."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(coroutine) for coroutine in work]
@@ -580,7 +581,7 @@ async def _voice_form(request: Request, max_mb: float) -> VoiceForm:
             yield body[start : start + FORM_BYTES]
             await asyncio.sleep(0)  # other answers have their turn
 
-    given: dict[str, Any] = {}
+    given: dict[str, str | bytes] = {}
     try:
         form = await MultiPartParser(request.headers, stream(), max_files=1, max_fields=16).parse()  # type: ignore[arg-type]
     except (MultiPartException, KeyError) as error:

@@ -20,7 +20,7 @@ import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import msgspec
 from starlette.requests import Request
@@ -378,7 +378,7 @@ class _Conversation:
         await self._send("error", message=why)
         await self._socket.close(1000)
 
-    async def _send(self, kind: str, /, **fields: Any) -> None:
+    async def _send(self, kind: str, /, **fields: object) -> None:
         await self._socket.send_text(msgspec.json.encode({"type": kind} | fields).decode())
 
 

@@ -21,7 +21,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -30,6 +30,7 @@ from deltic.config import ConfigError, ServerConfig
 from deltic.engine.messages import EncodeVoice, VoiceEncoded
 from deltic.engine.turns import share_of
 from deltic.host.client import EngineClient, EngineUnavailable
+from deltic.json_types import JsonObject
 from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechShape
 from deltic.private import make_private
 from deltic.server.chat.generation import unavailable
@@ -75,7 +76,7 @@ class Stored(Uploaded, frozen=True, kw_only=True):
     data: bytes | None
     """Data of the voice; None: in its file."""
 
-    def card(self) -> dict[str, Any]:
+    def card(self) -> JsonObject:
         fields = {"name": self.name, "consent": self.consent, "created_at": self.created}
         return fields | {"ref_text": self.ref_text or None, "kind": self.kind}
 
@@ -194,7 +195,7 @@ class VoiceStore:
                 self._stored[place] = msgspec.structs.replace(voice, data=None)
         return voice
 
-    async def _in_turn(self, make: Callable[[], Coroutine[Any, Any, T]]) -> T:
+    async def _in_turn(self, make: Callable[[], Coroutine[object, None, T]]) -> T:
         """The result of `make`.
 
         Once begun it is finished, even if who asked has left: the engine goes on with what it has, too, and
@@ -391,7 +392,7 @@ def _write(path: Path, voice: Stored) -> None:
     part.replace(path)
 
 
-def _known(voice: Uploaded) -> dict[str, Any]:
+def _known(voice: Uploaded) -> JsonObject:
     """The fields of Uploaded."""
     return {field: getattr(voice, field) for field in Uploaded.__struct_fields__}
 
@@ -442,7 +443,7 @@ class SpeechParts:
         """Speakers of the checkpoint, aliases, and voices that were uploaded."""
         return [*sorted(self.prompts.shape.speakers), *self.aliases, *(voice.name for voice in self.voices.all())]
 
-    def card(self) -> dict[str, Any]:
+    def card(self) -> JsonObject:
         """The model's entry `speech` in /v1/models."""
         shape = self.prompts.shape
         return {
