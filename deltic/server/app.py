@@ -310,12 +310,12 @@ class Envelope:
         labels = _labels(scope)
         request_id = scope["deltic.request_id"] = labels["request_id"]
         ticket = scope[TICKET] = Ticket(labels=labels, worker=self._server.worker)
-        status = 101
+        status = 403  # of one that nothing accepts
 
         async def send_noted(message: Message) -> None:
             nonlocal status
-            if message["type"] == "websocket.http.response.start":
-                status = message["status"]
+            if message["type"] in ("websocket.accept", "websocket.http.response.start"):
+                status = message.get("status", 101)
             await send(message)
 
         try:

@@ -308,7 +308,12 @@ def test_who_may_connect(engine: FakeSpeechClient, live: str, caplog: pytest.Log
             async with connect(place, additional_headers={"authorization": "Bearer k"}) as socket:
                 await send(socket, CONFIG, text("Hello."), DONE)
                 assert kinds(await received(socket, "session.done"))[1] == "audio"
+            with pytest.raises(InvalidStatus, match="403"):
+                async with connect(url.replace("http", "ws") + "/v1/realtime"):
+                    pass
             told = httpx.get(f"{url}/metrics", headers={"authorization": "Bearer k"}).text
+            for path, status in ((PATH, "101"), (PATH, "401"), ("other", "403")):
+                assert f'deltic_http_responses_total{{code="{status}",route="{path}"}}' in told
             assert 'deltic_key_tokens_total{key="alice",kind="generated"} 5.0' in told
         assert engine.requests[-1].tenant == "alice"
 
