@@ -135,8 +135,9 @@ targets: $(VENV)/.tests
 bench: $(VENV)/.tests
 	$(BIN)/deltic bench serve $(ARGS)
 
+# Everything that a server has, at once.
 soak: $(VENV)/.tests
-	$(BIN)/python -m bench.soak --minutes 30 $(ARGS)
+	$(BIN)/python -m bench.soak --with all --kill-engine 5 --minutes 30 $(ARGS)
 
 # Of a tiny random model that speaks.
 soak-speech: $(VENV)/.tests

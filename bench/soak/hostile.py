@@ -46,7 +46,7 @@ SPECIAL = (
 
 
 @contextlib.asynccontextmanager
-async def _connected(traffic: Traffic) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
+async def connected(traffic: Traffic) -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
     url = urlsplit(traffic.endpoint.url)
     try:
         reader, writer = await asyncio.open_connection(url.hostname, url.port)
@@ -60,7 +60,7 @@ async def _connected(traffic: Traffic) -> AsyncIterator[tuple[asyncio.StreamRead
             await writer.wait_closed()
 
 
-def _head(traffic: Traffic, path: str, *more: str) -> bytes:
+def head(traffic: Traffic, path: str, *more: str) -> bytes:
     lines = (f"POST {path} HTTP/1.1", "host: localhost", f"authorization: Bearer {traffic.endpoint.api_key}", *more)
     return "\r\n".join(lines).encode() + b"\r\n"
 
@@ -82,9 +82,9 @@ async def _until_closed(reader: asyncio.StreamReader, within_s: float) -> bytes:
 async def silent(traffic: Traffic, rng: random.Random) -> None:
     """A connection, half a head, or half a body, and then nothing: it is closed, or left before that."""
     body = b'{"model": "x", "prompt": "'
-    half = _head(traffic, COMPLETIONS, "content-type: application/json", "content-length: 1000")
+    half = head(traffic, COMPLETIONS, "content-type: application/json", "content-length: 1000")
     said = rng.choice([b"", b"POST /v1/chat/comp", half[:60], half, half + b"\r\n", half + b"\r\n" + body])
-    async with _connected(traffic) as (reader, writer):
+    async with connected(traffic) as (reader, writer):
         writer.write(said)
         if rng.random() < 0.7:
             await asyncio.sleep(rng.uniform(0.0, 2.0))
@@ -100,7 +100,7 @@ async def _flood(traffic: Traffic, start: bytes, piece: bytes, statuses: tuple[i
 
     It must answer one of the statuses, or close, before MOST_ACCEPTED.
     """
-    async with _connected(traffic) as (reader, writer):
+    async with connected(traffic) as (reader, writer):
         n_sent = 0
         try:
             writer.write(start)
@@ -120,7 +120,7 @@ async def _flood(traffic: Traffic, start: bytes, piece: bytes, statuses: tuple[i
 
 async def header_flood(traffic: Traffic, rng: random.Random) -> None:
     """Headers without end, many or one long one, or a request line: 431, 414 or 400, and closed."""
-    start = _head(traffic, CHAT)
+    start = head(traffic, CHAT)
     start, piece = rng.choice(
         [(start, b"x-more: " + b"y" * 1000 + b"\r\n"), (start + b"x-long: ", b"y" * 4096), (b"GET /", b"z" * 4096)]
     )
@@ -132,7 +132,7 @@ async def giant_body(traffic: Traffic, rng: random.Random) -> None:
     about = ("content-type: application/json", rng.choice(["content-length: 9999999999", "transfer-encoding: chunked"]))
     chunk = b"1000\r\n" + b"a" * 4096 + b"\r\n" if about[1].endswith("chunked") else b"a" * 4096
     await _flood(
-        traffic, _head(traffic, rng.choice([CHAT, COMPLETIONS, "/tokenize"]), *about) + b"\r\n", chunk, (413, 429, 503)
+        traffic, head(traffic, rng.choice([CHAT, COMPLETIONS, "/tokenize"]), *about) + b"\r\n", chunk, (413, 429, 503)
     )
 
 

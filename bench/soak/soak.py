@@ -7,8 +7,8 @@
             gives no numbers)
     python -m bench.soak --serve-args "--max-drafts 8" --against "--max-drafts 0"
             (a quarter of the requests is asked of a second server, too)
-    python -m bench.soak --with drafts,pictures,adapters,formats,grammars
-            (features.py says what each is)
+    python -m bench.soak --with all --kill-engine 5 --minutes 20
+            (or --with drafts,pictures,...: features.py says what each is)
 
 Checked: every request ends (a stream in [DONE], or an error event while the engine is being killed; any
 other with a status), no 5xx except then, the answers' form, the same text for the same seed, and from the
@@ -22,10 +22,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import os
 import random
 import re
+import secrets
 import shlex
 import signal
 import statistics
@@ -46,40 +48,21 @@ from bench.soak.traffic import Kinds, Lost, Traffic, Violation
 from deltic.bench.gauges import QUIET_S, in_use, settled
 from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.commands.endpoint import Endpoint, EndpointError, LocalServer, ServerFailed, model_name
+from deltic.ops.geometry import PAGE_SIZE
 
-MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_QUEUE, N_PAGES = 1024, 8, 16, 48
-"""Small on purpose: 8 sequences of 16 pages do not fit into 48, so sequences are preempted."""
+MAX_NUM_SEQS, MAX_QUEUE = 8, 16
+SERVE = f"--max-queue {MAX_QUEUE} --max-body-mb 1 --log-level warning".split()
+CONTEXT = 1024
+"""Tokens; three times as many where a token is a byte."""
 
-SERVE = [
-    "--max-model-len",
-    str(MAX_MODEL_LEN),
-    "--max-num-seqs",
-    str(MAX_NUM_SEQS),
-    "--max-queue",
-    str(MAX_QUEUE),
-    "--n-pages",
-    str(N_PAGES),
-    "--max-body-mb",
-    "1",
-    "--log-level",
-    "warning",
-]
 
-SPEECH_SERVE = [
-    "--max-model-len",
-    "256",
-    "--max-num-seqs",
-    str(MAX_NUM_SEQS),
-    "--max-queue",
-    str(MAX_QUEUE),
-    "--n-pages",
-    "16",
-    "--max-body-mb",
-    "1",
-    "--log-level",
-    "warning",
-]
-"""8 utterances of up to 4 pages do not fit into 16."""
+def sizes(context: int) -> list[str]:
+    """Flags of a model.
+
+    The pages are few on purpose: 8 sequences of the whole context do not fit, so sequences are preempted.
+    """
+    return f"--max-model-len {context} --max-num-seqs {MAX_NUM_SEQS} --n-pages {3 * context // PAGE_SIZE}".split()
+
 
 HOSTILE_SERVE = ["--client-timeout-s", f"{hostile.CLIENT_TIMEOUT_S:g}"]
 
@@ -136,6 +119,8 @@ class Soak:
     """A row for each quiet point: seconds since the start, resident bytes of both processes."""
     recoveries_s: list[float] = field(default_factory=list)
     gauges: dict[str, float] = field(default_factory=dict)
+    keys: list[Endpoint] = field(default_factory=list)
+    """The server with the keys of clients, who take turns."""
     n_requests: int = 0
     n_lost: int = 0
     killing: bool = False
@@ -161,14 +146,17 @@ class Soak:
 
     async def client(self, number: int, kinds: Kinds) -> None:
         """One client: random requests of these kinds, one after another, paused at quiet points."""
-        rng = random.Random(f"{self.seed} {number}")
+        rng, own = random.Random(f"{self.seed} {number}"), self.traffic
+        if self.keys:
+            key, stranger = self.keys[number % len(self.keys)], self.keys[(number + 1) % len(self.keys)]
+            own = dataclasses.replace(own, endpoint=key, stranger=stranger, is_guest=key is not self.keys[0])
         while not self.over():
             await self._open.wait()
             self.n_requests += 1
             self._n_busy += 1
             killed_before = len(self.recoveries_s)
             try:
-                await traffic.one(self.traffic, kinds, rng, self.timeout_s)
+                await traffic.one(own, kinds, rng, self.timeout_s)
             except Violation as violation:
                 self.violate(str(violation))
             except Lost as lost:
@@ -325,7 +313,6 @@ class Soak:
 
 async def _run(arguments: argparse.Namespace, console: Console) -> dict[str, Any]:
     extra = shlex.split(arguments.serve_args)
-    given = SPEECH_SERVE if arguments.speech else SERVE
     kinds = speech.KINDS if arguments.speech else traffic.KINDS
     breaks: dict[signal.Signals | None, float] = {}
     if arguments.kill_engine:
@@ -340,11 +327,14 @@ async def _run(arguments: argparse.Namespace, console: Console) -> dict[str, Any
         breaks[None] = arguments.spoil_cache * 60
         extra += ["--cache-dir", cache.name]
     scratch = tempfile.TemporaryDirectory(prefix="deltic-soak-")
-    names = [name for name in getattr(arguments, "with").split(",") if name]
-    more = features.prepare(names, arguments.model, Path(scratch.name))
-    shared = [*more.model, *given, *more.flags]
-    server = LocalServer([*shared, *more.own_flags, *extra])
-    other = LocalServer([*shared, *shlex.split(arguments.against)]) if arguments.against else None
+    more = features.prepare(features.chosen(getattr(arguments, "with")), arguments.model, Path(scratch.name))
+    context = CONTEXT // 4 if arguments.speech else CONTEXT * 3 if more.is_of_bytes else CONTEXT
+    given = sizes(context)
+    others = [flag for flags in more.others.values() for flag in ("--and", *flags, *given)]
+    shared, operator = [*more.model, *SERVE, *given, *more.flags], secrets.token_hex(8)
+    extra = ["--api-key", operator, *more.own_flags, *extra]
+    server = LocalServer([*shared, *extra, *others], api_key=operator)
+    other = LocalServer([*shared, *shlex.split(arguments.against), *others]) if arguments.against else None
     try:
         with console.status("starting the server"):
             endpoint = await server.wait_ready()
@@ -352,15 +342,20 @@ async def _run(arguments: argparse.Namespace, console: Console) -> dict[str, Any
         name = await model_name(endpoint)
         _, cards = await endpoint.json("GET", "/v1/models")
         sees = any("image" in card.get("input_modalities", ()) for card in cards["data"] if card["id"] == name)
-        sent = Traffic(endpoint, name, MAX_MODEL_LEN, MAX_NUM_SEQS + MAX_QUEUE, against=against, sees=sees)
-        sent.adapters, sent.grammars = more.adapters, more.grammars
+        sent = Traffic(endpoint, name, context, MAX_NUM_SEQS + MAX_QUEUE, against=against, sees=sees)
+        sent.adapters, sent.adapter_directory, sent.grammars = more.adapters, Path(scratch.name), more.grammars
+        sent.others = tuple(more.others)
         deadline = time.monotonic() + arguments.minutes * 60
-        soak = Soak(server, sent, kinds, arguments.seed, deadline, arguments.max_requests, arguments.timeout)
+        soak = Soak(
+            server, sent, kinds | more.kinds, arguments.seed, deadline, arguments.max_requests, arguments.timeout
+        )
+        soak.keys = [endpoint, *(Endpoint(server.url, key) for key in more.keys)] if more.keys else []
         soak.cache_dir = Path(cache.name) if cache is not None else None
         with console.status(f"{arguments.minutes:g} minutes of traffic"):
             await soak.run(arguments.clients, arguments.hostile, breaks)
         report = soak.report()
-        endpoint.close()
+        for closed in (endpoint, *soak.keys):
+            closed.close()
         if against is not None:
             against.close()
         begin = time.monotonic()
@@ -384,7 +379,6 @@ def table(report: dict[str, Any]) -> Table:
     out.add_column("", justify="right")
     for name, value in report["kinds"].items():
         out.add_row(name, str(value))
-    out.add_row("tokens, or frames, in checked answers", str(report["generated_tokens_checked"]))
     spoilt = f"{report['spoilt_cache_files']}, {report['recomputed_sequences'] or 0:.0f}"
     out.add_row("spoilt files of the prefix cache, sequences computed once more", spoilt)
     out.add_row("engine kills, requests lost to them", f"{report['kills']}, {report['lost_to_kills']}")
@@ -422,7 +416,7 @@ def parsed(given: Sequence[str] | None = None) -> argparse.Namespace:
         metavar="FLAGS",
         help="compare answers with those of a second server of the model, with these flags for deltic serve",
     )
-    parser.add_argument("--with", default="", metavar="NAME,...", help=f"also soak {', '.join(features.NAMES)}")
+    parser.add_argument("--with", default="", metavar="NAME,...", help=f"also soak {', '.join(features.NAMES)}; all")
     parser.add_argument("--max-requests", type=int, default=1_000_000)
     parser.add_argument("--timeout", type=float, default=120.0, help="seconds until a request must have ended")
     parser.add_argument("--serve-args", default="", help="more flags for deltic serve, in one string")
@@ -449,14 +443,14 @@ def main() -> int:
         "speech": arguments.speech,
         "serve_args": arguments.serve_args,
         "against": arguments.against,
-        "with": getattr(arguments, "with"),
+        "with": ",".join(features.chosen(getattr(arguments, "with"))),
     }
     report = head | report
     path = runs_directory(arguments.out) / f"soak-{now():%H%M%S}.json"
     path.write_text(json.dumps(report, indent=1) + "\n")
     Console(width=None if sys.stdout.isatty() else 130).print(table(report))
     for violation in report["violations"][:20]:
-        print(f"VIOLATION {violation}")
+        print(f"VIOLATION {violation[:1000]}")
     keys = ("minutes", "requests", "kills", "lost_to_kills", "recoveries_s", "memory_growth")
     line = {name: report[name] for name in keys} | {"violations": len(report["violations"]), "file": str(path)}
     print(json.dumps({"bench": "soak"} | line))

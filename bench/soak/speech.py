@@ -12,6 +12,7 @@ from typing import Any
 
 from bench.soak.traffic import (
     BROKEN,
+    TOKENS,
     Kinds,
     Lost,
     Traffic,
@@ -119,7 +120,7 @@ async def ask(traffic: Traffic, request: dict[str, Any]) -> bytes | None:
     if reply is None:
         return None
     audio = await (events(reply) if request.get("stream_format") == "sse" else reply.read())
-    traffic.n_tokens += check_length(request, len(audio))
+    traffic.count(TOKENS, check_length(request, len(audio)))
     return audio
 
 
@@ -140,7 +141,7 @@ async def slow_reader(traffic: Traffic, rng: random.Random) -> None:
         async for _, data in pieces:
             n_bytes += len(data)
             await asyncio.sleep(0.05)
-    traffic.n_tokens += check_length(request, n_bytes)
+    traffic.count(TOKENS, check_length(request, n_bytes))
 
 
 async def whole(traffic: Traffic, rng: random.Random) -> None:

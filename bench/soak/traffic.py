@@ -17,6 +17,7 @@ import random
 import re
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from deltic.bench.load import WORDS
@@ -26,16 +27,24 @@ CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
 FINISH_REASONS = {"stop", "length", "tool_calls"}
 
+N_WORDS = 50
+"""Of a prompt at most."""
+TOKENS = "tokens, or frames, in checked answers"
+"""Name of a count."""
+
 TOOLS = [
     {
         "type": "function",
         "function": {
             "name": name,
             "description": what,
-            "parameters": {"type": "object", "properties": {key: {"type": "string"}}, "required": [key]},
+            "parameters": {"type": "object", "properties": {key: {"enum": some}}, "required": [key]},
         },
     }
-    for name, what, key in (("weather", "Weather of a city", "city"), ("calculator", "Computes", "expression"))
+    for name, what, key, some in (
+        ("weather", "Weather of a city", "city", ["Bern", "Rio"]),
+        ("calculator", "Computes", "expression", ["1 + 1", "7 * 6"]),
+    )
 ]
 
 
@@ -57,7 +66,6 @@ class Traffic:
     n_queue_and_running: int
     """Sequences that the server takes before it answers 429."""
     counts: dict[str, int] = field(default_factory=dict)
-    n_tokens: int = 0
     golden: dict[str, str] = field(default_factory=dict)
     """Answers of seeded requests, by request: the same must come again whatever else runs."""
     against: Endpoint | None = None
@@ -65,17 +73,37 @@ class Traffic:
     sees: bool = False
     """The model takes pictures."""
     adapters: tuple[str, ...] = ()
-    """Names that requests may have for the model's."""
+    """Names that requests may have for the model's: directories of `adapter_directory`."""
+    adapter_directory: Path = Path()
+    others: tuple[str, ...] = ()
+    """Names of further models of the server, which take no pictures."""
     grammars: bool = False
     """Some answers are to have a form."""
+    is_guest: bool = False
+    """The key is no administrator's."""
+    stranger: Endpoint | None = None
+    """The server with another key, which may see nothing of this one's."""
+    loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    """Held while an adapter is loaded for a while."""
+
+    @property
+    def n_tokens(self) -> int:
+        """Tokens, or frames, in checked answers."""
+        return self.counts.get(TOKENS, 0)
 
     def a_model(self, rng: random.Random) -> str:
-        """The model's name, or that of an adapter."""
-        return rng.choice(self.adapters) if self.adapters and rng.random() < 0.35 else self.model
+        """The model's name, that of an adapter, or that of another model."""
+        if self.adapters and rng.random() < 0.35:
+            self.count("with an adapter")
+            return rng.choice(self.adapters)
+        if self.others and rng.random() < 0.35:
+            self.count("of another model")
+            return rng.choice(self.others)
+        return self.model
 
-    def count(self, what: str) -> None:
-        """Adds one to a line of the summary."""
-        self.counts[what] = self.counts.get(what, 0) + 1
+    def count(self, what: str, n: int = 1) -> None:
+        """Adds to a line of the summary."""
+        self.counts[what] = self.counts.get(what, 0) + n
 
 
 def text(rng: random.Random, most: int) -> str:
@@ -98,7 +126,7 @@ def picture(rng: random.Random) -> dict[str, Any]:
 
 def options(rng: random.Random, chat: bool) -> dict[str, Any]:
     """Sampling and other fields, each with some probability; always valid together."""
-    some: dict[str, Any] = {"max_tokens": rng.choice([1, 2, 5, 20, 40, 90])}
+    some: dict[str, Any] = {"max_tokens": rng.choice([1, 2, 5, 20, 40, 90] if rng.random() < 0.97 else [400])}
     choices: list[tuple[float, Callable[[], dict[str, Any]]]] = [
         (0.6, lambda: {"temperature": rng.choice([0.0, 0.3, 1.0, 1.8])}),
         (0.2, lambda: {"top_p": rng.uniform(0.1, 1.0)}),
@@ -126,33 +154,24 @@ def options(rng: random.Random, chat: bool) -> dict[str, Any]:
 def body(traffic: Traffic, rng: random.Random, stream: bool) -> tuple[str, dict[str, Any]]:
     """A path and a valid request for it."""
     chat = rng.random() < 0.5
-    n_words = traffic.max_model_len // 20
     request: dict[str, Any] = {"model": traffic.a_model(rng), "stream": stream} | options(rng, chat)
-    if request["model"] != traffic.model:
-        traffic.count("with an adapter")
     if traffic.grammars and rng.random() < 0.4:
-        for name in (
-            "stop",
-            "tools",
-            "echo",
-            "ignore_eos",
-            "min_tokens",
-            "logit_bias",
-        ):  # beside these it is another form
+        # Beside these the form is another.
+        for name in ("stop", "tools", "echo", "ignore_eos", "min_tokens", "logit_bias"):
             request.pop(name, None)
-        request |= rng.choice(FORMS)
+        request |= rng.choice([*FORMS, *CALLS] if chat else FORMS)
         traffic.count("with a grammar")
     if chat:
         messages = [{"role": "system", "content": text(rng, 10)}] if rng.random() < 0.3 else []
         for _ in range(rng.choice([0, 0, 0, 1, 3])):
             messages += [{"role": "user", "content": text(rng, 10)}, {"role": "assistant", "content": text(rng, 10)}]
-        content: Any = text(rng, n_words)
-        if traffic.sees and rng.random() < 0.4:
+        content: Any = text(rng, N_WORDS)
+        if traffic.sees and request["model"] not in traffic.others and rng.random() < 0.4:
             content = [*(picture(rng) for _ in range(rng.randint(1, 2))), {"type": "text", "text": content}]
             traffic.count("with pictures")
         request["messages"] = [*messages, {"role": "user", "content": content}]
     else:
-        request["prompt"] = text(rng, n_words)
+        request["prompt"] = text(rng, N_WORDS)
     if stream and rng.random() < 0.7:
         request["stream_options"] = {"include_usage": True}
     return (CHAT if chat else COMPLETIONS), request
@@ -169,6 +188,21 @@ FORMS: list[dict[str, Any]] = [
     {"guided_choice": ["river", "stone", "a long answer that takes some tokens"]},
     {"guided_regex": "[a-c]{1,9}x"},
 ]
+CALLS: list[dict[str, Any]] = [
+    {"tools": TOOLS, "tool_choice": "required"},
+    {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}},
+]
+"""Forms of chats only."""
+
+
+def check_calls(request: dict[str, Any], calls: dict[int, str]) -> None:
+    """Raises Violation unless each call, its name before its arguments, is one of a tool that was given."""
+    for call in calls.values():
+        name, _, arguments = call.partition("{")
+        given = {tool["function"]["name"]: tool["function"]["parameters"] for tool in request.get("tools", ())}
+        said = json.loads("{" + arguments)
+        if name not in given or any(said[key] not in its["enum"] for key, its in given[name]["properties"].items()):
+            raise Violation(f"{call!r} is no call that {request} may bring")
 
 
 def has_form(request: dict[str, Any], said: str) -> bool:
@@ -185,9 +219,14 @@ def has_form(request: dict[str, Any], said: str) -> bool:
 
 @dataclass
 class Answered:
-    """What a request brought: text and finish reason by index, and the usage."""
+    """What a request brought by index, and the usage."""
 
     texts: dict[int, str] = field(default_factory=dict)
+    thoughts: dict[int, str] = field(default_factory=dict)
+    calls: dict[int, dict[int, str]] = field(default_factory=dict)
+    """Name and arguments of each call, one behind the other."""
+    scores: dict[int, list[Any]] = field(default_factory=dict)
+    """Log-probabilities."""
     finish_reasons: dict[int, str] = field(default_factory=dict)
     usage: dict[str, Any] | None = None
 
@@ -198,8 +237,21 @@ class Answered:
             raise Violation(f"index {index} went on after its finish_reason")
         said = choice.get("delta") or choice.get("message") or choice
         self.texts[index] = self.texts.get(index, "") + (said.get("content") or said.get("text") or "")
+        self.thoughts[index] = self.thoughts.get(index, "") + (said.get("reasoning_content") or "")
+        calls = self.calls.setdefault(index, {})
+        for place, call in enumerate(said.get("tool_calls") or ()):
+            place = call.get("index", place)
+            calls[place] = calls.get(place, "") + (call["function"].get("name") or "") + call["function"]["arguments"]
+        scores = choice.get("logprobs") or {}
+        self.scores.setdefault(index, []).extend(
+            [token["logprob"] for token in scores.get("content") or ()] or scores.get("token_logprobs") or ()
+        )
         if choice.get("finish_reason"):
             self.finish_reasons[index] = choice["finish_reason"]
+
+    def said(self) -> str:
+        """All that must be the same again, as text."""
+        return repr([sorted(its.items()) for its in (self.texts, self.thoughts, self.calls, self.finish_reasons)])
 
     def check(self, request: dict[str, Any]) -> None:
         """Raises Violation unless every sequence ended as the request says."""
@@ -216,6 +268,10 @@ class Answered:
         for index, reason in self.finish_reasons.items():
             if reason == "stop" and not has_form(request, self.texts[index]):
                 raise Violation(f"{self.texts[index]!r} is not what {request} may bring")
+            if reason == "tool_calls":
+                check_calls(request, self.calls[index])
+            if (reason == "tool_calls" and not self.calls[index]) or (reason == "stop" and "tool_choice" in request):
+                raise Violation(f"{reason} with the calls {self.calls[index]} for {request}")
         stops = request.get("stop", [])
         for stop in [stops] if isinstance(stops, str) else stops:
             if not request.get("echo") and any(stop in said for said in self.texts.values()):
@@ -259,9 +315,9 @@ async def _stream(reply: Reply, answered: Answered, pause_s: float = 0.0) -> Non
 
 
 def was_full(traffic: Traffic, reply: Reply) -> None:
-    """Notes a 429."""
+    """Notes that the queue was full."""
     if "retry-after" not in reply.headers:
-        raise Violation("429 without Retry-After")
+        raise Violation(f"{reply.status} without Retry-After")
     traffic.count("answered 429")
 
 
@@ -284,7 +340,7 @@ async def ask(traffic: Traffic, path: str, request: dict[str, Any], pause_s: flo
             answered.add(choice)
     answered.check(request)
     usage: dict[str, Any] = answered.usage or {}
-    traffic.n_tokens += usage.get("completion_tokens", 0)
+    traffic.count(TOKENS, usage.get("completion_tokens", 0))
     if usage.get("timing", {}).get("accepted_tokens"):
         traffic.count("answered with the help of drafts")
     return answered
@@ -304,8 +360,8 @@ async def compare(
     other = await ask(dataclasses.replace(traffic, endpoint=traffic.against), path, request)
     if other is not None:
         traffic.count("compared with the other server")
-        if (found.texts, found.finish_reasons) != (other.texts, other.finish_reasons):
-            raise Violation(f"{request} gave {found.texts}, and {other.texts} on the other server")
+        if found.said() != other.said():
+            raise Violation(f"{request} gave {found.said()}, and {other.said()} on the other server")
 
 
 # The kinds of requests. Each is counted under its name.
@@ -367,10 +423,24 @@ async def burst(traffic: Traffic, rng: random.Random) -> None:
         raise failure
 
 
+N_AGAIN = 30
+"""Seeded requests that are asked again and again."""
+
+
 async def again(traffic: Traffic, rng: random.Random) -> None:
-    """A seeded request that was asked before: the same text, whatever runs beside it."""
-    which = rng.randrange(6)
-    await asked_again(traffic, rng, which, text(random.Random(which), 60))
+    """A seeded request that was asked before: the same answer and scores, whatever runs beside it."""
+    which = rng.randrange(N_AGAIN)
+    if which < 6:
+        await asked_again(traffic, rng, which, text(random.Random(which), 60))
+        return
+    path, request = body(traffic, random.Random(which), stream=rng.random() < 0.5)
+    request["seed"] = which
+    if not request["stream"]:
+        request.pop("stream_options", None)
+    if (answered := await ask(traffic, path, request)) is not None:
+        said = f"{answered.said()} {answered.scores}"
+        if (first := traffic.golden.setdefault(f"body {which}", said)) != said:
+            raise Violation(f"{request} gave {first}, then {said}")
 
 
 async def asked_again(traffic: Traffic, rng: random.Random, which: int, prompt: str) -> None:
@@ -392,7 +462,6 @@ async def look(traffic: Traffic, rng: random.Random) -> None:
     request = {"model": traffic.model, "prompt": text(rng, 30)}
     for method, path, sent in [
         ("GET", "/v1/models", None),
-        ("GET", "/metrics", None),
         ("GET", "/version", None),
         ("GET", "/health", None),
         ("POST", "/tokenize", request),
@@ -403,6 +472,10 @@ async def look(traffic: Traffic, rng: random.Random) -> None:
             await refused(reply)
             raise Violation(f"{method} {path} got HTTP {reply.status}")
         await reply.read()
+    reply = await traffic.endpoint.open("GET", "/metrics")
+    await reply.read()
+    if reply.status != (403 if traffic.is_guest else 200):
+        raise Violation(f"/metrics got HTTP {reply.status}")
 
 
 BROKEN = [

@@ -11,22 +11,28 @@ from deltic.commands.endpoint import Endpoint, EndpointError
 
 IDLE = ("sequences_running", "sequences_waiting", "pages_used", "state_slots_used")
 """Gauges of /metrics, each `deltic_<name>`, that are 0 when nothing runs."""
-STREAMS = "speech_streams_used"
-"""Gauge of a model that speaks."""
+SOMETIMES = ("speech_streams_used", "key_requests_open")
+"""Further ones, of a model that speaks and of a server with keys."""
 
 QUIET_S = 10.0
 """Seconds after the last request in which everything must become free."""
 
 
 def gauges(metrics: str) -> dict[str, float]:
-    """Samples of a /metrics page that have no label but the model's, without the `deltic_` prefix."""
-    found = re.findall(r'^deltic_(\w+){model="[^"]*"} (\S+)$', metrics, re.MULTILINE)
-    return {name: float(value) for name, value in found}
+    """Samples of a /metrics page that have no label but a model's or a key's, without the `deltic_` prefix.
+
+    Of several models or keys the largest.
+    """
+    found = re.findall(r'^deltic_(\w+){(?:model|key)="[^"]*"} (\S+)$', metrics, re.MULTILINE)
+    return {name: float(value) for name, value in sorted(found, key=lambda sample: float(sample[1]))}
 
 
 def in_use(found: dict[str, float]) -> dict[str, float]:
-    """Returns the gauges of IDLE that are not 0; one that is missing is not a number."""
-    held = {name: found.get(name, float("nan")) for name in IDLE} | {STREAMS: found.get(STREAMS, 0.0)}
+    """Returns the gauges of IDLE and SOMETIMES that are not 0.
+
+    One of IDLE that is missing is not a number.
+    """
+    held = {name: found.get(name, float("nan")) for name in IDLE} | {name: found.get(name, 0.0) for name in SOMETIMES}
     return {name: value for name, value in held.items() if value}
 
 
