@@ -34,7 +34,7 @@ from deltic.engine.cache.placement import Placement
 from deltic.engine.cache.pool import IntegrityError, Pool
 from deltic.engine.cache.saves import MAX_SEARCH_S
 from deltic.engine.cache.tiers import Tiers, no_tiers
-from deltic.engine.cache.tree import DEVICE, DISK, Kind, Node, Places, extend_keys, root_key
+from deltic.engine.cache.tree import DEVICE, DISK, Indices, Kind, Node, extend_keys, root_key
 from deltic.engine.messages import EngineInfo
 from deltic.engine.step import Chunk, Sequence
 from deltic.ops.geometry import PAGE_SIZE
@@ -467,6 +467,6 @@ class Cache:
         self.batch_slots.check(batch_slots)
 
 
-def _within(where: Places, tier: int) -> bool:
+def _within(where: Indices, tier: int) -> bool:
     """Returns whether a page or state is in `tier` or one above."""
     return any(index is not None for index in where[: tier + 1])

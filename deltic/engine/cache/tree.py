@@ -76,9 +76,9 @@ def extend_keys(keys: list[bytes], request: Request, tokens: array[int], n_token
         keys.append(key)
 
 
-Places = list[Any]
-"""Places of a page or state, one a tier: its index on the device, a tuple of units on the host, True on disk;
-None: not there.
+Indices = list[Any]
+"""Indices of a page or state, one a tier: one on the device, a tuple of units on the host, True on disk; None
+where it is not.
 """
 
 Place = TypeVar("Place")
@@ -90,7 +90,7 @@ class Kind(StrEnum):
     PAGE = "page"
     STATE = "state"
 
-    def of(self, node: Node) -> Places:
+    def of(self, node: Node) -> Indices:
         """Returns where the node's object of this kind is, for each tier."""
         return node.page if self is Kind.PAGE else node.state
 
@@ -112,8 +112,8 @@ class Node:
     parent: Node | None
     depth: int
     children: set[Node] = field(default_factory=set)
-    page: Places = field(default_factory=lambda: [None, None, None])
-    state: Places = field(default_factory=lambda: [None, None, None])
+    page: Indices = field(default_factory=lambda: [None, None, None])
+    state: Indices = field(default_factory=lambda: [None, None, None])
     n_children: list[int] = field(default_factory=lambda: [0, 0, 0])
     above: Node | None = None
     """The nearest checkpoint (or the root) on the way to the root, while this is one."""
