@@ -221,11 +221,12 @@ class Bench:
     def _cold_prompt(self, template: ChatTemplate | None, round_: int, length: int) -> Prompt:
         assert template is not None
         writer = Writer(f"{self.arguments.seed} cold {round_} {length}", self.trace.count)
-        messages = [
-            {"role": "system", "content": writer.text("prose", length // 4)},
-            {"role": "user", "content": writer.text("code", length - length // 4 - 64)},
-        ]
-        return template.render(messages)
+        return template.render(
+            [
+                {"role": "system", "content": writer.text("prose", length // 4)},
+                {"role": "user", "content": writer.text("code", length - length // 4 - 64)},
+            ]
+        )
 
 
 def prefill_s(engine: Engine, prompt: Prompt) -> float:

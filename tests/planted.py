@@ -385,8 +385,8 @@ FAULTS = [
         "full-is-unavailable",
         "wrong HTTP status",
         "deltic/server/chat/generation.py",
-        'return ApiError(429, str(error), code="queue_full", headers=headers)',
-        'return ApiError(503, str(error), code="queue_full", headers=headers)',
+        'return ApiError(429, str(error), code="queue_full", ',
+        'return ApiError(503, str(error), code="queue_full", ',
         "tests/null/test_http.py tests/null/test_limits.py",
     ),
     Fault(

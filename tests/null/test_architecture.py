@@ -213,7 +213,7 @@ OF_ONE = {
     "Import", "IncrementalEncoder", "Item", "Items", "LinesAnswer", "Message", "MessageAnswer", "Messages", "OpenText", "CallParser",
     "OutputParser",
     "Update", "Prompt", "ResponseAnswer", "Scores", "Sent", "Splitter", "Stored", "Stream", "Usage", "_Answer", "_Appended", "_Bytes",
-    "_Conversation", "_Form", "Results", "_Counts", "Calls", "Output", "PromptLogprobs", "Request", "SamplingParams", "TokenLogprob",
+    "_Conversation", "_Form", "Results", "_Counts", "CallRules", "Output", "PromptLogprobs", "Request", "SamplingParams", "TokenLogprob",
     "CacheLocated", "Chat", "Completion", "Sampling", "Shown", "Ticket",
     # Of a sequence, or a step.
     "Chunk", "Drafter", "Guide", "Lexicon", "Prefix", "Repeats", "Sequence", "Step", "StepResult", "_Entry", "_Guess", "DraftHead",

@@ -11,7 +11,9 @@ import pytest
 from deltic.models.checkpoint import DEMO
 from deltic.server.api import decode, protocol
 from deltic.server.chat.answer import Message, Update
+from deltic.server.chat.messages import UserMessage
 from deltic.server.chat.parser import OutputParser
+from deltic.server.chat.request import Chat
 from deltic.server.chat.template import ChatTemplate, render
 from deltic.server.errors import ApiError
 from deltic.text import Tokenizer, TokenizerError
@@ -84,7 +86,7 @@ def test_template_errors_are_400s() -> None:
         CHAT.render([{"role": "user", "content": [{"type": "image"}]}])
     assert caught.value.status == 400 and caught.value.param == "messages"
     with pytest.raises(ApiError, match="no such setting; it has: enable_thinking"):
-        CHAT.render([user("a")], settings={"thinking_budget": 5})
+        render(CHAT, Chat(messages=[UserMessage(content="a")], settings={"thinking_budget": 5}))
     for source in ("{{ messages[0].content + 1 }}", "{{ 1 // 0 }}", "{{ x.y.z }}", "{{ ''.__class__.__mro__[1] }}"):
         with pytest.raises(ApiError):
             ChatTemplate({"default": source}, TOKENIZER).render([user("a")])

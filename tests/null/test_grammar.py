@@ -665,7 +665,7 @@ def _calls_grammar(schema: str, form: grammar.CallForm) -> str:
     def token(name: str) -> str:
         return f"<[{TOKENIZER.encode(name)[0]}]>"
 
-    built = grammar.Calls(form, [grammar.Tool("f", json.loads(schema), True, "")], token)
+    built = grammar.CallRules(form, [grammar.GrammarTool("f", json.loads(schema), True, "")], token, checked=True)
     return "\n".join([f"start: {built.call}", *built.rules])
 
 

@@ -425,13 +425,14 @@ class ChatAnswer(AnswerJson):
         calls = self._calls([_plain_call(call, self.extras.custom) for call in message.calls])
         thought = {"reasoning_content": reasoning} if reasoning else {}
         plain: dict[str, object] = {"role": "assistant", "content": content or (None if calls else "")}
-        choice: dict[str, object] = {
+        return {
             "index": index,
             "message": plain | (thought | calls if self.extras.older_calls else calls | thought),
             "logprobs": message.logprobs or None,
             "finish_reason": self._reason(message.finish_reason),
-        } | message.stopped()
-        return choice if self.extras.prompts is None else choice | {"token_ids": message.token_ids}
+            **message.stopped(),
+            **({} if self.extras.prompts is None else {"token_ids": message.token_ids}),
+        }
 
     def _lists(self, scores: Scores | PromptScores) -> dict[str, Iterable[object]]:
         """`{"content": [{token, logprob, bytes, top_logprobs}]}`."""

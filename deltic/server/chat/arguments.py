@@ -11,10 +11,12 @@ import json
 import re
 import sys
 from collections.abc import Mapping
-from typing import Any
+from functools import partial
 
 import jiter
 import msgspec
+
+from deltic.json_types import JsonObject
 
 NAME = re.compile(r"[A-Za-z0-9_.\-]{1,128}")
 """Names that a tool may have."""
@@ -29,7 +31,7 @@ def is_whole(text: str) -> bool:
     return True
 
 
-def given_arguments(text: str) -> dict[str, Any] | None:
+def given_arguments(text: str) -> JsonObject | None:
     """Arguments that a client gives back in the history; of a call that was cut short, as far as they go.
 
     None: no JSON object.
@@ -98,14 +100,13 @@ def _whole(text: str) -> float:
     return int(text) if len(text) <= _MOST_DIGITS else _finite(text)
 
 
-_NUMBERS: dict[str, Any] = {"parse_float": _finite, "parse_int": _whole, "parse_constant": _refuse}
-"""A number that is too large for any client (`8E47366`) is the largest there is."""
-_LENIENT = json.JSONDecoder(strict=False, **_NUMBERS)
-_STRICT = json.JSONDecoder(**_NUMBERS)
+_decoder = partial(json.JSONDecoder, parse_float=_finite, parse_int=_whole, parse_constant=_refuse)
+"""Decoder that takes a number too large for any client (`8E47366`) for the largest there is."""
+_LENIENT, _STRICT = _decoder(strict=False), _decoder()
 _BETWEEN_OBJECTS = re.compile(r"[\s,\[\]}]*")
 
 
-def _read_objects(body: str, complete: bool) -> list[dict[str, Any]] | None:
+def _read_objects(body: str, complete: bool) -> list[JsonObject] | None:
     """Reads one JSON object, a list, or several objects; None for what is neither.
 
     Strings may have newlines in them, brackets may be too many or, in a text that is complete, too few; and
@@ -151,14 +152,14 @@ def _skip(text: str, at: int) -> int:
     return match.end()
 
 
-def to_json(value: Any) -> str:
+def to_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False)
 
 
 # Values of the function form, which are text, by the tool's schema.
 
 
-def schema_of(key: str, schema: Mapping[str, Any]) -> Any:
+def schema_of(key: str, schema: JsonObject) -> object:
     """The schema of a tool's parameter."""
     properties = schema.get("properties")
     if isinstance(properties, Mapping) and key in properties:
@@ -166,7 +167,7 @@ def schema_of(key: str, schema: Mapping[str, Any]) -> Any:
     return schema.get("additionalProperties")
 
 
-def value_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
+def value_types(schema: object, root: JsonObject) -> set[str]:
     """The JSON types that a schema allows, through `$ref` and unions; empty when it does not say."""
     types: set[str] = set()
     seen: set[int] = set()
@@ -186,7 +187,7 @@ def value_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
         waiting += [entry for union in _UNIONS if isinstance(part.get(union), list) for entry in part[union]]
         reference = part.get("$ref")
         if isinstance(reference, str) and reference.startswith("#/"):
-            target: Any = root
+            target: object = root
             for name in reference[2:].split("/"):
                 name = name.replace("~1", "/").replace("~0", "~")
                 target = target.get(name) if isinstance(target, Mapping) else None
@@ -197,7 +198,7 @@ def value_types(schema: Any, root: Mapping[str, Any]) -> set[str]:
 _UNIONS = ("anyOf", "oneOf", "allOf")
 
 
-def convert(raw: str, schema: Any, root: Mapping[str, Any]) -> Any:
+def convert(raw: str, schema: object, root: JsonObject) -> object:
     """A parameter's text as the value its schema asks for; text that does not fit stays a string.
 
     Scalars come as Python or as JSON writes them: `True` and `true`, `None` and `null`; so do objects and
@@ -229,7 +230,7 @@ def convert(raw: str, schema: Any, root: Mapping[str, Any]) -> Any:
     return value
 
 
-def _large(text: str) -> Any:
+def _large(text: str) -> object:
     """The value of JSON that has a number too large for most decoders; None for what is no number, object or
     array.
     """
@@ -247,7 +248,7 @@ _MAX_LITERAL = 20_000
 """Characters; Python takes some microseconds for one."""
 
 
-def _python(text: str) -> Any:
+def _python(text: str) -> object:
     """The value of a Python literal (`{'a': None}`).
 
     The text of what is none, has no JSON, or is long to read.
@@ -262,7 +263,7 @@ def _python(text: str) -> Any:
     return value
 
 
-def _is(value: Any, kind: str) -> bool:
+def _is(value: object, kind: str) -> bool:
     if isinstance(value, bool):
         return kind == "boolean"
     if kind == "integer":

@@ -24,10 +24,10 @@ from __future__ import annotations
 import re
 import secrets
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import msgspec
 
+from deltic.json_types import JsonObject
 from deltic.server.chat import markup
 from deltic.server.chat.arguments import convert, read_calls, schema_of, to_json, value_types
 
@@ -64,7 +64,7 @@ class Delta(msgspec.Struct):
                 self.calls.append(call)
 
 
-Tools = Mapping[str, Mapping[str, Any]]
+Tools = Mapping[str, JsonObject]
 """JSON schemas of the arguments of tools, by name."""
 
 
@@ -100,10 +100,10 @@ class CallParser:
         self._named: str | None = None  # the function whose arguments the JSON candidate is
         self._scanned = 0  # part of a JSON candidate, or of a value, known not to end it
         self._in_string = False  # what `_scanned` ends in
-        self._schema: Mapping[str, Any] = {}
+        self._schema: JsonObject = {}
         self._keys: set[str] = set()
         self._is_repeated = False  # the parameter was there before
-        self._value_schema: Any = None
+        self._value_schema: object = None
         self._streams_value = False
         # Whether it may be an object or array, and how many characters were searched for quotes.
         self._is_json, self._n_quoted = (False, 0)

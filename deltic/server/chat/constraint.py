@@ -22,7 +22,7 @@ from deltic.engine.messages import Constraint
 from deltic.engine.turns import Shares
 from deltic.server.chat import grammar
 from deltic.server.chat.grammar import CallForm
-from deltic.server.chat.request import Calls, Chat, Form, Sampling, StructuralTag, ToolGrammar
+from deltic.server.chat.request import Calls, Chat, Form, Sampling, StructuralTag, Tool, ToolGrammar
 from deltic.server.chat.schema import MAX_PATTERN, GrammarError, clean
 from deltic.server.errors import bad_request
 from deltic.server.limits import asking
@@ -68,12 +68,7 @@ class Constrainer:
     def chat_grammar(self, chat: Chat) -> str:
         """The grammar of a chat's answer, "" for none. Raises ApiError (400), NotInline."""
         asked, calls = chat.sampling.form, chat.calls
-        is_free = not (asked or (calls and (calls.must or calls.most)))
-        if (
-            calls
-            and is_free
-            and not any(tool.function.strict or self._takes(tool.function.grammar) for tool in calls.tools)
-        ):
+        if calls and not (asked or calls.must or calls.most or any(map(self._holds, calls.tools))):
             calls = None
         if chat.continue_final_message and (asked or (calls and calls.must)):
             raise bad_request("continue_final_message", "an answer whose form is fixed cannot begin in the request")
@@ -83,9 +78,10 @@ class Constrainer:
         """text: its `chat_grammar`; thinking: the prompt opened a thought. Raises ApiError (400)."""
         return self._with_words(self._formed(chat, text, thinking), chat.sampling)
 
-    def _takes(self, text: ToolGrammar | None) -> bool:
-        """Returns whether a text in a call can be held to its grammar."""
-        return text is not None and self._form == "xml" and bool(self._token("<tool_call>"))
+    def _holds(self, tool: Tool) -> bool:
+        """Returns whether a tool's calls are held to its schema or grammar, though none has to come."""
+        takes_grammar = self._form == "xml" and bool(self._token("<tool_call>"))
+        return bool(tool.function.strict) or (tool.function.grammar is not None and takes_grammar)
 
     def _formed(self, chat: Chat, text: str, thinking: bool) -> Constraint | None:
         """text: the grammar. Raises ApiError (400)."""
@@ -231,15 +227,15 @@ class Constrainer:
             end = match.end()
         return " ".join([*parts, *[grammar.quoted(text[end:])] * (len(text) > end)])
 
-    def _calls(self, calls: Calls, checked: bool) -> grammar.Calls:
+    def _calls(self, calls: Calls, checked: bool) -> grammar.CallRules:
         if self._form is None or not self._token("<tool_call>") or not self._token("</tool_call>"):
             raise GrammarError("tool_choice", "this model has no form of a tool call that can be constrained")
         tools = []
         for tool in calls.tools:
-            called = tool.function
-            lark = _text_grammar(called.grammar) if called.grammar else ""
-            tools.append(grammar.Tool(called.name, called.parameters, bool(called.strict), tool.schema_path, lark))
-        return grammar.Calls(self._form, tools, self._token, checked)
+            asked = tool.function
+            lark = _text_grammar(asked.grammar) if asked.grammar else ""
+            tools.append(grammar.GrammarTool(asked.name, asked.parameters, asked.strict, tool.schema_path, lark))
+        return grammar.CallRules(self._form, tools, self._token, checked)
 
     def _token(self, name: str) -> str:
         ids = self._tokenizer.encode(name, "parse")

@@ -244,9 +244,8 @@ class Generation:
 
 def timed_out(seconds: float) -> ApiError:
     # Sent again, it would take as long again.
-    headers = {"x-should-retry": "false"}
     message = f"the request was ended after {seconds:.0f} s, the longest that this server lets one take; ask for a shorter answer"
-    return ApiError(504, message, code="request_timeout", headers=headers)
+    return ApiError(504, message, code="request_timeout", headers={"x-should-retry": "false"})
 
 
 def unavailable(message: str) -> ApiError:
@@ -254,5 +253,4 @@ def unavailable(message: str) -> ApiError:
 
 
 def queue_full(error: QueueFull) -> ApiError:
-    headers = {"retry-after": str(error.retry_after_s)}
-    return ApiError(429, str(error), code="queue_full", headers=headers)
+    return ApiError(429, str(error), code="queue_full", headers={"retry-after": str(error.retry_after_s)})

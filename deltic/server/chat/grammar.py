@@ -17,12 +17,13 @@ import itertools
 import json
 import re
 import time
-from collections.abc import Callable, Iterator
-from typing import Any, Literal
+from collections.abc import Callable, Iterator, Mapping
+from typing import Literal, NamedTuple
 
 import llguidance
 
 from deltic.engine.messages import MAX_GRAMMAR
+from deltic.json_types import JsonObject
 from deltic.server.chat.arguments import convert, value_types
 from deltic.server.chat.markup import PARAMETER, unquoted
 from deltic.server.chat.schema import DEFS, GrammarError, Schema, children, clean, target_of
@@ -65,16 +66,16 @@ COMPACT = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator
 # Schemas.
 
 
-def json_rule(schema: Schema, options: dict[str, Any]) -> str:
+def json_rule(schema: Schema, options: Mapping[str, object]) -> str:
     """The inline grammar of a schema that `clean` gave."""
-    whole: dict[str, Any] = {} if schema is True else {"enum": []} if schema is False else schema
+    whole: JsonObject = {} if schema is True else {"enum": []} if schema is False else schema
     try:
         return "%json " + json.dumps(whole | {"x-guidance": options})
     except RecursionError:
         raise GrammarError("", "has a value that is nested too deeply") from None
 
 
-def check_schema(schema: Schema, options: dict[str, Any]) -> None:
+def check_schema(schema: Schema, options: Mapping[str, object]) -> None:
     """Raises GrammarError, with the innermost schema that cannot be compiled, for one that `clean` gave."""
     message = error_of(f"start: {json_rule(schema, options)}")
     if not message:
@@ -111,7 +112,7 @@ class _Bytes:
 
 
 @functools.cache
-def _bytes_only() -> Any:
+def _bytes_only() -> llguidance.LLTokenizer:
     """A tokenizer of single bytes: it finds the faults of a grammar, whatever the model's tokenizer is."""
     return llguidance.LLTokenizer(llguidance.TokenizerWrapper(_Bytes()))
 
@@ -158,21 +159,22 @@ def error_of(grammar: str, own: bool = True) -> str:
 # Tool calls.
 
 
-class Tool:
-    """A function that the answer may call. strict: its arguments follow the schema, or the request is
-    refused. grammar: in Lark, of the text that is its one parameter `input`.
-    """
+class GrammarTool(NamedTuple):
+    """Function that the answer may call."""
 
-    def __init__(
-        self, name: str, parameters: dict[str, Any] | None, strict: bool, path: str, grammar: str = ""
-    ) -> None:
-        self.name, self.parameters, self.strict, self.path, self.grammar = name, parameters, strict, path, grammar
+    name: str
+    parameters: JsonObject | None
+    strict: bool | None
+    """True if its arguments follow the schema, or the request is refused."""
+    path: str
+    grammar: str = ""
+    """Grammar in Lark of the text that is its one parameter `input`."""
 
 
-class Calls:
+class CallRules:
     """The rules of the calls that an answer may make: `call` is the name of the rule of one."""
 
-    def __init__(self, form: CallForm, tools: list[Tool], token: Callable[[str], str], checked: bool = True) -> None:
+    def __init__(self, form: CallForm, tools: list[GrammarTool], token: Callable[[str], str], checked: bool) -> None:
         """token: the Lark of an added token of the vocabulary, or "" if it has none such. checked: each part
         is compiled by itself, to find the one that cannot be; it takes a millisecond for each. Raises
         GrammarError.
@@ -218,7 +220,7 @@ class Calls:
         if self._is_checking:
             check_schema(schema, COMPACT)
 
-    def _tool(self, form: CallForm, tool: Tool) -> str:
+    def _tool(self, form: CallForm, tool: GrammarTool) -> str:
         if form == "xml" and tool.grammar:
             value = f"%lark {{\n{tool.grammar}\n}}"
             if not error_of(f"start: text {quoted(_END)}\ntext: {value}"):
@@ -245,7 +247,7 @@ class Calls:
         known = {"type", "properties", "required", "additionalProperties", *DEFS}
         if odd := schema.keys() - known:
             raise GrammarError(f".{min(odd)}", "not supported for all arguments together")
-        properties: dict[str, Any] = schema.get("properties", {})
+        properties: JsonObject = schema.get("properties", {})
         required = schema.get("required", [])
         more = schema.get("additionalProperties", True)
         named = dict.fromkeys([*properties, *required])
@@ -265,7 +267,7 @@ class Calls:
             parts.append(f"({quoted(f'<parameter={key}>' + chr(10))} {value}){'' if key in required else '?'}")
         return self._rule(f'{quoted(f"<function={name}>" + chr(10))} {" ".join(parts)} "</function>\\n"')
 
-    def _value(self, schema: Schema, root: dict[str, Any], path: str) -> str:
+    def _value(self, schema: Schema, root: JsonObject, path: str) -> str:
         """The rule of a parameter's text, its end included."""
         if schema is True:
             return self._raw()
@@ -274,7 +276,7 @@ class Calls:
         except GrammarError as error:
             raise GrammarError(path + error.path, error.message) from None
 
-    def _declared(self, schema: Schema, root: dict[str, Any]) -> str:
+    def _declared(self, schema: Schema, root: JsonObject) -> str:
         self._go_on()
         types = value_types(schema, root)
         if schema is False:
@@ -316,9 +318,9 @@ class Calls:
             raise GrammarError("", "none of its values can be written as a parameter")
         return rules[0] if len(rules) == 1 else self._rule(" | ".join(rules))
 
-    def _inner_json(self, schema: Schema, root: dict[str, Any]) -> str:
+    def _inner_json(self, schema: Schema, root: JsonObject) -> str:
         """The rule of a value inside a call, with the definitions that it refers to."""
-        wanted: dict[str, dict[str, Any]] = {}
+        wanted: dict[str, JsonObject] = {}
         waiting = [schema]
         while waiting:
             self._go_on()
@@ -333,7 +335,7 @@ class Calls:
         self._check(whole)
         return self._rule(json_rule(whole, COMPACT))
 
-    def _raw(self, schema: dict[str, Any] | None = None, others: list[str] | None = None) -> str:
+    def _raw(self, schema: JsonObject | None = None, others: list[str] | None = None) -> str:
         """The rule of a string's text, as it is. others: regular expressions of texts that are no string."""
         schema, others = schema or {}, others or []
         least, most, pattern = schema.get("minLength", 0), schema.get("maxLength"), schema.get("pattern")
@@ -397,7 +399,7 @@ _NUMBERS = {
 """Patterns of numbers, of as many digits as 64 bits hold."""
 
 
-def _misread(branch: dict[str, Any]) -> Iterator[str]:
+def _misread(branch: JsonObject) -> Iterator[str]:
     """Regular expressions of the texts, their end included, that `arguments.convert` may take for a value of
     another type than string; by their beginning where the value's own rule does not hold the end.
     """
@@ -420,7 +422,7 @@ def quoted(text: str) -> str:
     return json.dumps(text, ensure_ascii=False).replace("\x7f", "\\u007f")
 
 
-def _texts(value: Any, types: set[str], schema: Schema, root: dict[str, Any]) -> Iterator[str]:
+def _texts(value: object, types: set[str], schema: Schema, root: JsonObject) -> Iterator[str]:
     """Yields the texts as which a value may be written as a parameter."""
     kind = {bool: "boolean", type(None): "null"}.get(type(value))
     written = [value] if isinstance(value, str) else _SPELLED[kind] if kind else [json.dumps(value, ensure_ascii=False)]
@@ -433,9 +435,7 @@ def _texts(value: Any, types: set[str], schema: Schema, root: dict[str, Any]) ->
             yield text
 
 
-def _branches(
-    schema: Schema, root: dict[str, Any], go_on: Callable[[], None], depth: int = 0
-) -> Iterator[dict[str, Any]]:
+def _branches(schema: Schema, root: JsonObject, go_on: Callable[[], None], depth: int = 0) -> Iterator[JsonObject]:
     """The schemas that together are the schema, without references and unions at their top.
 
     Raises GrammarError.
@@ -464,7 +464,7 @@ def _branches(
         yield from _branches(part, root, go_on, depth + 1)
 
 
-def _disjoint(parts: list[Schema], root: dict[str, Any], go_on: Callable[[], None]) -> bool:
+def _disjoint(parts: list[Schema], root: JsonObject, go_on: Callable[[], None]) -> bool:
     """Returns whether no value fits two of the schemas, as far as their types or their listed values show."""
     listed = [p.get("enum", [p["const"]] if "const" in p else None) for p in parts if isinstance(p, dict)]
     if len(listed) == len(parts) and all(values is not None for values in listed):

@@ -13,17 +13,30 @@ puts so that it takes it, for every door.
 
 from __future__ import annotations
 
-from typing import Annotated, Any
+from typing import Annotated, Any, Required, TypedDict
 
 from msgspec import Meta, Struct
 
+from deltic.json_types import JsonObject
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.picture_parts import MAX_FPS, READS, Sent, is_low, sent_in
 from deltic.server.errors import bad_request
 
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}(?!\n)$")]
 
-Content = str | list[dict[str, Any]]
+Content = str | list[JsonObject]
+
+
+class TemplateMessage(TypedDict, total=False):
+    """A message as templates read it."""
+
+    role: Required[str]
+    content: Required[str | list[JsonObject]]
+    reasoning_content: str
+    tool_calls: list[JsonObject]
+    tool_call_id: str
+    name: str
+
 
 MARKS = frozenset({"cache_control", "prompt_cache_breakpoint"})
 """Fields of a part that tell a prefix cache where to keep it; ignored, as this server's is automatic."""
@@ -59,7 +72,7 @@ class FunctionMessage(Struct, tag="function", tag_field="role", kw_only=True):
 
 class CalledFunction(Struct):
     name: ToolName
-    arguments: str | dict[str, Any] | None = ""
+    arguments: str | JsonObject | None = ""
 
 
 class CalledCustom(Struct):
@@ -110,20 +123,20 @@ def find_pictures(messages: list[Message]) -> list[Sent]:
     return pictures
 
 
-def _picture(part: dict[str, Any], path: str, strict: bool) -> Sent:
+def _picture(part: JsonObject, path: str, strict: bool) -> Sent:
     """strict: as of `_text`. Raises ApiError (400)."""
     named = _named(part, "image_url", path, {"url", "detail"}, strict)
     low = is_low(named.get("detail"), f"{path}.image_url.detail")
     return Sent(f"{path}.image_url", path, "image_url", url=named["url"], is_low=low)
 
 
-def _file_of_video(part: dict[str, Any], path: str, strict: bool) -> Sent:
+def _file_of_video(part: JsonObject, path: str, strict: bool) -> Sent:
     """strict: as of `_text`. Raises ApiError (400)."""
     url = _named(part, "video_url", path, {"url"}, strict)["url"]
     return Sent(f"{path}.video_url", path, "video_url", url=url, is_video=True)
 
 
-def _named(part: dict[str, Any], field: str, path: str, known: set[str], strict: bool) -> dict[str, Any]:
+def _named(part: JsonObject, field: str, path: str, known: set[str], strict: bool) -> JsonObject:
     """The object in a part's field, which has a URL. Raises ApiError (400)."""
     given = part.get(field)
     named = {"url": given} if isinstance(given, str) else given
@@ -136,7 +149,7 @@ def _named(part: dict[str, Any], field: str, path: str, known: set[str], strict:
     return named
 
 
-def _video(part: dict[str, Any], path: str, strict: bool) -> Sent:
+def _video(part: JsonObject, path: str, strict: bool) -> Sent:
     """A file, or a list of pictures. strict: as of `_text`. Raises ApiError (400)."""
     given, fps = part.get("video"), part.get("fps")
     sent = Sent(f"{path}.video", path, "video", is_video=True)
@@ -162,7 +175,7 @@ _READERS = {"image_url": _picture, "video_url": _file_of_video, "video": _video}
 """Readers of parts, by the part's type."""
 
 
-def template_messages(messages: list[Message]) -> list[dict[str, Any]]:
+def template_messages(messages: list[Message]) -> list[TemplateMessage]:
     """Messages as the template expects them: text parts joined, unless there is a picture among them,
     arguments as objects, absent fields left out.
 
@@ -175,7 +188,7 @@ REMINDER = "<system-reminder>"
 """Beginning of what agents tell a model in the middle of a conversation."""
 
 
-def settled(messages: list[dict[str, Any]], takes_systems: bool, takes_no_user: bool) -> list[dict[str, Any]]:
+def settled(messages: list[TemplateMessage], takes_systems: bool, takes_no_user: bool) -> list[TemplateMessage]:
     """A template's messages, as one takes them that wants a single system message, the first, unless
     takes_systems, and a question of the user's, unless takes_no_user.
 
@@ -194,8 +207,8 @@ def settled(messages: list[dict[str, Any]], takes_systems: bool, takes_no_user: 
     return first + rest
 
 
-def _with_reminders(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    turns: list[list[dict[str, Any]]] = []
+def _with_reminders(messages: list[TemplateMessage]) -> list[TemplateMessage]:
+    turns: list[list[TemplateMessage]] = []
     is_open = False  # the last turn ends with a reminder, and what the user says next belongs to it
     for message in messages:
         takers: tuple[str, ...] = ("user",) if is_open and message["role"] == "user" else ()
@@ -215,42 +228,46 @@ def _with_reminders(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return list(map(_joined, turns))
 
 
-def _joined(messages: list[dict[str, Any]]) -> dict[str, Any]:
+def _joined(messages: list[TemplateMessage]) -> TemplateMessage:
     """Messages as one, paragraphs of the first's."""
     contents = [message["content"] for message in messages if message["content"]]
     if len(messages) == 1 or not contents:
         return messages[0]
-    if all(isinstance(content, str) for content in contents):
-        return messages[0] | {"content": "\n\n".join(contents)}
+    texts = [content for content in contents if isinstance(content, str)]
+    if len(texts) == len(contents):
+        return messages[0] | {"content": "\n\n".join(texts)}
     apart = {"type": "text", "text": "\n\n"}
-    return messages[0] | {"content": [part for content in contents for part in (apart, *_parts(content))][1:]}
+    return {**messages[0], "content": [part for content in contents for part in (apart, *_parts(content))][1:]}
 
 
-def _parts(content: str | list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _parts(content: str | list[JsonObject]) -> list[JsonObject]:
     return [{"type": "text", "text": content}] if isinstance(content, str) else content
 
 
-def _is_question(message: dict[str, Any]) -> bool:
+def _is_question(message: TemplateMessage) -> bool:
     """Returns whether templates of the family take a message for a question: a tool's result in the user's
     words is none.
     """
     content = message["content"]
-    is_result = isinstance(content, str) and content.strip().startswith("<tool_response>")
-    return message["role"] == "user" and not (is_result and content.strip().endswith("</tool_response>"))
+    text = content.strip() if isinstance(content, str) else ""
+    is_result = text.startswith("<tool_response>") and text.endswith("</tool_response>")
+    return message["role"] == "user" and not is_result
 
 
-def _template_message(message: Message, path: str) -> dict[str, Any]:
+def _template_message(message: Message, path: str) -> TemplateMessage:
     if isinstance(message, AssistantMessage):
         return _template_assistant(message, path)
     role = str(message.__struct_config__.tag)
-    plain: dict[str, Any] = {"role": {"developer": "system", "function": "tool"}.get(role, role)}
-    plain["content"] = _content(message.content, f"{path}.content", strict=isinstance(message, SystemMessage))
+    plain: TemplateMessage = {
+        "role": {"developer": "system", "function": "tool"}.get(role, role),
+        "content": _content(message.content, f"{path}.content", strict=isinstance(message, SystemMessage)),
+    }
     if isinstance(message, ToolMessage) and message.tool_call_id is not None:
         plain["tool_call_id"] = message.tool_call_id
     return plain | ({"name": message.name} if message.name is not None else {})
 
 
-def _template_assistant(message: AssistantMessage, path: str) -> dict[str, Any]:
+def _template_assistant(message: AssistantMessage, path: str) -> TemplateMessage:
     content = message.content
     if isinstance(content, list):
         content = [part for part in content if str(part.get("type")) in _SAID]
@@ -259,7 +276,7 @@ def _template_assistant(message: AssistantMessage, path: str) -> dict[str, Any]:
         text = message.refusal
     if message.audio is not None and not text:
         raise bad_request(f"{path}.audio", "is not kept here; give its transcript as content")
-    plain: dict[str, Any] = {"role": "assistant", "content": text}
+    plain: TemplateMessage = {"role": "assistant", "content": text}
     reasoning = message.reasoning_content
     if reasoning is None and isinstance(message.reasoning, str):
         reasoning = message.reasoning
@@ -271,7 +288,7 @@ def _template_assistant(message: AssistantMessage, path: str) -> dict[str, Any]:
     return plain | ({"tool_calls": calls} if calls else {})
 
 
-def _template_call(call: ToolCall, path: str) -> dict[str, Any]:
+def _template_call(call: ToolCall, path: str) -> JsonObject:
     if call.function is not None:
         return _call(call.id, call.function, f"{path}.function")
     if call.custom is not None:
@@ -279,8 +296,8 @@ def _template_call(call: ToolCall, path: str) -> dict[str, Any]:
     raise bad_request(f"{path}.function", "is missing", "missing_field")
 
 
-def _call(call_id: str | None, called: CalledFunction, path: str) -> dict[str, Any]:
-    arguments: Any = called.arguments or ""
+def _call(call_id: str | None, called: CalledFunction, path: str) -> JsonObject:
+    arguments: str | JsonObject | None = called.arguments or ""
     if isinstance(arguments, str):
         arguments = given_arguments(arguments)
         if arguments is None:
@@ -292,7 +309,7 @@ _SAID = {"text": "text", "output_text": "text", "refusal": "refusal"}
 """Parts that are text, and the field that has it; only an assistant's are of another type than `text`."""
 
 
-def _content(content: Content | None, path: str, strict: bool) -> str | list[dict[str, str]]:
+def _content(content: Content | None, path: str, strict: bool) -> Content:
     """A text, or parts that are texts, pictures and videos. strict: as of `_text`. Raises ApiError (400)."""
     if not isinstance(content, list) or not any(sent_in(content)):
         return _text(content, path, strict)
@@ -309,7 +326,7 @@ def _text(content: Content | None, path: str, strict: bool) -> str:
     return "".join(_texts(content, path, strict))
 
 
-def _texts(content: list[dict[str, Any]], path: str, strict: bool) -> list[str]:
+def _texts(content: list[JsonObject], path: str, strict: bool) -> list[str]:
     """The text of each part, "" for a picture. Raises ApiError (400)."""
     texts = []
     for i, part in enumerate(content):

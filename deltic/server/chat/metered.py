@@ -11,15 +11,16 @@ from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Sized
+from typing import Any, TypeVar
 
 import jinja2
 import jinja2.ext
 import jinja2.sandbox
 from jinja2 import nodes
 from jinja2.compiler import CodeGenerator, Frame, operators
-from jinja2.runtime import LoopContext
+from jinja2.parser import Parser
+from jinja2.runtime import Context, LoopContext
 from jinja2.utils import Namespace
 
 from deltic.text import pause
@@ -49,6 +50,8 @@ STEPS_AT_ONCE = 8_192
 """Steps between two pauses, where others go first."""
 
 LARGEST_SOURCE = 1_000_000
+
+T = TypeVar("T")
 
 
 class TooMuch(jinja2.TemplateError):
@@ -82,7 +85,7 @@ class Meter(threading.local):
             raise TooMuch(f"it makes a list of more than {MOST_ITEMS} items")
         self.step(n >> 3)
 
-    def size(self, value: Any) -> int:
+    def size(self, value: object) -> int:
         """Characters that `value` has as text, about; counted as they are found, since a list may hold itself
         many times over.
         """
@@ -102,7 +105,7 @@ class Meter(threading.local):
                 self.characters(n)
         return n
 
-    def read(self, value: Any) -> None:
+    def read(self, value: object) -> None:
         """A text or list is about to be gone through, whatever is in it: what counts and compares texts reads
         256 characters in a step or more.
         """
@@ -111,7 +114,7 @@ class Meter(threading.local):
         elif isinstance(value, Collection) and not isinstance(value, range):
             self.step(self.size(value) >> 8)
 
-    def made(self, value: Any) -> Any:
+    def made(self, value: T) -> T:
         """A result, counted."""
         if isinstance(value, str | bytes):
             self.characters(len(value))
@@ -120,16 +123,16 @@ class Meter(threading.local):
         return value
 
 
-class Turns:
+class MeteredValues:
     """Values that a loop goes through, each turn a step, and the template's own text in it counted."""
 
-    def __init__(self, meter: Meter, values: Iterable[Any], n_characters: int) -> None:
+    def __init__(self, meter: Meter, values: Iterable[object], n_characters: int) -> None:
         self._meter, self._values, self._n_characters = meter, values, n_characters
 
     def __len__(self) -> int:
         return len(self._values)  # type: ignore[arg-type]  # TypeError where it has none, as the loop expects
 
-    def __iter__(self) -> Iterator[Any]:
+    def __iter__(self) -> Iterator[object]:
         for value in self._values:
             self._meter.step()
             self._meter.characters(self._n_characters)
@@ -169,7 +172,7 @@ class _Generation(jinja2.ext.Extension):
 
     tags = {"generation"}  # noqa: RUF012
 
-    def parse(self, parser: Any) -> nodes.Node:
+    def parse(self, parser: Parser) -> nodes.Node:
         lineno = next(parser.stream).lineno
         return nodes.Scope(parser.parse_statements(("name:endgeneration",), drop_needle=True), lineno=lineno)
 
@@ -193,7 +196,7 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         for name, test in self.tests.items():
             if test.__module__ == "_operator" or name in READING_TESTS:
                 self.tests[name] = self._metered_test(test)
-        self.filters["*turns"] = lambda values, n: Turns(self.meter, values, n)
+        self.filters["*turns"] = lambda values, n: MeteredValues(self.meter, values, n)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         tree = super()._parse(source, name, filename)
@@ -206,15 +209,15 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return tree
 
     @jinja2.pass_context  # so that it is not called as the template compiles
-    def _shown(self, context: Any, value: Any) -> Any:
+    def _shown(self, context: Context, value: T) -> T:
         self.meter.characters(self.meter.size(value))
         return value
 
-    def tilde(self, parts: tuple[Any, ...]) -> str:
+    def tilde(self, parts: tuple[object, ...]) -> str:
         self.meter.characters(sum(map(self.meter.size, parts)))
         return "".join(map(str, parts))
 
-    def compared(self, value: Any, is_holder: bool = False) -> Any:
+    def compared(self, value: T, is_holder: bool = False) -> T:
         """Counts one side of a comparison and returns it. is_holder: the side in which something is looked
         for, which takes no time in a mapping.
         """
@@ -223,13 +226,13 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
         return value
 
     def _metered_test(self, test: Any) -> Callable[..., bool]:
-        def metered(value: Any, *others: Any) -> bool:
+        def metered(value: object, *others: object) -> bool:
             self.meter.step()
             return bool(test(self.compared(value), *(self.compared(other, is_holder=True) for other in others)))
 
         return metered
 
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+    def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
         meter = self.meter
         meter.step()
         if operator == "%" and isinstance(left, str):
@@ -250,24 +253,24 @@ class MeteredEnvironment(jinja2.sandbox.ImmutableSandboxedEnvironment):
             meter.items(len(left) + len(right))
         return super().call_binop(context, operator, left, right)
 
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
+    def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: object) -> object:
         meter = __self.meter
         meter.step(CALL_STEPS)
         if isinstance(__obj, LoopContext) and args:  # a loop that calls itself
-            args = (Turns(meter, args[0], 0), *args[1:])
+            args = (MeteredValues(meter, args[0], 0), *args[1:])
         else:
             method = getattr(__obj, "__wrapped__", __obj)  # str.format comes in a wrapper of the sandbox's
             owner, name = getattr(method, "__self__", None), getattr(method, "__name__", "")
-            named = {key: value for key, value in kwargs.items() if not key.startswith("_")}
+            given = [*args, *(value for key, value in kwargs.items() if not key.startswith("_"))]
             text = owner if isinstance(owner, str) else None
             if isinstance(owner, str | list | tuple):
                 for value in (owner, *args):
                     meter.read(value)
             if text is not None and name in ("format", "format_map"):
-                _check_format(meter, BRACES, text, [*args, *named.values()])
+                _check_format(meter, BRACES, text, given)
             # Numbers of a macro, a list, a mapping, and of what is formatted, are values and no sizes.
             sized = isinstance(owner, str | bytes | int | float) and name not in ("format", "format_map")
-            _check_call(meter, name, text, args, named, is_sized=sized)
+            _check_call(meter, name, text, given, is_sized=sized)
         return meter.made(super().call(__context, __obj, *args, **kwargs))
 
 
@@ -294,17 +297,19 @@ _MOST = {"tojson": 16, "round": 400}
 """The greatest sizes, but for MOST_ITEMS."""
 
 
-def _metered(meter: Meter, name: str, made: Callable[..., Any]) -> Callable[..., Any]:
+def _metered(meter: Meter, name: str, made: Callable[..., object]) -> Callable[..., object]:
     """A filter that is looked at before and after."""
     # Jinja hands the first argument or not by what the function is marked with.
     mark = getattr(made, "jinja_pass_arg", None)
 
-    def filtered(*args: Any, **kwargs: Any) -> Any:
+    def filtered(*args: object, **kwargs: object) -> object:
         meter.step(CALL_STEPS)
         first = int(mark is not None)
-        if name in WHOLE and len(args) > first and isinstance(args[first], Iterator):
-            args = (*args[:first], list(args[first]), *args[first + 1 :])
-        value, rest = (args[first], args[first + 1 :]) if len(args) > first else (None, ())
+        value, rest = args[first] if len(args) > first else None, args[first + 1 :]
+        if name in WHOLE and isinstance(value, Iterator):
+            value = list(value)
+            args = (*args[:first], value, *rest)
+        given = [*rest, *kwargs.values()]
         if name in TEXTS:
             meter.characters(meter.size(value))
         elif isinstance(value, str):
@@ -318,8 +323,8 @@ def _metered(meter: Meter, name: str, made: Callable[..., Any]) -> Callable[...,
         if name == "sum" and not isinstance(kwargs.get("start", rest[1] if len(rest) > 1 else 0), int | float):
             raise TooMuch("it sums what is no number")
         if name == "format":
-            _check_format(meter, PERCENT, str(value), [*rest, *kwargs.values()])
-        _check_call(meter, name, value if isinstance(value, str) else None, rest, kwargs, value, name in SIZED)
+            _check_format(meter, PERCENT, str(value), given)
+        _check_call(meter, name, value if isinstance(value, str) else None, given, value, name in SIZED)
         return meter.made(made(*args, **kwargs))
 
     filtered.__name__ = name
@@ -329,13 +334,7 @@ def _metered(meter: Meter, name: str, made: Callable[..., Any]) -> Callable[...,
 
 
 def _check_call(
-    meter: Meter,
-    name: str,
-    text: str | None,
-    args: Sequence[Any],
-    kwargs: Mapping[str, Any],
-    value: Any = None,
-    is_sized: bool = False,
+    meter: Meter, name: str, text: str | None, given: Sequence[object], value: object = None, is_sized: bool = False
 ) -> None:
     """Counts how large the result of a method or filter may become. text: what it is applied to, if that is
     text; value: what a filter is applied to, whatever it is; is_sized: a number that it is given may say how
@@ -343,16 +342,15 @@ def _check_call(
 
     Raises TooMuch.
     """
-    given = [*args, *kwargs.values()]
     most = max((abs(n) for n in given if isinstance(n, int)), default=0)
     if is_sized and most > (limit := _MOST.get(name, MOST_ITEMS)):
         raise TooMuch(f"it calls {name!r} with a number beyond {limit}")
     if name == "join":
         parts = value if value is not None and text is None else next(iter(given), ())
         separator = text if value is None else next(iter(given), "")
-        n_parts = len(parts) if hasattr(parts, "__len__") else MOST_ITEMS
+        n_parts = len(parts) if isinstance(parts, Sized) else MOST_ITEMS
         meter.items(n_parts)
-        meter.characters(n_parts * meter.size(separator) + (meter.size(parts) if hasattr(parts, "__len__") else 0))
+        meter.characters(n_parts * meter.size(separator) + (meter.size(parts) if isinstance(parts, Sized) else 0))
     if text is None:
         return
     longest = max((len(other) for other in given if isinstance(other, str)), default=0)
@@ -379,7 +377,7 @@ and how a place in it begins. A search takes time by the length of the text, wha
 """
 
 
-def _check_format(meter: Meter, kind: tuple[re.Pattern[str], str], pattern: str, given: Sequence[Any]) -> None:
+def _check_format(meter: Meter, kind: tuple[re.Pattern[str], str], pattern: str, given: Sequence[object]) -> None:
     """Raises TooMuch for one that makes much: of widths, or of values that it names often."""
     wide, place = kind
     if wide.search(pattern):

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
@@ -21,6 +21,7 @@ from msgspec.structs import replace
 
 from deltic.engine.messages import Picture, PictureInfo
 from deltic.engine.turns import Shares
+from deltic.json_types import JsonObject
 from deltic.models.vision.shape import BLOCK
 from deltic.ops.geometry import TOKEN_BYTES
 from deltic.server.chat.pictures import MAX_PICTURE_BYTES, PictureError, read_picture
@@ -97,7 +98,7 @@ class Sent:
     def noun(self) -> str:
         return "video" if self.is_video else "picture"
 
-    def part_of_message(self) -> dict[str, Any]:
+    def part_of_message(self) -> JsonObject:
         """Returns the part of a message's content that stands for it."""
         return {"type": "video", "video": self} if self.is_video else {"type": "image", "image": self}
 
@@ -198,9 +199,8 @@ class PictureReader:
                         raise bad_request(sent.path, message)
                     n_bytes += len(picture.pixels)
                 if n_bytes > most_bytes:
-                    message = (
-                        f"with it the pictures have more than {most_bytes // TOKEN_BYTES} tokens; send fewer or smaller"
-                    )
+                    most_tokens = most_bytes // TOKEN_BYTES
+                    message = f"with it the pictures have more than {most_tokens} tokens; send fewer or smaller"
                     raise bad_request(sent.path, message, "too_many_pixels")
 
         tasks = [asyncio.create_task(read_some()) for _ in range(n_at_once)]
@@ -278,7 +278,7 @@ class PictureReader:
         return await asyncio.to_thread(_decoded, sent)
 
 
-async def _in_time(ticket: Ticket, taking: Coroutine[Any, Any, Held]) -> Held:
+async def _in_time(ticket: Ticket, taking: Awaitable[Held]) -> Held:
     """Waits as a request waits for its place. Raises ApiError (503)."""
     limits = [ticket.queue_timeout_s or None, ticket.left_s()]
     wait_s = min((limit for limit in limits if limit is not None), default=None)

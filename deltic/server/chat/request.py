@@ -14,6 +14,7 @@ from msgspec.structs import replace
 
 from deltic.config import ServerConfig
 from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS, EngineInfo, SamplingParams
+from deltic.json_types import JsonObject
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.server.chat.messages import Message, ToolName
 from deltic.server.chat.picture_parts import PictureBounds
@@ -53,7 +54,7 @@ class Form(Struct, frozen=True):
 class TagStructure(Struct, forbid_unknown_fields=True):
     begin: str
     end: str
-    schema: dict[str, Any] | bool = True
+    schema: JsonObject | bool = True
     """Schema of the JSON between them."""
 
 
@@ -73,7 +74,7 @@ class ToolGrammar(Struct, forbid_unknown_fields=True):
 class ToolFunction(Struct, forbid_unknown_fields=True):
     name: ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
     cache_control: Any = None
     grammar: ToolGrammar | None = None
@@ -84,7 +85,7 @@ class Tool(Struct, frozen=True):
     """A function that the model may know of."""
 
     function: ToolFunction
-    shown: dict[str, Any]
+    shown: JsonObject
     """The tool as the template gets it."""
     path: str
     """The client's path of its name and the like."""
@@ -173,9 +174,9 @@ class Chat(Struct, frozen=True, kw_only=True):
     tools: list[Tool] = []
     calls: Calls | None = None
     """Tools that may be called; None: the model may call none, and the template shows none."""
-    settings: dict[str, Any] = {}
+    settings: JsonObject = {}
     """Variables for the template."""
-    documents: list[dict[str, Any]] | None = None
+    documents: list[JsonObject] | None = None
     verbosity: str | None = None
     """Given to the template, as `documents` are, where it reads it."""
     thinking_budget: int | None = None
@@ -189,7 +190,7 @@ class Chat(Struct, frozen=True, kw_only=True):
     """The client's names of fields that are called otherwise here."""
 
     @property
-    def schemas(self) -> dict[str, dict[str, Any]] | None:
+    def schemas(self) -> dict[str, JsonObject] | None:
         """Name to schema of the arguments of the tools that the answer may call; None: it may call none."""
         if self.calls is None:
             return None

@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from fractions import Fraction
 from typing import Any
 
-Schema = dict[str, Any] | bool
+from deltic.json_types import JsonObject
+
+Schema = JsonObject | bool
 
 MAX_DEPTH = 40
 """Levels of schemas in schemas."""
@@ -64,7 +66,7 @@ class GrammarError(ValueError):
         self.message = message
 
 
-def clean(schema: Any) -> Schema:
+def clean(schema: object) -> Schema:
     """The schema with nothing in it but what is enforced. Raises GrammarError."""
     cleaned = _clean(schema, "", 0)
     _check_levels(cleaned)
@@ -101,14 +103,14 @@ def _check_levels(root: Schema) -> None:
             raise GrammarError("", f"may have at most {MAX_LEVELS} levels, together with all that references lead to")
 
 
-def _clean(schema: Any, path: str, depth: int) -> Schema:
+def _clean(schema: object, path: str, depth: int) -> Schema:
     if isinstance(schema, bool):
         return schema
     if not isinstance(schema, dict):
         raise GrammarError(path, "expected a schema: an object, true or false")
     if depth > MAX_DEPTH:
         raise GrammarError(path, f"schemas may be nested at most {MAX_DEPTH} deep")
-    kept: dict[str, Any] = {}
+    kept: JsonObject = {}
     for key, value in schema.items():
         at = f"{path}.{key}"
         if (key in _SCHEMA_LISTS or key == "items") and isinstance(value, list) and value:
@@ -163,7 +165,7 @@ def _check_leaf(key: str, value: Any, at: str) -> None:
             raise GrammarError(at, "may be at most 1; name what must be there in required")
 
 
-def children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+def children(schema: JsonObject) -> Iterator[tuple[str, Schema]]:
     """Schemas inside a schema, with their paths below it: definitions first, since others fail with them."""
     for key, value in sorted(schema.items(), key=lambda item: item[0] not in DEFS):
         if key in _SCHEMA_MAPS:
@@ -176,7 +178,7 @@ def children(schema: dict[str, Any]) -> Iterator[tuple[str, Any]]:
 
 def target_of(reference: str, root: Schema) -> Schema | None:
     """The target of a reference made of plain names; None for any other."""
-    target: Any = root
+    target: object = root
     for part in reference.removeprefix("#/").split("/"):
         target = target.get(part) if isinstance(target, dict) else None
     return target if isinstance(target, dict | bool) else None

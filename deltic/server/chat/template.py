@@ -15,7 +15,7 @@ import re
 from collections.abc import Mapping, Sequence, Set
 from functools import cached_property
 from pathlib import Path
-from typing import Any, get_args
+from typing import get_args
 
 import jinja2
 import jinja2.meta
@@ -23,9 +23,10 @@ import msgspec
 
 from deltic.config import ConfigError, nearest
 from deltic.engine.messages import Picture
+from deltic.json_types import JsonObject
 from deltic.server.chat.constraint import NotInline, in_event_loop
 from deltic.server.chat.grammar import CallForm
-from deltic.server.chat.messages import AssistantMessage, settled, template_messages
+from deltic.server.chat.messages import AssistantMessage, TemplateMessage, settled, template_messages
 from deltic.server.chat.metered import LARGEST_SOURCE, MeteredEnvironment, TooMuch
 from deltic.server.chat.picture_parts import Pictures, check_room, expanded, not_shown, pictures_of, sent_in
 from deltic.server.chat.request import SWITCHES, Chat, Effort
@@ -53,16 +54,7 @@ _EFFORTS: tuple[str, ...] = get_args(Effort)
 """The least first."""
 
 
-_REFUSALS = (
-    jinja2.TemplateError,
-    RecursionError,
-    TypeError,
-    ValueError,
-    KeyError,
-    IndexError,
-    ArithmeticError,
-    AttributeError,
-)
+_REFUSALS = (jinja2.TemplateError, RecursionError, TypeError, ValueError, LookupError, ArithmeticError, AttributeError)
 """Errors that a template raises when it cannot render its messages."""
 
 
@@ -131,10 +123,10 @@ class ChatTemplate:
                 raise TokenizerError(f"the chat template is nested too deeply ({error})") from error
         self.variables = self.reads - _OWN_VARIABLES - _GLOBALS - self._constants.keys()
         """Names that a request may set, of those that the template reads."""
-        self.defaults: dict[str, Any] = {}
+        self.defaults: JsonObject = {}
         """Settings for chats that do not say otherwise."""
 
-    def set_defaults(self, settings: Mapping[str, Any]) -> None:
+    def set_defaults(self, settings: JsonObject) -> None:
         """Settings for chats that do not say otherwise.
 
         Raises ConfigError for what the template does not have.
@@ -195,7 +187,7 @@ class ChatTemplate:
         compiled = self._compiled.get("default") or next(iter(self._compiled.values()))
         self._meter.start(in_event_loop())  # for all tries together
 
-        def shows(*roles: str, **settings: Any) -> bool:
+        def shows(*roles: str, **settings: object) -> bool:
             messages = [{"role": role, "content": f"message {i}."} for i, role in enumerate(roles)]
             try:
                 text = compiled.render(
@@ -223,7 +215,7 @@ class ChatTemplate:
                 raise NotInline from None
             return Taken()
 
-    def _known_effort(self, effort: Any) -> Any:
+    def _known_effort(self, effort: object) -> object:
         """The effort that the template has for one that it may not have: the next higher, else its highest.
 
         None: thinking is off, and it has no word for that.
@@ -266,35 +258,28 @@ class ChatTemplate:
 
     def render(
         self,
-        messages: list[dict[str, Any]],
-        tools: list[dict[str, Any]] | None = None,
+        messages: list[TemplateMessage],
+        tools: list[JsonObject] | None = None,
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
-        settings: Mapping[str, Any] | None = None,
+        settings: JsonObject | None = None,
         limit: int | None = None,
         kept: int | None = None,
-        shown: Mapping[str, Any] | None = None,
         pictures: Sequence[Picture | Clip] = (),
     ) -> Prompt:
-        """Messages to ids. settings: further variables, e.g. enable_thinking, over the defaults; shown: those
-        that every template may be given; kept: only so many ids, from the end, are wanted; pictures: of the
-        messages, in their order, and videos.
+        """Messages to ids. settings: further variables, e.g. enable_thinking, over the defaults; kept: only
+        so many ids, from the end, are wanted; pictures: of the messages, in their order, and videos.
 
-        Raises ApiError (400) when the template refuses the messages or does not know a setting, or (without
-        `kept`) when the rendered text is certain to have `limit` tokens or more, which is found out without
-        encoding it.
+        Raises ApiError (400) when the template refuses the messages, or (without `kept`) when the rendered
+        text is certain to have `limit` tokens or more, which is found out without encoding it.
         """
-        settings = settings or {}
-        for name in settings:
-            if error := self.unknown(name):
-                raise bad_request(f"chat_template_kwargs.{name}", error)
         messages = settled(messages, self.taken.systems, self.taken.no_user)
         if continue_final_message:
-            messages = [*messages[:-1], messages[-1] | {"content": messages[-1]["content"] + CUT}]
+            messages = [*messages[:-1], messages[-1] | {"content": f"{messages[-1]['content']}{CUT}"}]
         compiled = self._compiled.get("tool_use") if tools else None
         compiled = compiled or self._compiled.get("default") or next(iter(self._compiled.values()))
-        variables = self._constants | self.defaults | dict(settings) | dict(shown or {})
+        variables: dict[str, object] = {**self._constants, **self.defaults, **(settings or {})}
         effort = variables.pop("reasoning_effort", None)
         if (known := self._known_effort(effort)) is not None:
             variables["reasoning_effort"] = known
@@ -314,7 +299,7 @@ class ChatTemplate:
         prompt = self._prompt(text, kept, pictures)
         return msgspec.structs.replace(prompt, effort=f"{effort}, as {known}") if known != effort and known else prompt
 
-    def _text(self, compiled: jinja2.Template, variables: Mapping[str, Any], is_inline: bool) -> str:
+    def _text(self, compiled: jinja2.Template, variables: Mapping[str, object], is_inline: bool) -> str:
         """Raises ApiError (400); NotInline for what takes longer than the event loop may be held up
         (is_inline).
         """
@@ -404,13 +389,16 @@ def render(
         shown = [(pictures or {})[part.path] for part in sent]
         if sent and kept is not None:
             raise bad_request("truncate_prompt_tokens", "is not available for a chat with pictures")
+        messages, read = template_messages(chat.messages), _shown(chat, template.reads)
+        for name in chat.settings:
+            if error := template.unknown(name):
+                raise bad_request(f"chat_template_kwargs.{name}", error)
         prompt = template.render(
-            template_messages(chat.messages),
+            messages,
             [tool.shown for tool in chat.tools] if chat.calls else None,
             add_generation_prompt=not continued and chat.add_generation_prompt is not False,
             continue_final_message=continued,
-            settings=chat.settings,
-            shown=_shown(chat, template.reads),
+            settings=chat.settings | read,
             limit=limit,
             kept=kept,
             pictures=shown,
@@ -420,7 +408,7 @@ def render(
         return prompt
 
 
-def _shown(chat: Chat, variables: Set[str]) -> dict[str, Any]:
+def _shown(chat: Chat, variables: Set[str]) -> JsonObject:
     """Variables that a template has only where it reads them.
 
     Raises ApiError (400) for documents that nobody would see.
@@ -434,7 +422,7 @@ def _shown(chat: Chat, variables: Set[str]) -> dict[str, Any]:
 
 
 def _tojson(
-    value: Any,
+    value: object,
     ensure_ascii: bool = False,
     indent: int | None = None,
     separators: tuple[str, str] | None = None,

@@ -31,6 +31,8 @@ from deltic.server.isolated import Refused, answer, ask
 
 if TYPE_CHECKING:
     import numpy as np
+    from av.container import InputContainer
+    from av.video import VideoStream
     from numpy.typing import NDArray
 
 CAPPED_TOKENS = 768
@@ -157,10 +159,8 @@ def fitted_frames(n_frames: int, height: int, width: int, wish: VideoWish) -> tu
     n_pairs = -(-n_frames // FRAMES_A_PATCH)
     room = (wish.most_tokens - n_pairs * PAIR_TEXT_TOKENS) // n_pairs
     if room < 1:
-        message = (
-            f"has {n_frames} frames, too many for this model's context; ask for fewer (mm_processor_kwargs.num_frames)"
-        )
-        raise PictureError(message)
+        fewer = "ask for fewer (mm_processor_kwargs.num_frames)"
+        raise PictureError(f"has {n_frames} frames, too many for this model's context; {fewer}")
     info = wish.info
     most = info.max_pixels
     if info.is_capped:
@@ -178,9 +178,8 @@ def _resized(n_frames: int, counted: int, height: int, width: int, least: int, m
         scale = max(BLOCK / height, BLOCK / width)
         height, width = int(height * scale), int(width * scale)
     if max(height, width) / min(height, width) > MAX_ASPECT:
-        raise PictureError(
-            f"has frames of {width} x {height} pixels; a side may be {MAX_ASPECT} times the other at most"
-        )
+        ratio = f"a side may be {MAX_ASPECT} times the other at most"
+        raise PictureError(f"has frames of {width} x {height} pixels; {ratio}")
     return whole_blocks(height, width, least, most, n_frames, counted)
 
 
@@ -264,7 +263,7 @@ def _form_of(data: bytes) -> str:
     raise PictureError(f"is no video that can be read here; send {READABLE}")
 
 
-def _stream(container: Any) -> Any:
+def _stream(container: InputContainer) -> Any:
     """The video of a container, not yet decoded. Raises PictureError for what shall not be."""
     from av.stream import Disposition
 
@@ -353,7 +352,7 @@ def _decoded(data: bytes, form: str, wanted: list[int], wish: VideoWish, keys: l
     return images
 
 
-def _frames(container: Any, stream: Any) -> Iterator[Any]:
+def _frames(container: InputContainer, stream: VideoStream) -> Iterator[Any]:
     """Frames with a time, from where the container stands."""
     return (frame for frame in container.decode(stream) if frame.pts is not None)
 
