@@ -12,6 +12,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import gguf
+import numpy as np
 import pytest
 import torch
 from huggingface_hub import constants
@@ -29,6 +31,8 @@ from deltic.models.tts.shape import PUBLISHED_SPEECH
 from deltic.roofs import beyond_caches
 from deltic.runtime import build
 from deltic.runtime.build import build_runner, is_for_gpu
+from deltic.runtime.cpu.device import Cpu
+from deltic.runtime.model import TextModel
 from tests.fake_hub import Long, hub_with
 from tests.planned import settled
 from tests.tiny import tiny_checkpoint
@@ -431,6 +435,21 @@ def test_a_plan_refuses_what_a_server_would(spoil: str, tmp_path: Path, without_
     }
     with pytest.raises(ValueError, match=said.get(spoil, "temperature")):
         fit.report(EngineConfig(model=str(path), memory_gb=2.0, threads=2))
+
+
+def test_a_gguf_model_beside_another_tower_is_planned_without_pictures(tmp_path: Path, without_gpu: None) -> None:
+    """As folders of downloads are, with towers of other models."""
+    model = Path(shutil.copy(tiny_gguf("dense", "Q8_0"), tmp_path / "Qwen3.5-9B-Q4_K_M.gguf"))
+    writer = gguf.GGUFWriter(tmp_path / "gemma-4-26B-A4B-it.mmproj-q8_0.gguf", "clip")
+    writer.add_string("clip.projector_type", "gemma3")
+    writer.add_tensor("v.patch_embd.weight", np.zeros((8, 32), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found, plan = settled(EngineConfig(model=str(model), memory_gb=2.0, threads=2), Cpu(), 1 << 31)
+    assert isinstance(found, TextModel) and found.tower is None and plan.n_pages > 0
+    assert found.no_pictures and "projector_type is 'gemma3'" in found.no_pictures
 
 
 @pytest.mark.parametrize("part", ["talker", "vocoder", "encoder"])
