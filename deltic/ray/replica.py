@@ -20,7 +20,7 @@ from deltic.engine.messages import EngineInfo
 from deltic.host.supervisor import EngineHost
 from deltic.ray.settings import Settings
 from deltic.server.app import create_app
-from deltic.server.fetch import fetched
+from deltic.server.downloads import fetched
 from deltic.server.serve import build, prepared
 from deltic.server.service import Server
 

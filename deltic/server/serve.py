@@ -38,7 +38,7 @@ from deltic.models.checkpoint import locate, model_name, speaks, text_directory,
 from deltic.models.fields import CheckpointError
 from deltic.models.hub import is_hub_name
 from deltic.server.address import check_transfer, listening, load_certificates, tls, url_of
-from deltic.server.fetch import fetch_all
+from deltic.server.downloads import fetch_all
 from deltic.server.isolated import SPARE
 from deltic.server.kv_events import event_sockets, topics
 

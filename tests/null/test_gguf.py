@@ -50,7 +50,7 @@ from deltic.models.stored import formats_of
 from deltic.ops.arrays import Array
 from deltic.ops.formats import Quantised
 from deltic.server.chat.template import ChatTemplate
-from deltic.server.fetch import fetched
+from deltic.server.downloads import fetched
 from deltic.server.serve import Served, _service
 from deltic.server.service import Server
 from deltic.text import SamplingDefaults, Tokenizer, TokenizerError

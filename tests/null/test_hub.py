@@ -45,8 +45,8 @@ from deltic.models.gguf import open_gguf, tower_beside
 from deltic.models.hub import CHUNK_BYTES, HEAD_BYTES, Download, DownloadFailed, hub_name, outline
 from deltic.models.mapped import MappedFiles, read_header
 from deltic.models.qwen.shape import ModelShape
-from deltic.server import fetch
-from deltic.server.fetch import fetched
+from deltic.server import downloads
+from deltic.server.downloads import fetched
 from deltic.server.page import PAGE
 from deltic.server.serve import Served, _service
 from deltic.server.service import Server
@@ -149,7 +149,7 @@ def test_a_pasted_name_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_a_model_is_downloaded_once_and_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(fetch, "LINE_EVERY_S", 0.3)
+    monkeypatch.setattr(downloads, "LINE_EVERY_S", 0.3)
     config = EngineConfig(model="owner/model", download_dir=tmp_path / "cache", revision="old")
     with hub_with(SMALL, old={"config.json": b'{"old": 1}'}, rate=200_000, n_breaks=1) as hub:
         monkeypatch.setenv("HF_ENDPOINT", hub.url)
@@ -260,7 +260,7 @@ def test_a_download_ends_at_once_and_goes_on_later(tmp_path: Path, monkeypatch: 
             return size() > 1_000_000
 
         assert go(config, half_has_come) is None
-        assert time.monotonic() - told_s < fetch.ENDING_S
+        assert time.monotonic() - told_s < downloads.ENDING_S
         n_come = size()
         wait_for(lambda: not hub.sending)
         hub.sent.clear()
@@ -424,9 +424,9 @@ def test_a_terminal_shows_a_bar_for_each_file_under_way(monkeypatch: pytest.Monk
     monkeypatch.setattr(sys, "stderr", Terminal())
     one = hub.Part("one.safetensors", 4_000_000, 1_000_000, stage="downloading")
     two = hub.Part("two.safetensors", 4_000_000, 4_000_000, 3_000_000, "checking")
-    with fetch._shown("owner/model") as show:
-        show(fetch.Progress(0, 0))
-        show(fetch.Progress(5_000_000, 8_000_000, [one, two]))
+    with downloads._shown("owner/model") as show:
+        show(downloads.Progress(0, 0))
+        show(downloads.Progress(5_000_000, 8_000_000, [one, two]))
         time.sleep(0.3)
     said = re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", sys.stderr.getvalue())  # type: ignore[attr-defined]
     assert re.search(r"downloading owner/model .* 5\.0/8\.0 MB", said)
@@ -435,11 +435,11 @@ def test_a_terminal_shows_a_bar_for_each_file_under_way(monkeypatch: pytest.Monk
 
 
 def test_a_line_of_the_log_names_a_few_files(caplog: pytest.LogCaptureFixture) -> None:
-    show = fetch._lines("owner/model")
+    show = downloads._lines("owner/model")
     files = [hub.Part(f"{i}.safetensors", 100, 10 * i, stage="downloading") for i in range(5)]
     with caplog.at_level(logging.INFO, "deltic.server"):
-        show(fetch.Progress(2_000_000_000, 4_000_000_000, files))
-        show(fetch.Progress(3_000_000_000, 4_000_000_000, files))
+        show(downloads.Progress(2_000_000_000, 4_000_000_000, files))
+        show(downloads.Progress(3_000_000_000, 4_000_000_000, files))
     assert [record.message for record in caplog.records] == [
         "downloading owner/model: 2.00 of 4.00 GB; 0.safetensors 0%; 1.safetensors 10%; 2.safetensors 20%; 2 more"
     ]
@@ -460,7 +460,7 @@ def test_a_damaged_file_of_the_cache_is_named_by_its_place(tmp_path: Path) -> No
 
 
 def test_what_is_here_is_not_looked_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(fetch, "PROGRAM", ("/no/such/program",))
+    monkeypatch.setattr(downloads, "PROGRAM", ("/no/such/program",))
     for config in (EngineConfig(), EngineConfig(dummy="qwen3.5-0.8b"), EngineConfig(model=str(tmp_path))):
         assert go(config) == config
     with pytest.raises(CheckpointError, match=r"--revision is of a name on the hub, and this is a path"):
@@ -561,7 +561,7 @@ def test_a_tokenizer_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 
 def test_the_lines_of_a_download_are_json() -> None:
-    said = fetch.Progress(1, 2, [hub.Part("a", 2, 1, stage="downloading")])
+    said = downloads.Progress(1, 2, [hub.Part("a", 2, 1, stage="downloading")])
     file = {"name": "a", "total_bytes": 2, "done_bytes": 1, "checked_bytes": 0, "stage": "downloading"}
     assert json.loads(msgspec.json.encode(said)) == {
         "type": "progress",
@@ -575,12 +575,12 @@ def test_what_a_library_prints_is_no_word_of_a_download() -> None:
     async def go() -> Path:
         lines = asyncio.StreamReader()
         lines.feed_data(b"a notice of some library\n{}\n")
-        for said in (fetch.Progress(1, 2), fetch.Outcome(directory="/models/x")):
+        for said in (downloads.Progress(1, 2), downloads.Outcome(directory="/models/x")):
             lines.feed_data(msgspec.json.encode(said) + b"\n")
         lines.feed_eof()
-        return await fetch._read(lines, "x", shown.append)
+        return await downloads._read(lines, "x", shown.append)
 
-    shown: list[fetch.Progress] = []
+    shown: list[downloads.Progress] = []
     assert asyncio.run(go()) == Path("/models/x") and len(shown) == 1
 
 
