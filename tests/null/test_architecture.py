@@ -132,6 +132,16 @@ def test_names_in_the_map_are_those_of_the_code(path: Path) -> None:
     assert not gone, f"{path.name}: nothing has these names: {sorted(gone)}"
 
 
+@pytest.mark.parametrize("path", MAPS, ids=relative)
+def test_names_are_in_the_files_that_are_named_with_them(path: Path) -> None:
+    """A name with a file behind it, "`name` (`file.py`" or "`name` in `file.py`", is in that file."""
+    pairs = re.findall(r"`([\w.]+)`,?\s+(?:\(|in )`([\w/]+\.py)`", without_code(path.read_text()))
+    for name, file in [(name, file) for name, file in pairs if not name.endswith(".py")]:
+        found = [each for top in ("deltic", "tests", "bench") for each in (ROOT / top).rglob(Path(file).name)]
+        texts = [each.read_text() for each in found if each.as_posix().endswith(f"/{file}")]
+        assert any(re.search(rf"\b{name.rpartition('.')[2]}\b", text) for text in texts), f"{name} is not in {file}"
+
+
 @pytest.mark.parametrize("path", sorted(ROOT.glob("docs/design/*.md")), ids=relative)
 def test_a_page_of_the_design_names_its_files_and_tests(path: Path) -> None:
     text = path.read_text()
