@@ -24,18 +24,8 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
 from deltic.config import EngineConfig, ServerConfig
-from deltic.engine.messages import (
-    AdapterLoaded,
-    CacheLocated,
-    CacheReport,
-    EngineInfo,
-    Loading,
-    Output,
-    PromptLogprobs,
-    Request,
-    Stats,
-    TokenLogprob,
-)
+from deltic.engine.events import AdapterLoaded, CacheLocated, CacheReport, Loading, Stats
+from deltic.engine.messages import EngineInfo, Output, PromptLogprobs, Request, TokenLogprob
 from deltic.host.client import Deliver, EngineUnavailable, QueueFull, State, Stream
 from deltic.server.app import create_app
 from deltic.server.chat.template import ChatTemplate

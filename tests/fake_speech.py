@@ -14,7 +14,8 @@ import msgspec
 import numpy as np
 
 from deltic.config import ServerConfig
-from deltic.engine.messages import EncodeVoice, Output, Request, VoiceEncoded
+from deltic.engine.events import VoiceEncoded
+from deltic.engine.messages import EncodeVoice, Output, Request
 from deltic.host.client import Stream
 from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechIds, SpeechShape
 from deltic.models.vocoder.shape import FRAME_SAMPLES, SAMPLE_RATE

@@ -25,8 +25,9 @@ if __name__ == "__main__":
 import numpy as np
 
 from deltic.config import ConfigError, EngineConfig
-from deltic.engine.cache.disk import Entry, Search
-from deltic.engine.cache.mover import Move
+from deltic.engine.cache.directory import Entry
+from deltic.engine.cache.disk import Search
+from deltic.engine.cache.tiers import Move
 from deltic.engine.cache.tree import Kind
 from deltic.engine.messages import EngineInfo, ReplayStats, SamplingParams, TokenLogprob
 from deltic.engine.step import Chunk, Draw, Progress, Sequence, Step, StepResult

@@ -5,7 +5,7 @@ from __future__ import annotations
 import zlib
 from pathlib import Path
 
-from deltic.engine.cache.disk import HEADER, HEADER_BYTES, HEADER_CRC
+from deltic.engine.cache.directory import HEADER, HEADER_BYTES, HEADER_CRC
 
 
 def spoil(cache_dir: Path) -> int:

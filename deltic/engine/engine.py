@@ -18,25 +18,21 @@ from deltic.config import EngineConfig
 from deltic.engine.cache.cache import Cache
 from deltic.engine.cache.saves import Exports, Saves
 from deltic.engine.cache.tiers import Tiers
+from deltic.engine.events import AdapterLoaded, CacheLocated, Event, Stats, VoiceEncoded
 from deltic.engine.guides import Guides, Vocabulary
 from deltic.engine.messages import (
     MAX_BIASES,
     MAX_GRAMMAR,
     MAX_LOGPROBS,
-    AdapterLoaded,
     AddText,
-    CacheLocated,
     Constraint,
     EncodeVoice,
     EngineInfo,
-    Event,
     LoadAdapter,
     LocateCache,
     Output,
     ReplayStats,
     Request,
-    Stats,
-    VoiceEncoded,
 )
 from deltic.engine.pictures import PictureEncoder, Pictures
 from deltic.engine.scheduler import RequestError, Scheduler

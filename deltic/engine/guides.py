@@ -37,13 +37,9 @@ if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
 
 N_WORKERS = 4
-"""Number of masks' jobs done side by side. Slow jobs hold up the others only when there are this many of
-them.
-"""
+"""Number of masks' jobs done side by side. Slow ones hold up the others only when there are as many."""
 LONG_GRAMMAR = 20_000
-"""Characters of a grammar that may take a second to compile: a thread of low priority is for such, another
-for the rest.
-"""
+"""Characters of a grammar that may take a second to compile: a thread of low priority is for such."""
 NICENESS = 10
 """Niceness of threads that work beside the steps, which go first."""
 N_MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
@@ -55,15 +51,11 @@ has its next job to itself. Of a guide alone the processor's time counts: on a b
 N_ALONE = 100
 """Number of jobs that a slow guide has to itself, the slow one included."""
 HERE_S = 0.001
-"""Seconds of a step in which the engine's thread makes masks itself while the device computes ahead.
-
-Waking another thread costs more than making a few masks.
+"""Seconds of a step in which the engine's thread makes masks itself while the device computes ahead: waking
+another thread costs more than making a few masks.
 """
 SWITCH_S = 0.0002
-"""Seconds that Python lets a thread keep the lock while another waits, once there are workers.
-
-Python's default is five milliseconds.
-"""
+"""Seconds that Python (by default 0.005) lets a thread keep the lock while another waits, with workers."""
 LONGEST_WAIT_S = 0.001
 """The longest time, in seconds, that a step waits for missing masks."""
 POLL_S = 0.0001
@@ -124,9 +116,7 @@ class Guide:
         self._drawn: list[int] = []  # last, as far as the lexicon is to know them
         self.error = ""
         self.is_busy = False
-        """True while a worker has the guide. The worker then owns `matcher`, `words`, `is_satisfied` and
-        `error`.
-        """
+        """True while a worker has the guide: it owns `matcher`, `words`, `is_satisfied` and `error` then."""
         self.is_late = False
         """True if a step has waited for its mask in vain."""
         self.is_satisfied = False
@@ -205,8 +195,8 @@ class Guide:
         return fork
 
     def behind(self, tokens: Iterable[int]) -> Rule:
-        """The rule of the token behind these, which the guide has not taken. Where a grammar would have to
-        take them, the grammar has no say: its next mask is not made yet.
+        """The rule of the token behind these, which the guide has not taken. A grammar that would have to
+        take them has no say: its next mask is not made yet.
         """
         fork = self.forked()
         if any([fork.advance(token) for token in tokens]) or self.is_busy:
@@ -259,10 +249,7 @@ class Vocabulary:
         self._made: tuple[tuple[int, list[int]], View] | None = None
 
     def begin(self, ids: Callable[[], tuple[int, Iterable[int]]]) -> None:
-        """Starts to make the view, in a thread.
-
-        ids: gives how many may be drawn, and those that end a text.
-        """
+        """Starts to make the view, in a thread. ids: gives how many may be drawn, and which end a text."""
 
         def make() -> None:
             with suppress(Exception):  # who needs it hears what is wrong
@@ -308,7 +295,7 @@ class Guides:
     def __init__(
         self,
         n_ids: int,
-        eos_token_ids: Iterable[int],
+        eos_ids: Iterable[int],
         vocabulary: Vocabulary | None,
         is_busy: Callable[[], bool] | None = None,
     ) -> None:
@@ -321,7 +308,7 @@ class Guides:
         self.has_tokenizer = vocabulary is not None
         self._vocabulary = vocabulary
         self._is_busy = is_busy or (lambda: False)
-        self._eos = _ends(n_ids, eos_token_ids)
+        self._eos = _ends(n_ids, eos_ids)
         self._only_eos = np.zeros(-(-n_ids // 32), np.uint32)
         for id in self._eos:
             self._only_eos[id // 32] |= np.uint32(1 << id % 32)
@@ -337,7 +324,7 @@ class Guides:
         self._n_starts = 0
         self._done: SimpleQueue[list[Guide]] = SimpleQueue()
         self._threads: list[threading.Thread] = []
-        self._drew: list[tuple[Guide, list[int]]] = []
+        self._drew: dict[Guide, list[int]] = {}
         """Guides whose sequences drew in this step, and the tokens of each."""
         self._compiled: Shares[tuple[LLMatcher, Words, bool]] = Shares(N_KEPT)  # by the grammar's text
 
@@ -367,9 +354,7 @@ class Guides:
         guide = sequence.guide
         if isinstance(guide, Guide) and guide.advance(token):
             guide.is_busy = True
-            if not self._drew or self._drew[-1][0] is not guide:
-                self._drew.append((guide, []))
-            self._drew[-1][1].append(token)
+            self._drew.setdefault(guide, []).append(token)
 
     def ahead(self, guide: Guide, draft: list[int]) -> tuple[list[int], list[Rule]]:
         """Cuts a draft to what may be drawn, and gives the rules of the token behind each part of it: of
@@ -399,13 +384,12 @@ class Guides:
         return kept, rules
 
     def give(self) -> None:
-        """Starts to make the masks that follow a step's tokens.
-
-        The workers make them; or this thread, at once, while the device is busy anyway.
+        """Starts to make the masks that follow a step's tokens: the workers, or, while the device is busy
+        anyway, this thread at once.
         """
-        slow = [([guide], [tokens]) for guide, tokens in self._drew if guide.n_alone]
-        guides = [guide for guide, _ in self._drew if not guide.n_alone]
-        tokens = [tokens for guide, tokens in self._drew if not guide.n_alone]
+        slow = [([guide], [tokens]) for guide, tokens in self._drew.items() if guide.n_alone]
+        guides = [guide for guide in self._drew if not guide.n_alone]
+        tokens = [self._drew[guide] for guide in guides]
         if guides and self._is_busy():
             deadline, words = time.perf_counter() + HERE_S, self._empty(len(guides))
             n = 0
@@ -418,7 +402,7 @@ class Guides:
         for job in ((guides, tokens), *slow):
             if job[0]:
                 self._give(*job)
-        self._drew = []
+        self._drew = {}
 
     def _empty(self, n: int) -> Words:
         return np.empty((n, -(-self.n_ids // 32)), np.int32)
@@ -525,10 +509,7 @@ class Guides:
             del guides
 
     def _do_timed(self, guides: list[Guide], tokens: list[list[int]], words: Words | None = None) -> None:
-        """Does a job, and notes slow guides.
-
-        words: where the masks go.
-        """
+        """Does a job, and notes slow guides. words: where the masks go."""
         clock = time.thread_time if len(guides) == 1 else time.perf_counter  # several: other threads
         start = clock()
         try:
@@ -586,9 +567,7 @@ class Guides:
         return matcher, words[0], self._fill([matcher], words)[0]
 
     def _fill(self, matchers: list[LLMatcher], words: Words) -> list[bool]:
-        """Writes the matchers' masks, int32 [matchers, words]. Returns for each whether only the end may
-        follow.
-        """
+        """Writes masks, int32 [matchers, words]. Returns for each matcher whether only the end may follow."""
         satisfied = [bool(m.is_stopped()) and not m.is_error() for m in matchers]
         live = [(m, i) for i, m in enumerate(matchers) if not m.is_stopped()]  # what failed is stopped, too
         if len(live) == 1 == len(matchers):

@@ -23,8 +23,9 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from deltic.engine.cache.pool import Pool
-from deltic.engine.messages import Picture, PictureStats, Request
+from deltic.engine.cache.tree import Pool
+from deltic.engine.events import PictureStats
+from deltic.engine.messages import Picture, Request
 from deltic.engine.step import Chunk, Sequence
 from deltic.ops.geometry import PAGE_SIZE
 

@@ -7,7 +7,6 @@ others. One below 0 goes before its own tenant's less urgent requests, and each 
 the turns of other tenants do not change. A tenant who has no batch slot does not wait until another's answers
 end: the tenant with the most gives up what began last. If several tenants have prompts to compute, the tenant
 with the fewest prompt tokens computed so far goes first.
-`plan` makes a step, the runner runs it, `commit` takes the drawn tokens; requests come and go in between.
 
 A sequence starts after the longest prefix that the cache has. It is held back while the cache brings that
 from a lower tier, and while another prefill of higher rank computes the beginning that both share. Others may
@@ -32,9 +31,6 @@ Logits that are not finite (a damaged file of the cache, a fault of the device) 
 The tree drops all that it has of such a sequence, and the sequence is computed once more from its tokens,
 without the tree. If that happens a second time, the request fails: then the fault is the model's.
 
-A chunk in a picture runs once the vision tower has encoded that (`pictures.py`); others may overtake it
-meanwhile.
-
 A step costs O(sequences that run), not O(tokens): only a fork copies its prompt's ids, once.
 """
 
@@ -46,6 +42,7 @@ import time
 from array import array
 from collections import Counter
 from collections.abc import Iterable
+from functools import partial
 from itertools import chain
 
 import msgspec
@@ -191,21 +188,9 @@ class Scheduler:
         # Kept once, as an array: a list is nine times as large, and siblings get their copy when they start.
         request = msgspec.structs.replace(request, params=params, prompt_ids=[])
         turn = self._admission.take_turn(request, [list(group.values()) for group in self._open.values()])
-        group = [
-            Sequence(
-                request,
-                index,
-                mixed_seed(seed, index),
-                array("i") if index else prompt,
-                n_prompt,
-                arrival=self._n_arrived,
-                turn=turn,
-                arrived_at=now,
-                voice=voice,
-                adapter=adapter,
-            )
-            for index in range(params.n)
-        ]
+        own = partial(Sequence, arrival=self._n_arrived, turn=turn, arrived_at=now, voice=voice, adapter=adapter)
+        prompts = (array("i") if index else prompt for index in range(params.n))
+        group = [own(request, i, mixed_seed(seed, i), tokens, n_prompt) for i, tokens in enumerate(prompts)]
         if adapter is not None:
             adapter.n_sequences += params.n
         group[0].begin_prompt_logprobs()
@@ -222,10 +207,7 @@ class Scheduler:
         self._admission.wait(group[0])
 
     def add_text(self, command: AddText) -> None:
-        """Adds text to a request, whose sequences go on with it.
-
-        One that is not open is left alone.
-        """
+        """Adds text to a request, whose sequences go on with it. One that is not open is left alone."""
         group = self._open.get(command.id)
         request = next(iter(group.values())).request if group else None  # all have the same
         if request is None or request.speech is None or not request.speech.is_open:
@@ -302,9 +284,8 @@ class Scheduler:
     def plan(self) -> Step | None:
         """Makes the next step, with its pages and state slots handed out.
 
-        None when nothing is open, or when everything waits for the tiers, a mask or a text.
-
-        Raises RuntimeError if sequences are open and none can run, which would be a fault of this file.
+        None when nothing is open, or when everything waits for the tiers, a mask or a text. Raises
+        RuntimeError if sequences are open and none can run, which would be a fault of this file.
         """
         self.cache.store.poll()
         if not self._open:
@@ -387,10 +368,7 @@ class Scheduler:
             self.cache.grow(sequence, min(n_tokens + self.info.n_lookahead, n_most))
 
     def _plan_prefills(self, step: Step) -> None:
-        """Fills the step with prefill chunks: of those that run, in turns, then of those that wait, by rank.
-
-        With one tenant all are in the order of their rank.
-        """
+        """Fills the step with prefill chunks: of running sequences, in turns, then of waiting, by rank."""
         n_decodes = len(step.chunks)
         budget = self.max_step_tokens - (n_decodes if self.info.canonical_decode else 0)
         budget = max(budget, PAGE_SIZE)  # decodes may slow a prefill, not stop it
@@ -469,9 +447,7 @@ class Scheduler:
         return length
 
     def _draw_first(self, step: Step, sequence: Sequence) -> None:
-        """Plans the draws from the last chunk of a prompt, for its siblings too. All of them decode from now
-        on.
-        """
+        """Plans the draws from the last chunk of a prompt, for its siblings too. All decode from now on."""
         chunk, n_tokens = len(step.chunks) - 1, len(sequence.tokens)
         assert sequence.state_slot is not None
         self._decodes.append(sequence)
@@ -497,8 +473,7 @@ class Scheduler:
     def commit(self, step: Step, result: StepResult) -> list[Output]:
         """Takes the results of a step, and frees sequences that end.
 
-        Returns one Output for each draw, and for each token where there was a draft, but none for sequences
-        that start over.
+        Returns an Output for each draw, for each token where there was a draft; none of what starts over.
         """
         self._commit_chunks(step, result)
         outputs: list[Output] = []
@@ -619,8 +594,7 @@ class Scheduler:
             self.cost.observe(Load.of(step.chunks, self.info.block_size), seconds)
 
     def check(self) -> None:
-        """Raises IntegrityError unless sequences, prefix tree and free lists make up all pages and state
-        slots."""
+        """Raises IntegrityError unless sequences, prefix tree and free lists make up all memory."""
         self.cache.check(self.sequences())
         if self.pictures is not None:
             self.pictures.check()

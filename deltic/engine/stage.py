@@ -40,8 +40,9 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from deltic.engine.cache.pool import IntegrityError
-from deltic.engine.messages import Output, SpeechStats
+from deltic.engine.cache.tree import IntegrityError
+from deltic.engine.events import SpeechStats
+from deltic.engine.messages import Output
 from deltic.engine.step import Sequence, Step, StepResult
 
 log = logging.getLogger("deltic.engine")

@@ -16,7 +16,8 @@ from pathlib import Path
 import msgspec
 
 from deltic.config import ConfigError
-from deltic.engine.messages import Output, Request, Stats
+from deltic.engine.events import Stats
+from deltic.engine.messages import Output, Request
 from deltic.engine.step import Sequence, Step
 
 log = logging.getLogger("deltic.engine")
@@ -110,9 +111,7 @@ class Trace:
             self.is_open = False
             os.close(self._file)
 
-    def _enter(
-        self, key: tuple[str, int], phase: str | None, now_s: float, args: Mapping[str, object] | None = None
-    ) -> None:
+    def _enter(self, key: tuple[str, int], phase: str | None, now_s: float, args: dict[str, str] | None = None) -> None:
         """Ends the phase of a sequence and begins another, if it is another. args: what is said of that."""
         old = self._phase.get(key)
         if old == phase:

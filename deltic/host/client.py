@@ -23,36 +23,38 @@ import msgspec
 import zmq
 
 from deltic.config import EngineConfig
-from deltic.engine.messages import (
-    Abort,
+from deltic.engine.events import (
     AdapterLoaded,
-    AddText,
     CacheLocated,
     CacheReport,
-    Command,
-    DropAdapter,
-    DropVoice,
-    EncodeVoice,
-    EngineInfo,
     Event,
-    FinishReason,
-    InspectCache,
-    LoadAdapter,
     Loading,
-    LocateCache,
-    Output,
-    Ping,
     Pong,
-    Question,
     Ready,
     Reply,
-    Request,
-    Shutdown,
     StartFailed,
     Stats,
     StepOutputs,
     VoiceEncoded,
     metrics_of,
+)
+from deltic.engine.messages import (
+    Abort,
+    AddText,
+    Command,
+    DropAdapter,
+    DropVoice,
+    EncodeVoice,
+    EngineInfo,
+    FinishReason,
+    InspectCache,
+    LoadAdapter,
+    LocateCache,
+    Output,
+    Ping,
+    Question,
+    Request,
+    Shutdown,
 )
 from deltic.engine.turns import share_of
 from deltic.host.launch import ModelLaunch

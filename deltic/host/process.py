@@ -30,28 +30,22 @@ from deltic import logs
 from deltic.config import ConfigError
 from deltic.engine.cache.events import CacheEvents
 from deltic.engine.engine import MAX_FAILURES, MOVE_WAIT_S, Build, Engine
+from deltic.engine.events import CacheReport, Event, Loading, Pong, Ready, StartFailed, StepOutputs
 from deltic.engine.guides import Vocabulary
 from deltic.engine.messages import (
     Abort,
     AddText,
-    CacheReport,
     Command,
     DropAdapter,
     DropVoice,
     EncodeVoice,
-    Event,
     InspectCache,
     LoadAdapter,
-    Loading,
     LocateCache,
     Output,
     Ping,
-    Pong,
-    Ready,
     Request,
     Shutdown,
-    StartFailed,
-    StepOutputs,
 )
 from deltic.engine.scheduler import RequestError
 from deltic.engine.step import RunnerLostError

@@ -20,8 +20,9 @@ from pathlib import Path
 from typing import Protocol
 
 from deltic.config import ConfigError, EngineConfig
+from deltic.engine.events import AdapterLoaded
 from deltic.engine.guides import NICENESS
-from deltic.engine.messages import AdapterLoaded, LoadAdapter
+from deltic.engine.messages import LoadAdapter
 from deltic.engine.step import HeldAdapter
 from deltic.models.fields import CheckpointError
 from deltic.models.qwen.adapters import Adapter, read_adapter

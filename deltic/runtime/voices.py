@@ -20,7 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltic.config import ConfigError, EngineConfig
-from deltic.engine.messages import EncodeVoice, VoiceEncoded
+from deltic.engine.events import VoiceEncoded
+from deltic.engine.messages import EncodeVoice
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.vocoder.encoder import AudioError, VoiceEncoder
 from deltic.ops.arrays import Array

@@ -12,7 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deltic.engine.messages import AdapterLoaded, EngineInfo
+from deltic.engine.events import AdapterLoaded
+from deltic.engine.messages import EngineInfo
 from deltic.host.client import EngineClient, EngineUnavailable
 from deltic.server.errors import ApiError
 from deltic.server.metrics import AdapterNumbers

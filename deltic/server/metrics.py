@@ -19,7 +19,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from deltic import __version__
-from deltic.engine.messages import EngineInfo, SpeechStats, Stats, metrics_of
+from deltic.engine.events import SpeechStats, Stats, metrics_of
+from deltic.engine.messages import EngineInfo
 from deltic.ops.geometry import PAGE_SIZE
 
 SECONDS = (

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from deltic.commands.plan import _cache_table
 from deltic.config import ConfigError, EngineConfig
-from deltic.engine.cache.mover import Move
+from deltic.engine.cache.tiers import Move
 from deltic.engine.cache.tree import Kind
 from deltic.engine.cost import Load
 from deltic.engine.engine import Engine

@@ -18,7 +18,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from deltic.config import ConfigError, EngineConfig
-from deltic.engine.messages import EncodeVoice, VoiceEncoded
+from deltic.engine.events import VoiceEncoded
+from deltic.engine.messages import EncodeVoice
 from deltic.models.fields import CheckpointError, UnsupportedModelError
 from deltic.models.vocoder import encoder as voice_module
 from deltic.models.vocoder.encoder import AudioError, Floats, VoiceEncoder, mel_filters

@@ -26,21 +26,8 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from deltic.config import EngineConfig
-from deltic.engine.messages import (
-    AdapterLoaded,
-    CacheReport,
-    CacheStats,
-    Command,
-    EncodeVoice,
-    Event,
-    Loading,
-    Output,
-    Reply,
-    Request,
-    SamplingParams,
-    SpeechStats,
-    Stats,
-)
+from deltic.engine.events import AdapterLoaded, CacheReport, CacheStats, Event, Loading, Reply, SpeechStats, Stats
+from deltic.engine.messages import Command, EncodeVoice, Output, Request, SamplingParams
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.host.process import ServedModel
 from deltic.host.supervisor import EngineHost

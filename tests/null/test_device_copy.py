@@ -11,8 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from deltic.engine.cache.mover import Move
-from deltic.engine.cache.tiers import MOVER, Tiers
+from deltic.engine.cache.tiers import MOVER, Move, Tiers
 from deltic.engine.cache.tree import Kind
 from deltic.runtime.gpu.copies import DeviceCopies
 from tests.null.test_tiers import (

@@ -17,7 +17,8 @@ from pathlib import Path
 import pytest
 
 from deltic.config import EngineConfig
-from deltic.engine.messages import Event, Loading, Ready, Request, SamplingParams, StepOutputs
+from deltic.engine.events import Event, Loading, Ready, StepOutputs
+from deltic.engine.messages import Request, SamplingParams
 from deltic.host.client import EngineClient, EngineFailed, EngineUnavailable
 from deltic.host.socket_directory import SocketDirectory
 from deltic.host.supervisor import EngineHost

@@ -21,7 +21,8 @@ import msgspec
 import openai
 import pytest
 
-from deltic.engine.messages import Loading, Output, Request, TokenLogprob
+from deltic.engine.events import Loading
+from deltic.engine.messages import Output, Request, TokenLogprob
 from deltic.models.checkpoint import DEMO
 from deltic.server import transport
 from deltic.server.api import decode

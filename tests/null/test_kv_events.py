@@ -28,7 +28,8 @@ from deltic.config import ConfigError, EngineConfig, ServerConfig
 from deltic.engine.cache.events import HASH_MASK, CacheEvent, CacheEvents, Cleared, Removed, Stored
 from deltic.engine.cache.tree import Node, root_key
 from deltic.engine.cache.tree import next_key as tree_key
-from deltic.engine.messages import InspectCache, Picture, Ready, Request, SamplingParams, Shutdown
+from deltic.engine.events import Ready
+from deltic.engine.messages import InspectCache, Picture, Request, SamplingParams, Shutdown
 from deltic.host import kv_events
 from deltic.host.kv_events import END, EventPublisher, payload
 from deltic.host.launch import EventSockets

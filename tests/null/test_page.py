@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from deltic.config import EngineConfig, ServerConfig
-from deltic.engine.messages import CacheStats, Stats, StepOutputs
+from deltic.engine.events import CacheStats, Stats, StepOutputs
 from deltic.host.client import N_RECENT_STEPS, EngineClient
 from deltic.server.api import protocol
 from deltic.server.page import PAGE

@@ -20,19 +20,8 @@ import zmq
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cost import StepCost
 from deltic.engine.engine import Engine
-from deltic.engine.messages import (
-    Abort,
-    Command,
-    Event,
-    Loading,
-    Output,
-    Ready,
-    Request,
-    SamplingParams,
-    Shutdown,
-    StartFailed,
-    StepOutputs,
-)
+from deltic.engine.events import Event, Loading, Ready, StartFailed, StepOutputs
+from deltic.engine.messages import Abort, Command, Output, Request, SamplingParams, Shutdown
 from deltic.engine.step import Step, StepResult
 from deltic.host.launch import EventSockets
 from deltic.host.process import EngineProcess, Launch, ModelLaunch, ServedModel, is_out_of_memory
@@ -177,7 +166,7 @@ import os, subprocess, sys, time
 sys.path.insert(0, {str(ROOT)!r})
 from tests.null.test_process import Process
 from deltic.config import ConfigError, EngineConfig
-from deltic.engine.messages import Loading
+from deltic.engine.events import Loading
 from pathlib import Path
 process = Process(Path({str(tmp_path)!r}), EngineConfig())
 while isinstance(process.receive(), Loading): pass

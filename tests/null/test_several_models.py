@@ -20,7 +20,7 @@ from websockets.exceptions import InvalidStatus
 from deltic.__main__ import main
 from deltic.commands.endpoint import Endpoint, model_name
 from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
-from deltic.engine.messages import Loading
+from deltic.engine.events import Loading
 from deltic.server.app import create_app
 from deltic.server.errors import ApiError
 from deltic.server.limits import INLINE_BYTES

@@ -20,10 +20,11 @@ from typing import Any
 import pytest
 
 from deltic.engine.cache import cache, disk, saves, tiers
-from deltic.engine.cache.disk import ABANDONED_S, ALIVE_S, HEADER_BYTES, Directory
+from deltic.engine.cache.directory import ABANDONED_S, ALIVE_S, HEADER_BYTES, Directory
 from deltic.engine.cache.tree import DISK
 from deltic.engine.engine import Engine
-from deltic.engine.messages import CacheLocated, LocateCache, Request, SamplingParams
+from deltic.engine.events import CacheLocated
+from deltic.engine.messages import LocateCache, Request, SamplingParams
 from deltic.ops.geometry import PAGE_SIZE
 from tests.conversations import some_ids
 from tests.fakes import expected_tokens

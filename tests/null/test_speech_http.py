@@ -20,7 +20,8 @@ import pytest
 import soundfile
 
 from deltic.config import ConfigError
-from deltic.engine.messages import EncodeVoice, VoiceEncoded
+from deltic.engine.events import VoiceEncoded
+from deltic.engine.messages import EncodeVoice
 from deltic.models.tts.shape import FRAME, SPEAKER, split_row
 from deltic.models.vocoder.shape import FRAME_SAMPLES
 from deltic.server.chat.answer import WayOut

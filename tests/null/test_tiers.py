@@ -21,9 +21,9 @@ import numpy as np
 import pytest
 
 from deltic.config import ConfigError
-from deltic.engine.cache.disk import ABANDONED_S, Disk
-from deltic.engine.cache.mover import Move
-from deltic.engine.cache.tiers import Bytes, Tiers
+from deltic.engine.cache.directory import ABANDONED_S
+from deltic.engine.cache.disk import Disk
+from deltic.engine.cache.tiers import Bytes, Move, Tiers
 from deltic.engine.cache.tree import Kind
 from deltic.private import make_private
 

@@ -23,8 +23,8 @@ import pytest
 from deltic.__main__ import main
 from deltic.config import ConfigError, EngineConfig, ServerConfig
 from deltic.config_sources import resolve
-from deltic.engine.cache.disk import ABANDONED_S, HEADER_BYTES, Directory, Object, pack_header, unpack_header
-from deltic.engine.messages import CacheLocated
+from deltic.engine.cache.directory import ABANDONED_S, HEADER_BYTES, Directory, Object, pack_header, unpack_header
+from deltic.engine.events import CacheLocated
 from deltic.host.client import QueueFull
 from deltic.server.address import check_transfer
 from deltic.server.api import transfer

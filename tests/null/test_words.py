@@ -23,7 +23,7 @@ EVERYWHERE = re.compile(
 )
 """Now namespace, UpdateStream, Segment or Update, PANEL, shard_logits, rows_batch_slot, batch_table, BatchState,
 BatchParameters, n_tenants, placement."""
-N_OWNERS = {"engine/cache/pool.py", "engine/cache/cache.py", "engine/cache/placement.py"}
+N_OWNERS = {"engine/cache/tree.py", "engine/cache/cache.py", "engine/cache/placement.py"}
 """Files that count references: an index has as many owners."""
 SLOT = re.compile(r"p_slot|slots?")
 OTHER_SLOTS = re.compile(

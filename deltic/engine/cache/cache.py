@@ -31,10 +31,9 @@ from dataclasses import dataclass
 
 from deltic.engine.cache.checkpoints import Checkpoints, Prefix, n_canonical
 from deltic.engine.cache.placement import Placement
-from deltic.engine.cache.pool import IntegrityError, Pool
 from deltic.engine.cache.saves import MAX_SEARCH_S
 from deltic.engine.cache.tiers import Tiers, no_tiers
-from deltic.engine.cache.tree import DEVICE, DISK, Indices, Kind, Node, extend_keys, root_key
+from deltic.engine.cache.tree import DEVICE, DISK, Indices, IntegrityError, Kind, Node, Pool, extend_keys, root_key
 from deltic.engine.messages import EngineInfo
 from deltic.engine.step import Chunk, Sequence
 from deltic.ops.geometry import PAGE_SIZE

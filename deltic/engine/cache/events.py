@@ -22,8 +22,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 
-from deltic.engine.cache.pool import IntegrityError
-from deltic.engine.cache.tree import Node, PrefixTree
+from deltic.engine.cache.tree import IntegrityError, Node, PrefixTree
 from deltic.engine.messages import EngineInfo, Request
 from deltic.engine.step import Sequence
 from deltic.ops.geometry import PAGE_SIZE

@@ -20,12 +20,11 @@ from typing import Any
 import msgspec
 
 from deltic.engine.cache.events import CacheEvents
-from deltic.engine.cache.mover import Move
-from deltic.engine.cache.pool import IntegrityError, Pool
 from deltic.engine.cache.saves import NoSaves, Saves
-from deltic.engine.cache.tiers import Tiers
-from deltic.engine.cache.tree import DEVICE, DISK, HOST, STATE_FIRST, TIER_NAMES, Kind, Node, PrefixTree, Tier
-from deltic.engine.messages import CacheStats, EngineInfo
+from deltic.engine.cache.tiers import Move, Tiers
+from deltic.engine.cache.tree import DEVICE, DISK, HOST, STATE_FIRST, IntegrityError, Kind, Node, Pool, PrefixTree, Tier
+from deltic.engine.events import CacheStats
+from deltic.engine.messages import EngineInfo
 from deltic.ops.geometry import PAGE_SIZE
 
 
@@ -385,10 +384,9 @@ class Placement:
 
     def summary(self) -> dict[str, object]:
         """The contents of each tier, and the tree of checkpoints, as plain data."""
-        page_bytes = self._info.page_bytes
+        page_bytes, units = self._info.page_bytes, self.units
         tiers: dict[str, dict[str, object]] = {
-            name: {"pages": tier.n_pages, "checkpoints": len(tier.states)}
-            for name, tier in zip(TIER_NAMES, self._tiers, strict=True)
+            tier.name: {"pages": tier.n_pages, "checkpoints": len(tier.states)} for tier in self._tiers
         }
         tiers["device"] |= {
             "pages_total": self.pages.n,
@@ -396,8 +394,7 @@ class Placement:
             "slots_total": self.state_slots.n,
             "slots_in_use": self.state_slots.n - self.state_slots.n_available,
         }
-        tiers["host"] |= {"bytes_total": self.units.n * page_bytes}
-        tiers["host"] |= {"bytes_used": (self.units.n - self.units.n_free) * page_bytes}
+        tiers["host"] |= {"bytes_total": units.n * page_bytes, "bytes_used": (units.n - units.n_free) * page_bytes}
         tiers["disk"] |= self.saves.summary()
         return {
             "page_tokens": PAGE_SIZE,

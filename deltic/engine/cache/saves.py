@@ -19,11 +19,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from deltic.engine.cache.disk import Disk, Entry, Search, Survey
-from deltic.engine.cache.mover import Move
-from deltic.engine.cache.tiers import Tiers
+from deltic.engine.cache.directory import Entry
+from deltic.engine.cache.disk import Disk, Search, Survey
+from deltic.engine.cache.tiers import Move, Tiers
 from deltic.engine.cache.tree import DEVICE, DISK, STATE_FIRST, Kind, Node, PrefixTree, Tier, extend_keys, root_key
-from deltic.engine.messages import CacheLocated, LocateCache
+from deltic.engine.events import CacheLocated
+from deltic.engine.messages import LocateCache
 from deltic.ops.geometry import PAGE_SIZE
 
 SAVE_BYTES = 32 << 20

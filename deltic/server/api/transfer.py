@@ -26,8 +26,9 @@ from msgspec import Struct
 from starlette.requests import ClientDisconnect, Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from deltic.engine.cache.disk import ABANDONED_S, HEADER_BYTES, Directory, Entry, unpack_header
-from deltic.engine.messages import CacheLocated, EngineInfo
+from deltic.engine.cache.directory import ABANDONED_S, HEADER_BYTES, Directory, Entry, unpack_header
+from deltic.engine.events import CacheLocated
+from deltic.engine.messages import EngineInfo
 from deltic.engine.messages import Request as EngineRequest
 from deltic.host.client import EngineUnavailable
 from deltic.ops.geometry import PAGE_SIZE

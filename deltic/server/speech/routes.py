@@ -24,6 +24,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from deltic.engine import messages as engine
+from deltic.engine.events import VoiceEncoded
 from deltic.host.client import EngineUnavailable
 from deltic.json_types import JsonObject
 from deltic.server.api import decode
@@ -357,7 +358,7 @@ def _too_long(limit: int) -> ApiError:
     return bad_request("input", message, "context_length_exceeded")
 
 
-async def _voice(speech: SpeechParts, plan: Plan) -> engine.VoiceEncoded | None:
+async def _voice(speech: SpeechParts, plan: Plan) -> VoiceEncoded | None:
     fields = plan.fields
     if plan.stored is not None:
         return await speech.voices.ready(plan.stored)

@@ -27,7 +27,8 @@ import msgspec
 import numpy as np
 
 from deltic.config import ConfigError, ServerConfig
-from deltic.engine.messages import EncodeVoice, VoiceEncoded
+from deltic.engine.events import VoiceEncoded
+from deltic.engine.messages import EncodeVoice
 from deltic.engine.turns import share_of
 from deltic.host.client import EngineClient, EngineUnavailable
 from deltic.json_types import JsonObject
