@@ -37,8 +37,8 @@ STEPS = re.compile(
 """Files of steps, where a place can only be a row of the batch; the scheduler has a verb, too."""
 
 
-PARTY, OWNERS = re.compile(r"\bpart(?:y|ies)\b", re.IGNORECASE), re.compile(r"\bowners\b", re.IGNORECASE)
-"""The same in prose: namespaces; and in the package, tenants."""
+PARTY, OWNERS = re.compile(r"\b(?:part(?:y|ies)|doors?)\b", re.IGNORECASE), re.compile(r"\bowners\b", re.IGNORECASE)
+"""The same in prose: namespaces, and APIs or endpoints; and in the package, tenants."""
 
 
 def names_of(path: Path) -> set[str]:

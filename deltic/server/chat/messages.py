@@ -8,7 +8,7 @@ an assistant's parts that are not text, but not a tool's, whose result would be 
 
 Parts of people and tools may be pictures and videos: `find_pictures` puts a Sent into their place, and they
 are read before the messages go to the template. What a template refuses of the order of messages, `settled`
-puts so that it takes it, for every door.
+puts so that it takes it, for every API.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The pictures and videos of a request, from what its parts name to what the engine takes.
 
-A door puts a Sent in the place of each part that is a picture. Between the parsing of a body and its prompt
+An API puts a Sent in the place of each part that is a picture. Between the parsing of a body and its prompt
 all of them are read (`PictureReader.read`). The template then writes a mark for each, which becomes as many
 as it has tokens (template.py). A video is pairs of frames, each a Picture of its own behind the text of its
 time.
