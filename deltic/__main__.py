@@ -27,7 +27,7 @@ Result = int | str | None
 
 
 @dataclass(frozen=True)
-class Command:
+class Subcommand:
     """A command: its help, what adds its flags, its function as `module:function` below deltic, and what
     makes the values that the function is called with.
     """
@@ -98,59 +98,59 @@ def _further(words: Sequence[str]) -> argparse.Namespace:
 
 
 COMMANDS = {
-    "serve": Command("serve a model, or several, over the OpenAI API", flags.serve, "server.serve:serve", _models),
-    "chat": Command("chat with a model in the terminal", flags.chat, "commands.chat:chat", _server),
-    "run": Command(
+    "serve": Subcommand("serve a model, or several, over the OpenAI API", flags.serve, "server.serve:serve", _models),
+    "chat": Subcommand("chat with a model in the terminal", flags.chat, "commands.chat:chat", _server),
+    "run": Subcommand(
         "answer a file of requests: JSON lines in, JSON lines out; resumes where it stopped",
         flags.run,
         "commands.run:run",
         _server,
     ),
-    "say": Command(
+    "say": Subcommand(
         "speak a text: into a sound file, or through a pipe into a player", flags.say, "commands.say:say", _server
     ),
-    "pack": Command(
+    "pack": Subcommand(
         "write a model directory of packed weights, quantised if asked: fast starts",
         flags.pack,
         "commands.pack:pack",
         _engine,
     ),
-    "plan": Command(
+    "plan": Subcommand(
         "print what fits in memory and the speed to expect",
         flags.plan,
         "commands.plan:report",
         lambda arguments: (settings.planned(arguments),),
     ),
-    "warmup": Command(
+    "warmup": Subcommand(
         "compile the GPU's kernels for a model ahead of its first start",
         flags.warmup,
         "runtime.build:warmup",
         lambda arguments: (settings.engine(arguments),),
     ),
-    "doctor": Command(
+    "doctor": Subcommand(
         "print what this machine is good for: which models fit, in which format, how fast",
         flags.none,
         "commands.doctor:report",
     ),
-    "completion": Command(
+    "completion": Subcommand(
         "print a script that completes this command line in a shell",
         flags.completion,
         "commands.completion:script",
         lambda arguments: (arguments.shell, parser()),
     ),
-    "version": Command("print the version", flags.none, "commands.completion:version"),
+    "version": Subcommand("print the version", flags.none, "commands.completion:version"),
 }
 BENCHES = {
-    "serve": Command(
+    "serve": Subcommand(
         "measure any OpenAI endpoint, or a server started for it", flags.bench_serve, "bench.serve:bench", _server
     ),
-    "speech": Command(
+    "speech": Subcommand(
         "measure any endpoint for speech, or a server started for it", flags.bench_speech, "bench.speech:bench", _server
     ),
-    "gpu": Command(
+    "gpu": Subcommand(
         "time decodes and prefills on a GPU, beside its roofs", flags.bench_gpu, "bench.gpu:bench_gpu", _engine
     ),
-    "quality": Command(
+    "quality": Subcommand(
         "what quantised weights lose against bfloat16",
         flags.bench_quality,
         "bench.quality:bench",
@@ -198,7 +198,7 @@ def parser() -> argparse.ArgumentParser:
     return top
 
 
-def _add(under: argparse._SubParsersAction[_CommandParser], commands: dict[str, Command]) -> None:
+def _add(under: argparse._SubParsersAction[_CommandParser], commands: dict[str, Subcommand]) -> None:
     for name, command in commands.items():
         summary = command.help[0].upper() + command.help[1:] + "."
         sub = under.add_parser(name, help=command.help, description=summary, allow_abbrev=False)

@@ -44,7 +44,7 @@ class ForeignFile(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class BatchLine:
     """Job of one input line. `line` counts from 1."""
 
     line: int
@@ -79,7 +79,7 @@ class _Body(Struct):
     stream: Raw = Raw(b"false")
 
 
-def read(text: bytes, line: int) -> Job:
+def read(text: bytes, line: int) -> BatchLine:
     """An input line. Raises BadLine."""
     try:
         text.decode()  # what is not looked at is not decoded below
@@ -105,10 +105,10 @@ def read(text: bytes, line: int) -> Job:
         raise BadLine(f"url {path!r}: use {known}", "invalid_url", "url")
     if bytes(about.stream) not in (b"false", b"null"):
         raise BadLine("stream: a line is answered whole; leave it out", param="body.stream")
-    return Job(line, custom_id, path, body, _word(about.model, "model"))
+    return BatchLine(line, custom_id, path, body, _word(about.model, "model"))
 
 
-def parse(text: bytes, line: int) -> Job:
+def parse(text: bytes, line: int) -> BatchLine:
     """Reads a line (see `read`); one that cannot be sent gets `error` instead of `body`. It keeps its
     custom_id, if it has one.
     """
@@ -119,7 +119,7 @@ def parse(text: bytes, line: int) -> Job:
             custom_id = _word(_object(text, _Line, "").custom_id, "custom_id")
         except BadLine:
             custom_id = None
-        return Job(line, custom_id, error=f"line {line}: {error}")
+        return BatchLine(line, custom_id, error=f"line {line}: {error}")
 
 
 def _object(text: bytes, kind: type[T], place: str) -> T:

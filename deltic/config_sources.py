@@ -43,11 +43,8 @@ def resolve(
 
     table: of a file, which its `config` is; what is not of `cls` is passed over. Raises ConfigError.
     """
-    environ, hints, fields = (
-        _ours(environ),
-        get_type_hints(cls),
-        {field.name: field for field in dataclasses.fields(cls)},
-    )
+    environ, hints = _ours(environ), get_type_hints(cls)
+    fields = {field.name: field for field in dataclasses.fields(cls)}
     unknown = given.keys() - fields.keys()
     if unknown:
         name = min(unknown)

@@ -258,7 +258,7 @@ class LLM:
         stop: str | Sequence[str],
         parser: Callable[[int, SamplingParams], OutputParser | None],
         over: Mapping[str, object] = MappingProxyType({}),
-    ) -> list[_Answer]:
+    ) -> list[_OpenCompletion]:
         """Makes an answer for each sequence to come. A request without a seed gets one, as the server would
         give it.
 
@@ -276,7 +276,7 @@ class LLM:
             for index in range(p.n):
                 shown = Shown(stops=stops, stop_token_ids=p.stop_token_ids)
                 choice = Choice(index, self.tokenizer, shown, parser(at, p))
-                answers.append(_Answer(Completion(at, index, ids), own, choice))
+                answers.append(_OpenCompletion(Completion(at, index, ids), own, choice))
         return answers
 
     def _adapter(self, lora: str | None) -> bytes:
@@ -287,14 +287,14 @@ class LLM:
             raise ValueError(f"no adapter {lora!r}; this LLM has {known}")
         return b"" if lora is None else adapters[lora]
 
-    def _run(self, answers: list[_Answer], requests: Sequence[partial[Request]], progress: bool) -> None:
+    def _run(self, answers: list[_OpenCompletion], requests: Sequence[partial[Request]], progress: bool) -> None:
         """Adds the requests and steps until all their answers are complete. requests: for each prompt, what
         makes its Request of an id, the prompt's ids and the parameters.
         """
         if not self._close.alive:
             raise EngineStopped("this LLM was closed. Make a new one.")
         ids: dict[int, str] = {}
-        open_answers: dict[tuple[str, int], _Answer] = {}
+        open_answers: dict[tuple[str, int], _OpenCompletion] = {}
         engine = self._engine
         try:
             for answer in answers:
@@ -317,7 +317,7 @@ class LLM:
             for request_id in {request_id for request_id, _ in open_answers}:
                 engine.abort(request_id)
 
-    def _outputs(self, open_answers: Mapping[tuple[str, int], _Answer]) -> Iterator[Output]:
+    def _outputs(self, open_answers: Mapping[tuple[str, int], _OpenCompletion]) -> Iterator[Output]:
         while open_answers:
             for output in self._engine.step():
                 if (output.id, output.index) in open_answers:
@@ -327,14 +327,14 @@ class LLM:
 
 
 @contextlib.contextmanager
-def _bar(n_answers: int, wanted: bool) -> Iterator[Callable[[_Answer], None]]:
+def _bar(n_answers: int, wanted: bool) -> Iterator[Callable[[_OpenCompletion], None]]:
     """A bar in stderr, if that is a terminal, while the block runs; it is told of complete answers."""
     console = Console(stderr=True)
     n_tokens = n_done = 0
     with Progress(console=console, transient=True, disable=not (wanted and console.is_terminal)) as bar:
         task = bar.add_task("", total=n_answers)
 
-        def tell(answer: _Answer) -> None:
+        def tell(answer: _OpenCompletion) -> None:
             nonlocal n_tokens, n_done
             n_tokens, n_done = n_tokens + len(answer.completion.token_ids), n_done + 1
             bar.update(task, completed=n_done, description=f"{n_done}/{n_answers} answers, {n_tokens} tokens")
@@ -376,7 +376,7 @@ def _sendable(messages: Iterable[object], files: list[bytes]) -> list[object]:
 
 
 @dataclass
-class _Answer:
+class _OpenCompletion:
     """A completion in the making."""
 
     completion: Completion

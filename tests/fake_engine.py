@@ -26,7 +26,7 @@ from tokenizers import decoders, models, pre_tokenizers
 from deltic.config import EngineConfig, ServerConfig
 from deltic.engine.events import AdapterLoaded, CacheLocated, CacheReport, Loading, Stats
 from deltic.engine.messages import EngineInfo, Output, PromptLogprobs, Request, TokenLogprob
-from deltic.host.client import Deliver, EngineUnavailable, QueueFull, State, Stream
+from deltic.host.client import Deliver, EngineUnavailable, QueueFull, RequestStream, State
 from deltic.server.app import create_app
 from deltic.server.chat.template import ChatTemplate
 from deltic.server.connections import Connections, HttpServer
@@ -165,7 +165,7 @@ class FakeEngineClient:
         """Keys of the adapters there are on its disk, by path."""
         self.adapters: Counter[bytes] = Counter(self.info.adapters.values())  # type: ignore[union-attr]
         """How often each key was loaded, and not dropped."""
-        self.streams: dict[str, Stream] = {}
+        self.streams: dict[str, RequestStream] = {}
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -198,7 +198,7 @@ class FakeEngineClient:
         if request.pictures:  # they are let go when they were sent
             request = msgspec.structs.replace(request, pictures=[*request.pictures])
         self.requests.append(request)
-        stream = self.streams[request.id] = Stream(request, deliver)
+        stream = self.streams[request.id] = RequestStream(request, deliver)
         for index in range(request.params.n):
             task = asyncio.get_running_loop().create_task(self._run(request, index, stream))
             self._tasks.add(task)
@@ -257,7 +257,7 @@ class FakeEngineClient:
                 stream.push(Output(request_id, index, finish_reason="abort"))
             stream.flush()
 
-    async def _run(self, request: Request, index: int, stream: Stream) -> None:
+    async def _run(self, request: Request, index: int, stream: RequestStream) -> None:
         params = request.params
         ids = list(self.answer(request, index))
         ends = self.info.eos_token_ids if self.info else [END]

@@ -16,7 +16,7 @@ import numpy as np
 from deltic.config import ServerConfig
 from deltic.engine.events import VoiceEncoded
 from deltic.engine.messages import EncodeVoice, Output, Request
-from deltic.host.client import Stream
+from deltic.host.client import RequestStream
 from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechIds, SpeechShape
 from deltic.models.vocoder.shape import FRAME_SAMPLES, SAMPLE_RATE
 from deltic.server.app import create_app
@@ -85,7 +85,7 @@ class FakeSpeechClient(FakeEngineClient):
         self.dropped.append(key)
         self.voices.pop(key, None)
 
-    async def _run(self, request: Request, index: int, stream: Stream) -> None:
+    async def _run(self, request: Request, index: int, stream: RequestStream) -> None:
         assert request.speech is not None
         if request.speech.voice and request.speech.voice not in self.voices:
             stream.push(Output(request.id, finish_reason="error", error="no such voice"))

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.gpu.experiment import parser, run_model
-from deltic.bench.gpu import Model, decode, need_gpu, runner_of, write_result
+from deltic.bench.gpu import GpuModel, decode, need_gpu, runner_of, write_result
 from deltic.commands.flags import add_model, add_some
 from deltic.config import EngineConfig
 from deltic.ops.gpu.launch import Levers
@@ -38,7 +38,7 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     need_gpu()
     rows = [int(n) for n in arguments.n.split(",")]
     max_drafts, shape_name = config.max_drafts or 0, config.dummy or config.model
-    model = Model.load(config, drafts=max_drafts > 0)
+    model = GpuModel.load(config, drafts=max_drafts > 0)
     found: list[dict[str, Any]] = []
     base: dict[int, tuple[float, list[list[int]]]] = {}
     table = Table(

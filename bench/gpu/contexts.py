@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.gpu.experiment import run_model
-from deltic.bench.gpu import Model, need_gpu, runner_of, shape_name, write_result
+from deltic.bench.gpu import GpuModel, need_gpu, runner_of, shape_name, write_result
 from deltic.bench.sweep import numbers
 from deltic.commands.flags import add_gpu_model
 from deltic.commands.plan import decode_bytes
@@ -63,7 +63,7 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     if max(contexts) > config.max_model_len:
         raise ConfigError(f"--context {arguments.context}: more than --max-model-len {config.max_model_len}")
     roofs, name = GpuRoofs.measured(), shape_name(arguments, config)
-    model = Model.load(config, arguments.format)
+    model = GpuModel.load(config, arguments.format)
     engine = model.engine(parse_levers(config.lever), max(sizes))
     runner, shape = runner_of(engine), model.run.shape
     rows = [context_row(runner, shape, roofs, n, context) for context in contexts for n in sizes]

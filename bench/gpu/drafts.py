@@ -18,7 +18,7 @@ from rich.table import Table
 
 from bench import planted
 from bench.gpu.experiment import run_model
-from deltic.bench.gpu import Model, decode, need_gpu, shape_name, write_result
+from deltic.bench.gpu import GpuModel, decode, need_gpu, shape_name, write_result
 from deltic.bench.sweep import numbers
 from deltic.commands.flags import add_gpu_model
 from deltic.config import EngineConfig
@@ -62,7 +62,7 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     """Measures drafts; prints a table and writes a JSON file. Raises ConfigError."""
     need_gpu()
     sizes, accepts = numbers(arguments.n, "--n", int), [float(p) for p in arguments.accept.split(",")]
-    model, name = Model.load(config, arguments.format, drafts=True), shape_name(arguments, config)
+    model, name = GpuModel.load(config, arguments.format, drafts=True), shape_name(arguments, config)
     max_drafts, levers = config.max_drafts or MOST_DRAFTED, parse_levers(config.lever)
     engine = model.engine(levers, max(sizes))
     plain: dict[int, list[float]] = {}

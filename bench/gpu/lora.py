@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.gpu.experiment import run_model
-from deltic.bench.gpu import Model, decode, need_gpu, prefill_ms, shape_name, write_result
+from deltic.bench.gpu import GpuModel, decode, need_gpu, prefill_ms, shape_name, write_result
 from deltic.bench.sweep import numbers
 from deltic.commands.flags import bench_gpu
 from deltic.config import ConfigError, EngineConfig
@@ -30,7 +30,7 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
     """Measures adapters; prints a table and writes a JSON file. Raises ConfigError."""
     need_gpu()
     sizes, prompts = numbers(arguments.n, "--n", int), numbers(arguments.prefill, "--prefill", int)
-    model, name = Model.load(config, arguments.format), shape_name(arguments, config)
+    model, name = GpuModel.load(config, arguments.format), shape_name(arguments, config)
     if model.run.cuts:
         raise ConfigError("adapters are measured on one GPU: leave --tensor-parallel and --tp-invariant out")
     levers, one = parse_levers(config.lever), random_adapter(model.run.shape, arguments.lora_rank, seed=1)

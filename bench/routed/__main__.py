@@ -31,7 +31,7 @@ from bench.routed import trace as agent
 from bench.routed.fleet import ROUTERS, Fleet, Visitors, running
 from bench.routed.soak import RoutedSoak
 from bench.soak.traffic import Traffic
-from deltic.bench.load import Load, Prompts, Sample, find_dialect, measure, summary
+from deltic.bench.load import Prompts, Sample, Workload, find_dialect, measure, summary
 from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.bench.sweep import closed_loop
 from deltic.commands.endpoint import Endpoint
@@ -117,7 +117,7 @@ async def overhead(arguments: argparse.Namespace, console: Console) -> Row:
     async with running(fleet):
         direct = [Endpoint(replica.url, fleet.api_key) for replica in fleet.replicas]
         routed = Visitors(fleet.url, fleet.api_key)
-        load = Load(await fleet.model(), arguments.prompt, arguments.output)
+        load = Workload(await fleet.model(), arguments.prompt, arguments.output)
         dialect, prompts = await find_dialect(direct[0], load), Prompts(load)
         await prompts.calibrate(direct[0])
         order: list[tuple[str, list[Endpoint]]] = [("direct", direct), ("routed", [routed])]
@@ -148,7 +148,7 @@ FIGURES = (("output_tok_s", None), ("ttft_ms", "p50"), ("itl_ms", "p50"))
 
 
 async def _closed(
-    endpoints: list[Endpoint], load: Load, dialect: Any, prompts: Prompts, n: int, n_requests: int
+    endpoints: list[Endpoint], load: Workload, dialect: Any, prompts: Prompts, n: int, n_requests: int
 ) -> Row:
     """n clients, each of whom asks one of the endpoints."""
     turns = itertools.cycle(endpoints)

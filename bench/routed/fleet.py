@@ -26,7 +26,7 @@ from typing import Any
 
 from bench.soak.soak import engine_pid
 from deltic.bench.gauges import gauges
-from deltic.commands.endpoint import Endpoint, EndpointError, LocalServer, Reply, free_port, model_name
+from deltic.commands.endpoint import Endpoint, EndpointError, HttpReply, LocalServer, free_port, model_name
 
 ROUTERS = ("sglang", "nginx", "haproxy", "ray")
 
@@ -70,7 +70,7 @@ def _by_flag(words: list[str]) -> Iterator[tuple[str, list[str]]]:
 class Visitors(Endpoint):
     """Each request is another session's: routers that hash sessions spread them."""
 
-    async def open(self, method: str, path: str, body: Any = None, headers: str = "") -> Reply:
+    async def open(self, method: str, path: str, body: Any = None, headers: str = "") -> HttpReply:
         return await super().open(method, path, body, f"{headers}x-session-id: {secrets.token_hex(8)}\r\n")
 
 

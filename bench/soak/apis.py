@@ -25,7 +25,7 @@ from bench.soak.traffic import (
     text,
     was_full,
 )
-from deltic.commands.endpoint import Endpoint, Reply
+from deltic.commands.endpoint import Endpoint, HttpReply
 
 RESPONSES, MESSAGES, FILES, BATCHES = "/v1/responses", "/v1/messages", "/v1/files", "/v1/batches"
 MAX_STORED = 64
@@ -48,7 +48,7 @@ async def got(endpoint: Endpoint, method: str, path: str, status: int = 200, bod
     return json.loads(data) if "json" in reply.headers.get("content-type", "") else data
 
 
-async def accepted(traffic: Traffic, path: str, request: dict[str, Any]) -> Reply | None:
+async def accepted(traffic: Traffic, path: str, request: dict[str, Any]) -> HttpReply | None:
     """The reply to a valid request; None when the queue was full."""
     reply = await traffic.endpoint.open("POST", path, request)
     if reply.status == 200:
@@ -60,7 +60,7 @@ async def accepted(traffic: Traffic, path: str, request: dict[str, Any]) -> Repl
     raise Violation(f"a valid request got HTTP {reply.status}: {await refused(reply)}; it was {request}")
 
 
-async def events(reply: Reply) -> AsyncIterator[dict[str, Any]]:
+async def events(reply: HttpReply) -> AsyncIterator[dict[str, Any]]:
     """The events of a stream. Raises Lost for an error."""
     async with contextlib.aclosing(reply.events()) as told:
         async for _, payload in told:
@@ -70,7 +70,7 @@ async def events(reply: Reply) -> AsyncIterator[dict[str, Any]]:
             yield event
 
 
-async def last_event(reply: Reply, kinds: tuple[str, ...]) -> dict[str, Any]:
+async def last_event(reply: HttpReply, kinds: tuple[str, ...]) -> dict[str, Any]:
     """The last event of a stream. Raises Violation where it is of no such kind."""
     seen = [event async for event in events(reply)]
     if not seen or seen[-1]["type"] not in kinds:

@@ -23,7 +23,7 @@ from bench.soak.traffic import (
     was_full,
     wrong_key,
 )
-from deltic.commands.endpoint import EndpointError, Reply
+from deltic.commands.endpoint import EndpointError, HttpReply
 
 PATH = "/v1/audio/speech"
 
@@ -83,7 +83,7 @@ def check_length(request: dict[str, Any], n_bytes: int) -> int:
     return n_frames
 
 
-async def accepted(traffic: Traffic, request: dict[str, Any]) -> Reply | None:
+async def accepted(traffic: Traffic, request: dict[str, Any]) -> HttpReply | None:
     """The reply to a valid request; None when the queue was full."""
     reply = await traffic.endpoint.open("POST", PATH, request)
     if reply.status == 200:
@@ -95,7 +95,7 @@ async def accepted(traffic: Traffic, request: dict[str, Any]) -> Reply | None:
     return None
 
 
-async def events(reply: Reply) -> bytes:
+async def events(reply: HttpReply) -> bytes:
     """The audio of an event stream. Raises Violation unless it ends as it should, Lost for an error event."""
     audio, is_done = b"", False
     async with contextlib.aclosing(reply.events()) as told:

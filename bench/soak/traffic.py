@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from deltic.bench.load import WORDS
-from deltic.commands.endpoint import DONE, Endpoint, EndpointError, Reply
+from deltic.commands.endpoint import DONE, Endpoint, EndpointError, HttpReply
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 
@@ -278,7 +278,7 @@ class Answered:
                 raise Violation(f"the stop string {stop!r} was emitted")
 
 
-async def refused(reply: Reply) -> str:
+async def refused(reply: HttpReply) -> str:
     """The message of an answer that is not 200, after its error body has been looked at."""
     data = await reply.read()
     if reply.status >= 500:
@@ -292,7 +292,7 @@ async def refused(reply: Reply) -> str:
     return str(message)
 
 
-async def _stream(reply: Reply, answered: Answered, pause_s: float = 0.0) -> None:
+async def _stream(reply: HttpReply, answered: Answered, pause_s: float = 0.0) -> None:
     """Reads a stream to its end. Raises Lost for an error event, Violation for an end without [DONE]."""
     done = False
     async with contextlib.aclosing(reply.events()) as events:
@@ -314,7 +314,7 @@ async def _stream(reply: Reply, answered: Answered, pause_s: float = 0.0) -> Non
         raise Violation("the stream ended without [DONE]")
 
 
-def was_full(traffic: Traffic, reply: Reply) -> None:
+def was_full(traffic: Traffic, reply: HttpReply) -> None:
     """Notes that the queue was full."""
     if "retry-after" not in reply.headers:
         raise Violation(f"{reply.status} without Retry-After")
@@ -493,7 +493,7 @@ BROKEN = [
 """Bodies that no route takes."""
 
 
-async def must_be_refused(reply: Reply, kind: int) -> None:
+async def must_be_refused(reply: HttpReply, kind: int) -> None:
     """Raises Violation unless it is a 4xx with OpenAI's error body."""
     if reply.status < 400:
         reply.close()
@@ -559,7 +559,7 @@ async def bad(traffic: Traffic, rng: random.Random) -> None:
         {"prompt": {"a": 1}},
     ]
     kind = rng.randrange(5)
-    reply: Reply
+    reply: HttpReply
     if kind == 0:
         reply = await traffic.endpoint.open("POST", CHAT, ok_chat | rng.choice(wrong_chat))
     elif kind == 1:

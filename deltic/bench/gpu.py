@@ -53,7 +53,7 @@ from deltic.runtime.plan import make_plan
 
 
 @dataclass(frozen=True)
-class Model:
+class GpuModel:
     """A shape and its weights on the device, with which runners are made.
 
     A model that is cut has the shape of its largest part, and by GPU the weights of each of its parts.
@@ -64,7 +64,7 @@ class Model:
     weights: list[list[Weights]]
 
     @classmethod
-    def load(cls, config: EngineConfig, format: str | None = None, *, drafts: bool = False) -> Model:
+    def load(cls, config: EngineConfig, format: str | None = None, *, drafts: bool = False) -> GpuModel:
         """Loads what the settings name.
 
         format: of a dummy's projections. drafts: with the draft head, if there is one. Raises ConfigError for
@@ -248,7 +248,7 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     rows, prompts = numbers(arguments.n, "--n", int), numbers(arguments.prefill, "--prefill", int)
     roofs, name, levers = GpuRoofs.measured(), shape_name(arguments, config), parse_levers(config.lever)
     begin = time.perf_counter()
-    model = Model.load(config, arguments.format)
+    model = GpuModel.load(config, arguments.format)
     weights_s = time.perf_counter() - begin
     begin = time.perf_counter()
     engine = model.engine(levers, max(rows))

@@ -45,7 +45,7 @@ LIMITS: tuple[Limit, ...] = ("max_tokens", "max_completion_tokens")
 
 
 @dataclass(frozen=True)
-class Load:
+class Workload:
     """Load that is put on the server. Lengths in tokens of the server's tokenizer."""
 
     model: str
@@ -75,7 +75,7 @@ class Dialect:
     include_usage: bool = True
     limit: Limit = "max_tokens"
 
-    def body(self, load: Load, text: str, n_output: int, images: Sequence[str] = ()) -> JsonObject:
+    def body(self, load: Workload, text: str, n_output: int, images: Sequence[str] = ()) -> JsonObject:
         """A streamed request. images: URLs."""
         body: JsonObject = {"model": load.model, "stream": True, "temperature": load.temperature}
         body[self.limit] = n_output
@@ -119,7 +119,7 @@ class Sample:
         return (self.n_output - 1) / (self.e2e_s - self.ttft_s)
 
 
-async def measure(endpoint: Endpoint, load: Load, body: JsonObject, zero: float) -> Sample:
+async def measure(endpoint: Endpoint, load: Workload, body: JsonObject, zero: float) -> Sample:
     """Sends one streamed request and times its events. Failures end up in `Sample.error`."""
     begin = time.perf_counter()
     sample = Sample(start_s=begin - zero)
@@ -174,7 +174,7 @@ def _has_text(choice: JsonObject) -> bool:
     return any(delta.get(name) for name in ("content", "reasoning_content", "reasoning", "tool_calls"))
 
 
-async def find_dialect(endpoint: Endpoint, load: Load) -> Dialect:
+async def find_dialect(endpoint: Endpoint, load: Workload) -> Dialect:
     """The richest dialect the server answers 200 to. Raises EndpointError with its last complaint."""
     complaint = ""
     for include_usage in (True, False):
@@ -193,7 +193,7 @@ async def find_dialect(endpoint: Endpoint, load: Load) -> Dialect:
 class Prompts:
     """Random words that make prompts of the wanted number of tokens; no two alike after the shared prefix."""
 
-    def __init__(self, load: Load) -> None:
+    def __init__(self, load: Workload) -> None:
         self._load = load
         self._random = random.Random(load.seed)
         self._tokens_per_word = 1.3

@@ -14,7 +14,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deltic.bench import load as loads
-from deltic.bench.load import Load, Prompts
+from deltic.bench.load import Prompts, Workload
 from deltic.bench.provenance import code, machine, now
 from deltic.bench.report import plot, report
 from deltic.bench.sweep import Work, measure_all, name_of, points, run
@@ -52,7 +52,7 @@ def table(rows: list[JsonObject], title: str) -> Table:
 
 async def sweep(endpoint: Endpoint, arguments: argparse.Namespace, console: Console) -> JsonObject:
     """Finds out what the server accepts, then measures every point. Raises EndpointError."""
-    load = Load(
+    load = Workload(
         model=await asked_model(arguments, endpoint),
         prompt_tokens=arguments.prompt_tokens,
         output_tokens=arguments.output_tokens,

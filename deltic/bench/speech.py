@@ -28,7 +28,7 @@ from deltic.bench.load import WORDS, percentile
 from deltic.bench.provenance import code, machine, now
 from deltic.bench.report import plot, report
 from deltic.bench.sweep import Work, measure_all, name_of, numbers, points, run
-from deltic.commands.endpoint import Endpoint, EndpointError, Reply, asked_model, error_message
+from deltic.commands.endpoint import Endpoint, EndpointError, HttpReply, asked_model, error_message
 from deltic.commands.say import PATH, fields, refusal, with_voice
 from deltic.config import ConfigError
 from deltic.json_types import JsonObject
@@ -77,7 +77,7 @@ class Heard:
         self.n_pieces += 1
 
 
-async def audio(reply: Reply) -> AsyncGenerator[tuple[float, bytes], None]:
+async def audio(reply: HttpReply) -> AsyncGenerator[tuple[float, bytes], None]:
     """(arrival, PCM bytes) of a raw body or of events.
 
     Raises EndpointError for an error event and for a missing end.

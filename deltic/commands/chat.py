@@ -48,7 +48,7 @@ CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 @dataclass
-class Answer:
+class StreamedAnswer:
     """The answer so far."""
 
     reasoning: str = ""
@@ -105,7 +105,7 @@ class Conversation:
             body["chat_template_kwargs"] = {"enable_thinking": self.think}
         return body | self.sampling
 
-    async def ask(self, answer: Answer) -> AsyncGenerator[tuple[str, str], None]:
+    async def ask(self, answer: StreamedAnswer) -> AsyncGenerator[tuple[str, str], None]:
         """Yields ("reasoning" | "content", text) as it comes; fills `answer`, its `error` too."""
         begin = time.perf_counter()
         try:
@@ -191,7 +191,7 @@ def answer(runner: asyncio.Runner, conversation: Conversation, screen: Screen, t
     whether there was no error.
     """
     conversation.messages.append(conversation.message(text))
-    got = Answer()
+    got = StreamedAnswer()
 
     async def turn() -> None:
         async with contextlib.aclosing(conversation.ask(got)) as pieces:

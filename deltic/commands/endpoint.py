@@ -140,7 +140,7 @@ class Connection(asyncio.Protocol):
             self.transport.abort()
 
 
-class Reply:
+class HttpReply:
     """An answer whose head has arrived. Read it whole, or event by event, once."""
 
     def __init__(self, endpoint: Endpoint, connection: Connection) -> None:
@@ -262,7 +262,7 @@ class Endpoint:
             ) from None
         return connection, True
 
-    async def open(self, method: str, path: str, body: object = None, headers: str = "") -> Reply:
+    async def open(self, method: str, path: str, body: object = None, headers: str = "") -> HttpReply:
         """Sends a request and waits for the head of its answer, whatever its status.
 
         `path` starts at the server's root (`/v1/completions`); `body` is bytes as they are, or encoded as
@@ -283,7 +283,7 @@ class Endpoint:
                 connection.abort()
                 raise
             if connection.head_done:
-                return Reply(self, connection)
+                return HttpReply(self, connection)
             if fresh:
                 raise EndpointError(f"{self.url}: the server closed the connection without an answer")
             # A kept connection that the server had closed meanwhile: not the request's fault, try a fresh

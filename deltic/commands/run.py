@@ -27,7 +27,7 @@ from typing import TYPE_CHECKING, BinaryIO
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from deltic.batch_lines import N_TRIES, PATHS, ForeignFile, Job, parse, read_results, wait_s
+from deltic.batch_lines import N_TRIES, PATHS, BatchLine, ForeignFile, parse, read_results, wait_s
 from deltic.commands import settings
 from deltic.commands.endpoint import (
     Endpoint,
@@ -108,7 +108,7 @@ def open_output(path: Path) -> BinaryIO:
     return out
 
 
-def jobs(source: BinaryIO, done: Collection[str | int]) -> Iterator[Job]:
+def jobs(source: BinaryIO, done: Collection[str | int]) -> Iterator[BatchLine]:
     """The lines still to do, without empty ones; a custom_id that comes again is an error of that line."""
     seen: set[str] = set()
     for line, text in enumerate(source, 1):
@@ -117,7 +117,7 @@ def jobs(source: BinaryIO, done: Collection[str | int]) -> Iterator[Job]:
         job = parse(text, line)
         if job.custom_id is not None and job.custom_id in seen:
             # By line from here on, so that the first line's result is not taken for this one's.
-            job = Job(line, None, error=f"line {line}: custom_id {job.custom_id!r} was used before")
+            job = BatchLine(line, None, error=f"line {line}: custom_id {job.custom_id!r} was used before")
         elif job.custom_id is not None:
             seen.add(job.custom_id)
         if job.key not in done:
@@ -152,7 +152,7 @@ def with_pictures(asked: JsonObject, path: str, urls: Sequence[str], videos: Seq
 async def send(
     endpoint: Endpoint | Actors,
     model: str,
-    job: Job,
+    job: BatchLine,
     *,
     renamed: bool = False,
     pictures: Sequence[str] = (),
@@ -224,8 +224,8 @@ class Tally:
 
 
 async def work(
-    ask: Callable[[Job], Awaitable[JsonObject]],
-    todo: Iterator[Job],
+    ask: Callable[[BatchLine], Awaitable[JsonObject]],
+    todo: Iterator[BatchLine],
     out: BinaryIO,
     n_in_flight: int,
     progress: Progress,

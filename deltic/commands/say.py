@@ -20,7 +20,7 @@ from typing import BinaryIO
 from deltic.commands.endpoint import (
     Endpoint,
     EndpointError,
-    Reply,
+    HttpReply,
     ServerFailed,
     asked_model,
     error_message,
@@ -92,7 +92,7 @@ async def with_voice(endpoint: Endpoint, body: JsonObject) -> JsonObject:
     return body | {"voice": (first.get("name") or first.get("id")) if isinstance(first, dict) else first}
 
 
-async def refusal(reply: Reply) -> str:
+async def refusal(reply: HttpReply) -> str:
     """The message of an answer that is not 200."""
     data = await reply.read()
     with contextlib.suppress(ValueError):

@@ -91,7 +91,7 @@ Deliver = Callable[[list[Output]], None]
 """Takes outputs of one request, in their order."""
 
 
-class Stream:
+class RequestStream:
     """The outputs of one request on their way to its consumer, of all its n sequences.
 
     They are kept until `flush`, so that after a stall the outputs of several steps are delivered at once.
@@ -182,7 +182,7 @@ class EngineClient:
         self.on_ready: Callable[[EngineInfo], None] | None = None
         """Called each time that an engine takes requests, before it can be sent any."""
         self._on_event = on_event
-        self._streams: dict[str, Stream] = {}
+        self._streams: dict[str, RequestStream] = {}
         self._asked: dict[int, asyncio.Future[Any]] = {}  # by the number of the question
         self._numbers = count(1)
         self._drops: set[str] = set()  # voices to be forgotten when there is an engine again
@@ -220,7 +220,7 @@ class EngineClient:
             raise ValueError(f"request {request.id!r}: n = {n} must be 1 or more, and the id not in use")
         self.check_room(n, request.tenant)
         self._send(request)
-        self._streams[request.id] = Stream(request, deliver)
+        self._streams[request.id] = RequestStream(request, deliver)
         self.n_open += n
         self._n_open_of[request.tenant] += n
         self._all_ended.clear()
@@ -403,7 +403,7 @@ class EngineClient:
 
         None may be left: the socket signals only new ones.
         """
-        fed: list[Stream] = []
+        fed: list[RequestStream] = []
         while self._events is not None:
             try:
                 message = self._events.recv(zmq.NOBLOCK)
@@ -419,7 +419,7 @@ class EngineClient:
         for stream in fed:
             stream.flush()
 
-    def _take(self, event: Event, fed: list[Stream]) -> None:
+    def _take(self, event: Event, fed: list[RequestStream]) -> None:
         """fed: gets the streams that have something to deliver now."""
         if not isinstance(event, StepOutputs | Pong):
             self.n_signs += 1
@@ -469,7 +469,7 @@ class EngineClient:
         if self.n_restarts:
             log.info("%s is ready again", self.name)
 
-    def _note_ended(self, stream: Stream, n: int) -> None:
+    def _note_ended(self, stream: RequestStream, n: int) -> None:
         """`n` sequences of `stream` had their last output."""
         self.n_open -= n
         self._n_open_of[stream.tenant] -= n

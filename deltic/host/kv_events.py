@@ -78,7 +78,7 @@ class AllBlocksCleared(msgspec.Struct, tag=True):
     """Event: every medium is empty."""
 
 
-class Batch(msgspec.Struct, array_like=True):
+class EventBatch(msgspec.Struct, array_like=True):
     """The payload of a message."""
 
     ts: float
@@ -89,7 +89,7 @@ class Batch(msgspec.Struct, array_like=True):
 
 def payload(ts: float, events: Sequence[CacheEvent]) -> bytes:
     """Events as their message has them. ts: when they were collected."""
-    return _encode(Batch(ts, [_on_the_wire(event) for event in events]))
+    return _encode(EventBatch(ts, [_on_the_wire(event) for event in events]))
 
 
 _encode = msgspec.msgpack.Encoder().encode

@@ -33,7 +33,7 @@ TIMES = 1000
 
 
 @dataclass
-class Reply:
+class ActorReply:
     """An answer that is there."""
 
     status: int
@@ -90,7 +90,7 @@ class Actors:
             log.warning("a server on %s died, and is started again; its requests go to the others", self.url)
             self._starts[name] = asyncio.create_task(self._start(name))
 
-    async def open(self, method: str, path: str, body: object) -> Reply:
+    async def open(self, method: str, path: str, body: object) -> ActorReply:
         """The answer, whatever its status.
 
         Raises EndpointError when the server died, ServerFailed when none is left.
@@ -109,7 +109,8 @@ class Actors:
         finally:
             if name in self._loads:
                 self._loads[name] -= 1
-        return Reply(status, {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in given}, answer)
+        named = {key.decode("latin-1").lower(): value.decode("latin-1") for key, value in given}
+        return ActorReply(status, named, answer)
 
     def close(self) -> None:
         """Ends the actors."""

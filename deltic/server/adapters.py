@@ -22,7 +22,7 @@ log = logging.getLogger("deltic.server")
 
 
 @dataclass(eq=False, slots=True)
-class Adapter:
+class ServedAdapter:
     """Meaning of one adapter's name at the moment."""
 
     name: str
@@ -54,7 +54,7 @@ class AdapterRefused(ValueError):
     """An adapter cannot be loaded; the message says why."""
 
 
-class Adapters:
+class ServedAdapters:
     """The adapters of one model, by name. One is loaded at a time, of all models."""
 
     def __init__(
@@ -68,7 +68,7 @@ class Adapters:
         self._taken = taken
         self._lock = lock
         self._given = {name: full_path(str(path)) for name, path in client.config.adapters.items()}
-        self._by_name = {name: Adapter(name, path, parent) for name, path in self._given.items()}
+        self._by_name = {name: ServedAdapter(name, path, parent) for name, path in self._given.items()}
         self._reloading: asyncio.Task[None] | None = None
         client.on_ready = self._take_up
         if client.info is not None:
@@ -91,11 +91,11 @@ class Adapters:
         """Number of the engine's places that a name has."""
         return len({adapter.key for adapter in self._by_name.values()} - {None})
 
-    def all(self) -> list[Adapter]:
+    def all(self) -> list[ServedAdapter]:
         """Adapters, in the order in which their names came."""
         return list(self._by_name.values())
 
-    def find(self, name: str) -> Adapter | None:
+    def find(self, name: str) -> ServedAdapter | None:
         return self._by_name.get(name)
 
     async def load(self, name: str, path: str, *, replaces: bool) -> None:
@@ -117,7 +117,7 @@ class Adapters:
             if loaded.error is not None:
                 raise AdapterRefused(loaded.error)
             if old is None:
-                self._by_name[name] = Adapter(name, path, self._parent, loaded.key)
+                self._by_name[name] = ServedAdapter(name, path, self._parent, loaded.key)
             else:
                 before, old.key, old.path = old.key, loaded.key, path
                 if before is not None:
@@ -135,7 +135,7 @@ class Adapters:
         log.info("adapter %s of %s unloaded", name, self._parent)
         return True
 
-    def _forget(self, adapter: Adapter) -> None:
+    def _forget(self, adapter: ServedAdapter) -> None:
         adapter.is_unloaded = True
         if adapter.key is not None:
             self._client.drop_adapter(adapter.key)
@@ -171,7 +171,7 @@ class Adapters:
                 adapter.key = loaded.key
                 self._tell_changed(adapter, earlier.get(adapter.name))
 
-    def _tell_changed(self, adapter: Adapter, before: bytes | None) -> None:
+    def _tell_changed(self, adapter: ServedAdapter, before: bytes | None) -> None:
         if before is not None and adapter.key not in (None, before):
             log.warning("adapter %s of %s has changed on disk: %s", adapter.name, self._parent, adapter.path)
 

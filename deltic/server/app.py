@@ -171,9 +171,8 @@ class Application(Starlette):
 
 def _usual_path(path: str) -> str:
     """A path as ROUTES has it: without a slash at its end, and with the `/v1` that some clients leave out."""
-    path = (
-        path.rstrip("/") or path[:1]
-    )  # nothing stays nothing: a prefix is sent on to its page, whose links are relative
+    # Nothing stays nothing: a prefix is sent on to its page, whose links are relative.
+    path = path.rstrip("/") or path[:1]
     return f"/v1{path}" if path[1:].partition("/")[0] in _V1 else path
 
 

@@ -25,7 +25,7 @@ MAX_BEGUN = 16
 
 
 @dataclass(order=True)
-class Turn:
+class ThreadTurn:
     """Place in the order in which the work of all keys is done."""
 
     at: int
@@ -37,7 +37,7 @@ class Turn:
 
 @dataclass(order=True)
 class _Job:
-    turn: Turn
+    turn: ThreadTurn
     done: Future[Any] = field(compare=False)
     work: Callable[[], object] = field(compare=False)
     goes_on: threading.Event | None = field(default=None, compare=False)
@@ -77,18 +77,18 @@ class FairThread:
         """Forgets a body, if it was counted."""
         self._sizes[key] -= self._bodies[key].pop(body, 0)
 
-    def turn(self, key: str, size: int) -> Turn:
+    def turn(self, key: str, size: int) -> ThreadTurn:
         """A key's next turn, of so many bytes."""
         with self._lock:
             self._n_given += 1
             at = self._turns.give(key, size)
-            return Turn(at, self._n_given, at + size)
+            return ThreadTurn(at, self._n_given, at + size)
 
     def submit(self, key: str, size: int, work: Callable[[], T]) -> Future[T]:
         """Queues `work`, which may be cancelled until it starts, and runs in the context of who asks."""
         return self.submit_in(self.turn(key, size), work)
 
-    def submit_in(self, turn: Turn, work: Callable[[], T]) -> Future[T]:
+    def submit_in(self, turn: ThreadTurn, work: Callable[[], T]) -> Future[T]:
         """Queues `work` in a turn, perhaps that of what it follows: work in several parts has one for all."""
         done: Future[T] = Future()
         context = copy_context()

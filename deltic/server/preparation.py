@@ -28,7 +28,7 @@ from deltic.server.chat.constraint import NewGrammar, NotInline, compiles
 from deltic.server.chat.messages import find_pictures
 from deltic.server.chat.picture_parts import PictureBounds, Pictures, Sent
 from deltic.server.chat.request import Chat
-from deltic.server.fair_thread import FairThread, Turn
+from deltic.server.fair_thread import FairThread, ThreadTurn
 from deltic.server.limits import INLINE_BYTES, LARGE_BYTES, TICKET, Ticket
 from deltic.server.service import Service
 from deltic.server.transport import read_body, unless_disconnected
@@ -52,7 +52,7 @@ class Preparation:
         """Bytes of the body, less those of pictures that were read."""
         self._reads = size is None
         self._body = b""
-        self._turn: Turn | None = None
+        self._turn: ThreadTurn | None = None
         """Turn in the worker's thread, where all steps of a body together have one."""
 
     async def __aenter__(self) -> Self:

@@ -23,7 +23,7 @@ from deltic.config import ServerConfig
 from deltic.engine.messages import EngineInfo
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.json_types import JsonObject
-from deltic.server.adapters import Adapter, Adapters
+from deltic.server.adapters import ServedAdapter, ServedAdapters
 from deltic.server.api.responses_store import ResponseStore
 from deltic.server.batch.file_store import FileStore
 from deltic.server.batch.runner import BatchRunner
@@ -253,13 +253,13 @@ class Service:
     model_name: str
     metrics: Metrics
     constrainer: Constrainer
-    adapters: Adapters
+    adapters: ServedAdapters
     pixels: Room
     """Bytes of pixels of the requests that are open, here and in the engine."""
     defaults: SamplingDefaults = field(default_factory=SamplingDefaults)
     speech: SpeechParts | None = None
     """Parts of a speech model; None: the model writes text."""
-    adapter: Adapter | None = None
+    adapter: ServedAdapter | None = None
     """Adapter that is applied, of `adapters`; see `under`."""
     aliases: tuple[str, ...] = ()
     """Names that the model has beside the first in /v1/models."""
@@ -279,7 +279,7 @@ class Service:
         **more: Any,
     ) -> Service:
         """A model with counters, grammars and adapters of its own. more: the fields that have a default."""
-        adapters = Adapters(client, model_name, server.holder, server.adapting)
+        adapters = ServedAdapters(client, model_name, server.holder, server.adapting)
         metrics = Metrics(
             lambda: client.stats,
             lambda: client.n_restarts,
@@ -304,7 +304,7 @@ class Service:
         """Names of the model and of its adapters."""
         return [*self.names, *(adapter.name for adapter in self.adapters.all())]
 
-    def under(self, adapter: Adapter) -> Service:
+    def under(self, adapter: ServedAdapter) -> Service:
         """The model with one of its adapters, which answers under that one's name. All else is shared."""
         return replace(self, model_name=adapter.name, adapter=adapter, aliases=(), patterns=())
 

@@ -274,7 +274,7 @@ EVENT_HEADERS = [
 ]
 
 
-class Encoded(list[bytes | Iterator[bytes]]):
+class EncodedArray(list[bytes | Iterator[bytes]]):
     """The items of a JSON array, some at a time, encoded already or as they are asked for."""
 
 
@@ -308,7 +308,7 @@ def json_pieces(value: object) -> Iterator[bytes]:
 
 def _items(value: list[object] | Iterator[object]) -> Iterator[Iterable[bytes]]:
     """An array's items, what stands between two commas or more."""
-    if isinstance(value, Encoded):
+    if isinstance(value, EncodedArray):
         for some in value:
             yield from ((some,),) if isinstance(some, bytes) else ((element,) for element in some)
     elif isinstance(value, Iterator):

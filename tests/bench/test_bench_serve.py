@@ -19,7 +19,7 @@ from bench.soak.soak import Soak
 from deltic.__main__ import main
 from deltic.bench import load as loads
 from deltic.bench.gauges import gauges
-from deltic.bench.load import Load, Prompts, Sample, percentile, summary
+from deltic.bench.load import Prompts, Sample, Workload, percentile, summary
 from deltic.commands.endpoint import Endpoint, EndpointError, EventSplitter
 from tests.fake_openai import FakeOpenAI
 
@@ -41,7 +41,7 @@ def test_pictures_of_a_load() -> None:
     pytest.importorskip("PIL")
     from PIL import Image
 
-    load = Load("fake", kind="chat", images=2, image_size="70x50")
+    load = Workload("fake", kind="chat", images=2, image_size="70x50")
     prompts = Prompts(load)
     first, second = prompts.images(), prompts.images()
     assert len({*first, *second}) == 4
@@ -101,7 +101,7 @@ def test_sweep_keeps_n_in_flight_and_writes_what_it_saw(tmp_path: Path, capsys):
 def test_the_same_seed_asks_the_same_and_prefixes_are_shared():
     async def prompts(seed: int) -> list[str]:
         with FakeOpenAI() as server:
-            source = Prompts(Load("fake", prompt_tokens=60, shared_prefix_tokens=40, kind="chat", seed=seed))
+            source = Prompts(Workload("fake", prompt_tokens=60, shared_prefix_tokens=40, kind="chat", seed=seed))
             await source.calibrate(Endpoint(server.url))
             return [source.text() for _ in range(3)]
 
@@ -115,7 +115,7 @@ def test_the_same_seed_asks_the_same_and_prefixes_are_shared():
 @pytest.mark.parametrize("kind", ["completions", "chat"])
 def test_a_server_that_refuses_extensions_is_measured_without_them(kind):
     async def run() -> Sample:
-        endpoint, load = Endpoint(server.url), Load("fake", kind=kind)
+        endpoint, load = Endpoint(server.url), Workload("fake", kind=kind)
         dialect = await loads.find_dialect(endpoint, load)
         assert (dialect.ignore_eos, dialect.include_usage, dialect.limit) == (False, False, "max_completion_tokens")
         return await loads.measure(endpoint, load, dialect.body(load, "hi", 7), 0.0)
@@ -136,7 +136,7 @@ def test_failures_are_rows_not_crashes(tmp_path: Path, capsys):
 
 
 def test_an_answer_of_another_length_is_no_measurement():
-    load = Load("fake", output_tokens=8)
+    load = Workload("fake", output_tokens=8)
 
     async def error(ignore_eos: bool, include_usage: bool = True) -> str | None:
         with FakeOpenAI(most_words=5) as server:
@@ -152,7 +152,7 @@ def test_a_request_ends_at_done():
     """The finish chunk, the usage and [DONE] come after the last text, each 0.05 s after the one before."""
 
     async def run() -> Sample:
-        endpoint, load = Endpoint(server.url), Load("fake")
+        endpoint, load = Endpoint(server.url), Workload("fake")
         return await loads.measure(endpoint, load, loads.Dialect().body(load, "hi", 2), 0.0)
 
     with FakeOpenAI(token_s=0.05) as server:
@@ -248,7 +248,7 @@ def test_the_generator_keeps_up_with_a_fast_server():
     """At least 5,000 events a second; the fake server shares the core."""
 
     async def run() -> tuple[int, float]:
-        endpoint, load = Endpoint(server.url), Load("fake", kind="chat")
+        endpoint, load = Endpoint(server.url), Workload("fake", kind="chat")
         body = loads.Dialect().body(load, "hi", 4000)
         begin = time.process_time()
         samples = await asyncio.gather(*(loads.measure(endpoint, load, body, 0.0) for _ in range(4)))

@@ -56,8 +56,8 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
 
     monkeypatch.setattr(gpu, "need_gpu", lambda: None)
     monkeypatch.setattr(gpu.GpuRoofs, "measured", classmethod(lambda cls: cls(4.4e12, 7.9e14)))
-    load = gpu.Model.load
-    monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, config, format: model))
+    load = gpu.GpuModel.load
+    monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, config, format: model))
     monkeypatch.setattr(gpu, "decode", decode)
     monkeypatch.setattr(gpu, "prefill_ms", prefill)
     out = tmp_path / "2026-01-01-h200"
@@ -109,7 +109,7 @@ def test_drafts_that_are_right_as_planted(tmp_path: Path, monkeypatch: pytest.Mo
         return SimpleNamespace(runner=runner)
 
     monkeypatch.setattr(drafts, "need_gpu", lambda: None)
-    monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, *_, drafts: SimpleNamespace(engine=engine)))
+    monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, *_, drafts: SimpleNamespace(engine=engine)))
     monkeypatch.setattr(drafts, "decode", lambda *_, seed: ([0.01, 0.02, 0.03], []))
     rows = [{"n": 1, "accept": 0.8, "free_ms": [10.0], "free_tokens_a_step": 2.0}]  # of a model without a head
     monkeypatch.setattr(drafts, "accept_rows", lambda *_: rows)
@@ -137,7 +137,7 @@ def test_steps_behind_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     model = SimpleNamespace(run=SimpleNamespace(shape=shape), engine=lambda levers, n: engine, device=device)
     monkeypatch.setattr(contexts, "need_gpu", lambda: None)
     monkeypatch.setattr(gpu.GpuRoofs, "measured", classmethod(lambda cls: cls(4.4e12, 7.9e14)))
-    monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, config, format: model))
+    monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, config, format: model))
     given = dict(n="1,8", format=None, out=str(tmp_path / "2026-01-01-h200"))
     assert contexts.bench(argparse.Namespace(context="1024,32768", **given), EngineConfig(dummy="qwen3.5-27b")) == 0
     assert asked == [(1, 1024), (8, 1024), (1, 32768), (8, 32768)]
@@ -163,7 +163,7 @@ def test_adapters_beside_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
 
     model = SimpleNamespace(run=SimpleNamespace(shape=runner.plan.shape, cuts=()), engine=engine)
     monkeypatch.setattr(lora, "need_gpu", lambda: None)
-    monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, *_: model))
+    monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, *_: model))
     monkeypatch.setattr(gpu.torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(type(runner), "replay_ms", lambda self, n, n_keys, adapters=(): 1.0 + len(adapters))
     monkeypatch.setattr(lora, "prefill_ms", lambda engine, n, adapter: [2.0 if adapter else 1.0])
@@ -196,7 +196,7 @@ def test_every_lever_is_ablated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
         return SimpleNamespace(runner=runner)
 
     monkeypatch.setattr(ablate, "need_gpu", lambda: None)
-    monkeypatch.setattr(gpu.Model, "load", classmethod(lambda cls, config, drafts: SimpleNamespace(engine=engine)))
+    monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, config, drafts: SimpleNamespace(engine=engine)))
     monkeypatch.setattr(ablate, "decode", lambda engine, n, *_, seed: ([0.01] * n, [[n, made[-1].split_k]]))
     monkeypatch.setattr(gpu.torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     arguments = argparse.Namespace(n="1,8", output=8, out=str(tmp_path / "2026-01-01-h200"))

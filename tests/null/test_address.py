@@ -22,7 +22,7 @@ from websockets.exceptions import InvalidStatus
 from websockets.sync.client import connect
 
 import deltic
-from deltic.batch_lines import Job
+from deltic.batch_lines import BatchLine
 from deltic.commands import run
 from deltic.commands.endpoint import Endpoint, EndpointError
 from deltic.config import ConfigError, ServerConfig
@@ -253,7 +253,7 @@ def test_nobody_there_is_told_in_sentences(monkeypatch: pytest.MonkeyPatch) -> N
         taken.bind(("127.0.0.1", 0))  # and nobody listens
         endpoint = Endpoint(f"http://127.0.0.1:{taken.getsockname()[1]}")
         with pytest.raises(run.Stopped, match=r"^after 1 tries: http://.*\. Start a server with deltic serve\.$"):
-            asyncio.run(run.send(endpoint, "m", Job(1, None, "/v1/completions", b"{}")))
+            asyncio.run(run.send(endpoint, "m", BatchLine(1, None, "/v1/completions", b"{}")))
 
 
 def test_where_it_listens_is_told() -> None:

@@ -218,10 +218,10 @@ KEPT = {"Semaphore", "BoundedSemaphore", "Queue", "SimpleQueue", "PriorityQueue"
 """What a pool, a queue or a store is made of; of asyncio a Lock, too, and each literal, and what fills one."""
 OF_ONE = {
     # Of a request, its answer, a batch or a socket.
-    "AnswerStream", "AnswerJson", "Batch", "ChatAnswer", "CompletionAnswer", "ContextManagement", "Delta", "EchoStream", "EventStream",
+    "AnswerStream", "AnswerJson", "BatchRecord", "ChatAnswer", "CompletionAnswer", "ContextManagement", "Delta", "EchoStream", "EventStream",
     "Generation",
     "Import", "IncrementalEncoder", "Item", "Items", "LinesAnswer", "Message", "MessageAnswer", "Messages", "OpenText", "CallParser",
-    "OutputParser",
+    "OutputParser", "RequestStream",
     "Update", "Prompt", "ResponseAnswer", "Scores", "Sent", "Splitter", "Stored", "Stream", "Usage", "_Answer", "_Appended", "_Bytes",
     "_Conversation", "_Form", "Results", "_Counts", "CallRules", "Output", "PromptLogprobs", "Request", "SamplingParams", "TokenLogprob",
     "CacheLocated", "Chat", "Completion", "Sampling", "Shown", "Ticket",

@@ -493,7 +493,7 @@ def loop_runs(site: Site, key: str = "none") -> None:
     """What serve.py does when the model is ready, in the loop in which the server runs: here where another batch is made."""
     add = site.runner.add
 
-    def start_and_add(batch: record.Batch) -> None:
+    def start_and_add(batch: record.BatchRecord) -> None:
         site.runner.start()
         add(batch)
 
@@ -594,7 +594,7 @@ def test_a_batch_that_cannot_even_fail_does_not_stop_the_next(tmp_path: Path, mo
     with Site(tmp_path) as site:
         work = site.runner._work
 
-        async def broken(batch: record.Batch) -> None:
+        async def broken(batch: record.BatchRecord) -> None:
             raise RuntimeError("unforeseen")
 
         monkeypatch.setattr(site.runner, "_work", broken)

@@ -1102,7 +1102,7 @@ def test_anthropic_clients_get_errors_in_their_form_on_every_route(engine: FakeE
 def test_json_in_pieces_is_json() -> None:
     value = {
         "a": [], "b": {}, "c": iter([]), "d": iter([1, None, {"x": [1]}]), "e": "é\"\n" * 20_000, "f": [{"g": iter([1])}, {"h": 2}],
-        "i": list(range(5000)), "j": transport.Encoded([b"1,2", b"3"]), "k": None, "l": [["a"], ["b"]], "m": transport.Encoded(),
+        "i": list(range(5000)), "j": transport.EncodedArray([b"1,2", b"3"]), "k": None, "l": [["a"], ["b"]], "m": transport.EncodedArray(),
     }  # fmt: skip
     pieces = list(transport.json_pieces(value))
     assert json.loads(b"".join(pieces)) == value | {

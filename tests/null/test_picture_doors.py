@@ -27,8 +27,8 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 from deltic import LLM, SamplingParams
-from deltic.batch_lines import Job
-from deltic.commands.chat import Answer, Conversation, command
+from deltic.batch_lines import BatchLine
+from deltic.commands.chat import Conversation, StreamedAnswer, command
 from deltic.commands.endpoint import Endpoint, EndpointError, picture_url
 from deltic.commands.run import send, with_pictures
 from deltic.engine.messages import PictureInfo, Request
@@ -548,8 +548,8 @@ def test_deltic_chat(tmp_path: Path) -> None:
         assert command(conversation, f"/image {url_of(SMALL)}") == "the next message has 2 pictures"
         conversation.messages.append(conversation.message("What is it?"))
 
-        async def go() -> Answer:
-            answer = Answer()
+        async def go() -> StreamedAnswer:
+            answer = StreamedAnswer()
             async for _ in conversation.ask(answer):
                 pass
             return answer
@@ -579,7 +579,7 @@ def test_deltic_run(tmp_path: Path) -> None:
 
         async def go() -> list[dict[str, Any]]:
             endpoint = Endpoint(url)
-            jobs = [Job(i, None, path, json.dumps(body).encode()) for i, (path, body) in enumerate(bodies)]
+            jobs = [BatchLine(i, None, path, json.dumps(body).encode()) for i, (path, body) in enumerate(bodies)]
             return [await send(endpoint, "fake", job, pictures=added) for job in jobs]
 
         results = asyncio.run(go())

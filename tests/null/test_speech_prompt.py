@@ -8,7 +8,7 @@ import pytest
 
 from deltic.models.tts.shape import FRAME, NO_SIDE, SPEAKER, codec_side, row_id, split_row
 from deltic.server.errors import ApiError
-from deltic.server.speech.prompt import Prompter, Rows, Words
+from deltic.server.speech.prompt import Prompter, PromptRows, Words
 from deltic.text import TokenizerError
 from tests.fake_engine import byte_tokenizer
 from tests.fake_speech import speech_shape
@@ -22,7 +22,7 @@ WORDS = Words(body=list(range(16)), instructions=[], reference=[])
 CLONED = dataclasses.replace(WORDS, reference=list(range(20, 30)))
 
 
-def rows(words: Words = WORDS, **given: object) -> Rows:
+def rows(words: Words = WORDS, **given: object) -> PromptRows:
     return PROMPTS.rows(words, **({"language_id": ENGLISH, "speaker": "ryan", "streams_text": True} | given))  # type: ignore[arg-type]
 
 

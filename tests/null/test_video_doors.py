@@ -16,7 +16,7 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 from deltic import LLM, SamplingParams
-from deltic.commands.chat import Answer, Conversation, command
+from deltic.commands.chat import Conversation, StreamedAnswer, command
 from deltic.commands.endpoint import Endpoint
 from deltic.engine.messages import Request
 from deltic.server.chat import picture_parts, videos
@@ -342,8 +342,8 @@ def test_deltic_chat(av: Any, tmp_path: Path) -> None:
         assert command(conversation, f"/video {tmp_path / 'a.mp4'}") == "the next message has 1 video"
         conversation.messages.append(conversation.message("What happens?"))
 
-        async def go() -> Answer:
-            answer = Answer()
+        async def go() -> StreamedAnswer:
+            answer = StreamedAnswer()
             async for _ in conversation.ask(answer):
                 pass
             return answer

@@ -29,7 +29,7 @@ from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.preparation import Preparation, parsed
 from deltic.server.service import SHUTTING_DOWN, Service
-from deltic.server.transport import Encoded, LargeResponse, json_response
+from deltic.server.transport import EncodedArray, LargeResponse, json_response
 
 
 async def list_models(service: Service, request: Request) -> ASGIApp:
@@ -82,7 +82,7 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
             pieces = service.tokenizer.encode_pieces(asked.prompt or "", "parse" if parsed else "text")
         else:
             pieces = iter([render(service.template, chat, pictures=pictures).ids])
-        count, tokens, strings = 0, Encoded(), Encoded()
+        count, tokens, strings = 0, EncodedArray(), EncodedArray()
         for ids in filter(None, pieces):  # of a long text each would take a hundred bytes
             count += len(ids)
             tokens.append(msgspec.json.encode(ids)[1:-1])

@@ -21,7 +21,7 @@ from starlette.types import ASGIApp
 
 from deltic.batch_lines import NO_EMBEDDINGS, PATHS
 from deltic.server.batch.file_store import KEPT_S, MIN_BYTES, NO_RETRY, Card, FileStore, append, private, unwritable
-from deltic.server.batch.record import Batch
+from deltic.server.batch.record import BatchRecord
 from deltic.server.batch.runner import BatchRunner
 from deltic.server.chat.generation import unavailable
 from deltic.server.errors import ApiError, bad_request
@@ -38,7 +38,7 @@ WRITE_BYTES = 1_000_000
 MAX_LISTED = 10_000
 MAX_LISTED_BATCHES = 100
 
-Listed = TypeVar("Listed", Card, Batch)
+Listed = TypeVar("Listed", Card, BatchRecord)
 
 
 class FileForm(Struct, kw_only=True):
@@ -300,7 +300,7 @@ async def create_batch(service: Service, request: Request) -> ASGIApp:
     if card.purpose != "batch":
         raise bad_request("input_file_id", f"its purpose is {card.purpose!r}, not 'batch'")
     now, window = int(time.time()), asked.completion_window
-    batch = Batch(
+    batch = BatchRecord(
         id=f"batch_{secrets.token_hex(12)}",
         owner=owner,
         endpoint=asked.endpoint,
@@ -351,7 +351,7 @@ def _file(service: Service, request: Request) -> Card:
     return _runner(service, request).files.get(request.path_params["file_id"], _owner(request))
 
 
-def _batch(service: Service, request: Request) -> Batch:
+def _batch(service: Service, request: Request) -> BatchRecord:
     return _runner(service, request).get(request.path_params["batch_id"], _owner(request))
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from starlette.types import ASGIApp, Message, Scope
 
-from deltic.batch_lines import BadLine, Job, read
+from deltic.batch_lines import BadLine, BatchLine, read
 from deltic.host.client import EngineClient
 from deltic.json_types import JsonObject
 from deltic.server.batch.record import line_error
@@ -78,7 +78,7 @@ class Input:
                 if text.strip():
                     yield line, text
 
-    def _job(self, line: int, text: bytes) -> Job:
+    def _job(self, line: int, text: bytes) -> BatchLine:
         """Raises BadLine."""
         if not text:
             raise BadLine(f"is longer than a request may be ({self._max_mb:g} MB)", "line_too_long")
@@ -90,7 +90,7 @@ class Input:
             raise BadLine(message, "mismatched_url", "url")
         return job
 
-    def left(self, done: set[str]) -> Iterator[Job]:
+    def left(self, done: set[str]) -> Iterator[BatchLine]:
         """Jobs without those that are done, by custom_id. Raises BadLine, OSError."""
         for line, text in self.lines():
             job = self._job(line, text)
@@ -98,7 +98,7 @@ class Input:
                 yield job
 
 
-async def ask(app: ASGIApp, job: Job, account: Account | None) -> tuple[int, dict[str, str], bytes]:
+async def ask(app: ASGIApp, job: BatchLine, account: Account | None) -> tuple[int, dict[str, str], bytes]:
     """Sends a line through the application. Returns status, headers and body of the answer."""
     assert job.body is not None
     given: Message | None = {"type": "http.request", "body": job.body, "more_body": False}

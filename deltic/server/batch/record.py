@@ -9,7 +9,7 @@ from typing import BinaryIO
 import msgspec
 from msgspec import Struct
 
-from deltic.batch_lines import Job, read_results
+from deltic.batch_lines import BatchLine, read_results
 from deltic.json_types import JsonObject
 from deltic.server.batch.file_store import KEPT_S, private
 
@@ -19,7 +19,7 @@ STEPS = ("in_progress", "finalizing", "completed", "failed", "expired", "cancell
 UNFINISHED = ("validating", "in_progress", "finalizing", "cancelling")
 
 
-class Usage(Struct):
+class BatchUsage(Struct):
     """Tokens of all answers."""
 
     input_tokens: int = 0
@@ -39,7 +39,7 @@ class Usage(Struct):
     def add(self, body: bytes) -> None:
         """An answer's, in the form of chats and completions or of responses."""
         try:
-            counts = msgspec.json.decode(body, type=_Answer).usage
+            counts = msgspec.json.decode(body, type=_AnsweredUsage).usage
         except msgspec.DecodeError:
             return
         self.input_tokens += counts.prompt_tokens + counts.input_tokens
@@ -60,11 +60,11 @@ class _Counts(Struct):
     output_tokens_details: dict[str, int] = {}
 
 
-class _Answer(Struct):
+class _AnsweredUsage(Struct):
     usage: _Counts
 
 
-class Batch(Struct, kw_only=True):
+class BatchRecord(Struct, kw_only=True):
     """Batch as it is kept on disk. Times in seconds of the epoch."""
 
     id: str
@@ -89,7 +89,7 @@ class Batch(Struct, kw_only=True):
     total: int = 0
     completed: int = 0
     failed: int = 0
-    usage: Usage = msgspec.field(default_factory=Usage)
+    usage: BatchUsage = msgspec.field(default_factory=BatchUsage)
 
     @property
     def counts(self) -> str:
@@ -117,7 +117,7 @@ class Results:
     """The files of a batch's answers and errors so far, open to be added to. Raises ForeignFile, OSError."""
 
     def __init__(self, out: Path, err: Path) -> None:
-        self.usage = Usage()
+        self.usage = BatchUsage()
         self.done: set[str] = set()
         self.n_out = self.n_err = self.n_bytes = 0
         self._paths = out, err
@@ -127,7 +127,7 @@ class Results:
 
     def read(self) -> None:
         """The contents of the files."""
-        self.usage, self.done, self.n_bytes = Usage(), set(), 0
+        self.usage, self.done, self.n_bytes = BatchUsage(), set(), 0
         self.n_out, self.n_err = map(self._read, self._paths)
 
     def close(self) -> None:
@@ -151,7 +151,7 @@ def line_error(line: int | None, code: str, message: str, param: str | None = No
     return {"code": code, "line": line, "message": message, "param": param}
 
 
-def result_line(job: Job, response: JsonObject | None, error: JsonObject | None) -> bytes:
+def result_line(job: BatchLine, response: JsonObject | None, error: JsonObject | None) -> bytes:
     """A line of the output or the error file."""
     fields = {
         "id": f"batch_req_{secrets.token_hex(12)}",

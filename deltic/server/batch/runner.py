@@ -24,13 +24,13 @@ import msgspec
 from msgspec import Raw
 from starlette.types import ASGIApp
 
-from deltic.batch_lines import ForeignFile, Job, wait_s
+from deltic.batch_lines import BatchLine, ForeignFile, wait_s
 from deltic.config import ServerConfig
 from deltic.host.client import EngineClient, EngineFailed
 from deltic.json_types import JsonObject
 from deltic.server.batch.file_store import MIN_BYTES, Card, FileStore, append, unwritable, write_whole
 from deltic.server.batch.lines import Find, Input, ask
-from deltic.server.batch.record import UNFINISHED, Batch, Results, line_error, result_line
+from deltic.server.batch.record import UNFINISHED, BatchRecord, Results, line_error, result_line
 from deltic.server.errors import ApiError
 from deltic.server.limits import Account, Accounts
 
@@ -62,7 +62,7 @@ class BatchRunner:
         self._accounts = accounts
         self._find = find
         self._directory = files.directory / "batches"
-        self._batches: dict[str, Batch] = {}
+        self._batches: dict[str, BatchRecord] = {}
         self._tasks: dict[str, asyncio.Task[None]] = {}
         """Task of each batch that has not ended."""
         self._turns: dict[str, asyncio.Lock] = {}
@@ -95,18 +95,18 @@ class BatchRunner:
         """Lets another process have the directory. Nothing may run any more."""
         self.files.close()
 
-    def get(self, batch_id: str, owner: str) -> Batch:
+    def get(self, batch_id: str, owner: str) -> BatchRecord:
         """Raises ApiError (404)."""
         batch = self._batches.get(batch_id)
         if batch is None or batch.owner != owner:
             raise ApiError(404, f"No batch found with id '{batch_id}'.", param="id", code="not_found")
         return batch
 
-    def all(self, owner: str) -> list[Batch]:
+    def all(self, owner: str) -> list[BatchRecord]:
         """Returns the owner's batches, in the order in which they were made."""
         return [batch for batch in self._batches.values() if batch.owner == owner]
 
-    def add(self, batch: Batch) -> None:
+    def add(self, batch: BatchRecord) -> None:
         """Raises ApiError (409) when its key has too many, or the disk is full."""
         own, old = self.all(batch.owner), None
         if len(own) >= MAX_BATCHES:
@@ -124,7 +124,7 @@ class BatchRunner:
         self.files.in_use[batch.input_file_id] += 1
         self._take_up(batch)
 
-    def cancel(self, batch: Batch) -> None:
+    def cancel(self, batch: BatchRecord) -> None:
         """Ends it, with what it has.
 
         Raises ApiError (409) for one that has ended. Where that cannot be written it ends all the same,
@@ -144,14 +144,14 @@ class BatchRunner:
                 )
                 batch.status, batch.times = "cancelling", batch.times | {"cancelling_at": int(time.time())}
 
-    def _take_up(self, batch: Batch) -> None:
+    def _take_up(self, batch: BatchRecord) -> None:
         if batch.status in UNFINISHED and batch.id not in self._tasks:
             if batch.status == "cancelling":
                 self._stops[batch.id].set()
             task = self._tasks[batch.id] = asyncio.get_running_loop().create_task(self._run(batch))
             task.add_done_callback(lambda _: self._tasks.pop(batch.id))
 
-    async def _run(self, batch: Batch) -> None:
+    async def _run(self, batch: BatchRecord) -> None:
         """A batch to its end. What the disk or the engine stops is tried again."""
         while batch.status in UNFINISHED:
             try:
@@ -166,7 +166,7 @@ class BatchRunner:
                 log.exception("batch %s cannot go on; it is tried again", batch.id)
                 await asyncio.sleep(AGAIN_S)
 
-    async def _check(self, batch: Batch) -> None:
+    async def _check(self, batch: BatchRecord) -> None:
         """Reads the input file, after which the batch runs or has failed.
 
         Raises OSError when that cannot be written.
@@ -186,11 +186,11 @@ class BatchRunner:
         else:
             self._enter(batch, "in_progress")
 
-    def _input(self, batch: Batch) -> Input:
+    def _input(self, batch: BatchRecord) -> Input:
         path = self.files.path(batch.input_file_id)
         return Input(path, batch.endpoint, self._config.body_mb(pictures=True), self._find)
 
-    async def _in_turn(self, batch: Batch) -> None:
+    async def _in_turn(self, batch: BatchRecord) -> None:
         """Works on a batch when no other one of its key runs.
 
         One that is cancelled has nothing to wait for.
@@ -211,7 +211,7 @@ class BatchRunner:
             if has_turn:
                 turn.release()
 
-    def _reason(self, batch: Batch, error: Exception) -> JsonObject:
+    def _reason(self, batch: BatchRecord, error: Exception) -> JsonObject:
         """Entry of `errors` for what ended a batch."""
         if isinstance(error, ForeignFile):
             return line_error(None, "damaged", f"what was kept of its results is damaged: {error}")
@@ -221,7 +221,7 @@ class BatchRunner:
         return line_error(None, "server_error", BROKEN)
 
     async def _unless_cancelled(
-        self, batch: Batch, work: Coroutine[object, None, object], timeout_s: float | None = None
+        self, batch: BatchRecord, work: Coroutine[object, None, object], timeout_s: float | None = None
     ) -> bool:
         """Returns whether `work` came to its end before the batch was cancelled, and in time; it is ended
         then.
@@ -239,7 +239,7 @@ class BatchRunner:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _work(self, batch: Batch) -> None:
+    async def _work(self, batch: BatchRecord) -> None:
         """Answers what is left of a batch."""
         stop = self._stops[batch.id]
         results = await self.files.in_thread(batch.owner, Results, self._path(batch, ".out"), self._path(batch, ".err"))
@@ -257,13 +257,13 @@ class BatchRunner:
             await self.files.in_thread(batch.owner, results.close)
         self._finish(batch, "cancelled" if stop.is_set() else "completed" if is_whole else "expired")
 
-    def _finish(self, batch: Batch, status: str, error: JsonObject | None = None) -> None:
+    def _finish(self, batch: BatchRecord, status: str, error: JsonObject | None = None) -> None:
         """Ends the work on a batch: nothing more is done for its lines."""
         errors = batch.errors if error is None else [error]
         now = "cancelling" if batch.status == "cancelling" else "finalizing"
         self._enter(batch, now, final=status, errors=errors)
 
-    async def _feed(self, batch: Batch, results: Results) -> None:
+    async def _feed(self, batch: BatchRecord, results: Results) -> None:
         """Has every line answered that is not; raises what a line's task does."""
         _, client = self._find(batch.model)
         account = self._accounts.named(batch.owner)
@@ -273,7 +273,7 @@ class BatchRunner:
         own = asyncio.Semaphore(n)
         left = self._input(batch).left(results.done)
 
-        async def one(job: Job) -> None:
+        async def one(job: BatchLine) -> None:
             try:
                 await self._answer(batch, results, job, account, places)
             finally:
@@ -284,14 +284,14 @@ class BatchRunner:
                 while True:
                     await own.acquire()
                     await self._wait_for_room(batch)
-                    job: Job | None = await self.files.in_thread(batch.owner, next, left, None)
+                    job: BatchLine | None = await self.files.in_thread(batch.owner, next, left, None)
                     if job is None:
                         break
                     group.create_task(one(job))
         except* OSError as failures:
             raise failures.exceptions[0] from None
 
-    async def _wait_for_room(self, batch: Batch) -> None:
+    async def _wait_for_room(self, batch: BatchRecord) -> None:
         is_told = False
         while not self.files.has_room(batch.owner):
             self.files.sweep(now=True)
@@ -301,7 +301,7 @@ class BatchRunner:
             await asyncio.sleep(ROOM_S)
 
     async def _answer(
-        self, batch: Batch, results: Results, job: Job, account: Account | None, places: asyncio.Semaphore
+        self, batch: BatchRecord, results: Results, job: BatchLine, account: Account | None, places: asyncio.Semaphore
     ) -> None:
         n_tries = 0
         while True:
@@ -326,7 +326,7 @@ class BatchRunner:
             batch.failed += 1
         self._count_written(batch, len(line))
 
-    async def _settle(self, batch: Batch, results: Results, *, expired: bool) -> None:
+    async def _settle(self, batch: BatchRecord, results: Results, *, expired: bool) -> None:
         """Counts what was written, after lines were ended on their way. expired: those without an answer get
         an error each.
         """
@@ -341,12 +341,12 @@ class BatchRunner:
         await self.files.in_thread(batch.owner, settle)
         self._note(batch, results)
 
-    def _note(self, batch: Batch, results: Results) -> None:
+    def _note(self, batch: BatchRecord, results: Results) -> None:
         """Takes over what the results' files hold."""
         batch.completed, batch.failed, batch.usage = results.n_out, results.n_err, results.usage
         self._count_written(batch, results.n_bytes - self._n_written[batch.id])
 
-    async def _publish(self, batch: Batch) -> None:
+    async def _publish(self, batch: BatchRecord) -> None:
         """Makes files of the results, and ends the batch."""
         for suffix, field, name in ((".out", "output_file_id", "output"), (".err", "error_file_id", "error")):
             path = self._path(batch, suffix)
@@ -371,27 +371,27 @@ class BatchRunner:
         self.files.count(batch.owner, -self._n_written.pop(batch.id, 0))
         self._end(batch, batch.final or "completed")
 
-    def _count_written(self, batch: Batch, n_bytes: int) -> None:
+    def _count_written(self, batch: BatchRecord, n_bytes: int) -> None:
         self._n_written[batch.id] += n_bytes
         self.files.count(batch.owner, n_bytes)
 
-    def _enter(self, batch: Batch, status: str, **changes: object) -> None:
+    def _enter(self, batch: BatchRecord, status: str, **changes: object) -> None:
         """Raises OSError; the batch is as before then, and so the same step is taken again."""
         changes |= {"status": status, "times": batch.times | {f"{status}_at": int(time.time())}}
         self._save(msgspec.structs.replace(batch, **changes))
         for name, value in changes.items():
             setattr(batch, name, value)
 
-    def _end(self, batch: Batch, status: str) -> None:
+    def _end(self, batch: BatchRecord, status: str) -> None:
         self._enter(batch, status)
         self._stops.pop(batch.id, None)
         self.files.in_use[batch.input_file_id] -= 1
         log.info("batch %s %s: %s", batch.id, status, batch.counts)
 
-    def _path(self, batch: Batch, suffix: str) -> Path:
+    def _path(self, batch: BatchRecord, suffix: str) -> Path:
         return self._directory / (batch.id + suffix)
 
-    def _save(self, batch: Batch) -> None:
+    def _save(self, batch: BatchRecord) -> None:
         write_whole(self._path(batch, ".json"), msgspec.json.encode(batch))
 
     def _load(self) -> None:
@@ -400,7 +400,7 @@ class BatchRunner:
             if not OURS.fullmatch(path.stem):
                 continue
             try:
-                batch = msgspec.json.decode(path.read_bytes(), type=Batch)
+                batch = msgspec.json.decode(path.read_bytes(), type=BatchRecord)
             except msgspec.DecodeError:
                 batch = None
             if batch is not None and batch.id == path.stem:

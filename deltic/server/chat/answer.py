@@ -21,7 +21,7 @@ from deltic.server.chat.calls import CallDelta, Delta
 from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.request import Shown
 from deltic.server.limits import Usage
-from deltic.server.transport import Encoded
+from deltic.server.transport import EncodedArray
 from deltic.text import Detokenizer, StopMatcher, Tokenizer
 
 LEAST_LOGPROB = -9999.0
@@ -207,7 +207,7 @@ class Message:
         self.calls: list[CallDelta] = []
         self.scores: Scores | None = None
         """Log-probabilities that are not in `logprobs` yet."""
-        self.logprobs: dict[str, Encoded] = {}
+        self.logprobs: dict[str, EncodedArray] = {}
         """Log-probabilities in the answer's form, encoded as they come: objects would take ten times the
         memory.
         """
@@ -310,7 +310,7 @@ class AnswerJson:
         if scores is None:
             return
         for name, values in self._lists(scores).items():
-            into = message.logprobs.setdefault(name, Encoded())
+            into = message.logprobs.setdefault(name, EncodedArray())
             if written := _encode(list(values))[1:-1]:
                 into.append(written)
 
@@ -500,7 +500,7 @@ class CompletionAnswer(AnswerJson):
         message.content.insert(0, text)
         if scores is not None:
             for name, values in self._lists(scores).items():
-                message.logprobs.setdefault(name, Encoded()).insert(0, map(_encode, values))
+                message.logprobs.setdefault(name, EncodedArray()).insert(0, map(_encode, values))
 
     def prompt_chunks(self, index: int, text: str, scores: PromptScores | None) -> Iterator[bytes]:
         """The chunks of the prompt of a choice."""

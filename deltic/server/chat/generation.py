@@ -15,7 +15,7 @@ from functools import partial
 
 from deltic.engine.messages import Output, PromptLogprobs, Request
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
-from deltic.server.adapters import Adapter
+from deltic.server.adapters import ServedAdapter
 from deltic.server.chat.answer import Update, WayOut
 from deltic.server.errors import RETRY_LATER, ApiError, waited_too_long
 from deltic.server.limits import BATCH_PRIORITY, Ticket, Usage
@@ -32,7 +32,7 @@ class Generation:
         requests: list[Request],
         choices: Sequence[WayOut],
         ticket: Ticket,
-        adapter: Adapter | None = None,
+        adapter: ServedAdapter | None = None,
     ) -> None:
         """ticket: of the HTTP request that is answered; it learns what the answer took. adapter: the one that
         is applied.

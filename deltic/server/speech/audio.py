@@ -65,7 +65,7 @@ DECODE_MEMORY = 2 << 30
 """Address space of the process that decodes; numpy maps most of it without using it."""
 
 
-class AudioError(Refused):
+class UnreadableAudio(Refused):
     """Reference audio that cannot be used; the message says why, for whoever sent it."""
 
 
@@ -242,7 +242,7 @@ async def decode_reference(data: bytes) -> bytes:
     try:
         return await ask(PROGRAM, data, DECODE_S, f"cannot be decoded; send {_SEND}")
     except Refused as refused:
-        raise AudioError(str(refused)) from None
+        raise UnreadableAudio(str(refused)) from None
 
 
 def main() -> int:
@@ -257,16 +257,16 @@ def _decode(data: bytes) -> NDArray[np.float32]:
     import soxr
 
     if len(data) > MAX_REFERENCE_BYTES:
-        raise AudioError(f"is larger than {MAX_REFERENCE_BYTES // 1_000_000} MB")
+        raise UnreadableAudio(f"is larger than {MAX_REFERENCE_BYTES // 1_000_000} MB")
     form = _container_of(data)
     with contextlib.closing(_in_container(data, form) if form else _in_sound_file(data)) as parts:
         rate, mono = _mono(parts)
     if len(mono) < MIN_REFERENCE_S * rate:
-        raise AudioError(f"is shorter than {MIN_REFERENCE_S:g} s")
+        raise UnreadableAudio(f"is shorter than {MIN_REFERENCE_S:g} s")
     if not np.isfinite(mono).all():
-        raise AudioError("has samples that are not numbers")
+        raise UnreadableAudio("has samples that are not numbers")
     if np.abs(mono).max() < SILENT_BELOW:
-        raise AudioError("is silent")
+        raise UnreadableAudio("is silent")
     mono = np.clip(mono, -1.0, 1.0)
     if rate != RATE:
         mono = np.clip(soxr.resample(mono, rate, RATE, quality="HQ"), -1.0, 1.0)
@@ -289,10 +289,10 @@ def _in_sound_file(data: bytes) -> Generator[tuple[int, NDArray[np.float32]]]:
     try:
         file = soundfile.SoundFile(io.BytesIO(data))
     except soundfile.LibsndfileError:
-        raise AudioError(f"is no audio file that can be read here; send {_SEND}") from None
+        raise UnreadableAudio(f"is no audio file that can be read here; send {_SEND}") from None
     with file:
         if file.format not in READABLE:
-            raise AudioError(f"is {file.format.lower()}; send {_SEND}")
+            raise UnreadableAudio(f"is {file.format.lower()}; send {_SEND}")
         yield file.samplerate, np.zeros((0, file.channels), np.float32)
         while len(part := file.read(BLOCK_FRAMES, dtype="float32", always_2d=True)):
             yield file.samplerate, part
@@ -301,15 +301,15 @@ def _in_sound_file(data: bytes) -> Generator[tuple[int, NDArray[np.float32]]]:
 def _in_container(data: bytes, form: str) -> Generator[tuple[int, NDArray[np.float32]]]:
     """Decodes what phones and browsers record (see `_in_sound_file`)."""
     if not find_spec("av"):
-        raise AudioError(f"needs a library: pip install 'deltic[video]'; without it, send {_SOUND_FILES}")
+        raise UnreadableAudio(f"needs a library: pip install 'deltic[video]'; without it, send {_SOUND_FILES}")
     import av
 
     with av.open(io.BytesIO(data), "r", format=form) as container:
         if not (streams := container.streams.audio):
-            raise AudioError("has no sound")
+            raise UnreadableAudio("has no sound")
         context = streams[0].codec_context
         if context is None or context.name not in CODECS:
-            raise AudioError(f"is coded as {context.name if context else 'something unknown'}; send {_SEND}")
+            raise UnreadableAudio(f"is coded as {context.name if context else 'something unknown'}; send {_SEND}")
         context.thread_count = 1
         planes = av.AudioResampler(format="fltp")
         for frame in container.decode(streams[0]):
@@ -323,13 +323,13 @@ def _mono(parts: Iterable[tuple[int, NDArray[np.float32]]]) -> tuple[int, NDArra
     n_read = rate = 0
     for rate, part in parts:
         if rate not in RATES:
-            raise AudioError(f"has {rate} samples a second; from {RATES.start} to {RATES.stop - 1} can be used")
+            raise UnreadableAudio(f"has {rate} samples a second; from {RATES.start} to {RATES.stop - 1} can be used")
         if part.shape[1] > MAX_CHANNELS:
-            raise AudioError(f"has {part.shape[1]} channels; at most {MAX_CHANNELS} can be used")
+            raise UnreadableAudio(f"has {part.shape[1]} channels; at most {MAX_CHANNELS} can be used")
         blocks.append(part.mean(axis=1, dtype=np.float32))
         n_read += len(part)
         if n_read > int(MAX_REFERENCE_S * rate):
-            raise AudioError(f"is longer than {MAX_REFERENCE_S:g} s")
+            raise UnreadableAudio(f"is longer than {MAX_REFERENCE_S:g} s")
     return rate, np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
 
 

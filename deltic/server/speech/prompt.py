@@ -25,7 +25,7 @@ class Words:
 
 
 @dataclass(frozen=True, slots=True)
-class Rows:
+class PromptRows:
     prompt: list[int]
     trailing: tuple[int, ...]
     """Text ids that go with the frames."""
@@ -116,7 +116,7 @@ class Prompter:
         n_frames: int = 0,
         streams_text: bool,
         is_open: bool = False,
-    ) -> Rows:
+    ) -> PromptRows:
         """speaker: of the checkpoint; has_voice: an encoded voice speaks. n_frames: of its reference, if that
         goes into the prompt; `words.reference` is its transcript then. is_open: more of the body is to come;
         there must be `least_body` of it.
@@ -144,7 +144,7 @@ class Prompter:
         else:
             rows += [row_id(i, codec_side(ids.codec_pad)) for i in text]
             rows += [row_id(ids.tts_pad, side) for side in codes]
-        return Rows(rows, tuple(trailing))
+        return PromptRows(rows, tuple(trailing))
 
     @staticmethod
     def least_body(words: Words, n_frames: int) -> int:

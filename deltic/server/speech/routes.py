@@ -51,7 +51,7 @@ from deltic.server.speech.audio import (
 )
 from deltic.server.speech.prompt import OpenText, Words
 from deltic.server.speech.protocol import BatchItem, BatchRequest, Manner, SpeechFields, SpeechRequest, VoiceForm
-from deltic.server.speech.voices import SpeechParts, Stored
+from deltic.server.speech.voices import SpeechParts, StoredVoice
 from deltic.server.transport import EventStream, json_response, let_go, read_body, unless_disconnected
 
 FORM_BYTES = 65_536
@@ -61,13 +61,13 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SpeechPlan:
     """An utterance that was checked and tokenised; whose voice it has may still have to be encoded."""
 
     fields: SpeechFields
     manner: Manner
     words: Words
-    stored: Stored | None
+    stored: StoredVoice | None
     streamed: bool
     open_text: OpenText | None = None
     """Text that `words.body` is of, where it may still be growing."""
@@ -90,7 +90,7 @@ def admit(server: Server) -> None:
 
 def plan(
     service: Service, fields: SpeechFields, text: str | OpenText, info: engine.EngineInfo, *, streamed: bool
-) -> Plan:
+) -> SpeechPlan:
     """text: an open one has its first id, and a prompt that streams it.
 
     Slow for long texts: runs in the worker thread. Raises ApiError (400, 404).
@@ -108,7 +108,7 @@ def plan(
     if fields.x_vector_only_mode:
         reference = ""  # its speaker's vector is all that is used
     words = speech.prompts.words(text, manner.instructions, reference, context_limit(info))
-    return Plan(fields, manner, words, stored, streamed, text if isinstance(text, OpenText) else None)
+    return SpeechPlan(fields, manner, words, stored, streamed, text if isinstance(text, OpenText) else None)
 
 
 class _AudioUpdate(Update):
@@ -146,7 +146,7 @@ class Utterance:
     """Utterance of one text: a request of the engine, made once its voice is there."""
 
     def __init__(
-        self, service: Service, plan: Plan, sent: engine.Request, n_frames: int, ticket: Ticket, limit: int
+        self, service: Service, plan: SpeechPlan, sent: engine.Request, n_frames: int, ticket: Ticket, limit: int
     ) -> None:
         """n_frames: of the voice, in the prompt; ticket: of the HTTP request, or WebSocket's part, that it
         answers; limit: of rows and frames together. What `sent` has not of an open text is sent as it comes.
@@ -315,7 +315,7 @@ class Utterance:
         }
 
 
-async def utterance(service: Service, plan: Plan, info: engine.EngineInfo, ticket: Ticket) -> Utterance:
+async def utterance(service: Service, plan: SpeechPlan, info: engine.EngineInfo, ticket: Ticket) -> Utterance:
     """Has its voice encoded, if it is not yet, and makes the request. Raises ApiError."""
     speech, manner, fields = service.speaking(), plan.manner, plan.fields
     voice = await _in_time(ticket, _voice(speech, plan))
@@ -358,7 +358,7 @@ def _too_long(limit: int) -> ApiError:
     return bad_request("input", message, "context_length_exceeded")
 
 
-async def _voice(speech: SpeechParts, plan: Plan) -> VoiceEncoded | None:
+async def _voice(speech: SpeechParts, plan: SpeechPlan) -> VoiceEncoded | None:
     fields = plan.fields
     if plan.stored is not None:
         return await speech.voices.ready(plan.stored)
@@ -483,11 +483,11 @@ async def speak_batch(service: Service, request: Request) -> ASGIApp:
     """POST /v1/audio/speech/batch: several texts, each answered by its audio or its error."""
     info = service.admit(speech=True)
 
-    def plan_all(asked: BatchRequest) -> list[Plan | ApiError]:
+    def plan_all(asked: BatchRequest) -> list[SpeechPlan | ApiError]:
         service.check_model(asked.model)
         return [attempt(speech_protocol.with_defaults(item, asked)) for item in asked.items]
 
-    def attempt(item: BatchItem) -> Plan | ApiError:
+    def attempt(item: BatchItem) -> SpeechPlan | ApiError:
         try:
             return plan(service, item, item.input, info, streamed=False)
         except ApiError as error:
@@ -498,7 +498,7 @@ async def speak_batch(service: Service, request: Request) -> ASGIApp:
     ticket: Ticket = request.scope[TICKET]
     total = Usage(0, 0, 0, 0, {})
 
-    async def answer(index: int, planned: Plan | ApiError) -> JsonObject:
+    async def answer(index: int, planned: SpeechPlan | ApiError) -> JsonObject:
         try:
             if isinstance(planned, ApiError):
                 raise planned

@@ -38,7 +38,7 @@ from deltic.server.chat.generation import unavailable
 from deltic.server.errors import RETRY_LATER, ApiError, bad_request
 from deltic.server.fair_thread import FairThread
 from deltic.server.limits import Account, asking
-from deltic.server.speech.audio import MAX_REFERENCE_BYTES, RATE, AudioError, decode_reference
+from deltic.server.speech.audio import MAX_REFERENCE_BYTES, RATE, UnreadableAudio, decode_reference
 from deltic.server.speech.prompt import Prompter
 from deltic.server.speech.protocol import TASKS, voice_aliases
 from deltic.server.urls import Hosts, UrlError, fetch, of_base64, of_data_url
@@ -71,7 +71,7 @@ class Uploaded(msgspec.Struct, frozen=True, kw_only=True):
     """Name of the key that it came with."""
 
 
-class Stored(Uploaded, frozen=True, kw_only=True):
+class StoredVoice(Uploaded, frozen=True, kw_only=True):
     """A voice that was uploaded. It is never changed."""
 
     data: bytes | None
@@ -114,7 +114,7 @@ class VoiceStore:
         self._hosts = Hosts(config.allow_audio_host, "--allow-audio-host")
         self.directory = directory
         self._files = directory / "names" if directory else None
-        self._stored: dict[str, Stored] = {}
+        self._stored: dict[str, StoredVoice] = {}
         self._encoding = asyncio.Semaphore(2)
         """The engine makes one at a time; one more may be decoded meanwhile."""
         self._turns: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
@@ -136,15 +136,15 @@ class VoiceStore:
                     continue
                 self._stored[voice.name.lower()] = voice
 
-    def find(self, name: str) -> Stored | None:
+    def find(self, name: str) -> StoredVoice | None:
         return self._stored.get(name.lower())
 
-    def all(self) -> list[Stored]:
+    def all(self) -> list[StoredVoice]:
         return sorted(self._stored.values(), key=lambda voice: voice.name)
 
     async def add(
         self, name: str, consent: str, ref_text: str, audio: bytes | None, vector: list[float] | None, owner: str = ""
-    ) -> Stored:
+    ) -> StoredVoice:
         """Encodes and keeps a voice, of audio as it was uploaded or of a speaker's vector. name: as VoiceForm
         has it, so that it can be a file's; owner: the name of the key that asks. Raises ApiError.
         """
@@ -155,13 +155,13 @@ class VoiceStore:
             raise bad_request("ref_text", "needs audio_sample, whose transcript it is")
         kind: Literal["audio", "embedding"] = "audio" if vector is None else "embedding"
 
-        async def make() -> Stored:
+        async def make() -> StoredVoice:
             if audio is None:
                 data = np.asarray(vector, "<f4").tobytes()
             else:
                 data = await self._decode(audio, "audio_sample")
             key = key_of(data, kind, bool(ref_text))
-            voice = Stored(
+            voice = StoredVoice(
                 name=name,
                 key=key,
                 consent=consent,
@@ -180,7 +180,7 @@ class VoiceStore:
 
         return await self._in_turn(make)
 
-    async def _store(self, voice: Stored) -> Stored:
+    async def _store(self, voice: StoredVoice) -> StoredVoice:
         place = voice.name.lower()
         self._stored[place] = voice
         if self._files is not None:
@@ -247,7 +247,7 @@ class VoiceStore:
         self._client.drop_voice(key)
         return True
 
-    async def ready(self, voice: Stored) -> VoiceEncoded:
+    async def ready(self, voice: StoredVoice) -> VoiceEncoded:
         """Has the engine know a stored voice. Raises ApiError."""
         n_restarts, known = self._known.get(voice.key, (-1, None))
         if known is not None and n_restarts == self._client.n_restarts:
@@ -271,7 +271,7 @@ class VoiceStore:
         """A request with this voice failed: perhaps the engine lost it."""
         self._known.pop(key, None)
 
-    def _data(self, voice: Stored) -> bytes:
+    def _data(self, voice: StoredVoice) -> bytes:
         try:
             data = _read(self._path(voice)).data
         except (OSError, ValueError) as error:
@@ -280,7 +280,7 @@ class VoiceStore:
         assert data is not None
         return data
 
-    async def _encode(self, voice: Stored, data: bytes) -> VoiceEncoded:
+    async def _encode(self, voice: StoredVoice, data: bytes) -> VoiceEncoded:
         command = EncodeVoice(
             key=voice.key,
             needs_codes=bool(voice.ref_text),
@@ -331,7 +331,7 @@ class VoiceStore:
     async def _decode(self, data: bytes, param: str) -> bytes:
         try:
             return await decode_reference(data)
-        except AudioError as error:
+        except UnreadableAudio as error:
             raise bad_request(param, str(error), "invalid_audio") from None
 
     async def _reference_bytes(self, reference: str) -> bytes:
@@ -361,7 +361,7 @@ class VoiceStore:
             raise bad_request("ref_audio", f"is larger than {MAX_REFERENCE_BYTES // 1_000_000} MB")
         return data
 
-    def _path(self, voice: Stored) -> Path:
+    def _path(self, voice: StoredVoice) -> Path:
         assert self._files is not None
         return self._files / f"{voice.name.lower()}.voice"
 
@@ -379,7 +379,7 @@ def _local(url: str, directory: Path) -> bytes:
         raise bad_request("ref_audio", "no such file in the directory that this server reads") from None
 
 
-def _write(path: Path, voice: Stored) -> None:
+def _write(path: Path, voice: StoredVoice) -> None:
     """Whole or not at all."""
     data = voice.data
     assert data is not None
@@ -398,7 +398,7 @@ def _known(voice: Uploaded) -> JsonObject:
     return {field: getattr(voice, field) for field in Uploaded.__struct_fields__}
 
 
-def _read(path: Path, with_data: bool = True) -> Stored:
+def _read(path: Path, with_data: bool = True) -> StoredVoice:
     """Raises OSError, or ValueError for a file that is damaged; of the data's bits that shows only when they
     are read.
     """
@@ -410,7 +410,7 @@ def _read(path: Path, with_data: bool = True) -> Stored:
         data = file.read() if with_data else None
     if data is not None and hashlib.sha256(data).hexdigest() != head.digest:
         raise ValueError("the file is damaged")
-    return Stored(**_known(head), data=data)
+    return StoredVoice(**_known(head), data=data)
 
 
 @dataclass
