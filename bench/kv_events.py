@@ -21,7 +21,7 @@ import zmq
 
 from deltic.bench.provenance import checked, code, machine, now, runs_directory
 from deltic.engine.cache.cache import Cache
-from deltic.engine.cache.events import CacheEvents, Stored
+from deltic.engine.cache.events import BlocksStored, CacheEvents
 from deltic.engine.engine import Engine
 from deltic.engine.messages import EngineInfo, Request, SamplingParams
 from deltic.engine.step import Sequence
@@ -52,7 +52,7 @@ def request_s(
             if told := events.collect():
                 publisher.publish(TOPIC, told)
             tell_s += time.thread_time() - before
-            n_blocks += sum(len(event.blocks) for event in told if isinstance(event, Stored))
+            n_blocks += sum(len(event.blocks) for event in told if isinstance(event, BlocksStored))
     return time.process_time() - begin, n_steps, n_blocks, tell_s
 
 
@@ -81,7 +81,7 @@ def block_us(n_rounds: int) -> dict[str, float]:
         cache.release(sequence)  # leaves a checkpoint
         if is_told:
             told = events.collect()
-            assert sum(len(event.blocks) for event in told if isinstance(event, Stored)) == N_BLOCKS
+            assert sum(len(event.blocks) for event in told if isinstance(event, BlocksStored)) == N_BLOCKS
         checkpoint = cache.store.device.least_state()
         assert checkpoint is not None
         cache.store._evict_state(checkpoint)

@@ -44,7 +44,7 @@ FAR = 8192
 
 
 @dataclass(slots=True)
-class Load:
+class StepLoad:
     """The work of a step, as the cost model counts it."""
 
     n_decodes: int = 0
@@ -54,7 +54,7 @@ class Load:
     n_pairs: float = 0.0
 
     @classmethod
-    def of(cls, chunks: Iterable[Chunk], block_size: int) -> Load:
+    def of(cls, chunks: Iterable[Chunk], block_size: int) -> StepLoad:
         load = cls()
         for chunk in chunks:
             load.add(chunk, block_size)
@@ -86,7 +86,7 @@ class StepCost:
         self._even_context = 32768.0
         self._ratios: deque[float] = deque(maxlen=N_RATIOS)
 
-    def seconds(self, load: Load) -> float:
+    def seconds(self, load: StepLoad) -> float:
         """The estimate for a step; 0 while nothing is known."""
         curve = self.curve
         if not curve:
@@ -100,7 +100,7 @@ class StepCost:
         seconds += self.per_decode_s * load.n_decodes + self.per_key_s * load.n_keys
         return self.scale * (seconds + self.per_pair_s * load.n_pairs)
 
-    def room(self, load: Load, context: int, most: int) -> int:
+    def room(self, load: StepLoad, context: int, most: int) -> int:
         """Counts the tokens of one more prefill, after `context` tokens, that keep a step with `load` within
         the target.
 
@@ -117,7 +117,7 @@ class StepCost:
         sizes = range(1, -(-most // PAGE_SIZE) + 1)
         return min(most, PAGE_SIZE * bisect_right(sizes, self.target_s, key=with_blocks))
 
-    def observe(self, load: Load, seconds: float) -> None:
+    def observe(self, load: StepLoad, seconds: float) -> None:
         """Learns from a step that ran, if steps of its kind are estimated: it had a prefill, and somebody
         waited for it.
         """

@@ -133,7 +133,7 @@ class Stats(msgspec.Struct, array_like=True):
         return sum(self.accepted.values())
 
 
-class Reply(msgspec.Struct, kw_only=True):
+class EngineReply(msgspec.Struct, kw_only=True):
     """An event that answers a Question."""
 
     number: int = 0
@@ -158,13 +158,13 @@ class StepOutputs(msgspec.Struct, tag="step"):
     stats: Stats
 
 
-class CacheReport(Reply, tag="cache_report"):
+class CacheReport(EngineReply, tag="cache_report"):
     """The answer to InspectCache: plain data, as `GET /cache` shows it."""
 
     summary: dict[str, object]
 
 
-class CacheLocated(Reply, tag="cache_located"):
+class CacheLocated(EngineReply, tag="cache_located"):
     """The answer to LocateCache."""
 
     id: str
@@ -179,7 +179,7 @@ class CacheLocated(Reply, tag="cache_located"):
     """The error is the request's."""
 
 
-class VoiceEncoded(Reply, tag="voice_encoded"):
+class VoiceEncoded(EngineReply, tag="voice_encoded"):
     """The answer to EncodeVoice."""
 
     key: str
@@ -189,7 +189,7 @@ class VoiceEncoded(Reply, tag="voice_encoded"):
     """Reason why the voice could not be encoded; None if it was."""
 
 
-class AdapterLoaded(Reply, tag="adapter_loaded"):
+class AdapterLoaded(EngineReply, tag="adapter_loaded"):
     """The answer to LoadAdapter."""
 
     path: str

@@ -3,11 +3,10 @@
 Such a sequence is a thought, then forced ids, then text of a grammar; and it never contains a bad word.
 
 The grammar engine is llguidance. A few threads do the slow work beside the step: they compile grammars, take
-drawn tokens and make the next masks. They share only two queues with the engine's thread. All tokens that one
-step drew are one job. The library spreads it over threads of its own, so Python's lock changes hands twice a
-step, not twice a sequence. A sequence whose mask is not there when a step is planned sits that step out, and
-the others go on. Nothing else runs while the library makes its view of the vocabulary, once: seconds, where
-it is large. So this happens beside the loading of the weights, before anybody can ask.
+drawn tokens and make the next masks. They share only two queues with the engine's thread. All tokens of one
+step are one job, which the library spreads over threads of its own, so Python's lock changes hands twice a
+step, not twice a sequence. A sequence without its mask sits the step out. The library makes its view of the
+vocabulary once, which takes seconds where it is large: beside the loading of the weights.
 
 A guide depends on the drawn tokens only: a sequence that is preempted or computed again finds it as it was.
 """
@@ -31,7 +30,7 @@ import numpy as np
 
 from deltic.engine.messages import Constraint
 from deltic.engine.step import Rule, Sequence
-from deltic.engine.turns import Shares, Turns
+from deltic.engine.turns import NamespaceShares, Turns
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -43,17 +42,15 @@ LONG_GRAMMAR = 20_000
 NICENESS = 10
 """Niceness of threads that work beside the steps, which go first."""
 N_MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
-"""The library's threads that make the masks of a job."""
+"""Threads of the library that make the masks of a job."""
 SLOW_S, SLOW_EACH_S = 0.005, 0.0005
-"""A job that takes longer than SLOW_S plus SLOW_EACH_S a guide contains a slow guide. Each of its guides then
-has its next job to itself. Of a guide alone the processor's time counts: on a busy machine all take longer.
+"""Seconds of a job, and more for each guide, beyond which one of its guides is slow: each then has its next
+job to itself. Of a guide alone the processor's time counts, as on a busy machine all take longer.
 """
 N_ALONE = 100
 """Number of jobs that a slow guide has to itself, the slow one included."""
 HERE_S = 0.001
-"""Seconds of a step in which the engine's thread makes masks itself while the device computes ahead: waking
-another thread costs more than making a few masks.
-"""
+"""Seconds of a step for masks that the engine's thread makes, as waking another costs more than a few."""
 SWITCH_S = 0.0002
 """Seconds that Python (by default 0.005) lets a thread keep the lock while another waits, with workers."""
 LONGEST_WAIT_S = 0.001
@@ -111,8 +108,7 @@ class Guide:
 
     def __init__(self, sequence: Sequence, constraint: Constraint, n_ids: int, lexicon: Lexicon | None = None) -> None:
         """lexicon: the request's, if it says what may be drawn anywhere."""
-        self.sequence, self.constraint, self._n_ids = sequence, constraint, n_ids
-        self._lexicon = lexicon
+        self.sequence, self.constraint, self._n_ids, self._lexicon = sequence, constraint, n_ids, lexicon
         self._drawn: list[int] = []  # last, as far as the lexicon is to know them
         self.error = ""
         self.is_busy = False
@@ -195,9 +191,7 @@ class Guide:
         return fork
 
     def behind(self, tokens: Iterable[int]) -> Rule:
-        """The rule of the token behind these, which the guide has not taken. A grammar that would have to
-        take them has no say: its next mask is not made yet.
-        """
+        """The rule behind these tokens, which were not taken: without a grammar that would have to take them."""
         fork = self.forked()
         if any([fork.advance(token) for token in tokens]) or self.is_busy:
             fork.words = None
@@ -230,7 +224,7 @@ class Guide:
         return False
 
 
-class View(NamedTuple):
+class VocabularyView(NamedTuple):
     """A vocabulary as the library has it."""
 
     tokenizer: LLTokenizer
@@ -246,7 +240,7 @@ class Vocabulary:
         """tokenizer_json: gives the text of the tokenizer.json."""
         self._tokenizer_json = tokenizer_json
         self._lock = threading.Lock()
-        self._made: tuple[tuple[int, list[int]], View] | None = None
+        self._made: tuple[tuple[int, list[int]], VocabularyView] | None = None
 
     def begin(self, ids: Callable[[], tuple[int, Iterable[int]]]) -> None:
         """Starts to make the view, in a thread. ids: gives how many may be drawn, and which end a text."""
@@ -256,17 +250,16 @@ class Vocabulary:
                 n_ids, eos = ids()
                 self.view(n_ids, _ends(n_ids, eos))
 
-        # No daemon: Python crashes if it ends while one is in the library.
-        threading.Thread(target=make, name="vocabulary").start()
+        threading.Thread(target=make, name="vocabulary").start()  # no daemon: Python would crash at its end
 
-    def view(self, n_ids: int, eos: list[int]) -> View:
+    def view(self, n_ids: int, eos: list[int]) -> VocabularyView:
         """Raises ValueError."""
         with self._lock:
             if self._made is None or self._made[0] != (n_ids, eos):
                 self._made = (n_ids, eos), self._make(n_ids, eos)
             return self._made[1]
 
-    def _make(self, n_ids: int, eos: list[int]) -> View:
+    def _make(self, n_ids: int, eos: list[int]) -> VocabularyView:
         import llguidance  # few engines need it
 
         executor = llguidance.LLExecutor(N_MASK_THREADS)
@@ -275,13 +268,13 @@ class Vocabulary:
         except OSError as error:
             raise ValueError(f"{error.filename}, which it needs, cannot be read: {error.strerror}") from None
         try:
-            return View(llguidance.LLTokenizer(sealed, n_vocab=n_ids, eos_token=eos), executor, None)
+            return VocabularyView(llguidance.LLTokenizer(sealed, n_vocab=n_ids, eos_token=eos), executor, None)
         except ValueError:
             if not specials:
                 raise
             # Their first is the end of a text, which no grammar names.
             tokenizer = llguidance.LLTokenizer(sealed, n_vocab=n_ids, eos_token=specials[:1])
-            return View(tokenizer, executor, specials[0])
+            return VocabularyView(tokenizer, executor, specials[0])
 
 
 def _ends(n_ids: int, eos: Iterable[int]) -> list[int]:
@@ -299,14 +292,11 @@ class Guides:
         vocabulary: Vocabulary | None,
         is_busy: Callable[[], bool] | None = None,
     ) -> None:
-        """n_ids: ids that may be drawn. vocabulary: of the tokenizer; None: there is none. is_busy: whether
-        the device computes ahead, so that waiting costs nothing.
-        """
+        """n_ids: ids that may be drawn. is_busy: whether the device computes ahead, so that waiting is free."""
         self.n_ids = n_ids
         self.n_busy = 0
         """Number of guides that workers have, or have finished but that were not collected."""
-        self.has_tokenizer = vocabulary is not None
-        self._vocabulary = vocabulary
+        self.has_tokenizer, self._vocabulary = vocabulary is not None, vocabulary
         self._is_busy = is_busy or (lambda: False)
         self._eos = _ends(n_ids, eos_ids)
         self._only_eos = np.zeros(-(-n_ids // 32), np.uint32)
@@ -317,16 +307,13 @@ class Guides:
         self._mask_turns = Turns()
         self._n_jobs = 0
         self._starts: list[PriorityQueue[tuple[int, int, list[Guide] | None]]] = [PriorityQueue(), PriorityQueue()]
-        """Guides whose grammar is to be compiled, by turn and arrival: tenants take turns, by size. Those
-        of long grammars are in the second.
-        """
-        self._turns = Turns()
-        self._n_starts = 0
+        """Guides whose grammar is to be compiled, by turn and arrival; of long grammars in the second."""
+        self._turns, self._n_starts = Turns(), 0
         self._done: SimpleQueue[list[Guide]] = SimpleQueue()
         self._threads: list[threading.Thread] = []
         self._drew: dict[Guide, list[int]] = {}
         """Guides whose sequences drew in this step, and the tokens of each."""
-        self._compiled: Shares[tuple[LLMatcher, Words, bool]] = Shares(N_KEPT)  # by the grammar's text
+        self._compiled: NamespaceShares[tuple[LLMatcher, Words, bool]] = NamespaceShares(N_KEPT)  # by grammar
 
     # The engine's thread.
 
@@ -357,10 +344,9 @@ class Guides:
             self._drew.setdefault(guide, []).append(token)
 
     def ahead(self, guide: Guide, draft: list[int]) -> tuple[list[int], list[Rule]]:
-        """Cuts a draft to what may be drawn, and gives the rules of the token behind each part of it: of
-        none, of the first token, and so on. It ends in front of a token that is not allowed or that ends the
-        answer, where a grammar that a worker has would follow, and where making masks takes too long. The
-        guide must be ready.
+        """Cuts a draft to what may be drawn, and gives the rules of the token behind each part of it. It ends
+        in front of a token that is not allowed or ends the answer, where a grammar that a worker has would
+        follow, and where masks take too long. The guide must be ready.
         """
         kept, rules, fork = list[int](), [Rule.of(guide)], guide.forked()
         deadline, n_taken = time.perf_counter() + AHEAD_S, 0
@@ -384,9 +370,7 @@ class Guides:
         return kept, rules
 
     def give(self) -> None:
-        """Starts to make the masks that follow a step's tokens: the workers, or, while the device is busy
-        anyway, this thread at once.
-        """
+        """Starts the masks behind a step's tokens: the workers, or this thread while the device is busy."""
         slow = [([guide], [tokens]) for guide, tokens in self._drew.items() if guide.n_alone]
         guides = [guide for guide in self._drew if not guide.n_alone]
         tokens = [self._drew[guide] for guide in guides]
@@ -432,9 +416,8 @@ class Guides:
     def collect(self, decodes: list[Sequence], step_s: float) -> list[Guide]:
         """Takes back finished guides. Returns those that failed, or whose answer is over.
 
-        Waits once for each mask of `decodes`: while the device computes ahead, and then for at most
-        LONGEST_WAIT_S. The larger the share of decodes that would sit out a step of step_s seconds, the
-        longer it waits.
+        Waits once for each mask of `decodes`: while the device computes ahead, and then for LONGEST_WAIT_S at
+        most, the longer, the larger the share of decodes that would sit out a step of step_s seconds.
         """
         if not self.n_busy:
             return []
@@ -533,9 +516,8 @@ class Guides:
             tokens = [[end if token in self._eos else token for token in drawn] for drawn in tokens]
         matchers = [guide.matcher for guide in guides if guide.matcher is not None]
         if len(guides) > 1 and all(len(drawn) == 1 for drawn in tokens):
-            taken = self._view().executor.consume_token_par(
-                [(m, token) for m, (token,) in zip(matchers, tokens, strict=True)]
-            )
+            pairs = [(m, token) for m, (token,) in zip(matchers, tokens, strict=True)]
+            taken = self._view().executor.consume_token_par(pairs)
         else:
             taken = [matcher.consume_tokens(drawn) for matcher, drawn in zip(matchers, tokens, strict=True)]
         words = self._empty(len(guides)) if words is None else words
@@ -586,7 +568,7 @@ class Guides:
             satisfied[i] = np.array_equal(row[:64], eos[:64]) and np.array_equal(row, eos)
         return satisfied
 
-    def _view(self) -> View:
+    def _view(self) -> VocabularyView:
         """Raises ValueError."""
         assert self._vocabulary is not None
         return self._vocabulary.view(self.n_ids, self._eos)
@@ -595,9 +577,8 @@ class Guides:
 def _sealed(text: str) -> tuple[str, list[int]]:
     """A tokenizer.json without special literals in text, and the ids of its special tokens.
 
-    Where a grammar leaves only one text, the library takes the tokens that the tokenizer makes of it. Those
-    must have the text's own bytes. So nothing is normalised, and an added token (`<|im_end|>`, `<think>`) has
-    a name that nobody can write; grammars name it by its number.
+    Where a grammar leaves only one text, the library takes the tokens that the tokenizer makes of it, which
+    must have its bytes. So nothing is normalised, and added tokens have names that nobody can write.
     """
     fields = msgspec.json.decode(text)
     fields["normalizer"] = None

@@ -49,7 +49,7 @@ import msgspec
 
 from deltic.engine.admission import Admission, in_turns, rank
 from deltic.engine.cache.cache import Cache, pages_for
-from deltic.engine.cost import Load, StepCost
+from deltic.engine.cost import StepCost, StepLoad
 from deltic.engine.drafts import Drafting
 from deltic.engine.guides import Guides
 from deltic.engine.messages import AddText, EngineInfo, FinishReason, Output, Request
@@ -221,9 +221,8 @@ class Scheduler:
             request.params = msgspec.structs.replace(request.params, max_tokens=most)
 
     def abort(self, request_id: str, index: int | None = None, if_waiting: bool = False) -> list[Output]:
-        """Ends a request or one of its sequences; what it owned is free on return.
-
-        if_waiting: only if it never had a batch slot.
+        """Ends a request or one of its sequences; what it owned is free on return. if_waiting: only if it never
+        had a batch slot.
         """
         group = self._open.get(request_id, {})
         # Siblings first, so that none is made the new first one only to be ended next.
@@ -290,8 +289,8 @@ class Scheduler:
         self.cache.store.poll()
         if not self._open:
             return None
-        step = Step()
         self._grow_decodes()
+        step = Step()
         if len(self._n_open_of) > 1:
             self._admission.admit_newcomers(step, len(self._n_open_of))
         for sequence in self._decodes:
@@ -339,7 +338,8 @@ class Scheduler:
             if self.info.n_lookahead:
                 # The measured time is too short: this decode began in the step before, so the host waited for
                 # its rest alone. And the next decode is queued before the tower.
-                step_s = max(step_s, cost.seconds(Load(len(self._decodes), sum(s.n_computed for s in self._decodes))))
+                n_keys = sum(s.n_computed for s in self._decodes)
+                step_s = max(step_s, cost.seconds(StepLoad(len(self._decodes), n_keys)))
             return max(TOWER_SHARE * cost.target_s - step_s, 1e-3)
         return cost.target_s if cost is not None and cost.is_shared else IDLE_S
 
@@ -373,7 +373,7 @@ class Scheduler:
         budget = self.max_step_tokens - (n_decodes if self.info.canonical_decode else 0)
         budget = max(budget, PAGE_SIZE)  # decodes may slow a prefill, not stop it
         cost = self.cost
-        load = Load.of(step.chunks, self.info.block_size) if cost and (self._decodes or cost.is_shared) else None
+        load = StepLoad.of(step.chunks, self.info.block_size) if cost and (self._decodes or cost.is_shared) else None
         n_rows = self.max_logit_rows - n_decodes
         candidates = self._admission.candidates()
         candidate = next(candidates, None)
@@ -591,7 +591,7 @@ class Scheduler:
         if self.drafting is not None:
             self.drafting.observe(step, seconds, guess_s)
         if self.cost and not step.chunks[-1].is_decode:
-            self.cost.observe(Load.of(step.chunks, self.info.block_size), seconds)
+            self.cost.observe(StepLoad.of(step.chunks, self.info.block_size), seconds)
 
     def check(self) -> None:
         """Raises IntegrityError unless sequences, prefix tree and free lists make up all memory."""

@@ -69,7 +69,7 @@ SMOOTHING = 0.2
 Samples = NDArray[np.float32]
 
 
-class Pending(Protocol):
+class PendingAudio(Protocol):
     """Chunks that a vocoder has begun."""
 
     def is_done(self) -> bool: ...
@@ -89,11 +89,11 @@ class StreamVocoder(Protocol):
 
     def open(self, state_slot: int, state: NDArray[np.float32] | None = None) -> None: ...
 
-    def begin(self, chunks: list[tuple[int, NDArray[np.int32]]]) -> Pending: ...
+    def begin(self, chunks: list[tuple[int, NDArray[np.int32]]]) -> PendingAudio: ...
 
 
 @dataclass(slots=True, eq=False)
-class Stream:
+class SpeechStream:
     """The codes of a sequence, and how far they have become audio."""
 
     id: str
@@ -139,8 +139,8 @@ class Stream:
 
 @dataclass(slots=True)
 class _Flight:
-    pending: Pending
-    parts: list[tuple[Stream, int]]
+    pending: PendingAudio
+    parts: list[tuple[SpeechStream, int]]
     """Streams with the frames taken of each."""
     begun_at: float
     is_first: bool
@@ -171,7 +171,7 @@ class SpeechStage:
         self._is_beside = False
         self._flight_s = self._first_s = 0.0
         """Estimates: of a batch, and of one that somebody waits for."""
-        self._streams: dict[tuple[str, int], Stream] = {}
+        self._streams: dict[tuple[str, int], SpeechStream] = {}
         self._free = list(range(n_slots))[::-1]
         self._flight: _Flight | None = None
         self._counted = SpeechStats()
@@ -238,11 +238,11 @@ class SpeechStage:
         self.step_s = _smoothed(self.step_s, now - self._step_at)
         return self.hold(outputs)
 
-    def _open(self, sequence: Sequence, now: float) -> Stream:
+    def _open(self, sequence: Sequence, now: float) -> SpeechStream:
         speech, key = sequence.request.speech, (sequence.request.id, sequence.index)
         is_primed = speech is not None and speech.is_primed
         state = sequence.voice.state if is_primed and sequence.voice is not None else None
-        self._streams[key] = stream = Stream(
+        self._streams[key] = stream = SpeechStream(
             *key,
             is_streamed=speech is None or speech.is_streamed,
             first_frames=0 if speech is None else speech.first_chunk_frames,
@@ -279,18 +279,18 @@ class SpeechStage:
                 ended.append(Output(name, i, finish_reason="abort"))
         return ended
 
-    def _close(self, stream: Stream) -> None:
+    def _close(self, stream: SpeechStream) -> None:
         del self._streams[stream.id, stream.index]
         stream.is_dropped = True
         if not self._is_flying(stream):
             self._release(stream)
 
-    def _release(self, stream: Stream) -> None:
+    def _release(self, stream: SpeechStream) -> None:
         if stream.state_slot is not None:
             self._free.append(stream.state_slot)
             stream.state_slot = None
 
-    def _is_flying(self, stream: Stream) -> bool:
+    def _is_flying(self, stream: SpeechStream) -> bool:
         return self._flight is not None and any(s is stream for s, _ in self._flight.parts)
 
     # What goes to the vocoder.
@@ -332,13 +332,13 @@ class SpeechStage:
             outputs += self._land()
         return outputs
 
-    def _has_state_slot(self, stream: Stream) -> bool:
+    def _has_state_slot(self, stream: SpeechStream) -> bool:
         return stream.state_slot is not None or bool(self._free)
 
-    def _pick(self, now: float, is_busy: bool, n_open: int) -> list[tuple[Stream, int]]:
+    def _pick(self, now: float, is_busy: bool, n_open: int) -> list[tuple[SpeechStream, int]]:
         """The streams to vocode now, and how many frames of each, earliest deadline first."""
         first_frames, n_unheard = self._first_frames(), n_open
-        ready: list[Stream] = []
+        ready: list[SpeechStream] = []
         for stream in self._streams.values():
             goes_on = is_busy and stream.goes_on
             n_unheard -= goes_on and (stream.dry_at is not None or not stream.is_streamed)
@@ -362,15 +362,15 @@ class SpeechStage:
         return self._earliest(ready, first_frames, limit, now, n_most)
 
     def _earliest(
-        self, ready: Iterable[Stream], first_frames: int, limit: float, now: float, n_most: int
-    ) -> list[tuple[Stream, int]]:
+        self, ready: Iterable[SpeechStream], first_frames: int, limit: float, now: float, n_most: int
+    ) -> list[tuple[SpeechStream, int]]:
         """Frames due before `limit`, and first chunks.
 
         They are no more than can be done by the earliest deadline. But the batch may always hold one frame
         for each stream that is about to be late, up to a batch that is worth it; and, where steps leave no
         time, as many as that batch.
         """
-        heap: list[tuple[float, int, Stream, int]] = []  # deadline, order, stream, frames taken
+        heap: list[tuple[float, int, SpeechStream, int]] = []  # deadline, order, stream, frames taken
         for i, stream in enumerate(ready):
             deadline = stream.deadline(0, FIRST_S if stream.is_streamed else WHOLE_S)
             if stream.is_awaited:
@@ -382,7 +382,7 @@ class SpeechStage:
         least_s = self.frame_s * (min(n_due, WORTH_FRAMES) if has_time else WORTH_FRAMES)
         heapify(heap)
         taken_s = self.step_s if self._is_beside else 0.0  # what is done beside a step is taken behind it
-        taken: dict[int, tuple[Stream, int]] = {}
+        taken: dict[int, tuple[SpeechStream, int]] = {}
         n_free, total, latest = len(self._free), 0, np.inf
         while heap and total < n_most:
             deadline, i, stream, n = heappop(heap)
@@ -417,7 +417,7 @@ class SpeechStage:
         both = self.step_s, self.frame_s * n_live
         return max(both) if self._is_beside else sum(both)
 
-    def _gathers(self, ready: list[Stream]) -> bool:
+    def _gathers(self, ready: list[SpeechStream]) -> bool:
         """Returns whether streams should wait for a batch that is worth it.
 
         They do when they will be late anyway: a larger batch wins them time.
@@ -463,7 +463,7 @@ class SpeechStage:
             outputs.append(output)
         return outputs
 
-    def _fail(self, parts: list[tuple[Stream, int]], error: Exception) -> list[Output]:
+    def _fail(self, parts: list[tuple[SpeechStream, int]], error: Exception) -> list[Output]:
         """The vocoder failed: its streams end with an error, where they have not ended meanwhile."""
         self._flight = None
         log.error("the vocoder failed", exc_info=error)

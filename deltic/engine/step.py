@@ -50,7 +50,7 @@ class Rule(NamedTuple):
     bans_end: bool = False
 
     @classmethod
-    def of(cls, guide: Guide | None) -> Rule:
+    def of(cls, guide: TokenGuide | None) -> Rule:
         """The rule that a guide has for the next token."""
         return cls() if guide is None else cls(guide.mask, guide.bans_end)
 
@@ -59,7 +59,7 @@ class Rule(NamedTuple):
         return self.mask is None or bool(int(self.mask[token // 32]) >> token % 32 & 1)
 
 
-class Guide(Protocol):
+class TokenGuide(Protocol):
     """Says which ids a sequence may draw next (engine/guides.py)."""
 
     @property
@@ -168,7 +168,7 @@ class Sequence:
     """The adapter that changes its rows; None: there is none."""
     voice: Voice | None = None
     """The voice of the prompt's rows, kept as long as the sequence; None: it has none."""
-    guide: Guide | None = None
+    guide: TokenGuide | None = None
     """The guide that says which id may be next; None: any may."""
     drafter: Any = None
     """The drafts.Drafter that drafts for it; None: nobody did yet."""

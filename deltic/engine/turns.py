@@ -30,7 +30,7 @@ class Turns:
         return turn
 
 
-class Shares(Generic[Item]):
+class NamespaceShares(Generic[Item]):
     """A cache whose room namespaces share: the one that has the most loses what it used least recently.
 
     Each namespace finds its own items only, since that one is there already tells that somebody asked for it.

@@ -27,11 +27,11 @@ from deltic.engine.events import (
     AdapterLoaded,
     CacheLocated,
     CacheReport,
+    EngineReply,
     Event,
     Loading,
     Pong,
     Ready,
-    Reply,
     StartFailed,
     Stats,
     StepOutputs,
@@ -85,7 +85,7 @@ class QueueFull(RuntimeError):
         self.retry_after_s = retry_after_s
 
 
-A = TypeVar("A", bound=Reply)
+A = TypeVar("A", bound=EngineReply)
 
 Deliver = Callable[[list[Output]], None]
 """Takes outputs of one request, in their order."""
@@ -440,7 +440,7 @@ class EngineClient:
             case Pong():
                 self._is_pinged, self.is_stuck = False, event.is_stuck
                 self.n_signs += not event.is_stuck
-            case Reply():
+            case EngineReply():
                 # No future: `stop` has answered for the engine. It is done: who asked has left.
                 answer = self._asked.pop(event.number, None)
                 if answer is not None and not answer.done():

@@ -25,7 +25,7 @@ import msgspec
 import zmq
 
 from deltic.config import ConfigError
-from deltic.engine.cache.events import CacheEvent, ExtraKey, Removed, Stored
+from deltic.engine.cache.events import BlocksStored, CacheEvent, ExtraKey, Removed
 from deltic.host.launch import EventSockets
 from deltic.ops.geometry import PAGE_SIZE
 
@@ -96,7 +96,7 @@ _encode = msgspec.msgpack.Encoder().encode
 
 
 def _on_the_wire(event: CacheEvent) -> BlockStored | BlockRemoved | AllBlocksCleared:
-    if isinstance(event, Stored):
+    if isinstance(event, BlocksStored):
         blocks = event.blocks
         return BlockStored(
             [block.hash for block in blocks],

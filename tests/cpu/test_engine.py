@@ -19,7 +19,7 @@ from deltic.commands.plan import _cache_table
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.tiers import Move
 from deltic.engine.cache.tree import Kind
-from deltic.engine.cost import Load
+from deltic.engine.cost import StepLoad
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Output, Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, Sequence, Step
@@ -563,7 +563,7 @@ def test_fitting_the_cost_of_a_step_leaves_nothing_behind(monkeypatch: pytest.Mo
             engine.fit_cost()
             cost = engine.scheduler.cost
             assert cost is not None and [x for x, _ in cost.curve] == [0, 64, 128]  # of 256 less a decode
-            assert cost.room(Load(1), 0, 255) == 255
+            assert cost.room(StepLoad(1), 0, 255) == 255
         for n in (1, 70, 150):
             params = SamplingParams(max_tokens=40, seed=n, ignore_eos=True, repetition_penalty=1.2, logprobs=2)
             engine.add(Request(id=str(n), prompt_ids=prompt(n), params=params))

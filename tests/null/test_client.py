@@ -26,7 +26,7 @@ if __name__ == "__main__":
     sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from deltic.config import EngineConfig
-from deltic.engine.events import AdapterLoaded, CacheReport, CacheStats, Event, Loading, Reply, SpeechStats, Stats
+from deltic.engine.events import AdapterLoaded, CacheReport, CacheStats, EngineReply, Event, Loading, SpeechStats, Stats
 from deltic.engine.messages import Command, EncodeVoice, Output, Request, SamplingParams
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.host.process import ServedModel
@@ -470,7 +470,7 @@ async def time_queue(n: int, n_tokens: int) -> None:
 def test_every_event_has_a_branch_of_its_own(kind: type[Event]) -> None:
     """One that has none would be taken for Ready: mypy says so, and so does this. Replies share one."""
     cases = {case.split("(")[0] for case in inspect.getsource(EngineClient._take).split("case ")[1:]}
-    assert cases & {kind.__name__, *(["Reply"] if issubclass(kind, Reply) else [])}
+    assert cases & {kind.__name__, *(["EngineReply"] if issubclass(kind, EngineReply) else [])}
     with pytest.raises(AssertionError):
         EngineClient(EngineConfig(), 100)._take(object(), [])  # type: ignore[arg-type]
 

@@ -8,18 +8,18 @@ from random import Random
 
 import pytest
 
-from deltic.engine.cost import Load, StepCost
+from deltic.engine.cost import StepCost, StepLoad
 from deltic.engine.step import Step
 from deltic.ops.geometry import PAGE_SIZE
 from tests.fakes import FakeRunner
 
-Machine = Callable[[Load], float]
+Machine = Callable[[StepLoad], float]
 
 MOST = 4096
 """Tokens of a step."""
 
 
-def machine(load: Load) -> float:
+def machine(load: StepLoad) -> float:
     """Seconds of a step: bound by reading weights up to some 32 rows, then by multiplying; attention beside it."""
     n_rows = load.n_rows + load.n_decodes
     return max(0.030, 0.0011 * n_rows) + 0.002 * load.n_decodes + 1e-7 * load.n_keys + 1e-7 * load.n_pairs
@@ -34,7 +34,7 @@ def fitted(target_s: float, machine: Machine, monkeypatch: pytest.MonkeyPatch, *
         assert len({c.sequence.batch_slot for c in step.chunks}) == len(step.chunks)
         pages = [page for chunk in step.chunks for page in chunk.sequence.pages]
         assert len(set(pages)) == len(pages) and max(pages) < runner.info.n_pages
-        clock[0] += machine(Load.of(step.chunks, 1))
+        clock[0] += machine(StepLoad.of(step.chunks, 1))
 
     runner = FakeRunner(max_model_len=16384, **{"n_pages": 400, **info})
     cost = StepCost(target_s)
@@ -50,7 +50,7 @@ def prefill(
     """Runs a prompt beside decodes, as the scheduler cuts it: seconds of each step."""
     at, times = 0, []
     while at < n_prompt:
-        load = Load(n_decodes, 500 * n_decodes)
+        load = StepLoad(n_decodes, 500 * n_decodes)
         length = min(n_prompt - at, max(PAGE_SIZE, cost.room(load, at, MOST)))
         load.add_prefill(length, at)
         times.append(machine(load) * noise())
@@ -66,12 +66,12 @@ def test_a_fitted_model_keeps_to_the_target_from_the_first_step(
 ) -> None:
     """A machine a hundred times as fast, and one so slow that nothing but a decode is measured: there 64 tokens a step."""
 
-    def this(load: Load) -> float:
+    def this(load: StepLoad) -> float:
         return machine(load) * speed
 
     cost = fitted(target_s, this, monkeypatch)
-    assert cost.fit_s < 0.3 + 2 * this(Load(1, 0, 64, 64 * 32))  # type: ignore[attr-defined]
-    floor = max(target_s, this(Load(8, 4000, PAGE_SIZE, PAGE_SIZE * 8192)))
+    assert cost.fit_s < 0.3 + 2 * this(StepLoad(1, 0, 64, 64 * 32))  # type: ignore[attr-defined]
+    floor = max(target_s, this(StepLoad(8, 4000, PAGE_SIZE, PAGE_SIZE * 8192)))
     times = prefill(cost, this, 8192)
     assert max(times) <= floor * 1.02
     if floor == target_s and speed > 0.1:
@@ -81,7 +81,7 @@ def test_a_fitted_model_keeps_to_the_target_from_the_first_step(
 def test_without_a_fit_it_begins_with_64_tokens_and_learns() -> None:
     cost = StepCost(0.5)
     times = prefill(cost, machine, 16384)
-    assert times[0] == machine(Load(8, 4000, PAGE_SIZE, PAGE_SIZE * PAGE_SIZE / 2))
+    assert times[0] == machine(StepLoad(8, 4000, PAGE_SIZE, PAGE_SIZE * PAGE_SIZE / 2))
     assert max(times) <= 0.5 * 1.02 and times[-2] > 0.3
 
 
@@ -90,28 +90,28 @@ def test_noise_leaves_the_target_and_accidents_the_chunks(monkeypatch: pytest.Mo
     cost = fitted(0.3, machine, monkeypatch)
     times = [t for _ in range(12) for t in prefill(cost, machine, 8192, noise=lambda: rng.uniform(0.9, 1.1))]
     assert sorted(times)[len(times) * 99 // 100] <= 0.3 * 1.1
-    before = cost.room(Load(8), 0, 512)
+    before = cost.room(StepLoad(8), 0, 512)
     slow = iter([10.0, *[1.0] * 15] * 1000)  # somebody else has the machine for one step of sixteen
     prefill(cost, machine, 20_000, noise=lambda: next(slow))
-    assert cost.room(Load(8), 0, 512) >= before
+    assert cost.room(StepLoad(8), 0, 512) >= before
 
 
 def test_it_follows_a_machine_that_gets_slower_and_faster(monkeypatch: pytest.MonkeyPatch) -> None:
     cost = fitted(0.5, machine, monkeypatch)
     prefill(cost, machine, 8192)
-    usual = cost.room(Load(8), 0, 512)
+    usual = cost.room(StepLoad(8), 0, 512)
     slow = prefill(cost, machine, 16384, noise=lambda: 2.0)
-    assert sum(t > 0.5 * 1.02 for t in slow) <= 3 and cost.room(Load(8), 0, 512) < usual
+    assert sum(t > 0.5 * 1.02 for t in slow) <= 3 and cost.room(StepLoad(8), 0, 512) < usual
     prefill(cost, machine, 16384)
-    assert cost.room(Load(8), 0, 512) == usual
+    assert cost.room(StepLoad(8), 0, 512) == usual
 
 
 def test_context_and_decodes_count(monkeypatch: pytest.MonkeyPatch) -> None:
     cost = fitted(0.3, machine, monkeypatch)
-    assert cost.room(Load(1), 0, 512) > cost.room(Load(1), 12_000, 512) > 0
-    assert cost.room(Load(1), 0, 512) > cost.room(Load(64), 0, 512)
-    assert cost.room(Load(1), 0, 200) == 200, "what fits as a whole is not cut to the grid"
-    more = Load(1)
+    assert cost.room(StepLoad(1), 0, 512) > cost.room(StepLoad(1), 12_000, 512) > 0
+    assert cost.room(StepLoad(1), 0, 512) > cost.room(StepLoad(64), 0, 512)
+    assert cost.room(StepLoad(1), 0, 200) == 200, "what fits as a whole is not cut to the grid"
+    more = StepLoad(1)
     more.add_prefill(cost.room(more, 0, 512), 0)
     assert cost.room(more, 0, 512) == 0
 

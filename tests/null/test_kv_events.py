@@ -25,7 +25,7 @@ import zmq
 
 from bench.cache_reader import Index, Score, first_key, next_key
 from deltic.config import ConfigError, EngineConfig, ServerConfig
-from deltic.engine.cache.events import HASH_MASK, CacheEvent, CacheEvents, Cleared, Removed, Stored
+from deltic.engine.cache.events import HASH_MASK, BlocksStored, CacheEvent, CacheEvents, Cleared, Removed
 from deltic.engine.cache.tree import Node, root_key
 from deltic.engine.cache.tree import next_key as tree_key
 from deltic.engine.events import Ready
@@ -143,7 +143,7 @@ def is_hidden(node: Node) -> bool:
 
 def check_form(told: list[CacheEvent]) -> None:
     for event in told:
-        hashes = [block.hash for block in event.blocks] if isinstance(event, Stored) else []
+        hashes = [block.hash for block in event.blocks] if isinstance(event, BlocksStored) else []
         hashes += event.hashes if isinstance(event, Removed) else []
         assert all(0 < hash_ <= HASH_MASK for hash_ in hashes) and len(set(hashes)) == len(hashes)
 
@@ -253,7 +253,7 @@ def test_a_prompt_is_one_event_up_to_its_last_checkpoint() -> None:
     told, prompt = told_with(), some_ids(Random(1), 1000)
     told.complete(prompt)
     assert told.heard[0] == Cleared()
-    (stored,) = of_kind(told.heard, Stored)
+    (stored,) = of_kind(told.heard, BlocksStored)
     assert [len(block.tokens) for block in stored.blocks] == [PAGE_SIZE] * 15 and stored.medium == "GPU"
     assert [t for block in stored.blocks for t in block.tokens] == prompt[:960]
     assert [block.parent for block in stored.blocks] == [None, *(block.hash for block in stored.blocks[:-1])]
@@ -273,7 +273,7 @@ def test_a_prompt_is_one_event_up_to_its_last_checkpoint() -> None:
 def test_an_answer_is_told_page_by_page_as_its_checkpoint_moves_on() -> None:
     told = told_with()
     told.complete(some_ids(Random(2), 100), max_tokens=300)
-    stored = of_kind(told.heard, Stored)
+    stored = of_kind(told.heard, BlocksStored)
     assert [len(event.blocks) for event in stored] == [1] * 6 and not of_kind(told.heard, Removed)
     assert [event.blocks[0].parent for event in stored] == [None, *(e.blocks[0].hash for e in stored[:-1])]
 
@@ -307,11 +307,11 @@ def test_tiers_are_media(gpu: bool) -> None:
     told.complete(prompt)
     told.session.settle()
     told.listen()
-    assert [event.medium for event in of_kind(told.heard, Stored)] == ["GPU", "DISK"]
+    assert [event.medium for event in of_kind(told.heard, BlocksStored)] == ["GPU", "DISK"]
     for seed in range(3):
         told.complete(some_ids(Random(seed), 500))
-    kinds = [(type(event), event.medium) for event in of_kind(told.heard, Stored) + of_kind(told.heard, Removed)]
-    assert (Stored, "CPU") in kinds and (Removed, "GPU") in kinds and (Removed, "CPU") not in kinds
+    kinds = [(type(event), event.medium) for event in of_kind(told.heard, BlocksStored) + of_kind(told.heard, Removed)]
+    assert (BlocksStored, "CPU") in kinds and (Removed, "GPU") in kinds and (Removed, "CPU") not in kinds
     assert told.predicted(prompt) == 448
     # A new process finds the disk's, and tells of it once a request has passed.
     again = FakeRunner(n_slots=12, n_pages=16, max_model_len=640, gpu=gpu)
@@ -331,7 +331,7 @@ def test_salts_and_namespaces_are_extra_keys_of_the_first_block() -> None:
     told.complete(prompt, namespace="bob", cache_salt="s")
     assert told.predicted(prompt) == 0 and told.predicted(prompt, "s") == 256
     assert told.predicted(prompt, "bob\n") == told.predicted(prompt, "bob\ns") == 256
-    firsts = [event.blocks for event in of_kind(told.heard, Stored)]
+    firsts = [event.blocks for event in of_kind(told.heard, BlocksStored)]
     assert [blocks[0].extra for blocks in firsts] == [("s",), ("bob\n",), ("bob\ns",)]
     assert all(block.extra is None for blocks in firsts for block in blocks[1:])
     told.complete(prompt)
@@ -343,13 +343,13 @@ def test_an_adapter_is_a_model_of_its_own() -> None:
     held = type("Held", (), {"state_slot": 0, "n_sequences": 0})()
     told.session.engine.adapters = type("All", (), {"find": staticmethod(lambda key: held)})()
     told.complete(prompt, adapter=b"a" * 16, adapter_name="sql", cache_salt="s")
-    blocks = of_kind(told.heard, Stored)[0].blocks
+    blocks = of_kind(told.heard, BlocksStored)[0].blocks
     assert [block.extra for block in blocks[:2]] == [("sql", "s"), ("sql",)] and blocks[0].lora == "sql"
     assert told.predicted(prompt, "s") == 0 and told.predicted(prompt, "s", model="sql") == 256
     plain = told_with()
     plain.complete(prompt, cache_salt="s")
     assert {block.hash for block in blocks}.isdisjoint(
-        block.hash for event in of_kind(plain.heard, Stored) for block in event.blocks
+        block.hash for event in of_kind(plain.heard, BlocksStored) for block in event.blocks
     )
 
 
@@ -362,7 +362,7 @@ def test_pictures_are_in_every_block_that_they_touch() -> None:
     told.session.engine.scheduler.add(request, None, None)
     told.session.requests["x"] = request
     told.run()
-    blocks = of_kind(told.heard, Stored)[0].blocks
+    blocks = of_kind(told.heard, BlocksStored)[0].blocks
     one, two = "01" * 32, "02" * 32
     assert [block.extra for block in blocks] == [None, ((one, 36),), ((one, -28),), ((two, 8),)]
 

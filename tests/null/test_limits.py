@@ -22,7 +22,7 @@ from deltic.config import ConfigError, ServerConfig
 from deltic.engine.cache.cache import Cache
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.scheduler import Scheduler
-from deltic.engine.turns import Shares
+from deltic.engine.turns import NamespaceShares
 from deltic.server.limits import Account, Accounts
 from deltic.server.metrics import MAX_KEYS, REST, Exposition, KeyNumbers
 from tests.fake_engine import FakeEngineClient, make_app, served, server_log
@@ -441,7 +441,7 @@ def steps_until_done(bench: Bench, id: str) -> int:
 
 
 def test_the_namespace_with_the_most_loses_what_it_used_least_recently() -> None:
-    shares: Shares[str] = Shares(6, len)
+    shares: NamespaceShares[str] = NamespaceShares(6, len)
     for namespace, item in (("b", "b"), ("a", "a"), ("a", "aa"), ("a", "A")):
         shares.put(namespace, item, item)
     assert shares.get("a", "a") == "a" and shares.get("b", "a") is None, "each has its own"

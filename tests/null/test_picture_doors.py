@@ -781,7 +781,7 @@ def test_one_key_does_not_hold_up_the_pictures_of_another(monkeypatch: pytest.Mo
         return pictures.of_pixels(bytes(3072 * 4), 64, 64)
 
     monkeypatch.setattr(picture_parts, "read_picture", slow)
-    monkeypatch.setattr(picture_parts.Shares, "get", lambda *_: None)
+    monkeypatch.setattr(picture_parts.NamespaceShares, "get", lambda *_: None)
 
     async def go() -> None:
         async with clients(seeing()) as (anna, ben):

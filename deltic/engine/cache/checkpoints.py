@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from deltic.engine.cache.disk import Search
-from deltic.engine.cache.placement import Load, Placement
+from deltic.engine.cache.placement import Placement, TierLoad
 from deltic.engine.cache.tree import DEVICE, SUPERSEDED, Kind, Node
 from deltic.engine.messages import EngineInfo, Picture
 from deltic.engine.step import Chunk, Sequence
@@ -37,7 +37,7 @@ class Prefix:
     """Depths at which its prefill leaves checkpoints, ascending, and why."""
     tail: Node | None = None
     """The checkpoint behind its generated tokens, which moves on with them."""
-    load: Load | None = None
+    load: TierLoad | None = None
     """The load that it waits for, or waited for."""
     n_loads: int = 0
     search: Search | None = None

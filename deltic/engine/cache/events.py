@@ -68,7 +68,7 @@ class Block:
 
 
 @dataclass(slots=True)
-class Stored:
+class BlocksStored:
     """Blocks of one path, one behind the other, are in a medium."""
 
     blocks: list[Block]
@@ -88,7 +88,7 @@ class Cleared:
     """Event: every medium is empty."""
 
 
-CacheEvent = Stored | Removed | Cleared
+CacheEvent = BlocksStored | Removed | Cleared
 
 
 class CacheEvents:
@@ -183,8 +183,8 @@ class CacheEvents:
                 dirty |= dict.fromkeys(_beyond(node))
         gone: dict[int, list[int]] = {}
         moved: dict[int, list[int]] = {}
-        runs: list[Stored] = []
-        ends: dict[tuple[Node | None, int], Stored] = {}
+        runs: list[BlocksStored] = []
+        ends: dict[tuple[Node | None, int], BlocksStored] = {}
         for node in sorted(dirty, key=_depth):
             block: Block | None = node.block
             if block is None:
@@ -198,7 +198,7 @@ class CacheEvents:
                 elif medium & block.told & ~before:
                     run = ends.pop((node.parent, medium), None)
                     if run is None:
-                        run = Stored([], MEDIA[medium])
+                        run = BlocksStored([], MEDIA[medium])
                         runs.append(run)
                     run.blocks.append(block)
                     ends[node, medium] = run

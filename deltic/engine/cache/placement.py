@@ -29,7 +29,7 @@ from deltic.ops.geometry import PAGE_SIZE
 
 
 @dataclass(slots=True, eq=False)
-class Load:
+class TierLoad:
     """Pages and a state on their way to device memory."""
 
     path: list[Node]
@@ -120,7 +120,7 @@ class Placement:
         )
         self.host = HostMemory(tree, tiers, self._forget_if_gone)
         self.units = self.host.units
-        self._loads: dict[int, Load] = {}
+        self._loads: dict[int, TierLoad] = {}
         self._doomed: set[Node] = set()
         """Dropped with all beyond them, as soon as nothing of that is moved."""
         self.saves = NoSaves(tree)
@@ -231,7 +231,7 @@ class Placement:
         pages = [(Kind.PAGE, node) for node in path if node.page[DEVICE] is None]
         return [*pages, (Kind.STATE, path[-1])] if with_state and path[-1].state[DEVICE] is None else pages
 
-    def load(self, path: list[Node], missing: list[tuple[Kind, Node]]) -> Load | None:
+    def load(self, path: list[Node], missing: list[tuple[Kind, Node]]) -> TierLoad | None:
         """Starts to bring what `path` lacks on the device. None: there is no room."""
         targets = [node for _, node in missing]
         for load in self._loads.values():
@@ -248,7 +248,7 @@ class Placement:
                 node.busy -= 1
             return None
         moves = [Move.of(kind, node, i) for (kind, node), i in zip(missing, pages + state_slots, strict=True)]
-        load = self._loads[self.tiers.load(moves)] = Load(path, targets, moves, time.monotonic())
+        load = self._loads[self.tiers.load(moves)] = TierLoad(path, targets, moves, time.monotonic())
         return load
 
     def poll(self) -> None:
@@ -279,7 +279,7 @@ class Placement:
         """True if a sequence may wait for the lower tiers."""
         return bool(self._loads)
 
-    def _loaded(self, load: Load) -> None:
+    def _loaded(self, load: TierLoad) -> None:
         load.is_done = True
         for node in load.path:
             node.busy -= 1

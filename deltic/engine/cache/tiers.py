@@ -65,7 +65,7 @@ class Move(Object):
 
 
 @dataclass(slots=True)
-class Ticket:
+class MoveTicket:
     """Moves that were asked for together."""
 
     number: int
@@ -80,7 +80,7 @@ class Mover:
         self._name, self._disk = name, disk
         self._loads: deque[Job] = deque()
         self._behind: deque[Job] = deque()
-        self.done: deque[Ticket] = deque()
+        self.done: deque[MoveTicket] = deque()
         """Tickets that are complete, for the engine's thread to take."""
         self.n_moved = 0
         """Jobs that are over, well or not."""
@@ -333,7 +333,7 @@ class Tiers:
         """The job that says that all before it were done."""
         self._n_tickets += 1
         self.n_pending += 1
-        return functools.partial(self.mover.done.append, Ticket(self._n_tickets, moves, is_load))
+        return functools.partial(self.mover.done.append, MoveTicket(self._n_tickets, moves, is_load))
 
     def search(self, search: Search) -> int:
         """Has files of other servers looked for, before all else. Returns the ticket, as `load`."""

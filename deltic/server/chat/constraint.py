@@ -19,7 +19,7 @@ import msgspec
 from llguidance.gbnf_to_lark import any_to_lark, is_lark_syntax
 
 from deltic.engine.messages import Constraint
-from deltic.engine.turns import Shares
+from deltic.engine.turns import NamespaceShares
 from deltic.server.chat import grammar
 from deltic.server.chat.grammar import CallForm
 from deltic.server.chat.request import Calls, Chat, Form, Sampling, StructuralTag, Tool, ToolGrammar
@@ -62,7 +62,7 @@ class Constrainer:
         """form: of tool calls, in the model's chat template; None: it shows none that is known."""
         self._tokenizer = tokenizer
         self._form = form
-        self._kept = Shares[str](N_KEPT)  # by hash of what was asked
+        self._kept = NamespaceShares[str](N_KEPT)  # by hash of what was asked
         threading.stack_size(max(threading.stack_size(), grammar.STACK_BYTES))  # of threads begun from now on
 
     def chat_grammar(self, chat: Chat) -> str:

@@ -20,7 +20,7 @@ from msgspec import Struct
 from msgspec.structs import replace
 
 from deltic.engine.messages import Picture, PictureInfo
-from deltic.engine.turns import Shares
+from deltic.engine.turns import NamespaceShares
 from deltic.json_types import JsonObject
 from deltic.models.vision.shape import BLOCK
 from deltic.ops.geometry import TOKEN_BYTES
@@ -147,7 +147,7 @@ class PictureReader:
         """hosts: those that pictures may be fetched from. n_shares: as of a Room, of the decoders."""
         self._hosts = hosts
         self._decoding = Room(lambda: N_DECODING, n_shares)
-        self._kept = Shares[Picture](MAX_KEPT_BYTES, lambda picture: len(picture.pixels))
+        self._kept = NamespaceShares[Picture](MAX_KEPT_BYTES, lambda picture: len(picture.pixels))
         """Pictures that were read before, by namespace: how soon one is read tells whether its own namespace
         sent it before, and nothing of others.
         """
