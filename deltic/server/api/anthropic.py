@@ -10,7 +10,6 @@ import asyncio
 import secrets
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -88,7 +87,7 @@ def _in_own_words() -> Iterator[None]:
         raise ApiError(400, message, param=error.param, code=error.code) from None
 
 
-def _event(name: str, **fields: Any) -> bytes:
+def _event(name: str, **fields: object) -> bytes:
     return b"event: %s\ndata: %s\n\n" % (name.encode(), _encode({"type": name} | fields))
 
 
@@ -116,12 +115,12 @@ class MessageAnswer(Items):
         self._silent = silent
         self._clipped = clipped
         self._omits = omits
-        self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
+        self._head: dict[str, object] = {"id": message_id, "type": "message", "role": "assistant", "model": model}
         self._stopped: dict[str, str | None] = {"stop_reason": None, "stop_sequence": None}
 
     def start(self, usage: Usage) -> bytes:
         """The first event; the model has said something by now, so that the cached tokens are known."""
-        message: dict[str, Any] = self._head | {"content": []} | self._stopped
+        message = self._head | {"content": []} | self._stopped
         return _event("message_start", message=message | {"usage": self._usage(usage)}) + PING
 
     def events(self, update: Update) -> bytes:
@@ -162,7 +161,7 @@ class MessageAnswer(Items):
     def _delta(self, kind: str, text: str) -> bytes:
         return _DELTA % (len(self.items) - 1, *_DELTA_NAMES[kind], _encode(text))
 
-    def _block(self, item: Item) -> dict[str, Any]:
+    def _block(self, item: Item) -> dict[str, object]:
         """A block with what was said so far."""
         text = item.text
         if item.kind == "text":
@@ -175,7 +174,7 @@ class MessageAnswer(Items):
         given = given_arguments(text) or {}
         return {"type": "tool_use", "id": call_id, "name": item.call.name, "input": given}
 
-    def _usage(self, usage: Usage) -> dict[str, Any]:
+    def _usage(self, usage: Usage) -> dict[str, object]:
         return {
             "input_tokens": usage.prompt_tokens - usage.cached_tokens,
             "cache_creation_input_tokens": 0,

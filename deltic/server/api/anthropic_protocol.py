@@ -21,10 +21,11 @@ import base64
 import binascii
 import re
 from collections.abc import Sequence, Set
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal, NamedTuple
 
 from msgspec import Meta, Struct
 
+from deltic.json_types import JsonObject
 from deltic.server.api import decode, protocol
 from deltic.server.chat import messages as history
 from deltic.server.chat import request as chats
@@ -42,22 +43,21 @@ MARK = b"deltic:"
 """The beginning of our signatures, before base64."""
 
 
-class Text(Struct, forbid_unknown_fields=True):
+class TextBlock(Struct, forbid_unknown_fields=True):
     text: str
-    type: Any = None
-    cache_control: Any = None
-    citations: Any = None
+    type: object = None
+    cache_control: object = None
+    citations: object = None
 
 
-class SaidText(Text, forbid_unknown_fields=False):
+class GivenText(TextBlock, forbid_unknown_fields=False):
     """Text of a model or a tool."""
 
 
 class Image(Struct, forbid_unknown_fields=True):
-    source: Any
-    """Source as the client gives it; once that was read, a Sent."""
-    type: Any = None
-    cache_control: Any = None
+    source: object
+    type: object = None
+    cache_control: object = None
 
 
 class GivenImage(Image, forbid_unknown_fields=False):
@@ -66,45 +66,35 @@ class GivenImage(Image, forbid_unknown_fields=False):
 
 class ToolReference(Struct):
     tool_name: str
-    type: Any = None
-    cache_control: Any = None
 
 
 class ToolResult(Struct):
     tool_use_id: str
-    content: str | list[Any] | None = None
-    """Blocks; once they were read, texts and pictures."""
+    content: str | list[JsonObject] | None = None
     is_error: bool | None = None
-    type: Any = None
-    cache_control: Any = None
 
 
 class ToolUse(Struct):
     id: str
     name: history.ToolName
-    input: dict[str, Any]
-    type: Any = None
-    cache_control: Any = None
-    caller: Any = None
+    input: JsonObject
 
 
 class Thinking(Struct):
     thinking: str
     signature: str = ""
-    type: Any = None
 
 
 class RedactedThinking(Struct):
-    data: Any = None
-    type: Any = None
+    """A thought that nobody here can read; it is ignored."""
 
 
-Block = Text | Image | ToolReference | ToolResult | ToolUse | Thinking | RedactedThinking
+Block = TextBlock | Image | ToolReference | ToolResult | ToolUse | Thinking | RedactedThinking
 KINDS: dict[str, dict[str, type[Block]]] = {
-    "user": {"text": Text, "image": Image, "tool_result": ToolResult},
-    "assistant": {"text": SaidText, "tool_use": ToolUse, "thinking": Thinking, "redacted_thinking": RedactedThinking},
-    "system": {"text": Text},
-    "tool_result": {"text": SaidText, "image": GivenImage, "tool_reference": ToolReference},
+    "user": {"text": TextBlock, "image": Image, "tool_result": ToolResult},
+    "assistant": {"text": GivenText, "tool_use": ToolUse, "thinking": Thinking, "redacted_thinking": RedactedThinking},
+    "system": {"text": TextBlock},
+    "tool_result": {"text": GivenText, "image": GivenImage, "tool_reference": ToolReference},
 }
 """The content blocks that are understood, by where they stand.
 
@@ -112,8 +102,19 @@ Of the assistant's, others are ignored: a model wrote them.
 """
 
 
+class ReadResult(NamedTuple):
+    """A tool result, with texts and pictures in place of its blocks."""
+
+    call_id: str
+    pieces: list[str | Sent]
+
+
+ReadBlock = TextBlock | Sent | ToolReference | ReadResult | ToolUse | Thinking | RedactedThinking
+"""A content block that was checked."""
+
+
 class UserTurn(Struct, tag="user", tag_field="role", forbid_unknown_fields=True):
-    content: str | list[dict[str, Any]]
+    content: str | list[JsonObject]
 
 
 class SystemTurn(UserTurn, tag="system", tag_field="role"):
@@ -127,15 +128,15 @@ class AssistantTurn(UserTurn, tag="assistant", tag_field="role", forbid_unknown_
 Message = UserTurn | SystemTurn | AssistantTurn
 
 
-class ToolFields(Struct, kw_only=True, forbid_unknown_fields=True):
+class DeclaredTool(Struct, kw_only=True, forbid_unknown_fields=True):
     name: history.ToolName
-    input_schema: dict[str, Any]
+    input_schema: JsonObject
     description: str | None = None
     strict: bool | None = None
-    input_examples: list[dict[str, Any]] | None = None
-    type: Any = None
-    allowed_callers: Any = None
-    cache_control: Any = None
+    input_examples: list[JsonObject] | None = None
+    type: object = None
+    allowed_callers: list[object] | str | None = None
+    cache_control: object = None
     defer_loading: bool | None = None
     eager_input_streaming: bool | None = None
 
@@ -157,7 +158,7 @@ class ThinkingConfig(Struct, forbid_unknown_fields=True):
 
 
 class OutputFormat(Struct, forbid_unknown_fields=True):
-    schema: dict[str, Any]
+    schema: JsonObject
     type: Literal["json_schema"]
 
 
@@ -177,7 +178,7 @@ class HeldThread(Struct, tag="continue", tag_field="type", forbid_unknown_fields
 
 
 class ContextManagement(Struct, forbid_unknown_fields=True):
-    edits: list[dict[str, Any]] = []
+    edits: list[JsonObject] = []
 
 
 class CountTokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -185,15 +186,15 @@ class CountTokensRequest(Struct, kw_only=True, forbid_unknown_fields=True):
 
     model: str
     messages: Annotated[list[Message], Meta(min_length=1)]
-    system: str | list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    system: str | list[JsonObject] | None = None
+    tools: list[JsonObject] | None = None
     tool_choice: ChoiceFields | None = None
     thinking: ThinkingConfig | None = None
     output_config: OutputConfig | None = None
     context_management: ContextManagement | None = None
-    cache_control: Any = None
+    cache_control: object = None
     thread: NewThread | HeldThread | None = None
-    mcp_servers: Annotated[list[Any], Meta(max_length=0)] | None = None
+    mcp_servers: Annotated[list[object], Meta(max_length=0)] | None = None
     speed: Literal["standard"] | None = None
 
 
@@ -207,17 +208,17 @@ class MessagesRequest(CountTokensRequest):
     top_p: protocol.Probability | None = None
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] | None = None
     stream: bool | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
     service_tier: Literal["auto", "standard_only"] | None = None
     container: None = None
     # Of an organization at Anthropic, and for models that decline: nothing of them could show in an answer.
     inference_geo: str | None = None
-    diagnostics: dict[str, Any] | None = None
+    diagnostics: JsonObject | None = None
     user_profile_id: str | None = None
     workspace_id: str | None = None
-    billing_policy: dict[str, Any] | None = None
-    fallbacks: str | list[Any] | None = None
-    fallback_credit_token: Any = None
+    billing_policy: JsonObject | None = None
+    fallbacks: str | list[object] | None = None
+    fallback_credit_token: object = None
 
 
 ORIGIN = {"thinking_budget": "thinking.budget_tokens", "continue_final_message": "messages"}
@@ -237,7 +238,7 @@ def chat_of(
     thinking, output = asked.thinking or ThinkingConfig("disabled"), asked.output_config or OutputConfig()
     if (thinking.budget_tokens is None) == (thinking.type == "enabled"):
         raise bad_request("thinking.budget_tokens", "is needed with type 'enabled', and with no other")
-    settings: dict[str, Any] = {}
+    settings: JsonObject = {}
     if output.effort is not None:
         settings["reasoning_effort"] = output.effort
     if _keeps_thoughts(asked) and "preserve_thinking" in variables:
@@ -304,7 +305,7 @@ _LAST_TURN = {"type": "thinking_turns", "value": 1}
 """The default of the family's templates."""
 
 
-def _tool(plain: dict[str, Any], path: str) -> chats.Tool:
+def _tool(plain: JsonObject, path: str) -> chats.Tool:
     """A tool as the chat has it. Raises ApiError (400)."""
     if plain.get("type") not in (None, "custom"):
         written_out = described(plain)
@@ -315,7 +316,7 @@ def _tool(plain: dict[str, Any], path: str) -> chats.Tool:
                 "and an input_schema",
             )
         plain = written_out
-    tool: ToolFields = decode.convert(plain, ToolFields, path)
+    tool = decode.convert(plain, DeclaredTool, path)
     if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:
         raise bad_request(f"{path}.allowed_callers", "a tool is called by the model itself: 'direct'")
     schema = tool.input_schema
@@ -331,7 +332,7 @@ def _messages(asked: CountTokensRequest) -> tuple[list[history.Message], bool]:
     system = _texts(_blocks(asked.system or [], "system", "system"))
     if system and system[0].startswith(ATTRIBUTION):
         system[0] = system[0].partition("\n")[2]
-    turns: list[tuple[str, list[Block]]] = []
+    turns: list[tuple[str, list[ReadBlock]]] = []
     for i, message in enumerate(asked.messages):
         role = str(message.__struct_config__.tag)
         blocks = _blocks(message.content, f"messages[{i}].content", role)
@@ -359,11 +360,11 @@ def _messages(asked: CountTokensRequest) -> tuple[list[history.Message], bool]:
     return messages, continued
 
 
-def _blocks(content: str | Sequence[dict[str, Any]], path: str, place: str) -> list[Block]:
-    """Content blocks, checked; those with content with what is in it. Raises ApiError (400)."""
+def _blocks(content: str | Sequence[JsonObject], path: str, place: str) -> list[ReadBlock]:
+    """Reads content blocks. Raises ApiError (400)."""
     if isinstance(content, str):
-        return [Text(content)]
-    blocks: list[Block] = []
+        return [TextBlock(content)]
+    blocks: list[ReadBlock] = []
     for i, plain in enumerate(content):
         name = plain.get("type")
         kind = KINDS[place].get(name) if isinstance(name, str) else None
@@ -372,51 +373,52 @@ def _blocks(content: str | Sequence[dict[str, Any]], path: str, place: str) -> l
         if kind is None:
             expected = ", ".join(KINDS[place])
             raise bad_request(f"{path}[{i}].type", f"{name!r} is not supported here; what is: {expected}")
-        block: Block = decode.convert(plain, kind, f"{path}[{i}]")
+        block = decode.convert(plain, kind, f"{path}[{i}]")
         if isinstance(block, Image):
-            block.source = _picture(block, f"{path}[{i}]")
-        if isinstance(block, ToolResult):
+            blocks.append(_picture(block.source, f"{path}[{i}]"))
+        elif isinstance(block, ToolResult):
             pieces = _pieces(_blocks(block.content or [], f"{path}[{i}].content", "tool_result"))
             text = next((piece for piece in pieces[:1] if isinstance(piece, str)), None)
             if block.is_error and (text or "")[:5].lower() != "error":
                 pieces[: text is not None] = [f"Error: {text or ''}"]
-            block.content = pieces or [""]
-        blocks.append(block)
+            blocks.append(ReadResult(block.tool_use_id, pieces or [""]))
+        else:
+            blocks.append(block)
     return blocks
 
 
 _SOURCES = {"base64": "data", "url": "url"}
 
 
-def _picture(block: Image, path: str) -> Sent:
-    """Raises ApiError (400)."""
-    source, path, part = block.source, f"{path}.source", path
-    kind = source.get("type") if isinstance(source, dict) else None
+def _picture(given: object, part: str) -> Sent:
+    """The picture in the `source` of a block. part: the block's path. Raises ApiError (400)."""
+    source, path = given if isinstance(given, dict) else {}, f"{part}.source"
+    kind = source.get("type")
     if kind == "file":
         message = "'file' is not supported; files are not kept for this here, send base64"
         raise bad_request(f"{path}.type", message, "unsupported_field")
     field = _SOURCES.get(kind) if isinstance(kind, str) else None
     if field is None:
         raise bad_request(f"{path}.type", "expected base64 or url")
-    if not isinstance(given := source.get(field), str):
+    if not isinstance(data := source.get(field), str):
         raise bad_request(f"{path}.{field}", "expected a string")
     if unknown := source.keys() - {"type", "media_type", field}:
         raise bad_request(f"{path}.{min(unknown)}", "unknown field; it is not supported, leave it out")
     is_url = field == "url"
-    return Sent(path, part, "image", url=given if is_url else "", encoded="" if is_url else given)
+    return Sent(path, part, "image", url=data if is_url else "", encoded="" if is_url else data)
 
 
-def _pieces(blocks: Sequence[Block]) -> list[str | Sent]:
+def _pieces(blocks: Sequence[ReadBlock]) -> list[str | Sent]:
     """Texts and pictures in blocks."""
     pieces: list[str | Sent] = []
     for block in blocks:
-        pieces += [block.source] if isinstance(block, Image) else _texts([block])
+        pieces += [block] if isinstance(block, Sent) else _texts([block])
     return pieces
 
 
-def _content(pieces: Sequence[str | Sent]) -> str | list[dict[str, Any]]:
+def _content(pieces: Sequence[str | Sent]) -> str | list[JsonObject]:
     """Content of a message: a text, or parts where a picture is among them."""
-    parts: list[dict[str, Any]] = []
+    parts: list[JsonObject] = []
     for piece in pieces:
         if isinstance(piece, Sent):
             parts.append(piece.part_of_message())
@@ -429,38 +431,37 @@ def _content(pieces: Sequence[str | Sent]) -> str | list[dict[str, Any]]:
     return parts or ""
 
 
-def _texts(blocks: Sequence[Block]) -> list[str]:
+def _texts(blocks: Sequence[ReadBlock]) -> list[str]:
     return [
-        block.text if isinstance(block, Text) else f"{block.tool_name} is loaded"
+        block.text if isinstance(block, TextBlock) else f"{block.tool_name} is loaded"
         for block in blocks
-        if isinstance(block, Text | ToolReference)
+        if isinstance(block, TextBlock | ToolReference)
     ]
 
 
-def _user_messages(blocks: list[Block], called: list[str]) -> list[history.Message]:
+def _user_messages(blocks: list[ReadBlock], called: list[str]) -> list[history.Message]:
     """called: ids of the calls before.
 
     A reminder beside results goes with the last of them: a message of its own would be a question to the
     template, which drops the thoughts before one.
     """
-    results = [block for block in blocks if isinstance(block, ToolResult)]
-    places = {call_id: place for place, call_id in enumerate(called)}
-    results.sort(key=lambda result: places.get(result.tool_use_id, len(called)))
+    results = [block for block in blocks if isinstance(block, ReadResult)]
+    order = {call_id: i for i, call_id in enumerate(called)}
+    results.sort(key=lambda result: order.get(result.call_id, len(called)))
     pieces = _pieces(blocks)
     if results:
         reminders = [piece for piece in pieces if isinstance(piece, str) and piece.startswith(history.REMINDER)]
-        results[-1].content = [*(results[-1].content or ()), *reminders]
+        results[-1].pieces.extend(reminders)
         pieces = [piece for piece in pieces if piece not in reminders]
     messages: list[history.Message] = [
-        history.ToolMessage(content=_content(result.content or ()), tool_call_id=result.tool_use_id)
-        for result in results
+        history.ToolMessage(content=_content(result.pieces), tool_call_id=result.call_id) for result in results
     ]
     if pieces or not messages:
         messages.append(history.UserMessage(content=_content(pieces)))
     return messages
 
 
-def _assistant_message(blocks: list[Block]) -> history.AssistantMessage:
+def _assistant_message(blocks: list[ReadBlock]) -> history.AssistantMessage:
     thoughts = [_thought(block) for block in blocks if isinstance(block, Thinking)]
     calls = [
         history.ToolCall(function=history.CalledFunction(block.name, block.input), id=block.id)
@@ -524,7 +525,7 @@ _MOVED = {
 _EDITS = ("view", "create", "str_replace", "insert")
 
 
-def _commands(names: tuple[str, ...], parameters: dict[str, Any], required: list[str]) -> dict[str, Any]:
+def _commands(names: tuple[str, ...], parameters: JsonObject, required: list[str]) -> JsonObject:
     command = {"type": "string", "enum": list(names), "description": "What to do."}
     properties = {"command": command} | parameters
     return {"type": "object", "properties": properties, "required": ["command", *required]}
@@ -542,7 +543,7 @@ _EDITOR = (
     "a new one, str_replace replaces one passage, insert adds lines behind a line"
 )
 
-_TOOLS: tuple[tuple[str, str, dict[str, Any]], ...] = (
+_TOOLS: tuple[tuple[str, str, JsonObject], ...] = (
     (r"bash_\d{8}", "Runs a command in a bash shell that lives on between calls, and gives its output.", _BASH),
     (
         r"text_editor_(20241022|20250124)",
@@ -560,7 +561,7 @@ _TOOLS: tuple[tuple[str, str, dict[str, Any]], ...] = (
 """Types, as a pattern, the first that fits; description; schema."""
 
 
-def described(tool: dict[str, Any]) -> dict[str, Any] | None:
+def described(tool: JsonObject) -> JsonObject | None:
     """A tool of a known type, written out as one of the client's own; None: the type is another."""
     kind = tool.get("type")
     for pattern, description, schema in _TOOLS:

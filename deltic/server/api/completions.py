@@ -12,7 +12,6 @@ import secrets
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -117,7 +116,7 @@ async def chat_completions(service: Service, request: Request) -> ASGIApp:
         first = b"".join(map(reply.role_chunk, range(prepared.params.n)))
         return AnswerStream(generation, reply, first)
     messages = await unless_disconnected(request.receive, collect(generation, reply))
-    extra: dict[str, Any] = {}
+    extra: dict[str, object] = {}
     if generation.prompt_logprobs[0] is not None:
         extra["prompt_logprobs"] = answer.prompt_logprobs(generation.prompt_logprobs[0], service.tokenizer)
     return LargeResponse(reply.body(messages, generation.usage(), extra))

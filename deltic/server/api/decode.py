@@ -10,15 +10,16 @@ from __future__ import annotations
 import copy
 import re
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import msgspec
 
+from deltic.json_types import JsonObject
 from deltic.server.errors import ApiError, bad_request
 
 T = TypeVar("T")
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
     # OpenAI's and Anthropic's
     "audio": (),
     "compaction": (),
@@ -120,7 +121,11 @@ def parse(body: bytes, kind: type[T], note: Callable[[str], None] | None = None,
         raise bad_request(path or None, "the body is nested too deeply", "invalid_json") from None
 
 
-def convert(value: Any, kind: Any, path: str) -> Any:
+@overload
+def convert(value: object, kind: type[T], path: str) -> T: ...
+@overload
+def convert(value: object, kind: object, path: str) -> Any: ...
+def convert(value: object, kind: object, path: str) -> object:
     """A part of a request that was left as it is, as `kind`. Raises ApiError (400)."""
     try:
         return msgspec.convert(value, kind)
@@ -128,14 +133,16 @@ def convert(value: Any, kind: Any, path: str) -> Any:
         return _without_null_fields(copy.deepcopy(value), kind, path, error)
 
 
-def _drop_unasked(value: dict[str, Any], kind: Any, note: Callable[[str], None] | None, path: str) -> None:
+def _drop_unasked(value: JsonObject, kind: type[object], note: Callable[[str], None] | None, path: str) -> None:
     """Deletes fields that `kind` does not know and that ask for nothing, or, with `note`, whatever they ask
     for.
 
     Raises ApiError (400) for one of NEUTRAL that asks for something.
     """
-    config = getattr(kind, "__struct_config__", None)
-    if config is None or not config.forbid_unknown_fields:
+    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
+        return
+    config = kind.__struct_config__
+    if not config.forbid_unknown_fields:
         return
     for name in [name for name in value if name not in kind.__struct_encode_fields__]:
         if value[name] is not None and value[name] not in NEUTRAL.get(name, ()):
@@ -153,7 +160,7 @@ MAX_NULL_FIELDS = 32
 _STEP = re.compile(r"\[[^\]]*\]|[^.\[\]]+")
 
 
-def _without_null_fields(value: Any, kind: Any, root: str, error: msgspec.ValidationError) -> Any:
+def _without_null_fields(value: object, kind: object, root: str, error: msgspec.ValidationError) -> Any:
     """`value` as `kind`, less fields that `kind` does not know and that are null: a client library's own
     structs have such, and they ask for nothing. `value` is changed. error: what was wrong so far. Raises
     ApiError (400).
@@ -169,7 +176,7 @@ def _without_null_fields(value: Any, kind: Any, root: str, error: msgspec.Valida
     raise _refusal(fault_of(error), root)
 
 
-def _drop_nulls(value: Any, steps: list[str], field: str) -> bool:
+def _drop_nulls(value: object, steps: list[str], field: str) -> bool:
     """Deletes `field` where it is null: at this place, and at those that differ from it in an index only.
 
     Whether there was one.

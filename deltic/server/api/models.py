@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import datetime
-from typing import Annotated, Any
+from typing import Annotated
 
 import msgspec
 from msgspec import Meta, Struct
@@ -46,7 +46,7 @@ async def get_model(service: Service, request: Request) -> ASGIApp:
     return json_response(model_card(service.server.find(name), name))
 
 
-def model_card(service: Service, name: str) -> dict[str, Any]:
+def model_card(service: Service, name: str) -> dict[str, object]:
     """The entry of /v1/models for a model under one of its names; `root` is the first of them. That of an
     adapter has its path as `root`, and its model as `parent`.
     """
@@ -76,7 +76,7 @@ def model_card(service: Service, name: str) -> dict[str, Any]:
 async def tokenize(service: Service, request: Request) -> ASGIApp:
     """POST /tokenize: the ids of a text or a chat."""
 
-    def encode(asked: protocol.TokenizeRequest, chat: Chat | None, pictures: Pictures) -> dict[str, Any]:
+    def encode(asked: protocol.TokenizeRequest, chat: Chat | None, pictures: Pictures) -> dict[str, object]:
         if chat is None:
             parsed = asked.parse_special_tokens is not False
             pieces = service.tokenizer.encode_pieces(asked.prompt or "", "parse" if parsed else "text")
@@ -90,7 +90,11 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
                 texts = [service.tokenizer.token_bytes(i).decode("utf-8", "replace") for i in ids]
                 strings.append(msgspec.json.encode(texts)[1:-1])
         info = service.client.info
-        fields = {"count": count, "max_model_len": info.max_model_len if info else None, "tokens": tokens}
+        fields: dict[str, object] = {
+            "count": count,
+            "max_model_len": info.max_model_len if info else None,
+            "tokens": tokens,
+        }
         return fields | ({"token_strs": strings} if asked.return_token_strs else {})
 
     async with Preparation(service, request) as preparation:
@@ -106,7 +110,7 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
 async def detokenize(service: Service, request: Request) -> ASGIApp:
     """POST /detokenize: the text of ids."""
 
-    def decode(asked: protocol.DetokenizeRequest) -> dict[str, Any]:
+    def decode(asked: protocol.DetokenizeRequest) -> dict[str, object]:
         service.check_model(asked.model)
         info = service.client.info
         n_ids = max(service.tokenizer.n_tokens, info.vocab_size if info else 0)
@@ -178,7 +182,7 @@ def _check_loading(service: Service) -> None:
 async def server_info(service: Service, request: Request) -> ASGIApp:
     """GET /server_info: what the server has room for; SGLang's gateway asks it."""
     info = service.client.info
-    sizes: dict[str, Any] = {}
+    sizes: dict[str, object] = {}
     if info is not None:
         sizes = {
             "max_model_len": info.max_model_len,
@@ -231,7 +235,7 @@ async def render_completion(service: Service, request: Request) -> ASGIApp:
     """POST /v1/completions/render: the ids of each prompt, for routers."""
     info = service.rendering()
 
-    def ids_of(asked: protocol.CompletionRequest) -> list[dict[str, Any]]:
+    def ids_of(asked: protocol.CompletionRequest) -> list[dict[str, object]]:
         completion = protocol.completion_of(asked, info, service.defaults)
         return [_rendered(service, ids) for ids, _ in encoded(service, completion, info)]
 
@@ -240,7 +244,7 @@ async def render_completion(service: Service, request: Request) -> ASGIApp:
         return LargeResponse(await preparation.run(ids_of, asked))
 
 
-def _rendered(service: Service, ids: list[int], pictures: list[Picture] | None = None) -> dict[str, Any]:
+def _rendered(service: Service, ids: list[int], pictures: list[Picture] | None = None) -> dict[str, object]:
     """A prompt as vLLM tells it, without what only its own engines read. A video is pairs of frames, each of
     its own hash.
     """

@@ -15,7 +15,7 @@ import functools
 import hashlib
 import secrets
 import time
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import msgspec
 from starlette.requests import Request
@@ -171,7 +171,9 @@ class LinesAnswer:
         """The answer where nothing was to be said."""
         return self._line(self._fields("", "", [], []) | {"done": True, "done_reason": "load"})
 
-    def _fields(self, content: str, thinking: str, calls: list[dict[str, Any]], logprobs: Any) -> dict[str, Any]:
+    def _fields(
+        self, content: str, thinking: str, calls: list[dict[str, object]], logprobs: object
+    ) -> dict[str, object]:
         thought = {"thinking": thinking} if thinking else {}
         scores = {"logprobs": logprobs} if logprobs else {}
         if not self._is_chat:
@@ -179,7 +181,7 @@ class LinesAnswer:
         called = {"tool_calls": calls} if calls else {}
         return {"message": {"role": "assistant", "content": content} | thought | called} | scores
 
-    def _counts(self, usage: Usage, reason: str | None) -> dict[str, Any]:
+    def _counts(self, usage: Usage, reason: str | None) -> dict[str, object]:
         """Durations in nanoseconds; programs divide by them, so none is 0.
 
         The wait for a place stands where Ollama loads.
@@ -198,11 +200,11 @@ class LinesAnswer:
             "eval_duration": times["decode_ms"],
         }
 
-    def _line(self, fields: dict[str, Any]) -> bytes:
+    def _line(self, fields: dict[str, object]) -> bytes:
         return _encode({"model": self._model, "created_at": _time()} | fields) + b"\n"
 
 
-def _plain_call(call: CallDelta, arguments: str) -> dict[str, Any]:
+def _plain_call(call: CallDelta, arguments: str) -> dict[str, object]:
     # Of a call that was cut off, what can be read; the reason tells of it.
     given = given_arguments(arguments) or {}
     return {"id": call.id, "function": {"index": call.index, "name": call.name, "arguments": given}}
@@ -265,10 +267,12 @@ async def show(service: Service, request: Request) -> ASGIApp:
         "vision": service.sees,
     }
     card, stored = _card(service, service.model_name), _stored(service)
-    applied = f"ADAPTER {service.adapter.path}\n" if service.adapter else ""
+    parent, applied = card["name"], ""
+    if service.adapter:
+        parent, applied = _usual(service.adapter.parent), f"ADAPTER {service.adapter.path}\n"
     return json_response(
         {
-            "modelfile": f"# served by Deltic\nFROM {card['details']['parent_model'] or card['name']}\n{applied}",
+            "modelfile": f"# served by Deltic\nFROM {parent}\n{applied}",
             "parameters": "",
             "template": "",
             "details": card["details"],
@@ -355,7 +359,7 @@ def _human(n: int) -> str:
     return "" if not n else f"{n / 1e9:.1f}B" if n >= 1e9 else f"{n / 1e6:.2f}M"
 
 
-def _card(service: Service, name: str) -> dict[str, Any]:
+def _card(service: Service, name: str) -> dict[str, object]:
     """name: one of the model's."""
     name, info, stored = _usual(name), service.client.info, _stored(service)
     return {

@@ -9,11 +9,12 @@ history have beyond the fields below is passed over.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Struct
 
+from deltic.json_types import JsonObject
 from deltic.server.api import protocol
 from deltic.server.chat import messages
 from deltic.server.chat import request as chats
@@ -24,7 +25,7 @@ from deltic.text import SamplingDefaults
 API_VERSION = "0.13.0"
 """The Ollama whose API this is: programs ask for a version, and some for a least one."""
 
-NEUTRAL: dict[str, tuple[Any, ...]] = {
+NEUTRAL: dict[str, tuple[object, ...]] = {
     "typical_p": (1,),
     "tfs_z": (1,),
     "mirostat": (0,),
@@ -62,23 +63,23 @@ class Options(Struct, kw_only=True, forbid_unknown_fields=True):
     frequency_penalty: protocol.Penalty | None = None
     num_ctx: chats.Count | None = None
     # Supported only with a value that asks for nothing: see NEUTRAL.
-    typical_p: Any = None
-    tfs_z: Any = None
-    mirostat: Any = None
-    penalize_newline: Any = None
+    typical_p: object = None
+    tfs_z: object = None
+    mirostat: object = None
+    penalize_newline: object = None
     # Carry no promise about the answer.
-    mirostat_tau: Any = None
-    mirostat_eta: Any = None
-    num_keep: Any = None
-    num_batch: Any = None
-    num_gpu: Any = None
-    main_gpu: Any = None
-    num_thread: Any = None
-    numa: Any = None
-    low_vram: Any = None
-    f16_kv: Any = None
-    use_mmap: Any = None
-    use_mlock: Any = None
+    mirostat_tau: object = None
+    mirostat_eta: object = None
+    num_keep: object = None
+    num_batch: object = None
+    num_gpu: object = None
+    main_gpu: object = None
+    num_thread: object = None
+    numa: object = None
+    low_vram: object = None
+    f16_kv: object = None
+    use_mmap: object = None
+    use_mlock: object = None
 
 
 class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -87,19 +88,19 @@ class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
     model: str
     stream: bool | None = None
     """Unless false."""
-    format: str | dict[str, Any] | None = None
+    format: str | JsonObject | None = None
     options: Options | None = None
     think: bool | Literal["", chats.Effort] | None = None
     logprobs: bool | None = None
     top_logprobs: chats.Count | None = None
     keep_alive: str | float | None = None
-    truncate: Any = None
-    shift: Any = None
+    truncate: object = None
+    shift: object = None
 
 
 class CalledFunction(Struct):
     name: messages.ToolName
-    arguments: dict[str, Any] | str | None = None
+    arguments: JsonObject | str | None = None
 
 
 class ToolCall(Struct):
@@ -123,7 +124,7 @@ class ChatRequest(Asked):
 
     messages: list[Message] | None = None
     """Messages to answer; without any the model is only to be loaded, which it is."""
-    tools: list[dict[str, Any]] | None = None
+    tools: list[JsonObject] | None = None
 
 
 class GenerateRequest(Asked):
@@ -134,9 +135,9 @@ class GenerateRequest(Asked):
     system: str | None = None
     raw: bool | None = None
     """The prompt is the whole text, which no template sees."""
-    suffix: Any = None
-    template: Any = None
-    context: Any = None
+    suffix: object = None
+    template: object = None
+    context: object = None
     images: list[str] | None = None
 
 
@@ -204,7 +205,7 @@ def chat_of(asked: Asked, defaults: SamplingDefaults) -> chats.Chat:
             turns.append(messages.SystemMessage(content=asked.system))
         turns.append(messages.UserMessage(content=_content(asked.prompt or "", asked.images, "images")))
     last = turns[-1]
-    settings: dict[str, Any] = {}
+    settings: JsonObject = {}
     if isinstance(asked.think, bool):
         settings["enable_thinking"] = asked.think
     elif asked.think:
@@ -260,7 +261,7 @@ def _sampling(asked: Asked, defaults: SamplingDefaults) -> chats.Sampling:
     )
 
 
-def _form(given: str | dict[str, Any] | None) -> chats.Form | None:
+def _form(given: str | JsonObject | None) -> chats.Form | None:
     """Raises ApiError (400)."""
     if not given and not isinstance(given, dict):
         return None

@@ -15,19 +15,22 @@ A tool's own description (all of `tools` but `cache_control`) goes to the templa
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import Annotated, Any, Literal
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 from msgspec import Meta, Struct
 
 from deltic.engine.messages import EngineInfo, SamplingParams
+from deltic.json_types import JsonObject
 from deltic.server.api import decode
 from deltic.server.chat import request as chats
 from deltic.server.chat.messages import Message, ToolName
 from deltic.server.chat.picture_parts import PictureBounds
 from deltic.server.errors import bad_request
 from deltic.text import SamplingDefaults
+
+T = TypeVar("T")
 
 END_OF_TEXT = "<|endoftext|>"
 """The prompt of a completion that has none."""
@@ -99,9 +102,9 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """Tokens that its penalty counts: -1, all; or 0, which is none."""
     timings_per_token: bool | None = None
     usage: UsageOptions | None = None
-    response_format: Any = None
-    structured_outputs: Any = None
-    guided_json: str | dict[str, Any] | bool | None = None
+    response_format: object = None
+    structured_outputs: object = None
+    guided_json: str | JsonObject | bool | None = None
     guided_regex: str | None = None
     guided_choice: list[str] | None = None
     guided_grammar: str | None = None
@@ -109,20 +112,20 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     """Name of one of vLLM's backends, where this server has its own; so it changes nothing."""
     grammar: str | None = None
     """llama.cpp's, as `json_schema`; "" asks for nothing. `regex` and `ebnf` are SGLang's."""
-    json_schema: str | dict[str, Any] | bool | None = None
+    json_schema: str | JsonObject | bool | None = None
     regex: str | None = None
     ebnf: str | None = None
     bad_words: Annotated[list[str], Meta(max_length=1024)] | None = None
     allowed_token_ids: list[int] | None = None
     # Carry no promise about the answer.
     user: str | None = None
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
     prompt_cache_key: str | None = None
     safety_identifier: str | None = None
     prompt_cache_retention: str | None = None
-    prompt_cache_options: dict[str, Any] | None = None
-    keep_alive: Any = None
-    ttl: Any = None
+    prompt_cache_options: JsonObject | None = None
+    keep_alive: object = None
+    ttl: object = None
     num_ctx: Positive | None = None
     """Programs send a large one by habit; they get what there is."""
     add_special_tokens: bool | None = None
@@ -146,21 +149,21 @@ class ReasoningSwitch(Struct, forbid_unknown_fields=True):
     max_tokens: chats.Count | None = None
     exclude: bool | None = None
     """The thought is not shown."""
-    summary: Any = None
+    summary: object = None
 
 
 class ChatFields(SamplingFields, kw_only=True):
     """The fields that chats and responses share."""
 
     top_logprobs: chats.Count | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tools: list[JsonObject] | None = None
+    tool_choice: object = None
     parallel_tool_calls: bool | None = None
     enable_thinking: bool | None = None
     preserve_thinking: bool | None = None
     thinking_budget: chats.Count | None = None
     """Tokens of the thought, if the prompt opens one."""
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     mm_processor_kwargs: PictureBounds | None = None
 
 
@@ -178,21 +181,21 @@ class ChatRequest(ChatFields):
     """False: the thought is not shown."""
     thinking: ThinkingSwitch | None = None
     reasoning: ReasoningSwitch | None = None
-    documents: list[dict[str, Any]] | None = None
+    documents: list[JsonObject] | None = None
     """Documents for the template."""
     chat_template: Annotated[str, Meta(min_length=1)] | None = None
     """Instead of the model's own, where the server trusts requests so far."""
-    prediction: dict[str, Any] | None = None
-    functions: list[dict[str, Any]] | None = None
+    prediction: JsonObject | None = None
+    functions: list[JsonObject] | None = None
     """The older form of `tools`; a call comes in the older form, too."""
-    function_call: Literal["auto", "none"] | dict[str, Any] | None = None
+    function_call: Literal["auto", "none"] | JsonObject | None = None
     """Older form of `tool_choice`."""
 
 
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: str | list[Any] | None = None
+    prompt: str | list[object] | None = None
     """Texts or token ids; None: the end of a text, behind which another begins."""
     echo: bool | None = None
     logprobs: chats.Count | None = None
@@ -209,14 +212,14 @@ class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     parse_special_tokens: bool | None = None
     """Unless false, `<|im_end|>` written in the prompt is the token, and not its letters."""
     messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    tools: list[dict[str, Any]] | None = None
-    tool_choice: Any = None
+    tools: list[JsonObject] | None = None
+    tool_choice: object = None
     enable_thinking: bool | None = None
     preserve_thinking: bool | None = None
     reasoning_effort: chats.Effort | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template_kwargs: JsonObject | None = None
     mm_processor_kwargs: PictureBounds | None = None
 
 
@@ -236,7 +239,9 @@ def chat_of(request: ChatRequest, defaults: SamplingDefaults = chats.NO_DEFAULTS
     """The chat that a body asks for. Raises ApiError (400)."""
     tools, choice = _tools_and_choice(request)
     thinking, reasoning = request.thinking, request.reasoning or ReasoningSwitch()
-    effort = _agreed("reasoning_effort", request.reasoning_effort, {"reasoning.effort": reasoning.effort})
+    effort: chats.Effort | None = _agreed(
+        "reasoning_effort", request.reasoning_effort, {"reasoning.effort": reasoning.effort}
+    )
     switches = {
         "thinking.type": thinking.type != "disabled" if thinking else None,
         "reasoning.enabled": reasoning.enabled,
@@ -296,11 +301,10 @@ def completion_of(request: CompletionRequest, info: EngineInfo, defaults: Sampli
 def longest(request: SamplingFields) -> int | None:
     """max_tokens, or llama.cpp's n_predict. Raises ApiError (400)."""
     n = 2**31 - 1 if request.n_predict == -1 else request.n_predict
-    length: int | None = _agreed("max_tokens", request.max_tokens, {"n_predict": n})
-    return length
+    return _agreed("max_tokens", request.max_tokens, {"n_predict": n})
 
 
-def _agreed(name: str, value: Any, others: dict[str, Any]) -> Any:
+def _agreed(name: str, value: T | None, others: Mapping[str, T | None]) -> T | None:
     """The value of a field that has other names. Raises ApiError (400) for a contradiction."""
     for field, other in others.items():
         if None not in (value, other) and value != other:
@@ -385,12 +389,12 @@ def whole_penalty(penalty: float | None, last_n: int | None, field: str) -> floa
 
 
 def template_settings(
-    kwargs: dict[str, Any] | None,
+    kwargs: JsonObject | None,
     effort: chats.Effort | None,
     enable_thinking: bool | None,
     preserve_thinking: bool | None,
     effort_field: str = "reasoning_effort",
-) -> dict[str, Any]:
+) -> JsonObject:
     """Variables for the chat template; an effort also sets `enable_thinking`.
 
     kwargs: `chat_template_kwargs`. Raises ApiError (400).
@@ -430,7 +434,7 @@ def thinking_budget(request: ChatFields, own: int | None) -> int | None:
 class ToolFields(Struct, forbid_unknown_fields=True):
     function: chats.ToolFunction
     type: Literal["function"] = "function"
-    cache_control: Any = None
+    cache_control: object = None
     """A mark of Anthropic's prompt cache, which gateways leave here; so is the function's.
 
     The model is not shown it.
@@ -456,7 +460,7 @@ class CustomTool(Struct, forbid_unknown_fields=True):
 
     custom: Custom
     type: Literal["custom"]
-    cache_control: Any = None
+    cache_control: object = None
 
 
 class Named(Struct, forbid_unknown_fields=True):
@@ -488,7 +492,7 @@ _TEXT_ONLY = {
 """The parameters of a custom tool."""
 
 
-def text_function(name: str, description: str | None, grammar: chats.ToolGrammar | None) -> dict[str, Any]:
+def text_function(name: str, description: str | None, grammar: chats.ToolGrammar | None) -> JsonObject:
     """The function that a custom tool is to the model."""
     function = {"name": name} | ({"description": description} if description else {}) | {"parameters": _TEXT_ONLY}
     if grammar is not None:
@@ -496,9 +500,7 @@ def text_function(name: str, description: str | None, grammar: chats.ToolGrammar
     return function
 
 
-def function_tool(
-    function: dict[str, Any], path: str, schema: str = "parameters", is_custom: bool = False
-) -> chats.Tool:
+def function_tool(function: JsonObject, path: str, schema: str = "parameters", is_custom: bool = False) -> chats.Tool:
     """A tool of a function in OpenAI's form. path: the client's; schema: the client's name of its parameters.
 
     Raises ApiError (400).
@@ -509,7 +511,7 @@ def function_tool(
     )
 
 
-def tools_of(tools: list[dict[str, Any]] | None) -> list[chats.Tool]:
+def tools_of(tools: list[JsonObject] | None) -> list[chats.Tool]:
     """Raises ApiError (400)."""
     converted = []
     for i, tool in enumerate(tools or ()):
@@ -526,11 +528,11 @@ def tools_of(tools: list[dict[str, Any]] | None) -> list[chats.Tool]:
     return converted
 
 
-def _without_marks(plain: dict[str, Any]) -> dict[str, Any]:
+def _without_marks(plain: JsonObject) -> JsonObject:
     return {name: value for name, value in plain.items() if name != "cache_control"}
 
 
-def choice_of(choice: Any, parallel: bool | None = None) -> chats.ToolChoice:
+def choice_of(choice: object, parallel: bool | None = None) -> chats.ToolChoice:
     """`tool_choice` and `parallel_tool_calls`. Raises ApiError (400)."""
     if not isinstance(choice, dict):
         return worded_choice(choice, parallel)
@@ -541,7 +543,7 @@ def choice_of(choice: Any, parallel: bool | None = None) -> chats.ToolChoice:
     return chats.ToolChoice(names=[_named(asked)], must=True, single=True, path=f"tool_choice.{choice['type']}")
 
 
-def worded_choice(choice: Any, parallel: bool | None) -> chats.ToolChoice:
+def worded_choice(choice: object, parallel: bool | None) -> chats.ToolChoice:
     """A `tool_choice` that names no tools. Raises ApiError (400)."""
     if choice not in (None, "auto", "none", "required"):
         raise bad_request("tool_choice", "expected 'auto', 'none', 'required', or an object that names a function")
@@ -584,7 +586,7 @@ def _tools_and_choice(request: ChatRequest) -> tuple[list[chats.Tool], chats.Too
 class JsonSchema(Struct, kw_only=True, forbid_unknown_fields=True):
     name: str | None = None
     description: str | None = None
-    schema: dict[str, Any] | bool | None = None
+    schema: JsonObject | bool | None = None
     strict: bool | None = None
     """Changes nothing: the answer follows the schema."""
 
@@ -592,22 +594,22 @@ class JsonSchema(Struct, kw_only=True, forbid_unknown_fields=True):
 class ResponseFormat(Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
-    schema: dict[str, Any] | bool | None = None
+    schema: JsonObject | bool | None = None
     """Schema of a json_object, as llama.cpp has it."""
 
 
 class StructuredOutputs(Struct, kw_only=True, forbid_unknown_fields=True):
     """Form of the answer as in vLLM: one of the fields is set."""
 
-    json: str | dict[str, Any] | bool | None = None
+    json: str | JsonObject | bool | None = None
     json_object: bool | None = None
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-    structural_tag: str | dict[str, Any] | None = None
+    structural_tag: str | JsonObject | None = None
 
 
-def _response_format(value: Any) -> Iterator[chats.Form]:
+def _response_format(value: object) -> Iterator[chats.Form]:
     """Raises ApiError (400)."""
     field = "response_format"
     if value is None:
@@ -640,7 +642,11 @@ _STRUCTURED = (
     "json_schema",
 )
 """Fields that ask for a form beside `response_format` and `structured_outputs`."""
-_KINDS = {"ebnf": "grammar", "schema": "json", "object": "json"}
+_KINDS: dict[str, chats.FormKind] = {
+    "json": "json", "schema": "json", "object": "json", "regex": "regex",
+    "choice": "choice", "grammar": "grammar", "ebnf": "grammar", "tag": "tag",
+}  # fmt: skip
+"""Kinds by the last word of a field's name."""
 
 
 def _structured(request: SamplingFields) -> Iterator[chats.Form]:
@@ -654,8 +660,7 @@ def _structured(request: SamplingFields) -> Iterator[chats.Form]:
         if value is None or value is False:
             continue
         word = path.replace("_", ".").rpartition(".")[2]
-        kind: Any = _KINDS.get(word, word)
-        value = chats.ANY if word == "object" else value
+        kind, value = _KINDS[word], chats.ANY if word == "object" else value
         if kind in ("json", "tag") and isinstance(value, str):
             try:
                 value = msgspec.json.decode(value)
@@ -676,14 +681,15 @@ def prompts(request: CompletionRequest, info: EngineInfo) -> list[str | list[int
         return [prompt]
     if not prompt:
         raise bad_request("prompt", "is an empty list")
-    if all(isinstance(entry, str) for entry in prompt):
-        return list(prompt)
+    texts = [entry for entry in prompt if isinstance(entry, str)]
+    if len(texts) == len(prompt):
+        return [*texts]
     if not any(isinstance(entry, list) for entry in prompt):
         return [_token_ids("prompt", prompt, info)]
     return [_token_ids(f"prompt[{i}]", entry, info) for i, entry in enumerate(prompt)]
 
 
-def _token_ids(param: str, ids: Any, info: EngineInfo) -> list[int]:
+def _token_ids(param: str, ids: object, info: EngineInfo) -> list[int]:
     try:
         checked = msgspec.convert(ids, list[int])
     except msgspec.ValidationError:

@@ -12,13 +12,14 @@ import secrets
 import time
 from array import array
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import msgspec
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from deltic.engine.messages import EngineInfo
+from deltic.json_types import JsonObject
 from deltic.server.api import responses_protocol as wire
 from deltic.server.api.completions import Prepared, UpdateStream, chat_generation, check, prepare_chat
 from deltic.server.api.responses_store import ResponseStore, Stored, Turn, turn_of
@@ -288,7 +289,7 @@ def _stored(service: Service, request: Request) -> Stored:
 _KINDS: dict[Kind, str] = {"text": "message", "thought": "reasoning", "call": "function_call"}
 """Types of items."""
 
-_PARTS: dict[str, dict[str, Any]] = {
+_PARTS: dict[str, JsonObject] = {
     "message": {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
     "reasoning": {"type": "reasoning_text", "text": ""},
 }
@@ -298,7 +299,7 @@ _TEXT_OF = {"function_call": "arguments", "custom_tool_call": "input"}
 """The field with what an item of this type says, which has no parts."""
 
 
-def _event_name(item: dict[str, Any]) -> str:
+def _event_name(item: JsonObject) -> str:
     """Name of the events that tell what an item says, without what happened to it."""
     if (field := _TEXT_OF.get(item["type"])) is not None:
         return f"response.{item['type']}_{field}"
@@ -323,7 +324,7 @@ class Events:
         self.n = 0
         self._after = after
 
-    def event(self, name: str, n: int = 1, **fields: Any) -> bytes:
+    def event(self, name: str, n: int = 1, **fields: object) -> bytes:
         """n: for how many it stands; it has the number of the last."""
         self.n += n
         if self.n - 1 <= self._after:
@@ -331,14 +332,14 @@ class Events:
         data = _encode({"type": name, "sequence_number": self.n - 1} | fields)
         return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
 
-    def begun(self, index: int, item: dict[str, Any]) -> bytes:
+    def begun(self, index: int, item: JsonObject) -> bytes:
         """item: as it is then."""
         written = self.event("response.output_item.added", output_index=index, item=item)
         if (part := _PARTS.get(item["type"])) is not None:
             written += self.event("response.content_part.added", **_place(index, item), part=part)
         return written
 
-    def ended(self, index: int, item: dict[str, Any]) -> bytes:
+    def ended(self, index: int, item: JsonObject) -> bytes:
         """item: as it is in the response."""
         place, name = _place(index, item), f"{_event_name(item)}.done"
         if (field := _TEXT_OF.get(item["type"])) is not None:
@@ -351,7 +352,7 @@ class Events:
         return written + self.event("response.output_item.done", output_index=index, item=item)
 
 
-def _place(index: int, item: dict[str, Any]) -> dict[str, Any]:
+def _place(index: int, item: JsonObject) -> JsonObject:
     """Fields of an event that say where something is added to item number `index`."""
     place = {"item_id": item["id"], "output_index": index}
     return place | {"content_index": 0} if item["type"] in _PARTS else place
@@ -364,7 +365,7 @@ class ResponseAnswer(Items):
 
     def __init__(self, response_id: str, asked: wire.ResponsesRequest, service: Service) -> None:
         super().__init__()
-        self.output: list[dict[str, Any]] = []
+        self.output: list[JsonObject] = []
         """The items that have ended, as the response has them."""
         self.ends: list[array[int]] = []
         """Ends of deltas, as in Stored."""
@@ -471,10 +472,10 @@ class ResponseAnswer(Items):
         self.output.append(plain)
         return written + self._events.ended(len(self.output) - 1, plain)
 
-    def _plain_item(self, item: Item, status: wire.Status) -> dict[str, Any]:
+    def _plain_item(self, item: Item, status: wire.Status) -> JsonObject:
         """The last item; one in progress as it is when it begins."""
         kind, text = self._type(item), item.text
-        plain: dict[str, Any] = {"id": self._id, "type": kind, "status": status}
+        plain: JsonObject = {"id": self._id, "type": kind, "status": status}
         if item.call is not None:
             namespace, tool = self._called.get(item.call.name or "", (None, None))
             plain |= {"call_id": item.call.id, "name": tool.name if tool else item.call.name}
@@ -508,9 +509,9 @@ class ResponseAnswer(Items):
         return self._events.event(name, response=self._plain | {"output": self.output})
 
 
-def _opened(body: bytes, path: Iterable[str] = ("output", "content", "logprobs")) -> dict[str, Any]:
+def _opened(body: bytes, path: Iterable[str] = ("output", "content", "logprobs")) -> JsonObject:
     """A response's JSON, whose log-probabilities are left encoded: there may be millions."""
-    opened: dict[str, Any] = {}
+    opened: JsonObject = {}
     name, *rest = path
     for field, value in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
         if field != name:
@@ -521,14 +522,14 @@ def _opened(body: bytes, path: Iterable[str] = ("output", "content", "logprobs")
     return opened
 
 
-def _events_of(response: dict[str, Any], ends: list[array[int]], after: int) -> bytes:
+def _events_of(response: JsonObject, ends: list[array[int]], after: int) -> bytes:
     """The events of a response that is complete behind the one of this number.
 
     They have the numbers that they had as the response was made; deltas that followed each other come as one,
     with the number of the last. ends: as of Stored.
     """
     events = Events(after)
-    begun: dict[str, Any] = {
+    begun: JsonObject = {
         "status": "in_progress",
         "completed_at": None,
         "incomplete_details": None,
@@ -538,7 +539,7 @@ def _events_of(response: dict[str, Any], ends: list[array[int]], after: int) -> 
     written = [events.event(f"response.{name}", response=response | begun) for name in ("created", "in_progress")]
     for i, item in enumerate(response["output"]):
         field = _TEXT_OF.get(item["type"])
-        empty: dict[str, Any] = {"content": []} if field is None else {field: ""}
+        empty: JsonObject = {"content": []} if field is None else {field: ""}
         written.append(events.begun(i, item | empty | {"status": "in_progress"}))
         if n := len(ends[i]) // 2:
             part = item["content"][0] if field is None else {"text": item[field]}
@@ -552,7 +553,7 @@ def _events_of(response: dict[str, Any], ends: list[array[int]], after: int) -> 
     return b"".join([*written, events.event(f"response.{response['status']}", response=response)])
 
 
-def _echo(asked: wire.ResponsesRequest, service: Service) -> dict[str, Any]:
+def _echo(asked: wire.ResponsesRequest, service: Service) -> dict[str, object]:
     """A response's fields before its first item: what was asked for, and what holds where nothing was."""
     defaults = service.defaults
     text_format = asked.text.format if asked.text else None
@@ -590,7 +591,7 @@ def _echo(asked: wire.ResponsesRequest, service: Service) -> dict[str, Any]:
     }
 
 
-def _plain_usage(usage: Usage) -> dict[str, Any]:
+def _plain_usage(usage: Usage) -> dict[str, object]:
     return {
         "input_tokens": usage.prompt_tokens,
         "input_tokens_details": {"cached_tokens": usage.cached_tokens, "cache_write_tokens": 0},

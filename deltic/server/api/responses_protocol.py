@@ -13,11 +13,12 @@ import base64
 import binascii
 import re
 from collections.abc import Iterable, Iterator
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta, Raw, Struct
 
+from deltic.json_types import JsonObject
 from deltic.server.api import decode, protocol
 from deltic.server.chat import messages as history
 from deltic.server.chat.arguments import given_arguments
@@ -56,7 +57,7 @@ class JsonFormat(Struct, tag="json_object", forbid_unknown_fields=True):
 
 class SchemaFormat(Struct, tag="json_schema", kw_only=True, forbid_unknown_fields=True):
     name: str
-    schema: dict[str, Any]
+    schema: JsonObject
     description: str | None = None
     strict: bool | None = None
 
@@ -74,7 +75,7 @@ class FunctionTool(Struct, kw_only=True, forbid_unknown_fields=True):
     type: Literal["function"]
     name: history.ToolName
     description: str | None = None
-    parameters: dict[str, Any] | None = None
+    parameters: JsonObject | None = None
     strict: bool | None = None
     defer_loading: bool | None = None
     """Every tool is loaded from the start."""
@@ -101,7 +102,7 @@ class NamespaceTool(Struct, kw_only=True, forbid_unknown_fields=True):
 
     type: Literal["namespace"]
     name: history.ToolName
-    tools: list[dict[str, Any]]
+    tools: list[JsonObject]
     description: str | None = None
 
 
@@ -138,15 +139,15 @@ class ResponsesRequest(protocol.ChatFields, kw_only=True):
     # Carry no promise about the answer.
     max_tool_calls: Count | None = None
     """Calls of hosted tools at most."""
-    client_metadata: dict[str, Any] | None = None
+    client_metadata: JsonObject | None = None
     # Known, and refused unless null.
-    conversation: Any = None
-    prompt: Any = None
-    context_management: Any = None
-    moderation: Any = None
-    access_programs: Any = None
-    image: Any = None
-    background_options: Any = None
+    conversation: object = None
+    prompt: object = None
+    context_management: object = None
+    moderation: object = None
+    access_programs: object = None
+    image: object = None
+    background_options: object = None
 
 
 _REFUSED = {
@@ -169,20 +170,20 @@ _REFUSED = {
 }
 
 
-class MessageItem(Struct, kw_only=True, forbid_unknown_fields=True):
+class MessageItem(Struct, kw_only=True):
+    """A message. The assistant's, like all that a model or a library wrote, may have any further field."""
+
     role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[dict[str, Any]]
+    content: str | list[JsonObject]
     type: Literal["message"] = "message"
     id: str | None = None
+
+
+class StrictMessageItem(MessageItem, kw_only=True, forbid_unknown_fields=True):
+    """A message of anybody else."""
+
     status: Status | None = None
     phase: str | None = None
-
-
-class SaidItem(MessageItem, kw_only=True, forbid_unknown_fields=False):
-    """A message of the assistant. Like all that a model or a library wrote, it may have any further field."""
-
-    status: Any = None
-    phase: Any = None
 
 
 class CallItem(Struct, kw_only=True):
@@ -202,13 +203,13 @@ class CustomCallItem(Struct, kw_only=True):
 
 
 class CallOutputItem(Struct, kw_only=True):
-    output: str | list[dict[str, Any]]
+    output: str | list[JsonObject]
     call_id: str
 
 
 class ReasoningItem(Struct, kw_only=True):
-    summary: list[dict[str, Any]] | None = None
-    content: list[dict[str, Any]] | None = None
+    summary: list[JsonObject] | None = None
+    content: list[JsonObject] | None = None
     encrypted_content: str | None = None
 
 
@@ -222,7 +223,7 @@ class HostedItem(Struct):
 class ToolsItem(Struct, kw_only=True):
     """Tools beside those of the request, which agents send where they learn of them."""
 
-    tools: list[dict[str, Any]]
+    tools: list[JsonObject]
 
 
 class Reference(Struct, kw_only=True, forbid_unknown_fields=True):
@@ -237,7 +238,7 @@ class _Kind(Struct):
 
 Item = MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem | HostedItem | ToolsItem
 ITEMS: dict[str, type[Item | Reference]] = {
-    "message": MessageItem,
+    "message": StrictMessageItem,
     "function_call": CallItem,
     "function_call_output": CallOutputItem,
     "custom_tool_call": CustomCallItem,
@@ -284,7 +285,7 @@ _KIND = re.compile(r"[a-z0-9_]{1,64}")
 """Names that a kind of tools may have that we do not know."""
 
 
-def is_left_out(tool: dict[str, Any]) -> bool:
+def is_left_out(tool: JsonObject) -> bool:
     """Returns whether the model goes without a tool: it is of a kind that only the models know which were
     trained for it.
     """
@@ -298,7 +299,7 @@ def left_out(asked: ResponsesRequest) -> list[str]:
     return list(dict.fromkeys(tool["type"] for tool in tools if is_left_out(tool)))
 
 
-def _inner(tool: dict[str, Any]) -> list[dict[str, Any]]:
+def _inner(tool: JsonObject) -> list[JsonObject]:
     tools = tool.get("tools")
     return [inner for inner in tools if isinstance(inner, dict)] if isinstance(tools, list) else []
 
@@ -361,8 +362,9 @@ def parse_item(item: bytes, path: str) -> Item | Reference:
     if name not in ITEMS:
         known = ", ".join(kind for kind in ITEMS if kind not in _HOSTED_ITEMS)
         raise bad_request(f"{path}.type", f"{name!r} is not supported; this server knows {known}")
-    is_said = (name, kind.role) == ("message", "assistant")
-    return decode.parse(item, SaidItem if is_said else ITEMS[name], path=path)
+    is_assistants = (name, kind.role) == ("message", "assistant")
+    struct: type[Item | Reference] = MessageItem if is_assistants else ITEMS[name]
+    return decode.parse(item, struct, path=path)
 
 
 ORIGIN = {"messages": "input", "max_tokens": "max_output_tokens"}
@@ -406,9 +408,7 @@ def chat_of(asked: ResponsesRequest, items: Iterable[tuple[str, Item]], defaults
     )
 
 
-def flat_tools(
-    tools: list[dict[str, Any]] | None,
-) -> Iterator[tuple[str, NamespaceTool | None, FunctionTool | CustomTool]]:
+def flat_tools(tools: list[JsonObject] | None) -> Iterator[tuple[str, NamespaceTool | None, FunctionTool | CustomTool]]:
     """(path, namespace, tool) of all that the model may call. Raises ApiError (400)."""
     for i, tool in enumerate(tools or ()):
         space: NamespaceTool | None = None
@@ -424,7 +424,7 @@ def flat_tools(
                 yield path, space, decode.convert(entry, kind, path)
 
 
-def _unknown_tool(tool: dict[str, Any], path: str) -> ApiError:
+def _unknown_tool(tool: JsonObject, path: str) -> ApiError:
     message = f"{tool.get('type')!r} is not a tool of this server, which runs none itself; leave it out (functions of yours are supported)"
     return bad_request(f"{path}.type", message, "unsupported_tool")
 
@@ -436,7 +436,7 @@ def flat_name(name: str, namespace: str | None) -> str:
     return namespace + name if namespace.endswith("_") else f"{namespace}__{name}"
 
 
-def _tools(tools: list[dict[str, Any]] | None) -> list[Tool]:
+def _tools(tools: list[JsonObject] | None) -> list[Tool]:
     """Raises ApiError (400)."""
     converted: list[Tool] = []
     described = None
@@ -451,8 +451,9 @@ def _tools(tools: list[dict[str, Any]] | None) -> list[Tool]:
             grammar = tool.format if isinstance(tool.format, GrammarText) else None
             function = protocol.text_function(name, description, grammar)
         else:
-            function = {"name": name} | ({"description": description} if description else {})
-            function |= {"parameters": tool.parameters or {}} | ({"strict": True} if tool.strict else {})
+            described_as = {"description": description} if description else {}
+            strict = {"strict": True} if tool.strict else {}
+            function = {"name": name, **described_as, "parameters": tool.parameters or {}, **strict}
         converted.append(protocol.function_tool(function, path))
     return converted
 
@@ -470,7 +471,7 @@ class AllowedTools(Struct, tag="allowed_tools", forbid_unknown_fields=True):
     tools: list[NamedTool | NamedCustom]
 
 
-def _choice(choice: Any, parallel: bool | None) -> ToolChoice:
+def _choice(choice: object, parallel: bool | None) -> ToolChoice:
     """Raises ApiError (400)."""
     if not isinstance(choice, dict):
         return protocol.worded_choice(choice, parallel)
@@ -553,7 +554,7 @@ class Messages:
         return message
 
 
-def _arguments(item: CallItem, path: str) -> dict[str, Any]:
+def _arguments(item: CallItem, path: str) -> JsonObject:
     arguments = given_arguments(item.arguments)
     if arguments is None:
         raise bad_request(f"{path}.arguments", "expected the text of a JSON object")
@@ -609,7 +610,7 @@ def find_pictures(items: Iterable[tuple[str, Item]]) -> list[Sent]:
     return pictures
 
 
-def _picture(part: dict[str, Any], path: str, strict: bool) -> Sent:
+def _picture(part: JsonObject, path: str, strict: bool) -> Sent:
     """strict: it has no unknown fields. Raises ApiError (400)."""
     if part.get("file_id") is not None:
         message = "files are not kept for this here; send the picture as image_url"
@@ -622,7 +623,7 @@ def _picture(part: dict[str, Any], path: str, strict: bool) -> Sent:
     return Sent(f"{path}.image_url", path, "input_image", url=url, is_low=low)
 
 
-def _content(content: str | list[dict[str, Any]], path: str, by: str = "tool") -> str | list[dict[str, Any]]:
+def _content(content: str | list[JsonObject], path: str, by: str = "tool") -> str | list[JsonObject]:
     """A text, or the parts of a chat's message where a picture is among them. Otherwise as `_text`."""
     if not any(sent_in(content)):
         return _text(content, path, by)
@@ -634,12 +635,12 @@ def _content(content: str | list[dict[str, Any]], path: str, by: str = "tool") -
     ]
 
 
-def _text(content: str | list[dict[str, Any]], path: str, by: str = "tool") -> str:
+def _text(content: str | list[JsonObject], path: str, by: str = "tool") -> str:
     """by: who wrote it. Raises ApiError (400) for a part that is not text, unless it is the assistant's."""
     return content if isinstance(content, str) else "".join(_texts(content, path, by))
 
 
-def _texts(parts: list[dict[str, Any]], path: str, by: str) -> Iterator[str]:
+def _texts(parts: list[JsonObject], path: str, by: str) -> Iterator[str]:
     for i, part in enumerate(parts):
         if any(sent_in([part])):
             yield ""

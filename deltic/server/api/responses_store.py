@@ -9,10 +9,10 @@ from __future__ import annotations
 import secrets
 from array import array
 from collections import OrderedDict, defaultdict
-from typing import Any
 
 import msgspec
 
+from deltic.json_types import JsonObject
 from deltic.server.api.responses_protocol import ID_PREFIXES
 
 MAX_BYTES = 256_000_000
@@ -128,7 +128,7 @@ def turn_of(items: list[bytes]) -> Turn:
     return Turn([_full_item(msgspec.json.decode(item)) for item in items])
 
 
-def _full_item(item: dict[str, Any]) -> tuple[str, bytes]:
+def _full_item(item: JsonObject) -> tuple[str, bytes]:
     kind = item.setdefault("type", "message")
     item_id: str = item.get("id") or f"{ID_PREFIXES.get(kind, 'item')}_{secrets.token_hex(16)}"
     content = item.get("content")

@@ -19,7 +19,7 @@ import time
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
 from msgspec import Struct
@@ -70,8 +70,8 @@ class ExportRequest(Struct):
     """The body of POST /v1/chat/completions, or of /v1/completions with one prompt."""
 
     model: str | None = None
-    messages: list[Any] | None = None
-    prompt: str | list[Any] | None = None
+    messages: list[object] | None = None
+    prompt: str | list[object] | None = None
 
 
 def _check(service: Service) -> EngineInfo:
@@ -335,7 +335,7 @@ class Import:
         if model != self._directory.model:
             raise damaged("a file in it is of another model")
         if above is None:
-            expected: tuple[Any, ...] = "page", entry.key, entry.parent, PAGE_SIZE, self._head.page_bytes
+            expected: tuple[object, ...] = "page", entry.key, entry.parent, PAGE_SIZE, self._head.page_bytes
         elif self._n_objects > 1:
             expected = "page", entry.key, above.key, above.depth + PAGE_SIZE, self._head.page_bytes
         else:

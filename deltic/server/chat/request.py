@@ -39,6 +39,9 @@ ANY = {"type": "object"}
 """The schema of any JSON object."""
 
 
+FormKind = Literal["json", "regex", "choice", "grammar", "tag"]
+
+
 class Form(Struct, frozen=True):
     """The form that the answer has to have."""
 
@@ -46,7 +49,7 @@ class Form(Struct, frozen=True):
     """The client's field that asks for it."""
     path: str
     """Path of `value`, within that field."""
-    kind: Literal["json", "regex", "choice", "grammar", "tag"]
+    kind: FormKind
     value: Any
     """Schema (json), texts (choice), StructuralTag (tag), or text."""
 
