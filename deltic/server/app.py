@@ -463,7 +463,7 @@ ROUTES = (
     Route("GET", "/v1/batches", batches.list_batches),
     Route("GET", "/v1/batches/{batch_id}", batches.get_batch),
     Route("POST", "/v1/batches/{batch_id}/cancel", batches.cancel_batch),
-    OLLAMA("/api/chat", ollama.chat, ollama_protocol.ChatRequest),
+    OLLAMA("/api/chat", ollama.chat, ollama_protocol.OllamaChatRequest),
     OLLAMA("/api/generate", ollama.generate, ollama_protocol.GenerateRequest),
     Route("GET", "/api/tags", ollama.tags),
     Route("GET", "/api/ps", ollama.running),

@@ -392,8 +392,8 @@ def test_a_stream_and_a_whole_answer_say_the_same(parts: list[str], size: int, t
 
 def test_fields_of_a_chat_are_called_as_here() -> None:
     asked = decode.parse(
-        b'{"model":"m","messages":[{"role":"user","content":"x"}],"options":{"stop":"a"}}', wire.ChatRequest
+        b'{"model":"m","messages":[{"role":"user","content":"x"}],"options":{"stop":"a"}}', wire.OllamaChatRequest
     )
     assert wire.chat_of(asked, NO_DEFAULTS).sampling.shown.stops == ["a"]
     with pytest.raises(ApiError, match=r"options\.num_ctx"):
-        decode.parse(b'{"model":"m","options":{"num_ctx":-1}}', wire.ChatRequest)
+        decode.parse(b'{"model":"m","options":{"num_ctx":-1}}', wire.OllamaChatRequest)

@@ -17,7 +17,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessageCustomToolCal
 
 from deltic.server.api import responses
 from deltic.server.api import responses_protocol as wire
-from deltic.server.api.responses_store import ResponseStore, Stored, Turn, turn_of
+from deltic.server.api.responses_store import ResponseStore, ResponseTurn, StoredResponse, turn_of
 from deltic.server.chat.messages import AssistantMessage, settled, template_messages
 from deltic.server.chat.request import NO_DEFAULTS, Form
 from deltic.server.errors import ApiError
@@ -723,15 +723,15 @@ def test_keys_do_not_see_each_other() -> None:
         door.post(400, input=[{"id": said["output"][0]["id"]}])
 
 
-def stored(name: str, *turns: Turn, size: int = 100) -> Stored:
-    return Stored("", b"x" * size, turns, Turn([(f"out_{name}", b"y" * size)]))
+def stored(name: str, *turns: ResponseTurn, size: int = 100) -> StoredResponse:
+    return StoredResponse("", b"x" * size, turns, ResponseTurn([(f"out_{name}", b"y" * size)]))
 
 
 def test_the_store_is_bounded_and_counts_right() -> None:
     store = ResponseStore(3)
-    turns: tuple[Turn, ...] = ()
+    turns: tuple[ResponseTurn, ...] = ()
     for name in "abcde":
-        entry = stored(name, *turns, Turn([(f"in_{name}", b"z" * 50)]))
+        entry = stored(name, *turns, ResponseTurn([(f"in_{name}", b"z" * 50)]))
         store.add(name, entry)
         turns = entry.history
     assert len(store) == 3 and store.get("b", "") is None
@@ -753,8 +753,8 @@ def test_the_store_is_bounded_and_counts_right() -> None:
 
 
 def test_another_key_s_many_responses_throw_none_away() -> None:
-    def of(owner: str, name: str, size: int = 100) -> Stored:
-        return Stored(owner, b"x" * size, (), Turn([(f"out_{name}", b"y")]))
+    def of(owner: str, name: str, size: int = 100) -> StoredResponse:
+        return StoredResponse(owner, b"x" * size, (), ResponseTurn([(f"out_{name}", b"y")]))
 
     store = ResponseStore(20, max_bytes=100_000)
     for i in range(10):
@@ -772,7 +772,7 @@ def test_another_key_s_many_responses_throw_none_away() -> None:
 def test_many_items_take_no_time() -> None:
     n = 60_000
     store = ResponseStore(3)
-    store.add("a", stored("a", Turn([(str(i), b"{}") for i in range(n)])))
+    store.add("a", stored("a", ResponseTurn([(str(i), b"{}") for i in range(n)])))
     messages = wire.Messages(None)
     before_s = time.thread_time()
     for i in range(n):
@@ -797,7 +797,7 @@ def test_references_do_not_make_a_body_larger_than_allowed() -> None:
 def test_a_long_input_is_made_ready_to_be_kept_beside_the_event_loop(monkeypatch: pytest.MonkeyPatch) -> None:
     threads = []
 
-    def noted(items: list[bytes]) -> Turn:
+    def noted(items: list[bytes]) -> ResponseTurn:
         threads.append(threading.current_thread().name)
         return turn_of(items)
 

@@ -65,7 +65,7 @@ _encode = msgspec.json.Encoder().encode
 
 async def chat(service: Service, request: Request) -> ASGIApp:
     """POST /api/chat: an answer to a chat, in Ollama's form."""
-    return await _answer(service, request, wire.ChatRequest)
+    return await _answer(service, request, wire.OllamaChatRequest)
 
 
 async def generate(service: Service, request: Request) -> ASGIApp:
@@ -73,7 +73,7 @@ async def generate(service: Service, request: Request) -> ASGIApp:
     return await _answer(service, request, wire.GenerateRequest)
 
 
-async def _answer(service: Service, request: Request, kind: type[wire.Asked]) -> ASGIApp:
+async def _answer(service: Service, request: Request, kind: type[wire.AnswerRequest]) -> ASGIApp:
     await _loaded(service, request)
     info = service.admit()
     request_id = request.scope["deltic.answer_id"] = f"ollama-{secrets.token_hex(16)}"
@@ -94,7 +94,7 @@ async def _answer(service: Service, request: Request, kind: type[wire.Asked]) ->
             del pictures  # they are the engine's from now on, and large
             generation = completions.chat_generation(service, prepared, request_id, ticket)
     scored = answer.ChatAnswer(request_id, service.model_name, service.tokenizer)
-    reply = LinesAnswer(asked.model, is_chat=kind is wire.ChatRequest, scored=scored)
+    reply = LinesAnswer(asked.model, is_chat=kind is wire.OllamaChatRequest, scored=scored)
     if generation is None:
         return json_response(reply.loaded())
     if asked.stream is not False:
@@ -319,7 +319,7 @@ def _usual(name: str) -> str:
     return name if ":" in name else f"{name}:latest"
 
 
-class Stored(NamedTuple):
+class ModelFiles(NamedTuple):
     """Facts that the files of a model tell of it."""
 
     family: str = "qwen"
@@ -330,17 +330,20 @@ class Stored(NamedTuple):
     """A GGUF file's own name of its bits."""
 
 
-def _stored(service: Service) -> Stored:
+def _stored(service: Service) -> ModelFiles:
     config = service.client.config
     return _stored_at(config.model, config.dummy)
 
 
 @functools.lru_cache(maxsize=64)
-def _stored_at(model: str, dummy: str | None) -> Stored:
+def _stored_at(model: str, dummy: str | None) -> ModelFiles:
     """Facts of a model's files; of random weights, as if they were stored in 16 bits."""
     try:
         directory, shape = locate(EngineConfig(model=BUILT_IN if dummy else model, dummy=dummy))
-        about, n = Stored(FAMILIES.get(shape.family, Stored.family), "safetensors", shape.n_params), shape.n_params
+        about, n = (
+            ModelFiles(FAMILIES.get(shape.family, ModelFiles.family), "safetensors", shape.n_params),
+            shape.n_params,
+        )
         if dummy is not None:
             return about._replace(n_bytes=2 * n)
         if not is_gguf(directory):
@@ -351,7 +354,7 @@ def _stored_at(model: str, dummy: str | None) -> Stored:
         level = FILE_TYPES.get(level, "") if isinstance(level, int) else ""
         return about._replace(format="gguf", n_bytes=n_bytes, level=level)
     except (ValueError, OSError):  # what was loaded is no longer there
-        return Stored()
+        return ModelFiles()
 
 
 def _human(n: int) -> str:

@@ -82,7 +82,7 @@ class Options(Struct, kw_only=True, forbid_unknown_fields=True):
     use_mlock: object = None
 
 
-class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
+class AnswerRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     """The fields that requests for both kinds of answers share."""
 
     model: str
@@ -98,36 +98,36 @@ class Asked(Struct, kw_only=True, forbid_unknown_fields=True):
     shift: object = None
 
 
-class CalledFunction(Struct):
+class OllamaFunction(Struct):
     name: messages.ToolName
     arguments: JsonObject | str | None = None
 
 
-class ToolCall(Struct):
-    function: CalledFunction
+class OllamaToolCall(Struct):
+    function: OllamaFunction
     id: str | None = None
 
 
-class Message(Struct):
+class OllamaMessage(Struct):
     role: Literal["system", "user", "assistant", "tool"]
     content: str | None = None
     thinking: str | None = None
     images: list[str] | None = None
     """Pictures, in base64; those of the assistant's are passed over."""
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: list[OllamaToolCall] | None = None
     tool_name: str | None = None
     tool_call_id: str | None = None
 
 
-class ChatRequest(Asked):
+class OllamaChatRequest(AnswerRequest):
     """POST /api/chat."""
 
-    messages: list[Message] | None = None
+    messages: list[OllamaMessage] | None = None
     """Messages to answer; without any the model is only to be loaded, which it is."""
     tools: list[JsonObject] | None = None
 
 
-class GenerateRequest(Asked):
+class GenerateRequest(AnswerRequest):
     """POST /api/generate."""
 
     prompt: str | None = None
@@ -159,7 +159,7 @@ class PullRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     insecure: bool | None = None
 
 
-def check(asked: Asked) -> None:
+def check(asked: AnswerRequest) -> None:
     """Raises ApiError (400) for a field that asks for something that is not supported."""
     options = asked.options or Options()
     for value, path in ((asked, ""), (options, "options.")):
@@ -182,9 +182,9 @@ def _unsupported(path: str) -> ApiError:
     return bad_request(path, f"{why}; leave it out", "unsupported_field")
 
 
-def is_empty(asked: Asked) -> bool:
+def is_empty(asked: AnswerRequest) -> bool:
     """Returns whether nothing is to be said: the model is asked to be there."""
-    if isinstance(asked, ChatRequest):
+    if isinstance(asked, OllamaChatRequest):
         return not asked.messages
     return not (getattr(asked, "prompt", None) or getattr(asked, "images", None))
 
@@ -193,11 +193,11 @@ ORIGIN = {"max_tokens": "options.num_predict", "continue_final_message": "messag
 """Fields of a Chat, and what this API calls them."""
 
 
-def chat_of(asked: Asked, defaults: SamplingDefaults) -> chats.Chat:
+def chat_of(asked: AnswerRequest, defaults: SamplingDefaults) -> chats.Chat:
     """The chat that a checked body asks for. Raises ApiError (400)."""
     turns: list[messages.Message] = []
     tools = []
-    if isinstance(asked, ChatRequest):
+    if isinstance(asked, OllamaChatRequest):
         turns = [_message(message, f"messages[{i}].images") for i, message in enumerate(asked.messages or ())]
         tools = protocol.tools_of(asked.tools)
     elif isinstance(asked, GenerateRequest):
@@ -240,7 +240,7 @@ _PARAMS = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "freque
 """Options that are parameters as they are."""
 
 
-def _sampling(asked: Asked, defaults: SamplingDefaults) -> chats.Sampling:
+def _sampling(asked: AnswerRequest, defaults: SamplingDefaults) -> chats.Sampling:
     """Raises ApiError (400)."""
     options = asked.options or Options()
     n = options.num_predict
@@ -278,7 +278,7 @@ def _content(text: str, images: list[str] | None, path: str) -> messages.Content
     return [*(picture.part_of_message() for picture in sent), {"type": "text", "text": text}]
 
 
-def _message(message: Message, path: str) -> messages.Message:
+def _message(message: OllamaMessage, path: str) -> messages.Message:
     """path: of its images."""
     content = _content(message.content or "", message.images, path)
     if message.role == "system":

@@ -431,7 +431,7 @@ def thinking_budget(request: ChatFields, own: int | None) -> int | None:
 # Tools.
 
 
-class ToolFields(Struct, forbid_unknown_fields=True):
+class ChatTool(Struct, forbid_unknown_fields=True):
     function: chats.ToolFunction
     type: Literal["function"] = "function"
     cache_control: object = None
@@ -455,7 +455,7 @@ class Custom(Struct, forbid_unknown_fields=True):
     format: AnyText | TextOf | None = None
 
 
-class CustomTool(Struct, forbid_unknown_fields=True):
+class ChatCustomTool(Struct, forbid_unknown_fields=True):
     """A tool that takes a text. The model has it as a function with one parameter, `input`."""
 
     custom: Custom
@@ -475,13 +475,13 @@ class OneCustom(Struct, tag="custom", forbid_unknown_fields=True):
     custom: Named
 
 
-class AllowedTools(Struct, forbid_unknown_fields=True):
+class AllowedToolList(Struct, forbid_unknown_fields=True):
     mode: Literal["auto", "required"]
     tools: list[OneTool | OneCustom]
 
 
 class SomeTools(Struct, tag="allowed_tools", forbid_unknown_fields=True):
-    allowed_tools: AllowedTools
+    allowed_tools: AllowedToolList
 
 
 _TEXT_ONLY = {
@@ -517,12 +517,12 @@ def tools_of(tools: list[JsonObject] | None) -> list[chats.Tool]:
     for i, tool in enumerate(tools or ()):
         path = f"tools[{i}]"
         if tool.get("type") == "custom":
-            custom = decode.convert(tool, CustomTool, path).custom
+            custom = decode.convert(tool, ChatCustomTool, path).custom
             grammar = custom.format.grammar if isinstance(custom.format, TextOf) else None
             function = text_function(custom.name, custom.description, grammar)
             converted.append(function_tool(function, f"{path}.custom", is_custom=True))
         else:
-            read = decode.convert(tool, ToolFields, path).function
+            read = decode.convert(tool, ChatTool, path).function
             shown = _without_marks(tool) | {"function": _without_marks(tool["function"])}
             converted.append(chats.Tool(read, shown, f"{path}.function", f"{path}.function.parameters"))
     return converted

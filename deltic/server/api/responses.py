@@ -22,7 +22,7 @@ from deltic.engine.messages import EngineInfo
 from deltic.json_types import JsonObject
 from deltic.server.api import responses_protocol as wire
 from deltic.server.api.completions import Prepared, UpdateStream, chat_generation, check, prepare_chat
-from deltic.server.api.responses_store import ResponseStore, Stored, Turn, turn_of
+from deltic.server.api.responses_store import ResponseStore, ResponseTurn, StoredResponse, turn_of
 from deltic.server.chat import answer
 from deltic.server.chat.arguments import given_text, is_whole
 from deltic.server.chat.generation import Generation
@@ -44,11 +44,11 @@ T = TypeVar("T")
 _encode = msgspec.json.Encoder().encode
 
 
-class Asked(NamedTuple):
+class ReadRequest(NamedTuple):
     """A request that was read."""
 
     request: wire.ResponsesRequest
-    history: tuple[Turn, ...]
+    history: tuple[ResponseTurn, ...]
     """The history that it continues."""
     given: list[bytes]
     """Items of the request itself, references replaced by what they refer to."""
@@ -78,7 +78,7 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
         usage = generation.usage()
         done = reply.end(usage) if reply.n_bytes < PART_BYTES else await asyncio.to_thread(reply.end, usage)
         if reply.is_stored:
-            stored = Stored(ticket.tenant, done.body, (*history, turn), Turn(done.items), reply.ends)
+            stored = StoredResponse(ticket.tenant, done.body, (*history, turn), ResponseTurn(done.items), reply.ends)
             service.server.responses.add(response_id, stored)
         return done
 
@@ -88,7 +88,7 @@ async def create_response(service: Service, request: Request) -> ASGIApp:
     return LargeResponse((await end()).body)
 
 
-def _prepare(service: Service, read: Asked, info: EngineInfo) -> tuple[Prepared, Turn]:
+def _prepare(service: Service, read: ReadRequest, info: EngineInfo) -> tuple[Prepared, ResponseTurn]:
     """Prepares the chat and the turn to be kept, which is empty unless the response is to be. Raises
     ApiError.
     """
@@ -110,7 +110,7 @@ async def count_input_tokens(service: Service, request: Request) -> ASGIApp:
     return json_response({"object": "response.input_tokens", "input_tokens": n_tokens})
 
 
-async def _read(service: Service, ticket: Ticket, preparation: Preparation) -> Asked:
+async def _read(service: Service, ticket: Ticket, preparation: Preparation) -> ReadRequest:
     """The request in a body, with what it continues and what it refers to. Raises ApiError."""
     asked, given = await preparation.run(_parsed, service, preparation, ticket.tenant)
     history = _history(service.server.responses, asked, ticket.tenant)
@@ -124,7 +124,7 @@ async def _read(service: Service, ticket: Ticket, preparation: Preparation) -> A
     if kinds := wire.left_out(asked):
         ticket.notes["tools_left_out"] = ",".join(kinds)
     pictures = await preparation.read_sent(sent, asked.mm_processor_kwargs, asked.cache_salt or "")
-    return Asked(asked, history, given, items, pictures)
+    return ReadRequest(asked, history, given, items, pictures)
 
 
 def _parsed(service: Service, preparation: Preparation, owner: str) -> tuple[wire.ResponsesRequest, list[bytes]]:
@@ -135,7 +135,7 @@ def _parsed(service: Service, preparation: Preparation, owner: str) -> tuple[wir
     return asked, [_resolved(item, f"input[{i}]", store, owner) for i, item in enumerate(items)]
 
 
-def _history(store: ResponseStore, asked: wire.ResponsesRequest, owner: str) -> tuple[Turn, ...]:
+def _history(store: ResponseStore, asked: wire.ResponsesRequest, owner: str) -> tuple[ResponseTurn, ...]:
     """The turns that a request continues. Raises ApiError (400)."""
     if asked.store and not store.most:
         raise bad_request("store", "this server keeps no responses (--max-stored-responses 0)")
@@ -154,7 +154,7 @@ def _history(store: ResponseStore, asked: wire.ResponsesRequest, owner: str) -> 
 
 
 def _items(
-    asked: wire.ResponsesRequest, history: tuple[Turn, ...], given: list[bytes]
+    asked: wire.ResponsesRequest, history: tuple[ResponseTurn, ...], given: list[bytes]
 ) -> tuple[list[tuple[str, wire.Item]], list[Sent]]:
     """Reads all items with their places, and finds the pictures in them; tools among the items join those of
     the request.
@@ -168,7 +168,7 @@ def _items(
     return items, wire.find_pictures(items)
 
 
-def _fitted(service: Service, read: Asked, work: Callable[[Chat], T]) -> T:
+def _fitted(service: Service, read: ReadRequest, work: Callable[[Chat], T]) -> T:
     """`work` on the chat of a request's items.
 
     With truncation "auto", on that of as many of the latest turns as the context holds. Raises ApiError.
@@ -277,7 +277,7 @@ async def list_input_items(service: Service, request: Request) -> ASGIApp:
     return json_response(listing)
 
 
-def _stored(service: Service, request: Request) -> Stored:
+def _stored(service: Service, request: Request) -> StoredResponse:
     """The response that the path names. Raises ApiError (404)."""
     response_id, ticket = request.path_params["response_id"], request.scope[TICKET]
     stored = service.server.responses.get(response_id, ticket.tenant)
@@ -368,7 +368,7 @@ class ResponseAnswer(Items):
         self.output: list[JsonObject] = []
         """The items that have ended, as the response has them."""
         self.ends: list[array[int]] = []
-        """Ends of deltas, as in Stored."""
+        """Ends of deltas, as in StoredResponse."""
         self.n_bytes = 0
         """Bytes of log-probabilities and text, more or less."""
         self.is_stored = asked.store is not False and bool(service.server.responses.most)
@@ -526,7 +526,7 @@ def _events_of(response: JsonObject, ends: list[array[int]], after: int) -> byte
     """The events of a response that is complete behind the one of this number.
 
     They have the numbers that they had as the response was made; deltas that followed each other come as one,
-    with the number of the last. ends: as of Stored.
+    with the number of the last. ends: as of StoredResponse.
     """
     events = Events(after)
     begun: JsonObject = {

@@ -62,7 +62,7 @@ class SchemaFormat(Struct, tag="json_schema", kw_only=True, forbid_unknown_field
     strict: bool | None = None
 
 
-class Text(Struct, forbid_unknown_fields=True):
+class TextOptions(Struct, forbid_unknown_fields=True):
     format: TextFormat | JsonFormat | SchemaFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
@@ -131,7 +131,7 @@ class ResponsesRequest(protocol.ChatFields, kw_only=True):
     here.
     """
     reasoning: Reasoning | None = None
-    text: Text | None = None
+    text: TextOptions | None = None
     truncation: Literal["disabled", "auto"] | None = None
     """auto: what is too long loses its oldest turns."""
     background: Literal[False] | None = None
@@ -380,7 +380,7 @@ def chat_of(asked: ResponsesRequest, items: Iterable[tuple[str, Item]], defaults
     for path, item in items:
         messages.add(item, path)
     logprobs = wants(asked, "message.output_text.logprobs")
-    reasoning, text = asked.reasoning or Reasoning(), asked.text or Text()
+    reasoning, text = asked.reasoning or Reasoning(), asked.text or TextOptions()
     tools = _tools(asked.tools)
     return Chat(
         messages=messages.whole(),

@@ -21,7 +21,7 @@ _OVERHEAD_BYTES = 300
 """An entry of any kind takes so much beside its JSON: Python's objects."""
 
 
-class Turn(msgspec.Struct, eq=False):
+class ResponseTurn(msgspec.Struct, eq=False):
     """The items of one request, or of its answer: (id, JSON)."""
 
     items: list[tuple[str, bytes]]
@@ -31,21 +31,21 @@ class Turn(msgspec.Struct, eq=False):
         return sum(len(item) + _OVERHEAD_BYTES for _, item in self.items)
 
 
-class Stored(msgspec.Struct, eq=False):
+class StoredResponse(msgspec.Struct, eq=False):
     """A response: the JSON of its answer, what it was made from, and the items of the answer itself."""
 
     owner: str
     """Name of the API key that asked; nobody else's finds it."""
     body: bytes
-    input: tuple[Turn, ...]
-    output: Turn
+    input: tuple[ResponseTurn, ...]
+    output: ResponseTurn
     ends: list[array[int]] = []
     """Ends of deltas, for each item of the answer: how many characters had been said as a delta ended, and
     how many log-probabilities, one behind the other.
     """
 
     @property
-    def history(self) -> tuple[Turn, ...]:
+    def history(self) -> tuple[ResponseTurn, ...]:
         return (*self.input, self.output)
 
     def n_bytes(self) -> int:
@@ -57,7 +57,7 @@ class _Own:
     """Responses and items of one owner, and their bytes."""
 
     def __init__(self) -> None:
-        self.responses: OrderedDict[str, Stored] = OrderedDict()
+        self.responses: OrderedDict[str, StoredResponse] = OrderedDict()
         self.items: dict[str, bytes] = {}
         self.n_bytes = 0
 
@@ -81,14 +81,14 @@ class ResponseStore:
     def n_bytes(self) -> int:
         return sum(own.n_bytes for own in self._own.values())
 
-    def get(self, response_id: str, owner: str) -> Stored | None:
+    def get(self, response_id: str, owner: str) -> StoredResponse | None:
         responses = self._own[owner].responses
         stored = responses.get(response_id)
         if stored is not None:
             responses.move_to_end(response_id)
         return stored
 
-    def add(self, response_id: str, stored: Stored) -> None:
+    def add(self, response_id: str, stored: StoredResponse) -> None:
         """Keeps it, unless it alone is more than may be held."""
         own = self._own[stored.owner]
         own.responses[response_id] = stored
@@ -123,9 +123,9 @@ class ResponseStore:
         return self._own[owner].items.get(item_id)
 
 
-def turn_of(items: list[bytes]) -> Turn:
+def turn_of(items: list[bytes]) -> ResponseTurn:
     """A turn of checked input items, each with an id and in its full form, as /input_items lists them."""
-    return Turn([_full_item(msgspec.json.decode(item)) for item in items])
+    return ResponseTurn([_full_item(msgspec.json.decode(item)) for item in items])
 
 
 def _full_item(item: JsonObject) -> tuple[str, bytes]:
