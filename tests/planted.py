@@ -368,7 +368,7 @@ FAULTS = [
     Fault(
         "response-of-another",
         "missing authorisation",
-        "deltic/server/api/responses_store.py",
+        "deltic/server/api/responses_items.py",
         "responses = self._own[owner].responses",
         "responses = next(own.responses for own in self._own.values() if response_id in own.responses)",
         "tests/null/test_responses.py tests/null/test_access.py",

@@ -32,7 +32,7 @@ from deltic import __version__
 from deltic.json_types import JsonObject
 from deltic.server.access import Access
 from deltic.server.api import anthropic, anthropic_protocol, models, ollama, ollama_protocol, protocol, responses
-from deltic.server.api.completions import chat_completions, completions
+from deltic.server.api.completions import CompletionRequest, chat_completions, completions
 from deltic.server.api.decode import parse
 from deltic.server.api.responses_protocol import ResponsesRequest
 from deltic.server.api.transfer import STREAM, ExportRequest, export_cache, import_cache
@@ -436,9 +436,9 @@ ADAPTERS = functools.partial(Route, "POST", is_shared=True, gives=("text/plain",
 
 ROUTES = (
     Route("POST", "/v1/chat/completions", chat_completions, protocol.ChatRequest, generates=True),
-    Route("POST", "/v1/completions", completions, protocol.CompletionRequest, generates=True),
+    Route("POST", "/v1/completions", completions, CompletionRequest, generates=True),
     Route("POST", "/v1/chat/completions/render", models.render_chat, protocol.ChatRequest, prepares=True),
-    Route("POST", "/v1/completions/render", models.render_completion, protocol.CompletionRequest, prepares=True),
+    Route("POST", "/v1/completions/render", models.render_completion, CompletionRequest, prepares=True),
     Route("POST", "/v1/messages", anthropic.messages, anthropic_protocol.MessagesRequest, generates=True),
     Route(
         "POST",
@@ -474,8 +474,8 @@ ROUTES = (
     Route("GET", "/v1/models/{model:path}", models.get_model),
     ADAPTERS("/v1/load_lora_adapter", models.load_adapter, models.LoadAdapterRequest, takes_model=True),
     ADAPTERS("/v1/unload_lora_adapter", models.unload_adapter, models.UnloadAdapterRequest),
-    Route("POST", "/tokenize", models.tokenize, protocol.TokenizeRequest, prepares=True),
-    Route("POST", "/detokenize", models.detokenize, protocol.DetokenizeRequest, prepares=True),
+    Route("POST", "/tokenize", models.tokenize, models.TokenizeRequest, prepares=True),
+    Route("POST", "/detokenize", models.detokenize, models.DetokenizeRequest, prepares=True),
     Route("GET", "/server_info", models.server_info, takes_model=True),
     Route("GET", "/model_info", models.model_info, takes_model=True),
     Route("GET", "/is_sleeping", models.is_sleeping, open_=True),

@@ -24,7 +24,7 @@ from deltic.engine.messages import EngineInfo
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.json_types import JsonObject
 from deltic.server.adapters import ServedAdapter, ServedAdapters
-from deltic.server.api.responses_store import ResponseStore
+from deltic.server.api.responses_items import ResponseStore
 from deltic.server.batch.file_store import FileStore
 from deltic.server.batch.runner import BatchRunner
 from deltic.server.chat.constraint import Constrainer

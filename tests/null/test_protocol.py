@@ -10,7 +10,7 @@ import pytest
 
 from deltic.config import ConfigError, ModelConfig, ServerConfig
 from deltic.engine.messages import EngineInfo, SamplingParams
-from deltic.server.api import decode, protocol
+from deltic.server.api import completions, decode, models, protocol
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.messages import template_messages
 from deltic.server.chat.request import NO_DEFAULTS, Chat, Completion, answer_length, checked_params
@@ -39,7 +39,7 @@ def completion(**fields: Any) -> SamplingParams:
 
 def completion_of(defaults: SamplingDefaults = NO_DEFAULTS, **fields: Any) -> Completion:
     body = json.dumps({"prompt": "hello"} | fields).encode()
-    return protocol.completion_of(decode.parse(body, protocol.CompletionRequest), INFO, defaults)
+    return completions.completion_of(decode.parse(body, completions.CompletionRequest), INFO, defaults)
 
 
 def params(asked: Chat | Completion) -> SamplingParams:
@@ -288,7 +288,7 @@ def test_harmless_values_are_accepted() -> None:
 )  # fmt: skip
 def test_bodies_that_are_not_a_request(body: bytes) -> None:
     with pytest.raises(ApiError) as caught:
-        decode.parse(body, protocol.CompletionRequest)
+        decode.parse(body, completions.CompletionRequest)
     assert caught.value.status == 400
 
 
@@ -337,11 +337,11 @@ def test_messages_for_the_template() -> None:
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [protocol.ChatRequest, protocol.TokenizeRequest])
+@pytest.mark.parametrize("kind", [protocol.ChatRequest, models.TokenizeRequest])
 def test_thinking_switches(kind: Any) -> None:
     def of(**fields: Any) -> dict[str, Any]:
         body = json.dumps({"messages": HELLO} | fields).encode()
-        convert = protocol.chat_of if kind is protocol.ChatRequest else protocol.tokenized_chat
+        convert = protocol.chat_of if kind is protocol.ChatRequest else models.tokenized_chat
         return convert(decode.parse(body, kind)).settings
 
     for fields in (

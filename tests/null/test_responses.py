@@ -17,7 +17,15 @@ from openai.types.chat import ChatCompletion, ChatCompletionMessageCustomToolCal
 
 from deltic.server.api import responses
 from deltic.server.api import responses_protocol as wire
-from deltic.server.api.responses_store import ResponseStore, ResponseTurn, StoredResponse, turn_of
+from deltic.server.api.responses_items import (
+    CallItem,
+    MessageItem,
+    ResponseStore,
+    ResponseTurn,
+    StoredResponse,
+    parse_item,
+    turn_of,
+)
 from deltic.server.chat.messages import AssistantMessage, settled, template_messages
 from deltic.server.chat.request import NO_DEFAULTS, Form
 from deltic.server.errors import ApiError
@@ -241,7 +249,7 @@ def test_items_become_messages(door: Door) -> None:
     asked = msgspec.json.decode(
         msgspec.json.encode({"input": items, "instructions": "Be kind."}), type=wire.ResponsesRequest
     )
-    parsed = [(f"input[{i}]", wire.parse_item(item, "")) for i, item in enumerate(wire.given_items(asked))]
+    parsed = [(f"input[{i}]", parse_item(item, "")) for i, item in enumerate(wire.given_items(asked))]
     chat = wire.chat_of(asked, parsed, NO_DEFAULTS)  # type: ignore[arg-type]
     assert settled(template_messages(chat.messages), False, False) == [
         {"role": "system", "content": "Be kind.\n\nBe short."},
@@ -269,8 +277,8 @@ def test_reasoning_comes_back_in_any_of_its_forms(door: Door) -> None:
     def thought(**fields: Any) -> str | None:
         given = msgspec.json.encode({"type": "reasoning", "summary": []} | fields)
         messages = wire.Messages(None)
-        messages.add(wire.parse_item(given, "x"), "x")  # type: ignore[arg-type]
-        messages.add(wire.MessageItem(role="assistant", content="Hey"), "x")
+        messages.add(parse_item(given, "x"), "x")  # type: ignore[arg-type]
+        messages.add(MessageItem(role="assistant", content="Hey"), "x")
         (message,) = messages.whole()
         assert isinstance(message, AssistantMessage) and message.content == "Hey"
         return message.reasoning_content
@@ -316,7 +324,7 @@ def test_functions_of_a_namespace(door: Door) -> None:
     assert door.post(400, tools=[WEATHER, named, named])["param"] == "tools[2].tools[0].name"
 
 
-HELLO = wire.MessageItem(role="user", content="x")
+HELLO = MessageItem(role="user", content="x")
 
 
 def test_what_a_request_asks_for() -> None:
@@ -777,7 +785,7 @@ def test_many_items_take_no_time() -> None:
     before_s = time.thread_time()
     for i in range(n):
         assert store.item(str(i), "") == b"{}"
-        messages.add(wire.CallItem(call_id="1", name="weather", arguments="{}"), "")
+        messages.add(CallItem(call_id="1", name="weather", arguments="{}"), "")
     assert time.thread_time() - before_s < 3
     (message,) = messages.whole()
     assert isinstance(message, AssistantMessage) and len(message.tool_calls or ()) == n

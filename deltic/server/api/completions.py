@@ -31,7 +31,7 @@ from deltic.server.limits import TICKET, Ticket
 from deltic.server.preparation import Preparation
 from deltic.server.service import Service
 from deltic.server.transport import EventStream, LargeResponse, unless_disconnected
-from deltic.text import Tokenizer
+from deltic.text import SamplingDefaults, Tokenizer
 
 MAX_HELD = 1000
 """Pieces that wait for the prompt before them to be written, until those of a client that does not read are
@@ -192,6 +192,50 @@ class Echo:
         return self.texts[p], answer.PromptScores(self._ids[p], entries, self._offsets[p])
 
 
+END_OF_TEXT = "<|endoftext|>"
+"""The prompt of a completion that has none."""
+
+
+class CompletionRequest(protocol.SamplingFields):
+    """POST /v1/completions."""
+
+    prompt: str | list[object] | None = None
+    """Texts or token ids; None: the end of a text, behind which another begins."""
+    echo: bool | None = None
+    logprobs: chats.Count | None = None
+
+
+def completion_of(request: CompletionRequest, info: engine.EngineInfo, defaults: SamplingDefaults) -> Completion:
+    """The completion that a body asks for. Raises ApiError (400)."""
+    sampling = protocol.sampling_of(request, defaults, max_tokens=protocol.longest(request), logprobs=request.logprobs)
+    return Completion(sampling, prompts(request, info), request.model, bool(request.echo))
+
+
+def prompts(request: CompletionRequest, info: engine.EngineInfo) -> list[str | list[int]]:
+    """The prompts of a completion: each a text or ids. Raises ApiError (400)."""
+    prompt = END_OF_TEXT if request.prompt is None else request.prompt
+    if isinstance(prompt, str):
+        return [prompt]
+    if not prompt:
+        raise bad_request("prompt", "is an empty list")
+    texts = [entry for entry in prompt if isinstance(entry, str)]
+    if len(texts) == len(prompt):
+        return [*texts]
+    if not any(isinstance(entry, list) for entry in prompt):
+        return [_token_ids("prompt", prompt, info)]
+    return [_token_ids(f"prompt[{i}]", entry, info) for i, entry in enumerate(prompt)]
+
+
+def _token_ids(param: str, ids: object, info: engine.EngineInfo) -> list[int]:
+    try:
+        checked = msgspec.convert(ids, list[int])
+    except msgspec.ValidationError:
+        raise bad_request(param, "expected a text, a list of texts, token ids, or a list of token id lists") from None
+    if checked and not 0 <= min(checked) <= max(checked) < info.vocab_size:
+        raise bad_request(param, f"has an id outside the vocabulary, which goes from 0 to {info.vocab_size - 1}")
+    return checked
+
+
 async def completions(service: Service, request: Request) -> ASGIApp:
     """POST /v1/completions: how texts go on."""
     info = service.admit()
@@ -230,14 +274,14 @@ class PreparedCompletion:
 
 async def prepared_completion(
     service: Service, request: Request, info: engine.EngineInfo
-) -> tuple[protocol.CompletionRequest, PreparedCompletion]:
+) -> tuple[CompletionRequest, PreparedCompletion]:
     """The completion that a body is, ready for the engine. Raises ApiError."""
 
-    def prepare(asked: protocol.CompletionRequest) -> PreparedCompletion:
-        return prepare_completion(service, protocol.completion_of(asked, info, service.defaults), info)
+    def prepare(asked: CompletionRequest) -> PreparedCompletion:
+        return prepare_completion(service, completion_of(asked, info, service.defaults), info)
 
     async with Preparation(service, request) as preparation:
-        asked = await preparation.parse(protocol.CompletionRequest)
+        asked = await preparation.parse(CompletionRequest)
         return asked, await preparation.run(prepare, asked)
 
 

@@ -18,13 +18,15 @@ from deltic import __version__
 from deltic.config import ADAPTER_NAME
 from deltic.engine.messages import Picture
 from deltic.host.client import EngineUnavailable
+from deltic.json_types import JsonObject
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.server.adapters import AdapterRefused, full_path
 from deltic.server.api import protocol
-from deltic.server.api.completions import check, encoded, rendered
+from deltic.server.api.completions import CompletionRequest, check, completion_of, encoded, rendered
 from deltic.server.chat.generation import unavailable
-from deltic.server.chat.picture_parts import Pictures
-from deltic.server.chat.request import Chat, context_limit
+from deltic.server.chat.messages import Message
+from deltic.server.chat.picture_parts import PictureBounds, Pictures
+from deltic.server.chat.request import Chat, Effort, context_limit
 from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.preparation import Preparation, parsed
@@ -73,10 +75,59 @@ def model_card(service: Service, name: str) -> dict[str, object]:
     }
 
 
+class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /tokenize: a text, or a chat as /v1/chat/completions would render it."""
+
+    model: str | None = None
+    return_token_strs: bool = False
+    prompt: str | None = None
+    add_special_tokens: bool | None = None
+    """Changes nothing: the family's tokenizers add none."""
+    parse_special_tokens: bool | None = None
+    """Unless false, `<|im_end|>` written in the prompt is the token, and not its letters."""
+    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
+    tools: list[JsonObject] | None = None
+    tool_choice: object = None
+    enable_thinking: bool | None = None
+    preserve_thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    chat_template_kwargs: JsonObject | None = None
+    mm_processor_kwargs: PictureBounds | None = None
+
+
+class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /detokenize."""
+
+    tokens: list[Annotated[int, Meta(ge=0)]]
+    model: str | None = None
+    skip_special_tokens: bool = False
+
+
+def check_tokenize(request: TokenizeRequest) -> None:
+    """Raises ApiError (400) unless the request has a prompt or messages, and no field of the other."""
+    if (request.prompt is None) == (request.messages is None):
+        raise bad_request("prompt", "give either prompt or messages")
+    form, other = ("prompt", _CHAT_ONLY) if request.messages is None else ("messages", ("parse_special_tokens",))
+    for field in other:
+        if getattr(request, field) is not None:
+            raise bad_request(field, f"has no meaning with {form}; leave it out")
+
+
+_CHAT_ONLY = TokenizeRequest.__struct_fields__[TokenizeRequest.__struct_fields__.index("tools") :]
+
+
+def tokenized_chat(request: TokenizeRequest) -> Chat:
+    """The chat of a body that has one. Raises ApiError (400)."""
+    fields = {name: getattr(request, name) for name in ("model", *_CHAT_ONLY)}
+    return protocol.chat_of(protocol.ChatRequest(messages=request.messages or [], **fields))
+
+
 async def tokenize(service: Service, request: Request) -> ASGIApp:
     """POST /tokenize: the ids of a text or a chat."""
 
-    def encode(asked: protocol.TokenizeRequest, chat: Chat | None, pictures: Pictures) -> dict[str, object]:
+    def encode(asked: TokenizeRequest, chat: Chat | None, pictures: Pictures) -> dict[str, object]:
         if chat is None:
             parsed = asked.parse_special_tokens is not False
             pieces = service.tokenizer.encode_pieces(asked.prompt or "", "parse" if parsed else "text")
@@ -98,19 +149,19 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
         return fields | ({"token_strs": strings} if asked.return_token_strs else {})
 
     async with Preparation(service, request) as preparation:
-        asked = await preparation.parse(protocol.TokenizeRequest)
+        asked = await preparation.parse(TokenizeRequest)
         service.check_model(asked.model)
-        protocol.check_tokenize(asked)
+        check_tokenize(asked)
         chat, pictures = None, Pictures()
         if asked.messages is not None:
-            chat, pictures = await preparation.read_chat(protocol.tokenized_chat, asked)
+            chat, pictures = await preparation.read_chat(tokenized_chat, asked)
         return LargeResponse(await preparation.run(encode, asked, chat, pictures))
 
 
 async def detokenize(service: Service, request: Request) -> ASGIApp:
     """POST /detokenize: the text of ids."""
 
-    def decode(asked: protocol.DetokenizeRequest) -> dict[str, object]:
+    def decode(asked: DetokenizeRequest) -> dict[str, object]:
         service.check_model(asked.model)
         info = service.client.info
         n_ids = max(service.tokenizer.n_tokens, info.vocab_size if info else 0)
@@ -119,7 +170,7 @@ async def detokenize(service: Service, request: Request) -> ASGIApp:
         return {"prompt": service.tokenizer.decode(asked.tokens, asked.skip_special_tokens)}
 
     async with Preparation(service, request) as preparation:
-        asked = await preparation.parse(protocol.DetokenizeRequest)
+        asked = await preparation.parse(DetokenizeRequest)
         return LargeResponse(await preparation.run(decode, asked))
 
 
@@ -235,12 +286,12 @@ async def render_completion(service: Service, request: Request) -> ASGIApp:
     """POST /v1/completions/render: the ids of each prompt, for routers."""
     info = service.rendering()
 
-    def ids_of(asked: protocol.CompletionRequest) -> list[dict[str, object]]:
-        completion = protocol.completion_of(asked, info, service.defaults)
+    def ids_of(asked: CompletionRequest) -> list[dict[str, object]]:
+        completion = completion_of(asked, info, service.defaults)
         return [_rendered(service, ids) for ids, _ in encoded(service, completion, info)]
 
     async with Preparation(service, request) as preparation:
-        asked = await preparation.parse(protocol.CompletionRequest)
+        asked = await preparation.parse(CompletionRequest)
         return LargeResponse(await preparation.run(ids_of, asked))
 
 

@@ -249,7 +249,7 @@ def _sampling(asked: AnswerRequest, defaults: SamplingDefaults) -> chats.Samplin
     if asked.top_logprobs and not asked.logprobs:
         raise bad_request("top_logprobs", "needs logprobs: true")
     logprobs = (asked.top_logprobs or 0) if asked.logprobs else None
-    penalty = protocol.whole_penalty(options.repeat_penalty, options.repeat_last_n, "options.repeat_last_n")
+    penalty = chats.whole_penalty(options.repeat_penalty, options.repeat_last_n, "options.repeat_last_n")
     seed = None if options.seed == -1 else options.seed
     given = {name: getattr(options, name) for name in _PARAMS}
     given |= {"seed": seed, "repetition_penalty": penalty, "logprobs": logprobs}

@@ -1,4 +1,4 @@
-"""The wire format of the OpenAI API, and how it becomes a Chat or a Completion (server/chat/request.py).
+"""The wire format of chats of the OpenAI API, what completions share with it, and how it becomes a Chat.
 
 Every field that asks for something is either honoured or refused with a 400 that names it: an unknown field,
 a value out of range, and a feature that is not supported unless its value asks for nothing (`echo: false`;
@@ -21,7 +21,7 @@ from typing import Annotated, Literal, TypeVar
 import msgspec
 from msgspec import Meta, Struct
 
-from deltic.engine.messages import EngineInfo, SamplingParams
+from deltic.engine.messages import SamplingParams
 from deltic.json_types import JsonObject
 from deltic.server.api import decode
 from deltic.server.chat import request as chats
@@ -31,9 +31,6 @@ from deltic.server.errors import bad_request
 from deltic.text import SamplingDefaults
 
 T = TypeVar("T")
-
-END_OF_TEXT = "<|endoftext|>"
-"""The prompt of a completion that has none."""
 
 Seed = Annotated[int, Meta(ge=-(2**63), le=2**63 - 1)]
 Positive = Annotated[int, Meta(ge=1, le=2**31 - 1)]
@@ -192,45 +189,6 @@ class ChatRequest(ChatFields):
     """Older form of `tool_choice`."""
 
 
-class CompletionRequest(SamplingFields):
-    """POST /v1/completions."""
-
-    prompt: str | list[object] | None = None
-    """Texts or token ids; None: the end of a text, behind which another begins."""
-    echo: bool | None = None
-    logprobs: chats.Count | None = None
-
-
-class TokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /tokenize: a text, or a chat as /v1/chat/completions would render it."""
-
-    model: str | None = None
-    return_token_strs: bool = False
-    prompt: str | None = None
-    add_special_tokens: bool | None = None
-    """Changes nothing: the family's tokenizers add none."""
-    parse_special_tokens: bool | None = None
-    """Unless false, `<|im_end|>` written in the prompt is the token, and not its letters."""
-    messages: Annotated[list[Message], Meta(min_length=1)] | None = None
-    tools: list[JsonObject] | None = None
-    tool_choice: object = None
-    enable_thinking: bool | None = None
-    preserve_thinking: bool | None = None
-    reasoning_effort: chats.Effort | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    chat_template_kwargs: JsonObject | None = None
-    mm_processor_kwargs: PictureBounds | None = None
-
-
-class DetokenizeRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /detokenize."""
-
-    tokens: list[Annotated[int, Meta(ge=0)]]
-    model: str | None = None
-    skip_special_tokens: bool = False
-
-
 class EmptyRequest(Struct, forbid_unknown_fields=True):
     """POST /cache/reset: there is nothing to say."""
 
@@ -286,18 +244,6 @@ def chat_of(request: ChatRequest, defaults: SamplingDefaults = chats.NO_DEFAULTS
     )
 
 
-def tokenized_chat(request: TokenizeRequest) -> chats.Chat:
-    """The chat of a body that has one. Raises ApiError (400)."""
-    fields = {name: getattr(request, name) for name in ("model", *_CHAT_ONLY)}
-    return chat_of(ChatRequest(messages=request.messages or [], **fields))
-
-
-def completion_of(request: CompletionRequest, info: EngineInfo, defaults: SamplingDefaults) -> chats.Completion:
-    """The completion that a body asks for. Raises ApiError (400)."""
-    sampling = sampling_of(request, defaults, max_tokens=longest(request), logprobs=request.logprobs)
-    return chats.Completion(sampling, prompts(request, info), request.model, bool(request.echo))
-
-
 def longest(request: SamplingFields) -> int | None:
     """max_tokens, or llama.cpp's n_predict. Raises ApiError (400)."""
     n = 2**31 - 1 if request.n_predict == -1 else request.n_predict
@@ -331,7 +277,7 @@ def sampling_of(
     Raises ApiError (400).
     """
     penalty = _agreed("repetition_penalty", request.repetition_penalty, {"repeat_penalty": request.repeat_penalty})
-    penalty = whole_penalty(penalty, request.repeat_last_n, "repeat_last_n")
+    penalty = chats.whole_penalty(penalty, request.repeat_last_n, "repeat_last_n")
     if request.best_of not in (None, 1, request.n):
         raise bad_request("best_of", "not supported unless it equals n", "unsupported_field")
     if request.detokenize is False and not (request.return_token_ids and not request.stop):
@@ -373,16 +319,6 @@ def sampling_of(
         cache_salt=request.cache_salt or "",
         use_cache=request.cache_prompt is not False,
     )
-
-
-def whole_penalty(penalty: float | None, last_n: int | None, field: str) -> float | None:
-    """The repetition penalty. last_n: tokens that it counts; -1: all. Raises ApiError (400) for some."""
-    if last_n == 0:
-        return 1.0
-    if penalty not in (None, 1) and last_n not in (None, -1):
-        message = "the penalty counts all tokens of prompt and answer (-1); leave it out"
-        raise bad_request(field, message, "unsupported_field")
-    return penalty
 
 
 # Settings of the template.
@@ -631,16 +567,8 @@ def _response_format(value: object) -> Iterator[chats.Form]:
         yield chats.Form(field, path, "json", chats.ANY if asked.schema is None else asked.schema)
 
 
-_STRUCTURED = (
-    "guided_json",
-    "guided_regex",
-    "guided_choice",
-    "guided_grammar",
-    "grammar",
-    "ebnf",
-    "regex",
-    "json_schema",
-)
+_GUIDED = ("guided_json", "guided_regex", "guided_choice", "guided_grammar")
+_STRUCTURED = (*_GUIDED, "grammar", "ebnf", "regex", "json_schema")
 """Fields that ask for a form beside `response_format` and `structured_outputs`."""
 _KINDS: dict[str, chats.FormKind] = {
     "json": "json", "schema": "json", "object": "json", "regex": "regex",
@@ -669,50 +597,3 @@ def _structured(request: SamplingFields) -> Iterator[chats.Form]:
         if kind == "tag":
             value = decode.convert(value, chats.StructuralTag, path)
         yield chats.Form(path, path, kind, value)
-
-
-# Prompts of completions and of /tokenize.
-
-
-def prompts(request: CompletionRequest, info: EngineInfo) -> list[str | list[int]]:
-    """The prompts of a completion: each a text or ids. Raises ApiError (400)."""
-    prompt = END_OF_TEXT if request.prompt is None else request.prompt
-    if isinstance(prompt, str):
-        return [prompt]
-    if not prompt:
-        raise bad_request("prompt", "is an empty list")
-    texts = [entry for entry in prompt if isinstance(entry, str)]
-    if len(texts) == len(prompt):
-        return [*texts]
-    if not any(isinstance(entry, list) for entry in prompt):
-        return [_token_ids("prompt", prompt, info)]
-    return [_token_ids(f"prompt[{i}]", entry, info) for i, entry in enumerate(prompt)]
-
-
-def _token_ids(param: str, ids: object, info: EngineInfo) -> list[int]:
-    try:
-        checked = msgspec.convert(ids, list[int])
-    except msgspec.ValidationError:
-        raise bad_request(param, "expected a text, a list of texts, token ids, or a list of token id lists") from None
-    if checked and not 0 <= min(checked) <= max(checked) < info.vocab_size:
-        raise bad_request(param, f"has an id outside the vocabulary, which goes from 0 to {info.vocab_size - 1}")
-    return checked
-
-
-def check_tokenize(request: TokenizeRequest) -> None:
-    """Raises ApiError (400) unless the request has a prompt or messages, and no field of the other."""
-    if (request.prompt is None) == (request.messages is None):
-        raise bad_request("prompt", "give either prompt or messages")
-    form, other = ("prompt", _CHAT_ONLY) if request.messages is None else ("messages", _PROMPT_ONLY)
-    for field in other:
-        if getattr(request, field) is not None:
-            raise bad_request(field, f"has no meaning with {form}; leave it out")
-
-
-_PROMPT_ONLY = ("parse_special_tokens",)
-_NOT_CHAT_ONLY = ("model", "messages", "add_special_tokens")
-_CHAT_ONLY = [
-    name
-    for name in TokenizeRequest.__struct_fields__
-    if name in ChatRequest.__struct_fields__ and name not in _NOT_CHAT_ONLY
-]

@@ -11,7 +11,7 @@ import math
 import secrets
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable
 from typing import NamedTuple, TypeVar
 
 import msgspec
@@ -22,7 +22,17 @@ from deltic.engine.messages import EngineInfo
 from deltic.json_types import JsonObject
 from deltic.server.api import responses_protocol as wire
 from deltic.server.api.completions import Prepared, UpdateStream, chat_generation, check, prepare_chat
-from deltic.server.api.responses_store import ResponseStore, ResponseTurn, StoredResponse, turn_of
+from deltic.server.api.responses_items import (
+    ID_PREFIXES,
+    InputItem,
+    ResponseStore,
+    ResponseTurn,
+    Status,
+    StoredResponse,
+    checked_item,
+    opened,
+    turn_of,
+)
 from deltic.server.chat import answer
 from deltic.server.chat.arguments import given_text, is_whole
 from deltic.server.chat.generation import Generation
@@ -52,8 +62,8 @@ class ReadRequest(NamedTuple):
     """The history that it continues."""
     given: list[bytes]
     """Items of the request itself, references replaced by what they refer to."""
-    items: list[tuple[str, wire.Item]]
-    """Items of the history and of the request, each with its place."""
+    items: list[tuple[str, InputItem]]
+    """Items of the history and of the request, each with its path."""
     pictures: Pictures
 
 
@@ -132,7 +142,7 @@ def _parsed(service: Service, preparation: Preparation, owner: str) -> tuple[wir
     asked = preparation.read(wire.ResponsesRequest)
     wire.check(asked, service.config.skip_hosted_tools)
     store, items = service.server.responses, wire.given_items(asked)
-    return asked, [_resolved(item, f"input[{i}]", store, owner) for i, item in enumerate(items)]
+    return asked, [store.resolved(item, f"input[{i}]", owner) for i, item in enumerate(items)]
 
 
 def _history(store: ResponseStore, asked: wire.ResponsesRequest, owner: str) -> tuple[ResponseTurn, ...]:
@@ -155,15 +165,15 @@ def _history(store: ResponseStore, asked: wire.ResponsesRequest, owner: str) -> 
 
 def _items(
     asked: wire.ResponsesRequest, history: tuple[ResponseTurn, ...], given: list[bytes]
-) -> tuple[list[tuple[str, wire.Item]], list[Sent]]:
-    """Reads all items with their places, and finds the pictures in them; tools among the items join those of
+) -> tuple[list[tuple[str, InputItem]], list[Sent]]:
+    """Reads all items with their paths, and finds the pictures in them; tools among the items join those of
     the request.
 
     Raises ApiError (400).
     """
     old = [(f"previous_response_id ({item_id})", item) for turn in history for item_id, item in turn.items]
     new = [(f"input[{i}]", item) for i, item in enumerate(given)]
-    items = [(place, _item(item, place)) for place, item in (*old, *new)]
+    items = [(path, checked_item(item, path)) for path, item in (*old, *new)]
     wire.add_tools(asked, items)
     return items, wire.find_pictures(items)
 
@@ -175,7 +185,7 @@ def _fitted(service: Service, read: ReadRequest, work: Callable[[Chat], T]) -> T
     """
     asked, items = read.request, read.items
 
-    def tried(items: list[tuple[str, wire.Item]]) -> T:
+    def tried(items: list[tuple[str, InputItem]]) -> T:
         return work(wire.chat_of(asked, items, service.defaults))
 
     try:
@@ -200,23 +210,6 @@ def _fitted(service: Service, read: ReadRequest, work: Callable[[Chat], T]) -> T
     return done[0]
 
 
-def _resolved(item: bytes, place: str, store: ResponseStore, owner: str) -> bytes:
-    """`item`; if it is a reference, what it refers to. Raises ApiError (400)."""
-    parsed = wire.parse_item(item, place)
-    if isinstance(parsed, wire.Reference):
-        kept = store.item(parsed.id, owner)
-        if kept is None:
-            raise bad_request(f"{place}.id", f"Item with id {parsed.id!r} not found.", "item_not_found")
-        return kept
-    return item
-
-
-def _item(item: bytes, place: str) -> wire.Item:
-    parsed = wire.parse_item(item, place)
-    assert not isinstance(parsed, wire.Reference)
-    return parsed
-
-
 async def get_response(service: Service, request: Request) -> ASGIApp:
     """A response that is held."""
     stored, query = _stored(service, request), request.query_params
@@ -227,7 +220,7 @@ async def get_response(service: Service, request: Request) -> ASGIApp:
         raise bad_request("starting_after", "expected the sequence_number of an event")
 
     def write() -> bytes:
-        return _events_of(_opened(stored.body), stored.ends, int(after))
+        return _events_of(opened(stored.body), stored.ends, int(after))
 
     written = await prepared(service, request, len(stored.body), write)
     return LargeResponse(written, EVENT_HEADERS)
@@ -436,7 +429,7 @@ class ResponseAnswer(Items):
         return written + self._whole("response.failed")
 
     def begun(self, item: Item) -> bytes:
-        self._id = f"{wire.ID_PREFIXES[self._type(item)]}_{secrets.token_hex(24)}"
+        self._id = f"{ID_PREFIXES[self._type(item)]}_{secrets.token_hex(24)}"
         self._n_said, self._logprobs = 0, []
         self.ends.append(array("I"))
         index, plain = len(self.output), self._plain_item(item, "in_progress")
@@ -472,7 +465,7 @@ class ResponseAnswer(Items):
         self.output.append(plain)
         return written + self._events.ended(len(self.output) - 1, plain)
 
-    def _plain_item(self, item: Item, status: wire.Status) -> JsonObject:
+    def _plain_item(self, item: Item, status: Status) -> JsonObject:
         """The last item; one in progress as it is when it begins."""
         kind, text = self._type(item), item.text
         plain: JsonObject = {"id": self._id, "type": kind, "status": status}
@@ -509,19 +502,6 @@ class ResponseAnswer(Items):
         return self._events.event(name, response=self._plain | {"output": self.output})
 
 
-def _opened(body: bytes, path: Iterable[str] = ("output", "content", "logprobs")) -> JsonObject:
-    """A response's JSON, whose log-probabilities are left encoded: there may be millions."""
-    opened: JsonObject = {}
-    name, *rest = path
-    for field, value in msgspec.json.decode(body, type=dict[str, msgspec.Raw]).items():
-        if field != name:
-            opened[field] = msgspec.json.decode(value)
-            continue
-        items = msgspec.json.decode(value, type=list[msgspec.Raw])
-        opened[field] = [_opened(item, rest) for item in items] if rest else items
-    return opened
-
-
 def _events_of(response: JsonObject, ends: list[array[int]], after: int) -> bytes:
     """The events of a response that is complete behind the one of this number.
 
@@ -529,13 +509,8 @@ def _events_of(response: JsonObject, ends: list[array[int]], after: int) -> byte
     with the number of the last. ends: as of StoredResponse.
     """
     events = Events(after)
-    begun: JsonObject = {
-        "status": "in_progress",
-        "completed_at": None,
-        "incomplete_details": None,
-        "usage": None,
-        "output": [],
-    }
+    begun: JsonObject = {"status": "in_progress", "output": []}
+    begun |= dict.fromkeys(("completed_at", "incomplete_details", "usage"))
     written = [events.event(f"response.{name}", response=response | begun) for name in ("created", "in_progress")]
     for i, item in enumerate(response["output"]):
         field = _TEXT_OF.get(item["type"])

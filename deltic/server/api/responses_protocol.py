@@ -20,6 +20,15 @@ from msgspec import Meta, Raw, Struct
 
 from deltic.json_types import JsonObject
 from deltic.server.api import decode, protocol
+from deltic.server.api.responses_items import (
+    CallItem,
+    CallOutputItem,
+    CustomCallItem,
+    InputItem,
+    MessageItem,
+    ReasoningItem,
+    ToolsItem,
+)
 from deltic.server.chat import messages as history
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.picture_parts import READS, Sent, is_low, sent_in
@@ -33,7 +42,6 @@ THOUGHT = "deltic-thought-"
 It is the thought in base64: opaque to a client, not secret from it.
 """
 
-Status = Literal["in_progress", "completed", "incomplete"]
 Summary = Literal["auto", "concise", "detailed", "none"]
 
 
@@ -170,112 +178,6 @@ _REFUSED = {
 }
 
 
-class MessageItem(Struct, kw_only=True):
-    """A message. The assistant's, like all that a model or a library wrote, may have any further field."""
-
-    role: Literal["user", "assistant", "system", "developer"]
-    content: str | list[JsonObject]
-    type: Literal["message"] = "message"
-    id: str | None = None
-
-
-class StrictMessageItem(MessageItem, kw_only=True, forbid_unknown_fields=True):
-    """A message of anybody else."""
-
-    status: Status | None = None
-    phase: str | None = None
-
-
-class CallItem(Struct, kw_only=True):
-    call_id: str
-    name: history.ToolName
-    arguments: str
-    namespace: str | None = None
-
-
-class CustomCallItem(Struct, kw_only=True):
-    """A call whose argument is text of any form, as OpenAI's models write."""
-
-    call_id: str
-    name: history.ToolName
-    input: str
-    namespace: str | None = None
-
-
-class CallOutputItem(Struct, kw_only=True):
-    output: str | list[JsonObject]
-    call_id: str
-
-
-class ReasoningItem(Struct, kw_only=True):
-    summary: list[JsonObject] | None = None
-    content: list[JsonObject] | None = None
-    encrypted_content: str | None = None
-
-
-class HostedItem(Struct):
-    """A call of a tool that no model here can call, made by another one.
-
-    It is ignored: the model's own message tells of it.
-    """
-
-
-class ToolsItem(Struct, kw_only=True):
-    """Tools beside those of the request, which agents send where they learn of them."""
-
-    tools: list[JsonObject]
-
-
-class Reference(Struct, kw_only=True, forbid_unknown_fields=True):
-    id: str
-    type: Literal["item_reference"] | None = None
-
-
-class _Kind(Struct):
-    type: str | None = None
-    role: str | None = None
-
-
-Item = MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem | HostedItem | ToolsItem
-ITEMS: dict[str, type[Item | Reference]] = {
-    "message": StrictMessageItem,
-    "function_call": CallItem,
-    "function_call_output": CallOutputItem,
-    "custom_tool_call": CustomCallItem,
-    "custom_tool_call_output": CallOutputItem,
-    "reasoning": ReasoningItem,
-    "additional_tools": ToolsItem,
-    "item_reference": Reference,
-}
-_HOSTED_ITEMS = (
-    "web_search_call",
-    "file_search_call",
-    "image_generation_call",
-    "code_interpreter_call",
-    "mcp_list_tools",
-    "mcp_call",
-    "mcp_approval_request",
-    "mcp_approval_response",
-    "tool_search_call",
-    "tool_search_output",
-    "local_shell_call",
-    "local_shell_call_output",
-    "shell_call",
-    "shell_call_output",
-    "apply_patch_call",
-    "apply_patch_call_output",
-)
-ITEMS |= dict.fromkeys(_HOSTED_ITEMS, HostedItem)
-ID_PREFIXES = {
-    "message": "msg",
-    "function_call": "fc",
-    "function_call_output": "fco",
-    "custom_tool_call": "ctc",
-    "custom_tool_call_output": "ctco",
-    "reasoning": "rs",
-}
-
-
 _HOSTED = re.compile(
     r"(web_search|web_search_preview|image_generation|file_search|code_interpreter|mcp)(_\d{4}_\d{2}_\d{2})?"
 )
@@ -320,7 +222,7 @@ def check(asked: ResponsesRequest, skips_hosted: bool = False) -> None:
         raise bad_request("stream_options", "only for a stream; set stream to true")
 
 
-def add_tools(asked: ResponsesRequest, items: Iterable[tuple[str, Item]]) -> None:
+def add_tools(asked: ResponsesRequest, items: Iterable[tuple[str, InputItem]]) -> None:
     """The tools of items become tools of the request, but for those that it has."""
     tools = {f"{tool.get('type')} {tool.get('name')}": tool for tool in asked.tools or ()}
     n = len(tools)
@@ -331,7 +233,7 @@ def add_tools(asked: ResponsesRequest, items: Iterable[tuple[str, Item]]) -> Non
         asked.tools = [*(asked.tools or ()), *list(tools.values())[n:]]
 
 
-def turn_starts(items: list[tuple[str, Item]]) -> tuple[int, list[int]]:
+def turn_starts(items: list[tuple[str, InputItem]]) -> tuple[int, list[int]]:
     """Finds where a history may be cut: after its first settings, and before each later message of a user."""
     n_settings = 0
     while n_settings < len(items) and _role(items[n_settings][1]) in ("system", "developer"):
@@ -340,7 +242,7 @@ def turn_starts(items: list[tuple[str, Item]]) -> tuple[int, list[int]]:
     return n_settings, starts
 
 
-def _role(item: Item) -> str | None:
+def _role(item: InputItem) -> str | None:
     return item.role if isinstance(item, MessageItem) else None
 
 
@@ -355,23 +257,11 @@ def given_items(asked: ResponsesRequest) -> list[bytes]:
     return [bytes(item) for item in asked.input or ()]
 
 
-def parse_item(item: bytes, path: str) -> Item | Reference:
-    """An input item from its JSON. Raises ApiError (400) naming the field, under `path`."""
-    kind = decode.parse(item, _Kind, path=path)
-    name = kind.type or ("message" if kind.role is not None else "item_reference")
-    if name not in ITEMS:
-        known = ", ".join(kind for kind in ITEMS if kind not in _HOSTED_ITEMS)
-        raise bad_request(f"{path}.type", f"{name!r} is not supported; this server knows {known}")
-    is_assistants = (name, kind.role) == ("message", "assistant")
-    struct: type[Item | Reference] = MessageItem if is_assistants else ITEMS[name]
-    return decode.parse(item, struct, path=path)
-
-
 ORIGIN = {"messages": "input", "max_tokens": "max_output_tokens"}
 """Fields of a Chat, and what this API calls them."""
 
 
-def chat_of(asked: ResponsesRequest, items: Iterable[tuple[str, Item]], defaults: SamplingDefaults) -> Chat:
+def chat_of(asked: ResponsesRequest, items: Iterable[tuple[str, InputItem]], defaults: SamplingDefaults) -> Chat:
     """The chat that a request asks for. items: (path, item), the whole history.
 
     Raises ApiError (400).
@@ -509,7 +399,7 @@ class Messages:
             raise bad_request("input", "is missing or empty")
         return self._messages
 
-    def add(self, item: Item, path: str) -> None:
+    def add(self, item: InputItem, path: str) -> None:
         """Raises ApiError (400) for what is not text, and for arguments that are not a JSON object."""
         if isinstance(item, ReasoningItem):
             thought = _thought(item, path)
@@ -590,7 +480,7 @@ _TEXT_FIELDS = {
 _PART_FIELDS = history.MARKS | {"type", "annotations", "logprobs"}
 
 
-def find_pictures(items: Iterable[tuple[str, Item]]) -> list[Sent]:
+def find_pictures(items: Iterable[tuple[str, InputItem]]) -> list[Sent]:
     """The pictures in (path, item)s, each of which replaces its part.
 
     Raises ApiError (400).

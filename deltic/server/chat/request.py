@@ -243,6 +243,16 @@ def stop_strings(stop: str | list[str] | None, field: str = "stop") -> list[str]
     return stops
 
 
+def whole_penalty(penalty: float | None, last_n: int | None, field: str) -> float | None:
+    """The repetition penalty. last_n: tokens that it counts; -1: all. Raises ApiError (400) for some."""
+    if last_n == 0:
+        return 1.0
+    if penalty not in (None, 1) and last_n not in (None, -1):
+        message = "the penalty counts all tokens of prompt and answer (-1); leave it out"
+        raise bad_request(field, message, "unsupported_field")
+    return penalty
+
+
 _DEFAULTED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
 
