@@ -46,8 +46,6 @@ ERROR = {
     "properties": {"error": {"type": "object", "required": ["message", "type"]}},
 }
 
-ANY_VALUE = {"description": "Any JSON."}
-"""Schema of a field whose type is `object`, the one type of ours that msgspec has no schema for."""
 OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
 
 
@@ -87,7 +85,7 @@ def document(routes: Sequence[Route], root_path: str = "") -> JsonObject:
     """OpenAPI 3.1. root_path: the prefix under which a proxy offers them."""
     bodies = {route.body for route in routes if route.body is not None}
     schemas, components = msgspec.json.schema_components(
-        list(bodies), schema_hook=lambda _: ANY_VALUE, ref_template="#/components/schemas/{name}"
+        list(bodies), schema_hook=lambda _: {"description": "Any JSON."}, ref_template="#/components/schemas/{name}"
     )
     schema_of = dict(zip(bodies, schemas, strict=True))
     paths: JsonObject = {}

@@ -385,7 +385,7 @@ def test_fields_of_anthropic_that_nothing_shows_of(url: str) -> None:
     }  # fmt: skip
     said = client.messages.create(model="fake", max_tokens=9, messages=HELLO, extra_body=extra)
     assert said.content[0].text == "Hello"
-    with pytest.raises(anthropic.NotFoundError, match="send the whole history"):
+    with pytest.raises(anthropic.NotFoundError, match="Send the whole history"):
         held = {"thread": {"type": "continue", "previous_message_id": "msg_1"}}
         client.messages.create(model="fake", max_tokens=9, messages=HELLO, extra_body=held)
     for wrong in ({"thread": {"type": "held"}}, {"compaction": {"type": "summarize"}}):

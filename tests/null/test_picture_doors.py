@@ -496,7 +496,7 @@ def test_ollama() -> None:
         assert post(engine, "/api/generate", body).status_code == 200
         assert f"user\n{small}{prompt}<|im_end|>" in prompt_of(engine.requests[-1])
     answer = post(engine, "/api/generate", body | {"raw": True, "prompt": "x"})
-    assert answer.json() == {"error": "images: has no meaning with raw: true; leave it out"}
+    assert answer.json() == {"error": "images: has no meaning with raw: true. Leave it out."}
     answer = post(engine, "/api/chat", {"model": "fake", "messages": [{"role": "user", "images": ["QUJD", "QUJ"]}]})
     assert answer.status_code == 400 and answer.json()["error"].startswith("messages[0].images[")
 

@@ -277,7 +277,7 @@ def test_reasoning_comes_back_in_any_of_its_forms(door: Door) -> None:
     def thought(**fields: Any) -> str | None:
         given = msgspec.json.encode({"type": "reasoning", "summary": []} | fields)
         messages = wire.Messages(None)
-        messages.add(parse_item(given, "x"), "x")  # type: ignore[arg-type]
+        messages.add(parse_item(given, "x"), "x")
         messages.add(MessageItem(role="assistant", content="Hey"), "x")
         (message,) = messages.whole()
         assert isinstance(message, AssistantMessage) and message.content == "Hey"
@@ -590,7 +590,7 @@ def test_kinds_of_tools_that_no_model_here_knows(door: Door, caplog: pytest.LogC
 
 
 def test_refusals_are_in_this_doors_words(door: Door) -> None:
-    assert "leave it out" in door.post(400, background=True)["message"]
+    assert "Leave it out" in door.post(400, background=True)["message"]
     two = door.post(400, text={"format": {"type": "json_object"}}, guided_regex="a")
     assert (two["param"], "excludes text.format;" in two["message"]) == ("guided_regex", True)
     assert not door.engine.requests

@@ -232,7 +232,7 @@ def chat_of(
     thinks where the body does not say (None: the operator's setting holds). Raises ApiError (400).
     """
     if isinstance(asked.thread, HeldThread):
-        message = "thread: this server holds none; send the whole history"
+        message = "thread: this server holds none. Send the whole history."
         raise ApiError(404, message, param="thread", code=THREAD_NOT_FOUND)
     messages, continued = _messages(asked)
     thinking, output = asked.thinking or ThinkingConfig("disabled"), asked.output_config or OutputConfig()
@@ -295,7 +295,7 @@ def _keeps_thoughts(asked: CountTokensRequest) -> bool:
         if edit.get("type") != "clear_thinking_20251015" or keep not in ("all", {"type": "all"}, _LAST_TURN):
             raise bad_request(
                 f"context_management.edits[{i}]",
-                "this server edits no history; only clear_thinking_20251015 that keeps all, or one turn, is accepted",
+                "this server edits no history. Only clear_thinking_20251015 that keeps all, or one turn, is accepted.",
             )
         keeps = keep != _LAST_TURN
     return keeps
@@ -312,8 +312,8 @@ def _tool(plain: JsonObject, path: str) -> chats.Tool:
         if written_out is None:
             raise bad_request(
                 f"{path}.type",
-                f"{plain['type']!r} is a tool of Anthropic's, which this server does not have; declare one of your own, with a name "
-                "and an input_schema",
+                f"{plain['type']!r} is a tool of Anthropic's, which this server does not have. Declare one of your own, with a name "
+                "and an input_schema.",
             )
         plain = written_out
     tool = decode.convert(plain, DeclaredTool, path)
@@ -355,7 +355,7 @@ def _messages(asked: CountTokensRequest) -> tuple[list[history.Message], bool]:
     continued = bool(turns) and turns[-1][0] == "assistant"
     if continued and called:
         raise bad_request(
-            f"messages[{len(asked.messages) - 1}].content", "ends with a tool_use; its tool_result is missing"
+            f"messages[{len(asked.messages) - 1}].content", "ends with a tool_use. Send its tool_result behind it."
         )
     return messages, continued
 
@@ -372,7 +372,7 @@ def _blocks(content: str | Sequence[JsonObject], path: str, place: str) -> list[
             continue
         if kind is None:
             expected = ", ".join(KINDS[place])
-            raise bad_request(f"{path}[{i}].type", f"{name!r} is not supported here; what is: {expected}")
+            raise bad_request(f"{path}[{i}].type", f"{name!r} is not supported here. Supported are {expected}.")
         block = decode.convert(plain, kind, f"{path}[{i}]")
         if isinstance(block, Image):
             blocks.append(_picture(block.source, f"{path}[{i}]"))
@@ -395,7 +395,7 @@ def _picture(given: object, part: str) -> Sent:
     source, path = given if isinstance(given, dict) else {}, f"{part}.source"
     kind = source.get("type")
     if kind == "file":
-        message = "'file' is not supported; files are not kept for this here, send base64"
+        message = "'file' is not supported, as files are not kept for this here. Send base64."
         raise bad_request(f"{path}.type", message, "unsupported_field")
     field = _SOURCES.get(kind) if isinstance(kind, str) else None
     if field is None:
@@ -403,7 +403,7 @@ def _picture(given: object, part: str) -> Sent:
     if not isinstance(data := source.get(field), str):
         raise bad_request(f"{path}.{field}", "expected a string")
     if unknown := source.keys() - {"type", "media_type", field}:
-        raise bad_request(f"{path}.{min(unknown)}", "unknown field; it is not supported, leave it out")
+        raise bad_request(f"{path}.{min(unknown)}", "unknown field. It is not supported: leave it out.")
     is_url = field == "url"
     return Sent(path, part, "image", url=data if is_url else "", encoded="" if is_url else data)
 

@@ -67,7 +67,7 @@ def prepare_chat(service: Service, chat: Chat, info: engine.EngineInfo, pictures
 def rendered(service: Service, chat: Chat, info: engine.EngineInfo, pictures: Pictures) -> tuple[Prompt, int]:
     """A checked chat's prompt, and the answer's longest length. Raises ApiError."""
     if info.pictures is None and chat.picture_bounds not in (None, PictureBounds()):
-        raise bad_request("mm_processor_kwargs", "this server reads text only; leave it out", "unsupported_field")
+        raise bad_request("mm_processor_kwargs", "this server reads text only. Leave it out.", "unsupported_field")
     kept = chats.kept_tokens(chat.sampling, info, service.default_length)
     prompt = render(service.template, chat, chats.context_limit(info), kept, pictures)
     return prompt, chats.answer_length(chat, len(prompt.ids), info, service.default_length)
@@ -306,7 +306,7 @@ def encoded(service: Service, asked: Completion, info: engine.EngineInfo) -> Ite
     check(service, asked)
     most, n = info.max_num_seqs + service.config.max_queue, len(asked.prompts)
     if n * asked.sampling.params.n > most:
-        raise bad_request("prompt", f"{n} prompts are more than can wait here; send at most {most} sequences")
+        raise bad_request("prompt", f"{n} prompts are more than can wait here. Send at most {most} sequences.")
     limit = chats.context_limit(info)
     kept = chats.kept_tokens(asked.sampling, info, service.default_length)
     for prompt in asked.prompts:

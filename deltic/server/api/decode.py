@@ -148,7 +148,7 @@ def _drop_unasked(value: JsonObject, kind: type[object], note: Callable[[str], N
         if value[name] is not None and value[name] not in NEUTRAL.get(name, ()):
             if note is None and name in NEUTRAL:
                 place = f"{path}.{name}" if path else name
-                raise bad_request(place, "not supported by this server; leave it out", "unsupported_field")
+                raise bad_request(place, "not supported by this server. Leave it out.", "unsupported_field")
             if note is None or name == config.tag_field:
                 continue
             note(name)
@@ -193,9 +193,9 @@ def _drop_nulls(value: object, steps: list[str], field: str) -> bool:
 
 
 _REFUSALS = {
-    "unknown": ("unknown field; it is not supported, leave it out", "unknown_field"),
+    "unknown": ("unknown field. It is not supported: leave it out.", "unknown_field"),
     "missing": ("is missing", "missing_field"),
-    "only_false": ("not supported by this server; leave it out", "unsupported_field"),
+    "only_false": ("not supported by this server. Leave it out.", "unsupported_field"),
 }
 
 

@@ -112,7 +112,7 @@ def check_tokenize(request: TokenizeRequest) -> None:
     form, other = ("prompt", _CHAT_ONLY) if request.messages is None else ("messages", ("parse_special_tokens",))
     for field in other:
         if getattr(request, field) is not None:
-            raise bad_request(field, f"has no meaning with {form}; leave it out")
+            raise bad_request(field, f"has no meaning with {form}. Leave it out.")
 
 
 _CHAT_ONLY = TokenizeRequest.__struct_fields__[TokenizeRequest.__struct_fields__.index("tools") :]
@@ -166,7 +166,7 @@ async def detokenize(service: Service, request: Request) -> ASGIApp:
         info = service.client.info
         n_ids = max(service.tokenizer.n_tokens, info.vocab_size if info else 0)
         if asked.tokens and max(asked.tokens) >= n_ids:
-            raise bad_request("tokens", f"{max(asked.tokens)} is not a token id; they go from 0 to {n_ids - 1}")
+            raise bad_request("tokens", f"{max(asked.tokens)} is not a token id. They go from 0 to {n_ids - 1}.")
         return {"prompt": service.tokenizer.decode(asked.tokens, asked.skip_special_tokens)}
 
     async with Preparation(service, request) as preparation:
@@ -211,7 +211,7 @@ async def unload_adapter(service: Service, request: Request) -> ASGIApp:
     _check_loading(service)
     if not await service.adapters.unload(name):
         known = ", ".join(repr(adapter.name) for adapter in service.adapters.all()) or "none"
-        message = f"no adapter {name!r}; {service.model_name!r} has {known}"
+        message = f"no adapter {name!r}. {service.model_name!r} has {known}."
         raise ApiError(404, message, param="lora_name", code="adapter_not_found")
     return PlainTextResponse(f"Success: LoRA adapter '{name}' removed successfully.")
 
@@ -219,7 +219,9 @@ async def unload_adapter(service: Service, request: Request) -> ASGIApp:
 def _check_loading(service: Service) -> None:
     """Raises ApiError: 403 without --allow-lora-loading, 503 while the server stops."""
     if not service.client.config.allow_lora_loading:
-        message = f"clients may not load adapters of {service.model_name!r}; start the server with --allow-lora-loading"
+        message = (
+            f"clients may not load adapters of {service.model_name!r}. Start the server with --allow-lora-loading."
+        )
         raise ApiError(403, message, code="lora_loading_off")
     if service.server.draining:
         raise unavailable(SHUTTING_DOWN)

@@ -267,9 +267,8 @@ async def show(service: Service, request: Request) -> ASGIApp:
         "vision": service.sees,
     }
     card, stored = _card(service, service.model_name), _stored(service)
-    parent, applied = card["name"], ""
-    if service.adapter:
-        parent, applied = _usual(service.adapter.parent), f"ADAPTER {service.adapter.path}\n"
+    parent = _usual(service.adapter.parent) if service.adapter else card["name"]
+    applied = f"ADAPTER {service.adapter.path}\n" if service.adapter else ""
     return json_response(
         {
             "modelfile": f"# served by Deltic\nFROM {parent}\n{applied}",
@@ -296,7 +295,7 @@ async def pull(service: Service, request: Request) -> ASGIApp:
     except ApiError as error:
         if error.status != 404:
             raise
-        message = f"{error}; this server serves what it was started with: deltic serve MODEL fetches a model"
+        message = f"{error}. This server serves what it was started with: deltic serve MODEL fetches a model."
         raise ApiError(404, message, code="model_not_found") from None
     if asked.stream is False:
         return json_response({"status": "success"})

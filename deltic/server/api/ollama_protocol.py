@@ -39,11 +39,11 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
 """Values, besides null, with which a field that is not supported is accepted."""
 
 _WHY_NOT = {
-    "context": "what an earlier answer gave back as ids; send the conversation to /api/chat",
-    "template": "the model's own chat template is used; render the prompt yourself and send raw: true",
-    "truncate": "a prompt that is too long is refused, not shortened",
-    "shift": "an answer ends where the context does",
-    "suffix": "the models here are not trained to fill in",
+    "context": "ids of an earlier answer are not taken. Send the conversation to /api/chat, and leave it out.",
+    "template": "the model's own chat template is used. Leave it out, or render the prompt yourself and send raw: true.",
+    "truncate": "a prompt that is too long is refused, not shortened. Leave it out.",
+    "shift": "an answer ends where the context does. Leave it out.",
+    "suffix": "the models here are not trained to fill in. Leave it out.",
 }
 
 
@@ -170,7 +170,7 @@ def check(asked: AnswerRequest) -> None:
     if (options.num_predict or 0) < -2:
         raise bad_request("options.num_predict", "expected a number of tokens, or -1 for any number")
     if is_empty(asked) and asked.keep_alive in _NO_TIME:
-        message = "0 and no prompt asks for the model to be unloaded; models stay as long as this server runs"
+        message = "0 and no prompt asks for the model to be unloaded. Models stay as long as this server runs."
         raise bad_request("keep_alive", message, "unsupported_field")
 
 
@@ -178,8 +178,8 @@ _NO_TIME = (0, "0", "0s", "0m", "0h")
 
 
 def _unsupported(path: str) -> ApiError:
-    why = _WHY_NOT.get(path.rpartition(".")[2], "not supported by this server")
-    return bad_request(path, f"{why}; leave it out", "unsupported_field")
+    why = _WHY_NOT.get(path.rpartition(".")[2], "not supported by this server. Leave it out.")
+    return bad_request(path, f"{why}", "unsupported_field")
 
 
 def is_empty(asked: AnswerRequest) -> bool:
@@ -229,7 +229,7 @@ def completion_of(asked: GenerateRequest, longest: int, defaults: SamplingDefaul
     """
     for field in ("system", "think", "images"):
         if getattr(asked, field):
-            raise bad_request(field, "has no meaning with raw: true; leave it out")
+            raise bad_request(field, "has no meaning with raw: true. Leave it out.")
     sampling = _sampling(asked, defaults)
     if sampling.max_tokens is None:
         sampling = msgspec.structs.replace(sampling, max_tokens=longest)

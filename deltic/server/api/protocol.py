@@ -216,7 +216,7 @@ def chat_of(request: ChatRequest, defaults: SamplingDefaults = chats.NO_DEFAULTS
         raise bad_request("top_logprobs", "needs logprobs: true")
     length, newer = longest(request), request.max_completion_tokens
     if length is not None and newer not in (None, length):
-        raise bad_request("max_tokens", "differs from max_completion_tokens; give one of the two")
+        raise bad_request("max_tokens", "differs from max_completion_tokens. Give one of the two.")
     if 0 in (length, newer):
         raise bad_request("max_tokens" if newer is None else "max_completion_tokens", "must be at least 1")
     length = length if newer is None else newer
@@ -254,7 +254,7 @@ def _agreed(name: str, value: T | None, others: Mapping[str, T | None]) -> T | N
     """The value of a field that has other names. Raises ApiError (400) for a contradiction."""
     for field, other in others.items():
         if None not in (value, other) and value != other:
-            raise bad_request(field, f"contradicts {name}; give one of the two")
+            raise bad_request(field, f"contradicts {name}. Give one of the two.")
         value = value if other is None else other
     return value
 
@@ -283,9 +283,9 @@ def sampling_of(
     if request.detokenize is False and not (request.return_token_ids and not request.stop):
         raise bad_request("detokenize", "false needs return_token_ids: true, and no stop")
     if request.stream_options is not None and not request.stream:
-        raise bad_request("stream_options", "only for a stream; set stream to true")
+        raise bad_request("stream_options", "only for a stream. Set stream to true.")
     if request.prompt_logprobs is not None and request.stream:
-        raise bad_request("prompt_logprobs", "not available in a stream; set stream to false")
+        raise bad_request("prompt_logprobs", "not available in a stream. Set stream to false.")
     scored = request.prompt_logprobs
     if logprobs is not None and getattr(request, "echo", None):
         scored = max(scored or 0, logprobs)
@@ -351,7 +351,7 @@ def template_settings(
         if not isinstance(value, bool):
             raise bad_request(field, "expected true or false")
         if settings.setdefault(name, value) != value:
-            raise bad_request(field, f"contradicts {first[name]}; give one of the two")
+            raise bad_request(field, f"contradicts {first[name]}. Give one of the two.")
         first.setdefault(name, field)
     return settings
 
@@ -499,14 +499,14 @@ def _tools_and_choice(request: ChatRequest) -> tuple[list[chats.Tool], chats.Too
     choice, parallel, tools = request.function_call, request.parallel_tool_calls, tools_of(request.tools)
     if request.functions:
         if tools:
-            raise bad_request("functions", "is the older form of tools; give one of the two")
+            raise bad_request("functions", "is the older form of tools. Give one of the two.")
         tools = [function_tool(function, f"functions[{i}]") for i, function in enumerate(request.functions)]
         parallel = False  # the older form has room for one
     elif isinstance(choice, dict) and not tools:
         raise bad_request("function_call", "names a function, and there are none")
     named = {"type": "function", "function": choice} if isinstance(choice, dict) else choice
     if named is not None and request.tool_choice not in (None, named):
-        raise bad_request("function_call", "contradicts tool_choice; give one of the two")
+        raise bad_request("function_call", "contradicts tool_choice. Give one of the two.")
     if isinstance(choice, dict):
         name = decode.convert(choice, Named, "function_call").name
         return tools, chats.ToolChoice(names=[name], must=True, single=True, path="function_call")

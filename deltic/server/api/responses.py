@@ -29,8 +29,8 @@ from deltic.server.api.responses_items import (
     ResponseTurn,
     Status,
     StoredResponse,
-    checked_item,
     opened,
+    parse_item,
     turn_of,
 )
 from deltic.server.chat import answer
@@ -156,7 +156,7 @@ def _history(store: ResponseStore, asked: wire.ResponsesRequest, owner: str) -> 
         raise ApiError(
             400,
             f"Previous response with id {asked.previous_response_id!r} not found: it was not stored, or is no longer "
-            "held; send the whole input",
+            "held. Send the whole input.",
             param="previous_response_id",
             code="previous_response_not_found",
         )
@@ -173,7 +173,7 @@ def _items(
     """
     old = [(f"previous_response_id ({item_id})", item) for turn in history for item_id, item in turn.items]
     new = [(f"input[{i}]", item) for i, item in enumerate(given)]
-    items = [(path, checked_item(item, path)) for path, item in (*old, *new)]
+    items = [(path, parse_item(item, path)) for path, item in (*old, *new)]
     wire.add_tools(asked, items)
     return items, wire.find_pictures(items)
 
@@ -238,7 +238,7 @@ async def cancel_response(service: Service, request: Request) -> ASGIApp:
     _stored(service, request)
     raise bad_request(
         None,
-        "only a background response can be cancelled, and there are none here; to end a running one, close its connection",
+        "only a background response can be cancelled, and there are none here. To end a running one, close its connection.",
     )
 
 

@@ -89,8 +89,10 @@ class _Kind(Struct):
     role: str | None = None
 
 
-InputItem = MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem | HostedItem | ToolsItem
-ITEMS: dict[str, type[InputItem | Reference]] = {
+InputItem = (
+    MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem | HostedItem | ToolsItem | Reference
+)
+ITEMS: dict[str, type[InputItem]] = {
     "message": StrictMessageItem,
     "function_call": CallItem,
     "function_call_output": CallOutputItem,
@@ -100,24 +102,7 @@ ITEMS: dict[str, type[InputItem | Reference]] = {
     "additional_tools": ToolsItem,
     "item_reference": Reference,
 }
-_HOSTED_ITEMS = (
-    "web_search_call",
-    "file_search_call",
-    "image_generation_call",
-    "code_interpreter_call",
-    "mcp_list_tools",
-    "mcp_call",
-    "mcp_approval_request",
-    "mcp_approval_response",
-    "tool_search_call",
-    "tool_search_output",
-    "local_shell_call",
-    "local_shell_call_output",
-    "shell_call",
-    "shell_call_output",
-    "apply_patch_call",
-    "apply_patch_call_output",
-)
+_HOSTED_ITEMS = ["web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response", "tool_search_call", "tool_search_output", "local_shell_call", "local_shell_call_output", "shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output"]
 ITEMS |= dict.fromkeys(_HOSTED_ITEMS, HostedItem)
 ID_PREFIXES = {
     "message": "msg",
@@ -129,23 +114,16 @@ ID_PREFIXES = {
 }
 
 
-def parse_item(item: bytes, path: str) -> InputItem | Reference:
+def parse_item(item: bytes, path: str) -> InputItem:
     """An input item from its JSON. Raises ApiError (400) naming the field, under `path`."""
     kind = decode.parse(item, _Kind, path=path)
     name = kind.type or ("message" if kind.role is not None else "item_reference")
     if name not in ITEMS:
         known = ", ".join(kind for kind in ITEMS if kind not in _HOSTED_ITEMS)
-        raise bad_request(f"{path}.type", f"{name!r} is not supported; this server knows {known}")
+        raise bad_request(f"{path}.type", f"{name!r} is not supported. This server knows {known}.")
     is_assistants = (name, kind.role) == ("message", "assistant")
-    struct: type[InputItem | Reference] = MessageItem if is_assistants else ITEMS[name]
+    struct: type[InputItem] = MessageItem if is_assistants else ITEMS[name]
     return decode.parse(item, struct, path=path)
-
-
-def checked_item(item: bytes, path: str) -> InputItem:
-    """An item that is no reference. Raises ApiError (400)."""
-    parsed = parse_item(item, path)
-    assert not isinstance(parsed, Reference)
-    return parsed
 
 
 MAX_BYTES = 256_000_000

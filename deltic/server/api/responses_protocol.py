@@ -55,10 +55,6 @@ class Reasoning(Struct, forbid_unknown_fields=True):
     mode: Literal["standard"] | None = None
 
 
-class TextFormat(Struct, tag="text", forbid_unknown_fields=True):
-    """Text without a constraint."""
-
-
 class JsonFormat(Struct, tag="json_object", forbid_unknown_fields=True):
     """JSON object of any form."""
 
@@ -71,7 +67,7 @@ class SchemaFormat(Struct, tag="json_schema", kw_only=True, forbid_unknown_field
 
 
 class TextOptions(Struct, forbid_unknown_fields=True):
-    format: TextFormat | JsonFormat | SchemaFormat | None = None
+    format: protocol.AnyText | JsonFormat | SchemaFormat | None = None
     verbosity: Literal["low", "medium", "high"] | None = None
 
 
@@ -158,24 +154,21 @@ class ResponsesRequest(protocol.ChatFields, kw_only=True):
     background_options: object = None
 
 
+_UNSUPPORTED = "not supported by this server. Leave it out."
+_IN_CHATS = "not available here. Use /v1/chat/completions."
 _REFUSED = {
-    "conversation": "conversations are not kept here; send the items, or previous_response_id",
-    "prompt": "prompt templates are not kept here; send instructions and input",
-    "context_management": "not supported by this server; leave it out",
-    "moderation": "not supported by this server; leave it out",
-    "access_programs": "not supported by this server; leave it out",
+    "conversation": "conversations are not kept here. Send the items, or previous_response_id.",
+    "prompt": "prompt templates are not kept here. Send instructions and input.",
     "image": "this server reads and writes text only",
-    "background_options": "not supported by this server; leave it out",
     "max_tokens": "is called max_output_tokens here",
     "response_format": "is called text.format here",
     "n_predict": "is called max_output_tokens here",
-    "request_id": "a response's id is the server's, under which it is kept",
-    "rid": "a response's id is the server's, under which it is kept",
-    "prompt_logprobs": "not available here; use /v1/completions",
-    "return_token_ids": "not available here; use /v1/chat/completions",
-    "return_tokens_as_token_ids": "not available here; use /v1/chat/completions",
-    "timings_per_token": "not available here; use /v1/chat/completions",
+    "prompt_logprobs": "not available here. Use /v1/completions.",
+    **dict.fromkeys(("context_management", "moderation", "access_programs", "background_options"), _UNSUPPORTED),
+    **dict.fromkeys(("request_id", "rid"), "a response's id is the server's, under which it is kept"),
+    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "timings_per_token"), _IN_CHATS),
 }
+"""Fields of a chat, and of OpenAI's servers, and why they are refused unless they are null or false."""
 
 
 _HOSTED = re.compile(
@@ -219,7 +212,7 @@ def check(asked: ResponsesRequest, skips_hosted: bool = False) -> None:
     if asked.n not in (None, 1):
         raise bad_request("n", "a response has one answer", "unsupported_field")
     if asked.stream_options is not None and not asked.stream:
-        raise bad_request("stream_options", "only for a stream; set stream to true")
+        raise bad_request("stream_options", "only for a stream. Set stream to true.")
 
 
 def add_tools(asked: ResponsesRequest, items: Iterable[tuple[str, InputItem]]) -> None:
@@ -315,7 +308,7 @@ def flat_tools(tools: list[JsonObject] | None) -> Iterator[tuple[str, NamespaceT
 
 
 def _unknown_tool(tool: JsonObject, path: str) -> ApiError:
-    message = f"{tool.get('type')!r} is not a tool of this server, which runs none itself; leave it out (functions of yours are supported)"
+    message = f"{tool.get('type')!r} is not a tool of this server, which runs none itself. Leave it out, or declare a function of your own."
     return bad_request(f"{path}.type", message, "unsupported_tool")
 
 
@@ -372,7 +365,7 @@ def _choice(choice: object, parallel: bool | None) -> ToolChoice:
     return ToolChoice(names=[asked.name], must=True, single=True)
 
 
-def _forms(wanted: TextFormat | JsonFormat | SchemaFormat | None) -> list[Form]:
+def _forms(wanted: protocol.AnyText | JsonFormat | SchemaFormat | None) -> list[Form]:
     field = "text.format"
     if isinstance(wanted, SchemaFormat):
         return [Form(field, f"{field}.schema", "json", wanted.schema)]
@@ -460,7 +453,7 @@ def _thought(item: ReasoningItem, path: str) -> str:
         try:
             return base64.b64decode(given.removeprefix(THOUGHT), validate=True).decode()
         except (binascii.Error, UnicodeDecodeError):
-            raise bad_request(f"{path}.encrypted_content", "is damaged; send it as it was given") from None
+            raise bad_request(f"{path}.encrypted_content", "is damaged. Send it as it was given.") from None
     return _text(item.summary, f"{path}.summary", by="assistant") if item.summary else ""
 
 
@@ -503,12 +496,12 @@ def find_pictures(items: Iterable[tuple[str, InputItem]]) -> list[Sent]:
 def _picture(part: JsonObject, path: str, strict: bool) -> Sent:
     """strict: it has no unknown fields. Raises ApiError (400)."""
     if part.get("file_id") is not None:
-        message = "files are not kept for this here; send the picture as image_url"
+        message = "files are not kept for this here. Send the picture as image_url."
         raise bad_request(f"{path}.file_id", message, "unsupported_field")
     if not isinstance(url := part.get("image_url"), str):
         raise bad_request(f"{path}.image_url", "expected a URL")
     if strict and (unknown := part.keys() - history.MARKS - {"type", "image_url", "file_id", "detail"}):
-        raise bad_request(f"{path}.{min(unknown)}", "unknown field; it is not supported, leave it out")
+        raise bad_request(f"{path}.{min(unknown)}", "unknown field. It is not supported: leave it out.")
     low = is_low(part.get("detail"), f"{path}.detail")
     return Sent(f"{path}.image_url", path, "input_image", url=url, is_low=low)
 
@@ -545,5 +538,5 @@ def _texts(parts: list[JsonObject], path: str, by: str) -> Iterator[str]:
         if not isinstance(text, str):
             raise bad_request(f"{path}[{i}].{field}", "expected a string")
         if by not in ("assistant", "tool") and (unknown := part.keys() - _PART_FIELDS - {field}):
-            raise bad_request(f"{path}[{i}].{min(unknown)}", "unknown field; it is not supported, leave it out")
+            raise bad_request(f"{path}[{i}].{min(unknown)}", "unknown field. It is not supported: leave it out.")
         yield text

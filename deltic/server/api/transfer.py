@@ -80,7 +80,7 @@ def _check(service: Service) -> EngineInfo:
     """
     info = service.rendering()
     if not service.client.config.allow_cache_transfer:
-        message = f"prefixes of {service.model_name!r} may not be moved; start the server with --allow-cache-transfer"
+        message = f"prefixes of {service.model_name!r} may not be moved. Start the server with --allow-cache-transfer."
         raise ApiError(403, message, code="cache_transfer_off")
     if service.server.draining:
         raise unavailable(SHUTTING_DOWN)
@@ -102,7 +102,7 @@ async def export_cache(service: Service, request: Request) -> ASGIApp:
         status, code = (400, None) if located.is_refused else (409, "cache_not_exported")
         raise ApiError(status, f"the prefix cannot be exported: {located.error}", code=code)
     if not located.n_tokens:
-        message = "nothing of this prompt is cached that could be resumed from; send it to be answered first (max_tokens 1 does)"
+        message = "nothing of this prompt is cached that could be resumed from. Send it to be answered first (max_tokens 1 does)."
         raise ApiError(404, message, code="nothing_cached")
     head = Head(
         fingerprint=Path(info.cache_files).name,
@@ -115,7 +115,7 @@ async def export_cache(service: Service, request: Request) -> ASGIApp:
     try:
         await asyncio.to_thread(stream.measure)
     except OSError as error:
-        message = f"another server has just evicted it ({error.strerror}); send the prompt again"
+        message = f"another server has just evicted it ({error.strerror}). Send the prompt again."
         raise ApiError(409, message, code="cache_not_exported") from None
     return stream
 
@@ -150,7 +150,7 @@ async def _asked(service: Service, request: Request, info: EngineInfo) -> Engine
         made = completion.requests[0]
     made.id = f"export-{secrets.token_hex(16)}"
     if not made.use_cache:
-        raise bad_request("cache_prompt", "is false: this prompt is not to be in the cache; leave it out")
+        raise bad_request("cache_prompt", "is false: this prompt is not to be in the cache. Leave it out.")
     made.params = msgspec.structs.replace(made.params, constraint=None)
     return made
 
@@ -376,4 +376,4 @@ def _write(file: BinaryIO, data: bytes) -> None:
 
 def damaged(why: str) -> ApiError:
     """A stream that is refused whole."""
-    return ApiError(400, f"the stream is damaged: {why}; nothing of it was kept", code="damaged_stream", headers=CLOSE)
+    return ApiError(400, f"the stream is damaged: {why}. Nothing of it was kept.", code="damaged_stream", headers=CLOSE)

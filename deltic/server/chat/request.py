@@ -248,7 +248,7 @@ def whole_penalty(penalty: float | None, last_n: int | None, field: str) -> floa
     if last_n == 0:
         return 1.0
     if penalty not in (None, 1) and last_n not in (None, -1):
-        message = "the penalty counts all tokens of prompt and answer (-1); leave it out"
+        message = "the penalty counts all tokens of prompt and answer (-1). Leave it out."
         raise bad_request(field, message, "unsupported_field")
     return penalty
 
