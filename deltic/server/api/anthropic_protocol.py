@@ -85,14 +85,10 @@ class Thinking(Struct):
     signature: str = ""
 
 
-class RedactedThinking(Struct):
-    """A thought that nobody here can read; it is ignored."""
-
-
-Block = TextBlock | Image | ToolReference | ToolResult | ToolUse | Thinking | RedactedThinking
+Block = TextBlock | Image | ToolReference | ToolResult | ToolUse | Thinking
 KINDS: dict[str, dict[str, type[Block]]] = {
     "user": {"text": TextBlock, "image": Image, "tool_result": ToolResult},
-    "assistant": {"text": GivenText, "tool_use": ToolUse, "thinking": Thinking, "redacted_thinking": RedactedThinking},
+    "assistant": {"text": GivenText, "tool_use": ToolUse, "thinking": Thinking},
     "system": {"text": TextBlock},
     "tool_result": {"text": GivenText, "image": GivenImage, "tool_reference": ToolReference},
 }
@@ -109,7 +105,7 @@ class ReadResult(NamedTuple):
     pieces: list[str | Sent]
 
 
-ReadBlock = TextBlock | Sent | ToolReference | ReadResult | ToolUse | Thinking | RedactedThinking
+ReadBlock = TextBlock | Sent | ToolReference | ReadResult | ToolUse | Thinking
 """A content block that was checked."""
 
 

@@ -106,7 +106,7 @@ def parse(body: bytes, kind: type[T], note: Callable[[str], None] | None = None,
             return msgspec.json.decode(body, type=kind)
         except msgspec.ValidationError:
             value = msgspec.json.decode(body)
-            if isinstance(value, dict):
+            if isinstance(value, dict) and isinstance(kind, type) and issubclass(kind, msgspec.Struct):
                 _drop_unasked(value, kind, note, path)
         try:
             return msgspec.json.decode(msgspec.json.encode(value), type=kind)
@@ -133,23 +133,20 @@ def convert(value: object, kind: object, path: str) -> object:
         return _without_null_fields(copy.deepcopy(value), kind, path, error)
 
 
-def _drop_unasked(value: JsonObject, kind: type[object], note: Callable[[str], None] | None, path: str) -> None:
+def _drop_unasked(value: JsonObject, kind: type[msgspec.Struct], note: Callable[[str], None] | None, path: str) -> None:
     """Deletes fields that `kind` does not know and that ask for nothing, or, with `note`, whatever they ask
     for.
 
     Raises ApiError (400) for one of NEUTRAL that asks for something.
     """
-    if not (isinstance(kind, type) and issubclass(kind, msgspec.Struct)):
-        return
-    config = kind.__struct_config__
-    if not config.forbid_unknown_fields:
+    if not kind.__struct_config__.forbid_unknown_fields:
         return
     for name in [name for name in value if name not in kind.__struct_encode_fields__]:
         if value[name] is not None and value[name] not in NEUTRAL.get(name, ()):
             if note is None and name in NEUTRAL:
                 place = f"{path}.{name}" if path else name
                 raise bad_request(place, "not supported by this server. Leave it out.", "unsupported_field")
-            if note is None or name == config.tag_field:
+            if note is None or name == kind.__struct_config__.tag_field:
                 continue
             note(name)
         del value[name]

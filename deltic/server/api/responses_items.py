@@ -23,7 +23,11 @@ from deltic.server.errors import bad_request
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class MessageItem(Struct, kw_only=True):
+class InputItem(Struct):
+    """An item of a request."""
+
+
+class MessageItem(InputItem, kw_only=True):
     """A message. The assistant's, like all that a model or a library wrote, may have any further field."""
 
     role: Literal["user", "assistant", "system", "developer"]
@@ -39,14 +43,14 @@ class StrictMessageItem(MessageItem, kw_only=True, forbid_unknown_fields=True):
     phase: str | None = None
 
 
-class CallItem(Struct, kw_only=True):
+class CallItem(InputItem, kw_only=True):
     call_id: str
     name: ToolName
     arguments: str
     namespace: str | None = None
 
 
-class CustomCallItem(Struct, kw_only=True):
+class CustomCallItem(InputItem, kw_only=True):
     """A call whose argument is text of any form, as OpenAI's models write."""
 
     call_id: str
@@ -55,31 +59,31 @@ class CustomCallItem(Struct, kw_only=True):
     namespace: str | None = None
 
 
-class CallOutputItem(Struct, kw_only=True):
+class CallOutputItem(InputItem, kw_only=True):
     output: str | list[JsonObject]
     call_id: str
 
 
-class ReasoningItem(Struct, kw_only=True):
+class ReasoningItem(InputItem, kw_only=True):
     summary: list[JsonObject] | None = None
     content: list[JsonObject] | None = None
     encrypted_content: str | None = None
 
 
-class HostedItem(Struct):
+class HostedItem(InputItem):
     """A call of a tool that no model here can call, made by another one.
 
     It is ignored: the model's own message tells of it.
     """
 
 
-class ToolsItem(Struct, kw_only=True):
+class ToolsItem(InputItem, kw_only=True):
     """Tools beside those of the request, which agents send where they learn of them."""
 
     tools: list[JsonObject]
 
 
-class Reference(Struct, kw_only=True, forbid_unknown_fields=True):
+class Reference(InputItem, kw_only=True, forbid_unknown_fields=True):
     id: str
     type: Literal["item_reference"] | None = None
 
@@ -89,9 +93,6 @@ class _Kind(Struct):
     role: str | None = None
 
 
-InputItem = (
-    MessageItem | CallItem | CustomCallItem | CallOutputItem | ReasoningItem | HostedItem | ToolsItem | Reference
-)
 ITEMS: dict[str, type[InputItem]] = {
     "message": StrictMessageItem,
     "function_call": CallItem,
@@ -102,8 +103,12 @@ ITEMS: dict[str, type[InputItem]] = {
     "additional_tools": ToolsItem,
     "item_reference": Reference,
 }
-_HOSTED_ITEMS = ["web_search_call", "file_search_call", "image_generation_call", "code_interpreter_call", "mcp_list_tools", "mcp_call", "mcp_approval_request", "mcp_approval_response", "tool_search_call", "tool_search_output", "local_shell_call", "local_shell_call_output", "shell_call", "shell_call_output", "apply_patch_call", "apply_patch_call_output"]
-ITEMS |= dict.fromkeys(_HOSTED_ITEMS, HostedItem)
+_HOSTED_ITEMS = """
+web_search_call file_search_call image_generation_call code_interpreter_call mcp_list_tools mcp_call
+mcp_approval_request mcp_approval_response tool_search_call tool_search_output local_shell_call
+local_shell_call_output shell_call shell_call_output apply_patch_call apply_patch_call_output
+"""
+ITEMS |= dict.fromkeys(_HOSTED_ITEMS.split(), HostedItem)
 ID_PREFIXES = {
     "message": "msg",
     "function_call": "fc",
@@ -119,7 +124,7 @@ def parse_item(item: bytes, path: str) -> InputItem:
     kind = decode.parse(item, _Kind, path=path)
     name = kind.type or ("message" if kind.role is not None else "item_reference")
     if name not in ITEMS:
-        known = ", ".join(kind for kind in ITEMS if kind not in _HOSTED_ITEMS)
+        known = ", ".join(kind for kind, struct in ITEMS.items() if struct is not HostedItem)
         raise bad_request(f"{path}.type", f"{name!r} is not supported. This server knows {known}.")
     is_assistants = (name, kind.role) == ("message", "assistant")
     struct: type[InputItem] = MessageItem if is_assistants else ITEMS[name]
