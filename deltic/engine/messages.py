@@ -191,6 +191,11 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     labels: dict[str, str] = {}
     """Labels that its client gave it, for `--trace`; empty without."""
 
+    @property
+    def prefix_scope(self) -> str:
+        """Namespace and salt: requests with the same share prefixes."""
+        return f"{self.namespace}\n{self.cache_salt}"
+
 
 class Question(msgspec.Struct, kw_only=True):
     """A command that one Reply answers."""

@@ -100,12 +100,12 @@ def row_ids(chunk: Chunk) -> Iterator[tuple[int, list[int]]]:
         yield begin - chunk.start, [-1 - blocks[i // PAGE_SIZE] * PAGE_SIZE - i % PAGE_SIZE for i in tokens]
 
 
-Key = tuple[str, str, bytes]
-"""Namespace, salt and content: how soon a picture is there tells whether it was before, as with prefixes."""
+Key = tuple[str, bytes]
+"""Scope of prefixes and content: how soon a picture is there tells whether it was before, as with prefixes."""
 
 
 def _key_of(request: Request, picture: Picture) -> Key:
-    return request.namespace, request.cache_salt, picture.key
+    return request.prefix_scope, picture.key
 
 
 @dataclass(slots=True, eq=False)

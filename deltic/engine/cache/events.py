@@ -288,5 +288,5 @@ def _extra_keys(request: Request, lora: str | None, begin: int) -> Iterator[Extr
     while i < len(pictures) and pictures[i].first < begin + PAGE_SIZE:
         yield pictures[i].identifier, pictures[i].first - begin
         i += 1
-    if begin == 0 and (request.namespace or request.cache_salt):
-        yield f"{request.namespace}\n{request.cache_salt}" if request.namespace else request.cache_salt
+    if begin == 0 and (scope := request.prefix_scope.removeprefix("\n")):
+        yield scope

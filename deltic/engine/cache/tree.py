@@ -137,8 +137,8 @@ def root_key(request: Request) -> bytes:
     """The key before the first page: who shares prefixes, and whatever decides KV and state beside the
     tokens: pictures (`picture_keys`), and here the adapter."""
     # Another hash than that of next_key, lest a salt be made up of another salt's key and tokens.
-    both = f"{request.namespace}\n{request.cache_salt}".encode("utf-8", "surrogatepass")
-    return blake2b(both, digest_size=16, person=b"deltic salt", salt=request.adapter).digest()
+    scope = request.prefix_scope.encode("utf-8", "surrogatepass")
+    return blake2b(scope, digest_size=16, person=b"deltic salt", salt=request.adapter).digest()
 
 
 def next_key(key: bytes, tokens: array[int], pictures: bytes = b"") -> bytes:

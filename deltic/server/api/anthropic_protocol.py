@@ -289,10 +289,8 @@ def _keeps_thoughts(asked: CountTokensRequest) -> bool:
     for i, edit in enumerate(asked.context_management.edits if asked.context_management else []):
         keep = edit.get("keep", _LAST_TURN)
         if edit.get("type") != "clear_thinking_20251015" or keep not in ("all", {"type": "all"}, _LAST_TURN):
-            raise bad_request(
-                f"context_management.edits[{i}]",
-                "this server edits no history. Only clear_thinking_20251015 that keeps all, or one turn, is accepted.",
-            )
+            message = "no history is edited here. Send none but clear_thinking_20251015 that keeps all, or one turn."
+            raise bad_request(f"context_management.edits[{i}]", message)
         keeps = keep != _LAST_TURN
     return keeps
 
@@ -306,11 +304,8 @@ def _tool(plain: JsonObject, path: str) -> chats.Tool:
     if plain.get("type") not in (None, "custom"):
         written_out = described(plain)
         if written_out is None:
-            raise bad_request(
-                f"{path}.type",
-                f"{plain['type']!r} is a tool of Anthropic's, which this server does not have. Declare one of your own, with a name "
-                "and an input_schema.",
-            )
+            message = f"{plain['type']!r} is not a tool here. Declare one of your own, with a name and an input_schema."
+            raise bad_request(f"{path}.type", message)
         plain = written_out
     tool = decode.convert(plain, DeclaredTool, path)
     if tool.allowed_callers is not None and "direct" not in tool.allowed_callers:

@@ -24,7 +24,7 @@ from deltic.server.chat import request as chats
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.picture_parts import PictureBounds, Pictures
-from deltic.server.chat.request import Chat, Completion, Sampling, Tool
+from deltic.server.chat.request import Chat, Completion, Tool
 from deltic.server.chat.template import Prompt, render
 from deltic.server.errors import PromptTooLong, bad_request, naming
 from deltic.server.limits import TICKET, Ticket
@@ -87,7 +87,7 @@ def chat_generation(service: Service, prepared: Prepared, request_id: str, ticke
     ]
     shown = chat.sampling.shown
     choices = [answer.Choice(i, service.tokenizer, shown, parser) for i, parser in enumerate(parsers)]
-    sent = engine_request(request_id, prompt.ids, params, chat.sampling, prompt.boundaries)
+    sent = chats.engine_request(request_id, prompt.ids, params, chat.sampling, prompt.boundaries)
     sent.pictures = prompt.pictures
     return Generation(service.client, service.metrics, [sent], choices, ticket, service.adapter)
 
@@ -128,21 +128,6 @@ def check(service: Service, asked: Chat | Completion) -> None:
     if isinstance(asked, Chat) and asked.chat_template and not service.config.trust_request_chat_template:
         message = "this server takes no templates of requests (--trust-request-chat-template)"
         raise bad_request("chat_template", message, "unsupported_field")
-
-
-def engine_request(
-    request_id: str, prompt_ids: list[int], params: engine.SamplingParams, sampling: Sampling, boundaries: list[int]
-) -> engine.Request:
-    """The engine's Request for one prompt. boundaries: token offsets at which its messages end."""
-    return engine.Request(
-        id=request_id,
-        prompt_ids=prompt_ids,
-        params=params,
-        priority=sampling.priority,
-        boundaries=boundaries,
-        cache_salt=sampling.cache_salt,
-        use_cache=sampling.use_cache,
-    )
 
 
 def _named(prefix: str, request: protocol.SamplingFields) -> str | None:
@@ -332,7 +317,7 @@ def _requests_of(service: Service, asked: Completion, info: engine.EngineInfo) -
             constraint = service.constrainer.completion(asked.sampling)
         if constraint:
             params = msgspec.structs.replace(params, constraint=constraint)
-        requests.append(engine_request(f"{request_id}-{i}", ids, params, asked.sampling, []))
+        requests.append(chats.engine_request(f"{request_id}-{i}", ids, params, asked.sampling, []))
     return requests
 
 

@@ -236,10 +236,7 @@ async def delete_response(service: Service, request: Request) -> ASGIApp:
 async def cancel_response(service: Service, request: Request) -> ASGIApp:
     """Refused: only background responses could be cancelled, and there are none."""
     _stored(service, request)
-    raise bad_request(
-        None,
-        "only a background response can be cancelled, and there are none here. To end a running one, close its connection.",
-    )
+    raise bad_request(None, "there are no background responses to cancel. Close a running one's connection to end it.")
 
 
 async def list_input_items(service: Service, request: Request) -> ASGIApp:

@@ -33,9 +33,10 @@ from deltic.engine.messages import Request as EngineRequest
 from deltic.host.client import EngineUnavailable
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.server.api import decode
-from deltic.server.api.completions import engine_request, prepared_chat, prepared_completion
+from deltic.server.api.completions import prepared_chat, prepared_completion
 from deltic.server.batch.file_store import private, unwritable
 from deltic.server.chat.generation import unavailable
+from deltic.server.chat.request import engine_request
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET
 from deltic.server.service import SHUTTING_DOWN, Service
@@ -135,9 +136,7 @@ async def _asked(service: Service, request: Request, info: EngineInfo) -> Engine
     body = request.scope[BODY] = await read_body(request, service.server.max_body_mb)
     export = decode.parse(body, ExportRequest)
     if (export.messages is None) == (export.prompt is None):
-        raise bad_request(
-            "messages", "send the body of a chat, which has messages, or of a completion, which has a prompt"
-        )
+        raise bad_request("messages", "send the body of a chat, with messages, or of a completion, with a prompt")
     if export.messages is not None:
         _, chat = await prepared_chat(service, request, info)
         prompt = chat.prompt

@@ -13,7 +13,7 @@ from msgspec import Meta, Struct
 from msgspec.structs import replace
 
 from deltic.config import ServerConfig
-from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS, EngineInfo, SamplingParams
+from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS, EngineInfo, Request, SamplingParams
 from deltic.json_types import JsonObject
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.server.chat.messages import Message, ToolName
@@ -332,3 +332,18 @@ def checked_params(asked: Chat | Completion, max_tokens: int, info: EngineInfo, 
     if (params.prompt_logprobs or 0) > most:
         raise bad_request("prompt_logprobs", f"may be at most {most}")
     return replace(params, max_tokens=max(1, max_tokens))
+
+
+def engine_request(
+    request_id: str, prompt_ids: list[int], params: SamplingParams, sampling: Sampling, boundaries: list[int]
+) -> Request:
+    """The engine's Request for one prompt. boundaries: token offsets at which its messages end."""
+    return Request(
+        id=request_id,
+        prompt_ids=prompt_ids,
+        params=params,
+        priority=sampling.priority,
+        boundaries=boundaries,
+        cache_salt=sampling.cache_salt,
+        use_cache=sampling.use_cache,
+    )
