@@ -101,7 +101,7 @@ def row_ids(chunk: Chunk) -> Iterator[tuple[int, list[int]]]:
 
 
 Key = tuple[str, bytes]
-"""Scope of prefixes and content: how soon a picture is there tells whether it was before, as with prefixes."""
+"""Scope and content: how soon a picture is there tells whether it was before, as with prefixes."""
 
 
 def _key_of(request: Request, picture: Picture) -> Key:

@@ -9,6 +9,7 @@ import pytest
 
 from deltic.server.api import anthropic_protocol, decode, protocol
 from deltic.server.api import responses_protocol as responses
+from deltic.server.api.responses_items import parse_item
 from deltic.server.chat.messages import template_messages
 from deltic.server.chat.request import NO_DEFAULTS
 from deltic.server.errors import ApiError
@@ -128,7 +129,7 @@ def items(*given: dict[str, Any]) -> list[dict[str, Any]]:
     """What a template gets of items of a response's input."""
     asked = responses.ResponsesRequest()
     parsed: Any = [
-        (f"input[{i}]", responses.parse_item(json.dumps(item).encode(), f"input[{i}]")) for i, item in enumerate(given)
+        (f"input[{i}]", parse_item(json.dumps(item).encode(), f"input[{i}]")) for i, item in enumerate(given)
     ]
     return template_messages(responses.chat_of(asked, parsed, NO_DEFAULTS).messages)
 

@@ -155,7 +155,7 @@ def test_what_is_refused_is_named(fields: Any, said: str) -> None:
     [
         ({"suffix": "x"}, "suffix: the models here are not trained to fill in"),
         ({"template": "{{ .Prompt }}"}, "template: the model's own"),
-        ({"context": [1, 2]}, "context: what an earlier answer"),
+        ({"context": [1, 2]}, "context: ids of an earlier answer"),
         ({"images": ["aGk="]}, "images: this server reads text only"),
         ({"raw": True, "system": "x"}, "system: has no meaning with raw"),
         ({"raw": True, "think": True}, "think: has no meaning with raw"),

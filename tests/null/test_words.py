@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import io
 import re
 import tokenize
@@ -68,3 +69,19 @@ def test_prose_has_the_same_words(path: Path) -> None:
     assert not PARTY.search(text), name
     if path in FILES and name.removeprefix("deltic/") not in N_OWNERS:
         assert not OWNERS.search(text), name
+
+
+@pytest.mark.parametrize("path", sorted((PACKAGE / "server" / "api").glob("*.py")), ids=lambda path: path.name)
+def test_messages_of_the_apis_are_sentences(path: Path) -> None:
+    """One says what is wrong, another what to do. Descriptions are for the model, docstrings for people."""
+    nodes = list(ast.walk(ast.parse(path.read_text())))
+    prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
+    for node in nodes:
+        if isinstance(node, ast.Dict):
+            prose |= {
+                id(value)
+                for key, value in zip(node.keys, node.values, strict=True)
+                if key and ast.unparse(key) == "'description'"
+            }
+    texts = [node for node in nodes if isinstance(node, ast.Constant) and id(node) not in prose]
+    assert not [node.lineno for node in texts if isinstance(node.value, str) and "; " in node.value]

@@ -34,7 +34,7 @@ from deltic.server.transport import EventStream, LargeResponse, unless_disconnec
 from deltic.text import SamplingDefaults, Tokenizer
 
 MAX_HELD = 1000
-"""Pieces that wait for the prompt before them to be written, until those of a client that does not read are
+"""Updates that wait for the prompt before them to be written, until those of a client that does not read are
 treated as any stream's.
 """
 
@@ -159,7 +159,7 @@ class Echo:
     """The prompts of a completion that is to repeat them. Slow to make for long ones."""
 
     def __init__(self, asked: Completion, requests: list[engine.Request], tokenizer: Tokenizer) -> None:
-        """requests: those of its prompts."""
+        """requests: the engine's, one for each prompt."""
         has_scores = asked.sampling.shown.logprobs
         is_whole = not has_scores and asked.sampling.truncate_prompt_tokens is None
         self._ids = [sent.prompt_ids for sent in requests]
@@ -331,7 +331,7 @@ class UpdateStream(EventStream):
         begin: Callable[[], bytes] = bytes,
         end: Callable[[], bytes] = bytes,
     ) -> None:
-        """add: of what an update adds. begin, end: of what goes before the first and behind the last."""
+        """add: writes an update. begin, end: write what stands before the first and behind the last."""
         super().__init__()
         self._generation = generation
         self._add = add
@@ -389,7 +389,7 @@ class EchoStream(AnswerStream):
         self._echo = echo
         self._n = n
         self._held = deque[answer.Update]()
-        """Pieces that came and have not been written."""
+        """Updates that came and have not been written."""
         self._waiting = set(range(generation.n_choices))
         """Choices whose prompt has not been."""
         self._writing: asyncio.Task[None] | None = None
@@ -426,7 +426,7 @@ class EchoStream(AnswerStream):
 
 
 async def collect(generation: Generation, reply: answer.ChatAnswer | answer.CompletionAnswer) -> list[answer.Message]:
-    """The whole answer, which `said` will write: a message for each choice."""
+    """The whole answer: a message for each choice."""
     messages = [answer.Message() for _ in range(generation.n_choices)]
 
     def take(updates: list[answer.Update]) -> None:

@@ -132,7 +132,7 @@ class LinesAnswer:
     """An answer, its updates as lines (`lines`, `end`) or all at once (`body`)."""
 
     def __init__(self, model: str, *, is_chat: bool, scored: answer.ChatAnswer) -> None:
-        """model: as it was asked for. scored: writes log-probabilities."""
+        """model: the name that was asked for. scored: writes log-probabilities."""
         self._model = model
         self._is_chat = is_chat
         self._scored = scored
@@ -211,7 +211,7 @@ def _plain_call(call: CallDelta, arguments: str) -> dict[str, object]:
 
 
 def _time(seconds: float | None = None) -> str:
-    """seconds: of the epoch; now without."""
+    """A time in Ollama's form. seconds: since the epoch; None: now."""
     at = datetime.datetime.fromtimestamp(time.time() if seconds is None else seconds, datetime.UTC)
     return at.isoformat(timespec="microseconds").replace("+00:00", "Z")
 

@@ -271,7 +271,7 @@ def _form(given: str | JsonObject | None) -> chats.Form | None:
 
 
 def _content(text: str, images: list[str] | None, path: str) -> messages.Content:
-    """path: of the images, which stand before the text, as in Ollama's own prompts."""
+    """Content of a message: images before the text, as in Ollama's own prompts. path: the images' path."""
     if not images:
         return text
     sent = [Sent(f"{path}[{i}]", path, encoded=image) for i, image in enumerate(images)]
@@ -279,7 +279,7 @@ def _content(text: str, images: list[str] | None, path: str) -> messages.Content
 
 
 def _message(message: OllamaMessage, path: str) -> messages.Message:
-    """path: of its images."""
+    """A message of a chat. path: the path of its images."""
     content = _content(message.content or "", message.images, path)
     if message.role == "system":
         return messages.SystemMessage(content=content)

@@ -272,7 +272,7 @@ def sampling_of(
     hides_thought: bool = False,
     forms: list[chats.Form] | None = None,
 ) -> chats.Sampling:
-    """The shared part of a request. forms: those of fields that its API has for `response_format`.
+    """The shared part of a request. forms: what its API asks for instead of `response_format`.
 
     Raises ApiError (400).
     """
@@ -357,7 +357,7 @@ def template_settings(
 
 
 def thinking_budget(request: ChatFields, own: int | None) -> int | None:
-    """Tokens that the thought may have. own: as fields of the API say. Raises ApiError (400)."""
+    """Tokens that the thought may have. own: the number in fields of the API. Raises ApiError (400)."""
     path = "chat_template_kwargs.thinking_budget"
     inner = (request.chat_template_kwargs or {}).get("thinking_budget")
     budget: int | None = _agreed(path, inner, {"thinking_budget": own})

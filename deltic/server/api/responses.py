@@ -323,14 +323,14 @@ class Events:
         return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
 
     def begun(self, index: int, item: JsonObject) -> bytes:
-        """item: as it is then."""
+        """Events that begin an item. item: its JSON as it begins."""
         written = self.event("response.output_item.added", output_index=index, item=item)
         if (part := _PARTS.get(item["type"])) is not None:
             written += self.event("response.content_part.added", **_place(index, item), part=part)
         return written
 
     def ended(self, index: int, item: JsonObject) -> bytes:
-        """item: as it is in the response."""
+        """Events that end an item. item: its JSON in the response."""
         place, name = _place(index, item), f"{_event_name(item)}.done"
         if (field := _TEXT_OF.get(item["type"])) is not None:
             written = self.event(name, **place, **{field: item[field]})

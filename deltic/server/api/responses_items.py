@@ -1,7 +1,8 @@
 """Items that a response is made from and of, and responses that can be continued.
 
-Responses are held in memory, of whoever has the most the least recently used go first. A response's history is a tuple of turns, which it shares with the responses that it continues; a turn goes
-when no response needs it any more. All is kept as JSON, so what it takes is known to the byte, near enough.
+Responses are held in memory; of whoever has the most the least recently used go first. A response's history
+is a tuple of turns, which it shares with the responses that it continues; a turn goes when no response needs
+it any more. All is kept as JSON, so what it takes is known to the byte, near enough.
 """
 
 from __future__ import annotations

@@ -533,7 +533,7 @@ def _texts(parts: list[JsonObject], path: str, by: str) -> Iterator[str]:
         if field is None and by == "assistant":
             continue
         if field is None:
-            raise bad_request(f"{path}[{i}].type", f"{kind!r} is not supported; {READS}")
+            raise bad_request(f"{path}[{i}].type", f"{kind!r} is not supported. {READS}")
         text = part.get(field)
         if not isinstance(text, str):
             raise bad_request(f"{path}[{i}].{field}", "expected a string")

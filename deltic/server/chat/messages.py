@@ -336,7 +336,7 @@ def _texts(content: list[JsonObject], path: str, strict: bool) -> list[str]:
         kind = part.get("type")
         field = _SAID.get(kind) if isinstance(kind, str) else None
         if field is None or (strict and kind != "text"):
-            raise bad_request(f"{path}[{i}].type", f"{kind!r} is not supported; {READS}")
+            raise bad_request(f"{path}[{i}].type", f"{kind!r} is not supported. {READS}")
         text = part.get(field)
         if not isinstance(text, str):
             raise bad_request(f"{path}[{i}].{field}", "expected a string")

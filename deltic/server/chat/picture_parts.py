@@ -49,7 +49,7 @@ N_FETCHING = 4
 READ_S = 120.0
 """Seconds for all pictures of a request, the wait for others before them included."""
 
-READS = "this server reads text and, where the model takes them, pictures and videos"
+READS = "This server reads text and, where the model takes them, pictures and videos."
 """Message about a part that is something else."""
 
 DETAILS = ("auto", "low", "high", "original")
