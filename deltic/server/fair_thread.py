@@ -8,7 +8,7 @@ from __future__ import annotations
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import CancelledError, Future, ThreadPoolExecutor, wait
 from contextvars import copy_context
 from dataclasses import dataclass, field
 from functools import partial
@@ -35,10 +35,20 @@ class ThreadTurn:
     """The turn of its key's next."""
 
 
+class _Result(Future[T]):
+    """Result of a job, which may be given up when it is half done."""
+
+    is_given_up = False
+
+    def cancel(self) -> bool:
+        self.is_given_up = True
+        return super().cancel()
+
+
 @dataclass(order=True)
 class _Job:
     turn: ThreadTurn
-    done: Future[Any] = field(compare=False)
+    done: _Result[Any] = field(compare=False)
     work: Callable[[], object] = field(compare=False)
     goes_on: threading.Event | None = field(default=None, compare=False)
     """Set when it may go on. None: it was not begun."""
@@ -85,12 +95,14 @@ class FairThread:
             return ThreadTurn(at, self._n_given, at + size)
 
     def submit(self, key: str, size: int, work: Callable[[], T]) -> Future[T]:
-        """Queues `work`, which may be cancelled until it starts, and runs in the context of who asks."""
+        """Queues `work`, which runs in the context of who asks. It may be cancelled: once it has started, it
+        ends where it pauses next.
+        """
         return self.submit_in(self.turn(key, size), work)
 
     def submit_in(self, turn: ThreadTurn, work: Callable[[], T]) -> Future[T]:
         """Queues `work` in a turn, perhaps that of what it follows: work in several parts has one for all."""
-        done: Future[T] = Future()
+        done = _Result[T]()
         context = copy_context()
         with self._lock:
             job = _Job(turn, done, partial(context.run, work))
@@ -137,7 +149,12 @@ class FairThread:
             self._go_on()
 
     def _pause(self, job: _Job, n: int) -> None:
-        """A job that has done n more of its bytes goes on when its turn comes."""
+        """Has a job that has done n more of its bytes go on when its turn comes. Raises CancelledError if
+        nobody waits for it any more.
+        """
+        if job.done.is_given_up:
+            del job  # which has the error, and the error this frame
+            raise CancelledError
         with self._lock:
             job.turn.at = min(job.turn.at + n, job.turn.end)
             self._turns.now = max(self._turns.now, job.turn.at)
@@ -152,11 +169,8 @@ class FairThread:
         job.goes_on.wait()
 
     def _drop_cancelled(self, done: Future[Any]) -> None:
-        if done.cancelled():
-            with self._lock:
-                for job in self._waiting:
-                    if job.done is done:
-                        del job.work  # what it holds is large, and its context holds the job
-                        self._waiting.remove(job)
-                        heapify(self._waiting)
-                        break
+        with self._lock:
+            for job in [job for job in self._waiting if job.done is done]:
+                del job.work  # what it holds is large, and its context holds the job
+                self._waiting.remove(job)
+                heapify(self._waiting)

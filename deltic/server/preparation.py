@@ -149,11 +149,7 @@ class Preparation:
                     loop.call_soon_threadsafe(server.trim_soon)
 
             done.add_done_callback(trim)
-        return await unless_disconnected(self._request.receive, _result(asyncio.wrap_future(done)))
-
-
-async def _result(future: asyncio.Future[T]) -> T:
-    return await future
+        return await unless_disconnected(self._request.receive, asyncio.wrap_future(done))
 
 
 async def parsed(service: Service, request: Request, kind: type[T]) -> T:

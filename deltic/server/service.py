@@ -63,8 +63,8 @@ TRIM_S = 0.2
 Requests that end meanwhile share one return.
 """
 
-_trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-"""glibc's."""
+_trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
+"""glibc's, where that is the C library."""
 
 Kind = Literal["text", "speech"]
 """Kind of output that a model makes."""
@@ -134,16 +134,14 @@ class Server:
         """Has the C library return free memory to the system once this request is forgotten. It would keep it
         otherwise.
         """
-        if _trim is not None and not self._is_trimming:
+        if not self._is_trimming:
             self._is_trimming = True
             asyncio.get_running_loop().call_later(TRIM_S, self._trim_now)
 
     def _trim_now(self) -> None:
         self._is_trimming = False
-        if _trim is not None:
-            asyncio.get_running_loop().run_in_executor(
-                None, _trim, 0
-            )  # it takes a while, and holds no lock of Python's
+        # It takes a while, and holds no lock of Python's.
+        asyncio.get_running_loop().run_in_executor(None, _trim, 0)
 
     def add(self, service: Service) -> None:
         self.models[service.model_name] = service

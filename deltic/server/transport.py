@@ -138,9 +138,9 @@ async def disconnected(receive: Receive) -> None:
         pass
 
 
-async def unless_disconnected(receive: Receive, work: Coroutine[object, None, T]) -> T:
+async def unless_disconnected(receive: Receive, work: Coroutine[object, None, T] | asyncio.Future[T]) -> T:
     """The result of `work`, which is cancelled when the client leaves. Raises ClientDisconnect then."""
-    task = asyncio.create_task(work)
+    task = asyncio.ensure_future(work)
     watch = asyncio.create_task(disconnected(receive))
     try:
         await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)

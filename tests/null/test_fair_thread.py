@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import random
 import threading
+import time
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from concurrent import futures
 from concurrent.futures import Future
+from functools import partial
 from typing import Any
 
 import httpx
@@ -19,7 +23,7 @@ from deltic.server.api import decode
 from deltic.server.fair_thread import FairThread
 from deltic.server.limits import INLINE_BYTES
 from deltic.server.room import Room
-from deltic.text import pause
+from deltic.text import Tokenizer, pause
 from tests.fake_engine import FakeEngineClient, make_app, served
 
 
@@ -130,6 +134,56 @@ def test_what_is_cancelled_is_not_done_and_an_error_is_the_callers() -> None:
     assert thread.order() == "b"
     with pytest.raises(ZeroDivisionError):
         failed.result()
+
+
+def test_what_is_cancelled_half_done_ends_at_its_next_pause_and_leaves_nothing() -> None:
+    thread = Busy()
+
+    def work(held: Callable[[], str]) -> None:
+        thread.done.append("a")
+        thread.futures[0].cancel()
+        pause.get()(5)
+        thread.done.append("never")
+
+    held = Busy.order.__get__(thread)
+    left = weakref.ref(held)
+    gc.disable()
+    try:
+        thread.futures.append(thread.submit("a", 10, partial(work, held)))
+        thread.add("a", name="b")
+        assert thread.order() == "ab"
+        assert isinstance(thread.futures[0].exception(), futures.CancelledError)
+        thread.futures.clear()
+        del held
+        assert left() is None
+    finally:
+        gc.enable()
+
+
+def test_a_large_text_is_read_no_further_when_its_client_has_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces: list[int] = []
+
+    def slow(tokenizer: Tokenizer, text: str) -> list[int]:
+        pieces.append(len(text))
+        time.sleep(0.01)
+        return [0]
+
+    monkeypatch.setattr(Tokenizer, "_encode_piece", slow)
+    body = {"prompt": "word " * 1_000_000}
+
+    async def go(url: str) -> None:
+        async with httpx.AsyncClient(timeout=20) as client:
+            asked = asyncio.create_task(client.post(f"{url}/tokenize", json=body))
+            while not pieces:
+                await asyncio.sleep(0.005)
+            asked.cancel()
+            await asyncio.sleep(0.5)
+            n_read = len(pieces)
+            await asyncio.sleep(0.2)
+            assert len(pieces) == n_read < 100
+
+    with served(make_app(FakeEngineClient())) as url:
+        asyncio.run(go(url))
 
 
 def test_what_a_key_has_is_bounded() -> None:
