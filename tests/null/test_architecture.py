@@ -222,7 +222,7 @@ OF_ONE = {
     "Generation",
     "Import", "IncrementalEncoder", "Item", "Items", "LinesAnswer", "Message", "MessageAnswer", "Messages", "OpenText", "CallParser",
     "OutputParser", "RequestStream",
-    "Update", "Prompt", "ResponseAnswer", "Scores", "Sent", "Splitter", "StoredResponse", "Stream", "Usage", "_Answer", "_Appended", "_Bytes",
+    "Update", "Prompt", "ResponseAnswer", "Scores", "Sent", "SpeechStream", "Splitter", "StoredResponse", "Usage", "_Answer", "_Appended", "_Bytes",
     "_Conversation", "_Form", "Results", "_Counts", "CallRules", "Output", "PromptLogprobs", "Request", "SamplingParams", "TokenLogprob",
     "CacheLocated", "Chat", "Completion", "Sampling", "Shown", "Ticket",
     # Of a sequence, or a step.
