@@ -191,7 +191,7 @@ class Guide:
         return fork
 
     def behind(self, tokens: Iterable[int]) -> Rule:
-        """The rule behind these tokens, which were not taken: without a grammar that would have to take them."""
+        """The rule behind these tokens, which were not taken, without a grammar that had to take them."""
         fork = self.forked()
         if any([fork.advance(token) for token in tokens]) or self.is_busy:
             fork.words = None
@@ -292,7 +292,7 @@ class Guides:
         vocabulary: Vocabulary | None,
         is_busy: Callable[[], bool] | None = None,
     ) -> None:
-        """n_ids: ids that may be drawn. is_busy: whether the device computes ahead, so that waiting is free."""
+        """n_ids: ids that may be drawn. is_busy: whether the device computes ahead, so waiting is free."""
         self.n_ids = n_ids
         self.n_busy = 0
         """Number of guides that workers have, or have finished but that were not collected."""

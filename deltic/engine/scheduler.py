@@ -221,8 +221,8 @@ class Scheduler:
             request.params = msgspec.structs.replace(request.params, max_tokens=most)
 
     def abort(self, request_id: str, index: int | None = None, if_waiting: bool = False) -> list[Output]:
-        """Ends a request or one of its sequences; what it owned is free on return. if_waiting: only if it never
-        had a batch slot.
+        """Ends a request or one of its sequences; what it owned is free on return. if_waiting: only if it
+        never had a batch slot.
         """
         group = self._open.get(request_id, {})
         # Siblings first, so that none is made the new first one only to be ended next.
