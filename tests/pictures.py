@@ -108,7 +108,7 @@ def refused() -> Iterator[tuple[str, bytes, str]]:
         yield f"{name} cut in half", data[: len(data) // 2], "."
     jpeg, webp, gif, bmp = (whole()[name] for name in ("jpeg", "webp-lossless", "gif", "bmp"))
     sof = jpeg.index(b"\xff\xc0") + 5
-    huge = "at most 67108864"
+    huge = "At most 67108864"
     yield "png of 10^10 pixels", png(100_000, 100_000), huge
     yield "png of 2^62 pixels", png(2**31 - 1, 2**31 - 1), huge
     yield "png of 8193 x 8192 pixels", png(8193, 8192), huge

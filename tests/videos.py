@@ -121,7 +121,7 @@ def refused() -> Iterator[tuple[str, bytes, str]]:
     yield "noise behind a mark", mp4[:12] + np.random.default_rng(0).bytes(5000), ""
     yield "mkv of noise", b"\x1aE\xdf\xa3" + np.random.default_rng(0).bytes(5000), ""
     yield "mp4 cut in half", mp4[: len(mp4) // 2], ""
-    yield "mp4 cut in half behind its index", front[: len(front) * 2 // 3], "is it whole?"
+    yield "mp4 cut in half behind its index", front[: len(front) * 2 // 3], "Is it whole?"
     yield "sound only", only_sound(), "has no video, only other streams"
     vp8 = whole("vp8")
     huge = patched(vp8, vp8.index(b"\x9d\x01\x2a") + 3, struct.pack("<HH", 16383, 16383))

@@ -15,7 +15,7 @@ import re
 import time
 from typing import Any
 
-from deltic.server.chat.calls import Delta
+from deltic.server.chat.calls import AnswerDelta
 from deltic.server.chat.parser import OutputParser
 
 TOOLS: dict[str, dict[str, Any]] = {
@@ -92,11 +92,11 @@ def text_of(rng: random.Random) -> str:
 
 def parse(
     parts: list[str], thinking: bool = False, tools: Any = TOOLS, truncated: bool = False, fixed: bool = False
-) -> tuple[Delta, bool]:
+) -> tuple[AnswerDelta, bool]:
     """The whole answer, and whether its last call is open."""
     ids = itertools.count()
     parser = OutputParser(thinking=thinking, tools=tools, call_id=lambda: f"call_{next(ids)}", fixed=fixed)
-    whole = Delta(calls=[])
+    whole = AnswerDelta(calls=[])
     for part in parts:
         whole.add(parser.push(part))
     whole.add(parser.finish(truncated))
@@ -111,7 +111,7 @@ def cut(text: str, rng: random.Random) -> list[str]:
     return [text[a:b] for a, b in zip([0, *at], [*at, len(text)], strict=True)]
 
 
-def check(text: str, rng: random.Random) -> Delta:
+def check(text: str, rng: random.Random) -> AnswerDelta:
     """Raises AssertionError when the parser does not hold to its word for `text`."""
     thinking, truncated = rng.random() < 0.5, rng.random() < 0.2
     tools = TOOLS if rng.random() < 0.9 else None

@@ -20,7 +20,7 @@ from deltic.server.api import decode
 from deltic.server.api.anthropic import MessageAnswer
 from deltic.server.api.anthropic_protocol import CountTokensRequest, MessagesRequest, chat_of, signature
 from deltic.server.chat.answer import Update
-from deltic.server.chat.calls import CallDelta, Delta
+from deltic.server.chat.calls import AnswerDelta, CallDelta
 from deltic.server.chat.messages import settled, template_messages
 from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.request import NO_DEFAULTS, Chat
@@ -366,7 +366,7 @@ def test_a_call_that_is_cut_off() -> None:
     assert whole["stop_reason"] == "max_tokens" and whole["content"][0]["input"].keys() <= {"city"}
 
 
-def pieces_of(*deltas: Delta) -> tuple[list[str], list[dict[str, Any]]]:
+def pieces_of(*deltas: AnswerDelta) -> tuple[list[str], list[dict[str, Any]]]:
     """Types and places of the events of some pieces, and the blocks of the whole answer."""
     said = MessageAnswer("msg_1", "m", silent=False, clipped=False, omits=False)
     pieces = [Update(0, delta) for delta in deltas]
@@ -379,8 +379,8 @@ def pieces_of(*deltas: Delta) -> tuple[list[str], list[dict[str, Any]]]:
 
 def test_text_inside_a_call_waits_for_its_end() -> None:
     kinds, whole = pieces_of(
-        Delta(calls=[CallDelta(0, "call_1", "f", '{"a": ')]), Delta(content="junk"),
-        Delta(calls=[CallDelta(0, arguments="1}"), CallDelta(1, "call_2", "g", "{}")]), Delta(content="done"),
+        AnswerDelta(calls=[CallDelta(0, "call_1", "f", '{"a": ')]), AnswerDelta(content="junk"),
+        AnswerDelta(calls=[CallDelta(0, arguments="1}"), CallDelta(1, "call_2", "g", "{}")]), AnswerDelta(content="done"),
     )  # fmt: skip
     assert kinds == [
         "start 0", "delta 0", "delta 0", "stop 0", "start 1", "delta 1", "stop 1", "start 2", "delta 2", "stop 2",
@@ -433,7 +433,7 @@ def test_the_events_of_any_text_add_up_to_the_whole_answer(
     ("text", "read"), [('{"a": "x', {"a": "x"}), ('{"a": 1', {"a": 1}), ('{"a": [1', {"a": [1]}), ("", {})]
 )
 def test_input_of_a_call_without_an_end(text: str, read: Any) -> None:
-    assert pieces_of(Delta(calls=[CallDelta(0, "call_1", "f", text)]))[1][0]["input"] == read
+    assert pieces_of(AnswerDelta(calls=[CallDelta(0, "call_1", "f", text)]))[1][0]["input"] == read
 
 
 def test_a_quiet_stream_pings(monkeypatch: pytest.MonkeyPatch) -> None:

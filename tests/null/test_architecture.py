@@ -218,7 +218,7 @@ KEPT = {"Semaphore", "BoundedSemaphore", "Queue", "SimpleQueue", "PriorityQueue"
 """What a pool, a queue or a store is made of; of asyncio a Lock, too, and each literal, and what fills one."""
 OF_ONE = {
     # Of a request, its answer, a batch or a socket.
-    "AnswerStream", "AnswerJson", "BatchRecord", "ChatAnswer", "CompletionAnswer", "ContextManagement", "Delta", "EchoStream", "EventStream",
+    "AnswerStream", "AnswerJson", "BatchRecord", "ChatAnswer", "CompletionAnswer", "ContextManagement", "AnswerDelta", "EchoStream", "EventStream",
     "Generation",
     "Import", "IncrementalEncoder", "Item", "Items", "LinesAnswer", "Message", "MessageAnswer", "Messages", "OpenText", "CallParser",
     "OutputParser", "RequestStream",

@@ -85,7 +85,7 @@ def test_template_errors_are_400s() -> None:
     with pytest.raises(ApiError, match="can only concatenate") as caught:
         CHAT.render([{"role": "user", "content": [{"type": "image"}]}])
     assert caught.value.status == 400 and caught.value.param == "messages"
-    with pytest.raises(ApiError, match="no such setting; it has: enable_thinking"):
+    with pytest.raises(ApiError, match="no such setting: it has enable_thinking"):
         render(CHAT, Chat(messages=[UserMessage(content="a")], settings={"thinking_budget": 5}))
     for source in ("{{ messages[0].content + 1 }}", "{{ 1 // 0 }}", "{{ x.y.z }}", "{{ ''.__class__.__mro__[1] }}"):
         with pytest.raises(ApiError):

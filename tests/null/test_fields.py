@@ -14,7 +14,7 @@ import pytest
 
 from deltic.server.api.completions import AnswerStream
 from deltic.server.chat.answer import ChatAnswer, Extras, Update
-from deltic.server.chat.calls import Delta
+from deltic.server.chat.calls import AnswerDelta
 from deltic.server.limits import Usage
 from deltic.text import Tokenizer
 from tests.fake_engine import END, TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, saying, served
@@ -122,8 +122,11 @@ def test_counts_are_those_up_to_a_chunk_however_pieces_come() -> None:
 
     said = ChatAnswer("a", "m", byte_tokenizer(), Extras(usage=True, running_usage=True))
     stream: Any = AnswerStream(Together(), said)  # type: ignore[arg-type]
-    updates = [Update(0, Delta(content="a"), n_tokens=1), Update(1, Delta(content="b"), n_tokens=1)]
-    updates += [Update(0, Delta(content="c"), n_tokens=4), Update(0, Delta(), finish_reason="stop", n_tokens=5)]
+    updates = [Update(0, AnswerDelta(content="a"), n_tokens=1), Update(1, AnswerDelta(content="b"), n_tokens=1)]
+    updates += [
+        Update(0, AnswerDelta(content="c"), n_tokens=4),
+        Update(0, AnswerDelta(), finish_reason="stop", n_tokens=5),
+    ]
     told = b"".join(map(stream._counted, updates)).decode().split("\n\n")[:-1]
     counts = [json.loads(block[6:])["usage"]["completion_tokens"] for block in told]
     assert counts == [1, 2, 5, 6]

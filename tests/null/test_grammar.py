@@ -377,10 +377,10 @@ def test_refusals(fields: dict[str, Any], param: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"response_format": json_format({"oneOf": [{"type": "string"}] * 2})}, "use anyOf"),
-        ({"response_format": json_format({"items": {"type": "objekt"}})}, "'objekt' is no type; expected one of null, boolean"),
-        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex: excludes response_format; give"),
-        ({"response_format": json_format(POINT), "guided_regex": "a"}, "guided_regex: excludes response_format; give"),
+        ({"response_format": json_format({"oneOf": [{"type": "string"}] * 2})}, "Use anyOf"),
+        ({"response_format": json_format({"items": {"type": "objekt"}})}, "'objekt' is no type. Give one of null, boolean"),
+        ({"response_format": {"type": "json_object"}, "guided_regex": "a"}, "guided_regex: excludes response_format. Give"),
+        ({"response_format": json_format(POINT), "guided_regex": "a"}, "guided_regex: excludes response_format. Give"),
         ({"guided_grammar": "hello"}, "is neither Lark, which has a rule `start:`, nor GBNF, which has `root ::=`"),
         ({"guided_grammar": 'root ::= "a" ('}, "cannot be read as GBNF: Expected ')' at line 1"),
         ({"guided_grammar": "root ::= a\na ::= [b-a]"}, "written as Lark: line 4, column 4: invalid regex"),

@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 
 from deltic.server.chat import arguments, calls, markup
 from deltic.server.chat.arguments import convert, value_types
-from deltic.server.chat.calls import Delta
+from deltic.server.chat.calls import AnswerDelta
 from deltic.server.chat.parser import OutputParser
 from tests.null import fuzz_parser
 from tests.null.fuzz_parser import TOOLS, parse
@@ -41,7 +41,7 @@ def test_recorded_drift(case: dict[str, Any]) -> None:
     text, finish = case["text"], case.get("finish", "stop")
     tools = DRIFT["tools"] if case.get("tools", True) else None
 
-    def read(parts: list[str]) -> tuple[Delta, bool]:
+    def read(parts: list[str]) -> tuple[AnswerDelta, bool]:
         return parse(parts, case.get("thinking", False), tools, finish == "length", case.get("fixed", False))
 
     whole, is_open = read([text])

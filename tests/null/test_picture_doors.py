@@ -250,7 +250,7 @@ def test_a_model_that_reads_text_says_so() -> None:
     answer = post(FakeEngineClient(), "/v1/chat/completions", {"messages": [user(text("a"), part(SMALL))]}, TEMPLATE)
     error = error_of(answer)
     assert answer.status_code == 400 and error["param"] == "messages[0].content[1].type"
-    assert error["message"].endswith("'image_url' is not supported; this server reads text only")
+    assert error["message"].endswith("'image_url' is not supported: this server reads text only")
     hello = {"role": "user", "content": "hello"}
     bounds = {"max_pixels": 5000}
     answer = chat(FakeEngineClient(), hello, mm_processor_kwargs=bounds)
@@ -318,7 +318,7 @@ def test_what_the_context_holds() -> None:
     error = error_of(chat(engine, user(text("?"), part(LARGE))))
     n_text = len("<|s|user\n?<vision><|e|\n<|s|assistant\n<think>\n\n</think>\n\n") - 16
     assert error["code"] == "context_length_exceeded" and error["param"] == "messages[0].content[1].image_url"
-    most = int(error["message"].rpartition(" ")[2])
+    most = int(error["message"].rpartition(" ")[2].rstrip("."))
     assert "has 400 tokens" in error["message"] and most % 1024 == 0 and most < 300 * 1024 - n_text
     answer = chat(engine, user(text("?"), part(LARGE)), mm_processor_kwargs={"max_pixels": most})
     assert answer.status_code == 200, answer.text
@@ -853,7 +853,7 @@ def test_more_than_the_room_for_pixels_is_refused() -> None:
     answer = chat(engine, user(part(LARGE), part(LARGE), part(LARGE)))
     error = error_of(answer)
     assert answer.status_code == 400 and error["code"] == "too_many_pixels"
-    assert error["message"].endswith("have more than 1000 tokens; send fewer or smaller")
+    assert error["message"].endswith("have more than 1000 tokens. Send fewer or smaller ones.")
 
 
 def test_bodies_whose_pictures_wait_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:

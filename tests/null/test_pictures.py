@@ -251,8 +251,8 @@ def test_what_is_broken_beside_the_pixels_is_passed_over() -> None:
 @pytest.mark.parametrize(
     ("program", "said"),
     [
-        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "cannot be decoded; send PNG"),
-        ("x = bytearray(1 << 50)", "cannot be decoded; send PNG"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGSEGV)", "cannot be decoded. Send PNG"),
+        ("x = bytearray(1 << 50)", "cannot be decoded. Send PNG"),
         ("import time; time.sleep(60)", "within 1.5 s"),
     ],
     ids=range(3),
@@ -423,7 +423,7 @@ def test_a_decoders_words_are_not_repeated() -> None:
     """They may have addresses of this process in them."""
     with pytest.raises(PictureError) as error, pictures.decoding():
         raise OSError("cannot identify <_io.BytesIO object at 0x7f3a5c0b1d50>")
-    assert str(error.value) == "cannot be decoded; is it whole?"
+    assert str(error.value) == "cannot be decoded. Is it whole?"
 
 
 def test_every_install_takes_pictures() -> None:

@@ -139,7 +139,7 @@ def bad(given: Any, said: str, where: str = ".video") -> Any:
         bad(listed(fps=0), "expected a number above 0, at most 240", ".fps"),
         bad(listed(fps=True), "expected a number above 0, at most 240", ".fps"),
         bad(listed(speed=2), "unknown field", ".speed"),
-        bad({"type": "video", "video": "data:video/mp4;base64,QUJD", "fps": 2}, "is of a list of frames", ".fps"),
+        bad({"type": "video", "video": "data:video/mp4;base64,QUJD", "fps": 2}, "is for a list of frames", ".fps"),
         bad(listed([FRAMES[0], b"abc"]), "frame 1: is no picture that can be read here"),
         bad(listed([FRAMES[0], WIDE]), "frame 1 has 160 x 64 pixels, and frame 0 64 x 64"),
         bad({"type": "video", "video": ["data:image/png;base64,QUJ"]}, "frame 0: is not valid base64"),
@@ -147,7 +147,7 @@ def bad(given: Any, said: str, where: str = ".video") -> Any:
             {"type": "video", "video": [url_of(SMALL), "http://a.example/"]}, "frame 1: this server fetches no pictures"
         ),
         bad({"type": "video", "video": ["/etc/passwd"]}, "frame 0: expected a data: URL"),
-        bad(listed(FRAMES * 193), "has 772 frames; a video may have 768"),
+        bad(listed(FRAMES * 193), "has 772 frames. A video may have 768"),
         bad(listed(FRAMES * 20), "has 80 frames, too many for this model's context"),
         bad({"type": "video_url"}, "expected a URL, or an object with one", ".video_url"),
         bad({"type": "video_url", "video_url": {"url": "", "fps": 1}}, "unknown field", ".video_url.fps"),
@@ -167,7 +167,7 @@ def test_parts_that_are_refused(given: dict[str, Any], said: str, where: str) ->
 def test_a_model_that_reads_text_says_so(given: dict[str, Any]) -> None:
     answer = post(FakeEngineClient(), "/v1/chat/completions", {"messages": [user(given)]}, TEMPLATE)
     assert answer.status_code == 400 and error_of(answer)["param"] == "messages[0].content[0].type"
-    assert error_of(answer)["message"].endswith(f"'{given['type']}' is not supported; this server reads text only")
+    assert error_of(answer)["message"].endswith(f"'{given['type']}' is not supported: this server reads text only")
 
 
 def test_other_doors_have_none() -> None:
@@ -200,8 +200,8 @@ def test_what_the_context_holds() -> None:
     answer = chat(seeing(max_model_len=1000), user(text("x" * 500), listed(large)))
     error = error_of(answer)
     assert error["code"] == "context_length_exceeded" and error["param"] == "messages[0].content[1].video"
-    assert "has 676 tokens" in error["message"] and "4 pairs of frames: send fewer" in error["message"]
-    most = int(error["message"].rpartition(" ")[2])
+    assert "has 676 tokens" in error["message"] and "Send fewer than its 4 pairs of frames" in error["message"]
+    most = int(error["message"].rpartition(" ")[2].rstrip("."))
     answer = chat(
         seeing(max_model_len=1000), user(text("x" * 500), listed(large)), mm_processor_kwargs={"max_pixels": most}
     )

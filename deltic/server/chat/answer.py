@@ -17,7 +17,7 @@ import msgspec
 
 from deltic.engine.messages import LOGPROBS_PACKED, Output, PromptLogprobs, TokenLogprob
 from deltic.server.chat.arguments import given_text
-from deltic.server.chat.calls import CallDelta, Delta
+from deltic.server.chat.calls import AnswerDelta, CallDelta
 from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.request import Shown
 from deltic.server.limits import Usage
@@ -71,7 +71,7 @@ class Update(msgspec.Struct):
     """The text and tokens that one output added to a choice. `finish_reason` is set in its last."""
 
     index: int
-    delta: Delta
+    delta: AnswerDelta
     scores: Scores | None = None
     finish_reason: str | None = None
     stop: str | int | None = None
@@ -126,7 +126,7 @@ class Choice(WayOut):
         reason: str | None = output.finish_reason
         if self._shown.is_silent:
             self.finish_reason = "length" if reason else None
-            return Update(self.index, Delta(), finish_reason=self.finish_reason)
+            return Update(self.index, AnswerDelta(), finish_reason=self.finish_reason)
         n_tokens = len(ids)
         self.n_tokens += n_tokens
         drawn, stop_id = ids, output.stop_token_id
@@ -146,7 +146,7 @@ class Choice(WayOut):
             matched = stops.matched is not None
             if not matched and reason is not None:
                 text += stops.flush()
-        update = Update(self.index, Delta("", text) if parser is None else self._parse(parser, text, n_tokens))
+        update = Update(self.index, AnswerDelta("", text) if parser is None else self._parse(parser, text, n_tokens))
         update.n_tokens = self.n_tokens
         if self._shown.gives_ids:
             update.token_ids = drawn
@@ -163,7 +163,7 @@ class Choice(WayOut):
                 update.stop = stop_id
         return update
 
-    def _parse(self, parser: OutputParser, text: str, n_tokens: int) -> Delta:
+    def _parse(self, parser: OutputParser, text: str, n_tokens: int) -> AnswerDelta:
         was_reasoning = parser.in_reasoning
         delta = parser.push(text)
         if was_reasoning or parser.in_reasoning:
@@ -505,11 +505,11 @@ class CompletionAnswer(AnswerJson):
     def prompt_chunks(self, index: int, text: str, scores: PromptScores | None) -> Iterator[bytes]:
         """The chunks of the prompt of a choice."""
         if scores is None:
-            yield self.chunks(Update(index, Delta(content=text)))
+            yield self.chunks(Update(index, AnswerDelta(content=text)))
             return
         starts = [*scores.offsets[::LOGPROBS_PACKED], len(text)]
         for i, part in enumerate(scores.parts()):
-            yield self.chunks(Update(index, Delta(content=text[starts[i] : starts[i + 1]]), part))
+            yield self.chunks(Update(index, AnswerDelta(content=text[starts[i] : starts[i + 1]]), part))
 
     def _choice(self, index: int, message: Message) -> dict[str, object]:
         plain: dict[str, object] = {

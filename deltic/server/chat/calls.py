@@ -44,7 +44,7 @@ class CallDelta(msgspec.Struct):
     arguments: str = ""
 
 
-class Delta(msgspec.Struct):
+class AnswerDelta(msgspec.Struct):
     """The parts that some text added to the message."""
 
     reasoning: str = ""
@@ -54,7 +54,7 @@ class Delta(msgspec.Struct):
     def __bool__(self) -> bool:
         return bool(self.reasoning or self.content or self.calls)
 
-    def add(self, other: Delta) -> None:
+    def add(self, other: AnswerDelta) -> None:
         self.reasoning += other.reasoning
         self.content += other.content
         for call in other.calls:
@@ -90,7 +90,7 @@ class CallParser:
         self._unread: list[str] = []  # text behind `_text`, the next piece last
         self._is_ended = self._final = self._truncated = False  # final: and no more text is behind `_text`
         self._advance: Callable[[], bool] = self._content
-        self._delta = Delta()
+        self._delta = AnswerDelta()
         self.rejected = False
         self.n_calls = 0
         self.is_call_open = False
@@ -114,17 +114,17 @@ class CallParser:
         self._line = ""  # the beginning of the last line of what was said
         self._is_in_code = False  # whether a fence is open before that
 
-    def push(self, text: str) -> Delta:
+    def push(self, text: str) -> AnswerDelta:
         self._read_on(text)
         while self._unread:
             self._text += self._unread.pop()
             self._final = self._is_ended and not self._unread
             while self._advance():
                 pass
-        delta, self._delta = self._delta, Delta()
+        delta, self._delta = self._delta, AnswerDelta()
         return delta
 
-    def finish(self, truncated: bool = False) -> Delta:
+    def finish(self, truncated: bool = False) -> AnswerDelta:
         """truncated: something else than the model ended the answer, so an open call stays open."""
         self._is_ended = True
         self._truncated = truncated

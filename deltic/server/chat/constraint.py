@@ -112,7 +112,7 @@ class Constrainer:
         """The constraint with what may and what may not be drawn anywhere. Raises ApiError (400)."""
         allowed, bad = sampling.allowed_token_ids, sampling.bad_words
         if allowed is not None and not allowed:
-            raise bad_request("allowed_token_ids", "is empty, and an answer needs at least one; leave it out")
+            raise bad_request("allowed_token_ids", "is empty, and an answer needs at least one. Leave it out.")
         if not allowed and not bad:
             return constraint
         bits = bytearray(max(allowed) // 8 + 1 if allowed else 0)
@@ -131,7 +131,7 @@ class Constrainer:
         for i, word in enumerate(words):
             first, spaced = (self._tokenizer.encode(before + word.lstrip(), "parse") for before in ("", " "))
             if not first or not word.strip():
-                raise bad_request(f"bad_words[{i}]", "has no letters; leave it out")
+                raise bad_request(f"bad_words[{i}]", "has no letters. Leave it out.")
             yield tuple(first)
             if spaced[0] != first[0] and len(spaced) == len(first):
                 yield tuple(spaced)
@@ -141,7 +141,7 @@ class Constrainer:
         if asked is None and calls is None:
             return ""
         if asked and calls and asked.kind != "json":
-            raise bad_request(asked.path, "cannot be combined with tools; set tool_choice to 'none'")
+            raise bad_request(asked.path, "cannot be combined with tools. Set tool_choice to 'none'.")
         called = [(tool.path, tool.function) for tool in calls.tools] if calls else []
         written = msgspec.json.encode((asked, called, calls and (calls.must, calls.most)))
         path = asked.path if asked else "tools"

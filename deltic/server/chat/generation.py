@@ -244,7 +244,7 @@ class Generation:
 
 def timed_out(seconds: float) -> ApiError:
     # Sent again, it would take as long again.
-    message = f"the request was ended after {seconds:.0f} s, the longest that this server lets one take; ask for a shorter answer"
+    message = f"the request was ended after {seconds:.0f} s, the longest that this server lets one take. Ask for a shorter answer."
     return ApiError(504, message, code="request_timeout", headers={"x-should-retry": "false"})
 
 

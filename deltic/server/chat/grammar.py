@@ -120,7 +120,7 @@ def _bytes_only() -> llguidance.LLTokenizer:
 _SPECIAL = re.compile(r"<\[\d+(?:,\d+)*\]>")
 _EXCERPT = re.compile(r"\n +\d+ \| .*", re.DOTALL)
 _POSITION = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
-_NAMES = re.compile(r"; following special tokens are available: \u27e6[^\u27e7]*\u27e7")
+_NAMES = re.compile(r"[;] following special tokens are available: \u27e6[^\u27e7]*\u27e7")
 _ONE_OF = re.compile(r"oneOf constraints are not supported\..*")
 
 
@@ -150,7 +150,7 @@ def error_of(grammar: str, own: bool = True) -> str:
     if own:
         message = _POSITION.sub("", _EXCERPT.sub("", message))
         message = message.removeprefix("failed to compile JSON schema: ")
-    message = _ONE_OF.sub("oneOf is supported where no value fits two of its schemas; use anyOf", message)
+    message = _ONE_OF.sub("oneOf is supported where no value fits two of its schemas. Use anyOf.", message)
     if message.startswith("NoExtension"):
         message = "nothing can match it"
     return _POSITION.sub(r"line \1, column \2: ", message)[:2000].strip()
@@ -459,7 +459,7 @@ def _branches(schema: Schema, root: JsonObject, go_on: Callable[[], None], depth
         return
     parts: list[Schema] = schema[key]
     if (key == "allOf" and len(parts) > 1) or (key == "oneOf" and not _disjoint(parts, root, go_on)):
-        raise GrammarError(f".{key}", "not supported where a string may stand; use anyOf")
+        raise GrammarError(f".{key}", "not supported where a string may stand. Use anyOf.")
     for part in parts:
         yield from _branches(part, root, go_on, depth + 1)
 

@@ -145,7 +145,7 @@ def _named(part: JsonObject, field: str, path: str, known: set[str], strict: boo
     unknown = [f"{path}.{name}" for name in part.keys() - MARKS - {"type", field}]
     unknown += [f"{path}.{field}.{name}" for name in named.keys() - known]
     if strict and unknown:
-        raise bad_request(min(unknown), "unknown field; it is not supported, leave it out", "unknown_field")
+        raise bad_request(min(unknown), "unknown field. It is not supported: leave it out.", "unknown_field")
     return named
 
 
@@ -160,11 +160,11 @@ def _video(part: JsonObject, path: str, strict: bool) -> Sent:
     else:
         raise bad_request(sent.path, "expected URLs of its frames, or the URL of a file")
     if strict and (unknown := part.keys() - MARKS - {"type", "video", "fps"}):
-        message = "unknown field; it is not supported, leave it out"
+        message = "unknown field. It is not supported: leave it out."
         raise bad_request(f"{path}.{min(unknown)}", message, "unknown_field")
     if fps is not None:
         if not sent.frames:
-            raise bad_request(f"{path}.fps", "is of a list of frames; of a file, give mm_processor_kwargs.fps")
+            raise bad_request(f"{path}.fps", "is for a list of frames. For a file, give mm_processor_kwargs.fps.")
         if isinstance(fps, bool) or not isinstance(fps, int | float) or not 0 < fps <= MAX_FPS:
             raise bad_request(f"{path}.fps", f"expected a number above 0, at most {MAX_FPS:g}")
         sent.fps = float(fps)
@@ -275,7 +275,7 @@ def _template_assistant(message: AssistantMessage, path: str) -> TemplateMessage
     if not text and isinstance(message.refusal, str):
         text = message.refusal
     if message.audio is not None and not text:
-        raise bad_request(f"{path}.audio", "is not kept here; give its transcript as content")
+        raise bad_request(f"{path}.audio", "is not kept here. Give its transcript as content.")
     plain: TemplateMessage = {"role": "assistant", "content": text}
     reasoning = message.reasoning_content
     if reasoning is None and isinstance(message.reasoning, str):
@@ -341,6 +341,6 @@ def _texts(content: list[JsonObject], path: str, strict: bool) -> list[str]:
         if not isinstance(text, str):
             raise bad_request(f"{path}[{i}].{field}", "expected a string")
         if strict and (unknown := part.keys() - MARKS - {"type", "text"}):
-            raise bad_request(f"{path}[{i}].{min(unknown)}", "unknown field; it is not supported, leave it out")
+            raise bad_request(f"{path}[{i}].{min(unknown)}", "unknown field. It is not supported: leave it out.")
         texts.append(text)
     return texts

@@ -18,7 +18,7 @@ from typing import Literal
 
 from deltic.server.chat import markup
 from deltic.server.chat.arguments import is_whole
-from deltic.server.chat.calls import CallDelta, CallParser, Delta, Tools, new_call_id
+from deltic.server.chat.calls import AnswerDelta, CallDelta, CallParser, Tools, new_call_id
 
 _MAX_AFTER_DRAFT = 400
 """Characters that a thought may have behind a call, up to a line's end, before the call is a draft for
@@ -48,7 +48,7 @@ class OutputParser(CallParser):
         self._has_thought = False  # reasoning is not empty
         self._trial: CallParser | None = None
         self._draft_text: list[str] = []  # what the trial got
-        self._draft_deltas: list[Delta] = []  # what it made of it
+        self._draft_deltas: list[AnswerDelta] = []  # what it made of it
         self._n_after_draft = 0  # characters of that which are no call
 
     # Thoughts.
@@ -201,7 +201,7 @@ class OutputParser(CallParser):
             self._take_draft(self._trial)
         return False
 
-    def _add_draft(self, delta: Delta) -> None:
+    def _add_draft(self, delta: AnswerDelta) -> None:
         self._draft_deltas.append(delta)
         self._n_after_draft += sum(map(len, delta.content.split()))
 
@@ -228,7 +228,7 @@ class OutputParser(CallParser):
         """The draft was no draft: it ends the thought, and the answer."""
         self.in_reasoning = False
         self.n_calls, self.is_call_open = trial.n_calls, trial.is_call_open
-        whole = Delta(calls=[])
+        whole = AnswerDelta(calls=[])
         for delta in self._draft_deltas:
             whole.add(delta)
         for call in whole.calls:
@@ -287,7 +287,7 @@ class Items:
     def is_open(self, kind: Kind) -> bool:
         return self._is_open and self.items[-1].kind == kind
 
-    def take(self, delta: Delta) -> bytes:
+    def take(self, delta: AnswerDelta) -> bytes:
         """Adds what comes next."""
         calls, written = delta.calls, b""
         if calls and calls[0].id is None:  # it goes on with the call before what follows that

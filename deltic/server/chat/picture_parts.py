@@ -106,8 +106,8 @@ class Sent:
         """The 400 of a model that takes no pictures. why: although it has a tower."""
         message = f"this server reads text only{f' ({why})' if why else ''}"
         if not self.kind:
-            return bad_request(self.part, f"{message}; leave it out", "unsupported_field")
-        return bad_request(f"{self.part}.type", f"{self.kind!r} is not supported; {message}")
+            return bad_request(self.part, f"{message}. Leave it out.", "unsupported_field")
+        return bad_request(f"{self.part}.type", f"{self.kind!r} is not supported: {message}")
 
 
 def file_of(image: Any) -> bytes:
@@ -195,12 +195,12 @@ class PictureReader:
                 by_path[sent.path] = shown
                 for picture in pictures_of(shown):
                     if picture.n_tokens > info.max_tokens:
-                        message = f"has {picture.n_tokens} tokens; a picture may have {info.max_tokens} here"
+                        message = f"has {picture.n_tokens} tokens. A picture may have {info.max_tokens} here."
                         raise bad_request(sent.path, message)
                     n_bytes += len(picture.pixels)
                 if n_bytes > most_bytes:
                     most_tokens = most_bytes // TOKEN_BYTES
-                    message = f"with it the pictures have more than {most_tokens} tokens; send fewer or smaller"
+                    message = f"with it the pictures have more than {most_tokens} tokens. Send fewer or smaller ones."
                     raise bad_request(sent.path, message, "too_many_pixels")
 
         tasks = [asyncio.create_task(read_some()) for _ in range(n_at_once)]
@@ -208,7 +208,7 @@ class PictureReader:
             async with asyncio.timeout(READ_S):
                 await asyncio.gather(*tasks)
         except TimeoutError:
-            message = f"the pictures were not read within {READ_S:g} s; send fewer, or try again later"
+            message = f"the pictures were not read within {READ_S:g} s. Send fewer, or try again later."
             raise ApiError(503, message, code="pictures_timeout", headers={"retry-after": "10"}) from None
         finally:
             for task in tasks:
@@ -238,7 +238,7 @@ class PictureReader:
         try:
             if sent.frames:
                 if len(sent.frames) > wish.info.max_frames:
-                    raise PictureError(f"has {len(sent.frames)} frames; a video may have {wish.info.max_frames}")
+                    raise PictureError(f"has {len(sent.frames)} frames. A video may have {wish.info.max_frames}.")
                 wish = replace(wish, listed_fps=sent.fps or wish.info.fps)
                 data: bytes | list[bytes] = await self._files(sent.frames)
             else:
@@ -269,7 +269,7 @@ class PictureReader:
         scheme = sent.url[:6].partition(":")[0].lower()
         if scheme in ("http", "https"):
             if not self._hosts:
-                raise UrlError(f"this server fetches no {sent.noun}s (--fetch-images-from); send a data: URL")
+                raise UrlError(f"this server fetches no {sent.noun}s (--fetch-images-from). Send a data: URL.")
             return await fetch(sent.url, self._hosts, _most_bytes(sent))
         if sent.url and scheme != "data":
             raise UrlError("expected a data: URL" + ", or one of http or https" * bool(self._hosts))
@@ -367,7 +367,7 @@ def expanded(ids: list[int], marks: Marks, pictures: Sequence[Picture]) -> tuple
 
 def not_shown(n_shown: int, n: int) -> ApiError:
     """The 400 for a template that shows other pictures than there are."""
-    message = f"the chat template shows {n_shown} of {n} pictures; it is not made for them"
+    message = f"the chat template shows {n_shown} of {n} pictures. It is not made for them."
     return bad_request("messages", message, "pictures_not_shown")
 
 
@@ -378,10 +378,10 @@ def check_room(shown: Sequence[Picture | Clip], sent: Sequence[Sent], n_prompt: 
     room = limit - 1 - n_prompt + sum(picture.n_tokens for picture in shown)
     for part, picture in zip(sent, shown, strict=True):
         if picture.n_tokens > room > 0:
-            message = f"has {picture.n_tokens} tokens, and beside the text this model's context of {limit} tokens has room for {room}; "
+            message = f"has {picture.n_tokens} tokens, and beside the text this model's context of {limit} tokens has room for {room}. "
             if isinstance(picture, Clip):
                 n, most = len(picture.pairs), max(1, room // len(picture.pairs)) * BLOCK**2
-                message += f"it has {n} pairs of frames: send fewer, or mm_processor_kwargs with max_pixels of {most}"
+                message += f"Send fewer than its {n} pairs of frames, or mm_processor_kwargs with max_pixels of {most}."
             else:
-                message += f"send a smaller one, or mm_processor_kwargs with max_pixels of at most {room * BLOCK**2}"
+                message += f"Send a smaller one, or mm_processor_kwargs with max_pixels of at most {room * BLOCK**2}."
             raise bad_request(part.path, message, "context_length_exceeded")

@@ -63,7 +63,7 @@ def fitted(height: int, width: int, min_pixels: int, max_pixels: int) -> tuple[i
     Raises PictureError for one that is more than MAX_ASPECT times as long as wide.
     """
     if max(height, width) > MAX_ASPECT * min(height, width):
-        raise PictureError(f"has {width} x {height} pixels; a side may be {MAX_ASPECT} times the other at most")
+        raise PictureError(f"has {width} x {height} pixels. A side may be {MAX_ASPECT} times the other at most.")
     return whole_blocks(height, width, min_pixels, max_pixels)
 
 
@@ -97,7 +97,7 @@ async def read_picture(data: bytes, min_pixels: int, max_pixels: int) -> Picture
         raise PictureError(_TOO_LARGE)
     program = (*PROGRAM, str(min_pixels), str(max_pixels))
     try:
-        made = await ask(program, data, DECODE_S, f"cannot be decoded; send {READABLE}")
+        made = await ask(program, data, DECODE_S, f"cannot be decoded. Send {READABLE}.")
     except Refused as refused:
         raise PictureError(str(refused)) from None
     height, width, key = HEAD.unpack_from(made)
@@ -159,7 +159,7 @@ def decoding() -> Iterator[None]:
     except MemoryError:
         raise PictureError("takes too much memory to decode") from None
     except Exception:
-        raise PictureError("cannot be decoded; is it whole?") from None
+        raise PictureError("cannot be decoded. Is it whole?") from None
 
 
 def picture_in(data: bytes) -> Image.Image:
@@ -177,10 +177,10 @@ def picture_in(data: bytes) -> Image.Image:
                 _refuse_sizes(image)
                 image.load()
                 if image.mode in ("I", "F"):
-                    raise PictureError("has samples of 32 bits; send one of 8 or 16 bits")
+                    raise PictureError("has samples of 32 bits. Send one of 8 or 16 bits.")
                 return _turned(image)
         except UnidentifiedImageError:
-            raise PictureError(f"is no picture that can be read here; send {READABLE}") from None
+            raise PictureError(f"is no picture that can be read here. Send {READABLE}.") from None
 
 
 def resized(image: Image.Image, height: int, width: int) -> Image.Image:
@@ -203,7 +203,7 @@ def resized(image: Image.Image, height: int, width: int) -> Image.Image:
 def _refuse_sizes(image: Image.Image) -> None:
     """Raises PictureError by the size that the header tells."""
     if image.width * image.height > MAX_SOURCE_PIXELS:
-        raise PictureError(f"has {image.width} x {image.height} pixels; at most {MAX_SOURCE_PIXELS} can be used")
+        raise PictureError(f"has {image.width} x {image.height} pixels. At most {MAX_SOURCE_PIXELS} can be used.")
     if not image.width or not image.height:
         raise PictureError("has no pixels")
     fitted(image.height, image.width, 1, MAX_SOURCE_PIXELS)  # the ratio of its sides

@@ -226,7 +226,7 @@ def form_of(forms: list[Form]) -> Form | None:
     """The one form that a request asks for, perhaps several times. Raises ApiError (400)."""
     for other in forms[1:]:
         if (other.kind, other.value) != (forms[0].kind, forms[0].value):
-            raise bad_request(other.path, f"excludes {forms[0].field}; give one of the two")
+            raise bad_request(other.path, f"excludes {forms[0].field}. Give one of the two.")
     return forms[0] if forms else None
 
 
@@ -282,7 +282,7 @@ def answer_length(asked: Chat | Completion, n_prompt: int, info: EngineInfo, def
     limit, is_chat = context_limit(info), isinstance(asked, Chat)
     prompt = "messages" if is_chat else "prompt"
     if n_prompt == 0:
-        raise bad_request(prompt, "is empty; the answer needs at least one token to start from")
+        raise bad_request(prompt, "is empty. The answer needs at least one token to start from.")
     if n_prompt >= limit:
         raise PromptTooLong(prompt, n_prompt, limit)
     wanted = asked.sampling.max_tokens
@@ -321,7 +321,7 @@ def checked_params(asked: Chat | Completion, max_tokens: int, info: EngineInfo, 
     ):
         for token_id in ids:
             if not 0 <= token_id < info.vocab_size:
-                raise bad_request(field, f"{token_id} is not a token id; they go from 0 to {info.vocab_size - 1}")
+                raise bad_request(field, f"{token_id} is not a token id. They go from 0 to {info.vocab_size - 1}.")
     if len(params.logit_bias) > MAX_BIASES:
         raise bad_request("logit_bias", f"may have at most {MAX_BIASES} entries")
     if params.min_tokens > max_tokens:

@@ -128,7 +128,7 @@ def _clean(schema: object, path: str, depth: int) -> Schema:
         elif key in _SCHEMA_LISTS:
             raise GrammarError(at, "expected a list of schemas that is not empty")
         elif key not in _ANNOTATIONS and not key.startswith("x-"):
-            raise GrammarError(at, "this keyword is not supported; leave it out")
+            raise GrammarError(at, "this keyword is not supported. Leave it out.")
         elif key == "$id" and depth:
             raise GrammarError(at, "only a whole schema may have an $id")
     required, properties = kept.get("required", []), kept.get("properties", {})
@@ -145,7 +145,7 @@ def _check_leaf(key: str, value: Any, at: str) -> None:
         if not all(isinstance(kind, str) for kind in kinds):
             raise GrammarError(at, "expected the name of a type, or a list of them")
         if odd := [kind for kind in kinds if kind not in _TYPES]:
-            raise GrammarError(at, f"{odd[0]!r} is no type; expected one of {', '.join(_TYPES)}")
+            raise GrammarError(at, f"{odd[0]!r} is no type. Give one of {', '.join(_TYPES)}.")
     if key == "enum" and not (isinstance(value, list) and value):
         raise GrammarError(at, "expected a list of values that is not empty")
     if key in ("pattern", "format", "$ref") and not isinstance(value, str):
@@ -162,7 +162,7 @@ def _check_leaf(key: str, value: Any, at: str) -> None:
         if key.startswith("min") and value > MAX_LEAST:
             raise GrammarError(at, f"may be at most {MAX_LEAST}")
         if key == "minProperties" and value > 1:
-            raise GrammarError(at, "may be at most 1; name what must be there in required")
+            raise GrammarError(at, "may be at most 1. Name what must be there in required.")
 
 
 def children(schema: JsonObject) -> Iterator[tuple[str, Schema]]:

@@ -143,7 +143,7 @@ class ChatTemplate:
         if name in self.variables or name in _THINKING:
             return None
         known = ", ".join(sorted(self.variables)) or "none"
-        return f"this model's chat template has no such setting; {nearest(name, self.variables) or 'it has: ' + known}"
+        return f"this model's chat template has no such setting: {nearest(name, self.variables) or 'it has ' + known}"
 
     def replaced(self, source: str) -> ChatTemplate:
         """A template that a request brings.
@@ -415,7 +415,7 @@ def _shown(chat: Chat, variables: Set[str]) -> JsonObject:
     """
     if chat.documents and "documents" not in variables:
         raise bad_request(
-            "documents", "this model's chat template shows none; put them into a message", "unsupported_field"
+            "documents", "this model's chat template shows none. Put them into a message.", "unsupported_field"
         )
     shown = {"documents": chat.documents or None, "verbosity": chat.verbosity if "verbosity" in variables else None}
     return {name: value for name, value in shown.items() if value is not None}
@@ -439,5 +439,5 @@ def _raise_exception(message: str) -> None:
 def no_template() -> ApiError:
     """The answer to a chat when the checkpoint has no template."""
     return ApiError(
-        400, "this model has no chat template; use /v1/completions, or start the server with --chat-template FILE"
+        400, "this model has no chat template. Use /v1/completions, or start the server with --chat-template FILE."
     )

@@ -111,7 +111,7 @@ async def read_video(data: bytes | Sequence[bytes], wish: VideoWish) -> Clip:
         raise PictureError(_TOO_LARGE)
     program = (*PROGRAM, msgspec.json.encode(wish).decode())
     try:
-        made = await ask(program, body, DECODE_S, f"cannot be decoded; send {READABLE}")
+        made = await ask(program, body, DECODE_S, f"cannot be decoded. Send {READABLE}.")
     except Refused as refused:
         raise PictureError(str(refused)) from None
     return _clip(made)
@@ -136,7 +136,7 @@ def number_of_frames(n_frames: int, fps: float, wish: VideoWish) -> int:
     """Number of frames that are taken of a file with n_frames of them, fps a second. Raises PictureError."""
     info = wish.info
     if wish.takes_all and n_frames > info.max_frames:
-        raise PictureError(f"has {n_frames} frames; at most {info.max_frames} can be taken")
+        raise PictureError(f"has {n_frames} frames. At most {info.max_frames} can be taken.")
     if wish.takes_all or wish.num_frames is not None:
         return wish.num_frames or n_frames
     wanted = int(n_frames / fps * (wish.fps or info.fps))
@@ -159,8 +159,8 @@ def fitted_frames(n_frames: int, height: int, width: int, wish: VideoWish) -> tu
     n_pairs = -(-n_frames // FRAMES_A_PATCH)
     room = (wish.most_tokens - n_pairs * PAIR_TEXT_TOKENS) // n_pairs
     if room < 1:
-        fewer = "ask for fewer (mm_processor_kwargs.num_frames)"
-        raise PictureError(f"has {n_frames} frames, too many for this model's context; {fewer}")
+        fewer = "Ask for fewer (mm_processor_kwargs.num_frames)."
+        raise PictureError(f"has {n_frames} frames, too many for this model's context. {fewer}")
     info = wish.info
     most = info.max_pixels
     if info.is_capped:
@@ -178,8 +178,8 @@ def _resized(n_frames: int, counted: int, height: int, width: int, least: int, m
         scale = max(BLOCK / height, BLOCK / width)
         height, width = int(height * scale), int(width * scale)
     if max(height, width) / min(height, width) > MAX_ASPECT:
-        ratio = f"a side may be {MAX_ASPECT} times the other at most"
-        raise PictureError(f"has frames of {width} x {height} pixels; {ratio}")
+        ratio = f"A side may be {MAX_ASPECT} times the other at most."
+        raise PictureError(f"has frames of {width} x {height} pixels. {ratio}")
     return whole_blocks(height, width, least, most, n_frames, counted)
 
 
@@ -228,7 +228,7 @@ def _listed(files: list[bytes], wish: VideoWish) -> list[NDArray[np.uint8]]:
             size = fitted_frames(len(files), image.height, image.width, wish)
         if image.size != first:
             message = f"frame {i} has {image.width} x {image.height} pixels, and frame 0 {first[0]} x {first[1]}"
-            raise PictureError(f"{message}; they must have one size")
+            raise PictureError(f"{message}. They must have one size.")
         frames.append(np.asarray(resized(image, *size)))
     return frames
 
@@ -260,7 +260,7 @@ def _form_of(data: bytes) -> str:
         return "matroska"
     if data[4:8] in (b"ftyp", b"moov", b"mdat", b"free", b"skip", b"wide"):
         return "mov"
-    raise PictureError(f"is no video that can be read here; send {READABLE}")
+    raise PictureError(f"is no video that can be read here. Send {READABLE}.")
 
 
 def _stream(container: InputContainer) -> Any:
@@ -273,9 +273,9 @@ def _stream(container: InputContainer) -> Any:
     stream = streams[0]
     context = stream.codec_context
     if context is None or context.name not in CODECS:
-        raise PictureError(f"is coded as {context.name if context else 'something unknown'}; send {READABLE}")
+        raise PictureError(f"is coded as {context.name if context else 'something unknown'}. Send {READABLE}.")
     if context.width * context.height > MAX_FRAME_PIXELS:
-        message = f"has frames of {context.width} x {context.height} pixels; at most {MAX_FRAME_PIXELS} can be used"
+        message = f"has frames of {context.width} x {context.height} pixels. At most {MAX_FRAME_PIXELS} can be used."
         raise PictureError(message)
     context.thread_count = 1
     context.options = {"max_pixels": str(MAX_FRAME_PIXELS)}
@@ -291,7 +291,7 @@ def _packets(data: bytes, form: str) -> tuple[list[int], list[int], float]:
     times, keys, end = [], [], 0
     with av.open(io.BytesIO(data), "r", format=form) as container:
         stream = _stream(container)
-        n_told, base, average = stream.frames, stream.time_base, stream.average_rate
+        n_declared, base, average = stream.frames, stream.time_base, stream.average_rate
         for packet in container.demux(stream):
             if not packet.size or packet.is_discard:
                 continue
@@ -304,12 +304,12 @@ def _packets(data: bytes, form: str) -> tuple[list[int], list[int], float]:
                 keys.append(time)
             if len(times) > MAX_FILE_FRAMES:
                 raise PictureError(f"has more than {MAX_FILE_FRAMES} frames")
-    if not times or len(times) < n_told - 1:
-        raise PictureError(f"has {len(times)} frames of the {n_told} that it tells of; is it whole?")
+    if not times or len(times) < n_declared - 1:
+        raise PictureError(f"has {len(times)} frames of the {n_declared} that it declares. Is it whole?")
     times.sort()
     seconds = float((end - times[0]) * Fraction(base))
     if seconds > MAX_FILE_S:
-        raise PictureError(f"lasts {seconds:.0f} s; at most {MAX_FILE_S} s can be used")
+        raise PictureError(f"lasts {seconds:.0f} s. At most {MAX_FILE_S} s can be used.")
     return times, sorted(keys), len(times) / seconds if seconds > 0 else float(average or UNKNOWN_FPS)
 
 
@@ -341,7 +341,7 @@ def _decoded(data: bytes, form: str, wanted: list[int], wish: VideoWish, keys: l
                 if frame.pts >= time:
                     break
             if last is None or last.pts < time:
-                raise PictureError(f"ends before its frame at {float(time * stream.time_base):.1f} s; is it whole?")
+                raise PictureError(f"ends before its frame at {float(time * stream.time_base):.1f} s. Is it whole?")
             turns = round((last.rotation or 0) / 90) % 4
             image = Image.fromarray(np.rot90(last.to_ndarray(format="rgb24"), turns))
             if not images:

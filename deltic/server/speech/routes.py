@@ -29,7 +29,7 @@ from deltic.host.client import EngineUnavailable
 from deltic.json_types import JsonObject
 from deltic.server.api import decode
 from deltic.server.chat.answer import Update, WayOut
-from deltic.server.chat.calls import Delta
+from deltic.server.chat.calls import AnswerDelta
 from deltic.server.chat.generation import Generation, timed_out, unavailable
 from deltic.server.chat.request import context_limit
 from deltic.server.errors import ApiError, bad_request
@@ -135,7 +135,7 @@ class _Spoken(WayOut):
                 self.first_s = now_s
             self.late_s = max(self.late_s, now_s - self.first_s - self.seconds)
             self.n_bytes += len(output.audio)
-        return _AudioUpdate(0, Delta(), finish_reason=self.finish_reason, audio=output.audio)
+        return _AudioUpdate(0, AnswerDelta(), finish_reason=self.finish_reason, audio=output.audio)
 
     @property
     def seconds(self) -> float:
