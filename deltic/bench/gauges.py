@@ -23,16 +23,16 @@ def gauges(metrics: str) -> dict[str, float]:
 
     Of several models or keys the largest.
     """
-    found = re.findall(r'^deltic_(\w+){(?:model|key)="[^"]*"} (\S+)$', metrics, re.MULTILINE)
-    return {name: float(value) for name, value in sorted(found, key=lambda sample: float(sample[1]))}
+    samples = re.findall(r'^deltic_(\w+){(?:model|key)="[^"]*"} (\S+)$', metrics, re.MULTILINE)
+    return {name: float(value) for name, value in sorted(samples, key=lambda sample: float(sample[1]))}
 
 
-def in_use(found: dict[str, float]) -> dict[str, float]:
+def in_use(values: dict[str, float]) -> dict[str, float]:
     """Returns the gauges of IDLE and SOMETIMES that are not 0.
 
     One of IDLE that is missing is not a number.
     """
-    held = {name: found.get(name, float("nan")) for name in IDLE} | {name: found.get(name, 0.0) for name in SOMETIMES}
+    held = {name: values.get(name, float("nan")) for name in IDLE} | {name: values.get(name, 0.0) for name in SOMETIMES}
     return {name: value for name, value in held.items() if value}
 
 
@@ -40,10 +40,10 @@ async def settled(endpoint: Endpoint, within_s: float) -> dict[str, float]:
     """The samples of /metrics as soon as nothing of IDLE is in use, or as they are after so many seconds."""
     limit = time.monotonic() + within_s
     while True:
-        found: dict[str, float] = {}
+        values: dict[str, float] = {}
         with contextlib.suppress(EndpointError):
             reply = await endpoint.open("GET", "/metrics")
-            found = gauges((await reply.read()).decode())
-        if not in_use(found) or time.monotonic() > limit:
-            return found
+            values = gauges((await reply.read()).decode())
+        if not in_use(values) or time.monotonic() > limit:
+            return values
         await asyncio.sleep(0.1)

@@ -180,13 +180,13 @@ def decode_row(
 
     alone_ms: one recorded step, replayed: median of 5 times 50.
     """
-    times, runner = sorted(second for found in rounds for second in found), runner_of(engine)
+    times, runner = sorted(second for steps in rounds for second in steps), runner_of(engine)
     ms = statistics.median(times) * 1000
     n_bytes = runner.plan.n_shards * decode_bytes(shape, runner.plan.quantize, n, context, COUNTED_ROWS)
     return {
         "n": n,
         "step_ms": round(ms, 4),
-        "round_ms": [round(statistics.median(found) * 1000, 4) for found in rounds],
+        "round_ms": [round(statistics.median(steps) * 1000, 4) for steps in rounds],
         "alone_ms": round(runner.replay_ms(n, context), 4),
         "p90_ms": round(times[len(times) * 9 // 10] * 1000, 4),
         "tok_s": round(n / ms * 1000, 1),
@@ -201,10 +201,10 @@ def prefill_row(
 ) -> JsonObject:
     """The figures of a cold prompt. rounds: milliseconds of each. n_shards: of this shape, that a GPU
     runs."""
-    ms = statistics.median(ms for found in rounds for ms in found)
+    ms = statistics.median(ms for times in rounds for ms in times)
     return {
         "ms": round(ms, 3),
-        "round_ms": [round(statistics.median(found), 3) for found in rounds],
+        "round_ms": [round(statistics.median(times), 3) for times in rounds],
         "tok_s": round(n_tokens / ms * 1000),
         "roof": round(n_shards * prefill_operations(shape, n_tokens) / roofs.multiply / ms * 1000, 4),
     }
@@ -233,12 +233,12 @@ def measure(
         for n in rows:
             decode(engine, n, arguments.prompt, 8, seed=1)
         for i in range(arguments.rounds):
-            for n, found in decodes.items():
+            for n, done in decodes.items():
                 status.update(f"round {i + 1}, N = {n}")
-                found.append(decode(engine, n, arguments.prompt, arguments.output, seed=2 + i)[0])
-            for n, found in prefills.items():
+                done.append(decode(engine, n, arguments.prompt, arguments.output, seed=2 + i)[0])
+            for n, done in prefills.items():
                 status.update(f"round {i + 1}, prefill of {n}")
-                found.append(prefill_ms(engine, n))
+                done.append(prefill_ms(engine, n))
     return decodes, prefills
 
 
@@ -255,8 +255,8 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
     record_s = time.perf_counter() - begin
     decodes, prefills = measure(engine, arguments, rows, prompts)
     context, (n_gpus, n_cuts) = arguments.prompt + arguments.output // 2, (model.device.n_gpus, model.device.n_cuts)
-    measured = [decode_row(engine, model.run.shape, roofs, n, found, context) for n, found in decodes.items()]
-    prefill = {n: prefill_row(model.run.shape, roofs, n, found, n_cuts // n_gpus) for n, found in prefills.items()}
+    measured = [decode_row(engine, model.run.shape, roofs, n, rounds, context) for n, rounds in decodes.items()]
+    prefill = {n: prefill_row(model.run.shape, roofs, n, rounds, n_cuts // n_gpus) for n, rounds in prefills.items()}
     title = f"{name} on {engine.info.device}: {arguments.prompt} prompt + {arguments.output} generated tokens, greedy"
     Console().print(_table(title, measured))
     for n_tokens, row in prefill.items():
@@ -294,12 +294,12 @@ def shape_name(arguments: argparse.Namespace, config: EngineConfig) -> str:
     return (config.dummy or config.model) + (f"-{format}" if format else "") + states
 
 
-def write_result(bench: str, shape: str, device: str, out: str | Path | None, **found: object) -> None:
+def write_result(bench: str, shape: str, device: str, out: str | Path | None, **result: object) -> None:
     """Writes a result's file under runs_directory(out), and prints its name."""
     path = runs_directory(out) / f"{bench}-{shape.replace('/', '-')}-{now():%H%M%S}.json"
     made: JsonObject = {"bench": bench, "date": now().isoformat(timespec="seconds"), "shape": shape, "device": device}
     made |= {"torch": torch.__version__, "machine": machine(), "code": code()}
-    path.write_text(json.dumps(made | found, indent=1) + "\n")
+    path.write_text(json.dumps(made | result, indent=1) + "\n")
     print(path)
 
 

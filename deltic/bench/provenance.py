@@ -45,14 +45,14 @@ def machine_name() -> str:
 def code() -> JsonObject:
     """Version of this code and, in a checkout, its commit and whether files differ from it."""
     root = Path(deltic.__file__).parent.parent
-    found: JsonObject = {"version": deltic.__version__}
+    version: JsonObject = {"version": deltic.__version__}
     if (root / ".git").exists():
         git = ["git", "-C", str(root)]
         commit = subprocess.run([*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True)
         if commit.returncode == 0:
             status = subprocess.run([*git, "status", "--porcelain", "-uno"], capture_output=True, text=True)
-            found |= {"commit": commit.stdout.strip(), "modified": bool(status.stdout.strip())}
-    return found
+            version |= {"commit": commit.stdout.strip(), "modified": bool(status.stdout.strip())}
+    return version
 
 
 def now() -> datetime.datetime:

@@ -97,13 +97,13 @@ def far_documents(documents: list[Document], n: int) -> list[Document]:
     ids = [token for document in documents for token in document.ids]
     counts = [each for document in documents for each in document.counts]
     far = max(n - FAR_TOKENS, n // 2)
-    found = [
+    counted = [
         Document(ids[at : at + n], [False] * far + counts[at + far : at + n]) for at in range(0, len(ids) - n + 1, n)
     ]
-    found = [document for document in found if any(document.counts)]
-    if not found:
+    counted = [document for document in counted if any(document.counts)]
+    if not counted:
         raise ConfigError(f"--context {n}: the text has {len(ids)} tokens; give a longer --text, or a shorter context")
-    return found
+    return counted
 
 
 def read_documents(file: Path, tokenizer: Tokenizer) -> list[Document]:
@@ -171,9 +171,9 @@ def compare(
     advance: called with the tokens done.
     """
     losses = {name: Losses() for name in runners}
-    for targets, found, n_tokens in distributions(runners, documents):
-        log_p = next(iter(found.values()))
-        for name, log_q in found.items():
+    for targets, log_probs, n_tokens in distributions(runners, documents):
+        log_p = next(iter(log_probs.values()))
+        for name, log_q in log_probs.items():
             losses[name].add(log_q, log_p, targets)
         advance(n_tokens)
     return {name: each.summary() for name, each in losses.items()}
@@ -244,9 +244,9 @@ def compare_in_turn(
 def same_answers(answers: list[list[int]], known: list[list[int]]) -> float:
     """The share of the reference's tokens before the answers part."""
     n_same = 0
-    for found, expected in zip(answers, known, strict=True):
-        parts = (i for i, (a, b) in enumerate(zip(found, expected, strict=False)) if a != b)
-        n_same += next(parts, min(len(found), len(expected)))
+    for ids, expected in zip(answers, known, strict=True):
+        parts = (i for i, (a, b) in enumerate(zip(ids, expected, strict=False)) if a != b)
+        n_same += next(parts, min(len(ids), len(expected)))
     return n_same / max(1, sum(map(len, known)))
 
 
@@ -318,18 +318,18 @@ def chosen(config: EngineConfig, formats: list[str], beside: list[str], file: Pa
 
     file: the text, which all have to read as the same ids. Raises ConfigError.
     """
-    found = {REFERENCE: dataclasses.replace(config, quantize=None)}
-    found |= {name: dataclasses.replace(config, quantize=name) for name in formats}
+    configs = {REFERENCE: dataclasses.replace(config, quantize=None)}
+    configs |= {name: dataclasses.replace(config, quantize=name) for name in formats}
     documents = read_documents(file, Tokenizer.load(text_directory(config)))
     for model in beside:
         other = dataclasses.replace(config, model=model, quantize=None, dummy=None)
         name = model_name(other)
-        if name in found:
+        if name in configs:
             raise ConfigError(f"--beside {model}: another is called {name}; rename one of them")
         if read_documents(file, Tokenizer.load(text_directory(other))) != documents:
             raise ConfigError(f"--beside {model}: its tokenizer reads the text as other tokens; it is another model")
-        found[name] = other
-    return found
+        configs[name] = other
+    return configs
 
 
 def changed_by(text: str) -> dict[str, object]:
@@ -341,8 +341,8 @@ def changed_by(text: str) -> dict[str, object]:
         hint = nearest(field, known) if field not in known else ""
         hint = hint or "give NAME=VALUE of a flag of deltic serve, e.g. kv-cache-dtype=int8"
         raise ConfigError(f"--setting {text}: {hint}")
-    found = resolve(EngineConfig, {}, {f"{ENV_PREFIX}{field.upper()}": value})
-    return {field: getattr(found, field)}
+    config = resolve(EngineConfig, {}, {f"{ENV_PREFIX}{field.upper()}": value})
+    return {field: getattr(config, field)}
 
 
 def bench(arguments: argparse.Namespace, given: dict[str, object]) -> int:

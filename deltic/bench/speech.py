@@ -165,8 +165,8 @@ class Leaver:
 
 def spread(values: Sequence[float], scale: float = 1.0, digits: int = 3) -> dict[str, float | None]:
     """Mean and percentiles."""
-    found = {"mean": mean(values) if values else None} | {f"p{q}": percentile(values, q) for q in (50, 95, 99)}
-    return {name: None if value is None else round(value * scale, digits) for name, value in found.items()}
+    statistics = {"mean": mean(values) if values else None} | {f"p{q}": percentile(values, q) for q in (50, 95, 99)}
+    return {name: None if value is None else round(value * scale, digits) for name, value in statistics.items()}
 
 
 def summary(samples: Sequence[Heard], seconds: float) -> JsonObject:
@@ -240,8 +240,8 @@ def table(rows: list[JsonObject], title: str) -> Table:
 
 async def left_behind(endpoint: Endpoint) -> dict[str, float]:
     """Returns what a Deltic server has not given back after the last request; another does not tell."""
-    found = await settled(endpoint, QUIET_S)
-    return in_use(found) if "sequences_running" in found else {}
+    values = await settled(endpoint, QUIET_S)
+    return in_use(values) if "sequences_running" in values else {}
 
 
 async def sweep(endpoint: Endpoint, arguments: argparse.Namespace, console: Console) -> JsonObject:
@@ -294,8 +294,8 @@ def bench(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
     load = result["load"]
     label = arguments.label or load["model"]
     head = {"bench": "speech", "label": label, "date": now().isoformat(), "machine": machine(), "client": code()}
-    said = f"texts of {load['words']} words, {'whole' if arguments.whole else 'streamed'}"
-    title = ", ".join([f"{label}: {said}", *(str(load[name]) for name in ("voice", "language") if name in load)])
+    texts = f"texts of {load['words']} words, {'whole' if arguments.whole else 'streamed'}"
+    title = ", ".join([f"{label}: {texts}", *(str(load[name]) for name in ("voice", "language") if name in load)])
     rows = table(result["rows"], title)
     draw = plot if arguments.plot else None
     report(head | {"title": title} | result, rows, arguments.out, draw, note=NOTE)

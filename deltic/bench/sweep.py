@@ -77,15 +77,15 @@ def points(arguments: argparse.Namespace) -> list[Point]:
     """Lists what to measure, from the flags. Raises ConfigError."""
     if arguments.warmup < 0:
         raise ConfigError("--warmup must be at least 0")
-    found = []
+    chosen = []
     if arguments.n is not None or arguments.poisson is None:
         for n in numbers(arguments.n or "1,2,4,8,16", "--n", int):
             count = None if arguments.duration else arguments.requests_per_n or max(8, 4 * n)
-            found.append(Point("closed", n, count, arguments.duration))
+            chosen.append(Point("closed", n, count, arguments.duration))
     if arguments.poisson is not None:
         for rate in numbers(arguments.poisson, "--poisson", float):
-            found.append(Point("open", rate, None, arguments.duration or 30.0))
-    return found
+            chosen.append(Point("open", rate, None, arguments.duration or 30.0))
+    return chosen
 
 
 def bodies(point: Point, make: Callable[[], Body]) -> Iterator[Body]:
@@ -175,8 +175,8 @@ async def _measure(
     with own_server(arguments, serve) as server:
         begin = time.perf_counter()
         endpoint = await reached(arguments, server)
-        told = {} if server is None else {"ready_s": round(time.perf_counter() - begin, 2), "serve": serve}
-        return await sweep(endpoint, arguments, console) | told
+        about_server = {} if server is None else {"ready_s": round(time.perf_counter() - begin, 2), "serve": serve}
+        return await sweep(endpoint, arguments, console) | about_server
 
 
 def run(

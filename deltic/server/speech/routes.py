@@ -10,15 +10,12 @@ import asyncio
 import base64
 import secrets
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 from functools import partial
 from typing import TypeVar
 
 import msgspec
-from python_multipart.multipart import parse_options_header
-from starlette.datastructures import UploadFile
-from starlette.formparsers import MultiPartException, MultiPartParser
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -27,7 +24,6 @@ from deltic.engine import messages as engine
 from deltic.engine.events import VoiceEncoded
 from deltic.host.client import EngineUnavailable
 from deltic.json_types import JsonObject
-from deltic.server.api import decode
 from deltic.server.chat.answer import Update, WayOut
 from deltic.server.chat.calls import AnswerDelta
 from deltic.server.chat.generation import Generation, timed_out, unavailable
@@ -39,7 +35,6 @@ from deltic.server.preparation import Preparation
 from deltic.server.service import Server, Service
 from deltic.server.speech import protocol as speech_protocol
 from deltic.server.speech.audio import (
-    MAX_REFERENCE_BYTES,
     MEDIA_TYPES,
     RATE,
     STREAMED_FILES,
@@ -51,11 +46,8 @@ from deltic.server.speech.audio import (
 )
 from deltic.server.speech.prompt import OpenText, Words
 from deltic.server.speech.protocol import BatchItem, BatchRequest, Manner, SpeechFields, SpeechRequest, VoiceForm
-from deltic.server.speech.voices import SpeechParts, StoredVoice
-from deltic.server.transport import EventStream, json_response, let_go, read_body, unless_disconnected
-
-FORM_BYTES = 65_536
-"""Bytes of an upload that are parsed at a time."""
+from deltic.server.speech.voices import SpeechParts, StoredVoice, voice_form
+from deltic.server.transport import EventStream, json_response, let_go, unless_disconnected
 
 T = TypeVar("T")
 
@@ -546,7 +538,7 @@ async def list_voices(service: Service, request: Request) -> ASGIApp:
 async def add_voice(service: Service, request: Request) -> ASGIApp:
     """POST /v1/audio/voices: a voice to clone, from a form with audio_sample or speaker_embedding."""
     admit(service.server)
-    asked = await _voice_form(request, service.server.max_body_mb)
+    asked = await voice_form(request, service.server.max_body_mb)
     if asked.model is not None:
         service = service.server.find(asked.model)
     service.admit(speech=True)
@@ -565,40 +557,6 @@ async def add_voice(service: Service, request: Request) -> ASGIApp:
     adding = speech.voices.add(asked.name, asked.consent, asked.ref_text, asked.audio_sample, vector, ticket.tenant)
     voice = await unless_disconnected(request.receive, _in_time(ticket, adding))
     return json_response({"success": True, "voice": voice.card()})
-
-
-async def _voice_form(request: Request, max_mb: float) -> VoiceForm:
-    """Raises ApiError (400, 413, 415)."""
-    kind, options = parse_options_header(request.headers.get("content-type", ""))
-    if kind != b"multipart/form-data":
-        raise ApiError(415, "send a form as multipart/form-data", code="unsupported_media_type")
-    # The parser would decode by any codec of Python's: some take for ever, and some make what is no Unicode.
-    if options.get(b"charset", b"utf-8").lower() != b"utf-8":
-        raise bad_request(None, "a form is in utf-8", "invalid_form")
-    body = await read_body(request, max_mb, is_json=False)
-
-    async def stream() -> AsyncIterator[bytes]:
-        for start in range(0, len(body), FORM_BYTES):
-            yield body[start : start + FORM_BYTES]
-            await asyncio.sleep(0)  # other answers have their turn
-
-    given: dict[str, str | bytes] = {}
-    try:
-        form = await MultiPartParser(request.headers, stream(), max_files=1, max_fields=16).parse()  # type: ignore[arg-type]
-    except (MultiPartException, KeyError) as error:
-        reason = error.message if isinstance(error, MultiPartException) else "it names no boundary"
-        raise bad_request(None, f"the body is not a valid form: {reason}", "invalid_form") from None
-    for field, value in form.multi_items():
-        if field in given:
-            raise bad_request(field, "is given twice")
-        given[field] = await value.read() if isinstance(value, UploadFile) else value.strip()
-    audio = given.get("audio_sample", b"")
-    if isinstance(audio, str):
-        raise bad_request("audio_sample", "must be a file")
-    if len(audio) > MAX_REFERENCE_BYTES:
-        raise bad_request("audio_sample", f"is larger than {MAX_REFERENCE_BYTES // 1_000_000} MB")
-    asked: VoiceForm = decode.convert(given, VoiceForm, "")
-    return asked
 
 
 async def delete_voice(service: Service, request: Request) -> ASGIApp:

@@ -17,7 +17,7 @@ import sys
 import time
 import urllib.parse
 from collections import Counter, defaultdict
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -25,6 +25,10 @@ from typing import Literal, TypeVar
 
 import msgspec
 import numpy as np
+from python_multipart.multipart import parse_options_header
+from starlette.datastructures import UploadFile
+from starlette.formparsers import MultiPartException, MultiPartParser
+from starlette.requests import Request
 
 from deltic.config import ConfigError, ServerConfig
 from deltic.engine.events import VoiceEncoded
@@ -34,18 +38,22 @@ from deltic.host.client import EngineClient, EngineUnavailable
 from deltic.json_types import JsonObject
 from deltic.models.tts.shape import PUBLISHED_SPEECH, SpeechShape
 from deltic.private import make_private
+from deltic.server.api import decode
 from deltic.server.chat.generation import unavailable
 from deltic.server.errors import RETRY_LATER, ApiError, bad_request
 from deltic.server.fair_thread import FairThread
 from deltic.server.limits import Account, asking
 from deltic.server.speech.audio import MAX_REFERENCE_BYTES, RATE, UnreadableAudio, decode_reference
 from deltic.server.speech.prompt import Prompter
-from deltic.server.speech.protocol import TASKS, voice_aliases
+from deltic.server.speech.protocol import TASKS, VoiceForm, voice_aliases
+from deltic.server.transport import read_body
 from deltic.server.urls import Hosts, UrlError, fetch, of_base64, of_data_url
 from deltic.text import Tokenizer
 
 log = logging.getLogger("deltic.server")
 
+FORM_BYTES = 65_536
+"""Bytes of an upload that are parsed at a time."""
 MAX_STORED = 1000
 MAX_IN_MEMORY = 64
 """Voices, where there is no directory to keep them in: of the longest audio, 190 MB."""
@@ -454,3 +462,36 @@ class SpeechParts:
             "languages": ["auto", *sorted(shape.languages)],
             "takes_instructions": shape.takes_instructions,
         }
+
+
+async def voice_form(request: Request, max_mb: float) -> VoiceForm:
+    """Reads an upload. Raises ApiError (400, 413, 415)."""
+    kind, options = parse_options_header(request.headers.get("content-type", ""))
+    if kind != b"multipart/form-data":
+        raise ApiError(415, "send a form as multipart/form-data", code="unsupported_media_type")
+    # The parser would decode by any codec of Python's: some take for ever, and some make what is no Unicode.
+    if options.get(b"charset", b"utf-8").lower() != b"utf-8":
+        raise bad_request(None, "a form is in utf-8", "invalid_form")
+    body = await read_body(request, max_mb, is_json=False)
+
+    async def stream() -> AsyncIterator[bytes]:
+        for start in range(0, len(body), FORM_BYTES):
+            yield body[start : start + FORM_BYTES]
+            await asyncio.sleep(0)  # other answers have their turn
+
+    given: dict[str, str | bytes] = {}
+    try:
+        form = await MultiPartParser(request.headers, stream(), max_files=1, max_fields=16).parse()  # type: ignore[arg-type]
+    except (MultiPartException, KeyError) as error:
+        reason = error.message if isinstance(error, MultiPartException) else "it names no boundary"
+        raise bad_request(None, f"the body is not a valid form: {reason}", "invalid_form") from None
+    for name, value in form.multi_items():
+        if name in given:
+            raise bad_request(name, "is given twice")
+        given[name] = await value.read() if isinstance(value, UploadFile) else value.strip()
+    audio = given.get("audio_sample", b"")
+    if isinstance(audio, str):
+        raise bad_request("audio_sample", "must be a file")
+    if len(audio) > MAX_REFERENCE_BYTES:
+        raise bad_request("audio_sample", f"is larger than {MAX_REFERENCE_BYTES // 1_000_000} MB")
+    return decode.convert(given, VoiceForm, "")
