@@ -33,6 +33,11 @@ MAX_PACKAGE_LINES = 52_420
 MAX_METHODS = 30
 OUTGROWN = {"GpuRunner": 34, "GpuTextRunner": 31}
 """Classes with more methods than that, and how many they may have until they are divided."""
+SHARED_NAMES = """
+AdapterBuffers AdapterRows Batch BatchParameters BatchRequest Columns Completion DraftHead Draws Frames Header Item Kind Linears
+MoeScratch PictureTower Ring RowInputs Rows Stored VisionBuffers Voice Workspace
+"""
+"""Names that several classes have: mostly the same thing on a CPU and on a GPU. The list only shrinks."""
 MAX_PROSE_COLUMNS = 110
 """Lines of a file and of the package are lines of code: those with a token on them that is neither comment nor docstring."""
 
@@ -343,6 +348,11 @@ def test_functions_are_short_and_names_say_something(path: Path) -> None:
     for name, n_methods in read(path).classes:
         assert n_methods <= OUTGROWN.get(name, MAX_METHODS), f"{path.name}: {name} has {n_methods} methods"
         assert not name.endswith(("Manager", "Handler", "Helper", "Wrapper")), name
+
+
+def test_classes_have_names_of_their_own() -> None:
+    names = [name for path in FILES for name, _ in read(path).classes]
+    assert sorted({name for name in names if names.count(name) > 1}) == SHARED_NAMES.split()
 
 
 UNPICKLES = {
