@@ -48,6 +48,7 @@ from deltic.bench.gauges import in_use, settled
 from deltic.bench.load import WORDS
 from deltic.bench.provenance import code, machine, now, runs_directory
 from deltic.commands.endpoint import Endpoint, EndpointError, LocalServer, ServerFailed, free_port, model_name
+from deltic.server.chat.picture_parts import MAX_KEPT_BYTES
 
 FACTOR, SLACK_S = 2.0, 0.5
 """The slowest answer beside the hostile key, in those of the slowest alone, and beside that."""
@@ -60,6 +61,8 @@ ROUND_S = 60.0
 """How long the hostile key stays, until it leaves everything open at once."""
 QUIET_S = 20.0
 """How soon all must be free then."""
+SIDE = 1024
+"""Pixels of a side of the pictures that fill what the server keeps of them: 1024 tokens each."""
 BODY_BYTES = 57_000_000
 QUESTION_BYTES = 50_000_000
 HOST = "127.0.0.1"
@@ -186,6 +189,12 @@ class Quiet:
         if status != 200:
             raise Wrong(f"no response was stored: {told}")
         self._stored = told["id"]
+
+    async def fill(self) -> None:
+        """Has as many pictures read as the server keeps: its memory grows no more by those that follow."""
+        for n in range(-(-MAX_KEPT_BYTES // (3 * SIDE**2)) if "picture" in self.requests else 0):
+            picture = png(SIDE, SIDE, n.to_bytes(3, "big") + b"\xff")
+            await answer(self.endpoint, TOKENIZE, {"model": self._model, "messages": shown(picture)}, f"fill.{n}")
 
     async def once(self, is_alone: bool) -> None:
         """Each of the requests."""
@@ -386,6 +395,7 @@ async def measure(server: LocalServer, keys: tuple[str, str], minutes: float, po
     quiet = Quiet(Endpoint(server.url, keys[0]), model, sees)
     run = Run(quiet.kinds)
     await quiet.store()
+    await quiet.fill()
     for _ in range(N_ALONE):
         await quiet.once(is_alone=True)
     until_s = time.monotonic() + minutes * 60
