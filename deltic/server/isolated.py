@@ -13,6 +13,7 @@ import functools
 import os
 import signal
 import sys
+import time
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # every file waits until its program is ready
@@ -24,7 +25,11 @@ if TYPE_CHECKING:  # every file waits until its program is ready
 REFUSED = 3
 """The program's exit status where it refuses a file, with the reason in stderr."""
 QUICK_S = 0.25
-"""Seconds that most files take less than. Those that take longer make way for everybody else."""
+"""Seconds until the next spare is begun, if a file takes so long."""
+QUICK_CPU_S = 0.5
+"""Seconds of a processor that most files take less than, the program's start included. Those that take longer
+make way for everybody else; those that only wait for a processor do not.
+"""
 NICENESS = 5
 SLOWER = 3
 """Factor on the seconds of a processor that a program has: it may last so long, as it makes way."""
@@ -51,24 +56,22 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
 
     from deltic.server.errors import ApiError
 
-    loop = asyncio.get_running_loop()
     try:
         process = SPARE.take(program)
     except OSError as error:
         lack = f"no process for a decoder can be started ({error.strerror}); try again later"
         raise ApiError(503, lack, code="out_of_memory", headers={"retry-after": "10"}) from None
-    later = loop.call_later(QUICK_S, _make_way, process.pid, program)
+    later = asyncio.create_task(_make_way(process.pid, program))
     try:
-        made, errors = await loop.run_in_executor(_threads(), _use, process, data, SLOWER * limit_s)
+        made, why = await asyncio.get_running_loop().run_in_executor(_threads(), _use, process, data, SLOWER * limit_s)
     except subprocess.TimeoutExpired:
         raise Refused(f"could not be decoded within {SLOWER * limit_s:g} s") from None
     finally:
         later.cancel()
-        if process.poll() is None:  # nobody waits any more
-            process.kill()
+        process.kill()  # if it has not ended, nobody waits any more
         SPARE.begin(program)
     if process.returncode == REFUSED:
-        raise Refused(errors.decode("utf-8", "replace").rpartition("\n")[2])  # decoders print there, too
+        raise Refused(why.decode("utf-8", "replace").rpartition("\n")[2])  # decoders print there, too
     if process.returncode == -signal.SIGXCPU:
         raise Refused(f"could not be decoded within {limit_s:g} s")
     if process.returncode == -signal.SIGKILL:  # nobody else sends it
@@ -79,10 +82,17 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
     return made
 
 
-def _make_way(pid: int, program: tuple[str, ...]) -> None:
-    """Lets all others go before a process, as its file is no small one, and the next file not wait for it."""
+async def _make_way(pid: int, program: tuple[str, ...]) -> None:
+    """Has the next file not wait for a process, and lets all others go before it once its file is no small
+    one.
+    """
+    import asyncio
+
+    await asyncio.sleep(QUICK_S)
     SPARE.begin(program)
     with contextlib.suppress(OSError):  # it has just ended
+        while time.clock_gettime(~pid << 3 | 2) < QUICK_CPU_S:  # Linux's clock of what a process has had
+            await asyncio.sleep(QUICK_S / 4)
         os.setpriority(os.PRIO_PROCESS, pid, NICENESS)
 
 

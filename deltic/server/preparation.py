@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 from typing import ParamSpec, Self, TypeVar
 
@@ -143,12 +142,7 @@ class Preparation:
         done = thread.submit_in(turn, run)
         if size > LARGE_BYTES or thread is server.compiler:  # its client may leave before it is done
             loop = asyncio.get_running_loop()
-
-            def trim(_: object) -> None:
-                with suppress(RuntimeError):  # the loop was closed
-                    loop.call_soon_threadsafe(server.trim_soon)
-
-            done.add_done_callback(trim)
+            done.add_done_callback(lambda _: loop.is_closed() or loop.call_soon_threadsafe(server.trim_soon))
         return await unless_disconnected(self._request.receive, asyncio.wrap_future(done))
 
 
