@@ -169,7 +169,7 @@ def test_they_come_and_go() -> None:
             assert reply.text == f"Success: LoRA adapter '{name}' removed successfully."
         assert engine.adapters == {POEM: 1}
         gone = (await post(UNLOAD, status=404, lora_name="poem")).json()["error"]
-        assert gone["message"] == "no adapter 'poem'; 'fake' has 'twin'" and gone["param"] == "lora_name"
+        assert gone["message"] == "no adapter 'poem'. 'fake' has 'twin'." and gone["param"] == "lora_name"
         error = (await post(CHAT, status=404, model="sql", messages=HELLO)).json()["error"]
         assert error["message"] == "no model 'sql'; this server has 'fake', 'twin'"
         listed = (await client.get("/v1/models")).json()["data"]
