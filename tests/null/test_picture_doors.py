@@ -797,6 +797,26 @@ def test_one_key_does_not_hold_up_the_pictures_of_another(monkeypatch: pytest.Mo
     asyncio.run(go())
 
 
+def test_a_picture_that_comes_several_times_at_once_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    n_read = 0
+
+    async def slow(*_: Any) -> Any:
+        nonlocal n_read
+        n_read += 1
+        await asyncio.sleep(0.05)
+        return pictures.of_pixels(bytes(3072 * 4), 64, 64)
+
+    monkeypatch.setattr(picture_parts, "read_picture", slow)
+
+    async def go() -> None:
+        async with clients(seeing()) as (anna, _):
+            body = {"messages": [user(part(SMALL))]}
+            answers = await asyncio.gather(*[anna.post("/tokenize", json=body) for _ in range(4)])
+            assert [answer.status_code for answer in answers] == [200] * 4 and n_read == 1
+
+    asyncio.run(go())
+
+
 @pytest.mark.parametrize("end", ["done", "left", "died"])
 def test_pixels_of_requests_that_wait_are_bounded(end: str) -> None:
     """All of them, wherever they wait; a key has half, and whatever ends a request gives its part back."""

@@ -226,7 +226,7 @@ class PictureReader:
             key = salt, await asyncio.to_thread(_digest, data), least, most
             if (picture := self._kept.get(ticket.namespace, key)) is None:
                 with await self._decoding.take(ticket.turns, 1):
-                    picture = await read_picture(data, least, most)
+                    picture = self._kept.get(ticket.namespace, key) or await read_picture(data, least, most)
                 self._kept.put(ticket.namespace, key, picture)
             return picture
         except (PictureError, UrlError) as error:
