@@ -53,8 +53,8 @@ HERE_S = 0.001
 """Seconds of a step for masks that the engine's thread makes, as waking another costs more than a few."""
 SWITCH_S = 0.0002
 """Seconds that Python (by default 0.005) lets a thread keep the lock while another waits, with workers."""
-LONGEST_WAIT_S = 0.001
-"""The longest time, in seconds, that a step waits for missing masks."""
+LONGEST_WAIT_S, LONGEST_SHARE = 0.001, 0.1
+"""The longest time that a step waits for missing masks, in seconds and in steps: the longer of both."""
 POLL_S = 0.0001
 """Seconds between two looks of a waiting step whether the device has finished."""
 LONGEST_CLOSE_S = 3.0
@@ -416,15 +416,15 @@ class Guides:
     def collect(self, decodes: list[Sequence], step_s: float) -> list[Guide]:
         """Takes back finished guides. Returns those that failed, or whose answer is over.
 
-        Waits once for each mask of `decodes`: while the device computes ahead, and then for LONGEST_WAIT_S at
-        most, the longer, the larger the share of decodes that would sit out a step of step_s seconds.
+        Waits once for each mask of `decodes`: while the device computes ahead, and then the longer, the larger the
+        share of decodes that would sit out a step of step_s seconds. Waits for no guide that was slow alone.
         """
         if not self.n_busy:
             return []
         guides = [s.guide for s in decodes if isinstance(s.guide, Guide)]
-        late = [guide for guide in guides if not (guide.is_ready or guide.is_late or guide.n_alone)]
+        late = [guide for guide in guides if not (guide.is_ready or guide.is_late or guide.n_alone > 1)]
         ended: list[Guide] = []
-        longest = min(LONGEST_WAIT_S, step_s * len(late) / max(1, len(decodes)))
+        longest = min(max(LONGEST_WAIT_S, LONGEST_SHARE * step_s), step_s * len(late) / max(1, len(decodes)))
         deadline = time.monotonic() + longest
         while self.n_busy:
             left = 0.0

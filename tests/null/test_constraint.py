@@ -303,6 +303,31 @@ def test_who_is_slow_sits_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
     assert n_in_job[0] == n_in_job[2] == 1, "it had a job to itself, once it was known to be slow"
 
 
+@pytest.mark.parametrize("was_slow", [False, True])
+def test_a_mask_is_waited_for_as_long_as_a_step_is_worth(
+    engine: Engine, monkeypatch: pytest.MonkeyPatch, was_slow: bool
+) -> None:
+    """Behind a step of a second, 20 ms are nothing: also for a guide that was in a slow job, and is tried alone."""
+    original = Guides._do
+
+    def slow(guides: Guides, job: list[Guide], tokens: list[list[int]], words: Any) -> None:
+        time.sleep(0.02 if tokens else 0.0)
+        original(guides, job, tokens, words)
+        for guide in job:
+            guide.n_alone = 2 * was_slow  # and one less behind this job
+
+    monkeypatch.setattr(Guides, "_do", slow)
+    engine.guides._is_busy = lambda: False  # nobody waits for a device
+    engine.add(request("g", 10, Constraint(grammar=WORD), max_tokens=20))
+    n_drawn = 0
+    while engine.has_work():
+        n_drawn += len(engine.step())
+        if n_drawn and engine.guides.n_busy:
+            engine.scheduler.take_masks(1.0)
+            assert engine.guides.n_busy == 0
+    assert n_drawn > 5
+
+
 def test_what_is_wrong_harms_nobody_else(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     found = run(engine, request("x", constraint=Constraint(grammar="no grammar"), n=2), request("f", max_tokens=5))
     for index in range(2):
