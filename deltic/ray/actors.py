@@ -103,7 +103,7 @@ class Actors:
         try:
             ask = Ask(method, path, data, headers)
             status, given, answer = await self._actors[name].answer.remote(ask)
-        except RayActorError as error:
+        except RayError as error:  # of an actor that died, or that could not be started again
             self._lose(name)
             raise EndpointError(f"{self.url}: a server died over a request: {error}") from None
         finally:

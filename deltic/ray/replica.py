@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Scope
 
 from deltic import logs
 from deltic.engine.messages import EngineInfo
@@ -130,7 +130,7 @@ class Hosted:
         async def send(message: Message) -> None:
             messages.put_nowait(message)
 
-        running = asyncio.create_task(_answer(self._app, scope_of(ask), receive, send))
+        running = asyncio.ensure_future(self._app(scope_of(ask), receive, send))
         self._running.add(running)  # it may go on for a moment when this has ended
         running.add_done_callback(self._running.discard)
         running.add_done_callback(lambda _: messages.put_nowait(None))
@@ -154,19 +154,15 @@ class Hosted:
             has_left.set()
 
     async def answer(self, ask: Ask) -> tuple[int, list[tuple[bytes, bytes]], bytes]:
-        """Answers at once (see `stream`)."""
-        head: Head = (0, [])
-        parts: list[bytes] = []
-        async for piece in self.stream(ask):
-            if isinstance(piece, bytes):
-                parts.append(piece)
-            else:
-                head = piece
-        return (*head, b"".join(parts))
+        """Answers at once (see `stream`).
 
-
-async def _answer(app: ASGIApp, scope: Scope, receive: Receive, send: Send) -> None:
-    await app(scope, receive, send)
+        Starts first where it has to: Ray hands a request of an actor that died to the one in its place.
+        """
+        await self.start()
+        pieces = [piece async for piece in self.stream(ask)]
+        heads = (piece for piece in pieces if not isinstance(piece, bytes))
+        status, headers = next(heads, (500, []))  # the application may end without an answer
+        return status, headers, b"".join(piece for piece in pieces if isinstance(piece, bytes))
 
 
 def scope_of(ask: Ask) -> Scope:

@@ -164,6 +164,7 @@ def hosted(client: FakeEngineClient) -> Hosted:
     """A server without a socket, over a fake engine."""
     server = Hosted(settings("here", {}))
     server._app, server._clients = make_app(client), [client]  # type: ignore[list-item]
+    server._is_started = True
     return server
 
 
@@ -217,6 +218,17 @@ def test_a_server_without_a_socket_answers_in_pieces() -> None:
         assert server.failure == "no memory"
 
     asyncio.run(asked())
+
+
+def test_a_request_before_the_start_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ray starts an actor that died once more, and gives it requests that were sent to the dead one."""
+
+    async def start(self: Hosted) -> None:
+        self._app = make_app(FakeEngineClient(saying("late")))
+
+    monkeypatch.setattr(Hosted, "_start", start)
+    status, _, whole = asyncio.run(Hosted(settings("here", {})).answer(chat()))
+    assert status == 200 and json.loads(whole)["choices"][0]["message"]["content"] == "late"
 
 
 def test_a_slow_reader_gets_all_of_a_stream() -> None:
