@@ -167,6 +167,7 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
+        tools: Sequence[Mapping[str, object]] | None = None,
         stop: str | Sequence[str] = (),
         priority: int = 0,
         cache_salt: str = "",
@@ -177,9 +178,9 @@ class LLM:
     ) -> list[Completion]:
         """Answers one conversation, or several: OpenAI messages, rendered by the checkpoint's chat template.
 
-        Messages are what /v1/chat/completions takes, and mean the same; `cache_salt`,
+        Messages and `tools` are what /v1/chat/completions takes, and mean the same; `cache_salt`,
         `use_cache`, `lora` and `progress` are generate's. `settings` are fields of SamplingParams, over those
-        of `params`, the template's, or the request's tools, enable_thinking, reasoning_effort and
+        of `params`, the template's, or the request's enable_thinking, reasoning_effort and
         mm_processor_kwargs. Beside parts of the type image_url, which take data: URLs, there may be `{"type":
         "image", "image": ...}` with a picture of Pillow's, a file's bytes, or its path. `{"type": "video",
         "video": ...}` takes a file's bytes or its path, or a list of such pictures, and with a list `fps`.
@@ -192,13 +193,13 @@ class LLM:
         request = partial(Request, priority=priority, cache_salt=cache_salt, use_cache=use_cache, adapter=adapter)
         switches, sampling = (
             {name: settings.pop(name) for name in names if name in settings}
-            for names in (("tools", "enable_thinking", "reasoning_effort", "mm_processor_kwargs"), _SAMPLING)
+            for names in (("enable_thinking", "reasoning_effort", "mm_processor_kwargs"), _SAMPLING)
         )
         for name in settings:
             if error := self._template.unknown(name):
                 known = {*switches, *_SAMPLING, *self._template.variables}
                 raise ValueError(f"{name}: {nearest(name, known) or 'is no field of SamplingParams, and ' + error}")
-        asked = switches | {"chat_template_kwargs": settings}
+        asked = switches | {"tools": tools, "chat_template_kwargs": settings}
         is_one = bool(messages) and isinstance(messages[0], dict)
         many: Sequence[Iterable[object]] = [messages] if is_one else messages
         try:

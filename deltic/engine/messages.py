@@ -198,7 +198,7 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
 
 
 class Question(msgspec.Struct, kw_only=True):
-    """A command that one Reply answers."""
+    """A command that one EngineReply (`events.py`) answers."""
 
     number: int = 0
     """Names it among all that the client has asked; its answer has the same."""

@@ -473,7 +473,8 @@ class Scheduler:
     def commit(self, step: Step, result: StepResult) -> list[Output]:
         """Takes the results of a step, and frees sequences that end.
 
-        Returns an Output for each draw, for each token where there was a draft; none of what starts over.
+        Returns one Output for each draw, and for each token where there was a draft, but none for sequences
+        that start over.
         """
         self._commit_chunks(step, result)
         outputs: list[Output] = []

@@ -3,8 +3,8 @@
 Several servers may use one directory, of a network file system as well. Three things tell servers of each
 other, each a file of the directory:
 
-- `servers/NAME`, one a server, renewed every BEAT_S: who is there. Ages are told by the file system's own
-  clock: a server compares others' files with the one that it has just renewed.
+- `servers/NAME`, one a server, renewed every BEAT_S (`disk.py`): who is there. Ages are told by the file
+  system's own clock: a server compares others' files with the one that it has just renewed.
 - `lease`, locked (flock) by the one server that evicts for all. Where it dies, the kernel or the file server
   lets go of the lock, and the next that tries has it. Nothing wrong comes of two that believe to hold it: who
   misses a file computes what was in it.

@@ -234,8 +234,9 @@ class Placement:
     def load(self, path: list[Node], missing: list[tuple[Kind, Node]]) -> TierLoad | None:
         """Starts to bring what `path` lacks on the device. None: there is no room."""
         targets = [node for _, node in missing]
+        wanted = set(targets)
         for load in self._loads.values():
-            if not set(targets).isdisjoint(load.targets):
+            if not wanted.isdisjoint(load.targets):
                 return load  # another request's: what is missing after it is loaded then
         for node in path:
             node.busy += 1
