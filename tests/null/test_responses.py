@@ -731,6 +731,16 @@ def test_keys_do_not_see_each_other() -> None:
         door.post(400, input=[{"id": said["output"][0]["id"]}])
 
 
+@pytest.mark.parametrize(
+    "item", [{"type": "reasoning"}, {"type": "web_search_call"}, {"role": "assistant", "content": "a"}]
+)
+def test_the_id_of_an_item_is_a_text(door: Door, item: dict[str, Any]) -> None:
+    """It is kept under it; one that is none was an error after the answer, and its bytes counted for ever."""
+    question = {"role": "user", "content": "x"}
+    door.post(input=[item | {"id": "a"}, question])
+    assert door.post(400, input=[item | {"id": [1]}, question])["param"] == "input[0].id"
+
+
 def stored(name: str, *turns: ResponseTurn, size: int = 100) -> StoredResponse:
     return StoredResponse("", b"x" * size, turns, ResponseTurn([(f"out_{name}", b"y" * size)]))
 

@@ -24,8 +24,10 @@ from deltic.server.errors import bad_request
 Status = Literal["in_progress", "completed", "incomplete"]
 
 
-class InputItem(Struct):
+class InputItem(Struct, kw_only=True):
     """An item of a request."""
+
+    id: str | None = None
 
 
 class MessageItem(InputItem, kw_only=True):
@@ -34,7 +36,6 @@ class MessageItem(InputItem, kw_only=True):
     role: Literal["user", "assistant", "system", "developer"]
     content: str | list[JsonObject]
     type: Literal["message"] = "message"
-    id: str | None = None
 
 
 class StrictMessageItem(MessageItem, kw_only=True, forbid_unknown_fields=True):
