@@ -12,6 +12,8 @@ THREAD_NOT_FOUND = "thread_not_found"
 """Code on which Anthropic's client sends its history whole."""
 
 
+UNKNOWN_FIELD = "unknown field. It is not supported: leave it out."
+
 RETRY_LATER = {"retry-after": "2"}
 """Headers of an error that may be over in a moment."""
 

@@ -30,7 +30,7 @@ from deltic.server.api import decode, protocol
 from deltic.server.chat import messages as history
 from deltic.server.chat import request as chats
 from deltic.server.chat.picture_parts import Sent
-from deltic.server.errors import THREAD_NOT_FOUND, ApiError, bad_request
+from deltic.server.errors import THREAD_NOT_FOUND, UNKNOWN_FIELD, ApiError, bad_request
 from deltic.text import SamplingDefaults
 
 ATTRIBUTION = "x-anthropic-billing-header:"
@@ -394,7 +394,7 @@ def _picture(given: object, part: str) -> Sent:
     if not isinstance(data := source.get(field), str):
         raise bad_request(f"{path}.{field}", "expected a string")
     if unknown := source.keys() - {"type", "media_type", field}:
-        raise bad_request(f"{path}.{min(unknown)}", "unknown field. It is not supported: leave it out.")
+        raise bad_request(f"{path}.{min(unknown)}", UNKNOWN_FIELD)
     is_url = field == "url"
     return Sent(path, part, "image", url=data if is_url else "", encoded="" if is_url else data)
 

@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple, TypeVar, overload
 import msgspec
 
 from deltic.json_types import JsonObject
-from deltic.server.errors import ApiError, bad_request
+from deltic.server.errors import UNKNOWN_FIELD, ApiError, bad_request
 
 T = TypeVar("T")
 
@@ -190,7 +190,7 @@ def _drop_nulls(value: object, steps: list[str], field: str) -> bool:
 
 
 _REFUSALS = {
-    "unknown": ("unknown field. It is not supported: leave it out.", "unknown_field"),
+    "unknown": (UNKNOWN_FIELD, "unknown_field"),
     "missing": ("is missing", "missing_field"),
     "only_false": ("not supported by this server. Leave it out.", "unsupported_field"),
 }

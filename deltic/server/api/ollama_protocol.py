@@ -179,7 +179,7 @@ _NO_TIME = (0, "0", "0s", "0m", "0h")
 
 def _unsupported(path: str) -> ApiError:
     why = _WHY_NOT.get(path.rpartition(".")[2], "not supported by this server. Leave it out.")
-    return bad_request(path, f"{why}", "unsupported_field")
+    return bad_request(path, why, "unsupported_field")
 
 
 def is_empty(asked: AnswerRequest) -> bool:

@@ -33,7 +33,7 @@ from deltic.server.chat import messages as history
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.picture_parts import READS, Sent, is_low, sent_in
 from deltic.server.chat.request import ANY, Chat, Count, Effort, Form, Tool, ToolChoice, ToolGrammar, calls_of
-from deltic.server.errors import ApiError, bad_request
+from deltic.server.errors import UNKNOWN_FIELD, ApiError, bad_request
 from deltic.text import SamplingDefaults
 
 THOUGHT = "deltic-thought-"
@@ -501,7 +501,7 @@ def _picture(part: JsonObject, path: str, strict: bool) -> Sent:
     if not isinstance(url := part.get("image_url"), str):
         raise bad_request(f"{path}.image_url", "expected a URL")
     if strict and (unknown := part.keys() - history.MARKS - {"type", "image_url", "file_id", "detail"}):
-        raise bad_request(f"{path}.{min(unknown)}", "unknown field. It is not supported: leave it out.")
+        raise bad_request(f"{path}.{min(unknown)}", UNKNOWN_FIELD)
     low = is_low(part.get("detail"), f"{path}.detail")
     return Sent(f"{path}.image_url", path, "input_image", url=url, is_low=low)
 
@@ -538,5 +538,5 @@ def _texts(parts: list[JsonObject], path: str, by: str) -> Iterator[str]:
         if not isinstance(text, str):
             raise bad_request(f"{path}[{i}].{field}", "expected a string")
         if by not in ("assistant", "tool") and (unknown := part.keys() - _PART_FIELDS - {field}):
-            raise bad_request(f"{path}[{i}].{min(unknown)}", "unknown field. It is not supported: leave it out.")
+            raise bad_request(f"{path}[{i}].{min(unknown)}", UNKNOWN_FIELD)
         yield text

@@ -24,7 +24,7 @@ from deltic.server.batch.file_store import KEPT_S, MIN_BYTES, NO_RETRY, Card, Fi
 from deltic.server.batch.record import BatchRecord
 from deltic.server.batch.runner import BatchRunner
 from deltic.server.chat.generation import unavailable
-from deltic.server.errors import ApiError, bad_request
+from deltic.server.errors import UNKNOWN_FIELD, ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket
 from deltic.server.preparation import parsed
 from deltic.server.service import SHUTTING_DOWN, Service
@@ -169,8 +169,7 @@ class _Form:
         if purpose != "batch":
             raise bad_request("purpose", f"{purpose!r}: this server keeps files for batches only; use 'batch'")
         if unknown := self.fields.keys() - FileForm.__struct_encode_fields__:
-            message = "unknown field; it is not supported, leave it out"
-            raise bad_request(min(unknown), message, "unknown_field")
+            raise bad_request(min(unknown), UNKNOWN_FIELD, "unknown_field")
         given = {
             name: self.fields[field]
             for name in ("anchor", "seconds")

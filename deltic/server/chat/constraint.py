@@ -80,8 +80,8 @@ class Constrainer:
 
     def _holds(self, tool: Tool) -> bool:
         """Returns whether a tool's calls are held to its schema or grammar, though none has to come."""
-        takes_grammar = self._form == "xml" and bool(self._token("<tool_call>"))
-        return bool(tool.function.strict) or (tool.function.grammar is not None and takes_grammar)
+        takes_grammar = tool.function.grammar and self._form == "xml" and self._token("<tool_call>")
+        return bool(tool.function.strict or takes_grammar)
 
     def _formed(self, chat: Chat, text: str, thinking: bool) -> Constraint | None:
         """text: the grammar. Raises ApiError (400)."""

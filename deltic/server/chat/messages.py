@@ -20,7 +20,7 @@ from msgspec import Meta, Struct
 from deltic.json_types import JsonObject
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.picture_parts import MAX_FPS, READS, Sent, is_low, sent_in
-from deltic.server.errors import bad_request
+from deltic.server.errors import UNKNOWN_FIELD, bad_request
 
 ToolName = Annotated[str, Meta(pattern=r"^[A-Za-z0-9_.\-]{1,128}(?!\n)$")]
 
@@ -145,7 +145,7 @@ def _named(part: JsonObject, field: str, path: str, known: set[str], strict: boo
     unknown = [f"{path}.{name}" for name in part.keys() - MARKS - {"type", field}]
     unknown += [f"{path}.{field}.{name}" for name in named.keys() - known]
     if strict and unknown:
-        raise bad_request(min(unknown), "unknown field. It is not supported: leave it out.", "unknown_field")
+        raise bad_request(min(unknown), UNKNOWN_FIELD, "unknown_field")
     return named
 
 
@@ -160,8 +160,7 @@ def _video(part: JsonObject, path: str, strict: bool) -> Sent:
     else:
         raise bad_request(sent.path, "expected URLs of its frames, or the URL of a file")
     if strict and (unknown := part.keys() - MARKS - {"type", "video", "fps"}):
-        message = "unknown field. It is not supported: leave it out."
-        raise bad_request(f"{path}.{min(unknown)}", message, "unknown_field")
+        raise bad_request(f"{path}.{min(unknown)}", UNKNOWN_FIELD, "unknown_field")
     if fps is not None:
         if not sent.frames:
             raise bad_request(f"{path}.fps", "is for a list of frames. For a file, give mm_processor_kwargs.fps.")
@@ -341,6 +340,6 @@ def _texts(content: list[JsonObject], path: str, strict: bool) -> list[str]:
         if not isinstance(text, str):
             raise bad_request(f"{path}[{i}].{field}", "expected a string")
         if strict and (unknown := part.keys() - MARKS - {"type", "text"}):
-            raise bad_request(f"{path}[{i}].{min(unknown)}", "unknown field. It is not supported: leave it out.")
+            raise bad_request(f"{path}[{i}].{min(unknown)}", UNKNOWN_FIELD)
         texts.append(text)
     return texts
