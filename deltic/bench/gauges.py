@@ -37,7 +37,7 @@ def in_use(values: dict[str, float]) -> dict[str, float]:
 
 
 async def settled(endpoint: Endpoint, within_s: float) -> dict[str, float]:
-    """The samples of /metrics as soon as nothing of IDLE is in use, or as they are after so many seconds."""
+    """The samples of /metrics as soon as nothing is `in_use`, or as they are after so many seconds."""
     limit = time.monotonic() + within_s
     while True:
         values: dict[str, float] = {}

@@ -24,7 +24,7 @@ IMBALANCE = 8
 """Requests that a replica may have beyond the least busy one, before a request goes elsewhere."""
 
 
-class _Beginning(Struct):
+class _PromptFields(Struct):
     """Fields that may begin a prompt, in the bodies of all APIs. Raw: the replica checks them."""
 
     model: Raw = Raw(b"")
@@ -44,7 +44,7 @@ def key_of(headers: Iterable[tuple[bytes, bytes]], body: bytes) -> bytes:
         if given.get(name):
             return b"session:" + given[name]
     try:
-        asked = msgspec.json.decode(body, type=_Beginning)
+        asked = msgspec.json.decode(body, type=_PromptFields)
         starts = [_text(_decoded(raw)) for raw in (asked.system, asked.instructions)]
         for raw in (asked.messages, asked.input):
             items = _decoded(raw)
