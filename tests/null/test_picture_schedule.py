@@ -190,7 +190,7 @@ def test_who_has_left_leaves_no_pixels() -> None:
     engine.add(prompt("c", 5, picture(4, 4, 7)))
     engine.scheduler.plan()
     pictures.work(0)
-    assert [entry.key[2][-1] for entry in pictures._entries.values()] == [7]
+    assert [entry.key[-1][-1] for entry in pictures._entries.values()] == [7]
 
 
 def test_tokens_come_while_a_picture_is_encoded() -> None:
