@@ -235,7 +235,7 @@ def stretch(samples: NDArray[np.float32], speed: float) -> NDArray[np.float32]:
 async def decode_reference(data: bytes) -> bytes:
     """float32 mono samples at RATE, within [-1, 1], of a file in one of READABLE, or with one of CODECS.
 
-    Raises AudioError.
+    Raises UnreadableAudio.
 
     In a process of its own, which is ended after DECODE_S, or when nobody waits any more.
     """
@@ -283,7 +283,7 @@ def _container_of(data: bytes) -> str | None:
 
 
 def _in_sound_file(data: bytes) -> Generator[tuple[int, NDArray[np.float32]]]:
-    """Rate and samples, [n, channels], a block at a time. Raises AudioError."""
+    """Rate and samples, [n, channels], a block at a time. Raises UnreadableAudio."""
     import soundfile
 
     try:
@@ -318,7 +318,7 @@ def _in_container(data: bytes, form: str) -> Generator[tuple[int, NDArray[np.flo
 
 
 def _mono(parts: Iterable[tuple[int, NDArray[np.float32]]]) -> tuple[int, NDArray[np.float32]]:
-    """The rate, and the mean of the channels. Reads no more than MAX_REFERENCE_S. Raises AudioError."""
+    """The rate, and the mean of the channels. Reads no more than MAX_REFERENCE_S. Raises UnreadableAudio."""
     blocks: list[NDArray[np.float32]] = []
     n_read = rate = 0
     for rate, part in parts:
