@@ -171,7 +171,7 @@ KNOW_SPEECH = {
     "server/serve.py",
     "server/service.py",
 }
-"""Files that import them and serve texts, too. ARCHITECTURE.md says why; the set only shrinks."""
+"""Files that import them and serve texts, too. docs/design/speech.md says why; the set only shrinks."""
 
 
 def modules_in(tree: ast.Module) -> Iterator[str]:

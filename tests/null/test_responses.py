@@ -775,6 +775,7 @@ def test_another_key_s_many_responses_throw_none_away() -> None:
         return StoredResponse(owner, b"x" * size, (), ResponseTurn([(f"out_{name}", b"y")]))
 
     store = ResponseStore(20, max_bytes=100_000)
+    assert store.item("a", "nobody") is None and not store._own, "a thread looks while the event loop goes through them"
     for i in range(10):
         store.add(f"b{i}", of("b", f"b{i}"))
     for i in range(1010):

@@ -12,7 +12,7 @@ WRITTEN = wire.written()
 
 
 @pytest.mark.parametrize("name", wire.SAID)
-def testanswers_of_are_what_they_were(name: str) -> None:
+def test_answers_are_what_they_were(name: str) -> None:
     for title, text in asyncio.run(wire.answers_of(name, wire.SAID[name])).items():
         assert text.split("\n") == WRITTEN[title].split("\n"), title
 

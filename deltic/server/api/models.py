@@ -129,8 +129,8 @@ async def tokenize(service: Service, request: Request) -> ASGIApp:
 
     def encode(asked: TokenizeRequest, chat: Chat | None, pictures: Pictures) -> dict[str, object]:
         if chat is None:
-            parsed = asked.parse_special_tokens is not False
-            pieces = service.tokenizer.encode_pieces(asked.prompt or "", "parse" if parsed else "text")
+            is_text = asked.parse_special_tokens is False
+            pieces = service.tokenizer.encode_pieces(asked.prompt or "", "text" if is_text else "parse")
         else:
             pieces = iter([render(service.template, chat, pictures=pictures).ids])
         count, tokens, strings = 0, EncodedArray(), EncodedArray()

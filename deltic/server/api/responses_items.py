@@ -238,7 +238,7 @@ class ResponseStore:
 
     def item(self, item_id: str, owner: str) -> bytes | None:
         """The JSON of an item of any response that is held."""
-        return self._own[owner].items.get(item_id)
+        return self._own[owner].items.get(item_id) if owner in self._own else None  # any thread may ask
 
     def resolved(self, item: bytes, path: str, owner: str) -> bytes:
         """Returns an item's JSON; if it is a reference, that of what it refers to. Raises ApiError (400)."""

@@ -56,7 +56,7 @@ LEFT = 499
 """The status of a part whose client went while it was spoken."""
 
 Note = Callable[[str, str, int, Ticket, str], None]
-"""http.log_request."""
+"""`log_request` of server/app.py."""
 
 
 async def converse(server: Server, access: Access, socket: WebSocket, note: Note) -> None:
