@@ -230,8 +230,7 @@ class Quiet:
 async def send_trailers(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
     """Answers a request with a chunk of one byte, and trailers until the client leaves."""
     head = b"HTTP/1.1 200 OK\r\ncontent-type: image/png\r\ntransfer-encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n"
-    # Cancelled at the end of the attack, which asyncio would tell of.
-    with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError, asyncio.CancelledError):
+    with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
         await reader.readuntil(b"\r\n\r\n")
         writer.write(head)
         while True:
@@ -319,13 +318,17 @@ async def attack(url: str, key: str, model: str, sees: bool, seconds: float, por
             seen[name][came] += 1
             await asyncio.sleep(0.0 if came == "200" else 0.05)
 
-    await asyncio.start_server(send_trailers, HOST, ports[0])
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Not a coroutine itself: asyncio would tell of each that is cancelled at the end of the attack."""
+        tasks.append(asyncio.create_task(send_trailers(reader, writer)))
+
+    await asyncio.start_server(connected, HOST, ports[0])
     questions = seen["questions of events"] = Counter()
     tasks = [asyncio.create_task(asyncio.to_thread(ask_for_events, ports[1], time.monotonic() + seconds, questions))]
     for name, (n, make) in tricks(model, sees, ports).items():
         seen[name], numbers = Counter(), itertools.count()
         tasks += [asyncio.create_task(one(name, make, numbers)) for _ in range(n)]
-    done, _ = await asyncio.wait(tasks, timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
+    done, _ = await asyncio.wait(list(tasks), timeout=seconds, return_when=asyncio.FIRST_EXCEPTION)
     for task in done:
         task.result()
     return {name: dict(counts) for name, counts in seen.items()}

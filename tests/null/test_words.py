@@ -76,10 +76,13 @@ REFUSING = [path for room in ("api", "chat") for path in sorted((PACKAGE / "serv
 
 @pytest.mark.parametrize("path", REFUSING, ids=lambda path: path.name)
 def test_messages_of_the_apis_are_sentences(path: Path) -> None:
-    """One says what is wrong, another what to do. Descriptions are for the model, docstrings for people."""
+    """One says what is wrong, another what to do. Descriptions are for the model, docstrings for people, patterns for texts of
+    libraries."""
     nodes = list(ast.walk(ast.parse(path.read_text())))
     prose = {id(node.value) for node in nodes if isinstance(node, ast.Expr)}
     for node in nodes:
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "re.compile":
+            prose |= {id(argument) for argument in node.args}
         if isinstance(node, ast.Dict):
             prose |= {
                 id(value)

@@ -120,7 +120,7 @@ def _bytes_only() -> llguidance.LLTokenizer:
 _SPECIAL = re.compile(r"<\[\d+(?:,\d+)*\]>")
 _EXCERPT = re.compile(r"\n +\d+ \| .*", re.DOTALL)
 _POSITION = re.compile(r"^(?:at )?(\d+)\((\d+)\): ")
-_NAMES = re.compile(r"[;] following special tokens are available: \u27e6[^\u27e7]*\u27e7")
+_NAMES = re.compile(r"; following special tokens are available: \u27e6[^\u27e7]*\u27e7")
 _ONE_OF = re.compile(r"oneOf constraints are not supported\..*")
 
 
