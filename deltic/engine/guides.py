@@ -416,9 +416,8 @@ class Guides:
     def collect(self, decodes: list[Sequence], step_s: float) -> list[Guide]:
         """Takes back finished guides. Returns those that failed, or whose answer is over.
 
-        Waits once for each mask of `decodes`: while the device computes ahead, and then the longer, the
-        larger the share of decodes that would sit out a step of step_s seconds. Waits for no guide that was
-        slow alone.
+        Waits once for each mask of `decodes`, but for guides that were slow alone: while the device computes
+        ahead, and then the longer, the larger the share of decodes that would sit out step_s seconds.
         """
         if not self.n_busy:
             return []

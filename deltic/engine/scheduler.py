@@ -13,8 +13,7 @@ from a lower tier, and while another prefill of higher rank computes the beginni
 overtake it meanwhile.
 
 A sequence may speak a text that is still being written, and run out of it. Then it stalls: it keeps its pages
-and state slot, and sits out the steps until more text comes (`add_text`). If it is preempted, it waits, and
-others pass.
+and state slot until more text comes (`add_text`). If it is preempted, it waits, and others pass.
 
 Nothing waits for ever, if texts end. Prefills are admitted only while there are pages for all of them, so
 they cannot run short once no decode runs. A decode that needs a page takes it from a stalled sequence, or
