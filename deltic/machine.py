@@ -11,6 +11,8 @@ import math
 import os
 import platform
 import resource
+import sys
+import threading
 import typing
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,6 +27,10 @@ MAX_THREADS = 256
 """The thread pool's array of tickets (csrc/pool.cpp, MAX_THREADS) has as many."""
 
 
+NICENESS = 10
+"""Niceness of threads that work beside the steps, which go first."""
+
+
 PROC, CGROUP = Path("/proc"), Path("/sys/fs/cgroup")
 """Directories in which the kernel tells of processes and of control groups."""
 
@@ -35,6 +41,13 @@ def cuda_driver() -> ctypes.CDLL | None:
         return ctypes.CDLL("libcuda.so.1")
     except OSError:
         return None
+
+
+def be_nice() -> None:
+    """Has the calling thread go behind the steps, where a thread has a niceness of its own."""
+    if sys.platform == "linux":
+        with contextlib.suppress(OSError):
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def n_usable_cpus(proc: Path = PROC, cgroup: Path = CGROUP) -> int:

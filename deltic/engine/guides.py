@@ -31,6 +31,7 @@ import numpy as np
 from deltic.engine.messages import Constraint
 from deltic.engine.step import Rule, Sequence
 from deltic.engine.turns import NamespaceShares, Turns
+from deltic.machine import be_nice
 
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher, LLTokenizer
@@ -39,8 +40,6 @@ N_WORKERS = 4
 """Number of masks' jobs done side by side. Slow ones hold up the others only when there are as many."""
 LONG_GRAMMAR = 20_000
 """Characters of a grammar that may take a second to compile: a thread of low priority is for such."""
-NICENESS = 10
-"""Niceness of threads that work beside the steps, which go first."""
 N_MASK_THREADS = max(1, min(4, (os.cpu_count() or 1) // 2))
 """Threads of the library that make the masks of a job."""
 SLOW_S, SLOW_EACH_S = 0.005, 0.0005
@@ -480,9 +479,8 @@ class Guides:
             del job  # it may be long until the next
 
     def _compile_all(self, starts: PriorityQueue[tuple[int, int, list[Guide] | None]]) -> None:
-        if starts is self._starts[1] and sys.platform == "linux":
-            with suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        if starts is self._starts[1]:
+            be_nice()
         while True:
             turn, _, guides = starts.get()
             if guides is None:

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
-import sys
-import threading
 from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -21,9 +18,9 @@ from typing import Protocol
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.events import AdapterLoaded
-from deltic.engine.guides import NICENESS
 from deltic.engine.messages import LoadAdapter
 from deltic.engine.step import HeldAdapter
+from deltic.machine import be_nice
 from deltic.models.fields import CheckpointError
 from deltic.models.qwen.adapters import Adapter, read_adapter
 from deltic.models.qwen.shape import ModelShape
@@ -86,7 +83,7 @@ class Adapters:
         self._shape, self._room, self._memory = shape, room, memory
         self._loaded: dict[int, _Loaded] = {}  # by slot
         self._work: deque[tuple[LoadAdapter, Future[Adapter] | Future[None], _Loaded | None]] = deque()
-        self._pool = ThreadPoolExecutor(1, "adapters", initializer=_be_nice)
+        self._pool = ThreadPoolExecutor(1, "adapters", initializer=be_nice)
 
     @property
     def is_waiting(self) -> bool:
@@ -209,12 +206,6 @@ class Adapters:
 
 def _answer(command: LoadAdapter, one: _Loaded) -> AdapterLoaded:
     return AdapterLoaded(command.path, one.key, one.rank, one.n_bytes, number=command.number)
-
-
-def _be_nice() -> None:
-    if sys.platform == "linux":
-        with contextlib.suppress(OSError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
 
 
 def given_adapters(config: EngineConfig, shape: ModelShape) -> dict[str, Adapter]:

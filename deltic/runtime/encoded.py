@@ -18,7 +18,6 @@ import logging
 import os
 import re
 import secrets
-import sys
 import threading
 from abc import ABC, abstractmethod
 from collections import OrderedDict, deque
@@ -33,7 +32,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
-from deltic.engine.guides import NICENESS
+from deltic.machine import be_nice
 from deltic.models.fields import CheckpointError
 from deltic.ops.arrays import Array
 
@@ -287,9 +286,7 @@ class Encoded(ABC, Generic[C, T, A]):
     # In the other thread, and from `get`, `drop` and `poll` where these touch files.
 
     def _run(self) -> None:
-        if sys.platform == "linux":
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
+        be_nice()
         while (job := self._jobs.get()) is not None:
             try:
                 job()

@@ -10,11 +10,8 @@ thread knows nothing of pages, files and copies.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
-import os
-import sys
 import threading
 import time
 from collections import deque
@@ -30,6 +27,7 @@ from deltic.engine.cache.directory import Object
 from deltic.engine.cache.disk import Disk, Search, Survey
 from deltic.engine.cache.tree import HOST, Kind, Node
 from deltic.engine.messages import EngineInfo
+from deltic.machine import be_nice
 
 log = logging.getLogger("deltic.engine")
 
@@ -142,9 +140,7 @@ class Mover:
 
     def _run(self) -> None:
         disk = self._disk
-        if sys.platform == "linux":  # where a thread has a niceness of its own
-            with contextlib.suppress(OSError):
-                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
+        be_nice()
         while True:
             with self._changed:
                 until_s = None if disk is None else max(0.0, disk.beat_at - time.monotonic())
