@@ -41,6 +41,7 @@ from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import ASKING, BATCH, LARGE_BYTES, RATE_HEADERS, TICKET, Ticket
 from deltic.server.openapi import Route, document
 from deltic.server.page import live, page
+from deltic.server.pdf import pdf_text
 from deltic.server.preparation import prepared
 from deltic.server.service import Server, Service
 from deltic.server.speech import routes as speech
@@ -276,7 +277,7 @@ class Envelope:
                 raise ApiError(408, "the body did not come in time", code="request_timeout", headers=CLOSE) from None
             is_whole = not message.get("more_body", False)
             n_bytes += len(message.get("body", b""))
-            if self._server.config.log_prompts and scope.get("deltic.route") not in (FILES, IMPORT):
+            if self._server.config.log_prompts and scope.get("deltic.route") not in (FILES, IMPORT, PDF):
                 ticket.body += message.get("body", b"")
             return message
 
@@ -430,6 +431,7 @@ def _document(root_path: str) -> bytes:
 
 FILES = "/v1/files"
 IMPORT = "/cache/import"
+PDF = "/pdf/text"
 
 OLLAMA = functools.partial(Route, "POST", generates=True, any_type=True, gives=("application/json", ollama.LINES))
 ADAPTERS = functools.partial(Route, "POST", is_shared=True, gives=("text/plain",))
@@ -476,6 +478,7 @@ ROUTES = (
     ADAPTERS("/v1/unload_lora_adapter", models.unload_adapter, models.UnloadAdapterRequest),
     Route("POST", "/tokenize", models.tokenize, models.TokenizeRequest, prepares=True),
     Route("POST", "/detokenize", models.detokenize, models.DetokenizeRequest, prepares=True),
+    Route("POST", PDF, pdf_text, prepares=True, any_type=True),
     Route("GET", "/server_info", models.server_info, takes_model=True),
     Route("GET", "/model_info", models.model_info, takes_model=True),
     Route("GET", "/is_sleeping", models.is_sleeping, open_=True),

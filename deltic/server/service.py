@@ -51,6 +51,9 @@ CACHE_ANSWER_S = 10.0
 MAX_PREPARING = 2
 """A key's backlog in the thread for large bodies, in units of the largest body allowed."""
 
+N_READING = 2
+"""PDFs that are read at once."""
+
 UNKNOWN_AGAIN_S = 600.0
 """Seconds before the log names the same unknown field again."""
 
@@ -86,6 +89,8 @@ class Server:
     batches: BatchRunner | None = field(init=False, default=None)
     """Runner of batches; None without a directory for files."""
     pictures: PictureReader = field(init=False)
+    documents: Room = field(init=False)
+    """Room for the programs that read PDFs."""
     worker: FairThread = field(init=False)
     """Worker of one thread, so that large prompts cannot take the engine's cores."""
     compiler: FairThread = field(init=False)
@@ -116,6 +121,7 @@ class Server:
             files = FileStore(self.config.batch_dir, self.config.batch_disk_gb, self.accounts.n_tenants)
             self.batches = BatchRunner(self.config, self.accounts, files, self.writer)
         self.pictures = PictureReader(Hosts(self.config.fetch_images_from, "--fetch-images-from"), self.n_shares)
+        self.documents = Room(lambda: N_READING, self.n_shares)
         self.worker = FairThread("prepare", lambda: int(MAX_PREPARING * self.max_body_mb * 1_000_000))
         self.compiler = FairThread("compile", lambda: 0)  # the worker counts its bodies
         self.metrics = Exposition(self.accounts.numbers(), self.config.metrics_names)

@@ -1,0 +1,110 @@
+"""POST /pdf/text: the text of a PDF, page by page, for whoever wants to put it into a prompt.
+
+A file is read by a process of its own (server/isolated.py), this file run as a program: pypdf is imported
+there only. It has bounds on bytes, pages, characters, time and memory. Pages that are pictures have no text;
+nothing is recognised in them.
+"""
+
+from __future__ import annotations
+
+import io
+import json
+import sys
+import time
+from importlib.util import find_spec
+from typing import TYPE_CHECKING
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from deltic.server.errors import ApiError, bad_request
+from deltic.server.isolated import Refused, answer, ask
+from deltic.server.limits import TICKET, Ticket
+from deltic.server.transport import read_body, unless_disconnected
+
+if TYPE_CHECKING:  # the program starts sooner without it
+    from deltic.server.service import Service
+
+MAX_PDF_BYTES = 20_000_000
+MAX_PAGES = 500
+"""Pages that are read; of a longer file, the first."""
+MAX_CHARACTERS = 2_000_000
+"""Characters that are read, more than a prompt can have; of a longer file, the first pages."""
+ENOUGH_S = 10.0
+"""Seconds of a processor after which no other page is begun."""
+READ_S = 20.0
+"""Seconds of a processor after which a file is given up, also within a page."""
+READ_MEMORY = 1 << 30
+"""Bytes of address space of the process that reads."""
+
+PROGRAM = (sys.executable, "-I", "-m", "deltic.server.pdf")
+
+
+async def pdf_text(service: Service, request: Request) -> ASGIApp:
+    """POST /pdf/text: the text of a PDF file, page by page.
+
+    The body is the file. Pages that were not read, since there are too many, are counted in `n_pages` only.
+    """
+    if find_spec("pypdf") is None:
+        message = "PDF files need a library that is not installed. Run: pip install 'deltic[pdf]'."
+        raise ApiError(501, message, code="pdf_not_available")
+    ticket: Ticket = request.scope[TICKET]
+    most_mb = min(service.server.config.max_body_mb or MAX_PDF_BYTES / 1e6, MAX_PDF_BYTES / 1e6)
+    data = await read_body(request, most_mb, is_json=False)
+
+    async def read() -> bytes:
+        with await service.server.documents.take(ticket.turns, 1):
+            return await ask(PROGRAM, data, READ_S, "cannot be read: it is damaged, or no PDF.")
+
+    try:
+        made = await unless_disconnected(request.receive, read())
+    except Refused as refused:
+        raise bad_request("body", str(refused), "invalid_pdf") from None
+    finally:
+        ticket.drop_body()
+    return Response(made, media_type="application/json")
+
+
+def main() -> int:
+    """A PDF in stdin; its text out of stdout, as JSON."""
+    import pypdf  # noqa: F401 - before there is a file
+
+    return answer(_read, limit_s=READ_S, memory=READ_MEMORY, most_bytes=MAX_PDF_BYTES)
+
+
+def _read(data: bytes) -> bytes:
+    """The text of a file's pages, as JSON. Raises Refused."""
+    import pypdf
+    from pypdf.errors import DependencyError, PdfReadError
+
+    if not data.lstrip()[:1024].count(b"%PDF-"):
+        raise Refused("is no PDF. Send a PDF file as it is.")
+    try:
+        reader = pypdf.PdfReader(io.BytesIO(data))
+        if reader.is_encrypted and not reader.decrypt(""):
+            raise Refused("is encrypted. Remove its password first.")
+        n_pages = len(reader.pages)
+        pages: list[str] = []
+        n_characters, begun_s = 0, time.process_time()
+        for page in reader.pages[:MAX_PAGES]:
+            text = page.extract_text().encode("utf-8", "replace").decode().replace("\0", "").strip()
+            n_characters += len(text)
+            if n_characters > MAX_CHARACTERS and pages:
+                break
+            pages.append(text[:MAX_CHARACTERS])
+            if time.process_time() - begun_s > ENOUGH_S:
+                break
+    except DependencyError:
+        raise Refused("is encrypted. Remove its password first.") from None
+    except PdfReadError:
+        raise Refused("cannot be read: it is damaged.") from None
+    except MemoryError:
+        raise Refused("needs too much memory to be read. Send fewer pages.") from None
+    if not any(pages):
+        raise Refused("has no text: its pages are pictures. Send them as pictures to a model that sees.")
+    return json.dumps({"pages": pages, "n_pages": n_pages}, ensure_ascii=False).encode()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
