@@ -243,7 +243,7 @@ FOR_ALL = {
     "_document",
     "_trust",
     "_bytes_only",
-    "_stored_at",
+    "model_files",
     "metrics_of",
 }
 """Made at the start, or once for whoever comes first, and the same for everybody."""

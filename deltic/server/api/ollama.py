@@ -11,22 +11,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import datetime
-import functools
 import hashlib
 import secrets
 import time
-from typing import NamedTuple
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
-from deltic.config import BUILT_IN, EngineConfig
 from deltic.engine.messages import EngineInfo
 from deltic.host.client import EngineFailed
-from deltic.models.checkpoint import locate
-from deltic.models.gguf import is_gguf, open_gguf
 from deltic.server.api import completions
 from deltic.server.api import ollama_protocol as wire
 from deltic.server.chat import answer
@@ -38,21 +33,12 @@ from deltic.server.chat.parser import Item
 from deltic.server.chat.request import context_limit
 from deltic.server.errors import ApiError
 from deltic.server.limits import TICKET, Ticket, Usage
+from deltic.server.local_models import ModelFiles, model_files
 from deltic.server.preparation import Preparation, parsed
 from deltic.server.service import Service
 from deltic.server.transport import BODY, LargeResponse, json_pieces, json_response, read_body, unless_disconnected
 
 LINES = "application/x-ndjson"
-
-FAMILIES = {"qwen3_5": "qwen35", "qwen3_5_moe": "qwen35moe", "qwen3_next": "qwen3next"}
-"""Architectures as Ollama and GGUF files name them, by the shape's."""
-
-FILE_TYPES = {
-    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 7: "Q8_0", 8: "Q5_0", 9: "Q5_1", 10: "Q2_K", 11: "Q3_K_S", 12: "Q3_K_M",
-    13: "Q3_K_L", 14: "Q4_K_S", 15: "Q4_K_M", 16: "Q5_K_S", 17: "Q5_K_M", 18: "Q6_K", 25: "IQ4_NL", 30: "IQ4_XS",
-    32: "BF16", 38: "MXFP4",
-}  # fmt: skip
-"""general.file_type of a GGUF file."""
 
 LOADING_S = 300.0
 """Seconds that a request waits for a model that loads, as Ollama has it."""
@@ -318,42 +304,9 @@ def _usual(name: str) -> str:
     return name if ":" in name else f"{name}:latest"
 
 
-class ModelFiles(NamedTuple):
-    """Facts that the files of a model tell of it."""
-
-    family: str = "qwen"
-    format: str = "safetensors"
-    n_params: int = 0
-    n_bytes: int = 0
-    level: str = ""
-    """A GGUF file's own name of its bits."""
-
-
 def _stored(service: Service) -> ModelFiles:
     config = service.client.config
-    return _stored_at(config.model, config.dummy)
-
-
-@functools.lru_cache(maxsize=64)
-def _stored_at(model: str, dummy: str | None) -> ModelFiles:
-    """Facts of a model's files; of random weights, as if they were stored in 16 bits."""
-    try:
-        directory, shape = locate(EngineConfig(model=BUILT_IN if dummy else model, dummy=dummy))
-        about, n = (
-            ModelFiles(FAMILIES.get(shape.family, ModelFiles.family), "safetensors", shape.n_params),
-            shape.n_params,
-        )
-        if dummy is not None:
-            return about._replace(n_bytes=2 * n)
-        if not is_gguf(directory):
-            files = directory.glob("*.safetensors") if directory.is_dir() else [directory]
-            return about._replace(n_bytes=sum(file.stat().st_size for file in files))
-        stored = open_gguf(directory)
-        n_bytes, level = sum(file.stat().st_size for file in stored.files), stored.get("general.file_type")
-        level = FILE_TYPES.get(level, "") if isinstance(level, int) else ""
-        return about._replace(format="gguf", n_bytes=n_bytes, level=level)
-    except (ValueError, OSError):  # what was loaded is no longer there
-        return ModelFiles()
+    return model_files(config.model, config.dummy)
 
 
 def _human(n: int) -> str:
