@@ -35,7 +35,15 @@ COMMANDS = commands()
 SCRIPTS = [*ROOT.glob("bench/**/*.py"), *ROOT.glob("training/*.py"), *ROOT.glob("tests/planted.py")]
 FLAGS = set().union(*COMMANDS.values(), *(re.findall(r'"(--[a-z][a-z-]+)"', script.read_text()) for script in SCRIPTS))
 FLAGS |= {"--extra-index-url", "--dest", "--no-index", "--find-links", "--group"}  # pip's
-FLAGS |= {"--now", "--from", "--format", "--target", "--build-arg", "--kill-whom", "--log-opt"}  # systemctl's, uvx's, podman's
+FLAGS |= {
+    "--now",
+    "--from",
+    "--format",
+    "--target",
+    "--build-arg",
+    "--kill-whom",
+    "--log-opt",
+}  # systemctl's, uvx's, podman's
 FLAGS |= {
     "--from-literal",
     "--policy",
