@@ -1,42 +1,50 @@
-"""Files that nobody vouches for, decoded by a short process of their own: a module run as a program.
+"""Files that nobody vouches for, each decoded by a short process of its own.
 
-It has little memory and time, makes way for everybody else if it takes long, and may write no file. What a
-broken file makes of it is an exit status. Where memory runs out, the kernel ends it and not the engine. A
-module that decodes has a `main` that calls `answer`, and asks for it by `ask`. Most of a small file's time is
-the program's start; so a server begins the next one before it is asked for (`SPARE`).
+The process has little memory and time, makes way for everybody else if it takes long, and may write no file.
+What a broken file makes of it is an exit status. Where memory runs out, the kernel ends it and not the
+engine.
+
+A module that decodes has a `main`, which calls `answer`, and is asked by `ask`. Its libraries take 0.15 s to
+import, far longer than a small file takes. So they are imported once, by a process that decodes nothing
+itself: a fork server, which forks a process for each file in two milliseconds.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
+import gc
+import importlib
+import json
 import os
+import resource
+import select
 import signal
+import socket
+import struct
 import sys
 import time
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
-if TYPE_CHECKING:  # every file waits until its program is ready
-    import asyncio
+if TYPE_CHECKING:  # a fork has what its server has
     import subprocess
-    from collections.abc import Callable
-    from concurrent.futures import ThreadPoolExecutor
+    from collections.abc import Callable, Iterator
 
+COMMAND = (sys.executable, "-I", "-c", "from deltic.server.isolated import serve_forks; serve_forks()")
+STATUS = struct.Struct("<i")
+"""Exit status of a process, below zero a signal, which comes behind all that it wrote."""
 REFUSED = 3
-"""The program's exit status where it refuses a file, with the reason in stderr."""
-QUICK_S = 0.25
-"""Seconds until the next spare is begun, if a file takes so long."""
-QUICK_CPU_S = 0.5
-"""Seconds of a processor that most files take less than, the program's start included. Those that take longer
-make way for everybody else; those that only wait for a processor do not.
+"""The exit status of a process that refuses a file, and has written the reason."""
+QUICK_CPU_S = 0.3
+"""Seconds of a processor that most files take less than. Those that take longer make way for everybody else;
+those that only wait for a processor do not.
 """
+LOOK_S = 0.05
+"""Seconds between two looks at how long the processes have taken."""
 NICENESS = 5
 SLOWER = 3
-"""Factor on the seconds of a processor that a program has: it may last so long, as it makes way."""
-SPARE_S = 60.0
-"""Seconds that a spare process waits when it is not asked for."""
-MOST = 64
-"""Programs at once: far more than rooms for decoders let in."""
+"""Factor on the seconds of a processor that a file has: it may last so long, as it makes way."""
+MAX_MESSAGE = 1 << 16
+READ_BYTES = 1 << 20
 FIRST_TO_GO = "1000"
 """The kernel's largest oom_score_adj."""
 
@@ -49,125 +57,210 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
     """Returns what the program makes of the file. Raises Refused: with its reason, or with `otherwise` where
     it died; ApiError (503) where the kernel had no memory or no process for it.
 
-    limit_s: seconds of a processor. It is ended when nobody waits any more, too.
+    program: a module, and its arguments. limit_s: seconds of a processor. The process is ended when nobody
+    waits any more, too.
     """
-    import asyncio  # which the program itself does without
-    import subprocess
-
-    from deltic.server.errors import ApiError
+    import asyncio
 
     try:
-        process = SPARE.take(program)
+        channel = FORKS.connect(program)
     except OSError as error:
-        lack = f"no process for a decoder can be started ({error.strerror}); try again later"
-        raise ApiError(503, lack, code="out_of_memory", headers={"retry-after": "10"}) from None
-    later = asyncio.create_task(_make_way(process.pid, program))
+        raise _lack(f"no process for a decoder can be started ({error.strerror}); try again later") from None
     try:
-        made, why = await asyncio.get_running_loop().run_in_executor(_threads(), _use, process, data, SLOWER * limit_s)
-    except subprocess.TimeoutExpired:
+        async with asyncio.timeout(SLOWER * limit_s):
+            made = await _exchange(channel, data)
+    except TimeoutError:
         raise Refused(f"could not be decoded within {SLOWER * limit_s:g} s") from None
     finally:
-        later.cancel()
-        process.kill()  # if it has not ended, nobody waits any more
-        SPARE.begin(program)
-    if process.returncode == REFUSED:
-        raise Refused(why.decode("utf-8", "replace").rpartition("\n")[2])  # decoders print there, too
-    if process.returncode == -signal.SIGXCPU:
+        channel.close()  # which ends a process that has not ended
+    if len(made) < STATUS.size:
+        raise _lack("the process of the decoders ended while a file of the request was decoded; try again later")
+    status = STATUS.unpack_from(made, len(made) - STATUS.size)[0]
+    made = made[: -STATUS.size]
+    if status == REFUSED:
+        raise Refused(made.decode("utf-8", "replace"))
+    if status == -signal.SIGXCPU:
         raise Refused(f"could not be decoded within {limit_s:g} s")
-    if process.returncode == -signal.SIGKILL:  # nobody else sends it
-        lack = "memory ran out while a file of the request was decoded; try again later, or send a smaller one"
-        raise ApiError(503, lack, code="out_of_memory", headers={"retry-after": "10"})
-    if process.returncode:
+    if status == -signal.SIGKILL:  # nobody else sends it
+        raise _lack("memory ran out while a file of the request was decoded; try again later, or send a smaller one")
+    if status:
         raise Refused(otherwise)
     return made
 
 
-async def _make_way(pid: int, program: tuple[str, ...]) -> None:
-    """Has the next file not wait for a process, and lets all others go before it once its file is no small
-    one.
-    """
+def _lack(message: str) -> Exception:
+    from deltic.server.errors import ApiError
+
+    return ApiError(503, message, code="out_of_memory", headers={"retry-after": "10"})
+
+
+async def _exchange(channel: socket.socket, data: bytes) -> bytes:
+    """Returns all that comes back for a file."""
     import asyncio
 
-    await asyncio.sleep(QUICK_S)
-    SPARE.begin(program)
-    with contextlib.suppress(OSError):  # it has just ended
-        while time.clock_gettime(~pid << 3 | 2) < QUICK_CPU_S:  # Linux's clock of what a process has had
-            await asyncio.sleep(QUICK_S / 4)
-        os.setpriority(os.PRIO_PROCESS, pid, NICENESS)
+    loop, parts = asyncio.get_running_loop(), list[bytes]()
+    with contextlib.suppress(ConnectionError):  # it has ended, and its status says why
+        await loop.sock_sendall(channel, data)
+        channel.shutdown(socket.SHUT_WR)
+    with contextlib.suppress(ConnectionError):  # it left some of the file
+        while part := await loop.sock_recv(channel, READ_BYTES):
+            parts.append(part)
+    return b"".join(parts)
 
 
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    """Returns the pool with a thread for each program that runs, which writes, reads and waits."""
-    from concurrent.futures import ThreadPoolExecutor
-
-    return ThreadPoolExecutor(MOST, "decoders")
-
-
-def _begun(program: tuple[str, ...]) -> subprocess.Popen[bytes]:
-    """Starts the program, by `subprocess` and not the event loop: uvloop forks, which copies the tables of a
-    large server's memory, and all wait for that.
-    """
-    import subprocess
-
-    return subprocess.Popen(
-        program,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        env={"PATH": os.environ.get("PATH", ""), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
-    )
-
-
-def _use(process: subprocess.Popen[bytes], data: bytes, timeout_s: float) -> tuple[bytes, bytes]:
-    """Returns what a process writes to stdout and stderr. Raises TimeoutExpired, and has ended it then."""
-    try:
-        return process.communicate(data, timeout_s)
-    except BaseException:
-        process.kill()
-        process.communicate()
-        raise
-
-
-class Spare:
-    """A process of the program that ran last, which waits for a file. Of one event loop."""
+class ForkServer:
+    """The process that forks, started when it is first asked. It ends with this process, or when told to."""
 
     def __init__(self) -> None:
-        self.is_kept = False
-        """True if a spare is kept: not without somebody who drops it at the end."""
-        self._program: tuple[str, ...] = ()
+        self._control: socket.socket | None = None
         self._process: subprocess.Popen[bytes] | None = None
-        self._timer: asyncio.TimerHandle | None = None
 
-    def begin(self, program: tuple[str, ...]) -> None:
-        """Starts one, if there is none of the program. Where that fails, the next to ask is told."""
-        import asyncio
+    def connect(self, program: tuple[str, ...]) -> socket.socket:
+        """Returns the end of a socket whose other end is a new process's stdin and stdout. Raises OSError."""
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs:
+            try:
+                self._send(program, theirs)
+            except BaseException:
+                ours.close()
+                raise
+        return ours
 
-        if self.is_kept and program != self._program:
-            self.drop()
-            with contextlib.suppress(OSError):
-                self._process, self._program = _begun(program), program
-                self._timer = asyncio.get_running_loop().call_later(SPARE_S, self.drop)
+    def _send(self, program: tuple[str, ...], channel: socket.socket) -> None:
+        message = [json.dumps(program).encode()]
+        if self._control is not None:
+            try:
+                socket.send_fds(self._control, message, [channel.fileno()])
+                return
+            except ConnectionError:  # it was ended by somebody
+                self.stop()
+        self._start()
+        assert self._control is not None
+        socket.send_fds(self._control, message, [channel.fileno()])
 
-    def take(self, program: tuple[str, ...]) -> subprocess.Popen[bytes]:
-        """Gives the process that waits, or starts another. Raises OSError."""
-        process = self._process if program == self._program else None
-        if process is None:
-            return _begun(program)
-        self._process = None
-        self.drop()
-        return process if process.poll() is None else _begun(program)
+    def _start(self) -> None:
+        """Raises OSError."""
+        import subprocess
 
-    def drop(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        if self._process is not None:
-            self._process.kill()
-            _threads().submit(self._process.communicate)
-        self._program, self._process, self._timer = (), None, None
+        control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            try:
+                # Not by the event loop: uvloop forks, which copies the tables of a large server's memory.
+                self._process = subprocess.Popen(
+                    COMMAND,
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=subprocess.DEVNULL,
+                    env={"PATH": os.environ.get("PATH", ""), "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"},
+                )
+            except BaseException:
+                control.close()
+                raise
+        control.setblocking(False)
+        self._control = control
+
+    def stop(self) -> None:
+        """Ends it, and all that it forked."""
+        if self._control is not None and self._process is not None:
+            self._control.close()
+            self._process.wait()
+            self._control = self._process = None
 
 
-SPARE = Spare()
+FORKS = ForkServer()
+
+
+def serve_forks() -> None:
+    """The fork server: each message of stdin, a socket, has a program, and the socket of its process."""
+    control = socket.socket(fileno=os.dup(0))
+    woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.signal(signal.SIGCHLD, lambda *_: None)  # so that it wakes
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; it ends with who started it
+    signal.set_wakeup_fd(wakes)
+    poll = select.poll()
+    poll.register(control, select.POLLIN)
+    poll.register(woken, select.POLLIN)
+    forks: dict[int, socket.socket] = {}
+    """Channels of processes, held until their status is written."""
+    quick: set[int] = set()
+    """Processes that have not made way."""
+    while True:
+        for fd, _ in poll.poll(1000 * LOOK_S if quick else None):
+            if fd == control.fileno():
+                message, fds, _, _ = socket.recv_fds(control, MAX_MESSAGE, 1)
+                if not message:
+                    for pid in forks:
+                        os.kill(pid, signal.SIGKILL)
+                    return
+                channel = socket.socket(fileno=fds[0])
+                if pid := _forked(json.loads(message), channel):
+                    forks[pid] = channel
+                    quick.add(pid)
+                    poll.register(channel, 0)  # tells when the other end is closed
+            elif fd == woken:
+                os.read(woken, 4096)
+            else:
+                poll.unregister(fd)
+                for pid, channel in forks.items():
+                    if channel.fileno() == fd:
+                        os.kill(pid, signal.SIGKILL)
+        for pid, status in _ended():
+            quick.discard(pid)
+            with forks.pop(pid) as channel:
+                with contextlib.suppress(KeyError):
+                    poll.unregister(channel)
+                _tell(channel, status)
+        for pid in [*quick]:
+            with contextlib.suppress(OSError):  # it has just ended
+                if time.clock_gettime(~pid << 3 | 2) >= QUICK_CPU_S:  # its own clock, in Linux
+                    os.setpriority(os.PRIO_PROCESS, pid, os.getpriority(os.PRIO_PROCESS, 0) + NICENESS)
+                    quick.discard(pid)
+
+
+def _forked(program: list[str], channel: socket.socket) -> int:
+    """Forks the process of a program, and returns its number; 0 where the kernel has no room for one."""
+    if program[0] not in sys.modules:
+        with contextlib.suppress(Exception):  # the process finds it again, and ends
+            importlib.import_module(program[0]).prepare()
+        gc.freeze()
+    try:
+        pid = os.fork()
+    except OSError:
+        with channel:
+            _tell(channel, -signal.SIGKILL)
+        return 0
+    if not pid:
+        _run(program, channel)
+    return pid
+
+
+def _run(program: list[str], channel: socket.socket) -> NoReturn:
+    """The process that was forked: it reads and writes its channel, and has nothing else of its server."""
+    status = 1
+    try:
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        os.dup2(channel.fileno(), 0)
+        os.dup2(channel.fileno(), 1)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        sys.argv = program
+        status = importlib.import_module(program[0]).main()
+        sys.stdout.flush()
+    finally:
+        os._exit(status)
+
+
+def _tell(channel: socket.socket, status: int) -> None:
+    with contextlib.suppress(OSError):  # nobody waits
+        channel.sendall(STATUS.pack(status))
+
+
+def _ended() -> Iterator[tuple[int, int]]:
+    """Yields each process that has ended, with its exit status."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended[0], os.waitstatus_to_exitcode(ended[1])
 
 
 def answer(decode: Callable[[bytes], bytes], *, limit_s: float, memory: int, most_bytes: int) -> int:
@@ -175,8 +268,6 @@ def answer(decode: Callable[[bytes], bytes], *, limit_s: float, memory: int, mos
 
     decode may raise Refused. memory: bytes of address space; of the file, at most most_bytes + 1 are read.
     """
-    import resource
-
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write(FIRST_TO_GO)
     # One more to the second, which is SIGKILL's: the kernel sends that where memory runs out, too.
@@ -185,9 +276,8 @@ def answer(decode: Callable[[bytes], bytes], *, limit_s: float, memory: int, mos
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     try:
-        made = decode(sys.stdin.buffer.read(most_bytes + 1))
+        made, status = decode(sys.stdin.buffer.read(most_bytes + 1)), 0
     except Refused as refused:
-        sys.stderr.write(str(refused))
-        return REFUSED
+        made, status = str(refused).encode(), REFUSED
     sys.stdout.buffer.write(made)
-    return 0
+    return status

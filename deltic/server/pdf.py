@@ -1,15 +1,13 @@
 """POST /pdf/text: the text of a PDF, page by page, for whoever wants to put it into a prompt.
 
-A file is read by a process of its own (server/isolated.py), this file run as a program: pypdf is imported
-there only. It has bounds on bytes, pages, characters, time and memory. Pages that are pictures have no text;
-nothing is recognised in them.
+A file is read by a process of its own (server/isolated.py), which alone imports pypdf. Bounds are on bytes,
+pages, characters, time and memory. Pages that are pictures have no text; nothing is recognised in them.
 """
 
 from __future__ import annotations
 
 import io
 import json
-import sys
 import time
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -38,7 +36,7 @@ READ_S = 20.0
 READ_MEMORY = 1 << 30
 """Bytes of address space of the process that reads."""
 
-PROGRAM = (sys.executable, "-I", "-m", "deltic.server.pdf")
+PROGRAM = ("deltic.server.pdf",)
 
 
 async def pdf_text(service: Service, request: Request) -> ASGIApp:
@@ -66,10 +64,13 @@ async def pdf_text(service: Service, request: Request) -> ASGIApp:
     return Response(made, media_type="application/json")
 
 
+def prepare() -> None:
+    """Imports what files need."""
+    import pypdf  # noqa: F401
+
+
 def main() -> int:
     """A PDF in stdin; its text out of stdout, as JSON."""
-    import pypdf  # noqa: F401 - before there is a file
-
     return answer(_read, limit_s=READ_S, memory=READ_MEMORY, most_bytes=MAX_PDF_BYTES)
 
 
@@ -104,7 +105,3 @@ def _read(data: bytes) -> bytes:
     if not any(pages):
         raise Refused("has no text: its pages are pictures. Send them as pictures to a model that sees.")
     return json.dumps({"pages": pages, "n_pages": n_pages}, ensure_ascii=False).encode()
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -39,7 +39,7 @@ from deltic.models.fields import CheckpointError
 from deltic.models.hub import is_hub_name
 from deltic.server.address import check_transfer, listening, load_certificates, tls, url_of
 from deltic.server.downloads import fetch_all
-from deltic.server.isolated import SPARE
+from deltic.server.isolated import FORKS
 from deltic.server.kv_events import event_sockets, topics
 
 if TYPE_CHECKING:
@@ -241,7 +241,6 @@ async def _serve(
         gc.collect()
         gc.freeze()
         running = asyncio.create_task(http.serve([listener]))
-        SPARE.is_kept = True
         try:
             return await _until_stopped(host, server, running, signals, listener, started_s)
         finally:
@@ -249,8 +248,7 @@ async def _serve(
             if await _is_hurried(running, signals):
                 http.force_exit = True
             await asyncio.gather(running, return_exceptions=True)
-            SPARE.is_kept = False
-            SPARE.drop()
+            FORKS.stop()
     except (ConfigError, CheckpointError, OSError) as error:  # files, port, no process
         log.error("%s", error)
         return exit_status(error)

@@ -56,6 +56,14 @@ def test_a_call_of_no_tool_is_found(wrong: Answered) -> None:
         wrong.check(ASKED)
 
 
+def test_a_model_that_is_free_may_call_what_it_was_not_given() -> None:
+    """The built-in model was trained with tools of its own."""
+    free = {name: value for name, value in ASKED.items() if name != "tool_choice"}
+    answered('{"to": "Fern"}', name="send_email").check(free)
+    with pytest.raises(ValueError, match="delimiter"):
+        answered('{"to": "Fern"', name="send_email").check(free)
+
+
 def test_what_one_of_several_models_or_keys_has_is_in_use() -> None:
     page = "".join(f'deltic_{name}{{model="{model}"}} 0\n' for name in IDLE for model in "abc")
     assert in_use(gauges(page)) == {}

@@ -1,11 +1,14 @@
-"""A server of a fake engine, for the tests that need no other."""
+"""A server of a fake engine, for the tests that need no other, and a fork server with the decoders of tests."""
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
+from deltic.server import isolated
 from tests.fake_engine import FakeEngineClient, make_app, served
 
 
@@ -18,3 +21,14 @@ def engine() -> FakeEngineClient:
 def live(engine: FakeEngineClient) -> Iterator[str]:
     with served(make_app(engine)) as url:
         yield url
+
+
+@pytest.fixture
+def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[isolated.ForkServer]:
+    """A fork server that finds tests/decoders.py, too."""
+    code = f"import sys; sys.path.append({str(Path(__file__).parents[2])!r}); {isolated.COMMAND[-1]}"
+    monkeypatch.setattr(isolated, "COMMAND", (sys.executable, "-I", "-c", code))
+    server = isolated.ForkServer()
+    monkeypatch.setattr(isolated, "FORKS", server)
+    yield server
+    server.stop()

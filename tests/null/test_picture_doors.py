@@ -33,8 +33,10 @@ from deltic.commands.endpoint import Endpoint, EndpointError, picture_url
 from deltic.commands.run import send, with_pictures
 from deltic.engine.messages import PictureInfo, Request
 from deltic.server.chat import picture_parts, pictures
+from deltic.server.isolated import ForkServer
 from deltic.server.urls import Hosts
 from tests import fakes
+from tests.decoders import DECODER
 from tests.fake_engine import IMAGE_PAD, PICTURE_TEMPLATE, TEMPLATE, FakeEngineClient, byte_tokenizer, make_app, served
 from tests.null.test_http import error_of
 from tests.pictures import file_of, refused, rgb
@@ -903,9 +905,9 @@ def test_bodies_whose_pictures_wait_are_bounded(monkeypatch: pytest.MonkeyPatch)
     asyncio.run(go())
 
 
-def test_memory_that_ran_out_is_not_the_pictures_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_ran_out_is_not_the_pictures_fault(forks: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
     killed = "import os, signal; os.kill(os.getpid(), signal.SIGKILL)"
-    monkeypatch.setattr(pictures, "PROGRAM", (sys.executable, "-c", killed))
+    monkeypatch.setattr(pictures, "PROGRAM", (DECODER, killed))
     answer = chat(seeing(), user(part(SMALL)))
     assert (answer.status_code, error_of(answer)["code"]) == (503, "out_of_memory") and answer.headers["retry-after"]
     assert error_of(answer)["message"].startswith("memory ran out while a file of the request was decoded")

@@ -6,13 +6,12 @@ import asyncio
 import errno
 import io
 import os
-import signal
 import subprocess
 import sys
 import time
 import tomllib
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import numpy as np
 import pytest
@@ -30,6 +29,8 @@ from deltic.server import isolated
 from deltic.server.chat import pictures
 from deltic.server.chat.pictures import PictureError, fitted, of_pixels, read_picture
 from deltic.server.errors import ApiError
+from deltic.server.isolated import ForkServer
+from tests.decoders import DECODER
 from tests.pictures import FORMS, doubtful, file_of, png, refused, rgb, scene, whole, zeros
 
 SMALL = PictureRules(min_pixels=4096, max_pixels=20_000)
@@ -257,8 +258,10 @@ def test_what_is_broken_beside_the_pixels_is_passed_over() -> None:
     ],
     ids=range(3),
 )
-def test_a_decoder_that_fails_takes_nobody_with_it(program: str, said: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pictures, "PROGRAM", (sys.executable, "-c", program))
+def test_a_decoder_that_fails_takes_nobody_with_it(
+    program: str, said: str, forks: ForkServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pictures, "PROGRAM", (DECODER, program))
     monkeypatch.setattr(pictures, "DECODE_S", 0.5)
     before_s = time.monotonic()
     with pytest.raises(PictureError, match=said):
@@ -266,120 +269,151 @@ def test_a_decoder_that_fails_takes_nobody_with_it(program: str, said: str, monk
     assert time.monotonic() - before_s < 5
 
 
-def test_a_decoder_makes_way_if_it_takes_long_and_is_the_first_that_the_kernel_ends() -> None:
+def test_a_decoder_makes_way_if_it_takes_long_and_is_the_first_that_the_kernel_ends(forks: ForkServer) -> None:
     code = """if True:
-        import os, sys, time
-        from deltic.server.isolated import QUICK_S, answer
+        import os, time
+        from deltic.server.isolated import QUICK_CPU_S, answer
         before = os.nice(0)
         def tell(_):
-            time.sleep(2 * QUICK_S)
+            time.sleep(2 * QUICK_CPU_S)
             waited = os.nice(0)
             while os.nice(0) == before and time.process_time() < 5:
                 pass
             return f"{waited - before} {os.nice(0)} {open('/proc/self/oom_score_adj').read()}".encode()
-        sys.exit(answer(tell, limit_s=4, memory=1 << 30, most_bytes=9))"""
+        status = answer(tell, limit_s=4, memory=1 << 30, most_bytes=9)"""
     begun_s = time.monotonic()
-    told = asyncio.run(isolated.ask((sys.executable, "-c", code), b"", 10, "died"))
+    told = asyncio.run(isolated.ask((DECODER, code), b"", 10, "died"))
     assert time.monotonic() - begun_s >= isolated.QUICK_CPU_S, "a small picture is decoded as soon as may be"
     nice = min(19, os.nice(0) + isolated.NICENESS)
     assert [int(one) for one in told.split()] == [0, nice, 1000], "nor does it count to wait for a processor"
     spin = code.replace("return f", "\n            while True: pass\n            return f").replace("_s=4", "_s=1")
     with pytest.raises(isolated.Refused, match="within 20 s"):  # its own limit, of a processor's time, is lower
-        asyncio.run(isolated.ask((sys.executable, "-c", spin), b"", 20, "died"))
+        asyncio.run(isolated.ask((DECODER, spin), b"", 20, "died"))
 
 
-def test_the_next_decoder_is_ready_before_it_is_asked_for() -> None:
+def test_libraries_are_imported_once_for_all_pictures() -> None:
     async def go() -> None:
-        spare, asked = isolated.SPARE, (whole()["png"], SMALL.min_pixels, SMALL.max_pixels)
-        spare.is_kept = True
+        asked = (whole()["png"], SMALL.min_pixels, SMALL.max_pixels)
+        first = await read_picture(*asked)
+        took_s = []
+        for _ in range(9):
+            begun_s = time.perf_counter()
+            assert await read_picture(*asked) == first
+            took_s.append(time.perf_counter() - begun_s)
+        importing_s = min(_importing_s() for _ in range(3))
+        assert min(took_s) < importing_s / 2, "each picture had to wait for Pillow"
 
-        def ready() -> subprocess.Popen[bytes]:
-            assert spare._process is not None
-            return spare._process
-
-        first, waiting = await read_picture(*asked), ready()
-        assert waiting.returncode is None
-        assert await read_picture(*asked) == first and waiting.returncode == 0, "it was used"
-        ended = ready()
-        ended.kill()
-        ended.wait()
-        assert await read_picture(*asked) == first, "another is begun"
-        last = ready()
-        spare.drop()
-        assert last.wait() == -signal.SIGKILL and spare._process is None
-        spare.is_kept = False
-        assert await read_picture(*asked) == first and spare._process is None
-
-    try:
-        asyncio.run(go())
-    finally:
-        isolated.SPARE.is_kept = False
+    asyncio.run(go())
 
 
-def test_what_is_decoded_is_not_lost_where_no_further_decoder_can_be_started(monkeypatch: pytest.MonkeyPatch) -> None:
-    begun, program = isolated._begun, (sys.executable, "-S", "-c", "print(end='done')")
-    n_left = 1
+def _importing_s() -> float:
+    begun_s = time.perf_counter()
+    subprocess.run([sys.executable, "-I", "-c", "import numpy, PIL.Image"], check=True)
+    return time.perf_counter() - begun_s
 
-    def last(program: tuple[str, ...]) -> subprocess.Popen[bytes]:
-        nonlocal n_left
-        n_left -= 1
-        if n_left < 0:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-        return begun(program)
+
+def test_a_fork_server_that_was_ended_is_started_again(forks: ForkServer) -> None:
+    program = DECODER, "print(end='done')"
 
     async def go() -> None:
-        isolated.SPARE.is_kept = True
         assert await isolated.ask(program, b"", 10, "died") == b"done"
-        with pytest.raises(ApiError, match="Too many open files") as refused:
-            await isolated.ask(program, b"", 10, "died")
-        assert refused.value.status == 503
+        first = forks._process
+        assert first is not None
+        lasting = asyncio.create_task(isolated.ask((DECODER, "import time; time.sleep(60)"), b"", 60, "died"))
+        await asyncio.sleep(0.3)
+        first.kill()
+        first.wait()
+        assert await isolated.ask(program, b"", 10, "died") == b"done" and forks._process is not first
+        lasting.cancel()
 
-    monkeypatch.setattr(isolated, "_begun", last)
-    try:
-        asyncio.run(go())
-    finally:
-        isolated.SPARE.is_kept = False
+    asyncio.run(go())
 
 
-def test_a_decoder_starts_at_once_from_a_large_server() -> None:
+def test_forks_end_with_their_server(forks: ForkServer) -> None:
+    async def go() -> None:
+        code = "import os, time; print(os.getpid(), end=' ', flush=True); time.sleep(60)"
+        with forks.connect((DECODER, code)) as channel:
+            pid = int(await asyncio.get_running_loop().sock_recv(channel, 99))
+            forks.stop()
+            for _ in range(100):
+                if not Path(f"/proc/{pid}").exists():
+                    return
+                await asyncio.sleep(0.05)
+        raise AssertionError("it goes on")
+
+    asyncio.run(go())
+
+
+def test_a_file_is_not_lost_where_no_process_can_be_forked(forks: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_room(*_: object, **__: object) -> NoReturn:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(subprocess, "Popen", no_room)
+    with pytest.raises(ApiError, match="Too many open files") as refused:
+        asyncio.run(isolated.ask((DECODER, ""), b"", 10, "died"))
+    assert refused.value.status == 503
+    monkeypatch.undo()
+    monkeypatch.setattr(isolated, "FORKS", forks)
+    unable = "import os\ndef fork(): raise BlockingIOError\nos.fork = fork"
+    monkeypatch.setattr(isolated, "COMMAND", (sys.executable, "-I", "-c", f"{unable}\n{isolated.COMMAND[-1]}"))
+    with pytest.raises(ApiError, match="memory ran out") as refused:
+        asyncio.run(isolated.ask(("deltic.server.chat.pictures",), b"", 10, "died"))
+    assert refused.value.status == 503
+
+
+def test_the_fork_server_starts_at_once_from_a_large_server() -> None:
     """uvloop's own way forks: of 400 MB it took 0.2 s, in which nobody was answered, and longer on a busy machine."""
     code = """if True:
-        import asyncio, sys, time, uvloop
-        from deltic.server import isolated
+        import asyncio, time, uvloop
+        from deltic.server.isolated import ForkServer
         large = bytearray(b"x") * 400_000_000
-        isolated.SPARE.is_kept = True
-        took, program = [], (sys.executable, "-S", "-c", "pass")
+        took = []
         async def go():
             for _ in range(9):
+                server = ForkServer()
                 before = time.perf_counter()
-                isolated.SPARE.begin(program)
+                server.connect(("deltic.server.chat.pictures", "1", "1")).close()
                 took.append(time.perf_counter() - before)
-                isolated.SPARE.drop()
-                await asyncio.sleep(0.05)
+                server.stop()
         uvloop.run(go())
         print(min(took))"""
     told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert float(told.stdout) < 0.05
 
 
-def test_a_decoder_ends_with_who_asked() -> None:
+def test_a_decoder_ends_with_who_asked(forks: ForkServer, tmp_path: Path) -> None:
+    told = tmp_path / "pid"
+    code = f"import os, time; open({str(told)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+
     async def go() -> None:
-        asked = asyncio.create_task(
-            isolated.ask((sys.executable, "-c", "import time; time.sleep(60)"), b"x" * 200_000, 60, "died")
-        )
-        await asyncio.sleep(0.2)
+        asked = asyncio.create_task(isolated.ask((DECODER, code), b"x" * 2_000_000, 60, "died"))
+        while not (told.exists() and told.read_text()):
+            await asyncio.sleep(0.05)
         asked.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asked
+        while Path(f"/proc/{told.read_text()}").exists():
+            await asyncio.sleep(0.05)
 
-    began_s = time.monotonic()
+    asyncio.run(asyncio.wait_for(go(), 10))
+
+
+def test_answers_of_any_size_and_many_at_once(forks: ForkServer) -> None:
+    code = """if True:
+        import sys
+        from deltic.server.isolated import answer
+        status = answer(lambda data: data * 3, limit_s=9, memory=1 << 30, most_bytes=1 << 24)"""
+
+    async def go() -> None:
+        files = [os.urandom(size) for size in (0, 1, 3, 4, 70_000, 5_000_000) for _ in range(4)]
+        made = await asyncio.gather(*(isolated.ask((DECODER, code), data, 9, "died") for data in files))
+        assert made == [3 * data for data in files]
+
     asyncio.run(go())
-    isolated._threads().submit(lambda: None).result(5)
-    assert time.monotonic() - began_s < 5
 
 
-def test_a_program_of_pictures_imports_little() -> None:
-    """Each picture waits for it: nothing of ours but itself and what isolates it, and the same squares."""
+def test_the_program_of_pictures_imports_little() -> None:
+    """The fork server holds it: nothing of ours but itself and what isolates it, and the same squares."""
     listed = "import sys, deltic.server.chat.pictures; print(*sorted(sys.modules))"
     told = subprocess.run(
         [sys.executable, "-I", "-c", listed], capture_output=True, text=True, check=True

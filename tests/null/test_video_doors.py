@@ -283,9 +283,9 @@ def test_hostile_files_are_each_a_bad_request(av: Any) -> None:
 
 
 def test_a_client_that_waits_no_more_ends_the_process(av: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(videos, "DECODE_S", 0.01)
+    monkeypatch.setattr(videos, "DECODE_S", 0.0001)
     error = error_of(chat(seeing(), user(filed(whole("mp4")))))
-    assert "could not be decoded within 0.03 s" in error["message"]
+    assert "could not be decoded within 0.0003 s" in error["message"]
 
 
 def test_python(llm: LLM, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,7 @@
 them.
 
 A file is decoded, turned as its EXIF says, put on white where it is transparent, and resized by a process of
-its own (server/isolated.py), this file run as a program: Pillow and numpy are imported there only. All but
+its own (server/isolated.py), which alone imports Pillow and numpy. All but
 the first two are done a strip at a time, so a large picture is in memory once. Out come
 8-bit pixels; models/vision/pixels.py makes of them what the vision tower reads. Of animated files the first
 frame is taken.
@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING
 
 from deltic.server.isolated import Refused, answer, ask
 
-# Each picture waits until the program has imported what stands above.
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
@@ -42,7 +41,7 @@ MAX_PICTURE_BYTES = 20_000_000
 MAX_SOURCE_PIXELS = 1 << 26
 """Pixels of a file, as its header says: 67 million; more are not decoded."""
 
-PROGRAM = (sys.executable, "-I", "-m", "deltic.server.chat.pictures")
+PROGRAM = ("deltic.server.chat.pictures",)
 HEAD = struct.Struct("<II16s")
 """Head that the program writes before the pixels: height, width and `Picture.key`."""
 STRIP_PIXELS = 1 << 20
@@ -128,11 +127,16 @@ def _picture(key: bytes, pixels: bytes, height: int, width: int, n_frames: int =
 _TOO_LARGE = f"is larger than {MAX_PICTURE_BYTES // 1_000_000} MB"
 
 
-def main() -> int:
-    """A file in stdin; height, width and key, as HEAD has them, and the resized pixels out of stdout."""
+def prepare() -> None:
+    """Imports what files need."""
+    import numpy  # noqa: F401
     from PIL import Image
 
-    Image.preinit()  # before there is a file
+    Image.preinit()
+
+
+def main() -> int:
+    """A file in stdin; height, width and key, as HEAD has them, and the resized pixels out of stdout."""
     min_pixels, max_pixels = int(sys.argv[1]), int(sys.argv[2])
 
     def decode(data: bytes) -> bytes:
@@ -236,7 +240,7 @@ def _in_colours(image: Image.Image) -> Image.Image:
     from PIL import Image
 
     if image.mode.startswith("I;16"):
-        import numpy as np  # which takes as long as to decode a picture
+        import numpy as np
 
         samples = np.asarray(image)
         grey = (samples >> 8).astype(np.uint8)
@@ -248,7 +252,3 @@ def _in_colours(image: Image.Image) -> Image.Image:
         return image.convert("RGB")
     image = image.convert("RGBA")
     return Image.alpha_composite(Image.new("RGBA", image.size, (255, 255, 255, 255)), image).convert("RGB")
-
-
-if __name__ == "__main__":
-    sys.exit(main())

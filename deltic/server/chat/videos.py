@@ -2,7 +2,7 @@
 
 Which frames are taken, how large they become and what times they have is as the published processor says.
 Their pixels are those of Pillow's bicubic filter, as a picture's are: that processor's own resize differs by
-its rounding. A process of its own (server/isolated.py), this file run as a program, does all of it: PyAV,
+its rounding. A process of its own (server/isolated.py) does all of it: PyAV,
 Pillow and numpy are imported there only.
 
 Frames of a file are counted by its packets, and the rate is their number by the time from the first to the
@@ -53,7 +53,7 @@ READABLE = "MP4, MOV, MKV or WebM with H.264, H.265, VP8, VP9, AV1 or MPEG-4"
 FAR_FRAMES = 16
 """Frames ahead from which on it is quicker to seek a frame than to decode all before it."""
 
-PROGRAM = (sys.executable, "-I", "-m", "deltic.server.chat.videos")
+PROGRAM = ("deltic.server.chat.videos",)
 HEAD = struct.Struct("<III")
 """Head that the program writes first: pairs, height and width."""
 PAIR = struct.Struct("<d16s")
@@ -181,6 +181,11 @@ def _resized(n_frames: int, counted: int, height: int, width: int, least: int, m
         ratio = f"A side may be {MAX_ASPECT} times the other at most."
         raise PictureError(f"has frames of {width} x {height} pixels. {ratio}")
     return whole_blocks(height, width, least, most, n_frames, counted)
+
+
+def prepare() -> None:
+    """Imports what every file needs."""
+    import av  # noqa: F401
 
 
 def main() -> int:
@@ -355,7 +360,3 @@ def _decoded(data: bytes, form: str, wanted: list[int], wish: VideoWish, keys: l
 def _frames(container: InputContainer, stream: VideoStream) -> Iterator[Any]:
     """Frames with a time, from where the container stands."""
     return (frame for frame in container.decode(stream) if frame.pts is not None)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -2,7 +2,7 @@
 
 Audio of the engine is 16-bit little-endian mono at 24 kHz. Files are libsndfile's (soundfile) or
 FFmpeg's (PyAV), rates are soxr's; all are imported where they are used, since a server of text needs none of
-them. Reference audio is decoded by a process of its own, this file run as a program (server/isolated.py).
+them. Reference audio is decoded by a process of its own (server/isolated.py).
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import struct
-import sys
 from collections.abc import Generator, Iterable
 from importlib.util import find_spec
 from typing import Any
@@ -59,7 +58,7 @@ BLOCK_FRAMES = 65_536
 SILENT_BELOW = 1e-3
 """Largest sample of what is taken for silence: -60 dB."""
 
-PROGRAM = (sys.executable, "-I", "-m", "deltic.server.speech.audio")
+PROGRAM = ("deltic.server.speech.audio",)
 DECODE_S = 15.0
 DECODE_MEMORY = 2 << 30
 """Address space of the process that decodes; numpy maps most of it without using it."""
@@ -245,6 +244,11 @@ async def decode_reference(data: bytes) -> bytes:
         raise UnreadableAudio(str(refused)) from None
 
 
+def prepare() -> None:
+    """Imports what every file needs."""
+    import soxr  # noqa: F401
+
+
 def main() -> int:
     """Reference audio in stdin, samples out of stdout."""
     return answer(
@@ -331,7 +335,3 @@ def _mono(parts: Iterable[tuple[int, NDArray[np.float32]]]) -> tuple[int, NDArra
         if n_read > int(MAX_REFERENCE_S * rate):
             raise UnreadableAudio(f"is longer than {MAX_REFERENCE_S:g} s")
     return rate, np.concatenate(blocks) if blocks else np.zeros(0, np.float32)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
