@@ -76,7 +76,7 @@ class EngineConfig:
     machine.
     """
 
-    model: str = knob(BUILT_IN, "checkpoint directory, GGUF file or hub name", metavar="MODEL")
+    model: str = knob(BUILT_IN, "checkpoint directory, GGUF file, hub name or short name", metavar="MODEL")
     revision: str | None = knob(None, "branch, tag or commit of a hub name (default: the hub's)")
     download_dir: Path | None = knob(
         None, "where hub downloads are kept (default: as huggingface_hub, ~/.cache/huggingface)", metavar="DIR"
@@ -359,9 +359,9 @@ class ModelConfig:
                     f"--served-model-name {name!r}: the '[' needs a ']', as in 'qwen-[ab]'; so it matches only itself"
                 )
 
-    def names(self, own: str) -> tuple[str, ...]:
+    def names(self, *own: str) -> tuple[str, ...]:
         """Returns the names in /v1/models, the one in answers first. own: used where none is given."""
-        return tuple(n for n in dict.fromkeys(self.served_model_name) if not _is_pattern(n)) or (own,)
+        return tuple(n for n in dict.fromkeys(self.served_model_name) if not _is_pattern(n)) or own
 
     @property
     def shapes_text(self) -> str | None:

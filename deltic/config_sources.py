@@ -22,6 +22,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar, get_type_hints
 
+from deltic.aliases import spelled_out
 from deltic.commands.flags import advice, json_object, scalar
 from deltic.config import ENV_PREFIX, Config, ConfigError, EngineConfig, ModelConfig, ServerConfig, nearest, pinned_cpus
 from deltic.json_types import JsonObject
@@ -41,7 +42,8 @@ def resolve(
     """Flags over `DELTIC_<FIELD>` variables over those of a file over defaults; unknown flags and malformed
     values are errors.
 
-    table: of a file, which its `config` is; what is not of `cls` is passed over. Raises ConfigError.
+    A short name of a model becomes its name on the hub. table: of a file, which its `config` is; what is not
+    of `cls` is passed over. Raises ConfigError.
     """
     environ, hints = _ours(environ), get_type_hints(cls)
     fields = {field.name: field for field in dataclasses.fields(cls)}
@@ -74,6 +76,8 @@ def resolve(
         values[name] = tuple(parsed) if many else parsed[0]
     for name, value in values.items():
         _check(fields[name], value, called[name])
+    if cls is EngineConfig and "model" in values:
+        values["model"], values["revision"] = spelled_out(values["model"], values.get("revision"))
     config = cls(**values)
     if isinstance(config, EngineConfig) and config.pin_threads:
         pinned_cpus(config.threads or 1)

@@ -19,7 +19,10 @@ from typing import Union, get_args, get_origin, get_type_hints
 from deltic.config import Config, EngineConfig, ModelConfig, ServerConfig
 from deltic.json_types import JsonObject
 
-MODEL_HELP = "checkpoint directory, GGUF file or hub name, as owner/model or owner/model:Q4_K_M (default: the small built-in model)"
+MODEL_HELP = (
+    "short name (qwen3.5:4b), hub name (owner/model, owner/model:Q4_K_M), GGUF file or checkpoint directory (default: the small "
+    "built-in model)"
+)
 REMOTE_HELP = MODEL_HELP + "; with --url, the name of its model (default: the first it lists that fits)"
 CONFIG_HELP = (
     "settings of deltic serve by their flags' names, as TOML or YAML; what is on the command line, or in a DELTIC_ "

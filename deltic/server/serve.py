@@ -29,6 +29,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import uvloop
 
 from deltic import logs
+from deltic.aliases import short_names
 from deltic.config import BUILT_IN, ConfigError, EngineConfig, ModelConfig, ServerConfig, exit_status
 from deltic.engine.messages import EngineInfo
 from deltic.host.client import EngineClient, EngineFailed
@@ -109,7 +110,7 @@ def prepared(models: Sequence[tuple[EngineConfig, ModelConfig]], max_queue: int)
     for engine, _ in models:
         if engine.dummy is not None and not speaks(engine):
             locate(engine)
-    names = [about.names(model_name(engine)) for engine, about in models]
+    names = [about.names(*short_names(engine), model_name(engine)) for engine, about in models]
     all_names = [name for own, (_, about) in zip(names, models, strict=True) for name in own + about.patterns]
     for name in all_names:
         if all_names.count(name) > 1:
