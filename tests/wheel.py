@@ -22,7 +22,9 @@ ARM = {"baseline", "neon_dotprod", "neon_i8mm"}
 LIBRARIES = {"x86_64": X86, "aarch64": ARM}
 CARRIED = {
     "deltic/py.typed",
-    "deltic/server/page.html",
+    "deltic/server/page/index.html",
+    "deltic/server/page/main.js",
+    "deltic/server/page/page.css",
     "deltic/demo/model.safetensors",
     f"deltic-{__version__}.dist-info/licenses/LICENSE",
 }

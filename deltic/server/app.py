@@ -40,7 +40,8 @@ from deltic.server.batch import batches
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import ASKING, BATCH, LARGE_BYTES, RATE_HEADERS, TICKET, Ticket
 from deltic.server.openapi import Route, document
-from deltic.server.page import live, page
+from deltic.server.page.files import ASSETS, page, page_file
+from deltic.server.page.live import live
 from deltic.server.pdf import pdf_text
 from deltic.server.preparation import prepared
 from deltic.server.service import Server, Service
@@ -71,7 +72,7 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 """W3C Trace Context. In it is the id of the trace."""
 
-QUIET = ("/health", "/ping", "/ready", "/metrics", "/load", "/live", "/cache", "/is_sleeping", "/version")
+QUIET = ("/health", "/ping", "/ready", "/metrics", "/load", "/live", "/cache", "/is_sleeping", "/version", ASSETS)
 """Routes that are polled and get no line in the log."""
 
 
@@ -490,6 +491,7 @@ ROUTES = (
     Route("POST", IMPORT, import_cache, any_type=True, is_shared=True, takes_model=True),
     Route("GET", "/live", live, is_shared=True, takes_model=True),
     Route("GET", "/", page, open_=True, gives=("text/html",)),
+    Route("GET", ASSETS, page_file, open_=True, gives=("text/javascript", "text/css")),
     Route("GET", "/health", health, open_=True),
     Route("GET", "/ping", ping, open_=True),
     Route("GET", "/ready", ready, open_=True),

@@ -17,7 +17,7 @@ from deltic.server.chat.generation import unavailable
 from deltic.server.connections import Connections, HttpServer
 from deltic.server.errors import ApiError
 from deltic.server.limits import Accounts
-from deltic.server.page import answered
+from deltic.server.page.files import is_of_page, page_response
 from deltic.server.transport import in_form, json_response
 
 if TYPE_CHECKING:
@@ -51,11 +51,12 @@ class Meanwhile:
     def _answer(self, scope: Scope) -> Response:
         message = f"{self.stage}: {100 * self.done:.0f} %"
         path, request = scope["path"].removeprefix(self._root), Request(scope)
-        is_telling, is_page = path in TELLING, path in ("", "/") and scope["method"] in ("GET", "HEAD")
+        is_telling, is_page = path in TELLING, is_of_page(path) and scope["method"] in ("GET", "HEAD")
         try:
             self._access.check(request, open_=is_telling or is_page)
             if is_page:
-                return answered(request)  # it shows how far it is, and takes a chat when there is a model
+                # It shows how far it is, and takes a chat when there is a model.
+                return page_response(path, request)
             if not is_telling:
                 raise unavailable(message)
         except ApiError as error:

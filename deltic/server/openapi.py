@@ -117,7 +117,7 @@ def _operation(route: Route, path: str) -> JsonObject:
     gives = (*route.gives, "text/event-stream") if route.generates else route.gives
     responses: JsonObject = {"200": {"description": "The answer.", "content": {kind: {} for kind in gives}}}
     for status, text in FAILURES.items():
-        if not route.open_ or status in _OF_OPEN_ROUTES:
+        if not route.open_ or status in _OF_OPEN_ROUTES or (status == 404 and "{" in path):
             responses[str(status)] = {"description": text, "content": error}
     if route.open_:
         responses["503"] = {"description": "The engine is not ready.", "content": {"application/json": {}}}

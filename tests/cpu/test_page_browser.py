@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -18,19 +17,18 @@ import httpx
 import pytest
 
 from deltic.commands.endpoint import LocalServer
+from tests import browser
+from tests.browser import Page
 from tests.golden import make
 from tests.served import Served, wait_for
 from tests.tiny_speech import tiny_speech
 
-webdriver = pytest.importorskip("selenium.webdriver")
-from selenium.webdriver.common.by import By  # noqa: E402
-from selenium.webdriver.common.keys import Keys  # noqa: E402
-from selenium.webdriver.support.select import Select  # noqa: E402
+pytest.importorskip("selenium.webdriver")
+from selenium.webdriver.common.by import By
+from selenium.webdriver.common.keys import Keys
+from selenium.webdriver.support.select import Select
 
-BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not (BROWSER and DRIVER), reason="no chromium and chromedriver; on Debian: apt install chromium-driver"
-)
+pytestmark = browser.needed
 
 STORY = "Write a 300-word story about a fox."
 SUM = "What is 19 plus 23?"
@@ -46,106 +44,8 @@ def served() -> Iterator[Served]:
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield started
-    started.quit()
-
-
-class Page:
-    """The page as somebody new to it finds it, but for the key."""
-
-    def __init__(self, driver: Any, server: LocalServer) -> None:
-        self.driver, self.server = driver, server
-        self.size(1280, 800)
-        driver.get(f"{server.url}/version")
-        driver.execute_script("localStorage.clear(); sessionStorage.clear()")
-        driver.execute_script("sessionStorage['deltic.key'] = JSON.stringify(arguments[0])", server.api_key)
-        self.go("")
-        wait_for(lambda: self.one("#state").get_attribute("class") == "ready")
-        # What the page sends, and each length that its newest answer had.
-        self.run("""
-            window.sent = []; window.lengths = [];
-            const fetched = window.fetch;
-            window.fetch = (path, options) => { if (options.body) sent.push(JSON.parse(options.body)); return fetched(path, options); };
-            new MutationObserver(() => {
-              const length = document.querySelector(".turn:last-child .md")?.textContent.length;
-              if (length && lengths.at(-1) !== length) lengths.push(length);
-            }).observe(document.querySelector("#log"), { subtree: true, childList: true, characterData: true });
-        """)
-
-    def size(self, width: int, height: int) -> None:
-        metrics = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
-        self.driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
-
-    def go(self, path: str) -> None:
-        self.driver.get(f"{self.server.url}/{path}")
-
-    def run(self, script: str, *arguments: Any) -> Any:
-        return self.driver.execute_script(script, *arguments)
-
-    def all(self, selector: str) -> list[Any]:
-        return self.driver.find_elements(By.CSS_SELECTOR, selector)  # type: ignore[no-any-return]
-
-    def one(self, selector: str) -> Any:
-        (found,) = self.all(selector)
-        return found
-
-    def set(self, **settings: str) -> None:
-        for name, text in settings.items():
-            field = self.one(f"[name={name}]")
-            if field.tag_name != "select":
-                field.send_keys(Keys.CONTROL, "a")
-                field.send_keys(Keys.DELETE)
-            field.send_keys(text)
-
-    def type(self, *keys: str) -> None:
-        """To whatever has the focus."""
-        self.driver.switch_to.active_element.send_keys(*keys)
-
-    def begin(self, text: str) -> None:
-        self.one("#prompt").send_keys(text, Keys.ENTER)
-
-    def ask(self, text: str) -> Any:
-        """The article of the answer, once it is whole."""
-        self.begin(text)
-        return self.answered()
-
-    def answered(self) -> Any:
-        wait_for(lambda: self.all(".turn:last-child[aria-busy=false]"))
-        return self.all(".turn")[-1]
-
-    def texts(self, selector: str) -> list[str]:
-        """Texts of what is there, read at once: an element that the page has drawn anew meanwhile is no error."""
-        script = "return [...document.querySelectorAll(arguments[0])].map(part => part.innerText.trim())"
-        return self.run(script, selector)  # type: ignore[no-any-return]
-
-    def answer(self) -> str:
-        return self.texts(".turn > .md")[-1]
-
-    def figures(self) -> str:
-        return self.texts(".figures")[-1]
-
-    def press(self, name: str) -> None:
-        """Clicks the last button of that name."""
-        self.run(
-            "return [...document.querySelectorAll('button')].findLast(b => b.innerText === arguments[0])", name
-        ).click()
-
-    def live(self) -> dict[str, Any]:
-        key = {"authorization": f"Bearer {self.server.api_key}"}
-        told: dict[str, Any] = httpx.get(f"{self.server.url}/live", headers=key).json()
-        return told
-
-    def width(self) -> tuple[int, int]:
-        """Of what is there, and of the window."""
-        widths = "return [Math.max(...[...document.querySelectorAll('html, main, #log, #side')].map(e => e.scrollWidth)), innerWidth]"
-        wide, window = self.run(widths)
-        return wide, window
+    with browser.started() as running:
+        yield running
 
 
 @pytest.fixture
@@ -307,7 +207,7 @@ open **end**"""
 
 def test_a_models_text_is_drawn_and_never_markup(page: Page) -> None:
     page.run(
-        "chat.messages = [{ role: 'user', content: '<b>x</b>' }, { role: 'assistant', content: arguments[0] }]; showChat()",
+        "state.chat.messages = [{ role: 'user', content: '<b>x</b>' }, { role: 'assistant', content: arguments[0] }]; showChat()",
         MARKDOWN,
     )
     assert page.one(".turn.user .said").text == "<b>x</b>"
@@ -375,7 +275,7 @@ $$
 
 def test_formulas_stay_as_they_were_written(page: Page) -> None:
     page.run(
-        "chat.messages = [{ role: 'user', content: 'x' }, { role: 'assistant', content: arguments[0] }]; showChat()",
+        "state.chat.messages = [{ role: 'user', content: 'x' }, { role: 'assistant', content: arguments[0] }]; showChat()",
         FORMULAS,
     )
     found = page.run("return [...document.querySelectorAll('.turn:last-child .math')].map(each => each.textContent)")
@@ -438,13 +338,13 @@ def test_an_answer_goes_on_behind_a_reload(page: Page) -> None:
     told = "return [...document.querySelectorAll('.figures')].at(-1)?.textContent ?? ''"
     wait_for(lambda: "finish: length" in page.run(told), 60)
     assert len(page.all(".turn")) == 2
-    whole = page.run("return chat.messages.at(-1).content")
+    whole = page.run("return state.chat.messages.at(-1).content")
     assert len(before) > 20 and whole.startswith(before) and len(whole) > len(before)
 
 
 def test_an_answer_keeps_the_name_of_its_model(page: Page) -> None:
     page.ask(SUM)
-    page.run("model = 'another'; showChat()")
+    page.run("state.model = 'another'; showChat()")
     assert page.texts(".turn:last-child h3")[0] == "built-in"
     page.driver.refresh()
     wait_for(lambda: page.all(".turn"))
@@ -495,7 +395,7 @@ def test_a_phone(page: Page) -> None:
     page.size(320, 640)
     page.ask(STORY)
     page.run(
-        "chat.messages.at(-1).content = arguments[0]; showChat()",
+        "state.chat.messages.at(-1).content = arguments[0]; showChat()",
         "```\n" + "long " * 60 + "\n```\n" + "x" * 300 + "\n\n|" + "cell|" * 30 + "\n|" + "-|" * 30,
     )
     assert page.width() == (320, 320)
@@ -548,7 +448,7 @@ def test_live_shows_the_engine_while_it_is_looked_at(page: Page) -> None:
     assert all(path.get_attribute("d") for path in page.all("#steps path.prefill")[:2])
     page.one("#tree-table summary").click()
     wait_for(lambda: len(page.all("#tree-table tbody tr")) == len(page.all("#tree rect")))
-    deep = max(page.run("return tree.checkpoints.map(node => node.tokens)"))
+    deep = max(page.run("return seen.tree.checkpoints.map(node => node.tokens)"))
     assert f"{deep:,}" in page.texts("#tree-table")[0]
     polls = "return performance.getEntriesByType('resource').filter(e => e.name.endsWith('/live')).length"
     before = page.run(polls)
@@ -607,7 +507,9 @@ def test_pictures(page: Page, scheme: str, tmp_path: Path) -> None:
         loading = [pool.submit(load, page.server) for _ in range(4 if wanted else 0)]
         if wanted:
             page.size(1280, 1120)
-            wait_for(lambda: page.run("return told && told.stats.n_steps > 2000 && told.stats.n_running > 2"))
+            wait_for(
+                lambda: page.run("return seen.told && seen.told.stats.n_steps > 2000 && seen.told.stats.n_running > 2")
+            )
         assert page.driver.save_screenshot(str(directory / "page-live.png"))
         for each in loading:
             each.result()
@@ -639,6 +541,6 @@ def test_of_several_models_one_is_chosen(driver: Any) -> None:
         page.go("#chat")
         wait_for(lambda: page.one("#models").get_attribute("value") == "first")
         two_that_speak = "{a: {kind: 'speech'}, b: {kind: 'speech'}}"
-        assert page.run(f"listModels({two_that_speak}); return model") == "a", "where none has chats"
+        assert page.run(f"listModels({two_that_speak}); return state.model") == "a", "where none has chats"
     finally:
         running.close()

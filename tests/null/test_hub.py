@@ -47,7 +47,7 @@ from deltic.models.mapped import MappedFiles, read_header
 from deltic.models.qwen.shape import ModelShape
 from deltic.server import downloads
 from deltic.server.downloads import fetched
-from deltic.server.page import PAGE
+from deltic.server.page.files import FILES, INDEX, VERSION
 from deltic.server.serve import Served, _service
 from deltic.server.service import Server
 from tests.fake_engine import FakeEngineClient, served
@@ -512,7 +512,9 @@ def test_a_server_that_downloads_tells_and_obeys_signals(monkeypatch: pytest.Mon
                 assert told.startswith("downloading owner/model: ")
             assert httpx.post(f"http://127.0.0.1:{port}/v1/completions").status_code == 415, "it may be a page"
             page = httpx.get(f"http://127.0.0.1:{port}/api/")
-            assert page.status_code == 200 and page.content == PAGE and page.headers["content-security-policy"]
+            assert page.status_code == 200 and page.content == INDEX and page.headers["content-security-policy"]
+            script = httpx.get(f"http://127.0.0.1:{port}/api/page/{VERSION}/main.js")
+            assert script.content == FILES["main.js"]
             known = {"if-none-match": page.headers["etag"]}
             assert httpx.get(f"http://127.0.0.1:{port}/api/", headers=known).status_code == 304
             rebound = httpx.get(f"http://127.0.0.1:{port}/", headers={"host": "rebound.example"})

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import re
 import time
+from graphlib import TopologicalSorter
 from typing import Any
 
 import httpx
@@ -15,11 +14,11 @@ from deltic.config import EngineConfig, ServerConfig
 from deltic.engine.events import CacheStats, Stats, StepOutputs
 from deltic.host.client import N_RECENT_STEPS, EngineClient
 from deltic.server.api import protocol
-from deltic.server.page import PAGE
+from deltic.server.page.files import FILES, INDEX, VERSION
 from tests.fake_engine import FakeEngineClient
 from tests.null.test_http import error_of, get
 
-TEXT = PAGE.decode()
+TEXT = b"".join([INDEX, *FILES.values()]).decode()
 KEY = {"authorization": "Bearer secret"}
 
 
@@ -29,7 +28,7 @@ def fetch(path: str, headers: dict[str, str] | None = None, **config: Any) -> ht
 
 def test_the_page_is_open_and_what_it_asks_for_is_not() -> None:
     response = fetch("/", api_key=("secret",))
-    assert response.status_code == 200 and response.content == PAGE
+    assert response.status_code == 200 and response.content == INDEX
     assert response.headers["content-type"] == "text/html; charset=utf-8"
     assert fetch("/live", api_key=("secret",)).status_code == 401
     assert fetch("/live", KEY, api_key=("secret",)).status_code == 200
@@ -46,22 +45,40 @@ def test_it_is_asked_for_again_and_sent_when_it_changed() -> None:
     for tag in (first.headers["etag"], f"W/{first.headers['etag']}"):
         again = fetch("/", {"if-none-match": tag})
         assert again.status_code == 304 and not again.content and again.headers["etag"] == first.headers["etag"]
-    assert fetch("/", {"if-none-match": '"older"'}).content == PAGE
+    assert fetch("/", {"if-none-match": '"older"'}).content == INDEX
 
 
-def test_policy_allows_this_script_and_this_style_only() -> None:
+def test_policy_allows_files_of_this_server_only() -> None:
     policy = dict(part.strip().split(" ", 1) for part in fetch("/").headers["content-security-policy"].split(";"))
-    for tag in ("script", "style"):
-        (inline,) = re.findall(rf"<{tag}>(.*?)</{tag}>", TEXT, re.DOTALL)
-        digest = base64.b64encode(hashlib.sha256(inline.encode()).digest()).decode()
-        assert policy[f"{tag}-src"] == f"'sha256-{digest}'"
-    assert policy["default-src"] == policy["frame-ancestors"] == "'none'"
-    assert policy["connect-src"] == "'self'" and policy["require-trusted-types-for"] == "'script'"
+    assert policy["default-src"] == policy["frame-ancestors"] == policy["trusted-types"] == "'none'"
+    assert policy["script-src"] == policy["style-src"] == policy["connect-src"] == "'self'"
+    assert policy["require-trusted-types-for"] == "'script'" and policy["img-src"] == "data:"
+
+
+def test_its_files_are_kept_for_good_and_those_of_another_version_are_not() -> None:
+    assert set(re.findall(r"page/([0-9a-f]{32})/", INDEX.decode())) == {VERSION}
+    for name, media_type in (("main.js", "text/javascript"), ("page.css", "text/css")):
+        sent = fetch(f"/page/{VERSION}/{name}", api_key=("secret",))
+        assert sent.content == FILES[name] and sent.headers["content-type"] == f"{media_type}; charset=utf-8"
+        assert "immutable" in sent.headers["cache-control"] and sent.headers["x-content-type-options"] == "nosniff"
+        older = fetch(f"/page/older/{name}")
+        assert older.content == FILES[name] and older.headers["cache-control"] == "no-store"
+    for name in ("files.py", "index.html", "..%2ffiles.py", "nothing.js"):
+        assert fetch(f"/page/{VERSION}/{name}").status_code == 404
+
+
+def test_modules_load_what_is_there_and_do_not_load_each_other() -> None:
+    loads = {
+        n: set(re.findall(r'^import .*"\./([\w.]+)";$', FILES[n].decode(), re.M)) for n in FILES if n.endswith(".js")
+    }
+    assert {"main.js"} | set().union(*loads.values()) == set(loads), "a module that nobody loads, or that is not there"
+    assert [*TopologicalSorter(loads).static_order()][-1] == "main.js"
 
 
 def test_nothing_comes_from_elsewhere_and_no_text_becomes_markup() -> None:
     assert set(re.findall(r"\w+://[\w./-]+", TEXT)) == {"http://www.w3.org/2000/svg"}
-    assert not re.search(r"\bsrc=|@import|url\(|<link(?! rel=\"icon\" href=\"data:)", TEXT)
+    assert set(re.findall(r"<(?:link|script)[^>]* (?:href|src)=\"([^\"]{5})", TEXT)) == {"data:", "page/"}
+    assert not re.search(r"@import|url\(", TEXT)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc", TEXT)
     assert not re.search(r"<[^>]*\s(?:on\w+|style)=", TEXT), "an attribute that the policy would block"
 

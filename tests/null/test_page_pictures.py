@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,18 +10,16 @@ from typing import Any
 import pytest
 
 pytest.importorskip("PIL")
-webdriver = pytest.importorskip("selenium.webdriver")
+pytest.importorskip("selenium.webdriver")
 
-from selenium.webdriver.common.by import By  # noqa: E402
+from selenium.webdriver.common.by import By
 
-from tests.fake_engine import PICTURE_TEMPLATE, TEMPLATE, FakeEngineClient, make_app, served  # noqa: E402
-from tests.null.test_picture_doors import SEEN, SMALL, WIDE, prompt_of, seeing  # noqa: E402
-from tests.served import wait_for  # noqa: E402
+from tests import browser
+from tests.fake_engine import PICTURE_TEMPLATE, TEMPLATE, FakeEngineClient, make_app, served
+from tests.null.test_picture_doors import SEEN, SMALL, WIDE, prompt_of, seeing
+from tests.served import wait_for
 
-BROWSER, DRIVER = shutil.which("chromium"), shutil.which("chromedriver")
-pytestmark = pytest.mark.skipif(
-    not (BROWSER and DRIVER), reason="no chromium and chromedriver; on Debian: apt install chromium-driver"
-)
+pytestmark = browser.needed
 
 GIVE = """
     const [kind, id, encoded] = arguments;
@@ -37,14 +34,8 @@ GIVE = """
 
 @pytest.fixture(scope="module")
 def driver() -> Iterator[Any]:
-    options = webdriver.ChromeOptions()
-    options.binary_location = BROWSER
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
-        options.add_argument(argument)
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    started = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
-    yield started
-    started.quit()
+    with browser.started() as running:
+        yield running
 
 
 def test_pictures(driver: Any, tmp_path: Path) -> None:
@@ -94,5 +85,5 @@ def test_a_model_that_reads_text_has_no_button(driver: Any) -> None:
     with served(make_app(FakeEngineClient(), TEMPLATE)) as url:
         driver.get(url)
         wait_for(lambda: "ready" in driver.find_element(By.ID, "state").get_attribute("class"))
-        wait_for(lambda: driver.execute_script("return cards.length"))
+        wait_for(lambda: driver.execute_script("return document.querySelector('#state').title"))
         assert not driver.find_element(By.ID, "pick").is_displayed()

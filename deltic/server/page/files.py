@@ -1,0 +1,85 @@
+"""Page at `/` for a person who looks at this server: its files, and what a browser may do with them.
+
+There is no build step. index.html loads page.css and main.js, whose modules import each other. They stand
+below a path that has the hash of all, so a browser keeps them for good and never mixes two versions. The page
+asks nobody but this server, and holds nothing that a key protects. Its policy takes scripts and styles from
+this server alone and forbids to turn text into markup, so that whatever a model writes stays text.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from deltic.server.errors import ApiError
+from deltic.server.service import Service
+
+MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript"}
+FILES = {path.name: path.read_bytes() for path in sorted(Path(__file__).parent.iterdir()) if path.suffix in MEDIA_TYPES}
+"""Files that the page loads, by name."""
+
+_INDEX = Path(__file__).with_name("index.html").read_bytes()
+VERSION = hashlib.sha256(b"".join([_INDEX, *FILES.values()])).hexdigest()[:32]
+INDEX = _INDEX.replace(b"VERSION", VERSION.encode())
+ASSETS = "/page/{version}/{name}"
+"""The path of what the page loads."""
+
+POLICY = (
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+)
+SAFE = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
+HEADERS = {
+    "content-security-policy": POLICY,
+    "etag": f'"{VERSION}"',
+    # A browser may keep it, but asks again each time: a newer server has another page.
+    "cache-control": "no-cache",
+    **SAFE,
+}
+
+
+def index(request: Request) -> Response:
+    """The page, unless the browser has it."""
+    if HEADERS["etag"] in request.headers.get("if-none-match", ""):
+        return Response(status_code=304, headers=HEADERS)
+    return Response(INDEX, headers=HEADERS, media_type="text/html")
+
+
+def file(version: str, name: str) -> Response:
+    """A file that the page loads.
+
+    One of another version is sent, too, while a server is replaced by a newer one, but not kept. Raises
+    ApiError (404).
+    """
+    if name not in FILES:
+        raise ApiError(404, f"the page has no file {name!r}; load / again", code="not_found")
+    kept = "public, max-age=31536000, immutable" if version == VERSION else "no-store"
+    media_type = MEDIA_TYPES[Path(name).suffix]
+    return Response(FILES[name], headers={"cache-control": kept, **SAFE}, media_type=media_type)
+
+
+def is_of_page(path: str) -> bool:
+    return path in ("", "/") or path.startswith("/page/")
+
+
+def page_response(path: str, request: Request) -> Response:
+    """Returns what a path of the page gives. Raises ApiError (404)."""
+    _, _, rest = path.partition("/page/")
+    return file(*rest.split("/", 1)) if "/" in rest else index(request)
+
+
+async def page(service: Service, request: Request) -> ASGIApp:
+    """The page for a browser: a chat, and what the engine does at the moment."""
+    if service.speech is not None:
+        message = f"{service.model_name!r} speaks, and the page is a chat; POST a text to /v1/audio/speech"
+        raise ApiError(404, message, code="unsupported_model")
+    return index(request)
+
+
+async def page_file(service: Service, request: Request) -> ASGIApp:
+    """Gives a script or style of the page."""
+    return file(request.path_params["version"], request.path_params["name"])

@@ -1,0 +1,86 @@
+/** Which model the page is about, and how far the server is. */
+
+import { call } from "./api.js";
+import { $, el } from "./dom.js";
+import { on, state, tell } from "./state.js";
+import { keep, recall, session } from "./store.js";
+
+let starting = 0;
+export async function watchStart() {
+  clearTimeout(starting);
+  try {
+    const response = await fetch("ready", { cache: "no-store" });
+    const body = await response.json();
+    listModels(body.models ?? {});
+    if ($("models").hidden) state.model = body.model ?? state.model;
+    const loading = body.loading ? `${body.loading.stage} ${Math.round(body.loading.done * 100)} %` : body.status;
+    showState(response.ok ? "ready" : loading ?? body.error?.message, response.ok ? "ready" : "");
+    if (response.ok) {
+      tell("ready");
+      return askWhatItSees();
+    }
+  } catch {
+    showState("no server", "down");
+  }
+  starting = setTimeout(watchStart, 1000);
+}
+/** Of a server with several models: which one it is about. Those that speak have no chats. */
+export function listModels(models) {
+  const names = Object.keys(models), list = $("models");
+  if (list.length !== names.length) {
+    list.replaceChildren(...names.map(name => el("option", { value: name, "data-kind": models[name].kind }, name)));
+    list.value = recall(session, "deltic.model", names[0]);
+    list.hidden = !names.length;
+  }
+  chooseModel();
+}
+export function chooseModel() {
+  const list = $("models"), options = [...list.options];
+  for (const option of options) option.disabled = $("live").hidden && option.dataset.kind === "speech";
+  if (options.length && (list.selectedOptions[0]?.disabled ?? true))
+    list.value = (options.find(option => !option.disabled) ?? options[0]).value; // all may speak
+  if (options.length && state.model !== list.value) {
+    state.model = list.value;
+    tell("model");
+    showPlaceholder();
+    showPick();
+  }
+}
+/** The button for pictures is there for a model that takes them. */
+async function askWhatItSees() {
+  state.cards = await call("v1/models").then(response => response.json()).then(body => body.data, () => []);
+  listAdapters(state.cards.filter(card => card.parent).map(card => card.id));
+  showPick();
+}
+/** Adapters are chosen as models are. */
+function listAdapters(names) {
+  const list = $("models"), known = [...list.options].map(option => option.value);
+  if (!known.length && names.length) names = [state.model, ...names];
+  const added = names.filter(name => !known.includes(name));
+  if (!added.length) return;
+  list.append(...added.map(name => el("option", { value: name, "data-kind": "text" }, name)));
+  list.value = recall(session, "deltic.model", state.model);
+  list.hidden = false;
+  chooseModel();
+}
+function showPick() {
+  const card = state.cards.find(card => card.id === state.model) ?? state.cards[0];
+  $("pick").hidden = !card?.input_modalities?.includes("image");
+}
+export const ofModel = path => $("models").hidden ? path : `${path}?model=${encodeURIComponent(state.model)}`;
+export function showState(text, kind) {
+  $("state").className = kind;
+  $("state").firstChild.textContent = $("state").title = kind === "ready" && $("models").hidden ? state.model : text;
+  showPlaceholder();
+}
+function showPlaceholder() {
+  $("prompt").placeholder = state.model ? `Message ${state.model}` : "Message";
+}
+
+on("key", askWhatItSees);
+on("lost", watchStart);
+$("models").addEventListener("change", () => {
+  keep(session, "deltic.model", $("models").value);
+  chooseModel();
+  tell("watch");
+});

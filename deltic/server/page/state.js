@@ -1,0 +1,20 @@
+/** What the modules of the page share, and how one tells the others that something has happened. */
+
+export const state = {
+  model: "",     // the model that the page is about
+  cards: [],     // what the server says of each of its models
+  chat: null,    // the chat that is open
+  editing: -1,   // index of the message that the next one replaces
+  pending: [],   // pictures of the next message, as data: URLs
+  follows: true, // whether the end of the conversation stays in sight
+  leaving: false,
+};
+
+/** By the id of a chat: { chat, controller } of its answer that streams, seen or not. */
+export const runs = new Map();
+export const running = () => runs.get(state.chat.id);
+
+const bell = new EventTarget();
+/** Calls `then` with what was told, each time that `name` is. */
+export const on = (name, then) => bell.addEventListener(name, event => then(event.detail));
+export const tell = (name, detail) => bell.dispatchEvent(new CustomEvent(name, { detail }));
