@@ -44,6 +44,7 @@ MAX_PROSE_COLUMNS = 110
 LAYERS = [{"commands", "bench", "ray"}, {"server"}, {"host"}, {"runtime"}, {"engine", "models"}, {"ops"}]
 """Folders, the topmost first. Each may import those below it; two that stand together do not know each other, but for the first."""
 SHARED = {
+    "aliases",
     "config",
     "machine",
     "text",
@@ -61,6 +62,7 @@ SHARED = {
 LEAVES = {
     "machine": set[str](),
     "config": {"machine", "json_types"},
+    "aliases": {"config"},
     "logs": set(),
     "json_types": set(),
     "ops.geometry": set(),
