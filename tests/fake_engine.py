@@ -264,6 +264,10 @@ class FakeEngineClient:
         ended_by_token = len(ids) <= params.max_tokens and ids[-1] in (*ends, *params.stop_token_ids)
         ids = ids[: params.max_tokens]
         await asyncio.sleep(self.token_s)
+        for n_read in (0, len(request.prompt_ids) // 2, len(request.prompt_ids)) if request.wants_progress else ():
+            n_cached = self.cached_tokens
+            stream.push(Output(request.id, index, cached_tokens=n_cached, n_read=max(n_cached, n_read)))
+            stream.flush()
         for start in range(0, len(ids), self.batch):
             while self.hold:
                 await asyncio.sleep(0.002)

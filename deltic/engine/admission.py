@@ -15,6 +15,7 @@ from itertools import chain, zip_longest
 from deltic.engine.cache.cache import Cache, pages_for
 from deltic.engine.cache.tree import DEVICE
 from deltic.engine.messages import Request
+from deltic.engine.reading import Reading
 from deltic.engine.step import Sequence, Step
 from deltic.ops.geometry import PAGE_SIZE
 
@@ -63,12 +64,13 @@ class Admission:
     | of n > 1, while the first computes the prompt | its `siblings` | a state slot once that is admitted |
     """
 
-    def __init__(self, cache: Cache) -> None:
+    def __init__(self, cache: Cache, reading: Reading) -> None:
         self.waiting: list[Sequence] = []  # by rank
         self.prefills: list[Sequence] = []  # by rank
         self.decodes: list[Sequence] = []
         self.n_preemptions = 0
         self._cache = cache
+        self._reading = reading
         self._turn = 0  # the latest that was admitted
 
     # A sequence waits, or leaves.
@@ -231,6 +233,7 @@ class Admission:
         self.waiting.remove(sequence)
         insort(self.prefills, sequence, key=rank)
         self._turn = max(self._turn, sequence.turn)
+        self._reading.enter(sequence)
         return True
 
     def _waits_for_prefix(self, sequence: Sequence, n_usable: int, step: Step) -> bool:

@@ -263,6 +263,8 @@ class Engine:
         self.target_s = (max_itl_ms or math.inf) / 1000
         self._is_alone = True
         self.trace: Trace | None = None
+        self.tell: Callable[[list[Output]], None] | None = None
+        """Takes Outputs that need not wait for the step: a prompt begins to be computed."""
 
     def fit_cost(self) -> None:
         """Times some steps, for the target of a step's time if there is one.
@@ -416,6 +418,10 @@ class Engine:
                 wait_s = MOVE_WAIT_S if self._is_alone else SHARED_WAIT_S
                 (self.guides if self.guides.n_busy else self.cache.store).wait(wait_s)
             return self._traced(ended)
+        if self.scheduler.reading.begun:
+            begun = self.scheduler.reading.begin()
+            if self.tell is not None:
+                self.tell(begun)
         planned = time.perf_counter()
         try:
             result = self.runner.step(step)

@@ -190,6 +190,8 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     """Pictures in the order of their tokens, which do not overlap. The ids there are placeholders."""
     labels: dict[str, str] = {}
     """Labels that its client gave it, for `--trace`; empty without."""
+    wants_progress: bool = False
+    """True if Outputs tell how much of the prompt is computed, before the first token."""
 
     @property
     def prefix_scope(self) -> str:
@@ -375,6 +377,8 @@ class Output(msgspec.Struct, array_like=True):
     """Tokens of the step's draft."""
     n_accepted: int = 0
     """Tokens of the draft that were drawn, too."""
+    n_read: int | None = None
+    """Tokens of the prompt that are computed or cached so far, in an Output that tells nothing else."""
 
     def one_by_one(self) -> list[Output]:
         """The same as an output for each of its tokens: who reads them may stop behind any."""

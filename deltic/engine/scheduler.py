@@ -53,6 +53,7 @@ from deltic.engine.drafts import Drafting
 from deltic.engine.guides import Guides
 from deltic.engine.messages import AddText, EngineInfo, FinishReason, Output, Request
 from deltic.engine.pictures import IDLE_S, Pictures
+from deltic.engine.reading import Reading
 from deltic.engine.step import Chunk, Draw, HeldAdapter, Sequence, Step, StepResult, Voice, mixed_seed
 from deltic.logs import counted
 from deltic.ops.geometry import PAGE_SIZE
@@ -118,12 +119,13 @@ class Scheduler:
 
         All of them stall, or wait for what the stalled ones own.
         """
+        self.reading = Reading()
         self.n_recomputed = 0
         self.n_prompt_tokens = 0
         self.n_generated_tokens = 0
         self._open: dict[str, dict[int, Sequence]] = {}
         self._n_arrived = 0
-        self._admission = Admission(cache)
+        self._admission = Admission(cache, self.reading)
         # The same lists: sequences also enter and leave them here, as steps are planned and committed.
         self._prefills, self._decodes = self._admission.prefills, self._admission.decodes
         self._preempt = self._admission.preempt
@@ -473,10 +475,9 @@ class Scheduler:
         """Takes the results of a step, and frees sequences that end.
 
         Returns one Output for each draw, and for each token where there was a draft, but none for sequences
-        that start over.
+        that start over. Before them are those that tell of prompts.
         """
-        self._commit_chunks(step, result)
-        outputs: list[Output] = []
+        outputs = self._commit_chunks(step, result)
         spoilt: list[Sequence] = []
         n_drawn = 0
         for i, draw in enumerate(step.draws):
@@ -521,8 +522,12 @@ class Scheduler:
             self._start_over(spoilt)
         return outputs
 
-    def _commit_chunks(self, step: Step, result: StepResult) -> None:
-        """Notes what a step computed, before anything is drawn of it."""
+    def _commit_chunks(self, step: Step, result: StepResult) -> list[Output]:
+        """Notes what a step computed, before anything is drawn of it.
+
+        Returns what there is to tell of prompts.
+        """
+        told: list[Output] = []
         for i, chunk in enumerate(step.chunks):
             sequence = chunk.sequence
             n_new = 0 if chunk.drafts else chunk.length
@@ -533,6 +538,8 @@ class Scheduler:
                 sequence.prompt_logprobs.extend(result.prompt_logprobs[i])
             if chunk.start < sequence.n_prompt:
                 self.n_prompt_tokens += chunk.length
+                told += self.reading.advance(sequence, len(self._prefills))
+        return told
 
     def _take(self, sequence: Sequence, output: Output) -> int:
         """Gives a sequence the tokens of an Output, up to one that ends it; the others leave the Output.

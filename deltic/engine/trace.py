@@ -100,7 +100,8 @@ class Trace:
         """Notes Outputs that were made, by a step or instead of one."""
         now_s = time.perf_counter()
         for output in outputs:
-            self._enter((output.id, output.index), None if output.finish_reason else "decode", now_s)
+            if output.n_read is None:
+                self._enter((output.id, output.index), None if output.finish_reason else "decode", now_s)
         if self._n_buffered > BUFFER_BYTES or now_s - self._flushed_s > FLUSH_S:
             self.flush()
 

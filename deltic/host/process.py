@@ -122,6 +122,7 @@ class ServedModel:
             vocabulary.begin(lambda: drawable_ids(config))
         self.engine = Engine(build(config, self.progress), config.max_itl_ms or None, vocabulary)
         self.engine.trace = trace
+        self.engine.tell = lambda outputs: self.send(StepOutputs(outputs, self.engine.stats()))
 
     def prepare(self, is_fake: bool) -> dict[str, float]:
         """Measures steps, and waits until grammars can begin; the seconds that each took."""

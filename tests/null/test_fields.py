@@ -152,6 +152,41 @@ def test_timings_in_the_form_of_llama_cpp(url: str) -> None:
     assert "timings" not in chat(url)
 
 
+def test_progress_of_the_prompt_in_the_form_of_llama_cpp(engine: FakeEngineClient, url: str) -> None:
+    engine.cached_tokens = 2
+    for ask in (chat, completion):
+        chunks = ask(url, stream=True, return_progress=True, stream_options={"include_usage": True})
+        told = [chunk["prompt_progress"] for chunk in chunks if "prompt_progress" in chunk]
+        n = len(engine.requests[-1].prompt_ids)
+        assert [(each["total"], each["cache"], each["processed"]) for each in told] == [
+            (n, 2, max(2, part)) for part in (0, n // 2, n)
+        ]
+        assert all(each.keys() == {"total", "cache", "processed", "time_ms"} and each["time_ms"] >= 0 for each in told)
+        text = [choice.get("text") or choice.get("delta", {}).get("content") for c in chunks for choice in c["choices"]]
+        assert "".join(filter(None, text)) == "Hello"
+        assert not any("prompt_progress" in chunk for chunk in ask(url, stream=True))
+        error = httpx.post(f"{url}/v1/completions", json={"prompt": "x", "return_progress": True}).json()["error"]
+        assert error["param"] == "return_progress" and "stream" in error["message"]
+
+
+def test_progress_of_each_prompt_stands_before_its_echo(url: str) -> None:
+    chunks = completion(url, prompt=["ab", "cdef"], echo=True, logprobs=1, stream=True, return_progress=True)
+    told = [(c["choices"][0]["index"], c["prompt_progress"]["total"]) for c in chunks if "prompt_progress" in c]
+    assert sorted(told) == [(0, 2)] * 3 + [(1, 4)] * 3
+    texts = ["".join(c["choices"][0]["text"] for c in chunks if c["choices"][0]["index"] == i) for i in (0, 1)]
+    assert texts == ["abHello", "cdefHello"]
+
+
+def test_progress_does_not_disturb_programs(url: str) -> None:
+    """The deltas of an answer put together, as the openai package does it."""
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", max_retries=0)
+    messages: Any = [{"role": "user", "content": "hello"}]
+    asked = client.chat.completions.stream(model="fake", messages=messages, extra_body={"return_progress": True})
+    with asked as stream:
+        whole = stream.get_final_completion().choices[0].message
+    assert (whole.role, whole.content) == ("assistant", "Hello")
+
+
 @pytest.mark.parametrize("batch", [1, 10])
 def test_token_ids(engine: FakeEngineClient, url: str, batch: int) -> None:
     engine.batch = batch

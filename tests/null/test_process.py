@@ -136,6 +136,19 @@ def test_the_process_serves_and_stops(process: Process) -> None:
     assert process.child.wait(DEADLINE_S) == 0
 
 
+def test_the_process_tells_of_a_prompt_before_its_first_step(process: Process) -> None:
+    while not isinstance(process.receive(), Ready):
+        pass
+    process.receive()
+    process.send(msgspec.structs.replace(request("a", 200, max_tokens=2), wants_progress=True))
+    events = []
+    while not events or not events[-1].outputs[-1].finish_reason:
+        events.append(process.receive())
+        assert isinstance(events[-1], StepOutputs)
+    assert [[output.n_read for output in event.outputs] for event in events] == [[0], [200, None], [None]]
+    assert events[0].stats.n_steps == 0 and events[0].stats.n_running == 1
+
+
 def test_the_process_gives_up_after_three_failures_in_a_row(process: Process) -> None:
     while isinstance(process.receive(), Loading):
         pass

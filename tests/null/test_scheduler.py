@@ -79,6 +79,38 @@ def test_one_request_from_prompt_to_length() -> None:
     assert bench.scheduler.n_generated_tokens == 70 and bench.scheduler.n_prompt_tokens == 100
 
 
+def test_progress_of_a_prompt_is_told_to_who_asked(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    bench = Bench(FakeRunner(max_step_tokens=128))
+    prompt = bench.add("quiet", 300, max_tokens=2)
+    bench.run()
+    assert all(output.n_read is None for output in bench.outputs["quiet", 0])
+    assert not bench.scheduler.reading.begun
+    for id in ("new", "again"):
+        ids = prompt if id == "again" else [*range(20, 320)]
+        params = SamplingParams(max_tokens=2, n=2, seed=1, ignore_eos=True)
+        bench.scheduler.add(Request(id=id, prompt_ids=ids, params=params, wants_progress=True))
+        bench.step()
+        (begun,) = bench.scheduler.reading.begun
+        bench.run()
+        told = [output for output in bench.outputs[id, 0] if output.n_read is not None]
+        n_cached = 256 if id == "again" else 0
+        assert [output.n_read for output in told] == ([300] if n_cached else [128, 256, 300])
+        assert {output.cached_tokens for output in told} == {n_cached}
+        assert not any(output.token_ids or output.finish_reason for output in told)
+        assert begun.request.id == id and [o.n_read for o in bench.scheduler.reading.begin()] == [begun.n_computed]
+        assert all(output.n_read is None for output in bench.outputs[id, 1])
+        assert bench.tokens(id) and bench.tokens(id, 1)
+    assert not caplog.messages
+    monkeypatch.setattr("deltic.engine.reading.LOG_S", 0.0)
+    with caplog.at_level("INFO", "deltic.engine"):
+        bench.add("long", 1000, max_tokens=1)
+        bench.run()
+    assert "request long: 128 of 1000 tokens of the prompt are computed (13 %)" in caplog.messages[0]
+    assert len(caplog.messages) == 7  # the last chunk is told by the answer
+
+
 def test_stop_ids_eos_and_ignore_eos() -> None:
     bench = Bench(FakeRunner())
     prompt = bench.add("free", 5, max_tokens=50)

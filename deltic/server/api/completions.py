@@ -414,7 +414,7 @@ class EchoStream(AnswerStream):
     async def _write_held(self) -> None:
         while self._held:
             update = self._held.popleft()
-            if update.index in self._waiting:
+            if update.index in self._waiting and update.progress is None:
                 self._waiting.remove(update.index)
                 text, scores = self._echo.of(update.index // self._n, self._generation)
                 for chunk in self._completion.prompt_chunks(update.index, text, scores):

@@ -98,6 +98,8 @@ class SamplingFields(Struct, kw_only=True, forbid_unknown_fields=True):
     repeat_last_n: int | None = None
     """Tokens that its penalty counts: -1, all; or 0, which is none."""
     timings_per_token: bool | None = None
+    return_progress: bool | None = None
+    """Chunks tell how much of the prompt is computed, before the first token."""
     usage: UsageOptions | None = None
     response_format: object = None
     structured_outputs: object = None
@@ -284,6 +286,8 @@ def sampling_of(
         raise bad_request("detokenize", "false needs return_token_ids: true, and no stop")
     if request.stream_options is not None and not request.stream:
         raise bad_request("stream_options", "only for a stream. Set stream to true.")
+    if request.return_progress and not request.stream:
+        raise bad_request("return_progress", "only for a stream. Set stream to true.")
     if request.prompt_logprobs is not None and request.stream:
         raise bad_request("prompt_logprobs", "not available in a stream. Set stream to false.")
     scored = request.prompt_logprobs
@@ -318,6 +322,7 @@ def sampling_of(
         priority=request.priority or 0,
         cache_salt=request.cache_salt or "",
         use_cache=request.cache_prompt is not False,
+        wants_progress=bool(request.return_progress),
     )
 
 

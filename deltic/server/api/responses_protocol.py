@@ -166,7 +166,9 @@ _REFUSED = {
     "prompt_logprobs": "not available here. Use /v1/completions.",
     **dict.fromkeys(("context_management", "moderation", "access_programs", "background_options"), _UNSUPPORTED),
     **dict.fromkeys(("request_id", "rid"), "a response's id is the server's, under which it is kept"),
-    **dict.fromkeys(("return_token_ids", "return_tokens_as_token_ids", "timings_per_token"), _IN_CHATS),
+    **dict.fromkeys(
+        ("return_token_ids", "return_tokens_as_token_ids", "timings_per_token", "return_progress"), _IN_CHATS
+    ),
 }
 """Fields of a chat, and of OpenAI's servers, and why they are refused unless they are null or false."""
 

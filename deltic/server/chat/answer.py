@@ -67,6 +67,19 @@ class PromptScores(msgspec.Struct):
             yield Scores(ids, list(islice(entries, len(ids))), self.offsets[part])
 
 
+class PromptProgress(msgspec.Struct):
+    """Progress of a prompt, in llama.cpp's fields."""
+
+    total: int
+    """Tokens of the prompt."""
+    cache: int
+    """Tokens that the prefix cache had."""
+    processed: int
+    """Tokens that are computed or cached."""
+    time_ms: int
+    """Milliseconds since the request had its place."""
+
+
 class Update(msgspec.Struct):
     """The text and tokens that one output added to a choice. `finish_reason` is set in its last."""
 
@@ -80,6 +93,8 @@ class Update(msgspec.Struct):
     """The tokens that the model drew, the end token included, if they were asked for."""
     n_tokens: int = 0
     """Tokens of the update's choice so far."""
+    progress: PromptProgress | None = None
+    """Tells of the prompt, in an update that adds nothing."""
 
 
 class WayOut:
@@ -334,6 +349,9 @@ class AnswerJson:
     def _choice(self, index: int, message: Message) -> dict[str, object]:
         raise NotImplementedError
 
+    def _progress_chunk(self, choice: bytes, progress: PromptProgress) -> bytes:
+        return self._chunk(choice, b',"prompt_progress":' + _encode(progress))
+
     def usage_chunk(self, usage: Usage) -> bytes:
         return self._start + b'],"usage":' + _encode(usage.plain()) + b"}\n\n"
 
@@ -361,6 +379,9 @@ class ChatAnswer(AnswerJson):
     def chunks(self, update: Update) -> bytes:
         """The chunks for an update: one for what it adds, if anything; one that ends the choice, at its
         end."""
+        if update.progress is not None:
+            # Without the role, which would be said twice: programs put deltas together.
+            return self._progress_chunk(b'{"index":%d,"delta":{},"finish_reason":null}' % update.index, update.progress)
         written = b""
         delta, scores = update.delta, update.scores
         calls = self._call_deltas(update) if self.extras.custom else list(map(_plain_call_delta, delta.calls))
@@ -473,6 +494,9 @@ class CompletionAnswer(AnswerJson):
 
     def chunks(self, update: Update) -> bytes:
         """The chunk for an update, if it says anything."""
+        if update.progress is not None:
+            choice = b'{"index":%d,"text":"","logprobs":null,"finish_reason":null}' % update.index
+            return self._progress_chunk(choice, update.progress)
         if (
             not update.delta.content
             and update.finish_reason is None

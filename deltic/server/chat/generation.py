@@ -16,7 +16,8 @@ from functools import partial
 from deltic.engine.messages import Output, PromptLogprobs, Request
 from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.server.adapters import ServedAdapter
-from deltic.server.chat.answer import Update, WayOut
+from deltic.server.chat.answer import PromptProgress, Update, WayOut
+from deltic.server.chat.calls import AnswerDelta
 from deltic.server.errors import RETRY_LATER, ApiError, waited_too_long
 from deltic.server.limits import BATCH_PRIORITY, Ticket, Usage
 from deltic.server.metrics import Metrics
@@ -163,6 +164,8 @@ class Generation:
             return None  # a stop string ended it; the engine has not heard of that yet
         if output.finish_reason in ("error", "abort"):
             raise self._failure(output)
+        if output.n_read is not None:
+            return self._progress(p, output, output.n_read, now_s)
         self._last_s = now_s
         if self._first_s is None:
             self._first_s, self._queued_s = now_s, output.queued_s
@@ -190,6 +193,13 @@ class Generation:
         if choice.finish_reason is not None:
             self._note_finished(choice, output, now_s)
         return update
+
+    def _progress(self, p: int, output: Output, n_read: int, now_s: float) -> Update:
+        """n_read: tokens of prompt `p` that are computed or cached."""
+        time_ms = round((now_s - self._started_s - output.queued_s) * 1e3)
+        total = len(self._requests[p].prompt_ids)
+        progress = PromptProgress(total, output.cached_tokens, n_read, max(0, time_ms))
+        return Update(p * self._n + output.index, AnswerDelta(), progress=progress)
 
     def _note_finished(self, choice: WayOut, output: Output, now_s: float) -> None:
         """output: the one that `choice` finished with."""

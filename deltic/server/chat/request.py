@@ -154,6 +154,8 @@ class Sampling(Struct, frozen=True, kw_only=True):
     priority: int = 0
     cache_salt: str = ""
     use_cache: bool = True
+    wants_progress: bool = False
+    """The stream tells how much of the prompt is computed."""
 
 
 class Completion(Struct, frozen=True):
@@ -346,4 +348,5 @@ def engine_request(
         boundaries=boundaries,
         cache_salt=sampling.cache_salt,
         use_cache=sampling.use_cache,
+        wants_progress=sampling.wants_progress,
     )
