@@ -230,6 +230,10 @@ class Tokenizer:
         """The id of a special token; None: there is no such."""
         return self._id_of_special.get(literal)
 
+    def added_id(self, literal: str) -> int | None:
+        """The id of an added token, special or not; None: there is no such."""
+        return self._id_of_special.get(literal, self.markers.get(literal))
+
     def trust(self, text: str) -> str:
         """`text` (a template's source) with TRUSTED before each special literal."""
         return self._literal.sub(lambda match: TRUSTED + match.group(), text) if self._literal else text

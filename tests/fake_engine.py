@@ -71,9 +71,12 @@ PICTURE_TEMPLATE = """
 """As the family's models that see have it."""
 
 
-def byte_tokenizer(sees: bool = False) -> Tokenizer:
-    """Ids 0 to 255 are the bytes, 256 to 258 the special tokens, 259 to 264 the added ones, and with `sees` 265 to 268
-    those around pictures. Text is cut as the family's is."""
+GAPS = ("<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>")
+
+
+def byte_tokenizer(sees: bool = False, fills: bool = False) -> Tokenizer:
+    """Ids 0 to 255 are the bytes, 256 to 258 the special tokens, 259 to 264 the added ones, with `sees` 265 to 268
+    those around pictures, and with `fills` 265 to 270 those around gaps. Text is cut as the family's is."""
     alphabet = {byte: character for character, byte in byte_alphabet().items()}
     backend = tokenizers.Tokenizer(models.BPE({alphabet[byte]: byte for byte in range(256)}, []))
     backend.pre_tokenizer = pre_tokenizers.Sequence(
@@ -87,6 +90,8 @@ def byte_tokenizer(sees: bool = False) -> Tokenizer:
     backend.add_tokens([tokenizers.AddedToken(token, special=False, normalized=False) for token in ADDED])
     if sees:
         backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in PICTURES])
+    if fills:  # not special, as in published vocabularies
+        backend.add_tokens([tokenizers.AddedToken(token, special=False, normalized=False) for token in GAPS])
     return Tokenizer(backend)
 
 

@@ -34,6 +34,7 @@ from deltic.server.access import Access
 from deltic.server.api import anthropic, anthropic_protocol, models, ollama, ollama_protocol, protocol, responses
 from deltic.server.api.completions import CompletionRequest, chat_completions, completions
 from deltic.server.api.decode import parse
+from deltic.server.api.infill import InfillRequest, infill
 from deltic.server.api.responses_protocol import ResponsesRequest
 from deltic.server.api.transfer import STREAM, ExportRequest, export_cache, import_cache
 from deltic.server.batch import batches
@@ -133,7 +134,7 @@ class _Model(msgspec.Struct):
 def _model_in(body: bytes) -> str | None:
     """Returns the model that a body names; None for a body that the endpoint will refuse, too."""
     try:
-        return msgspec.json.decode(body, type=_Model).model
+        return msgspec.json.decode(body, type=_Model).model or None
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         return None
 
@@ -440,6 +441,7 @@ ADAPTERS = functools.partial(Route, "POST", is_shared=True, gives=("text/plain",
 ROUTES = (
     Route("POST", "/v1/chat/completions", chat_completions, protocol.ChatRequest, generates=True),
     Route("POST", "/v1/completions", completions, CompletionRequest, generates=True),
+    Route("POST", "/infill", infill, InfillRequest, generates=True),
     Route("POST", "/v1/chat/completions/render", models.render_chat, protocol.ChatRequest, prepares=True),
     Route("POST", "/v1/completions/render", models.render_completion, CompletionRequest, prepares=True),
     Route("POST", "/v1/messages", anthropic.messages, anthropic_protocol.MessagesRequest, generates=True),

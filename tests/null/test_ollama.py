@@ -153,7 +153,7 @@ def test_what_is_refused_is_named(fields: Any, said: str) -> None:
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"suffix": "x"}, "suffix: the models here are not trained to fill in"),
+        ({"suffix": "x"}, "suffix: 'fake' cannot fill a gap: its vocabulary has no <|fim_prefix|>."),
         ({"template": "{{ .Prompt }}"}, "template: the model's own"),
         ({"context": [1, 2]}, "context: ids of an earlier answer"),
         ({"images": ["aGk="]}, "images: this server reads text only"),

@@ -251,7 +251,7 @@ def test_chat_refuses(fields: dict[str, Any], param: str) -> None:
         ({"prompt": [1, 2.5]}, "prompt"),
         ({"prompt": [[1], "a"]}, "prompt[1]"),
         ({"prompt": [[1], [2**80]]}, "prompt[1]"),
-        ({"suffix": "end"}, "suffix"),
+        ({"suffix": "end", "prompt": [1]}, "suffix"),
         ({"logprobs": 21}, "logprobs"),
         ({"best_of": 0}, "best_of"),
         ({"messages": HELLO}, "messages"),

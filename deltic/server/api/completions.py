@@ -21,6 +21,7 @@ from deltic.engine import messages as engine
 from deltic.server.api import protocol
 from deltic.server.chat import answer
 from deltic.server.chat import request as chats
+from deltic.server.chat.gap import Filler
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.picture_parts import PictureBounds, Pictures
@@ -186,6 +187,8 @@ class CompletionRequest(protocol.SamplingFields):
 
     prompt: str | list[object] | None = None
     """Texts or token ids; None: the end of a text, behind which another begins."""
+    suffix: str | None = None
+    """The text behind the gap that the answer fills; "" asks for nothing."""
     echo: bool | None = None
     logprobs: chats.Count | None = None
 
@@ -193,7 +196,14 @@ class CompletionRequest(protocol.SamplingFields):
 def completion_of(request: CompletionRequest, info: engine.EngineInfo, defaults: SamplingDefaults) -> Completion:
     """The completion that a body asks for. Raises ApiError (400)."""
     sampling = protocol.sampling_of(request, defaults, max_tokens=protocol.longest(request), logprobs=request.logprobs)
-    return Completion(sampling, prompts(request, info), request.model, bool(request.echo))
+    texts = prompts(request, info)
+    if request.suffix:
+        if not all(isinstance(text, str) for text in texts):
+            raise bad_request("suffix", "needs prompts that are texts. Leave it out, or send texts.")
+        for field in ("echo", "truncate_prompt_tokens"):
+            if getattr(request, field):
+                raise bad_request(field, "has no meaning beside suffix. Leave it out.")
+    return Completion(sampling, texts, request.model, bool(request.echo), suffix=request.suffix or "")
 
 
 def prompts(request: CompletionRequest, info: engine.EngineInfo) -> list[str | list[int]]:
@@ -294,16 +304,34 @@ def encoded(service: Service, asked: Completion, info: engine.EngineInfo) -> Ite
         raise bad_request("prompt", f"{n} prompts are more than can wait here. Send at most {most} sequences.")
     limit = chats.context_limit(info)
     kept = chats.kept_tokens(asked.sampling, info, service.default_length)
+    filler = filler_of(service) if asked.suffix else None
     for prompt in asked.prompts:
         if not isinstance(prompt, str):
             ids = prompt[-(kept or 0) :]
         elif kept is not None:
             ids = service.tokenizer.encode_end(prompt, kept, "parse")
-        elif (n_least := service.tokenizer.least_tokens(prompt, limit)) >= limit:
+        elif (n_least := service.tokenizer.least_tokens(prompt + asked.suffix, limit)) >= limit:
             raise PromptTooLong("prompt", n_least, limit, at_least=True)
+        elif filler is not None:
+            ids = filler.whole(prompt, asked.suffix)
         else:
             ids = service.tokenizer.encode(prompt, "parse")
         yield ids, chats.answer_length(asked, len(ids), info, service.default_length)
+
+
+def filler_of(service: Service, field: str = "suffix") -> Filler:
+    """Returns the writer of this model's prompts with a gap. Raises ApiError (400) if it has none."""
+    filler = Filler.of(service.tokenizer)
+    if filler is None:
+        message = f"{service.model_name!r} cannot fill a gap: its vocabulary has no <|fim_prefix|>. Leave it out."
+        raise bad_request(field, message, "unsupported_field")
+    return filler
+
+
+def with_ends(params: engine.SamplingParams, filler: Filler) -> engine.SamplingParams:
+    """Parameters of an answer that also ends where a gap does."""
+    ends = () if params.ignore_eos else filler.ends
+    return msgspec.structs.replace(params, stop_token_ids=(*params.stop_token_ids, *ends))
 
 
 def _requests_of(service: Service, asked: Completion, info: engine.EngineInfo) -> list[engine.Request]:
@@ -313,6 +341,8 @@ def _requests_of(service: Service, asked: Completion, info: engine.EngineInfo) -
     constraint = None
     for i, (ids, max_tokens) in enumerate(encoded(service, asked, info)):
         params = chats.checked_params(asked, max_tokens, info, service.config)
+        if asked.suffix:
+            params = with_ends(params, filler_of(service))
         if i == 0:  # it is the same for all prompts
             constraint = service.constrainer.completion(asked.sampling)
         if constraint:

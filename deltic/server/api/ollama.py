@@ -28,6 +28,7 @@ from deltic.server.chat import answer
 from deltic.server.chat.answer import Update
 from deltic.server.chat.arguments import given_arguments
 from deltic.server.chat.calls import CallDelta
+from deltic.server.chat.gap import Filler
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.parser import Item
 from deltic.server.chat.request import context_limit
@@ -72,7 +73,7 @@ async def _answer(service: Service, request: Request, kind: type[wire.AnswerRequ
             info = msgspec.structs.replace(info, max_model_len=min(info.max_model_len, n_ctx))
         if wire.is_empty(asked):
             generation = None
-        elif isinstance(asked, wire.GenerateRequest) and asked.raw:
+        elif isinstance(asked, wire.GenerateRequest) and (asked.raw or asked.suffix):
             generation = await preparation.run(_completion, service, asked, info, ticket)
         else:
             chat, pictures = await preparation.read_chat(wire.chat_of, asked, service.defaults)
@@ -108,7 +109,7 @@ async def _loaded(service: Service, request: Request) -> None:
 
 
 def _completion(service: Service, asked: wire.GenerateRequest, info: EngineInfo, ticket: Ticket) -> Generation:
-    """The completion of a prompt that no template sees. Raises ApiError."""
+    """The completion of a prompt that no template sees, or of a gap. Raises ApiError."""
     longest = service.default_length or info.max_model_len
     completion = wire.completion_of(asked, longest, service.defaults)
     return completions.completion_generation(service, completions.prepare_completion(service, completion, info), ticket)
@@ -251,6 +252,7 @@ async def show(service: Service, request: Request) -> ASGIApp:
         "tools": template is not None and template.call_form is not None,
         "thinking": template is not None and "enable_thinking" in template.variables,
         "vision": service.sees,
+        "insert": Filler.of(service.tokenizer) is not None,
     }
     card, stored = _card(service, service.model_name), _stored(service)
     parent = _usual(service.adapter.parent) if service.adapter else card["name"]

@@ -30,7 +30,6 @@ NEUTRAL: dict[str, tuple[object, ...]] = {
     "tfs_z": (1,),
     "mirostat": (0,),
     "penalize_newline": (True,),
-    "suffix": ("",),
     "template": ("",),
     "context": ([],),
     "truncate": (False,),
@@ -43,7 +42,6 @@ _WHY_NOT = {
     "template": "the model's own chat template is used. Leave it out, or render the prompt yourself and send raw: true.",
     "truncate": "a prompt that is too long is refused, not shortened. Leave it out.",
     "shift": "an answer ends where the context does. Leave it out.",
-    "suffix": "the models here are not trained to fill in. Leave it out.",
 }
 
 
@@ -135,7 +133,8 @@ class GenerateRequest(AnswerRequest):
     system: str | None = None
     raw: bool | None = None
     """The prompt is the whole text, which no template sees."""
-    suffix: object = None
+    suffix: str | None = None
+    """The text behind the gap that the answer fills, which no template sees either; "" asks for nothing."""
     template: object = None
     context: object = None
     images: list[str] | None = None
@@ -186,7 +185,7 @@ def is_empty(asked: AnswerRequest) -> bool:
     """Returns whether nothing is to be said: the model is asked to be there."""
     if isinstance(asked, OllamaChatRequest):
         return not asked.messages
-    return not (getattr(asked, "prompt", None) or getattr(asked, "images", None))
+    return not any(getattr(asked, field, None) for field in ("prompt", "images", "suffix"))
 
 
 ORIGIN = {"max_tokens": "options.num_predict", "continue_final_message": "messages"}
@@ -223,17 +222,17 @@ def chat_of(asked: AnswerRequest, defaults: SamplingDefaults) -> chats.Chat:
 
 
 def completion_of(asked: GenerateRequest, longest: int, defaults: SamplingDefaults) -> chats.Completion:
-    """The completion that a checked body with `raw` asks for. longest: its answer where it says nothing.
-
-    Raises ApiError (400).
+    """The completion that a checked body with `raw` or a suffix asks for. longest: its answer where it says
+    nothing. Raises ApiError (400).
     """
     for field in ("system", "think", "images"):
         if getattr(asked, field):
-            raise bad_request(field, "has no meaning with raw: true. Leave it out.")
+            beside = "beside suffix" if asked.suffix else "with raw: true"
+            raise bad_request(field, f"has no meaning {beside}. Leave it out.")
     sampling = _sampling(asked, defaults)
     if sampling.max_tokens is None:
         sampling = msgspec.structs.replace(sampling, max_tokens=longest)
-    return chats.Completion(sampling, [asked.prompt or ""], asked.model, origin=ORIGIN)
+    return chats.Completion(sampling, [asked.prompt or ""], asked.model, suffix=asked.suffix or "", origin=ORIGIN)
 
 
 _PARAMS = ("temperature", "top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty")

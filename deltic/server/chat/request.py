@@ -166,6 +166,8 @@ class Completion(Struct, frozen=True):
     """Texts or token ids."""
     model: str | None = None
     echo: bool = False
+    suffix: str = ""
+    """The text behind each prompt, where there is a gap between them to fill."""
     origin: dict[str, str] = {}
     """The client's names of fields that are called otherwise here."""
 
