@@ -1,7 +1,9 @@
-"""`deltic chat`: a conversation in the terminal, streamed, over the OpenAI API.
+"""`deltic chat`: a conversation in the terminal, streamed, over the OpenAI API; or one question, answered
+alone.
 
-Ctrl-C ends the answer, not the program: the connection is closed, and the server frees the request. Ctrl-D
-leaves. Escape codes used: bold, dim, reset. Control characters that a model writes never reach the terminal.
+Ctrl-C ends the answer: the connection is closed, and the server frees the request. A conversation goes on
+then, and Ctrl-D leaves it. Escape codes used: bold, dim, reset. Control characters that a model writes never
+reach the terminal.
 """
 
 from __future__ import annotations
@@ -11,16 +13,16 @@ import asyncio
 import contextlib
 import io
 import json
+import os
 import re
 import sys
 import time
-from collections.abc import AsyncGenerator
-from dataclasses import dataclass, field
+import urllib.parse
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from deltic.commands.conversation import Conversation, StreamedAnswer
 from deltic.commands.endpoint import (
-    DONE,
-    Endpoint,
     EndpointError,
     ServerFailed,
     asked_model,
@@ -29,127 +31,47 @@ from deltic.commands.endpoint import (
     picture_url,
     reached,
 )
+from deltic.config import ConfigError, nearest
 from deltic.json_types import JsonObject
 from deltic.logs import counted
 
 HELP = """\
-/help               this list
-/clear              forget the conversation
-/system [TEXT]      set the system message, or remove it; forgets the conversation
-/image FILE         add a picture to the next message; without FILE, drop what was added
-/video FILE         add a video to the next message; without FILE, drop what was added
-/think on|off|auto  thinking before the answer; auto leaves it to the model
-/save [FILE]        write the conversation as JSON
-/quit               leave (also Ctrl-D); Ctrl-C ends an answer early
-A line ending in \\ goes on; pasted lines stay together."""
+/help                 this list
+/regen                answer the last question again
+/clear                forget the conversation
+/system [TEXT]        set the system message, or remove it; forgets the conversation
+/set [NAME [VALUE]]   set how tokens are drawn, as /set temperature 0.2; without VALUE, as the model has it; alone, tell
+/model [NAME]         go on with another model of the server; alone, list them
+/image FILE           add a picture to the next message; without FILE, drop what was added
+/video FILE           add a video to the next message; without FILE, drop what was added
+/think on|off|auto    thinking before the answer; auto leaves it to the model
+/think show|hide      whether the thought is written
+/save [FILE]          write the conversation as JSON
+/load FILE            go on with a conversation that was saved
+/quit                 leave (also Ctrl-D); Ctrl-C ends an answer early
+A line ending in \\ goes on, pasted lines stay together, and a message between \"\"\" and \"\"\" has any number of lines."""
+
+SETTINGS = {
+    "temperature": float, "top_p": float, "top_k": int, "min_p": float, "seed": int, "max_tokens": int,
+    "presence_penalty": float, "frequency_penalty": float, "repetition_penalty": float, "thinking_budget": int,
+    "reasoning_effort": str, "stop": str,
+}  # fmt: skip
+"""Fields of a request that /set knows, and the types of their values."""
 
 BOLD, DIM, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
 CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
+WAIT_S = 0.5
+"""Seconds without an answer after which a terminal is told what the server does."""
 
-@dataclass
-class StreamedAnswer:
-    """The answer so far."""
-
-    reasoning: str = ""
-    content: str = ""
-    n_tokens: int = 0
-    first_s: float | None = None
-    seconds: float = 0.0
-    finish_reason: str | None = None
-    error: str | None = None
-
-    def speed(self) -> str:
-        """The line under an answer."""
-        if self.first_s is None:
-            return "no text"
-        parts = [counted(self.n_tokens, "token"), f"first after {self.first_s:.2f} s"]
-        if self.n_tokens > 1 and self.seconds > self.first_s:
-            parts.insert(1, f"{(self.n_tokens - 1) / (self.seconds - self.first_s):.1f} tok/s")
-        if self.finish_reason == "length":
-            parts.append("cut at the token limit")
-        return " · ".join(parts)
-
-
-@dataclass
-class Conversation:
-    """Messages and settings, and how an answer is asked for."""
-
-    endpoint: Endpoint
-    model: str
-    system: str | None = None
-    think: bool | None = None
-    sampling: JsonObject = field(default_factory=dict)
-    messages: list[JsonObject] = field(default_factory=list)
-    pictures: list[str] = field(default_factory=list)
-    """URLs of those that the next message will have."""
-    videos: list[str] = field(default_factory=list)
-    """Videos of the next message, like `pictures`."""
-
-    def message(self, text: str) -> JsonObject:
-        """The user's next."""
-        parts: list[JsonObject] = [{"type": "image_url", "image_url": {"url": url}} for url in self.pictures]
-        parts += [{"type": "video_url", "video_url": {"url": url}} for url in self.videos]
-        return {"role": "user", "content": [*parts, {"type": "text", "text": text}] if parts else text}
-
-    def body(self) -> JsonObject:
-        """The request for the next answer."""
-        system = [{"role": "system", "content": self.system}] if self.system else []
-        body: JsonObject = {
-            "model": self.model,
-            "messages": system + self.messages,
-            "stream": True,
-            "stream_options": {"include_usage": True},
-        }
-        if self.think is not None:
-            body["chat_template_kwargs"] = {"enable_thinking": self.think}
-        return body | self.sampling
-
-    async def ask(self, answer: StreamedAnswer) -> AsyncGenerator[tuple[str, str], None]:
-        """Yields ("reasoning" | "content", text) as it comes; fills `answer`, its `error` too."""
-        begin = time.perf_counter()
-        try:
-            reply = await self.endpoint.open("POST", "/v1/chat/completions", self.body())
-            if reply.status != 200:
-                data = await reply.read()
-                with contextlib.suppress(ValueError):
-                    body = json.loads(data)
-                    answer.error = error_message(body, reply.status)
-                    if isinstance(body, dict) and (body.get("error") or {}).get("code") == "context_length_exceeded":
-                        answer.error = "the conversation no longer fits the model's context; /clear starts a new one"
-                answer.error = answer.error or f"HTTP {reply.status}"
-                return
-            async with contextlib.aclosing(reply.events()) as events:
-                async for arrival, payload in events:
-                    if payload == DONE:
-                        continue
-                    event = json.loads(payload)
-                    if event.get("error"):
-                        answer.error = error_message(event, 200)
-                    if event.get("usage"):
-                        answer.n_tokens = event["usage"].get("completion_tokens") or answer.n_tokens
-                    for choice in event.get("choices") or ():
-                        answer.finish_reason = choice.get("finish_reason") or answer.finish_reason
-                        for kind, text in _pieces(choice.get("delta") or {}):
-                            answer.seconds = arrival - begin
-                            answer.first_s = answer.seconds if answer.first_s is None else answer.first_s
-                            answer.n_tokens += 1  # until the usage, at the end, says better
-                            setattr(answer, kind, getattr(answer, kind) + text)
-                            yield kind, text
-        except (EndpointError, ValueError) as error:
-            answer.error = str(error)
-
-
-def _pieces(delta: JsonObject) -> list[tuple[str, str]]:
-    reasoning = delta.get("reasoning_content") or delta.get("reasoning")
-    pieces = [("reasoning", reasoning)] if reasoning else []
-    return pieces + ([("content", delta["content"])] if delta.get("content") else [])
+HISTORY_LINES = 1000
 
 
 class Screen:
     """Screen on which answers are written; without a terminal, plain text."""
 
-    def __init__(self) -> None:
+    def __init__(self, shows_thought: bool = True) -> None:
+        self.shows_thought = shows_thought
         self._styled = sys.stdout.isatty()
         self._kind = ""
 
@@ -160,6 +82,8 @@ class Screen:
 
     def piece(self, kind: str, text: str) -> None:
         """A piece of the answer; thinking is dimmed and set off by an empty line."""
+        if kind == "reasoning" and not self.shows_thought:
+            return
         if kind != self._kind:
             if self._kind == "reasoning":
                 self.style(RESET)
@@ -184,128 +108,335 @@ class Screen:
         self._kind = ""
         self.style(RESET)
         sys.stdout.write("\n")
+        sys.stdout.flush()
 
 
-def answer(runner: asyncio.Runner, conversation: Conversation, screen: Screen, text: str) -> bool:
-    """Runs a turn: asks, prints, and keeps the answer. What Ctrl-C cut short stays as far as it came. Returns
-    whether there was no error.
+@contextlib.contextmanager
+def sign_of_life(answer: StreamedAnswer) -> Iterator[Callable[[], None]]:
+    """A line in stderr, if that is a terminal, that says what the server does, from WAIT_S on.
+
+    Yields what is called at each event: it writes the line anew, and removes it once there is a text.
     """
-    conversation.messages.append(conversation.message(text))
+    from rich.console import Console
+
+    status = Console(stderr=True).status(answer.reading())
+    if not status.console.is_terminal:
+        yield lambda: None
+        return
+    timer = asyncio.get_running_loop().call_later(WAIT_S, status.start)
+
+    def tell() -> None:
+        if answer.first_s is None:
+            status.update(answer.reading())
+        else:
+            timer.cancel()
+            status.stop()
+
+    try:
+        yield tell
+    finally:
+        timer.cancel()
+        status.stop()
+
+
+def stream(runner: asyncio.Runner, conversation: Conversation, screen: Screen | None) -> StreamedAnswer:
+    """Asks for the next answer, and writes it as it comes. What Ctrl-C cut short has `finish_reason`
+    "interrupted".
+    """
     got = StreamedAnswer()
 
     async def turn() -> None:
-        async with contextlib.aclosing(conversation.ask(got)) as pieces:
-            async for kind, piece in pieces:
-                screen.piece(kind, piece)
+        with sign_of_life(got) as tell:
+            async with contextlib.aclosing(conversation.ask(got)) as pieces:
+                async for kind, piece in pieces:
+                    tell()
+                    if screen is not None:
+                        screen.piece(kind, piece)
 
-    stopped = False
     try:
         runner.run(turn())
     except KeyboardInterrupt:
-        stopped = True
+        got.finish_reason = "interrupted"
+    return got
+
+
+def answer(runner: asyncio.Runner, conversation: Conversation, screen: Screen, text: str | None) -> bool:
+    """Runs a turn: asks, prints, and keeps the answer. What Ctrl-C cut short stays as far as it came. text:
+    None to answer the last question again. Returns whether there was no error.
+    """
+    before = conversation.messages[:]
+    if text is not None:
+        conversation.messages.append(conversation.message(text))
+    else:
+        while conversation.messages[-1]["role"] != "user":
+            conversation.messages.pop()
+    got = stream(runner, conversation, screen)
     screen.end()
     if got.error:
         screen.note(f"error: {got.error}")
     else:
-        screen.note(got.speed() + (" · stopped" if stopped else ""))
+        screen.note(got.speed() + (" · stopped" if got.finish_reason == "interrupted" else ""))
     if got.content:
         conversation.messages.append({"role": "assistant", "content": got.content})
         conversation.pictures.clear()
         conversation.videos.clear()
     else:
-        conversation.messages.pop()  # a question without an answer would confuse the next turn
+        conversation.messages[:] = before  # a question without an answer would confuse the next turn
     return not got.error
+
+
+def answer_once(runner: asyncio.Runner, conversation: Conversation, arguments: argparse.Namespace, prompt: str) -> int:
+    """Writes the answer to one question and nothing else, or with --json one object; the exit status."""
+    conversation.messages.append(conversation.message(prompt))
+    shows_thought = arguments.show_thinking and sys.stdout.isatty()
+    screen = None if arguments.json else Screen(shows_thought)
+    got = stream(runner, conversation, screen)
+    if screen is not None:
+        screen.end()
+    else:
+        names = ("content", "reasoning", "finish_reason", "usage", "error")
+        told = {"model": conversation.model} | {name: getattr(got, name) for name in names}
+        print(json.dumps(told, ensure_ascii=False))
+    if got.finish_reason == "interrupted":
+        return 130
+    if got.error:
+        print(f"deltic: {got.error}", file=sys.stderr)
+    elif got.finish_reason == "length" and screen is not None:
+        print("deltic: the answer was cut at the token limit; raise --max-tokens", file=sys.stderr)
+    return 1 if got.error else 0
+
+
+# Commands. Each takes the conversation and what stands behind its name, and returns what to say.
+
+
+def clear(conversation: Conversation, rest: str) -> str:
+    conversation.messages.clear()
+    return "forgotten"
+
+
+def system(conversation: Conversation, text: str) -> str:
+    conversation.system = text or None
+    conversation.messages.clear()
+    return "system message set" if text else "no system message"
+
+
+def add_picture(conversation: Conversation, name: str) -> str:
+    return _added(conversation.pictures, "picture", name)
+
+
+def add_video(conversation: Conversation, name: str) -> str:
+    return _added(conversation.videos, "video", name)
+
+
+def _added(files: list[str], noun: str, name: str) -> str:
+    if not name:
+        files.clear()
+        return f"no {noun}s"
+    try:
+        files.append(picture_url(name))
+    except EndpointError as error:
+        return str(error)
+    return f"the next message has {counted(len(files), noun)}"
+
+
+def think(conversation: Conversation, word: str) -> str:
+    if word not in ("on", "off", "auto"):
+        return "/think takes on, off, auto, show or hide"
+    conversation.think = {"on": True, "off": False, "auto": None}[word]
+    return f"thinking: {word}"
+
+
+def set_sampling(conversation: Conversation, text: str) -> str:
+    name, _, value = text.removeprefix("parameter ").strip().partition(" ")
+    if not name:
+        known = conversation.sampling.items()
+        return ", ".join(f"{name} {value}" for name, value in known) or f"as the model has it; {', '.join(SETTINGS)}"
+    if name not in SETTINGS:
+        return f"{name}: {nearest(name, SETTINGS) or 'there is ' + ', '.join(SETTINGS)}"
+    kind, value = SETTINGS[name], value.strip()
+    if not value:
+        conversation.sampling.pop(name, None)
+        return f"{name}: as the model has it"
+    try:
+        conversation.sampling[name] = kind(value)
+    except ValueError:
+        return f"{name}: {value!r} is not {'a whole number' if kind is int else 'a number'}"
+    return f"{name}: {conversation.sampling[name]}"
+
+
+def save(conversation: Conversation, name: str) -> str:
+    path = Path(name or time.strftime("deltic-chat-%Y%m%d-%H%M%S.json")).expanduser()
+    try:
+        text = json.dumps(conversation.history, indent=1, ensure_ascii=False) + "\n"
+        path.write_bytes(text.encode("utf-8", "replace"))  # half a surrogate pair becomes a question mark
+    except (OSError, ValueError) as error:
+        return f"cannot write {path}: {error}"
+    return f"saved to {path}"
+
+
+def load(conversation: Conversation, name: str) -> str:
+    path = Path(name).expanduser()
+    try:
+        messages = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
+        return f"cannot read {path}: {error}"
+    if not (isinstance(messages, list) and messages and all(map(_is_message, messages))):
+        return f"{path} is no conversation: /save writes one, a JSON list of messages"
+    first, *others = messages
+    conversation.system = first["content"] if first["role"] == "system" else None
+    conversation.messages[:] = others if first["role"] == "system" else messages
+    return f"{counted(len(conversation.messages), 'message')} of {path}"
+
+
+def _is_message(value: object) -> bool:
+    if not isinstance(value, dict):
+        return False
+    text, kinds = value.get("content"), str if value.get("role") == "system" else str | list
+    return value.get("role") in ("system", "user", "assistant", "tool") and isinstance(text, kinds)
+
+
+COMMANDS: dict[str, Callable[[Conversation, str], str]] = {
+    "/clear": clear,
+    "/system": system,
+    "/image": add_picture,
+    "/video": add_video,
+    "/think": think,
+    "/set": set_sampling,
+    "/save": save,
+    "/load": load,
+}
+LEAVE = ("/quit", "/exit", "/bye")
 
 
 def command(conversation: Conversation, line: str) -> str | None:
     """Carries out a `/command`; returns what to say about it, None to leave."""
     name, _, rest = line.partition(" ")
-    rest = rest.strip()
-    if name in ("/quit", "/exit"):
+    if name in LEAVE:
         return None
-    if name == "/clear":
-        conversation.messages.clear()
-        return "forgotten"
-    if name == "/system":
-        conversation.system = rest or None
-        conversation.messages.clear()
-        return "system message set" if rest else "no system message"
-    if name in ("/image", "/video"):
-        noun = {"/image": "picture", "/video": "video"}[name]
-        added = conversation.videos if noun == "video" else conversation.pictures
-        if not rest:
-            added.clear()
-            return f"no {noun}s"
+    carry_out = COMMANDS.get(name)
+    return carry_out(conversation, rest.strip()) if carry_out else HELP
+
+
+async def switch(conversation: Conversation, name: str) -> str:
+    """Goes on with another model of the server; without a name, lists them. Raises EndpointError."""
+    endpoint = conversation.endpoint
+    if not name:
+        status, body = await endpoint.json("GET", "/v1/models")
         try:
-            added.append(picture_url(rest))
-        except EndpointError as error:
-            return str(error)
-        return f"the next message has {counted(len(added), noun)}"
-    if name == "/think" and rest in ("on", "off", "auto"):
-        conversation.think = {"on": True, "off": False, "auto": None}[rest]
-        return f"thinking: {rest}"
-    if name == "/save":
-        path = Path(rest or time.strftime("deltic-chat-%Y%m%d-%H%M%S.json"))
-        system = [{"role": "system", "content": conversation.system}] if conversation.system else []
-        try:
-            text = json.dumps(system + conversation.messages, indent=1, ensure_ascii=False) + "\n"
-            path.write_bytes(text.encode("utf-8", "replace"))  # half a surrogate pair becomes a question mark
-        except (OSError, ValueError) as error:
-            return f"cannot write {path}: {error}"
-        return f"saved to {path}"
-    return HELP
+            names = [str(card["id"]) for card in body["data"]]
+        except (TypeError, LookupError):
+            return f"the server lists no models: {error_message(body, status)}"
+        return "\n".join(f"{'*' if each == conversation.model else ' '} {each}" for each in names)
+    status, body = await endpoint.json("GET", f"/v1/models/{urllib.parse.quote(name, safe='/:')}")
+    if status != 200:
+        return error_message(body, status)
+    conversation.model = name
+    return f"model: {name}"
 
 
-def read_message(prompt: str) -> str:
-    """Reads a message from the keyboard; raises EOFError at Ctrl-D, KeyboardInterrupt at Ctrl-C.
+def read_message(prompt: str) -> tuple[str, bool]:
+    """Reads a message from the keyboard; the second value is True if it may be a command. Raises EOFError at
+    Ctrl-D, KeyboardInterrupt at Ctrl-C.
 
-    A line ending in a backslash goes on. Pasted newlines come within one line from readline's bracketed
-    paste.
+    A line ending in a backslash goes on, and so does a message that begins with three quotes, to the next
+    three. Pasted newlines come within one line from readline's bracketed paste.
     """
     text = input(prompt)
+    if text.lstrip().startswith('"""'):
+        text = text.lstrip()[3:]
+        while not text.rstrip().endswith('"""'):
+            text += "\n" + input("… ")
+        return text.rstrip()[:-3].strip("\n"), False
     while text.endswith("\\"):
         text = text[:-1] + "\n" + input("… ")
-    return text.strip()
+    return text.strip(), text.startswith("/")
 
 
-def talk(conversation: Conversation, runner: asyncio.Runner) -> bool:
-    """Reads and answers until the user leaves. Whether all went well, or somebody saw that it did not."""
-    screen, went_well = Screen(), True
-    prompt = ""
-    if sys.stdin.isatty():
-        with contextlib.suppress(ImportError):
-            import readline  # noqa: F401  (line editing, history and bracketed paste for input())
-        prompt = f"\001{BOLD}\002> \001{RESET}\002" if sys.stdout.isatty() else "> "
-        screen.note(f"{conversation.model} · /help for commands, Ctrl-D to leave")
+@contextlib.contextmanager
+def line_history(is_kept: bool) -> Iterator[None]:
+    """Editing and history of what is typed, while the block runs. is_kept: in a file, for the next time."""
+    try:
+        import readline
+    except ImportError:
+        yield
+        return
+    state = os.environ.get("XDG_STATE_HOME", "")
+    file = (Path(state) if os.path.isabs(state) else Path.home() / ".local" / "state") / "deltic" / "chat_history"
+    if is_kept:
+        with contextlib.suppress(OSError):
+            readline.read_history_file(file)
+    n_before = readline.get_current_history_length()
+    try:
+        yield
+    finally:
+        n_new = readline.get_current_history_length() - n_before
+        if is_kept and n_new > 0:
+            with contextlib.suppress(OSError):
+                file.parent.mkdir(0o700, parents=True, exist_ok=True)
+                file.touch(0o600)
+                readline.set_history_length(HISTORY_LINES)
+                readline.append_history_file(n_new, file)
+
+
+def talk(conversation: Conversation, runner: asyncio.Runner, screen: Screen) -> None:
+    """Reads and answers until the user leaves."""
+    prompt = f"\001{BOLD}\002> \001{RESET}\002" if sys.stdout.isatty() else "> "
+    screen.note(f"{conversation.model} · /help for commands, Ctrl-D to leave")
     while True:
         try:
-            text = read_message(prompt)
+            text, is_command = read_message(prompt)
         except EOFError:
             break
         except KeyboardInterrupt:
             print()
             continue
-        if text.startswith("/"):
+        name, _, rest = text.partition(" ")
+        if not is_command:
+            if text:
+                answer(runner, conversation, screen, text)
+        elif name == "/regen":
+            if any(message["role"] == "user" for message in conversation.messages):
+                answer(runner, conversation, screen, None)
+            else:
+                screen.note("there is no question yet")
+        elif name == "/model":
+            try:
+                screen.note(runner.run(switch(conversation, rest.strip())))
+            except (EndpointError, KeyboardInterrupt) as error:
+                screen.note(str(error))
+        elif name == "/think" and rest.strip() in ("show", "hide"):
+            screen.shows_thought = rest.strip() == "show"
+            screen.note(f"thoughts: {'written' if screen.shows_thought else 'not written'}")
+        else:
             reply = command(conversation, text)
             if reply is None:
                 break
             screen.note(reply)
-        elif text:
-            went_well &= answer(runner, conversation, screen, text)
-    return went_well or sys.stdin.isatty()
+
+
+def asked_prompt(arguments: argparse.Namespace) -> str | None:
+    """The one question: from the command line, with what comes through a pipe behind it; None where somebody
+    types. Raises ConfigError.
+    """
+    given = getattr(arguments, "prompt", None)
+    if sys.stdin.isatty():
+        if arguments.json and given is None:
+            raise ConfigError("--json is for one question. Give it: deltic chat --json 'Why is the sky blue?'")
+        return given
+    piped = sys.stdin.buffer.read().decode("utf-8", "replace").strip("\n")
+    if not (prompt := "\n\n".join(filter(None, (given, piped)))):
+        raise ConfigError("there is no question, neither on the command line nor in what is piped in")
+    return prompt
 
 
 def chat(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
-    """The command: talks to the server at --url, or to one it starts."""
+    """The command: talks to the server at --url, or to one it starts. Raises ConfigError."""
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what the terminal cannot show becomes a question mark
-    model = str(getattr(arguments, "model", ""))
-    if " " in model and not (arguments.url or Path(model).exists()):
-        hint = "a question is typed once it runs, or piped: echo 'Hello' | deltic chat"
-        print(f"deltic: {model!r} is taken for a model, and no model has a space in its name; {hint}", file=sys.stderr)
-        return 2
-    sampling = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
+    prompt = asked_prompt(arguments)
+    sampling: JsonObject = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
     try:
+        pictures, videos = [*map(picture_url, arguments.image)], [*map(picture_url, arguments.video)]
         with asyncio.Runner() as runner, own_server(arguments, server_arguments) as server:
             endpoint = runner.run(reached(arguments, server))
             conversation = Conversation(
@@ -314,10 +445,14 @@ def chat(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
                 system=arguments.system,
                 think=arguments.think,
                 sampling={key: value for key, value in sampling.items() if value is not None},
-                pictures=[*map(picture_url, arguments.image)],
-                videos=[*map(picture_url, arguments.video)],
+                pictures=pictures,
+                videos=videos,
             )
-            return 0 if talk(conversation, runner) else 1
+            if prompt is not None:
+                return answer_once(runner, conversation, arguments, prompt)
+            with line_history(arguments.history):
+                talk(conversation, runner, Screen(arguments.show_thinking))
+            return 0
     except (EndpointError, ServerFailed) as error:
         print(f"deltic: {error}", file=sys.stderr)
         return 1

@@ -11,10 +11,11 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import json
+import os
 import types
 from collections.abc import Callable
 from pathlib import Path
-from typing import Union, get_args, get_origin, get_type_hints
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from deltic.config import Config, EngineConfig, ModelConfig, ServerConfig
 from deltic.json_types import JsonObject
@@ -199,10 +200,35 @@ def serve(sub: argparse.ArgumentParser) -> None:
     add_flags(sub, ServerConfig)
 
 
+class _ModelOrPrompt(argparse.Action):
+    """Takes a word with a space in it for a question: no model's name has one, but for a path that is
+    there.
+    """
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, values: Any, *_: object) -> None:
+        is_prompt = self.dest == "prompt" or (any(map(str.isspace, values)) and not os.path.exists(values))
+        if is_prompt and hasattr(namespace, "prompt"):
+            parser.error(f"there are two questions, {namespace.prompt!r} and {values!r}. Give one.")
+        setattr(namespace, "prompt" if is_prompt else "model", values)
+
+
 def chat(sub: argparse.ArgumentParser) -> None:
     """Adds the flags of `deltic chat`."""
-    add_remote(sub)
     add = sub.add_argument
+    add("model", nargs="?", metavar="MODEL", default=argparse.SUPPRESS, action=_ModelOrPrompt, help=REMOTE_HELP)
+    text = (
+        "one question, which is answered alone; what is piped in stands behind it, or is it; a text with a space may be "
+        "given without a MODEL"
+    )
+    add("prompt", nargs="?", metavar="PROMPT", default=argparse.SUPPRESS, action=_ModelOrPrompt, help=text)
+    text = "the same as PROMPT"
+    add("-p", "--prompt", metavar="PROMPT", default=argparse.SUPPRESS, action=_ModelOrPrompt, help=text)
+    add("--json", action="store_true", help="write the answer to the question as one JSON object")
+    text = "whether the thought is written, where the output is a terminal (default: yes)"
+    add("--show-thinking", action=argparse.BooleanOptionalAction, default=True, help=text)
+    text = "keep what is typed for the next time, in ~/.local/state/deltic (default: yes)"
+    add("--history", action=argparse.BooleanOptionalAction, default=True, help=text)
+    add_remote(sub, positional=False, text="the same as MODEL")
     add("--system", metavar="TEXT", help="system message")
     text = "thinking on or off (default: the model's)"
     add("--think", action=argparse.BooleanOptionalAction, help=text)

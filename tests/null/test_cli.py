@@ -1,19 +1,14 @@
-"""The command line: quick, made of config.py's fields, one line for what is wrong; and the terminal chat."""
+"""The command line: quick, made of config.py's fields, one line for what is wrong."""
 
 from __future__ import annotations
 
 import ast
 import asyncio
-import json
-import os
 import re
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
-import threading
-import time
 from dataclasses import fields
 from pathlib import Path
 
@@ -22,13 +17,11 @@ import pytest
 import deltic
 from deltic import __version__
 from deltic.__main__ import BENCHES, COMMANDS, main, parser
-from deltic.commands.chat import Conversation, command
-from deltic.commands.endpoint import FOR_A_CHILD, Endpoint, LocalServer, ServerFailed, flags, own_environment
+from deltic.commands.endpoint import FOR_A_CHILD, LocalServer, ServerFailed, flags, own_environment
 from deltic.commands.flags import FOREIGN, advice
 from deltic.commands.settings import server_arguments
 from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
 from tests.fake_engine import FakeEngineClient, make_app, served
-from tests.fake_openai import FakeOpenAI
 
 NAMES = [*COMMANDS, *(f"bench {name}" for name in BENCHES)]
 """What stands behind `deltic`."""
@@ -278,88 +271,3 @@ def test_a_server_that_cannot_start_says_why():
     with pytest.raises(ServerFailed, match="must be from 1 to 256"):
         asyncio.run(server.wait_ready(timeout_s=20))
     assert server.stop() == 2
-
-
-def test_chat_streams_keeps_the_conversation_and_obeys_commands(monkeypatch, capsys, tmp_path: Path):
-    saved = tmp_path / "chat.json"
-    typed = iter(["/system Be brief.", "/think on", "hello\\", "you", "again", f"/save {saved}", "/nonsense", "/quit"])
-    monkeypatch.setattr("builtins.input", lambda prompt="": next(typed))
-    with FakeOpenAI(n_words=3) as server:
-        assert main(["chat", "--url", server.url, "--temperature", "0.5"]) == 0
-    out = capsys.readouterr().out
-    assert "hm\n\nw0 w1 w2 \n3 tokens" in out, "thinking, an empty line, the answer, its speed"
-    assert "/help" in out, "an unknown command shows the help"
-    first, second = server.bodies
-    assert [m["content"] for m in first["messages"]] == ["Be brief.", "hello\nyou"]
-    assert [m["role"] for m in second["messages"]] == ["system", "user", "assistant", "user"]
-    assert first["chat_template_kwargs"] == {"enable_thinking": True}
-    assert first["temperature"] == 0.5
-    assert len(json.loads(saved.read_text())) == 5
-
-
-@pytest.mark.parametrize("is_terminal", [True, False])
-def test_a_failed_turn_is_taken_back(monkeypatch, capsys, is_terminal: bool):
-    """Where nobody saw the error, the exit status tells of it."""
-    typed = iter(["one", "two"])
-
-    def read(prompt: str = "") -> str:
-        try:
-            return next(typed)
-        except StopIteration:
-            raise EOFError from None
-
-    monkeypatch.setattr("builtins.input", read)
-    monkeypatch.setattr("sys.stdin.isatty", lambda: is_terminal, raising=False)
-    with FakeOpenAI(statuses=[500]) as server:
-        assert main(["chat", "--url", server.url]) == (0 if is_terminal else 1)
-    assert "error: asked to fail (HTTP 500)" in capsys.readouterr().out
-    assert [len(body["messages"]) for body in server.bodies] == [1, 1]
-
-
-def test_a_question_is_no_model(capsys):
-    assert main(["chat", "What is 3+4?"]) == 2
-    assert "'What is 3+4?' is taken for a model" in capsys.readouterr().err
-
-
-@pytest.fixture
-def interruptible():
-    """Python's own SIGINT handler, which a shell takes away from what it starts in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
-def test_ctrl_c_ends_the_answer_only(monkeypatch, capsys, interruptible):
-    typed = iter(["long", "short", "/quit"])
-    monkeypatch.setattr("builtins.input", lambda prompt="": next(typed))
-    with FakeOpenAI(token_s=0.01, n_words=1000) as server:
-
-        def interrupt() -> None:
-            while not server.bodies:
-                time.sleep(0.01)
-            time.sleep(0.2)
-            os.kill(os.getpid(), signal.SIGINT)
-            server.n_words = 2  # after the interrupt, or the first answer could end by itself
-
-        threading.Thread(target=interrupt).start()
-        assert main(["chat", "--url", server.url]) == 0
-    assert "stopped" in capsys.readouterr().out
-    assert server.n_disconnects == 1, "the server sees the client gone"
-    assert [m["role"] for m in server.bodies[1]["messages"]] == ["user", "assistant", "user"]
-
-
-def test_half_a_surrogate_pair_can_be_saved(tmp_path: Path):
-    conversation = Conversation(Endpoint("http://x"), "m", messages=[{"role": "user", "content": "gr\udcfc\u00df"}])
-    assert command(conversation, f"/save {tmp_path / 'chat.json'}") == f"saved to {tmp_path / 'chat.json'}"
-    assert json.loads((tmp_path / "chat.json").read_text("utf-8"))[0]["content"] == "gr?\u00df"
-    assert "cannot write" in (command(conversation, f"/save {tmp_path}") or "")
-
-
-def test_think_switches_and_clear_forgets():
-    conversation = Conversation(Endpoint("http://x"), "m", messages=[{"role": "user", "content": "x"}])
-    for word, value in (("on", True), ("off", False), ("auto", None)):
-        assert command(conversation, f"/think {word}") == f"thinking: {word}"
-        assert conversation.think is value
-    assert command(conversation, "/clear") == "forgotten"
-    assert conversation.messages == []
-    assert command(conversation, "/quit") is None

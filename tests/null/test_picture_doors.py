@@ -28,7 +28,8 @@ from PIL import Image
 
 from deltic import LLM, SamplingParams
 from deltic.batch_lines import BatchLine
-from deltic.commands.chat import Conversation, StreamedAnswer, command
+from deltic.commands.chat import command
+from deltic.commands.conversation import Conversation, StreamedAnswer
 from deltic.commands.endpoint import Endpoint, EndpointError, picture_url
 from deltic.commands.run import send, with_pictures
 from deltic.engine.messages import PictureInfo, Request

@@ -16,7 +16,8 @@ pytest.importorskip("PIL")
 from PIL import Image
 
 from deltic import LLM, SamplingParams
-from deltic.commands.chat import Conversation, StreamedAnswer, command
+from deltic.commands.chat import command
+from deltic.commands.conversation import Conversation, StreamedAnswer
 from deltic.commands.endpoint import Endpoint
 from deltic.engine.messages import Request
 from deltic.server.chat import picture_parts, videos
