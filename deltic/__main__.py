@@ -1,4 +1,4 @@
-"""The command line: `deltic serve | chat | run | say | pack | plan | warmup | doctor | bench WHAT | ...`.
+"""The command line: `deltic serve | chat | run | say | pull | list | plan | doctor | ...`.
 
 A command's module is imported when it runs, so `deltic --help` answers at once. Its flags are in
 commands/flags.py.
@@ -43,6 +43,10 @@ class Subcommand:
         module, _, name = self.function.partition(":")
         run: Callable[..., Result] = getattr(importlib.import_module(f"deltic.{module}"), name)
         return run(*values)
+
+
+def _alone(arguments: argparse.Namespace) -> tuple[object, ...]:
+    return (arguments,)
 
 
 def _server(arguments: argparse.Namespace) -> tuple[object, ...]:
@@ -115,6 +119,15 @@ COMMANDS = {
         "commands.pack:pack",
         _engine,
     ),
+    "pull": Subcommand("download models, with what has come before", flags.pull, "commands.models:pull", _alone),
+    "list": Subcommand(
+        "list the models on this disk, and whether they fit", flags.list_models, "commands.models:list_models", _alone
+    ),
+    "show": Subcommand(
+        "print what a model on this disk is, and the memory it takes", flags.show, "commands.models:show", _alone
+    ),
+    "rm": Subcommand("delete models from this disk", flags.rm, "commands.models:rm", _alone),
+    "ps": Subcommand("list the models that a running server has loaded", flags.ps, "commands.models:ps", _alone),
     "plan": Subcommand(
         "print what fits in memory and the speed to expect",
         flags.plan,
@@ -159,14 +172,31 @@ BENCHES = {
 }
 
 
+ELSEWHERE = {
+    "ls": "deltic list lists the models on this disk",
+    "get": "deltic pull NAME downloads a model",
+    "download": "deltic pull NAME downloads a model",
+    "load": "deltic serve NAME serves a model",
+    "start": "deltic serve NAME serves a model",
+    "info": "deltic show NAME tells of a model on this disk",
+    "remove": "deltic rm NAME deletes a model from this disk",
+    "delete": "deltic rm NAME deletes a model from this disk",
+    "stop": "a server ends by Ctrl-C, or by the signal that its service manager sends; deltic ps lists what one has loaded",
+    "create": "what a Modelfile says are flags of deltic serve, or a file for its --config",
+    "cp": "deltic serve MODEL --served-model-name NAME gives a model other names",
+    "push": "Deltic publishes nothing",
+}
+"""Commands of Ollama, LM Studio and others that are none here, and what to do instead."""
+
+
 FIRST_STEPS = f"""\
 Deltic {__version__} serves Qwen's hybrid models and Qwen3-TTS on this machine. What to do next:
 
-  deltic serve                                     a small built-in model, with a page to chat on
-  deltic serve Qwen/Qwen3.5-4B --quantize int8     a real one: a name on the hub, or a directory
-  deltic chat                                      a conversation in this terminal
-  deltic plan MODEL                                what fits in memory, and the speed to expect
-  deltic doctor                                    which models this machine can run, and how fast
+  deltic serve                 a small built-in model, with a page to chat on
+  deltic doctor                which models this machine can run, how fast, and which to get
+  deltic pull qwen3.5:4b       gets a real one of 2.7 GB; deltic list shows those on this disk
+  deltic serve qwen3.5:4b      serves it; so do a name on the hub, owner/model, or a directory
+  deltic chat                  a conversation in this terminal
 
 `deltic --help` lists every command, `deltic COMMAND --help` its flags."""
 """Text that `deltic` alone prints."""
@@ -210,9 +240,15 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     """The command line; ends the process with status 2 and the subcommand's usage where it is wrong."""
     top, known = parser(), {*COMMANDS, "bench"}
     if words and words[0] not in known and not words[0].startswith("-"):
-        top.error(
-            f"there is no command {words[0]!r}; {nearest(words[0], known) or 'deltic alone says what to do next'}"
-        )
+        hint = ELSEWHERE.get(words[0]) or nearest(words[0], known) or "deltic alone says what to do next"
+        top.error(f"there is no command {words[0]!r}; {hint}")
+    if (
+        len(words) > 1
+        and words[0] == "run"
+        and re.fullmatch(r"[\w./-]*\w:[\w.-]+", words[1])
+        and not Path(words[1]).exists()
+    ):
+        top.error(f"deltic run answers a file of requests, IN.jsonl OUT.jsonl. To chat, give deltic chat {words[1]}")
     for gone in ("ablate", "allreduce"):
         if list(words[:2]) == ["bench", gone]:
             top.error(f"bench {gone} is for developers: python -m bench.gpu.{gone}, in a copy of the repository")

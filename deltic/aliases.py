@@ -60,7 +60,7 @@ def spelled_out(name: str, revision: str | None = None) -> tuple[str, str | None
     known = [each for model in published() for each in model.names]
     family = name.lower().partition(":")[0]
     if _FORM.fullmatch(name) or any(each.startswith(f"{family}:") for each in known):
-        near = [each for each in known if each.startswith(f"{family}:")]
+        near = [each for each in known if re.fullmatch(rf"{re.escape(family)}:[\w.]+", each)]
         hint = nearest(name.lower(), known if ":" in name else ())
         hint = hint or (f"There are {', '.join(near)}." if near else "")
         hint = f"{hint[:1].upper()}{hint[1:]} " if hint else ""

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from deltic import __version__
+from deltic.aliases import Published, published
 from deltic.commands.plan import decode_bytes
 from deltic.config import ConfigError, EngineConfig
 from deltic.machine import cpu_model, cuda_driver, free_memory_bytes, memory_bound, n_usable_cpus
@@ -81,9 +82,10 @@ class Column:
     def config(self, size: str) -> EngineConfig:
         return EngineConfig(dummy=size, quantize=self.quantize, device=self.device.name)
 
-    def fits(self, size: str) -> bool:
+    def fits(self, size: str, beside_bytes: int = 0) -> bool:
+        """Returns whether it fits beside so many bytes more."""
         try:
-            plan_of(settle(self.config(size), self.device), self.device, self.device.free_bytes())
+            plan_of(settle(self.config(size), self.device), self.device, self.device.free_bytes() - beside_bytes)
         except (ConfigError, CheckpointError):
             return False
         return True
@@ -210,6 +212,23 @@ def _driver() -> str:
     return match[0] if match else ""
 
 
+def smallest_download(column: Column) -> Published | None:
+    """Finds the largest published model that is fluent on the CPU as somebody else stored it in few bits, and
+    of several of its files the smallest. None: none is.
+
+    column: of the CPU, in a format that has about as many bits.
+    """
+    fluent = []
+    for model in published():
+        if model.n_bytes is None or model.shape not in PUBLISHED:
+            continue
+        n_bytes = column.n_bytes(model.shape)
+        rate = column.roof(model.shape) * n_bytes / model.n_bytes * REACHED["cpu"]
+        if rate >= FLUENT and column.fits(model.shape, max(0, model.n_bytes - n_bytes)):
+            fluent.append(model)
+    return max(fluent, key=lambda model: (PUBLISHED[model.shape].n_params, -(model.n_bytes or 0)), default=None)
+
+
 def _models(console: Console, columns: list[Column]) -> None:
     """Prints which models fit, how fast they are, and the command for the best of them."""
     table = Table("weights in GB, tokens a second", box=None, pad_edge=False, header_style="")
@@ -236,8 +255,14 @@ def _models(console: Console, columns: list[Column]) -> None:
         f"\nOne sequence behind {CONTEXT} tokens. The memory's speed allows the second; kept runs reached the first."
     )
     command, why = "deltic serve", "a small built-in model; no published one is fluent here"
-    if fluent:
-        _, nth, place = max(fluent)
+    on_gpu, nth, place = max(fluent, default=(False, 0, 0))
+    few_bits = [column for column in columns if column.format == "int4" and not on_gpu]
+    small = smallest_download(few_bits[0]) if few_bits else None
+    n_params = PUBLISHED[MODELS[names[nth]]].n_params if fluent else 0
+    if small is not None and PUBLISHED[small.shape].n_params >= n_params:
+        command += f" {small.names[0]}"
+        why = f"the largest that is fluent on the CPU, a download of {(small.n_bytes or 0) / 1e9:.1f} GB"
+    elif fluent:
         column = columns[-place]
         command += f" {names[nth]}" + (f" --quantize {column.quantize}" if column.quantize else "")
         if column.device.name == "cpu" and column.quantize is None and columns[-1].device.name != "cpu":

@@ -24,6 +24,7 @@ MODEL_HELP = (
     "short name (qwen3.5:4b), hub name (owner/model, owner/model:Q4_K_M), GGUF file or checkpoint directory (default: the small "
     "built-in model)"
 )
+NAME_HELP = "short name (qwen3.5:4b) or hub name, as owner/model or owner/model:Q4_K_M"
 REMOTE_HELP = MODEL_HELP + "; with --url, the name of its model (default: the first it lists that fits)"
 CONFIG_HELP = (
     "settings of deltic serve by their flags' names, as TOML or YAML; what is on the command line, or in a DELTIC_ "
@@ -131,7 +132,12 @@ def add_remote(sub: argparse.ArgumentParser, positional: bool = True, text: str 
         add_model(sub, REMOTE_HELP)
     text = "the same as MODEL" if positional else text
     sub.add_argument("--model", metavar="MODEL", default=argparse.SUPPRESS, help=text)
-    sub.add_argument("--url", help="use this running server instead of starting one")
+    add_server(sub, "use this running server instead of starting one")
+
+
+def add_server(sub: argparse.ArgumentParser, text: str, default: str | None = None) -> None:
+    """The flags of a running server: --url, with this help and default, --api-key and --cacert."""
+    sub.add_argument("--url", default=default, help=text)
     sub.add_argument("--api-key", metavar="KEY", help="key of the server at --url")
     text = "what vouches for the certificate of an https --url (PEM): its authority's, or its own (default: the system's authorities)"
     sub.add_argument("--cacert", metavar="FILE", help=text)
@@ -366,3 +372,39 @@ def bench_quality(sub: argparse.ArgumentParser) -> None:
     add("--text", metavar="FILE", help=text)
     add("--out", metavar="DIR", help=OUT_HELP)
     add_some(sub, "device", "dummy", "weights_cache", "threads", "seed")
+
+
+def _add_names(sub: argparse.ArgumentParser, *more: str) -> None:
+    sub.add_argument("models", nargs="+", metavar="NAME", help=NAME_HELP)
+    add_some(sub, "download_dir", *more)
+
+
+def pull(sub: argparse.ArgumentParser) -> None:
+    """Adds the flags of `deltic pull`."""
+    _add_names(sub, "revision")
+
+
+def list_models(sub: argparse.ArgumentParser) -> None:
+    """Adds the flags of `deltic list`."""
+    add = sub.add_argument
+    add("directories", nargs="*", metavar="DIR", help="directory that is looked through, too, beside the hub's cache")
+    add("--published", action="store_true", help="list the models that have a short name instead, on the disk or not")
+    add("--json", action="store_true", help="print JSON, for programs")
+    add_some(sub, "download_dir")
+
+
+def show(sub: argparse.ArgumentParser) -> None:
+    """Adds the flags of `deltic show`."""
+    sub.add_argument("name", metavar="NAME", help=NAME_HELP + ", or a path")
+    add_some(sub, "download_dir")
+
+
+def rm(sub: argparse.ArgumentParser) -> None:
+    """Adds the flags of `deltic rm`."""
+    _add_names(sub)
+    sub.add_argument("-y", "--yes", action="store_true", help="do not ask")
+
+
+def ps(sub: argparse.ArgumentParser) -> None:
+    """Adds the flags of `deltic ps`."""
+    add_server(sub, "the running server (default: http://127.0.0.1:8000)", "http://127.0.0.1:8000")

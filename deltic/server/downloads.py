@@ -13,16 +13,19 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from fnmatch import fnmatch
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import msgspec
 
 from deltic.config import EngineConfig, ServerConfig
 from deltic.models.checkpoint import ALL_FILES, TEXT_FILES
 from deltic.models.fields import CheckpointError
-from deltic.models.hub import Download, DownloadFailed, Outcome, Part, Progress, is_hub_name, wanted_of
+from deltic.models.gguf import chosen, models_among
+from deltic.models.hub import TELLING_S, Download, DownloadFailed, Outcome, Part, Progress, is_hub_name, wanted_of
 from deltic.server.address import url_of
+from deltic.server.local_models import cache_folder, towers_of
 
 if TYPE_CHECKING:
     import ssl
@@ -48,6 +51,44 @@ MAX_LINE_BYTES = 1 << 20
 
 Show = Callable[[Progress], None]
 Tell = Callable[[str, Progress], None]
+
+
+class Expected(NamedTuple):
+    """A file of a download."""
+
+    name: str
+    n_bytes: int
+    n_here: int
+    """Bytes of it that the cache has."""
+
+
+def expected(wanted: Download) -> list[Expected]:
+    """Asks the hub for the files of a download, and looks how much of them is in the cache. [] where the hub
+    tells nothing: `fetched` then finds them in the cache, or says why not.
+
+    Raises CheckpointError for a choice among GGUF files that is none.
+    """
+    from huggingface_hub import HfApi  # a fifth of a second
+
+    name, _, what = wanted.name.partition(":")
+    try:
+        told = HfApi().model_info(name, revision=wanted.revision, files_metadata=True, timeout=TELLING_S)
+    except Exception:
+        return []
+    files = {file.rfilename: file for file in told.siblings or () if file.size is not None}
+    picked = [path for path in files if any(fnmatch(path, pattern) for pattern in wanted.files)]
+    if what or (models_among(files) and not any(path.endswith(".safetensors") for path in picked)):
+        picked = chosen(name, files, what)
+        picked += towers_of(picked[0], files)
+    folder = cache_folder(Path(wanted.directory) if wanted.directory else None) / f"models--{name.replace('/', '--')}"
+    found = []
+    for path in picked:
+        large = files[path].lfs
+        blob = folder / "blobs" / str(large.sha256 if large else files[path].blob_id)
+        places = (folder / "snapshots" / str(told.sha) / path, blob, blob.with_name(f"{blob.name}.incomplete"))
+        here = next((place.stat().st_size for place in places if place.is_file()), 0)
+        found.append(Expected(path, files[path].size or 0, here))
+    return found
 
 
 def _nobody(name: str, progress: Progress) -> None:

@@ -10,7 +10,8 @@ import contextlib
 import functools
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import shutil
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -191,12 +192,16 @@ def _models_of(sizes: Mapping[str, int], root: Path) -> Iterator[tuple[str, list
         aside = {path for path in sizes if path.lower().endswith(SUFFIX)}
         yield "", [path for path in sizes if path not in aside], _missing(sizes, root)
     for what, parts in models.items():
-        folder = what.rpartition("/")[0]
-        tower = tower_among(path.rpartition("/")[2] for path in sizes if path.rpartition("/")[0] == folder)
         n = re.search(r"-of-(\d{5})\.", parts[0])
         lacks = int(n[1]) - len(parts) if n else 0
-        more = [f"{folder}/{tower}" if folder else tower] if tower else []
-        yield what, parts + more, f"{lacks} of its {int(n[1])} files" if n and lacks else ""
+        yield what, parts + towers_of(parts[0], sizes), f"{lacks} of its {int(n[1])} files" if n and lacks else ""
+
+
+def towers_of(gguf: str, files: Iterable[str]) -> list[str]:
+    """Returns the file of the vision tower of a GGUF model, where its folder among these files has one."""
+    folder, sign, _ = gguf.rpartition("/")
+    tower = tower_among(path.rpartition("/")[2] for path in files if path.rpartition("/")[0] == folder)
+    return [folder + sign + tower] if tower else []
 
 
 def _missing(sizes: Mapping[str, int], root: Path) -> str:
@@ -214,3 +219,49 @@ def _short(name: str, what: str, files: Iterable[str]) -> str:
     if bits and set_name(chosen(name, files, bits[0])[0]) == what:
         return bits[0]
     return what + SUFFIX
+
+
+class Removal(NamedTuple):
+    """Deletion of a model, before it is done."""
+
+    n_bytes: int
+    """Bytes that it frees."""
+    run: Callable[[], None]
+    """Deletes. Raises OSError."""
+
+
+def removal(model: LocalModel, download_dir: Path | None = None) -> Removal:
+    """Prepares the deletion of a model of the hub's cache, in all of its revisions. Files that another model
+    there needs are kept.
+
+    Raises CheckpointError for one that is not in the cache: what somebody else put there is theirs to delete.
+    """
+    from huggingface_hub import scan_cache_dir
+
+    cache = cache_folder(download_dir)
+    if not model.path.is_relative_to(cache):
+        raise CheckpointError(f"{model.name}: not in the download cache ({cache}). Delete its files yourself.")
+    folder, info = cache / model.path.relative_to(cache).parts[0], scan_cache_dir(cache)
+    revisions = [revision for repo in info.repos if repo.repo_path == folder for revision in repo.revisions]
+    halves = sum(half.stat().st_size for half in folder.glob("blobs/*.incomplete"))
+    others = [other for other in _in_cache(download_dir) if folder in other.path.parents and other.name != model.name]
+    if not revisions:  # nothing has wholly come
+        return Removal(sum(blob.stat().st_size for blob in folder.glob("blobs/*")), lambda: shutil.rmtree(folder))
+    if not others:
+        whole = info.delete_revisions(*(revision.commit_hash for revision in revisions))
+        return Removal(whole.expected_freed_size + halves, whole.execute)
+
+    def within(file: Path) -> tuple[str, ...]:
+        return file.relative_to(folder).parts[2:]  # behind `snapshots` and the commit
+
+    gone = {within(file) for file in model.files} - {within(file) for other in others for file in other.files}
+    files = [file for revision in revisions for file in revision.files]
+    links = {file.file_path: file for file in files if within(file.file_path) in gone}
+    needed = {file.blob_path for file in files if file.file_path not in links}
+    blobs = {file.blob_path: file.size_on_disk for file in links.values() if file.blob_path not in needed}
+
+    def run() -> None:
+        for path in (*links, *blobs):
+            path.unlink(missing_ok=True)
+
+    return Removal(sum(blobs.values()), run)

@@ -223,9 +223,10 @@ def known_roofs(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("free_gb", "bandwidth", "command"),
     [
-        (24.0, 30e9, "deltic serve Qwen/Qwen3.5-4B --quantize int4"),
-        (8.0, 30e9, "deltic serve Qwen/Qwen3.5-4B --quantize int4 (the largest"),
-        (3.0, 30e9, "deltic serve Qwen/Qwen3.5-2B --quantize int8"),
+        (24.0, 30e9, "deltic serve qwen3.5:4b (the largest that is fluent on the CPU, a download of 2.7 GB)"),
+        (8.0, 30e9, "deltic serve qwen3.5:4b (the largest"),
+        (3.0, 30e9, "deltic serve qwen3.5:2b (the largest that is fluent on the CPU, a download of 1.3 GB)"),
+        (40.0, 60e9, "deltic serve qwen3.6:35b (the largest that is fluent on the CPU, a download of 22.4 GB)"),
         (900.0, 400e9, "deltic serve Qwen/Qwen3.5-122B-A10B"),
         (1.0, 1e9, "deltic serve (a small"),
     ],

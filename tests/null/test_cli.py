@@ -16,7 +16,7 @@ import pytest
 
 import deltic
 from deltic import __version__
-from deltic.__main__ import BENCHES, COMMANDS, main, parser
+from deltic.__main__ import BENCHES, COMMANDS, ELSEWHERE, main, parsed, parser
 from deltic.commands.endpoint import FOR_A_CHILD, LocalServer, ServerFailed, flags, own_environment
 from deltic.commands.flags import FOREIGN, advice
 from deltic.commands.settings import server_arguments
@@ -25,7 +25,14 @@ from tests.fake_engine import FakeEngineClient, make_app, served
 
 NAMES = [*COMMANDS, *(f"bench {name}" for name in BENCHES)]
 """What stands behind `deltic`."""
-NEEDS = {"run": "run in out", "pack": "pack --out x", "say": "say hello", "completion": "completion bash"}
+NEEDS = {
+    "run": "run in out",
+    "pack": "pack --out x",
+    "say": "say hello",
+    "completion": "completion bash",
+    "pull": "pull a/b",
+}
+NEEDS |= {"show": "show a/b", "rm": "rm a/b"}
 """Commands with what they need at least."""
 
 
@@ -102,7 +109,13 @@ def test_other_shells_read_their_scripts(
 
 
 @pytest.mark.parametrize(
-    ("word", "hint"), [("serv", "did you mean serve?"), ("dctor", "did you mean doctor?"), ("xyz", "deltic alone says")]
+    ("word", "hint"),
+    [
+        ("serv", "did you mean serve?"),
+        ("dctor", "did you mean doctor?"),
+        ("xyz", "deltic alone says"),
+        ("ls", "deltic list lists the models"),
+    ],
 )
 def test_a_command_that_there_is_not_is_told_what_is_near(
     word: str, hint: str, capsys: pytest.CaptureFixture[str]
@@ -111,6 +124,20 @@ def test_a_command_that_there_is_not_is_told_what_is_near(
         main([word])
     assert left.value.code == 2
     assert f"there is no command '{word}'; {hint}" in capsys.readouterr().err
+
+
+def test_what_is_said_of_commands_of_others_names_ours() -> None:
+    assert not ELSEWHERE.keys() & {*COMMANDS, "bench"}
+    for said in ELSEWHERE.values():
+        assert {words[1] for words in map(str.split, re.findall(r"deltic \w+", said))} <= COMMANDS.keys()
+
+
+def test_the_run_of_others_is_told_to_chat(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    with pytest.raises(SystemExit) as left:
+        main(["run", "qwen3.5:4b", "Why is the sky blue?"])
+    assert left.value.code == 2 and "To chat, give deltic chat qwen3.5:4b" in capsys.readouterr().err
+    (odd := tmp_path / "in:1.jsonl").touch()
+    assert parsed(["run", str(odd), "out.jsonl", "--ray=10.0.0.1:6379"]).input == str(odd)
 
 
 def test_version(capsys):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from deltic.__main__ import parser
+from deltic.commands.flags import FOREIGN
 
 ROOT = Path(__file__).parents[2]
 TRACKED = subprocess.run(["git", "ls-files", "*.md"], cwd=ROOT, capture_output=True, text=True).stdout.split()
@@ -59,6 +60,9 @@ FLAGS |= {
 FLAGS |= {f"--health-{name}" for name in ("check-interval-secs", "failure-threshold", "check-timeout-secs")}
 FLAGS |= {"--head", "--address", "--http-host", "--http-port", "--non-blocking"}  # ray's and serve's
 
+FOREIGN_FLAGS = set(re.findall(r"--[a-z][a-z-]+", FOREIGN.read_text()))
+"""Flags of other servers, which stand on one page."""
+
 
 def anchors(text: str) -> set[str]:
     """What links to the sections of a document are called."""
@@ -81,7 +85,9 @@ def test_document(path: Path) -> None:
     ):
         assert command in COMMANDS, f"{path.name}: no command deltic {command}"
     for flag in re.findall(r"(?<![\w-])--[a-z][a-z-]+", text):
-        assert flag in FLAGS, f"{path.name}: no flag {flag}"
+        assert flag in FLAGS | (FOREIGN_FLAGS if path.name == "coming-from.md" else set()), (
+            f"{path.name}: no flag {flag}"
+        )
     for code in re.findall(r"```python\n(.*?)```", text, re.S):
         compile(code, path.name, "exec")
 

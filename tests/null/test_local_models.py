@@ -13,7 +13,7 @@ from huggingface_hub import constants
 from deltic.config import EngineConfig
 from deltic.models.checkpoint import DEMO, model_name, resolve_model
 from deltic.models.fields import CheckpointError
-from deltic.server.local_models import LocalModel, local_models, why_not
+from deltic.server.local_models import LocalModel, local_models, removal, why_not
 from tests.fake_hub import COMMITS, hub_with
 
 WEIGHTS = {"config.json": b"{}", "tokenizer.json": b"t" * 50, "model.safetensors": b"w" * 4000}
@@ -103,3 +103,48 @@ def test_models_of_a_directory(tmp_path: Path) -> None:
     assert not why_not(models / "demo") and "GGUF version 0" in why_not(repo / "a-Q8_0.gguf")
     (models / "demo" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
     assert "this is a Llama" in why_not(models / "demo")
+
+
+def test_what_is_deleted_is_what_no_other_model_needs(tmp_path: Path) -> None:
+    with hub_with(GGUF):
+        for what in ("Q4_K_M", "UD-Q4_K_M"):
+            resolve_model(f"owner/model:{what}")
+        before = named(local_models())
+        small = removal(before["owner/model:UD-Q4_K_M"])
+        assert small.n_bytes == len(GGUF["model-UD-Q4_K_M.gguf"]), "the tower is the other's, too"
+        small.run()
+        (left,) = local_models()
+        assert left == before["owner/model:Q4_K_M"] and left.path.read_bytes() == GGUF["model-Q4_K_M.gguf"]
+        blobs = tmp_path / "hub" / "models--owner--model" / "blobs"
+        assert len(list(blobs.iterdir())) == 2, "its blob is gone"
+        assert resolve_model("owner/model:UD-Q4_K_M").read_bytes() == GGUF["model-UD-Q4_K_M.gguf"], "it comes again"
+        removal(named(local_models())["owner/model:UD-Q4_K_M"]).run()
+        whole = removal(left)
+        assert whole.n_bytes == left.n_bytes
+        whole.run()
+    assert not local_models() and not blobs.exists()
+
+
+def test_revisions_that_share_a_file_go_together(tmp_path: Path) -> None:
+    with hub_with(WEIGHTS, old={"config.json": b'{"old": 1}'}):
+        resolve_model("owner/model")
+        resolve_model("owner/model", revision="old")
+    (model,) = local_models()
+    gone = removal(model)
+    assert gone.n_bytes == sum(map(len, WEIGHTS.values())) + len(b'{"old": 1}'), "the weights count once"
+    gone.run()
+    assert not local_models() and not (tmp_path / "hub" / "models--owner--model").exists()
+
+
+def test_what_is_not_in_the_cache_is_not_deleted(tmp_path: Path) -> None:
+    shutil.copytree(DEMO, tmp_path / "demo")
+    (model,) = local_models(None, [tmp_path])
+    with pytest.raises(CheckpointError, match=r"not in the download cache .* Delete its files yourself"):
+        removal(model)
+    half = tmp_path / "hub" / "models--owner--half" / "blobs" / f"{'a' * 64}.incomplete"
+    half.parent.mkdir(parents=True)
+    half.write_bytes(bytes(100))
+    (model,) = local_models()
+    gone = removal(model)
+    gone.run()
+    assert gone.n_bytes == 100 and not local_models()

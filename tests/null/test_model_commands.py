@@ -1,0 +1,248 @@
+"""deltic pull, list, show, rm and ps, beside a hub and a server on loopback."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+from huggingface_hub import constants
+
+from deltic.__main__ import main
+from deltic.aliases import published
+from deltic.commands import models
+from deltic.models.checkpoint import ALL_FILES, DEMO
+from deltic.models.fields import CheckpointError
+from deltic.models.hub import wanted_of
+from deltic.runtime.cpu.device import Cpu
+from deltic.server.downloads import Expected, expected
+from deltic.server.local_models import local_models
+from tests.fake_hub import FakeHub, blob_name, hub_with
+from tests.null.test_local_models import GGUF
+from tests.null.test_serve import wait_for
+
+FILES = {path.name: path.read_bytes() for path in DEMO.iterdir()}
+
+
+@pytest.fixture(autouse=True)
+def alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "home" / "hub"))
+    for name in ("HF_HUB_CACHE", "HF_HUB_OFFLINE", "HF_TOKEN"):
+        monkeypatch.delenv(name, raising=False)
+
+
+@pytest.fixture
+def demo_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeHub]:
+    with hub_with(FILES) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        yield hub
+
+
+def told(capsys: pytest.CaptureFixture[str], *words: str, status: int = 0) -> str:
+    """What a command prints, on one line."""
+    assert main(words) == status
+    printed = capsys.readouterr()
+    return " ".join((printed.err if status else printed.out).split())
+
+
+def test_a_model_comes_is_listed_shown_and_goes(demo_hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "no models on this disk" in told(capsys, "list")
+    said = told(capsys, "pull", "owner/model")
+    assert "model.safetensors" in said and "README.md" not in said, "only what is needed"
+    assert "to come; the disk has" in said and said.endswith("Next: deltic serve owner/model")
+    (model,) = local_models()
+    assert "0.00 MB to come; the disk has" in told(capsys, "pull", "hf.co/owner/model")
+    assert demo_hub.sent["model.safetensors"] == len(FILES["model.safetensors"]), "once"
+
+    row = told(capsys, "list")
+    assert "owner/model" in row and "bfloat16" in row and row.endswith("fits")
+    (as_json,) = json.loads(told(capsys, "list", "--json"))
+    assert as_json["name"] == "owner/model" and as_json["bytes"] == model.n_bytes
+    assert as_json["path"] == str(model.path) and as_json["missing"] is None is as_json["why_not"]
+
+    about = told(capsys, "show", "owner/model")
+    for part in (model.revision, str(model.path), "DeltaNet", "chats", "context", "tokens", "not in its files"):
+        assert part in about
+    assert told(capsys, "show", str(model.path)).startswith("name owner/model"), "by its path, too"
+
+    assert "Give --yes" in told(capsys, "rm", "owner/model", status=2)
+    assert told(capsys, "rm", "--yes", "owner/model").startswith("deleted owner/model: ")
+    assert not local_models()
+    assert "deltic pull owner/model gets it" in told(capsys, "show", "owner/model", status=2)
+
+
+def test_deleting_asks(demo_hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    told(capsys, "pull", "owner/model")
+
+    class Terminal:
+        def __init__(self, answer: str) -> None:
+            self.answer = answer
+
+        def isatty(self) -> bool:
+            return True
+
+        def readline(self) -> str:
+            return self.answer
+
+    monkeypatch.setattr("sys.stdin", Terminal("\n"))
+    assert told(capsys, "rm", "owner/model").endswith("[y/N] kept") and local_models()
+    monkeypatch.setattr("sys.stdin", Terminal("y\n"))
+    said = told(capsys, "rm", "owner/model")
+    assert said.startswith("Delete owner/model, which frees ") and "are free again" in said and not local_models()
+
+
+def test_it_goes_on_from_what_has_come(demo_hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    data = FILES["model.safetensors"]
+    blobs = Path(constants.HF_HUB_CACHE) / "models--owner--model" / "blobs"
+    blobs.mkdir(parents=True)
+    (blobs / f"{blob_name('model.safetensors', data)}.incomplete").write_bytes(data[:1_000_000])
+    assert "deltic pull goes on with it" in told(capsys, "list")
+    assert "model.safetensors 1.00 MB of it here" in told(capsys, "pull", "owner/model")
+    assert demo_hub.sent["model.safetensors"] == len(data) - 1_000_000
+    assert told(capsys, "list").endswith("fits")
+
+
+def test_an_end_by_hand_loses_nothing(demo_hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    size = len(FILES["model.safetensors"])
+    demo_hub.rate = 4e6
+    pulling = subprocess.Popen(
+        [sys.executable, "-m", "deltic", "pull", "owner/model"], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    wait_for(lambda: demo_hub.sent.get("model.safetensors", 0) > size / 4, 30)
+    pulling.send_signal(signal.SIGINT)
+    _, said = pulling.communicate(timeout=30)
+    assert pulling.returncode == 130 and b"deltic pull owner/model goes on from what has come" in said
+    came = demo_hub.sent["model.safetensors"]
+    assert came < size and "deltic pull goes on with it" in told(capsys, "list")
+    demo_hub.rate, demo_hub.sent = 0.0, {}
+    told(capsys, "pull", "owner/model")
+    assert 0 < demo_hub.sent["model.safetensors"] <= size - came + 2_000_000, "what was under way may come again"
+    assert told(capsys, "list").endswith("fits")
+
+
+def test_of_a_repository_of_gguf_files_one_model_comes(tmp_path: Path) -> None:
+    with hub_with(GGUF):
+        small = expected(wanted_of("owner/model:UD-Q4_K_M", ALL_FILES, None, tmp_path))
+        assert small == [Expected("model-UD-Q4_K_M.gguf", 404, 0), Expected("mmproj-F16.gguf", 74, 0)]
+        assert expected(wanted_of("owner/model", ALL_FILES, None, tmp_path))[0].name == "model-Q4_K_M.gguf"
+        assert len(expected(wanted_of("owner/model:BF16", ALL_FILES, None, tmp_path))) == 2
+        with pytest.raises(CheckpointError, match="has no GGUF file of Q2_K; there are"):
+            expected(wanted_of("owner/model:Q2_K", ALL_FILES, None, tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("qwen3.5:5b", "no short name of a model. Did you mean qwen3.5:"),
+        ("a-name", "no model here, no short name, and not a hub name of the form owner/model"),
+        ("owner/other", "neither a directory here nor a model on the hub"),
+    ],
+)
+def test_what_cannot_come_is_said(name: str, said: str, demo_hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in told(capsys, "pull", name, status=2)
+
+
+def test_a_model_of_another_family_does_not_come(demo_hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
+    demo_hub.more = {"config": {"architectures": ["LlamaForCausalLM"]}}
+    assert "this is a Llama" in told(capsys, "pull", "owner/model", status=2)
+    assert not demo_hub.sent
+
+
+def test_short_names_are_listed_with_their_files(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = told(capsys, "list", "--published")
+    for model in published():
+        assert all(name in listed for name in model.names) and model.hub in listed
+    assert "2.74 GB Q4_K_M unsloth/Qwen3.5-4B-GGUF" in listed
+
+
+def test_a_model_on_this_disk_has_its_short_name(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    small = next(model for model in published() if model.names[0] == "qwen3.5:4b")
+    repository, _, file = small.hub.partition(":")
+    snapshots = Path(constants.HF_HUB_CACHE) / f"models--{repository.replace('/', '--')}" / "snapshots"
+    (snapshots / str(small.revision)).mkdir(parents=True)
+    (snapshots / str(small.revision) / file).write_bytes(b"GGUF")
+    (model,) = local_models()
+    assert model.name == f"{repository}:Q4_K_M" and models.found("qwen3.5:4b-q4", None) == model
+    assert told(capsys, "list").split()[6] == "qwen3.5:4b"
+    assert told(capsys, "rm", "-y", "qwen3.5:4b").startswith(f"deleted {repository}:Q4_K_M")
+
+
+def test_models_of_directories_are_listed_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "mine").mkdir()
+    os.symlink(DEMO, tmp_path / "mine" / "demo")
+    assert str(tmp_path / "mine" / "demo") in told(capsys, "list", str(tmp_path / "mine"))
+    assert "no such directory" in told(capsys, "list", str(tmp_path / "nowhere"), status=2)
+    assert "Delete its files yourself" in told(capsys, "rm", "-y", str(DEMO), status=2)
+
+
+def test_whether_it_fits_is_said(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(DEMO, tmp_path / "demo")
+    assert told(capsys, "list", str(tmp_path)).endswith(" fits")
+    monkeypatch.setattr(Cpu, "free_bytes", lambda self: 10_000_000)
+    assert "does not fit: weights 0.0 GB and workspace" in told(capsys, "list", str(tmp_path))
+    (tmp_path / "demo" / "config.json").write_text('{"architectures": ["LlamaForCausalLM"], "model_type": "llama"}')
+    assert told(capsys, "list", str(tmp_path)).endswith(
+        "not served: this is a Llama, or made like one (LlamaForCausalLM)"
+    )
+    assert "not served this is a Llama" in told(capsys, "show", str(tmp_path / "demo"))
+
+
+@pytest.fixture
+def running(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The URL of a server that answers /api/ps with these models."""
+
+    class Answer(BaseHTTPRequestHandler):
+        def log_message(self, *_: Any) -> None: ...
+
+        def do_GET(self) -> None:
+            body = json.dumps({"models": request.param}).encode()
+            self.send_response(200 if self.path == "/api/ps" else 404)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Answer)
+    threading.Thread(target=server.serve_forever, args=(0.05,), daemon=True).start()
+    yield f"http://127.0.0.1:{server.server_address[1]}"
+    server.shutdown()
+    server.server_close()
+
+
+LOADED = {
+    "name": "qwen3.5:4b",
+    "size": 2_740_937_888,
+    "details": {"format": "gguf", "quantization_level": "Q4_K_M"},
+    "context_length": 32768,
+}
+
+
+@pytest.mark.parametrize(
+    ("running", "said"),
+    [
+        ([], "has no model loaded"),
+        (
+            [LOADED | {"expires_at": "2286-11-20T17:46:40Z"}],
+            "qwen3.5:4b 2.74 GB gguf Q4_K_M 32768 until the server ends",
+        ),
+        ([LOADED | {"expires_at": "2026-12-01T10:00:00Z"}], "32768 until 2026-12-01 10:00:00"),
+    ],
+    indirect=["running"],
+)
+def test_what_a_server_has_loaded(running: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert said in told(capsys, "ps", "--url", running)
+
+
+def test_no_server_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "cannot connect" in told(capsys, "ps", "--url", "http://127.0.0.1:9", status=1)
