@@ -43,6 +43,7 @@ from deltic.server.limits import ASKING, BATCH, LARGE_BYTES, RATE_HEADERS, TICKE
 from deltic.server.openapi import Route, document
 from deltic.server.page.files import ASSETS, page, page_file
 from deltic.server.page.live import live
+from deltic.server.page.markdown import DrawRequest, draw
 from deltic.server.pdf import pdf_text
 from deltic.server.preparation import prepared
 from deltic.server.service import Server, Service
@@ -73,7 +74,19 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 """W3C Trace Context. In it is the id of the trace."""
 
-QUIET = ("/health", "/ping", "/ready", "/metrics", "/load", "/live", "/cache", "/is_sleeping", "/version", ASSETS)
+QUIET = (
+    "/health",
+    "/ping",
+    "/ready",
+    "/metrics",
+    "/load",
+    "/live",
+    "/cache",
+    "/is_sleeping",
+    "/version",
+    ASSETS,
+    "/page/markdown",
+)
 """Routes that are polled and get no line in the log."""
 
 
@@ -279,7 +292,7 @@ class Envelope:
                 raise ApiError(408, "the body did not come in time", code="request_timeout", headers=CLOSE) from None
             is_whole = not message.get("more_body", False)
             n_bytes += len(message.get("body", b""))
-            if self._server.config.log_prompts and scope.get("deltic.route") not in (FILES, IMPORT, PDF):
+            if self._server.config.log_prompts and scope.get("deltic.route") not in (FILES, IMPORT, PDF, DRAWING):
                 ticket.body += message.get("body", b"")
             return message
 
@@ -434,6 +447,7 @@ def _document(root_path: str) -> bytes:
 FILES = "/v1/files"
 IMPORT = "/cache/import"
 PDF = "/pdf/text"
+DRAWING = "/page/markdown"
 
 OLLAMA = functools.partial(Route, "POST", generates=True, any_type=True, gives=("application/json", ollama.LINES))
 ADAPTERS = functools.partial(Route, "POST", is_shared=True, gives=("text/plain",))
@@ -493,6 +507,7 @@ ROUTES = (
     Route("POST", IMPORT, import_cache, any_type=True, is_shared=True, takes_model=True),
     Route("GET", "/live", live, is_shared=True, takes_model=True),
     Route("GET", "/", page, open_=True, gives=("text/html",)),
+    Route("POST", DRAWING, draw, DrawRequest),
     Route("GET", ASSETS, page_file, open_=True, gives=("text/javascript", "text/css")),
     Route("GET", "/health", health, open_=True),
     Route("GET", "/ping", ping, open_=True),

@@ -54,6 +54,9 @@ MAX_PREPARING = 2
 N_READING = 2
 """PDFs that are read at once."""
 
+N_DRAWING = 2
+"""Requests of the page at once whose texts are drawn."""
+
 UNKNOWN_AGAIN_S = 600.0
 """Seconds before the log names the same unknown field again."""
 
@@ -90,6 +93,7 @@ class Server:
     """Runner of batches; None without a directory for files."""
     pictures: PictureReader = field(init=False)
     documents: Room = field(init=False)
+    drawings: Room = field(init=False)
     """Room for the programs that read PDFs."""
     worker: FairThread = field(init=False)
     """Worker of one thread, so that large prompts cannot take the engine's cores."""
@@ -122,6 +126,7 @@ class Server:
             self.batches = BatchRunner(self.config, self.accounts, files, self.writer)
         self.pictures = PictureReader(Hosts(self.config.fetch_images_from, "--fetch-images-from"), self.n_shares)
         self.documents = Room(lambda: N_READING, self.n_shares)
+        self.drawings = Room(lambda: N_DRAWING, self.n_shares)
         self.worker = FairThread("prepare", lambda: int(MAX_PREPARING * self.max_body_mb * 1_000_000))
         self.compiler = FairThread("compile", lambda: 0)  # the worker counts its bodies
         self.metrics = Exposition(self.accounts.numbers(), self.config.metrics_names)

@@ -246,6 +246,8 @@ FOR_ALL = {
     "_bytes_only",
     "model_files",
     "metrics_of",
+    "parser",
+    "_lexer",
 }
 """Made at the start, or once for whoever comes first, and the same for everybody."""
 

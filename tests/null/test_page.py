@@ -76,7 +76,7 @@ def test_modules_load_what_is_there_and_do_not_load_each_other() -> None:
 
 
 def test_nothing_comes_from_elsewhere_and_no_text_becomes_markup() -> None:
-    assert set(re.findall(r"\w+://[\w./-]+", TEXT)) == {"http://www.w3.org/2000/svg"}
+    assert set(re.findall(r"\w+://[\w./-]+", TEXT)) == {"http://www.w3.org/2000/svg", "http://www.w3.org/1998/Math/MathML"}
     assert set(re.findall(r"<(?:link|script)[^>]* (?:href|src)=\"([^\"]{5})", TEXT)) == {"data:", "page/"}
     assert not re.search(r"@import|url\(", TEXT)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc", TEXT)
@@ -110,6 +110,7 @@ def test_text_can_be_read(scheme: str) -> None:
         return (bright + 0.05) / (dim + 0.05)
 
     pairs = [(text, ground) for text in ("ink", "soft", "accent") for ground in ("bg", "card", "tint", "code")]
+    pairs += [(word, "code") for word in ("green", "violet", "brown", "bad")]
     for text, ground in [*pairs, ("on-accent", "accent"), ("bad", "card"), ("bad", "bg")]:
         assert contrast(text, ground) >= 4.5, (text, ground, contrast(text, ground))
 

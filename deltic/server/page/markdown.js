@@ -1,118 +1,154 @@
-/** Markdown, the part of it that models write. Everything becomes elements and text nodes. */
+/** A model's text, drawn. The server says of what a text consists (drawing.py); only tags that are known here become elements. */
 
+import { call } from "./api.js";
 import { copyButton, el } from "./dom.js";
 
-const FENCE = /^\s*(`{3,}|~{3,})\s*([^`]*)$/, ITEM = /^(\s*)([-*+]|\d{1,9}[.)])\s+(.*)$/, HEADING = /^ {0,3}(#{1,6})\s+(.*?)\s*#*\s*$/;
-const MATH = /^\s*(?:\\\[|\$\$\s*$)/; // a formula of several lines; it is shown as it was written
-const RULE = /^ {0,3}([-*_])( *\1){2,}\s*$/, QUOTE = /^ {0,3}> ?/, TABLE_RULE = /^\s*\|?\s*:?-+:?\s*(\|\s*:?-+:?\s*)*\|?\s*$/;
+const TAGS = new Set(["p", "ul", "ol", "li", "blockquote", "hr", "thead", "tbody", "tr", "th", "td", "code", "em", "strong", "s", "br", "span"]);
+const ATTRIBUTES = new Set(["class", "start"]);
+const MATH = "http://www.w3.org/1998/Math/MathML";
+const MATH_TAGS = new Set(["math", "mrow", "mi", "mo", "mn", "mtext", "mspace", "ms", "mfrac", "msqrt", "mroot", "mstyle", "merror", "mpadded",
+  "mphantom", "mfenced", "menclose", "msub", "msup", "msubsup", "munder", "mover", "munderover", "mmultiscripts", "mprescripts", "none", "mtable", "mtr", "mtd"]);
+const MATH_ATTRIBUTES = new Set(["display", "alttext", "mathvariant", "stretchy", "fence", "form", "separator", "accent", "accentunder", "minsize", "maxsize",
+  "lspace", "rspace", "width", "height", "depth", "linethickness", "displaystyle", "scriptlevel", "columnalign", "notation", "movablelimits", "largeop", "symmetric"]);
 
-/** Draws `text` in `into`, whose blocks that did not change stay: so a selection outlives the next token. */
-export function markdown(into, text, depth = 0) {
-  blocks(text).forEach((source, i) => {
-    const old = into.children[i];
-    if (old?.source === source) return;
-    const node = block(source, depth);
-    node.source = source;
-    old ? old.replaceWith(node) : into.append(node);
+/** An element of a node. A tag that is not known gives its nodes alone. */
+function build(node) {
+  if (typeof node === "string") return document.createTextNode(node);
+  const [tag, told, ...below] = node, nodes = below.map(build);
+  if (MATH_TAGS.has(tag)) {
+    const made = document.createElementNS(MATH, tag);
+    for (const [name, value] of Object.entries(told)) if (MATH_ATTRIBUTES.has(name)) made.setAttribute(name, value);
+    made.append(...nodes);
+    return made;
+  }
+  if (/^h[1-6]$/.test(tag)) return el(`h${Math.min(Number(tag[1]) + 3, 6)}`, {}, ...nodes); // below the page's own
+  if (tag === "figure") {
+    const code = el("code", {}, ...nodes);
+    return el("figure", {}, el("figcaption", {}, el("span", {}, told.title), copyButton(() => code.textContent)), el("pre", { tabindex: 0 }, code));
+  }
+  if (tag === "table") return el("div", { class: "table", tabindex: 0 }, el("table", {}, ...nodes));
+  if (tag === "a") {
+    const href = String(told.href);
+    return /^(https?|mailto):/i.test(href) ? el("a", { href, title: href, target: "_blank", rel: "noopener noreferrer" }, ...nodes) : el("span", {}, ...nodes);
+  }
+  if (tag === "input") return el("input", { type: "checkbox", disabled: true, checked: told.checked === true, "aria-label": told.checked ? "done" : "to do" });
+  const made = TAGS.has(tag) ? el(tag) : document.createDocumentFragment();
+  if (TAGS.has(tag)) for (const [name, value] of Object.entries(told)) if (ATTRIBUTES.has(name)) made.setAttribute(name, value);
+  made.append(...nodes);
+  return made;
+}
+
+// What is asked for in the same moment is one request.
+
+const MOST_TEXTS = 20, MOST_DRAWN = 400;
+const drawn = new Map(); // by text: the blocks of whole texts, those that were used last at the end
+let waiting = [];
+function ask(text) {
+  return new Promise((done, failed) => {
+    waiting.push({ text, done, failed });
+    if (waiting.length === 1) setTimeout(send);
   });
 }
-/** The text, cut into blocks. */
-function blocks(text) {
-  const found = [];
-  let lines = [], kind = "", fence = "", formula = "";
-  const end = () => { if (lines.length) found.push(lines.join("\n")); lines = []; kind = ""; };
-  for (const line of text.split("\n")) {
-    if (fence) {
-      lines.push(line);
-      if (line.trim().startsWith(fence) && !line.trim().replaceAll(fence[0], "")) { fence = ""; if (kind === "fence") end(); }
-      continue;
+async function send() {
+  const now = waiting.splice(0, MOST_TEXTS);
+  if (waiting.length) setTimeout(send);
+  try {
+    const response = await call("page/markdown", { method: "POST", body: JSON.stringify({ texts: now.map(each => each.text) }) });
+    const told = await response.json();
+    now.forEach((each, i) => each.done([told.drawn[i], told.ms]));
+  } catch (error) {
+    for (const each of now) each.failed(error);
+  }
+}
+
+// A text that grows is asked for from the last block on, which alone may still change.
+
+const LEAST_MS = 200, SHARE = 40; // of the server's time a fortieth at most, and a fork takes some that it does not count
+const LATE_MS = 700;              // then what is not drawn yet is shown as it was written
+const AGAIN_MS = 3000;
+const drawings = new WeakMap();
+const near = new IntersectionObserver(entries => {
+  for (const { target, isIntersecting } of entries) {
+    if (!isIntersecting) continue;
+    near.unobserve(target);
+    go(drawings.get(target));
+  }
+}, { rootMargin: "600px" });
+
+/** Draws `text` in `into`, now or when it is near what is seen. Blocks that did not change stay, so a selection outlives the next token. */
+export function markdown(into, text, growing = false) {
+  let drawing = drawings.get(into);
+  if (!drawing) drawings.set(into, drawing = { into, text: "", growing, base: 0, fixed: 0, shown: 0, at: performance.now(), busy: false, timer: 0, whole: null, refused: false });
+  if (drawing.text === text && drawing.growing === growing && drawing.whole === text) return;
+  Object.assign(drawing, { text, growing });
+  if (!growing) { // the end is not waited for
+    clearTimeout(drawing.timer);
+    drawing.timer = 0;
+  }
+  if (!text) { into.replaceChildren(); return; }
+  if (!growing && drawn.has(text)) put(drawing, text, drawn.get(text));
+  else if (growing || drawing.shown) go(drawing);
+  else { rest(drawing, 0); near.observe(into); }
+  if (growing && performance.now() - drawing.at > LATE_MS) rest(drawing, drawing.shown);
+}
+function go(drawing) {
+  if (!drawing.busy && !drawing.timer && !drawing.refused) draw(drawing);
+}
+async function draw(drawing) {
+  if (!drawing.growing && drawn.has(drawing.text)) { put(drawing, drawing.text, drawn.get(drawing.text)); return; }
+  const { text, growing } = drawing, base = growing ? drawing.base : 0, source = text.slice(base);
+  drawing.busy = true;
+  let wait = LEAST_MS, failed = false;
+  try {
+    const [blocks, ms] = await ask(source);
+    wait = Math.max(wait, SHARE * ms);
+    if (growing && drawing.growing) putMore(drawing, base, source, blocks);
+    else if (!growing) {
+      drawn.delete(text);
+      drawn.set(text, blocks);
+      if (drawn.size > MOST_DRAWN) drawn.delete(drawn.keys().next().value);
+      put(drawing, text, blocks);
     }
-    if (formula) {
-      lines.push(line);
-      if (line.includes(formula)) { formula = ""; if (kind === "math") end(); }
-      continue;
-    }
-    const closer = line.trim().startsWith("$$") ? "$$" : "\\]", isMath = MATH.test(line) && !line.trim().slice(2).includes(closer);
-    const opens = FENCE.exec(line), isInList = kind === "list" && (!line.trim() || /^\s/.test(line));
-    const next = isInList ? "list" : opens ? "fence" : isMath ? "math" : !line.trim() ? "" : HEADING.test(line) || RULE.test(line) ? "line"
-      : QUOTE.test(line) ? "quote" : ITEM.test(line) ? "list" : line.includes("|") ? "table" : "text";
-    // A lazy line belongs to what stands above it.
-    const goesOn = next === kind ? next !== "list" || !isOtherList(lines[0], line) : next === "text" && (kind === "table" || (kind === "list" && lines.at(-1).trim()));
-    if (!goesOn || next === "line") end();
-    if (!next) continue;
-    kind ||= next;
-    lines.push(line);
-    if (opens) fence = opens[1];
-    else if (isMath) formula = closer;
+  } catch (error) {
+    rest(drawing, drawing.shown);
+    drawing.refused = error.status === 400; // what cannot be drawn stays as it was written
+    failed = true;
   }
-  end();
-  return found;
+  drawing.busy = false;
+  if (drawing.refused || !drawing.into.isConnected) return;
+  const more = drawing.text !== text || drawing.growing !== growing;
+  if (more && !drawing.growing && !failed) go(drawing);
+  else if (more || failed) drawing.timer = setTimeout(() => { drawing.timer = 0; go(drawing); }, failed ? AGAIN_MS : wait);
 }
-/** Whether an item starts a list of the other kind, beside the one that `head` began. */
-function isOtherList(head, line) {
-  const [, indent, mark] = ITEM.exec(head), item = ITEM.exec(line);
-  return item && item[1].length <= indent.length && /\d/.test(mark) !== /\d/.test(item[2]);
+function put(drawing, text, blocks) {
+  replace(drawing.into, 0, blocks);
+  Object.assign(drawing, { whole: text, shown: text.length, base: 0, fixed: 0 });
 }
-function block(source, depth) {
-  if (depth > 8 || source.length > 100_000) return el("p", {}, source); // nobody reads it; nor may it take forever
-  const lines = source.split("\n"), [line] = lines;
-  const fence = FENCE.exec(line), heading = HEADING.exec(line);
-  if (fence) {
-    const isClosed = lines.length > 1 && lines.at(-1).trim().startsWith(fence[1]);
-    const code = lines.slice(1, isClosed ? -1 : undefined).join("\n");
-    return el("figure", {}, el("figcaption", {}, el("span", {}, fence[2].trim()), copyButton(() => code)), el("pre", { tabindex: 0 }, el("code", {}, code)));
-  }
-  if (lines.length > 1 && MATH.test(line)) return el("p", { class: "math" }, source);
-  if (heading) return el(`h${Math.min(heading[1].length + 1, 4)}`, {}, ...inline(heading[2]));
-  if (RULE.test(line)) return el("hr");
-  if (QUOTE.test(line)) {
-    const quote = el("blockquote", { class: "md" });
-    markdown(quote, lines.map(quoted => quoted.replace(QUOTE, "")).join("\n"), depth + 1);
-    return quote;
-  }
-  if (ITEM.test(line)) return list(lines, depth + 1);
-  if (lines.length > 1 && TABLE_RULE.test(lines[1])) {
-    const row = (text, cell) => el("tr", {}, ...text.trim().replace(/^\||\|$/g, "").split("|").map(part => el(cell, {}, ...inline(part.trim()))));
-    return el("div", { class: "table" }, el("table", {}, el("thead", {}, row(line, "th")), el("tbody", {}, ...lines.slice(2).map(text => row(text, "td")))));
-  }
-  return el("p", {}, ...inline(source));
+/** All blocks but the last are done for good. */
+function putMore(drawing, base, source, blocks) {
+  replace(drawing.into, drawing.fixed, blocks);
+  drawing.shown = base + source.length;
+  drawing.at = performance.now();
+  if (blocks.length < 2) return;
+  const before = source.split("\n").slice(0, blocks.at(-1)[0]).join("\n").length + 1;
+  drawing.base = base + before;
+  drawing.fixed += blocks.length - 1;
 }
-function list(lines, depth) {
-  const [, indent, mark] = ITEM.exec(lines[0]);
-  const items = [];
-  for (const line of lines) {
-    const item = ITEM.exec(line);
-    if (item && item[1].length <= indent.length + 1) items.push([item[3]]);
-    else items.at(-1).push(line);
-  }
-  const start = parseInt(mark, 10);
-  return el(isNaN(start) ? "ul" : "ol", { start: start > 1 ? start : null }, ...items.map(([head, ...rest]) => {
-    const indents = rest.filter(text => text.trim()).map(text => /^\s*/.exec(text)[0].length);
-    const cut = Math.min(...indents, 99);
-    const below = rest.map(text => text.slice(cut)).join("\n").trim();
-    const item = el("li", {}, ...inline(head));
-    // Lines that only wrap stay in the sentence; lists and code below the item are blocks of their own.
-    blocks(below).forEach((source, i) => {
-      const node = block(source, depth);
-      i === 0 && node.tagName === "P" ? item.append(" ", ...node.childNodes) : item.append(node);
-    });
-    return item;
-  }));
+function replace(into, from, blocks) {
+  blocks.forEach(([, node], i) => {
+    const key = JSON.stringify(node), old = into.children[from + i];
+    if (old?.key === key) return;
+    const made = build(node);
+    made.key = key;
+    old ? old.replaceWith(made) : into.append(made);
+  });
+  while (into.children.length > from + blocks.length) into.lastElementChild.remove();
 }
-const INLINE = /(`+)([^`]|[^`][^]{0,2000}?[^`])\1(?!`)|\*\*(?=\S)([^]{0,2000}?\S)\*\*|(?<![\w*])\*(?=[^\s*])([^*]{0,2000}[^\s*])\*(?!\w)|(?<!\w)_(?=[^\s_])([^_]{0,2000}[^\s_])_(?!\w)|~~(?=\S)([^]{0,2000}?\S)~~|\[([^\[\]]{1,500})\]\((https?:\/\/[^\s()]{1,2000}(?:\([^\s()]*\)[^\s()]*)?)\)|(\\\([^]{0,2000}?\\\)|\\\[[^]{0,2000}?\\\]|\$\$[^$]{1,2000}\$\$|\$(?=[^\s$])[^$\n]{0,500}?[^\s$\\]\$(?!\d))|\\([!-/:-@[-`{-~])/;
-function inline(text) {
-  const nodes = [];
-  for (let match; (match = INLINE.exec(text)); text = text.slice(match.index + match[0].length)) {
-    if (match.index) nodes.push(text.slice(0, match.index));
-    const [, , code, bold, star, underscore, struck, label, href, math, escaped] = match;
-    if (code != null) nodes.push(el("code", {}, code.replace(/^ (.*) $/, "$1")));
-    else if (bold != null) nodes.push(el("strong", {}, ...inline(bold)));
-    else if (star != null || underscore != null) nodes.push(el("em", {}, ...inline(star ?? underscore)));
-    else if (struck != null) nodes.push(el("s", {}, ...inline(struck)));
-    else if (href != null) nodes.push(el("a", { href, title: href, target: "_blank", rel: "noopener noreferrer" }, label));
-    else if (math != null) nodes.push(el("span", { class: "math" }, math));
-    else nodes.push(escaped);
-  }
-  if (text) nodes.push(text);
-  return nodes;
+/** Shows what is not drawn as it was written. */
+function rest(drawing, from) {
+  const { into, text } = drawing;
+  let tail = into.lastElementChild?.classList.contains("raw") ? into.lastElementChild : null;
+  if (from >= text.length) { tail?.remove(); return; }
+  if (!tail) into.append(tail = el("p", { class: "raw" }));
+  tail.textContent = text.slice(from);
 }

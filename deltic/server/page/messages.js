@@ -50,7 +50,7 @@ export function paint(turn, message, growing, results = [], isLast = true) {
     thinking.lastChild.textContent = message.reasoning_content;
     if (!isThinking && !thinking.touched) thinking.open = false;
   }
-  markdown(text, message.content);
+  markdown(text, message.content, Boolean(growing));
   text.classList.toggle("working", Boolean(growing));
   if (message.tool_calls) calls.replaceChildren(...toolCalls(message, growing, results, isLast));
   const told = figures(meta);
