@@ -1,7 +1,7 @@
 """Deltic: a serving engine for the Qwen gated-DeltaNet hybrids.
 
-`from deltic import LLM, SamplingParams` is the offline API. Both are imported when first used, so that the
-command line and the server process start without torch.
+`from deltic import LLM, SamplingParams` is the offline API. Its names are imported when first used, so that
+the command line and the server process start without torch.
 """
 
 from __future__ import annotations
@@ -9,21 +9,22 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from deltic.engine.messages import SamplingParams
-    from deltic.llm import LLM, Completion
+    from deltic.async_llm import AsyncLLM
+    from deltic.llm import LLM, AnswerPiece, Completion
+    from deltic.llm import AnswerParams as SamplingParams
 
-__all__ = ["LLM", "Completion", "SamplingParams", "__version__"]
+__all__ = ["LLM", "AnswerPiece", "AsyncLLM", "Completion", "SamplingParams", "__version__"]
 
 __version__ = "0.1.0"
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("LLM", "Completion"):
+    if name == "AsyncLLM":
+        from deltic.async_llm import AsyncLLM
+
+        return AsyncLLM
+    if name in ("LLM", "AnswerPiece", "Completion", "SamplingParams"):
         from deltic import llm
 
-        return getattr(llm, name)
-    if name == "SamplingParams":
-        from deltic.engine.messages import SamplingParams
-
-        return SamplingParams
+        return getattr(llm, "AnswerParams" if name == "SamplingParams" else name)
     raise AttributeError(f"module 'deltic' has no attribute {name!r}")

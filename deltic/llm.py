@@ -1,27 +1,28 @@
 """The offline API: a model in this process, without server and queue.
 
-    from deltic import LLM, SamplingParams
-    llm = LLM("Qwen/Qwen3.5-0.8B")
-    for answer in llm.generate(["Once upon a time"], SamplingParams(max_tokens=64)):
-        print(answer.text)
+    from deltic import LLM
+    with LLM("Qwen/Qwen3.5-0.8B") as llm:
+        for answer in llm.generate(["Once upon a time"], max_tokens=64):
+            print(answer.text)
 
 It runs the engine that the server runs, with the same steps, so the same request gives the same tokens.
-An LLM is for one thread at a time.
+An LLM is for one thread at a time; an AsyncLLM (async_llm.py) has one in a thread of its own.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import secrets
+import time
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import count
 from pathlib import Path
-from types import MappingProxyType
+from typing import Any, TypeVar
 
 import msgspec
 from rich.console import Console
@@ -31,23 +32,26 @@ from deltic.config import BUILT_IN, ConfigError, EngineConfig, nearest
 from deltic.config_sources import resolve
 from deltic.engine.engine import MAX_FAILURES, Engine
 from deltic.engine.guides import Vocabulary
-from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob
+from deltic.engine.messages import Constraint, Output, Request, SamplingParams, TokenLogprob
 from deltic.engine.trace import Trace
 from deltic.json_types import JsonObject
+from deltic.logs import counted
 from deltic.models.checkpoint import drawable_ids, speaks, text_directory, tokenizer_directory, tokenizer_json
 from deltic.server.api import decode, protocol
 from deltic.server.chat.answer import Choice
 from deltic.server.chat.answer import Message as AnswerMessage
+from deltic.server.chat.constraint import Constrainer
 from deltic.server.chat.messages import find_pictures
 from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.picture_parts import PictureReader, Pictures, file_of
-from deltic.server.chat.request import Chat, Shown
+from deltic.server.chat.request import NO_DEFAULTS, Chat, Shown
 from deltic.server.chat.template import ChatTemplate, render
 from deltic.server.errors import ApiError
 from deltic.server.urls import Hosts
 from deltic.text import SamplingDefaults, Tokenizer
 
 Message = Mapping[str, object]
+T = TypeVar("T")
 
 SAVE_S = 30.0
 """Seconds for which an LLM that is closed goes on writing to its cache_dir."""
@@ -55,6 +59,19 @@ SAVE_S = 30.0
 
 class EngineStopped(RuntimeError):
     """The engine failed several steps in a row, or was closed; make a new LLM."""
+
+
+class AnswerParams(SamplingParams, frozen=True, kw_only=True):
+    """SamplingParams with what the engine need not know; `deltic.SamplingParams` is this."""
+
+    stop: str | Sequence[str] = ()
+    """Texts before which the answer ends."""
+    response_format: Any = None
+    """Form of the answer: OpenAI's `response_format`, a JSON schema, or a type: a model of pydantic's, a
+    Struct of msgspec's, a dataclass or a TypedDict.
+    """
+    structured_outputs: JsonObject | None = None
+    """Form as vLLM has it: one of `json`, `regex`, `choice`, `grammar`."""
 
 
 @dataclass
@@ -84,6 +101,27 @@ class Completion:
     """Prompt tokens that the prefix cache had; with n > 1 in the completion of index 0 alone."""
     error: str | None = None
     """Reason of the failure, when finish_reason is "error"."""
+    parsed: Any = None
+    """The answer as a value, where a `response_format` is JSON: of its type, if it is one. None of an answer
+    that was cut, and of one that its type refuses.
+    """
+
+
+@dataclass(slots=True)
+class AnswerPiece:
+    """A piece of a streamed answer: what one step, or a few, added to it."""
+
+    prompt_index: int
+    index: int
+    text: str
+    reasoning: str
+    completion: Completion
+    """The answer so far: its token ids and what came with them; its text and calls when it is complete."""
+
+    @property
+    def finish_reason(self) -> str | None:
+        """Reason why the answer ended, in its last piece; else None."""
+        return self.completion.finish_reason
 
 
 class LLM:
@@ -95,10 +133,12 @@ class LLM:
         *,
         chat_template: Path | None = None,
         lora: Mapping[str, str | Path] | None = None,
+        progress: bool = True,
         **settings: object,
     ) -> None:
         """`settings` are the fields of EngineConfig: dummy, threads, memory_gb, max_model_len, ...
-        `lora`: paths of adapters, by the names that `generate` and `chat` take.
+        `lora`: paths of adapters, by the names that `generate` and `chat` take. `progress`: whether a
+        terminal is shown, in stderr, how far loading is.
 
         Raises ConfigError, TokenizerError, UnsupportedModelError or CheckpointError: all of them ValueErrors
         that say what to do.
@@ -118,49 +158,47 @@ class LLM:
         if self.config.dummy or Path(self.config.model).exists():  # else the files are still to be downloaded
             vocabulary.begin(lambda: drawable_ids(self.config))
         trace = Trace(self.config.trace) if self.config.trace is not None else None
-        self._engine = Engine(
-            build_runner(self.config, lambda stage, done: None),  # nobody watches: no target
-            vocabulary=vocabulary,
-        )
+        with _Bar(progress) as bar:
+            self._engine = Engine(
+                build_runner(self.config, lambda stage, done: bar.show(f"loading: {stage}", done)),
+                vocabulary=vocabulary,
+            )
         self._engine.trace = trace
         self._close = weakref.finalize(self, self._engine.close, SAVE_S)
+        self._constrainer = Constrainer(self.tokenizer, self._template.call_form if self._template else None)
         self.info = self._engine.info
         self._ids = count()
+        self._calls: dict[str, OpenCall] = {}
+        """Calls that are not complete, by the ids of their requests."""
         # Where no SamplingParams are given: the checkpoint's own, for as long as the context lasts.
         defaults = msgspec.structs.asdict(SamplingDefaults.load(text_directory(self.config)))
         del defaults["max_new_tokens"]
-        self.default_params = SamplingParams(max_tokens=self.info.max_model_len, **defaults)
+        self.default_params = AnswerParams(max_tokens=self.info.max_model_len, **defaults)
+
+    def __enter__(self) -> LLM:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
     def generate(
         self,
         prompts: str | Sequence[str] | Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
-        stop: str | Sequence[str] = (),
-        priority: int = 0,
-        cache_salt: str = "",
-        use_cache: bool = True,
-        lora: str | None = None,
         progress: bool = True,
-        **sampling: object,
+        **options: object,
     ) -> list[Completion]:
         """Continues each prompt (text, or token ids); completions in the prompts' order.
 
-        `params`: for all prompts, or one for each. `cache_salt`: prefixes are shared only with requests of
-        the same salt. `use_cache`: False neither reads nor feeds the prefix cache. `lora`: the name of the
-        adapter that is applied. `progress`: whether a terminal is shown, in stderr, how many answers are
-        complete. `sampling`: fields of SamplingParams, over those of `params`. Raises
-        ValueError, and runs none, when one cannot run.
+        `params`: for all prompts, or one for each. `progress`: whether a terminal is shown, in stderr, how
+        many answers are complete. `options`: fields of SamplingParams, which count more than those of
+        `params`, `stop` and `response_format` among them; `lora`, the name of the adapter that is applied;
+        `priority`; `cache_salt`: prefixes are shared only with requests of the same salt; `use_cache`: False
+        neither reads nor feeds the prefix cache.
+        Raises ValueError, and runs none, when one cannot run.
         """
-        adapter = self._adapter(lora)
-        request = partial(Request, priority=priority, cache_salt=cache_salt, use_cache=use_cache, adapter=adapter)
-        given: Iterable[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
-        ids = [self.tokenizer.encode(p, "parse") if isinstance(p, str) else list(p) for p in given]
-        for name in sampling.keys() - {*_SAMPLING}:
-            raise ValueError(f"{name}: {nearest(name, _SAMPLING) or 'is no field of SamplingParams'}")
-        answers = self._answers(ids, params, stop, lambda at, own: None, sampling)
-        self._run(answers, [request] * len(ids), progress)
-        return [answer.completion for answer in answers]
+        return self._complete(self.prepare_text(prompts, params, **options), progress)
 
     def chat(
         self,
@@ -168,60 +206,133 @@ class LLM:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         tools: Sequence[Mapping[str, object]] | None = None,
-        stop: str | Sequence[str] = (),
-        priority: int = 0,
-        cache_salt: str = "",
-        use_cache: bool = True,
-        lora: str | None = None,
         progress: bool = True,
-        **settings: object,
+        **options: object,
     ) -> list[Completion]:
         """Answers one conversation, or several: OpenAI messages, rendered by the checkpoint's chat template.
 
-        Messages and `tools` are what /v1/chat/completions takes, and mean the same; `cache_salt`,
-        `use_cache`, `lora` and `progress` are generate's. `settings` are fields of SamplingParams, over those
-        of `params`, the template's, or the request's enable_thinking, reasoning_effort and
-        mm_processor_kwargs. Beside parts of the type image_url, which take data: URLs, there may be `{"type":
-        "image", "image": ...}` with a picture of Pillow's, a file's bytes, or its path. `{"type": "video",
-        "video": ...}` takes a file's bytes or its path, or a list of such pictures, and with a list `fps`.
+        Messages and `tools` are what /v1/chat/completions takes, and mean the same. `options` are generate's,
+        the request's enable_thinking, reasoning_effort, thinking_budget, tool_choice, parallel_tool_calls and
+        mm_processor_kwargs, and the template's own. Beside parts of the type image_url, which take data:
+        URLs, there may be `{"type": "image", "image": ...}` with a picture of Pillow's, a file's bytes, or
+        its path. `{"type": "video", "video": ...}` takes a file's bytes or its path, or a list of such
+        pictures, and with a list `fps`.
         Raises ValueError, and runs none, when one cannot run; TypeError for what JSON cannot say, OSError for
         a path that cannot be read.
         """
-        if self._template is None:
+        return self._complete(self.prepare_chat(messages, params, tools=tools, **options), progress)
+
+    def stream(
+        self,
+        given: str | Sequence[str] | Sequence[Sequence[int]] | Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        **options: object,
+    ) -> Iterator[AnswerPiece]:
+        """Yields what is added to the answers as it comes. given: messages, as of `chat`, or prompts, as of
+        `generate`; the rest is theirs, too, and so is what is raised, at once.
+
+        Other calls may run meanwhile. An iterator that is closed or dropped ends its answers.
+        """
+        return self._pieces(self.begin(self.prepare(given, params, **options)))
+
+    def _complete(self, prepared: PreparedCall, progress: bool) -> list[Completion]:
+        """Runs a call until all its answers are complete."""
+        with _Bar(progress) as bar:
+            call = self.begin(prepared, wants_progress=bar.is_shown)
+            for _ in self._pieces(call, bar):
+                pass
+        return [answer.completion for answer in call.answers]
+
+    def prepare(self, given: Any, params: Any, **options: object) -> PreparedCall:
+        """Prepares a call with messages or with prompts."""
+        first = given[0] if isinstance(given, Sequence) and given else None
+        first = first[0] if isinstance(first, list | tuple) and first else first
+        prepare: Callable[..., PreparedCall] = self.prepare_chat if isinstance(first, Mapping) else self.prepare_text
+        return prepare(given, params, **options)
+
+    def prepare_text(
+        self,
+        prompts: str | Sequence[str] | Sequence[Sequence[int]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        **options: object,
+    ) -> PreparedCall:
+        """Prepares a call of `generate`. Raises ValueError."""
+        request, sampling = self._request(options), _taken(options, SAMPLING)
+        for name in options:
+            raise ValueError(f"{name}: {_hint(name, SAMPLING) or 'is no field of SamplingParams'}")
+        given: Iterable[str | Sequence[int]] = [prompts] if isinstance(prompts, str) else prompts
+        ids = [self.tokenizer.encode(p, "parse") if isinstance(p, str) else list(p) for p in given]
+        each = self._params(params, len(ids), sampling)
+
+        def constraint(own: AnswerParams) -> Constraint | None:
+            asked = decode.parse(msgspec.json.encode(_form_fields(own)), protocol.SamplingFields)
+            wanted = protocol.sampling_of(asked, NO_DEFAULTS, max_tokens=None, logprobs=None)
+            return self._constrainer.completion(wanted)
+
+        answers: list[OpenCompletion] = []
+        for at, own in enumerate(each):
+            if _form_fields(own):
+                try:
+                    own = msgspec.structs.replace(own, constraint=_in_own_thread(partial(constraint, own)))
+                except ApiError as error:
+                    raise ValueError(error.message) from None
+            answers += self._answers(at, ids[at], own, lambda: None)
+        return PreparedCall(answers, [request] * len(ids))
+
+    def prepare_chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        *,
+        tools: Sequence[Mapping[str, object]] | None = None,
+        **options: object,
+    ) -> PreparedCall:
+        """Prepares a call of `chat`. Raises ValueError, TypeError, OSError."""
+        template = self._template
+        if template is None:
             raise ValueError("this model has no chat template. Use generate(), or give LLM(chat_template=FILE).")
-        adapter = self._adapter(lora)
-        request = partial(Request, priority=priority, cache_salt=cache_salt, use_cache=use_cache, adapter=adapter)
-        switches, sampling = (
-            {name: settings.pop(name) for name in names if name in settings}
-            for names in (("enable_thinking", "reasoning_effort", "mm_processor_kwargs"), _SAMPLING)
-        )
-        for name in settings:
-            if error := self._template.unknown(name):
-                known = {*switches, *_SAMPLING, *self._template.variables}
-                raise ValueError(f"{name}: {nearest(name, known) or 'is no field of SamplingParams, and ' + error}")
-        asked = switches | {"tools": tools, "chat_template_kwargs": settings}
-        is_one = bool(messages) and isinstance(messages[0], dict)
-        many: Sequence[Iterable[object]] = [messages] if is_one else messages
-        try:
+        request, switches, sampling = self._request(options), _taken(options, SWITCHES), _taken(options, SAMPLING)
+        for name in options:
+            if error := template.unknown(name):
+                known = {*switches, *SAMPLING, *template.variables}
+                raise ValueError(f"{name}: {_hint(name, known) or 'is no field of SamplingParams, and ' + error}")
+        asked = switches | {"tools": tools, "chat_template_kwargs": options}
+        is_one = bool(messages) and isinstance(messages[0], Mapping)
+        many: Sequence[Any] = [messages] if is_one else messages
+        each = self._params(params, len(many), sampling)
+        answers: list[OpenCompletion] = []
+        requests = []
+        for at, (conversation, own) in enumerate(zip(many, each, strict=True)):
             # Through JSON, so that nothing gets to the template that the server would not let through.
             files: list[bytes] = []
-            bodies = [msgspec.json.encode(asked | {"messages": _sendable(m, files)}) for m in many]
-            chats = [protocol.chat_of(decode.parse(body, protocol.ChatRequest)) for body in bodies]
-            prompts = [render(self._template, chat, pictures=self._pictures(chat, files)) for chat in chats]
-        except ApiError as error:
-            raise ValueError(error.message) from None
-
-        def parser(at: int, own: SamplingParams) -> OutputParser:
-            schemas = chats[at].schemas
+            body = asked | _form_fields(own) | {"messages": _sendable(conversation, files)}
+            try:
+                chat = protocol.chat_of(decode.parse(msgspec.json.encode(body), protocol.ChatRequest))
+                prompt = render(template, chat, pictures=self._pictures(chat, files))
+                constraint = _in_own_thread(partial(self._constraint, chat, prompt.thinking))
+            except ApiError as error:
+                raise ValueError(error.message) from None
+            if constraint is not None:
+                own = msgspec.structs.replace(own, constraint=constraint)
             exact = own.constraint is not None and bool(own.constraint.grammar)
-            return OutputParser(
-                thinking=prompts[at].thinking, tools=schemas, fixed=schemas is None and exact, exact=exact
-            )
+            is_fixed = chat.is_fixed or (chat.schemas is None and exact)
+            parser = partial(OutputParser, thinking=prompt.thinking, tools=chat.schemas, fixed=is_fixed, exact=exact)
+            answers += self._answers(at, prompt.ids, own, parser)
+            requests.append(partial(request, boundaries=prompt.boundaries, pictures=prompt.pictures))
+        return PreparedCall(answers, requests)
 
-        answers = self._answers([prompt.ids for prompt in prompts], params, stop, parser, sampling)
-        requests = [partial(request, boundaries=prompt.boundaries, pictures=prompt.pictures) for prompt in prompts]
-        self._run(answers, requests, progress)
-        return [answer.completion for answer in answers]
+    def _constraint(self, chat: Chat, thinking: bool) -> Constraint | None:
+        """Raises ApiError."""
+        return self._constrainer.chat(chat, self._constrainer.chat_grammar(chat), thinking)
+
+    def _request(self, options: dict[str, Any]) -> partial[Request]:
+        """Takes what a Request says beside its prompt and its parameters out of the options of a call."""
+        lora, adapters = options.pop("lora", None), self.info.adapters
+        if lora is not None and lora not in adapters:
+            known = ", ".join(map(repr, adapters)) or "none: give LLM(lora={name: path})"
+            raise ValueError(f"no adapter {lora!r}; this LLM has {known}")
+        adapter = b"" if lora is None else adapters[lora]
+        return partial(Request, adapter=adapter, **_taken(options, ("priority", "cache_salt", "use_cache")))
 
     def _pictures(self, chat: Chat, files: list[bytes]) -> Pictures:
         """Reads the pictures of a chat. files: what `_sendable` has put aside. Raises ApiError."""
@@ -233,8 +344,7 @@ class LLM:
                 file.data, file.url = files[int(file.url.removeprefix(ASIDE))], ""
         info, bounds = self.info, chat.picture_bounds
         reading = PictureReader(Hosts((), "")).read(sent, info.pictures, bounds, info.max_model_len)
-        with ThreadPoolExecutor(1) as thread:  # the caller's may have an event loop already
-            return thread.submit(asyncio.run, reading).result()
+        return _in_own_thread(partial(asyncio.run, reading))
 
     def cache_summary(self) -> JsonObject:
         """The contents of the prefix cache, as `GET /cache` shows them."""
@@ -252,98 +362,230 @@ class LLM:
         """
         self._close()
 
+    def _params(
+        self, params: SamplingParams | Sequence[SamplingParams] | None, n: int, over: Mapping[str, object]
+    ) -> list[AnswerParams]:
+        """The parameters for each of n prompts. over: fields that count more. Raises ValueError."""
+        each = [params or self.default_params] * n if not isinstance(params, Sequence) else params
+        if len(each) != n:
+            raise ValueError(f"{n} prompts but {len(each)} SamplingParams. Give one, or one for each.")
+        return [AnswerParams(**{**msgspec.structs.asdict(own), **over}) for own in each]
+
     def _answers(
-        self,
-        prompts: list[list[int]],
-        params: SamplingParams | Sequence[SamplingParams] | None,
-        stop: str | Sequence[str],
-        parser: Callable[[int, SamplingParams], OutputParser | None],
-        over: Mapping[str, object] = MappingProxyType({}),
-    ) -> list[_OpenCompletion]:
-        """Makes an answer for each sequence to come. A request without a seed gets one, as the server would
-        give it.
-
-        parser: makes one for an answer to the prompt of this index, with these parameters; over: fields of
-        these that count more.
+        self, at: int, ids: list[int], params: AnswerParams, parser: Callable[[], OutputParser | None]
+    ) -> Iterator[OpenCompletion]:
+        """Makes an answer for each sequence of prompt number `at`. A request without a seed gets one, as the
+        server would give it.
         """
-        each = [params or self.default_params] * len(prompts) if not isinstance(params, Sequence) else params
-        if len(each) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts but {len(each)} SamplingParams. Give one, or one for each.")
-        stops = [stop] if isinstance(stop, str) else list(stop)
-        answers = []
-        for at, (ids, given) in enumerate(zip(prompts, each, strict=True)):
-            p = msgspec.structs.replace(given, **over)
-            own = p if p.seed is not None else msgspec.structs.replace(p, seed=secrets.randbits(63))
-            for index in range(p.n):
-                shown = Shown(stops=stops, stop_token_ids=p.stop_token_ids)
-                choice = Choice(index, self.tokenizer, shown, parser(at, p))
-                answers.append(_OpenCompletion(Completion(at, index, ids), own, choice))
-        return answers
+        own = params if params.seed is not None else msgspec.structs.replace(params, seed=secrets.randbits(63))
+        stops = [params.stop] if isinstance(params.stop, str) else list(params.stop)
+        shown = Shown(stops=stops, stop_token_ids=params.stop_token_ids)
+        for index in range(params.n):
+            choice = Choice(index, self.tokenizer, shown, parser())
+            yield OpenCompletion(Completion(at, index, ids), own, choice)
 
-    def _adapter(self, lora: str | None) -> bytes:
-        """Returns the key of an adapter, empty for none. Raises ValueError."""
-        adapters = self.info.adapters
-        if lora is not None and lora not in adapters:
-            known = ", ".join(map(repr, adapters)) or "none: give LLM(lora={name: path})"
-            raise ValueError(f"no adapter {lora!r}; this LLM has {known}")
-        return b"" if lora is None else adapters[lora]
+    # A call runs.
 
-    def _run(self, answers: list[_OpenCompletion], requests: Sequence[partial[Request]], progress: bool) -> None:
-        """Adds the requests and steps until all their answers are complete. requests: for each prompt, what
-        makes its Request of an id, the prompt's ids and the parameters.
+    def begin(self, prepared: PreparedCall, wants_progress: bool = False) -> OpenCall:
+        """Adds the requests of a call, all or none. wants_progress: outputs tell of prompts.
+
+        Raises ValueError, EngineStopped.
         """
         if not self._close.alive:
             raise EngineStopped("this LLM was closed. Make a new one.")
-        ids: dict[int, str] = {}
-        open_answers: dict[tuple[str, int], _OpenCompletion] = {}
-        engine = self._engine
+        call, ids = OpenCall(prepared.answers), dict[int, str]()
         try:
-            for answer in answers:
+            for answer in call.answers:
                 at = answer.completion.prompt_index
                 if at not in ids:
                     ids[at] = str(next(self._ids))
-                    prompt_ids = answer.completion.prompt_ids
-                    engine.add(requests[at](id=ids[at], prompt_ids=prompt_ids, params=answer.params))
-                open_answers[ids[at], answer.completion.index] = answer
-            with _bar(len(answers), progress) as tell:
-                for output in self._outputs(open_answers):
-                    answer = open_answers[output.id, output.index]
-                    if answer.take(output):
-                        del open_answers[output.id, output.index]
-                        tell(answer)
-                        if output.finish_reason is None:
-                            engine.abort(output.id, output.index)
+                    make, prompt_ids = prepared.requests[at], answer.completion.prompt_ids
+                    self._engine.add(
+                        make(id=ids[at], prompt_ids=prompt_ids, params=answer.params, wants_progress=wants_progress)
+                    )
+                    self._calls[ids[at]] = call
+                call.open[ids[at], answer.completion.index] = answer
+        except BaseException:
+            self.end(call)
+            raise
+        return call
+
+    def end(self, call: OpenCall) -> None:
+        """Ends what is open of a call: after an exception or Ctrl-C nothing of it runs on in the next one."""
+        for request_id in {request_id for request_id, _ in call.open}:
+            self._engine.abort(request_id)
+        for request_id in [request_id for request_id, other in self._calls.items() if other is call]:
+            del self._calls[request_id]
+
+    @property
+    def has_work(self) -> bool:
+        """True if a step can advance something."""
+        return self._engine.has_work()
+
+    def advance(self) -> None:
+        """Runs a step, and gives its outputs to their calls. Raises EngineStopped."""
+        for output in self._engine.step():
+            if (call := self._calls.get(output.id)) is not None:
+                call.outputs.append(output)
+        if self._engine.n_failures >= MAX_FAILURES:
+            raise EngineStopped(f"{MAX_FAILURES} steps failed in a row, as the log says. Make a new LLM.")
+
+    def take(self, call: OpenCall, output: Output) -> AnswerPiece | None:
+        """Adds an output to its answer. None: there is nothing to tell of it, or it tells of a prompt."""
+        key = output.id, output.index
+        answer = call.open.get(key)
+        if answer is None:
+            return None
+        if output.n_read is not None:
+            call.n_read[output.id] = output.n_read
+            return None
+        piece = answer.take(output)
+        call.n_tokens += len(output.token_ids)
+        if answer.completion.finish_reason is not None:
+            del call.open[key]
+            if output.finish_reason is None:
+                self._engine.abort(output.id, output.index)
+        return piece
+
+    def _outputs(self, call: OpenCall) -> Iterator[Output]:
+        while call.open:
+            while call.outputs:
+                yield call.outputs.popleft()
+            if call.open:
+                self.advance()
+
+    def _pieces(self, call: OpenCall, bar: _Bar | None = None) -> Iterator[AnswerPiece]:
+        try:
+            for output in self._outputs(call):
+                piece = self.take(call, output)
+                if bar is not None:
+                    bar.tell(call)
+                if piece is not None:
+                    yield piece
         finally:
-            # An exception or Ctrl-C on the way: what is open must not run on in the next call.
-            for request_id in {request_id for request_id, _ in open_answers}:
-                engine.abort(request_id)
-
-    def _outputs(self, open_answers: Mapping[tuple[str, int], _OpenCompletion]) -> Iterator[Output]:
-        while open_answers:
-            for output in self._engine.step():
-                if (output.id, output.index) in open_answers:
-                    yield output
-            if self._engine.n_failures >= MAX_FAILURES:
-                raise EngineStopped(f"{MAX_FAILURES} steps failed in a row, as the log says. Make a new LLM.")
+            self.end(call)
 
 
-@contextlib.contextmanager
-def _bar(n_answers: int, wanted: bool) -> Iterator[Callable[[_OpenCompletion], None]]:
-    """A bar in stderr, if that is a terminal, while the block runs; it is told of complete answers."""
-    console = Console(stderr=True)
-    n_tokens = n_done = 0
-    with Progress(console=console, transient=True, disable=not (wanted and console.is_terminal)) as bar:
-        task = bar.add_task("", total=n_answers)
+class _Bar:
+    """A bar in stderr, if that is a terminal, while the block runs."""
 
-        def tell(answer: _OpenCompletion) -> None:
-            nonlocal n_tokens, n_done
-            n_tokens, n_done = n_tokens + len(answer.completion.token_ids), n_done + 1
-            bar.update(task, completed=n_done, description=f"{n_done}/{n_answers} answers, {n_tokens} tokens")
+    def __init__(self, is_wanted: bool) -> None:
+        console = Console(stderr=True)
+        self.is_shown = is_wanted and console.is_terminal
+        self._bar = Progress(console=console, transient=True, disable=not self.is_shown)
+        self._task = self._bar.add_task("", total=1.0)
+        self._told_s = 0.0
 
-        yield tell
+    def __enter__(self) -> _Bar:
+        self._bar.start()
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._bar.stop()
+
+    def show(self, text: str, done: float) -> None:
+        """done: 0 to 1."""
+        self._bar.update(self._task, completed=done, description=text)
+
+    def tell(self, call: OpenCall) -> None:
+        """Shows how far a call is, now and then."""
+        now_s = time.monotonic()
+        if not self.is_shown or (now_s - self._told_s < TELL_S and call.open):
+            return
+        self._told_s = now_s
+        n, n_open, n_read = len(call.answers), len(call.open), sum(call.n_read.values())
+        n_prompt = sum(len(answer.completion.prompt_ids) for answer in call.answers if not answer.completion.index)
+        # Where nothing is said yet, the bar is that of the prompts.
+        done = (n - n_open) / n if call.n_tokens else n_read / max(1, n_prompt)
+        read = "" if call.n_tokens else f", prompts {n_read / max(1, n_prompt):.0%} read"
+        self.show(f"{n - n_open}/{n} answers, {counted(call.n_tokens, 'token')}{read}", done)
 
 
-_SAMPLING = SamplingParams.__struct_fields__
+def _taken(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
+    """Takes those of these names out of options."""
+    return {name: options.pop(name) for name in names if name in options}
+
+
+def _in_own_thread(work: Callable[[], T]) -> T:
+    """Works in a thread without an event loop: the caller's may have one, as in a notebook."""
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(work).result()
+
+
+TELL_S = 0.1
+"""Seconds between two looks of a bar at its call."""
+
+SAMPLING = AnswerParams.__struct_fields__
+
+SWITCHES = (
+    "enable_thinking", "preserve_thinking", "reasoning_effort", "thinking_budget", "tool_choice", "parallel_tool_calls",
+    "mm_processor_kwargs",
+)  # fmt: skip
+"""Fields of a chat's request that `chat` takes by name."""
+
+ELSEWHERE = {
+    "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "num_predict": "max_tokens",
+    "n_predict": "max_tokens", "num_return_sequences": "n", "stop_sequences": "stop", "repeat_penalty": "repetition_penalty",
+    "guided_json": "response_format", "format": "response_format", "sampling_params": "params", "use_tqdm": "progress",
+    "lora_request": "lora",
+}  # fmt: skip
+"""Names in other libraries, and what they are called here."""
+
+FORMATS = ("text", "json_object", "json_schema", "structural_tag")
+"""Types of OpenAI's `response_format`, which are none of a JSON schema."""
+
+
+def _hint(name: str, known: Iterable[str]) -> str:
+    """A sentence for who gave a name that there is not; empty where none is like it."""
+    return f"is called {ELSEWHERE[name]} here" if name in ELSEWHERE else nearest(name, known)
+
+
+def _form_fields(params: AnswerParams) -> JsonObject:
+    """The fields of a request for the form of its answer. Raises ValueError."""
+    asked, fields = params.response_format, {}
+    if asked is not None:
+        fields["response_format"] = asked
+        if not isinstance(asked, Mapping) or asked.get("type") not in FORMATS:
+            schema = asked if isinstance(asked, Mapping) else _schema_of(asked)
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"schema": schema}}
+    if params.structured_outputs is not None:
+        fields["structured_outputs"] = params.structured_outputs
+    return fields
+
+
+def _schema_of(kind: Any) -> JsonObject:
+    """The JSON schema of a type, whose objects have no more than its fields. Raises ValueError."""
+    if isinstance(kind, type) and hasattr(kind, "model_json_schema"):
+        schema = kind.model_json_schema()
+    else:
+        try:
+            schema = msgspec.json.schema(kind)
+        except TypeError as error:
+            raise ValueError(f"response_format: no JSON schema can be made of {kind!r} ({error})") from None
+    _close(schema)
+    return dict(schema)
+
+
+def _close(part: Any) -> None:
+    """Lets the objects of a schema have no properties but those that it names, where it says nothing."""
+    if isinstance(part, dict):
+        if part.get("type") == "object" and isinstance(part.get("properties"), dict):
+            part.setdefault("additionalProperties", False)
+        part = [*part.values()]
+    for inner in part if isinstance(part, list) else ():
+        _close(inner)
+
+
+def _parsed(text: str, kind: Any) -> Any:
+    """An answer as a value, None if it is none. kind: the `response_format`."""
+    try:
+        if isinstance(kind, type) and hasattr(kind, "model_validate_json"):
+            return kind.model_validate_json(text)
+        is_type = not isinstance(kind, Mapping)
+        return msgspec.json.decode(text, type=kind) if is_type else msgspec.json.decode(text)
+    except (ValueError, RecursionError):  # pydantic's errors and msgspec's are ValueErrors
+        return None
+
 
 ASIDE = "deltic-picture:"
 """Begins the URL of a picture that JSON cannot say."""
@@ -377,16 +619,16 @@ def _sendable(messages: Iterable[object], files: list[bytes]) -> list[object]:
 
 
 @dataclass
-class _OpenCompletion:
+class OpenCompletion:
     """A completion in the making."""
 
     completion: Completion
-    params: SamplingParams
+    params: AnswerParams
     choice: Choice
     message: AnswerMessage = field(default_factory=AnswerMessage)
 
-    def take(self, output: Output) -> bool:
-        """Adds an output; whether the answer is complete (by a stop string: before the engine knows)."""
+    def take(self, output: Output) -> AnswerPiece:
+        """Adds an output. The answer may be complete before the engine knows, by a stop string."""
         done, message = self.completion, self.message
         done.token_ids += output.token_ids
         done.cached_tokens = max(done.cached_tokens, output.cached_tokens)
@@ -394,13 +636,40 @@ class _OpenCompletion:
             done.prompt_logprobs = list(output.prompt_logprobs)
         if output.logprobs is not None:
             done.logprobs = (done.logprobs or []) + output.logprobs
-        message.add(self.choice.push(output))
-        if message.finish_reason is None:
-            return False
-        done.text, done.reasoning = "".join(message.content), "".join(message.reasoning)
-        done.tool_calls = [
-            {"id": call.id or "", "name": call.name or "", "arguments": call.arguments} for call in message.calls
-        ]
-        done.finish_reason = message.finish_reason
-        done.error = output.error if message.finish_reason == output.finish_reason else None
-        return True
+        update = self.choice.push(output)
+        message.add(update)
+        if message.finish_reason is not None:
+            done.text, done.reasoning = "".join(message.content), "".join(message.reasoning)
+            done.tool_calls = [
+                {"id": call.id or "", "name": call.name or "", "arguments": call.arguments} for call in message.calls
+            ]
+            done.finish_reason = message.finish_reason
+            done.error = output.error if message.finish_reason == output.finish_reason else None
+            if self.params.response_format is not None and done.finish_reason == "stop":
+                done.parsed = _parsed(done.text, self.params.response_format)
+        return AnswerPiece(done.prompt_index, done.index, update.delta.content, update.delta.reasoning, done)
+
+
+@dataclass
+class PreparedCall:
+    """The answers of a call, and for each prompt what makes its Request of an id, the prompt's ids and the
+    parameters.
+    """
+
+    answers: list[OpenCompletion]
+    requests: Sequence[partial[Request]]
+
+
+@dataclass(eq=False)
+class OpenCall:
+    """A call whose answers are on their way."""
+
+    answers: list[OpenCompletion]
+    open: dict[tuple[str, int], OpenCompletion] = field(default_factory=dict)
+    """Answers that are not complete, by the ids of their requests and their indices."""
+    outputs: deque[Output] = field(default_factory=deque)
+    """Outputs that came, and were not taken yet."""
+    n_read: dict[str, int] = field(default_factory=dict)
+    """Tokens of each prompt that are computed."""
+    n_tokens: int = 0
+    """Tokens of all answers."""

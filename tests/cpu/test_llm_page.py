@@ -18,9 +18,12 @@ def test_the_pages_programs_run(capsys: pytest.CaptureFixture[str]) -> None:
         exec(compile(program, PAGE.name, "exec"), names)
         printed.append(capsys.readouterr().out)
     names["llm"].close()
-    answer, many, small, _, _, calls, _, cached = printed
+    answer, many, streamed, awaited, small, _, _, formed, calls, _, cached = printed
     assert answer == "17 + 25 = 42. stop\n"
     assert [int(line.split()[0]) for line in many.splitlines() if line[:1].isdigit()] == [*range(20)]
+    assert streamed.endswith(("(stop)\n", "(length)\n")) and len(streamed) > 10
+    assert awaited.startswith("7 + 5 = 12.\n20 + 5 = 25.\n")
+    assert re.fullmatch(r'\{ ?"is_even": ?(true|false) ?\} Sum\(is_even=(True|False)\)\n', formed)
     assert small.split()[0] == "2048"
     assert calls == 'get_weather {"city": "Oslo"}\n'
     first, again = map(int, cached.split())

@@ -46,10 +46,14 @@ def checkpoint(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def llm(checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> LLM:
+def fake_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
     runner = types.ModuleType("deltic.runtime.build")
     runner.build_runner = fakes.build_runner  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "deltic.runtime.build", runner)
+
+
+@pytest.fixture
+def llm(checkpoint: Path, fake_runtime: None) -> LLM:
     return LLM(str(checkpoint), n_pages=24, max_num_seqs=4, max_model_len=256)
 
 
@@ -103,6 +107,22 @@ def test_a_terminal_is_shown_how_far_a_call_is(llm: LLM, seen: str, monkeypatch:
     assert ("3/3" in said and "answers, 12 tokens" in said and "1/1" in said) if seen == "terminal" else not said
 
 
+def test_a_terminal_is_shown_how_far_loading_and_prompts_are(
+    checkpoint: Path, fake_runtime: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("deltic.llm.TELL_S", 0.0)
+    monkeypatch.setattr(sys, "stderr", screen := Screen())
+    llm = LLM(str(checkpoint), n_pages=24, max_num_seqs=4, max_model_len=256, max_step_tokens=64)
+    assert "loading" in screen.getvalue()
+    shown: list[str] = []
+    monkeypatch.setattr("deltic.llm._Bar.show", lambda bar, text, done: shown.append(f"{text} {done:.2f}"))
+    llm.generate([[*range(20, 220)], [1, 2]], max_tokens=2, ignore_eos=True)
+    assert "0/2 answers, 0 tokens, prompts 32% read 0.32" in shown
+    assert shown[-1] == "2/2 answers, 4 tokens 1.00"
+    assert LLM(str(checkpoint), n_pages=24, max_num_seqs=4, max_model_len=256, progress=False)
+
+
 def test_a_stop_string_ends_the_answer_and_frees_it(llm: LLM):
     params = SamplingParams(max_tokens=60, seed=2, ignore_eos=True)
     whole = llm.generate("story", params)[0].text
@@ -139,12 +159,15 @@ def test_settings_by_name(llm: LLM):
     for call in (lambda **given: llm.chat(messages, **given), lambda **given: llm.generate("x", **given)):
         with pytest.raises(ValueError, match="temprature: did you mean temperature"):
             call(temprature=0)
+        with pytest.raises(ValueError, match="max_new_tokens: is called max_tokens here"):
+            call(max_new_tokens=5)
     with pytest.raises(ValueError, match="colour: is no field of SamplingParams, and this model's chat template"):
         llm.chat(messages, colour=1)
     with pytest.raises(ValueError, match="did you mean threads"):
         LLM(thread=4)
 
 
+HI = [{"role": "user", "content": "hi"}]
 TOOLS = [
     {"type": "function", "function": {"name": "weather", "parameters": {"properties": {"city": {"type": "string"}}}}}
 ]
@@ -194,12 +217,12 @@ def test_a_call_that_was_cut_is_not_presented_as_complete(
 ):
     ids = llm.tokenizer.encode(said)
 
-    def outputs(open_answers: Any) -> Any:
-        request_id = next(iter(open_answers))[0]
+    def outputs(call: Any) -> Any:
+        request_id = next(iter(call.open))[0]
         for token_id in ids[:-1]:
-            if open_answers:
+            if call.open:
                 yield Output(request_id, 0, [token_id])
-        if open_answers:
+        if call.open:
             yield Output(request_id, 0, ids[-1:], finish_reason="stop" if said == CALL else "length")
 
     monkeypatch.setattr(llm, "_outputs", outputs)
@@ -268,6 +291,49 @@ def test_a_chat_takes_the_same_switches(llm: LLM):
 
     assert cached() == 0 < cached()
     assert cached(use_cache=False) == cached(cache_salt="b") == 0
+
+
+def test_a_stream_says_what_the_whole_answer_is(llm: LLM):
+    params = SamplingParams(max_tokens=12, seed=5, ignore_eos=True)
+    for given in ("hello", ["hello", "you"], [[1, 2], [3]], HI, [HI, HI]):
+        whole = (llm.chat if HI in (given, given[0]) else llm.generate)(given, params)
+        pieces = list(llm.stream(given, params))
+        for answer in whole:
+            own = [piece for piece in pieces if piece.prompt_index == answer.prompt_index]
+            assert "".join(piece.text for piece in own) == answer.text
+            assert [piece.finish_reason for piece in own][-1] == "length" and own[-1].completion == answer
+    assert idle(llm)
+
+
+def test_other_calls_run_beside_a_stream_and_who_leaves_ends_it(llm: LLM):
+    params = SamplingParams(max_tokens=30, seed=5, ignore_eos=True)
+    one, two = llm.stream("one", params), llm.stream("two", params)
+    texts = [next(one).text, next(two).text]
+    (other,) = llm.generate("other", params)
+    assert other.token_ids == fakes.expected_tokens(other.prompt_ids, params)
+    texts[0] += "".join(piece.text for piece in one)
+    assert texts[0] == llm.generate("one", params)[0].text
+    two.close()
+    assert idle(llm)
+    with pytest.raises(ValueError, match="did you mean"):
+        llm.stream("x", temprature=1)
+
+
+def test_stop_texts_may_stand_in_the_parameters(llm: LLM):
+    params = SamplingParams(max_tokens=60, seed=2, ignore_eos=True)
+    whole = llm.generate("story", params)[0].text
+    stops = [whole[20:23], whole[30:33]]
+    each = [SamplingParams(max_tokens=60, seed=2, ignore_eos=True, stop=stop) for stop in stops]
+    for at, answer in enumerate(llm.generate(["story", "story"], each)):
+        assert answer.text == whole[: whole.index(stops[at])] and answer.finish_reason == "stop"
+    assert llm.generate("story", each[1], stop=stops[:1])[0].text == whole[: whole.index(stops[0])]
+
+
+def test_an_llm_may_be_a_context(llm: LLM):
+    with llm as entered:
+        assert entered is llm and llm.generate("x", max_tokens=1)
+    with pytest.raises(EngineStopped, match="was closed"):
+        llm.generate("x")
 
 
 def test_a_closed_llm_says_so(llm: LLM):

@@ -1,0 +1,202 @@
+"""The offline API for programs with an event loop: an LLM in a thread of its own.
+
+    from deltic import AsyncLLM
+    async with AsyncLLM("Qwen/Qwen3.5-0.8B") as llm:
+        answers = await asyncio.gather(*(llm.chat([{"role": "user", "content": q}]) for q in questions))
+
+Calls that are open together run together, in the same steps. The thread alone touches the engine: it takes
+commands between two steps, and hands what comes to the event loop of each call.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from typing import Any
+
+from deltic.config import BUILT_IN
+from deltic.llm import LLM, AnswerPiece, Completion, EngineStopped, OpenCall, PreparedCall
+
+log = logging.getLogger("deltic.llm")
+
+
+class _Awaited:
+    """A call, and where what comes of it goes: pieces, then None or an exception."""
+
+    def __init__(self, prepare: Callable[[LLM], PreparedCall]) -> None:
+        self.prepare = prepare
+        self.call: OpenCall | None = None
+        self.coming = asyncio.Queue[AnswerPiece | BaseException | None]()
+        self._loop = asyncio.get_running_loop()
+
+    def put(self, item: AnswerPiece | BaseException | None) -> bool:
+        """Hands an item to the event loop, from another thread; False if that is closed."""
+        try:
+            self._loop.call_soon_threadsafe(self.coming.put_nowait, item)
+        except RuntimeError:
+            return False
+        return True
+
+
+class AsyncLLM:
+    """A model whose calls are awaited. It loads when it is entered."""
+
+    def __init__(self, model: str = BUILT_IN, **settings: Any) -> None:
+        """The arguments are LLM's."""
+        self._make = partial(LLM, model, **settings)
+        self._commands = queue.SimpleQueue[Callable[[LLM], None] | None]()
+        self._thread: threading.Thread | None = None
+        self._open: list[_Awaited] = []
+        """Calls that run; the thread's alone."""
+        self._llm: LLM | None = None
+
+    @property
+    def llm(self) -> LLM:
+        """The LLM, for its `info`, `tokenizer` and `default_params`; its calls are the thread's. Raises
+        EngineStopped.
+        """
+        if self._llm is None:
+            raise EngineStopped("this AsyncLLM is not open. Use it within: async with AsyncLLM(...) as llm.")
+        return self._llm
+
+    async def __aenter__(self) -> AsyncLLM:
+        loop, ready = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+        def tell(error: BaseException | None) -> None:
+            if not ready.done():
+                ready.set_exception(error) if error is not None else ready.set_result(None)
+
+        def told(error: BaseException | None) -> None:
+            loop.call_soon_threadsafe(tell, error)
+
+        self._thread = threading.Thread(target=self._serve, args=(told,), name="deltic", daemon=True)
+        self._thread.start()
+        await ready
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Ends what runs, and lets what is on its way to the cache_dir get there. Closing twice is fine."""
+        self._commands.put(None)
+        if self._thread is not None:
+            await asyncio.to_thread(self._thread.join)
+        self._llm = None
+
+    async def generate(self, prompts: Any, params: Any = None, **options: Any) -> list[Completion]:
+        """Does what LLM.generate does; a wait that is cancelled ends the answers."""
+        return await self._complete(lambda llm: llm.prepare_text(prompts, params, **options))
+
+    async def chat(self, messages: Any, params: Any = None, **options: Any) -> list[Completion]:
+        """Does what LLM.chat does; a wait that is cancelled ends the answers."""
+        return await self._complete(lambda llm: llm.prepare_chat(messages, params, **options))
+
+    async def stream(self, given: Any, params: Any = None, **options: Any) -> AsyncIterator[AnswerPiece]:
+        """Yields what LLM.stream does; an iterator that is closed ends its answers."""
+        awaited = self._begin(lambda llm: llm.prepare(given, params, **options))
+        try:
+            while (item := await awaited.coming.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+                yield item
+        finally:
+            self._commands.put(partial(self._drop, awaited))
+
+    async def _complete(self, prepare: Callable[[LLM], PreparedCall]) -> list[Completion]:
+        awaited = self._begin(prepare)
+        try:
+            while (item := await awaited.coming.get()) is not None:
+                if isinstance(item, BaseException):
+                    raise item
+        finally:
+            self._commands.put(partial(self._drop, awaited))
+        assert awaited.call is not None
+        return [answer.completion for answer in awaited.call.answers]
+
+    def _begin(self, prepare: Callable[[LLM], PreparedCall]) -> _Awaited:
+        """Raises EngineStopped."""
+        awaited = _Awaited(prepare)
+        self._commands.put(partial(self._start, awaited))
+        _ = self.llm  # only now: the thread that ends answers what it finds in the queue
+        return awaited
+
+    # In the thread.
+
+    def _serve(self, tell: Callable[[BaseException | None], object]) -> None:
+        try:
+            llm = self._llm = self._make()
+        except BaseException as error:
+            tell(error)
+            return
+        tell(None)
+        failure = EngineStopped("this AsyncLLM was closed. Make a new one.")
+        try:
+            while self._obey(llm):
+                if llm.has_work:
+                    llm.advance()
+                    self._deliver(llm)
+        except EngineStopped as error:
+            failure = error
+        except Exception:
+            log.exception("the thread of an AsyncLLM failed")
+            failure = EngineStopped("the engine's thread failed, as the log says. Make a new AsyncLLM.")
+        finally:
+            self._llm = None
+            for awaited in self._open:
+                if awaited.call is not None:
+                    llm.end(awaited.call)
+                awaited.put(failure)
+            while not self._commands.empty():  # whoever asked meanwhile
+                if (command := self._commands.get()) is not None and command.func == self._start:  # type: ignore[attr-defined]
+                    command.args[0].put(failure)  # type: ignore[attr-defined]
+            llm.close()
+
+    def _obey(self, llm: LLM) -> bool:
+        """Takes every command that waits, and waits for one while there is no work.
+
+        False when told to end.
+        """
+        while True:
+            try:
+                command = self._commands.get(block=not llm.has_work)
+            except queue.Empty:
+                return True
+            if command is None:
+                return False
+            command(llm)
+
+    def _start(self, awaited: _Awaited, llm: LLM) -> None:
+        try:
+            awaited.call = llm.begin(awaited.prepare(llm))
+        except Exception as error:
+            awaited.put(error)
+            return
+        if awaited.call.open:
+            self._open.append(awaited)
+        else:
+            awaited.put(None)
+
+    def _drop(self, awaited: _Awaited, llm: LLM) -> None:
+        """Ends a call whose caller has left, unless it is complete."""
+        if awaited in self._open and awaited.call is not None:
+            self._open.remove(awaited)
+            llm.end(awaited.call)
+
+    def _deliver(self, llm: LLM) -> None:
+        """Hands out what a step brought."""
+        for awaited in self._open[:]:
+            call = awaited.call
+            assert call is not None
+            is_heard = True
+            while call.outputs:
+                if (piece := llm.take(call, call.outputs.popleft())) is not None:
+                    is_heard = awaited.put(piece)
+            if not call.open or not is_heard:
+                self._open.remove(awaited)
+                llm.end(call)
+                awaited.put(None)
