@@ -36,11 +36,11 @@ IN_MODULES = """
 
 
 @contextmanager
-def started() -> Iterator[Any]:
-    """A browser without a window."""
+def started(*arguments: str) -> Iterator[Any]:
+    """A browser without a window. arguments: more of its command line."""
     options = webdriver.ChromeOptions()
     options.binary_location = BROWSER or ""
-    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage"):
+    for argument in ("--headless=new", "--no-sandbox", "--disable-dev-shm-usage", *arguments):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     running = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))

@@ -422,7 +422,7 @@ async def load(service: Service, request: Request) -> ASGIApp:
 
 async def ready(service: Service, request: Request) -> ASGIApp:
     """GET /ready: 200 once all models are loaded; until then how far they are."""
-    status = service.server.status()
+    status = service.server.status() | {"kind": service.kind}
     if status["status"] == "ready" and service.client.info is not None:
         return json_response(status | {"model": service.model_name, "start_s": service.client.info.start_s})
     return json_response(status, 503)

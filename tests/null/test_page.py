@@ -15,6 +15,7 @@ from deltic.engine.events import CacheStats, Stats, StepOutputs
 from deltic.host.client import N_RECENT_STEPS, EngineClient
 from deltic.server.api import protocol
 from deltic.server.page.files import FILES, INDEX, VERSION
+from deltic.server.speech.protocol import SpeechRequest
 from tests.fake_engine import FakeEngineClient
 from tests.null.test_http import error_of, get
 
@@ -84,10 +85,14 @@ def test_nothing_comes_from_elsewhere_and_no_text_becomes_markup() -> None:
 
 
 def test_fields_of_its_settings_are_the_requests() -> None:
+    def assigned(name: str) -> set[str]:
+        return set(re.findall(r"body\.(\w+) =", FILES[name].decode()))
+
     (names,) = re.findall(r"const NUMBERS = \[(.*?)\]", TEXT)
-    sent = {*re.findall(r'"(\w+)"', names), *re.findall(r"body\.(\w+) =", TEXT), "stream", "stream_options"}
+    sent = {*re.findall(r'"(\w+)"', names), *assigned("settings.js"), "stream", "stream_options"}
     assert sent > {"temperature", "seed", "messages", "reasoning_effort"}
     assert sent <= set(protocol.ChatRequest.__struct_fields__)
+    assert {"voice", "seed"} < assigned("speak.js") <= set(SpeechRequest.__struct_fields__)
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -247,7 +247,7 @@ def test_a_response_is_found_and_continued_whichever_model_made_it(several: Seve
 def test_ready_when_all_are(several: Several) -> None:
     assert several.get("/health")["status"] == "ready"
     told = several.get("/ready")
-    assert (told["status"], told["model"]) == ("ready", "writer")
+    assert (told["status"], told["model"], told["kind"]) == ("ready", "writer", "text")
     assert {name: one["kind"] for name, one in told["models"].items()} == {
         "speaker": "speech", "writer": "text", "org/other": "text", "cloner": "speech",
     }  # fmt: skip
@@ -419,5 +419,5 @@ def test_json_of_ready_is_as_before_for_one() -> None:
     with served(create_app(server)) as url:
         assert httpx.get(f"{url}/health").json() == {"status": "ready"}
         told = json.loads(httpx.get(f"{url}/ready").content)
-        assert told.keys() == {"status", "model", "start_s"}
+        assert told.keys() == {"status", "model", "kind", "start_s"}
         assert httpx.get(f"{url}/live?model=other").status_code == 404

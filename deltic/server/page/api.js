@@ -7,7 +7,8 @@ export class ServerError extends Error {
 }
 
 export async function call(path, options = {}) {
-  const headers = { "content-type": "application/json" };
+  const isFile = options.body instanceof Blob || options.body instanceof FormData; // whose type the browser says
+  const headers = isFile ? {} : { "content-type": "application/json" };
   if (apiKey()) headers.authorization = `Bearer ${apiKey()}`;
   let response;
   try {

@@ -29,7 +29,7 @@ ASSETS = "/page/{version}/{name}"
 """The path of what the page loads."""
 
 POLICY = (
-    "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; connect-src 'self'; base-uri 'none'; "
+    "default-src 'none'; script-src 'self'; style-src 'self'; img-src data:; media-src blob:; connect-src 'self'; base-uri 'none'; "
     "form-action 'none'; frame-ancestors 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
 )
 SAFE = {"x-content-type-options": "nosniff", "referrer-policy": "no-referrer"}
@@ -73,10 +73,7 @@ def page_response(path: str, request: Request) -> Response:
 
 
 async def page(service: Service, request: Request) -> ASGIApp:
-    """The page for a browser: a chat, and what the engine does at the moment."""
-    if service.speech is not None:
-        message = f"{service.model_name!r} speaks, and the page is a chat; POST a text to /v1/audio/speech"
-        raise ApiError(404, message, code="unsupported_model")
+    """The page for a browser: a chat, speech, and what the engine does at the moment."""
     return index(request)
 
 

@@ -9,25 +9,34 @@ import { watch } from "./live.js";
 import { showChat } from "./messages.js";
 import { chooseModel, ofModel, watchStart } from "./models.js";
 import { apiKey, settings } from "./settings.js";
+import "./speak.js";
 import { on, running, runs, state } from "./state.js";
 import { freshChat, recall, save, savedChats, session } from "./store.js";
 
+const VIEWS = ["chat", "speak", "live"];
+let mayWatch = true;
+/** Shows the view of the address, or the first that this server has. */
 function view() {
-  const isLive = location.hash === "#live";
-  $("live").hidden = !isLive;
-  $("chat").hidden = $("menu").hidden = isLive;
-  for (const link of document.querySelectorAll("nav a")) {
-    if ((link.hash === "#live") === isLive) link.setAttribute("aria-current", "page");
+  const { kinds } = state, has = { chat: !kinds.size || kinds.has("text"), speak: kinds.has("speech"), live: mayWatch };
+  const asked = location.hash.slice(1), shown = has[asked] ? asked : VIEWS.find(name => has[name]);
+  for (const name of VIEWS) {
+    const link = document.querySelector(`nav [href="#${name}"]`);
+    $(name).hidden = name !== shown;
+    link.hidden = !has[name];
+    if (name === shown) link.setAttribute("aria-current", "page");
     else link.removeAttribute("aria-current");
   }
+  document.querySelector("nav").hidden = VIEWS.filter(name => has[name]).length === 1;
+  $("menu").hidden = shown !== "chat";
   chooseModel();
   watch();
 }
 /** The live view tells of all keys' requests, and not every key may see it. */
 async function knock() {
   const error = await call(ofModel("live")).then(() => null, error => error);
-  document.querySelector("nav").hidden = error?.status === 403;
-  if (error?.status === 403 && location.hash === "#live") location.hash = "#chat";
+  mayWatch = error?.status !== 403;
+  if (!mayWatch && location.hash === "#live") location.hash = "#chat";
+  view();
 }
 function showMenu(on) {
   document.body.classList.toggle("menu", on);
@@ -36,6 +45,7 @@ function showMenu(on) {
 }
 
 on("key", knock);
+on("kinds", view);
 on("opened", () => showMenu(false));
 on("unknown-key", () => { showMenu(true); settings.key.focus(); });
 $("menu").addEventListener("click", () => showMenu(!document.body.classList.contains("menu")));

@@ -12,6 +12,8 @@ export async function watchStart() {
     const response = await fetch("ready", { cache: "no-store" });
     const body = await response.json();
     listModels(body.models ?? {});
+    state.kinds = new Set([body.kind, ...Object.values(body.models ?? {}).map(model => model.kind)].filter(Boolean));
+    tell("kinds");
     if ($("models").hidden) state.model = body.model ?? state.model;
     const loading = body.loading ? `${body.loading.stage} ${Math.round(body.loading.done * 100)} %` : body.status;
     showState(response.ok ? "ready" : loading ?? body.error?.message, response.ok ? "ready" : "");
@@ -24,7 +26,7 @@ export async function watchStart() {
   }
   starting = setTimeout(watchStart, 1000);
 }
-/** Of a server with several models: which one it is about. Those that speak have no chats. */
+/** Of a server with several models: which one it is about. Those that speak have no chats, and others do not speak. */
 export function listModels(models) {
   const names = Object.keys(models), list = $("models");
   if (list.length !== names.length) {
@@ -36,7 +38,8 @@ export function listModels(models) {
 }
 export function chooseModel() {
   const list = $("models"), options = [...list.options];
-  for (const option of options) option.disabled = $("live").hidden && option.dataset.kind === "speech";
+  const unfit = $("chat").hidden ? $("speak").hidden ? "" : "text" : "speech";
+  for (const option of options) option.disabled = option.dataset.kind === unfit;
   if (options.length && (list.selectedOptions[0]?.disabled ?? true))
     list.value = (options.find(option => !option.disabled) ?? options[0]).value; // all may speak
   if (options.length && state.model !== list.value) {
@@ -51,6 +54,7 @@ async function askWhatItSees() {
   state.cards = await call("v1/models").then(response => response.json()).then(body => body.data, () => []);
   listAdapters(state.cards.filter(card => card.parent).map(card => card.id));
   showPick();
+  tell("cards");
 }
 /** Adapters are chosen as models are. */
 function listAdapters(names) {

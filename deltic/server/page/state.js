@@ -3,6 +3,7 @@
 export const state = {
   model: "",     // the model that the page is about
   cards: [],     // what the server says of each of its models
+  kinds: new Set(), // "text" and "speech", as far as the server has models of it
   chat: null,    // the chat that is open
   editing: -1,   // index of the message that the next one replaces
   pending: [],   // pictures of the next message, as data: URLs
