@@ -77,7 +77,10 @@ def test_modules_load_what_is_there_and_do_not_load_each_other() -> None:
 
 
 def test_nothing_comes_from_elsewhere_and_no_text_becomes_markup() -> None:
-    assert set(re.findall(r"\w+://[\w./-]+", TEXT)) == {"http://www.w3.org/2000/svg", "http://www.w3.org/1998/Math/MathML"}
+    assert set(re.findall(r"\w+://[\w./-]+", TEXT)) == {
+        "http://www.w3.org/2000/svg",
+        "http://www.w3.org/1998/Math/MathML",
+    }
     assert set(re.findall(r"<(?:link|script)[^>]* (?:href|src)=\"([^\"]{5})", TEXT)) == {"data:", "page/"}
     assert not re.search(r"@import|url\(", TEXT)
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|\beval\(|new Function|srcdoc", TEXT)

@@ -51,7 +51,7 @@ def test_pictures(driver: Any, tmp_path: Path) -> None:
 
     with served(make_app(engine, PICTURE_TEMPLATE)) as url:
         driver.get(url)
-        wait_for(lambda: of("#pick")[0].is_displayed())
+        wait_for(lambda: "image/*" in of("#files")[0].get_attribute("accept"))
         of("#files")[0].send_keys(str(file))
         wait_for(lambda: len(of("#pictures img")) == 1)
         assert give("paste", "prompt") and give("dragover", "log") and give("drop", "log")
@@ -81,9 +81,12 @@ def test_pictures(driver: Any, tmp_path: Path) -> None:
     assert not [entry for entry in driver.get_log("browser") if "favicon" not in entry["message"]]
 
 
-def test_a_model_that_reads_text_has_no_button(driver: Any) -> None:
+def test_a_model_that_reads_text_is_given_none(driver: Any) -> None:
     with served(make_app(FakeEngineClient(), TEMPLATE)) as url:
         driver.get(url)
-        wait_for(lambda: "ready" in driver.find_element(By.ID, "state").get_attribute("class"))
-        wait_for(lambda: driver.execute_script("return document.querySelector('#state').title"))
-        assert not driver.find_element(By.ID, "pick").is_displayed()
+        wait_for(lambda: driver.find_element(By.ID, "files").get_attribute("accept"))
+        assert "image" not in driver.find_element(By.ID, "files").get_attribute("accept")
+        driver.execute_script(GIVE, "drop", "log", base64.b64encode(SMALL).decode())
+        told = wait_for(lambda: driver.find_element(By.ID, "file-error").text)
+        assert told == "a.png is a picture, and this model reads text only."
+        assert not driver.find_elements(By.CSS_SELECTOR, "#pictures img")

@@ -22,6 +22,18 @@ export async function call(path, options = {}) {
   throw new ServerError(body.error?.message ?? `The server answered with status ${response.status}.`, response.status);
 }
 
+/** The JSON of each line. */
+export async function* lines(response) {
+  const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
+  for (let rest = ""; ;) {
+    const { value, done } = await reader.read();
+    const whole = (rest + (value ?? "")).split("\n");
+    rest = done ? "" : whole.pop();
+    for (const line of whole) if (line.trim()) yield JSON.parse(line);
+    if (done) return;
+  }
+}
+
 /** The JSON of each server-sent event, and when it was read: those that came together have the same time. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();

@@ -1,10 +1,12 @@
-/** The message that is being written, and its pictures. */
+/** The message that is being written, with its pictures and files. */
 
 import { answer } from "./answer.js";
-import { $, el, touched } from "./dom.js";
+import { $, el, number, touched } from "./dom.js";
+import { read } from "./files.js";
 import { picture } from "./messages.js";
+import { seesPictures } from "./models.js";
 import { on, running, state } from "./state.js";
-import { keep, picturesOf, save, session, textOf } from "./store.js";
+import { filesOf, isFile, keep, save, session, textOf } from "./store.js";
 
 function fit() {
   const box = $("prompt");
@@ -13,11 +15,11 @@ function fit() {
 }
 function send(text) {
   if (running() || (!text.trim() && !state.pending.length)) return;
-  const parts = state.pending.map(url => ({ type: "image_url", image_url: { url } }));
+  const parts = state.pending;
   if (state.editing >= 0) state.chat.messages.length = state.editing;
   stopEditing();
   showPending([]);
-  state.chat.title ||= text.trim().replace(/\s+/g, " ").slice(0, 80) || "Picture";
+  state.chat.title ||= text.trim().replace(/\s+/g, " ").slice(0, 80) || filesOf(parts)[0]?.name || "Picture";
   state.chat.messages.push({ role: "user", content: parts.length ? [...parts, { type: "text", text }] : text });
   keep(session, "deltic.open", state.chat.id);
   save(state.chat);
@@ -28,7 +30,7 @@ export function edit(index) {
   state.editing = index;
   $("editing").hidden = false;
   $("prompt").value = textOf(state.chat.messages[index].content);
-  showPending(picturesOf(state.chat.messages[index].content));
+  showPending(attachedTo(state.chat.messages[index].content));
   fit();
   $("prompt").focus();
 }
@@ -45,19 +47,43 @@ function setRunning(on) {
   $("stop").hidden = !on;
   if (held) $(on ? "stop" : "send").focus();
 }
-function showPending(urls) {
-  state.pending = urls;
-  $("pictures").replaceChildren(...urls.map((url, i) =>
-    el("button", { type: "button", title: "Remove", "aria-label": `Remove picture ${i + 1}`, click: () => showPending(state.pending.toSpliced(i, 1)) }, picture(url, i))));
+/** Pictures and files of a message. */
+const attachedTo = content => typeof content === "string" ? [] : content.filter(part => part.type !== "text" || isFile(part));
+function showPending(parts) {
+  state.pending = parts;
+  fail("");
+  $("pictures").replaceChildren(...parts.map((part, i) => {
+    const [file] = filesOf([part]), label = file ? `Remove the file ${file.name}` : `Remove picture ${i + 1}`;
+    return el("button", { type: "button", title: "Remove", "aria-label": label, class: file && "attached", click: () => showPending(state.pending.toSpliced(i, 1)) },
+      file ? `${file.name} · ${file.note || `${number(file.text.length)} characters`} ×` : picture(part.image_url.url, i));
+  }));
+}
+function fail(words) {
+  $("file-error").textContent = words;
+  $("file-error").hidden = !words;
 }
 async function addFiles(files) {
-  for (const file of [...files].filter(file => file.type.startsWith("image/"))) {
-    const reader = new FileReader();
-    const read = new Promise(done => { reader.onloadend = done; });
-    reader.readAsDataURL(file);
-    await read;
-    if (reader.result) showPending([...state.pending, reader.result]);
+  for (const file of files) {
+    const isPicture = file.type.startsWith("image/") && file.type !== "image/svg+xml";
+    $("reading").hidden = isPicture;
+    $("reading").textContent = `Reading ${file.name}`;
+    try {
+      if (isPicture && !seesPictures()) throw new Error(`${file.name} is a picture, and this model reads text only.`);
+      const part = isPicture ? { type: "image_url", image_url: { url: await dataUrl(file) } } : await read(file);
+      showPending([...state.pending, part]);
+    } catch (error) {
+      fail(error.message);
+    }
   }
+  $("reading").hidden = true;
+}
+function dataUrl(file) {
+  return new Promise((done, failed) => {
+    const reader = new FileReader();
+    reader.onload = () => done(reader.result);
+    reader.onerror = () => failed(new Error(`${file.name} cannot be read.`));
+    reader.readAsDataURL(file);
+  });
 }
 
 function submit() {
@@ -71,7 +97,7 @@ function submit() {
 $("compose").addEventListener("submit", event => { event.preventDefault(); submit(); });
 $("prompt").addEventListener("input", fit);
 $("prompt").addEventListener("paste", event => {
-  if (![...event.clipboardData.files].some(file => file.type.startsWith("image/"))) return;
+  if (!event.clipboardData.files.length || event.clipboardData.types.includes("text/plain")) return; // a cell of a table is both
   event.preventDefault();
   addFiles(event.clipboardData.files);
 });

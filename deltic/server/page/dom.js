@@ -14,6 +14,7 @@ export function el(tag, attributes = {}, ...children) {
 }
 export const count = (n, what) => `${number(n)} ${what}${n === 1 ? "" : "s"}`;
 export const number = (value, digits = 0) => value.toLocaleString("en", { maximumFractionDigits: digits });
+export const bytes = value => value >= 1e9 ? `${number(value / 1e9, 1)} GB` : `${number(value / 1e6, 1)} MB`;
 
 export function copyButton(text) {
   return el("button", { class: "quiet", type: "button", click: async event => {

@@ -1,7 +1,7 @@
 /** What the engine does at the moment. */
 
 import { call } from "./api.js";
-import { $, count, el, number } from "./dom.js";
+import { $, bytes, count, el, number } from "./dom.js";
 import { ofModel, showState } from "./models.js";
 import { on, state } from "./state.js";
 
@@ -61,7 +61,6 @@ function drafts({ drafted, accepted }) { // how many of those at a place were ri
   return places.length ? [["Drafts right", right(places[0]), ["%", ...places.slice(1).map(right)].join(", ")]] : [];
 }
 function showBars(stats) {
-  const bytes = value => value >= 1e9 ? `${number(value / 1e9, 1)} GB` : `${number(value / 1e6, 1)} MB`;
   const tiers = seen.tree?.tiers ?? {};
   // What running sequences use, and, paler, what the prefix tree keeps and gives up when they need it.
   const bars = [

@@ -5,19 +5,20 @@ import { call } from "./api.js";
 import { listChats } from "./chats.js";
 import { stopEditing } from "./composer.js";
 import { $ } from "./dom.js";
+import { hasLibrary } from "./library.js";
 import { watch } from "./live.js";
 import { showChat } from "./messages.js";
 import { chooseModel, ofModel, watchStart } from "./models.js";
 import { apiKey, settings } from "./settings.js";
 import "./speak.js";
-import { on, running, runs, state } from "./state.js";
+import { on, running, runs, state, tell } from "./state.js";
 import { freshChat, recall, save, savedChats, session } from "./store.js";
 
-const VIEWS = ["chat", "speak", "live"];
+const VIEWS = ["chat", "speak", "library", "live"];
 let mayWatch = true;
 /** Shows the view of the address, or the first that this server has. */
 function view() {
-  const { kinds } = state, has = { chat: !kinds.size || kinds.has("text"), speak: kinds.has("speech"), live: mayWatch };
+  const { kinds } = state, has = { chat: !kinds.size || kinds.has("text"), speak: kinds.has("speech"), library: hasLibrary(), live: mayWatch };
   const asked = location.hash.slice(1), shown = has[asked] ? asked : VIEWS.find(name => has[name]);
   for (const name of VIEWS) {
     const link = document.querySelector(`nav [href="#${name}"]`);
@@ -30,6 +31,7 @@ function view() {
   $("menu").hidden = shown !== "chat";
   chooseModel();
   watch();
+  tell("viewed");
 }
 /** The live view tells of all keys' requests, and not every key may see it. */
 async function knock() {
@@ -46,6 +48,7 @@ function showMenu(on) {
 
 on("key", knock);
 on("kinds", view);
+on("cards", view);
 on("opened", () => showMenu(false));
 on("unknown-key", () => { showMenu(true); settings.key.focus(); });
 $("menu").addEventListener("click", () => showMenu(!document.body.classList.contains("menu")));

@@ -1,9 +1,11 @@
 /** The conversation, drawn. */
 
+import { readButton } from "./aloud.js";
 import { $, copyButton, el, number, touched } from "./dom.js";
+import { fileCard } from "./files.js";
 import { markdown } from "./markdown.js";
 import { on, running, state, tell } from "./state.js";
-import { picturesOf, textOf } from "./store.js";
+import { filesOf, picturesOf, textOf } from "./store.js";
 
 $("log").addEventListener("scroll", () => { state.follows = $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 60; });
 
@@ -20,7 +22,7 @@ export function showChat() {
     if (message.role === "user") {
       turns.push(el("article", { class: "turn user" }, el("h3", {}, "You", copyButton(() => textOf(message.content)),
         i === lastUser ? el("button", { class: "quiet", click: () => tell("edit", i) }, "Edit") : null),
-        el("div", { class: "said" }, el("div", { class: "pictures" }, ...picturesOf(message.content).map(picture)), textOf(message.content))));
+        el("div", { class: "said" }, el("div", { class: "pictures" }, ...picturesOf(message.content).map(picture)), ...filesOf(message.content).map(fileCard), textOf(message.content))));
     } else if (message.role === "assistant") {
       const results = messages.slice(i + 1).filter(other => other.role === "tool");
       const turn = el("article", { class: "turn" }, el("h3"));
@@ -57,7 +59,7 @@ export function paint(turn, message, growing, results = [], isLast = true) {
   foot.replaceChildren(told ? el("span", { class: "figures" }, told) : "");
   if (!growing) {
     if (meta.error && !turn.querySelector(".error")) foot.before(el("p", { class: "error", role: "alert" }, meta.error));
-    foot.append(el("span", { class: "buttons" }, message.content ? copyButton(() => message.content) : null,
+    foot.append(el("span", { class: "buttons" }, message.content ? copyButton(() => message.content) : null, message.content ? readButton(turn) : null,
       isLast ? el("button", { class: "quiet", click: () => tell("again") }, meta.error ? "Try again" : "Regenerate") : null));
   }
   if (state.follows) $("log").scrollTop = $("log").scrollHeight;

@@ -49,7 +49,6 @@ export function chooseModel() {
     showPick();
   }
 }
-/** The button for pictures is there for a model that takes them. */
 async function askWhatItSees() {
   state.cards = await call("v1/models").then(response => response.json()).then(body => body.data, () => []);
   listAdapters(state.cards.filter(card => card.parent).map(card => card.id));
@@ -67,9 +66,15 @@ function listAdapters(names) {
   list.hidden = false;
   chooseModel();
 }
-function showPick() {
+/** Whether the model takes pictures. */
+export function seesPictures() {
   const card = state.cards.find(card => card.id === state.model) ?? state.cards[0];
-  $("pick").hidden = !card?.input_modalities?.includes("image");
+  return Boolean(card?.input_modalities?.includes("image"));
+}
+/** The button's dialogue shows the files that the model can be given. */
+function showPick() {
+  const kinds = ["text/*", ".pdf", ".md", ".csv", ".json", ".jsonl", ".yaml", ".toml", ".xml", ".log", ".py", ".js", ".ts", ".c", ".cpp", ".h", ".rs", ".go", ".java", ".sh", ".sql", ".tex"];
+  $("files").accept = [...(seesPictures() ? ["image/*"] : []), ...kinds].join();
 }
 export const ofModel = path => $("models").hidden ? path : `${path}?model=${encodeURIComponent(state.model)}`;
 export function showState(text, kind) {
@@ -83,6 +88,7 @@ function showPlaceholder() {
 
 on("key", askWhatItSees);
 on("lost", watchStart);
+on("pulled", watchStart);
 $("models").addEventListener("change", () => {
   keep(session, "deltic.model", $("models").value);
   chooseModel();

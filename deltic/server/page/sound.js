@@ -5,36 +5,36 @@ import { call, events } from "./api.js";
 export const RATE = 24000; // samples a second, as the server makes them
 const LEAD_S = 0.08;       // of sound, at least, before a piece is heard
 
+let audio = null;   // where all is heard: begun by a click, as browsers ask
 let playing = null; // one is heard at a time
 
 /** A text that is spoken. `samples` has all of it, piece by piece, when `run` is over. */
 export class Speech {
   /** body: of the request, but for the form of its answer; changed: called when there is something new to show. */
   constructor(body, changed = () => {}) {
-    Object.assign(this, { body, changed, samples: [], n: 0, first_ms: 0, made_ms: 0, finish: "", usage: null });
+    Object.assign(this, { body, changed, samples: [], n: 0, first_ms: 0, made_ms: 0, finish: "", isStopped: false });
     this.controller = new AbortController();
-    this.audio = new AudioContext({ sampleRate: RATE });
+    audio ??= new AudioContext({ sampleRate: RATE });
+    audio.resume();
+    this.out = new GainNode(audio);
+    this.out.connect(audio.destination);
     this.end_s = 0; // the context's time at which the last piece ends
   }
   get made_s() { return this.n / RATE; }
-  get heard_s() {
-    const left_s = this.audio.state === "closed" ? 0 : Math.max(0, this.end_s - this.audio.currentTime);
-    return Math.max(0, this.made_s - left_s);
-  }
-  get paused() { return this.audio.state === "suspended"; }
+  get heard_s() { return Math.max(0, this.made_s - Math.max(0, this.end_s - audio.currentTime)); }
+  get isPaused() { return audio.state === "suspended"; }
 
   /** Resolves when all of it was heard, or it was stopped. Throws what went wrong. */
   async run() {
     playing?.stop();
     playing = this;
-    const begun = performance.now();
-    const timer = setInterval(this.changed, 100);
+    const begun = performance.now(), timer = setInterval(this.changed, 100);
     try {
       const body = JSON.stringify({ ...this.body, response_format: "pcm", stream_format: "sse" });
       const response = await call("v1/audio/speech", { method: "POST", body, signal: this.controller.signal });
       for await (const [event] of events(response)) {
         if (event.type === "speech.audio.error") throw new Error(event.error.message);
-        if (event.type === "speech.audio.done") { this.finish = event.finish_reason; this.usage = event.usage; }
+        if (event.type === "speech.audio.done") this.finish = event.finish_reason;
         if (event.type === "speech.audio.delta") {
           this.first_ms ||= performance.now() - begun;
           this.take(samplesOf(event.audio));
@@ -42,9 +42,9 @@ export class Speech {
       }
       if (!this.finish) throw new Error("The connection broke in the middle of the speech.");
       this.made_ms = performance.now() - begun;
-      while (this.audio.state !== "closed" && this.heard_s < this.made_s) await new Promise(done => setTimeout(done, 40));
+      while (!this.isStopped && this.heard_s < this.made_s) await new Promise(done => setTimeout(done, 40));
     } catch (error) {
-      if (!this.controller.signal.aborted) throw error;
+      if (!this.isStopped) throw error;
       this.finish ||= "stopped";
     } finally {
       clearInterval(timer);
@@ -54,23 +54,21 @@ export class Speech {
     }
   }
   take(samples) {
+    if (!samples.length) return;
     this.samples.push(samples);
     this.n += samples.length;
-    if (this.audio.state === "closed" || !samples.length) return;
-    const piece = this.audio.createBuffer(1, samples.length, RATE);
-    const floats = piece.getChannelData(0);
-    for (let i = 0; i < samples.length; i++) floats[i] = samples[i] / 32768;
-    const source = this.audio.createBufferSource();
-    source.buffer = piece;
-    source.connect(this.audio.destination);
-    const at_s = Math.max(this.end_s, this.audio.currentTime + LEAD_S);
+    const piece = audio.createBuffer(1, samples.length, RATE);
+    piece.copyToChannel(Float32Array.from(samples, sample => sample / 32768), 0);
+    const source = new AudioBufferSourceNode(audio, { buffer: piece }), at_s = Math.max(this.end_s, audio.currentTime + LEAD_S);
+    source.connect(this.out);
     source.start(at_s);
     this.end_s = at_s + samples.length / RATE;
   }
-  togglePause() { return this.paused ? this.audio.resume() : this.audio.suspend(); }
+  togglePause() { return this.isPaused ? audio.resume() : audio.suspend(); }
   stop() {
+    this.isStopped = true;
     this.controller.abort();
-    if (this.audio.state !== "closed") this.audio.close();
+    this.out.disconnect();
   }
 }
 

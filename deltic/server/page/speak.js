@@ -4,7 +4,7 @@ import { call } from "./api.js";
 import { $, el, number } from "./dom.js";
 import { ofModel } from "./models.js";
 import { settings } from "./settings.js";
-import { RATE, Speech, asWav, record, wav } from "./sound.js";
+import { Speech, asWav, record, wav } from "./sound.js";
 import { on, state, tell } from "./state.js";
 import { keep, local, recall } from "./store.js";
 
@@ -12,6 +12,7 @@ const say = $("say").elements, clone = $("clone").elements;
 const KEPT = ["voice", "language", "speed", "instructions", "more"];
 const FORMATS = { wav: "WAV", mp3: "MP3", flac: "FLAC", opus: "Opus" };
 const READ_AS_IT_IS = /\.(wav|flac|mp3|ogg|opus|aiff?)$/i; // by every server; of others this browser makes a WAV
+const PLAIN_VOICE = "A clear, calm voice."; // where one must be described, and nobody did
 let speech = null;
 
 const kept = recall(local, "deltic.say", {});
@@ -20,6 +21,9 @@ $("say").addEventListener("input", () => keep(local, "deltic.say", Object.fromEn
 
 /** The card of the model that the view is about. */
 export const spoken = () => state.cards.find(card => card.id === state.model && card.speech) ?? state.cards.find(card => card.speech);
+
+/** Whether a model speaks, and has a voice to do so. */
+export const canSpeak = () => Boolean(spoken() && (spoken().speech.voices.length || spoken().speech.task_type === "VoiceDesign"));
 
 /** Fits the form to what the model can do. */
 function showForm() {
@@ -47,10 +51,11 @@ function choose(list, values) {
 
 /** The body of a request for what the form says. A seed is drawn here if none is given, so that it can be told. */
 export function speechBody(input) {
-  const card = spoken(), body = { input, model: card.id };
-  if (card.speech.task_type !== "VoiceDesign") body.voice = say.voice.value;
+  const card = spoken(), can = card?.speech ?? {}, body = { input, model: card?.id ?? state.model };
+  if (say.voice.value && can.task_type !== "VoiceDesign") body.voice = say.voice.value;
   if (say.language.value) body.language = say.language.value;
-  if (card.speech.takes_instructions && say.instructions.value.trim()) body.instructions = say.instructions.value;
+  const wish = say.instructions.value.trim() || (can.task_type === "VoiceDesign" ? PLAIN_VOICE : "");
+  if (can.takes_instructions && wish) body.instructions = wish;
   if (say.speed.value && Number(say.speed.value) !== 1) body.speed = Number(say.speed.value);
   body.seed = say.seed.value === "" ? Math.floor(Math.random() * 2 ** 31) : Number(say.seed.value);
   if (say.more.value.trim()) {
@@ -74,6 +79,7 @@ async function start() {
   const mine = speech;
   speech = null;
   show();
+  if (!spoken()) tell("key"); // it was loaded for this, and can say now which voices it has
   if (mine?.n) finish(article, mine); else article?.remove();
 }
 /** Shows how far the speech is, and the buttons for it. */
@@ -83,7 +89,7 @@ function show() {
   $("say-stop").hidden = $("say-pause").hidden = !speech;
   if (held) $(speech ? "say-stop" : "say-start").focus();
   if (!speech) { $("say-now").textContent = ""; return; }
-  $("say-pause").textContent = speech.paused ? "Go on" : "Pause";
+  $("say-pause").textContent = speech.isPaused ? "Go on" : "Pause";
   $("say-pause").disabled = !speech.n;
   $("say-now").textContent = !speech.n ? (speech.body.speed ? "Making it; at another speed it comes in one piece" : "Making the first sound")
     : `${seconds(speech.heard_s)} heard of ${seconds(speech.made_s)}${speech.finish ? "" : " so far"}`;
@@ -104,10 +110,10 @@ function said({ body }) {
 }
 function finish(article, { samples, body, first_ms, made_ms, finish: reason, made_s }) {
   const url = URL.createObjectURL(wav(samples));
-  const format = el("select", { "aria-label": "Format" }, ...Object.entries(FORMATS).map(([value, name]) => el("option", { value }, name)));
+  const format = el("select", { "aria-label": "Format" }, ...Object.entries(FORMATS).filter(([value]) => value === "wav" || reason !== "stopped").map(([value, name]) => el("option", { value }, name)));
   const told = [seconds(made_s), first_ms && `first sound after ${number(first_ms)} ms`, made_ms && `made in ${seconds(made_ms / 1000)}`, `seed ${body.seed}`];
   if (reason !== "stop") told.push(reason === "length" ? "cut off at its longest" : "not all of it");
-  article.lastChild.before(el("audio", { controls: true, src: url, preload: "metadata" }));
+  article.lastChild.before(el("audio", { controls: true, src: url, preload: "metadata", "aria-label": body.input.slice(0, 80) }));
   const error = el("p", { class: "error", role: "alert", hidden: true });
   article.lastChild.replaceChildren(el("span", { class: "figures" }, told.filter(Boolean).join(" · ")), el("span", { class: "buttons" }, format,
     el("button", { class: "quiet", click: async event => {

@@ -6,7 +6,7 @@ export const state = {
   kinds: new Set(), // "text" and "speech", as far as the server has models of it
   chat: null,    // the chat that is open
   editing: -1,   // index of the message that the next one replaces
-  pending: [],   // pictures of the next message, as data: URLs
+  pending: [],   // pictures and files of the next message: parts of its content
   follows: true, // whether the end of the conversation stays in sight
   leaving: false,
 };

@@ -16,12 +16,24 @@ const MAX_CHATS = 40, MAX_CHARACTERS = 2_000_000;
 export const freshChat = () => ({ id: Date.now().toString(36) + Math.random().toString(36).slice(2, 8), title: "", messages: [] });
 export const savedChats = () => recall(local, "deltic.chats", []);
 
+const FILE_HEAD = /^<file name="([^"\n]*)"([^\n>]*)>\n/;
+
+/** The part of a message's content that is a file: a text that says so. */
+export const filePart = (name, text, note = "") => ({ type: "text", text: `<file name="${name.replace(/["\n<>]/g, "'")}"${note && ` note="${note}"`}>\n${text}\n</file>\n\n` });
+export const isFile = part => part.type === "text" && FILE_HEAD.test(part.text);
+export const filesOf = content => typeof content === "string" ? [] : content.filter(isFile).map(({ text }) => {
+  const [head, name, more] = FILE_HEAD.exec(text);
+  return { name, note: /note="([^"]*)"/.exec(more)?.[1] ?? "", text: text.slice(head.length).replace(/\n<\/file>\n*$/, "") };
+});
+
 /** What was written, and the URLs of what was shown, in a message's content. */
-export const textOf = content => typeof content === "string" ? content : content.filter(part => part.type === "text").map(part => part.text).join("");
+export const textOf = content => typeof content === "string" ? content : content.filter(part => part.type === "text" && !isFile(part)).map(part => part.text).join("");
 export const picturesOf = content => typeof content === "string" ? [] : content.filter(part => part.type === "image_url").map(part => part.image_url.url);
-/** Pictures are too large for the browser's storage. */
+/** Pictures are too large for the browser's storage, and so are long files. */
+const MAX_FILE_CHARACTERS = 100_000;
 const withoutPictures = saved => JSON.parse(JSON.stringify(saved, (_, value) =>
-  value?.type === "image_url" ? { type: "text", text: "[A picture, which was not kept.] " } : value));
+  value?.type === "image_url" ? { type: "text", text: "[A picture, which was not kept.] " }
+    : value?.type === "text" && value.text?.length > MAX_FILE_CHARACTERS && isFile(value) ? filePart(filesOf([value])[0].name, "[This file was not kept.]", "not kept") : value));
 
 export function save(saved) {
   if (!saved.messages.length) return;
