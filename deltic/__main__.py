@@ -113,6 +113,18 @@ COMMANDS = {
     "say": Subcommand(
         "speak a text: into a sound file, or through a pipe into a player", flags.say, "commands.say:say", _server
     ),
+    "launch": Subcommand(
+        "start a coding agent against a server that runs, or one that is started for it",
+        flags.launch,
+        "commands.agents:launch",
+        _server,
+    ),
+    "agents": Subcommand(
+        "list the coding agents of deltic launch, or print what sets one up",
+        flags.agents,
+        "commands.agents:show",
+        lambda arguments: (arguments,),
+    ),
     "pack": Subcommand(
         "write a model directory of packed weights, quantised if asked: fast starts",
         flags.pack,
@@ -252,7 +264,9 @@ def parsed(words: Sequence[str]) -> argparse.Namespace:
     for gone in ("ablate", "allreduce"):
         if list(words[:2]) == ["bench", gone]:
             top.error(f"bench {gone} is for developers: python -m bench.gpu.{gone}, in a copy of the repository")
-    arguments, left = top.parse_known_args(words)
+    cut = words.index("--") if words and words[0] == "launch" and "--" in words else len(words)
+    arguments, left = top.parse_known_args(words[:cut])
+    arguments.behind = [*words[cut + 1 :]]  # an agent's own
     if left:
         known = set(re.findall(r"(?<![\w-])--[a-z][\w-]*", arguments.used.format_help()))
         hint = nearest(left[0].partition("=")[0], known)

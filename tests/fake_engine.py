@@ -90,7 +90,7 @@ def byte_tokenizer(sees: bool = False, fills: bool = False) -> Tokenizer:
     backend.add_tokens([tokenizers.AddedToken(token, special=False, normalized=False) for token in ADDED])
     if sees:
         backend.add_special_tokens([tokenizers.AddedToken(token, special=True, normalized=False) for token in PICTURES])
-    if fills:  # not special, as in published vocabularies
+    if fills:  # not special: then a text that has one in letters must be cut
         backend.add_tokens([tokenizers.AddedToken(token, special=False, normalized=False) for token in GAPS])
     return Tokenizer(backend)
 

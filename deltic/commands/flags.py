@@ -246,6 +246,21 @@ def chat(sub: argparse.ArgumentParser) -> None:
     add_engine(sub)
 
 
+def launch(sub: argparse.ArgumentParser) -> None:
+    """Adds the flags of `deltic launch`."""
+    sub.add_argument("agent", metavar="AGENT", help="one that deltic agents lists; what is behind -- goes to it")
+    text = "model to serve for it; with --url, the name of its model (default: the server that runs here, and its first model)"
+    add_remote(sub, positional=False, text=text)
+    add_engine(sub)
+
+
+def agents(sub: argparse.ArgumentParser) -> None:
+    """Adds the flags of `deltic agents`."""
+    text = "print the lines that set this one up (default: list all)"
+    sub.add_argument("agent", nargs="?", metavar="AGENT", help=text)
+    add_remote(sub, positional=False, text="the name of its model (default: its first)")
+
+
 def run(sub: argparse.ArgumentParser) -> None:
     """Adds the flags of `deltic run`."""
     add = sub.add_argument

@@ -31,6 +31,7 @@ NEEDS = {
     "say": "say hello",
     "completion": "completion bash",
     "pull": "pull a/b",
+    "launch": "launch claude",
 }
 NEEDS |= {"show": "show a/b", "rm": "rm a/b"}
 """Commands with what they need at least."""

@@ -58,6 +58,7 @@ FLAGS |= {
     "--cb-timeout-duration-secs",
 }  # kubectl's, routers'
 FLAGS |= {f"--health-{name}" for name in ("check-interval-secs", "failure-threshold", "check-timeout-secs")}
+FLAGS |= {"--apply", "--tasks", "--include"}  # lm-eval's, whose names have underscores
 FLAGS |= {"--head", "--address", "--http-host", "--http-port", "--non-blocking"}  # ray's and serve's
 
 FOREIGN_FLAGS = set(re.findall(r"--[a-z][a-z-]+", FOREIGN.read_text()))

@@ -20,7 +20,7 @@ from tests.fake_engine import END, TEMPLATE, FakeEngineClient, byte_tokenizer, m
 PREFIX, MIDDLE, SUFFIX, PAD, PROJECT, FILE = range(265, 271)
 ENDS = {265, 266, 267, 268, 269, 270, 256}
 
-VIM = {
+VIM: dict[str, Any] = {
     "id_slot": 0, "input_prefix": "def f():\n", "input_suffix": "\nf()\n", "prompt": "    ret", "n_predict": 128,
     "input_extra": [{"text": "x = 1\n", "time": [1, 2], "filename": "x.py"}], "stop": [], "n_indent": 4, "top_k": 40,
     "top_p": 0.9, "samplers": ["top_k", "top_p", "infill"], "stream": False, "cache_prompt": True, "model": "",

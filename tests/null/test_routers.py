@@ -63,7 +63,10 @@ def test_what_a_gateway_asks_is_told(engine: FakeEngineClient) -> None:
         "version": __version__, "status": "ready", "model_id": "fake", "served_model_name": "fake", "dp_size": 1,
         "tp_size": 1, "max_total_tokens": 64 * 64, "max_prefill_tokens": 512, "max_running_requests": 16,
         "max_num_reqs": 16, "max_model_len": 1024, "context_length": 1024, "page_size": 64, "max_queued_requests": 256,
+        "kernels": "none", "device": "none",
     }  # fmt: skip
+    said = ask(app, "POST", "/v1/chat/completions", json={"messages": HELLO}).json()
+    assert told["system_fingerprint"] == said["system_fingerprint"]
     model = ask(app, "GET", "/model_info").json()
     assert model == {"served_model_name": "fake", "is_generation": True, "has_image_understanding": False}
     assert ask(app, "GET", "/is_sleeping").json() == {"is_sleeping": False}

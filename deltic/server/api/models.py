@@ -245,7 +245,10 @@ async def server_info(service: Service, request: Request) -> ASGIApp:
             **dict.fromkeys(("max_running_requests", "max_num_reqs", "max_batch_size"), info.max_num_seqs),
             "page_size": PAGE_SIZE,
             "kv_cache_dtype": info.kv_cache_dtype,
+            "precision": info.precision,
             "device": info.device,
+            "kernels": info.kernels,
+            "system_fingerprint": service.fingerprint,
         }
     return json_response(
         {

@@ -252,7 +252,7 @@ async def show(service: Service, request: Request) -> ASGIApp:
         "tools": template is not None and template.call_form is not None,
         "thinking": template is not None and "enable_thinking" in template.variables,
         "vision": service.sees,
-        "insert": Filler.of(service.tokenizer) is not None,
+        "insert": service.kind == "text" and Filler.of(service.tokenizer) is not None,
     }
     card, stored = _card(service, service.model_name), _stored(service)
     parent = _usual(service.adapter.parent) if service.adapter else card["name"]
