@@ -1,7 +1,7 @@
 """Markdown as nodes of a page: the program that markdown.py asks.
 
-A node is a text, or a list of a tag, its attributes and its nodes. There is no markup in it: HTML that a model
-writes is text. The page makes elements of the tags that it knows (markdown.js).
+A node is a text, or a list of a tag, its attributes and its nodes. There is no markup in it: HTML that a
+model writes is text. The page makes elements of the tags that it knows (markdown.js).
 """
 
 from __future__ import annotations

@@ -39,8 +39,8 @@ class DrawRequest(msgspec.Struct, forbid_unknown_fields=True):
 async def draw(service: Service, request: Request) -> ASGIApp:
     """POST /page/markdown: the blocks of texts, for the page.
 
-    `drawn` has a list for each text, whose items are the line that a block begins in and its node. `ms` is the
-    time that it took of a processor.
+    `drawn` has a list for each text, whose items are the line that a block begins in and its node. `ms` is
+    the time that it took of a processor.
     """
     asked = await parsed(service, request, DrawRequest)
     data = msgspec.json.encode(asked.texts)
