@@ -17,16 +17,19 @@ from typing import Any
 import pytest
 from huggingface_hub import constants
 
+from deltic import aliases
 from deltic.__main__ import main
-from deltic.aliases import published
+from deltic.aliases import Published, published
 from deltic.commands import models
-from deltic.models.checkpoint import ALL_FILES, DEMO
+from deltic.config import EngineConfig
+from deltic.config_sources import resolve
+from deltic.models.checkpoint import ALL_FILES, DEMO, resolve_model
 from deltic.models.fields import CheckpointError
 from deltic.models.hub import wanted_of
 from deltic.runtime.cpu.device import Cpu
 from deltic.server.downloads import Expected, expected
 from deltic.server.local_models import local_models
-from tests.fake_hub import FakeHub, blob_name, hub_with
+from tests.fake_hub import COMMITS, FakeHub, blob_name, hub_with
 from tests.null.test_local_models import GGUF
 from tests.null.test_serve import wait_for
 
@@ -175,6 +178,23 @@ def test_a_model_on_this_disk_has_its_short_name(tmp_path: Path, capsys: pytest.
     assert model.name == f"{repository}:Q4_K_M" and models.found("qwen3.5:4b-q4", None) == model
     assert told(capsys, "list").split()[6] == "qwen3.5:4b"
     assert told(capsys, "rm", "-y", "qwen3.5:4b").startswith(f"deleted {repository}:Q4_K_M")
+
+
+def test_a_short_name_brings_the_commit_that_it_stands_for(
+    demo_hub: FakeHub, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    toy = Published(("toy:6m",), "owner/model", COMMITS["old"], 13_000_000, "bfloat16", "qwen3.5-0.8b")
+    monkeypatch.setattr(aliases, "published", lambda: (toy,))
+    monkeypatch.setattr(models, "published", lambda: (toy,))
+    assert f"owner/model at {COMMITS['old']}" in told(capsys, "pull", "toy:6m")
+    (model,) = local_models()
+    assert model.revision == COMMITS["old"]
+    assert told(capsys, "list").split()[6] == "toy:6m"
+    assert told(capsys, "show", "toy:6m").startswith("name owner/model (toy:6m)")
+    config = resolve(EngineConfig, {"model": "toy:6m"})
+    demo_hub.down = True
+    assert resolve_model(config.model, ALL_FILES, config.revision) == model.path, "without the hub, too"
+    assert told(capsys, "rm", "-y", "toy:6m").startswith("deleted owner/model")
 
 
 def test_models_of_directories_are_listed_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
