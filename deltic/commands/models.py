@@ -366,5 +366,7 @@ def ps(arguments: argparse.Namespace) -> int | str:
         kind = f"{details.get('format', '')} {details.get('quantization_level', '')}".strip()
         size, until = _gb(model.get("size") or 0), str(model.get("expires_at") or "")
         stays = "until the server ends" if until[:4] > "2200" else f"until {until[:19].replace('T', ' ')}"
-        table.add_row(str(model.get("name")), size, kind, str(model.get("context_length") or ""), stays)
+        table.add_row(
+            str(model.get("name")).removesuffix(":latest"), size, kind, str(model.get("context_length") or ""), stays
+        )
     return _printed(table)

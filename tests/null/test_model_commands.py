@@ -241,7 +241,7 @@ def running(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 LOADED = {
-    "name": "qwen3.5:4b",
+    "name": "owner/model:latest",
     "size": 2_740_937_888,
     "details": {"format": "gguf", "quantization_level": "Q4_K_M"},
     "context_length": 32768,
@@ -254,7 +254,7 @@ LOADED = {
         ([], "has no model loaded"),
         (
             [LOADED | {"expires_at": "2286-11-20T17:46:40Z"}],
-            "qwen3.5:4b 2.74 GB gguf Q4_K_M 32768 until the server ends",
+            "owner/model 2.74 GB gguf Q4_K_M 32768 until the server ends",
         ),
         ([LOADED | {"expires_at": "2026-12-01T10:00:00Z"}], "32768 until 2026-12-01 10:00:00"),
     ],
