@@ -9,6 +9,7 @@ import time
 
 from deltic.engine.messages import Output
 from deltic.engine.step import Sequence
+from deltic.logs import counted
 
 log = logging.getLogger("deltic.engine")
 
@@ -46,13 +47,13 @@ class Reading:
         if seconds >= LOG_S and now_s - self._logged_s >= LOG_S and sequence.n_computed < sequence.n_prompt:
             self._logged_s = now_s
             log.info(
-                "request %s: %d of %d tokens of the prompt are computed (%.0f %%), %.0f s after the first%s",
+                "request %s: %d of %d tokens of the prompt are computed (%.0f %%) after %.0f s%s",
                 sequence.request.id,
                 sequence.n_computed,
                 sequence.n_prompt,
                 100 * sequence.n_computed / sequence.n_prompt,
                 seconds,
-                f"; {n_others} more prompts are on their way" if n_others else "",
+                f"; {counted(n_others, 'prompt')} beside it" if n_others else "",
             )
         return [_told(sequence)] if sequence.request.wants_progress else []
 

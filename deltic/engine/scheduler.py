@@ -538,7 +538,7 @@ class Scheduler:
                 sequence.prompt_logprobs.extend(result.prompt_logprobs[i])
             if chunk.start < sequence.n_prompt:
                 self.n_prompt_tokens += chunk.length
-                told += self.reading.advance(sequence, len(self._prefills))
+                told += self.reading.advance(sequence, len(self._prefills) - 1)
         return told
 
     def _take(self, sequence: Sequence, output: Output) -> int:

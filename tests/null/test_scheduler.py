@@ -107,8 +107,14 @@ def test_progress_of_a_prompt_is_told_to_who_asked(
     with caplog.at_level("INFO", "deltic.engine"):
         bench.add("long", 1000, max_tokens=1)
         bench.run()
-    assert "request long: 128 of 1000 tokens of the prompt are computed (13 %)" in caplog.messages[0]
+    assert caplog.messages[0] == "request long: 128 of 1000 tokens of the prompt are computed (13 %) after 0 s"
     assert len(caplog.messages) == 7  # the last chunk is told by the answer
+    with caplog.at_level("INFO", "deltic.engine"):
+        for id in ("one", "two"):
+            params = SamplingParams(max_tokens=1, seed=1)
+            bench.scheduler.add(Request(id=id, prompt_ids=[*range(20, 320)], params=params, tenant=id, use_cache=False))
+        bench.run()
+    assert "(43 %) after 0 s; 1 prompt beside it" in caplog.messages[7]
 
 
 def test_stop_ids_eos_and_ignore_eos() -> None:
