@@ -78,6 +78,7 @@ def test_pictures(driver: Any, tmp_path: Path) -> None:
         of("#send")[0].click()
         wait_for(lambda: len(engine.requests) == 2)
         assert len(engine.requests[1].pictures) == 1, "without a text, too"
+        wait_for(lambda: len(of(".turn[aria-busy=false]")) == 2 and of("#log")[0].text.count("Hello") == 2)
     assert not [entry for entry in driver.get_log("browser") if "favicon" not in entry["message"]]
 
 
