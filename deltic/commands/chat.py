@@ -419,11 +419,11 @@ def asked_prompt(arguments: argparse.Namespace) -> str | None:
     types. Raises ConfigError.
     """
     given = getattr(arguments, "prompt", None)
-    if sys.stdin.isatty():
+    if sys.stdin is not None and sys.stdin.isatty():  # None: it was closed
         if arguments.json and given is None:
             raise ConfigError("--json is for one question. Give it: deltic chat --json 'Why is the sky blue?'")
         return given
-    piped = sys.stdin.buffer.read().decode("utf-8", "replace").strip("\n")
+    piped = "" if sys.stdin is None else sys.stdin.buffer.read().decode("utf-8", "replace").strip("\n")
     if not (prompt := "\n\n".join(filter(None, (given, piped)))):
         raise ConfigError("there is no question, neither on the command line nor in what is piped in")
     return prompt

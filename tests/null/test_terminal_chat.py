@@ -261,6 +261,14 @@ def test_the_exit_status_tells_how_it_went(monkeypatch, capsys, interruptible, t
         assert left.value.code == 2 and "there are two questions" in capsys.readouterr().err
 
 
+def test_the_input_may_be_closed(monkeypatch, capsys) -> None:
+    monkeypatch.setattr("sys.stdin", None)
+    with FakeOpenAI(n_words=1) as server:
+        assert main(["chat", "--url", server.url, "tell me"]) == 0
+        assert main(["chat", "--url", server.url]) == 2
+    assert capsys.readouterr().out == "w0 \n"
+
+
 def test_json_is_for_a_question(typed: Typed, capsys) -> None:
     assert main(["chat", "--url", "http://127.0.0.1:1", "--json"]) == 2
     assert "--json is for one question" in capsys.readouterr().err
