@@ -186,7 +186,8 @@ def launch(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
                 target = runner.run(target_of(arguments, runner.run(reached(arguments, server))))
                 if problem := too_small(agent, target.context):
                     print(f"deltic: {problem}", file=sys.stderr)
-                    return 1
+                    if target.context < agent.needs // 2:
+                        return 1
                 return _run(agent, target, arguments.behind)
     except (EndpointError, ServerFailed) as error:
         print(f"deltic: {error}", file=sys.stderr)

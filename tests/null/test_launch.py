@@ -110,6 +110,7 @@ def test_one_is_started_with_room_and_stopped(programs: Path, monkeypatch: pytes
         _connect(variables["ANTHROPIC_BASE_URL"])
     assert main(["launch", "aider", "--dummy", "qwen3.5-0.8b", "--max-model-len", "20000"]) == 7
     assert main(["launch", "claude", "--dummy", "qwen3.5-0.8b", "--max-model-len", "20000"]) == 1
+    assert main(["launch", "claude", "--dummy", "qwen3.5-0.8b", "--max-model-len", "32768"]) == 7  # with a warning
 
 
 def _connect(url: str) -> None:
