@@ -9,6 +9,7 @@ import logging
 import shutil
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, replace
 from io import StringIO
 from pathlib import Path
@@ -183,7 +184,10 @@ def stored_as(path: Path) -> str:
     """Returns in which format a model's weights are stored, in a word or two; empty: its files do not say."""
     try:
         if is_gguf(path):
-            return f"GGUF {model_files(str(path)).level}".rstrip()
+            n_bytes = Counter[str]()  # where the file does not name its bits, most of it does
+            for tensor in open_gguf(path).tensors.values():
+                n_bytes[tensor.type] += tensor.end - tensor.begin
+            return f"GGUF {model_files(str(path)).level or max(n_bytes, key=lambda kind: n_bytes[kind], default='')}".rstrip()
         config = read_json(path / "config.json")
     except (ValueError, OSError):
         return ""

@@ -168,14 +168,16 @@ def _in_directory(directory: Path, depth: int) -> Iterator[LocalModel]:
     """Finds those in a directory and in the folders below it."""
     with contextlib.suppress(OSError):  # a folder of somebody else
         entries = sorted(directory.iterdir())
-        stats = {entry.name: entry.stat() for entry in entries if entry.is_file()}
+        is_model = any(entry.suffix == ".safetensors" for entry in entries)  # then what lies below belongs to it
+        files = [file for file in (directory.rglob("*") if is_model else entries) if file.is_file()]
+        stats = {file.relative_to(directory).as_posix(): file.stat() for file in files}
         sizes = {name: stat.st_size for name, stat in stats.items()}
         for what, parts, missing in _models_of(sizes, directory):
             path = directory / parts[0] if what else directory
             used = max(stats[name].st_atime for name in parts if _holds_weights(name))
             yield LocalModel(str(path), path, sum(sizes[name] for name in parts), used, missing)
         for entry in entries:
-            if depth and entry.is_dir() and not entry.name.startswith("."):
+            if depth and not is_model and entry.is_dir() and not entry.name.startswith("."):
                 yield from _in_directory(entry, depth - 1)
 
 

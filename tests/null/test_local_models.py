@@ -95,7 +95,10 @@ def test_models_of_a_directory(tmp_path: Path) -> None:
         (models / "owner" / "repo" / name).write_bytes(b"GGUF" + bytes(96))
     (models / ".hidden").mkdir()
     shutil.copy(models / "owner" / "repo" / "a-Q8_0.gguf", models / ".hidden")
+    (models / "demo" / "speech_tokenizer").mkdir()
+    (models / "demo" / "speech_tokenizer" / "model.safetensors").write_bytes(bytes(1000))
     there = named(local_models(None, [models]))
+    assert there[str(models / "demo")].n_bytes == 1000 + sum(file.stat().st_size for file in DEMO.iterdir())
     repo = models / "owner" / "repo"
     assert there.keys() == {str(models / "demo"), str(repo / "a-Q8_0.gguf"), str(repo / "b-Q4_0-00001-of-00002.gguf")}
     assert there[str(repo / "a-Q8_0.gguf")].n_bytes == 200

@@ -29,7 +29,7 @@ from deltic.models.hub import wanted_of
 from deltic.runtime.cpu.device import Cpu
 from deltic.server.downloads import Expected, expected
 from deltic.server.local_models import local_models
-from tests.fake_hub import COMMITS, FakeHub, blob_name, hub_with
+from tests.fake_hub import COMMITS, FakeHub, Long, blob_name, hub_with
 from tests.null.test_local_models import GGUF
 from tests.null.test_serve import wait_for
 
@@ -153,6 +153,16 @@ def test_of_a_repository_of_gguf_files_one_model_comes(tmp_path: Path) -> None:
 )
 def test_what_cannot_come_is_said(name: str, said: str, demo_hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     assert said in told(capsys, "pull", name, status=2)
+
+
+def test_a_disk_that_is_too_small_is_said_before_anything_comes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hub_with({"config.json": b"{}", "tokenizer.json": b"{}", "model.safetensors": Long(b"w", 10**15)}) as hub:
+        monkeypatch.setenv("HF_ENDPOINT", hub.url)
+        said = told(capsys, "pull", "owner/model", status=1)
+        assert "1000000.00 GB are to come, but the disk of" in said and "--download-dir" in said
+        assert not hub.sent
 
 
 def test_a_model_of_another_family_does_not_come(demo_hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
