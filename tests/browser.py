@@ -34,6 +34,16 @@ IN_MODULES = """
 """
 """Runs a script that knows what the page's modules export, and returns what it returns."""
 
+FORGET = """
+    localStorage.clear();
+    sessionStorage.clear();
+    return new Promise(done => {
+      const deleting = indexedDB.deleteDatabase("deltic");
+      deleting.onsuccess = deleting.onerror = deleting.onblocked = () => done();
+    });
+"""
+"""Has the browser forget what the page keeps: run on another page of the same server."""
+
 
 @contextmanager
 def started(*arguments: str) -> Iterator[Any]:
@@ -57,7 +67,7 @@ class Page:
         self.driver, self.server = driver, server
         self.size(1280, 800)
         driver.get(f"{server.url}/version")
-        driver.execute_script("localStorage.clear(); sessionStorage.clear()")
+        driver.execute_script(FORGET)
         driver.execute_script("sessionStorage['deltic.key'] = JSON.stringify(arguments[0])", server.api_key)
         self.go("")
         wait_for(lambda: self.one("#state").get_attribute("class") == "ready")
@@ -65,7 +75,7 @@ class Page:
         self.run("""
             window.sent = []; window.lengths = [];
             const fetched = window.fetch;
-            window.fetch = (path, options) => { if (options.body) sent.push(JSON.parse(options.body)); return fetched(path, options); };
+            window.fetch = (path, options) => { if (options.body && String(path).startsWith("v1/chat")) sent.push(JSON.parse(options.body)); return fetched(path, options); };
             new MutationObserver(() => {
               const length = document.querySelector(".turn:last-child .md")?.textContent.length;
               if (length && lengths.at(-1) !== length) lengths.push(length);
@@ -91,8 +101,11 @@ class Page:
         return found
 
     def set(self, **settings: str) -> None:
+        """Settings by name, in their panel, which is opened."""
+        if not self.one("#settings").is_displayed():
+            self.one("#settings-open").click()
         for name, text in settings.items():
-            field = self.one(f"[name={name}]")
+            field = self.one(f"#settings [name={name}]")
             if field.tag_name != "select":
                 field.send_keys(Keys.CONTROL, "a")
                 field.send_keys(Keys.DELETE)
@@ -111,7 +124,7 @@ class Page:
         return self.answered()
 
     def answered(self) -> Any:
-        wait_for(lambda: self.all(".turn:last-child[aria-busy=false]"))
+        wait_for(lambda: self.all(".turn:last-child[aria-busy=false] > .md:not([data-drawn=false])"))
         return self.all(".turn")[-1]
 
     def texts(self, selector: str) -> list[str]:
@@ -138,6 +151,6 @@ class Page:
 
     def width(self) -> tuple[int, int]:
         """Of what is there, and of the window."""
-        widths = "return [Math.max(...[...document.querySelectorAll('html, main, #log, #side')].map(e => e.scrollWidth)), innerWidth]"
+        widths = "return [Math.max(...[...document.querySelectorAll('html, main, #log, #side, #settings')].map(e => e.scrollWidth)), innerWidth]"
         wide, window = self.run(widths)
         return wide, window

@@ -64,7 +64,7 @@ def test_an_answer_streams_with_its_thoughts_folded(page: Page) -> None:
     thinking = turn.find_element(By.CLASS_NAME, "thinking")
     assert thinking.get_attribute("open") is None and "Thought for" in thinking.text
     order = page.run("return [...arguments[0].children].map(part => part.classList[0] ?? part.tagName)", turn)
-    assert order == ["H3", "thinking", "md", "calls", "foot"]
+    assert order == ["H2", "thinking", "md", "calls", "foot"]
     thinking.find_element(By.TAG_NAME, "summary").click()
     assert "19" in thinking.find_element(By.TAG_NAME, "div").text
     page.set(thinking="off")
@@ -93,7 +93,7 @@ def test_settings_are_sent_and_kept_and_the_key_is_not(page: Page) -> None:
     assert body.pop("messages") == [{"role": "system", "content": "Be brief."}, {"role": "user", "content": STORY}]
     assert body == {
         "model": "built-in", "temperature": 0.5, "top_p": 0.9, "top_k": 30, "max_tokens": 7, "seed": 11, "min_p": 0.01,
-        "stream": True, "stream_options": {"include_usage": True},
+        "stream": True, "stream_options": {"include_usage": True}, "return_progress": True,
     }  # fmt: skip
     assert "finish: length" in page.figures() and " 7 tokens" in page.figures()
     first = page.answer()
@@ -106,7 +106,7 @@ def test_settings_are_sent_and_kept_and_the_key_is_not(page: Page) -> None:
     assert page.run("return sent.at(-1).reasoning_effort") == "low"
     page.driver.refresh()
     wait_for(lambda: page.all(".turn"))
-    assert page.one("[name=seed]").get_attribute("value") == "11" and len(page.all(".turn")) == 2
+    assert page.one("#settings [name=seed]").get_attribute("value") == "11" and len(page.all(".turn")) == 2
     kept = page.run("return JSON.stringify(localStorage)")
     assert "Be brief." in kept and page.server.api_key not in kept
 
@@ -127,7 +127,7 @@ def test_stop_ends_the_answer_here_and_there(page: Page) -> None:
 def test_the_servers_errors_are_shown(page: Page) -> None:
     page.set(key="wrong")
     page.begin(SUM)
-    wait_for(lambda: page.all(".error[role=alert]"))
+    wait_for(lambda: page.all(".turn .error[role=alert]"))
     assert "a valid API key is needed" in page.texts(".turn .error")[0]
     assert page.run("return document.activeElement.name") == "key"
     page.set(key=page.server.api_key)
@@ -145,38 +145,13 @@ def test_the_servers_errors_are_shown(page: Page) -> None:
 def test_a_tool_is_called_and_its_result_goes_back(page: Page) -> None:
     page.set(more=json.dumps({"tools": [make.WEATHER], "temperature": 0}))
     turn = page.ask(make.QUESTION["content"])
-    assert turn.find_element(By.CSS_SELECTOR, ".call h4").text.endswith("get_weather")
+    assert turn.find_element(By.CSS_SELECTOR, ".call h3").text.endswith("get_weather")
     assert json.loads(turn.find_element(By.CSS_SELECTOR, ".call pre").text) == {"city": "Rome"}
     assert "finish: tool_calls" in page.figures()
     turn.find_element(By.CSS_SELECTOR, ".call textarea").send_keys(make.RESULT["content"])
     page.press("Send result")
     page.answered()
     assert "Rome" in page.answer() and page.texts(".call .result")[0] == make.RESULT["content"]
-
-
-def test_the_last_message_is_edited_and_chats_are_kept(page: Page) -> None:
-    page.ask("What is 2 plus 2?")
-    page.ask("What is 3 plus 3?")
-    page.press("Edit")
-    page.type(Keys.CONTROL, "a")
-    page.type("What is 4 plus 4?", Keys.ENTER)
-    page.answered()
-    said = page.texts(".turn.user .said")
-    assert said == ["What is 2 plus 2?", "What is 4 plus 4?"] and "8" in page.answer()
-    page.press("New chat")
-    assert not page.all(".turn")
-    page.ask(SUM)
-    titles = page.all(".open-chat")
-    assert [title.text for title in titles] == [SUM, "What is 2 plus 2?"]
-    titles[1].click()
-    assert len(page.all(".turn")) == 4
-    page.all("[aria-label^=Delete]")[1].click()
-    assert page.texts(".open-chat") == [SUM] and not page.all(".turn")
-    page.run(
-        "for (let i = 0; i < 30; i++) save({ id: `n${i}`, title: `t${i}`, messages: [{ role: 'user', content: 'x'.repeat(90000) }] })"
-    )
-    kept = page.run("return [savedChats().length, localStorage['deltic.chats'].length, savedChats()[0].title]")
-    assert 10 < kept[0] <= 40 and kept[1] <= 2_000_000 and kept[2] == "t29"
 
 
 LONG = '{"ignore_eos": true, "max_tokens": 400, "temperature": 0}'
@@ -200,32 +175,32 @@ def test_an_answer_goes_on_behind_another_chat(page: Page) -> None:
     wait_for(lambda: len(page.answer()) > 20)
     page.press("New chat")
     page.all(".open-chat")[0].click()
-    assert page.one("#stop").is_displayed() and page.all(".turn[aria-busy=true]"), "it is seen growing again"
+    wait_for(lambda: page.one("#stop").is_displayed() and page.all(".turn[aria-busy=true]"))
     page.all("[aria-label^=Delete]")[0].click()
     wait_for(lambda: page.live()["stats"]["n_running"] == 0, 5)
-    assert "Another story." not in page.texts(".open-chat")
+    wait_for(lambda: "Another story." not in page.texts(".open-chat"))
 
 
 def test_an_answer_goes_on_behind_a_reload(page: Page) -> None:
     page.set(more=LONG.replace("400", "9000"))
     page.begin(STORY)
     wait_for(lambda: len(page.answer()) > 20)
+    before = page.run("return path(state.chat).at(-1).content")
     page.driver.refresh()
-    before = page.run("return recall(local, 'deltic.chats', [])[0].messages.at(-1).content")
     told = "return [...document.querySelectorAll('.figures')].at(-1)?.textContent ?? ''"
     wait_for(lambda: "finish: length" in page.run(told), 60)
     assert len(page.all(".turn")) == 2
-    whole = page.run("return state.chat.messages.at(-1).content")
+    whole = page.run("return path(state.chat).at(-1).content")
     assert len(before) > 20 and whole.startswith(before) and len(whole) > len(before)
 
 
 def test_an_answer_keeps_the_name_of_its_model(page: Page) -> None:
     page.ask(SUM)
     page.run("state.model = 'another'; showChat()")
-    assert page.texts(".turn:last-child h3")[0] == "built-in"
+    assert page.texts(".turn:last-child > h2")[0] == "built-in"
     page.driver.refresh()
     wait_for(lambda: page.all(".turn"))
-    assert page.texts(".turn:last-child h3")[0] == "built-in"
+    assert page.texts(".turn:last-child > h2")[0] == "built-in"
 
 
 def test_a_new_line_can_be_typed_on_a_phone(page: Page) -> None:
@@ -253,7 +228,7 @@ def test_keys_are_enough(page: Page) -> None:
         if stops[-1] == "prompt":
             break
         assert page.run("return getComputedStyle(document.activeElement).outlineStyle") != "none", stops
-    assert stops[:3] == ["#prompt", "#chat", "#live"] and {"new", "system", "seed", "key", "log"} <= set(stops)
+    assert stops[0] == "#prompt" and {"#chat", "#live", "new", "import", "keys-open", "log", "pick"} <= set(stops)
     page.type("What is", Keys.SHIFT + Keys.ENTER + Keys.NULL, "19 plus 23?")
     assert page.one("#prompt").get_attribute("value") == "What is\n19 plus 23?" and not page.all(".turn")
     page.type(Keys.ENTER)
@@ -272,12 +247,16 @@ def test_a_phone(page: Page) -> None:
     page.size(320, 640)
     page.ask(STORY)
     page.run(
-        "state.chat.messages.at(-1).content = arguments[0]; showChat()",
+        "openChat(threadOf([{ role: 'user', content: 'x' }, { role: 'assistant', content: arguments[0], meta: { finish: 'stop' } }]))",
         "```\n" + "long " * 60 + "\n```\n" + "x" * 300 + "\n\n|" + "cell|" * 30 + "\n|" + "-|" * 30,
     )
     assert page.width() == (320, 320)
     page.one("#menu").click()
     assert page.one("#side").is_displayed() and not page.one("#talk").is_displayed() and page.width() == (320, 320)
+    page.type(Keys.ESCAPE)
+    assert page.one("#talk").is_displayed()
+    page.one("#settings-open").click()
+    assert page.one("#settings").is_displayed() and not page.one("#talk").is_displayed() and page.width() == (320, 320)
     page.type(Keys.ESCAPE)
     assert page.one("#talk").is_displayed()
     page.driver.find_element(By.LINK_TEXT, "Live").click()
@@ -315,13 +294,9 @@ def test_live_shows_the_engine_while_it_is_looked_at(page: Page) -> None:
     page.driver.find_element(By.LINK_TEXT, "Live").click()
     wait_for(lambda: len(page.all("#tree rect")) > 8)
     shown = dict(zip(page.texts("#tiles dt"), page.texts("#tiles dd"), strict=True))
-    assert shown["Running"] == "0 of 8" and shown["Waiting"] == "0"
+    assert shown["Answers at work"] == "0 of 8" and shown["Waiting for room"] == "0"
     assert int(shown["From the cache"].split()[0]) > 20 and float(shown["Step, median"].split()[0]) > 0
-    assert [bar.get_attribute("aria-label") for bar in page.all("[role=meter]")] == [
-        "Pages",
-        "State slots",
-        "Host memory",
-    ]
+    assert [bar.get_attribute("aria-label") for bar in page.all("[role=meter]")] == ["Texts", "States", "Host memory"]
     assert all(path.get_attribute("d") for path in page.all("#steps path.prefill")[:2])
     page.one("#tree-table summary").click()
     wait_for(lambda: len(page.all("#tree-table tbody tr")) == len(page.all("#tree rect")))

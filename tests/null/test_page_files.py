@@ -59,7 +59,8 @@ class Chat:
         return found
 
     def texts(self, selector: str) -> list[str]:
-        return [part.text for part in self.all(selector)]
+        script = "return [...document.querySelectorAll(arguments[0])].map(part => part.innerText.trim())"
+        return self.driver.execute_script(script, selector)  # type: ignore[no-any-return]
 
     def attach(self, path: Path, data: bytes) -> None:
         path.write_bytes(data)

@@ -205,13 +205,13 @@ def test_an_answer_is_drawn_while_it_grows_and_never_becomes_markup(driver: Any)
             "window.seen = new Set(); new MutationObserver(() => { for (const each of document.querySelectorAll('.md > *')) seen.add(each.tagName); }).observe(document.querySelector('#log'), { subtree: true, childList: true })"
         )
         page.begin("Write it.")
-        wait_for(lambda: page.all(".md h5"))
+        wait_for(lambda: page.all(".md h4"))
         assert page.all(".turn[aria-busy=true]"), "it is drawn before it is whole"
         wait_for(lambda: page.run(WHOLE))
         wait_for(lambda: page.all(".md math[display=block]"))
         text = page.all(".turn")[-1].find_element("class name", "md")
         assert not text.find_elements("css selector", "img, script, i, b") and driver.title == "Deltic"
-        assert page.texts(".md h5") == ["""Head <img src=x onerror="document.title='no'">"""]
+        assert page.texts(".md h4") == ["""Head <img src=x onerror="document.title='no'">"""]
         assert page.texts(".md pre") == ["# in a list", 'def f(x):  # <b>\n    return "s"', "open **end**"]
         assert page.texts(".md figcaption span") == ["sh", "python", ""]
         links = page.run("return [...document.querySelectorAll('.md a')].map(a => [a.href, a.rel, a.target])")
@@ -233,7 +233,7 @@ def test_an_answer_is_drawn_while_it_grows_and_never_becomes_markup(driver: Any)
         grown = page.run(f"{ANSWER}.innerHTML")
         page.run("showChat()")
         driver.refresh()
-        wait_for(lambda: page.all(".md") and page.run(WHOLE) and page.all(".md h5"))
+        wait_for(lambda: page.all(".md") and page.run(WHOLE) and page.all(".md h4"))
         assert page.run(f"{ANSWER}.innerHTML") == grown
         page.run("document.querySelector('.md figcaption button').click()")
         wait_for(lambda: page.texts(".md figcaption button")[0] != "Copy")

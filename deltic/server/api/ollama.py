@@ -14,12 +14,14 @@ import datetime
 import hashlib
 import secrets
 import time
+from pathlib import Path
 
 import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp
 
+from deltic.config import BUILT_IN
 from deltic.engine.messages import EngineInfo
 from deltic.host.client import EngineFailed
 from deltic.server.api import completions
@@ -311,6 +313,15 @@ def _stored(service: Service) -> ModelFiles:
     return model_files(config.model, config.dummy)
 
 
+def _source(service: Service) -> str:
+    """Says where a model is from: `built-in`, a hub's name, or the name of a file or directory."""
+    config = service.client.config
+    if config.dummy is not None:
+        return "random weights"
+    path = Path(config.model)
+    return path.name if config.model != BUILT_IN and path.exists() else config.model
+
+
 def _human(n: int) -> str:
     """Writes a count of parameters as Ollama does."""
     return "" if not n else f"{n / 1e9:.1f}B" if n >= 1e9 else f"{n / 1e6:.2f}M"
@@ -332,5 +343,6 @@ def _card(service: Service, name: str) -> dict[str, object]:
             "families": [stored.family],
             "parameter_size": _human(stored.n_params),
             "quantization_level": stored.level or (info.precision.upper() if info else ""),
+            "source": _source(service),
         },
     }

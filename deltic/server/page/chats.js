@@ -1,26 +1,113 @@
-/** The list of chats, and which one is open. */
+/** The list of chats, and what is done with one: found, renamed, exported, deleted and taken back. */
 
 import { forget } from "./answer.js";
 import { $, el } from "./dom.js";
+import { newSettings } from "./settings.js";
+import { asJson, asMarkdown, chatsIn, heads, read, remove, save } from "./shelf.js";
 import { on, runs, state, tell } from "./state.js";
-import { freshChat, keep, local, savedChats, session } from "./store.js";
+import { keep, session } from "./store.js";
+import { freshChat } from "./thread.js";
+
+const MOST_SHOWN = 200, UNDO_MS = 12_000;
 
 export function openChat(next) {
-  state.chat = runs.get(next.id)?.chat ?? next; // what streams grows there, not in what was saved
+  state.chat = runs.get(next.id)?.chat ?? next; // what streams grows there, not in what was kept
   keep(session, "deltic.open", state.chat.id);
   tell("opened");
   listChats();
 }
+export const newChat = () => openChat(freshChat(newSettings()));
+async function openKept(id) {
+  const found = await read(id);
+  if (found) openChat(found);
+}
 export function listChats() {
-  $("chats").replaceChildren(...savedChats().map(saved => el("li", { class: saved.id === state.chat.id && "open" },
-    el("button", { class: "open-chat", "aria-current": saved.id === state.chat.id && "true", click: () => saved.id !== state.chat.id && openChat(saved) }, saved.title),
-    el("button", { class: "quiet", "aria-label": `Delete “${saved.title}”`, title: "Delete", click: () => {
-      forget(saved.id);
-      keep(local, "deltic.chats", savedChats().filter(other => other.id !== saved.id));
-      saved.id === state.chat.id ? openChat(freshChat()) : listChats();
-    } }, "×"))));
+  const words = $("search").value.toLowerCase().split(/\s+/).filter(Boolean);
+  const isFound = head => words.every(word => head.text.includes(word) || head.title.toLowerCase().includes(word));
+  const found = [...heads.values()].filter(isFound).sort((a, b) => b.at - a.at).slice(0, MOST_SHOWN);
+  $("search").hidden = $("search").labels[0].hidden = !heads.size;
+  $("none-found").hidden = !words.length || found.length > 0;
+  $("chats").replaceChildren(...found.map(({ id, title, unfinished }) => {
+    const isOpen = id === state.chat.id, mark = runs.has(id) ? "writing" : unfinished ? "unfinished" : "";
+    return el("li", { class: isOpen && "open" },
+      el("button", { class: "open-chat", type: "button", title, "aria-current": isOpen && "true", click: () => isOpen || openKept(id) }, title),
+      mark ? el("span", { class: "mark-run", title: mark === "unfinished" ? "Its answer was cut off; opened, it goes on" : "Its answer is being written" }, mark) : null,
+      el("button", { class: "quiet", type: "button", "aria-label": `Delete “${title}”`, title: "Delete", click: () => drop(id, title) }, "×"));
+  }));
+  showBar();
+}
+let undo = null, forgetting = 0;
+async function drop(id, title) {
+  const wasOpen = id === state.chat.id, whole = runs.get(id)?.chat;
+  forget(id);
+  if (whole) await save(whole);
+  const back = await remove(id);
+  undo = async () => { await back(); if (wasOpen) openKept(id); };
+  $("undo-words").textContent = `“${title}” is deleted.`;
+  $("undone").hidden = false;
+  clearTimeout(forgetting);
+  forgetting = setTimeout(() => { $("undone").hidden = true; undo = null; }, UNDO_MS);
+  if (wasOpen) newChat();
+}
+$("undo").addEventListener("click", async () => {
+  $("undone").hidden = true;
+  await undo?.();
+  undo = null;
+});
+
+// Above the conversation: its title, and what is done with it.
+
+function showBar() {
+  $("bar").hidden = !state.chat.nodes.length;
+  if (document.activeElement !== $("title")) $("title").value = state.chat.title;
+}
+$("title").addEventListener("change", () => {
+  state.chat.title = $("title").value.trim().slice(0, 200) || state.chat.title;
+  save(state.chat);
+});
+$("title").addEventListener("keydown", event => {
+  if (event.key === "Escape") $("title").value = state.chat.title;
+  if (event.key === "Escape" || event.key === "Enter") { event.preventDefault(); event.stopPropagation(); $("prompt").focus(); }
+});
+function download(text, name, type) {
+  const url = URL.createObjectURL(new Blob([text], { type }));
+  el("a", { href: url, download: name }).click();
+  setTimeout(() => URL.revokeObjectURL(url), 10_000);
+}
+const fileName = (title, kind) => `${title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60) || "chat"}.${kind}`;
+$("export-json").addEventListener("click", () => download(asJson([state.chat]), fileName(state.chat.title, "json"), "application/json"));
+$("export-markdown").addEventListener("click", () => download(asMarkdown(state.chat), fileName(state.chat.title, "md"), "text/markdown"));
+$("export-all").addEventListener("click", async () => {
+  const all = (await Promise.all([...heads.keys()].map(read))).filter(Boolean);
+  download(asJson(all), "deltic-chats.json", "application/json");
+});
+$("import").addEventListener("click", () => $("import-files").click());
+$("import-files").addEventListener("change", async () => {
+  let last = null;
+  $("chats-error").hidden = true;
+  for (const file of $("import-files").files) {
+    try {
+      for (const chat of chatsIn(await file.text(), file.name)) await save(last = chat);
+    } catch (error) {
+      fail(error.message);
+    }
+  }
+  $("import-files").value = "";
+  if (last) openChat(last);
+});
+function fail(words) {
+  $("chats-error").textContent = words;
+  $("chats-error").hidden = false;
 }
 
 on("kept", listChats);
-addEventListener("storage", listChats);
-$("new").addEventListener("click", () => { openChat(freshChat()); $("prompt").focus(); });
+on("running", listChats);
+on("edited", listChats);
+on("not-kept", fail);
+on("changed-elsewhere", async id => { // another tab has gone on with what is seen here
+  if (id !== state.chat.id || runs.has(id)) return;
+  const now = await read(id);
+  if (now && now.id === state.chat.id) { state.chat = now; tell("refreshed"); }
+});
+$("search").addEventListener("input", listChats);
+$("new").addEventListener("click", () => { newChat(); $("prompt").focus(); });

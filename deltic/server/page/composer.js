@@ -5,8 +5,10 @@ import { $, el, number, touched } from "./dom.js";
 import { read } from "./files.js";
 import { picture } from "./messages.js";
 import { seesPictures } from "./models.js";
-import { on, running, state } from "./state.js";
-import { filesOf, isFile, keep, save, session, textOf } from "./store.js";
+import { save } from "./shelf.js";
+import { on, running, state, tell } from "./state.js";
+import { filesOf, isFile, keep, session, textOf } from "./store.js";
+import { add, path } from "./thread.js";
 
 function fit() {
   const box = $("prompt");
@@ -14,29 +16,35 @@ function fit() {
   box.style.height = `${box.scrollHeight}px`;
 }
 function send(text) {
-  if (running() || (!text.trim() && !state.pending.length)) return;
-  const parts = state.pending;
-  if (state.editing >= 0) state.chat.messages.length = state.editing;
+  const parts = state.pending, { chat, editing } = state;
+  if (editing) chat.leaf = editing.up; // what was said stays as another version
   stopEditing();
   showPending([]);
-  state.chat.title ||= text.trim().replace(/\s+/g, " ").slice(0, 80) || filesOf(parts)[0]?.name || "Picture";
-  state.chat.messages.push({ role: "user", content: parts.length ? [...parts, { type: "text", text }] : text });
-  keep(session, "deltic.open", state.chat.id);
-  save(state.chat);
+  chat.title ||= text.trim().replace(/\s+/g, " ").slice(0, 80) || filesOf(parts)[0]?.name || "Picture";
+  chat.at = Date.now();
+  keep(session, "deltic.open", chat.id);
+  if (editing?.role === "assistant") {
+    add(chat, { role: "assistant", content: text, meta: { model: editing.meta?.model, finish: "edited" } });
+    save(chat);
+    tell("edited");
+    return;
+  }
+  add(chat, { role: "user", content: parts.length ? [...parts, { type: "text", text }] : text });
   answer();
 }
-export function edit(index) {
+function edit(message) {
   running()?.controller.abort();
-  state.editing = index;
+  state.editing = message;
   $("editing").hidden = false;
-  $("prompt").value = textOf(state.chat.messages[index].content);
-  showPending(attachedTo(state.chat.messages[index].content));
+  $("editing").firstElementChild.textContent = message.role === "user" ? "Editing a message. What it was stays as another version." : "Editing an answer. What it was stays as another version.";
+  $("prompt").value = textOf(message.content);
+  showPending(attachedTo(message.content));
   fit();
   $("prompt").focus();
 }
 export function stopEditing() {
-  if (state.editing >= 0) { $("prompt").value = ""; showPending([]); }
-  state.editing = -1;
+  if (state.editing) { $("prompt").value = ""; showPending([]); }
+  state.editing = null;
   $("editing").hidden = true;
   fit();
 }
@@ -112,12 +120,13 @@ $("talk").addEventListener("drop", event => {
 $("prompt").addEventListener("keydown", event => {
   if (event.isComposing) return;
   if (event.key === "Enter" && !event.shiftKey && !touched.matches) { event.preventDefault(); submit(); }
-  const last = state.chat.messages.findLastIndex(message => message.role === "user");
-  if (event.key === "ArrowUp" && !event.target.value && last >= 0) { event.preventDefault(); edit(last); }
+  const last = path(state.chat).findLast(message => message.role === "user");
+  if (event.key === "ArrowUp" && !event.target.value && last) { event.preventDefault(); edit(last); }
 });
 $("stop").addEventListener("click", () => running()?.controller.abort());
 $("cancel").addEventListener("click", () => { stopEditing(); $("prompt").focus(); });
 on("edit", edit);
+on("example", text => { $("prompt").value = text; fit(); $("prompt").focus(); });
 on("opened", () => { stopEditing(); setRunning(Boolean(running())); });
 on("running", () => setRunning(Boolean(running())));
 if (touched.matches) $("prompt").setAttribute("enterkeyhint", "enter");

@@ -40,19 +40,19 @@ function showLive({ stats, steps, engine, uptime_s, n_restarts }, before) {
   const sorted = steps.map(step => step[1]).sort((a, b) => a - b);
   const quantile = q => sorted.length ? number(sorted[Math.min(sorted.length - 1, Math.floor(q * sorted.length))], 1) : "–";
   const tiles = [
-    ["Running", number(stats.n_running), engine && `of ${engine.max_num_seqs}`],
-    ["Waiting", number(stats.n_waiting)],
-    ["Decode", rate("n_generated_tokens"), "tokens/s"],
-    ["Prefill", rate("n_prompt_tokens"), "tokens/s"],
+    ["Answers at work", number(stats.n_running), engine && `of ${engine.max_num_seqs}`],
+    ["Waiting for room", number(stats.n_waiting)],
+    ["Written", rate("n_generated_tokens"), "tokens/s"],
+    ["Read of prompts", rate("n_prompt_tokens"), "tokens/s"],
     ["Step, median", quantile(.5), "ms"],
     ...drafts(stats),
     ["From the cache", cache.n_lookup_tokens ? number(100 * cache.n_hit_tokens / cache.n_lookup_tokens) : "–", "% of prompts"],
   ];
   $("tiles").replaceChildren(...tiles.map(([name, value, unit]) => el("div", {}, el("dt", {}, name), el("dd", {}, value, unit ? el("small", {}, ` ${unit}`) : ""))));
-  showBars(stats);
+  showBars(stats, engine);
   const mishaps = [[stats.n_preemptions, "preemption"], [n_restarts, "engine restart"]].filter(([n]) => n).map(([n, what]) => `, ${count(n, what)}`).join("");
   $("step-line").replaceChildren(`The last ${steps.length} of ${number(stats.n_steps)} steps, newest right; 99 % took at most ${quantile(.99)} ms${mishaps}.`,
-    el("span", { class: "key" }), "decode", el("span", { class: "key prefill" }), "with prefill");
+    el("span", { class: "key" }), "writes answers (decode)", el("span", { class: "key prefill" }), "reads prompts, too (prefill)");
   drawSteps(steps);
 }
 function drafts({ drafted, accepted }) { // how many of those at a place were right, where there were any
@@ -60,17 +60,18 @@ function drafts({ drafted, accepted }) { // how many of those at a place were ri
   const right = at => number(100 * (accepted[at] ?? 0) / drafted[at]);
   return places.length ? [["Drafts right", right(places[0]), ["%", ...places.slice(1).map(right)].join(", ")]] : [];
 }
-function showBars(stats) {
+function showBars(stats, engine) {
   const tiers = seen.tree?.tiers ?? {};
   // What running sequences use, and, paler, what the prefix tree keeps and gives up when they need it.
   const bars = [
-    ["Pages", number, stats.n_pages, stats.n_pages_used, stats.cache.n_pages], ["State slots", number, stats.n_slots, stats.n_slots_used, stats.cache.n_checkpoints],
+    ["Texts", value => bytes(value * (engine?.page_bytes ?? 0)), stats.n_pages, stats.n_pages_used, stats.cache.n_pages, "Keys and values of what was read and written, in pages of 64 tokens"],
+    ["States", value => bytes(value * (engine?.state_bytes ?? 0)), stats.n_slots, stats.n_slots_used, stats.cache.n_checkpoints, "Where answers at work stand, and places in earlier texts to start from"],
     ["Host memory", bytes, tiers.host?.bytes_total, tiers.host?.bytes_used], ["Disk", bytes, tiers.disk?.bytes_total, tiers.disk?.bytes_used],
   ].filter(bar => bar[2]);
-  $("bars").replaceChildren(...bars.map(([name, say, total, used, kept]) => {
+  $("bars").replaceChildren(...bars.map(([name, say, total, used, kept, about]) => {
     const text = `${kept == null ? say(used) : `${say(used)} in use, ${say(kept)} kept,`} of ${say(total)}`;
     const fill = (part, kind) => { const node = el("div", { class: kind }); node.style.width = `${100 * part / total}%`; return node; };
-    return el("div", { class: "bar" }, el("p", {}, name, el("span", {}, text)),
+    return el("div", { class: "bar", title: about }, el("p", {}, name, el("span", {}, text)),
       el("div", { role: "meter", "aria-label": name, "aria-valuemin": 0, "aria-valuemax": total, "aria-valuenow": used, "aria-valuetext": text },
         fill(kept ?? 0, "kept"), fill(used, "used")));
   }));

@@ -2,17 +2,19 @@
 
 import "./answer.js";
 import { call } from "./api.js";
-import { listChats } from "./chats.js";
+import { newChat, openChat } from "./chats.js";
 import { stopEditing } from "./composer.js";
 import { $ } from "./dom.js";
+import "./gauge.js";
 import { hasLibrary } from "./library.js";
 import { watch } from "./live.js";
-import { showChat } from "./messages.js";
 import { chooseModel, ofModel, watchStart } from "./models.js";
-import { apiKey, settings } from "./settings.js";
+import { apiKey, newSettings, settings, showSettings } from "./settings.js";
+import { leave, openShelf, read } from "./shelf.js";
 import "./speak.js";
 import { on, running, runs, state, tell } from "./state.js";
-import { freshChat, recall, save, savedChats, session } from "./store.js";
+import { recall, session } from "./store.js";
+import { freshChat } from "./thread.js";
 
 const VIEWS = ["chat", "speak", "library", "live"];
 let mayWatch = true;
@@ -50,21 +52,32 @@ on("key", knock);
 on("kinds", view);
 on("cards", view);
 on("opened", () => showMenu(false));
-on("unknown-key", () => { showMenu(true); settings.key.focus(); });
+on("unknown-key", () => { showSettings(true); settings.key.focus(); });
 $("menu").addEventListener("click", () => showMenu(!document.body.classList.contains("menu")));
+
+// Keys that hold everywhere; index.html lists them.
+
+const KEYS = { KeyN: () => $("new").click(), KeyF: () => { showMenu(document.body.clientWidth <= 820); $("search").focus(); }, KeyS: () => $("settings-open").click(), KeyM: () => $("prompt").focus() };
 document.addEventListener("keydown", event => {
-  if (event.key !== "Escape") return;
+  const isTyping = event.target.matches("input, select, textarea");
+  if (event.altKey && !event.ctrlKey && !event.metaKey && KEYS[event.code] && !$("chat").hidden) { event.preventDefault(); KEYS[event.code](); }
+  if (event.key === "?" && !isTyping && !event.ctrlKey && !event.metaKey) $("keys").showModal();
+  if (event.key !== "Escape" || $("keys").open) return;
   if (running()) running().controller.abort();
-  else if (state.editing >= 0) stopEditing();
+  else if (state.editing) stopEditing();
+  else if (!$("settings").hidden) { showSettings(false); $("settings-open").focus(); }
   else if (document.body.classList.contains("menu")) { showMenu(false); $("menu").focus(); }
 });
+$("keys-open").addEventListener("click", () => $("keys").showModal());
+$("keys-close").addEventListener("click", () => $("keys").close());
 addEventListener("hashchange", view);
-addEventListener("pagehide", () => { state.leaving = true; for (const run of runs.values()) save(run.chat); });
+addEventListener("pagehide", () => { state.leaving = true; for (const run of runs.values()) { leave(run.chat, run.message); run.controller.abort(); } });
 addEventListener("pageshow", event => { if (event.persisted && runs.size) location.reload(); else state.leaving = false; });
 
-state.chat = savedChats().find(saved => saved.id === recall(session, "deltic.open", null)) ?? freshChat();
-listChats();
-showChat();
+state.chat = freshChat(newSettings());
+await openShelf();
+const open = await read(recall(session, "deltic.open", ""));
+open ? openChat(open) : newChat();
 view();
 watchStart();
 if (apiKey()) knock();

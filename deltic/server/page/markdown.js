@@ -2,6 +2,7 @@
 
 import { call } from "./api.js";
 import { copyButton, el } from "./dom.js";
+import { tell } from "./state.js";
 
 const TAGS = new Set(["p", "ul", "ol", "li", "blockquote", "hr", "thead", "tbody", "tr", "th", "td", "code", "em", "strong", "s", "br", "span"]);
 const ATTRIBUTES = new Set(["class", "start"]);
@@ -21,7 +22,7 @@ function build(node) {
     made.append(...nodes);
     return made;
   }
-  if (/^h[1-6]$/.test(tag)) return el(`h${Math.min(Number(tag[1]) + 3, 6)}`, {}, ...nodes); // below the page's own
+  if (/^h[1-6]$/.test(tag)) return el(`h${Math.min(Number(tag[1]) + 2, 6)}`, {}, ...nodes); // below the page's own
   if (tag === "figure") {
     const code = el("code", {}, ...nodes);
     return el("figure", {}, el("figcaption", {}, el("span", {}, told.title), copyButton(() => code.textContent)), el("pre", { tabindex: 0 }, code));
@@ -86,6 +87,7 @@ export function markdown(into, text, growing = false) {
     drawing.timer = 0;
   }
   if (!text) { into.replaceChildren(); return; }
+  into.dataset.drawn = false;
   if (!growing && drawn.has(text)) put(drawing, text, drawn.get(text));
   else if (growing || drawing.shown) go(drawing);
   else { rest(drawing, 0); near.observe(into); }
@@ -113,6 +115,7 @@ async function draw(drawing) {
     rest(drawing, drawing.shown);
     drawing.refused = error.status === 400; // what cannot be drawn stays as it was written
     failed = true;
+    if (!growing) drawing.into.dataset.drawn = true; // as far as can be
   }
   drawing.busy = false;
   if (drawing.refused || !drawing.into.isConnected) return;
@@ -122,6 +125,7 @@ async function draw(drawing) {
 }
 function put(drawing, text, blocks) {
   replace(drawing.into, 0, blocks);
+  drawing.into.dataset.drawn = true;
   Object.assign(drawing, { whole: text, shown: text.length, base: 0, fixed: 0 });
 }
 /** All blocks but the last are done for good. */
@@ -143,6 +147,7 @@ function replace(into, from, blocks) {
     old ? old.replaceWith(made) : into.append(made);
   });
   while (into.children.length > from + blocks.length) into.lastElementChild.remove();
+  tell("drawn");
 }
 /** Shows what is not drawn as it was written. */
 function rest(drawing, from) {

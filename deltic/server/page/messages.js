@@ -1,42 +1,66 @@
-/** The conversation, drawn. */
+/** The conversation, drawn. An article belongs to its message and stays while that is seen. */
 
 import { readButton } from "./aloud.js";
-import { $, copyButton, el, number, touched } from "./dom.js";
+import { $, copyButton, el, number } from "./dom.js";
+import { showEmpty } from "./empty.js";
 import { fileCard } from "./files.js";
 import { markdown } from "./markdown.js";
 import { on, running, state, tell } from "./state.js";
 import { filesOf, picturesOf, textOf } from "./store.js";
+import { add, path, show, versions } from "./thread.js";
+import { save } from "./shelf.js";
 
+const articles = new WeakMap(); // by message
 $("log").addEventListener("scroll", () => { state.follows = $("log").scrollHeight - $("log").scrollTop - $("log").clientHeight < 60; });
+/** Keeps the end in sight. */
+function stick() {
+  if (state.follows) $("log").scrollTop = $("log").scrollHeight;
+}
 
 export function showChat() {
-  const log = $("log"), { messages } = state.chat;
+  const log = $("log"), messages = path(state.chat);
   if (!messages.length) {
-    log.replaceChildren(el("div", { class: "empty" }, el("strong", {}, "Ask something."),
-      touched.matches ? "Enter makes a new line, Send sends." : "Enter sends, Shift+Enter makes a new line, Escape stops an answer."));
+    showEmpty(log);
     return;
   }
-  const lastUser = messages.findLastIndex(message => message.role === "user");
-  const turns = [];
-  messages.forEach((message, i) => {
-    if (message.role === "user") {
-      turns.push(el("article", { class: "turn user" }, el("h3", {}, "You", copyButton(() => textOf(message.content)),
-        i === lastUser ? el("button", { class: "quiet", click: () => tell("edit", i) }, "Edit") : null),
-        el("div", { class: "said" }, el("div", { class: "pictures" }, ...picturesOf(message.content).map(picture)), ...filesOf(message.content).map(fileCard), textOf(message.content))));
-    } else if (message.role === "assistant") {
-      const results = messages.slice(i + 1).filter(other => other.role === "tool");
-      const turn = el("article", { class: "turn" }, el("h3"));
-      paint(turn, message, running() && i === messages.length - 1, results, i === messages.length - 1);
-      turns.push(turn);
-    }
+  const turns = messages.filter(message => message.role !== "tool").map(message => {
+    if (!articles.has(message)) articles.set(message, message.role === "user" ? userArticle(message) : el("article", { class: "turn" }, el("h2")));
+    const turn = articles.get(message), isLast = message === messages.at(-1);
+    if (message.role === "user") showVersions(turn.querySelector(".versions"), message);
+    else if (turn.isLast !== isLast || turn.dataset.done !== "true") paint(turn, message, isLast, messages);
+    else showVersions(turn.querySelector(".versions"), message);
+    turn.isLast = isLast;
+    return turn;
   });
-  log.replaceChildren(...turns);
-  if (state.follows) log.scrollTop = log.scrollHeight;
+  if (turns.length !== log.children.length || turns.some((turn, i) => log.children[i] !== turn)) log.replaceChildren(...turns);
+  stick();
+}
+/** Draws what is new of an answer. */
+export function drawAnswer(message) {
+  const turn = articles.get(message);
+  if (turn?.isConnected) paint(turn, message, turn.isLast, path(state.chat));
+}
+
+function userArticle(message) {
+  const { content } = message;
+  return el("article", { class: "turn user" },
+    el("h2", {}, "You", el("span", { class: "versions" }), copyButton(() => textOf(content)), el("button", { class: "quiet", type: "button", click: () => tell("edit", message) }, "Edit")),
+    el("div", { class: "said" }, el("div", { class: "pictures" }, ...picturesOf(content).map(picture)), ...filesOf(content).map(fileCard), textOf(content)));
+}
+/** ‹ 2/3 ›, where a message has other versions. */
+function showVersions(place, message) {
+  const all = versions(state.chat, message), at = all.indexOf(message), label = message.role === "user" ? "message" : "answer";
+  const step = (to, sign, words) => el("button", { class: "quiet", type: "button", disabled: !all[to], "aria-label": words, title: words, click: () => {
+    show(state.chat, all[to]);
+    save(state.chat);
+    showChat();
+  } }, sign);
+  place.replaceChildren(...(all.length < 2 ? [] : [step(at - 1, "‹", `Earlier version of the ${label}`), el("span", {}, `${at + 1}/${all.length}`), step(at + 1, "›", `Later version of the ${label}`)]));
 }
 
 /** Draws an answer into its article: at first, while it grows, and when it is done. */
-export function paint(turn, message, growing, results = [], isLast = true) {
-  const { meta = {} } = message;
+function paint(turn, message, isLast, messages) {
+  const { meta = {} } = message, growing = running()?.message === message;
   const isThinking = growing && !message.content && !message.tool_calls;
   turn.firstChild.textContent = meta.model || (growing && state.model) || "Answer"; // whoever said it, whatever is chosen now
   if (!turn.querySelector(".md")) {
@@ -45,24 +69,37 @@ export function paint(turn, message, growing, results = [], isLast = true) {
     turn.querySelector("summary").addEventListener("click", () => { thinking.touched = true; });
   }
   const [thinking, text, calls, foot] = ["thinking", "md", "calls", "foot"].map(name => turn.querySelector(`:scope > .${name}`));
-  turn.setAttribute("aria-busy", Boolean(growing));
+  turn.setAttribute("aria-busy", growing);
+  turn.dataset.done = !growing;
   if (message.reasoning_content) {
     thinking.hidden = false;
     thinking.firstChild.textContent = isThinking ? "Thinking" : meta.thought_s ? `Thought for ${meta.thought_s.toFixed(1)} s` : "Thoughts";
-    thinking.lastChild.textContent = message.reasoning_content;
+    if (thinking.lastChild.textContent.length !== message.reasoning_content.length) thinking.lastChild.textContent = message.reasoning_content;
     if (!isThinking && !thinking.touched) thinking.open = false;
   }
-  markdown(text, message.content, Boolean(growing));
-  text.classList.toggle("working", Boolean(growing));
-  if (message.tool_calls) calls.replaceChildren(...toolCalls(message, growing, results, isLast));
-  const told = figures(meta);
-  foot.replaceChildren(told ? el("span", { class: "figures" }, told) : "");
-  if (!growing) {
-    if (meta.error && !turn.querySelector(".error")) foot.before(el("p", { class: "error", role: "alert" }, meta.error));
-    foot.append(el("span", { class: "buttons" }, message.content ? copyButton(() => message.content) : null, message.content ? readButton(turn) : null,
-      isLast ? el("button", { class: "quiet", click: () => tell("again") }, meta.error ? "Try again" : "Regenerate") : null));
-  }
-  if (state.follows) $("log").scrollTop = $("log").scrollHeight;
+  markdown(text, message.content, growing);
+  text.classList.toggle("working", growing);
+  if (message.tool_calls) calls.replaceChildren(...toolCalls(message, growing, messages, isLast));
+  showFoot(foot, message, growing, isLast);
+  stick();
+}
+function showFoot(foot, message, growing, isLast) {
+  const { meta = {}, content } = message, told = figures(meta);
+  turnError(foot, growing ? "" : meta.error);
+  const action = (words, what) => el("button", { class: "quiet", type: "button", click: () => tell(what, message) }, words);
+  const place = el("span", { class: "versions" });
+  foot.replaceChildren(told ? el("span", { class: "figures" }, told) : "", place);
+  if (growing) return;
+  showVersions(place, message);
+  const turn = foot.parentElement, canGoOn = isLast && content && ["length", "stopped"].includes(meta.finish);
+  foot.append(el("span", { class: "buttons" }, content ? copyButton(() => content) : null, content ? readButton(turn) : null, content ? action("Edit", "edit") : null,
+    canGoOn ? action("Continue", "go-on") : null, action(meta.error ? "Try again" : "Regenerate", "again")));
+}
+function turnError(foot, words) {
+  const old = foot.parentElement.querySelector(":scope > .error:not(.aloud-error)");
+  if (old?.textContent === words) return;
+  old?.remove();
+  if (words) foot.before(el("p", { class: "error", role: "alert" }, words));
 }
 function figures(meta) {
   const about = meta.exact ? "" : "about ";
@@ -74,19 +111,20 @@ function figures(meta) {
     meta.prompt && `prompt ${number(meta.prompt)}, ${number(meta.cached ?? 0)} cached`,
   ].filter(Boolean).join(" · ");
 }
-function toolCalls(message, growing, results, isLast) {
-  const asks = !growing && isLast && !results.length && message.meta.finish === "tool_calls";
+function toolCalls(message, growing, messages, isLast) {
+  const results = messages.filter(other => other.role === "tool");
+  const asks = !growing && isLast && message.meta?.finish === "tool_calls";
   const boxes = [];
   const cards = message.tool_calls.map(call => {
     const result = results.find(other => other.tool_call_id === call.id);
     const box = asks ? el("textarea", { class: "code", rows: 2 }) : null;
     if (box) boxes.push([call.id, box]);
-    return el("section", { class: "call" }, el("h4", {}, call.function.name), el("pre", {}, pretty(call.function.arguments)),
+    return el("section", { class: "call" }, el("h3", {}, call.function.name), el("pre", {}, pretty(call.function.arguments)),
       result ? el("pre", { class: "result" }, result.content) : null,
       box && el("label", {}, "Its result, for the model to go on", box));
   });
-  if (asks) cards.push(el("p", { class: "call-end" }, el("button", { click: () => {
-    state.chat.messages.push(...boxes.map(([id, box]) => ({ role: "tool", tool_call_id: id, content: box.value })));
+  if (asks) cards.push(el("p", { class: "call-end" }, el("button", { type: "button", click: () => {
+    for (const [id, box] of boxes) add(state.chat, { role: "tool", tool_call_id: id, content: box.value });
     tell("results");
   } }, boxes.length > 1 ? "Send results" : "Send result")));
   return cards;
@@ -98,4 +136,7 @@ function pretty(json) {
 /** A picture of a message. */
 export const picture = (url, i) => el("img", { src: url, alt: `Picture ${i + 1}` });
 
-on("opened", showChat);
+on("opened", () => { state.follows = true; showChat(); });
+for (const name of ["edited", "refreshed"]) on(name, showChat);
+for (const name of ["cards", "model"]) on(name, () => { if (!state.chat.nodes.length) showChat(); });
+on("drawn", stick);

@@ -50,7 +50,10 @@ export function chooseModel() {
   }
 }
 async function askWhatItSees() {
-  state.cards = await call("v1/models").then(response => response.json()).then(body => body.data, () => []);
+  const json = path => call(path).then(response => response.json());
+  const [cards, files] = await Promise.all([json("v1/models").then(body => body.data, () => []), json("api/tags").then(body => body.models, () => [])]);
+  const byName = new Map(files.map(file => [file.name.replace(/:latest$/, ""), file]));
+  state.cards = cards.map(card => ({ ...card, ...(byName.has(card.id) && { bytes: byName.get(card.id).size, details: byName.get(card.id).details }) }));
   listAdapters(state.cards.filter(card => card.parent).map(card => card.id));
   showPick();
   tell("cards");
@@ -66,11 +69,9 @@ function listAdapters(names) {
   list.hidden = false;
   chooseModel();
 }
-/** Whether the model takes pictures. */
-export function seesPictures() {
-  const card = state.cards.find(card => card.id === state.model) ?? state.cards[0];
-  return Boolean(card?.input_modalities?.includes("image"));
-}
+/** What the server says of the model. */
+export const cardOf = () => state.cards.find(card => card.id === state.model) ?? state.cards[0];
+export const seesPictures = () => Boolean(cardOf()?.input_modalities?.includes("image"));
 /** The button's dialogue shows the files that the model can be given. */
 function showPick() {
   const kinds = ["text/*", ".pdf", ".md", ".csv", ".json", ".jsonl", ".yaml", ".toml", ".xml", ".log", ".py", ".js", ".ts", ".c", ".cpp", ".h", ".rs", ".go", ".java", ".sh", ".sql", ".tex"];

@@ -5,13 +5,13 @@ export const state = {
   cards: [],     // what the server says of each of its models
   kinds: new Set(), // "text" and "speech", as far as the server has models of it
   chat: null,    // the chat that is open
-  editing: -1,   // index of the message that the next one replaces
+  editing: null, // the message that the next one is another version of
   pending: [],   // pictures and files of the next message: parts of its content
   follows: true, // whether the end of the conversation stays in sight
   leaving: false,
 };
 
-/** By the id of a chat: { chat, controller } of its answer that streams, seen or not. */
+/** By the id of a chat: { chat, message, controller, now } of its answer that streams, seen or not. */
 export const runs = new Map();
 export const running = () => runs.get(state.chat.id);
 

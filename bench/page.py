@@ -1,0 +1,192 @@
+"""The page in Chromium: what drawing a growing answer costs, and pictures of all its views to look at.
+
+    python -m bench.page cost
+    python -m bench.page screens DIRECTORY
+
+`cost` streams an answer of 4,000 tokens with formulas, tables and code, as quick as a GPU would, and prints the
+frames per second that the browser shows meanwhile, and the seconds of a processor of the server and of the
+processes that draw. The engine is a fake, so all of the server's time is that of streaming and drawing;
+the same stream to a client that draws nothing is beside it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import resource
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import httpx
+
+from tests import browser
+from tests.browser import Page
+from tests.fake_engine import END, FakeEngineClient, make_app, saying, served
+from tests.null.test_picture_doors import WIDE, seeing
+from tests.served import wait_for
+
+PARAGRAPH = r"""## Part {n}: the **energy** of an oscillator
+
+The energy is \( E_{{{n}}} = \hbar\omega\left({n} + \frac{{1}}{{2}}\right) \), and $x^2 + y^2 = r^2$ holds, as [here](https://example.org/{n}).
+
+\[
+\begin{{aligned}}
+\int_0^\infty e^{{-x^2}}\,dx &= \frac{{\sqrt{{\pi}}}}{{2}} \\
+\sum_{{k=1}}^{{{n}}} k^2 &= \frac{{{n}({n}+1)(2 \cdot {n}+1)}}{{6}}
+\end{{aligned}}
+\]
+
+- [x] derived *once*
+- [ ] checked `twice`
+
+| n | value | note |
+|--:|---|---|
+| {n} | $\alpha_{{{n}}}$ | a longer note on the value |
+
+```python
+def energy(n: int, omega: float = 1.0) -> float:
+    # The energy of state n.
+    return HBAR * omega * (n + 0.5)  # of part {n}
+```
+
+"""
+N_TOKENS = 4000
+LETTERS = 4
+"""Letters of a token, about as many as a model's have."""
+TOKENS_PER_S = 100
+
+
+def long_text(n_letters: int) -> str:
+    return "".join(PARAGRAPH.format(n=n) for n in range(1, 1 + n_letters // len(PARAGRAPH) + 1))[:n_letters]
+
+
+def cpu_s(pids: list[int]) -> float:
+    """Seconds of a processor that processes had, with the children that they waited for."""
+    total = 0
+    for pid in pids:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        total += sum(map(int, fields[11:15]))
+    return total / 100
+
+
+def drawers() -> list[int]:
+    """The fork server of this process, if it was started."""
+    from deltic.server.isolated import FORKS
+
+    return [FORKS._process.pid] if FORKS._process else []
+
+
+@contextmanager
+def opened(driver: Any, engine: Any) -> Iterator[Page]:
+    with served(make_app(engine)) as url:
+        yield Page(driver, SimpleNamespace(url=url, api_key=""))  # type: ignore[arg-type]
+
+
+FRAMES = """
+    window.frames_ = [];
+    const note = at => { frames_.push(at); requestAnimationFrame(note); };
+    requestAnimationFrame(note);
+"""
+
+
+def cost() -> None:
+    text = long_text(N_TOKENS * LETTERS)
+    engine = FakeEngineClient(lambda request, index: [*text.encode(), END], max_model_len=65_536)
+    engine.batch, engine.token_s = LETTERS, 1 / TOKENS_PER_S
+
+    def used_s() -> float:
+        own = resource.getrusage(resource.RUSAGE_SELF)
+        return own.ru_utime + own.ru_stime
+
+    with browser.started() as driver, opened(driver, engine) as page:
+        body = {"model": "fake", "messages": [{"role": "user", "content": "Write."}], "stream": True}
+        begun_s, begun_cpu_s = time.monotonic(), used_s()
+        with httpx.stream("POST", f"{page.server.url}/v1/chat/completions", json=body, timeout=600) as reply:
+            for _ in reply.iter_raw():
+                pass
+        bare = (used_s() - begun_cpu_s) / (time.monotonic() - begun_s)
+        page.run(FRAMES)
+        begun_s, begun_cpu_s = time.monotonic(), used_s()
+        page.begin("Write.")
+        driver.set_script_timeout(600)
+        while not driver.find_elements("css selector", ".turn:last-child[aria-busy=false]"):
+            time.sleep(0.5)
+        wall_s, server_s, drawn_s = time.monotonic() - begun_s, used_s() - begun_cpu_s, cpu_s(drawers())
+        at = page.run("return frames_")
+        gaps = sorted(b - a for a, b in itertools.pairwise(at))
+        told = {
+            "tokens": N_TOKENS,
+            "seconds": round(wall_s, 1),
+            "frames_per_s": round(len(gaps) / wall_s, 1),
+            "gap_99_ms": round(gaps[int(0.99 * len(gaps))], 1),
+            "gap_most_ms": round(gaps[-1], 1),
+            "requests_to_draw": page.run(
+                "return performance.getEntriesByType('resource').filter(e => e.name.endsWith('page/markdown')).length"
+            ),
+            "core_server_with_page": round(server_s / wall_s, 4),
+            "core_server_bare_stream": round(bare, 4),
+            "core_drawers": round(drawn_s / wall_s, 4),
+            "formulas": page.run("return document.querySelectorAll('.md math').length"),
+        }
+    print(json.dumps(told, indent=1))
+
+
+def screens(directory: Path) -> None:
+    """Writes a picture of each view."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with browser.started() as driver:
+
+        def shot(page: Page, name: str) -> None:
+            time.sleep(0.4)
+            assert page.driver.save_screenshot(str(directory / f"{name}.png"))
+
+        def look(scheme: str) -> None:
+            driver.execute_cdp_cmd(
+                "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+            )
+
+        with opened(driver, FakeEngineClient()) as page:
+            shot(page, "empty")
+        for scheme in ("light", "dark"):
+            look(scheme)
+            with opened(driver, FakeEngineClient(saying(long_text(2600)), max_model_len=16_384)) as page:
+                page.ask("Derive the energy of an oscillator.")
+                page.press("Regenerate")
+                page.answered()
+                shot(page, f"chat-{scheme}")
+                page.one("#settings-open").click()
+                shot(page, f"settings-{scheme}")
+                page.one("#settings-close").click()
+                if scheme == "light":
+                    page.size(390, 800)
+                    shot(page, "phone")
+                    page.one("#menu").click()
+                    shot(page, "phone-chats")
+                    page.one("#menu").click()
+                    page.one("#settings-open").click()
+                    shot(page, "phone-settings")
+        look("light")
+        with opened(driver, seeing()) as page:
+            (directory / "a.png").write_bytes(WIDE)
+            page.one("#files").send_keys(str(directory / "a.png"))
+            wait_for(lambda: page.all("#pictures img"))
+            page.ask("What is it?")
+            shot(page, "picture")
+            (directory / "a.png").unlink()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["cost", "screens"])
+    parser.add_argument("directory", type=Path, nargs="?", default=Path("build/page"))
+    asked = parser.parse_args()
+    cost() if asked.what == "cost" else screens(asked.directory)
+
+
+if __name__ == "__main__":
+    main()

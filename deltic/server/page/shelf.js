@@ -1,0 +1,144 @@
+/** The chats that this browser keeps, in IndexedDB. Where that is forbidden, they are there until the page is left. */
+
+import { tell } from "./state.js";
+import { keep, local, recall, textOf } from "./store.js";
+import { freshChat, path, threadOf } from "./thread.js";
+
+const SEARCHED = 200_000; // characters of a chat that a search looks at
+const BEAT_MS = 8000;     // an answer that another tab writes is saved more often than that
+const LEFT = "deltic.left.";
+
+/** What the list of chats shows, by id: { id, title, at, text, unfinished, beat }. */
+export const heads = new Map();
+const here = new Map(); // whole chats, where there is no database
+let database = null;
+const channel = new BroadcastChannel("deltic");
+
+const done = request => new Promise((ok, failed) => {
+  request.onsuccess = () => ok(request.result);
+  request.onerror = () => failed(request.error);
+});
+const stored = name => database.transaction(name).objectStore(name);
+
+export async function openShelf() {
+  try {
+    const opening = indexedDB.open("deltic", 1);
+    opening.onupgradeneeded = () => { for (const name of ["heads", "chats"]) opening.result.createObjectStore(name, { keyPath: "id" }); };
+    database = await done(opening);
+    for (const head of await done(stored("heads").getAll())) heads.set(head.id, head);
+  } catch {
+    database = null;
+  }
+  for (const { messages, ...fields } of recall(local, "deltic.chats", []).toReversed()) await save(threadOf(messages, fields)); // an older page's
+  try { delete localStorage["deltic.chats"]; } catch { /* forbidden */ }
+  await takeLeft();
+}
+/** A chat, or nothing. */
+export async function read(id) {
+  return here.get(id) ?? (database ? done(stored("chats").get(id)).catch(() => undefined) : undefined);
+}
+/** Whether the last message is an answer that was cut off. */
+export function isUnfinished(chat) {
+  const last = path(chat).at(-1);
+  return last?.role === "assistant" && Boolean(last.meta) && !last.meta.finish && !last.meta.error;
+}
+/** Whether another tab writes it at the moment. */
+export const isElsewhere = id => Date.now() - (heads.get(id)?.beat ?? 0) < BEAT_MS;
+
+/** Keeps a chat. `beat`: true while its answer grows. */
+export async function save(chat, beat = false) {
+  if (!chat.nodes.length) return;
+  const text = chat.nodes.map(node => textOf(node.content ?? "")).join("\n").slice(0, SEARCHED).toLowerCase();
+  heads.set(chat.id, { id: chat.id, title: chat.title, at: chat.at, text, unfinished: isUnfinished(chat), beat: beat ? Date.now() : 0 });
+  tell("kept");
+  await write(chat);
+}
+async function write(chat) {
+  if (!database) { here.set(chat.id, chat); return; }
+  try {
+    const changing = database.transaction(["heads", "chats"], "readwrite");
+    changing.objectStore("heads").put(heads.get(chat.id));
+    changing.objectStore("chats").put(chat);
+    await new Promise((ok, failed) => {
+      changing.oncomplete = ok;
+      changing.onabort = changing.onerror = () => failed(changing.error);
+    });
+    channel.postMessage(chat.id);
+  } catch (error) {
+    here.set(chat.id, chat);
+    tell("not-kept", error?.name === "QuotaExceededError" ? "The browser has no room left for chats. Export and delete some." : `This chat is not kept: ${error?.message ?? error}.`);
+  }
+}
+/** Forgets a chat. Gives what puts it back. */
+export async function remove(id) {
+  const chat = await read(id);
+  heads.delete(id);
+  here.delete(id);
+  tell("kept");
+  if (database) {
+    const changing = database.transaction(["heads", "chats"], "readwrite");
+    for (const name of ["heads", "chats"]) changing.objectStore(name).delete(id);
+    changing.oncomplete = () => channel.postMessage(id);
+  }
+  return () => chat && save(chat);
+}
+
+// A page that is left has no time for the database: what an answer had by then is written at once.
+
+export function leave(chat, message) {
+  keep(local, LEFT + chat.id, message);
+}
+async function takeLeft() {
+  const left = (() => { try { return Object.keys(localStorage).filter(key => key.startsWith(LEFT)); } catch { return []; } })();
+  for (const key of left) {
+    const message = recall(local, key, null), chat = await read(key.slice(LEFT.length));
+    delete localStorage[key];
+    if (!chat || !message) continue;
+    const node = chat.nodes.find(other => other.id === message.id);
+    node ? Object.assign(node, message) : (chat.nodes.push(message), chat.leaf = message.id);
+    await save(chat);
+  }
+}
+channel.onmessage = async ({ data: id }) => {
+  const head = await done(stored("heads").get(id)).catch(() => undefined);
+  head ? heads.set(id, head) : heads.delete(id);
+  tell("kept");
+  tell("changed-elsewhere", id);
+};
+
+// Files of chats.
+
+const ROLES = new Set(["user", "assistant", "tool"]);
+/** All chats that are kept, or one, as the text of a file. */
+export const asJson = chats => JSON.stringify({ deltic_chats: 1, chats }, null, 1);
+/** The messages of a chat that are seen, for people. */
+export const asMarkdown = chat => [`# ${chat.title}\n`, ...path(chat).map(message =>
+  `<!-- ${message.role} -->\n**${message.role === "user" ? "You" : message.meta?.model ?? message.role}**\n\n${textOf(message.content ?? "")}\n`)].join("\n");
+/** The chats in a file of JSON, of this page's or with `messages` as the API has them, or in one of Markdown. Throws an error for any other. */
+export function chatsIn(text, name) {
+  if (!/^\s*[[{]/.test(text)) return [fromMarkdown(text, name)];
+  let told;
+  try { told = JSON.parse(text); } catch (error) { throw new Error(`${name} is no JSON: ${error.message}.`); }
+  const list = Array.isArray(told) ? (told[0]?.role ? [{ messages: told }] : told) : told.chats ?? [told];
+  return list.map(each => fromJson(each, name));
+}
+function fromJson(told, name) {
+  const given = told?.nodes ?? told?.messages, isText = value => typeof value === "string";
+  const isSound = Array.isArray(given) && given.every(message => (ROLES.has(message?.role) || (message?.role === "system" && isText(message.content)))
+    && (message.content == null || isText(message.content) || (Array.isArray(message.content) && message.content.every(part => isText(part?.text) || isText(part?.image_url?.url)))));
+  if (!isSound) throw new Error(`${name} has no chats: each has messages with a role and a content.`);
+  const title = isText(told.title) && told.title ? told.title.slice(0, 200) : name.replace(/\.\w+$/, "");
+  if (told.nodes) {
+    const ids = new Set(given.map(node => node.id));
+    return { ...freshChat(told.settings ?? {}), title, nodes: given.map(node => ({ ...node, up: ids.has(node.up) ? node.up : null })), leaf: ids.has(told.leaf) ? told.leaf : given.at(-1)?.id ?? null };
+  }
+  const system = given.filter(message => message.role === "system").map(message => message.content).join("\n\n");
+  return threadOf(given.filter(message => message.role !== "system").map(message => ({ ...message, content: message.content ?? "" })), { title, settings: system ? { system } : {} });
+}
+function fromMarkdown(text, name) {
+  const parts = text.split(/^<!-- (user|assistant|tool) -->\n\*\*(.*)\*\*\n/m);
+  if (parts.length < 4) throw new Error(`${name} has no chat: one that was exported here has <!-- user --> before each message.`);
+  const messages = [];
+  for (let i = 1; i < parts.length; i += 3) messages.push({ role: parts[i], content: parts[i + 2].trim(), ...(parts[i] === "assistant" ? { meta: { model: parts[i + 1], finish: "stop" } } : {}) });
+  return threadOf(messages, { title: /^# (.+)$/m.exec(parts[0])?.[1] ?? name });
+}

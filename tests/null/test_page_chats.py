@@ -1,0 +1,325 @@
+"""Chats on the page, in Debian's Chromium over a fake engine: versions, what is kept and found, settings, and how quick it is."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+pytest.importorskip("selenium.webdriver")
+
+from selenium.webdriver.common.keys import Keys
+
+from tests import browser
+from tests.browser import Page
+from tests.fake_engine import FakeEngineClient, make_app, saying, served
+from tests.null.test_picture_doors import prompt_of
+from tests.served import wait_for
+
+pytestmark = browser.needed
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    with browser.started() as running:
+        yield running
+
+
+class Counting(FakeEngineClient):
+    """An engine whose n-th answer is `answer n`."""
+
+    def __init__(self, **info: Any) -> None:
+        super().__init__(lambda request, index: saying(f"answer {len(self.requests)}")(request, index), **info)
+
+
+def opened(driver: Any, url: str) -> Page:
+    return Page(driver, SimpleNamespace(url=url, api_key=""))  # type: ignore[arg-type]
+
+
+def counter(page: Page) -> list[str]:
+    return page.texts(".versions > span")
+
+
+def click(page: Page, selector: str) -> None:
+    page.run("document.querySelector(arguments[0]).click()", selector)
+
+
+def edit(page: Page, selector: str, text: str) -> None:
+    """Presses Edit in an article, and sends another text."""
+    page.run(
+        "[...document.querySelectorAll(arguments[0] + ' button')].find(button => button.innerText === 'Edit').click()",
+        selector,
+    )
+    page.one("#prompt").send_keys(Keys.CONTROL, "a")
+    page.one("#prompt").send_keys(text, Keys.ENTER)
+
+
+def test_answers_and_messages_have_versions(driver: Any) -> None:
+    engine = Counting()
+    with served(make_app(engine)) as url:
+        page = opened(driver, url)
+        page.ask("one")
+        page.press("Regenerate")
+        wait_for(lambda: page.texts(".turn .md") == ["answer 2"])
+        page.answered()
+        wait_for(lambda: counter(page) == ["2/2"])
+        page.ask("two")
+        assert "answer 2" in prompt_of(engine.requests[-1]) and "answer 1" not in prompt_of(engine.requests[-1])
+        click(page, "[aria-label='Earlier version of the answer']")
+        wait_for(lambda: page.texts(".turn .md") == ["answer 1"])
+        assert len(page.all(".turn")) == 2, "what was said behind the other version is with it"
+        click(page, "[aria-label='Later version of the answer']")
+        wait_for(lambda: page.texts(".turn .md") == ["answer 2", "answer 3"])
+        edit(page, ".turn.user", "another one")
+        wait_for(lambda: page.texts(".turn .md") == ["answer 4"])
+        page.answered()
+        assert page.texts(".turn.user .said") == ["another one"] and "two" not in prompt_of(engine.requests[-1])
+        edit(page, ".turn:not(.user)", "as I would say it")
+        wait_for(lambda: page.texts(".turn .md") == ["as I would say it"])
+        assert len(engine.requests) == 4
+        page.ask("three")
+        assert "as I would say it" in prompt_of(engine.requests[-1])
+        driver.refresh()
+        wait_for(lambda: page.texts(".turn .md") == ["as I would say it", "answer 5"])
+        click(page, "[aria-label='Earlier version of the message']")
+        wait_for(lambda: page.texts(".turn.user .said") == ["one", "two"])
+
+
+def test_chats_are_found_renamed_deleted_and_taken_back(driver: Any) -> None:
+    with served(make_app(Counting())) as url:
+        page = opened(driver, url)
+        for text in ("The keel of a boat", "The mast of a ship"):
+            page.press("New chat")
+            page.ask(text)
+        assert page.texts(".open-chat") == ["The mast of a ship", "The keel of a boat"]
+        page.one("#search").send_keys("boat ANSWER")
+        assert page.texts(".open-chat") == ["The keel of a boat"]
+        page.one("#search").send_keys(" submarine")
+        assert page.texts(".open-chat") == [] and page.one("#none-found").is_displayed()
+        page.one("#search").clear()
+        page.run("document.querySelector('#search').dispatchEvent(new Event('input'))")
+        page.one("#title").clear()
+        page.one("#title").send_keys("Masts", Keys.ENTER)
+        wait_for(lambda: page.texts(".open-chat")[0] == "Masts")
+        page.all("[aria-label^=Delete]")[0].click()
+        wait_for(lambda: page.texts(".open-chat") == ["The keel of a boat"] and not page.all(".turn"))
+        page.press("Undo")
+        wait_for(lambda: page.texts(".open-chat") == ["Masts", "The keel of a boat"] and len(page.all(".turn")) == 2)
+        driver.refresh()
+        wait_for(lambda: page.texts(".open-chat") == ["Masts", "The keel of a boat"])
+        driver.switch_to.new_window("tab")
+        page.size(1280, 800)
+        page.go("")
+        wait_for(lambda: page.texts(".open-chat") == ["Masts", "The keel of a boat"])
+        page.all("[aria-label^=Delete]")[1].click()
+        wait_for(lambda: page.texts(".open-chat") == ["Masts"])
+        driver.close()
+        driver.switch_to.window(driver.window_handles[0])
+        wait_for(lambda: page.texts(".open-chat") == ["Masts"])
+
+
+def test_chats_go_into_files_and_come_back(driver: Any, tmp_path: Path) -> None:
+    with served(make_app(Counting())) as url:
+        page = opened(driver, url)
+        page.set(system="Be brief.")
+        page.ask("Question")
+        page.press("Regenerate")
+        wait_for(lambda: page.texts(".turn .md") == ["answer 2"])
+        page.answered()
+        whole, plain = page.run("return [asJson([state.chat]), asMarkdown(state.chat)]")
+        assert json.loads(whole)["deltic_chats"] == 1 and plain.startswith(
+            "# Question\n\n<!-- user -->\n**You**\n\nQuestion\n"
+        )
+        files = {
+            "whole.json": whole,
+            "plain.md": plain,
+            "api.json": json.dumps(
+                {
+                    "messages": [
+                        {"role": "system", "content": "S"},
+                        {"role": "user", "content": "Q"},
+                        {"role": "assistant", "content": "A"},
+                    ]
+                }
+            ),
+            "wrong.json": '{"a": 1}',
+        }
+        for name, text in files.items():
+            (tmp_path / name).write_text(text)
+        page.one("#import-files").send_keys(str(tmp_path / "whole.json"))
+        wait_for(lambda: page.texts(".open-chat") == ["Question", "Question"] and len(counter(page)) == 1)
+        assert page.one("#settings [name=system]").get_attribute("value") == "Be brief."
+        page.one("#import-files").send_keys(str(tmp_path / "plain.md"))
+        wait_for(lambda: len(page.all(".open-chat")) == 3)
+        assert page.texts(".turn.user .said") == ["Question"] and not counter(page)
+        page.one("#import-files").send_keys(str(tmp_path / "api.json"))
+        wait_for(lambda: page.texts(".turn.user .said") == ["Q"])
+        assert page.one("#settings [name=system]").get_attribute("value") == "S"
+        page.one("#import-files").send_keys(str(tmp_path / "wrong.json"))
+        wait_for(lambda: "wrong.json has no chats" in page.texts("#chats-error")[0])
+        assert len(page.all(".open-chat")) == 4
+
+
+def test_an_answer_that_was_left_is_found_again(driver: Any) -> None:
+    engine = FakeEngineClient(saying("word " * 200), max_model_len=4096)
+    engine.token_s = 0.005
+    with served(make_app(engine)) as url:
+        page = opened(driver, url)
+        page.begin("Write.")
+        wait_for(lambda: len(page.answer()) > 30)
+        page.go("version")
+        wait_for(lambda: engine.aborts)
+        driver.execute_script("sessionStorage.clear()")  # as in another tab, later
+        engine.token_s = 0.0
+        page.go("")
+        wait_for(lambda: page.texts(".mark-run") == ["unfinished"] and not page.all(".turn"))
+        page.all(".open-chat")[0].click()
+        page.answered()
+        wait_for(lambda: not page.all(".mark-run"))
+        assert "word word" in prompt_of(engine.requests[-1]), "it goes on where it was"
+        assert page.run("return path(state.chat).at(-1).content").startswith("word word")
+
+
+def test_settings_are_a_chat_s_own_and_have_presets(driver: Any) -> None:
+    with served(make_app(Counting())) as url:
+        page = opened(driver, url)
+        page.set(system="First.", temperature="0.5")
+        page.one("#settings [name=preset_name]").send_keys("Mine")
+        page.press("Save as preset")
+        page.ask("one")
+        page.set(system="Changed.")
+        page.press("New chat")
+        assert page.one("#settings [name=system]").get_attribute("value") == "First.", "of an empty chat, for new chats"
+        page.press("Clear all")
+        page.ask("two")
+        assert (
+            page.run("return sent.at(-1).messages.length") == 1 and page.run("return sent.at(-1).temperature") is None
+        )
+        wait_for(lambda: len(page.all(".open-chat")) == 2)
+        page.all(".open-chat")[1].click()
+        wait_for(lambda: page.one("#settings [name=system]").get_attribute("value") == "Changed.")
+        page.run("const { preset } = settings; preset.value = 'Mine'; preset.dispatchEvent(new Event('change'))")
+        page.ask("three")
+        assert page.run("return sent.at(-1).messages[0].content") == "First."
+        page.press("Delete the preset")
+        assert page.texts("[name=preset] option") == ["none yet"]
+
+
+def test_it_says_how_far_the_answer_is_and_how_full_the_context(driver: Any) -> None:
+    engine = FakeEngineClient(saying("word " * 100), max_model_len=2048)
+    engine.hold, engine.token_s = True, 2.0
+    with served(make_app(engine)) as url:
+        page = opened(driver, url)
+        assert page.all(".examples button") and "deltic serve" in page.texts(".toy")[0]
+        page.all(".examples button")[0].click()
+        assert page.one("#prompt").get_attribute("value") == "What is 19 plus 23?"
+        page.one("#prompt").send_keys(Keys.ENTER)
+        wait_for(lambda: page.texts("#now") == ["Waiting for its turn"])
+        wait_for(lambda: page.texts("#now") == ["Reading the prompt 100 %"])
+        engine.token_s, engine.hold = 0.01, False
+        wait_for(lambda: page.texts("#now")[0].startswith("Writing · "))
+        page.answered()
+        wait_for(lambda: page.texts("#now") == [""] and "of 2,048 tokens" in page.texts("#gauge")[0])
+        page.one("#settings-open").click()
+        card = dict(zip(page.texts("#card dt"), page.texts("#card dd"), strict=True))
+        assert card["Model"] == "fake" and card["Context"] == "2,048 tokens" and card["Sees pictures"] == "no"
+        told = {"total": 100, "cache": 20, "processed": 50, "time_ms": 30_000}
+        page.run("""
+            const fetched = window.fetch, told = arguments[0];
+            window.fetch = (path, options) => {
+              if (!String(path).startsWith("v1/chat")) return fetched(path, options);
+              const line = `data: ${JSON.stringify({ choices: [{ index: 0, delta: {} }], prompt_progress: told })}\\n\\n`;
+              return Promise.resolve(new Response(new ReadableStream({ start: out => out.enqueue(new TextEncoder().encode(line)) }), { status: 200 }));
+            };
+        """, told)  # fmt: skip
+        page.begin("A long one.")
+        wait_for(lambda: page.texts("#now") == ["Reading the prompt 38 %, about 50 s left"])
+
+
+def test_keys_are_listed(driver: Any) -> None:
+    with served(make_app(Counting())) as url:
+        page = opened(driver, url)
+        page.run("document.querySelector('#log').focus()")
+        page.type("?")
+        assert page.one("#keys").is_displayed()
+        page.type(Keys.ESCAPE)
+        assert not page.one("#keys").is_displayed()
+        page.type(Keys.ALT, "s")
+        wait_for(lambda: page.one("#settings").is_displayed())
+
+
+def test_a_chat_of_300_messages_opens_at_once(driver: Any) -> None:
+    with served(make_app(Counting())) as url:
+        page = opened(driver, url)
+        text = "Some **bold** words, `code` and \\( x^2 \\).\n\n- one\n- two\n\n```python\ndef f(): pass\n```\n"
+        page.run("""
+            const messages = Array.from({ length: 300 }, (_, i) => i % 2 ? { role: "assistant", content: `${i} ${arguments[0]}`, meta: { finish: "stop" } } : { role: "user", content: `Question ${i}` });
+            return save(threadOf(messages, { title: "long" }));
+        """, text)  # fmt: skip
+        took = """
+            const begun = performance.now();
+            document.querySelector(".open-chat").click();
+            return new Promise(done => {
+              const look = () => document.querySelectorAll(".turn").length === 300 ? requestAnimationFrame(() => setTimeout(() => done(performance.now() - begun))) : setTimeout(look);
+              look();
+            });
+        """
+        first_ms = page.run(took)
+        wait_for(lambda: page.all(".turn:last-child .md figure"))
+        assert (
+            page.run(
+                "const log = document.querySelector('#log'); return log.scrollHeight - log.scrollTop - log.clientHeight"
+            )
+            < 60
+        )
+        drawn = page.run("return document.querySelectorAll('.md figure').length")
+        assert drawn < 100, "what nobody sees is not drawn"
+        page.press("New chat")
+        again_ms = page.run(took)
+        print(f"300 messages: {first_ms:.0f} ms, again {again_ms:.0f} ms")
+        assert min(first_ms, again_ms) <= 300
+
+
+AXE = """
+    const done = arguments[arguments.length - 1];
+    axe.run(document, { resultTypes: ["violations"] }).then(found => done(found.violations.map(each => [each.id, each.nodes.map(node => node.html.slice(0, 200))])));
+"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_axe_finds_nothing(driver: Any, scheme: str) -> None:
+    package = find_spec("axe_playwright_python")  # of which the script is wanted, and no browser
+    if package is None or package.origin is None:
+        pytest.skip("no axe-core; pip install --no-deps --group published")
+    driver.execute_cdp_cmd(
+        "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
+    )
+    text = "# A\n\nSome **bold** [link](https://example.org), `code`, \\( x^2 \\).\n\n- [ ] to do\n\n|a|b|\n|-|-|\n|1|2|\n\n```python\ndef f(): return 's', 1 # c\n```\n"
+    try:
+        with served(make_app(FakeEngineClient(saying(text)))) as url:
+            page = opened(driver, url)
+            driver.execute_script(Path(package.origin).with_name("axe.min.js").read_text())
+
+            def violations() -> Any:
+                return driver.execute_async_script(AXE)
+
+            assert violations() == [], "empty"
+            page.ask("Write.")
+            page.press("Regenerate")
+            wait_for(lambda: page.all(".turn .md figure") and page.texts(".versions")[-1])
+            assert violations() == [], "a conversation"
+            page.one("#settings-open").click()
+            assert violations() == [], "its settings"
+            click(page, "#keys-open")
+            assert violations() == [], "its keys"
+            page.type(Keys.ESCAPE)
+            page.run("location.hash = '#live'")
+            wait_for(lambda: page.all("#tiles dd"))
+            assert violations() == [], "live"
+    finally:
+        driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
