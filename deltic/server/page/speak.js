@@ -103,7 +103,7 @@ function wordsOf(error) {
 // What was said, newest first, until the tab is closed.
 
 function said({ body }) {
-  const article = el("article", { class: "turn" }, el("h3", {}, [body.voice, body.language, body.instructions].filter(Boolean).join(" · ")),
+  const article = el("article", { class: "turn" }, el("h2", {}, [body.voice, body.language, body.instructions].filter(Boolean).join(" · ")),
     el("p", {}, body.input), el("div", { class: "foot" }));
   $("said").prepend(article);
   return article;
