@@ -168,7 +168,7 @@ def _in_directory(directory: Path, depth: int) -> Iterator[LocalModel]:
     """Finds those in a directory and in the folders below it."""
     with contextlib.suppress(OSError):  # a folder of somebody else
         entries = sorted(directory.iterdir())
-        is_model = any(entry.suffix == ".safetensors" for entry in entries)  # then what lies below belongs to it
+        is_model = any(entry.suffix == ".safetensors" for entry in entries)  # with what lies below
         files = [file for file in (directory.rglob("*") if is_model else entries) if file.is_file()]
         stats = {file.relative_to(directory).as_posix(): file.stat() for file in files}
         sizes = {name: stat.st_size for name, stat in stats.items()}
