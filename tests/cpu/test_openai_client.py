@@ -14,6 +14,7 @@ import pytest
 
 from deltic.commands.endpoint import LocalServer
 from tests.golden import make
+from tests.served import Served
 
 SUM = "What is 19 plus 23?"
 WEATHER: Any = {"type": "function", "strict": False, **make.WEATHER["function"]}
@@ -240,6 +241,21 @@ def test_completions_and_models(server: LocalServer, client: openai.OpenAI, mode
             return "".join([chunk.choices[0].delta.content or "" async for chunk in stream])
 
     assert "42" in asyncio.run(go())
+
+
+def test_a_gap_is_filled(served: Served) -> None:
+    """The tokens for it are the vocabulary's, and what files have in letters stays letters."""
+    client, model = served.openai, served.model
+    ask: dict[str, Any] = {"model": model, "max_tokens": 12, "temperature": 0}
+    prefix, suffix = "Once upon a time there was a ", " who lived in a forest."
+    filled = client.completions.create(prompt=prefix, suffix=suffix, **ask)
+    same = client.completions.create(prompt=f"<|fim_prefix|>{prefix}<|fim_suffix|>{suffix}<|fim_middle|>", **ask)
+    assert filled.usage and same.usage and filled.usage.prompt_tokens == same.usage.prompt_tokens
+    assert filled.choices[0].text == same.choices[0].text
+    infill = served.http.post("/infill", json={"input_prefix": prefix, "input_suffix": suffix, "n_predict": 12}).json()
+    assert infill["content"] == filled.choices[0].text and infill["tokens_evaluated"] == filled.usage.prompt_tokens
+    written = client.completions.create(prompt=f"{prefix}<|fim_middle|>", suffix=suffix, **ask)
+    assert written.usage and written.usage.prompt_tokens > filled.usage.prompt_tokens + 1
 
 
 # Errors.
