@@ -9,19 +9,23 @@ from __future__ import annotations
 import importlib.util
 import platform
 import re
+import resource
+import shutil
+import socket
 import sys
 from dataclasses import dataclass
 from io import StringIO
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from huggingface_hub.constants import HF_HUB_CACHE
 from rich.console import Console
 from rich.table import Table
 
 from deltic import __version__
 from deltic.aliases import Published, published
 from deltic.commands.plan import decode_bytes
-from deltic.config import ConfigError, EngineConfig
+from deltic.config import ConfigError, EngineConfig, ServerConfig
 from deltic.machine import cpu_model, cuda_driver, free_memory_bytes, memory_bound, n_usable_cpus
 from deltic.models.checkpoint import locate_speech, speaks
 from deltic.models.fields import CheckpointError
@@ -108,11 +112,40 @@ def report() -> str:
     console = Console(file=out, width=124, highlight=False)
     console.print(f"deltic {__version__} · Python {sys.version.split()[0]} · {platform.platform()}")
     columns = _cpu(console) + _gpu(console)
-    has_audio = all(importlib.util.find_spec(name) for name in ("soundfile", "soxr"))
-    console.print("Speech  " + ("ready" if has_audio else "audio files need more: pip install 'deltic\\[speech]'"))
+    _server(console)
     if columns:
         _models(console, columns)
     return out.getvalue()
+
+
+EXTRAS = {"speech": ("soundfile", "soxr"), "video": ("av",), "pdf": ("pypdf",)}
+"""Modules that extras of the package bring, of those that are for what requests send."""
+
+FEW_FILES = 4096
+"""Open files with which a busy server would close connections."""
+
+
+def _server(console: Console) -> None:
+    """Prints what a server would find here: its port, the disk, open files, what is installed."""
+    host, port = ServerConfig.host, ServerConfig.port
+    with socket.socket() as listening:
+        listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            listening.bind((host, port))
+            told = f"port {port} is free"
+        except OSError:
+            told = f"[bold]port {port} is taken: give --port[/]"
+    downloads = Path(HF_HUB_CACHE)
+    disk = next(folder for folder in (downloads, *downloads.parents) if folder.exists())
+    told += f" · {shutil.disk_usage(disk).free / 1e9:.0f} GB of disk are free for downloads"
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+    if 0 <= most < FEW_FILES:  # RLIM_INFINITY is less than 0
+        told += f" · [bold]only {most} connections and files: raise ulimit -n[/]"
+    console.print(f"Server  {told}")
+    missing = [name for name, modules in EXTRAS.items() if not all(map(importlib.util.find_spec, modules))]
+    ready = ", ".join(name for name in ("pictures", *EXTRAS) if name not in missing)
+    more = f" · for more: pip install 'deltic\\[{','.join(missing)}]'" if missing else ""
+    console.print(f"        takes {ready}{more}")
 
 
 def _cpu(console: Console) -> list[Column]:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import resource
 import shutil
+import socket
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -189,6 +191,24 @@ def test_doctor_fits_a_screen(without_gpu: None) -> None:
     assert [line.split()[0] for line in lines if line.startswith("Qwen/")] == list(doctor.MODELS)
     (header,) = (line for line in lines if line.startswith("weights in GB"))
     assert re.findall(r"CPU, \w+", header) == ["CPU, bfloat16", "CPU, int8", "CPU, int4"]
+
+
+def test_doctor_says_what_a_server_would_find(
+    without_gpu: None, known_roofs: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(doctor, "HF_HUB_CACHE", str(tmp_path / "not" / "there"))
+    real = resource.getrlimit
+    few = {resource.RLIMIT_NOFILE: (1024, 2048)}
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda what: few.get(what) or real(what))
+    monkeypatch.setattr(doctor.importlib.util, "find_spec", lambda name: None if name == "av" else object())
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        monkeypatch.setattr(doctor.ServerConfig, "port", port)
+        said = words(doctor.report())
+    assert f"port {port} is taken: give --port" in said and "only 2048 connections and files" in said
+    assert "GB of disk are free for downloads" in said
+    assert "takes pictures, speech, pdf · for more: pip install 'deltic[video]'" in said
+    assert f"port {port} is free" in words(doctor.report())
 
 
 @pytest.mark.parametrize(
