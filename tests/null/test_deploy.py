@@ -22,7 +22,9 @@ import yaml
 from deltic.__main__ import parser
 from deltic.config import ServerConfig
 from deltic.config_sources import check_environment, read_config, resolve
+from deltic.server.app import ROUTES
 from tests.fake_engine import FakeEngineClient, make_app, served
+from tests.null.test_dashboard import RULES, TOLD
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = ROOT / "deploy"
@@ -31,6 +33,7 @@ IMAGE = (DEPLOY / "Containerfile").read_text()
 COMPOSE: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.yaml").read_text())["services"]["deltic"]
 COMPOSE_GPU: dict[str, Any] = yaml.safe_load((DEPLOY / "compose.gpu.yaml").read_text())["services"]["deltic"]
 KUBERNETES: list[dict[str, Any]] = list(yaml.safe_load_all((DEPLOY / "kubernetes.yaml").read_text()))
+AUTOSCALE: list[dict[str, Any]] = list(yaml.safe_load_all((DEPLOY / "kubernetes.autoscale.yaml").read_text()))
 
 
 def seconds(text: str) -> float:
@@ -59,11 +62,14 @@ def settings_of(container: dict[str, Any]) -> ServerConfig:
 
 
 def test_two_pods_of_kubernetes_stop_one_by_one() -> None:
-    deployment, service = KUBERNETES
-    assert (deployment["kind"], service["kind"], deployment["spec"]["replicas"]) == ("Deployment", "Service", 2)
+    deployment, service, budget = KUBERNETES
+    assert [one["kind"] for one in KUBERNETES] == ["Deployment", "Service", "PodDisruptionBudget"]
+    assert deployment["spec"]["replicas"] == 2 and budget["spec"]["maxUnavailable"] == 1
     pod = deployment["spec"]["template"]
     labels = pod["metadata"]["labels"]
-    for selector in (deployment["spec"]["selector"]["matchLabels"], service["spec"]["selector"]):
+    spread = [each["labelSelector"]["matchLabels"] for each in pod["spec"]["topologySpreadConstraints"]]
+    chosen = [one["spec"]["selector"]["matchLabels"] for one in (deployment, budget)]
+    for selector in (*chosen, *spread, service["spec"]["selector"]):
         assert selector.items() <= labels.items()
     (container,) = pod["spec"]["containers"]
     config = settings_of(container)
@@ -79,9 +85,10 @@ def test_two_pods_of_kubernetes_stop_one_by_one() -> None:
     (port,) = container["ports"]
     assert port["containerPort"] == 8000 and service["spec"]["ports"][0]["targetPort"] == port["name"]
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert mounts == {"cache": "/cache", "tmp": "/tmp"} and {one["name"] for one in pod["spec"]["volumes"]} == set(
-        mounts
-    )
+    assert mounts == {"cache": "/cache", "tmp": "/tmp", "keys": "/keys"}
+    assert {one["name"] for one in pod["spec"]["volumes"]} == set(mounts)
+    assert str(config.api_key_file) == "/keys/keys.toml"
+    assert "--from-file=keys.toml" in (DEPLOY / "kubernetes.yaml").read_text()
     engine = FakeEngineClient()
     app = make_app(engine)
     with served(app) as url:
@@ -89,6 +96,26 @@ def test_two_pods_of_kubernetes_stop_one_by_one() -> None:
             engine.state, app.state.server.is_leaving = state, leaving  # type: ignore[assignment]
             assert (httpx.get(url + ready["httpGet"]["path"]).status_code == 200) is is_ready
             assert all(httpx.get(url + probe["httpGet"]["path"]).status_code == 200 for probe in (start, live))
+
+
+def test_more_servers_come_by_what_the_server_tells() -> None:
+    scaler, monitor = AUTOSCALE
+    deployment = KUBERNETES[0]
+    assert scaler["spec"]["scaleTargetRef"] == {
+        "apiVersion": deployment["apiVersion"], "kind": "Deployment", "name": deployment["metadata"]["name"],
+    }  # fmt: skip
+    assert scaler["spec"]["minReplicas"] == deployment["spec"]["replicas"] < scaler["spec"]["maxReplicas"]
+    metrics = {metric["pods"]["metric"]["name"] for metric in scaler["spec"]["metrics"]}
+    assert metrics <= TOLD.keys(), "no such numbers in /metrics"
+    (rule,) = re.findall(r"__name__=~\"(.*?)\"", (DEPLOY / "kubernetes.autoscale.yaml").read_text())
+    assert set(rule.split("|")) == metrics, "the adapter brings others"
+    labels = deployment["spec"]["template"]["metadata"]["labels"]
+    assert monitor["spec"]["selector"]["matchLabels"].items() <= labels.items()
+    (endpoint,) = monitor["spec"]["podMetricsEndpoints"]
+    (port,) = deployment["spec"]["template"]["spec"]["containers"][0]["ports"]
+    assert endpoint["port"] == port["name"] and endpoint["path"] in {route.path for route in ROUTES}
+    jobs = {job for each in RULES for job in re.findall(r'job="(\w+)"', each["expr"])}
+    assert {row["replacement"] for row in endpoint["relabelings"] if row["targetLabel"] == "job"} == jobs
 
 
 def test_the_settings_are_ours() -> None:
@@ -119,8 +146,9 @@ def test_the_image_is_made_of_what_is_there() -> None:
         line[1:] for line in (DEPLOY / "Containerfile.dockerignore").read_text().splitlines() if line.startswith("!")
     }
     assert kept == names
-    extras = re.findall(r"\.whl\)\[(\w+)\]", IMAGE)
-    assert extras == ["speech", "gpu"] and set(extras) <= project["optional-dependencies"].keys()
+    assert re.findall(r"\.whl\)\[(.*?)\]", IMAGE) == ["${EXTRAS}", "gpu"]
+    extras = re.findall(r"^ARG EXTRAS=(.*)$", IMAGE, re.MULTILINE)[0].split(",")
+    assert {"speech", "video", "pdf"} == set(extras) <= project["optional-dependencies"].keys() - {"gpu"}
     assert COMPOSE["build"] == {"context": "..", "dockerfile": "deploy/Containerfile"}
     assert COMPOSE_GPU["build"] == {"target": "gpu"}
 

@@ -46,7 +46,7 @@ FLAGS |= {
     "--log-opt",
 }  # systemctl's, uvx's, podman's
 FLAGS |= {
-    "--from-literal",
+    "--from-file",
     "--policy",
     "--worker-urls",
     "--disable-retries",
