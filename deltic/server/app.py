@@ -41,7 +41,7 @@ from deltic.server.batch import batches
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import ASKING, BATCH, LARGE_BYTES, RATE_HEADERS, TICKET, Ticket
 from deltic.server.openapi import Route, document
-from deltic.server.page.files import ASSETS, page, page_file
+from deltic.server.page.files import ASSETS, docs, page, page_file
 from deltic.server.page.live import live
 from deltic.server.page.markdown import DrawRequest, draw
 from deltic.server.pdf import pdf_text
@@ -435,12 +435,12 @@ async def version(service: Service, request: Request) -> ASGIApp:
 
 async def openapi(service: Service, request: Request) -> ASGIApp:
     """GET /openapi.json: this document."""
-    return json_response(_document(service.config.root_path))
+    return json_response(await asyncio.to_thread(_document, service.config.root_path))
 
 
 @functools.cache
 def _document(root_path: str) -> bytes:
-    """Made once: anybody may ask for it, and making it takes longer than a step."""
+    """Made once: anybody may ask for it, and making it takes longer than many steps."""
     return msgspec.json.encode(document(ROUTES, root_path))
 
 
@@ -449,7 +449,7 @@ IMPORT = "/cache/import"
 PDF = "/pdf/text"
 DRAWING = "/page/markdown"
 
-OLLAMA = functools.partial(Route, "POST", generates=True, any_type=True, gives=("application/json", ollama.LINES))
+OLLAMA = functools.partial(Route, "POST", generates=True, any_type=True)
 ADAPTERS = functools.partial(Route, "POST", is_shared=True, gives=("text/plain",))
 
 ROUTES = (
@@ -514,6 +514,7 @@ ROUTES = (
     Route("GET", "/ready", ready, open_=True),
     Route("GET", "/version", version, open_=True),
     Route("GET", "/openapi.json", openapi, open_=True),
+    Route("GET", "/docs", docs, open_=True, gives=("text/html",)),
 )
 """Every route there is: the application and its document in server/openapi.py are made from it."""
 

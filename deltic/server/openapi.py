@@ -1,16 +1,22 @@
 """A row of the table of routes, and the OpenAPI document of all, made from the structs that their bodies are
-parsed with.
+parsed with and those that describe their answers.
 
 What a body may hold beyond its types (a field that is refused, one that excludes another) is a 400 that says
-so. Answers are described by their media type; their fields are those of the API that the route belongs to.
+so. A field is described by the docstring behind it, else by its name (fields.toml).
 """
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
-from collections.abc import Awaitable, Callable, Sequence
+import sys
+import tomllib
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
 
 import msgspec
 from starlette.requests import Request
@@ -18,8 +24,10 @@ from starlette.types import ASGIApp
 
 from deltic import __version__
 from deltic.json_types import JsonObject
+from deltic.server.api.answers import ErrorAnswer, OllamaErrorAnswer, ServerStatus
+from deltic.server.described import DESCRIBED, Described
 from deltic.server.service import Kind, Service
-from deltic.server.transport import OLLAMA
+from deltic.server.transport import ANTHROPIC, OLLAMA
 
 FAILURES = {
     400: "The request cannot be honoured; `param` names the field.",
@@ -40,18 +48,43 @@ FAILURES = {
 
 _OF_OPEN_ROUTES = (403, 500)
 
-ERROR = {
-    "type": "object",
-    "required": ["error"],
-    "properties": {"error": {"type": "object", "required": ["message", "type"]}},
-}
+ABOUT = """
+Deltic serves language and speech models. Programs talk to it as they talk to OpenAI, Anthropic or Ollama.
 
-OLLAMA_ERROR = {"type": "object", "required": ["error"], "properties": {"error": {"type": "string"}}}
+**Keys.** A server with keys wants one as `Authorization: Bearer KEY` or `x-api-key: KEY`, but for the routes
+that say they need none.
+
+**Errors** have the form of the API that was asked. A field that this server cannot honour is a 400 that names
+it; nothing is dropped in silence.
+
+**Every answer** has its request's id in `x-request-id`, which the server's log has, too.
+
+**Streams** are events (`text/event-stream`) or lines of JSON (`application/x-ndjson`). The schema there is
+that of the data of one event, or of one line.
+"""
+
+TAGS = {
+    "OpenAI": (
+        "Chats, completions and responses, which most programs know; and llama.cpp's infill.",
+        "completions responses infill",
+    ),
+    "Anthropic": ("Messages: what Claude's clients and agents speak.", "anthropic"),
+    "Ollama": ("Answers as lines of JSON, and what says which models there are.", "ollama"),
+    "Speech": ("Texts that are spoken, and the voices that speak.", "routes"),
+    "Files and batches": ("Requests that are answered behind everybody else's.", "batches"),
+    "Models and tokens": ("Which models there are, and what their tokenizers make of a text.", "models pdf"),
+    "Server": ("Health, numbers, what the cache holds, and pages for a browser.", ""),
+}
+"""Groups of routes: what is there, and the modules of their endpoints. The last has the other modules."""
+
+JSON, EVENTS, LINES = "application/json", "text/event-stream", "application/x-ndjson"
 
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Row of ROUTES. The first line of the endpoint's docstring is its summary in /openapi.json."""
+    """Row of ROUTES. The first line of the endpoint's docstring is its summary in /openapi.json, the others
+    are its description.
+    """
 
     method: str
     path: str
@@ -77,59 +110,227 @@ class Route:
     any_type: bool = False
     """True if the JSON may be declared as anything: Ollama's manual shows `curl -d`, which calls it a form.
     """
-    gives: tuple[str, ...] = ("application/json",)
-    """The media types of its answers, beside event streams."""
+    gives: tuple[str, ...] = (JSON,)
+    """The media types of its answers, beside events and lines."""
+
+    own: Described | None = None
+    """Facts of it; None: those in DESCRIBED."""
+
+    @property
+    def described(self) -> Described:
+        """Facts for /openapi.json, beside its body."""
+        return self.own or DESCRIBED.get(f"{self.method} {self.path}", Described())
+
+
+class Schemas:
+    """The JSON schemas of all types of a table of routes, with texts."""
+
+    def __init__(self, routes: Sequence[Route]) -> None:
+        types = [ErrorAnswer, OllamaErrorAnswer, ServerStatus]
+        types += [each for route in routes for each in (route.body, *route.described[:3]) if each]
+        types = list(dict.fromkeys(types))
+        schemas, self.components = msgspec.json.schema_components(
+            types, schema_hook=lambda _: {"description": "Any JSON."}, ref_template="#/components/schemas/{name}"
+        )
+        self._schema_of = dict(zip(types, schemas, strict=True))
+        structs = {struct for each in types for struct in _structs(msgspec.inspect.type_info(each))}
+        for struct in structs:
+            self._describe(struct)
+
+    def of(self, kind: Any) -> JsonObject:
+        """The schema of a type; of None that of any JSON."""
+        return {} if kind is None else self._schema_of[kind]
+
+    def properties(self, struct: type[msgspec.Struct]) -> dict[str, JsonObject]:
+        """The properties of a struct, by name."""
+        name = self._schema_of[struct]["$ref"].rpartition("/")[2]
+        return dict(self.components[name]["properties"])
+
+    def _describe(self, struct: type[msgspec.Struct]) -> None:
+        """Gives a text to each field of a struct, and to the struct itself the whole of its docstring."""
+        encoded, texts = set(struct.__struct_encode_fields__), field_texts(struct)
+        for component in self.components.values():
+            if component.get("title") == struct.__name__ and encoded <= component.get("properties", {}).keys():
+                component["description"] = " ".join((struct.__doc__ or "").split())
+                for name, schema in component["properties"].items():
+                    if text := texts.get(name):
+                        schema["description"] = text
+
+
+def _structs(info: Any) -> Iterator[type[msgspec.Struct]]:
+    """The structs that a type is made of."""
+    found: set[type[msgspec.Struct]] = set()
+    todo = [info]
+    while todo:
+        each = todo.pop()
+        if isinstance(each, msgspec.inspect.StructType):
+            if each.cls in found:
+                continue
+            found.add(each.cls)
+            todo += [field.type for field in each.fields]
+        elif isinstance(each, msgspec.inspect.UnionType):
+            todo += each.types
+        else:
+            parts = (getattr(each, name, None) for name in ("type", "item_type", "key_type", "value_type"))
+            todo += [part for part in parts if isinstance(part, msgspec.inspect.Type)]
+    return iter(found)
+
+
+@cache
+def _named_fields() -> dict[str, str]:
+    return tomllib.loads(Path(__file__).with_name("fields.toml").read_text())
+
+
+@cache
+def _documented(module: str) -> dict[str, dict[str, str]]:
+    """The docstrings behind the fields of each class of a module, by the name of the class."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.walk(ast.parse(Path(str(sys.modules[module].__file__)).read_text())):
+        if isinstance(node, ast.ClassDef):
+            texts = found.setdefault(node.name, {})
+            for field, behind in zip(node.body, node.body[1:], strict=False):
+                if (
+                    isinstance(field, ast.AnnAssign)
+                    and isinstance(behind, ast.Expr)
+                    and isinstance(field.target, ast.Name)
+                ):
+                    texts[field.target.id] = " ".join(str(ast.literal_eval(behind.value)).split())
+    return found
+
+
+def field_texts(struct: type[msgspec.Struct]) -> dict[str, str]:
+    """The meanings of the fields of a struct, by their names in JSON."""
+    own: dict[str, str] = {}
+    for base in reversed(struct.__mro__):
+        if base.__module__.startswith("deltic"):
+            own |= _documented(base.__module__).get(base.__name__, {})
+    names = dict(zip(struct.__struct_encode_fields__, struct.__struct_fields__, strict=True))
+    tag = struct.__struct_config__.tag_field
+    texts = {name: own.get(field) or _named_fields().get(name, "") for name, field in names.items()}
+    return texts if tag is None else {tag: "Says which of several forms it is."} | texts
 
 
 def document(routes: Sequence[Route], root_path: str = "") -> JsonObject:
     """OpenAPI 3.1. root_path: the prefix under which a proxy offers them."""
-    bodies = {route.body for route in routes if route.body is not None}
-    schemas, components = msgspec.json.schema_components(
-        list(bodies), schema_hook=lambda _: {"description": "Any JSON."}, ref_template="#/components/schemas/{name}"
-    )
-    schema_of = dict(zip(bodies, schemas, strict=True))
+    schemas = Schemas(routes)
     paths: JsonObject = {}
     for route in routes:
         path = re.sub(r"\{(\w+):\w+\}", r"{\1}", route.path)
-        operation = paths.setdefault(path, {})[route.method.lower()] = _operation(route, path)
+        operation = paths.setdefault(path, {})[route.method.lower()] = _operation(route, path, schemas)
+        operation["operationId"] = _operation_id(route)
         if route.body is not None:
-            kind = "multipart/form-data" if route.form else "application/json"
-            content = {kind: {"schema": schema_of[route.body]}}
-            required = bool(route.body.__struct_fields__)
+            kind = "multipart/form-data" if route.form else JSON
+            required = any(field.required for field in msgspec.structs.fields(route.body))
+            example = {"example": route.described.example} if route.described.example else {}
+            content = {kind: {"schema": schemas.of(route.body)} | example}
             operation["requestBody"] = {"required": required, "content": content}
     return {
         "openapi": "3.1.0",
-        "info": {"title": "Deltic", "version": __version__},
+        "info": {
+            "title": "Deltic",
+            "version": __version__,
+            "description": ABOUT.strip(),
+            "license": {"name": "Apache 2.0", "identifier": "Apache-2.0"},
+        },
         **({"servers": [{"url": root_path}]} if root_path else {}),
+        "tags": [{"name": name, "description": text} for name, (text, _) in TAGS.items()],
         "paths": paths,
         "components": {
-            "schemas": {**components, "Error": ERROR, "OllamaError": OLLAMA_ERROR},
-            "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}},
+            "schemas": schemas.components,
+            "securitySchemes": {
+                "key": {"type": "http", "scheme": "bearer", "description": "As OpenAI's clients send it."},
+                "header": {
+                    "type": "apiKey",
+                    "in": "header",
+                    "name": "x-api-key",
+                    "description": "As Anthropic's clients send it.",
+                },
+            },
         },
     }
 
 
-def _operation(route: Route, path: str) -> JsonObject:
-    line = (inspect.getdoc(route.endpoint) or "").partition("\n")[0]
-    summary = line.removeprefix(f"{route.method} {route.path}").lstrip(".: ")
-    form = "OllamaError" if path.startswith(OLLAMA) else "Error"
-    error = {"application/json": {"schema": {"$ref": f"#/components/schemas/{form}"}}}
-    gives = (*route.gives, "text/event-stream") if route.generates else route.gives
-    responses: JsonObject = {"200": {"description": "The answer.", "content": {kind: {} for kind in gives}}}
+def _module(route: Route) -> str:
+    return route.endpoint.__module__.rpartition(".")[2]
+
+
+def _operation_id(route: Route) -> str:
+    """A name for programs that make clients of the document."""
+    name, module = route.endpoint.__name__, _module(route)
+    return f"{module}_{name}" if module in ("anthropic", "ollama") else name
+
+
+def _tag(route: Route) -> str:
+    return next((name for name, (_, modules) in TAGS.items() if _module(route) in modules.split()), [*TAGS][-1])
+
+
+def _operation(route: Route, path: str, schemas: Schemas) -> JsonObject:
+    line, _, rest = (inspect.getdoc(route.endpoint) or "").partition("\n")
+    summary = line.removeprefix(f"{route.method} {route.path}").lstrip(".: ") or path
+    operation: JsonObject = {"tags": [_tag(route)], "summary": summary[0].upper() + summary[1:]}
+    notes = [" ".join(part.split()) for part in rest.split("\n\n") if part.strip()]
+    notes += ["For administrators: it reads or changes what all keys share."] if route.is_shared else []
+    notes += ["It needs no key."] if route.open_ else []
+    if notes:
+        operation["description"] = "\n\n".join(notes)
+    operation["responses"] = _responses(route, path, schemas)
+    if parameters := _parameters(route, path, schemas):
+        operation["parameters"] = parameters
+    # A server may be without keys.
+    operation["security"] = [] if route.open_ else [{"key": []}, {"header": []}, {}]
+    return operation
+
+
+def _responses(route: Route, path: str, schemas: Schemas) -> JsonObject:
+    """The answers of a route, by status."""
+    if path.startswith(OLLAMA):
+        error = schemas.of(OllamaErrorAnswer)
+    else:
+        error = (
+            {"$ref": "#/components/schemas/AnthropicError"} if path.startswith(ANTHROPIC) else schemas.of(ErrorAnswer)
+        )
+    content: JsonObject = {kind: {} for kind in route.gives}
+    if JSON in content:
+        content[JSON] = {"schema": schemas.of(route.described.answer)}
+    if route.described.event is not None:
+        # An error after the first event is one, too; some APIs have it among their events.
+        event = schemas.of(route.described.event)
+        either = event if "discriminator" in event else {"anyOf": [event, error]}
+        content[LINES if path.startswith(OLLAMA) else EVENTS] = {"schema": either}
+    responses: JsonObject = {"200": {"description": _said(route.described.answer), "content": content}}
     for status, text in FAILURES.items():
         if not route.open_ or status in _OF_OPEN_ROUTES or (status == 404 and "{" in path):
-            responses[str(status)] = {"description": text, "content": error}
+            responses[str(status)] = {"description": text, "content": {JSON: {"schema": error}}}
     if route.open_:
-        responses["503"] = {"description": "The engine is not ready.", "content": {"application/json": {}}}
-    operation: JsonObject = {"summary": summary or path, "responses": responses}
+        status_body = {JSON: {"schema": schemas.of(ServerStatus)}}
+        responses["503"] = {"description": "The engine is not ready.", "content": status_body}
+    return responses
+
+
+def _said(answer: Any) -> str:
+    """The docstring of an answer in one line."""
+    return (
+        " ".join((getattr(answer, "__doc__", None) or "The answer.").split())
+        if isinstance(answer, type)
+        else "The answer."
+    )
+
+
+def _parameters(route: Route, path: str, schemas: Schemas) -> list[JsonObject]:
     parameters: list[JsonObject] = [
-        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        {
+            "name": name,
+            "in": "path",
+            "required": True,
+            "description": "A name or an id.",
+            "schema": {"type": "string", "minLength": 1},
+        }
         for name in re.findall(r"\{(\w+)\}", path)
     ]
     if route.takes_model:
-        parameters.append({"name": "model", "in": "query", "schema": {"type": "string"}})
-    if parameters:
-        operation["parameters"] = parameters
-    if not route.open_:
-        operation["security"] = [{"key": []}, {}]  # a server may be without keys
-    return operation
+        text = "The model that is meant; without it the first that fits."
+        parameters.append({"name": "model", "in": "query", "description": text, "schema": {"type": "string"}})
+    for name, schema in schemas.properties(route.described.query).items() if route.described.query else ():
+        plain = {key: value for key, value in schema.items() if key not in ("description", "default")}
+        parameters.append({"name": name, "in": "query", "description": schema["description"], "schema": plain})
+    return parameters

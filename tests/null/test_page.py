@@ -14,12 +14,12 @@ from deltic.config import EngineConfig, ServerConfig
 from deltic.engine.events import CacheStats, Stats, StepOutputs
 from deltic.host.client import N_RECENT_STEPS, EngineClient
 from deltic.server.api import protocol
-from deltic.server.page.files import FILES, INDEX, VERSION
+from deltic.server.page.files import DOCS, FILES, INDEX, VERSION
 from deltic.server.speech.protocol import SpeechRequest
 from tests.fake_engine import FakeEngineClient
 from tests.null.test_http import error_of, get
 
-TEXT = b"".join([INDEX, *FILES.values()]).decode()
+TEXT = b"".join([INDEX, DOCS, *FILES.values()]).decode()
 KEY = {"authorization": "Bearer secret"}
 
 
@@ -49,6 +49,13 @@ def test_it_is_asked_for_again_and_sent_when_it_changed() -> None:
     assert fetch("/", {"if-none-match": '"older"'}).content == INDEX
 
 
+def test_the_api_can_be_read_in_a_browser() -> None:
+    sent = fetch("/docs", api_key=("secret",))
+    assert sent.content == DOCS and sent.headers["content-type"] == "text/html; charset=utf-8"
+    assert sent.headers["content-security-policy"] == fetch("/").headers["content-security-policy"]
+    assert set(re.findall(r"page/([0-9a-f]{32})/", DOCS.decode())) == {VERSION}
+
+
 def test_policy_allows_files_of_this_server_only() -> None:
     policy = dict(part.strip().split(" ", 1) for part in fetch("/").headers["content-security-policy"].split(";"))
     assert policy["default-src"] == policy["frame-ancestors"] == policy["trusted-types"] == "'none'"
@@ -72,8 +79,8 @@ def test_modules_load_what_is_there_and_do_not_load_each_other() -> None:
     loads = {
         n: set(re.findall(r'^import .*"\./([\w.]+)";$', FILES[n].decode(), re.M)) for n in FILES if n.endswith(".js")
     }
-    assert {"main.js"} | set().union(*loads.values()) == set(loads), "a module that nobody loads, or that is not there"
-    assert [*TopologicalSorter(loads).static_order()][-1] == "main.js"
+    assert set(loads) - set().union(*loads.values()) == {"main.js", "docs.js"}, "a module that nobody loads"
+    assert {*TopologicalSorter(loads).static_order()} == set(loads), "a module that is not there"
 
 
 def test_nothing_comes_from_elsewhere_and_no_text_becomes_markup() -> None:

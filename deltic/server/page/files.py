@@ -22,9 +22,9 @@ MEDIA_TYPES = {".css": "text/css", ".js": "text/javascript"}
 FILES = {path.name: path.read_bytes() for path in sorted(Path(__file__).parent.iterdir()) if path.suffix in MEDIA_TYPES}
 """Files that the page loads, by name."""
 
-_INDEX = Path(__file__).with_name("index.html").read_bytes()
-VERSION = hashlib.sha256(b"".join([_INDEX, *FILES.values()])).hexdigest()[:32]
-INDEX = _INDEX.replace(b"VERSION", VERSION.encode())
+_PAGES = [Path(__file__).with_name(name).read_bytes() for name in ("index.html", "docs.html")]
+VERSION = hashlib.sha256(b"".join([*_PAGES, *FILES.values()])).hexdigest()[:32]
+INDEX, DOCS = (page.replace(b"VERSION", VERSION.encode()) for page in _PAGES)
 ASSETS = "/page/{version}/{name}"
 """The path of what the page loads."""
 
@@ -42,11 +42,11 @@ HEADERS = {
 }
 
 
-def index(request: Request) -> Response:
-    """The page, unless the browser has it."""
+def index(request: Request, html: bytes = INDEX) -> Response:
+    """The page, or another, unless the browser has it."""
     if HEADERS["etag"] in request.headers.get("if-none-match", ""):
         return Response(status_code=304, headers=HEADERS)
-    return Response(INDEX, headers=HEADERS, media_type="text/html")
+    return Response(html, headers=HEADERS, media_type="text/html")
 
 
 def file(version: str, name: str) -> Response:
@@ -75,6 +75,11 @@ def page_response(path: str, request: Request) -> Response:
 async def page(service: Service, request: Request) -> ASGIApp:
     """The page for a browser: a chat, speech, and what the engine does at the moment."""
     return index(request)
+
+
+async def docs(service: Service, request: Request) -> ASGIApp:
+    """GET /docs: this API, to be read and tried in a browser."""
+    return index(request, DOCS)
 
 
 async def page_file(service: Service, request: Request) -> ASGIApp:

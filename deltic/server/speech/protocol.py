@@ -99,7 +99,7 @@ class BatchItem(SpeechFields):
     input: str
 
 
-class BatchRequest(SpeechFields):
+class SpeechBatchRequest(SpeechFields):
     """POST /v1/audio/speech/batch."""
 
     items: Annotated[list[BatchItem], Meta(min_length=1, max_length=MAX_ITEMS)]
@@ -377,7 +377,7 @@ def _draws(fields: SpeechFields, shape: SpeechShape, prefix: str) -> tuple[float
     return (0.0 if temperature < GREEDY_BELOW else temperature), top_k, top_p
 
 
-def with_defaults(item: BatchItem, batch: BatchRequest) -> BatchItem:
+def with_defaults(item: BatchItem, batch: SpeechBatchRequest) -> BatchItem:
     """An item with what the batch says for all.
 
     Of the fields that say whose voice it is, it has its own or the batch's.

@@ -28,11 +28,13 @@ from deltic.server.chat.answer import Update, WayOut
 from deltic.server.chat.calls import AnswerDelta
 from deltic.server.chat.generation import Generation, timed_out, unavailable
 from deltic.server.chat.request import context_limit
+from deltic.server.described import Described
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket, Usage
 from deltic.server.openapi import Route
 from deltic.server.preparation import Preparation
 from deltic.server.service import Server, Service
+from deltic.server.speech import answers
 from deltic.server.speech import protocol as speech_protocol
 from deltic.server.speech.audio import (
     MEDIA_TYPES,
@@ -45,7 +47,7 @@ from deltic.server.speech.audio import (
     wav_header,
 )
 from deltic.server.speech.prompt import OpenText, Words
-from deltic.server.speech.protocol import BatchItem, BatchRequest, Manner, SpeechFields, SpeechRequest, VoiceForm
+from deltic.server.speech.protocol import BatchItem, Manner, SpeechBatchRequest, SpeechFields, SpeechRequest, VoiceForm
 from deltic.server.speech.voices import SpeechParts, StoredVoice, voice_form
 from deltic.server.transport import EventStream, json_response, let_go, unless_disconnected
 
@@ -475,7 +477,7 @@ async def speak_batch(service: Service, request: Request) -> ASGIApp:
     """POST /v1/audio/speech/batch: several texts, each answered by its audio or its error."""
     info = service.admit(speech=True)
 
-    def plan_all(asked: BatchRequest) -> list[SpeechPlan | ApiError]:
+    def plan_all(asked: SpeechBatchRequest) -> list[SpeechPlan | ApiError]:
         service.check_model(asked.model)
         return [attempt(speech_protocol.with_defaults(item, asked)) for item in asked.items]
 
@@ -486,7 +488,7 @@ async def speak_batch(service: Service, request: Request) -> ASGIApp:
             return error
 
     async with Preparation(service, request) as preparation:
-        planned = await preparation.run(plan_all, await preparation.parse(BatchRequest))
+        planned = await preparation.run(plan_all, await preparation.parse(SpeechBatchRequest))
     ticket: Ticket = request.scope[TICKET]
     total = Usage(0, 0, 0, 0, {})
 
@@ -569,12 +571,18 @@ async def delete_voice(service: Service, request: Request) -> ASGIApp:
 
 
 SPEECH = partial(Route, kind="speech")
+ONE = Described(event=answers.AudioEvent, example={"input": "Good morning.", "voice": "ryan", "response_format": "wav"})
+SEVERAL = Described(answers.SpokenBatch, example={"items": [{"input": "One."}, {"input": "Two."}], "voice": "ryan"})
 
 ROUTES = (
-    SPEECH("POST", "/v1/audio/speech", speak, SpeechRequest, generates=True, gives=tuple(MEDIA_TYPES.values())),
-    SPEECH("POST", "/v1/audio/speech/batch", speak_batch, BatchRequest, generates=True),
-    SPEECH("GET", "/v1/audio/voices", list_voices, takes_model=True),
-    SPEECH("POST", "/v1/audio/voices", add_voice, VoiceForm, form=True, generates=True),
-    SPEECH("DELETE", "/v1/audio/voices/{name}", delete_voice, takes_model=True),
+    SPEECH(
+        "POST", "/v1/audio/speech", speak, SpeechRequest, generates=True, gives=tuple(MEDIA_TYPES.values()), own=ONE
+    ),
+    SPEECH("POST", "/v1/audio/speech/batch", speak_batch, SpeechBatchRequest, generates=True, own=SEVERAL),
+    SPEECH("GET", "/v1/audio/voices", list_voices, takes_model=True, own=Described(answers.VoiceList)),
+    SPEECH(
+        "POST", "/v1/audio/voices", add_voice, VoiceForm, form=True, generates=True, own=Described(answers.VoiceAdded)
+    ),
+    SPEECH("DELETE", "/v1/audio/voices/{name}", delete_voice, takes_model=True, own=Described(answers.VoiceDeleted)),
 )
 """The routes that models which speak have."""
