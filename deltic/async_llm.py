@@ -43,7 +43,7 @@ class _Awaited:
 
 
 class AsyncLLM:
-    """A model whose calls are awaited. It loads when it is entered."""
+    """A model whose calls are awaited. It loads when it is entered, or started."""
 
     def __init__(self, model: str = BUILT_IN, **settings: Any) -> None:
         """The arguments are LLM's."""
@@ -60,10 +60,16 @@ class AsyncLLM:
         EngineStopped.
         """
         if self._llm is None:
-            raise EngineStopped("this AsyncLLM is not open. Use it within: async with AsyncLLM(...) as llm.")
+            raise EngineStopped(
+                "this AsyncLLM is not open. Use it within: async with AsyncLLM(...) as llm; or await llm.start()."
+            )
         return self._llm
 
     async def __aenter__(self) -> AsyncLLM:
+        return await self.start()
+
+    async def start(self) -> AsyncLLM:
+        """Loads the model, beside the event loop, and returns this. Raises what making an LLM raises."""
         loop, ready = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
 
         def tell(error: BaseException | None) -> None:

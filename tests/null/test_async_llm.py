@@ -107,6 +107,9 @@ def test_an_engine_that_fails_ends_what_is_open(checkpoint: Path, fake_runtime: 
         await llm.close()
         with pytest.raises(EngineStopped):
             await llm.generate("x")
+        started = await AsyncLLM(str(checkpoint), n_pages=24, max_num_seqs=4, max_model_len=256).start()
+        assert len(await started.generate("x", max_tokens=1)) == 1
+        await started.close()
 
     asyncio.run(go())
     assert not [thread for thread in threading.enumerate() if thread.name == "deltic"]
