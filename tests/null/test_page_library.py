@@ -93,6 +93,7 @@ class OnDemand:
         self.asked: list[dict[str, Any]] = []
         self.go_on = False
         self.error = ""
+        self.is_refusing = False
         self.left = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -107,6 +108,8 @@ class OnDemand:
             self.asked.append(json.loads((await receive())["body"]))
             self.status = {"value": path.rpartition("/")[2] + "ed"}
             await self._answer(send, {"success": True})
+        elif path == "/api/pull" and self.is_refusing:
+            await self._answer(send, {"error": "this server fetches none"}, 404)
         elif path == "/api/pull":
             self.asked.append(json.loads((await receive())["body"]))
             await self._pull(receive, send)
@@ -129,8 +132,10 @@ class OnDemand:
         line = {"error": self.error} if self.error else {"status": "success"}
         await send({"type": "http.response.body", "body": json.dumps(line).encode() + b"\n"})
 
-    async def _answer(self, send: Send, fields: dict[str, Any]) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", b"application/json")]})
+    async def _answer(self, send: Send, fields: dict[str, Any], status: int = 200) -> None:
+        await send(
+            {"type": "http.response.start", "status": status, "headers": [(b"content-type", b"application/json")]}
+        )
         await send({"type": "http.response.body", "body": json.dumps(fields).encode()})
 
 
@@ -165,7 +170,10 @@ def test_models_are_loaded_and_fetched(driver: Any) -> None:
         app.go_on = True
         page.one("#pull-start").click()
         wait_for(lambda: page.one("#library-failed").text == "the disk is full")
-        app.error = ""
+        app.error, app.is_refusing = "", True
+        page.one("#pull-start").click()
+        wait_for(lambda: page.one("#library-failed").text == "this server fetches none")
+        app.is_refusing = False
         page.one("#pull-start").click()
         wait_for(lambda: page.one("#pull-now").text == "qwen3.5:4b is there.")
         assert page.one("#pull-name").get_attribute("value") == "" and app.asked[-1] == {"model": "qwen3.5:4b"}

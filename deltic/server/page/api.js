@@ -19,7 +19,8 @@ export async function call(path, options = {}) {
   }
   if (response.ok) return response;
   const body = await response.json().catch(() => ({}));
-  throw new ServerError(body.error?.message ?? `The server answered with status ${response.status}.`, response.status);
+  const words = typeof body.error === "string" ? body.error : body.error?.message; // Ollama's form, and the others'
+  throw new ServerError(words ?? `The server answered with status ${response.status}.`, response.status);
 }
 
 /** The JSON of each line. */
