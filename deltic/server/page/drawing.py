@@ -271,8 +271,25 @@ def _unescaped(text: str) -> str:
 
 
 def prepare() -> None:
-    """Makes what all texts need."""
-    parser()
+    """Makes what most texts need, once: each process that draws begins with it."""
+    languages = [
+        "python",
+        "javascript",
+        "typescript",
+        "bash",
+        "json",
+        "html",
+        "css",
+        "c",
+        "cpp",
+        "java",
+        "go",
+        "rust",
+        "sql",
+        "yaml",
+        "diff",
+    ]
+    blocks("\n".join(["a https://example.org \\(x^2\\)\n", *(f"```{name}\na\n```" for name in languages)]))
 
 
 def main() -> int:

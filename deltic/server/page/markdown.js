@@ -2,7 +2,7 @@
 
 import { call } from "./api.js";
 import { copyButton, el } from "./dom.js";
-import { tell } from "./state.js";
+import { on, tell } from "./state.js";
 
 const TAGS = new Set(["p", "ul", "ol", "li", "blockquote", "hr", "thead", "tbody", "tr", "th", "td", "code", "em", "strong", "s", "br", "span"]);
 const ATTRIBUTES = new Set(["class", "start"]);
@@ -62,10 +62,12 @@ async function send() {
   }
 }
 
+on("ready", () => ask(" ").catch(() => {})); // the server starts what draws, before there is an answer
+
 // A text that grows is asked for from the last block on, which alone may still change.
 
-const LEAST_MS = 200, SHARE = 40; // of the server's time a fortieth at most, and a fork takes some that it does not count
-const LATE_MS = 700;              // then what is not drawn yet is shown as it was written
+const LEAST_MS = 200, FORK_MS = 5, SHARE = 40; // of the server's time a fortieth at most; a fork takes some that it does not count
+const LATE_MS = 1200;             // then what is not drawn yet is shown as it was written
 const AGAIN_MS = 3000;
 const drawings = new WeakMap();
 const near = new IntersectionObserver(entries => {
@@ -103,7 +105,7 @@ async function draw(drawing) {
   let wait = LEAST_MS, failed = false;
   try {
     const [blocks, ms] = await ask(source);
-    wait = Math.max(wait, SHARE * ms);
+    wait = Math.max(wait, SHARE * (ms + FORK_MS));
     if (growing && drawing.growing) putMore(drawing, base, source, blocks);
     else if (!growing) {
       drawn.delete(text);
