@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -43,6 +44,15 @@ FORGET = """
     });
 """
 """Has the browser forget what the page keeps: run on another page of the same server."""
+
+
+def modules() -> set[str]:
+    """Names of the modules that the page loads: not those of other pages."""
+    found, waiting = set[str](), {"main.js"}
+    while waiting:
+        found.add(name := waiting.pop())
+        waiting |= set(re.findall(r'^import .*"\./([\w.]+)";$', FILES[name].decode(), re.MULTILINE)) - found
+    return found
 
 
 @contextmanager
@@ -90,8 +100,7 @@ class Page:
         self.driver.get(f"{self.server.url}/{path}")
 
     def run(self, script: str, *arguments: Any) -> Any:
-        modules = [name for name in FILES if name.endswith(".js")]
-        return self.driver.execute_script(IN_MODULES % script, modules, *arguments)
+        return self.driver.execute_script(IN_MODULES % script, [*modules()], *arguments)
 
     def all(self, selector: str) -> list[Any]:
         return self.driver.find_elements(By.CSS_SELECTOR, selector)  # type: ignore[no-any-return]
