@@ -54,6 +54,8 @@ def test_the_api_can_be_read_in_a_browser() -> None:
     assert sent.content == DOCS and sent.headers["content-type"] == "text/html; charset=utf-8"
     assert sent.headers["content-security-policy"] == fetch("/").headers["content-security-policy"]
     assert set(re.findall(r"page/([0-9a-f]{32})/", DOCS.decode())) == {VERSION}
+    slashed = fetch("/docs/", root_path="/llm")
+    assert (slashed.status_code, slashed.headers["location"]) == (307, "../docs")
 
 
 def test_policy_allows_files_of_this_server_only() -> None:

@@ -379,6 +379,8 @@ class ModelEntry(Struct, kw_only=True):
     context_window: int | None
     max_input_tokens: int | None
     max_tokens: int | None
+    status: JsonObject | None = None
+    """State of a model that is loaded on demand, in the form of llama.cpp's router."""
     input_modalities: list[str] | None = None
     """Kinds of input, where prompts may have more than text."""
     speech: JsonObject | None = None

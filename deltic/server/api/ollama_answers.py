@@ -43,7 +43,7 @@ class OllamaLine(Struct, kw_only=True):
     """ISO 8601."""
     done: bool
     """True in the last line."""
-    done_reason: Literal["stop", "length", "load"] | None = None
+    done_reason: Literal["stop", "length", "load", "unload"] | None = None
     logprobs: list[ScoredToken] | None = None
     total_duration: int | None = None
     load_duration: int | None = None
@@ -116,7 +116,12 @@ class OllamaShown(Struct, kw_only=True):
     modified_at: str
 
 
-class OllamaStatus(Struct):
+class OllamaStatus(Struct, kw_only=True):
     """Progress of a pull."""
 
     status: str
+    digest: str | None = None
+    total: int | None = None
+    """Bytes of the download."""
+    completed: int | None = None
+    """Bytes that have come."""

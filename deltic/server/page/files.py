@@ -12,7 +12,7 @@ import hashlib
 from pathlib import Path
 
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import RedirectResponse, Response
 from starlette.types import ASGIApp
 
 from deltic.server.errors import ApiError
@@ -79,6 +79,9 @@ async def page(service: Service, request: Request) -> ASGIApp:
 
 async def docs(service: Service, request: Request) -> ASGIApp:
     """GET /docs: this API, to be read and tried in a browser."""
+    # The links of the page are relative, so a slash at the end would be one too many.
+    if request.scope.get("raw_path", b"").endswith(b"/"):
+        return RedirectResponse("../docs")
     return index(request, DOCS)
 
 
