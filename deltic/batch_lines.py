@@ -20,7 +20,7 @@ T = TypeVar("T")
 PATHS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
 """Paths that a line may go to, and the field by which a bare body is known to be for each."""
 
-NO_EMBEDDINGS = "the models here write or speak; this server makes no embeddings or scores"
+NO_EMBEDDINGS = "the models here write or speak. This server makes no embeddings or scores."
 
 N_TRIES = 5
 """Tries of a request whose answer says the server is at fault (5xx, lost connection)."""
@@ -104,7 +104,7 @@ def read(text: bytes, line: int) -> BatchLine:
             raise BadLine(f"the body has none of {', '.join(PATHS.values())}", param="body")
         raise BadLine(f"url {path!r}: use {known}", "invalid_url", "url")
     if bytes(about.stream) not in (b"false", b"null"):
-        raise BadLine("stream: a line is answered whole; leave it out", param="body.stream")
+        raise BadLine("stream: a line is answered whole. Leave it out.", param="body.stream")
     return BatchLine(line, custom_id, path, body, _word(about.model, "model"))
 
 

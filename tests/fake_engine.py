@@ -278,7 +278,7 @@ class FakeEngineClient:
                 await asyncio.sleep(0.002)
             if self.die_after is not None and start >= self.die_after:
                 self.state = "restarting"
-                stream.end("error", "the engine process ended (killed by SIGKILL); send the request again")
+                stream.end("error", "the engine process ended (killed by SIGKILL). Send the request again.")
                 return
             new = ids[start : start + self.batch]
             last = start + self.batch >= len(ids)

@@ -81,7 +81,7 @@ class QueueFull(RuntimeError):
 
     def __init__(self, n_waiting: int, retry_after_s: int) -> None:
         waiting = counted(n_waiting, "sequence")
-        super().__init__(f"the queue is full ({waiting} waiting); try again in {retry_after_s} s")
+        super().__init__(f"the queue is full ({waiting} waiting). Try again in {retry_after_s} s.")
         self.retry_after_s = retry_after_s
 
 
@@ -317,9 +317,9 @@ class EngineClient:
             return f"the engine is down: {self.failure}"
         if self.state == "restarting":
             why = f" ({self.failure})" if self.failure else ""
-            return f"the engine is being restarted{why}; try again in a few seconds"
+            return f"the engine is being restarted{why}. Try again in a few seconds."
         stage = f" ({self.loading.stage}, {self.loading.done:.0%})" if self.loading else ""
-        return f"the engine is loading{stage}; try again in a few seconds"
+        return f"the engine is loading{stage}. Try again in a few seconds."
 
     # For the EngineHost.
 

@@ -240,7 +240,7 @@ class EngineHost:
         if not is_said:
             log.error("%s", failure)
         for client in self.clients:
-            client.lose(failure, f"{failure}; send the request again")
+            client.lose(failure, f"{failure}. Send the request again.")
 
     def _set_restarting(self) -> bool:
         """Has the clients send nothing more; whether one of them could."""
@@ -266,7 +266,7 @@ class EngineHost:
         if not self._is_stopping:
             self._fail(failure)
         for client in self.clients:
-            client.lose(failure, f"{failure}; start the server again")
+            client.lose(failure, f"{failure}. Start the server again.")
         if self.pid is not None and self._process:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()

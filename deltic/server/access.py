@@ -57,8 +57,8 @@ class Access:
             if is_shared and not account.is_admin:
                 raise ApiError(
                     403,
-                    f"key {account.name!r} may not see or change what all keys share; use a key without a name, or one whose "
-                    "table in --api-key-file has 'admin = true'",
+                    f"key {account.name!r} may not see or change what all keys share. Use a key without a name, or one whose "
+                    "table in --api-key-file has 'admin = true'.",
                     code="not_an_admin",
                 )
             return account
@@ -70,7 +70,7 @@ class Access:
                 return None
             raise ApiError(
                 415,
-                f"the body is {kind or 'of no declared type'}; send JSON with 'Content-Type: application/json'",
+                f"the body is {kind or 'of no declared type'}. Send JSON with 'Content-Type: application/json'.",
                 code="unsupported_media_type",
             )
         return None
@@ -88,8 +88,8 @@ class Access:
         if self._is_local and host and not _is_harmless(host):
             raise ApiError(
                 403,
-                f"the Host header names {host!r}, but this server is for this machine only; use http://localhost or "
-                "http://127.0.0.1, or start it with --api-key",
+                f"the Host header names {host!r}, but this server is for this machine only. Use http://localhost or "
+                "http://127.0.0.1, or start it with --api-key.",
                 code="host_not_allowed",
             )
 
@@ -99,7 +99,7 @@ class Access:
         if origin and not own and origin not in self._origins and "*" not in self._origins:
             raise ApiError(
                 403,
-                f"a page of {origin!r} may not send this; start the server with --cors-origin or --api-key",
+                f"a page of {origin!r} may not send this. Start the server with --cors-origin or --api-key.",
                 code="origin_not_allowed",
             )
 

@@ -46,7 +46,7 @@ class ServedAdapter:
         if self.is_unloaded:
             raise ApiError(404, f"the adapter {self.name!r} was unloaded", param="model", code="model_not_found")
         if self.key is None:
-            raise EngineUnavailable(f"the adapter {self.name!r} is being loaded; try again in a few seconds")
+            raise EngineUnavailable(f"the adapter {self.name!r} is being loaded. Try again in a few seconds.")
         return self.key
 
 
@@ -109,10 +109,10 @@ class ServedAdapters:
                 raise EngineUnavailable(self._client.why_unavailable())
             old = self._by_name.get(name)
             if old is not None and not replaces:
-                message = f"the adapter {name!r} has already been loaded; set load_inplace to true to replace it, or unload it first"
+                message = f"the adapter {name!r} has already been loaded. Set load_inplace to true to replace it, or unload it first."
                 raise AdapterRefused(message)
             if old is None and (other := self._taken(name)) is not None:
-                raise AdapterRefused(f"{name!r} is {other}; give the adapter another name")
+                raise AdapterRefused(f"{name!r} is {other}. Give the adapter another name.")
             loaded = await self._client.load_adapter(path)
             if loaded.error is not None:
                 raise AdapterRefused(loaded.error)

@@ -210,19 +210,19 @@ def _answering(endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[[R
 
 
 DECLINED = {
-    path if path.startswith("/") else f"/v1/{path}": f"the models here write or speak; this server {why}"
+    path if path.startswith("/") else f"/v1/{path}": f"the models here write or speak. This server {why}."
     for names, why in {
         ("embeddings", "rerank", "score", "/api/embed"): "makes no embeddings or scores",
         ("audio/transcriptions", "audio/translations", "realtime"): "does not hear",
         ("images", "videos"): "makes no pictures",
         ("moderations",): "judges no text",
-        ("uploads", "vector_stores", "containers"): "keeps no such files; see /v1/files",
-        ("fine_tuning", "evals"): "runs no such jobs; see /v1/batches",
-        ("assistants", "threads", "conversations"): "keeps no threads; use /v1/responses with previous_response_id",
+        ("uploads", "vector_stores", "containers"): "keeps no such files. See /v1/files",
+        ("fine_tuning", "evals"): "runs no such jobs. See /v1/batches",
+        ("assistants", "threads", "conversations"): "keeps no threads. Use /v1/responses with previous_response_id",
         tuple(
             f"/api/{name}" for name in ("pull", "push", "create", "copy", "delete", "blobs")
         ): "serves what it was started with",
-        ("responses/compact",): "shortens no history; send what is to be kept",
+        ("responses/compact",): "shortens no history. Send what is to be kept",
     }.items()
     for path in names
 }
@@ -304,7 +304,7 @@ class Envelope:
         except BaseException:  # a panic of a library in Rust is no Exception
             log.exception("%s %r %s", scope["method"], scope["path"], request_id)
             if not status:
-                error = ApiError(500, f"an error inside the server; its log has more under {request_id}")
+                error = ApiError(500, f"an error inside the server. Its log has more under {request_id}.")
                 await error_response(error, scope)(scope, receive, send_marked)
         finally:
             self._server.n_open -= 1

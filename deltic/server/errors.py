@@ -116,7 +116,7 @@ class PromptTooLong(ApiError):
 
 def waited_too_long(seconds: float) -> ApiError:
     """The 503 for a request that had no place for so long."""
-    message = f"no place for the request within {seconds:g} s: too many run; try again later"
+    message = f"no place for the request within {seconds:g} s: too many run. Try again later."
     retry_after_s = min(60, math.ceil(seconds))  # it would wait as long again
     return ApiError(503, message, code="queue_timeout", headers={"retry-after": str(retry_after_s)})
 

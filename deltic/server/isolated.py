@@ -65,7 +65,7 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
     try:
         channel = FORKS.connect(program)
     except OSError as error:
-        raise _lack(f"no process for a decoder can be started ({error.strerror}); try again later") from None
+        raise _lack(f"no process for a decoder can be started ({error.strerror}). Try again later.") from None
     try:
         async with asyncio.timeout(SLOWER * limit_s):
             made = await _exchange(channel, data)
@@ -74,7 +74,7 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
     finally:
         channel.close()  # which ends a process that has not ended
     if len(made) < STATUS.size:
-        raise _lack("the process of the decoders ended while a file of the request was decoded; try again later")
+        raise _lack("the process of the decoders ended while a file of the request was decoded. Try again later.")
     status = STATUS.unpack_from(made, len(made) - STATUS.size)[0]
     made = made[: -STATUS.size]
     if status == REFUSED:
@@ -82,7 +82,7 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
     if status == -signal.SIGXCPU:
         raise Refused(f"could not be decoded within {limit_s:g} s")
     if status == -signal.SIGKILL:  # nobody else sends it
-        raise _lack("memory ran out while a file of the request was decoded; try again later, or send a smaller one")
+        raise _lack("memory ran out while a file of the request was decoded. Try again later, or send a smaller one.")
     if status:
         raise Refused(otherwise)
     return made

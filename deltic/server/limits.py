@@ -149,7 +149,7 @@ class Account:
 
     def _refusal(self, limit: str, why: str, wait_s: int) -> ApiError:
         self.numbers.limited[limit] += 1
-        message = f"key {self.name!r} {why}; try again in {wait_s} s"
+        message = f"key {self.name!r} {why}. Try again in {wait_s} s."
         return ApiError(429, message, code="rate_limit_exceeded", headers={"retry-after": str(wait_s)})
 
     def headers(self) -> list[tuple[bytes, bytes]]:
@@ -247,7 +247,7 @@ class Ticket:
         beside.
         """
         if self._worker and size > INLINE_BYTES and not self._worker.hold(self.turns, self, size):
-            message = "too many large requests wait to be read; try again in a few seconds"
+            message = "too many large requests wait to be read. Try again in a few seconds."
             raise ApiError(429, message, code="too_many_large_requests", headers=RETRY_LATER)
 
     def drop_body(self) -> None:
@@ -387,7 +387,7 @@ def _given(values: Iterable[str]) -> Iterable[tuple[str, str, KeyEntry]]:
         else:
             raise ConfigError(
                 f"--api-key number {place} has a '=', and so is NAME=KEY, but not with a name of letters, digits, '_', '.' "
-                "and '-' and a key behind it; a key that has a '=' itself needs a name: NAME=KEY="
+                "and '-' and a key behind it. A key that has a '=' itself needs a name: NAME=KEY="
             )
 
 

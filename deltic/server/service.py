@@ -43,7 +43,7 @@ from deltic.text import SamplingDefaults, Tokenizer
 log = logging.getLogger("deltic.server")
 
 SHUTTING_DOWN = "the server is shutting down"
-LEAVING = "the server is about to shut down; it still answers, but send new requests elsewhere"
+LEAVING = "the server is about to shut down. It still answers, but send new requests elsewhere."
 
 CACHE_ANSWER_S = 10.0
 """Seconds that the engine may take to report its prefix cache; it answers between two steps."""
@@ -204,7 +204,7 @@ class Server:
             if any(fnmatchcase(name, pattern) for pattern in service.patterns):
                 return service
         known = ", ".join(repr(known) for service in services for known in [*service.all_names(), *service.patterns])
-        message = f"no model {name!r}; this server has {known}"
+        message = f"no model {name!r}. This server has {known}."
         raise ApiError(404, message, param="model", code="model_not_found")
 
     @property
@@ -377,13 +377,13 @@ class Service:
     def check_writes(self) -> None:
         """Raises ApiError (404) for a model that speaks."""
         if self.speech is not None:
-            raise self._other_kind("speaks and does not write; use /v1/audio/speech")
+            raise self._other_kind("speaks and does not write. Use /v1/audio/speech.")
 
     def speaking(self) -> SpeechParts:
         """Raises ApiError (404) for a model that writes text."""
         if self.speech is None:
             raise self._other_kind(
-                "writes text and does not speak; serve one that does, as Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice"
+                "writes text and does not speak. Serve one that does, as Qwen/Qwen3-TTS-12Hz-0.6B-CustomVoice."
             )
         return self.speech
 
@@ -407,8 +407,8 @@ class Service:
             raise ApiError(
                 504,
                 f"the engine did not answer in {CACHE_ANSWER_S:g} s"
-                + ("; it will empty the cache when it comes to it" if reset else "")
-                + "; try again in a few seconds",
+                + (". It will empty the cache when it comes to it" if reset else "")
+                + ". Try again in a few seconds.",
                 code="engine_timeout",
                 headers=RETRY_LATER,
             ) from None
@@ -432,7 +432,7 @@ class Service:
         is too late to choose.
         """
         if name is not None and self.server.find(name).model_name != self.model_name:
-            message = f"{name!r} cannot answer a part of what {self.model_name!r} was asked; send that by itself"
+            message = f"{name!r} cannot answer a part of what {self.model_name!r} was asked. Send that by itself."
             raise bad_request("model", message)
 
 

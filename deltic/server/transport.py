@@ -106,7 +106,7 @@ async def read_body(request: Request, max_mb: float, is_json: bool = True) -> by
         message = f"the body has more than {MAX_CONTAINERS} JSON objects and arrays"
         raise bad_request(None, message, "too_many_containers")
     if is_json and n_commas > MAX_VALUES and await _n_outside(body, b",", MAX_VALUES) > MAX_VALUES:
-        message = f"the body has more than {MAX_VALUES} JSON values; send them in several requests"
+        message = f"the body has more than {MAX_VALUES} JSON values. Send them in several requests."
         raise bad_request(None, message, "too_many_values")
     return bytes(body)
 

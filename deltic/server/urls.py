@@ -245,7 +245,7 @@ def _split(url: str) -> tuple[urllib.parse.SplitResult, int]:
     if parts.scheme not in ("http", "https") or not parts.hostname:
         raise UrlError("expected an http or https URL")
     if not _PLAIN.fullmatch(url):
-        raise UrlError("has characters that a URL may not have; write them as %XX")
+        raise UrlError("has characters that a URL may not have. Write them as %XX.")
     if "@" in parts.netloc:
         raise UrlError("a URL with a user's name is not fetched")
     return parts, port or (443 if parts.scheme == "https" else 80)

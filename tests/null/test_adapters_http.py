@@ -171,7 +171,7 @@ def test_they_come_and_go() -> None:
         gone = (await post(UNLOAD, status=404, lora_name="poem")).json()["error"]
         assert gone["message"] == "no adapter 'poem'. 'fake' has 'twin'." and gone["param"] == "lora_name"
         error = (await post(CHAT, status=404, model="sql", messages=HELLO)).json()["error"]
-        assert error["message"] == "no model 'sql'; this server has 'fake', 'twin'"
+        assert error["message"] == "no model 'sql'. This server has 'fake', 'twin'"
         listed = (await client.get("/v1/models")).json()["data"]
         assert [card["id"] for card in listed] == ["fake", "twin"]
 
@@ -218,7 +218,7 @@ def test_while_one_is_loaded_others_are_answered(engine: Adapted) -> None:
     ("body", "said"),
     [
         ({"lora_name": "x", "lora_path": "/none"}, "/none: no such adapter"),
-        ({"lora_name": "fake", "lora_path": "/poem"}, "'fake' is a model's name; give the adapter another name"),
+        ({"lora_name": "fake", "lora_path": "/poem"}, "'fake' is a model's name. Give the adapter another name"),
         ({"lora_name": "x", "lora_path": "~nobody-here/x"}, "~nobody-here/x: "),
         ({"lora_name": "x"}, "lora_path"),
         ({"lora_path": "/poem"}, "lora_name"),

@@ -114,7 +114,7 @@ def test_a_body_names_its_model(several: Several, path: str, body: dict[str, Any
     several.post(path, {"model": named} | body)
     assert several.asked() == [named.removeprefix("org/")]
     error = several.refusal(path, body | {"model": "nobody"}, 404)
-    assert "no model 'nobody'; this server has 'speaker', 'writer', 'org/other', 'cloner'" in error["message"]
+    assert "no model 'nobody'. This server has 'speaker', 'writer', 'org/other', 'cloner'" in error["message"]
     error = several.refusal(path, body | {"model": wrong}, 404)
     assert repr(wrong) in error["message"] and ("does not" in error["message"])
     several.refusal(path, body | {"model": 5}, 400)
@@ -366,7 +366,7 @@ def test_a_model_answers_to_all_its_names() -> None:
         assert httpx.get(f"{url}/ping").status_code == 503
     server.models.pop("one")
     server.add(replace(server.models["two"], patterns=("claude-*",)))
-    with pytest.raises(ApiError, match=re.escape("no model 'x'; this server has 'two', 'claude-2', 'claude-*'")):
+    with pytest.raises(ApiError, match=re.escape("no model 'x'. This server has 'two', 'claude-2', 'claude-*'")):
         server.find("x")
 
 

@@ -167,7 +167,7 @@ class _Form:
         if purpose is None:
             raise bad_request("purpose", "is missing", "missing_field")
         if purpose != "batch":
-            raise bad_request("purpose", f"{purpose!r}: this server keeps files for batches only; use 'batch'")
+            raise bad_request("purpose", f"{purpose!r}: this server keeps files for batches only. Use 'batch'.")
         if unknown := self.fields.keys() - FileForm.__struct_encode_fields__:
             raise bad_request(min(unknown), UNKNOWN_FIELD, "unknown_field")
         given = {
@@ -275,7 +275,7 @@ async def delete_file(service: Service, request: Request) -> ASGIApp:
     """DELETE /v1/files/{file_id}: forgets a file."""
     card, files = _file(service, request), _runner(service, request).files
     if files.in_use[card.id]:
-        message = f"file {card.id} is the input of a batch that has not ended; cancel that first"
+        message = f"file {card.id} is the input of a batch that has not ended. Cancel that first."
         raise ApiError(409, message, code="file_in_use", headers=NO_RETRY)
     files.remove(card.id)
     return json_response({"id": card.id, "object": "file", "deleted": True})
@@ -336,7 +336,7 @@ def _runner(service: Service, request: Request) -> BatchRunner:
     runner = service.server.batches
     if runner is None:
         where = f"{request.method} {request.url.path}"
-        message = f"{where}: this server keeps no files and runs no batches; start it with --batch-dir DIR"
+        message = f"{where}: this server keeps no files and runs no batches. Start it with --batch-dir DIR."
         raise ApiError(404, message, code="not_found")
     return runner
 

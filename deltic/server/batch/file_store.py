@@ -144,7 +144,7 @@ class FileStore:
         if is_full():
             self.sweep(now=True)
         if is_full():
-            message = f"there is no room for more files ({self.share_bytes / 1e9:g} GB, {MAX_FILES} files); delete some"
+            message = f"there is no room for more files ({self.share_bytes / 1e9:g} GB, {MAX_FILES} files). Delete some."
             raise ApiError(409, message, code="storage_full", headers=NO_RETRY)
         self.count(owner, n_bytes)
 
@@ -204,7 +204,7 @@ def _card(path: Path) -> Card | None:
     try:
         return msgspec.json.decode(path.read_bytes(), type=Card)
     except msgspec.DecodeError:
-        log.warning("%s is no card of a file; it is removed", path)
+        log.warning("%s is no card of a file, and is removed", path)
         return None
 
 

@@ -43,7 +43,7 @@ AGAIN_S = 30.0
 ROOM_S = 2.0
 """Seconds between two looks of a batch that waits for room on the disk."""
 
-BROKEN = "an error inside the server; its log has more"
+BROKEN = "an error inside the server. Its log has more."
 
 OURS = re.compile(r"batch_[0-9a-f]{24}")
 """Names of batches; files in their directory with other names are somebody else's."""
@@ -112,7 +112,7 @@ class BatchRunner:
         if len(own) >= MAX_BATCHES:
             old = next((b for b in own if b.status not in UNFINISHED), None)
             if old is None:
-                raise ApiError(409, f"{MAX_BATCHES} batches are not finished; wait", code="too_many_batches")
+                raise ApiError(409, f"{MAX_BATCHES} batches are not finished. Wait.", code="too_many_batches")
         try:
             self._save(batch)
         except OSError as error:
@@ -160,10 +160,10 @@ class BatchRunner:
                 else:
                     await self._in_turn(batch)
             except (OSError, EngineFailed) as error:
-                log.warning("batch %s cannot go on: %s; it is tried again", batch.id, error)
+                log.warning("batch %s cannot go on, and is tried again: %s", batch.id, error)
                 await asyncio.sleep(AGAIN_S)
             except Exception:
-                log.exception("batch %s cannot go on; it is tried again", batch.id)
+                log.exception("batch %s cannot go on, and is tried again", batch.id)
                 await asyncio.sleep(AGAIN_S)
 
     async def _check(self, batch: BatchRecord) -> None:
@@ -406,7 +406,7 @@ class BatchRunner:
             if batch is not None and batch.id == path.stem:
                 batches.append(batch)
             else:
-                log.warning("%s is no batch; it is left alone", path)
+                log.warning("%s is no batch, and is left alone", path)
         for batch in sorted(batches, key=lambda batch: batch.created_at):
             self._batches[batch.id] = batch
             self.files.in_use[batch.input_file_id] += batch.status in UNFINISHED

@@ -239,7 +239,7 @@ async def decode_reference(data: bytes) -> bytes:
     In a process of its own, which is ended after DECODE_S, or when nobody waits any more.
     """
     try:
-        return await ask(PROGRAM, data, DECODE_S, f"cannot be decoded; send {_SEND}")
+        return await ask(PROGRAM, data, DECODE_S, f"cannot be decoded. Send {_SEND}.")
     except Refused as refused:
         raise UnreadableAudio(str(refused)) from None
 
@@ -293,10 +293,10 @@ def _in_sound_file(data: bytes) -> Generator[tuple[int, NDArray[np.float32]]]:
     try:
         file = soundfile.SoundFile(io.BytesIO(data))
     except soundfile.LibsndfileError:
-        raise UnreadableAudio(f"is no audio file that can be read here; send {_SEND}") from None
+        raise UnreadableAudio(f"is no audio file that can be read here. Send {_SEND}.") from None
     with file:
         if file.format not in READABLE:
-            raise UnreadableAudio(f"is {file.format.lower()}; send {_SEND}")
+            raise UnreadableAudio(f"is {file.format.lower()}. Send {_SEND}.")
         yield file.samplerate, np.zeros((0, file.channels), np.float32)
         while len(part := file.read(BLOCK_FRAMES, dtype="float32", always_2d=True)):
             yield file.samplerate, part
@@ -305,7 +305,7 @@ def _in_sound_file(data: bytes) -> Generator[tuple[int, NDArray[np.float32]]]:
 def _in_container(data: bytes, form: str) -> Generator[tuple[int, NDArray[np.float32]]]:
     """Decodes what phones and browsers record (see `_in_sound_file`)."""
     if not find_spec("av"):
-        raise UnreadableAudio(f"needs a library: pip install 'deltic[video]'; without it, send {_SOUND_FILES}")
+        raise UnreadableAudio(f"needs a library: pip install 'deltic[video]'. Without it, send {_SOUND_FILES}.")
     import av
 
     with av.open(io.BytesIO(data), "r", format=form) as container:
@@ -313,7 +313,7 @@ def _in_container(data: bytes, form: str) -> Generator[tuple[int, NDArray[np.flo
             raise UnreadableAudio("has no sound")
         context = streams[0].codec_context
         if context is None or context.name not in CODECS:
-            raise UnreadableAudio(f"is coded as {context.name if context else 'something unknown'}; send {_SEND}")
+            raise UnreadableAudio(f"is coded as {context.name if context else 'something unknown'}. Send {_SEND}.")
         context.thread_count = 1
         planes = av.AudioResampler(format="fltp")
         for frame in container.decode(streams[0]):
@@ -327,9 +327,9 @@ def _mono(parts: Iterable[tuple[int, NDArray[np.float32]]]) -> tuple[int, NDArra
     n_read = rate = 0
     for rate, part in parts:
         if rate not in RATES:
-            raise UnreadableAudio(f"has {rate} samples a second; from {RATES.start} to {RATES.stop - 1} can be used")
+            raise UnreadableAudio(f"has {rate} samples a second. From {RATES.start} to {RATES.stop - 1} can be used.")
         if part.shape[1] > MAX_CHANNELS:
-            raise UnreadableAudio(f"has {part.shape[1]} channels; at most {MAX_CHANNELS} can be used")
+            raise UnreadableAudio(f"has {part.shape[1]} channels. At most {MAX_CHANNELS} can be used.")
         blocks.append(part.mean(axis=1, dtype=np.float32))
         n_read += len(part)
         if n_read > int(MAX_REFERENCE_S * rate):

@@ -82,7 +82,7 @@ class Prompter:
         ids = shape.ids
         if not is_dummy and (len(self._role) != 3 or self._role[:2] != [ids.im_start, ids.assistant]):
             raise TokenizerError(
-                f"the tokenizer makes {self._role} of '<|im_start|>assistant' and a newline; config.json says "
+                f"the tokenizer makes {self._role} of '<|im_start|>assistant' and a newline, where config.json says "
                 f"{ids.im_start} and {ids.assistant}, so it is another model's"
             )
 
@@ -97,7 +97,7 @@ class Prompter:
         texts = {"input": text, "ref_text": reference} if isinstance(text, str) else {"ref_text": reference}
         for field, part in texts.items():
             if self._tokenizer.least_tokens(part, limit) >= limit:
-                raise bad_request(field, f"has more than {limit} tokens; shorten it", "context_length_exceeded")
+                raise bad_request(field, f"has more than {limit} tokens. Shorten it.", "context_length_exceeded")
         # Without the white space around it a text is the same tokens wherever it stands: nothing merges with
         # its neighbours.
         body = self._tokenizer.encode(text.strip()) if isinstance(text, str) else text.ids

@@ -181,18 +181,18 @@ def manner(fields: SpeechFields, shape: SpeechShape, stored: str | None, *, stre
     speaker = None
     if shape.variant == "custom_voice":
         if voice is None:
-            raise bad_request("voice", f"is missing; one of {', '.join(sorted(shape.speakers))}", "missing_field")
+            raise bad_request("voice", f"is missing. Give one of {', '.join(sorted(shape.speakers))}.", "missing_field")
         speaker = voice.lower()
         if speaker not in shape.speakers:
             raise bad_request("voice", f"{voice!r} is none of {', '.join(sorted(shape.speakers))}", "voice_not_found")
     elif voice is not None and stored is None:
         if shape.variant == "voice_design":
-            raise bad_request("voice", f"{task} has no voices; describe one in instructions")
+            raise bad_request("voice", f"{task} has no voices. Describe one in instructions.")
         raise bad_request("voice", f"no stored voice {voice!r}", "voice_not_found")
     instructions = _instructions(fields, shape, task, model)
     form = fields.response_format or fields.default_format
     if form == "aac" and not find_spec("av"):
-        message = "aac needs a library: pip install 'deltic[video]'; the other formats do not"
+        message = "aac needs a library: pip install 'deltic[video]'. The other formats do not."
         raise bad_request("response_format", message, "format_not_available")
     speed = 1.0 if fields.speed is None else fields.speed
     if form == "opus" and fields.sample_rate not in (None, *OPUS_RATES):
@@ -254,7 +254,7 @@ def voice_name(fields: SpeechFields) -> str | None:
         if not name.strip():
             raise bad_request(field, "is empty")
         if name != names[0][1]:
-            raise bad_request("speaker", "differs from voice; give one of the two")
+            raise bad_request("speaker", "differs from voice. Give one of the two.")
     return names[0][1].strip() if names else None
 
 
@@ -266,20 +266,20 @@ def _check_references(fields: SpeechFields, shape: SpeechShape, task: str, store
     ]
     if shape.variant != "base":
         if given:
-            raise bad_request(given[0], f"only for a Base model; this one is {task}")
+            raise bad_request(given[0], f"only for a Base model. This one is {task}.")
         return
     sources = [name for name in ("ref_audio", "speaker_embedding") if name in given]
     if stored is not None:
         if named := [name for name in given if name != "x_vector_only_mode"]:
             raise bad_request(named[0], "excludes a stored voice, which has its own")
     elif not sources and voice_name(fields) is None:
-        raise bad_request("voice", "is missing; a Base model needs ref_audio, speaker_embedding, or a stored voice")
+        raise bad_request("voice", "is missing. A Base model needs ref_audio, speaker_embedding, or a stored voice.")
     if len(sources) == 2:
-        raise bad_request("speaker_embedding", "excludes ref_audio; give one of the two")
+        raise bad_request("speaker_embedding", "excludes ref_audio. Give one of the two.")
     if "ref_text" in given and "ref_audio" not in given:
         raise bad_request("ref_text", "needs ref_audio, whose transcript it is")
     if "ref_audio" in given and not fields.x_vector_only_mode and not (fields.ref_text or "").strip():
-        raise bad_request("ref_text", "is missing; give the transcript of ref_audio, or x_vector_only_mode: true")
+        raise bad_request("ref_text", "is missing. Give the transcript of ref_audio, or x_vector_only_mode: true.")
     if fields.speaker_embedding is not None:
         check_embedding(fields.speaker_embedding, shape)
 
@@ -288,7 +288,7 @@ def check_embedding(values: list[float], shape: SpeechShape) -> None:
     """Raises ApiError (400)."""
     if len(values) != shape.talker.hidden_size:
         raise bad_request(
-            "speaker_embedding", f"has {len(values)} numbers; this model's have {shape.talker.hidden_size}"
+            "speaker_embedding", f"has {len(values)} numbers. This model's have {shape.talker.hidden_size}."
         )
     if not all(map(math.isfinite, values)) or max(map(abs, values)) > 3e38:
         raise bad_request("speaker_embedding", "has a number that float32 cannot hold")
@@ -297,9 +297,9 @@ def check_embedding(values: list[float], shape: SpeechShape) -> None:
 def _instructions(fields: SpeechFields, shape: SpeechShape, task: str, model: str) -> str:
     text = (fields.instructions or "").strip()
     if text and not shape.takes_instructions:
-        raise bad_request("instructions", f"{model!r} takes none; leave it out")
+        raise bad_request("instructions", f"{model!r} takes none. Leave it out.")
     if not text and shape.variant == "voice_design":
-        raise bad_request("instructions", f"is missing; {task} makes the voice that it describes", "missing_field")
+        raise bad_request("instructions", f"is missing. Describe the voice: {task} makes it.", "missing_field")
     return text
 
 
@@ -321,7 +321,7 @@ def frames_limit(fields: SpeechFields, shape: SpeechShape, n_text: int | None, n
     if room < MIN_TOKENS:
         raise bad_request(
             "input",
-            f"the prompt has {n_prompt} rows, but prompt and speech together may have {limit}; shorten it",
+            f"the prompt has {n_prompt} rows, but prompt and speech together may have {limit}. Shorten it.",
             "context_length_exceeded",
         )
     given = fields.max_new_tokens
@@ -396,7 +396,7 @@ def lost_its_end(n_frames: int) -> ApiError:
     """The 500 of speech that did not end within its bound."""
     return ApiError(
         500,
-        f"the speech did not end within {n_frames} frames, far more than its text takes; send it again with another seed, or "
-        "give max_new_tokens to keep what was said until then",
+        f"the speech did not end within {n_frames} frames, far more than its text takes. Send it again with another seed, or "
+        "give max_new_tokens to keep what was said until then.",
         code="speech_did_not_end",
     )

@@ -546,7 +546,7 @@ async def add_voice(service: Service, request: Request) -> ASGIApp:
     service.admit(speech=True)
     speech = service.speaking()
     if speech.prompts.shape.variant != "base":
-        message = f"voices can be added to a Base model; {service.model_name!r} has its own"
+        message = f"voices can be added to a Base model. {service.model_name!r} has its own."
         raise bad_request(None, message, "unsupported_model")
     vector = None
     if asked.speaker_embedding is not None:

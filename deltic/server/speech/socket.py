@@ -194,7 +194,7 @@ class _Conversation:
         if isinstance(taken, InputText):
             n_held = self._text.n_characters if self._text else self._splitter.n_held
             if len(taken.text) + n_held > MAX_WAITING:
-                raise bad_request("text", f"more than {MAX_WAITING} characters before an end; send input.done")
+                raise bad_request("text", f"more than {MAX_WAITING} characters before an end. Send input.done.")
             if self._is_open:
                 await self._write(taken.text, config)
             else:

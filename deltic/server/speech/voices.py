@@ -196,7 +196,7 @@ class VoiceStore:
                 await asyncio.to_thread(_write, self._path(voice), voice)
             except OSError as error:
                 self._stored.pop(place, None)
-                message = f"the voice could not be stored ({error.strerror}); it is not kept"
+                message = f"the voice could not be stored ({error.strerror}). It is not kept."
                 raise ApiError(500, message, code="voice_not_stored") from None
             if self._stored.get(place) is not voice:  # it was deleted meanwhile
                 self._path(voice).unlink(missing_ok=True)
@@ -212,7 +212,7 @@ class VoiceStore:
         """
         tenant, most = asking().tenant, share_of(MAX_WAITING, self.n_tenants)
         if self._n_waiting[tenant] >= most:
-            message = f"{most} requests wait for a voice to be encoded; try again in a few seconds"
+            message = f"{most} requests wait for a voice to be encoded. Try again in a few seconds."
             raise ApiError(429, message, code="too_many_encodings", headers=RETRY_LATER)
         self._n_waiting[tenant] += 1
         try:
@@ -226,11 +226,11 @@ class VoiceStore:
 
     def _check_name(self, name: str) -> None:
         if self.find(name):
-            raise ApiError(409, f"name: there is a voice {name!r}; delete it first", param="name", code="voice_exists")
+            raise ApiError(409, f"name: there is a voice {name!r}. Delete it first.", param="name", code="voice_exists")
         most = share_of(MAX_STORED if self._files else MAX_IN_MEMORY, self.n_tenants)
         if sum(voice.owner == asking().tenant for voice in self._stored.values()) >= most:
             message = f"{most} voices are stored, as many as may be" + (
-                "" if self._files else " in memory; start the server with --voices-dir"
+                "" if self._files else " in memory. Start the server with --voices-dir."
             )
             raise ApiError(409, message, code="too_many_voices")
 
@@ -240,7 +240,7 @@ class VoiceStore:
         if voice is None:
             raise ApiError(404, f"no stored voice {name!r}", param="name", code="voice_not_found")
         if account is not None and not account.is_admin and account.name != voice.owner:
-            message = f"voice {name!r} came with another key; only that key's name or an administrator may delete it"
+            message = f"voice {name!r} came with another key. Only that key's name or an administrator may delete it."
             raise ApiError(403, message, param="name", code="not_your_voice")
         del self._stored[name.lower()]
         if self._files is not None:
@@ -283,7 +283,7 @@ class VoiceStore:
         try:
             data = _read(self._path(voice)).data
         except (OSError, ValueError) as error:
-            message = f"the voice {voice.name!r} cannot be read ({error}); delete it and upload it again"
+            message = f"the voice {voice.name!r} cannot be read ({error}). Delete it and upload it again."
             raise ApiError(500, message, code="voice_not_readable") from None
         assert data is not None
         return data
