@@ -114,10 +114,10 @@ def peers(runs: Runs, on_files: bool = False) -> str:
 
 def peers_claim(runs: Runs) -> str:
     """The least and the greatest ratio of medians, and of any round; and what the peer had to do without."""
-    run = peers_run(runs)
-    if run is None:
+    found = [run for on_files in (False, True) if (run := peers_run(runs, on_files)) is not None]
+    if not found:
         return "No run beside another engine is kept."
-    rows = [row for row in peer_rows(run.data) if is_sound_peer(row[0])]
+    rows = [row for run in found for row in peer_rows(run.data) if is_sound_peer(row[0])]
     if not rows:
         return f"No run of {MIN_ROUNDS} rounds beside another engine is kept."
     theirs = dict.fromkeys(row["theirs"].rpartition("-")[0] for _, _, found in rows for row in found)
@@ -125,11 +125,11 @@ def peers_claim(runs: Runs) -> str:
     ratios = [row["ratio"] for _, _, found in rows for row in found]
     medians = [row["median"] for row in ratios]
     text = (
-        f"On the CPU we measured, it {' and '.join(does)} {shown(min(medians))} to {shown(max(medians))} times as fast as "
+        f"On the CPUs we measured, it {' and '.join(does)} {shown(min(medians))} to {shown(max(medians))} times as fast as "
         f"{' and '.join(theirs)} by the median, and {shown(min(row['min'] for row in ratios))} times in the slowest round."
     )
-    if without_amx(run):
-        text += " Deltic used AMX there; llama.cpp's AMX kernels crash on that machine and were left out."
+    if any(map(without_amx, found)):
+        text += " Where Deltic used AMX, llama.cpp's AMX kernels crash and were left out."
     return text
 
 

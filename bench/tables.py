@@ -20,6 +20,7 @@ from bench.kept import Row, Runs, grid, missing, percent, ranged, shown, source,
 
 ROOT = Path(__file__).resolve().parent.parent
 DOCUMENTS = ("README.md", "docs/performance.md", "docs/serving.md", "docs/formats.md", "docs/many-machines.md")
+MAX_COLUMNS = 138
 MARKED = re.compile(r"(<!-- table (?P<name>[a-z-]+) -->)(?P<body>.*?)(<!-- end -->)", re.DOTALL)
 
 
@@ -502,9 +503,13 @@ TABLES: dict[str, Callable[[Runs], str]] = {
 }
 
 
-def broken(part: str) -> str:
-    """A paragraph in lines of at most 110 columns; a table as it is."""
-    return part if part.startswith("|") else textwrap.fill(part, 110, break_long_words=False, break_on_hyphens=False)
+def broken(part: str, n_before: int = 0) -> str:
+    """A paragraph in lines of at most MAX_COLUMNS, the first behind n_before others; a table as it is."""
+    if part.startswith("|"):
+        return part
+    filler = textwrap.TextWrapper(MAX_COLUMNS, break_long_words=False, break_on_hyphens=False)
+    filler.initial_indent = " " * n_before
+    return filler.fill(part)[n_before:]
 
 
 def filled(text: str, runs: Runs, document: Path) -> str:
@@ -516,8 +521,10 @@ def filled(text: str, runs: Runs, document: Path) -> str:
     to_runs = os.path.relpath(runs.directory, document.parent)
 
     def one(found: re.Match[str]) -> str:
-        made = "\n\n".join(map(broken, TABLES[found["name"]](runs).replace("](RUNS/", f"]({to_runs}/").split("\n\n")))
+        first, *others = TABLES[found["name"]](runs).replace("](RUNS/", f"]({to_runs}/").split("\n\n")
         gap = "\n" if found["body"].startswith("\n") else ""
+        n_before = 0 if gap else found.end(1) - text.rfind("\n", 0, found.start()) - 1
+        made = "\n\n".join([broken(first, n_before), *map(broken, others)])
         return f"{found[1]}{gap}{made}{gap}{found[4]}"
 
     return MARKED.sub(one, text)

@@ -258,7 +258,7 @@ def test_a_row_of_the_readme_has_three_rounds_none_above_its_roof(
     peer = peers_run(n=len(round_ms or ""), share=roof)
     keep(tmp_path / "a", "peers-1.json", **peer)
     assert ("decode, N = 1" in tables.headline(Runs(tmp_path))) == kept
-    assert peer_tables.peers_claim(Runs(tmp_path)).startswith("On the CPU" if kept else "No run of 3 rounds")
+    assert peer_tables.peers_claim(Runs(tmp_path)).startswith("On the CPUs" if kept else "No run of 3 rounds")
     peer["summary"]["speeds"][0]["roof_most"] = 1.33
     keep(tmp_path / "a", "peers-1.json", **peer)
     assert "decode, N = 1" not in tables.headline(Runs(tmp_path))

@@ -306,7 +306,7 @@ def test_tokens_a_minute_are_a_bucket_with_debt(monkeypatch: pytest.MonkeyPatch)
     account = Account("alice", 0, 600)
     account.enter()
     account.take(600 + 50)  # more than there was
-    with pytest.raises(Exception, match="used up its 600 tokens a minute. Try again in 6 s"):
+    with pytest.raises(Exception, match=r"used up its 600 tokens a minute\. Try again in 6 s"):
         account.enter()
     now_s[0] += 4.9
     with pytest.raises(Exception, match="try again in 1 s"):

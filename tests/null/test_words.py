@@ -71,8 +71,12 @@ def test_prose_has_the_same_words(path: Path) -> None:
         assert not OWNERS.search(text), name
 
 
-REFUSING = [path for room in ("api", "chat", "speech", "batch") for path in sorted((PACKAGE / "server" / room).glob("*.py"))]
-REFUSING += [PACKAGE / "server" / f"{name}.py" for name in ("access", "adapters", "errors", "limits", "service", "urls")]
+REFUSING = [
+    path for room in ("api", "chat", "speech", "batch") for path in sorted((PACKAGE / "server" / room).glob("*.py"))
+]
+REFUSING += [
+    PACKAGE / "server" / f"{name}.py" for name in ("access", "adapters", "errors", "limits", "service", "urls")
+]
 
 
 @pytest.mark.parametrize("path", REFUSING, ids=lambda path: path.name)
