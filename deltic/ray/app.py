@@ -190,7 +190,7 @@ async def _rest(pieces: DeploymentResponseGenerator, path: str | None) -> AsyncI
         if path is None:
             raise  # the client finds less than it was promised
         log.warning("a replica died over a stream of %s: %s", path, error)
-        died = ApiError(503, "the replica of this stream died; send the request again", code="replica_died")
+        died = ApiError(503, "the replica of this stream died. Send the request again.", code="replica_died")
         if path.startswith(ANTHROPIC):
             yield b"event: error\ndata: " + died.anthropic_body("") + b"\n\n"
         else:

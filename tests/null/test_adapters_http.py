@@ -135,7 +135,7 @@ def test_the_lists_have_them_beside_their_model(engine: Adapted) -> None:
         base, sql = client.models.list().data
         assert (base.id, sql.id, base.root, sql.root, sql.parent) == ("fake", "sql", "fake", "/sql", "fake")  # type: ignore[attr-defined]
         assert client.models.retrieve("sql") == sql
-        with pytest.raises(openai.NotFoundError, match="this server has 'fake', 'sql'"):
+        with pytest.raises(openai.NotFoundError, match="This server has 'fake', 'sql'"):
             client.models.retrieve("poem")
         theirs = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
         assert [model.id for model in theirs.models.list()] == ["fake", "sql"]
@@ -159,7 +159,7 @@ def test_they_come_and_go() -> None:
         await post(CHAT, model="poem", messages=HELLO)
         assert engine.asked() == [POEM]
         again = (await post(LOAD, status=400, lora_name="poem", lora_path="/other")).json()["error"]
-        assert "'poem' has already been loaded; set load_inplace" in again["message"]
+        assert "'poem' has already been loaded. Set load_inplace" in again["message"]
         await post(LOAD, lora_name="twin", lora_path="/poem")
         assert engine.adapters == {SQL: 1, POEM: 2}
         full = (await post(LOAD, status=400, lora_name="other", lora_path="/other")).json()["error"]

@@ -162,7 +162,7 @@ def test_recordings_of_phones_without_a_library(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(audio, "find_spec", lambda _: None)
     for data in (b"\0\0\0\x18ftypM4A ", b"\x1aE\xdf\xa3", b"\xff\xf1"):
         with pytest.raises(
-            UnreadableAudio, match=r"needs a library: pip install 'deltic\[video\]'; without it, send wav"
+            UnreadableAudio, match=r"needs a library: pip install 'deltic\[video\]'\. Without it, send wav"
         ):
             audio._decode(data)
 

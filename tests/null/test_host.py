@@ -283,7 +283,7 @@ async def test_a_process_that_hangs_is_started_again() -> None:
         stream, report = submit(client, request(max_tokens=3000)), asyncio.create_task(client.inspect_cache())
         outputs = await collect(stream)
         said = "the engine process has not answered for 0.5 s (--engine-timeout-s) and was ended"
-        assert reasons(outputs) == ["error"] and outputs[-1].error == f"{said}. Send the request again"
+        assert reasons(outputs) == ["error"] and outputs[-1].error == f"{said}. Send the request again."
         assert client.state == "restarting" and said in client.why_unavailable()
         with pytest.raises(EngineUnavailable, match="has not answered"):
             await report

@@ -518,7 +518,7 @@ def test_what_the_cache_holds_is_shown_and_emptied(engine: FakeEngineClient) -> 
 def test_an_engine_that_cannot_tell_of_its_cache(engine: FakeEngineClient, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("deltic.server.service.CACHE_ANSWER_S", 0.02)
     engine.cache_s = 5.0
-    for response, said in ((get(engine, "/cache"), "answer"), (post(engine, "/cache/reset", {}), "it will empty")):
+    for response, said in ((get(engine, "/cache"), "answer"), (post(engine, "/cache/reset", {}), "It will empty")):
         assert response.status_code == 504 and response.headers["retry-after"]
         assert error_of(response)["code"] == "engine_timeout" and said in error_of(response)["message"]
     engine.state = "restarting"

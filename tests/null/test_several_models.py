@@ -197,7 +197,7 @@ def test_a_batch_has_one_model(several: Several) -> None:
     body = {"items": items, "voice": "vivian"}
     results = several.post(SPEECH + "/batch", body).json()["results"]
     assert [result.get("status_code") for result in results] == [None, 400, 404]
-    assert "send that by itself" in results[1]["error"]["message"]
+    assert "Send that by itself" in results[1]["error"]["message"]
 
 
 def test_a_socket_names_its_model_in_its_first_message(several: Several) -> None:

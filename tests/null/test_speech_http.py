@@ -618,7 +618,7 @@ def test_damaged_voice_files_are_passed_over(tmp_path: Path, caplog: pytest.LogC
         async with client_of(engine, tmp_path) as client:
             assert (await client.get(VOICES)).json()["voices"] == ["bob"]
             told = error_of(await client.post(SPEECH, json={"input": "Hello.", "voice": "bob"}))
-            assert told["code"] == "voice_not_readable" and "delete it" in told["message"]
+            assert told["code"] == "voice_not_readable" and "Delete it" in told["message"]
 
     asyncio.run(go())
     assert "cannot be used" in caplog.text
