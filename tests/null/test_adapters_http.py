@@ -171,7 +171,7 @@ def test_they_come_and_go() -> None:
         gone = (await post(UNLOAD, status=404, lora_name="poem")).json()["error"]
         assert gone["message"] == "no adapter 'poem'. 'fake' has 'twin'." and gone["param"] == "lora_name"
         error = (await post(CHAT, status=404, model="sql", messages=HELLO)).json()["error"]
-        assert error["message"] == "no model 'sql'. This server has 'fake', 'twin'"
+        assert error["message"] == "no model 'sql'. This server has 'fake', 'twin'."
         listed = (await client.get("/v1/models")).json()["data"]
         assert [card["id"] for card in listed] == ["fake", "twin"]
 
