@@ -3,9 +3,9 @@
     python -m bench.page cost
     python -m bench.page screens DIRECTORY
 
-`cost` streams an answer of 4,000 tokens with formulas, tables and code, as quick as a GPU would, and prints the
-frames per second that the browser shows meanwhile, and the seconds of a processor of the server and of the
-processes that draw. The engine is a fake, so all of the server's time is that of streaming and drawing;
+`cost` streams an answer of 4,000 tokens with formulas, tables and code, as quick as a GPU would, and prints
+the frames per second that the browser shows meanwhile, and the seconds of a processor of the server and of
+the processes that draw. The engine is a fake, so all of the server's time is that of streaming and drawing;
 the same stream to a client that draws nothing is beside it.
 """
 
