@@ -66,7 +66,7 @@ on("ready", () => ask(" ").catch(() => {})); // the server starts what draws, be
 
 // A text that grows is asked for from the last block on, which alone may still change.
 
-const LEAST_MS = 200, FORK_MS = 5, SHARE = 40; // of the server's time a fortieth at most; a fork takes some that it does not count
+const LEAST_MS = 200, FORK_MS = 7, SHARE = 40; // of the server's time a fortieth at most; a fork takes some that it does not count
 const LATE_MS = 1200;             // then what is not drawn yet is shown as it was written
 const AGAIN_MS = 3000;
 const drawings = new WeakMap();
