@@ -144,7 +144,9 @@ class FileStore:
         if is_full():
             self.sweep(now=True)
         if is_full():
-            message = f"there is no room for more files ({self.share_bytes / 1e9:g} GB, {MAX_FILES} files). Delete some."
+            message = (
+                f"there is no room for more files ({self.share_bytes / 1e9:g} GB, {MAX_FILES} files). Delete some."
+            )
             raise ApiError(409, message, code="storage_full", headers=NO_RETRY)
         self.count(owner, n_bytes)
 
