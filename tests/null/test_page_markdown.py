@@ -10,7 +10,7 @@ from typing import Any
 import httpx
 import pytest
 
-from deltic.server.isolated import Refused
+from deltic.server.isolated import Refused, ask
 from deltic.server.page import markdown
 from deltic.server.page.drawing import blocks
 from tests import browser
@@ -133,6 +133,14 @@ def test_formulas_are_drawn_or_stay_as_they_were_written() -> None:
     assert [*kinds(drawn("> $$\n> a\n> $$\n\n- \\[\n  b\n  \\]\n")[0])][:2] == ["blockquote", "math"]
 
 
+def test_no_text_is_left_out_or_ends_the_others() -> None:
+    deep = "\n".join(f"{'  ' * i}- level {i}" for i in range(40))
+    for text, last in ((deep, "level 39"), (">" * 90 + " end", "end"), ("- " * 90 + "end", "end")):
+        assert "".join(map(said, drawn(text))).endswith(last)
+    for text in ("- #", "1. ###\n2. a", "* \u00a0", "- \u2028\n"):
+        assert drawn(text)[0][0] in ("ul", "ol")
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -249,4 +257,25 @@ def test_without_the_server_a_text_stays_readable(driver: Any) -> None:
         )
         page.ask("Write it.")
         wait_for(lambda: page.texts(".md") == ["**bold** and *soft*"])
+    driver.get_log("browser")
+
+
+@browser.needed
+def test_a_text_that_cannot_be_drawn_harms_no_other(driver: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def draw(program: tuple[str, ...], data: bytes, *rest: Any) -> bytes:
+        if b"bad" in data:
+            raise Refused("cannot be drawn. Show them as they are.")
+        return await ask(program, data, *rest)
+
+    monkeypatch.setattr(markdown, "ask", draw)
+    with served(make_app(FakeEngineClient())) as url:
+        page = Page(driver, SimpleNamespace(url=url, api_key=""))  # type: ignore[arg-type]
+        made = "document.querySelector('#log').replaceChildren(...arguments[0].map(() => document.createElement('div'))); arguments[0].forEach((text, i) => markdown(document.querySelector('#log').children[i], text))"
+        page.run(made, ["*a*", "*bad*", "*b*"])
+        wait_for(lambda: page.texts("#log em") == ["a", "b"])
+        assert page.texts("#log > div") == ["a", "*bad*", "b"]
+        # A part that could not be drawn says nothing of the whole.
+        grow = "window.into = document.querySelector('#log > div'); markdown(into, 'a *bad*', true); setTimeout(() => markdown(into, 'a *good*'), 1000)"
+        page.run(grow)
+        wait_for(lambda: page.texts("#log em")[0] == "good")
     driver.get_log("browser")

@@ -16,7 +16,7 @@ from typing import Any
 
 import latex2mathml.converter
 from markdown_it import MarkdownIt
-from markdown_it.rules_block import StateBlock
+from markdown_it.rules_block import StateBlock, paragraph
 from markdown_it.rules_inline import StateInline
 from markdown_it.token import Token
 from pygments.lexer import Lexer
@@ -33,6 +33,8 @@ MAX_FORMULA = 5_000
 """Characters of the longest formula that is drawn."""
 MAX_INLINE = 1_000
 """Characters within which a formula in a line must end."""
+MAX_NESTING = 24
+"""Levels of the deepest block; a list takes two."""
 CLOSERS = {"\\[": "\\]", "\\(": "\\)", "$$": "$$"}
 """Ends of formulas, by their beginnings; a single dollar ends with another."""
 ENVIRONMENTS = re.compile(r"\\(begin|end)\{(aligned|alignedat|alignat|gather|gathered|eqnarray|multline)\*?\}")
@@ -59,6 +61,11 @@ COLOURS: tuple[tuple[_TokenType, str], ...] = (
 
 Node = Any
 """Text, or [tag, attributes, *nodes]."""
+
+
+def too_deep(state: StateBlock, start: int, end: int, silent: bool) -> bool:
+    """A rule of the parser: what is nested deeper than it goes is text, which it would leave out."""
+    return state.level >= MAX_NESTING - 2 and paragraph(state, start, end, silent)
 
 
 def formula_block(state: StateBlock, start: int, end: int, silent: bool) -> bool:
@@ -126,10 +133,11 @@ def formula(state: StateInline, silent: bool) -> bool:
 
 @functools.cache
 def parser() -> MarkdownIt:
-    made = MarkdownIt("commonmark", {"html": False, "linkify": True, "maxNesting": 24})
+    made = MarkdownIt("commonmark", {"html": False, "linkify": True, "maxNesting": MAX_NESTING})
     made.enable(["table", "strikethrough", "linkify"]).disable(["html_block", "html_inline"])
     assert made.linkify is not None
     made.linkify.set({"fuzzy_link": False, "fuzzy_email": False})
+    made.block.ruler.before("table", "too_deep", too_deep)
     made.block.ruler.before("fence", "formula_block", formula_block, {"alt": ["paragraph", "reference", "blockquote"]})
     made.inline.ruler.before("escape", "formula", formula)
     return made
@@ -172,6 +180,8 @@ def _attributes(token: Token) -> dict[str, Any]:
 
 def _mark_task(into: Node, above: Node) -> None:
     """Makes a box of the `[ ]` or `[x]` that the text of an item begins with."""
+    if not into[2:]:
+        return
     item = above if above[0] == "li" and into is above[2] else into
     if item[0] == "li" and isinstance(into[2], str) and (mark := re.match(r"\[([ xX])\]\s", into[2])):
         item[1]["class"] = "task"
@@ -302,7 +312,7 @@ def _draw(data: bytes) -> bytes:
     for text in json.loads(data):
         try:
             drawn.append(blocks(text))
-        except RecursionError:
-            drawn.append([(0, ["p", {}, text])])
+        except Exception:  # whatever it is, the other texts are drawn
+            drawn.append([(0, ["figure", {"class": "code", "title": ""}, text])])
     told = {"drawn": drawn, "ms": round(1000 * time.process_time(), 2)}  # a fork's clock begins with it
     return json.dumps(told, separators=(",", ":"), ensure_ascii=False).encode("utf-8", "replace")

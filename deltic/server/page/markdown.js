@@ -47,17 +47,23 @@ let waiting = [];
 function ask(text) {
   return new Promise((done, failed) => {
     waiting.push({ text, done, failed });
-    if (waiting.length === 1) setTimeout(send);
+    if (waiting.length === 1) setTimeout(next);
   });
 }
-async function send() {
-  const now = waiting.splice(0, MOST_TEXTS);
-  if (waiting.length) setTimeout(send);
+function next() {
+  send(waiting.splice(0, MOST_TEXTS));
+  if (waiting.length) setTimeout(next);
+}
+async function send(now) {
   try {
     const response = await call("page/markdown", { method: "POST", body: JSON.stringify({ texts: now.map(each => each.text) }) });
     const told = await response.json();
     now.forEach((each, i) => each.done([told.drawn[i], told.ms]));
   } catch (error) {
+    if (error.status === 400 && now.length > 1) { // each alone: most can be drawn
+      for (const each of now) await send([each]);
+      return;
+    }
     for (const each of now) each.failed(error);
   }
 }
@@ -83,6 +89,7 @@ export function markdown(into, text, growing = false) {
   let drawing = drawings.get(into);
   if (!drawing) drawings.set(into, drawing = { into, text: "", growing, base: 0, fixed: 0, shown: 0, at: performance.now(), busy: false, timer: 0, whole: null, refused: false });
   if (drawing.text === text && drawing.growing === growing && drawing.whole === text) return;
+  if (drawing.growing && !growing) drawing.refused = false; // the whole may be drawn where a part of it was not
   Object.assign(drawing, { text, growing });
   if (!growing) { // the end is not waited for
     clearTimeout(drawing.timer);
@@ -115,7 +122,7 @@ async function draw(drawing) {
     }
   } catch (error) {
     rest(drawing, drawing.shown);
-    drawing.refused = error.status === 400; // what cannot be drawn stays as it was written
+    drawing.refused = error.status === 400 && drawing.growing === growing; // what cannot be drawn stays as it was written
     failed = true;
     if (!growing) drawing.into.dataset.drawn = true; // as far as can be
   }
