@@ -355,7 +355,7 @@ def test_a_model_has_its_own_doors(engine: FakeSpeechClient) -> None:
         response = ask(engine, "POST", path, json=body)
         assert (response.status_code, error_of(response)["code"]) == (404, "unsupported_model")
     assert ask(engine, "POST", "/v1/messages", json=chat).status_code == 404
-    assert "/v1/audio/speech" in error_of(ask(engine, "GET", "/"))["message"]
+    assert ask(engine, "GET", "/").status_code == 200, "it has a page"
 
     async def text_model() -> None:
         transport = httpx.ASGITransport(make_app(FakeEngineClient()))
