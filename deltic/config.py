@@ -384,6 +384,37 @@ def _is_pattern(name: str) -> bool:
 class ServerConfig:
     """The HTTP process's settings that do not depend on the model."""
 
+    models_from: tuple[str, ...] = knob(
+        (),
+        "load models when requests name them: those in this directory, or with the word cache in the hub's (or "
+        "--download-dir); may be given several times. A MODEL beside it is loaded at the start",
+        metavar="cache|DIR",
+    )
+    models_gb: float | None = knob(
+        None,
+        "with --models-from: memory for all models that are loaded at once (default: 80 %% of what is free at the start, on a "
+        "GPU 95 %%); those that were used least recently are unloaded for others",
+        metavar="GB",
+        least=0.01,
+    )
+    keep_alive: str = knob(
+        "5m",
+        "with --models-from: unload a model that nobody has asked for so long, as 90s, 5m or 1h; 0: at once, -1: never. MODELs "
+        "of the command line stay until their memory is needed",
+        metavar="TIME",
+    )
+    allow_pull: bool = knob(
+        False,
+        "with --models-from cache: let clients (with keys those of administrators) have models of the hub fetched to the disk: POST "
+        "/api/pull",
+    )
+    load_timeout_s: float = knob(
+        300.0,
+        "with --models-from: a request that waits longer than this many seconds for its model to be loaded is ended, 503; 0: "
+        "never",
+        metavar="SECONDS",
+        least=0.0,
+    )
     host: str = knob("127.0.0.1", "address to listen on")
     port: int = knob(8000, "port to listen on; 0 takes a free one", least=0, most=65535)
     uds: Path | None = knob(

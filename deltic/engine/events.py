@@ -212,6 +212,21 @@ class StartFailed(msgspec.Struct, tag="start_failed"):
     message: str
 
 
+class Needs(msgspec.Struct, tag="needs"):
+    """Memory that a model takes once it is loaded, as it is planned where no other model is."""
+
+    device: str
+    """Device, as --device says it: cpu or cuda."""
+    n_bytes: int
+    """Bytes of the device's memory: the plan's, and what is used beside it."""
+    limit_bytes: int
+    """The most that all models on the device may take together."""
+    free_bytes: int
+    """Bytes of the device's memory that this was planned in."""
+    settings: dict[str, int | float]
+    """Settings, by the names of EngineConfig's fields, with which the same is planned in less memory."""
+
+
 class Pong(msgspec.Struct, tag="pong"):
     """The answer to Ping, between two steps."""
 

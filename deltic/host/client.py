@@ -63,7 +63,7 @@ from deltic.models.checkpoint import model_name
 
 log = logging.getLogger("deltic.host.client")
 
-State = Literal["starting", "ready", "restarting", "failed", "stopped"]
+State = Literal["unloaded", "starting", "ready", "restarting", "failed", "stopped"]
 
 N_RECENT_STEPS = 240
 
@@ -181,6 +181,8 @@ class EngineClient:
         self._n_open_of: Counter[str] = Counter()  # the same, by tenant
         self.on_ready: Callable[[EngineInfo], None] | None = None
         """Called each time that an engine takes requests, before it can be sent any."""
+        self.wake: Callable[[], Awaitable[None]] | None = None
+        """Loads the model where it is unloaded; None: it is always there."""
         self._on_event = on_event
         self._streams: dict[str, RequestStream] = {}
         self._asked: dict[int, asyncio.Future[Any]] = {}  # by the number of the question
@@ -189,7 +191,7 @@ class EngineClient:
         self._mean_request_s = 1.0
         self._last_n_steps = 0  # as the process says
         self._is_pinged = False  # and has not answered
-        self._counted = Stats()  # the counters of the processes that died
+        self._counted: Stats | None = None  # the counters of the processes that there were before
         self._state_changed = asyncio.Event()
         self._all_ended = asyncio.Event()
         self._all_ended.set()
@@ -201,7 +203,11 @@ class EngineClient:
         self._events_fd = -1
 
     async def ready(self) -> EngineInfo:
-        """Waits until the engine takes requests. Raises EngineFailed when it never will."""
+        """Waits until the engine takes requests; a model that is unloaded is loaded. Raises EngineFailed when
+        it never will.
+        """
+        if self.state == "unloaded" and self.wake is not None:
+            await self.wake()
         while self.state in ("starting", "restarting"):
             await self._state_changed.wait()
         if self.state != "ready" or self.info is None:
@@ -311,6 +317,8 @@ class EngineClient:
 
     def why_unavailable(self) -> str:
         """Reason why `submit` refuses requests at the moment, for whoever sent one."""
+        if self.state == "unloaded":
+            return "the model is not loaded; a request for an answer loads it"
         if self.state == "stopped":
             return "the server is shutting down"
         if self.state == "failed":
@@ -388,6 +396,10 @@ class EngineClient:
         self._send(Shutdown())
 
     def set_state(self, state: State) -> None:
+        """Notes what there is of an engine. unloaded: it was stopped, and only counters are kept of it."""
+        if state == "unloaded":
+            self.info = self.loading = self.failure = None
+            self._forget_gauges()
         self.state = state
         self._state_changed.set()
         self._state_changed = asyncio.Event()
@@ -481,7 +493,7 @@ class EngineClient:
 
     def _count(self, stats: Stats) -> None:
         """Takes the gauges as they are, and the counters on top of those of the processes that died."""
-        if self.n_restarts:
+        if self._counted is not None:
             _add(stats, self._counted)
         last, self.stats = self.stats, stats
         if stats.n_steps > last.n_steps:
@@ -491,8 +503,9 @@ class EngineClient:
 
     def _forget_gauges(self) -> None:
         """Sets the gauges to zero, as nothing runs any more; the counters keep what they have."""
-        last, self._counted, self.stats = self.stats, Stats(), Stats()
-        for kept in (self._counted, self.stats):
+        last, counted, self.stats = self.stats, Stats(), Stats()
+        self._counted = counted
+        for kept in (counted, self.stats):
             for name in ("speech", "pictures", "replays"):
                 part = getattr(last, name)
                 setattr(kept, name, None if part is None else type(part)())

@@ -32,6 +32,15 @@ class EventSockets(msgspec.Struct, frozen=True):
     """Endpoint to bind for readers who missed some; None: there is none."""
 
 
+class Allowance(msgspec.Struct, frozen=True):
+    """Memory in which a model is planned: what it may use where no other model is."""
+
+    free_bytes: dict[str, int]
+    """Free bytes of each device (cpu, cuda) while no model is loaded; of one left out what is free now."""
+    limit_bytes: int | None = None
+    """The most that all models together may take; None: the device's share of what is free."""
+
+
 class Launch(msgspec.Struct, frozen=True, kw_only=True):
     """The host's message to the process it starts, as JSON in its last argument."""
 
@@ -45,3 +54,5 @@ class Launch(msgspec.Struct, frozen=True, kw_only=True):
     log_format: str = "text"
     kv_events: EventSockets | None = None
     """Sockets of the cache events; None: no model has a topic."""
+    allowance: Allowance | None = None
+    """Given: the process loads nothing. It writes what the model would need, and ends."""

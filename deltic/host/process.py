@@ -21,16 +21,16 @@ import sys
 import threading
 import time
 from pathlib import Path
-from typing import Annotated, assert_never
+from typing import Annotated, Any, assert_never
 
 import msgspec
 import zmq
 
 from deltic import logs
-from deltic.config import ConfigError
+from deltic.config import ConfigError, EngineConfig
 from deltic.engine.cache.events import CacheEvents
 from deltic.engine.engine import MAX_FAILURES, MOVE_WAIT_S, Build, Engine
-from deltic.engine.events import CacheReport, Event, Loading, Pong, Ready, StartFailed, StepOutputs
+from deltic.engine.events import CacheReport, Event, Loading, Needs, Pong, Ready, StartFailed, StepOutputs
 from deltic.engine.guides import Vocabulary
 from deltic.engine.messages import (
     Abort,
@@ -51,7 +51,7 @@ from deltic.engine.scheduler import RequestError
 from deltic.engine.step import RunnerLostError
 from deltic.engine.trace import Trace
 from deltic.host.kv_events import EventPublisher
-from deltic.host.launch import Launch, ModelLaunch
+from deltic.host.launch import Allowance, Launch, ModelLaunch
 from deltic.machine import cuda_driver, memory_bound
 from deltic.models.checkpoint import drawable_ids, speaks, tokenizer_json
 from deltic.ops.cpu.program import Program
@@ -298,11 +298,11 @@ class EngineProcess:
         start = time.perf_counter()
         if any(model.config.may_use_gpu for model in self.models):
             threading.Thread(target=_wake_gpu, daemon=True).start()
-        from deltic.runtime.build import build_runner, check_alone  # imports torch
-
-        check_alone([model.config for model in self.models])
+        build = _runtime()
+        build.check_alone([model.config for model in self.models])
         start_s["import"] = time.perf_counter() - start
-        return build_runner
+        made: Build = build.build_runner
+        return made
 
     def serve(self) -> int:
         """Runs until told to stop; the exit status."""
@@ -402,6 +402,30 @@ def _wake_gpu() -> None:
         driver.cuDevicePrimaryCtxRetain(ctypes.byref(context), device)
 
 
+def _runtime() -> Any:
+    """Imports what plans and builds, and torch with it, where the model is for a GPU."""
+    from deltic.runtime import build
+
+    return build
+
+
+def tell_needs(config: EngineConfig, allowed: Allowance, is_fake: bool = False) -> int:
+    """Writes the Needs of a model as JSON, or a StartFailed that says why it cannot be loaded; the exit
+    status. A fake one needs --memory-gb, or 1 GB.
+    """
+    told: Needs | StartFailed
+    try:
+        if is_fake:
+            n_bytes, free = int((config.memory_gb or 1.0) * 1e9), allowed.free_bytes.get("cpu", 8_000_000_000)
+            told = Needs("cpu", n_bytes, allowed.limit_bytes or free, free, {})
+        else:
+            told = _runtime().needs_of(config, allowed.free_bytes, allowed.limit_bytes)
+    except ValueError as error:
+        told = StartFailed(str(error))
+    sys.stdout.write(msgspec.json.encode(told).decode() + "\n")
+    return 0
+
+
 def die_with_parent(by: signal.Signals = signal.SIGKILL) -> None:
     """Asks the kernel, where it can be asked, to signal this process when the one that started it ends."""
     if sys.platform == "linux":
@@ -426,6 +450,8 @@ def main(build: Build | None = None, argument: str | None = None) -> int:
     logs.set_up("info", launch.log_format, "%(levelname)s %(name)s: %(message)s")
     if os.getppid() != launch.parent_pid:  # it ended before the kernel was asked to tell
         return 1
+    if launch.allowance is not None:
+        return tell_needs(launch.models[0].config, launch.allowance, is_fake=build is not None)
     process = EngineProcess(launch)
     try:
         return process.serve() if process.load(build) else 1

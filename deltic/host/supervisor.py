@@ -19,8 +19,10 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from deltic.host.client import EngineClient
-from deltic.host.launch import EventSockets, Launch
+from deltic.config import EngineConfig
+from deltic.engine.events import Needs, StartFailed
+from deltic.host.client import EngineClient, EngineFailed
+from deltic.host.launch import Allowance, EventSockets, Launch, ModelLaunch
 from deltic.host.socket_directory import SocketDirectory
 from deltic.machine import n_oom_kills
 
@@ -81,6 +83,11 @@ class EngineHost:
     def pid(self) -> int | None:
         """The engine process, if there is one."""
         return self._process.pid if self._process and self._process.returncode is None else None
+
+    def kill(self) -> None:
+        """Ends the process at once."""
+        if self.pid is not None:
+            os.kill(self.pid, signal.SIGKILL)
 
     async def start(self) -> None:
         """Starts the engine process and returns; it loads meanwhile.
@@ -279,6 +286,35 @@ class EngineHost:
     def _hang_up(self) -> None:
         for client in self.clients:
             client.hang_up()
+
+
+async def needs_of(config: EngineConfig, allowed: Allowance, program: tuple[str, ...] = PROGRAM) -> Needs:
+    """Plans a model in a process of its own, as this one has neither its sizes nor its device.
+
+    Raises EngineFailed for one that cannot be loaded, OSError.
+    """
+    model = ModelLaunch(config.model, config, "", "")
+    launch = Launch(models=[model], parent_pid=os.getpid(), started_at=time.time(), allowance=allowed)
+    process = await asyncio.create_subprocess_exec(
+        *program,
+        msgspec.json.encode(launch, enc_hook=str).decode(),
+        stdin=asyncio.subprocess.DEVNULL,
+        stdout=asyncio.subprocess.PIPE,
+        start_new_session=True,
+    )
+    try:
+        written, _ = await process.communicate()
+    finally:
+        if process.returncode is None:
+            process.kill()
+    try:
+        told = msgspec.json.decode(written.rpartition(b"\n")[0].rpartition(b"\n")[2], type=Needs | StartFailed)
+    except msgspec.DecodeError:
+        ended = _describe(process.returncode or 0, was_out_of_memory=False)
+        raise EngineFailed(f"the process that plans its memory ended ({ended})") from None
+    if isinstance(told, StartFailed):
+        raise EngineFailed(told.message)
+    return told
 
 
 def _touched(file: Path) -> int:

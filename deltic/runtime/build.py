@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
@@ -14,6 +15,7 @@ import msgspec
 
 from deltic.config import ConfigError, EngineConfig, without_foreign
 from deltic.engine.engine import StepRunner
+from deltic.engine.events import Needs
 from deltic.engine.messages import EngineInfo
 from deltic.engine.step import Progress
 from deltic.machine import cuda_driver
@@ -211,6 +213,25 @@ def plan_of(model: TextModel | SpeechModel, device: Cpu | Gpu, free_bytes: int) 
     if isinstance(model, SpeechModel):
         return make_plan(device.speech, model, free_bytes)
     return make_plan(device.text, model, free_bytes)
+
+
+def needs_of(config: EngineConfig, free_bytes: Mapping[str, int], limit_bytes: int | None) -> Needs:
+    """Plans a model as if it were alone in free_bytes of its device's memory, of which all models may have
+    limit_bytes; see `Needs`. Raises what `build_runner` does before it loads.
+    """
+    device = gpu_device(config) if is_for_gpu(config) else Cpu()
+    model = settle(config, device)
+    kind = device.speech if isinstance(model, SpeechModel) else device.text
+    free = free_bytes.get(device.name) or device.free_bytes()
+    limit = int(free * kind.free_share)
+    if limit_bytes is not None:
+        limit = min(limit, limit_bytes + kind.reserve_bytes)
+        free = min(free, math.ceil(limit / kind.free_share))
+    plan = plan_of(model, device, free)
+    names = ["max_model_len", "max_num_seqs", "max_step_tokens", *(["max_picture_tokens"] if plan.tower else [])]
+    settings: dict[str, int | float] = {name: getattr(plan, name) for name in names}
+    settings["memory_gb"] = (plan.total_bytes + 1000) / 1e9  # as a float, which may round down
+    return Needs(device.name, plan.total_bytes + kind.reserve_bytes, limit, free, settings)
 
 
 def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | None = None) -> StepRunner:

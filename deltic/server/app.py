@@ -31,12 +31,13 @@ from starlette.websockets import WebSocket
 from deltic import __version__
 from deltic.json_types import JsonObject
 from deltic.server.access import Access
-from deltic.server.api import anthropic, anthropic_protocol, models, ollama, ollama_protocol, protocol, responses
+from deltic.server.api import anthropic, anthropic_protocol, models, ollama, ollama_protocol, protocol, pull, responses
 from deltic.server.api.completions import CompletionRequest, chat_completions, completions
 from deltic.server.api.decode import parse
 from deltic.server.api.infill import InfillRequest, infill
 from deltic.server.api.responses_protocol import ResponsesRequest
 from deltic.server.api.transfer import STREAM, ExportRequest, export_cache, import_cache
+from deltic.server.asked import EarlyStream, asked_model, read_asked
 from deltic.server.batch import batches
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import ASKING, BATCH, LARGE_BYTES, RATE_HEADERS, TICKET, Ticket
@@ -45,7 +46,6 @@ from deltic.server.page.files import ASSETS, docs, page, page_file
 from deltic.server.page.live import live
 from deltic.server.page.markdown import DrawRequest, draw
 from deltic.server.pdf import pdf_text
-from deltic.server.preparation import prepared
 from deltic.server.service import Server, Service
 from deltic.server.speech import routes as speech
 from deltic.server.speech.socket import PATH, converse
@@ -109,15 +109,26 @@ def create_app(server: Server) -> Starlette:
                 )
             if route.generates or route.prepares:
                 ticket.enter(generates=route.generates)
-            service = await asked_model(server, route, request)
-            ticket.model = service.model_name if server.has_choice else ""
-            return await route.endpoint(service, request)
+            asked = await read_asked(server, route, request)
+
+            async def answer(request: Request) -> ASGIApp:
+                service = await asked_model(server, route, request, asked.model)
+                ticket.model = service.model_name if server.has_choice else ""
+                return await route.endpoint(service, request)
+
+            on_demand, is_ollama = server.on_demand, route.path in OLLAMA_PATHS
+            if on_demand is not None and is_ollama and ollama.asks_to_unload(request.scope[BODY]):
+                return await route.endpoint(server.first(route.kind), request)
+            has_events = route.generates and route.kind == "text" and asked.stream is True and not is_ollama
+            if on_demand is None or not has_events:
+                return await answer(request)
+            return EarlyStream(_answering(answer), request, lambda: on_demand.told_of(asked.model))
 
         app.add_route(route.path, _answering(bound), methods=[route.method])
 
     for route in ROUTES:
         add(route)
-    if server.of("speech"):
+    if server.may_speak:
 
         async def bound_socket(socket: WebSocket) -> None:
             await converse(server, access, socket, log_request)
@@ -136,35 +147,6 @@ def create_app(server: Server) -> Starlette:
     if server.batches is not None:
         server.batches.app = app
     return app
-
-
-class _Model(msgspec.Struct):
-    """Field of a body that says whose it is."""
-
-    model: str | None = None
-
-
-def _model_in(body: bytes) -> str | None:
-    """Returns the model that a body names; None for a body that the endpoint will refuse, too."""
-    try:
-        return msgspec.json.decode(body, type=_Model).model or None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        return None
-
-
-async def asked_model(server: Server, route: Route, request: Request) -> Service:
-    """The model that a request names, or the first of the route's kind.
-
-    Raises ApiError (404; what reading a body does). Where there is but one, without adapters, its endpoint
-    looks at the name in the body.
-    """
-    service, name = server.first(route.kind), None
-    if route.takes_model:
-        name = request.query_params.get("model")
-    elif route.body is not None and not route.form and server.has_choice:
-        body = request.scope[BODY] = await read_body(request, server.max_body_mb)
-        name = await prepared(service, request, len(body), _model_in, body)
-    return service if name is None else server.find(name)
 
 
 class Application(Starlette):
@@ -220,7 +202,7 @@ DECLINED = {
         ("fine_tuning", "evals"): "runs no such jobs. See /v1/batches",
         ("assistants", "threads", "conversations"): "keeps no threads. Use /v1/responses with previous_response_id",
         tuple(
-            f"/api/{name}" for name in ("pull", "push", "create", "copy", "delete", "blobs")
+            f"/api/{name}" for name in ("push", "create", "copy", "delete", "blobs")
         ): "serves what it was started with",
         ("responses/compact",): "shortens no history. Send what is to be kept",
     }.items()
@@ -422,10 +404,10 @@ async def load(service: Service, request: Request) -> ASGIApp:
 
 async def ready(service: Service, request: Request) -> ASGIApp:
     """GET /ready: 200 once all models are loaded; until then how far they are."""
-    status = service.server.status() | {"kind": service.kind}
-    if status["status"] == "ready" and service.client.info is not None:
-        return json_response(status | {"model": service.model_name, "start_s": service.client.info.start_s})
-    return json_response(status, 503)
+    status, info = service.server.status() | {"kind": service.kind}, service.client.info
+    if status["status"] != "ready":
+        return json_response(status, 503)
+    return json_response(status | ({"model": service.model_name, "start_s": info.start_s} if info else {}))
 
 
 async def version(service: Service, request: Request) -> ASGIApp:
@@ -449,6 +431,7 @@ IMPORT = "/cache/import"
 PDF = "/pdf/text"
 DRAWING = "/page/markdown"
 
+OLLAMA_PATHS = ("/api/chat", "/api/generate")
 OLLAMA = functools.partial(Route, "POST", generates=True, any_type=True)
 ADAPTERS = functools.partial(Route, "POST", is_shared=True, gives=("text/plain",))
 
@@ -487,9 +470,11 @@ ROUTES = (
     Route("GET", "/api/tags", ollama.tags),
     Route("GET", "/api/ps", ollama.running),
     Route("POST", "/api/show", ollama.show, ollama_protocol.ShowRequest, any_type=True),
-    Route("POST", "/api/pull", ollama.pull, ollama_protocol.PullRequest, any_type=True),
+    Route("POST", "/api/pull", pull.pull, ollama_protocol.PullRequest, any_type=True, names_later=True),
     Route("GET", "/api/version", ollama.version, open_=True),
     Route("GET", "/v1/models", models.list_models),
+    Route("POST", "/v1/models/load", pull.load_model, pull.LoadRequest, is_shared=True, names_later=True),
+    Route("POST", "/v1/models/unload", pull.unload_model, pull.LoadRequest, is_shared=True, names_later=True),
     Route("GET", "/v1/models/{model:path}", models.get_model),
     ADAPTERS("/v1/load_lora_adapter", models.load_adapter, models.LoadAdapterRequest, takes_model=True),
     ADAPTERS("/v1/unload_lora_adapter", models.unload_adapter, models.UnloadAdapterRequest),

@@ -124,6 +124,8 @@ DESCRIBED = {
     "GET /api/version": Described(answers.ServerVersion),
     "GET /v1/models": Described(answers.ModelList),
     "GET /v1/models/{model:path}": Described(answers.ModelEntry),
+    "POST /v1/models/load": Described(answers.Done, example={"model": "built-in"}),
+    "POST /v1/models/unload": Described(answers.Done, example={"model": "built-in"}),
     "POST /pdf/text": Described(answers.PdfText),
     "POST /tokenize": Described(answers.Tokenized, example={"prompt": "Hello, world."}),
     "POST /detokenize": Described(answers.Detokenized, example={"tokens": [72, 105]}),

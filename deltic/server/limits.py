@@ -15,7 +15,7 @@ import hashlib
 import math
 import re
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextvars import ContextVar
 from typing import Annotated
 
@@ -209,6 +209,8 @@ class Ticket:
         """Notes that the log adds: what was made of a wish that could not be met to the letter."""
         self.held: Held | None = None
         """Share that the request's pictures have of the room for pixels; the engine leaves it, too."""
+        self.leave_model: Callable[[], None] | None = None
+        """Lets the request's model be unloaded; None: it always stays."""
         self._deadline_s = self.started_s + timeout_s if timeout_s else None
         self._is_open = False
 
@@ -265,6 +267,8 @@ class Ticket:
         self.drop_body()
         if self.held is not None:
             self.held.leave()
+        if self.leave_model is not None:
+            self.leave_model()
         if self.account:
             if self._is_open:
                 self.account.leave()

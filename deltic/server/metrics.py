@@ -390,6 +390,8 @@ class Exposition(Collector):
         self._names = ("deltic", "vllm") if names == "both" else (names,)
         self.models: dict[str, Metrics] = {}
         """Metrics of each model, by name."""
+        self.on_demand: Callable[[], Iterable[Metric]] | None = None
+        """Numbers of the models that come and go; None: all stay."""
         self.responses: Counter[tuple[str, int]] = Counter()
         """HTTP responses by route and status."""
         self.closed: Counter[str] = Counter()
@@ -421,6 +423,8 @@ class Exposition(Collector):
                 family.samples = []
                 families.setdefault(family.name, family).samples += samples
         yield from families.values()
+        if self.on_demand is not None:
+            yield from self.on_demand()
         yield from _keys(self._keys)
         yield labelled(COUNTER, "deltic_http_responses", "HTTP responses.", "route code", self.responses)
         closed = "Connections closed for what their clients did."

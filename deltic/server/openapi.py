@@ -97,6 +97,8 @@ class Route:
     """The kind of the model that is used when the request names none."""
     takes_model: bool = False
     """The query's `model` names one; else the body's does, if there is one."""
+    names_later: bool = False
+    """True if its endpoint looks for the model that its body names, which need not be there."""
     generates: bool = False
     """True if the route generates, so the limits of a key hold."""
     prepares: bool = False

@@ -42,6 +42,7 @@ from deltic.server.address import check_transfer, listening, load_certificates, 
 from deltic.server.downloads import fetch_all
 from deltic.server.isolated import FORKS
 from deltic.server.kv_events import event_sockets, topics
+from deltic.server.local_models import local_models, why_not
 
 if TYPE_CHECKING:
     import ssl
@@ -50,6 +51,7 @@ if TYPE_CHECKING:
 
     from deltic.host.launch import EventSockets
     from deltic.server.limits import Accounts
+    from deltic.server.on_demand import Offered, OnDemand
     from deltic.server.service import Server, Service
 
 log = logging.getLogger("deltic.server")
@@ -88,10 +90,14 @@ def serve(
     program: the command of the engine process. Raises ConfigError when the address cannot be listened on, or
     two models have one name; UnsupportedModelError for a dummy of no known shape.
     """
+    if not config.models_from and len(models) == 1 and is_toy(models[0][0]) and has_models(models[0][0].download_dir):
+        config = replace(config, models_from=("cache",))
+    if config.models_from:
+        check_on_demand(config, models)
     served = prepared(models, config.max_queue)
     logs.set_up(config.log_level, config.log_format)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    if any(engine.model == BUILT_IN and engine.dummy is None for engine, _ in models):
+    if any(is_toy(engine) for engine, _ in models) and not config.models_from:
         log.info("no MODEL was given: serving the small one that comes with Deltic; deltic doctor proposes others")
     check_transfer(config, [engine for engine, _ in models])
     told_at = event_sockets(config, [engine for engine, _ in models])
@@ -100,6 +106,26 @@ def serve(
     use_one_heap()
     with listening(config) as listener:
         return uvloop.run(_serve(served, config, listener, secured, program, told_at))
+
+
+def is_toy(engine: EngineConfig) -> bool:
+    """Returns whether it is the built-in model, which is served where none is named."""
+    return engine.model == BUILT_IN and engine.dummy is None
+
+
+def has_models(download_dir: Path | None) -> bool:
+    """Returns whether the download cache has a model that can be served."""
+    return any(not model.missing and not why_not(model.path) for model in local_models(download_dir))
+
+
+def check_on_demand(config: ServerConfig, models: Sequence[tuple[EngineConfig, ModelConfig]]) -> None:
+    """Raises ConfigError for what models that come and go cannot have."""
+    if config.kv_events is not None:
+        raise ConfigError("--kv-events: each model of --models-from has an engine process of its own. Leave one out.")
+    if any(engine.trace is not None for engine, _ in models):
+        raise ConfigError("--trace: each model of --models-from would need a file of its own. Leave one out.")
+    if any(engine.tensor_parallel > 1 for engine, _ in models):
+        raise ConfigError("--tensor-parallel: a model on several GPUs is served alone. Leave --models-from out.")
 
 
 def prepared(models: Sequence[tuple[EngineConfig, ModelConfig]], max_queue: int) -> list[Served]:
@@ -213,7 +239,8 @@ async def _serve(
     told_at: EventSockets | None,
 ) -> int:
     started_s = time.monotonic()
-    host = EngineHost(
+    on_demand = _on_demand(config, program) if config.models_from else None
+    host = on_demand or EngineHost(
         [model.client for model in models],
         program=program,
         log_format=config.log_format,
@@ -233,8 +260,14 @@ async def _serve(
             names = [None if speaks(model.client.config) else model.names[0] for model in models]
             for model, topic in zip(models, topics(names, config, listener), strict=True):
                 model.client.topic = topic
-        await host.start()  # before anything slow: it loads while the rest is imported
-        http, server = _build(models, config)
+        if on_demand is not None:
+            for model in models:
+                on_demand.give(model.names, model.client)
+            http, server = _build(models, config, on_demand)
+            await on_demand.start()
+        else:
+            await host.start()  # before anything slow: it loads while the rest is imported
+            http, server = _build(models, config)
         signals.reload = _reloading(config, secured, server.accounts)
         http.config.load()
         http.config.ssl = secured
@@ -254,11 +287,17 @@ async def _serve(
         log.error("%s", error)
         return exit_status(error)
     finally:
-        if signals.second.is_set() and host.pid is not None:
-            os.kill(host.pid, signal.SIGKILL)
+        if signals.second.is_set():
+            host.kill()
         await host.stop()
         if signals.first.is_set():
             log.info("stopped")
+
+
+def _on_demand(config: ServerConfig, program: tuple[str, ...]) -> OnDemand:
+    from deltic.server.on_demand import OnDemand  # slow: a fixed model's engine is started first
+
+    return OnDemand(config, program)
 
 
 def _reloading(
@@ -282,17 +321,19 @@ def _reloading(
     return reload if files else None
 
 
-def _build(models: list[Served], config: ServerConfig) -> tuple[uvicorn.Server, Server]:
+def _build(
+    models: list[Served], config: ServerConfig, on_demand: OnDemand | None = None
+) -> tuple[uvicorn.Server, Server]:
     """The HTTP server and what it serves. Raises ConfigError, which names the model."""
     # Not at the top of the file: the engine process is to be started before these are imported.
     from deltic.server.app import create_app
     from deltic.server.connections import Connections, HttpServer
 
-    server = build(models, config)
+    server = build(models, config, on_demand)
     http = HttpServer(
         create_app(server),
         Connections(config.client_timeout_s, server.metrics.closed),
-        ws="websockets-sansio" if server.of("speech") else "none",
+        ws="websockets-sansio" if server.may_speak else "none",
         ws_max_size=int(config.body_mb(pictures=False) * 1_000_000),
         ws_per_message_deflate=False,  # audio does not get smaller
         timeout_graceful_shutdown=int(LAST_WORDS_S),
@@ -300,14 +341,25 @@ def _build(models: list[Served], config: ServerConfig) -> tuple[uvicorn.Server, 
     return http, server
 
 
-def build(models: Sequence[Served], config: ServerConfig) -> Server:
-    """Builds the server of these models. Raises ConfigError, which names the model."""
+def build(models: Sequence[Served], config: ServerConfig, on_demand: OnDemand | None = None) -> Server:
+    """Builds the server of these models. on_demand: loads them, and others. Raises ConfigError, which names
+    the model.
+    """
     from deltic.server.service import Server
 
-    server = Server(config)
+    server = Server(config, on_demand=on_demand)
+    if on_demand is not None:
+        server.metrics.on_demand, on_demand.n_tenants = on_demand.families, server.accounts.n_tenants
+
+        async def open_model(model: Offered) -> None:
+            server.add(await asyncio.to_thread(_service, server, Served(model.names, ModelConfig(), model.client)))
+
+        on_demand.open = open_model
     for model in models:
         try:
             server.add(_service(server, model))
+            if on_demand is not None:
+                on_demand.models[model.names[0]].is_open = True
         except (ValueError, OSError) as error:  # the tokenizer, the template
             raise ConfigError(f"{model.names[0]} cannot be served: {error}") from error
     return server
@@ -378,7 +430,7 @@ def _origin(engine: EngineConfig, directory: Path) -> JsonObject:
 
 
 async def _until_stopped(
-    host: EngineHost,
+    host: EngineHost | OnDemand,
     server: Server,
     running: asyncio.Task[None],
     signals: StopSignals,
@@ -390,8 +442,9 @@ async def _until_stopped(
     The exit status.
     """
     url = url_of(listener, server.config)
-    log.info("listening on %s (%.2f s); loading %s", url, time.monotonic() - started_s, " and ".join(server.models))
-    services = list(server.models.values())
+    services = list(server.models.values()) if server.on_demand is None else []
+    loading = f"; loading {' and '.join(server.models)}" if services else ""
+    log.info("listening on %s (%.2f s)%s", url, time.monotonic() - started_s, loading)
     first = asyncio.create_task(signals.first.wait())
     ready = asyncio.gather(*(service.client.ready() for service in services))
     showing = asyncio.create_task(_show_loading(services))
@@ -400,7 +453,10 @@ async def _until_stopped(
         showing.cancel()
         await asyncio.gather(showing, return_exceptions=True)
         if ready.done():
-            if not _tell_ready(services, ready, url, started_s):
+            if server.on_demand is not None:
+                n_models = logs.counted(len(server.on_demand.models), "model")
+                log.info("%s that requests may name: ready on %s", n_models, url)
+            elif not _tell_ready(services, ready, url, started_s):
                 return 1
             if server.batches is not None:
                 server.batches.start()
@@ -478,7 +534,7 @@ async def _give_notice(server: Server, signals: StopSignals) -> None:
             await asyncio.wait_for(signals.second.wait(), notice_s)
 
 
-async def _drain(host: EngineHost, server: Server, signals: StopSignals) -> None:
+async def _drain(host: EngineHost | OnDemand, server: Server, signals: StopSignals) -> None:
     """Lets open requests finish for `drain_s`, then ends them; a second signal cuts this short."""
     server.is_leaving = server.draining = True
     if server.batches is not None:
@@ -492,8 +548,8 @@ async def _drain(host: EngineHost, server: Server, signals: StopSignals) -> None
     if server.n_open:
         log.warning("%s ended unfinished", logs.counted(server.n_open, "request"))
     stopping = asyncio.create_task(host.stop())
-    if await _is_hurried(stopping, signals) and host.pid is not None:
-        os.kill(host.pid, signal.SIGKILL)  # its step may be long
+    if await _is_hurried(stopping, signals):
+        host.kill()  # its step may be long
     await stopping
     await _while_open(server, LAST_WORDS_S, signals)
 

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
+from starlette.types import Receive
+
 from deltic import __version__
 from deltic.config import ServerConfig
 from deltic.engine.messages import EngineInfo
@@ -33,8 +35,9 @@ from deltic.server.chat.picture_parts import PictureReader
 from deltic.server.chat.template import ChatTemplate
 from deltic.server.errors import RETRY_LATER, ApiError, bad_request
 from deltic.server.fair_thread import FairThread
-from deltic.server.limits import Accounts, asking
+from deltic.server.limits import Accounts, Ticket, asking
 from deltic.server.metrics import Exposition, Metrics
+from deltic.server.on_demand import OnDemand
 from deltic.server.room import Room
 from deltic.server.speech.voices import SpeechParts
 from deltic.server.urls import Hosts
@@ -75,7 +78,7 @@ _trim = getattr(ctypes.CDLL(None), "malloc_trim", lambda _: None)
 Kind = Literal["text", "speech"]
 """Kind of output that a model makes."""
 
-STATES = ("stopping", "draining", "stopped", "failed", "restarting", "starting", "ready")
+STATES = ("stopping", "draining", "stopped", "failed", "restarting", "starting", "unloaded", "ready")
 """States of a model, the worst first."""
 
 
@@ -104,6 +107,8 @@ class Server:
     """Set when the process is told to stop: routers are to go elsewhere, and no connection is kept."""
     draining: bool = False
     """Set when `drain_notice_s` are over: no new requests."""
+    on_demand: OnDemand | None = field(default=None, kw_only=True)
+    """Models that requests have loaded; None: all there are stay loaded."""
     n_open: int = 0
     """HTTP requests that have not been answered whole."""
     sockets: Counter[str] = field(default_factory=Counter)
@@ -139,7 +144,8 @@ class Server:
     @property
     def max_body_mb(self) -> float:
         """The largest body of a request."""
-        return self.config.body_mb(pictures=any(service.sees for service in self.models.values()))
+        may_see = self.on_demand is not None or any(service.sees for service in self.models.values())
+        return self.config.body_mb(pictures=may_see)
 
     def trim_soon(self) -> None:
         """Has the C library return free memory to the system once this request is forgotten. It would keep it
@@ -164,6 +170,11 @@ class Server:
     def of(self, kind: Kind) -> list[Service]:
         """The models that make this."""
         return [service for service in self.models.values() if service.kind == kind]
+
+    @property
+    def may_speak(self) -> bool:
+        """True if a model that speaks may be asked for."""
+        return self.on_demand is not None or bool(self.of("speech"))
 
     def first(self, kind: Kind) -> Service:
         """The model of a request that names none.
@@ -191,9 +202,51 @@ class Server:
     def find(self, name: str) -> Service:
         """The model of this name, else the first one with a pattern that fits.
 
-        Raises ApiError (404). Programs for Ollama write `:latest` after a name.
+        Raises ApiError: 404; 503 for one that is on the disk and was never loaded. Programs for Ollama write
+        `:latest` after a name.
         """
+        if (service := self.known(name)) is not None:
+            return service
         services = self.models.values()
+        known = ", ".join(repr(known) for service in services for known in [*service.all_names(), *service.patterns])
+        message = f"no model {name!r}. This server has {known}."
+        raise ApiError(404, message, param="model", code="model_not_found")
+
+    async def opened(self, name: str) -> Service:
+        """The model of this name, whose engine need not be loaded. Raises ApiError (404)."""
+        if self.on_demand is not None and (offered := self.on_demand.called(name)) is not None:
+            await self.on_demand.open_parts(offered)
+        return self.find(name)
+
+    async def loaded(
+        self, name: str | None, kind: Kind, ticket: Ticket, receive: Receive | None = None, n_bytes: int = 0
+    ) -> Service:
+        """The model of this name, or of a request of this kind that names none; one that comes and goes stays
+        loaded until the ticket ends.
+
+        receive, n_bytes: as of `OnDemand.use`. Raises ApiError: 404, and as that.
+        """
+        on_demand, adapted = self.on_demand, None
+        if on_demand is None:
+            return self.first(kind) if name is None else self.find(name)
+        if self.draining:
+            raise unavailable(SHUTTING_DOWN)
+        if name is None:
+            model = await on_demand.default(kind)
+        elif (found := on_demand.called(name)) is None and (adapted := self.known(name)) is not None:
+            model = on_demand.models[adapted.adapter.parent if adapted.adapter else adapted.model_name]
+        else:
+            model = found or await on_demand.find(name)
+        await on_demand.use(model, ticket, receive, n_bytes)
+        return adapted or self.models[model.name]
+
+    def known(self, name: str) -> Service | None:
+        """Returns what `find` does; None: nothing has the name. Raises ApiError (503)."""
+        services = self.models.values()
+        if self.on_demand is not None and (offered := self.on_demand.called(name)) is not None:
+            if not offered.is_open:
+                raise unavailable(f"{offered.name!r}: {offered.client.why_unavailable()}")
+            return self.models[offered.name]
         for called in (name, name.removesuffix(":latest")):
             for service in services:
                 if called in service.names:
@@ -203,14 +256,16 @@ class Server:
         for service in services:
             if any(fnmatchcase(name, pattern) for pattern in service.patterns):
                 return service
-        known = ", ".join(repr(known) for service in services for known in [*service.all_names(), *service.patterns])
-        message = f"no model {name!r}. This server has {known}."
-        raise ApiError(404, message, param="model", code="model_not_found")
+        return None
 
     @property
     def has_choice(self) -> bool:
         """True if a request's name decides who answers."""
-        return len(self.models) > 1 or any(service.adapters.may_come for service in self.models.values())
+        return (
+            self.on_demand is not None
+            or len(self.models) > 1
+            or any(service.adapters.may_come for service in self.models.values())
+        )
 
     def adapted(self) -> list[Service]:
         """The models with each of their adapters."""
@@ -231,6 +286,10 @@ class Server:
 
         Raises ApiError (404) for one that speaks.
         """
+        if self.on_demand is not None and name is not None and (offered := self.on_demand.called(name)) is not None:
+            if offered.kind != "text":
+                raise ApiError(404, f"{offered.name!r} speaks and does not write", code="unsupported_model")
+            return offered.name, offered.client
         service = self.first("text") if name is None else self.find(name)
         if service.kind != "text":
             raise ApiError(404, f"{service.model_name!r} speaks and does not write", code="unsupported_model")
@@ -241,6 +300,10 @@ class Server:
         of each.
         """
         each = {name: service.status() for name, service in self.models.items()}
+        if self.on_demand is not None and not (self.draining or self.is_leaving):
+            models = self.on_demand.models.items()
+            states = {name: {"status": model.state, "kind": model.kind} for name, model in models}
+            return {"status": "ready", "models": states}
         # Of those that load the last that has begun: the ones before it have loaded, and wait for the others.
         worst = min(reversed(each), key=lambda name: (STATES.index(each[name]["status"]), "loading" not in each[name]))
         if len(each) == 1:
@@ -292,7 +355,7 @@ class Service:
         metrics = Metrics(
             lambda: client.stats,
             lambda: client.n_restarts,
-            lambda: client.state == "ready",
+            lambda: client.state in ("ready", "unloaded"),  # a request loads it
             info=lambda: client.info,
             has_speech=more.get("speech") is not None,
             adapters=lambda: (adapters.most, adapters.n_held, [adapter.numbers for adapter in adapters.all()]),

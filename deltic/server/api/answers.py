@@ -387,6 +387,12 @@ class ModelEntry(Struct, kw_only=True):
     """Languages, speakers and formats of a model that speaks."""
 
 
+class Done(Struct):
+    """Answer to what needs no other."""
+
+    success: Literal[True]
+
+
 class ModelList(Struct, kw_only=True):
     """The models and adapters that are served."""
 

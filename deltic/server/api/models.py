@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 
 from deltic import __version__
 from deltic.config import ADAPTER_NAME
-from deltic.engine.messages import Picture
+from deltic.engine.messages import EngineInfo, Picture
 from deltic.host.client import EngineUnavailable
 from deltic.json_types import JsonObject
 from deltic.ops.geometry import PAGE_SIZE
@@ -29,22 +29,32 @@ from deltic.server.chat.picture_parts import PictureBounds, Pictures
 from deltic.server.chat.request import Chat, Effort, context_limit
 from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, bad_request
+from deltic.server.on_demand import Offered
 from deltic.server.preparation import Preparation, parsed
-from deltic.server.service import SHUTTING_DOWN, Service
+from deltic.server.service import SHUTTING_DOWN, Server, Service
 from deltic.server.transport import EncodedArray, LargeResponse, json_response
 
 
 async def list_models(service: Service, request: Request) -> ASGIApp:
     """GET /v1/models: those there are."""
-    cards = [model_card(other, name) for other in service.server.models.values() for name in other.names]
-    cards += [model_card(other, other.model_name) for other in service.server.adapted()]
+    server = service.server
+    if server.on_demand is not None:
+        await server.on_demand.look()
+        cards = [
+            offered_card(server, model, name) for model in server.on_demand.models.values() for name in model.names
+        ]
+    else:
+        cards = [model_card(other, name) for other in server.models.values() for name in other.names]
+    cards += [model_card(other, other.model_name) for other in server.adapted()]
     ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}  # Anthropic's form of a list
     return json_response({"object": "list", "data": cards, "has_more": False} | ends)
 
 
 async def get_model(service: Service, request: Request) -> ASGIApp:
     """GET /v1/models/{model:path}: one of them, by a name that it answers to."""
-    name = request.path_params["model"]
+    name, server = request.path_params["model"], service.server
+    if server.on_demand is not None and (server.on_demand.called(name) or not server.known(name)):
+        return json_response(offered_card(server, await server.on_demand.find(name), name))
     return json_response(model_card(service.server.find(name), name))
 
 
@@ -52,22 +62,46 @@ def model_card(service: Service, name: str) -> dict[str, object]:
     """The entry of /v1/models for a model under one of its names; `root` is the first of them. That of an
     adapter has its path as `root`, and its model as `parent`.
     """
-    info = service.client.info
+    return _card(
+        service.server,
+        name,
+        service.adapter.path if service.adapter else service.model_name,
+        service.client.info,
+        **({"parent": service.adapter.parent} if service.adapter else {}),
+        **({"input_modalities": ["text", "image"]} if service.sees else {}),
+        **({"speech": service.speech.card()} if service.speech else {}),
+    )
+
+
+LLAMA_STATUS = {"waiting": "loading", "unloading": "loaded", "failed": "unloaded"}
+"""States as llama.cpp's router has them, where the word is another."""
+
+
+def offered_card(server: Server, model: Offered, name: str) -> dict[str, object]:
+    """The entry of a model that may be loaded. `status` has the form of llama.cpp's router."""
+    status: JsonObject = {"value": LLAMA_STATUS.get(model.state, model.state)}
+    if model.state == "loading" and (loading := model.client.loading):
+        status["progress"] = {"stage": loading.stage, "done": loading.done}
+    if model.failure:
+        status |= {"failed": True, "message": model.failure}
+    card = model_card(server.models[model.name], name) if model.is_open else _card(server, name, model.name, None)
+    return card | {"status": status}
+
+
+def _card(server: Server, name: str, root: str, info: EngineInfo | None, **more: object) -> dict[str, object]:
+    """info: of its engine, where one has told."""
     limit = context_limit(info) if info else None
-    started_s = service.server.started_s
-    at = datetime.datetime.fromtimestamp(started_s, datetime.UTC)
+    at = datetime.datetime.fromtimestamp(server.started_s, datetime.UTC)
     return {
         "id": name,
-        "root": service.adapter.path if service.adapter else service.model_name,
-        **({"parent": service.adapter.parent} if service.adapter else {}),
+        "root": root,
         "object": "model",
-        "created": started_s,
+        "created": server.started_s,
         "owned_by": "deltic",
         "max_model_len": info.max_model_len if info else None,
         # What other clients look for, under names of their own.
         **dict.fromkeys(("context_length", "context_window", "max_input_tokens", "max_tokens"), limit),
-        **({"input_modalities": ["text", "image"]} if service.sees else {}),
-        **({"speech": service.speech.card()} if service.speech else {}),
+        **more,
         "type": "model",
         "display_name": name,
         "created_at": at.isoformat().replace("+00:00", "Z"),

@@ -12,18 +12,19 @@ import asyncio
 import contextlib
 import datetime
 import hashlib
+import math
 import secrets
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import msgspec
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from deltic.config import BUILT_IN
 from deltic.engine.messages import EngineInfo
-from deltic.host.client import EngineFailed
+from deltic.host.client import EngineClient, EngineFailed
 from deltic.server.api import completions
 from deltic.server.api import ollama_protocol as wire
 from deltic.server.chat import answer
@@ -38,7 +39,7 @@ from deltic.server.errors import ApiError
 from deltic.server.limits import TICKET, Ticket, Usage
 from deltic.server.local_models import ModelFiles, model_files
 from deltic.server.preparation import Preparation, parsed
-from deltic.server.service import Service
+from deltic.server.service import Server, Service
 from deltic.server.transport import BODY, LargeResponse, json_pieces, json_response, read_body, unless_disconnected
 
 LINES = "application/x-ndjson"
@@ -63,6 +64,12 @@ async def generate(service: Service, request: Request) -> ASGIApp:
 
 
 async def _answer(service: Service, request: Request, kind: type[wire.AnswerRequest]) -> ASGIApp:
+    on_demand = service.server.on_demand
+    if on_demand is not None and asks_to_unload(request.scope[BODY]):
+        asked = await parsed(service, request, kind)
+        on_demand.keep(await on_demand.find(asked.model), 0.0)
+        unloaded = LinesAnswer(asked.model, is_chat=kind is wire.OllamaChatRequest, scored=None)
+        return json_response(unloaded.loaded("unload"))
     await _loaded(service, request)
     info = service.admit()
     request_id = request.scope["deltic.answer_id"] = f"ollama-{secrets.token_hex(16)}"
@@ -70,6 +77,8 @@ async def _answer(service: Service, request: Request, kind: type[wire.AnswerRequ
         asked = await preparation.parse(kind)
         wire.check(asked)
         service.check_model(asked.model)
+        if on_demand is not None and asked.keep_alive is not None and (offered := on_demand.called(asked.model)):
+            on_demand.keep(offered, wire.seconds_of(asked.keep_alive))
         n_ctx, ticket = (asked.options or wire.Options()).num_ctx, request.scope[TICKET]
         if n_ctx:
             info = msgspec.structs.replace(info, max_model_len=min(info.max_model_len, n_ctx))
@@ -90,6 +99,30 @@ async def _answer(service: Service, request: Request, kind: type[wire.AnswerRequ
         return LinesStream(generation, reply)
     (message,) = await unless_disconnected(request.receive, completions.collect(generation, scored))
     return LargeResponse(reply.body(message, generation.usage()))
+
+
+MAX_UNLOAD_BYTES = 1000
+"""Bytes of the largest body that may ask for nothing but to unload a model."""
+
+
+class _Unload(msgspec.Struct):
+    """Body that has no prompt."""
+
+    keep_alive: str | float | None = None
+    prompt: str | None = None
+    messages: list[msgspec.Raw] | None = None
+    images: list[msgspec.Raw] | None = None
+
+
+def asks_to_unload(body: bytes) -> bool:
+    """Returns whether a body of /api/chat or /api/generate asks to unload its model, and for no answer."""
+    if len(body) > MAX_UNLOAD_BYTES:
+        return False
+    try:
+        asked = msgspec.json.decode(body, type=_Unload)
+    except msgspec.DecodeError:
+        return False
+    return asked.keep_alive in wire.NO_TIME and not (asked.prompt or asked.messages or asked.images)
 
 
 async def _loaded(service: Service, request: Request) -> None:
@@ -120,8 +153,8 @@ def _completion(service: Service, asked: wire.GenerateRequest, info: EngineInfo,
 class LinesAnswer:
     """An answer, its updates as lines (`lines`, `end`) or all at once (`body`)."""
 
-    def __init__(self, model: str, *, is_chat: bool, scored: answer.ChatAnswer) -> None:
-        """model: the name that was asked for. scored: writes log-probabilities."""
+    def __init__(self, model: str, *, is_chat: bool, scored: answer.ChatAnswer | None) -> None:
+        """model: the name that was asked for. scored: writes log-probabilities; None: nothing is said."""
         self._model = model
         self._is_chat = is_chat
         self._scored = scored
@@ -140,7 +173,7 @@ class LinesAnswer:
         ended, self._open = self._open[:n_ended], self._open[n_ended:]
         calls = [_plain_call(item.call, item.text) for item in ended if item.call]
         self._reason = update.finish_reason
-        scores = self._scored.encoded(update.scores) if update.scores else []
+        scores = self._scored.encoded(update.scores) if update.scores and self._scored else []
         parts = delta.content, delta.reasoning, calls, scores
         return self._line(self._fields(*parts) | {"done": False}) if any(parts) else b""
 
@@ -156,9 +189,9 @@ class LinesAnswer:
         fields = self._fields("".join(message.content), "".join(message.reasoning), calls, logprobs)
         return self._line(fields | self._counts(usage, message.finish_reason))
 
-    def loaded(self) -> bytes:
+    def loaded(self, reason: str = "load") -> bytes:
         """The answer where nothing was to be said."""
-        return self._line(self._fields("", "", [], []) | {"done": True, "done_reason": "load"})
+        return self._line(self._fields("", "", [], []) | {"done": True, "done_reason": reason})
 
     def _fields(
         self, content: str, thinking: str, calls: list[dict[str, object]], logprobs: object
@@ -221,23 +254,41 @@ class LinesStream(completions.UpdateStream):
 
 async def tags(service: Service, request: Request) -> ASGIApp:
     """GET /api/tags: the models that write, in Ollama's form."""
-    cards = [_card(other, name) for other in service.server.of("text") for name in other.names]
-    return json_response({"models": cards + [_card(other, other.model_name) for other in service.server.adapted()]})
+    server = service.server
+    if server.on_demand is not None:
+        await server.on_demand.look()
+    return json_response({"models": [_card(server, *of) for of in _writers(server)]})
+
+
+def _writers(server: Server) -> Iterator[tuple[EngineClient, str] | tuple[EngineClient, str, str]]:
+    """Yields engine and name of each model that writes, under all its names; of an adapter its model, too."""
+    if server.on_demand is None:
+        yield from ((other.client, name) for other in server.of("text") for name in other.names)
+    else:
+        offered = [model for model in server.on_demand.models.values() if model.kind == "text"]
+        yield from ((model.client, name) for model in offered for name in model.names)
+    yield from ((other.client, other.model_name, _parent(other)) for other in server.adapted())
+
+
+def _parent(service: Service) -> str:
+    return service.adapter.parent if service.adapter else ""
 
 
 async def running(service: Service, request: Request) -> ASGIApp:
-    """GET /api/ps: the same models, which are all loaded, and stay."""
-    return json_response(
-        {
-            "models": [
-                (card := _card(other, other.model_name))
-                | {"expires_at": _time(_NEVER_S), "context_length": _context(other)}
-                | {"size_vram": card["size"] if other.client.info.on_gpu else 0}
-                for other in (*service.server.of("text"), *service.server.adapted())
-                if other.client.info is not None
-            ]
-        }
-    )
+    """GET /api/ps: those of the same models that are loaded, and how long they stay."""
+    server, loaded = service.server, []
+    on_demand = {} if server.on_demand is None else server.on_demand.models
+    for other in (*server.of("text"), *server.adapted()):
+        parent, info = _parent(other), other.client.info
+        if info is None:
+            continue
+        offered, card = on_demand.get(parent or other.model_name), _card(server, other.client, other.model_name, parent)
+        stays_s = math.inf if offered is None else offered.expires_s - time.monotonic()
+        if offered is not None and offered.needs is not None:
+            card["size"] = offered.needs.n_bytes
+        card["expires_at"] = _time(_NEVER_S if math.isinf(stays_s) else time.time() + stays_s)
+        loaded.append(card | {"context_length": _context(other), "size_vram": card["size"] if info.on_gpu else 0})
+    return json_response({"models": loaded})
 
 
 _NEVER_S = 10_000_000_000.0
@@ -247,7 +298,7 @@ _NEVER_S = 10_000_000_000.0
 async def show(service: Service, request: Request) -> ASGIApp:
     """POST /api/show: what a model is and can do."""
     asked = await parsed(service, request, wire.ShowRequest)
-    service = service.server.find(asked.model or asked.name)
+    service = await service.server.opened(asked.model or asked.name)
     template = service.template
     abilities = {
         "completion": service.kind == "text",
@@ -256,8 +307,8 @@ async def show(service: Service, request: Request) -> ASGIApp:
         "vision": service.sees,
         "insert": service.kind == "text" and Filler.of(service.tokenizer) is not None,
     }
-    card, stored = _card(service, service.model_name), _stored(service)
-    parent = _usual(service.adapter.parent) if service.adapter else card["name"]
+    card = _card(service.server, service.client, service.model_name, _parent(service))
+    parent, stored = _usual(_parent(service) or service.model_name), _stored(service.client)
     applied = f"ADAPTER {service.adapter.path}\n" if service.adapter else ""
     return json_response(
         {
@@ -277,22 +328,6 @@ async def show(service: Service, request: Request) -> ASGIApp:
     )
 
 
-async def pull(service: Service, request: Request) -> ASGIApp:
-    """POST /api/pull: of a model that is served, that it is there; no other one is fetched."""
-    asked = await parsed(service, request, wire.PullRequest)
-    try:
-        service.server.find(asked.model or asked.name)
-    except ApiError as error:
-        if error.status != 404:
-            raise
-        message = f"{error}. This server serves what it was started with: deltic serve MODEL fetches a model."
-        raise ApiError(404, message, code="model_not_found") from None
-    if asked.stream is False:
-        return json_response({"status": "success"})
-    statuses = [{"status": "pulling manifest"}, {"status": "verifying sha256 digest"}, {"status": "success"}]
-    return Response(b"".join(_encode(line) + b"\n" for line in statuses), media_type=LINES)
-
-
 async def version(service: Service, request: Request) -> ASGIApp:
     """GET /api/version: of Ollama's API."""
     return json_response({"version": wire.API_VERSION})
@@ -308,14 +343,13 @@ def _usual(name: str) -> str:
     return name if ":" in name else f"{name}:latest"
 
 
-def _stored(service: Service) -> ModelFiles:
-    config = service.client.config
-    return model_files(config.model, config.dummy)
+def _stored(client: EngineClient) -> ModelFiles:
+    return model_files(client.config.model, client.config.dummy)
 
 
-def _source(service: Service) -> str:
+def _source(client: EngineClient) -> str:
     """Says where a model is from: `built-in`, a hub's name, or the name of a file or directory."""
-    config = service.client.config
+    config = client.config
     if config.dummy is not None:
         return "random weights"
     path = Path(config.model)
@@ -327,22 +361,22 @@ def _human(n: int) -> str:
     return "" if not n else f"{n / 1e9:.1f}B" if n >= 1e9 else f"{n / 1e6:.2f}M"
 
 
-def _card(service: Service, name: str) -> dict[str, object]:
-    """name: one of the model's."""
-    name, info, stored = _usual(name), service.client.info, _stored(service)
+def _card(server: Server, client: EngineClient, name: str, parent: str = "") -> dict[str, object]:
+    """name: one of the model's, or of an adapter of `parent`."""
+    name, info, stored = _usual(name), client.info, _stored(client)
     return {
         "name": name,
         "model": name,
-        "modified_at": _time(service.server.started_s),
+        "modified_at": _time(server.started_s),
         "size": stored.n_bytes,
         "digest": hashlib.sha256(name.encode()).hexdigest(),
         "details": {
-            "parent_model": _usual(service.adapter.parent) if service.adapter else "",
+            "parent_model": _usual(parent) if parent else "",
             "format": stored.format,
             "family": stored.family,
             "families": [stored.family],
             "parameter_size": _human(stored.n_params),
             "quantization_level": stored.level or (info.precision.upper() if info else ""),
-            "source": _source(service),
+            "source": _source(client),
         },
     }

@@ -1,6 +1,6 @@
 """The wire format of Ollama's API, and how it becomes a Chat, or with `raw` a Completion.
 
-Fields that could not show in an answer are accepted: `keep_alive` (a model stays as long as its server), and
+Fields that could not show in an answer are accepted: `keep_alive` (without --models-from models stay), and
 the options that say how a model is loaded and computed (`num_gpu`, `num_thread`, ...). `num_ctx` is the most
 that prompt and answer may have, where it is less than what the server has; programs that send a large one by
 habit get what there is, and a prompt that does not fit is refused, not shortened. What messages of the
@@ -20,6 +20,7 @@ from deltic.server.chat import messages
 from deltic.server.chat import request as chats
 from deltic.server.chat.picture_parts import Sent
 from deltic.server.errors import ApiError, bad_request
+from deltic.server.on_demand import duration
 from deltic.text import SamplingDefaults
 
 API_VERSION = "0.13.0"
@@ -168,12 +169,23 @@ def check(asked: AnswerRequest) -> None:
                 raise _unsupported(path + field)
     if (options.num_predict or 0) < -2:
         raise bad_request("options.num_predict", "expected a number of tokens, or -1 for any number")
-    if is_empty(asked) and asked.keep_alive in _NO_TIME:
-        message = "0 and no prompt asks for the model to be unloaded. Models stay as long as this server runs."
+    if is_empty(asked) and asked.keep_alive in NO_TIME:
+        message = (
+            "0 and no prompt asks for the model to be unloaded. Models stay here: start the server with --models-from."
+        )
         raise bad_request("keep_alive", message, "unsupported_field")
 
 
-_NO_TIME = (0, "0", "0s", "0m", "0h")
+NO_TIME = (0, "0", "0s", "0m", "0h")
+"""Times of `keep_alive` that ask for a model to be unloaded."""
+
+
+def seconds_of(keep_alive: str | float) -> float:
+    """Returns the seconds of `keep_alive`; infinite: for ever. Raises ApiError (400)."""
+    try:
+        return duration(keep_alive)
+    except ValueError as error:
+        raise bad_request("keep_alive", str(error)) from None
 
 
 def _unsupported(path: str) -> ApiError:

@@ -67,7 +67,8 @@ async def converse(server: Server, access: Access, socket: WebSocket, note: Note
     ticket: Ticket = socket.scope[TICKET]
     try:
         ticket.account = access.check_socket(socket)
-        admit(server)
+        if server.on_demand is None or not any(model.kind == "speech" for model in server.on_demand.models.values()):
+            admit(server)
         tenant, most = ticket.tenant, server.accounts.share(MAX_SOCKETS)
         if server.sockets[tenant] >= most:
             raise ApiError(429, f"{most} WebSockets are open, as many as may be", code="too_many_sockets")
@@ -217,15 +218,20 @@ class _Conversation:
             config.response_format = "pcm"
             if config.speed not in (None, 1.0):
                 raise bad_request("speed", "excludes stream_audio: another tempo is one of a whole part")
-        first = self._server.first("speech")
-        service = first if config.model is None else self._server.find(config.model)
-        service.speaking()
-        info = service.client.info
-        if info is None:
-            raise unavailable(service.client.why_unavailable())
-        # Whether it can be said so shows now, not with the first part; whether there is a place shows with
-        # that.
-        planned = plan(service, config, "a", info, streamed=config.stream_audio)
+        hold = Ticket()
+        hold.account = self._account
+        try:
+            service = await self._server.loaded(config.model, "speech", hold)
+            service.speaking()
+            info = service.client.info
+            if info is None:
+                raise unavailable(service.client.why_unavailable())
+            # Whether it can be said so shows now, not with the first part; whether there is a place shows
+            # with that.
+            planned = plan(service, config, "a", info, streamed=config.stream_audio)
+        finally:
+            if hold.leave_model is not None:
+                hold.leave_model()
         self._is_open = planned.manner.streams_text and config.split_granularity == "none"
         self._service, self._config = service, config
         self._splitter = Splitter(config.split_granularity)
@@ -341,6 +347,7 @@ class _Conversation:
         """Speaks a part. Raises ApiError; a 429 comes before the first byte."""
         service, config = part.service, part.config
         ticket.enter()
+        await self._server.loaded(service.model_name, "speech", ticket)
         info = service.admit(speech=True)
         size = len(part.text) if isinstance(part.text, str) else 0
         async with Preparation(service, self._request, size) as preparation:
