@@ -388,7 +388,7 @@ def let_go(error: ApiError, scope: Scope) -> None:
     """
     forget_frames(error)
     if error.status >= 500:
-        log.error("%s: %s %s", error.message, scope["deltic.request_id"], scope.get("deltic.answer_id", "-"))
+        log.error("%s %s: %s", scope["deltic.request_id"], scope.get("deltic.answer_id", "-"), error.message)
 
 
 def own_path(scope: Scope) -> str:
