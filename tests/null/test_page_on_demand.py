@@ -1,0 +1,40 @@
+"""Models on the page of a server that loads them on demand: engine processes with the fake runner, in Debian's Chromium."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("selenium.webdriver")
+
+from tests import browser
+from tests.null.test_on_demand import serving
+from tests.null.test_page_library import Library
+from tests.served import wait_for
+
+pytestmark = browser.needed
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    with browser.started() as running:
+        yield running
+
+
+def test_models_come_and_go(driver: Any, tmp_path: Path) -> None:
+    with serving(tmp_path, load_s=0.5) as (_, url):
+        page = Library(driver, url)
+        wait_for(lambda: len(page.rows()) == 3)
+        assert all("on the disk" in row for row in page.rows()) and page.is_shown("#pull")
+        page.press("Load b")
+        wait_for(lambda: "loading" in page.rows()[1])
+        wait_for(lambda: "\nloaded" in page.rows()[1])
+        page.press("Unload b")
+        wait_for(lambda: "on the disk" in page.rows()[1])
+        page.one("#pull-name").send_keys("owner/model")
+        page.one("#pull-start").click()
+        told = wait_for(lambda: page.one("#library-failed").text)
+        assert "--allow-pull" in told
