@@ -26,7 +26,7 @@ import httpx
 
 from tests import browser
 from tests.browser import Page
-from tests.fake_engine import END, FakeEngineClient, make_app, saying, served
+from tests.fake_engine import END, PICTURE_TEMPLATE, FakeEngineClient, make_app, saying, served
 from tests.null.test_picture_doors import WIDE, seeing
 from tests.served import wait_for
 
@@ -83,7 +83,7 @@ def drawers() -> list[int]:
 
 @contextmanager
 def opened(driver: Any, engine: Any) -> Iterator[Page]:
-    with served(make_app(engine)) as url:
+    with served(make_app(engine, PICTURE_TEMPLATE)) as url:
         yield Page(driver, SimpleNamespace(url=url, api_key=""))  # type: ignore[arg-type]
 
 
