@@ -69,7 +69,7 @@ TAGS = {
         "completions responses infill",
     ),
     "Anthropic": ("Messages: what Claude's clients and agents speak.", "anthropic"),
-    "Ollama": ("Answers as lines of JSON, and what says which models there are.", "ollama"),
+    "Ollama": ("Answers as lines of JSON, and what says which models there are.", "ollama pull"),
     "Speech": ("Texts that are spoken, and the voices that speak.", "routes"),
     "Files and batches": ("Requests that are answered behind everybody else's.", "batches"),
     "Models and tokens": ("Which models there are, and what their tokenizers make of a text.", "models pdf"),
