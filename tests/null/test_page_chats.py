@@ -201,7 +201,7 @@ def test_settings_are_a_chat_s_own_and_have_presets(driver: Any) -> None:
             page.run("return sent.at(-1).messages.length") == 1 and page.run("return sent.at(-1).temperature") is None
         )
         wait_for(lambda: len(page.all(".open-chat")) == 2)
-        page.all(".open-chat")[1].click()
+        page.run("document.querySelectorAll('.open-chat')[1].click()")
         wait_for(lambda: page.one("#settings [name=system]").get_attribute("value") == "Changed.")
         page.run("const { preset } = settings; preset.value = 'Mine'; preset.dispatchEvent(new Event('change'))")
         page.ask("three")

@@ -27,14 +27,17 @@ export function listChats() {
   const found = [...heads.values()].filter(isFound).sort((a, b) => b.at - a.at).slice(0, MOST_SHOWN);
   $("search").hidden = $("search").labels[0].hidden = !heads.size;
   $("none-found").hidden = !words.length || found.length > 0;
-  $("chats").replaceChildren(...found.map(({ id, title, unfinished }) => {
-    const isOpen = id === state.chat.id, mark = runs.has(id) ? "writing" : unfinished ? "unfinished" : "";
+  const rows = found.map(({ id, title, unfinished }) => ({ id, title, isOpen: id === state.chat.id, mark: runs.has(id) ? "writing" : unfinished ? "unfinished" : "" }));
+  showBar();
+  const seen = JSON.stringify(rows);
+  if ($("chats").seen === seen) return; // a click on what stays is not lost
+  $("chats").seen = seen;
+  $("chats").replaceChildren(...rows.map(({ id, title, isOpen, mark }) => {
     return el("li", { class: isOpen && "open" },
       el("button", { class: "open-chat", type: "button", title, "aria-current": isOpen && "true", click: () => isOpen || openKept(id) }, title),
       mark ? el("span", { class: "mark-run", title: mark === "unfinished" ? "Its answer was cut off; opened, it goes on" : "Its answer is being written" }, mark) : null,
       el("button", { class: "quiet", type: "button", "aria-label": `Delete “${title}”`, title: "Delete", click: () => drop(id, title) }, "×"));
   }));
-  showBar();
 }
 let undo = null, forgetting = 0;
 async function drop(id, title) {
