@@ -165,6 +165,44 @@ def test_chats_go_into_files_and_come_back(driver: Any, tmp_path: Path) -> None:
         assert len(page.all(".open-chat")) == 4
 
 
+def test_a_file_of_chats_breaks_and_starts_nothing(driver: Any, tmp_path: Path) -> None:
+    question: Any = {"role": "user", "content": "Q"}
+    answer: Any = {"role": "assistant", "content": "A"}
+    loop = [question | {"id": "a", "up": "b"}, answer | {"id": "b", "up": "a"}]
+    sound: dict[str, Any] = {
+        "a loop": {"nodes": loop, "leaf": "a"},
+        "one id": {"nodes": [node | {"id": "a", "up": "a"} for node in loop], "leaf": "a"},
+        "no ids": {"nodes": [question, answer]},
+        "figures": {"nodes": [question, answer | {"meta": {"thought_s": "long", "tokens": {}, "finish": 1}, "reasoning_content": 7}]},
+        "unfinished": {"nodes": [question, answer | {"meta": {}}], "settings": {"more": 1, "system": "S"}},
+        "parts": {"messages": [question, answer | {"content": [{"type": "text", "text": "A"}]}]},
+        "a spy": {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://example.org/spy.png"}}]}, answer]},
+    }  # fmt: skip
+    unsound: list[Any] = [
+        {"nodes": [None]},
+        {"nodes": [answer | {"tool_calls": [{}]}]},
+        {"messages": [question | {"content": [{"type": "image_url", "text": "a"}]}]},
+        {"chats": 1},
+    ]
+    with served(make_app(FakeEngineClient())) as url:
+        page = Page(driver, SimpleNamespace(url=url, api_key=""))  # type: ignore[arg-type]
+        for n, (title, chat) in enumerate(sound.items(), 1):
+            (tmp_path / f"{n}.json").write_text(json.dumps({"title": title, **chat}))
+            page.one("#import-files").send_keys(str(tmp_path / f"{n}.json"))
+            wait_for(lambda title=title: page.one("#title").get_attribute("value") == title)
+            wait_for(lambda: page.texts(".turn:last-child .md") == ["A"] or page.texts(".turn .said") == ["Q"])
+        for chat in unsound:
+            (tmp_path / "wrong.json").write_text(json.dumps(chat))
+            page.run("document.querySelector('#chats-error').textContent = ''")
+            page.one("#import-files").send_keys(str(tmp_path / "wrong.json"))
+            wait_for(lambda: "wrong.json has no chats" in page.texts("#chats-error")[0])
+        assert len(page.all(".open-chat")) == len(sound) and page.run("return sent.length") == 0
+        driver.refresh()
+        wait_for(lambda: len(page.all(".open-chat")) == len(sound))
+    severe = [line["message"] for line in driver.get_log("browser") if line["level"] == "SEVERE"]
+    assert not [line for line in severe if "spy.png" not in line and "favicon.ico" not in line]
+
+
 def test_an_answer_that_was_left_is_found_again(driver: Any) -> None:
     engine = FakeEngineClient(saying("word " * 200), max_model_len=4096)
     engine.token_s = 0.005

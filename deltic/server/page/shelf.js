@@ -2,7 +2,7 @@
 
 import { tell } from "./state.js";
 import { keep, local, recall, textOf } from "./store.js";
-import { freshChat, path, threadOf } from "./thread.js";
+import { add, freshChat, path, threadOf } from "./thread.js";
 
 const SEARCHED = 200_000; // characters of a chat that a search looks at
 const BEAT_MS = 8000;     // an answer that another tab writes is saved more often than that
@@ -108,7 +108,8 @@ channel.onmessage = async ({ data: id }) => {
 
 // Files of chats.
 
-const ROLES = new Set(["user", "assistant", "tool"]);
+const ROLES = new Set(["user", "assistant", "tool", "system"]);
+const META = { model: "string", finish: "string", error: "string", exact: "boolean", tokens: "number", rate: "number", ttft_ms: "number", thought_s: "number", prompt: "number", cached: "number" };
 /** All chats that are kept, or one, as the text of a file. */
 export const asJson = chats => JSON.stringify({ deltic_chats: 1, chats }, null, 1);
 /** The messages of a chat that are seen, for people. */
@@ -119,21 +120,41 @@ export function chatsIn(text, name) {
   if (!/^\s*[[{]/.test(text)) return [fromMarkdown(text, name)];
   let told;
   try { told = JSON.parse(text); } catch (error) { throw new Error(`${name} is no JSON: ${error.message}.`); }
-  const list = Array.isArray(told) ? (told[0]?.role ? [{ messages: told }] : told) : told.chats ?? [told];
+  const list = Array.isArray(told) && told[0]?.role ? [{ messages: told }] : [told.chats ?? told].flat();
   return list.map(each => fromJson(each, name));
 }
+const isText = value => typeof value === "string";
+/** A chat of what the page knows. It has ids of its own: a message follows an earlier one, or none. */
 function fromJson(told, name) {
-  const given = told?.nodes ?? told?.messages, isText = value => typeof value === "string";
-  const isSound = Array.isArray(given) && given.every(message => (ROLES.has(message?.role) || (message?.role === "system" && isText(message.content)))
-    && (message.content == null || isText(message.content) || (Array.isArray(message.content) && message.content.every(part => isText(part?.text) || isText(part?.image_url?.url)))));
-  if (!isSound) throw new Error(`${name} has no chats: each has messages with a role and a content.`);
-  const title = isText(told.title) && told.title ? told.title.slice(0, 200) : name.replace(/\.\w+$/, "");
-  if (told.nodes) {
-    const ids = new Set(given.map(node => node.id));
-    return { ...freshChat(told.settings ?? {}), title, nodes: given.map(node => ({ ...node, up: ids.has(node.up) ? node.up : null })), leaf: ids.has(told.leaf) ? told.leaf : given.at(-1)?.id ?? null };
+  const given = told?.nodes ?? told?.messages;
+  if (!Array.isArray(given) || !given.every(isMessage)) throw new Error(`${name} has no chats: each has messages with a role and a content.`);
+  const said = given.filter(message => message.role !== "system"), system = given.filter(message => message.role === "system").map(message => textOf(message.content)).join("\n\n");
+  const settings = Object.fromEntries(Object.entries(told.settings ?? {}).filter(([, value]) => isText(value)));
+  const chat = freshChat(system ? { ...settings, system } : settings), ids = new Map();
+  chat.title = isText(told.title) && told.title ? told.title.slice(0, 200) : name.replace(/\.\w+$/, "");
+  for (const message of said) {
+    if (told.nodes) chat.leaf = ids.get(message.up) ?? null;
+    ids.set(message.id, add(chat, kept(message)).id);
   }
-  const system = given.filter(message => message.role === "system").map(message => message.content).join("\n\n");
-  return threadOf(given.filter(message => message.role !== "system").map(message => ({ ...message, content: message.content ?? "" })), { title, settings: system ? { system } : {} });
+  chat.leaf = ids.get(told.leaf) ?? chat.leaf;
+  return chat;
+}
+function isMessage(told) {
+  const { role, content, tool_calls } = told ?? {};
+  const isPart = part => (part?.type === "text" && isText(part.text)) || (part?.type === "image_url" && isText(part.image_url?.url));
+  return ROLES.has(role) && (content == null || isText(content) || (Array.isArray(content) && content.every(isPart)))
+    && (!tool_calls || (Array.isArray(tool_calls) && tool_calls.every(call => isText(call?.id) && isText(call.function?.name) && isText(call.function.arguments))));
+}
+/** The message with what the page draws, of the types that it has here. An answer is done: no request goes out by itself. */
+function kept({ role, content, reasoning_content, tool_calls, tool_call_id, meta }) {
+  const message = { role, content: role === "user" ? content ?? "" : textOf(content ?? "") };
+  if (isText(reasoning_content)) message.reasoning_content = reasoning_content;
+  if (isText(tool_call_id)) message.tool_call_id = tool_call_id;
+  if (role !== "assistant") return message;
+  if (tool_calls?.length) message.tool_calls = tool_calls;
+  const figures = Object.entries(meta ?? {}).filter(([name, value]) => typeof value === META[name]);
+  message.meta = { finish: tool_calls?.length ? "tool_calls" : meta ? "stopped" : "stop", ...Object.fromEntries(figures) };
+  return message;
 }
 function fromMarkdown(text, name) {
   const parts = text.split(/^<!-- (user|assistant|tool) -->\n\*\*(.*)\*\*\n/m);
