@@ -30,8 +30,10 @@ if TYPE_CHECKING:  # a fork has what its server has
     from collections.abc import Callable, Iterator
 
 COMMAND = (sys.executable, "-I", "-c", "from deltic.server.isolated import serve_forks; serve_forks()")
-STATUS = struct.Struct("<i")
-"""Exit status of a process, below zero a signal, which comes behind all that it wrote."""
+STATUS = struct.Struct("<8si")
+"""END, and the exit status of a process, below zero a signal, which come behind all that it wrote."""
+END = b"\0status\0"
+"""The mark of a status: what a process wrote does not end with it where the fork server was ended first."""
 REFUSED = 3
 """The exit status of a process that refuses a file, and has written the reason."""
 QUICK_CPU_S = 0.3
@@ -73,10 +75,10 @@ async def ask(program: tuple[str, ...], data: bytes, limit_s: float, otherwise: 
         raise Refused(f"could not be decoded within {SLOWER * limit_s:g} s") from None
     finally:
         channel.close()  # which ends a process that has not ended
-    if len(made) < STATUS.size:
+    made, last = made[: -STATUS.size], made[-STATUS.size :]
+    if not last.startswith(END):
         raise _lack("the process of the decoders ended while a file of the request was decoded. Try again later.")
-    status = STATUS.unpack_from(made, len(made) - STATUS.size)[0]
-    made = made[: -STATUS.size]
+    _, status = STATUS.unpack(last)
     if status == REFUSED:
         raise Refused(made.decode("utf-8", "replace"))
     if status == -signal.SIGXCPU:
@@ -176,7 +178,8 @@ def serve_forks() -> None:
     control = socket.socket(fileno=os.dup(0))
     woken, wakes = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
     signal.signal(signal.SIGCHLD, lambda *_: None)  # so that it wakes
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all; it ends with who started it
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # sent to all; it ends with who started it
+        signal.signal(number, signal.SIG_IGN)
     signal.set_wakeup_fd(wakes)
     poll = select.poll()
     poll.register(control, select.POLLIN)
@@ -253,7 +256,7 @@ def _run(program: list[str], channel: socket.socket) -> NoReturn:
 
 def _tell(channel: socket.socket, status: int) -> None:
     with contextlib.suppress(OSError):  # nobody waits
-        channel.sendall(STATUS.pack(status))
+        channel.sendall(STATUS.pack(END, status))
 
 
 def _ended() -> Iterator[tuple[int, int]]:

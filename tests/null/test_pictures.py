@@ -6,6 +6,7 @@ import asyncio
 import errno
 import io
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -325,6 +326,25 @@ def test_a_fork_server_that_was_ended_is_started_again(forks: ForkServer) -> Non
         first.wait()
         assert await isolated.ask(program, b"", 10, "died") == b"done" and forks._process is not first
         lasting.cancel()
+
+    asyncio.run(go())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
+def test_a_file_is_decoded_while_the_server_drains_and_never_called_bad(forks: ForkServer, number: int) -> None:
+    """A service manager sends its signal to every process."""
+
+    async def go() -> None:
+        code = "import time; print('x' * 99, flush=True); time.sleep(0.5); print(end='done')"
+        asked = asyncio.create_task(isolated.ask((DECODER, code), b"", 10, "died"))
+        await asyncio.sleep(0.3)
+        assert forks._process is not None
+        forks._process.send_signal(number)
+        if number != signal.SIGKILL:
+            assert (await asked).endswith(b"done")
+        else:
+            with pytest.raises(ApiError, match="ended while a file"):
+                await asked
 
     asyncio.run(go())
 
