@@ -193,7 +193,7 @@ ELSEWHERE = {
     "info": "deltic show NAME tells of a model on this disk",
     "remove": "deltic rm NAME deletes a model from this disk",
     "delete": "deltic rm NAME deletes a model from this disk",
-    "stop": "a server ends by Ctrl-C, or by the signal that its service manager sends; deltic ps lists what one has loaded",
+    "stop": "idle models go by themselves (--keep-alive), or at once by POST /models/unload; deltic ps lists what is loaded",
     "create": "what a Modelfile says are flags of deltic serve, or a file for its --config",
     "cp": "deltic serve MODEL --served-model-name NAME gives a model other names",
     "push": "Deltic publishes nothing",
