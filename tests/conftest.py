@@ -25,6 +25,7 @@ NEEDS_TREE = (
     "architecture",
     "areas",
     "cli_docs",
+    "dashboard",
     "deploy",
     "docs",
     "fingerprint",
