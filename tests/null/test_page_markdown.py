@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -179,6 +180,25 @@ def test_the_route_draws_for_who_has_a_key() -> None:
         for texts in (["a"] * 101, ["a" * 2_000_001], "a", [1]):
             refused = httpx.post(f"{url}/page/markdown", json={"texts": texts}, headers=key)
             assert refused.status_code == 400 and error_of(refused)["param"].startswith("texts")
+
+
+def test_texts_that_wait_count_as_their_key_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def waits(*_: object) -> bytes:
+        await asyncio.sleep(2)
+        return b"{}"
+
+    async def go(url: str) -> list[int]:
+        async with httpx.AsyncClient(timeout=30) as client:
+            body = {"texts": ["a" * 900_000]}
+            sent = []
+            for _ in range(5):
+                sent.append(asyncio.create_task(client.post(f"{url}/page/markdown", json=body)))
+                await asyncio.sleep(0.2)  # each is parsed before the next
+            return [(await reply).status_code for reply in sent]
+
+    monkeypatch.setattr(markdown, "ask", waits)
+    with served(make_app(FakeEngineClient(), max_body_mb=1)) as url:
+        assert asyncio.run(go(url)) == [200, 200, 429, 429, 429]
 
 
 def test_without_its_libraries_a_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

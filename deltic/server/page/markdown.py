@@ -47,6 +47,7 @@ async def draw(service: Service, request: Request) -> ASGIApp:
     if len(asked.texts) > MAX_TEXTS or len(data) > MAX_BYTES:
         raise bad_request("texts", f"have at most {MAX_TEXTS} items and {MAX_BYTES} bytes. Send fewer at a time.")
     ticket: Ticket = request.scope[TICKET]
+    ticket.hold_body(len(data))  # until it is drawn
 
     async def drawn() -> bytes:
         with await service.server.drawings.take(ticket.turns, 1):
