@@ -21,6 +21,7 @@ from deltic import __version__
 from deltic.commands import flags, settings
 from deltic.config import BUILT_IN, ConfigError, EngineConfig, ModelConfig, ServerConfig, exit_status, nearest
 from deltic.config_sources import check_environment, resolve
+from deltic.logs import printable
 
 Result = int | str | None
 """The result of a command: its exit status, or a text to print; None is status 0."""
@@ -283,7 +284,7 @@ def finished(run: Callable[[], Result]) -> int:
         check_environment()
         result = run()
         if isinstance(result, str):
-            print(result)
+            print(printable(result))
         sys.stdout.flush()
         return result if isinstance(result, int) else 0
     except BrokenPipeError:  # whoever read our output has gone, as `head` does
@@ -294,7 +295,7 @@ def finished(run: Callable[[], Result]) -> int:
         # keeps its trace.
         if type(error).__module__.partition(".")[0] != "deltic":
             raise
-        print(f"deltic: {error}", file=sys.stderr)
+        print(f"deltic: {printable(str(error))}", file=sys.stderr)
         return exit_status(error)
     except KeyboardInterrupt:
         return 130

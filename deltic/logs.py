@@ -5,7 +5,10 @@ from __future__ import annotations
 import datetime
 import json
 import logging
+import re
 import sys
+
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 
 class JsonFormatter(logging.Formatter):
@@ -27,6 +30,11 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             fields["exception"] = self.formatException(record.exc_info)
         return json.dumps(fields)
+
+
+def printable(text: str) -> str:
+    """Returns a text without control characters, which a terminal would obey: names are others'."""
+    return _CONTROL.sub("", text)
 
 
 def counted(n: int, what: str) -> str:

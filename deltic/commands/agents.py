@@ -25,6 +25,7 @@ from deltic.commands.endpoint import Endpoint, EndpointError, ServerFailed, aske
 from deltic.config import ConfigError, ServerConfig, nearest
 from deltic.config_sources import resolve
 from deltic.json_types import JsonObject
+from deltic.logs import printable
 
 TABLE = Path(__file__).with_name("agents.toml")
 
@@ -150,7 +151,7 @@ def show(arguments: argparse.Namespace) -> str:
             url, arguments.api_key or NO_KEY, getattr(arguments, "model", None) or "MODEL", agent.needs
         )
         notes.append(f"{error} Below, MODEL and the context are to be filled in.")
-    lines = [f"# {agent.name} at {target.url}", *(f"# {note}" for note in notes if note)]
+    lines = [f"# {agent.name} at {target.url}", *(f"# {' '.join(note.split())}" for note in notes if note)]
     lines += [f"unset {name}" for name in agent.unset]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in settings(agent, target).items()]
     if shutil.which(agent.command[0]) is None:
@@ -190,7 +191,7 @@ def launch(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
                         return 1
                 return _run(agent, target, arguments.behind)
     except (EndpointError, ServerFailed) as error:
-        print(f"deltic: {error}", file=sys.stderr)
+        print(f"deltic: {printable(str(error))}", file=sys.stderr)
         return 1
 
 
@@ -208,13 +209,16 @@ def _running(runner: asyncio.Runner) -> str:
 def _run(agent: Agent, target: ServerFacts, own: list[str]) -> int:
     """Says what is set, and runs the agent until it ends."""
     variables, command = settings(agent, target), words(agent, target, own)
-    print(f"{agent.name} with {target.model} at {target.url}, context {target.context:,} tokens", file=sys.stderr)
+    print(
+        f"{agent.name} with {printable(target.model)} at {target.url}, context {target.context:,} tokens",
+        file=sys.stderr,
+    )
     for name in agent.unset:
         print(f"  {name} is not given", file=sys.stderr)
     for name, value in variables.items():
         shown = value.replace(target.key, "(the server's key)") if target.key != NO_KEY else value
-        print(f"  {name}={shown}", file=sys.stderr)
-    print(f"  {shlex.join(command)}", file=sys.stderr)
+        print(f"  {name}={printable(shown)}", file=sys.stderr)
+    print(f"  {printable(shlex.join(command))}", file=sys.stderr)
     environment = {name: value for name, value in os.environ.items() if name not in agent.unset} | variables
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the agent's
     try:

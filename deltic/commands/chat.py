@@ -14,7 +14,6 @@ import contextlib
 import io
 import json
 import os
-import re
 import sys
 import time
 import urllib.parse
@@ -33,7 +32,7 @@ from deltic.commands.endpoint import (
 )
 from deltic.config import ConfigError, nearest
 from deltic.json_types import JsonObject
-from deltic.logs import counted
+from deltic.logs import counted, printable
 
 HELP = """\
 /help                 this list
@@ -59,7 +58,6 @@ SETTINGS = {
 """Fields of a request that /set knows, and the types of their values."""
 
 BOLD, DIM, RESET = "\x1b[1m", "\x1b[2m", "\x1b[0m"
-CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f]")
 
 WAIT_S = 0.5
 """Seconds without an answer after which a terminal is told what the server does."""
@@ -92,13 +90,13 @@ class Screen:
                 self.style(DIM)
             text = text.lstrip("\n")
             self._kind = kind
-        sys.stdout.write(CONTROL.sub("", text))
+        sys.stdout.write(printable(text))
         sys.stdout.flush()
 
     def note(self, text: str) -> None:
         """A line that is not the model's."""
         self.style(RESET + DIM)
-        sys.stdout.write(CONTROL.sub("", text))
+        sys.stdout.write(printable(text))
         self.style(RESET)
         sys.stdout.write("\n")
         sys.stdout.flush()
@@ -200,7 +198,7 @@ def answer_once(runner: asyncio.Runner, conversation: Conversation, arguments: a
     if got.finish_reason == "interrupted":
         return 130
     if got.error:
-        print(f"deltic: {got.error}", file=sys.stderr)
+        print(f"deltic: {printable(got.error)}", file=sys.stderr)
     elif got.finish_reason == "length" and screen is not None:
         print("deltic: the answer was cut at the token limit; raise --max-tokens", file=sys.stderr)
     return 1 if got.error else 0
@@ -454,5 +452,5 @@ def chat(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
                 talk(conversation, runner, Screen(arguments.show_thinking))
             return 0
     except (EndpointError, ServerFailed) as error:
-        print(f"deltic: {error}", file=sys.stderr)
+        print(f"deltic: {printable(str(error))}", file=sys.stderr)
         return 1

@@ -25,7 +25,7 @@ from deltic.config import ConfigError, EngineConfig
 from deltic.config_sources import resolve
 from deltic.engine.cache.cache import pages_for
 from deltic.json_types import JsonObject
-from deltic.logs import counted, set_up
+from deltic.logs import counted, printable, set_up
 from deltic.machine import cuda_driver, free_memory_bytes
 from deltic.models.checkpoint import ALL_FILES, DEMO, resolve_model
 from deltic.models.fields import CheckpointError, read_json
@@ -80,7 +80,7 @@ def _pull(name: str, config: EngineConfig) -> None:
         )
         for file in [*sorted(set(files) - {*small}, key=lambda file: -file.n_bytes), *([rest] if small else [])]:
             here = "here" if file.n_here == file.n_bytes else f"{_gb(file.n_here)} of it here" if file.n_here else ""
-            console.print(f"  {_gb(file.n_bytes):>9}  {file.name}  {here}".rstrip(), markup=False)
+            console.print(f"  {_gb(file.n_bytes):>9}  {printable(file.name)}  {here}".rstrip(), markup=False)
         folder = cache_folder(config.download_dir)
         free = shutil.disk_usage(next(place for place in (folder, *folder.parents) if place.exists())).free
         console.print(f"  {_gb(to_come):>9}  to come; the disk has {_gb(free)} free", markup=False)
@@ -174,7 +174,7 @@ def _published() -> str:
 
 def _printed(*parts: object) -> str:
     """Returns what a console prints, as wide as it needs to be: pipes and screens get the same lines."""
-    console = Console(file=(out := StringIO()), width=400, highlight=False)
+    console = Console(file=(out := StringIO()), width=400, highlight=False, markup=False)
     for part in parts:
         console.print(part)
     return "\n".join(line.rstrip() for line in out.getvalue().splitlines())
@@ -342,12 +342,12 @@ def rm(arguments: argparse.Namespace) -> int:
         if not arguments.yes:
             if not sys.stdin.isatty():
                 raise ConfigError(f"{name}: deleting is asked for, and nobody can be asked here. Give --yes.")
-            print(f"Delete {model.name}, which frees {_gb(gone.n_bytes)}? [y/N] ", end="", flush=True)
+            print(f"Delete {printable(model.name)}, which frees {_gb(gone.n_bytes)}? [y/N] ", end="", flush=True)
             if sys.stdin.readline().strip().lower() not in ("y", "yes"):
                 print("kept")
                 continue
         gone.run()
-        print(f"deleted {model.name}: {_gb(gone.n_bytes)} are free again")
+        print(f"deleted {printable(model.name)}: {_gb(gone.n_bytes)} are free again")
     return 0
 
 
@@ -359,7 +359,7 @@ def ps(arguments: argparse.Namespace) -> int | str:
         if status != 200 or not isinstance(body, dict):
             raise EndpointError(f"{endpoint.url}: {error_message(body, status)}")
     except EndpointError as error:
-        print(f"deltic: {error}", file=sys.stderr)
+        print(f"deltic: {printable(str(error))}", file=sys.stderr)
         return 1
     models = body.get("models") or []
     if not models:

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import msgspec
 
 from deltic.config import EngineConfig, ServerConfig
+from deltic.logs import printable
 from deltic.models.checkpoint import ALL_FILES, TEXT_FILES
 from deltic.models.fields import CheckpointError
 from deltic.models.gguf import chosen, models_among
@@ -236,7 +237,8 @@ def _shown(name: str) -> Iterator[Show]:
 
 def _at(file: Part) -> tuple[str, int]:
     """Returns what is done with a file, in few words, and how many bytes have come of that."""
-    return (f"checking {file.name}", file.checked_bytes) if file.stage == "checking" else (file.name, file.done_bytes)
+    name = printable(file.name)
+    return (f"checking {name}", file.checked_bytes) if file.stage == "checking" else (name, file.done_bytes)
 
 
 def _lines(name: str) -> Show:

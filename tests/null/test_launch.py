@@ -146,6 +146,17 @@ def test_the_lines_that_are_printed_start_it(url: str, programs: Path, capfd: py
         assert agents.settings(agents.known()[name], target).items() <= variables.items()
 
 
+def test_a_message_of_the_server_is_no_line_of_the_shell(
+    programs: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def refused(*_: object) -> agents.ServerFacts:
+        raise endpoint.EndpointError("no\nmodel\rhere\x1b[1m")
+
+    monkeypatch.setattr(agents, "target_of", refused)
+    assert main(["agents", "claude"]) == 0
+    assert "\n# no model here[1m Below," in capfd.readouterr().out
+
+
 def test_the_list(capfd: pytest.CaptureFixture[str], programs: Path) -> None:
     assert main(["agents"]) == 0
     said = capfd.readouterr().out

@@ -215,6 +215,22 @@ def test_models_of_directories_are_listed_on_request(tmp_path: Path, capsys: pyt
     assert "Delete its files yourself" in told(capsys, "rm", "-y", str(DEMO), status=2)
 
 
+def test_names_of_others_reach_a_terminal_as_letters(
+    demo_hub: FakeHub, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("[red]a", "b[", "c\x1b]0;owned\x07"):
+        (tmp_path / name / "x]").mkdir(parents=True)
+        os.symlink(DEMO, tmp_path / name / "x]" / "demo")
+    said = told(capsys, "list", str(tmp_path))
+    for name in ("[red]a", "b[", "c]0;owned"):
+        assert f"{tmp_path}/{name}/x]/demo" in said
+    said += told(capsys, "show", str(tmp_path / "b[" / "x]" / "demo")) + told(capsys, "show", "a/b\x1b[1m", status=2)
+    demo_hub.files["a\x1b[1m.json"] = b"{}" * 500_000
+    assert main(["pull", "owner/model"]) == 1, "which the hub of tests cannot send"
+    said += "".join(capsys.readouterr())
+    assert "a[1m.json" in said and "\x1b" not in said
+
+
 def test_whether_it_fits_is_said(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
