@@ -330,6 +330,7 @@ def test_in_a_terminal(tmp_path: Path) -> None:
             until(master, "reading the prompt: 100%")
             engine.hold = False
             seen = until(master, "first after")
+            until(master, "> ", seen.rpartition("first after")[2])
             os.write(master, b"\x04")
             assert child.wait(60) == 0
         finally:
