@@ -42,6 +42,11 @@ PROGRAM = (sys.executable, "-m", "deltic.models.hub")
 LINE_EVERY_S = 5.0
 """Seconds between the lines of the log, where there is no terminal."""
 
+SILENT_S = 20.0
+"""Seconds without a word of the hub after which that is said. The library waits for as long as a connection
+holds.
+"""
+
 ENDING_S = 2.0
 """Seconds that a download that was told to end may take to do so."""
 
@@ -191,7 +196,7 @@ async def _fetch(wanted: Download, stop: asyncio.Event, tell: Tell) -> Path | No
 
 async def _read(lines: asyncio.StreamReader, name: str, show: Show) -> Path:
     """Raises CheckpointError."""
-    decoder = msgspec.json.Decoder(Progress | Outcome)
+    decoder, until_s = msgspec.json.Decoder(Progress | Outcome), time.monotonic() + SILENT_S
     async for line in lines:
         try:
             message = decoder.decode(line)
@@ -199,6 +204,9 @@ async def _read(lines: asyncio.StreamReader, name: str, show: Show) -> Path:
             continue  # what a library has printed
         if isinstance(message, Progress):
             show(message)
+            if not message.total_bytes and time.monotonic() > until_s:
+                log.warning("%s: the hub does not answer. HF_HUB_OFFLINE=1 takes what the cache has.", name)
+                until_s = float("inf")
         elif message.directory is not None:
             return Path(message.directory)
         else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -139,6 +140,9 @@ def test_what_does_not_fit_is_left_out_and_said() -> None:
     assert some.is_cut and "new" in decode(some.ids) and "old" not in decode(some.ids) and len(some.ids) <= 36
     assert filler.fitting("x", "y", others, 10).ids == filler.whole("x", "y")
     assert not filler.fitting("x", "y", others, 100).is_cut
+    began_s = time.process_time()
+    assert filler.fitting("x", "y", [OtherFile("a", "<|file_sep|>" * 10**6)], 100).is_cut
+    assert time.process_time() - began_s < 1, "what cannot fit is not encoded"
 
 
 def test_a_file_that_has_such_tokens_in_letters() -> None:
@@ -163,6 +167,8 @@ def test_suffix_of_a_completion(engine: FakeEngineClient, url: str) -> None:
     assert not engine.requests[-1].params.stop_token_ids
     complete(suffix="")
     assert engine.requests[-1].prompt_ids == [*b"a("]
+    complete(prompt=None)
+    assert engine.requests[-1].prompt_ids == [PREFIX, SUFFIX, *b")", MIDDLE], "the gap is at the beginning"
     assert complete(400, prompt=[1, 2]) == "suffix" and complete(400, echo=True) == "echo"
     assert complete(400, truncate_prompt_tokens=3) == "truncate_prompt_tokens"
     assert complete(400, suffix="x" * 2000) == "prompt"

@@ -198,6 +198,7 @@ def completion_of(request: CompletionRequest, info: engine.EngineInfo, defaults:
     sampling = protocol.sampling_of(request, defaults, max_tokens=protocol.longest(request), logprobs=request.logprobs)
     texts = prompts(request, info)
     if request.suffix:
+        texts = [""] if request.prompt is None else texts
         if not all(isinstance(text, str) for text in texts):
             raise bad_request("suffix", "needs prompts that are texts. Leave it out, or send texts.")
         for field in ("echo", "truncate_prompt_tokens"):

@@ -98,7 +98,10 @@ class Filler:
         left = room - len(head) - len(tail)
         taken: list[list[int]] = []
         for other in reversed(others):
-            ids = self._behind(FILE, f"{other.name}\n{other.text}")
+            text = f"{other.name}\n{other.text}"
+            if self.tokenizer.least_tokens(text, max(1, left)) > left:  # without the work, if it is long
+                break
+            ids = self._behind(FILE, text)
             if len(ids) > left:
                 break
             taken.append(ids)
