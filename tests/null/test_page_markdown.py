@@ -131,6 +131,12 @@ def test_formulas_are_drawn_or_stay_as_they_were_written() -> None:
     assert drawn("$$\n\\frac{a")[0] == ["code", {"class": "formula"}, "$$\\frac{a"]
     (table,) = drawn("\\[ \\begin{aligned} a &= b \\\\ c &= d \\end{aligned} \\]")
     assert [*kinds(table)].count("mtr") == 2 and "&" not in said(table)
+    (spaced,) = drawn("$$\\begin{aligned} a \\\\[4pt] b \\\\ [-1.5em] \\arg\\max_x \\end{aligned}$$")
+    assert said(spaced) == "abargmaxx" and [*kinds(spaced)].count("mtr") == 3
+    assert (
+        said(drawn("$$\\begin{alignedat}{2} a &= b \\end{alignedat}\\begin{aligned}[t] c \\end{aligned}$$")[0])
+        == "a=bc"
+    )
     assert [*kinds(drawn("> $$\n> a\n> $$\n\n- \\[\n  b\n  \\]\n")[0])][:2] == ["blockquote", "math"]
 
 

@@ -37,10 +37,14 @@ MAX_NESTING = 24
 """Levels of the deepest block; a list takes two."""
 CLOSERS = {"\\[": "\\]", "\\(": "\\)", "$$": "$$"}
 """Ends of formulas, by their beginnings; a single dollar ends with another."""
-ENVIRONMENTS = re.compile(r"\\(begin|end)\{(aligned|alignedat|alignat|gather|gathered|eqnarray|multline)\*?\}")
-"""Environments that the library does not know and that are drawn as `align*`."""
-NUMBERED = re.compile(r"\\(?:begin|end)\{equation\*?\}|\\(?:nonumber|notag)\b|\\label\{[^}]*\}")
-"""Words about numbers of equations, which the page does not have."""
+MEANT = (
+    (re.compile(r"\\(?:begin|end)\{equation\*?\}|\\(?:nonumber|notag|nolimits)\b|\\label\{[^}]*\}"), ""),
+    (re.compile(r"(\\begin\{align(?:ed)?(?:at)?\*?\})(?:\{\d+\}|\[[tbc]\])"), r"\1"),
+    (re.compile(r"\\(begin|end)\{(?:aligned(?:at)?|alignat|gather(?:ed)?|eqnarray|multline)\*?\}"), r"\\\1{align*}"),
+    (re.compile(r"(\\\\)\s*\[-?[\d.]+\s*[a-z]{2}\]"), r"\1"),  # the space between two lines
+    (re.compile(r"\\arg(?![A-Za-z])"), r"\\operatorname{arg}"),
+)
+"""Patterns that the library does not know, and what it knows instead. The page numbers no equations."""
 COLOURS: tuple[tuple[_TokenType, str], ...] = (
     (Comment, "c"),
     (String, "s"),
@@ -260,7 +264,7 @@ def _drawn(source: str, opener: str, is_block: bool, is_open: bool) -> Node:
     """Returns a formula as MathML; as it was written while it is open, or where it is not understood."""
     if not is_open and len(source) <= MAX_FORMULA:
         with contextlib.suppress(Exception):  # its parser raises many things
-            known = ENVIRONMENTS.sub(r"\\\1{align*}", NUMBERED.sub("", source))
+            known = functools.reduce(lambda text, meant: meant[0].sub(meant[1], text), MEANT, source)
             root = latex2mathml.converter.convert_to_element(known)
             return ["math", {"display": "block" if is_block else "inline", "alttext": source}, *_children(root)]
     closer = "" if is_open else CLOSERS.get(opener, "$")
