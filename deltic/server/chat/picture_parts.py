@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import io
-from collections.abc import Awaitable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from msgspec import Struct
 from msgspec.structs import replace
@@ -46,6 +46,8 @@ N_DECODING = 2
 """Pictures that the server decodes at once, each in a process of its own."""
 N_FETCHING = 4
 """Pictures that a request has fetched at once; with videos, which are larger, N_DECODING."""
+FEW_BYTES = 1 << 17
+"""Bytes of a file that are taken out of base64, and hashed, in less time than a thread takes to begin."""
 READ_S = 120.0
 """Seconds for all pictures of a request, the wait for others before them included."""
 
@@ -54,6 +56,7 @@ READS = "This server reads text and, where the model takes them, pictures and vi
 
 DETAILS = ("auto", "low", "high", "original")
 
+T = TypeVar("T")
 Pictures = dict[str, Picture | Clip]
 """Pictures and videos of a request, by `Sent.path`."""
 
@@ -223,7 +226,7 @@ class PictureReader:
             data = await self._file(sent)
             sent.url = sent.encoded = ""
             sent.data = b""
-            key = salt, await asyncio.to_thread(_digest, data), least, most
+            key = salt, await _away(len(data), _digest, data), least, most
             if (picture := self._kept.get(ticket.namespace, key)) is None:
                 with await self._decoding.take(ticket.turns, 1):
                     picture = self._kept.get(ticket.namespace, key) or await read_picture(data, least, most)
@@ -275,7 +278,7 @@ class PictureReader:
             raise UrlError("expected a data: URL" + ", or one of http or https" * bool(self._hosts))
         if sent.data:
             return sent.data
-        return await asyncio.to_thread(_decoded, sent)
+        return await _away(len(sent.url) + len(sent.encoded), _decoded, sent)
 
 
 async def _in_time(ticket: Ticket, taking: Awaitable[Held]) -> Held:
@@ -287,6 +290,13 @@ async def _in_time(ticket: Ticket, taking: Awaitable[Held]) -> Held:
             return await taking
     except TimeoutError:
         raise waited_too_long(wait_s or 0.0) from None
+
+
+async def _away(n_bytes: int, work: Callable[[T], bytes], given: T) -> bytes:
+    """Does work on so many bytes in a thread, unless they are few: on a busy server each way to a thread and
+    back takes longer.
+    """
+    return work(given) if n_bytes <= FEW_BYTES else await asyncio.to_thread(work, given)
 
 
 def _decoded(sent: Sent) -> bytes:
