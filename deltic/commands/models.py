@@ -206,18 +206,24 @@ def fit(path: Path) -> str:
     Of one that cannot be served it says why.
     """
     if reason := why_not(path):
-        return f"not served: {_first(reason.removeprefix(f'{path}: '))}"
+        return _not_served(path, reason)
     said = ""
     for quantize in ROUNDED:
         config = EngineConfig(model=str(path), quantize=quantize)
         try:
             device = gpu_device(config) if is_for_gpu(config) else Cpu()
             plan_of(settle(config, device), device, device.free_bytes())
-        except (ValueError, OSError, KernelError) as error:
+        except (CheckpointError, OSError) as error:
+            return _not_served(path, str(error))
+        except (ValueError, KernelError) as error:
             said = said or f"does not fit: {_first(str(error)).removeprefix('the model does not fit: ')}"
             continue
         return "fits" + (f" with --quantize {quantize}" if quantize else "")
     return said
+
+
+def _not_served(path: Path, reason: str) -> str:
+    return f"not served: {_first(reason.removeprefix(f'{path}: ').removeprefix(f'{path}/'))}"
 
 
 def _first(text: str) -> str:

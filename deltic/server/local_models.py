@@ -249,6 +249,8 @@ def removal(model: LocalModel, download_dir: Path | None = None) -> Removal:
     others = [other for other in _in_cache(download_dir) if folder in other.path.parents and other.name != model.name]
     if not revisions:  # nothing has wholly come
         return Removal(sum(blob.stat().st_size for blob in folder.glob("blobs/*")), lambda: shutil.rmtree(folder))
+    if not model.files:
+        raise CheckpointError(f"{model.name}: in the download cache. deltic rm takes the name that deltic list has.")
     if not others:
         whole = info.delete_revisions(*(revision.commit_hash for revision in revisions))
         return Removal(whole.expected_freed_size + halves, whole.execute)

@@ -66,6 +66,10 @@ def test_of_several_revisions_the_one_that_the_name_stands_for(tmp_path: Path) -
     assert model_name(EngineConfig(model=str(model.path))) == model.name
     os.utime(model.path / "model.safetensors", (1000, 1000))
     assert local_models()[0].used_s == 1000
+    (old,) = local_models(None, [model.path.parent / COMMITS["old"]])[:1]
+    assert old.path.name == COMMITS["old"]
+    with pytest.raises(CheckpointError, match="deltic rm takes the name that deltic list has"):
+        removal(old)
 
 
 def test_what_is_missing_is_said(tmp_path: Path) -> None:

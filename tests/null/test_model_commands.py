@@ -79,6 +79,10 @@ def test_a_model_comes_is_listed_shown_and_goes(demo_hub: FakeHub, capsys: pytes
         assert part in about
     assert told(capsys, "show", str(model.path)).startswith("name owner/model"), "by its path, too"
 
+    data = (weights := model.path / "model.safetensors").read_bytes()
+    weights.write_bytes(data[:5_000_000])
+    assert told(capsys, "list").partition("not served: ")[2].startswith("model.safetensors: damaged or unreadable")
+    weights.write_bytes(data)
     assert "Give --yes" in told(capsys, "rm", "owner/model", status=2)
     assert told(capsys, "rm", "--yes", "owner/model").startswith("deleted owner/model: ")
     assert not local_models()
