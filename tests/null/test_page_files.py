@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from selenium.webdriver.common.keys import Keys
 from deltic.config import ServerConfig
 from deltic.server import pdf
 from deltic.server.app import create_app
+from deltic.server.isolated import ask
 from deltic.server.service import Server
 from tests import browser
 from tests.fake_engine import FakeEngineClient, make_app, saying, served, service_of
@@ -129,6 +131,33 @@ def test_files_that_cannot_be_read_are_told(driver: Any, tmp_path: Path) -> None
         page.answered(1)
         title = "return document.querySelector('#chats .open-chat').textContent"
         assert driver.execute_script(title) == "e.txt", "a chat is called as its file if nothing was said"
+
+
+def test_a_message_waits_for_its_files_and_each_refusal_is_told(
+    driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def slow(*given: Any) -> bytes:
+        await asyncio.sleep(1)
+        return await ask(*given)
+
+    monkeypatch.setattr(pdf, "ask", slow)
+    engine = FakeEngineClient()
+    with served(make_app(engine)) as url:
+        page = Chat(driver, url)
+        files = {"a.bin": b"\0\1", "b.txt": b"good", "c.bin": b"\0", "d.pdf": written("Hello")}
+        for name, data in files.items():
+            (tmp_path / name).write_bytes(data)
+        page.one("#files").send_keys("\n".join(str(tmp_path / name) for name in files))
+        page.one("#prompt").send_keys("Read.")
+        wait_for(lambda: page.one("#reading").text == "Reading d.pdf")
+        page.one("#send").click()
+        assert page.one("#prompt").get_attribute("value") == "Read." and not engine.requests
+        wait_for(lambda: page.texts("#pictures button") == ["b.txt · 4 characters ×", "d.pdf · 1 page ×"])
+        told = wait_for(lambda: page.one("#file-error").text)
+        assert "a.bin is no text" in told and "c.bin is no text" in told
+        page.one("#send").click()
+        page.answered(1)
+        assert "Hello" in prompt_of(engine.requests[0])
 
 
 def test_a_server_without_the_library_says_so(driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

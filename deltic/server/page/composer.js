@@ -70,7 +70,10 @@ function fail(words) {
   $("file-error").textContent = words;
   $("file-error").hidden = !words;
 }
+let n_read = 0; // lots of files that are being read: a message waits for its own
 async function addFiles(files) {
+  const failed = [];
+  n_read += 1;
   for (const file of files) {
     const isPicture = file.type.startsWith("image/") && file.type !== "image/svg+xml";
     $("reading").hidden = isPicture;
@@ -80,10 +83,12 @@ async function addFiles(files) {
       const part = isPicture ? { type: "image_url", image_url: { url: await dataUrl(file) } } : await read(file);
       showPending([...state.pending, part]);
     } catch (error) {
-      fail(error.message);
+      failed.push(error.message);
     }
   }
-  $("reading").hidden = true;
+  n_read -= 1;
+  $("reading").hidden = !n_read;
+  if (failed.length) fail(failed.join(" "));
 }
 function dataUrl(file) {
   return new Promise((done, failed) => {
@@ -96,7 +101,7 @@ function dataUrl(file) {
 
 function submit() {
   const text = $("prompt").value;
-  if (running() || (!text.trim() && !state.pending.length)) return;
+  if (running() || n_read || (!text.trim() && !state.pending.length)) return;
   $("prompt").value = "";
   state.follows = true;
   send(text);
