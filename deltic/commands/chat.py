@@ -423,7 +423,9 @@ def asked_prompt(arguments: argparse.Namespace) -> str | None:
         return given
     piped = "" if sys.stdin is None else sys.stdin.buffer.read().decode("utf-8", "replace").strip("\n")
     if not (prompt := "\n\n".join(filter(None, (given, piped)))):
-        raise ConfigError("there is no question, neither on the command line nor in what is piped in")
+        model = getattr(arguments, "model", None)
+        told = f". {model!r} is the MODEL; a question of one word goes behind -p" if model else ""
+        raise ConfigError(f"there is no question, neither on the command line nor in what is piped in{told}")
     return prompt
 
 

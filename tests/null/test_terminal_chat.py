@@ -249,6 +249,8 @@ def test_the_exit_status_tells_how_it_went(monkeypatch, capsys, interruptible, t
         assert main([*url, "--image", str(tmp_path / "none.png"), "what is this"]) == 1
         assert main(url) == 2
         assert "there is no question" in capsys.readouterr().err
+        assert main([*url, "hello"]) == 2
+        assert "'hello' is the MODEL; a question of one word goes behind -p" in capsys.readouterr().err
         server.bodies.clear()
         interrupt_when_asked(server)
         assert main([*url, "tell me"]) == 130
