@@ -188,6 +188,13 @@ def test_voices_are_cloned_with_consent(driver: Any, tmp_path: Path) -> None:
         page.one("#clone [name=consent]").send_keys("I agree. Ada")
         page.one("#clone-start").click()
         wait_for(lambda: "Choose a recording" in page.text("#clone-error"))
+        decode = "OfflineAudioContext.prototype.decodeAudioData"
+        driver.execute_script(f"window.decode = {decode}; {decode} = () => Promise.reject(new Error('nothing heard'))")
+        driver.execute_script("const button = document.querySelector('#record'); button.click(); button.click()")
+        wait_for(lambda: page.text("#record") == "Stop recording")
+        page.one("#record").click()
+        wait_for(lambda: page.text("#clone-error") == "nothing heard" and page.text("#record") == "Record")
+        driver.execute_script(f"{decode} = window.decode")
         page.one("#record").click()
         wait_for(lambda: page.text("#record") == "Stop recording")
         driver.execute_async_script("setTimeout(arguments[0], 1500)")

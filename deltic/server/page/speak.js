@@ -41,7 +41,7 @@ function showForm() {
   $("voices").hidden = !isBase;
   $("no-voice").hidden = !isBase || card.voices.length > 0;
   $("say-start").disabled = isBase && !card.voices.length;
-  if (isBase) listVoices();
+  if (isBase) listVoices().catch(error => fail("clone-error", wordsOf(error)));
 }
 function choose(list, values) {
   const was = list.value || recall(local, "deltic.say", {})[list.name];
@@ -161,13 +161,16 @@ async function removeVoice(name) {
   try { await call(ofModel(`v1/audio/voices/${encodeURIComponent(name)}`), { method: "DELETE" }); } catch (error) { fail("clone-error", wordsOf(error)); }
   tell("key"); // its card says which voices there are
 }
-let recorder = null, recorded = null;
+let recorder = null, recorded = null, isSwitching = false;
 async function toggleRecording() {
+  if (isSwitching) return; // a second microphone would stay open
   fail("clone-error", "");
+  isSwitching = true;
+  const last = recorder;
+  recorder = null;
   try {
-    if (recorder) {
-      recorded = await recorder.stop();
-      recorder = null;
+    if (last) {
+      recorded = await last.stop();
       clone.audio.value = "";
       $("recorded").src = URL.createObjectURL(recorded);
       $("recorded").hidden = false;
@@ -178,6 +181,7 @@ async function toggleRecording() {
     fail("clone-error", error.name === "NotAllowedError" ? "The browser was not allowed to use the microphone." : error.message);
   }
   $("record").textContent = recorder ? "Stop recording" : "Record";
+  isSwitching = false;
 }
 async function addVoice() {
   fail("clone-error", "");
