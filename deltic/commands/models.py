@@ -352,7 +352,13 @@ def rm(arguments: argparse.Namespace) -> int:
             if sys.stdin.readline().strip().lower() not in ("y", "yes"):
                 print("kept")
                 continue
-        gone.run()
+        try:
+            gone.run()
+            left = model.path.exists()  # the library passes over what it may not delete
+        except OSError:
+            left = True
+        if left:
+            raise CheckpointError(f"{name}: not all of it could be deleted. See who may write to {model.path}.")
         print(f"deleted {printable(model.name)}: {_gb(gone.n_bytes)} are free again")
     return 0
 

@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from huggingface_hub import constants
@@ -105,6 +106,10 @@ def test_deleting_asks(demo_hub: FakeHub, capsys: pytest.CaptureFixture[str], mo
     monkeypatch.setattr("sys.stdin", Terminal("\n"))
     assert told(capsys, "rm", "owner/model").endswith("[y/N] kept") and local_models()
     monkeypatch.setattr("sys.stdin", Terminal("y\n"))
+    for error in (PermissionError("not yours"), OSError("the disk is read-only")):
+        with monkeypatch.context() as others:
+            others.setattr(shutil, "rmtree", Mock(side_effect=error))
+            assert "not all of it could be deleted" in told(capsys, "rm", "owner/model", status=2) and local_models()
     said = told(capsys, "rm", "owner/model")
     assert said.startswith("Delete owner/model, which frees ") and "are free again" in said and not local_models()
 
