@@ -356,8 +356,11 @@ def test_axe_finds_nothing(driver: Any, scheme: str) -> None:
             click(page, "#keys-open")
             assert violations() == [], "its keys"
             page.type(Keys.ESCAPE)
+            page.size(375, 700)
+            assert violations() == [], "a conversation on a phone"
             page.run("location.hash = '#live'")
             wait_for(lambda: page.all("#tiles dd"))
             assert violations() == [], "live"
     finally:
+        driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
