@@ -90,7 +90,7 @@ def _report(config: EngineConfig, has_vocabulary: bool = True) -> str:
     weights = None if plan.speaks else _weights(plan.shape, plan.quantize, store)
     out = StringIO()
     console = Console(file=out, width=100)
-    console.print(f"{model_name(config)}: {_parts(plan)}")
+    console.print(f"{model_name(config)}: {_parts(plan)}", markup=False)
     if not is_here:
         console.print("[bold]for another machine: torch sees no GPU here[/]")
     elif wanted > free - beside:

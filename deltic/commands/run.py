@@ -40,7 +40,7 @@ from deltic.commands.endpoint import (
     reached,
 )
 from deltic.json_types import JsonObject
-from deltic.logs import counted
+from deltic.logs import counted, printable
 
 if TYPE_CHECKING:
     from deltic.ray.actors import Actors
@@ -326,7 +326,7 @@ def run(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
         with out, source.open("rb") as lines:
             tally = asyncio.run(_run(arguments, server_arguments, lines, out))
     except (Stopped, EndpointError, ServerFailed) as error:
-        print(f"deltic: {error}", file=sys.stderr)
+        print(f"deltic: {printable(str(error))}", file=sys.stderr)
         return 1
     except OSError as error:  # of the disk, and again when what is left of a line is written at the close
         print(

@@ -29,6 +29,7 @@ from deltic.commands.endpoint import (
 )
 from deltic.config import ConfigError
 from deltic.json_types import JsonObject
+from deltic.logs import printable
 
 PATH = "/v1/audio/speech"
 
@@ -203,7 +204,7 @@ def say(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
             print(f"deltic: stopped; {arguments.out} has what came until then", file=sys.stderr)
         return 130
     except (EndpointError, ServerFailed) as error:
-        print(f"deltic: {error}", file=sys.stderr)
+        print(f"deltic: {printable(str(error))}", file=sys.stderr)
         return 1
     except BrokenPipeError:  # whoever read our output has gone
         raise

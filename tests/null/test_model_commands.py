@@ -234,6 +234,9 @@ def test_names_of_others_reach_a_terminal_as_letters(
     said = told(capsys, "list", str(tmp_path))
     for name in ("[red]a", "b[", "c]0;owned"):
         assert f"{tmp_path}/{name}/x]/demo" in said
+    shutil.copytree(DEMO, tmp_path / "[red]m")
+    said += told(capsys, "plan", str(tmp_path / "[red]m"))
+    assert "[red]m: " in said
     said += told(capsys, "show", str(tmp_path / "b[" / "x]" / "demo")) + told(capsys, "show", "a/b\x1b[1m", status=2)
     demo_hub.files["a\x1b[1m.json"] = b"{}" * 500_000
     assert main(["pull", "owner/model"]) == 1, "which the hub of tests cannot send"
