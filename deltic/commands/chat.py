@@ -13,6 +13,7 @@ import asyncio
 import contextlib
 import io
 import json
+import math
 import os
 import sys
 import time
@@ -256,7 +257,10 @@ def set_sampling(conversation: Conversation, text: str) -> str:
         conversation.sampling.pop(name, None)
         return f"{name}: as the model has it"
     try:
-        conversation.sampling[name] = kind(value)
+        made = kind(value)
+        if isinstance(made, float) and not math.isfinite(made):
+            raise ValueError
+        conversation.sampling[name] = made
     except ValueError:
         return f"{name}: {value!r} is not {'a whole number' if kind is int else 'a number'}"
     return f"{name}: {conversation.sampling[name]}"

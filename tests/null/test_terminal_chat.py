@@ -118,6 +118,7 @@ def test_sampling_is_set_told_and_taken_back() -> None:
     assert "temperature" not in talked.body()
     assert command(talked, "/set seed x") == "seed: 'x' is not a whole number"
     assert command(talked, "/set min_p x") == "min_p: 'x' is not a number"
+    assert command(talked, "/set min_p nan") == "min_p: 'nan' is not a number", "JSON has none"
     assert command(talked, "/set temprature 1") == "temprature: did you mean temperature?"
     assert "there is temperature, top_p" in (command(talked, "/set mirostat 1") or "")
     assert set(SETTINGS) <= set(ChatRequest.__struct_fields__)
