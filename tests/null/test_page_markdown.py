@@ -304,4 +304,6 @@ def test_a_text_that_cannot_be_drawn_harms_no_other(driver: Any, monkeypatch: py
         grow = "window.into = document.querySelector('#log > div'); markdown(into, 'a *bad*', true); setTimeout(() => markdown(into, 'a *good*'), 1000)"
         page.run(grow)
         wait_for(lambda: page.texts("#log em")[0] == "good")
+        shown = "const shown = document.createElement('div'), begun = performance.now(); shown.textContent = '.'.repeat(200000) + 'a'"
+        assert page.run(f"{shown}; pieces(shown); return performance.now() - begun") < 3000, "read aloud, it is cut"
     driver.get_log("browser")

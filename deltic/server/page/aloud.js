@@ -45,7 +45,7 @@ export function pieces(shown) {
   for (const block of copy.querySelectorAll("p, li, h1, h2, h3, h4, h5, h6, td, th, tr, blockquote")) block.append("\n");
   const found = [""];
   for (const line of copy.textContent.split("\n").map(line => line.replace(/\s+/g, " ").trim()).filter(Boolean)) {
-    for (const sentence of line.match(/.{1,500}?(?:[.!?。！？:;]+(?=\s|$)|$)|.{1,500}/gu) ?? []) {
+    for (const sentence of line.match(/.{1,500}?(?:[.!?。！？:;](?=\s|$)|$)|.{1,500}/gu) ?? []) {
       if (found.at(-1).length + sentence.length > MAX_PIECE) found.push("");
       found[found.length - 1] += `${found.at(-1) && " "}${sentence.trim()}`;
     }
