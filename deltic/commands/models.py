@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import logging
 import shutil
@@ -345,6 +346,10 @@ def rm(arguments: argparse.Namespace) -> int:
     for name in arguments.models:
         model = found(name, folder)
         gone = removal(model, folder)
+        for pid in _engines_of(model.path):
+            print(
+                f"{name}: process {pid} serves it. Without its files it cannot start its engine again.", file=sys.stderr
+            )
         if not arguments.yes:
             if not sys.stdin.isatty():
                 raise ConfigError(f"{name}: deleting is asked for, and nobody can be asked here. Give --yes.")
@@ -361,6 +366,19 @@ def rm(arguments: argparse.Namespace) -> int:
             raise CheckpointError(f"{name}: not all of it could be deleted. See who may write to {model.path}.")
         print(f"deleted {printable(model.name)}: {_gb(gone.n_bytes)} are free again")
     return 0
+
+
+def _engines_of(path: Path) -> list[str]:
+    """Returns the ids of the engine processes of this machine that were started with the model at a path."""
+    found = []
+    for words in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):  # it has ended
+            if (
+                b"deltic.host.process" in (said := words.read_bytes())
+                and json.dumps(str(path), ensure_ascii=False).encode() in said
+            ):
+                found.append(words.parent.name)
+    return found
 
 
 def ps(arguments: argparse.Namespace) -> int | str:

@@ -105,6 +105,18 @@ def test_deleting_asks(demo_hub: FakeHub, capsys: pytest.CaptureFixture[str], mo
 
     monkeypatch.setattr("sys.stdin", Terminal("\n"))
     assert told(capsys, "rm", "owner/model").endswith("[y/N] kept") and local_models()
+    monkeypatch.setattr("sys.stdin", Terminal("n\n"))
+    engine = [
+        sys.executable,
+        "-c",
+        "input()",
+        "deltic.host.process",
+        json.dumps({"model": str(local_models()[0].path)}),
+    ]
+    with subprocess.Popen(engine, stdin=subprocess.PIPE) as serving:
+        assert main(["rm", "owner/model"]) == 0
+        assert f"process {serving.pid} serves it" in capsys.readouterr().err
+        serving.communicate(b"\n")
     monkeypatch.setattr("sys.stdin", Terminal("y\n"))
     for error in (PermissionError("not yours"), OSError("the disk is read-only")):
         with monkeypatch.context() as others:
