@@ -306,4 +306,8 @@ def test_a_text_that_cannot_be_drawn_harms_no_other(driver: Any, monkeypatch: py
         wait_for(lambda: page.texts("#log em")[0] == "good")
         shown = "const shown = document.createElement('div'), begun = performance.now(); shown.textContent = '.'.repeat(200000) + 'a'"
         assert page.run(f"{shown}; pieces(shown); return performance.now() - begun") < 3000, "read aloud, it is cut"
+    with served(make_app(FakeEngineClient(), max_body_mb=0.002)) as url:  # which both together are over
+        page = Page(driver, SimpleNamespace(url=url, api_key=""))  # type: ignore[arg-type]
+        page.run(made, ["*a* " + "x" * 1500, "*b* " + "y" * 1500])
+        wait_for(lambda: page.texts("#log em") == ["a", "b"])
     driver.get_log("browser")

@@ -54,13 +54,15 @@ function next() {
   send(waiting.splice(0, MOST_TEXTS));
   if (waiting.length) setTimeout(next);
 }
+/** Whether the server will not draw it, however often it is asked: it is too large, or too hard. */
+const isRefusal = error => error.status === 400 || error.status === 413;
 async function send(now) {
   try {
     const response = await call("page/markdown", { method: "POST", body: JSON.stringify({ texts: now.map(each => each.text) }) });
     const told = await response.json();
     now.forEach((each, i) => each.done([told.drawn[i], told.ms]));
   } catch (error) {
-    if (error.status === 400 && now.length > 1) { // each alone: most can be drawn
+    if (isRefusal(error) && now.length > 1) { // each alone: most can be drawn
       for (const each of now) await send([each]);
       return;
     }
@@ -122,7 +124,7 @@ async function draw(drawing) {
     }
   } catch (error) {
     rest(drawing, drawing.shown);
-    drawing.refused = error.status === 400 && drawing.growing === growing; // what cannot be drawn stays as it was written
+    drawing.refused = isRefusal(error) && drawing.growing === growing; // what cannot be drawn stays as it was written
     failed = true;
     if (!growing) drawing.into.dataset.drawn = true; // as far as can be
   }
