@@ -286,9 +286,9 @@ def test_a_child_keeps_what_shapes_answers_and_nothing_that_is_the_main_servers(
     kept = {name.removeprefix("DELTIC_") for name in own_environment() if name.startswith("DELTIC_")}
     assert kept >= {"MODEL", "THREADS", "CACHE_DIR", "VOICE_ALIAS", "MAX_QUEUE", "DEFAULT_MAX_TOKENS", "THREAD"}
     assert names - kept == {
-        "API_KEY", "API_KEY_FILE", "BATCH_DIR", "BATCH_DISK_GB", "BATCH_IN_FLIGHT", "CORS_ORIGIN", "HOST",
-        "KV_EVENTS", "KV_EVENTS_REPLAY", "KV_EVENTS_TOPIC", "MAX_CONCURRENT_PER_KEY", "METRICS_NAMES", "PORT",
-        "ROOT_PATH", "SHARE_CACHE", "SSL_CA_CERTS", "SSL_CERTFILE", "SSL_KEYFILE", "SSL_KEYFILE_PASSWORD", "TOKENS_PER_MINUTE_PER_KEY", "TRACE", "UDS",
+        "ALLOW_PULL", "API_KEY", "API_KEY_FILE", "BATCH_DIR", "BATCH_DISK_GB", "BATCH_IN_FLIGHT", "CORS_ORIGIN", "HOST",
+        "KEEP_ALIVE", "KV_EVENTS", "KV_EVENTS_REPLAY", "KV_EVENTS_TOPIC", "LOAD_TIMEOUT_S", "MAX_CONCURRENT_PER_KEY",
+        "METRICS_NAMES", "MODELS_FROM", "MODELS_GB", "PORT", "ROOT_PATH", "SHARE_CACHE", "SSL_CA_CERTS", "SSL_CERTFILE", "SSL_KEYFILE", "SSL_KEYFILE_PASSWORD", "TOKENS_PER_MINUTE_PER_KEY", "TRACE", "UDS",
     }  # fmt: skip
     assert "CONFIG" not in kept and not FOR_A_CHILD - {field.name for field in fields(ServerConfig)}
 
