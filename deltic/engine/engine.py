@@ -432,7 +432,7 @@ class Engine:
             self.n_failures += 1
             ended += self.scheduler.fail(
                 step,
-                f"the engine could not run this step ({type(error).__name__}). Its log says more. Send the request again.",
+                f"the engine could not run this step ({type(error).__name__}; its log says more). Send the request again.",
             )
             return self._traced(ended if self.stage is None else self.stage.hold(ended))
         ran = time.perf_counter()

@@ -242,7 +242,7 @@ class Scheduler:
         """Ends a sequence, and those that wait for its prompt, whose picture could not be encoded."""
         if sequence.finish_reason is not None:
             return []
-        message = f"the engine could not encode a picture ({why}). Its log says more. Send the request again."
+        message = f"the engine could not encode a picture ({why}; its log says more). Send the request again."
         return [self._end(member, "error", message) for member in [*sequence.siblings, sequence]]
 
     def _end(self, sequence: Sequence, reason: FinishReason, message: str | None = None) -> Output:

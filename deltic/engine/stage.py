@@ -467,7 +467,7 @@ class SpeechStage:
         """The vocoder failed: its streams end with an error, where they have not ended meanwhile."""
         self._flight = None
         log.error("the vocoder failed", exc_info=error)
-        message = f"the vocoder could not run ({type(error).__name__}). Its log says more. Send the request again."
+        message = f"the vocoder could not run ({type(error).__name__}; its log says more). Send the request again."
         outputs = []
         for stream, _ in parts:
             if stream.is_dropped:

@@ -153,7 +153,7 @@ def test_stops_and_prefill(served: Served, client: Any) -> None:
 
 
 def test_errors_are_the_clients_own(served: Served, client: Any) -> None:
-    with pytest.raises(anthropic.NotFoundError, match="this server has"):
+    with pytest.raises(anthropic.NotFoundError, match="This server has"):
         client.messages.create(**fields(served, *STORY) | {"model": "claude"})
     with pytest.raises(anthropic.AuthenticationError):
         client.with_options(api_key="wrong").messages.create(**fields(served, *STORY))

@@ -473,7 +473,7 @@ def test_error_kinds() -> None:
         return str(response.json()["error"]["type"])
 
     assert kind(send(model="claude-sonnet"), 404) == "not_found_error"
-    assert "this server has 'fake'" in send(model="claude-sonnet").json()["error"]["message"]
+    assert "This server has 'fake'" in send(model="claude-sonnet").json()["error"]["message"]
     assert kind(send(config={"api_key": ("k",)}), 401) == "authentication_error"
     assert kind(post(FakeEngineClient(), "/v1/messages", b"{"), 400) == "invalid_request_error"
     assert kind(send(system="x" * 2000, config={"max_body_mb": 0.001}), 413) == "request_too_large"
@@ -545,7 +545,7 @@ def test_client() -> None:
             }
         )
         assert CALL in byte_tokenizer().decode(engine.requests[-1].prompt_ids, False)
-        with pytest.raises(anthropic.NotFoundError, match="this server has"):
+        with pytest.raises(anthropic.NotFoundError, match="This server has"):
             client.messages.create(**fields | {"model": "claude"})
         with pytest.raises(anthropic.AuthenticationError):
             client.with_options(api_key="x").messages.create(**fields)

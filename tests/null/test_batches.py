@@ -367,7 +367,7 @@ def test_cancelling_keeps_what_there_is(tmp_path: Path) -> None:
     with Site(tmp_path, engine, batch_in_flight=1) as site:
         engine.token_s = 0.02
         batch = site.run([line(f"r{i}") for i in range(50)])
-        with pytest.raises(openai.ConflictError, match="cancel that first"):
+        with pytest.raises(openai.ConflictError, match="Cancel that first"):
             site.client().files.delete(batch.input_file_id)
         until(lambda: site.client().batches.retrieve(batch.id).request_counts.completed, lambda n: n >= 2)
         assert site.client().batches.cancel(batch.id).status == "cancelling"

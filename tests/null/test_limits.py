@@ -309,7 +309,7 @@ def test_tokens_a_minute_are_a_bucket_with_debt(monkeypatch: pytest.MonkeyPatch)
     with pytest.raises(Exception, match=r"used up its 600 tokens a minute\. Try again in 6 s"):
         account.enter()
     now_s[0] += 4.9
-    with pytest.raises(Exception, match="try again in 1 s"):
+    with pytest.raises(Exception, match="Try again in 1 s"):
         account.enter()
     now_s[0] += 0.2
     account.enter()

@@ -31,6 +31,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "/api/chat": {"model": "fake", "messages": HELLO, "stream": False},
     "/api/generate": {"model": "fake", "prompt": "hello", "stream": False},
     "/api/show": {"model": "fake"},
+    "/infill": {"input_prefix": "a(", "input_suffix": ")"},
     "/tokenize": {"prompt": "hello"},
     "/detokenize": {"tokens": [97]},
     "/cache/export": {"prompt": "hello"},

@@ -291,7 +291,7 @@ def test_a_picture_that_fails_ends_its_requests_alone() -> None:
     ended = {
         (o.id, o.finish_reason, o.error) for outputs in steps(engine) for o in outputs if o.finish_reason is not None
     }
-    said = "the engine could not encode a picture (RuntimeError). Its log says more. Send the request again."
+    said = "the engine could not encode a picture (RuntimeError; its log says more). Send the request again."
     assert ended == {("bad", "error", said), ("good", "length", None), ("text", "length", None)}
 
 
