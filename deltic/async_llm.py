@@ -89,9 +89,10 @@ class AsyncLLM:
 
     async def close(self) -> None:
         """Ends what runs, and lets what is on its way to the cache_dir get there. Closing twice is fine."""
-        self._commands.put(None)
-        if self._thread is not None:
-            await asyncio.to_thread(self._thread.join)
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._commands.put(None)
+            await asyncio.to_thread(thread.join)
         self._llm = None
 
     async def generate(self, prompts: Any, params: Any = None, **options: Any) -> list[Completion]:

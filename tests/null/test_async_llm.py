@@ -122,3 +122,15 @@ def test_what_cannot_load_says_so(fake_runtime: None) -> None:  # noqa: F811
 
     with pytest.raises(ConfigError, match="did you mean threads"):
         asyncio.run(go())
+
+
+def test_what_was_closed_twice_starts_again(checkpoint: Path, fake_runtime: None) -> None:  # noqa: F811
+    async def go() -> None:
+        llm = AsyncLLM(str(checkpoint))
+        for _ in range(2):
+            await llm.start()
+            assert (await asyncio.wait_for(llm.generate("a", SamplingParams(max_tokens=1)), 20))[0].token_ids
+            await llm.close()
+            await llm.close()
+
+    asyncio.run(go())
