@@ -53,6 +53,8 @@ def spelled_out(name: str, revision: str | None = None) -> tuple[str, str | None
 
     Raises ConfigError for a name of this form that is none, with those that are like it.
     """
+    if not name.strip():
+        raise ConfigError("the name of the model is empty. Give a directory, a GGUF file or a name of the hub.")
     if name == BUILT_IN or "/" in name or Path(name).expanduser().exists():
         return name, revision
     if model := find(name):

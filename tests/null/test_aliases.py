@@ -65,6 +65,8 @@ def test_a_server_answers_to_the_short_name_and_to_the_hubs() -> None:
 @pytest.mark.parametrize(
     ("name", "said"),
     [
+        ("", "the name of the model is empty"),
+        ("  ", "the name of the model is empty"),
         ("qwen3.5:4bb", r"Did you mean qwen3\.5:4b\?"),
         ("qwen3.6:34b-q4", r"Did you mean qwen3\.6:35b-q4\?"),
         ("qwen3.5", r"There are qwen3\.5:0\.8b, "),
