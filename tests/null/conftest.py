@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -32,3 +33,12 @@ def forks(monkeypatch: pytest.MonkeyPatch) -> Iterator[isolated.ForkServer]:
     monkeypatch.setattr(isolated, "FORKS", server)
     yield server
     server.stop()
+
+
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """Python's own SIGINT handler, here and in new processes: a shell takes it away from what it starts in the
+    background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)

@@ -137,6 +137,7 @@ def test_it_goes_on_from_what_has_come(demo_hub: FakeHub, capsys: pytest.Capture
     assert told(capsys, "list").endswith("fits")
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_an_end_by_hand_loses_nothing(demo_hub: FakeHub, capsys: pytest.CaptureFixture[str]) -> None:
     size = len(FILES["model.safetensors"])
     demo_hub.rate = 4e6
@@ -315,6 +316,7 @@ def test_what_a_server_has_loaded(running: str, said: str, capsys: pytest.Captur
     assert said in told(capsys, "ps", "--url", running)
 
 
+@pytest.mark.usefixtures("interruptible")
 def test_a_hub_that_accepts_and_is_silent_is_said(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hub = f"http://127.0.0.1:{silent.getsockname()[1]}"

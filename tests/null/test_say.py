@@ -15,7 +15,6 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import pytest
 import soundfile
 
 from deltic.__main__ import main
@@ -107,14 +106,6 @@ def test_our_own_server_is_understood(tmp_path: Path):
     assert (tmp_path / "x.wav").read_bytes()[44:] == (tmp_path / "x.pcm").read_bytes() == wave(4)
     assert (tmp_path / "x.flac").read_bytes()[:4] == b"fLaC"
     assert [sent.speech.is_streamed for sent in engine.requests if sent.speech] == [True, True, False]
-
-
-@pytest.fixture
-def interruptible():
-    """Python's own SIGINT handler, which a shell takes away from what it starts in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
 
 
 def test_ctrl_c_keeps_what_came(tmp_path: Path, capsys, interruptible):

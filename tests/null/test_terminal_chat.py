@@ -174,14 +174,6 @@ def test_thoughts_are_hidden(typed: Typed, capsys) -> None:
     assert capsys.readouterr().out.count("hm\n\nw0") == 1
 
 
-@pytest.fixture
-def interruptible() -> Iterator[None]:
-    """Python's own SIGINT handler, which a shell takes away from what it starts in the background."""
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    yield
-    signal.signal(signal.SIGINT, before)
-
-
 def interrupt_when_asked(server: FakeOpenAI) -> None:
     def interrupt() -> None:
         while not server.bodies:
