@@ -45,7 +45,9 @@ AREAS = {
 
 
 def counts(path: Path) -> bool:
-    """Whether a file that a glob found says anything of long tests: not one of other tests."""
+    """Whether a file that a glob found says anything of long tests: not one of other tests, nor of what a bench installs."""
+    if any(part.startswith(".") for part in path.relative_to(ROOT).parts):
+        return False
     return path.is_file() and not (path.name.startswith("test_") and b"mark.long" not in path.read_bytes())
 
 

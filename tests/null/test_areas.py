@@ -107,6 +107,14 @@ def test_a_name_counts_too(tree: Path) -> None:
     assert areas.has_changed("cpu")
 
 
+def test_what_a_bench_installs_does_not_count(tree: Path) -> None:
+    (tree / "bench/.peers-venv").mkdir(parents=True)
+    (tree / "bench/.peers-venv/llama.py").write_text("")
+    assert not areas.has_changed("bench")
+    (tree / "bench/peers.py").write_text("")
+    assert areas.has_changed("bench")
+
+
 def test_nothing_passed_where_nothing_is_noted(tree: Path) -> None:
     areas.PASSED.unlink()
     assert areas.has_changed("cpu")
