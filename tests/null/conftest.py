@@ -1,4 +1,4 @@
-"""A server of a fake engine, for the tests that need no other, and a fork server with the decoders of tests."""
+"""What tests share: a server of a fake engine, a browser, a fork server with the decoders of tests."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import signal
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from deltic.server import isolated
+from tests import browser
 from tests.fake_engine import FakeEngineClient, make_app, served
 
 
@@ -22,6 +24,13 @@ def engine() -> FakeEngineClient:
 def live(engine: FakeEngineClient) -> Iterator[str]:
     with served(make_app(engine)) as url:
         yield url
+
+
+@pytest.fixture(scope="module")
+def driver() -> Iterator[Any]:
+    """Chromium, for tests marked as `browser.needed`."""
+    with browser.started() as running:
+        yield running
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,12 +21,6 @@ from tests.null.test_picture_doors import prompt_of
 from tests.served import wait_for
 
 pytestmark = browser.needed
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Any]:
-    with browser.started() as running:
-        yield running
 
 
 class Counting(FakeEngineClient):

@@ -20,12 +20,6 @@ from tests.served import wait_for
 pytestmark = browser.needed
 
 
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Any]:
-    with browser.started() as running:
-        yield running
-
-
 @pytest.fixture
 def page(driver: Any) -> Iterator[Any]:
     engine = FakeEngineClient(lambda request, index: [*b"Forty-two.", END])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,12 +26,6 @@ from tests.null.test_picture_doors import prompt_of
 from tests.served import wait_for
 
 pytestmark = browser.needed
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Any]:
-    with browser.started() as running:
-        yield running
 
 
 NOTE_WHAT_IS_SENT = """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -23,12 +22,6 @@ from tests.fake_speech import FakeSpeechClient, speech_service_of
 from tests.served import wait_for
 
 pytestmark = browser.needed
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Any]:
-    with browser.started() as running:
-        yield running
 
 
 class Library:

@@ -217,12 +217,6 @@ def test_without_its_libraries_a_text_is_refused(monkeypatch: pytest.MonkeyPatch
         assert refused.status_code == 400 and error_of(refused)["code"] == "cannot_be_drawn"
 
 
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Any]:
-    with browser.started() as running:
-        yield running
-
-
 ANSWER = "return document.querySelector('.turn:last-child .md')"
 WHOLE = (
     f"{ANSWER}.querySelectorAll('.raw').length === 0 && document.querySelector('.turn:last-child').ariaBusy === 'false'"

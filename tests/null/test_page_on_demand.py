@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +15,6 @@ from tests.null.test_page_library import Library
 from tests.served import wait_for
 
 pytestmark = browser.needed
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Any]:
-    with browser.started() as running:
-        yield running
 
 
 def test_models_come_and_go(driver: Any, tmp_path: Path) -> None:
