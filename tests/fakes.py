@@ -6,12 +6,13 @@ prefix that is another's, a chunk run twice or left out is an AssertionError in 
 word much later. As a GPU, whose prefill and decode differ in bits, it marks what decode wrote, so that a prefix which holds some of
 it, a prompt that was decoded or an answer that was prefilled is noticed as well; and it runs ahead. FakeTiers is host memory and disk below that, as slow and as unreliable as it is told to be.
 
-Run as a program, this is an engine process with that runner: `python tests/fakes.py [--step-ms MS] [--load-s S] LAUNCH`.
+Run as a program, this is an engine process with that runner: `python tests/fakes.py [--step-ms MS] [--hold FOLDER] LAUNCH`.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import time
 from dataclasses import dataclass
@@ -590,10 +591,16 @@ class FakeTiers:
             self._runner.states[move.device] = content
 
 
-def build_runner(config: EngineConfig, progress: Progress, step_s: float = 0.0, load_s: float = 0.0) -> FakeRunner:
+def wait_while_held(folder: Path | None, stage: str) -> None:
+    """Waits while the folder has a file of the stage's name."""
+    while folder is not None and (folder / stage).exists():
+        time.sleep(0.01)
+
+
+def build_runner(config: EngineConfig, progress: Progress, step_s: float = 0.0, hold: Path | None = None) -> FakeRunner:
     """A FakeRunner of the configured sizes. Raises ConfigError for the model "missing"."""
     progress("load", 0.0)
-    time.sleep(load_s)
+    wait_while_held(hold, "load")
     if config.model == "missing":
         raise ConfigError("no checkpoint at 'missing'; give a directory")
     runner = FakeRunner(
@@ -611,11 +618,14 @@ def build_runner(config: EngineConfig, progress: Progress, step_s: float = 0.0, 
 def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--step-ms", type=float, default=0.0)
-    parser.add_argument("--load-s", type=float, default=0.0)
+    parser.add_argument("--hold", type=Path, help="it waits while this folder has a file of the name plan, or load")
     parser.add_argument("launch")
     args = parser.parse_args()
+    if json.loads(args.launch)["allowance"] is not None:
+        process.die_with_parent()
+        wait_while_held(args.hold, "plan")
     return process.main(
-        lambda config, progress: build_runner(config, progress, args.step_ms / 1000, args.load_s), args.launch
+        lambda config, progress: build_runner(config, progress, args.step_ms / 1000, args.hold), args.launch
     )
 
 

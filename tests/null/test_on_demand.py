@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import datetime
 import json
 import os
@@ -17,9 +18,13 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.requests import Request
+from starlette.responses import JSONResponse
+from starlette.types import ASGIApp, Message
 
 from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
 from deltic.engine.messages import SamplingParams
+from deltic.server.asked import EarlyStream
 from deltic.server.on_demand import OnDemand, duration
 from deltic.server.serve import serve
 from tests.fakes import expected_tokens
@@ -32,7 +37,7 @@ import deltic.server.asked
 deltic.server.asked.SIGN_S = 0.2
 from deltic.config import EngineConfig, ModelConfig, ServerConfig
 from deltic.server.serve import serve
-program = (sys.executable, {fakes!r}, "--step-ms", "{step_ms}", "--load-s", "{load_s}")
+program = (sys.executable, {fakes!r}, "--step-ms", "{step_ms}", "--hold", {hold!r})
 models = [
     (EngineConfig(**engine), ModelConfig(served_model_name=(name,)))
     for name, engine in {models}.items()
@@ -48,9 +53,10 @@ PROMPT = [5, 6, 7]
 class OnDemandServer(Server):
     """A server whose models, of --memory-gb each, come and go."""
 
-    def __init__(self, models: dict[str, Any], step_ms: float, load_s: float, **server: Any) -> None:
+    def __init__(self, hold: Path, models: dict[str, Any], step_ms: float, **server: Any) -> None:
+        """hold: as of tests/fakes.py."""
         program = PROGRAM.format(
-            fakes=str(ROOT / "tests/fakes.py"), step_ms=step_ms, load_s=load_s, models=models,
+            fakes=str(ROOT / "tests/fakes.py"), step_ms=step_ms, hold=str(hold), models=models,
             server={"port": 0, "models_gb": 1.5} | server,
         )  # fmt: skip
         self.process = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, stderr=subprocess.PIPE, text=True)
@@ -68,9 +74,10 @@ class OnDemandServer(Server):
 
 @contextmanager
 def serving(
-    folder: Path, models: dict[str, Any] = THREE, step_ms: float = 1.0, load_s: float = 0.0, **server: Any
+    folder: Path, models: dict[str, Any] = THREE, step_ms: float = 1.0, **server: Any
 ) -> Iterator[tuple[OnDemandServer, str]]:
-    running = OnDemandServer(models, step_ms, load_s, **{"models_from": (str(folder),)} | server)
+    """While the folder has a file of the name plan, or load, no engine process does that."""
+    running = OnDemandServer(folder, models, step_ms, **{"models_from": (str(folder),)} | server)
     try:
         yield running, running.url()
     finally:
@@ -175,15 +182,16 @@ def test_who_waits_too_long_is_told_and_the_other_goes_on(tmp_path: Path) -> Non
 
 
 def test_others_answer_while_one_loads(tmp_path: Path) -> None:
-    with serving(tmp_path, models_gb=3.0, load_s=1.5) as (_, url):
+    with serving(tmp_path, models_gb=3.0) as (_, url):
         ask(url, "a")
+        (tmp_path / "load").touch()
         slow = Later(url, "b")
         wait_for(lambda: states(url)["b"] == "loading")
-        n = 0
-        while states(url)["b"] == "loading":
+        for _ in range(2):
             assert tokens(ask(url, "a")) == alone()
-            n += 1
-        assert n >= 2 and tokens(slow.result()) == alone()
+        assert states(url)["b"] == "loading"
+        (tmp_path / "load").unlink()
+        assert tokens(slow.result()) == alone()
 
 
 def test_idle_ones_go_and_come_again(tmp_path: Path) -> None:
@@ -250,10 +258,12 @@ def test_models_are_loaded_and_unloaded_by_hand(tmp_path: Path) -> None:
     def told() -> dict[str, str]:
         return {model["id"]: model["status"]["value"] for model in httpx.get(f"{url}/v1/models").json()["data"]}
 
-    with serving(tmp_path, load_s=0.5) as (_, url):
+    (tmp_path / "load").touch()
+    with serving(tmp_path) as (_, url):
         assert told() == dict.fromkeys("abc", "unloaded")
         assert post("/models/load", "b").json() == {"success": True}
         assert told()["b"] == "loading"
+        (tmp_path / "load").unlink()
         wait_for(lambda: told()["b"] == "loaded")
         card = httpx.get(f"{url}/v1/models/b").json()
         assert card["status"] == {"value": "loaded"} and card["max_model_len"] == 4096
@@ -261,8 +271,7 @@ def test_models_are_loaded_and_unloaded_by_hand(tmp_path: Path) -> None:
         wait_for(lambda: told()["b"] == "unloaded")
         post("/models/load", "b")
         wait_for(lambda: told()["b"] == "loaded")
-        time.sleep(0.3)
-        assert told()["b"] == "loaded", "it stays as long as any other"
+        assert 290 < stays(url)["b"] <= 300, "it stays as long as any other"
         for path in ("/models/load", "/models/unload"):
             assert post(path, "nobody").status_code == 404
 
@@ -271,22 +280,48 @@ def test_a_stream_whose_model_loads_gives_signs_of_life(tmp_path: Path) -> None:
     def lines(path: str, **body: Any) -> list[str]:
         with httpx.stream("POST", url + path, json={"stream": True} | body, timeout=30) as reply:
             assert reply.status_code == 200 and reply.headers["content-type"].startswith("text/event-stream")
-            return [line for line in reply.iter_lines() if line]
+            told = []
+            for line in filter(None, reply.iter_lines()):
+                told.append(line)
+                if until in line:
+                    held.unlink(missing_ok=True)
+            return told
 
     messages = [{"role": "user", "content": "hi"}]
-    with serving(tmp_path, {**THREE, "large": {"memory_gb": 9.0}}, load_s=1.0) as (_, url):
+    with serving(tmp_path, {**THREE, "large": {"memory_gb": 9.0}}) as (_, url):
+        held, until = tmp_path / "load", ": a loads (load, 0%)"
+        held.touch()
         told = lines("/v1/completions", model="a", prompt=PROMPT, max_tokens=4, ignore_eos=True)
         signs = [line for line in told if line.startswith(":")]
-        assert signs == told[: len(signs)] and ": a loads (load, 0%)" in signs
+        assert signs == told[: len(signs)] and until in signs
         assert told[len(signs)].startswith('data: {"id"') and told[-1] == "data: [DONE]"
+        until = "event: ping"
+        held.touch()
         told = lines("/v1/messages", model="b", messages=messages, max_tokens=4)  # whose ids the fake lacks
-        assert told[:2] == ["event: ping", 'data: {"type": "ping"}'] and told[-2] == "event: error"
+        assert told[:2] == [until, 'data: {"type": "ping"}'] and told[-2] == "event: error"
         assert json.loads(told[-1].removeprefix("data: "))["type"] == "error"
+        held, until = tmp_path / "plan", ": large waits for its turn"
+        held.touch()
         told = lines("/v1/chat/completions", model="large", messages=messages)
         assert json.loads(told[-1].removeprefix("data: "))["error"]["code"] == "load_failed"
-        assert told[0].startswith(": "), "the planning takes long enough for a sign"
+        assert told[0].startswith(until)
         told = lines("/v1/completions", model="b", prompt=PROMPT, max_tokens=4)
-        assert not any(line.startswith(":") for line in told), "it is loaded"
+        assert {line for line in told if line.startswith(":")} <= {": b is loaded"}
+
+
+def test_what_fails_before_the_first_sign_has_its_status() -> None:
+    async def fail(request: Request) -> ASGIApp:
+        return JSONResponse({"error": "it cannot be loaded"}, 503)
+
+    sent = []
+
+    async def send(message: Message) -> None:
+        sent.append(message)
+
+    scope: dict[str, Any] = {"type": "http", "path": "/v1/completions"}
+    asyncio.run(EarlyStream(fail, Request(scope), lambda: "it loads")(scope, Request(scope).receive, send))
+    assert [message.get("status") for message in sent] == [503, None]
+    assert json.loads(sent[1]["body"]) == {"error": "it cannot be loaded"}
 
 
 def test_models_are_fetched_for_who_may(tmp_path: Path) -> None:
@@ -310,12 +345,18 @@ def test_models_are_fetched_for_who_may(tmp_path: Path) -> None:
 def test_a_key_leaves_others_places_to_wait(tmp_path: Path) -> None:
     keys = {name: {"authorization": f"Bearer {name * 8}"} for name in "xy"}
     given = [f"{name}={name * 8}" for name in keys]
-    with serving(tmp_path, load_s=3.0, max_queue=2, api_key=given) as (_, url):
+    (tmp_path / "load").touch()
+    with serving(tmp_path, max_queue=2, api_key=given) as (_, url):
         asked = [Later(url, "a", key=keys["x"]) for _ in range(3)]
         wait_for(lambda: any(one.reply is not None for one in asked))
         (refused,) = [one.reply for one in asked if one.reply is not None]
         assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
-        assert tokens(ask(url, "a", key=keys["y"])) == alone()
+        body = {"model": "a", "prompt": PROMPT, "max_tokens": 2, "stream": True}
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, headers=keys["y"], timeout=30) as reply:
+            told = reply.iter_lines()
+            assert reply.status_code == 200 and next(told).startswith(": a "), "it waits"
+            (tmp_path / "load").unlink()
+            assert "data: [DONE]" in told
         assert sorted(one.result().status_code for one in asked) == [200, 200, 429]
 
 

@@ -18,12 +18,14 @@ pytestmark = browser.needed
 
 
 def test_models_come_and_go(driver: Any, tmp_path: Path) -> None:
-    with serving(tmp_path, load_s=0.5) as (_, url):
+    (tmp_path / "load").touch()
+    with serving(tmp_path) as (_, url):
         page = Library(driver, url)
         wait_for(lambda: len(page.rows()) == 3)
         assert all("on the disk" in row for row in page.rows()) and page.is_shown("#pull")
         page.press("Load b")
         wait_for(lambda: "loading" in page.rows()[1])
+        (tmp_path / "load").unlink()
         wait_for(lambda: "\nloaded" in page.rows()[1])
         page.press("Unload b")
         wait_for(lambda: "on the disk" in page.rows()[1])

@@ -34,7 +34,7 @@ import sys
 {before}
 from deltic.config import EngineConfig, ModelConfig, ServerConfig
 from deltic.server.serve import serve
-program = (sys.executable, {fakes!r}, "--step-ms", "{step_ms}", "--load-s", "{load_s}")
+program = (sys.executable, {fakes!r}, "--step-ms", "{step_ms}", *{hold})
 models = [(EngineConfig(**{engine}), ModelConfig(served_model_name=(name,) if name else ())) for name in {names}]
 sys.exit(serve(models, ServerConfig(**{server}), program=program))
 """
@@ -50,13 +50,13 @@ class Server:
         engine: dict[str, Any],
         server: dict[str, Any],
         names: tuple[str | None, ...],
-        load_s: float,
+        hold: Path | None,
         before: str,
     ) -> None:
-        """before: statements that the process runs first."""
+        """hold: as of tests/fakes.py. before: statements that the process runs first."""
         program = PROGRAM.format(
             before=before,
-            load_s=load_s,
+            hold=() if hold is None else ("--hold", str(hold)),
             fakes=str(ROOT / "tests/fakes.py"),
             step_ms=step_ms,
             engine=engine,
@@ -94,11 +94,11 @@ def server_of(
     step_ms: float = 1.0,
     engine: dict[str, Any] | None = None,
     names: tuple[str | None, ...] = (None,),
-    load_s: float = 0.0,
+    hold: Path | None = None,
     before: str = "",
     **server: Any,
 ) -> Iterator[Server]:
-    running = Server(step_ms, engine or {}, server, names, load_s, before)
+    running = Server(step_ms, engine or {}, server, names, hold, before)
     try:
         yield running
     finally:
@@ -423,8 +423,9 @@ def test_an_http_server_that_fails_ends_the_process_with_its_error() -> None:
     assert not any("Traceback" in line for line in server.log), server.log
 
 
-def test_ctrl_c_while_a_model_loads_prints_no_traceback() -> None:
-    with server_of(load_s=30) as server:
+def test_ctrl_c_while_a_model_loads_prints_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "load").touch()
+    with server_of(hold=tmp_path) as server:
         wait_for(lambda: any("listening on" in line for line in list(server.log)))
         server.process.send_signal(signal.SIGINT)
         assert server.end(10) == 0
