@@ -153,13 +153,7 @@ def _as_json(model: LocalModel) -> JsonObject:
 
 def _typed(model: LocalModel) -> str:
     """Returns the shortest name of a model on this disk that means it."""
-    repository = model.name.partition(":")[0]
-    for each in published():
-        hub, _, file = each.hub.partition(":")
-        is_it = hub == repository and file in ("", model.path.name) and bool(file) == is_gguf(model.path)
-        if is_it and each.revision in (None, model.revision):
-            return each.names[0]
-    return model.name
+    return model.published_as.names[0] if model.published_as else model.name
 
 
 def _published() -> str:
@@ -247,7 +241,8 @@ def found(name: str, download_dir: Path | None) -> LocalModel:
         except CheckpointError:
             path = Path()
         hub = wanted.name
-    for model in sorted(models, key=lambda model: not model.revision):  # what is in the cache can be deleted
+    # Its own path first; of others with the name what is in the cache, which can be deleted.
+    for model in sorted(models, key=lambda model: (model.path != path, not model.revision)):
         if model.path == path or model.name == hub:
             return model
     raise CheckpointError(f"{name}: not on this disk. deltic pull {name} gets it, deltic list has those that are here.")
@@ -261,11 +256,7 @@ def show(arguments: argparse.Namespace) -> str:
     model = found(arguments.name, engine(arguments).download_dir)
     table = Table(box=None, pad_edge=False, show_header=False)
     table.add_row("name", model.name + ("" if (short := _typed(model)) == model.name else f" ({short})"))
-    source = (
-        f"https://huggingface.co/{model.name.partition(':')[0]} at {model.revision}"
-        if model.revision
-        else "a path here"
-    )
+    source = f"https://huggingface.co/{model.repository} at {model.revision}" if model.revision else "a path here"
     table.add_row("from", source)
     table.add_row("path", str(model.path))
     table.add_row("size", _gb(model.n_bytes))
@@ -357,13 +348,7 @@ def rm(arguments: argparse.Namespace) -> int:
             if sys.stdin.readline().strip().lower() not in ("y", "yes"):
                 print("kept")
                 continue
-        try:
-            gone.run()
-            left = model.path.exists()  # the library passes over what it may not delete
-        except OSError:
-            left = True
-        if left:
-            raise CheckpointError(f"{name}: not all of it could be deleted. See who may write to {model.path}.")
+        gone.run()
         print(f"deleted {printable(model.name)}: {_gb(gone.n_bytes)} are free again")
     return 0
 

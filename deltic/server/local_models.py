@@ -12,10 +12,12 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+from deltic.aliases import Published, published
 from deltic.config import BUILT_IN, EngineConfig
 from deltic.models.checkpoint import locate, locate_speech, speaks
 from deltic.models.fields import CheckpointError
@@ -45,7 +47,9 @@ class LocalModel:
     """A model on this disk."""
 
     name: str
-    """Name that `deltic serve` takes: owner/model, owner/model:Q4_K_M, or a path."""
+    """Name that `deltic serve` takes: owner/model, owner/model:Q4_K_M, or a path; of a model's second commit
+    the short name that pins it.
+    """
     path: Path
     """Directory, or first GGUF file; where only a part has come, the model's folder in the cache."""
     n_bytes: int
@@ -54,10 +58,20 @@ class LocalModel:
     """Time at which its files were last read, as far as the file system notes it, in seconds since 1970."""
     missing: str = ""
     """Files that it needs and that are not there. Empty: it can be loaded."""
+    repository: str = ""
+    """owner/model of one in the hub's cache."""
     revision: str = ""
     """Commit of one in the hub's cache."""
     files: tuple[Path, ...] = ()
     """Files of one in the hub's cache."""
+
+    @property
+    def published_as(self) -> Published | None:
+        """The published model that it is: repository and file, at the commit that the table pins, so that a
+        short name means the same bytes everywhere. Where the table pins none, any commit is the model.
+        """
+        hub = f"{self.repository}:{self.path.name}" if is_gguf(self.path) else self.repository
+        return next((each for each in published() if each.hub == hub and each.revision in (None, self.revision)), None)
 
 
 class ModelFiles(NamedTuple):
@@ -105,7 +119,8 @@ def why_not(path: Path) -> str:
 
 def local_models(download_dir: Path | None = None, directories: Sequence[Path] = ()) -> list[LocalModel]:
     """Finds the models in the hub's cache and in further directories, in the order of their names. Of several
-    revisions of one, it is the one that the name stands for, else the newest.
+    revisions of one, it is the one that the name stands for, else the newest, and beside it the one that a
+    short name pins.
 
     download_dir: as --download-dir; None: where HF_HOME says. One that was not wholly downloaded says what is
     missing. Raises CheckpointError for a directory that is none.
@@ -143,25 +158,27 @@ def _in_cache(download_dir: Path | None) -> Iterator[LocalModel]:
             sizes = {path: file.size_on_disk for path, file in files.items()}
             used = {path: file.blob_last_accessed for path, file in files.items()}
             for what, parts, missing in _models_of(sizes, revision.snapshot_path):
-                model = f"{name}:{_short(name, what, sizes)}" if what else name
-                if model in seen:
-                    continue
-                seen.add(model)
                 weights = [path for path in parts if _holds_weights(path)]
-                yield LocalModel(
-                    model,
+                model = LocalModel(
+                    f"{name}:{_short(name, what, sizes)}" if what else name,
                     revision.snapshot_path / parts[0] if what else revision.snapshot_path,
                     sum(sizes[path] for path in parts),
                     max(used[path] for path in weights),
                     missing,
+                    name,
                     revision.commit_hash,
                     tuple(revision.snapshot_path / path for path in parts),
                 )
+                if model.name in seen and (known := model.published_as):
+                    model = replace(model, name=known.names[0])
+                if model.name not in seen:
+                    seen.add(model.name)
+                    yield model
         halves = [half.stat() for half in folder.glob("blobs/*.incomplete")]
         if halves and not seen:
             n_bytes = sum(blob.stat().st_size for blob in folder.glob("blobs/*"))
             at = max(half.st_mtime for half in halves)
-            yield LocalModel(name, folder, n_bytes, at, "the rest of a download: deltic pull goes on with it")
+            yield LocalModel(name, folder, n_bytes, at, "the rest of a download: deltic pull goes on with it", name)
 
 
 def _in_directory(directory: Path, depth: int) -> Iterator[LocalModel]:
@@ -229,12 +246,12 @@ class Removal(NamedTuple):
     n_bytes: int
     """Bytes that it frees."""
     run: Callable[[], None]
-    """Deletes. Raises OSError."""
+    """Deletes. Raises CheckpointError where that was not allowed."""
 
 
 def removal(model: LocalModel, download_dir: Path | None = None) -> Removal:
-    """Prepares the deletion of a model of the hub's cache, in all of its revisions. Files that another model
-    there needs are kept.
+    """Prepares the deletion of a model of the hub's cache, in all of its revisions but one that has a name of
+    its own. Files that another model there needs are kept.
 
     Raises CheckpointError for one that is not in the cache: what somebody else put there is theirs to delete.
     """
@@ -246,26 +263,37 @@ def removal(model: LocalModel, download_dir: Path | None = None) -> Removal:
     folder, info = cache / model.path.relative_to(cache).parts[0], scan_cache_dir(cache)
     revisions = [revision for repo in info.repos if repo.repo_path == folder for revision in repo.revisions]
     halves = sum(half.stat().st_size for half in folder.glob("blobs/*.incomplete"))
-    others = [other for other in _in_cache(download_dir) if folder in other.path.parents and other.name != model.name]
+    others = [other for other in _in_cache(download_dir) if folder in other.path.parents and other.path != model.path]
     if not revisions:  # nothing has wholly come
-        return Removal(sum(blob.stat().st_size for blob in folder.glob("blobs/*")), lambda: shutil.rmtree(folder))
+        n_bytes = sum(blob.stat().st_size for blob in folder.glob("blobs/*"))
+        return Removal(n_bytes, partial(_run, model, [folder], partial(shutil.rmtree, folder)))
     if not model.files:
         raise CheckpointError(f"{model.name}: in the download cache. deltic rm takes the name that deltic list has.")
     if not others:
         whole = info.delete_revisions(*(revision.commit_hash for revision in revisions))
-        return Removal(whole.expected_freed_size + halves, whole.execute)
+        return Removal(whole.expected_freed_size + halves, partial(_run, model, model.files, whole.execute))
 
     def within(file: Path) -> tuple[str, ...]:
         return file.relative_to(folder).parts[2:]  # behind `snapshots` and the commit
 
-    gone = {within(file) for file in model.files} - {within(file) for other in others for file in other.files}
+    theirs = {file: other.revision for other in others for file in other.files}
+    shared = {within(file) for file, revision in theirs.items() if revision == model.revision}
+    gone = {within(file) for file in model.files} - shared
     files = [file for revision in revisions for file in revision.files]
-    links = {file.file_path: file for file in files if within(file.file_path) in gone}
+    links = {file.file_path: file for file in files if within(file.file_path) in gone and file.file_path not in theirs}
     needed = {file.blob_path for file in files if file.file_path not in links}
     blobs = {file.blob_path: file.size_on_disk for file in links.values() if file.blob_path not in needed}
 
-    def run() -> None:
+    def unlink() -> None:
         for path in (*links, *blobs):
             path.unlink(missing_ok=True)
 
-    return Removal(sum(blobs.values()), run)
+    return Removal(sum(blobs.values()), partial(_run, model, list(links), unlink))
+
+
+def _run(model: LocalModel, gone: Sequence[Path], delete: Callable[[], None]) -> None:
+    """Deletes a model. gone: paths that are not there afterwards. Raises CheckpointError."""
+    with contextlib.suppress(OSError):  # which the library passes over, too
+        delete()
+    if any(path.exists() for path in gone):
+        raise CheckpointError(f"{model.name}: not all of it could be deleted. See who may write to {model.path}.")

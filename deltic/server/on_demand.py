@@ -26,7 +26,6 @@ from typing import Any
 from prometheus_client.core import Metric
 from starlette.types import Receive
 
-from deltic.aliases import published
 from deltic.config import BUILT_IN, ConfigError, EngineConfig, ServerConfig
 from deltic.engine.events import Needs
 from deltic.engine.turns import share_of
@@ -49,7 +48,7 @@ CACHE = "cache"
 """Word of --models-from for the hub's cache."""
 
 LOOK_S = 1.0
-"""Seconds for which what was found on the disk is not looked for again."""
+"""Seconds for which what was found on the disk is not looked for again, whoever asks for what."""
 
 POLL_S = 0.25
 """Seconds between two looks at whether a model that is to make way has become idle, where nothing tells."""
@@ -177,7 +176,8 @@ class ModelsOnDisk:
             if (is_cached and None not in self._places) or model.missing or self._why_not(model):
                 continue
             name = model.name if is_cached else _below(model.path, directories)
-            configs[name] = _settings(model, common), _short_names(model)
+            known = model.published_as
+            configs[name] = _settings(model, common), known.names if known else ()
         return configs
 
     def _why_not(self, model: LocalModel) -> str:
@@ -260,11 +260,12 @@ class OnDemand:
     # What there is.
 
     async def look(self, now: bool = False) -> None:
-        """Takes note of what is on the disk, unless it just has. Raises CheckpointError."""
+        """Takes note of what is on the disk, unless it just has: those who ask meanwhile share one look. now:
+        something has come. Raises CheckpointError.
+        """
         async with self._looking:
             if not now and time.monotonic() - self._looked_s < LOOK_S:
                 return
-            self._looked_s = time.monotonic()
             try:
                 found = await asyncio.to_thread(self._disk.find, self.common)
             except (ValueError, OSError) as error:
@@ -272,6 +273,8 @@ class OnDemand:
                     raise
                 log.warning("the models on the disk cannot be looked at: %s", error)
                 return
+            finally:
+                self._looked_s = time.monotonic()
         for name, (config, short) in found.items():
             known = self.models.get(name)
             if known is None:
@@ -302,9 +305,11 @@ class OnDemand:
         return None
 
     async def find(self, name: str) -> Offered:
-        """The model of this name, which may have come to the disk a moment ago. Raises ApiError (404)."""
+        """The model of this name, which may have come after the last look at the disk. Raises ApiError
+        (404).
+        """
         if (model := self.called(name)) is None:
-            await self.look(now=True)
+            await self.look()
             model = self.called(name)
         if model is None:
             known = ", ".join(map(repr, self.models)) or "none"
@@ -317,7 +322,7 @@ class OnDemand:
         last, else the only one. Raises ApiError (404).
         """
         if not self.models:
-            await self.look(now=True)
+            await self.look()
         fitting = [model for model in self.models.values() if model.kind == kind]
         fitting = fitting or list(self.models.values())  # which will refuse
         # The built-in one, which is neither given nor found, is meant where there is no other.
@@ -618,13 +623,6 @@ def _settings(model: LocalModel, common: EngineConfig) -> EngineConfig:
     fields = type(config).__dataclass_fields__.values()
     foreign: dict[str, Any] = {f.name: f.default for f in fields if f.metadata.get("kind") not in (None, kind)}
     return replace(config, **foreign)
-
-
-def _short_names(model: LocalModel) -> tuple[str, ...]:
-    """Finds the short names of a model of the hub's cache."""
-    repository = model.name.partition(":")[0]
-    hubs = {model.name, f"{repository}:{model.path.name}"} if model.files else set()
-    return next((known.names for known in published() if known.hub in hubs), ())
 
 
 def _below(path: Path, directories: Iterable[Path]) -> str:

@@ -29,6 +29,7 @@ from deltic.models.checkpoint import ALL_FILES, DEMO, resolve_model
 from deltic.models.fields import CheckpointError
 from deltic.models.hub import wanted_of
 from deltic.runtime.cpu.device import Cpu
+from deltic.server import local_models as local_models_
 from deltic.server.downloads import Expected, expected
 from deltic.server.local_models import local_models
 from tests.fake_hub import COMMITS, FakeHub, Long, blob_name, hub_with
@@ -218,7 +219,7 @@ def test_a_short_name_brings_the_commit_that_it_stands_for(
 ) -> None:
     toy = Published(("toy:6m",), "owner/model", COMMITS["old"], 13_000_000, "bfloat16", "qwen3.5-0.8b")
     monkeypatch.setattr(aliases, "published", lambda: (toy,))
-    monkeypatch.setattr(models, "published", lambda: (toy,))
+    monkeypatch.setattr(local_models_, "published", lambda: (toy,))
     assert f"owner/model at {COMMITS['old']}" in told(capsys, "pull", "toy:6m")
     (model,) = local_models()
     assert model.revision == COMMITS["old"]
@@ -227,7 +228,18 @@ def test_a_short_name_brings_the_commit_that_it_stands_for(
     config = resolve(EngineConfig, {"model": "toy:6m"})
     demo_hub.down = True
     assert resolve_model(config.model, ALL_FILES, config.revision) == model.path, "without the hub, too"
-    assert told(capsys, "rm", "-y", "toy:6m").startswith("deleted owner/model")
+    demo_hub.down = False
+    told(capsys, "pull", "owner/model")
+    assert "owner/model" in (listed := told(capsys, "list").split()) and "toy:6m" in listed, (
+        "each is there under its name"
+    )
+    assert told(capsys, "show", "toy:6m").startswith("name toy:6m from https://huggingface.co/owner/model at bbbb")
+    assert told(capsys, "show", "owner/model").startswith(
+        "name owner/model from https://huggingface.co/owner/model at aaaa"
+    )
+    assert told(capsys, "rm", "-y", "toy:6m").startswith("deleted toy:6m")
+    assert [(model.name, model.revision) for model in local_models()] == [("owner/model", COMMITS["main"])]
+    assert told(capsys, "rm", "-y", "owner/model").startswith("deleted owner/model") and not local_models()
 
 
 def test_models_of_directories_are_listed_on_request(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

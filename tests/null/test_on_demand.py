@@ -22,10 +22,13 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message
 
+from deltic.aliases import published
 from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
 from deltic.engine.messages import SamplingParams
+from deltic.server import on_demand
 from deltic.server.asked import EarlyStream
-from deltic.server.on_demand import OnDemand, duration
+from deltic.server.errors import ApiError
+from deltic.server.on_demand import ModelsOnDisk, OnDemand, duration
 from deltic.server.serve import serve
 from tests.fakes import expected_tokens
 from tests.null.test_serve import ROOT, Server, wait_for
@@ -358,6 +361,64 @@ def test_a_key_leaves_others_places_to_wait(tmp_path: Path) -> None:
             (tmp_path / "load").unlink()
             assert "data: [DONE]" in told
         assert sorted(one.result().status_code for one in asked) == [200, 200, 429]
+
+
+def test_who_asks_for_names_that_are_none_shares_a_look_at_the_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks, found = [], dict[str, Any]()
+
+    def look(disk: ModelsOnDisk, common: EngineConfig) -> dict[str, Any]:
+        looks.append(disk)
+        time.sleep(0.05)
+        return dict(found)
+
+    async def main() -> None:
+        models = OnDemand(ServerConfig(models_from=(str(tmp_path),)))
+
+        async def missed(name: str) -> bool:
+            with pytest.raises(ApiError, match=f"no model '{name}'") as refused:
+                await models.find(name)
+            return refused.value.status == 404
+
+        for _ in range(2):
+            assert all(await asyncio.gather(*(missed(f"none-{i}") for i in range(100))))
+        assert len(looks) == 1
+        found["new"] = EngineConfig(), ("short",)
+        await missed("new")
+        await asyncio.gather(models.look(now=True), missed("none"))
+        assert (await models.find("SHORT")).name == "new" and len(looks) == 2, "what was fetched is found at once"
+        monkeypatch.setattr(on_demand, "LOOK_S", 0.0)
+        await missed("none")
+        assert len(looks) == 3
+
+    monkeypatch.setattr(ModelsOnDisk, "find", look)
+    asyncio.run(main())
+
+
+def test_a_short_name_is_that_of_its_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    small = next(model for model in published() if model.names[0] == "qwen3.5:4b")
+    repository, _, file = small.hub.partition(":")
+
+    def names() -> dict[str, tuple[str, ...]]:
+        disk = ModelsOnDisk(("cache",))
+        return {name: short for name, (_, short) in disk.find(EngineConfig(download_dir=tmp_path)).items()}
+
+    def fetch(commit: str, main: bool) -> None:
+        folder = tmp_path / f"models--{repository.replace('/', '--')}"
+        (folder / "snapshots" / commit).mkdir(parents=True)
+        (folder / "snapshots" / commit / file).write_bytes(b"GGUF")
+        if main:
+            (folder / "refs").mkdir()
+            (folder / "refs" / "main").write_text(commit)
+
+    monkeypatch.setattr(on_demand, "why_not", lambda path: "")
+    fetch("f" * 40, main=True)
+    assert names() == {f"{repository}:Q4_K_M": ()}, "other bytes than the name stands for"
+    fetch(str(small.revision), main=False)
+    assert names() == {f"{repository}:Q4_K_M": (), "qwen3.5:4b": small.names}
+    (tmp_path / f"models--{repository.replace('/', '--')}" / "refs" / "main").write_text(str(small.revision))
+    assert names() == {f"{repository}:Q4_K_M": small.names}
 
 
 def children(server: Server) -> list[int]:
