@@ -6,6 +6,7 @@ from array import array
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
 
 from deltic.engine.guides import Guide
@@ -77,6 +78,15 @@ def test_bans_stops_and_history() -> None:
     assert table.row("banned_until", 0) == 1 << 30
     table.batch_slots.decode(sequence(1, [5], 1), 42, 3)
     assert table.row("history", 1) == [0] * 16 and table.row("uses_history", 2) == 1
+
+
+@pytest.mark.parametrize("max_model_len", [64, 128])
+def test_a_table_of_pages_has_a_row_for_each_sequence(max_model_len: int) -> None:
+    """Of contexts of one page, too, whose rows are as wide as a seed."""
+    table, _, views = batch_table(3, max_model_len, lambda _, size, dtype: torch.zeros(size, dtype=dtype))
+    assert views["page_table"].shape == (3, max_model_len // 64 + 1) and views["seed"].shape == (3,)
+    views["page_table"][1, 0] = 7
+    assert table.count_nonzero() == 1
 
 
 def test_pages_are_sent_once_and_again_when_they_change() -> None:

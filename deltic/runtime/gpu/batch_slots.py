@@ -79,7 +79,7 @@ def batch_table(
     for name, width in parts.items():
         offsets[name] = (at, width)
         view = table[at : at + sizes[name]]
-        views[name] = view.view(-1, width) if width > 2 else view
+        views[name] = view if width == 1 or name.endswith("seed") else view.view(-1, width)
         at += sizes[name]
     views["seed"] = views["seed"].view(torch.int64)
     for name in ("temperature", "top_p", "min_p", "repetition", "frequency", "presence", "bias"):
