@@ -135,7 +135,11 @@ class EngineConfig:
         metavar="JSON",
         kind="text",
     )
-    max_num_seqs: int | None = knob(None, "sequences that run at once (default: 32, fewer if they do not fit)", least=1)
+    max_num_seqs: int | None = knob(
+        None,
+        "sequences that run at once, on a GPU up to 1024 (default: 32, on a GPU 128, fewer if they do not fit)",
+        least=1,
+    )
     max_step_tokens: int | None = knob(
         None,
         "most tokens of one step: decodes first, then prefill (default: 512; on a GPU 8192 of prefill, decodes beside them)",

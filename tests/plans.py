@@ -35,7 +35,7 @@ BUDGETS_GB = (3, 8, 14, 24, 80, 141)
 
 SETTINGS: tuple[dict[str, Any], ...] = (
     {"memory_gb": 6.0}, {"memory_gb": 20.0}, {"memory_gb": 1000.0}, {"max_model_len": 8192}, {"max_model_len": 10**7},
-    {"max_num_seqs": 64}, {"max_num_seqs": 1000}, {"max_step_tokens": 2048}, {"max_step_tokens": 100}, {"n_pages": 600},
+    {"max_num_seqs": 64}, {"max_num_seqs": 512}, {"max_num_seqs": 1000}, {"max_num_seqs": 1025}, {"max_step_tokens": 2048}, {"max_step_tokens": 100}, {"n_pages": 600},
     {"n_pages": 10}, {"n_pages": 10**6}, {"prefix_cache": False}, {"n_checkpoints": 20}, {"n_checkpoints": 10**6},
     {"cache_host_gb": 4.0}, {"cache_host_gb": 500.0}, {"memory_gb": 12.0, "max_model_len": 32768, "max_num_seqs": 16},
 )  # fmt: skip

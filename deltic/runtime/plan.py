@@ -390,7 +390,10 @@ def _asked(model: Model[S], kind: Kind[S], free_bytes: int) -> Plan[S]:
     if step_tokens % kind.step_multiple:
         raise ConfigError(f"--max-step-tokens {step_tokens}: on a GPU it must be a multiple of {kind.step_multiple}")
     if (config.max_num_seqs or 1) > kind.max_num_seqs:
-        raise ConfigError(f"--max-num-seqs {config.max_num_seqs}: a GPU step has at most {kind.max_num_seqs} rows")
+        most = kind.max_num_seqs
+        raise ConfigError(
+            f"--max-num-seqs {config.max_num_seqs}: a GPU runs {most} at once at most; give {most} or less"
+        )
     n_threads = 1 if kind.on_gpu else config.threads or n_usable_cpus()
     n_shards, weight_bytes = max(1, len(model.cuts) // model.n_gpus), kind.weight_bytes(shape, config.rounded)
     if n_shards > 1:

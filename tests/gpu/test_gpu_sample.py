@@ -105,9 +105,9 @@ def poisoned(n_draws: int, n_vocab: int, device: str, tile: int, cap: int) -> Sa
 
 def draw(
     logits: Tensor, sequences: list[Sequence], n_real: int, tile: int = 64, cap: int = 32, rows: list[int] | None = None,
-    batch_slots: BatchParameters | None = None, chosen: list[int] | None = None,
+    batch_slots: BatchParameters | None = None, chosen: list[int] | None = None, together: int | None = None,
 ) -> tuple[list[int], tuple[Tensor, ...], BatchParameters]:  # fmt: skip
-    """chosen: the place of each draw (-1: none); rows: its row of the logits."""
+    """chosen: the place of each draw (-1: none); rows: its row of the logits; together: draws for which there is scratch."""
     device = str(logits.device)
     batch_slots = batch_slots or batch_slots_of(sequences, device)
     chosen = list(range(len(sequences))) if chosen is None else chosen
@@ -122,7 +122,7 @@ def draw(
         torch.full((d, N_MOST), torch.nan, device=device),
     )  # fmt: skip
     draws = Draws(i32(rows), i32(chosen), i32([sequences[c].position if c >= 0 else 0 for c in chosen]))
-    scratch = poisoned(d, logits.shape[1], device, tile, cap)
+    scratch = poisoned(together or d, logits.shape[1], device, tile, cap)
     sample(logits, n_real, draws, batch_slots, scratch, Drawn(*out), levers=LEVERS)
     return out[0].tolist(), out, batch_slots
 
@@ -301,17 +301,20 @@ def test_rows_are_pure(device: str) -> None:
         assert alone == tokens[i : i + 1]
         assert torch.equal(one[1], out[1][i : i + 1]) and torch.equal(one[2], out[2][i : i + 1])
         assert torch.equal(one[3].nan_to_num(), out[3][i : i + 1].nan_to_num())
-    back, _, _ = draw(logits, sequences, n_real, chosen=[3, -1, 1, 0], rows=[3, 0, 1, 0])
-    assert back == [tokens[3], -5, tokens[1], tokens[0]]
+    for together in (None, 3, 1):  # draws that take turns in the scratch
+        back, _, _ = draw(logits, sequences, n_real, chosen=[3, -1, 1, 0], rows=[3, 0, 1, 0], together=together)
+        assert back == [tokens[3], -5, tokens[1], tokens[0]]
     batch_slots = batch_slots_of(sequences, device)
     i32 = {"dtype": torch.int32, "device": device}
     shuffled = torch.stack([logits[2], logits[0] * 0, logits[1], logits[0]])
-    out_token = torch.full((4,), -5, **i32)
     lines = Rows(*(torch.tensor(x, **i32) for x in ([2, 3, 1, 0], [7, -1, 8, 9], [2, 2, 2, 2])))
-    scratch = poisoned(6, n_vocab, device, 64, 32)
-    sample(shuffled, n_real, lines, batch_slots, scratch, Drawn(out_token, *out[1:]), levers=LEVERS)
-    assert out_token.tolist() == [tokens[2], -5, tokens[1], tokens[0]]
-    assert batch_slots.position.tolist() == [3, 3, 3, -9]
+    for together in (6, 3, 1):
+        batch_slots.position.fill_(-9)
+        out_token = torch.full((4,), -5, **i32)
+        scratch = poisoned(together, n_vocab, device, 64, 32)
+        sample(shuffled, n_real, lines, batch_slots, scratch, Drawn(out_token, *out[1:]), levers=LEVERS)
+        assert out_token.tolist() == [tokens[2], -5, tokens[1], tokens[0]]
+        assert batch_slots.position.tolist() == [3, 3, 3, -9]
 
 
 def test_rows_of_a_draft_draw_as_if_it_had_been_drawn(device: str) -> None:

@@ -1,4 +1,4 @@
-"""Linears: y = x W^T. Narrow for decode (1 .. 256 rows of x), wide for prefill (a multiple of 64 rows).
+"""Linears: y = x W^T. Narrow for decode (any number of rows of x), wide for prefill (a multiple of 64 rows).
 
 Narrow: the weight's rows are the M side of the tensor-core tile and the tokens its N side, padded to 16, 32,
 64 or 128, so a single token reads the weights as fast as the memory gives them. K is walked in order in one

@@ -40,6 +40,8 @@ CAP = 2048
 Longer lists take passes over memory. The same integers come out.
 """
 MAX_VOCAB = 1 << 20
+MAX_DRAWS = 256
+"""Draws of a launch. More take turns in the scratch, which would else be twice as large as their logits."""
 COLLECT_EACH = 4
 """Tiles of a program of `collect`: few enough for one row to be quick, and few programs to start for rows
 that leave at once.
@@ -111,7 +113,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class SampleScratch:
-    """Scratch of up to D draws, with T tiles of a row. Any contents will do."""
+    """Scratch of D draws, with T tiles of a row. More draws take turns. Any contents will do."""
 
     best: Tensor  # int64 [D, T]: the likeliest of a tile, value and id, after biases, penalties and bans
     total: Tensor  # float32 [D, T]: sum of exp((value - likeliest) / temperature)
@@ -130,13 +132,14 @@ class SampleScratch:
 def sample_scratch(
     n_draws: int, n_vocab: int, allocate: Allocate, tile: int = TILE, cap: int = CAP
 ) -> SampleScratch:
-    """The workspace of n_draws draws; 8 bytes for each logit.
+    """The workspace of n_draws draws: 8 bytes for each logit of MAX_DRAWS of them at most.
 
     Raises KernelError from MAX_VOCAB ids or a cap above CAP on.
     """
     check("sample", n_vocab < MAX_VOCAB, f"fewer than {MAX_VOCAB} ids, found {n_vocab}")
     check("sample", cap <= CAP, f"a cap of at most {CAP}, found {cap}")
     i32, i64, f32, n_tiles = torch.int32, torch.int64, torch.float32, -(-n_vocab // tile)
+    n_draws = min(n_draws, MAX_DRAWS)
     return SampleScratch(
         best=allocate("sample best", (n_draws, n_tiles), i64), total=allocate("sample total", (n_draws, n_tiles), f32),
         raw_best=allocate("sample raw best", (n_draws, n_tiles), i64),
@@ -158,9 +161,10 @@ def sample(
     logits: float32 [R, V], of which ids from n_real on are never drawn. draws: of the rows of a decode, row r
     draws for its batch slot the token behind its position, rows with state slot -1 draw nothing. Of a draft
     each row draws as if those in front had given what is in history, and what is left for the next decode is
-    that of any of them. out.token is -1 where a logit is not finite or no id may be drawn. Where n_logprobs
-    >= 0: out.logprob under the softmax of the raw logits, and the n_logprobs likeliest. Oracle:
-    reference/sample.py.
+    that of any of them. More draws than the scratch holds take turns; history then has what those before
+    drew, which is the same for every row of a draft that counts. out.token is -1 where a logit is not finite
+    or no id may be drawn. Where n_logprobs >= 0: out.logprob under the softmax of the raw logits, and the
+    n_logprobs likeliest. Oracle: reference/sample.py.
     """
     p, s = batch_slots, scratch
     row, state_slot = (draws.batch_slot, draws.state_slot) if isinstance(draws, Rows) else (draws.row, draws.batch_slot)
@@ -168,32 +172,38 @@ def sample(
     outs = (out.token, out.logprob, out.top_ids, out.top_logprobs)
     check("sample", 0 < n_real <= n_vocab, f"1 to {n_vocab} real ids, found {n_real}")
     check("sample", logits.stride(1) == 1 and logits.stride(0) == n_vocab, "contiguous logits")
-    check("sample", s.values.shape[0] >= n_draws and s.values.shape[1] >= n_vocab, f"scratch for {n_draws} x {n_vocab}")
+    check("sample", s.values.shape[1] >= n_vocab, f"scratch for {n_vocab} ids")
     check("sample", all(x.shape[0] >= n_draws for x in outs), f"outputs of {n_draws} draws")
     check("sample", p.masks.shape[1] * 32 >= n_real, f"masks of {n_real} bits")
     n_tiles, n_ids, max_len = -(-n_vocab // s.tile), p.bias_ids.shape[1], p.history.shape[1]
-    drafts = draws.drafts if isinstance(draws, Rows) else None
-    common = (logits, n_vocab, n_real, row, draws.batch_slot, state_slot, draws.position)
-    ids = next_power_of_2(n_ids)
+    ahead = draws.drafts.ahead if isinstance(draws, Rows) and draws.drafts is not None else None
+    tiles, ids = next_power_of_2(n_tiles), next_power_of_2(n_ids)
     meta: dict[str, int] = {"DECODE": isinstance(draws, Rows), "TILE": s.tile, "pdl": levers.pdl}
-    launch(
-        scan, (n_tiles, n_draws), *common, p.temperature, p.repetition, p.frequency, p.presence, p.n_prompt, p.history, max_len,
-        p.uses_history, p.bias_ids, p.bias, p.n_bias, p.banned, p.n_banned, p.banned_until, p.mask_row, n_ids,
-        p.n_logprobs, p.masks, p.masks.shape[1], s.best, s.total, s.raw_best, s.raw_total, s.bad, s.values, s.listed, s.n_listed,
-        s.special, None if drafts is None else drafts.ahead,
-        DRAFTS=drafts is not None, IDS=min(ids, 128), PART=min(PART, s.tile), num_warps=SCAN_WARPS, **meta,
-    )
-    tiles = next_power_of_2(n_tiles)
-    launch(
-        collect, (-(-n_tiles // COLLECT_EACH), n_draws), *common, p.temperature, p.top_k, p.top_p, p.min_p, s.best, s.total,
-        s.values, s.listed, s.n_listed, s.special, n_tiles, TILES=tiles, EACH=COLLECT_EACH, num_warps=SCAN_WARPS, **meta,
-    )
-    launch(
-        finish, (n_draws,), *common, p.temperature, p.top_k, p.top_p, p.min_p, p.seed, p.stop_ids, p.n_stop, n_ids, p.max_position,
-        p.n_logprobs, p.history, max_len, p.last_token, p.position, p.done, s.best, s.total, s.raw_best, s.raw_total, s.bad,
-        s.values, s.listed, s.n_listed, s.special, s.few, n_tiles,
-        *outs, out.top_ids.shape[1], TILES=tiles, CAP=s.cap, BLOCK=min(BLOCK, s.cap), WAYS=WAYS, IDS=ids, num_warps=FINISH_WARPS, **meta,
-    )
+    for begin in range(0, n_draws, len(s.values)):
+        part = slice(begin, min(begin + len(s.values), n_draws))
+        n = part.stop - begin
+        common = (
+            logits[part] if isinstance(draws, Rows) else logits, n_vocab, n_real, row[part], draws.batch_slot[part], state_slot[part],
+            draws.position[part],
+        )
+        launch(
+            scan, (n_tiles, n), *common, p.temperature, p.repetition, p.frequency, p.presence, p.n_prompt, p.history, max_len,
+            p.uses_history, p.bias_ids, p.bias, p.n_bias, p.banned, p.n_banned, p.banned_until, p.mask_row, n_ids,
+            p.n_logprobs, p.masks, p.masks.shape[1], s.best, s.total, s.raw_best, s.raw_total, s.bad, s.values, s.listed,
+            s.n_listed, s.special, None if ahead is None else ahead[part],
+            DRAFTS=ahead is not None, IDS=min(ids, 128), PART=min(PART, s.tile), num_warps=SCAN_WARPS, **meta,
+        )
+        launch(
+            collect, (-(-n_tiles // COLLECT_EACH), n), *common, p.temperature, p.top_k, p.top_p, p.min_p, s.best, s.total,
+            s.values, s.listed, s.n_listed, s.special, n_tiles, TILES=tiles, EACH=COLLECT_EACH, num_warps=SCAN_WARPS, **meta,
+        )
+        launch(
+            finish, (n,), *common, p.temperature, p.top_k, p.top_p, p.min_p, p.seed, p.stop_ids, p.n_stop, n_ids, p.max_position,
+            p.n_logprobs, p.history, max_len, p.last_token, p.position, p.done, s.best, s.total, s.raw_best, s.raw_total, s.bad,
+            s.values, s.listed, s.n_listed, s.special, s.few, n_tiles,
+            *(out[part] for out in outs), outs[2].shape[1], TILES=tiles, CAP=s.cap, BLOCK=min(BLOCK, s.cap), WAYS=WAYS, IDS=ids,
+            num_warps=FINISH_WARPS, **meta,
+        )
 
 
 def prompt_logprobs(

@@ -50,7 +50,8 @@ INTERPRETED_BYTES = 2 << 30
 """Memory that a plan may count on where kernels are interpreted, in bytes."""
 RESERVE_BYTES = 1 << 30
 """Bytes for the driver, compiled kernels, the recorded steps themselves, and the library's workspace."""
-MAX_SEQS = 256
+MAX_SEQS, MAX_UTTERANCES = 1024, 256
+"""Sequences at once, of text and of speech: --max-num-seqs at most."""
 SPEECH_PAGES_BYTES = 8_000_000_000
 """A speech model's cache is small: 112 KiB a frame."""
 
@@ -83,7 +84,6 @@ class OnGpu:
 
     device = "cuda"
     counted: Store = COUNTED_ROWS
-    max_num_seqs: float = MAX_SEQS
     step_multiple = PAGE_SIZE
     free_share = 0.95
     reserve_bytes = RESERVE_BYTES
@@ -110,7 +110,7 @@ class TextOnGpu(OnGpu, TextKind):
     """Language models on a GPU."""
 
     model_len = 32768
-    num_seqs = 128
+    num_seqs, max_num_seqs = 128, MAX_SEQS
     shrink = (("max_picture_tokens", 4096), ("max_num_seqs", 8), ("max_step_tokens", 1024), ("max_model_len", 4096))
     max_checkpoints = 1024
     drafts = 0
@@ -166,7 +166,7 @@ class SpeechOnGpu(OnGpu, SpeechKind):
     """Speech models on a GPU."""
 
     model_len = 4096
-    num_seqs = 64
+    num_seqs, max_num_seqs = 64, MAX_UTTERANCES
     shrink = (("max_num_seqs", 1),)
 
     def check(self, shape: SpeechShape) -> None:

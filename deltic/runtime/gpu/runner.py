@@ -60,8 +60,10 @@ from deltic.runtime.plan import Plan
 Job = tuple[dict[Any, Recording], object, Body]
 """Recording to be made: where it goes, under which key, and what it starts."""
 
-ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256)
-"""Rows of the recorded decodes."""
+ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 640, 768, 896)
+"""Rows of the recorded decodes. Products take many rows by 128, and other kernels leave rows that are not in
+use at once, so that finer steps there would only take time at a start.
+"""
 BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Blocks of the recorded prefills."""
 LENGTHS = (512, 4096)
