@@ -15,6 +15,7 @@ import time
 from array import array
 from typing import Any
 
+import numpy as np
 from rich.console import Console
 from rich.table import Table
 
@@ -29,13 +30,30 @@ from deltic.config import EngineConfig
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.step import Chunk, Draw, HeldAdapter, Sequence, Step
 from deltic.machine import n_usable_cpus
-from deltic.models.qwen.adapters import random_adapter
+from deltic.models.qwen.adapters import Adapter, Delta
+from deltic.models.qwen.shape import ModelShape
+from deltic.models.qwen.weights import empty_weights
+from deltic.ops.arrays import bfloat16
 from deltic.ops.cpu.program import instruction_set
+from deltic.ops.matrix import Matrix
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.adapters import adapter_bytes
 from deltic.runtime.cpu.device import Cpu
 
 CONTEXT = 64
+
+
+def random_adapter(shape: ModelShape, rank: int, seed: int) -> Adapter:
+    """An adapter of this rank on every matrix of the layers but routers, for where sizes matter."""
+    rng, deltas = np.random.default_rng(seed), dict[str, tuple[Delta, ...]]()
+    for name, part in empty_weights(shape, None, True).named_parts():
+        if isinstance(part, Matrix) and name.startswith("layers.") and not name.endswith(".router"):
+            down, up = (
+                rng.normal(0, 0.02, (part.n_matrices, *size)).astype(np.float32).astype(bfloat16)
+                for size in ((rank, part.k), (part.n, rank))
+            )
+            deltas[name] = (Delta(0, down, up, 1.0),)
+    return Adapter(f"{rank} {seed}".encode(), deltas, ())
 
 
 def measured(name: str, asked: EngineConfig, n: int, rank: int, n_threads: int, rounds: int) -> dict[str, Any]:

@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -37,7 +37,7 @@ from deltic.models.loading import format_of
 from deltic.models.qwen.shape import PUBLISHED, ModelShape
 from deltic.models.vision.cpu import VisionForward, VisionTower, allocate_vision
 from deltic.models.vision.shape import PATCH_SIZE, PATCH_WIDTH, VisionShape
-from deltic.models.vision.weights import VisionWeights, dummy_shape, dummy_vision
+from deltic.models.vision.weights import VisionWeights, dummy_vision, stored_vision_shape
 from deltic.ops.arrays import Array
 from deltic.ops.cpu.program import instruction_set
 from deltic.roofs import multiply_peak, read_bandwidth
@@ -176,7 +176,8 @@ def find_shape(name: str | None) -> tuple[str, ModelShape, VisionShape | None]:
     is_published = name is not None and name.lower() in PUBLISHED
     config = EngineConfig(dummy=name) if is_published else EngineConfig(model=name or BUILT_IN)
     directory, shape = locate(config)
-    return model_name(config), shape, dummy_shape(config.dummy, directory, shape.hidden_size)
+    tower = VisionShape.published(config.dummy, shape.hidden_size) if config.dummy else stored_vision_shape(directory)
+    return model_name(config), shape, None if tower is None else replace(tower, formats={})
 
 
 def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:

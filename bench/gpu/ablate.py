@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.gpu.experiment import parser, run_model
-from deltic.bench.gpu import GpuModel, decode, need_gpu, runner_of, write_result
+from deltic.bench.gpu import GpuModel, decode, n_launches, need_gpu, runner_of, write_result
 from deltic.commands.flags import add_model, add_some
 from deltic.config import EngineConfig
 from deltic.ops.gpu.launch import Levers
@@ -65,13 +65,13 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
                 exact = exact and tokens == base[n][1]
                 cells.append(f"{ms:.3f}, {ms / base[n][0]:.3f}")
                 row[f"ms_{n}"] = round(ms, 4)
-            n_launches = runner_of(engine).n_launches(rows[0])
+            launches = n_launches(runner_of(engine), rows[0])
             field = Levers.__dataclass_fields__.get(name.partition("=")[0])
             says, text = ("exact", "tokens that are guessed ahead, by --max-drafts") if n_drafts else ("", "")
             if field is not None:
                 says, text = "exact" if field.metadata["exact"] else "other bits", field.metadata["text"]
-            table.add_row(name, *cells, f"{n_launches}", "yes" if exact else "no", says, text)
-            found.append(row | {"launches": n_launches, "same_tokens": exact, "exact": says})
+            table.add_row(name, *cells, f"{launches}", "yes" if exact else "no", says, text)
+            found.append(row | {"launches": launches, "same_tokens": exact, "exact": says})
             del engine
     Console(width=170).print(table)
     write_result("ablate", shape_name, torch.cuda.get_device_name(), arguments.out, rows=found)

@@ -28,13 +28,23 @@ from deltic.bench.gpu import need_gpu, write_result
 from deltic.bench.sweep import numbers
 from deltic.config import ConfigError
 from deltic.ops.contract import KernelError
-from deltic.ops.gpu.all_reduce import all_reduce, all_reduce_norm, apart, make_ranks
-from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.all_reduce import Rank, all_reduce, all_reduce_norm, apart, let_reach, rank_of, shared_buffers
+from deltic.ops.gpu.launch import Levers, allocate_on
 from deltic.ops.gpu.norm import add_norm
 from deltic.ops.gpu.roofs import link_speed
 
 CALLS = 40
 EPS = 1e-6
+
+
+def make_ranks(n_rows: int, width: int, devices: Sequence[torch.device | str]) -> list[Rank]:
+    """Makes a rank on each device, in one process. Raises KernelError as `let_reach` does."""
+    let_reach(devices)
+    shared = []
+    for device in devices:
+        out = torch.zeros(n_rows, width, dtype=torch.bfloat16, device=device)
+        shared.append((*shared_buffers(len(devices), n_rows, width, allocate_on(device)), out))
+    return [rank_of(i, shared) for i in range(len(devices))]
 
 
 class Ranks:

@@ -15,7 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.gpu.experiment import run_model
-from deltic.bench.gpu import GpuModel, need_gpu, runner_of, shape_name, write_result
+from deltic.bench.gpu import GpuModel, need_gpu, replay_ms, runner_of, shape_name, write_result
 from deltic.bench.sweep import numbers
 from deltic.commands.flags import add_gpu_model
 from deltic.commands.plan import decode_bytes
@@ -38,7 +38,7 @@ def context_row(
 ) -> dict[str, Any]:
     """What a step of n sequences takes, the last of which have `context` keys, but for a few."""
     n_keys, n_shards = context - LEAST_CONTEXT + 1, runner.plan.n_shards
-    ms = runner.replay_ms(n, n_keys, CONTEXT_REPLAYS, CONTEXT_ROUNDS)
+    ms = replay_ms(runner, n, n_keys, CONTEXT_REPLAYS, CONTEXT_ROUNDS)
     mean = n_keys + CONTEXT_REPLAYS * CONTEXT_ROUNDS // 2
     n_bytes = n_shards * decode_bytes(shape, runner.plan.quantize, n, mean, COUNTED_ROWS)
     n_kv_bytes = n_shards * n * mean * shape.kv_bytes_per_token

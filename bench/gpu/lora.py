@@ -16,11 +16,11 @@ from rich.console import Console
 from rich.table import Table
 
 from bench.gpu.experiment import run_model
-from deltic.bench.gpu import GpuModel, decode, need_gpu, prefill_ms, shape_name, write_result
+from bench.lora import random_adapter
+from deltic.bench.gpu import GpuModel, decode, need_gpu, prefill_ms, replay_ms, shape_name, write_result
 from deltic.bench.sweep import numbers
 from deltic.commands.flags import bench_gpu
 from deltic.config import ConfigError, EngineConfig
-from deltic.models.qwen.adapters import random_adapter
 from deltic.ops.gpu.launch import parse_levers
 from deltic.runtime.adapters import AdapterRoom
 from deltic.runtime.gpu.adapters import adapter_bytes
@@ -60,8 +60,8 @@ def bench(arguments: argparse.Namespace, config: EngineConfig) -> int:
             )
             if what == "decode":
                 slots = [i % len(keys) for i in range(n)]
-                rows[-1] |= {"alone_ms": round(runner.replay_ms(n, context), 4)}
-                rows[-1] |= {"lora_alone_ms": round(runner.replay_ms(n, context, adapters=slots), 4)}
+                rows[-1] |= {"alone_ms": round(replay_ms(runner, n, context), 4)}
+                rows[-1] |= {"lora_alone_ms": round(replay_ms(runner, n, context, adapters=slots), 4)}
     title = f"{name} on {engine.info.device}: {arguments.n_loras} adapters of rank {arguments.lora_rank}"
     Console(width=120).print(_table(title, rows))
     given = {"adapters": arguments.n_loras, "rank": arguments.lora_rank, "adapter_bytes": n_bytes}

@@ -130,7 +130,7 @@ class Frames:
         """Decodes with rows in use; prefills and chunks of the vocoder with none, which compute the same."""
         for n in self._sizes():
             self.begin(n)
-            recording = self.runner.decode_of(n, 512)
+            recording = self.runner.recordings.decode(n, 512)
             found = replayed(recording, self.runner.stream)
             self.end(n)
             row(
@@ -140,7 +140,8 @@ class Frames:
                 us_a_launch=round(found["ms"] * 1000 / recording.n_launches, 2),
                 **found,
             )
-        for blocks, recording in sorted(self.runner._prefills.items()):
+        for blocks in self.runner.recordings.block_sizes:
+            recording = self.runner.recordings.of("prefill", blocks)
             row(
                 what="prefill",
                 rows=64 * blocks,
@@ -163,7 +164,7 @@ class Frames:
         """Decodes and first chunks of the vocoder at once, on their two streams."""
         for n in self._sizes():
             self.begin(n)
-            decode, vocoder = self.runner.decode_of(n, 512), self.runner.vocoder
+            decode, vocoder = self.runner.recordings.decode(n, 512), self.runner.vocoder
             for streams in sorted({1, max(b for b, f in vocoder._chunks if f == 1 and b <= n)}):
                 chunk = vocoder._chunks[streams, 1]
                 decodes, chunks = both_ms((decode, self.runner.stream), (chunk, vocoder.stream))
@@ -176,7 +177,7 @@ class Frames:
         """
         for n in self._sizes()[:2]:
             self.begin(n)
-            recording, n_replays = self.runner.decode_of(n, 512), 3
+            recording, n_replays = self.runner.recordings.decode(n, 512), 3
             with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
                 with torch.cuda.stream(self.runner.stream):
                     for _ in range(n_replays):

@@ -17,6 +17,7 @@ import json
 import random
 import statistics
 import time
+from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -31,6 +32,8 @@ from deltic.commands.plan import decode_bytes
 from deltic.config import ConfigError, EngineConfig, without_foreign
 from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
+from deltic.engine.step import Chunk, HeldAdapter
+from deltic.engine.step import Sequence as Row
 from deltic.json_types import JsonObject
 from deltic.models.checkpoint import locate, n_real_ids
 from deltic.models.loading import COUNTED_ROWS, Store
@@ -39,6 +42,7 @@ from deltic.models.qwen.shard import Cuts, cut
 from deltic.models.qwen.weights import Weights, stored_shape
 from deltic.models.stored import InFormat
 from deltic.ops.formats import WEIGHT_FORMATS
+from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.launch import Levers, parse_levers
 from deltic.ops.gpu.roofs import GpuRoofs
 from deltic.ops.gpu.weight import DeviceStore
@@ -47,6 +51,7 @@ from deltic.runtime.gpu import device as gpu
 from deltic.runtime.gpu.collect import collect
 from deltic.runtime.gpu.compile import begin_compiling
 from deltic.runtime.gpu.parallel import ParallelRunner
+from deltic.runtime.gpu.record import Recording
 from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.model import TextModel, resolve_kv_cache
 from deltic.runtime.plan import make_plan
@@ -154,6 +159,65 @@ def runner_of(engine: Engine) -> GpuTextRunner | ParallelRunner:
     return engine.runner
 
 
+def replay_ms(
+    runner: GpuTextRunner | ParallelRunner,
+    n_rows: int,
+    n_keys: int,
+    n_replays: int = 50,
+    n_rounds: int = 5,
+    adapters: Sequence[int] = (),
+) -> float:
+    """Median milliseconds of one decode of n_rows rows with n_keys keys each, replayed back to back; of the
+    slowest GPU. adapters: slots of the rows' adapters, if they have any.
+
+    No sequence may be open, nor anything cached: pages and state slots are used as they come.
+    """
+    if isinstance(runner, ParallelRunner):
+        return max(runner.on_all(lambda own: replay_ms(own, n_rows, n_keys, n_replays, n_rounds, adapters)))
+    with torch.cuda.stream(runner.stream):
+        bodies = _replayed(runner, n_rows, n_keys, n_keys + n_replays * n_rounds, adapters)
+        times = []
+        for _ in range(n_rounds):
+            begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            begin.record()
+            for _ in range(n_replays):
+                for body in bodies:
+                    body.run()
+            end.record()
+            end.synchronize()
+            times.append(begin.elapsed_time(end) / n_replays)
+    return float(sorted(times)[n_rounds // 2])
+
+
+def _replayed(
+    runner: GpuTextRunner, n_rows: int, n_keys: int, max_keys: int, adapters: Sequence[int]
+) -> list[Recording]:
+    """Fills the rows of a decode that is replayed until they have max_keys keys. Returns what it starts."""
+    n_pages, recordings = -(-(max_keys + 10) // PAGE_SIZE), runner.recordings
+    params = SamplingParams(temperature=0.0, ignore_eos=True, max_tokens=1 << 20)
+    request, chunks = Request(id="", prompt_ids=[], params=params), []
+    for i in range(n_rows):
+        pages = [(i * n_pages + j) % runner.plan.n_pages for j in range(n_pages)]
+        sequence = Row(request, 0, 0, array("i", [1]), n_keys, pages=pages, batch_slot=i, state_slot=i)
+        sequence.adapter = HeldAdapter(adapters[i]) if adapters else None
+        runner.batch_slots.decode(sequence, 1 + i, n_keys - 1)  # in a mixture, equal ones share experts
+        chunks.append(Chunk(sequence, n_keys - 1, 1))
+    n = recordings.size(n_rows)
+    runner.batch_slots.rows(chunks, n)
+    runner.batch_slots.flush()
+    forward = recordings.decode(n_rows, max_keys, "adapted decode" if adapters else "decode")
+    head = [] if runner.draft_head is None else [recordings.of("draft keys", n)]
+    return [forward, recordings.of("draw", n), *head]
+
+
+def n_launches(runner: GpuTextRunner | ParallelRunner, n_rows: int) -> int:
+    """Kernels in the recorded decode of n_rows rows, on each GPU."""
+    own = runner.first if isinstance(runner, ParallelRunner) else runner
+    n, made = own.recordings.size(n_rows), own.recordings.made
+    steps = [own.recordings.decode(n_rows, 1), made["draw", n, 0], made.get(("draft keys", n, 0))]
+    return sum(step.n_launches for step in steps if step is not None)
+
+
 def prefill_ms(engine: Engine, n_tokens: int, n: int = 5, adapter: bytes = b"") -> list[float]:
     """Measures milliseconds from a cold prompt to its first token, n times, behind one that is not counted.
 
@@ -187,12 +251,12 @@ def decode_row(
         "n": n,
         "step_ms": round(ms, 4),
         "round_ms": [round(statistics.median(steps) * 1000, 4) for steps in rounds],
-        "alone_ms": round(runner.replay_ms(n, context), 4),
+        "alone_ms": round(replay_ms(runner, n, context), 4),
         "p90_ms": round(times[len(times) * 9 // 10] * 1000, 4),
         "tok_s": round(n / ms * 1000, 1),
         "gb": round(n_bytes / 1e9, 3),
         "roof": round(n_bytes / roofs.read / ms * 1000, 4),
-        "launches": runner.n_launches(n),
+        "launches": n_launches(runner, n),
     }
 
 

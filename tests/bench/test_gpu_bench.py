@@ -38,8 +38,8 @@ pytestmark = pytest.mark.long
 def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = GpuTextRunner.__new__(GpuTextRunner)
     monkeypatch.setattr(runner, "plan", SimpleNamespace(quantize=None, n_shards=1), raising=False)
-    monkeypatch.setattr(GpuTextRunner, "n_launches", lambda self, n: 454, raising=False)
-    monkeypatch.setattr(GpuTextRunner, "replay_ms", lambda self, n, n_keys: 1.0, raising=False)
+    monkeypatch.setattr(gpu, "n_launches", lambda runner, n: 454)
+    monkeypatch.setattr(gpu, "replay_ms", lambda runner, n, n_keys: 1.0)
     engine = SimpleNamespace(runner=runner, info=SimpleNamespace(device="NVIDIA H200"))
     device = SimpleNamespace(n_gpus=1, n_cuts=1)
     run = SimpleNamespace(shape=published_shape("qwen3.5-27b"))
@@ -127,9 +127,7 @@ def test_steps_behind_contexts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     asked: list[tuple[int, int]] = []
     monkeypatch.setattr(runner, "plan", SimpleNamespace(quantize=None, n_shards=1, n_pages=9), raising=False)
     monkeypatch.setattr(
-        GpuTextRunner,
-        "replay_ms",
-        lambda self, n, n_keys, *n_more: asked.append((n, n_keys + prod(n_more) + 10)) or 20.0,
+        contexts, "replay_ms", lambda runner, n, n_keys, *n_more: asked.append((n, n_keys + prod(n_more) + 10)) or 20.0
     )
     shape = replace(published_shape("qwen3.5-27b"), kv_cache_dtype="fp8")
     engine = SimpleNamespace(runner=runner, info=SimpleNamespace(device="NVIDIA H200"))
@@ -165,7 +163,7 @@ def test_adapters_beside_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(lora, "need_gpu", lambda: None)
     monkeypatch.setattr(gpu.GpuModel, "load", classmethod(lambda cls, *_: model))
     monkeypatch.setattr(gpu.torch.cuda, "synchronize", lambda: None)
-    monkeypatch.setattr(type(runner), "replay_ms", lambda self, n, n_keys, adapters=(): 1.0 + len(adapters))
+    monkeypatch.setattr(lora, "replay_ms", lambda runner, n, n_keys, adapters=(): 1.0 + len(adapters))
     monkeypatch.setattr(lora, "prefill_ms", lambda engine, n, adapter: [2.0 if adapter else 1.0])
     out = tmp_path / "2026-01-01-h200"
     arguments = argparse.Namespace(
@@ -188,7 +186,7 @@ def test_drafts_are_ablated_where_there_are_any() -> None:
 def test_every_lever_is_ablated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each with its time, its launches, and whether tokens stayed the same."""
     runner = GpuTextRunner.__new__(GpuTextRunner)
-    monkeypatch.setattr(GpuTextRunner, "n_launches", lambda self, n: 454)
+    monkeypatch.setattr(ablate, "n_launches", lambda runner, n: 454)
     made: list[Levers] = []
 
     def engine(levers: Levers, n: int, n_drafts: int) -> SimpleNamespace:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from bench.gpu.allreduce import bench
+from bench.gpu.allreduce import bench, make_ranks
 from deltic.config import ConfigError
 from deltic.ops.contract import KernelError
 from deltic.ops.geometry import Allocate
@@ -29,7 +29,6 @@ from deltic.ops.gpu.all_reduce import (
     column_blocks,
     columns_of,
     let_reach,
-    make_ranks,
     rank_of,
     shared_buffers,
 )

@@ -287,7 +287,7 @@ def _walk(plan: Any, levers: Any) -> Any:
 
     weights = empty_weights(plan.shape, None, plan.shape.tie_word_embeddings, DeviceStore("meta"))
     runner = GpuTextRunner(plan, [weights], levers)
-    for recording in runner.recordings():
+    for recording in runner.recordings.made.values():
         recording.run()
     return runner
 

@@ -214,10 +214,11 @@ def test_what_is_planned_and_refused() -> None:
     assert found.plan.weight_bytes > plain.plan.weight_bytes
     assert found.plan.workspace["guesses"] == (1 + MAX_DRAFTS) * found.plan.n_decode_rows * 4
     assert found.info.notices == plain.info.notices == []
-    sizes = found._row_sizes
-    assert found.draft_head is not None and [sorted(kind) for kind in found.draft_head.kinds] == [sizes] * 3
+    sizes, of_head = found.recordings.row_sizes, ("draft keys", "first guess", "next guess")
+    made = {kind: [n for variant, n, _ in reversed(found.recordings.made) if variant == kind] for kind in of_head}
+    assert made == dict.fromkeys(of_head, sizes)
     n = found.plan.max_num_seqs
-    assert found.plan.n_decode_rows == n + min(64, n * MAX_DRAFTS) == found._row_sizes[-1]
+    assert found.plan.n_decode_rows == n + min(64, n * MAX_DRAFTS) == sizes[-1]
     n_bytes = n * shape.n_gdn_layers * window_rows(MAX_DRAFTS) * shape.conv_channels * 2
     assert found.plan.workspace["window columns"] == n_bytes
     with pytest.raises(ConfigError, match=r"--max-drafts 4 is for a text model"):

@@ -21,6 +21,7 @@ import llguidance
 import pytest
 import torch
 
+from deltic.bench.gpu import n_launches
 from deltic.bench.quality import Document, readings
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
@@ -526,9 +527,9 @@ def test_launches_of_a_decode(kind: str) -> None:
     n_layers = inner.plan.shape.n_layers
     for n in (1, 128):
         n_most = 9 if kind != "dense" and n > 4 else 8
-        assert inner.n_launches(n) <= n_most * n_layers + 8
-        graphs = inner._forwards[n, inner._lengths[0]].graph, inner._draws[n].graph
-        assert sum(n_nodes(graph) for graph in graphs if graph) <= inner.n_launches(n) + 2
+        assert n_launches(inner, n) <= n_most * n_layers + 8
+        graphs = inner.recordings.decode(n, 1).graph, inner.recordings.of("draw", n).graph
+        assert sum(n_nodes(graph) for graph in graphs if graph) <= n_launches(inner, n) + 2
 
 
 def n_nodes(graph: torch.cuda.CUDAGraph) -> int:

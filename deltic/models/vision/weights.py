@@ -237,16 +237,6 @@ def empty_vision(shape: VisionShape, store: Store = COUNTED) -> VisionWeights:
     return _declare(Declaration(None, store, shape.formats), shape)
 
 
-def dummy_shape(dummy: str | None, directory: Path, width: int) -> VisionShape | None:
-    """Makes the shape of a configured model's tower with random weights. None where it has none. width: of
-    its tokens.
-
-    Raises CheckpointError, and UnsupportedModelError for sizes that the forward would not honour.
-    """
-    found = VisionShape.published(dummy, width) if dummy is not None else stored_vision_shape(directory)
-    return None if found is None else dataclasses.replace(found, formats={})
-
-
 def dummy_vision(shape: VisionShape, seed: int = 0, store: Store = HOST) -> VisionWeights:
     """Random weights of a shape, the same for the same seed: for benches, where only sizes matter."""
     weights = empty_vision(shape, store)

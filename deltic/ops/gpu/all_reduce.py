@@ -33,7 +33,7 @@ from torch import Tensor
 
 from deltic.ops.contract import check
 from deltic.ops.geometry import Allocate
-from deltic.ops.gpu.launch import Levers, allocate_on, launch
+from deltic.ops.gpu.launch import Levers, launch
 from deltic.ops.gpu.norm import (
     LANES,
     load_pieces,
@@ -104,16 +104,6 @@ def rank_of(rank: int, shared: Sequence[Shared]) -> Rank:
     out = out.view(-1, inbox.shape[3])
     epochs = torch.zeros(flags.shape[1], dtype=torch.int32, device=inbox.device)
     return Rank(rank, inbox, flags, epochs, out, *_addresses(zip(*shared, strict=True), inbox.device))
-
-
-def make_ranks(n_rows: int, width: int, devices: Sequence[torch.device | str]) -> list[Rank]:
-    """Makes a rank on each device, in one process. Raises KernelError as `let_reach` does."""
-    let_reach(devices)
-    shared = []
-    for device in devices:
-        out = torch.zeros(n_rows, width, dtype=torch.bfloat16, device=device)
-        shared.append((*shared_buffers(len(devices), n_rows, width, allocate_on(device)), out))
-    return [rank_of(i, shared) for i in range(len(devices))]
 
 
 def let_reach(devices: Sequence[torch.device | str]) -> None:

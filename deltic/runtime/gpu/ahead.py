@@ -10,9 +10,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from deltic.engine.messages import TokenLogprob
+from deltic.engine.messages import MAX_LOGPROBS, TokenLogprob
 from deltic.engine.step import Sequence
+from deltic.ops.geometry import N_CODES
+from deltic.ops.gpu.sample import Drawn
 from deltic.runtime.gpu.batch_slots import Ring
+
+N_PENDING = 8
+"""Results on their way to the host, at most: of this step's two kinds of draws, its prefill, and the decode
+that runs ahead, twice.
+"""
 
 
 @dataclass(eq=False)
@@ -48,6 +55,49 @@ class Pending:
         codes = None if self.codes is None else self.codes[row].clone()
         tokens = self.tokens[row].clone()
         return Pending({sequence: 0}, tokens, logprobs=logprobs, codes=codes, is_own=True)
+
+
+class ResultBuffers:
+    """Draws on their way to the host, in pinned buffers that are used in turn."""
+
+    def __init__(self, out: dict[str, Drawn], n_rows: int, codes: Tensor | None = None) -> None:
+        """out: of a decode, and of a prefill. n_rows: most draws of one. codes: int32 [n, 16], of a speech
+        model's decodes, of which nobody wants log-probabilities.
+        """
+        self._out, self._codes, self._turn = out, codes, 0
+        self._is_gpu = out["decode"].token.is_cuda
+
+        def pinned(*size: int, dtype: torch.dtype = torch.int32) -> list[Tensor]:
+            return [torch.empty(size, dtype=dtype, pin_memory=self._is_gpu) for _ in range(N_PENDING)]
+
+        self._tokens = pinned(n_rows)
+        self._host_codes, self._logprobs = list[Tensor](), list[tuple[Tensor, ...]]()
+        if codes is not None:
+            self._host_codes = pinned(n_rows, N_CODES)
+        else:
+            of_token, of_top = (pinned(n_rows, *more, dtype=torch.float32) for more in ((), (MAX_LOGPROBS,)))
+            self._logprobs = list(zip(of_token, pinned(n_rows, MAX_LOGPROBS), of_top, strict=True))
+
+    def send(self, rows: dict[Sequence, int], n: int, kind: str, pending: Pending | None = None) -> Pending:
+        """Starts the way of n draws to the host, behind a decode or a prefill: those of each sequence begin
+        in its row. pending: of a draft head, which has sent the tokens with its guesses.
+        """
+        turn, out = self._turn, self._out[kind]
+        self._turn = (turn + 1) % N_PENDING
+        if pending is None:
+            pending = Pending(rows, self._tokens[turn][:n])
+            pending.tokens.copy_(out.token[:n], non_blocking=True)
+        if self._codes is not None and kind == "decode":
+            pending.codes = self._host_codes[turn]
+            pending.codes[:n].copy_(self._codes[:n], non_blocking=True)
+        if any(s.request.params.logprobs is not None for s in rows):
+            pending.logprobs = self._logprobs[turn]
+            for target, source in zip(pending.logprobs, (out.logprob, out.top_ids, out.top_logprobs), strict=True):
+                target[:n].copy_(source[:n], non_blocking=True)
+        if self._is_gpu:
+            pending.event = torch.cuda.Event()
+            pending.event.record()
+        return pending
 
 
 @dataclass(frozen=True)

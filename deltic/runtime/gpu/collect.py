@@ -26,10 +26,13 @@ def collect(plan: Plan[Any], levers: Levers) -> list[Job]:
     plan = replace(plan, host_bytes=0)
     runner = _speech_runner(plan, levers) if plan.speaks else _text_runner(plan, levers)
     with collecting() as jobs:
-        for recording in runner.recordings():
+        for recording in runner.recordings.made.values():
             recording.run()
         if isinstance(runner, GpuTextRunner):
             runner.walk()
+        else:
+            for recording in runner.vocoder.recordings():
+                recording.run()
     return list(jobs)
 
 

@@ -28,8 +28,7 @@ from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import sample
 from deltic.runtime.gpu.ahead import Pending
 from deltic.runtime.gpu.buffers import GpuWorkspace, Guesses
-from deltic.runtime.gpu.record import Body, Recording, Watch
-from deltic.runtime.gpu.runner import Job
+from deltic.runtime.gpu.record import Body, Recordings, Watch
 from deltic.runtime.plan import TextPlan
 
 
@@ -44,7 +43,10 @@ class DraftHead:
         memory: GpuMemory,
         plan: TextPlan,
         levers: Levers,
+        recordings: Recordings,
     ) -> None:
+        """recordings: the model's, to which the head's are added."""
+        self._recordings = recordings
         self._model, self._workspace, self._guesses, self._memory = model, workspace, guesses, memory
         self._max_len, self._levers = plan.max_model_len, levers
         self._n_ids = min(plan.n_real, plan.shape.n_drafted)
@@ -55,21 +57,15 @@ class DraftHead:
         # Nothing runs ahead behind guesses: what was sent is read before more is.
         self._host = torch.empty(rows.tokens.shape, dtype=torch.int32, pin_memory=is_gpu)
         self._watch = Watch(is_gpu)
-        self.keys: dict[int, Recording] = {}
-        """Recordings of keys and values alone, by rows."""
-        self._first: dict[int, Recording] = {}
-        self._more: dict[int, Recording] = {}
-        self.kinds = self.keys, self._first, self._more
 
     # Recording.
 
-    def jobs(self, row_sizes: list[int]) -> list[Job]:
-        """Lists what is to be recorded for these numbers of rows."""
-        jobs: list[Job] = []
-        for n in reversed(row_sizes):
-            jobs += [(self.keys, n, self._keys_body(n)), (self._first, n, self._guess_body(n, self._drawn(n)))]
-            jobs.append((self._more, n, self._guess_body(n, None)))
-        return jobs
+    def add_bodies(self) -> None:
+        """Adds what is to be recorded for each number of rows."""
+        for n in reversed(self._recordings.row_sizes):
+            self._recordings.add("draft keys", n, self._keys_body(n))
+            self._recordings.add("first guess", n, self._guess_body(n, self._drawn(n)))
+            self._recordings.add("next guess", n, self._guess_body(n, None))
 
     def _drawn(self, n: int) -> Tensor:
         return self._workspace.out["decode"].token[:n]
@@ -100,12 +96,12 @@ class DraftHead:
     def run(self, n: int, n_guesses: int) -> None:
         """Starts the head behind the draws of a decode recorded for n rows."""
         if not n_guesses:
-            self.keys[n].run()
+            self._recordings.of("draft keys", n).run()
             return
         self._watch.begin()
-        self._first[n].run()
+        self._recordings.of("first guess", n).run()
         for _ in range(n_guesses - 1):
-            self._more[n].run()
+            self._recordings.of("next guess", n).run()
 
     def send(self, rows: dict[Sequence, int], n: int, n_guesses: int) -> Pending:
         """Starts the way of the draws of n rows, and of the guesses behind them, to the host."""

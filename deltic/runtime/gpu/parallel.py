@@ -129,7 +129,8 @@ class ParallelRunner:
             self.pictures = SharedTower(first.tower, self.runners, self._threads[0])
         self._lost: RunnerLostError | None = None
 
-    def _on_all(self, call: Callable[[GpuTextRunner], T]) -> list[T]:
+    def on_all(self, call: Callable[[GpuTextRunner], T]) -> list[T]:
+        """Returns what the call gives for the runner of each GPU. Raises RunnerLostError."""
         if self._lost is not None:  # a thread may never answer again
             raise self._lost
         try:
@@ -140,7 +141,7 @@ class ParallelRunner:
 
     def step(self, step: Step) -> StepResult:
         """Runs a step as a GpuRunner does. Raises RunnerLostError."""
-        return self._on_all(lambda runner: runner.step(step))[0]
+        return self.on_all(lambda runner: runner.step(step))[0]
 
     def is_busy(self) -> bool:
         """Answers as a GpuRunner does."""
@@ -153,16 +154,6 @@ class ParallelRunner:
         copies = JointCopies([runner.copies() for runner in self.runners])
         self.tiers = open_tiers(copies, self.plan, directory, disk_bytes, model)
         return self.tiers
-
-    # For tests and benches.
-
-    def replay_ms(self, n_rows: int, n_keys: int, n_replays: int = 50, n_rounds: int = 5) -> float:
-        """Measures what a GpuTextRunner does, and returns that of the slowest GPU."""
-        return max(self._on_all(lambda runner: runner.replay_ms(n_rows, n_keys, n_replays, n_rounds)))
-
-    def n_launches(self, n_rows: int) -> int:
-        """Launches of a GpuTextRunner, on each GPU."""
-        return self.first.n_launches(n_rows)
 
 
 def part_of_progress(progress: Progress, i: int, n: int, stage: str, done: float) -> None:

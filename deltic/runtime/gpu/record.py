@@ -5,8 +5,10 @@ from __future__ import annotations
 import gc
 import time
 from collections.abc import Callable, Iterator
+from collections.abc import Sequence as Items
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Literal
 
 import torch
 
@@ -85,6 +87,66 @@ def record_all(
             progress((i + 1) / len(bodies))
     torch.cuda.synchronize()
     return recordings
+
+
+Variant = Literal[
+    "decode", "drafted decode", "adapted decode", "draw", "late draw", "prefill", "adapted prefill",
+    "draft keys", "first guess", "next guess",
+]  # fmt: skip
+"""Names of what recordings start. A drafted decode may have several rows of a sequence; in an adapted one
+rows may have adapters, too.
+"""
+
+
+class Recordings:
+    """The recorded steps of a model, by what they start, how many rows or blocks they have, and up to how
+    many keys.
+    """
+
+    def __init__(self, row_sizes: Items[int], block_sizes: Items[int], lengths: Items[int]) -> None:
+        """row_sizes: of decodes and draws. block_sizes: of prefills. lengths: most keys of a row of a decode.
+        All ascend.
+        """
+        self.row_sizes, self.block_sizes, self.lengths = row_sizes, block_sizes, lengths
+        self.made: dict[tuple[Variant, int, int], Recording] = {}
+        """Recordings by what they start, rows or blocks, and most keys: 0 but for decodes."""
+        self._bodies: dict[tuple[Variant, int, int], Body] = {}
+
+    def add(self, variant: Variant, n: int, body: Body, length: int = 0) -> None:
+        """Adds what is to be recorded; of one variant, the largest come first."""
+        self._bodies[variant, n, length] = body
+
+    def add_decodes(self, variant: Variant, most: int, body: Callable[[int, int], Body]) -> None:
+        """Adds decodes of up to `most` rows. body: makes one of so many rows and keys."""
+        for length in reversed(self.lengths):
+            for n in reversed(self.row_sizes):
+                if n <= most:
+                    self.add(variant, n, body(n, length), length)
+
+    def record(
+        self,
+        stream: torch.cuda.Stream | None,
+        levers: Levers,
+        progress: Callable[[float], None],
+        replays: ReplayStats,
+        are_replayed: bool = False,
+    ) -> None:
+        """Records all that was added, as `record_all` does."""
+        recorded = record_all([*self._bodies.values()], stream, levers, progress, replays, are_replayed)
+        self.made = dict(zip(self._bodies, recorded, strict=True))
+        self._bodies.clear()
+
+    def size(self, n_rows: int) -> int:
+        """Returns the rows of the smallest recordings for so many."""
+        return next(size for size in self.row_sizes if size >= n_rows)
+
+    def decode(self, n_rows: int, n_keys: int, variant: Variant = "decode") -> Recording:
+        """Returns the smallest forward of so many rows, none with more than n_keys keys."""
+        return self.made[variant, self.size(n_rows), next(length for length in self.lengths if length >= n_keys)]
+
+    def of(self, variant: Variant, n: int) -> Recording:
+        """Returns the recording of n rows or blocks, which is no decode."""
+        return self.made[variant, n, 0]
 
 
 class Watch:

@@ -28,7 +28,6 @@ decodes' bits.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from collections.abc import Sequence as Items
 from dataclasses import replace
 from pathlib import Path
@@ -48,17 +47,14 @@ from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.blocks import PrefillInputs, Rows
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import Draws, sample
-from deltic.runtime.gpu.ahead import Ahead, Pending
+from deltic.runtime.gpu.ahead import Ahead, Pending, ResultBuffers
 from deltic.runtime.gpu.batch_slots import BatchSlots
 from deltic.runtime.gpu.buffers import MAX_SEGMENTS, Workspace
 from deltic.runtime.gpu.copies import DeviceCopies, open_tiers
 from deltic.runtime.gpu.prefill import PrefillBatch
-from deltic.runtime.gpu.record import Body, Recording, record_all
+from deltic.runtime.gpu.record import Body, Recordings, Variant
 from deltic.runtime.info import engine_info
 from deltic.runtime.plan import Plan
-
-Job = tuple[dict[Any, Recording], object, Body]
-"""Recording to be made: where it goes, under which key, and what it starts."""
 
 ROWS = (1, 2, 4, 8, 12, 16, 24, 32, 48, 64, 96, 128, 160, 192, 224, 256, 384, 512, 640, 768, 896)
 """Rows of the recorded decodes. Products take many rows by 128, and other kernels leave rows that are not in
@@ -68,18 +64,55 @@ BLOCKS = (1, 2, 4, 8, 16, 32, 64, 128, 256)
 """Blocks of the recorded prefills."""
 LENGTHS = (512, 4096)
 """Keys up to which decodes have recordings of their own: with fewer splits of attention to skip."""
-N_PENDING = 8
-"""Results on their way to the host, at most: of this step's two kinds of draws, its prefill, and the decode
-that runs ahead, twice.
-"""
 
 
-class GpuRunner(ABC):
+class Bodies(ABC):
+    """Forwards that recordings of a model start, and the draws behind them. A kind of model
+    (text.py, speech.py) says what a decode and a prefill are.
+    """
+
+    def __init__(self, workspace: Workspace, n_real: int, levers: Levers) -> None:
+        """n_real: ids that can be drawn."""
+        self._workspace, self._n_real, self._levers = workspace, n_real, levers
+
+    @abstractmethod
+    def decode(self, n: int, max_len: int) -> Body:
+        """Makes the body of a decode of n rows, none with more than max_len keys, and of its draws, unless
+        `add_decodes` adds them apart.
+        """
+
+    @abstractmethod
+    def prefill_logits(self, n_blocks: int, inputs: PrefillInputs) -> Tensor:
+        """Starts a prefill. Returns the logits of the rows asked for, float32 [G, V]."""
+
+    def prefill(self, n_blocks: int, inputs: PrefillInputs, draws: Draws) -> Body:
+        """Makes the body of a prefill of n_blocks blocks and the draws behind it."""
+        return lambda: self.draw("prefill", self.prefill_logits(n_blocks, inputs), draws)
+
+    def draw(self, kind: str, logits: Tensor, draws: Draws | Rows) -> None:
+        """Starts the draws of a decode, or of a prefill."""
+        w = self._workspace
+        sample(logits, self._n_real, draws, w.parameters, w.sample, w.out[kind], levers=self._levers)
+
+    def add_decodes(self, recordings: Recordings, plan: Plan[Any]) -> None:
+        """Adds every decode, and draws that are recorded apart from it."""
+        recordings.add_decodes("decode", recordings.size(plan.max_num_seqs), self.decode)
+
+    def add_prefills(self, recordings: Recordings, batch: PrefillBatch) -> None:
+        """Adds every prefill."""
+        for n in reversed(recordings.block_sizes):
+            inputs, draws = batch.of(n).inputs, batch.of(n).draws
+            if inputs.adapters is not None:
+                recordings.add("adapted prefill", n, self.prefill(n, inputs, draws))
+            plain = replace(inputs, adapters=None, logit_adapters=None)
+            recordings.add("prefill", n, self.prefill(n, plain, draws))
+
+
+class GpuRunner:
     """A model on a GPU, with its memory. Not thread-safe: one engine loop owns it.
 
     Without a GPU it runs in Triton's interpreter, unrecorded: for tests. A kind of model (text.py, speech.py)
-    allocates memory and buffers, says what a decode and a prefill start, and calls `_record_all` when it is
-    complete.
+    allocates memory and buffers, and calls `_record` when it is complete.
     """
 
     info: EngineInfo
@@ -96,6 +129,7 @@ class GpuRunner(ABC):
         batch_slots: BatchSlots,
         pages: list[Tensor],
         states: list[Tensor],
+        results: ResultBuffers,
         has_head: bool = False,
     ) -> None:
         """pages, states: what makes up a page and a state, with the page or the state slot as first
@@ -108,12 +142,14 @@ class GpuRunner(ABC):
         self.tiers: Tiers | None = None  # until open_tiers
         self.stream = torch.cuda.Stream() if self.is_gpu else None
         self._pages, self._states = pages, states
-        self._row_sizes = _up_to(plan.n_decode_rows, ROWS)
-        self._block_sizes = _up_to(plan.max_step_tokens // PAGE_SIZE, BLOCKS)
-        self._lengths = _up_to(plan.max_model_len, LENGTHS)
+        self.recordings = Recordings(
+            _up_to(plan.n_decode_rows, ROWS),
+            _up_to(plan.max_step_tokens // PAGE_SIZE, BLOCKS),
+            _up_to(plan.max_model_len, LENGTHS),
+        )
         self._prefill_batch = PrefillBatch(
             batch_slots,
-            self._block_sizes,
+            self.recordings.block_sizes,
             plan.max_num_seqs,
             plan.n_pages,
             self.device,
@@ -121,19 +157,9 @@ class GpuRunner(ABC):
             plan.max_picture_tokens > 0,
             plan.adapters.n > 0,
         )
-        self._forwards: dict[tuple[int, int], Recording] = {}  # of decodes, by rows and length
-        self._drafted: dict[tuple[int, int], Recording] = {}  # the same, where some may be drafts
-        self._adapted: dict[tuple[int, int], Recording] = {}  # where some have adapters, and may be drafts
-        self._prefills: dict[int, Recording] = {}
-        self._adapted_prefills: dict[int, Recording] = {}
-        self._tokens = [self._pinned(plan.n_decode_rows) for _ in range(N_PENDING)]
-        self._turn = 0
+        self._results = results
         self._ahead: dict[Sequence, Ahead] = {}
         self.replays = ReplayStats()
-
-    def _pinned(self, *size: int, dtype: torch.dtype = torch.int32) -> Tensor:
-        """Memory of the host for results."""
-        return torch.empty(size, dtype=dtype, pin_memory=self.is_gpu)
 
     def _make_info(self, rules: PictureRules | None = None) -> EngineInfo:
         return engine_info(
@@ -145,7 +171,7 @@ class GpuRunner(ABC):
             canonical_decode=False,
             n_lookahead=1,
             block_size=PAGE_SIZE,
-            max_prefill_seqs=min(self._block_sizes[-1], MAX_SEGMENTS),
+            max_prefill_seqs=min(self.recordings.block_sizes[-1], MAX_SEGMENTS),
         )
 
     def open_tiers(self, directory: Path | None, disk_bytes: int, model: str) -> Tiers:
@@ -160,72 +186,14 @@ class GpuRunner(ABC):
         """Makes copies of the runner's pages and states."""
         return DeviceCopies(self._pages, self._states, self.stream)
 
-    # Recording.
-
-    def _record_all(self, progress: Progress, are_replayed: bool = False) -> None:
-        """Every decode and every prefill, the largest first. are_replayed: see `record_all`."""
-        forwards = self._decode_jobs(self._forwards, self._forward_body, self._size(self.plan.max_num_seqs))
-        jobs = self._draft_jobs() + forwards + self._draw_jobs()
-        for n in reversed(self._block_sizes):
-            inputs = self._prefill_batch.of(n).inputs
-            if inputs.adapters is not None:
-                jobs.append((self._adapted_prefills, n, self._prefill_body(n, inputs)))
-            jobs.append((self._prefills, n, self._prefill_body(n, replace(inputs, adapters=None, logit_adapters=None))))
+    def _record(self, bodies: Bodies, progress: Progress, are_replayed: bool = False) -> None:
+        """Records every decode and every prefill. are_replayed: see `record_all`."""
+        bodies.add_decodes(self.recordings, self.plan)
+        bodies.add_prefills(self.recordings, self._prefill_batch)
         self.batch_slots.flush()  # no row is in use
-        bodies = [body for _, _, body in jobs]
-        recorded = record_all(
-            bodies, self.stream, self.levers, lambda done: progress("record", done), self.replays, are_replayed
+        self.recordings.record(
+            self.stream, self.levers, lambda done: progress("record", done), self.replays, are_replayed
         )
-        for (where, key, _), recording in zip(jobs, recorded, strict=True):
-            where[key] = recording
-
-    @abstractmethod
-    def _forward_body(self, n: int, max_len: int) -> Body:
-        """Makes the body of a decode of n rows, none with more than max_len keys.
-
-        With its draws, unless `_draw_jobs` has them.
-        """
-
-    def _decode_jobs(
-        self, where: dict[tuple[int, int], Recording], body: Callable[[int, int], Body], most: int
-    ) -> list[Job]:
-        """Forwards of decodes of up to `most` rows, by rows and length."""
-        return [
-            (where, (n, length), body(n, length))
-            for length in reversed(self._lengths)
-            for n in reversed(self._row_sizes)
-            if n <= most
-        ]
-
-    def _draft_jobs(self) -> list[Job]:
-        """Forwards of decodes of which some rows may be drafts."""
-        return []
-
-    def _draw_jobs(self) -> list[Job]:
-        """Draws of decodes that are recorded apart from their forwards."""
-        return []
-
-    def _prefill_body(self, n_blocks: int, inputs: PrefillInputs) -> Body:
-        """Makes the body of a prefill of n_blocks blocks and the draws behind it."""
-        draws = self._prefill_batch.of(n_blocks).draws
-
-        def body() -> None:
-            self._draw("prefill", self._prefill_logits(n_blocks, inputs), draws)
-
-        return body
-
-    @abstractmethod
-    def _prefill_logits(self, n_blocks: int, inputs: PrefillInputs) -> Tensor:
-        """Starts a prefill. Returns the logits of the rows asked for, float32 [G, V]."""
-
-    def _draw(self, kind: str, logits: Tensor, draws: Draws | Rows) -> None:
-        """Starts the draws of a decode, or of a prefill."""
-        w = self.workspace
-        sample(logits, self.batch_slots.n_real, draws, w.parameters, w.sample, w.out[kind], levers=self.levers)
-
-    def recordings(self) -> list[Recording]:
-        """Recordings that serving will replay, all of them."""
-        return [*self._forwards.values(), *self._prefills.values()]
 
     # A step.
 
@@ -286,30 +254,22 @@ class GpuRunner(ABC):
                 self.batch_slots.decode(sequence, token, ahead.position + 1, is_left_out)
         return results
 
-    def _size(self, n: int) -> int:
-        """Rows of the smallest recordings for n of them."""
-        return next(size for size in self._row_sizes if size >= n)
-
-    def decode_of(self, n_rows: int, n_keys: int, has_drafts: bool = False, has_adapters: bool = False) -> Recording:
-        """The smallest recorded forward of so many rows, none with more than n_keys keys."""
-        length = next(length for length in self._lengths if length >= n_keys)
-        recorded = self._adapted if has_adapters else self._drafted if has_drafts else self._forwards
-        return recorded[self._size(n_rows), length]
-
     def _forward(self, chunks: list[Chunk]) -> None:
         """Starts the forward of these decodes."""
         n_rows = sum(chunk.length for chunk in chunks)
-        self.batch_slots.rows(chunks, self._size(n_rows))
+        self.batch_slots.rows(chunks, self.recordings.size(n_rows))
         self.batch_slots.flush()
-        has_drafts = any(chunk.length > 1 or chunk.n_redo for chunk in chunks)
-        has_adapters = any(chunk.sequence.adapter_slot >= 0 for chunk in chunks)
-        n_keys = max(chunk.start + chunk.length for chunk in chunks)
-        self.decode_of(n_rows, n_keys, has_drafts, has_adapters).run()
+        variant: Variant = "decode"
+        if any(chunk.sequence.adapter_slot >= 0 for chunk in chunks):
+            variant = "adapted decode"
+        elif any(chunk.length > 1 or chunk.n_redo for chunk in chunks):
+            variant = "drafted decode"
+        self.recordings.decode(n_rows, max(chunk.start + chunk.length for chunk in chunks), variant).run()
 
     def _decode(self, chunks: list[Chunk]) -> Pending:
         """A forward, and the draws behind it."""
         self._forward(chunks)
-        return self._send_decoded(chunks)
+        return self._results.send(*rows_of(chunks), "decode")
 
     def _prefill(self, step: Step, prefills: list[int]) -> Pending:
         """Starts a prefill of these chunks and the draws behind them."""
@@ -317,39 +277,8 @@ class GpuRunner(ABC):
         self.batch_slots.flush()
         self._prefill_batch.send(n_blocks)
         has_adapters = any(step.chunks[i].sequence.adapter_slot >= 0 for i in prefills)
-        (self._adapted_prefills if has_adapters else self._prefills)[n_blocks].run()
-        return self._send({draw.sequence: i for i, draw in enumerate(draws)}, len(draws), "prefill")
-
-    def _send_decoded(self, chunks: list[Chunk]) -> Pending:
-        """Sends results as `_send` does, behind a decode of these chunks."""
-        rows, n = dict[Sequence, int](), 0
-        for chunk in chunks:
-            rows[chunk.sequence] = n
-            n += chunk.length
-        return self._send(rows, n, "decode")
-
-    def _send(self, rows: dict[Sequence, int], n: int, kind: str) -> Pending:
-        """Starts the way of n draws to the host: those of each sequence begin in its row. The buffers are
-        used in turn.
-        """
-        turn = self._turn
-        self._turn = (turn + 1) % N_PENDING
-        pending = self._send_tokens(rows, n, kind, turn)
-        self._send_more(pending, kind, turn)
-        if self.is_gpu:
-            pending.event = torch.cuda.Event()
-            pending.event.record()
-        return pending
-
-    def _send_tokens(self, rows: dict[Sequence, int], n: int, kind: str, turn: int) -> Pending:
-        """Starts the way of the tokens, in this turn's buffer."""
-        pending = Pending(rows, self._tokens[turn][:n])
-        pending.tokens.copy_(self.workspace.out[kind].token[:n], non_blocking=True)
-        return pending
-
-    @abstractmethod
-    def _send_more(self, pending: Pending, kind: str, turn: int) -> None:
-        """Starts the way of what comes with the tokens, in this turn's buffers."""
+        self.recordings.of("adapted prefill" if has_adapters else "prefill", n_blocks).run()
+        return self._results.send({draw.sequence: i for i, draw in enumerate(draws)}, len(draws), "prefill")
 
     def _copy(self, step: Step) -> None:
         """States and pages of sequences that fork off a finished prompt."""
@@ -423,6 +352,15 @@ def ends_thought(sequence: Sequence, token: int) -> bool:
     """Returns whether the token is one behind which nothing runs ahead, though the answer goes on."""
     constraint = sequence.request.params.constraint
     return constraint is not None and token == constraint.think_end_id
+
+
+def rows_of(chunks: list[Chunk]) -> tuple[dict[Sequence, int], int]:
+    """Returns the first row of each chunk of a decode, by sequence, and the number of rows."""
+    rows, n = dict[Sequence, int](), 0
+    for chunk in chunks:
+        rows[chunk.sequence] = n
+        n += chunk.length
+    return rows, n
 
 
 def _up_to(most: int, sizes: Items[int]) -> list[int]:

@@ -21,11 +21,11 @@ from deltic.ops.geometry import N_CODES, PAGE_SIZE
 from deltic.ops.gpu.blocks import PrefillInputs
 from deltic.ops.gpu.launch import Levers, allocate_on
 from deltic.ops.gpu.weight import to_device
-from deltic.runtime.gpu.ahead import Pending
+from deltic.runtime.gpu.ahead import Pending, ResultBuffers
 from deltic.runtime.gpu.batch_slots import BatchSlots
 from deltic.runtime.gpu.buffers import GpuSpeechWorkspace, gpu_speech_workspace
-from deltic.runtime.gpu.record import Body, Recording
-from deltic.runtime.gpu.runner import N_PENDING, GpuRunner
+from deltic.runtime.gpu.record import Body
+from deltic.runtime.gpu.runner import Bodies, GpuRunner
 from deltic.runtime.gpu.vocoder import GpuVocoderStreams
 from deltic.runtime.plan import SpeechPlan
 from deltic.runtime.speaking import DEFAULT_SPEECH, PREDICTOR_KEY, Speaker
@@ -72,6 +72,31 @@ class SpeechBatchSlots(BatchSlots):
             self._write("history", batch_slot, np.full(sequence.n_prompt, -1, np.int32))
 
 
+class SpeechBodies(Bodies):
+    """Steps of a speech model, for its recordings. A decode has its draws behind it."""
+
+    _workspace: GpuSpeechWorkspace
+
+    def __init__(
+        self, model: TtsGpu, workspace: GpuSpeechWorkspace, memory: SpeechMemory, n_drawn: int, levers: Levers
+    ) -> None:
+        super().__init__(workspace, n_drawn, levers)
+        self._model, self._memory = model, memory
+
+    def decode(self, n: int, max_len: int) -> Body:
+        def body() -> None:
+            w = self._workspace
+            rows = w.rows_batch_slot[:n]
+            logits = self._model.decode(rows, w.batch_slots, w.frames, w.decode, self._memory, max_len)
+            self.draw("decode", logits, w.decode.rows.front(n))
+
+        return body
+
+    def prefill_logits(self, n_blocks: int, inputs: PrefillInputs) -> Tensor:
+        w = self._workspace
+        return self._model.prefill(n_blocks, inputs, w.batch_slots.page_table, w.prefill, self._memory)
+
+
 class GpuSpeechRunner(GpuRunner, Speaker):
     """Talker, predictor and vocoder on a GPU, with their memory."""
 
@@ -103,39 +128,16 @@ class GpuSpeechRunner(GpuRunner, Speaker):
             shape.vocoder, vocoder, n_streams=plan.n_vocoder_slots, levers=levers, device=device, progress=progress
         )
         batch_slots = SpeechBatchSlots(w, shape.end_id, shape.n_drawn, plan.max_model_len)
-        super().__init__(plan, levers, w, batch_slots, [self.memory.pages], [self.memory.past])
-        self._codes = [self._pinned(n, N_CODES) for _ in range(N_PENDING)]
+        results = ResultBuffers(w.out, n, w.decode.rows.codes)
+        super().__init__(plan, levers, w, batch_slots, [self.memory.pages], [self.memory.past], results)
         self._voice_rows: dict[int, tuple[Voice, Tensor, Tensor | None]] = {}
         self.replays = self.vocoder.replays
-        self._record_all(progress)
+        self._record(SpeechBodies(self.model, w, self.memory, shape.n_drawn, levers), progress)
         self.info = self._make_info()
         if plan.n_host_units:
             self.open_tiers(None, 0, "").takes_evicted = False
 
-    # Recording.
-
-    def _forward_body(self, n: int, max_len: int) -> Body:
-        def body() -> None:
-            w = self.workspace
-            logits = self.model.decode(w.rows_batch_slot[:n], w.batch_slots, w.frames, w.decode, self.memory, max_len)
-            self._draw("decode", logits, w.decode.rows.front(n))
-
-        return body
-
-    def _prefill_logits(self, n_blocks: int, inputs: PrefillInputs) -> Tensor:
-        w = self.workspace
-        return self.model.prefill(n_blocks, inputs, w.batch_slots.page_table, w.prefill, self.memory)
-
-    def recordings(self) -> list[Recording]:
-        """Recordings that serving will replay, the vocoder's, too."""
-        return [*super().recordings(), *self.vocoder.recordings()]
-
     # A step.
-
-    def _send_more(self, pending: Pending, kind: str, turn: int) -> None:
-        if kind == "decode":
-            n, pending.codes = len(pending.rows), self._codes[turn]
-            pending.codes[:n].copy_(self.workspace.decode.rows.codes[:n], non_blocking=True)
 
     def _prefill(self, step: Step, prefills: list[int]) -> Pending:
         ends, _ = self._prefill_batch.layout(step, prefills)

@@ -1,0 +1,71 @@
+"""Log-probabilities of a prompt's tokens on a GPU, from the rows that its prefill left.
+
+Not recorded, and waited for: few ask for them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from deltic.engine.messages import MAX_LOGPROBS, TokenLogprob
+from deltic.engine.step import Chunk
+from deltic.models.qwen.gpu import QwenGpu
+from deltic.models.qwen.gpu_buffers import PrefillBuffers
+from deltic.ops.gpu.blocks import AdapterRows
+from deltic.ops.gpu.sample import prompt_logprobs
+from deltic.runtime.gpu.batch_slots import adapter_groups
+
+
+class PromptScorer:
+    """Log-probabilities behind the last prefill, of as many rows at once as the buffers have."""
+
+    def __init__(self, model: QwenGpu, buffers: PrefillBuffers, n_real: int) -> None:
+        """n_real: ids that can be drawn."""
+        self._model, self._buffers, self._n_real = model, buffers, n_real
+        self._device = buffers.final.device
+
+    def of(self, chunk: Chunk, first: int, n_blocks: int) -> list[TokenLogprob]:
+        """Returns those of the prompt's tokens behind the chunk's, whose rows begin with `first` in a prefill
+        of n_blocks blocks.
+        """
+        sequence, end = chunk.sequence, min(chunk.start + chunk.length + 1, chunk.sequence.n_prompt)
+        targets = sequence.tokens[chunk.start + 1 : end]
+        k = sequence.request.params.prompt_logprobs or 0
+        entries: list[TokenLogprob] = []
+        most = len(self._buffers.final)
+        for at in range(0, len(targets), most):
+            part = targets[at : at + most].tolist()
+            logits = self.logits(first + at, len(part), n_blocks, sequence.adapter_slot)
+            found = self._start(logits, torch.tensor(part, dtype=torch.int32).to(self._device), k)
+            for token, value, ids, values in zip(part, *(tensor.tolist() for tensor in found), strict=True):
+                entries.append(TokenLogprob(token, value, list(zip(ids[:k], values[:k], strict=True))))
+        return entries
+
+    def logits(self, first: int, n: int, n_blocks: int, adapter_slot: int = -1) -> Tensor:
+        """Starts the head for n rows of a prefill of n_blocks blocks, from row `first` on. Returns float32
+        [n, V], in a buffer of the prefill.
+        """
+        rows, adapters = torch.arange(first, first + n, dtype=torch.int32).to(self._device), None
+        if adapter_slot >= 0:
+            groups, of = (torch.tensor(words, dtype=torch.int32) for words in adapter_groups([adapter_slot] * n, n))
+            adapters = AdapterRows(groups.to(self._device), of.view(n, -1).to(self._device))
+        return self._model.logits_of(rows, n_blocks, self._buffers, adapters)
+
+    def _start(self, logits: Tensor, targets: Tensor, n_top: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Starts the log-probabilities of one token a row, and of n_top others with their ids."""
+        n, device = len(targets), self._device
+        rows = torch.arange(n, dtype=torch.int32).to(device)
+        counts, n_rows = torch.full_like(rows, n_top), torch.full_like(rows[:1], n)
+        logprob, top = torch.zeros(n, device=device), torch.zeros((n, MAX_LOGPROBS), device=device)
+        ids = torch.zeros((n, MAX_LOGPROBS), dtype=torch.int32, device=device)
+        prompt_logprobs(logits, self._n_real, rows, targets, counts, n_rows, logprob, ids, top)
+        return logprob, ids, top
+
+    def walk(self, n_blocks: int, has_adapters: bool) -> None:
+        """Starts every kernel that a prompt may start, on whatever is in the buffers."""
+        for n in range(1, len(self._buffers.final) + 1):
+            logits = self.logits(0, n, n_blocks)
+            if has_adapters:
+                logits = self.logits(0, n, n_blocks, adapter_slot=0)
+            self._start(logits, torch.zeros(n, dtype=torch.int32, device=self._device), 0)
