@@ -126,7 +126,14 @@ def test_chats_go_into_files_and_come_back(driver: Any, tmp_path: Path) -> None:
         page.answered()
         whole, plain = page.run("return [asJson([state.chat]), asMarkdown(state.chat)]")
         assert json.loads(whole)["deltic_chats"] == 1 and plain.startswith(
-            "# Question\n\n<!-- user -->\n**You**\n\nQuestion\n"
+            "# Question\n\n<!-- system -->\n**System prompt**\n\nBe brief.\n\n<!-- user -->\n**You**\n\nQuestion\n"
+        )
+        assert (
+            page.run("""
+            const content = [filePart("plan.pdf", "The keel.", "2 pages"), { type: "image_url", image_url: { url: "data:," } }, { type: "text", text: "What first?" }];
+            return asMarkdown(threadOf([{ role: "user", content }], { title: "T" }));
+        """)
+            == "# T\n\n<!-- user -->\n**You**\n\n- plan.pdf · 2 pages\n- 1 picture\n\nWhat first?\n"
         )
         files = {
             "whole.json": whole,
@@ -149,7 +156,8 @@ def test_chats_go_into_files_and_come_back(driver: Any, tmp_path: Path) -> None:
         assert page.one("#settings [name=system]").get_attribute("value") == "Be brief."
         page.one("#import-files").send_keys(str(tmp_path / "plain.md"))
         wait_for(lambda: len(page.all(".open-chat")) == 3)
-        assert page.texts(".turn.user .said") == ["Question"] and not counter(page)
+        wait_for(lambda: page.texts(".turn.user .said") == ["Question"] and not counter(page))
+        assert page.one("#settings [name=system]").get_attribute("value") == "Be brief."
         page.one("#import-files").send_keys(str(tmp_path / "api.json"))
         wait_for(lambda: page.texts(".turn.user .said") == ["Q"])
         assert page.one("#settings [name=system]").get_attribute("value") == "S"
@@ -194,6 +202,70 @@ def test_a_file_of_chats_breaks_and_starts_nothing(driver: Any, tmp_path: Path) 
         wait_for(lambda: len(page.all(".open-chat")) == len(sound))
     severe = [line["message"] for line in driver.get_log("browser") if line["level"] == "SEVERE"]
     assert not [line for line in severe if "spy.png" not in line and "favicon.ico" not in line]
+
+
+BROKEN: dict[str, Any] = {
+    "no messages": {"nodes": None},
+    "a loop": {"nodes": [{"id": "a", "up": "b", "role": "user", "content": "Q"}, {"id": "b", "up": "a", "role": "assistant", "content": "A"}], "leaf": "b"},
+    "its own parent": {"nodes": [{"id": "a", "up": "a", "role": "user", "content": "Q"}], "leaf": "a"},
+    "a content that is none": {"nodes": [{"id": "a", "up": None, "role": "user", "content": {}}], "leaf": "a"},
+    "no content": {"nodes": [{"id": "a", "up": None, "role": "user", "content": None}], "leaf": "a"},
+    "no message": {"nodes": [7], "leaf": "a"},
+    "no call": {"nodes": [{"id": "a", "up": None, "role": "assistant", "content": "", "tool_calls": [{}]}], "leaf": "a"},
+    "a figure that is none": {"nodes": [{"id": "a", "up": None, "role": "assistant", "content": "A", "meta": {"thought_s": "long"}, "reasoning_content": "T"}], "leaf": "a"},
+    "settings that are none": {"nodes": [], "settings": 7},
+}  # fmt: skip
+"""What the browser may keep of a chat that another version of the page has written, or half a disk."""
+
+PUT = """
+    const [title, chat] = arguments, opening = indexedDB.open("deltic", 1);
+    return new Promise((ok, failed) => {
+      opening.onsuccess = () => {
+        const changing = opening.result.transaction(["heads", "chats"], "readwrite");
+        changing.objectStore("heads").put({ id: title, title, at: 1, text: "kept" });
+        changing.objectStore("chats").put({ id: title, title, ...chat });
+        changing.oncomplete = () => { opening.result.close(); sessionStorage["deltic.open"] = JSON.stringify(title); ok(); };
+        changing.onabort = failed;
+      };
+    });
+"""
+
+
+def test_a_chat_that_cannot_be_shown_stops_nothing(driver: Any) -> None:
+    def is_told() -> bool:
+        return "This chat cannot be shown" in page.texts("#log")[0]
+
+    with served(make_app(FakeEngineClient())) as url:
+        page = opened(driver, url)
+        page.ask("sound")
+        for title, chat in BROKEN.items():
+            page.run(PUT, title, chat)
+        driver.refresh()  # the last one was open
+        wait_for(lambda: page.one("#state").get_attribute("class") == "ready")
+        assert is_told() and page.texts("#chats .open .open-chat") == [title]
+        for title in BROKEN:
+            page.press("sound")
+            wait_for(lambda: page.texts(".turn.user .said") == ["sound"])
+            page.press(title)
+            wait_for(is_told)
+        page.run("""
+            window.saved = [];
+            URL.createObjectURL = blob => { blob.text().then(text => saved.push(text)); return "data:,"; };
+        """)
+        page.press("Export it as it is")
+        wait_for(lambda: page.run("return saved.length"))
+        assert json.loads(page.run("return saved[0]"))["chats"] == [{"id": title, "title": title, **BROKEN[title]}]
+        page.press("Delete")
+        wait_for(lambda: title not in page.texts(".open-chat") and "Ask something." in page.texts("#log")[0])
+        page.one("#undo").click()
+        wait_for(is_told)
+        page.ask("goes on")
+        assert page.texts(".turn.user .said") == ["goes on"]
+        assert sorted(page.texts(".open-chat")) == sorted([*BROKEN, "sound", "goes on"]), (
+            "it is kept beside the new one"
+        )
+    severe = [line["message"] for line in driver.get_log("browser") if line["level"] == "SEVERE"]
+    assert not [line for line in severe if "favicon.ico" not in line]
 
 
 def test_an_answer_that_was_left_is_found_again(driver: Any) -> None:

@@ -3,7 +3,7 @@
 import { forget } from "./answer.js";
 import { $, el } from "./dom.js";
 import { newSettings } from "./settings.js";
-import { asJson, asMarkdown, chatsIn, heads, read, remove, save } from "./shelf.js";
+import { asJson, asMarkdown, chatsIn, heads, isChat, read, remove, save } from "./shelf.js";
 import { on, runs, state, tell } from "./state.js";
 import { keep, session } from "./store.js";
 import { freshChat } from "./thread.js";
@@ -11,8 +11,10 @@ import { freshChat } from "./thread.js";
 const MOST_SHOWN = 200, UNDO_MS = 12_000;
 
 export function openChat(next) {
-  state.chat = runs.get(next.id)?.chat ?? next; // what streams grows there, not in what was kept
-  keep(session, "deltic.open", state.chat.id);
+  const chat = runs.get(next.id)?.chat ?? next; // what streams grows there, not in what was kept
+  state.broken = isChat(chat) ? null : chat;
+  state.chat = state.broken ? freshChat(newSettings()) : chat;
+  keep(session, "deltic.open", chat.id);
   tell("opened");
   listChats();
 }
@@ -27,7 +29,7 @@ export function listChats() {
   const found = [...heads.values()].filter(isFound).sort((a, b) => b.at - a.at).slice(0, MOST_SHOWN);
   $("search").hidden = $("search").labels[0].hidden = !heads.size;
   $("none-found").hidden = !words.length || found.length > 0;
-  const rows = found.map(({ id, title, unfinished }) => ({ id, title, isOpen: id === state.chat.id, mark: runs.has(id) ? "writing" : unfinished ? "unfinished" : "" }));
+  const rows = found.map(({ id, title, unfinished }) => ({ id, title, isOpen: id === (state.broken ?? state.chat).id, mark: runs.has(id) ? "writing" : unfinished ? "unfinished" : "" }));
   showBar();
   const seen = JSON.stringify(rows);
   if ($("chats").seen === seen) return; // a click on what stays is not lost
@@ -41,7 +43,7 @@ export function listChats() {
 }
 let undo = null, forgetting = 0;
 async function drop(id, title) {
-  const wasOpen = id === state.chat.id, whole = runs.get(id)?.chat;
+  const wasOpen = id === (state.broken ?? state.chat).id, whole = runs.get(id)?.chat;
   forget(id);
   if (whole) await save(whole);
   const back = await remove(id);
@@ -77,8 +79,10 @@ function download(text, name, type) {
   el("a", { href: url, download: name }).click();
   setTimeout(() => URL.revokeObjectURL(url), 10_000);
 }
+const titleOf = chat => heads.get(chat.id)?.title ?? "chat";
 const fileName = (title, kind) => `${title.replace(/[^\p{L}\p{N}]+/gu, "-").replace(/^-|-$/g, "").slice(0, 60) || "chat"}.${kind}`;
-$("export-json").addEventListener("click", () => download(asJson([state.chat]), fileName(state.chat.title, "json"), "application/json"));
+const exportJson = chat => download(asJson([chat]), fileName(titleOf(chat), "json"), "application/json");
+$("export-json").addEventListener("click", () => exportJson(state.chat));
 $("export-markdown").addEventListener("click", () => download(asMarkdown(state.chat), fileName(state.chat.title, "md"), "text/markdown"));
 $("export-all").addEventListener("click", async () => {
   const all = (await Promise.all([...heads.keys()].map(read))).filter(Boolean);
@@ -107,10 +111,12 @@ on("kept", listChats);
 on("running", listChats);
 on("edited", listChats);
 on("not-kept", fail);
+on("export", exportJson);
+on("delete", chat => drop(chat.id, titleOf(chat)));
 on("changed-elsewhere", async id => { // another tab has gone on with what is seen here
   if (id !== state.chat.id || runs.has(id)) return;
   const now = await read(id);
-  if (now && now.id === state.chat.id) { state.chat = now; tell("refreshed"); }
+  if (isChat(now) && now.id === state.chat.id) { state.chat = now; tell("refreshed"); }
 });
 $("search").addEventListener("input", listChats);
 $("new").addEventListener("click", () => { newChat(); $("prompt").focus(); });

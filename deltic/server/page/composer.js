@@ -1,13 +1,13 @@
 /** The message that is being written, with its pictures and files. */
 
 import { answer } from "./answer.js";
-import { $, el, number, touched } from "./dom.js";
+import { $, el, touched } from "./dom.js";
 import { read } from "./files.js";
 import { picture } from "./messages.js";
 import { seesPictures } from "./models.js";
 import { save } from "./shelf.js";
 import { on, running, state, tell } from "./state.js";
-import { filesOf, isFile, keep, session, textOf } from "./store.js";
+import { fileLabel, filesOf, isFile, keep, session, textOf } from "./store.js";
 import { add, path } from "./thread.js";
 
 function fit() {
@@ -17,6 +17,7 @@ function fit() {
 }
 function send(text) {
   const parts = state.pending, { chat, editing } = state;
+  state.broken = null; // it begins a new chat
   if (editing) chat.leaf = editing.up; // what was said stays as another version
   stopEditing();
   showPending([]);
@@ -63,7 +64,7 @@ function showPending(parts) {
   $("pictures").replaceChildren(...parts.map((part, i) => {
     const [file] = filesOf([part]), label = file ? `Remove the file ${file.name}` : `Remove picture ${i + 1}`;
     return el("button", { type: "button", title: "Remove", "aria-label": label, class: file && "attached", click: () => showPending(state.pending.toSpliced(i, 1)) },
-      file ? `${file.name} · ${file.note || `${number(file.text.length)} characters`} ×` : picture(part.image_url.url, i));
+      file ? `${fileLabel(file)} ×` : picture(part.image_url.url, i));
   }));
 }
 function fail(words) {

@@ -2,13 +2,12 @@
 
 import { call } from "./api.js";
 import { count, el, number } from "./dom.js";
-import { filePart } from "./store.js";
+import { fileLabel, filePart } from "./store.js";
 
 const MAX_BYTES = 2_000_000; // of a text, more than a prompt can have
 
 /** A file as a conversation shows it. */
-export const fileCard = ({ name, note, text }) => el("details", { class: "file" },
-  el("summary", {}, `${name} · ${note || `${number(text.length)} characters`}`), el("pre", { tabindex: 0 }, text));
+export const fileCard = file => el("details", { class: "file" }, el("summary", {}, fileLabel(file)), el("pre", { tabindex: 0 }, file.text));
 
 /** The part that a file becomes. Throws an error that says why there is none. */
 export async function read(file) {

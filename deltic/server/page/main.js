@@ -76,7 +76,7 @@ addEventListener("pageshow", event => { if (event.persisted && runs.size) locati
 
 state.chat = freshChat(newSettings());
 await openShelf();
-const open = await read(recall(session, "deltic.open", ""));
+const open = await read(String(recall(session, "deltic.open", "")));
 open ? openChat(open) : newChat();
 view();
 watchStart();

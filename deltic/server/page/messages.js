@@ -20,7 +20,7 @@ function stick() {
 export function showChat() {
   const log = $("log"), messages = path(state.chat);
   if (!messages.length) {
-    showEmpty(log);
+    state.broken ? showBroken(log) : showEmpty(log);
     return;
   }
   const turns = messages.filter(message => message.role !== "tool").map(message => {
@@ -34,6 +34,11 @@ export function showChat() {
   });
   if (turns.length !== log.children.length || turns.some((turn, i) => log.children[i] !== turn)) log.replaceChildren(...turns);
   stick();
+}
+function showBroken(log) {
+  const button = (words, what) => el("button", { type: "button", click: () => tell(what, state.broken) }, words);
+  log.replaceChildren(el("p", { class: "error", role: "alert" }, "This chat cannot be shown: what the browser keeps of it is damaged, or another version of this page has written it."),
+    el("p", { class: "buttons" }, button("Export it as it is", "export"), button("Delete", "delete")));
 }
 /** Draws what is new of an answer. */
 export function drawAnswer(message) {

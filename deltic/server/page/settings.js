@@ -12,7 +12,7 @@ const written = () => Object.fromEntries(KEPT.map(name => [name, settings[name].
 const fill = values => { for (const name of KEPT) settings[name].value = values[name] ?? ""; };
 settings.key.value = recall(session, "deltic.key", "");
 /** What a new chat begins with: what was set in an empty one. */
-export const newSettings = () => recall(local, "deltic.settings", {});
+export const newSettings = () => ({ ...recall(local, "deltic.settings", {}) });
 let saving = 0;
 function take() {
   const { chat } = state;

@@ -1,7 +1,8 @@
 /** The chats that this browser keeps, in IndexedDB. Where that is forbidden, they are there until the page is left. */
 
 import { tell } from "./state.js";
-import { keep, local, recall, textOf } from "./store.js";
+import { count } from "./dom.js";
+import { fileLabel, filesOf, keep, local, picturesOf, recall, textOf } from "./store.js";
 import { add, freshChat, path, threadOf } from "./thread.js";
 
 const SEARCHED = 200_000; // characters of a chat that a search looks at
@@ -25,11 +26,12 @@ export async function openShelf() {
     const opening = indexedDB.open("deltic", 1);
     opening.onupgradeneeded = () => { for (const name of ["heads", "chats"]) opening.result.createObjectStore(name, { keyPath: "id" }); };
     database = await done(opening);
-    for (const head of await done(stored("heads").getAll())) heads.set(head.id, head);
+    for (const head of await done(stored("heads").getAll())) heads.set(head.id, { ...head, title: String(head.title || "Chat"), text: String(head.text ?? "") });
   } catch {
     database = null;
   }
-  for (const { messages, ...fields } of recall(local, "deltic.chats", []).toReversed()) await save(threadOf(messages, fields)); // an older page's
+  const older = [recall(local, "deltic.chats", [])].flat().filter(told => Array.isArray(told?.messages) && told.messages.every(isMessage)); // an older page's
+  for (const { messages, ...fields } of older.toReversed()) await save(threadOf(messages, fields));
   try { delete localStorage["deltic.chats"]; } catch { /* forbidden */ }
   await takeLeft();
 }
@@ -71,7 +73,7 @@ async function write(chat) {
 }
 /** Forgets a chat. Gives what puts it back. */
 export async function remove(id) {
-  const chat = await read(id);
+  const chat = await read(id), head = heads.get(id);
   heads.delete(id);
   here.delete(id);
   tell("kept");
@@ -80,7 +82,12 @@ export async function remove(id) {
     for (const name of ["heads", "chats"]) changing.objectStore(name).delete(id);
     changing.oncomplete = () => channel.postMessage(id);
   }
-  return () => chat && save(chat);
+  return () => {
+    if (!chat || !head) return null;
+    heads.set(id, head);
+    tell("kept");
+    return write(chat);
+  };
 }
 
 // A page that is left has no time for the database: what an answer had by then is written at once.
@@ -93,7 +100,7 @@ async function takeLeft() {
   for (const key of left) {
     const message = recall(local, key, null), chat = await read(key.slice(LEFT.length));
     delete localStorage[key];
-    if (!chat || !message) continue;
+    if (!isChat(chat) || !isMessage(message)) continue;
     const node = chat.nodes.find(other => other.id === message.id);
     node ? Object.assign(node, message) : (chat.nodes.push(message), chat.leaf = message.id);
     await save(chat);
@@ -112,9 +119,17 @@ const ROLES = new Set(["user", "assistant", "tool", "system"]);
 const META = { model: "string", finish: "string", error: "string", exact: "boolean", tokens: "number", rate: "number", ttft_ms: "number", thought_s: "number", prompt: "number", cached: "number" };
 /** All chats that are kept, or one, as the text of a file. */
 export const asJson = chats => JSON.stringify({ deltic_chats: 1, chats }, null, 1);
-/** The messages of a chat that are seen, for people. */
-export const asMarkdown = chat => [`# ${chat.title}\n`, ...path(chat).map(message =>
-  `<!-- ${message.role} -->\n**${message.role === "user" ? "You" : message.meta?.model ?? message.role}**\n\n${textOf(message.content ?? "")}\n`)].join("\n");
+/** The messages of a chat that are seen, for people: with the system prompt, and the names of files in place of their texts. */
+export function asMarkdown(chat) {
+  const block = (role, who, text) => `<!-- ${role} -->\n**${who}**\n\n${text}\n`, { system } = chat.settings ?? {};
+  const blocks = path(chat).map(({ role, content, meta }) => {
+    const attached = filesOf(content).map(fileLabel), n = picturesOf(content).length;
+    if (n) attached.push(count(n, "picture"));
+    const list = attached.length ? `${attached.map(words => `- ${words}\n`).join("")}\n` : "";
+    return block(role, role === "user" ? "You" : meta?.model ?? role, list + textOf(content));
+  });
+  return [`# ${chat.title}\n`, ...(system?.trim() ? [block("system", "System prompt", system)] : []), ...blocks].join("\n");
+}
 /** The chats in a file of JSON, of this page's or with `messages` as the API has them, or in one of Markdown. Throws an error for any other. */
 export function chatsIn(text, name) {
   if (!/^\s*[[{]/.test(text)) return [fromMarkdown(text, name)];
@@ -145,6 +160,14 @@ function isMessage(told) {
   return ROLES.has(role) && (content == null || isText(content) || (Array.isArray(content) && content.every(isPart)))
     && (!tool_calls || (Array.isArray(tool_calls) && tool_calls.every(call => isText(call?.id) && isText(call.function?.name) && isText(call.function.arguments))));
 }
+/** Whether the page can show what is kept: chats of other versions of it may be other. A message follows an earlier one, or one that is gone. */
+export function isChat(told) {
+  const { id, title, nodes, settings = {} } = told ?? {};
+  if (!isText(id) || !isText(title) || !Array.isArray(nodes) || !nodes.every(isMessage) || !(settings instanceof Object)) return false;
+  const places = new Map(nodes.map((node, i) => [node.id, i]));
+  return nodes.every(({ id, up, role, content, meta }, i) => isText(id) && !(places.get(up) >= i) && (isText(content) || (role === "user" && content))
+    && Object.entries(META).every(([name, type]) => meta?.[name] == null || typeof meta[name] === type));
+}
 /** The message with what the page draws, of the types that it has here. An answer is done: no request goes out by itself. */
 function kept({ role, content, reasoning_content, tool_calls, tool_call_id, meta }) {
   const message = { role, content: role === "user" ? content ?? "" : textOf(content ?? "") };
@@ -157,9 +180,9 @@ function kept({ role, content, reasoning_content, tool_calls, tool_call_id, meta
   return message;
 }
 function fromMarkdown(text, name) {
-  const parts = text.split(/^<!-- (user|assistant|tool) -->\n\*\*(.*)\*\*\n/m);
-  if (parts.length < 4) throw new Error(`${name} has no chat: one that was exported here has <!-- user --> before each message.`);
-  const messages = [];
+  const parts = text.split(/^<!-- (system|user|assistant|tool) -->\n\*\*(.*)\*\*\n/m), messages = [];
   for (let i = 1; i < parts.length; i += 3) messages.push({ role: parts[i], content: parts[i + 2].trim(), ...(parts[i] === "assistant" ? { meta: { model: parts[i + 1], finish: "stop" } } : {}) });
-  return threadOf(messages, { title: /^# (.+)$/m.exec(parts[0])?.[1] ?? name });
+  const said = messages.filter(message => message.role !== "system"), system = messages.find(message => message.role === "system")?.content;
+  if (!said.length) throw new Error(`${name} has no chat: one that was exported here has <!-- user --> before each message.`);
+  return threadOf(said, { title: /^# (.+)$/m.exec(parts[0])?.[1] ?? name, settings: system ? { system } : {} });
 }

@@ -5,6 +5,7 @@ export const state = {
   cards: [],     // what the server says of each of its models
   kinds: new Set(), // "text" and "speech", as far as the server has models of it
   chat: null,    // the chat that is open
+  broken: null,  // what is kept of a chat that was opened and cannot be shown; `chat` is a new one then
   editing: null, // the message that the next one is another version of
   pending: [],   // pictures and files of the next message: parts of its content
   follows: true, // whether the end of the conversation stays in sight

@@ -1,5 +1,7 @@
 /** What the browser keeps. Storage may be forbidden or full; the page then forgets, and works. */
 
+import { number } from "./dom.js";
+
 export function recall(area, key, otherwise) {
   try { return JSON.parse(area()[key]) ?? otherwise; } catch { return otherwise; }
 }
@@ -19,6 +21,7 @@ export const filesOf = content => typeof content === "string" ? [] : content.fil
   const [head, name, more] = FILE_HEAD.exec(text);
   return { name, note: /note="([^"]*)"/.exec(more)?.[1] ?? "", text: text.slice(head.length).replace(/\n<\/file>\n*$/, "") };
 });
+export const fileLabel = ({ name, note, text }) => `${name} · ${note || `${number(text.length)} characters`}`;
 
 /** What was written, and the URLs of what was shown, in a message's content. */
 export const textOf = content => typeof content === "string" ? content : content.filter(part => part.type === "text" && !isFile(part)).map(part => part.text).join("");
