@@ -42,7 +42,8 @@ PROGRAM = ("deltic.server.pdf",)
 async def pdf_text(service: Service, request: Request) -> ASGIApp:
     """POST /pdf/text: the text of a PDF file, page by page.
 
-    The body is the file. Pages that were not read, since there are too many, are counted in `n_pages` only.
+    The body is the file. Pages that were not read, since there are too many, are counted in `n_pages` only. A
+    page that cannot be read has an empty text, and its number stands in `unread`.
     """
     if find_spec("pypdf") is None:
         message = "PDF files need a library that is not installed. Run: pip install 'deltic[pdf]'."
@@ -75,7 +76,9 @@ def main() -> int:
 
 
 def _read(data: bytes) -> bytes:
-    """The text of a file's pages, as JSON. Raises Refused."""
+    """The text of a file's pages, as JSON. One that cannot be read is empty, and told by its number. Raises
+    Refused.
+    """
     import pypdf
     from pypdf.errors import DependencyError, PdfReadError
 
@@ -86,10 +89,17 @@ def _read(data: bytes) -> bytes:
         if reader.is_encrypted and not reader.decrypt(""):
             raise Refused("is encrypted. Remove its password first.")
         n_pages = len(reader.pages)
-        pages: list[str] = []
+        pages, unread = list[str](), list[int]()
         n_characters, begun_s = 0, time.process_time()
-        for page in reader.pages[:MAX_PAGES]:
-            text = page.extract_text().encode("utf-8", "replace").decode().replace("\0", "").strip()
+        for number in range(1, min(n_pages, MAX_PAGES) + 1):
+            try:
+                text = reader.pages[number - 1].extract_text()
+            except DependencyError:
+                raise
+            except Exception:  # whatever the library meets in a page of a stranger's file
+                unread.append(number)
+                text = ""
+            text = text.encode("utf-8", "replace").decode().replace("\0", "").strip()
             n_characters += len(text)
             if n_characters > MAX_CHARACTERS and pages:
                 break
@@ -102,6 +112,8 @@ def _read(data: bytes) -> bytes:
         raise Refused("cannot be read: it is damaged.") from None
     except MemoryError:
         raise Refused("needs too much memory to be read. Send fewer pages.") from None
+    if unread and not any(pages):
+        raise Refused("cannot be read: its pages are damaged.")
     if not any(pages):
         raise Refused("has no text: its pages are pictures. Send them as pictures to a model that sees.")
-    return json.dumps({"pages": pages, "n_pages": n_pages}, ensure_ascii=False).encode()
+    return json.dumps({"pages": pages, "n_pages": n_pages, "unread": unread}, ensure_ascii=False).encode()

@@ -21,7 +21,7 @@ from deltic.server.service import Server
 from tests import browser
 from tests.fake_engine import FakeEngineClient, make_app, saying, served, service_of
 from tests.fake_speech import FakeSpeechClient, speech_service_of
-from tests.null.test_pdf import written
+from tests.null.test_pdf import damaged, written
 from tests.null.test_picture_doors import prompt_of
 from tests.served import wait_for
 
@@ -83,6 +83,9 @@ def test_text_and_pdf_go_along(driver: Any, tmp_path: Path) -> None:
         wait_for(lambda: page.texts("#pictures button") == ["notes.md · 16 characters ×"])
         page.attach(tmp_path / "plan.pdf", written("First the keel.", "Then the mast."))
         wait_for(lambda: page.texts("#pictures button")[1:] == ["plan.pdf · 2 pages ×"])
+        page.attach(tmp_path / "torn.pdf", damaged(written("one", "two", "three"), 2))
+        wait_for(lambda: page.texts("#pictures button")[2:] == ["torn.pdf · 3 pages; page 2 cannot be read ×"])
+        page.all("#pictures button")[2].click()
         page.attach(tmp_path / "old.txt", "Stra\xdfe".encode("cp1252"))
         wait_for(lambda: len(page.all("#pictures button")) == 3)
         page.all("#pictures button")[0].click()

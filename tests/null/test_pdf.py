@@ -55,18 +55,33 @@ def locked(data: bytes, password: str) -> bytes:
 
 def test_text_by_pages() -> None:
     told = json.loads(pdf._read(written("The first page.", "Caf\xe9 on the second.", "")))
-    assert told == {"pages": ["The first page.", "Café on the second.", ""], "n_pages": 3}
+    assert told == {"pages": ["The first page.", "Café on the second.", ""], "n_pages": 3, "unread": []}
     assert json.loads(pdf._read(locked(written("Open to all."), "")))["pages"] == ["Open to all."]
 
 
 def test_the_first_pages_of_one_that_is_too_long(monkeypatch: pytest.MonkeyPatch) -> None:
     file = written(*(f"Page {i}" for i in range(6)))
     monkeypatch.setattr(pdf, "MAX_PAGES", 4)
-    assert json.loads(pdf._read(file)) == {"pages": [f"Page {i}" for i in range(4)], "n_pages": 6}
+    assert json.loads(pdf._read(file)) == {"pages": [f"Page {i}" for i in range(4)], "n_pages": 6, "unread": []}
     monkeypatch.setattr(pdf, "MAX_CHARACTERS", 13)
-    assert json.loads(pdf._read(file)) == {"pages": ["Page 0", "Page 1"], "n_pages": 6}
+    assert json.loads(pdf._read(file))["pages"] == ["Page 0", "Page 1"]
     monkeypatch.setattr(pdf, "ENOUGH_S", -1.0)
-    assert json.loads(pdf._read(file)) == {"pages": ["Page 0"], "n_pages": 6}
+    assert json.loads(pdf._read(file))["pages"] == ["Page 0"]
+
+
+def damaged(data: bytes, page: int) -> bytes:
+    """The file with a page, from 1 on, that no reader can decompress."""
+    head, *rest = data.split(b"/FlateDecode")
+    return head + b"".join((b"/FlateDecodX" if i == page else b"/FlateDecode") + part for i, part in enumerate(rest, 1))
+
+
+def test_a_page_that_cannot_be_read_is_told_and_the_others_are_read() -> None:
+    told = json.loads(pdf._read(damaged(written("one", "two", "three"), 2)))
+    assert told == {"pages": ["one", "", "three"], "n_pages": 3, "unread": [2]}
+    lost = written("one", "two", "three").replace(b"6 0 R 8 0 R", b"6 0 R 99 0")  # a page that is not in the file
+    assert json.loads(pdf._read(lost))["pages"][:2] == ["one", "two"]
+    with pytest.raises(pdf.Refused, match="its pages are damaged"):
+        pdf._read(damaged(written("one"), 1))
 
 
 REFUSED = {
@@ -91,7 +106,7 @@ def test_route() -> None:
 
     with served(make_app(FakeEngineClient(), max_body_mb=1.0)) as url:
         answer = send(url, written("Hello there."))
-        assert answer.status_code == 200 and answer.json() == {"pages": ["Hello there."], "n_pages": 1}
+        assert answer.status_code == 200 and answer.json() == {"pages": ["Hello there."], "n_pages": 1, "unread": []}
         refused = send(url, b"no")
         assert refused.status_code == 400 and error_of(refused)["code"] == "invalid_pdf"
         assert error_of(refused)["message"] == "body: is no PDF. Send a PDF file as it is."

@@ -426,6 +426,8 @@ class PdfText(Struct):
     """The text of each page that was read."""
     n_pages: int
     """Pages that there are."""
+    unread: list[int]
+    """Numbers of those among `pages` that cannot be read, from 1 on."""
 
 
 class DrawnTexts(Struct):

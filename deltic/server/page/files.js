@@ -22,9 +22,11 @@ async function readPdf(file) {
   const response = await call("pdf/text", { method: "POST", body: new Blob([file], { type: "application/pdf" }) }).catch(error => {
     throw new Error(`${file.name} ${error.message.replace(/^body: /, "was not read: ")}`);
   });
-  const { pages, n_pages } = await response.json();
+  const { pages, n_pages, unread } = await response.json();
   const note = pages.length < n_pages ? `the first ${number(pages.length)} of ${count(n_pages, "page")}` : count(n_pages, "page");
-  return filePart(file.name, pages.map((text, i) => n_pages > 1 ? `[Page ${i + 1}]\n${text}` : text).join("\n\n"), note);
+  const lacking = unread.length ? `; page ${unread.join(", ")} cannot be read` : "";
+  const texts = pages.map((text, i) => n_pages > 1 ? `[Page ${i + 1}${unread.includes(i + 1) ? ": cannot be read" : ""}]\n${text}` : text);
+  return filePart(file.name, texts.join("\n\n"), note + lacking);
 }
 /** Text in UTF-8 or UTF-16, or in what Windows had before; null for what is none. */
 function decoded(bytes) {
