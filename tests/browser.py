@@ -13,7 +13,7 @@ import pytest
 
 from deltic.commands.endpoint import LocalServer
 from deltic.server.page.files import FILES
-from tests.served import wait_for
+from tests.waiting import wait_for
 
 try:
     from selenium import webdriver

@@ -337,6 +337,11 @@ def service_of(
     return Service.of(server, client, byte_tokenizer(sees), chat, name, **more)  # type: ignore[arg-type]
 
 
+def n_held(app: Any) -> int:
+    """How many large bodies the application holds while something else is waited for."""
+    return sum(map(len, app.state.server.worker._bodies.values()))
+
+
 @functools.cache
 def _template(source: str, sees: bool) -> ChatTemplate:
     """Compiled and tried once, as at a start: that takes as long as a test."""

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,15 +21,6 @@ MAX_MODEL_LEN = 4096
 """The built-in model's."""
 
 STORY = make.CASES["story"].messages
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 20.0) -> Any:
-    """What is true in the end."""
-    deadline = time.monotonic() + seconds
-    while not (value := condition()):
-        assert time.monotonic() < deadline, f"not within {seconds} s"
-        time.sleep(0.01)
-    return value
 
 
 class Served:

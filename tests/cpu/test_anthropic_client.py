@@ -13,7 +13,8 @@ import pydantic
 import pytest
 
 from tests.golden import make
-from tests.served import STORY, Served, wait_for
+from tests.served import STORY, Served
+from tests.waiting import wait_for
 
 WEATHER: Any = {
     "name": "get_weather",

@@ -10,7 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.served import Served, wait_for
+from tests.served import Served
+from tests.waiting import wait_for
 
 PROMPT = "A long time ago, in a village by the sea, there lived an old woman with a grey cat. " * 12
 TIMEOUT_S = 1.0

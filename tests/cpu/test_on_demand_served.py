@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from tests.fake_hub import hub_with
-from tests.served import Served, wait_for
+from tests.served import Served
 from tests.tiny import tiny_checkpoint
+from tests.waiting import wait_for
 
 KINDS = {"dense": "owner/dense", "moe": "mixture", "next": "owner/next"}
 """Models' places below the directory, which are their names."""

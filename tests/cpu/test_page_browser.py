@@ -20,8 +20,9 @@ from deltic.commands.endpoint import LocalServer
 from tests import browser
 from tests.browser import Page
 from tests.golden import make
-from tests.served import Served, wait_for
+from tests.served import Served
 from tests.tiny_speech import tiny_speech
+from tests.waiting import wait_for
 
 pytest.importorskip("selenium.webdriver")
 from selenium.webdriver.common.by import By

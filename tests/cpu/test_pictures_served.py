@@ -18,8 +18,9 @@ import pytest
 pytest.importorskip("PIL")
 
 from tests.pictures import file_of, refused, rgb
-from tests.served import Served, wait_for
+from tests.served import Served
 from tests.tiny import tiny_checkpoint
+from tests.waiting import wait_for
 
 
 @pytest.fixture(scope="module")

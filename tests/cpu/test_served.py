@@ -29,7 +29,8 @@ from deltic import LLM, SamplingParams
 from deltic.ops.cpu import program as table
 from deltic.ops.cpu.instruction_sets import INSTRUCTION_SETS, runnable
 from tests.golden import make
-from tests.served import ENGINE, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_QUEUE, N_PAGES, STORY, Served, wait_for
+from tests.served import ENGINE, MAX_MODEL_LEN, MAX_NUM_SEQS, MAX_QUEUE, N_PAGES, STORY, Served
+from tests.waiting import wait_for
 
 ENDLESS = {"prompt": "Once upon a time", "max_tokens": 1400, "ignore_eos": True}
 """Takes a second at least, and 22 pages."""

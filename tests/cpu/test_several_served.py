@@ -10,9 +10,10 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from deltic.__main__ import main
-from tests.served import Served, wait_for
+from tests.served import Served
 from tests.tiny import tiny_checkpoint
 from tests.tiny_speech import tiny_speech
+from tests.waiting import wait_for
 
 
 @pytest.fixture(scope="module")

@@ -18,8 +18,9 @@ import soundfile
 from websockets.asyncio.client import connect
 
 from deltic.server.speech.socket import PATH
-from tests.served import Served, wait_for
+from tests.served import Served
 from tests.tiny_speech import tiny_audio, tiny_speech
+from tests.waiting import wait_for
 
 SPEECH, VOICES = "/v1/audio/speech", "/v1/audio/voices"
 SAY: dict[str, Any] = {

@@ -34,7 +34,8 @@ from deltic.server.speech.socket import PATH
 from tests.fake_engine import FakeEngineClient, make_app, saying, served, service_of
 from tests.fake_speech import FakeSpeechClient, speech_service_of
 from tests.null.test_http import HELLO
-from tests.null.test_serve import server_of, wait_for
+from tests.null.test_serve import server_of
+from tests.waiting import wait_for
 
 CHAT = {"prompt": [5, 6, 7], "max_tokens": 40, "ignore_eos": True}
 

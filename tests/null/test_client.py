@@ -32,6 +32,7 @@ from deltic.host.client import EngineClient, EngineUnavailable, QueueFull
 from deltic.host.process import ServedModel
 from deltic.host.supervisor import EngineHost
 from tests.fakes import expected_tokens
+from tests.waiting import until
 
 FAKES = str(Path(__file__).resolve().parents[1] / "fakes.py")
 
@@ -112,13 +113,6 @@ async def hosted(
         yield host
     finally:
         await host.stop()
-
-
-async def until(condition: Callable[[], bool], timeout_s: float = 10.0) -> None:
-    end = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < end, "it did not come to pass"
-        await asyncio.sleep(0.005)
 
 
 def in_loop(

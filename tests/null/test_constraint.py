@@ -275,13 +275,13 @@ def test_the_collector_may_close_an_engine_in_a_thread_that_looks_for_work(
 def test_who_is_slow_sits_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither a mask nor a grammar that takes long holds up the others' tokens, or the prompt behind it; who was in one job with it,
     once."""
-    original, n_others, n_in_job = Guides._do, 0, []
+    original, n_others, n_in_job, ended = Guides._do, 0, [], []
 
     def slow(guides: Guides, job: list[Guide], tokens: list[int], words: Any) -> None:
         if any(guide.sequence.request.id == "s" for guide in job):
             n_in_job.append(len(job))
             until, deadline = n_others + 30, time.monotonic() + 20
-            while n_others < until and time.monotonic() < deadline:
+            while n_others < until and "f" not in ended and time.monotonic() < deadline:
                 time.sleep(0.001)
             spin(0.002)
         original(guides, job, tokens, words)
@@ -298,6 +298,7 @@ def test_who_is_slow_sits_out(engine: Engine, monkeypatch: pytest.MonkeyPatch) -
             if output.id == "s" and output.token_ids:
                 n_before.append(n_others)
             n_others += output.id != "s"
+            ended += [output.id] * (output.finish_reason is not None)
     engine.check()
     assert len(n_before) == 3 and n_before[0] >= 30 and n_before[2] >= 90, n_before
     assert n_in_job[0] == n_in_job[2] == 1, "it had a job to itself, once it was known to be slow"

@@ -24,7 +24,8 @@ from deltic.server.fair_thread import FairThread
 from deltic.server.limits import INLINE_BYTES
 from deltic.server.room import Room
 from deltic.text import Tokenizer, pause
-from tests.fake_engine import FakeEngineClient, make_app, served
+from tests.fake_engine import FakeEngineClient, make_app, n_held, served
+from tests.waiting import until
 
 
 class Busy(FairThread):
@@ -177,12 +178,11 @@ def test_a_large_text_is_read_no_further_when_its_client_has_left(monkeypatch: p
             while not pieces:
                 await asyncio.sleep(0.005)
             asked.cancel()
-            await asyncio.sleep(0.5)
-            n_read = len(pieces)
-            await asyncio.sleep(0.2)
-            assert len(pieces) == n_read < 100
+            await until(lambda: app.state.server.worker._current is None)
+            assert sum(pieces) < len(body["prompt"])
 
-    with served(make_app(FakeEngineClient())) as url:
+    app = make_app(FakeEngineClient())
+    with served(app) as url:
         asyncio.run(go(url))
 
 
@@ -268,11 +268,9 @@ def test_a_key_with_many_large_bodies_holds_up_no_other(monkeypatch: pytest.Monk
                 return answer.status_code
 
             tasks = [asyncio.create_task(ask("1", "anna", 60_000)) for _ in range(4)]
-            while not order:
-                await asyncio.sleep(0.002)
-            await asyncio.sleep(0.1)
+            await until(lambda: order and n_held(app) == 3 and any(task.done() for task in tasks))
             tasks.append(asyncio.create_task(ask("2", "ben", 10_000)))
-            await asyncio.sleep(0.1)
+            await until(lambda: n_held(app) == 4 and len(app.state.server.worker._waiting) == 3)
             go_on.set()
             return sorted([await task for task in tasks])
 

@@ -23,18 +23,8 @@ from deltic.host.client import EngineClient, EngineFailed, EngineUnavailable
 from deltic.host.socket_directory import SocketDirectory
 from deltic.host.supervisor import EngineHost
 from tests.fakes import POISON, expected_tokens
-from tests.null.test_client import (
-    FAKES,
-    collect,
-    hosted,
-    in_both_loops,
-    in_loop,
-    reasons,
-    request,
-    submit,
-    tokens,
-    until,
-)
+from tests.null.test_client import FAKES, collect, hosted, in_both_loops, in_loop, reasons, request, submit, tokens
+from tests.waiting import until
 
 
 @in_both_loops

@@ -14,7 +14,7 @@ import ssl
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from unittest.mock import MagicMock
@@ -28,6 +28,7 @@ from deltic.server.connections import MAX_HEAD_BYTES, Connections, HttpServer
 from deltic.server.speech.socket import PATH
 from deltic.server.transport import SERVER_SEND, EventStream
 from tests.fake_engine import END, FakeEngineClient, make_app, served
+from tests.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
 SHORT_S = 0.4
@@ -73,13 +74,6 @@ class Raw:
         except ConnectionError:
             pass
         return data
-
-
-def wait_for(condition: Callable[[], Any], seconds: float = 10.0) -> None:
-    deadline_s = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
 
 
 def n_closed(url: str, why: str) -> int:

@@ -53,7 +53,8 @@ from deltic.server.service import Server
 from tests.fake_engine import FakeEngineClient, served
 from tests.fake_hub import COMMITS, Long, blob_name, hub_with
 from tests.fake_speech import FakeSpeechClient
-from tests.null.test_serve import server_of, wait_for
+from tests.null.test_serve import server_of
+from tests.waiting import wait_for
 
 SMALL = {
     "config.json": b"{}",
@@ -521,7 +522,7 @@ def test_a_server_that_downloads_tells_and_obeys_signals(monkeypatch: pytest.Mon
             assert rebound.status_code == 403
             assert f"listening on http://127.0.0.1:{port}/api (" in "".join(server.log)
             server.process.send_signal(signal.SIGINT)
-            assert server.end(5) == 0
+            assert server.end() == 0
         said = "".join(server.log)
         assert said.endswith("stopped\n") and "Traceback" not in said
 

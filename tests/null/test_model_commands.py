@@ -34,7 +34,7 @@ from deltic.server.downloads import Expected, expected
 from deltic.server.local_models import local_models
 from tests.fake_hub import COMMITS, FakeHub, Long, blob_name, hub_with
 from tests.null.test_local_models import GGUF
-from tests.null.test_serve import wait_for
+from tests.waiting import wait_for
 
 FILES = {path.name: path.read_bytes() for path in DEMO.iterdir()}
 

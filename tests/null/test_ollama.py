@@ -245,9 +245,10 @@ def test_a_model_that_is_served_can_be_pulled() -> None:
 def test_a_request_waits_while_the_model_loads() -> None:
     async def go() -> None:
         engine = FakeEngineClient()
-        loaded, engine.state = asyncio.Event(), "starting"
+        is_asked, loaded, engine.state = asyncio.Event(), asyncio.Event(), "starting"
 
         async def ready() -> Any:
+            is_asked.set()
             await loaded.wait()
             return engine.info
 
@@ -255,7 +256,7 @@ def test_a_request_waits_while_the_model_loads() -> None:
         async with client_of(engine, max_body_mb=0.01) as client:
             body = {"model": "fake", "messages": HELLO, "stream": False}
             waiting = asyncio.create_task(client.post("/api/chat", json=body))
-            await asyncio.sleep(0.05)
+            await is_asked.wait()
             assert not waiting.done() and not engine.requests
             long = {"model": "fake", "prompt": "x" * 9500}
             refusal = await client.post("/api/generate", json=long)

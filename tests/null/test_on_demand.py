@@ -31,7 +31,8 @@ from deltic.server.errors import ApiError
 from deltic.server.on_demand import ModelsOnDisk, OnDemand, duration
 from deltic.server.serve import serve
 from tests.fakes import expected_tokens
-from tests.null.test_serve import ROOT, Server, wait_for
+from tests.null.test_serve import ROOT, Server
+from tests.waiting import wait_for
 
 PROGRAM = """
 import sys
@@ -68,11 +69,8 @@ class OnDemandServer(Server):
         self._reader.start()
 
     def url(self) -> str:
-        wait_for(lambda: any(" ready on " in line for line in list(self.log)), 30)
+        wait_for(lambda: self.said(" ready on "))
         return next(line for line in self.log if " ready on " in line).split()[-1]
-
-    def said(self, text: str) -> bool:
-        return any(text in line for line in list(self.log))
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from tests import browser
 from tests.browser import Page
 from tests.fake_engine import FakeEngineClient, make_app, saying, served
 from tests.null.test_picture_doors import prompt_of
-from tests.served import wait_for
+from tests.waiting import wait_for
 
 pytestmark = browser.needed
 

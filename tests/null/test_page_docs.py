@@ -15,7 +15,7 @@ from selenium.webdriver.common.by import By
 from deltic.server.app import ROUTES
 from tests import browser
 from tests.fake_engine import END, FakeEngineClient, make_app, served
-from tests.served import wait_for
+from tests.waiting import wait_for
 
 pytestmark = browser.needed
 

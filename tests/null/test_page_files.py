@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from tests.fake_engine import FakeEngineClient, make_app, saying, served, servic
 from tests.fake_speech import FakeSpeechClient, speech_service_of
 from tests.null.test_pdf import damaged, written
 from tests.null.test_picture_doors import prompt_of
-from tests.served import wait_for
+from tests.waiting import wait_for
 
 pytestmark = browser.needed
 
@@ -132,8 +133,10 @@ def test_files_that_cannot_be_read_are_told(driver: Any, tmp_path: Path) -> None
 def test_a_message_waits_for_its_files_and_each_refusal_is_told(
     driver: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    go_on = threading.Event()
+
     async def slow(*given: Any) -> bytes:
-        await asyncio.sleep(1)
+        await asyncio.to_thread(go_on.wait, 30)
         return await ask(*given)
 
     monkeypatch.setattr(pdf, "ask", slow)
@@ -148,6 +151,7 @@ def test_a_message_waits_for_its_files_and_each_refusal_is_told(
         wait_for(lambda: page.one("#reading").text == "Reading d.pdf")
         page.one("#send").click()
         assert page.one("#prompt").get_attribute("value") == "Read." and not engine.requests
+        go_on.set()
         wait_for(lambda: page.texts("#pictures button") == ["b.txt · 4 characters ×", "d.pdf · 1 page ×"])
         told = wait_for(lambda: page.one("#file-error").text)
         assert "a.bin is no text" in told and "c.bin is no text" in told

@@ -19,7 +19,7 @@ from deltic.server.service import Server
 from tests import browser
 from tests.fake_engine import FakeEngineClient, make_app, served, service_of
 from tests.fake_speech import FakeSpeechClient, speech_service_of
-from tests.served import wait_for
+from tests.waiting import wait_for
 
 pytestmark = browser.needed
 

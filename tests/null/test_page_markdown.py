@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -16,9 +17,9 @@ from deltic.server.page import markdown
 from deltic.server.page.drawing import blocks
 from tests import browser
 from tests.browser import Page
-from tests.fake_engine import FakeEngineClient, make_app, saying, served
+from tests.fake_engine import FakeEngineClient, make_app, n_held, saying, served
 from tests.null.test_http import error_of
-from tests.served import wait_for
+from tests.waiting import until, wait_for
 
 TEXT = r"""## Head <img src=x onerror="document.title='no'">
 A *b* **c `d<i>`** snake_case_name 2 * 3 * 4 ~~old~~ [no](javascript:alert(1)) [yes](https://example.org/a_(b)) https://example.org/bare
@@ -189,22 +190,26 @@ def test_the_route_draws_for_who_has_a_key() -> None:
 
 
 def test_texts_that_wait_count_as_their_key_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    go_on = threading.Event()
+
     async def waits(*_: object) -> bytes:
-        await asyncio.sleep(2)
+        await asyncio.to_thread(go_on.wait, 30)
         return b"{}"
 
-    async def go(url: str) -> list[int]:
+    async def go(url: str) -> None:
         async with httpx.AsyncClient(timeout=30) as client:
             body = {"texts": ["a" * 900_000]}
-            sent = []
-            for _ in range(5):
-                sent.append(asyncio.create_task(client.post(f"{url}/page/markdown", json=body)))
-                await asyncio.sleep(0.2)  # each is parsed before the next
-            return [(await reply).status_code for reply in sent]
+            sent = [asyncio.create_task(client.post(f"{url}/page/markdown", json=body)) for _ in range(2)]
+            await until(lambda: n_held(app) == 2)
+            for _ in range(3):
+                assert (await client.post(f"{url}/page/markdown", json=body)).status_code == 429
+            go_on.set()
+            assert [(await reply).status_code for reply in sent] == [200, 200]
 
     monkeypatch.setattr(markdown, "ask", waits)
-    with served(make_app(FakeEngineClient(), max_body_mb=1)) as url:
-        assert asyncio.run(go(url)) == [200, 200, 429, 429, 429]
+    app = make_app(FakeEngineClient(), max_body_mb=1)
+    with served(app) as url:
+        asyncio.run(go(url))
 
 
 def test_without_its_libraries_a_text_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

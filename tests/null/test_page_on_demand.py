@@ -12,7 +12,7 @@ pytest.importorskip("selenium.webdriver")
 from tests import browser
 from tests.null.test_on_demand import serving
 from tests.null.test_page_library import Library
-from tests.served import wait_for
+from tests.waiting import wait_for
 
 pytestmark = browser.needed
 

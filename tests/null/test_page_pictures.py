@@ -17,7 +17,7 @@ from selenium.webdriver.common.by import By
 from tests import browser
 from tests.fake_engine import PICTURE_TEMPLATE, TEMPLATE, FakeEngineClient, make_app, served
 from tests.null.test_picture_doors import SEEN, SMALL, WIDE, prompt_of, seeing
-from tests.served import wait_for
+from tests.waiting import wait_for
 
 pytestmark = browser.needed
 

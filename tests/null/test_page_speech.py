@@ -22,7 +22,7 @@ from deltic.server.speech.audio import encode
 from tests import browser
 from tests.fake_engine import FakeEngineClient, served, service_of
 from tests.fake_speech import FakeSpeechClient, make_speech_app, speech_service_of, wave
-from tests.served import wait_for
+from tests.waiting import wait_for
 
 pytestmark = browser.needed
 

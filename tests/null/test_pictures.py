@@ -33,6 +33,7 @@ from deltic.server.errors import ApiError
 from deltic.server.isolated import ForkServer
 from tests.decoders import DECODER
 from tests.pictures import FORMS, doubtful, file_of, png, refused, rgb, scene, whole, zeros
+from tests.waiting import until
 
 SMALL = PictureRules(min_pixels=4096, max_pixels=20_000)
 
@@ -331,13 +332,18 @@ def test_a_fork_server_that_was_ended_is_started_again(forks: ForkServer) -> Non
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGKILL])
-def test_a_file_is_decoded_while_the_server_drains_and_never_called_bad(forks: ForkServer, number: int) -> None:
+def test_a_file_is_decoded_while_the_server_drains_and_never_called_bad(
+    forks: ForkServer, number: int, tmp_path: Path
+) -> None:
     """A service manager sends its signal to every process."""
+    begun = tmp_path / "begun"
 
     async def go() -> None:
-        code = "import time; print('x' * 99, flush=True); time.sleep(0.5); print(end='done')"
+        code = (
+            f"import time; open({str(begun)!r}, 'w'); print('x' * 99, flush=True); time.sleep(0.5); print(end='done')"
+        )
         asked = asyncio.create_task(isolated.ask((DECODER, code), b"", 10, "died"))
-        await asyncio.sleep(0.3)
+        await until(begun.exists)
         assert forks._process is not None
         forks._process.send_signal(number)
         if number != signal.SIGKILL:

@@ -315,7 +315,7 @@ def test_a_request_that_was_just_sent_is_answered(engine: FakeEngineClient) -> N
             one.ask()
             assert one.read()[0] == 200
         late.send("POST /v1/completions HTTP/1.1\r\nhost: localhost\r\n")
-        time.sleep(0.1)  # the server has the begin of a head
+        assert httpx.get(f"{url}/health").status_code == 200, "and so it has read the begin of that head"
         app.state.server.is_leaving = app.state.server.draining = True
 
         def finish() -> None:

@@ -11,7 +11,6 @@ import struct
 import subprocess
 import sys
 import threading
-import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,6 +20,7 @@ from deltic.__main__ import main
 from tests.fake_engine import served
 from tests.fake_openai import FakeOpenAI
 from tests.fake_speech import FakeSpeechClient, make_speech_app, wave
+from tests.waiting import wait_for
 
 
 def say(server: FakeOpenAI, *arguments: str) -> int:
@@ -113,13 +113,12 @@ def test_ctrl_c_keeps_what_came(tmp_path: Path, capsys, interruptible):
     with FakeOpenAI(n_words=1000, token_s=0.01) as server:
 
         def interrupt() -> None:
-            while not (out.exists() and out.stat().st_size > 10_000):
-                time.sleep(0.01)
+            wait_for(lambda: out.exists() and out.stat().st_size > 10_000)
             os.kill(os.getpid(), signal.SIGINT)
 
         threading.Thread(target=interrupt).start()
         assert say(server, "-o", str(out)) == 130
-        time.sleep(0.1)
+        wait_for(lambda: server.n_disconnects)
     assert "has what came until then" in capsys.readouterr().err
     assert sizes(out)[1] == out.stat().st_size - 44 > 10_000 - 44
     assert server.n_disconnects == 1

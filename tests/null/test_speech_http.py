@@ -32,6 +32,7 @@ from deltic.server.speech.audio import MEDIA_TYPES, STREAMED_FILES, StreamedFile
 from deltic.server.speech.voices import SpeechParts
 from tests.fake_engine import FakeEngineClient, make_app, served
 from tests.fake_speech import FakeSpeechClient, make_speech_app, wave
+from tests.waiting import until
 
 SPEECH = "/v1/audio/speech"
 VOICES = "/v1/audio/voices"
@@ -755,7 +756,7 @@ def test_voices_are_made_in_turn_though_who_asked_has_left(monkeypatch: pytest.M
                 task.cancel()
             await asyncio.wait(tasks)
             waits = clone(15)
-            await asyncio.sleep(0.3)
+            await until(lambda: sum(app_of(client).voices._n_waiting.values()) == 1)
             assert engine.n_encoding == 2
             full = await clone(16)
             assert (full.status_code, error_of(full)["code"]) == (429, "too_many_encodings")

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from random import Random
 from typing import Any
 
@@ -25,6 +25,7 @@ from tests.fake_engine import byte_tokenizer, served
 from tests.fake_speech import FakeSpeechClient, make_speech_app, wave
 from tests.null.test_speech_http import INLINE
 from tests.null.test_speech_socket import CLOSE, CONFIG, DONE, kinds, received, send, text
+from tests.waiting import until
 
 OPEN = CONFIG | {"non_streaming_mode": False}
 PART = ["audio.start", "audio", "audio.done", "session.done"]
@@ -39,12 +40,6 @@ def engine() -> FakeSpeechClient:
 def live(engine: FakeSpeechClient) -> Iterator[str]:
     with served(make_speech_app(engine), ws="websockets-sansio") as url:
         yield url.replace("http", "ws") + PATH
-
-
-async def until(condition: Callable[[], Any]) -> None:
-    async with asyncio.timeout(10):
-        while not condition():
-            await asyncio.sleep(0.002)
 
 
 async def heard(socket: ClientConnection, n_bytes: int) -> bytes:

@@ -18,7 +18,8 @@ import pytest
 
 from deltic.bench.load import WORDS
 from deltic.commands.endpoint import free_port
-from tests.served import Served, wait_for
+from tests.served import Served
+from tests.waiting import wait_for
 
 pytest.importorskip("dynamo.llm")
 
