@@ -30,10 +30,10 @@ from deltic.machine import n_usable_cpus
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import weight_bytes
 from deltic.ops.arrays import Array, bfloat16, copy, zeros
-from deltic.ops.cpu.attention import attention, attn_prepare, kv_pages
+from deltic.ops.cpu.attention import AttentionInputs, attention, attn_prepare, kv_pages
 from deltic.ops.cpu.program import Program, instruction_set
-from deltic.ops.geometry import PAGE_SIZE
-from deltic.ops.kv_formats import KV_FORMATS, on_device
+from deltic.ops.geometry import PAGE_SIZE, AttentionWeights
+from deltic.ops.kv_formats import KV_FORMATS, KvPages, on_device
 from deltic.roofs import read_bandwidth
 
 
@@ -47,10 +47,12 @@ def written_pages(shape: ModelShape, name: str, n_pages: int, n_threads: int) ->
     angles = np.ones((PAGE_SIZE, shape.rotary_dim // 2), np.float32)
     query, norm = zeros((PAGE_SIZE, heads.n_q * heads.dim), bfloat16), np.zeros(heads.dim, np.float32)
     program = Program(n_threads)
-    attn_prepare(
-        program, proj, heads, norm, norm, 1e-6, n_tokens=np.array(PAGE_SIZE, np.int32), positions=at, token_batch_slot=at * 0,
-        page_table=table, cos=angles, sin=0 * angles, q_out=query, pages=pages[:, 0], kv=kv,
+    inputs = AttentionInputs(
+        n_tokens=np.array(PAGE_SIZE, np.int32), positions=at, token_batch_slot=at * 0, page_table=table,
+        n_seqs=np.array(0, np.int32), seq_start=at, seq_context=at, batch_slot=at,
     )  # fmt: skip
+    weights = AttentionWeights(norm, norm, 1e-6, angles, 0 * angles)
+    attn_prepare(program, proj, heads, weights, inputs, KvPages(pages[:, 0], kv), query)
     program.run()
     raw = pages.view(np.uint8)
     raw[1:] = raw[0]
@@ -65,12 +67,14 @@ def seconds_of(shape: ModelShape, name: str, rows: int, context: int, n_threads:
     query, out = (zeros((rows, heads.n_q * heads.dim), bfloat16) for _ in range(2))
     copy(query, np.random.default_rng(2).standard_normal(query.shape, np.float32))
     program = Program(n_threads)
-    attention(
-        program, query, np.zeros((rows, heads.row), np.float32), heads, pages[:, 0], n_seqs=np.array(rows, np.int32),
-        seq_start=np.arange(rows + 1, dtype=np.int32), seq_context=np.full(rows, context - 1, np.int32),
-        batch_slot=np.arange(rows, dtype=np.int32), page_table=table, records=zeros(heads.records_size(context), np.float32),
-        out=out, kv=KV_FORMATS[name],
+    own, cache = np.arange(rows, dtype=np.int32), KvPages(pages[:, 0], KV_FORMATS[name])
+    inputs = AttentionInputs(
+        n_tokens=np.array(rows, np.int32), positions=own * 0 + context - 1, token_batch_slot=own, page_table=table,
+        n_seqs=np.array(rows, np.int32), seq_start=np.arange(rows + 1, dtype=np.int32),
+        seq_context=np.full(rows, context - 1, np.int32), batch_slot=own,
     )  # fmt: skip
+    proj, records = np.zeros((rows, heads.row), np.float32), zeros(heads.records_size(context), np.float32)
+    attention(program, query, proj, heads, inputs, cache, records, out)
     return best_s(program.run, seconds)
 
 

@@ -19,15 +19,16 @@ from deltic.models.qwen.weights import weight_bytes
 from deltic.ops.arrays import Array, bfloat16, copy, zeros
 from deltic.ops.cpu.attention import attention, attn_prepare
 from deltic.ops.cpu.dense import embed, linear, rms_norm, silu_mul
-from deltic.ops.cpu.gdn import gdn
-from deltic.ops.cpu.moe import moe
+from deltic.ops.cpu.gdn import GdnMemory, gdn
+from deltic.ops.cpu.moe import Experts, moe
 from deltic.ops.cpu.program import Program
-from deltic.ops.cpu.sample import logprobs, sample
+from deltic.ops.cpu.sample import LogprobEntries, logprobs, sample
 from deltic.ops.formats import WeightFormat
-from deltic.ops.geometry import PAGE_SIZE, GdnWeights
+from deltic.ops.geometry import PAGE_SIZE, AttentionWeights, GdnWeights
+from deltic.ops.kv_formats import KvPages
 from deltic.ops.matrix import Matrix, Segment
 from deltic.runtime.cpu.batch import Batch
-from deltic.runtime.cpu.sampler import Sampler
+from deltic.runtime.cpu.sampler import DrawnIds, Sampler
 
 MAX_DECODES = 64
 CONTEXT = 1024
@@ -66,7 +67,7 @@ class Workload:
         n_seq_pages = pages_for(n_tokens)
         self.batch = Batch(max_rows, self.n_seqs, n_seq_pages, max_rows, allocate)
         self.sampler = Sampler(
-            self.n_seqs, n_tokens, max_rows, shape.vocab_size, shape.vocab_size, (), n_threads, allocate
+            self.n_seqs, n_tokens, max_rows, DrawnIds(shape.vocab_size, shape.vocab_size, ()), n_threads, allocate
         )
         self.activations: Activations = allocate_activations(shape, max_rows, max_rows, allocate)
         for name in ("normed", "mixed", "query", "final", "proj", "logits"):
@@ -194,32 +195,10 @@ class Workload:
         rows = self.activations.residual.shape[0]
         proj, out = _floats(rows, shape.gdn_in_proj_rows), _matrix(rows, values)
         state = n_v * heads.k_dim * heads.v_dim
+        memory = GdnMemory(self.columns, self.states, self.window_columns, self.window_gates, layer=0)
 
         def record(program: Program) -> None:
-            gdn(
-                program,
-                proj,
-                heads,
-                weights,
-                1e-6,
-                n_seqs=inputs.n_seqs,
-                seq_start=inputs.seq_start,
-                seq_context=inputs.seq_context,
-                start_slot=inputs.start_slot,
-                state_slot=inputs.state_slot,
-                snapshot_begin=inputs.snapshot_begin,
-                snapshot_n=inputs.snapshot_n,
-                snapshot_slot=inputs.snapshot_slot,
-                conv_state=self.columns,
-                state=self.states,
-                n_redo=inputs.n_redo,
-                is_lazy=inputs.is_lazy,
-                batch_slot=inputs.batch_slot,
-                window_columns=self.window_columns,
-                window_gates=self.window_gates,
-                layer=0,
-                out=out,
-            )
+            gdn(program, proj, heads, weights, 1e-6, inputs, memory, out)
 
         def n_bytes(m: int) -> float:
             n_sequences = m if m <= MAX_DECODES else 1
@@ -237,28 +216,13 @@ class Workload:
         q_size, kv_row = heads.n_q * heads.dim, 2 * heads.n_kv * heads.dim
         proj, query, out = _floats(rows, heads.row), _matrix(rows, q_size), _matrix(rows, q_size)
         cos, sin = (np.ones((CONTEXT + rows, shape.rotary_dim // 2), np.float32) for _ in range(2))
-        norm = _floats(heads.dim)
+        norm, cache = _floats(heads.dim), KvPages(self.pages)
         size = f"{heads.n_q} / {heads.n_kv} heads {heads.dim}"
         yield self.case(
             "attn_prepare",
             size,
             shape.n_attn_layers,
-            lambda p: attn_prepare(
-                p,
-                proj,
-                heads,
-                norm,
-                norm,
-                1e-6,
-                n_tokens=inputs.n_tokens,
-                positions=inputs.positions,
-                token_batch_slot=inputs.token_batch_slot,
-                page_table=inputs.page_table,
-                cos=cos,
-                sin=sin,
-                q_out=query,
-                pages=self.pages,
-            ),
+            lambda p: attn_prepare(p, proj, heads, AttentionWeights(norm, norm, 1e-6, cos, sin), inputs, cache, query),
             lambda m: m * (4.0 * (heads.row - q_size) + 2 * q_size + 2 * kv_row),
         )
 
@@ -274,20 +238,7 @@ class Workload:
             "attention",
             size,
             shape.n_attn_layers,
-            lambda p: attention(
-                p,
-                query,
-                proj,
-                heads,
-                self.pages,
-                n_seqs=inputs.n_seqs,
-                seq_start=inputs.seq_start,
-                seq_context=inputs.seq_context,
-                batch_slot=inputs.batch_slot,
-                page_table=inputs.page_table,
-                records=self.activations.attn_records,
-                out=out,
-            ),
+            lambda p: attention(p, query, proj, heads, inputs, cache, self.activations.attn_records, out),
             n_bytes,
             lambda m: 4.0 * q_size * n_keys(m),
         )
@@ -302,19 +253,8 @@ class Workload:
         an_expert = (gate_up.n_bytes + down.n_bytes) / e
 
         def record(program: Program) -> None:
-            moe(
-                program,
-                act.normed,
-                router,
-                gate_up,
-                down,
-                shared,
-                act.residual,
-                n_per_token=k,
-                normalise=shape.norm_topk_prob,
-                n_tokens=self.batch.inputs.n_tokens,
-                scratch=scratch,
-            )
+            experts = Experts(gate_up, down, k, normalise=shape.norm_topk_prob)
+            moe(program, act.normed, router, experts, shared, act.residual, self.batch.inputs.n_tokens, scratch)
 
         def n_bytes(m: int) -> float:
             n_used = len(np.unique(np.argpartition(router[:m, :e], -k)[:, -k:]))
@@ -341,11 +281,12 @@ class Workload:
         row, n_top = np.arange(self.n_seqs, dtype=np.int32), np.full(self.n_seqs, 5, np.int32)
         logprob = _floats(self.n_seqs)
         top_ids, top = zeros((self.n_seqs, 20), np.int32), _floats(self.n_seqs, 20)
+        entries = LogprobEntries(self.batch.inputs.n_tokens, row, target, n_top, logprob, top_ids, top)
         yield self.case(
             "logprobs",
             f"{v}, top 5",
             0,
-            lambda p: logprobs(p, logits, v, self.batch.inputs.n_tokens, row, target, n_top, logprob, top_ids, top),
+            lambda p: logprobs(p, logits, v, entries),
             lambda m: 4.0 * m * v,
             decodes_only=True,
         )

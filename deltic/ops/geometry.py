@@ -64,6 +64,19 @@ class AttentionHeads:
 
 
 @dataclass(frozen=True)
+class AttentionWeights:
+    """Norms and rotary tables of queries and keys. q_norm, k_norm: float32 [d], zero-centred; cos, sin:
+    float32 [n_angles, rotary/2]. Rotated are the first `rotary` dims of a head, in pairs (i, i + rotary/2).
+    """
+
+    q_norm: Any
+    k_norm: Any
+    eps: float
+    cos: Any
+    sin: Any
+
+
+@dataclass(frozen=True)
 class GdnHeads:
     """Geometry: key and value heads, their widths, and which key head a value head reads.
 

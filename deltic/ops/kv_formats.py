@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from deltic.ops.geometry import PAGE_SIZE
 
@@ -69,6 +70,15 @@ class KvFormat:
 
 
 BF16 = KvFormat("bf16", ("cpu", "cuda"), 16, 16)
+
+
+@dataclass(frozen=True)
+class KvPages:
+    """Pages of one layer, with any page stride, and the format of the keys and values in them."""
+
+    data: Any
+    format: KvFormat = BF16
+
 
 KV_FORMATS = {
     format.name: format

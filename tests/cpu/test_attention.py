@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from deltic.ops.contract import KernelError
-from deltic.ops.cpu.attention import attention, attn_prepare, kv_pages
+from deltic.ops.cpu.attention import AttentionInputs, attention, attn_prepare, kv_pages
 from deltic.ops.cpu.program import Program, usable_instruction_sets
-from deltic.ops.geometry import SPLIT_KEYS, AttentionHeads
-from deltic.ops.kv_formats import KV_FORMATS, KvFormat, on_device
+from deltic.ops.geometry import SPLIT_KEYS, AttentionHeads, AttentionWeights
+from deltic.ops.kv_formats import KV_FORMATS, KvFormat, KvPages, on_device
 from tests.cpu.grid import grid
 from tests.reference import kv as kv_oracle
 from tests.reference import layers as oracle
@@ -66,18 +66,18 @@ class Sequences:
         state_slots = i32(*(s for s, _, _ in chunks))
         q, out = (torch.full((len(rows), h.n_q * h.dim), float("nan"), dtype=BF16) for _ in range(2))
         program = Program(n_threads, library=self.kernels)
-        attn_prepare(
-            program, rows, h, self.q_norm, self.k_norm, 1e-6, n_tokens=i32(len(rows)),
-            positions=torch.cat([torch.arange(a, b) for _, a, b in chunks]).to(I32),
+        inputs = AttentionInputs(
+            n_tokens=i32(len(rows)), positions=torch.cat([torch.arange(a, b) for _, a, b in chunks]).to(I32),
             token_batch_slot=torch.repeat_interleave(state_slots, counts).to(I32), page_table=self.table,
-            cos=self.cos, sin=self.sin, q_out=q, pages=self.pages, kv=self.kv,
+            n_seqs=i32(len(chunks)), seq_start=torch.cat([torch.zeros(1), counts.cumsum(0)]).to(I32),
+            seq_context=i32(*(a for _, a, _ in chunks)), batch_slot=state_slots,
         )  # fmt: skip
-        attention(
-            program, q, rows, h, self.pages, n_seqs=i32(len(chunks)),
-            seq_start=torch.cat([torch.zeros(1), counts.cumsum(0)]).to(I32), seq_context=i32(*(a for _, a, _ in chunks)),
-            batch_slot=state_slots, page_table=self.table,
-            records=torch.full((n_records, h.dim + 16), float("nan"), dtype=F32), out=out, kv=self.kv,
-        )  # fmt: skip
+        weights, cache = (
+            AttentionWeights(self.q_norm, self.k_norm, 1e-6, self.cos, self.sin),
+            KvPages(self.pages, self.kv),
+        )
+        attn_prepare(program, rows, h, weights, inputs, cache, q)
+        attention(program, q, rows, h, inputs, cache, torch.full((n_records, h.dim + 16), float("nan"), dtype=F32), out)
         program.run()
         return [part.view(torch.int16) for part in out.split(counts.tolist())]
 
@@ -230,20 +230,19 @@ def test_a_token_behind_a_million() -> None:
         rows = torch.randn(min(at_a_time, n - first), heads.row)
         positions, q = torch.arange(first, first + len(rows)), torch.zeros(len(rows), 64, dtype=BF16)
         program = Program(2, library=SETS[0])
-        attn_prepare(
-            program, rows, heads, norm, norm, 1e-6, n_tokens=i32(len(rows)), positions=positions.to(I32),
-            token_batch_slot=torch.zeros(len(rows), dtype=I32), page_table=table, cos=cos, sin=sin, q_out=q, pages=pages,
+        inputs = AttentionInputs(
+            n_tokens=i32(len(rows)), positions=positions.to(I32), token_batch_slot=torch.zeros(len(rows), dtype=I32),
+            page_table=table, n_seqs=i32(1), seq_start=i32(0, 1), seq_context=i32(n - 1), batch_slot=i32(0),
         )  # fmt: skip
+        attn_prepare(program, rows, heads, AttentionWeights(norm, norm, 1e-6, cos, sin), inputs, KvPages(pages), q)
         program.run()
         k, v = rows[:, 128:].split(32, -1)
         keys.append(oracle.rope(oracle.rms_norm(k[:, None], norm, 1e-6), positions, frequencies)[:, 0].to(BF16))
         values.append(v.to(BF16))
     out = torch.zeros(1, 64, dtype=BF16)
     program = Program(2, library=SETS[0])
-    attention(
-        program, q[-1:], rows[-1:], heads, pages, n_seqs=i32(1), seq_start=i32(0, 1), seq_context=i32(n - 1), batch_slot=i32(0),
-        page_table=table, records=torch.zeros(EVERY_SPLIT_A_TASK, heads.dim + 16), out=out,
-    )  # fmt: skip
+    records = torch.zeros(EVERY_SPLIT_A_TASK, heads.dim + 16)
+    attention(program, q[-1:], rows[-1:], heads, inputs, KvPages(pages), records, out)
     program.run()
     weights = (q[-1].view(2, 32).double() @ torch.cat(keys).double().T / 32**0.5).softmax(-1)
     expected = (weights @ torch.cat(values).double()).flatten() * rows[-1, 64:128].double().sigmoid()
@@ -269,9 +268,12 @@ def test_more_blocks_than_a_wave_holds() -> None:
 
 def test_records_are_checked() -> None:
     sequences = Sequences(SETS[0], lengths=(1,))
+    inputs = AttentionInputs(
+        n_tokens=i32(1), positions=i32(0), token_batch_slot=i32(0), page_table=sequences.table, n_seqs=i32(1),
+        seq_start=i32(0, 1), seq_context=i32(0), batch_slot=i32(0),
+    )  # fmt: skip
     with pytest.raises(KernelError, match=r"attention: expected float32 records \[n, d \+ 16\]"):
         attention(
-            Program(1), torch.zeros(1, 512, dtype=BF16), sequences.proj[0], HEADS, sequences.pages, n_seqs=i32(1),
-            seq_start=i32(0, 1), seq_context=i32(0), batch_slot=i32(0), page_table=sequences.table,
-            records=torch.zeros(4, 64), out=torch.zeros(1, 512, dtype=BF16),
+            Program(1), torch.zeros(1, 512, dtype=BF16), sequences.proj[0], HEADS, inputs, KvPages(sequences.pages),
+            torch.zeros(4, 64), torch.zeros(1, 512, dtype=BF16),
         )  # fmt: skip

@@ -15,14 +15,15 @@ from torch import Tensor
 
 from deltic.engine.messages import SamplingParams
 from deltic.ops.contract import KernelError
-from deltic.ops.cpu.attention import attention, attn_prepare
-from deltic.ops.cpu.dense import draft_rows, embed, linear, rms_norm, silu_mul
-from deltic.ops.cpu.gdn import gdn
-from deltic.ops.cpu.moe import MoeScratch, moe
+from deltic.ops.cpu.attention import AttentionInputs, attention, attn_prepare
+from deltic.ops.cpu.dense import DraftNorms, draft_rows, embed, linear, rms_norm, silu_mul
+from deltic.ops.cpu.gdn import GdnInputs, GdnMemory, gdn
+from deltic.ops.cpu.moe import Experts, MoeScratch, moe
 from deltic.ops.cpu.program import Program, usable_instruction_sets
-from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch, logprobs, sample
+from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch, LogprobEntries, logprobs, sample
 from deltic.ops.formats import FLOATS, WEIGHT_FORMATS
-from deltic.ops.geometry import AttentionHeads, GdnHeads, GdnWeights
+from deltic.ops.geometry import AttentionHeads, AttentionWeights, GdnHeads, GdnWeights
+from deltic.ops.kv_formats import KvPages
 from deltic.ops.matrix import Matrix, row_bytes
 from tests.cpu.grid import grid
 from tests.quantised_rows import random_rows
@@ -278,7 +279,7 @@ def test_rms_norm(program: Program, rows: int, width: int) -> None:
 def test_draft_rows(program: Program, format: str) -> None:
     table, hidden, norms = packed(torch.randn(50, 96).to(BF16), format), torch.randn(5, 96).to(BF16), torch.randn(2, 96)
     out, scratch = poison(5, 192, dtype=BF16), poison(5, 96)
-    draft_rows(program, table, i32(3, 49, 0, 7, 1), hidden, norms[0], norms[1], 1e-6, out, count(4), scratch)
+    draft_rows(program, table, i32(3, 49, 0, 7, 1), hidden, DraftNorms(*norms, 1e-6), out, count(4), scratch)
     program.run()
     embedded = tensor_of(table.unpack()[0])[[3, 49, 0, 7]]
     close(out[:4, :96], oracle.rms_norm(embedded, norms[0], 1e-6), ONE_BF16_ULP)
@@ -352,18 +353,19 @@ class GdnCase:
         t, s = len(proj), len(chunks)
         out = poison(t, h.n_v * h.v_dim, dtype=BF16)
         program = Program(2, library=self.program.instruction_set)
-        gdn(
-            program, proj, h, self.weights, 1e-6, n_seqs=count(s),
+        inputs = GdnInputs(
+            n_seqs=count(s),
             seq_start=torch.cat([torch.zeros(1), lengths.cumsum(0)]).to(I32),
             seq_context=i32(*(before for _, before, _ in chunks)),
             start_slot=i32(*(starts or [state_slot for state_slot, _, _ in chunks])), state_slot=i32(*(state_slot for state_slot, _, _ in chunks)),
             snapshot_begin=torch.tensor([0, *(len(kept) for kept in snapshots)]).cumsum(0).to(I32),
             snapshot_n=i32(*(n for kept in snapshots for n, _ in kept)),
             snapshot_slot=i32(*(state_slot for kept in snapshots for _, state_slot in kept)),
-            conv_state=self.columns, state=self.state, n_redo=i32(*(redo or [0] * s)), is_lazy=i32(*(lazy or [0] * s)),
-            batch_slot=i32(*(state_slot for state_slot, _, _ in chunks)), window_columns=self.window_columns[:, 1],
-            window_gates=self.window_gates[:, 1], layer=1, out=out,
+            n_redo=i32(*(redo or [0] * s)), is_lazy=i32(*(lazy or [0] * s)),
+            batch_slot=i32(*(state_slot for state_slot, _, _ in chunks)),
         )  # fmt: skip
+        windows = self.window_columns[:, 1], self.window_gates[:, 1]
+        gdn(program, proj, h, self.weights, 1e-6, inputs, GdnMemory(self.columns, self.state, *windows, layer=1), out)
         program.run()
         return list(out.split(lengths.tolist()))
 
@@ -637,16 +639,14 @@ def test_attention(program: Program, n_q: int, n_kv: int, dim: int) -> None:
         positions = torch.cat([torch.arange(done[s], done[s] + takes[s]) for s in live]).to(I32)
         q, out = poison(t, n_q * dim, dtype=BF16), poison(t, n_q * dim, dtype=BF16)
         step = Program(2, library=program.instruction_set)
-        attn_prepare(
-            step, rows, heads, q_norm, k_norm, eps, n_tokens=count(t), positions=positions,
-            token_batch_slot=torch.repeat_interleave(state_slots, counts).to(I32), page_table=page_table,
-            cos=angles.cos(), sin=angles.sin(), q_out=q, pages=pages,
+        inputs = AttentionInputs(
+            n_tokens=count(t), positions=positions, token_batch_slot=torch.repeat_interleave(state_slots, counts).to(I32),
+            page_table=page_table, n_seqs=count(len(live)), seq_start=torch.cat([torch.zeros(1), counts.cumsum(0)]).to(I32),
+            seq_context=i32(*(done[s] for s in live)), batch_slot=state_slots,
         )  # fmt: skip
-        attention(
-            step, q, rows, heads, pages, n_seqs=count(len(live)),
-            seq_start=torch.cat([torch.zeros(1), counts.cumsum(0)]).to(I32), seq_context=i32(*(done[s] for s in live)),
-            batch_slot=state_slots, page_table=page_table, records=poison(*heads.records_size(256)), out=out,
-        )  # fmt: skip
+        weights = AttentionWeights(q_norm, k_norm, eps, angles.cos(), angles.sin())
+        attn_prepare(step, rows, heads, weights, inputs, KvPages(pages), q)
+        attention(step, q, rows, heads, inputs, KvPages(pages), poison(*heads.records_size(256)), out)
         step.run()
         for s, part in zip(live, out.split(counts.tolist()), strict=True):
             parts[s].append(part)
@@ -679,8 +679,7 @@ def test_moe(program: Program, n_tokens: int, n_experts: int, k: int, format: st
     )  # fmt: skip
     linear(program, h, packed(router), logits, workspace(t, width), count(n_tokens))
     moe(
-        program, h, logits, gate_up, down, shared, out,
-        n_per_token=k, normalise=True, n_tokens=count(n_tokens), scratch=scratch,
+        program, h, logits, Experts(gate_up, down, k, normalise=True), shared, out, count(n_tokens), scratch
     )  # fmt: skip
     program.run()
     weights, ids = oracle.route(h.float(), router[:-1], k, True, "bfloat16")
@@ -711,8 +710,8 @@ def test_of_equal_experts_the_first_are_chosen(program: Program) -> None:
         rows=workspace(t * k, width), up=poison(t * k, 2 * inner), act=poison(t * k, inner, dtype=BF16), y=poison(t * k, width),
     )  # fmt: skip
     moe(
-        program, h, logits, gate_up, down, torch.zeros(t, width), torch.zeros(t, width),
-        n_per_token=k, normalise=True, n_tokens=count(t), scratch=scratch,
+        program, h, logits, Experts(gate_up, down, k, normalise=True), torch.zeros(t, width), torch.zeros(t, width),
+        count(t), scratch,
     )  # fmt: skip
     program.run()
     assert scratch.expert.tolist() == [[0, 1, 2, 3], [17, 0, 1, 2], [5, 0, 1, 2]]
@@ -831,7 +830,8 @@ def test_logprobs(program: Program) -> None:
     logits[0, 10:14] = logits.max()
     logprob, ids, top = poison(n), torch.full((n, 8), -1, dtype=I32), poison(n, 8)
     target = i32(0, 288, 17, 3, 3)
-    logprobs(program, logits, n_real, count(n), i32(0, 1, 2, 3, 0), target, i32(8, 0, -1, 3, 1), logprob, ids, top)
+    entries = LogprobEntries(count(n), i32(0, 1, 2, 3, 0), target, i32(8, 0, -1, 3, 1), logprob, ids, top)
+    logprobs(program, logits, n_real, entries)
     program.run()
     for i, (row, n_top) in enumerate(((0, 8), (1, 0), (2, -1), (3, 3), (0, 1))):
         expected = sample_oracle.token_logprobs(logits[row], n_real)

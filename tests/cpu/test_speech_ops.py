@@ -8,10 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from deltic.ops.cpu.attention import attention, attn_prepare
+from deltic.ops.cpu.attention import AttentionInputs, attention, attn_prepare
 from deltic.ops.cpu.program import Program, usable_instruction_sets
 from deltic.ops.cpu.speech import SIDE_KEPT, SIDE_NONE, SIDE_VOICE, add_bias, code_rows, gather, keep_rows, talker_rows
-from deltic.ops.geometry import AttentionHeads
+from deltic.ops.geometry import AttentionHeads, AttentionWeights
+from deltic.ops.kv_formats import KvPages
 from tests.cpu.grid import grid
 from tests.tensors import on_tensors
 
@@ -115,15 +116,15 @@ def test_attention_without_gates(library: str, n_q: int, n_kv: int, dim: int) ->
             t, batch_slot = end - start, ints(0)
             query, mixed = (poisoned(t, n_q * dim, dtype=torch.bfloat16), poisoned(t, n_q * dim, dtype=torch.bfloat16))
             program = Program(2, library)
-            attn_prepare(
-                program, proj[start:end].contiguous(), heads, norms[0], norms[1], 1e-6, n_tokens=count(t),
-                positions=torch.arange(start, end, dtype=torch.int32), token_batch_slot=torch.zeros(t, dtype=torch.int32),
-                page_table=table, cos=angles.cos(), sin=angles.sin(), q_out=query, pages=pages,
+            inputs = AttentionInputs(
+                n_tokens=count(t), positions=torch.arange(start, end, dtype=torch.int32), page_table=table,
+                token_batch_slot=torch.zeros(t, dtype=torch.int32), n_seqs=count(1), seq_start=ints(0, t),
+                seq_context=ints(start), batch_slot=batch_slot,
             )  # fmt: skip
-            attention(
-                program, query, proj[start:end].contiguous(), heads, pages, n_seqs=count(1), seq_start=ints(0, t),
-                seq_context=ints(start), batch_slot=batch_slot, page_table=table, records=torch.zeros(64, dim + 16), out=mixed,
-            )  # fmt: skip
+            weights = AttentionWeights(norms[0], norms[1], 1e-6, angles.cos(), angles.sin())
+            rows = proj[start:end].contiguous()
+            attn_prepare(program, rows, heads, weights, inputs, KvPages(pages), query)
+            attention(program, query, rows, heads, inputs, KvPages(pages), torch.zeros(64, dim + 16), mixed)
             program.run()
             out.append(mixed)
         return torch.cat(out)

@@ -132,7 +132,7 @@ def attended(
     pieces = list(zip([0, *cuts], [*cuts, n], strict=True))
     for begin, stop in pieces:
         where = {"begin": count(begin), "n_rows": count(stop - begin)}
-        patch_keys(program, qkv[begin:stop].contiguous(), bias, frames, cos, sin, memory, **where)
+        patch_keys(program, qkv[begin:stop].contiguous(), bias, frames, (cos, sin), memory, **where)
     for begin, stop in pieces:
         where = {"begin": count(begin), "n_rows": count(stop - begin)}
         patch_attention(program, memory, frames, out[begin:stop], **where)
@@ -190,7 +190,7 @@ def test_a_frame_of_the_largest_picture(program: Program) -> None:
     grids, dim, n = [(256, 256)], 16, 1 << 16
     qkv, bias, frames = torch.randn(n, 3 * dim), torch.randn(3 * dim), frames_of([(256, 256)])
     memory, (cos, sin) = memory_of(frames, 1, dim), tables(dim, 256)
-    patch_keys(program, qkv, bias, frames, cos, sin, memory, begin=count(0), n_rows=count(n))
+    patch_keys(program, qkv, bias, frames, (cos, sin), memory, begin=count(0), n_rows=count(n))
     places, outs = [(0, 3), (40_000, 130), (n - 5, 5)], []
     for begin, rows in places:
         outs.append(poison(rows, dim, dtype=BF16))

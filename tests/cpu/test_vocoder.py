@@ -30,7 +30,7 @@ from deltic.models.vocoder.weights import FILE, dummy_vocoder, load_vocoder, voc
 from deltic.ops.arrays import nothing
 from deltic.ops.contract import KernelError
 from deltic.ops.cpu.program import Program, usable_instruction_sets
-from deltic.ops.cpu.vocoder import Batch, ConvWeights, Rows, conv
+from deltic.ops.cpu.vocoder import Batch, ConvEnd, ConvWeights, Rows, conv
 from deltic.runtime.build import build_runner
 from deltic.runtime.cpu.buffers import Arena
 from deltic.runtime.cpu.vocoder import VocoderStreams
@@ -58,7 +58,7 @@ def vocoder(
 ) -> VocoderStreams:
     tensors = load_vocoder(tiny_speech("custom_voice"), shape())
     made = VocoderStreams(
-        shape(), tensors, n_streams=n_streams, n_threads=n_threads, n_frames=n_frames, library=library, half=half
+        shape(), tensors, n_streams=n_streams, program=lambda: Program(n_threads, library), n_frames=n_frames, half=half
     )
     assert not tensors, "tensors that nothing reads"
     for rows in made.buffers.rows:
@@ -238,7 +238,8 @@ def test_snake_and_activations(library: str) -> None:
     for activation in (None, "gelu", "clamp"):
         program = Program(1, library)
         conv(
-            program, batch, source, identity, activation=activation, out=out, snake=array_of((alpha, inverse_beta)), snaked=snaked
+            program, batch, source, identity,
+            ConvEnd(out, activation=activation, snake=array_of((alpha, inverse_beta)), snaked=snaked),
         )  # fmt: skip
         program.run()
         y = tensor_of(out.data).view(n, width)
@@ -249,7 +250,7 @@ def test_snake_and_activations(library: str) -> None:
         near = y.abs() < 4
         assert (tensor_of(snaked.data).view(n, width) - wanted)[near].abs().max() < 2e-6
     with pytest.raises(KernelError, match="channels"):
-        conv(Program(1, library), batch, source, ConvWeights.pack(np.zeros((32, 16, 1), np.float32)), out=out)
+        conv(Program(1, library), batch, source, ConvWeights.pack(np.zeros((32, 16, 1), np.float32)), ConvEnd(out))
 
 
 def speak(engine: Engine, requests: list[Request]) -> dict[str, bytes]:
@@ -285,7 +286,7 @@ def test_audio_depends_on_the_request_alone() -> None:
 @pytest.mark.skipif("DELTIC_TEST_REAL_VOCODER" not in os.environ, reason="some seconds and 1.5 GB")
 def test_published_size() -> None:
     published = VocoderShape()
-    made = VocoderStreams(published, dummy_vocoder(published), n_streams=2, n_threads=2)
+    made = VocoderStreams(published, dummy_vocoder(published), n_streams=2, program=lambda: Program(2))
     codes = np.random.default_rng(0).integers(0, published.codebook_size, (5, 16)).astype(np.int32)
     alone = whole(made, codes)
     made.open(1)

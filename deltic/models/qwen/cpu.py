@@ -21,9 +21,9 @@ from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import AttnLayer, GdnLayer, Moe, Weights, empty_weights
 from deltic.models.rotary import PromptPositions, axis_of_angle, rotary_tables
 from deltic.ops.arrays import Array, bfloat16
-from deltic.ops.cpu.attention import attention, attn_prepare
-from deltic.ops.cpu.dense import draft_rows, embed, linear, rms_norm, silu_mul
-from deltic.ops.cpu.gdn import gdn
+from deltic.ops.cpu.attention import AttentionInputs, attention, attn_prepare
+from deltic.ops.cpu.dense import DraftNorms, draft_rows, embed, linear, rms_norm, silu_mul
+from deltic.ops.cpu.gdn import GdnInputs, GdnMemory, gdn
 from deltic.ops.cpu.lora import (
     AdapterRows,
     Entries,
@@ -34,45 +34,28 @@ from deltic.ops.cpu.lora import (
     lora_scratch,
     make_table,
 )
-from deltic.ops.cpu.moe import ExpertAdapters, MoeScratch, moe
+from deltic.ops.cpu.moe import ExpertAdapters, Experts, MoeScratch, moe
 from deltic.ops.cpu.program import Program
-from deltic.ops.geometry import MAX_GDN_DIM, MAX_GROUP, MAX_HEAD_DIM, Allocate
+from deltic.ops.geometry import MAX_GDN_DIM, MAX_GROUP, MAX_HEAD_DIM, Allocate, AttentionWeights
+from deltic.ops.kv_formats import KvPages
 from deltic.ops.matrix import Matrix, row_bytes
 
 
-@dataclass(frozen=True)
-class RowInputs:
-    """Inputs of every forward, in buffers that keep their addresses. int32; S sequences, T tokens.
+@dataclass(frozen=True, kw_only=True)
+class RowInputs(AttentionInputs):
+    """Inputs of every forward."""
 
-    A batch slot is a row of the page table, of which each running sequence has one.
-    """
-
-    n_tokens: Array
-    n_seqs: Array
+    angles: Array
     token_ids: Array  # [T]
-    positions: Array  # [T]
-    angles: Array  # [T] rows of the tables of cos and sin
-    token_batch_slot: Array  # [T]
-    seq_start: Array  # [S + 1]
-    seq_context: Array  # [S]
-    batch_slot: Array  # [S]
-    page_table: Array  # [batch_slots, max_pages]
 
 
-@dataclass(frozen=True)
-class ForwardInputs(RowInputs):
+@dataclass(frozen=True, kw_only=True)
+class ForwardInputs(RowInputs, GdnInputs):
     """A step's inputs of the model. A state slot is a row of `Memory.states` and `columns`."""
 
     n_logit_rows: Array
     logit_token: Array  # [R] the tokens whose logits are wanted
     n_hidden: Array  # rows whose hidden states the draft head wants beside those of the logits: all or none
-    start_slot: Array  # [S] where the chunk's state is read
-    state_slot: Array  # [S] and where it is left
-    snapshot_begin: Array  # [S + 1] into the next two
-    snapshot_n: Array  # [one for each 64 tokens] after so many tokens of its chunk the state goes
-    snapshot_slot: Array  # to this state slot, too
-    n_redo: Array  # [S] tokens of the batch slot's window that come before the chunk's
-    is_lazy: Array  # [S] 1: the chunk's tokens go to the window, not into the state
 
 
 @dataclass(frozen=True)
@@ -118,6 +101,11 @@ class Memory:
     columns: Array
     window_columns: Array
     window_gates: Array
+
+    def of_gdn(self, i: int) -> GdnMemory:
+        """Returns what layer i of those with a state has of it."""
+        windows = self.window_columns[:, i], self.window_gates[:, i]
+        return GdnMemory(self.columns[:, i], self.states[:, i], *windows, layer=i)
 
 
 @dataclass(frozen=True)
@@ -396,18 +384,8 @@ class Qwen:
         """
         head, eps = self.weights.draft_head, self.shape.rms_norm_eps
         assert head is not None
-        draft_rows(
-            program,
-            self.weights.embed,
-            inputs.token_ids,
-            buffers.hidden,
-            head.embedding_norm,
-            head.hidden_norm,
-            eps,
-            buffers.pair,
-            inputs.n_tokens,
-            act.residual,
-        )
+        norms, ids, n = DraftNorms(head.embedding_norm, head.hidden_norm, eps), inputs.token_ids, inputs.n_tokens
+        draft_rows(program, self.weights.embed, ids, buffers.hidden, norms, buffers.pair, n, act.residual)
         self.linears.project(program, "draft_head.fc", buffers.pair, act.residual, act.packed, inputs.n_tokens)
         rms_norm(program, act.residual, head.layer.input_norm, eps, act.normed, inputs.n_tokens)
         pages = memory.pages[:, -1]
@@ -436,23 +414,9 @@ class Qwen:
             self.gdn_heads,
             self.gdn_weights[i],
             self.shape.rms_norm_eps,
-            n_seqs=inputs.n_seqs,
-            seq_start=inputs.seq_start,
-            seq_context=inputs.seq_context,
-            start_slot=inputs.start_slot,
-            state_slot=inputs.state_slot,
-            snapshot_begin=inputs.snapshot_begin,
-            snapshot_n=inputs.snapshot_n,
-            snapshot_slot=inputs.snapshot_slot,
-            conv_state=memory.columns[:, i_gdn],
-            state=memory.states[:, i_gdn],
-            n_redo=inputs.n_redo,
-            is_lazy=inputs.is_lazy,
-            batch_slot=inputs.batch_slot,
-            window_columns=memory.window_columns[:, i_gdn],
-            window_gates=memory.window_gates[:, i_gdn],
-            layer=i_gdn,
-            out=mixed,
+            inputs,
+            memory.of_gdn(i_gdn),
+            mixed,
         )
         self.linears.project(
             program, f"layers.{i}.out_proj", mixed, act.residual, act.packed, inputs.n_tokens, add=True
@@ -467,63 +431,25 @@ class Qwen:
         self.linears.project(program, f"{name}qkv", act.normed, proj, act.packed, inputs.n_tokens)
         self._attn_prepare(program, layer, proj, inputs, pages, act)
         attention(
-            program,
-            query,
-            proj,
-            self.heads,
-            pages,
-            n_seqs=inputs.n_seqs,
-            seq_start=inputs.seq_start,
-            seq_context=inputs.seq_context,
-            batch_slot=inputs.batch_slot,
-            page_table=inputs.page_table,
-            records=act.attn_records,
-            out=mixed,
-            kv=self.shape.kv_format,
+            program, query, proj, self.heads, inputs, KvPages(pages, self.shape.kv_format), act.attn_records, mixed
         )
         self.linears.project(program, f"{name}o_proj", mixed, act.residual, act.packed, inputs.n_tokens, add=True)
 
     def _attn_prepare(
         self, program: Program, layer: AttnLayer, proj: Array, inputs: RowInputs, pages: Array, act: Activations
     ) -> None:
-        attn_prepare(
-            program,
-            proj,
-            self.heads,
-            layer.q_norm,
-            layer.k_norm,
-            self.shape.rms_norm_eps,
-            n_tokens=inputs.n_tokens,
-            positions=inputs.positions,
-            angles=inputs.angles,
-            token_batch_slot=inputs.token_batch_slot,
-            page_table=inputs.page_table,
-            cos=self.cos,
-            sin=self.sin,
-            q_out=_rows(act.query, act.residual, self.heads.n_q * self.heads.dim),
-            pages=pages,
-            kv=self.shape.kv_format,
-        )
+        weights = AttentionWeights(layer.q_norm, layer.k_norm, self.shape.rms_norm_eps, self.cos, self.sin)
+        query = _rows(act.query, act.residual, self.heads.n_q * self.heads.dim)
+        attn_prepare(program, proj, self.heads, weights, inputs, KvPages(pages, self.shape.kv_format), query)
 
     def _feed_forward(self, program: Program, name: str, mlp: Mlp | Moe, n_tokens: Array, act: Activations) -> None:
         if isinstance(mlp, Moe):
             assert act.router is not None and act.shared is not None and act.moe is not None
             self.linears.project(program, f"{name}router", act.normed, act.router, act.packed, n_tokens)
             self._swiglu(program, f"{name}shared_", mlp.shared_down.k, act.shared, n_tokens, act, add=False)
-            moe(
-                program,
-                act.normed,
-                act.router,
-                mlp.gate_up,
-                mlp.down,
-                act.shared,
-                act.residual,
-                n_per_token=self.shape.n_experts_per_tok,
-                normalise=self.shape.norm_topk_prob,
-                n_tokens=n_tokens,
-                scratch=act.moe,
-                adapters=self.linears.of_experts(name),
-            )
+            chosen, adapters = (self.shape.n_experts_per_tok, self.shape.norm_topk_prob), self.linears.of_experts(name)
+            experts = Experts(mlp.gate_up, mlp.down, *chosen, adapters)
+            moe(program, act.normed, act.router, experts, act.shared, act.residual, n_tokens, act.moe)
         else:
             self._swiglu(program, name, mlp.down.k, act.residual, n_tokens, act, add=True)
 

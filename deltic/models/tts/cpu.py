@@ -23,12 +23,13 @@ from deltic.models.rotary import rotary_tables
 from deltic.models.tts.shape import DecoderShape, SpeechShape
 from deltic.models.tts.weights import Decoder, SpeechWeights
 from deltic.ops.arrays import Array, bfloat16
-from deltic.ops.cpu.attention import attention, attn_prepare
+from deltic.ops.cpu.attention import AttentionInputs, attention, attn_prepare
 from deltic.ops.cpu.dense import rms_norm, silu_mul
 from deltic.ops.cpu.program import Program
 from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch, sample
 from deltic.ops.cpu.speech import add_bias, code_rows, gather, keep_rows, talker_rows
-from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, N_CODES, PAGE_SIZE, Allocate
+from deltic.ops.geometry import MAX_GROUP, MAX_HEAD_DIM, N_CODES, PAGE_SIZE, Allocate, AttentionWeights
+from deltic.ops.kv_formats import KvPages
 
 PAD_ROW = 0
 """Row of `SpeechActivations.text_rows` with the projection of the pad text, which stays there.
@@ -38,27 +39,13 @@ A step's own texts follow.
 
 
 @dataclass(frozen=True)
-class RowInputs:
-    """Rows of sequences for a decoder. int32; S sequences, T rows. Batch slot: row of the page table."""
-
-    n_rows: Array
-    n_seqs: Array
-    positions: Array  # [T]
-    row_batch_slot: Array  # [T]
-    seq_start: Array  # [S + 1]
-    seq_context: Array  # [S]
-    batch_slot: Array  # [S]
-    page_table: Array  # [batch_slots, max_pages]
-
-
-@dataclass(frozen=True)
 class SpeechInputs:
     """A step's inputs of the forward, in buffers that keep their addresses. int32.
 
     The frames' rows are the first D of T.
     """
 
-    rows: RowInputs
+    rows: AttentionInputs
     n_frames: Array
     n_first_rows: Array  # 2 D: the predictor's first pass has two rows a frame
     n_texts: Array
@@ -187,9 +174,9 @@ class _Layers:
         self.linears = linears
         self.cos, self.sin = rotary_tables(shape.inv_freq(), max_len)
 
-    def record(self, program: Program, inputs: RowInputs, pages: Array, act: DecoderActivations) -> None:
+    def record(self, program: Program, inputs: AttentionInputs, pages: Array, act: DecoderActivations) -> None:
         """act.residual[:n_rows] through all layers. pages: [n, layers, 2, nk, 64, d]."""
-        eps, n_rows, heads = self.shape.rms_norm_eps, inputs.n_rows, self.heads
+        eps, n_rows, heads = self.shape.rms_norm_eps, inputs.n_tokens, self.heads
         project = self.linears.project
         proj = _rows(act.proj, act.residual, heads.row)
         query = _rows(act.query, act.residual, self.shape.q_rows)
@@ -200,36 +187,9 @@ class _Layers:
             name = f"{self.name}.layers.{i}."
             rms_norm(program, act.residual, layer.input_norm, eps, act.normed, n_rows)
             project(program, f"{name}qkv", act.normed, proj, act.packed, n_rows)
-            attn_prepare(
-                program,
-                proj,
-                heads,
-                layer.q_norm,
-                layer.k_norm,
-                eps,
-                n_tokens=n_rows,
-                positions=inputs.positions,
-                token_batch_slot=inputs.row_batch_slot,
-                page_table=inputs.page_table,
-                cos=self.cos,
-                sin=self.sin,
-                q_out=query,
-                pages=pages[:, i],
-            )
-            attention(
-                program,
-                query,
-                proj,
-                heads,
-                pages[:, i],
-                n_seqs=inputs.n_seqs,
-                seq_start=inputs.seq_start,
-                seq_context=inputs.seq_context,
-                batch_slot=inputs.batch_slot,
-                page_table=inputs.page_table,
-                records=act.records,
-                out=mixed,
-            )
+            weights, cache = AttentionWeights(layer.q_norm, layer.k_norm, eps, self.cos, self.sin), KvPages(pages[:, i])
+            attn_prepare(program, proj, heads, weights, inputs, cache, query)
+            attention(program, query, proj, heads, inputs, cache, act.records, mixed)
             project(program, f"{name}o_proj", mixed, act.residual, act.packed, n_rows, add=True)
             rms_norm(program, act.residual, layer.post_norm, eps, act.normed, n_rows)
             project(program, f"{name}mlp.gate_up", act.normed, up, act.packed, n_rows)
@@ -266,7 +226,7 @@ class Tts:
             inputs.voice_rows,
             act.text_rows,
             talker.residual,
-            rows.n_rows,
+            rows.n_tokens,
         )
         self.talker.record(program, rows, memory.pages, talker)
         eps = self.shape.talker.rms_norm_eps
@@ -333,17 +293,17 @@ class Tts:
         return total
 
 
-def _pass_rows(i: int, n_frames: Array, n_rows: Array, n_seqs: int) -> RowInputs:
+def _pass_rows(i: int, n_frames: Array, n_rows: Array, n_seqs: int) -> AttentionInputs:
     """The rows of pass i.
 
     Frame m has page m for itself: positions 0 and 1 in the first pass, i + 1 in the others.
     """
     each = np.arange(n_seqs, dtype=np.int32)
-    return RowInputs(
-        n_rows=n_rows,
+    return AttentionInputs(
+        n_tokens=n_rows,
         n_seqs=n_frames,
         positions=np.full(n_seqs, i + 1, np.int32) if i else np.tile(np.array([0, 1], np.int32), n_seqs),
-        row_batch_slot=each if i else each.repeat(2),
+        token_batch_slot=each if i else each.repeat(2),
         seq_start=np.arange(n_seqs + 1, dtype=np.int32) * (1 if i else 2),
         seq_context=np.full(n_seqs, i + 1 if i else 0, np.int32),
         batch_slot=each,

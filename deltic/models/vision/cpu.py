@@ -153,7 +153,7 @@ class VisionTower:
         self._norm(program, block.norm1)
         qkv = self._product(program, b.normed, block.qkv)
         piece = {"begin": b.begin, "n_rows": b.n_rows}
-        patch_keys(program, qkv, block.qkv.bias, b.frames, self.cos, self.sin, b.keys, **piece)
+        patch_keys(program, qkv, block.qkv.bias, b.frames, (self.cos, self.sin), b.keys, **piece)
 
     def record_rest(self, program: Program, block: VisionBlock) -> None:
         """Appends the second stage of a block, when the keys and values of all patches are there."""

@@ -34,6 +34,7 @@ from deltic.ops.cpu.vocoder import (
     MAX_DIM,
     MAX_WINDOW,
     Batch,
+    ConvEnd,
     ConvWeights,
     Rows,
     conv,
@@ -188,41 +189,40 @@ class Vocoder:
         embed_codes(program, batch, self.buffers.codes, tables, entries)
         parts = [self._take(f"quantizer.rvq_{part}.output_proj.weight") for part in ("first", "rest")]
         latents = Rows(b, shape.codebook_dim, 1, head=2)
-        conv(program, batch, entries, ConvWeights.pack(np.concatenate(parts, 1)), out=latents)
+        conv(program, batch, entries, ConvWeights.pack(np.concatenate(parts, 1)), ConvEnd(latents))
         wide, stream, normed = Rows(a, latent, 1), Rows(x, hidden, 1), Rows(a, hidden, 1)
         pre_conv = self._conv_weights("pre_conv.conv")
-        conv(program, batch, latents, pre_conv, offset=self.begins["pre_conv"], out=wide)
-        conv(program, batch, wide, self._conv_weights("pre_transformer.input_proj"), out=stream)
+        conv(program, batch, latents, pre_conv, ConvEnd(wide), offset=self.begins["pre_conv"])
+        conv(program, batch, wide, self._conv_weights("pre_transformer.input_proj"), ConvEnd(stream))
         qkv, mixed, inner = Rows(b, 3 * heads, 1), Rows(a, heads, 1), Rows(b, shape.intermediate_size, 1)
         for i in range(shape.n_layers):
             p = f"pre_transformer.layers.{i}"
             norm = self._take(f"{p}.input_layernorm.weight")
             vocoder_rms_norm(program, batch, stream, norm, shape.rms_norm_eps, normed)
-            conv(program, batch, normed, self._linear(*(f"{p}.self_attn.{n}_proj" for n in "qkv")), out=qkv)
+            conv(program, batch, normed, self._linear(*(f"{p}.self_attn.{n}_proj" for n in "qkv")), ConvEnd(qkv))
             vocoder_attention(
                 program,
                 batch,
                 qkv,
                 shape.n_heads,
                 shape.sliding_window,
-                self._cos,
-                self._sin,
+                (self._cos, self._sin),
                 mixed,
                 offset=self.begins[f"layers.{i}"],
             )
             scale = self._take(f"{p}.self_attn_layer_scale.scale")
             o_proj = self._linear(f"{p}.self_attn.o_proj")
-            conv(program, batch, mixed, o_proj, scale=scale, residual=stream, out=stream)
+            conv(program, batch, mixed, o_proj, ConvEnd(stream, scale=scale, residual=stream))
             norm = self._take(f"{p}.post_attention_layernorm.weight")
             vocoder_rms_norm(program, batch, stream, norm, shape.rms_norm_eps, normed)
             gate, up = (self._take(f"{p}.mlp.{name}_proj.weight") for name in ("gate", "up"))
             gate_up = ConvWeights.pack(interleaved(gate, up)[..., None])
-            conv(program, batch, normed, gate_up, activation="swiglu", out=inner)
+            conv(program, batch, normed, gate_up, ConvEnd(inner, activation="swiglu"))
             scale, down = self._take(f"{p}.mlp_layer_scale.scale"), self._linear(f"{p}.mlp.down_proj")
-            conv(program, batch, inner, down, scale=scale, residual=stream, out=stream)
+            conv(program, batch, inner, down, ConvEnd(stream, scale=scale, residual=stream))
         norm, result = self._take("pre_transformer.norm.weight"), Rows(b, hidden, 1)
         vocoder_rms_norm(program, batch, stream, norm, shape.rms_norm_eps, result)
-        conv(program, batch, result, self._conv_weights("pre_transformer.output_proj"), out=wide)
+        conv(program, batch, result, self._conv_weights("pre_transformer.output_proj"), ConvEnd(wide))
 
     def _record_upsampling(self, program: Program, a: Array, b: Array, x: Array) -> tuple[Array, Array]:
         """Records the way from `a` to the input of the decoder, four rows a frame, behind its head.
@@ -235,18 +235,18 @@ class Vocoder:
             p = f"upsample.{i}"
             is_last = i + 1 == len(self.shape.upsampling_ratios)
             stretched = Rows(x, latent, rate * ratio, head=6)
-            conv(program, batch, Rows(a, latent, rate), self._upsampling(f"{p}.0.conv", ratio), out=stretched)
+            conv(program, batch, Rows(a, latent, rate), self._upsampling(f"{p}.0.conv", ratio), ConvEnd(stretched))
             rate *= ratio
             normed, inner = Rows(a, latent, rate), Rows(b, 4 * latent, rate)
             taps = np.ascontiguousarray(self._take(f"{p}.1.dwconv.conv.weight")[:, 0].T)
-            norm = self._take(f"{p}.1.norm.weight"), self._take(f"{p}.1.norm.bias")
+            norm = self._take(f"{p}.1.norm.weight"), self._take(f"{p}.1.norm.bias"), LAYER_NORM_EPS
             bias = self._take(f"{p}.1.dwconv.conv.bias")
-            depthwise_norm(program, batch, stretched, taps, bias, norm, LAYER_NORM_EPS, normed, offset=self.begins[p])
-            conv(program, batch, normed, self._conv_weights(f"{p}.1.pwconv1"), activation="gelu", out=inner)
+            depthwise_norm(program, batch, stretched, taps, bias, norm, normed, offset=self.begins[p])
+            conv(program, batch, normed, self._conv_weights(f"{p}.1.pwconv1"), ConvEnd(inner, activation="gelu"))
             gamma = self._take(f"{p}.1.gamma")
             out = Rows(a.view(self._dtype), latent, rate, head=6) if is_last else Rows(a, latent, rate)
             pwconv2 = self._conv_weights(f"{p}.1.pwconv2")
-            conv(program, batch, inner, pwconv2, scale=gamma, residual=stretched, out=out)
+            conv(program, batch, inner, pwconv2, ConvEnd(out, scale=gamma, residual=stretched))
         return a, b
 
     def _record_decoder(self, program: Program, here: Array, there: Array, x: Array) -> None:
@@ -260,7 +260,7 @@ class Vocoder:
         source, first = (Rows(here, shape.latent_dim, 4, head=6), self._conv_weights("decoder.0.conv", 1, dtype))
         target = Rows(there, shape.decoder_dim, 4, head=1)
         snake = self._snake("decoder.1.block.0")
-        conv(program, batch, source, first, offset=self.begins["decoder.0"], snake=snake, snaked=target)
+        conv(program, batch, source, first, ConvEnd(snake=snake, snaked=target), offset=self.begins["decoder.0"])
         for i, rate, r, width in _blocks(shape):
             here, there = there, here
             p, rate_out, half = f"decoder.{i}.block", rate * r, width // 2
@@ -270,7 +270,12 @@ class Vocoder:
             source, target = Rows(here, width, rate, head=1), Rows(there, half, rate_out, head=heads[0])
             up, snake = self._upsampling(f"{p}.1.conv", r, dtype), self._snake(f"{p}.2.act1", r)
             conv(
-                program, batch, source, up, offset=self.begins[f"decoder.{i}.1"], out=stream, snake=snake, snaked=target
+                program,
+                batch,
+                source,
+                up,
+                ConvEnd(stream, snake=snake, snaked=target),
+                offset=self.begins[f"decoder.{i}.1"],
             )
             followers = [f"{p}.{unit}.act1" for unit in range(3, 2 + len(DILATIONS))]
             followers += [f"decoder.{i + 1}" if is_last else f"decoder.{i + 1}.block.0"]
@@ -279,7 +284,7 @@ class Vocoder:
                 source, inner = target, Rows(here, half, rate_out)
                 conv1 = self._conv_weights(f"{p}.{unit}.conv1.conv", dilation, dtype)
                 snake, begin = self._snake(f"{p}.{unit}.act2"), self.begins[f"decoder.{i}.{unit}"]
-                conv(program, batch, source, conv1, offset=begin, snake=snake, snaked=inner)
+                conv(program, batch, source, conv1, ConvEnd(snake=snake, snaked=inner), offset=begin)
                 target = Rows(there, half, rate_out, head=heads[unit - 1])
                 is_end = unit == 1 + len(DILATIONS)
                 conv(
@@ -287,14 +292,11 @@ class Vocoder:
                     batch,
                     inner,
                     self._conv_weights(f"{p}.{unit}.conv2.conv", 1, dtype),
-                    residual=stream,
-                    out=None if is_end else stream,
-                    snake=self._snake(follower),
-                    snaked=target,
+                    ConvEnd(None if is_end else stream, residual=stream, snake=self._snake(follower), snaked=target),
                 )
         last = self._conv_weights(f"decoder.{len(shape.upsample_rates) + 2}.conv", 1, dtype)
         audio = Rows(self.buffers.audio, 1, FRAME_SAMPLES)
-        conv(program, batch, target, last, offset=self.begins["last"], activation="clamp", out=audio)
+        conv(program, batch, target, last, ConvEnd(audio, activation="clamp"), offset=self.begins["last"])
 
     def _take(self, name: str) -> Array:
         return self._tensors.pop(name)

@@ -7,6 +7,8 @@ Leaves out: bias (`add_bias` in ops/cpu/speech.py).
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from deltic.ops.arrays import Array, bfloat16
@@ -85,29 +87,35 @@ def rms_norm(
     program.call("deltic_rms_norm", x, w, out, rows, n_rows, x.shape[1], eps)
 
 
+@dataclass(frozen=True)
+class DraftNorms:
+    """Norms of a draft head's inputs, float32 [H] each."""
+
+    embedding: Array
+    hidden: Array
+    eps: float
+
+
 def draft_rows(
     program: Program,
     table: Matrix,
     token_ids: Array,
     hidden: Array,
-    embedding_norm: Array,
-    hidden_norm: Array,
-    eps: float,
+    norms: DraftNorms,
     out: Array,
     n_tokens: Array,
     scratch: Array,
 ) -> None:
     """out[t] = bfloat16 of rms_norm(float32(table[token_ids[t]])), then of rms_norm(hidden[t]).
 
-    table: [V, H]; token_ids: int32 [T]; hidden: bfloat16 [T, H]; norms: float32 [H]; out: bfloat16 [T, 2H];
-    n_tokens: int32 scalar, rows in use; scratch: float32 [T, H].
+    table: [V, H]; token_ids: int32 [T]; hidden: bfloat16 [T, H]; out: bfloat16 [T, 2H]; n_tokens: int32
+    scalar, rows in use; scratch: float32 [T, H].
     """
     h = table.k
     check("draft_rows", hidden.dtype == out.dtype == bfloat16, "bfloat16 hidden, out")
-    check(
-        "draft_rows", embedding_norm.dtype == hidden_norm.dtype == scratch.dtype == np.float32, "float32 norms, scratch"
-    )
-    check("draft_rows", embedding_norm.shape == hidden_norm.shape == (h,) and h % 16 == 0, f"norms of width {h}")
+    of_embedding, of_hidden = norms.embedding, norms.hidden
+    check("draft_rows", of_embedding.dtype == of_hidden.dtype == scratch.dtype == np.float32, "float32 norms, scratch")
+    check("draft_rows", of_embedding.shape == of_hidden.shape == (h,) and h % 16 == 0, f"norms of width {h}")
     n = token_ids.shape[0]
     check("draft_rows", hidden.shape == scratch.shape == (n, h) and out.shape == (n, 2 * h), f"{n} rows")
     program.call(
@@ -115,12 +123,12 @@ def draft_rows(
         *table.whole.arguments,
         token_ids,
         hidden,
-        embedding_norm,
-        hidden_norm,
+        of_embedding,
+        of_hidden,
         out,
         n_tokens,
         scratch,
-        eps,
+        norms.eps,
     )
 
 

@@ -7,6 +7,8 @@ decode: prefill and decode agree in bits.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
 
 from deltic.ops.arrays import Array, bfloat16, stride
@@ -15,37 +17,50 @@ from deltic.ops.cpu.program import Program
 from deltic.ops.geometry import MAX_GDN_DIM, MAX_WINDOW, GdnHeads, GdnWeights
 
 
+@dataclass(frozen=True, kw_only=True)
+class GdnInputs:
+    """Sequences of a step, in buffers that keep their addresses. int32; S sequences. See `gdn`."""
+
+    n_seqs: Array
+    seq_start: Array  # [S + 1]
+    seq_context: Array  # [S]: tokens before the chunk's
+    batch_slot: Array  # [S]: which window is the sequence's
+    start_slot: Array  # [S] where the chunk's state is read
+    state_slot: Array  # [S] and where it is left
+    snapshot_begin: Array  # [S + 1] into the next two
+    snapshot_n: Array  # [one for each 64 tokens] after so many tokens of its chunk the state goes
+    snapshot_slot: Array  # to this state slot, too
+    n_redo: Array  # [S] tokens of the batch slot's window that come before the chunk's
+    is_lazy: Array  # [S] 1: the chunk's tokens go to the window, not into the state
+
+
+@dataclass(frozen=True)
+class GdnMemory:
+    """State slots and windows of one layer, with any stride of slots. See `gdn`."""
+
+    columns: Array  # bfloat16 [state_slots, 3, C]
+    states: Array  # float32 or bfloat16 [state_slots, Hv, dk, dv]
+    window_columns: Array  # bfloat16 [batch_slots, W, C]
+    window_gates: Array  # float32 [batch_slots, W, 2 Hv]
+    layer: int
+    """The layer's number among those with a state."""
+
+
 def gdn(
     program: Program,
     proj: Array,
     heads: GdnHeads,
     weights: GdnWeights,
     eps: float,
-    *,
-    n_seqs: Array,
-    seq_start: Array,
-    seq_context: Array,
-    start_slot: Array,
-    state_slot: Array,
-    snapshot_begin: Array,
-    snapshot_n: Array,
-    snapshot_slot: Array,
-    conv_state: Array,
-    state: Array,
-    n_redo: Array,
-    is_lazy: Array,
-    batch_slot: Array,
-    window_columns: Array,
-    window_gates: Array,
-    layer: int,
+    inputs: GdnInputs,
+    memory: GdnMemory,
     out: Array,
 ) -> None:
     """proj float32 [T, 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [T, Hv dv]. States advance from state slot
     to state slot.
 
     Sequence s owns tokens seq_start[s] .. seq_start[s+1]-1 (int32 [S+1]); seq_context[s] tokens came before
-    them. A state slot is a row of conv_state (bfloat16 [state_slots, 3, C], any state slot stride) and of
-    state (float32 or bfloat16 [state_slots, Hv, dk, dv], any state slot stride). The tokens start from the
+    them. A state slot is a row of memory.columns and of memory.states. The tokens start from the
     state slot start_slot[s] (from zero where seq_context[s] is 0, whatever it says) and leave what follows
     them in state_slot[s], which may be the same: then the state advances in place.
 
@@ -57,26 +72,25 @@ def gdn(
     A state in bfloat16 is rounded behind every token, at random by a hash of the token's position, the layer
     (its number among those with a state), the head and the element.
 
-    Drafts: the window batch_slot[s] keeps the raw inputs of up to W tokens: a row of window_columns (bfloat16
-    [batch_slots, W, C], q|k|v rounded) and of window_gates (float32 [batch_slots, W, 2 Hv], b|a), both with
-    any batch slot stride. The first n_redo[s] tokens of the window come before the chunk's, as if they stood
-    in front of them: they are counted in seq_context[s], and the state slot start_slot[s] is that before
-    them. They have no output. Where is_lazy[s] is 1, state_slot[s] gets what they leave, and the chunk's own
-    tokens go on from there to their outputs only: their inputs replace the window (so there are at most W of
-    them). Snapshots are for sequences with neither. With n_redo[s] and is_lazy[s] 0 (int32 [S], as
-    batch_slot), the window is not touched.
+    Drafts: the window batch_slot[s] keeps the raw inputs of up to W tokens: a row of window_columns
+    (q|k|v rounded) and of window_gates (b|a). The first n_redo[s] tokens of the window come before the
+    chunk's, as if they stood in front of them: they are counted in seq_context[s], and the state slot
+    start_slot[s] is that before them. They have no output. Where is_lazy[s] is 1, state_slot[s] gets what
+    they leave, and the chunk's own tokens go on from there to their outputs only: their inputs replace the
+    window (so there are at most W of them). Snapshots are for sequences with neither. With n_redo[s] and
+    is_lazy[s] 0 (int32 [S], as batch_slot), the window is not touched.
 
     In one call, a batch slot belongs to one sequence. A state slot that is written (state_slot or
     snapshot_slot) is written by one sequence, and is the start of no other. A state slot that is only read
     may be the start of several. These values change from step to step, and are not checked.
     """
-    n_channels = heads.channels
+    n_channels, i, m = heads.channels, inputs, memory
     check("gdn", proj.dtype == np.float32 and out.dtype == bfloat16, "float32 proj, bfloat16 out")
-    indices = (seq_start, seq_context, start_slot, state_slot, snapshot_begin, snapshot_n, snapshot_slot)
+    indices = (i.seq_start, i.seq_context, i.start_slot, i.state_slot, i.snapshot_begin, i.snapshot_n, i.snapshot_slot)
     check("gdn", all(index.dtype == np.int32 for index in indices), "int32 indices")
     check(
         "gdn",
-        len(snapshot_begin) == len(seq_start) == len(state_slot) + 1 == len(start_slot) + 1,
+        len(i.snapshot_begin) == len(i.seq_start) == len(i.state_slot) + 1 == len(i.start_slot) + 1,
         "one start and one final state slot for each sequence, and the beginning of its snapshots",
     )
     check("gdn", weights.conv.shape == (4, n_channels), f"conv [4, {n_channels}]")
@@ -86,26 +100,26 @@ def gdn(
         f"dk, dv % 16 == 0 and at most {MAX_GDN_DIM}",
     )
     check("gdn", proj.shape[1] == n_channels + heads.n_v * heads.v_dim + 2 * heads.n_v, "six projections in a row")
-    _check_lists(state_slot, snapshot_n, snapshot_slot, (n_redo, is_lazy, batch_slot))
-    _check_state_slots(heads, state, conv_state)
-    _check_windows(heads, window_columns, window_gates)
+    _check_lists(inputs)
+    _check_state_slots(heads, m.states, m.columns)
+    _check_windows(heads, m.window_columns, m.window_gates)
     program.call(
-        "deltic_gdn" if state.dtype == np.float32 else "deltic_gdn_bf16",
+        "deltic_gdn" if m.states.dtype == np.float32 else "deltic_gdn_bf16",
         proj,
         proj.shape[1],
-        n_seqs,
-        seq_start,
-        seq_context,
-        start_slot,
-        state_slot,
-        snapshot_begin,
-        snapshot_n,
-        snapshot_slot,
+        i.n_seqs,
+        i.seq_start,
+        i.seq_context,
+        i.start_slot,
+        i.state_slot,
+        i.snapshot_begin,
+        i.snapshot_n,
+        i.snapshot_slot,
         weights.conv,
-        conv_state,
-        stride(conv_state),
-        state,
-        stride(state),
+        m.columns,
+        stride(m.columns),
+        m.states,
+        stride(m.states),
         weights.a_log,
         weights.dt_bias,
         weights.norm,
@@ -115,21 +129,22 @@ def gdn(
         heads.k_dim,
         heads.v_dim,
         heads.tiled,
-        n_redo,
-        is_lazy,
-        batch_slot,
-        window_columns,
-        stride(window_columns),
-        window_gates,
-        stride(window_gates),
-        layer,
+        i.n_redo,
+        i.is_lazy,
+        i.batch_slot,
+        m.window_columns,
+        stride(m.window_columns),
+        m.window_gates,
+        stride(m.window_gates),
+        m.layer,
         out,
     )
 
 
-def _check_lists(state_slot: Array, snapshot_n: Array, snapshot_slot: Array, windows: tuple[Array, ...]) -> None:
-    check("gdn", len(snapshot_n) == len(snapshot_slot), "one state slot for each snapshot")
-    check("gdn", all(len(index) == len(state_slot) for index in windows), "a window for each sequence")
+def _check_lists(inputs: GdnInputs) -> None:
+    windows = inputs.n_redo, inputs.is_lazy, inputs.batch_slot
+    check("gdn", len(inputs.snapshot_n) == len(inputs.snapshot_slot), "one state slot for each snapshot")
+    check("gdn", all(len(index) == len(inputs.state_slot) for index in windows), "a window for each sequence")
     check("gdn", all(index.dtype == np.int32 for index in windows), "int32 indices of windows")
 
 

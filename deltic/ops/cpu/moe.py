@@ -49,28 +49,34 @@ class MoeScratch:
     y: Array  # float32 [T k, H]
 
 
+@dataclass(frozen=True)
+class Experts:
+    """Routed experts of a layer, and how tokens choose them."""
+
+    gate_up: Matrix  # E matrices [2M, H], gate rows first
+    down: Matrix  # E matrices [H, M]
+    n_per_token: int
+    normalise: bool  # whether the weights of a token's experts add up to 1
+    adapters: ExpertAdapters | None = None
+
+
 def moe(
     program: Program,
     h: Array,
     logits: Array,
-    gate_up: Matrix,
-    down: Matrix,
+    experts: Experts,
     shared: Array,
     residual: Array,
-    *,
-    n_per_token: int,
-    normalise: bool,
     n_tokens: Array,
     scratch: MoeScratch,
-    adapters: ExpertAdapters | None = None,
 ) -> None:
     """residual[t] += sum_slot p_slot Expert_slot(h[t]) + sigmoid(logits[t, E]) shared[t].
 
-    h: bfloat16 [T, H]; logits: float32 [T, E + 1], the last for the shared expert; gate_up: E matrices [2M,
-    H] (gate rows first); down: E matrices [H, M]; shared, residual: float32 [T, H]; p: softmax of the first E
-    logits, the n_per_token largest (ties: lower expert), renormalised when `normalise`; n_tokens: int32
-    scalar.
+    h: bfloat16 [T, H]; logits: float32 [T, E + 1], the last for the shared expert; shared, residual: float32
+    [T, H]; p: softmax of the first E logits, the n_per_token largest (ties: lower expert), renormalised when
+    `normalise`; n_tokens: int32 scalar.
     """
+    gate_up, down, n_per_token = experts.gate_up, experts.down, experts.n_per_token
     n_experts, width, inner = down.n_matrices, down.n, down.k
     check("moe", (gate_up.n, gate_up.k) == (2 * inner, width), f"gate_up [{2 * inner}, {width}]")
     check("moe", gate_up.n_matrices == n_experts, f"gate_up of {n_experts} experts")
@@ -78,7 +84,7 @@ def moe(
     check("moe", h.dtype == bfloat16 and h.shape[1] == width, f"bfloat16 h [T, {width}]")
     check("moe", logits.shape[1] == n_experts + 1 and n_per_token <= n_experts, "logits [T, E + 1], k <= E")
     s, of_adapters = scratch, _NO_ADAPTERS
-    if (a := adapters) is not None:
+    if (a := experts.adapters) is not None:
         check("moe", a.gate_up.step == a.down.step, "entries of one table")
         of_adapters = (*a.rows.arguments, *a.gate_up.arguments, a.down.at, *a.scratch.arguments, a.scratch.groups)
     check("moe", s.rows.nbytes >= s.order.size * row_bytes(max(width, inner)), "rows for T k slots")
@@ -90,7 +96,7 @@ def moe(
         n_tokens,
         n_experts,
         n_per_token,
-        int(normalise),
+        int(experts.normalise),
         *gate_up.segments[0].arguments,
         *(gate_up.segments[1].arguments if len(gate_up.segments) > 1 else _NOTHING),
         *down.whole.arguments,

@@ -126,35 +126,35 @@ def sample(
     )
 
 
-def logprobs(
-    program: Program,
-    logits: Array,
-    n_real: int,
-    n_entries: Array,
-    row: Array,
-    target: Array,
-    n_top: Array,
-    logprob: Array,
-    top_ids: Array,
-    top_logprobs: Array,
-) -> None:
-    """Log-softmax of the raw logits at target[i], and the n_top[i] likeliest ids, likeliest first
-    (-1 skips the entry).
+@dataclass(frozen=True)
+class LogprobEntries:
+    """Log-probabilities that are wanted, and where they go. int32 but for the results."""
 
-    logits: float32 [R, V]; row, target, n_top: int32 [N]; logprob: float32 [N]; top_ids int32, top_logprobs
-    float32 [N, K].
+    n: Array  # entries in use
+    row: Array  # [N] of the logits
+    target: Array  # [N] the id
+    n_top: Array  # [N] how many likeliest ids are wanted; -1 skips the entry
+    logprob: Array  # float32 [N]
+    top_ids: Array  # [N, K], likeliest first
+    top_logprobs: Array  # float32 [N, K]
+
+
+def logprobs(program: Program, logits: Array, n_real: int, entries: LogprobEntries) -> None:
+    """Log-softmax of the raw logits, float32 [R, V], at each entry's target, and of its n_top likeliest
+    ids.
     """
+    e = entries
     program.call(
         "deltic_logprobs",
         logits,
         logits.shape[1],
         n_real,
-        n_entries,
-        row,
-        target,
-        n_top,
-        top_ids.shape[1],
-        logprob,
-        top_ids,
-        top_logprobs,
+        e.n,
+        e.row,
+        e.target,
+        e.n_top,
+        e.top_ids.shape[1],
+        e.logprob,
+        e.top_ids,
+        e.top_logprobs,
     )

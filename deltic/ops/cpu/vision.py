@@ -143,8 +143,7 @@ def patch_keys(
     qkv: Array,
     bias: Array,
     frames: Frames,
-    cos: Array,
-    sin: Array,
+    angles: tuple[Array, Array],
     memory: PatchKeys,
     *,
     begin: Array,
@@ -154,9 +153,9 @@ def patch_keys(
 
     qkv: float32 [R, 3 heads d], q | k | v, to which bias [3 heads d] is added; q and k are rotated in pairs
     (i, i + d / 2): pair i < d / 4 by the patch's row, pair d / 4 + i by its column, with the angle whose cos
-    and sin are float32 [places, d / 4].
+    and sin are `angles`, float32 [places, d / 4].
     """
-    width = 3 * memory.heads * memory.dim
+    width, (cos, sin) = 3 * memory.heads * memory.dim, angles
     memory.check("patch_keys")
     check("patch_keys", qkv.dtype == bias.dtype == np.float32 and qkv.shape[1] == width, f"qkv [R, {width}]")
     check("patch_keys", bias.shape == (width,), f"a bias of {width}")

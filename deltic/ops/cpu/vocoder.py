@@ -122,28 +122,29 @@ class ConvWeights:
         return cls(data, bias, n, taps, channels, dilation)
 
 
-def conv(
-    program: Program,
-    batch: Batch,
-    x: Rows,
-    w: ConvWeights,
-    *,
-    offset: int = 0,
-    activation: str | None = None,
-    scale: Array | None = None,
-    residual: Rows | None = None,
-    out: Rows | None = None,
-    snake: tuple[Array, Array] | None = None,
-    snaked: Rows | None = None,
-) -> None:
-    """y = activation(bias + conv(x)) * scale + residual; out = y; snaked = y + sin(alpha y)^2 * inverse_beta.
-
-    offset: of x's past [head, channels] in the state; scale and snake = (alpha, inverse_beta): float32 [n].
-    `residual` may be `out`. An output row of `out` and `snaked` has n / phases channels, where phases is
-    their rate over that of x. The heads of outputs are not written.
+@dataclass(frozen=True)
+class ConvEnd:
+    """End of a convolution, which has its sums: y = activation(sum) * scale + residual; out =
+    y; snaked = y + sin(alpha y)^2 * inverse_beta. The heads of outputs are not written.
     """
+
+    out: Rows | None = None
+    activation: str | None = None
+    scale: Array | None = None  # float32 [n]
+    residual: Rows | None = None  # may be `out`
+    snake: tuple[Array, Array] | None = None  # alpha and inverse_beta, float32 [n]
+    snaked: Rows | None = None
+
+
+def conv(program: Program, batch: Batch, x: Rows, w: ConvWeights, end: ConvEnd, *, offset: int = 0) -> None:
+    """Ends bias + conv(x) as `end` says.
+
+    offset: of x's past [head, channels] in the state. An output row has n / phases channels, where phases is
+    its rate over that of x.
+    """
+    out, residual, snake, snaked, scale = end.out, end.residual, end.snake, end.snaked, end.scale
     phases = (out or snaked or x).rate // x.rate
-    width = (w.n // 2 if activation == "swiglu" else w.n) // phases
+    width = (w.n // 2 if end.activation == "swiglu" else w.n) // phases
     check("conv", x.width == w.channels and x.head == w.head, f"x of {w.channels} channels behind {w.head} rows")
     check("conv", w.channels % 16 == 0, "channels a multiple of 16")
     check("conv", x.data.dtype == w.data.dtype, f"x of {w.data.dtype}, as the weights are")
@@ -167,7 +168,7 @@ def conv(
         w.data,
         w.n,
         w.bias,
-        ACTIVATIONS[activation],
+        ACTIVATIONS[end.activation],
         scale,
         *(residual.arguments if residual else _NO_ROWS),
         *(out.arguments if out else _NO_ROWS),
@@ -210,15 +211,14 @@ def depthwise_norm(
     x: Rows,
     w: Array,
     bias: Array,
-    norm: tuple[Array, Array],
-    eps: float,
+    norm: tuple[Array, Array, float],
     out: Rows,
     *,
     offset: int,
 ) -> None:
     """out = LayerNorm(bias + sum over taps of w[tap] * x). w: float32 [taps, width], the last tap is the
-    current row; bias and norm = (weight, bias): float32 [width]; out: no head; offset: of x's past in the
-    state.
+    current row; bias: float32 [width]; norm: weight and bias, float32 [width], and eps; out: no head; offset:
+    of x's past in the state.
     """
     taps, width = w.shape
     check("depthwise_norm", x.width == out.width == width and width % 16 == 0, "one width, a multiple of 16")
@@ -234,7 +234,6 @@ def depthwise_norm(
         w,
         bias,
         *norm,
-        eps,
         *out.arguments,
     )
 
@@ -245,8 +244,7 @@ def vocoder_attention(
     qkv: Rows,
     n_heads: int,
     window: int,
-    cos: Array,
-    sin: Array,
+    angles: tuple[Array, Array],
     out: Rows,
     *,
     offset: int,
@@ -254,10 +252,10 @@ def vocoder_attention(
     """Softmax attention of each frame over itself and the window - 1 before it, rotated by position.
 
     qkv: rows q | k | v of n_heads heads each, of which q and k are rotated in place, pairs (i, i + dim / 2);
-    cos, sin: float32 [positions, dim / 2]; offset: of [n_heads, window - 1, 2, dim] past keys and values in
-    the state.
+    angles: cos and sin, float32 [positions, dim / 2]; offset: of [n_heads, window - 1, 2, dim] past keys and
+    values in the state.
     """
-    dim = out.width // n_heads
+    dim, (cos, sin) = out.width // n_heads, angles
     check("vocoder_attention", qkv.width == 3 * out.width and out.width == n_heads * dim, "q | k | v")
     check("vocoder_attention", dim % 32 == 0 and dim <= MAX_DIM, f"heads of a multiple of 32, at most {MAX_DIM}")
     check("vocoder_attention", 2 <= window <= MAX_WINDOW, f"a window of 2 to {MAX_WINDOW} frames")

@@ -16,7 +16,7 @@ from deltic.ops.arrays import Array, bfloat16, nothing, zeros
 from deltic.ops.geometry import PAGE_SIZE, Allocate
 from deltic.runtime.cpu.batch import Batch
 from deltic.runtime.cpu.draft_head import DraftHead
-from deltic.runtime.cpu.sampler import Sampler
+from deltic.runtime.cpu.sampler import DrawnIds, Sampler
 from deltic.runtime.cpu.speech_batch import SpeechBatch
 from deltic.runtime.plan import SpeechPlan, TextPlan
 
@@ -129,9 +129,7 @@ def build_workspace(plan: TextPlan, allocate: Allocate) -> Workspace:
             plan.max_num_seqs,
             plan.max_model_len,
             plan.max_logit_rows,
-            plan.shape.vocab_size,
-            plan.n_real,
-            plan.shape.eos_token_ids,
+            DrawnIds(plan.shape.vocab_size, plan.n_real, plan.shape.eos_token_ids),
             plan.n_threads,
             allocate,
             n_drafts=PAGE_SIZE if plan.max_drafts else 0,
@@ -167,9 +165,7 @@ def build_speech_workspace(plan: SpeechPlan, allocate: Allocate) -> SpeechWorksp
             n,
             plan.max_model_len,
             n,
-            shape.n_drawn,
-            shape.n_drawn,
-            (shape.end_id,),
+            DrawnIds(shape.n_drawn, shape.n_drawn, (shape.end_id,)),
             plan.n_threads,
             allocate,
             penalises_prompt=False,

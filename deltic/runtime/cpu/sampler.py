@@ -11,6 +11,7 @@ shares a batch draws the same.
 from __future__ import annotations
 
 from collections.abc import Sequence as Rows
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,7 @@ from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS, SamplingParams, Tok
 from deltic.engine.step import Rule, Sequence, Step, StepResult
 from deltic.ops.arrays import Array
 from deltic.ops.cpu.program import Program
-from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch, logprobs, sample
+from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch, LogprobEntries, logprobs, sample
 from deltic.ops.geometry import Allocate
 
 
@@ -123,6 +124,17 @@ class Draws:
             d.banned_begin[:] = 0
 
 
+@dataclass(frozen=True)
+class DrawnIds:
+    """Ids of a model's logits."""
+
+    n: int
+    n_real: int
+    """Ids that can be drawn: the first."""
+    ends: tuple[int, ...]
+    """Ids that end a sequence."""
+
+
 class Sampler:
     """The buffers of up to n_batch_slots draws a step, n_drafts more of drafts, and n_logit_rows of
     prompts."""
@@ -132,9 +144,7 @@ class Sampler:
         n_batch_slots: int,
         max_model_len: int,
         n_logit_rows: int,
-        n_vocab: int,
-        n_real: int,
-        eos_token_ids: tuple[int, ...],
+        ids: DrawnIds,
         n_threads: int,
         allocate: Allocate,
         penalises_prompt: bool = True,
@@ -142,7 +152,7 @@ class Sampler:
     ) -> None:
         """penalises_prompt: repetition_penalty sees prompt tokens too. They must be ids that can be drawn."""
         i32, f32 = np.int32, np.float32
-        self.n_real = n_real
+        self.n_real = ids.n_real
         self.penalises_prompt = penalises_prompt
         self.batch_slots = BatchParameters(
             **{name: allocate(name, (n_batch_slots,), f32) for name in ("temperature", "top_p", "min_p")},
@@ -152,39 +162,30 @@ class Sampler:
             history=allocate("history", (n_batch_slots, max_model_len), i32),
         )
         n_draws = n_batch_slots + n_drafts
-        self.draws = Draws(n_draws, n_real, eos_token_ids, allocate)
+        self.draws = Draws(n_draws, ids.n_real, ids.ends, allocate)
         n_scratch = min(n_threads, n_draws)
         self.scratch = DrawScratch(
-            values=allocate("draw values", (n_scratch, n_vocab), f32),
-            counts=allocate("draw counts", (n_scratch, n_vocab), i32),
-            candidates=allocate("draw candidates", (n_scratch, n_vocab), np.int64),
+            values=allocate("draw values", (n_scratch, ids.n), f32),
+            counts=allocate("draw counts", (n_scratch, ids.n), i32),
+            candidates=allocate("draw candidates", (n_scratch, ids.n), np.int64),
         )
         n_entries = n_draws + n_logit_rows
-        self._n_entries = allocate("n logprob entries", (), i32)
-        self._row = allocate("logprob row", (n_entries,), i32)
-        self._target = allocate("logprob target", (n_entries,), i32)  # the draws come first: tokens land here
-        self._n_top = allocate("logprob n top", (n_entries,), i32)
-        self._logprob = allocate("logprob", (n_entries,), f32)
-        self._top_ids = allocate("top ids", (n_entries, MAX_LOGPROBS), i32)
-        self._top_logprobs = allocate("top logprobs", (n_entries, MAX_LOGPROBS), f32)
+        self._entries = LogprobEntries(
+            n=allocate("n logprob entries", (), i32),
+            row=allocate("logprob row", (n_entries,), i32),
+            target=allocate("logprob target", (n_entries,), i32),  # the draws come first: tokens land here
+            n_top=allocate("logprob n top", (n_entries,), i32),
+            logprob=allocate("logprob", (n_entries,), f32),
+            top_ids=allocate("top ids", (n_entries, MAX_LOGPROBS), i32),
+            top_logprobs=allocate("top logprobs", (n_entries, MAX_LOGPROBS), f32),
+        )
         self._owner: list[Sequence | None] = [None] * n_batch_slots
         self._n_history = [0] * n_batch_slots
 
     def record(self, program: Program, logits: Array) -> None:
         """Appends the draws and the log-probabilities to the step's program."""
-        sample(program, logits, self.n_real, self.batch_slots, self.draws.inputs, self.scratch, self._target)
-        logprobs(
-            program,
-            logits,
-            self.n_real,
-            self._n_entries,
-            self._row,
-            self._target,
-            self._n_top,
-            self._logprob,
-            self._top_ids,
-            self._top_logprobs,
-        )
+        sample(program, logits, self.n_real, self.batch_slots, self.draws.inputs, self.scratch, self._entries.target)
+        logprobs(program, logits, self.n_real, self._entries)
 
     def fill(self, step: Step, first_row: list[int]) -> None:
         """Writes the step's draws and the prompt positions whose log-probabilities are wanted."""
@@ -212,10 +213,10 @@ class Sampler:
                 rows += range(first_row[c], first_row[c] + n_entries)
                 n_top += [chunk.sequence.request.params.prompt_logprobs or 0] * n_entries
         n_entries = n + len(targets)
-        self._row[:n_entries] = rows
-        self._n_top[:n_entries] = n_top
-        self._target[n:n_entries] = targets
-        self._n_entries.fill(n_entries)
+        self._entries.row[:n_entries] = rows
+        self._entries.n_top[:n_entries] = n_top
+        self._entries.target[n:n_entries] = targets
+        self._entries.n.fill(n_entries)
 
     def read(self, step: Step) -> StepResult:
         """The tokens drawn, and the log-probabilities that were asked for."""
@@ -224,7 +225,7 @@ class Sampler:
         for draw in step.draws:
             chunk = step.chunks[draw.chunk]
             n_rows = 1 + len(chunk.drafts)
-            tokens = chunk.accepted(self._target[at : at + n_rows].tolist())
+            tokens = chunk.accepted(self._entries.target[at : at + n_rows].tolist())
             result.tokens.append(tokens)
             wanted = draw.sequence.request.params.logprobs is not None
             result.logprobs.append([self._entry(at + j) for j in range(len(tokens))] if wanted else None)
@@ -237,9 +238,9 @@ class Sampler:
         return result
 
     def _entry(self, i: int) -> TokenLogprob:
-        k = int(self._n_top[i])
-        top = list(zip(self._top_ids[i, :k].tolist(), self._top_logprobs[i, :k].tolist(), strict=True))
-        return TokenLogprob(int(self._target[i]), float(self._logprob[i]), top)
+        k = int(self._entries.n_top[i])
+        top = list(zip(self._entries.top_ids[i, :k].tolist(), self._entries.top_logprobs[i, :k].tolist(), strict=True))
+        return TokenLogprob(int(self._entries.target[i]), float(self._entries.logprob[i]), top)
 
     def _take_batch_slot(self, batch_slot: int, sequence: Sequence) -> None:
         params, batch_slots = sequence.request.params, self.batch_slots

@@ -7,6 +7,7 @@ The vocoder is separate: engine/stage.py decides when it turns codes into audio.
 from __future__ import annotations
 
 from array import array
+from functools import partial
 
 import numpy as np
 
@@ -58,8 +59,7 @@ class SpeechRunner(Speaker):
             shape.vocoder,
             vocoder,
             n_streams=plan.n_vocoder_slots,
-            n_threads=plan.n_threads,
-            cpus=plan.cpus,
+            program=partial(Program, plan.n_threads, cpus=plan.cpus),
             allocate=arena.allocate,
             half=self.has_half_vocoder,
         )

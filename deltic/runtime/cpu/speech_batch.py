@@ -10,9 +10,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from deltic.engine.step import Sequence, Step
-from deltic.models.tts.cpu import PAD_ROW, PredictorDraws, RowInputs, SpeechInputs
+from deltic.models.tts.cpu import PAD_ROW, PredictorDraws, SpeechInputs
 from deltic.models.tts.shape import FRAME, N_SIDE, SPEAKER, SpeechShape
 from deltic.ops.arrays import Array
+from deltic.ops.cpu.attention import AttentionInputs
 from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch
 from deltic.ops.cpu.speech import SIDE_KEPT, SIDE_VOICE
 from deltic.ops.geometry import N_CODES, Allocate
@@ -33,11 +34,11 @@ class SpeechBatch:
         self.shape = shape
         counts = buffer("counts", 5)
         self.inputs = SpeechInputs(
-            rows=RowInputs(
-                n_rows=counts[0, ...],
+            rows=AttentionInputs(
+                n_tokens=counts[0, ...],
                 n_seqs=counts[1, ...],
                 positions=buffer("positions", n_rows),
-                row_batch_slot=buffer("row batch slot", n_rows),
+                token_batch_slot=buffer("row batch slot", n_rows),
                 seq_start=buffer("sequence start", n_batch_slots + 1),
                 seq_context=buffer("sequence context", n_batch_slots),
                 batch_slot=buffer("sequence batch slot", n_batch_slots),
@@ -79,7 +80,7 @@ class SpeechBatch:
             rows.seq_start[i], rows.seq_context[i] = at, chunk.start
             rows.batch_slot[i], inputs.state_slot[i], inputs.last_row[i] = batch_slot, state_slot, end - 1
             rows.positions[at:end] = np.arange(chunk.start, chunk.start + chunk.length)
-            rows.row_batch_slot[at:end] = batch_slot
+            rows.token_batch_slot[at:end] = batch_slot
             if chunk.is_decode:
                 assert len(frames) == i
                 frames.append(chunk.start - sequence.n_prompt)

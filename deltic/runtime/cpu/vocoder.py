@@ -7,7 +7,7 @@ passes, which changes no bit.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,19 +47,19 @@ class VocoderStreams:
         tensors: dict[str, Array],
         *,
         n_streams: int,
-        n_threads: int = 1,
-        cpus: tuple[int, ...] = (),
+        program: Callable[[], Program],
         n_frames: int = PASS_FRAMES,
         allocate: Allocate = lambda name, size, dtype: zeros(size, dtype),
-        library: str | None = None,
         half: bool = False,
     ) -> None:
-        """tensors, half: as of `Vocoder`. Raises UnsupportedModelError."""
+        """tensors, half: as of `Vocoder`. program: makes one, with its threads. Raises
+        UnsupportedModelError.
+        """
         self.shape = shape
         self.n_streams, self.n_frames = n_streams, n_frames
         self.buffers = b = allocate_vocoder(shape, n_streams, allocate, n_frames)
         self.state_size = b.states.shape[1]
-        self._front, self._rest = Program(n_threads, library, cpus), Program(n_threads, library, cpus)
+        self._front, self._rest = program(), program()
         Vocoder(shape, tensors, b, half).record(self._front, self._rest)
 
     def open(self, state_slot: int, state: Array | None = None) -> None:
