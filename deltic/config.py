@@ -409,8 +409,8 @@ class ServerConfig:
     )
     allow_pull: bool = knob(
         False,
-        "with --models-from cache: let clients (with keys those of administrators) have models of the hub fetched to the disk: POST "
-        "/api/pull",
+        "with --models-from cache: let clients (with keys those of administrators) have models of the hub fetched to the disk, and "
+        "deleted: /api/pull, /api/delete",
     )
     load_timeout_s: float = knob(
         300.0,

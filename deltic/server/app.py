@@ -201,9 +201,7 @@ DECLINED = {
         ("uploads", "vector_stores", "containers"): "keeps no such files. See /v1/files",
         ("fine_tuning", "evals"): "runs no such jobs. See /v1/batches",
         ("assistants", "threads", "conversations"): "keeps no threads. Use /v1/responses with previous_response_id",
-        tuple(
-            f"/api/{name}" for name in ("push", "create", "copy", "delete", "blobs")
-        ): "serves what it was started with",
+        tuple(f"/api/{name}" for name in ("push", "create", "copy", "blobs")): "serves what it was started with",
         ("responses/compact",): "shortens no history. Send what is to be kept",
     }.items()
     for path in names
@@ -471,6 +469,7 @@ ROUTES = (
     Route("GET", "/api/ps", ollama.running),
     Route("POST", "/api/show", ollama.show, ollama_protocol.ShowRequest, any_type=True),
     Route("POST", "/api/pull", pull.pull, ollama_protocol.PullRequest, any_type=True, names_later=True),
+    Route("DELETE", "/api/delete", pull.delete, ollama_protocol.DeleteRequest, names_later=True, gives=()),
     Route("GET", "/api/version", ollama.version, open_=True),
     Route("GET", "/v1/models", models.list_models),
     Route("POST", "/v1/models/load", pull.load_model, pull.LoadRequest, is_shared=True, names_later=True),

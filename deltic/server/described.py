@@ -121,6 +121,7 @@ DESCRIBED = {
     "POST /api/pull": Described(
         ollama_answers.OllamaStatus, ollama_answers.OllamaStatus, example={"model": "built-in", "stream": False}
     ),
+    "DELETE /api/delete": Described(example={"model": "built-in"}),
     "GET /api/version": Described(answers.ServerVersion),
     "GET /v1/models": Described(answers.ModelList),
     "GET /v1/models/{model:path}": Described(answers.ModelEntry),

@@ -34,11 +34,12 @@ from deltic.host.launch import Allowance
 from deltic.host.supervisor import PROGRAM, EngineHost, needs_of
 from deltic.machine import free_memory_bytes
 from deltic.models.checkpoint import speaks
+from deltic.models.fields import CheckpointError
 from deltic.models.gguf import SUFFIX, set_name
 from deltic.server.chat.generation import queue_full, timed_out
 from deltic.server.errors import ApiError
 from deltic.server.limits import Ticket
-from deltic.server.local_models import LocalModel, local_models, why_not
+from deltic.server.local_models import LocalModel, Removal, local_models, removal, why_not
 from deltic.server.metrics import COUNTER, GAUGE, Histogram, labelled, plain
 from deltic.server.transport import unless_disconnected
 
@@ -126,6 +127,11 @@ class Offered:
         return bool(self.n_users or self.client.n_open or self.client.is_asked)
 
     @property
+    def is_wanted(self) -> bool:
+        """True if its load is to go on."""
+        return bool(self.n_waiting or self.stays_asked)
+
+    @property
     def expires_s(self) -> float:
         """Time at which it is unloaded if nobody asks (time.monotonic())."""
         return self.used_s + self.keep_s
@@ -180,6 +186,11 @@ class ModelsOnDisk:
             configs[name] = _settings(model, common), known.names if known else ()
         return configs
 
+    def removal(self, path: str, common: EngineConfig) -> Removal | None:
+        """Prepares the deletion of the model at a path. None: it is not in the hub's cache."""
+        there = (model for model in local_models(common.download_dir) if str(model.path) == path)
+        return next((removal(model, common.download_dir) for model in there), None)
+
     def _why_not(self, model: LocalModel) -> str:
         changed_s = model.path.stat().st_mtime
         if self._refused.get(model.path, (0.0, ""))[0] != changed_s:
@@ -192,6 +203,8 @@ class OnDemand:
 
     open: Callable[[Offered], Awaitable[None]]
     """Makes what routes need of a model. Raises ConfigError. Set before `start`."""
+    close: Callable[[str], object]
+    """Takes that away, by the name of a model that is gone. Set before `start`."""
 
     def __init__(self, config: ServerConfig, program: tuple[str, ...] = PROGRAM) -> None:
         """program: as of an EngineHost. Raises ConfigError."""
@@ -283,9 +296,38 @@ class OnDemand:
                 known.config, known.needs, known.is_open = config, None, False  # another revision
         for name, model in list(self.models.items()):
             if name not in found and model.is_found and model.host is None and model.attempt is None:
-                del self.models[name]
+                self.close(self.models.pop(name).name)
             elif not model.is_found and not model.is_given:  # the built-in one
                 self.models[name] = self.models.pop(name)
+
+    async def delete(self, model: Offered) -> None:
+        """Deletes the files of a model, which is unloaded first.
+
+        Raises ApiError: 400 for one that is not from the download cache, 409 while it loads or answers, 500
+        where its files could not be deleted.
+        """
+        async with self._looking:  # nothing is found meanwhile
+            path = model.config.model
+            gone = await asyncio.to_thread(self._disk.removal, path, self.common) if model.is_found else None
+            if gone is None:
+                message = (
+                    f"{model.name!r} does not come from the download cache. Its files are not this server's to delete."
+                )
+                raise ApiError(400, message, param="model", code="not_in_cache")
+            while model.host is not None or model.attempt is not None:
+                if model.is_busy or model.attempt is not None:
+                    message = f"{model.name!r} loads or answers. Delete it when it is idle: GET /v1/models has the state of each."
+                    raise ApiError(409, message, param="model", code="model_in_use")
+                self.keep(model, 0.0)
+                await asyncio.sleep(POLL_S / 10)
+            self.close(self.models.pop(model.name).name)
+            self._looked_s = -math.inf
+            try:
+                await asyncio.to_thread(gone.run)
+            except CheckpointError as error:
+                log.warning("%s", error)
+                raise ApiError(500, f"{model.name!r} could not be deleted. The server's log says why.") from None
+            log.info("deleted %s: %.2f GB are free again", model.name, gone.n_bytes / 1e9)
 
     def _new(self, name: str, config: EngineConfig, short: tuple[str, ...]) -> Offered:
         client = EngineClient(config, self._config.max_queue, name=name)
@@ -475,7 +517,7 @@ class OnDemand:
         """Loads the first of the queue, if anybody still waits for it."""
         model = self._queue[0]
         try:
-            if not model.takes_requests and self._is_wanted(model):
+            if not model.takes_requests and model.is_wanted:
                 await self._load(model)
             _settle(model)
         except LoadFailed as error:
@@ -487,9 +529,6 @@ class OnDemand:
             raise
         finally:
             self._queue.remove(model)
-
-    def _is_wanted(self, model: Offered) -> bool:
-        return bool(model.n_waiting or model.stays_asked)
 
     async def _load(self, model: Offered) -> None:
         """Raises LoadFailed."""
@@ -560,7 +599,7 @@ class OnDemand:
                 self._changed.clear()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), POLL_S)
-                if not self._is_wanted(model):
+                if not model.is_wanted:
                     return False
             return True
         finally:

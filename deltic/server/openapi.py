@@ -34,7 +34,7 @@ FAILURES = {
     401: "No valid API key.",
     403: "The Host header names another machine, or the key may not see what all keys share.",
     404: "No such model or object.",
-    409: "There is such an object already, or no room for one more.",
+    409: "There is such an object already, no room for one more, or it is in use.",
     408: "The body did not come in time.",
     413: "The body is too large.",
     415: "The body is not declared as JSON.",

@@ -354,7 +354,7 @@ def build(models: Sequence[Served], config: ServerConfig, on_demand: OnDemand | 
         async def open_model(model: Offered) -> None:
             server.add(await asyncio.to_thread(_service, server, Served(model.names, ModelConfig(), model.client)))
 
-        on_demand.open = open_model
+        on_demand.open, on_demand.close = open_model, lambda name: server.models.pop(name, None)
     for model in models:
         try:
             server.add(_service(server, model))

@@ -233,6 +233,12 @@ def test_errors_have_their_form() -> None:
     assert "was started with" in refused(post(FakeEngineClient(), "/api/create", {"model": "x"}), 404)
     assert "was started with" in refused(post(FakeEngineClient(), "/api/pull", {"model": "x"}), 404)
 
+    async def delete() -> Any:
+        async with client_of(FakeEngineClient()) as client:
+            return await client.request("DELETE", "/api/delete", json={"model": "fake"})
+
+    assert "delete no models" in refused(asyncio.run(delete()), 403)
+
 
 def test_a_model_that_is_served_can_be_pulled() -> None:
     """Programs pull before they ask."""

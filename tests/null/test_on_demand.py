@@ -6,6 +6,7 @@ import asyncio
 import datetime
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +26,7 @@ from starlette.types import ASGIApp, Message
 from deltic.aliases import published
 from deltic.config import ConfigError, EngineConfig, ModelConfig, ServerConfig
 from deltic.engine.messages import SamplingParams
+from deltic.models.checkpoint import DEMO
 from deltic.server import on_demand
 from deltic.server.asked import EarlyStream
 from deltic.server.errors import ApiError
@@ -341,6 +343,40 @@ def test_models_are_fetched_for_who_may(tmp_path: Path) -> None:
         assert pull(url, "not a name", "yyyyyyyy").status_code == 400
         last = json.loads(pull(url, "owner/model", "yyyyyyyy").text.splitlines()[-1])
         assert "hub" in last["error"] and "owner/model" in last["error"]
+
+
+def test_models_are_deleted_for_who_may(tmp_path: Path) -> None:
+    def delete(model: str, key: str = "yyyyyyyy", field: str = "model") -> httpx.Response:
+        headers = {"authorization": f"Bearer {key}"}
+        return httpx.request("DELETE", f"{url}/api/delete", json={field: model}, headers=headers, timeout=30)
+
+    snapshot = tmp_path / "cache" / "models--owner--toy" / "snapshots" / ("c" * 40)
+    shutil.copytree(DEMO, snapshot)
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[x]\nkey = "xxxxxxxx"\n[y]\nkey = "yyyyyyyy"\nadmin = true\n')
+    models = {"a": {**ONE, "download_dir": tmp_path / "cache"}}
+    with serving(tmp_path, models, step_ms=3, models_from=("cache",), allow_pull=True, api_key_file=keys) as (
+        server,
+        url,
+    ):
+        admin = {"authorization": "Bearer yyyyyyyy"}
+        long = Later(url, "owner/toy", n=300, key=admin)
+        wait_for(lambda: states(url)["owner/toy"] == "loaded")
+        busy = delete("owner/toy")
+        assert busy.status_code == 409 and "loads or answers" in busy.json()["error"]
+        assert tokens(long.result()) == alone(300)
+        assert delete("owner/toy", "xxxxxxxx").status_code == 403 and states(url)["owner/toy"] == "loaded"
+        assert delete("a").status_code == 400 and delete("nobody").status_code == 404
+        gone = delete("owner/toy", field="name")
+        assert (
+            (gone.status_code, gone.content) == (200, b"")
+            and not snapshot.exists()
+            and server.said("deleted owner/toy")
+        )
+        assert "owner/toy" not in states(url) and children(server) == []
+        assert ask(url, "owner/toy", key=admin).status_code == 404, "what was opened of it is gone, too"
+        assert delete("owner/toy").status_code == 404
+        assert tokens(ask(url, "a", key=admin)) == alone()
 
 
 def test_a_key_leaves_others_places_to_wait(tmp_path: Path) -> None:

@@ -141,20 +141,27 @@ class GenerateRequest(AnswerRequest):
     images: list[str] | None = None
 
 
-class ShowRequest(Struct, kw_only=True, forbid_unknown_fields=True):
-    """POST /api/show."""
+class NamedRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """A request about a model, not for an answer of it."""
 
     model: str = ""
     name: str = ""
     """Alias of `model`, its older name."""
+
+
+class DeleteRequest(NamedRequest):
+    """DELETE /api/delete."""
+
+
+class ShowRequest(NamedRequest):
+    """POST /api/show."""
+
     verbose: bool | None = None
 
 
-class PullRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+class PullRequest(NamedRequest):
     """POST /api/pull."""
 
-    model: str = ""
-    name: str = ""
     stream: bool | None = None
     insecure: bool | None = None
 

@@ -1,5 +1,5 @@
-"""Models that requests bring to the server's disk (/api/pull, as Ollama has it), and load and unload by hand
-(/models/load, /models/unload, as llama.cpp's router has them).
+"""Models that requests bring to the server's disk and take from it (/api/pull and /api/delete, as Ollama has
+them), and load and unload by hand (/models/load, /models/unload, as llama.cpp's router has them).
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta, Struct
 from starlette.requests import Request
-from starlette.responses import StreamingResponse
+from starlette.responses import Response, StreamingResponse
 from starlette.types import ASGIApp
 
 from deltic.aliases import spelled_out
@@ -52,20 +52,42 @@ async def pull(service: Service, request: Request) -> ASGIApp:
     return json_response(last)
 
 
+async def delete(service: Service, request: Request) -> ASGIApp:
+    """DELETE /api/delete: deletes the files of a model, with --allow-pull. It is unloaded first.
+
+    Files that another model needs are kept. A model that loads or answers is not deleted (409).
+    """
+    asked = await parsed(service, request, wire.DeleteRequest)
+    message = (
+        "clients of this server delete no models. Start it with --models-from cache --allow-pull, or use deltic rm."
+    )
+    on_demand = _changer(service, request.scope[TICKET], ApiError(403, message, code="not_allowed"))
+    await on_demand.delete(await on_demand.find(asked.model or asked.name))
+    return Response()
+
+
+def _changer(service: Service, ticket: Ticket, refusal: ApiError) -> OnDemand:
+    """Returns the models of a server whose clients may fetch and delete some. Raises ApiError: the refusal of
+    another server; 403 for who may not.
+    """
+    on_demand, config = service.server.on_demand, service.config
+    if on_demand is None or CACHE not in config.models_from or not config.allow_pull:
+        raise refusal
+    if ticket.account is not None and not ticket.account.is_admin:
+        message = f"key {ticket.account.name!r} may not fetch or delete models for all. Use an administrator's."
+        raise ApiError(403, message, code="not_an_admin")
+    return on_demand
+
+
 def _puller(service: Service, name: str, ticket: Ticket) -> OnDemand:
     """Raises ApiError: 404 where no model is fetched, 403 for who may not, 400 for a name that is none of the
     hub.
     """
-    on_demand, config = service.server.on_demand, service.config
-    if on_demand is None or CACHE not in config.models_from or not config.allow_pull:
-        message = (
-            f"no model {name!r} here, and this server fetches none: it serves what it was started with, or what deltic pull has "
-            "fetched. Start it with --models-from cache --allow-pull to let clients fetch models."
-        )
-        raise ApiError(404, message, code="model_not_found")
-    if ticket.account is not None and not ticket.account.is_admin:
-        message = f"key {ticket.account.name!r} may not fetch models for all. Use an administrator's."
-        raise ApiError(403, message, code="not_an_admin")
+    message = (
+        f"no model {name!r} here, and this server fetches none: it serves what it was started with, or what deltic pull has "
+        "fetched. Start it with --models-from cache --allow-pull to let clients fetch models."
+    )
+    on_demand = _changer(service, ticket, ApiError(404, message, code="model_not_found"))
     try:
         known = is_hub_name(spelled_out(name)[0])
     except ValueError as error:
