@@ -181,7 +181,7 @@ class Pictures:
         for picture in chunk.sequence.request.pictures:
             if picture.end > begin and picture.first < end:
                 entry = self._entries[_key_of(chunk.sequence.request, picture)]
-                chunk.pictures.append((picture, entry.blocks))
+                chunk.pictures = [*chunk.pictures, (picture, entry.blocks)]
                 if picture.first >= begin:
                     self._use(entry)
 

@@ -295,12 +295,14 @@ class Scheduler:
         if len(self._n_open_of) > 1:
             self._admission.admit_newcomers(step, len(self._n_open_of))
         for sequence in self._decodes:
-            if sequence.n_pending == 1:
+            start = sequence.n_computed + sequence.n_window
+            if len(sequence.tokens) == start + 1:
                 if not sequence.can_draw:
                     continue  # it sits this step out
                 step.draws.append(Draw(len(step.chunks), sequence))
-            start = sequence.n_computed + sequence.n_window
-            step.chunks.append(Chunk(sequence, start, 1, n_redo=sequence.n_window))
+            chunk = Chunk(sequence, start, 1)
+            chunk.n_redo = sequence.n_window
+            step.chunks.append(chunk)
         # Where there is a target for the time between two tokens, a chunk uses it up: the vision tower and
         # prefills take turns.
         gives_way = self._tower_has_work and self._had_prefill and bool(self._decodes) and self.cost is not None
@@ -356,8 +358,11 @@ class Scheduler:
             while sequence.state_slot is not None and not self.cache.grow(sequence, sequence.n_computed + 1):
                 running = chain(self._decodes, self._prefills)
                 self._preempt(max(running, key=lambda s: (s.lacks_text, rank(s))))
-        for sequence in self._decodes if self.info.n_lookahead else []:
-            self._look_ahead(sequence, sequence.n_computed + sequence.n_window + 1)
+        n_ahead = self.info.n_lookahead
+        for sequence in self._decodes if n_ahead else []:
+            n_tokens = sequence.n_computed + sequence.n_window + 1
+            if n_tokens + n_ahead > len(sequence.pages) * PAGE_SIZE:
+                self._look_ahead(sequence, n_tokens)
 
     def _look_ahead(self, sequence: Sequence, n_tokens: int) -> None:
         """Takes pages for tokens that the device may compute before the first n_tokens were read.

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable
+from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -218,7 +219,8 @@ class Sequence:
         """True if the sequence's next token can be drawn: the mask is there, and the text that goes before
         it.
         """
-        return not self.lacks_text and (self.guide is None or self.guide.is_ready)
+        guide, speech = self.guide, self.request.speech  # most sequences have neither
+        return (guide is None or guide.is_ready) and (speech is None or not self.lacks_text)
 
 
 @dataclass(slots=True)
@@ -230,17 +232,17 @@ class Chunk:
     length: int
     prompt_logprobs: bool = False
     """The log-probabilities of this chunk's own tokens are wanted (a logits row for each)."""
-    snapshots: list[tuple[int, int]] = field(default_factory=list)
+    snapshots: Items[tuple[int, int]] = ()
     """(n, state slot): the state after the chunk's first n tokens is stored in `state_slot`, too. start + n
     is a multiple of PAGE_SIZE, 0 < n < length, ascending.
     """
     n_redo: int = 0
     """Accepted tokens before `start` whose inputs are in the sequence's window, not yet in its state."""
-    drafts: list[int] = field(default_factory=list)
+    drafts: Items[int] = ()
     """Tokens that may follow tokens[start]; `length` is 1 + their number. The state is left at `start`."""
-    rules: list[Rule] = field(default_factory=list)
+    rules: Items[Rule] = ()
     """Rules of the draw from each row, where there is a draft and a guide."""
-    pictures: list[tuple[Picture, list[int]]] = field(default_factory=list)
+    pictures: Items[tuple[Picture, list[int]]] = ()
     """Pictures that some of its tokens are of, and the blocks of the pool (pictures.Pictures) that have the
     tower's rows of each, PAGE_SIZE rows in a block.
     """

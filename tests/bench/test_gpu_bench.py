@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("triton")
 
 from bench import gpu_tables
-from bench.gpu import ablate, contexts, drafts, lora
+from bench.gpu import ablate, contexts, drafts, host, lora
 from bench.gpu.tower import tower
 from bench.kept import Runs
 from deltic.bench import gpu
@@ -25,7 +25,7 @@ from deltic.engine.engine import Engine
 from deltic.models.qwen.shape import published_shape
 from deltic.models.vision.shape import VisionShape
 from deltic.models.vision.weights import dummy_vision
-from deltic.ops.gpu.launch import Levers, launches
+from deltic.ops.gpu.launch import INTERPRETED, Levers, launches
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.adapters import AdapterRoom
 from deltic.runtime.gpu.text import GpuTextRunner
@@ -33,6 +33,14 @@ from tests.gpu.test_gpu_drafts import build
 from tests.gpu.test_gpu_lora import runner as adapted_runner
 
 pytestmark = pytest.mark.long
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="without a GPU: nothing is started")
+def test_the_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "N_STEPS", 5)
+    runner = host.make_runner(3)
+    n_replayed = runner.replays.n_replayed
+    assert all(0 < time < 1e6 for time in host.steps_us(runner, 2)) and runner.replays.n_replayed > n_replayed
 
 
 def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,13 +114,12 @@ class Checkpoints:
             if not chunk.start < depth < chunk.start + chunk.length or is_there:
                 continue
             if (state_slot := self._store.take_state_slot_worth(prices[depth])) is not None:
-                chunk.snapshots.append((depth - chunk.start, state_slot))
-                chunk.snapshots.sort()
+                chunk.snapshots = sorted([*chunk.snapshots, (depth - chunk.start, state_slot)])
 
     def drop(self, chunk: Chunk) -> None:
         """A step failed: drops the snapshots that it was to take."""
         self._store.state_slots.give_back([state_slot for _, state_slot in chunk.snapshots])
-        chunk.snapshots.clear()
+        chunk.snapshots = ()
 
     def take(self, chunk: Chunk, prefix: Prefix) -> None:
         """A chunk ran, and its pages are in the tree: its snapshots follow them."""

@@ -6,6 +6,7 @@ They are tokens (and codes, of a speech model) on their way to the host, and log
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,8 +101,7 @@ class ResultBuffers:
         return pending
 
 
-@dataclass(frozen=True)
-class Ahead:
+class Ahead(NamedTuple):
     """A decode that ran ahead of the scheduler.
 
     The chunk that asks for exactly this decode uses it. Any other chunk of its sequence drops it, and so does

@@ -180,8 +180,10 @@ class BatchSlots:
         """Makes its batch slot the sequence's and updates its row of the page table. Returns it."""
         batch_slot = sequence.batch_slot
         assert batch_slot is not None
-        self._take(batch_slot, sequence)
-        self._put_pages(batch_slot, sequence)
+        if self._owner[batch_slot] is not sequence:
+            self._take(batch_slot, sequence)
+        if self._pages[batch_slot] != (sequence, sequence.pages_version, len(sequence.pages)):
+            self._put_pages(batch_slot, sequence)
         return batch_slot
 
     def move_in(self, sequence: Sequence) -> None:
@@ -296,7 +298,7 @@ class BatchSlots:
             self._write("page_table", batch_slot, np.array(sequence.pages[known:], np.int32), known)
         self._pages[batch_slot] = (sequence, sequence.pages_version, n_pages)
 
-    def put_guides(self, guided: Items[tuple[Sequence, list[Rule]]]) -> None:
+    def put_guides(self, guided: Items[tuple[Sequence, Items[Rule]]]) -> None:
         """Sends the masks of these sequences, which have guides: the rules of the draws from their rows.
 
         The draws that used the last masks must have been read.
@@ -328,15 +330,18 @@ class BatchSlots:
 
     def rows(self, chunks: Items[Chunk], n: int) -> None:
         """Says what the n rows of the next decode are: of each chunk its token, and behind it its drafts."""
-        batch_slots = [c.sequence.batch_slot for c in chunks for _ in range(c.length)]
+        has_drafts = ROWS[1] in self._rows  # else each chunk is a row
+        batch_slots = [c.sequence.batch_slot for c in chunks for _ in (range(c.length) if has_drafts else (0,))]
         parts: dict[str, list[Any]] = {"rows_batch_slot": batch_slots + [-1] * (n - len(batch_slots))}
-        if ROWS[1] in self._rows:
+        if has_drafts:
             rows = [(j, t, 0 if j else c.length, c.n_redo) for c in chunks for j, t in enumerate((0, *c.drafts))]
             rows += [(0, 0, 0, 0)] * (n - len(rows))
             parts |= {part: list(words) for part, words in zip(ROWS[1:], zip(*rows, strict=True), strict=True)}
         if HEAD_ROWS[0] in self._rows:
             parts |= {part: list(words) for part, words in zip(HEAD_ROWS, _of_head(chunks, n), strict=True)}
-        adapters = [c.sequence.adapter_slot for c in chunks for _ in range(c.length)]
+        adapters: list[int] = []
+        if ADAPTER_ROWS[0] in self._rows:
+            adapters = [c.sequence.adapter_slot for c in chunks for _ in range(c.length)]
         if max(adapters, default=-1) >= 0:  # else nothing reads them
             by_row = adapters + [-1] * (n - len(adapters))
             parts |= dict(zip(ADAPTER_ROWS, (*adapter_groups(adapters, n), by_row), strict=True))

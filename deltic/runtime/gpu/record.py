@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import time
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as Items
 from contextlib import contextmanager
@@ -138,11 +139,11 @@ class Recordings:
 
     def size(self, n_rows: int) -> int:
         """Returns the rows of the smallest recordings for so many."""
-        return next(size for size in self.row_sizes if size >= n_rows)
+        return self.row_sizes[bisect_left(self.row_sizes, n_rows)]
 
     def decode(self, n_rows: int, n_keys: int, variant: Variant = "decode") -> Recording:
         """Returns the smallest forward of so many rows, none with more than n_keys keys."""
-        return self.made[variant, self.size(n_rows), next(length for length in self.lengths if length >= n_keys)]
+        return self.made[variant, self.size(n_rows), self.lengths[bisect_left(self.lengths, n_keys)]]
 
     def of(self, variant: Variant, n: int) -> Recording:
         """Returns the recording of n rows or blocks, which is no decode."""

@@ -141,6 +141,7 @@ class GpuRunner:
         self.max_logit_rows = plan.max_num_seqs + PAGE_SIZE
         self.tiers: Tiers | None = None  # until open_tiers
         self.stream = torch.cuda.Stream() if self.is_gpu else None
+        self._on_stream = torch.cuda.stream(self.stream)  # of a step, which is never within another
         self._pages, self._states = pages, states
         self.recordings = Recordings(
             _up_to(plan.n_decode_rows, ROWS),
@@ -203,7 +204,7 @@ class GpuRunner:
         A chunk starts from its sequence's `start_slot`, if any, else from its `state_slot`, or at 0 from the
         zero state, and leaves its final state in `state_slot` and those of its snapshots where they say.
         """
-        with torch.cuda.stream(self.stream):
+        with self._on_stream:
             return self._step(step)
 
     def _step(self, step: Step) -> StepResult:
@@ -254,17 +255,18 @@ class GpuRunner:
                 self.batch_slots.decode(sequence, token, ahead.position + 1, is_left_out)
         return results
 
-    def _forward(self, chunks: list[Chunk]) -> None:
-        """Starts the forward of these decodes."""
-        n_rows = sum(chunk.length for chunk in chunks)
-        self.batch_slots.rows(chunks, self.recordings.size(n_rows))
+    def _forward(self, chunks: list[Chunk]) -> int:
+        """Starts the forward of these decodes. Returns the rows of its recording."""
+        n = self.recordings.size(sum([chunk.length for chunk in chunks]))
+        self.batch_slots.rows(chunks, n)
         self.batch_slots.flush()
         variant: Variant = "decode"
-        if any(chunk.sequence.adapter_slot >= 0 for chunk in chunks):
+        if self.plan.adapters.n and any(chunk.sequence.adapter_slot >= 0 for chunk in chunks):
             variant = "adapted decode"
-        elif any(chunk.length > 1 or chunk.n_redo for chunk in chunks):
+        elif self.plan.max_drafts and any(chunk.length > 1 or chunk.n_redo for chunk in chunks):
             variant = "drafted decode"
-        self.recordings.decode(n_rows, max(chunk.start + chunk.length for chunk in chunks), variant).run()
+        self.recordings.decode(n, max([chunk.start + chunk.length for chunk in chunks]), variant).run()
+        return n
 
     def _decode(self, chunks: list[Chunk]) -> Pending:
         """A forward, and the draws behind it."""
@@ -299,7 +301,7 @@ class GpuRunner:
         for draw in step.draws if self.levers.run_ahead and step.runs_ahead else []:
             sequence, request = draw.sequence, draw.sequence.request
             position = len(sequence.tokens)
-            is_last = sequence.n_generated + 1 >= request.params.max_tokens
+            is_last = position - sequence.n_prompt + 1 >= request.params.max_tokens
             lacks_text = request.speech is not None and not request.speech.knows_text(sequence.n_generated)
             if is_last or lacks_text or position >= len(sequence.pages) * PAGE_SIZE:
                 continue
@@ -338,13 +340,18 @@ class GpuRunner:
 
     def _read(self, step: Step, results: dict[Sequence, Pending]) -> StepResult:
         """Waits for the tokens of this step. The decode that runs ahead goes on."""
+        drawn: dict[int, list[int]] = {}
         for pending in {id(p): p for p in results.values()}.values():
             pending.wait()
+            drawn[id(pending)] = pending.tokens.tolist()  # all at once: a list of one takes as long
         tokens = []
         for draw in step.draws:
-            pending, chunk = results[draw.sequence], step.chunks[draw.chunk]
-            first = pending.rows[draw.sequence]
-            tokens.append(chunk.accepted(pending.tokens[first : first + 1 + len(chunk.drafts)].tolist()))
+            pending, drafts = results[draw.sequence], step.chunks[draw.chunk].drafts
+            first, rows = pending.rows[draw.sequence], drawn[id(pending)]
+            if drafts:
+                tokens.append(step.chunks[draw.chunk].accepted(rows[first : first + 1 + len(drafts)]))
+            else:
+                tokens.append([rows[first]])
         return StepResult(tokens, [None] * len(tokens), {})
 
 

@@ -198,11 +198,12 @@ class GpuTextRunner(GpuRunner):
     def _step(self, step: Step) -> StepResult:
         guided = []
         for draw in step.draws:
-            guide, rules = draw.sequence.guide, step.chunks[draw.chunk].rules
+            guide = draw.sequence.guide
             if guide is not None:
-                guided.append((draw.sequence, rules or [Rule.of(guide)]))
+                guided.append((draw.sequence, step.chunks[draw.chunk].rules or [Rule.of(guide)]))
         self.batch_slots.put_guides(guided)
-        self._n_guesses = max((draw.n_guesses for draw in step.draws), default=0)
+        if self.draft_head is not None:
+            self._n_guesses = max((draw.n_guesses for draw in step.draws), default=0)
         return super()._step(step)
 
     def _take_over(self, sequences: list[Sequence]) -> dict[Sequence, Pending]:
@@ -228,14 +229,14 @@ class GpuTextRunner(GpuRunner):
         self.recordings.of("late draw", self.recordings.size(len(rows))).run()
         return self._results.send({sequence: i for i, sequence in enumerate(rows)}, len(rows), "decode")
 
-    def _forward(self, chunks: list[Chunk]) -> None:
+    def _forward(self, chunks: list[Chunk]) -> int:
         self._undrawn.keep()
-        super()._forward(chunks)
+        return super()._forward(chunks)
 
     def _decode(self, chunks: list[Chunk]) -> Pending:
-        self._forward(chunks)
+        n = self._forward(chunks)
         rows, n_rows = rows_of(chunks)
-        n, guesses = self.recordings.size(n_rows), None
+        guesses = None
         self.recordings.of("draw", n).run()
         if self.draft_head is not None:
             self.draft_head.run(n, self._n_guesses)
@@ -273,10 +274,11 @@ class GpuTextRunner(GpuRunner):
         if self.draft_head is not None:
             result.guesses, result.guess_s = self.draft_head.read(step, results, result.tokens)
         for i, (draw, tokens) in enumerate(zip(step.draws, result.tokens, strict=True)):
-            pending, k = results[draw.sequence], draw.sequence.request.params.logprobs
-            if ends_thought(draw.sequence, tokens[-1]):
+            params = draw.sequence.request.params
+            if params.constraint is not None and ends_thought(draw.sequence, tokens[-1]):
                 self._drop(draw.sequence)  # the device left it out
-            if k is not None and pending.logprobs is not None:
+            k = params.logprobs
+            if k is not None and (pending := results[draw.sequence]).logprobs is not None:
                 first = pending.rows[draw.sequence]
                 parts = (part[first : first + len(tokens)].tolist() for part in pending.logprobs)
                 result.logprobs[i] = [
