@@ -164,7 +164,7 @@ def one_too_many(monkeypatch: pytest.MonkeyPatch, runner: Runner) -> None:
             drafts = step.chunks[draw.chunk].drafts
             n = len(result.tokens[i])
             if n <= len(drafts):
-                result.tokens[i].append(int(self._target[at + n]))
+                result.tokens[i].append(int(self._entries.target[at + n]))
                 if result.logprobs[i] is not None:
                     result.logprobs[i].append(self._entry(at + n))
             at += 1 + len(drafts)
