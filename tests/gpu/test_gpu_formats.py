@@ -9,7 +9,7 @@ from torch import Tensor
 
 from deltic.ops.arrays import bfloat16
 from deltic.ops.formats import WEIGHT_FORMATS
-from deltic.ops.gpu import linear
+from deltic.ops.gpu import hopper, linear
 from deltic.ops.gpu.blocks import BatchState, Rows
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.fp8 import Fp8Rows, block_scales, fp8_linear, fp8_rows, fp8_tile, round_rows, vendor_multiplies
@@ -210,6 +210,7 @@ def test_few_rows_by_the_vendors_e4m3(device: str, monkeypatch: pytest.MonkeyPat
     none of a number of rows that is no multiple of 4.
     """
     vendors(device)
+    monkeypatch.setattr(hopper, "FEWEST", 1 << 30)
     k = 512  # two blocks a turn: tall tiles of 33 to 64 rows
     w, _ = put(device, 512, k, (512, "fp8"))
     in_one_block(w)

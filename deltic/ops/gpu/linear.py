@@ -14,7 +14,8 @@ A weight is a Matrix, whose segments are multiplied one after another, of narrow
 other: a few rows alone, such as DeltaNet's b and a, would walk K with nearly all of the chip idle. In other
 formats than bf16 the narrow kernel makes operands of a segment on their way to the tensor cores
 (operands.py); a wide product of more than DECODED_ROWS decodes it once into a workspace, and goes on as with
-bf16, to the same bits. e4m3 is not decoded: rows of x are rounded to e4m3, too (fp8.py).
+bf16, to the same bits. e4m3 is not decoded: rows of x are rounded to e4m3, too (fp8.py). On Hopper, tens to
+hundreds of rows of bf16 and e4m3 are multiplied by hopper.py, to the same bits again.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -32,6 +33,7 @@ from torch import Tensor
 from deltic.ops.contract import check
 from deltic.ops.formats import FLOATS, WeightFormat
 from deltic.ops.geometry import Allocate
+from deltic.ops.gpu import hopper
 from deltic.ops.gpu.chip import chip, group_of
 from deltic.ops.gpu.decode import E4M3, address, codes_at, constants, k_block, load_more_scales, rows_from
 from deltic.ops.gpu.fp8 import Fp8Rows, check_room, fp8_linear, fp8_rows, room, round_rows, rounded, vendor_multiplies
@@ -373,11 +375,15 @@ def _multiply(
     """The narrow kernel. parts: one segment or two, each with its out: [S, N, M] float32, or [N, M] (of
     SwiGLU [N, M / 2]), S = 1, columns of one tensor. rows: x rounded, for e4m3, by blocks of a slice.
     """
-    (segment, out), *others = sorted(parts, key=lambda part: part[0].n, reverse=True)
+    parts = sorted(parts, key=lambda part: part[0].n, reverse=True)
+    (segment, out), *others = parts
     (n, k), m, splits = x.shape, segment.n, out.shape[0] if out.ndim == 3 else 1
     m_used = m if swiglu else out.shape[-1]
     check("linear", x.dtype == torch.bfloat16 and x.is_contiguous(), "contiguous bfloat16 x")
     check("linear", segment.k == k and k % (32 * splits) == 0, f"w [M, {k}], K in {splits} slices of 32 i")
+    if config is None and hopper.pays(n, parts, swiglu):
+        hopper.multiply(x, parts, swiglu, levers, rows)
+        return
     sizes = n, m_used, k // splits, splits
     c = config or (narrow_config(*sizes) if segment.format.codes == "bf16" else decoded_config(*sizes, segment.format))
     _check_segment(segment, out, k // splits, c.block_k)
@@ -453,16 +459,16 @@ def narrow_linear(
     fits = m == w.n or (m < w.n and m % WHOLE_TILES == 0 and len(w.segments) == 1)
     check("linear", out.shape[-2] == n and fits, f"out [..., {n}, {w.n}]")
     check("linear", out.ndim == (2 if whole else 3), "out [S, N, M] float32 or [N, M] bfloat16")
-    vendor = not whole and config is None and is_bf16(w) and vendor_pays_narrow(n, m, w.k, out.shape[0])
-    if vendor:
+    parts = list(_columns(w, out)) if m == w.n else [(w.whole, out)]
+    ours = config is not None or (len(parts) == 1 and hopper.pays(n, parts, False))
+    if not (whole or ours) and is_bf16(w) and vendor_pays_narrow(n, m, w.k, out.shape[0]):
         matmul_slices(x, rows_of("linear", w)[:m], out)
         return
     splits = 1 if whole else len(out)
     codes = _rounded(x, w, splits, rows, levers)
-    parts = list(_columns(w, out)) if m == w.n else [(w.whole, out)]
     unsplit = out if whole else out[0]
     is_whole = splits == len(parts) == 1 and m == w.n
-    if codes is not None and config is None and is_whole and vendor_pays_e4m3(w.whole, unsplit):
+    if codes is not None and not ours and is_whole and vendor_pays_e4m3(w.whole, unsplit):
         fp8_linear(codes, w.whole, unsplit, blocks=blocks if n >= BLOCKS_ROWS else None, levers=levers)
         return
     for i in range(0, len(parts), 2):
@@ -483,8 +489,9 @@ def narrow_swiglu(
     several = len(w.segments) > 1
     shaped = out.dtype == torch.bfloat16 and 2 * out.shape[1] == w.n
     check("linear", shaped, "bfloat16 out, half as wide as w is high")
-    vendor = config is None and is_bf16(w) and vendor_pays_narrow(len(x), w.n, w.k, 1)
-    if config is None and gate_up is not None and not several and not is_bf16(w):
+    ours = config is not None or (not several and hopper.pays(len(x), [(w.whole, out)], True))
+    vendor = not ours and is_bf16(w) and vendor_pays_narrow(len(x), w.n, w.k, 1)
+    if not ours and gate_up is not None and not several and not is_bf16(w):
         vendor = vendor_pays_e4m3(w.whole, gate_up[0])
     if not levers.silu_epilogue or vendor or several:
         check("linear", gate_up is not None, "a gate_up buffer where SwiGLU is a kernel of its own")

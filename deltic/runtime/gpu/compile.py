@@ -115,7 +115,7 @@ def _marker(plan: Plan[Any], levers: Levers) -> Path:
     package = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for name in SOURCES:
-        for file in sorted((package / name).rglob("*.py")) if (package / name).is_dir() else [package / name]:
+        for file in sorted((package / name).rglob("*.[cp][uy]")) if (package / name).is_dir() else [package / name]:
             digest.update(file.read_bytes())
     sizes = [getattr(plan, name) for name in SIZES]
     if plan.tower is not None:  # what a shape does not say of itself

@@ -1,0 +1,346 @@
+"""Products of some tens to hundreds of rows on Hopper: hopper.cu, compiled for the width that suits a weight.
+
+Triton's kernels (linear.py, fp8.py) hold a tile of few rows of w in a program, and wait for each block of
+it in turn. Here the weight's rows are spread over the multiprocessors as evenly as multiples of 16 allow, one
+warp copies ahead for the others, and weights are on their way before the kernel in front has ended. The bits
+are the same.
+
+The source is CUDA C++. The compiler (NVRTC) and its bindings come with torch; what it makes is kept beside
+Triton's cache. Where they are missing, Triton's kernels do all.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from deltic.machine import n_usable_cpus
+from deltic.ops.gpu.chip import chip
+from deltic.ops.gpu.fp8 import Fp8Rows
+from deltic.ops.gpu.launch import INTERPRETED, Levers, launches, pdl_works
+from deltic.ops.matrix import Segment, planes
+
+try:
+    from cuda.bindings import driver, nvrtc
+except ImportError:  # a CPU, or a torch without CUDA
+    driver = nvrtc = None
+
+log = logging.getLogger("deltic.engine")
+
+SOURCE = Path(__file__).with_suffix(".cu")
+WIDTHS = (32, 48, 64, 80, 96, 112, 128, 144, 160)
+"""Rows of w that a group of warps may have. Of more, e4m3's two sums of each do not fit into registers."""
+WIDE = 128
+"""Width above which e4m3 takes registers from the warps that copy."""
+TOKENS, MAX_TILES = 64, 2
+"""Rows of x of an instruction; instructions for a block of K."""
+FEWEST, MOST = 33, 1024
+"""Rows of x from which, and up to which, this is faster than Triton's kernels where K is cut."""
+MOST_WHOLE, MOST_SWIGLU, MOST_BF16 = 96, 160, 128
+"""Rows up to which it is faster than the vendor's library: where e4m3 is not cut along K, where its SwiGLU is
+part of the product, and in bfloat16.
+"""
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """What hopper.cu is compiled for."""
+
+    width: int
+    n_tiles: int
+    e4m3: bool
+    side_width: int = 0
+    """Width of a second weight beside it, in bfloat16; 0: there is none."""
+
+    @property
+    def is_wide(self) -> bool:
+        return self.e4m3 and self.width > WIDE
+
+    @property
+    def threads(self) -> int:
+        return 384 if self.is_wide else 288
+
+    def rows(self, width: int) -> int:
+        """Rows of w of a program."""
+        return width * (2 if self.n_tiles == 1 else 1)
+
+    def stage_bytes(self, width: int, e4m3: bool) -> int:
+        """Shared memory of a block of K, with its scales and two barriers."""
+        rows = self.rows(width)
+        return 128 * (TOKENS * self.n_tiles + rows) + (4 * (rows + TOKENS * self.n_tiles) if e4m3 else 0) + 16
+
+    def source(self) -> str:
+        """CUDA C++."""
+        names = {
+            "WIDTH": self.width,
+            "SIDE_WIDTH": self.side_width,
+            "TOKEN_TILES": self.n_tiles,
+            "E4M3": int(self.e4m3),
+            "WIDE": int(self.is_wide),
+        }
+        defined = "".join(f"#define {name} {value}\n" for name, value in names.items())
+        instructions = {(self.width, self.e4m3)} | ({(self.side_width, False)} if self.side_width else set())
+        made = "".join(_instruction(*one) for one in sorted(instructions))
+        return f"{defined}{_DECLARED}{made}{SOURCE.read_text()}"
+
+
+_DECLARED = """template <int N, bool IS_E4M3>
+__device__ void multiply(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add);
+"""
+
+
+def _instruction(n: int, e4m3: bool) -> str:
+    """`multiply<n, e4m3>`: wgmma names each of its registers."""
+    size = n // 2
+    name = f"m64n{n}" + ("k32.f32.e4m3.e4m3" if e4m3 else "k16.f32.bf16.bf16")
+    registers, outs = (", ".join(text % i for i in range(size)) for text in ("%%%d", '"+f"(d[%d])'))
+    majors = "" if e4m3 else ", 0, 0"
+    return f"""template <>
+__device__ __forceinline__ void multiply<{n}, {str(e4m3).lower()}>(
+    float (&d)[{size}], unsigned long long a, unsigned long long b, int add) {{
+  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{size + 2}, 0;"
+               " wgmma.mma_async.sync.aligned.{name} {{{registers}}}, %{size}, %{size + 1}, p, 1, 1{majors}; }}"
+               : {outs} : "l"(a), "l"(b), "r"(add));
+}}
+"""
+
+
+# Which product is made here, and by which kernel.
+
+
+@cache
+def _has_compiler() -> bool:
+    if nvrtc is None:
+        return False
+    try:
+        return bool(_check(nvrtc.nvrtcVersion())[0] >= 12)
+    except Exception as error:  # what a missing library raises is the bindings' own
+        log.warning("NVRTC is missing: Triton multiplies 33 rows and more, up to twice as slow: %s", error)
+        return False
+
+
+def works() -> bool:
+    """Returns whether these products are compiled for the chip: Hopper, where there is a compiler."""
+    return not INTERPRETED and chip().is_hopper and _has_compiler()
+
+
+def pays(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool) -> bool:
+    """Returns whether n rows are multiplied by these segments here: one, or one and a smaller one in
+    bfloat16. parts: each with its out, as `narrow_linear` has them.
+    """
+    (segment, out), *others = parts
+    splits = len(out) if out.ndim == 3 else 1
+    e4m3 = (segment.format.codes, segment.format.scales) == ("e4m3", "float32")
+    if e4m3:
+        most = MOST if splits > 1 or others else MOST_SWIGLU if swiglu else MOST_WHOLE
+    else:
+        most = MOST_BF16 if swiglu or splits > 1 else 0
+    if not FEWEST <= n <= most or not works():
+        return False
+    k_slice, m = segment.k // splits, segment.n
+    shaped = all(part.layout == "rows" and part.n_matrices == 1 and part.n % 16 == 0 for part, _ in parts)
+    shaped &= k_slice % 128 == 0 and (n % 4 == 0 or not e4m3) and segment.format.group in (0, 128)
+    shaped &= all(to.stride(-1) == 1 and to.stride(-2) % 2 == 0 and to.storage_offset() % 4 == 0 for _, to in parts)
+    known = e4m3 or segment.format.codes == "bf16"
+    beside = all(part.format.codes == "bf16" and part.n <= 2 * WIDTHS[2] for part, _ in others)
+    return shaped and known and beside and m >= WIDTHS[0] * 2 and len(others) <= 1
+
+
+def kernel_for(n: int, m: int, splits: int, e4m3: bool, side: int = 0) -> Kernel:
+    """The kernel that has the last multiprocessor done first. m: rows of w; side: of the one beside it.
+
+    The time of a program grows with its rows of w, and with a share for the rows of x.
+    """
+    n_tiles = 1 if n <= TOKENS else MAX_TILES
+    tiles_n, each = -(-n // (TOKENS * n_tiles)), 2 if n_tiles == 1 else 1
+
+    def cost(width: int) -> int:
+        waves = -(-tiles_n * splits * -(-m // (width * each)) // chip().n_sms)
+        return waves * (width * each + 32)
+
+    width = min(WIDTHS, key=cost)
+    return Kernel(width, n_tiles, e4m3, -(-side // (16 * each)) * 16)
+
+
+# Compiling and loading.
+
+
+def _check(result: tuple[Any, ...]) -> tuple[Any, ...]:
+    """What a call gave. Raises RuntimeError with the name of its error."""
+    status, *values = result
+    if int(status):
+        raise RuntimeError(f"CUDA: {status.name}")
+    return tuple(values)
+
+
+def _compile(kernel: Kernel) -> bytes:
+    """Makes the machine code, or finds it beside Triton's cache."""
+    source, version = kernel.source(), _check(nvrtc.nvrtcVersion())
+    name = hashlib.sha256(f"{version} {source}".encode()).hexdigest()[:24]
+    file = Path(triton.knobs.cache.dir) / f"deltic-{name}.cubin"
+    if file.exists():
+        return file.read_bytes()
+    (program,) = _check(nvrtc.nvrtcCreateProgram(source.encode(), SOURCE.name.encode(), 0, None, None))
+    options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]
+    (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    if int(status):
+        said = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))[0]
+        _check(nvrtc.nvrtcGetProgramLog(program, said))
+        raise RuntimeError(f"NVRTC cannot compile {kernel}: {said.decode()}")
+    code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))[0]
+    _check(nvrtc.nvrtcGetCUBIN(program, code))
+    _check(nvrtc.nvrtcDestroyProgram(program))
+    file.parent.mkdir(parents=True, exist_ok=True)
+    written = file.with_suffix(f".{os.getpid()}.{id(code)}")
+    written.write_bytes(code)
+    written.replace(file)
+    return code
+
+
+@cache
+def _compilers() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(n_usable_cpus(), "hopper")
+
+
+@cache
+def _compiled(kernel: Kernel) -> Future[bytes]:
+    return _compilers().submit(_compile, kernel)
+
+
+@cache
+def _function(kernel: Kernel, device: int) -> Any:
+    """The function, loaded on the current device. device: its number."""
+    (module,) = _check(driver.cuModuleLoadData(_compiled(kernel).result()))
+    (function,) = _check(driver.cuModuleGetFunction(module, b"linear"))
+    attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+    _check(driver.cuFuncSetAttribute(function, attribute, chip().shared_bytes))
+    return function
+
+
+# Starting.
+
+
+class _Arguments(ctypes.Structure):
+    """`Arguments` of hopper.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_void_p) for name in ("w_scale", "x_scale", "out")),
+        *((name, ctypes.c_uint64) for name in ("out_split", "out_row")),
+        *((name, ctypes.c_int) for name in ("n", "m", "m_used", "up", "n_blocks", "scale_blocks")),
+        *((name, ctypes.c_int) for name in ("tiles_n", "tiles_m", "n_tiles", "kind")),
+    )
+
+
+FLOAT32, BFLOAT16, SWIGLU = range(3)
+_ALIGNED = 64
+
+
+@cache
+def _library() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+class _TensorMap:
+    """Describes rows in memory to the copies: boxes of so many of them, 128 bytes wide, swizzled."""
+
+    def __init__(self, data: Tensor, n_rows: int, row_bytes: int, each: int, box_rows: int) -> None:
+        """each: bytes of an element, 1 or 2."""
+        self._memory = ctypes.create_string_buffer(128 + _ALIGNED)
+        self.address = -(-ctypes.addressof(self._memory) // _ALIGNED) * _ALIGNED
+        dtypes, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+        dtype = dtypes.CU_TENSOR_MAP_DATA_TYPE_UINT8 if each == 1 else dtypes.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+        status = _library().cuTensorMapEncodeTiled(
+            ctypes.c_void_p(self.address), int(dtype), 2, ctypes.c_void_p(data.data_ptr()),
+            (ctypes.c_uint64 * 2)(row_bytes // each, n_rows), (ctypes.c_uint64 * 1)(row_bytes),
+            (ctypes.c_uint32 * 2)(128 // each, box_rows), (ctypes.c_uint32 * 2)(1, 1),
+            0, int(swizzles.CU_TENSOR_MAP_SWIZZLE_128B),
+            int(driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B), 0,
+        )  # fmt: skip
+        if status:
+            raise RuntimeError(f"CUDA: cuTensorMapEncodeTiled gives {status}")
+
+
+def _shared_bytes() -> int:
+    """Shared memory of a program: what leaves room for one of the kernel in front, a norm, beside it."""
+    return chip().shared_bytes - 16 * 1024
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What a product with one weight is started with."""
+
+    w: _TensorMap
+    x: _TensorMap
+    arguments: _Arguments
+    n_stages: ctypes.c_int
+
+    @property
+    def addresses(self) -> list[int]:
+        return [self.w.address, self.x.address, ctypes.addressof(self.arguments), ctypes.addressof(self.n_stages)]
+
+
+def _given(
+    kernel: Kernel, width: int, part: tuple[Segment, Tensor], x: Tensor, rows: Fp8Rows | None, swiglu: bool
+) -> _Given:
+    """rows: x rounded, where the weight is e4m3."""
+    (segment, out), n = part, len(x)
+    splits, half = len(out) if out.ndim == 3 else 1, segment.n // 2 if swiglu else 0
+    each, row_bytes = (2, 2 * segment.k) if rows is None else (1, segment.k)
+    a = _Arguments(out=out.data_ptr(), out_split=out.stride(0) if out.ndim == 3 else 0, out_row=out.stride(-2))
+    if rows is not None:
+        a.w_scale = segment.data.data_ptr() + planes(segment.n, segment.k, segment.format)["scale"][0]
+        a.x_scale = rows.scale.data_ptr()
+    a.n, a.m, a.m_used, a.up = n, segment.n, out.shape[-1], half
+    a.n_blocks, a.scale_blocks = row_bytes // splits // 128, segment.format.group // 128
+    a.tiles_n = -(-n // (TOKENS * kernel.n_tiles))
+    a.tiles_m = -(-out.shape[-1] // (kernel.rows(width) // (2 if swiglu else 1)))
+    a.n_tiles = a.tiles_n * a.tiles_m * splits
+    a.kind = SWIGLU if swiglu else FLOAT32 if out.dtype == torch.float32 else BFLOAT16
+    return _Given(
+        _TensorMap(segment.data, segment.n, row_bytes, each, width // (2 if swiglu else 1)),
+        _TensorMap(x if rows is None else rows.codes, n, row_bytes, each, TOKENS * kernel.n_tiles),
+        a,
+        ctypes.c_int((_shared_bytes() - 1024) // kernel.stage_bytes(width, rows is not None)),
+    )
+
+
+def multiply(
+    x: Tensor, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool, levers: Levers, rows: Fp8Rows | None
+) -> None:
+    """What `linear._multiply` does, for what `pays` accepts: the larger segment first."""
+    (segment, out), *others = parts
+    n, e4m3, splits = len(x), segment.format.codes == "e4m3", len(out) if out.ndim == 3 else 1
+    kernel = kernel_for(n, out.shape[-1] * (2 if swiglu else 1), splits, e4m3, sum(part.n for part, _ in others))
+    launches.n += 1
+    if launches.compile_only:
+        _compiled(kernel)
+        return
+    given = _given(kernel, kernel.width, parts[0], x, rows if e4m3 else None, swiglu)
+    beside = _given(kernel, kernel.side_width, others[0], x, None, False) if others else None
+    n_programs = min(given.arguments.n_tiles, chip().n_sms)
+    config = driver.CUlaunchConfig()
+    config.gridDimX = n_programs + (beside.arguments.n_tiles if beside else 0)
+    config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
+    config.blockDimX, config.sharedMemBytes = kernel.threads, _shared_bytes()
+    config.hStream = torch.cuda.current_stream().cuda_stream
+    if levers.pdl and pdl_works():
+        attribute = driver.CUlaunchAttribute()
+        attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+        attribute.value.programmaticStreamSerializationAllowed = 1
+        config.attrs, config.numAttrs = [attribute], 1
+    programs = ctypes.c_int(n_programs)
+    addresses = [*given.addresses, ctypes.addressof(programs), *(beside.addresses if beside else ())]
+    pointers = (ctypes.c_void_p * len(addresses))(*addresses)
+    _check(driver.cuLaunchKernelEx(config, _function(kernel, x.device.index), ctypes.addressof(pointers), 0))

@@ -1,0 +1,152 @@
+"""The product of hopper.cu: it has the bits of Triton's kernels for every width, and it compiles for sm_90a without spills."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+from torch import Tensor
+
+from deltic.ops.arrays import bfloat16
+from deltic.ops.formats import WEIGHT_FORMATS
+from deltic.ops.gpu import hopper
+from deltic.ops.gpu.chip import HOPPER, described
+from deltic.ops.gpu.fp8 import fp8_rows
+from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.linear import Narrow, decoded_config, narrow_config, narrow_linear, narrow_swiglu
+from deltic.ops.gpu.weight import DeviceStore
+from deltic.ops.matrix import Matrix
+from tests.quantised_rows import random_rows
+
+on_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
+)
+LEVERS = Levers()
+
+
+@pytest.mark.parametrize("side", [0, 32, 96])
+@pytest.mark.parametrize("e4m3", [True, False])
+@pytest.mark.parametrize("n", [33, 64, 65, 128, 500])
+def test_kernels_fill_the_chip(n: int, e4m3: bool, side: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(described, "chip", HOPPER)
+    for m, splits in ((5120, 4), (34816, 1), (5120, 2), (16384, 1), (1024, 8), (96, 1), (248320, 1)):
+        kernel = hopper.kernel_for(n, m, splits, e4m3, side)
+        assert kernel.width in hopper.WIDTHS and kernel.n_tiles == (1 if n <= 64 else 2)
+        assert kernel.rows(kernel.side_width) >= side or kernel.side_width == 0 == side
+        assert kernel.rows(kernel.side_width) < side + 32 or not side
+        assert kernel.stage_bytes(kernel.width, e4m3) * 3 < HOPPER.shared_bytes - 17 * 1024, "three blocks on their way"
+    # one program for each multiprocessor, all with as many rows as they can be equal in
+    assert hopper.kernel_for(64, 5120, 4, True) == hopper.Kernel(80, 1, True)
+    assert hopper.kernel_for(128, 5120, 4, True) == hopper.Kernel(160, 2, True)
+
+
+@pytest.mark.parametrize(
+    "kernel",
+    [hopper.Kernel(160, 2, True), hopper.Kernel(144, 1, True), hopper.Kernel(128, 2, True, 96), hopper.Kernel(64, 1, True, 48),
+     hopper.Kernel(160, 2, False)],
+    ids=str,
+)  # fmt: skip
+def test_it_compiles_without_spills(kernel: hopper.Kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if hopper.nvrtc is None:
+        pytest.skip("NVRTC comes with torch for CUDA")
+    monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
+    code = hopper._compile(kernel)
+    (file,) = tmp_path.glob("deltic-*.cubin")
+    assert file.read_bytes() == code == hopper._compile(kernel)
+    tool = triton.knobs.nvidia.cuobjdump.path
+    said = subprocess.run([tool, "-res-usage", str(file)], capture_output=True, text=True, check=True).stdout
+    registers, stack = (int(re.search(rf"{name}:(\d+)", said)[1]) for name in ("REG", "STACK"))  # type: ignore[index]
+    assert registers <= 168 and stack == 0, said
+
+
+def rows_in(name: str, *runs: int, k: int) -> Matrix:
+    """A matrix of random rows: as many as `runs` say, the second run of them in bf16."""
+    store, formats = DeviceStore("cuda"), (name, "bf16")
+    w = Matrix.empty(
+        sum(runs), k, [(n, WEIGHT_FORMATS[f]) for n, f in zip(runs, formats, strict=False)], "rows", 1, store.empty
+    )
+    for segment in w.segments:
+        if segment.format.codes == "bf16":
+            store.put(segment, torch.randn(segment.n, k).bfloat16().view(torch.int16).numpy().view(bfloat16))
+        else:
+            store.put(segment, random_rows(segment.format.name, segment.n, k))
+    return w
+
+
+def same(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def config_for(n: int, w: Matrix, splits: int) -> Narrow:
+    size, format = (
+        (n, w.whole.n if len(w.segments) == 1 else w.segments[0].n, w.k // splits, splits),
+        w.segments[0].format,
+    )
+    return narrow_config(*size) if format.codes == "bf16" else decoded_config(*size, format)
+
+
+@on_hopper
+@pytest.mark.parametrize("name", ["fp8", "bf16"])
+@pytest.mark.parametrize(
+    "runs, k, splits",
+    [((16384,), 512, 1), ((1024,), 2048, 4), ((848,), 1024, 1), ((5120,), 1024, 2), ((2048, 96), 512, 1), ((1536, 64), 512, 2),
+     ((256, 32), 1024, 1)],
+)  # fmt: skip
+def test_it_has_the_bits_of_the_narrow_kernel(
+    monkeypatch: pytest.MonkeyPatch, name: str, runs: tuple[int, ...], k: int, splits: int
+) -> None:
+    if name == "bf16" and (len(runs) > 1 or splits == 1):
+        pytest.skip("rows of one format are one segment, and what is not cut is multiplied by the vendor's library")
+    for most in ("MOST_BF16", "MOST_WHOLE"):
+        monkeypatch.setattr(hopper, most, 1024)
+    w = rows_in(name, *runs, k=k)
+    for n in (36, 64, 68, 128, 132, 300, 512):
+        x = torch.randn(n, k, generator=torch.Generator().manual_seed(n)).cuda().bfloat16()
+        rows = fp8_rows("rows", n, k, lambda _, size, dtype: torch.empty(size, device="cuda", dtype=dtype))
+        ours, theirs = (torch.full((splits, n, w.n), torch.nan, device="cuda") for _ in range(2))
+        narrow_linear(x, w, theirs, levers=LEVERS, rows=rows, config=config_for(n, w, splits))
+        parts = list(zip(w.segments, ours.split([segment.n for segment in w.segments], -1), strict=True))
+        assert hopper.pays(n, parts, False)
+        narrow_linear(x, w, ours, levers=LEVERS, rows=rows)
+        assert same(ours, theirs) and not ours.isnan().any(), n
+        if splits == 1 == len(runs) and name == "fp8":
+            half, theirs_half = (torch.full((n, w.n), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+            narrow_linear(x, w, half, levers=LEVERS, rows=rows)
+            narrow_linear(x, w, theirs_half, levers=LEVERS, rows=rows, config=config_for(n, w, 1))
+            assert same(half, theirs_half), "rounded once"
+
+
+@on_hopper
+@pytest.mark.parametrize("name", ["fp8", "bf16"])
+@pytest.mark.parametrize("m, k", [(34816, 256), (1024, 512), (288, 1024)])
+def test_it_has_the_bits_of_the_narrow_swiglu(monkeypatch: pytest.MonkeyPatch, name: str, m: int, k: int) -> None:
+    for most in ("MOST_BF16", "MOST_SWIGLU"):
+        monkeypatch.setattr(hopper, most, 1024)
+    w = rows_in(name, m, k=k)
+    for n in (36, 64, 68, 128, 300):
+        x = torch.randn(n, k, generator=torch.Generator().manual_seed(n)).cuda().bfloat16() * 3
+        rows = fp8_rows("rows", n, k, lambda _, size, dtype: torch.empty(size, device="cuda", dtype=dtype))
+        ours, theirs = (torch.full((n, m // 2), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(2))
+        narrow_swiglu(x, w, theirs, levers=LEVERS, rows=rows, config=config_for(n, w, 1))
+        assert hopper.pays(n, [(w.whole, ours)], True)
+        narrow_swiglu(x, w, ours, levers=LEVERS, rows=rows)
+        assert same(ours, theirs) and not ours.isnan().any(), n
+
+
+@on_hopper
+def test_rows_do_not_see_each_other() -> None:
+    """A row alone among padding, among others, and at another place has the same bits."""
+    w, k = rows_in("fp8", 1024, k=2048), 2048
+    x = torch.randn(128, k).cuda().bfloat16()
+    found = []
+    for n, place in ((64, 3), (128, 3), (128, 100)):
+        given = torch.roll(x, place - 3, 0)[:n].contiguous()
+        rows = fp8_rows("rows", n, k, lambda _, size, dtype: torch.empty(size, device="cuda", dtype=dtype))
+        out = torch.full((4, n, 1024), torch.nan, device="cuda")
+        narrow_linear(given, w, out, levers=LEVERS, rows=rows)
+        found.append(out[:, place])
+    assert same(found[0], found[1]) and same(found[0], found[2])
