@@ -77,7 +77,7 @@ def main() -> None:
         times = sorted(steps_us(runner, n))
         rows.append({"n": n, "step_us": statistics.median(times), "p90_us": times[len(times) * 9 // 10]})
         print(json.dumps({name: round(value, 1) for name, value in rows[-1].items()}), flush=True)
-    path = runs_directory(arguments.out) / f"host-gpu-{now():%H%M%S}.json"
+    path = runs_directory(arguments.out) / f"steps-gpu-{now():%H%M%S}.json"
     head = {"bench": "host-gpu", "date": now().isoformat(), "machine": machine(), "code": code()}
     path.write_text(json.dumps(head | {"rows": rows}, indent=1) + "\n")
     print(path)
