@@ -211,7 +211,7 @@ def test_few_rows_by_the_vendors_e4m3(device: str, monkeypatch: pytest.MonkeyPat
     """
     vendors(device)
     monkeypatch.setattr(hopper, "FEWEST", 1 << 30)
-    k = 512  # two blocks a turn: tall tiles of 33 to 64 rows
+    k = 512
     w, _ = put(device, 512, k, (512, "fp8"))
     in_one_block(w)
     blocks, found = block_scales(w.whole), []
@@ -232,7 +232,7 @@ def test_few_rows_by_the_vendors_e4m3(device: str, monkeypatch: pytest.MonkeyPat
     ("format", "k", "rows"), [("fp8", 512, (3, 40, 64)), ("int4-g128-bfloat16", 256, (3, 70, 130))]
 )
 def test_other_tiles_of_more_rows(device: str, format: str, k: int, rows: tuple[int, ...]) -> None:
-    """Tall tiles of e4m3 with 33 to 64 rows, long blocks of int4 with more: alone, beside another segment, and with SwiGLU."""
+    """e4m3 with up to 64 rows, long blocks of int4 with more: alone, beside another segment, and with SwiGLU."""
     w, values = put(device, 256, k, (192, format), (64, "bf16"))
     whole, of_whole = put(device, 256, k, (256, format))
     x = torch.randn(rows[-1], k).bfloat16().to(device)

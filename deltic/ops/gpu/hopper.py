@@ -56,7 +56,7 @@ part of the product, and in bfloat16.
 
 @dataclass(frozen=True)
 class Kernel:
-    """What hopper.cu is compiled for."""
+    """A form of hopper.cu: the constants that it is compiled with."""
 
     width: int
     n_tiles: int
@@ -178,7 +178,7 @@ def kernel_for(n: int, m: int, splits: int, e4m3: bool, side: int = 0) -> Kernel
 
 
 def _check(result: tuple[Any, ...]) -> tuple[Any, ...]:
-    """What a call gave. Raises RuntimeError with the name of its error."""
+    """Returns the values of a call. Raises RuntimeError with the name of its error."""
     status, *values = result
     if int(status):
         raise RuntimeError(f"CUDA: {status.name}")
@@ -199,7 +199,7 @@ def _compile(kernel: Kernel) -> bytes:
         said = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))[0]
         _check(nvrtc.nvrtcGetProgramLog(program, said))
         raise RuntimeError(f"NVRTC cannot compile {kernel}: {said.decode()}")
-    code = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))[0]
+    code: bytes = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))[0]
     _check(nvrtc.nvrtcGetCUBIN(program, code))
     _check(nvrtc.nvrtcDestroyProgram(program))
     file.parent.mkdir(parents=True, exist_ok=True)
@@ -279,7 +279,7 @@ def _shared_bytes() -> int:
 
 @dataclass(frozen=True)
 class _Given:
-    """What a product with one weight is started with."""
+    """Arguments of a product with one weight."""
 
     w: _TensorMap
     x: _TensorMap
@@ -319,7 +319,7 @@ def _given(
 def multiply(
     x: Tensor, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool, levers: Levers, rows: Fp8Rows | None
 ) -> None:
-    """What `linear._multiply` does, for what `pays` accepts: the larger segment first."""
+    """Multiplies like `linear._multiply` what `pays` accepts. parts: the larger segment first."""
     (segment, out), *others = parts
     n, e4m3, splits = len(x), segment.format.codes == "e4m3", len(out) if out.ndim == 3 else 1
     kernel = kernel_for(n, out.shape[-1] * (2 if swiglu else 1), splits, e4m3, sum(part.n for part, _ in others))

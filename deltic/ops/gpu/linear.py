@@ -335,15 +335,11 @@ def decoded_config(n: int, m: int, k_slice: int, splits: int, format: WeightForm
     changes bits (fp8.py), and it follows the weight's shape.
 
     Low tiles, and as many programs as an SM takes: their waits for memory and for each other overlap. Few
-    rows want long blocks of K and long pipelines, of many the rows of x take the room. Of e4m3 with 33 to 64
-    rows tall tiles are faster, where an SM has one at the most.
+    rows want long blocks of K and long pipelines, of many the rows of x take the room.
     """
     sms, shared = _chip()
     block_m, tokens = 64, _token_tile(n)
     few, most = tokens <= 32, 128
-    tall = -(-m // 128) * splits <= sms and k_slice % 256 == 0 and shared >= 200 * 1024
-    if format.codes == "e4m3" and tokens == 64 and tall:
-        return Narrow(128, 128, 8, 3, 2)
     if format.codes != "e4m3" and tokens > 64:
         programs, longer = -(-m // block_m) * splits * -(-n // tokens), k_block(k_slice)
         fits = 2 * 3 * decoded_block_bytes(block_m, longer, n, format) <= shared
