@@ -50,6 +50,14 @@ def test_collects_what_real_tensors_would_launch(collected: dict[str, Any], kind
     assert collected[kind]["with_memory"] == collected[kind]["of_all_layers"] == []
 
 
+def test_rows_are_rounded_by_who_makes_them(collected: dict[str, Any]) -> None:
+    """A decode in FP8 has a kernel more where nobody does: a layer has one behind its mixer and, without experts, one behind SwiGLU."""
+    n = collected["launches"]
+    n_layers = 4
+    assert n["dense fp8"] - n["dense bf16"] == 2 * n_layers
+    assert n["moe fp8"] - n["moe bf16"] == n_layers
+
+
 def test_collects_what_a_speech_model_would_launch(collected: dict[str, Any]) -> None:
     """The vocoder's kernels, too."""
     assert collected["speech"]["kernels"] > 40
@@ -170,7 +178,31 @@ def _collected() -> dict[str, Any]:
         patch.setattr(collecting, "empty_vocoder", dummy_vocoder)
         with_memory = collecting.collect(speech_plan, levers)
     found["speech"] = {"kernels": len(jobs), "with_memory": difference(jobs, with_memory)}
-    return found | {"warmups": _warmups(), "keys": _keys()}
+    return found | {"launches": _launches(), "warmups": _warmups(), "keys": _keys()}
+
+
+def _launches() -> dict[str, int]:
+    """Kernels of a decode of one row, by the kind of model and the format of its weights."""
+    from deltic.models.qwen.weights import empty_weights
+    from deltic.models.stored import InFormat
+    from deltic.ops.formats import WEIGHT_FORMATS
+    from deltic.ops.gpu.launch import Levers, launches
+    from deltic.ops.gpu.weight import DeviceStore
+    from deltic.runtime.gpu.compile import collecting
+    from deltic.runtime.gpu.text import GpuTextRunner
+
+    found = {}
+    for kind in ("dense", "moe"):
+        plan = replace(_plan(kind), host_bytes=0)
+        for format in ("bf16", "fp8"):
+            of_format = replace(plan, shape=replace(plan.shape, formats=InFormat(WEIGHT_FORMATS[format])))
+            weights = empty_weights(of_format.shape, None, plan.shape.tie_word_embeddings, DeviceStore("meta"))
+            runner = GpuTextRunner(of_format, [weights], Levers())
+            with collecting():
+                launches.n = 0
+                runner.recordings.decode(1, 1).run()
+            found[f"{kind} {format}"] = launches.n
+    return found
 
 
 def _warmups() -> dict[str, tuple[int, str]]:

@@ -25,7 +25,7 @@ from deltic.ops.gpu.linear import (
     wide_linear,
     wide_scratch,
 )
-from deltic.ops.gpu.norm import begin_decode, embed
+from deltic.ops.gpu.norm import add_norm, begin_decode, embed
 from deltic.ops.gpu.weight import DeviceStore, unpack
 from deltic.ops.matrix import Matrix, Segment, planes
 from tests.gpu.matrices import e4m3_rows
@@ -255,6 +255,26 @@ def test_other_tiles_of_more_rows(device: str, format: str, k: int, rows: tuple[
             assert all(torch.equal(one[: rows[0]], first) for one, first in zip(parts, found[0], strict=True))
 
 
+@pytest.mark.parametrize(("n", "width", "slices"), [(1, 512, 4), (5, 2048, 9), (3, 5120, 2), (2, 1056, 0), (4, 96, 11)])
+def test_the_norm_rounds_as_round_rows(device: str, n: int, width: int, slices: int) -> None:
+    """The same codes and scales as by a kernel behind it, and the same rows, of all of them and of some."""
+    residual, w, block_k = torch.randn(n, width).to(device), (torch.randn(width) / 8).to(device), k_block(width)
+    partials = (torch.randn(slices, n, width) * torch.exp(torch.randn(width) * 4)).to(device) if slices else None
+    for rows in (None, torch.tensor([n - 1, 0, n - 1], device=device, dtype=torch.int32)):
+        found = []
+        for rounds in (False, True):
+            added, n_out, kept = residual.clone(), n if rows is None else 3, fp8_scratch(device, 5, width)
+            out = torch.full((n_out, width), torch.nan, dtype=torch.bfloat16, device=device)
+            kept.codes.fill_(0x7F)
+            kept.scale.fill_(torch.nan)
+            codes = kept.rounded_by(block_k if rounds else 0)
+            add_norm(added, partials, w, 1e-6, out, rows=rows, codes=codes, levers=LEVERS)
+            round_rows(out, codes, block_k, levers=LEVERS)
+            found.append((added, out, kept.codes[: out.numel()], kept.scale[: out.numel() // block_k]))
+        assert not found[0][3].isnan().any()
+        assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
 def test_silu_mul_rounds_as_round_rows(device: str) -> None:
     for t, width in ((3, 384), (64, 1152), (5, 96)):
         gate_up = torch.randn(t, 2 * width).bfloat16().to(device)
@@ -262,7 +282,7 @@ def test_silu_mul_rounds_as_round_rows(device: str) -> None:
         rows, wanted = fp8_scratch(device, t, width), fp8_scratch(device, t, width)
         silu_mul(gate_up, inner, levers=LEVERS)
         round_rows(inner, wanted, k_block(width), levers=LEVERS)
-        silu_mul_rounded(gate_up, rows, width, levers=LEVERS)
+        assert silu_mul_rounded(gate_up, rows, width, k_block(width), levers=LEVERS).block_k == k_block(width)
         n_scales = t * (width // k_block(width))
         assert torch.equal(rows.codes[: t * width], wanted.codes[: t * width])
         assert torch.equal(rows.scale[:n_scales], wanted.scale[:n_scales])

@@ -35,7 +35,9 @@ from tests.tiny_gguf import tiny_gguf
 from tests.tiny_quantised import tiny_quantised
 
 pytest.importorskip("triton")
+from deltic.models.qwen.gpu import QwenGpu
 from deltic.models.qwen.gpu_buffers import decode_buffers, prefill_buffers
+from deltic.models.qwen.gpu_linears import Linears
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.fp8 import Fp8Rows
 from deltic.ops.gpu.launch import Levers
@@ -212,6 +214,17 @@ def test_against_the_oracle(name: str) -> None:
                 error = float(errors(name, ids, found[f"a/{i}"]).square().mean().sqrt())
                 print(f"{name}: {length} tokens, answer {i} of {n}: error {error:.3f}")
                 assert error < tolerance
+
+
+@pytest.mark.parametrize("name", ["fp8 dense", "fp8 moe"])
+def test_whoever_rounds_rows(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What makes rows of a decode rounds them, or a kernel behind it: the same bits."""
+    found = alone(name, prompt(7, 3), 2)
+    monkeypatch.setattr(QwenGpu, "_codes", lambda _, b, *__: b.fp8)
+    monkeypatch.setattr(Linears, "block_k", lambda *_, **__: 0)
+    engine = Engine(runner.__wrapped__(name))
+    engine.add(request("a", prompt(7, 3), 2))
+    assert answers(engine)["a/0"] == found
 
 
 # Purity.

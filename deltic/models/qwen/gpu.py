@@ -18,6 +18,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial as partial_of
+from typing import NamedTuple
 
 from torch import Tensor
 
@@ -33,7 +34,9 @@ from deltic.ops.gpu.all_reduce import Columns, Rank, all_gather, all_reduce, all
 from deltic.ops.gpu.attention_decode import attention_decode, keys_decode
 from deltic.ops.gpu.attention_prefill import attention_prefill, keys_prefill
 from deltic.ops.gpu.blocks import BLOCK, AdapterRows, BatchState, PrefillInputs, Rows
+from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.draft import begin_guess, draft_pair, follow, go_on
+from deltic.ops.gpu.experts import is_e4m3
 from deltic.ops.gpu.fp8 import Fp8Rows
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.gdn_prefill import gdn_prefill
@@ -59,6 +62,13 @@ class Exchange:
     @property
     def meetings(self) -> list[Rank | Columns]:
         return [*self.sums.values(), *self.logits.values()]
+
+
+class Normed(NamedTuple):
+    """Rows of a decode behind a norm."""
+
+    rows: Tensor  # bfloat16 [n, H]
+    codes: Fp8Rows | None  # room for them in e4m3, in which they may be already
 
 
 class Shard:
@@ -101,21 +111,43 @@ class QwenGpu:
         angles = rotary_tables(shape.inv_freq(), max_len, shape.rope_attention_factor)
         self.cos, self.sin = (to_device(table, device) for table in angles)
 
-    def _add_norm(self, residual: Tensor, partials: Tensor | None, w: Tensor, normed: Tensor, kind: str) -> None:
-        """residual += partials, of all GPUs; normed = its norm. kind: decode or prefill."""
+    def _add_norm(
+        self, residual: Tensor, partials: Tensor | None, w: Tensor, out: Tensor, kind: str, codes: Fp8Rows | None = None
+    ) -> Normed:
+        """residual += partials, of all GPUs; out = its norm. kind: decode or prefill. codes: where to round
+        it to e4m3 as well, which is done where the norm is a kernel of this GPU alone.
+        """
         eps, levers, shards = self.shape.rms_norm_eps, self.levers, len(self.shards)
-        if self.exchange is None or partials is None or not self.exchange.sums:
-            add_norm(residual, partials, w, eps, normed, shards=shards, levers=levers)
-            return
+        if self.exchange is None:
+            add_norm(residual, partials, w, eps, out, codes=codes, levers=levers)
+            return Normed(out, codes)
+        normed = Normed(out, None if codes is None else codes.rounded_by(0))
+        if partials is None or not self.exchange.sums:
+            of_shards = None if partials is None else partials.view(shards, -1, *residual.shape)
+            add_norm(residual, of_shards, w, eps, out, levers=levers)
+            return normed
         ranks = self.exchange.sums[kind]
         if self.exchange.total is not None:
             total = front(self.exchange.total, 1, *residual.shape)
             all_reduce(partials, total[0], ranks=ranks, levers=levers, shards=shards)
-            add_norm(residual, total, w, eps, normed, levers=levers)
-            return
-        out = all_reduce_norm(residual, partials, w, eps, ranks=ranks, levers=levers, shards=shards)
-        if out.data_ptr() != normed.data_ptr():  # it is mostly the buffer that the others reach
-            copy_rows(out, normed)
+            add_norm(residual, total, w, eps, out, levers=levers)
+            return normed
+        made = all_reduce_norm(residual, partials, w, eps, ranks=ranks, levers=levers, shards=shards)
+        if made.data_ptr() != out.data_ptr():  # it is mostly the buffer that the others reach
+            copy_rows(made, out)
+        return normed
+
+    def _codes(self, b: DecodeBuffers, name: str, mlp: Mlp | Moe | None = None) -> Fp8Rows | None:
+        """Room for the normed rows of a decode in e4m3, and by which blocks they are rounded, for this
+        matrix, or a feed-forward whose matrices' names begin so.
+        """
+        if b.fp8 is None:
+            return None
+        if isinstance(mlp, Moe):
+            block_k = k_block(self.shape.hidden_size) if is_e4m3(mlp.gate_up, mlp.shared_gate_up) else 0
+        else:
+            block_k = self.linears.block_k(name if mlp is None else f"{name}gate_up", is_cut=mlp is None)
+        return b.fp8.rounded_by(block_k)
 
     def _logits(
         self, normed: Tensor, logits: Tensor, rows: Fp8Rows | None, kind: str, who: AdapterRows | None = None
@@ -178,22 +210,24 @@ class QwenGpu:
         who = None if b.adapters is None else b.adapters.front(n)
         self.linears.embedding(batch.last_token, residual, who, rows_batch_slot, rows.drafts)
         partial: Tensor | None = None
-        normed = front(b.normed, n, h)
+        out = front(b.normed, n, h)
 
         for i, layer in enumerate(w.layers):
-            self._add_norm(residual, partial, layer.input_norm, normed, "decode")
+            codes = self._codes(b, f"layers.{i}.{'in_proj' if isinstance(layer, GdnLayer) else 'qkv'}")
+            normed = self._add_norm(residual, partial, layer.input_norm, out, "decode", codes)
             partial = self._of_shards(b.partial, partial_of(self._decode_mixer, i, normed, batch, b, memory, max_len))
-            self._add_norm(residual, partial, layer.post_norm, normed, "decode")
+            codes = self._codes(b, f"layers.{i}.mlp.", layer.mlp)
+            normed = self._add_norm(residual, partial, layer.post_norm, out, "decode", codes)
             partial = self._of_shards(b.partial, partial_of(self._decode_mlp, i, normed, b))
-        self._add_norm(residual, partial, w.norm, normed, "decode")
+        self._add_norm(residual, partial, w.norm, out, "decode")
         logits = front(b.logits, 1, n, shape.vocab_size)
-        self._logits(normed, logits, b.fp8, "decode", who)
+        self._logits(out, logits, b.fp8, "decode", who)
         return logits[0]
 
     def _decode_mixer(
         self,
         i: int,
-        normed: Tensor,
+        normed: Normed,
         batch: BatchState,
         b: DecodeBuffers,
         memory: Sequence[GpuMemory],
@@ -202,11 +236,12 @@ class QwenGpu:
         flat: Tensor,
     ) -> Tensor:
         """A shard's partial sums of layer i's mixer, float32 [S, n, H], in the front of `flat`."""
-        shard, of, n, shape, levers = self.shards[i_shard], memory[i_shard], len(normed), self.shape, self.levers
+        shard, of, shape, levers = self.shards[i_shard], memory[i_shard], self.shape, self.levers
+        n = len(normed.rows)
         layer, nth, rows, eps = shard.layers[i], shard.nth[i], b.rows.front(n), shape.rms_norm_eps
         who = None if b.adapters is None else b.adapters.front(n)
         if isinstance(layer, GdnLayer):
-            proj = shard.linears.partial(f"layers.{i}.in_proj", normed, b.proj, b.fp8, who)
+            proj = shard.linears.partial(f"layers.{i}.in_proj", normed.rows, b.proj, normed.codes, who)
             mixed = front(b.mixed, n, shape.gdn_value_size)
             gdn_decode(
                 proj,
@@ -222,7 +257,7 @@ class QwenGpu:
                 levers=levers,
             )
             return shard.linears.partial(f"layers.{i}.out_proj", mixed, flat, b.fp8, who)
-        proj = shard.linears.partial(f"layers.{i}.qkv", normed, b.proj, b.fp8, who)
+        proj = shard.linears.partial(f"layers.{i}.qkv", normed.rows, b.proj, normed.codes, who)
         mixed = front(b.mixed, n, self.heads.n_q * self.heads.dim)
         attention_decode(
             proj,
@@ -243,9 +278,9 @@ class QwenGpu:
         )
         return shard.linears.partial(f"layers.{i}.o_proj", mixed, flat, b.fp8, who)
 
-    def _decode_mlp(self, i: int, normed: Tensor, b: DecodeBuffers, i_shard: int, flat: Tensor) -> Tensor:
+    def _decode_mlp(self, i: int, normed: Normed, b: DecodeBuffers, i_shard: int, flat: Tensor) -> Tensor:
         """The same of its feed-forward."""
-        shard, n = self.shards[i_shard], len(normed)
+        shard, n = self.shards[i_shard], len(normed.rows)
         row_slot, who = b.rows.front(n).state_slot, None if b.adapters is None else b.adapters.front(n)
         return self._decode_feed_forward(shard, f"layers.{i}.mlp.", shard.layers[i].mlp, normed, b, row_slot, flat, who)
 
@@ -254,7 +289,7 @@ class QwenGpu:
         shard: Shard,
         name: str,
         mlp: Mlp | Moe,
-        normed: Tensor,
+        normed: Normed,
         b: DecodeBuffers,
         row_slot: Tensor,
         flat: Tensor,
@@ -263,16 +298,17 @@ class QwenGpu:
         """A shard's partial sums of a feed-forward of the normed rows, float32 [S, n, H], in the front of
         `flat`, to be added up by the next norm. name: how the names of its matrices begin.
         """
-        shape, n = self.shape, len(normed)
+        shape, n = self.shape, len(normed.rows)
         if not isinstance(mlp, Moe):
             inner = front(b.inner, n, shape.intermediate_size)
             gate_up = front(b.proj, 1, n, 2 * shape.intermediate_size)
-            shard.linears.swiglu(f"{name}gate_up", normed, inner, gate_up, b.fp8, who)
-            return shard.linears.partial(f"{name}down", inner, flat, b.fp8, who)
+            down = f"{name}down"
+            codes = shard.linears.swiglu(f"{name}gate_up", normed.rows, inner, gate_up, normed.codes, who, down)
+            return shard.linears.partial(down, inner, flat, codes, who)
         assert b.moe is not None
         partial = front(flat, shape.n_experts_per_tok + 1, n, shape.hidden_size)
         moe_decode(
-            normed,
+            normed.rows,
             mlp,
             shape.n_experts_per_tok,
             shape.norm_topk_prob,
@@ -280,7 +316,7 @@ class QwenGpu:
             scratch=b.moe,
             out=partial,
             levers=self.levers,
-            codes=b.fp8,
+            codes=normed.codes,
             adapters=shard.linears.experts(name, who),
         )
         return partial
@@ -383,9 +419,10 @@ class QwenGpu:
             self._draft_keys(proj, batch, b, g, memory)
         residual, normed, own = front(b.residual, n, h), front(b.normed, n, h), front(g.hidden, n, h)
         partial = linears.partial("draft_head.layer.o_proj", mixed, b.partial, b.fp8)
-        self._add_norm(residual, partial, head.layer.post_norm, normed, "decode")
         name, mlp = "draft_head.layer.mlp.", head.layer.mlp
-        partial = self._decode_feed_forward(self.shards[0], name, mlp, normed, b, guesses.last, b.partial)
+        codes = self._codes(b, name, mlp)
+        rows = self._add_norm(residual, partial, head.layer.post_norm, normed, "decode", codes)
+        partial = self._decode_feed_forward(self.shards[0], name, mlp, rows, b, guesses.last, b.partial)
         self._add_norm(residual, partial, head.norm, own, "decode")
         logits = front(b.logits, 1, n, shape.n_drafted)
         self._logits(own, logits, b.fp8, "guess")

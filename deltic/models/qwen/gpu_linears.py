@@ -4,15 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 from torch import Tensor
 
 from deltic.models.qwen.gpu_adapters import Targets
 from deltic.ops.gpu.blocks import AdapterRows, Drafts
+from deltic.ops.gpu.decode import k_block
+from deltic.ops.gpu.experts import is_e4m3
 from deltic.ops.gpu.fp8 import Fp8Rows, block_scales, room
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import (
     WideScratch,
+    e4m3_block,
     k_splits,
     narrow_linear,
     narrow_swiglu,
@@ -87,6 +91,13 @@ class Linears:
         assert self._targets is not None
         return self._targets.experts(name), who
 
+    def block_k(self, name: str, *, is_cut: bool = True) -> int:
+        """Columns of a block of rows that are rounded for a product of few rows with a matrix (`round_rows`),
+        cut along K or not; 0 where that has no e4m3.
+        """
+        w = self.matrices[name]
+        return e4m3_block(w, k_splits(w.n, w.k, self.levers) if is_cut else 1)
+
     def project(
         self, name: str, x: Tensor, out: Tensor, rows: Fp8Rows | None = None, who: AdapterRows | None = None
     ) -> None:
@@ -113,16 +124,19 @@ class Linears:
         gate_up: Tensor,
         rows: Fp8Rows | None = None,
         who: AdapterRows | None = None,
-    ) -> None:
-        """out = bfloat16(silu(gate) * up) of few rows: out bfloat16 [N, F], gate_up float32 [1, N, 2F] (see
-        `narrow_swiglu`). Where rows have adapters it is two kernels, to the same bits.
+        down: str = "",
+    ) -> Fp8Rows | None:
+        """out = bfloat16(silu(gate) * up) of few rows: out bfloat16 [N, F], gate_up float32 [1, N, 2F].
+        Returns `rows` for the product with `down` (see `narrow_swiglu`). Where rows have adapters it is two
+        kernels, to the same bits.
         """
         w, blocks = self.matrices[name], self.blocks[name][0]
         if who is not None:
             self.project(name, x, gate_up, rows, who)
             silu_mul(gate_up[0], out, levers=self.levers)
-            return
-        narrow_swiglu(x, w, out, gate_up=gate_up, rows=rows, blocks=blocks, levers=self.levers)
+            return None if rows is None else rows.rounded_by(0)
+        block_k = self.block_k(down) if down and is_e4m3(self.matrices[down]) else 0
+        return narrow_swiglu(x, w, out, gate_up=gate_up, rows=rows, blocks=blocks, block_k=block_k, levers=self.levers)
 
     def project_many(
         self, name: str, x: Tensor, out: Tensor, scratch: WideScratch | None = None, who: AdapterRows | None = None
@@ -148,9 +162,9 @@ class Linears:
             self.project_many(name, inner, out, scratch, who)
             return
         w = self.matrices[name]
-        is_e4m3 = scratch is not None and all(segment.format.codes == "e4m3" for segment in w.segments)
-        if scratch is not None and is_e4m3:
-            silu_mul_rounded(up, room(scratch.rows), w.k, levers=self.levers)
+        if scratch is not None and is_e4m3(w):
+            rows = silu_mul_rounded(up, room(scratch.rows), w.k, k_block(w.k), levers=self.levers)
+            scratch = replace(scratch, rows=rows)
         else:
             silu_mul(up, inner, levers=self.levers)
-        wide_linear(inner, w, out, levers=self.levers, scratch=scratch, blocks=self.blocks[name], is_rounded=is_e4m3)
+        wide_linear(inner, w, out, levers=self.levers, scratch=scratch, blocks=self.blocks[name])

@@ -236,7 +236,7 @@ def _one_shot_kernel(
     o_row = row.to(tl.int64) * width
     if NORM:
         added = _add_to_row(p_residual + o_row, total, width, LANES, PIECES)
-        store_norm(p_out + o_row, added, weights, width, inverse_width, eps, LANES, PIECES)
+        store_norm(p_out + o_row, None, None, 0, added, weights, width, inverse_width, eps, LANES, PIECES, 1)
     else:
         store_pieces(p_out + o_row, total, width, LANES, PIECES)
 
@@ -265,7 +265,8 @@ def _two_shot_kernel(
         added = _add_to_row(p_residual + o_row, total, width, LANES, PIECES)
         for q in tl.static_range(RANKS):
             p_to = tl.multiple_of(tl.load(p_outs + q).to(tl.pointer_type(tl.bfloat16)), 16)
-            store_norm(p_to + first.to(tl.int64) * width + o_row, added, weights, width, inverse_width, eps, LANES, PIECES)
+            p_to += first.to(tl.int64) * width + o_row
+            store_norm(p_to, None, None, 0, added, weights, width, inverse_width, eps, LANES, PIECES, 1)
         tl.debug_barrier()
         for q in tl.static_range(RANKS):
             if q != rank:

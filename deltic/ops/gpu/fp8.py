@@ -7,17 +7,17 @@ e4m3 one of its 17 powers of two, below. A product's sums of BLOCK_K are added i
 both scales, in order of K: the tensor cores' own sums of 8-bit products keep 14 bits or so. So BLOCK_K is
 part of what defines the bits.
 
-Rows are rounded once, before a product; those behind a prefill's SwiGLU by the kernel that makes them. On
-their way, to the same codes, they are rounded in a decode for the experts' down, and for a gate_up that is
-not e4m3 in one segment in all of them. A product of many rows runs in the vendor's library where it has one
-(Hopper), else here.
+Rows are rounded once, before a product: mostly by the kernel that makes them, which says so (`Fp8Rows`), else
+by one of their own. On their way, to the same codes, they are rounded in a decode for the experts' down, and
+for a gate_up that is not e4m3 in one segment in all of them. A product of many rows runs in the vendor's
+library where it has one (Hopper), else here.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -42,6 +42,12 @@ class Fp8Rows:
     codes: Tensor  # uint8, flat [T, K]
     scale: Tensor  # float32, flat [K / BLOCK_K, T]
     weight_scale: Tensor  # float32, flat [K / 128, M]: where a row has one, for the vendor's library
+    block_k: int = 0
+    """Columns of a block, where who makes the rows of the next product has rounded them, too; else 0."""
+
+    def rounded_by(self, block_k: int) -> Fp8Rows:
+        """The same, with the rows of the next product in it."""
+        return replace(self, block_k=block_k)
 
 
 def fp8_rows(name: str, n_rows: int, width: int, allocate: Allocate, largest: int = 0) -> Fp8Rows:
@@ -83,9 +89,10 @@ def rounded(b_x):
     as well.
     """
     b_float = b_x.to(tl.float32)
+    # magnitudes as integers have the same order, and a warp has their maximum by one instruction
+    b_most = tl.max(b_float.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
     # the exponent of the largest, one more above 1.75 times a power of two; 2^-111 and less are as one
-    b_exponent = (tl.max(tl.abs(b_float), 1).to(tl.int32, bitcast=True) + 0x1FFFFF) >> 23
-    b_exponent = tl.maximum(b_exponent, 16)
+    b_exponent = tl.maximum((b_most + 0x1FFFFF) >> 23, 16)
     b_inverse = ((262 - b_exponent) << 23).to(tl.float32, bitcast=True)
     return _nearest(b_float * b_inverse[:, None]), ((b_exponent - 8) << 23).to(tl.float32, bitcast=True)
 
@@ -122,9 +129,11 @@ def check_room(name: str, rows: Fp8Rows, t: int, k: int, block_k: int) -> None:
 def round_rows(
     x: Tensor, rows: Fp8Rows, block_k: int, *, levers: Levers, used: Tensor | None = None, each: int = 1
 ) -> None:
-    """rows = x by block_k columns. x: bfloat16 [T, K], K a multiple of block_k; its rows may lie apart.
-    used: int32 [1], on the device; only so many times `each` rows are needed.
+    """rows = x by block_k columns, if they are not yet. x: bfloat16 [T, K], K a multiple of block_k; its rows
+    may lie apart. used: int32 [1], on the device; only so many times `each` rows are needed.
     """
+    if rows.block_k == block_k:
+        return
     t, k = x.shape
     check("round_rows", x.dtype == torch.bfloat16 and x.stride(1) == 1 and k % block_k == 0, f"bfloat16 x, blocks of {block_k}")
     check_room("round_rows", rows, t, k, block_k)

@@ -423,11 +423,19 @@ def _block_beside(c: Narrow, first: WeightFormat, second: WeightFormat, n: int, 
     return block
 
 
+def e4m3_block(w: Matrix, splits: int) -> int:
+    """Columns of a block of rows that are rounded for a product with w, in so many slices of K; 0 where w has
+    no e4m3.
+    """
+    return k_block(w.k // splits) if any(segment.format.codes == "e4m3" for segment in w.segments) else 0
+
+
 def _rounded(x: Tensor, w: Matrix, splits: int, rows: Fp8Rows | None, levers: Levers) -> Fp8Rows | None:
-    """x rounded into `rows`, once for all segments, where w has e4m3."""
-    if not any(segment.format.codes == "e4m3" for segment in w.segments):
+    """x rounded into `rows`, once for all segments, where w has e4m3. What is there already stays."""
+    block_k = e4m3_block(w, splits)
+    if not block_k:
         return None
-    round_rows(x, room(rows), k_block(w.k // splits), levers=levers)
+    round_rows(x, room(rows), block_k, levers=levers)
     return rows
 
 
@@ -473,9 +481,11 @@ def narrow_linear(
 
 def narrow_swiglu(
     x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, gate_up: Tensor | None = None, rows: Fp8Rows | None = None,
-    blocks: Tensor | None = None, config: Narrow | None = None,
-) -> None:
-    """out = bfloat16(silu(gate) * up), gate and up the unsplit float32 sums of x W^T.
+    blocks: Tensor | None = None, block_k: int = 0,
+) -> Fp8Rows | None:
+    """out = bfloat16(silu(gate) * up), gate and up the unsplit float32 sums of x W^T. Returns `rows` for the
+    product with out. block_k: that one's in e4m3, 0 if it has none: a SwiGLU that is a kernel of its own
+    rounds, and leaves out as it was.
 
     x: bfloat16 [N, K]; w: [2F, K] in rows, gate rows first; out: bfloat16 [N, F]. With the lever
     silu_epilogue off: narrow_linear into gate_up (float32 [1, N, 2F]), then silu_mul, the same bits; so, too,
@@ -485,17 +495,20 @@ def narrow_swiglu(
     several = len(w.segments) > 1
     shaped = out.dtype == torch.bfloat16 and 2 * out.shape[1] == w.n
     check("linear", shaped, "bfloat16 out, half as wide as w is high")
-    ours = config is not None or (not several and hopper.pays(len(x), [(w.whole, out)], True))
+    ours = not several and hopper.pays(len(x), [(w.whole, out)], True)
     vendor = not ours and is_bf16(w) and vendor_pays_narrow(len(x), w.n, w.k, 1)
     if not ours and gate_up is not None and not several and not is_bf16(w):
         vendor = vendor_pays_e4m3(w.whole, gate_up[0])
     if not levers.silu_epilogue or vendor or several:
         check("linear", gate_up is not None, "a gate_up buffer where SwiGLU is a kernel of its own")
         assert gate_up is not None
-        narrow_linear(x, w, gate_up, levers=levers, rows=rows, blocks=blocks, config=config)
+        narrow_linear(x, w, gate_up, levers=levers, rows=rows, blocks=blocks)
+        if block_k:
+            return silu_mul_rounded(gate_up[0], room(rows), out.shape[1], block_k, levers=levers)
         silu_mul(gate_up[0], out, levers=levers)
-        return
-    _multiply(x, [(w.whole, out)], True, levers, config, _rounded(x, w, 1, rows, levers))
+    else:
+        _multiply(x, [(w.whole, out)], True, levers, None, _rounded(x, w, 1, rows, levers))
+    return None if rows is None else rows.rounded_by(0)
 
 
 def silu_mul(gate_up: Tensor, out: Tensor, *, levers: Levers) -> None:
@@ -506,14 +519,15 @@ def silu_mul(gate_up: Tensor, out: Tensor, *, levers: Levers) -> None:
     _silu_mul(gate_up, out, None, n, width, _SILU_BLOCK, levers)
 
 
-def silu_mul_rounded(gate_up: Tensor, rows: Fp8Rows, width: int, *, levers: Levers) -> None:
-    """rows = silu_mul of gate_up [T, 2F] by `round_rows`, F = width, a multiple of 32: the same bits, and
-    bfloat16 rows are never stored.
+def silu_mul_rounded(gate_up: Tensor, rows: Fp8Rows, width: int, block_k: int, *, levers: Levers) -> Fp8Rows:
+    """rows = silu_mul of gate_up [T, 2F] by `round_rows`, F = width: the same bits, and bfloat16 rows are
+    never stored. Returns rows for the next product.
     """
-    check("silu_mul", width % 32 == 0, "a width of whole blocks")
-    n, block_k = len(gate_up), k_block(width)
+    n = len(gate_up)
+    check("silu_mul", width % block_k == 0, "a width of whole blocks")
     check_room("silu_mul", rows, n, width, block_k)
     _silu_mul(gate_up, rows.codes, rows.scale, n, width, block_k, levers)
+    return rows.rounded_by(block_k)
 
 
 _SILU_BLOCK = 1024
@@ -574,26 +588,21 @@ def wide_scratch(n_rows: int, largest: int, widest: int, codes: Collection[str],
 
 def wide_linear(
     x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, scratch: WideScratch | None = None,
-    blocks: Sequence[Tensor | None] = (), is_rounded: bool = False, config: Wide | None = None,
+    blocks: Sequence[Tensor | None] = (), config: Wide | None = None,
 ) -> None:
     """out[t, m] = sum over k of x[t, k] w[m, k], in order of k, rounded once: many rows.
 
     x: bfloat16 [T, K], T a multiple of 64, K of 32; w: [M, K] in rows; out: bfloat16 or float32 [T, M]. Rows
     are independent of each other, bit for bit. They have the bits of an unsplit narrow_linear, but for e4m3.
-    scratch: where w is quantised. blocks: `block_scales` of each segment, or none at all. is_rounded: x is in
-    scratch.rows already, and not read. config: for measurements, of bf16.
-    Raises KernelError for weights in panels.
+    scratch: where w is quantised. blocks: `block_scales` of each segment, or none at all. config: for
+    measurements, of bf16. Raises KernelError for weights in panels.
     """
     (t, k), m = x.shape, w.n
     check("linear", x.dtype == torch.bfloat16, "bfloat16 x")
     check("linear", t % 64 == 0 and k % 32 == 0 and w.k == k, f"whole blocks of 64 rows, K % 32 == 0, w [M, {k}]")
     check("linear", out.shape == (t, m) and out.dtype in (torch.bfloat16, torch.float32), f"out [{t}, {m}]")
     check("linear", x.is_contiguous() and out.is_contiguous(), "contiguous tensors")
-    codes = None if scratch is None else scratch.rows
-    if is_rounded:
-        check("linear", all(segment.format.codes == "e4m3" for segment in w.segments), "e4m3 behind rounded rows")
-    else:
-        codes = _rounded(x, w, 1, codes, levers)
+    codes = _rounded(x, w, 1, None if scratch is None else scratch.rows, levers)
     for (segment, columns), scales in zip(_columns(w, out), blocks or [None] * len(w.segments), strict=True):
         if segment.format.codes == "e4m3":
             assert codes is not None

@@ -20,7 +20,8 @@ from torch import Tensor
 
 from deltic.ops.contract import check
 from deltic.ops.gpu.blocks import BatchState, Rows
-from deltic.ops.gpu.decode import BF16, address, constants, k_block, load_block, rows_from, values
+from deltic.ops.gpu.decode import BF16, address, codes_at, constants, k_block, load_block, rows_from, values
+from deltic.ops.gpu.fp8 import Fp8Rows, check_room, rounded
 from deltic.ops.gpu.launch import Levers, launch
 from deltic.ops.matrix import Matrix, Segment
 
@@ -30,12 +31,18 @@ LANES = 512
 
 @triton.jit
 def tree_sum(b_x, LANES: tl.constexpr):
-    """[LANES] -> [1]: neighbours first, level by level. LANES at most 1024."""
+    """[LANES] -> [1]: neighbours first, level by level. LANES from 4 to 1024.
+
+    The last four are split: they come to each thread at once, where two sums would wait for all warps twice
+    each, and give what is made with the result their layout.
+    """
     b = tl.reshape(b_x, (1, LANES))
     for level in tl.static_range(10):
-        if LANES >> level > 1:
+        if LANES >> level > 4:
             b = tl.sum(tl.reshape(b, (1, LANES >> (level + 1), 2)), 2)
-    return tl.reshape(b, (1,))
+    b_even, b_odd = tl.split(tl.reshape(b, (2, 2)))
+    b_even, b_odd = tl.split(tl.reshape(b_even + b_odd, (1, 2)))
+    return b_even + b_odd
 
 
 @triton.jit
@@ -156,26 +163,45 @@ def store_pieces(p_row, pieces, width, LANES: tl.constexpr, PIECES: tl.constexpr
 
 
 @triton.jit
-def store_norm(p_row, pieces, weights, width, inverse_width, eps, LANES: tl.constexpr, PIECES: tl.constexpr):
-    """p_row = bfloat16(pieces / rms * (1 + weights))."""
+def store_norm(
+    p_row, p_codes, p_scale, n, pieces, weights, width, inverse_width, eps, LANES: tl.constexpr, PIECES: tl.constexpr,
+    GROUP: tl.constexpr,
+):
+    """p_row = bfloat16(pieces / rms * (1 + weights)). With p_codes, these are p_row in e4m3, and p_scale, n
+    apart, the scales of each GROUP columns, by `rounded`.
+
+    Four warps have a group of 128 columns within one, so that its maximum is one instruction.
+    """
     b_square = tl.zeros((LANES,), tl.float32)
     for j in tl.static_range(PIECES):
         b_square = tl.fma(pieces[j], pieces[j], b_square)
     b_total = tree_sum(b_square, LANES)
     # the multiply-add is written out: the compiler has no choice
     b_inverse = tl.rsqrt(tl.fma(b_total, tl.zeros_like(b_total) + inverse_width, tl.zeros_like(b_total) + eps))
+    if p_codes is not None:
+        N_GROUPS: tl.constexpr = LANES // GROUP
+        o_piece = tl.arange(0, triton.next_power_of_2(PIECES))[None, :]
+        o_group = o_piece * N_GROUPS + tl.arange(0, N_GROUPS)[:, None]
+        b_scales = tl.zeros(o_group.shape, tl.float32)
     for j in tl.static_range(PIECES):
         o_col = j * LANES + tl.arange(0, LANES)
-        b_y = pieces[j] * b_inverse * (1.0 + weights[j])
+        b_y = (pieces[j] * b_inverse * (1.0 + weights[j])).to(tl.bfloat16)
         # not p_row + o_col: Triton 3.6 would ask for half as many partials at once (docs/log/2026-11.md)
-        tl.store(p_row + j * LANES + tl.arange(0, LANES), b_y.to(tl.bfloat16), mask=o_col < width)
+        tl.store(p_row + j * LANES + tl.arange(0, LANES), b_y, mask=o_col < width)
+        if p_codes is not None:
+            b_codes, b_scale = rounded(tl.reshape(b_y, (N_GROUPS, GROUP)))
+            tl.store(p_codes + j * LANES + tl.arange(0, LANES), tl.reshape(b_codes, (LANES,)), mask=o_col < width)
+            b_scales = tl.where(o_piece == j, b_scale[:, None], b_scales)
+    if p_codes is not None:
+        # together: of each piece by itself they would go through shared memory once a piece
+        tl.store(p_scale + o_group * n, b_scales, mask=o_group * GROUP < width)
 
 
 @triton.jit
 def _add_norm_kernel(
-    p_residual, p_partials, p_w, p_out, p_rows, width, partial_stride, inverse_width, eps,
-    LANES: tl.constexpr, PIECES: tl.constexpr, SHARDS: tl.constexpr, SLICES: tl.constexpr, STORE: tl.constexpr,
-    GATHER: tl.constexpr, PDL: tl.constexpr,
+    p_residual, p_partials, p_w, p_out, p_codes, p_scale, p_rows, width, partial_stride, inverse_width, eps,
+    LANES: tl.constexpr, PIECES: tl.constexpr, GROUP: tl.constexpr, SHARDS: tl.constexpr, SLICES: tl.constexpr,
+    TOGETHER: tl.constexpr, STORE: tl.constexpr, GATHER: tl.constexpr, PDL: tl.constexpr,
 ):
     i_row = tl.program_id(0)
     o_lane = tl.arange(0, LANES)
@@ -187,21 +213,43 @@ def _add_norm_kernel(
     if GATHER:
         row = tl.maximum(tl.load(p_rows + i_row), 0).to(tl.int64)
     o_row = row * width
-    pieces: tl.tuple = ()
+    o_out = i_row.to(tl.int64) * width
+    p_row_codes = None
+    p_row_scale = None
+    if p_codes is not None:
+        p_row_codes = codes_at(p_codes) + o_out
+        p_row_scale = p_scale + i_row
+    asked: tl.tuple = ()
     for j in tl.static_range(PIECES):
         o_col = j * LANES + o_lane
-        b_x = tl.load(p_residual + o_row + o_col, mask=o_col < width, other=0.0)
-        if SHARDS > 1:
-            b_x += sum_of_shards(p_partials + o_row + o_col, partial_stride, o_col < width, SHARDS, SLICES)
-        else:
-            for s in tl.static_range(SLICES):
-                p_part = p_partials + s * partial_stride + o_row + o_col
-                b_x += tl.load(p_part, mask=o_col < width, other=0.0).to(tl.float32)
-        pieces += (b_x,)
-    if STORE:
-        # behind all loads: a store between them would make each piece wait for the one before
-        store_pieces(p_residual + o_row, pieces, width, LANES, PIECES)
-    store_norm(p_out + i_row.to(tl.int64) * width, pieces, weights, width, inverse_width, eps, LANES, PIECES)
+        of_piece: tl.tuple = (tl.load(p_residual + o_row + o_col, mask=o_col < width, other=0.0),)
+        for s in tl.static_range(TOGETHER):
+            p_part = p_partials + s * partial_stride + o_row + o_col
+            of_piece += (tl.load(p_part, mask=o_col < width, other=0.0),)
+        asked += (of_piece,)
+    # Always true. The assembler brings no sum in front of a branch. Without one it waits for the first pieces
+    # before it asks for the last, which saves registers that nobody else wants
+    if width > 0:
+        pieces: tl.tuple = ()
+        for j in tl.static_range(PIECES):
+            o_col = j * LANES + o_lane
+            b_x = asked[j][0]
+            for s in tl.static_range(TOGETHER):
+                b_x += asked[j][1 + s].to(tl.float32)
+            if SHARDS > 1:
+                b_x += sum_of_shards(p_partials + o_row + o_col, partial_stride, o_col < width, SHARDS, SLICES)
+            else:
+                for s in tl.static_range(TOGETHER, SLICES):
+                    p_part = p_partials + s * partial_stride + o_row + o_col
+                    b_x += tl.load(p_part, mask=o_col < width, other=0.0).to(tl.float32)
+            pieces += (b_x,)
+        if STORE:
+            # behind all loads: a store between them would make each piece wait for the one before
+            store_pieces(p_residual + o_row, pieces, width, LANES, PIECES)
+        n = tl.num_programs(0)
+        store_norm(
+            p_out + o_out, p_row_codes, p_row_scale, n, pieces, weights, width, inverse_width, eps, LANES, PIECES, GROUP
+        )
 
 
 def pieces(width: int) -> int:
@@ -212,6 +260,17 @@ def pieces(width: int) -> int:
 def norm_warps(n: int, width: int) -> int:
     """Warps for a row. The bits do not see them (above)."""
     return 4 if n < 256 or width > 2048 else 2
+
+
+MOST_TOGETHER = 40
+"""Loads of 16 bytes that a thread has under way at once: they take four registers each, of 255."""
+
+
+def _slices_together(n: int, width: int, slices: int) -> int:
+    """Slices of partial sums that a row asks for at once, with the residual. Many rows fill a multiprocessor
+    with several programs, whose loads overlap as it is.
+    """
+    return min(slices, max(0, MOST_TOGETHER // pieces(width) - 1)) if n < 256 else 0
 
 
 def begin_decode(
@@ -274,15 +333,16 @@ def embed(token_ids: Tensor, table: Matrix, residual: Tensor, pictures: Tensor |
 
 def add_norm(
     residual: Tensor, partials: Tensor | None, w: Tensor, eps: float, out: Tensor, *, rows: Tensor | None = None,
-    shards: int = 1, levers: Levers,
+    codes: Fp8Rows | None = None, levers: Levers,
 ) -> None:
     """residual += partials[0], then partials[1], ...; out = bfloat16(residual / rms * (1 + w)).
 
     residual: float32 [T, H]; partials: float32 or bfloat16 [S, T, H] or None; w: float32 [H], zero-centred;
     out: bfloat16 [T, H]. With rows, int32 [R], out is [R, H], out[r] belongs to row rows[r], and residual is
-    not written. shards: of a model in shards, whose partials, S / shards each, are added as `all_reduce` of
-    as many ranks adds them, and the sum to residual. The bits of a row depend on this row only. The
-    mathematics is that of reference/layers.py, rms_norm.
+    not written. Partials [shards, S, T, H], of a model in shards, are added as `all_reduce` of as many ranks
+    adds them, and the sum to residual. codes: out in e4m3 as well, with the bits of `round_rows`, where these
+    have a block. The bits of a row depend on this row only. The mathematics is that of reference/layers.py,
+    rms_norm.
     """
     n, width = residual.shape
     n_out = n if rows is None else rows.shape[0]
@@ -290,14 +350,19 @@ def add_norm(
     check("rms_norm", out.dtype == torch.bfloat16 and out.shape == (n_out, width), f"bfloat16 out [{n_out}, {width}]")
     check("rms_norm", w.shape == (width,), "one width")
     check("rms_norm", residual.is_contiguous() and out.is_contiguous(), "contiguous tensors")
-    n_slices = 0
+    shards, n_slices = 1, 0
     if partials is not None:
-        n_slices = partials.shape[0] // shards
-        fits = partials.shape[1:] == residual.shape and len(partials) == n_slices * shards
-        check("rms_norm", fits, f"partials [{shards} * S, {n}, {width}]")
+        shards, n_slices = (1, *partials.shape)[-4:-2]
+        check("rms_norm", partials.shape[-2:] == residual.shape, f"partials [S, {n}, {width}]")
         check("rms_norm", partials.is_contiguous(), "contiguous partials")
+    rounded_rows: tuple[Tensor | None, Tensor | None] = None, None
+    block_k = 0 if codes is None else codes.block_k
+    if codes is not None and block_k:
+        check_room("rms_norm", codes, n_out, width, block_k)
+        rounded_rows = codes.codes, codes.scale
+    together = _slices_together(n_out, width, n_slices) if shards == 1 else 0
     launch(
-        _add_norm_kernel, (n_out,), residual, partials, w, out, rows, width, n * width, 1.0 / width, eps,
-        LANES=LANES, PIECES=pieces(width), SHARDS=shards if n_slices else 1, SLICES=n_slices, STORE=rows is None and n_slices > 0,
-        GATHER=rows is not None, pdl=levers.pdl, num_warps=norm_warps(n_out, width),
+        _add_norm_kernel, (n_out,), residual, partials, w, out, *rounded_rows, rows, width, n * width, 1.0 / width, eps,
+        LANES=LANES, PIECES=pieces(width), GROUP=block_k, SHARDS=shards, SLICES=n_slices, TOGETHER=together,
+        STORE=rows is None and n_slices > 0, GATHER=rows is not None, pdl=levers.pdl, num_warps=norm_warps(n_out, width),
     )
