@@ -82,6 +82,7 @@ def test_named_files_exist(path: Path) -> None:
     assert not missing, f"{path.name}: no such files: {missing}"
 
 
+@cache
 def classes() -> dict[str, tuple[set[str], set[str]]]:
     """The names of the bases and of the members of each class of the package; of those that share a name, of all."""
     found: dict[str, tuple[set[str], set[str]]] = {}
@@ -99,11 +100,8 @@ def classes() -> dict[str, tuple[set[str], set[str]]]:
     return found
 
 
-CLASSES = classes()
-
-
 def has_member(owner: str, name: str) -> bool:
-    bases, members = CLASSES.get(owner, (set(), set()))
+    bases, members = classes().get(owner, (set(), set()))
     return name in members or any(has_member(base, name) for base in bases)
 
 
