@@ -26,11 +26,18 @@ def live(engine: FakeEngineClient) -> Iterator[str]:
         yield url
 
 
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Any]:
-    """Chromium, for tests marked as `browser.needed`."""
+@pytest.fixture(scope="session")
+def chromium() -> Iterator[Any]:
     with browser.started() as running:
         yield running
+
+
+@pytest.fixture(scope="module")
+def driver(chromium: Any) -> Any:
+    """Chromium, for tests marked as `browser.needed`, with an empty log. Each server has a port, and so a storage, of its own."""
+    chromium.get("about:blank")
+    chromium.get_log("browser")
+    return chromium
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +29,6 @@ GIVE = """
     document.getElementById(id).dispatchEvent(event);
     return event.defaultPrevented;
 """
-
-
-@pytest.fixture(scope="module")
-def driver() -> Iterator[Any]:
-    with browser.started() as running:
-        yield running
 
 
 def test_pictures(driver: Any, tmp_path: Path) -> None:
