@@ -342,7 +342,7 @@ def test_one_evicts_for_all_and_the_budget_is_kept(
         assert {("state", key) for key in of.disk._used_at} <= set(of.disk._files)
 
 
-def test_what_was_found_and_then_evicted_is_computed(start: Start) -> None:
+def test_what_was_found_and_then_evicted_is_computed(start: Start, tmp_path: Path) -> None:
     first, second = start(), start()
     meet(first, second)
     prompt = some_ids(Random(8), 300)
@@ -353,7 +353,7 @@ def test_what_was_found_and_then_evicted_is_computed(start: Start) -> None:
     saved.disk_bytes = 0
     saved.make_room(0)
     saved.disk_bytes = 10**9
-    settle(first)
+    until(lambda: payload(tmp_path) == 0, first)
     for node in list(second.cache.store.tree.nodes.values()):  # as if it had lost its memory
         assert node.page[DISK]
     third = start()

@@ -26,6 +26,7 @@ from deltic.engine.cache.disk import Disk
 from deltic.engine.cache.tiers import Bytes, Move, Tiers
 from deltic.engine.cache.tree import Kind
 from deltic.private import make_private
+from tests.waiting import wait_for
 
 PAGE_BYTES, STATE_BYTES = 1500, 5003
 N_PAGES, N_SLOTS, N_UNITS = 12, 6, 24
@@ -436,13 +437,13 @@ def test_close_while_busy(opened: Open, tmp_path: Path, monkeypatch: pytest.Monk
 
     tiers, _ = opened(tmp_path / "b")
     write = Disk._write
-    monkeypatch.setattr(Disk, "_write", lambda self, *rest: (time.sleep(0.05), write(self, *rest)))  # a slow disk
+    monkeypatch.setattr(Disk, "_write", lambda self, *rest: (time.sleep(0.2), write(self, *rest)))  # a slow disk
     tiers.save([disk_move("page", i, i) for i in range(N_PAGES)])
     began = time.monotonic()
-    tiers.close(0.12)
-    assert time.monotonic() - began < 0.4
+    tiers.close(0.3)
+    assert time.monotonic() - began < 0.2 * N_PAGES / 2
     left = files(tmp_path / "b")
-    assert 1 <= len(left) <= 4 and not [path for path in left if path.suffix == ".part"]
+    assert 1 <= len(left) <= N_PAGES / 2 and not [path for path in left if path.suffix == ".part"]
 
 
 def test_polling_costs_nothing_when_idle(opened: Open) -> None:
@@ -499,6 +500,8 @@ def test_killed_at_any_moment(opened: Open, tmp_path: Path) -> None:
         assert writer.stdout is not None and writer.stdout.readline() == "ready\n"
         if i < 9:
             writers.append(start_writer(tmp_path, i + 1, 1 << 30, 700, 0.0003))  # it imports while the last one writes
+        if i == 9:
+            wait_for(lambda: len(files(tmp_path)) > 20)
         time.sleep(rng.random() * 0.05)
         writer.send_signal(signal.SIGKILL)
         writer.wait()
