@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltic.ops.arrays import bfloat16
 from deltic.ops.formats import WEIGHT_FORMATS
-from deltic.ops.gpu import hopper
+from deltic.ops.gpu import hopper, linear
 from deltic.ops.gpu.chip import HOPPER, described
 from deltic.ops.gpu.fp8 import fp8_rows
 from deltic.ops.gpu.launch import Levers
@@ -131,7 +131,10 @@ def test_it_has_the_bits_of_the_narrow_swiglu(monkeypatch: pytest.MonkeyPatch, n
         x = torch.randn(n, k, generator=torch.Generator().manual_seed(n)).cuda().bfloat16() * 3
         rows = fp8_rows("rows", n, k, lambda _, size, dtype: torch.empty(size, device="cuda", dtype=dtype))
         ours, theirs = (torch.full((n, m // 2), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-        narrow_swiglu(x, w, theirs, levers=LEVERS, rows=rows, config=config_for(n, w, 1))
+        with monkeypatch.context() as patch:
+            patch.setattr(hopper, "pays", lambda *_: False)
+            patch.setattr(linear, "VENDOR_ROWS", 1 << 30)
+            narrow_swiglu(x, w, theirs, levers=LEVERS, rows=rows)
         assert hopper.pays(n, [(w.whole, ours)], True)
         narrow_swiglu(x, w, ours, levers=LEVERS, rows=rows)
         assert same(ours, theirs) and not ours.isnan().any(), n
