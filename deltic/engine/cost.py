@@ -39,6 +39,9 @@ SLOW_S = 0.1
 prefills, of 64 tokens each.
 """
 
+BRIEF = 0.9
+"""Prompt tokens a second of a chunk that is made short for others' decodes, in those of a longer one."""
+
 FAR = 8192
 """Tokens of context at which attention is timed, if a sequence may have that many."""
 
@@ -100,9 +103,9 @@ class StepCost:
         seconds += self.per_decode_s * load.n_decodes + self.per_key_s * load.n_keys
         return self.scale * (seconds + self.per_pair_s * load.n_pairs)
 
-    def room(self, load: StepLoad, context: int, most: int) -> int:
+    def room(self, load: StepLoad, context: int, most: int, is_brief: bool = False) -> int:
         """Counts the tokens of one more prefill, after `context` tokens, that keep a step with `load` within
-        the target.
+        the target. is_brief: no more of them than a step needs to compute nearly as many tokens a second.
 
         The result is `most` or a multiple of 64; 0 if none fit, or nothing is known.
         """
@@ -115,7 +118,11 @@ class StepCost:
             return self.seconds(more)
 
         sizes = range(1, -(-most // PAGE_SIZE) + 1)
-        return min(most, PAGE_SIZE * bisect_right(sizes, self.target_s, key=with_blocks))
+        n = bisect_right(sizes, self.target_s, key=with_blocks)
+        if is_brief:
+            rates = [(load.n_rows + i * PAGE_SIZE) / max(1e-9, with_blocks(i)) for i in range(n + 1)]
+            n = next(i for i, rate in enumerate(rates) if rate >= BRIEF * max(rates))
+        return min(most, PAGE_SIZE * n)
 
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learns from a step that ran, if steps of its kind are estimated: it had a prefill, and somebody

@@ -381,6 +381,8 @@ class Scheduler:
         cost = self.cost
         load = StepLoad.of(step.chunks, self.info.block_size) if cost and (self._decodes or cost.is_shared) else None
         n_rows = self.max_logit_rows - n_decodes
+        # On a GPU short chunks compute far fewer tokens a second, and where they pay was not measured.
+        decoding = {s.request.tenant for s in self._decodes} if self.info.canonical_decode and load else set[str]()
         candidates = self._admission.candidates()
         candidate = next(candidates, None)
         prefills, self._n_prefilled = in_turns(self._prefills, self._n_prefilled)
@@ -398,7 +400,8 @@ class Scheduler:
                 continue
             if not sequence:
                 break
-            most = cost.room(load, sequence.n_computed, budget) if cost and load else budget
+            is_brief = bool(decoding - {sequence.request.tenant})
+            most = cost.room(load, sequence.n_computed, budget, is_brief) if cost and load else budget
             if not (load and load.n_rows):
                 most = max(most, min(budget, PAGE_SIZE))
             length = self._chunk_length(sequence, most, n_rows)

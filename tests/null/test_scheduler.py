@@ -520,6 +520,33 @@ def test_step_target_bounds_prefill_beside_decodes_only() -> None:
 
 
 @pytest.mark.parametrize(
+    ("per_step_s", "tenant", "is_cpu", "most"),
+    [
+        (0.0005, "theirs", True, 64),
+        (0.003, "theirs", True, 192),  # shorter steps would compute far fewer tokens a second
+        (0.0005, "", True, 384),
+        (0.0005, "theirs", False, 384),
+    ],
+)
+def test_beside_another_owner_s_decodes_a_chunk_is_short_where_that_costs_little(
+    per_step_s: float, tenant: str, is_cpu: bool, most: int
+) -> None:
+    """The answer beside it waits for steps of 7 ms, not of 45, and the prompt ends as soon."""
+    bench = Bench(FakeRunner(max_step_tokens=512, gpu=not is_cpu), max_itl_ms=45.0)
+    cost = bench.scheduler.cost
+    assert cost is not None
+    cost.curve = [(0, per_step_s), (64, per_step_s + 0.0064), (512, per_step_s + 0.0512)]
+    bench.add("a", 10, max_tokens=60)
+    bench.step()
+    for i in range(2):  # together they have no more
+        prompt = [50 + i] * 1152
+        bench.scheduler.add(Request(id=f"b{i}", prompt_ids=prompt, params=SamplingParams(max_tokens=1), tenant=tenant))
+    bench.run()
+    beside = [sum(n for id, _, n in step if id != "a") for step in bench.steps if len(step) > 1 and step[0][0] == "a"]
+    assert max(beside) == most
+
+
+@pytest.mark.parametrize(
     ("drawn", "params", "taken", "reason"),
     [
         ([7, 8, 9], {}, [7, 8, 9], None),
