@@ -22,6 +22,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import msgspec
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -99,7 +100,8 @@ class GpuModel:
         return cls(run, device, device.parts(cuts, load) if cuts else [[load(DeviceStore("cuda"), None)]])
 
     def engine(self, levers: Levers, n_rows: int, max_drafts: int = 0, adapters: AdapterRoom = NO_ADAPTERS) -> Engine:
-        """Makes an engine for up to n_rows sequences; the one before must be gone.
+        """Makes an engine for up to n_rows sequences, without a prefix cache: prompts come again. The one
+        before must be gone.
 
         max_drafts: most tokens of a draft; with drafts the head is run, if it was loaded. adapters: room for
         some.
@@ -124,7 +126,9 @@ class GpuModel:
         kind.check(shape)
         plan = make_plan(kind, model, free)
         begin_compiling(plan, levers, collect).wait(lambda stage, done: None)
-        return Engine(gpu.text_runner(plan, self.device.devices, self.weights, levers))
+        runner = gpu.text_runner(plan, self.device.devices, self.weights, levers)
+        runner.info = msgspec.structs.replace(runner.info, prefix_cache=False)
+        return Engine(runner)
 
 
 def decode(

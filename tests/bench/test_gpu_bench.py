@@ -31,8 +31,21 @@ from deltic.runtime.adapters import AdapterRoom
 from deltic.runtime.gpu.text import GpuTextRunner
 from tests.gpu.test_gpu_drafts import build
 from tests.gpu.test_gpu_lora import runner as adapted_runner
+from tests.tiny import tiny_checkpoint
 
 pytestmark = pytest.mark.long
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs no GPU")
+def test_a_prompt_that_comes_again_is_computed_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "DeviceStore", lambda device: DeviceStore("cpu"))
+    monkeypatch.setattr(gpu, "begin_compiling", lambda *given: SimpleNamespace(wait=lambda progress: None))
+    config = EngineConfig(model=str(tiny_checkpoint("dense")), max_model_len=128, max_step_tokens=128, n_pages=8)
+    engine = gpu.GpuModel.load(config).engine(Levers(), 1)
+    for _ in range(2):
+        gpu.decode(engine, 1, 70, 1)
+    stats = engine.stats()
+    assert stats.n_prompt_tokens == 2 * 70 and stats.cache.n_lookups == 0
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="without a GPU: nothing is started")
