@@ -24,7 +24,7 @@ from deltic.ops.cpu.moe import Experts, moe
 from deltic.ops.cpu.program import Program
 from deltic.ops.cpu.sample import LogprobEntries, logprobs, sample
 from deltic.ops.formats import WeightFormat
-from deltic.ops.geometry import PAGE_SIZE, AttentionWeights, GdnWeights
+from deltic.ops.geometry import PAGE_SIZE, AttentionWeights, GdnWeights, Routing
 from deltic.ops.kv_formats import KvPages
 from deltic.ops.matrix import Matrix, Segment
 from deltic.runtime.cpu.batch import Batch
@@ -253,7 +253,7 @@ class Workload:
         an_expert = (gate_up.n_bytes + down.n_bytes) / e
 
         def record(program: Program) -> None:
-            experts = Experts(gate_up, down, k, normalise=shape.norm_topk_prob)
+            experts = Experts(gate_up, down, Routing(k, shape.norm_topk_prob))
             moe(program, act.normed, router, experts, shared, act.residual, self.batch.inputs.n_tokens, scratch)
 
         def n_bytes(m: int) -> float:

@@ -77,6 +77,14 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True)
+class Routing:
+    """Experts of a token, and whether their weights add up to 1."""
+
+    n_per_token: int
+    normalise: bool
+
+
+@dataclass(frozen=True)
 class GdnHeads:
     """Geometry: key and value heads, their widths, and which key head a value head reads.
 

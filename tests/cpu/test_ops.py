@@ -22,7 +22,7 @@ from deltic.ops.cpu.moe import Experts, MoeScratch, moe
 from deltic.ops.cpu.program import Program, usable_instruction_sets
 from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch, LogprobEntries, logprobs, sample
 from deltic.ops.formats import FLOATS, WEIGHT_FORMATS
-from deltic.ops.geometry import AttentionHeads, AttentionWeights, GdnHeads, GdnWeights
+from deltic.ops.geometry import AttentionHeads, AttentionWeights, GdnHeads, GdnWeights, Routing
 from deltic.ops.kv_formats import KvPages
 from deltic.ops.matrix import Matrix, row_bytes
 from tests.cpu.grid import grid
@@ -679,7 +679,7 @@ def test_moe(program: Program, n_tokens: int, n_experts: int, k: int, format: st
     )  # fmt: skip
     linear(program, h, packed(router), logits, workspace(t, width), count(n_tokens))
     moe(
-        program, h, logits, Experts(gate_up, down, k, normalise=True), shared, out, count(n_tokens), scratch
+        program, h, logits, Experts(gate_up, down, Routing(k, True)), shared, out, count(n_tokens), scratch
     )  # fmt: skip
     program.run()
     weights, ids = oracle.route(h.float(), router[:-1], k, True, "bfloat16")
@@ -710,7 +710,7 @@ def test_of_equal_experts_the_first_are_chosen(program: Program) -> None:
         rows=workspace(t * k, width), up=poison(t * k, 2 * inner), act=poison(t * k, inner, dtype=BF16), y=poison(t * k, width),
     )  # fmt: skip
     moe(
-        program, h, logits, Experts(gate_up, down, k, normalise=True), torch.zeros(t, width), torch.zeros(t, width),
+        program, h, logits, Experts(gate_up, down, Routing(k, True)), torch.zeros(t, width), torch.zeros(t, width),
         count(t), scratch,
     )  # fmt: skip
     program.run()

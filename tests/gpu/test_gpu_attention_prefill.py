@@ -12,12 +12,12 @@ import torch
 from torch import Tensor
 
 from deltic.models.rotary import axis_of_angle
-from deltic.ops.geometry import AttentionHeads
-from deltic.ops.gpu.attention_prefill import FlashTile, attention_prefill, flash_tile
+from deltic.ops.geometry import AttentionHeads, AttentionWeights
+from deltic.ops.gpu.attention_prefill import Axes, FlashTile, attention_prefill, flash_tile
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.chip import described, tiles_of
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.kv_formats import BF16, KvFormat
+from deltic.ops.kv_formats import BF16, KvFormat, KvPages
 from tests.gpu.chips import CHIPS
 from tests.gpu.kv_pages import QUANTISED, quantised, values_of
 from tests.reference import layers
@@ -110,9 +110,9 @@ class World:
         outs = []
         for _ in range(n_launches):
             attention_prefill(
-                proj, heads, self.q_norm, self.k_norm, EPS,
-                blocks=blocks, page_table=table, cos=self.cos, sin=self.sin, pages=self.pages, query=query, out=out,
-                levers=Levers(), tile=tile, angles=words, sections=SECTIONS, format=self.format,
+                proj, heads, AttentionWeights(self.q_norm, self.k_norm, EPS, self.cos, self.sin),
+                blocks=blocks, page_table=table, cache=KvPages(self.pages, self.format), query=query, out=out,
+                levers=Levers(), tile=tile, axes=Axes(words, SECTIONS),
             )  # fmt: skip
             outs.append(out.clone())
         assert n_launches == 1 or all(torch.equal(one, out) for one in outs)

@@ -28,7 +28,7 @@ from tests.gpu.test_gpu_engine import without_syncs
 
 pytest.importorskip("triton")
 from deltic.models.qwen import gpu as qwen_gpu
-from deltic.ops.gpu.blocks import Rows, Windows, window_rows
+from deltic.ops.gpu.blocks import Rows, StateSlots, window_rows
 from deltic.runtime.build import build_runner
 from deltic.runtime.gpu.batch_slots import BatchSlots
 from deltic.runtime.gpu.device import Gpu
@@ -176,8 +176,9 @@ def committed_early(patch: Patch) -> None:
 def columns_not_rolled_back(patch: Patch) -> None:
     """The convolution goes on behind rows that were not accepted."""
 
-    def spoil(mixer: Callable[..., None], rows: Rows, windows: Windows, **_: Any) -> None:
-        assert rows.drafts is not None
+    def spoil(mixer: Callable[..., None], rows: Rows, memory: StateSlots, **_: Any) -> None:
+        windows = memory.windows
+        assert rows.drafts is not None and windows is not None
         for i, length in enumerate(rows.drafts.length.tolist()):
             window, end = windows.columns[rows.batch_slot[i]], int(rows.position[i])
             for j in range(1, 4) if length > 1 else ():

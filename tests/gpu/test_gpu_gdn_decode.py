@@ -13,7 +13,7 @@ from torch import Tensor
 
 from deltic.ops.contract import KernelError
 from deltic.ops.geometry import GdnHeads, GdnWeights
-from deltic.ops.gpu.blocks import Drafts, Rows, Windows, window_rows
+from deltic.ops.gpu.blocks import Drafts, Rows, StateSlots, Windows, window_rows
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.launch import Levers, launches
 from tests.reference import layers
@@ -76,7 +76,7 @@ class Case:
         gdn_decode(
             self.proj, self.heads, self.weights, EPS,
             rows=Rows(state_slot, state_slot, position),
-            columns=self.columns[:, LAYER], states=self.states[:, LAYER], layer=LAYER, out=out, levers=levers or Levers(),
+            memory=StateSlots(self.columns[:, LAYER], self.states[:, LAYER], LAYER), out=out, levers=levers or Levers(),
         )  # fmt: skip
         return out
 
@@ -330,8 +330,7 @@ class Drafting:
         gdn_decode(
             torch.stack(proj, 1).contiguous(), case.heads, case.weights, EPS,
             rows=Rows(batch_slot, state_slot, position, drafts=Drafts(ahead, ahead, length, redo)),
-            columns=case.columns[:, LAYER], states=case.states[:, LAYER], layer=LAYER, windows=self.windows, out=out,
-            levers=Levers(),
+            memory=StateSlots(case.columns[:, LAYER], case.states[:, LAYER], LAYER, self.windows), out=out, levers=Levers(),
         )  # fmt: skip
         assert out[n:].isnan().all() and not out[:n].isnan().any()
         found, at = {}, 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass, field
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,9 +13,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+import deltic.ops.gpu.gdn_prefill as gdn_prefill_module
 from deltic.ops.geometry import GdnHeads, GdnWeights
-from deltic.ops.gpu.blocks import BLOCK, Blocks
-from deltic.ops.gpu.gdn_prefill import default_chunk, gdn_prefill, gdn_scratch
+from deltic.ops.gpu.blocks import BLOCK, Blocks, StateSlots
+from deltic.ops.gpu.gdn_prefill import chunk_blocks, gdn_prefill, gdn_scratch
 from deltic.ops.gpu.gdn_prefill_kernels import _log1p_exp
 from deltic.ops.gpu.launch import Levers
 from tests.reference import layers as oracle
@@ -143,10 +145,11 @@ def run(
     weights = weights or weights_of(heads, device)
 
     def step() -> None:
-        gdn_prefill(
-            proj, heads, weights, EPS, blocks=blocks, columns=memory.columns, states=memory.states, layer=LAYER,
-            scratch=scratch, out=out, levers=Levers(), chunk=chunk,
-        )  # fmt: skip
+        slots, size = StateSlots(memory.columns, memory.states, LAYER), gdn_prefill_module.chunk_blocks
+        with patch.object(gdn_prefill_module, "chunk_blocks", size if chunk is None else lambda n: chunk):
+            gdn_prefill(
+                proj, heads, weights, EPS, blocks=blocks, memory=slots, scratch=scratch, out=out, levers=Levers()
+            )
 
     step()
     if recorded:
@@ -327,7 +330,7 @@ def test_chunks_keep_bits(heads: GdnHeads, chunk: int, device: str) -> None:
 @pytest.mark.parametrize("heads", REAL, ids=str)
 def test_recorded_chunks_keep_bits(heads: GdnHeads, device: str) -> None:
     """As many blocks as are served in chunks, in a replay: the bits of one chunk."""
-    assert 0 < default_chunk(33) < 33
+    assert 0 < chunk_blocks(33) < 33
     parts = [Part(proj_of(heads, n, device, n), 0, -1, i) for i, n in enumerate([1700, 300])]
     whole, chunked = memory(heads, 2, device), memory(heads, 2, device)
     outs = run(parts, heads, whole, device, spare=1, chunk=0)

@@ -16,6 +16,7 @@ from torch import Tensor
 from deltic.models.qwen.weights import Moe
 from deltic.ops.contract import KernelError
 from deltic.ops.formats import WEIGHT_FORMATS
+from deltic.ops.geometry import Routing
 from deltic.ops.gpu.blocks import Blocks
 from deltic.ops.gpu.chip import described
 from deltic.ops.gpu.launch import Levers, launches
@@ -110,7 +111,7 @@ class Layer:
             slots = torch.where(used.to(self.device), slots, -1)
         out = torch.full((self.case.k + 1, n, self.case.hidden), float("nan"), device=self.device)
         moe_decode(
-            x, Moe(*map(in_rows, self.weights)), self.case.k, normalise, row_slot=slots.int(), scratch=scratch or self.scratch(n), out=out,
+            x, Moe(*map(in_rows, self.weights)), Routing(self.case.k, normalise), row_slot=slots.int(), scratch=scratch or self.scratch(n), out=out,
             levers=levers, tiles=tiles,
         )  # fmt: skip
         return out
@@ -122,7 +123,7 @@ class Layer:
         t = x.shape[0]
         out = torch.full((t, self.case.hidden), float("nan"), device=self.device, dtype=dtype)
         moe_prefill(
-            x, Moe(*map(in_rows, self.weights)), self.case.k, True, blocks=_blocks(n_tokens, self.device),
+            x, Moe(*map(in_rows, self.weights)), Routing(self.case.k, True), blocks=_blocks(n_tokens, self.device),
             scratch=scratch or self.prefill_scratch(t), out=out, levers=LEVERS, tiles=tiles,
         )  # fmt: skip
         return out
@@ -297,12 +298,12 @@ def test_a_format_without_a_kernel_is_refused(device: str, i: int) -> None:
     slots = torch.zeros(1, dtype=torch.int32, device=device)
     with pytest.raises(KernelError, match=r"moe: .*no kernel for int8 in panels$"):
         moe_decode(
-            layer.rows(1), Moe(*weights), TINY.k, True, row_slot=slots, scratch=layer.scratch(1),
+            layer.rows(1), Moe(*weights), Routing(TINY.k, True), row_slot=slots, scratch=layer.scratch(1),
             out=torch.empty(TINY.k + 1, 1, TINY.hidden, device=device), levers=LEVERS,
         )  # fmt: skip
     with pytest.raises(KernelError, match=r"moe: .*no kernel for int8 in panels$"):
         moe_prefill(
-            layer.rows(64), Moe(*weights), TINY.k, True, blocks=_blocks([64], device), scratch=layer.prefill_scratch(64),
+            layer.rows(64), Moe(*weights), Routing(TINY.k, True), blocks=_blocks([64], device), scratch=layer.prefill_scratch(64),
             out=torch.empty(64, TINY.hidden, device=device), levers=LEVERS,
         )  # fmt: skip
 

@@ -36,7 +36,7 @@ from tests.tiny_quantised import tiny_quantised
 
 pytest.importorskip("triton")
 from deltic.models.qwen.gpu import QwenGpu
-from deltic.models.qwen.gpu_buffers import decode_buffers, prefill_buffers
+from deltic.models.qwen.gpu_buffers import decode_buffers, decode_rows, prefill_buffers
 from deltic.models.qwen.gpu_linears import Linears
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.fp8 import Fp8Rows
@@ -312,7 +312,7 @@ def has_room(shape: ModelShape, quantize: str | None, n_rows: int, n_tokens: int
     """Every matrix finds its workspaces in a decode of n_rows rows and in a prefill of n_tokens."""
     codes = {format.codes for format in shape.formats.values()} | {WEIGHT_FORMATS[quantize or "bf16"].codes}
     levers, n_blocks = Levers(), n_tokens // 64
-    decode = decode_buffers(shape, codes, levers, n_rows, 1024, sized)
+    decode = decode_buffers(shape, codes, levers, decode_rows(n_rows, None, False, sized), 1024, sized)
     prefill = prefill_buffers(shape, codes, n_blocks, min(n_blocks, 32), sized)
     weights = empty_weights(shape, quantize, shape.tie_word_embeddings, COUNTED_ROWS)
     for name, w in [*weights.named_parts(), ("lm_head", weights.lm_head)]:

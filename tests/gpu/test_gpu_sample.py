@@ -17,7 +17,16 @@ from torch import Tensor
 from deltic.engine.messages import SamplingParams
 from deltic.ops.gpu.blocks import Drafts, Rows
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.gpu.sample import BatchParameters, Drawn, Draws, SampleScratch, prompt_logprobs, sample, sample_scratch
+from deltic.ops.gpu.sample import (
+    BatchParameters,
+    Drawn,
+    Draws,
+    PromptEntries,
+    SampleScratch,
+    prompt_logprobs,
+    sample,
+    sample_scratch,
+)
 from tests.reference.sample import candidates, processed_logits, token_logprobs
 from tests.reference.sample import sample as reference_sample
 
@@ -367,10 +376,11 @@ def test_logprobs(device: str, n_top: int) -> None:
     i32 = {"dtype": torch.int32, "device": device}
     logprob, ids = torch.full((4,), torch.nan, device=device), torch.full((4, N_MOST), -5, **i32)
     tops = torch.full((4, N_MOST), torch.nan, device=device)
-    prompt_logprobs(
-        logits.to(device), n_real, torch.tensor([2, 0, 1, 0], **i32), torch.tensor([7, 190, 1, 1], **i32),
-        torch.tensor([n_top, n_top, -1, n_top], **i32), torch.tensor([3], **i32), logprob, ids, tops, tile=64,
+    entries = PromptEntries(
+        torch.tensor([3], **i32), torch.tensor([2, 0, 1, 0], **i32), torch.tensor([7, 190, 1, 1], **i32),
+        torch.tensor([n_top, n_top, -1, n_top], **i32), logprob, ids, tops,
     )  # fmt: skip
+    prompt_logprobs(logits.to(device), n_real, entries, tile=64)
     for i, (row, target) in enumerate(((2, 7), (0, 190))):
         expected = token_logprobs(logits[row], n_real)
         assert float(logprob[i]) == pytest.approx(float(expected[target]), abs=1e-5)

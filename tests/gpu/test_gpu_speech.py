@@ -28,7 +28,7 @@ from deltic.engine.step import Chunk, Sequence, Step, StepResult
 from deltic.models.tts import gpu as tts_gpu
 from deltic.models.tts.shape import FRAME, PUBLISHED_SPEECH, SPEAKER, SpeechShape
 from deltic.models.tts.weights import load_speech_weights
-from deltic.ops.gpu.frames import FrameParameters, FrameRows, draw_code
+from deltic.ops.gpu.frames import CodeTables, FrameParameters, FrameRows, draw_code
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.build import build_runner
@@ -371,7 +371,9 @@ def test_a_code_is_drawn_by_the_rule(device: str) -> None:
         rows.state_slot[4] = -1
         residual = torch.full((n, h), -1.0, device=device)
         inner = table if step < 15 else None
-        draw_code(logits.to(device), step, parameters, rows, table, inner, residual, texts, 3, levers=Levers())
+        draw_code(
+            logits.to(device), step, parameters, rows, CodeTables(table, inner), residual, texts, 3, levers=Levers()
+        )
         codes = rows.codes.cpu()
         for i in range(4):
             temperature, top_k, top_p = settings[i]

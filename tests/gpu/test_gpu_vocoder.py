@@ -265,10 +265,9 @@ def test_tiles_leave_the_bits_alone(device: str, tile: Tile) -> None:
     def run(tile: Tile) -> tuple[Tensor, Tensor]:
         raw = torch.full((n, m), torch.nan, device=device)
         pair = torch.full((2, n, m), torch.nan, dtype=torch.bfloat16, device=device)
-        conv_module.conv(
-            conv_module.split_pair(x.to(device)), packed, streams, scratch, history=history, raw=raw, pair=pair, act=snake,
-            levers=LEVERS, tile=tile,
-        )  # fmt: skip
+        end = conv_module.ConvOut(raw=raw, pair=pair, act=snake)
+        pairs = conv_module.split_pair(x.to(device))
+        conv_module.conv(pairs, packed, streams, scratch, end, history=history, levers=LEVERS, tile=tile)
         return raw, pair
 
     (raw, pair), (other, other_pair) = run(Tile(64, 32, 4, 3, False)), run(tile)

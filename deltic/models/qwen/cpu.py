@@ -36,7 +36,7 @@ from deltic.ops.cpu.lora import (
 )
 from deltic.ops.cpu.moe import ExpertAdapters, Experts, MoeScratch, moe
 from deltic.ops.cpu.program import Program
-from deltic.ops.geometry import MAX_GDN_DIM, MAX_GROUP, MAX_HEAD_DIM, Allocate, AttentionWeights
+from deltic.ops.geometry import MAX_GDN_DIM, MAX_GROUP, MAX_HEAD_DIM, Allocate, AttentionWeights, Routing
 from deltic.ops.kv_formats import KvPages
 from deltic.ops.matrix import Matrix, row_bytes
 
@@ -447,8 +447,8 @@ class Qwen:
             assert act.router is not None and act.shared is not None and act.moe is not None
             self.linears.project(program, f"{name}router", act.normed, act.router, act.packed, n_tokens)
             self._swiglu(program, f"{name}shared_", mlp.shared_down.k, act.shared, n_tokens, act, add=False)
-            chosen, adapters = (self.shape.n_experts_per_tok, self.shape.norm_topk_prob), self.linears.of_experts(name)
-            experts = Experts(mlp.gate_up, mlp.down, *chosen, adapters)
+            routing = Routing(self.shape.n_experts_per_tok, self.shape.norm_topk_prob)
+            experts = Experts(mlp.gate_up, mlp.down, routing, self.linears.of_experts(name))
             moe(program, act.normed, act.router, experts, act.shared, act.residual, n_tokens, act.moe)
         else:
             self._swiglu(program, name, mlp.down.k, act.residual, n_tokens, act, add=True)

@@ -29,11 +29,11 @@ from deltic.models.qwen.gpu_linears import Linears, front
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import DraftHead, GdnLayer, Moe, Weights
 from deltic.models.rotary import rotary_tables
-from deltic.ops.geometry import GdnWeights
+from deltic.ops.geometry import AttentionWeights, GdnWeights, Routing
 from deltic.ops.gpu.all_reduce import Columns, Rank, all_gather, all_reduce, all_reduce_norm
 from deltic.ops.gpu.attention_decode import attention_decode, keys_decode
-from deltic.ops.gpu.attention_prefill import attention_prefill, keys_prefill
-from deltic.ops.gpu.blocks import BLOCK, AdapterRows, BatchState, PrefillInputs, Rows
+from deltic.ops.gpu.attention_prefill import Axes, attention_prefill, keys_prefill
+from deltic.ops.gpu.blocks import BLOCK, AdapterRows, BatchState, PrefillInputs, Rows, StateSlots
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.draft import begin_guess, draft_pair, follow, go_on
 from deltic.ops.gpu.experts import is_e4m3
@@ -45,6 +45,7 @@ from deltic.ops.gpu.moe import moe_decode
 from deltic.ops.gpu.moe_prefill import moe_prefill
 from deltic.ops.gpu.norm import add_norm, begin_decode, embed
 from deltic.ops.gpu.weight import to_device
+from deltic.ops.kv_formats import KvPages
 
 
 @dataclass(frozen=True)
@@ -243,19 +244,9 @@ class QwenGpu:
         if isinstance(layer, GdnLayer):
             proj = shard.linears.partial(f"layers.{i}.in_proj", normed.rows, b.proj, normed.codes, who)
             mixed = front(b.mixed, n, shape.gdn_value_size)
-            gdn_decode(
-                proj,
-                self.gdn_heads,
-                shard.gdn[i],
-                eps,
-                rows=rows,
-                columns=of.columns[:, nth],
-                states=of.states[:, nth],
-                layer=nth,
-                windows=None if b.windows is None else b.windows.of_layer(nth),
-                out=mixed,
-                levers=levers,
-            )
+            windows = None if b.windows is None else b.windows.of_layer(nth)
+            held = StateSlots(of.columns[:, nth], of.states[:, nth], nth, windows)
+            gdn_decode(proj, self.gdn_heads, shard.gdn[i], eps, rows=rows, memory=held, out=mixed, levers=levers)
             return shard.linears.partial(f"layers.{i}.out_proj", mixed, flat, b.fp8, who)
         proj = shard.linears.partial(f"layers.{i}.qkv", normed.rows, b.proj, normed.codes, who)
         mixed = front(b.mixed, n, self.heads.n_q * self.heads.dim)
@@ -310,8 +301,7 @@ class QwenGpu:
         moe_decode(
             normed.rows,
             mlp,
-            shape.n_experts_per_tok,
-            shape.norm_topk_prob,
+            Routing(shape.n_experts_per_tok, shape.norm_topk_prob),
             row_slot=row_slot,
             scratch=b.moe,
             out=partial,
@@ -476,15 +466,14 @@ class QwenGpu:
             proj = front(b.proj, t, shape.gdn_in_proj_rows)
             mixed = front(b.mixed, t, shape.gdn_value_size)
             shard.linears.project_many(f"layers.{i}.in_proj", normed, proj, b.wide, who)
+            held = StateSlots(of.columns[:, nth], of.states[:, nth], nth)
             gdn_prefill(
                 proj,
                 self.gdn_heads,
                 shard.gdn[i],
                 eps,
                 blocks=inputs.blocks,
-                columns=of.columns[:, nth],
-                states=of.states[:, nth],
-                layer=nth,
+                memory=held,
                 scratch=b.gdn,
                 out=mixed,
                 levers=levers,
@@ -497,20 +486,14 @@ class QwenGpu:
         attention_prefill(
             proj,
             self.heads,
-            layer.q_norm,
-            layer.k_norm,
-            eps,
+            AttentionWeights(layer.q_norm, layer.k_norm, eps, self.cos, self.sin),
             blocks=inputs.blocks,
             page_table=page_table,
-            cos=self.cos,
-            sin=self.sin,
-            pages=of.pages[:, nth],
-            format=self.shape.kv_format,
+            cache=KvPages(of.pages[:, nth], shape.kv_format),
             query=front(b.query, t, self.heads.n_q, self.heads.dim),
             out=mixed,
             levers=levers,
-            angles=inputs.angles,
-            sections=shape.mrope_section or (),
+            axes=Axes(inputs.angles, shape.mrope_section or ()),
         )
         shard.linears.project_many(f"layers.{i}.o_proj", mixed, y, b.wide, who)
         return y[None]
@@ -530,8 +513,7 @@ class QwenGpu:
             moe_prefill(
                 normed,
                 mlp,
-                shape.n_experts_per_tok,
-                shape.norm_topk_prob,
+                Routing(shape.n_experts_per_tok, shape.norm_topk_prob),
                 blocks=inputs.blocks,
                 scratch=b.moe,
                 out=y,
@@ -559,16 +541,11 @@ class QwenGpu:
         keys_prefill(
             proj,
             self.heads,
-            head.layer.k_norm,
-            eps,
+            AttentionWeights(head.layer.q_norm, head.layer.k_norm, eps, self.cos, self.sin),
             blocks=inputs.blocks,
-            cos=self.cos,
-            sin=self.sin,
-            pages=memory.pages[:, -1],
-            format=self.shape.kv_format,
+            cache=KvPages(memory.pages[:, -1], self.shape.kv_format),
             levers=levers,
-            angles=inputs.angles,
-            sections=self.shape.mrope_section or (),
+            axes=Axes(inputs.angles, self.shape.mrope_section or ()),
         )
 
     def logits_of(self, rows: Tensor, n_blocks: int, b: PrefillBuffers, who: AdapterRows | None = None) -> Tensor:

@@ -63,8 +63,8 @@ class DecodeBuffers:
     moe: MoeScratch | None
     fp8: Fp8Rows | None  # what is multiplied with e4m3
     logits: Tensor  # float32, flat, of more rows: those behind keep what a later draw needs
-    windows: Windows | None  # of all layers, [batch_slots, n_gdn, W, ...]: for drafts
-    adapters: AdapterRows | None  # which rows have adapters; None: no row has any
+    windows: Windows | None = None  # of all layers, [batch_slots, n_gdn, W, ...]: for drafts
+    adapters: AdapterRows | None = None  # which rows have adapters; None: no row has any
 
 
 @dataclass(frozen=True)
@@ -96,29 +96,33 @@ class HeadBuffers:
     hidden: Tensor  # bfloat16, flat: the head's own
 
 
+def decode_rows(n: int, drafts: Drafts | None, has_pictures: bool, allocate: Allocate) -> Rows:
+    """Allocates what says which n rows a decode has. has_pictures: prompts may have some."""
+    return Rows(
+        *(allocate(f"row {name}", (n,), torch.int32) for name in ("batch_slot", "state_slot", "position")),
+        angle_shift=allocate("row angle shift", (n,), torch.int32) if has_pictures else None,
+        drafts=drafts,
+    )
+
+
 def decode_buffers(
     shape: ModelShape,
     codes: Collection[str],
     levers: Levers,
-    n_rows: int,
+    rows: Rows,
     max_len: int,
     allocate: Allocate,
     *,
     n_kept: int = 0,
-    drafts: Drafts | None = None,
-    windows: Windows | None = None,
-    has_pictures: bool = False,
     n_shards: int = 1,
-    adapters: AdapterRows | None = None,
 ) -> DecodeBuffers:
-    """Every buffer of a decode of up to n_rows rows and contexts of up to max_len tokens, of weights in these
-    codes. n_kept: further rows of logits. drafts: of the rows, and windows, where there are any.
-    has_pictures: prompts may have some. n_shards: of the model, of which this is the shape of each. adapters:
-    of the rows, where there are any.
+    """Every buffer of a decode of up to so many rows and contexts of up to max_len tokens, of weights in
+    these codes. n_kept: further rows of logits. n_shards: of the model, of which this is the shape of each.
     """
+    n_rows = len(rows.position)
     f32, bf16 = torch.float32, torch.bfloat16
     h, heads = shape.hidden_size, shape.heads
-    rows = shape.gdn_in_proj_rows, heads.row
+    widest = shape.gdn_in_proj_rows, heads.row
     value, q_size = shape.gdn_value_size, heads.n_q * heads.dim
     inner = max(shape.intermediate_size, shape.shared_intermediate_size)
     widths = (value, q_size, inner, *([2 * h] if shape.has_draft_head else []))
@@ -135,14 +139,10 @@ def decode_buffers(
         )
         n_partials.append(shape.n_experts_per_tok + 1)
     return DecodeBuffers(
-        rows=Rows(
-            *(allocate(f"row {name}", (n_rows,), torch.int32) for name in ("batch_slot", "state_slot", "position")),
-            angle_shift=allocate("row angle shift", (n_rows,), torch.int32) if has_pictures else None,
-            drafts=drafts,
-        ),
+        rows=rows,
         residual=allocate("residual", (n_rows * h,), f32),
         normed=allocate("normed", (n_rows * h,), bf16),
-        proj=allocate("projections", (n_rows * max(2 * inner, *(r * k_splits(r, h, levers) for r in rows)),), f32),
+        proj=allocate("projections", (n_rows * max(2 * inner, *(r * k_splits(r, h, levers) for r in widest)),), f32),
         mixed=allocate("mixed", (n_rows * max(value, q_size),), bf16),
         inner=allocate("inner", (n_rows * max(1, inner),), bf16),
         partial=allocate("partial sums", (n_shards * max(n_partials) * n_rows * h,), f32),
@@ -150,8 +150,6 @@ def decode_buffers(
         moe=moe,
         fp8=fp8_rows("e4m3 rows", n_rows, max(h, *widths), allocate) if "e4m3" in codes else None,
         logits=allocate("logits", ((n_rows + n_kept) * shape.vocab_size,), f32),
-        windows=windows,
-        adapters=adapters,
     )
 
 

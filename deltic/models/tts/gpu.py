@@ -26,12 +26,13 @@ from deltic.models.rotary import rotary_tables
 from deltic.models.tts.cpu import SpeechMemory
 from deltic.models.tts.shape import N_SIDE, SPEAKER, DecoderShape, SpeechShape
 from deltic.models.tts.weights import Decoder, DecoderLayer, Projection, SpeechWeights
-from deltic.ops.geometry import N_CODES, Allocate
+from deltic.ops.geometry import N_CODES, Allocate, AttentionWeights
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch
 from deltic.ops.gpu.attention_prefill import attention_prefill
 from deltic.ops.gpu.blocks import BLOCK, BatchState, PrefillInputs
 from deltic.ops.gpu.frames import (
     MAX_CODES,
+    CodeTables,
     FrameParameters,
     FrameRows,
     begin_frames,
@@ -46,6 +47,7 @@ from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import k_splits, product, silu_mul
 from deltic.ops.gpu.norm import add_norm
 from deltic.ops.gpu.weight import to_device
+from deltic.ops.kv_formats import KvPages
 
 Attend = Callable[[int, DecoderLayer, Tensor, Tensor], None]
 
@@ -291,8 +293,7 @@ class TtsGpu:
             batch,
             parameters,
             memory.past,
-            w.codec_table,
-            self.inner_tables[0],
+            CodeTables(w.codec_table, self.inner_tables[0]),
             rows=rows,
             into=past,
             residual=residual,
@@ -311,13 +312,9 @@ class TtsGpu:
                 code_attention(
                     proj,
                     heads,
-                    layer.q_norm,
-                    layer.k_norm,
-                    eps,
+                    AttentionWeights(layer.q_norm, layer.k_norm, eps, cos, sin),
                     first,
                     state_slot=rows.state_slot,
-                    cos=cos,
-                    sin=sin,
                     pages=b.code_pages[:, i],
                     out=mixed,
                     levers=levers,
@@ -336,8 +333,7 @@ class TtsGpu:
                 step,
                 parameters,
                 rows,
-                w.code_tables[step - 1],
-                inner,
+                CodeTables(w.code_tables[step - 1], inner),
                 residual[:n],
                 self.texts,
                 self.shape.ids.tts_pad,
@@ -364,14 +360,10 @@ class TtsGpu:
             attention_prefill(
                 proj,
                 heads,
-                layer.q_norm,
-                layer.k_norm,
-                eps,
+                AttentionWeights(layer.q_norm, layer.k_norm, eps, cos, sin),
                 blocks=inputs.blocks,
                 page_table=page_table,
-                cos=cos,
-                sin=sin,
-                pages=memory.pages[:, i],
+                cache=KvPages(memory.pages[:, i]),
                 query=front(b.query, t, heads.n_q, heads.dim),
                 out=mixed,
                 levers=levers,

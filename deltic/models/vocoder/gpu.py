@@ -22,7 +22,18 @@ from deltic.models.vocoder.shape import VocoderShape
 from deltic.models.vocoder.weights import DILATIONS
 from deltic.ops.arrays import Array
 from deltic.ops.geometry import N_CODES, Allocate
-from deltic.ops.gpu.conv import MAX_PARTS, PART_SIZE, ConvScratch, ConvWeight, Ring, Snake, Streams, conv, pack_conv
+from deltic.ops.gpu.conv import (
+    MAX_PARTS,
+    PART_SIZE,
+    ConvOut,
+    ConvScratch,
+    ConvWeight,
+    Ring,
+    Snake,
+    Streams,
+    conv,
+    pack_conv,
+)
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.vocode import MAX_WIDTH, advance, codes_embed, depthwise_norm, rms_pair, wave, window_attention
 from deltic.ops.gpu.weight import to_device
@@ -361,7 +372,7 @@ class VocoderGpu:
         history, ring = ring, next(rings)
         pair = _front(b.pairs[1], 2, x.shape[1], w.first.m)
         act = w.blocks[0].act
-        conv(x, w.first, streams, b.scratch, history=history, pair=pair, act=act, ring=ring, levers=levers)
+        conv(x, w.first, streams, b.scratch, ConvOut(pair=pair, act=act, ring=ring), history=history, levers=levers)
         for i, block in enumerate(w.blocks):
             act = w.blocks[i + 1].act if i + 1 < len(w.blocks) else w.last_act
             here = b.pairs if i % 2 else (b.pairs[1], b.pairs[0])
@@ -388,7 +399,7 @@ class VocoderGpu:
         ring = next(rings)
         codes_embed(codes.view(n, N_CODES), w.table, x, streams, ring, levers=levers)
         residual = _front(b.raw, n, self.shape.hidden_size)
-        conv(x, w.pre, streams, b.scratch, history=ring, raw=residual, levers=levers)
+        conv(x, w.pre, streams, b.scratch, ConvOut(raw=residual), history=ring, levers=levers)
         for layer in w.layers:
             self._layer(layer, residual, streams, next(rings), b)
         return residual
@@ -399,14 +410,14 @@ class VocoderGpu:
         normed = _front(b.pairs[0], 2, n, shape.hidden_size)
         qkv = _front(b.qkv, n, 3 * attention)
         rms_pair(residual, shape.rms_norm_eps, normed, levers=levers)
-        conv(normed, layer.qkv, streams, b.scratch, raw=qkv, ring=ring, ring_from=attention, levers=levers)
+        conv(normed, layer.qkv, streams, b.scratch, ConvOut(raw=qkv, ring=ring, ring_from=attention), levers=levers)
         mixed = _front(b.pairs[1], 2, n, attention)
         window_attention(qkv, self._cos, self._sin, mixed, streams, ring, shape.n_heads, levers=levers)
-        conv(mixed, layer.o, streams, b.scratch, residual=residual, raw=residual, levers=levers)
+        conv(mixed, layer.o, streams, b.scratch, ConvOut(residual=residual, raw=residual), levers=levers)
         rms_pair(residual, shape.rms_norm_eps, normed, levers=levers)
         inner = _front(b.pairs[1], 2, n, shape.intermediate_size)
-        conv(normed, layer.gate_up, streams, b.scratch, pair=inner, levers=levers)
-        conv(inner, layer.down, streams, b.scratch, residual=residual, raw=residual, levers=levers)
+        conv(normed, layer.gate_up, streams, b.scratch, ConvOut(pair=inner), levers=levers)
+        conv(inner, layer.down, streams, b.scratch, ConvOut(residual=residual, raw=residual), levers=levers)
 
     def _upsample(
         self, up: _Upsample, x: Tensor, streams: Streams, kept: Ring, ring: Ring | None, b: ChunkBuffers
@@ -414,13 +425,13 @@ class VocoderGpu:
         """x in the first of the pair buffers, as the result."""
         levers, width = self.levers, self.shape.latent_dim
         raw = _front(b.raw, x.shape[1], up.up.m)
-        conv(x, up.up, streams, b.scratch, raw=raw, ring=kept, levers=levers)
+        conv(x, up.up, streams, b.scratch, ConvOut(raw=raw, ring=kept), levers=levers)
         raw = raw.view(-1, width)
         n = raw.shape[0]
         normed, inner = _front(b.pairs[0], 2, n, width), _front(b.pairs[1], 2, n, up.wide.m)
         depthwise_norm(raw, up.depthwise, up.depthwise_bias, LAYER_NORM_EPS, normed, streams, kept, levers=levers)
-        conv(normed, up.wide, streams, b.scratch, pair=inner, act="gelu", levers=levers)
-        conv(inner, up.narrow, streams, b.scratch, residual=raw, pair=normed, ring=ring, levers=levers)
+        conv(normed, up.wide, streams, b.scratch, ConvOut(pair=inner, act="gelu"), levers=levers)
+        conv(inner, up.narrow, streams, b.scratch, ConvOut(residual=raw, pair=normed, ring=ring), levers=levers)
         return normed
 
     def _block(
@@ -443,12 +454,18 @@ class VocoderGpu:
         history, ring = ring, next(rings)
         first = block.units[0].act1
         conv(
-            pair, block.up, streams, b.scratch, history=history, raw=raw, pair=out, act=first, ring=ring, levers=levers
+            pair,
+            block.up,
+            streams,
+            b.scratch,
+            ConvOut(raw=raw, pair=out, act=first, ring=ring),
+            history=history,
+            levers=levers,
         )
         raw, pair = raw.view(-1, width), out.view(2, -1, width)
         inner = _front(flat[0], *pair.shape)
         for i, unit in enumerate(block.units):
-            conv(pair, unit.conv1, streams, b.scratch, history=ring, pair=inner, act=unit.act2, levers=levers)
+            conv(pair, unit.conv1, streams, b.scratch, ConvOut(pair=inner, act=unit.act2), history=ring, levers=levers)
             is_last, ring = i + 1 == len(block.units), next(rings)
             after = act if is_last else block.units[i + 1].act1
             conv(
@@ -456,11 +473,7 @@ class VocoderGpu:
                 unit.conv2,
                 streams,
                 b.scratch,
-                residual=raw,
-                raw=None if is_last else raw,
-                pair=pair,
-                act=after,
-                ring=ring,
+                ConvOut(residual=raw, raw=None if is_last else raw, pair=pair, act=after, ring=ring),
                 levers=levers,
             )
         return pair, ring

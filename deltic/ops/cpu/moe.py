@@ -15,6 +15,7 @@ from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.contract import check
 from deltic.ops.cpu.lora import AdapterRows, Entries, LoraScratch
 from deltic.ops.cpu.program import Program
+from deltic.ops.geometry import Routing
 from deltic.ops.matrix import Matrix, row_bytes
 
 _NOTHING = (0, 0, 0, 0, 0)
@@ -55,8 +56,7 @@ class Experts:
 
     gate_up: Matrix  # E matrices [2M, H], gate rows first
     down: Matrix  # E matrices [H, M]
-    n_per_token: int
-    normalise: bool  # whether the weights of a token's experts add up to 1
+    routing: Routing
     adapters: ExpertAdapters | None = None
 
 
@@ -76,7 +76,7 @@ def moe(
     [T, H]; p: softmax of the first E logits, the n_per_token largest (ties: lower expert), renormalised when
     `normalise`; n_tokens: int32 scalar.
     """
-    gate_up, down, n_per_token = experts.gate_up, experts.down, experts.n_per_token
+    gate_up, down, n_per_token = experts.gate_up, experts.down, experts.routing.n_per_token
     n_experts, width, inner = down.n_matrices, down.n, down.k
     check("moe", (gate_up.n, gate_up.k) == (2 * inner, width), f"gate_up [{2 * inner}, {width}]")
     check("moe", gate_up.n_matrices == n_experts, f"gate_up of {n_experts} experts")
@@ -96,7 +96,7 @@ def moe(
         n_tokens,
         n_experts,
         n_per_token,
-        int(experts.normalise),
+        int(experts.routing.normalise),
         *gate_up.segments[0].arguments,
         *(gate_up.segments[1].arguments if len(gate_up.segments) > 1 else _NOTHING),
         *down.whole.arguments,

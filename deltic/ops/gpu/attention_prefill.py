@@ -23,13 +23,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from deltic.ops.geometry import AttentionHeads
+from deltic.ops.geometry import AttentionHeads, AttentionWeights
 from deltic.ops.gpu import kv
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.chip import chip, load_tile, tiles_of
 from deltic.ops.gpu.kv import FP8, K8V4, PLAIN
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
-from deltic.ops.kv_formats import BF16, KvFormat
+from deltic.ops.kv_formats import KvPages
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 PREPARE_WARPS = 8
@@ -235,29 +235,39 @@ def flash_tile(heads: AttentionHeads) -> FlashTile:
     return FlashTile(heads=1, num_warps=8 if heads.dim > 128 else 4, num_stages=stages)
 
 
-def _axes(angles: Tensor | None, sections: Sequence[int], n_tokens: int) -> dict[str, int]:
-    """Constants of the prepare kernel: where the angles of rows and columns end."""
-    if angles is None:
-        return {"ROWS_END": 0, "COLUMNS_END": 0}
-    if angles.shape != (3, n_tokens) or angles.dtype != torch.int32 or not angles.is_contiguous() or len(sections) != 3:
-        raise ValueError(f"attention_prefill: int32 angles [3, {n_tokens}], and three sections")
-    return {"ROWS_END": 3 * sections[1], "COLUMNS_END": 3 * sections[2]}
+@dataclass(frozen=True)
+class Axes:
+    """Axes of M-RoPE, by which queries and keys rotate where prompts may have pictures."""
+
+    angles: Tensor | None = None
+    """int32 [3, T]: of each token the row of cos and sin on each axis. None: that of its position."""
+    sections: Sequence[int] = ()
+    """Angles of each axis (models/rotary.axis_of_angle)."""
+
+    def ends(self, operator: str, n_tokens: int) -> dict[str, int]:
+        """Constants of the prepare kernel: where the angles of rows and columns end."""
+        angles, sections = self.angles, self.sections
+        if angles is None:
+            return {"ROWS_END": 0, "COLUMNS_END": 0}
+        if angles.shape != (3, n_tokens) or angles.dtype != torch.int32 or not angles.is_contiguous() or len(sections) != 3:
+            raise ValueError(f"{operator}: int32 angles [3, {n_tokens}], and three sections")
+        return {"ROWS_END": 3 * sections[1], "COLUMNS_END": 3 * sections[2]}
+
+
+TEXT = Axes()
+"""Rotation by position alone."""
 
 
 def attention_prefill(
-    proj: Tensor, heads: AttentionHeads, q_norm: Tensor, k_norm: Tensor, eps: float, *, blocks: Blocks, page_table: Tensor,
-    cos: Tensor, sin: Tensor, pages: Tensor, query: Tensor, out: Tensor, levers: Levers, angles: Tensor | None = None,
-    sections: Sequence[int] = (), tile: FlashTile | None = None, format: KvFormat = BF16,
+    proj: Tensor, heads: AttentionHeads, weights: AttentionWeights, *, blocks: Blocks, page_table: Tensor, cache: KvPages,
+    query: Tensor, out: Tensor, levers: Levers, axes: Axes = TEXT, tile: FlashTile | None = None,
 ) -> None:
     """Full attention of the tokens of `blocks`, whose earlier keys and values are in the pages; writes
     theirs. Two launches.
 
     proj: bfloat16 [T, heads.row], T = 64 blocks, a row q heads | gates (if heads.is_gated) | k heads | v
-    heads; q_norm, k_norm: float32 [d], zero-centred; page_table: int32 [batch_slots, max_pages]; cos, sin:
-    float32 [max_len, rotary/2], the first `rotary` dims rotate in pairs (i, i + rotary/2), by the row of the
-    token's position, or, with angles, int32 [3, T], of the axis of M-RoPE that the angle belongs to
-    (models/rotary.axis_of_angle; sections: how many angles each axis has); pages: this layer's part with any
-    page stride, in `format`: bfloat16 [n, 2, nk, 64, d] (keys, then values), or uint8 [n, bytes]; query:
+    heads; page_table: int32 [batch_slots, max_pages]; cache: bfloat16 [n, 2, nk, 64, d] (keys, then values),
+    or uint8 [n, bytes]; axes: by which dims rotate, the token's position or the axes of M-RoPE; query:
     bfloat16, T nq d elements of workspace; out: bfloat16 [T, nq d].
     out = softmax(q k^T d^-0.5) v * sigmoid(gate), query head j reads key head j // (nq/nk). Scores, softmax
     and sums are float32, q, k, v and the softmax weights that meet v are rounded to bfloat16. In a block's
@@ -267,6 +277,7 @@ def attention_prefill(
     memory. tile: for measurements.
     Leaves out: sliding windows, biases, soft caps. Raises ValueError for shapes and types it does not serve.
     """
+    cos, sin, pages, format = weights.cos, weights.sin, cache.data, cache.format
     d, n_blocks, half = heads.dim, blocks.n.shape[0], cos.shape[1]
     n_tokens = BLOCK * n_blocks
 
@@ -288,11 +299,11 @@ def attention_prefill(
     sizes["KV"] = kv.constant(format)
     if not format.is_plain:
         query = query.view(torch.float16)
-    axes = _axes(angles, sections, n_tokens)
+    ends = axes.ends("attention_prefill", n_tokens)
     launch(
-        _prepare_kernel, (heads.n_q + 2 * heads.n_kv, n_blocks), proj, q_norm, k_norm, eps, blocks.n, blocks.position, blocks.page,
-        cos, sin, cos.stride(0), angles, query, pages, pages.stride(0), HALF=half, HALF_P2=next_power_of_2(half), FIRST=0,
-        **axes, **sizes, num_warps=PREPARE_WARPS, pdl=levers.pdl,
+        _prepare_kernel, (heads.n_q + 2 * heads.n_kv, n_blocks), proj, weights.q_norm, weights.k_norm, weights.eps, blocks.n, blocks.position, blocks.page,
+        cos, sin, cos.stride(0), axes.angles, query, pages, pages.stride(0), HALF=half, HALF_P2=next_power_of_2(half), FIRST=0,
+        **ends, **sizes, num_warps=PREPARE_WARPS, pdl=levers.pdl,
     )
     tile, rows_page = tile or flash_tile(heads), pages.stride(0) // d
     queries = tiles_of(query, query.numel() // d, d, d, (BLOCK * tile.heads, d))
@@ -310,23 +321,24 @@ def attention_prefill(
 
 
 def keys_prefill(
-    proj: Tensor, heads: AttentionHeads, k_norm: Tensor, eps: float, *, blocks: Blocks, cos: Tensor, sin: Tensor,
-    pages: Tensor, levers: Levers, angles: Tensor | None = None, sections: Sequence[int] = (), format: KvFormat = BF16,
+    proj: Tensor, heads: AttentionHeads, weights: AttentionWeights, *, blocks: Blocks, cache: KvPages, levers: Levers,
+    axes: Axes = TEXT,
 ) -> None:
     """Writes the keys and values of the tokens of `blocks`, and nothing else: the bits of attention_prefill.
 
     Arguments as there; q and gates of proj are not read. Raises ValueError for shapes and types it does not
     serve.
     """
+    cos, sin, pages, format = weights.cos, weights.sin, cache.data, cache.format
     d, n_tokens, half = heads.dim, BLOCK * blocks.n.shape[0], cos.shape[1]
     if proj.shape != (n_tokens, heads.row) or not proj.is_contiguous():
         raise ValueError(f"keys_prefill: contiguous proj [{n_tokens}, {heads.row}]")
     if proj.dtype != torch.bfloat16 or not kv.fits(pages, heads.n_kv, d, format):
         raise ValueError(f"keys_prefill: bfloat16 proj, and {kv.expected(heads.n_kv, d, format)}")
     launch(
-        _prepare_kernel, (2 * heads.n_kv, blocks.n.shape[0]), proj, k_norm, k_norm, eps, blocks.n, blocks.position, blocks.page,
-        cos, sin, cos.stride(0), angles, proj, pages, pages.stride(0), HALF=half, HALF_P2=next_power_of_2(half),
-        FIRST=heads.n_q, **_axes(angles, sections, n_tokens), NQ=heads.n_q, NK=heads.n_kv, D=d,
+        _prepare_kernel, (2 * heads.n_kv, blocks.n.shape[0]), proj, weights.k_norm, weights.k_norm, weights.eps, blocks.n, blocks.position, blocks.page,
+        cos, sin, cos.stride(0), axes.angles, proj, pages, pages.stride(0), HALF=half, HALF_P2=next_power_of_2(half),
+        FIRST=heads.n_q, **axes.ends("keys_prefill", n_tokens), NQ=heads.n_q, NK=heads.n_kv, D=d,
         GATED=heads.is_gated, KV=kv.constant(format),
         num_warps=PREPARE_WARPS, pdl=levers.pdl,
     )

@@ -130,6 +130,16 @@ class Windows:
         return Windows(self.columns[:, i], self.gates[:, i])
 
 
+@dataclass(frozen=True)
+class StateSlots:
+    """States of one layer, with any stride of state slots, and the windows of drafts."""
+
+    columns: Tensor  # bfloat16 [state_slots, 4, C]: raw q | k | v of position p in row p % 4
+    states: Tensor  # float32 or bfloat16 [state_slots, Hv, dv, dk]
+    layer: int  # its number among those that have a state
+    windows: Windows | None = None
+
+
 def window_rows(max_drafts: int) -> int:
     """W of windows for drafts of so many tokens. While one program still reads what a step redoes, and the
     three inputs in front of that, another may write what it runs.

@@ -370,19 +370,33 @@ def conv_tile(n: int, w: ConvWeight) -> Tile:
     return Tile(64, block_n, 4, 4 if block_n == 16 else 3, parallel)  # two programs on a multiprocessor
 
 
+@dataclass(frozen=True)
+class ConvOut:
+    """Results of a convolution: y = conv(x) + bias, gelu or gated, + residual; raw = y; pair = y, or its
+    snake.
+    """
+
+    raw: Tensor | None = None  # float32 [N, M]
+    pair: Tensor | None = None  # bfloat16 [2, N, M] (swiglu: M / 2 wide)
+    act: Snake | str | None = None  # "gelu", or a Snake for what goes into `pair`
+    residual: Tensor | None = None  # float32 [N, M]
+    ring: Ring | None = None
+    """Keeps the last rows of `pair`, or (a float32 ring) of raw's columns from ring_from on, for the next
+    chunk; rows of M / phases.
+    """
+    ring_from: int = 0
+
+
 def conv(
-    x: Tensor, w: ConvWeight, streams: Streams, scratch: ConvScratch, *, history: Ring | None = None,
-    residual: Tensor | None = None, raw: Tensor | None = None, pair: Tensor | None = None, act: Snake | str | None = None,
-    ring: Ring | None = None, ring_from: int = 0, levers: Levers, tile: Tile | None = None,
+    x: Tensor, w: ConvWeight, streams: Streams, scratch: ConvScratch, end: ConvOut, *, history: Ring | None = None,
+    levers: Levers, tile: Tile | None = None,
 ) -> None:
-    """y = conv(x) + bias, gelu or gated, + residual; raw = y; pair = y, or its snake.
+    """Writes conv(x) as `end` says.
 
     x: bfloat16 pairs [2, N, C], N = B t, a stream's t rows together; history: where its (taps - 1) dilation
-    rows before lie. residual, raw: float32 [N, M]; pair: bfloat16 [2, N, M] (swiglu: M / 2 wide). act:
-    "gelu", a Snake for what goes into `pair`, or None. ring: where the last rows of `pair`, or
-    (a float32 ring) of raw's columns from ring_from on, are kept for the next chunk; rows of M / phases.
-    Raises KernelError where shapes do not fit.
+    rows before lie. Raises KernelError where shapes do not fit.
     """
+    residual, raw, pair, act, ring, ring_from = end.residual, end.raw, end.pair, end.act, end.ring, end.ring_from
     n, state_slots = x.shape[1], streams.head.shape[0]
     width = w.m // 2 if w.swiglu else w.m
     t = n // streams.n

@@ -21,7 +21,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltic.ops.contract import check
-from deltic.ops.geometry import N_CODES, AttentionHeads
+from deltic.ops.geometry import N_CODES, AttentionHeads, AttentionWeights
 from deltic.ops.gpu.attention_decode import rotated, summed, turn
 from deltic.ops.gpu.blocks import BLOCK, BatchState, Blocks, Rows
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
@@ -269,18 +269,26 @@ def _prompt_kernel(
         tl.store(p_rows + row * width + o, b_x, mask=mask)
 
 
+@dataclass(frozen=True)
+class CodeTables:
+    """Embeddings of one of a frame's codes."""
+
+    table: Tensor  # bfloat16 [C, h]: what the talker's input adds up
+    inner: Tensor | None  # bfloat16 or float32 [C, p]: of the predictor
+
+
 def begin_frames(
-    rows_batch_slot: Tensor, batch_slots: BatchState, parameters: FrameParameters, past: Tensor, table: Tensor, inner_table: Tensor,
+    rows_batch_slot: Tensor, batch_slots: BatchState, parameters: FrameParameters, past: Tensor, tables: CodeTables,
     *, rows: FrameRows, into: Tensor, residual: Tensor, levers: Levers,
 ) -> None:
     """Starts a decode: row arrays and code 0 as `begin_decode` (norm.py) makes them, sums[r] = table[code 0],
-    into[r] = past[state_slot of r], residual[N + r] = inner_table[code 0].
+    into[r] = past[state_slot of r], residual[N + r] = inner[code 0].
 
-    rows_batch_slot: int32 [N]; past: bfloat16 [state_slots, h]; table: bfloat16 [any, h]; inner_table:
-    bfloat16 or float32 [C, p]; into: float32 [>= N, h] (where h = p: the residual itself), or bfloat16;
-    residual: float32 [2 N, p].
+    rows_batch_slot: int32 [N]; past: bfloat16 [state_slots, h]; into: float32 [>= N, h] (where h = p: the
+    residual itself), or bfloat16; residual: float32 [2 N, p].
     """
-    n, width = rows.sums.shape
+    table, inner_table, (n, width) = tables.table, tables.inner, rows.sums.shape
+    assert inner_table is not None
     n_codes, inner_width = inner_table.shape
     check("frames", residual.shape == (2 * n, inner_width) and into.shape[1] == width, "residual [2 N, p], into [N, h]")
     check("frames", table.is_contiguous() and inner_table.is_contiguous() and past.is_contiguous(), "contiguous tables")
@@ -303,18 +311,18 @@ def project_rows(parts: Tensor, bias: Tensor, out: Tensor, *, levers: Levers) ->
 
 
 def code_attention(
-    proj: Tensor, heads: AttentionHeads, q_norm: Tensor, k_norm: Tensor, eps: float, first: int, *, state_slot: Tensor, cos: Tensor,
-    sin: Tensor, pages: Tensor, out: Tensor, levers: Levers,
+    proj: Tensor, heads: AttentionHeads, weights: AttentionWeights, first: int, *, state_slot: Tensor, pages: Tensor, out: Tensor,
+    levers: Levers,
 ) -> None:
     """out = bfloat16(softmax(q k^T / sqrt(d)) v) of position `first` of each frame over those up to it.
 
     With 2 N rows, of positions 0 and 1: row r is position 0 of frame r, row N + r position 1. proj: float32
-    [S, N or 2 N, row], q | k | v; state_slot: int32 [N], -1: left alone; cos, sin: float32 [16, d / 2];
+    [S, N or 2 N, row], q | k | v; state_slot: int32 [N], -1: left alone; angles of 16 positions;
     pages: bfloat16 [N, 2, nk, 16, d], this layer's part, any stride of frames; out: bfloat16 like proj, nq d
     wide. q, k, v are rounded to bfloat16.
     """
     n_splits, n_rows, width = proj.shape
-    n, group = state_slot.shape[0], heads.n_q // heads.n_kv
+    cos, sin, n, group = weights.cos, weights.sin, state_slot.shape[0], heads.n_q // heads.n_kv
     check("frames", width == heads.row and not heads.is_gated and proj.is_contiguous(), f"proj [S, rows, {heads.row}]")
     check("frames", n_rows == (n if first else 2 * n), "one row a frame, two in the first pass")
     check(
@@ -324,7 +332,7 @@ def code_attention(
     )
     check("frames", 2 * cos.shape[1] == heads.dim and cos.shape[0] >= N_CODES, "angles of 16 positions")
     launch(
-        _code_attention_kernel, (n, heads.n_kv), proj, q_norm, k_norm, cos, sin, state_slot, pages, out, eps,
+        _code_attention_kernel, (n, heads.n_kv), proj, weights.q_norm, weights.k_norm, cos, sin, state_slot, pages, out, weights.eps,
         heads.dim**-0.5 * 1.4426950408889634, proj.stride(0), pages.stride(0), first, n,
         NEW=n_rows // n, NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, S=n_splits, KEYS=N_CODES, G=group, GP=next_power_of_2(group),
         pdl=levers.pdl, num_warps=4,
@@ -332,18 +340,18 @@ def code_attention(
 
 
 def draw_code(
-    logits: Tensor, step: int, p: FrameParameters, rows: FrameRows, table: Tensor, inner_table: Tensor | None, residual: Tensor,
+    logits: Tensor, step: int, p: FrameParameters, rows: FrameRows, tables: CodeTables, residual: Tensor,
     texts: Tensor, pad: int, *, levers: Levers,
 ) -> None:
     """Draws code `step` (1 to 15) of each frame in use, with number frame * 16 + step of its seed:
-    codes[r, step]. Adds its row of `table` (bfloat16 [C, h]) to sums[r]. Its row of inner_table (bfloat16 or
-    float32 [C, p]) becomes residual[r].
+    codes[r, step]. Adds its row of `table` to sums[r]. Its row of `inner` becomes residual[r].
 
-    logits: float32 [S, N, C], parts in order. The last code has no inner_table. Its sum also gets the frame's
+    logits: float32 [S, N, C], parts in order. The last code has no inner table. Its sum also gets the frame's
     text, of texts (float32 [V, h]): trailing[frame], or `pad` behind the last. Logits that are not finite
     make the sum NaN.
     """
     n_splits, n, n_codes = logits.shape
+    table, inner_table = tables.table, tables.inner
     width, is_last = rows.sums.shape[1], inner_table is None
     check("frames", n_codes <= MAX_CODES and logits.is_contiguous(), f"logits [S, N, C], C at most {MAX_CODES}")
     check("frames", is_last == (step == N_CODES - 1), "an inner table but for the last code")

@@ -45,7 +45,7 @@ from torch import Tensor
 
 from deltic.ops.contract import check
 from deltic.ops.geometry import MAX_GDN_DIM, GdnHeads, GdnWeights
-from deltic.ops.gpu.blocks import Drafts, Rows, Windows, window_rows
+from deltic.ops.gpu.blocks import Drafts, Rows, StateSlots, Windows, window_rows
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.gpu.rounding import cut, noisy, rounding_seed
 
@@ -453,18 +453,14 @@ def _gdn_drafts_kernel(
 
 
 def gdn_decode(
-    proj: Tensor, heads: GdnHeads, weights: GdnWeights, eps: float, *, rows: Rows, columns: Tensor, states: Tensor,
-    layer: int, windows: Windows | None = None, out: Tensor, levers: Levers,
+    proj: Tensor, heads: GdnHeads, weights: GdnWeights, eps: float, *, rows: Rows, memory: StateSlots, out: Tensor, levers: Levers,
 ) -> None:
     """Advances each row by one token: proj float32 [S, N, 2Kd+2Vd+2Hv] (q|k|v|z|b|a, partial sums) -> out
     bfloat16 [N, Hv dv].
 
     Nothing is read or written of a row with state slot -1; at position 0 the state and the ring count as
-    zeros, whatever the state slot holds. columns: bfloat16 [state_slots, 4, C], the ring of raw inputs,
-    position p in row p % 4; states: float32 or bfloat16 [state_slots, Hv, dv, dk], of the layer of this
-    number among those that have one; both may be views of one layer, with any state slot stride, and are
-    advanced in place. weights.conv: float32 [4, C], tap 3 for the current token; a_log, dt_bias float32 [Hv];
-    norm float32 [dv].
+    zeros, whatever the state slot holds. The memory is advanced in place. weights.conv: float32 [4, C], tap 3
+    for the current token; a_log, dt_bias float32 [Hv]; norm float32 [dv].
 
     No two rows in use share a state slot, unless rows.drafts says that they are one sequence's. Then windows
     are needed, by batch slot, with any stride of batch slots. State and ring are advanced by the n_redo
@@ -480,7 +476,8 @@ def gdn_decode(
     """
     n_splits, n_rows, _ = proj.shape
     dk, dv = heads.k_dim, heads.v_dim
-    _check(proj, heads, weights, rows, columns, states, out)
+    columns, states, layer, windows = memory.columns, memory.states, memory.layer, memory.windows
+    _check(proj, heads, weights, rows, memory, out)
     layout = _layout(heads, states.dtype)
     parts, tiles = next_power_of_2(dk) // layout.part, next_power_of_2(dv) // layout.rows
     of_weights = weights.conv, weights.a_log, weights.dt_bias, weights.norm
@@ -488,10 +485,10 @@ def gdn_decode(
         SPLITS=n_splits, N_K=heads.n_k, N_V=heads.n_v, DK=dk, DV=dv, TILED=heads.tiled, SCALE=dk**-0.5, PARTS=parts,
         PART=layout.part, ROWS=layout.rows, EARLY=n_rows <= EARLY_ROWS, pdl=levers.pdl, num_warps=layout.num_warps,
     )
-    memory = columns, columns.stride(0), states, states.stride(0)
+    held = columns, columns.stride(0), states, states.stride(0)
     if rows.drafts is None:
         launch(
-            _gdn_decode_kernel, (heads.n_v, n_rows), proj, n_rows, layer, rows.state_slot, rows.position, *memory, *of_weights, out,
+            _gdn_decode_kernel, (heads.n_v, n_rows), proj, n_rows, layer, rows.state_slot, rows.position, *held, *of_weights, out,
             eps, TILES=tiles, **constants,
         )
         return
@@ -500,7 +497,7 @@ def gdn_decode(
     _check_windows(heads, rows.drafts, windows, n_rows)
     launch(
         _gdn_drafts_kernel, (heads.n_v, n_rows), proj, n_rows, layer, rows.state_slot, rows.position, rows.batch_slot, rows.drafts.length,
-        rows.drafts.n_redo, *memory, windows.columns, windows.columns.stride(0), windows.gates, windows.gates.stride(0),
+        rows.drafts.n_redo, *held, windows.columns, windows.columns.stride(0), windows.gates, windows.gates.stride(0),
         *of_weights, out, eps, WINDOW=windows.columns.shape[1], **constants,
     )
 
@@ -522,8 +519,9 @@ def _check_windows(heads: GdnHeads, drafts: Drafts, windows: Windows, n_rows: in
 
 
 def _check(
-    proj: Tensor, heads: GdnHeads, weights: GdnWeights, rows: Rows, columns: Tensor, states: Tensor, out: Tensor
+    proj: Tensor, heads: GdnHeads, weights: GdnWeights, rows: Rows, memory: StateSlots, out: Tensor
 ) -> None:
+    columns, states = memory.columns, memory.states
     n_rows, n_channels, n_out = proj.shape[1], heads.channels, heads.n_v * heads.v_dim
 
     def expect(condition: bool, expected: str) -> None:

@@ -37,7 +37,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.geometry import Allocate, GdnHeads, GdnWeights
-from deltic.ops.gpu.blocks import BLOCK, Blocks
+from deltic.ops.gpu.blocks import BLOCK, Blocks, StateSlots
 from deltic.ops.gpu.chip import chip
 from deltic.ops.gpu.gdn_prefill_kernels import gdn_keys, gdn_output, gdn_scan, gdn_solve
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2
@@ -86,26 +86,25 @@ def gdn_scratch(heads: GdnHeads, n_blocks: int, allocate: Allocate) -> GdnScratc
 
 
 def gdn_prefill(
-    proj: Tensor, heads: GdnHeads, weights: GdnWeights, eps: float, *, blocks: Blocks, columns: Tensor, states: Tensor,
-    layer: int, scratch: GdnScratch, out: Tensor, levers: Levers, chunk: int | None = None,
+    proj: Tensor, heads: GdnHeads, weights: GdnWeights, eps: float, *, blocks: Blocks, memory: StateSlots, scratch: GdnScratch,
+    out: Tensor, levers: Levers,
 ) -> None:
     """proj bfloat16 [64 B, >= 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [64 B, Hv dv]; states go from state
     slot to state slot.
 
-    columns: bfloat16 [state_slots, 4, C], the raw q|k|v of position p in row p % 4; states: float32
-    or bfloat16 [state_slots, Hv, dv, dk], of the layer of this number among those that have one; both with
-    any state slot stride. scratch is for at least B blocks. Rows of out behind the
+    scratch is for at least B blocks. Rows of out behind the
     end of a block, and of blocks not in use, become 0. A snapshot is taken at the end of its block, in full.
 
-    chunk: after how many blocks the next kernels start on what the scan has left, beside its going on
-    (on a second stream); 0: one after another; None: default_chunk(B). Bits are the same.
+    The next kernels start on what the scan has left after chunk_blocks(B) blocks, beside its going on, on a
+    second stream. Bits are the same.
 
     dk, dv: multiples of 16, at most 128; Hv a multiple of Hk. Raises ValueError where shapes do not fit.
     What blocks says changes from step to step and is not checked.
     """
     n_blocks, n_segments = len(blocks.n), len(blocks.state_slot)
     n_k, n_v, k_dim, v_dim, n_channels = heads.n_k, heads.n_v, heads.k_dim, heads.v_dim, heads.channels
-    _check(proj, heads, weights, blocks, columns, states, scratch, out)
+    columns, states, layer = memory.columns, memory.states, memory.layer
+    _check(proj, heads, weights, blocks, memory, scratch, out)
     k_pad, v_pad = _padded(k_dim), _padded(v_dim)
     rows = min(_SCAN_ROWS, v_pad)
     sizes = dict(HK=n_k, HV=n_v, DK=k_dim, DV=v_dim, C=n_channels, BK=k_pad, BV=v_pad, TILED=heads.tiled)
@@ -117,7 +116,7 @@ def gdn_prefill(
         gdn_keys, (2 * n_k + 1, n_blocks), *source, *where, weights.a_log, weights.dt_bias, scratch.qk, *gates,
         **sizes, HEADS=next_power_of_2(n_v), SCALE=k_dim**-0.5, pdl=pdl, num_warps=8, num_stages=1, **_limit(64),
     )
-    chunk = default_chunk(n_blocks) if chunk is None else chunk
+    chunk = chunk_blocks(n_blocks)
     lanes = _Lanes(proj.device, 0 < chunk < n_blocks)
     pdl = pdl and not lanes.apart  # a kernel that waits for one of another stream waits for its end
     size = chunk if lanes.apart else n_blocks
@@ -159,7 +158,7 @@ def gdn_prefill(
         output(*bounds)
 
 
-def default_chunk(n_blocks: int) -> int:
+def chunk_blocks(n_blocks: int) -> int:
     """Blocks of a chunk, 0 for one chunk of all.
 
     Two chunks save 8 to 16 % of a prompt of 8192 tokens, and cost 7 % of 16 short ones (H200).
@@ -232,9 +231,9 @@ def _scan_stages(rows: int, k_pad: int) -> int:
 
 
 def _check(
-    proj: Tensor, heads: GdnHeads, weights: GdnWeights, blocks: Blocks, columns: Tensor, states: Tensor,
-    scratch: GdnScratch, out: Tensor,
+    proj: Tensor, heads: GdnHeads, weights: GdnWeights, blocks: Blocks, memory: StateSlots, scratch: GdnScratch, out: Tensor
 ) -> None:
+    columns, states = memory.columns, memory.states
     n_rows, channels, n_v, k_dim, v_dim = BLOCK * len(blocks.n), heads.channels, heads.n_v, heads.k_dim, heads.v_dim
     n_out, bf16 = n_v * v_dim, torch.bfloat16
 

@@ -37,7 +37,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deltic.ops.geometry import Allocate
+from deltic.ops.geometry import Allocate, Routing
 from deltic.ops.gpu.blocks import AdapterRows
 from deltic.ops.gpu.chip import chip, prefetch_l2
 from deltic.ops.gpu.decode import k_block
@@ -646,22 +646,23 @@ def _lines(w: Matrix) -> dict[str, int]:
 
 
 def moe_decode(
-    x: Tensor, w: MoeWeights, n_per_token: int, normalise: bool, *, row_slot: Tensor, scratch: MoeScratch, out: Tensor,
+    x: Tensor, w: MoeWeights, routing: Routing, *, row_slot: Tensor, scratch: MoeScratch, out: Tensor,
     levers: Levers, codes: Fp8Rows | None = None, tiles: MoeTiles | None = None,
     adapters: tuple[ExpertTargets, AdapterRows] | None = None,
 ) -> None:
     """out[s, r] = p_s Expert_s(x[r]) for the k experts of the largest p, in their order;
     out[k, r] = sigmoid(gate) Shared(x[r]).
 
-    x: bfloat16 [N, H]; k = n_per_token; p: softmax of the first E logits in float32, ties to the lower
-    expert, renormalised over the k when `normalise`; row_slot: int32 [N], below 0: the row routes nowhere and
-    out[:k] of it is not written; out: float32 [k + 1, N, H]. H a multiple of 64, M and Ms of 32.
+    x: bfloat16 [N, H]; k = routing.n_per_token; p: softmax of the first E logits in float32, ties to the
+    lower expert, renormalised over the k when routing.normalise; row_slot: int32 [N], below 0: the row routes
+    nowhere and out[:k] of it is not written; out: float32 [k + 1, N, H]. H a multiple of 64, M and Ms of 32.
     codes: a workspace for x in e4m3 (fp8.py), used where gate_up of routed and shared experts are; without it
     gate_up rounds on its way, to the same bits. adapters: of rows of which some have one. The others keep
     their bits: one row is routed as several are, and SwiGLU is a kernel of its own, behind what adapters add.
     Left out: groups of experts, biases of the router. ValueError where shapes do not belong together,
     KernelError for a format without a kernel.
     """
+    n_per_token, normalise = routing.n_per_token, routing.normalise
     hidden, n_experts, width, shared = check_moe(x, w, n_per_token)
     n = x.shape[0]
     if out.dtype != torch.float32 or out.numel() != (n_per_token + 1) * n * hidden:
@@ -674,7 +675,7 @@ def moe_decode(
     if t.alone and n != 1:
         raise ValueError(f"moe: {n} rows cannot be routed without lists")
     pdl, splits = levers.pdl, router_splits(hidden, levers)
-    routing = dict(E=n_experts, E2=next_power_of_2(n_experts), STRIDE=logit_stride(n_experts), S=splits)
+    router = dict(E=n_experts, E2=next_power_of_2(n_experts), STRIDE=logit_stride(n_experts), S=splits)
     block_n, block_k = min(128, max(16, next_power_of_2(n))), largest_block(t.router_k, hidden // splits)
     rounded: tuple[Tensor, Tensor | None] = x, None
     if codes is not None and is_e4m3(w.gate_up, w.shared_gate_up):
@@ -686,7 +687,7 @@ def moe_decode(
         router_kernel, (triton.cdiv(n_experts + 1, 64), splits, triton.cdiv(n, block_n)), x, rows_of("moe", w.router),
         s.logits, s.counters, n, H=hidden, BLOCK_M=64, BLOCK_N=block_n, BLOCK_K=block_k,
         AHEAD=t.router_ahead, LINES=largest_block(32, hidden // splits // 64),
-        EARLY=t.early, **routing, num_warps=4, num_stages=chip().stages(2 * block_k * (64 + block_n), 3), pdl=pdl,
+        EARLY=t.early, **router, num_warps=4, num_stages=chip().stages(2 * block_k * (64 + block_n), 3), pdl=pdl,
     )
     if adapters is not None:
         logits = s.logits[: n * logit_stride(n_experts)].view(n, -1)[:, : n_experts + 1]  # the first part
@@ -694,14 +695,14 @@ def moe_decode(
     if not t.alone:
         launch(
             route_kernel, (n,), s.logits, s.counters, s.weight, s.entries, s.lists, row_slot, n, SLOTS=n_per_token,
-            SLOTS2=next_power_of_2(n_per_token), NORMALISE=normalise, TILE=t.block_n, EARLY=t.early, **routing,
+            SLOTS2=next_power_of_2(n_per_token), NORMALISE=normalise, TILE=t.block_n, EARLY=t.early, **router,
             num_warps=1, num_stages=1, pdl=pdl,
         )
     inner = max(width, shared)
     # an expert has a tile for every block_n of its pairs and one that is not full
     n_entries = min(n * n_per_token, n_experts + n * n_per_token // t.block_n)
     n_work = n_entries + triton.cdiv(n, t.block_n)
-    experts = dict(H=hidden, M=width, MS=shared, SLOTS=n_per_token, BLOCK_N=t.block_n, ALONE=t.alone, **routing)
+    experts = dict(H=hidden, M=width, MS=shared, SLOTS=n_per_token, BLOCK_N=t.block_n, ALONE=t.alone, **router)
     block_f = largest_block(t.block_f, width, shared)
     (rows, up, FORMAT, UP), (shared_rows, shared_up, SHARED, SHARED_UP) = map(segments_of, (w.gate_up, w.shared_gate_up))
     act = s.act

@@ -32,7 +32,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from deltic.ops.geometry import Allocate
+from deltic.ops.geometry import Allocate, Routing
 from deltic.ops.gpu.blocks import BLOCK, AdapterRows, Blocks
 from deltic.ops.gpu.chip import chip, load_tile, tiles_of
 from deltic.ops.gpu.decode import k_block
@@ -439,7 +439,7 @@ def _tiles(w: Matrix, tiles: MoePrefillTiles | None) -> MoePrefillTiles:
 
 
 def _route(
-    x: Tensor, w: MoeWeights, n_per_token: int, normalise: bool, blocks: Blocks, s: MoePrefillScratch, c: MoePrefillTiles,
+    x: Tensor, w: MoeWeights, routing: Routing, blocks: Blocks, s: MoePrefillScratch, c: MoePrefillTiles,
     levers: Levers, adapters: tuple[ExpertTargets, AdapterRows] | None,
 ) -> None:
     """Fills lists and entries of s, and its weights."""
@@ -462,7 +462,7 @@ def _route(
         expand(logits, adapters[0].router, adapters[1], levers=levers)
     launch(
         prefill_route_kernel, (t // c.route_rows,), s.logits, s.counters, s.weight, s.lists, blocks.n, t,
-        SLOTS=n_per_token, SLOTS2=next_power_of_2(n_per_token), NORMALISE=normalise, ROWS=c.route_rows, **experts,
+        SLOTS=routing.n_per_token, SLOTS2=next_power_of_2(routing.n_per_token), NORMALISE=routing.normalise, ROWS=c.route_rows, **experts,
         num_warps=1, num_stages=1, pdl=pdl,
     )
     launch(
@@ -471,26 +471,26 @@ def _route(
 
 
 def moe_prefill(
-    x: Tensor, w: MoeWeights, n_per_token: int, normalise: bool, *, blocks: Blocks, scratch: MoePrefillScratch, out: Tensor,
+    x: Tensor, w: MoeWeights, routing: Routing, *, blocks: Blocks, scratch: MoePrefillScratch, out: Tensor,
     levers: Levers, tiles: MoePrefillTiles | None = None, adapters: tuple[ExpertTargets, AdapterRows] | None = None,
 ) -> None:
     """out[r] = sum_s p_s Expert_s(x[r]) + sigmoid(gate) Shared(x[r]), added in the order of decreasing p, the
     shared one last.
 
-    x: bfloat16 [T, H], T = 64 B; weights, p, n_per_token and normalise as in `moe_decode`; blocks.n: int32
+    x: bfloat16 [T, H], T = 64 B; weights, p and routing as in `moe_decode`; blocks.n: int32
     [B], tokens of each block, those in use in front; out: bfloat16 or float32, T * H elements, zeros in rows
     of padding.
     The experts' outputs are rounded to bfloat16 before they are weighted. adapters: as in `moe_decode`; what
     they add to a rounded output is added in float32, and rounded. ValueError where shapes do not belong
     together, KernelError for a format without a kernel.
     """
-    hidden, n_experts, width, shared = check_moe(x, w, n_per_token)
-    t, c, s = x.shape[0], tiles or moe_prefill_tiles(), scratch
+    hidden, n_experts, width, shared = check_moe(x, w, routing.n_per_token)
+    t, c, s, n_per_token = x.shape[0], tiles or moe_prefill_tiles(), scratch, routing.n_per_token
     if t % BLOCK or blocks.n.shape[0] < t // BLOCK or out.numel() != t * hidden:
         raise ValueError(f"moe: {t} rows in {blocks.n.shape[0]} blocks, out {list(out.shape)}")
     if t * (n_per_token + 1) > s.weight.numel():
         raise ValueError(f"moe: workspaces are for {s.weight.numel() // (n_per_token + 1)} rows, not {t}")
-    _route(x, w, n_per_token, normalise, blocks, s, c, levers, adapters)
+    _route(x, w, routing, blocks, s, c, levers, adapters)
     n_entries, n_tiles, inner = _n_entries(t, n_experts, n_per_token), triton.cdiv(t, TILE), max(width, shared)
     act_base = n_entries * TILE  # first row of act of the shared expert
     products: dict[str, int] = {"E": n_experts, "SLOTS": n_per_token, "pdl": levers.pdl}

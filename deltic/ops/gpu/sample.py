@@ -206,26 +206,33 @@ def sample(
         )
 
 
-def prompt_logprobs(
-    logits: Tensor, n_real: int, row: Tensor, target: Tensor, n_top: Tensor, n_entries: Tensor, logprob: Tensor,
-    top_ids: Tensor, top_logprobs: Tensor, tile: int = TILE,
-) -> None:
-    """Log-softmax of the raw logits at target[i], and the n_top[i] likeliest ids, likeliest first
-    (-1 skips the entry).
+@dataclass(frozen=True)
+class PromptEntries:
+    """Log-probabilities of a prompt that are wanted, and where they go. int32 but for the results."""
 
-    logits: float32 [R, V]; row, target, n_top: int32 [n], of which the first n_entries (int32 [1]) count;
-    logprob: float32 [n]; top_ids int32, top_logprobs float32 [n, K]. Allocates a little for itself, so it is
-    not for recorded steps.
+    n: Tensor  # [1]: entries in use
+    row: Tensor  # [N] of the logits
+    target: Tensor  # [N] the id
+    n_top: Tensor  # [N] how many likeliest ids are wanted; -1 skips the entry
+    logprob: Tensor  # float32 [N]
+    top_ids: Tensor  # [N, K], likeliest first
+    top_logprobs: Tensor  # float32 [N, K]
+
+
+def prompt_logprobs(logits: Tensor, n_real: int, entries: PromptEntries, tile: int = TILE) -> None:
+    """Log-softmax of the raw logits, float32 [R, V], at each entry's target, and of its n_top likeliest ids.
+
+    Allocates a little for itself, so it is not for recorded steps.
     """
-    n, n_vocab = row.shape[0], logits.shape[1]
+    e, n, n_vocab = entries, entries.row.shape[0], logits.shape[1]
     check("prompt_logprobs", n_vocab < MAX_VOCAB, f"fewer than {MAX_VOCAB} ids, found {n_vocab}")
     n_tiles = -(-n_vocab // tile)
     best = torch.empty((n, n_tiles), dtype=torch.int64, device=logits.device)
     total = torch.empty((n, n_tiles), dtype=torch.float32, device=logits.device)
     launch(
-        scan_raw, (n_tiles, n), logits, n_vocab, n_real, row, n_top, n_entries, best, total, TILE=tile, num_warps=SCAN_WARPS
+        scan_raw, (n_tiles, n), logits, n_vocab, n_real, e.row, e.n_top, e.n, best, total, TILE=tile, num_warps=SCAN_WARPS
     )
     launch(
-        finish_raw, (n,), logits, n_vocab, n_real, row, target, n_top, n_entries, best, total, n_tiles, logprob, top_ids,
-        top_logprobs, top_ids.shape[1], TILE=tile, TILES=next_power_of_2(n_tiles), num_warps=FINISH_WARPS,
+        finish_raw, (n,), logits, n_vocab, n_real, e.row, e.target, e.n_top, e.n, best, total, n_tiles, e.logprob, e.top_ids,
+        e.top_logprobs, e.top_ids.shape[1], TILE=tile, TILES=next_power_of_2(n_tiles), num_warps=FINISH_WARPS,
     )

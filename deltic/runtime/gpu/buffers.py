@@ -17,6 +17,7 @@ from deltic.models.qwen.gpu_buffers import (
     HeadBuffers,
     PrefillBuffers,
     decode_buffers,
+    decode_rows,
     head_buffers,
     prefill_buffers,
 )
@@ -197,6 +198,9 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
         rows = AdapterRows(*(views[part] for part in ADAPTER_ROWS))
         sizes = max(plan.n_decode_rows, n_segments), plan.max_step_tokens
         adapters = adapter_buffers(shape, adapted.n, adapted.rank, adapted.n_bytes, *sizes, allocate)
+    own = decode_rows(plan.n_decode_rows, drafts, plan.max_picture_tokens > 0, allocate)
+    kept = {"n_kept": plan.max_num_seqs, "n_shards": plan.n_shards}
+    decode = decode_buffers(shape, codes, levers, own, plan.max_model_len, allocate, **kept)
     return GpuWorkspace(
         **shared,
         adapters=adapters,
@@ -204,20 +208,7 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
         guesses=guesses,
         vision=vision,
         picture_rows=picture_rows,
-        decode=decode_buffers(
-            shape,
-            codes,
-            levers,
-            plan.n_decode_rows,
-            plan.max_model_len,
-            allocate,
-            n_kept=plan.max_num_seqs,
-            drafts=drafts,
-            windows=windows,
-            has_pictures=plan.max_picture_tokens > 0,
-            n_shards=plan.n_shards,
-            adapters=rows,
-        ),
+        decode=replace(decode, windows=windows, adapters=rows),
         prefill=prefill_buffers(shape, codes, n_blocks, n_segments, allocate, plan.n_shards),
     )
 
