@@ -304,7 +304,7 @@ def test_configurations_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch, 
     for shapes in SHAPES.values():
         for m, k in shapes:
             for splits in {1, k_splits(m, k, LEVERS)}:
-                for n in (1, 8, 16, 24, 48, 64, 96, 128, 256):
+                for n in (1, 8, 16, 24, 48, 64, 96, 128, 256, 512, 1088):
                     c = narrow_config(n, m, k // splits, splits)
                     tokens = min(max(16, 1 << (n - 1).bit_length()), 128)
                     assert c.num_stages * c.block_k * (c.block_m + tokens) * 2 <= shared
@@ -350,12 +350,12 @@ def test_silu_mul_of_bfloat16(device: str) -> None:
 def test_bits_do_not_follow_the_batch(model: str) -> None:
     for m, k in SHAPES[model]:
         w = torch.randn(m, k, device="cuda", dtype=torch.bfloat16) / 32
-        x = torch.randn(256, k, device="cuda", dtype=torch.bfloat16)
+        x = torch.randn(1088, k, device="cuda", dtype=torch.bfloat16)
         for splits in [k_splits(m, k, LEVERS)]:
-            expected = poisoned(splits, 256, m, device="cuda")
+            expected = poisoned(splits, 1088, m, device="cuda")
             narrow_linear(x, in_rows(w), expected, levers=LEVERS)
             close(expected.sum(0), x.float() @ w.float().T, k)
-            for n in (1, 4, 16, 24, 48, 64, 96, 128):
+            for n in (1, 4, 16, 24, 48, 64, 96, 128, 256, 384, 512, 768, 1024):
                 out = poisoned(splits, n, m, device="cuda")
                 narrow_linear(x[:n], in_rows(w), out, levers=LEVERS)
                 assert torch.equal(out, expected[:, :n]), (m, k, splits, n)
