@@ -346,7 +346,7 @@ def _speed_table(plan: Plan[Any], weights: Weights | None, store: Store, roofs: 
         head = 2 * shape.vocab_size * shape.hidden_size
         body = plan.n_shards * (2 * shape.n_active_params - head * (1 if shape.tie_word_embeddings else 2))
         work = body + plan.n_shards * 2 * (shape.head_rows or shape.vocab_size) * shape.hidden_size
-        what, speed, sizes = "step", "tokens/s at most", (1, 4, 16, 64, 128, 256, 512, 1024)
+        what, speed, sizes = "step", "tokens/s at most", (1, 4, 16, 64, 128)
         title = "Roofline" if roofs else "What a step must move; a GPU's bandwidth bounds the speed"
     if roofs:
         title += f" at {roofs[0] / 1e9:.1f} GB/s and {roofs[1] / 1e9:.0f} Gop/s (measured now)"

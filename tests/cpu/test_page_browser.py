@@ -120,7 +120,7 @@ def test_stop_ends_the_answer_here_and_there(page: Page) -> None:
         assert page.live()["stats"]["n_running"] == 1
         stop()
         page.answered()
-        wait_for(lambda: page.live()["stats"]["n_running"] == 0, 5.0)
+        wait_for(lambda: page.live()["stats"]["n_running"] == 0, 2.0)
         assert "finish: stopped" in page.figures() and len(page.answer()) > 40
         assert page.one("#send").is_displayed() and not page.one("#stop").is_displayed()
 
@@ -178,7 +178,7 @@ def test_an_answer_goes_on_behind_another_chat(page: Page) -> None:
     page.all(".open-chat")[0].click()
     wait_for(lambda: page.one("#stop").is_displayed() and page.all(".turn[aria-busy=true]"))
     page.all("[aria-label^=Delete]")[0].click()
-    wait_for(lambda: page.live()["stats"]["n_running"] == 0, 5.0)
+    wait_for(lambda: page.live()["stats"]["n_running"] == 0, 5)
     wait_for(lambda: "Another story." not in page.texts(".open-chat"))
 
 
@@ -305,7 +305,7 @@ def test_live_shows_the_engine_while_it_is_looked_at(page: Page) -> None:
     assert f"{deep:,}" in page.texts("#tree-table")[0]
     polls = "return performance.getEntriesByType('resource').filter(e => e.name.endsWith('/live')).length"
     before = page.run(polls)
-    wait_for(lambda: page.run(polls) > before)
+    wait_for(lambda: page.run(polls) > before, 5.0)
     trees = page.run(polls.replace("/live", "/cache"))
     assert trees <= 2, "the tree is asked for although nothing changed"
     page.driver.find_element(By.LINK_TEXT, "Chat").click()

@@ -370,7 +370,7 @@ def test_a_full_queue_says_when_to_come_again(served: Served) -> None:
     finally:
         for each in sockets:
             each.close()
-    wait_for(served.is_empty)
+    wait_for(served.is_empty, 2.0)
     assert served.chat(max_tokens=1).usage.completion_tokens == 1
 
 
@@ -396,7 +396,7 @@ def test_a_client_that_leaves_frees_its_memory(served: Served, stream: bool, res
     if reset:
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\1\0\0\0\0\0\0\0")
     connection.close()
-    wait_for(served.is_empty)
+    wait_for(served.is_empty, 1.0)
     assert aborted() == n_aborted + 4
 
 
@@ -418,7 +418,7 @@ def test_the_engine_is_killed_under_load_and_comes_back(served: Served) -> None:
     wait_for(lambda: served.http.get("/health").status_code == 200, 30)
     assert served.metric("engine_restarts_total") == n_restarts + 1
     assert served.chat(temperature=0, max_tokens=30).choices[0].message.content == before
-    wait_for(served.is_empty)
+    wait_for(served.is_empty, 1.0)
     assert served.metric("pages") == N_PAGES and served.metric("state_slots") >= MAX_NUM_SEQS
 
 

@@ -202,7 +202,7 @@ async def test_abort_of_a_request_and_of_one_sequence() -> None:
         start = time.monotonic()
         client.abort("all")
         assert reasons(await collect(stream)) == ["abort", "abort"]
-        assert time.monotonic() - start < 5, "all of it would take 6 s"
+        assert time.monotonic() - start < 0.5
         await until(lambda: client.stats.n_slots_used == 0 and client.stats.n_pages_used == 0)
         client.abort("all")
         client.abort("unknown")

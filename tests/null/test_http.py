@@ -988,12 +988,17 @@ def test_a_client_that_leaves_frees_its_request(engine: FakeEngineClient, live: 
         async with httpx.AsyncClient(timeout=10) as client:
             body = {"prompt": ["x", "y"], "max_tokens": 1000, "stream": stream, "n": 2}
             task = asyncio.create_task(client.post(f"{live}/v1/completions", json=body))
-            await until(lambda: len(engine.requests) == 2 and engine.n_open == 4)
+            while len(engine.requests) < 2:
+                await asyncio.sleep(0.002)
+            await asyncio.sleep(0.05)
+            assert engine.n_open == 4
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
     asyncio.run(go())
+    left_s = time.monotonic()
     wait_for(lambda: engine.n_open == 0)
+    assert time.monotonic() - left_s < 0.5
     assert sorted(engine.aborts) == sorted((request.id, None) for request in engine.requests)
     assert (
         'deltic_sequences_finished_total{finish_reason="abort",model="fake"} 4.0' in httpx.get(f"{live}/metrics").text

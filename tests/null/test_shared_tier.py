@@ -114,7 +114,9 @@ def test_what_one_computed_is_a_hit_on_another(start: Start, n: int) -> None:
     meet(first, second)
     prompt = some_ids(rng, n)
     assert ask(first, prompt) == 0
+    began = time.monotonic()
     settle(first)
+    assert time.monotonic() - began < 1.0
     n_known = (n - 1) // PAGE_SIZE * PAGE_SIZE
     assert ask(second, prompt) == n_known, "at most 64 tokens are computed again"
     assert second.cache.store.shared.n_found == n_known // PAGE_SIZE
@@ -224,14 +226,14 @@ def test_a_disk_that_hangs_holds_up_nobody_for_long(start: Start, monkeypatch: p
             time.sleep(0.01)
 
     monkeypatch.setattr(disk.Disk, "search", hang)
-    asked, search = [], tiers.Tiers.search
-    monkeypatch.setattr(tiers.Tiers, "search", lambda self, given: asked.append(given) or search(self, given))
     began = time.monotonic()
     assert ask(second, some_ids(Random(5), 300)) == 0
-    assert 0.15 < time.monotonic() - began < 10 and len(asked) == 1
+    took = time.monotonic() - began
+    assert 0.15 < took < 2.0
+    began = time.monotonic()
     for i in range(5):  # the next ones do not even ask
         assert ask(second, some_ids(Random(6 + i), 300)) == 0
-    assert len(asked) == 1
+    assert time.monotonic() - began < 1.0
     gate[0] = False
 
 

@@ -4,13 +4,16 @@
 // instruction, and rows of w its N side, so that a multiprocessor can have as many of them as make all equally
 // busy. One warp copies blocks of 128 bytes of K to shared memory (TMA), as many ahead as fit, and those of w
 // before the kernel in front has ended. Two groups of four warps multiply them in order of K: bfloat16 into one
-// float32 accumulator; e4m3 into one for each block, which is multiplied with both scales and added. Those are
-// the bits of ops/gpu/linear.py's and fp8.py's kernels, whatever the width.
+// float32 accumulator; e4m3 into one for each block, which is multiplied with both scales and added. Codes of 4
+// bits are copied 256 columns at once; four warps more decode them to bfloat16 (operands.py), once for all rows
+// of x. Those are the bits of ops/gpu/linear.py's and fp8.py's kernels, whatever the width.
 //
 // hopper.py writes in front of this: WIDTH and SIDE_WIDTH, rows of w of a group of warps (a multiple of 16);
 // TOKEN_TILES, of 64 rows, of a program: 1, and each group has rows of w of its own, or 2, and each group has a
-// tile; E4M3 (1 or 0); WIDE (1: warps pass on registers); and `multiply<N, is_e4m3>(d, a, b, add)`, which is
-// wgmma of 64 rows, N columns and 32 bytes of K: d = a b + (add ? d : 0).
+// tile; FORM of w: 0 bfloat16, 1 e4m3, 2 codes of 4 bits, in groups of GROUP columns with HALF_SCALES (float16
+// instead of bfloat16) and LEAST (1 with least values, 2 with zeros); WIDE (1: warps pass on registers); and
+// `multiply<N, is_e4m3>(d, a, b, add)`, which is wgmma of 64 rows, N columns and 32 bytes of K:
+// d = a b + (add ? d : 0).
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -22,14 +25,16 @@ struct alignas(64) TensorMap {
 enum Out { FLOAT32, BFLOAT16, SWIGLU };
 
 struct Arguments {
-  const float* w_scale;  // [groups of K, m], of e4m3
+  const void* w_scale;   // [groups of K, m]
+  const void* w_least;   // [groups of K, m]: least values or zeros, of codes
   const float* x_scale;  // [K / 128, n], of e4m3
   void* out;
   u64 out_split, out_row;        // elements from a slice of K, and from a row, to the next
   int n, m, m_used;              // rows of x; of w; of w that are wanted
   int up;                        // first row of `up` for SWIGLU, else 0
   int n_blocks;                  // of 128 bytes, in a slice of K
-  int scale_blocks;              // of them, that share a scale of w; 0: all of K
+  int scale_blocks;              // of them, that share a scale of e4m3; 0: all of K
+  int n_code_stages;             // of 256 columns of codes
   int tiles_n, tiles_m, n_tiles; // of rows of x, of rows of w, and in all slices
   int kind;                      // Out
 };
@@ -62,9 +67,13 @@ __device__ __forceinline__ void copy_tile(u32 to, const TensorMap* map, int colu
       ::"r"(to), "l"(map), "r"(column), "r"(row), "r"(barrier), "l"(hint) : "memory");
 }
 
-__device__ __forceinline__ void copy_floats(u32 to, const float* from, int n, u32 barrier) {
+__device__ __forceinline__ void copy_bytes(u32 to, const void* from, int n, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];"
-               ::"r"(to), "l"(from), "r"(4 * n), "r"(barrier) : "memory");
+               ::"r"(to), "l"(from), "r"(n), "r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void copy_floats(u32 to, const float* from, int n, u32 barrier) {
+  copy_bytes(to, from, 4 * n, barrier);
 }
 
 // Describes rows of 128 bytes, swizzled, in groups of 8 that are 1024 bytes apart, as an operand of wgmma.
@@ -97,24 +106,176 @@ __device__ __forceinline__ int smaller(int a, int b) { return a < b ? a : b; }
 __device__ __forceinline__ int positive(int a) { return a > 0 ? a : 0; }
 
 constexpr int N_MULTIPLIERS = 256;  // threads of the two groups; those behind them copy
+constexpr int FIRST_DECODER = 320;   // behind a warp that copies x, and one that copies codes
+constexpr int N_DECODERS = 4;        // warps
+constexpr int IN_BFLOAT16 = 0, IN_E4M3 = 1, IN_CODES = 2;
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_NORMAL = 0x1000000000000000ull, EVICT_LAST = 0x14F0000000000000ull;
+
+#if FORM == 2
+// Codes, and their scales and least values or zeros: 256 columns in a stage.
+struct CodeStages {
+  u32 full, empty, tiles, scales, leasts;
+
+  template <int ROWS>
+  static __device__ __forceinline__ CodeStages at(u32 behind, int n) {
+    const u32 tiles = (behind + 16 * n + 1023) & ~1023u, scales = tiles + n * ROWS * 128;
+    return {behind, behind + 8 * n, tiles, scales, scales + n * (256 / GROUP) * ROWS * 2};
+  }
+};
+
+// A float of 16 bits as two bfloat16.
+__device__ __forceinline__ u32 two_scales(unsigned short bits) {
+#if HALF_SCALES
+  float value;
+  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
+  return two_bfloat16(value, value);
+#else
+  return bits * 0x10001u;
+#endif
+}
+
+// a b + c of two bfloat16.
+__device__ __forceinline__ u32 fma_two(u32 a, u32 b, u32 c) {
+  u32 d;
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
+  return d;
+}
+
+// One warp copies codes, the last ones decode them into the tiles of w. None waits for the kernel in front.
+template <int ROWS_EACH, int TILES>
+__device__ __forceinline__ void decode(
+    const TensorMap* w_map, const Arguments& g, int n_stages, int first_tile, int step, u32 w_tiles, u32 full, u32 empty,
+    u32 behind) {
+  constexpr int HALF = ROWS_EACH / 2, PARTS = TILES == 1 ? 2 : 1, ROWS = PARTS * ROWS_EACH, SUBS = 256 / GROUP;
+  constexpr int LEAST_BYTES = LEAST == 2 ? 1 : 2, EACH = (ROWS / 8 + N_DECODERS - 1) / N_DECODERS;
+  const CodeStages c = CodeStages::at<ROWS>(behind, g.n_code_stages);
+  const int features = g.up ? ROWS / 2 : ROWS, n_steps = g.n_blocks / 4, lane = threadIdx.x % 32;
+  if (threadIdx.x < FIRST_DECODER) {
+    if (threadIdx.x != N_MULTIPLIERS + 32) return;
+    const u64 hint = g.tiles_n == 1 ? EVICT_FIRST : EVICT_NORMAL;
+    int s = 0, parity = 1;
+    for (int tile = first_tile; tile < g.n_tiles; tile += step) {
+      const int rest = tile / g.tiles_n, split = rest / g.tiles_m, row = (rest - split * g.tiles_m) * features;
+      const int limit = g.up ? ROWS / 2 : ROWS;
+      const int n = smaller(limit, positive(g.m - row)), n_up = g.up ? smaller(limit, positive(g.up - row)) : 0;
+      for (int i = 0; i < n_steps; ++i) {
+        const u32 barrier = c.full + 8 * s, to = c.tiles + s * ROWS * 128;
+        const int at = split * n_steps + i;
+        barrier_wait(c.empty + 8 * s, parity);
+        barrier_expect(barrier, ROWS * 128 + SUBS * (n + n_up) * (2 + (LEAST ? LEAST_BYTES : 0)));
+        for (int part = 0; part < PARTS; ++part) {
+          if (g.up) {
+            copy_tile(to + part * ROWS_EACH * 128, w_map, at * 128, row + part * HALF, barrier, hint);
+            copy_tile(to + (part * ROWS_EACH + HALF) * 128, w_map, at * 128, g.up + row + part * HALF, barrier, hint);
+          } else {
+            copy_tile(to + part * ROWS_EACH * 128, w_map, at * 128, row + part * ROWS_EACH, barrier, hint);
+          }
+        }
+        for (int sub = 0; sub < SUBS; ++sub) {
+          const u64 from = static_cast<u64>(at * SUBS + sub) * g.m + row;
+          const u32 place = (s * SUBS + sub) * ROWS;
+          const auto copy = [&](u32 to, const void* base, int bytes) {
+            const char* p = static_cast<const char*>(base);
+            if (n) copy_bytes(to + place * bytes, p + from * bytes, n * bytes, barrier);
+            if (n_up) copy_bytes(to + (place + ROWS / 2) * bytes, p + (from + g.up) * bytes, n_up * bytes, barrier);
+          };
+          copy(c.scales, g.w_scale, 2);
+          if (LEAST) copy(c.leasts, g.w_least, LEAST_BYTES);
+        }
+        if (++s == g.n_code_stages) s = 0, parity ^= 1;
+      }
+    }
+    return;
+  }
+
+  const int warp = (threadIdx.x - FIRST_DECODER) / 32;
+  extern __shared__ unsigned char memory[];  // read through pointers: the compiler loads far ahead
+  const unsigned char* const from = memory - shared_address(memory);
+  int s = 0, parity = 0, stage = 0, stage_parity = 1;
+  for (int tile = first_tile; tile < g.n_tiles; tile += step) {
+    for (int i = 0; i < n_steps; ++i) {
+      barrier_wait(c.full + 8 * s, parity);
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        barrier_wait(empty + 8 * stage, stage_parity);
+        // all loads in front of the first store: the compiler keeps their order
+        u32 words[EACH][2], scale[EACH][2], zero[EACH][2], least[EACH][2];
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+          const int unit = smaller(warp + N_DECODERS * e, ROWS / 8 - 1);  // 8 rows
+          const int row = 8 * unit + lane / 4, part = unit / (ROWS_EACH / 8), inside = unit % (ROWS_EACH / 8) * 8;
+          // where the scale of a row stands: of SWIGLU those of gate, then those of up
+          const int scale_row = !g.up ? row : (inside < HALF ? inside : ROWS / 2 + inside - HALF) + part * HALF + lane / 4;
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            words[e][k] = *reinterpret_cast<const u32*>(
+                from + c.tiles + (s * ROWS + row) * 128 + ((2 * q + k) ^ (row % 8)) * 16 + lane % 4 * 4);
+            if (k && GROUP >= 64) {
+              scale[e][1] = scale[e][0], zero[e][1] = zero[e][0], least[e][1] = least[e][0];
+              continue;
+            }
+            const int place = (s * SUBS + (64 * q + 32 * k) / GROUP) * ROWS + scale_row;
+            scale[e][k] = two_scales(*reinterpret_cast<const unsigned short*>(from + c.scales + place * 2));
+            // 128 + code, less 128 and the zero, is exact
+            zero[e][k] = LEAST ? 0xC300C300u : 0xC308C308u;
+            least[e][k] = 0x80008000u;
+            if (LEAST == 1) least[e][k] = two_scales(*reinterpret_cast<const unsigned short*>(from + c.leasts + place * 2));
+            if (LEAST == 2) zero[e][k] |= from[c.leasts + place] * 0x10001u;
+          }
+        }
+#pragma unroll
+        for (int e = 0; e < EACH; ++e) {
+          const int unit = warp + N_DECODERS * e;
+          if (unit >= ROWS / 8) break;
+          const u32 to = w_tiles + (stage * ROWS + 8 * unit + lane % 8) * 128;
+#pragma unroll
+          for (int k = 0; k < 2; ++k) {
+            u32 w[4];
+#pragma unroll
+            for (int j = 0; j < 4; ++j)
+              w[j] = fma_two(fma_two((words[e][k] >> (4 * j) & 0x000F000Fu) | 0x43004300u, 0x3F803F80u, zero[e][k]), scale[e][k],
+                             least[e][k]);
+            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
+                         ::"r"(to + ((4 * k + lane / 8) ^ (lane % 8)) * 16), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]));
+          }
+        }
+        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+        __syncwarp();
+        if (lane == 0) barrier_arrive(full + 8 * stage);
+        if (++stage == n_stages) stage = 0, stage_parity ^= 1;
+      }
+      if (lane == 0) barrier_arrive(c.empty + 8 * s);
+      if (++s == g.n_code_stages) s = 0, parity ^= 1;
+    }
+  }
+}
+
+#endif
 
 // The tiles first_tile, first_tile + step, ... of a product. The tiles of rows of x of one tile of w are
 // neighbours: the second finds the weights in the L2 cache.
-template <int ROWS_EACH, int TILES, bool IS_E4M3>
+template <int ROWS_EACH, int TILES, int FORM_OF_W>
 __device__ __forceinline__ void product(
     const TensorMap* w_map, const TensorMap* x_map, const Arguments& g, int n_stages, int first_tile, int step) {
+  constexpr bool IS_E4M3 = FORM_OF_W == IN_E4M3, IS_CODES = FORM_OF_W == IN_CODES;
   constexpr int HALF = ROWS_EACH / 2, PARTS = TILES == 1 ? 2 : 1, ROWS = PARTS * ROWS_EACH, K = IS_E4M3 ? 128 : 64;
   constexpr int X_BYTES = TILES * 64 * 128, W_BYTES = ROWS * 128, SCALES = IS_E4M3 ? ROWS + 64 * TILES : 0;
   extern __shared__ unsigned char memory[];
   const u32 x_tiles = (shared_address(memory) + 1023) & ~1023u, w_tiles = x_tiles + n_stages * X_BYTES;
   const u32 scales = w_tiles + n_stages * W_BYTES;  // of a stage those of w, then those of x
   const u32 full = scales + n_stages * SCALES * 4, empty = full + 8 * n_stages;
+  const u32 behind = empty + 8 * n_stages;  // of codes: their barriers, then tiles and scales
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == N_MULTIPLIERS) {
     for (int s = 0; s < n_stages; ++s) {
-      barrier_init(full + 8 * s, 1);
+      barrier_init(full + 8 * s, IS_CODES ? 1 + N_DECODERS : 1);
       barrier_init(empty + 8 * s, N_MULTIPLIERS / 32);
+    }
+    if constexpr (IS_CODES) {
+      for (int s = 0; s < g.n_code_stages; ++s) {
+        barrier_init(behind + 8 * s, 1);
+        barrier_init(behind + 8 * (g.n_code_stages + s), N_DECODERS);
+      }
     }
     asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
   }
@@ -125,6 +286,14 @@ __device__ __forceinline__ void product(
   if (threadIdx.x >= N_MULTIPLIERS) {
 #if WIDE
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+#endif
+#if FORM == 2
+    if constexpr (IS_CODES) {
+      if (threadIdx.x > N_MULTIPLIERS) {
+        decode<ROWS_EACH, TILES>(w_map, g, n_stages, first_tile, step, w_tiles, full, empty, behind);
+        return;
+      }
+    }
 #endif
     if (threadIdx.x > N_MULTIPLIERS) return;
     struct Place {
@@ -145,9 +314,12 @@ __device__ __forceinline__ void product(
     const u64 hint = g.tiles_n == 1 ? EVICT_FIRST : EVICT_NORMAL;
     const auto copy_w = [&](const Place& p, int s) {
       const u32 barrier = full + 8 * s, to = w_tiles + s * W_BYTES;
-      if constexpr (IS_E4M3) {
+      if constexpr (IS_CODES) {
+        barrier_expect(barrier, X_BYTES);  // w is decoded
+        return;
+      } else if constexpr (IS_E4M3) {
         const int group = g.scale_blocks ? p.k_block / g.scale_blocks : 0, limit = g.up ? ROWS / 2 : ROWS;
-        const float* from = g.w_scale + static_cast<u64>(group) * g.m + p.row;
+        const float* from = static_cast<const float*>(g.w_scale) + static_cast<u64>(group) * g.m + p.row;
         const int n = smaller(limit, positive(g.m - p.row)), n_up = g.up ? smaller(limit, positive(g.up - p.row)) : 0;
         barrier_expect(barrier, X_BYTES + W_BYTES + 4 * (n + n_up + smaller(64 * TILES, g.n - p.token)));
         const u32 scales_to = scales + s * SCALES * 4;
@@ -287,7 +459,7 @@ __device__ __forceinline__ void product(
 
 // n_programs of the product with one weight; those behind them multiply rows in bfloat16 by another one, if
 // there is one: a few rows alone would walk K with nearly all of the chip idle.
-extern "C" __global__ void __launch_bounds__(WIDE ? 384 : 288, 1) linear(
+extern "C" __global__ void __launch_bounds__(FORM == 2 ? 448 : WIDE ? 384 : 288, 1) linear(
     const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const __grid_constant__ Arguments g,
     int n_stages, int n_programs
 #if SIDE_WIDTH
@@ -298,10 +470,10 @@ extern "C" __global__ void __launch_bounds__(WIDE ? 384 : 288, 1) linear(
   asm volatile("griddepcontrol.launch_dependents;");
 #if SIDE_WIDTH
   if (blockIdx.x >= n_programs) {
-    product<SIDE_WIDTH, TOKEN_TILES, false>(
+    product<SIDE_WIDTH, TOKEN_TILES, IN_BFLOAT16>(
         &side_w_map, &side_x_map, side, side_stages, blockIdx.x - n_programs, gridDim.x - n_programs);
     return;
   }
 #endif
-  product<WIDTH, TOKEN_TILES, E4M3>(&w_map, &x_map, g, n_stages, blockIdx.x, n_programs);
+  product<WIDTH, TOKEN_TILES, FORM>(&w_map, &x_map, g, n_stages, blockIdx.x, n_programs);
 }

@@ -27,6 +27,7 @@ import triton
 from torch import Tensor
 
 from deltic.machine import n_usable_cpus
+from deltic.ops.formats import WeightFormat
 from deltic.ops.gpu.chip import chip
 from deltic.ops.gpu.fp8 import Fp8Rows
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launches, pdl_works
@@ -52,34 +53,75 @@ MOST_WHOLE, MOST_SWIGLU, MOST_BF16 = 96, 160, 128
 """Rows up to which it is faster than the vendor's library: where e4m3 is not cut along K, where its SwiGLU is
 part of the product, and in bfloat16.
 """
+FEWEST_CODES, MOST_CODES = 65, 128
+"""Rows for which it is faster than Triton's kernel with codes: it decodes them once for two tiles of rows."""
 
 
-@dataclass(frozen=True)
+BF16, E4M3, CODES = range(3)
+
+
+@dataclass(frozen=True, order=True)
+class HopperFormat:
+    """A format of weights as hopper.cu reads it; of codes of 4 bits with their groups."""
+
+    kind: int
+    group: int = 0
+    half_scales: bool = False
+    least: int = 0
+    """1: there are least values, 2: zeros."""
+
+    @property
+    def block(self) -> int:
+        """Columns that are copied at once."""
+        return (64, 128, 256)[self.kind]
+
+
+def hopper_format(format: WeightFormat) -> HopperFormat | None:
+    """Returns the form of a format, or None for one that is not multiplied here."""
+    if format.codes == "bf16":
+        return HopperFormat(BF16)
+    if format.codes == "e4m3" and format.scales == "float32" and format.group in (0, 128):
+        return HopperFormat(E4M3)
+    kind, _, with_ = format.scales.partition(".")
+    if format.codes == "uint4" and kind in ("float16", "bfloat16") and format.group in (32, 64, 128):
+        return HopperFormat(CODES, format.group, kind == "float16", {"": 0, "least": 1, "zero": 2}[with_])
+    return None
+
+
+@dataclass(frozen=True, order=True)
 class Kernel:
     """A form of hopper.cu: the constants that it is compiled with."""
 
     width: int
     n_tiles: int
-    e4m3: bool
+    form: HopperFormat
     side_width: int = 0
     """Width of a second weight beside it, in bfloat16; 0: there is none."""
 
     @property
     def is_wide(self) -> bool:
-        return self.e4m3 and self.width > WIDE
+        return self.form.kind == E4M3 and self.width > WIDE
 
     @property
     def threads(self) -> int:
-        return 384 if self.is_wide else 288
+        return 448 if self.form.kind == CODES else 384 if self.is_wide else 288
 
     def rows(self, width: int) -> int:
         """Rows of w of a program."""
         return width * (2 if self.n_tiles == 1 else 1)
 
-    def stage_bytes(self, width: int, e4m3: bool) -> int:
-        """Shared memory of a block of K, with its scales and two barriers."""
+    def stage_bytes(self, width: int, kind: int) -> int:
+        """Shared memory of a block of K of 128 bytes, with scales of e4m3 and two barriers."""
         rows = self.rows(width)
-        return 128 * (TOKENS * self.n_tiles + rows) + (4 * (rows + TOKENS * self.n_tiles) if e4m3 else 0) + 16
+        return 128 * (TOKENS * self.n_tiles + rows) + (4 * (rows + TOKENS * self.n_tiles) if kind == E4M3 else 0) + 16
+
+    @property
+    def code_bytes(self) -> int:
+        """Shared memory of 256 columns of codes, with all that is stored of them."""
+        if self.form.kind != CODES:
+            return 0
+        each = 2 + (0, 2, 1)[self.form.least]
+        return self.rows(self.width) * (128 + 256 // self.form.group * each) + 16
 
     def source(self) -> str:
         """CUDA C++."""
@@ -87,11 +129,14 @@ class Kernel:
             "WIDTH": self.width,
             "SIDE_WIDTH": self.side_width,
             "TOKEN_TILES": self.n_tiles,
-            "E4M3": int(self.e4m3),
+            "FORM": self.form.kind,
+            "GROUP": self.form.group,
+            "HALF_SCALES": int(self.form.half_scales),
+            "LEAST": self.form.least,
             "WIDE": int(self.is_wide),
         }
         defined = "".join(f"#define {name} {value}\n" for name, value in names.items())
-        instructions = {(self.width, self.e4m3)} | ({(self.side_width, False)} if self.side_width else set())
+        instructions = {(self.width, self.form.kind == E4M3), (self.side_width or self.width, False)}
         made = "".join(_instruction(*one) for one in sorted(instructions))
         return f"{defined}{_DECLARED}{made}{SOURCE.read_text()}"
 
@@ -141,37 +186,41 @@ def pays(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool) -> bool:
     bfloat16. parts: each with its out, as `narrow_linear` has them.
     """
     (segment, out), *others = parts
-    splits = len(out) if out.ndim == 3 else 1
-    e4m3 = (segment.format.codes, segment.format.scales) == ("e4m3", "float32")
-    if e4m3:
+    splits, form = len(out) if out.ndim == 3 else 1, hopper_format(segment.format)
+    if form is None or n < FEWEST:
+        return False
+    if form.kind == E4M3:
         most = MOST if splits > 1 or others else MOST_SWIGLU if swiglu else MOST_WHOLE
     else:
-        most = MOST_BF16 if swiglu or splits > 1 else 0
-    if not FEWEST <= n <= most or not works():
+        most = (MOST_BF16 if form.kind == BF16 else MOST_CODES) if swiglu or splits > 1 else 0
+    if n > most or (form.kind == CODES and n < FEWEST_CODES) or not works():
         return False
-    k_slice, m = segment.k // splits, segment.n
     shaped = all(part.layout == "rows" and part.n_matrices == 1 and part.n % 16 == 0 for part, _ in parts)
-    shaped &= k_slice % 128 == 0 and (n % 4 == 0 or not e4m3) and segment.format.group in (0, 128)
+    shaped &= segment.k // splits % form.block == 0 and (n % 4 == 0 or form.kind != E4M3) and segment.n % 32 == 0
     shaped &= all(to.stride(-1) == 1 and to.stride(-2) % 2 == 0 and to.storage_offset() % 4 == 0 for _, to in parts)
-    known = e4m3 or segment.format.codes == "bf16"
-    beside = all(part.format.codes == "bf16" and part.n <= 2 * WIDTHS[2] for part, _ in others)
-    return shaped and known and beside and m >= WIDTHS[0] * 2 and len(others) <= 1
+    beside = len(others) <= 1 and all(part.format.codes == "bf16" and part.n <= 2 * WIDTHS[2] for part, _ in others)
+    return shaped and beside and segment.n >= WIDTHS[0] * 2
 
 
-def kernel_for(n: int, m: int, splits: int, e4m3: bool, side: int = 0) -> Kernel:
+def kernel_for(n: int, m: int, splits: int, form: HopperFormat, side: int = 0) -> Kernel:
     """The kernel that has the last multiprocessor done first. m: rows of w; side: of the one beside it.
 
     The time of a program grows with its rows of w, and with a share for the rows of x.
     """
     n_tiles = 1 if n <= TOKENS else MAX_TILES
     tiles_n, each = -(-n // (TOKENS * n_tiles)), 2 if n_tiles == 1 else 1
+    # codes stand in shared memory twice; copies of zeros, a byte each, begin at multiples of 16
+    fit = [
+        width
+        for width in WIDTHS
+        if form.kind != CODES or (width <= WIDE * 2 // each and width % 32 * (form.least == 2) == 0)
+    ]
 
     def cost(width: int) -> int:
         waves = -(-tiles_n * splits * -(-m // (width * each)) // chip().n_sms)
         return waves * (width * each + 32)
 
-    width = min(WIDTHS, key=cost)
-    return Kernel(width, n_tiles, e4m3, -(-side // (16 * each)) * 16)
+    return Kernel(min(fit, key=cost), n_tiles, form, -(-side // (16 * each)) * 16)
 
 
 # Compiling and loading.
@@ -236,9 +285,9 @@ class _Arguments(ctypes.Structure):
     """`Arguments` of hopper.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_void_p) for name in ("w_scale", "x_scale", "out")),
+        *((name, ctypes.c_void_p) for name in ("w_scale", "w_least", "x_scale", "out")),
         *((name, ctypes.c_uint64) for name in ("out_split", "out_row")),
-        *((name, ctypes.c_int) for name in ("n", "m", "m_used", "up", "n_blocks", "scale_blocks")),
+        *((name, ctypes.c_int) for name in ("n", "m", "m_used", "up", "n_blocks", "scale_blocks", "n_code_stages")),
         *((name, ctypes.c_int) for name in ("tiles_n", "tiles_m", "n_tiles", "kind")),
     )
 
@@ -291,28 +340,36 @@ class _Given:
         return [self.w.address, self.x.address, ctypes.addressof(self.arguments), ctypes.addressof(self.n_stages)]
 
 
+CODE_STAGES = 3
+
+
 def _given(
-    kernel: Kernel, width: int, part: tuple[Segment, Tensor], x: Tensor, rows: Fp8Rows | None, swiglu: bool
+    kernel: Kernel, width: int, part: tuple[Segment, Tensor], x: Tensor, rows: Fp8Rows | None, form: HopperFormat, swiglu: bool
 ) -> _Given:
     """rows: x rounded, where the weight is e4m3."""
     (segment, out), n = part, len(x)
     splits, half = len(out) if out.ndim == 3 else 1, segment.n // 2 if swiglu else 0
     each, row_bytes = (2, 2 * segment.k) if rows is None else (1, segment.k)
     a = _Arguments(out=out.data_ptr(), out_split=out.stride(0) if out.ndim == 3 else 0, out_row=out.stride(-2))
-    if rows is not None:
-        a.w_scale = segment.data.data_ptr() + planes(segment.n, segment.k, segment.format)["scale"][0]
-        a.x_scale = rows.scale.data_ptr()
+    at = {
+        name: segment.data.data_ptr() + place
+        for name, (place, _) in planes(segment.n, segment.k, segment.format).items()
+    }
+    a.w_scale, a.w_least = at.get("scale"), at.get("least")
+    a.x_scale = None if rows is None else rows.scale.data_ptr()
     a.n, a.m, a.m_used, a.up = n, segment.n, out.shape[-1], half
-    a.n_blocks, a.scale_blocks = row_bytes // splits // 128, segment.format.group // 128
+    a.n_blocks, a.scale_blocks, a.n_code_stages = row_bytes // splits // 128, segment.format.group // 128, CODE_STAGES
     a.tiles_n = -(-n // (TOKENS * kernel.n_tiles))
     a.tiles_m = -(-out.shape[-1] // (kernel.rows(width) // (2 if swiglu else 1)))
     a.n_tiles = a.tiles_n * a.tiles_m * splits
     a.kind = SWIGLU if swiglu else FLOAT32 if out.dtype == torch.float32 else BFLOAT16
+    free = _shared_bytes() - 2048 - (CODE_STAGES * kernel.code_bytes if form.kind == CODES else 0)
+    w_bytes, w_each = (segment.k // 2, 1) if form.kind == CODES else (row_bytes, each)
     return _Given(
-        _TensorMap(segment.data, segment.n, row_bytes, each, width // (2 if swiglu else 1)),
+        _TensorMap(segment.data, segment.n, w_bytes, w_each, width // (2 if swiglu else 1)),
         _TensorMap(x if rows is None else rows.codes, n, row_bytes, each, TOKENS * kernel.n_tiles),
         a,
-        ctypes.c_int((_shared_bytes() - 1024) // kernel.stage_bytes(width, rows is not None)),
+        ctypes.c_int(free // kernel.stage_bytes(width, form.kind)),
     )
 
 
@@ -321,14 +378,15 @@ def multiply(
 ) -> None:
     """Multiplies like `linear._multiply` what `pays` accepts. parts: the larger segment first."""
     (segment, out), *others = parts
-    n, e4m3, splits = len(x), segment.format.codes == "e4m3", len(out) if out.ndim == 3 else 1
-    kernel = kernel_for(n, out.shape[-1] * (2 if swiglu else 1), splits, e4m3, sum(part.n for part, _ in others))
+    n, form, splits = len(x), hopper_format(segment.format), len(out) if out.ndim == 3 else 1
+    assert form is not None
+    kernel = kernel_for(n, out.shape[-1] * (2 if swiglu else 1), splits, form, sum(part.n for part, _ in others))
     launches.n += 1
     if launches.compile_only:
         _compiled(kernel)
         return
-    given = _given(kernel, kernel.width, parts[0], x, rows if e4m3 else None, swiglu)
-    beside = _given(kernel, kernel.side_width, others[0], x, None, False) if others else None
+    given = _given(kernel, kernel.width, parts[0], x, rows if form.kind == E4M3 else None, form, swiglu)
+    beside = _given(kernel, kernel.side_width, others[0], x, None, HopperFormat(BF16), False) if others else None
     n_programs = min(given.arguments.n_tiles, chip().n_sms)
     config = driver.CUlaunchConfig()
     config.gridDimX = n_programs + (beside.arguments.n_tiles if beside else 0)

@@ -15,7 +15,7 @@ other: a few rows alone, such as DeltaNet's b and a, would walk K with nearly al
 formats than bf16 the narrow kernel makes operands of a segment on their way to the tensor cores
 (operands.py); a wide product of more than DECODED_ROWS decodes it once into a workspace, and goes on as with
 bf16, to the same bits. e4m3 is not decoded: rows of x are rounded to e4m3, too (fp8.py). On Hopper, tens to
-hundreds of rows of bf16 and e4m3 are multiplied by hopper.py, to the same bits again.
+hundreds of rows of bf16, e4m3 and 4 bits are multiplied by hopper.py, to the same bits again.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
