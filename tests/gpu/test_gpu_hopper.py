@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import subprocess
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -118,7 +119,7 @@ def test_it_has_the_bits_of_the_narrow_kernel(
         ours, theirs = (torch.full((splits, n, w.n), torch.nan, device="cuda") for _ in range(2))
         narrow_linear(x, w, theirs, levers=LEVERS, rows=rows, config=config_for(n, w, splits))
         parts = list(zip(w.segments, ours.split([segment.n for segment in w.segments], -1), strict=True))
-        assert hopper.pays(n, parts, False)
+        assert hopper.pays(n, parts, False, LEVERS)
         narrow_linear(x, w, ours, levers=LEVERS, rows=rows)
         assert same(ours, theirs) and not ours.isnan().any(), n
         if splits == 1 == len(runs) and name == "fp8":
@@ -141,10 +142,9 @@ def test_it_has_the_bits_of_the_narrow_swiglu(monkeypatch: pytest.MonkeyPatch, n
         rows = fp8_rows("rows", n, k, lambda _, size, dtype: torch.empty(size, device="cuda", dtype=dtype))
         ours, theirs = (torch.full((n, m // 2), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         with monkeypatch.context() as patch:
-            patch.setattr(hopper, "pays", lambda *_: False)
             patch.setattr(linear, "VENDOR_ROWS", 1 << 30)
-            narrow_swiglu(x, w, theirs, levers=LEVERS, rows=rows)
-        assert hopper.pays(n, [(w.whole, ours)], True)
+            narrow_swiglu(x, w, theirs, levers=replace(LEVERS, hopper=False), rows=rows)
+        assert hopper.pays(n, [(w.whole, ours)], True, LEVERS)
         narrow_swiglu(x, w, ours, levers=LEVERS, rows=rows)
         assert same(ours, theirs) and not ours.isnan().any(), n
 

@@ -167,13 +167,16 @@ __device__ __forceinline__ void multiply<{n}, {str(e4m3).lower()}>(
 
 @cache
 def _has_compiler() -> bool:
-    if nvrtc is None:
-        return False
-    try:
-        return bool(_check(nvrtc.nvrtcVersion())[0] >= 12)
-    except Exception as error:  # what a missing library raises is the bindings' own
+    """Says in the log what is missing, once, where there is a GPU to compile for."""
+    error: object = "no package cuda-bindings"
+    if nvrtc is not None:
+        try:
+            return bool(_check(nvrtc.nvrtcVersion())[0] >= 12)
+        except Exception as raised:  # what a missing library raises is the bindings' own
+            error = raised
+    if torch.cuda.is_available():
         log.warning("NVRTC is missing: Triton multiplies 33 rows and more, up to twice as slow: %s", error)
-        return False
+    return False
 
 
 def works() -> bool:
@@ -181,13 +184,13 @@ def works() -> bool:
     return not INTERPRETED and chip().is_hopper and _has_compiler()
 
 
-def pays(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool) -> bool:
+def pays(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool, levers: Levers) -> bool:
     """Returns whether n rows are multiplied by these segments here: one, or one and a smaller one in
     bfloat16. parts: each with its out, as `narrow_linear` has them.
     """
     (segment, out), *others = parts
     splits, form = len(out) if out.ndim == 3 else 1, hopper_format(segment.format)
-    if form is None or n < FEWEST:
+    if form is None or n < FEWEST or not levers.hopper:
         return False
     if form.kind == E4M3:
         most = MOST if splits > 1 or others else MOST_SWIGLU if swiglu else MOST_WHOLE

@@ -54,6 +54,9 @@ class Levers:
     silu_epilogue: bool = dataclasses.field(
         default=True, metadata={"text": "SwiGLU gate inside gate_up", "exact": True}
     )
+    hopper: bool = dataclasses.field(
+        default=True, metadata={"text": "multiply tens to hundreds of rows by hopper.cu", "exact": True}
+    )
     fused_sums: bool = dataclasses.field(
         default=True, metadata={"text": "sums over GPUs inside the norm", "exact": True}
     )

@@ -377,7 +377,7 @@ def _multiply(
     m_used = m if swiglu else out.shape[-1]
     check("linear", x.dtype == torch.bfloat16 and x.is_contiguous(), "contiguous bfloat16 x")
     check("linear", segment.k == k and k % (32 * splits) == 0, f"w [M, {k}], K in {splits} slices of 32 i")
-    if config is None and hopper.pays(n, parts, swiglu):
+    if config is None and hopper.pays(n, parts, swiglu, levers):
         hopper.multiply(x, parts, swiglu, levers, rows)
         return
     sizes = n, m_used, k // splits, splits
@@ -464,7 +464,7 @@ def narrow_linear(
     check("linear", out.shape[-2] == n and fits, f"out [..., {n}, {w.n}]")
     check("linear", out.ndim == (2 if whole else 3), "out [S, N, M] float32 or [N, M] bfloat16")
     parts = list(_columns(w, out)) if m == w.n else [(w.whole, out)]
-    ours = config is not None or (len(parts) == 1 and hopper.pays(n, parts, False))
+    ours = config is not None or (len(parts) == 1 and hopper.pays(n, parts, False, levers))
     if not (whole or ours) and is_bf16(w) and vendor_pays_narrow(n, m, w.k, out.shape[0]):
         matmul_slices(x, rows_of("linear", w)[:m], out)
         return
@@ -495,7 +495,7 @@ def narrow_swiglu(
     several = len(w.segments) > 1
     shaped = out.dtype == torch.bfloat16 and 2 * out.shape[1] == w.n
     check("linear", shaped, "bfloat16 out, half as wide as w is high")
-    ours = not several and hopper.pays(len(x), [(w.whole, out)], True)
+    ours = not several and hopper.pays(len(x), [(w.whole, out)], True, levers)
     vendor = not ours and is_bf16(w) and vendor_pays_narrow(len(x), w.n, w.k, 1)
     if not ours and gate_up is not None and not several and not is_bf16(w):
         vendor = vendor_pays_e4m3(w.whole, gate_up[0])
