@@ -22,9 +22,9 @@ from deltic.ops.cpu.dense import embed, linear, rms_norm, silu_mul
 from deltic.ops.cpu.gdn import GdnMemory, gdn
 from deltic.ops.cpu.moe import Experts, moe
 from deltic.ops.cpu.program import Program
-from deltic.ops.cpu.sample import LogprobEntries, logprobs, sample
+from deltic.ops.cpu.sample import logprobs, sample
 from deltic.ops.formats import WeightFormat
-from deltic.ops.geometry import PAGE_SIZE, AttentionWeights, GdnWeights, Routing
+from deltic.ops.geometry import PAGE_SIZE, AttentionWeights, GdnWeights, LogprobEntries, Routing
 from deltic.ops.kv_formats import KvPages
 from deltic.ops.matrix import Matrix, Segment
 from deltic.runtime.cpu.batch import Batch

@@ -28,7 +28,7 @@ from tests import browser
 from tests.browser import Page
 from tests.fake_engine import END, PICTURE_TEMPLATE, FakeEngineClient, make_app, saying, served
 from tests.null.test_picture_doors import WIDE, seeing
-from tests.served import wait_for
+from tests.waiting import wait_for
 
 PARAGRAPH = r"""## Part {n}: the **energy** of an oscillator
 

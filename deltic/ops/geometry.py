@@ -77,6 +77,19 @@ class AttentionWeights:
 
 
 @dataclass(frozen=True)
+class LogprobEntries:
+    """Log-probabilities that are wanted, and where they go. int32 but for the results."""
+
+    n: Any  # entries in use: a scalar on a CPU, [1] on a GPU
+    row: Any  # [N] of the logits
+    target: Any  # [N] the id
+    n_top: Any  # [N] how many likeliest ids are wanted; -1 skips the entry
+    logprob: Any  # float32 [N]
+    top_ids: Any  # [N, K], likeliest first
+    top_logprobs: Any  # float32 [N, K]
+
+
+@dataclass(frozen=True)
 class Routing:
     """Experts of a token, and whether their weights add up to 1."""
 

@@ -20,9 +20,9 @@ from deltic.ops.cpu.dense import DraftNorms, draft_rows, embed, linear, rms_norm
 from deltic.ops.cpu.gdn import GdnInputs, GdnMemory, gdn
 from deltic.ops.cpu.moe import Experts, MoeScratch, moe
 from deltic.ops.cpu.program import Program, usable_instruction_sets
-from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch, LogprobEntries, logprobs, sample
+from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch, logprobs, sample
 from deltic.ops.formats import FLOATS, WEIGHT_FORMATS
-from deltic.ops.geometry import AttentionHeads, AttentionWeights, GdnHeads, GdnWeights, Routing
+from deltic.ops.geometry import AttentionHeads, AttentionWeights, GdnHeads, GdnWeights, LogprobEntries, Routing
 from deltic.ops.kv_formats import KvPages
 from deltic.ops.matrix import Matrix, row_bytes
 from tests.cpu.grid import grid

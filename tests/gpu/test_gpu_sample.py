@@ -15,18 +15,10 @@ import torch
 from torch import Tensor
 
 from deltic.engine.messages import SamplingParams
+from deltic.ops.geometry import LogprobEntries
 from deltic.ops.gpu.blocks import Drafts, Rows
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.gpu.sample import (
-    BatchParameters,
-    Drawn,
-    Draws,
-    PromptEntries,
-    SampleScratch,
-    prompt_logprobs,
-    sample,
-    sample_scratch,
-)
+from deltic.ops.gpu.sample import BatchParameters, Drawn, Draws, SampleScratch, prompt_logprobs, sample, sample_scratch
 from tests.reference.sample import candidates, processed_logits, token_logprobs
 from tests.reference.sample import sample as reference_sample
 
@@ -376,7 +368,7 @@ def test_logprobs(device: str, n_top: int) -> None:
     i32 = {"dtype": torch.int32, "device": device}
     logprob, ids = torch.full((4,), torch.nan, device=device), torch.full((4, N_MOST), -5, **i32)
     tops = torch.full((4, N_MOST), torch.nan, device=device)
-    entries = PromptEntries(
+    entries = LogprobEntries(
         torch.tensor([3], **i32), torch.tensor([2, 0, 1, 0], **i32), torch.tensor([7, 190, 1, 1], **i32),
         torch.tensor([n_top, n_top, -1, n_top], **i32), logprob, ids, tops,
     )  # fmt: skip

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from deltic.ops.arrays import Array, stride
 from deltic.ops.contract import check
 from deltic.ops.cpu.program import Program
+from deltic.ops.geometry import LogprobEntries
 
 
 @dataclass(frozen=True)
@@ -124,19 +125,6 @@ def sample(
         n_scratch,
         out,
     )
-
-
-@dataclass(frozen=True)
-class LogprobEntries:
-    """Log-probabilities that are wanted, and where they go. int32 but for the results."""
-
-    n: Array  # entries in use
-    row: Array  # [N] of the logits
-    target: Array  # [N] the id
-    n_top: Array  # [N] how many likeliest ids are wanted; -1 skips the entry
-    logprob: Array  # float32 [N]
-    top_ids: Array  # [N, K], likeliest first
-    top_logprobs: Array  # float32 [N, K]
 
 
 def logprobs(program: Program, logits: Array, n_real: int, entries: LogprobEntries) -> None:

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from deltic.ops.contract import check
-from deltic.ops.geometry import Allocate
+from deltic.ops.geometry import Allocate, LogprobEntries
 from deltic.ops.gpu.blocks import Rows
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.gpu.sample_kernels import collect, finish, finish_raw, scan, scan_raw
@@ -206,20 +206,7 @@ def sample(
         )
 
 
-@dataclass(frozen=True)
-class PromptEntries:
-    """Log-probabilities of a prompt that are wanted, and where they go. int32 but for the results."""
-
-    n: Tensor  # [1]: entries in use
-    row: Tensor  # [N] of the logits
-    target: Tensor  # [N] the id
-    n_top: Tensor  # [N] how many likeliest ids are wanted; -1 skips the entry
-    logprob: Tensor  # float32 [N]
-    top_ids: Tensor  # [N, K], likeliest first
-    top_logprobs: Tensor  # float32 [N, K]
-
-
-def prompt_logprobs(logits: Tensor, n_real: int, entries: PromptEntries, tile: int = TILE) -> None:
+def prompt_logprobs(logits: Tensor, n_real: int, entries: LogprobEntries, tile: int = TILE) -> None:
     """Log-softmax of the raw logits, float32 [R, V], at each entry's target, and of its n_top likeliest ids.
 
     Allocates a little for itself, so it is not for recorded steps.

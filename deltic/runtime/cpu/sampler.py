@@ -20,8 +20,8 @@ from deltic.engine.messages import MAX_BIASES, MAX_LOGPROBS, SamplingParams, Tok
 from deltic.engine.step import Rule, Sequence, Step, StepResult
 from deltic.ops.arrays import Array
 from deltic.ops.cpu.program import Program
-from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch, LogprobEntries, logprobs, sample
-from deltic.ops.geometry import Allocate
+from deltic.ops.cpu.sample import BatchParameters, DrawInputs, DrawScratch, logprobs, sample
+from deltic.ops.geometry import Allocate, LogprobEntries
 
 
 class _Draw(NamedTuple):

@@ -12,8 +12,9 @@ from deltic.engine.messages import MAX_LOGPROBS, TokenLogprob
 from deltic.engine.step import Chunk
 from deltic.models.qwen.gpu import QwenGpu
 from deltic.models.qwen.gpu_buffers import PrefillBuffers
+from deltic.ops.geometry import LogprobEntries
 from deltic.ops.gpu.blocks import AdapterRows
-from deltic.ops.gpu.sample import PromptEntries, prompt_logprobs
+from deltic.ops.gpu.sample import prompt_logprobs
 from deltic.runtime.gpu.batch_slots import adapter_groups
 
 
@@ -59,7 +60,7 @@ class PromptScorer:
         counts, n_rows = torch.full_like(rows, n_top), torch.full_like(rows[:1], n)
         logprob, top = torch.zeros(n, device=device), torch.zeros((n, MAX_LOGPROBS), device=device)
         ids = torch.zeros((n, MAX_LOGPROBS), dtype=torch.int32, device=device)
-        entries = PromptEntries(n_rows, rows, targets, counts, logprob, ids, top)
+        entries = LogprobEntries(n_rows, rows, targets, counts, logprob, ids, top)
         prompt_logprobs(logits, self._n_real, entries)
         return logprob, ids, top
 
