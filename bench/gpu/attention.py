@@ -3,7 +3,8 @@
 One launch is that of one layer: q and k normed and rotated, the new token written, all keys read. Its bytes
 are those of the pages, the roof is them over the read bandwidth of the same run. Pages are cold: a graph
 walks through layers and through pages as the table of a busy server has them, until the second-level cache
-does not hold them (`cached` says where it does, since the pool is bounded). Between two launches stands a
+does not hold them. `cached` says where it may hold some: where the pool, which is bounded, is small, or has
+fewer pages than the rows of a launch, so that they share them. Between two launches stands a
 small kernel, whose own time is taken off: attention neither runs beside itself nor starts behind a kernel
 that lets it start early.
 
@@ -34,16 +35,17 @@ from deltic.ops.gpu.roofs import GpuRoofs
 from deltic.ops.kv_formats import KV_FORMATS, KvFormat, on_device
 from deltic.runtime.gpu.compile import Compilation, collecting, fix_keys
 
-POOL_BYTES, N_LAYERS = 6 << 30, 16
+POOL_BYTES, N_LAYERS = 36 << 30, 16
 COLD_BYTES, MOST_LAUNCHES = 192 << 20, 96
 LENGTHS = 512, 4096
 """As the recordings of an engine have them, and its longest."""
 VARIANTS = {
     "plain": SPLITS,
-    "2 stages": replace(SPLITS, num_stages=2),
-    "4 stages": replace(SPLITS, num_stages=4),
-    "8 ahead": replace(SPLITS, ahead=8),
+    "3 stages": replace(SPLITS, num_stages=3),
     "8 warps": replace(SPLITS, num_warps=8),
+    "512 programs": replace(SPLITS, programs=512),
+    "2048 programs": replace(SPLITS, programs=2048),
+    "a split a program": replace(SPLITS, programs=1 << 30),
     "other bits: 4 tiles": replace(SPLITS, few_tiles=4),
     "other bits: 2 tiles from the first": replace(SPLITS, few=1, few_tiles=2),
 }
@@ -155,7 +157,8 @@ def main() -> None:
         held = min(n_bytes * len(launches), world.pages.nbytes // N_LAYERS * min(N_LAYERS, len(launches)))
         return {
             "us": round(us, 2), "mb": round(n_bytes / 1e6, 2), "roof": round(n_bytes / roofs.read / us * 1e6, 3),
-            "cached": held < 2 * torch.cuda.get_device_properties(0).L2_cache_size,
+            "cached": n * pages_for(context) > len(world.pages)
+            or held < 2 * torch.cuda.get_device_properties(0).L2_cache_size,
         }  # fmt: skip
 
     def bits(row: Callable[..., None]) -> None:

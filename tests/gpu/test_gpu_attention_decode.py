@@ -257,7 +257,24 @@ def test_bits_of_a_row_do_not_depend_on_its_neighbours_the_bucket_or_the_capacit
     assert torch.equal(short[0].view(torch.int16), among[1].view(torch.int16))
 
 
-def attend(case: Case, pages: Tensor, rows: list[tuple[int, int, int]], with_drafts: bool) -> Tensor:
+@pytest.mark.parametrize("format", [BF16, *QUANTISED], ids=lambda format: format.name)
+def test_bits_do_not_depend_on_the_splits_of_a_program(device: str, format: KvFormat) -> None:
+    """One, some, or all of a row's, in one round of merging and in two; of rows that have one, too."""
+    lengths = [64 * 17 + 5, 64 * 7 + 63, 64 * 8, 64 * 2, 63, 0]
+    case = make(device, AttentionHeads(4, 2, 32), 8, lengths, n_partials=2, format=format)
+    batch_slots = [0, -1, 1, 2, 3, 4, 5]
+    for splits in (SPLITS, Splits(few=0, few_tiles=1)):
+        alone, alone_pages = run(case, batch_slots, splits=replace(splits, programs=1 << 30))
+        assert not alone[[0, *range(2, 7)]].isnan().any()
+        for programs in (0, 16, 64, 100, 128):
+            out, pages = run(case, batch_slots, splits=replace(splits, programs=programs))
+            assert torch.equal(out.view(torch.int16), alone.view(torch.int16)), programs
+            assert torch.equal(pages.view(torch.uint8), alone_pages.view(torch.uint8))
+
+
+def attend(
+    case: Case, pages: Tensor, rows: list[tuple[int, int, int]], with_drafts: bool, splits: Splits = SPLITS
+) -> Tensor:
     """Rows that are (batch slot, position, rows of its sequence in front); the token of a position has one projection. -> out"""
     device, heads = case.proj.device, case.heads
     g = torch.Generator().manual_seed(7)
@@ -274,7 +291,7 @@ def attend(case: Case, pages: Tensor, rows: list[tuple[int, int, int]], with_dra
         proj, heads, case.q_norm, case.k_norm, EPS,
         rows=Rows(batch_slot, torch.zeros_like(batch_slot), position, drafts=Drafts(ahead, ahead, ahead, ahead) if with_drafts else None),
         page_table=case.table, cos=case.cos, sin=case.sin, pages=pages, scratch=scratch, max_len=1024, out=out, levers=LEVERS,
-        format=case.format,
+        format=case.format, splits=splits,
     )  # fmt: skip
     return out
 
@@ -292,7 +309,7 @@ def test_rows_of_a_draft_have_the_bits_of_single_rows(
     case = make(device, AttentionHeads(n_q, n_kv, dim), half, [*lengths, 1000], n_partials=2, format=format)
     rows = [(batch_slot, lengths[batch_slot] + j, j) for batch_slot, n in n_rows.items() for j in range(n)]
     pages, expected_pages = case.pages.clone(), case.pages.clone()
-    found = attend(case, pages, rows, with_drafts=True)
+    found = attend(case, pages, rows, with_drafts=True, splits=replace(SPLITS, programs=0))
     for i, (batch_slot, position, _) in enumerate(rows):
         expected = attend(case, expected_pages, [(batch_slot, position, 0)], with_drafts=False)
         assert torch.equal(found[i].view(torch.int16), expected[0].view(torch.int16)), (batch_slot, position)

@@ -1,14 +1,17 @@
 """attention_decode: full attention, gated or not, of one new token a row over 64-key pages, in one launch.
 
-The keys of a row are cut into splits, by the row's own length alone: one program each. It norms and rotates
-the query heads of one key head, goes through its tiles of 64 keys from the last to the first with a running
-maximum, and leaves a record: the unscaled output, the maximum and the sum, float32. Records are merged in the
-order of the splits, `FAN` at a time, then the merged ones. Who arrives last at an integer counter does it.
-The split with the row's last key also norms, rotates and writes the new token's k and v. It is the only one
-that reads them.
+The keys of a row are cut into splits, by the row's own length alone. A split goes through its tiles of 64
+keys from the last to the first with a running maximum, and leaves a record: the unscaled output, the maximum
+and the sum, float32. Records are merged in the order of the splits, `FAN` at a time, then the merged ones.
+Who arrives last at an integer counter does it.
 
-Of a draft, a row sees keys of rows that run beside it. They are in its own last page (blocks.py), so only
-its last split reads them: that one writes the k and v of all rows up to its own, itself, before it reads the
+A program norms and rotates the query heads of one key head and takes a split, or several one behind the other
+where enough programs are left: 4 sequences of 128k have 1,000, as have 128 of 1k with 4 splits each. How many
+changes no bit, since each leaves its record. The program with the row's last key also norms, rotates and
+writes the new token's k and v. It is the only one that reads them.
+
+Of a draft, a row sees keys of rows that run beside it. They are in its own last page (blocks.py), so only its
+last split reads them: that one writes the k and v of all rows up to its own, itself, before it reads the
 page. Several programs write the same bits, and none waits for another. A row's splits are those of its own
 length, and so are its sums.
 
@@ -16,13 +19,15 @@ Both products put keys (or value columns) on the long side of the tensor core's 
 the narrow one: S^T = K q^T, then o^T += V^T P^T. So 4 to 8 query heads waste little. The new token is the
 first key of the running sums and meets no tensor core: no tile has to be patched on its way to shared memory.
 
-Shared memory holds one tile of plain pages, so that three programs fit on a multiprocessor and one's loads
-hide behind another's arithmetic: short rows want exactly that. Of quantised pages it holds the codes of two
-tiles, one of them on its way, and a warp makes operands of the codes that it multiplies (kv.py). Their sums
-are kept for each key of a tile and are added when the split is through. The new token is put in there. The
-first tiles are asked for in the second-level cache before the kernel in front has ended (devices with PDL).
-Programs without work end at once, but cost what a start costs: max_len, which bounds their number, should not
-be far beyond the longest row.
+Shared memory holds one tile, 64 KB of plain pages. The next one is asked for as soon as registers have this
+one, before its weights are multiplied; several programs of a multiprocessor hide what is left. Values are
+read with their dims first, as the product takes them: a tile that is turned behind its load would go through
+registers. Of quantised pages shared memory has the codes, and a warp makes operands of those that it
+multiplies (kv.py). Their sums are kept for each key of a tile and are added when the split is through. The
+new token is put in there.
+
+The first tile is asked for in the second-level cache before the kernel in front has ended (devices with PDL).
+More would be gone again before they are read: 4 tiles of all programs are larger than that cache.
 
 Spec: `rms_norm`, `rope` and `attention` of tests/reference/layers.py. The split form is that of Dao, Haziza,
 Massa, Sizov 2023, "Flash-Decoding for long-context inference"; the running maximum is of Milakov, Gimelshein
@@ -43,30 +48,34 @@ from deltic.ops.contract import check
 from deltic.ops.geometry import PAGE_SIZE, Allocate, AttentionHeads
 from deltic.ops.gpu import kv
 from deltic.ops.gpu.blocks import Rows
+from deltic.ops.gpu.chip import chip
 from deltic.ops.gpu.kv import FP8, PLAIN
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.kv_formats import BF16, KvFormat
 
 FAN = 8
-"""Records merged at once: with 64 splits, two rounds of 8."""
+"""Records merged at once: with 64 splits, two rounds of 8. And the most splits of a program."""
+LONG = 16
+"""Tiles of a long program: its beginning and end, which cost as much as several, are little beside them."""
 
 _MAX_GROUP = 16  # query heads of a key head
 
 
 @dataclass(frozen=True)
 class Splits:
-    """Cuts of a row's keys, in tiles of 64, and the warps and stages that run a split.
+    """Cuts of a row's keys, in tiles of 64, and the programs, warps and stages that run them.
 
-    Part of what defines the bits: a function of the heads. Up to `few` tiles a split is one tile (latency);
-    beyond, `few_tiles` of them (less to merge), and as many as it takes to have at most `most` splits.
+    `few`, `few_tiles` and `most` define the bits: a function of the heads. Up to `few` tiles a split is one
+    tile (latency); beyond, `few_tiles` of them (less to merge), and as many as it takes to have at most
+    `most` splits. The others change no bit.
     """
 
     few: int = 8
     few_tiles: int = 2
     most: int = 64
     num_warps: int = 4
-    num_stages: int = 3  # of tiles of quantised pages
-    ahead: int = 4  # tiles of a program that are asked for at its start
+    num_stages: int = 2  # one tile is on its way while another is multiplied
+    programs: int = 1024  # so many are left, at least, where one takes several splits; fewer of short ones
 
     def tiles(self, n_tiles: int) -> int:
         """Tiles of a split of a row with n_tiles, as the kernel computes it."""
@@ -76,6 +85,11 @@ class Splits:
         """The most splits of any row with at most max_len keys."""
         n_tiles = -(-max_len // PAGE_SIZE)
         return max(min(self.few, n_tiles), min(self.most, -(-n_tiles // self.few_tiles)))
+
+    def chunks(self, n_pairs: int, max_len: int) -> int:
+        """The most programs of a row with at most max_len keys and one of its key heads, of n_pairs."""
+        capacity = self.capacity(max_len)
+        return min(capacity, max(-(-capacity // FAN), 2 * ((self.programs - 1) // n_pairs)))
 
 
 SPLITS = Splits()
@@ -181,14 +195,15 @@ def rotated(p_proj, b_head, b_mask, b_turn, b_turn_other, eps, stride_s, D: tl.c
 
 @triton.jit
 def _attended(b_k, b_v, b_qt, b_max, b_sum, b_o, b_old, scale):
-    """Takes one tile of keys into the running maximum, sum and output. b_old [PAGE, 1]: which keys are there.
+    """Takes one tile of keys into the running maximum, sum and output. b_v [D, PAGE]; b_old [PAGE, 1]: which
+    keys are there.
     """
     b_s = tl.where(b_old, tl.dot(b_k, b_qt) * scale, float("-inf"))
     b_new_max = tl.maximum(b_max, tl.max(b_s, 0))
     b_p = tl.exp2(b_s - b_new_max[None, :])
     b_keep = tl.exp2(b_max - b_new_max)
     b_sum = b_sum * b_keep + tl.sum(b_p, 0)
-    b_o = tl.dot(tl.trans(b_v), b_p.to(tl.bfloat16), b_o * b_keep[None, :])
+    b_o = tl.dot(b_v, b_p.to(tl.bfloat16), b_o * b_keep[None, :])
     return b_new_max, b_sum, b_o
 
 
@@ -227,12 +242,46 @@ def _attended_codes(b_k, b_v, floats, b_q, b_q_2, b_max, b_sum, b_least, outputs
 
 
 @triton.jit
+def _record(p_output, p_weight, i_split, b_max, b_sum, b_o, G: tl.constexpr, GROUP: tl.constexpr, D: tl.constexpr):
+    """Leaves what a split has come to. b_o [D, GROUP]."""
+    o_g, o_d = tl.arange(0, GROUP), tl.arange(0, D)
+    tl.store(p_output + i_split * (G * D) + o_g[None, :] * D + o_d[:, None], b_o, mask=(o_g < G)[None, :])
+    p_record = p_weight + i_split * (2 * G) + o_g
+    tl.store(p_record, b_max, mask=o_g < G)
+    tl.store(p_record + G, b_sum, mask=o_g < G)
+
+
+@triton.jit
+def _closed(b_max, b_sum, b_least, outputs, b_new_max, b_new_v, KV: tl.constexpr):
+    """Sum and output of a split of quantised pages, with the new token's."""
+    b_weight = tl.exp2(b_new_max - b_max)
+    if KV == FP8:
+        b_o = kv.in_turn(outputs[0], outputs[1])
+    else:
+        b_low, b_high = kv.in_turn(outputs[0], outputs[1]), kv.in_turn(outputs[2], outputs[3])
+        unit = kv.four_unit()
+        b_o = kv.below(b_low * (1.0 / unit), b_high * (0.0625 / unit)) + tl.sum(b_least, 0)[None, :]
+    return tl.sum(b_sum, 0) + b_weight, b_o + b_new_v[:, None] * b_weight[None, :]
+
+
+@triton.jit
+def _nothing(ROWS: tl.constexpr, GROUP: tl.constexpr, KV: tl.constexpr):
+    b_none = tl.zeros((ROWS, GROUP), tl.float32)
+    if KV == FP8:
+        outputs = (b_none, b_none)
+    else:
+        outputs = (b_none, b_none, b_none, b_none)  # type: ignore[assignment]
+    return outputs
+
+
+@triton.jit
 def _all_attended(
     p_table, p_pages, stride_page, page, first, last, position, i_kv, b_q, b_new_max, b_new_v, scale,
+    split_tiles, n_splits, p_output, p_weight, G: tl.constexpr,
     NK: tl.constexpr, D: tl.constexpr, GROUP: tl.constexpr, PAGE: tl.constexpr, KV: tl.constexpr, STAGES: tl.constexpr,
 ):
-    """A split of quantised pages -> maximum, sum and output. b_new_max [GROUP], b_new_v [D]: the new token's
-    score and value; in splits without it -inf and 0.
+    """Splits of quantised pages -> maximum, sum and output of a row's only one; of several, records.
+    b_new_max [GROUP], b_new_v [D]: the new token's score and value; in splits without it -inf and 0.
     """
     WIDTH: tl.constexpr = kv.value_width(KV, D)
     o_t, o_k = tl.arange(0, PAGE)[:, None], tl.arange(0, D // 2)[None, :]
@@ -244,11 +293,7 @@ def _all_attended(
     b_max = b_new_max - 64.0
     b_sum = tl.zeros((PAGE, GROUP), tl.float32)
     b_least = tl.zeros((PAGE, GROUP), tl.float32)
-    b_none = tl.zeros((WIDTH // 2, GROUP), tl.float32)
-    if KV == FP8:
-        outputs = (b_none, b_none)
-    else:
-        outputs = (b_none, b_none, b_none, b_none)  # type: ignore[assignment]
+    outputs = _nothing(WIDTH // 2, GROUP, KV)
     # scales are asked for a tile ahead. Of the first tile alone keys may not be there
     p_page = p_pages + page.to(tl.int64) * stride_page
     floats = kv.load_floats(p_page, i_kv, o_t, last * PAGE + o_t < position, KV, NK, D)
@@ -268,14 +313,15 @@ def _all_attended(
             b_k, b_v, floats, b_q, b_q_2, b_max, b_sum, b_least, outputs, b_old, scale, KV
         )
         floats = next_floats
-    b_weight = tl.exp2(b_new_max - b_max)
-    if KV == FP8:
-        b_o = kv.in_turn(outputs[0], outputs[1])
-    else:
-        b_low, b_high = kv.in_turn(outputs[0], outputs[1]), kv.in_turn(outputs[2], outputs[3])  # type: ignore[misc]
-        unit = kv.four_unit()
-        b_o = kv.below(b_low * (1.0 / unit), b_high * (0.0625 / unit)) + tl.sum(b_least, 0)[None, :]
-    return b_max, tl.sum(b_sum, 0) + b_weight, b_o + b_new_v[:, None] * b_weight[None, :]
+        if (n_splits > 1) & ((last - i) % split_tiles == 0):
+            b_whole, b_o = _closed(b_max, b_sum, b_least, outputs, b_new_max, b_new_v, KV)
+            _record(p_output, p_weight, (last - i) // split_tiles, b_max, b_whole, b_o, G, GROUP, D)
+            b_new_max = tl.full((GROUP,), float("-inf"), tl.float32)
+            b_new_v = tl.zeros((D,), tl.float32)
+            b_max, b_sum, b_least = b_new_max, tl.zeros((PAGE, GROUP), tl.float32), tl.zeros((PAGE, GROUP), tl.float32)
+            outputs = _nothing(WIDTH // 2, GROUP, KV)
+    b_whole, b_o = _closed(b_max, b_sum, b_least, outputs, b_new_max, b_new_v, KV)
+    return b_max, b_whole, b_o
 
 
 @triton.jit
@@ -395,14 +441,13 @@ def _attention_decode_kernel(
     stride_s, stride_row, stride_table, stride_page, records, n_counters,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     GP: tl.constexpr, PAGE: tl.constexpr, FEW: tl.constexpr, FEW_TILES: tl.constexpr, MOST: tl.constexpr,
-    FAN: tl.constexpr, AHEAD: tl.constexpr, GATED: tl.constexpr, DRAFTS: tl.constexpr,
-    KV: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    FAN: tl.constexpr, LOG_FAN: tl.constexpr, PROGRAMS: tl.constexpr, LONG: tl.constexpr, GATED: tl.constexpr,
+    DRAFTS: tl.constexpr, KV: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
 ):
     """Attends with one split of a row, for one key head, a program."""
     G: tl.constexpr = NQ // NK
     i_row = tl.program_id(0) // NK
     i_kv = tl.program_id(0) % NK
-    i_split = tl.program_id(1)
 
     # how the row is cut: of its length alone
     position = tl.load(p_position + i_row)
@@ -410,9 +455,16 @@ def _attention_decode_kernel(
     n_tiles = tl.where(tl.load(p_state_slot + i_row) >= 0, n_tiles, 0)
     split_tiles = tl.maximum((n_tiles + MOST - 1) // MOST, tl.where(n_tiles <= FEW, 1, FEW_TILES))
     n_splits = (n_tiles + split_tiles - 1) // split_tiles
+    # splits of a program: 1, 2, 4 or 8
+    chunk = 1
+    for _ in tl.static_range(LOG_FAN):
+        programs = tl.num_programs(0) * ((n_splits + 2 * chunk - 1) // (2 * chunk))
+        chunk = tl.where(programs >= PROGRAMS // LONG * tl.minimum(2 * chunk * split_tiles, LONG), 2 * chunk, chunk)
+    n_chunks = (n_splits + chunk - 1) // chunk
+    i_chunk = n_chunks - 1 - tl.program_id(1)  # the one with the new token begins, as it has most to do
     # without work: still one that waits, so that the end of this kernel implies the end of the one in front
     if PDL:  # noqa: SIM102
-        if (i_split == 0) & (n_splits == 0):
+        if (tl.program_id(1) == 0) & (n_splits == 0):
             tl.extra.cuda.gdc_wait()
 
     pair = (i_row * NK + i_kv).to(tl.int64)
@@ -434,19 +486,15 @@ def _attention_decode_kernel(
     o_d = tl.arange(0, D)
     o_t = tl.arange(0, PAGE)
     o_g = tl.arange(0, GROUP)
-    o_td = o_t[:, None] * D + o_d[None, :]
 
-    if i_split < n_splits:
+    if i_chunk >= 0:
         # pages were written in earlier steps, but for the new token: they may be asked for before the wait
-        first = i_split * split_tiles
-        last = tl.minimum(first + split_tiles, n_tiles) - 1
+        first = i_chunk * chunk * split_tiles
+        last = tl.minimum(first + chunk * split_tiles, n_tiles) - 1
         page = tl.load(p_table + last)
         p_page = p_pages + page.to(tl.int64) * stride_page
         if PDL:
-            for i_ahead in tl.static_range(AHEAD):
-                if last - i_ahead >= first:
-                    p_ahead_page = p_pages + tl.load(p_table + last - i_ahead).to(tl.int64) * stride_page
-                    _ask_for(p_ahead_page, i_kv, KV, NK, D, PAGE)
+            _ask_for(p_page, i_kv, KV, NK, D, PAGE)
         b_turn, b_turn_other = turn(p_q_norm, p_cos + position * HALF, p_sin + position * HALF, GROUP, D, HALF)
         if PDL:
             tl.extra.cuda.gdc_wait()
@@ -459,7 +507,7 @@ def _attention_decode_kernel(
         b_sum = tl.zeros((GROUP,), tl.float32)
         b_new_v = tl.zeros((D,), tl.bfloat16 if KV == PLAIN else tl.float32)
         b_o = tl.zeros((D, GROUP), tl.float32)
-        if i_split == n_splits - 1:
+        if i_chunk == n_chunks - 1:
             # the new token: into its page, and as the first key of the running sums, as the page has it
             if DRAFTS:
                 NEW: tl.constexpr = tl.bfloat16 if KV == PLAIN else tl.float32
@@ -482,33 +530,35 @@ def _attention_decode_kernel(
                 b_o += b_new_v.to(tl.float32)[:, None]
 
         if KV == PLAIN:
-            for i in range(0, last - first + 1):
+            for i in tl.range(0, last - first + 1, num_stages=STAGES):
                 i_tile = last - i  # from the last on: it is the one asked for before the wait
                 b_old = (i_tile * PAGE + o_t < position)[:, None]
+                b_old_v = (i_tile * PAGE + o_t < position)[None, :]
                 p_page = p_pages + page.to(tl.int64) * stride_page
                 page = tl.load(p_table + tl.maximum(i_tile - 1, first))
-                b_k = tl.load(p_page + o_td, mask=b_old, other=0.0)
-                b_v = tl.load(p_page + NK * PAGE * D + o_td, mask=b_old, other=0.0)
+                b_k = tl.load(p_page + o_t[:, None] * D + o_d[None, :], mask=b_old, other=0.0)
+                b_v = tl.load(p_page + NK * PAGE * D + o_t[None, :] * D + o_d[:, None], mask=b_old_v, other=0.0)
                 b_max, b_sum, b_o = _attended(b_k, b_v, b_qt, b_max, b_sum, b_o, b_old, scale)
+                if (n_splits > 1) & (i_tile % split_tiles == 0):
+                    _record(p_output, p_weight, i_tile // split_tiles, b_max, b_sum, b_o, G, GROUP, D)
+                    b_max = tl.full((GROUP,), float("-inf"), tl.float32)
+                    b_sum, b_o = tl.zeros((GROUP,), tl.float32), tl.zeros((D, GROUP), tl.float32)
         else:
             b_max, b_sum, b_o = _all_attended(
-                p_table, p_pages, stride_page, page, first, last, position, i_kv, b_q, b_max, b_new_v, scale, NK, D, GROUP,
-                PAGE, KV, STAGES,
+                p_table, p_pages, stride_page, page, first, last, position, i_kv, b_q, b_max, b_new_v, scale,
+                split_tiles, n_splits, p_output, p_weight, G, NK, D, GROUP, PAGE, KV, STAGES,
             )
 
         if n_splits == 1:
             b_gate = _gate(p_gate, stride_s, GATED, G, GROUP, D, S)
             _finish(tl.trans(b_o), b_sum, b_gate, p_out, G, GROUP, D)
         else:
-            tl.store(p_output + i_split * (G * D) + o_g[None, :] * D + o_d[:, None], b_o, mask=(o_g < G)[None, :])
-            p_record = p_weight + i_split * (2 * G) + o_g
-            tl.store(p_record, b_max, mask=o_g < G)
-            tl.store(p_record + G, b_sum, mask=o_g < G)
-            i_merge = i_split // FAN
+            i_merge = i_chunk * chunk // FAN
             n_merges = (n_splits + FAN - 1) // FAN
             n_records = tl.minimum(n_splits - i_merge * FAN, FAN)
-            tl.debug_barrier()  # the record is whole before the counter says so
-            if tl.atomic_add(p_arrived + 1 + i_merge, 1, sem="acq_rel") == n_records - 1:
+            n_done = tl.minimum(chunk, n_splits - i_chunk * chunk)
+            tl.debug_barrier()  # the records are whole before the counter says so
+            if tl.atomic_add(p_arrived + 1 + i_merge, n_done, sem="acq_rel") == n_records - n_done:
                 tl.store(p_arrived + 1 + i_merge, 0)
                 o_m = tl.arange(0, GP)
                 o_md = o_m[:, None] * D + o_d[None, :]
@@ -532,6 +582,18 @@ def _attention_decode_kernel(
                             p_output, p_weight, 0, n_merges, FAN, records, G, GP, D, FAN
                         )
                         _finish(b_part, b_part_sum, b_merged_gate, p_out, G, GP, D)
+
+
+def _stages(splits: Splits, heads: AttentionHeads, format: KvFormat) -> int:
+    """num_stages of the loop over tiles, as far as the chip has shared memory."""
+    return chip().stages(PAGE_SIZE * format.head_bytes(heads.dim), splits.num_stages, beside=13 << 10)
+
+
+def _limit(format: KvFormat) -> dict[str, int]:
+    """Registers of a thread, so that three programs with quantised pages fit into a multiprocessor, as
+    measured on Hopper. With plain ones two do, by shared memory, too.
+    """
+    return {} if format.is_plain or not chip().is_hopper else {"maxnreg": 168}
 
 
 def attention_decode(
@@ -561,6 +623,7 @@ def attention_decode(
     splits = splits or SPLITS
     n_splits, n_rows, n_row = proj.shape
     group, half = heads.n_q // heads.n_kv, cos.shape[1]
+    n_pairs = n_rows * heads.n_kv
     capacity = splits.capacity(max_len)
     records, counters = scratch.output.shape[2], scratch.arrived.shape[2]
 
@@ -579,15 +642,16 @@ def attention_decode(
     expect(scratch.output.shape[0] >= n_rows and records >= capacity, "a scratch for this many rows and keys")
     expect(scratch.output.shape[1] == heads.n_kv and scratch.output.shape[3:] == (group, heads.dim), "its scratch")
     launch(
-        _attention_decode_kernel, (n_rows * heads.n_kv, capacity),
+        _attention_decode_kernel, (n_pairs, splits.chunks(n_pairs, max_len)),
         proj, q_norm, k_norm, cos, sin, rows.state_slot, rows.batch_slot, rows.position, rows.angle_shift,
         None if rows.drafts is None else rows.drafts.ahead, page_table, pages,
         scratch.output, scratch.weight, scratch.arrived, out, eps, heads.dim**-0.5 * 1.4426950408889634,
         proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), records, counters,
         pdl=levers.pdl, NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16,
         GP=next_power_of_2(group), PAGE=PAGE_SIZE, FEW=splits.few, FEW_TILES=splits.few_tiles, MOST=splits.most, FAN=FAN,
-        AHEAD=splits.ahead, GATED=heads.is_gated, DRAFTS=rows.drafts is not None, KV=kv.constant(format),
-        STAGES=splits.num_stages, num_warps=splits.num_warps, num_stages=1,
+        LOG_FAN=FAN.bit_length() - 1, PROGRAMS=splits.programs, LONG=LONG, GATED=heads.is_gated,
+        DRAFTS=rows.drafts is not None, KV=kv.constant(format), STAGES=_stages(splits, heads, format),
+        num_warps=splits.num_warps, num_stages=1, **_limit(format),
     )
 
 
