@@ -51,11 +51,15 @@ def test_collects_what_real_tensors_would_launch(collected: dict[str, Any], kind
 
 
 def test_rows_are_rounded_by_who_makes_them(collected: dict[str, Any]) -> None:
-    """A decode in FP8 has a kernel more where nobody does: a layer has one behind its mixer and, without experts, one behind SwiGLU."""
+    """A decode in FP8 has a kernel more where nobody does: a layer has one behind its mixer and, without experts, one behind SwiGLU.
+    A prefill has them behind mixers and the SwiGLU of experts, and where a product has two formats.
+    """
     n = collected["launches"]
-    n_layers = 4
-    assert n["dense fp8"] - n["dense bf16"] == 2 * n_layers
-    assert n["moe fp8"] - n["moe bf16"] == n_layers
+    more = {
+        kind: [fp8 - bf16 for fp8, bf16 in zip(n[f"{kind} fp8"], n[f"{kind} bf16"], strict=True)]
+        for kind in ("dense", "moe")
+    }
+    assert more == {"dense": [8, 7], "moe": [4, 16]}  # of four layers
 
 
 def test_collects_what_a_speech_model_would_launch(collected: dict[str, Any]) -> None:
@@ -181,8 +185,8 @@ def _collected() -> dict[str, Any]:
     return found | {"launches": _launches(), "warmups": _warmups(), "keys": _keys()}
 
 
-def _launches() -> dict[str, int]:
-    """Kernels of a decode of one row, by the kind of model and the format of its weights."""
+def _launches() -> dict[str, list[int]]:
+    """Kernels of a decode of one row and of a prefill of one block, by the kind of model and the format of its weights."""
     from deltic.models.qwen.weights import empty_weights
     from deltic.models.stored import InFormat
     from deltic.ops.formats import WEIGHT_FORMATS
@@ -191,17 +195,19 @@ def _launches() -> dict[str, int]:
     from deltic.runtime.gpu.compile import collecting
     from deltic.runtime.gpu.text import GpuTextRunner
 
-    found = {}
+    found: dict[str, list[int]] = {}
     for kind in ("dense", "moe"):
         plan = replace(_plan(kind), host_bytes=0)
         for format in ("bf16", "fp8"):
             of_format = replace(plan, shape=replace(plan.shape, formats=InFormat(WEIGHT_FORMATS[format])))
             weights = empty_weights(of_format.shape, None, plan.shape.tie_word_embeddings, DeviceStore("meta"))
             runner = GpuTextRunner(of_format, [weights], Levers())
+            counts = found[f"{kind} {format}"] = []
             with collecting():
-                launches.n = 0
-                runner.recordings.decode(1, 1).run()
-            found[f"{kind} {format}"] = launches.n
+                for recording in (runner.recordings.decode(1, 1), runner.recordings.of("prefill", 1)):
+                    launches.n = 0
+                    recording.run()
+                    counts.append(launches.n)
     return found
 
 

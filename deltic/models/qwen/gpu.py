@@ -16,7 +16,7 @@ captured as a graph.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial as partial_of
 from typing import NamedTuple
 
@@ -27,7 +27,7 @@ from deltic.models.qwen.gpu_adapters import Targets
 from deltic.models.qwen.gpu_buffers import DecodeBuffers, GpuMemory, HeadBuffers, PrefillBuffers
 from deltic.models.qwen.gpu_linears import Linears, front
 from deltic.models.qwen.shape import ModelShape
-from deltic.models.qwen.weights import DraftHead, GdnLayer, Moe, Weights
+from deltic.models.qwen.weights import AttnLayer, DraftHead, GdnLayer, Moe, Weights
 from deltic.models.rotary import rotary_tables
 from deltic.ops.geometry import AttentionWeights, GdnWeights, Routing
 from deltic.ops.gpu.all_reduce import Columns, Rank, all_gather, all_reduce, all_reduce_norm
@@ -66,9 +66,9 @@ class Exchange:
 
 
 class Normed(NamedTuple):
-    """Rows of a decode behind a norm."""
+    """Rows behind a norm."""
 
-    rows: Tensor  # bfloat16 [n, H]
+    rows: Tensor  # bfloat16 [N, H]
     codes: Fp8Rows | None  # room for them in e4m3, in which they may be already
 
 
@@ -86,6 +86,11 @@ class Shard:
     @property
     def n_head_rows(self) -> int:
         return self.linears.matrices["lm_head"].n
+
+
+def _first_matrix(i: int, layer: GdnLayer | AttnLayer) -> str:
+    """The name of the matrix behind the first norm of layer i."""
+    return f"layers.{i}.{'in_proj' if isinstance(layer, GdnLayer) else 'qkv'}"
 
 
 class QwenGpu:
@@ -138,17 +143,17 @@ class QwenGpu:
             copy_rows(made, out)
         return normed
 
-    def _codes(self, b: DecodeBuffers, name: str, mlp: Mlp | Moe | None = None) -> Fp8Rows | None:
-        """Room for the normed rows of a decode in e4m3, and by which blocks they are rounded, for this
-        matrix, or a feed-forward whose matrices' names begin so.
+    def _codes(
+        self, rows: Fp8Rows | None, name: str, mlp: Mlp | Moe | None = None, *, is_cut: bool = False
+    ) -> Fp8Rows | None:
+        """Room for normed rows in e4m3, and by which blocks they are rounded, for this matrix, or a
+        feed-forward whose matrices' names begin so. is_cut: the matrix along K, as in a decode.
         """
-        if b.fp8 is None:
+        if rows is None:
             return None
         if isinstance(mlp, Moe):
-            block_k = k_block(self.shape.hidden_size) if is_e4m3(mlp.gate_up, mlp.shared_gate_up) else 0
-        else:
-            block_k = self.linears.block_k(name if mlp is None else f"{name}gate_up", is_cut=mlp is None)
-        return b.fp8.rounded_by(block_k)
+            return rows.rounded_by(k_block(self.shape.hidden_size) if is_e4m3(mlp.gate_up, mlp.shared_gate_up) else 0)
+        return rows.rounded_by(self.linears.block_k(name if mlp is None else f"{name}gate_up", is_cut=is_cut))
 
     def _logits(
         self, normed: Tensor, logits: Tensor, rows: Fp8Rows | None, kind: str, who: AdapterRows | None = None
@@ -214,10 +219,10 @@ class QwenGpu:
         out = front(b.normed, n, h)
 
         for i, layer in enumerate(w.layers):
-            codes = self._codes(b, f"layers.{i}.{'in_proj' if isinstance(layer, GdnLayer) else 'qkv'}")
+            codes = self._codes(b.fp8, _first_matrix(i, layer), is_cut=True)
             normed = self._add_norm(residual, partial, layer.input_norm, out, "decode", codes)
             partial = self._of_shards(b.partial, partial_of(self._decode_mixer, i, normed, batch, b, memory, max_len))
-            codes = self._codes(b, f"layers.{i}.mlp.", layer.mlp)
+            codes = self._codes(b.fp8, f"layers.{i}.mlp.", layer.mlp)
             normed = self._add_norm(residual, partial, layer.post_norm, out, "decode", codes)
             partial = self._of_shards(b.partial, partial_of(self._decode_mlp, i, normed, b))
         self._add_norm(residual, partial, w.norm, out, "decode")
@@ -410,7 +415,7 @@ class QwenGpu:
         residual, normed, own = front(b.residual, n, h), front(b.normed, n, h), front(g.hidden, n, h)
         partial = linears.partial("draft_head.layer.o_proj", mixed, b.partial, b.fp8)
         name, mlp = "draft_head.layer.mlp.", head.layer.mlp
-        codes = self._codes(b, name, mlp)
+        codes = self._codes(b.fp8, name, mlp)
         rows = self._add_norm(residual, partial, head.layer.post_norm, normed, "decode", codes)
         partial = self._decode_feed_forward(self.shards[0], name, mlp, rows, b, guesses.last, b.partial)
         self._add_norm(residual, partial, head.norm, own, "decode")
@@ -433,24 +438,26 @@ class QwenGpu:
         each shard. pictures: bfloat16 [N, H], where ids may name its rows.
         """
         w, t, h = self.weights, n_blocks * BLOCK, self.shape.hidden_size
-        residual, normed = front(b.residual, t, h), front(b.normed, t, h)
+        residual, out = front(b.residual, t, h), front(b.normed, t, h)
         added: Tensor | None = None
         embed(inputs.token_ids, w.embed, residual, pictures)
         self.linears.embedding(inputs.token_ids, residual, inputs.adapters)
         for i, layer in enumerate(w.layers):
-            self._add_norm(residual, added, layer.input_norm, normed, "prefill")
+            codes = self._codes(b.wide.rows, _first_matrix(i, layer))
+            normed = self._add_norm(residual, added, layer.input_norm, out, "prefill", codes)
             mixer = partial_of(self._prefill_mixer, i, normed, inputs, page_table, b, memory)
             added = self._of_shards(b.y, mixer)
-            self._add_norm(residual, added, layer.post_norm, normed, "prefill")
+            codes = self._codes(b.wide.rows if b.moe is None else b.moe.x8, f"layers.{i}.mlp.", layer.mlp)
+            normed = self._add_norm(residual, added, layer.post_norm, out, "prefill", codes)
             added = self._of_shards(b.y, partial_of(self._feed_forward, i, normed, inputs, b))
         if b.hidden is not None or self.exchange is not None:
-            self._add_norm(residual, added, w.norm, normed if b.hidden is None else front(b.hidden, t, h), "prefill")
+            self._add_norm(residual, added, w.norm, out if b.hidden is None else front(b.hidden, t, h), "prefill")
         return self.logits_of(inputs.logit_row, n_blocks, b, inputs.logit_adapters)
 
     def _prefill_mixer(
         self,
         i: int,
-        normed: Tensor,
+        normed: Normed,
         inputs: PrefillInputs,
         page_table: Tensor,
         b: PrefillBuffers,
@@ -460,12 +467,13 @@ class QwenGpu:
     ) -> Tensor:
         """A shard's share of layer i's mixer, bfloat16 [1, T, H], in the front of `flat`."""
         shard, of, shape, levers = self.shards[i_shard], memory[i_shard], self.shape, self.levers
-        layer, nth, eps, t = shard.layers[i], shard.nth[i], shape.rms_norm_eps, len(normed)
+        layer, nth, eps, t = shard.layers[i], shard.nth[i], shape.rms_norm_eps, len(normed.rows)
         y, who = front(flat, t, shape.hidden_size), inputs.adapters
+        wide = replace(b.wide, rows=normed.codes)
         if isinstance(layer, GdnLayer):
             proj = front(b.proj, t, shape.gdn_in_proj_rows)
             mixed = front(b.mixed, t, shape.gdn_value_size)
-            shard.linears.project_many(f"layers.{i}.in_proj", normed, proj, b.wide, who)
+            shard.linears.project_many(f"layers.{i}.in_proj", normed.rows, proj, wide, who)
             held = StateSlots(of.columns[:, nth], of.states[:, nth], nth)
             gdn_prefill(
                 proj,
@@ -482,7 +490,7 @@ class QwenGpu:
             return y[None]
         proj = front(b.proj, t, self.heads.row)
         mixed = front(b.mixed, t, self.heads.n_q * self.heads.dim)
-        shard.linears.project_many(f"layers.{i}.qkv", normed, proj, b.wide, who)
+        shard.linears.project_many(f"layers.{i}.qkv", normed.rows, proj, wide, who)
         attention_prefill(
             proj,
             self.heads,
@@ -499,23 +507,24 @@ class QwenGpu:
         return y[None]
 
     def _feed_forward(
-        self, i: int, normed: Tensor, inputs: PrefillInputs, b: PrefillBuffers, i_shard: int, flat: Tensor
+        self, i: int, normed: Normed, inputs: PrefillInputs, b: PrefillBuffers, i_shard: int, flat: Tensor
     ) -> Tensor:
         """The same of its experts, or of its one MLP, on the normed rows."""
-        shard, shape, levers, t = self.shards[i_shard], self.shape, self.levers, len(normed)
+        shard, shape, levers, t = self.shards[i_shard], self.shape, self.levers, len(normed.rows)
         mlp, y, who = shard.layers[i].mlp, front(flat, t, shape.hidden_size), inputs.adapters
         if isinstance(mlp, Mlp):
             up, inner = front(b.proj, t, 2 * mlp.down.k), front(b.inner, t, mlp.down.k)
-            shard.linears.project_many(f"layers.{i}.mlp.gate_up", normed, up, b.wide, who)
+            wide = replace(b.wide, rows=normed.codes)
+            shard.linears.project_many(f"layers.{i}.mlp.gate_up", normed.rows, up, wide, who)
             shard.linears.down_many(f"layers.{i}.mlp.down", up, inner, y, b.wide, who)
         else:
             assert b.moe is not None
             moe_prefill(
-                normed,
+                normed.rows,
                 mlp,
                 Routing(shape.n_experts_per_tok, shape.norm_topk_prob),
                 blocks=inputs.blocks,
-                scratch=b.moe,
+                scratch=replace(b.moe, x8=normed.codes),
                 out=y,
                 levers=levers,
                 adapters=shard.linears.experts(f"layers.{i}.mlp.", who),
