@@ -37,8 +37,8 @@ from tests.fake_speech import FakeSpeechClient, make_speech_app
 N_EXAMPLES = int(os.environ.get("DELTIC_TEST_EXAMPLES", "2"))
 """For each operation; a run by hand takes more."""
 
-LONGEST_S = 5.0
-"""That a request may take here."""
+LONGEST_S = 30.0
+"""That a request may take here, on a busy machine, too."""
 
 SCHEMA = schemathesis.openapi.from_dict(document(ROUTES))
 SCHEMA.config.generation.update(modes=list(schemathesis.GenerationMode))
