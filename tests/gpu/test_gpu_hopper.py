@@ -40,14 +40,35 @@ def test_kernels_fill_the_chip(n: int, name: str, side: int, monkeypatch: pytest
     monkeypatch.setattr(described, "chip", HOPPER)
     for m, splits in ((5120, 4), (34816, 1), (5120, 2), (16384, 1), (1024, 8), (96, 1), (248320, 1)):
         kernel = hopper.kernel_for(n, m, splits, form, side)
-        assert kernel.width in hopper.WIDTHS and kernel.n_tiles == (1 if n <= 64 else 2)
+        assert kernel.width in hopper.WIDTHS and kernel.token_tiles == (1 if n <= 64 else 2)
         assert kernel.rows(kernel.side_width) >= side or kernel.side_width == 0 == side
         assert kernel.rows(kernel.side_width) < side + 32 or not side
-        free = HOPPER.shared_bytes - 18 * 1024 - hopper.CODE_STAGES * kernel.code_bytes
+        free = hopper._shared_bytes() - hopper.ALIGNMENTS - hopper.CODE_STAGES * kernel.code_bytes
         assert kernel.stage_bytes(kernel.width, form.kind) * 3 < free, "three blocks on their way"
     # one program for each multiprocessor, all with as many rows as they can be equal in
     assert hopper.kernel_for(64, 5120, 4, FP8) == hopper.Kernel(80, 1, FP8)
     assert hopper.kernel_for(128, 5120, 4, FP8) == hopper.Kernel(160, 2, FP8)
+
+
+def test_what_cannot_compile_is_told_and_not_chosen(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(kernel: hopper.Kernel) -> bytes:
+        raise RuntimeError("no builtins")
+
+    monkeypatch.setattr(hopper, "_compile", fail)
+    monkeypatch.setattr(hopper, "nvrtc", object())
+    monkeypatch.setattr(hopper, "INTERPRETED", False)
+    monkeypatch.setattr(described, "chip", HOPPER)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    hopper._has_compiler.cache_clear()
+    try:
+        assert not hopper.works() and not hopper.works()
+        assert [record.message for record in caplog.records if "no builtins" in record.message] == [
+            caplog.records[0].message
+        ]
+    finally:
+        hopper._has_compiler.cache_clear()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,7 @@
 //
 // out[s, n, m] = the sum over slice s of K of x[n, k] w[m, k]. Rows of x are the M side of wgmma, 64 an
 // instruction, and rows of w its N side, so that a multiprocessor can have as many of them as make all equally
-// busy. One warp copies blocks of 128 bytes of K to shared memory (TMA), as many ahead as fit, and those of w
+// busy. One thread copies blocks of 128 bytes of K to shared memory (TMA), as many ahead as fit, and those of w
 // before the kernel in front has ended. Two groups of four warps multiply them in order of K: bfloat16 into one
 // float32 accumulator; e4m3 into one for each block, which is multiplied with both scales and added. Codes of 4
 // bits are copied 256 columns at once; four warps more decode them to bfloat16 (operands.py), once for all rows
@@ -14,6 +14,14 @@
 // instead of bfloat16) and LEAST (1 with least values, 2 with zeros); WIDE (1: warps pass on registers); and
 // `multiply<N, is_e4m3>(d, a, b, add)`, which is wgmma of 64 rows, N columns and 32 bytes of K:
 // d = a b + (add ? d : 0).
+//
+// Barriers, each a pair a stage. A stage is full once its bytes have come, and of codes its tile of w is decoded;
+// it is empty at the start, and again once all that read it have arrived.
+//
+//   stages       full: 1 + the bytes copied (codes: + 4, a decoder each)   waits: the two groups
+//                empty: 8, a warp of the groups each                       waits: the copying thread, decoders
+//   code stages  full: 1 + the bytes copied                                waits: decoders
+//                empty: 4, a decoder each                                  waits: the thread that copies codes
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -36,7 +44,7 @@ struct Arguments {
   int scale_blocks;              // of them, that share a scale of e4m3; 0: all of K
   int n_code_stages;             // of 256 columns of codes
   int tiles_n, tiles_m, n_tiles; // of rows of x, of rows of w, and in all slices
-  int kind;                      // Out
+  int out_kind;                  // Out
 };
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return static_cast<u32>(__cvta_generic_to_shared(p)); }
@@ -76,7 +84,9 @@ __device__ __forceinline__ void copy_floats(u32 to, const float* from, int n, u3
   copy_bytes(to, from, 4 * n, barrier);
 }
 
-// Describes rows of 128 bytes, swizzled, in groups of 8 that are 1024 bytes apart, as an operand of wgmma.
+// Describes rows of 128 bytes, swizzled, in groups of 8 that are 1024 bytes apart, as an operand of wgmma: the
+// address in 16 bytes, an offset that is ignored, 1024 / 16, and the swizzle of 128 bytes. The next 32 bytes of K
+// are 2 further.
 __device__ __forceinline__ u64 operand(u32 at) {
   return static_cast<u64>((at & 0x3FFFF) >> 4) | (1ull << 16) | (64ull << 32) | (1ull << 62);
 }
@@ -109,6 +119,7 @@ constexpr int N_MULTIPLIERS = 256;  // threads of the two groups; those behind t
 constexpr int FIRST_DECODER = 320;   // behind a warp that copies x, and one that copies codes
 constexpr int N_DECODERS = 4;        // warps
 constexpr int IN_BFLOAT16 = 0, IN_E4M3 = 1, IN_CODES = 2;
+// what the copies' cache hints are in CUTLASS (cute/arch/copy_sm90_desc.hpp)
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_NORMAL = 0x1000000000000000ull, EVICT_LAST = 0x14F0000000000000ull;
 
 #if FORM == 2
@@ -189,7 +200,7 @@ __device__ __forceinline__ void decode(
   }
 
   const int warp = (threadIdx.x - FIRST_DECODER) / 32;
-  extern __shared__ unsigned char memory[];  // read through pointers: the compiler loads far ahead
+  extern __shared__ unsigned char memory[];  // read through pointers, whose loads the compiler may move
   const unsigned char* const from = memory - shared_address(memory);
   int s = 0, parity = 0, stage = 0, stage_parity = 1;
   for (int tile = first_tile; tile < g.n_tiles; tile += step) {
@@ -198,7 +209,9 @@ __device__ __forceinline__ void decode(
 #pragma unroll
       for (int q = 0; q < 4; ++q) {
         barrier_wait(empty + 8 * stage, stage_parity);
-        // all loads in front of the first store: the compiler keeps their order
+        // An element of 8 codes of a row (decode.py) is of columns 2 t, 2 t + 1 of each 8 of 32, t = lane % 4: what
+        // a thread has of four matrices of 8 x 8 for `stmatrix`. All loads stand in front of the first store: the
+        // compiler keeps their order. In bfloat16, 0x4300 and the code is 128 + code, 0xC308 is -136, 0x8000 is -0.
         u32 words[EACH][2], scale[EACH][2], zero[EACH][2], least[EACH][2];
 #pragma unroll
         for (int e = 0; e < EACH; ++e) {
@@ -216,7 +229,7 @@ __device__ __forceinline__ void decode(
             }
             const int place = (s * SUBS + (64 * q + 32 * k) / GROUP) * ROWS + scale_row;
             scale[e][k] = two_scales(*reinterpret_cast<const unsigned short*>(from + c.scales + place * 2));
-            // 128 + code, less 128 and the zero, is exact
+            // what is taken off is exact
             zero[e][k] = LEAST ? 0xC300C300u : 0xC308C308u;
             least[e][k] = 0x80008000u;
             if (LEAST == 1) least[e][k] = two_scales(*reinterpret_cast<const unsigned short*>(from + c.leasts + place * 2));
@@ -419,7 +432,7 @@ __device__ __forceinline__ void product(
         pin(d);
         if (block) {
           asm volatile("wgmma.wait_group.sync.aligned 1;" ::: "memory");
-          release(before);
+          release(before);  // the block before this one has been multiplied
         }
         before = stage;
         if (++stage == n_stages) stage = 0, parity ^= 1;
@@ -429,7 +442,7 @@ __device__ __forceinline__ void product(
       release(before);
     }
 
-    // a thread has columns 8 j + 2 (lane % 4) and the one behind, of two rows of x
+    // a thread has columns 8 j + 2 (lane % 4) and the one behind, of two rows of x; those of up are HALF further
     const int rest = tile / g.tiles_n, split = rest / g.tiles_m;
     const int column =
         (rest - split * g.tiles_m) * features + (TILES == 1 ? group * (g.up ? HALF : ROWS_EACH) : 0) + 2 * (lane % 4);
@@ -442,12 +455,12 @@ __device__ __forceinline__ void product(
         if (token + 8 * r >= g.n) continue;
         const u64 at = split * g.out_split + (token + 8 * r) * g.out_row + c;
         const float d0 = d[4 * j + 2 * r], d1 = d[4 * j + 2 * r + 1];
-        if (g.kind == SWIGLU) {
+        if (g.out_kind == SWIGLU) {
           if (8 * j >= HALF || c >= g.up) continue;
           const int u = (4 * j + 2 * r + HALF / 2) % (ROWS_EACH / 2);
           static_cast<u32*>(g.out)[at / 2] = two_bfloat16(silu_product(d0, d[u]), silu_product(d1, d[u + 1]));
         } else if (c < g.m_used) {
-          if (g.kind == FLOAT32)
+          if (g.out_kind == FLOAT32)
             static_cast<float2*>(g.out)[at / 2] = make_float2(d0, d1);
           else
             static_cast<u32*>(g.out)[at / 2] = two_bfloat16(d0, d1);
@@ -458,7 +471,7 @@ __device__ __forceinline__ void product(
 }
 
 // n_programs of the product with one weight; those behind them multiply rows in bfloat16 by another one, if
-// there is one: a few rows alone would walk K with nearly all of the chip idle.
+// there is one: a few rows alone would walk K with nearly all of the chip idle. All programs run at once.
 extern "C" __global__ void __launch_bounds__(FORM == 2 ? 448 : WIDE ? 384 : 288, 1) linear(
     const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const __grid_constant__ Arguments g,
     int n_stages, int n_programs

@@ -6,7 +6,7 @@ warp copies ahead for the others, and weights are on their way before the kernel
 are the same.
 
 The source is CUDA C++. The compiler (NVRTC) and its bindings come with torch; what it makes is kept beside
-Triton's cache. Where they are missing, Triton's kernels do all.
+Triton's cache. Where it cannot compile, Triton's kernels do all.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import logging
 import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -53,6 +54,8 @@ MOST_WHOLE, MOST_SWIGLU, MOST_BF16 = 96, 160, 128
 """Rows up to which it is faster than the vendor's library: where e4m3 is not cut along K, where its SwiGLU is
 part of the product, and in bfloat16.
 """
+MOST_CODE_ROWS = 192
+"""Rows of codes of a program: they stand in shared memory twice."""
 FEWEST_CODES, MOST_CODES = 65, 128
 """Rows for which it is faster than Triton's kernel with codes: it decodes them once for two tiles of rows."""
 
@@ -93,7 +96,7 @@ class Kernel:
     """A form of hopper.cu: the constants that it is compiled with."""
 
     width: int
-    n_tiles: int
+    token_tiles: int
     form: HopperFormat
     side_width: int = 0
     """Width of a second weight beside it, in bfloat16; 0: there is none."""
@@ -108,12 +111,12 @@ class Kernel:
 
     def rows(self, width: int) -> int:
         """Rows of w of a program."""
-        return width * (2 if self.n_tiles == 1 else 1)
+        return width * (2 if self.token_tiles == 1 else 1)
 
     def stage_bytes(self, width: int, kind: int) -> int:
         """Shared memory of a block of K of 128 bytes, with scales of e4m3 and two barriers."""
         rows = self.rows(width)
-        return 128 * (TOKENS * self.n_tiles + rows) + (4 * (rows + TOKENS * self.n_tiles) if kind == E4M3 else 0) + 16
+        return 128 * (TOKENS * self.token_tiles + rows) + (4 * (rows + TOKENS * self.token_tiles) if kind == E4M3 else 0) + 16
 
     @property
     def code_bytes(self) -> int:
@@ -128,7 +131,7 @@ class Kernel:
         names = {
             "WIDTH": self.width,
             "SIDE_WIDTH": self.side_width,
-            "TOKEN_TILES": self.n_tiles,
+            "TOKEN_TILES": self.token_tiles,
             "FORM": self.form.kind,
             "GROUP": self.form.group,
             "HALF_SCALES": int(self.form.half_scales),
@@ -167,15 +170,16 @@ __device__ __forceinline__ void multiply<{n}, {str(e4m3).lower()}>(
 
 @cache
 def _has_compiler() -> bool:
-    """Says in the log what is missing, once, where there is a GPU to compile for."""
+    """Returns whether a small kernel can be compiled. If not, the log says why, where there is a GPU."""
     error: object = "no package cuda-bindings"
     if nvrtc is not None:
         try:
-            return bool(_check(nvrtc.nvrtcVersion())[0] >= 12)
+            _compile(Kernel(WIDTHS[0], 1, HopperFormat(BF16)))
+            return True
         except Exception as raised:  # what a missing library raises is the bindings' own
             error = raised
     if torch.cuda.is_available():
-        log.warning("NVRTC is missing: Triton multiplies 33 rows and more, up to twice as slow: %s", error)
+        log.warning("NVRTC cannot compile: Triton multiplies 33 rows and more, up to twice as slow: %s", error)
     return False
 
 
@@ -200,7 +204,9 @@ def pays(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool, levers: 
         return False
     shaped = all(part.layout == "rows" and part.n_matrices == 1 and part.n % 16 == 0 for part, _ in parts)
     shaped &= segment.k // splits % form.block == 0 and (n % 4 == 0 or form.kind != E4M3) and segment.n % 32 == 0
-    shaped &= all(to.stride(-1) == 1 and to.stride(-2) % 2 == 0 and to.storage_offset() % 4 == 0 for _, to in parts)
+    shaped &= all(to.stride(-1) == 1 and to.storage_offset() % 4 == 0 for _, to in parts)
+    # two are written at once
+    shaped &= all(stride % 2 == 0 for _, to in parts for stride in to.stride()[:-1])
     beside = len(others) <= 1 and all(part.format.codes == "bf16" and part.n <= 2 * WIDTHS[2] for part, _ in others)
     return shaped and beside and segment.n >= WIDTHS[0] * 2
 
@@ -210,20 +216,18 @@ def kernel_for(n: int, m: int, splits: int, form: HopperFormat, side: int = 0) -
 
     The time of a program grows with its rows of w, and with a share for the rows of x.
     """
-    n_tiles = 1 if n <= TOKENS else MAX_TILES
-    tiles_n, each = -(-n // (TOKENS * n_tiles)), 2 if n_tiles == 1 else 1
-    # codes stand in shared memory twice; copies of zeros, a byte each, begin at multiples of 16
-    fit = [
-        width
-        for width in WIDTHS
-        if form.kind != CODES or (width <= WIDE * 2 // each and width % 32 * (form.least == 2) == 0)
-    ]
+    token_tiles = 1 if n <= TOKENS else MAX_TILES
+    tiles_n, each = -(-n // (TOKENS * token_tiles)), 2 if token_tiles == 1 else 1
+    sms = max(1, chip().n_sms - (tiles_n * splits if side else 0))  # a program fills one
+    # copies of zeros, a byte each, begin at multiples of 16
+    step, most = (32 if form.least == 2 else 16), (MOST_CODE_ROWS // each if form.kind == CODES else WIDTHS[-1])
 
     def cost(width: int) -> int:
-        waves = -(-tiles_n * splits * -(-m // (width * each)) // chip().n_sms)
+        waves = -(-tiles_n * splits * -(-m // (width * each)) // sms)
         return waves * (width * each + 32)
 
-    return Kernel(min(fit, key=cost), n_tiles, form, -(-side // (16 * each)) * 16)
+    width = min((width for width in WIDTHS if width <= most and width % step == 0), key=cost)
+    return Kernel(width, token_tiles, form, -(-side // (16 * each)) * 16)
 
 
 # Compiling and loading.
@@ -237,28 +241,39 @@ def _check(result: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(values)
 
 
+def _file(kernel: Kernel) -> Path:
+    """The file that keeps the machine code."""
+    digest = hashlib.sha256(f"{_check(nvrtc.nvrtcVersion())} {kernel.source()}".encode()).hexdigest()
+    return Path(triton.knobs.cache.dir) / f"deltic-{digest[:24]}.cubin"
+
+
 def _compile(kernel: Kernel) -> bytes:
-    """Makes the machine code, or finds it beside Triton's cache."""
-    source, version = kernel.source(), _check(nvrtc.nvrtcVersion())
-    name = hashlib.sha256(f"{version} {source}".encode()).hexdigest()[:24]
-    file = Path(triton.knobs.cache.dir) / f"deltic-{name}.cubin"
+    """Makes the machine code, or finds it beside Triton's cache. Raises RuntimeError: the compiler's log."""
+    file = _file(kernel)
     if file.exists():
         return file.read_bytes()
-    (program,) = _check(nvrtc.nvrtcCreateProgram(source.encode(), SOURCE.name.encode(), 0, None, None))
+    (program,) = _check(nvrtc.nvrtcCreateProgram(kernel.source().encode(), SOURCE.name.encode(), 0, None, None))
     options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
+    # the bindings write into bytes: one alone would be Python's own, which all share
+    said, code = (
+        b" " * max(2, _check(size(program))[0]) for size in (nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetCUBINSize)
+    )
+    _check(nvrtc.nvrtcGetProgramLog(program, said))
     if int(status):
-        said = b" " * _check(nvrtc.nvrtcGetProgramLogSize(program))[0]
-        _check(nvrtc.nvrtcGetProgramLog(program, said))
         raise RuntimeError(f"NVRTC cannot compile {kernel}: {said.decode()}")
-    code: bytes = b" " * _check(nvrtc.nvrtcGetCUBINSize(program))[0]
+    log.debug("%s: %s", kernel, said.decode())
     _check(nvrtc.nvrtcGetCUBIN(program, code))
     _check(nvrtc.nvrtcDestroyProgram(program))
-    file.parent.mkdir(parents=True, exist_ok=True)
-    written = file.with_suffix(f".{os.getpid()}.{id(code)}")
-    written.write_bytes(code)
-    written.replace(file)
+    with suppress(OSError):  # it is only compiled again
+        file.parent.mkdir(parents=True, exist_ok=True)
+        written = file.with_suffix(f".{os.getpid()}.{id(code)}")
+        written.write_bytes(code)
+        written.replace(file)
     return code
+
+
+_compiled: dict[Kernel, Future[bytes]] = {}
 
 
 @cache
@@ -266,15 +281,26 @@ def _compilers() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(n_usable_cpus(), "hopper")
 
 
-@cache
-def _compiled(kernel: Kernel) -> Future[bytes]:
-    return _compilers().submit(_compile, kernel)
+def _begin(kernel: Kernel) -> Future[bytes]:
+    if kernel not in _compiled:
+        _compiled[kernel] = _compilers().submit(_compile, kernel)
+    return _compiled[kernel]
+
+
+def wait() -> list[str]:
+    """Waits until all that was begun is compiled. Returns what failed."""
+    errors = [future.exception() for future in _compiled.values()]
+    return [str(error) for error in errors if error is not None]
 
 
 @cache
 def _function(kernel: Kernel, device: int) -> Any:
     """The function, loaded on the current device. device: its number."""
-    (module,) = _check(driver.cuModuleLoadData(_compiled(kernel).result()))
+    try:
+        (module,) = _check(driver.cuModuleLoadData(_begin(kernel).result()))
+    except RuntimeError:  # a file that was cut off
+        _file(kernel).unlink(missing_ok=True)
+        (module,) = _check(driver.cuModuleLoadData(_compile(kernel)))
     (function,) = _check(driver.cuModuleGetFunction(module, b"linear"))
     attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
     _check(driver.cuFuncSetAttribute(function, attribute, chip().shared_bytes))
@@ -291,7 +317,7 @@ class _Arguments(ctypes.Structure):
         *((name, ctypes.c_void_p) for name in ("w_scale", "w_least", "x_scale", "out")),
         *((name, ctypes.c_uint64) for name in ("out_split", "out_row")),
         *((name, ctypes.c_int) for name in ("n", "m", "m_used", "up", "n_blocks", "scale_blocks", "n_code_stages")),
-        *((name, ctypes.c_int) for name in ("tiles_n", "tiles_m", "n_tiles", "kind")),
+        *((name, ctypes.c_int) for name in ("tiles_n", "tiles_m", "n_tiles", "out_kind")),
     )
 
 
@@ -301,6 +327,7 @@ _ALIGNED = 64
 
 @cache
 def _library() -> ctypes.CDLL:
+    """The driver: the bindings' descriptors do not stand at multiples of 64, as it wants them."""
     return ctypes.CDLL("libcuda.so.1")
 
 
@@ -325,7 +352,9 @@ class _TensorMap:
 
 
 def _shared_bytes() -> int:
-    """Shared memory of a program: what leaves room for one of the kernel in front, a norm, beside it."""
+    """Shared memory of a program: what leaves room for one of the kernel in front, a norm, beside it, where
+    registers do (not those of wide ones).
+    """
     return chip().shared_bytes - 16 * 1024
 
 
@@ -344,6 +373,8 @@ class _Given:
 
 
 CODE_STAGES = 3
+ALIGNMENTS = 2048
+"""Bytes of shared memory that two alignments to 1024 may take."""
 
 
 def _given(
@@ -362,17 +393,19 @@ def _given(
     a.x_scale = None if rows is None else rows.scale.data_ptr()
     a.n, a.m, a.m_used, a.up = n, segment.n, out.shape[-1], half
     a.n_blocks, a.scale_blocks, a.n_code_stages = row_bytes // splits // 128, segment.format.group // 128, CODE_STAGES
-    a.tiles_n = -(-n // (TOKENS * kernel.n_tiles))
+    a.tiles_n = -(-n // (TOKENS * kernel.token_tiles))
     a.tiles_m = -(-out.shape[-1] // (kernel.rows(width) // (2 if swiglu else 1)))
     a.n_tiles = a.tiles_n * a.tiles_m * splits
-    a.kind = SWIGLU if swiglu else FLOAT32 if out.dtype == torch.float32 else BFLOAT16
-    free = _shared_bytes() - 2048 - (CODE_STAGES * kernel.code_bytes if form.kind == CODES else 0)
+    a.out_kind = SWIGLU if swiglu else FLOAT32 if out.dtype == torch.float32 else BFLOAT16
+    free = _shared_bytes() - ALIGNMENTS - (CODE_STAGES * kernel.code_bytes if form.kind == CODES else 0)
+    n_stages = free // kernel.stage_bytes(width, form.kind)
+    assert n_stages >= 2, "a block is released when the next one is being multiplied"
     w_bytes, w_each = (segment.k // 2, 1) if form.kind == CODES else (row_bytes, each)
     return _Given(
         _TensorMap(segment.data, segment.n, w_bytes, w_each, width // (2 if swiglu else 1)),
-        _TensorMap(x if rows is None else rows.codes, n, row_bytes, each, TOKENS * kernel.n_tiles),
+        _TensorMap(x if rows is None else rows.codes, n, row_bytes, each, TOKENS * kernel.token_tiles),
         a,
-        ctypes.c_int(free // kernel.stage_bytes(width, form.kind)),
+        ctypes.c_int(n_stages),
     )
 
 
@@ -386,13 +419,14 @@ def multiply(
     kernel = kernel_for(n, out.shape[-1] * (2 if swiglu else 1), splits, form, sum(part.n for part, _ in others))
     launches.n += 1
     if launches.compile_only:
-        _compiled(kernel)
+        _begin(kernel)
         return
     given = _given(kernel, kernel.width, parts[0], x, rows if form.kind == E4M3 else None, form, swiglu)
     beside = _given(kernel, kernel.side_width, others[0], x, None, HopperFormat(BF16), False) if others else None
-    n_programs = min(given.arguments.n_tiles, chip().n_sms)
+    n_beside = beside.arguments.n_tiles if beside else 0
+    n_programs = min(given.arguments.n_tiles, max(1, chip().n_sms - n_beside))
     config = driver.CUlaunchConfig()
-    config.gridDimX = n_programs + (beside.arguments.n_tiles if beside else 0)
+    config.gridDimX = n_programs + n_beside
     config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
     config.blockDimX, config.sharedMemBytes = kernel.threads, _shared_bytes()
     config.hStream = torch.cuda.current_stream().cuda_stream

@@ -42,6 +42,7 @@ from triton.runtime.jit import JITCallable
 from deltic.engine.step import Progress
 from deltic.machine import n_usable_cpus
 from deltic.ops import gpu
+from deltic.ops.gpu import hopper
 from deltic.ops.gpu.chip import Chip, described
 from deltic.ops.gpu.launch import INTERPRETED, Levers, launches
 from deltic.runtime.plan import Plan
@@ -251,12 +252,13 @@ class Kernels:
             return None
         try:
             report = self._compilation.wait(progress)
-            if report.n_failed:
+            failed = hopper.wait()
+            if report.n_failed or failed:
                 log.warning(
                     "%d of %d kernels were not compiled beforehand: %s",
-                    report.n_failed,
-                    report.n_kernels,
-                    "; ".join(self._compilation.errors[:3]) or "no time was left, or no worker",
+                    report.n_failed + len(failed),
+                    report.n_kernels + len(failed),
+                    "; ".join([*failed, *self._compilation.errors][:3]) or "no time was left, or no worker",
                 )
             elif self._marker is not None:
                 self._marker.parent.mkdir(parents=True, exist_ok=True)
