@@ -256,9 +256,9 @@ def _compile(kernel: Kernel) -> bytes:
     options = [b"--gpu-architecture=sm_90a", b"--std=c++17"]
     (status,) = nvrtc.nvrtcCompileProgram(program, len(options), options)
     # the bindings write into bytes: one alone would be Python's own, which all share
-    said, code = (
-        b" " * max(2, _check(size(program))[0]) for size in (nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetCUBINSize)
-    )
+    sizes = _check(nvrtc.nvrtcGetProgramLogSize(program)) + _check(nvrtc.nvrtcGetCUBINSize(program))
+    buffers: list[bytes] = [b" " * max(2, size) for size in sizes]
+    said, code = buffers
     _check(nvrtc.nvrtcGetProgramLog(program, said))
     if int(status):
         raise RuntimeError(f"NVRTC cannot compile {kernel}: {said.decode()}")
