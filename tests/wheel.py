@@ -21,6 +21,7 @@ X86 = {"baseline", "avx2", "avx2_vnni", "avx512", "avx512_bf16", "amx"}
 ARM = {"baseline", "neon_dotprod", "neon_i8mm"}
 LIBRARIES = {"x86_64": X86, "aarch64": ARM}
 CARRIED = {
+    "deltic/ops/gpu/hopper.cu",
     "deltic/py.typed",
     "deltic/server/page/index.html",
     "deltic/server/page/main.js",
