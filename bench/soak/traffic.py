@@ -552,7 +552,7 @@ async def bad(traffic: Traffic, rng: random.Random) -> None:
         {"prompt": [-1]},
         {"prompt": [[]]},
         {"prompt": [1, "a"]},
-        {"suffix": "x"},
+        {"suffix": 5},
         {"logprobs": 10**4},
         {"best_of": 20},
         {"messages": hi},
