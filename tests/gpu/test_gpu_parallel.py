@@ -50,9 +50,9 @@ def test_a_runner_that_was_lost_stays_so() -> None:
     runner = object.__new__(ParallelRunner)
     runner._threads, runner.runners, runner._lost = THREADS, [1, 2], None
     with pytest.raises(RunnerLostError, match="GPU 1 of 2"):
-        runner._on_all(lambda number: number if number == 1 else refuse())
+        runner.on_all(lambda number: number if number == 1 else refuse())
     with pytest.raises(RunnerLostError, match="GPU 1 of 2"):
-        runner._on_all(lambda number: number)
+        runner.on_all(lambda number: number)
 
 
 def test_a_thread_holds_nothing_of_its_last_call() -> None:
