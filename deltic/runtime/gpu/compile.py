@@ -6,7 +6,8 @@ strides but no memory. Triton specialises a kernel on types, on constants, on in
 of 16 and on pointers that are multiples of 16, all of which are the same there. What it would compile is
 noted (tens of kernels) and given to worker processes, one for each core, since compiling holds the
 interpreter's lock. They know the target but never open the device. The recording finds their results in
-Triton's cache on disk: kernels, and the small C modules that start them.
+Triton's cache on disk: kernels, and the small C modules that start them. Products for Hopper are compiled by
+threads of this process meanwhile (`ops/gpu/hopper.py`).
 
 A failure here is logged and costs only time: a kernel that is not in the cache is compiled when it is first
 started.
