@@ -49,7 +49,10 @@ class Library:
         return list(self.driver.execute_script(script))
 
     def press(self, name: str) -> None:
-        self.one(f"[aria-label='{name}']").click()
+        """Clicks it once it is shown: a view comes a moment behind its link."""
+        selector = f"[aria-label='{name}']"
+        wait_for(lambda: self.all(selector) and self.is_shown(selector))
+        self.one(selector).click()
 
 
 def test_models_are_listed_and_chosen(driver: Any) -> None:
