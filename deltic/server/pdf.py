@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import json
+import signal
 import time
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -31,8 +32,12 @@ MAX_CHARACTERS = 2_000_000
 """Characters that are read, more than a prompt can have; of a longer file, the first pages."""
 ENOUGH_S = 10.0
 """Seconds of a processor after which no other page is begun."""
+PAGE_S = 8.0
+"""Seconds of a processor after which a page is given up, and the next one begun."""
+AGAIN_S = 0.5
+"""Seconds of a processor after which such a page is told to end again: a destructor may have swallowed it."""
 READ_S = 20.0
-"""Seconds of a processor after which a file is given up, also within a page."""
+"""Seconds of a processor after which a file is given up: more than ENOUGH_S and PAGE_S together."""
 READ_MEMORY = 1 << 30
 """Bytes of address space of the process that reads."""
 
@@ -43,7 +48,7 @@ async def pdf_text(service: Service, request: Request) -> ASGIApp:
     """POST /pdf/text: the text of a PDF file, page by page.
 
     The body is the file. Pages that were not read, since there are too many, are counted in `n_pages` only. A
-    page that cannot be read has an empty text, and its number stands in `unread`.
+    page that cannot be read, or takes too long, has an empty text, and its number stands in `unread`.
     """
     if find_spec("pypdf") is None:
         message = "PDF files need a library that is not installed. Run: pip install 'deltic[pdf]'."
@@ -75,15 +80,26 @@ def main() -> int:
     return answer(_read, limit_s=READ_S, memory=READ_MEMORY, most_bytes=MAX_PDF_BYTES)
 
 
+class _TooLong(BaseException):
+    """The end of a page's time: no `except Exception` of the library holds it."""
+
+
+def _end_page(*_: object) -> None:
+    raise _TooLong
+
+
 def _read(data: bytes) -> bytes:
-    """The text of a file's pages, as JSON. One that cannot be read is empty, and told by its number. Raises
-    Refused.
+    """The text of a file's pages, as JSON. One that cannot be read, or takes over PAGE_S, is empty, and told
+    by its number.
+
+    Raises Refused.
     """
     import pypdf
     from pypdf.errors import DependencyError, PdfReadError
 
     if not data.lstrip()[:1024].count(b"%PDF-"):
         raise Refused("is no PDF. Send a PDF file as it is.")
+    signal.signal(signal.SIGPROF, _end_page)
     try:
         reader = pypdf.PdfReader(io.BytesIO(data))
         if reader.is_encrypted and not reader.decrypt(""):
@@ -93,10 +109,14 @@ def _read(data: bytes) -> bytes:
         n_characters, begun_s = 0, time.process_time()
         for number in range(1, min(n_pages, MAX_PAGES) + 1):
             try:
-                text = reader.pages[number - 1].extract_text()
+                signal.setitimer(signal.ITIMER_PROF, PAGE_S, AGAIN_S)
+                try:
+                    text = reader.pages[number - 1].extract_text()
+                finally:
+                    signal.setitimer(signal.ITIMER_PROF, 0)
             except DependencyError:
                 raise
-            except Exception:  # whatever the library meets in a page of a stranger's file
+            except (Exception, _TooLong):  # whatever the library meets in a stranger's page
                 unread.append(number)
                 text = ""
             text = text.encode("utf-8", "replace").decode().replace("\0", "").strip()
@@ -113,7 +133,7 @@ def _read(data: bytes) -> bytes:
     except MemoryError:
         raise Refused("needs too much memory to be read. Send fewer pages.") from None
     if unread and not any(pages):
-        raise Refused("cannot be read: its pages are damaged.")
+        raise Refused("cannot be read: its pages are damaged, or take too long.")
     if not any(pages):
         raise Refused("has no text: its pages are pictures. Send them as pictures to a model that sees.")
     return json.dumps({"pages": pages, "n_pages": n_pages, "unread": unread}, ensure_ascii=False).encode()

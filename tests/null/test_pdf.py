@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import subprocess
+import sys
 import zlib
 
 import httpx
@@ -16,8 +18,8 @@ from tests.null.test_http import error_of
 pypdf = pytest.importorskip("pypdf")
 
 
-def written(*pages: str, stream: bytes | None = None) -> bytes:
-    """A PDF with a line of text on each page. stream: what all pages draw instead, compressed."""
+def written(*pages: str | bytes) -> bytes:
+    """A PDF with a line of text on each page, or what it draws, which is compressed."""
     n = len(pages)
     kids = " ".join(f"{4 + 2 * i} 0 R" for i in range(n))
     objects = [
@@ -26,8 +28,8 @@ def written(*pages: str, stream: bytes | None = None) -> bytes:
         b"<< /Type /Font /Subtype /Type1 /BaseFont /Helvetica /Encoding /WinAnsiEncoding >>",
     ]
     for i, text in enumerate(pages):
-        drawn = f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode("cp1252")
-        data = zlib.compress(drawn if stream is None else stream)
+        line = text if isinstance(text, bytes) else f"BT /F1 12 Tf 72 720 Td ({text}) Tj ET".encode("cp1252")
+        data = zlib.compress(line)
         objects.append(
             b"<< /Type /Page /Parent 2 0 R /MediaBox [0 0 612 792] "
             b"/Resources << /Font << /F1 3 0 R >> >> /Contents %d 0 R >>" % (5 + 2 * i)
@@ -84,6 +86,21 @@ def test_a_page_that_cannot_be_read_is_told_and_the_others_are_read() -> None:
         pdf._read(damaged(written("one"), 1))
 
 
+SLOW = b"BT /F1 12 Tf\n" + b"1 0 0 1 72 720 Tm (word) Tj\n" * 300_000 + b"ET"
+"""A page that takes a reader seconds."""
+
+
+def test_a_page_that_takes_too_long_is_told_and_the_others_are_read() -> None:
+    def read(*pages: str | bytes) -> bytes:
+        program = "from deltic.server import pdf; pdf.PAGE_S = 0.5; raise SystemExit(pdf.main())"
+        return subprocess.run([sys.executable, "-c", program], input=written(*pages), stdout=subprocess.PIPE).stdout
+
+    told = json.loads(read("one", SLOW, "three"))
+    assert told == {"pages": ["one", "", "three"], "n_pages": 3, "unread": [2]}
+    assert b"take too long" in read(SLOW)
+    assert pdf.PAGE_S + pdf.ENOUGH_S < pdf.READ_S, "else the file ends with its page"
+
+
 REFUSED = {
     "no PDF": (b"GIF89a", "is no PDF"),
     "nothing": (b"", "is no PDF"),
@@ -112,7 +129,7 @@ def test_route() -> None:
         assert error_of(refused)["message"] == "body: is no PDF. Send a PDF file as it is."
         assert send(url, bytes(1_000_001)).status_code == 413
         assert send(url, written("Hello"), origin="http://elsewhere.example").status_code == 403
-        bomb = send(url, written("", stream=b"\0" * 400_000_000))
+        bomb = send(url, written(b"\0" * 400_000_000))
         assert bomb.status_code == 400, bomb.text
     with served(make_app(FakeEngineClient(), api_key=("secret",))) as url:
         assert send(url, written("Hello")).status_code == 401

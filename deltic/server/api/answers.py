@@ -427,7 +427,7 @@ class PdfText(Struct):
     n_pages: int
     """Pages that there are."""
     unread: list[int]
-    """Numbers of those among `pages` that cannot be read, from 1 on."""
+    """Numbers of those among `pages` that cannot be read, or take too long, from 1 on."""
 
 
 class DrawnTexts(Struct):
