@@ -48,6 +48,11 @@ class FakeHub:
     """How many answers with a big file are cut off in the middle."""
     n_empty: int = 0
     """How many answers with a big file end before the first byte of it, after those that are cut off."""
+    n_stalls: int = 0
+    """How many answers with a big file stop in the middle, and neither go on nor end."""
+    silent: str = ""
+    """Beginning of the paths that are heard and never answered."""
+    over: threading.Event = field(default_factory=threading.Event)
     wrong: set[str] = field(default_factory=set)
     """Files that come with other bytes than the hub says."""
     ranges: bool = True
@@ -85,6 +90,10 @@ class _Answer(BaseHTTPRequestHandler):
     def _get(self) -> None:
         hub, path = self.hub, self.path.partition("?")[0]
         hub.asked.append(f"{self.command} {path}")
+        if hub.silent and path.startswith(hub.silent):
+            hub.over.wait()
+            self.close_connection = True
+            return
         if hub.down:
             self._say(500, b"down", {})
             return
@@ -140,6 +149,13 @@ class _Answer(BaseHTTPRequestHandler):
             else:
                 hub.n_empty -= 1
             self.close_connection = True
+        if file and len(body) > 100 and hub.n_stalls:
+            hub.n_stalls -= 1
+            self.wfile.write(body[: len(body) // 2])
+            hub.sent[file] = hub.sent.get(file, 0) + len(body) // 2
+            hub.over.wait()
+            self.close_connection = True
+            return
         piece = max(1, int(hub.rate / 20)) if hub.rate and file else len(body)
         for i in range(0, len(body), piece or 1):
             try:
@@ -198,5 +214,6 @@ def hub_with(files: Mapping[str, Any], **settings: Any) -> Iterator[FakeHub]:
         with mock.patch.multiple(constants, ENDPOINT=hub.url, HUGGINGFACE_CO_URL_TEMPLATE=template):
             yield hub
     finally:
+        hub.over.set()
         server.shutdown()
         server.server_close()

@@ -172,19 +172,33 @@ def download(wanted: Download, parts: list[Part] | None = None, *, only_here: bo
     (name, _, quant), given = wanted.name.partition(":"), wanted.revision
     with _explained(name, given):
         import huggingface_hub  # here, because most starts need no hub and it costs a fifth of a second
+        from huggingface_hub import errors
 
-        told = None if only_here else _told(name, given)
+        told, failed = None, None
+        try:
+            told = None if only_here else told_of(name, given)
+        except Exception as error:  # all of it may be in the cache
+            failed = error
         files, gguf = [] if quant else list(wanted.files), list[str]()
         if told is not None:
             _refuse_others(wanted, told)
             gguf = _gguf_files(name, quant, [file.rfilename for file in told.siblings or ()])
             files = list(map(glob.escape, gguf + _tower_files(gguf, told))) or files
             _fill(name, told, files, wanted.directory, [] if parts is None else parts)
-        folder = Path(
-            huggingface_hub.snapshot_download(
-                name, revision=given, cache_dir=wanted.directory, allow_patterns=files, local_files_only=only_here
+            _refer(_cache_of(name, wanted.directory) / "refs", given or "main", str(told.sha))
+        try:
+            folder = Path(
+                huggingface_hub.snapshot_download(
+                    name,
+                    revision=(told and told.sha) or given,  # for what it asks of a name it waits for ever
+                    cache_dir=wanted.directory,
+                    allow_patterns=files,
+                    local_files_only=told is None,
+                )
             )
-        )
+        except errors.LocalEntryNotFoundError as error:
+            known = isinstance(failed, errors.RepositoryNotFoundError | errors.RevisionNotFoundError)
+            raise (failed if known else error) from failed
         if told is None:  # the hub cannot be asked: what the cache has decides
             gguf = _gguf_files(name, quant, [path.relative_to(folder).as_posix() for path in folder.rglob("*.*")])
         return folder / gguf[0] if gguf else folder
@@ -208,27 +222,34 @@ def _explained(name: str, given: str | None) -> Iterator[None]:
     except errors.RepositoryNotFoundError as error:
         raise CheckpointError(f"{name}: neither a directory here nor a model on the hub") from error
     except errors.LocalEntryNotFoundError as error:
+        why = f" ({_said(error.__cause__)})" if error.__cause__ else ""
         raise DownloadFailed(
             f"{name}{f' at {given}' if given else ''}: not a directory, not (or not wholly) in the download cache, and the hub "
-            "cannot be reached; go online once, or give the path of a checkpoint directory"
+            f"cannot be reached{why}; go online once, or give the path of a checkpoint directory"
         ) from error
     except Exception as error:  # the hub's own, the system's, and those of whichever HTTP library it has
-        said = " ".join(str(error).split()) or type(error).__name__
         raise DownloadFailed(
-            f"{name}: the download failed ({said}); start again: it goes on from what has come"
+            f"{name}: the download failed ({_said(error)}); start again: it goes on from what has come"
         ) from error
 
 
-def _told(name: str, revision: str | None) -> Any:
-    """Asks the hub for a model and its files. Returns None if the hub tells nothing (it cannot be reached, or
-    wants a token). The library then says what is wrong, or finds everything in the cache.
-    """
-    from huggingface_hub import HfApi
+def _said(error: BaseException) -> str:
+    """Returns the words of an error that a library raised."""
+    if "Timeout" in type(error).__name__:
+        return f"it has not answered for {TELLING_S:g} s"
+    return " ".join(str(error).split()) or type(error).__name__
 
-    try:
-        return HfApi().model_info(name, revision=revision, files_metadata=True, timeout=TELLING_S)
-    except Exception:
-        return None
+
+def told_of(name: str, revision: str | None) -> Any:
+    """Asks the hub for a model and its files. It hears nothing of this machine, and has TELLING_S to answer:
+    this, and what the library asks it later. Raises what the library does.
+    """
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.utils import get_session
+
+    constants.HF_HUB_DISABLE_TELEMETRY = True  # else the library tells which torch, and which agent, is here
+    get_session().timeout = TELLING_S
+    return HfApi().model_info(name, revision=revision, files_metadata=True, timeout=TELLING_S)
 
 
 def _refuse_others(wanted: Download, told: object) -> None:
@@ -289,6 +310,13 @@ def _cache_of(name: str, directory: str | None) -> Path:
     return Path(directory or constants.HF_HUB_CACHE, "models--" + name.replace("/", "--"))
 
 
+def _refer(refs: Path, revision: str, commit: str) -> None:
+    """Writes which commit a branch or a tag is, where the library looks without the hub."""
+    if _HASH.fullmatch(commit) and not _HASH.fullmatch(revision) and _is_safe(revision):
+        (file := refs / revision).parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(commit)
+
+
 def _is_safe(path: str) -> bool:
     """Returns whether a path that the hub tells leads nowhere else."""
     return not {"..", "/"} & {*Path(path).parts}
@@ -303,14 +331,14 @@ def outline(wanted: Download, folder: Path, *, has_tokenizer: bool = False) -> P
     folder: where they are put. has_tokenizer: it is another's. Where the hub cannot be reached, what the
     cache has decides. Raises CheckpointError.
     """
-    from huggingface_hub import HfApi, errors
+    from huggingface_hub import errors
     from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 
     (name, _, what), given = wanted.name.partition(":"), wanted.revision
     disable_progress_bars()
     with _explained(name, given):
         try:
-            told = HfApi().model_info(name, revision=given, files_metadata=True, timeout=TELLING_S)
+            told = told_of(name, given)
         except (errors.RepositoryNotFoundError, errors.RevisionNotFoundError):
             raise
         except Exception:  # no way to the hub

@@ -24,7 +24,7 @@ from deltic.logs import printable
 from deltic.models.checkpoint import ALL_FILES, TEXT_FILES
 from deltic.models.fields import CheckpointError
 from deltic.models.gguf import chosen, models_among
-from deltic.models.hub import TELLING_S, Download, DownloadFailed, Outcome, Part, Progress, is_hub_name, wanted_of
+from deltic.models.hub import Download, DownloadFailed, Outcome, Part, Progress, is_hub_name, told_of, wanted_of
 from deltic.server.address import url_of
 from deltic.server.local_models import cache_folder, towers_of
 
@@ -41,11 +41,6 @@ PROGRAM = (sys.executable, "-m", "deltic.models.hub")
 
 LINE_EVERY_S = 5.0
 """Seconds between the lines of the log, where there is no terminal."""
-
-SILENT_S = 20.0
-"""Seconds without a word of the hub after which that is said. The library waits for as long as a connection
-holds.
-"""
 
 ENDING_S = 2.0
 """Seconds that a download that was told to end may take to do so."""
@@ -74,11 +69,9 @@ def expected(wanted: Download) -> list[Expected]:
 
     Raises CheckpointError for a choice among GGUF files that is none.
     """
-    from huggingface_hub import HfApi  # a fifth of a second
-
     name, _, what = wanted.name.partition(":")
     try:
-        told = HfApi().model_info(name, revision=wanted.revision, files_metadata=True, timeout=TELLING_S)
+        told = told_of(name, wanted.revision)
     except Exception:
         return []
     files = {file.rfilename: file for file in told.siblings or () if file.size is not None}
@@ -196,7 +189,7 @@ async def _fetch(wanted: Download, stop: asyncio.Event, tell: Tell) -> Path | No
 
 async def _read(lines: asyncio.StreamReader, name: str, show: Show) -> Path:
     """Raises CheckpointError."""
-    decoder, until_s = msgspec.json.Decoder(Progress | Outcome), time.monotonic() + SILENT_S
+    decoder = msgspec.json.Decoder(Progress | Outcome)
     async for line in lines:
         try:
             message = decoder.decode(line)
@@ -204,9 +197,6 @@ async def _read(lines: asyncio.StreamReader, name: str, show: Show) -> Path:
             continue  # what a library has printed
         if isinstance(message, Progress):
             show(message)
-            if not message.total_bytes and time.monotonic() > until_s:
-                log.warning("%s: the hub does not answer. HF_HUB_OFFLINE=1 takes what the cache has.", name)
-                until_s = float("inf")
         elif message.directory is not None:
             return Path(message.directory)
         else:

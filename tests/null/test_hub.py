@@ -298,6 +298,29 @@ def test_a_download_goes_on_through_breaks(tmp_path: Path, monkeypatch: pytest.M
         assert hub.n_breaks == 0 and hub.sent[BIG] <= len(files[BIG]) + 2 * CHUNK_BYTES
 
 
+def test_a_silent_hub_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes connections, and answers none, or no more."""
+    monkeypatch.setattr(hub, "TELLING_S", 0.5)
+    monkeypatch.setattr(constants, "HF_HUB_DOWNLOAD_TIMEOUT", 0.5)
+    wanted = Download("owner/model", ALL_FILES, directory=str(tmp_path))
+    with hub_with(SMALL, silent="/api") as there:
+        with pytest.raises(DownloadFailed, match=r"cannot be reached \(it has not answered for 0\.5 s\); go online"):
+            hub.download(wanted)
+        assert there.asked == ["GET /api/models/owner/model"], "nothing else is told, or asked"
+        there.silent = "/owner/model/resolve"
+        quick = SimpleNamespace(**vars(time) | {"sleep": lambda _: None})
+        monkeypatch.setattr("huggingface_hub.file_download.time", quick)
+        with pytest.raises(DownloadFailed, match=r"the download failed \(it has not answered .*; start again"):
+            hub.download(wanted)
+        there.silent, there.n_stalls = "", 1
+        assert (hub.download(wanted) / BIG).read_bytes() == SMALL[BIG], "it goes on behind what had come"
+        assert there.n_stalls == 0 and there.sent[BIG] <= len(SMALL[BIG]) + CHUNK_BYTES
+        there.silent = "/api"
+        assert (hub.download(wanted) / BIG).exists()
+        there.silent = "/api/models/owner/model/"  # what the library asks when we have been told
+        assert (hub.download(wanted) / BIG).exists()
+
+
 @pytest.mark.parametrize(
     ("beside", "expected"),
     [
