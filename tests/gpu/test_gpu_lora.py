@@ -206,8 +206,12 @@ def parts_of(shape: ModelShape, name: str, n: int) -> list[int]:
 
 @cache
 def every_module(kind: str, seed: int) -> Adapter:
+    return adapter_of(runner(kind).plan.shape, seed)
+
+
+def adapter_of(shape: ModelShape, seed: int) -> Adapter:
     """An adapter of every module, of other ranks in each."""
-    shape, rng, found = runner(kind).plan.shape, np.random.default_rng(seed), {}
+    rng, found = np.random.default_rng(seed), {}
     for name, of in sizes(shape).items():
         deltas, first = [], 0
         for n in parts_of(shape, name, of.n):
