@@ -161,9 +161,9 @@ def check_environment(environ: Mapping[str, str] = os.environ) -> None:
             raise ConfigError(f"{variable} is not a setting of Deltic; {hint}")
 
 
-def config_file(given: str | None, environ: Mapping[str, str] = os.environ) -> Path | None:
+def config_file(given: str | None) -> Path | None:
     """The file of settings, by --config or DELTIC_CONFIG."""
-    named = environ.get(ENV_PREFIX + "CONFIG") if given is None else given
+    named = os.environ.get(ENV_PREFIX + "CONFIG") if given is None else given
     return None if named is None else Path(named)
 
 

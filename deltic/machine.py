@@ -104,9 +104,9 @@ class FreeMemory(typing.NamedTuple):
     """Source of the bound, in words for behind the figure; empty where it is the machine."""
 
 
-def free_memory_bytes(proc: Path = PROC, cgroup: Path = CGROUP) -> int:
+def free_memory_bytes() -> int:
     """Bytes this process may still take, see `free_memory`."""
-    return free_memory(proc, cgroup).bytes
+    return free_memory().bytes
 
 
 def memory_bound() -> str:

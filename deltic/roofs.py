@@ -53,9 +53,9 @@ def multiply_peak(n_threads: int, format: str = "bf16") -> float:
     return float(n_operations[0]) / seconds
 
 
-def _best_s(program: Program, n_runs: int = 5) -> float:
+def _best_s(program: Program) -> float:
     times = []
-    for _ in range(n_runs):
+    for _ in range(5):
         start = time.perf_counter()
         program.run()
         times.append(time.perf_counter() - start)

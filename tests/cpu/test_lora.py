@@ -44,7 +44,7 @@ def table_of(adapters: list[list[SimpleNamespace]], is_embedding: bool = False) 
     table, memory = make_table(len(adapters), 1, allocate), []
     for slot, terms in enumerate(adapters):
         if terms:
-            memory.append(zeros((terms_bytes(terms, is_embedding),), np.uint8))
+            memory.append(zeros((terms_bytes(terms),), np.uint8))
             table[slot, 0] = put_terms(terms, memory[-1], is_embedding)
     return table, memory
 

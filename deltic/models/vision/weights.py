@@ -25,7 +25,6 @@ from deltic.models.loading import (
     HOST,
     Declaration,
     Parts,
-    Progress,
     Store,
     Stored,
     check_plan,
@@ -211,9 +210,7 @@ def check_tower(
     return check_plan(checked.plan, tensors, place)
 
 
-def load_vision(
-    path: str | Path, shape: VisionShape, progress: Progress | None = None, *, store: Store = HOST
-) -> tuple[VisionWeights, list[str]]:
+def load_vision(path: str | Path, shape: VisionShape, *, store: Store = HOST) -> tuple[VisionWeights, list[str]]:
     """Loads the tower of a checkpoint: a directory, a safetensors file, or the GGUF file of a model or tower;
     shape: of `stored_vision_shape`.
 
@@ -228,7 +225,7 @@ def load_vision(
         if isinstance(part.target, Matrix):
             for one in part.stored:
                 tensors[one.name] = Widened(tensors[one.name], part.target.k)
-    copy_parts(parts.plan, tensors, store, progress)
+    copy_parts(parts.plan, tensors, store, None)
     return weights, notices
 
 

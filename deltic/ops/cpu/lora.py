@@ -164,12 +164,12 @@ def padded(n: int, multiple: int) -> int:
     return -(-n // multiple) * multiple
 
 
-def terms_bytes(terms: Sequence[Term], is_embedding: bool = False) -> int:
+def terms_bytes(terms: Sequence[Term]) -> int:
     """Bytes that `put_terms` needs."""
-    return sum(padded(n_bytes, _LINE) for n_bytes in _sizes(terms, is_embedding))
+    return sum(padded(n_bytes, _LINE) for n_bytes in _sizes(terms))
 
 
-def _sizes(terms: Sequence[Term], is_embedding: bool) -> list[int]:
+def _sizes(terms: Sequence[Term]) -> list[int]:
     m, _, k = terms[0].down.shape
     ranks = [padded(term.down.shape[1], _RANK) for term in terms]
     return [2 * m * sum(ranks) * k] + [
@@ -183,7 +183,7 @@ def put_terms(terms: Sequence[Term], memory: Array, is_embedding: bool = False) 
     """
     check("lora", 1 <= len(terms) <= MAX_TERMS, f"at most {MAX_TERMS} terms of one product, found {len(terms)}")
     m, _, k = terms[0].down.shape
-    down_bytes, *up_bytes = _sizes(terms, is_embedding)
+    down_bytes, *up_bytes = _sizes(terms)
     ranks = [padded(term.down.shape[1], _RANK) for term in terms]
     down = memory[:down_bytes].view(bfloat16)
     if is_embedding:

@@ -10,7 +10,7 @@ from deltic.ops.cpu.lora import put_terms, terms_bytes
 
 def adapter_bytes(adapter: Adapter) -> int:
     """Bytes that an adapter takes."""
-    return sum(terms_bytes(deltas, name == EMBEDDING) for name, deltas in adapter.deltas.items())
+    return sum(terms_bytes(deltas) for deltas in adapter.deltas.values())
 
 
 class CpuAdapterMemory:
@@ -27,7 +27,7 @@ class CpuAdapterMemory:
     def write(self, slot: int, begin: int, adapter: Adapter) -> None:
         entries = {}
         for name, deltas in adapter.deltas.items():
-            n_bytes = terms_bytes(deltas, name == EMBEDDING)
+            n_bytes = terms_bytes(deltas)
             memory = self._memory[begin : begin + n_bytes]
             entries[self._buffers.names.index(name)] = put_terms(deltas, memory, name == EMBEDDING)
             begin += n_bytes
