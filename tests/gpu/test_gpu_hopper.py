@@ -41,13 +41,15 @@ def test_kernels_fill_the_chip(n: int, name: str, side: int, monkeypatch: pytest
     for m, splits in ((5120, 4), (34816, 1), (5120, 2), (16384, 1), (1024, 8), (96, 1), (248320, 1)):
         kernel = hopper.kernel_for(n, m, splits, form, side)
         assert kernel.width in hopper.WIDTHS and kernel.token_tiles == (1 if n <= 64 else 2)
-        assert kernel.rows(kernel.side_width) >= side or kernel.side_width == 0 == side
-        assert kernel.rows(kernel.side_width) < side + 32 or not side
+        assert kernel.side_width % 16 == 0 and kernel.rows(kernel.side_width) < side + 32
+        assert bool(kernel.side_width) == bool(side)
         free = hopper._shared_bytes() - hopper.ALIGNMENTS - hopper.CODE_STAGES * kernel.code_bytes
         assert kernel.stage_bytes(kernel.width, form.kind) * 3 < free, "three blocks on their way"
     # one program for each multiprocessor, all with as many rows as they can be equal in
     assert hopper.kernel_for(64, 5120, 4, FP8) == hopper.Kernel(80, 1, FP8)
     assert hopper.kernel_for(128, 5120, 4, FP8) == hopper.Kernel(160, 2, FP8)
+    # what is beside it has the multiprocessors that are left
+    assert hopper.kernel_for(128, 16384, 1, FP8, 96) == hopper.Kernel(128, 2, FP8, 32)
 
 
 def test_what_cannot_compile_is_told_and_not_chosen(

@@ -94,15 +94,14 @@ def matrix_at(p_w, i_matrix, n, k, FORMAT: tl.constexpr):
 @triton.jit
 def product_of_rows(
     p_x_row, b_used, p_w, o_row, n, K: tl.constexpr, MOST_K: tl.constexpr, FORMAT: tl.constexpr,
-    AHEAD: tl.constexpr = False, WAIT: tl.constexpr = False, RELEASE: tl.constexpr = False, p_x_scale=None,
-    scale_step=None,
+    AHEAD: tl.constexpr = False, WAIT: tl.constexpr = False, p_x_scale=None, scale_step=None,
 ):
     """float32 [M, N]: rows o_row [M] of the matrix [n, K] at p_w times the rows of x at p_x_row [N], those in
     use.
 
-    AHEAD: the first blocks of weights are read first of all. WAIT, RELEASE: then the kernel waits for the one
-    in front, and lets the next one start, before x is read. p_x_scale [N]: where x is e4m3 codes (fp8.py) its
-    scales, those of the next block scale_step behind; not with AHEAD.
+    AHEAD: the first blocks of weights are read first of all. WAIT: then the kernel waits for the one in
+    front, before x is read. p_x_scale [N]: where x is e4m3 codes (fp8.py) its scales, those of the next block
+    scale_step behind; not with AHEAD.
     """
     tl.static_assert(not AHEAD or p_x_scale is None)
     CODES: tl.constexpr = FORMAT % 16
@@ -123,8 +122,6 @@ def product_of_rows(
             codes += (load_codes(w, tl.full((), i * BLOCK_K, tl.int32), BLOCK_K, CODES, SCALES, GROUP),)
     if WAIT:
         tl.extra.cuda.gdc_wait()
-    if RELEASE:
-        tl.extra.cuda.gdc_launch_dependents()
     if AHEAD:
         ahead = load_more_scales(w, tl.full((), STEP if STEP < K else 0, tl.int32), N, BLOCK_K, CODES, SCALES, GROUP)
         for i in tl.static_range(N):

@@ -50,9 +50,9 @@ from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.gpu.rounding import cut, noisy, rounding_seed
 
 EARLY_ROWS = 16
-"""Rows up to which the next kernel may start as soon as all our programs have.
+"""Rows up to which it starts before the kernel in front has ended, and lets the next one do so.
 
-With more it would take room from them.
+With more, its programs would keep the registers that a product wants.
 """
 
 
@@ -190,7 +190,7 @@ def _gdn_decode_kernel(
     p_conv, p_a_log, p_dt_bias, p_norm, p_out, eps,
     SPLITS: tl.constexpr, N_K: tl.constexpr, N_V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     TILED: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, TILES: tl.constexpr,
-    ROWS: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    ROWS: tl.constexpr, PDL: tl.constexpr,
 ):
     i_head = tl.program_id(0)
     i_row = tl.program_id(1)
@@ -199,7 +199,7 @@ def _gdn_decode_kernel(
     GROUP: tl.constexpr = N_V // N_K
     DTYPE: tl.constexpr = p_states.dtype.element_ty
 
-    if PDL and EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     state_slot = tl.load(p_row_slot + i_row)
     position = tl.load(p_row_position + i_row)
@@ -238,8 +238,6 @@ def _gdn_decode_kernel(
 
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if not EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
 
     p_row = p_proj + i_row.to(tl.int64) * N_COLUMNS
     partial_stride = n_rows.to(tl.int64) * N_COLUMNS
@@ -341,7 +339,7 @@ def _gdn_drafts_kernel(
     p_dt_bias, p_norm, p_out, eps,
     SPLITS: tl.constexpr, N_K: tl.constexpr, N_V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     TILED: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
-    WINDOW: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr,
+    WINDOW: tl.constexpr, PDL: tl.constexpr,
 ):
     """Does what `_gdn_decode_kernel` does for one head of all rows of a sequence, in the program of its first
     row.
@@ -353,7 +351,7 @@ def _gdn_drafts_kernel(
     GROUP: tl.constexpr = N_V // N_K
     DTYPE: tl.constexpr = p_states.dtype.element_ty
 
-    if PDL and EARLY:
+    if PDL:
         tl.extra.cuda.gdc_launch_dependents()
     state_slot = tl.load(p_row_slot + i_row)
     n_new = tl.load(p_length + i_row)
@@ -393,8 +391,6 @@ def _gdn_drafts_kernel(
 
     if PDL:
         tl.extra.cuda.gdc_wait()
-        if not EARLY:
-            tl.extra.cuda.gdc_launch_dependents()
 
     # the first value head of a key head keeps the inputs of q and k, in rows that nobody reads in this step:
     # of the ring, where tokens are redone, none is read; of a window see `window_rows`
@@ -483,7 +479,7 @@ def gdn_decode(
     of_weights = weights.conv, weights.a_log, weights.dt_bias, weights.norm
     constants: dict[str, Any] = dict(
         SPLITS=n_splits, N_K=heads.n_k, N_V=heads.n_v, DK=dk, DV=dv, TILED=heads.tiled, SCALE=dk**-0.5, PARTS=parts,
-        PART=layout.part, ROWS=layout.rows, EARLY=n_rows <= EARLY_ROWS, pdl=levers.pdl, num_warps=layout.num_warps,
+        PART=layout.part, ROWS=layout.rows, pdl=levers.pdl and n_rows <= EARLY_ROWS, num_warps=layout.num_warps,
     )
     held = columns, columns.stride(0), states, states.stride(0)
     if rows.drafts is None:

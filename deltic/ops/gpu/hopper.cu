@@ -371,6 +371,8 @@ __device__ __forceinline__ void product(
       copy_x(w, s);
       if (++s == n_stages) s = 0, parity ^= 1;
     }
+    // not before: what starts takes room and bandwidth from us
+    asm volatile("griddepcontrol.launch_dependents;");
     return;
   }
 
@@ -480,7 +482,6 @@ extern "C" __global__ void __launch_bounds__(FORM == 2 ? 448 : WIDE ? 384 : 288,
     const __grid_constant__ Arguments side, int side_stages
 #endif
 ) {
-  asm volatile("griddepcontrol.launch_dependents;");
 #if SIDE_WIDTH
   if (blockIdx.x >= n_programs) {
     product<SIDE_WIDTH, TOKEN_TILES, IN_BFLOAT16>(

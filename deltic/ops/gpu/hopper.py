@@ -218,16 +218,22 @@ def kernel_for(n: int, m: int, splits: int, form: HopperFormat, side: int = 0) -
     """
     token_tiles = 1 if n <= TOKENS else MAX_TILES
     tiles_n, each = -(-n // (TOKENS * token_tiles)), 2 if token_tiles == 1 else 1
-    sms = max(1, chip().n_sms - (tiles_n * splits if side else 0))  # a program fills one
+    n_tiles = tiles_n * splits
+    sms = max(1, chip().n_sms - (n_tiles if side else 0))  # a program fills one
     # copies of zeros, a byte each, begin at multiples of 16
     step, most = (32 if form.least == 2 else 16), (MOST_CODE_ROWS // each if form.kind == CODES else WIDTHS[-1])
 
+    def n_programs(rows: int, width: int) -> int:
+        return n_tiles * -(-rows // (width * each))
+
     def cost(width: int) -> int:
-        waves = -(-tiles_n * splits * -(-m // (width * each)) // sms)
-        return waves * (width * each + 32)
+        return -(-n_programs(m, width) // sms) * (width * each + 32)
 
     width = min((width for width in WIDTHS if width <= most and width % step == 0), key=cost)
-    return Kernel(width, token_tiles, form, -(-side // (16 * each)) * 16)
+    # what is beside it is done sooner with all multiprocessors that are left
+    left = max(n_tiles, chip().n_sms - n_programs(m, width))
+    side_width = next((few for few in range(16, side + 16, 16) if n_programs(side, few) <= left), 0)
+    return Kernel(width, token_tiles, form, side_width)
 
 
 # Compiling and loading.

@@ -509,14 +509,14 @@ def down_kernel(p_act, p_w, p_shared, p_logits, p_weight, p_counters, p_entries,
                 H: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
                 E: tl.constexpr, E2: tl.constexpr, STRIDE: tl.constexpr, S: tl.constexpr, SLOTS: tl.constexpr,
                 NORMALISE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-                MOST_K: tl.constexpr, ALONE: tl.constexpr, AHEAD: tl.constexpr, EARLY: tl.constexpr, PDL: tl.constexpr):
+                MOST_K: tl.constexpr, ALONE: tl.constexpr, AHEAD: tl.constexpr, PDL: tl.constexpr):
     """out[slot, row] = weight[row, slot] * (down act) of BLOCK_M rows of one matrix and one work item.
 
     ALONE: one row. AHEAD: the first K block of the weights is fetched before the wait for `gate_up`, as is
-    what the route kernels wrote.
+    what the route kernels wrote. PDL: not with many rows, where what starts early would take room from it.
     """
     INNER: tl.constexpr = M if M > MS else MS
-    if PDL and EARLY:
+    if PDL:
         gdc_launch_dependents()
     i_tile, i_work = tl.program_id(0) % (H // BLOCK_M), tl.program_id(0) // (H // BLOCK_M)
     n_shared = (n_rows + BLOCK_N - 1) // BLOCK_N
@@ -547,8 +547,6 @@ def down_kernel(p_act, p_w, p_shared, p_logits, p_weight, p_counters, p_entries,
             b_ahead = fetch(p_w_tile, (o_k < width)[None, :])
         if PDL:
             gdc_wait()
-            if not EARLY:
-                gdc_launch_dependents()
         b_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         if AHEAD:
             b_x = tl.load(p_x_tile, mask=(o_n < n)[None, :] & (o_k < width)[:, None], other=0.0)
@@ -564,18 +562,12 @@ def down_kernel(p_act, p_w, p_shared, p_logits, p_weight, p_counters, p_entries,
         p_x_row = p_act + b_line * INNER
         if FORMAT == SHARED and M == MS:
             p_matrix = matrix_at(tl.where(is_shared, p_shared, p_w), expert, H, M, FORMAT)
-            b_acc = product_of_rows(
-                p_x_row, o_n < n, p_matrix, o_h, H, M, MOST_K, FORMAT, AHEAD, PDL, PDL and not EARLY
-            )
+            b_acc = product_of_rows(p_x_row, o_n < n, p_matrix, o_h, H, M, MOST_K, FORMAT, AHEAD, PDL)
         elif is_shared:
-            b_acc = product_of_rows(
-                p_x_row, o_n < n, p_shared, o_h, H, MS, MOST_K, SHARED, AHEAD, PDL, PDL and not EARLY
-            )
+            b_acc = product_of_rows(p_x_row, o_n < n, p_shared, o_h, H, MS, MOST_K, SHARED, AHEAD, PDL)
         else:
             p_matrix = matrix_at(p_w, expert, H, M, FORMAT)
-            b_acc = product_of_rows(
-                p_x_row, o_n < n, p_matrix, o_h, H, M, MOST_K, FORMAT, AHEAD, PDL, PDL and not EARLY
-            )
+            b_acc = product_of_rows(p_x_row, o_n < n, p_matrix, o_h, H, M, MOST_K, FORMAT, AHEAD, PDL)
     p_column = p_out + (b_slot * n_rows + b_row).to(tl.int64) * H
     tl.store(p_column[None, :] + o_h[:, None], b_acc * b_weight[None, :], mask=(o_n < n)[None, :])
 
@@ -732,7 +724,7 @@ def moe_decode(
     launch(
         down_kernel, (hidden // block_m * n_work,), s.act, rows, shared_rows, s.logits, s.weight, s.counters, s.entries, s.lists,
         row_slot, out, n, FORMAT=FORMAT, SHARED=SHARED, NORMALISE=normalise, BLOCK_M=block_m, BLOCK_K=block_k,
-        MOST_K=t.down_k, AHEAD=t.down_ahead, EARLY=t.early, **experts, num_warps=4, num_stages=t.down_stages, pdl=pdl,
+        MOST_K=t.down_k, AHEAD=t.down_ahead, **experts, num_warps=4, num_stages=t.down_stages, pdl=pdl and t.early,
     )
     if adapters is not None:
         expand_experts(out, of.down, of.shared_down, routed, who, out_row=hidden, by_slot=True, levers=levers)
