@@ -16,11 +16,11 @@ from deltic.ops.arrays import bfloat16
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu import hopper, linear
 from deltic.ops.gpu.chip import HOPPER, described
-from deltic.ops.gpu.fp8 import fp8_rows
+from deltic.ops.gpu.fp8 import block_scales, fp8_rows
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import Narrow, decoded_config, narrow_config, narrow_linear, narrow_swiglu
 from deltic.ops.gpu.weight import DeviceStore
-from deltic.ops.matrix import Matrix
+from deltic.ops.matrix import Matrix, planes
 from tests.quantised_rows import random_rows
 
 on_hopper = pytest.mark.skipif(
@@ -28,6 +28,7 @@ on_hopper = pytest.mark.skipif(
 )
 LEVERS = Levers()
 FP8 = hopper.HopperFormat(hopper.E4M3)
+BLOCKS = hopper.HopperFormat(hopper.E4M3, in_blocks=True)
 INTEGERS = ("int4-g128-bfloat16", "int4-g64-float16.zero", "int4", "Q4_0")
 
 
@@ -75,7 +76,7 @@ def test_what_cannot_compile_is_told_and_not_chosen(
 
 @pytest.mark.parametrize(
     "kernel",
-    [hopper.Kernel(160, 2, FP8), hopper.Kernel(144, 1, FP8), hopper.Kernel(128, 2, FP8, 96), hopper.Kernel(64, 1, FP8, 48),
+    [hopper.Kernel(160, 2, FP8), hopper.Kernel(160, 2, BLOCKS), hopper.Kernel(144, 1, BLOCKS), hopper.Kernel(128, 2, FP8, 96), hopper.Kernel(64, 1, FP8, 48),
      hopper.Kernel(160, 2, hopper.HopperFormat(hopper.BF16)), hopper.Kernel(160, 2, hopper.HopperFormat(hopper.CODES, 32, True, 2), 96)],
     ids=str,
 )  # fmt: skip
@@ -93,7 +94,10 @@ def test_it_compiles_without_spills(kernel: hopper.Kernel, tmp_path: Path, monke
 
 
 def rows_in(name: str, *runs: int, k: int) -> Matrix:
-    """A matrix of random rows: as many as `runs` say, the second run of them in bf16."""
+    """A matrix of random rows: as many as `runs` say, the second run of them in bf16. name: of a format, or
+    "fp8 in blocks": blocks of 128 x 128 have a scale each.
+    """
+    name, in_blocks = name.removesuffix(" in blocks"), name.endswith(" in blocks")
     store, formats = DeviceStore("cuda"), (name, "bf16")
     w = Matrix.empty(
         sum(runs), k, [(n, WEIGHT_FORMATS[f]) for n, f in zip(runs, formats, strict=False)], "rows", 1, store.empty
@@ -103,6 +107,11 @@ def rows_in(name: str, *runs: int, k: int) -> Matrix:
             store.put(segment, torch.randn(segment.n, k).bfloat16().view(torch.int16).numpy().view(bfloat16))
         else:
             store.put(segment, random_rows(segment.format.name, segment.n, k))
+        if in_blocks and segment.format.codes == "e4m3":
+            at, size = planes(segment.n, k, segment.format)["scale"]
+            scales = segment.data.view(-1)[at : at + size].view(torch.float32).view(-1, segment.n // 128, 128)
+            scales.copy_(scales[..., :1].expand_as(scales))
+            assert block_scales(segment) is not None
     return w
 
 
@@ -119,7 +128,7 @@ def config_for(n: int, w: Matrix, splits: int) -> Narrow:
 
 
 @on_hopper
-@pytest.mark.parametrize("name", ["fp8", "bf16", *INTEGERS])
+@pytest.mark.parametrize("name", ["fp8", "fp8 in blocks", "bf16", *INTEGERS])
 @pytest.mark.parametrize(
     "runs, k, splits",
     [((16384,), 512, 1), ((1024,), 2048, 4), ((864,), 1024, 1), ((5120,), 1024, 2), ((2048, 96), 512, 1), ((1536, 64), 512, 2),
@@ -128,14 +137,18 @@ def config_for(n: int, w: Matrix, splits: int) -> Narrow:
 def test_it_has_the_bits_of_the_narrow_kernel(
     monkeypatch: pytest.MonkeyPatch, name: str, runs: tuple[int, ...], k: int, splits: int
 ) -> None:
-    if name != "fp8" and splits == 1:
+    if not name.startswith("fp8") and splits == 1:
         pytest.skip("what is not cut is faster elsewhere")
+    if name == "fp8 in blocks" and runs[0] % 128:
+        pytest.skip("blocks of 128 rows")
     if name == "bf16" and len(runs) > 1:
         pytest.skip("rows of one format are one segment")
     for most in ("MOST_BF16", "MOST_WHOLE", "MOST_CODES"):
         monkeypatch.setattr(hopper, most, 1024)
     monkeypatch.setattr(hopper, "FEWEST_CODES", hopper.FEWEST)
     w = rows_in(name, *runs, k=k)
+    blocks = block_scales(w.segments[0])
+    assert (blocks is not None) == (name == "fp8 in blocks")
     for n in (36, 64, 68, 128, 132, 300, 512):
         x = torch.randn(n, k, generator=torch.Generator().manual_seed(n)).cuda().bfloat16()
         rows = fp8_rows("rows", n, k, lambda _, size, dtype: torch.empty(size, device="cuda", dtype=dtype))
@@ -143,23 +156,26 @@ def test_it_has_the_bits_of_the_narrow_kernel(
         narrow_linear(x, w, theirs, levers=LEVERS, rows=rows, config=config_for(n, w, splits))
         parts = list(zip(w.segments, ours.split([segment.n for segment in w.segments], -1), strict=True))
         assert hopper.pays(n, parts, False, LEVERS)
-        narrow_linear(x, w, ours, levers=LEVERS, rows=rows)
+        narrow_linear(x, w, ours, levers=LEVERS, rows=rows, blocks=blocks)
         assert same(ours, theirs) and not ours.isnan().any(), n
-        if splits == 1 == len(runs) and name == "fp8":
+        if splits == 1 == len(runs) and name.startswith("fp8"):
             half, theirs_half = (torch.full((n, w.n), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-            narrow_linear(x, w, half, levers=LEVERS, rows=rows)
+            narrow_linear(x, w, half, levers=LEVERS, rows=rows, blocks=blocks)
             narrow_linear(x, w, theirs_half, levers=LEVERS, rows=rows, config=config_for(n, w, 1))
             assert same(half, theirs_half), "rounded once"
 
 
 @on_hopper
-@pytest.mark.parametrize("name", ["fp8", "bf16", *INTEGERS])
-@pytest.mark.parametrize("m, k", [(34816, 256), (1024, 512), (288, 1024)])
+@pytest.mark.parametrize("name", ["fp8", "fp8 in blocks", "bf16", *INTEGERS])
+@pytest.mark.parametrize("m, k", [(34816, 256), (1024, 512), (256, 1024), (288, 1024)])
 def test_it_has_the_bits_of_the_narrow_swiglu(monkeypatch: pytest.MonkeyPatch, name: str, m: int, k: int) -> None:
     for most in ("MOST_BF16", "MOST_SWIGLU", "MOST_CODES"):
         monkeypatch.setattr(hopper, most, 1024)
     monkeypatch.setattr(hopper, "FEWEST_CODES", hopper.FEWEST)
+    if name == "fp8 in blocks" and m % 128:
+        pytest.skip("blocks of 128 rows")
     w = rows_in(name, m, k=k)
+    blocks = block_scales(w.whole)
     for n in (36, 64, 68, 128, 300):
         x = torch.randn(n, k, generator=torch.Generator().manual_seed(n)).cuda().bfloat16() * 3
         rows = fp8_rows("rows", n, k, lambda _, size, dtype: torch.empty(size, device="cuda", dtype=dtype))
@@ -168,7 +184,7 @@ def test_it_has_the_bits_of_the_narrow_swiglu(monkeypatch: pytest.MonkeyPatch, n
             patch.setattr(linear, "VENDOR_ROWS", 1 << 30)
             narrow_swiglu(x, w, theirs, levers=replace(LEVERS, hopper=False), rows=rows)
         assert hopper.pays(n, [(w.whole, ours)], True, LEVERS)
-        narrow_swiglu(x, w, ours, levers=LEVERS, rows=rows)
+        narrow_swiglu(x, w, ours, levers=LEVERS, rows=rows, blocks=blocks)
         assert same(ours, theirs) and not ours.isnan().any(), n
 
 

@@ -11,7 +11,8 @@
 // hopper.py writes in front of this: WIDTH and SIDE_WIDTH, rows of w of a group of warps (a multiple of 16);
 // TOKEN_TILES, of 64 rows, of a program: 1, and each group has rows of w of its own, or 2, and each group has a
 // tile; FORM of w: 0 bfloat16, 1 e4m3, 2 codes of 4 bits, in groups of GROUP columns with HALF_SCALES (float16
-// instead of bfloat16) and LEAST (1 with least values, 2 with zeros); WIDE (1: warps pass on registers); and
+// instead of bfloat16) and LEAST (1 with least values, 2 with zeros); IN_BLOCKS (1: 128 neighbouring rows of e4m3
+// have the same scales); WIDE (1: warps pass on registers); and
 // `multiply<N, is_e4m3>(d, a, b, add)`, which is wgmma of 64 rows, N columns and 32 bytes of K:
 // d = a b + (add ? d : 0).
 //
@@ -383,7 +384,7 @@ __device__ __forceinline__ void product(
   const int group = warp / 4, row = 16 * (warp % 4) + lane / 4;
   const u32 x_at = x_tiles + (TILES == 2 ? 8192 * group : 0), w_at = w_tiles + (TILES == 1 ? group * ROWS_EACH * 128 : 0);
   // scales of the first and of the second half of the group's columns
-  const u32 first_scales = scales + 8 * (lane % 4) + (TILES == 1 ? 4 * group * (g.up ? HALF : ROWS_EACH) : 0);
+  const u32 first_scales = scales + (TILES == 1 ? 4 * group * (g.up ? HALF : ROWS_EACH) : 0);
   const u32 second_scales = first_scales + (g.up ? ROWS * 2 : HALF * 4);
   const u32 x_scales = scales + 4 * (ROWS + (TILES == 2 ? 64 * group : 0) + row);
   float d[ROWS_EACH / 2];
@@ -403,15 +404,28 @@ __device__ __forceinline__ void product(
 #pragma unroll
         for (int k = 0; k < 4; ++k) multiply<ROWS_EACH, true>(part, a + 2 * k, b + 2 * k, k);
         asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+        const auto scale_at = [&](int column) {
+          return (column < HALF ? first_scales + 4 * column : second_scales + 4 * (column - HALF)) + stage * SCALES * 4;
+        };
         asm volatile("ld.shared.f32 %0, [%1];" : "=f"(s0) : "r"(x_scales + stage * SCALES * 4));
         asm volatile("ld.shared.f32 %0, [%1];" : "=f"(s1) : "r"(x_scales + stage * SCALES * 4 + 32));
+#if IN_BLOCKS
+        // tiles and halves begin at multiples of 8 rows, of 16 where halves are: those share a scale
+        constexpr int EACH = HALF % 16 ? 8 : 16;
+        float w[ROWS_EACH / EACH];
+#pragma unroll
+        for (int i = 0; i < ROWS_EACH / EACH; ++i) asm volatile("ld.shared.f32 %0, [%1];" : "=f"(w[i]) : "r"(scale_at(EACH * i)));
+#endif
         asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory");
         pin(part);
 #pragma unroll
         for (int j = 0; j < ROWS_EACH / 8; ++j) {
-          const u32 at = 8 * j < HALF ? first_scales + 32 * j : second_scales + 32 * j - 4 * HALF;
           float w0, w1;
-          asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(w0), "=f"(w1) : "r"(at + stage * SCALES * 4));
+#if IN_BLOCKS
+          w0 = w1 = w[8 * j / EACH];
+#else
+          asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(w0), "=f"(w1) : "r"(scale_at(8 * j) + 8 * (lane % 4)));
+#endif
           d[4 * j] = __fmaf_rn(part[4 * j], __fmul_rn(w0, s0), d[4 * j]);
           d[4 * j + 1] = __fmaf_rn(part[4 * j + 1], __fmul_rn(w1, s0), d[4 * j + 1]);
           d[4 * j + 2] = __fmaf_rn(part[4 * j + 2], __fmul_rn(w0, s1), d[4 * j + 2]);

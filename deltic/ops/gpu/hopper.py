@@ -18,7 +18,7 @@ import os
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -65,13 +65,18 @@ BF16, E4M3, CODES = range(3)
 
 @dataclass(frozen=True, order=True)
 class HopperFormat:
-    """A format of weights as hopper.cu reads it; of codes of 4 bits with their groups."""
+    """A format of weights as hopper.cu reads it; of codes of 4 bits with their groups.
+
+    in_blocks: of e4m3 whose scales are those of blocks of 128 x 128 (`block_scales`): fewer instructions, the
+    same bits.
+    """
 
     kind: int
     group: int = 0
     half_scales: bool = False
     least: int = 0
     """1: there are least values, 2: zeros."""
+    in_blocks: bool = False
 
     @property
     def block(self) -> int:
@@ -109,6 +114,11 @@ class Kernel:
     def threads(self) -> int:
         return 448 if self.form.kind == CODES else 384 if self.is_wide else 288
 
+    @property
+    def in_blocks(self) -> Kernel:
+        """The same for e4m3 that is in blocks."""
+        return replace(self, form=replace(self.form, in_blocks=True)) if self.form.kind == E4M3 else self
+
     def rows(self, width: int) -> int:
         """Rows of w of a program."""
         return width * (2 if self.token_tiles == 1 else 1)
@@ -136,6 +146,7 @@ class Kernel:
             "GROUP": self.form.group,
             "HALF_SCALES": int(self.form.half_scales),
             "LEAST": self.form.least,
+            "IN_BLOCKS": int(self.form.in_blocks),
             "WIDE": int(self.is_wide),
         }
         defined = "".join(f"#define {name} {value}\n" for name, value in names.items())
@@ -416,17 +427,21 @@ def _given(
 
 
 def multiply(
-    x: Tensor, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool, levers: Levers, rows: Fp8Rows | None
+    x: Tensor, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool, levers: Levers, rows: Fp8Rows | None, in_blocks: bool
 ) -> None:
-    """Multiplies like `linear._multiply` what `pays` accepts. parts: the larger segment first."""
+    """Multiplies like `linear._multiply` what `pays` accepts. parts: the larger segment first, which is
+    `in_blocks`.
+    """
     (segment, out), *others = parts
     n, form, splits = len(x), hopper_format(segment.format), len(out) if out.ndim == 3 else 1
     assert form is not None
     kernel = kernel_for(n, out.shape[-1] * (2 if swiglu else 1), splits, form, sum(part.n for part, _ in others))
     launches.n += 1
-    if launches.compile_only:
+    if launches.compile_only:  # no weights are there yet
         _begin(kernel)
+        _begin(kernel.in_blocks)
         return
+    kernel = kernel.in_blocks if in_blocks else kernel
     given = _given(kernel, kernel.width, parts[0], x, rows if form.kind == E4M3 else None, form, swiglu)
     beside = _given(kernel, kernel.side_width, others[0], x, None, HopperFormat(BF16), False) if others else None
     n_beside = beside.arguments.n_tiles if beside else 0

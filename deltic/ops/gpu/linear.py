@@ -366,10 +366,11 @@ def decoded_block_bytes(block_m: int, block_k: int, n: int, format: WeightFormat
 
 def _multiply(
     x: Tensor, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool, levers: Levers, config: Narrow | None,
-    rows: Fp8Rows | None = None,
+    rows: Fp8Rows | None = None, in_blocks: bool = False,
 ) -> None:
     """The narrow kernel. parts: one segment or two, each with its out: [S, N, M] float32, or [N, M] (of
     SwiGLU [N, M / 2]), S = 1, columns of one tensor. rows: x rounded, for e4m3, by blocks of a slice.
+    in_blocks: the larger segment has `block_scales`.
     """
     parts = sorted(parts, key=lambda part: part[0].n, reverse=True)
     (segment, out), *others = parts
@@ -378,7 +379,7 @@ def _multiply(
     check("linear", x.dtype == torch.bfloat16 and x.is_contiguous(), "contiguous bfloat16 x")
     check("linear", segment.k == k and k % (32 * splits) == 0, f"w [M, {k}], K in {splits} slices of 32 i")
     if config is None and hopper.pays(n, parts, swiglu, levers):
-        hopper.multiply(x, parts, swiglu, levers, rows)
+        hopper.multiply(x, parts, swiglu, levers, rows, in_blocks)
         return
     sizes = n, m_used, k // splits, splits
     c = config or (narrow_config(*sizes) if segment.format.codes == "bf16" else decoded_config(*sizes, segment.format))
@@ -452,7 +453,7 @@ def narrow_linear(
 
     x: bfloat16 [N, K]; w: [M, K] in rows, K % (32 S) == 0; out: float32 [S, N, M], S as the caller chose
     (`k_splits`), or bfloat16 [N, M], unsplit and rounded once; its rows may lie apart. Rows are independent
-    of each other, bit for bit. rows: a workspace, where w has e4m3; blocks: `block_scales` of a w in one
+    of each other, bit for bit. rows: a workspace, where w has e4m3; blocks: `block_scales` of the first
     segment. config: for measurements. Raises KernelError for weights in panels.
 
     out may have fewer columns, a multiple of 128: only so many rows of w, from the first on, which are in one
@@ -476,7 +477,7 @@ def narrow_linear(
         fp8_linear(codes, w.whole, unsplit, blocks=blocks if n >= BLOCKS_ROWS else None, levers=levers)
         return
     for i in range(0, len(parts), 2):
-        _multiply(x, parts[i : i + 2], False, levers, config, codes)
+        _multiply(x, parts[i : i + 2], False, levers, config, codes, in_blocks=i == 0 and blocks is not None)
 
 
 def narrow_swiglu(
@@ -507,7 +508,8 @@ def narrow_swiglu(
             return silu_mul_rounded(gate_up[0], room(rows), out.shape[1], block_k, levers=levers)
         silu_mul(gate_up[0], out, levers=levers)
     else:
-        _multiply(x, [(w.whole, out)], True, levers, None, _rounded(x, w, 1, rows, levers))
+        codes = _rounded(x, w, 1, rows, levers)
+        _multiply(x, [(w.whole, out)], True, levers, None, codes, in_blocks=blocks is not None)
     return None if rows is None else rows.rounded_by(0)
 
 
