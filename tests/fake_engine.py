@@ -157,7 +157,21 @@ class FakeEngineClient:
         self.hold = False
         self.cached_tokens = 0
         """Of each prompt."""
-        self.cache: dict[str, Any] = {"enabled": True, "checkpoints": [{"tokens": 64, "kind": "end"}]}
+        checkpoint = {
+            "id": 0,
+            "above": None,
+            "tokens": 64,
+            "kind": "end",
+            "tiers": ["device"],
+            "hits": 2,
+            "priority": 0.0,
+        }
+        self.cache: dict[str, Any] = {
+            "enabled": True,
+            "tiers": {"device": {"pages": 1, "checkpoints": 1}, "host": {"bytes_total": 0}, "disk": {"bytes_total": 0}},
+            "counters": {"n_checkpoints_evicted": 3},
+            "checkpoints": [checkpoint],
+        }
         """What it tells of its prefix cache until that is reset."""
         self.located = CacheLocated("")
         """What it has of any prompt, in files."""

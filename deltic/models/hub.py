@@ -197,8 +197,9 @@ def download(wanted: Download, parts: list[Part] | None = None, *, only_here: bo
                 )
             )
         except errors.LocalEntryNotFoundError as error:
-            known = isinstance(failed, errors.RepositoryNotFoundError | errors.RevisionNotFoundError)
-            raise (failed if known else error) from failed
+            if isinstance(failed, errors.RepositoryNotFoundError | errors.RevisionNotFoundError):
+                raise failed from None
+            raise error from failed
         if told is None:  # the hub cannot be asked: what the cache has decides
             gguf = _gguf_files(name, quant, [path.relative_to(folder).as_posix() for path in folder.rglob("*.*")])
         return folder / gguf[0] if gguf else folder
@@ -245,7 +246,7 @@ def told_of(name: str, revision: str | None) -> Any:
     this, and what the library asks it later. Raises what the library does.
     """
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.utils import get_session
+    from huggingface_hub.utils import get_session  # type: ignore[attr-defined]
 
     constants.HF_HUB_DISABLE_TELEMETRY = True  # else the library tells which torch, and which agent, is here
     get_session().timeout = TELLING_S

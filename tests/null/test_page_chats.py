@@ -424,8 +424,9 @@ def test_axe_finds_nothing(driver: Any, scheme: str) -> None:
             page.size(375, 700)
             assert violations() == [], "a conversation on a phone"
             page.run("location.hash = '#live'")
-            wait_for(lambda: page.all("#tiles dd"))
-            assert violations() == [], "live"
+            wait_for(lambda: page.all("#tiles dd") and page.all("#tree svg"))
+            assert page.one("#tree-line").text.startswith("1 checkpoint and 1 page on device, 3 evicted so far")
+            assert not page.one("#live-error").is_displayed() and violations() == [], "live"
     finally:
         driver.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
         driver.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
