@@ -39,7 +39,7 @@ from deltic.models.gguf import SUFFIX, set_name
 from deltic.server.chat.generation import queue_full, timed_out
 from deltic.server.errors import ApiError
 from deltic.server.limits import Ticket
-from deltic.server.local_models import LocalModel, Removal, local_models, removal, why_not
+from deltic.server.local_models import LocalModel, Removal, cache_folder, local_models, removal, why_not
 from deltic.server.metrics import COUNTER, GAUGE, Histogram, labelled, plain
 from deltic.server.transport import unless_disconnected
 
@@ -132,6 +132,11 @@ class Offered:
         return bool(self.n_waiting or self.stays_asked)
 
     @property
+    def is_cached(self) -> bool:
+        """True if it was found in the hub's cache."""
+        return self.is_found and Path(self.config.model).is_relative_to(cache_folder(self.config.download_dir))
+
+    @property
     def expires_s(self) -> float:
         """Time at which it is unloaded if nobody asks (time.monotonic())."""
         return self.used_s + self.keep_s
@@ -157,6 +162,12 @@ class Offered:
             return "waits for its turn, or for others to make room"
         loading = self.client.loading
         return f"loads ({loading.stage}, {loading.done:.0%})" if loading else "loads"
+
+
+def lets_change(config: ServerConfig, ticket: Ticket) -> bool:
+    """Returns whether who asks may fetch models and delete them, for all."""
+    is_open = CACHE in config.models_from and config.allow_pull
+    return is_open and (ticket.account is None or ticket.account.is_admin)
 
 
 class LoadFailed(RuntimeError):

@@ -360,6 +360,10 @@ def test_models_are_deleted_for_who_may(tmp_path: Path) -> None:
         url,
     ):
         admin = {"authorization": "Bearer yyyyyyyy"}
+        for key, may in ((admin, True), ({"authorization": "Bearer xxxxxxxx"}, False)):
+            told = httpx.get(f"{url}/v1/models", headers=key).json()
+            deletable = {card["id"] for card in told["data"] if card["status"].get("deletable")}
+            assert (told["may_pull"], deletable) == (may, {"owner/toy"} if may else set())
         long = Later(url, "owner/toy", n=300, key=admin)
         wait_for(lambda: states(url)["owner/toy"] == "loaded")
         busy = delete("owner/toy")

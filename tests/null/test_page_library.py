@@ -91,12 +91,21 @@ class OnDemand:
         self.error = ""
         self.is_refusing = False
         self.left = 0
+        self.may_pull = True
+        self.deleted: list[dict[str, Any]] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope.get("path")
         if path == "/v1/models":
-            cards = [{"id": "small", "max_model_len": 1024, "status": self.status}]
-            await self._answer(send, {"data": cards})
+            cards = [{"id": name, "max_model_len": 1024, "status": self.status} for name in ("small", "other")]
+            await self._answer(send, {"data": cards[len(self.deleted) :], "may_pull": self.may_pull})
+        elif path == "/api/delete" and self.is_refusing:
+            await self._answer(send, {"error": "'small' loads or answers"}, 409)
+        elif path == "/api/delete":
+            assert scope["method"] == "DELETE"
+            self.deleted.append(json.loads((await receive())["body"]))
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b""})
         elif path == "/api/tags":
             about = {"name": "small:latest", "size": 3_200_000_000, "details": {"quantization_level": "Q4_K_M"}}
             await self._answer(send, {"models": [about]})
@@ -173,3 +182,27 @@ def test_models_are_loaded_and_fetched(driver: Any) -> None:
         page.one("#pull-start").click()
         wait_for(lambda: page.one("#pull-now").text == "qwen3.5:4b is there.")
         assert page.one("#pull-name").get_attribute("value") == "" and app.asked[-1] == {"model": "qwen3.5:4b"}
+
+
+def test_a_model_is_deleted_once_that_is_confirmed_and_where_the_server_lets_one(driver: Any) -> None:
+    app = OnDemand(make_app(FakeEngineClient()))
+    app.may_pull = False
+    with served(app) as url:
+        page = Library(driver, url)
+        assert "--allow-pull" in page.one("#library-closed").text and not page.is_shown("#pull")
+        assert not page.all("[aria-label='Delete small']")
+        app.may_pull, app.status = True, {"value": "unloaded", "deletable": True}
+        page.press("Delete small")
+        words = page.one("#doomed").text
+        assert "small, 3.2 GB, goes from the disk" in words and not page.is_shown("#library-closed")
+        page.one("#doomed-no").click()
+        assert not page.is_shown("#doomed") and not app.deleted
+        app.is_refusing = True
+        page.press("Delete small")
+        page.one("#doomed-yes").click()
+        wait_for(lambda: page.one("#library-failed").text == "'small' loads or answers")
+        app.is_refusing = False
+        page.press("Delete small")
+        page.one("#doomed-yes").click()
+        wait_for(lambda: app.deleted == [{"model": "small"}] and len(page.rows()) == 1)
+        assert not page.is_shown("#library-failed")

@@ -380,7 +380,9 @@ class ModelEntry(Struct, kw_only=True):
     max_input_tokens: int | None
     max_tokens: int | None
     status: JsonObject | None = None
-    """State of a model that is loaded on demand, in the form of llama.cpp's router."""
+    """State of a model that is loaded on demand, in the form of llama.cpp's router; `deletable`: who asks may
+    delete it.
+    """
     input_modalities: list[str] | None = None
     """Kinds of input, where prompts may have more than text."""
     speech: JsonObject | None = None
@@ -401,6 +403,8 @@ class ModelList(Struct, kw_only=True):
     first_id: str
     last_id: str
     has_more: bool
+    may_pull: bool | None = None
+    """True if who asks may fetch models and delete them; null where models stay."""
 
 
 class Tokenized(Struct, kw_only=True):

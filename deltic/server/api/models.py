@@ -29,7 +29,8 @@ from deltic.server.chat.picture_parts import PictureBounds, Pictures
 from deltic.server.chat.request import Chat, Effort, context_limit
 from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, bad_request
-from deltic.server.on_demand import Offered
+from deltic.server.limits import TICKET
+from deltic.server.on_demand import Offered, lets_change
 from deltic.server.preparation import Preparation, parsed
 from deltic.server.service import SHUTTING_DOWN, Server, Service
 from deltic.server.transport import EncodedArray, LargeResponse, json_response
@@ -37,17 +38,20 @@ from deltic.server.transport import EncodedArray, LargeResponse, json_response
 
 async def list_models(service: Service, request: Request) -> ASGIApp:
     """GET /v1/models: those there are."""
-    server = service.server
-    if server.on_demand is not None:
-        await server.on_demand.look()
-        cards = [
-            offered_card(server, model, name) for model in server.on_demand.models.values() for name in model.names
-        ]
+    server, on_demand, more = service.server, service.server.on_demand, {}
+    if on_demand is not None:
+        await on_demand.look()
+        may_change = lets_change(service.config, request.scope[TICKET])
+        more = {"may_pull": may_change}
+        cards = []
+        for model in on_demand.models.values():
+            also = {"deletable": True} if may_change and model.is_cached else {}
+            cards += [offered_card(server, model, name, **also) for name in model.names]
     else:
         cards = [model_card(other, name) for other in server.models.values() for name in other.names]
     cards += [model_card(other, other.model_name) for other in server.adapted()]
     ends = {"first_id": cards[0]["id"], "last_id": cards[-1]["id"]}  # Anthropic's form of a list
-    return json_response({"object": "list", "data": cards, "has_more": False} | ends)
+    return json_response({"object": "list", "data": cards, "has_more": False} | ends | more)
 
 
 async def get_model(service: Service, request: Request) -> ASGIApp:
@@ -77,9 +81,9 @@ LLAMA_STATUS = {"waiting": "loading", "unloading": "loaded", "failed": "unloaded
 """States as llama.cpp's router has them, where the word is another."""
 
 
-def offered_card(server: Server, model: Offered, name: str) -> dict[str, object]:
+def offered_card(server: Server, model: Offered, name: str, **more: bool) -> dict[str, object]:
     """The entry of a model that may be loaded. `status` has the form of llama.cpp's router."""
-    status: JsonObject = {"value": LLAMA_STATUS.get(model.state, model.state)}
+    status: JsonObject = {"value": LLAMA_STATUS.get(model.state, model.state), **more}
     if model.state == "loading" and (loading := model.client.loading):
         status["progress"] = {"stage": loading.stage, "done": loading.done}
     if model.failure:

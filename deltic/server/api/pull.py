@@ -25,7 +25,7 @@ from deltic.server.api.ollama import LINES
 from deltic.server.downloads import fetched
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket
-from deltic.server.on_demand import CACHE, OnDemand
+from deltic.server.on_demand import CACHE, OnDemand, lets_change
 from deltic.server.preparation import parsed
 from deltic.server.service import Service
 from deltic.server.transport import json_response
@@ -73,8 +73,9 @@ def _changer(service: Service, ticket: Ticket, refusal: ApiError) -> OnDemand:
     on_demand, config = service.server.on_demand, service.config
     if on_demand is None or CACHE not in config.models_from or not config.allow_pull:
         raise refusal
-    if ticket.account is not None and not ticket.account.is_admin:
-        message = f"key {ticket.account.name!r} may not fetch or delete models for all. Use an administrator's."
+    if not lets_change(config, ticket):
+        name = ticket.account.name if ticket.account else ""
+        message = f"key {name!r} may not fetch or delete models for all. Use an administrator's."
         raise ApiError(403, message, code="not_an_admin")
     return on_demand
 

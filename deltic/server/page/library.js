@@ -1,4 +1,4 @@
-/** The models that this server has: which are loaded, what each takes, and one more fetched. */
+/** The models that this server has: which are loaded, what each takes, one more fetched, one deleted. */
 
 import { call, lines } from "./api.js";
 import { $, bytes, el, number } from "./dom.js";
@@ -13,7 +13,10 @@ async function look() {
   clearTimeout(timer);
   if ($("library").hidden || document.hidden) return;
   try {
-    const [{ data: cards }, { models: stored }] = await Promise.all(["v1/models", "api/tags"].map(async path => (await call(path)).json()));
+    const [{ data: cards, may_pull }, { models: stored }] = await Promise.all(["v1/models", "api/tags"].map(async path => (await call(path)).json()));
+    $("pull").hidden = !may_pull;
+    $("library-closed").hidden = may_pull !== false;
+    $("library-fixed").hidden = may_pull != null;
     show(cards, new Map(stored.map(model => [model.name.replace(/:latest$/, ""), model])));
     fail("library-error", "");
   } catch (error) {
@@ -22,9 +25,6 @@ async function look() {
   timer = setTimeout(look, POLL_MS);
 }
 function show(cards, stored) {
-  const isOpen = cards.some(card => card.status);
-  $("pull").hidden = !isOpen;
-  $("library-fixed").hidden = isOpen;
   const seen = JSON.stringify([cards, [...stored]]);
   if ($("library-list").seen === seen) return; // a button that has the focus keeps it
   $("library-list").seen = seen;
@@ -35,7 +35,7 @@ function show(cards, stored) {
       details.quantization_level || details.format, card.max_model_len && `context of ${number(card.max_model_len)} tokens`, card.input_modalities?.includes("image") && "sees pictures",
     ];
     return el("li", {}, el("div", {}, el("strong", {}, card.id), el("span", { class: "hint" }, ` ${facts.filter(Boolean).join(" · ")}`), el("p", { class: "hint" }, stateOf(card))),
-      el("span", { class: "buttons" }, ...buttonsOf(card)));
+      el("span", { class: "buttons" }, ...buttonsOf(card, size)));
   }));
 }
 function stateOf({ status }) {
@@ -44,7 +44,7 @@ function stateOf({ status }) {
   if (status.value === "loading") return status.progress ? `loading, ${status.progress.stage} ${Math.round(status.progress.done * 100)} %` : "loading";
   return status.value === "unloaded" ? "on the disk; a message loads it" : status.value;
 }
-function buttonsOf({ id, status, parent, speech }) {
+function buttonsOf({ id, status, parent, speech }, size) {
   const button = (name, click) => el("button", { type: "button", class: "quiet", "aria-label": `${name} ${id}`, click }, name);
   const ask = what => async event => {
     event.currentTarget.disabled = true;
@@ -55,7 +55,20 @@ function buttonsOf({ id, status, parent, speech }) {
     button("Use", () => use(id, speech)),
     status && !parent && status.value === "unloaded" && button("Load", ask("load")),
     status && !parent && status.value === "loaded" && button("Unload", ask("unload")),
+    status?.deletable && status.value !== "loading" && button("Delete", () => {
+      $("doomed-id").textContent = id;
+      $("doomed-bytes").textContent = size ? `, ${bytes(size)},` : "";
+      $("doomed").showModal();
+    }),
   ].filter(Boolean);
+}
+/** Deletes the model that was asked about: its files are gone then, and only a pull brings them back. */
+async function drop() {
+  $("doomed").close();
+  const body = JSON.stringify({ model: $("doomed-id").textContent });
+  await call("api/delete", { method: "DELETE", body }).then(() => fail("library-failed", ""), error => fail("library-failed", error.message));
+  tell("pulled");
+  look();
 }
 /** Chooses a model, and goes where one talks to it. */
 function use(id, speaks) {
@@ -116,6 +129,8 @@ export const hasLibrary = () => state.cards.length > 1 || state.cards.some(card 
 
 $("pull-name").value = recall(local, "deltic.pull", "");
 $("pull").addEventListener("submit", event => { event.preventDefault(); pull(); });
+$("doomed-yes").addEventListener("click", drop);
+$("doomed-no").addEventListener("click", () => $("doomed").close());
 $("pull-stop").addEventListener("click", () => pulling?.abort());
 document.addEventListener("visibilitychange", look);
 on("viewed", look);

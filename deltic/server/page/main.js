@@ -62,7 +62,7 @@ document.addEventListener("keydown", event => {
   const isTyping = event.target.matches("input, select, textarea");
   if (event.altKey && !event.ctrlKey && !event.metaKey && KEYS[event.code] && !$("chat").hidden) { event.preventDefault(); KEYS[event.code](); }
   if (event.key === "?" && !isTyping && !event.ctrlKey && !event.metaKey) $("keys").showModal();
-  if (event.key !== "Escape" || $("keys").open) return;
+  if (event.key !== "Escape" || document.querySelector("dialog[open]")) return;
   if (running()) running().controller.abort();
   else if (state.editing) stopEditing();
   else if (!$("settings").hidden) { showSettings(false); $("settings-open").focus(); }
