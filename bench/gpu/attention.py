@@ -30,6 +30,7 @@ from deltic.machine import n_usable_cpus
 from deltic.ops.geometry import PAGE_SIZE, AttentionHeads
 from deltic.ops.gpu.attention_decode import SPLITS, Splits, attention_decode, attention_scratch
 from deltic.ops.gpu.blocks import Rows
+from deltic.ops.gpu.fp8 import Operand
 from deltic.ops.gpu.launch import Levers, allocate_on
 from deltic.ops.gpu.roofs import GpuRoofs
 from deltic.ops.kv_formats import KV_FORMATS, KvFormat, on_device
@@ -94,7 +95,7 @@ class World:
             table, pages = ids.to(torch.int32).to(device), self.pages[:, i % N_LAYERS]
             return lambda: attention_decode(
                 proj, heads, self.norm, self.norm, 1e-6, rows=rows, page_table=table, cos=self.cos, sin=self.cos,
-                pages=pages, scratch=scratch, max_len=max_len, out=out, levers=Levers(), splits=splits,
+                pages=pages, scratch=scratch, max_len=max_len, out=Operand(out), levers=Levers(), splits=splits,
                 format=self.format,
             )  # fmt: skip
 

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.gpu.decode import k_block
+from deltic.ops.gpu.fp8 import Operand, fp8_rows
 from deltic.ops.matrix import Matrix, Segment
 
 
@@ -26,3 +27,29 @@ def e4m3_rows(x: Tensor, block_k: int = 0) -> Tensor:
         torch.ceil(torch.log2(blocks.abs().amax(-1, keepdim=True).double() / 448)).clamp(min=-119)
     ).float()
     return ((blocks / scale).to(torch.float8_e4m3fn).double() * scale.double()).view(x.shape)
+
+
+def poisoned(rows: Tensor, block_k: int) -> Operand:
+    """Rows to be made, and to be rounded by blocks of so many columns; of codes and scales there is nothing yet."""
+    (n, k), device = rows.shape, rows.device  # of blocks of 16, too, which no product has
+    codes = fp8_rows("rows", 2 * n, k, lambda _, size, dtype: torch.zeros(size, dtype=dtype, device=device))
+    codes.codes.fill_(0x7F)
+    codes.scale.fill_(torch.nan)
+    return Operand(rows, codes.rounded_by(block_k))
+
+
+def assert_rounded(made: Operand) -> None:
+    """What was made of rows is in e4m3, too: the scale of a block is the least power of two that leaves 448 or less. A row that is
+    NaN was not made, and has no codes.
+    """
+    assert made.codes is not None
+    (n, k), block_k = made.rows.shape, made.codes.block_k
+    codes, scales = made.codes.codes[: n * k].view(n, k), made.codes.scale[: n * (k // block_k)].view(-1, n).t()
+    used = ~made.rows.isnan().any(1)
+    blocks = made.rows[used].float().unflatten(1, (-1, block_k))
+    exponent = torch.ceil(torch.log2(blocks.abs().amax(-1).double() / 448)).clamp(min=-119)
+    assert torch.equal(scales[used], torch.exp2(exponent).float())
+    expected = (blocks / scales[used][:, :, None]).to(torch.float8_e4m3fn).flatten(1).view(torch.uint8)
+    is_normal = (blocks.abs() >= 2.0**-126).flatten(1) | (expected & 0x7F == 0)  # others are the interpreter's own
+    assert torch.equal(codes[used][is_normal], expected[is_normal])
+    assert (codes[~used] == 0x7F).all() and scales[~used].isnan().all()

@@ -12,9 +12,11 @@ from deltic.ops.contract import KernelError
 from deltic.ops.geometry import PAGE_SIZE, AttentionHeads
 from deltic.ops.gpu.attention_decode import FAN, SPLITS, AttentionScratch, Splits, attention_decode, attention_scratch
 from deltic.ops.gpu.blocks import Drafts, Rows
+from deltic.ops.gpu.fp8 import Operand
 from deltic.ops.gpu.launch import Levers
 from deltic.ops.kv_formats import BF16, KvFormat
 from tests.gpu.kv_pages import QUANTISED, quantised, values_of
+from tests.gpu.matrices import assert_rounded, poisoned
 from tests.reference import layers
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -122,16 +124,18 @@ def run(
         scratch = attention_scratch(heads, n, max_len, allocate, splits)
         scratch.output.fill_(torch.nan)
         scratch.weight.fill_(torch.nan)
+    made = poisoned(out, min(128, heads.dim // 2))
     attention_decode(
         proj, heads, case.q_norm, case.k_norm, EPS,
         rows=Rows(
             batch_slot=i32([max(p, 0) for p in batch_slots]), state_slot=i32([3 if p >= 0 else -1 for p in batch_slots]),
             position=i32([case.lengths[p] if p >= 0 else 0 for p in batch_slots]),
             angle_shift=None if shift is None else i32([shift if p >= 0 else 0 for p in batch_slots]),
-        ), page_table=case.table, cos=case.cos, sin=case.sin, pages=pages, scratch=scratch, max_len=max_len, out=out, levers=levers, splits=splits,
+        ), page_table=case.table, cos=case.cos, sin=case.sin, pages=pages, scratch=scratch, max_len=max_len, out=made, levers=levers, splits=splits,
         format=case.format,
     )  # fmt: skip
     assert not scratch.arrived.any(), "the counters are back at 0"
+    assert_rounded(made)
     return out, pages
 
 
@@ -287,12 +291,14 @@ def attend(
     scratch = attention_scratch(
         heads, len(rows), 1024, lambda _, size, dtype: torch.zeros(size, dtype=dtype, device=device)
     )
+    made = poisoned(out, min(128, heads.dim))
     attention_decode(
         proj, heads, case.q_norm, case.k_norm, EPS,
         rows=Rows(batch_slot, torch.zeros_like(batch_slot), position, drafts=Drafts(ahead, ahead, ahead, ahead) if with_drafts else None),
-        page_table=case.table, cos=case.cos, sin=case.sin, pages=pages, scratch=scratch, max_len=1024, out=out, levers=LEVERS,
+        page_table=case.table, cos=case.cos, sin=case.sin, pages=pages, scratch=scratch, max_len=1024, out=made, levers=LEVERS,
         format=case.format, splits=splits,
     )  # fmt: skip
+    assert_rounded(made)
     return out
 
 
@@ -390,7 +396,7 @@ def test_recorded_and_replayed(device: str) -> None:
             attention_decode(
                 case.proj, case.heads, case.q_norm, case.k_norm, EPS, rows=Rows(rows, state_slots, positions),
                 page_table=case.table, cos=case.cos, sin=case.sin, pages=pages,
-                scratch=scratch, max_len=4096, out=out, levers=LEVERS,
+                scratch=scratch, max_len=4096, out=Operand(out), levers=LEVERS,
             )  # fmt: skip
 
     state_slots, rows = torch.zeros(3, **i32), torch.arange(3, **i32)

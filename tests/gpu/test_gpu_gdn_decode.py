@@ -16,6 +16,7 @@ from deltic.ops.geometry import GdnHeads, GdnWeights
 from deltic.ops.gpu.blocks import Drafts, Rows, StateSlots, Windows, window_rows
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.launch import Levers, launches
+from tests.gpu.matrices import assert_rounded, poisoned
 from tests.reference import layers
 from tests.tensors import TiledOrder
 
@@ -65,19 +66,22 @@ class Case:
             self.proj[:, rows].contiguous(), self.columns.clone(), self.states.clone(),
         )  # fmt: skip
 
-    def step(self, levers: Levers | None = None) -> Tensor:
+    def step(self, levers: Levers | None = None, block_k: int = 0) -> Tensor:
+        """-> out, rounded to e4m3 as well: by heads, or by blocks of so many columns."""
         device = self.proj.device
         out = torch.full(
             (len(self.state_slots), self.heads.n_v * self.heads.v_dim), torch.nan, dtype=torch.bfloat16, device=device
         )
+        made = poisoned(out, block_k or self.heads.v_dim)
         state_slot, position = (
             torch.tensor(x, dtype=torch.int32, device=device) for x in (self.state_slots, self.positions)
         )
         gdn_decode(
             self.proj, self.heads, self.weights, EPS,
             rows=Rows(state_slot, state_slot, position),
-            memory=StateSlots(self.columns[:, LAYER], self.states[:, LAYER], LAYER), out=out, levers=levers or Levers(),
+            memory=StateSlots(self.columns[:, LAYER], self.states[:, LAYER], LAYER), out=made, levers=levers or Levers(),
         )  # fmt: skip
+        assert_rounded(made)
         return out
 
 
@@ -327,11 +331,13 @@ class Drafting:
             torch.tensor(column, dtype=torch.int32, device=device) for column in zip(*rows, strict=True)
         )
         out = torch.full((n + n_pad, case.heads.n_v * case.heads.v_dim), torch.nan, dtype=torch.bfloat16, device=device)
+        made = poisoned(out, case.heads.v_dim)
         gdn_decode(
             torch.stack(proj, 1).contiguous(), case.heads, case.weights, EPS,
             rows=Rows(batch_slot, state_slot, position, drafts=Drafts(ahead, ahead, length, redo)),
-            memory=StateSlots(case.columns[:, LAYER], case.states[:, LAYER], LAYER, self.windows), out=out, levers=Levers(),
+            memory=StateSlots(case.columns[:, LAYER], case.states[:, LAYER], LAYER, self.windows), out=made, levers=Levers(),
         )  # fmt: skip
+        assert_rounded(made)
         assert out[n:].isnan().all() and not out[:n].isnan().any()
         found, at = {}, 0
         for s, n, right in zip(which, n_drafts, n_right, strict=True):
@@ -409,6 +415,16 @@ def test_one_row_a_sequence_is_a_plain_step(device: str) -> None:
     assert torch.equal(found.case.states.view(torch.int32), plain.case.states.view(torch.int32))
     assert torch.equal(found.case.columns.view(torch.int16), plain.case.columns.view(torch.int16))
     assert found.windows.columns.isnan().all()
+
+
+def test_blocks_that_are_no_heads_are_rounded_by_a_kernel_of_their_own(device: str) -> None:
+    case = make(GROUPED[0], [5, 0, 7], [0, 1, 3], device=device)
+    other = case.part([0, 1, 2])
+    launches.n = 0
+    by_heads = case.step()
+    assert launches.n == 1
+    assert torch.equal(other.step(block_k=GROUPED[0].v_dim // 2).view(torch.int16), by_heads.view(torch.int16))
+    assert launches.n == 3
 
 
 def test_contract(device: str) -> None:

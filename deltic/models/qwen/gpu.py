@@ -18,7 +18,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial as partial_of
-from typing import NamedTuple
 
 from torch import Tensor
 
@@ -37,7 +36,7 @@ from deltic.ops.gpu.blocks import BLOCK, AdapterRows, BatchState, PrefillInputs,
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.draft import begin_guess, draft_pair, follow, go_on
 from deltic.ops.gpu.experts import is_e4m3
-from deltic.ops.gpu.fp8 import Fp8Rows
+from deltic.ops.gpu.fp8 import Fp8Rows, Operand
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.gdn_prefill import gdn_prefill
 from deltic.ops.gpu.launch import Levers, copy_rows, take_rows
@@ -63,13 +62,6 @@ class Exchange:
     @property
     def meetings(self) -> list[Rank | Columns]:
         return [*self.sums.values(), *self.logits.values()]
-
-
-class Normed(NamedTuple):
-    """Rows behind a norm."""
-
-    rows: Tensor  # bfloat16 [N, H]
-    codes: Fp8Rows | None  # room for them in e4m3, in which they may be already
 
 
 class Shard:
@@ -119,15 +111,15 @@ class QwenGpu:
 
     def _add_norm(
         self, residual: Tensor, partials: Tensor | None, w: Tensor, out: Tensor, kind: str, codes: Fp8Rows | None = None
-    ) -> Normed:
+    ) -> Operand:
         """residual += partials, of all GPUs; out = its norm. kind: decode or prefill. codes: where to round
         it to e4m3 as well, which is done where the norm is a kernel of this GPU alone.
         """
         eps, levers, shards = self.shape.rms_norm_eps, self.levers, len(self.shards)
         if self.exchange is None:
             add_norm(residual, partials, w, eps, out, codes=codes, levers=levers)
-            return Normed(out, codes)
-        normed = Normed(out, None if codes is None else codes.rounded_by(0))
+            return Operand(out, codes)
+        normed = Operand(out, None if codes is None else codes.rounded_by(0))
         if partials is None or not self.exchange.sums:
             of_shards = None if partials is None else partials.view(shards, -1, *residual.shape)
             add_norm(residual, of_shards, w, eps, out, levers=levers)
@@ -233,7 +225,7 @@ class QwenGpu:
     def _decode_mixer(
         self,
         i: int,
-        normed: Normed,
+        normed: Operand,
         batch: BatchState,
         b: DecodeBuffers,
         memory: Sequence[GpuMemory],
@@ -248,13 +240,15 @@ class QwenGpu:
         who = None if b.adapters is None else b.adapters.front(n)
         if isinstance(layer, GdnLayer):
             proj = shard.linears.partial(f"layers.{i}.in_proj", normed.rows, b.proj, normed.codes, who)
-            mixed = front(b.mixed, n, shape.gdn_value_size)
+            name, mixed = f"layers.{i}.out_proj", front(b.mixed, n, shape.gdn_value_size)
+            made = Operand(mixed, self._codes(b.fp8, name, is_cut=True))
             windows = None if b.windows is None else b.windows.of_layer(nth)
             held = StateSlots(of.columns[:, nth], of.states[:, nth], nth, windows)
-            gdn_decode(proj, self.gdn_heads, shard.gdn[i], eps, rows=rows, memory=held, out=mixed, levers=levers)
-            return shard.linears.partial(f"layers.{i}.out_proj", mixed, flat, b.fp8, who)
+            gdn_decode(proj, self.gdn_heads, shard.gdn[i], eps, rows=rows, memory=held, out=made, levers=levers)
+            return shard.linears.partial(name, made.rows, flat, made.codes, who)
         proj = shard.linears.partial(f"layers.{i}.qkv", normed.rows, b.proj, normed.codes, who)
-        mixed = front(b.mixed, n, self.heads.n_q * self.heads.dim)
+        name, mixed = f"layers.{i}.o_proj", front(b.mixed, n, self.heads.n_q * self.heads.dim)
+        made = Operand(mixed, self._codes(b.fp8, name, is_cut=True))
         attention_decode(
             proj,
             self.heads,
@@ -269,12 +263,12 @@ class QwenGpu:
             format=self.shape.kv_format,
             scratch=b.attention,
             max_len=max_len,
-            out=mixed,
+            out=made,
             levers=levers,
         )
-        return shard.linears.partial(f"layers.{i}.o_proj", mixed, flat, b.fp8, who)
+        return shard.linears.partial(name, made.rows, flat, made.codes, who)
 
-    def _decode_mlp(self, i: int, normed: Normed, b: DecodeBuffers, i_shard: int, flat: Tensor) -> Tensor:
+    def _decode_mlp(self, i: int, normed: Operand, b: DecodeBuffers, i_shard: int, flat: Tensor) -> Tensor:
         """The same of its feed-forward."""
         shard, n = self.shards[i_shard], len(normed.rows)
         row_slot, who = b.rows.front(n).state_slot, None if b.adapters is None else b.adapters.front(n)
@@ -285,7 +279,7 @@ class QwenGpu:
         shard: Shard,
         name: str,
         mlp: Mlp | Moe,
-        normed: Normed,
+        normed: Operand,
         b: DecodeBuffers,
         row_slot: Tensor,
         flat: Tensor,
@@ -386,7 +380,8 @@ class QwenGpu:
         eps, h, is_first = shape.rms_norm_eps, shape.hidden_size, drawn is not None
         step, guesses = b.rows.front(n), g.rows.front(n)
         proj = self._draft_projection(n, drawn, b, g)
-        mixed = front(b.mixed, n, self.heads.n_q * self.heads.dim)
+        name, mixed = "draft_head.layer.o_proj", front(b.mixed, n, self.heads.n_q * self.heads.dim)
+        made = Operand(mixed, self._codes(b.fp8, name, is_cut=True))
         attention_decode(
             proj,
             self.heads,
@@ -407,13 +402,13 @@ class QwenGpu:
             format=self.shape.kv_format,
             scratch=b.attention,
             max_len=max_len,
-            out=mixed,
+            out=made,
             levers=levers,
         )
         if is_first:  # once more, by what writes them where nothing is guessed: the bits are the same then
             self._draft_keys(proj, batch, b, g, memory)
         residual, normed, own = front(b.residual, n, h), front(b.normed, n, h), front(g.hidden, n, h)
-        partial = linears.partial("draft_head.layer.o_proj", mixed, b.partial, b.fp8)
+        partial = linears.partial(name, made.rows, b.partial, made.codes)
         name, mlp = "draft_head.layer.mlp.", head.layer.mlp
         codes = self._codes(b.fp8, name, mlp)
         rows = self._add_norm(residual, partial, head.layer.post_norm, normed, "decode", codes)
@@ -457,7 +452,7 @@ class QwenGpu:
     def _prefill_mixer(
         self,
         i: int,
-        normed: Normed,
+        normed: Operand,
         inputs: PrefillInputs,
         page_table: Tensor,
         b: PrefillBuffers,
@@ -507,7 +502,7 @@ class QwenGpu:
         return y[None]
 
     def _feed_forward(
-        self, i: int, normed: Normed, inputs: PrefillInputs, b: PrefillBuffers, i_shard: int, flat: Tensor
+        self, i: int, normed: Operand, inputs: PrefillInputs, b: PrefillBuffers, i_shard: int, flat: Tensor
     ) -> Tensor:
         """The same of its experts, or of its one MLP, on the normed rows."""
         shard, shape, levers, t = self.shards[i_shard], self.shape, self.levers, len(normed.rows)

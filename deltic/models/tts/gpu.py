@@ -30,6 +30,7 @@ from deltic.ops.geometry import N_CODES, Allocate, AttentionWeights
 from deltic.ops.gpu.attention_decode import AttentionScratch, attention_decode, attention_scratch
 from deltic.ops.gpu.attention_prefill import attention_prefill
 from deltic.ops.gpu.blocks import BLOCK, BatchState, PrefillInputs
+from deltic.ops.gpu.fp8 import Operand
 from deltic.ops.gpu.frames import (
     MAX_CODES,
     CodeTables,
@@ -259,7 +260,7 @@ class TtsGpu:
                 pages=memory.pages[:, i],
                 scratch=b.attention,
                 max_len=max_len,
-                out=mixed,
+                out=Operand(mixed),
                 levers=levers,
             )
 

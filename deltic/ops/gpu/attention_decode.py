@@ -49,6 +49,8 @@ from deltic.ops.geometry import PAGE_SIZE, Allocate, AttentionHeads
 from deltic.ops.gpu import kv
 from deltic.ops.gpu.blocks import Rows
 from deltic.ops.gpu.chip import chip
+from deltic.ops.gpu.decode import codes_at
+from deltic.ops.gpu.fp8 import Operand, round_made, rounded, stored_by
 from deltic.ops.gpu.kv import FP8, PLAIN
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.kv_formats import BF16, KvFormat
@@ -364,11 +366,22 @@ def _gate(p_gate, stride_s, GATED: tl.constexpr, G: tl.constexpr, R: tl.constexp
 
 
 @triton.jit
-def _finish(b_o, b_sum, b_gate, p_out, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr):
-    """out = o / sum * gate, R >= G rows."""
+def _finish(
+    b_o, b_sum, b_gate, p_out, p_codes, p_scale, scale_step, G: tl.constexpr, R: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
+):
+    """out = o / sum * gate, R >= G rows; with p_codes in e4m3, too, of BLOCK columns a scale."""
     o_g = tl.arange(0, R)
     o_gd = o_g[:, None] * D + tl.arange(0, D)[None, :]
-    tl.store(p_out + o_gd, (b_o / b_sum[:, None] * b_gate).to(tl.bfloat16), mask=(o_g < G)[:, None])
+    b_out = (b_o / b_sum[:, None] * b_gate).to(tl.bfloat16)
+    tl.store(p_out + o_gd, b_out, mask=(o_g < G)[:, None])
+    if p_codes is not None:
+        # stored in blocks, not in heads: the compiler gives the sums of q and k the layout of stores of heads
+        N: tl.constexpr = R * D // BLOCK
+        o_block = tl.arange(0, N)
+        b_codes, b_scale = rounded(tl.reshape(b_out, (N, BLOCK)))
+        o_code = o_block[:, None] * BLOCK + tl.arange(0, BLOCK)[None, :]
+        tl.store(p_codes + o_code, b_codes, mask=(o_block < G * D // BLOCK)[:, None])
+        tl.store(p_scale + o_block * scale_step, b_scale, mask=o_block < G * D // BLOCK)
 
 
 @triton.jit
@@ -437,12 +450,12 @@ def _keys_decode_kernel(
 @triton.jit(do_not_specialize=["stride_table", "records", "n_counters"])
 def _attention_decode_kernel(
     p_proj, p_q_norm, p_k_norm, p_cos, p_sin, p_state_slot, p_batch_slot, p_position, p_shift, p_ahead, p_table, p_pages,
-    p_output, p_weight, p_arrived, p_out, eps, scale,
+    p_output, p_weight, p_arrived, p_out, p_codes, p_scale, eps, scale,
     stride_s, stride_row, stride_table, stride_page, records, n_counters,
     NQ: tl.constexpr, NK: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, S: tl.constexpr, GROUP: tl.constexpr,
     GP: tl.constexpr, PAGE: tl.constexpr, FEW: tl.constexpr, FEW_TILES: tl.constexpr, MOST: tl.constexpr,
     FAN: tl.constexpr, LOG_FAN: tl.constexpr, PROGRAMS: tl.constexpr, LONG: tl.constexpr, GATED: tl.constexpr,
-    DRAFTS: tl.constexpr, KV: tl.constexpr, STAGES: tl.constexpr, PDL: tl.constexpr,
+    DRAFTS: tl.constexpr, KV: tl.constexpr, STAGES: tl.constexpr, BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):
     """Attends with one split of a row, for one key head, a program."""
     G: tl.constexpr = NQ // NK
@@ -479,6 +492,10 @@ def _attention_decode_kernel(
     p_proj += row * stride_row
     p_gate = p_proj + (NQ + i_kv * G) * D
     p_out += row * (NQ * D) + i_kv * (G * D)
+    n_rows = tl.num_programs(0) // NK
+    if p_codes is not None:
+        p_codes = codes_at(p_codes) + row * (NQ * D) + i_kv * (G * D)
+        p_scale += i_kv * (G * D // BLOCK) * n_rows + i_row
     p_output += pair * records * (G * D)
     p_weight += pair * (records + n_counters - 1) * (2 * G)
     p_arrived += pair * n_counters
@@ -551,7 +568,7 @@ def _attention_decode_kernel(
 
         if n_splits == 1:
             b_gate = _gate(p_gate, stride_s, GATED, G, GROUP, D, S)
-            _finish(tl.trans(b_o), b_sum, b_gate, p_out, G, GROUP, D)
+            _finish(tl.trans(b_o), b_sum, b_gate, p_out, p_codes, p_scale, n_rows, G, GROUP, D, BLOCK)
         else:
             i_merge = i_chunk * chunk // FAN
             n_merges = (n_splits + FAN - 1) // FAN
@@ -567,7 +584,7 @@ def _attention_decode_kernel(
                     p_output, p_weight, i_merge * FAN, n_records, 1, i_merge * FAN, G, GP, D, FAN
                 )
                 if n_merges == 1:
-                    _finish(b_part, b_part_sum, b_merged_gate, p_out, G, GP, D)
+                    _finish(b_part, b_part_sum, b_merged_gate, p_out, p_codes, p_scale, n_rows, G, GP, D, BLOCK)
                 else:
                     # into the place of the first of them, which all threads have read
                     tl.debug_barrier()
@@ -581,7 +598,7 @@ def _attention_decode_kernel(
                         b_part, b_part_max, b_part_sum = _merged(
                             p_output, p_weight, 0, n_merges, FAN, records, G, GP, D, FAN
                         )
-                        _finish(b_part, b_part_sum, b_merged_gate, p_out, G, GP, D)
+                        _finish(b_part, b_part_sum, b_merged_gate, p_out, p_codes, p_scale, n_rows, G, GP, D, BLOCK)
 
 
 def _stages(splits: Splits, heads: AttentionHeads, format: KvFormat) -> int:
@@ -598,7 +615,7 @@ def _limit(format: KvFormat) -> dict[str, int]:
 
 def attention_decode(
     proj: Tensor, heads: AttentionHeads, q_norm: Tensor, k_norm: Tensor, eps: float, *, rows: Rows, page_table: Tensor,
-    cos: Tensor, sin: Tensor, pages: Tensor, scratch: AttentionScratch, max_len: int, out: Tensor, levers: Levers,
+    cos: Tensor, sin: Tensor, pages: Tensor, scratch: AttentionScratch, max_len: int, out: Operand, levers: Levers,
     splits: Splits | None = None, format: KvFormat = BF16,
 ) -> None:
     """out[r, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)) over the keys 0 .. position of the
@@ -609,7 +626,7 @@ def attention_decode(
     page_table: int32 [batch_slots, max_pages]; cos, sin: float32 [max_len, rotary/2], of which a row reads
     that of its position, plus rows.angle_shift where there is one; pages: this layer's part, any page stride,
     in `format`: bfloat16 [n_pages, 2, nk, 64, d], or uint8 [n_pages, bytes]; the token's own k and v are
-    written there. out: bfloat16 [N, nq d].
+    written there. out: bfloat16 [N, nq d], and as `round_rows` rounds it, where that is asked for.
     max_len: no row has more keys. Query head j reads key head j // (nq/nk). splits: for measurements; the
     scratch must have been made with the same.
 
@@ -636,23 +653,26 @@ def attention_decode(
     expect(heads.dim == next_power_of_2(heads.dim) and 32 <= heads.dim <= 256, "head_dim 32, 64, 128 or 256")
     expect(half % 4 == 0 and 2 * half <= heads.dim, "rotary dims inside a head, a multiple of 8")
     expect(kv.fits(pages, heads.n_kv, heads.dim, format), kv.expected(heads.n_kv, heads.dim, format))
-    expect(out.dtype == torch.bfloat16 and out.shape == (n_rows, heads.n_q * heads.dim), "bfloat16 out [N, nq d]")
-    expect(out.is_contiguous(), "contiguous out")
+    expect(out.rows.dtype == torch.bfloat16 and out.rows.shape == (n_rows, heads.n_q * heads.dim), "bfloat16 out [N, nq d]")
+    expect(out.rows.is_contiguous(), "contiguous out")
     expect(splits.most <= FAN * FAN and splits.few <= splits.most, f"at most {FAN * FAN} splits")
     expect(scratch.output.shape[0] >= n_rows and records >= capacity, "a scratch for this many rows and keys")
     expect(scratch.output.shape[1] == heads.n_kv and scratch.output.shape[3:] == (group, heads.dim), "its scratch")
+    to = out.rows, *stored_by("attention_decode", out, heads.dim % (out.block_k or 1) == 0)
     launch(
         _attention_decode_kernel, (n_pairs, splits.chunks(n_pairs, max_len)),
         proj, q_norm, k_norm, cos, sin, rows.state_slot, rows.batch_slot, rows.position, rows.angle_shift,
         None if rows.drafts is None else rows.drafts.ahead, page_table, pages,
-        scratch.output, scratch.weight, scratch.arrived, out, eps, heads.dim**-0.5 * 1.4426950408889634,
+        scratch.output, scratch.weight, scratch.arrived, *to, eps, heads.dim**-0.5 * 1.4426950408889634,
         proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), records, counters,
         pdl=levers.pdl, NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16,
         GP=next_power_of_2(group), PAGE=PAGE_SIZE, FEW=splits.few, FEW_TILES=splits.few_tiles, MOST=splits.most, FAN=FAN,
         LOG_FAN=FAN.bit_length() - 1, PROGRAMS=splits.programs, LONG=LONG, GATED=heads.is_gated,
         DRAFTS=rows.drafts is not None, KV=kv.constant(format), STAGES=_stages(splits, heads, format),
-        num_warps=splits.num_warps, num_stages=1, **_limit(format),
+        BLOCK=out.block_k, num_warps=splits.num_warps, num_stages=1, **_limit(format),
     )
+    if to[1] is None:
+        round_made(out, levers=levers)
 
 
 def keys_decode(

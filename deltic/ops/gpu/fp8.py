@@ -7,10 +7,10 @@ e4m3 one of its 17 powers of two, below. A product's sums of BLOCK_K are added i
 both scales, in order of K: the tensor cores' own sums of 8-bit products keep 14 bits or so. So BLOCK_K is
 part of what defines the bits.
 
-Rows are rounded once, before a product: mostly by the kernel that makes them, which says so (`Fp8Rows`), else
-by one of their own. On their way, to the same codes, they are rounded in a decode for the experts' down, and
-for a gate_up that is not e4m3 in one segment in all of them. A product of many rows runs in the vendor's
-library where it has one (Hopper), else here.
+Rows are rounded once, before a product: mostly by the kernel that makes them (`Operand`), else by one of
+their own. On their way, to the same codes, they are rounded in a decode for the experts' down, and for a
+gate_up that is not e4m3 in one segment in all of them. A product of many rows runs in the vendor's library
+where it has one (Hopper), else here.
 """
 
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
@@ -18,6 +18,7 @@ library where it has one (Hopper), else here.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 import triton
@@ -48,6 +49,18 @@ class Fp8Rows:
     def rounded_by(self, block_k: int) -> Fp8Rows:
         """The same, with the rows of the next product in it."""
         return replace(self, block_k=block_k)
+
+
+class Operand(NamedTuple):
+    """Rows of x, as who makes them leaves them for a product."""
+
+    rows: Tensor  # bfloat16 [T, K]
+    codes: Fp8Rows | None = None  # room for them in e4m3
+
+    @property
+    def block_k(self) -> int:
+        """Columns of a block, where they are made in e4m3, too; else 0."""
+        return 0 if self.codes is None else self.codes.block_k
 
 
 def fp8_rows(name: str, n_rows: int, width: int, allocate: Allocate, largest: int = 0) -> Fp8Rows:
@@ -84,17 +97,37 @@ def _nearest(b_x):
 
 
 @triton.jit
+def _powers(b_most):
+    """1 / scale and scale of blocks whose largest magnitude has these bits, int32."""
+    # the exponent of the largest, one more above 1.75 times a power of two; 2^-111 and less are as one
+    b_exponent = tl.maximum((b_most + 0x1FFFFF) >> 23, 16)
+    return ((262 - b_exponent) << 23).to(tl.float32, bitcast=True), ((b_exponent - 8) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _magnitudes(b_float):
+    """Bits of magnitudes. As integers they have the same order, and a warp has their maximum by one
+    instruction.
+    """
+    return b_float.to(tl.int32, bitcast=True) & 0x7FFFFFFF
+
+
+@triton.jit
 def rounded(b_x):
     """Codes [N, BLOCK_K] and scales [N] of rows of bfloat16. Infinities become large numbers, before Ada NaN
     as well.
     """
     b_float = b_x.to(tl.float32)
-    # magnitudes as integers have the same order, and a warp has their maximum by one instruction
-    b_most = tl.max(b_float.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1)
-    # the exponent of the largest, one more above 1.75 times a power of two; 2^-111 and less are as one
-    b_exponent = tl.maximum((b_most + 0x1FFFFF) >> 23, 16)
-    b_inverse = ((262 - b_exponent) << 23).to(tl.float32, bitcast=True)
-    return _nearest(b_float * b_inverse[:, None]), ((b_exponent - 8) << 23).to(tl.float32, bitcast=True)
+    b_inverse, b_scale = _powers(tl.max(_magnitudes(b_float), 1))
+    return _nearest(b_float * b_inverse[:, None]), b_scale
+
+
+@triton.jit
+def rounded_block(b_x):
+    """Codes [BLOCK_K] and scale of one block, in the layout that it has; else as `rounded`."""
+    b_float = b_x.to(tl.float32)
+    inverse, scale = _powers(tl.max(_magnitudes(b_float), 0))
+    return _nearest(b_float * inverse), scale
 
 
 @triton.jit
@@ -124,6 +157,23 @@ def check_room(name: str, rows: Fp8Rows, t: int, k: int, block_k: int) -> None:
     """Raises KernelError where t rows of k columns do not fit."""
     fits = t * k <= rows.codes.numel() and t * (k // block_k) <= rows.scale.numel()
     check(name, fits, f"room for {t} rows of {k}")
+
+
+def stored_by(name: str, made: Operand, can: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Codes and scales of these rows for the kernel that makes them, or None twice. can: it has whole blocks.
+    Raises KernelError where they do not fit.
+    """
+    if made.codes is None or not made.block_k or not can:
+        return None, None
+    n, k = made.rows.shape
+    check_room(name, made.codes, n, k, made.block_k)
+    return made.codes.codes, made.codes.scale
+
+
+def round_made(made: Operand, *, levers: Levers) -> None:
+    """Rounds rows that their kernel could not."""
+    if made.codes is not None and made.block_k:
+        round_rows(made.rows, made.codes.rounded_by(0), made.block_k, levers=levers)
 
 
 def round_rows(

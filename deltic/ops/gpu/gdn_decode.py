@@ -46,6 +46,8 @@ from torch import Tensor
 from deltic.ops.contract import check
 from deltic.ops.geometry import MAX_GDN_DIM, GdnHeads, GdnWeights
 from deltic.ops.gpu.blocks import Drafts, Rows, StateSlots, Windows, window_rows
+from deltic.ops.gpu.decode import codes_at
+from deltic.ops.gpu.fp8 import Operand, round_made, rounded_block, stored_by
 from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
 from deltic.ops.gpu.rounding import cut, noisy, rounding_seed
 
@@ -184,10 +186,26 @@ def _gated(b_out, b_z, b_norm, eps, DV: tl.constexpr):
     return (b_norm * b_out * _silu(b_z)).to(tl.bfloat16)
 
 
+@triton.jit
+def _store_head(
+    p_out, p_codes, p_scale, b_out, row, n_rows, i_head, o_value, mask, used, N_V: tl.constexpr, DV: tl.constexpr
+):
+    """Stores the head of a row that is used; with p_codes in e4m3, too, as one block."""
+    o_head = row * (N_V * DV) + i_head * DV + o_value
+    tl.store(p_out + o_head, b_out, mask=mask & used)
+    if p_codes is not None:  # noqa: SIM102 (a constant, then a value)
+        # a branch, even where all rows are used: the assembler mixes nothing in front of it with what is
+        # behind, which takes 128 registers instead of 139
+        if used:
+            b_codes, scale = rounded_block(b_out)
+            tl.store(codes_at(p_codes) + o_head, b_codes, mask=mask)
+            tl.store(p_scale + i_head * n_rows + row, scale)
+
+
 @triton.jit(do_not_specialize=["n_rows", "layer"])
 def _gdn_decode_kernel(
     p_proj, n_rows, layer, p_row_slot, p_row_position, p_columns, column_stride, p_states, state_stride,
-    p_conv, p_a_log, p_dt_bias, p_norm, p_out, eps,
+    p_conv, p_a_log, p_dt_bias, p_norm, p_out, p_codes, p_scale, eps,
     SPLITS: tl.constexpr, N_K: tl.constexpr, N_V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     TILED: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, TILES: tl.constexpr,
     ROWS: tl.constexpr, PDL: tl.constexpr,
@@ -286,7 +304,7 @@ def _gdn_decode_kernel(
             b_outs = tl.where(tl.arange(0, TILES)[:, None] == i_tile, b_out[None, :], b_outs)
 
     b_out = _gated(tl.reshape(b_outs, [TILES * ROWS]), b_z, b_norm, eps, DV)
-    tl.store(p_out + i_row.to(tl.int64) * (N_V * DV) + i_head * DV + o_out, b_out, mask=m_out)
+    _store_head(p_out, p_codes, p_scale, b_out, i_row.to(tl.int64), n_rows, i_head, o_out, m_out, n_rows > 0, N_V, DV)
 
 
 @triton.jit
@@ -336,7 +354,7 @@ def _keep(p_to, o_q, o_k, o_v, b_q, b_k, b_v, m_key, m_value):
 def _gdn_drafts_kernel(
     p_proj, n_rows, layer, p_row_slot, p_row_position, p_row_batch_slot, p_length, p_n_redo, p_columns, column_stride, p_states,
     state_stride, p_window_columns, window_column_stride, p_window_gates, window_gate_stride, p_conv, p_a_log,
-    p_dt_bias, p_norm, p_out, eps,
+    p_dt_bias, p_norm, p_out, p_codes, p_scale, eps,
     SPLITS: tl.constexpr, N_K: tl.constexpr, N_V: tl.constexpr, DK: tl.constexpr, DV: tl.constexpr,
     TILED: tl.constexpr, SCALE: tl.constexpr, PARTS: tl.constexpr, PART: tl.constexpr, ROWS: tl.constexpr,
     WINDOW: tl.constexpr, PDL: tl.constexpr,
@@ -441,18 +459,19 @@ def _gdn_drafts_kernel(
             b_state = cut(_noisy(b_state, b_out, o_key, o_value, at, layer, i_head, DK))
         if i + 1 == n_stored:
             tl.store(p_state + o_state, b_state.to(DTYPE), mask=m_state)
-        p_to = p_out + row * (N_V * DV) + i_head * DV + o_value
-        tl.store(p_to, _gated(b_out, b_z, b_norm, eps, DV), mask=new_value)
+        b_out = _gated(b_out, b_z, b_norm, eps, DV)
+        _store_head(p_out, p_codes, p_scale, b_out, row, n_rows, i_head, o_value, m_value, is_new, N_V, DV)
         b_q3, b_q2, b_q1 = b_q2, b_q1, b_q
         b_k3, b_k2, b_k1 = b_k2, b_k1, b_k
         b_v3, b_v2, b_v1 = b_v2, b_v1, b_v
 
 
 def gdn_decode(
-    proj: Tensor, heads: GdnHeads, weights: GdnWeights, eps: float, *, rows: Rows, memory: StateSlots, out: Tensor, levers: Levers,
+    proj: Tensor, heads: GdnHeads, weights: GdnWeights, eps: float, *, rows: Rows, memory: StateSlots, out: Operand,
+    levers: Levers,
 ) -> None:
-    """Advances each row by one token: proj float32 [S, N, 2Kd+2Vd+2Hv] (q|k|v|z|b|a, partial sums) -> out
-    bfloat16 [N, Hv dv].
+    """Advances each row by one token: proj float32 [S, N, 2Kd+2Vd+2Hv] (q|k|v|z|b|a, partial sums) ->
+    out.rows bfloat16 [N, Hv dv], and out.codes, where these have a block.
 
     Nothing is read or written of a row with state slot -1; at position 0 the state and the ring count as
     zeros, whatever the state slot holds. The memory is advanced in place. weights.conv: float32 [4, C], tap 3
@@ -473,7 +492,7 @@ def gdn_decode(
     n_splits, n_rows, _ = proj.shape
     dk, dv = heads.k_dim, heads.v_dim
     columns, states, layer, windows = memory.columns, memory.states, memory.layer, memory.windows
-    _check(proj, heads, weights, rows, memory, out)
+    _check(proj, heads, weights, rows, memory, out.rows)
     layout = _layout(heads, states.dtype)
     parts, tiles = next_power_of_2(dk) // layout.part, next_power_of_2(dv) // layout.rows
     of_weights = weights.conv, weights.a_log, weights.dt_bias, weights.norm
@@ -482,20 +501,23 @@ def gdn_decode(
         PART=layout.part, ROWS=layout.rows, pdl=levers.pdl and n_rows <= EARLY_ROWS, num_warps=layout.num_warps,
     )
     held = columns, columns.stride(0), states, states.stride(0)
+    to = out.rows, *stored_by("gdn_decode", out, out.block_k == dv)
     if rows.drafts is None:
         launch(
-            _gdn_decode_kernel, (heads.n_v, n_rows), proj, n_rows, layer, rows.state_slot, rows.position, *held, *of_weights, out,
-            eps, TILES=tiles, **constants,
+            _gdn_decode_kernel, (heads.n_v, n_rows), proj, n_rows, layer, rows.state_slot, rows.position, *held, *of_weights,
+            *to, eps, TILES=tiles, **constants,
         )
-        return
-    check("gdn_decode", windows is not None and tiles == 1, "windows and heads of at most 128 x 128 for drafts")
-    assert windows is not None
-    _check_windows(heads, rows.drafts, windows, n_rows)
-    launch(
+    else:
+        check("gdn_decode", windows is not None and tiles == 1, "windows and heads of at most 128 x 128 for drafts")
+        assert windows is not None
+        _check_windows(heads, rows.drafts, windows, n_rows)
+        launch(
         _gdn_drafts_kernel, (heads.n_v, n_rows), proj, n_rows, layer, rows.state_slot, rows.position, rows.batch_slot, rows.drafts.length,
         rows.drafts.n_redo, *held, windows.columns, windows.columns.stride(0), windows.gates, windows.gates.stride(0),
-        *of_weights, out, eps, WINDOW=windows.columns.shape[1], **constants,
+        *of_weights, *to, eps, WINDOW=windows.columns.shape[1], **constants,
     )
+    if to[1] is None:
+        round_made(out, levers=levers)
 
 
 def _check_windows(heads: GdnHeads, drafts: Drafts, windows: Windows, n_rows: int) -> None:

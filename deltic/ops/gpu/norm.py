@@ -21,7 +21,7 @@ from torch import Tensor
 from deltic.ops.contract import check
 from deltic.ops.gpu.blocks import BatchState, Rows
 from deltic.ops.gpu.decode import BF16, address, codes_at, constants, k_block, load_block, rows_from, values
-from deltic.ops.gpu.fp8 import Fp8Rows, check_room, rounded
+from deltic.ops.gpu.fp8 import Fp8Rows, Operand, rounded, stored_by
 from deltic.ops.gpu.launch import Levers, launch
 from deltic.ops.matrix import Matrix, Segment
 
@@ -355,14 +355,10 @@ def add_norm(
         shards, n_slices = (1, *partials.shape)[-4:-2]
         check("rms_norm", partials.shape[-2:] == residual.shape, f"partials [S, {n}, {width}]")
         check("rms_norm", partials.is_contiguous(), "contiguous partials")
-    rounded_rows: tuple[Tensor | None, Tensor | None] = None, None
-    block_k = 0 if codes is None else codes.block_k
-    if codes is not None and block_k:
-        check_room("rms_norm", codes, n_out, width, block_k)
-        rounded_rows = codes.codes, codes.scale
+    made = Operand(out, codes)
     together = _slices_together(n_out, width, n_slices) if shards == 1 else 0
     launch(
-        _add_norm_kernel, (n_out,), residual, partials, w, out, *rounded_rows, rows, width, n * width, 1.0 / width, eps,
-        LANES=LANES, PIECES=pieces(width), GROUP=block_k, SHARDS=shards, SLICES=n_slices, TOGETHER=together,
+        _add_norm_kernel, (n_out,), residual, partials, w, out, *stored_by("rms_norm", made, True), rows, width, n * width, 1.0 / width, eps,
+        LANES=LANES, PIECES=pieces(width), GROUP=made.block_k, SHARDS=shards, SLICES=n_slices, TOGETHER=together,
         STORE=rows is None and n_slices > 0, GATHER=rows is not None, pdl=levers.pdl, num_warps=norm_warps(n_out, width),
     )
