@@ -139,18 +139,21 @@ async def disconnected(receive: Receive) -> None:
 
 
 async def unless_disconnected(receive: Receive, work: Coroutine[object, None, T] | asyncio.Future[T]) -> T:
-    """The result of `work`, which is cancelled when the client leaves. Raises ClientDisconnect then."""
+    """The result of `work`, which is cancelled when the client leaves. Raises ClientDisconnect then.
+
+    It comes a turn of the event loop behind the work: in each, all other requests have theirs.
+    """
     task = asyncio.ensure_future(work)
     watch = asyncio.create_task(disconnected(receive))
+    watch.add_done_callback(lambda _: task.cancel())
     try:
-        await asyncio.wait((task, watch), return_when=asyncio.FIRST_COMPLETED)
-        if not task.done():
-            raise ClientDisconnect
-        return task.result()
+        return await task
+    except asyncio.CancelledError:
+        if watch.done() and not watch.cancelled():
+            raise ClientDisconnect from None
+        raise
     finally:
-        for pending in (task, watch):
-            pending.cancel()
-        await asyncio.gather(task, watch, return_exceptions=True)
+        watch.cancel()
 
 
 class EventStream:

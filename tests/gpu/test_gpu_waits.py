@@ -17,7 +17,7 @@ from deltic.config import EngineConfig
 from deltic.engine.drafts import Drafting
 from deltic.engine.engine import Engine
 from deltic.engine.guides import Vocabulary
-from deltic.engine.messages import Constraint, Request
+from deltic.engine.messages import Constraint, Picture, Request
 from deltic.engine.step import Step, StepResult
 from deltic.runtime.build import build_runner
 from deltic.runtime.gpu.device import Gpu
@@ -67,7 +67,7 @@ def count(runner: Any, patch: pytest.MonkeyPatch) -> Counter[str]:
 def requests(adapter: bytes) -> list[Request]:
     """Texts that repeat, pictures, a grammar and a fork; with an adapter, some of them a second time."""
     constraint = Constraint(grammar=GRAMMAR)
-    shown = [AGAIN, picture(3, 5), AGAIN, picture(2, 4, 6, 2), "?"]
+    shown: list[str | Picture] = [AGAIN, picture(3, 5), AGAIN, picture(2, 4, 6, 2), "?"]
     found = [
         request("text", AGAIN, max_tokens=N_TOKENS, logprobs=3),
         request("pictures", *shown, max_tokens=N_TOKENS, logprobs=3),
@@ -107,7 +107,7 @@ def run(runner: Any, path: Path, adapter: bytes, patch: pytest.MonkeyPatch) -> C
 def test_drafts_pictures_adapters_and_grammars(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tiny_checkpoint(kind, has_tower=True, has_mtp=True)
     config = config_of(path, allow_lora_loading=True, max_loras=2, max_lora_rank=20, lora_gb=0.05)
-    runner = build_runner(config, lambda stage, done: None, Gpu())
+    runner: Any = build_runner(config, lambda stage, done: None, Gpu())
     adapter = adapter_of(runner.plan.shape, 1)
     assert runner.adapters.load_now(adapter).error is None
     seen = run(runner, path, adapter.key, monkeypatch)

@@ -21,12 +21,13 @@ from unittest.mock import MagicMock
 
 import httpx
 import pytest
+from starlette.requests import ClientDisconnect
 from starlette.responses import Response
 
 from deltic.server import connections
 from deltic.server.connections import MAX_HEAD_BYTES, Connections, HttpServer
 from deltic.server.speech.socket import PATH
-from deltic.server.transport import SERVER_SEND, EventStream
+from deltic.server.transport import SERVER_SEND, EventStream, unless_disconnected
 from tests.fake_engine import END, FakeEngineClient, make_app, served
 from tests.waiting import wait_for
 
@@ -509,3 +510,55 @@ def test_a_body_behind_its_answer_is_not_read_for_ever() -> None:
                 except OSError:
                     again = b""
                 assert again.startswith(b"HTTP/1.1 200") == is_kept
+
+
+class Watched:
+    """Work that a client waits for, who may leave; the turns of the event loop are counted."""
+
+    def __init__(self) -> None:
+        loop = asyncio.get_running_loop()
+        self.work, self.gone, self.n_turns = loop.create_future(), loop.create_future(), 0
+        self.waiting = asyncio.create_task(unless_disconnected(self.receive, self.work))
+
+    async def receive(self) -> dict[str, str]:
+        await self.gone
+        return {"type": "http.disconnect"}
+
+    async def count(self) -> None:
+        while not self.waiting.done():
+            self.n_turns += 1
+            await asyncio.sleep(0)
+
+
+def test_what_is_done_is_seen_a_turn_of_the_loop_later() -> None:
+    """Where another key's requests make a turn last 0.1 s, each one counts."""
+
+    async def turns() -> int:
+        watched = Watched()
+        await asyncio.sleep(0.01)
+        watched.work.set_result("done")
+        await watched.count()
+        assert await watched.waiting == "done"
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+        return watched.n_turns
+
+    assert asyncio.run(turns()) <= 2
+
+
+@pytest.mark.parametrize("leaves", [True, False])
+def test_work_ends_when_its_client_leaves_or_who_waits_is_cancelled(leaves: bool) -> None:
+    async def end() -> None:
+        watched = Watched()
+        await asyncio.sleep(0.01)
+        if leaves:
+            watched.gone.set_result(None)
+        else:
+            watched.waiting.cancel()
+        with pytest.raises(ClientDisconnect if leaves else asyncio.CancelledError):
+            await watched.waiting
+        assert watched.work.cancelled()
+        await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(end())

@@ -206,10 +206,11 @@ class PictureReader:
                     message = f"with it the pictures have more than {most_tokens} tokens. Send fewer or smaller ones."
                     raise bad_request(sent.path, message, "too_many_pixels")
 
-        tasks = [asyncio.create_task(read_some()) for _ in range(n_at_once)]
+        # One alone needs no task, whose end is seen some turns of the event loop later.
+        tasks = [asyncio.create_task(read_some()) for _ in range(n_at_once)] if n_at_once > 1 else []
         try:
             async with asyncio.timeout(READ_S):
-                await asyncio.gather(*tasks)
+                await (asyncio.gather(*tasks) if tasks else read_some())
         except TimeoutError:
             message = f"the pictures were not read within {READ_S:g} s. Send fewer, or try again later."
             raise ApiError(503, message, code="pictures_timeout", headers={"retry-after": "10"}) from None
