@@ -1,4 +1,4 @@
-"""Steps of a GPU with all that a server may have at once: drafts, pictures, adapters, grammars and forks. Nothing in them waits
+"""Steps of a GPU with all that a server may have at once: drafts, pictures, adapters, grammars, forks, and two GPUs. Nothing in them waits
 for the device but the events that say so, which torch watches (`without_syncs`). `tests/null/test_gpu_syncs.py` looks at the code.
 """
 
@@ -10,6 +10,7 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 from msgspec.structs import replace
 
 pytest.importorskip("triton")
@@ -112,3 +113,13 @@ def test_drafts_pictures_adapters_and_grammars(kind: str, monkeypatch: pytest.Mo
     assert runner.adapters.load_now(adapter).error is None
     seen = run(runner, path, adapter.key, monkeypatch)
     assert all(seen.values()), seen
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="there are not two GPUs")
+@pytest.mark.parametrize("kind", ["dense", "moe"])
+def test_two_gpus(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters are for one GPU."""
+    path = tiny_checkpoint(kind, has_tower=True, has_mtp=True)
+    runner = build_runner(config_of(path), lambda stage, done: None, Gpu(n_gpus=2))
+    seen = run(runner, path, b"", monkeypatch)
+    assert seen.pop("adapted") == 0 and all(seen.values()), seen
