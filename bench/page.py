@@ -16,7 +16,7 @@ import itertools
 import json
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +27,9 @@ import httpx
 from tests import browser
 from tests.browser import Page
 from tests.fake_engine import END, PICTURE_TEMPLATE, FakeEngineClient, make_app, saying, served
+from tests.fake_speech import FakeSpeechClient, make_speech_app
+from tests.null.test_page_library import Library, OnDemand
+from tests.null.test_page_speech import SpeechPage
 from tests.null.test_picture_doors import WIDE, seeing
 from tests.waiting import wait_for
 
@@ -87,6 +90,7 @@ def opened(driver: Any, engine: Any) -> Iterator[Page]:
         yield Page(driver, SimpleNamespace(url=url, api_key=""))  # type: ignore[arg-type]
 
 
+PHONE = {"width": 390, "height": 800, "deviceScaleFactor": 1, "mobile": False}
 FRAMES = """
     window.frames_ = [];
     const note = at => { frames_.push(at); requestAnimationFrame(note); };
@@ -137,48 +141,97 @@ def cost() -> None:
     print(json.dumps(told, indent=1))
 
 
+TOOL = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
+CALL = "<tool_call>\n<function=weather>\n<parameter=city>\nUppsala\n</parameter>\n</function>\n</tool_call>"
+
+
 def screens(directory: Path) -> None:
     """Writes a picture of each view."""
     directory.mkdir(parents=True, exist_ok=True)
     with browser.started() as driver:
 
-        def shot(page: Page, name: str) -> None:
+        def shot(name: str) -> None:
             time.sleep(0.4)
-            assert page.driver.save_screenshot(str(directory / f"{name}.png"))
+            assert driver.save_screenshot(str(directory / f"{name}.png"))
 
         def look(scheme: str) -> None:
             driver.execute_cdp_cmd(
                 "Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": scheme}]}
             )
 
-        with opened(driver, FakeEngineClient()) as page:
-            shot(page, "empty")
+        with opened(driver, FakeEngineClient()):
+            shot("empty")
         for scheme in ("light", "dark"):
             look(scheme)
-            with opened(driver, FakeEngineClient(saying(long_text(2600)), max_model_len=16_384)) as page:
+            with opened(driver, FakeEngineClient(saying(long_text(3000)), max_model_len=16_384)) as page:
                 page.ask("Derive the energy of an oscillator.")
                 page.press("Regenerate")
                 page.answered()
-                shot(page, f"chat-{scheme}")
+                shot(f"chat-{scheme}")
                 page.one("#settings-open").click()
-                shot(page, f"settings-{scheme}")
+                shot(f"settings-{scheme}")
                 page.one("#settings-close").click()
+                page.one("nav [href='#live']").click()
+                wait_for(lambda: page.all("#tree svg"))
+                shot(f"live-{scheme}")
+                page.one("nav [href='#chat']").click()
                 if scheme == "light":
                     page.size(390, 800)
-                    shot(page, "phone")
+                    shot("phone")
                     page.one("#menu").click()
-                    shot(page, "phone-chats")
+                    shot("phone-chats")
                     page.one("#menu").click()
                     page.one("#settings-open").click()
-                    shot(page, "phone-settings")
+                    shot("phone-settings")
         look("light")
         with opened(driver, seeing()) as page:
             (directory / "a.png").write_bytes(WIDE)
             page.one("#files").send_keys(str(directory / "a.png"))
             wait_for(lambda: page.all("#pictures img"))
             page.ask("What is it?")
-            shot(page, "picture")
+            shot("picture")
             (directory / "a.png").unlink()
+        with opened(driver, FakeEngineClient(saying(CALL))) as page:
+            page.set(more=json.dumps({"tools": [TOOL]}))
+            page.one("#settings-close").click()
+            page.ask("Will it rain in Uppsala?")
+            shot("tool-call")
+        _models(driver, shot)
+        _speech(driver, shot)
+
+
+def _models(driver: Any, shot: Callable[[str], None]) -> None:
+    """Several models that are loaded on demand: one is fetched, one deleted."""
+    app = OnDemand(make_app(FakeEngineClient()))
+    with served(app) as url:
+        Page(driver, SimpleNamespace(url=url, api_key=""))  # type: ignore[arg-type]
+        app.status = {"value": "loading", "progress": {"stage": "weights", "done": 0.4}}
+        library = Library(driver, url)
+        shot("models")
+        app.status = {"value": "unloaded", "deletable": True}
+        library.one("#pull-name").send_keys("qwen3.5:4b")
+        library.one("#pull-start").click()
+        wait_for(lambda: "1.5 GB" in library.one("#pull-now").text and library.all("[aria-label='Delete small']"))
+        shot("download")
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
+        shot("phone-download")
+        library.press("Delete small")
+        shot("phone-delete")
+        app.go_on = True
+
+
+def _speech(driver: Any, shot: Callable[[str], None]) -> None:
+    engine = FakeSpeechClient()
+    engine.n_frames = 40
+    with served(make_speech_app(engine)) as url:
+        Page(driver, SimpleNamespace(url=url, api_key=""))  # type: ignore[arg-type]
+        page = SpeechPage(driver, url)
+        wait_for(lambda: page.is_shown("#speak") and page.all("#say [name=voice] option"))
+        page.say("Every boat needs a captain.")
+        page.said()
+        shot("speech")
+        driver.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", PHONE)
+        shot("phone-speech")
 
 
 def main() -> None:

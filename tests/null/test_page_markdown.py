@@ -123,6 +123,10 @@ def test_what_models_write_is_there() -> None:
     assert said(nodes[-1]) == "open **end**"
 
 
+def test_the_bounds_of_a_sum_stand_above_and_below_it_where_it_has_a_line_of_its_own() -> None:
+    assert "munderover" in str(drawn(r"\[\sum_{k=1}^{n} k\]")) and "msubsup" in str(drawn(r"so \(\sum_{k=1}^{n} k\)"))
+
+
 def test_formulas_are_drawn_or_stay_as_they_were_written() -> None:
     (sentence,) = drawn("Costs $5 or $6, \\(x\\) and $y$ and $$z$$, \\[w\\].")
     assert [node[1]["alttext"] for node in sentence if isinstance(node, list)] == ["x", "y", "z", "w"]

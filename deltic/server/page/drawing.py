@@ -265,8 +265,9 @@ def _drawn(source: str, opener: str, is_block: bool, is_open: bool) -> Node:
     if not is_open and len(source) <= MAX_FORMULA:
         with contextlib.suppress(Exception):  # its parser raises many things
             known = functools.reduce(lambda text, meant: meant[0].sub(meant[1], text), MEANT, source)
-            root = latex2mathml.converter.convert_to_element(known)
-            return ["math", {"display": "block" if is_block else "inline", "alttext": source}, *_children(root)]
+            display = "block" if is_block else "inline"  # which decides where the bounds of a sum stand
+            root = latex2mathml.converter.convert_to_element(known, display=display)
+            return ["math", {"display": display, "alttext": source}, *_children(root)]
     closer = "" if is_open else CLOSERS.get(opener, "$")
     space = "\n" if is_block and "\n" in source else ""
     return ["code", {"class": "formula"}, f"{opener}{space}{source}{space}{closer}"]
