@@ -120,7 +120,7 @@ def lora(runs: Runs) -> str:
 def sums(runs: Runs) -> str:
     """Microseconds of what lies between two layers of a model on several GPUs."""
     again = "python -m bench.gpu.allreduce --gpus 2 --width 5120 --rows 1,4,16,64,128,512,2048"
-    found = runs.newest("allreduce-*.json", gpu=True)
+    found = runs.newest("allreduce-[0-9]*.json", gpu=True)
     if not found:
         return missing(again)
     rows: dict[int, dict[str, str]] = {}

@@ -173,7 +173,7 @@ class EngineConfig:
     )
     tensor_parallel: int = knob(
         1,
-        "GPUs that run the model together, each a part of every layer: 2, 4 or 8 of one machine that reach each other's memory",
+        "GPUs that run the model together, each a part of every layer: 2, 4 or 8 of one machine; fastest where they reach each other's memory",
         metavar="N",
         device="cuda",
         kind="text",

@@ -87,7 +87,7 @@ class GpuModel:
         device = gpu.Gpu(n_gpus=config.tensor_parallel, n_cuts=config.tp_invariant)
         if drafts and device.n_cuts > 1:
             raise ConfigError("drafts are measured on one GPU: leave --tensor-parallel and --tp-invariant out")
-        device.check_reach()
+        device.find_reach()
         shape = replace(shape, has_draft_head=drafts) if config.dummy else stored_shape(directory, shape, drafts)
         shape = replace(shape, kv_cache_dtype=resolve_kv_cache(config, directory, "cuda")[0])
         n_real = n_real_ids(config, directory, shape)
@@ -122,6 +122,7 @@ class GpuModel:
         )
         free = self.device.free_bytes() + max(held)
         model = replace(self.run, config=config, shape=shape, adapters=adapters)
+        levers = replace(levers, peer=levers.peer and self.device.levers.peer)
         kind = gpu.TextOnGpu(levers)
         kind.check(shape)
         plan = make_plan(kind, model, free)

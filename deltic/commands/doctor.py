@@ -223,19 +223,18 @@ def _links(console: Console) -> None:
     n = torch.cuda.device_count()
     if n < 2:
         return
-    if (pair := out_of_reach(n)) is not None:
-        text = f"GPU {pair[0]} does not reach the memory of GPU {pair[1]}: no --tensor-parallel over both"
+    most = max(size for size in (2, 4, 8) if size <= n)
+    if (pair := out_of_reach(most)) is not None:
+        sums = "sums go through the host's memory, which takes longer"
+        found = f"GPU {pair[0]} does not reach the memory of GPU {pair[1]}"
     else:
-        most = max(size for size in (2, 4, 8) if size <= n)
-        try:
-            speed = f"GPU 0 copies {link_speed(0, 1) / 1e9:.0f} GB/s to GPU 1"
-        except RuntimeError:  # torch's out of memory
-            speed = "too little of their memory is free to see how fast"
-        text = (
-            f"reach each other, {speed}: --tensor-parallel up to {most}; sums of up to {ONE_SHOT_BYTES >> 20} MiB go in one "
-            "shot, larger ones in two"
-        )
-    console.print(f"        {n} GPUs: {text}")
+        sums = f"sums of up to {ONE_SHOT_BYTES >> 20} MiB go in one shot, larger ones in two"
+        found = "reach each other"
+    try:
+        found += f", GPU 0 copies {link_speed(0, 1) / 1e9:.0f} GB/s to GPU 1"
+    except RuntimeError:  # torch's out of memory
+        found += ", too little of their memory is free to see how fast"
+    console.print(f"        {n} GPUs: {found}: --tensor-parallel up to {most}; {sums}")
 
 
 def _driver() -> str:

@@ -102,6 +102,10 @@ def _report(config: EngineConfig, has_vocabulary: bool = True) -> str:
             f"The driver, the compiled kernels and the recorded steps take up to {device.text.reserve_bytes / 1e9:.1f} GB of the "
             "device more, Python, torch and the HTTP process a few GB of the host."
         )
+        if meeting_bytes := device.text.meeting_bytes(plan):
+            console.print(
+                f"Sums on their way between GPUs take {meeting_bytes / 1e9:.2f} GB of the host's memory more."
+            )
     else:
         console.print("Python and the HTTP process take about 0.2 GB more.")
     decoders_gb = plan.decoders_bytes / 1e9

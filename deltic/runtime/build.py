@@ -93,7 +93,7 @@ def gpu_device(config: EngineConfig, is_here: bool = True) -> Gpu:
 
     device = Gpu(config.lever, 1) if speaks(config) else Gpu(config.lever, config.tensor_parallel, config.tp_invariant)
     if is_here:
-        device.check_reach()
+        device.find_reach()
     return device
 
 

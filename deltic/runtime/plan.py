@@ -341,6 +341,10 @@ class TextKind(Kind[ModelShape]):
     def picture_tokens(self, config: EngineConfig) -> int:
         return self.largest_picture if config.max_picture_tokens is None else config.max_picture_tokens
 
+    def meeting_bytes(self, plan: TextPlan) -> int:
+        """Bytes of the host's memory in which several GPUs meet."""
+        return 0
+
 
 class SpeechKind(Kind[SpeechShape]):
     """Speech models on a kind of device."""

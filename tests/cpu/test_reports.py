@@ -130,7 +130,9 @@ def test_a_plan_for_several_gpus(without_gpu: None) -> None:
     )
     assert two.weight_bytes < both.weight_bytes < 1.1 * two.weight_bytes
     report = words(fit.report(EngineConfig(dummy="qwen3.5-27b", device="cuda", memory_gb=130.0, tensor_parallel=2)))
-    assert "26.90 B parameters" in report and "on each of 2 GPUs" in report
+    assert "26.90 B parameters" in report and "on each of 2 GPUs" in report and "Sums on their way" not in report
+    config = EngineConfig(dummy="qwen3.5-27b", device="cuda", memory_gb=130.0, tensor_parallel=2, lever=("peer=off",))
+    assert "Sums on their way between GPUs take 0.11 GB of the host's memory more." in words(fit.report(config))
     report = words(fit.report(EngineConfig(dummy="qwen3.5-27b", device="cuda", memory_gb=130.0, tp_invariant=2)))
     assert "Allocated before ready, 2 of 2 parts" in report
 
@@ -144,16 +146,19 @@ def test_a_model_on_several_gpus_is_alone(monkeypatch: pytest.MonkeyPatch) -> No
         build.check_alone(several)
 
 
-@pytest.mark.parametrize(("n_here", "words"), [(1, "GPUs that torch sees here: 1"), (2, "GPU 0 does not reach")])
-def test_gpus_that_are_not_there_or_do_not_reach_each_other(
-    n_here: int, words: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_gpus_that_are_not_there_or_do_not_reach_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("triton")
     monkeypatch.setattr(build, "sees_gpu", lambda: True)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: n_here)
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: False)
-    with pytest.raises(ConfigError, match=f"--tensor-parallel 2: {words}"):
-        build.gpu_device(EngineConfig(device="cuda", tensor_parallel=2))
+    config = EngineConfig(device="cuda", tensor_parallel=2, dummy="qwen3.5-27b")
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(ConfigError, match="--tensor-parallel 2: GPUs that torch sees here: 1"):
+        build.gpu_device(config)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    reaching, meeting = build.gpu_device(config, is_here=False), build.gpu_device(config)
+    assert reaching.levers.peer and not meeting.levers.peer
+    needed = [settled(config, device, 130 * 10**9)[1].workspace_bytes for device in (reaching, meeting)]
+    assert needed[1] < needed[0]  # what they send each other is in the host's memory
     build.gpu_device(EngineConfig(dummy="qwen3-tts-0.6b", device="cuda", tensor_parallel=2))  # which runs on one
 
 
@@ -326,7 +331,11 @@ def test_doctor_with_a_gpu(major: int, known_roofs: None, monkeypatch: pytest.Mo
     report = words(doctor.report())
     assert "3 GPUs: reach each other, GPU 0 copies 373 GB/s to GPU 1: --tensor-parallel up to 2" in report
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda one, other: other != 2)
-    assert "3 GPUs: GPU 0 does not reach the memory of GPU 2: no --tensor-parallel over both" in words(doctor.report())
+    assert "3 GPUs: reach each other" in words(doctor.report())  # of which two run a model
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    report = words(doctor.report())
+    assert "4 GPUs: GPU 0 does not reach the memory of GPU 2, GPU 0 copies 373 GB/s to GPU 1" in report
+    assert "--tensor-parallel up to 4; sums go through the host's memory" in report
 
     def too_little() -> GpuRoofs:
         raise torch.OutOfMemoryError

@@ -220,31 +220,33 @@ def _jobs(
         return []
 
 
-def _sums_of_ranks() -> list[Any]:
-    """What several GPUs start between two layers."""
+def _sums_of_ranks(meet_in_host: bool) -> list[Any]:
+    """What several GPUs start between two layers. meet_in_host: in the host's memory, too."""
     import torch
 
     from deltic.ops.gpu import all_reduce as sums
+    from deltic.ops.gpu.fp8 import fp8_rows
     from deltic.ops.gpu.launch import Levers, allocate_on
     from deltic.runtime.gpu.compile import collecting
 
     def floats(*size: int) -> torch.Tensor:
         return torch.empty(size, device="meta")
 
+    codes = fp8_rows("rows", 16, 5120, allocate_on("meta")).rounded_by(128)
     with collecting() as jobs:
-        for n in (2, 8):
+        for n, is_in_host in product((2, 8), (False, True)[: 1 + meet_in_host]):
             for dtype, slices in ((torch.float32, 4), (torch.bfloat16, 1)):
                 buffers = sums.shared_buffers(n, 128, 5120, allocate_on("meta"), dtype=dtype)
-                ranks = sums.rank_of(0, [(*buffers, floats(16, 5120).bfloat16())] * n)
+                ranks = sums.rank_of(0, [(*buffers, floats(16, 5120).bfloat16())] * n, is_in_host=is_in_host)
                 partials = floats(slices, 16, 5120).to(dtype)
                 sums.all_reduce(partials, floats(16, 5120), ranks=ranks, levers=Levers())
-                for shots in (1, 2):
-                    given = floats(16, 5120), partials, floats(5120), 1e-6
-                    sums.all_reduce_norm(*given, ranks=ranks, levers=Levers(), shots=shots)
+                given = floats(16, 5120), partials, floats(5120), 1e-6
+                for shots, rounded in product((1, 2)[: 2 - is_in_host], (None, codes)):
+                    sums.all_reduce_norm(*given, ranks=ranks, levers=Levers(), shots=shots, codes=rounded)
             flags = [torch.empty((n, 128 * 32), dtype=torch.int32, device="meta")] * n
-            columns = sums.columns_of(
-                0, 248_320, 0, sums.column_blocks(248_320 // n), [floats(128 * 248_320)] * n, flags
-            )
+            ends = [(i * 248_320 // n, (i + 1) * 248_320 // n) for i in range(n)]
+            staged = floats(16 * 248_320) if is_in_host else None
+            columns = sums.columns_of(0, ends, [floats(128 * 248_320)] * n, flags, staged)
             sums.all_gather(floats(16, 248_320 // n), columns, levers=Levers())
     return list(jobs)
 
@@ -304,7 +306,7 @@ def _compile(name: str) -> list[Compiled]:
     of_adapters = [job for job in dict.fromkeys(of_adapters) if job.name in WITH_ADAPTERS and job not in jobs]
     assert {job.name for job in of_adapters} == WITH_ADAPTERS
     jobs += of_adapters if IS_FULL else {job.name: job for job in of_adapters}.values()
-    of_ranks = _sums_of_ranks()
+    of_ranks = _sums_of_ranks(CHIPS[name].target.backend == "cuda")
     assert {job.name for job in of_ranks} == {"_one_shot_kernel", "_two_shot_kernel", "_all_gather_kernel"}
     jobs += of_ranks
     scratch = Path(triton.knobs.cache.dir) / "kernel.cubin"

@@ -26,7 +26,8 @@ from deltic.models.qwen.weights import Weights, dummy_weights, load_weights
 from deltic.ops.gpu.launch import INTERPRETED, Levers
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.build import build_runner
-from deltic.runtime.gpu.buffers import exchanges, gpu_workspace
+from deltic.runtime.gpu import buffers
+from deltic.runtime.gpu.buffers import exchanges, gpu_workspace, meeting
 from deltic.runtime.gpu.device import Gpu, TextOnGpu
 from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.plan import TextPlan
@@ -113,19 +114,20 @@ def share_whole_parts(weights: Weights, first: Weights) -> None:
 def of_ranks(directory: Path | None, plan: TextPlan, use: Callable[[GpuTextRunner], T], levers: Levers = LEVERS) -> T:
     """What each rank gives, in a process of its own, which is the same. directory: None for random weights."""
     workspaces = [gpu_workspace(plan.of_gpu(i), levers, shared) for i in range(plan.n_gpus)]
+    in_host = None if levers.peer else meeting(plan, shared, is_in_host=True)
     store, weights = DeviceStore("cpu"), []
     for i, cuts in enumerate(plan.cuts):  # here: in a process that was forked, torch's own threads fail at times
         if directory is None:
             weights.append(dummy_weights(cuts.shape, i, store=store))
             share_whole_parts(weights[-1], weights[0])
         else:
-            weights.append(load_weights(directory, cuts.shape, store=store, cuts=cuts)[0])
+            weights.append(load_weights(directory, cuts.shape, quantize=plan.quantize, store=store, cuts=cuts)[0])
     fork = multiprocessing.get_context("fork")
     queue = fork.Queue()
 
     def of_rank(i: int) -> None:
         own = weights[i * plan.n_shards : (i + 1) * plan.n_shards]
-        exchange = workspaces[i], exchanges(workspaces, plan.cuts)[i]
+        exchange = workspaces[i], exchanges(workspaces, plan.cuts, in_host)[i]
         try:
             queue.put((i, use(GpuTextRunner(plan.of_gpu(i), own, levers, exchange=exchange))))
         except BaseException as error:
@@ -170,6 +172,20 @@ def test_ranks_answer_as_one(kind: str, format: str) -> None:
     assert of_ranks(directory, plan, lambda runner: answers(Engine(runner))) == found
 
 
+@interpreted
+def test_rows_in_e4m3_are_those_of_one_kernel_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that reach each other's memory, or meet in the host's, where sums and logits go through in pieces."""
+    monkeypatch.setattr(buffers, "SUM_ROWS", 48)
+    monkeypatch.setattr(buffers, "HOST_LOGIT_ROWS", 1)
+    found, short = [], {name: ids[:20] for name, ids in PROMPTS.items()}
+    for given in (Levers(), Levers(fused_sums=False), Levers(peer=False)):
+        directory, plan = plan_of("dense", quantize="fp8")
+        found.append(of_ranks(directory, plan, lambda runner: answers(Engine(runner), short), given))
+    directory, plan = plan_of("dense", 1, N_RANKS, quantize="fp8")  # one rank that has both parts
+    found.append(of_ranks(directory, plan, lambda runner: answers(Engine(runner), short)))
+    assert found[0].tokens[0] and all(one == found[0] for one in found)
+
+
 @pytest.mark.long
 @interpreted
 def test_four_parts_on_one_two_and_four_ranks() -> None:
@@ -189,7 +205,7 @@ def test_four_parts_on_one_two_and_four_ranks() -> None:
         plan = planned(
             config_of("dense"), largest, TextOnGpu(LEVERS), shape.vocab_size, 2 << 30, 1 << 30, cuts=cuts, n_gpus=n_gpus
         )
-        levers = Levers(fused_sums=n_gpus != 2)
+        levers = Levers(fused_sums=n_gpus != 2, peer=n_gpus != 4)
         found.append(of_ranks(None, plan, lambda runner: answers(Engine(runner), short), levers))
     assert found[0] == found[1] == found[2] and found[0].tokens[0]
 
@@ -221,7 +237,8 @@ def guessed(runner: GpuTextRunner) -> Guessed:
 
 @interpreted
 @pytest.mark.long
-def test_ranks_guess_as_one() -> None:
+@pytest.mark.parametrize("peer", [True, False])
+def test_ranks_guess_as_one(peer: bool) -> None:
     directory = checkpoint("dense", has_mtp=True)
     config = replace(config_of("dense"), model=str(directory), max_drafts=2)
     _, plan = settled(config, Gpu(), 2 << 30)
@@ -229,7 +246,7 @@ def test_ranks_guess_as_one() -> None:
     _, joint = settled(config, Gpu(n_gpus=N_RANKS), 2 << 30)
     whole = replace(plan, shape=replace(plan.shape, most_drafted=joint.shape.n_drafted))  # that the first rank has
     expected = guessed(GpuTextRunner(whole, [weights], LEVERS))
-    found = of_ranks(directory, joint, guessed)
+    found = of_ranks(directory, joint, guessed, Levers(peer=peer))
     assert found.tokens == found.plain == expected.plain and found.first[0] == expected.first[0]
     errors = [abs(x - y) for x, y in zip(found.logits, expected.logits, strict=True)]
     assert statistics.median(errors) < 0.02 and max(errors) < 0.1
@@ -249,11 +266,12 @@ def check_next_to(found: Answers, expected: Answers, kind: str) -> None:
 @pytest.mark.parametrize("kind", ["dense", "moe", "next"])
 def test_two_gpus_serve_a_model(kind: str, tmp_path: Path) -> None:
     def engine(n_gpus: int, **more: Any) -> Engine:
-        device = Gpu(n_gpus=n_gpus, n_cuts=more.get("tp_invariant"))
+        device = Gpu(more.get("lever", ()), n_gpus, more.get("tp_invariant"))
         return Engine(build_runner(config_of(kind, **more), lambda stage, done: None, device))
 
     joint = engine(N_RANKS, cache_dir=tmp_path)
     found = answers(joint)
+    assert answers(engine(N_RANKS, lever=("peer=off",))) == found
     check_next_to(found, answers(engine(1)), kind)
     assert answers(engine(1, tp_invariant=N_RANKS)) == found
     for name, i in (("a", 0), ("b", 1)):  # alone, and what the cache has of it

@@ -113,27 +113,28 @@ class QwenGpu:
         self, residual: Tensor, partials: Tensor | None, w: Tensor, out: Tensor, kind: str, codes: Fp8Rows | None = None
     ) -> Operand:
         """residual += partials, of all GPUs; out = its norm. kind: decode or prefill. codes: where to round
-        it to e4m3 as well, which is done where the norm is a kernel of this GPU alone.
+        it to e4m3 as well.
         """
-        eps, levers, shards = self.shape.rms_norm_eps, self.levers, len(self.shards)
-        if self.exchange is None:
-            add_norm(residual, partials, w, eps, out, codes=codes, levers=levers)
+        eps, levers, exchange = self.shape.rms_norm_eps, self.levers, self.exchange
+        if (
+            codes is not None and len(self.shards) > 1
+        ):  # one's products overwrite them, and the next one's would read them
+            codes = codes.rounded_by(0)
+        if partials is not None and exchange is not None and exchange.sums and exchange.total is None:
+            ranks = exchange.sums[kind]
+            made = all_reduce_norm(residual, partials, w, eps, ranks=ranks, codes=codes, levers=levers)
+            if made.data_ptr() != out.data_ptr():  # it is mostly the buffer that the others reach
+                copy_rows(made, out)
             return Operand(out, codes)
-        normed = Operand(out, None if codes is None else codes.rounded_by(0))
-        if partials is None or not self.exchange.sums:
-            of_shards = None if partials is None else partials.view(shards, -1, *residual.shape)
-            add_norm(residual, of_shards, w, eps, out, levers=levers)
-            return normed
-        ranks = self.exchange.sums[kind]
-        if self.exchange.total is not None:
-            total = front(self.exchange.total, 1, *residual.shape)
-            all_reduce(partials, total[0], ranks=ranks, levers=levers, shards=shards)
-            add_norm(residual, total, w, eps, out, levers=levers)
-            return normed
-        made = all_reduce_norm(residual, partials, w, eps, ranks=ranks, levers=levers, shards=shards)
-        if made.data_ptr() != out.data_ptr():  # it is mostly the buffer that the others reach
-            copy_rows(made, out)
-        return normed
+        if partials is not None and exchange is not None:
+            if exchange.total is not None:
+                total = front(exchange.total, 1, *residual.shape)
+                all_reduce(partials, total[0], ranks=exchange.sums[kind], levers=levers)
+                partials = total
+            else:
+                partials = partials.view(len(self.shards), -1, *residual.shape)
+        add_norm(residual, partials, w, eps, out, codes=codes, levers=levers)
+        return Operand(out, codes)
 
     def _codes(
         self, rows: Fp8Rows | None, name: str, mlp: Mlp | Moe | None = None, *, is_cut: bool = False

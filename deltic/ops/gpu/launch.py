@@ -60,6 +60,9 @@ class Levers:
     fused_sums: bool = dataclasses.field(
         default=True, metadata={"text": "sums over GPUs inside the norm", "exact": True}
     )
+    peer: bool = dataclasses.field(
+        default=True, metadata={"text": "GPUs write to each other's memory, not to the host's", "exact": True}
+    )
 
 
 def parse_levers(settings: tuple[str, ...]) -> Levers:
@@ -179,6 +182,11 @@ def take_rows(x: Tensor, rows: Tensor, out: Tensor) -> None:
 def allocate_on(device: torch.device | str) -> Allocate:
     """Allocates what a plan has counted, filled with zeros."""
     return lambda name, size, dtype: torch.zeros(size, dtype=dtype, device=device)
+
+
+def allocate_in_host(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Allocates memory of the host that every GPU reads and writes, filled with zeros."""
+    return torch.zeros(size, dtype=dtype, pin_memory=not INTERPRETED)
 
 
 def next_power_of_2(n: int) -> int:

@@ -41,6 +41,8 @@ MAX_SEGMENTS = 32
 """Prompts of one prefill."""
 SUM_ROWS = 2048
 """Rows of a prefill that GPUs add up at a time: what they send each other needs room."""
+HOST_LOGIT_ROWS = 16
+"""The same of logits, where GPUs meet in the host's memory."""
 
 ByBatchSlot = TypeVar("ByBatchSlot", BatchState, BatchParameters)
 
@@ -81,15 +83,23 @@ class GpuWorkspace(Workspace):
 
 
 @dataclass(frozen=True)
-class Shares:
-    """Buffers of a model that is cut: what other GPUs write to beside normed rows and logits, and this one's
-    columns of logits.
-    """
+class Meeting:
+    """Buffers that other GPUs write to, beside normed rows and logits. In the host's memory all have one."""
 
     sums: dict[str, tuple[Tensor, Tensor]]
     """Inbox and flags, of a decode and of a prefill."""
     logit_flags: dict[str, Tensor]
     """The same, and of guesses where there is a draft head."""
+    staged: Tensor | None
+    """float32, flat: logits on their way, in the host's memory."""
+
+
+@dataclass(frozen=True)
+class Shares:
+    """Buffers of a model that is cut: what other GPUs write to, and this one's columns of logits."""
+
+    meeting: Meeting | None
+    """Buffers, where there are other GPUs that reach them."""
     shard_logits: Tensor
     """float32, flat: columns of one part."""
     gpu_logits: Tensor | None
@@ -214,31 +224,45 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
 
 
 def _shares(plan: TextPlan, levers: Levers, allocate: Allocate) -> Shares:
-    n, h, n_gpus, n_shards = plan.n_decode_rows, plan.shape.hidden_size, plan.n_gpus, plan.n_shards
-    rows = {"decode": n, "prefill": min(plan.max_step_tokens // PAGE_SIZE, MAX_SEGMENTS)}
-    n_columns, f32 = max(rows.values()) * plan.shape.head_rows, torch.float32
+    n, h, n_shards = plan.n_decode_rows, plan.shape.hidden_size, plan.n_shards
+    n_columns, f32 = max(n, _prefill_logits(plan)) * plan.shape.head_rows, torch.float32
     part = allocate("columns of logits", (n_columns,), f32)
-    if n_gpus == 1:
-        return Shares({}, {}, part, gpu_logits=None, total=None)
-    # a sum of parts has more bits than one of them
-    sent = torch.bfloat16 if n_shards == 1 else f32
-    n_sums = min(plan.max_step_tokens, SUM_ROWS)
+    if plan.n_gpus == 1:
+        return Shares(None, part, gpu_logits=None, total=None)
     return Shares(
-        sums={
-            "decode": shared_buffers(n_gpus, n, h, allocate),
-            "prefill": shared_buffers(n_gpus, n_sums, h, allocate, "prefill sums", sent),
-        },
-        logit_flags={
-            kind: allocate(
-                f"flags of {kind} logits",
-                (n_gpus, rows.get(kind, n) * max(column_blocks(end - begin) for begin, end in ends)),
-                torch.int32,
-            )
-            for kind, ends in _logit_columns(plan.cuts, n_gpus, plan.shape.has_draft_head).items()
-        },
+        meeting=meeting(plan, allocate) if levers.peer else None,
         shard_logits=part,
         gpu_logits=None if n_shards == 1 else allocate("columns of all parts", (n_shards * n_columns,), f32),
         total=None if levers.fused_sums else allocate("sums", (max(n, plan.max_step_tokens) * h,), f32),
+    )
+
+
+def _prefill_logits(plan: TextPlan) -> int:
+    """Returns the most rows of a prefill of which logits are asked for."""
+    return min(plan.max_step_tokens // PAGE_SIZE, MAX_SEGMENTS)
+
+
+def meeting(plan: TextPlan, allocate: Allocate, *, is_in_host: bool = False) -> Meeting:
+    """Allocates what GPUs write to for each other: for each of them, or once in the host's memory."""
+    n, n_gpus, h, f32 = plan.n_decode_rows, plan.n_gpus, plan.shape.hidden_size, torch.float32
+    n_logits = {"decode": n, "prefill": _prefill_logits(plan), "guess": n}
+    columns, staged = _logit_columns(plan.cuts, n_gpus, plan.shape.has_draft_head), None
+    if is_in_host:
+        n_logits = {kind: min(rows, HOST_LOGIT_ROWS) for kind, rows in n_logits.items()}
+        n_columns = max(n_logits[kind] * ends[-1][1] for kind, ends in columns.items())
+        staged = allocate("logits on their way", (n_columns,), f32)
+    # a sum of parts has more bits than one of them
+    sent = torch.bfloat16 if plan.n_shards == 1 else f32
+    return Meeting(
+        sums={
+            "decode": shared_buffers(n_gpus, n, h, allocate),
+            "prefill": shared_buffers(n_gpus, min(plan.max_step_tokens, SUM_ROWS), h, allocate, "prefill sums", sent),
+        },
+        logit_flags={
+            kind: allocate(f"flags of {kind} logits", (n_gpus, n_logits[kind] * column_blocks(ends)), torch.int32)
+            for kind, ends in columns.items()
+        },
+        staged=staged,
     )
 
 
@@ -255,9 +279,11 @@ def _logit_columns(cuts: Sequence[Cuts], n_gpus: int, has_head: bool) -> dict[st
     return found
 
 
-def exchanges(workspaces: Sequence[GpuWorkspace], cuts: Sequence[Cuts]) -> list[Exchange]:
-    """Makes each GPU's exchange for a model that is cut, from the workspaces of all, which every GPU can
-    reach.
+def exchanges(
+    workspaces: Sequence[GpuWorkspace], cuts: Sequence[Cuts], in_host: Meeting | None = None
+) -> list[Exchange]:
+    """Makes each GPU's exchange for a model that is cut, from the workspaces of all. Every GPU can reach
+    them, or in_host.
     """
     shares = [w.shares for w in workspaces if w.shares is not None]
     buffers: dict[str, list[DecodeBuffers | PrefillBuffers]] = {
@@ -266,15 +292,17 @@ def exchanges(workspaces: Sequence[GpuWorkspace], cuts: Sequence[Cuts]) -> list[
     }
     columns = _logit_columns(cuts, len(workspaces), workspaces[0].guesses is not None)
     found = []
+    meetings = [m for m in ([in_host] * len(shares) if in_host else [s.meeting for s in shares]) if m is not None]
     for rank, own in enumerate(shares):
         sums, logits = dict[str, Rank](), dict[str, Columns]()
-        for kind in own.sums:
-            sums[kind] = rank_of(rank, [(*s.sums[kind], b.normed) for s, b in zip(shares, buffers[kind], strict=True)])
-        for kind in own.logit_flags:
-            ends, wholes = columns[kind], [b.logits.view(-1) for b in buffers.get(kind, buffers["decode"])]
-            flags = [s.logit_flags[kind] for s in shares]
-            n_blocks = max(column_blocks(end - begin) for begin, end in ends)
-            logits[kind] = columns_of(rank, ends[-1][1], ends[rank][0], n_blocks, wholes, flags)
+        for kind in meetings[0].sums if meetings else ():
+            reached = [(*m.sums[kind], b.normed) for m, b in zip(meetings, buffers[kind], strict=True)]
+            n_shards = len(cuts) // len(shares)
+            sums[kind] = rank_of(rank, reached, n_shards, is_in_host=in_host is not None)
+        for kind in meetings[0].logit_flags if meetings else ():
+            wholes = [b.logits.view(-1) for b in buffers.get(kind, buffers["decode"])]
+            flags, staged = [m.logit_flags[kind] for m in meetings], meetings[0].staged
+            logits[kind] = columns_of(rank, columns[kind], wholes, flags, staged)
         found.append(Exchange(sums, logits, own.shard_logits, own.gpu_logits, own.total))
     return found
 

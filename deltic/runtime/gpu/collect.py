@@ -14,7 +14,7 @@ from deltic.models.vision.weights import empty_vision
 from deltic.models.vocoder.weights import empty_vocoder
 from deltic.ops.gpu.launch import Levers, allocate_on
 from deltic.ops.gpu.weight import DeviceStore
-from deltic.runtime.gpu.buffers import exchanges, gpu_workspace
+from deltic.runtime.gpu.buffers import exchanges, gpu_workspace, meeting
 from deltic.runtime.gpu.compile import Job, collecting
 from deltic.runtime.gpu.speech import GpuSpeechRunner
 from deltic.runtime.gpu.text import GpuTextRunner
@@ -45,7 +45,8 @@ def _text_runner(plan: TextPlan, levers: Levers) -> GpuTextRunner:
     joined = None
     if plan.cuts:  # other GPUs start the same kernels, unless they have other sizes
         workspace = gpu_workspace(plan, levers, allocate_on("meta"))
-        joined = workspace, exchanges([workspace] * plan.n_gpus, plan.cuts)[0]
+        in_host = None if levers.peer or plan.n_gpus == 1 else meeting(plan, allocate_on("meta"), is_in_host=True)
+        joined = workspace, exchanges([workspace] * plan.n_gpus, plan.cuts, in_host)[0]
     weights = replace(weights, layers=_different_layers(weights))
     return GpuTextRunner(plan, [weights] * plan.n_shards, levers, vision=vision, exchange=joined)
 

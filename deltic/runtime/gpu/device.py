@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -36,7 +37,7 @@ from deltic.ops.gpu.all_reduce import out_of_reach
 from deltic.ops.gpu.launch import INTERPRETED, Levers, allocate_on, parse_levers
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.gpu.adapters import adapter_bytes
-from deltic.runtime.gpu.buffers import exchanges, gpu_speech_workspace, gpu_workspace, n_patches
+from deltic.runtime.gpu.buffers import exchanges, gpu_speech_workspace, gpu_workspace, meeting, n_patches
 from deltic.runtime.gpu.collect import collect
 from deltic.runtime.gpu.compile import Kernels, begin_compiling
 from deltic.runtime.gpu.parallel import ParallelRunner, part_of_progress
@@ -155,6 +156,11 @@ class TextOnGpu(OnGpu, TextKind):
             n_angles += n_patches(plan) // MERGE * (plan.tower.head_dim // 2)
         return sizes | {"rotary tables": 4 * n_angles}
 
+    def meeting_bytes(self, plan: TextPlan) -> int:
+        if plan.n_gpus == 1 or self.levers.peer:
+            return 0
+        return sum(_counted(lambda allocate: meeting(plan, allocate, is_in_host=True)).values())
+
     def step_tokens(self, model_len: int) -> int:
         return 8192
 
@@ -232,14 +238,21 @@ class Gpu:
         self.devices = [torch.device("cuda", i) for i in range(n_gpus)]
         self.n_gpus, self.n_cuts = n_gpus, n_cuts or n_gpus
         self.text, self.speech = TextOnGpu(self.levers), SpeechOnGpu(self.levers)
+        self._notices: list[str] = []
 
-    def check_reach(self) -> None:
-        """Raises ConfigError where there are fewer GPUs, or some that do not reach each other's memory."""
+    def find_reach(self) -> None:
+        """Finds out whether GPUs reach each other's memory: if some do not, all meet in the host's. Raises
+        ConfigError where there are fewer GPUs.
+        """
         n, found = self.n_gpus, torch.cuda.device_count()
         if n > 1 and found < n:
             raise ConfigError(f"--tensor-parallel {n}: GPUs that torch sees here: {found}")
-        if (pair := out_of_reach(n)) is not None:
-            raise ConfigError(f"--tensor-parallel {n}: GPU {pair[0]} does not reach the memory of GPU {pair[1]}")
+        if self.levers.peer and (pair := out_of_reach(n)) is not None:
+            self.levers = replace(self.levers, peer=False)
+            self.text = TextOnGpu(self.levers)
+            self._notices.append(
+                f"GPU {pair[0]} does not reach the memory of GPU {pair[1]}: sums go through the host's, which takes longer"
+            )
 
     def check(self, config: EngineConfig, directory: Path) -> None:
         """Raises CheckpointError for weights that only the CPU reads."""
@@ -268,7 +281,7 @@ class Gpu:
         if not plan.cuts:
             weights, notices = model.load(self.store(plan), progress)
             return [[weights]], notices
-        notices = []
+        notices = [*self._notices]
 
         def of_shard(store: Store, cuts: Cuts, i: int) -> Weights:
             weights, told = model.load(store, partial(part_of_progress, progress, i, self.n_cuts), cuts)

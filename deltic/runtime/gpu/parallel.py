@@ -32,8 +32,8 @@ from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.weights import VisionWeights
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.all_reduce import apart, let_reach
-from deltic.ops.gpu.launch import Levers, allocate_on
-from deltic.runtime.gpu.buffers import exchanges, gpu_workspace
+from deltic.ops.gpu.launch import Levers, allocate_in_host, allocate_on
+from deltic.runtime.gpu.buffers import exchanges, gpu_workspace, meeting
 from deltic.runtime.gpu.copies import DeviceCopies, open_tiers
 from deltic.runtime.gpu.pictures import PictureTower
 from deltic.runtime.gpu.text import GpuTextRunner
@@ -102,14 +102,17 @@ class ParallelRunner:
     ) -> None:
         """weights: of each GPU's parts. vision: as for one GPU. The first has it.
 
-        Raises KernelError for GPUs that do not reach each other's memory.
+        Raises KernelError for GPUs that do not reach each other's memory, unless the lever says that they
+        meet in the host's.
         """
-        let_reach(devices)
+        if levers.peer:
+            let_reach(devices)
+        in_host = None if levers.peer else meeting(plan, allocate_in_host, is_in_host=True)
         self.plan = plan
         self._threads = [GpuThread(device) for device in devices]
         plans = [plan.of_gpu(i) for i in range(len(devices))]
         workspaces = [gpu_workspace(p, levers, allocate_on(d)) for p, d in zip(plans, devices, strict=True)]
-        found = exchanges(workspaces, plan.cuts)
+        found = exchanges(workspaces, plan.cuts, in_host)
         self.runners: list[GpuTextRunner] = []
         with apart([part for exchange in found for part in exchange.meetings]):
             for i, thread in enumerate(self._threads):  # one after another, which recording needs
