@@ -39,7 +39,7 @@ from deltic.server.limits import Accounts, Ticket, asking
 from deltic.server.metrics import Exposition, Metrics
 from deltic.server.on_demand import OnDemand
 from deltic.server.room import Room
-from deltic.server.speech.voices import SpeechParts
+from deltic.server.speech.voices import SpeechParts, has_libraries
 from deltic.server.urls import Hosts
 from deltic.text import SamplingDefaults, Tokenizer
 
@@ -174,7 +174,7 @@ class Server:
     @property
     def may_speak(self) -> bool:
         """True if a model that speaks may be asked for."""
-        return self.on_demand is not None or bool(self.of("speech"))
+        return bool(self.of("speech")) or (self.on_demand is not None and has_libraries())
 
     def first(self, kind: Kind) -> Service:
         """The model of a request that names none.

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -59,9 +59,9 @@ PROMPT = [5, 6, 7]
 class OnDemandServer(Server):
     """A server whose models, of --memory-gb each, come and go."""
 
-    def __init__(self, hold: Path, models: dict[str, Any], step_ms: float, **server: Any) -> None:
-        """hold: as of tests/fakes.py."""
-        program = PROGRAM.format(
+    def __init__(self, hold: Path, models: dict[str, Any], step_ms: float, lacks: Sequence[str], **server: Any) -> None:
+        """hold: as of tests/fakes.py. lacks: packages that are not installed there."""
+        program = f"import sys; sys.modules.update(dict.fromkeys({lacks}))\n" + PROGRAM.format(
             fakes=str(ROOT / "tests/fakes.py"), step_ms=step_ms, hold=str(hold), models=models,
             server={"port": 0, "models_gb": 1.5} | server,
         )  # fmt: skip
@@ -77,10 +77,10 @@ class OnDemandServer(Server):
 
 @contextmanager
 def serving(
-    folder: Path, models: dict[str, Any] = THREE, step_ms: float = 1.0, **server: Any
+    folder: Path, models: dict[str, Any] = THREE, step_ms: float = 1.0, lacks: Sequence[str] = (), **server: Any
 ) -> Iterator[tuple[OnDemandServer, str]]:
     """While the folder has a file of the name plan, or load, no engine process does that."""
-    running = OnDemandServer(folder, models, step_ms, **{"models_from": (str(folder),)} | server)
+    running = OnDemandServer(folder, models, step_ms, lacks, **{"models_from": (str(folder),)} | server)
     try:
         yield running, running.url()
     finally:
@@ -343,6 +343,11 @@ def test_models_are_fetched_for_who_may(tmp_path: Path) -> None:
         assert pull(url, "not a name", "yyyyyyyy").status_code == 400
         last = json.loads(pull(url, "owner/model", "yyyyyyyy").text.splitlines()[-1])
         assert "hub" in last["error"] and "owner/model" in last["error"]
+
+
+def test_an_install_without_libraries_for_audio_serves_what_writes(tmp_path: Path) -> None:
+    with serving(tmp_path, lacks=("websockets", "soundfile", "soxr")) as (_, url):
+        assert tokens(ask(url, "a")) == alone()
 
 
 def test_models_are_deleted_for_who_may(tmp_path: Path) -> None:

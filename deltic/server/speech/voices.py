@@ -439,7 +439,7 @@ class SpeechParts:
         """Parts of the model in `directory`. aliases: as --voice-alias has them. Raises ConfigError,
         CheckpointError, TokenizerError.
         """
-        if find_spec("soundfile") is None or find_spec("websockets") is None:
+        if not has_libraries():
             raise ConfigError("a model that speaks needs libraries for audio: pip install 'deltic[speech]'")
         engine, dummy = client.config, client.config.dummy
         shape = PUBLISHED_SPEECH[dummy.lower()] if dummy else SpeechShape.from_directory(directory)
@@ -462,6 +462,11 @@ class SpeechParts:
             "languages": ["auto", *sorted(shape.languages)],
             "takes_instructions": shape.takes_instructions,
         }
+
+
+def has_libraries() -> bool:
+    """Returns whether what an install without `deltic[speech]` lacks is there."""
+    return find_spec("soundfile") is not None and find_spec("websockets") is not None
 
 
 async def voice_form(request: Request, max_mb: float) -> VoiceForm:
