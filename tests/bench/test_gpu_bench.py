@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from random import Random
@@ -15,7 +17,7 @@ import pytest
 pytest.importorskip("triton")
 
 from bench import gpu_tables
-from bench.gpu import ablate, contexts, drafts, host, lora
+from bench.gpu import ablate, contexts, drafts, experts, host, lora
 from bench.gpu.tower import tower
 from bench.kept import Runs
 from deltic.bench import gpu
@@ -224,6 +226,30 @@ def test_every_lever_is_ablated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert [row["lever"] for row in rows] == [name for name, _, _ in ablate.variants(0)]
     assert [row["lever"] for row in rows if not row["same_tokens"]] == ["split_k=off"]
     assert {(row["ms_1"], row["ms_8"], row["launches"]) for row in rows} == {(10.0, 10.0, 454)}
+
+
+@pytest.mark.skipif(not INTERPRETED, reason="needs no GPU")
+@pytest.mark.parametrize("format", ["fp8", "bf16"])
+def test_experts_by_cuts(format: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(step: Callable[[], None], n: int = 1) -> float:
+        step()
+        return 2.0
+
+    mixture = experts.Mixture(format, 256, 6, 3, 64)
+    monkeypatch.setattr(experts, "N_LAYERS", 1)
+    monkeypatch.setattr(experts, "graph_us", started)
+    monkeypatch.setattr(experts, "Mixture", lambda name: mixture)
+    monkeypatch.setattr(experts, "Layers", partial(experts.Layers, device="cpu"))
+    monkeypatch.setattr(experts.GpuRoofs, "measured", classmethod(lambda cls: cls(4.4e12, 7.9e14)))
+    flags = ["--format", format, "--n", "5", "--prefill", "64", "--cut", "block_n=32", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["experts", *flags])
+    experts.main()
+    made = json.loads((tmp_path / "experts.json").read_text())
+    plain, cut, prefill = made["rows"]
+    n_bytes = 3 * 256 * 64 * 2 if format == "bf16" else 3 * 256 * 64 + 2 * 128 * 4 + 256 * 4
+    assert not made["failed"] and prefill["t"] == 64 and 1 <= plain["experts"] <= 6
+    assert plain["TB_s"] == pytest.approx((plain["experts"] + 1) * n_bytes / 2e-6 / 1e12, rel=0.01)
+    assert cut["cut"] == {"block_n": 32} and cut["same"] is True
 
 
 def test_a_picture_is_encoded(device: str) -> None:
