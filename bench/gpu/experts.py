@@ -140,7 +140,7 @@ def main() -> None:
     roofs = GpuRoofs.measured()
     torch.cuda.empty_cache()
     mixture = Mixture(arguments.format)
-    layers = Layers(mixture, max(*arguments.n, *arguments.prefill), parse_levers(tuple(arguments.lever)))
+    layers = Layers(mixture, max([*arguments.n, *arguments.prefill]), parse_levers(tuple(arguments.lever)))
     expert = layers.layers[0].gate_up.n_bytes // mixture.n_experts + layers.layers[0].down.n_bytes // mixture.n_experts
 
     def decodes(row: Callable[..., None]) -> None:

@@ -241,7 +241,10 @@ def test_experts_by_cuts(format: str, tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(experts, "Mixture", lambda name: mixture)
     monkeypatch.setattr(experts, "Layers", partial(experts.Layers, device="cpu"))
     monkeypatch.setattr(experts.GpuRoofs, "measured", classmethod(lambda cls: cls(4.4e12, 7.9e14)))
-    flags = ["--format", format, "--n", "5", "--prefill", "64", "--cut", "block_n=32", "--out", str(tmp_path)]
+    flags = ["--format", format, "--n", "5", "--cut", "block_n=32", "--out", str(tmp_path)]
+    monkeypatch.setattr("sys.argv", ["experts", *flags, "--prefill", ""])
+    experts.main()
+    flags += ["--prefill", "64"]
     monkeypatch.setattr("sys.argv", ["experts", *flags])
     experts.main()
     made = json.loads((tmp_path / "experts.json").read_text())
