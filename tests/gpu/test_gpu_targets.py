@@ -89,26 +89,24 @@ class Compiled:
     spilled: int = 0
 
 
+def run(names: list[str], cache: Path) -> Any:
+    """What this module says as a program, with a cache of its own. In this process Triton interprets."""
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.gpu.test_gpu_targets", *names], capture_output=True, text=True,
+        cwd=Path(__file__).parents[2], env=environment | {"TRITON_CACHE_DIR": str(cache / names[0])},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
 @pytest.fixture(scope="module")
 def compiled(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Compiled]]:
-    """By chip: of one process or, when all are asked for, of one for each chip and as many at once as there are CPUs.
-
-    In this process Triton interprets."""
+    """By chip: of one process or, when all are asked for, of one for each chip and as many at once as there are CPUs."""
     cache = tmp_path_factory.mktemp("triton")
-    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"} | {"CUDA_VISIBLE_DEVICES": ""}
-
-    def run(names: list[str]) -> dict[str, list[Compiled]]:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.gpu.test_gpu_targets", *names], capture_output=True, text=True,
-            cwd=Path(__file__).parents[2], env=environment | {"TRITON_CACHE_DIR": str(cache / names[0])},
-        )  # fmt: skip
-        assert done.returncode == 0, done.stderr[-2000:]
-        said = json.loads(done.stdout.splitlines()[-1])
-        return {name: [Compiled(**kernel) for kernel in kernels] for name, kernels in said.items()}
-
     with ThreadPoolExecutor(n_usable_cpus()) as pool:
-        parts = pool.map(run, [[name] for name in NAMES] if IS_FULL else [NAMES])
-    found = {name: kernels for part in parts for name, kernels in part.items()}
+        parts = pool.map(lambda names: run(names, cache), [[name] for name in NAMES] if IS_FULL else [NAMES])
+    found = {name: [Compiled(**kernel) for kernel in kernels] for part in parts for name, kernels in part.items()}
     if IS_FULL:
         print(
             "\n| chip | kernels | seconds | shared memory | of | registers | spilled |\n|---|---|---|---|---|---|---|"
@@ -132,6 +130,12 @@ def test_every_kernel_compiles_and_fits(compiled: dict[str, list[Compiled]], nam
     assert not [kernel for kernel in kernels if kernel.registers > REGISTERS[chip.target.backend]]
     if chip.is_nvidia:
         assert not [kernel for kernel in kernels if kernel.spilled > SPILLED_BYTES]
+
+
+def test_rounding_changes_no_sum(tmp_path: Path) -> None:
+    """Mixers that leave rows in e4m3, too, take their sums in the layouts of those that do not, and so in their order."""
+    sums = run(["sums"], tmp_path)
+    assert sums["fp8"] == sums["bf16"] and all(len(of_kernel[0]) > 3 for of_kernel in sums["bf16"].values())
 
 
 def test_hopper_runs_what_was_measured_on_it() -> None:
@@ -322,5 +326,27 @@ def _compile(name: str) -> list[Compiled]:
     return found
 
 
-if __name__ == "__main__":
+def _sums_of(text: str) -> list[str]:
+    """The layouts of a kernel's sums of floats, in their order. text: of Triton's GPU dialect."""
+    layouts = dict(re.findall(r"^(#\w+) = (.*)$", text, re.MULTILINE))
+    sums = re.findall(r"arith\.addf [^\n]*\n *tt\.reduce\.return[^\n]*\n *\}\) : \((.*)\) -> ", text)
+    return [re.sub(r"#\w+\b(?!\.)", lambda at: layouts.get(at[0], at[0]), each) for each in sums]
+
+
+def _sums() -> dict[str, dict[str, list[list[str]]]]:
+    """Of the variants of mixers' kernels, by format of weights and kernel."""
+    from deltic.runtime.gpu.compile import compile_for, fix_keys
+
+    compile_for(CHIPS["sm_90"])
+    fix_keys()
+    found: dict[str, dict[str, list[list[str]]]] = {"bf16": {}, "fp8": {}}
+    for format, name in product(found, ("_attention_decode_kernel", "_gdn_decode_kernel")):
+        jobs = [job for job in _jobs("qwen3.5-27b", format) if job.name == name]
+        found[format][name] = sorted(_sums_of(job.kernel.preload(job.specialisation).asm["ttgir"]) for job in jobs)
+    return found
+
+
+if __name__ == "__main__" and sys.argv[1:] == ["sums"]:
+    print(json.dumps(_sums()))
+elif __name__ == "__main__":
     print(json.dumps({name: [asdict(kernel) for kernel in _compile(name)] for name in sys.argv[1:]}))
