@@ -85,6 +85,14 @@ PLANS = {
                 "python -m deltic bench quality --setting kv-cache-dtype=int8 kv-cache-dtype=k8v4 --context 2048 --out {out}",
             ),
         ),
+        Step(
+            "states-quality",
+            1,
+            tuple(
+                f"python -m deltic bench quality --setting state-dtype=bfloat16 {context}--out {{out}}"
+                for context in ("", "--context 1024 ", "--context 4000 ")
+            ),
+        ),
         Step("speech", 5, SPEECH_ROUND * 2),
         Step("host", 2, ("python -m bench.host --out {out}",) * 3),
         Step(

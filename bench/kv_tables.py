@@ -106,16 +106,30 @@ def lora(runs: Runs) -> str:
 
 
 def lost(runs: Runs) -> str:
-    """What formats of keys and values lose, near and far, from `deltic bench quality --setting`."""
-    again = "deltic bench quality --setting kv-cache-dtype=int8 kv-cache-dtype=k8v4 --context 2048"
-    kept = [run for gpu in (False, True) for run in runs.newest("settings-*.json", gpu=gpu, where=_of_kv)]
+    """What formats of keys and values lose."""
+    return _lost(runs, "kv-cache-dtype", "keys and values", "kv-cache-dtype=int8 kv-cache-dtype=k8v4 --context 2048")
+
+
+def states_lost(runs: Runs) -> str:
+    """What states in 16 bits lose."""
+    return _lost(runs, "state-dtype", "states", "state-dtype=bfloat16 --context 4000")
+
+
+def _lost(runs: Runs, setting: str, what: str, settings: str) -> str:
+    """What a setting loses against its default, near and far, from `deltic bench quality --setting`."""
+    again, default = f"deltic bench quality --setting {settings}", "float32" if setting == "state-dtype" else "bf16"
+
+    def is_of(data: Row) -> bool:
+        return all(row["format"].startswith(f"{setting}=") for row in data["rows"][1:])
+
+    kept = [run for gpu in (False, True) for run in runs.newest("settings-*.json", gpu=gpu, where=is_of)]
     if not kept:
         return missing(again)
     rows = [
         [
             run.data["model"],
             f"{run.data['context']:,}" if run.data["context"] else "as they are",
-            row["format"].removeprefix("kv-cache-dtype="),
+            row["format"].removeprefix(f"{setting}="),
             f"{row['perplexity']:.5f}",
             scaled(row["kl_mean"], row["kl_error"]),
             f"{row['kl_p99']:.4f}",
@@ -128,9 +142,9 @@ def lost(runs: Runs) -> str:
     header = [
         "model",
         "texts of",
-        "keys and values",
+        what,
         "perplexity",
-        "KL to bf16",
+        f"KL to {default}",
         "p99",
         "same most likely token",
         "same answer",
@@ -140,7 +154,3 @@ def lost(runs: Runs) -> str:
         "before they part."
     )
     return "\n\n".join((grid(header, rows), text, source(kept, again)))
-
-
-def _of_kv(data: Row) -> bool:
-    return all(row["format"].startswith("kv-cache-dtype=") for row in data["rows"][1:])

@@ -481,6 +481,7 @@ TABLES: dict[str, Callable[[Runs], str]] = {
     "kv-capacity": kv_tables.capacity,
     "kv": kv_tables.speed,
     "kv-quality": kv_tables.lost,
+    "states-quality": kv_tables.states_lost,
     "serve": serve,
     "served": served,
     "drafts": draft_tables.drafts,
