@@ -124,6 +124,14 @@ class StepCost:
             n = next(i for i, rate in enumerate(rates) if rate >= BRIEF * max(rates))
         return min(most, PAGE_SIZE * n)
 
+    @staticmethod
+    def brief_s(step_s: float, most_s: float) -> float:
+        """Seconds of work behind a step of `step_s` with which as much is done a second as BRIEF of what
+        most_s would give.
+        """
+        share = BRIEF * most_s / (most_s + step_s)
+        return share / (1.0 - share) * step_s
+
     def observe(self, load: StepLoad, seconds: float) -> None:
         """Learns from a step that ran, if steps of its kind are estimated: it had a prefill, and somebody
         waited for it.

@@ -378,17 +378,9 @@ class Engine:
         begin = time.perf_counter()
         outputs = self._step() if self.stage is None else self._speak(self.stage)
         if self.pictures is not None and self.pictures.has_work:
-            outputs += self._encode_pictures(self.pictures)
+            outputs += self._traced(self.scheduler.encode_pictures(self.last_step_s))
         self.turn_s = time.perf_counter() - begin
         return outputs
-
-    def _encode_pictures(self, pictures: Pictures) -> list[Output]:
-        """Runs the vision tower for as long as the scheduler lets it. A picture that fails ends its
-        requests.
-        """
-        seconds = self.scheduler.tower_s(self.last_step_s)
-        failed = pictures.work(seconds) if seconds else []
-        return self._traced([output for sequence, why in failed for output in self.scheduler.refuse(sequence, why)])
 
     def _speak(self, stage: SpeechStage) -> list[Output]:
         if stage.comes_first() or not self._n_active:

@@ -153,6 +153,11 @@ class Pictures:
         """True if a picture is to be encoded."""
         return self._next() is not None
 
+    def waiting(self) -> set[str]:
+        """The tenants whose pictures are to be encoded."""
+        entries = [*self._claimed.values(), *filter(None, [self._current])]
+        return {s.request.tenant for entry in entries if not entry.is_done for s in entry.wanted_by}
+
     def begin_plan(self) -> None:
         self._claimed = {}
         self._is_short = False

@@ -6,7 +6,8 @@ within one tenant and priority it is first come, first served. A request with a 
 others. One below 0 goes before its own tenant's less urgent requests, and each of those moves back behind it;
 the turns of other tenants do not change. A tenant who has no batch slot does not wait until another's answers
 end: the tenant with the most gives up what began last. If several tenants have prompts to compute, the tenant
-with the fewest prompt tokens computed so far goes first.
+with the fewest prompt tokens computed so far goes first. On a CPU a tenant's prompts and pictures are done in
+short pieces where others have requests, and have half of the time beside decodes of who has no more open.
 
 A sequence starts after the longest prefix that the cache has. It is held back while the cache brings that
 from a lower tier, and while another prefill of higher rank computes the beginning that both share. Others may
@@ -55,6 +56,7 @@ from deltic.engine.messages import AddText, EngineInfo, FinishReason, Output, Re
 from deltic.engine.pictures import IDLE_S, Pictures
 from deltic.engine.reading import Reading
 from deltic.engine.step import Chunk, Draw, HeldAdapter, Sequence, Step, StepResult, Voice, mixed_seed
+from deltic.engine.turns import TimeShares
 from deltic.logs import counted
 from deltic.ops.geometry import PAGE_SIZE
 
@@ -131,6 +133,8 @@ class Scheduler:
         self._preempt = self._admission.preempt
         self._had_prefill = False  # the last step
         self._n_open_of: Counter[str] = Counter()  # sequences, by tenant
+        # On a GPU short chunks compute far fewer tokens a second, and where they pay was not measured.
+        self._time = TimeShares(self._n_open_of, self.cost is not None and info.canonical_decode)
         self._n_prefilled: dict[str, int] = {}
         """Tokens of the tenants who have prefills, since there were several of them."""
 
@@ -238,7 +242,7 @@ class Scheduler:
         failed = [s for sequence in sequences.values() for s in [*sequence.siblings, sequence]]
         return [self._end(sequence, "error", message) for sequence in failed]
 
-    def refuse(self, sequence: Sequence, why: str) -> list[Output]:
+    def _refuse(self, sequence: Sequence, why: str) -> list[Output]:
         """Ends a sequence, and those that wait for its prompt, whose picture could not be encoded."""
         if sequence.finish_reason is not None:
             return []
@@ -303,9 +307,12 @@ class Scheduler:
             chunk = Chunk(sequence, start, 1)
             chunk.n_redo = sequence.n_window
             step.chunks.append(chunk)
+        self._time.decoding = {chunk.sequence.request.tenant for chunk in step.chunks}
         # Where there is a target for the time between two tokens, a chunk uses it up: the vision tower and
         # prefills take turns.
         gives_way = self._tower_has_work and self._had_prefill and bool(self._decodes) and self.cost is not None
+        if gives_way and self.pictures is not None:
+            gives_way = not all(map(self._time.waits, self.pictures.waiting()))
         if (self._prefills or self._admission.waiting) and not gives_way:
             self._plan_prefills(step)
             if not self.info.canonical_decode:
@@ -327,6 +334,19 @@ class Scheduler:
         """True while a picture of an open sequence is still to be encoded."""
         return self.pictures is not None and self.pictures.has_work
 
+    def encode_pictures(self, step_s: float) -> list[Output]:
+        """Runs the vision tower for as long as it may behind a step that took so long. A picture that fails
+        ends its requests.
+        """
+        assert self.pictures is not None
+        tenants, seconds = self.pictures.waiting(), self.tower_s(step_s)
+        if not seconds or all(map(self._time.waits, tenants)):
+            return []
+        begin = time.perf_counter()
+        failed = self.pictures.work(seconds)
+        self._time.owe(tenants, time.perf_counter() - begin)
+        return [output for sequence, why in failed for output in self._refuse(sequence, why)]
+
     def tower_s(self, step_s: float) -> float:
         """Seconds that the vision tower may take behind a step that took so long; 0: not now.
 
@@ -343,7 +363,8 @@ class Scheduler:
                 # its rest alone. And the next decode is queued before the tower.
                 n_keys = sum(s.n_computed for s in self._decodes)
                 step_s = max(step_s, cost.seconds(StepLoad(len(self._decodes), n_keys)))
-            return max(TOWER_SHARE * cost.target_s - step_s, 1e-3)
+            most_s = max(TOWER_SHARE * cost.target_s - step_s, 1e-3)
+            return min(most_s, cost.brief_s(step_s, most_s)) if self._time.is_brief else most_s
         return cost.target_s if cost is not None and cost.is_shared else IDLE_S
 
     def _grow_decodes(self) -> None:
@@ -381,11 +402,11 @@ class Scheduler:
         cost = self.cost
         load = StepLoad.of(step.chunks, self.info.block_size) if cost and (self._decodes or cost.is_shared) else None
         n_rows = self.max_logit_rows - n_decodes
-        # On a GPU short chunks compute far fewer tokens a second, and where they pay was not measured.
-        decoding = {s.request.tenant for s in self._decodes} if self.info.canonical_decode and load else set[str]()
-        candidates = self._admission.candidates()
+        decoding = {s.request.tenant for s in self._decodes if self._time.is_brief}
+        candidates = (s for s in self._admission.candidates() if not self._time.waits(s.request.tenant))
         candidate = next(candidates, None)
         prefills, self._n_prefilled = in_turns(self._prefills, self._n_prefilled)
+        prefills = [s for s in prefills if not self._time.waits(s.request.tenant)]
         i = n_prefills = 0  # i: into prefills
         if self.pictures is not None:
             self.pictures.begin_plan()
@@ -602,7 +623,10 @@ class Scheduler:
         )
 
     def observe(self, step: Step, seconds: float, guess_s: float = 0.0) -> None:
-        """Tells the cost models what a step took, guess_s of it the draft head."""
+        """Tells the cost models what a step took, guess_s of it the draft head, and who waited for it."""
+        if self._time.is_brief:
+            self._time.pay({chunk.sequence.request.tenant for chunk in step.chunks}, seconds)
+            self._time.owe({c.sequence.request.tenant for c in step.chunks if not c.is_decode}, seconds)
         if self.drafting is not None:
             self.drafting.observe(step, seconds, guess_s)
         if self.cost and not step.chunks[-1].is_decode:

@@ -30,6 +30,46 @@ class Turns:
         return turn
 
 
+class TimeShares:
+    """Shares of the time of steps: what a piece of work for a tenant took, it owes to the others, whose
+    decodes have as long before it has the next.
+    """
+
+    def __init__(self, n_open_of: Counter[str], can_be_brief: bool) -> None:
+        """n_open_of: sequences, by tenant. can_be_brief: whether short pieces of work cost little."""
+        self.decoding = set[str]()
+        """The tenants whose decodes run in the step."""
+        self._n_open_of, self._can_be_brief = n_open_of, can_be_brief
+        self._owed_s: dict[str, float] = {}
+
+    @property
+    def is_brief(self) -> bool:
+        """True if work for a tenant should be short, since there are others."""
+        return self._can_be_brief and len(self._n_open_of) > 1
+
+    def waits(self, tenant: str) -> bool:
+        """Returns whether a tenant owes to one who decodes in the step, and has no more sequences open."""
+        n_of = self._n_open_of
+        return (
+            self.is_brief
+            and tenant in self._owed_s
+            and any(n_of[other] <= n_of[tenant] for other in self.decoding - {tenant})
+        )
+
+    def owe(self, tenants: set[str], seconds: float) -> None:
+        """Notes a piece of work for these tenants. What they owed before is forgotten: nobody has asked for
+        it.
+        """
+        self._owed_s |= dict.fromkeys(tenants, seconds)
+
+    def pay(self, tenants: set[str], seconds: float) -> None:
+        """Notes a step in which these tenants had something: all others pay them."""
+        for tenant in [tenant for tenant in self._owed_s if tenants - {tenant}]:
+            self._owed_s[tenant] -= seconds
+            if self._owed_s[tenant] <= 0.0:
+                del self._owed_s[tenant]
+
+
 class NamespaceShares(Generic[Item]):
     """A cache whose room namespaces share: the one that has the most loses what it used least recently.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
+from itertools import pairwise
 
 import msgspec
 import pytest
@@ -228,6 +229,34 @@ def test_the_tower_and_prefills_take_turns_where_there_is_a_target(monkeypatch: 
     assert not any(both), "a step with a prefill has used the time up"
     assert sum(map(bool, pieces)) >= 3 and sum(m > 0 for _, m in ran) >= 3
     assert all(n_decodes == 1 for n_decodes, _ in ran)
+
+
+@pytest.mark.parametrize(("tenant", "most"), [("theirs", 15), ("", 60)])
+def test_beside_another_owner_s_decodes_the_tower_has_short_pieces_and_half_of_the_time(
+    tenant: str, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has nine steps' time or less, and runs on when steps have had as much."""
+    now_s = 0.0
+
+    def sleep(seconds: float) -> None:
+        nonlocal now_s
+        now_s += seconds
+
+    monkeypatch.setattr(time, "sleep", sleep)
+    monkeypatch.setattr(time, "perf_counter", lambda: now_s)
+    tower = FakeTower(200, piece_s=0.002)
+    engine = Engine(SeeingRunner(tower, step_s=0.004, n_pages=100), max_itl_ms=200.0)
+    engine.add(prompt("talk", 10, max_tokens=400))
+    engine.step()
+    engine.add(msgspec.structs.replace(prompt("see", 10, picture(30, 32, 1), 10), tenant=tenant))
+    pieces = []
+    while tower.n_pieces < 60:
+        before = tower.n_pieces
+        engine.step()
+        pieces.append(tower.n_pieces - before)
+    assert max(pieces) == most
+    begun = [i for i, n in enumerate(pieces) if n == most]
+    assert all(b - a == 8 for a, b in pairwise(begun))  # 30 ms, in steps of 4
 
 
 def test_the_tower_leaves_time_for_a_step_that_ran_ahead() -> None:

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from deltic.engine.cache.cache import Cache
+from deltic.engine.cost import StepLoad
 from deltic.engine.messages import Output, Request, SamplingParams, TokenLogprob
 from deltic.engine.scheduler import RequestError, Scheduler
 from deltic.engine.step import Step, StepResult
@@ -544,6 +545,38 @@ def test_beside_another_owner_s_decodes_a_chunk_is_short_where_that_costs_little
     bench.run()
     beside = [sum(n for id, _, n in step if id != "a") for step in bench.steps if len(step) > 1 and step[0][0] == "a"]
     assert max(beside) == most
+
+
+@pytest.mark.parametrize(
+    ("tenant", "n", "is_cpu", "least", "most"),
+    [
+        ("theirs", 1, True, 0.4, 0.6),
+        ("theirs", 3, True, 0.8, 1.0),  # who has more sequences open is not who is held up
+        ("", 1, True, 0.8, 1.0),
+        ("theirs", 1, False, 0.8, 1.0),
+    ],
+)
+def test_beside_another_owner_s_decodes_prompts_have_half_of_the_time(
+    tenant: str, n: int, is_cpu: bool, least: float, most: float
+) -> None:
+    """An answer takes twice as long as alone, and a step, however many prompts there are; the time is the estimate's."""
+    bench = Bench(FakeRunner(max_step_tokens=512, max_model_len=9000, n_pages=400, gpu=not is_cpu), max_itl_ms=45.0)
+    cost = bench.scheduler.cost
+    assert cost is not None
+    cost.curve = [(0, 0.001), (64, 0.0074), (512, 0.0522)]
+    bench.add("a", 10, max_tokens=60, n=n)
+    bench.step()
+    for i in range(2):
+        prompt = [50 + i] * 8000
+        bench.scheduler.add(Request(id=f"b{i}", prompt_ids=prompt, params=SamplingParams(max_tokens=1), tenant=tenant))
+    spent = {True: 0.0, False: 0.0}
+    while bench.reason("a") is None:
+        step = bench.step()
+        assert step is not None
+        seconds = cost.seconds(StepLoad.of(step.chunks, bench.runner.info.block_size))
+        bench.scheduler.observe(step, seconds)
+        spent[not step.chunks[-1].is_decode] += seconds
+    assert least <= spent[True] / sum(spent.values()) <= most
 
 
 @pytest.mark.parametrize(
