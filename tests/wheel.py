@@ -22,6 +22,7 @@ ARM = {"baseline", "neon_dotprod", "neon_i8mm"}
 LIBRARIES = {"x86_64": X86, "aarch64": ARM}
 CARRIED = {
     "deltic/ops/gpu/hopper.cu",
+    "deltic/ops/gpu/hopper_codes.cu",
     "deltic/py.typed",
     "deltic/server/page/index.html",
     "deltic/server/page/main.js",

@@ -29,6 +29,10 @@ on_hopper = pytest.mark.skipif(
 LEVERS = Levers()
 FP8 = hopper.HopperFormat(hopper.E4M3)
 BLOCKS = hopper.HopperFormat(hopper.E4M3, in_blocks=True)
+IN = hopper.HopperFormat(hopper.CODES, 128)
+SMALL_GROUPS = hopper.HopperFormat(hopper.CODES, 32, True, 2)
+INT4 = hopper.HopperFormat(hopper.CODES, 128)
+SMALL_GROUPS = hopper.HopperFormat(hopper.CODES, 32, True, 2)
 INTEGERS = ("int4-g128-bfloat16", "int4-g64-float16.zero", "int4", "Q4_0")
 
 
@@ -41,16 +45,24 @@ def test_kernels_fill_the_chip(n: int, name: str, side: int, monkeypatch: pytest
     monkeypatch.setattr(described, "chip", HOPPER)
     for m, splits in ((5120, 4), (34816, 1), (5120, 2), (16384, 1), (1024, 8), (96, 1), (248320, 1)):
         kernel = hopper.kernel_for(n, m, splits, form, side)
-        assert kernel.width in hopper.WIDTHS and kernel.token_tiles == (1 if n <= 64 else 2)
-        assert kernel.side_width % 16 == 0 and kernel.rows(kernel.side_width) < side + 32
+        if form.kind == hopper.CODES:
+            assert kernel.width % 64 == 0 and 2 <= kernel.groups <= hopper.MOST_GROUPS[kernel.tokens]
+        else:
+            assert kernel.width in hopper.WIDTHS and kernel.tokens == (64 if n <= 64 else 128)
+        assert kernel.side_width % 16 == 0 and kernel.rows(kernel.side_width, hopper.BF16) < side + 32
         assert bool(kernel.side_width) == bool(side)
-        free = hopper._shared_bytes() - hopper.ALIGNMENTS - hopper.CODE_STAGES * kernel.code_bytes
+        free = hopper._shared_bytes() - hopper.ALIGNMENTS - hopper.CODE_STAGES[kernel.groups] * kernel.code_bytes
         assert kernel.stage_bytes(kernel.width, form.kind) * 3 < free, "three blocks on their way"
     # one program for each multiprocessor, all with as many rows as they can be equal in
-    assert hopper.kernel_for(64, 5120, 4, FP8) == hopper.Kernel(80, 1, FP8)
-    assert hopper.kernel_for(128, 5120, 4, FP8) == hopper.Kernel(160, 2, FP8)
+    assert hopper.kernel_for(64, 5120, 4, FP8) == hopper.Kernel(80, 64, FP8)
+    assert hopper.kernel_for(128, 5120, 4, FP8) == hopper.Kernel(160, 128, FP8)
     # what is beside it has the multiprocessors that are left
-    assert hopper.kernel_for(128, 16384, 1, FP8, 96) == hopper.Kernel(128, 2, FP8, 32)
+    assert hopper.kernel_for(128, 16384, 1, FP8, 96) == hopper.Kernel(128, 128, FP8, 32)
+    # of codes 64 to each group of warps, as many as one wave needs
+    assert hopper.kernel_for(64, 5120, 4, INT4) == hopper.Kernel(192, 64, INT4)
+    assert hopper.kernel_for(64, 34816, 1, INT4) == hopper.Kernel(320, 64, INT4)
+    assert hopper.kernel_for(96, 34816, 1, INT4) == hopper.Kernel(192, 96, INT4)
+    assert hopper.kernel_for(256, 16384, 1, INT4) == hopper.Kernel(128, 128, INT4)
 
 
 def test_what_cannot_compile_is_told_and_not_chosen(
@@ -76,8 +88,9 @@ def test_what_cannot_compile_is_told_and_not_chosen(
 
 @pytest.mark.parametrize(
     "kernel",
-    [hopper.Kernel(160, 2, FP8), hopper.Kernel(160, 2, BLOCKS), hopper.Kernel(144, 1, BLOCKS), hopper.Kernel(128, 2, FP8, 96), hopper.Kernel(64, 1, FP8, 48),
-     hopper.Kernel(160, 2, hopper.HopperFormat(hopper.BF16)), hopper.Kernel(160, 2, hopper.HopperFormat(hopper.CODES, 32, True, 2), 96)],
+    [hopper.Kernel(160, 128, FP8), hopper.Kernel(160, 128, BLOCKS), hopper.Kernel(144, 64, BLOCKS), hopper.Kernel(128, 128, FP8, 96),
+     hopper.Kernel(64, 64, FP8, 48), hopper.Kernel(160, 128, hopper.HopperFormat(hopper.BF16)), hopper.Kernel(192, 128, SMALL_GROUPS, 96),
+     hopper.Kernel(320, 64, SMALL_GROUPS), hopper.Kernel(128, 64, SMALL_GROUPS, 48), hopper.Kernel(192, 128, INT4), hopper.Kernel(256, 96, INT4)],
     ids=str,
 )  # fmt: skip
 def test_it_compiles_without_spills(kernel: hopper.Kernel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,7 +150,7 @@ def config_for(n: int, w: Matrix, splits: int) -> Narrow:
 def test_it_has_the_bits_of_the_narrow_kernel(
     monkeypatch: pytest.MonkeyPatch, name: str, runs: tuple[int, ...], k: int, splits: int
 ) -> None:
-    if not name.startswith("fp8") and splits == 1:
+    if name == "bf16" and splits == 1:
         pytest.skip("what is not cut is faster elsewhere")
     if name == "fp8 in blocks" and runs[0] % 128:
         pytest.skip("blocks of 128 rows")
@@ -145,7 +158,7 @@ def test_it_has_the_bits_of_the_narrow_kernel(
         pytest.skip("rows of one format are one segment")
     for most in ("MOST_BF16", "MOST_WHOLE", "MOST_CODES"):
         monkeypatch.setattr(hopper, most, 1024)
-    monkeypatch.setattr(hopper, "FEWEST_CODES", hopper.FEWEST)
+    monkeypatch.setattr(hopper, "FEWEST_SMALL_GROUPS", hopper.FEWEST)
     w = rows_in(name, *runs, k=k)
     blocks = block_scales(w.segments[0])
     assert (blocks is not None) == (name == "fp8 in blocks")
@@ -171,9 +184,7 @@ def test_it_has_the_bits_of_the_narrow_kernel(
 def test_it_has_the_bits_of_the_narrow_swiglu(monkeypatch: pytest.MonkeyPatch, name: str, m: int, k: int) -> None:
     for most in ("MOST_BF16", "MOST_SWIGLU", "MOST_CODES"):
         monkeypatch.setattr(hopper, most, 1024)
-    monkeypatch.setattr(hopper, "FEWEST_CODES", hopper.FEWEST)
-    if name == "fp8 in blocks" and m % 128:
-        pytest.skip("blocks of 128 rows")
+    monkeypatch.setattr(hopper, "FEWEST_SMALL_GROUPS", hopper.FEWEST)
     w = rows_in(name, m, k=k)
     blocks = block_scales(w.whole)
     for n in (36, 64, 68, 128, 300):

@@ -4,9 +4,8 @@
 // instruction, and rows of w its N side, so that a multiprocessor can have as many of them as make all equally
 // busy. One thread copies blocks of 128 bytes of K to shared memory (TMA), as many ahead as fit, and those of w
 // before the kernel in front has ended. Two groups of four warps multiply them in order of K: bfloat16 into one
-// float32 accumulator; e4m3 into one for each block, which is multiplied with both scales and added. Codes of 4
-// bits are copied 256 columns at once; four warps more decode them to bfloat16 (operands.py), once for all rows
-// of x. Those are the bits of ops/gpu/linear.py's and fp8.py's kernels, whatever the width.
+// float32 accumulator; e4m3 into one for each block, which is multiplied with both scales and added. Those are the
+// bits of ops/gpu/linear.py's and fp8.py's kernels, whatever the width. Codes of 4 bits are in hopper_codes.cu.
 //
 // hopper.py writes in front of this: WIDTH and SIDE_WIDTH, rows of w of a group of warps (a multiple of 16);
 // TOKEN_TILES, of 64 rows, of a program: 1, and each group has rows of w of its own, or 2, and each group has a
@@ -16,13 +15,8 @@
 // `multiply<N, is_e4m3>(d, a, b, add)`, which is wgmma of 64 rows, N columns and 32 bytes of K:
 // d = a b + (add ? d : 0).
 //
-// Barriers, each a pair a stage. A stage is full once its bytes have come, and of codes its tile of w is decoded;
-// it is empty at the start, and again once all that read it have arrived.
-//
-//   stages       full: 1 + the bytes copied (codes: + 4, a decoder each)   waits: the two groups
-//                empty: 8, a warp of the groups each                       waits: the copying thread, decoders
-//   code stages  full: 1 + the bytes copied                                waits: decoders
-//                empty: 4, a decoder each                                  waits: the thread that copies codes
+// Barriers, a pair a stage. A stage is full once its bytes have come, for which the two groups wait; it is empty at
+// the start, and again once their eight warps have arrived, for which the copying thread waits.
 
 using u32 = unsigned int;
 using u64 = unsigned long long;
@@ -117,153 +111,14 @@ __device__ __forceinline__ int smaller(int a, int b) { return a < b ? a : b; }
 __device__ __forceinline__ int positive(int a) { return a > 0 ? a : 0; }
 
 constexpr int N_MULTIPLIERS = 256;  // threads of the two groups; those behind them copy
-constexpr int FIRST_DECODER = 320;   // behind a warp that copies x, and one that copies codes
-constexpr int N_DECODERS = 4;        // warps
-constexpr int IN_BFLOAT16 = 0, IN_E4M3 = 1, IN_CODES = 2;
+constexpr int IN_BFLOAT16 = 0, IN_E4M3 = 1;
 // what the copies' cache hints are in CUTLASS (cute/arch/copy_sm90_desc.hpp)
 constexpr u64 EVICT_FIRST = 0x12F0000000000000ull, EVICT_NORMAL = 0x1000000000000000ull, EVICT_LAST = 0x14F0000000000000ull;
 
 #if FORM == 2
-// Codes, and their scales and least values or zeros: 256 columns in a stage.
-struct CodeStages {
-  u32 full, empty, tiles, scales, leasts;
-
-  template <int ROWS>
-  static __device__ __forceinline__ CodeStages at(u32 behind, int n) {
-    const u32 tiles = (behind + 16 * n + 1023) & ~1023u, scales = tiles + n * ROWS * 128;
-    return {behind, behind + 8 * n, tiles, scales, scales + n * (256 / GROUP) * ROWS * 2};
-  }
-};
-
-// A float of 16 bits as two bfloat16.
-__device__ __forceinline__ u32 two_scales(unsigned short bits) {
-#if HALF_SCALES
-  float value;
-  asm("cvt.f32.f16 %0, %1;" : "=f"(value) : "h"(bits));
-  return two_bfloat16(value, value);
-#else
-  return bits * 0x10001u;
-#endif
-}
-
-// a b + c of two bfloat16.
-__device__ __forceinline__ u32 fma_two(u32 a, u32 b, u32 c) {
-  u32 d;
-  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(d) : "r"(a), "r"(b), "r"(c));
-  return d;
-}
-
-// One warp copies codes, the last ones decode them into the tiles of w. None waits for the kernel in front.
-template <int ROWS_EACH, int TILES>
-__device__ __forceinline__ void decode(
-    const TensorMap* w_map, const Arguments& g, int n_stages, int first_tile, int step, u32 w_tiles, u32 full, u32 empty,
-    u32 behind) {
-  constexpr int HALF = ROWS_EACH / 2, PARTS = TILES == 1 ? 2 : 1, ROWS = PARTS * ROWS_EACH, SUBS = 256 / GROUP;
-  constexpr int LEAST_BYTES = LEAST == 2 ? 1 : 2, EACH = (ROWS / 8 + N_DECODERS - 1) / N_DECODERS;
-  const CodeStages c = CodeStages::at<ROWS>(behind, g.n_code_stages);
-  const int features = g.up ? ROWS / 2 : ROWS, n_steps = g.n_blocks / 4, lane = threadIdx.x % 32;
-  if (threadIdx.x < FIRST_DECODER) {
-    if (threadIdx.x != N_MULTIPLIERS + 32) return;
-    const u64 hint = g.tiles_n == 1 ? EVICT_FIRST : EVICT_NORMAL;
-    int s = 0, parity = 1;
-    for (int tile = first_tile; tile < g.n_tiles; tile += step) {
-      const int rest = tile / g.tiles_n, split = rest / g.tiles_m, row = (rest - split * g.tiles_m) * features;
-      const int limit = g.up ? ROWS / 2 : ROWS;
-      const int n = smaller(limit, positive(g.m - row)), n_up = g.up ? smaller(limit, positive(g.up - row)) : 0;
-      for (int i = 0; i < n_steps; ++i) {
-        const u32 barrier = c.full + 8 * s, to = c.tiles + s * ROWS * 128;
-        const int at = split * n_steps + i;
-        barrier_wait(c.empty + 8 * s, parity);
-        barrier_expect(barrier, ROWS * 128 + SUBS * (n + n_up) * (2 + (LEAST ? LEAST_BYTES : 0)));
-        for (int part = 0; part < PARTS; ++part) {
-          if (g.up) {
-            copy_tile(to + part * ROWS_EACH * 128, w_map, at * 128, row + part * HALF, barrier, hint);
-            copy_tile(to + (part * ROWS_EACH + HALF) * 128, w_map, at * 128, g.up + row + part * HALF, barrier, hint);
-          } else {
-            copy_tile(to + part * ROWS_EACH * 128, w_map, at * 128, row + part * ROWS_EACH, barrier, hint);
-          }
-        }
-        for (int sub = 0; sub < SUBS; ++sub) {
-          const u64 from = static_cast<u64>(at * SUBS + sub) * g.m + row;
-          const u32 place = (s * SUBS + sub) * ROWS;
-          const auto copy = [&](u32 to, const void* base, int bytes) {
-            const char* p = static_cast<const char*>(base);
-            if (n) copy_bytes(to + place * bytes, p + from * bytes, n * bytes, barrier);
-            if (n_up) copy_bytes(to + (place + ROWS / 2) * bytes, p + (from + g.up) * bytes, n_up * bytes, barrier);
-          };
-          copy(c.scales, g.w_scale, 2);
-          if (LEAST) copy(c.leasts, g.w_least, LEAST_BYTES);
-        }
-        if (++s == g.n_code_stages) s = 0, parity ^= 1;
-      }
-    }
-    return;
-  }
-
-  const int warp = (threadIdx.x - FIRST_DECODER) / 32;
-  extern __shared__ unsigned char memory[];  // read through pointers, whose loads the compiler may move
-  const unsigned char* const from = memory - shared_address(memory);
-  int s = 0, parity = 0, stage = 0, stage_parity = 1;
-  for (int tile = first_tile; tile < g.n_tiles; tile += step) {
-    for (int i = 0; i < n_steps; ++i) {
-      barrier_wait(c.full + 8 * s, parity);
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        barrier_wait(empty + 8 * stage, stage_parity);
-        // An element of 8 codes of a row (decode.py) is of columns 2 t, 2 t + 1 of each 8 of 32, t = lane % 4: what
-        // a thread has of four matrices of 8 x 8 for `stmatrix`. All loads stand in front of the first store: the
-        // compiler keeps their order. In bfloat16, 0x4300 and the code is 128 + code, 0xC308 is -136, 0x8000 is -0.
-        u32 words[EACH][2], scale[EACH][2], zero[EACH][2], least[EACH][2];
-#pragma unroll
-        for (int e = 0; e < EACH; ++e) {
-          const int unit = smaller(warp + N_DECODERS * e, ROWS / 8 - 1);  // 8 rows
-          const int row = 8 * unit + lane / 4, part = unit / (ROWS_EACH / 8), inside = unit % (ROWS_EACH / 8) * 8;
-          // where the scale of a row stands: of SWIGLU those of gate, then those of up
-          const int scale_row = !g.up ? row : (inside < HALF ? inside : ROWS / 2 + inside - HALF) + part * HALF + lane / 4;
-#pragma unroll
-          for (int k = 0; k < 2; ++k) {
-            words[e][k] = *reinterpret_cast<const u32*>(
-                from + c.tiles + (s * ROWS + row) * 128 + ((2 * q + k) ^ (row % 8)) * 16 + lane % 4 * 4);
-            if (k && GROUP >= 64) {
-              scale[e][1] = scale[e][0], zero[e][1] = zero[e][0], least[e][1] = least[e][0];
-              continue;
-            }
-            const int place = (s * SUBS + (64 * q + 32 * k) / GROUP) * ROWS + scale_row;
-            scale[e][k] = two_scales(*reinterpret_cast<const unsigned short*>(from + c.scales + place * 2));
-            // what is taken off is exact
-            zero[e][k] = LEAST ? 0xC300C300u : 0xC308C308u;
-            least[e][k] = 0x80008000u;
-            if (LEAST == 1) least[e][k] = two_scales(*reinterpret_cast<const unsigned short*>(from + c.leasts + place * 2));
-            if (LEAST == 2) zero[e][k] |= from[c.leasts + place] * 0x10001u;
-          }
-        }
-#pragma unroll
-        for (int e = 0; e < EACH; ++e) {
-          const int unit = warp + N_DECODERS * e;
-          if (unit >= ROWS / 8) break;
-          const u32 to = w_tiles + (stage * ROWS + 8 * unit + lane % 8) * 128;
-#pragma unroll
-          for (int k = 0; k < 2; ++k) {
-            u32 w[4];
-#pragma unroll
-            for (int j = 0; j < 4; ++j)
-              w[j] = fma_two(fma_two((words[e][k] >> (4 * j) & 0x000F000Fu) | 0x43004300u, 0x3F803F80u, zero[e][k]), scale[e][k],
-                             least[e][k]);
-            asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};"
-                         ::"r"(to + ((4 * k + lane / 8) ^ (lane % 8)) * 16), "r"(w[0]), "r"(w[1]), "r"(w[2]), "r"(w[3]));
-          }
-        }
-        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-        __syncwarp();
-        if (lane == 0) barrier_arrive(full + 8 * stage);
-        if (++stage == n_stages) stage = 0, stage_parity ^= 1;
-      }
-      if (lane == 0) barrier_arrive(c.empty + 8 * s);
-      if (++s == g.n_code_stages) s = 0, parity ^= 1;
-    }
-  }
-}
-
+// In hopper_codes.cu, which hopper.py puts behind this.
+__device__ __forceinline__ void product_of_codes(
+    const TensorMap* w_map, const TensorMap* x_map, const Arguments& g, int n_stages, int first_tile, int step);
 #endif
 
 // The tiles first_tile, first_tile + step, ... of a product. The tiles of rows of x of one tile of w are
@@ -271,25 +126,18 @@ __device__ __forceinline__ void decode(
 template <int ROWS_EACH, int TILES, int FORM_OF_W>
 __device__ __forceinline__ void product(
     const TensorMap* w_map, const TensorMap* x_map, const Arguments& g, int n_stages, int first_tile, int step) {
-  constexpr bool IS_E4M3 = FORM_OF_W == IN_E4M3, IS_CODES = FORM_OF_W == IN_CODES;
+  constexpr bool IS_E4M3 = FORM_OF_W == IN_E4M3;
   constexpr int HALF = ROWS_EACH / 2, PARTS = TILES == 1 ? 2 : 1, ROWS = PARTS * ROWS_EACH, K = IS_E4M3 ? 128 : 64;
   constexpr int X_BYTES = TILES * 64 * 128, W_BYTES = ROWS * 128, SCALES = IS_E4M3 ? ROWS + 64 * TILES : 0;
   extern __shared__ unsigned char memory[];
   const u32 x_tiles = (shared_address(memory) + 1023) & ~1023u, w_tiles = x_tiles + n_stages * X_BYTES;
   const u32 scales = w_tiles + n_stages * W_BYTES;  // of a stage those of w, then those of x
   const u32 full = scales + n_stages * SCALES * 4, empty = full + 8 * n_stages;
-  const u32 behind = empty + 8 * n_stages;  // of codes: their barriers, then tiles and scales
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   if (threadIdx.x == N_MULTIPLIERS) {
     for (int s = 0; s < n_stages; ++s) {
-      barrier_init(full + 8 * s, IS_CODES ? 1 + N_DECODERS : 1);
+      barrier_init(full + 8 * s, 1);
       barrier_init(empty + 8 * s, N_MULTIPLIERS / 32);
-    }
-    if constexpr (IS_CODES) {
-      for (int s = 0; s < g.n_code_stages; ++s) {
-        barrier_init(behind + 8 * s, 1);
-        barrier_init(behind + 8 * (g.n_code_stages + s), N_DECODERS);
-      }
     }
     asm volatile("fence.mbarrier_init.release.cluster; fence.proxy.async;" ::: "memory");
   }
@@ -300,14 +148,6 @@ __device__ __forceinline__ void product(
   if (threadIdx.x >= N_MULTIPLIERS) {
 #if WIDE
     asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-#endif
-#if FORM == 2
-    if constexpr (IS_CODES) {
-      if (threadIdx.x > N_MULTIPLIERS) {
-        decode<ROWS_EACH, TILES>(w_map, g, n_stages, first_tile, step, w_tiles, full, empty, behind);
-        return;
-      }
-    }
 #endif
     if (threadIdx.x > N_MULTIPLIERS) return;
     struct Place {
@@ -328,10 +168,7 @@ __device__ __forceinline__ void product(
     const u64 hint = g.tiles_n == 1 ? EVICT_FIRST : EVICT_NORMAL;
     const auto copy_w = [&](const Place& p, int s) {
       const u32 barrier = full + 8 * s, to = w_tiles + s * W_BYTES;
-      if constexpr (IS_CODES) {
-        barrier_expect(barrier, X_BYTES);  // w is decoded
-        return;
-      } else if constexpr (IS_E4M3) {
+      if constexpr (IS_E4M3) {
         const int group = g.scale_blocks ? p.k_block / g.scale_blocks : 0, limit = g.up ? ROWS / 2 : ROWS;
         const float* from = static_cast<const float*>(g.w_scale) + static_cast<u64>(group) * g.m + p.row;
         const int n = smaller(limit, positive(g.m - p.row)), n_up = g.up ? smaller(limit, positive(g.up - p.row)) : 0;
@@ -488,7 +325,7 @@ __device__ __forceinline__ void product(
 
 // n_programs of the product with one weight; those behind them multiply rows in bfloat16 by another one, if
 // there is one: a few rows alone would walk K with nearly all of the chip idle. All programs run at once.
-extern "C" __global__ void __launch_bounds__(FORM == 2 ? 448 : WIDE ? 384 : 288, 1) linear(
+extern "C" __global__ void __launch_bounds__(FORM == 2 ? 128 * GROUPS + 32 : WIDE ? 384 : 288, 1) linear(
     const __grid_constant__ TensorMap w_map, const __grid_constant__ TensorMap x_map, const __grid_constant__ Arguments g,
     int n_stages, int n_programs
 #if SIDE_WIDTH
@@ -503,5 +340,9 @@ extern "C" __global__ void __launch_bounds__(FORM == 2 ? 448 : WIDE ? 384 : 288,
     return;
   }
 #endif
+#if FORM == 2
+  product_of_codes(&w_map, &x_map, g, n_stages, blockIdx.x, n_programs);
+#else
   product<WIDTH, TOKEN_TILES, FORM>(&w_map, &x_map, g, n_stages, blockIdx.x, n_programs);
+#endif
 }

@@ -5,6 +5,8 @@ it in turn. Here the weight's rows are spread over the multiprocessors as evenly
 warp copies ahead for the others, and weights are on their way before the kernel in front has ended. The bits
 are the same.
 
+Codes of 4 bits are the left side of the product, decoded by the warps that multiply (hopper_codes.cu).
+
 The source is CUDA C++. The compiler (NVRTC) and its bindings come with torch; what it makes is kept beside
 Triton's cache. Where it cannot compile, Triton's kernels do all.
 """
@@ -42,6 +44,7 @@ except ImportError:  # a CPU, or a torch without CUDA
 log = logging.getLogger("deltic.engine")
 
 SOURCE = Path(__file__).with_suffix(".cu")
+SOURCE_OF_CODES = SOURCE.with_name("hopper_codes.cu")
 WIDTHS = (32, 48, 64, 80, 96, 112, 128, 144, 160)
 """Rows of w that a group of warps may have. Of more, e4m3's two sums of each do not fit into registers."""
 WIDE = 128
@@ -54,10 +57,10 @@ MOST_WHOLE, MOST_SWIGLU, MOST_BF16 = 96, 160, 128
 """Rows up to which it is faster than the vendor's library: where e4m3 is not cut along K, where its SwiGLU is
 part of the product, and in bfloat16.
 """
-MOST_CODE_ROWS = 192
-"""Rows of codes of a program: they stand in shared memory twice."""
-FEWEST_CODES, MOST_CODES = 65, 128
-"""Rows for which it is faster than Triton's kernel with codes: it decodes them once for two tiles of rows."""
+FEWEST_SMALL_GROUPS, MOST_CODES = 65, 256
+"""Rows from which groups of fewer than 128 codes were measured, and up to which all were."""
+CODE_ROWS, MOST_GROUPS = 64, {64: 5, 96: 4, 128: 3}
+"""Rows of codes of a group of warps; groups whose sums fit into registers, by rows of x of a program."""
 
 
 BF16, E4M3, CODES = range(3)
@@ -98,13 +101,25 @@ def hopper_format(format: WeightFormat) -> HopperFormat | None:
 
 @dataclass(frozen=True, order=True)
 class Kernel:
-    """A form of hopper.cu: the constants that it is compiled with."""
+    """A form of hopper.cu, with codes of hopper_codes.cu: the constants that it is compiled with."""
 
     width: int
-    token_tiles: int
+    """Rows of w of a group of warps; of codes, of a program."""
+    tokens: int
+    """Rows of x of a program."""
     form: HopperFormat
     side_width: int = 0
     """Width of a second weight beside it, in bfloat16; 0: there is none."""
+
+    @property
+    def groups(self) -> int:
+        """Groups of four warps that multiply."""
+        return self.width // CODE_ROWS if self.form.kind == CODES else 2
+
+    @property
+    def token_tiles(self) -> int:
+        """Tiles of rows of x, but of codes."""
+        return 1 if self.tokens <= TOKENS else MAX_TILES
 
     @property
     def is_wide(self) -> bool:
@@ -112,20 +127,33 @@ class Kernel:
 
     @property
     def threads(self) -> int:
-        return 448 if self.form.kind == CODES else 384 if self.is_wide else 288
+        return 384 if self.is_wide else 128 * self.groups + 32
 
     @property
     def in_blocks(self) -> Kernel:
         """The same for e4m3 that is in blocks."""
         return replace(self, form=replace(self.form, in_blocks=True)) if self.form.kind == E4M3 else self
 
-    def rows(self, width: int) -> int:
+    @property
+    def x_blocks(self) -> int:
+        """Blocks of 64 columns of x in a stage beside codes."""
+        return 2 if self.tokens <= 64 else 1
+
+    def x_rows(self, kind: int) -> int:
+        """Rows of x of a program."""
+        return self.tokens if kind == CODES else TOKENS * self.token_tiles
+
+    def rows(self, width: int, kind: int) -> int:
         """Rows of w of a program."""
-        return width * (2 if self.token_tiles == 1 else 1)
+        return width * (2 if self.token_tiles == 1 and kind != CODES else 1)
 
     def stage_bytes(self, width: int, kind: int) -> int:
-        """Shared memory of a block of K of 128 bytes, with scales of e4m3 and two barriers."""
-        rows = self.rows(width)
+        """Shared memory of a block of K of 128 bytes, with scales of e4m3 and two barriers; beside codes, of
+        x_blocks of x alone.
+        """
+        if kind == CODES:
+            return 128 * self.tokens * self.x_blocks + 16
+        rows = self.rows(width, kind)
         return 128 * (TOKENS * self.token_tiles + rows) + (4 * (rows + TOKENS * self.token_tiles) if kind == E4M3 else 0) + 16
 
     @property
@@ -134,7 +162,7 @@ class Kernel:
         if self.form.kind != CODES:
             return 0
         each = 2 + (0, 2, 1)[self.form.least]
-        return self.rows(self.width) * (128 + 256 // self.form.group * each) + 16
+        return self.width * (128 + 256 // self.form.group * each) + 16
 
     def source(self) -> str:
         """CUDA C++."""
@@ -148,30 +176,43 @@ class Kernel:
             "LEAST": self.form.least,
             "IN_BLOCKS": int(self.form.in_blocks),
             "WIDE": int(self.is_wide),
+            "GROUPS": self.groups,
+            "TOKENS": self.tokens,
+            "PIECE": 2 if self.groups <= (2 if self.form.group == 32 else 3) else 1,
+            "X_BLOCKS": self.x_blocks,
         }
         defined = "".join(f"#define {name} {value}\n" for name, value in names.items())
-        instructions = {(self.width, self.form.kind == E4M3), (self.side_width or self.width, False)}
-        made = "".join(_instruction(*one) for one in sorted(instructions))
-        return f"{defined}{_DECLARED}{made}{SOURCE.read_text()}"
+        codes, e4m3 = self.form.kind == CODES, self.form.kind == E4M3
+        made = {_instruction(self.tokens, decoded=True) if codes else _instruction(self.width, e4m3)}
+        if self.side_width:
+            made.add(_instruction(self.side_width))
+        files = (SOURCE, SOURCE_OF_CODES) if codes else (SOURCE,)
+        return "".join((defined, _DECLARED, *sorted(made), *(file.read_text() for file in files)))
 
 
 _DECLARED = """template <int N, bool IS_E4M3>
 __device__ void multiply(float (&d)[N / 2], unsigned long long a, unsigned long long b, int add);
+template <int N>
+__device__ void multiply_decoded(float (&d)[N / 2], const unsigned int (&a)[4], unsigned long long b, int add);
 """
 
 
-def _instruction(n: int, e4m3: bool) -> str:
-    """`multiply<n, e4m3>`: wgmma names each of its registers."""
-    size = n // 2
+def _instruction(n: int, e4m3: bool = False, decoded: bool = False) -> str:
+    """`multiply<n, e4m3>`, or `multiply_decoded<n>`: wgmma names each of its registers."""
+    size, n_left = n // 2, 4 if decoded else 1
     name = f"m64n{n}" + ("k32.f32.e4m3.e4m3" if e4m3 else "k16.f32.bf16.bf16")
     registers, outs = (", ".join(text % i for i in range(size)) for text in ("%%%d", '"+f"(d[%d])'))
-    majors = "" if e4m3 else ", 0, 0"
+    left = ", ".join(f"%{size + i}" for i in range(n_left))
+    given = ", ".join(f'"r"(a[{i}])' for i in range(4)) if decoded else '"l"(a)'
+    function, a = f"multiply<{n}, {str(e4m3).lower()}>", "unsigned long long a"
+    if decoded:
+        function, a, left = f"multiply_decoded<{n}>", "const unsigned int (&a)[4]", f"{{{left}}}"
+    majors = ", 0" * (0 if e4m3 else 1 if decoded else 2)
     return f"""template <>
-__device__ __forceinline__ void multiply<{n}, {str(e4m3).lower()}>(
-    float (&d)[{size}], unsigned long long a, unsigned long long b, int add) {{
-  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{size + 2}, 0;"
-               " wgmma.mma_async.sync.aligned.{name} {{{registers}}}, %{size}, %{size + 1}, p, 1, 1{majors}; }}"
-               : {outs} : "l"(a), "l"(b), "r"(add));
+__device__ __forceinline__ void {function}(float (&d)[{size}], {a}, unsigned long long b, int add) {{
+  asm volatile("{{ .reg .pred p; setp.ne.b32 p, %{size + n_left + 1}, 0;"
+               " wgmma.mma_async.sync.aligned.{name} {{{registers}}}, {left}, %{size + n_left}, p, 1, 1{majors}; }}"
+               : {outs} : {given}, "l"(b), "r"(add));
 }}
 """
 
@@ -209,9 +250,11 @@ def pays(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool, levers: 
         return False
     if form.kind == E4M3:
         most = MOST if splits > 1 or others else MOST_SWIGLU if swiglu else MOST_WHOLE
+    elif form.kind == CODES:
+        most = MOST_CODES
     else:
-        most = (MOST_BF16 if form.kind == BF16 else MOST_CODES) if swiglu or splits > 1 else 0
-    if n > most or (form.kind == CODES and n < FEWEST_CODES) or not works():
+        most = MOST_BF16 if swiglu or splits > 1 else 0
+    if n > most or (0 < form.group < 128 and n < FEWEST_SMALL_GROUPS) or not works():
         return False
     shaped = all(part.layout == "rows" and part.n_matrices == 1 and part.n % 16 == 0 for part, _ in parts)
     shaped &= segment.k // splits % form.block == 0 and (n % 4 == 0 or form.kind != E4M3) and segment.n % 32 == 0
@@ -227,24 +270,25 @@ def kernel_for(n: int, m: int, splits: int, form: HopperFormat, side: int = 0) -
 
     The time of a program grows with its rows of w, and with a share for the rows of x.
     """
-    token_tiles = 1 if n <= TOKENS else MAX_TILES
-    tiles_n, each = -(-n // (TOKENS * token_tiles)), 2 if token_tiles == 1 else 1
-    n_tiles = tiles_n * splits
+    tokens, widths = TOKENS * (1 if n <= TOKENS else MAX_TILES), list(WIDTHS)
+    if form.kind == CODES:
+        tokens = next((tokens for tokens in MOST_GROUPS if n <= tokens), max(MOST_GROUPS))
+        widths = [CODE_ROWS * groups for groups in range(2, MOST_GROUPS[tokens] + 1)]
+    n_tiles, side_each = -(-n // tokens) * splits, 2 if tokens <= TOKENS else 1
+    each = 1 if form.kind == CODES else side_each
     sms = max(1, chip().n_sms - (n_tiles if side else 0))  # a program fills one
-    # copies of zeros, a byte each, begin at multiples of 16
-    step, most = (32 if form.least == 2 else 16), (MOST_CODE_ROWS // each if form.kind == CODES else WIDTHS[-1])
 
     def n_programs(rows: int, width: int) -> int:
-        return n_tiles * -(-rows // (width * each))
+        return n_tiles * -(-rows // width)
 
     def cost(width: int) -> int:
-        return -(-n_programs(m, width) // sms) * (width * each + 32)
+        return -(-n_programs(m, width * each) // sms) * (width * each + 32)
 
-    width = min((width for width in WIDTHS if width <= most and width % step == 0), key=cost)
+    width = min(widths, key=cost)
     # what is beside it is done sooner with all multiprocessors that are left
-    left = max(n_tiles, chip().n_sms - n_programs(m, width))
-    side_width = next((few for few in range(16, side + 16, 16) if n_programs(side, few) <= left), 0)
-    return Kernel(width, token_tiles, form, side_width)
+    left = max(n_tiles, chip().n_sms - n_programs(m, width * each))
+    side_width = next((few for few in range(16, side + 16, 16) if n_programs(side, few * side_each) <= left), 0)
+    return Kernel(width, tokens, form, side_width)
 
 
 # Compiling and loading.
@@ -389,7 +433,8 @@ class _Given:
         return [self.w.address, self.x.address, ctypes.addressof(self.arguments), ctypes.addressof(self.n_stages)]
 
 
-CODE_STAGES = 3
+CODE_STAGES = {2: 5, 3: 4, 4: 3, 5: 3}
+"""Stages of 256 columns of codes, for groups of warps: some 70 KiB on their way."""
 ALIGNMENTS = 2048
 """Bytes of shared memory that two alignments to 1024 may take."""
 
@@ -400,6 +445,7 @@ def _given(
     """rows: x rounded, where the weight is e4m3."""
     (segment, out), n = part, len(x)
     splits, half = len(out) if out.ndim == 3 else 1, segment.n // 2 if swiglu else 0
+    code_stages = CODE_STAGES[kernel.groups] if form.kind == CODES else 0
     each, row_bytes = (2, 2 * segment.k) if rows is None else (1, segment.k)
     a = _Arguments(out=out.data_ptr(), out_split=out.stride(0) if out.ndim == 3 else 0, out_row=out.stride(-2))
     at = {
@@ -409,18 +455,19 @@ def _given(
     a.w_scale, a.w_least = at.get("scale"), at.get("least")
     a.x_scale = None if rows is None else rows.scale.data_ptr()
     a.n, a.m, a.m_used, a.up = n, segment.n, out.shape[-1], half
-    a.n_blocks, a.scale_blocks, a.n_code_stages = row_bytes // splits // 128, segment.format.group // 128, CODE_STAGES
-    a.tiles_n = -(-n // (TOKENS * kernel.token_tiles))
-    a.tiles_m = -(-out.shape[-1] // (kernel.rows(width) // (2 if swiglu else 1)))
+    a.n_blocks, a.scale_blocks, a.n_code_stages = row_bytes // splits // 128, segment.format.group // 128, code_stages
+    x_rows = kernel.x_rows(form.kind)
+    a.tiles_n = -(-n // x_rows)
+    a.tiles_m = -(-out.shape[-1] // (kernel.rows(width, form.kind) // (2 if swiglu else 1)))
     a.n_tiles = a.tiles_n * a.tiles_m * splits
     a.out_kind = SWIGLU if swiglu else FLOAT32 if out.dtype == torch.float32 else BFLOAT16
-    free = _shared_bytes() - ALIGNMENTS - (CODE_STAGES * kernel.code_bytes if form.kind == CODES else 0)
+    free = _shared_bytes() - ALIGNMENTS - code_stages * kernel.code_bytes
     n_stages = free // kernel.stage_bytes(width, form.kind)
     assert n_stages >= 2, "a block is released when the next one is being multiplied"
     w_bytes, w_each = (segment.k // 2, 1) if form.kind == CODES else (row_bytes, each)
     return _Given(
-        _TensorMap(segment.data, segment.n, w_bytes, w_each, width // (2 if swiglu else 1)),
-        _TensorMap(x if rows is None else rows.codes, n, row_bytes, each, TOKENS * kernel.token_tiles),
+        _TensorMap(segment.data, segment.n, w_bytes, w_each, CODE_ROWS // 2 if form.kind == CODES else width // (2 if swiglu else 1)),
+        _TensorMap(x if rows is None else rows.codes, n, row_bytes, each, x_rows),
         a,
         ctypes.c_int(n_stages),
     )
