@@ -26,7 +26,7 @@ export async function answer(rest = null) {
   const message = run.message = rest ?? add(mine, { role: "assistant", content: "", meta: {} }), meta = message.meta;
   const goesOn = rest ? { continue_final_message: true, add_generation_prompt: false } : {};
   const begun = performance.now();
-  let first = 0, last = 0, atFirst = 0, usage = null, progress = null;
+  let first = 0, last = 0, atFirst = 0, usage = null, progress = null, sign = "";
   for (const name of ["finish", "error"]) delete meta[name];
   if (rest) Object.assign(meta, { exact: false, tokens: 0 });
   runs.set(mine.id, run);
@@ -36,6 +36,7 @@ export async function answer(rest = null) {
   const take = (event, at) => {
     if (event.error) throw new Error(event.error.message ?? String(event.error));
     usage = event.usage ?? usage;
+    sign = event.comment ?? sign; // how far the load of the model is, where that is waited for
     progress = event.prompt_progress ?? progress;
     meta.model ||= event.model;
     const choice = event.choices?.find(choice => choice.index === 0), delta = choice?.delta ?? {};
@@ -63,7 +64,7 @@ export async function answer(rest = null) {
   run.now = () => {
     if (first) return `${message.content || message.tool_calls ? "Writing" : "Thinking"}${meta.rate ? ` · ${number(meta.rate, meta.rate < 100 ? 1 : 0)} tokens/s` : ""}`;
     if (progress) return reading(progress);
-    return performance.now() - begun > WAITS_MS ? "Waiting for its turn" : "";
+    return performance.now() - begun > WAITS_MS ? sign || "Waiting for its turn" : "";
   };
   tell("running");
   let waiting = false, kept = begun;

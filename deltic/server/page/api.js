@@ -35,7 +35,7 @@ export async function* lines(response) {
   }
 }
 
-/** The JSON of each server-sent event, and when it was read: those that came together have the same time. */
+/** The JSON of each server-sent event, or of a comment its words, and when it was read: those that came together have the same time. */
 export async function* events(response) {
   const reader = response.body.pipeThrough(new TextDecoderStream()).getReader();
   for (let rest = ""; ;) {
@@ -45,6 +45,7 @@ export async function* events(response) {
     const blocks = (rest + value.replaceAll("\r", "")).split("\n\n");
     rest = blocks.pop();
     for (const block of blocks) {
+      if (block.startsWith(":")) yield [{ comment: block.slice(1).trim() }, at];
       const data = block.split("\n").filter(line => line.startsWith("data:")).map(line => line.slice(5).trim()).join("\n");
       if (data && data !== "[DONE]") yield [JSON.parse(data), at];
     }
