@@ -342,7 +342,7 @@ def bench_gpu(arguments: argparse.Namespace, config: EngineConfig) -> int:
         arguments.out,
         gpus=n_gpus,
         cuts=n_cuts,
-        levers=dataclasses.asdict(levers),
+        levers=dataclasses.asdict(runner_of(engine).levers),
         state_dtype=config.state_dtype,
         prompt=arguments.prompt,
         output=arguments.output,

@@ -108,7 +108,7 @@ class ParallelRunner:
         if levers.peer:
             let_reach(devices)
         in_host = None if levers.peer else meeting(plan, allocate_in_host, is_in_host=True)
-        self.plan = plan
+        self.plan, self.levers = plan, levers
         self._threads = [GpuThread(device) for device in devices]
         plans = [plan.of_gpu(i) for i in range(len(devices))]
         workspaces = [gpu_workspace(p, levers, allocate_on(d)) for p, d in zip(plans, devices, strict=True)]
