@@ -5,6 +5,7 @@ One parses large bodies and makes prompts of them. Others compile grammars, writ
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -22,6 +23,11 @@ T = TypeVar("T")
 
 MAX_BEGUN = 16
 """The most jobs that have begun, each with a thread, if as many keys have a long one."""
+
+SWITCH_S = 0.0005
+"""Seconds that Python (by default 0.005) lets a job keep the lock while the event loop waits for it: once for
+each connection that has sent something.
+"""
 
 
 @dataclass(order=True)
@@ -64,6 +70,7 @@ class FairThread:
         there is.
         """
         self._most = most
+        sys.setswitchinterval(min(SWITCH_S, sys.getswitchinterval()))
         self._threads = ThreadPoolExecutor(MAX_BEGUN, name)
         self._lock = threading.Lock()
         self._waiting: list[_Job] = []  # a heap

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import random
+import sys
 import threading
 import time
 import weakref
@@ -53,6 +54,18 @@ class Busy(FairThread):
         while waiting := [future for future in self.futures if not future.done()]:
             futures.wait(waiting, 5)
         return "".join(self.done)
+
+
+def test_a_job_keeps_the_lock_for_half_a_millisecond() -> None:
+    """And no longer than somebody else has said (`Guides`)."""
+    before = sys.getswitchinterval()
+    try:
+        for given, found in ((0.005, fair_thread.SWITCH_S), (0.0002, 0.0002)):
+            sys.setswitchinterval(given)
+            FairThread("test", lambda: 0).close()
+            assert sys.getswitchinterval() == pytest.approx(found, abs=1e-5)
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_one_key_is_first_come_first_served() -> None:
