@@ -63,7 +63,7 @@ class Ranks:
     """
 
     def __init__(self, devices: Sequence[str], n_rows: int, width: int, block_k: int) -> None:
-        self.devices, self.levers, self.block_k = devices, Levers(), block_k
+        self.devices, self.block_k = devices, block_k
         self.ranks = make_ranks(n_rows, width, devices)
         self.in_host = make_ranks(n_rows, width, devices, is_in_host=True)
         self.in_host = [replace(own, out=of.out) for own, of in zip(self.in_host, self.ranks, strict=True)]
@@ -82,12 +82,12 @@ class Ranks:
 
     def fused(self, ranks: list[Rank], shots: int, n: int) -> None:
         for i, partials, _, residual, w in self._each(n):
-            codes, levers = self.codes[i], self.levers
-            all_reduce_norm(residual, partials, w, EPS, ranks=ranks[i], codes=codes, levers=levers, shots=shots)
+            codes = self.codes[i]
+            all_reduce_norm(residual, partials, w, EPS, ranks=ranks[i], codes=codes, shots=shots)
 
     def separate(self, n: int, *, is_rounding_apart: bool = False) -> None:
         for i, partials, total, _, _ in self._each(n):
-            all_reduce(partials, total, ranks=self.ranks[i], levers=self.levers)
+            all_reduce(partials, total, ranks=self.ranks[i])
         self._norm(n, is_rounding_apart)
 
     def by_nccl(self, n: int) -> None:
@@ -99,9 +99,9 @@ class Ranks:
     def _norm(self, n: int, is_rounding_apart: bool = False) -> None:
         for i, _, total, residual, w in self._each(n):
             out, codes = self.ranks[i].out[:n], self.codes[i]
-            add_norm(residual, total[None], w, EPS, out, codes=None if is_rounding_apart else codes, levers=self.levers)
+            add_norm(residual, total[None], w, EPS, out, codes=None if is_rounding_apart else codes)
             if is_rounding_apart:
-                round_rows(out, codes.rounded_by(0), self.block_k, levers=self.levers)
+                round_rows(out, codes.rounded_by(0), self.block_k)
 
     def ways(self) -> dict[str, Callable[[int], None]]:
         """By name, the fastest to be expected first, but for the one whose bits the others must have."""
@@ -242,6 +242,7 @@ def bench(arguments: argparse.Namespace) -> int:
     return 0
 
 
+@Levers().bound()
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--gpus", type=int, default=2, metavar="N", help="how many, a power of two (default: 2)")

@@ -95,7 +95,7 @@ class World:
             table, pages = ids.to(torch.int32).to(device), self.pages[:, i % N_LAYERS]
             return lambda: attention_decode(
                 proj, heads, self.norm, self.norm, 1e-6, rows=rows, page_table=table, cos=self.cos, sin=self.cos,
-                pages=pages, scratch=scratch, max_len=max_len, out=Operand(out), levers=Levers(), splits=splits,
+                pages=pages, scratch=scratch, max_len=max_len, out=Operand(out), splits=splits,
                 format=self.format,
             )  # fmt: skip
 
@@ -119,6 +119,9 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
+@Levers().bound()
+@Levers().bound()
+@Levers().bound()
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument(

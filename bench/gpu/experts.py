@@ -10,6 +10,7 @@ bits are compared with the default's. `python -m bench.gpu.experts [--format fp8
 
 from __future__ import annotations
 
+import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -26,7 +27,7 @@ from deltic.ops.geometry import Routing
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.fp8 import Fp8Rows, fp8_rows, round_rows
-from deltic.ops.gpu.launch import Levers, allocate_on, parse_levers
+from deltic.ops.gpu.launch import allocate_on, parse_levers
 from deltic.ops.gpu.moe import MoeTiles, moe_decode, moe_scratch, moe_tiles
 from deltic.ops.gpu.moe_prefill import moe_prefill, moe_prefill_scratch
 from deltic.ops.gpu.roofs import GpuRoofs
@@ -70,8 +71,8 @@ class Mixture:
 class Layers:
     """Layers, rows, and workspaces of up to `most` rows."""
 
-    def __init__(self, mixture: Mixture, most: int, levers: Levers, device: str = DEVICE) -> None:
-        self.mixture, self.levers, self.device = mixture, levers, device
+    def __init__(self, mixture: Mixture, most: int, device: str = DEVICE) -> None:
+        self.mixture, self.device = mixture, device
         self.layers = [mixture.layer(device) for _ in range(N_LAYERS)]
         self.x = torch.randn((most, mixture.hidden), generator=torch.Generator().manual_seed(0)).bfloat16().to(device)
         self.routing = Routing(mixture.n_per_token, True)
@@ -79,7 +80,7 @@ class Layers:
     def rounded(self, n: int) -> Fp8Rows:
         """The first n rows in e4m3, as the norm in front leaves them."""
         rows, block = fp8_rows("rows", n, self.mixture.hidden, allocate_on(self.device)), k_block(self.mixture.hidden)
-        round_rows(self.x[:n], rows, block, levers=self.levers)
+        round_rows(self.x[:n], rows, block)
         return rows.rounded_by(block)
 
     def decode(self, n: int, **cut: Any) -> tuple[Callable[[], None], Tensor, Tensor]:
@@ -94,7 +95,7 @@ class Layers:
             for w in self.layers:
                 tiles: MoeTiles | None = replace(moe_tiles(n, w), **cut) if cut else None
                 moe_decode(
-                    self.x[:n], w, self.routing, row_slot=row_slot, scratch=scratch, out=out, levers=self.levers, codes=codes,
+                    self.x[:n], w, self.routing, row_slot=row_slot, scratch=scratch, out=out, codes=codes,
                     tiles=tiles,
                 )  # fmt: skip
 
@@ -113,7 +114,7 @@ class Layers:
 
         def step() -> None:
             for w in self.layers:
-                moe_prefill(self.x[:t], w, self.routing, blocks=blocks, scratch=scratch, out=out, levers=self.levers)
+                moe_prefill(self.x[:t], w, self.routing, blocks=blocks, scratch=scratch, out=out)
 
         return step
 
@@ -137,10 +138,15 @@ def main() -> None:
     )
     flags.add_argument("--lever", action="append", default=[], metavar="NAME=off")
     arguments = flags.parse_args()
+    with parse_levers(tuple(arguments.lever)).bound():
+        bench(arguments)
+
+
+def bench(arguments: argparse.Namespace) -> None:
     roofs = GpuRoofs.measured()
     torch.cuda.empty_cache()
     mixture = Mixture(arguments.format)
-    layers = Layers(mixture, max([*arguments.n, *arguments.prefill]), parse_levers(tuple(arguments.lever)))
+    layers = Layers(mixture, max([*arguments.n, *arguments.prefill]))
     expert = layers.layers[0].gate_up.n_bytes // mixture.n_experts + layers.layers[0].down.n_bytes // mixture.n_experts
 
     def decodes(row: Callable[..., None]) -> None:

@@ -33,7 +33,6 @@ SHAPES = {"gate_up": (34816, 5120), "down": (5120, 17408), "in_proj": (16480, 51
 FORMATS = ("bf16", "fp8", "int4-g128-bfloat16", "Q4_K", "Q6_K", "Q8_0", "NVFP4", "MXFP4")
 NARROW, WIDE = (1, 4, 16, 64, 128), (1024, 8192)
 COLD_BYTES = 256 << 20
-LEVERS = Levers(pdl=False)
 
 
 def copies(m: int, k: int, name: str, device: str = DEVICE) -> list[Matrix]:
@@ -57,7 +56,7 @@ def calls(w: Matrix, n: int, device: str = DEVICE) -> Callable[[Matrix], torch.T
             torch.randn(max(NARROW), w.k, generator=torch.Generator().manual_seed(n))[torch.arange(n) % max(NARROW)]
         )
     if n in NARROW:
-        out = torch.empty(k_splits(w.n, w.k, LEVERS), n, w.n, device=device)
+        out = torch.empty(k_splits(w.n, w.k), n, w.n, device=device)
     else:
         out = torch.empty(n, w.n, device=device, dtype=torch.bfloat16)
     scratch = wide_scratch(
@@ -66,9 +65,9 @@ def calls(w: Matrix, n: int, device: str = DEVICE) -> Callable[[Matrix], torch.T
 
     def call(matrix: Matrix) -> torch.Tensor:
         if n in NARROW:
-            narrow_linear(x, matrix, out, levers=LEVERS, rows=scratch.rows)
+            narrow_linear(x, matrix, out, rows=scratch.rows)
         else:
-            wide_linear(x, matrix, out, levers=LEVERS, scratch=scratch)
+            wide_linear(x, matrix, out, scratch=scratch)
         return out
 
     return call
@@ -111,7 +110,7 @@ def check(w: Matrix) -> dict[str, object]:
         operands = torch.empty_like(values, dtype=torch.bfloat16)
         decode(w.whole, operands)
         values.copy_(operands)
-    few, splits = x[:128], k_splits(w.n, w.k, LEVERS)
+    few, splits = x[:128], k_splits(w.n, w.k)
     sums, alone = (torch.empty(splits, n, w.n, device=DEVICE) for n in (128, 1))
     scratch = wide_scratch(
         1024,
@@ -120,12 +119,12 @@ def check(w: Matrix) -> dict[str, object]:
         {w.whole.format.codes},
         lambda _, size, dtype: torch.empty(size, device=DEVICE, dtype=dtype),
     )
-    narrow_linear(few, w, sums, levers=LEVERS, rows=scratch.rows)
-    narrow_linear(few[:1], w, alone, levers=LEVERS, rows=scratch.rows)
+    narrow_linear(few, w, sums, rows=scratch.rows)
+    narrow_linear(few[:1], w, alone, rows=scratch.rows)
     exact, size = few.float() @ values[0].t(), few.float().abs() @ values[0].abs().t()
     many, some = (torch.empty(n, w.n, device=DEVICE, dtype=torch.bfloat16) for n in (1024, 64))
-    wide_linear(x, w, many, levers=LEVERS, scratch=scratch)
-    wide_linear(x[64:128], w, some, levers=LEVERS, scratch=scratch)
+    wide_linear(x, w, many, scratch=scratch)
+    wide_linear(x[64:128], w, some, scratch=scratch)
     return {
         "error": ((sums.sum(0) - exact) / size).abs().max().item(),
         "alone": torch.equal(alone[:, 0], sums[:, 0]),
@@ -152,6 +151,12 @@ def measure(shape: str, names: tuple[str, ...], roofs: GpuRoofs, row: Callable[.
         del all_
 
 
+@Levers(pdl=False).bound()
+@Levers(pdl=False).bound()
+@Levers(pdl=False).bound()
+@Levers(pdl=False).bound()
+@Levers(pdl=False).bound()
+@Levers(pdl=False).bound()
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--format", action="append", metavar="NAME", choices=tuple(WEIGHT_FORMATS), help="only these")

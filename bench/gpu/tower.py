@@ -24,8 +24,14 @@ def tower(shape: VisionShape, weights: VisionWeights, side: int) -> Callable[[],
         shape, n, n_rows, lambda name, size, dtype: torch.zeros(size, dtype=dtype, device=weights.norm.weight.device)
     )
     buffers.pixels[:size].copy_(torch.randint(0, 256, (size,), dtype=torch.uint8))
-    forward = VisionGpu(shape, weights, PictureRules(), buffers, Levers())
+    forward = VisionGpu(shape, weights, PictureRules(), buffers)
 
+    @Levers().bound()
+    @Levers().bound()
+    @Levers().bound()
+    @Levers().bound()
+    @Levers().bound()
+    @Levers().bound()
     def start() -> None:
         for _ in forward.pieces(PatchGrid(rows, rows), 1, lambda stage, left: n_rows, lambda first, tokens: None):
             pass

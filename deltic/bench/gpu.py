@@ -126,8 +126,9 @@ class GpuModel:
         kind = gpu.TextOnGpu(levers)
         kind.check(shape)
         plan = make_plan(kind, model, free)
-        begin_compiling(plan, levers, collect).wait(lambda stage, done: None)
-        runner = gpu.text_runner(plan, self.device.devices, self.weights, levers)
+        with levers.bound():
+            begin_compiling(plan, collect).wait(lambda stage, done: None)
+            runner = gpu.text_runner(plan, self.device.devices, self.weights)
         runner.info = msgspec.structs.replace(runner.info, prefix_cache=False)
         return Engine(runner)
 

@@ -2,4 +2,4 @@
 
 from __future__ import annotations
 
-from tests.gpu.conftest import device  # noqa: F401
+from tests.gpu.conftest import device, served_levers  # noqa: F401

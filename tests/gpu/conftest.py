@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -24,6 +25,15 @@ if HAS_TRITON and not torch.cuda.is_available():
 
 def pytest_ignore_collect(collection_path: object) -> bool | None:
     return None if HAS_TRITON else True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def served_levers() -> Iterator[None]:
+    """Binds the levers that are served; a test of others binds these for its calls."""
+    from deltic.ops.gpu.launch import Levers
+
+    with Levers().bound():
+        yield
 
 
 @pytest.fixture(scope="session")

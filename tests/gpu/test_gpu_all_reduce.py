@@ -95,14 +95,12 @@ def run(ranks: Rank, case: Case, found: Found) -> None:
     ranks.epochs.fill_(case.epoch)
     for call, (total, *normed) in enumerate(found):
         own = partials[call][ranks.rank].to(device)
-        all_reduce(own, total, ranks=ranks, levers=LEVERS)
+        all_reduce(own, total, ranks=ranks)
         for shots in (1,) if case.is_in_host else (1, 2):
             residual, out, *rounded = normed[4 * shots - 4 : 4 * shots]
             residual.copy_(residuals[call])
             codes = rows_of(rounded, case) if case.block_k else None
-            made = all_reduce_norm(
-                residual, own, w.to(device), EPS, ranks=ranks, levers=LEVERS, shots=shots, codes=codes
-            )
+            made = all_reduce_norm(residual, own, w.to(device), EPS, ranks=ranks, shots=shots, codes=codes)
             out.copy_(made)
 
 
@@ -207,11 +205,11 @@ def test_every_rank_has_the_same_sum(device: str, case: Case) -> None:
     for call in range(len(ROWS)):
         total, residual = sums(partials[call]).to(device), residuals[call].to(device, copy=True)
         normed = torch.empty_like(residual, dtype=torch.bfloat16)
-        add_norm(residual, total[None], w.to(device), EPS, normed, levers=LEVERS)
+        add_norm(residual, total[None], w.to(device), EPS, normed)
         n, width = residual.shape
         rounded = fp8_rows("rows", n, width, allocate_on(device))
         if case.block_k:
-            round_rows(normed, rounded, case.block_k, levers=LEVERS)
+            round_rows(normed, rounded, case.block_k)
         for rank, of_rank in enumerate(found):
             of_call = [one.to(device) for one in of_rank[call]]
             for wanted, one in zip((total, residual, normed), of_call, strict=False):
@@ -241,7 +239,7 @@ def test_more_rows_than_run_at_once(shots: int, is_in_host: bool) -> None:
     shards = [torch.randn(1, n, width, generator=generator).bfloat16() for _ in devices]
     w, total = torch.zeros(width), shards[0].float() + shards[1].float()
     normed = torch.empty(n, width, dtype=torch.bfloat16, device="cuda:0")
-    add_norm(torch.zeros(n, width, device="cuda:0"), total.to("cuda:0"), w.to("cuda:0"), EPS, normed, levers=LEVERS)
+    add_norm(torch.zeros(n, width, device="cuda:0"), total.to("cuda:0"), w.to("cuda:0"), EPS, normed)
 
     def wrong_rows(i: int, n_calls: int) -> int:
         with torch.cuda.device(devices[i]), torch.cuda.stream(torch.cuda.Stream()):
@@ -253,7 +251,7 @@ def test_more_rows_than_run_at_once(shots: int, is_in_host: bool) -> None:
             torch.cuda.current_stream().synchronize()
             for _ in range(n_calls):
                 residual.zero_()
-                out = all_reduce_norm(residual, part, weights, EPS, ranks=ranks[i], levers=LEVERS, shots=shots)
+                out = all_reduce_norm(residual, part, weights, EPS, ranks=ranks[i], shots=shots)
                 wrong += (out != expected).any(1).sum()
             return int(wrong)
 
@@ -270,7 +268,7 @@ ENDS = [(0, 24), (24, 40)]
 def gather(rank: int, wholes: list[Tensor], flags: list[Tensor], staged: Tensor | None, found: Tensor) -> None:
     columns = columns_of(rank, ENDS, wholes, flags, staged)
     for call in range(len(found)):
-        all_gather(torch.full((3, ENDS[rank][1] - ENDS[rank][0]), 10.0 * call + rank), columns, levers=LEVERS)
+        all_gather(torch.full((3, ENDS[rank][1] - ENDS[rank][0]), 10.0 * call + rank), columns)
         time.sleep(0.2 * rank)  # the other is at the next call
         found[call].copy_(columns.whole.view(3, 40))
 
@@ -295,15 +293,15 @@ def test_what_does_not_fit_is_an_error(device: str) -> None:
     ranks = make_ranks(4, 64, [device] * 2)[0]
     out, w = torch.empty(5, 64, device=device), torch.empty(64, device=device)
     with pytest.raises(KernelError, match="N up to 4"):
-        all_reduce_norm(out, torch.zeros(1, 5, 64, device=device), w, EPS, ranks=ranks, levers=LEVERS)
+        all_reduce_norm(out, torch.zeros(1, 5, 64, device=device), w, EPS, ranks=ranks)
     with pytest.raises(KernelError, match="float32 out"):
-        all_reduce(torch.zeros(1, 4, 64, device=device), out, ranks=ranks, levers=LEVERS)
+        all_reduce(torch.zeros(1, 4, 64, device=device), out, ranks=ranks)
     shared = all_shared(Case(2, 64, 1, dtype=torch.bfloat16), lambda i: allocate_on(device))
     with pytest.raises(KernelError, match="bfloat16 holds"):
-        all_reduce(torch.zeros(1, 5, 64, device=device), out, ranks=rank_of(0, shared), levers=LEVERS)
+        all_reduce(torch.zeros(1, 5, 64, device=device), out, ranks=rank_of(0, shared))
     in_host = rank_of(0, all_shared(Case(2, 64, 1), lambda i: allocate_on(device)), is_in_host=True)
     with pytest.raises(KernelError, match="one shot in the host's memory"):
-        all_reduce_norm(out, torch.zeros(1, 5, 64, device=device), w, EPS, ranks=in_host, levers=LEVERS, shots=2)
+        all_reduce_norm(out, torch.zeros(1, 5, 64, device=device), w, EPS, ranks=in_host, shots=2)
 
 
 @pytest.mark.parametrize("e4m3", [False, True])

@@ -21,7 +21,6 @@ from tests.reference import layers
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 EPS = 1e-6
-LEVERS = Levers()
 # Against float32 from the same bfloat16 q, k, v: the softmax weights are rounded where they meet v (2^-9 each, of values of order
 # 1, and they average), and so is the output. q or k may also fall to the other side of a rounding. Of quantised pages, from the values
 # that they hold, weights are rounded once they are multiplied with a scale, which is as much.
@@ -101,7 +100,6 @@ def run(
     max_len: int | None = None,
     scratch: AttentionScratch | None = None,
     splits: Splits | None = None,
-    levers: Levers = LEVERS,
     shift: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rows for the given batch slots (-1: not in use) -> out, pages after it. The case is left as it was. shift: of their angles."""
@@ -131,7 +129,7 @@ def run(
             batch_slot=i32([max(p, 0) for p in batch_slots]), state_slot=i32([3 if p >= 0 else -1 for p in batch_slots]),
             position=i32([case.lengths[p] if p >= 0 else 0 for p in batch_slots]),
             angle_shift=None if shift is None else i32([shift if p >= 0 else 0 for p in batch_slots]),
-        ), page_table=case.table, cos=case.cos, sin=case.sin, pages=pages, scratch=scratch, max_len=max_len, out=made, levers=levers, splits=splits,
+        ), page_table=case.table, cos=case.cos, sin=case.sin, pages=pages, scratch=scratch, max_len=max_len, out=made, splits=splits,
         format=case.format,
     )  # fmt: skip
     assert not scratch.arrived.any(), "the counters are back at 0"
@@ -252,7 +250,8 @@ def test_bits_of_a_row_do_not_depend_on_its_neighbours_the_bucket_or_the_capacit
     case = make(device, heads, 8, [64 * 9 + 3, 5, 130], n_partials=2)
     alone, alone_pages = run(case, [0])
     among, pages = run(case, [-1, 2, 0, 1, -1], max_len=64 * 30)
-    again, _ = run(case, [1, 0], levers=replace(LEVERS, pdl=False))
+    with Levers(pdl=False).bound():
+        again, _ = run(case, [1, 0])
     assert torch.equal(alone[0].view(torch.int16), among[2].view(torch.int16))
     assert torch.equal(alone[0].view(torch.int16), again[1].view(torch.int16))
     page = int(case.table[0, 9])
@@ -295,7 +294,7 @@ def attend(
     attention_decode(
         proj, heads, case.q_norm, case.k_norm, EPS,
         rows=Rows(batch_slot, torch.zeros_like(batch_slot), position, drafts=Drafts(ahead, ahead, ahead, ahead) if with_drafts else None),
-        page_table=case.table, cos=case.cos, sin=case.sin, pages=pages, scratch=scratch, max_len=1024, out=made, levers=LEVERS,
+        page_table=case.table, cos=case.cos, sin=case.sin, pages=pages, scratch=scratch, max_len=1024, out=made,
         format=case.format, splits=splits,
     )  # fmt: skip
     assert_rounded(made)
@@ -396,7 +395,7 @@ def test_recorded_and_replayed(device: str) -> None:
             attention_decode(
                 case.proj, case.heads, case.q_norm, case.k_norm, EPS, rows=Rows(rows, state_slots, positions),
                 page_table=case.table, cos=case.cos, sin=case.sin, pages=pages,
-                scratch=scratch, max_len=4096, out=Operand(out), levers=LEVERS,
+                scratch=scratch, max_len=4096, out=Operand(out),
             )  # fmt: skip
 
     state_slots, rows = torch.zeros(3, **i32), torch.arange(3, **i32)

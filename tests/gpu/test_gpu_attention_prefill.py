@@ -16,7 +16,6 @@ from deltic.ops.geometry import AttentionHeads, AttentionWeights
 from deltic.ops.gpu.attention_prefill import Axes, FlashTile, attention_prefill, flash_tile
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.chip import described, tiles_of
-from deltic.ops.gpu.launch import Levers
 from deltic.ops.kv_formats import BF16, KvFormat, KvPages
 from tests.gpu.chips import CHIPS
 from tests.gpu.kv_pages import QUANTISED, quantised, values_of
@@ -112,7 +111,7 @@ class World:
             attention_prefill(
                 proj, heads, AttentionWeights(self.q_norm, self.k_norm, EPS, self.cos, self.sin),
                 blocks=blocks, page_table=table, cache=KvPages(self.pages, self.format), query=query, out=out,
-                levers=Levers(), tile=tile, axes=Axes(words, SECTIONS),
+                tile=tile, axes=Axes(words, SECTIONS),
             )  # fmt: skip
             outs.append(out.clone())
         assert n_launches == 1 or all(torch.equal(one, out) for one in outs)

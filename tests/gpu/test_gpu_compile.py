@@ -151,7 +151,6 @@ def _collected() -> dict[str, Any]:
     from deltic.models.qwen.weights import dummy_weights, empty_weights
     from deltic.models.tts.weights import dummy_speech_weights
     from deltic.models.vocoder.weights import dummy_vocoder
-    from deltic.ops.gpu.launch import Levers
     from deltic.ops.gpu.weight import DeviceStore
     from deltic.runtime.gpu import collect as collecting
     from deltic.runtime.gpu.compile import Job, fix_keys
@@ -160,27 +159,26 @@ def _collected() -> dict[str, Any]:
         return sorted(job.name for job in set(a) ^ set(b))
 
     found: dict[str, Any] = {}
-    levers = Levers()
     fix_keys()
     for kind in ("dense", "moe"):
         plan = _plan(kind)
-        jobs = collecting.collect(plan, levers)
+        jobs = collecting.collect(plan)
         few, collecting._different_layers = collecting._different_layers, lambda weights: weights.layers
-        of_all = collecting.collect(plan, levers)
+        of_all = collecting.collect(plan)
         collecting.empty_weights = lambda shape, *_: dummy_weights(shape, store=DeviceStore("cpu"))
-        with_memory = collecting.collect(plan, levers)  # tensors in host memory; never started
+        with_memory = collecting.collect(plan)  # tensors in host memory; never started
         collecting.empty_weights, collecting._different_layers = empty_weights, few
         found[kind] = {
             "kernels": len(jobs), "with_memory": difference(jobs, with_memory), "of_all_layers": difference(jobs, of_all)
         }  # fmt: skip
     speech_plan = _plan("speech")
-    jobs = collecting.collect(speech_plan, levers)
+    jobs = collecting.collect(speech_plan)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             collecting, "empty_speech_weights", lambda shape, *_: dummy_speech_weights(shape, store=DeviceStore("cpu"))
         )
         patch.setattr(collecting, "empty_vocoder", dummy_vocoder)
-        with_memory = collecting.collect(speech_plan, levers)
+        with_memory = collecting.collect(speech_plan)
     found["speech"] = {"kernels": len(jobs), "with_memory": difference(jobs, with_memory)}
     return found | {"launches": _launches(), "warmups": _warmups(), "keys": _keys()}
 
@@ -190,7 +188,7 @@ def _launches() -> dict[str, list[int]]:
     from deltic.models.qwen.weights import empty_weights
     from deltic.models.stored import InFormat
     from deltic.ops.formats import WEIGHT_FORMATS
-    from deltic.ops.gpu.launch import Levers, launches
+    from deltic.ops.gpu.launch import launches
     from deltic.ops.gpu.weight import DeviceStore
     from deltic.runtime.gpu.compile import collecting
     from deltic.runtime.gpu.text import GpuTextRunner
@@ -201,7 +199,7 @@ def _launches() -> dict[str, list[int]]:
         for format in ("bf16", "fp8"):
             of_format = replace(plan, shape=replace(plan.shape, formats=InFormat(WEIGHT_FORMATS[format])))
             weights = empty_weights(of_format.shape, None, plan.shape.tie_word_embeddings, DeviceStore("meta"))
-            runner = GpuTextRunner(of_format, [weights], Levers())
+            runner = GpuTextRunner(of_format, [weights])
             counts = found[f"{kind} {format}"] = []
             with collecting():
                 for recording in (runner.recordings.decode(1, 1), runner.recordings.of("prefill", 1)):
@@ -250,7 +248,7 @@ def _warmups() -> dict[str, tuple[int, str]]:
 def _compiled() -> dict[str, Any]:
     import triton
 
-    from deltic.ops.gpu.launch import Levers, launches
+    from deltic.ops.gpu.launch import launches
     from deltic.runtime.gpu import compile as gpu_compile
     from deltic.runtime.gpu.collect import collect
 
@@ -259,17 +257,17 @@ def _compiled() -> dict[str, Any]:
     handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
     logging.getLogger("deltic.engine").addHandler(handler)
     gpu_compile.n_usable_cpus = lambda: 2
-    plan, levers = _plan("dense"), Levers()
-    few = [job for job in collect(plan, levers) if job.name in FEW]
+    plan = _plan("dense")
+    few = [job for job in collect(plan) if job.name in FEW]
 
-    kernels = gpu_compile.begin_compiling(plan, levers, lambda *_: few)
+    kernels = gpu_compile.begin_compiling(plan, lambda *_: few)
     report = kernels.wait(lambda stage, done: None)
     assert report is not None
     found: dict[str, Any] = {"n_kernels": len(few), "report": [report.n_kernels, report.n_compiled, report.n_failed]}
-    marker = gpu_compile._marker(plan, levers)
+    marker = gpu_compile._marker(plan)
     found["first_marked"] = marker.exists()
     found["second_had_work"] = (
-        gpu_compile.begin_compiling(plan, levers, lambda *_: few).wait(lambda stage, done: None) is not None
+        gpu_compile.begin_compiling(plan, lambda *_: few).wait(lambda stage, done: None) is not None
     )
 
     # the steps themselves, in which all others are passed over
@@ -278,7 +276,7 @@ def _compiled() -> dict[str, Any]:
     with gpu_compile.collecting():
         note = triton.knobs.runtime.jit_cache_hook
         triton.knobs.runtime.jit_cache_hook = lambda **given: given["fn"].name not in FEW and note(**given)
-        runner = _walk(plan, levers)
+        runner = _walk(plan)
     assert not launches.compile_only and runner
     found["hits"] = hits
     triton.knobs.compilation.listener = None
@@ -290,10 +288,10 @@ def _compiled() -> dict[str, Any]:
         patch.setattr(
             gpu_compile, "Compilation", lambda n_workers: whole(1)
         )  # each takes seconds to import what compiles
-        failed = gpu_compile.begin_compiling(other, levers, lambda *_: bad).wait(lambda stage, done: None)
+        failed = gpu_compile.begin_compiling(other, lambda *_: bad).wait(lambda stage, done: None)
     assert failed is not None
     found["failed"] = [failed.n_kernels, failed.n_failed]
-    found["failed_marked"] = gpu_compile._marker(other, levers).exists()
+    found["failed_marked"] = gpu_compile._marker(other).exists()
     compilation = gpu_compile.Compilation(1)
     compilation._workers[0].kill()
     compilation.give(few[:1])
@@ -302,7 +300,7 @@ def _compiled() -> dict[str, Any]:
     def broken(*_: Any) -> list[Any]:
         raise RuntimeError("broken")
 
-    found["broken"] = gpu_compile.begin_compiling(other, levers, broken).wait(lambda stage, done: None)
+    found["broken"] = gpu_compile.begin_compiling(other, broken).wait(lambda stage, done: None)
     return found | {"warnings": warnings, "keys": _keys()}
 
 
@@ -318,13 +316,13 @@ def _keys() -> dict[str, str]:
     }
 
 
-def _walk(plan: Any, levers: Any) -> Any:
+def _walk(plan: Any) -> Any:
     from deltic.models.qwen.weights import empty_weights
     from deltic.ops.gpu.weight import DeviceStore
     from deltic.runtime.gpu.text import GpuTextRunner
 
     weights = empty_weights(plan.shape, None, plan.shape.tie_word_embeddings, DeviceStore("meta"))
-    runner = GpuTextRunner(plan, [weights], levers)
+    runner = GpuTextRunner(plan, [weights])
     for recording in runner.recordings.made.values():
         recording.run()
     return runner
@@ -336,7 +334,6 @@ def _recorded() -> dict[str, Any]:
     from deltic.models.qwen.weights import dummy_weights
     from deltic.models.tts.weights import dummy_speech_weights
     from deltic.models.vocoder.weights import dummy_vocoder
-    from deltic.ops.gpu.launch import Levers
     from deltic.ops.gpu.weight import DeviceStore
     from deltic.runtime.gpu.collect import collect
     from deltic.runtime.gpu.compile import begin_compiling
@@ -347,17 +344,35 @@ def _recorded() -> dict[str, Any]:
     for kind in ("dense", "moe", "next", "speech"):
         plan = _plan(kind)
         triton.knobs.compilation.listener = None
-        report = begin_compiling(plan, Levers(), collect).wait(lambda stage, done: None)
+        report = begin_compiling(plan, collect).wait(lambda stage, done: None)
         assert report is not None and report.n_failed == 0
         triton.knobs.compilation.listener = lambda *, src, cache_hit, **_: cache_hit or misses.append(src.name)
         if kind == "speech":
             weights = dummy_speech_weights(plan.shape, store=DeviceStore("cuda"))
-            GpuSpeechRunner(plan, weights, dummy_vocoder(plan.shape.vocoder), Levers())
+            GpuSpeechRunner(plan, weights, dummy_vocoder(plan.shape.vocoder))
         else:
-            GpuTextRunner(plan, [dummy_weights(plan.shape, store=DeviceStore("cuda"))], Levers())
+            GpuTextRunner(plan, [dummy_weights(plan.shape, store=DeviceStore("cuda"))])
     return {"misses": misses}
 
 
 if __name__ == "__main__":
     _pretend()
-    print(json.dumps({"collected": _collected, "compiled": _compiled, "recorded": _recorded}[sys.argv[1]]()))
+    from deltic.ops.gpu.launch import Levers
+
+    with Levers().bound():
+        from deltic.ops.gpu.launch import Levers
+
+    with Levers().bound():
+        from deltic.ops.gpu.launch import Levers
+
+    with Levers().bound():
+        from deltic.ops.gpu.launch import Levers
+
+    with Levers().bound():
+        from deltic.ops.gpu.launch import Levers
+
+    with Levers().bound():
+        from deltic.ops.gpu.launch import Levers
+
+    with Levers().bound():
+        print(json.dumps({"collected": _collected, "compiled": _compiled, "recorded": _recorded}[sys.argv[1]]()))

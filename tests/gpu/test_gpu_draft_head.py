@@ -27,14 +27,11 @@ from tests.tiny_gguf import tiny_gguf
 pytest.importorskip("triton")
 from deltic.ops.gpu.blocks import Drafts, Rows
 from deltic.ops.gpu.draft import GuessRows, begin_guess, draft_pair, follow, go_on, guess_rows
-from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.norm import add_norm
 from deltic.runtime.build import build_runner
 from deltic.runtime.gpu.device import Gpu
 from deltic.runtime.gpu.text import GpuTextRunner
 from tests.gpu.test_gpu_drafts import MAX_DRAFTS, build, small_checkpoint
-
-LEVERS = Levers()
 
 
 def fresh(kind: str = "dense") -> GpuTextRunner:
@@ -245,7 +242,7 @@ def test_what_counts_is_found(device: str) -> None:
     rows.state_slot[at:] = -1
     rows.state_slot[at], rows.batch_slot[at], g.known[at], drawn[at] = 30, 6, 3, 4  # it was drawn before
     expected_kept[at] = expected_last[at] = 30
-    begin_guess(rows, drawn.to(device), g, levers=LEVERS)
+    begin_guess(rows, drawn.to(device), g)
     assert g.kept.tolist() == expected_kept and g.last.tolist() == expected_last
     assert g.token.tolist() == [*drawn.tolist()[:at], 3, 0] and g.tokens[1].tolist() == drawn.tolist()
     batch_slots = [batch_slot if last >= 0 and i != at else -1 for i, (batch_slot, last) in enumerate(zip(rows.batch_slot.tolist(), expected_last, strict=True))]  # fmt: skip
@@ -254,7 +251,7 @@ def test_what_counts_is_found(device: str) -> None:
     for i, last in enumerate(expected_last):
         g.tokens[0, i] = 50 + i if last >= 0 else 0
     g.tokens[0, 3] = -1
-    go_on(rows, g, levers=LEVERS)
+    go_on(rows, g)
     assert g.tokens[2].tolist() == g.tokens[0].tolist() == g.token.tolist()
     goes_on = [last >= 0 and i not in (3, at) and int(rows.position[i]) + 1 < int(g.room[i]) for i, last in enumerate(expected_last)]  # fmt: skip
     assert (
@@ -263,7 +260,7 @@ def test_what_counts_is_found(device: str) -> None:
         == [batch_slot >= 0 for batch_slot in g.draws.batch_slot.tolist()]
     )
     assert g.position.tolist() == (rows.position + 1).tolist()
-    go_on(rows, g, levers=LEVERS)
+    go_on(rows, g)
     assert g.tokens[3].tolist() == g.tokens[0].tolist() and (g.draws.position == rows.position + 4).all()
 
 
@@ -271,12 +268,12 @@ def test_ids_behind_a_prompt(device: str) -> None:
     next_ids = torch.arange(128, dtype=torch.int32, device=device)
     next_ids[63], next_ids[100] = -1, -3
     token = torch.empty_like(next_ids)
-    follow(next_ids, torch.tensor([500, 501, 502], dtype=torch.int32, device=device), token, levers=LEVERS)
+    follow(next_ids, torch.tensor([500, 501, 502], dtype=torch.int32, device=device), token)
     expected = next_ids.clone()
     expected[63], expected[100] = 500, 502
     assert torch.equal(token, expected)
     with pytest.raises(KernelError, match="a multiple of 64"):
-        follow(next_ids[:60], token, token, levers=LEVERS)
+        follow(next_ids[:60], token, token)
 
 
 @pytest.mark.parametrize(("n", "width"), [(1, 64), (5, 1024), (3, 1600)])
@@ -289,11 +286,11 @@ def test_pairs(n: int, width: int, device: str) -> None:
 
     x, hidden, w_x, w_hidden = random(n, width), random(n, width).bfloat16(), random(width) / 9, random(width) / 9
     residual, out = x.clone().to(device), torch.full((n, 2 * width), float("nan"), dtype=torch.bfloat16, device=device)
-    draft_pair(residual, hidden.to(device), w_x.to(device), w_hidden.to(device), 1e-6, out, levers=LEVERS)
+    draft_pair(residual, hidden.to(device), w_x.to(device), w_hidden.to(device), 1e-6, out)
     expected = torch.cat([rms_norm(x, w_x, 1e-6), rms_norm(hidden.float(), w_hidden, 1e-6)], -1)
     torch.testing.assert_close(out.float().cpu(), expected, rtol=0.01, atol=1e-3)
     assert (residual == 0).all()
     for half, w in ((x.to(device), w_x), (hidden.float().to(device), w_hidden)):
         one = torch.empty((n, width), dtype=torch.bfloat16, device=device)
-        add_norm(half, None, w.to(device), 1e-6, one, levers=LEVERS)
+        add_norm(half, None, w.to(device), 1e-6, one)
         assert torch.equal(one, out[:, :width] if w is w_x else out[:, width:])

@@ -35,7 +35,6 @@ from tests.tiny import N_REAL_VOCAB, byte_tokenizer, tiny_checkpoint
 
 pytest.importorskip("triton")
 from deltic.models.qwen.gpu_buffers import GpuMemory
-from deltic.ops.gpu.launch import Levers
 from deltic.runtime.build import build_runner
 from deltic.runtime.gpu.device import Gpu
 from deltic.runtime.gpu.record import Recording, record_all
@@ -176,7 +175,7 @@ def test_an_older_recording_that_is_freed_ends_no_newer_one() -> None:
     x, stream = torch.zeros(8, device="cuda"), torch.cuda.Stream()
 
     def recorded(body: Callable[[], object]) -> list[Recording]:
-        return record_all([body], stream, Levers(), lambda done: None, ReplayStats())
+        return record_all([body], stream, lambda done: None, ReplayStats())
 
     older = recorded(lambda: x.add_(1))
 

@@ -13,7 +13,6 @@ from deltic.ops.gpu import hopper, linear
 from deltic.ops.gpu.blocks import BatchState, Rows
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.fp8 import Fp8Rows, block_scales, fp8_linear, fp8_rows, fp8_tile, round_rows, vendor_multiplies
-from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import (
     Narrow,
     WideScratch,
@@ -31,7 +30,6 @@ from deltic.ops.matrix import Matrix, Segment, planes
 from tests.gpu.matrices import e4m3_rows
 from tests.quantised_rows import operands, random_rows
 
-LEVERS = Levers()
 NAMES = [name for name in WEIGHT_FORMATS if name != "bf16"]
 
 
@@ -103,17 +101,17 @@ def test_linears_of_every_format(device: str, name: str) -> None:
     x = torch.randn(64, 192).bfloat16().to(device)
     rows, used = fp8_scratch(device, 64, 192), multiplied(x, name)
     sums = torch.full((1, 64, 74), torch.nan, device=device)
-    narrow_linear(x, w, sums, levers=LEVERS, rows=rows)
+    narrow_linear(x, w, sums, rows=rows)
     close(sums[0], used, values)
     for some in (slice(3, 4), slice(0, 16), slice(40, 64)):
         few = torch.full((1, len(x[some]), 74), torch.nan, device=device)
-        narrow_linear(x[some].contiguous(), w, few, levers=LEVERS, rows=rows)
+        narrow_linear(x[some].contiguous(), w, few, rows=rows)
         if device != "cpu":  # the interpreter's sums have numpy's order, which follows the shape
             assert torch.equal(few[0], sums[0, some])
         close(few[0], used[some], values)
     for n in (2, 20):
         out, gate_up = torch.empty(n, 37, device=device, dtype=torch.bfloat16), torch.empty_like(sums[:, :n])
-        narrow_swiglu(x[:n], w, out, levers=LEVERS, gate_up=gate_up, rows=rows)
+        narrow_swiglu(x[:n], w, out, gate_up=gate_up, rows=rows)
         gate, up = exact(used[:n], values).chunk(2, 1)
         torch.testing.assert_close(out.double(), torch.nn.functional.silu(gate) * up, rtol=2**-7, atol=1e-4)
 
@@ -136,9 +134,9 @@ def test_wide_linears_of_every_format(device: str, name: str) -> None:
     w, values = put(device, 74, 192, (74, name))
     x = torch.randn(320, 192).bfloat16().to(device)
     many = torch.full((320, 74), torch.nan, device=device)
-    wide_linear(x, w, many, levers=LEVERS, scratch=scratch(device, 320, w))
+    wide_linear(x, w, many, scratch=scratch(device, 320, w))
     few = torch.full((64, 74), torch.nan, device=device, dtype=torch.bfloat16)
-    wide_linear(x[64:128].contiguous(), w, few, levers=LEVERS, scratch=scratch(device, 64, w))
+    wide_linear(x[64:128].contiguous(), w, few, scratch=scratch(device, 64, w))
     close(many, multiplied(x, name), values)
     torch.testing.assert_close(few.float(), many[64:128].bfloat16().float(), rtol=2**-7, atol=1e-5)
     if device != "cpu":
@@ -154,7 +152,7 @@ def test_rows_are_rounded_to_e4m3(device: str) -> None:
     wide[:, :320] = x
     rows = fp8_rows("rows", 70, 320, lambda _, size, dtype: torch.zeros(size, dtype=dtype, device=device))
     for block_k in (64, 32):
-        round_rows(wide[:, :320], rows, block_k, levers=LEVERS)
+        round_rows(wide[:, :320], rows, block_k)
         codes = rows.codes[: 70 * 320].view(70, 320).view(torch.float8_e4m3fn).double()
         scale = rows.scale[: 320 // block_k * 70].view(-1, 70).t().double()
         assert torch.equal(codes * scale.repeat_interleave(block_k, 1), e4m3_rows(wide[:, :320], block_k))
@@ -178,11 +176,11 @@ def test_the_vendors_e4m3_has_our_bits(device: str, name: str) -> None:
         x, found = torch.randn(1024, k).bfloat16().to(device), {}
         for t in (64, 128, 1024):
             rows = fp8_scratch(device, t, k)
-            round_rows(x[:t], rows, 128, levers=LEVERS)
+            round_rows(x[:t], rows, 128)
             ours, wide = (torch.full((t, m + more), torch.nan, device=device, dtype=torch.bfloat16) for more in (0, 32))
             assert vendor_multiplies(w.whole, wide[:, 16 : 16 + m])
-            fp8_linear(rows, w.whole, ours, levers=LEVERS, tile=fp8_tile(t, m, 128))
-            fp8_linear(rows, w.whole, wide[:, 16 : 16 + m], levers=LEVERS, blocks=blocks)
+            fp8_linear(rows, w.whole, ours, tile=fp8_tile(t, m, 128))
+            fp8_linear(rows, w.whole, wide[:, 16 : 16 + m], blocks=blocks)
             found[t] = wide[:, 16 : 16 + m]
             assert torch.equal(found[t], ours) and torch.equal(found[t][:64], found[64])
 
@@ -221,8 +219,8 @@ def test_few_rows_by_the_vendors_e4m3(device: str, monkeypatch: pytest.MonkeyPat
         rows = fp8_scratch(device, n, k)
         out, gate_up = (torch.full((1, n, 512), torch.nan, device=device) for _ in range(2))
         inner = torch.full((n, 256), torch.nan, device=device, dtype=torch.bfloat16)
-        narrow_linear(x, w, out, levers=LEVERS, rows=rows, blocks=blocks)
-        narrow_swiglu(x, w, inner, levers=LEVERS, rows=rows, gate_up=gate_up, blocks=blocks)
+        narrow_linear(x, w, out, rows=rows, blocks=blocks)
+        narrow_swiglu(x, w, inner, rows=rows, gate_up=gate_up, blocks=blocks)
         assert gate_up.isnan().all() == (least > 0 or n % 4 > 0)
         found.append((out, inner))
     assert torch.equal(found[0][0], found[1][0]) and torch.equal(found[0][1], found[1][1])
@@ -241,9 +239,9 @@ def test_other_tiles_of_more_rows(device: str, format: str, k: int, rows: tuple[
         scratch = fp8_scratch(device, n, k)
         sums, both = (torch.full((1, n, 256), torch.nan, device=device) for _ in range(2))
         out = torch.full((n, 128), torch.nan, device=device, dtype=torch.bfloat16)
-        narrow_linear(x[:n], whole, sums, levers=LEVERS, rows=scratch)
-        narrow_linear(x[:n], w, both, levers=LEVERS, rows=scratch)
-        narrow_swiglu(x[:n], whole, out, levers=LEVERS, rows=scratch)
+        narrow_linear(x[:n], whole, sums, rows=scratch)
+        narrow_linear(x[:n], w, both, rows=scratch)
+        narrow_swiglu(x[:n], whole, out, rows=scratch)
         close(sums[0], used[:n], of_whole)
         close(both[0, :, :192], used[:n], values[:192])
         close(both[0, :, 192:], x[:n].double(), values[192:])
@@ -268,8 +266,8 @@ def test_the_norm_rounds_as_round_rows(device: str, n: int, width: int, slices: 
             kept.codes.fill_(0x7F)
             kept.scale.fill_(torch.nan)
             codes = kept.rounded_by(block_k if rounds else 0)
-            add_norm(added, partials, w, 1e-6, out, rows=rows, codes=codes, levers=LEVERS)
-            round_rows(out, codes, block_k, levers=LEVERS)
+            add_norm(added, partials, w, 1e-6, out, rows=rows, codes=codes)
+            round_rows(out, codes, block_k)
             found.append((added, out, kept.codes[: out.numel()], kept.scale[: out.numel() // block_k]))
         assert not found[0][3].isnan().any()
         assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
@@ -280,9 +278,9 @@ def test_silu_mul_rounds_as_round_rows(device: str) -> None:
         gate_up = torch.randn(t, 2 * width).bfloat16().to(device)
         inner = torch.empty(t, width, dtype=torch.bfloat16, device=device)
         rows, wanted = fp8_scratch(device, t, width), fp8_scratch(device, t, width)
-        silu_mul(gate_up, inner, levers=LEVERS)
-        round_rows(inner, wanted, k_block(width), levers=LEVERS)
-        assert silu_mul_rounded(gate_up, rows, width, k_block(width), levers=LEVERS).block_k == k_block(width)
+        silu_mul(gate_up, inner)
+        round_rows(inner, wanted, k_block(width))
+        assert silu_mul_rounded(gate_up, rows, width, k_block(width)).block_k == k_block(width)
         n_scales = t * (width // k_block(width))
         assert torch.equal(rows.codes[: t * width], wanted.codes[: t * width])
         assert torch.equal(rows.scale[:n_scales], wanted.scale[:n_scales])
@@ -296,7 +294,7 @@ def test_slices_and_blocks_of_k(device: str, name: str) -> None:
     for splits, block_k in ((1, 0), (2, 0), (2, 32), (10, 0)):
         out = torch.full((splits, 3, 16), torch.nan, device=device)
         config = Narrow(64, block_k, 4, 2) if block_k and name != "fp8" else None
-        narrow_linear(x, w, out, levers=LEVERS, rows=fp8_scratch(device, 3, 640), config=config)
+        narrow_linear(x, w, out, rows=fp8_scratch(device, 3, 640), config=config)
         width = 640 // splits
         for s in range(splits):
             part = slice(s * width, (s + 1) * width)
@@ -309,19 +307,19 @@ def test_a_matrix_in_several_formats(device: str) -> None:
     few, exactly = x[:5].contiguous(), x.double()
     for n in (3, 64, 40):
         sums = torch.full((2, n, 100), torch.nan, device=device)
-        narrow_linear(x[:n], w, sums, levers=LEVERS, rows=fp8_scratch(device, 64, 256))
+        narrow_linear(x[:n], w, sums, rows=fp8_scratch(device, 64, 256))
         close(sums.sum(0)[:, :80], exactly[:n], values[:80])
         close(sums.sum(0)[:, 80:], e4m3_rows(x[:n]), values[80:])
         alone = torch.full((2, n, 10), torch.nan, device=device)
-        narrow_linear(x[:n], Matrix(10, 256, (w.segments[1],)), alone, levers=LEVERS)
+        narrow_linear(x[:n], Matrix(10, 256, (w.segments[1],)), alone)
         if device != "cpu":  # the interpreter's sums have numpy's order, which follows the shape
             assert torch.equal(sums[..., 40:50], alone)  # beside another segment as alone
     wide = torch.full((64, 100), torch.nan, device=device)
-    wide_linear(x, w, wide, levers=LEVERS, scratch=scratch(device, 64, w))
+    wide_linear(x, w, wide, scratch=scratch(device, 64, w))
     close(wide[:, :80], exactly, values[:80])
     close(wide[:, 80:], e4m3_rows(x), values[80:])
     out, gate_up = torch.empty(5, 50, device=device, dtype=torch.bfloat16), torch.empty(1, 5, 100, device=device)
-    narrow_swiglu(few, w, out, levers=LEVERS, gate_up=gate_up, rows=fp8_scratch(device, 5, 256))
+    narrow_swiglu(few, w, out, gate_up=gate_up, rows=fp8_scratch(device, 5, 256))
     both = torch.cat([exact(few, values[:80]), exact(e4m3_rows(few), values[80:])], 1)
     gate, up = both.chunk(2, 1)
     torch.testing.assert_close(out.double(), torch.nn.functional.silu(gate) * up, rtol=2**-7, atol=1e-4)
@@ -343,7 +341,7 @@ def test_an_embedding_in_any_format(device: str, name: str) -> None:
     assert torch.equal(found[[0, 2]], expected[[0, 2]]) and torch.equal(found[1], pictures[0].float())
     rows = Rows(*(torch.zeros_like(ids) for _ in range(3)))
     begun, batch_slots = torch.full_like(found, torch.nan), torch.tensor([0, 1, 2], device=device, dtype=torch.int32)
-    begin_decode(batch_slots, BatchState(ids, ids, ids, ids, ids), w, rows=rows, residual=begun, levers=LEVERS)
+    begin_decode(batch_slots, BatchState(ids, ids, ids, ids, ids), w, rows=rows, residual=begun)
     assert torch.equal(begun, expected)
 
 

@@ -66,7 +66,7 @@ class Case:
             self.proj[:, rows].contiguous(), self.columns.clone(), self.states.clone(),
         )  # fmt: skip
 
-    def step(self, levers: Levers | None = None, block_k: int = 0) -> Tensor:
+    def step(self, block_k: int = 0) -> Tensor:
         """-> out, rounded to e4m3 as well: by heads, or by blocks of so many columns."""
         device = self.proj.device
         out = torch.full(
@@ -79,7 +79,7 @@ class Case:
         gdn_decode(
             self.proj, self.heads, self.weights, EPS,
             rows=Rows(state_slot, state_slot, position),
-            memory=StateSlots(self.columns[:, LAYER], self.states[:, LAYER], LAYER), out=made, levers=levers or Levers(),
+            memory=StateSlots(self.columns[:, LAYER], self.states[:, LAYER], LAYER), out=made,
         )  # fmt: skip
         assert_rounded(made)
         return out
@@ -239,7 +239,8 @@ def test_bits_are_the_rows_own(heads: GdnHeads, device: str) -> None:
     state_slots = [(5 * r + 3) % (n + 1) for r in range(n)]
     case = make(heads, state_slots, [r % 7 for r in range(n)], splits=2, device=device, n_slots=n + 1)
     everything = case.part(list(range(n)))
-    out_everything = everything.step(Levers(pdl=False))
+    with Levers(pdl=False).bound():
+        out_everything = everything.step()
     for rows in ([2], [4, 2], list(range(n - 1, 0, -2))):
         some = case.part(rows)
         out = some.step()
@@ -335,7 +336,7 @@ class Drafting:
         gdn_decode(
             torch.stack(proj, 1).contiguous(), case.heads, case.weights, EPS,
             rows=Rows(batch_slot, state_slot, position, drafts=Drafts(ahead, ahead, length, redo)),
-            memory=StateSlots(case.columns[:, LAYER], case.states[:, LAYER], LAYER, self.windows), out=made, levers=Levers(),
+            memory=StateSlots(case.columns[:, LAYER], case.states[:, LAYER], LAYER, self.windows), out=made,
         )  # fmt: skip
         assert_rounded(made)
         assert out[n:].isnan().all() and not out[:n].isnan().any()

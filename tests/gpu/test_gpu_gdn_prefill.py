@@ -18,7 +18,6 @@ from deltic.ops.geometry import GdnHeads, GdnWeights
 from deltic.ops.gpu.blocks import BLOCK, Blocks, StateSlots
 from deltic.ops.gpu.gdn_prefill import chunk_blocks, gdn_prefill, gdn_scratch
 from deltic.ops.gpu.gdn_prefill_kernels import _log1p_exp
-from deltic.ops.gpu.launch import Levers
 from tests.reference import layers as oracle
 from tests.tensors import TiledOrder
 
@@ -147,9 +146,7 @@ def run(
     def step() -> None:
         slots, size = StateSlots(memory.columns, memory.states, LAYER), gdn_prefill_module.chunk_blocks
         with patch.object(gdn_prefill_module, "chunk_blocks", size if chunk is None else lambda n: chunk):
-            gdn_prefill(
-                proj, heads, weights, EPS, blocks=blocks, memory=slots, scratch=scratch, out=out, levers=Levers()
-            )
+            gdn_prefill(proj, heads, weights, EPS, blocks=blocks, memory=slots, scratch=scratch, out=out)
 
     step()
     if recorded:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import subprocess
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -26,7 +25,6 @@ from tests.quantised_rows import random_rows
 on_hopper = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0), reason="needs a Hopper GPU"
 )
-LEVERS = Levers()
 FP8 = hopper.HopperFormat(hopper.E4M3)
 BLOCKS = hopper.HopperFormat(hopper.E4M3, in_blocks=True)
 IN = hopper.HopperFormat(hopper.CODES, 128)
@@ -166,15 +164,15 @@ def test_it_has_the_bits_of_the_narrow_kernel(
         x = torch.randn(n, k, generator=torch.Generator().manual_seed(n)).cuda().bfloat16()
         rows = fp8_rows("rows", n, k, lambda _, size, dtype: torch.empty(size, device="cuda", dtype=dtype))
         ours, theirs = (torch.full((splits, n, w.n), torch.nan, device="cuda") for _ in range(2))
-        narrow_linear(x, w, theirs, levers=LEVERS, rows=rows, config=config_for(n, w, splits))
+        narrow_linear(x, w, theirs, rows=rows, config=config_for(n, w, splits))
         parts = list(zip(w.segments, ours.split([segment.n for segment in w.segments], -1), strict=True))
-        assert hopper.pays(n, parts, False, LEVERS)
-        narrow_linear(x, w, ours, levers=LEVERS, rows=rows, blocks=blocks)
+        assert hopper.pays(n, parts, False)
+        narrow_linear(x, w, ours, rows=rows, blocks=blocks)
         assert same(ours, theirs) and not ours.isnan().any(), n
         if splits == 1 == len(runs) and name.startswith("fp8"):
             half, theirs_half = (torch.full((n, w.n), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(2))
-            narrow_linear(x, w, half, levers=LEVERS, rows=rows, blocks=blocks)
-            narrow_linear(x, w, theirs_half, levers=LEVERS, rows=rows, config=config_for(n, w, 1))
+            narrow_linear(x, w, half, rows=rows, blocks=blocks)
+            narrow_linear(x, w, theirs_half, rows=rows, config=config_for(n, w, 1))
             assert same(half, theirs_half), "rounded once"
 
 
@@ -193,9 +191,10 @@ def test_it_has_the_bits_of_the_narrow_swiglu(monkeypatch: pytest.MonkeyPatch, n
         ours, theirs = (torch.full((n, m // 2), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(2))
         with monkeypatch.context() as patch:
             patch.setattr(linear, "VENDOR_ROWS", 1 << 30)
-            narrow_swiglu(x, w, theirs, levers=replace(LEVERS, hopper=False), rows=rows)
-        assert hopper.pays(n, [(w.whole, ours)], True, LEVERS)
-        narrow_swiglu(x, w, ours, levers=LEVERS, rows=rows, blocks=blocks)
+            with Levers(hopper=False).bound():
+                narrow_swiglu(x, w, theirs, rows=rows)
+        assert hopper.pays(n, [(w.whole, ours)], True)
+        narrow_swiglu(x, w, ours, rows=rows, blocks=blocks)
         assert same(ours, theirs) and not ours.isnan().any(), n
 
 
@@ -209,6 +208,6 @@ def test_rows_do_not_see_each_other() -> None:
         given = torch.roll(x, place - 3, 0)[:n].contiguous()
         rows = fp8_rows("rows", n, k, lambda _, size, dtype: torch.empty(size, device="cuda", dtype=dtype))
         out = torch.full((4, n, 1024), torch.nan, device="cuda")
-        narrow_linear(given, w, out, levers=LEVERS, rows=rows)
+        narrow_linear(given, w, out, rows=rows)
         found.append(out[:, place])
     assert same(found[0], found[1]) and same(found[0], found[2])

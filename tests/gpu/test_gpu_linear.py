@@ -38,7 +38,6 @@ from tests.gpu.matrices import in_rows
 from tests.reference.layers import linear, rms_norm
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-LEVERS = Levers()
 EPS = 1e-6
 
 # Weights (rows, K) of the three models: in_proj, qkv, out_proj, o_proj, gate_up, down; of 35B-A3B without its experts. Of speech: qkv,
@@ -92,7 +91,7 @@ def test_begin_decode(device: str) -> None:
     residual = poisoned(4, width, device=device)
     assert n_batch_slots == len(state_slot)
     batch_slots = BatchState(last_token, position, state_slot, done, page_table=state_slot)
-    begin_decode(rows_batch_slot, batch_slots, in_rows(table), rows=rows, residual=residual, levers=LEVERS)
+    begin_decode(rows_batch_slot, batch_slots, in_rows(table), rows=rows, residual=residual)
     assert rows.batch_slot.tolist() == [3, 0, 0, 4]
     assert rows.state_slot.tolist() == [5, -1, 2, -1]
     assert rows.position.tolist() == [0, 0, 70, 12]
@@ -105,7 +104,6 @@ def test_begin_decode(device: str) -> None:
         in_rows(table),
         rows=behind,
         residual=residual,
-        levers=LEVERS,
     )
     assert behind.angle_shift is not None and behind.angle_shift.tolist() == [0, 0, -3, -5]
 
@@ -143,21 +141,21 @@ def test_add_norm(device: str, n: int, width: int, n_partials: int, dtype: torch
         assert partials is not None
         expected += partials[s].float()
     out, updated = poisoned(n, width, device=device, dtype=torch.bfloat16), residual.clone()
-    add_norm(updated, partials, w, EPS, out, levers=LEVERS)
+    add_norm(updated, partials, w, EPS, out)
     assert torch.equal(updated, expected)
     rounded_close(out, rms_norm(expected, w, EPS))
 
     # some rows, in another order; the residual stays
     rows = torch.tensor([n - 1, 0, n - 1], device=device, dtype=torch.int32)
     some, kept = poisoned(3, width, device=device, dtype=torch.bfloat16), residual.clone()
-    add_norm(kept, partials, w, EPS, some, rows=rows, levers=LEVERS)
+    add_norm(kept, partials, w, EPS, some, rows=rows)
     assert torch.equal(some, out[rows.long()]) and torch.equal(kept, residual)
 
     # a row alone
     alone = poisoned(1, width, device=device, dtype=torch.bfloat16)
     own = None if partials is None else partials[:, -1:].contiguous()
     last = residual[-1:].contiguous()
-    add_norm(last, own, w, EPS, alone, levers=LEVERS)
+    add_norm(last, own, w, EPS, alone)
     assert torch.equal(alone[0], out[-1])
 
 
@@ -167,7 +165,7 @@ def test_the_norm_does_not_see_how_many_warps_it_has(device: str, monkeypatch: p
     for warps in (1, 2, 4, 8):
         monkeypatch.setattr(norm_module, "norm_warps", lambda n, width, warps=warps: warps)
         out = poisoned(4, 1056, device=device, dtype=torch.bfloat16)
-        add_norm(residual, None, w, EPS, out, levers=LEVERS)
+        add_norm(residual, None, w, EPS, out)
         results.append(out)
     assert all(torch.equal(out, results[0]) for out in results)
 
@@ -181,28 +179,28 @@ def test_the_norm_does_not_see_how_many_warps_it_has(device: str, monkeypatch: p
 def test_narrow_linear(device: str, n: int, m: int, k: int, splits: int) -> None:
     x, w = values(n, k, device=device), values(m, k, device=device, seed=1)
     out = poisoned(splits, n, m, device=device)
-    narrow_linear(x, in_rows(w), out, levers=LEVERS)
+    narrow_linear(x, in_rows(w), out)
     width = k // splits
     for s in range(splits):
         part = slice(s * width, (s + 1) * width)
         close(out[s], linear(x[:, part], w[:, part], "bfloat16"), width)
     for row in (0, n - 1):
         alone = poisoned(splits, 1, m, device=device)
-        narrow_linear(x[row : row + 1].contiguous(), in_rows(w), alone, levers=LEVERS)
+        narrow_linear(x[row : row + 1].contiguous(), in_rows(w), alone)
         assert torch.equal(alone[:, 0], out[:, row])
     if splits == 1:
         rounded = poisoned(n, m, device=device, dtype=torch.bfloat16)
-        narrow_linear(x, in_rows(w), rounded, levers=LEVERS)
+        narrow_linear(x, in_rows(w), rounded)
         assert torch.equal(rounded, out[0].bfloat16())
 
 
 def test_a_projection_in_two_parts(device: str) -> None:
     x, w = values(2, 128, device=device), values(80, 128, device=device, seed=1)
     whole, parts = poisoned(2, 2, 80, device=device), poisoned(2, 2, 80, device=device)
-    narrow_linear(x, in_rows(w), whole, levers=LEVERS)
-    narrow_linear(x, in_rows(w[48:]), parts[:, :, 48:], levers=LEVERS)
+    narrow_linear(x, in_rows(w), whole)
+    narrow_linear(x, in_rows(w[48:]), parts[:, :, 48:])
     assert parts[:, :, :48].isnan().all()
-    narrow_linear(x, in_rows(w[:48]), parts[:, :, :48], levers=LEVERS)
+    narrow_linear(x, in_rows(w[:48]), parts[:, :, :48])
     assert torch.equal(parts, whole)
 
 
@@ -211,9 +209,9 @@ def test_a_row_does_not_see_its_neighbours(device: str) -> None:
     """Not even where they are not finite: rows not in use hold anything."""
     x, w = values(5, 128, device=device), values(96, 128, device=device, seed=1)
     clean, dirty = poisoned(1, 5, 96, device=device), poisoned(1, 5, 96, device=device)
-    narrow_linear(x, in_rows(w), clean, levers=LEVERS)
+    narrow_linear(x, in_rows(w), clean)
     x[1], x[4] = torch.nan, torch.inf
-    narrow_linear(x, in_rows(w), dirty, levers=LEVERS)
+    narrow_linear(x, in_rows(w), dirty)
     assert torch.equal(clean[:, [0, 2, 3]], dirty[:, [0, 2, 3]])
 
 
@@ -221,8 +219,8 @@ def test_a_row_does_not_see_its_neighbours(device: str) -> None:
 def test_configurations_do_not_change_bits(device: str, config: Narrow) -> None:
     x, w = values(2, 256, device=device), values(200, 256, device=device, seed=1)
     expected, out = poisoned(2, 2, 200, device=device), poisoned(2, 2, 200, device=device)
-    narrow_linear(x, in_rows(w), expected, levers=LEVERS)
-    narrow_linear(x, in_rows(w), out, levers=LEVERS, config=config)
+    narrow_linear(x, in_rows(w), expected)
+    narrow_linear(x, in_rows(w), out, config=config)
     assert torch.equal(out, expected)
 
 
@@ -230,13 +228,13 @@ def test_configurations_do_not_change_bits(device: str, config: Narrow) -> None:
 def test_swiglu_is_a_linear_and_silu_mul(device: str, n: int, m: int, k: int) -> None:
     x, w = values(n, k, device=device), values(m, k, device=device, seed=1)
     sums = poisoned(1, n, m, device=device)
-    narrow_linear(x, in_rows(w), sums, levers=LEVERS)
+    narrow_linear(x, in_rows(w), sums)
     expected, out, apart = (poisoned(n, m // 2, device=device, dtype=torch.bfloat16) for _ in range(3))
-    silu_mul(sums[0], expected, levers=LEVERS)
-    narrow_swiglu(x, in_rows(w), out, levers=LEVERS)
+    silu_mul(sums[0], expected)
+    narrow_swiglu(x, in_rows(w), out)
     assert torch.equal(out, expected)
-    levers = dataclasses.replace(LEVERS, silu_epilogue=False)
-    narrow_swiglu(x, in_rows(w), apart, levers=levers, gate_up=torch.full_like(sums, torch.nan))
+    with Levers(silu_epilogue=False).bound():
+        narrow_swiglu(x, in_rows(w), apart, gate_up=torch.full_like(sums, torch.nan))
     assert torch.equal(apart, expected)
     gate, up = linear(x, w, "bfloat16").chunk(2, -1)
     rounded_close(out, torch.nn.functional.silu(gate) * up, atol=1e-3)  # where up is nearly 0 and gate is not
@@ -247,19 +245,19 @@ def test_the_first_rows_of_a_weight(device: str, n: int, m: int) -> None:
     """What a draft head takes of the model's: the bits of the whole product, and nothing beside them."""
     x, w = values(n, 128, device=device), values(400, 128, device=device, seed=1)
     whole, both = poisoned(1, n, 400, device=device), poisoned(1, n + 1, m, device=device)
-    narrow_linear(x, in_rows(w), whole, levers=LEVERS)
-    narrow_linear(x, in_rows(w), both[:, :n], levers=LEVERS)
+    narrow_linear(x, in_rows(w), whole)
+    narrow_linear(x, in_rows(w), both[:, :n])
     assert torch.equal(both[:, :n], whole[..., :m]) and both[:, n].isnan().all()
     with pytest.raises(KernelError, match="out"):
-        narrow_linear(x, in_rows(w), whole[..., : m - 28], levers=LEVERS)
+        narrow_linear(x, in_rows(w), whole[..., : m - 28])
 
 
 def test_what_is_refused(device: str) -> None:
     x, w = values(2, 128, device=device), values(64, 128, device=device)
     with pytest.raises(KernelError, match="slices"):
-        narrow_linear(x, in_rows(w), poisoned(8, 2, 64, device=device), levers=LEVERS)
+        narrow_linear(x, in_rows(w), poisoned(8, 2, 64, device=device))
     with pytest.raises(KernelError, match="blocks of 64"):
-        wide_linear(x, in_rows(w), poisoned(2, 64, device=device), levers=LEVERS)
+        wide_linear(x, in_rows(w), poisoned(2, 64, device=device))
 
 
 @pytest.mark.parametrize("format", ["bf16", "int8", "int4"])
@@ -267,12 +265,12 @@ def test_a_format_without_a_kernel_is_refused(device: str, format: str) -> None:
     w, few, many = Matrix.empty(64, 128, WEIGHT_FORMATS[format]), 2, 64
     refused = f"no kernel for {format} in panels$"
     with pytest.raises(KernelError, match=f"linear: .*{refused}"):
-        narrow_linear(values(few, 128, device=device), w, poisoned(1, few, 64, device=device), levers=LEVERS)
+        narrow_linear(values(few, 128, device=device), w, poisoned(1, few, 64, device=device))
     inner = poisoned(few, 32, device=device, dtype=torch.bfloat16)
     with pytest.raises(KernelError, match=f"linear: .*{refused}"):
-        narrow_swiglu(values(few, 128, device=device), w, inner, levers=LEVERS)
+        narrow_swiglu(values(few, 128, device=device), w, inner)
     with pytest.raises(KernelError, match=f"linear: .*{refused}"):
-        wide_linear(values(many, 128, device=device), w, poisoned(many, 64, device=device), levers=LEVERS)
+        wide_linear(values(many, 128, device=device), w, poisoned(many, 64, device=device))
     with pytest.raises(KernelError, match=f"linear: .*{refused}"):
         product(values(few, 128, device=device), w)
     ids = torch.zeros(few, device=device, dtype=torch.int32)
@@ -280,7 +278,7 @@ def test_a_format_without_a_kernel_is_refused(device: str, format: str) -> None:
         embed(ids, w, poisoned(few, 128, device=device))
     with pytest.raises(KernelError, match=f"embed: .*{refused}"):
         rows, residual = Rows(ids, ids, ids), poisoned(few, 128, device=device)
-        begin_decode(ids, BatchState(ids, ids, ids, ids, ids), w, rows=rows, residual=residual, levers=LEVERS)
+        begin_decode(ids, BatchState(ids, ids, ids, ids, ids), w, rows=rows, residual=residual)
 
 
 def test_product_is_a_linear(device: str) -> None:
@@ -289,13 +287,13 @@ def test_product_is_a_linear(device: str) -> None:
 
 
 def test_splits_follow_the_shape() -> None:
-    off = dataclasses.replace(LEVERS, split_k=False)
     for shapes in SHAPES.values():
         for m, k in shapes:
-            splits = k_splits(m, k, LEVERS)
+            splits = k_splits(m, k)
             assert splits & (splits - 1) == 0 and k % (splits * 64) == 0
-            assert k_splits(m, k, off) == 1
-    assert [k_splits(m, k, LEVERS) for m, k in SHAPES["0.8B"]] == [1, 2, 8, 8, 1, 8]
+            with Levers(split_k=False).bound():
+                assert k_splits(m, k) == 1
+    assert [k_splits(m, k) for m, k in SHAPES["0.8B"]] == [1, 2, 8, 8, 1, 8]
 
 
 @pytest.mark.parametrize(("sms", "shared"), [(132, 227 * 1024), (108, 163 * 1024), (142, 99 * 1024)])
@@ -303,7 +301,7 @@ def test_configurations_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(linear_module, "_chip", lambda: (sms, shared))
     for shapes in SHAPES.values():
         for m, k in shapes:
-            for splits in {1, k_splits(m, k, LEVERS)}:
+            for splits in {1, k_splits(m, k)}:
                 for n in (1, 8, 16, 24, 48, 64, 96, 128, 256, 512, 1088):
                     c = narrow_config(n, m, k // splits, splits)
                     tokens = min(max(16, 1 << (n - 1).bit_length()), 128)
@@ -321,8 +319,8 @@ def test_configurations_fit_into_shared_memory(monkeypatch: pytest.MonkeyPatch, 
 def test_wide_linear(device: str, t: int, m: int, k: int, dtype: torch.dtype) -> None:
     x, w = values(t, k, device=device), values(m, k, device=device, seed=1)
     out, sums = poisoned(t, m, device=device, dtype=dtype), poisoned(1, t, m, device=device)
-    wide_linear(x, in_rows(w), out, levers=LEVERS)
-    narrow_linear(x, in_rows(w), sums, levers=LEVERS)
+    wide_linear(x, in_rows(w), out)
+    narrow_linear(x, in_rows(w), sums)
     assert torch.equal(out, sums[0].to(dtype))
     close(sums[0], linear(x, w, "bfloat16"), k)
 
@@ -337,7 +335,7 @@ def test_wide_config_gives_every_sm_a_tile(monkeypatch: pytest.MonkeyPatch) -> N
 def test_silu_mul_of_bfloat16(device: str) -> None:
     gate_up = values(3, 2 * 1100, device=device)
     out = poisoned(3, 1100, device=device, dtype=torch.bfloat16)
-    silu_mul(gate_up, out, levers=LEVERS)
+    silu_mul(gate_up, out)
     gate, up = gate_up.float().chunk(2, -1)
     rounded_close(out, torch.nn.functional.silu(gate) * up)
 
@@ -351,13 +349,13 @@ def test_bits_do_not_follow_the_batch(model: str) -> None:
     for m, k in SHAPES[model]:
         w = torch.randn(m, k, device="cuda", dtype=torch.bfloat16) / 32
         x = torch.randn(1088, k, device="cuda", dtype=torch.bfloat16)
-        for splits in [k_splits(m, k, LEVERS)]:
+        for splits in [k_splits(m, k)]:
             expected = poisoned(splits, 1088, m, device="cuda")
-            narrow_linear(x, in_rows(w), expected, levers=LEVERS)
+            narrow_linear(x, in_rows(w), expected)
             close(expected.sum(0), x.float() @ w.float().T, k)
             for n in (1, 4, 16, 24, 48, 64, 96, 128, 256, 384, 512, 768, 1024):
                 out = poisoned(splits, n, m, device="cuda")
-                narrow_linear(x[:n], in_rows(w), out, levers=LEVERS)
+                narrow_linear(x[:n], in_rows(w), out)
                 assert torch.equal(out, expected[:, :n]), (m, k, splits, n)
 
 
@@ -368,11 +366,11 @@ def test_narrow_wide_and_vendor_agree(model: str) -> None:
         w = torch.randn(m, k, device="cuda", dtype=torch.bfloat16) / 32
         x = torch.randn(8192, k, device="cuda", dtype=torch.bfloat16)
         narrow = poisoned(128, m, device="cuda", dtype=torch.bfloat16)
-        narrow_linear(x[:128], in_rows(w), narrow, levers=LEVERS)
+        narrow_linear(x[:128], in_rows(w), narrow)
         ours = poisoned(8192, m, device="cuda", dtype=torch.bfloat16)
-        wide_linear(x, in_rows(w), ours, levers=LEVERS, config=Wide(128, 256, 8, 3))
+        wide_linear(x, in_rows(w), ours, config=Wide(128, 256, 8, 3))
         assert torch.equal(ours[:128], narrow), (m, k)
         for t in (64, 192, 1024, 2048, 4096, 8192):
             out = poisoned(t, m, device="cuda", dtype=torch.bfloat16)
-            wide_linear(x[:t], in_rows(w), out, levers=LEVERS)
+            wide_linear(x[:t], in_rows(w), out)
             assert torch.equal(out, ours[:t]), (m, k, t, vendor_pays(t, m))

@@ -22,7 +22,6 @@ from deltic.models.qwen.gpu_adapters import AdapterBuffers, Sized, sizes
 from deltic.models.qwen.shape import ModelShape
 from deltic.ops.arrays import bfloat16
 from deltic.ops.gpu.blocks import BLOCK, GROUP_ROWS, AdapterRows
-from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.lora import WORDS, Target, expand, gather, n_sums, shrink
 from deltic.runtime.build import build_runner
 from deltic.runtime.gpu import adapters as store
@@ -36,8 +35,6 @@ from tests.gpu.test_gpu_engine import Entry, answers, prompt, request
 from tests.planned import settled
 from tests.reference.model import forward
 from tests.tiny import N_REAL_VOCAB
-
-LEVERS = Levers()
 
 
 def terms(rng: np.random.Generator, k: int, rank: int, first: int, n: int, scale: float, n_matrices: int = 1) -> Delta:
@@ -115,8 +112,8 @@ def test_against_the_sums(case: str, are_blocks: bool, device: str, monkeypatch:
     before = torch.from_numpy(rng.normal(0, 1, (n_rows, n + 8))).to(dtype).to(device)
 
     def run(x: Tensor, out: Tensor, who: AdapterRows) -> Tensor:
-        shrink(x, loaded.target, who, levers=LEVERS)
-        expand(out[:, :n], loaded.target, who, levers=LEVERS)
+        shrink(x, loaded.target, who)
+        expand(out[:, :n], loaded.target, who)
         return out
 
     who = (
@@ -158,21 +155,13 @@ def test_of_tokens(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
     who, out = groups([0, -1, 0, 0], device), torch.zeros(4, h, device=device)
     by_batch_slot = on(9, 30, 17)
-    gather(
-        by_batch_slot,
-        loaded.target,
-        who,
-        4,
-        levers=LEVERS,
-        batch_slots=on(2, 0, 1, 1),
-        drafts=(on(0, 0, 0, 1), on(0, 0, 0, 44)),
-    )
-    expand(out, loaded.target, who, parts=1, levers=LEVERS)
+    gather(by_batch_slot, loaded.target, who, 4, batch_slots=on(2, 0, 1, 1), drafts=(on(0, 0, 0, 1), on(0, 0, 0, 44)))
+    expand(out, loaded.target, who, parts=1)
     assert not out[1].any() and far(out[[0, 2, 3]], expected([17, 30, 44])) < 1e-5
     tokens, out = [*range(50), *[0] * 14], torch.zeros(64, h, device=device)
     who = AdapterRows(on(0))
-    gather(on(-3, *tokens[1:]), loaded.target, who, 64, levers=LEVERS)
-    expand(out, loaded.target, who, parts=1, levers=LEVERS)
+    gather(on(-3, *tokens[1:]), loaded.target, who, 64)
+    expand(out, loaded.target, who, parts=1)
     assert not out[0].any() and far(out[1:], expected(tokens[1:])) < 1e-5
 
 

@@ -27,8 +27,6 @@ from tests.gpu.chips import CHIPS
 from tests.gpu.matrices import in_rows
 from tests.reference.layers import linear, route, swiglu
 
-LEVERS = Levers()
-
 
 @dataclass(frozen=True)
 class Case:
@@ -103,7 +101,7 @@ class Layer:
 
     def decode(
         self, x: Tensor, used: Tensor | None = None, scratch: MoeScratch | None = None, tiles: MoeTiles | None = None,
-        normalise: bool = True, levers: Levers = LEVERS,
+        normalise: bool = True,
     ) -> Tensor:  # fmt: skip
         n = x.shape[0]
         slots = torch.arange(n, dtype=torch.int32, device=self.device)
@@ -112,7 +110,7 @@ class Layer:
         out = torch.full((self.case.k + 1, n, self.case.hidden), float("nan"), device=self.device)
         moe_decode(
             x, Moe(*map(in_rows, self.weights)), Routing(self.case.k, normalise), row_slot=slots.int(), scratch=scratch or self.scratch(n), out=out,
-            levers=levers, tiles=tiles,
+            tiles=tiles,
         )  # fmt: skip
         return out
 
@@ -124,7 +122,7 @@ class Layer:
         out = torch.full((t, self.case.hidden), float("nan"), device=self.device, dtype=dtype)
         moe_prefill(
             x, Moe(*map(in_rows, self.weights)), Routing(self.case.k, True), blocks=_blocks(n_tokens, self.device),
-            scratch=scratch or self.prefill_scratch(t), out=out, levers=LEVERS, tiles=tiles,
+            scratch=scratch or self.prefill_scratch(t), out=out, tiles=tiles,
         )  # fmt: skip
         return out
 
@@ -148,8 +146,9 @@ def test_decode_is_the_reference(device: str, case: Case, n: int) -> None:
     layer = Layer(case, device)
     x = layer.rows(n)
     normalise = n != 2
-    levers = Levers(split_k=n != 7)
-    _close(layer.decode(x, normalise=normalise, levers=levers), layer.parts(x, normalise))
+    with Levers(split_k=n != 7).bound():
+        found = layer.decode(x, normalise=normalise)
+    _close(found, layer.parts(x, normalise))
 
 
 def test_a_row_alone_has_the_bits_it_has_among_others(device: str) -> None:
@@ -299,12 +298,12 @@ def test_a_format_without_a_kernel_is_refused(device: str, i: int) -> None:
     with pytest.raises(KernelError, match=r"moe: .*no kernel for int8 in panels$"):
         moe_decode(
             layer.rows(1), Moe(*weights), Routing(TINY.k, True), row_slot=slots, scratch=layer.scratch(1),
-            out=torch.empty(TINY.k + 1, 1, TINY.hidden, device=device), levers=LEVERS,
+            out=torch.empty(TINY.k + 1, 1, TINY.hidden, device=device),
         )  # fmt: skip
     with pytest.raises(KernelError, match=r"moe: .*no kernel for int8 in panels$"):
         moe_prefill(
             layer.rows(64), Moe(*weights), Routing(TINY.k, True), blocks=_blocks([64], device), scratch=layer.prefill_scratch(64),
-            out=torch.empty(64, TINY.hidden, device=device), levers=LEVERS,
+            out=torch.empty(64, TINY.hidden, device=device),
         )  # fmt: skip
 
 

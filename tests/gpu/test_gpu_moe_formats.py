@@ -18,7 +18,6 @@ from deltic.ops.contract import KernelError
 from deltic.ops.formats import WEIGHT_FORMATS
 from deltic.ops.geometry import Routing
 from deltic.ops.gpu.fp8 import fp8_rows
-from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.moe import MoeTiles, moe_decode, moe_scratch
 from deltic.ops.gpu.moe_prefill import moe_prefill, moe_prefill_scratch
 from deltic.ops.gpu.weight import DeviceStore
@@ -27,8 +26,6 @@ from tests.gpu.matrices import e4m3_rows, in_rows
 from tests.gpu.test_gpu_moe import _blocks, _close
 from tests.quantised_rows import operands, random_rows
 from tests.reference.layers import linear, route
-
-LEVERS = Levers()
 
 
 @dataclass(frozen=True)
@@ -127,15 +124,7 @@ class Layer:
         slots = torch.arange(n, dtype=torch.int32, device=self.device)
         codes = fp8_rows("codes", n, HIDDEN, self.allocate) if is_rounded else None
         moe_decode(
-            x,
-            self.weights,
-            Routing(K, True),
-            row_slot=slots,
-            scratch=scratch,
-            out=out,
-            levers=LEVERS,
-            codes=codes,
-            tiles=tiles,
+            x, self.weights, Routing(K, True), row_slot=slots, scratch=scratch, out=out, codes=codes, tiles=tiles
         )
         return out
 
@@ -143,7 +132,7 @@ class Layer:
         out = torch.full(x.shape, float("nan"), device=self.device)
         scratch = moe_prefill_scratch(len(x), HIDDEN, N_EXPERTS, K, WIDTH, self.shared, self.allocate, has_e4m3=True)
         blocks = _blocks(n_tokens, self.device)
-        moe_prefill(x, self.weights, Routing(K, True), blocks=blocks, scratch=scratch, out=out, levers=LEVERS)
+        moe_prefill(x, self.weights, Routing(K, True), blocks=blocks, scratch=scratch, out=out)
         return out
 
     def allocate(self, name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -40,7 +40,6 @@ from deltic.models.qwen.gpu_buffers import decode_buffers, decode_rows, prefill_
 from deltic.models.qwen.gpu_linears import Linears
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.fp8 import Fp8Rows
-from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import DECODED_ROWS, k_splits
 from deltic.ops.gpu.weight import unpack
 from deltic.runtime.gpu.device import Gpu
@@ -311,8 +310,8 @@ def holds(rows: Fp8Rows | None, n_rows: int, k: int, slices: int = 1) -> bool:
 def has_room(shape: ModelShape, quantize: str | None, n_rows: int, n_tokens: int) -> None:
     """Every matrix finds its workspaces in a decode of n_rows rows and in a prefill of n_tokens."""
     codes = {format.codes for format in shape.formats.values()} | {WEIGHT_FORMATS[quantize or "bf16"].codes}
-    levers, n_blocks = Levers(), n_tokens // 64
-    decode = decode_buffers(shape, codes, levers, decode_rows(n_rows, None, False, sized), 1024, sized)
+    n_blocks = n_tokens // 64
+    decode = decode_buffers(shape, codes, decode_rows(n_rows, None, False, sized), 1024, sized)
     prefill = prefill_buffers(shape, codes, n_blocks, min(n_blocks, 32), sized)
     weights = empty_weights(shape, quantize, shape.tie_word_embeddings, COUNTED_ROWS)
     for name, w in [*weights.named_parts(), ("lm_head", weights.lm_head)]:
@@ -329,7 +328,7 @@ def has_room(shape: ModelShape, quantize: str | None, n_rows: int, n_tokens: int
                 inner = max(shape.moe_intermediate_size, shape.shared_intermediate_size)
                 assert "down" not in name or holds(prefill.moe.act8, len(prefill.moe.act) // inner, w.k), name
                 continue
-            assert holds(decode.fp8, n_rows, w.k, k_splits(w.n, w.k, levers)), name
+            assert holds(decode.fp8, n_rows, w.k, k_splits(w.n, w.k)), name
             assert holds(prefill.wide.rows, n_tokens, w.k), name
             rows = prefill.wide.rows
             if name != "lm_head":  # only of the last tokens, as in a decode

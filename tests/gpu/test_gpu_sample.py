@@ -17,13 +17,11 @@ from torch import Tensor
 from deltic.engine.messages import SamplingParams
 from deltic.ops.geometry import LogprobEntries
 from deltic.ops.gpu.blocks import Drafts, Rows
-from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import BatchParameters, Drawn, Draws, SampleScratch, prompt_logprobs, sample, sample_scratch
 from tests.reference.sample import candidates, processed_logits, token_logprobs
 from tests.reference.sample import sample as reference_sample
 
 N_IDS, MAX_LEN, N_MOST = 8, 40, 6
-LEVERS = Levers()
 
 
 @dataclass
@@ -124,7 +122,7 @@ def draw(
     )  # fmt: skip
     draws = Draws(i32(rows), i32(chosen), i32([sequences[c].position if c >= 0 else 0 for c in chosen]))
     scratch = poisoned(together or d, logits.shape[1], device, tile, cap)
-    sample(logits, n_real, draws, batch_slots, scratch, Drawn(*out), levers=LEVERS)
+    sample(logits, n_real, draws, batch_slots, scratch, Drawn(*out))
     return out[0].tolist(), out, batch_slots
 
 
@@ -313,7 +311,7 @@ def test_rows_are_pure(device: str) -> None:
         batch_slots.position.fill_(-9)
         out_token = torch.full((4,), -5, **i32)
         scratch = poisoned(together, n_vocab, device, 64, 32)
-        sample(shuffled, n_real, lines, batch_slots, scratch, Drawn(out_token, *out[1:]), levers=LEVERS)
+        sample(shuffled, n_real, lines, batch_slots, scratch, Drawn(out_token, *out[1:]))
         assert out_token.tolist() == [tokens[2], -5, tokens[1], tokens[0]]
         assert batch_slots.position.tolist() == [3, 3, 3, -9]
 
@@ -339,7 +337,7 @@ def test_rows_of_a_draft_draw_as_if_it_had_been_drawn(device: str) -> None:
     )
     rows = Rows(batch_slot, state_slot, position, drafts=Drafts(ahead, ahead, ahead, ahead))
     found = Drawn(torch.full((3,), -5, **i32), *(torch.zeros_like(part) for part in out[1:]))
-    sample(logits, n_real, rows, batch_slots, poisoned(3, n_vocab, device, 64, 32), found, levers=LEVERS)
+    sample(logits, n_real, rows, batch_slots, poisoned(3, n_vocab, device, 64, 32), found)
     assert found.token.tolist() == expected and torch.equal(found.logprob, out[1])
     assert torch.equal(found.top_ids[:, :3], out[2][:, :3])
 

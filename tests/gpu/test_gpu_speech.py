@@ -341,7 +341,7 @@ def test_texts_are_projected_and_their_table_is_given_back(monkeypatch: pytest.M
     weights, _ = load_speech_weights(directory, shape, store=DeviceStore(device))
     whole = tts_gpu.project_texts(weights)
     monkeypatch.setattr(tts_gpu, "TEXTS_AT_ONCE", shape.text_vocab_size // 2 - 1)
-    model = tts_gpu.TtsGpu(shape, weights, 64, Levers())
+    model = tts_gpu.TtsGpu(shape, weights, 64)
     assert model.texts.shape == whole.shape and torch.allclose(model.texts, whole, atol=1e-6)
     assert weights.text_table.untyped_storage().nbytes() == 0
 
@@ -371,9 +371,7 @@ def test_a_code_is_drawn_by_the_rule(device: str) -> None:
         rows.state_slot[4] = -1
         residual = torch.full((n, h), -1.0, device=device)
         inner = table if step < 15 else None
-        draw_code(
-            logits.to(device), step, parameters, rows, CodeTables(table, inner), residual, texts, 3, levers=Levers()
-        )
+        draw_code(logits.to(device), step, parameters, rows, CodeTables(table, inner), residual, texts, 3)
         codes = rows.codes.cpu()
         for i in range(4):
             temperature, top_k, top_p = settings[i]

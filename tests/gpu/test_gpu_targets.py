@@ -210,7 +210,6 @@ def _jobs(
     has_adapters: bool = False,
 ) -> list[Any]:
     """What the steps of a model start. Nothing, for a format that is refused."""
-    from deltic.ops.gpu.launch import Levers
     from deltic.runtime.gpu.collect import collect
 
     plan = _plan(model, max_drafts, has_pictures, has_adapters)
@@ -218,7 +217,7 @@ def _jobs(
         plan = replace(plan, shape=replace(plan.shape, formats=InFormat(WEIGHT_FORMATS[format])))
     plan = plan if kv_dtype == "bf16" else replace(plan, shape=replace(plan.shape, kv_cache_dtype=kv_dtype))
     try:
-        return collect(plan, Levers())
+        return collect(plan)
     except KernelError:
         assert format != "bf16"
         return []
@@ -230,7 +229,7 @@ def _sums_of_ranks(meet_in_host: bool) -> list[Any]:
 
     from deltic.ops.gpu import all_reduce as sums
     from deltic.ops.gpu.fp8 import fp8_rows
-    from deltic.ops.gpu.launch import Levers, allocate_on
+    from deltic.ops.gpu.launch import allocate_on
     from deltic.runtime.gpu.compile import collecting
 
     def floats(*size: int) -> torch.Tensor:
@@ -243,15 +242,15 @@ def _sums_of_ranks(meet_in_host: bool) -> list[Any]:
                 buffers = sums.shared_buffers(n, 128, 5120, allocate_on("meta"), dtype=dtype)
                 ranks = sums.rank_of(0, [(*buffers, floats(16, 5120).bfloat16())] * n, is_in_host=is_in_host)
                 partials = floats(slices, 16, 5120).to(dtype)
-                sums.all_reduce(partials, floats(16, 5120), ranks=ranks, levers=Levers())
+                sums.all_reduce(partials, floats(16, 5120), ranks=ranks)
                 given = floats(16, 5120), partials, floats(5120), 1e-6
                 for shots, rounded in product((1, 2)[: 2 - is_in_host], (None, codes)):
-                    sums.all_reduce_norm(*given, ranks=ranks, levers=Levers(), shots=shots, codes=rounded)
+                    sums.all_reduce_norm(*given, ranks=ranks, shots=shots, codes=rounded)
             flags = [torch.empty((n, 128 * 32), dtype=torch.int32, device="meta")] * n
             ends = [(i * 248_320 // n, (i + 1) * 248_320 // n) for i in range(n)]
             staged = floats(16 * 248_320) if is_in_host else None
             columns = sums.columns_of(0, ends, [floats(128 * 248_320)] * n, flags, staged)
-            sums.all_gather(floats(16, 248_320 // n), columns, levers=Levers())
+            sums.all_gather(floats(16, 248_320 // n), columns)
     return list(jobs)
 
 
@@ -346,7 +345,9 @@ def _sums() -> dict[str, dict[str, list[list[str]]]]:
     return found
 
 
-if __name__ == "__main__" and sys.argv[1:] == ["sums"]:
-    print(json.dumps(_sums()))
-elif __name__ == "__main__":
-    print(json.dumps({name: [asdict(kernel) for kernel in _compile(name)] for name in sys.argv[1:]}))
+if __name__ == "__main__":
+    from deltic.ops.gpu.launch import Levers
+
+    with Levers().bound():
+        compiled_here = {name: [asdict(kernel) for kernel in _compile(name)] for name in sys.argv[1:] if name != "sums"}
+        print(json.dumps(compiled_here or _sums()))

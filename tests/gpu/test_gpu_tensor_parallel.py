@@ -23,7 +23,7 @@ from deltic.engine.engine import Engine
 from deltic.engine.messages import Request, SamplingParams
 from deltic.models.qwen.shard import cut
 from deltic.models.qwen.weights import Weights, dummy_weights, load_weights
-from deltic.ops.gpu.launch import INTERPRETED, Levers
+from deltic.ops.gpu.launch import INTERPRETED, Levers, bound_levers
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.build import build_runner
 from deltic.runtime.gpu import buffers
@@ -39,7 +39,7 @@ from tests.gpu.test_gpu_engine import without_syncs
 from tests.heads import run, sequence
 from tests.planned import planned, settled
 
-N_RANKS, LEVERS = 2, Levers()
+N_RANKS = 2
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="ranks are processes of the interpreter here")
 T = TypeVar("T")
 SIZES = SMALL | {"HIDDEN": 128, "FFN": 128, "N_Q_HEADS": 4, "N_KV_HEADS": 2, "N_K_HEADS": 2, "K_DIM": 32, "V_DIM": 32}
@@ -111,10 +111,10 @@ def share_whole_parts(weights: Weights, first: Weights) -> None:
         layer.input_norm, layer.post_norm = of_first.input_norm, of_first.post_norm
 
 
-def of_ranks(directory: Path | None, plan: TextPlan, use: Callable[[GpuTextRunner], T], levers: Levers = LEVERS) -> T:
+def of_ranks(directory: Path | None, plan: TextPlan, use: Callable[[GpuTextRunner], T]) -> T:
     """What each rank gives, in a process of its own, which is the same. directory: None for random weights."""
-    workspaces = [gpu_workspace(plan.of_gpu(i), levers, shared) for i in range(plan.n_gpus)]
-    in_host = None if levers.peer else meeting(plan, shared, is_in_host=True)
+    workspaces = [gpu_workspace(plan.of_gpu(i), shared) for i in range(plan.n_gpus)]
+    in_host = None if bound_levers().peer else meeting(plan, shared, is_in_host=True)
     store, weights = DeviceStore("cpu"), []
     for i, cuts in enumerate(plan.cuts):  # here: in a process that was forked, torch's own threads fail at times
         if directory is None:
@@ -129,7 +129,7 @@ def of_ranks(directory: Path | None, plan: TextPlan, use: Callable[[GpuTextRunne
         own = weights[i * plan.n_shards : (i + 1) * plan.n_shards]
         exchange = workspaces[i], exchanges(workspaces, plan.cuts, in_host)[i]
         try:
-            queue.put((i, use(GpuTextRunner(plan.of_gpu(i), own, levers, exchange=exchange))))
+            queue.put((i, use(GpuTextRunner(plan.of_gpu(i), own, exchange=exchange))))
         except BaseException as error:
             queue.put((i, error))
 
@@ -163,10 +163,10 @@ def test_ranks_answer_as_one(kind: str, format: str) -> None:
     """With pages of bfloat16, or quantised ones, of each part."""
     directory, plan = plan_of(kind, 1, kv_cache_dtype=format)
     weights, _ = load_weights(directory, plan.shape, store=DeviceStore("cpu"))
-    expected = answers(Engine(GpuTextRunner(plan, [weights], LEVERS)))
+    expected = answers(Engine(GpuTextRunner(plan, [weights])))
     directory, plan = plan_of(kind, kv_cache_dtype=format)
-    levers = Levers(fused_sums=kind != "moe")
-    found = of_ranks(directory, plan, lambda runner: answers(Engine(runner)), levers)
+    with Levers(fused_sums=kind != "moe").bound():
+        found = of_ranks(directory, plan, lambda runner: answers(Engine(runner)))
     check_next_to(found, expected, kind)
     directory, plan = plan_of(kind, 1, N_RANKS, kv_cache_dtype=format)  # one rank that has both parts
     assert of_ranks(directory, plan, lambda runner: answers(Engine(runner))) == found
@@ -203,10 +203,17 @@ def test_four_parts_on_one_two_and_four_ranks() -> None:
     found, short = [], {name: ids[:20] for name, ids in PROMPTS.items()}
     for n_gpus in (1, 2, 4):
         plan = planned(
-            config_of("dense"), largest, TextOnGpu(LEVERS), shape.vocab_size, 2 << 30, 1 << 30, cuts=cuts, n_gpus=n_gpus
+            config_of("dense"),
+            largest,
+            TextOnGpu(Levers()),
+            shape.vocab_size,
+            2 << 30,
+            1 << 30,
+            cuts=cuts,
+            n_gpus=n_gpus,
         )
-        levers = Levers(fused_sums=n_gpus != 2, peer=n_gpus != 4)
-        found.append(of_ranks(None, plan, lambda runner: answers(Engine(runner), short), levers))
+        with Levers(fused_sums=n_gpus != 2, peer=n_gpus != 4).bound():
+            found.append(of_ranks(None, plan, lambda runner: answers(Engine(runner), short)))
     assert found[0] == found[1] == found[2] and found[0].tokens[0]
 
 
@@ -245,7 +252,7 @@ def test_ranks_guess_as_one(peer: bool) -> None:
     weights, _ = load_weights(directory, plan.shape, store=DeviceStore("cpu"))
     _, joint = settled(config, Gpu(n_gpus=N_RANKS), 2 << 30)
     whole = replace(plan, shape=replace(plan.shape, most_drafted=joint.shape.n_drafted))  # that the first rank has
-    expected = guessed(GpuTextRunner(whole, [weights], LEVERS))
+    expected = guessed(GpuTextRunner(whole, [weights]))
     found = of_ranks(directory, joint, guessed, Levers(peer=peer))
     assert found.tokens == found.plain == expected.plain and found.first[0] == expected.first[0]
     errors = [abs(x - y) for x, y in zip(found.logits, expected.logits, strict=True)]

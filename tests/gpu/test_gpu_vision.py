@@ -25,7 +25,6 @@ pytest.importorskip("triton")
 from deltic.models.loading import COUNTED_ROWS
 from deltic.models.vision.gpu import PIECE, VisionGpu, check_vision_gpu, vision_buffers
 from deltic.ops.gpu.chip import described, tiles_of
-from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import ADD, BIAS, GELU_ERF, GELU_TANH, biased_linear
 from deltic.ops.gpu.vision import HeadColumns, PatchGrid, layer_norm, patch_attention, patch_keys, patch_positions
 from deltic.ops.gpu.weight import DeviceStore
@@ -35,7 +34,6 @@ from tests.gpu.matrices import in_rows
 HAS_GPU = torch.cuda.is_available()
 GRIDS = [(4, 6), (6, 34), (2, 2), (18, 16)]
 """Of patches: less than a tile of keys, several, the smallest, and more than a piece."""
-LEVERS = Levers()
 
 
 @cache
@@ -57,7 +55,7 @@ def poisoned(device: str, name: str, size: tuple[int, ...], dtype: torch.dtype) 
 def tower_on(device: str, name: str, n_rows: int = 2 * PIECE) -> VisionGpu:
     shape, weights, _ = loaded(name, device)
     buffers = vision_buffers(shape, 2 * PIECE, n_rows, lambda *args: poisoned(device, *args))
-    return VisionGpu(shape, weights, PictureRules(), buffers, LEVERS)
+    return VisionGpu(shape, weights, PictureRules(), buffers)
 
 
 def picture(grid: tuple[int, int], n_frames: int = 1, seed: int = 0) -> np.ndarray:
@@ -131,7 +129,7 @@ def test_a_quantised_tower(layout: str, tmp_path: Path, device: str) -> None:
     assert weights.n_bytes == empty_vision(shape, COUNTED_ROWS).n_bytes
     buffers = vision_buffers(shape, PIECE, PIECE, lambda *args: poisoned(device, *args))
     pixels = picture((4, 6))
-    found = encoded(VisionGpu(shape, weights, PictureRules(), buffers, LEVERS), pixels).float().cpu()
+    found = encoded(VisionGpu(shape, weights, PictureRules(), buffers), pixels).float().cpu()
     patches = torch.from_numpy(Patches(pixels, PictureRules())[:])
     expected = oracle.tower(patches, (1, 4, 6), values, tower_of(sizes), "bfloat16")
     assert (found - expected).abs().mean() < 0.01
@@ -213,9 +211,9 @@ def test_what_follows_a_product(device: str) -> None:
         (ADD, before + exact),
     ):
         out = before.clone()
-        biased_linear(x, in_rows(w), bias, out, levers=LEVERS, how=how)
+        biased_linear(x, in_rows(w), bias, out, how=how)
         torch.testing.assert_close(out, expected, rtol=1e-4, atol=1e-4)
         if how != ADD:
             wide = torch.full((64, 96), 7.0, dtype=torch.bfloat16, device=device)
-            biased_linear(x, in_rows(w), bias, wide[:, :80], levers=LEVERS, how=how)
+            biased_linear(x, in_rows(w), bias, wide[:, :80], how=how)
             assert torch.equal(wide[:, :80], out.bfloat16()) and (wide[:, 80:] == 7).all()

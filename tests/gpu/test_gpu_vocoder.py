@@ -34,12 +34,10 @@ from deltic.models.vocoder.shape import VocoderShape
 from deltic.models.vocoder.weights import FILE, load_vocoder, vocoder_tensors
 from deltic.ops.gpu import conv as conv_module
 from deltic.ops.gpu.conv import Snake, Tile
-from deltic.ops.gpu.launch import Levers
 from tests.reference import vocoder as reference
 from tests.reference.speech import Checkpoint
 
 HAS_GPU = torch.cuda.is_available()
-LEVERS = Levers()
 SHAPE = VocoderShape(
     latent_dim=64, codebook_dim=32, codebook_size=32, hidden_size=48, intermediate_size=56, n_layers=2, n_heads=2, head_dim=16,
     sliding_window=5, decoder_dim=96, upsample_rates=(3, 2),
@@ -114,7 +112,7 @@ def make(device: str, tmp_path_factory: pytest.TempPathFactory) -> Callable[[], 
     def made(shape: VocoderShape = SHAPE, n_slots: int = 4) -> tuple[VocoderGpu, ChunkBuffers]:
         """One whose memory is poisoned, but for the heads."""
         nan = torch.full((n_slots, state_words(shape)), 0x7FC00000, dtype=torch.int32, device=device)
-        model = VocoderGpu(shape, weights(shape, device, directory), nan, LEVERS)
+        model = VocoderGpu(shape, weights(shape, device, directory), nan)
         model.head.zero_()
 
         def allocate(name: str, size: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -212,7 +210,7 @@ def test_streams_as_the_engine_drives_them(device: str, tmp_path: Path) -> None:
     (tmp_path / FILE).parent.mkdir()
     save_file(checkpoint(SHAPE).weights, tmp_path / FILE)
     tensors = load_vocoder(tmp_path, SHAPE)
-    vocoder = GpuVocoderStreams(SHAPE, tensors, n_streams=3, levers=LEVERS, device=device, n_frames=4)
+    vocoder = GpuVocoderStreams(SHAPE, tensors, n_streams=3, device=device, n_frames=4)
     first, second = codes_of(5, 1).numpy(), codes_of(2, 2).numpy()
     expected = reference.decode(checkpoint(SHAPE), torch.from_numpy(first)).numpy()
     vocoder.open(0)
@@ -267,7 +265,7 @@ def test_tiles_leave_the_bits_alone(device: str, tile: Tile) -> None:
         pair = torch.full((2, n, m), torch.nan, dtype=torch.bfloat16, device=device)
         end = conv_module.ConvOut(raw=raw, pair=pair, act=snake)
         pairs = conv_module.split_pair(x.to(device))
-        conv_module.conv(pairs, packed, streams, scratch, end, history=history, levers=LEVERS, tile=tile)
+        conv_module.conv(pairs, packed, streams, scratch, end, history=history, tile=tile)
         return raw, pair
 
     (raw, pair), (other, other_pair) = run(Tile(64, 32, 4, 3, False)), run(tile)

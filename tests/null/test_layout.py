@@ -28,17 +28,15 @@ SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir()) + sorted(PACKAGE.rglob("*
 MAX_SOURCE_FILES = 269
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 57_871
+MAX_PACKAGE_LINES = 57_821
 """What there is: a ceiling that comes down with it. A feature that needs more takes it from elsewhere, and says from where."""
 MAX_METHODS = 30
 MAX_PARAMETERS = 8
 """Parameters of a function: what belongs together is a record."""
 MANY_PARAMETERS = """
-all_reduce._launch attention_decode.attention_decode attention_decode.keys_decode attention_prefill.attention_prefill
-frames.begin_frames frames.draw_code gdn_prefill.gdn_prefill moe.moe_decode moe_prefill.moe_prefill
+all_reduce._launch attention_decode.attention_decode attention_decode.keys_decode attention_prefill.attention_prefill moe.moe_decode
 """
-"""Functions with more parameters than that: all start kernels of a GPU, and most would have fewer without `levers`. The list only
-shrinks."""
+"""Functions with more parameters than that: all start kernels of a GPU. The list only shrinks."""
 SHARED_NAMES = """
 AdapterBuffers AdapterRows Batch BatchParameters Columns Completion DraftHead Draws Frames Header Item Kind Linears
 MoeScratch PictureTower Ring Rows Stored VisionBuffers Voice Workspace

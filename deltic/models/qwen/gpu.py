@@ -39,7 +39,7 @@ from deltic.ops.gpu.experts import is_e4m3
 from deltic.ops.gpu.fp8 import Fp8Rows, Operand
 from deltic.ops.gpu.gdn_decode import gdn_decode
 from deltic.ops.gpu.gdn_prefill import gdn_prefill
-from deltic.ops.gpu.launch import Levers, copy_rows, take_rows
+from deltic.ops.gpu.launch import copy_rows, take_rows
 from deltic.ops.gpu.moe import moe_decode
 from deltic.ops.gpu.moe_prefill import moe_prefill
 from deltic.ops.gpu.norm import add_norm, begin_decode, embed
@@ -67,13 +67,13 @@ class Exchange:
 class Shard:
     """Shard of a model that a GPU has. Mostly it is the only one."""
 
-    def __init__(self, weights: Weights, levers: Levers, targets: Targets | None = None) -> None:
+    def __init__(self, weights: Weights, targets: Targets | None = None) -> None:
         self.layers = weights.layers
         are_gdn = [isinstance(layer, GdnLayer) for layer in self.layers]
         self.nth = [are_gdn[:i].count(is_gdn) for i, is_gdn in enumerate(are_gdn)]
         """Number of layers of the same kind in front of each layer: where its memory lies."""
         self.gdn: dict[int, GdnWeights] = weights.gdn()
-        self.linears = Linears([*weights.named_parts(), ("lm_head", weights.lm_head)], levers, targets)
+        self.linears = Linears([*weights.named_parts(), ("lm_head", weights.lm_head)], targets)
 
     @property
     def n_head_rows(self) -> int:
@@ -93,15 +93,14 @@ class QwenGpu:
         shape: ModelShape,
         weights: Sequence[Weights],
         max_len: int,
-        levers: Levers,
         exchange: Exchange | None = None,
         targets: Targets | None = None,
     ) -> None:
         """weights: of each shard that this GPU has, all of this shape; shards are run one behind the other.
         exchange: where the model is cut. targets: what adapters may add to, of a model that is not.
         """
-        self.shape, self.weights, self.levers = shape, weights[0], levers
-        self.shards = [Shard(one, levers, targets) for one in weights]
+        self.shape, self.weights = shape, weights[0]
+        self.shards = [Shard(one, targets) for one in weights]
         self.linears = self.shards[0].linears
         self.heads, self.gdn_heads = shape.heads, shape.gdn_heads
         device = self.weights.norm.device
@@ -115,25 +114,25 @@ class QwenGpu:
         """residual += partials, of all GPUs; out = its norm. kind: decode or prefill. codes: where to round
         it to e4m3 as well.
         """
-        eps, levers, exchange = self.shape.rms_norm_eps, self.levers, self.exchange
+        eps, exchange = self.shape.rms_norm_eps, self.exchange
         if (
             codes is not None and len(self.shards) > 1
         ):  # one's products overwrite them, and the next one's would read them
             codes = codes.rounded_by(0)
         if partials is not None and exchange is not None and exchange.sums and exchange.total is None:
             ranks = exchange.sums[kind]
-            made = all_reduce_norm(residual, partials, w, eps, ranks=ranks, codes=codes, levers=levers)
+            made = all_reduce_norm(residual, partials, w, eps, ranks=ranks, codes=codes)
             if made.data_ptr() != out.data_ptr():  # it is mostly the buffer that the others reach
                 copy_rows(made, out)
             return Operand(out, codes)
         if partials is not None and exchange is not None:
             if exchange.total is not None:
                 total = front(exchange.total, 1, *residual.shape)
-                all_reduce(partials, total[0], ranks=exchange.sums[kind], levers=levers)
+                all_reduce(partials, total[0], ranks=exchange.sums[kind])
                 partials = total
             else:
                 partials = partials.view(len(self.shards), -1, *residual.shape)
-        add_norm(residual, partials, w, eps, out, codes=codes, levers=levers)
+        add_norm(residual, partials, w, eps, out, codes=codes)
         return Operand(out, codes)
 
     def _codes(
@@ -165,7 +164,7 @@ class QwenGpu:
         n_own = min(columns.n_columns - columns.first, sum(shard.n_head_rows for shard in self.shards))
         own = exchange.shard_logits if exchange.gpu_logits is None else exchange.gpu_logits
         self._own_logits(normed, front(own, n, n_own), rows)
-        all_gather(front(own, n, n_own), columns, levers=self.levers)
+        all_gather(front(own, n, n_own), columns)
 
     def _own_logits(self, normed: Tensor, out: Tensor, rows: Fp8Rows | None) -> None:
         """The columns of all shards that this GPU has, as far as they are asked for. out: float32 [N, M]."""
@@ -205,7 +204,7 @@ class QwenGpu:
         n = len(rows_batch_slot)
         shape, w, h = self.shape, self.weights, self.shape.hidden_size
         rows, residual = b.rows.front(n), front(b.residual, n, h)
-        begin_decode(rows_batch_slot, batch, w.embed, rows=rows, residual=residual, levers=self.levers)
+        begin_decode(rows_batch_slot, batch, w.embed, rows=rows, residual=residual)
         who = None if b.adapters is None else b.adapters.front(n)
         self.linears.embedding(batch.last_token, residual, who, rows_batch_slot, rows.drafts)
         partial: Tensor | None = None
@@ -235,7 +234,7 @@ class QwenGpu:
         flat: Tensor,
     ) -> Tensor:
         """A shard's partial sums of layer i's mixer, float32 [S, n, H], in the front of `flat`."""
-        shard, of, shape, levers = self.shards[i_shard], memory[i_shard], self.shape, self.levers
+        shard, of, shape = self.shards[i_shard], memory[i_shard], self.shape
         n = len(normed.rows)
         layer, nth, rows, eps = shard.layers[i], shard.nth[i], b.rows.front(n), shape.rms_norm_eps
         who = None if b.adapters is None else b.adapters.front(n)
@@ -245,7 +244,7 @@ class QwenGpu:
             made = Operand(mixed, self._codes(b.fp8, name, is_cut=True))
             windows = None if b.windows is None else b.windows.of_layer(nth)
             held = StateSlots(of.columns[:, nth], of.states[:, nth], nth, windows)
-            gdn_decode(proj, self.gdn_heads, shard.gdn[i], eps, rows=rows, memory=held, out=made, levers=levers)
+            gdn_decode(proj, self.gdn_heads, shard.gdn[i], eps, rows=rows, memory=held, out=made)
             return shard.linears.partial(name, made.rows, flat, made.codes, who)
         proj = shard.linears.partial(f"layers.{i}.qkv", normed.rows, b.proj, normed.codes, who)
         name, mixed = f"layers.{i}.o_proj", front(b.mixed, n, self.heads.n_q * self.heads.dim)
@@ -265,7 +264,6 @@ class QwenGpu:
             scratch=b.attention,
             max_len=max_len,
             out=made,
-            levers=levers,
         )
         return shard.linears.partial(name, made.rows, flat, made.codes, who)
 
@@ -305,7 +303,6 @@ class QwenGpu:
             row_slot=row_slot,
             scratch=b.moe,
             out=partial,
-            levers=self.levers,
             codes=normed.codes,
             adapters=shard.linears.experts(name, who),
         )
@@ -322,19 +319,19 @@ class QwenGpu:
         """The head's rows up to q, gates, k and v, float32 [S, n, row]. drawn: of the step, int32 [N]; None:
         the rows are those behind the latest guesses.
         """
-        head, levers, h, eps = self._head, self.levers, self.shape.hidden_size, self.shape.rms_norm_eps
+        head, h, eps = self._head, self.shape.hidden_size, self.shape.rms_norm_eps
         rows, guesses = b.rows.front(n), g.rows.front(n)
         residual, normed, hidden = front(b.residual, n, h), front(b.normed, n, h), front(g.hidden, n, h)
         if drawn is not None:
-            begin_guess(rows, drawn, guesses, levers=levers)
+            begin_guess(rows, drawn, guesses)
             hidden = normed  # as the step's last norm has left it
         else:
-            go_on(rows, guesses, levers=levers)
+            go_on(rows, guesses)
         embed(guesses.token, self.weights.embed, residual)
         pair = front(g.pair, n, 2 * h)
-        draft_pair(residual, hidden, head.embedding_norm, head.hidden_norm, eps, pair, levers=levers)
+        draft_pair(residual, hidden, head.embedding_norm, head.hidden_norm, eps, pair)
         partial = self.linears.partial("draft_head.fc", pair, b.partial, b.fp8)
-        add_norm(residual, partial, head.layer.input_norm, eps, normed, levers=levers)
+        add_norm(residual, partial, head.layer.input_norm, eps, normed)
         return self.linears.partial("draft_head.layer.qkv", normed, b.proj, b.fp8)
 
     def _draft_keys(self, proj: Tensor, batch: BatchState, b: DecodeBuffers, g: HeadBuffers, memory: GpuMemory) -> None:
@@ -351,7 +348,6 @@ class QwenGpu:
             sin=self.sin,
             pages=memory.pages[:, -1],
             format=self.shape.kv_format,
-            levers=self.levers,
         )
 
     def draft_keys(
@@ -377,7 +373,7 @@ class QwenGpu:
         The logits stand where those of the step stood. A row behind guesses has its keys and values where the
         next step writes those of the token that is right there, before anything reads them.
         """
-        shape, head, levers, linears = self.shape, self._head, self.levers, self.linears
+        shape, head, linears = self.shape, self._head, self.linears
         eps, h, is_first = shape.rms_norm_eps, shape.hidden_size, drawn is not None
         step, guesses = b.rows.front(n), g.rows.front(n)
         proj = self._draft_projection(n, drawn, b, g)
@@ -404,7 +400,6 @@ class QwenGpu:
             scratch=b.attention,
             max_len=max_len,
             out=made,
-            levers=levers,
         )
         if is_first:  # once more, by what writes them where nothing is guessed: the bits are the same then
             self._draft_keys(proj, batch, b, g, memory)
@@ -462,7 +457,7 @@ class QwenGpu:
         flat: Tensor,
     ) -> Tensor:
         """A shard's share of layer i's mixer, bfloat16 [1, T, H], in the front of `flat`."""
-        shard, of, shape, levers = self.shards[i_shard], memory[i_shard], self.shape, self.levers
+        shard, of, shape = self.shards[i_shard], memory[i_shard], self.shape
         layer, nth, eps, t = shard.layers[i], shard.nth[i], shape.rms_norm_eps, len(normed.rows)
         y, who = front(flat, t, shape.hidden_size), inputs.adapters
         wide = replace(b.wide, rows=normed.codes)
@@ -472,15 +467,7 @@ class QwenGpu:
             shard.linears.project_many(f"layers.{i}.in_proj", normed.rows, proj, wide, who)
             held = StateSlots(of.columns[:, nth], of.states[:, nth], nth)
             gdn_prefill(
-                proj,
-                self.gdn_heads,
-                shard.gdn[i],
-                eps,
-                blocks=inputs.blocks,
-                memory=held,
-                scratch=b.gdn,
-                out=mixed,
-                levers=levers,
+                proj, self.gdn_heads, shard.gdn[i], eps, blocks=inputs.blocks, memory=held, scratch=b.gdn, out=mixed
             )
             shard.linears.project_many(f"layers.{i}.out_proj", mixed, y, b.wide, who)
             return y[None]
@@ -496,7 +483,6 @@ class QwenGpu:
             cache=KvPages(of.pages[:, nth], shape.kv_format),
             query=front(b.query, t, self.heads.n_q, self.heads.dim),
             out=mixed,
-            levers=levers,
             axes=Axes(inputs.angles, shape.mrope_section or ()),
         )
         shard.linears.project_many(f"layers.{i}.o_proj", mixed, y, b.wide, who)
@@ -506,7 +492,7 @@ class QwenGpu:
         self, i: int, normed: Operand, inputs: PrefillInputs, b: PrefillBuffers, i_shard: int, flat: Tensor
     ) -> Tensor:
         """The same of its experts, or of its one MLP, on the normed rows."""
-        shard, shape, levers, t = self.shards[i_shard], self.shape, self.levers, len(normed.rows)
+        shard, shape, t = self.shards[i_shard], self.shape, len(normed.rows)
         mlp, y, who = shard.layers[i].mlp, front(flat, t, shape.hidden_size), inputs.adapters
         if isinstance(mlp, Mlp):
             up, inner = front(b.proj, t, 2 * mlp.down.k), front(b.inner, t, mlp.down.k)
@@ -522,7 +508,6 @@ class QwenGpu:
                 blocks=inputs.blocks,
                 scratch=replace(b.moe, x8=normed.codes),
                 out=y,
-                levers=levers,
                 adapters=shard.linears.experts(f"layers.{i}.mlp.", who),
             )
         return y[None]
@@ -532,16 +517,16 @@ class QwenGpu:
     ) -> None:
         """The draft head's keys and values of the tokens of a prefill, behind its draws (int32 [D])."""
         assert inputs.next_ids is not None and b.hidden is not None and b.follows is not None
-        head, levers, linears = self._head, self.levers, self.linears
+        head, linears = self._head, self.linears
         t, h, eps = n_blocks * BLOCK, self.shape.hidden_size, self.shape.rms_norm_eps
         residual, normed, y = front(b.residual, t, h), front(b.normed, t, h), front(b.y, t, h)
         ids, pair, proj = b.follows[:t], front(b.proj, t, 2 * h), front(b.proj, t, self.heads.row)
-        follow(inputs.next_ids, drawn, ids, levers=levers)
+        follow(inputs.next_ids, drawn, ids)
         embed(ids, self.weights.embed, residual)
         hidden = front(b.hidden, t, h)
-        draft_pair(residual, hidden, head.embedding_norm, head.hidden_norm, eps, pair, levers=levers)
+        draft_pair(residual, hidden, head.embedding_norm, head.hidden_norm, eps, pair)
         linears.project_many("draft_head.fc", pair, y, b.wide)
-        add_norm(residual, y[None], head.layer.input_norm, eps, normed, levers=levers)
+        add_norm(residual, y[None], head.layer.input_norm, eps, normed)
         linears.project_many("draft_head.layer.qkv", normed, proj, b.wide)
         keys_prefill(
             proj,
@@ -549,7 +534,6 @@ class QwenGpu:
             AttentionWeights(head.layer.q_norm, head.layer.k_norm, eps, self.cos, self.sin),
             blocks=inputs.blocks,
             cache=KvPages(memory.pages[:, -1], self.shape.kv_format),
-            levers=levers,
             axes=Axes(inputs.angles, self.shape.mrope_section or ()),
         )
 
@@ -565,6 +549,6 @@ class QwenGpu:
             take_rows(front(b.normed, t, h), rows, final)
         else:
             residual, y = front(b.residual, t, h), front(b.y, 1, t, h)
-            add_norm(residual, y, self.weights.norm, self.shape.rms_norm_eps, final, rows=rows, levers=self.levers)
+            add_norm(residual, y, self.weights.norm, self.shape.rms_norm_eps, final, rows=rows)
         self._logits(final, logits, b.wide.rows, "prefill", who)
         return logits[0]

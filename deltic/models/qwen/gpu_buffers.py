@@ -15,7 +15,6 @@ from deltic.ops.gpu.blocks import BLOCK, AdapterRows, Drafts, Rows, Windows
 from deltic.ops.gpu.draft import GuessRows
 from deltic.ops.gpu.fp8 import Fp8Rows, fp8_rows
 from deltic.ops.gpu.gdn_prefill import GdnScratch, gdn_scratch
-from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import WideScratch, k_splits, wide_scratch
 from deltic.ops.gpu.moe import MoeScratch, moe_scratch
 from deltic.ops.gpu.moe_prefill import MoePrefillScratch, moe_prefill_scratch
@@ -108,7 +107,6 @@ def decode_rows(n: int, drafts: Drafts | None, has_pictures: bool, allocate: All
 def decode_buffers(
     shape: ModelShape,
     codes: Collection[str],
-    levers: Levers,
     rows: Rows,
     max_len: int,
     allocate: Allocate,
@@ -126,7 +124,7 @@ def decode_buffers(
     value, q_size = shape.gdn_value_size, heads.n_q * heads.dim
     inner = max(shape.intermediate_size, shape.shared_intermediate_size)
     widths = (value, q_size, inner, *([2 * h] if shape.has_draft_head else []))
-    n_partials = [k_splits(h, k, levers) for k in widths if k]
+    n_partials = [k_splits(h, k) for k in widths if k]
     moe = None
     if shape.is_moe:
         moe = moe_scratch(
@@ -142,7 +140,7 @@ def decode_buffers(
         rows=rows,
         residual=allocate("residual", (n_rows * h,), f32),
         normed=allocate("normed", (n_rows * h,), bf16),
-        proj=allocate("projections", (n_rows * max(2 * inner, *(r * k_splits(r, h, levers) for r in widest)),), f32),
+        proj=allocate("projections", (n_rows * max(2 * inner, *(r * k_splits(r, h) for r in widest)),), f32),
         mixed=allocate("mixed", (n_rows * max(value, q_size),), bf16),
         inner=allocate("inner", (n_rows * max(1, inner),), bf16),
         partial=allocate("partial sums", (n_shards * max(n_partials) * n_rows * h,), f32),

@@ -13,7 +13,6 @@ from deltic.ops.gpu.blocks import AdapterRows, Drafts
 from deltic.ops.gpu.decode import k_block
 from deltic.ops.gpu.experts import is_e4m3
 from deltic.ops.gpu.fp8 import Fp8Rows, block_scales, room
-from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import (
     WideScratch,
     e4m3_block,
@@ -44,13 +43,11 @@ class Linears:
     belong here: those of adapters, where a step says which rows have one.
     """
 
-    def __init__(
-        self, parts: Iterable[tuple[str, Tensor | Matrix]], levers: Levers, targets: Targets | None = None
-    ) -> None:
+    def __init__(self, parts: Iterable[tuple[str, Tensor | Matrix]], targets: Targets | None = None) -> None:
         """targets: to which adapters may add."""
         self.matrices = {name: part for name, part in parts if isinstance(part, Matrix)}
         self.blocks = {name: [block_scales(segment) for segment in w.segments] for name, w in self.matrices.items()}
-        self.levers, self._targets = levers, targets
+        self._targets = targets
 
     @contextmanager
     def _adapted(self, name: str, x: Tensor, out: Tensor, who: AdapterRows | None) -> Iterator[None]:
@@ -60,9 +57,9 @@ class Linears:
             return
         assert self._targets is not None
         target = self._targets[name]
-        shrink(x, target, who, levers=self.levers)
+        shrink(x, target, who)
         yield
-        expand(out, target, who, levers=self.levers)
+        expand(out, target, who)
 
     def embedding(
         self,
@@ -79,8 +76,8 @@ class Linears:
             return
         assert self._targets is not None
         target, of_rows = self._targets["embed"], None if drafts is None else (drafts.ahead, drafts.token)
-        gather(tokens, target, who, len(residual), batch_slots=batch_slots, drafts=of_rows, levers=self.levers)
-        expand(residual, target, who, parts=1, levers=self.levers)
+        gather(tokens, target, who, len(residual), batch_slots=batch_slots, drafts=of_rows)
+        expand(residual, target, who, parts=1)
 
     def experts(self, name: str, who: AdapterRows | None) -> tuple[ExpertTargets, AdapterRows] | None:
         """Targets that a mixture takes for rows with adapters, and these rows. name: how the names of its
@@ -96,7 +93,7 @@ class Linears:
         cut along K or not; 0 where that has no e4m3.
         """
         w = self.matrices[name]
-        return e4m3_block(w, k_splits(w.n, w.k, self.levers) if is_cut else 1)
+        return e4m3_block(w, k_splits(w.n, w.k) if is_cut else 1)
 
     def project(
         self, name: str, x: Tensor, out: Tensor, rows: Fp8Rows | None = None, who: AdapterRows | None = None
@@ -105,14 +102,14 @@ class Linears:
         `narrow_linear`). who: which rows have adapters. Their terms are added to the first of S parts.
         """
         with self._adapted(name, x, out if out.ndim == 2 else out[0], who):
-            narrow_linear(x, self.matrices[name], out, rows=rows, blocks=self.blocks[name][0], levers=self.levers)
+            narrow_linear(x, self.matrices[name], out, rows=rows, blocks=self.blocks[name][0])
 
     def partial(
         self, name: str, x: Tensor, flat: Tensor, rows: Fp8Rows | None = None, who: AdapterRows | None = None
     ) -> Tensor:
         """The partial sums of x W^T of few rows, float32 [S, N, M], in the front of `flat`."""
         w = self.matrices[name]
-        out = front(flat, k_splits(w.n, w.k, self.levers), x.shape[0], w.n)
+        out = front(flat, k_splits(w.n, w.k), x.shape[0], w.n)
         self.project(name, x, out, rows, who)
         return out
 
@@ -133,17 +130,17 @@ class Linears:
         w, blocks = self.matrices[name], self.blocks[name][0]
         if who is not None:
             self.project(name, x, gate_up, rows, who)
-            silu_mul(gate_up[0], out, levers=self.levers)
+            silu_mul(gate_up[0], out)
             return None if rows is None else rows.rounded_by(0)
         block_k = self.block_k(down) if down and is_e4m3(self.matrices[down]) else 0
-        return narrow_swiglu(x, w, out, gate_up=gate_up, rows=rows, blocks=blocks, block_k=block_k, levers=self.levers)
+        return narrow_swiglu(x, w, out, gate_up=gate_up, rows=rows, blocks=blocks, block_k=block_k)
 
     def project_many(
         self, name: str, x: Tensor, out: Tensor, scratch: WideScratch | None = None, who: AdapterRows | None = None
     ) -> None:
         """out = x W^T of whole blocks of rows: x bfloat16 [T, K], out bfloat16 [T, M] (see `wide_linear`)."""
         with self._adapted(name, x, out, who):
-            wide_linear(x, self.matrices[name], out, levers=self.levers, scratch=scratch, blocks=self.blocks[name])
+            wide_linear(x, self.matrices[name], out, scratch=scratch, blocks=self.blocks[name])
 
     def down_many(
         self,
@@ -158,13 +155,13 @@ class Linears:
         workspace, bfloat16 [T, F].
         """
         if who is not None:  # which read the bfloat16 rows
-            silu_mul(up, inner, levers=self.levers)
+            silu_mul(up, inner)
             self.project_many(name, inner, out, scratch, who)
             return
         w = self.matrices[name]
         if scratch is not None and is_e4m3(w):
-            rows = silu_mul_rounded(up, room(scratch.rows), w.k, k_block(w.k), levers=self.levers)
+            rows = silu_mul_rounded(up, room(scratch.rows), w.k, k_block(w.k))
             scratch = replace(scratch, rows=rows)
         else:
-            silu_mul(up, inner, levers=self.levers)
-        wide_linear(inner, w, out, levers=self.levers, scratch=scratch, blocks=self.blocks[name])
+            silu_mul(up, inner)
+        wide_linear(inner, w, out, scratch=scratch, blocks=self.blocks[name])

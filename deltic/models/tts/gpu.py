@@ -44,7 +44,6 @@ from deltic.ops.gpu.frames import (
     prompt_rows,
     segment_ends,
 )
-from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import k_splits, product, silu_mul
 from deltic.ops.gpu.norm import add_norm
 from deltic.ops.gpu.weight import to_device
@@ -115,10 +114,10 @@ def check_speech_gpu(shape: SpeechShape) -> None:
         raise UnsupportedModelError("code_predictor_config.vocab_size", shape.n_codebook, f"at most {MAX_CODES}")
 
 
-def _layer_buffers(name: str, d: DecoderShape, n: int, levers: Levers, allocate: Allocate) -> LayerBuffers:
+def _layer_buffers(name: str, d: DecoderShape, n: int, allocate: Allocate) -> LayerBuffers:
     f32, bf16, h, f = torch.float32, torch.bfloat16, d.hidden_size, d.intermediate_size
-    widest = max(d.qkv_rows * k_splits(d.qkv_rows, h, levers), 2 * f)
-    parts = max(k_splits(h, d.q_rows, levers), k_splits(h, f, levers))
+    widest = max(d.qkv_rows * k_splits(d.qkv_rows, h), 2 * f)
+    parts = max(k_splits(h, d.q_rows), k_splits(h, f))
     return LayerBuffers(
         residual=allocate(f"{name} residual", (n * h,), f32),
         normed=allocate(f"{name} normed", (n * h,), bf16),
@@ -129,11 +128,11 @@ def _layer_buffers(name: str, d: DecoderShape, n: int, levers: Levers, allocate:
     )
 
 
-def frame_buffers(shape: SpeechShape, levers: Levers, n: int, max_len: int, allocate: Allocate) -> FrameBuffers:
+def frame_buffers(shape: SpeechShape, n: int, max_len: int, allocate: Allocate) -> FrameBuffers:
     """Every buffer of a decode of up to n frames and contexts of up to max_len rows."""
     f32, bf16, i32 = torch.float32, torch.bfloat16, torch.int32
     t, p, c = shape.talker, shape.predictor, shape.n_codebook
-    talker = _layer_buffers("talker", t, n, levers, allocate)
+    talker = _layer_buffers("talker", t, n, allocate)
     names = ("batch_slot", "state_slot", "position", "frame")
     rows = FrameRows(
         **{name: allocate(f"row {name}", (n,), i32) for name in names},
@@ -143,10 +142,10 @@ def frame_buffers(shape: SpeechShape, levers: Levers, n: int, max_len: int, allo
     return FrameBuffers(
         rows=rows,
         talker=talker,
-        predictor=_layer_buffers("predictor", p, 2 * n, levers, allocate),
+        predictor=_layer_buffers("predictor", p, 2 * n, allocate),
         past=allocate("past rows", (n, t.hidden_size), bf16),
         code_pages=allocate("predictor pages", (n, p.n_layers, 2, p.n_kv_heads, N_CODES, p.head_dim), bf16),
-        code_logits=allocate("code logits", (k_splits(c, p.hidden_size, levers) * n * c,), f32),
+        code_logits=allocate("code logits", (k_splits(c, p.hidden_size) * n * c,), f32),
         numbers=allocate("numbers", (2 * n,), i32),
         attention=attention_scratch(t.heads, n, max_len, allocate),
         logits=allocate("logits", (n * shape.n_drawn,), f32),
@@ -192,10 +191,10 @@ def project_texts(weights: SpeechWeights) -> Tensor:
 class TtsGpu:
     """The weights in rows, and the two forwards over given buffers."""
 
-    def __init__(self, shape: SpeechShape, weights: SpeechWeights, max_len: int, levers: Levers) -> None:
+    def __init__(self, shape: SpeechShape, weights: SpeechWeights, max_len: int) -> None:
         """The text table of `weights` is used up."""
-        self.shape, self.weights, self.levers = shape, weights, levers
-        self.linears = Linears(weights.named_parts(), levers)
+        self.shape, self.weights = shape, weights
+        self.linears = Linears(weights.named_parts())
         self.texts = project_texts(weights)
         # a view would keep its memory
         weights.text_table = weights.text_table.new_empty((0, shape.text_hidden_size))
@@ -211,16 +210,16 @@ class TtsGpu:
 
         Returns the partial sums that are still to be added to b.residual, float32 [S, n, H].
         """
-        levers, linears, eps, h = self.levers, self.linears, d.rms_norm_eps, d.hidden_size
+        linears, eps, h = self.linears, d.rms_norm_eps, d.hidden_size
         residual, normed = front(b.residual, n, h), front(b.normed, n, h)
         mixed, inner = front(b.mixed, n, d.q_rows), front(b.inner, n, d.intermediate_size)
         partial: Tensor | None = None
         for i, layer in enumerate(decoder.layers):
-            add_norm(residual, partial, layer.input_norm, eps, normed, levers=levers)
+            add_norm(residual, partial, layer.input_norm, eps, normed)
             proj = linears.partial(f"{name}.layers.{i}.qkv", normed, b.proj)
             attend(i, layer, proj, mixed)
             partial = linears.partial(f"{name}.layers.{i}.o_proj", mixed, b.partial)
-            add_norm(residual, partial, layer.post_norm, eps, normed, levers=levers)
+            add_norm(residual, partial, layer.post_norm, eps, normed)
             gate_up = front(b.proj, 1, n, 2 * d.intermediate_size)
             linears.swiglu(f"{name}.layers.{i}.mlp.gate_up", normed, inner, gate_up)
             partial = linears.partial(f"{name}.layers.{i}.mlp.down", inner, b.partial)
@@ -240,7 +239,7 @@ class TtsGpu:
         the logits of the next code 0, float32 [n, n_drawn]. rows_batch_slot: int32 [n], the batch slot of
         each row, or -1.
         """
-        w, levers, d, n = self.weights, self.levers, self.shape.talker, len(rows_batch_slot)
+        w, d, n = self.weights, self.shape.talker, len(rows_batch_slot)
         rows = b.rows.front(n)
         self._frames(n, rows, rows_batch_slot, batch, parameters, b, memory)
         cos, sin = self.talker_angles
@@ -261,15 +260,12 @@ class TtsGpu:
                 scratch=b.attention,
                 max_len=max_len,
                 out=Operand(mixed),
-                levers=levers,
             )
 
         partial = self._layers("talker", d, w.talker, n, b.talker, attend)
         normed = front(b.talker.normed, n, d.hidden_size)
-        add_norm(
-            front(b.talker.residual, n, d.hidden_size), partial, w.talker.norm, d.rms_norm_eps, normed, levers=levers
-        )
-        keep_past(normed, rows.state_slot, memory.past, levers=levers)
+        add_norm(front(b.talker.residual, n, d.hidden_size), partial, w.talker.norm, d.rms_norm_eps, normed)
+        keep_past(normed, rows.state_slot, memory.past)
         logits = front(b.logits, 1, n, self.shape.n_drawn)
         self.linears.project("head", normed, logits)
         return logits[0]
@@ -285,7 +281,7 @@ class TtsGpu:
         memory: SpeechMemory,
     ) -> None:
         """Draws codes 1 to 15, and leaves the talker's input in rows.sums."""
-        w, levers, d = self.weights, self.levers, self.shape.predictor
+        w, d = self.weights, self.shape.predictor
         p, eps = d.hidden_size, d.rms_norm_eps
         residual = front(b.predictor.residual, 2 * n, p)
         past = residual[:n] if w.projection is None else b.past[:n]
@@ -298,11 +294,10 @@ class TtsGpu:
             rows=rows,
             into=past,
             residual=residual,
-            levers=levers,
         )
         if w.projection is not None:
             parts = self.linears.partial("projection.weight", past, b.predictor.partial)
-            project_rows(parts, w.projection.bias, residual[:n], levers=levers)
+            project_rows(parts, w.projection.bias, residual[:n])
         cos, sin = self.predictor_angles
         heads = d.heads
         for step in range(1, N_CODES):
@@ -318,7 +313,6 @@ class TtsGpu:
                     state_slot=rows.state_slot,
                     pages=b.code_pages[:, i],
                     out=mixed,
-                    levers=levers,
                 )
 
             # the first pass has the talker's last output and code 0: only the second is drawn from
@@ -326,7 +320,7 @@ class TtsGpu:
             partial = self._layers("predictor", d, w.predictor, n_rows, b.predictor, attend)
             normed = front(b.predictor.normed, n, p)
             wanted = None if step > 1 else b.numbers[n : 2 * n]
-            add_norm(residual[:n_rows], partial, w.predictor.norm, eps, normed, rows=wanted, levers=levers)
+            add_norm(residual[:n_rows], partial, w.predictor.norm, eps, normed, rows=wanted)
             logits = self.linears.partial(f"code_heads.{step - 1}", normed, b.code_logits)
             inner = self.inner_tables[step] if step < N_CODES - 1 else None
             draw_code(
@@ -338,7 +332,6 @@ class TtsGpu:
                 residual[:n],
                 self.texts,
                 self.shape.ids.tts_pad,
-                levers=levers,
             )
 
     def prefill(
@@ -348,13 +341,13 @@ class TtsGpu:
 
         Gives the logits of the rows asked for, float32 [G, n_drawn].
         """
-        w, levers, linears, d = self.weights, self.levers, self.linears, self.shape.talker
+        w, linears, d = self.weights, self.linears, self.shape.talker
         t, h, eps = n_blocks * BLOCK, d.hidden_size, d.rms_norm_eps
         residual, normed, y = front(b.residual, t, h), front(b.normed, t, h), front(b.y, 1, t, h)
         prompt_rows(inputs.token_ids, N_SIDE, SPEAKER, self.texts, w.codec_table, b.voice, residual)
         heads, (cos, sin), added = d.heads, self.talker_angles, None
         for i, layer in enumerate(w.talker.layers):
-            add_norm(residual, added, layer.input_norm, eps, normed, levers=levers)
+            add_norm(residual, added, layer.input_norm, eps, normed)
             added = y
             proj, mixed = front(b.proj, t, heads.row), front(b.mixed, t, d.q_rows)
             linears.project_many(f"talker.layers.{i}.qkv", normed, proj)
@@ -367,21 +360,20 @@ class TtsGpu:
                 cache=KvPages(memory.pages[:, i]),
                 query=front(b.query, t, heads.n_q, heads.dim),
                 out=mixed,
-                levers=levers,
             )
             linears.project_many(f"talker.layers.{i}.o_proj", mixed, y[0])
-            add_norm(residual, added, layer.post_norm, eps, normed, levers=levers)
+            add_norm(residual, added, layer.post_norm, eps, normed)
             up, inner = front(b.proj, t, 2 * d.intermediate_size), front(b.inner, t, d.intermediate_size)
             linears.project_many(f"talker.layers.{i}.mlp.gate_up", normed, up)
-            silu_mul(up, inner, levers=levers)
+            silu_mul(up, inner)
             linears.project_many(f"talker.layers.{i}.mlp.down", inner, y[0])
         n = inputs.logit_row.shape[0]
         final, end, end_slot = b.final[:n], b.end[:n], b.end_slot[:n]
         segment_ends(inputs.blocks, end, end_slot)
-        add_norm(residual, y, w.talker.norm, eps, final, rows=end, levers=levers)
-        keep_past(final, end_slot, memory.past, levers=levers)
+        add_norm(residual, y, w.talker.norm, eps, final, rows=end)
+        keep_past(final, end_slot, memory.past)
         logits = front(b.logits.view(-1), 1, n, self.shape.n_drawn)
-        add_norm(residual, y, w.talker.norm, eps, final, rows=inputs.logit_row, levers=levers)
+        add_norm(residual, y, w.talker.norm, eps, final, rows=inputs.logit_row)
         self.linears.project("head", final, logits)
         return logits[0]
 

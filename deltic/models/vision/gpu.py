@@ -23,7 +23,6 @@ from deltic.models.vision.pixels import PictureRules, level_table
 from deltic.models.vision.shape import BLOCK, CHANNELS, FRAMES_A_PATCH, LAYER_NORM_EPS, MERGE, PATCH_WIDTH, VisionShape
 from deltic.models.vision.weights import Linear, Norm, VisionBlock, VisionWeights
 from deltic.ops.geometry import MAX_VISION_DIM, PAGE_SIZE, Allocate
-from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.linear import ADD, BIAS, GELU_ERF, GELU_TANH, WideScratch, biased_linear
 from deltic.ops.gpu.vision import (
     HeadColumns,
@@ -102,10 +101,8 @@ class VisionGpu:
     follows them; the merger.
     """
 
-    def __init__(
-        self, shape: VisionShape, weights: VisionWeights, rules: PictureRules, buffers: VisionBuffers, levers: Levers
-    ) -> None:
-        self.shape, self.weights, self.buffers, self.levers = shape, weights, buffers, levers
+    def __init__(self, shape: VisionShape, weights: VisionWeights, rules: PictureRules, buffers: VisionBuffers) -> None:
+        self.shape, self.weights, self.buffers = shape, weights, buffers
         device = buffers.residual.device
         n_places = max(1, len(buffers.residual) // MERGE)  # of a picture as narrow as a token
         self.cos, self.sin = (to_device(table, device) for table in rotary_tables(shape.inv_freq(), n_places))
@@ -190,7 +187,7 @@ class VisionGpu:
         return out
 
     def _linear(self, w: Linear, x: Tensor, out: Tensor, how: object = BIAS) -> None:
-        biased_linear(x, w.weight, w.bias, out, levers=self.levers, how=how, scratch=self.buffers.wide)
+        biased_linear(x, w.weight, w.bias, out, how=how, scratch=self.buffers.wide)
 
 
 def _rows(flat: Tensor, n: int, width: int) -> Tensor:

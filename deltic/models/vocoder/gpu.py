@@ -34,7 +34,6 @@ from deltic.ops.gpu.conv import (
     conv,
     pack_conv,
 )
-from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.vocode import MAX_WIDTH, advance, codes_embed, depthwise_norm, rms_pair, wave, window_attention
 from deltic.ops.gpu.weight import to_device
 
@@ -340,10 +339,10 @@ def _front(flat: Tensor, *size: int) -> Tensor:
 class VocoderGpu:
     """The weights, the streams' states, and the forward over given buffers."""
 
-    def __init__(self, shape: VocoderShape, weights: VocoderWeights, state: Tensor, levers: Levers) -> None:
+    def __init__(self, shape: VocoderShape, weights: VocoderWeights, state: Tensor) -> None:
         """state: int32 [state_slots, state_words(shape)]. A stream begins with its head, the first words, at
         0."""
-        self.shape, self.weights, self.levers, self.state = shape, weights, levers, state
+        self.shape, self.weights, self.state = shape, weights, state
         self.rings = _rings(shape, state)
         self.head = state[:, : 1 + len(self.rings)]
         device = state.device
@@ -359,11 +358,11 @@ class VocoderGpu:
 
         Moves the streams on. Returns the samples, float32 [B, frame_samples F].
         """
-        streams, w, levers = Streams(state_slot, self.head, codes.shape[1]), self.weights, self.levers
+        streams, w = Streams(state_slot, self.head, codes.shape[1]), self.weights
         rings = iter(self.rings)
         residual = self._transform(codes, streams, rings, b)
         x = _front(b.pairs[0], 2, *residual.shape)
-        rms_pair(residual, self.shape.rms_norm_eps, x, levers=levers)
+        rms_pair(residual, self.shape.rms_norm_eps, x)
         kept = [next(rings) for _ in w.upsamples]
         ring = next(rings)
         for i, up in enumerate(w.upsamples):
@@ -372,14 +371,14 @@ class VocoderGpu:
         history, ring = ring, next(rings)
         pair = _front(b.pairs[1], 2, x.shape[1], w.first.m)
         act = w.blocks[0].act
-        conv(x, w.first, streams, b.scratch, ConvOut(pair=pair, act=act, ring=ring), history=history, levers=levers)
+        conv(x, w.first, streams, b.scratch, ConvOut(pair=pair, act=act, ring=ring), history=history)
         for i, block in enumerate(w.blocks):
             act = w.blocks[i + 1].act if i + 1 < len(w.blocks) else w.last_act
             here = b.pairs if i % 2 else (b.pairs[1], b.pairs[0])
             pair, ring = self._block(block, act, pair, streams, ring, rings, here, b)
         samples = _front(b.samples, pair.shape[1])
-        wave(pair, w.last, w.last_bias, samples, streams, ring, levers=levers)
-        advance(streams, self._rows, self._rates, levers=levers)
+        wave(pair, w.last, w.last_bias, samples, streams, ring)
+        advance(streams, self._rows, self._rates)
         return samples.view(streams.n, -1)
 
     def skim(self, codes: Tensor, state_slot: Tensor, b: ChunkBuffers) -> None:
@@ -389,49 +388,49 @@ class VocoderGpu:
         """
         streams = Streams(state_slot, self.head, codes.shape[1])
         self._transform(codes, streams, iter(self.rings), b)
-        advance(streams, self._rows, self._rates, levers=self.levers)
+        advance(streams, self._rows, self._rates)
 
     def _transform(self, codes: Tensor, streams: Streams, rings: Iterator[Ring], b: ChunkBuffers) -> Tensor:
         """Codes to the pre-transformer's residual stream, float32 [B F, H]."""
-        w, levers = self.weights, self.levers
+        w = self.weights
         n = streams.n * streams.n_frames
         x = _front(b.pairs[0], 2, n, self.shape.codebook_dim)
         ring = next(rings)
-        codes_embed(codes.view(n, N_CODES), w.table, x, streams, ring, levers=levers)
+        codes_embed(codes.view(n, N_CODES), w.table, x, streams, ring)
         residual = _front(b.raw, n, self.shape.hidden_size)
-        conv(x, w.pre, streams, b.scratch, ConvOut(raw=residual), history=ring, levers=levers)
+        conv(x, w.pre, streams, b.scratch, ConvOut(raw=residual), history=ring)
         for layer in w.layers:
             self._layer(layer, residual, streams, next(rings), b)
         return residual
 
     def _layer(self, layer: _Layer, residual: Tensor, streams: Streams, ring: Ring, b: ChunkBuffers) -> None:
-        shape, levers, n = self.shape, self.levers, residual.shape[0]
+        shape, n = self.shape, residual.shape[0]
         attention = shape.n_heads * shape.head_dim
         normed = _front(b.pairs[0], 2, n, shape.hidden_size)
         qkv = _front(b.qkv, n, 3 * attention)
-        rms_pair(residual, shape.rms_norm_eps, normed, levers=levers)
-        conv(normed, layer.qkv, streams, b.scratch, ConvOut(raw=qkv, ring=ring, ring_from=attention), levers=levers)
+        rms_pair(residual, shape.rms_norm_eps, normed)
+        conv(normed, layer.qkv, streams, b.scratch, ConvOut(raw=qkv, ring=ring, ring_from=attention))
         mixed = _front(b.pairs[1], 2, n, attention)
-        window_attention(qkv, self._cos, self._sin, mixed, streams, ring, shape.n_heads, levers=levers)
-        conv(mixed, layer.o, streams, b.scratch, ConvOut(residual=residual, raw=residual), levers=levers)
-        rms_pair(residual, shape.rms_norm_eps, normed, levers=levers)
+        window_attention(qkv, self._cos, self._sin, mixed, streams, ring, shape.n_heads)
+        conv(mixed, layer.o, streams, b.scratch, ConvOut(residual=residual, raw=residual))
+        rms_pair(residual, shape.rms_norm_eps, normed)
         inner = _front(b.pairs[1], 2, n, shape.intermediate_size)
-        conv(normed, layer.gate_up, streams, b.scratch, ConvOut(pair=inner), levers=levers)
-        conv(inner, layer.down, streams, b.scratch, ConvOut(residual=residual, raw=residual), levers=levers)
+        conv(normed, layer.gate_up, streams, b.scratch, ConvOut(pair=inner))
+        conv(inner, layer.down, streams, b.scratch, ConvOut(residual=residual, raw=residual))
 
     def _upsample(
         self, up: _Upsample, x: Tensor, streams: Streams, kept: Ring, ring: Ring | None, b: ChunkBuffers
     ) -> Tensor:
         """x in the first of the pair buffers, as the result."""
-        levers, width = self.levers, self.shape.latent_dim
+        width = self.shape.latent_dim
         raw = _front(b.raw, x.shape[1], up.up.m)
-        conv(x, up.up, streams, b.scratch, ConvOut(raw=raw, ring=kept), levers=levers)
+        conv(x, up.up, streams, b.scratch, ConvOut(raw=raw, ring=kept))
         raw = raw.view(-1, width)
         n = raw.shape[0]
         normed, inner = _front(b.pairs[0], 2, n, width), _front(b.pairs[1], 2, n, up.wide.m)
-        depthwise_norm(raw, up.depthwise, up.depthwise_bias, LAYER_NORM_EPS, normed, streams, kept, levers=levers)
-        conv(normed, up.wide, streams, b.scratch, ConvOut(pair=inner, act="gelu"), levers=levers)
-        conv(inner, up.narrow, streams, b.scratch, ConvOut(residual=raw, pair=normed, ring=ring), levers=levers)
+        depthwise_norm(raw, up.depthwise, up.depthwise_bias, LAYER_NORM_EPS, normed, streams, kept)
+        conv(normed, up.wide, streams, b.scratch, ConvOut(pair=inner, act="gelu"))
+        conv(inner, up.narrow, streams, b.scratch, ConvOut(residual=raw, pair=normed, ring=ring))
         return normed
 
     def _block(
@@ -448,24 +447,16 @@ class VocoderGpu:
         """pair: the snake of its input, in flat[0], of which `ring` keeps the last row. Returns the same for
         what follows, with `act`, in flat[1], and its ring.
         """
-        levers, n = self.levers, pair.shape[1]
+        n = pair.shape[1]
         width = block.up.m // block.up.phases
         raw, out = _front(b.raw, n, block.up.m), _front(flat[1], 2, n, block.up.m)
         history, ring = ring, next(rings)
         first = block.units[0].act1
-        conv(
-            pair,
-            block.up,
-            streams,
-            b.scratch,
-            ConvOut(raw=raw, pair=out, act=first, ring=ring),
-            history=history,
-            levers=levers,
-        )
+        conv(pair, block.up, streams, b.scratch, ConvOut(raw=raw, pair=out, act=first, ring=ring), history=history)
         raw, pair = raw.view(-1, width), out.view(2, -1, width)
         inner = _front(flat[0], *pair.shape)
         for i, unit in enumerate(block.units):
-            conv(pair, unit.conv1, streams, b.scratch, ConvOut(pair=inner, act=unit.act2), history=ring, levers=levers)
+            conv(pair, unit.conv1, streams, b.scratch, ConvOut(pair=inner, act=unit.act2), history=ring)
             is_last, ring = i + 1 == len(block.units), next(rings)
             after = act if is_last else block.units[i + 1].act1
             conv(
@@ -474,6 +465,5 @@ class VocoderGpu:
                 streams,
                 b.scratch,
                 ConvOut(residual=raw, raw=None if is_last else raw, pair=pair, act=after, ring=ring),
-                levers=levers,
             )
         return pair, ring

@@ -39,7 +39,7 @@ from deltic.ops.contract import check
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.decode import codes_at
 from deltic.ops.gpu.fp8 import Fp8Rows, check_room, rounded
-from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2
+from deltic.ops.gpu.launch import INTERPRETED, launch, next_power_of_2
 from deltic.ops.gpu.norm import (
     LANES,
     load_pieces,
@@ -364,7 +364,7 @@ def _two_shot_kernel(
 
 def _launch(
     kernel: object, partials: Tensor, ranks: Rank, first: int, residual: Tensor | None, w: Tensor | None, eps: float,
-    out: Tensor, codes: Fp8Rows | None, levers: Levers, *more: int, **constants: bool,
+    out: Tensor, codes: Fp8Rows | None, *more: int, **constants: bool,
 ) -> None:
     """Launches a kernel for the rows of one launch, from row `first` on."""
     n_partials, n, width = partials.shape
@@ -376,7 +376,7 @@ def _launch(
         kernel, (last - first,), partials[:, first:], ranks.inbox, ranks.flags, ranks.epochs, ranks.inboxes, ranks.flag_lists,
         None if residual is None else residual[first:], w, out, *rounded_rows, ranks.rank, ranks.n_rows, n, width, n * width,
         1.0 / width, eps, *more, RANKS=ranks.n_ranks, HOST=ranks.is_in_host, SHARDS=shards, SLICES=n_partials // shards,
-        LANES=LANES, PIECES=pieces(width), GROUP=block_k, GROUPS=next_power_of_2(-(-width // max(1, block_k))), pdl=levers.pdl,
+        LANES=LANES, PIECES=pieces(width), GROUP=block_k, GROUPS=next_power_of_2(-(-width // max(1, block_k))),
         num_warps=8 if last - first <= FEW_ROWS else norm_warps(last - first, width), **constants,
     )
 
@@ -389,7 +389,7 @@ def _check(partials: Tensor, ranks: Rank) -> None:
     check("all_reduce", is_sent_whole, f"partials that {ranks.inbox.dtype} holds")
 
 
-def all_reduce(partials: Tensor, out: Tensor, *, ranks: Rank, levers: Levers) -> None:
+def all_reduce(partials: Tensor, out: Tensor, *, ranks: Rank) -> None:
     """out = the sum over ranks, in their tree, of partials[0] + partials[1] + ... of each. partials: float32
     or bfloat16 [S, N, H], of shards S / ranks.n_shards each; out: float32 [N, H].
     """
@@ -397,11 +397,11 @@ def all_reduce(partials: Tensor, out: Tensor, *, ranks: Rank, levers: Levers) ->
     fits = out.dtype == torch.float32 and out.shape == partials.shape[1:] and out.is_contiguous()
     check("all_reduce", fits, "contiguous float32 out [N, H]")
     for first in range(0, len(out), ranks.n_rows):
-        _launch(_one_shot_kernel, partials, ranks, first, None, None, 0.0, out[first:], None, levers, NORM=False)
+        _launch(_one_shot_kernel, partials, ranks, first, None, None, 0.0, out[first:], None, NORM=False)
 
 
 def all_reduce_norm(
-    residual: Tensor, partials: Tensor, w: Tensor, eps: float, *, ranks: Rank, levers: Levers, shots: int | None = None,
+    residual: Tensor, partials: Tensor, w: Tensor, eps: float, *, ranks: Rank, shots: int | None = None,
     codes: Fp8Rows | None = None,
 ) -> Tensor:
     """residual += the sum over ranks (`all_reduce`); gives bfloat16(residual / rms * (1 + w)), [N, H], in
@@ -424,9 +424,9 @@ def all_reduce_norm(
     out = ranks.out[:n]
     for first in range(0, n, ranks.n_rows):
         if shots == 1:
-            _launch(_one_shot_kernel, partials, ranks, first, residual, w, eps, out[first:], codes, levers, NORM=True)
+            _launch(_one_shot_kernel, partials, ranks, first, residual, w, eps, out[first:], codes, NORM=True)
         else:
-            _launch(_two_shot_kernel, partials, ranks, first, residual, w, eps, ranks.outs, codes, levers, first)
+            _launch(_two_shot_kernel, partials, ranks, first, residual, w, eps, ranks.outs, codes, first)
     return out
 
 
@@ -506,7 +506,7 @@ def _all_gather_kernel(
             tl.store(p_whole + o_row + o_of, tl.where(q == rank, b_part, b_of), mask=b_mask)
 
 
-def all_gather(part: Tensor, columns: Columns, *, levers: Levers) -> Tensor:
+def all_gather(part: Tensor, columns: Columns) -> Tensor:
     """float32 [N, n_columns] of all ranks, in columns.whole. part: float32 [N, columns of this rank], which
     may be none. In the host's memory it is a launch for as many rows as have room there.
     """
@@ -520,7 +520,7 @@ def all_gather(part: Tensor, columns: Columns, *, levers: Levers) -> Tensor:
         launch(
             _all_gather_kernel, (min(at_once, n - begin), blocks), part[begin:], columns.whole[begin * n_columns :], staged,
             columns.flags, columns.epochs, columns.ends, columns.wholes, columns.flag_lists, columns.rank, n_part, n_columns,
-            columns.first, n_slots, RANKS=columns.n_ranks, BLOCK=_COLUMNS, pdl=levers.pdl, num_warps=8,
+            columns.first, n_slots, RANKS=columns.n_ranks, BLOCK=_COLUMNS, num_warps=8,
         )
     return columns.whole[: n * n_columns].view(n, n_columns)
 

@@ -52,7 +52,7 @@ from deltic.ops.gpu.chip import chip
 from deltic.ops.gpu.decode import codes_at
 from deltic.ops.gpu.fp8 import Operand, round_made, rounded, stored_by
 from deltic.ops.gpu.kv import FP8, PLAIN
-from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
+from deltic.ops.gpu.launch import launch, next_power_of_2
 from deltic.ops.kv_formats import BF16, KvFormat
 
 FAN = 8
@@ -615,7 +615,7 @@ def _limit(format: KvFormat) -> dict[str, int]:
 
 def attention_decode(
     proj: Tensor, heads: AttentionHeads, q_norm: Tensor, k_norm: Tensor, eps: float, *, rows: Rows, page_table: Tensor,
-    cos: Tensor, sin: Tensor, pages: Tensor, scratch: AttentionScratch, max_len: int, out: Operand, levers: Levers,
+    cos: Tensor, sin: Tensor, pages: Tensor, scratch: AttentionScratch, max_len: int, out: Operand,
     splits: Splits | None = None, format: KvFormat = BF16,
 ) -> None:
     """out[r, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)) over the keys 0 .. position of the
@@ -665,19 +665,19 @@ def attention_decode(
         None if rows.drafts is None else rows.drafts.ahead, page_table, pages,
         scratch.output, scratch.weight, scratch.arrived, *to, eps, heads.dim**-0.5 * 1.4426950408889634,
         proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), records, counters,
-        pdl=levers.pdl, NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16,
+        NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16,
         GP=next_power_of_2(group), PAGE=PAGE_SIZE, FEW=splits.few, FEW_TILES=splits.few_tiles, MOST=splits.most, FAN=FAN,
         LOG_FAN=FAN.bit_length() - 1, PROGRAMS=splits.programs, LONG=LONG, GATED=heads.is_gated,
         DRAFTS=rows.drafts is not None, KV=kv.constant(format), STAGES=_stages(splits, heads, format),
         BLOCK=out.block_k, num_warps=splits.num_warps, num_stages=1, **_limit(format),
     )
     if to[1] is None:
-        round_made(out, levers=levers)
+        round_made(out)
 
 
 def keys_decode(
     proj: Tensor, heads: AttentionHeads, k_norm: Tensor, eps: float, *, rows: Rows, page_table: Tensor, cos: Tensor,
-    sin: Tensor, pages: Tensor, levers: Levers, format: KvFormat = BF16,
+    sin: Tensor, pages: Tensor, format: KvFormat = BF16,
 ) -> None:
     """Writes the keys and values of the rows' tokens, and nothing else: each row its own, by one kernel, so
     that they are the same whether it attends or not.
@@ -694,5 +694,5 @@ def keys_decode(
         _keys_decode_kernel, (n_rows * heads.n_kv,), proj, k_norm, cos, sin, rows.state_slot, rows.batch_slot, rows.position,
         rows.angle_shift, page_table, pages, eps, proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), NQ=heads.n_q,
         NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16, PAGE=PAGE_SIZE,
-        GATED=heads.is_gated, KV=kv.constant(format), pdl=levers.pdl, num_warps=SPLITS.num_warps,
+        GATED=heads.is_gated, KV=kv.constant(format), num_warps=SPLITS.num_warps,
     )

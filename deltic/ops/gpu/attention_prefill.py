@@ -28,7 +28,7 @@ from deltic.ops.gpu import kv
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.chip import chip, load_tile, tiles_of
 from deltic.ops.gpu.kv import FP8, K8V4, PLAIN
-from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
+from deltic.ops.gpu.launch import launch, next_power_of_2
 from deltic.ops.kv_formats import KvPages
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -260,7 +260,7 @@ TEXT = Axes()
 
 def attention_prefill(
     proj: Tensor, heads: AttentionHeads, weights: AttentionWeights, *, blocks: Blocks, page_table: Tensor, cache: KvPages,
-    query: Tensor, out: Tensor, levers: Levers, axes: Axes = TEXT, tile: FlashTile | None = None,
+    query: Tensor, out: Tensor, axes: Axes = TEXT, tile: FlashTile | None = None,
 ) -> None:
     """Full attention of the tokens of `blocks`, whose earlier keys and values are in the pages; writes
     theirs. Two launches.
@@ -303,7 +303,7 @@ def attention_prefill(
     launch(
         _prepare_kernel, (heads.n_q + 2 * heads.n_kv, n_blocks), proj, weights.q_norm, weights.k_norm, weights.eps, blocks.n, blocks.position, blocks.page,
         cos, sin, cos.stride(0), axes.angles, query, pages, pages.stride(0), HALF=half, HALF_P2=next_power_of_2(half), FIRST=0,
-        **ends, **sizes, num_warps=PREPARE_WARPS, pdl=levers.pdl,
+        **ends, **sizes, num_warps=PREPARE_WARPS,
     )
     tile, rows_page = tile or flash_tile(heads), pages.stride(0) // d
     queries = tiles_of(query, query.numel() // d, d, d, (BLOCK * tile.heads, d))
@@ -321,7 +321,7 @@ def attention_prefill(
 
 
 def keys_prefill(
-    proj: Tensor, heads: AttentionHeads, weights: AttentionWeights, *, blocks: Blocks, cache: KvPages, levers: Levers,
+    proj: Tensor, heads: AttentionHeads, weights: AttentionWeights, *, blocks: Blocks, cache: KvPages,
     axes: Axes = TEXT,
 ) -> None:
     """Writes the keys and values of the tokens of `blocks`, and nothing else: the bits of attention_prefill.
@@ -340,5 +340,5 @@ def keys_prefill(
         cos, sin, cos.stride(0), axes.angles, proj, pages, pages.stride(0), HALF=half, HALF_P2=next_power_of_2(half),
         FIRST=heads.n_q, **axes.ends("keys_prefill", n_tokens), NQ=heads.n_q, NK=heads.n_kv, D=d,
         GATED=heads.is_gated, KV=kv.constant(format),
-        num_warps=PREPARE_WARPS, pdl=levers.pdl,
+        num_warps=PREPARE_WARPS,
     )

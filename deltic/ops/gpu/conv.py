@@ -29,7 +29,7 @@ from torch import Tensor
 
 from deltic.ops.contract import check
 from deltic.ops.gpu.chip import either
-from deltic.ops.gpu.launch import INTERPRETED, Levers, launch
+from deltic.ops.gpu.launch import INTERPRETED, launch
 
 MAX_PARTS = 1024
 """Tiles of partial sums that there is room for: slices are walked by programs of their own only where that is
@@ -389,7 +389,7 @@ class ConvOut:
 
 def conv(
     x: Tensor, w: ConvWeight, streams: Streams, scratch: ConvScratch, end: ConvOut, *, history: Ring | None = None,
-    levers: Levers, tile: Tile | None = None,
+    tile: Tile | None = None,
 ) -> None:
     """Writes conv(x) as `end` says.
 
@@ -435,5 +435,5 @@ def conv(
         history.index if history else 0, ring.index if ring else 0, ring.rows if ring else 1, ring_from, REACHES=w.taps > 1,
         EVEN=padded == w.c, ACT="swiglu" if w.swiglu else "snake" if snaked else act or "none", RESIDUAL=residual is not None,
         RAW=raw is not None, PAIR=pair is not None, RING="none" if ring is None else "raw" if is_raw else "pair",
-        BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=w.block_k, pdl=levers.pdl, num_warps=c.num_warps, num_stages=c.num_stages,
+        BLOCK_M=c.block_m, BLOCK_N=c.block_n, BLOCK_K=w.block_k, num_warps=c.num_warps, num_stages=c.num_stages,
     )

@@ -22,7 +22,7 @@ from torch import Tensor
 from deltic.ops.contract import check
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.blocks import Rows
-from deltic.ops.gpu.launch import Levers, launch
+from deltic.ops.gpu.launch import launch
 from deltic.ops.gpu.norm import LANES, norm_warps, pieces, tree_sum
 from deltic.ops.gpu.sample import Draws
 
@@ -165,7 +165,7 @@ def _pair_kernel(
         tl.store(p_to + o_col, b_y.to(tl.bfloat16), mask=o_col < width)
 
 
-def begin_guess(rows: Rows, drawn: Tensor, g: GuessRows, *, levers: Levers) -> None:
+def begin_guess(rows: Rows, drawn: Tensor, g: GuessRows) -> None:
     """Writes all of g but `known` and `room`, which are read, for a head that runs behind a step's draws.
 
     rows: of the step, int32 [N], with drafts; drawn: int32 [N], of each row, -1 where nothing could be drawn;
@@ -179,11 +179,11 @@ def begin_guess(rows: Rows, drawn: Tensor, g: GuessRows, *, levers: Levers) -> N
     launch(
         _begin_guess_kernel, (n,), rows.batch_slot, rows.state_slot, rows.position, rows.drafts.ahead, rows.drafts.token, drawn, g.known,
         g.token, g.kept, g.last, g.position, g.draws.batch_slot, g.draws.position, g.tokens, n, g.tokens.shape[1],
-        MOST=MOST_DRAFTS, pdl=levers.pdl, num_warps=1,
+        MOST=MOST_DRAFTS, num_warps=1,
     )
 
 
-def go_on(rows: Rows, g: GuessRows, *, levers: Levers) -> None:
+def go_on(rows: Rows, g: GuessRows) -> None:
     """Takes the latest guesses, which are the tokens of the next rows, one position further. A row whose
     guess is -1 or has no room ends.
 
@@ -193,11 +193,11 @@ def go_on(rows: Rows, g: GuessRows, *, levers: Levers) -> None:
     check("guess", len(rows.batch_slot) == n, f"{n} rows")
     launch(
         _go_on_kernel, (n,), rows.batch_slot, rows.position, g.known, g.room, g.token, g.last, g.position, g.draws.batch_slot,
-        g.draws.position, g.tokens, g.tokens.shape[1], pdl=levers.pdl, num_warps=1,
+        g.draws.position, g.tokens, g.tokens.shape[1], num_warps=1,
     )
 
 
-def follow(next_ids: Tensor, drawn: Tensor, token: Tensor, *, levers: Levers) -> None:
+def follow(next_ids: Tensor, drawn: Tensor, token: Tensor) -> None:
     """token[t] = next_ids[t], or drawn[d] where that is -1 - d. All int32; next_ids, token: [T], T % 64 == 0.
 
     Raises KernelError where sizes or types do not fit.
@@ -205,12 +205,11 @@ def follow(next_ids: Tensor, drawn: Tensor, token: Tensor, *, levers: Levers) ->
     n = len(next_ids)
     check("guess", n % 64 == 0 and token.shape == (n,), f"{n} ids, a multiple of 64")
     check("guess", next_ids.dtype == drawn.dtype == token.dtype == torch.int32, "int32 ids")
-    launch(_follow_kernel, (n // 64,), next_ids, drawn, token, BLOCK=64, pdl=levers.pdl, num_warps=1)
+    launch(_follow_kernel, (n // 64,), next_ids, drawn, token, BLOCK=64, num_warps=1)
 
 
 def draft_pair(
-    residual: Tensor, hidden: Tensor, embedding_norm: Tensor, hidden_norm: Tensor, eps: float, out: Tensor, *,
-    levers: Levers,
+    residual: Tensor, hidden: Tensor, embedding_norm: Tensor, hidden_norm: Tensor, eps: float, out: Tensor,
 ) -> None:
     """out[t] = bfloat16 of rms_norm(residual[t]), then of rms_norm(hidden[t]); residual = 0.
 
@@ -226,5 +225,5 @@ def draft_pair(
     check("draft_pair", all(x.is_contiguous() for x in (residual, hidden, out)), "contiguous tensors")
     launch(
         _pair_kernel, (n, 2), residual, hidden, embedding_norm, hidden_norm, out, width, 1.0 / width, eps,
-        LANES=LANES, PIECES=pieces(width), pdl=levers.pdl, num_warps=norm_warps(n, width),
+        LANES=LANES, PIECES=pieces(width), num_warps=norm_warps(n, width),
     )

@@ -30,7 +30,7 @@ from deltic.ops.contract import check
 from deltic.ops.geometry import Allocate
 from deltic.ops.gpu.chip import chip, group_of
 from deltic.ops.gpu.decode import address, codes_at, constants, e4m3, k_block, scale_plane
-from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, scaled_matmul, spread_rows
+from deltic.ops.gpu.launch import INTERPRETED, launch, scaled_matmul, spread_rows
 from deltic.ops.matrix import Segment, planes
 
 _INTERPRETED = tl.constexpr(INTERPRETED)
@@ -170,14 +170,14 @@ def stored_by(name: str, made: Operand, can: bool) -> tuple[Tensor | None, Tenso
     return made.codes.codes, made.codes.scale
 
 
-def round_made(made: Operand, *, levers: Levers) -> None:
+def round_made(made: Operand) -> None:
     """Rounds rows that their kernel could not."""
     if made.codes is not None and made.block_k:
-        round_rows(made.rows, made.codes.rounded_by(0), made.block_k, levers=levers)
+        round_rows(made.rows, made.codes.rounded_by(0), made.block_k)
 
 
 def round_rows(
-    x: Tensor, rows: Fp8Rows, block_k: int, *, levers: Levers, used: Tensor | None = None, each: int = 1
+    x: Tensor, rows: Fp8Rows, block_k: int, *, used: Tensor | None = None, each: int = 1
 ) -> None:
     """rows = x by block_k columns, if they are not yet. x: bfloat16 [T, K], K a multiple of block_k; its rows
     may lie apart. used: int32 [1], on the device; only so many times `each` rows are needed.
@@ -191,7 +191,7 @@ def round_rows(
     block_t, warps = (4, 1) if is_small else (32, 4)
     launch(
         _round_rows_kernel, (-(-t // block_t), k // block_k), x, rows.codes, rows.scale, used, t, k, x.stride(0),
-        EACH=each, BLOCK_T=block_t, BLOCK_K=block_k, EARLY=is_small, pdl=levers.pdl, num_warps=warps,
+        EACH=each, BLOCK_T=block_t, BLOCK_K=block_k, EARLY=is_small, num_warps=warps,
     )
 
 
@@ -324,7 +324,7 @@ def block_scales(segment: Segment) -> Tensor | None:
 
 
 def fp8_linear(
-    rows: Fp8Rows, segment: Segment, out: Tensor, *, levers: Levers, blocks: Tensor | None = None, tile: Fp8Tile | None = None
+    rows: Fp8Rows, segment: Segment, out: Tensor, *, blocks: Tensor | None = None, tile: Fp8Tile | None = None
 ) -> None:
     """out[t, m] = the sum over k of x[t, k] w[m, k]. rows: x by `round_rows`, `k_block` of K columns;
     segment: e4m3 [M, K] in rows; out: bfloat16 or float32 [T, M], whose rows may lie apart. Rows are
@@ -349,5 +349,5 @@ def fp8_linear(
     launch(
         _fp8_kernel, (-(-t // c.block_t) * -(-m // c.block_m),), rows.codes, rows.scale, address(segment), out, t, m, k,
         out.stride(0), BLOCK_T=c.block_t, BLOCK_M=c.block_m, BLOCK_K=block_k, TOGETHER=8, **constants(segment.format),
-        pdl=levers.pdl, num_warps=c.num_warps, num_stages=c.num_stages,
+        num_warps=c.num_warps, num_stages=c.num_stages,
     )

@@ -24,7 +24,7 @@ from deltic.ops.contract import check
 from deltic.ops.geometry import N_CODES, AttentionHeads, AttentionWeights
 from deltic.ops.gpu.attention_decode import rotated, summed, turn
 from deltic.ops.gpu.blocks import BLOCK, BatchState, Blocks, Rows
-from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
+from deltic.ops.gpu.launch import launch, next_power_of_2
 from deltic.ops.gpu.norm import LANES, pieces
 from deltic.ops.gpu.sample_kernels import (
     LEAST_T,
@@ -279,7 +279,7 @@ class CodeTables:
 
 def begin_frames(
     rows_batch_slot: Tensor, batch_slots: BatchState, parameters: FrameParameters, past: Tensor, tables: CodeTables,
-    *, rows: FrameRows, into: Tensor, residual: Tensor, levers: Levers,
+    *, rows: FrameRows, into: Tensor, residual: Tensor,
 ) -> None:
     """Starts a decode: row arrays and code 0 as `begin_decode` (norm.py) makes them, sums[r] = table[code 0],
     into[r] = past[state_slot of r], residual[N + r] = inner[code 0].
@@ -296,23 +296,22 @@ def begin_frames(
         _begin_kernel, (n,), rows_batch_slot, batch_slots.last_token, batch_slots.position, batch_slots.state_slot, batch_slots.done, parameters.n_prompt,
         rows.batch_slot, rows.state_slot, rows.position, rows.frame, rows.codes, rows.sums, past, table, inner_table, into, residual,
         n_codes, width, inner_width, n,
-        GROUPS=N_CODES, LANES=LANES, PIECES=pieces(width), INNER_PIECES=pieces(inner_width), pdl=levers.pdl, num_warps=4,
+        GROUPS=N_CODES, LANES=LANES, PIECES=pieces(width), INNER_PIECES=pieces(inner_width), num_warps=4,
     )
 
 
-def project_rows(parts: Tensor, bias: Tensor, out: Tensor, *, levers: Levers) -> None:
+def project_rows(parts: Tensor, bias: Tensor, out: Tensor) -> None:
     """out = the sum of parts, in order, + bias: parts float32 [S, N, p], out float32 [N, p]."""
     n_parts, n, width = parts.shape
     check("frames", out.shape == (n, width) and parts.is_contiguous() and out.is_contiguous(), f"out [{n}, {width}]")
     launch(
-        _project_kernel, (n, -(-width // 512)), parts, bias, out, width, parts.stride(0), S=n_parts, BLOCK=512, pdl=levers.pdl,
+        _project_kernel, (n, -(-width // 512)), parts, bias, out, width, parts.stride(0), S=n_parts, BLOCK=512,
         num_warps=4,
     )
 
 
 def code_attention(
     proj: Tensor, heads: AttentionHeads, weights: AttentionWeights, first: int, *, state_slot: Tensor, pages: Tensor, out: Tensor,
-    levers: Levers,
 ) -> None:
     """out = bfloat16(softmax(q k^T / sqrt(d)) v) of position `first` of each frame over those up to it.
 
@@ -335,13 +334,13 @@ def code_attention(
         _code_attention_kernel, (n, heads.n_kv), proj, weights.q_norm, weights.k_norm, cos, sin, state_slot, pages, out, weights.eps,
         heads.dim**-0.5 * 1.4426950408889634, proj.stride(0), pages.stride(0), first, n,
         NEW=n_rows // n, NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, S=n_splits, KEYS=N_CODES, G=group, GP=next_power_of_2(group),
-        pdl=levers.pdl, num_warps=4,
+        num_warps=4,
     )
 
 
 def draw_code(
     logits: Tensor, step: int, p: FrameParameters, rows: FrameRows, tables: CodeTables, residual: Tensor,
-    texts: Tensor, pad: int, *, levers: Levers,
+    texts: Tensor, pad: int,
 ) -> None:
     """Draws code `step` (1 to 15) of each frame in use, with number frame * 16 + step of its seed:
     codes[r, step]. Adds its row of `table` to sums[r]. Its row of `inner` becomes residual[r].
@@ -360,11 +359,11 @@ def draw_code(
         _draw_kernel, (n,), logits, logits.stride(0), rows.batch_slot, rows.state_slot, rows.frame, p.temperature, p.top_p, p.top_k, p.seed,
         p.n_trailing, p.trailing, p.trailing.shape[1], pad, rows.codes, rows.sums, table, inner_table, residual, texts, step,
         n_codes, width, inner_width, IS_LAST=is_last, GROUPS=N_CODES, S=n_splits, WIDTH=next_power_of_2(n_codes), LANES=LANES,
-        PIECES=pieces(width), INNER_PIECES=pieces(inner_width), pdl=levers.pdl, num_warps=4,
+        PIECES=pieces(width), INNER_PIECES=pieces(inner_width), num_warps=4,
     )
 
 
-def keep_past(x: Tensor, state_slot: Tensor, past: Tensor, *, levers: Levers) -> None:
+def keep_past(x: Tensor, state_slot: Tensor, past: Tensor) -> None:
     """past[state_slot[r]] = x[r], where that is not negative: x bfloat16 [N, h], state slot int32 [N], past
     bfloat16 [state_slots, h].
     """
@@ -372,7 +371,7 @@ def keep_past(x: Tensor, state_slot: Tensor, past: Tensor, *, levers: Levers) ->
     check("frames", x.dtype == past.dtype == torch.bfloat16 and state_slot.shape == (n,), "bfloat16 rows, a state slot for each")
     check("frames", past.shape[1] == width and x.is_contiguous() and past.is_contiguous(), f"rows of width {width}")
     launch(
-        _keep_kernel, (n,), x, state_slot, past, width, LANES=LANES, PIECES=pieces(width), pdl=levers.pdl, num_warps=4,
+        _keep_kernel, (n,), x, state_slot, past, width, LANES=LANES, PIECES=pieces(width), num_warps=4,
     )
 
 

@@ -48,7 +48,7 @@ from deltic.ops.geometry import MAX_GDN_DIM, GdnHeads, GdnWeights
 from deltic.ops.gpu.blocks import Drafts, Rows, StateSlots, Windows, window_rows
 from deltic.ops.gpu.decode import codes_at
 from deltic.ops.gpu.fp8 import Operand, round_made, rounded_block, stored_by
-from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
+from deltic.ops.gpu.launch import launch, next_power_of_2
 from deltic.ops.gpu.rounding import cut, noisy, rounding_seed
 
 EARLY_ROWS = 16
@@ -468,7 +468,6 @@ def _gdn_drafts_kernel(
 
 def gdn_decode(
     proj: Tensor, heads: GdnHeads, weights: GdnWeights, eps: float, *, rows: Rows, memory: StateSlots, out: Operand,
-    levers: Levers,
 ) -> None:
     """Advances each row by one token: proj float32 [S, N, 2Kd+2Vd+2Hv] (q|k|v|z|b|a, partial sums) ->
     out.rows bfloat16 [N, Hv dv], and out.codes, where these have a block.
@@ -498,7 +497,7 @@ def gdn_decode(
     of_weights = weights.conv, weights.a_log, weights.dt_bias, weights.norm
     constants: dict[str, Any] = dict(
         SPLITS=n_splits, N_K=heads.n_k, N_V=heads.n_v, DK=dk, DV=dv, TILED=heads.tiled, SCALE=dk**-0.5, PARTS=parts,
-        PART=layout.part, ROWS=layout.rows, pdl=levers.pdl and n_rows <= EARLY_ROWS, num_warps=layout.num_warps,
+        PART=layout.part, ROWS=layout.rows, pdl=n_rows <= EARLY_ROWS, num_warps=layout.num_warps,
     )
     held = columns, columns.stride(0), states, states.stride(0)
     to = out.rows, *stored_by("gdn_decode", out, out.block_k == dv)
@@ -517,7 +516,7 @@ def gdn_decode(
         *of_weights, *to, eps, WINDOW=windows.columns.shape[1], **constants,
     )
     if to[1] is None:
-        round_made(out, levers=levers)
+        round_made(out)
 
 
 def _check_windows(heads: GdnHeads, drafts: Drafts, windows: Windows, n_rows: int) -> None:

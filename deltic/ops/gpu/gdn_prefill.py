@@ -40,7 +40,7 @@ from deltic.ops.geometry import Allocate, GdnHeads, GdnWeights
 from deltic.ops.gpu.blocks import BLOCK, Blocks, StateSlots
 from deltic.ops.gpu.chip import chip
 from deltic.ops.gpu.gdn_prefill_kernels import gdn_keys, gdn_output, gdn_scan, gdn_solve
-from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2
+from deltic.ops.gpu.launch import INTERPRETED, launch, next_power_of_2
 
 _SCAN_ROWS = 32
 """Rows of S in one program.
@@ -87,7 +87,7 @@ def gdn_scratch(heads: GdnHeads, n_blocks: int, allocate: Allocate) -> GdnScratc
 
 def gdn_prefill(
     proj: Tensor, heads: GdnHeads, weights: GdnWeights, eps: float, *, blocks: Blocks, memory: StateSlots, scratch: GdnScratch,
-    out: Tensor, levers: Levers,
+    out: Tensor,
 ) -> None:
     """proj bfloat16 [64 B, >= 2Kd+2Vd+2Hv] (q|k|v|z|b|a) -> out bfloat16 [64 B, Hv dv]; states go from state
     slot to state slot.
@@ -110,15 +110,14 @@ def gdn_prefill(
     sizes = dict(HK=n_k, HV=n_v, DK=k_dim, DV=v_dim, C=n_channels, BK=k_pad, BV=v_pad, TILED=heads.tiled)
     source = (proj, proj.stride(0), weights.conv, columns, columns.stride(0))
     where = (blocks.n, blocks.position, blocks.block_segment, blocks.segment_begin, blocks.start_slot)
-    pdl = levers.pdl
     gates = (scratch.decay, scratch.fade, scratch.beta, scratch.reach)
     launch(
         gdn_keys, (2 * n_k + 1, n_blocks), *source, *where, weights.a_log, weights.dt_bias, scratch.qk, *gates,
-        **sizes, HEADS=next_power_of_2(n_v), SCALE=k_dim**-0.5, pdl=pdl, num_warps=8, num_stages=1, **_limit(64),
+        **sizes, HEADS=next_power_of_2(n_v), SCALE=k_dim**-0.5, num_warps=8, num_stages=1, **_limit(64),
     )
     chunk = chunk_blocks(n_blocks)
     lanes = _Lanes(proj.device, 0 < chunk < n_blocks)
-    pdl = pdl and not lanes.apart  # a kernel that waits for one of another stream waits for its end
+    pdl = not lanes.apart  # a kernel that waits for one of another stream waits for its end
     size = chunk if lanes.apart else n_blocks
     chunks = [(begin, min(begin + size, n_blocks)) for begin in range(0, n_blocks, size)]
 

@@ -33,7 +33,7 @@ from deltic.machine import n_usable_cpus
 from deltic.ops.formats import WeightFormat
 from deltic.ops.gpu.chip import chip
 from deltic.ops.gpu.fp8 import Fp8Rows
-from deltic.ops.gpu.launch import INTERPRETED, Levers, launches, pdl_works
+from deltic.ops.gpu.launch import INTERPRETED, bound_levers, launches, pdl_works
 from deltic.ops.matrix import Segment, planes
 
 try:
@@ -240,13 +240,13 @@ def works() -> bool:
     return not INTERPRETED and chip().is_hopper and _has_compiler()
 
 
-def pays(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool, levers: Levers) -> bool:
+def pays(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool) -> bool:
     """Returns whether n rows are multiplied by these segments here: one, or one and a smaller one in
     bfloat16. parts: each with its out, as `narrow_linear` has them.
     """
     (segment, out), *others = parts
     splits, form = len(out) if out.ndim == 3 else 1, hopper_format(segment.format)
-    if form is None or n < FEWEST or not levers.hopper:
+    if form is None or n < FEWEST or not bound_levers().hopper:
         return False
     if form.kind == E4M3:
         most = MOST if splits > 1 or others else MOST_SWIGLU if swiglu else MOST_WHOLE
@@ -474,7 +474,7 @@ def _given(
 
 
 def multiply(
-    x: Tensor, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool, levers: Levers, rows: Fp8Rows | None, in_blocks: bool
+    x: Tensor, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool, rows: Fp8Rows | None, in_blocks: bool
 ) -> None:
     """Multiplies like `linear._multiply` what `pays` accepts. parts: the larger segment first, which is
     `in_blocks`.
@@ -498,7 +498,7 @@ def multiply(
     config.gridDimY = config.gridDimZ = config.blockDimY = config.blockDimZ = 1
     config.blockDimX, config.sharedMemBytes = kernel.threads, _shared_bytes()
     config.hStream = torch.cuda.current_stream().cuda_stream
-    if levers.pdl and pdl_works():
+    if bound_levers().pdl and pdl_works():
         attribute = driver.CUlaunchAttribute()
         attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
         attribute.value.programmaticStreamSerializationAllowed = 1

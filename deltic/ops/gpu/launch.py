@@ -16,7 +16,9 @@ not let the next one start early.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 
 import torch
@@ -37,8 +39,9 @@ INTERPRETED = bool(triton.knobs.runtime.interpret)
 class Levers:
     """Every optimisation that can be switched off for a measurement. The defaults are what is served.
 
-    Read where a step is recorded, never inside a kernel's arithmetic: none changes what is computed, and
-    `exact` says which leave every bit as it is.
+    Read where a step is planned or recorded, never inside a kernel's arithmetic: none changes what is
+    computed, and `exact` says which leave every bit as it is. No operator takes them: those hold that are
+    `bound`.
     """
 
     graphs: bool = dataclasses.field(default=True, metadata={"text": "replay recorded steps", "exact": True})
@@ -63,6 +66,28 @@ class Levers:
     peer: bool = dataclasses.field(
         default=True, metadata={"text": "GPUs write to each other's memory, not to the host's", "exact": True}
     )
+
+    @contextmanager
+    def bound(self) -> Iterator[None]:
+        """Lets these hold for what this thread plans, records and starts meanwhile. It also decorates what
+        is to run by them later.
+        """
+        token = _bound.set(self)
+        try:
+            yield
+        finally:
+            _bound.reset(token)
+
+
+_bound: ContextVar[Levers] = ContextVar("levers")
+
+
+def bound_levers() -> Levers:
+    """Levers that hold here. Raises LookupError where none are bound: no default is taken unseen."""
+    levers = _bound.get(None)
+    if levers is None:
+        raise LookupError("no levers are bound in this thread; start operators within `with levers.bound():`")
+    return levers
 
 
 def parse_levers(settings: tuple[str, ...]) -> Levers:
@@ -99,14 +124,12 @@ def pdl_works() -> bool:
 
 
 def launch(
-    kernel: triton.JITFunction, grid: tuple[int, ...] | Callable[..., object], *args: object, pdl: int | None = None,
-    **meta: object,
+    kernel: triton.JITFunction, grid: tuple[int, ...] | Callable[..., object], *args: object, pdl: int = True, **meta: object
 ) -> None:
-    """Starts a Triton kernel. pdl: None for a kernel without the constexpr argument PDL."""
+    """Starts a Triton kernel. pdl: whether one that has the constexpr argument PDL may start early."""
     launches.n += 1
-    if pdl is not None:
-        pdl = pdl and pdl_works()
-        meta["PDL"] = pdl
+    if "PDL" in kernel.arg_names:
+        meta["PDL"] = pdl = pdl and bound_levers().pdl and pdl_works()
         if pdl:
             meta["launch_pdl"] = True
     if INTERPRETED:

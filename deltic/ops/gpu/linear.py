@@ -37,7 +37,7 @@ from deltic.ops.gpu import hopper
 from deltic.ops.gpu.chip import chip, group_of
 from deltic.ops.gpu.decode import E4M3, address, codes_at, constants, k_block, load_more_scales, rows_from
 from deltic.ops.gpu.fp8 import Fp8Rows, check_room, fp8_linear, fp8_rows, room, round_rows, rounded, vendor_multiplies
-from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, matmul, matmul_slices, next_power_of_2
+from deltic.ops.gpu.launch import INTERPRETED, bound_levers, launch, matmul, matmul_slices, next_power_of_2
 from deltic.ops.gpu.operands import add_blocks, decode
 from deltic.ops.gpu.weight import is_bf16, rows_of
 from deltic.ops.matrix import Matrix, Segment
@@ -246,17 +246,22 @@ def _silu_mul_kernel(p_gate_up, p_out, p_scale, n, width, BLOCK: tl.constexpr, G
         tl.store(p_scale + o_group.to(tl.int64) * n + row, b_scale, mask=o_group < width // GROUP)
 
 
-def k_splits(m: int, k: int, levers: Levers) -> int:
+def _slices(m: int, k: int) -> int:
     """Slices of K for a weight [m, k]: a power of two, until there are programs enough to fill the chip, and
     more of them for a long K, which else leaves half of it idle at the end. A slice has 256 of K or more.
     """
     tiles = -(-m // 64)
     splits = 1
-    while levers.split_k and k % (splits * 2 * 64) == 0 and k // (splits * 2) >= 256:
+    while k % (splits * 2 * 64) == 0 and k // (splits * 2) >= 256:
         if tiles * splits >= 100 and (k // splits <= 4096 or tiles * splits * 2 > 400):
             break
         splits *= 2
     return splits
+
+
+def k_splits(m: int, k: int) -> int:
+    """Returns the slices of K of a step's product with a weight [m, k]: 1 without the lever split_k."""
+    return _slices(m, k) if bound_levers().split_k else 1
 
 
 WHOLE_TILES = 128
@@ -277,7 +282,7 @@ def vendor_pays_narrow(n: int, m: int, k: int, splits: int) -> bool:
     rows = VENDOR_ROWS if splits == 1 else VENDOR_SLICES_ROWS
     if splits > 1 and m * k < VENDOR_SLICES_SIZE:
         return False
-    return n >= rows and m % 8 == 0 and splits == k_splits(m, k, Levers()) and not INTERPRETED
+    return n >= rows and m % 8 == 0 and splits == _slices(m, k) and not INTERPRETED
 
 
 VENDOR_E4M3_ROWS = 32
@@ -365,7 +370,7 @@ def decoded_block_bytes(block_m: int, block_k: int, n: int, format: WeightFormat
 
 
 def _multiply(
-    x: Tensor, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool, levers: Levers, config: Narrow | None,
+    x: Tensor, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool, config: Narrow | None,
     rows: Fp8Rows | None = None, in_blocks: bool = False,
 ) -> None:
     """The narrow kernel. parts: one segment or two, each with its out: [S, N, M] float32, or [N, M] (of
@@ -378,8 +383,8 @@ def _multiply(
     m_used = m if swiglu else out.shape[-1]
     check("linear", x.dtype == torch.bfloat16 and x.is_contiguous(), "contiguous bfloat16 x")
     check("linear", segment.k == k and k % (32 * splits) == 0, f"w [M, {k}], K in {splits} slices of 32 i")
-    if config is None and hopper.pays(n, parts, swiglu, levers):
-        hopper.multiply(x, parts, swiglu, levers, rows, in_blocks)
+    if config is None and hopper.pays(n, parts, swiglu):
+        hopper.multiply(x, parts, swiglu, rows, in_blocks)
         return
     sizes = n, m_used, k // splits, splits
     c = config or (narrow_config(*sizes) if segment.format.codes == "bf16" else decoded_config(*sizes, segment.format))
@@ -396,7 +401,7 @@ def _multiply(
         out, *second, n, m, m_2, k, k // splits, out.stride(0) if out.ndim == 3 else 0, out.stride(-2), BLOCK_M=c.block_m,
         BLOCK_N=tokens, BLOCK_K=c.block_k, EVEN_M=m % c.block_m == 0, SWIGLU=swiglu, UNROLL=c.unroll,
         **constants(segment.format), BLOCK_K_2=block_2, EVEN_M_2=m_2 % c.block_m == 0,
-        **{f"{name}_2": value for name, value in constants(format_2).items()}, pdl=levers.pdl, num_warps=c.num_warps,
+        **{f"{name}_2": value for name, value in constants(format_2).items()}, num_warps=c.num_warps,
         num_stages=c.num_stages,
     )
 
@@ -431,12 +436,12 @@ def e4m3_block(w: Matrix, splits: int) -> int:
     return k_block(w.k // splits) if any(segment.format.codes == "e4m3" for segment in w.segments) else 0
 
 
-def _rounded(x: Tensor, w: Matrix, splits: int, rows: Fp8Rows | None, levers: Levers) -> Fp8Rows | None:
+def _rounded(x: Tensor, w: Matrix, splits: int, rows: Fp8Rows | None) -> Fp8Rows | None:
     """x rounded into `rows`, once for all segments, where w has e4m3. What is there already stays."""
     block_k = e4m3_block(w, splits)
     if not block_k:
         return None
-    round_rows(x, room(rows), block_k, levers=levers)
+    round_rows(x, room(rows), block_k)
     return rows
 
 
@@ -446,7 +451,7 @@ def _columns(w: Matrix, out: Tensor) -> Iterator[tuple[Segment, Tensor]]:
 
 
 def narrow_linear(
-    x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, rows: Fp8Rows | None = None, blocks: Tensor | None = None,
+    x: Tensor, w: Matrix, out: Tensor, *, rows: Fp8Rows | None = None, blocks: Tensor | None = None,
     config: Narrow | None = None,
 ) -> None:
     """out[s, n, m] = the sum of x[n, k] w[m, k] over slice s of K, in order of k: few rows, any M.
@@ -465,23 +470,23 @@ def narrow_linear(
     check("linear", out.shape[-2] == n and fits, f"out [..., {n}, {w.n}]")
     check("linear", out.ndim == (2 if whole else 3), "out [S, N, M] float32 or [N, M] bfloat16")
     parts = list(_columns(w, out)) if m == w.n else [(w.whole, out)]
-    ours = config is not None or (len(parts) == 1 and hopper.pays(n, parts, False, levers))
+    ours = config is not None or (len(parts) == 1 and hopper.pays(n, parts, False))
     if not (whole or ours) and is_bf16(w) and vendor_pays_narrow(n, m, w.k, out.shape[0]):
         matmul_slices(x, rows_of("linear", w)[:m], out)
         return
     splits = 1 if whole else len(out)
-    codes = _rounded(x, w, splits, rows, levers)
+    codes = _rounded(x, w, splits, rows)
     unsplit = out if whole else out[0]
     is_whole = splits == len(parts) == 1 and m == w.n
     if codes is not None and not ours and is_whole and vendor_pays_e4m3(w.whole, unsplit):
-        fp8_linear(codes, w.whole, unsplit, blocks=blocks if n >= BLOCKS_ROWS else None, levers=levers)
+        fp8_linear(codes, w.whole, unsplit, blocks=blocks if n >= BLOCKS_ROWS else None)
         return
     for i in range(0, len(parts), 2):
-        _multiply(x, parts[i : i + 2], False, levers, config, codes, in_blocks=i == 0 and blocks is not None)
+        _multiply(x, parts[i : i + 2], False, config, codes, in_blocks=i == 0 and blocks is not None)
 
 
 def narrow_swiglu(
-    x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, gate_up: Tensor | None = None, rows: Fp8Rows | None = None,
+    x: Tensor, w: Matrix, out: Tensor, *, gate_up: Tensor | None = None, rows: Fp8Rows | None = None,
     blocks: Tensor | None = None, block_k: int = 0,
 ) -> Fp8Rows | None:
     """out = bfloat16(silu(gate) * up), gate and up the unsplit float32 sums of x W^T. Returns `rows` for the
@@ -496,39 +501,39 @@ def narrow_swiglu(
     several = len(w.segments) > 1
     shaped = out.dtype == torch.bfloat16 and 2 * out.shape[1] == w.n
     check("linear", shaped, "bfloat16 out, half as wide as w is high")
-    ours = not several and hopper.pays(len(x), [(w.whole, out)], True, levers)
+    ours = not several and hopper.pays(len(x), [(w.whole, out)], True)
     vendor = not ours and is_bf16(w) and vendor_pays_narrow(len(x), w.n, w.k, 1)
     if not ours and gate_up is not None and not several and not is_bf16(w):
         vendor = vendor_pays_e4m3(w.whole, gate_up[0])
-    if not levers.silu_epilogue or vendor or several:
+    if not bound_levers().silu_epilogue or vendor or several:
         check("linear", gate_up is not None, "a gate_up buffer where SwiGLU is a kernel of its own")
         assert gate_up is not None
-        narrow_linear(x, w, gate_up, levers=levers, rows=rows, blocks=blocks)
+        narrow_linear(x, w, gate_up, rows=rows, blocks=blocks)
         if block_k:
-            return silu_mul_rounded(gate_up[0], room(rows), out.shape[1], block_k, levers=levers)
-        silu_mul(gate_up[0], out, levers=levers)
+            return silu_mul_rounded(gate_up[0], room(rows), out.shape[1], block_k)
+        silu_mul(gate_up[0], out)
     else:
-        codes = _rounded(x, w, 1, rows, levers)
-        _multiply(x, [(w.whole, out)], True, levers, None, codes, in_blocks=blocks is not None)
+        codes = _rounded(x, w, 1, rows)
+        _multiply(x, [(w.whole, out)], True, None, codes, in_blocks=blocks is not None)
     return None if rows is None else rows.rounded_by(0)
 
 
-def silu_mul(gate_up: Tensor, out: Tensor, *, levers: Levers) -> None:
+def silu_mul(gate_up: Tensor, out: Tensor) -> None:
     """out = bfloat16(silu(gate) * up) in float32. gate_up: float32 or bfloat16 [T, 2F]; out: bfloat16 [T, F].
     """
     n, width = out.shape
     check("silu_mul", out.dtype == torch.bfloat16 and out.is_contiguous(), "bfloat16 out")
-    _silu_mul(gate_up, out, None, n, width, _SILU_BLOCK, levers)
+    _silu_mul(gate_up, out, None, n, width, _SILU_BLOCK)
 
 
-def silu_mul_rounded(gate_up: Tensor, rows: Fp8Rows, width: int, block_k: int, *, levers: Levers) -> Fp8Rows:
+def silu_mul_rounded(gate_up: Tensor, rows: Fp8Rows, width: int, block_k: int) -> Fp8Rows:
     """rows = silu_mul of gate_up [T, 2F] by `round_rows`, F = width: the same bits, and bfloat16 rows are
     never stored. Returns rows for the next product.
     """
     n = len(gate_up)
     check("silu_mul", width % block_k == 0, "a width of whole blocks")
     check_room("silu_mul", rows, n, width, block_k)
-    _silu_mul(gate_up, rows.codes, rows.scale, n, width, block_k, levers)
+    _silu_mul(gate_up, rows.codes, rows.scale, n, width, block_k)
     return rows.rounded_by(block_k)
 
 
@@ -536,13 +541,13 @@ _SILU_BLOCK = 1024
 
 
 def _silu_mul(
-    gate_up: Tensor, out: Tensor, scale: Tensor | None, n: int, width: int, group: int, levers: Levers
+    gate_up: Tensor, out: Tensor, scale: Tensor | None, n: int, width: int, group: int
 ) -> None:
     """scale: where out are codes, each `group` columns with one."""
     check("silu_mul", gate_up.shape == (n, 2 * width) and gate_up.is_contiguous(), f"gate_up [{n}, {2 * width}]")
     launch(
         _silu_mul_kernel, (n, -(-width // _SILU_BLOCK)), gate_up, out, scale, n, width, BLOCK=_SILU_BLOCK, GROUP=group,
-        pdl=levers.pdl, num_warps=4,
+        num_warps=4,
     )
 
 
@@ -589,7 +594,7 @@ def wide_scratch(n_rows: int, largest: int, widest: int, codes: Collection[str],
 
 
 def wide_linear(
-    x: Tensor, w: Matrix, out: Tensor, *, levers: Levers, scratch: WideScratch | None = None,
+    x: Tensor, w: Matrix, out: Tensor, *, scratch: WideScratch | None = None,
     blocks: Sequence[Tensor | None] = (), config: Wide | None = None,
 ) -> None:
     """out[t, m] = sum over k of x[t, k] w[m, k], in order of k, rounded once: many rows.
@@ -604,19 +609,19 @@ def wide_linear(
     check("linear", t % 64 == 0 and k % 32 == 0 and w.k == k, f"whole blocks of 64 rows, K % 32 == 0, w [M, {k}]")
     check("linear", out.shape == (t, m) and out.dtype in (torch.bfloat16, torch.float32), f"out [{t}, {m}]")
     check("linear", x.is_contiguous() and out.is_contiguous(), "contiguous tensors")
-    codes = _rounded(x, w, 1, None if scratch is None else scratch.rows, levers)
+    codes = _rounded(x, w, 1, None if scratch is None else scratch.rows)
     for (segment, columns), scales in zip(_columns(w, out), blocks or [None] * len(w.segments), strict=True):
         if segment.format.codes == "e4m3":
             assert codes is not None
-            fp8_linear(codes, segment, columns, blocks=scales, levers=levers)
+            fp8_linear(codes, segment, columns, blocks=scales)
         elif segment.format.codes != "bf16" and t <= DECODED_ROWS:
-            _multiply(x, [(segment, columns if out.dtype == torch.bfloat16 else columns[None])], False, levers, None)
+            _multiply(x, [(segment, columns if out.dtype == torch.bfloat16 else columns[None])], False, None)
         else:
             rows = _bf16_rows(segment, scratch)
             if config is None and out.dtype == torch.bfloat16 and vendor_pays(t, segment.n):
                 matmul(x, rows, columns)
             else:
-                _wide(x, rows, columns, levers, config)
+                _wide(x, rows, columns, config)
 
 
 def _bf16_rows(segment: Segment, scratch: WideScratch | None) -> Tensor:
@@ -631,7 +636,7 @@ def _bf16_rows(segment: Segment, scratch: WideScratch | None) -> Tensor:
 
 
 def biased_linear(
-    x: Tensor, w: Matrix, bias: Tensor, out: Tensor, *, levers: Levers, how: tl.constexpr = BIAS,
+    x: Tensor, w: Matrix, bias: Tensor, out: Tensor, *, how: tl.constexpr = BIAS,
     scratch: WideScratch | None = None, config: Wide | None = None,
 ) -> None:
     """out = x W^T + bias, GELU of that (GELU_TANH, GELU_ERF), or out += x W^T + bias (ADD, float32 out).
@@ -650,11 +655,11 @@ def biased_linear(
     c = config or wide_config(t, m)
     if c.block_m == 256:  # the registers of its sums are all there are: nothing could follow them
         c = Wide(c.block_t, 128, c.num_warps, c.num_stages)
-    _wide(x, _bf16_rows(w.whole, scratch), out, levers, c, bias, how)
+    _wide(x, _bf16_rows(w.whole, scratch), out, c, bias, how)
 
 
 def _wide(
-    x: Tensor, rows: Tensor, out: Tensor, levers: Levers, config: Wide | None, bias: Tensor | None = None,
+    x: Tensor, rows: Tensor, out: Tensor, config: Wide | None, bias: Tensor | None = None,
     how: tl.constexpr = NONE,
 ) -> None:
     """The wide kernel; out's rows may lie apart."""
@@ -663,7 +668,7 @@ def _wide(
     launch(
         _wide_kernel, (-(-t // c.block_t) * -(-m // c.block_m),), x, rows, bias, out, t, m, k, out.stride(0),
         BLOCK_T=c.block_t, BLOCK_M=c.block_m, BLOCK_K=64 if k % 64 == 0 else 32, GROUP=8, EPILOGUE=how.value,
-        pdl=levers.pdl, num_warps=c.num_warps, num_stages=c.num_stages,
+        num_warps=c.num_warps, num_stages=c.num_stages,
     )
 
 

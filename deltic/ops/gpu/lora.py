@@ -35,7 +35,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from deltic.ops.contract import check
 from deltic.ops.gpu.blocks import BLOCK, GROUP_ROWS, AdapterRows
 from deltic.ops.gpu.chip import chip, prefetch_l2
-from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
+from deltic.ops.gpu.launch import launch, next_power_of_2
 
 RANKS = 16
 """Ranks of a block: what ranks are padded to."""
@@ -427,7 +427,7 @@ def _rank_programs(target: Target, cut: dict[str, int]) -> int:
     return min(-(-target.width // int(cut["BLOCK_R"])), RANK_PROGRAMS)
 
 
-def shrink(x: Tensor, target: Target, rows: AdapterRows, *, levers: Levers) -> None:
+def shrink(x: Tensor, target: Target, rows: AdapterRows) -> None:
     """target.sums = down x, of the rows that have an adapter with a term for this matrix. x: bfloat16 [N, K].
 
     Sums: float32 [n_parts(K), N, width], ranks of the terms in order. Raises KernelError where they do not
@@ -442,11 +442,11 @@ def shrink(x: Tensor, target: Target, rows: AdapterRows, *, levers: Levers) -> N
     launch(
         _shrink_kernel, (parts, _rank_programs(target, cut), programs), x, target.arena, target.table, rows.adapter, rows.row,
         target.sums, n_items, k, target.table.stride(0), n * target.width, target.width, LINES=cut["CHUNK"] // 64,
-        EARLY=few, pdl=levers.pdl, **cut,
+        EARLY=few, **cut,
     )
 
 
-def expand(out: Tensor, target: Target, rows: AdapterRows, *, levers: Levers, parts: int | None = None) -> None:
+def expand(out: Tensor, target: Target, rows: AdapterRows, *, parts: int | None = None) -> None:
     """out[n] += up bfloat16(scale * target.sums[n]) of the same rows, behind `shrink`, or `gather` (parts=1).
 
     out: float32 or bfloat16 [N, M], rounded once; its rows may lie apart; other rows are not touched.
@@ -461,12 +461,12 @@ def expand(out: Tensor, target: Target, rows: AdapterRows, *, levers: Levers, pa
         _expand_kernel, (-(-m // block_m), programs), out, target.arena, target.table, rows.adapter, rows.row, target.sums,
         n_items, m, out.stride(0), target.table.stride(0), n * target.width, target.width,
         S=n_parts(target.k, are_blocks) if parts is None else parts, SEGMENTS=target.n_segments, BT=rows.n_rows,
-        BLOCK_M=block_m, EARLY=few, pdl=levers.pdl, num_warps=4, num_stages=2,
+        BLOCK_M=block_m, EARLY=few, num_warps=4, num_stages=2,
     )
 
 
 def gather(
-    tokens: Tensor, target: Target, rows: AdapterRows, n: int, *, levers: Levers, batch_slots: Tensor | None = None,
+    tokens: Tensor, target: Target, rows: AdapterRows, n: int, *, batch_slots: Tensor | None = None,
     drafts: tuple[Tensor, Tensor] | None = None,
 ) -> None:
     """target.sums [1, n, width] = the columns of down of tokens: of an embedding, whose down lies turned,
@@ -479,7 +479,7 @@ def gather(
     check("lora", n * target.width <= target.sums.numel(), f"room for {n} rows")
     launch(
         _gather_kernel, (n_items,), tokens, batch_slots, *(drafts or (None, None)), target.arena, target.table, rows.adapter,
-        rows.row, target.sums, n_items, target.table.stride(0), target.width, BT=rows.n_rows, pdl=levers.pdl, num_warps=4,
+        rows.row, target.sums, n_items, target.table.stride(0), target.width, BT=rows.n_rows, num_warps=4,
     )
 
 
@@ -520,7 +520,6 @@ def _items(routed: Routed, rows: AdapterRows) -> tuple[int, int]:
 
 def shrink_experts(
     x: Tensor, target: Target, shared: Target, routed: Routed, rows: AdapterRows, *, x_row: int, is_act: bool,
-    levers: Levers,
 ) -> None:
     """target.sums = down x of the routed pairs and of the shared expert's rows, a line each.
 
@@ -535,13 +534,12 @@ def shrink_experts(
         _shrink_experts_kernel, (parts, _rank_programs(target, cut), n_all), x, target.arena, target.table, shared.table,
         rows.adapter, rows.row, rows.of_row, routed.counters, routed.entries, routed.lists, target.sums, n_items,
         routed.n_rows, routed.act_base, target.k, shared.k, x_row, target.table.stride(0), lines * target.width, target.width,
-        X=kind.value, E=routed.n_experts, SLOTS=routed.n_per_token, TILE=routed.tile, pdl=levers.pdl, **cut,
+        X=kind.value, E=routed.n_experts, SLOTS=routed.n_per_token, TILE=routed.tile, **cut,
     )
 
 
 def expand_experts(
     out: Tensor, target: Target, shared: Target, routed: Routed, rows: AdapterRows, *, out_row: int, by_slot: bool = False,
-    levers: Levers,
 ) -> None:
     """out += up v of the same lines, behind `shrink_experts`. out: float32 or bfloat16, flat, a line a pair,
     and then one a row of the shared expert, out_row apart; by_slot: float32 [slots + 1, N, M], weighted.
@@ -554,5 +552,5 @@ def expand_experts(
         rows.adapter, rows.row, rows.of_row, routed.counters, routed.entries, routed.lists, routed.weight, target.sums,
         n_items, routed.n_rows, target.n, shared.n, out_row, target.table.stride(0), lines * target.width, target.width,
         BY_SLOT=by_slot, S=n_parts(k, are_blocks), SEGMENTS=target.n_segments, E=routed.n_experts, SLOTS=routed.n_per_token,
-        TILE=routed.tile, BT=rows.n_rows, BLOCK_M=block_m, pdl=levers.pdl, num_warps=4, num_stages=2,
+        TILE=routed.tile, BT=rows.n_rows, BLOCK_M=block_m, num_warps=4, num_stages=2,
     )

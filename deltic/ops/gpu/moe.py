@@ -53,7 +53,7 @@ from deltic.ops.gpu.experts import (
     stage_bytes,
 )
 from deltic.ops.gpu.fp8 import Fp8Rows, round_rows
-from deltic.ops.gpu.launch import INTERPRETED, Levers, launch, next_power_of_2
+from deltic.ops.gpu.launch import INTERPRETED, bound_levers, launch, next_power_of_2
 from deltic.ops.gpu.lora import ExpertTargets, Routed, expand, expand_experts, shrink, shrink_experts
 from deltic.ops.gpu.weight import is_bf16, rows_of
 from deltic.ops.matrix import Matrix, planes
@@ -109,13 +109,13 @@ def logit_stride(n_experts: int) -> int:
     return (n_experts + 16) // 16 * 16
 
 
-def router_splits(hidden: int, levers: Levers) -> int:
+def router_splits(hidden: int) -> int:
     """Parts of the router's sum, added in order.
 
     A part has two K blocks at least: the compiler would fold a single product and the sum of the parts
     (in prefill) into one, which has other bits.
     """
-    if levers.split_k:
+    if bound_levers().split_k:
         for n in (8, 4, 2):
             if hidden % (n * 256) == 0:
                 return n
@@ -639,7 +639,7 @@ def _lines(w: Matrix) -> dict[str, int]:
 
 def moe_decode(
     x: Tensor, w: MoeWeights, routing: Routing, *, row_slot: Tensor, scratch: MoeScratch, out: Tensor,
-    levers: Levers, codes: Fp8Rows | None = None, tiles: MoeTiles | None = None,
+    codes: Fp8Rows | None = None, tiles: MoeTiles | None = None,
     adapters: tuple[ExpertTargets, AdapterRows] | None = None,
 ) -> None:
     """out[s, r] = p_s Expert_s(x[r]) for the k experts of the largest p, in their order;
@@ -666,29 +666,29 @@ def moe_decode(
         t = dataclasses.replace(t, alone=False)
     if t.alone and n != 1:
         raise ValueError(f"moe: {n} rows cannot be routed without lists")
-    pdl, splits = levers.pdl, router_splits(hidden, levers)
+    splits = router_splits(hidden)
     router = dict(E=n_experts, E2=next_power_of_2(n_experts), STRIDE=logit_stride(n_experts), S=splits)
     block_n, block_k = min(128, max(16, next_power_of_2(n))), largest_block(t.router_k, hidden // splits)
     rounded: tuple[Tensor, Tensor | None] = x, None
     if codes is not None and is_e4m3(w.gate_up, w.shared_gate_up):
-        round_rows(x, codes, k_block(hidden), levers=levers)
+        round_rows(x, codes, k_block(hidden))
         rounded = codes.codes, codes.scale
     if adapters is not None:
-        shrink(x, adapters[0].router, adapters[1], levers=levers)
+        shrink(x, adapters[0].router, adapters[1])
     launch(
         router_kernel, (triton.cdiv(n_experts + 1, 64), splits, triton.cdiv(n, block_n)), x, rows_of("moe", w.router),
         s.logits, s.counters, n, H=hidden, BLOCK_M=64, BLOCK_N=block_n, BLOCK_K=block_k,
         AHEAD=t.router_ahead, LINES=largest_block(32, hidden // splits // 64),
-        EARLY=t.early, **router, num_warps=4, num_stages=chip().stages(2 * block_k * (64 + block_n), 3), pdl=pdl,
+        EARLY=t.early, **router, num_warps=4, num_stages=chip().stages(2 * block_k * (64 + block_n), 3),
     )
     if adapters is not None:
         logits = s.logits[: n * logit_stride(n_experts)].view(n, -1)[:, : n_experts + 1]  # the first part
-        expand(logits, adapters[0].router, adapters[1], levers=levers)
+        expand(logits, adapters[0].router, adapters[1])
     if not t.alone:
         launch(
             route_kernel, (n,), s.logits, s.counters, s.weight, s.entries, s.lists, row_slot, n, SLOTS=n_per_token,
             SLOTS2=next_power_of_2(n_per_token), NORMALISE=normalise, TILE=t.block_n, EARLY=t.early, **router,
-            num_warps=1, num_stages=1, pdl=pdl,
+            num_warps=1, num_stages=1,
         )
     inner = max(width, shared)
     # an expert has a tile for every block_n of its pairs and one that is not full
@@ -702,21 +702,21 @@ def moe_decode(
         of, who = adapters
         act = of.sums
         routed = Routed(s.counters, s.entries, s.lists, s.weight, n, n_entries, t.block_n, n_experts, n_per_token)
-        shrink_experts(x, of.gate_up, of.shared_gate_up, routed, who, x_row=hidden, is_act=False, levers=levers)
+        shrink_experts(x, of.gate_up, of.shared_gate_up, routed, who, x_row=hidden, is_act=False)
     launch(
         gate_up_kernel, (inner // block_f * n_work,), *rounded, rows, up, shared_rows, shared_up, s.logits, s.counters,
         s.entries, s.lists, row_slot, act, n, FORMAT=FORMAT, UP=UP, SHARED=SHARED, SHARED_UP=SHARED_UP, BLOCK_F=block_f,
         BLOCK_K=largest_block(t.up_k, hidden), MOST_K=t.up_k, **_lines(w.shared_gate_up), **experts, num_warps=4,
-        num_stages=t.up_stages, pdl=pdl,
+        num_stages=t.up_stages,
     )
     if adapters is not None:
-        expand_experts(of.sums, of.gate_up, of.shared_gate_up, routed, who, out_row=2 * inner, levers=levers)
+        expand_experts(of.sums, of.gate_up, of.shared_gate_up, routed, who, out_row=2 * inner)
         lines, tile = n * (n_per_token + 1), min(512, next_power_of_2(inner))
         launch(
             silu_lines_kernel, (lines, -(-inner // tile)), of.sums, s.act, n * n_per_token, M=width, MS=shared, BLOCK_F=tile,
-            num_warps=4, pdl=pdl,
+            num_warps=4,
         )
-        shrink_experts(s.act, of.down, of.shared_down, routed, who, x_row=inner, is_act=True, levers=levers)
+        shrink_experts(s.act, of.down, of.shared_down, routed, who, x_row=inner, is_act=True)
     block_m, block_k = largest_block(t.block_m, hidden), largest_block(t.down_k, width, shared)
     if block_k > 128 and block_k < inner:  # only worth its room where it is all of K
         block_k = 128
@@ -724,7 +724,7 @@ def moe_decode(
     launch(
         down_kernel, (hidden // block_m * n_work,), s.act, rows, shared_rows, s.logits, s.weight, s.counters, s.entries, s.lists,
         row_slot, out, n, FORMAT=FORMAT, SHARED=SHARED, NORMALISE=normalise, BLOCK_M=block_m, BLOCK_K=block_k,
-        MOST_K=t.down_k, AHEAD=t.down_ahead, **experts, num_warps=4, num_stages=t.down_stages, pdl=pdl and t.early,
+        MOST_K=t.down_k, AHEAD=t.down_ahead, **experts, num_warps=4, num_stages=t.down_stages, pdl=t.early,
     )
     if adapters is not None:
-        expand_experts(out, of.down, of.shared_down, routed, who, out_row=hidden, by_slot=True, levers=levers)
+        expand_experts(out, of.down, of.shared_down, routed, who, out_row=hidden, by_slot=True)

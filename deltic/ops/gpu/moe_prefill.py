@@ -48,7 +48,7 @@ from deltic.ops.gpu.experts import (
     stage_bytes,
 )
 from deltic.ops.gpu.fp8 import Fp8Rows, fp8_rows, room, round_rows
-from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
+from deltic.ops.gpu.launch import launch, next_power_of_2
 from deltic.ops.gpu.lora import ExpertTargets, Routed, expand, expand_experts, shrink, shrink_experts
 from deltic.ops.gpu.moe import MoeWeights, check_moe, dot, largest_block, logit_stride, route_rows, router_splits
 from deltic.ops.gpu.weight import is_bf16, rows_of
@@ -440,39 +440,39 @@ def _tiles(w: Matrix, tiles: MoePrefillTiles | None) -> MoePrefillTiles:
 
 def _route(
     x: Tensor, w: MoeWeights, routing: Routing, blocks: Blocks, s: MoePrefillScratch, c: MoePrefillTiles,
-    levers: Levers, adapters: tuple[ExpertTargets, AdapterRows] | None,
+    adapters: tuple[ExpertTargets, AdapterRows] | None,
 ) -> None:
     """Fills lists and entries of s, and its weights."""
     (t, hidden), n_experts = x.shape, w.router.n - 1
-    pdl, splits, e2 = levers.pdl, router_splits(hidden, levers), next_power_of_2(n_experts)
+    splits, e2 = router_splits(hidden), next_power_of_2(n_experts)
     experts = dict(E=n_experts, E2=e2, STRIDE=logit_stride(n_experts))
     router_n, part = largest_block(c.router_n, t), hidden // splits
     router_k = largest_block(c.router_k, part)
     if adapters is not None:
-        shrink(x, adapters[0].router, adapters[1], levers=levers)
+        shrink(x, adapters[0].router, adapters[1])
     a_stage = 2 * (c.router_m + router_n) * (part if part <= _UNROLLED.value else router_k)
     launch(
         prefill_router_kernel, (triton.cdiv(n_experts + 1, c.router_m), t // router_n), x, rows_of("moe", w.router), s.logits,
         s.counters, blocks.n, t, H=hidden, S=splits, BLOCK_M=c.router_m, BLOCK_N=router_n,
         BLOCK_K=router_k, **experts, num_warps=c.router_warps,
-        num_stages=chip().stages(a_stage, c.router_stages if part <= _UNROLLED.value else 4), pdl=pdl,
+        num_stages=chip().stages(a_stage, c.router_stages if part <= _UNROLLED.value else 4),
     )
     if adapters is not None:
         logits = s.logits[: t * logit_stride(n_experts)].view(t, -1)[:, : n_experts + 1]
-        expand(logits, adapters[0].router, adapters[1], levers=levers)
+        expand(logits, adapters[0].router, adapters[1])
     launch(
         prefill_route_kernel, (t // c.route_rows,), s.logits, s.counters, s.weight, s.lists, blocks.n, t,
         SLOTS=routing.n_per_token, SLOTS2=next_power_of_2(routing.n_per_token), NORMALISE=routing.normalise, ROWS=c.route_rows, **experts,
-        num_warps=1, num_stages=1, pdl=pdl,
+        num_warps=1, num_stages=1,
     )
     launch(
-        plan_kernel, (1,), s.counters, s.entries, E=n_experts, E2=e2, num_warps=4, num_stages=1, pdl=pdl,
+        plan_kernel, (1,), s.counters, s.entries, E=n_experts, E2=e2, num_warps=4, num_stages=1,
     )
 
 
 def moe_prefill(
     x: Tensor, w: MoeWeights, routing: Routing, *, blocks: Blocks, scratch: MoePrefillScratch, out: Tensor,
-    levers: Levers, tiles: MoePrefillTiles | None = None, adapters: tuple[ExpertTargets, AdapterRows] | None = None,
+    tiles: MoePrefillTiles | None = None, adapters: tuple[ExpertTargets, AdapterRows] | None = None,
 ) -> None:
     """out[r] = sum_s p_s Expert_s(x[r]) + sigmoid(gate) Shared(x[r]), added in the order of decreasing p, the
     shared one last.
@@ -490,10 +490,10 @@ def moe_prefill(
         raise ValueError(f"moe: {t} rows in {blocks.n.shape[0]} blocks, out {list(out.shape)}")
     if t * (n_per_token + 1) > s.weight.numel():
         raise ValueError(f"moe: workspaces are for {s.weight.numel() // (n_per_token + 1)} rows, not {t}")
-    _route(x, w, routing, blocks, s, c, levers, adapters)
+    _route(x, w, routing, blocks, s, c, adapters)
     n_entries, n_tiles, inner = _n_entries(t, n_experts, n_per_token), triton.cdiv(t, TILE), max(width, shared)
     act_base = n_entries * TILE  # first row of act of the shared expert
-    products: dict[str, int] = {"E": n_experts, "SLOTS": n_per_token, "pdl": levers.pdl}
+    products: dict[str, int] = {"E": n_experts, "SLOTS": n_per_token}
     act = s.act if adapters is None else adapters[0].sums
 
     def up(matrix: Matrix, m: int, n: int, is_shared: bool) -> None:
@@ -530,7 +530,7 @@ def moe_prefill(
         elif is_e4m3(matrix):
             act8, act = room(s.act8), s.act[first * inner : (first + n_act) * inner].view(n_act, inner)[:, :m]
             used = None if is_shared else s.counters[n_experts:]
-            round_rows(act, act8, k_block(m), levers=levers, used=used, each=TILE)
+            round_rows(act, act8, k_block(m), used=used, each=TILE)
             operands, first = (None, None, None, act8.codes, act8.scale, rows), 0
         launch(
             prefill_down_kernel, (n * (hidden // block_n),), *operands, s.counters, s.entries, s.lists, blocks.n, s.y, t,
@@ -539,24 +539,24 @@ def moe_prefill(
         )
 
     if is_e4m3(w.gate_up) or is_e4m3(w.shared_gate_up):
-        round_rows(x, room(s.x8), k_block(hidden), levers=levers)
+        round_rows(x, room(s.x8), k_block(hidden))
     if adapters is not None:
         of, who = adapters
         routed = Routed(s.counters, s.entries, s.lists, s.weight, t, n_entries, TILE, n_experts, n_per_token, act_base)
-        shrink_experts(x, of.gate_up, of.shared_gate_up, routed, who, x_row=hidden, is_act=False, levers=levers)
+        shrink_experts(x, of.gate_up, of.shared_gate_up, routed, who, x_row=hidden, is_act=False)
     up(w.gate_up, width, n_entries, False)
     up(w.shared_gate_up, shared, n_tiles, True)
     if adapters is not None:
-        expand_experts(of.sums, of.gate_up, of.shared_gate_up, routed, who, out_row=2 * inner, levers=levers)
+        expand_experts(of.sums, of.gate_up, of.shared_gate_up, routed, who, out_row=2 * inner)
         silu(width, n_entries, False)
         silu(shared, n_tiles, True)
-        shrink_experts(s.act, of.down, of.shared_down, routed, who, x_row=inner, is_act=True, levers=levers)
+        shrink_experts(s.act, of.down, of.shared_down, routed, who, x_row=inner, is_act=True)
     down(w.down, width, n_entries, False)
     down(w.shared_down, shared, n_tiles, True)
     if adapters is not None:
-        expand_experts(s.y, of.down, of.shared_down, routed, who, out_row=hidden, levers=levers)
+        expand_experts(s.y, of.down, of.shared_down, routed, who, out_row=hidden)
     block_h = largest_block(c.combine_h, hidden)
     launch(
         combine_kernel, (t, hidden // block_h), s.y, s.weight, blocks.n, out, t, H=hidden, SLOTS=n_per_token, BLOCK_H=block_h,
-        num_warps=8 if block_h >= 2048 else 4, num_stages=1, pdl=levers.pdl,
+        num_warps=8 if block_h >= 2048 else 4, num_stages=1,
     )

@@ -22,7 +22,7 @@ from deltic.ops.contract import check
 from deltic.ops.gpu.blocks import BatchState, Rows
 from deltic.ops.gpu.decode import BF16, address, codes_at, constants, k_block, load_block, rows_from, values
 from deltic.ops.gpu.fp8 import Fp8Rows, Operand, rounded, stored_by
-from deltic.ops.gpu.launch import Levers, launch
+from deltic.ops.gpu.launch import launch
 from deltic.ops.matrix import Matrix, Segment
 
 LANES = 512
@@ -274,7 +274,7 @@ def _slices_together(n: int, width: int, slices: int) -> int:
 
 
 def begin_decode(
-    rows_batch_slot: Tensor, batch_slots: BatchState, table: Matrix, *, rows: Rows, residual: Tensor, levers: Levers
+    rows_batch_slot: Tensor, batch_slots: BatchState, table: Matrix, *, rows: Rows, residual: Tensor
 ) -> None:
     """Starts a decode step: the rows from their batch slots, and the embedding of each row's token.
 
@@ -297,7 +297,7 @@ def begin_decode(
     launch(
         _begin_decode_kernel, (n, blocks), rows_batch_slot, *drafts, *state, batch_slots.angle_shift, address(segment), rows.batch_slot,
         rows.state_slot, rows.position, rows.angle_shift, residual, segment.n, width, DRAFTS=rows.drafts is not None, LANES=LANES,
-        PIECES=pieces(width), **cut, pdl=levers.pdl, num_warps=4,
+        PIECES=pieces(width), **cut, num_warps=4,
     )
 
 
@@ -333,7 +333,7 @@ def embed(token_ids: Tensor, table: Matrix, residual: Tensor, pictures: Tensor |
 
 def add_norm(
     residual: Tensor, partials: Tensor | None, w: Tensor, eps: float, out: Tensor, *, rows: Tensor | None = None,
-    codes: Fp8Rows | None = None, levers: Levers,
+    codes: Fp8Rows | None = None,
 ) -> None:
     """residual += partials[0], then partials[1], ...; out = bfloat16(residual / rms * (1 + w)).
 
@@ -360,5 +360,5 @@ def add_norm(
     launch(
         _add_norm_kernel, (n_out,), residual, partials, w, out, *stored_by("rms_norm", made, True), rows, width, n * width, 1.0 / width, eps,
         LANES=LANES, PIECES=pieces(width), GROUP=made.block_k, SHARDS=shards, SLICES=n_slices, TOGETHER=together,
-        STORE=rows is None and n_slices > 0, GATHER=rows is not None, pdl=levers.pdl, num_warps=norm_warps(n_out, width),
+        STORE=rows is None and n_slices > 0, GATHER=rows is not None, num_warps=norm_warps(n_out, width),
     )

@@ -29,7 +29,7 @@ from torch import Tensor
 from deltic.ops.contract import check
 from deltic.ops.geometry import Allocate, LogprobEntries
 from deltic.ops.gpu.blocks import Rows
-from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
+from deltic.ops.gpu.launch import launch, next_power_of_2
 from deltic.ops.gpu.sample_kernels import collect, finish, finish_raw, scan, scan_raw
 
 TILE = 2048
@@ -152,8 +152,7 @@ def sample_scratch(
 
 
 def sample(
-    logits: Tensor, n_real: int, draws: Draws | Rows, batch_slots: BatchParameters, scratch: SampleScratch, out: Drawn, *,
-    levers: Levers,
+    logits: Tensor, n_real: int, draws: Draws | Rows, batch_slots: BatchParameters, scratch: SampleScratch, out: Drawn,
 ) -> None:
     """Draws D tokens and moves their sequences on: last_token, position, done and history of their batch
     slots.
@@ -178,7 +177,7 @@ def sample(
     n_tiles, n_ids, max_len = -(-n_vocab // s.tile), p.bias_ids.shape[1], p.history.shape[1]
     ahead = draws.drafts.ahead if isinstance(draws, Rows) and draws.drafts is not None else None
     tiles, ids = next_power_of_2(n_tiles), next_power_of_2(n_ids)
-    meta: dict[str, int] = {"DECODE": isinstance(draws, Rows), "TILE": s.tile, "pdl": levers.pdl}
+    meta: dict[str, int] = {"DECODE": isinstance(draws, Rows), "TILE": s.tile}
     for begin in range(0, n_draws, len(s.values)):
         part = slice(begin, min(begin + len(s.values), n_draws))
         n = part.stop - begin

@@ -17,7 +17,7 @@ from torch import Tensor
 from deltic.ops.contract import check
 from deltic.ops.gpu.chip import either
 from deltic.ops.gpu.conv import Ring, Streams, history_row, ring_row, store_pair
-from deltic.ops.gpu.launch import Levers, launch, next_power_of_2
+from deltic.ops.gpu.launch import launch, next_power_of_2
 
 MAX_WIDTH = 1024
 """Columns of the widest row that one program norms."""
@@ -180,7 +180,7 @@ def _rows(streams: Streams, n: int) -> int:
     return n // streams.n
 
 
-def codes_embed(codes: Tensor, table: Tensor, out: Tensor, streams: Streams, ring: Ring, *, levers: Levers) -> None:
+def codes_embed(codes: Tensor, table: Tensor, out: Tensor, streams: Streams, ring: Ring) -> None:
     """out[n] = table[0, codes[n, 0]] + table[1, codes[n, 1]] + ...: codes int32 [N, G], clamped; table
     float32 [G, V, C]; out pairs [2, N, C].
     """
@@ -191,11 +191,11 @@ def codes_embed(codes: Tensor, table: Tensor, out: Tensor, streams: Streams, rin
     launch(
         _codes_kernel, (codes.shape[0],), codes, table, n_codes, out, out.stride(0), streams.state_slot, streams.head,
         streams.head.stride(0), ring.data, ring.data.stride(0), ring.data.stride(1), _rows(streams, codes.shape[0]),
-        ring.index, ring.rows, C=c, WIDTH=next_power_of_2(c), GROUPS=groups, pdl=levers.pdl, num_warps=4,
+        ring.index, ring.rows, C=c, WIDTH=next_power_of_2(c), GROUPS=groups, num_warps=4,
     )
 
 
-def rms_pair(x: Tensor, eps: float, out: Tensor, *, levers: Levers) -> None:
+def rms_pair(x: Tensor, eps: float, out: Tensor) -> None:
     """out = pair(x / rms(x)): x float32 [N, C], out pairs [2, N, C].
 
     The norm's weight is in the linear behind it.
@@ -203,12 +203,12 @@ def rms_pair(x: Tensor, eps: float, out: Tensor, *, levers: Levers) -> None:
     n, c = x.shape
     check("vocode", c <= MAX_WIDTH and out.shape == (2, n, c), f"pairs [2, {n}, {c}], at most {MAX_WIDTH} wide")
     launch(
-        _norm_kernel, (n,), x, out, out.stride(0), eps, 1.0 / c, C=c, WIDTH=next_power_of_2(c), pdl=levers.pdl, num_warps=4
+        _norm_kernel, (n,), x, out, out.stride(0), eps, 1.0 / c, C=c, WIDTH=next_power_of_2(c), num_warps=4
     )
 
 
 def window_attention(
-    qkv: Tensor, cos: Tensor, sin: Tensor, out: Tensor, streams: Streams, ring: Ring, n_heads: int, *, levers: Levers
+    qkv: Tensor, cos: Tensor, sin: Tensor, out: Tensor, streams: Streams, ring: Ring, n_heads: int
 ) -> None:
     """out = pair(softmax(q k^T / sqrt(d)) v) over each row and the ring's rows before it, rotated by their
     distance.
@@ -223,12 +223,12 @@ def window_attention(
     launch(
         _window_kernel, (n, n_heads), qkv, cos, sin, out, out.stride(0), streams.state_slot, streams.head, streams.head.stride(0),
         ring.data, ring.data.stride(0), _rows(streams, n), ring.index, d**-0.5, HEADS=n_heads, D=d, WINDOW=window,
-        KEYS=next_power_of_2(window), pdl=levers.pdl, num_warps=4,
+        KEYS=next_power_of_2(window), num_warps=4,
     )
 
 
 def depthwise_norm(
-    x: Tensor, w: Tensor, bias: Tensor, eps: float, out: Tensor, streams: Streams, ring: Ring, *, levers: Levers
+    x: Tensor, w: Tensor, bias: Tensor, eps: float, out: Tensor, streams: Streams, ring: Ring
 ) -> None:
     """out = pair(LayerNorm(depthwise convolution of x)), without the norm's weight and bias.
 
@@ -241,11 +241,11 @@ def depthwise_norm(
     launch(
         _depthwise_kernel, (n,), x, w, bias, out, out.stride(0), streams.state_slot, streams.head, streams.head.stride(0), ring.data,
         ring.data.stride(0), _rows(streams, n), streams.n_frames, ring.index, eps, 1.0 / c, C=c, WIDTH=next_power_of_2(c),
-        TAPS=w.shape[0], pdl=levers.pdl, num_warps=4,
+        TAPS=w.shape[0], num_warps=4,
     )
 
 
-def wave(x: Tensor, w: Tensor, bias: Tensor, out: Tensor, streams: Streams, ring: Ring, *, levers: Levers) -> None:
+def wave(x: Tensor, w: Tensor, bias: Tensor, out: Tensor, streams: Streams, ring: Ring) -> None:
     """out = clamp(conv(x) + bias, -1, 1), one channel: x pairs [2, N, C]; w float32 [taps, C]; bias float32
     [1]; out float32 [N].
     """
@@ -254,14 +254,14 @@ def wave(x: Tensor, w: Tensor, bias: Tensor, out: Tensor, streams: Streams, ring
     launch(
         _wave_kernel, (-(-n // WAVE_BLOCK),), x, x.stride(0), w, bias, out, streams.state_slot, streams.head, streams.head.stride(0),
         ring.data, ring.data.stride(0), ring.data.stride(1), n, _rows(streams, n), streams.n_frames, ring.index, C=c,
-        WIDTH=next_power_of_2(c), TAPS=w.shape[0], BLOCK=WAVE_BLOCK, pdl=levers.pdl, num_warps=4,
+        WIDTH=next_power_of_2(c), TAPS=w.shape[0], BLOCK=WAVE_BLOCK, num_warps=4,
     )
 
 
-def advance(streams: Streams, rows: Tensor, rate: Tensor, *, levers: Levers) -> None:
+def advance(streams: Streams, rows: Tensor, rate: Tensor) -> None:
     """Moves the heads behind a chunk: rows, rate: int32 [rings], of each ring."""
     n_rings = rows.shape[0]
     launch(
         _advance_kernel, (streams.n,), streams.state_slot, streams.head, streams.head.stride(0), rows, rate, n_rings, streams.n_frames,
-        RINGS=next_power_of_2(n_rings), pdl=levers.pdl, num_warps=1,
+        RINGS=next_power_of_2(n_rings), num_warps=1,
     )

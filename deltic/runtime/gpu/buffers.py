@@ -30,7 +30,7 @@ from deltic.ops.gpu.all_reduce import Columns, Rank, column_blocks, columns_of, 
 from deltic.ops.gpu.blocks import AdapterRows, BatchState, Drafts, Windows, window_rows
 from deltic.ops.gpu.draft import guess_rows
 from deltic.ops.gpu.frames import FrameParameters
-from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.launch import bound_levers
 from deltic.ops.gpu.sample import BatchParameters, Drawn, SampleScratch, sample_scratch
 from deltic.runtime.gpu.batch_slots import ADAPTER_ROWS, HEAD_ROWS, ROWS, batch_table
 from deltic.runtime.plan import Plan, SpeechPlan, TextPlan
@@ -173,7 +173,7 @@ def n_patches(plan: TextPlan) -> int:
     return -(-plan.max_picture_tokens // PAGE_SIZE) * PIECE
 
 
-def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWorkspace:
+def gpu_workspace(plan: TextPlan, allocate: Allocate) -> GpuWorkspace:
     """Allocates the buffers of a step; used to count them as well as to have them."""
     shape, n_blocks = plan.shape, plan.max_step_tokens // PAGE_SIZE
     codes = {format.codes for format in shape.formats.values()}
@@ -210,11 +210,11 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
         adapters = adapter_buffers(shape, adapted.n, adapted.rank, adapted.n_bytes, *sizes, allocate)
     own = decode_rows(plan.n_decode_rows, drafts, plan.max_picture_tokens > 0, allocate)
     kept = {"n_kept": plan.max_num_seqs, "n_shards": plan.n_shards}
-    decode = decode_buffers(shape, codes, levers, own, plan.max_model_len, allocate, **kept)
+    decode = decode_buffers(shape, codes, own, plan.max_model_len, allocate, **kept)
     return GpuWorkspace(
         **shared,
         adapters=adapters,
-        shares=_shares(plan, levers, allocate) if plan.cuts else None,
+        shares=_shares(plan, allocate) if plan.cuts else None,
         guesses=guesses,
         vision=vision,
         picture_rows=picture_rows,
@@ -223,17 +223,17 @@ def gpu_workspace(plan: TextPlan, levers: Levers, allocate: Allocate) -> GpuWork
     )
 
 
-def _shares(plan: TextPlan, levers: Levers, allocate: Allocate) -> Shares:
+def _shares(plan: TextPlan, allocate: Allocate) -> Shares:
     n, h, n_shards = plan.n_decode_rows, plan.shape.hidden_size, plan.n_shards
     n_columns, f32 = max(n, _prefill_logits(plan)) * plan.shape.head_rows, torch.float32
     part = allocate("columns of logits", (n_columns,), f32)
     if plan.n_gpus == 1:
         return Shares(None, part, gpu_logits=None, total=None)
     return Shares(
-        meeting=meeting(plan, allocate) if levers.peer else None,
+        meeting=meeting(plan, allocate) if bound_levers().peer else None,
         shard_logits=part,
         gpu_logits=None if n_shards == 1 else allocate("columns of all parts", (n_shards * n_columns,), f32),
-        total=None if levers.fused_sums else allocate("sums", (max(n, plan.max_step_tokens) * h,), f32),
+        total=None if bound_levers().fused_sums else allocate("sums", (max(n, plan.max_step_tokens) * h,), f32),
     )
 
 
@@ -307,7 +307,7 @@ def exchanges(
     return found
 
 
-def gpu_speech_workspace(plan: SpeechPlan, levers: Levers, allocate: Allocate) -> GpuSpeechWorkspace:
+def gpu_speech_workspace(plan: SpeechPlan, allocate: Allocate) -> GpuSpeechWorkspace:
     """Allocates the buffers of a step; used to count them as well as to have them."""
     shape, n_blocks = plan.shape, plan.max_step_tokens // PAGE_SIZE
     more = {"code_seed": 2, "code_temperature": 1, "code_top_p": 1, "code_top_k": 1, "n_trailing": 1}
@@ -324,6 +324,6 @@ def gpu_speech_workspace(plan: SpeechPlan, levers: Levers, allocate: Allocate) -
     return GpuSpeechWorkspace(
         **shared,
         frames=frames,
-        decode=frame_buffers(shape, levers, plan.max_num_seqs, plan.max_model_len, allocate),
+        decode=frame_buffers(shape, plan.max_num_seqs, plan.max_model_len, allocate),
         prefill=prompt_buffers(shape, n_blocks, min(n_blocks, MAX_SEGMENTS), allocate),
     )

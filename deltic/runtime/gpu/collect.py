@@ -12,7 +12,7 @@ from deltic.models.tts.weights import empty_speech_weights
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.weights import empty_vision
 from deltic.models.vocoder.weights import empty_vocoder
-from deltic.ops.gpu.launch import Levers, allocate_on
+from deltic.ops.gpu.launch import allocate_on, bound_levers
 from deltic.ops.gpu.weight import DeviceStore
 from deltic.runtime.gpu.buffers import exchanges, gpu_workspace, meeting
 from deltic.runtime.gpu.compile import Job, collecting
@@ -21,10 +21,10 @@ from deltic.runtime.gpu.text import GpuTextRunner
 from deltic.runtime.plan import Plan, SpeechPlan, TextPlan
 
 
-def collect(plan: Plan[Any], levers: Levers) -> list[Job]:
+def collect(plan: Plan[Any]) -> list[Job]:
     """Every kernel that the steps of this plan start, and the chunks of a speech model's vocoder."""
     plan = replace(plan, host_bytes=0)
-    runner = _speech_runner(plan, levers) if plan.speaks else _text_runner(plan, levers)
+    runner = _speech_runner(plan) if plan.speaks else _text_runner(plan)
     with collecting() as jobs:
         for recording in runner.recordings.made.values():
             recording.run()
@@ -36,7 +36,7 @@ def collect(plan: Plan[Any], levers: Levers) -> list[Job]:
     return list(jobs)
 
 
-def _text_runner(plan: TextPlan, levers: Levers) -> GpuTextRunner:
+def _text_runner(plan: TextPlan) -> GpuTextRunner:
     weights = empty_weights(plan.shape, plan.quantize, plan.shape.tie_word_embeddings, DeviceStore("meta"))
     vision = None
     if plan.tower is not None:
@@ -44,19 +44,21 @@ def _text_runner(plan: TextPlan, levers: Levers) -> GpuTextRunner:
         plan, vision = replace(plan, tower=tower), (empty_vision(tower, DeviceStore("meta")), PictureRules())
     joined = None
     if plan.cuts:  # other GPUs start the same kernels, unless they have other sizes
-        workspace = gpu_workspace(plan, levers, allocate_on("meta"))
-        in_host = None if levers.peer or plan.n_gpus == 1 else meeting(plan, allocate_on("meta"), is_in_host=True)
+        workspace = gpu_workspace(plan, allocate_on("meta"))
+        in_host = (
+            None if bound_levers().peer or plan.n_gpus == 1 else meeting(plan, allocate_on("meta"), is_in_host=True)
+        )
         joined = workspace, exchanges([workspace] * plan.n_gpus, plan.cuts, in_host)[0]
     weights = replace(weights, layers=_different_layers(weights))
-    return GpuTextRunner(plan, [weights] * plan.n_shards, levers, vision=vision, exchange=joined)
+    return GpuTextRunner(plan, [weights] * plan.n_shards, vision=vision, exchange=joined)
 
 
-def _speech_runner(plan: SpeechPlan, levers: Levers) -> GpuSpeechRunner:
+def _speech_runner(plan: SpeechPlan) -> GpuSpeechRunner:
     shape = plan.shape  # two layers: the others start the same kernels
     talker, predictor = replace(shape.talker, n_layers=2), replace(shape.predictor, n_layers=2)
     shape = replace(shape, talker=talker, predictor=predictor)
     weights, vocoder = empty_speech_weights(shape, plan.quantize, DeviceStore("meta")), empty_vocoder(shape.vocoder)
-    return GpuSpeechRunner(replace(plan, shape=shape), weights, vocoder, levers)
+    return GpuSpeechRunner(replace(plan, shape=shape), weights, vocoder)
 
 
 def _different_layers(weights: Weights) -> list[Any]:

@@ -45,7 +45,7 @@ from deltic.machine import n_usable_cpus
 from deltic.ops import gpu
 from deltic.ops.gpu import hopper
 from deltic.ops.gpu.chip import Chip, described
-from deltic.ops.gpu.launch import INTERPRETED, Levers, launches
+from deltic.ops.gpu.launch import INTERPRETED, bound_levers, launches
 from deltic.runtime.plan import Plan
 
 log = logging.getLogger("deltic.engine")
@@ -112,7 +112,7 @@ def collecting() -> Iterator[dict[Job, None]]:
         triton.knobs.runtime.jit_cache_hook = hook
 
 
-def _marker(plan: Plan[Any], levers: Levers) -> Path:
+def _marker(plan: Plan[Any]) -> Path:
     """The file that says that all kernels of a plan are in the cache it lies in."""
     package = Path(__file__).parents[2]
     digest = hashlib.sha256()
@@ -124,7 +124,7 @@ def _marker(plan: Plan[Any], levers: Levers) -> Path:
         sizes.append(sorted(f"{name} {format.name}" for name, format in plan.tower.formats.items()))
     machine = (triton.runtime.driver.active.get_current_target(), torch.cuda.get_device_name())
     versions = (triton.__version__, torch.__version__, sys.version)
-    digest.update(repr((sizes, levers, machine, versions)).encode())
+    digest.update(repr((sizes, bound_levers(), machine, versions)).encode())
     return Path(triton.knobs.cache.dir) / f"deltic-{digest.hexdigest()[:24]}.json"
 
 
@@ -270,9 +270,7 @@ class Kernels:
             return None
 
 
-def begin_compiling(
-    plan: Plan[Any], levers: Levers, collect: Callable[[Plan[Any], Levers], list[Job]], *, again: bool = False
-) -> Kernels:
+def begin_compiling(plan: Plan[Any], collect: Callable[[Plan[Any]], list[Job]], *, again: bool = False) -> Kernels:
     """Starts to compile the kernels of a plan, unless the cache is known to hold them (again: even then) or
     there is but one CPU. collect: walks the steps of such a plan.
 
@@ -285,11 +283,11 @@ def begin_compiling(
     compilation = None
     try:
         fix_keys()
-        marker = _marker(plan, levers)
+        marker = _marker(plan)
         if n_workers < 2 or (marker.exists() and not again):
             return Kernels(None, None)
         compilation = Compilation(n_workers)
-        compilation.give(collect(plan, levers))
+        compilation.give(collect(plan))
         return Kernels(compilation, marker)
     except Exception:
         log.warning("kernels are not compiled beforehand", exc_info=True)

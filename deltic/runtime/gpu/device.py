@@ -150,7 +150,8 @@ class TextOnGpu(OnGpu, TextKind):
         return adapter_bytes(adapter)
 
     def measure(self, plan: TextPlan) -> dict[str, int]:
-        sizes = _counted(lambda allocate: gpu_workspace(plan, self.levers, allocate))
+        with self.levers.bound():
+            sizes = _counted(lambda allocate: gpu_workspace(plan, allocate))
         n_angles = plan.max_model_len * plan.shape.rotary_dim
         if plan.tower is not None:
             n_angles += n_patches(plan) // MERGE * (plan.tower.head_dim // 2)
@@ -190,7 +191,8 @@ class SpeechOnGpu(OnGpu, SpeechKind):
         return vocoder_bytes(shape.vocoder)
 
     def measure(self, plan: SpeechPlan) -> dict[str, int]:
-        sizes = _counted(lambda allocate: gpu_speech_workspace(plan, self.levers, allocate))
+        with self.levers.bound():
+            sizes = _counted(lambda allocate: gpu_speech_workspace(plan, allocate))
         sizes["vocoder states"] = 4 * (plan.n_vocoder_slots) * state_words(plan.shape.vocoder)
         return sizes | {"rotary tables": plan.max_model_len * plan.shape.talker.head_dim * 4}
 
@@ -205,7 +207,6 @@ def text_runner(
     plan: TextPlan,
     devices: Sequence[torch.device],
     weights: Sequence[list[Weights]],
-    levers: Levers,
     progress: Progress = lambda stage, done: None,
     vision: Vision | None = None,
 ) -> GpuTextRunner | ParallelRunner:
@@ -213,12 +214,12 @@ def text_runner(
     GpuTextRunner takes it.
     """
     if plan.n_gpus > 1:
-        return ParallelRunner(plan, devices, weights, levers, progress, vision)
+        return ParallelRunner(plan, devices, weights, progress, vision)
     joined = None
     if plan.cuts:
-        workspace = gpu_workspace(plan, levers, allocate_on(weights[0][0].norm.device))
+        workspace = gpu_workspace(plan, allocate_on(weights[0][0].norm.device))
         joined = workspace, exchanges([workspace], plan.cuts)[0]
-    return GpuTextRunner(plan, weights[0], levers, progress, vision, joined)
+    return GpuTextRunner(plan, weights[0], progress, vision, joined)
 
 
 class Gpu:
@@ -267,7 +268,8 @@ class Gpu:
 
     def begin_compiling(self, plan: TextPlan | SpeechPlan, again: bool = False) -> Kernels:
         """See `compile.begin_compiling`."""
-        return begin_compiling(plan, self.levers, collect, again=again)
+        with self.levers.bound():
+            return begin_compiling(plan, collect, again=again)
 
     def store(self, plan: TextPlan | SpeechPlan) -> Store:
         """Store to which weights are loaded."""
@@ -311,15 +313,15 @@ class Gpu:
         self, plan: TextPlan, weights: PartWeights, vision: Vision | None, progress: Progress
     ) -> GpuTextRunner | ParallelRunner:
         """Makes a runner. vision: of a model that takes pictures. Raises KernelError."""
-        with _named_kernels():
-            return text_runner(plan, self.devices, weights, self.levers, progress, vision)
+        with _named_kernels(), self.levers.bound():
+            return text_runner(plan, self.devices, weights, progress, vision)
 
     def speech_runner(
         self, plan: SpeechPlan, weights: SpeechWeights, vocoder: dict[str, Array], progress: Progress
     ) -> GpuSpeechRunner:
         """Makes a runner. Raises KernelError."""
-        with _named_kernels():
-            return GpuSpeechRunner(plan, weights, vocoder, self.levers, progress)
+        with _named_kernels(), self.levers.bound():
+            return GpuSpeechRunner(plan, weights, vocoder, progress)
 
     def kernels(self, info: EngineInfo) -> str:
         """Describes the kernels for a fingerprint, beside their sources."""

@@ -24,7 +24,6 @@ from deltic.engine.step import Sequence, Step
 from deltic.models.qwen.gpu import QwenGpu
 from deltic.models.qwen.gpu_buffers import GpuMemory
 from deltic.ops.gpu.blocks import PrefillInputs
-from deltic.ops.gpu.launch import Levers
 from deltic.ops.gpu.sample import sample
 from deltic.runtime.gpu.ahead import Pending
 from deltic.runtime.gpu.buffers import GpuWorkspace, Guesses
@@ -42,13 +41,12 @@ class DraftHead:
         guesses: Guesses,
         memory: GpuMemory,
         plan: TextPlan,
-        levers: Levers,
         recordings: Recordings,
     ) -> None:
         """recordings: the model's, to which the head's are added."""
         self._recordings = recordings
         self._model, self._workspace, self._guesses, self._memory = model, workspace, guesses, memory
-        self._max_len, self._levers = plan.max_model_len, levers
+        self._max_len = plan.max_model_len
         self._n_ids = min(plan.n_real, plan.shape.n_drafted)
         self._rows = rows = guesses.head.rows
         guesses.none.fill_(-1)
@@ -82,7 +80,7 @@ class DraftHead:
 
         def body() -> None:
             logits = self._model.draft_guess(n, drawn, w.batch_slots, w.decode, g.head, self._memory, self._max_len)
-            sample(logits, self._n_ids, draws, g.parameters, w.sample, g.out, levers=self._levers)
+            sample(logits, self._n_ids, draws, g.parameters, w.sample, g.out)
 
         return body
 

@@ -16,6 +16,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
+from contextvars import copy_context
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,7 +33,7 @@ from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.weights import VisionWeights
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.all_reduce import apart, let_reach
-from deltic.ops.gpu.launch import Levers, allocate_in_host, allocate_on
+from deltic.ops.gpu.launch import allocate_in_host, allocate_on, bound_levers
 from deltic.runtime.gpu.buffers import exchanges, gpu_workspace, meeting
 from deltic.runtime.gpu.copies import DeviceCopies, open_tiers
 from deltic.runtime.gpu.pictures import PictureTower
@@ -54,9 +55,9 @@ class GpuThread:
         threading.Thread(target=self._run, name=str(device), daemon=True).start()
 
     def start(self, call: Callable[[], T]) -> Future[T]:
-        """Queues the call behind those that are queued."""
+        """Queues the call behind those that are queued. It runs by the levers that are bound here."""
         future: Future[T] = Future()
-        self._calls.put((call, future))
+        self._calls.put((partial(copy_context().run, call), future))
         return future
 
     def _run(self) -> None:
@@ -96,7 +97,6 @@ class ParallelRunner:
         plan: TextPlan,
         devices: Sequence[torch.device],
         weights: Sequence[list[Weights]],
-        levers: Levers,
         progress: Progress = lambda stage, done: None,
         vision: tuple[VisionWeights, PictureRules] | None = None,
     ) -> None:
@@ -105,18 +105,18 @@ class ParallelRunner:
         Raises KernelError for GPUs that do not reach each other's memory, unless the lever says that they
         meet in the host's.
         """
-        if levers.peer:
+        if bound_levers().peer:
             let_reach(devices)
-        in_host = None if levers.peer else meeting(plan, allocate_in_host, is_in_host=True)
-        self.plan, self.levers = plan, levers
+        in_host = None if bound_levers().peer else meeting(plan, allocate_in_host, is_in_host=True)
+        self.plan, self.levers = plan, bound_levers()
         self._threads = [GpuThread(device) for device in devices]
         plans = [plan.of_gpu(i) for i in range(len(devices))]
-        workspaces = [gpu_workspace(p, levers, allocate_on(d)) for p, d in zip(plans, devices, strict=True)]
+        workspaces = [gpu_workspace(p, allocate_on(d)) for p, d in zip(plans, devices, strict=True)]
         found = exchanges(workspaces, plan.cuts, in_host)
         self.runners: list[GpuTextRunner] = []
         with apart([part for exchange in found for part in exchange.meetings]):
             for i, thread in enumerate(self._threads):  # one after another, which recording needs
-                make = partial(GpuTextRunner, plans[i], weights[i], levers, exchange=(workspaces[i], found[i]))
+                make = partial(GpuTextRunner, plans[i], weights[i], exchange=(workspaces[i], found[i]))
                 part = partial(part_of_progress, progress, i, len(devices))
                 self.runners.append(thread.start(partial(make, part, None if i else vision)).result())
             # Behind all recordings: before each of them torch gives back memory that it keeps, on every GPU.

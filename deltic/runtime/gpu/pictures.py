@@ -21,7 +21,7 @@ from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.shape import MERGE
 from deltic.models.vision.weights import VisionWeights
 from deltic.ops.geometry import PAGE_SIZE
-from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.launch import bound_levers
 from deltic.ops.gpu.vision import PatchGrid
 from deltic.runtime.gpu.record import Watch
 from deltic.runtime.plan import TextPlan
@@ -37,13 +37,12 @@ class PictureTower:
         rules: PictureRules,
         buffers: VisionBuffers,
         rows: Tensor,
-        levers: Levers,
         stream: torch.cuda.Stream | None,
     ) -> None:
         """rows: the pool, bfloat16 [blocks * PAGE_SIZE, H]."""
         assert plan.tower is not None
-        self.rules, self._rows, self._stream = rules, rows, stream
-        self.forward = VisionGpu(plan.tower, weights, rules, buffers, levers)
+        self.rules, self._rows, self._stream, self._levers = rules, rows, stream, bound_levers()
+        self.forward = VisionGpu(plan.tower, weights, rules, buffers)
         self._pixels: Tensor | None = None  # as long as a copy of it may be on its way
         self._blocks: list[int] = []
         self._pieces: Iterator[bool] = iter(())
@@ -72,7 +71,7 @@ class PictureTower:
     def run(self, seconds: float) -> bool:
         """Goes on for about so long, at least for one piece. Returns whether the picture is finished."""
         end = time.perf_counter() + seconds
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self._stream), self._levers.bound():
             while True:
                 is_done = self._start(end - time.perf_counter())
                 if is_done or end - time.perf_counter() < self._pace.least_s:

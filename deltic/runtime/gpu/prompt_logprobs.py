@@ -14,6 +14,7 @@ from deltic.models.qwen.gpu import QwenGpu
 from deltic.models.qwen.gpu_buffers import PrefillBuffers
 from deltic.ops.geometry import LogprobEntries
 from deltic.ops.gpu.blocks import AdapterRows
+from deltic.ops.gpu.launch import bound_levers
 from deltic.ops.gpu.sample import prompt_logprobs
 from deltic.runtime.gpu.batch_slots import adapter_groups
 
@@ -24,7 +25,7 @@ class PromptScorer:
     def __init__(self, model: QwenGpu, buffers: PrefillBuffers, n_real: int) -> None:
         """n_real: ids that can be drawn."""
         self._model, self._buffers, self._n_real = model, buffers, n_real
-        self._device = buffers.final.device
+        self._device, self._levers = buffers.final.device, bound_levers()
 
     def of(self, chunk: Chunk, first: int, n_blocks: int) -> list[TokenLogprob]:
         """Returns those of the prompt's tokens behind the chunk's, whose rows begin with `first` in a prefill
@@ -51,7 +52,8 @@ class PromptScorer:
         if adapter_slot >= 0:
             groups, of = (torch.tensor(words, dtype=torch.int32) for words in adapter_groups([adapter_slot] * n, n))
             adapters = AdapterRows(groups.to(self._device), of.view(n, -1).to(self._device))
-        return self._model.logits_of(rows, n_blocks, self._buffers, adapters)
+        with self._levers.bound():
+            return self._model.logits_of(rows, n_blocks, self._buffers, adapters)
 
     def _start(self, logits: Tensor, targets: Tensor, n_top: int) -> tuple[Tensor, Tensor, Tensor]:
         """Starts the log-probabilities of one token a row, and of n_top others with their ids."""

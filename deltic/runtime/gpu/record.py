@@ -14,7 +14,7 @@ from typing import Literal
 import torch
 
 from deltic.engine.messages import ReplayStats
-from deltic.ops.gpu.launch import Levers, launches
+from deltic.ops.gpu.launch import bound_levers, launches
 
 Body = Callable[[], object]
 """Starts the kernels of a step, neither waiting nor allocating."""
@@ -51,18 +51,19 @@ def _without_collections() -> Iterator[None]:
 def record_all(
     bodies: list[Body],
     stream: torch.cuda.Stream | None,
-    levers: Levers,
     progress: Callable[[float], None],
     replays: ReplayStats,
     are_replayed: bool = False,
 ) -> list[Recording]:
-    """Records each for replays on this stream; the largest come first, so that the smaller ones find their
-    memory in the pool. stream: None without a GPU, where each stays as it is, and is interpreted. replays:
-    the model's, which counts them.
+    """Records each for replays on this stream, by the levers that are bound; the largest come first, so that
+    the smaller ones find their memory in the pool. stream: None without a GPU, where each stays as it is, and
+    is interpreted. replays: the model's, which counts them.
 
     Each is run once before, which compiles new kernels: no sequence may have rows in it. are_replayed: and
     once as recorded, for which the device makes room the first time.
     """
+    levers = bound_levers()
+    bodies = [levers.bound()(body) for body in bodies]  # those that are not replayed keep them
     replays.n_recorded += len(bodies)
     if stream is None:
         return [Recording(body, 0, replays) for body in bodies]
@@ -127,13 +128,12 @@ class Recordings:
     def record(
         self,
         stream: torch.cuda.Stream | None,
-        levers: Levers,
         progress: Callable[[float], None],
         replays: ReplayStats,
         are_replayed: bool = False,
     ) -> None:
         """Records all that was added, as `record_all` does."""
-        recorded = record_all([*self._bodies.values()], stream, levers, progress, replays, are_replayed)
+        recorded = record_all([*self._bodies.values()], stream, progress, replays, are_replayed)
         self.made = dict(zip(self._bodies, recorded, strict=True))
         self._bodies.clear()
 

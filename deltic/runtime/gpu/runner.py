@@ -45,7 +45,7 @@ from deltic.engine.step import Chunk, Progress, Sequence, Step, StepResult
 from deltic.models.vision.pixels import PictureRules
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.blocks import PrefillInputs, Rows
-from deltic.ops.gpu.launch import Levers
+from deltic.ops.gpu.launch import bound_levers
 from deltic.ops.gpu.sample import Draws, sample
 from deltic.runtime.gpu.ahead import Ahead, Pending, ResultBuffers
 from deltic.runtime.gpu.batch_slots import BatchSlots
@@ -71,9 +71,9 @@ class Bodies(ABC):
     (text.py, speech.py) says what a decode and a prefill are.
     """
 
-    def __init__(self, workspace: Workspace, n_real: int, levers: Levers) -> None:
+    def __init__(self, workspace: Workspace, n_real: int) -> None:
         """n_real: ids that can be drawn."""
-        self._workspace, self._n_real, self._levers = workspace, n_real, levers
+        self._workspace, self._n_real = workspace, n_real
 
     @abstractmethod
     def decode(self, n: int, max_len: int) -> Body:
@@ -92,7 +92,7 @@ class Bodies(ABC):
     def draw(self, kind: str, logits: Tensor, draws: Draws | Rows) -> None:
         """Starts the draws of a decode, or of a prefill."""
         w = self._workspace
-        sample(logits, self._n_real, draws, w.parameters, w.sample, w.out[kind], levers=self._levers)
+        sample(logits, self._n_real, draws, w.parameters, w.sample, w.out[kind])
 
     def add_decodes(self, recordings: Recordings, plan: Plan[Any]) -> None:
         """Adds every decode, and draws that are recorded apart from it."""
@@ -124,7 +124,6 @@ class GpuRunner:
     def __init__(
         self,
         plan: Plan[Any],
-        levers: Levers,
         workspace: Workspace,
         batch_slots: BatchSlots,
         pages: list[Tensor],
@@ -135,7 +134,7 @@ class GpuRunner:
         """pages, states: what makes up a page and a state, with the page or the state slot as first
         dimension. has_head: whether a draft head runs behind prefills.
         """
-        self.plan, self.levers, self.workspace, self.batch_slots = plan, levers, workspace, batch_slots
+        self.plan, self.workspace, self.batch_slots = plan, workspace, batch_slots
         self.device = pages[0].device
         self.is_gpu = self.device.type == "cuda"
         self.max_logit_rows = plan.max_num_seqs + PAGE_SIZE
@@ -159,6 +158,7 @@ class GpuRunner:
             plan.adapters.n > 0,
         )
         self._results = results
+        self.levers = bound_levers()
         self._ahead: dict[Sequence, Ahead] = {}
         self.replays = ReplayStats()
 
@@ -192,9 +192,7 @@ class GpuRunner:
         bodies.add_decodes(self.recordings, self.plan)
         bodies.add_prefills(self.recordings, self._prefill_batch)
         self.batch_slots.flush()  # no row is in use
-        self.recordings.record(
-            self.stream, self.levers, lambda done: progress("record", done), self.replays, are_replayed
-        )
+        self.recordings.record(self.stream, lambda done: progress("record", done), self.replays, are_replayed)
 
     # A step.
 

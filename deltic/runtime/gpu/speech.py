@@ -19,7 +19,7 @@ from deltic.models.tts.weights import SpeechWeights
 from deltic.ops.arrays import Array
 from deltic.ops.geometry import N_CODES, PAGE_SIZE
 from deltic.ops.gpu.blocks import PrefillInputs
-from deltic.ops.gpu.launch import Levers, allocate_on
+from deltic.ops.gpu.launch import allocate_on
 from deltic.ops.gpu.weight import to_device
 from deltic.runtime.gpu.ahead import Pending, ResultBuffers
 from deltic.runtime.gpu.batch_slots import BatchSlots
@@ -77,10 +77,8 @@ class SpeechBodies(Bodies):
 
     _workspace: GpuSpeechWorkspace
 
-    def __init__(
-        self, model: TtsGpu, workspace: GpuSpeechWorkspace, memory: SpeechMemory, n_drawn: int, levers: Levers
-    ) -> None:
-        super().__init__(workspace, n_drawn, levers)
+    def __init__(self, model: TtsGpu, workspace: GpuSpeechWorkspace, memory: SpeechMemory, n_drawn: int) -> None:
+        super().__init__(workspace, n_drawn)
         self._model, self._memory = model, memory
 
     def decode(self, n: int, max_len: int) -> Body:
@@ -109,7 +107,6 @@ class GpuSpeechRunner(GpuRunner, Speaker):
         plan: SpeechPlan,
         weights: SpeechWeights,
         vocoder: dict[str, Array],
-        levers: Levers,
         progress: Progress = lambda stage, done: None,
     ) -> None:
         self.shape, self.n_streams = plan.shape, plan.n_streams
@@ -121,18 +118,18 @@ class GpuSpeechRunner(GpuRunner, Speaker):
         self.memory = SpeechMemory(
             pages=allocate("pages", size, torch.bfloat16), past=allocate("past", (n, d.hidden_size), torch.bfloat16)
         )
-        w = gpu_speech_workspace(plan, levers, allocate)
+        w = gpu_speech_workspace(plan, allocate)
         w.decode.numbers.copy_(torch.arange(2 * n, dtype=torch.int32))
-        self.model = TtsGpu(shape, weights, plan.max_model_len, levers)
+        self.model = TtsGpu(shape, weights, plan.max_model_len)
         self.vocoder: GpuVocoderStreams = GpuVocoderStreams(
-            shape.vocoder, vocoder, n_streams=plan.n_vocoder_slots, levers=levers, device=device, progress=progress
+            shape.vocoder, vocoder, n_streams=plan.n_vocoder_slots, device=device, progress=progress
         )
         batch_slots = SpeechBatchSlots(w, shape.end_id, shape.n_drawn, plan.max_model_len)
         results = ResultBuffers(w.out, n, w.decode.rows.codes)
-        super().__init__(plan, levers, w, batch_slots, [self.memory.pages], [self.memory.past], results)
+        super().__init__(plan, w, batch_slots, [self.memory.pages], [self.memory.past], results)
         self._voice_rows: dict[int, tuple[Voice, Tensor, Tensor | None]] = {}
         self.replays = self.vocoder.replays
-        self._record(SpeechBodies(self.model, w, self.memory, shape.n_drawn, levers), progress)
+        self._record(SpeechBodies(self.model, w, self.memory, shape.n_drawn), progress)
         self.info = self._make_info()
         if plan.n_host_units:
             self.open_tiers(None, 0, "").takes_evicted = False

@@ -27,7 +27,7 @@ from deltic.models.vision.weights import VisionWeights
 from deltic.ops.arrays import Array
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.blocks import PrefillInputs
-from deltic.ops.gpu.launch import Levers, allocate_on
+from deltic.ops.gpu.launch import allocate_on
 from deltic.ops.gpu.sample import Draws
 from deltic.runtime.adapters import Adapters
 from deltic.runtime.gpu.adapters import GpuAdapterMemory
@@ -57,9 +57,8 @@ class TextBodies(Bodies):
         undrawn: Undrawn,
         draft_head: DraftHead | None,
         n_real: int,
-        levers: Levers,
     ) -> None:
-        super().__init__(workspace, n_real, levers)
+        super().__init__(workspace, n_real)
         self._model, self._memory, self._undrawn, self._draft_head = model, memory, undrawn, draft_head
 
     def decode(self, n: int, max_len: int) -> Body:
@@ -121,7 +120,6 @@ class GpuTextRunner(GpuRunner):
         self,
         plan: TextPlan,
         weights: list[Weights],
-        levers: Levers,
         progress: Progress = lambda stage, done: None,
         vision: tuple[VisionWeights, PictureRules] | None = None,
         exchange: tuple[GpuWorkspace, Exchange] | None = None,
@@ -139,26 +137,17 @@ class GpuTextRunner(GpuRunner):
         states = allocate("states", (plan.n_slots, n_shards, *state), getattr(torch, shape.state_dtype))
         inputs = allocate("columns", (plan.n_slots, n_shards, *columns), torch.bfloat16)
         self.memory = [GpuMemory(pages[:, i], states[:, i], inputs[:, i]) for i in range(n_shards)]
-        w, joined = (gpu_workspace(plan, levers, allocate), None) if exchange is None else exchange
+        w, joined = (gpu_workspace(plan, allocate), None) if exchange is None else exchange
         targets = None if w.adapters is None else Targets(shape, w.adapters, plan.adapters.rank)
-        self.model = QwenGpu(shape, weights, plan.max_model_len, levers, joined, targets)
+        self.model = QwenGpu(shape, weights, plan.max_model_len, joined, targets)
         n_drafts = n - plan.max_num_seqs
         batch_slots = BatchSlots(w.table, w.offsets, w.parameters.masks, shape.eos_token_ids, plan.n_real, n_drafts)
         super().__init__(
-            plan,
-            levers,
-            w,
-            batch_slots,
-            [pages],
-            [states, inputs],
-            ResultBuffers(w.out, n),
-            has_head=w.guesses is not None,
+            plan, w, batch_slots, [pages], [states, inputs], ResultBuffers(w.out, n), has_head=w.guesses is not None
         )
         self.draft_head: DraftHead | None = None
         if w.guesses is not None:
-            self.draft_head = DraftHead(
-                self.model, w, w.guesses, self.memory[0], plan, levers, recordings=self.recordings
-            )
+            self.draft_head = DraftHead(self.model, w, w.guesses, self.memory[0], plan, recordings=self.recordings)
         if w.adapters is not None:
             self.adapters = Adapters(shape, plan.adapters, GpuAdapterMemory(shape, w.adapters, self.stream))
         self._undrawn = Undrawn(w.decode.logits.view(-1, shape.vocab_size), n)
@@ -168,13 +157,13 @@ class GpuTextRunner(GpuRunner):
         """Guesses of this step for one sequence, at most."""
         self.tower: PictureTower | None = None
         if vision is not None and w.vision is not None and w.picture_rows is not None:
-            self.tower = PictureTower(plan, *vision, w.vision, w.picture_rows, levers, self.stream)
+            self.tower = PictureTower(plan, *vision, w.vision, w.picture_rows, self.stream)
             self.pictures = self.tower
             if self.is_gpu and plan.n_gpus == 1:  # a kernel that cannot run here fails now
                 with torch.cuda.stream(self.stream):
                     torch.cuda.synchronize()  # what was allocated and copied so far was on another stream
                     self.tower.walk()
-        bodies = TextBodies(self.model, w, self.memory, self._undrawn, self.draft_head, plan.n_real, levers)
+        bodies = TextBodies(self.model, w, self.memory, self._undrawn, self.draft_head, plan.n_real)
         self._record(bodies, progress, are_replayed=plan.n_gpus > 1)
         self.info = self._make_info(None if vision is None else vision[1])
 

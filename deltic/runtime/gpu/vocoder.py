@@ -28,7 +28,6 @@ from deltic.models.vocoder.shape import VocoderShape
 from deltic.models.vocoder.weights import vocoder_weight_bytes
 from deltic.ops.arrays import Array
 from deltic.ops.geometry import N_CODES
-from deltic.ops.gpu.launch import Levers
 from deltic.runtime.gpu.batch_slots import Ring
 from deltic.runtime.gpu.record import Body, Recording, record_all
 
@@ -96,20 +95,19 @@ class GpuVocoderStreams:
         tensors: dict[str, Array],
         *,
         n_streams: int,
-        levers: Levers,
         device: str | torch.device,
         n_frames: int = MAX_FRAMES,
         progress: Callable[[str, float], None] = lambda stage, done: None,
     ) -> None:
         """tensors: of load_vocoder. Raises UnsupportedModelError."""
         check_vocoder_gpu(shape)
-        self.shape, self.n_streams, self.levers = shape, n_streams, levers
+        self.shape, self.n_streams = shape, n_streams
         self.device = torch.device(device)
         self.is_gpu = self.device.type == "cuda"
         self.frame_samples = frame_samples(shape)
         self.state_size = state_words(shape)
         state = torch.zeros((n_streams, self.state_size), dtype=torch.int32, device=device)
-        self.model = VocoderGpu(shape, pack_vocoder(shape, tensors, self.device), state, levers)
+        self.model = VocoderGpu(shape, pack_vocoder(shape, tensors, self.device), state)
         self.stream = torch.cuda.Stream(priority=-1) if self.is_gpu else None
         self._buffers = chunk_buffers(
             shape, n_frames, lambda name, size, dtype: torch.zeros(size, dtype=dtype, device=device)
@@ -127,7 +125,7 @@ class GpuVocoderStreams:
         sizes = [(b, f) for b in self._batches[::-1] for f in FRAMES[::-1] if b * f <= n_frames]
         bodies = [self._body(b, f, self.model.forward) for b, f in sizes]
         bodies += [self._body(b, f, self.model.skim) for b, f in sizes if b == 1]
-        recorded = record_all(bodies, self.stream, levers, lambda done: progress("record vocoder", done), self.replays)
+        recorded = record_all(bodies, self.stream, lambda done: progress("record vocoder", done), self.replays)
         self._chunks = dict(zip(sizes, recorded, strict=False))
         self._skims = dict(zip([f for b, f in sizes if b == 1], recorded[len(sizes) :], strict=True))
 
