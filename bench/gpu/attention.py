@@ -27,13 +27,13 @@ from torch import Tensor
 from bench.gpu.experiment import DEVICE, graph_us, parser, run, same_bits
 from deltic.engine.cache.cache import pages_for
 from deltic.machine import n_usable_cpus
-from deltic.ops.geometry import PAGE_SIZE, AttentionHeads
+from deltic.ops.geometry import PAGE_SIZE, AttentionHeads, AttentionWeights
 from deltic.ops.gpu.attention_decode import SPLITS, Splits, attention_decode, attention_scratch
 from deltic.ops.gpu.blocks import Rows
 from deltic.ops.gpu.fp8 import Operand
 from deltic.ops.gpu.launch import Levers, allocate_on
 from deltic.ops.gpu.roofs import GpuRoofs
-from deltic.ops.kv_formats import KV_FORMATS, KvFormat, on_device
+from deltic.ops.kv_formats import KV_FORMATS, KvFormat, KvPages, on_device
 from deltic.runtime.gpu.compile import Compilation, collecting, fix_keys
 
 POOL_BYTES, N_LAYERS = 36 << 30, 16
@@ -89,14 +89,14 @@ class World:
         scratch = attention_scratch(heads, n, max_len, allocate_on(device), splits)
         out = torch.zeros((n, heads.n_q * heads.dim), dtype=torch.bfloat16, device=device)
 
+        weights = AttentionWeights(self.norm, self.norm, 1e-6, self.cos, self.cos)
+
         def launch(i: int) -> Callable[[], None]:
             first = i // N_LAYERS * n * n_pages
             ids = order[(torch.arange(n * n_pages) + first) % len(order)].view(n, n_pages)
             table, pages = ids.to(torch.int32).to(device), self.pages[:, i % N_LAYERS]
             return lambda: attention_decode(
-                proj, heads, self.norm, self.norm, 1e-6, rows=rows, page_table=table, cos=self.cos, sin=self.cos,
-                pages=pages, scratch=scratch, max_len=max_len, out=Operand(out), splits=splits,
-                format=self.format,
+                proj, heads, weights, rows=rows, cache=KvPages(pages, self.format, table), scratch=scratch, max_len=max_len, out=Operand(out),
             )  # fmt: skip
 
         return [launch(i) for i in range(n_launches)], out

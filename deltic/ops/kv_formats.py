@@ -78,6 +78,8 @@ class KvPages:
 
     data: Any
     format: KvFormat = BF16
+    table: Any = None
+    """Pages of each sequence, on a GPU: int32 [batch_slots, max_pages]."""
 
 
 KV_FORMATS = {

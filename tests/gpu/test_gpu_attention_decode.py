@@ -9,12 +9,12 @@ import torch
 from torch import Tensor
 
 from deltic.ops.contract import KernelError
-from deltic.ops.geometry import PAGE_SIZE, AttentionHeads
+from deltic.ops.geometry import PAGE_SIZE, AttentionHeads, AttentionWeights
 from deltic.ops.gpu.attention_decode import FAN, SPLITS, AttentionScratch, Splits, attention_decode, attention_scratch
 from deltic.ops.gpu.blocks import Drafts, Rows
 from deltic.ops.gpu.fp8 import Operand
 from deltic.ops.gpu.launch import Levers
-from deltic.ops.kv_formats import BF16, KvFormat
+from deltic.ops.kv_formats import BF16, KvFormat, KvPages
 from tests.gpu.kv_pages import QUANTISED, quantised, values_of
 from tests.gpu.matrices import assert_rounded, poisoned
 from tests.reference import layers
@@ -43,6 +43,10 @@ class Case:
     cos: Tensor
     sin: Tensor
     format: KvFormat = BF16
+
+    @property
+    def weights(self) -> AttentionWeights:
+        return AttentionWeights(self.q_norm, self.k_norm, EPS, self.cos, self.sin)
 
 
 def make(
@@ -99,7 +103,7 @@ def run(
     *,
     max_len: int | None = None,
     scratch: AttentionScratch | None = None,
-    splits: Splits | None = None,
+    splits: Splits = SPLITS,
     shift: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Rows for the given batch slots (-1: not in use) -> out, pages after it. The case is left as it was. shift: of their angles."""
@@ -124,13 +128,12 @@ def run(
         scratch.weight.fill_(torch.nan)
     made = poisoned(out, min(128, heads.dim // 2))
     attention_decode(
-        proj, heads, case.q_norm, case.k_norm, EPS,
+        proj, heads, case.weights,
         rows=Rows(
             batch_slot=i32([max(p, 0) for p in batch_slots]), state_slot=i32([3 if p >= 0 else -1 for p in batch_slots]),
             position=i32([case.lengths[p] if p >= 0 else 0 for p in batch_slots]),
             angle_shift=None if shift is None else i32([shift if p >= 0 else 0 for p in batch_slots]),
-        ), page_table=case.table, cos=case.cos, sin=case.sin, pages=pages, scratch=scratch, max_len=max_len, out=made, splits=splits,
-        format=case.format,
+        ), cache=KvPages(pages, case.format, case.table), scratch=scratch, max_len=max_len, out=made,
     )  # fmt: skip
     assert not scratch.arrived.any(), "the counters are back at 0"
     assert_rounded(made)
@@ -288,14 +291,13 @@ def attend(
     batch_slot, position, ahead = (torch.tensor(x, dtype=torch.int32, device=device) for x in zip(*rows, strict=True))
     out = torch.full((len(rows), heads.n_q * heads.dim), torch.nan, dtype=torch.bfloat16, device=device)
     scratch = attention_scratch(
-        heads, len(rows), 1024, lambda _, size, dtype: torch.zeros(size, dtype=dtype, device=device)
+        heads, len(rows), 1024, lambda _, size, dtype: torch.zeros(size, dtype=dtype, device=device), splits
     )
     made = poisoned(out, min(128, heads.dim))
     attention_decode(
-        proj, heads, case.q_norm, case.k_norm, EPS,
+        proj, heads, case.weights,
         rows=Rows(batch_slot, torch.zeros_like(batch_slot), position, drafts=Drafts(ahead, ahead, ahead, ahead) if with_drafts else None),
-        page_table=case.table, cos=case.cos, sin=case.sin, pages=pages, scratch=scratch, max_len=1024, out=made,
-        format=case.format, splits=splits,
+        cache=KvPages(pages, case.format, case.table), scratch=scratch, max_len=1024, out=made,
     )  # fmt: skip
     assert_rounded(made)
     return out
@@ -393,9 +395,8 @@ def test_recorded_and_replayed(device: str) -> None:
     def step() -> None:
         for _ in range(4):
             attention_decode(
-                case.proj, case.heads, case.q_norm, case.k_norm, EPS, rows=Rows(rows, state_slots, positions),
-                page_table=case.table, cos=case.cos, sin=case.sin, pages=pages,
-                scratch=scratch, max_len=4096, out=Operand(out),
+                case.proj, case.heads, case.weights, rows=Rows(rows, state_slots, positions),
+                cache=KvPages(pages, case.format, case.table), scratch=scratch, max_len=4096, out=Operand(out),
             )  # fmt: skip
 
     state_slots, rows = torch.zeros(3, **i32), torch.arange(3, **i32)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from deltic.models.rotary import axis_of_angle
 from deltic.ops.geometry import AttentionHeads, AttentionWeights
+from deltic.ops.gpu import attention_prefill as attention_module
 from deltic.ops.gpu.attention_prefill import Axes, FlashTile, attention_prefill, flash_tile
 from deltic.ops.gpu.blocks import BLOCK, Blocks
 from deltic.ops.gpu.chip import described, tiles_of
@@ -107,13 +108,15 @@ class World:
                 words[:, b * BLOCK : b * BLOCK + n] = angles[i][:, p : p + n]
             words = words.to(self.device)
         outs = []
-        for _ in range(n_launches):
-            attention_prefill(
-                proj, heads, AttentionWeights(self.q_norm, self.k_norm, EPS, self.cos, self.sin),
-                blocks=blocks, page_table=table, cache=KvPages(self.pages, self.format), query=query, out=out,
-                tile=tile, axes=Axes(words, SECTIONS),
-            )  # fmt: skip
-            outs.append(out.clone())
+        with pytest.MonkeyPatch.context() as patch:
+            if tile is not None:
+                patch.setattr(attention_module, "flash_tile", lambda heads: tile)
+            for _ in range(n_launches):
+                attention_prefill(
+                    proj, heads, AttentionWeights(self.q_norm, self.k_norm, EPS, self.cos, self.sin),
+                    blocks=blocks, cache=KvPages(self.pages, self.format, table), query=query, out=out, axes=Axes(words, SECTIONS),
+                )  # fmt: skip
+                outs.append(out.clone())
         assert n_launches == 1 or all(torch.equal(one, out) for one in outs)
         used = out[: BLOCK * len(rows)]
         assert used.isfinite().all(), "padding of a block in use must stay finite"

@@ -108,6 +108,13 @@ class QwenGpu:
         angles = rotary_tables(shape.inv_freq(), max_len, shape.rope_attention_factor)
         self.cos, self.sin = (to_device(table, device) for table in angles)
 
+    def _attention(self, layer: AttnLayer) -> AttentionWeights:
+        return AttentionWeights(layer.q_norm, layer.k_norm, self.shape.rms_norm_eps, self.cos, self.sin)
+
+    def _cache(self, memory: GpuMemory, nth: int, table: Tensor | None = None) -> KvPages:
+        """Makes the pages of a layer, the nth that has any."""
+        return KvPages(memory.pages[:, nth], self.shape.kv_format, table)
+
     def _add_norm(
         self, residual: Tensor, partials: Tensor | None, w: Tensor, out: Tensor, kind: str, codes: Fp8Rows | None = None
     ) -> Operand:
@@ -252,15 +259,9 @@ class QwenGpu:
         attention_decode(
             proj,
             self.heads,
-            layer.q_norm,
-            layer.k_norm,
-            eps,
+            self._attention(layer),
             rows=rows,
-            page_table=batch.page_table,
-            cos=self.cos,
-            sin=self.sin,
-            pages=of.pages[:, nth],
-            format=self.shape.kv_format,
+            cache=self._cache(of, nth, batch.page_table),
             scratch=b.attention,
             max_len=max_len,
             out=made,
@@ -340,14 +341,9 @@ class QwenGpu:
         keys_decode(
             proj,
             self.heads,
-            self._head.layer.k_norm,
-            self.shape.rms_norm_eps,
+            self._attention(self._head.layer),
             rows=Rows(rows.batch_slot, g.rows.kept[:n], rows.position, angle_shift=rows.angle_shift),
-            page_table=batch.page_table,
-            cos=self.cos,
-            sin=self.sin,
-            pages=memory.pages[:, -1],
-            format=self.shape.kv_format,
+            cache=self._cache(memory, -1, batch.page_table),
         )
 
     def draft_keys(
@@ -374,7 +370,7 @@ class QwenGpu:
         next step writes those of the token that is right there, before anything reads them.
         """
         shape, head, linears = self.shape, self._head, self.linears
-        eps, h, is_first = shape.rms_norm_eps, shape.hidden_size, drawn is not None
+        h, is_first = shape.hidden_size, drawn is not None
         step, guesses = b.rows.front(n), g.rows.front(n)
         proj = self._draft_projection(n, drawn, b, g)
         name, mixed = "draft_head.layer.o_proj", front(b.mixed, n, self.heads.n_q * self.heads.dim)
@@ -382,9 +378,7 @@ class QwenGpu:
         attention_decode(
             proj,
             self.heads,
-            head.layer.q_norm,
-            head.layer.k_norm,
-            eps,
+            self._attention(head.layer),
             rows=Rows(
                 step.batch_slot,
                 guesses.last,
@@ -392,11 +386,7 @@ class QwenGpu:
                 angle_shift=step.angle_shift,
                 drafts=step.drafts if is_first else None,
             ),
-            page_table=batch.page_table,
-            cos=self.cos,
-            sin=self.sin,
-            pages=memory.pages[:, -1],
-            format=self.shape.kv_format,
+            cache=self._cache(memory, -1, batch.page_table),
             scratch=b.attention,
             max_len=max_len,
             out=made,
@@ -477,10 +467,9 @@ class QwenGpu:
         attention_prefill(
             proj,
             self.heads,
-            AttentionWeights(layer.q_norm, layer.k_norm, eps, self.cos, self.sin),
+            self._attention(layer),
             blocks=inputs.blocks,
-            page_table=page_table,
-            cache=KvPages(of.pages[:, nth], shape.kv_format),
+            cache=self._cache(of, nth, page_table),
             query=front(b.query, t, self.heads.n_q, self.heads.dim),
             out=mixed,
             axes=Axes(inputs.angles, shape.mrope_section or ()),
@@ -531,9 +520,9 @@ class QwenGpu:
         keys_prefill(
             proj,
             self.heads,
-            AttentionWeights(head.layer.q_norm, head.layer.k_norm, eps, self.cos, self.sin),
+            self._attention(head.layer),
             blocks=inputs.blocks,
-            cache=KvPages(memory.pages[:, -1], self.shape.kv_format),
+            cache=self._cache(memory, -1),
             axes=Axes(inputs.angles, self.shape.mrope_section or ()),
         )
 

@@ -45,7 +45,7 @@ import triton.language as tl
 from torch import Tensor
 
 from deltic.ops.contract import check
-from deltic.ops.geometry import PAGE_SIZE, Allocate, AttentionHeads
+from deltic.ops.geometry import PAGE_SIZE, Allocate, AttentionHeads, AttentionWeights
 from deltic.ops.gpu import kv
 from deltic.ops.gpu.blocks import Rows
 from deltic.ops.gpu.chip import chip
@@ -53,7 +53,7 @@ from deltic.ops.gpu.decode import codes_at
 from deltic.ops.gpu.fp8 import Operand, round_made, rounded, stored_by
 from deltic.ops.gpu.kv import FP8, PLAIN
 from deltic.ops.gpu.launch import launch, next_power_of_2
-from deltic.ops.kv_formats import BF16, KvFormat
+from deltic.ops.kv_formats import KvFormat, KvPages
 
 FAN = 8
 """Records merged at once: with 64 splits, two rounds of 8. And the most splits of a program."""
@@ -100,24 +100,30 @@ SPLITS = Splits()
 
 @dataclass(frozen=True)
 class AttentionScratch:
-    """Workspace of attention_decode, for `n_rows` rows; may be shared by the layers of a step."""
+    """Workspace of attention_decode, for `n_rows` rows; may be shared by the layers of a step. splits: how it
+    cuts rows.
+    """
 
     output: Tensor  # float32 [rows, nk, records, group, d]: of the splits, not yet divided by their sums
     weight: Tensor  # float32 [rows, nk, records + merged, 2, group]: maximum (base 2) and sum
     arrived: Tensor  # int32 [rows, nk, 1 + merged]: 0 between launches
+    splits: Splits
 
 
 def attention_scratch(
-    heads: AttentionHeads, n_rows: int, max_len: int, allocate: Allocate, splits: Splits | None = None
+    heads: AttentionHeads, n_rows: int, max_len: int, allocate: Allocate, splits: Splits = SPLITS
 ) -> AttentionScratch:
-    """Room for n_rows rows of at most max_len keys. allocate(name, size, dtype) gives zeroed tensors."""
-    records = (splits or SPLITS).capacity(max_len)
+    """Room for n_rows rows of at most max_len keys. allocate(name, size, dtype) gives zeroed tensors. splits:
+    for measurements.
+    """
+    records = splits.capacity(max_len)
     merged, group = -(-records // FAN), heads.n_q // heads.n_kv
     shape = n_rows, heads.n_kv
     return AttentionScratch(
         output=allocate("attention splits", (*shape, records, group, heads.dim), torch.float32),
         weight=allocate("attention weights", (*shape, records + merged, 2, group), torch.float32),
         arrived=allocate("attention arrivals", (*shape, 1 + merged), torch.int32),
+        splits=splits,
     )
 
 
@@ -614,21 +620,18 @@ def _limit(format: KvFormat) -> dict[str, int]:
 
 
 def attention_decode(
-    proj: Tensor, heads: AttentionHeads, q_norm: Tensor, k_norm: Tensor, eps: float, *, rows: Rows, page_table: Tensor,
-    cos: Tensor, sin: Tensor, pages: Tensor, scratch: AttentionScratch, max_len: int, out: Operand,
-    splits: Splits | None = None, format: KvFormat = BF16,
+    proj: Tensor, heads: AttentionHeads, weights: AttentionWeights, *, rows: Rows, cache: KvPages, scratch: AttentionScratch,
+    max_len: int, out: Operand,
 ) -> None:
     """out[r, h] = bfloat16(softmax(q k^T / sqrt(d)) v * sigmoid(gate)) over the keys 0 .. position of the
     row's batch slot.
 
     proj: float32 [S, N, row], partial sums in order; a row is q heads | gates | k heads | v heads, or without
-    gates (heads.is_gated). q_norm, k_norm: float32 [d], zero-centred. A row with state slot -1 is left alone.
-    page_table: int32 [batch_slots, max_pages]; cos, sin: float32 [max_len, rotary/2], of which a row reads
-    that of its position, plus rows.angle_shift where there is one; pages: this layer's part, any page stride,
-    in `format`: bfloat16 [n_pages, 2, nk, 64, d], or uint8 [n_pages, bytes]; the token's own k and v are
-    written there. out: bfloat16 [N, nq d], and as `round_rows` rounds it, where that is asked for.
-    max_len: no row has more keys. Query head j reads key head j // (nq/nk). splits: for measurements; the
-    scratch must have been made with the same.
+    gates (heads.is_gated). A row with state slot -1 is left alone. Its angles are those of its position, plus
+    rows.angle_shift where there is one. cache: this layer's part of the pages, bfloat16 [n_pages, 2, nk, 64,
+    d] or uint8 [n_pages, bytes], where the token's own k and v are written, and their table. out: bfloat16
+    [N, nq d], and as `round_rows` rounds it, where that is asked for. max_len: no row has more keys. Query
+    head j reads key head j // (nq/nk).
 
     Rounded to bfloat16: q, k, v, the softmax weights where they meet v (not in their sum), the output; of
     quantised pages weights are rounded to float16. No row
@@ -637,7 +640,7 @@ def attention_decode(
     windows, sinks.
     Raises KernelError where shapes, types or the scratch's size do not fit.
     """
-    splits = splits or SPLITS
+    cos, sin, pages, format, splits = weights.cos, weights.sin, cache.data, cache.format, scratch.splits
     n_splits, n_rows, n_row = proj.shape
     group, half = heads.n_q // heads.n_kv, cos.shape[1]
     n_pairs = n_rows * heads.n_kv
@@ -661,10 +664,10 @@ def attention_decode(
     to = out.rows, *stored_by("attention_decode", out, heads.dim % (out.block_k or 1) == 0)
     launch(
         _attention_decode_kernel, (n_pairs, splits.chunks(n_pairs, max_len)),
-        proj, q_norm, k_norm, cos, sin, rows.state_slot, rows.batch_slot, rows.position, rows.angle_shift,
-        None if rows.drafts is None else rows.drafts.ahead, page_table, pages,
-        scratch.output, scratch.weight, scratch.arrived, *to, eps, heads.dim**-0.5 * 1.4426950408889634,
-        proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), records, counters,
+        proj, weights.q_norm, weights.k_norm, cos, sin, rows.state_slot, rows.batch_slot, rows.position, rows.angle_shift,
+        None if rows.drafts is None else rows.drafts.ahead, cache.table, pages,
+        scratch.output, scratch.weight, scratch.arrived, *to, weights.eps, heads.dim**-0.5 * 1.4426950408889634,
+        proj.stride(0), proj.stride(1), cache.table.stride(0), pages.stride(0), records, counters,
         NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16,
         GP=next_power_of_2(group), PAGE=PAGE_SIZE, FEW=splits.few, FEW_TILES=splits.few_tiles, MOST=splits.most, FAN=FAN,
         LOG_FAN=FAN.bit_length() - 1, PROGRAMS=splits.programs, LONG=LONG, GATED=heads.is_gated,
@@ -676,8 +679,7 @@ def attention_decode(
 
 
 def keys_decode(
-    proj: Tensor, heads: AttentionHeads, k_norm: Tensor, eps: float, *, rows: Rows, page_table: Tensor, cos: Tensor,
-    sin: Tensor, pages: Tensor, format: KvFormat = BF16,
+    proj: Tensor, heads: AttentionHeads, weights: AttentionWeights, *, rows: Rows, cache: KvPages
 ) -> None:
     """Writes the keys and values of the rows' tokens, and nothing else: each row its own, by one kernel, so
     that they are the same whether it attends or not.
@@ -685,14 +687,15 @@ def keys_decode(
     Arguments as of `attention_decode`; q and gates of proj are not read. A row with state slot -1 is left
     alone. Raises KernelError where shapes or types do not fit.
     """
+    cos, sin, pages, format = weights.cos, weights.sin, cache.data, cache.format
     n_splits, n_rows, n_row = proj.shape
     group, half = heads.n_q // heads.n_kv, cos.shape[1]
     check("keys_decode", proj.dtype == torch.float32 and n_row == heads.row, f"float32 proj [S, N, {heads.row}]")
     check("keys_decode", proj.stride(2) == 1 and cos.is_contiguous() and sin.is_contiguous(), "contiguous proj, cos, sin")
     check("keys_decode", kv.fits(pages, heads.n_kv, heads.dim, format), kv.expected(heads.n_kv, heads.dim, format))
     launch(
-        _keys_decode_kernel, (n_rows * heads.n_kv,), proj, k_norm, cos, sin, rows.state_slot, rows.batch_slot, rows.position,
-        rows.angle_shift, page_table, pages, eps, proj.stride(0), proj.stride(1), page_table.stride(0), pages.stride(0), NQ=heads.n_q,
-        NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16, PAGE=PAGE_SIZE,
+        _keys_decode_kernel, (n_rows * heads.n_kv,), proj, weights.k_norm, cos, sin, rows.state_slot, rows.batch_slot,
+        rows.position, rows.angle_shift, cache.table, pages, weights.eps, proj.stride(0), proj.stride(1),
+        cache.table.stride(0), pages.stride(0), NQ=heads.n_q, NK=heads.n_kv, D=heads.dim, HALF=half, S=n_splits, GROUP=8 if group <= 8 else 16, PAGE=PAGE_SIZE,
         GATED=heads.is_gated, KV=kv.constant(format), num_warps=SPLITS.num_warps,
     )

@@ -259,22 +259,22 @@ TEXT = Axes()
 
 
 def attention_prefill(
-    proj: Tensor, heads: AttentionHeads, weights: AttentionWeights, *, blocks: Blocks, page_table: Tensor, cache: KvPages,
-    query: Tensor, out: Tensor, axes: Axes = TEXT, tile: FlashTile | None = None,
+    proj: Tensor, heads: AttentionHeads, weights: AttentionWeights, *, blocks: Blocks, cache: KvPages, query: Tensor,
+    out: Tensor, axes: Axes = TEXT,
 ) -> None:
     """Full attention of the tokens of `blocks`, whose earlier keys and values are in the pages; writes
     theirs. Two launches.
 
     proj: bfloat16 [T, heads.row], T = 64 blocks, a row q heads | gates (if heads.is_gated) | k heads | v
-    heads; page_table: int32 [batch_slots, max_pages]; cache: bfloat16 [n, 2, nk, 64, d] (keys, then values),
-    or uint8 [n, bytes]; axes: by which dims rotate, the token's position or the axes of M-RoPE; query:
-    bfloat16, T nq d elements of workspace; out: bfloat16 [T, nq d].
+    heads; cache: bfloat16 [n, 2, nk, 64, d] (keys, then values), or uint8 [n, bytes], and the pages' table;
+    axes: by which dims rotate, the token's position or the axes of M-RoPE; query: bfloat16, T nq d elements
+    of workspace; out: bfloat16 [T, nq d].
     out = softmax(q k^T d^-0.5) v * sigmoid(gate), query head j reads key head j // (nq/nk). Scores, softmax
     and sums are float32, q, k, v and the softmax weights that meet v are rounded to bfloat16. In a block's
     unused rows out is finite and means nothing. Blocks not in use are left as they are. v's rows of padding
     in the block's own page become zero.
     In between q lies in `query` as [blocks, nq, 64, d], so that a tile of the flash kernel is one run of
-    memory. tile: for measurements.
+    memory.
     Leaves out: sliding windows, biases, soft caps. Raises ValueError for shapes and types it does not serve.
     """
     cos, sin, pages, format = weights.cos, weights.sin, cache.data, cache.format
@@ -305,7 +305,7 @@ def attention_prefill(
         cos, sin, cos.stride(0), axes.angles, query, pages, pages.stride(0), HALF=half, HALF_P2=next_power_of_2(half), FIRST=0,
         **ends, **sizes, num_warps=PREPARE_WARPS,
     )
-    tile, rows_page = tile or flash_tile(heads), pages.stride(0) // d
+    tile, rows_page = flash_tile(heads), pages.stride(0) // d
     queries = tiles_of(query, query.numel() // d, d, d, (BLOCK * tile.heads, d))
     n_rows = (pages.shape[0] - 1) * rows_page + pages[0].numel() // d
     tiles, value_tiles = tiles_of(pages, n_rows, d, d, (BLOCK, d)), None
@@ -315,7 +315,7 @@ def attention_prefill(
     launch(
         _flash_kernel, (heads.n_q // tile.heads // n_outer, n_blocks, n_outer), queries, tiles, value_tiles,
         None if format.is_plain else pages, proj, out, blocks.n,
-        blocks.position, blocks.batch_slot, page_table, page_table.stride(0), rows_page, d**-0.5 * LOG2_E.value,
+        blocks.position, blocks.batch_slot, cache.table, cache.table.stride(0), rows_page, d**-0.5 * LOG2_E.value,
         HEADS=tile.heads, **sizes, num_warps=tile.num_warps, num_stages=tile.num_stages,
     )
 
