@@ -87,17 +87,15 @@ class Layers:
         """What starts a decode of n rows in all layers; its output, and the pairs of each expert."""
         m = self.mixture
         scratch = moe_scratch(n, m.n_experts, m.n_per_token, m.width, m.width, allocate_on(self.device))
+        if m.is_e4m3:
+            scratch = replace(scratch, x8=self.rounded(n))
         out = torch.zeros((m.n_per_token + 1, n, m.hidden), device=self.device)
-        codes = self.rounded(n) if m.is_e4m3 else None
         row_slot = torch.arange(n, dtype=torch.int32, device=self.device)
 
         def step() -> None:
             for w in self.layers:
                 tiles: MoeTiles | None = replace(moe_tiles(n, w), **cut) if cut else None
-                moe_decode(
-                    self.x[:n], w, self.routing, row_slot=row_slot, scratch=scratch, out=out, codes=codes,
-                    tiles=tiles,
-                )  # fmt: skip
+                moe_decode(self.x[:n], w, self.routing, row_slot=row_slot, scratch=scratch, out=out, tiles=tiles)
 
         return step, out, scratch.counters[: m.n_experts]
 

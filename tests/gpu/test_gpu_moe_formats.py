@@ -6,7 +6,7 @@ The float64 of the operands: weights rounded as ops/gpu/operands.py says, activa
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -120,12 +120,10 @@ class Layer:
     def decode(self, x: Tensor, tiles: MoeTiles | None = None, is_rounded: bool = False) -> Tensor:
         n = x.shape[0]
         out = torch.full((K + 1, n, HIDDEN), float("nan"), device=self.device)
-        scratch = moe_scratch(n, N_EXPERTS, K, WIDTH, self.shared, self.allocate)
         slots = torch.arange(n, dtype=torch.int32, device=self.device)
         codes = fp8_rows("codes", n, HIDDEN, self.allocate) if is_rounded else None
-        moe_decode(
-            x, self.weights, Routing(K, True), row_slot=slots, scratch=scratch, out=out, codes=codes, tiles=tiles
-        )
+        scratch = replace(moe_scratch(n, N_EXPERTS, K, WIDTH, self.shared, self.allocate), x8=codes)
+        moe_decode(x, self.weights, Routing(K, True), row_slot=slots, scratch=scratch, out=out, tiles=tiles)
         return out
 
     def prefill(self, x: Tensor, n_tokens: list[int]) -> Tensor:

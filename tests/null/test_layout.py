@@ -28,15 +28,11 @@ SOURCES = FILES + sorted((PACKAGE / "csrc").iterdir()) + sorted(PACKAGE.rglob("*
 MAX_SOURCE_FILES = 269
 MAX_FILE_LINES = 600
 MAX_FUNCTION_LINES = 80
-MAX_PACKAGE_LINES = 57_821
+MAX_PACKAGE_LINES = 57_808
 """What there is: a ceiling that comes down with it. A feature that needs more takes it from elsewhere, and says from where."""
 MAX_METHODS = 30
 MAX_PARAMETERS = 8
 """Parameters of a function: what belongs together is a record."""
-MANY_PARAMETERS = """
-all_reduce._launch attention_decode.attention_decode attention_decode.keys_decode attention_prefill.attention_prefill moe.moe_decode
-"""
-"""Functions with more parameters than that: all start kernels of a GPU. The list only shrinks."""
 SHARED_NAMES = """
 AdapterBuffers AdapterRows Batch BatchParameters Columns Completion DraftHead Draws Frames Header Item Kind Linears
 MoeScratch PictureTower Ring Rows Stored VisionBuffers Voice Workspace
@@ -370,7 +366,7 @@ def test_functions_are_short_and_names_say_something(path: Path) -> None:
 
 def test_functions_take_few_parameters() -> None:
     many = {f"{path.stem}.{name}" for path in FILES for name, n in read(path).parameters if n > MAX_PARAMETERS}
-    assert sorted(many) == MANY_PARAMETERS.split()
+    assert not many
 
 
 def test_classes_have_names_of_their_own() -> None:

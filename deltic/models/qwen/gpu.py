@@ -302,9 +302,8 @@ class QwenGpu:
             mlp,
             Routing(shape.n_experts_per_tok, shape.norm_topk_prob),
             row_slot=row_slot,
-            scratch=b.moe,
+            scratch=replace(b.moe, x8=normed.codes),
             out=partial,
-            codes=normed.codes,
             adapters=shard.linears.experts(name, who),
         )
         return partial

@@ -362,20 +362,30 @@ def _two_shot_kernel(
         _round_row(p_row, p_codes, p_scale, row, n, width, GROUP, GROUPS)
 
 
+@dataclass(frozen=True)
+class _Norm:
+    """Residual stream to which a sum is added, and how that is normed and rounded. Nothing: the sum alone."""
+
+    residual: Tensor | None = None
+    w: Tensor | None = None
+    eps: float = 0.0
+    codes: Fp8Rows | None = None
+
+
 def _launch(
-    kernel: object, partials: Tensor, ranks: Rank, first: int, residual: Tensor | None, w: Tensor | None, eps: float,
-    out: Tensor, codes: Fp8Rows | None, *more: int, **constants: bool,
+    kernel: object, partials: Tensor, ranks: Rank, first: int, out: Tensor, norm: _Norm, *more: int, **constants: bool
 ) -> None:
     """Launches a kernel for the rows of one launch, from row `first` on."""
     n_partials, n, width = partials.shape
+    residual, codes = norm.residual, norm.codes
     last, shards, block_k = min(n, first + ranks.n_rows), ranks.n_shards, 0
     rounded_rows: tuple[Tensor | None, Tensor | None] = None, None
     if codes is not None and codes.block_k:
         block_k, rounded_rows = codes.block_k, (codes.codes[first * width :], codes.scale[first:])
     launch(
         kernel, (last - first,), partials[:, first:], ranks.inbox, ranks.flags, ranks.epochs, ranks.inboxes, ranks.flag_lists,
-        None if residual is None else residual[first:], w, out, *rounded_rows, ranks.rank, ranks.n_rows, n, width, n * width,
-        1.0 / width, eps, *more, RANKS=ranks.n_ranks, HOST=ranks.is_in_host, SHARDS=shards, SLICES=n_partials // shards,
+        None if residual is None else residual[first:], norm.w, out, *rounded_rows, ranks.rank, ranks.n_rows, n, width, n * width,
+        1.0 / width, norm.eps, *more, RANKS=ranks.n_ranks, HOST=ranks.is_in_host, SHARDS=shards, SLICES=n_partials // shards,
         LANES=LANES, PIECES=pieces(width), GROUP=block_k, GROUPS=next_power_of_2(-(-width // max(1, block_k))),
         num_warps=8 if last - first <= FEW_ROWS else norm_warps(last - first, width), **constants,
     )
@@ -397,7 +407,7 @@ def all_reduce(partials: Tensor, out: Tensor, *, ranks: Rank) -> None:
     fits = out.dtype == torch.float32 and out.shape == partials.shape[1:] and out.is_contiguous()
     check("all_reduce", fits, "contiguous float32 out [N, H]")
     for first in range(0, len(out), ranks.n_rows):
-        _launch(_one_shot_kernel, partials, ranks, first, None, None, 0.0, out[first:], None, NORM=False)
+        _launch(_one_shot_kernel, partials, ranks, first, out[first:], _Norm(), NORM=False)
 
 
 def all_reduce_norm(
@@ -421,12 +431,12 @@ def all_reduce_norm(
     check("all_reduce", shots == 1 or not ranks.is_in_host, "one shot in the host's memory")
     if codes is not None and codes.block_k:
         check_room("all_reduce", codes, n, width, codes.block_k)
-    out = ranks.out[:n]
+    out, norm = ranks.out[:n], _Norm(residual, w, eps, codes)
     for first in range(0, n, ranks.n_rows):
         if shots == 1:
-            _launch(_one_shot_kernel, partials, ranks, first, residual, w, eps, out[first:], codes, NORM=True)
+            _launch(_one_shot_kernel, partials, ranks, first, out[first:], norm, NORM=True)
         else:
-            _launch(_two_shot_kernel, partials, ranks, first, residual, w, eps, ranks.outs, codes, first)
+            _launch(_two_shot_kernel, partials, ranks, first, ranks.outs, norm, first)
     return out
 
 

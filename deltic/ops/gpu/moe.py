@@ -86,6 +86,7 @@ class MoeScratch:
     entries: Tensor  # int32 [N * k]: expert + 65536 * tile: what the grouped products work through
     lists: Tensor  # int32 [E * N]: pairs of each expert, N (of the call) apart
     act: Tensor  # bfloat16 [N * (k + 1) * max(M, Ms)]: a row a pair, then a row a row of the shared expert
+    x8: Fp8Rows | None = None  # of x
 
 
 def moe_scratch(
@@ -639,8 +640,7 @@ def _lines(w: Matrix) -> dict[str, int]:
 
 def moe_decode(
     x: Tensor, w: MoeWeights, routing: Routing, *, row_slot: Tensor, scratch: MoeScratch, out: Tensor,
-    codes: Fp8Rows | None = None, tiles: MoeTiles | None = None,
-    adapters: tuple[ExpertTargets, AdapterRows] | None = None,
+    tiles: MoeTiles | None = None, adapters: tuple[ExpertTargets, AdapterRows] | None = None,
 ) -> None:
     """out[s, r] = p_s Expert_s(x[r]) for the k experts of the largest p, in their order;
     out[k, r] = sigmoid(gate) Shared(x[r]).
@@ -648,8 +648,8 @@ def moe_decode(
     x: bfloat16 [N, H]; k = routing.n_per_token; p: softmax of the first E logits in float32, ties to the
     lower expert, renormalised over the k when routing.normalise; row_slot: int32 [N], below 0: the row routes
     nowhere and out[:k] of it is not written; out: float32 [k + 1, N, H]. H a multiple of 64, M and Ms of 32.
-    codes: a workspace for x in e4m3 (fp8.py), used where gate_up of routed and shared experts are; without it
-    gate_up rounds on its way, to the same bits. adapters: of rows of which some have one. The others keep
+    scratch.x8: x in e4m3 (fp8.py), used where gate_up of routed and shared experts are; without it gate_up
+    rounds on its way, to the same bits. adapters: of rows of which some have one. The others keep
     their bits: one row is routed as several are, and SwiGLU is a kernel of its own, behind what adapters add.
     Left out: groups of experts, biases of the router. ValueError where shapes do not belong together,
     KernelError for a format without a kernel.
@@ -661,7 +661,7 @@ def moe_decode(
         raise ValueError(f"moe: out must be float32 [{n_per_token + 1}, {n}, {hidden}]")
     if n * n_per_token > scratch.entries.numel():
         raise ValueError(f"moe: workspaces are for {scratch.entries.numel() // n_per_token} rows, not {n}")
-    t, s = tiles or moe_tiles(n, w), scratch
+    t, s, codes = tiles or moe_tiles(n, w), scratch, scratch.x8
     if adapters is not None:
         t = dataclasses.replace(t, alone=False)
     if t.alone and n != 1:
