@@ -637,7 +637,7 @@ def _bf16_rows(segment: Segment, scratch: WideScratch | None) -> Tensor:
 
 def biased_linear(
     x: Tensor, w: Matrix, bias: Tensor, out: Tensor, *, how: tl.constexpr = BIAS,
-    scratch: WideScratch | None = None, config: Wide | None = None,
+    scratch: WideScratch | None = None,
 ) -> None:
     """out = x W^T + bias, GELU of that (GELU_TANH, GELU_ERF), or out += x W^T + bias (ADD, float32 out).
 
@@ -652,7 +652,7 @@ def biased_linear(
     check("linear", out.shape == (t, m) and out.stride(1) == 1, f"out [{t}, {m}]")
     check("linear", out.dtype in ((torch.float32,) if how == ADD else (torch.bfloat16, torch.float32)), "a type of out")
     check("linear", bias.dtype == torch.float32 and bias.shape == (m,), f"a float32 bias of {m}")
-    c = config or wide_config(t, m)
+    c = wide_config(t, m)
     if c.block_m == 256:  # the registers of its sums are all there are: nothing could follow them
         c = Wide(c.block_t, 128, c.num_warps, c.num_stages)
     _wide(x, _bf16_rows(w.whole, scratch), out, c, bias, how)
