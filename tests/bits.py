@@ -2,7 +2,8 @@
 
 Tokens, log-probabilities, audio, tokens of pictures and loaded weights of tiny checkpoints and of the built-in model, in every format
 of the device: `cpu`, `cuda`, or `interpreter` (the GPU's kernels without one). Bits may differ between processors, so a run is compared
-with one of the same machine: `python -m tests.bits --device cpu --against before.json`, of another commit's worktree.
+with one of the same machine: `python -m tests.bits --device cpu --against before.json`, of another commit's worktree. `launches` needs no
+GPU: it hashes what steps of a Hopper would start, with every argument, also without a lever, and of published models.
 """
 
 from __future__ import annotations
@@ -23,14 +24,14 @@ Builder = Callable[..., Any]
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--device", choices=("cpu", "cuda", "interpreter"), default="cpu")
+    parser.add_argument("--device", choices=("cpu", "cuda", "interpreter", "launches"), default="cpu")
     parser.add_argument("--against", type=Path, help="an earlier run; 1 is returned unless all is equal")
     arguments = parser.parse_args()
     if arguments.device == "interpreter":
         os.environ["TRITON_INTERPRET"] = "1"
         mend_interpreter()
     found: dict[str, str] = {}
-    for name, content in contents(arguments.device):
+    for name, content in launched() if arguments.device == "launches" else contents(arguments.device):
         found[name] = hashlib.sha256(content).hexdigest()[:16]
         print(f"{found[name]}  {name}", file=sys.stderr)
     print(json.dumps(found, indent=0))
@@ -76,6 +77,72 @@ def contents(device: str) -> Iterator[tuple[str, bytes]]:
         yield from vision()
     if device == "cuda":
         yield from speech_on_gpu()
+
+
+def launched() -> Iterator[tuple[str, bytes]]:
+    """Names of models and settings, and all that their recordings start: kernels, grids, options, and what is known of arguments."""
+    from dataclasses import replace
+
+    import torch
+    import triton
+
+    from deltic.models.stored import InFormat
+    from deltic.ops.formats import WEIGHT_FORMATS
+    from deltic.ops.gpu import hopper
+    from deltic.ops.gpu.chip import HOPPER
+    from deltic.ops.gpu.launch import Levers, launches
+    from deltic.runtime.gpu.collect import collect
+    from deltic.runtime.gpu.compile import compile_for
+    from deltic.runtime.gpu.device import Gpu
+    from tests.gpu.test_gpu_targets import _plan
+    from tests.gpu.test_gpu_tensor_parallel import config_of
+    from tests.planned import settled
+
+    def known(value: Any) -> Any:
+        if isinstance(value, torch.Tensor):
+            return str(value.dtype), tuple(value.shape), value.stride()
+        if isinstance(value, tuple):
+            return [*map(known, value)]
+        return value if isinstance(value, int | float | str | None) else type(value)
+
+    def warmup(kernel: Any, *args: Any, grid: Any, **options: Any) -> Any:
+        trace.append(
+            (kernel.__name__, known(args), grid, sorted((name, known(value)) for name, value in options.items()))
+        )
+        return whole(kernel, *args, grid=grid, **options)
+
+    compile_for(HOPPER)
+    trace: list[Any] = []
+    whole, triton.JITFunction.warmup = triton.JITFunction.warmup, warmup
+    hopper.works, hopper._begin = lambda: True, trace.append  # nothing is compiled
+    cases = {
+        f"{kind} {format}": (_plan(kind), format, Levers())
+        for kind in ("dense", "moe")
+        for format in ("bf16", "fp8", "Q4_K")
+    }
+    cases["speech"] = _plan("custom_voice"), "bf16", Levers()
+    for model in ("qwen3.5-0.8b", "qwen3.5-27b", "qwen3.5-35b-a3b"):
+        cases |= {
+            f"{model} {format}": (_plan(model), format, Levers()) for format in ("bf16", "fp8", "int4-g128-bfloat16")
+        }
+    for name in ("pdl", "split_k", "silu_epilogue", "hopper"):
+        cases |= {
+            f"{model} without {name}": (_plan(model), "fp8", Levers(**{name: False}))
+            for model in ("moe", "qwen3.5-0.8b")
+        }
+    cases["drafts and pictures"] = _plan("dense", 3, True), "bf16", Levers()
+    cases["adapters"] = _plan("moe", has_adapters=True), "bf16", Levers()
+    for n in (1, 2):
+        plan = settled(config_of("dense"), Gpu(n_gpus=n, n_cuts=2), 2 << 30)[1]
+        cases[f"two parts on {n}"] = plan, "bf16", Levers(fused_sums=n == 1)
+    for name, (plan, format, levers) in cases.items():
+        trace.clear()
+        launches.n = 0
+        if format != "bf16":
+            plan = replace(plan, shape=replace(plan.shape, formats=InFormat(WEIGHT_FORMATS[format])))
+        with levers.bound():
+            collect(plan)
+        yield name, repr((launches.n, trace)).encode()
 
 
 def mend_interpreter() -> None:
