@@ -61,6 +61,7 @@ def test_the_host_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runner = GpuTextRunner.__new__(GpuTextRunner)
     monkeypatch.setattr(runner, "plan", SimpleNamespace(quantize=None, n_shards=1), raising=False)
+    monkeypatch.setattr(runner, "levers", Levers(pdl=False), raising=False)
     monkeypatch.setattr(gpu, "n_launches", lambda runner, n: 454)
     monkeypatch.setattr(gpu, "replay_ms", lambda runner, n, n_keys: 1.0)
     engine = SimpleNamespace(runner=runner, info=SimpleNamespace(device="NVIDIA H200"))
@@ -93,6 +94,7 @@ def test_rounds_take_turns_and_their_range_is_kept(tmp_path: Path, monkeypatch: 
     (file,) = out.glob("gpu-qwen3.5-27b-*.json")
     found = json.loads(file.read_text())
     assert (found["prompt"], found["output"], found["rounds"]) == (128, 256, 3)
+    assert not found["levers"]["pdl"], "those of the runner"
     assert len(found["rows"][0]["round_ms"]) == len(found["prefill"]["8192"]["round_ms"]) == 3
     found["code"]["modified"] = False  # where this test runs the tree may have changes
     file.write_text(json.dumps(found))
