@@ -180,12 +180,15 @@ def test_it_has_the_bits_of_the_narrow_kernel(
 @pytest.mark.parametrize("name", ["fp8", "fp8 in blocks", "bf16", *INTEGERS])
 @pytest.mark.parametrize("m, k", [(34816, 256), (1024, 512), (256, 1024), (288, 1024)])
 def test_it_has_the_bits_of_the_narrow_swiglu(monkeypatch: pytest.MonkeyPatch, name: str, m: int, k: int) -> None:
+    if name == "fp8 in blocks" and m % 128:
+        pytest.skip("blocks of 128 rows")
     for most in ("MOST_BF16", "MOST_SWIGLU", "MOST_CODES"):
         monkeypatch.setattr(hopper, most, 1024)
     monkeypatch.setattr(hopper, "FEWEST_SMALL_GROUPS", hopper.FEWEST)
     w = rows_in(name, m, k=k)
     blocks = block_scales(w.whole)
-    for n in (36, 64, 68, 128, 300):
+    few = (20, 32) if name.startswith("fp8") else ()
+    for n in (*few, 36, 64, 68, 128, 300):
         x = torch.randn(n, k, generator=torch.Generator().manual_seed(n)).cuda().bfloat16() * 3
         rows = fp8_rows("rows", n, k, lambda _, size, dtype: torch.empty(size, device="cuda", dtype=dtype))
         ours, theirs = (torch.full((n, m // 2), torch.nan, device="cuda", dtype=torch.bfloat16) for _ in range(2))

@@ -51,8 +51,10 @@ WIDE = 128
 """Width above which e4m3 takes registers from the warps that copy."""
 TOKENS, MAX_TILES = 64, 2
 """Rows of x of an instruction; instructions for a block of K."""
-FEWEST, MOST = 33, 1024
-"""Rows of x from which, and up to which, this is faster than Triton's kernels where K is cut."""
+FEWEST, FEWEST_SWIGLU, MOST = 33, 17, 1024
+"""Rows of x from which, with SwiGLU in e4m3 from which, and up to which this is faster than Triton's kernels
+where K is cut.
+"""
 MOST_WHOLE, MOST_SWIGLU, MOST_BF16 = 96, 160, 128
 """Rows up to which it is faster than the vendor's library: where e4m3 is not cut along K, where its SwiGLU is
 part of the product, and in bfloat16.
@@ -246,7 +248,8 @@ def pays(n: int, parts: Sequence[tuple[Segment, Tensor]], swiglu: bool) -> bool:
     """
     (segment, out), *others = parts
     splits, form = len(out) if out.ndim == 3 else 1, hopper_format(segment.format)
-    if form is None or n < FEWEST or not bound_levers().hopper:
+    fewest = FEWEST_SWIGLU if swiglu and form is not None and form.kind == E4M3 else FEWEST
+    if form is None or n < fewest or not bound_levers().hopper:
         return False
     if form.kind == E4M3:
         most = MOST if splits > 1 or others else MOST_SWIGLU if swiglu else MOST_WHOLE
