@@ -2,10 +2,11 @@
 
 Requests in random order go to models that do not fit together. None may be lost, and none may differ from
 what a server of its model alone answers. Beside that it times a load where nothing else is loaded, one that
-has to unload another first, and the start of a server with that model alone.
+has to unload another first, and the start of a server with that model alone. And it has two models answer at
+once: each in its own process, and both in one that takes turns.
 
-Without a MODEL it writes three tiny checkpoints. Larger ones, of random weights, are made by
-`deltic pack --dummy qwen3.5-0.8b --quantize int4 --seed 1 --out DIR`.
+Without a MODEL it writes three tiny checkpoints. Larger ones, of random weights, are written by
+`write_checkpoint` (peers_model.py), and need a tokenizer.
 """
 
 from __future__ import annotations
@@ -88,6 +89,18 @@ class Client:
         return sum(s.value for family in families for s in family.samples if s.name == metric)
 
 
+def _rates(client: Client, names: Sequence[str], n_tokens: int) -> list[float]:
+    """Tokens/s of an answer of each model, all at once."""
+
+    def rate(name: str) -> float:
+        begun_s = time.perf_counter()
+        client.answer((name, 0), n_tokens)
+        return round(n_tokens / (time.perf_counter() - begun_s), 2)
+
+    with ThreadPoolExecutor(len(names)) as pool:
+        return list(pool.map(rate, names))
+
+
 def bench(arguments: argparse.Namespace) -> int:
     """Prints a table and a last line of JSON, and writes a JSON file. Exit status 1: a request was lost, or
     an answer differs.
@@ -104,6 +117,9 @@ def bench(arguments: argparse.Namespace) -> int:
         f"{result['n_loads']:.0f} loads, {result['n_lost']} lost, {result['n_different']} different, {result['seconds']:.1f} s; a swap "
         f"took {result['swap_over_load']:.2f} of a load"
     )
+    for what, rates in result["rates"].items():
+        said = ", ".join(f"{statistics.median(of):.1f}" for of in zip(*rates, strict=True))
+        console.print(f"tokens/s of {' and '.join(names[:2])}, {what}: {said}")
     path = runs_directory(arguments.out) / f"on-demand-{now():%H%M%S}.json"
     about = {"bench": "on_demand", "date": now().isoformat(timespec="seconds"), "machine": machine(), "code": code()}
     path.write_text(json.dumps(about | result, indent=1) + "\n")
@@ -138,7 +154,15 @@ def _measured(arguments: argparse.Namespace, folder: Path, names: list[str]) -> 
     client = Client(demand)
     for name in names:
         client.seconds(name)
-    needs = client.needs()
+    needs, both = client.needs(), names[:2]
+    first, second = (["--served-model-name", name, *engine] for name in both)
+    turns = Client([str(folder / both[0]), *first, "--and", str(folder / both[1]), *second[:2], *second[4:]])
+    rates: dict[str, list[list[float]]] = {"alone": [], "two processes": [], "one process": []}
+    for _ in range(arguments.rounds):
+        rates["alone"].append([_rates(client, [name], arguments.long)[0] for name in both])
+        rates["two processes"].append(_rates(client, both, arguments.long))
+        rates["one process"].append(_rates(turns, both, arguments.long))
+    turns.close()
     client.close()
     limit_gb = 1.5 * max(needs.values()) / 1e9
     client = Client([*demand, "--models-gb", f"{limit_gb:.4f}"])
@@ -168,6 +192,7 @@ def _measured(arguments: argparse.Namespace, folder: Path, names: list[str]) -> 
             "requests": arguments.requests,
             "concurrency": arguments.concurrency,
             "tokens": n_tokens,
+            "long": arguments.long,
             "engine": engine,
         },
         "needs_bytes": needs,
@@ -175,6 +200,7 @@ def _measured(arguments: argparse.Namespace, folder: Path, names: list[str]) -> 
         "start_s": start_s,
         "load_s": load_s,
         "swap_s": swap_s,
+        "rates": rates,
         "swap_over_load": round(middle["s"] / middle["l"], 3),
         "n_loads": n_loads,
         "seconds": round(seconds, 3),
@@ -191,6 +217,9 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--requests", type=int, default=200, metavar="N", help="default: 200")
     parser.add_argument("--concurrency", type=int, default=8, metavar="N", help="default: 8")
     parser.add_argument("--tokens", type=int, default=16, metavar="N", help="of an answer; default: 16")
+    parser.add_argument(
+        "--long", type=int, default=128, metavar="N", help="tokens of answers side by side; default: 128"
+    )
     parser.add_argument("--rounds", type=int, default=5, metavar="N", help="of each time; default: 5")
     parser.add_argument("--threads", type=int, default=2, metavar="N", help="default: 2")
     parser.add_argument("--seed", type=int, default=0, help="default: 0")
