@@ -180,7 +180,8 @@ def test_rows_in_e4m3_are_those_of_one_kernel_each(monkeypatch: pytest.MonkeyPat
     found, short = [], {name: ids[:20] for name, ids in PROMPTS.items()}
     for given in (Levers(), Levers(fused_sums=False), Levers(peer=False)):
         directory, plan = plan_of("dense", quantize="fp8")
-        found.append(of_ranks(directory, plan, lambda runner: answers(Engine(runner), short), given))
+        with given.bound():
+            found.append(of_ranks(directory, plan, lambda runner: answers(Engine(runner), short)))
     directory, plan = plan_of("dense", 1, N_RANKS, quantize="fp8")  # one rank that has both parts
     found.append(of_ranks(directory, plan, lambda runner: answers(Engine(runner), short)))
     assert found[0].tokens[0] and all(one == found[0] for one in found)
