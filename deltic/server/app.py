@@ -86,6 +86,8 @@ QUIET = (
     "/version",
     ASSETS,
     "/page/markdown",
+    "/v1/models",
+    "/api/tags",
 )
 """Routes that are polled and get no line in the log."""
 

@@ -674,6 +674,13 @@ def test_a_path_cannot_write_into_the_log(
     assert r"\r\x1b[2Kforged" in said and said.isprintable()
 
 
+def test_what_is_polled_writes_no_line_into_the_log(engine: FakeEngineClient, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "deltic.server"):
+        for path in ("/health", "/v1/models", "/api/tags"):
+            assert get(engine, path).status_code == 200
+    assert not [record for record in caplog.records if "GET" in record.getMessage()]
+
+
 def test_the_log_has_both_ids_of_a_request(engine: FakeEngineClient, caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.INFO, "deltic.server"):
         for path, body in (("/v1/completions", {"prompt": "x"}), ("/v1/chat/completions", {"messages": HELLO})):
