@@ -16,7 +16,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from deltic.config import ConfigError, EngineConfig, without_foreign
 from deltic.engine.drafts import Drafting
@@ -29,6 +28,7 @@ from tests.gpu.test_gpu_engine import without_syncs
 pytest.importorskip("triton")
 from deltic.models.qwen import gpu as qwen_gpu
 from deltic.ops.gpu.blocks import Rows, StateSlots, window_rows
+from deltic.ops.gpu.fp8 import Operand
 from deltic.runtime.build import build_runner
 from deltic.runtime.gpu.batch_slots import BatchSlots
 from deltic.runtime.gpu.device import Gpu
@@ -165,10 +165,10 @@ def _beside(patch: Patch, spoil: Callable[..., None]) -> None:
 def committed_early(patch: Patch) -> None:
     """The state has seen the first row of a draft before it is redone."""
 
-    def spoil(mixer: Callable[..., None], rows: Rows, out: Tensor, **_: Any) -> None:
+    def spoil(mixer: Callable[..., None], rows: Rows, out: Operand, **_: Any) -> None:
         assert rows.drafts is not None
         state_slot = torch.where(rows.drafts.length > 1, rows.state_slot, -1)
-        mixer(rows=replace(rows, state_slot=state_slot, drafts=None), out=out.clone())
+        mixer(rows=replace(rows, state_slot=state_slot, drafts=None), out=Operand(out.rows.clone()))
 
     _beside(patch, spoil)
 

@@ -254,7 +254,8 @@ def test_ranks_guess_as_one(peer: bool) -> None:
     _, joint = settled(config, Gpu(n_gpus=N_RANKS), 2 << 30)
     whole = replace(plan, shape=replace(plan.shape, most_drafted=joint.shape.n_drafted))  # that the first rank has
     expected = guessed(GpuTextRunner(whole, [weights]))
-    found = of_ranks(directory, joint, guessed, Levers(peer=peer))
+    with Levers(peer=peer).bound():
+        found = of_ranks(directory, joint, guessed)
     assert found.tokens == found.plain == expected.plain and found.first[0] == expected.first[0]
     errors = [abs(x - y) for x, y in zip(found.logits, expected.logits, strict=True)]
     assert statistics.median(errors) < 0.02 and max(errors) < 0.1
