@@ -66,12 +66,12 @@ def star(row: Row) -> str:
 
 def peers_run(runs: Runs, on_files: bool = False) -> Run | None:
     """The newest in which both engines read the same files and nothing else, or the newest of the others; of
-    several in one night the one with the most rounds.
+    several in one night the one with the most rounds, then formats.
     """
     found = runs.newest(
         "peers-*.json", where=lambda data: ("deltic-bf16" not in data.get("costs", ["deltic-bf16"])) == on_files
     )
-    return max(found, key=lambda run: int(run.data["rounds"]), default=None)
+    return max(found, key=lambda run: (int(run.data["rounds"]), len(run.data.get("costs", ()))), default=None)
 
 
 def peers_on_files(runs: Runs) -> str:
@@ -106,6 +106,8 @@ def peers(runs: Runs, on_files: bool = False) -> str:
         f"Other work took part of the CPUs in {n_others} of {len(data['figures'])} figures; such count only where a cell has no others, and a star marks it. "
         f"{versions}, llama.cpp built with `{data['llama_build']}`."
     )
+    if any(ours["roof_share"] > 1 for ours, _, _ in peer_rows(data)):
+        text += " A share of over 100 % says that memory was slower as it was read for the roof than a moment later."
     if without_amx(run):
         text += " Deltic used AMX; llama.cpp's AMX kernels end it with a general protection fault on this machine."
     header = ["tokens a second", "Deltic, of its roof", "peers", "ours / theirs"]

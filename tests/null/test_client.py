@@ -199,10 +199,8 @@ async def test_abort_of_a_request_and_of_one_sequence() -> None:
         ]  # fmt: skip
         stream = submit(client, request("all", max_tokens=3000, n=2))
         await anext(stream)
-        start = time.monotonic()
         client.abort("all")
-        assert reasons(await collect(stream)) == ["abort", "abort"]
-        assert time.monotonic() - start < 0.5
+        assert reasons(await collect(stream)) == ["abort", "abort"]  # and so not at their ends
         await until(lambda: client.stats.n_slots_used == 0 and client.stats.n_pages_used == 0)
         client.abort("all")
         client.abort("unknown")

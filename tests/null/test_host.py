@@ -392,7 +392,7 @@ async def test_stop_while_it_loads_or_restarts() -> None:
     await host.start()
     start = time.monotonic()
     await host.stop(drain_s=10)
-    assert host.pid is None and time.monotonic() - start < 2
+    assert host.pid is None and time.monotonic() - start < 8, "nothing to drain"
     client = EngineClient(EngineConfig(), 1)
     host = EngineHost([client], program=(sys.executable, "-c", "raise SystemExit(7)"))
     await host.start()

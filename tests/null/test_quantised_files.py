@@ -406,7 +406,7 @@ def test_thousands_of_experts_take_no_time(tmp_path: Path) -> None:
         headers[f"l.{i}.y.input_scale"] = Header(fp8, (), "F32", 0, 4)
     start = time.process_time()
     tensors = stored_tensors(headers, {})
-    assert time.process_time() - start < 1.5  # 0.3 s
+    assert time.process_time() - start < 6  # .3 s
     assert len(tensors) == 30_720
 
 

@@ -106,7 +106,7 @@ def test_it_is_not_tried_in_the_event_loop(what: str) -> None:
         began_s = time.process_time()
         with pytest.raises(NotInline):
             hostile.render(USER)
-        assert time.process_time() - began_s < 0.5
+        assert time.process_time() - began_s < 3
 
     asyncio.run(go())
 
