@@ -31,7 +31,20 @@ from starlette.websockets import WebSocket
 from deltic import __version__
 from deltic.json_types import JsonObject
 from deltic.server.access import Access
-from deltic.server.api import anthropic, anthropic_protocol, models, ollama, ollama_protocol, protocol, pull, responses
+from deltic.server.api import (
+    answers,
+    anthropic,
+    anthropic_answers,
+    anthropic_protocol,
+    models,
+    ollama,
+    ollama_answers,
+    ollama_protocol,
+    protocol,
+    pull,
+    responses,
+    responses_answers,
+)
 from deltic.server.api.completions import CompletionRequest, chat_completions, completions
 from deltic.server.api.decode import parse
 from deltic.server.api.infill import InfillRequest, infill
@@ -41,6 +54,7 @@ from deltic.server.asked import EarlyStream, asked_model, read_asked
 from deltic.server.batch import batches
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import ASKING, BATCH, LARGE_BYTES, RATE_HEADERS, TICKET, Ticket
+from deltic.server.listing import ListQuery
 from deltic.server.openapi import Route, document
 from deltic.server.page.files import ASSETS, docs, page, page_file
 from deltic.server.page.live import live
@@ -73,23 +87,6 @@ REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 TRACE_PARENT = re.compile(r"(?!ff)[0-9a-f]{2}-(?!0{32})([0-9a-f]{32})-[0-9a-f]{16}-[0-9a-f]{2}(-.*)?")
 """W3C Trace Context. In it is the id of the trace."""
-
-QUIET = (
-    "/health",
-    "/ping",
-    "/ready",
-    "/metrics",
-    "/load",
-    "/live",
-    "/cache",
-    "/is_sleeping",
-    "/version",
-    ASSETS,
-    "/page/markdown",
-    "/v1/models",
-    "/api/tags",
-)
-"""Routes that are polled and get no line in the log."""
 
 
 def create_app(server: Server) -> Starlette:
@@ -296,7 +293,7 @@ class Envelope:
             ticket.end(status)
             if n_bytes > LARGE_BYTES:
                 self._server.trim_soon()
-            if route not in QUIET:
+            if route not in POLLED:
                 log_request(scope["method"], route, status, ticket, scope.get("deltic.answer_id", "-"))
 
     async def _converse(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -432,77 +429,95 @@ PDF = "/pdf/text"
 DRAWING = "/page/markdown"
 
 OLLAMA_PATHS = ("/api/chat", "/api/generate")
-OLLAMA = functools.partial(Route, "POST", generates=True, any_type=True)
-ADAPTERS = functools.partial(Route, "POST", is_shared=True, gives=("text/plain",))
 
+# fmt: off
 ROUTES = (
-    Route("POST", "/v1/chat/completions", chat_completions, protocol.ChatRequest, generates=True),
-    Route("POST", "/v1/completions", completions, CompletionRequest, generates=True),
-    Route("POST", "/infill", infill, InfillRequest, generates=True),
-    Route("POST", "/v1/chat/completions/render", models.render_chat, protocol.ChatRequest, prepares=True),
-    Route("POST", "/v1/completions/render", models.render_completion, CompletionRequest, prepares=True),
-    Route("POST", "/v1/messages", anthropic.messages, anthropic_protocol.MessagesRequest, generates=True),
-    Route(
-        "POST",
-        "/v1/messages/count_tokens",
-        anthropic.count_tokens,
-        anthropic_protocol.CountTokensRequest,
-        prepares=True,
-    ),
-    Route("POST", "/v1/responses", responses.create_response, ResponsesRequest, generates=True),
-    Route("POST", "/v1/responses/input_tokens", responses.count_input_tokens, ResponsesRequest, prepares=True),
-    Route("GET", "/v1/responses/{response_id}", responses.get_response),
-    Route("DELETE", "/v1/responses/{response_id}", responses.delete_response),
+    Route("POST", "/v1/chat/completions", chat_completions, protocol.ChatRequest, generates=True,
+          answer=answers.ChatCompletion, event=answers.ChatCompletionChunk),
+    Route("POST", "/v1/completions", completions, CompletionRequest, generates=True,
+          answer=answers.TextCompletion, event=answers.CompletionChunk),
+    Route("POST", "/infill", infill, InfillRequest, generates=True,
+          answer=answers.GapText | list[answers.GapText], event=answers.GapText),
+    Route("POST", "/v1/chat/completions/render", models.render_chat, protocol.ChatRequest, prepares=True,
+          answer=answers.RenderedPrompt),
+    Route("POST", "/v1/completions/render", models.render_completion, CompletionRequest, prepares=True,
+          answer=list[answers.RenderedPrompt]),
+    Route("POST", "/v1/messages", anthropic.messages, anthropic_protocol.MessagesRequest, generates=True,
+          answer=anthropic_answers.AnthropicMessage, event=anthropic_answers.MessageEvent),
+    Route("POST", "/v1/messages/count_tokens", anthropic.count_tokens, anthropic_protocol.CountTokensRequest,
+          prepares=True, answer=anthropic_answers.CountedTokens),
+    Route("POST", "/v1/responses", responses.create_response, ResponsesRequest, generates=True,
+          answer=responses_answers.ResponseAnswerBody, event=responses_answers.ResponseEvent),
+    Route("POST", "/v1/responses/input_tokens", responses.count_input_tokens, ResponsesRequest, prepares=True,
+          answer=responses_answers.CountedInput),
+    Route("GET", "/v1/responses/{response_id}", responses.get_response, query=responses.ReplayQuery,
+          answer=responses_answers.ResponseAnswerBody, event=responses_answers.ResponseEvent),
+    Route("DELETE", "/v1/responses/{response_id}", responses.delete_response, answer=responses_answers.ResponseDeleted),
     Route("POST", "/v1/responses/{response_id}/cancel", responses.cancel_response),
-    Route("GET", "/v1/responses/{response_id}/input_items", responses.list_input_items),
+    Route("GET", "/v1/responses/{response_id}/input_items", responses.list_input_items, query=ListQuery,
+          answer=responses_answers.InputItemList),
     *speech.ROUTES,
-    Route("POST", FILES, batches.upload, batches.FileForm, form=True),
-    Route("GET", FILES, batches.list_files),
-    Route("GET", "/v1/files/{file_id}", batches.get_file),
+    Route("POST", FILES, batches.upload, batches.FileForm, form=True, answer=answers.FileEntry),
+    Route("GET", FILES, batches.list_files, query=batches.FilesQuery, answer=answers.FileList),
+    Route("GET", "/v1/files/{file_id}", batches.get_file, answer=answers.FileEntry),
     Route("GET", "/v1/files/{file_id}/content", batches.get_content, gives=("application/octet-stream",)),
-    Route("DELETE", "/v1/files/{file_id}", batches.delete_file),
-    Route("POST", "/v1/batches", batches.create_batch, batches.BatchRequest),
-    Route("GET", "/v1/batches", batches.list_batches),
-    Route("GET", "/v1/batches/{batch_id}", batches.get_batch),
-    Route("POST", "/v1/batches/{batch_id}/cancel", batches.cancel_batch),
-    OLLAMA("/api/chat", ollama.chat, ollama_protocol.OllamaChatRequest),
-    OLLAMA("/api/generate", ollama.generate, ollama_protocol.GenerateRequest),
-    Route("GET", "/api/tags", ollama.tags),
-    Route("GET", "/api/ps", ollama.running),
-    Route("POST", "/api/show", ollama.show, ollama_protocol.ShowRequest, any_type=True),
-    Route("POST", "/api/pull", pull.pull, ollama_protocol.PullRequest, any_type=True, names_later=True),
+    Route("DELETE", "/v1/files/{file_id}", batches.delete_file, answer=answers.FileDeleted),
+    Route("POST", "/v1/batches", batches.create_batch, batches.BatchRequest, answer=answers.BatchEntry),
+    Route("GET", "/v1/batches", batches.list_batches, query=ListQuery, answer=answers.BatchList),
+    Route("GET", "/v1/batches/{batch_id}", batches.get_batch, answer=answers.BatchEntry),
+    Route("POST", "/v1/batches/{batch_id}/cancel", batches.cancel_batch, answer=answers.BatchEntry),
+    Route("POST", "/api/chat", ollama.chat, ollama_protocol.OllamaChatRequest, generates=True, any_type=True,
+          answer=ollama_answers.OllamaChatAnswer, event=ollama_answers.OllamaChatAnswer),
+    Route("POST", "/api/generate", ollama.generate, ollama_protocol.GenerateRequest, generates=True, any_type=True,
+          answer=ollama_answers.OllamaText, event=ollama_answers.OllamaText),
+    Route("GET", "/api/tags", ollama.tags, answer=ollama_answers.OllamaModels, is_polled=True),
+    Route("GET", "/api/ps", ollama.running, answer=ollama_answers.OllamaModels),
+    Route("POST", "/api/show", ollama.show, ollama_protocol.ShowRequest, any_type=True,
+          answer=ollama_answers.OllamaShown),
+    Route("POST", "/api/pull", pull.pull, ollama_protocol.PullRequest, any_type=True, names_later=True,
+          answer=ollama_answers.OllamaStatus, event=ollama_answers.OllamaStatus),
     Route("DELETE", "/api/delete", pull.delete, ollama_protocol.DeleteRequest, names_later=True, gives=()),
-    Route("GET", "/api/version", ollama.version, open_=True),
-    Route("GET", "/v1/models", models.list_models),
-    Route("POST", "/v1/models/load", pull.load_model, pull.LoadRequest, is_shared=True, names_later=True),
-    Route("POST", "/v1/models/unload", pull.unload_model, pull.LoadRequest, is_shared=True, names_later=True),
-    Route("GET", "/v1/models/{model:path}", models.get_model),
-    ADAPTERS("/v1/load_lora_adapter", models.load_adapter, models.LoadAdapterRequest, takes_model=True),
-    ADAPTERS("/v1/unload_lora_adapter", models.unload_adapter, models.UnloadAdapterRequest),
-    Route("POST", "/tokenize", models.tokenize, models.TokenizeRequest, prepares=True),
-    Route("POST", "/detokenize", models.detokenize, models.DetokenizeRequest, prepares=True),
-    Route("POST", PDF, pdf_text, prepares=True, any_type=True),
-    Route("GET", "/server_info", models.server_info, takes_model=True),
-    Route("GET", "/model_info", models.model_info, takes_model=True),
-    Route("GET", "/is_sleeping", models.is_sleeping, open_=True),
-    Route("GET", "/metrics", metrics, is_shared=True, gives=("text/plain",)),
-    Route("GET", "/load", load, is_shared=True),
-    Route("GET", "/cache", inspect_cache, is_shared=True, takes_model=True),
-    Route("POST", "/cache/reset", reset_cache, protocol.EmptyRequest, is_shared=True, takes_model=True),
+    Route("GET", "/api/version", ollama.version, open_=True, answer=answers.ServerVersion),
+    Route("GET", "/v1/models", models.list_models, answer=answers.ModelList, is_polled=True),
+    Route("POST", "/v1/models/load", pull.load_model, pull.LoadRequest, is_shared=True, names_later=True,
+          answer=answers.Done),
+    Route("POST", "/v1/models/unload", pull.unload_model, pull.LoadRequest, is_shared=True, names_later=True,
+          answer=answers.Done),
+    Route("GET", "/v1/models/{model:path}", models.get_model, answer=answers.ModelEntry),
+    Route("POST", "/v1/load_lora_adapter", models.load_adapter, models.LoadAdapterRequest, is_shared=True,
+          takes_model=True, gives=("text/plain",)),
+    Route("POST", "/v1/unload_lora_adapter", models.unload_adapter, models.UnloadAdapterRequest, is_shared=True,
+          gives=("text/plain",)),
+    Route("POST", "/tokenize", models.tokenize, models.TokenizeRequest, prepares=True, answer=answers.Tokenized),
+    Route("POST", "/detokenize", models.detokenize, models.DetokenizeRequest, prepares=True,
+          answer=answers.Detokenized),
+    Route("POST", PDF, pdf_text, prepares=True, any_type=True, answer=answers.PdfText),
+    Route("GET", "/server_info", models.server_info, takes_model=True, answer=answers.ServerInfo),
+    Route("GET", "/model_info", models.model_info, takes_model=True, answer=answers.ModelFacts),
+    Route("GET", "/is_sleeping", models.is_sleeping, open_=True, answer=answers.Sleeping, is_polled=True),
+    Route("GET", "/metrics", metrics, is_shared=True, gives=("text/plain",), is_polled=True),
+    Route("GET", "/load", load, is_shared=True, answer=answers.ServerLoad, is_polled=True),
+    Route("GET", "/cache", inspect_cache, is_shared=True, takes_model=True, answer=answers.CacheContents,
+          is_polled=True),
+    Route("POST", "/cache/reset", reset_cache, protocol.EmptyRequest, is_shared=True, takes_model=True,
+          answer=answers.CacheContents),
     Route("POST", "/cache/export", export_cache, ExportRequest, is_shared=True, gives=(STREAM,)),
-    Route("POST", IMPORT, import_cache, any_type=True, is_shared=True, takes_model=True),
-    Route("GET", "/live", live, is_shared=True, takes_model=True),
+    Route("POST", IMPORT, import_cache, any_type=True, is_shared=True, takes_model=True, answer=answers.CacheImported),
+    Route("GET", "/live", live, is_shared=True, takes_model=True, answer=answers.LiveNumbers, is_polled=True),
     Route("GET", "/", page, open_=True, gives=("text/html",)),
-    Route("POST", DRAWING, draw, DrawRequest),
-    Route("GET", ASSETS, page_file, open_=True, gives=("text/javascript", "text/css")),
-    Route("GET", "/health", health, open_=True),
-    Route("GET", "/ping", ping, open_=True),
-    Route("GET", "/ready", ready, open_=True),
-    Route("GET", "/version", version, open_=True),
+    Route("POST", DRAWING, draw, DrawRequest, answer=answers.DrawnTexts, is_polled=True),
+    Route("GET", ASSETS, page_file, open_=True, gives=("text/javascript", "text/css"), is_polled=True),
+    Route("GET", "/health", health, open_=True, answer=answers.ServerStatus, is_polled=True),
+    Route("GET", "/ping", ping, open_=True, answer=answers.ServerStatus, is_polled=True),
+    Route("GET", "/ready", ready, open_=True, answer=answers.ServerStatus, is_polled=True),
+    Route("GET", "/version", version, open_=True, answer=answers.ServerVersion, is_polled=True),
     Route("GET", "/openapi.json", openapi, open_=True),
     Route("GET", "/docs", docs, open_=True, gives=("text/html",)),
 )
+# fmt: on
 """Every route there is: the application and its document in server/openapi.py are made from it."""
+
+POLLED = frozenset(route.path for route in ROUTES if route.is_polled)
 
 _V1 = {path.split("/")[2] for path in [*(route.path for route in ROUTES), *DECLINED] if path.startswith("/v1/")}
 """First parts of the paths behind `/v1`."""

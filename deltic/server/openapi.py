@@ -2,7 +2,8 @@
 parsed with and those that describe their answers.
 
 What a body may hold beyond its types (a field that is refused, one that excludes another) is a 400 that says
-so. A field is described by the docstring behind it, else by its name (fields.toml).
+so. A field is described by the docstring behind it, else by its name (fields.toml). Examples of bodies are
+in examples.toml.
 """
 
 from __future__ import annotations
@@ -25,7 +26,6 @@ from starlette.types import ASGIApp
 from deltic import __version__
 from deltic.json_types import JsonObject
 from deltic.server.api.answers import ErrorAnswer, OllamaErrorAnswer, ServerStatus
-from deltic.server.described import DESCRIBED, Described
 from deltic.server.service import Kind, Service
 from deltic.server.transport import ANTHROPIC, OLLAMA
 
@@ -112,16 +112,16 @@ class Route:
     any_type: bool = False
     """True if the JSON may be declared as anything: Ollama's manual shows `curl -d`, which calls it a form.
     """
+    is_polled: bool = False
+    """True if it is asked again and again, and gets no line in the log."""
+    query: type[msgspec.Struct] | None = None
+    """The struct of what its query may have, beside `model`."""
     gives: tuple[str, ...] = (JSON,)
     """The media types of its answers, beside events and lines."""
-
-    own: Described | None = None
-    """Facts of it; None: those in DESCRIBED."""
-
-    @property
-    def described(self) -> Described:
-        """Facts for /openapi.json, beside its body."""
-        return self.own or DESCRIBED.get(f"{self.method} {self.path}", Described())
+    answer: Any = None
+    """The type of its JSON; None: any JSON, or no JSON."""
+    event: Any = None
+    """The type of the data of an event, or of a line, of its streams."""
 
 
 class Schemas:
@@ -129,7 +129,7 @@ class Schemas:
 
     def __init__(self, routes: Sequence[Route]) -> None:
         types = [ErrorAnswer, OllamaErrorAnswer, ServerStatus]
-        types += [each for route in routes for each in (route.body, *route.described[:3]) if each]
+        types += [each for route in routes for each in (route.body, route.answer, route.event, route.query) if each]
         types = list(dict.fromkeys(types))
         schemas, self.components = msgspec.json.schema_components(
             types, schema_hook=lambda _: {"description": "Any JSON."}, ref_template="#/components/schemas/{name}"
@@ -184,6 +184,12 @@ def _named_fields() -> dict[str, str]:
 
 
 @cache
+def examples() -> dict[str, JsonObject]:
+    """Examples of bodies, by the path of their route."""
+    return tomllib.loads(Path(__file__).with_name("examples.toml").read_text())
+
+
+@cache
 def _documented(module: str) -> dict[str, dict[str, str]]:
     """The docstrings behind the fields of each class of a module, by the name of the class."""
     found: dict[str, dict[str, str]] = {}
@@ -223,7 +229,7 @@ def document(routes: Sequence[Route], root_path: str = "") -> JsonObject:
         if route.body is not None:
             kind = "multipart/form-data" if route.form else JSON
             required = any(field.required for field in msgspec.structs.fields(route.body))
-            example = {"example": route.described.example} if route.described.example else {}
+            example = {"example": examples()[path]} if path in examples() else {}
             content = {kind: {"schema": schemas.of(route.body)} | example}
             operation["requestBody"] = {"required": required, "content": content}
     return {
@@ -293,13 +299,13 @@ def _responses(route: Route, path: str, schemas: Schemas) -> JsonObject:
         )
     content: JsonObject = {kind: {} for kind in route.gives}
     if JSON in content:
-        content[JSON] = {"schema": schemas.of(route.described.answer)}
-    if route.described.event is not None:
+        content[JSON] = {"schema": schemas.of(route.answer)}
+    if route.event is not None:
         # An error after the first event is one, too; some APIs have it among their events.
-        event = schemas.of(route.described.event)
+        event = schemas.of(route.event)
         either = event if "discriminator" in event else {"anyOf": [event, error]}
         content[LINES if path.startswith(OLLAMA) else EVENTS] = {"schema": either}
-    responses: JsonObject = {"200": {"description": _said(route.described.answer), "content": content}}
+    responses: JsonObject = {"200": {"description": _said(route.answer), "content": content}}
     for status, text in FAILURES.items():
         if not route.open_ or status in _OF_OPEN_ROUTES or (status == 404 and "{" in path):
             responses[str(status)] = {"description": text, "content": {JSON: {"schema": error}}}
@@ -332,7 +338,7 @@ def _parameters(route: Route, path: str, schemas: Schemas) -> list[JsonObject]:
     if route.takes_model:
         text = "The model that is meant; without it the first that fits."
         parameters.append({"name": "model", "in": "query", "description": text, "schema": {"type": "string"}})
-    for name, schema in schemas.properties(route.described.query).items() if route.described.query else ():
+    for name, schema in schemas.properties(route.query).items() if route.query else ():
         plain = {key: value for key, value in schema.items() if key not in ("description", "default")}
         parameters.append({"name": name, "in": "query", "description": schema["description"], "schema": plain})
     return parameters

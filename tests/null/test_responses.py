@@ -701,8 +701,9 @@ def test_a_response_that_is_held_is_streamed_again(door: Door) -> None:
                     for events in (live, [*live[: n + 1], *rest])
                 )
                 assert got == whole
-    wrong = door.http.get(path, params={"stream": "true", "starting_after": "x"})
-    assert wrong.status_code == 400 and wrong.json()["error"]["param"] == "starting_after"
+    for name, value in (("starting_after", "x"), ("starting_after", "-1"), ("stream", "maybe")):
+        wrong = door.http.get(path, params={"stream": "true"} | {name: value})
+        assert wrong.status_code == 400 and wrong.json()["error"]["param"] == name
     client = openai.OpenAI(base_url=f"{door.http.base_url}/v1", api_key="k", max_retries=0)
     kinds = [event.type for event in client.responses.retrieve(response_id, stream=True)]
     assert kinds == [event["type"] for event in again]

@@ -122,13 +122,16 @@ def parse(body: bytes, kind: type[T], note: Callable[[str], None] | None = None,
 
 
 @overload
-def convert(value: object, kind: type[T], path: str) -> T: ...
+def convert(value: object, kind: type[T], path: str, *, is_text: bool = ...) -> T: ...
 @overload
-def convert(value: object, kind: object, path: str) -> Any: ...
-def convert(value: object, kind: object, path: str) -> object:
-    """A part of a request that was left as it is, as `kind`. Raises ApiError (400)."""
+def convert(value: object, kind: object, path: str, *, is_text: bool = ...) -> Any: ...
+def convert(value: object, kind: object, path: str, *, is_text: bool = False) -> object:
+    """A part of a request that was left as it is, as `kind`. is_text: numbers in it may be written as texts.
+
+    Raises ApiError (400).
+    """
     try:
-        return msgspec.convert(value, kind)
+        return msgspec.convert(value, kind, strict=not is_text)
     except msgspec.ValidationError as error:
         return _without_null_fields(copy.deepcopy(value), kind, path, error)
 

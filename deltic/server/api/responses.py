@@ -12,9 +12,10 @@ import secrets
 import time
 from array import array
 from collections.abc import Awaitable, Callable
-from typing import NamedTuple, TypeVar
+from typing import Annotated, Literal, NamedTuple, TypeVar
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
@@ -42,12 +43,10 @@ from deltic.server.chat.request import Chat
 from deltic.server.chat.template import render
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket, Usage
+from deltic.server.listing import ListQuery, listing, query_of
 from deltic.server.preparation import Preparation, prepared
 from deltic.server.service import Service
 from deltic.server.transport import EVENT_HEADERS, PART_BYTES, LargeResponse, json_response, unless_disconnected
-
-MAX_LISTED = 100
-"""Items in one answer of /input_items."""
 
 T = TypeVar("T")
 
@@ -210,17 +209,24 @@ def _fitted(service: Service, read: ReadRequest, work: Callable[[Chat], T]) -> T
     return done[0]
 
 
+class ReplayQuery(msgspec.Struct):
+    """Query of a response that is held."""
+
+    stream: Literal["true", "false"] | None = None
+    """True: the events of the response, instead of its JSON."""
+    starting_after: Annotated[int, Meta(ge=0, lt=10**9)] | None = None
+    """Number of the last event that is known."""
+
+
 async def get_response(service: Service, request: Request) -> ASGIApp:
     """A response that is held."""
-    stored, query = _stored(service, request), request.query_params
-    if query.get("stream", "false") == "false":
+    stored, query = _stored(service, request), query_of(request, ReplayQuery)
+    if query.stream != "true":
         return LargeResponse(stored.body)
-    after = query.get("starting_after", "-1")
-    if after != "-1" and not (after.isdecimal() and len(after) < 10):
-        raise bad_request("starting_after", "expected the sequence_number of an event")
+    after = -1 if query.starting_after is None else query.starting_after
 
     def write() -> bytes:
-        return _events_of(opened(stored.body), stored.ends, int(after))
+        return _events_of(opened(stored.body), stored.ends, after)
 
     written = await prepared(service, request, len(stored.body), write)
     return LargeResponse(written, EVENT_HEADERS)
@@ -242,29 +248,8 @@ async def cancel_response(service: Service, request: Request) -> ASGIApp:
 async def list_input_items(service: Service, request: Request) -> ASGIApp:
     """Lists the items that a response was made from, the newest first unless `order` is asc."""
     stored = _stored(service, request)
-    query = request.query_params
-    items = [(item_id, msgspec.Raw(item)) for turn in stored.input for item_id, item in turn.items]
-    if (order := query.get("order", "desc")) not in ("asc", "desc"):
-        raise bad_request("order", f"{order!r} is neither asc nor desc")
-    if order == "desc":
-        items.reverse()
-    limit = query.get("limit", "20")
-    if not limit.isdecimal() or len(limit) > 3 or not 1 <= int(limit) <= MAX_LISTED:
-        raise bad_request("limit", f"must be from 1 to {MAX_LISTED}")
-    if (after := query.get("after")) is not None:
-        places = [i for i, (item_id, _) in enumerate(items) if item_id == after]
-        if not places:
-            raise bad_request("after", f"{after!r} is not an item of this response")
-        items = items[places[0] + 1 :]
-    page = items[: int(limit)]
-    listing = {
-        "object": "list",
-        "data": [item for _, item in page],
-        "first_id": page[0][0] if page else None,
-        "last_id": page[-1][0] if page else None,
-        "has_more": len(items) > len(page),
-    }
-    return json_response(listing)
+    items = [row for turn in stored.input for row in turn.items]
+    return listing(query_of(request, ListQuery), items, msgspec.Raw)
 
 
 def _stored(service: Service, request: Request) -> StoredResponse:

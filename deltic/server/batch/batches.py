@@ -8,8 +8,7 @@ from __future__ import annotations
 import re
 import secrets
 import time
-from collections.abc import Sequence
-from typing import Annotated, BinaryIO, Literal, TypeVar
+from typing import Annotated, BinaryIO, Literal
 
 import msgspec
 from msgspec import Meta, Struct
@@ -26,9 +25,10 @@ from deltic.server.batch.runner import BatchRunner
 from deltic.server.chat.generation import unavailable
 from deltic.server.errors import UNKNOWN_FIELD, ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket
+from deltic.server.listing import ListQuery, listing, query_of
 from deltic.server.preparation import parsed
 from deltic.server.service import SHUTTING_DOWN, Service
-from deltic.server.transport import LargeResponse, json_response
+from deltic.server.transport import json_response
 
 MAX_FILE_BYTES = 200_000_000
 MAX_FIELD_BYTES = 4096
@@ -36,9 +36,6 @@ MAX_FIELD_BYTES = 4096
 WRITE_BYTES = 1_000_000
 """Bytes that are collected before they are written."""
 MAX_LISTED = 10_000
-MAX_LISTED_BATCHES = 100
-
-Listed = TypeVar("Listed", Card, BatchRecord)
 
 
 class FileForm(Struct, kw_only=True):
@@ -253,11 +250,20 @@ class _Form:
             raise bad_request(None, f"the form has more than {MAX_FIELD_BYTES} bytes beside its file")
 
 
+class FilesQuery(ListQuery, kw_only=True):
+    """Query of the list of files."""
+
+    limit: Annotated[int, Meta(ge=1, le=MAX_LISTED)] | None = None
+    """Entries of a page."""
+    purpose: str | None = None
+    """The purpose of the files."""
+
+
 async def list_files(service: Service, request: Request) -> ASGIApp:
     """GET /v1/files: those of this key."""
-    purpose = request.query_params.get("purpose")
-    cards = _runner(service, request).files.all(_owner(request))
-    return _list(request, [card for card in cards if purpose in (None, card.purpose)], MAX_LISTED, MAX_LISTED)
+    query, cards = query_of(request, FilesQuery), _runner(service, request).files.all(_owner(request))
+    asked = [(card.id, card) for card in cards if query.purpose in (None, card.purpose)]
+    return listing(query, asked, Card.plain, MAX_LISTED)
 
 
 async def get_file(service: Service, request: Request) -> ASGIApp:
@@ -316,7 +322,8 @@ async def create_batch(service: Service, request: Request) -> ASGIApp:
 
 async def list_batches(service: Service, request: Request) -> ASGIApp:
     """GET /v1/batches: those of this key, the last first."""
-    return _list(request, _runner(service, request).all(_owner(request)), 20, MAX_LISTED_BATCHES)
+    rows = [(batch.id, batch) for batch in _runner(service, request).all(_owner(request))]
+    return listing(query_of(request, ListQuery), rows, BatchRecord.plain)
 
 
 async def get_batch(service: Service, request: Request) -> ASGIApp:
@@ -352,30 +359,3 @@ def _file(service: Service, request: Request) -> Card:
 
 def _batch(service: Service, request: Request) -> BatchRecord:
     return _runner(service, request).get(request.path_params["batch_id"], _owner(request))
-
-
-def _list(request: Request, items: Sequence[Listed], default: int, most: int) -> ASGIApp:
-    """A page of a list. found: in the order in which they were made. Raises ApiError (400)."""
-    query = request.query_params
-    given = query.get("limit", str(default))
-    if not re.fullmatch(r"[0-9]{1,5}", given) or not 1 <= int(given) <= most:
-        raise bad_request("limit", f"must be from 1 to {most}")
-    order = query.get("order", "desc")
-    if order not in ("asc", "desc"):
-        raise bad_request("order", "must be asc or desc")
-    rows = list(items) if order == "asc" else list(reversed(items))
-    if (after := query.get("after")) is not None:
-        place = next((i for i, row in enumerate(rows) if row.id == after), None)
-        if place is None:
-            raise bad_request("after", f"{after!r} is not in the list")
-        rows = rows[place + 1 :]
-    page = rows[: int(given)]
-    return LargeResponse(
-        {
-            "object": "list",
-            "data": (row.plain() for row in page),
-            "first_id": page[0].id if page else None,
-            "last_id": page[-1].id if page else None,
-            "has_more": len(rows) > len(page),
-        }
-    )

@@ -28,7 +28,6 @@ from deltic.server.chat.answer import Update, WayOut
 from deltic.server.chat.calls import AnswerDelta
 from deltic.server.chat.generation import Generation, timed_out, unavailable
 from deltic.server.chat.request import context_limit
-from deltic.server.described import Described
 from deltic.server.errors import ApiError, bad_request
 from deltic.server.limits import TICKET, Ticket, Usage
 from deltic.server.openapi import Route
@@ -571,18 +570,16 @@ async def delete_voice(service: Service, request: Request) -> ASGIApp:
 
 
 SPEECH = partial(Route, kind="speech")
-ONE = Described(event=answers.AudioEvent, example={"input": "Good morning.", "voice": "ryan", "response_format": "wav"})
-SEVERAL = Described(answers.SpokenBatch, example={"items": [{"input": "One."}, {"input": "Two."}], "voice": "ryan"})
 
+# fmt: off
 ROUTES = (
-    SPEECH(
-        "POST", "/v1/audio/speech", speak, SpeechRequest, generates=True, gives=tuple(MEDIA_TYPES.values()), own=ONE
-    ),
-    SPEECH("POST", "/v1/audio/speech/batch", speak_batch, SpeechBatchRequest, generates=True, own=SEVERAL),
-    SPEECH("GET", "/v1/audio/voices", list_voices, takes_model=True, own=Described(answers.VoiceList)),
-    SPEECH(
-        "POST", "/v1/audio/voices", add_voice, VoiceForm, form=True, generates=True, own=Described(answers.VoiceAdded)
-    ),
-    SPEECH("DELETE", "/v1/audio/voices/{name}", delete_voice, takes_model=True, own=Described(answers.VoiceDeleted)),
+    SPEECH("POST", "/v1/audio/speech", speak, SpeechRequest, generates=True, gives=tuple(MEDIA_TYPES.values()),
+           event=answers.AudioEvent),
+    SPEECH("POST", "/v1/audio/speech/batch", speak_batch, SpeechBatchRequest, generates=True,
+           answer=answers.SpokenBatch),
+    SPEECH("GET", "/v1/audio/voices", list_voices, takes_model=True, answer=answers.VoiceList),
+    SPEECH("POST", "/v1/audio/voices", add_voice, VoiceForm, form=True, generates=True, answer=answers.VoiceAdded),
+    SPEECH("DELETE", "/v1/audio/voices/{name}", delete_voice, takes_model=True, answer=answers.VoiceDeleted),
 )
+# fmt: on
 """The routes that models which speak have."""
