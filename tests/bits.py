@@ -167,7 +167,7 @@ def build_text(device: str, config: Any) -> Any:
 def answers(runner: Any, small: bool) -> dict[str, bytes]:
     """What every request of a small company is told, all of it."""
     from deltic.engine.engine import Engine
-    from deltic.engine.messages import Request, SamplingParams
+    from deltic.engine.messages import Branch, Request, SamplingParams
 
     rng = random.Random(7)
     n = 3 if small else 24
@@ -192,7 +192,10 @@ def answers(runner: Any, small: bool) -> dict[str, bytes]:
         ids = [rng.randrange(256) for _ in range(length)]
         given = {"temperature": 0.0, "ignore_eos": True, "max_tokens": n, "logprobs": 10} | params
         engine.add(Request(id=name, prompt_ids=ids, params=SamplingParams(**given)))
-    told: dict[str, list[Any]] = {name: [] for name in asked}
+    branches = [Branch([], [(0, 65), (0, 66)]), Branch([5, 6, 7], [(1, 6), (3, 65)])]
+    params = SamplingParams(max_tokens=0, temperature=0.0, n=2)
+    engine.add(Request(id="branches", prompt_ids=[*range(70)], params=params, branches=branches))
+    told: dict[str, list[Any]] = {name: [] for name in (*asked, "branches")}
     while engine.has_work():
         for output in engine.step():
             assert output.error is None, output.error

@@ -220,10 +220,8 @@ class FakeRunner:
         prompt_logprobs = {}
         for i, chunk in enumerate(step.chunks):
             if chunk.prompt_logprobs:
-                sequence = chunk.sequence
-                scored = sequence.tokens[chunk.start + 1 : min(chunk.start + chunk.length + 1, sequence.n_prompt)]
-                n_top = sequence.request.params.prompt_logprobs or 0
-                prompt_logprobs[i] = [self._logprob(token, n_top) for token in scored]
+                n_top = chunk.sequence.request.params.prompt_logprobs or 0
+                prompt_logprobs[i] = [self._logprob(token, n_top) for _, token in chunk.scored]
         for drawn, (token,) in (
             zip(step.draws, tokens, strict=True) if self.info.n_lookahead and step.runs_ahead else []
         ):
@@ -254,7 +252,7 @@ class FakeRunner:
             assert step.n_tokens <= max(self.max_step_tokens, n_decodes + PAGE_SIZE)
         assert len(step.draws) <= self.max_num_seqs
         rows = {d.chunk for d in step.draws}
-        n_rows = sum(c.length if c.prompt_logprobs or c.drafts else i in rows for i, c in enumerate(step.chunks))
+        n_rows = sum(len(c.logit_offsets(i in rows)) for i, c in enumerate(step.chunks))
         assert n_rows <= self.max_logit_rows, f"{n_rows} rows of logits"
         sequences = [id(c.sequence) for c in step.chunks]
         assert len(set(sequences)) == len(sequences), "a sequence has two chunks"
@@ -283,7 +281,8 @@ class FakeRunner:
             assert chunk.is_decode and start + 1 == len(sequence.tokens) and len(chunk.drafts) <= self.info.max_drafts
             assert start % PAGE_SIZE + chunk.length < PAGE_SIZE, "a window reaches the end of a page"
         elif not self.gpu:
-            assert end == len(sequence.tokens) or end % PAGE_SIZE == 0, "cut off the grid"
+            is_fork = sequence.branch is not None and end == sequence.n_shared - 1
+            assert is_fork or end == len(sequence.tokens) or end % PAGE_SIZE == 0, "cut off the grid"
         elif start < sequence.n_prompt:
             assert start % PAGE_SIZE == 0 and end <= sequence.n_prompt, "not whole blocks of the prompt"
             assert end == sequence.n_prompt or end % PAGE_SIZE == 0, "cut off the grid"

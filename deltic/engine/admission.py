@@ -129,8 +129,10 @@ class Admission:
     def _promote(self, sequence: Sequence) -> None:
         heir, *siblings = sequence.siblings
         heir.siblings, sequence.siblings = siblings, []
-        heir.tokens = sequence.tokens
+        heir.read_prompt(sequence)
         heir.prefix, sequence.prefix = sequence.prefix, None
+        if heir.prefix is not None:
+            del heir.prefix.keys[sequence.n_shared // PAGE_SIZE :]
         if sequence.state_slot is None:
             self.wait(heir)
             return
@@ -152,6 +154,47 @@ class Admission:
         self.n_preemptions += 1
 
     # A sequence comes to run.
+
+    @property
+    def n_promised(self) -> int:
+        """Pages that the tokens of running sequences are still to get."""
+        return sum(map(_n_promised, chain(self.prefills, self.decodes)))
+
+    def fork(self, step: Step, sequence: Sequence, n_tokens: int) -> None:
+        """Has the siblings of a sequence go on by themselves behind its first n_tokens, which it has when
+        this step has run. They read their branches from the next step on.
+        """
+        assert sequence.state_slot is not None
+        for sibling in sequence.siblings:
+            sibling.read_prompt(sequence)
+            copies = self.share(sequence, sibling, n_tokens)
+            if copies is None:
+                continue
+            assert sibling.state_slot is not None
+            if n_tokens > sequence.n_computed:
+                step.page_copies += copies
+                step.slot_copies.append((sequence.state_slot, sibling.state_slot))
+            elif sequence.start_slot is not None:
+                self._cache.state_slots.share([sequence.start_slot])
+                sibling.start_slot = sequence.start_slot
+            sibling.n_computed = sibling.n_cached = n_tokens
+            insort(self.prefills, sibling, key=rank)
+            step.forks.append(sibling)
+        sequence.siblings = []
+
+    def share(self, sequence: Sequence, sibling: Sequence, n_tokens: int) -> list[tuple[int, int]] | None:
+        """Gives a sibling the first n_tokens of a sequence. Returns the pages to copy; None: pages are short,
+        and it starts over by itself.
+        """
+        cache = self._cache
+        n_own = pages_for(len(sibling.tokens)) - n_tokens // PAGE_SIZE
+        has_room = not sibling.request.branches or n_own <= cache.pages.n_available - self.n_promised
+        copies = cache.fork(sequence, sibling, n_tokens) if has_room else None
+        if copies is None:
+            cache.release(sibling)
+            cache.open(sibling)
+            self.wait(sibling)
+        return copies
 
     def candidates(self) -> Iterator[Sequence]:
         """Lists, by rank, the sequences that wait and are not held back."""
@@ -196,10 +239,11 @@ class Admission:
         n_batch_slots = max(0, len(group) - cache.batch_slots.n_free)
         if n_batch_slots and not is_newcomer:
             return False
-        n_promised = sum(map(_n_promised, chain(self.prefills, self.decodes)))
-        known = [] if sequence.wants_prompt_logprobs else cache.look_up(sequence)
+        n_promised = self.n_promised
+        is_whole = sequence.scored_from == 0
+        known = [] if is_whole else cache.look_up(sequence)
         path = cache.usable(sequence, known)
-        if not sequence.wants_prompt_logprobs and (
+        if not is_whole and (
             self._waits_for_prefix(sequence, len(path) * PAGE_SIZE, step) or cache.search(sequence, known, path)
         ):
             return None
@@ -228,7 +272,7 @@ class Admission:
         for member in group:
             if not member.n_preempted:
                 member.queued_s = time.monotonic() - member.arrived_at
-        if not sequence.n_preempted and not sequence.wants_prompt_logprobs:
+        if not sequence.n_preempted and not is_whole:
             cache.note_lookup(sequence)
         self.waiting.remove(sequence)
         insort(self.prefills, sequence, key=rank)

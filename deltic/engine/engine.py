@@ -24,6 +24,7 @@ from deltic.engine.messages import (
     MAX_BIASES,
     MAX_GRAMMAR,
     MAX_LOGPROBS,
+    MAX_SCORED,
     AddText,
     Constraint,
     EncodeVoice,
@@ -190,6 +191,7 @@ def check_request(request: Request, info: EngineInfo) -> None:
         if not least <= value <= most:  # false for NaN too
             raise RequestError(f"{name} = {value}: must be from {least} to {most}")
     check_pictures(request, info)
+    check_branches(request, info)
     c = p.constraint or Constraint()
     n_prompt_ids = info.n_prompt_ids or vocab_size
     if request.prompt_ids and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < n_prompt_ids:
@@ -210,6 +212,25 @@ def check_request(request: Request, info: EngineInfo) -> None:
         raise RequestError("constraint.bad_ids has an entry without ids")
     if c.think_budget is not None and (c.think_budget < 0 or c.think_end_id not in c.close_ids):
         raise RequestError("think_budget must be 0 or more, and close_ids must have think_end_id")
+
+
+def check_branches(request: Request, info: EngineInfo) -> None:
+    """Refuses branches that do not belong to the request's sequences. Raises RequestError."""
+    p, branches = request.params, request.branches
+    if not branches:
+        return
+    if info.is_speech:
+        raise RequestError("a speech model scores nothing; leave branches out")
+    if len(branches) != p.n or p.max_tokens or p.prompt_logprobs is not None or p.constraint is not None:
+        raise RequestError("branches need n of their number, max_tokens 0, and neither logprobs nor a constraint")
+    for i, branch in enumerate(branches):
+        ids, behind = [*branch.ids, *(id for _, id in branch.scored)], [n for n, _ in branch.scored]
+        if not 1 <= len(behind) <= MAX_SCORED or behind != sorted(behind):
+            raise RequestError(f"branches[{i}] scores {len(behind)} ids: it may have 1 to {MAX_SCORED}, in their order")
+        if not 0 <= behind[0] <= behind[-1] <= len(branch.ids):
+            raise RequestError(f"branches[{i}] scores what is not behind its tokens")
+        if not 0 <= min(ids) <= max(ids) < info.vocab_size:
+            raise RequestError(f"branches[{i}] has a token id outside the vocabulary (0 to {info.vocab_size - 1})")
 
 
 def check_pictures(request: Request, info: EngineInfo) -> None:

@@ -24,6 +24,11 @@ MAX_GRAMMAR = 300_000
 as long.
 """
 
+MAX_SCORED = 63
+"""Log-probabilities that one branch may want: each is a row of logits at most, and those of one branch fit a
+step whatever else runs.
+"""
+
 LOGPROBS_PACKED = 64
 """Positions of a prompt whose log-probabilities are packed at once: that takes some hundred microseconds."""
 
@@ -158,6 +163,17 @@ class Picture(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         return self.first + self.n_tokens
 
 
+class Branch(msgspec.Struct, frozen=True, array_like=True):
+    """A branch behind a request's prompt: tokens that are read and not drawn, and what is scored of them."""
+
+    ids: list[int]
+    """The branch's own tokens."""
+    scored: list[tuple[int, int]]
+    """Pairs (n, id), n ascending, at most MAX_SCORED: the log-probability of the id is wanted behind the
+    prompt and the first n tokens of the branch.
+    """
+
+
 class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     """Request of one prompt with its parameters, as the server sends it to the engine."""
 
@@ -175,6 +191,12 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     namespace: str = ""
     """Prefixes are shared only within a namespace: an API key's name, without line ends, or "" for one
     namespace."""
+    branches: list[Branch] = []
+    """Branches of its n sequences, which are read behind the prompt; nothing is drawn (max_tokens 0).
+
+    The prompt is computed once: all go on from its pages, and from copies of its state. The scores come as
+    `Output.prompt_logprobs`.
+    """
     boundaries: list[int] = []
     """Token offsets at which a chat message ends (from the template): where prompts branch."""
     cache_salt: str = ""
@@ -362,7 +384,9 @@ class Output(msgspec.Struct, array_like=True):
     """New tokens; the stop token itself is included (the server does not print it)."""
     logprobs: list[TokenLogprob] | None = None
     prompt_logprobs: PromptLogprobs | None = None
-    """Log-probabilities of the whole prompt, once, with the first Output of index 0."""
+    """Log-probabilities of the whole prompt, once, with the first Output of index 0; or those that the
+    sequence's branch wants, with its only Output.
+    """
     cached_tokens: int = 0
     """Prompt tokens that were not computed because the prefix cache had them."""
     finish_reason: FinishReason | None = None

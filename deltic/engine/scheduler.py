@@ -49,6 +49,7 @@ import msgspec
 
 from deltic.engine.admission import Admission, in_turns, rank
 from deltic.engine.cache.cache import Cache, pages_for
+from deltic.engine.cache.checkpoints import fork_point
 from deltic.engine.cost import StepCost, StepLoad
 from deltic.engine.drafts import Drafting
 from deltic.engine.guides import Guides
@@ -168,10 +169,12 @@ class Scheduler:
         `max_tokens` is clipped to what max_model_len leaves.
         Raises RequestError when it could not run even alone, or its id is in use.
         """
-        params, n_prompt = request.params, len(request.prompt_ids)
+        params, branches = request.params, request.branches
+        n_each = [len(request.prompt_ids) + len(branch.ids) for branch in branches] or [len(request.prompt_ids)]
+        n_prompt = max(n_each)
         if request.id in self._open:
             raise RequestError(f"request id {request.id!r} is in use; give each request its own")
-        if n_prompt == 0:
+        if not request.prompt_ids:
             raise RequestError("the prompt is empty; it needs at least one token")
         if not 1 <= params.n <= self.info.max_num_seqs:
             raise RequestError(f"n = {params.n}: this engine runs 1 to {self.info.max_num_seqs} sequences at once")
@@ -194,11 +197,13 @@ class Scheduler:
         request = msgspec.structs.replace(request, params=params, prompt_ids=[])
         turn = self._admission.take_turn(request, [list(group.values()) for group in self._open.values()])
         own = partial(Sequence, arrival=self._n_arrived, turn=turn, arrived_at=now, voice=voice, adapter=adapter)
-        prompts = (array("i") if index else prompt for index in range(params.n))
-        group = [own(request, i, mixed_seed(seed, i), tokens, n_prompt) for i, tokens in enumerate(prompts)]
+        lengths = n_each if branches else n_each * params.n
+        group = [own(request, i, mixed_seed(seed, i), array("i"), n) for i, n in enumerate(lengths)]
+        group[0].tokens = prompt + array("i", branches[0].ids if branches else ())
         if adapter is not None:
             adapter.n_sequences += params.n
-        group[0].begin_prompt_logprobs()
+        for sequence in group:
+            sequence.begin_prompt_logprobs()
         group[0].siblings = group[1:]
         self.cache.open(group[0])
         if self.guides is not None:
@@ -238,7 +243,8 @@ class Scheduler:
         """Ends every sequence of a step that could not be run, with an error."""
         for chunk in step.chunks:
             self.cache.checkpoints.drop(chunk)
-        sequences = {id(s): s for s in chain((c.sequence for c in step.chunks), (d.sequence for d in step.draws))}
+        drawn = (draw.sequence for draw in step.draws)
+        sequences = {id(s): s for s in chain((c.sequence for c in step.chunks), drawn, step.forks)}
         failed = [s for sequence in sequences.values() for s in [*sequence.siblings, sequence]]
         return [self._end(sequence, "error", message) for sequence in failed]
 
@@ -425,7 +431,13 @@ class Scheduler:
             most = cost.room(load, sequence.n_computed, budget, is_brief) if cost and load else budget
             if not (load and load.n_rows):
                 most = max(most, min(budget, PAGE_SIZE))
+            n_fork = fork_point(self.info, sequence)
+            if n_fork is not None and n_fork <= sequence.n_computed:  # that was in the tree, with its state
+                self._admission.fork(step, sequence, sequence.n_computed)
+                n_fork = None
             length = self._chunk_length(sequence, most, n_rows)
+            if n_fork is not None:
+                length = min(length, n_fork - sequence.n_computed)
             if not length:
                 break  # first come, first served: nobody overtakes a prefill that lacks budget or pages
             if self.pictures is not None and sequence.request.pictures:
@@ -435,7 +447,7 @@ class Scheduler:
             if length <= 0:  # its picture is not encoded, or its last page awaits a mask: later ones may run
                 i += 1
                 continue
-            chunk = Chunk(sequence, sequence.n_computed, length, sequence.wants_prompt_logprobs)
+            chunk = Chunk(sequence, sequence.n_computed, length, sequence.scored_from is not None)
             self.cache.checkpoints.plan(chunk)
             if self.pictures is not None and sequence.request.pictures:
                 self.pictures.place(chunk)
@@ -450,7 +462,9 @@ class Scheduler:
             self._n_prefilled[tenant] = self._n_prefilled.get(tenant, 0) + length + n_seen
             if load:
                 load.add(chunk, self.info.block_size)
-            n_rows -= length if chunk.prompt_logprobs else length == sequence.n_pending
+            n_rows -= max(len(chunk.scored), len(chunk.logit_offsets(length == sequence.n_pending)))
+            if chunk.start + length == n_fork:
+                self._admission.fork(step, sequence, n_fork)
             if length == sequence.n_pending:
                 self._prefills.remove(sequence)
                 self._draw_first(step, sequence)
@@ -462,16 +476,19 @@ class Scheduler:
         """Takes pages for the tokens of `sequence` that run in this step. Returns their number, 0 if it has
         to wait.
 
-        It is all pending tokens or a multiple of 64: the grid on which a prefill may be cut.
+        It ends with the pending tokens or at a multiple of 64: the grid on which a prefill may be cut.
         """
-        if sequence.wants_prompt_logprobs:
+        branch = sequence.branch
+        if sequence.scored_from is not None and branch is None:
             budget = min(budget, n_rows)
-        elif n_rows < 1:
+        elif n_rows < (1 if branch is None else len(branch.scored)):
             return 0
         n_pending = sequence.n_pending
         if not self.info.canonical_decode:  # the rest of the prompt, or a decode
             n_pending = max(1, sequence.n_prompt - sequence.n_computed)
-        length = n_pending if n_pending <= budget else budget - budget % PAGE_SIZE
+        length = n_pending
+        if n_pending > budget:
+            length = max(0, budget - (sequence.n_computed + budget) % PAGE_SIZE)
         if not self.cache.grow(sequence, sequence.n_computed + length):
             return 0  # decodes took what was free when it was admitted, and are not stopped for a prefill
         return length
@@ -483,12 +500,9 @@ class Scheduler:
         self._decodes.append(sequence)
         step.draws.append(Draw(chunk, sequence))
         for sibling in sequence.siblings:
-            sibling.tokens = sequence.tokens[:]
-            copies = self.cache.fork(sequence, sibling, n_tokens)
-            if copies is None:  # no page for its partial last one: it starts over by itself
-                self.cache.release(sibling)
-                self.cache.open(sibling)
-                self._admission.wait(sibling)
+            sibling.read_prompt(sequence)
+            copies = self._admission.share(sequence, sibling, n_tokens)
+            if copies is None:
                 continue
             assert sibling.state_slot is not None
             step.page_copies += copies

@@ -11,7 +11,7 @@ from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
-from deltic.engine.messages import FinishReason, Picture, PromptLogprobs, Request, TokenLogprob
+from deltic.engine.messages import Branch, FinishReason, Picture, PromptLogprobs, Request, TokenLogprob
 
 if TYPE_CHECKING:
     import numpy as np
@@ -125,6 +125,7 @@ class Sequence:
     """Seed of this sequence's draws: the request's seed, mixed with `index` when n > 1."""
     tokens: array[int]
     n_prompt: int
+    """Tokens that were given: the prompt, and those of the sequence's branch."""
     n_computed: int = 0
     n_window: int = 0
     """Tokens behind n_computed that a draft's step has run: their KV is in `pages`, but the state has not
@@ -192,18 +193,41 @@ class Sequence:
         return len(self.tokens) - self.n_computed - self.n_window
 
     @property
-    def wants_prompt_logprobs(self) -> bool:
-        """True if the sequence brings the prompt's log-probabilities, with its first token.
+    def branch(self) -> Branch | None:
+        """The branch that it reads behind the request's prompt; None: the request has none."""
+        return self.request.branches[self.index] if self.request.branches else None
 
-        Only the first sequence of a request does, and not when it is computed again.
+    @property
+    def n_shared(self) -> int:
+        """Tokens of the request's prompt, before the sequence's branch."""
+        return self.n_prompt - (len(self.branch.ids) if self.branch else 0)
+
+    @property
+    def scored_from(self) -> int | None:
+        """The first token behind which something may be scored: it and all others are to be computed. None:
+        nothing is scored.
+
+        Of a request without branches only the first sequence brings the prompt's log-probabilities, and not
+        when it is computed again.
         """
-        return self.request.params.prompt_logprobs is not None and self.index == 0 and self.n_generated == 0
+        if self.n_generated > 0:
+            return None
+        if self.request.branches:
+            return self.n_shared - 1
+        return 0 if self.request.params.prompt_logprobs is not None and self.index == 0 else None
 
     def begin_prompt_logprobs(self) -> None:
-        """Starts the prompt's log-probabilities afresh, if it wants them. The first token has none."""
-        if self.wants_prompt_logprobs:
+        """Starts its log-probabilities afresh, if it wants any. The first token of a prompt has none."""
+        if self.scored_from is not None:
             self.prompt_logprobs = PromptLogprobs()
-            self.prompt_logprobs.extend([None])
+            if self.branch is None:
+                self.prompt_logprobs.extend([None])
+
+    def read_prompt(self, first: Sequence) -> None:
+        """Takes the prompt over from its request's first sequence, and reads its own branch behind it."""
+        self.tokens = first.tokens[:]
+        if self.branch is not None:
+            self.tokens[first.n_shared :] = array("i", self.branch.ids)
 
     @property
     def lacks_text(self) -> bool:
@@ -231,7 +255,9 @@ class Chunk:
     start: int
     length: int
     prompt_logprobs: bool = False
-    """The log-probabilities of this chunk's own tokens are wanted (a logits row for each)."""
+    """The log-probabilities of the prompt's tokens are wanted (a logits row for each), or what its branch
+    wants.
+    """
     snapshots: Items[tuple[int, int]] = ()
     """(n, state slot): the state after the chunk's first n tokens is stored in `state_slot`, too. start + n
     is a multiple of PAGE_SIZE, 0 < n < length, ascending.
@@ -254,6 +280,28 @@ class Chunk:
         One token of a prompt, the last behind a full page, is a prefill.
         """
         return self.length == 1 + len(self.drafts) and self.start >= self.sequence.n_prompt
+
+    @property
+    def scored(self) -> list[tuple[int, int]]:
+        """The log-probabilities that it brings: pairs of an offset in the chunk and the id behind that token,
+        ascending by offset.
+        """
+        if not self.prompt_logprobs:
+            return []
+        sequence, branch = self.sequence, self.sequence.branch
+        if branch is not None:
+            first = sequence.n_shared - 1 - self.start
+            return [(first + n, id) for n, id in branch.scored if 0 <= first + n < self.length]
+        return list(enumerate(sequence.tokens[self.start + 1 : min(self.start + self.length + 1, sequence.n_prompt)]))
+
+    def logit_offsets(self, is_drawn: bool) -> Items[int]:
+        """The tokens of the chunk whose logits are wanted, ascending. is_drawn: a token is drawn behind its
+        last, and behind each of a draft.
+        """
+        if self.drafts or (self.prompt_logprobs and self.sequence.branch is None):
+            return range(self.length)
+        drawn = [self.length - 1] * is_drawn
+        return sorted({*(offset for offset, _ in self.scored), *drawn}) if self.prompt_logprobs else drawn
 
     def accepted(self, drawn: list[int]) -> list[int]:
         """Cuts the draws from its rows to those that count: up to the first that was not drafted."""
@@ -292,6 +340,8 @@ class Step:
     draws: list[Draw] = field(default_factory=list)
     slot_copies: list[tuple[int, int]] = field(default_factory=list)
     page_copies: list[tuple[int, int]] = field(default_factory=list)
+    forks: list[Sequence] = field(default_factory=list)
+    """Sequences that fork off in it and read their branches in later steps."""
     runs_ahead: bool = True
     """True if the runner may start the decodes behind this step before its tokens are read: they have no
     drafts.
@@ -321,8 +371,7 @@ class StepResult:
     A draw gives one token, or several in a row. Of several, the step has computed KV and state of all but the
     last; where a draft was run, only their KV. -1 alone says that nothing could be drawn.
 
-    `prompt_logprobs[c]` holds, for chunk c, the entries of tokens start+1 .. start+length (those whose
-    predecessor is in the chunk and which exist in the prompt).
+    `prompt_logprobs[c]` holds, for chunk c, the entries of `Chunk.scored`.
     """
 
     tokens: list[list[int]]

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import llguidance
+import msgspec
 import pytest
 import torch
 
@@ -26,7 +27,7 @@ from deltic.bench.quality import Document, readings
 from deltic.config import EngineConfig
 from deltic.engine.engine import Engine
 from deltic.engine.guides import Guide, Guides, Vocabulary
-from deltic.engine.messages import Constraint, Output, ReplayStats, Request, SamplingParams
+from deltic.engine.messages import Branch, Constraint, Output, ReplayStats, Request, SamplingParams
 from deltic.engine.step import Chunk
 from tests.plain import plain
 from tests.reference.layers import stochastic_bfloat16
@@ -491,6 +492,33 @@ def test_prompt_logprobs() -> None:
     assert sum(n for *_, n in read) == len(ids)
     found = [float(row[target]) for targets, log_q, _ in read for row, target in zip(log_q, targets, strict=True)]
     assert found == pytest.approx([entry.logprob for entry in entries[60:] if entry is not None], abs=1e-4)
+
+
+@pytest.mark.long
+def test_branches_behind_a_prompt() -> None:
+    """Their scores have the bits of a prompt of their own, in company, behind what the cache has, and alone."""
+    inner, ids = runner("dense"), prompt(15, 70)
+    branches = [Branch([], [(0, 7), (0, 9)]), Branch(own := prompt(16, 20), [(3, own[3]), (20, 1), (20, 2)])]
+
+    def scores(engine: Engine, *requests: Request) -> list[list[tuple[int, float]]]:
+        for each in requests:
+            engine.add(each)
+        outputs = [output for _ in range(30) if engine.has_work() for output in engine.step()]
+        said = {
+            (o.id, o.index): [(e.token_id, e.logprob) for e in o.prompt_logprobs if e]
+            for o in outputs
+            if o.prompt_logprobs
+        }
+        engine.check()
+        return [entries for _, entries in sorted(said.items())]
+
+    nothing = {"n_tokens": 0, "logprobs": None}
+    asked = msgspec.structs.replace(request("a", ids, **nothing, n=2), branches=branches)
+    engine = Engine(inner)
+    together = scores(engine, request("chat", prompt(17, 90), 3), asked)
+    assert scores(engine, asked) == together == scores(Engine(inner), asked)
+    for whole, entry in (([*ids, 9], together[0][1]), ([*ids, *own, 1], together[1][1])):
+        assert scores(Engine(inner), request("b", whole, **nothing, prompt_logprobs=0))[0][-1] == entry
 
 
 @needs_gpu

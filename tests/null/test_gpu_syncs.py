@@ -54,7 +54,6 @@ ALLOWED = {
     "runtime/gpu/text.py:_read": HOST,
     "runtime/gpu/prompt_logprobs.py:of": SELDOM,
     "runtime/gpu/prompt_logprobs.py:logits": SELDOM,
-    "runtime/gpu/prompt_logprobs.py:_start": SELDOM,
     "runtime/gpu/text.py:logits": BENCH,
     "runtime/gpu/vocoder.py:samples": AFTER_EVENT,
     "runtime/gpu/vocoder.py:open": "the state of a voice, once a stream",

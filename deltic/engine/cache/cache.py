@@ -29,7 +29,7 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from deltic.engine.cache.checkpoints import Checkpoints, Prefix, n_canonical
+from deltic.engine.cache.checkpoints import Checkpoints, Prefix, n_canonical, n_shareable
 from deltic.engine.cache.placement import Placement
 from deltic.engine.cache.saves import MAX_SEARCH_S
 from deltic.engine.cache.tiers import Tiers, no_tiers
@@ -122,8 +122,7 @@ class Cache:
 
     def usable(self, sequence: Sequence, known: list[Node], tier: int = DISK) -> list[Node]:
         """Returns the part of `known` that the sequence can start behind, with what is in this tier and in
-        those above it. Unless it comes back from host memory, one token of those that may be shared is left
-        to compute: a token must be drawn from it, and a decode does not start from a checkpoint.
+        those above it. Unless it comes back from host memory, what `n_shareable` leaves is computed.
         """
         parked = self._parked.get(sequence)
         n_most = next((i for i, node in enumerate(known) if not _within(node.page, tier)), len(known))
@@ -131,7 +130,7 @@ class Cache:
             if parked.n_shared <= n_most:
                 return known[: parked.n_shared]
             self._forget_parked(sequence)  # what it continues is gone
-        n_most = min(n_most, (n_canonical(self.info, sequence) - 1) // PAGE_SIZE)
+        n_most = min(n_most, n_shareable(self.info, sequence))
         while self.info.has_state and n_most and not _within(known[n_most - 1].state, tier):
             n_most -= 1
         return known[:n_most]
@@ -147,7 +146,7 @@ class Cache:
         prefix = sequence.prefix
         if prefix is None or not self.store.tiers.may_have_foreign or sequence in self._parked:
             return False
-        n_most = min(len(prefix.keys), (n_canonical(self.info, sequence) - 1) // PAGE_SIZE)
+        n_most = min(len(prefix.keys), n_shareable(self.info, sequence))
         last = prefix.search
         if len(path) >= n_most or (last is not None and time.monotonic() - last.began_s < SEARCH_AGAIN_S):
             return False
@@ -186,7 +185,7 @@ class Cache:
         if sequence.prefix is None or other.prefix is None:
             return 0
         mine, theirs = sequence.prefix.keys, other.prefix.keys
-        n = min(len(mine), len(theirs), (n_canonical(self.info, sequence) - 1) // PAGE_SIZE)
+        n = min(len(mine), len(theirs), n_shareable(self.info, sequence))
         # Keys are chained: where one differs, all after it do.
         return PAGE_SIZE * bisect_left(range(n), True, key=lambda i: mine[i] != theirs[i])
 
@@ -322,7 +321,7 @@ class Cache:
         self.pages.share(shared)
         child.pages = shared + own
         if parent.prefix is not None:
-            child.prefix = Prefix(parent.prefix.keys[:], parent.prefix.node)
+            child.prefix = Prefix(parent.prefix.keys[:n_full], parent.prefix.node)
         return [(parent.pages[n_full], page) for page in own]
 
     # A sequence stops running.

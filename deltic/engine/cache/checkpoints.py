@@ -51,6 +51,25 @@ def n_canonical(info: EngineInfo, sequence: Sequence) -> int:
     return len(sequence.tokens) if info.canonical_decode else sequence.n_prompt
 
 
+def n_shareable(info: EngineInfo, sequence: Sequence) -> int:
+    """The most pages behind which a sequence could start. One token of those that may be shared is left to
+    compute, since a token is drawn from it and a decode does not start from a checkpoint; and so is whatever
+    is scored.
+    """
+    n_tokens, scored = n_canonical(info, sequence) - 1, sequence.scored_from
+    return (n_tokens if scored is None else min(n_tokens, scored)) // PAGE_SIZE
+
+
+def fork_point(info: EngineInfo, sequence: Sequence) -> int | None:
+    """The number of tokens behind which the siblings of a sequence fork off to read their branches; None: it
+    has none such. The last token of the prompt is each one's own, since something may be scored behind it.
+    """
+    if not sequence.siblings or sequence.branch is None:
+        return None
+    n = sequence.n_shared - 1
+    return n if info.canonical_decode else n - n % PAGE_SIZE
+
+
 class Checkpoints:
     """Decides where sequences leave checkpoints, and takes them."""
 
@@ -64,6 +83,8 @@ class Checkpoints:
         branch, and the next one that comes this way shall not compute the stretch again.
         """
         prefix, n_tokens = sequence.prefix, n_canonical(self._info, sequence)
+        if sequence.branch is not None:
+            n_tokens = sequence.n_shared  # nobody comes back to where a branch ends
         if prefix is None or not self._info.has_state:
             return
         wanted: dict[int, str] = {}

@@ -68,7 +68,9 @@ class Batch:
         self._prompts: list[PromptPositions | None] = [None] * n_batch_slots
 
     def fill(self, step: Step) -> list[int]:
-        """Writes the step's inputs. Returns each chunk's first row of logits, -1 where it has none."""
+        """Writes the step's inputs. Returns each chunk's first row of logits; of those that it has, as
+        `Chunk.logit_offsets` says.
+        """
         inputs, draws = self.inputs, {draw.chunk for draw in step.draws}
         starts, contexts, batch_slots, start_slots, state_slots = [0], [], [], [], []
         has_snapshots = has_prompt = False
@@ -95,11 +97,8 @@ class Batch:
                 inputs.token_batch_slot[at:end] = batch_slot
             if (prompt := self._prompts[batch_slot]) is not None:
                 self._fill_pictures(chunk, prompt, at, end)
-            first_row.append(len(logit_tokens) if chunk.prompt_logprobs or i in draws else -1)
-            if chunk.prompt_logprobs or chunk.drafts:
-                logit_tokens.extend(range(at, end))
-            elif i in draws:
-                logit_tokens.append(end - 1)
+            first_row.append(len(logit_tokens))
+            logit_tokens += [at + offset for offset in chunk.logit_offsets(i in draws)]
             starts.append(end)
             contexts.append(chunk.start)
             batch_slots.append(batch_slot)

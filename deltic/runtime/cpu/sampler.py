@@ -198,7 +198,7 @@ class Sampler:
             if self._owner[batch_slot] is not sequence:
                 self._take_batch_slot(batch_slot, sequence)
             if chunk.prompt_logprobs:
-                row += chunk.length - 1
+                row += len(chunk.logit_offsets(True)) - 1
             rule = _ANY if guide is None else Rule.of(guide)
             draws += self._draws_of(row, sequence, (), chunk.drafts, chunk.rules or [rule] * (1 + len(chunk.drafts)))
             n_top += [-1 if params.logprobs is None else params.logprobs] * (1 + len(chunk.drafts))
@@ -207,11 +207,11 @@ class Sampler:
         targets: list[int] = []
         for c, chunk in enumerate(step.chunks):
             if chunk.prompt_logprobs:
-                end = min(chunk.start + chunk.length + 1, chunk.sequence.n_prompt)
-                targets += chunk.sequence.tokens[chunk.start + 1 : end]
-                n_entries = end - chunk.start - 1
-                rows += range(first_row[c], first_row[c] + n_entries)
-                n_top += [chunk.sequence.request.params.prompt_logprobs or 0] * n_entries
+                scored = chunk.scored
+                row_of = {offset: row for row, offset in enumerate(chunk.logit_offsets(False), first_row[c])}
+                targets += [id for _, id in scored]
+                rows += [row_of[offset] for offset, _ in scored]
+                n_top += [chunk.sequence.request.params.prompt_logprobs or 0] * len(scored)
         n_entries = n + len(targets)
         self._entries.row[:n_entries] = rows
         self._entries.n_top[:n_entries] = n_top
@@ -232,7 +232,7 @@ class Sampler:
             at += n_rows
         for c, chunk in enumerate(step.chunks):
             if chunk.prompt_logprobs:
-                n_entries = min(chunk.length, chunk.sequence.n_prompt - chunk.start - 1)
+                n_entries = len(chunk.scored)
                 result.prompt_logprobs[c] = [self._entry(at + i) for i in range(n_entries)]
                 at += n_entries
         return result

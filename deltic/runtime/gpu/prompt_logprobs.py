@@ -5,6 +5,8 @@ Not recorded, and waited for: few ask for them.
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Rows
+
 import torch
 from torch import Tensor
 
@@ -28,37 +30,37 @@ class PromptScorer:
         self._device, self._levers = buffers.final.device, bound_levers()
 
     def of(self, chunk: Chunk, first: int, n_blocks: int) -> list[TokenLogprob]:
-        """Returns those of the prompt's tokens behind the chunk's, whose rows begin with `first` in a prefill
-        of n_blocks blocks.
+        """Returns the log-probabilities of `Chunk.scored`, of a chunk whose rows begin with `first` in a
+        prefill of n_blocks blocks.
         """
-        sequence, end = chunk.sequence, min(chunk.start + chunk.length + 1, chunk.sequence.n_prompt)
-        targets = sequence.tokens[chunk.start + 1 : end]
+        sequence, scored = chunk.sequence, chunk.scored
         k = sequence.request.params.prompt_logprobs or 0
         entries: list[TokenLogprob] = []
-        most = len(self._buffers.final)
-        for at in range(0, len(targets), most):
-            part = targets[at : at + most].tolist()
-            logits = self.logits(first + at, len(part), n_blocks, sequence.adapter_slot)
-            found = self._start(logits, torch.tensor(part, dtype=torch.int32).to(self._device), k)
-            for token, value, ids, values in zip(part, *(tensor.tolist() for tensor in found), strict=True):
+        offsets, most = sorted({offset for offset, _ in scored}), len(self._buffers.final)
+        for at in range(0, len(offsets), most):
+            row_of = {offset: row for row, offset in enumerate(offsets[at : at + most])}
+            part = [(row_of[offset], id) for offset, id in scored if offset in row_of]
+            logits = self.logits([first + offset for offset in row_of], n_blocks, sequence.adapter_slot)
+            rows, targets = torch.tensor(part, dtype=torch.int32).T.contiguous().to(self._device)
+            found = self._start(logits, rows, targets, k)
+            for (_, token), value, ids, values in zip(part, *(tensor.tolist() for tensor in found), strict=True):
                 entries.append(TokenLogprob(token, value, list(zip(ids[:k], values[:k], strict=True))))
         return entries
 
-    def logits(self, first: int, n: int, n_blocks: int, adapter_slot: int = -1) -> Tensor:
-        """Starts the head for n rows of a prefill of n_blocks blocks, from row `first` on. Returns float32
-        [n, V], in a buffer of the prefill.
+    def logits(self, of: Rows[int], n_blocks: int, adapter_slot: int = -1) -> Tensor:
+        """Starts the head for some rows of a prefill of n_blocks blocks. Returns float32 [len(of), V], in a
+        buffer of the prefill.
         """
-        rows, adapters = torch.arange(first, first + n, dtype=torch.int32).to(self._device), None
+        n, rows, adapters = len(of), torch.tensor(list(of), dtype=torch.int32).to(self._device), None
         if adapter_slot >= 0:
             groups, of = (torch.tensor(words, dtype=torch.int32) for words in adapter_groups([adapter_slot] * n, n))
             adapters = AdapterRows(groups.to(self._device), of.view(n, -1).to(self._device))
         with self._levers.bound():
             return self._model.logits_of(rows, n_blocks, self._buffers, adapters)
 
-    def _start(self, logits: Tensor, targets: Tensor, n_top: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Starts the log-probabilities of one token a row, and of n_top others with their ids."""
+    def _start(self, logits: Tensor, rows: Tensor, targets: Tensor, n_top: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Starts the log-probabilities of a token in each of these rows, and of n_top others with ids."""
         n, device = len(targets), self._device
-        rows = torch.arange(n, dtype=torch.int32).to(device)
         counts, n_rows = torch.full_like(rows, n_top), torch.full_like(rows[:1], n)
         logprob, top = torch.zeros(n, device=device), torch.zeros((n, MAX_LOGPROBS), device=device)
         ids = torch.zeros((n, MAX_LOGPROBS), dtype=torch.int32, device=device)
@@ -69,7 +71,8 @@ class PromptScorer:
     def walk(self, n_blocks: int, has_adapters: bool) -> None:
         """Starts every kernel that a prompt may start, on whatever is in the buffers."""
         for n in range(1, len(self._buffers.final) + 1):
-            logits = self.logits(0, n, n_blocks)
+            logits = self.logits(range(n), n_blocks)
             if has_adapters:
-                logits = self.logits(0, n, n_blocks, adapter_slot=0)
-            self._start(logits, torch.zeros(n, dtype=torch.int32, device=self._device), 0)
+                logits = self.logits(range(n), n_blocks, adapter_slot=0)
+            zeros = torch.zeros(n, dtype=torch.int32, device=self._device)
+            self._start(logits, zeros, zeros, 0)

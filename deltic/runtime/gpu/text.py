@@ -292,6 +292,6 @@ class GpuTextRunner(GpuRunner):
         found, most = [], len(self.workspace.prefill.final)
         with torch.cuda.stream(self.stream):
             for at in range(0, n_rows, most):
-                logits = self._prompt_logprobs.logits(at, min(most, n_rows - at), n_blocks=1)
+                logits = self._prompt_logprobs.logits(range(at, min(at + most, n_rows)), n_blocks=1)
                 found.append(logits.to("cpu", copy=True))
         return np.asarray(torch.cat(found).numpy())
