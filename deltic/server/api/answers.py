@@ -168,29 +168,39 @@ class ChatAnswerMessage(Struct, kw_only=True):
     """The call in its older form, where the request has `functions`."""
 
 
-class ChatAnswerChoice(Struct, kw_only=True):
-    """An answer to a chat, of several."""
+class ChatChoice(Struct, kw_only=True):
+    """Base of an answer to a chat, and of what a chunk adds to it."""
 
     index: int
-    message: ChatAnswerMessage
     logprobs: ChatLogprobs | None
     finish_reason: FinishReason | None
     stop_reason: str | int | None = None
     token_ids: list[int] | None = None
 
 
-class ChatCompletion(Struct, kw_only=True):
-    """An answer to a chat."""
+class ChatAnswerChoice(ChatChoice, kw_only=True):
+    """An answer to a chat, of several."""
+
+    message: ChatAnswerMessage
+
+
+class AnswerHead(Struct, kw_only=True):
+    """Base of answers and their chunks."""
 
     id: str
-    object: Literal["chat.completion"]
     created: int
     model: str
-    choices: list[ChatAnswerChoice]
-    usage: AnswerUsage
     system_fingerprint: str | None = None
     service_tier: Literal["default"] | None = None
     timings: LlamaTimings | None = None
+
+
+class ChatCompletion(AnswerHead, kw_only=True):
+    """An answer to a chat."""
+
+    object: Literal["chat.completion"]
+    choices: list[ChatAnswerChoice]
+    usage: AnswerUsage
     prompt_token_ids: list[int] | None = None
     prompt_logprobs: PromptChances = None
 
@@ -232,32 +242,26 @@ class ChatDelta(Struct, kw_only=True):
     """A part of the call in its older form, where the request has `functions`."""
 
 
-class ChatChunkChoice(Struct, kw_only=True):
+class ChatChunkChoice(ChatChoice, kw_only=True):
     """The addition of a chunk to one of the answers."""
 
-    index: int
     delta: ChatDelta
-    logprobs: ChatLogprobs | None
-    finish_reason: FinishReason | None
-    stop_reason: str | int | None = None
-    token_ids: list[int] | None = None
 
 
-class ChatCompletionChunk(Struct, kw_only=True):
-    """The data of an event of a streamed answer. The last event is `[DONE]`."""
+class AnswerChunk(AnswerHead, kw_only=True):
+    """Base of the data of an event of a streamed answer. The last event is `[DONE]`."""
 
-    id: str
-    object: Literal["chat.completion.chunk"]
-    created: int
-    model: str
-    choices: list[ChatChunkChoice]
     usage: AnswerUsage | None = None
-    system_fingerprint: str | None = None
-    service_tier: Literal["default"] | None = None
-    timings: LlamaTimings | None = None
-    prompt_token_ids: list[int] | None = None
     prompt_progress: PromptProgress | None = None
     obfuscation: str | None = None
+
+
+class ChatCompletionChunk(AnswerChunk, kw_only=True):
+    """The data of an event of a streamed answer. The last event is `[DONE]`."""
+
+    object: Literal["chat.completion.chunk"]
+    choices: list[ChatChunkChoice]
+    prompt_token_ids: list[int] | None = None
 
 
 class CompletionLogprobs(Struct, kw_only=True):
@@ -283,34 +287,19 @@ class CompletionChoice(Struct, kw_only=True):
     prompt_logprobs: PromptChances = None
 
 
-class CompletionChunk(Struct, kw_only=True):
+class CompletionChunk(AnswerChunk, kw_only=True):
     """The data of an event of a streamed completion. The last event is `[DONE]`."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
-    usage: AnswerUsage | None = None
-    system_fingerprint: str | None = None
-    service_tier: Literal["default"] | None = None
-    timings: LlamaTimings | None = None
-    prompt_progress: PromptProgress | None = None
-    obfuscation: str | None = None
 
 
-class TextCompletion(Struct, kw_only=True):
+class TextCompletion(AnswerHead, kw_only=True):
     """Texts that go on."""
 
-    id: str
     object: Literal["text_completion"]
-    created: int
-    model: str
     choices: list[CompletionChoice]
     usage: AnswerUsage
-    system_fingerprint: str | None = None
-    service_tier: Literal["default"] | None = None
-    timings: LlamaTimings | None = None
 
 
 class GapText(Struct, kw_only=True):
@@ -469,14 +458,19 @@ class FileEntry(Struct, kw_only=True):
     status_details: str | None
 
 
-class FileList(Struct, kw_only=True):
-    """A page of the files of this key."""
+class Listing(Struct, kw_only=True):
+    """Base of a page of a list."""
 
     object: Literal["list"]
-    data: list[FileEntry]
     first_id: str | None
     last_id: str | None
     has_more: bool
+
+
+class FileList(Listing, kw_only=True):
+    """A page of the files of this key."""
+
+    data: list[FileEntry]
 
 
 class FileDeleted(Struct, kw_only=True):
@@ -550,14 +544,10 @@ class BatchEntry(Struct, kw_only=True):
     cancelled_at: int | None
 
 
-class BatchList(Struct, kw_only=True):
+class BatchList(Listing, kw_only=True):
     """A page of the batches of this key."""
 
-    object: Literal["list"]
     data: list[BatchEntry]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class LoadProgress(Struct):

@@ -7,7 +7,7 @@ from typing import Literal
 from msgspec import Struct
 
 from deltic.json_types import JsonObject
-from deltic.server.api.answers import ItemUsage, ScoredToken
+from deltic.server.api.answers import ItemUsage, Listing, ScoredToken
 
 ItemStatus = Literal["in_progress", "completed", "incomplete"]
 
@@ -48,29 +48,28 @@ class OutputReasoning(Struct, kw_only=True, tag_field="type", tag="reasoning"):
     """The thought for clients that keep no state, where `include` asks for it."""
 
 
-class OutputFunctionCall(Struct, kw_only=True, tag_field="type", tag="function_call"):
+class OutputCall(Struct, kw_only=True, tag_field="type"):
+    """Base of a call."""
+
+    id: str
+    status: ItemStatus
+    call_id: str
+    """To be sent back with the result."""
+    name: str
+    namespace: str | None = None
+
+
+class OutputFunctionCall(OutputCall, kw_only=True, tag="function_call"):
     """A call of a function."""
 
-    id: str
-    status: ItemStatus
-    call_id: str
-    """To be sent back with the result."""
-    name: str
     arguments: str
     """JSON, as a text."""
-    namespace: str | None = None
 
 
-class OutputCustomCall(Struct, kw_only=True, tag_field="type", tag="custom_tool_call"):
+class OutputCustomCall(OutputCall, kw_only=True, tag="custom_tool_call"):
     """A call of a tool that takes a text of any form."""
 
-    id: str
-    status: ItemStatus
-    call_id: str
-    """To be sent back with the result."""
-    name: str
     input: str
-    namespace: str | None = None
 
 
 OutputItem = OutputMessage | OutputReasoning | OutputFunctionCall | OutputCustomCall
@@ -148,14 +147,10 @@ class CountedInput(Struct, kw_only=True):
     input_tokens: int
 
 
-class InputItemList(Struct, kw_only=True):
+class InputItemList(Listing, kw_only=True):
     """A page of the items that a response was made from, in the form in which they were sent."""
 
-    object: Literal["list"]
     data: list[JsonObject]
-    first_id: str | None
-    last_id: str | None
-    has_more: bool
 
 
 class NumberedEvent(Struct, kw_only=True, tag_field="type"):
