@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from deltic.commands.endpoint import Endpoint, EndpointError, ServerFailed, asked_model, own_server, reached
+from deltic.commands.endpoint import Endpoint, EndpointError, asked_model, own_server, reached
 from deltic.config import ConfigError, ServerConfig, nearest
 from deltic.config_sources import resolve
 from deltic.json_types import JsonObject
@@ -172,27 +172,23 @@ def _listed() -> str:
 
 
 def launch(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
-    """The command `deltic launch`: starts an agent; its exit status."""
+    """The command `deltic launch`: starts an agent; its exit status. Raises EndpointError, ServerFailed."""
     agent = named(arguments.agent)
     if shutil.which(agent.command[0]) is None:
         print(f"deltic: {agent.command[0]} is not installed. Install it: {agent.install}", file=sys.stderr)
         return 1
-    try:
-        with asyncio.Runner() as runner:
-            if not arguments.url and not server_arguments:
-                arguments.url = _running(runner)
-            elif not arguments.url and "--max-model-len" not in server_arguments:
-                server_arguments = [*server_arguments, "--max-model-len", str(agent.needs)]
-            with own_server(arguments, server_arguments) as server:
-                target = runner.run(target_of(arguments, runner.run(reached(arguments, server))))
-                if problem := too_small(agent, target.context):
-                    print(f"deltic: {problem}", file=sys.stderr)
-                    if target.context < agent.needs // 2:
-                        return 1
-                return _run(agent, target, arguments.behind)
-    except (EndpointError, ServerFailed) as error:
-        print(f"deltic: {printable(str(error))}", file=sys.stderr)
-        return 1
+    with asyncio.Runner() as runner:
+        if not arguments.url and not server_arguments:
+            arguments.url = _running(runner)
+        elif not arguments.url and "--max-model-len" not in server_arguments:
+            server_arguments = [*server_arguments, "--max-model-len", str(agent.needs)]
+        with own_server(arguments, server_arguments) as server:
+            target = runner.run(target_of(arguments, runner.run(reached(arguments, server))))
+            if problem := too_small(agent, target.context):
+                print(f"deltic: {problem}", file=sys.stderr)
+                if target.context < agent.needs // 2:
+                    return 1
+            return _run(agent, target, arguments.behind)
 
 
 def _running(runner: asyncio.Runner) -> str:

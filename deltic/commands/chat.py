@@ -22,15 +22,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from deltic.commands.conversation import Conversation, StreamedAnswer
-from deltic.commands.endpoint import (
-    EndpointError,
-    ServerFailed,
-    asked_model,
-    error_message,
-    own_server,
-    picture_url,
-    reached,
-)
+from deltic.commands.endpoint import EndpointError, asked_model, error_message, own_server, picture_url, reached
 from deltic.config import ConfigError, nearest
 from deltic.json_types import JsonObject
 from deltic.logs import counted, printable
@@ -434,29 +426,27 @@ def asked_prompt(arguments: argparse.Namespace) -> str | None:
 
 
 def chat(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
-    """The command: talks to the server at --url, or to one it starts. Raises ConfigError."""
+    """The command: talks to the server at --url, or to one it starts. Raises ConfigError, EndpointError,
+    ServerFailed.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # what the terminal cannot show becomes a question mark
     prompt = asked_prompt(arguments)
     sampling: JsonObject = {"temperature": arguments.temperature, "max_tokens": arguments.max_tokens}
-    try:
-        pictures, videos = [*map(picture_url, arguments.image)], [*map(picture_url, arguments.video)]
-        with asyncio.Runner() as runner, own_server(arguments, server_arguments) as server:
-            endpoint = runner.run(reached(arguments, server))
-            conversation = Conversation(
-                endpoint,
-                runner.run(asked_model(arguments, endpoint)),
-                system=arguments.system,
-                think=arguments.think,
-                sampling={key: value for key, value in sampling.items() if value is not None},
-                pictures=pictures,
-                videos=videos,
-            )
-            if prompt is not None:
-                return answer_once(runner, conversation, arguments, prompt)
-            with line_history(arguments.history):
-                talk(conversation, runner, Screen(arguments.show_thinking))
-            return 0
-    except (EndpointError, ServerFailed) as error:
-        print(f"deltic: {printable(str(error))}", file=sys.stderr)
-        return 1
+    pictures, videos = [*map(picture_url, arguments.image)], [*map(picture_url, arguments.video)]
+    with asyncio.Runner() as runner, own_server(arguments, server_arguments) as server:
+        endpoint = runner.run(reached(arguments, server))
+        conversation = Conversation(
+            endpoint,
+            runner.run(asked_model(arguments, endpoint)),
+            system=arguments.system,
+            think=arguments.think,
+            sampling={key: value for key, value in sampling.items() if value is not None},
+            pictures=pictures,
+            videos=videos,
+        )
+        if prompt is not None:
+            return answer_once(runner, conversation, arguments, prompt)
+        with line_history(arguments.history):
+            talk(conversation, runner, Screen(arguments.show_thinking))
+        return 0

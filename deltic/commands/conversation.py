@@ -8,7 +8,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from deltic.commands.endpoint import DONE, Endpoint, EndpointError, HttpReply, error_message
+from deltic.commands.endpoint import DONE, Endpoint, HttpReply, error_message
 from deltic.json_types import JsonObject
 from deltic.logs import counted
 
@@ -120,7 +120,7 @@ class Conversation:
                             answer.n_tokens += 1  # until the usage, at the end, says better
                             setattr(answer, kind, getattr(answer, kind) + text)
                             yield kind, text
-        except (EndpointError, ValueError) as error:
+        except ValueError as error:  # EndpointError is one
             answer.error = str(error)
 
     async def _opened(self, answer: StreamedAnswer) -> HttpReply | None:

@@ -35,7 +35,7 @@ from typing import Any, cast
 
 import httptools
 
-from deltic.config import ENV_PREFIX, Config, ConfigError, ServerConfig
+from deltic.config import ENV_PREFIX, Config, ConfigError, MayPass, ServerConfig
 from deltic.json_types import JsonObject
 
 PROGRAM = (sys.executable, "-m", "deltic")
@@ -45,7 +45,7 @@ DONE = b"[DONE]"
 """Payload of the last event of an OpenAI stream."""
 
 
-class EndpointError(Exception):
+class EndpointError(MayPass):
     """The endpoint could not be reached, or broke the connection; the message names the URL."""
 
 
@@ -334,7 +334,7 @@ def picture_url(name: str) -> str:
     return f"data:{kind};base64,{base64.b64encode(data).decode()}"
 
 
-class ServerFailed(Exception):
+class ServerFailed(MayPass):
     """The server child did not get ready; the message holds the end of its log."""
 
 

@@ -366,16 +366,12 @@ def _engines_of(path: Path) -> list[str]:
     return found
 
 
-def ps(arguments: argparse.Namespace) -> int | str:
-    """The command: the models that a running server has loaded. Exit status 1: there is no such server."""
+def ps(arguments: argparse.Namespace) -> str:
+    """The command: the models that a running server has loaded. Raises EndpointError: there is no such server."""
     endpoint = Endpoint(arguments.url, arguments.api_key, arguments.cacert)
-    try:
-        status, body = asyncio.run(endpoint.json("GET", "/api/ps"))
-        if status != 200 or not isinstance(body, dict):
-            raise EndpointError(f"{endpoint.url}: {error_message(body, status)}")
-    except EndpointError as error:
-        print(f"deltic: {printable(str(error))}", file=sys.stderr)
-        return 1
+    status, body = asyncio.run(endpoint.json("GET", "/api/ps"))
+    if status != 200 or not isinstance(body, dict):
+        raise EndpointError(f"{endpoint.url}: {error_message(body, status)}")
     models = body.get("models") or []
     if not models:
         return f"{endpoint.url} has no model loaded."

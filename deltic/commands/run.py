@@ -32,15 +32,15 @@ from deltic.commands import settings
 from deltic.commands.endpoint import (
     Endpoint,
     EndpointError,
-    ServerFailed,
     asked_model,
     error_message,
     own_server,
     picture_url,
     reached,
 )
+from deltic.config import MayPass
 from deltic.json_types import JsonObject
-from deltic.logs import counted, printable
+from deltic.logs import counted
 
 if TYPE_CHECKING:
     from deltic.ray.actors import Actors
@@ -49,7 +49,7 @@ MAX_UNAVAILABLE = 60
 """Times that a request may find no engine; the server waits between them as it was told to."""
 
 
-class Stopped(Exception):
+class Stopped(MayPass):
     """The run cannot go on; what is written stays and the next run resumes."""
 
 
@@ -304,7 +304,7 @@ async def _run(arguments: argparse.Namespace, server_arguments: list[str], sourc
 
 def run(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
     """The command. 0: every line has its answer; 1: some have an error, or it stopped early: run again to
-    resume.
+    resume. Raises Stopped, EndpointError, ServerFailed.
     """
     source, target = Path(arguments.input), Path(arguments.output)
     try:
@@ -325,9 +325,6 @@ def run(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
             out = without_errors(target, out)
         with out, source.open("rb") as lines:
             tally = asyncio.run(_run(arguments, server_arguments, lines, out))
-    except (Stopped, EndpointError, ServerFailed) as error:
-        print(f"deltic: {printable(str(error))}", file=sys.stderr)
-        return 1
     except OSError as error:  # of the disk, and again when what is left of a line is written at the close
         print(
             f"deltic: cannot write {error.filename or target}: {error.strerror}; "

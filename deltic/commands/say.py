@@ -17,19 +17,9 @@ import urllib.parse
 from pathlib import Path
 from typing import BinaryIO
 
-from deltic.commands.endpoint import (
-    Endpoint,
-    EndpointError,
-    HttpReply,
-    ServerFailed,
-    asked_model,
-    error_message,
-    own_server,
-    reached,
-)
+from deltic.commands.endpoint import Endpoint, EndpointError, HttpReply, asked_model, error_message, own_server, reached
 from deltic.config import ConfigError
 from deltic.json_types import JsonObject
-from deltic.logs import printable
 
 PATH = "/v1/audio/speech"
 
@@ -185,7 +175,7 @@ def _format(arguments: argparse.Namespace) -> str:
 
 
 def say(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
-    """The command. 1: the server failed or refused; 130: Ctrl-C, what came is kept."""
+    """The command. 130: Ctrl-C, what came is kept. Raises ConfigError, EndpointError, ServerFailed."""
     text = sys.stdin.read() if arguments.text == "-" else arguments.text
     if not text.strip():
         raise ConfigError("there is nothing to say")
@@ -203,9 +193,6 @@ def say(arguments: argparse.Namespace, server_arguments: list[str]) -> int:
         if sink.n_bytes:
             print(f"deltic: stopped; {arguments.out} has what came until then", file=sys.stderr)
         return 130
-    except (EndpointError, ServerFailed) as error:
-        print(f"deltic: {printable(str(error))}", file=sys.stderr)
-        return 1
     except BrokenPipeError:  # whoever read our output has gone
         raise
     except OSError as error:
