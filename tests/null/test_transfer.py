@@ -8,7 +8,6 @@ import hashlib
 import os
 import random
 import socket
-import threading
 import time
 import zlib
 from collections.abc import Iterator
@@ -23,7 +22,7 @@ import pytest
 from deltic.__main__ import main
 from deltic.config import ConfigError, EngineConfig, ServerConfig
 from deltic.config_sources import resolve
-from deltic.engine.cache.directory import ABANDONED_S, HEADER_BYTES, Directory, Object, pack_header, unpack_header
+from deltic.engine.cache.directory import HEADER_BYTES, Directory, Object, pack_header, unpack_header
 from deltic.engine.events import CacheLocated
 from deltic.host.client import QueueFull
 from deltic.server.address import check_transfer
@@ -300,31 +299,21 @@ def test_an_export_that_is_not_taken_ends_with_its_server(sender: FakeEngineClie
         assert time.monotonic() - left_s < 9, "it is given 10 s to end"
 
 
-def test_what_is_dropped_while_it_is_written_leaves_nothing(
-    stream: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    write = transfer._write
-    monkeypatch.setattr(transfer, "_write", lambda *given: (time.sleep(0.02), write(*given)))
-    info = client_of(tmp_path / "to").info
-    coming = transfer.Import(info, 10**9)
-    feeding = threading.Thread(target=coming.feed, args=(stream,))
-    feeding.start()
-    time.sleep(0.05)
-    coming.drop()
-    feeding.join()
-    coming.feed(stream)
-    assert not contents(tmp_path / "to")
-
-
 def test_a_stream_of_an_hour_is_not_abandoned(stream: bytes, tmp_path: Path) -> None:
     coming = transfer.Import(client_of(tmp_path / "to").info, 10**9)
-    coming.feed(stream[:9000])
-    parts = list(tmp_path.glob("to/**/*.part"))
-    for part in parts:
-        os.utime(part, (0, 0))
-    coming._renew_at -= ABANDONED_S / 10
-    coming.feed(stream[9000:])
-    assert len(parts) > 1 and all(time.time() - part.stat().st_mtime < 60 for part in parts)
+    ours, theirs = socket.socketpair()
+    with ours, theirs, theirs.makefile("rb") as file, concurrent.futures.ThreadPoolExecutor() as pool:
+        taking = pool.submit(coming.take, file)
+        ours.sendall(stream[:9000])
+        wait_for(lambda: len(list(tmp_path.glob("to/**/*.part"))) > 1)
+        parts = list(tmp_path.glob("to/**/*.part"))
+        for part in parts:
+            os.utime(part, (0, 0))
+        coming._renew_at = 0.0
+        ours.sendall(stream[9000:])
+        ours.shutdown(socket.SHUT_WR)
+        taking.result(60)
+    assert len(parts) > 1 and all(time.time() - part.stat().st_mtime < 600 for part in parts)
     coming.end()
 
 

@@ -14,10 +14,10 @@ import contextlib
 import logging
 import os
 import secrets
-import threading
+import socket
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
@@ -202,13 +202,7 @@ async def import_cache(service: Service, request: Request) -> ASGIApp:
             raise unavailable(SHUTTING_DOWN)
         coming = Import(info, budget)
         try:
-            waiting = bytearray()
-            async for data in request.stream():
-                waiting += data
-                if len(waiting) >= BLOCK_BYTES:
-                    data, waiting = bytes(waiting), bytearray()
-                    await asyncio.to_thread(coming.feed, data)
-            await asyncio.to_thread(coming.feed, bytes(waiting))
+            await _read_by(coming.take, request)
             await asyncio.to_thread(coming.end)
         except OSError as error:
             raise unwritable("the prefix", error) from None
@@ -216,6 +210,34 @@ async def import_cache(service: Service, request: Request) -> ASGIApp:
             await asyncio.shield(asyncio.to_thread(coming.drop))
     counts = {"tokens": coming.n_tokens, "bytes": coming.n_bytes, "seconds": round(time.monotonic() - began_s, 3)}
     return json_response({"object": "cache.import", "model": service.model_name} | counts)
+
+
+async def _read_by(take: Callable[[BinaryIO], None], request: Request) -> None:
+    """Has a thread read a body as a file, as fast as it comes. Raises what that does, and ClientDisconnect."""
+    loop = asyncio.get_running_loop()
+    ours, theirs = socket.socketpair()
+    ours.setblocking(False)
+
+    def read() -> None:
+        with theirs, theirs.makefile("rb", BLOCK_BYTES) as stream:
+            take(stream)
+
+    async def send() -> None:
+        with ours, contextlib.suppress(ConnectionError):  # the thread has had enough, and raises why
+            async for data in request.stream():
+                await loop.sock_sendall(ours, data)
+
+    reading, sending = loop.run_in_executor(None, read), asyncio.create_task(send())
+    try:
+        await asyncio.wait((reading, sending), return_when=asyncio.FIRST_COMPLETED)
+        if sending.done():
+            sending.result()
+        await reading
+    finally:
+        sending.cancel()
+        await asyncio.gather(sending, return_exceptions=True)
+        ours.close()  # so that the thread comes to an end
+        await asyncio.gather(reading, return_exceptions=True)
 
 
 class Import:
@@ -227,31 +249,38 @@ class Import:
         path = Path(info.cache_files)
         self._directory = Directory(path.parent, path.name)
         self._budget = budget
-        self._lock = threading.Lock()
-        """Held by each method: a request that is cancelled leaves the thread of its last `feed` behind."""
-        self._unread = bytearray()
-        self._head: Head | None = None
-        self._entry: Entry | None = None
-        self._above: Entry | None = None
-        self._size = self._crc = self._given_crc = 0
-        self._n_left = 0
-        """Bytes of the object's payload that are to come."""
-        self._n_objects = 0
-        """Objects that are to come."""
-        self._out: BinaryIO | None = None
         self._parts: list[tuple[str, str]] = []
         """Name for now and final name of each file."""
-        self._is_dropped = False
         self._renew_at = 0.0
         self.n_tokens = 0
         self.n_bytes = 0
 
-    def feed(self, data: bytes) -> None:
-        """Takes more of the stream."""
-        with self._lock:
-            if not self._is_dropped:
-                self._renew()
-                self._feed(data)
+    def take(self, stream: BinaryIO) -> None:
+        """Writes the files of a stream, under names for now. Nothing is left of one that is damaged."""
+        try:
+            head = self._head(stream.readline(MAX_HEAD_BYTES))
+            above: Entry | None = None
+            for n_left in range(head.tokens // PAGE_SIZE, -1, -1):
+                above = self._take_file(stream, head, above, is_last=not n_left)
+            if stream.read(1):
+                raise damaged("there is more behind its end")
+            self.n_tokens = head.tokens
+        except BaseException:
+            self.drop()
+            raise
+
+    def end(self) -> None:
+        """The stream is over: the files get their names."""
+        for part, path in self._parts:
+            os.rename(part, path)
+        self._parts.clear()
+
+    def drop(self) -> None:
+        """Removes what has no name yet."""
+        for part, _ in self._parts:
+            with contextlib.suppress(OSError):
+                os.unlink(part)
+        self._parts.clear()
 
     def _renew(self) -> None:
         """Renews the files of a long stream, so that nobody takes them for abandoned."""
@@ -260,51 +289,21 @@ class Import:
             for part, _ in self._parts:
                 os.utime(part)
 
-    def _feed(self, data: bytes) -> None:
+    def _exactly(self, stream: BinaryIO, n: int) -> bytes:
+        data = stream.read(n)
         self.n_bytes += len(data)
-        self._unread += data
-        while self._unread:
-            if self._head is None:
-                if not self._take_head():
-                    return
-            elif self._n_left:
-                self._take_payload()
-            elif not self._n_objects:
-                raise damaged("there is more behind its end")
-            elif len(self._unread) < HEADER_BYTES:
-                return
-            else:
-                self._take_header()
-
-    def end(self) -> None:
-        """The stream is over: the files get their names."""
-        if self._head is None or self._n_objects or self._n_left:
+        if len(data) < n:
             raise damaged("it ends before its end")
-        with self._lock:
-            for part, path in self._parts:
-                os.rename(part, path)
-            self._parts.clear()
-        self.n_tokens = self._head.tokens
+        return data
 
-    def drop(self) -> None:
-        """Removes what is half received."""
-        with self._lock:
-            self._is_dropped = True
-            if self._out is not None:
-                self._out.close()
-            for part, _ in self._parts:
-                with contextlib.suppress(OSError):
-                    os.unlink(part)
-
-    def _take_head(self) -> bool:
-        line, end, rest = bytes(self._unread).partition(b"\n")
-        if not end and len(line) <= MAX_HEAD_BYTES:
-            return False
+    def _head(self, line: bytes) -> Head:
+        """Reads the first line, and compares it with what is here."""
+        self.n_bytes += len(line)
         try:
-            head = msgspec.json.decode(line[:MAX_HEAD_BYTES], type=Head)
+            head = msgspec.json.decode(line, type=Head)
         except (msgspec.DecodeError, UnicodeDecodeError):
             raise damaged("it does not begin as an export of this version does") from None
-        info, n_pages = self._info, head.tokens // PAGE_SIZE
+        info = self._info
         own = (1, self._directory.path.name, info.page_bytes, info.state_bytes)
         theirs = (head.deltic_cache, head.fingerprint, head.page_bytes, head.state_bytes)
         names = "version of the stream", "fingerprint", "bytes of a page", "bytes of a state"
@@ -317,60 +316,41 @@ class Import:
                 raise ApiError(409, message, code="other_model", headers=CLOSE)
         if head.tokens < PAGE_SIZE or head.tokens % PAGE_SIZE:
             raise damaged(f"{head.tokens} tokens are not a multiple of {PAGE_SIZE}")
-        if n_pages * head.page_bytes + head.state_bytes > self._budget:
+        if head.tokens // PAGE_SIZE * head.page_bytes + head.state_bytes > self._budget:
             raise ApiError(413, "the prefix is larger than --cache-disk-gb", code="body_too_large", headers=CLOSE)
-        self._head, self._n_objects, self._unread = head, n_pages + 1, bytearray(rest)
-        return True
+        return head
 
-    def _take_header(self) -> None:
-        assert self._head is not None
-        header = bytes(self._unread[:HEADER_BYTES])
+    def _take_file(self, stream: BinaryIO, head: Head, above: Entry | None, *, is_last: bool) -> Entry:
+        """Writes the file that comes next, behind that of `above`: a page's, or the state's, which is last."""
+        header = self._exactly(stream, HEADER_BYTES)
         try:
-            model, entry, size, self._given_crc = unpack_header(header)
+            model, entry, n_left, given_crc = unpack_header(header)
         except ValueError as error:
             raise damaged(f"a file in it is {error}") from None
-        del self._unread[:HEADER_BYTES]
-        above = self._above
         if model != self._directory.model:
             raise damaged("a file in it is of another model")
         if above is None:
-            expected: tuple[object, ...] = "page", entry.key, entry.parent, PAGE_SIZE, self._head.page_bytes
-        elif self._n_objects > 1:
-            expected = "page", entry.key, above.key, above.depth + PAGE_SIZE, self._head.page_bytes
+            expected: tuple[object, ...] = "page", entry.key, entry.parent, PAGE_SIZE, head.page_bytes
+        elif not is_last:
+            expected = "page", entry.key, above.key, above.depth + PAGE_SIZE, head.page_bytes
         else:
-            expected = "state", above.key, above.parent, above.depth, self._head.state_bytes
-        if (entry.kind, entry.key, entry.parent, entry.depth, size) != expected:
+            expected = "state", above.key, above.parent, above.depth, head.state_bytes
+        if (entry.kind, entry.key, entry.parent, entry.depth, n_left) != expected:
             raise damaged("a file in it is not the one that comes next")
-        self._entry, self._n_left, self._crc = entry, size, 0
-        self._open(entry, header)
-
-    def _open(self, entry: Entry, header: bytes) -> None:
         path = self._directory.file(entry)
-        part = self._directory.part(path)
+        part, crc = self._directory.part(path), 0
         os.makedirs(os.path.dirname(path), 0o700, exist_ok=True)
-        self._out = open(part, "xb", buffering=0, opener=private)  # noqa: SIM115
-        self._parts.append((part, path))
-        _write(self._out, header)
-
-    def _take_payload(self) -> None:
-        data = bytes(self._unread[: self._n_left])
-        del self._unread[: self._n_left]
-        assert self._out is not None and self._entry is not None
-        self._crc = zlib.crc32(data, self._crc)
-        _write(self._out, data)
-        self._n_left -= len(data)
-        if self._n_left:
-            return
-        self._out.close()
-        if self._crc != self._given_crc:
+        with open(part, "xb", opener=private) as out:
+            self._parts.append((part, path))
+            out.write(header)
+            while n_left:
+                data = self._exactly(stream, min(n_left, BLOCK_BYTES))
+                crc, n_left = zlib.crc32(data, crc), n_left - len(data)
+                out.write(data)
+                self._renew()
+        if crc != given_crc:
             raise damaged("the checksum of a file in it is wrong")
-        self._n_objects -= 1
-        self._above = self._entry
-
-
-def _write(file: BinaryIO, data: bytes) -> None:
-    while data:
-        data = data[file.write(data) :]
+        return entry
 
 
 def damaged(why: str) -> ApiError:
