@@ -367,7 +367,7 @@ def _engines_of(path: Path) -> list[str]:
 
 
 def ps(arguments: argparse.Namespace) -> str:
-    """The command: the models that a running server has loaded. Raises EndpointError: there is no such server."""
+    """The command: the models that a running server has loaded. Raises EndpointError where there is none."""
     endpoint = Endpoint(arguments.url, arguments.api_key, arguments.cacert)
     status, body = asyncio.run(endpoint.json("GET", "/api/ps"))
     if status != 200 or not isinstance(body, dict):

@@ -27,7 +27,7 @@ from deltic.ray.affinity import IMBALANCE, key_of, ranked
 from deltic.ray.replica import Ask, Head, Hosted
 from deltic.ray.settings import Settings, settings
 from deltic.server.errors import ApiError
-from deltic.server.transport import ANTHROPIC, read_body
+from deltic.server.transport import ANTHROPIC, in_form, read_body
 
 if TYPE_CHECKING:
     from ray.serve import Application
@@ -149,9 +149,7 @@ class Front:
             ask = Ask(request.method, path, body, headers, query, key_of(headers, body))
             (status, given), pieces = await self._begun(ask)
         except ApiError as error:
-            if path.startswith(ANTHROPIC):
-                return Response(error.anthropic_body(""), error.anthropic_status, error.headers, "application/json")
-            return Response(error.body(), error.status, error.headers, "application/json")
+            return in_form(error, path, request.scope)
         is_events = any(name == b"content-type" and value.startswith(b"text/event-stream") for name, value in given)
         response = StreamingResponse(_rest(pieces, path if is_events else None), status)
         # Serve adds the id of the request, and it is the same.

@@ -13,7 +13,7 @@ import time
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
 
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp, Message
 
 from deltic import logs
 from deltic.engine.messages import EngineInfo
@@ -23,6 +23,7 @@ from deltic.server.app import create_app
 from deltic.server.downloads import fetched
 from deltic.server.serve import build, prepared
 from deltic.server.service import Server
+from deltic.server.transport import inner_scope
 
 log = logging.getLogger("deltic.ray")
 
@@ -130,7 +131,8 @@ class Hosted:
         async def send(message: Message) -> None:
             messages.put_nowait(message)
 
-        running = asyncio.ensure_future(self._app(scope_of(ask), receive, send))
+        scope = inner_scope(ask.method, ask.path, ask.body, ask.headers, ask.query)
+        running = asyncio.ensure_future(self._app(scope, receive, send))
         self._running.add(running)  # it may go on for a moment when this has ended
         running.add_done_callback(self._running.discard)
         running.add_done_callback(lambda _: messages.put_nowait(None))
@@ -163,22 +165,3 @@ class Hosted:
         heads = (piece for piece in pieces if not isinstance(piece, bytes))
         status, headers = next(heads, (500, []))  # the application may end without an answer
         return status, headers, b"".join(piece for piece in pieces if isinstance(piece, bytes))
-
-
-def scope_of(ask: Ask) -> Scope:
-    """Makes the scope that an HTTP server would make."""
-    return {
-        "type": "http",
-        "asgi": {"version": "3.0", "spec_version": "2.3"},
-        "http_version": "1.1",
-        "method": ask.method,
-        "scheme": "http",
-        "path": ask.path,
-        "raw_path": ask.path.encode(),
-        "root_path": "",
-        "query_string": ask.query,
-        "headers": ask.headers,
-        "client": None,
-        "server": None,
-        "state": {},
-    }

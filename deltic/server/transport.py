@@ -394,6 +394,30 @@ def let_go(error: ApiError, scope: Scope) -> None:
         log.error("%s %s: %s", scope["deltic.request_id"], scope.get("deltic.answer_id", "-"), error.message)
 
 
+def named_event(name: str, **fields: object) -> bytes:
+    """An event of a stream whose events have names."""
+    return b"event: %b\ndata: %b\n\n" % (name.encode(), _encode({"type": name} | fields))
+
+
+def inner_scope(method: str, path: str, body: bytes, headers: list[tuple[bytes, bytes]], query: bytes = b"") -> Scope:
+    """Makes the scope of a request without a connection. headers: beside the length of its body."""
+    return {
+        "type": "http",
+        "asgi": {"version": "3.0", "spec_version": "2.3"},
+        "http_version": "1.1",
+        "method": method,
+        "scheme": "http",
+        "path": path,
+        "raw_path": path.encode(),
+        "root_path": "",
+        "query_string": query,
+        "headers": [*headers, (b"content-length", b"%d" % len(body))],
+        "client": None,
+        "server": None,
+        "state": {},
+    }
+
+
 def own_path(scope: Scope) -> str:
     """The path of a request without `--root-path`."""
     path: str = scope["path"]

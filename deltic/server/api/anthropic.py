@@ -27,7 +27,7 @@ from deltic.server.errors import ApiError, PromptTooLong
 from deltic.server.limits import TICKET, Usage
 from deltic.server.preparation import Preparation
 from deltic.server.service import Service
-from deltic.server.transport import json_response, unless_disconnected
+from deltic.server.transport import json_response, named_event, unless_disconnected
 
 PING_S = 10.0
 """A stream that has said nothing for as long says `ping`: a long prompt, or a thought that is not shown."""
@@ -87,11 +87,7 @@ def _in_own_words() -> Iterator[None]:
         raise ApiError(400, message, param=error.param, code=error.code) from None
 
 
-def _event(name: str, **fields: object) -> bytes:
-    return b"event: %s\ndata: %s\n\n" % (name.encode(), _encode({"type": name} | fields))
-
-
-PING = _event("ping")
+PING = named_event("ping")
 _DELTA = (
     b'event: content_block_delta\ndata: {"type":"content_block_delta","index":%d,"delta":{"type":"%s","%s":%s}}\n\n'
 )
@@ -121,7 +117,7 @@ class MessageAnswer(Items):
     def start(self, usage: Usage) -> bytes:
         """The first event; the model has said something by now, so that the cached tokens are known."""
         message = self._head | {"content": []} | self._stopped
-        return _event("message_start", message=message | {"usage": self._usage(usage)}) + PING
+        return named_event("message_start", message=message | {"usage": self._usage(usage)}) + PING
 
     def events(self, update: Update) -> bytes:
         """Takes what comes next."""
@@ -138,7 +134,7 @@ class MessageAnswer(Items):
         return written
 
     def end(self, usage: Usage) -> bytes:
-        return _event("message_delta", delta=self._stopped, usage=self._usage(usage))
+        return named_event("message_delta", delta=self._stopped, usage=self._usage(usage))
 
     def body(self, usage: Usage) -> bytes:
         """The whole answer."""
@@ -147,7 +143,7 @@ class MessageAnswer(Items):
 
     def begun(self, item: Item) -> bytes:
         index = len(self.items) - 1
-        return _event("content_block_start", index=index, content_block=self._block(item))
+        return named_event("content_block_start", index=index, content_block=self._block(item))
 
     def grown(self, item: Item, text: str) -> bytes:
         return b"" if self._omits and item.kind == "thought" else self._delta(item.kind, text)
@@ -156,7 +152,7 @@ class MessageAnswer(Items):
         signed = b""
         if item.kind == "thought":
             signed = self._delta("signature", signature(item.text, self._omits))
-        return signed + _event("content_block_stop", index=len(self.items) - 1)
+        return signed + named_event("content_block_stop", index=len(self.items) - 1)
 
     def _delta(self, kind: str, text: str) -> bytes:
         return _DELTA % (len(self.items) - 1, *_DELTA_NAMES[kind], _encode(text))
@@ -214,5 +210,5 @@ class MessageStream(UpdateStream):
 
     def last(self, error: ApiError | None) -> bytes:
         if error is None:
-            return _event("message_stop")
+            return named_event("message_stop")
         return b"event: error\ndata: " + error.anthropic_body(self._request_id) + b"\n\n"

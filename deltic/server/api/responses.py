@@ -46,7 +46,14 @@ from deltic.server.limits import TICKET, Ticket, Usage
 from deltic.server.listing import ListQuery, listing, query_of
 from deltic.server.preparation import Preparation, prepared
 from deltic.server.service import Service
-from deltic.server.transport import EVENT_HEADERS, PART_BYTES, LargeResponse, json_response, unless_disconnected
+from deltic.server.transport import (
+    EVENT_HEADERS,
+    PART_BYTES,
+    LargeResponse,
+    json_response,
+    named_event,
+    unless_disconnected,
+)
 
 T = TypeVar("T")
 
@@ -304,8 +311,7 @@ class Events:
         self.n += n
         if self.n - 1 <= self._after:
             return b""
-        data = _encode({"type": name, "sequence_number": self.n - 1} | fields)
-        return b"event: %s\ndata: %s\n\n" % (name.encode(), data)
+        return named_event(name, sequence_number=self.n - 1, **fields)
 
     def begun(self, index: int, item: JsonObject) -> bytes:
         """Events that begin an item. item: its JSON as it begins."""

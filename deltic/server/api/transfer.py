@@ -213,7 +213,7 @@ async def import_cache(service: Service, request: Request) -> ASGIApp:
 
 
 async def _read_by(take: Callable[[BinaryIO], None], request: Request) -> None:
-    """Has a thread read a body as a file, as fast as it comes. Raises what that does, and ClientDisconnect."""
+    """Has a thread read a body as a file, as it comes. Raises what that does, and ClientDisconnect."""
     loop = asyncio.get_running_loop()
     ours, theirs = socket.socketpair()
     ours.setblocking(False)
@@ -321,7 +321,7 @@ class Import:
         return head
 
     def _take_file(self, stream: BinaryIO, head: Head, above: Entry | None, *, is_last: bool) -> Entry:
-        """Writes the file that comes next, behind that of `above`: a page's, or the state's, which is last."""
+        """Writes the file that comes next, behind that of `above`: a page's, or last the state's."""
         header = self._exactly(stream, HEADER_BYTES)
         try:
             model, entry, n_left, given_crc = unpack_header(header)

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from starlette.types import ASGIApp, Message, Scope
+from starlette.types import ASGIApp, Message
 
 from deltic.batch_lines import BadLine, BatchLine, read
 from deltic.host.client import EngineClient
@@ -14,6 +14,7 @@ from deltic.json_types import JsonObject
 from deltic.server.batch.record import line_error
 from deltic.server.errors import ApiError
 from deltic.server.limits import BATCH, Account
+from deltic.server.transport import inner_scope
 
 MAX_LINES = 50_000
 MAX_ERRORS = 100
@@ -121,20 +122,6 @@ async def ask(app: ASGIApp, job: BatchLine, account: Account | None) -> tuple[in
         else:
             parts.append(message.get("body", b""))
 
-    scope: Scope = {
-        "type": "http",
-        "asgi": {"version": "3.0"},
-        "http_version": "1.1",
-        "method": "POST",
-        "scheme": "http",
-        "path": job.path,
-        "raw_path": job.path.encode(),
-        "root_path": "",
-        "query_string": b"",
-        "headers": [(b"content-type", b"application/json"), (b"content-length", b"%d" % len(job.body))],
-        "client": None,
-        "server": None,
-        BATCH: account,
-    }
+    scope = inner_scope("POST", job.path, job.body, [(b"content-type", b"application/json")]) | {BATCH: account}
     await app(scope, receive, send)
     return status, headers, b"".join(parts)

@@ -48,7 +48,7 @@ from deltic.server.speech.audio import (
 from deltic.server.speech.prompt import OpenText, Words
 from deltic.server.speech.protocol import BatchItem, Manner, SpeechBatchRequest, SpeechFields, SpeechRequest, VoiceForm
 from deltic.server.speech.voices import SpeechParts, StoredVoice, voice_form
-from deltic.server.transport import EventStream, json_response, let_go, unless_disconnected
+from deltic.server.transport import EventStream, json_response, let_go, named_event, unless_disconnected
 
 T = TypeVar("T")
 
@@ -458,18 +458,14 @@ class EventAudio(AudioStream):
 
     def write_audio(self, audio: bytes) -> None:
         form = self._spoken.plan.manner.form
-        self.write(event("speech.audio.delta", audio=base64.b64encode(audio).decode(), response_format=form))
+        self.write(named_event("speech.audio.delta", audio=base64.b64encode(audio).decode(), response_format=form))
 
     def last(self, error: ApiError | None) -> bytes:
         if error is None:
             reason = self._spoken.finish_reason
-            return event("speech.audio.done", usage=self._spoken.usage(), finish_reason=reason)
+            return named_event("speech.audio.done", usage=self._spoken.usage(), finish_reason=reason)
         fields = msgspec.json.decode(error.body())
-        return event("speech.audio.error", **fields, partial_audio=True, action="discard")
-
-
-def event(kind: str, **fields: object) -> bytes:
-    return b"event: %b\ndata: %b\n\n" % (kind.encode(), msgspec.json.encode({"type": kind} | fields))
+        return named_event("speech.audio.error", **fields, partial_audio=True, action="discard")
 
 
 async def speak_batch(service: Service, request: Request) -> ASGIApp:
