@@ -18,8 +18,11 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from deltic.config import BUILT_IN
-from deltic.llm import LLM, AnswerPiece, Completion, EngineStopped, OpenCall, PreparedCall
+from deltic.llm import LLM, AnswerPiece, Completion, EngineStopped, OpenCall, PreparedCall, stacked
 
 log = logging.getLogger("deltic.llm")
 
@@ -102,6 +105,12 @@ class AsyncLLM:
     async def chat(self, messages: Any, params: Any = None, **options: Any) -> list[Completion]:
         """Does what LLM.chat does; a wait that is cancelled ends the answers."""
         return await self._complete(lambda llm: llm.prepare_chat(messages, params, **options))
+
+    async def embed(
+        self, texts: Any, *, dimensions: int | None = None, prompt_name: str | None = None
+    ) -> NDArray[np.float32]:
+        """Does what LLM.embed does; a wait that is cancelled ends what runs."""
+        return stacked(await self._complete(lambda llm: llm.prepare_embed(texts, dimensions, prompt_name)))
 
     async def stream(self, given: Any, params: Any = None, **options: Any) -> AsyncIterator[AnswerPiece]:
         """Yields what LLM.stream does; an iterator that is closed ends its answers."""

@@ -17,10 +17,14 @@ from deltic.json_types import JsonObject
 
 T = TypeVar("T")
 
-PATHS = {"/v1/chat/completions": "messages", "/v1/completions": "prompt", "/v1/responses": "input"}
-"""Paths that a line may go to, and the field by which a bare body is known to be for each."""
-
-NO_EMBEDDINGS = "the models here write or speak. This server makes no embeddings or scores."
+PATHS = {
+    "/v1/chat/completions": "messages",
+    "/v1/completions": "prompt",
+    "/v1/responses": "input",
+    "/v1/embeddings": "input",
+}
+"""Paths that a line may go to, and the field by which a bare body is known to be for each: the first that has
+it."""
 
 N_TRIES = 5
 """Tries of a request whose answer says the server is at fault (5xx, lost connection)."""
@@ -96,8 +100,6 @@ def read(text: bytes, line: int) -> BatchLine:
             raise BadLine(f"method {method!r}: only POST is supported", "invalid_method", "method")
     if path is None:
         path = next((path for path, field in PATHS.items() if getattr(about, field) is not UNSET), None)
-    if path == "/v1/embeddings":
-        raise BadLine(f"url {path!r}: {NO_EMBEDDINGS}", "invalid_url", "url")
     if path not in PATHS:
         known = " or ".join(PATHS)
         if path is None:

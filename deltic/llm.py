@@ -25,6 +25,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import msgspec
+import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console
 from rich.progress import Progress
 
@@ -46,6 +48,7 @@ from deltic.server.chat.parser import OutputParser
 from deltic.server.chat.picture_parts import PictureReader, Pictures, file_of
 from deltic.server.chat.request import NO_DEFAULTS, Chat, Shown
 from deltic.server.chat.template import ChatTemplate, render
+from deltic.server.chat.vectors import vector_requests
 from deltic.server.errors import ApiError
 from deltic.server.urls import Hosts
 from deltic.text import SamplingDefaults, Tokenizer
@@ -101,6 +104,8 @@ class Completion:
     """Prompt tokens that the prefix cache had; with n > 1 in the completion of index 0 alone."""
     error: str | None = None
     """Reason of the failure, when finish_reason is "error"."""
+    embedding: NDArray[np.float32] | None = None
+    """The prompt's vector, from an embedder."""
     parsed: Any = None
     """The answer as a value, where a `response_format` is JSON: of its type, if it is one. None of an answer
     that was cut, and of one that its type refuses.
@@ -234,6 +239,39 @@ class LLM:
         Other calls may run meanwhile. An iterator that is closed or dropped ends its answers.
         """
         return self._pieces(self.begin(self.prepare(given, params, **options)))
+
+    def embed(
+        self,
+        texts: str | Sequence[str] | Sequence[Sequence[int]],
+        *,
+        dimensions: int | None = None,
+        prompt_name: str | None = None,
+        progress: bool = True,
+    ) -> NDArray[np.float32]:
+        """Vectors of texts, or of token ids, float32 [N, D] in their order, by a model that is an embedder.
+
+        `dimensions`: elements that are kept, from the front; all of them by default. `prompt_name`: the
+        checkpoint's prompt that stands before each text, instead of its default one. Raises ValueError, and
+        runs none, when one cannot run.
+        """
+        return stacked(self._complete(self.prepare_embed(texts, dimensions, prompt_name), progress))
+
+    def prepare_embed(
+        self, texts: str | Sequence[str] | Sequence[Sequence[int]], dimensions: int | None, prompt_name: str | None
+    ) -> PreparedCall:
+        """Prepares a call of `embed`. Raises ValueError."""
+        if self.info.embedder is None:
+            raise ValueError("this model writes and makes no embeddings: its checkpoint has no modules.json")
+        given = [texts] if isinstance(texts, str) else [text if isinstance(text, str) else [*text] for text in texts]
+        try:
+            requests = vector_requests(self.tokenizer, self.info, given, dimensions, prompt_name)
+        except ApiError as error:
+            raise ValueError(error.message) from None
+        params = AnswerParams(**msgspec.structs.asdict(requests[0].params)) if requests else AnswerParams()
+        answers = [
+            a for at, own in enumerate(requests) for a in self._answers(at, own.prompt_ids, params, lambda: None)
+        ]
+        return PreparedCall(answers, [partial(msgspec.structs.replace, own) for own in requests])
 
     def _complete(self, prepared: PreparedCall, progress: bool) -> list[Completion]:
         """Runs a call until all its answers are complete."""
@@ -501,6 +539,14 @@ class _Bar:
         self.show(f"{n - n_open}/{n} answers, {counted(call.n_tokens, 'token')}{read}", done)
 
 
+def stacked(completions: Sequence[Completion]) -> NDArray[np.float32]:
+    """The vectors of the prompts, float32 [N, D]. Raises ValueError where one could not be computed."""
+    for each in completions:
+        if each.embedding is None:
+            raise ValueError(f"text {each.prompt_index} has no vector: {each.error or each.finish_reason}")
+    return np.stack([each.embedding for each in completions if each.embedding is not None])
+
+
 def _taken(options: dict[str, Any], names: Iterable[str]) -> dict[str, Any]:
     """Takes those of these names out of options."""
     return {name: options.pop(name) for name in names if name in options}
@@ -636,6 +682,8 @@ class OpenCompletion:
             done.prompt_logprobs = list(output.prompt_logprobs)
         if output.logprobs is not None:
             done.logprobs = (done.logprobs or []) + output.logprobs
+        if output.vector:
+            done.embedding = np.frombuffer(output.vector, np.float32)
         update = self.choice.push(output)
         message.add(update)
         if message.finish_reason is not None:

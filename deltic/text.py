@@ -226,6 +226,15 @@ class Tokenizer:
             ) from error
         return ids
 
+    @cached_property
+    def ends(self) -> tuple[list[int], list[int]]:
+        """Ids that the tokenizer's post-processor puts before and behind a text. An embedder was trained with
+        them.
+        """
+        plain, whole = (self._backend.encode("a", add_special_tokens=added).ids for added in (False, True))
+        begin = next((i for i in range(len(whole)) if whole[i : i + len(plain)] == plain), 0)
+        return whole[:begin], whole[begin + len(plain) :]
+
     def special_id(self, literal: str) -> int | None:
         """The id of a special token; None: there is no such."""
         return self._id_of_special.get(literal)

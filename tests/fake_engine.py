@@ -13,6 +13,7 @@ import json
 import logging
 import socket
 import threading
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -278,6 +279,12 @@ class FakeEngineClient:
 
     async def _run(self, request: Request, index: int, stream: RequestStream) -> None:
         params = request.params
+        if request.pooling is not None:
+            await asyncio.sleep(self.token_s)
+            vector = array("f", [len(request.prompt_ids), *request.prompt_ids[:1]] * 4)[: request.pooling.n_dimensions]
+            stream.push(Output(request.id, index, finish_reason="length", vector=vector.tobytes()))
+            stream.flush()
+            return
         ids = list(self.answer(request, index))
         ends = self.info.eos_token_ids if self.info else [END]
         ended_by_token = len(ids) <= params.max_tokens and ids[-1] in (*ends, *params.stop_token_ids)

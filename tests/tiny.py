@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+from safetensors.torch import load_file, save_file
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from torch import Tensor
 
 from deltic.text import PRE_TOKENIZERS
@@ -387,3 +387,42 @@ def _write_tensors(path: Path, tensors: dict[str, Tensor], shards: int) -> None:
 
 def _write_json(path: Path, value: dict[str, Any]) -> None:
     path.write_text(json.dumps(value, indent=1))
+
+
+@functools.cache
+def tiny_embedder(
+    kind: str = "dense", mode: str = "lasttoken", *, normalises: bool = True, is_bare: bool = True
+) -> Path:
+    """A tiny checkpoint with the files of sentence-transformers, whose tokenizer puts <|endoftext|> behind a text.
+
+    is_bare: as a model without a head is saved, whose names have no beginning.
+    """
+    source = tiny_checkpoint(kind, layout="flat")
+    path = Path(_session_dir()) / f"embedder-{len(list(Path(_session_dir()).iterdir()))}"
+    shutil.copytree(source, path)
+    if is_bare:
+        tensors = load_file(path / "model.safetensors")
+        del tensors["lm_head.weight"]
+        _write_tensors(path, {name.removeprefix("model."): tensor for name, tensor in tensors.items()}, 1)
+        config = json.loads((path / "config.json").read_text())
+        config["architectures"] = [
+            config["architectures"][0].replace("ForCausalLM", "Model" if kind == "next" else "TextModel")
+        ]
+        _write_json(path / "config.json", config)
+    tokenizer, end = byte_tokenizer(), "<|endoftext|>"
+    tokenizer.post_processor = processors.TemplateProcessing(single=f"$A {end}", special_tokens=[(end, TOKEN_ID[end])])
+    tokenizer.save(str(path / "tokenizer.json"))
+    modules = ["Transformer", "Pooling", *(["Normalize"] if normalises else [])]
+    folders = ["", *(f"{i}_{name}" for i, name in enumerate(modules) if i)]
+    for i, folder in enumerate(folders):
+        (path / folder).mkdir(exist_ok=True)
+        modules[i] = {"idx": i, "name": str(i), "path": folder, "type": f"sentence_transformers.models.{modules[i]}"}  # type: ignore[call-overload]
+    _write_json(path / "modules.json", modules)  # type: ignore[arg-type]
+    modes = {f"pooling_mode_{name}": name == mode for name in ("cls_token", "mean_tokens", "max_tokens", "lasttoken")}
+    _write_json(
+        path / "1_Pooling" / "config.json", {"word_embedding_dimension": HIDDEN, "include_prompt": True} | modes
+    )
+    prompts = {"query": "Instruct: find what answers\nQuery:", "document": ""}
+    _write_json(path / "config_sentence_transformers.json", {"prompts": prompts, "default_prompt_name": None})
+    _write_json(path / "sentence_bert_config.json", {"max_seq_length": 512, "do_lower_case": False})
+    return path

@@ -240,7 +240,7 @@ class Admission:
         if n_batch_slots and not is_newcomer:
             return False
         n_promised = self.n_promised
-        is_whole = sequence.scored_from == 0
+        is_whole = sequence.reads_whole_prompt
         known = [] if is_whole else cache.look_up(sequence)
         path = cache.usable(sequence, known)
         if not is_whole and (

@@ -192,6 +192,11 @@ def check_request(request: Request, info: EngineInfo) -> None:
             raise RequestError(f"{name} = {value}: must be from {least} to {most}")
     check_pictures(request, info)
     check_branches(request, info)
+    if (request.pooling is None) != (info.embedder is None):
+        what = "writes, and makes no vectors" if info.embedder is None else "makes vectors, and does not write"
+        raise RequestError(f"this model {what}")
+    if request.pooling is not None and (p.max_tokens or p.n != 1 or request.branches):
+        raise RequestError("a vector has no tokens: max_tokens must be 0, n 1, and there are no branches")
     c = p.constraint or Constraint()
     n_prompt_ids = info.n_prompt_ids or vocab_size
     if request.prompt_ids and not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < n_prompt_ids:

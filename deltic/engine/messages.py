@@ -174,6 +174,17 @@ class Branch(msgspec.Struct, frozen=True, array_like=True):
     """
 
 
+class Pooling(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """The way from the hidden states of a prompt, behind the final norm, to one vector."""
+
+    mode: Literal["last", "mean", "cls"]
+    """The state of the last token, the mean of all, or the state of the first."""
+    is_normalised: bool
+    """True if the vector is made as long as 1."""
+    n_dimensions: int
+    """Elements that are kept, from the front, before it is."""
+
+
 class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     """Request of one prompt with its parameters, as the server sends it to the engine."""
 
@@ -214,6 +225,8 @@ class Request(msgspec.Struct, tag="request", kw_only=True, omit_defaults=True):
     """Labels that its client gave it, for `--trace`; empty without."""
     wants_progress: bool = False
     """True if Outputs tell how much of the prompt is computed, before the first token."""
+    pooling: Pooling | None = None
+    """Asks an embedder for the prompt's vector, and no token; None: the model writes."""
 
     @property
     def prefix_scope(self) -> str:
@@ -403,6 +416,8 @@ class Output(msgspec.Struct, array_like=True):
     """Tokens of the draft that were drawn, too."""
     n_read: int | None = None
     """Tokens of the prompt that are computed or cached so far, in an Output that tells nothing else."""
+    vector: bytes = b""
+    """The vector of a prompt that is pooled, float32: with its only Output."""
 
     def one_by_one(self) -> list[Output]:
         """The same as an output for each of its tokens: who reads them may stop behind any."""
@@ -478,6 +493,21 @@ class PictureInfo(msgspec.Struct, array_like=True):
     """Bytes of the pixels of all open requests together."""
 
 
+class EmbedderInfo(msgspec.Struct, kw_only=True):
+    """Facts of an embedder (models/embedder.py)."""
+
+    size: int
+    """Elements of a vector."""
+    mode: Literal["last", "mean", "cls"]
+    is_normalised: bool
+    max_tokens: int
+    """Tokens of the longest text; 0: as many as the model takes."""
+    prompts: dict[str, str]
+    """Texts that stand before a text, by their names."""
+    default_prompt: str
+    """Name of the one that is used where none is named; "": none is."""
+
+
 class EngineInfo(msgspec.Struct, kw_only=True):
     """Facts that the engine resolved at start; the server needs them to validate requests."""
 
@@ -534,6 +564,8 @@ class EngineInfo(msgspec.Struct, kw_only=True):
     """Bounds and sizes of pictures; None: prompts have no pictures."""
     no_pictures: str = ""
     """Reason why a tower that is there is not run; "" where there is none."""
+    embedder: EmbedderInfo | None = None
+    """Facts of a model that makes vectors; None: it writes or speaks."""
     max_loras: int = 0
     """Adapters that may be loaded at once."""
     adapters: dict[str, bytes] = {}

@@ -537,6 +537,7 @@ class Scheduler:
                 output.queued_s, output.cached_tokens = sequence.queued_s, sequence.n_cached
             if sequence.prompt_logprobs is not None:
                 output.prompt_logprobs, sequence.prompt_logprobs = sequence.prompt_logprobs, None
+            output.vector = result.vectors.get(i, b"")
             if chunk.sequence is not sequence:  # a sibling, which had no chunk of its own
                 sequence.n_computed = len(sequence.tokens)
                 self.cache.publish(sequence)

@@ -216,6 +216,12 @@ class Sequence:
             return self.n_shared - 1
         return 0 if self.request.params.prompt_logprobs is not None and self.index == 0 else None
 
+    @property
+    def reads_whole_prompt(self) -> bool:
+        """True if every token of the prompt has to be computed for this sequence, whatever the cache has."""
+        pooling = self.request.pooling
+        return self.scored_from == 0 or (pooling is not None and pooling.mode != "last")
+
     def begin_prompt_logprobs(self) -> None:
         """Starts its log-probabilities afresh, if it wants any. The first token of a prompt has none."""
         if self.scored_from is not None:
@@ -384,5 +390,7 @@ class StepResult:
     """
     guess_s: float = 0.0
     """Seconds that the head took."""
+    vectors: dict[int, bytes] = field(default_factory=dict)
+    """Vectors of the prompts that are pooled, by the number of the draw."""
     codes: NDArray[np.int32] | None = None
     """Frames of a speech model: [n_decodes, 16], that of chunk i, a decode, in row i (decodes come first)."""

@@ -121,7 +121,7 @@ class DelticLLMServer(EngineDeployment):
             yield item
 
     async def embeddings(self, request: BaseModel, raw_request_info: RawRequestInfo | None = None) -> Answer:
-        """An ErrorResponse: the models here make none."""
+        """An EmbeddingResponse or an ErrorResponse."""
         async for item in self._asked("/v1/embeddings", request, raw_request_info, "EmbeddingResponse"):
             yield item
 

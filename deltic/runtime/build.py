@@ -20,6 +20,7 @@ from deltic.engine.messages import EngineInfo
 from deltic.engine.step import Progress
 from deltic.machine import cuda_driver
 from deltic.models.checkpoint import locate, locate_speech, model_name, n_real_ids, speaks
+from deltic.models.embedder import embedder_in
 from deltic.models.fields import CheckpointError, UnsupportedModelError, only
 from deltic.models.gguf_config import naming
 from deltic.models.loading import PACKED, forget_headers, without_skipped
@@ -32,7 +33,7 @@ from deltic.models.vision.weights import check_tower, picture_rules, stored_towe
 from deltic.runtime.adapters import NO_ADAPTERS, AdapterRoom, Adapters, adapter_room, given_adapters, refuse_sizes
 from deltic.runtime.cpu.device import Cpu
 from deltic.runtime.fingerprint import fingerprint
-from deltic.runtime.info import precision
+from deltic.runtime.info import embedder_info, precision
 from deltic.runtime.model import SpeechModel, TextModel, check_keys, of_stage, resolve_kv_cache
 from deltic.runtime.plan import SpeechPlan, TextKind, TextPlan, make_plan
 from deltic.runtime.voices import open_voices
@@ -126,6 +127,9 @@ def _settle_speech(config: EngineConfig, device: Cpu | Gpu) -> SpeechModel:
 def _settle_text(config: EngineConfig, device: Cpu | Gpu) -> TextModel:
     config = without_foreign(config, device.name, "text")
     directory, shape = locate(config)
+    embedder = embedder_in(directory) if config.dummy is None else None
+    if embedder is not None:
+        config, shape = replace(config, max_drafts=0), replace(shape, keeps_hidden=True)
     max_drafts = device.text.max_drafts(config, shape)
     if max_drafts and device.n_cuts > device.n_gpus:
         raise ConfigError(
@@ -156,6 +160,7 @@ def _settle_text(config: EngineConfig, device: Cpu | Gpu) -> TextModel:
         cuts=cuts,
         n_gpus=device.n_gpus,
         notices=notices,
+        embedder=embedder,
         no_pictures=no_pictures,
     )
 
@@ -264,6 +269,7 @@ def build_runner(config: EngineConfig, progress: Progress, device: Cpu | Gpu | N
         precision=kind,
         notices=[str(notice) for notice in start.notices],
         no_pictures=model.no_pictures,
+        embedder=embedder_info(model),
         prefix_cache=model.config.prefix_cache,
         adapters=keys,
         cache_files=str(runner.tiers.disk.directory.path) if runner.tiers and runner.tiers.disk else "",

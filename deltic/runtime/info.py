@@ -6,12 +6,13 @@ import dataclasses
 from functools import partial
 from typing import Any
 
-from deltic.engine.messages import EngineInfo, PictureInfo, VideoInfo
+from deltic.engine.messages import EmbedderInfo, EngineInfo, PictureInfo, VideoInfo
 from deltic.models.loading import shares_text
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Weights
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.shape import BLOCK
+from deltic.runtime.model import SpeechModel, TextModel
 from deltic.runtime.plan import SpeechPlan, TextPlan
 
 
@@ -61,6 +62,13 @@ def _pictures(plan: TextPlan | SpeechPlan, rules: PictureRules) -> PictureInfo:
     most = min(rules.max_pixels, plan.max_picture_tokens * BLOCK**2)
     video = VideoInfo(*dataclasses.astuple(rules.video))
     return PictureInfo(min(rules.min_pixels, most), most, plan.max_picture_tokens, video, plan.pixel_bytes)
+
+
+def embedder_info(model: TextModel | SpeechModel) -> EmbedderInfo | None:
+    """Facts of an embedder; None: the model is none."""
+    if model.embedder is None or not isinstance(model.shape, ModelShape):
+        return None
+    return EmbedderInfo(size=model.shape.hidden_size, **dataclasses.asdict(model.embedder))
 
 
 def precision(plan: TextPlan, weights: Weights) -> tuple[str, list[str]]:

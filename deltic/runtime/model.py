@@ -12,6 +12,7 @@ from typing import Generic, Protocol, TypeVar
 
 from deltic.config import ConfigError, EngineConfig
 from deltic.engine.step import Progress
+from deltic.models.embedder import Embedder
 from deltic.models.fields import read_json
 from deltic.models.loading import PACKED, Declaration, Store
 from deltic.models.packed import check_packed
@@ -74,6 +75,8 @@ class Model(Generic[S]):
     n_gpus: int = 1
     notices: tuple[str, ...] = ()
     """Decisions that no setting names, for the log."""
+    embedder: Embedder | None = None
+    """The way to a vector, of a model that makes those; None: it writes or speaks."""
     no_pictures: str = ""
     """Reason why a vision tower that is there is not run."""
 

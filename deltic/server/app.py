@@ -47,6 +47,7 @@ from deltic.server.api import (
 )
 from deltic.server.api.completions import CompletionRequest, chat_completions, completions
 from deltic.server.api.decode import parse
+from deltic.server.api.embeddings import EmbeddingRequest, embeddings
 from deltic.server.api.infill import InfillRequest, infill
 from deltic.server.api.responses_protocol import ResponsesRequest
 from deltic.server.api.transfer import STREAM, ExportRequest, export_cache, import_cache
@@ -193,7 +194,7 @@ def _answering(endpoint: Callable[[Request], Awaitable[ASGIApp]]) -> Callable[[R
 DECLINED = {
     path if path.startswith("/") else f"/v1/{path}": f"the models here write or speak. This server {why}."
     for names, why in {
-        ("embeddings", "rerank", "score", "/api/embed"): "makes no embeddings or scores",
+        ("rerank", "score"): "makes no scores",
         ("audio/transcriptions", "audio/translations", "realtime"): "does not hear",
         ("images", "videos"): "makes no pictures",
         ("moderations",): "judges no text",
@@ -438,6 +439,7 @@ ROUTES = (
           answer=answers.TextCompletion, event=answers.CompletionChunk),
     Route("POST", "/infill", infill, InfillRequest, generates=True,
           answer=answers.GapText | list[answers.GapText], event=answers.GapText),
+    Route("POST", "/v1/embeddings", embeddings, EmbeddingRequest, generates=True, answer=answers.EmbeddingList),
     Route("POST", "/v1/chat/completions/render", models.render_chat, protocol.ChatRequest, prepares=True,
           answer=answers.RenderedPrompt),
     Route("POST", "/v1/completions/render", models.render_completion, CompletionRequest, prepares=True,
@@ -470,6 +472,10 @@ ROUTES = (
           answer=ollama_answers.OllamaChatAnswer, event=ollama_answers.OllamaChatAnswer),
     Route("POST", "/api/generate", ollama.generate, ollama_protocol.GenerateRequest, generates=True, any_type=True,
           answer=ollama_answers.OllamaText, event=ollama_answers.OllamaText),
+    Route("POST", "/api/embed", ollama.embed, ollama_protocol.EmbedRequest, generates=True, any_type=True,
+          answer=ollama_answers.OllamaVectors),
+    Route("POST", "/api/embeddings", ollama.embed_one, ollama_protocol.EmbedOneRequest, generates=True, any_type=True,
+          answer=ollama_answers.OllamaVector),
     Route("GET", "/api/tags", ollama.tags, answer=ollama_answers.OllamaModels, is_polled=True),
     Route("GET", "/api/ps", ollama.running, answer=ollama_answers.OllamaModels),
     Route("POST", "/api/show", ollama.show, ollama_protocol.ShowRequest, any_type=True,

@@ -66,7 +66,7 @@ that of the data of one event, or of one line.
 TAGS = {
     "OpenAI": (
         "Chats, completions and responses, which most programs know; and llama.cpp's infill.",
-        "completions responses infill",
+        "completions responses infill embeddings",
     ),
     "Anthropic": ("Messages: what Claude's clients and agents speak.", "anthropic"),
     "Ollama": ("Answers as lines of JSON, and what says which models there are.", "ollama pull"),

@@ -405,15 +405,23 @@ class Service:
         """True if chats may have pictures."""
         return self.client.info is not None and self.client.info.pictures is not None
 
-    def admit(self, *, speech: bool = False) -> EngineInfo:
+    @property
+    def embeds(self) -> bool:
+        """True if the model makes vectors of texts, and writes none."""
+        return self.client.info is not None and self.client.info.embedder is not None
+
+    def admit(self, *, speech: bool = False, vectors: bool = False) -> EngineInfo:
         """The engine's info, for a request that is about to be read.
 
-        speech: the request is to be spoken, not written. Raises ApiError: 404 when the model does the other,
+        speech: the request is to be spoken, not written. vectors: its texts are to become vectors. Raises
+        ApiError: 404 when the model does the other,
         503 while the engine takes no requests, 429 while there is no place for one more. Whether there is
         room for all its sequences shows when it is submitted.
         """
         if speech:
             self.speaking()
+        elif vectors:
+            self.check_embeds()
         else:
             self.check_writes()
         if self.server.draining:
@@ -438,9 +446,20 @@ class Service:
         return self.client.info
 
     def check_writes(self) -> None:
-        """Raises ApiError (404) for a model that speaks."""
+        """Raises ApiError (404) for a model that speaks, or makes vectors."""
         if self.speech is not None:
             raise self._other_kind("speaks and does not write. Use /v1/audio/speech.")
+        if self.embeds:
+            raise self._other_kind("makes embeddings and does not write. Use /v1/embeddings.")
+
+    def check_embeds(self) -> None:
+        """Raises ApiError (404) for a model that makes no vectors."""
+        if self.speech is not None or (self.client.info is not None and not self.embeds):
+            does = "speaks" if self.speech is not None else "writes"
+            raise self._other_kind(
+                f"{does} and makes no embeddings. Serve an embedder: a checkpoint of Qwen3.5 or its like with the "
+                "modules.json of sentence-transformers."
+            )
 
     def speaking(self) -> SpeechParts:
         """Raises ApiError (404) for a model that writes text."""

@@ -225,7 +225,7 @@ OF_ONE = {
     "Completion", "Sampling", "Shown", "Ticket",
     # Of a sequence, or a step.
     "Chunk", "Drafter", "Guide", "Lexicon", "Prefix", "Repeats", "Sequence", "Step", "StepResult", "_Entry", "_Guess", "DraftHead",
-    "Reading",
+    "Pools", "Reading",
     "Drafting", "ServedModel", "Trace",
     # Numbers of a fixed kind: what is measured, and how long things take.
     "CacheStats", "EngineInfo", "Pace", "Stats", "StepCost", "Times", "_Known",

@@ -196,7 +196,7 @@ def test_a_long_list_is_made_as_it_is_sent(tmp_path: Path) -> None:
         ([line("a"), line("b"), line("a")], "duplicate_custom_id", 3),
         ([line(None)], "missing_required_parameter", 1),
         ([line("a", "/v1/completions")], "mismatched_url", 1),
-        ([line("a", "/v1/embeddings")], "invalid_url", 1),
+        ([line("a", "/v1/rerankings")], "invalid_url", 1),
         ([line("a") | {"method": "GET"}], "invalid_method", 1),
         ([line("a", stream=True)], "invalid_request", 1),
         ([line("a", model="gpt-5")], "model_not_found", 1),
@@ -235,7 +235,6 @@ def test_what_a_batch_is_refused_for(tmp_path: Path) -> None:
                 client.batches.create(**asked)
             return caught.value.message
 
-        assert "makes no embeddings" in refused(endpoint="/v1/embeddings")
         assert "/v1/images/edits" in refused(endpoint="/v1/images/edits")
         assert "no file 'file-x'" in refused(input_file_id="file-x")
         for window in ("soon", "24", "0h", "24h\n", "99999h"):

@@ -835,7 +835,7 @@ def test_a_long_input_is_made_ready_to_be_kept_beside_the_event_loop(monkeypatch
 
 @pytest.mark.parametrize(
     "path",
-    ["embeddings", "audio/transcriptions", "images/generations", "moderations", "uploads", "assistants",
+    ["audio/transcriptions", "images/generations", "moderations", "uploads", "assistants",
      "threads/x/runs", "fine_tuning/jobs", "responses/compact"],
 )  # fmt: skip
 def test_doors_that_are_not_there_say_so(door: Door, path: str) -> None:

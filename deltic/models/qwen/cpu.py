@@ -55,7 +55,7 @@ class ForwardInputs(RowInputs, GdnInputs):
 
     n_logit_rows: Array
     logit_token: Array  # [R] the tokens whose logits are wanted
-    n_hidden: Array  # rows whose hidden states the draft head wants beside those of the logits: all or none
+    n_hidden: Array  # rows whose hidden states are kept beside those of the logits: all or none
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Activations:
     shared: Array | None  # float32 [T, H]
     final: Array  # bfloat16 [R, H]
     logits: Array  # float32 [R, V]
-    hidden: Array | None  # bfloat16 [T, H]: as final, of every row, for the draft head
+    hidden: Array | None  # bfloat16 [T, H]: as final, of every row, for the draft head or for vectors
 
 
 def check_kernels(shape: ModelShape) -> None:
@@ -195,7 +195,7 @@ def allocate_activations(shape: ModelShape, n_tokens: int, n_logit_rows: int, al
         shared=shared,
         final=allocate("final", (n_logit_rows, h), bf16),
         logits=allocate("logits", (n_logit_rows, shape.vocab_size), f32),
-        hidden=allocate("hidden states", (t, h), bf16) if shape.has_draft_head else None,
+        hidden=allocate("hidden states", (t, h), bf16) if shape.has_draft_head or shape.keeps_hidden else None,
     )
 
 

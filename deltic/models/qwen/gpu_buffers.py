@@ -82,7 +82,7 @@ class PrefillBuffers:
     wide: WideScratch
     final: Tensor  # bfloat16 [G, H]
     logits: Tensor  # float32 [G, V]
-    hidden: Tensor | None  # bfloat16: as final, of every row, for the draft head
+    hidden: Tensor | None  # bfloat16: as final, of every row, for the draft head or for vectors
     follows: Tensor | None  # int32: the ids of the tokens behind the rows, for the draft head
 
 
@@ -191,8 +191,9 @@ def prefill_buffers(
     if shape.has_draft_head:  # its rows, twice as wide, lie where a projection does
         many.append((h, 2 * h))
         widest.append(2 * h)
-        hidden = allocate("prefill hidden states", (t * h,), bf16)
         follows = allocate("prefill ids behind", (t,), torch.int32)
+    if shape.has_draft_head or shape.keeps_hidden:
+        hidden = allocate("prefill hidden states", (t * h,), bf16)
     return PrefillBuffers(
         residual=allocate("prefill residual", (t * h,), f32),
         normed=allocate("prefill normed", (t * h,), bf16),

@@ -49,9 +49,14 @@ F32_BYTES = 4
 _FAMILY_OF_ARCHITECTURE = {
     "Qwen3_5ForConditionalGeneration": "qwen3_5",
     "Qwen3_5ForCausalLM": "qwen3_5",
+    "Qwen3_5Model": "qwen3_5",
+    "Qwen3_5TextModel": "qwen3_5",
     "Qwen3_5MoeForConditionalGeneration": "qwen3_5_moe",
     "Qwen3_5MoeForCausalLM": "qwen3_5_moe",
+    "Qwen3_5MoeModel": "qwen3_5_moe",
+    "Qwen3_5MoeTextModel": "qwen3_5_moe",
     "Qwen3NextForCausalLM": "qwen3_next",
+    "Qwen3NextModel": "qwen3_next",
 }
 # Only the outermost model_type is trusted: re-saved files carry the outer name in nested configs.
 _FAMILY_OF_MODEL_TYPE = {
@@ -108,6 +113,8 @@ class ModelShape:
     """Rows of the head, where it is a part of one (models/qwen/shard.py). 0: all of the vocabulary."""
     most_drafted: int = N_DRAFTED
     """Ids that a draft head may guess, at most."""
+    keeps_hidden: bool = False
+    """True if a step keeps the hidden states of all its rows behind the final norm: an embedder's."""
     has_draft_head: bool = False
     """True if the draft head (MTP) is run: an attention layer more, whose keys and values are in pages."""
     kv_cache_dtype: str = "bf16"

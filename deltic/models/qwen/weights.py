@@ -50,8 +50,9 @@ from deltic.ops.arrays import Array
 from deltic.ops.geometry import GdnWeights
 from deltic.ops.matrix import Layout, Matrix
 
-_WRAPPED_PREFIX = "model.language_model."
 _FLAT_PREFIX = "model."
+_PREFIXES = ("model.language_model.", "language_model.", "", _FLAT_PREFIX)
+"""Beginnings of the names of a checkpoint. Those in the middle: of a model saved without its head."""
 
 UNUSED = {"vision": ("model.visual.", "visual."), "MTP": ("mtp.",)}
 """Parts that are not run, and how their names begin. MTP: unless the shape has a draft head."""
@@ -155,7 +156,18 @@ def stored_shape(directory: Path, shape: ModelShape, drafts: bool = False) -> Mo
                 return dataclasses.replace(drafting, has_draft_head=False)
             if _holds_draft_head(drafting, tensors):
                 return drafting
-    return dataclasses.replace(shape, formats=stored_formats(directory, UNUSED))
+    shape = dataclasses.replace(shape, formats=stored_formats(directory, UNUSED))
+    if shape.keeps_hidden and not has_head(directory):
+        return dataclasses.replace(shape, tie_word_embeddings=True)  # nothing is drawn from what it gives
+    return shape
+
+
+def has_head(directory: Path) -> bool:
+    """Returns whether a checkpoint has an output embedding of its own. Raises CheckpointError."""
+    packed = directory / PACKED
+    return any(
+        "lm_head." in name for name in (read_header(packed)[0] if packed.exists() else open_tensors(directory, UNUSED))
+    )
 
 
 def _holds_draft_head(shape: ModelShape, tensors: Mapping[str, StoredTensor]) -> bool:
@@ -193,7 +205,7 @@ def check_weights(
     tensors = open_tensors(path, unused)
     if cuts is not None:
         tensors = cuts.views(tensors)
-    prefix = _WRAPPED_PREFIX if any(n.startswith(_WRAPPED_PREFIX) for n in tensors) else _FLAT_PREFIX
+    prefix = next((p for p in _PREFIXES if f"{p}embed_tokens.weight" in tensors), _FLAT_PREFIX)
     tied = shape.tie_word_embeddings and "lm_head.weight" not in tensors
     checked = Declaration(quantize, COUNTED if store.layout == "panels" else COUNTED_ROWS, shape.formats)
     declare_weights(checked, shape, tied, prefix, tensors)

@@ -8,6 +8,7 @@ the tokens.
 from __future__ import annotations
 
 from array import array
+from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
@@ -28,6 +29,7 @@ from deltic.runtime.cpu.buffers import Arena, build_workspace
 from deltic.runtime.cpu.pictures import PictureTower
 from deltic.runtime.info import engine_info
 from deltic.runtime.plan import TextPlan
+from deltic.runtime.pools import Pools, RowsOf
 
 
 class Runner:
@@ -73,6 +75,7 @@ class Runner:
             self.adapters = Adapters(shape, plan.adapters, memory)
         self.model.record(self.program, batch.inputs, self.memory, activations, rows, adapters)
         self.workspace.sampler.record(self.program, activations.logits)
+        self._pools = Pools() if shape.keeps_hidden else None
         self.draft_head = self.workspace.draft_head
         if self.draft_head is not None:
             sampler = self.workspace.sampler
@@ -130,6 +133,8 @@ class Runner:
         result = sampler.read(step)
         if self.draft_head is not None:
             result.guesses, result.guess_s = self.draft_head.follow(step, result.tokens)
+        if self._pools is not None:
+            result.vectors = self._pools.follow(step, self._hidden_of(step))
         memory = self.memory
         for source, target in step.slot_copies:
             copy(memory.states[target], memory.states[source])
@@ -137,6 +142,12 @@ class Runner:
         for source, target in step.page_copies:
             memory.pages[target] = memory.pages[source]
         return result
+
+    def _hidden_of(self, step: Step) -> RowsOf:
+        """Gives the hidden states that a step has left."""
+        hidden, ends = self.workspace.activations.hidden, [*accumulate(chunk.length for chunk in step.chunks)]
+        assert hidden is not None
+        return lambda c, part: hidden[ends[c] - step.chunks[c].length : ends[c]][part]
 
     def is_busy(self) -> bool:
         """Returns False: a step is over when `step` returns."""

@@ -39,6 +39,8 @@ class Pending:
     """int32 [guesses, n], pinned: of a draft head, one below the other."""
     prompt_logprobs: dict[int, list[TokenLogprob]] = field(default_factory=dict)
     """Logprobs of a prefill's prompts, by chunk."""
+    vectors: dict[int, bytes] = field(default_factory=dict)
+    """Vectors of a prefill's prompts, by the number of the draw."""
     is_own: bool = False
     """True if the memory is its own, not pinned buffers that are soon used again."""
 

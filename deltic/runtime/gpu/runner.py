@@ -233,7 +233,7 @@ class GpuRunner:
             prefilled.wait()  # also where nothing was drawn: a step takes as long as what it runs
         result = self._read(step, results)
         if prefilled is not None:
-            result.prompt_logprobs = prefilled.prompt_logprobs
+            result.prompt_logprobs, result.vectors = prefilled.prompt_logprobs, prefilled.vectors
         return result
 
     def _take_over(self, sequences: list[Sequence]) -> dict[Sequence, Pending]:

@@ -10,6 +10,7 @@ ahead behind the token that ends it.
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,7 +25,7 @@ from deltic.models.qwen.gpu_buffers import RING, DecodeBuffers, GpuMemory, page_
 from deltic.models.qwen.weights import Weights
 from deltic.models.vision.pixels import PictureRules
 from deltic.models.vision.weights import VisionWeights
-from deltic.ops.arrays import Array
+from deltic.ops.arrays import Array, bfloat16
 from deltic.ops.geometry import PAGE_SIZE
 from deltic.ops.gpu.blocks import PrefillInputs
 from deltic.ops.gpu.launch import allocate_on
@@ -40,6 +41,7 @@ from deltic.runtime.gpu.prompt_logprobs import PromptScorer
 from deltic.runtime.gpu.record import Body, Recordings
 from deltic.runtime.gpu.runner import Bodies, GpuRunner, ends_thought, rows_of
 from deltic.runtime.plan import Plan, TextPlan
+from deltic.runtime.pools import Pools
 
 
 class TextBodies(Bodies):
@@ -152,6 +154,7 @@ class GpuTextRunner(GpuRunner):
             self.adapters = Adapters(shape, plan.adapters, GpuAdapterMemory(shape, w.adapters, self.stream))
         self._undrawn = Undrawn(w.decode.logits.view(-1, shape.vocab_size), n)
         self._prompt_logprobs = PromptScorer(self.model, w.prefill, plan.n_real)
+        self._pools = Pools() if shape.keeps_hidden else None
         self._ran_ahead: torch.cuda.Event | None = None
         self._n_guesses = 0
         """Guesses of this step for one sequence, at most."""
@@ -278,12 +281,22 @@ class GpuTextRunner(GpuRunner):
 
     def _prefill(self, step: Step, prefills: list[int]) -> Pending:
         pending = super()._prefill(step, prefills)
+        if self._pools is not None:
+            pending.vectors = self._pools.follow(step, partial(self._hidden_of, step, prefills))
         for i in prefills:
             if step.chunks[i].prompt_logprobs:
                 ends, n_blocks = self._prefill_batch.layout(step, prefills)
                 chunk = step.chunks[i]
                 pending.prompt_logprobs[i] = self._prompt_logprobs.of(chunk, ends[i] - chunk.length + 1, n_blocks)
         return pending
+
+    def _hidden_of(self, step: Step, prefills: list[int], c: int, part: slice) -> Array:
+        """Hidden states of a chunk's tokens that a prefill has left, bfloat16. It is waited for."""
+        h, end = self.plan.shape.hidden_size, self._prefill_batch.layout(step, prefills)[0][c] + 1
+        begin, hidden = end - step.chunks[c].length, self.workspace.prefill.hidden
+        assert hidden is not None
+        rows = hidden[(begin + part.start) * h : (begin + part.stop) * h].view(-1, h)
+        return np.asarray(rows.view(torch.int16).cpu().numpy()).view(bfloat16)
 
     # For tests and benches.
 

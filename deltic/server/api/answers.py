@@ -205,6 +205,32 @@ class ChatCompletion(AnswerHead, kw_only=True):
     prompt_logprobs: PromptChances = None
 
 
+class EmbeddingUsage(Struct):
+    """Tokens of all texts."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+class EmbeddingEntry(Struct):
+    """The vector of a text."""
+
+    object: Literal["embedding"]
+    index: int
+    """Number of the text in `input`."""
+    embedding: list[float] | str
+    """Numbers, or float32, little-endian, in base64."""
+
+
+class EmbeddingList(Struct):
+    """Vectors of texts, in their order."""
+
+    object: Literal["list"]
+    data: list[EmbeddingEntry]
+    model: str
+    usage: EmbeddingUsage
+
+
 class FunctionPart(Struct, kw_only=True):
     """An addition to a call of a function."""
 

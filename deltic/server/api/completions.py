@@ -218,11 +218,12 @@ def prompts(request: CompletionRequest, info: engine.EngineInfo) -> list[str | l
     if len(texts) == len(prompt):
         return [*texts]
     if not any(isinstance(entry, list) for entry in prompt):
-        return [_token_ids("prompt", prompt, info)]
-    return [_token_ids(f"prompt[{i}]", entry, info) for i, entry in enumerate(prompt)]
+        return [token_ids("prompt", prompt, info)]
+    return [token_ids(f"prompt[{i}]", entry, info) for i, entry in enumerate(prompt)]
 
 
-def _token_ids(param: str, ids: object, info: engine.EngineInfo) -> list[int]:
+def token_ids(param: str, ids: object, info: engine.EngineInfo) -> list[int]:
+    """Ids that a client has sent in the field `param`. Raises ApiError (400)."""
     try:
         checked = msgspec.convert(ids, list[int])
     except msgspec.ValidationError:

@@ -17,6 +17,7 @@ import secrets
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from starlette.requests import Request
@@ -27,6 +28,7 @@ from deltic.engine.messages import EngineInfo
 from deltic.host.client import EngineClient, EngineFailed
 from deltic.server.api import completions
 from deltic.server.api import ollama_protocol as wire
+from deltic.server.api.embeddings import check_number, numbers, vectors_of
 from deltic.server.chat import answer
 from deltic.server.chat.answer import Update
 from deltic.server.chat.arguments import given_arguments
@@ -35,6 +37,7 @@ from deltic.server.chat.gap import Filler
 from deltic.server.chat.generation import Generation
 from deltic.server.chat.parser import Item
 from deltic.server.chat.request import context_limit
+from deltic.server.chat.vectors import vector_requests
 from deltic.server.errors import ApiError
 from deltic.server.limits import TICKET, Ticket, Usage
 from deltic.server.local_models import ModelFiles, model_files
@@ -52,6 +55,8 @@ NS = 1e6
 
 _encode = msgspec.json.Encoder().encode
 
+E = TypeVar("E", wire.EmbedRequest, wire.EmbedOneRequest)
+
 
 async def chat(service: Service, request: Request) -> ASGIApp:
     """POST /api/chat: an answer to a chat, in Ollama's form."""
@@ -61,6 +66,50 @@ async def chat(service: Service, request: Request) -> ASGIApp:
 async def generate(service: Service, request: Request) -> ASGIApp:
     """POST /api/generate: an answer to a prompt, in Ollama's form."""
     return await _answer(service, request, wire.GenerateRequest)
+
+
+async def embed(service: Service, request: Request) -> ASGIApp:
+    """POST /api/embed: vectors of texts, in Ollama's form."""
+    asked, vectors, usage, seconds = await _embedded(service, request, wire.EmbedRequest)
+    took = {
+        "total_duration": max(1, round(seconds * 1e9)),
+        "load_duration": 1,
+        "prompt_eval_count": usage.prompt_tokens,
+    }
+    return LargeResponse({"model": asked.model, "embeddings": map(numbers, vectors)} | took)
+
+
+async def embed_one(service: Service, request: Request) -> ASGIApp:
+    """POST /api/embeddings: the vector of one text, in Ollama's older form."""
+    _, (vector,), _, _ = await _embedded(service, request, wire.EmbedOneRequest)
+    return json_response(_encode({"embedding": numbers(vector)}))
+
+
+async def _embedded(service: Service, request: Request, kind: type[E]) -> tuple[E, list[bytes], Usage, float]:
+    """The body, the vectors that it asks for, what they took, and how many seconds. Raises ApiError."""
+    begun_s = time.monotonic()
+    await _loaded(service, request)
+    info = service.admit(vectors=True)
+    async with Preparation(service, request) as preparation:
+        asked = await preparation.parse(kind)
+        service.check_model(asked.model)
+        _keep(service, asked.model, asked.keep_alive)
+        if isinstance(asked, wire.EmbedOneRequest):
+            given, dimensions, is_cut = [asked.prompt], None, True
+        else:
+            given = [asked.input] if isinstance(asked.input, str) else asked.input
+            check_number(len(given))
+            dimensions, is_cut = asked.dimensions, asked.truncate is not False
+        requests = await preparation.run(vector_requests, service.tokenizer, info, given, dimensions, is_cut=is_cut)
+    vectors, usage = await vectors_of(service, request, requests)
+    return asked, vectors, usage, time.monotonic() - begun_s
+
+
+def _keep(service: Service, name: str, keep_alive: str | float | None) -> None:
+    """Has a model that comes and goes stay loaded for as long as a request says."""
+    on_demand = service.server.on_demand
+    if on_demand is not None and keep_alive is not None and (offered := on_demand.called(name)):
+        on_demand.keep(offered, wire.seconds_of(keep_alive))
 
 
 async def _answer(service: Service, request: Request, kind: type[wire.AnswerRequest]) -> ASGIApp:
@@ -77,8 +126,7 @@ async def _answer(service: Service, request: Request, kind: type[wire.AnswerRequ
         asked = await preparation.parse(kind)
         wire.check(asked)
         service.check_model(asked.model)
-        if on_demand is not None and asked.keep_alive is not None and (offered := on_demand.called(asked.model)):
-            on_demand.keep(offered, wire.seconds_of(asked.keep_alive))
+        _keep(service, asked.model, asked.keep_alive)
         n_ctx, ticket = (asked.options or wire.Options()).num_ctx, request.scope[TICKET]
         if n_ctx:
             info = msgspec.structs.replace(info, max_model_len=min(info.max_model_len, n_ctx))
@@ -130,7 +178,6 @@ async def _loaded(service: Service, request: Request) -> None:
     server = service.server
     if service.client.state not in ("starting", "restarting") or server.draining:
         return
-    service.check_writes()
     body = request.scope[BODY] = await read_body(request, server.max_body_mb)
     if server.waiting_bytes + len(body) > server.max_body_mb * 1_000_000:
         return
@@ -301,7 +348,8 @@ async def show(service: Service, request: Request) -> ASGIApp:
     service = await service.server.opened(asked.model or asked.name)
     template = service.template
     abilities = {
-        "completion": service.kind == "text",
+        "completion": service.kind == "text" and not service.embeds,
+        "embedding": service.embeds,
         "tools": template is not None and template.call_form is not None,
         "thinking": template is not None and "enable_thinking" in template.variables,
         "vision": service.sees,

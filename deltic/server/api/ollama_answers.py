@@ -116,6 +116,27 @@ class OllamaShown(Struct, kw_only=True):
     modified_at: str
 
 
+class OllamaVectors(Struct, kw_only=True):
+    """Vectors of texts, in their order."""
+
+    model: str
+    embeddings: list[list[float]]
+    """The vectors."""
+    total_duration: int
+    """Nanoseconds."""
+    load_duration: int
+    """Nanoseconds; 1, since loading is not told apart."""
+    prompt_eval_count: int
+    """Tokens of all texts."""
+
+
+class OllamaVector(Struct):
+    """The vector of a text."""
+
+    embedding: list[float]
+    """Elements of the vector."""
+
+
 class OllamaStatus(Struct, kw_only=True):
     """Progress of a pull."""
 

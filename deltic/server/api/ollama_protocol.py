@@ -97,6 +97,28 @@ class AnswerRequest(Struct, kw_only=True, forbid_unknown_fields=True):
     shift: object = None
 
 
+class EmbedRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /api/embed."""
+
+    model: str
+    input: str | list[str]
+    truncate: bool | None = None
+    """False: a text that is too long is refused, instead of cut."""
+    dimensions: Annotated[int, Meta(ge=1)] | None = None
+    """Elements of a vector, from its front; all of them unless it is given."""
+    options: Options | None = None
+    keep_alive: str | float | None = None
+
+
+class EmbedOneRequest(Struct, kw_only=True, forbid_unknown_fields=True):
+    """POST /api/embeddings, which /api/embed has replaced."""
+
+    model: str
+    prompt: str
+    options: Options | None = None
+    keep_alive: str | float | None = None
+
+
 class OllamaFunction(Struct):
     name: messages.ToolName
     arguments: JsonObject | str | None = None

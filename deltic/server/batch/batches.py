@@ -18,7 +18,7 @@ from starlette.requests import Request
 from starlette.responses import FileResponse
 from starlette.types import ASGIApp
 
-from deltic.batch_lines import NO_EMBEDDINGS, PATHS
+from deltic.batch_lines import PATHS
 from deltic.server.batch.file_store import KEPT_S, MIN_BYTES, NO_RETRY, Card, FileStore, append, private, unwritable
 from deltic.server.batch.record import BatchRecord
 from deltic.server.batch.runner import BatchRunner
@@ -296,8 +296,8 @@ async def create_batch(service: Service, request: Request) -> ASGIApp:
     if not WINDOW.fullmatch(asked.completion_window):
         raise bad_request("completion_window", f"must be {WINDOW_SAID}")
     if asked.endpoint not in PATHS:
-        hint = NO_EMBEDDINGS if asked.endpoint == "/v1/embeddings" else f"use {', '.join(PATHS)}"
-        raise bad_request("endpoint", f"{asked.endpoint!r} is not supported: {hint}", "unsupported_endpoint")
+        message = f"{asked.endpoint!r} is not supported: use {', '.join(PATHS)}"
+        raise bad_request("endpoint", message, "unsupported_endpoint")
     try:
         card = runner.files.get(asked.input_file_id, owner)
     except ApiError:
