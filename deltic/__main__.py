@@ -147,6 +147,12 @@ COMMANDS = {
         "commands.plan:report",
         lambda arguments: (settings.planned(arguments),),
     ),
+    "verify": Subcommand(
+        "check a model's files, and what is made of them, against others: a page for a bug report",
+        flags.verify,
+        "commands.verify:verify",
+        _engine,
+    ),
     "warmup": Subcommand(
         "compile the GPU's kernels for a model ahead of its first start",
         flags.warmup,

@@ -27,6 +27,7 @@ AREAS = {
         "deltic/ops/cpu/*.py",
         "deltic/models/**/*.py",
         "deltic/runtime/cpu/*.py",
+        "deltic/verify/*.py",
         "tests/arm/*",
         "tests/cpu/*.py",
         "tests/reference/*.py",

@@ -24,7 +24,7 @@ from rich.table import Table
 
 from deltic import __version__
 from deltic.aliases import Published, published
-from deltic.commands.plan import decode_bytes
+from deltic.commands.plan import CONTEXT, decode_bytes
 from deltic.config import ConfigError, EngineConfig, ServerConfig
 from deltic.machine import cpu_model, cuda_driver, free_memory_bytes, memory_bound, n_usable_cpus
 from deltic.models.checkpoint import locate_speech, speaks
@@ -56,9 +56,6 @@ MODELS = {
 
 REACHED = {"cpu": 0.79, "cuda": 0.47}
 """The least part of the memory's roof that one sequence reached in the kept runs of docs/performance.md."""
-
-CONTEXT = 1024
-"""Tokens behind which a speed is told."""
 
 FLUENT = 8.0
 """Tokens a second that are read with ease: the largest model of such a speed is proposed."""

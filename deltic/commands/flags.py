@@ -311,6 +311,22 @@ def plan(sub: argparse.ArgumentParser) -> None:
     add_engine(sub)
 
 
+def verify(sub: argparse.ArgumentParser) -> None:
+    """Adds the flags of `deltic verify`."""
+    add_model(sub)
+    text = (
+        "what to compare with, beside transformers where that is installed: the URL of a server with the same model (vLLM, SGLang, "
+        "llama-server or Deltic), or another checkpoint of it (MODEL); each may be given once"
+    )
+    sub.add_argument("--against", action="append", default=[], metavar="URL|MODEL", help=text)
+    sub.add_argument("--api-key", metavar="KEY", help="key of the server of --against")
+    sub.add_argument(
+        "--cacert", metavar="FILE", help="what vouches for the certificate of an https:// URL of --against (PEM)"
+    )
+    sub.add_argument("--out", metavar="DIR", help="write the page and its JSON into this directory, too")
+    add_engine(sub, "dummy")
+
+
 def warmup(sub: argparse.ArgumentParser) -> None:
     """Adds the flags of `deltic warmup`."""
     add_model(sub)

@@ -20,7 +20,7 @@ from deltic.models.checkpoint import ALL_FILES, DEMO, model_name, speaks, text_d
 from deltic.models.fields import CheckpointError
 from deltic.models.gguf import is_gguf
 from deltic.models.hub import is_hub_name, outline, wanted_of
-from deltic.models.loading import COUNTED, Store, shares_text
+from deltic.models.loading import COUNTED, COUNTED_ROWS, Store, shares_text
 from deltic.models.qwen.adapters import Adapter
 from deltic.models.qwen.shape import ModelShape
 from deltic.models.qwen.weights import Moe, Weights, active_weights, empty_weights
@@ -36,6 +36,9 @@ from deltic.text import SamplingDefaults, Tokenizer
 
 LEAST_PART = 0.05
 """A format that takes part in less of a token's products is left out of their roof."""
+
+CONTEXT = 1024
+"""Tokens behind which the speed of a decode is told."""
 
 ROWS_PER_S = 12.5
 """Frames of a speech model; a prompt is said to take 64 rows."""
@@ -316,6 +319,15 @@ def _decode_bytes(weights: Weights, shape: ModelShape, n_seqs: int, context: int
     return n_bytes + n_seqs * (2 * shape.state_bytes + context * shape.kv_bytes_per_token)
 
 
+def decode_roof(plan: TextPlan, on_gpu: bool) -> float:
+    """Tokens a second of one sequence behind CONTEXT tokens, if the memory's speed, measured now, were all.
+
+    Raises torch.OutOfMemoryError.
+    """
+    weights = _weights(plan.shape, plan.quantize, COUNTED_ROWS if on_gpu else COUNTED)
+    return _roofs(plan, weights, on_gpu)[0] / (plan.n_shards * _decode_bytes(weights, plan.shape, 1, CONTEXT))
+
+
 def _roofs(plan: Plan[Any], weights: Weights | None, on_gpu: bool) -> tuple[float, float]:
     """Bytes read and operations multiplied per second, measured now. Raises torch.OutOfMemoryError."""
     if on_gpu:
@@ -336,7 +348,7 @@ def _speed_table(plan: Plan[Any], weights: Weights | None, store: Store, roofs: 
     """Roofs, not forecasts, and without a vocoder: the larger of bytes over bandwidth and operations over the
     multiply rate. Without roofs, the bytes of a step.
     """
-    shape, context = plan.shape, min(1024, plan.max_model_len)
+    shape, context = plan.shape, min(CONTEXT, plan.max_model_len)
     if plan.speaks:
         parts = frame_bytes(shape, plan.quantize, store)
         heads = N_CODES * shape.n_codebook * shape.predictor.hidden_size

@@ -22,7 +22,7 @@ import sys
 import threading
 import time
 import urllib.parse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from fnmatch import fnmatch
 from pathlib import Path
@@ -557,15 +557,40 @@ def _get(part: Part, name: str, commit: str, half: Path) -> int:
 
 
 def _is_right(part: Part, file: Path, blob: str) -> bool:
-    """Returns whether the file is the blob of this name: the SHA-256 of a big file, git's of a small one."""
+    """Returns whether the file is the blob of this name."""
     part.stage, part.checked_bytes = "checking", 0
-    is_big = len(blob) == 64
-    digest = hashlib.sha256() if is_big else hashlib.sha1(b"blob %d\0" % part.total_bytes, usedforsecurity=False)
+
+    def told(n_bytes: int) -> None:
+        part.checked_bytes = n_bytes
+
+    return digest(file, part.total_bytes, told, is_big=len(blob) == 64) == blob
+
+
+def digest(file: Path, n_bytes: int, told: Callable[[int], None], *, is_big: bool) -> str:
+    """Hashes a file of n_bytes as the hub does: the SHA-256 of a big file, git's hash of a small one.
+
+    told: is called with the bytes done. Raises OSError.
+    """
+    found = hashlib.sha256() if is_big else hashlib.sha1(b"blob %d\0" % n_bytes, usedforsecurity=False)
+    done = 0
     with file.open("rb", buffering=0) as opened:
         while data := opened.read(CHUNK_BYTES):
-            digest.update(data)
-            part.checked_bytes += len(data)
-    return digest.hexdigest() == blob
+            found.update(data)
+            done += len(data)
+            told(done)
+    return found.hexdigest()
+
+
+def published_hash(file: Path) -> str | None:
+    """Returns the hash that the hub said of a file when it was downloaded: the name of its blob in the
+    cache, or what the library wrote down beside a directory of its own. None: nobody knows.
+    """
+    blob = file.resolve()
+    if blob.parent.name == "blobs" and _HASH.fullmatch(blob.name):
+        return blob.name
+    said = file.parent / ".cache" / "huggingface" / "download" / f"{file.name}.metadata"
+    lines = said.read_text(encoding="utf-8").splitlines() if said.is_file() else []
+    return lines[1] if len(lines) > 1 and _HASH.fullmatch(lines[1]) else None
 
 
 def _tell(parts: list[Part]) -> None:

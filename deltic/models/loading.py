@@ -51,7 +51,8 @@ read for few rows.
 """
 
 
-_INDEX = "model.safetensors.index.json"
+INDEX = "model.safetensors.index.json"
+"""The file that says where each tensor is."""
 
 PACKED = "packed.safetensors"
 """The weights of a packed model (packed.py)."""
@@ -440,7 +441,7 @@ def _headers_of(path: Path, identity: tuple[object, ...]) -> Mapping[str, Header
             )
         for name in promised:
             if name not in found:
-                raise CheckpointError(f"{file}: {_INDEX} lists tensor {name!r} here, but it is missing")
+                raise CheckpointError(f"{file}: {INDEX} lists tensor {name!r} here, but it is missing")
         for name in found.keys() & headers.keys():
             raise CheckpointError(f"tensor {name!r} is stored twice: in {headers[name].file} and in {file}")
         headers |= found
@@ -712,7 +713,7 @@ def checkpoint_files(path: Path) -> dict[Path, list[str]]:
         return {path: []}
     if not path.is_dir():
         raise CheckpointError(f"{path}: no such checkpoint directory or safetensors file")
-    index = path / _INDEX
+    index = path / INDEX
     if not index.exists():
         single = path / "model.safetensors"
         found = [single] if single.exists() else sorted(path.glob("*.safetensors"))
@@ -731,5 +732,5 @@ def checkpoint_files(path: Path) -> dict[Path, list[str]]:
         if Path(file).name != file:
             raise CheckpointError(f"{index}: tensor {names[0]!r} must map to a file name, found {file!r}")
         if not (path / file).exists():
-            raise CheckpointError(f"{path / file}: {_INDEX} lists this shard, but it is missing; download it again")
+            raise CheckpointError(f"{path / file}: {INDEX} lists this shard, but it is missing; download it again")
     return {path / file: names for file, names in by_file.items()}

@@ -1,0 +1,284 @@
+"""The values of a model's tensors: whether they are numbers, whether one is unlike its like in other
+layers, and whether they are those of another checkpoint of the model.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+
+from deltic.models.gguf_tensors import Rows, decoded
+from deltic.models.loading import Planned
+from deltic.models.mapped import Header
+from deltic.models.qwen.shape import ModelShape
+from deltic.models.stored import StoredTensor
+from deltic.ops.arrays import Array
+from deltic.ops.formats import Quantised, WeightFormat
+from deltic.ops.matrix import Matrix
+from deltic.verify.files import Files
+from deltic.verify.page import Check, Tell
+
+BLOCK_WEIGHTS = 1 << 22
+"""Weights that are read at a time, but for matrices whose rows are in another order."""
+
+GROUP = 128
+"""Columns of a row whose error is judged by itself: a scale that is wrong is a few of them."""
+
+ROUNDING = {8: 0.05, 6: 0.06, 5: 0.08, 4: 0.2, 3: 0.32, 2: 0.6, 1: 0.9}
+"""Errors of a rounded tensor by the bits of its codes, as parts of its length: about twice what
+tests/tiny_quantised.py and llama.cpp's quantiser leave.
+"""
+
+PLAIN_ROUNDING = 2**-8
+"""The same between two of bfloat16, float16 and float32."""
+
+UNLIKE = 8.0
+"""Times by which a matrix is larger or smaller than its like in half of the other layers."""
+
+LEAST_ALIKE = 4
+
+
+def values_of(tensor: StoredTensor, begin: int, end: int) -> Array:
+    """float32 [end - begin, K]: rows of a tensor, whatever holds them."""
+    rows = tensor.read(begin, end)
+    return rows.values() if isinstance(rows, Quantised) else np.asarray(rows, np.float32).reshape(end - begin, -1)
+
+
+def _n_rows(tensor: StoredTensor) -> int:
+    return math.prod(tensor.shape[:-1])
+
+
+def check_numbers(files: Files, check: Check, tell: Tell) -> None:
+    """Reads every tensor: all values are finite, and none is unlike its like in the other layers."""
+    alike = defaultdict[str, dict[str, float]](dict)
+    total, done = sum(math.prod(tensor.shape) for tensor in files.tensors.values()) or 1, 0
+    for name, tensor in files.tensors.items():
+        tell("reading tensors", done / total)
+        done += math.prod(tensor.shape)
+        if tensor.format is None and tensor.dtype not in ("BF16", "F16", "F32"):
+            continue  # of a part that is not run
+        squares, n_rows, k = 0.0, _n_rows(tensor), tensor.shape[-1]
+        step = max(1, BLOCK_WEIGHTS // k)
+        for begin in range(0, n_rows, step):
+            rows = values_of(tensor, begin, min(begin + step, n_rows))
+            squares += float(np.square(rows, dtype=np.float64).sum())
+        if not math.isfinite(squares):
+            check.wrong(f"{name}: has values that are no numbers or infinite")
+        elif n_rows > 1:
+            alike[re.sub(r"\.\d+\.", ".N.", name)][name] = math.sqrt(squares / (n_rows * k))
+    for sizes in alike.values():
+        middle = statistics.median(sizes.values())
+        for name, size in sizes.items() if len(sizes) >= LEAST_ALIKE else ():
+            if not middle / UNLIKE <= size <= middle * UNLIKE:
+                times = size / middle if middle else math.inf
+                check.look(f"{name}: its values are {times:.3g} times those of the same tensor in other layers")
+    check.note(f"{len(files.tensors)} tensors were read")
+    if files.is_gguf:
+        _check_blocks(files, check)
+
+
+def _check_blocks(files: Files, check: Check) -> None:
+    """Holds the first row of each quantised tensor of a GGUF file to the gguf package."""
+    if importlib.util.find_spec("gguf") is None:
+        check.note("the blocks were not held to the gguf package, which is not installed: pip install gguf")
+        return
+    import gguf
+
+    n = 0
+    for tensor in {id(each.tensor): each for each in files.tensors.values() if isinstance(each, Rows)}.values():
+        own = tensor.tensor
+        if tensor.format is None:
+            continue
+        n_bytes = (own.end - own.begin) // (math.prod(own.shape) // own.shape[-1])
+        raw = tensor.files.read(Header(own.file, (1, n_bytes), "U8", own.begin, own.begin + n_bytes))
+        theirs = gguf.quants.dequantize(raw, gguf.GGMLQuantizationType[own.type])
+        n += 1
+        if not np.array_equal(decoded(own.type, raw, own.where).values(), theirs):
+            check.wrong(f"{own.name}: {own.type} is read as other values than by the gguf package")
+    check.note(f"a row of each of {n} quantised tensors is what the gguf package makes of it")
+
+
+def rounding(format: WeightFormat | None) -> float:
+    """The largest error of a tensor in this format, as part of its length."""
+    return PLAIN_ROUNDING if format is None else ROUNDING[format.bits]
+
+
+@dataclass
+class Compared:
+    """The error of one tensor, in parts of its length; of its worst run of GROUP columns, too."""
+
+    n: int = 0
+    squares: float = 0.0
+    """Sum of the squares of the other's values."""
+    errors: float = 0.0
+    worst: float = 0.0
+    n_differing: int = 0
+
+    @property
+    def error(self) -> float:
+        return math.sqrt(self.errors / self.squares) if self.squares else math.inf if self.errors else 0.0
+
+    def add(self, mine: Array, theirs: Array) -> None:
+        """mine, theirs: float32 [n, k]."""
+        differing = mine - theirs
+        self.n += mine.size
+        self.n_differing += int(np.count_nonzero(differing))
+        squares, errors = _by_group(theirs), _by_group(differing)
+        self.squares += float(squares.sum())
+        self.errors += float(errors.sum())
+        # A group that is nearly 0 is judged by its row.
+        least = squares.mean(1, keepdims=True) / 16
+        with np.errstate(divide="ignore", invalid="ignore"):
+            parts = np.sqrt(np.where(errors > 0, errors / np.maximum(squares, least), 0.0))
+        self.worst = max(self.worst, float(parts.max(initial=0.0)))
+
+
+def _by_group(values: Array) -> Array:
+    """float64 [n, groups]: sums of squares."""
+    n, k = values.shape
+    padded = np.zeros((n, -(-k // GROUP) * GROUP), np.float32)
+    padded[:, :k] = values
+    sums: Array = np.square(padded).reshape(n, -1, GROUP).sum(2, dtype=np.float64)
+    return sums
+
+
+def check_against(files: Files, other: Files, check: Check, tell: Tell) -> None:
+    """Compares every value with the other checkpoint's, however each of the two stores it, and names the
+    tensors that differ by more than their formats round.
+    """
+    compared: dict[str, Compared] = {}
+    total, done = sum(_size(part) for part in files.plan), 0
+    for mine, theirs in zip(files.plan, other.plan, strict=True):
+        tell("comparing tensors", done / total)
+        done += _size(mine)
+        for name, rows, others in _pairs(files, other, mine, theirs):
+            compared.setdefault(name, Compared()).add(rows, others)
+    differing = {name: said for name, each in compared.items() if (said := _judged(files, other, name, each))}
+    for name, said in differing.items():
+        check.wrong(f"{name}: {said}")
+    check.figures = {name: {"error": each.error, "worst": each.worst} for name, each in compared.items()}
+    exact = sum(not each.n_differing for each in compared.values())
+    check.note(f"{len(compared)} tensors were compared with {other.name}; {exact} are equal to the bit")
+    rounded = [each.error for name, each in compared.items() if each.n_differing and name not in differing]
+    if rounded:
+        check.note(f"{len(rounded)} differ as their formats round, by up to {max(rounded):.2%} of their length")
+
+
+def _judged(files: Files, other: Files, name: str, found: Compared) -> str:
+    """Says what is wrong with a tensor's values; "" if nothing is."""
+    mine = files.tensors[name]
+    theirs = other.tensors.get(name) or other.tensors.get(_other_name(name)) or mine
+    exact = mine.dtype == theirs.dtype == "BF16"
+    bound = 0.0 if exact else rounding(mine.format) + rounding(theirs.format)
+    if exact and found.n_differing:
+        return f"{found.n_differing} of {found.n} values differ, by {found.error:.2%} of its length"
+    if found.error > bound:
+        return f"differs by {found.error:.1%} of its length, where its format rounds by at most {bound:.1%}"
+    if found.worst > max(min(3 * bound, 0.9), 2 * PLAIN_ROUNDING):
+        return f"differs in {GROUP} columns of a row by {found.worst:.0%} of their length: is a scale wrong?"
+    return ""
+
+
+def _other_name(name: str) -> str:
+    """The name in the other of the two layouts, wrapped and flat."""
+    if "model.language_model." in name:
+        return name.replace("model.language_model.", "model.", 1)
+    return name.replace("model.", "model.language_model.", 1)
+
+
+def _size(part: Planned) -> int:
+    target = part.target
+    return target.n_matrices * target.n * target.k if isinstance(target, Matrix) else int(np.prod(target.shape))
+
+
+def _pairs(files: Files, other: Files, mine: Planned, theirs: Planned) -> Iterator[tuple[str, Array, Array]]:
+    """Yields names of my tensors, and rows of theirs: mine, and the other's."""
+    target = mine.target
+    if not isinstance(target, Matrix):
+        name = mine.stored[0].name
+        one, two = (_vector(each, of.tensors) for each, of in ((mine, files), (theirs, other)))
+        yield name, _grouped(one, name, files.shape), _grouped(two, theirs.stored[0].name, other.shape)
+        return
+    for i in range(target.n_matrices):
+        is_mixed = any(".linear_attn." in one.name for one in mine.stored)
+        step = target.n if is_mixed else max(1, BLOCK_WEIGHTS // target.k)
+        for begin in range(0, target.n, step):
+            end = min(begin + step, target.n)
+            pair = []
+            for part, of in ((mine, files), (theirs, other)):
+                runs = list(part.runs(target.n_matrices, i, begin, end))
+                rows = np.concatenate([values_of(of.tensors[name], a, b) for name, a, b in runs])
+                names = np.repeat([name for name, *_ in runs], [b - a for _, a, b in runs])
+                pair.append((_grouped(rows, part.stored[0].name, of.shape), names))
+            (rows, names), (others, _) = pair
+            order = _order(files.shape, mine.stored[0].name)
+            if order is not None and order[0] == 0:
+                names = names[order[1]]
+            for name in dict.fromkeys(names):
+                at = names == name
+                yield str(name), rows[at], others[at]
+
+
+def _vector(part: Planned, tensors: Mapping[str, StoredTensor]) -> Array:
+    (stored,) = part.stored
+    rows = values_of(tensors[stored.name], 0, math.prod(stored.shape[:-1]))
+    return rows.reshape(sum(stored.sizes), -1)
+
+
+def _grouped(rows: Array, name: str, shape: ModelShape) -> Array:
+    """Rows of a part whose first tensor has this name, with value heads grouped by key head."""
+    order = _order(shape, name)
+    return rows if order is None else np.take(rows, order[1], axis=order[0])
+
+
+def _order(shape: ModelShape, name: str) -> tuple[int, Array] | None:
+    """The axis of a part, and its indices in the order of value heads grouped by key head; None: it has that
+    order.
+
+    Head p of a file with tiled value heads belongs to key head p % Hk (models/gguf_config.py).
+    """
+    if not shape.tiled_value_heads or ".linear_attn." not in name:
+        return None
+    last, n_k, n_v = name.partition(".linear_attn.")[2], shape.gdn_n_k_heads, shape.gdn_n_v_heads
+    heads = np.arange(n_v).reshape(-1, n_k).T.reshape(-1)
+    wide = (heads[:, None] * shape.gdn_v_dim + np.arange(shape.gdn_v_dim)).reshape(-1)
+    keys = np.arange(2 * shape.gdn_key_size)
+    if last.startswith("in_proj_"):
+        at, parts = 2 * shape.gdn_key_size, [keys]
+        for each in (wide, wide, heads, heads):
+            parts.append(at + each)
+            at += len(each)
+        return 0, np.concatenate(parts)
+    if last.startswith("conv1d"):
+        return 0, np.concatenate([keys, len(keys) + wide])
+    if last in ("A_log", "dt_bias"):
+        return 0, heads
+    return (1, wide) if last.startswith("out_proj") else None
+
+
+def ungrouped(shape: ModelShape) -> Callable[[str, Array], Array]:
+    """Gives what brings a tensor of a file with tiled value heads into the order of the published
+    checkpoint.
+    """
+
+    def change(name: str, values: Array) -> Array:
+        last = name.partition(".linear_attn.")[2]
+        found = _order(shape, name)
+        if found is None:
+            return values
+        axis, order = found
+        if last.startswith("in_proj_"):
+            keys, wide = 2 * shape.gdn_key_size, shape.gdn_value_size
+            begin = {"qkv": 0, "z": keys + wide, "b": keys + 2 * wide, "a": keys + 2 * wide + shape.gdn_n_v_heads}
+            first = begin[last[8:].partition(".")[0]]
+            order = order[first : first + len(values)] - first
+        return np.take(values, order, axis=axis)
+
+    return change

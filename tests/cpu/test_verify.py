@@ -1,0 +1,446 @@
+"""`deltic verify`: errors are planted in the files of tiny checkpoints of every format, and in what runs, and each is named."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import tests.tiny_gguf
+from deltic.__main__ import main
+from deltic.commands import verify
+from deltic.commands.endpoint import LocalServer
+from deltic.config import EngineConfig
+from deltic.engine.engine import Engine
+from deltic.engine.step import Step
+from deltic.models.checkpoint import DEMO
+from deltic.models.fields import CheckpointError
+from deltic.models.hub import digest, published_hash
+from deltic.runtime.build import build_runner
+from deltic.verify import bits, layers, servers
+from deltic.verify.files import Files, check_configuration, check_hashes, check_index
+from deltic.verify.page import Check, Page
+from deltic.verify.texts import TEXTS, Wording, check_ids, check_prompts, check_rules
+from deltic.verify.values import check_against, check_numbers
+from tests.cpu.grid import grid
+from tests.tiny import tiny_checkpoint
+from tests.tiny_gguf import tiny_gguf, write_gguf
+from tests.tiny_quantised import RECIPES, tiny_quantised
+
+LAYERS = "model.language_model.layers."
+Tensors = dict[str, torch.Tensor]
+needs_transformers = pytest.mark.skipif(
+    importlib.util.find_spec("transformers") is None, reason="transformers is not installed (group: test)"
+)
+
+
+def tell(stage: str, done: float) -> None:
+    """Nobody listens."""
+
+
+def judged(look: Callable[[Check], object]) -> Check:
+    """What a check found, or an error that the command makes a finding of."""
+    page = Page({})
+    with page.check("one", *verify.REFUSALS) as check:
+        look(check)
+    return check
+
+
+def copied(source: Path, target: Path) -> Files:
+    shutil.copytree(source, target)
+    return Files(target, "spoilt")
+
+
+def spoilt(source: Path, target: Path, change: Callable[[Tensors], object]) -> Files:
+    """A copy of a checkpoint of one file whose tensors were changed."""
+    files = copied(source, target)
+    tensors = load_file(target / "model.safetensors")
+    change(tensors)
+    save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, target / "model.safetensors")
+    return files
+
+
+def made(kind: str, format: str) -> Path:
+    """The tiny checkpoint in a format."""
+    if format in ("bf16", "split"):
+        return tiny_checkpoint(kind, layout="flat", experts="split" if format == "split" else None)
+    return tiny_gguf(kind, format[5:]) if format.startswith("gguf ") else tiny_quantised(kind, format).path
+
+
+def set_field(files: Files, change: Callable[[dict[str, Any]], object]) -> None:
+    config = json.loads((files.path / "config.json").read_text())
+    change(config["text_config"])
+    (files.path / "config.json").write_text(json.dumps(config))
+
+
+def beside(files: Files, good: Path) -> Check:
+    return judged(lambda check: check_against(files, Files(good, "good"), check, tell))
+
+
+# Errors in tensors.
+
+
+def swap(one: str, other: str) -> Callable[[Tensors], None]:
+    def change(tensors: Tensors) -> None:
+        tensors[one], tensors[other] = tensors[other], tensors[one]
+
+    return change
+
+
+def transpose(tensors: Tensors) -> None:
+    name = f"{LAYERS}1.mlp.experts.gate_up_proj"
+    tensors[name] = tensors[name].mT
+
+
+def nudge(tensors: Tensors) -> None:
+    tensors[f"{LAYERS}2.mlp.down_proj.weight"].view(torch.int16)[3, 5] ^= 1
+
+
+@pytest.mark.parametrize(
+    ("kind", "change", "named"),
+    [
+        (
+            "dense",
+            swap(f"{LAYERS}3.self_attn.q_norm.weight", f"{LAYERS}3.self_attn.k_norm.weight"),
+            "3.self_attn.q_norm",
+        ),
+        ("dense", swap(f"{LAYERS}0.mlp.up_proj.weight", f"{LAYERS}0.mlp.gate_proj.weight"), "0.mlp.gate_proj"),
+        ("moe", transpose, "1.mlp.experts.gate_up_proj"),
+        ("dense", nudge, "2.mlp.down_proj"),
+    ],
+    ids=["swapped norms", "swapped matrices", "transposed experts", "a bit of a weight"],
+)
+def test_a_tensor_that_is_another_is_named(
+    tmp_path: Path, kind: str, change: Callable[[Tensors], None], named: str
+) -> None:
+    found = beside(spoilt(tiny_checkpoint(kind), tmp_path / "spoilt", change), tiny_checkpoint(kind))
+    assert found.verdict == "wrong" and found.said[0].startswith(f"{LAYERS}{named}")
+    assert sum(text.startswith(LAYERS) for text in found.said) == (2 if "swap" in change.__qualname__ else 1)
+
+
+def test_a_wrong_scale_of_a_block_is_named(tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors[f"{LAYERS}1.mlp.up_proj.weight_scale_inv"][2, 1] *= 2
+
+    found = beside(
+        spoilt(tiny_quantised("dense", "qwen-fp8").path, tmp_path / "spoilt", change), tiny_checkpoint("dense")
+    )
+    assert [text for text in found.said if text.startswith(LAYERS)] == [found.said[0]]
+    assert found.said[0].startswith(f"{LAYERS}1.mlp.up_proj.weight: ")
+
+
+def test_value_heads_in_another_order_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tests.tiny_gguf, "tiled", lambda values, n_k, n_v, axis=0: values)
+    source = tiny_checkpoint("dense", layout="flat")
+    found = beside(Files(write_gguf(source, tmp_path / "spoilt.gguf"), "spoilt"), tiny_checkpoint("dense"))
+    named = [text for text in found.said if text.startswith("model.layers.")]
+    assert named and all(".linear_attn." in text for text in named)
+
+
+def test_what_is_unlike_its_like_is_seen_with_nothing_beside_it(tmp_path: Path) -> None:
+    def change(tensors: Tensors) -> None:
+        tensors[f"{LAYERS}1.mlp.up_proj.weight"] *= 16
+        tensors[f"{LAYERS}2.mlp.gate_proj.weight"][0, 0] = float("nan")
+
+    files = spoilt(tiny_checkpoint("dense"), tmp_path / "spoilt", change)
+    found = judged(lambda check: check_numbers(files, check, tell))
+    assert found.verdict == "wrong"
+    assert f"{LAYERS}2.mlp.gate_proj.weight: has values that are no numbers or infinite" in found.said
+    assert any(text.startswith(f"{LAYERS}1.mlp.up_proj.weight: its values are 1") for text in found.said)
+
+
+SOUND = [("dense", "bf16"), ("moe", "split"), ("dense", "qwen-fp8"), ("moe", "gguf Q4_0"), ("next", "gguf Q8_0")]
+FORMATS = [*RECIPES, *(f"gguf {type}" for type in ("F16", "Q5_1", "Q4_0", "MXFP4"))]
+GRID = [*SOUND, *((kind, format) for kind in ("moe", "dense") for format in FORMATS if (kind, format) not in SOUND)]
+
+
+@pytest.mark.parametrize(("kind", "format"), grid(GRID, SOUND, pytest.mark.long))
+def test_a_sound_checkpoint_is_what_it_was_made_of(kind: str, format: str) -> None:
+    files = Files(made(kind, format), "sound")
+    assert beside(files, tiny_checkpoint(kind)).verdict == "ok"
+    found = judged(lambda check: check_numbers(files, check, tell))
+    assert found.verdict == "ok", found.said
+    assert any("gguf package" in text for text in found.said) == files.is_gguf
+
+
+# Errors in files.
+
+
+def test_a_changed_byte_is_told_by_the_hash_of_the_hub(tmp_path: Path) -> None:
+    snapshot, blobs = tmp_path / "snapshots" / "main", tmp_path / "blobs"
+    snapshot.mkdir(parents=True)
+    blobs.mkdir()
+    for file in tiny_checkpoint("dense").iterdir():
+        data = file.read_bytes()
+        is_big = file.suffix == ".safetensors"
+        name = hashlib.sha256(data) if is_big else hashlib.sha1(b"blob %d\0" % len(data) + data)
+        (blobs / name.hexdigest()).write_bytes(data)
+        (snapshot / file.name).symlink_to(blobs / name.hexdigest())
+    files = Files(snapshot, "cached")
+    assert judged(lambda check: check_hashes(files, check, tell)).verdict == "ok"
+    with (snapshot / "model.safetensors").open("r+b") as opened:
+        opened.seek(-100, 2)
+        opened.write(b"!")
+    found = judged(lambda check: check_hashes(files, check, tell))
+    assert found.verdict == "wrong" and found.said[0].startswith("model.safetensors: its SHA-256 is ")
+
+
+def test_hashes_beside_a_directory_are_read(tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    file.write_text("{}")
+    assert published_hash(file) is None
+    said = tmp_path / ".cache" / "huggingface" / "download" / "config.json.metadata"
+    said.parent.mkdir(parents=True)
+    said.write_text(f"{'0' * 40}\n{digest(file, 2, lambda n: None, is_big=False)}\n1.0\n")
+    assert published_hash(file) == "9e26dfeeb6e641a33dae4961196235bdb965b21b"
+
+
+@pytest.mark.parametrize("is_gguf", [False, True])
+def test_a_file_that_was_cut_is_named(tmp_path: Path, is_gguf: bool) -> None:
+    if is_gguf:
+        file = tmp_path / "cut.gguf"
+        shutil.copy(tiny_gguf("dense"), file)
+        files = Files(file, "cut")
+    else:
+        files = copied(tiny_checkpoint("dense"), tmp_path / "cut")
+        file = files.path / "model.safetensors"
+    with file.open("r+b") as opened:
+        opened.truncate(file.stat().st_size - 1000)
+    found = judged(lambda check: check_index(files, check))
+    assert found.verdict == "wrong" and str(file) in found.said[0]
+
+
+def test_a_missing_bias_is_named(tmp_path: Path) -> None:
+    files = spoilt(
+        tiny_checkpoint("dense"), tmp_path / "spoilt", lambda tensors: tensors.pop(f"{LAYERS}0.linear_attn.dt_bias")
+    )
+    found = judged(lambda check: check_index(files, check))
+    assert found.verdict == "wrong" and f"tensor '{LAYERS}0.linear_attn.dt_bias' is missing" in found.said[0]
+
+
+def test_an_index_that_does_not_fit_is_told(tmp_path: Path) -> None:
+    files = copied(tiny_checkpoint("dense", shards=2), tmp_path / "spoilt")
+    index = files.path / "model.safetensors.index.json"
+    said = json.loads(index.read_text())
+    del said["weight_map"][f"{LAYERS}1.mlp.up_proj.weight"]
+    index.write_text(json.dumps(said | {"metadata": {"total_size": 12345}}))
+    found = judged(lambda check: check_index(files, check))
+    assert found.verdict == "wrong" and f"tensor '{LAYERS}1.mlp.up_proj.weight' is in " in found.said[0]
+    assert "says that all tensors have 12345 bytes" in found.said[1]
+
+
+# Errors in the configuration, the tokenizer and the template.
+
+
+def test_fields_that_differ_are_named(tmp_path: Path) -> None:
+    files = copied(tiny_checkpoint("dense"), tmp_path / "spoilt")
+
+    def change(text: dict[str, Any]) -> None:
+        text["rms_norm_eps"] = 1e-5
+        text["rope_parameters"]["mrope_section"] = [12, 10, 10]
+
+    set_field(files, change)
+    found = judged(lambda check: check_configuration(files, Files(tiny_checkpoint("dense"), "good"), check))
+    assert found.said == [
+        "rms_norm_eps is 1e-05, and 1e-06 in --against",
+        "mrope_section is (12, 10, 10), and (11, 11, 10) in --against",
+    ]
+
+
+def test_fields_are_held_to_the_published_model_of_these_sizes(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    good = Files(tiny_checkpoint("dense"), "good")
+    monkeypatch.setattr("deltic.verify.files.PUBLISHED", {"tiny": replace(good.shape)})
+    assert judged(lambda check: check_configuration(good, None, check)).verdict == "ok"
+    files = copied(good.path, tmp_path / "spoilt")
+    set_field(files, lambda text: text.update(rms_norm_eps=1e-5))
+    found = judged(lambda check: check_configuration(files, None, check))
+    assert found.verdict == "wrong" and found.said == ["rms_norm_eps is 1e-05, and 1e-06 in tiny"]
+
+
+@pytest.fixture(scope="module")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The files of the built-in model that are text."""
+    path = tmp_path_factory.mktemp("demo")
+    for file in DEMO.iterdir():
+        if file.suffix in (".json", ".jinja"):
+            shutil.copy(file, path)
+    return path
+
+
+def test_another_merge_is_named(demo: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(demo, tmp_path / "spoilt"))
+    said = json.loads((path / "tokenizer.json").read_text())
+    merges = said["model"]["merges"]
+    merges[1], merges[30] = merges[30], merges[1]
+    (path / "tokenizer.json").write_text(json.dumps(said))
+    spoilt, good = Wording.of(path), Wording.of(demo)
+    rules = judged(lambda check: check_rules(spoilt, good, "good", check))
+    assert rules.verdict == "wrong" and rules.said[0].startswith("merge 1 is ")
+    ids = judged(lambda check: check_ids(spoilt, good.ids, "good", check))
+    assert ids.verdict == "wrong" and ": token " in ids.said[0] and ids.said[0].endswith(" by good")
+    for look in (lambda c: check_rules(good, good, "good", c), lambda c: check_ids(good, good.ids, "good", c)):
+        assert judged(look).verdict == "ok"
+
+
+def test_a_template_with_another_blank_is_named(demo: Path, tmp_path: Path) -> None:
+    path = Path(shutil.copytree(demo, tmp_path / "spoilt"))
+    template = path / "chat_template.jinja"
+    text = template.read_text()
+    template.write_text(text.replace("<|im_start|>assistant\\n", "<|im_start|>assistant \\n"))
+    assert template.read_text() != text
+    spoilt, good = Wording.of(path), Wording.of(demo)
+    theirs = {name: good.written(ids) for name, ids in good.prompts.items()}
+    found = judged(lambda check: check_prompts(spoilt, theirs, "good", check))
+    assert found.verdict == "wrong" and "'a question' is" not in found.said[0]
+    assert found.said[0].startswith("a question: rendered otherwise than by good, at character ")
+    assert "assistant \\n" in found.said[0]
+
+
+# Errors in what runs.
+
+
+def runner_of(path: Path) -> Any:
+    config = EngineConfig(model=str(path), device="cpu", threads=1, max_model_len=512, max_num_seqs=4, n_pages=64)
+    return build_runner(config, tell)
+
+
+@pytest.fixture
+def prompts() -> dict[str, list[int]]:
+    wording = Wording.of(tiny_checkpoint("dense"))
+    return {name: wording.ids[name][:90] for name in ("english", "hindi", "code")}
+
+
+def test_bits_that_depend_on_company_are_found(prompts: dict[str, list[int]], monkeypatch: pytest.MonkeyPatch) -> None:
+    runner = runner_of(tiny_checkpoint("dense"))
+    sound = judged(lambda check: bits.check_bits(Engine(runner), prompts, check, tell))
+    assert sound.verdict == "ok" and "from the prefix cache" in sound.said[1]
+    step, norm = runner.step, runner.model.weights.norm
+
+    def impure(given: Step) -> object:
+        norm[0] += len(given.chunks) > 1
+        try:
+            return step(given)
+        finally:
+            norm[0] -= len(given.chunks) > 1
+
+    monkeypatch.setattr(runner, "step", impure)
+    found = judged(lambda check: bits.check_bits(Engine(runner), prompts, check, tell))
+    assert found.verdict == "wrong" and "other bits in company than alone, at first for token " in found.said[0]
+
+
+RUN = [
+    ("dense", "bf16"),
+    ("moe", "split"),
+    ("next", "bf16"),
+    ("dense", "gguf Q8_0"),
+    ("moe", "gguf Q4_K"),
+    ("next", "gguf Q8_0"),
+]
+
+
+@needs_transformers
+@pytest.mark.parametrize(
+    ("kind", "format"), grid([*RUN, ("moe", "nvfp4"), ("dense", "w8a8")], RUN[:1], pytest.mark.long)
+)
+def test_a_layer_that_is_wrong_is_named(kind: str, format: str) -> None:
+    path = made(kind, format)
+    files, runner = Files(path, "model"), runner_of(path)
+    texts = {name: ids[:20] for name, ids in Wording.of(path).ids.items() if name == "english"}
+
+    def look(check: Check) -> dict[str, Any]:
+        ours = {name: layers.residuals(runner, ids) for name, ids in texts.items()}
+        return layers.check_layers(files, texts, ours, runner.plan, check, tell)
+
+    theirs: dict[str, Any] = {}
+    sound = judged(lambda check: theirs.update(look(check)))
+    assert sound.verdict == "ok", sound.said
+    told = bits.run(Engine(runner), texts)
+    mine = {name: each.prompt for name, each in told.items()}
+    assert judged(lambda check: bits.check_logprobs(mine, theirs, "transformers", check)).verdict != "wrong"
+    runner.model.weights.layers[1].a_log[:] += 0.5
+    runner.model.weights.layers[2].post_norm[:] += 0.2
+    found = judged(look)
+    named = [text.partition(":")[0] for text in found.said]
+    assert named == ["layer 1, DeltaNet", "layer 2, feed-forward"]
+
+
+@needs_transformers
+def test_the_page_of_a_sound_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(verify, "_has_transformers", lambda: False)
+    monkeypatch.setattr(verify, "decode_roof", lambda plan, on_gpu: 1000.0)
+    files = copied(tiny_checkpoint("dense", tied=True), tmp_path / "home" / "tiny")
+    monkeypatch.setenv("HOME", str(tmp_path / "home"))
+    arguments = ["verify", str(files.path), "--device", "cpu", "--threads", "1", "--out", str(tmp_path / "out")]
+    assert main(arguments) == 0
+    printed = capsys.readouterr()
+    assert printed.out.strip() == (tmp_path / "out" / "verify-tiny.md").read_text().strip()
+    assert str(tmp_path) not in printed.out and "deltic: running texts together" in printed.err
+    page = json.loads((tmp_path / "out" / "verify-tiny.json").read_text())
+    verdicts = {check["name"]: check["verdict"] for check in page["checks"]}
+    skipped = {name for name, verdict in verdicts.items() if verdict == "skipped"}
+    assert skipped == {"configuration", "layers", "log-probabilities"} and "wrong" not in verdicts.values()
+    assert len(page["checks"][0]["figures"]["hashes"]) == 6
+
+    (files.path / "model.safetensors").write_bytes(b"")
+    assert main(arguments) == 1
+    page = json.loads((tmp_path / "out" / "verify-tiny.json").read_text())
+    assert {check["name"]: check["verdict"] for check in page["checks"]}["tensors"] == "wrong"
+    assert str(tmp_path) not in json.dumps(page)
+
+
+def test_keys_and_homes_are_not_on_the_page(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HOME", "/home/somebody")
+    page = Page({"model": "/home/somebody/models/x"}, secrets=("sk-1",), places={"/data/y": "y"})
+    with page.check("one", CheckpointError) as check:
+        check.note("key sk-1 at https://me:word@host/v1, /home/somebody/z and /data/y/config.json")
+    with page.check("two", CheckpointError):
+        raise CheckpointError("/data/y/model.safetensors: cut short")
+    text = page.text()
+    assert "key (a key) at https://host/v1, ~/z and y/config.json" in text and "- model: ~/models/x" in text
+    assert "## two: wrong" in text and page.json()["verdict"] == "wrong"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--against", "a/b", "--against", "c/d"], "--against takes a server's URL and a checkpoint, one each"),
+        (["--against", "no such place"], "no such directory or file"),
+    ],
+)
+def test_what_cannot_be_verified_is_refused(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["verify", str(tiny_checkpoint("dense")), *arguments]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_texts_are_in_several_scripts() -> None:
+    assert len(TEXTS) == 10 and np.mean([not text.isascii() for text in TEXTS.values()]) > 0.5
+
+
+def test_a_server_of_the_same_model_says_the_same(server: LocalServer, tmp_path: Path) -> None:
+    """The real one, which is asked as vLLM is, and which has the same bits."""
+    wording = Wording.of(DEMO)
+    texts = {name: ids[:20] for name, ids in wording.ids.items()}
+    answers = servers.ask(server.url, server.api_key, None, texts, tell)
+    assert answers.kind == "Deltic" and not answers.refused
+    assert judged(lambda check: check_ids(wording, answers.ids, answers.kind, check)).verdict == "ok"
+    found = judged(lambda check: check_prompts(wording, answers.prompts, answers.kind, check))
+    assert found.said == [f"{len(answers.prompts)} chats are rendered as by Deltic"]
+    config = EngineConfig(device="cpu", threads=1, max_model_len=512, max_num_seqs=16, n_pages=64)
+    mine = {name: told.prompt for name, told in bits.run(Engine(build_runner(config, tell)), texts).items()}
+    assert {name: [round(x, 6) for x in each] for name, each in mine.items()} == {
+        name: [round(x, 6) for x in each] for name, each in answers.logprobs.items()
+    }
