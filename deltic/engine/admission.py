@@ -48,6 +48,11 @@ def in_turns(prefills: list[Sequence], n_had: dict[str, int]) -> tuple[list[Sequ
     return [sequence for row in rows for sequence in row if sequence is not None], n_had
 
 
+def _queue_of(request: Request) -> tuple[str, int]:
+    """The tenant and the priority within which requests go by arrival, but for the urgent ones."""
+    return request.tenant, max(0, request.priority)
+
+
 def _n_promised(sequence: Sequence) -> int:
     """Pages that its tokens are still to get."""
     return max(0, pages_for(len(sequence.tokens)) - len(sequence.pages))
@@ -72,21 +77,22 @@ class Admission:
         self._cache = cache
         self._reading = reading
         self._turn = 0  # the latest that was admitted
+        self._next: dict[tuple[str, int], int] = {}
+        """Turns behind what tenants had admitted last, of each priority, where those are not over."""
 
     # A sequence waits, or leaves.
 
     def take_turn(self, request: Request, groups: Iterable[list[Sequence]]) -> int:
         """Gives a new request its turn. groups: the sequences of each open request.
 
-        It comes after its tenant's waiting requests that are as urgent, and level with the first of other
-        tenants. So tenants alternate however many requests one of them sends, and none can be overtaken for
-        ever. A single tenant is served in the order of arrival. Its tenant's less urgent requests move back
-        behind it, in their order.
+        It comes after its tenant's requests that are as urgent, whether they wait, run or have ended, and
+        level with the first of other tenants. So tenants alternate however many requests one of them sends,
+        and none can be overtaken for ever. A single tenant is served in the order of arrival. Its tenant's
+        less urgent requests move back behind it, in their order.
         """
-        own = [g for g in groups if g[0].request.tenant == request.tenant]
-        own = [g for g in own if max(0, g[0].request.priority) == max(0, request.priority)]
-        turn, passed = self._turn, []
-        for group in own:
+        queue = _queue_of(request)
+        turn, passed = max(self._turn, self._next.get(queue, 0)), []
+        for group in (g for g in groups if _queue_of(g[0].request) == queue):
             if group[0].request.priority > request.priority:
                 passed.append(group)
                 continue
@@ -142,8 +148,23 @@ class Admission:
         heir.n_computed, sequence.n_computed = sequence.n_computed, 0
         insort(self.prefills, heir, key=rank)
 
+    def part(self, first: Sequence, sibling: Sequence) -> None:
+        """Lets a sibling wait for a place of its own, and find the prompt in the cache."""
+        first.siblings.remove(sibling)
+        sibling.read_prompt(first)
+        self._start_over(sibling)
+
+    def _start_over(self, sibling: Sequence) -> None:
+        self._cache.release(sibling)
+        self._cache.open(sibling)
+        self.wait(sibling)
+
     def preempt(self, sequence: Sequence) -> None:
         """Takes everything from a running sequence and queues it again, at the head of its priority."""
+        if first := next((other for other in self.prefills if sequence in other.siblings), None):
+            self.part(first, sequence)
+            self.n_preemptions += 1
+            return
         self._stop(sequence)
         for member in (sequence, *sequence.siblings):
             self._cache.preempt(member)
@@ -191,9 +212,7 @@ class Admission:
         has_room = not sibling.request.branches or n_own <= cache.pages.n_available - self.n_promised
         copies = cache.fork(sequence, sibling, n_tokens) if has_room else None
         if copies is None:
-            cache.release(sibling)
-            cache.open(sibling)
-            self.wait(sibling)
+            self._start_over(sibling)
         return copies
 
     def candidates(self) -> Iterator[Sequence]:
@@ -201,7 +220,8 @@ class Admission:
         return (sequence for sequence in self.waiting[:] if not self._is_held(sequence))
 
     def admit_newcomers(self, step: Step, n_tenants: int) -> None:
-        """Admits, of each tenant who has no batch slot, the sequence that waits with the lowest rank.
+        """Admits, of each tenant who has no batch slot, the sequence that waits with the lowest rank. Its
+        siblings wait for places of their own if there are none for all.
 
         n_tenants: of all open sequences.
         """
@@ -212,7 +232,10 @@ class Admission:
             if sequence.request.tenant in served or sequence.request.priority > 0 or self._is_held(sequence):
                 continue
             served.add(sequence.request.tenant)
-            self.admit(sequence, step, is_newcomer=True)
+            if self.admit(sequence, step, is_newcomer=True) is False and sequence.siblings:
+                for sibling in sequence.siblings[:]:
+                    self.part(sequence, sibling)
+                self.admit(sequence, step, is_newcomer=True)
 
     def _is_held(self, sequence: Sequence) -> bool:
         """Returns whether a waiting sequence should go on waiting: for its text, its pages, or a prefill that
@@ -269,7 +292,9 @@ class Admission:
         for other in self.waiting[: cache.batch_slots.n]:  # those that may come to run beside it
             if other is not sequence:
                 cache.checkpoints.want_junction(sequence, cache.n_common(other, sequence))
-        for member in group:
+        # Those of the request who wait for places of their own are not late any more: it has begun.
+        parted = (other for other in self.waiting if other.request is sequence.request)
+        for member in (*group, *parted):
             if not member.n_preempted:
                 member.queued_s = time.monotonic() - member.arrived_at
         if not sequence.n_preempted and not is_whole:
@@ -277,6 +302,9 @@ class Admission:
         self.waiting.remove(sequence)
         insort(self.prefills, sequence, key=rank)
         self._turn = max(self._turn, sequence.turn)
+        queue = _queue_of(sequence.request)
+        self._next[queue] = max(self._next.get(queue, 0), sequence.turn + sequence.request.params.n)
+        self._next = {queue: turn for queue, turn in self._next.items() if turn > self._turn}
         self._reading.enter(sequence)
         return True
 
@@ -301,17 +329,17 @@ class Admission:
         They are those of the lowest priority, then of the tenant with the most, the youngest first; a tenant
         is left as many as the newcomer gets. None, if that is not enough.
         """
-        running, leaving, n_of = [*self.prefills, *self.decodes], list[Sequence](), Counter[str]()
-        for sequence in running:
-            n_of[sequence.request.tenant] += 1 + len(sequence.siblings)
+        siblings = chain.from_iterable(sequence.siblings for sequence in self.prefills)
+        running, leaving = [*self.prefills, *siblings, *self.decodes], list[Sequence]()
+        n_of = Counter(sequence.request.tenant for sequence in running)
         while n_batch_slots > 0 or n_pages > 0:
-            running = [s for s in running if s.request.priority > 0 or n_of[s.request.tenant] > n + len(s.siblings)]
+            running = [s for s in running if s.request.priority > 0 or n_of[s.request.tenant] > n]
             if not running:
                 return []
             last = max(running, key=lambda s: (rank(s)[0], n_of[s.request.tenant], rank(s)))
             running.remove(last)
             leaving.append(last)
-            n_of[last.request.tenant] -= 1 + len(last.siblings)
-            n_batch_slots -= 1 + len(last.siblings)
+            n_of[last.request.tenant] -= 1
+            n_batch_slots -= 1
             n_pages -= self._cache.pages.n_freed(last.pages) + _n_promised(last)
         return leaving

@@ -22,6 +22,7 @@ from deltic.config import ConfigError, ServerConfig
 from deltic.engine.cache.cache import Cache
 from deltic.engine.messages import Request, SamplingParams
 from deltic.engine.scheduler import Scheduler
+from deltic.engine.step import mixed_seed
 from deltic.engine.turns import NamespaceShares
 from deltic.server.limits import Account, Accounts
 from deltic.server.metrics import MAX_KEYS, REST, Exposition, KeyNumbers
@@ -487,6 +488,53 @@ def test_nobody_gives_way_to_whom_it_would_leave_with_less() -> None:
         bench.scheduler.add(asked_by(tenant, i, max_tokens=20))
     bench.run()
     assert bench.scheduler.n_preemptions == 0
+
+
+@pytest.mark.parametrize(
+    ("before", "others", "n", "most"),
+    [
+        ([8], {"b": (1, 20)}, 8, 120),  # who comes again and again has turns, too: without these, never
+        ([8, 8], {"b": (2, 20)}, 1, 120),  # never, as its own waited for all places at once
+        ([], {"b": (1, 20), "c": (1, 33)}, 8, 90),  # always one of two was new (697 steps)
+        ([], {"b": (8, 900)}, 8, 200),  # a request larger than it may take from others waited for their ends (937)
+    ],
+)
+def test_a_request_of_all_places_is_not_passed_for_ever(
+    before: list[int], others: dict[str, tuple[int, int]], n: int, most: int
+) -> None:
+    """Beside others who have so many requests of so many tokens open at any time."""
+    bench = Bench(FakeRunner(max_num_seqs=8, n_pages=400))
+    for i, n_before in enumerate(before):
+        bench.scheduler.add(asked_by("a", i, max_tokens=30, n=n_before))
+    last, n_asked = asked_by("a", 9, max_tokens=20, n=n), 0
+    for n_steps in range(most):
+        for tenant, (n_open, max_tokens) in others.items():
+            for _ in range(n_open - sum(s.request.tenant == tenant for s in bench.scheduler.sequences())):
+                n_asked += 1
+                bench.scheduler.add(asked_by(tenant, n_asked, max_tokens=max_tokens))
+        bench.step()
+        if n_steps == 1:
+            bench.scheduler.add(last)
+        if (last.id, 0) in bench.outputs:
+            assert not bench.scheduler.abort(last.id, if_waiting=True), "it has begun, if not with all"
+    for i in range(n):
+        assert (last.id, i) in bench.outputs and bench.reason(last.id, i) == "length"
+        seed = mixed_seed(1, i)
+        assert bench.tokens(last.id, i) == expected_tokens(list(last.prompt_ids), last.params, seed)
+
+
+def test_who_has_no_place_does_not_wait_for_a_long_prompt_of_many_sequences() -> None:
+    """One that waits for it gives up its place, and finds the prompt in the cache."""
+    bench = Bench(FakeRunner(max_num_seqs=4, max_step_tokens=64))
+    long = asked_by("a", 0, n_prompt=2000, max_tokens=5, n=4)
+    bench.scheduler.add(long)
+    bench.step()
+    bench.scheduler.add(asked_by("b", 1, max_tokens=3))
+    assert steps_until_done(bench, "b1") <= 5 and bench.scheduler.n_preemptions == 1
+    bench.run()
+    assert bench.scheduler.n_prompt_tokens < 2200
+    for i in range(4):
+        assert bench.tokens("a0", i) == expected_tokens(list(long.prompt_ids), long.params, mixed_seed(1, i))
 
 
 def test_batches_give_way_and_none_gives_way_to_them() -> None:
