@@ -31,7 +31,7 @@ from deltic.server.api.responses_items import (
 )
 from deltic.server.chat import messages as history
 from deltic.server.chat.arguments import given_arguments
-from deltic.server.chat.picture_parts import READS, Sent, is_low, sent_in
+from deltic.server.chat.picture_parts import Sent, is_low, sent_in
 from deltic.server.chat.request import ANY, Chat, Count, Effort, Form, Tool, ToolChoice, ToolGrammar, calls_of
 from deltic.server.errors import UNKNOWN_FIELD, ApiError, bad_request
 from deltic.text import SamplingDefaults
@@ -465,14 +465,10 @@ def encrypted(thought: str) -> str:
 
 
 _TEXT_FIELDS = {
-    "input_text": "text",
-    "output_text": "text",
-    "text": "text",
-    "summary_text": "text",
-    "reasoning_text": "text",
+    **dict.fromkeys(("input_text", "output_text", "text", "summary_text", "reasoning_text"), "text"),
     "refusal": "refusal",
 }
-_PART_FIELDS = history.MARKS | {"type", "annotations", "logprobs"}
+_PART_FIELDS = history.MARKS | {"annotations", "logprobs"}
 
 
 def find_pictures(items: Iterable[tuple[str, InputItem]]) -> list[Sent]:
@@ -512,11 +508,10 @@ def _content(content: str | list[JsonObject], path: str, by: str = "tool") -> st
     """A text, or the parts of a chat's message where a picture is among them. Otherwise as `_text`."""
     if not any(sent_in(content)):
         return _text(content, path, by)
-    texts = _texts(content, path, by) if isinstance(content, list) else iter(())
+    parts = content if isinstance(content, list) else []
     return [
         part if any(sent_in([part])) else {"type": "text", "text": text}
-        for part, text in zip(content, texts, strict=True)
-        if isinstance(part, dict)
+        for part, text in zip(parts, _texts(parts, path, by), strict=True)
     ]
 
 
@@ -525,20 +520,7 @@ def _text(content: str | list[JsonObject], path: str, by: str = "tool") -> str:
     return content if isinstance(content, str) else "".join(_texts(content, path, by))
 
 
-def _texts(parts: list[JsonObject], path: str, by: str) -> Iterator[str]:
-    for i, part in enumerate(parts):
-        if any(sent_in([part])):
-            yield ""
-            continue
-        kind = part.get("type")
-        field = _TEXT_FIELDS.get(kind) if isinstance(kind, str) else None
-        if field is None and by == "assistant":
-            continue
-        if field is None:
-            raise bad_request(f"{path}[{i}].type", f"{kind!r} is not supported. {READS}")
-        text = part.get(field)
-        if not isinstance(text, str):
-            raise bad_request(f"{path}[{i}].{field}", "expected a string")
-        if by not in ("assistant", "tool") and (unknown := part.keys() - _PART_FIELDS - {field}):
-            raise bad_request(f"{path}[{i}].{min(unknown)}", UNKNOWN_FIELD)
-        yield text
+def _texts(parts: list[JsonObject], path: str, by: str) -> list[str]:
+    if by == "assistant":
+        parts = [part for part in parts if str(part.get("type")) in _TEXT_FIELDS]
+    return history.texts_of(parts, path, _TEXT_FIELDS, None if by in ("assistant", "tool") else _PART_FIELDS)

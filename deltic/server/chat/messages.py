@@ -13,6 +13,7 @@ puts so that it takes it, for every API.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
 from typing import Annotated, Any, Required, TypedDict
 
 from msgspec import Meta, Struct
@@ -326,20 +327,26 @@ def _text(content: Content | None, path: str, strict: bool) -> str:
 
 
 def _texts(content: list[JsonObject], path: str, strict: bool) -> list[str]:
-    """The text of each part, "" for a picture. Raises ApiError (400)."""
+    return texts_of(content, path, {"text": "text"} if strict else _SAID, MARKS if strict else None)
+
+
+def texts_of(parts: list[JsonObject], path: str, fields: Mapping[str, str], known: Set[str] | None) -> list[str]:
+    """The text of each part, "" for a picture. fields: those with the text, by the type of a part; known:
+    further ones that it may have, None: any. Raises ApiError (400).
+    """
     texts = []
-    for i, part in enumerate(content):
+    for i, part in enumerate(parts):
         if any(sent_in([part])):
             texts.append("")
             continue
         kind = part.get("type")
-        field = _SAID.get(kind) if isinstance(kind, str) else None
-        if field is None or (strict and kind != "text"):
+        field = fields.get(kind) if isinstance(kind, str) else None
+        if field is None:
             raise bad_request(f"{path}[{i}].type", f"{kind!r} is not supported. {READS}")
         text = part.get(field)
         if not isinstance(text, str):
             raise bad_request(f"{path}[{i}].{field}", "expected a string")
-        if strict and (unknown := part.keys() - MARKS - {"type", "text"}):
+        if known is not None and (unknown := part.keys() - known - {"type", field}):
             raise bad_request(f"{path}[{i}].{min(unknown)}", UNKNOWN_FIELD)
         texts.append(text)
     return texts
