@@ -3,7 +3,7 @@ parsed with and those that describe their answers.
 
 What a body may hold beyond its types (a field that is refused, one that excludes another) is a 400 that says
 so. A field is described by the docstring behind it, else by its name (fields.toml). Examples of bodies are
-in examples.toml.
+in examples.toml, all other texts in openapi.toml.
 """
 
 from __future__ import annotations
@@ -29,53 +29,7 @@ from deltic.server.api.answers import ErrorAnswer, OllamaErrorAnswer, ServerStat
 from deltic.server.service import Kind, Service
 from deltic.server.transport import ANTHROPIC, OLLAMA
 
-FAILURES = {
-    400: "The request cannot be honoured; `param` names the field.",
-    401: "No valid API key.",
-    403: "The Host header names another machine, or the key may not see what all keys share.",
-    404: "No such model or object.",
-    409: "There is such an object already, no room for one more, or it is in use.",
-    408: "The body did not come in time.",
-    413: "The body is too large.",
-    415: "The body is not declared as JSON.",
-    429: "Too many requests, or a limit of the key; see Retry-After.",
-    500: "A fault of the server.",
-    501: "Not offered by this server.",
-    503: "The engine is loading, restarting, or stopping; see Retry-After.",
-    504: "The request took longer than it may.",
-    529: "Too many requests.",
-}
-
-_OF_OPEN_ROUTES = (403, 500)
-
-ABOUT = """
-Deltic serves language and speech models. Programs talk to it as they talk to OpenAI, Anthropic or Ollama.
-
-**Keys.** A server with keys wants one as `Authorization: Bearer KEY` or `x-api-key: KEY`, but for the routes
-that say they need none.
-
-**Errors** have the form of the API that was asked. A field that this server cannot honour is a 400 that names
-it; nothing is dropped in silence.
-
-**Every answer** has its request's id in `x-request-id`, which the server's log has, too.
-
-**Streams** are events (`text/event-stream`) or lines of JSON (`application/x-ndjson`). The schema there is
-that of the data of one event, or of one line.
-"""
-
-TAGS = {
-    "OpenAI": (
-        "Chats, completions and responses, which most programs know; and llama.cpp's infill.",
-        "completions responses infill embeddings",
-    ),
-    "Anthropic": ("Messages: what Claude's clients and agents speak.", "anthropic"),
-    "Ollama": ("Answers as lines of JSON, and what says which models there are.", "ollama pull"),
-    "Speech": ("Texts that are spoken, and the voices that speak.", "routes"),
-    "Files and batches": ("Requests that are answered behind everybody else's.", "batches"),
-    "Models and tokens": ("Which models there are, and what their tokenizers make of a text.", "models pdf"),
-    "Server": ("Health, numbers, what the cache holds, and pages for a browser.", ""),
-}
-"""Groups of routes: what is there, and the modules of their endpoints. The last has the other modules."""
+_OF_OPEN_ROUTES = ("403", "500")
 
 JSON, EVENTS, LINES = "application/json", "text/event-stream", "application/x-ndjson"
 
@@ -184,6 +138,11 @@ def _named_fields() -> dict[str, str]:
 
 
 @cache
+def _texts() -> JsonObject:
+    return tomllib.loads(Path(__file__).with_name("openapi.toml").read_text())
+
+
+@cache
 def examples() -> dict[str, JsonObject]:
     """Examples of bodies, by the path of their route."""
     return tomllib.loads(Path(__file__).with_name("examples.toml").read_text())
@@ -234,27 +193,11 @@ def document(routes: Sequence[Route], root_path: str = "") -> JsonObject:
             operation["requestBody"] = {"required": required, "content": content}
     return {
         "openapi": "3.1.0",
-        "info": {
-            "title": "Deltic",
-            "version": __version__,
-            "description": ABOUT.strip(),
-            "license": {"name": "Apache 2.0", "identifier": "Apache-2.0"},
-        },
+        "info": _texts()["info"] | {"version": __version__},
         **({"servers": [{"url": root_path}]} if root_path else {}),
-        "tags": [{"name": name, "description": text} for name, (text, _) in TAGS.items()],
+        "tags": [{"name": tag["name"], "description": tag["description"]} for tag in _texts()["tags"]],
         "paths": paths,
-        "components": {
-            "schemas": schemas.components,
-            "securitySchemes": {
-                "key": {"type": "http", "scheme": "bearer", "description": "As OpenAI's clients send it."},
-                "header": {
-                    "type": "apiKey",
-                    "in": "header",
-                    "name": "x-api-key",
-                    "description": "As Anthropic's clients send it.",
-                },
-            },
-        },
+        "components": {"schemas": schemas.components, "securitySchemes": _texts()["securitySchemes"]},
     }
 
 
@@ -269,7 +212,8 @@ def _operation_id(route: Route) -> str:
 
 
 def _tag(route: Route) -> str:
-    return next((name for name, (_, modules) in TAGS.items() if _module(route) in modules.split()), [*TAGS][-1])
+    tags: list[JsonObject] = _texts()["tags"]
+    return str(next((tag for tag in tags if _module(route) in tag["modules"]), tags[-1])["name"])
 
 
 def _operation(route: Route, path: str, schemas: Schemas) -> JsonObject:
@@ -306,9 +250,9 @@ def _responses(route: Route, path: str, schemas: Schemas) -> JsonObject:
         either = event if "discriminator" in event else {"anyOf": [event, error]}
         content[LINES if path.startswith(OLLAMA) else EVENTS] = {"schema": either}
     responses: JsonObject = {"200": {"description": _said(route.answer), "content": content}}
-    for status, text in FAILURES.items():
-        if not route.open_ or status in _OF_OPEN_ROUTES or (status == 404 and "{" in path):
-            responses[str(status)] = {"description": text, "content": {JSON: {"schema": error}}}
+    for status, text in _texts()["failures"].items():
+        if not route.open_ or status in _OF_OPEN_ROUTES or (status == "404" and "{" in path):
+            responses[status] = {"description": text, "content": {JSON: {"schema": error}}}
     if route.open_:
         status_body = {JSON: {"schema": schemas.of(ServerStatus)}}
         responses["503"] = {"description": "The engine is not ready.", "content": status_body}

@@ -243,6 +243,7 @@ FOR_ALL = {
     "_client_tools",
     "_documented",
     "_named_fields",
+    "_texts",
     "examples",
     "Schemas",
     "_trust",

@@ -1,7 +1,7 @@
 """Decoding of a body's JSON to a checked struct: what is forgiven, what is refused and how that is said.
 
 Forgiven are null fields, at any depth, that a struct does not know, and at the top those whose value asks for
-nothing (NEUTRAL). msgspec says what is wrong with a value in a message; all that is read out of its words
+nothing (neutral.toml). msgspec says what is wrong with a value in a message; all that is read out of its words
 stands in `fault_of`.
 """
 
@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import copy
 import re
+import tomllib
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import msgspec
@@ -19,49 +21,8 @@ from deltic.server.errors import UNKNOWN_FIELD, ApiError, bad_request
 
 T = TypeVar("T")
 
-NEUTRAL: dict[str, tuple[object, ...]] = {
-    # OpenAI's and Anthropic's
-    "audio": (),
-    "compaction": (),
-    "modalities": (["text"],),
-    "moderation": (),
-    "suffix": ("",),
-    "web_search_options": (),
-    # vLLM's and SGLang's
-    "early_stopping": (False,),
-    "echo": (False,),
-    "kv_transfer_params": ({},),
-    "length_penalty": (1,),
-    "logits_processors": ([],),
-    "mm_processor_kwargs": ({},),
-    "no_stop_trim": (False,),
-    "return_hidden_states": (False,),
-    "separate_reasoning": (True,),
-    "stream_reasoning": (True,),
-    "use_beam_search": (False,),
-    "vllm_xargs": ({},),
-    # llama.cpp's and its kin's
-    "dry_multiplier": (0,),
-    "dynatemp_range": (0,),
-    "id_slot": (-1,),
-    "min_keep": (0, 1),
-    "mirostat": (0,),
-    "n_keep": (0,),
-    "n_probs": (0,),
-    "reasoning_format": ("auto", "deepseek", "parsed"),
-    "return_progress": (False,),
-    "samplers": ([],),
-    "tfs_z": (1,),
-    "top_a": (0,),
-    "top_n_sigma": (-1,),
-    "typical_p": (1,),
-    "xtc_probability": (0,),
-    # OpenRouter's
-    "transforms": ([],),
-}
-"""Fields that are known and not supported, and their values, besides null, that ask for nothing: with these
-they are accepted.
-"""
+NEUTRAL: dict[str, list[object]] = tomllib.loads(Path(__file__).with_name("neutral.toml").read_text())
+"""Fields that are known and not supported, and their values, besides null, that ask for nothing."""
 
 
 class Fault(NamedTuple):
