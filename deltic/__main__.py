@@ -105,90 +105,45 @@ def _further(words: Sequence[str]) -> argparse.Namespace:
 COMMANDS = {
     "serve": Subcommand("serve a model, or several, over the OpenAI API", flags.serve, "server.serve:serve", _models),
     "chat": Subcommand("chat with a model in the terminal", flags.chat, "commands.chat:chat", _server),
-    "run": Subcommand(
-        "answer a file of requests: JSON lines in, JSON lines out; resumes where it stopped",
-        flags.run,
-        "commands.run:run",
-        _server,
-    ),
-    "say": Subcommand(
-        "speak a text: into a sound file, or through a pipe into a player", flags.say, "commands.say:say", _server
-    ),
-    "launch": Subcommand(
-        "start a coding agent against a server that runs, or one that is started for it",
-        flags.launch,
-        "commands.agents:launch",
-        _server,
-    ),
-    "agents": Subcommand(
-        "list the coding agents of deltic launch, or print what sets one up",
-        flags.agents,
-        "commands.agents:show",
-        lambda arguments: (arguments,),
-    ),
-    "pack": Subcommand(
-        "write a model directory of packed weights, quantised if asked: fast starts",
-        flags.pack,
-        "commands.pack:pack",
-        _engine,
-    ),
+    "run": Subcommand("answer a file of requests: JSON lines in, JSON lines out; resumes where it stopped",
+        flags.run, "commands.run:run", _server),
+    "say": Subcommand("speak a text: into a sound file, or through a pipe into a player",
+        flags.say, "commands.say:say", _server),
+    "launch": Subcommand("start a coding agent against a server that runs, or one that is started for it",
+        flags.launch, "commands.agents:launch", _server),
+    "agents": Subcommand("list the coding agents of deltic launch, or print what sets one up",
+        flags.agents, "commands.agents:show", _alone),
+    "pack": Subcommand("write a model directory of packed weights, quantised if asked: fast starts",
+        flags.pack, "commands.pack:pack", _engine),
     "pull": Subcommand("download models, with what has come before", flags.pull, "commands.models:pull", _alone),
-    "list": Subcommand(
-        "list the models on this disk, and whether they fit", flags.list_models, "commands.models:list_models", _alone
-    ),
-    "show": Subcommand(
-        "print what a model on this disk is, and the memory it takes", flags.show, "commands.models:show", _alone
-    ),
+    "list": Subcommand("list the models on this disk, and whether they fit",
+        flags.list_models, "commands.models:list_models", _alone),
+    "show": Subcommand("print what a model on this disk is, and the memory it takes",
+        flags.show, "commands.models:show", _alone),
     "rm": Subcommand("delete models from this disk", flags.rm, "commands.models:rm", _alone),
     "ps": Subcommand("list the models that a running server has loaded", flags.ps, "commands.models:ps", _alone),
-    "plan": Subcommand(
-        "print what fits in memory and the speed to expect",
-        flags.plan,
-        "commands.plan:report",
-        lambda arguments: (settings.planned(arguments),),
-    ),
-    "verify": Subcommand(
-        "check a model's files, and what is made of them, against others: a page for a bug report",
-        flags.verify,
-        "commands.verify:verify",
-        _engine,
-    ),
-    "warmup": Subcommand(
-        "compile the GPU's kernels for a model ahead of its first start",
-        flags.warmup,
-        "runtime.build:warmup",
-        lambda arguments: (settings.engine(arguments),),
-    ),
-    "doctor": Subcommand(
-        "print what this machine is good for: which models fit, in which format, how fast",
-        flags.none,
-        "commands.doctor:report",
-    ),
-    "completion": Subcommand(
-        "print a script that completes this command line in a shell",
-        flags.completion,
-        "commands.completion:script",
-        lambda arguments: (arguments.shell, parser()),
-    ),
+    "plan": Subcommand("print what fits in memory and the speed to expect",
+        flags.plan, "commands.plan:report", lambda arguments: (settings.planned(arguments),)),
+    "verify": Subcommand("check a model's files, and what is made of them, against others: a page for a bug report",
+        flags.verify, "commands.verify:verify", _engine),
+    "warmup": Subcommand("compile the GPU's kernels for a model ahead of its first start",
+        flags.warmup, "runtime.build:warmup", lambda arguments: (settings.engine(arguments),)),
+    "doctor": Subcommand("print what this machine is good for: which models fit, in which format, how fast",
+        flags.none, "commands.doctor:report"),
+    "completion": Subcommand("print a script that completes this command line in a shell",
+        flags.completion, "commands.completion:script", lambda arguments: (arguments.shell, parser())),
     "version": Subcommand("print the version", flags.none, "commands.completion:version"),
-}
+}  # fmt: skip
 BENCHES = {
-    "serve": Subcommand(
-        "measure any OpenAI endpoint, or a server started for it", flags.bench_serve, "bench.serve:bench", _server
-    ),
-    "speech": Subcommand(
-        "measure any endpoint for speech, or a server started for it", flags.bench_speech, "bench.speech:bench", _server
-    ),
-    "gpu": Subcommand(
-        "time decodes and prefills on a GPU, beside its roofs", flags.bench_gpu, "bench.gpu:bench_gpu", _engine
-    ),
-    "quality": Subcommand(
-        "what quantised weights lose against bfloat16",
-        flags.bench_quality,
-        "bench.quality:bench",
-        lambda arguments: (arguments, settings.given(arguments, EngineConfig)),
-    ),
-}
+    "serve": Subcommand("measure any OpenAI endpoint, or a server started for it",
+        flags.bench_serve, "bench.serve:bench", _server),
+    "speech": Subcommand("measure any endpoint for speech, or a server started for it",
+        flags.bench_speech, "bench.speech:bench", _server),
+    "gpu": Subcommand("time decodes and prefills on a GPU, beside its roofs",
+        flags.bench_gpu, "bench.gpu:bench_gpu", _engine),
+    "quality": Subcommand("what quantised weights lose against bfloat16",
+        flags.bench_quality, "bench.quality:bench", lambda given: (given, settings.given(given, EngineConfig))),
+}  # fmt: skip
 
 
 ELSEWHERE = {

@@ -351,31 +351,13 @@ def flags(config_class: type[Config], given: Mapping[str, object]) -> list[str]:
     return arguments
 
 
-FOR_A_CHILD = frozenset(
-    [
-        "allow_audio_dir",
-        "allow_audio_host",
-        "client_timeout_s",
-        "default_max_tokens",
-        "drain_notice_s",
-        "drain_s",
-        "engine_timeout_s",
-        "fetch_images_from",
-        "log_format",
-        "log_level",
-        "log_prompts",
-        "max_body_mb",
-        "max_logprobs",
-        "max_n",
-        "max_queue",
-        "max_stored_responses",
-        "queue_timeout_s",
-        "request_timeout_s",
-        "skip_hosted_tools",
-        "strict_fields",
-        "trust_request_chat_template",
-    ]
-)
+_SHARED = """
+allow_audio_dir allow_audio_host client_timeout_s default_max_tokens drain_notice_s drain_s engine_timeout_s
+fetch_images_from log_format log_level log_prompts max_body_mb max_logprobs max_n max_queue
+max_stored_responses queue_timeout_s request_timeout_s skip_hosted_tools strict_fields
+trust_request_chat_template
+"""
+FOR_A_CHILD = frozenset(_SHARED.split())
 """Settings of ServerConfig that mean the same in a server of ours.
 
 The others say where the main server listens, whom it lets in, and what is that one's alone, as the directory

@@ -1,8 +1,8 @@
 """Decoding of a body's JSON to a checked struct: what is forgiven, what is refused and how that is said.
 
 Forgiven are null fields, at any depth, that a struct does not know, and at the top those whose value asks for
-nothing (neutral.toml). msgspec says what is wrong with a value in a message; all that is read out of its words
-stands in `fault_of`.
+nothing (neutral.toml). msgspec says what is wrong with a value in a message; all that is read out of its
+words stands in `fault_of`.
 """
 
 from __future__ import annotations

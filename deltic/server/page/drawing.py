@@ -45,22 +45,13 @@ MEANT = (
     (re.compile(r"\\arg(?![A-Za-z])"), r"\\operatorname{arg}"),
 )
 """Patterns that the library does not know, and what it knows instead. The page numbers no equations."""
+USUAL = "python javascript typescript bash json html css c cpp java go rust sql yaml diff"
+"""Languages of most code."""
 COLOURS: tuple[tuple[_TokenType, str], ...] = (
-    (Comment, "c"),
-    (String, "s"),
-    (Number, "n"),
-    (Keyword, "k"),
-    (Operator.Word, "k"),
-    (Name.Tag, "k"),
-    (Name.Function, "f"),
-    (Name.Class, "f"),
-    (Name.Decorator, "f"),
-    (Name.Attribute, "f"),
-    (Name.Builtin, "b"),
-    (Generic.Inserted, "s"),
-    (Generic.Deleted, "d"),
-    (Generic.Heading, "k"),
-)
+    (Comment, "c"), (String, "s"), (Number, "n"), (Keyword, "k"), (Operator.Word, "k"), (Name.Tag, "k"),
+    (Name.Function, "f"), (Name.Class, "f"), (Name.Decorator, "f"), (Name.Attribute, "f"), (Name.Builtin, "b"),
+    (Generic.Inserted, "s"), (Generic.Deleted, "d"), (Generic.Heading, "k"),
+)  # fmt: skip
 """Kinds of words in code, and the class that the page colours them by."""
 
 Node = Any
@@ -287,24 +278,7 @@ def _unescaped(text: str) -> str:
 
 def prepare() -> None:
     """Makes what most texts need, once: each process that draws begins with it."""
-    languages = [
-        "python",
-        "javascript",
-        "typescript",
-        "bash",
-        "json",
-        "html",
-        "css",
-        "c",
-        "cpp",
-        "java",
-        "go",
-        "rust",
-        "sql",
-        "yaml",
-        "diff",
-    ]
-    blocks("\n".join(["a https://example.org \\(x^2\\)\n", *(f"```{name}\na\n```" for name in languages)]))
+    blocks("\n".join(["a https://example.org \\(x^2\\)\n", *(f"```{name}\na\n```" for name in USUAL.split())]))
 
 
 def main() -> int:
